@@ -1,0 +1,125 @@
+"""EngineConfig: one frozen object, validated once. Its fields are the CLI's flags with underscores."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from dataclasses import dataclass
+from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
+
+from asyncengine.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything that shapes an engine. Unknown keywords and wrong values raise ConfigError."""
+
+    model: str
+    """Directory in Hugging Face layout, or a hub id."""
+    tokenizer: str | None = None
+    """Directory or hub id of the tokenizer; None: the model's."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+    chat_template: str | None = None
+    """Path of a Jinja file that replaces the model's chat template."""
+    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    """dummy fills the model with random weights from config.json alone."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto takes the checkpoint's own, float16 becoming float32 on the CPU."""
+    device: Literal["auto", "cpu"] = "auto"
+    seed: int = 0
+    """Seed of dummy weights and of the seeds drawn for requests that bring none."""
+
+    max_model_len: int | None = None
+    """Context in tokens, prompt and output together; None: the model's own."""
+    max_num_seqs: int = 256
+    """Sequences that run at the same time."""
+    max_num_batched_tokens: int = 2048
+    """Tokens in one step: decode rows first, then prefill."""
+    prefill_chunk_size: int | None = 512
+    """Prompt tokens that one sequence computes in one step at most; None: as many as the step has room for.
+    Small chunks keep the inter-token latency of running streams even."""
+    max_queued_requests: int = 4096
+    max_queued_tokens: int = 4_194_304
+    """Prompt tokens that wait at most, over all requests."""
+    priority_ageing_s: float = 30.0
+    """Seconds of waiting that outweigh one priority class, so that nothing starves."""
+
+    block_size: int = 16
+    """Tokens per KV block, a multiple of 16."""
+    kv_cache_memory_bytes: int | None = None
+    """None: as much as max_num_seqs sequences of max_model_len can use, at most 4 GiB."""
+    num_kv_blocks: int | None = None
+    """Count of KV blocks; overrides kv_cache_memory_bytes."""
+    enable_prefix_caching: bool = True
+    steps_in_flight: int = 2
+    """2 hides the CPU's work behind the executor's; 1 is the serial engine to compare with."""
+    step_timeout_s: float = 600.0
+    """A step that takes longer counts as hung: the engine dies with EngineDeadError."""
+    cpu_threads: int | None = None
+    """Threads that compute in a step; None: the cores this process may use."""
+    prefill_attention: Literal["native", "sdpa"] = "native"
+    """CPU prefill. native is bit-exact whatever the chunking; sdpa is torch's scaled_dot_product_attention."""
+
+    def __post_init__(self) -> None:
+        for field, hint in get_type_hints(type(self)).items():
+            self._check_type(field, getattr(self, field), hint)
+        for field in ("max_num_seqs", "max_num_batched_tokens", "max_queued_requests", "max_queued_tokens"):
+            self._at_least(field, 1)
+        for field in ("max_model_len", "prefill_chunk_size", "num_kv_blocks", "kv_cache_memory_bytes", "cpu_threads"):
+            if getattr(self, field) is not None:
+                self._at_least(field, 1)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({self.max_num_seqs}): every running sequence decodes in every step"
+            )
+        if self.block_size < 16 or self.block_size % 16:
+            raise ConfigError(f"block_size must be a multiple of 16, got {self.block_size}")
+        if not 1 <= self.steps_in_flight <= 8:
+            raise ConfigError(f"steps_in_flight must be in [1, 8], got {self.steps_in_flight}")
+        for field in ("priority_ageing_s", "step_timeout_s"):
+            if not 0 < getattr(self, field) <= 1e6:
+                raise ConfigError(f"{field} must be in (0, 1e6] seconds, got {getattr(self, field)}")
+
+    @classmethod
+    def from_kwargs(cls, model: str, kwargs: dict[str, Any]) -> Self:
+        """Build from keywords as users type them; an unknown one raises ConfigError with the nearest name."""
+        names = [f.name for f in dataclasses.fields(cls)]
+        for key in kwargs:
+            if key not in names:
+                near = difflib.get_close_matches(key, names, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ConfigError(f"unknown configuration keyword {key!r}{hint}")
+        return cls(model=model, **kwargs)
+
+    @property
+    def num_threads(self) -> int:
+        """``cpu_threads`` resolved."""
+        if self.cpu_threads is not None:
+            return self.cpu_threads
+        try:
+            return len(os.sched_getaffinity(0))
+        except AttributeError:  # not on this platform
+            return os.cpu_count() or 1
+
+    def _at_least(self, field: str, low: int) -> None:
+        if getattr(self, field) < low:
+            raise ConfigError(f"{field} must be at least {low}, got {getattr(self, field)}")
+
+    @staticmethod
+    def _check_type(field: str, value: Any, hint: Any) -> None:
+        options = get_args(hint)
+        if get_origin(hint) is Literal:
+            if value not in options:
+                raise ConfigError(f"{field} must be one of {', '.join(options)}, got {value!r}")
+            return
+        allowed = options or (hint,)
+        if bool not in allowed and isinstance(value, bool):
+            raise ConfigError(f"{field} must not be a boolean, got {value!r}")
+        if float in allowed:
+            allowed = (*allowed, int)
+        if not isinstance(value, allowed):
+            wanted = " or ".join(t.__name__ for t in allowed)
+            raise ConfigError(f"{field} must be {wanted}, got {value!r}")

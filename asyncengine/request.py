@@ -1,0 +1,220 @@
+"""What goes into the engine and what comes out: plain, immutable values."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TypedDict
+
+from asyncengine.errors import InvalidRequestError
+
+MAX_N = 128
+MAX_STOP_STRINGS = 16
+MAX_SEED = 2**63 - 1
+
+
+class ChatMessage(TypedDict):
+    """One turn of a conversation, as chat templates take it."""
+
+    role: str
+    content: str
+
+
+#: Text, token ids, or a conversation that the model's chat template turns into text.
+Prompt = str | Sequence[int] | Sequence[ChatMessage]
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended. An abort or a failure is an exception, never a finish reason."""
+
+    STOP = "stop"  #: end-of-sequence token, stop token or stop string
+    LENGTH = "length"  #: max_tokens or the end of the context
+
+
+def _number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise InvalidRequestError(f"{name} must be a number, got {value!r}", param=name)
+    x = float(value)
+    inside = low < x <= high if open_low else low <= x <= high
+    if not math.isfinite(x) or not inside:
+        bracket = "(" if open_low else "["
+        raise InvalidRequestError(f"{name} must be in {bracket}{low:g}, {high:g}], got {x:g}", param=name)
+    return x
+
+
+def _integer(name: str, value: object, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise InvalidRequestError(f"{name} must be an integer, got {value!r}", param=name)
+    x = int(value)
+    if not low <= x <= high:
+        raise InvalidRequestError(f"{name} must be in [{low}, {high}], got {x}", param=name)
+    return x
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen and when a sequence ends. Names follow OpenAI's API and vLLM.
+
+    Every value is checked here; a wrong one raises InvalidRequestError that names the field.
+    """
+
+    n: int = 1
+    """Sequences to sample from the prompt, 1..128."""
+    max_tokens: int | None = 16
+    """Tokens to generate at most, exactly so many unless a stop comes first; None: to the end of the context."""
+    temperature: float = 1.0
+    """0 is greedy; at most 2."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches top_p, in (0, 1]. Holtzman et al. 2020."""
+    top_k: int = 0
+    """Keep the k most probable tokens; 0 or -1 keeps all."""
+    min_p: float = 0.0
+    """Drop tokens less probable than min_p times the most probable one, in [0, 1]. Nguyen et al. 2024."""
+    seed: int | None = None
+    """Same seed, same prompt, same output, whatever else runs. Sequence i of n uses seed + i. None: drawn anew."""
+    stop: str | Sequence[str] | None = None
+    """Strings that end the sequence; not part of the text."""
+    stop_token_ids: Sequence[int] = ()
+    """Tokens that end the sequence, besides the model's end-of-sequence tokens."""
+    ignore_eos: bool = False
+    """Go on after an end-of-sequence token (stop and stop_token_ids still end it)."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    include_stop_str_in_output: bool = False
+    """Keep the stop string that ended the sequence in its text."""
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "n", _integer("n", self.n, 1, MAX_N))
+        if self.max_tokens is not None:
+            put(self, "max_tokens", _integer("max_tokens", self.max_tokens, 1, 2**31 - 1))
+        put(self, "temperature", _number("temperature", self.temperature, 0, 2))
+        put(self, "top_p", _number("top_p", self.top_p, 0, 1, open_low=True))
+        put(self, "top_k", max(0, _integer("top_k", self.top_k, -1, 2**31 - 1)))
+        put(self, "min_p", _number("min_p", self.min_p, 0, 1))
+        if self.seed is not None:
+            put(self, "seed", _integer("seed", self.seed, -(2**63), MAX_SEED))
+        put(self, "stop", self._checked_stop())
+        put(
+            self,
+            "stop_token_ids",
+            tuple(_integer("stop_token_ids", t, 0, 2**31 - 1) for t in self.stop_token_ids or ()),
+        )
+
+    def _checked_stop(self) -> tuple[str, ...]:
+        stop = self.stop
+        strings = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+        if len(strings) > MAX_STOP_STRINGS:
+            raise InvalidRequestError(f"stop: at most {MAX_STOP_STRINGS} strings, got {len(strings)}", param="stop")
+        for s in strings:
+            if not isinstance(s, str) or not s:
+                raise InvalidRequestError(f"stop must hold non-empty strings, got {s!r}", param="stop")
+        return strings
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """``stop`` as a tuple."""
+        return self.stop  # type: ignore[return-value]  # __post_init__ made it a tuple
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one request, all of its sequences together."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    """Prompt tokens whose KV came from the prefix cache."""
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTiming:
+    """Points in time of one request, in seconds of time.monotonic()."""
+
+    arrived: float
+    scheduled: float
+    """First scheduled to run; queue time ends here."""
+    first_token: float
+    finished: float
+    completion_tokens: int
+
+    @property
+    def queue_time(self) -> float:
+        return self.scheduled - self.arrived
+
+    @property
+    def ttft(self) -> float:
+        """Time to first token, in seconds."""
+        return self.first_token - self.arrived
+
+    @property
+    def e2e(self) -> float:
+        """End to end latency, in seconds."""
+        return self.finished - self.arrived
+
+    @property
+    def tpot(self) -> float:
+        """Time per output token after the first, in seconds; 0 with one token."""
+        return (self.finished - self.first_token) / max(1, self.completion_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One finished sequence of a request."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    """Generated tokens, the one that ended the sequence included."""
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None
+    """The stop string or stop token id that ended it; None for the model's own end-of-sequence token."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A finished request. ``text``, ``token_ids`` and ``finish_reason`` are those of its first sequence."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    usage: Usage
+    timing: RequestTiming
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.outputs[0].finish_reason
+
+
+@dataclass(slots=True)
+class RequestDelta:
+    """What one sequence of a streamed request gained since its last delta.
+
+    ``text`` may be empty (an unfinished character, a possible stop string) and ``token_ids`` may hold
+    several tokens when the consumer fell behind. The last delta of a sequence has ``finish_reason``;
+    the last delta of the request also has ``usage`` and ``timing``.
+    """
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    usage: Usage | None = None
+    timing: RequestTiming | None = None

@@ -1,0 +1,39 @@
+// A step as a host executor sees it: flat arrays derived from a StepInput and the executor's per-slot state.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace asyncengine {
+
+// Sampling state of one slot, sent once when the slot is filled.
+struct SamplingState {
+  float temperature = 0.f;  // 0: greedy
+  float top_p = 1.f;
+  float min_p = 0.f;
+  int32_t top_k = 0;  // 0: all
+  uint64_t seed = 0;
+};
+
+struct StepBatch {
+  int32_t num_tokens = 0;
+  int32_t num_rows = 0;     // sequences in this step
+  int32_t num_samples = 0;  // rows whose last token gets sampled
+
+  // One entry per token, in row order.
+  std::vector<int64_t> input_ids;
+  std::vector<int64_t> positions;
+  std::vector<int64_t> slot_mapping;  // block * block_size + offset: where the token's KV is written
+
+  // One entry per row; query tokens of row r are [query_start[r], query_start[r + 1]).
+  std::vector<int32_t> query_start;          // num_rows + 1 entries
+  std::vector<int32_t> context_len;          // tokens of KV that precede the query
+  std::vector<const int32_t*> block_tables;  // block ids of the row's sequence, by position / block_size
+
+  // One entry per sampled row.
+  std::vector<int64_t> sample_index;              // token whose hidden state gives the logits
+  std::vector<int64_t> sample_position;           // position of the token being sampled: the generator's counter
+  std::vector<const SamplingState*> sample_state;
+};
+
+}  // namespace asyncengine
