@@ -4,7 +4,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <string>
+#include <memory>
 #include <vector>
 
 #include "core/step_batch.h"
@@ -63,7 +63,7 @@ struct Request {
   std::vector<Sequence> sequences;  // n of them, fixed at construction
   int32_t unreleased = 0;
   int32_t cached_tokens = 0;
-  int64_t arrived_ns = 0, scheduled_ns = 0;
+  int64_t scheduled_ns = 0;  // first scheduled
   bool queued = false;      // counts against the queue limits
 
   // Inbox.
@@ -82,5 +82,19 @@ struct Request {
     return order != other.order ? order < other.order : sequence_number < other.sequence_number;
   }
 };
+
+// A request as it is submitted.
+struct RequestSpec {
+  uint64_t id = 0;
+  std::vector<int32_t> prompt;
+  int32_t n = 1;
+  int32_t max_tokens = 0;
+  int32_t priority = 0;  // smaller runs sooner
+  uint64_t salt = 0;
+  SamplingState sampling;  // sequence i samples with seed + i
+  std::vector<int32_t> stop_tokens;
+};
+
+std::unique_ptr<Request> make_request(const RequestSpec& spec, int64_t order, uint64_t sequence_number);
 
 }  // namespace asyncengine

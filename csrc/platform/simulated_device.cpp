@@ -135,13 +135,17 @@ SimulatedDevice::SimulatedDevice() {
   thread_ = std::thread([this] { run(); });
 }
 
-SimulatedDevice::~SimulatedDevice() {
+void SimulatedDevice::stop() {
   {
     std::lock_guard lock(mutex_);
     closing_ = true;
   }
   changed_.notify_all();
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
+}
+
+SimulatedDevice::~SimulatedDevice() {
+  stop();
   for (CudaGraphExec graph : graphs_) delete graph;
   std::lock_guard lock(registry_mutex);
   registry[static_cast<size_t>(ordinal_)] = nullptr;

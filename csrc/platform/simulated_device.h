@@ -24,6 +24,8 @@ class SimulatedDevice {
   SimulatedDevice(const SimulatedDevice&) = delete;
   SimulatedDevice& operator=(const SimulatedDevice&) = delete;
 
+  // Ends the device's thread; what is enqueued then never runs. The destructor does it too.
+  void stop();
   // The ordinal under which the function table knows this device (cudaSetDevice).
   int ordinal() const { return ordinal_; }
   static const CudaRuntime& runtime();

@@ -205,27 +205,8 @@ SubmitResult StepLoop::submit(const RequestSpec& spec) {
       queued_tokens_.load(std::memory_order_relaxed) + prompt_len > config_.max_queued_tokens) {
     return SubmitResult::kQueueFull;
   }
-  auto request = std::make_unique<Request>();
-  request->id = spec.id;
-  request->arrived_ns = now_ns();
-  request->order = request->arrived_ns + int64_t{spec.priority} * config_.priority_ageing.count();
-  request->sequence_number = next_sequence_number_++;
-  request->salt = spec.salt;
-  request->prompt_len = prompt_len;
-  request->max_total = static_cast<int32_t>(total);
-  request->stop_tokens = spec.stop_tokens;
-  request->unreleased = spec.n;
-  request->queued = true;
-  request->sequences.resize(static_cast<size_t>(spec.n));
-  for (int32_t i = 0; i < spec.n; ++i) {
-    Sequence& sequence = request->sequences[static_cast<size_t>(i)];
-    sequence.request = request.get();
-    sequence.index = i;
-    sequence.tokens.reserve(static_cast<size_t>(total));
-    sequence.tokens = spec.prompt;
-    sequence.sampling = spec.sampling;
-    sequence.sampling.seed += static_cast<uint64_t>(i);
-  }
+  const int64_t arrived_ns = now_ns();
+  auto request = make_request(spec, arrived_ns + int64_t{spec.priority} * config_.priority_ageing.count(), next_sequence_number_++);
   queued_requests_.fetch_add(1, std::memory_order_relaxed);
   queued_tokens_.fetch_add(prompt_len, std::memory_order_relaxed);
   Request* raw = request.get();

@@ -25,17 +25,6 @@ struct StepLoopConfig {
   std::chrono::nanoseconds step_timeout{std::chrono::seconds(600)};
 };
 
-struct RequestSpec {
-  uint64_t id = 0;
-  std::vector<int32_t> prompt;
-  int32_t n = 1;
-  int32_t max_tokens = 0;
-  int32_t priority = 0;
-  uint64_t salt = 0;
-  SamplingState sampling;  // sequence i samples with seed + i
-  std::vector<int32_t> stop_tokens;
-};
-
 enum class SubmitResult { kAccepted, kQueueFull, kTooLarge, kClosed };
 
 // Snapshot, safe from any thread.
