@@ -39,14 +39,20 @@ void Scheduler::add(Request* request) {
   enqueue(&request->sequences[0]);
 }
 
-void Scheduler::abort(Request* request, FinishReason reason, Outbox& outbox, int64_t now_ns) {
-  leave_queue(*request);
+void Scheduler::abort(Request* request, Outbox& outbox) {
+  bool any_left = false;
   for (Sequence& sequence : request->sequences) {
     if (sequence.state == SequenceState::kFinished || sequence.state == SequenceState::kReleased) continue;
-    if (reason == FinishReason::kFailed) outbox.filling().events.push_back({&sequence, -1, reason, now_ns});
-    finish(sequence, reason);
+    if (!sequence.abort_requested.load(std::memory_order_acquire)) {
+      any_left = true;
+      continue;
+    }
+    if (sequence.index == 0) forking_.push_back(request);  // siblings that wait for its prompt wait in vain
+    finish(sequence, FinishReason::kAborted);
     if (sequence.in_flight == 0) settle(sequence, &outbox);
   }
+  if (!any_left) leave_queue(*request);
+  wake_siblings();
   compact_running();
 }
 
@@ -65,6 +71,10 @@ void Scheduler::schedule(StepPlan& plan, int64_t now_ns) {
     admit(plan, now_ns);
   }
   compact_running();
+  wake_siblings();
+}
+
+void Scheduler::wake_siblings() {
   for (Request* request : forking_) {
     for (Sequence& sequence : request->sequences) {
       if (sequence.state == SequenceState::kDormant) enqueue(&sequence);

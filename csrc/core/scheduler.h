@@ -41,8 +41,8 @@ class Scheduler {
   explicit Scheduler(const SchedulerConfig& config);
 
   void add(Request* request);
-  // Ends all sequences of the request; blocks come back when no step in flight touches them.
-  void abort(Request* request, FinishReason reason, Outbox& outbox, int64_t now_ns);
+  // Ends the sequences whose abort is requested; blocks come back when no step in flight touches them.
+  void abort(Request* request, Outbox& outbox);
 
   // Fills `plan` (empty when nothing can run). The plan's rows count as in flight until commit() sees it.
   void schedule(StepPlan& plan, int64_t now_ns);
@@ -80,6 +80,7 @@ class Scheduler {
   bool make_room(const Sequence& sequence, int32_t num_blocks, const StepPlan& plan);
   void preempt(Sequence& sequence);
   bool stuck(const StepPlan& plan) const;
+  void wake_siblings();
 
   // commit()
   void take_token(Sequence& sequence, int32_t token, Outbox& outbox, int64_t now_ns);

@@ -13,7 +13,7 @@ std::unique_ptr<Request> make_request(const RequestSpec& spec, int64_t order, ui
   request->stop_tokens = spec.stop_tokens;
   request->unreleased = spec.n;
   request->queued = true;
-  request->sequences.resize(static_cast<size_t>(spec.n));
+  request->sequences = std::vector<Sequence>(static_cast<size_t>(spec.n));
   for (int32_t i = 0; i < spec.n; ++i) {
     Sequence& sequence = request->sequences[static_cast<size_t>(i)];
     sequence.request = request.get();

@@ -33,6 +33,7 @@ struct Sequence {
   int32_t slot = -1;
   std::vector<int32_t> tokens;  // prompt and known output; capacity reserved for all there can be
   SamplingState sampling;
+  std::atomic<bool> abort_requested{false};  // set by the loop, read by the step thread
 
   int64_t computed = 0;   // tokens whose KV a launched step writes
   int64_t committed = 0;  // tokens whose KV a retired step has written
@@ -69,7 +70,7 @@ struct Request {
   // Inbox.
   Request* next_submitted = nullptr;
   Request* next_aborted = nullptr;
-  bool abort_requested = false;             // loop side: an abort is sent once
+  std::atomic<bool> abort_under_way{false};  // a message that names this request is in the abort inbox
   std::atomic<int32_t> inbox_references{0};  // messages under way that name this request: it may not be freed before
 
   bool is_stop_token(int32_t token) const {

@@ -86,7 +86,7 @@ void StepLoop::run() {
 // One round: hear what is new, take in results, launch. True when anything moved.
 bool StepLoop::advance() {
   const int64_t now = now_ns();
-  receive(now);
+  receive();
   bool moved = retire_oldest(now);
   moved |= launch_next(now);
   outbox_.publish();
@@ -136,7 +136,7 @@ bool StepLoop::launch_next(int64_t now) {
   return true;
 }
 
-void StepLoop::receive(int64_t now) {
+void StepLoop::receive() {
   // Aborts are read before submissions: an abort's request was submitted earlier, so it is either known or in the
   // submissions that are read next; those come first.
   Request* aborted = take_all<&Request::next_aborted>(aborted_);
@@ -147,8 +147,10 @@ void StepLoop::receive(int64_t now) {
     request = next;
   }
   while (aborted != nullptr) {
-    Request* next = aborted->next_aborted;
-    scheduler_.abort(aborted, FinishReason::kAborted, outbox_, now);
+    Request* next = aborted->next_aborted;  // read before the flag is cleared: the next push overwrites it
+    // Cleared before the scheduler looks: whoever asks for another abort from now on sends another message.
+    aborted->abort_under_way.store(false, std::memory_order_seq_cst);
+    scheduler_.abort(aborted, outbox_);
     aborted->inbox_references.fetch_sub(1, std::memory_order_release);
     aborted = next;
   }
@@ -216,10 +218,15 @@ SubmitResult StepLoop::submit(const RequestSpec& spec) {
   return SubmitResult::kAccepted;
 }
 
-void StepLoop::abort(uint64_t id) {
+void StepLoop::abort(uint64_t id, int32_t index) {
   const auto found = requests_.find(id);
-  if (found == requests_.end() || std::exchange(found->second->abort_requested, true)) return;
-  push<&Request::next_aborted>(aborted_, found->second.get());
+  if (found == requests_.end()) return;
+  Request* request = found->second.get();
+  for (Sequence& sequence : request->sequences) {
+    if (index < 0 || sequence.index == index) sequence.abort_requested.store(true, std::memory_order_seq_cst);
+  }
+  if (request->abort_under_way.exchange(true, std::memory_order_seq_cst)) return;
+  push<&Request::next_aborted>(aborted_, request);
   notifier_->notify();
 }
 

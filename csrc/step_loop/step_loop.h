@@ -48,7 +48,8 @@ class StepLoop {
   bool stop(std::chrono::nanoseconds limit);
 
   SubmitResult submit(const RequestSpec& spec);
-  void abort(uint64_t id);
+  // Aborts sequence `index` of the request, or all of them.
+  void abort(uint64_t id, int32_t index = -1);
 
   // Calls visit(sequence, tokens, finish, time_ns) once per sequence that has news, in the order of their first event,
   // then frees what is released. Returns false once the engine has failed: error() says why.
@@ -93,7 +94,7 @@ class StepLoop {
   bool advance();
   bool retire_oldest(int64_t now);
   bool launch_next(int64_t now);
-  void receive(int64_t now);
+  void receive();
   void fail(std::string why);
   void publish_stats();
   std::chrono::nanoseconds patience(int64_t now) const;
