@@ -12,7 +12,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import transformers
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from asyncengine.runner.model_runner import CpuModelRunner
 
@@ -230,7 +239,9 @@ CHAT_TEMPLATE = (
 )
 
 
-def byte_level_tokenizer(*, add_prefix_space: bool = False, vocab_size: int = 400, bos: bool = True) -> Tokenizer:
+def byte_level_tokenizer(
+    *, add_prefix_space: bool = False, vocab_size: int = 400, bos: bool = True
+) -> Tokenizer:
     """GPT-2's kind: BPE over bytes. With ``bos``, a template puts <s> in front, as Llama 3's tokenizer does."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
@@ -248,7 +259,9 @@ def byte_level_tokenizer(*, add_prefix_space: bool = False, vocab_size: int = 40
         tokenizer.post_processor = processors.Sequence(
             [
                 processors.ByteLevel(trim_offsets=False),
-                processors.TemplateProcessing(single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 0)]),
+                processors.TemplateProcessing(
+                    single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 0)]
+                ),
             ]
         )
     return tokenizer
@@ -258,7 +271,9 @@ def metaspace_tokenizer(vocab_size: int = 400) -> Tokenizer:
     """Llama 2's kind: BPE over characters with ▁ for the space, other characters as <0xXX> byte tokens."""
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    trained.train_from_iterator(CORPUS[:2], trainers.BpeTrainer(vocab_size=vocab_size - 259, show_progress=False))
+    trained.train_from_iterator(
+        CORPUS[:2], trainers.BpeTrainer(vocab_size=vocab_size - 259, show_progress=False)
+    )
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{b:02X}>": 3 + b for b in range(256)}
     pieces = sorted(trained.get_vocab().items(), key=lambda item: item[1])
     vocab |= {piece: 259 + i for i, (piece, _) in enumerate(p for p in pieces if p[0] not in vocab)}
