@@ -1,0 +1,130 @@
+"""Command-line flags out of configuration dataclasses, so that the two cannot drift apart.
+
+A field ``max_model_len`` becomes ``--max-model-len``, with the field's type, its docstring as help and
+the environment variable ``ASYNCENGINE_MAX_MODEL_LEN`` behind it. Only values that somebody gave reach
+the namespace; defaults stay the dataclass's business. A field that may be None takes the word none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import os
+import textwrap
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+ENVIRONMENT_PREFIX = "ASYNCENGINE_"
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+def environment_name(dest: str) -> str:
+    """The variable that stands in for a flag: ASYNCENGINE_<FLAG>."""
+    return ENVIRONMENT_PREFIX + dest.upper()
+
+
+def add_dataclass(
+    parser: argparse.ArgumentParser,
+    cls: type,
+    title: str,
+    *,
+    exclude: Collection[str] = (),
+    defaults: Mapping[str, object] | None = None,
+) -> None:
+    """One flag per field of ``cls``, in a group of their own. ``defaults`` differ from the fields'."""
+    group = parser.add_argument_group(title)
+    docs = _field_docs(cls)
+    hints = get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if field.name not in exclude:
+            default = (defaults or {}).get(field.name, field.default)
+            _add_field(group, field.name, hints[field.name], docs.get(field.name, ""), default)
+
+
+def values(args: argparse.Namespace, cls: type) -> dict[str, Any]:
+    """What the command line and the environment say about the fields of ``cls``."""
+    names = {field.name for field in dataclasses.fields(cls)}
+    return {name: value for name, value in vars(args).items() if name in names}
+
+
+def read_environment(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Fill what the command line left open. Exits with a usage error on a value that does not parse."""
+    for action in parser._actions:
+        text = os.environ.get(environment_name(action.dest))
+        if text is None or action.dest == "help" or hasattr(args, action.dest):
+            continue
+        try:
+            value = _parse(action, text)
+        except (ValueError, argparse.ArgumentTypeError):
+            expected = f" (one of {', '.join(action.choices)})" if action.choices else ""
+            parser.error(
+                f"environment variable {environment_name(action.dest)}: invalid value {text!r}{expected}"
+            )
+        setattr(args, action.dest, value)
+
+
+def _parse(action: argparse.Action, text: str) -> Any:
+    if isinstance(action, argparse.BooleanOptionalAction):
+        return _boolean(text)
+    value = action.type(text) if callable(action.type) else text
+    if action.choices is not None and value not in action.choices:
+        raise ValueError(text)
+    return [value] if isinstance(action, argparse._AppendAction) else value
+
+
+def _boolean(text: str) -> bool:
+    lower = text.lower()
+    if lower not in _TRUE + _FALSE:
+        raise ValueError(text)
+    return lower in _TRUE
+
+
+def _add_field(group: argparse._ArgumentGroup, name: str, hint: Any, doc: str, default: object) -> None:
+    flag = "--" + name.replace("_", "-")
+    text = doc.replace("%", "%%")
+    if default not in (None, (), dataclasses.MISSING):
+        text = f"{text} (default: {default})".strip()
+    options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": text}
+    if hint is bool:
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
+        return
+    if get_origin(hint) is Literal:
+        group.add_argument(flag, choices=get_args(hint), **options)
+        return
+    kinds = list(get_args(hint)) or [hint]
+    if hint_of_items := next((kind for kind in [hint, *kinds] if get_origin(kind) is Sequence), None):
+        (kind,) = get_args(hint_of_items)
+        options |= {"action": "append", "help": f"{text} May be repeated.".strip()}
+    else:
+        (kind,) = (kind for kind in kinds if kind is not NoneType)
+    convert = _or_none(kind) if NoneType in kinds and "action" not in options else kind
+    group.add_argument(flag, type=convert, metavar=_METAVARS[kind], **options)
+
+
+_METAVARS = {int: "N", float: "X", str: "TEXT"}
+
+
+def _or_none(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    def convert(text: str) -> Any:
+        return None if text == "none" else kind(text)
+
+    convert.__name__ = getattr(kind, "__name__", "value")  # argparse names it when a value is wrong
+    return convert
+
+
+def _field_docs(cls: type) -> dict[str, str]:
+    """The string below each field of a class, on one line."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    docs: dict[str, str] = {}
+    for field, below in zip(tree.body, tree.body[1:], strict=False):
+        match field, below:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str() as text)),
+            ):
+                docs[name] = " ".join(text.split())
+    return docs

@@ -1,0 +1,67 @@
+"""Entry point: one subcommand per module, imported light; torch comes when a command runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from importlib import import_module, metadata
+
+from asyncengine.cli import flags
+from asyncengine.errors import AsyncEngineError, ConfigError, InvalidRequestError
+
+#: Name, module and help of each subcommand. A module has ``add_arguments(parser)`` and
+#: ``run(args) -> int``, and imports nothing heavy at its top level.
+COMMANDS = (
+    ("serve", "asyncengine.cli.serve", "run the OpenAI-compatible server"),
+    ("generate", "asyncengine.cli.generate", "continue a prompt on the terminal"),
+    ("chat", "asyncengine.cli.chat", "talk to a model on the terminal"),
+    ("collect-env", "asyncengine.cli.collect_env", "print what a bug report needs"),
+)
+
+
+def version() -> str:
+    """The installed version."""
+    try:
+        return metadata.version("asyncengine")
+    except metadata.PackageNotFoundError:
+        return "unknown (not installed)"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; the return value is the exit code."""
+    parser = argparse.ArgumentParser(prog="asyncengine", description="LLM inference in one asyncio process.")
+    parser.add_argument("--version", action="version", version=f"asyncengine {version()}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, module, text in COMMANDS:
+        command = commands.add_parser(
+            name,
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            epilog="Every option can also be set by an environment variable, --max-model-len for instance "
+            f"by {flags.environment_name('max_model_len')}.",
+        )
+        import_module(module).add_arguments(command)
+        command.set_defaults(_command=command, _run=import_module(module).run)
+    args = parser.parse_args(argv)
+    flags.read_environment(args._command, args)
+    try:
+        return int(args._run(args))
+    except (ConfigError, InvalidRequestError) as exc:
+        return _complain(exc, 2)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing to flush at exit
+        return 1
+    except (AsyncEngineError, OSError) as exc:
+        return _complain(exc, 1)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _complain(exc: Exception, code: int) -> int:
+    print(f"asyncengine: error: {exc}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

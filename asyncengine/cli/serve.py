@@ -1,0 +1,97 @@
+"""``asyncengine serve``: the process around the server, with its signals and its log."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import logging
+import resource
+import signal
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from asyncengine.cli import flags
+from asyncengine.cli.embed import MODEL_HELP, engine_from, loop_factory
+from asyncengine.config import EngineConfig
+from asyncengine.server.config import ServerConfig
+
+if TYPE_CHECKING:
+    from asyncengine.server.engine_api import Engine
+
+logger = logging.getLogger("asyncengine.server")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=MODEL_HELP)
+    parser.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default=argparse.SUPPRESS,
+        help="(default: info)",
+    )
+    flags.add_dataclass(parser, ServerConfig, "server")
+    flags.add_dataclass(parser, EngineConfig, "engine", exclude=("model",))
+
+
+def run(args: argparse.Namespace) -> int:
+    config = ServerConfig(**flags.values(args, ServerConfig))
+
+    async def load() -> Engine:
+        engine = await asyncio.to_thread(engine_from, args)  # so that /health answers meanwhile
+        await engine.start()
+        return engine
+
+    return run_server(config, load, getattr(args, "log_level", "info"))
+
+
+def run_server(config: ServerConfig, load: Callable[[], Awaitable[Engine]], log_level: str = "info") -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit code."""
+    from asyncengine.cli.main import version
+
+    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logger.info("asyncengine %s", version())
+    _raise_file_limit()
+    # Until the model is loaded there is nothing to drain and a loading thread cannot be interrupted:
+    # let the signal end the process.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        runner.run(_serve(config, load))
+    return 0
+
+
+async def _serve(config: ServerConfig, load: Callable[[], Awaitable[Engine]]) -> None:
+    from asyncengine.server.runner import serve
+
+    stop = asyncio.Event()
+
+    async def load_and_settle() -> Engine:
+        engine = await load()
+        # What exists now lives as long as the process: without it, a full collection pauses every
+        # stream only for as long as the garbage of requests deserves.
+        gc.collect()
+        gc.freeze()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, _on_signal, number, stop)
+        return engine
+
+    await serve(config, load_and_settle, stop)
+
+
+def _on_signal(number: signal.Signals, stop: asyncio.Event) -> None:
+    """The first signal drains; a second one of either kind ends the process at once."""
+    logger.info("%s received", number.name)
+    stop.set()
+    loop = asyncio.get_running_loop()
+    for n in (signal.SIGINT, signal.SIGTERM):
+        loop.remove_signal_handler(n)
+        signal.signal(n, signal.SIG_DFL)
+
+
+def _raise_file_limit() -> None:
+    """Every client is a file descriptor, and the usual soft limit is 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(hard, 65536) if hard != resource.RLIM_INFINITY else 65536
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

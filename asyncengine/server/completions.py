@@ -1,0 +1,96 @@
+"""/v1/completions: text or token ids in, text out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from asyncengine.request import Prompt, RequestDelta, RequestOutput
+from asyncengine.server import protocol
+from asyncengine.server.errors import bad_request
+from asyncengine.server.generation import Endpoint, Job
+from asyncengine.server.protocol import GenerationBody, UsageBody
+from asyncengine.server.sse import ChunkFormat, encode
+
+_UNIMPLEMENTED: dict[str, tuple[object, ...]] = protocol.UNIMPLEMENTED | {
+    "logprobs": (None, False),
+    "suffix": (None, ""),
+    "add_special_tokens": (None, True),
+}
+_DEFAULT_MAX_TOKENS = 16
+
+
+class CompletionBody(GenerationBody, kw_only=True):
+    prompt: str | list[str | int | list[int]] | None = None
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    index: int
+    text: str
+    logprobs: None = None
+    finish_reason: str
+
+
+class Completion(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageBody
+
+
+class CompletionFormat(ChunkFormat):
+    """The last chunk of a choice may carry text."""
+
+    object = "text_completion"
+    before_text = b'"text":'
+    after_text = b""
+
+    def events(self, index: int, delta: RequestDelta, usage: bytes) -> bytes:
+        if delta.finish_reason is not None:
+            return self._last(index, b'"text":' + encode(delta.text), delta.finish_reason, usage)
+        return self.text(index, delta.text, usage) if delta.text else b""
+
+
+class Completions(Endpoint):
+    id_prefix = "cmpl-"
+    chunk_format = CompletionFormat
+
+    def parse(self, fields: dict[str, Any]) -> tuple[GenerationBody, list[Prompt]]:
+        body = protocol.parse(fields, CompletionBody, _UNIMPLEMENTED)
+        if body.max_tokens is None:
+            body.max_tokens = _DEFAULT_MAX_TOKENS
+        return body, _prompts(body)
+
+    def document(self, job: Job, outputs: list[RequestOutput]) -> Completion:
+        sequences = [s for output in outputs for s in output.outputs]
+        return Completion(
+            id=job.id,
+            created=job.created,
+            model=job.model,
+            choices=[
+                CompletionChoice(index=i, text=s.text, finish_reason=s.finish_reason)
+                for i, s in enumerate(sequences)
+            ],
+            usage=UsageBody.of([output.usage for output in outputs]),
+        )
+
+
+def _prompts(body: CompletionBody) -> list[Prompt]:
+    """Text, token ids, or an array of either, as a list of prompts. Raises ApiError 400."""
+    prompt = body.prompt
+    if prompt is None or prompt == "" or prompt == []:
+        raise bad_request("prompt is required and must not be empty", "prompt")
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = set(map(type, prompt))
+    if len(kinds) > 1:
+        raise bad_request("prompt must hold strings, token ids or arrays of ids, not a mixture", "prompt")
+    if kinds == {int}:
+        return [prompt]  # type: ignore[list-item]
+    for i, item in enumerate(prompt):
+        if not item:
+            raise bad_request(f"prompt[{i}] is empty", f"prompt[{i}]")
+    return prompt  # type: ignore[return-value]

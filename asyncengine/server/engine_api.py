@@ -1,0 +1,90 @@
+"""What the server asks of an engine: the public API of AsyncEngine, and nothing else of it.
+
+A protocol, so that the type checker holds the engine, simulated engines and the server to one contract
+and the server imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+from asyncengine.request import Prompt, RequestDelta, RequestOutput, SamplingParams
+
+
+class ModelInfo(Protocol):
+    """The loaded model, as the start-up log and /v1/models show it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def architecture(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def num_kv_blocks(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def num_parameters(self) -> int: ...
+
+
+class EngineStats(Protocol):
+    """Counters of the engine; totals only ever grow."""
+
+    @property
+    def num_requests_running(self) -> int: ...
+    @property
+    def num_requests_waiting(self) -> int: ...
+    @property
+    def kv_cache_usage(self) -> float: ...
+    @property
+    def num_preemptions(self) -> int: ...
+    @property
+    def prefix_cache_queries(self) -> int: ...
+    @property
+    def prefix_cache_hits(self) -> int: ...
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def generation_tokens(self) -> int: ...
+
+
+class RequestStream(Protocol):
+    """The deltas of one admitted request. Closing it before its end aborts the request."""
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]: ...
+    def __aiter__(self) -> AsyncIterator[RequestDelta]: ...
+    async def aclose(self) -> None: ...
+
+
+class Engine(Protocol):
+    """A started engine."""
+
+    @property
+    def health(self) -> str: ...
+    @property
+    def model_info(self) -> ModelInfo: ...
+    def stats(self) -> EngineStats: ...
+    async def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> RequestStream: ...
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> RequestOutput: ...
+    async def aclose(self, drain: bool = True, timeout_s: float = 30.0) -> None: ...

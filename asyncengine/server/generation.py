@@ -1,0 +1,212 @@
+"""From parsed request to response: what completions and chat completions share."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from asyncengine.errors import EngineDeadError, RequestAbortedError
+from asyncengine.request import FinishReason, Prompt, RequestDelta, RequestOutput, SamplingParams, Usage
+from asyncengine.server.engine_api import Engine, RequestStream
+from asyncengine.server.errors import ApiError, from_engine
+from asyncengine.server.metrics import Metrics
+from asyncengine.server.protocol import GenerationBody, UsageBody
+from asyncengine.server.sse import NO_USAGE, NULL_USAGE, ChunkFormat, usage_field
+from asyncengine.server.wire import EventStream
+
+logger = logging.getLogger("asyncengine.server")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One HTTP request for P prompts of n sequences each; choice p·n + i is sequence i of prompt p."""
+
+    id: str
+    created: int
+    model: str
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    body: GenerationBody
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.params.n
+
+    def submission(self, p: int) -> dict[str, Any]:
+        """Arguments that hand prompt ``p`` to an engine."""
+        return {
+            "prompt": self.prompts[p],
+            "params": self.params,
+            "request_id": self.id if len(self.prompts) == 1 else f"{self.id}-{p}",
+            "priority": self.body.priority or 0,
+            "cache_salt": self.body.cache_salt,
+        }
+
+
+class Endpoint(ABC):
+    """What is particular to one route: its request, its response and its chunks."""
+
+    id_prefix: str
+    chunk_format: type[ChunkFormat]
+
+    @abstractmethod
+    def parse(self, fields: dict[str, Any]) -> tuple[GenerationBody, list[Prompt]]:
+        """Typed body and prompts of a JSON object. Raises ApiError 400."""
+
+    @abstractmethod
+    def document(self, job: Job, outputs: list[RequestOutput]) -> msgspec.Struct:
+        """The response without streaming; outputs in the order of the prompts."""
+
+
+async def generate(engine: Engine, job: Job, metrics: Metrics) -> list[RequestOutput]:
+    """All outputs, in the order of the prompts. A failure of one prompt aborts the others."""
+    try:
+        outputs = await _all([engine.generate(**job.submission(p)) for p in range(len(job.prompts))])
+    except asyncio.CancelledError:
+        metrics.finished["abort"] += job.num_choices
+        raise
+    except (EngineDeadError, RequestAbortedError):
+        metrics.finished["error"] += job.num_choices
+        raise
+    for output in outputs:
+        metrics.time_to_first_token.observe(output.timing.ttft)
+        metrics.request_finished(output.timing)
+        for sequence in output.outputs:
+            metrics.finished[sequence.finish_reason] += 1
+    return outputs
+
+
+async def stream(
+    engine: Engine, job: Job, metrics: Metrics, events: EventStream, chunks: ChunkFormat
+) -> None:
+    """Write all deltas as events. Raises only before the first event: after it, errors are events too."""
+    streaming = _Streaming(job, metrics, events, chunks)
+    try:
+        streaming.streams = await _admit(engine, job)
+        streaming.open_choices = job.num_choices
+        await _all([streaming.pump(p) for p in range(len(job.prompts))])
+        await streaming.end()
+    except ConnectionError as exc:
+        logger.info("request %s aborted: %s", job.id, exc)
+    except Exception as exc:
+        streaming.ended_as = "error"
+        if not events.started:
+            raise
+        await _fail(events, job, exc)
+    finally:
+        metrics.finished[streaming.ended_as] += streaming.open_choices
+        for s in streaming.streams:
+            await s.aclose()
+
+
+async def _fail(events: EventStream, job: Job, exc: Exception) -> None:
+    error = from_engine(exc)
+    if error is None:
+        logger.error("request %s failed", job.id, exc_info=exc)
+        error = ApiError(500, "internal server error")
+    try:
+        await events.fail(error.body())
+    except ConnectionError as gone:
+        logger.info("request %s: %s", job.id, gone)
+
+
+async def _admit(engine: Engine, job: Job) -> list[RequestStream]:
+    """Submit every prompt, or none: a rejected one aborts those before it."""
+    streams: list[RequestStream] = []
+    try:
+        for p in range(len(job.prompts)):
+            streams.append(await engine.submit(**job.submission(p)))  # noqa: PERF401  # closed below
+    except BaseException:
+        for s in streams:
+            await s.aclose()
+        raise
+    return streams
+
+
+async def _all(work: list[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results in order; the first failure cancels the rest and is raised bare."""
+    if len(work) == 1:
+        return [await work[0]]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(w) for w in work]
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [t.result() for t in tasks]
+
+
+class _Streaming:
+    """State of one streamed response."""
+
+    def __init__(self, job: Job, metrics: Metrics, events: EventStream, chunks: ChunkFormat) -> None:
+        options = job.body.stream_options
+        self.streams: list[RequestStream] = []
+        self.open_choices = 0
+        self.ended_as = "abort"
+        self._job = job
+        self._metrics = metrics
+        self._chunks = chunks
+        self._events = events
+        self._include_usage = bool(options and options.include_usage)
+        self._continuous_usage = bool(options and options.continuous_usage_stats)
+        self._usage = NULL_USAGE if self._include_usage else NO_USAGE
+        self._usages: list[Usage] = []
+        self._generated = 0
+        self._arrived = time.monotonic()
+        self._last_token = [0.0] * job.num_choices
+        self._one_writer = asyncio.Lock()
+
+    async def pump(self, p: int) -> None:
+        """Write the deltas of prompt ``p``."""
+        first_choice = p * self._job.params.n
+        alone = len(self.streams) == 1
+        answered = False
+        async for delta in self.streams[p]:
+            choice = first_choice + delta.index
+            if count := len(delta.token_ids):
+                now = time.monotonic()
+                if last := self._last_token[choice]:
+                    self._metrics.inter_token_latency.observe((now - last) / count, count)
+                elif not answered:
+                    self._metrics.time_to_first_token.observe(now - self._arrived)
+                    answered = True
+                self._last_token[choice] = now
+            if delta.finish_reason is not None:
+                self._finish(delta, delta.finish_reason)
+            if self._continuous_usage:
+                self._usage = self._usage_so_far(count)
+            data = self._chunks.events(choice, delta, self._usage)
+            if not data:
+                continue
+            if alone:
+                await self._events.send(data)
+            else:  # a writer that waits for the client holds back the other prompts' writers
+                async with self._one_writer:
+                    await self._events.send(data)
+
+    async def end(self) -> None:
+        """The usage chunk, where asked for, and the clean end."""
+        if self._include_usage:
+            await self._events.send(self._chunks.usage(usage_field(UsageBody.of(self._usages))))
+        await self._events.done()
+
+    def _finish(self, delta: RequestDelta, reason: FinishReason) -> None:
+        self.open_choices -= 1
+        self._metrics.finished[reason] += 1
+        if delta.usage is not None:
+            self._usages.append(delta.usage)
+        if delta.timing is not None:
+            self._metrics.request_finished(delta.timing)
+
+    def _usage_so_far(self, count: int) -> bytes:
+        self._generated += count
+        prompt_tokens = sum(len(s.prompt_token_ids) for s in self.streams)
+        return usage_field(UsageBody.of([Usage(prompt_tokens, self._generated)]))

@@ -1,0 +1,184 @@
+"""The OpenAI wire format: what requests may contain, and what responses look like.
+
+Ranges are SamplingParams' business; this module checks shapes. Fields that neither this server nor
+OpenAI knows are ignored, fields that would change the output but are not implemented are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from asyncengine.errors import InvalidRequestError
+from asyncengine.request import SamplingParams, Usage
+from asyncengine.server.errors import ApiError, bad_request
+
+T = TypeVar("T", bound="GenerationBody")
+
+NOTHING: tuple[object, ...] = (None, False, 0, "", [], {})
+#: Known fields that would change the output, each with the values that ask for nothing.
+UNIMPLEMENTED: dict[str, tuple[object, ...]] = {
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "length_penalty": (None, 1),
+    "logit_bias": NOTHING,
+    "min_tokens": (None, 0),
+    "bad_words": NOTHING,
+    "allowed_token_ids": (None,),
+    "logits_processors": NOTHING,
+    "use_beam_search": (None, False),
+    "prompt_logprobs": (None,),
+    "truncate_prompt_tokens": (None,),
+    "echo": (None, False),
+    "response_format": (None, {"type": "text"}),
+    "structured_outputs": NOTHING,
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+}
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationBody(msgspec.Struct, kw_only=True):
+    """What completions and chat completions share. None, explicit or not, means the default."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    best_of: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+
+def decode_object(raw: bytes | bytearray) -> dict[str, Any]:
+    """Strict JSON (no NaN, no trailing bytes) whose top level is an object. Raises ApiError 400."""
+    try:
+        value = _decoder.decode(raw)
+    except RecursionError:
+        raise bad_request("the request body is nested too deeply") from None
+    except ValueError as exc:  # msgspec.DecodeError, UnicodeDecodeError
+        raise bad_request(f"the request body is not valid JSON: {exc}") from None
+    if not isinstance(value, dict):
+        raise bad_request(f"the request body must be a JSON object, got {_json_type(value)}")
+    return value
+
+
+_decoder = msgspec.json.Decoder()
+_JSON_TYPES = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "an array"}
+_PATH = re.compile(r"^(?P<message>.*) - at `\$\.?(?P<path>.*)`$", re.DOTALL)
+
+
+def _json_type(value: object) -> str:
+    return _JSON_TYPES.get(type(value), "null")
+
+
+def parse(fields: dict[str, Any], kind: type[T], unimplemented: Mapping[str, tuple[object, ...]]) -> T:
+    """Typed body. Raises ApiError 400 whose param is the path of the first wrong field."""
+    try:
+        body = msgspec.convert(fields, kind)
+    except msgspec.ValidationError as exc:
+        match = _PATH.match(str(exc))
+        if match is None:
+            raise bad_request(str(exc)) from None
+        raise bad_request(f"{match['path']}: {match['message']}", match["path"]) from None
+    for name in fields.keys() & unimplemented.keys():
+        if not any(_same(fields[name], neutral) for neutral in unimplemented[name]):
+            raise unsupported(name)
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise bad_request("best_of is supported only where it equals n", "best_of", "unsupported_parameter")
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options is allowed only with stream: true", "stream_options")
+    return body
+
+
+def unsupported(param: str) -> ApiError:
+    """400 for a known parameter that this server does not implement."""
+    return bad_request(f"{param} is not supported by this server yet", param, "unsupported_parameter")
+
+
+def _same(value: object, neutral: object) -> bool:
+    """Equality that keeps booleans apart from numbers: ``logprobs: 0`` is not ``logprobs: false``."""
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+_SAMPLING_FIELDS = tuple(SamplingParams.__dataclass_fields__.keys() & set(GenerationBody.__struct_fields__))
+
+
+def sampling_params(body: GenerationBody) -> SamplingParams:
+    """Validated parameters; without max_tokens, to the end of the context. Raises InvalidRequestError."""
+    values = {name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
+    values.setdefault("max_tokens", None)
+    if body.max_completion_tokens is not None:
+        values["max_tokens"] = body.max_completion_tokens
+    try:
+        return SamplingParams(**values)
+    except InvalidRequestError as exc:
+        if exc.param == "max_tokens" and body.max_completion_tokens is not None:
+            message = str(exc).replace("max_tokens", "max_completion_tokens")
+            raise InvalidRequestError(message, param="max_completion_tokens") from None
+        raise
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class UsageBody(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+    @classmethod
+    def of(cls, parts: list[Usage]) -> UsageBody:
+        """The sum over the prompts of one request."""
+        prompt = sum(u.prompt_tokens for u in parts)
+        completion = sum(u.completion_tokens for u in parts)
+        cached = sum(u.cached_tokens for u in parts)
+        return cls(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+
+
+class ModelCard(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "asyncengine"
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    object: str = "list"
+    data: list[ModelCard]
+
+
+def check_model(asked: str | None, served: str) -> None:
+    """404 for a model that is not served; a request that names none means the served one."""
+    if asked is not None and asked != served:
+        raise ApiError(
+            404,
+            f"the model {asked!r} does not exist; this server has {served!r}",
+            param="model",
+            code="model_not_found",
+        )

@@ -1,0 +1,191 @@
+"""Listening, loading, draining: the life of a server process, without its signals."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from asyncengine.server.app import App
+from asyncengine.server.config import ServerConfig
+from asyncengine.server.engine_api import Engine
+from asyncengine.server.errors import ApiError
+
+logger = logging.getLogger("asyncengine.server")
+
+_BACKLOG = 2048
+_LOG_INTERVAL_S = 10.0
+_CUT_TIMEOUT_S = 2.0
+
+
+class _Protocol(web.RequestHandler):
+    """aiohttp's connection with error responses in OpenAI's shape."""
+
+    __slots__ = ("_unacknowledged_ms",)
+
+    def __init__(self, *args: Any, unacknowledged_s: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._unacknowledged_ms = int(unacknowledged_s * 1000)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        sock = transport.get_extra_info("socket")
+        if sock.family in (socket.AF_INET, socket.AF_INET6) and hasattr(socket, "TCP_USER_TIMEOUT"):
+            # A client whose machine vanished acknowledges nothing and would hold its request for
+            # the quarter of an hour that TCP retransmits by default.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, self._unacknowledged_ms)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """The response to HTTP that does not parse, and the last resort for a fault of the server."""
+        if request.writer.output_size > 0:
+            raise ConnectionError("the response has begun; the connection must be cut")
+        if status >= 500:
+            logger.error("%s %s failed", request.method, request.path, exc_info=exc)
+            message = "internal server error"
+        else:
+            reason = message.splitlines()[0] if message else "malformed"
+            message = f"the request is not valid HTTP: {reason}"
+        response = ApiError(status, message).response()
+        response.force_close()
+        return response
+
+
+class _Server(web.Server):
+    """aiohttp's connection factory for ``_Protocol``."""
+
+    def __init__(self, app: App) -> None:
+        # Without cancellation, a request whose client left would run to its end.
+        super().__init__(app.handle, handler_cancellation=True)
+        self._app = app
+
+    def __call__(self) -> web.RequestHandler:
+        config = self._app.config
+        return _Protocol(
+            self,
+            loop=asyncio.get_running_loop(),
+            access_log=None,
+            keepalive_timeout=config.keep_alive_s,
+            unacknowledged_s=config.write_timeout_s,
+        )
+
+
+class HttpServer:
+    """An App behind a listening socket."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.app = App(config)
+        self._config = config
+        self._runner = web.ServerRunner(_Server(self.app), shutdown_timeout=_CUT_TIMEOUT_S)
+
+    async def start(self) -> None:
+        """Listen. Raises OSError, for one when the port is taken."""
+        await self._runner.setup()
+        site: web.BaseSite
+        if self._config.uds is not None:
+            site = web.UnixSite(self._runner, self._config.uds, backlog=_BACKLOG)
+        else:
+            site = web.TCPSite(self._runner, self._config.host, self._config.port, backlog=_BACKLOG)
+        try:
+            await site.start()
+        except BaseException:
+            await self._runner.cleanup()
+            raise
+
+    @property
+    def url(self) -> str:
+        """Where it listens; with port 0, the port that was taken."""
+        if self._config.uds is not None:
+            return f"unix:{self._config.uds}"
+        host, port = self._runner.addresses[0][:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def drain(self) -> bool:
+        """Refuse new requests with 503 and let running ones finish; False when the time ran out.
+
+        The socket stays open meanwhile: load balancers see /health turn 503, and nobody is reset.
+        """
+        self.app.draining = True
+        try:
+            async with asyncio.timeout(self._config.shutdown_timeout_s):
+                await self.app.idle()
+        except TimeoutError:
+            return False
+        return True
+
+    async def aclose(self) -> None:
+        """Stop listening and cut what is left."""
+        await self._runner.cleanup()
+
+
+async def serve(config: ServerConfig, load: Callable[[], Awaitable[Engine]], stop: asyncio.Event) -> None:
+    """Listen, load the engine, serve until ``stop`` is set, drain, close.
+
+    The port opens before the model is loaded, so that /health can say so. Raises what ``load`` raises,
+    and OSError when the address cannot be bound.
+    """
+    server = HttpServer(config)
+    await server.start()
+    try:
+        logger.info("listening on %s, loading the model", server.url)
+        started = time.monotonic()
+        server.app.engine = engine = await load()
+        try:
+            _log_ready(server, engine, time.monotonic() - started)
+            await _until(stop, engine)
+            logger.info("shutting down: running requests get %g s to finish", config.shutdown_timeout_s)
+            drained = await server.drain()
+            if not drained:
+                logger.warning("cutting the requests that are still running")
+        finally:
+            # Aborts what still runs, so that its streams end with an error event and are cut.
+            await engine.aclose(drain=False)
+    finally:
+        await server.aclose()
+    logger.info("stopped")
+
+
+def _log_ready(server: HttpServer, engine: Engine, seconds: float) -> None:
+    info = engine.model_info
+    tokens = info.num_kv_blocks * info.block_size
+    logger.info(
+        "model %s: %s, %.1f M parameters, %s, loaded in %.1f s",
+        server.app.model_name, info.architecture, info.num_parameters / 1e6, info.dtype, seconds,
+    )  # fmt: skip
+    logger.info(
+        "KV cache: %d tokens, %.1f sequences of the full context of %d tokens",
+        tokens, tokens / info.max_model_len, info.max_model_len,
+    )  # fmt: skip
+    logger.info("ready on %s", server.url)
+
+
+async def _until(stop: asyncio.Event, engine: Engine) -> None:
+    """Wait for ``stop``; meanwhile log the load every ten seconds in which there was any."""
+    before, then = engine.stats(), time.monotonic()
+    while True:
+        try:
+            async with asyncio.timeout(_LOG_INTERVAL_S):
+                await stop.wait()
+                return
+        except TimeoutError:
+            pass
+        after, now = engine.stats(), time.monotonic()
+        prompt = (after.prompt_tokens - before.prompt_tokens) / (now - then)
+        generated = (after.generation_tokens - before.generation_tokens) / (now - then)
+        if prompt or generated or after.num_requests_running or after.num_requests_waiting:
+            logger.info(
+                "running %d, waiting %d, prompt %.0f tokens/s, generation %.0f tokens/s, KV cache %.0f%%",
+                after.num_requests_running, after.num_requests_waiting,
+                prompt, generated, 100 * after.kv_cache_usage,
+            )  # fmt: skip
+        before, then = after, now

@@ -1,0 +1,59 @@
+"""Chunks of a stream as bytes.
+
+Everything but the text is constant for a choice, so it is encoded once: a chunk costs one JSON string
+and two concatenations (about 0.3 µs), not an object graph.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import msgspec
+
+from asyncengine.request import RequestDelta
+from asyncengine.server.protocol import UsageBody
+
+encode = msgspec.json.Encoder().encode
+NOT_FINISHED = b',"logprobs":null,"finish_reason":null}]'
+NO_USAGE = b""
+NULL_USAGE = b',"usage":null'
+
+
+def usage_field(usage: UsageBody) -> bytes:
+    """The usage member of a chunk, with the comma before it."""
+    return b',"usage":' + encode(usage)
+
+
+class ChunkFormat(ABC):
+    """Turns the deltas of one response into events. ``usage`` is a member built by this module."""
+
+    object: str
+    before_text: bytes
+    after_text: bytes
+
+    def __init__(self, response_id: str, created: int, model: str) -> None:
+        head = {"id": response_id, "object": self.object, "created": created, "model": model}
+        self._head = b"data: " + encode(head)[:-1] + b',"choices":['
+        self._text_heads: dict[int, bytes] = {}
+
+    def text(self, index: int, text: str, usage: bytes) -> bytes:
+        """A chunk of text of one choice."""
+        head = self._text_heads.get(index)
+        if head is None:
+            head = self._text_heads[index] = self._choice(index) + self.before_text
+        return head + encode(text) + self.after_text + NOT_FINISHED + usage + b"}\n\n"
+
+    def usage(self, usage: bytes) -> bytes:
+        """The chunk without choices that carries the final usage."""
+        return self._head + b"]" + usage + b"}\n\n"
+
+    @abstractmethod
+    def events(self, index: int, delta: RequestDelta, usage: bytes) -> bytes:
+        """The events of one delta; empty when there is nothing to say yet."""
+
+    def _choice(self, index: int) -> bytes:
+        return self._head + b'{"index":%d,' % index
+
+    def _last(self, index: int, payload: bytes, reason: str, usage: bytes) -> bytes:
+        end = b',"logprobs":null,"finish_reason":"%b"}]' % reason.encode()
+        return self._choice(index) + payload + end + usage + b"}\n\n"

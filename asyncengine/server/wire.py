@@ -1,0 +1,96 @@
+"""Writing to clients that may read slowly, or never.
+
+``StreamResponse.write`` of aiohttp waits for ever once the transport's buffer is full and the client
+does not read. Here every wait for a client has a limit, and a client that exceeds it is cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+
+from aiohttp import web
+from aiohttp.http import StreamWriter
+
+
+class ClientStalledError(ConnectionError):
+    """The client did not read within the time limit; its connection has been aborted."""
+
+
+async def _within(limit_s: float, awaitable: Awaitable[object], transport: asyncio.WriteTransport) -> None:
+    try:
+        async with asyncio.timeout(limit_s):
+            await awaitable
+    except TimeoutError:
+        transport.abort()  # close() would wait for the client to read what is buffered
+        raise ClientStalledError(f"the client read nothing for {limit_s:g} s") from None
+
+
+def _transport(request: web.BaseRequest) -> asyncio.WriteTransport:
+    transport = request.transport
+    if transport is None:
+        raise ConnectionResetError("the client closed the connection")
+    return transport
+
+
+async def _finish(
+    request: web.BaseRequest, response: web.StreamResponse, limit_s: float, last: bytes = b""
+) -> None:
+    """End the response and wait until the kernel has all of it.
+
+    With a high-water mark of 0 the wait covers every buffered byte, so a connection that goes back to
+    idle holds no memory, and shutting down afterwards loses nothing.
+    """
+    transport = _transport(request)
+    transport.set_write_buffer_limits(high=0)
+    await _within(limit_s, response.write_eof(last) if last else response.write_eof(), transport)
+    transport.set_write_buffer_limits()
+
+
+async def send_response(request: web.BaseRequest, response: web.StreamResponse, limit_s: float) -> None:
+    """Send a whole response. Raises ConnectionError when the client is gone or stalls."""
+    await response.prepare(request)
+    await _finish(request, response, limit_s)
+
+
+class EventStream:
+    """A response of server-sent events. Its headers leave together with the first event."""
+
+    def __init__(self, request: web.BaseRequest, headers: dict[str, str], limit_s: float) -> None:
+        self.response = web.StreamResponse(headers=headers)
+        self.response.content_type = "text/event-stream"
+        self.response.headers["Cache-Control"] = "no-cache"
+        self.response.headers["X-Accel-Buffering"] = "no"  # nginx would hold events back
+        self._request = request
+        self._protocol = request.protocol
+        self._limit_s = limit_s
+        self._writer: StreamWriter | None = None
+
+    @property
+    def started(self) -> bool:
+        """Whether the status line has been sent, so that errors must travel as events."""
+        return self._writer is not None
+
+    async def send(self, events: bytes) -> None:
+        """Write; wait only when the transport's buffer is over its high-water mark.
+
+        Raises ConnectionError when the client is gone or stalls.
+        """
+        if self._writer is None:
+            writer = await self.response.prepare(self._request)
+            assert isinstance(writer, StreamWriter)
+            self._writer = writer
+        await self._writer.write(events, drain=False)
+        if self._protocol.writing_paused:
+            await _within(self._limit_s, self._writer.drain(), _transport(self._request))
+
+    async def done(self) -> None:
+        """End the stream cleanly."""
+        await _finish(self._request, self.response, self._limit_s, b"data: [DONE]\n\n")
+
+    async def fail(self, error: bytes) -> None:
+        """Send an error event and cut the connection, so that nobody takes this for a clean end."""
+        await self.send(b"data: " + error + b"\n\n")
+        transport = _transport(self._request)
+        transport.close()
+        asyncio.get_running_loop().call_later(self._limit_s, transport.abort)

@@ -1,0 +1,30 @@
+"""Coroutine tests run on uvloop, the loop of the real server."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+
+import pytest
+import uvloop
+
+TEST_TIMEOUT_S = 30.0
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a coroutine test; every task it started must have ended by itself."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+
+    async def run() -> None:
+        async with asyncio.timeout(TEST_TIMEOUT_S):
+            await pyfuncitem.obj(**arguments)
+            await asyncio.sleep(0)  # connections that were just closed end their tasks
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not left, f"tasks left behind: {left}"
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())
+    return True

@@ -1,0 +1,276 @@
+"""An engine without a model: the API of AsyncEngine in memory, under the control of a test.
+
+Tokens are characters. Every prompt is answered by ``answer``, repeated for ever, one token per step of
+``step_s`` seconds. A test may hold all requests at a token (``hold``), fail them (``fail``) and see which
+are open and which were aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from asyncengine.errors import (
+    ContextLengthError,
+    EngineClosedError,
+    EngineDeadError,
+    EngineOverloadedError,
+    InvalidRequestError,
+    RequestAbortedError,
+)
+from asyncengine.request import (
+    CompletionOutput,
+    FinishReason,
+    Prompt,
+    RequestDelta,
+    RequestOutput,
+    RequestTiming,
+    SamplingParams,
+    Usage,
+)
+
+END = -1
+VOCABULARY = 0x110000
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    name: str = "fake"
+    architecture: str = "FakeForCausalLM"
+    dtype: str = "float32"
+    max_model_len: int = 256
+    vocab_size: int = VOCABULARY
+    num_kv_blocks: int = 64
+    block_size: int = 16
+    num_parameters: int = 1_000_000
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    num_requests_running: int
+    num_requests_waiting: int
+    kv_cache_usage: float
+    num_preemptions: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+    prompt_tokens: int
+    generation_tokens: int
+    num_kv_blocks: int
+    num_free_blocks: int
+
+
+class FakeEngine:
+    """``answer`` ends with end-of-sequence when ``ends`` is set, and goes round otherwise."""
+
+    def __init__(
+        self,
+        answer: str = "Once upon a time 😀 there was a fox. ",
+        *,
+        ends: bool = False,
+        step_s: float = 0.0,
+        max_model_len: int = 256,
+    ) -> None:
+        self.answer = [ord(c) for c in answer] + ([END] if ends else [])
+        self.step_s = step_s
+        self.model_info = ModelInfo(max_model_len=max_model_len)
+        self.health = "ready"
+        self.overloaded = False
+        self.open: dict[str, FakeStream] = {}
+        self.submitted: list[tuple[str, SamplingParams, int, str | None]] = []
+        self.aborted: list[str] = []
+        self.changed = asyncio.Condition()
+        self.hold_at: int | None = None
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self._ids = itertools.count()
+        self._released = asyncio.Event()
+
+    def hold(self, at: int) -> None:
+        """Requests stop before their token number ``at`` until ``release``."""
+        self.hold_at = at
+        self._released.clear()
+
+    def release(self) -> None:
+        self.hold_at = None
+        self._released.set()
+
+    async def wait_for(self, *, open: int | None = None, aborted: int | None = None) -> None:
+        """Wait until so many requests are open, or so many were aborted."""
+        async with self.changed:
+            await self.changed.wait_for(
+                lambda: (
+                    (open is None or len(self.open) == open)
+                    and (aborted is None or len(self.aborted) == aborted)
+                )
+            )
+
+    def fail(self, error: Exception) -> None:
+        """Every open request fails."""
+        for stream in self.open.values():
+            stream.error = error
+            stream.failed.set()
+
+    def die(self) -> None:
+        self.health = "dead"
+        self.fail(EngineDeadError("the executor failed: injected"))
+
+    def stats(self) -> EngineStats:
+        blocks = self.model_info.num_kv_blocks
+        used = len(self.open)
+        return EngineStats(
+            used, 0, used / blocks, 0, self.prompt_tokens, 0, self.prompt_tokens, self.generation_tokens,
+            blocks, blocks - used,
+        )  # fmt: skip
+
+    async def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> FakeStream:
+        self._check_health()
+        ids = self._tokenize(prompt)
+        limit, context = params.max_tokens, self.model_info.max_model_len
+        if len(ids) + (limit or 1) > context:
+            raise ContextLengthError(
+                f"the prompt has {len(ids)} tokens and max_tokens is {limit}, the context has {context}",
+                param="prompt",
+            )
+        request_id = request_id or f"fake-{next(self._ids)}"
+        assert request_id not in self.open
+        stream = FakeStream(self, request_id, ids, params, limit or context - len(ids))
+        self.open[request_id] = stream
+        self.submitted.append((request_id, params, priority, cache_salt))
+        self.prompt_tokens += len(ids)
+        await self._notify()
+        return stream
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> RequestOutput:
+        stream = await self.submit(
+            prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt
+        )
+        texts = [""] * params.n
+        tokens: list[list[int]] = [[] for _ in texts]
+        reasons = [FinishReason.LENGTH] * params.n
+        try:
+            async for delta in stream:
+                texts[delta.index] += delta.text
+                tokens[delta.index] += delta.token_ids
+                reasons[delta.index] = delta.finish_reason or FinishReason.LENGTH
+        finally:
+            await stream.aclose()
+        assert delta.usage is not None
+        assert delta.timing is not None
+        outputs = tuple(CompletionOutput(i, texts[i], tuple(tokens[i]), reasons[i]) for i in range(params.n))
+        return RequestOutput(
+            stream.request_id, tuple(stream.prompt_token_ids), outputs, delta.usage, delta.timing
+        )
+
+    async def aclose(self, drain: bool = True, timeout_s: float = 30.0) -> None:
+        self.health = "closed"
+        if not drain:
+            self.fail(RequestAbortedError("the engine was closed"))
+
+    async def closed(self, stream: FakeStream, *, aborted: bool) -> None:
+        if self.open.pop(stream.request_id, None) is not None and aborted:
+            self.aborted.append(stream.request_id)
+        await self._notify()
+
+    async def step(self, stream: FakeStream, number: int) -> None:
+        """Pass the time of one step, or raise."""
+        if stream.error is None and self.hold_at is not None and number >= self.hold_at:
+            waits = [asyncio.ensure_future(e.wait()) for e in (self._released, stream.failed)]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for w in waits:
+                    w.cancel()
+        else:
+            await asyncio.sleep(self.step_s)
+        if stream.error is not None:
+            raise stream.error
+
+    async def _notify(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+    def _check_health(self) -> None:
+        if self.health == "dead":
+            raise EngineDeadError("the executor failed: injected")
+        if self.health != "ready":
+            raise EngineClosedError("the engine is not accepting requests")
+        if self.overloaded:
+            raise EngineOverloadedError("the queue is full")
+
+    def _tokenize(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return [ord(c) for c in prompt]
+        if isinstance(prompt[0], dict):
+            return [ord(c) for m in prompt for c in f"{m['role']}: {m['content']}\n"]
+        for token in prompt:
+            if not 0 <= token < VOCABULARY:
+                raise InvalidRequestError(f"token id {token} is not in the vocabulary", param="prompt")
+        return list(prompt)
+
+
+class FakeStream:
+    """Sequence i of a request starts at character i of the answer, so that n samples differ."""
+
+    def __init__(
+        self, engine: FakeEngine, request_id: str, ids: list[int], params: SamplingParams, limit: int
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_token_ids: Sequence[int] = ids
+        self.error: Exception | None = None
+        self.failed = asyncio.Event()
+        self._engine = engine
+        self._params = params
+        self._limit = limit
+        self._deltas = self._generate()
+
+    def __aiter__(self) -> AsyncIterator[RequestDelta]:
+        return self._deltas
+
+    async def aclose(self) -> None:
+        await self._deltas.aclose()
+        await self._engine.closed(self, aborted=True)
+
+    async def _generate(self) -> AsyncIterator[RequestDelta]:
+        engine, n = self._engine, self._params.n
+        arrived = time.monotonic()
+        first = 0.0
+        generated = 0
+        running = dict.fromkeys(range(n), "")
+        for number in range(self._limit):
+            await engine.step(self, number)
+            first = first or time.monotonic()
+            for index in list(running):
+                token = engine.answer[(index + number) % len(engine.answer)]
+                text = "" if token == END else chr(token)
+                reason = FinishReason.STOP if token == END else None
+                if number == self._limit - 1:
+                    reason = reason or FinishReason.LENGTH
+                generated += 1
+                engine.generation_tokens += 1
+                delta = RequestDelta(self.request_id, index, text, [max(token, 0)], reason)
+                if reason is not None:
+                    del running[index]
+                    if not running:
+                        delta.usage = Usage(len(self.prompt_token_ids), generated)
+                        delta.timing = RequestTiming(arrived, arrived, first, time.monotonic(), generated)
+                        await engine.closed(self, aborted=False)
+                yield delta
