@@ -25,6 +25,7 @@ from asyncengine.errors import (
     EngineOverloadedError,
     InvalidRequestError,
     KVCapacityError,
+    ModelNotFoundError,
     RequestAbortedError,
     WrongLoopError,
 )
@@ -32,7 +33,7 @@ from asyncengine.request import Prompt, RequestDelta, RequestOutput, SamplingPar
 from asyncengine.stream import FAILED, RequestStream, warn_unclosed
 
 if TYPE_CHECKING:
-    from asyncengine.runner.model_info import ModelInfo
+    from asyncengine.model_info import ModelInfo
     from asyncengine.tokenization import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -117,22 +118,33 @@ def load_backend(config: EngineConfig, *, progress: bool = False) -> Backend:
     """Load the model that ``config`` names, for the CPU. Blocks; raises ModelError, ConfigError."""
     from asyncengine.kernels.cpu import CpuOps
     from asyncengine.runner.model_runner import CpuModelRunner
-    from asyncengine.tokenization import Tokenizer
 
-    tokenizer = Tokenizer.from_pretrained(
-        config.tokenizer or config.model, revision=config.revision, chat_template=config.chat_template
-    )
     ops = CpuOps(config.num_threads)
     runner = CpuModelRunner.load(config, progress=progress, ops=ops)
+    tokenizer = load_tokenizer(config, runner.info.vocab_size)
 
     def forward(batch: _core.StepBatch) -> int:
         logits = runner.forward(batch)
         return 0 if logits is None else logits.data_ptr()
 
     step_loop = _core.StepLoop.on_cpu(
-        step_loop_config(config, runner.info), forward, ops.kernels, runner.info.vocab_size, runner.kv_block_regions()
+        step_loop_config(config, runner.info), forward, ops.native, runner.info.vocab_size, runner.kv_block_regions()
     )
     return Backend(runner.info, tokenizer, step_loop, runner)
+
+
+def load_tokenizer(config: EngineConfig, vocab_size: int) -> Tokenizer:
+    """The configured tokenizer; random weights without one get the placeholder of their vocabulary."""
+    from asyncengine.tokenization import Tokenizer, placeholder_tokenizer
+
+    try:
+        return Tokenizer.from_pretrained(
+            config.tokenizer or config.model, revision=config.revision, chat_template=config.chat_template
+        )
+    except ModelNotFoundError:
+        if config.load_format != "dummy" or config.tokenizer is not None:
+            raise
+        return placeholder_tokenizer(vocab_size)
 
 
 class AsyncEngine:

@@ -270,3 +270,28 @@ def _read_template_file(path: Path) -> str:
     except (OSError, UnicodeDecodeError, jinja2.TemplateSyntaxError) as e:
         raise ConfigError(f"cannot use the chat template {path}: {e}") from e
     return source
+
+
+PLACEHOLDER_EOS_TOKEN_ID = 256
+_PLACEHOLDER_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def placeholder_tokenizer(vocab_size: int) -> Tokenizer:
+    """For models without text (random weights, the simulated device): every id has some text, and any text has ids.
+
+    Text is encoded as its bytes, ids 0..255; 256 is the end of a sequence; the others are short words.
+    """
+    from tokenizers import decoders, models, pre_tokenizers
+
+    syllables = [c + v for c in "bdfgklmnprstvz" for v in "aeiou"]
+    pairs = [a + b for a in syllables for b in syllables]
+    words = ("Ġ" + pairs[i % len(pairs)] + pairs[i // len(pairs)][: 4 * (i >= len(pairs))] for i in range(vocab_size))
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<eos>", *words][:vocab_size]
+    backend = tokenizers.Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
+    backend.add_special_tokens(["<eos>"])
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(backend, specials={"eos_token": "<eos>"}, chat_templates={"default": _PLACEHOLDER_TEMPLATE})

@@ -39,6 +39,11 @@ class CpuOps:
         self._caches: dict[tuple[int, int, torch.Size], _core.PagedKV] = {}
 
     @property
+    def native(self) -> _core.CpuKernels:
+        """The kernels themselves; the step loop samples with them."""
+        return self._native
+
+    @property
     def isa(self) -> str:
         """Name of the instruction set in use."""
         return self._native.isa

@@ -47,7 +47,7 @@ class RawConfig:
                 raise ModelError(f"{self.source} lacks {key!r}")
             return default
         kinds = kind if isinstance(kind, tuple) else (kind,)
-        if isinstance(value, bool) and bool not in kinds or not isinstance(value, kinds):
+        if (isinstance(value, bool) and bool not in kinds) or not isinstance(value, kinds):
             wanted = " or ".join(k.__name__ for k in kinds)
             raise ModelError(f"{self.source}: {key!r} must be {wanted}, found {value!r}")
         return value

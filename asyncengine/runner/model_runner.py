@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -16,6 +15,7 @@ from asyncengine.errors import ConfigError
 from asyncengine.kernels.ops import Ops, StepBatch
 from asyncengine.kernels.reference import ReferenceOps
 from asyncengine.layers.attention import LayerKVCache, make_attention
+from asyncengine.model_info import ModelInfo
 from asyncengine.models.config import ModelConfig, RawConfig, read_json
 from asyncengine.models.registry import CausalLM, find_family
 from asyncengine.runner import kv_cache
@@ -23,29 +23,6 @@ from asyncengine.runner.hub import resolve_model
 from asyncengine.runner.loader import Checkpoint, DummyWeights, choose_dtype
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelInfo:
-    """What the engine needs to know about a loaded model."""
-
-    name: str
-    path: Path
-    architecture: str
-    dtype: str
-    vocab_size: int
-    """Rows of the embedding; at least the tokenizer's vocabulary."""
-    max_model_len: int
-    eos_token_ids: tuple[int, ...]
-    num_parameters: int
-    weight_bytes: int
-    num_kv_blocks: int
-    block_size: int
-    kv_bytes_per_block: int
-
-    @property
-    def kv_capacity_tokens(self) -> int:
-        return self.num_kv_blocks * self.block_size
 
 
 def make_ops(config: EngineConfig) -> Ops:

@@ -43,7 +43,7 @@ void Scheduler::abort(Request* request, Outbox& outbox) {
   bool any_left = false;
   for (Sequence& sequence : request->sequences) {
     if (sequence.state == SequenceState::kFinished || sequence.state == SequenceState::kReleased) continue;
-    if (!sequence.abort_requested.load(std::memory_order_acquire)) {
+    if (!sequence.abort_requested.load(std::memory_order_seq_cst)) {
       any_left = true;
       continue;
     }

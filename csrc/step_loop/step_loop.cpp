@@ -149,7 +149,7 @@ void StepLoop::receive() {
   while (aborted != nullptr) {
     Request* next = aborted->next_aborted;  // read before the flag is cleared: the next push overwrites it
     // Cleared before the scheduler looks: whoever asks for another abort from now on sends another message.
-    aborted->abort_under_way.store(false, std::memory_order_seq_cst);
+    aborted->abort_under_way.exchange(false, std::memory_order_seq_cst);
     scheduler_.abort(aborted, outbox_);
     aborted->inbox_references.fetch_sub(1, std::memory_order_release);
     aborted = next;

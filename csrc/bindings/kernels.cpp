@@ -1,47 +1,22 @@
-// The only file that knows Python. Every call below that computes converts its arguments first and then releases the
-// GIL (NoGil); what runs without it touches no Python object.
-#include <pybind11/numpy.h>
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
+// CPU kernels and the step batch they read.
+#include "bindings/bindings.h"
 
 #include <algorithm>
 #include <memory>
-#include <stdexcept>
 #include <string>
-#include <tuple>
 #include <vector>
 
 #include "core/step_batch.h"
 #include "platform/cpu_kernels.h"
 
-namespace py = pybind11;
-
 namespace asyncengine {
 namespace {
-
-using NoGil = py::call_guard<py::gil_scoped_release>;
-
-// ---- CPU kernels ----
-
-// Tensors arrive as the integers of Tensor.data_ptr(); asyncengine/kernels/cpu.py checks shapes and dtypes.
-using Address = uintptr_t;
-
-template <class T = void>
-T* pointer(Address address) {
-  return reinterpret_cast<T*>(address);
-}
 
 // A StepBatch made in Python: it owns what a step's own batch points to.
 struct OwnedStepBatch : StepBatch {
   std::vector<std::vector<int32_t>> owned_tables;
   std::vector<SamplingState> owned_states;
 };
-
-using SamplingTuple = std::tuple<float, int32_t, float, float, uint64_t>;  // temperature, top_k, top_p, min_p, seed
-
-void require(bool condition, const char* message) {
-  if (!condition) throw std::invalid_argument(message);
-}
 
 std::shared_ptr<StepBatch> make_step_batch(std::vector<int64_t> input_ids, std::vector<int64_t> positions,
                                            std::vector<int64_t> slot_mapping, std::vector<int32_t> query_start,
@@ -127,6 +102,8 @@ void bind_step_batch(py::module_& m) {
           py::arg("row"), py::arg("num_blocks"));
 }
 
+}  // namespace
+
 void bind_cpu_kernels(py::module_& m) {
   bind_step_batch(m);
 
@@ -148,7 +125,7 @@ void bind_cpu_kernels(py::module_& m) {
            }),
            py::arg("k"), py::arg("v"), py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("block_size"));
 
-  py::class_<CpuKernels>(m, "CpuKernels")
+  py::class_<CpuKernels, std::shared_ptr<CpuKernels>>(m, "CpuKernels")
       .def(py::init<int, std::string>(), py::arg("num_threads"), py::arg("isa") = "auto")
       .def_static("available_isas", &available_cpu_isas)
       .def_property_readonly("isa", &CpuKernels::isa_name)
@@ -208,7 +185,4 @@ void bind_cpu_kernels(py::module_& m) {
           NoGil());
 }
 
-}  // namespace
 }  // namespace asyncengine
-
-PYBIND11_MODULE(_core, m) { asyncengine::bind_cpu_kernels(m); }
