@@ -6,6 +6,7 @@ Text that has been handed out is final, and no part of a character or of a stop 
 from __future__ import annotations
 
 import codecs
+import functools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -199,7 +200,7 @@ class _WindowDecoder:
     """For any other decoder: the text of a few tokens with the next one, less their text without it."""
 
     def __init__(self, tokenizer: Tokenizer, skip: bool) -> None:
-        self._decode = lambda ids: tokenizer.decode(ids, skip)
+        self._decode = functools.partial(tokenizer.decode, skip_special_tokens=skip)
         self._ids: list[int] = []
         self._emitted = 0  # tokens of the window whose text is out
 

@@ -40,14 +40,14 @@ class RawConfig:
         return cls(read_json(path), str(path))
 
     def get(self, key: str, kind: type | tuple[type, ...], default: Any = _MISSING) -> Any:
-        """The value of ``key``; an absent or null one becomes ``default``, or ModelError without a default."""
+        """The value of ``key``. If it is absent or null, ``default``; without a default, ModelError."""
         value = self.values.get(key)
         if value is None:
             if default is _MISSING:
                 raise ModelError(f"{self.source} lacks {key!r}")
             return default
         kinds = kind if isinstance(kind, tuple) else (kind,)
-        if isinstance(value, bool) and bool not in kinds or not isinstance(value, kinds):
+        if (isinstance(value, bool) and bool not in kinds) or not isinstance(value, kinds):
             wanted = " or ".join(k.__name__ for k in kinds)
             raise ModelError(f"{self.source}: {key!r} must be {wanted}, found {value!r}")
         return value
@@ -116,7 +116,7 @@ class ModelConfig:
 
 
 def read_rope(raw: RawConfig, max_positions: int) -> RopeConfig:
-    """The rotary settings, in the old form (rope_theta, rope_scaling) or in transformers 5's (rope_parameters)."""
+    """The rotary settings: rope_theta and rope_scaling or, from transformers 5 on, rope_parameters."""
     scaling = raw.get("rope_scaling", dict, None) or raw.get("rope_parameters", dict, None) or {}
     if any(isinstance(value, dict) for value in scaling.values()):
         raise raw.unsupported("rope_parameters for each layer type")

@@ -49,3 +49,26 @@ def test_tokens_equal_transformers(checkpoint, attention):
         sequences = [driver.add(prompt, len(prompt) + COUNT) for prompt in prompts]
         driver.run(sequences, COUNT, chunk)
         assert [s.generated for s in sequences] == continuations
+
+
+def test_logits_are_close_in_bfloat16(checkpoint):
+    """Against float32 on the same rounded weights: within a tenth of the spread of the logits.
+
+    The models' weights are large, which spreads rounding errors; transformers in bfloat16 is as far off.
+    """
+    path, model, expected = checkpoint
+    rounded = type(model)(model.config).eval()
+    rounded.load_state_dict({name: t.bfloat16().float() for name, t in model.state_dict().items()})
+    prompts = [torch.tensor([prompt]) for prompt, _ in expected]
+    with torch.inference_mode():
+        exact = torch.stack([rounded(p).logits[0, -1] for p in prompts])
+        rounded.bfloat16()
+        theirs = torch.stack([rounded(p).logits[0, -1].float() for p in prompts])
+
+    driver = tiny.Driver(load(path, dtype="bfloat16"))
+    for p in prompts:
+        driver.run([driver.add(p[0].tolist(), p.shape[1] + 1)], 1, 9)
+    ours = torch.stack(driver.logits)
+    error = (ours - exact).std() / exact.std()
+    assert error < 0.1
+    assert error < 1.5 * (theirs - exact).std() / exact.std()
