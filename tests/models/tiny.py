@@ -146,6 +146,17 @@ class Batch:
         return self.tables[row][:num_blocks]
 
 
+def native_batch(batch: Batch) -> Any:
+    """The same step as the native kernels take it."""
+    from asyncengine import _core
+
+    return _core.StepBatch(
+        batch.input_ids.tolist(), batch.positions.tolist(), batch.slot_mapping.tolist(),
+        batch.query_start.tolist(), batch.context_len.tolist(), [t.tolist() for t in batch.tables],
+        batch.sample_index.tolist(),
+    )  # fmt: skip
+
+
 class Sequence_:
     """One sequence of a ``Driver``: its tokens, and how many of them are computed."""
 
@@ -163,8 +174,10 @@ class Sequence_:
 class Driver:
     """Runs a model step by step over randomly scattered blocks: decode rows first, then prefill chunks."""
 
-    def __init__(self, runner: CpuModelRunner, seed: int = 0) -> None:
+    def __init__(self, runner: CpuModelRunner, seed: int = 0, *, native: bool = False) -> None:
+        """``native`` gives the runner the batches that native kernels need."""
         self.runner = runner
+        self.native = native
         self.random = random.Random(seed)
         self.free = list(range(runner.info.num_kv_blocks))
         self.random.shuffle(self.free)
@@ -199,7 +212,7 @@ class Driver:
             np.array(starts, np.int32), np.array(contexts, np.int32), np.array(samples, np.int64),
             [sequence.table for sequence, _ in chunks],
         )  # fmt: skip
-        logits = self.runner.forward(batch)
+        logits = self.runner.forward(native_batch(batch) if self.native else batch)
         if logits is None:
             assert not sampled
             return
