@@ -6,6 +6,7 @@ Text that has been handed out is final, and no part of a character or of a stop 
 from __future__ import annotations
 
 import codecs
+import functools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -199,7 +200,7 @@ class _WindowDecoder:
     """For any other decoder: the text of a few tokens with the next one, less their text without it."""
 
     def __init__(self, tokenizer: Tokenizer, skip: bool) -> None:
-        self._decode = lambda ids: tokenizer.decode(ids, skip)
+        self._decode = functools.partial(tokenizer.decode, skip_special_tokens=skip)
         self._ids: list[int] = []
         self._emitted = 0  # tokens of the window whose text is out
 
@@ -234,6 +235,7 @@ class StopStringMatcher:
     def __init__(self, stops: Iterable[str], include: bool = False) -> None:
         """``include`` keeps the stop string itself in the text."""
         self._stops = sorted(set(stops), key=len, reverse=True)
+        self._first_chars = frozenset(stop[0] for stop in self._stops)
         self._failures = [_failure_table(stop) for stop in self._stops]
         self._matched = [0] * len(self._stops)  # characters of each stop string that end the text so far
         self._include = include
@@ -241,8 +243,8 @@ class StopStringMatcher:
 
     def push(self, text: str) -> tuple[str, str | None]:
         """(text to hand out, the stop string found or None). After a match the matcher is spent."""
-        if not self._stops:
-            return text, None
+        if not self._held and self._first_chars.isdisjoint(text):
+            return text, None  # the usual case: nothing begins here
         matched = self._matched
         for position, char in enumerate(text):
             for i, stop in enumerate(self._stops):

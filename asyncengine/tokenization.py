@@ -92,8 +92,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ``ids``; ids that are not in the vocabulary are left out, invalid bytes become U+FFFD."""
-        text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
-        return text
+        return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def apply_chat_template(
         self,
@@ -110,13 +109,14 @@ class Tokenizer:
         """
         messages = _checked_messages(messages)
         try:
-            return self._template(bool(tools)).render(
+            text: str = self._template(bool(tools)).render(
                 messages=messages,
                 tools=tools or None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **(self.specials | variables),
             )
+            return text
         except InvalidRequestError:
             raise
         except Exception as e:  # a template is a program: it may raise anything
@@ -146,7 +146,7 @@ class Tokenizer:
 
 
 def _checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    if isinstance(messages, str | bytes) or not isinstance(messages, Sequence) or not messages:
+    if not isinstance(messages, list | tuple) or not messages:
         raise InvalidRequestError("messages must be a non-empty list", param="messages")
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):

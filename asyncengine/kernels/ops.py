@@ -47,8 +47,8 @@ class StepBatch(Protocol):
     def sample_index(self) -> npt.NDArray[np.int64]:
         """[S] tokens whose logits are wanted."""
 
-    def block_table(self, row: int) -> npt.NDArray[np.int32]:
-        """Block ids of the row's sequence, by position // block_size."""
+    def block_table(self, row: int, num_blocks: int) -> npt.NDArray[np.int32]:
+        """The first num_blocks block ids of the row's sequence, by position // block_size."""
 
 
 class Ops(Protocol):
@@ -59,7 +59,7 @@ class Ops(Protocol):
     """
 
     def make_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Any:
-        """A handle for ``linear`` over weights [N_i, K] that share their input; no copy of them is made here."""
+        """A handle for ``linear`` over weights [N_i, K] that share their input. It copies none of them."""
 
     def linear(self, x: Tensor, handle: Any, out_dtype: dtype | None = None) -> Tensor:
         """x [M, K] times every weight of the handle, transposed, side by side: [M, sum of N_i]."""
@@ -96,7 +96,7 @@ class Ops(Protocol):
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: StepBatch, scale: float, window: int
     ) -> Tensor:
-        """Causal attention of the view q [T, Hq, D] over the rows' cached KV, their own included: [T, Hq * D].
+        """Causal attention of the view q [T, Hq, D] over the rows' KV in the cache: [T, Hq * D].
 
         The token at position i sees position j if j <= i and, with a window > 0, i - window < j.
         q may also hold just the tokens of the leading rows; the other rows are then left out.

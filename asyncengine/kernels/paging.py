@@ -9,7 +9,7 @@ from torch import Tensor
 def gather_kv(
     k_cache: Tensor, v_cache: Tensor, blocks: Tensor, start: int, end: int
 ) -> tuple[Tensor, Tensor]:
-    """Positions start to end of one sequence, taken out of its blocks: keys and values [Hk, end - start, D]."""
+    """Keys and values [Hk, end - start, D] of the positions start to end of one sequence."""
     block_size = v_cache.shape[2]
     first = start // block_size
     chosen = blocks[first : -(-end // block_size)]
@@ -20,7 +20,7 @@ def gather_kv(
 
 
 def visible(query_len: int, start: int, end: int, window: int) -> Tensor:
-    """Which of the positions start to end each of the last query_len of them sees: bool [query_len, end - start]."""
+    """bool [query_len, end - start]: which of the positions start to end each of the last query_len sees."""
     i = torch.arange(end - query_len, end)[:, None]
     j = torch.arange(start, end)[None, :]
     mask = j <= i

@@ -1,4 +1,4 @@
-"""ReferenceOps: every operation in plain torch, float32 inside. The twin that native kernels are tested against."""
+"""ReferenceOps: every operation in plain torch, the twin that native kernels are tested against."""
 
 from __future__ import annotations
 
@@ -75,13 +75,16 @@ class ReferenceOps:
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: StepBatch, scale: float, window: int
     ) -> Tensor:
         group = q.shape[1] // k_cache.shape[1]
+        block_size = v_cache.shape[2]
         out = q.new_empty(q.shape)
         for row in range(batch.num_rows):
             first, last = int(batch.query_start[row]), int(batch.query_start[row + 1])
             if last > len(q):
                 break
             end = int(batch.context_len[row]) + last - first
-            k, v = gather_kv(k_cache, v_cache, torch.from_numpy(batch.block_table(row)), 0, end)
+            k, v = gather_kv(
+                k_cache, v_cache, torch.from_numpy(batch.block_table(row, -(-end // block_size))), 0, end
+            )
             k = k.float().repeat_interleave(group, dim=0)
             v = v.float().repeat_interleave(group, dim=0)
             scores = torch.einsum("qhd,hkd->hqk", q[first:last].float(), k) * scale

@@ -59,8 +59,9 @@ class SdpaPrefillAttention:
             out[:decodes] = self._ops.paged_attention(q[:decodes], cache.k, cache.v, batch, scale, window)
         for row in range(decodes, batch.num_rows):
             first, last = starts[row], starts[row + 1]
-            blocks = torch.from_numpy(batch.block_table(row))
             context = int(batch.context_len[row])
+            num_blocks = -(-(context + last - first) // cache.v.shape[2])
+            blocks = torch.from_numpy(batch.block_table(row, num_blocks))
             out[first:last] = _prefill_row(q[first:last], cache, blocks, context, scale, window)
         return out
 

@@ -40,7 +40,7 @@ class RawConfig:
         return cls(read_json(path), str(path))
 
     def get(self, key: str, kind: type | tuple[type, ...], default: Any = _MISSING) -> Any:
-        """The value of ``key``; an absent or null one becomes ``default``, or ModelError without a default."""
+        """The value of ``key``. If it is absent or null, ``default``; without a default, ModelError."""
         value = self.values.get(key)
         if value is None:
             if default is _MISSING:
@@ -116,7 +116,7 @@ class ModelConfig:
 
 
 def read_rope(raw: RawConfig, max_positions: int) -> RopeConfig:
-    """The rotary settings, in the old form (rope_theta, rope_scaling) or in transformers 5's (rope_parameters)."""
+    """The rotary settings: rope_theta and rope_scaling or, from transformers 5 on, rope_parameters."""
     scaling = raw.get("rope_scaling", dict, None) or raw.get("rope_parameters", dict, None) or {}
     if any(isinstance(value, dict) for value in scaling.values()):
         raise raw.unsupported("rope_parameters for each layer type")

@@ -1,4 +1,4 @@
-"""Qwen3ForCausalLM: Qwen2 with an RMS norm on each query and key head in place of the biases (Yang et al. 2025)."""
+"""Qwen3ForCausalLM: Qwen2 with an RMS norm on each query and key head, no biases (Yang et al. 2025)."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ FAMILIES = {
 
 
 def find_family(raw: RawConfig) -> tuple[str, Family]:
-    """The first of the model's architectures that is implemented; otherwise UnsupportedModelError names them all."""
+    """The first of the architectures that is implemented; if there is none, UnsupportedModelError."""
     raw.require("quantization_config", None)
     architectures = raw.get("architectures", list, [])
     for name in architectures:

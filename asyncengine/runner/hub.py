@@ -21,12 +21,10 @@ def resolve_model(path_or_id: str, *, revision: str | None = None, weights: bool
     if path.is_dir():
         return path
     if path.exists():
-        raise ModelNotFoundError(
-            f"{path} is a file; expected a directory with config.json and safetensors files"
-        )
+        raise ModelNotFoundError(f"{path} is a file; a model is a directory with config.json in it")
     if not _HUB_ID.fullmatch(path_or_id):
         raise ModelNotFoundError(
-            f"there is no directory {path_or_id!r}, and it cannot be a hub id (owner/name)"
+            f"there is no directory {path_or_id!r}, nor can that be a hub id (owner/name)"
         )
 
     from huggingface_hub import snapshot_download

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 from pathlib import Path
 
 import torch
@@ -23,13 +25,10 @@ def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
 
 def available_memory() -> int:
     """Bytes that this process can still use: what the system has to give and the control group allows."""
-    limits = []
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                limits.append(int(line.split()[1]) * 1024)
-    except OSError:
-        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    with contextlib.suppress(OSError):  # not Linux
+        available = re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+        limits += [int(available[1]) * 1024] if available else []
     for limit, used in (
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
@@ -62,9 +61,10 @@ def choose_num_blocks(
         origin = f"the default budget of {budget:,} bytes"
     if blocks < per_sequence:
         raise ConfigError(
-            f"the KV cache ({origin}) holds {blocks * config.block_size:,} tokens, but one sequence of max_model_len "
-            f"takes {max_model_len:,} ({per_sequence:,} blocks, {per_sequence * bytes_per_block:,} bytes): lower "
-            "max_model_len, or raise kv_cache_memory_bytes or num_kv_blocks"
+            f"the KV cache ({origin}) holds {blocks * config.block_size:,} tokens, but one sequence of "
+            f"max_model_len takes {max_model_len:,} ({per_sequence:,} blocks, "
+            f"{per_sequence * bytes_per_block:,} bytes): lower max_model_len, or raise "
+            "kv_cache_memory_bytes or num_kv_blocks"
         )
     return blocks
 

@@ -69,9 +69,7 @@ def find_shards(directory: Path) -> dict[str, Path]:
         return dict.fromkeys(_open_shard(single).keys(), single)
     hint = ""
     if any(directory.glob("*.bin")) or any(directory.glob("*.pt*")):
-        hint = (
-            "; only safetensors files are read, so convert the checkpoint with transformers' save_pretrained"
-        )
+        hint = "; only safetensors files are read: convert it with transformers' save_pretrained"
     raise MissingWeightError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
 
 
@@ -160,8 +158,8 @@ class Checkpoint:
 class DummyWeights:
     """A WeightSource of random numbers: matrices normal(0, std), biases 0, norms 1.
 
-    Matrices are cut from one pool of random numbers at random places, which takes a tenth of the time of
-    drawing every element (16 GB: about 10 s on two cores). The pool's size is prime, so no two rows are equal.
+    Matrices are cut from one pool of random numbers at random places, which takes an eighth of the time of
+    drawing every element. The pool's size is prime, so that the rows of a matrix differ.
     """
 
     _POOL = 1_048_583
@@ -207,6 +205,6 @@ def choose_dtype(wanted: str, stored: str) -> torch.dtype:
     dtypes = {"float32": torch.float32, "float16": torch.float32, "bfloat16": torch.bfloat16}
     if name not in dtypes:
         raise UnsupportedModelError(
-            f"the checkpoint's dtype {name!r} is not supported; choose one with dtype="
+            f"the checkpoint's dtype {name!r} is not supported: choose another with dtype="
         )
     return dtypes[name]

@@ -67,9 +67,10 @@ def test_chat_equals_transformers(pair, generation):
 TEMPLATES = [
     "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m | tojson }}{% endfor %}",
     "{{ messages | tojson(indent=2) }}{{ tools }}{{ documents is none }}{{ unk_token is defined }}",
-    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}{{ style }}",
-    "{%- for m in messages %}\n  {%- if m.role == 'assistant' %}{% generation %}{% set x = 1 %}{{ m.content }}"
-    "{% endgeneration %}{{ x is defined }}{% endif %}\n{% endfor %}\n",
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+    "{{ style }}",
+    "{%- for m in messages %}\n  {%- if m.role == 'assistant' %}{% generation %}{% set x = 1 %}"
+    "{{ m.content }}{% endgeneration %}{{ x is defined }}{% endif %}\n{% endfor %}\n",
     "{{ strftime_now('%Y') | length }}{{ dict(a=1).items() | list }}{{ messages[0].get('name', 'nobody') }}",
 ]
 

@@ -28,11 +28,13 @@ from asyncengine.runner.model_runner import CpuModelRunner
 VOCAB_SIZE = 199
 
 GPT2 = {
-    "vocab_size": VOCAB_SIZE, "n_positions": 128, "n_embd": 60, "n_layer": 3, "n_head": 5, "initializer_range": 0.3,
+    "vocab_size": VOCAB_SIZE, "n_positions": 128, "n_embd": 60, "n_layer": 3, "n_head": 5,
+    "initializer_range": 0.3,
 }  # fmt: skip
 DECODER = {
     "vocab_size": VOCAB_SIZE, "hidden_size": 48, "intermediate_size": 88, "num_hidden_layers": 3,
-    "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.3,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    "initializer_range": 0.3,
 }  # fmt: skip
 LLAMA3_ROPE = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -67,7 +69,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama", DECODER | {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 5000.0}},
     ),
     "llama-rope-dynamic": (
-        "Llama", DECODER | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}},
+        "Llama", DECODER | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 9000.0}},
     ),
     "llama-rope-llama3": ("Llama", DECODER | {"rope_parameters": LLAMA3_ROPE, "head_dim": 16}),
     "llama-rope-yarn": ("Llama", DECODER | {"rope_parameters": YARN_ROPE, "head_dim": 16}),
@@ -139,8 +141,20 @@ class Batch:
     def num_samples(self) -> int:
         return len(self.sample_index)
 
-    def block_table(self, row: int) -> npt.NDArray[np.int32]:
-        return self.tables[row]
+    def block_table(self, row: int, num_blocks: int) -> npt.NDArray[np.int32]:
+        assert num_blocks <= len(self.tables[row])
+        return self.tables[row][:num_blocks]
+
+
+def native_batch(batch: Batch) -> Any:
+    """The same step as the native kernels take it."""
+    from asyncengine import _core
+
+    return _core.StepBatch(
+        batch.input_ids.tolist(), batch.positions.tolist(), batch.slot_mapping.tolist(),
+        batch.query_start.tolist(), batch.context_len.tolist(), [t.tolist() for t in batch.tables],
+        batch.sample_index.tolist(),
+    )  # fmt: skip
 
 
 class Sequence_:
@@ -160,8 +174,10 @@ class Sequence_:
 class Driver:
     """Runs a model step by step over randomly scattered blocks: decode rows first, then prefill chunks."""
 
-    def __init__(self, runner: CpuModelRunner, seed: int = 0) -> None:
+    def __init__(self, runner: CpuModelRunner, seed: int = 0, *, native: bool = False) -> None:
+        """``native`` gives the runner the batches that native kernels need."""
         self.runner = runner
+        self.native = native
         self.random = random.Random(seed)
         self.free = list(range(runner.info.num_kv_blocks))
         self.random.shuffle(self.free)
@@ -196,7 +212,7 @@ class Driver:
             np.array(starts, np.int32), np.array(contexts, np.int32), np.array(samples, np.int64),
             [sequence.table for sequence, _ in chunks],
         )  # fmt: skip
-        logits = self.runner.forward(batch)
+        logits = self.runner.forward(native_batch(batch) if self.native else batch)
         if logits is None:
             assert not sampled
             return
@@ -223,8 +239,8 @@ class Driver:
 
 
 CORPUS = (
-    "The quick brown fox jumps over the lazy dog. Once upon a time, in a small house, there lived an old man.",
-    "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. Größe, Maß, façade, naïve, crème brûlée.",
+    "The quick brown fox jumps over the lazy dog. Once upon a time, in a small house, there lived a man.",
+    "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. Größe, Maß, façade, naïve, crème.",
     "def f(x):\n    return x ** 2  # squared\n\n\tif x > 10: print('many', x)\n",
     "日本語のテキストと中文文本。 Привет, мир! 1234567890 + 42 = ...",
 )
@@ -242,7 +258,7 @@ CHAT_TEMPLATE = (
 def byte_level_tokenizer(
     *, add_prefix_space: bool = False, vocab_size: int = 400, bos: bool = True
 ) -> Tokenizer:
-    """GPT-2's kind: BPE over bytes. With ``bos``, a template puts <s> in front, as Llama 3's tokenizer does."""
+    """GPT-2's kind: BPE over bytes. With ``bos``, a template puts <s> in front, as in Llama 3."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
     tokenizer.decoder = decoders.ByteLevel()
