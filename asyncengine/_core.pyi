@@ -43,17 +43,23 @@ class StepBatch:
     @property
     def num_samples(self) -> int: ...
     @property
-    def input_ids(self) -> npt.NDArray[np.int64]: ...
+    def input_ids(self) -> npt.NDArray[np.int64]:
+        """[T] token ids."""
     @property
-    def positions(self) -> npt.NDArray[np.int64]: ...
+    def positions(self) -> npt.NDArray[np.int64]:
+        """[T] position of each token in its sequence."""
     @property
-    def slot_mapping(self) -> npt.NDArray[np.int64]: ...
+    def slot_mapping(self) -> npt.NDArray[np.int64]:
+        """[T] block * block_size + offset: where the token's KV goes."""
     @property
-    def query_start(self) -> npt.NDArray[np.int32]: ...
+    def query_start(self) -> npt.NDArray[np.int32]:
+        """[R + 1] row r has the tokens query_start[r] to query_start[r + 1]; rows that decode come first."""
     @property
-    def context_len(self) -> npt.NDArray[np.int32]: ...
+    def context_len(self) -> npt.NDArray[np.int32]:
+        """[R] tokens of KV that precede the row's query."""
     @property
-    def sample_index(self) -> npt.NDArray[np.int64]: ...
+    def sample_index(self) -> npt.NDArray[np.int64]:
+        """[S] tokens whose logits are wanted."""
     def block_table(self, row: int, num_blocks: int) -> npt.NDArray[np.int32]:
         """The first num_blocks block ids of a row; the caller knows from the row's length how many there are."""
 
@@ -292,8 +298,8 @@ class StepLoop:
         vocab_size: int,
         kv_regions: Sequence[tuple[int, int]],
     ) -> StepLoop:
-        """forward returns the address of float32 logits [num_samples, vocab_size], valid until its next call; it runs on
-        the executor's thread. kv_regions: (address, bytes per block) of all memory that block copies concern.
+        """forward returns the address of float32 logits [num_samples, vocab_size], valid until its next call; it runs
+        on the executor's thread. kv_regions: (address, bytes per block) of all memory that block copies concern.
         """
     def start(self) -> None: ...
     def stop(self, limit_s: float) -> bool:

@@ -3,8 +3,8 @@
     async with testing.SimulatedEngine(step_latency_us=500) as engine, testing.no_leaks(engine):
         ...your code, with a real AsyncEngine in every respect but the model...
 
-The simulated device sits behind the same function table as CUDA, and the same C++ step loop, scheduler and block manager
-run on it: steps take the time you say, and faults and hangs come when you ask for them.
+The simulated device sits behind the same function table as CUDA, and the same C++ step loop, scheduler and block
+manager run on it: steps take the time you say, and faults and hangs come when you ask for them.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class SimulatedEngine(AsyncEngine):
         return Backend(info, placeholder_tokenizer(VOCAB_SIZE), step_loop)
 
     def expected_token_ids(self, prompt: Sequence[int], params: SamplingParams, index: int = 0) -> list[int]:
-        """The tokens that sequence ``index`` must get, stop strings left aside; needs max_tokens, and a seed to sample."""
+        """The tokens that sequence ``index`` must get, stop strings left aside; needs max_tokens, and a seed."""
         assert params.max_tokens is not None
         seed = ((params.seed or 0) + index) % 2**64
         stops = {*params.stop_token_ids, *(() if params.ignore_eos else (EOS_TOKEN_ID,))}

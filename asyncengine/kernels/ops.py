@@ -5,50 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
 from torch import Tensor, dtype
 
-
-class StepBatch(Protocol):
-    """One step as a host executor sees it; csrc/core/step_batch.h has the native one.
-
-    T tokens in R rows (sequences). The rows that decode come first. The arrays are writable views of
-    memory that is valid during the step only.
-    """
-
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def num_rows(self) -> int: ...
-    @property
-    def num_samples(self) -> int: ...
-    @property
-    def input_ids(self) -> npt.NDArray[np.int64]:
-        """[T] token ids."""
-
-    @property
-    def positions(self) -> npt.NDArray[np.int64]:
-        """[T] position of each token in its sequence."""
-
-    @property
-    def slot_mapping(self) -> npt.NDArray[np.int64]:
-        """[T] block * block_size + offset: where the token's KV goes."""
-
-    @property
-    def query_start(self) -> npt.NDArray[np.int32]:
-        """[R + 1] row r has the tokens query_start[r] to query_start[r + 1]."""
-
-    @property
-    def context_len(self) -> npt.NDArray[np.int32]:
-        """[R] tokens of KV that precede the row's query."""
-
-    @property
-    def sample_index(self) -> npt.NDArray[np.int64]:
-        """[S] tokens whose logits are wanted."""
-
-    def block_table(self, row: int, num_blocks: int) -> npt.NDArray[np.int32]:
-        """The first num_blocks block ids of the row's sequence, by position // block_size."""
+from asyncengine._core import StepBatch
 
 
 class Ops(Protocol):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncengine.kernels.ops import StepBatch
+from asyncengine._core import StepBatch
 from asyncengine.kernels.paging import gather_kv, visible
 
 

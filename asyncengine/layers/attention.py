@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncengine.kernels.ops import Ops, StepBatch
+from asyncengine._core import StepBatch
+from asyncengine.kernels.ops import Ops
 from asyncengine.kernels.paging import gather_kv, visible
 
 

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncengine.kernels.ops import Ops, StepBatch
+from asyncengine._core import StepBatch
+from asyncengine.kernels.ops import Ops
 from asyncengine.layers.attention import AttentionBackend, LayerKVCache
 from asyncengine.models.config import ModelConfig, RawConfig
 from asyncengine.models.weights import WeightSource

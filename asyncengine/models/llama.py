@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncengine.kernels.ops import Ops, StepBatch
+from asyncengine._core import StepBatch
+from asyncengine.kernels.ops import Ops
 from asyncengine.layers.attention import AttentionBackend, LayerKVCache
 from asyncengine.layers.rotary import rotary_table
 from asyncengine.models.config import ModelConfig, RawConfig, read_rope

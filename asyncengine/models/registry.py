@@ -7,8 +7,9 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from asyncengine._core import StepBatch
 from asyncengine.errors import UnsupportedModelError
-from asyncengine.kernels.ops import Ops, StepBatch
+from asyncengine.kernels.ops import Ops
 from asyncengine.layers.attention import AttentionBackend, LayerKVCache
 from asyncengine.models import gpt2, llama, mistral, qwen2, qwen3
 from asyncengine.models.config import ModelConfig, RawConfig

@@ -10,9 +10,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from asyncengine._core import StepBatch
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
-from asyncengine.kernels.ops import Ops, StepBatch
+from asyncengine.kernels.ops import Ops
 from asyncengine.kernels.reference import ReferenceOps
 from asyncengine.layers.attention import LayerKVCache, make_attention
 from asyncengine.model_info import ModelInfo

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.reference import ReferenceOps
