@@ -67,9 +67,9 @@ def main() -> None:
     report.print_figures(f"Server on the simulated device, {args.streams} streams (medians)", figures)
     settings = {key: getattr(args, key) for key in ("streams", "tokens", "prompt_tokens")}
     samples = {name: [vars(run) for run in runs[name]] for name in LOADS}
+    settings |= {"step µs": LOADS}
     report.write(
-        args.json,
-        report.record("server_sim", figures, repeats=args.repeats, settings=settings | {"step µs": LOADS}, runs=samples),
+        args.json, report.record("server_sim", figures, repeats=args.repeats, settings=settings, runs=samples)
     )
 
 
@@ -91,9 +91,8 @@ def summarize(name: str, runs: list[Run]) -> list[Figure]:
 
 async def measure(args: argparse.Namespace, step_us: float) -> Run:
     """Start a server, warm it up, and time one round of streams."""
-    server = await asyncio.create_subprocess_exec(
-        sys.executable, __file__, "--serve", str(step_us), "--streams", str(args.streams), stderr=asyncio.subprocess.PIPE
-    )
+    command = [sys.executable, __file__, "--serve", str(step_us), "--streams", str(args.streams)]
+    server = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
     try:
         target = Target.parse(await _url(server), "/v1/completions")
         await _round(target, min(args.streams, 64), args.prompt_tokens, 32)

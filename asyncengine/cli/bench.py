@@ -7,7 +7,7 @@ from importlib import import_module
 
 from asyncengine.cli.flags import environment_name
 
-_NAMES = ("core",)
+_NAMES = ("core", "latency", "throughput", "serve")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -69,7 +69,7 @@ def record(
     """The result as one JSON object. Call it when the measurement is over: it reads the load of the machine."""
     return {
         "benchmark": name,
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": _command(),
         "commit": _commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version(), **_versions()},
@@ -109,6 +109,12 @@ def _without_nan(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _without_nan(item) for key, item in value.items()}
     return [_without_nan(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _command() -> str:
+    words = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    secret = [before == "--api-key" for before in ["", *words[:-1]]]
+    return shlex.join("***" if hide else word for word, hide in zip(words, secret, strict=True))
 
 
 def _commit() -> str:

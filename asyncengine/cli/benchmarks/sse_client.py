@@ -135,7 +135,6 @@ class _EventReader(asyncio.Protocol):
         self._read: Callable[[bytes], bytes] = self._read_head
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._result.started = perf_counter()
         cast("asyncio.WriteTransport", transport).write(self._request)  # uvloop's does not derive from it
 
     def data_received(self, data: bytes) -> None:
