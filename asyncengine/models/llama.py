@@ -125,8 +125,9 @@ class DecoderLayer:
     ) -> Tensor:
         """x is the normed input. ``residual`` is updated in place; the result is still to be added to it."""
         ops = self._ops
-        heads = ops.linear(x, self._qkv).view(len(x), -1, self._head_dim)
-        q, k, v = torch.split(heads, [self._num_heads, self._num_kv_heads, self._num_kv_heads], dim=1)
+        n, m = self._num_heads, self._num_heads + self._num_kv_heads
+        heads = ops.linear(x, self._qkv).view(x.shape[0], -1, self._head_dim)
+        q, k, v = heads[:, :n], heads[:, n:m], heads[:, m:]
         if self._q_norm is not None and self._k_norm is not None:
             ops.head_rms_norm_(q, self._q_norm, self._eps)
             ops.head_rms_norm_(k, self._k_norm, self._eps)
