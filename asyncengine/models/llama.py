@@ -95,14 +95,9 @@ class DecoderLayer:
         q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
 
         def linear(block: str, sizes: dict[str, int], in_size: int, bias: bool) -> object:
-            names = [f"{prefix}.{block}.{name}_proj" for name in sizes]
-            matrices = [
-                weights.get(f"{n}.weight", s, in_size) for n, s in zip(names, sizes.values(), strict=True)
-            ]
-            biases = [
-                weights.get(f"{n}.bias", s) if bias else None
-                for n, s in zip(names, sizes.values(), strict=True)
-            ]
+            full = {f"{prefix}.{block}.{name}_proj": size for name, size in sizes.items()}
+            matrices = [weights.get(f"{name}.weight", size, in_size) for name, size in full.items()]
+            biases = [weights.get(f"{name}.bias", size) if bias else None for name, size in full.items()]
             return ops.make_linear(matrices, biases)
 
         self.input_norm = weights.get(f"{prefix}.input_layernorm.weight", hidden)
