@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 from pathlib import Path
@@ -30,7 +31,7 @@ def make_ops(config: EngineConfig) -> Ops:
     """The native kernels, or plain torch where they are not built."""
     try:
         native = importlib.import_module("asyncengine.kernels.cpu")
-    except ImportError:
+    except ModuleNotFoundError:
         logger.warning("the native kernels are not built; using their slow reference implementation")
         return ReferenceOps()
     ops: Ops = native.CpuOps(num_threads=config.num_threads)
@@ -68,9 +69,8 @@ class CpuModelRunner:
             else Checkpoint(path, dtype, progress=progress)
         )
         attention = make_attention(config.prefill_attention, ops)
-        try:
+        with contextlib.closing(weights):
             model = family.build(model_config, weights, ops, attention, max_model_len)
-        finally:
             weights.finish()
 
         bytes_per_block = kv_cache.block_bytes(model_config, config.block_size, dtype)
