@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-import logging
 from pathlib import Path
 from typing import Self
 
@@ -14,8 +12,8 @@ from torch import Tensor
 from asyncengine._core import StepBatch
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
+from asyncengine.kernels.cpu import CpuOps
 from asyncengine.kernels.ops import Ops
-from asyncengine.kernels.reference import ReferenceOps
 from asyncengine.layers.attention import LayerKVCache, make_attention
 from asyncengine.model_info import ModelInfo
 from asyncengine.models.config import ModelConfig, RawConfig, read_json
@@ -23,19 +21,6 @@ from asyncengine.models.registry import CausalLM, find_family
 from asyncengine.runner import kv_cache
 from asyncengine.runner.hub import resolve_model
 from asyncengine.runner.loader import Checkpoint, DummyWeights, choose_dtype
-
-logger = logging.getLogger(__name__)
-
-
-def make_ops(config: EngineConfig) -> Ops:
-    """The native kernels, or plain torch where they are not built."""
-    try:
-        native = importlib.import_module("asyncengine.kernels.cpu")
-    except ModuleNotFoundError:
-        logger.warning("the native kernels are not built; using their slow reference implementation")
-        return ReferenceOps()
-    ops: Ops = native.CpuOps(num_threads=config.num_threads)
-    return ops
 
 
 class CpuModelRunner:
@@ -61,7 +46,7 @@ class CpuModelRunner:
         model_config = family.read_config(raw)
         max_model_len = choose_max_model_len(config, model_config)
         dtype = choose_dtype(config.dtype, raw.dtype)
-        ops = ops or make_ops(config)
+        ops = ops or CpuOps(config.num_threads)
 
         weights = (
             DummyWeights(dtype, model_config.initializer_range, config.seed)

@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import logging
+import re
 import shutil
 import struct
 import subprocess
@@ -579,11 +580,15 @@ def test_number_of_blocks(monkeypatch):
 
 
 @pytest.mark.parametrize("config", [{"num_kv_blocks": 63}, {"kv_cache_memory_bytes": 63 << 20}, {}])
-def test_one_sequence_must_fit(monkeypatch, config):
+def test_one_sequence_of_the_configured_length_must_fit(monkeypatch, caplog, config):
     monkeypatch.setattr(kv_cache, "available_memory", lambda: 150 << 20)
     origin = next(iter(config), "default budget")
-    with pytest.raises(ConfigError, match=rf"{origin}.* holds [\d,]+ tokens.*takes 1,024 .*max_model_len"):
-        kv_cache.choose_num_blocks(engine(**config), 1024, 1 << 20)
+    message = rf"{origin}.* holds [\d,]+ tokens.*takes 1,024 .*max_model_len"
+    with pytest.raises(ConfigError, match=message):
+        kv_cache.choose_num_blocks(engine(max_model_len=1024, **config), 1024, 1 << 20)
+    # The model's own context may be longer than the cache: said once, and refused request by request.
+    assert kv_cache.choose_num_blocks(engine(**config), 1024, 1 << 20) < 64
+    assert re.search(message, caplog.text)
 
 
 def test_available_memory_is_plausible():
