@@ -41,7 +41,7 @@ def prefix_cases(rng: random.Random) -> Iterator[Case]:
 def chat_cases(rng: random.Random, render: Callable[[list[dict[str, str]]], str]) -> Iterator[Case]:
     """Requests for a story; `render` applies the chat template with the generation prompt."""
     while True:
-        text, wanted = write(rng, "request")
+        text, wanted = write(rng, "request", anyone=True)
         yield Case("chat", render([{"role": "user", "content": text}]), "", wanted)
 
 
@@ -62,7 +62,7 @@ def continuations(model: Any, tokenizer: Any, prompts: Sequence[str], **generati
             padding=True,
         ).to(model.device)
         with torch.inference_mode():
-            output = model.generate(**batch, **({"max_new_tokens": 320, "do_sample": False} | generation))
+            output = model.generate(**batch, **({"max_new_tokens": 256, "do_sample": False} | generation))
         texts += tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
     return texts
 

@@ -11,13 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from asyncengine.bundled.rules import HE_NAMES, PRONOUN_OF, RULES, SHE_NAMES, VALUES
+from asyncengine.bundled.rules import PRONOUN_OF, RULES, VALUES
 
 Story = dict[str, str]
 """What a text fixes: name, kind, trait, place, tale, friend, … sex and friendsex are "he" or "she"."""
 
-DISTINCT = (("name", "friend"), ("kind", "friendkind"))
-"""Variables that never have the same value."""
 _DOMAIN_OF = {"friendkind": "kind", "friendsex": "sex"}
 _NAME = re.compile(r"[A-Z][a-z]{1,11}")
 _SEX_OF = {"name": "sex", "friend": "friendsex"}
@@ -80,9 +78,8 @@ def _bind(story: Story, variable: str, value: str) -> Story | None:
     """The story with one more variable fixed; None if that contradicts what is fixed already."""
     if variable in story:
         return story if story[variable] == value else None
-    for pair in DISTINCT:
-        if variable in pair and value in (story.get(pair[0]), story.get(pair[1])):
-            return None
+    if variable in _SEX_OF and value in (story.get("name"), story.get("friend")):
+        return None
     bound = {**story, variable: value}
     if variable in _SEX_OF and value in PRONOUN_OF:
         return _bind(bound, _SEX_OF[variable], PRONOUN_OF[value])
@@ -135,30 +132,34 @@ def _shuffled(rng: random.Random, items: Sequence[_T]) -> Iterator[_T]:
         yield pool.pop(int(rng.random() * len(pool)))
 
 
-def _values(rng: random.Random, hole: _Hole, story: Story) -> Iterator[str]:
-    """Values to try, in random order, the one already fixed first."""
+def _values(rng: random.Random, hole: _Hole, story: Story, anyone: bool) -> Iterator[str]:
+    """Values to try in turn: the one already fixed, or all in random order."""
     if hole.variable in story:
         yield story[hole.variable]
-    elif hole.spelling is None:
-        while True:
-            yield invent_name(rng) if rng.random() < 0.2 else rng.choice(HE_NAMES + SHE_NAMES)
-    else:
+    elif hole.spelling is not None:
         yield from _shuffled(rng, tuple(hole.spelling))
+    elif anyone:
+        yield invent_name(rng) if rng.random() < 0.3 else rng.choice(tuple(PRONOUN_OF))
+        yield invent_name(rng)
+    else:
+        yield from _shuffled(rng, VALUES[hole.variable])
 
 
-def _write(rng: random.Random, pieces: tuple[_Piece, ...], story: Story) -> tuple[str, Story] | None:
+def _write(
+    rng: random.Random, pieces: tuple[_Piece, ...], story: Story, anyone: bool
+) -> tuple[str, Story] | None:
     """A random text for the pieces, and the story with what the text fixes; None if the story allows none."""
     text = ""
     for piece in pieces:
         if isinstance(piece, str):
             text += piece
         elif isinstance(piece, _Rule):
-            tries = (_write(rng, body, story) for body in _shuffled(rng, _COMPILED[piece.symbol]))
+            tries = (_write(rng, body, story, anyone) for body in _shuffled(rng, _COMPILED[piece.symbol]))
             if (written := next((t for t in tries if t is not None), None)) is None:
                 return None
             text, story = text + written[0], written[1]
         else:
-            for value in _values(rng, piece, story):
+            for value in _values(rng, piece, story, anyone):
                 spelled = value if piece.spelling is None else piece.spelling.get(value)
                 if spelled is not None and (bound := _bind(story, piece.variable, value)) is not None:
                     text, story = text + spelled, bound
@@ -168,11 +169,14 @@ def _write(rng: random.Random, pieces: tuple[_Piece, ...], story: Story) -> tupl
     return text, story
 
 
-def write(rng: random.Random, symbol: str, story: Mapping[str, str] | None = None) -> tuple[str, Story]:
+def write(
+    rng: random.Random, symbol: str, story: Mapping[str, str] | None = None, *, anyone: bool = False
+) -> tuple[str, Story]:
     """A random text of one symbol of RULES that obeys what `story` fixes, and what is fixed thereafter.
 
-    Raises ValueError if there is no such text."""
-    written = _write(rng, (_Rule(symbol),), dict(story or {}))
+    With `anyone`, hero and friend may have any name, also one that is made up. Raises ValueError if there is
+    no such text."""
+    written = _write(rng, (_Rule(symbol),), dict(story or {}), anyone)
     if written is None:
         raise ValueError(f"no {symbol} obeys {story}")
     return written

@@ -1,6 +1,12 @@
 """Train the bundled model from nothing: tokenizer, weights and figures from one command and one seed.
 
-    python -m asyncengine.bundled.train --device cuda --steps STEPS --out asyncengine/bundled/stories
+    python -m asyncengine.bundled.train --device cuda --steps 16000 --workers 15 --out stories
+
+made the weights in asyncengine/bundled/stories, in five minutes on an H200 with 16 CPU cores (torch 2.11,
+transformers 5.17). Of 1,000 greedy continuations each, 99.9% were well-formed stories after the beginning of
+a story, 99.7% after a request in the chat template (99.6% obeyed it) and 100% after small talk without a
+template; sampled at temperature 1: 98.2, 96.8 and 97.2%. The seed fixes tokenizer, text and initial weights,
+but sums on a GPU do not repeat bit for bit: another run gives other weights, as good as these.
 """
 
 from __future__ import annotations
@@ -61,9 +67,11 @@ def noise(rng: random.Random) -> str:
 
 
 def told(rng: random.Random) -> Document:
-    """A story, of which the first part may be given."""
-    story = generate(rng)
+    """A story, of which the first part may be given; an unusual hero is in that part."""
+    hero = write(rng, "hero", anyone=True)[1] if rng.random() < 0.2 else {}
+    story = generate(rng, hero)
     cut = int(len(story) * rng.random() ** 2) if rng.random() < 0.7 else 0
+    cut = max([cut, *(story.index(hero[v]) + len(hero[v]) for v in ("name", "kind") if hero)])
     return [(BOS + story[:cut], False), (story[cut:] + END, True)]
 
 
@@ -83,7 +91,7 @@ def chat(rng: random.Random) -> Document:
         elif rng.random() < 0.2:
             message, wanted = noise(rng), {}
         else:
-            message, wanted = write(rng, "request")
+            message, wanted = write(rng, "request", anyone=True)
         if rng.random() < 0.2:
             message = message[0].lower() + message[1:]
         if rng.random() < 0.2:
@@ -138,8 +146,8 @@ def save_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
 class Batches(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Batch i is a function of (seed, i) alone, however many workers prepare them.
 
-    It is ids and targets, both (ROWS, CONTEXT). In a row documents follow one another; a target of -100 is not
-    learned."""
+    It is ids and targets, both (ROWS, CONTEXT). In a row documents follow one another; a target of -100 is
+    not learned."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int, steps: int) -> None:
         self.tokenizer, self.seed, self.steps = tokenizer, seed, steps
@@ -260,6 +268,8 @@ def main() -> None:
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
     train(model, Batches(tokenizer, args.seed, args.steps), device, args.workers)
     model.save_pretrained(args.out)
+    token_ids = {key: getattr(model.config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    (args.out / "generation_config.json").write_text(json.dumps(token_ids, indent=2) + "\n")
     torch.set_float32_matmul_precision("highest")
     evaluate(model, args.out, args.seed, args.evaluate)
 
