@@ -15,6 +15,7 @@ _DEFAULTS = {"max_tokens": 256}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s PROMPT [options]"
     parser.add_argument("prompt", metavar="PROMPT", help="text to continue; - reads standard input")
     add_model_option(parser)
     flags.add_dataclass(parser, SamplingParams, "sampling", exclude=("n",), defaults=_DEFAULTS)
