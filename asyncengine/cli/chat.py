@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
                     answer = runner.run(_answer(engine, messages, params))
                 except (KeyboardInterrupt, ContextLengthError) as exc:
                     messages.pop()
-                    print(f"\n[{exc or 'interrupted'}]", file=sys.stderr)
+                    print(f"\n[{str(exc) or 'interrupted'}]", file=sys.stderr)
                     continue
                 messages.append({"role": "assistant", "content": answer})
         finally:

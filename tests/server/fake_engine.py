@@ -88,10 +88,14 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.changed = asyncio.Condition()
         self.hold_at: int | None = None
+        self.prompts: list[Prompt] = []
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self._ids = itertools.count()
         self._released = asyncio.Event()
+
+    async def start(self) -> None:
+        """It needs no start."""
 
     def hold(self, at: int) -> None:
         """Requests stop before their token number ``at`` until ``release``."""
@@ -152,6 +156,7 @@ class FakeEngine:
         stream = FakeStream(self, request_id, ids, params, limit or context - len(ids))
         self.open[request_id] = stream
         self.submitted.append((request_id, params, priority, cache_salt))
+        self.prompts.append(list(prompt) if not isinstance(prompt, str) else prompt)
         self.prompt_tokens += len(ids)
         await self._notify()
         return stream

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -11,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_engine import FakeEngine
 
 from asyncengine.cli import flags
 from asyncengine.cli.main import COMMANDS, main
@@ -102,6 +106,75 @@ def test_configuration_error_is_one_line(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().err == "asyncengine: error: port must be in [0, 65535], got 70000\n"
     assert main(["generate", "x", "--temperature", "3"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+    """A fake engine in place of the one that generate and chat would load."""
+    engine = FakeEngine("Once upon a time.", ends=True)
+    for module in ("generate", "chat"):
+        monkeypatch.setattr(f"asyncengine.cli.{module}.engine_from", lambda args: engine)
+    return engine
+
+
+def test_generate(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "Story: ", "--temperature", "0", "--seed", "3"]) == 0
+    assert capsys.readouterr().out == "Story: Once upon a time.\n"
+    assert engine.health == "closed"
+    ((_, params, _, _),) = engine.submitted
+    assert (params.max_tokens, params.temperature, params.seed) == (None, 0, 3)
+    engine.health = "ready"
+    monkeypatch.setattr("sys.stdin", io.StringIO("piped "))
+    assert main(["generate", "-", "--max-tokens", "4"]) == 0
+    assert capsys.readouterr().out == "piped Once\n"
+
+
+def test_chat_over_a_pipe_keeps_the_conversation(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n\nand then?\n/clear\nagain\n"))
+    assert main(["chat", "--system", "Be brief."]) == 0
+    assert capsys.readouterr().out == "Once upon a time.\n" * 3
+    system = {"role": "system", "content": "Be brief."}
+    hello = {"role": "user", "content": "hello"}
+    answer = {"role": "assistant", "content": "Once upon a time."}
+    assert engine.prompts == [
+        [system, hello],
+        [system, hello, answer, {"role": "user", "content": "and then?"}],
+        [system, {"role": "user", "content": "again"}],
+    ]
+
+
+def test_interrupt_ends_the_answer_and_not_the_chat() -> None:
+    code = (
+        "import sys, asyncengine.cli.chat as chat, asyncengine.cli.main as m, fake_engine\n"
+        "chat.engine_from = lambda args: fake_engine.FakeEngine('ab', step_s=0.01, max_model_len=1000000)\n"
+        "sys.exit(m.main(['chat']))"
+    )
+    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": path},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    with process:
+        try:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(b"hello\n")
+            process.stdin.flush()
+            assert process.stdout.read(2) == b"ab"
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(b"/clear\n", timeout=20)
+        finally:
+            process.kill()
+    assert set(out) <= set(b"ab")
+    assert err == b"\n[interrupted]\n"
+    assert process.returncode == 0
 
 
 def run(*argv: str) -> subprocess.CompletedProcess[str]:
