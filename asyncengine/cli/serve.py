@@ -23,6 +23,7 @@ logger = logging.getLogger("asyncengine.server")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [MODEL] [options]"
     parser.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=MODEL_HELP)
     parser.add_argument(
         "--log-level",

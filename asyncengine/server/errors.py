@@ -11,6 +11,7 @@ from asyncengine.errors import (
     ContextLengthError,
     EngineClosedError,
     EngineDeadError,
+    EngineError,
     EngineOverloadedError,
     InvalidRequestError,
     KVCapacityError,
@@ -81,4 +82,6 @@ def from_engine(exc: Exception) -> ApiError | None:
             return unavailable(str(exc), "aborted")
         case EngineDeadError():
             return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, str(exc), code="engine_dead")
+        case EngineError():
+            return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, str(exc), code="engine_error")
     return None

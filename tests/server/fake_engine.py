@@ -63,7 +63,10 @@ class EngineStats:
 
 
 class FakeEngine:
-    """``answer`` ends with end-of-sequence when ``ends`` is set, and goes round otherwise."""
+    """``answer`` ends with end-of-sequence when ``ends`` is set, and goes round otherwise.
+
+    ``repeat`` makes the text of a token that many times as long, to fill buffers with few tokens.
+    """
 
     def __init__(
         self,
@@ -72,9 +75,11 @@ class FakeEngine:
         ends: bool = False,
         step_s: float = 0.0,
         max_model_len: int = 256,
+        repeat: int = 1,
     ) -> None:
         self.answer = [ord(c) for c in answer] + ([END] if ends else [])
         self.step_s = step_s
+        self.repeat = repeat
         self.model_info = ModelInfo(max_model_len=max_model_len)
         self.health = "ready"
         self.overloaded = False
@@ -83,10 +88,14 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.changed = asyncio.Condition()
         self.hold_at: int | None = None
+        self.prompts: list[Prompt] = []
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self._ids = itertools.count()
         self._released = asyncio.Event()
+
+    async def start(self) -> None:
+        """It needs no start."""
 
     def hold(self, at: int) -> None:
         """Requests stop before their token number ``at`` until ``release``."""
@@ -147,6 +156,7 @@ class FakeEngine:
         stream = FakeStream(self, request_id, ids, params, limit or context - len(ids))
         self.open[request_id] = stream
         self.submitted.append((request_id, params, priority, cache_salt))
+        self.prompts.append(list(prompt) if not isinstance(prompt, str) else prompt)
         self.prompt_tokens += len(ids)
         await self._notify()
         return stream
@@ -223,7 +233,9 @@ class FakeEngine:
             return [ord(c) for m in prompt for c in f"{m['role']}: {m['content']}\n"]
         for token in prompt:
             if not 0 <= token < VOCABULARY:
-                raise InvalidRequestError(f"token id {token} is not in the vocabulary", param="prompt")
+                raise InvalidRequestError(
+                    f"prompt: token id {token} is not in the vocabulary", param="prompt"
+                )
         return list(prompt)
 
 
@@ -260,7 +272,7 @@ class FakeStream:
             first = first or time.monotonic()
             for index in list(running):
                 token = engine.answer[(index + number) % len(engine.answer)]
-                text = "" if token == END else chr(token)
+                text = "" if token == END else chr(token) * engine.repeat
                 reason = FinishReason.STOP if token == END else None
                 if number == self._limit - 1:
                     reason = reason or FinishReason.LENGTH
