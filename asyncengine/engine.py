@@ -7,6 +7,7 @@ import atexit
 import hashlib
 import itertools
 import logging
+import os
 import random
 import time
 import weakref
@@ -173,12 +174,12 @@ class AsyncEngine:
         self._death: str = ""
 
     @classmethod
-    def from_pretrained(cls, model: str, **config: Any) -> Self:
+    def from_pretrained(cls, model: str | os.PathLike[str], **config: Any) -> Self:
         """An engine for a directory in Hugging Face layout or a hub id; the model is loaded by ``start``.
 
         ``config`` are the fields of EngineConfig. Raises ConfigError for an unknown or wrong one.
         """
-        return cls(EngineConfig.from_kwargs(model, config), load_backend)
+        return cls(EngineConfig.from_kwargs(os.fspath(model), config), load_backend)
 
     # ---- life ----
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("asyncengine.server")
 
+BUNDLED_NAME = "stories"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [MODEL] [options]"
@@ -36,7 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    config = ServerConfig(**flags.values(args, ServerConfig))
+    options = flags.values(args, ServerConfig)
+    if not hasattr(args, "model"):
+        options.setdefault("served_model_name", BUNDLED_NAME)
+    config = ServerConfig(**options)
 
     async def load() -> Engine:
         engine = await asyncio.to_thread(engine_from, args)  # so that /health answers meanwhile
