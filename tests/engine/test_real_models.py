@@ -155,12 +155,12 @@ def test_what_the_cache_can_never_hold_is_refused_and_costs_nothing(checkpoints)
     path, _ = checkpoints("llama")
 
     async def main() -> None:
-        async with AsyncEngine.from_pretrained(str(path), cpu_threads=1, num_kv_blocks=4) as engine:
-            async with testing.no_leaks(engine):
-                with pytest.raises(KVCapacityError, match=r"70 tokens.* 64"):
-                    await engine.generate([1] * 60, SamplingParams(max_tokens=10))
-                output = await engine.generate([1] * 60, SamplingParams(max_tokens=4, ignore_eos=True))
-                assert len(output.token_ids) == 4
+        engine = AsyncEngine.from_pretrained(str(path), cpu_threads=1, num_kv_blocks=4)
+        async with engine, testing.no_leaks(engine):
+            with pytest.raises(KVCapacityError, match=r"70 tokens.* 64"):
+                await engine.generate([1] * 60, SamplingParams(max_tokens=10))
+            output = await engine.generate([1] * 60, SamplingParams(max_tokens=4, ignore_eos=True))
+            assert len(output.token_ids) == 4
 
     asyncio.run(main())
 
