@@ -1,0 +1,43 @@
+# make serve   a server with the bundled model on http://127.0.0.1:8000
+# make test    everything CI runs
+# Both set up .venv first: the package, editable, with its development tools.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+NATIVE := $(wildcard csrc/*/*) CMakeLists.txt pyproject.toml constraints.txt
+SANITIZED = $(BIN)/cmake -S . -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+	-DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS=-O1 -DASYNCENGINE_TESTS=ON -DASYNCENGINE_WERROR=ON \
+	-DASYNCENGINE_SANITIZE=$(2) >/dev/null && $(BIN)/cmake --build build/$(1) && build/$(1)/core_tests
+
+.PHONY: install serve test lint native pytest clean
+
+install: $(INSTALLED)
+
+$(INSTALLED): $(NATIVE)
+	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --editable '.[dev]'
+	touch $@
+
+serve: install
+	$(BIN)/asyncengine serve
+
+test: lint native pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# The C++ core without Python, under the sanitizers.
+native: install
+	$(call SANITIZED,asan,address$(COMMA)undefined)
+	$(call SANITIZED,tsan,thread)
+
+pytest: install
+	$(BIN)/pytest
+
+clean:
+	rm -rf build $(VENV)
+
+COMMA := ,

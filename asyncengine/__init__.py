@@ -1,0 +1,66 @@
+"""asyncengine: an LLM inference engine that lives inside one asyncio process."""
+
+from asyncengine.config import EngineConfig
+from asyncengine.engine import AsyncEngine, EngineStats
+from asyncengine.errors import (
+    AsyncEngineError,
+    ConfigError,
+    ContextLengthError,
+    EngineClosedError,
+    EngineDeadError,
+    EngineError,
+    EngineOverloadedError,
+    InvalidRequestError,
+    KVCapacityError,
+    MissingWeightError,
+    ModelError,
+    ModelNotFoundError,
+    RequestAbortedError,
+    UnsupportedModelError,
+    WeightMismatchError,
+    WrongLoopError,
+)
+from asyncengine.request import (
+    ChatMessage,
+    CompletionOutput,
+    FinishReason,
+    RequestDelta,
+    RequestOutput,
+    RequestTiming,
+    SamplingParams,
+    Usage,
+)
+from asyncengine.stream import RequestStream
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AsyncEngine",
+    "AsyncEngineError",
+    "ChatMessage",
+    "CompletionOutput",
+    "ConfigError",
+    "ContextLengthError",
+    "EngineClosedError",
+    "EngineConfig",
+    "EngineDeadError",
+    "EngineError",
+    "EngineOverloadedError",
+    "EngineStats",
+    "FinishReason",
+    "InvalidRequestError",
+    "KVCapacityError",
+    "MissingWeightError",
+    "ModelError",
+    "ModelNotFoundError",
+    "RequestAbortedError",
+    "RequestDelta",
+    "RequestOutput",
+    "RequestStream",
+    "RequestTiming",
+    "SamplingParams",
+    "UnsupportedModelError",
+    "Usage",
+    "WeightMismatchError",
+    "WrongLoopError",
+]

@@ -1,0 +1,334 @@
+"""The native core. Addresses are ``Tensor.data_ptr()``; strides count elements. Calls that compute release the GIL."""
+
+import enum
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+# ---- CPU kernels ----
+
+class Dtype(enum.Enum):
+    float32 = 0
+    bfloat16 = 1
+
+class Activation(enum.Enum):
+    silu_mul = 0
+    gelu_tanh = 1
+    gelu = 2
+
+class StepBatch:
+    """A step as the forward sees it. The arrays are views that the next step overwrites."""
+
+    def __init__(
+        self,
+        input_ids: Sequence[int],
+        positions: Sequence[int],
+        slot_mapping: Sequence[int],
+        query_start: Sequence[int],
+        context_len: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        sample_index: Sequence[int],
+        sample_position: Sequence[int] = ...,
+        sampling: Sequence[tuple[float, int, float, float, int]] = ...,
+    ) -> None:
+        """For tests: owns copies. sampling: (temperature, top_k, top_p, min_p, seed) per sampled row.
+
+        Raises ValueError where lengths contradict each other.
+        """
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def num_samples(self) -> int: ...
+    @property
+    def input_ids(self) -> npt.NDArray[np.int64]:
+        """[T] token ids."""
+    @property
+    def positions(self) -> npt.NDArray[np.int64]:
+        """[T] position of each token in its sequence."""
+    @property
+    def slot_mapping(self) -> npt.NDArray[np.int64]:
+        """[T] block * block_size + offset: where the token's KV goes."""
+    @property
+    def query_start(self) -> npt.NDArray[np.int32]:
+        """[R + 1] row r has the tokens query_start[r] to query_start[r + 1]; rows that decode come first."""
+    @property
+    def context_len(self) -> npt.NDArray[np.int32]:
+        """[R] tokens of KV that precede the row's query."""
+    @property
+    def sample_index(self) -> npt.NDArray[np.int64]:
+        """[S] tokens whose logits are wanted."""
+    def block_table(self, row: int, num_blocks: int) -> npt.NDArray[np.int32]:
+        """The first num_blocks block ids of a row; the caller knows from the row's length how many there are."""
+
+class CpuLinear:
+    """Addresses of weight matrices [rows[i], k] and biases [rows[i]] (0: none); the caller keeps the memory."""
+
+    def __init__(
+        self, weights: Sequence[int], rows: Sequence[int], biases: Sequence[int], k: int, dtype: Dtype
+    ) -> None: ...
+
+class PagedKV:
+    """k [num_blocks, num_kv_heads, head_dim, block_size], v [num_blocks, num_kv_heads, block_size, head_dim]."""
+
+    def __init__(self, k: int, v: int, num_kv_heads: int, head_dim: int, block_size: int) -> None: ...
+
+class CpuKernels:
+    """CPU kernels over num_threads threads; isa is "auto" or one of available_isas(). One caller at a time."""
+
+    def __init__(self, num_threads: int, isa: str = "auto") -> None: ...
+    @staticmethod
+    def available_isas() -> list[str]: ...
+    @property
+    def isa(self) -> str: ...
+    @property
+    def num_threads(self) -> int: ...
+    def linear(
+        self, weights: CpuLinear, x: int, x_stride: int, rows: int, y: int, y_float32: bool, /
+    ) -> None: ...
+    def norm(
+        self,
+        dtype: Dtype,
+        x: int,
+        x_stride: int,
+        residual: int,
+        weight: int,
+        bias: int,
+        y: int,
+        y_stride: int,
+        tokens: int,
+        heads: int,
+        width: int,
+        eps: float,
+        /,
+    ) -> None: ...
+    def activation(self, dtype: Dtype, kind: Activation, x: int, y: int, rows: int, width: int, /) -> None: ...
+    def rotary(
+        self,
+        dtype: Dtype,
+        x: int,
+        token_stride: int,
+        tokens: int,
+        heads: int,
+        head_dim: int,
+        cos_sin: int,
+        positions: int,
+        /,
+    ) -> None: ...
+    def store_kv(
+        self, dtype: Dtype, k: int, k_stride: int, v: int, v_stride: int, cache: PagedKV, batch: StepBatch, /
+    ) -> None: ...
+    def paged_attention(
+        self,
+        dtype: Dtype,
+        q: int,
+        q_stride: int,
+        tokens: int,
+        num_q_heads: int,
+        out: int,
+        cache: PagedKV,
+        batch: StepBatch,
+        scale: float,
+        window: int,
+        /,
+    ) -> None: ...
+    def sample(self, logits: int, vocab: int, batch: StepBatch, tokens: int, /) -> None: ...
+
+# ---- block manager and scheduler, without their thread: for tests and bench/core ----
+
+class SchedulerConfig:
+    """Counts are checked: ValueError. prefill_chunk_size 0 means as many tokens as the step has room for."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        prefill_chunk_size: int,
+        max_model_len: int,
+        prefix_caching: bool,
+    ) -> None: ...
+
+class BlockManager:
+    def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool) -> None: ...
+    @property
+    def num_free(self) -> int: ...
+    def ref_count(self, block: int, /) -> int: ...
+    def writable(self, block: int, /) -> bool: ...
+    def allocate(self) -> int:
+        """Raises ValueError if no block is free."""
+    def retain(self, block: int, /) -> None: ...
+    def release(self, block: int, /) -> None:
+        """Raises ValueError if the block is not held."""
+    def publish(self, block: int, parent: int, tokens: Sequence[int], /) -> int:
+        """Chain id after the block; tokens of exactly one block."""
+    def match_prefix(self, tokens: Sequence[int], salt: int, /) -> list[int]:
+        """Blocks that hold the start of tokens; takes no reference."""
+    def time_match_prefix(self, tokens: Sequence[int], repeats: int, /) -> float:
+        """Nanoseconds per match."""
+    @staticmethod
+    def root_chain(salt: int, /) -> int: ...
+    def consistent(self) -> bool: ...
+
+#: request, index, query_len, context_len, sample, from_device, blocks
+_Row = tuple[int, int, int, int, bool, bool, list[int]]
+#: [(request, index, token or -1, finish)], requests released
+_News = tuple[list[tuple[int, int, int, int]], list[int]]
+
+class SchedulerHarness:
+    """A scheduler whose caller plays executor and event loop. finish: 0 none, 1 stop, 2 length, 3 aborted, 4 failed."""
+
+    def __init__(self, config: SchedulerConfig, steps_in_flight: int) -> None: ...
+    def add(
+        self,
+        id: int,
+        prompt: Sequence[int],
+        n: int,
+        max_tokens: int,
+        stop_tokens: Sequence[int],
+        order: int,
+        salt: int,
+    ) -> None: ...
+    def abort(self, id: int, /) -> None: ...
+    def schedule(self) -> tuple[list[_Row], list[tuple[int, int]]] | None:
+        """Rows and block copies (source, target) of the next step, which is then in flight; None if nothing can run."""
+    def commit(self, tokens: Sequence[int], /) -> _News:
+        """Retire the oldest step; one token per sampled row, negative if its logits were not finite."""
+    def news(self) -> _News: ...
+    @property
+    def in_flight(self) -> int: ...
+    @property
+    def quiescent(self) -> bool: ...
+    @property
+    def free_blocks(self) -> int: ...
+    @property
+    def preemptions(self) -> int: ...
+    @property
+    def ref_counts(self) -> list[int]: ...
+    def consistent(self) -> bool: ...
+    def time_steps(self, steps: int, /) -> float:
+        """Nanoseconds of schedule + pack + commit per step."""
+
+# ---- engine ----
+
+class SubmitResult(enum.Enum):
+    accepted = 0
+    queue_full = 1
+    too_large = 2
+    closed = 3
+
+class StepLoopStats:
+    @property
+    def running(self) -> int: ...
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def preemptions(self) -> int: ...
+    @property
+    def prefix_queries(self) -> int: ...
+    @property
+    def prefix_hits(self) -> int: ...
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def generated_tokens(self) -> int: ...
+    @property
+    def free_blocks(self) -> int: ...
+    @property
+    def free_slots(self) -> int: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def leases(self) -> int: ...
+    @property
+    def queued_requests(self) -> int: ...
+    @property
+    def queued_tokens(self) -> int: ...
+    @property
+    def live_requests(self) -> int: ...
+
+class StepLoopConfig:
+    def __init__(
+        self,
+        *,
+        scheduler: SchedulerConfig,
+        steps_in_flight: int,
+        max_queued_requests: int,
+        max_queued_tokens: int,
+        priority_ageing_s: float,
+        step_timeout_s: float,
+    ) -> None: ...
+
+class SimulatedDevice:
+    """A device in software, and a model whose next token is a hash of all tokens before. Runs one step loop."""
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        first_token: int = 0,
+        step_latency_us: float = 0.0,
+        token_latency_us: float = 0.0,
+        read_kv: bool = True,
+    ) -> None: ...
+    def fail_at(self, nth_launch: int) -> None:
+        """The n-th graph launch from now fails with an illegal memory access, and so does all that follows."""
+    def hang_at(self, nth_launch: int) -> None:
+        """The n-th graph launch from now does not end before resume()."""
+    def resume(self) -> None: ...
+    def next_token(self, tokens: Sequence[int], temperature: float = 0.0, seed: int = 0) -> int:
+        """What the model answers: the reference for tests."""
+
+class StepLoop:
+    """submit, abort and drain belong to the event loop's thread. No call waits for the step thread but stop()."""
+
+    @staticmethod
+    def on_simulated_device(config: StepLoopConfig, device: SimulatedDevice, poll_interval_us: float) -> StepLoop: ...
+    @staticmethod
+    def on_cpu(
+        config: StepLoopConfig,
+        forward: Callable[[StepBatch], int],
+        kernels: CpuKernels,
+        vocab_size: int,
+        kv_regions: Sequence[tuple[int, int]],
+    ) -> StepLoop:
+        """forward returns the address of float32 logits [num_samples, vocab_size], valid until its next call; it runs
+        on the executor's thread. kv_regions: (address, bytes per block) of all memory that block copies concern.
+        """
+    def start(self) -> None: ...
+    def stop(self, limit_s: float) -> bool:
+        """False: the executor still runs after limit_s, and its memory is leaked rather than freed."""
+    def submit(
+        self,
+        id: int,
+        prompt: Sequence[int],
+        n: int,
+        max_tokens: int,
+        priority: int,
+        salt: int,
+        sampling: tuple[float, int, float, float, int],
+        stop_tokens: Sequence[int],
+    ) -> SubmitResult:
+        """sampling: (temperature, top_k, top_p, min_p, seed); sequence i of n samples with seed + i."""
+    def abort(self, id: int, index: int = -1) -> None:
+        """One sequence of a request, or all; no-op for a request that has ended."""
+    def drain(self) -> tuple[list[tuple[int, int, list[int], int, int, int, int]], bool]:
+        """All that is ready, one entry per sequence with news, and whether the engine is alive.
+
+        (request, index, tokens, finish, time_ns, scheduled_ns, cached_tokens); times of time.monotonic_ns().
+        """
+    def stats(self) -> StepLoopStats: ...
+    @property
+    def wake_fd(self) -> int:
+        """Readable when drain() has something."""
+    @property
+    def error(self) -> str:
+        """Why the engine is dead; empty while it lives."""
+    @property
+    def quiescent(self) -> bool: ...

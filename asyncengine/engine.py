@@ -1,0 +1,527 @@
+"""AsyncEngine: the engine as a program sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import hashlib
+import itertools
+import logging
+import random
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from asyncengine import _core
+from asyncengine.config import EngineConfig
+from asyncengine.errors import (
+    ContextLengthError,
+    EngineClosedError,
+    EngineDeadError,
+    EngineError,
+    EngineOverloadedError,
+    InvalidRequestError,
+    KVCapacityError,
+    ModelNotFoundError,
+    RequestAbortedError,
+    WrongLoopError,
+)
+from asyncengine.request import Prompt, RequestDelta, RequestOutput, SamplingParams
+from asyncengine.stream import FAILED, RequestStream, warn_unclosed
+
+if TYPE_CHECKING:
+    from asyncengine.model_info import ModelInfo
+    from asyncengine.tokenization import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+MAX_PRIORITY = 1000
+# Text longer than this is tokenized on a thread: about 1 ms of the loop's time.
+_LONG_TEXT = 8192
+
+Health = Literal["loading", "ready", "draining", "closed", "dead"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What the engine is doing now, and what it has done since it started."""
+
+    num_requests_running: int
+    """Sequences that have a slot."""
+    num_requests_waiting: int
+    kv_cache_usage: float
+    """Share of the KV blocks that sequences hold, 0..1; blocks that only the prefix cache keeps count as free."""
+    num_preemptions: int
+    prefix_cache_queries: int
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_cache_hits: int
+    """Prompt tokens found there."""
+    prompt_tokens: int
+    generation_tokens: int
+    num_kv_blocks: int
+    num_free_blocks: int
+    num_free_slots: int
+    num_steps: int
+    num_steps_in_flight: int
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A loaded model, ready to step. What AsyncEngine runs on; asyncengine.testing makes simulated ones."""
+
+    model_info: ModelInfo
+    tokenizer: Tokenizer
+    step_loop: _core.StepLoop
+    keep_alive: object = None
+    """Whatever owns the memory that the step loop uses."""
+
+
+# Step loops that run. Their threads must be gone before the interpreter is.
+_running: weakref.WeakSet[_core.StepLoop] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    for step_loop in list(_running):
+        step_loop.stop(1.0)
+
+
+def scheduler_config(config: EngineConfig, model_info: ModelInfo) -> _core.SchedulerConfig:
+    """The core's view of the configuration."""
+    return _core.SchedulerConfig(
+        num_blocks=model_info.num_kv_blocks,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        prefill_chunk_size=config.prefill_chunk_size or 0,
+        max_model_len=model_info.max_model_len,
+        prefix_caching=config.enable_prefix_caching,
+    )
+
+
+def step_loop_config(config: EngineConfig, model_info: ModelInfo) -> _core.StepLoopConfig:
+    """The core's view of the configuration."""
+    return _core.StepLoopConfig(
+        scheduler=scheduler_config(config, model_info),
+        steps_in_flight=config.steps_in_flight,
+        max_queued_requests=config.max_queued_requests,
+        max_queued_tokens=config.max_queued_tokens,
+        priority_ageing_s=config.priority_ageing_s,
+        step_timeout_s=config.step_timeout_s,
+    )
+
+
+def load_backend(config: EngineConfig, *, progress: bool = False) -> Backend:
+    """Load the model that ``config`` names, for the CPU. Blocks; raises ModelError, ConfigError."""
+    from asyncengine.kernels.cpu import CpuOps
+    from asyncengine.runner.model_runner import CpuModelRunner
+
+    ops = CpuOps(config.num_threads)
+    runner = CpuModelRunner.load(config, progress=progress, ops=ops)
+    tokenizer = load_tokenizer(config, runner.info.vocab_size)
+
+    def forward(batch: _core.StepBatch) -> int:
+        logits = runner.forward(batch)
+        return 0 if logits is None else logits.data_ptr()
+
+    step_loop = _core.StepLoop.on_cpu(
+        step_loop_config(config, runner.info), forward, ops.native, runner.info.vocab_size, runner.kv_block_regions()
+    )
+    return Backend(runner.info, tokenizer, step_loop, runner)
+
+
+def load_tokenizer(config: EngineConfig, vocab_size: int) -> Tokenizer:
+    """The configured tokenizer; random weights without one get the placeholder of their vocabulary."""
+    from asyncengine.tokenization import Tokenizer, placeholder_tokenizer
+
+    try:
+        return Tokenizer.from_pretrained(
+            config.tokenizer or config.model, revision=config.revision, chat_template=config.chat_template
+        )
+    except ModelNotFoundError:
+        if config.load_format != "dummy" or config.tokenizer is not None:
+            raise
+        return placeholder_tokenizer(vocab_size)
+
+
+class AsyncEngine:
+    """Generates text from many prompts at once, inside the event loop that started it.
+
+        async with AsyncEngine.from_pretrained("path/or/hub-id") as engine:
+            output = await engine.generate("Once upon a time", SamplingParams(max_tokens=64))
+
+    All methods belong to that loop and its thread; another loop gets WrongLoopError. The engine installs no signal
+    handlers and starts no processes. Several engines may live in one process.
+    """
+
+    def __init__(self, config: EngineConfig, load: Callable[[EngineConfig], Backend]) -> None:
+        """Use ``from_pretrained``. ``load`` runs on a thread when the engine starts."""
+        self.config = config
+        self._load = load
+        self._health: Health = "loading"
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._backend: Backend | None = None
+        self._keys = itertools.count(1)
+        self._by_key: dict[int, RequestStream] = {}
+        self._by_id: dict[str, RequestStream] = {}
+        self._seeds = random.Random(config.seed)
+        self._idle: asyncio.Event = asyncio.Event()
+        self._idle.set()
+        self._death: str = ""
+
+    @classmethod
+    def from_pretrained(cls, model: str, **config: Any) -> Self:
+        """An engine for a directory in Hugging Face layout or a hub id; the model is loaded by ``start``.
+
+        ``config`` are the fields of EngineConfig. Raises ConfigError for an unknown or wrong one.
+        """
+        return cls(EngineConfig.from_kwargs(model, config), load_backend)
+
+    # ---- life ----
+
+    async def start(self) -> None:
+        """Load the model, off the loop, and begin to serve. Raises ModelError, ConfigError."""
+        if self._health != "loading" or self._loop is not None:
+            raise EngineClosedError("the engine was started before; create a new one")
+        self._loop = asyncio.get_running_loop()
+        try:
+            self._backend = await asyncio.to_thread(self._load, self.config)
+        except BaseException:
+            self._health = "closed"
+            raise
+        step_loop = self._backend.step_loop
+        self._loop.add_reader(step_loop.wake_fd, self._on_wake)
+        step_loop.start()
+        _running.add(step_loop)
+        self._health = "ready"
+
+    async def aclose(self, drain: bool = True, timeout_s: float = 30.0) -> None:
+        """Stop serving. Idempotent.
+
+        With ``drain``, requests under way may finish for ``timeout_s`` seconds; what is left then, or at once
+        without it, ends with EngineClosedError.
+        """
+        if self._loop is None or self._health == "closed":
+            self._health = "closed"
+            return
+        self._check_loop()
+        if self._health == "ready":
+            self._health = "draining"
+        try:
+            if drain and self._health == "draining":
+                async with asyncio.timeout(timeout_s):
+                    await self._idle.wait()
+        except TimeoutError:
+            pass
+        finally:
+            await self._shut_down()
+
+    async def _shut_down(self) -> None:
+        if self._health == "closed" or self._backend is None or self._loop is None:
+            return
+        self._health = "closed"
+        for stream in list(self._by_key.values()):
+            stream.fail(EngineClosedError("the engine was closed before the request was finished"))
+        step_loop = self._backend.step_loop
+        self._loop.remove_reader(step_loop.wake_fd)
+        _running.discard(step_loop)
+        if await asyncio.shield(asyncio.to_thread(step_loop.stop, 5.0)):
+            self._backend = None
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.aclose(drain=exc_info[0] is None)
+
+    def __del__(self) -> None:
+        if getattr(self, "_health", "closed") in ("ready", "draining"):
+            warn_unclosed(self)
+
+    # ---- requests ----
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> RequestOutput:
+        """Generate to the end. Arguments and errors are those of ``submit``; cancelling the task aborts."""
+        stream = await self.submit(prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt)
+        return await stream.collect()
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[RequestDelta]:
+        """Generate piece by piece. Arguments and errors are those of ``submit``; leaving the loop aborts."""
+        request = await self.submit(prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt)
+        async with aclosing(request):
+            async for delta in request:
+                yield delta
+
+    async def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> RequestStream:
+        """Check and enqueue a request; its errors are raised here, before anything is allocated.
+
+        ``prompt`` is text, token ids, or chat messages for the model's template. A smaller ``priority`` runs sooner,
+        in [-1000, 1000]; waiting makes up for it (EngineConfig.priority_ageing_s). Requests with different
+        ``cache_salt`` share no KV through the prefix cache.
+
+        Raises InvalidRequestError (ContextLengthError, KVCapacityError), EngineOverloadedError, EngineClosedError,
+        EngineDeadError, WrongLoopError.
+        """
+        arrived = time.monotonic()
+        backend = self._serving()
+        params = params if params is not None else SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(f"params must be SamplingParams, got {type(params).__name__}", param="params")
+        if isinstance(priority, bool) or not isinstance(priority, int) or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+            raise InvalidRequestError(
+                f"priority must be an integer in [-{MAX_PRIORITY}, {MAX_PRIORITY}], got {priority!r}", param="priority"
+            )
+        prompt_ids = await self._tokenize(backend, prompt)
+        backend = self._serving()  # tokenizing may have taken a while
+        max_tokens = self._check_size(backend.model_info, prompt_ids, params)
+        stop_tokens = self._stop_tokens(backend.model_info, params)
+        key = next(self._keys)
+        request_id = f"req-{key}" if request_id is None else request_id
+        if request_id in self._by_id:
+            raise InvalidRequestError(f"request_id {request_id!r} is in use", param="request_id")
+
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+        result = backend.step_loop.submit(
+            id=key,
+            prompt=prompt_ids,
+            n=params.n,
+            max_tokens=max_tokens,
+            priority=priority,
+            salt=_hash_salt(cache_salt),
+            sampling=(params.temperature, params.top_k, params.top_p, params.min_p, seed % 2**64),
+            stop_tokens=stop_tokens,
+        )
+        if result == _core.SubmitResult.queue_full:
+            raise EngineOverloadedError("the queue is full: too many requests or prompt tokens are waiting")
+        if result != _core.SubmitResult.accepted:
+            raise self._dead_or_closed()
+        stream = RequestStream(self, backend.tokenizer, key, request_id, prompt_ids, params, arrived)
+        self._by_key[key] = self._by_id[request_id] = stream
+        self._idle.clear()
+        return stream
+
+    def abort(self, request_id: str) -> bool:
+        """Abort somebody's request, which gets RequestAbortedError. False if there is no such request."""
+        self._check_loop()
+        stream = self._by_id.get(request_id)
+        if stream is None:
+            return False
+        self._abort_in_core(stream._key)
+        stream.fail(RequestAbortedError(f"request {request_id} was aborted"))
+        return True
+
+    # ---- what the engine tells of itself ----
+
+    @property
+    def health(self) -> Health:
+        """loading → ready → draining → closed; dead after a failure."""
+        return self._health
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """The loaded model. Raises EngineClosedError before ``start`` has finished and after ``aclose``."""
+        return self._loaded().model_info
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises EngineClosedError like ``model_info``."""
+        return self._loaded().tokenizer
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges. Raises EngineClosedError like ``model_info``."""
+        s = self._loaded().step_loop.stats()
+        return EngineStats(
+            num_requests_running=s.running,
+            num_requests_waiting=max(s.waiting, s.queued_requests),
+            kv_cache_usage=1 - s.free_blocks / s.num_blocks,
+            num_preemptions=s.preemptions,
+            prefix_cache_queries=s.prefix_queries,
+            prefix_cache_hits=s.prefix_hits,
+            prompt_tokens=s.prompt_tokens,
+            generation_tokens=s.generated_tokens,
+            num_kv_blocks=s.num_blocks,
+            num_free_blocks=s.free_blocks,
+            num_free_slots=s.free_slots,
+            num_steps=s.steps,
+            num_steps_in_flight=s.leases,
+        )
+
+    def __repr__(self) -> str:
+        return f"<AsyncEngine {self.config.model} {self._health}>"
+
+    # ---- for RequestStream ----
+
+    def forget(self, key: int, stream: RequestStream) -> None:
+        """The request has ended; nothing more is delivered for it."""
+        if self._by_key.pop(key, None) is not None:
+            del self._by_id[stream.request_id]
+            if not self._by_key:
+                self._idle.set()
+
+    def drop(self, key: int, stream: RequestStream) -> None:
+        """The consumer has gone: abort the request."""
+        self._abort_in_core(key)
+        self.forget(key, stream)
+
+    def stop_sequence(self, key: int, index: int) -> None:
+        """A stop string ended one sequence of a request."""
+        if self._backend is not None:
+            self._backend.step_loop.abort(key, index)
+
+    # ---- inside ----
+
+    def _on_wake(self) -> None:
+        if self._backend is None:
+            return
+        news, alive = self._backend.step_loop.drain()
+        for key, index, tokens, finish, time_ns, scheduled_ns, cached_tokens in news:
+            stream = self._by_key.get(key)
+            if stream is None:
+                continue  # aborted; its last tokens were under way
+            if finish == FAILED:
+                stream.fail(EngineError("the model returned logits that are not finite for this request"))
+                continue
+            try:
+                stream.feed(index, tokens, finish, time_ns, scheduled_ns, cached_tokens)
+            except Exception as e:  # a bug while handling one request must not cost the others theirs
+                logger.exception("request %s failed", stream.request_id)
+                self._abort_in_core(key)
+                error = EngineError(f"request {stream.request_id} failed: {e!r}")
+                error.__cause__ = e
+                stream.fail(error)
+        if not alive:
+            self._die(self._backend.step_loop.error)
+
+    def _die(self, reason: str) -> None:
+        if self._health == "dead":
+            return
+        self._health = "dead"
+        self._death = reason
+        logger.error("the engine is dead: %s", reason)
+        for stream in list(self._by_key.values()):
+            stream.fail(self._dead_or_closed())
+
+    def _dead_or_closed(self) -> EngineError:
+        if self._backend is not None and (self._health == "dead" or self._backend.step_loop.error):
+            return EngineDeadError(f"the engine is dead: {self._death or self._backend.step_loop.error}")
+        return EngineClosedError(f"the engine takes no requests: it is {self._health}")
+
+    def _abort_in_core(self, key: int) -> None:
+        if self._backend is not None:
+            self._backend.step_loop.abort(key)
+
+    def _check_loop(self) -> None:
+        if self._loop is not asyncio.get_running_loop():
+            raise WrongLoopError("this engine belongs to the event loop that started it")
+
+    def _serving(self) -> Backend:
+        if self._loop is not None:
+            self._check_loop()
+        if self._health != "ready" or self._backend is None:
+            raise self._dead_or_closed()
+        return self._backend
+
+    def _loaded(self) -> Backend:
+        if self._backend is None:
+            raise EngineClosedError(f"no model is loaded: the engine is {self._health}")
+        return self._backend
+
+    async def _tokenize(self, backend: Backend, prompt: Prompt) -> list[int]:
+        tokenizer = backend.tokenizer
+        if isinstance(prompt, str):
+            if not prompt:
+                raise InvalidRequestError("the prompt is empty", param="prompt")
+            if len(prompt) <= _LONG_TEXT:
+                return tokenizer.encode(prompt)
+            return await asyncio.to_thread(tokenizer.encode, prompt)
+        if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
+            raise InvalidRequestError(
+                f"the prompt must be text, token ids or messages, got {type(prompt).__name__}", param="prompt"
+            )
+        if len(prompt) > 0 and isinstance(prompt[0], dict):
+            if sum(len(str(m.get("content"))) for m in prompt if isinstance(m, dict)) <= _LONG_TEXT:
+                return tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
+            return await asyncio.to_thread(tokenizer.encode_chat, prompt)  # type: ignore[arg-type]
+        return _checked_ids(prompt, backend.model_info.vocab_size)
+
+    @staticmethod
+    def _check_size(model: ModelInfo, prompt_ids: list[int], params: SamplingParams) -> int:
+        """Tokens to generate at most, or the typed error that says why the request cannot be served."""
+        length, context = len(prompt_ids), model.max_model_len
+        if length == 0:
+            raise InvalidRequestError("the prompt has no tokens", param="prompt")
+        if length >= context:
+            raise ContextLengthError(
+                f"the prompt has {length} tokens, and the context of {context} tokens must hold the output too",
+                param="prompt",
+            )
+        max_tokens = params.max_tokens if params.max_tokens is not None else context - length
+        if length + max_tokens > context:
+            raise ContextLengthError(
+                f"prompt ({length} tokens) and max_tokens ({max_tokens}) are {length + max_tokens} tokens together, "
+                f"more than the context of {context} tokens",
+                param="max_tokens",
+            )
+        capacity = model.num_kv_blocks * model.block_size
+        if length + max_tokens > capacity:
+            raise KVCapacityError(
+                f"the request needs KV for {length + max_tokens} tokens, the cache holds {capacity}; "
+                "raise kv_cache_memory_bytes or lower max_tokens",
+                param="max_tokens",
+            )
+        return max_tokens
+
+    @staticmethod
+    def _stop_tokens(model: ModelInfo, params: SamplingParams) -> list[int]:
+        for token in params.stop_token_ids:
+            if token >= model.vocab_size:
+                raise InvalidRequestError(
+                    f"stop_token_ids: {token} is outside the vocabulary of {model.vocab_size}", param="stop_token_ids"
+                )
+        eos = () if params.ignore_eos else model.eos_token_ids
+        return list(dict.fromkeys((*eos, *params.stop_token_ids)))
+
+
+def _checked_ids(ids: Sequence[Any], vocab_size: int) -> list[int]:
+    for i, token in enumerate(ids):
+        if isinstance(token, bool) or not hasattr(token, "__index__"):
+            raise InvalidRequestError(f"the prompt must hold token ids, got {token!r} at {i}", param="prompt")
+        if not 0 <= token < vocab_size:
+            raise InvalidRequestError(
+                f"token id {token} at {i} is outside the vocabulary of {vocab_size}", param="prompt"
+            )
+    return [int(token) for token in ids]
+
+
+def _hash_salt(cache_salt: str | None) -> int:
+    if cache_salt is None:
+        return 0
+    return int.from_bytes(hashlib.blake2b(cache_salt.encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,260 @@
+"""CpuOps: the native CPU kernels over torch tensors. Implements ``asyncengine.kernels.ops.Ops``.
+
+Every result is bit for bit the same however rows are batched, chunked or threaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from asyncengine import _core
+
+_DTYPES = {torch.float32: _core.Dtype.float32, torch.bfloat16: _core.Dtype.bfloat16}
+
+
+@dataclass(frozen=True)
+class CpuLinearHandle:
+    """Weight matrices that share their input, read where they lie."""
+
+    native: _core.CpuLinear
+    in_features: int
+    out_features: int
+    dtype: torch.dtype
+    tensors: tuple[Tensor, ...]  # what native points to
+
+
+class CpuOps:
+    """One thread pool and its scratch memory; not for two threads at the same time.
+
+    Tensors are float32 or bfloat16, all of one call in the same dtype, their last axis contiguous.
+    A tensor of another dtype, shape or layout raises ValueError.
+    """
+
+    def __init__(self, num_threads: int, isa: str = "auto") -> None:
+        self._native = _core.CpuKernels(num_threads, isa)
+        self._caches: dict[tuple[int, int, torch.Size], _core.PagedKV] = {}
+
+    @property
+    def native(self) -> _core.CpuKernels:
+        """The kernels themselves; the step loop samples with them."""
+        return self._native
+
+    @property
+    def isa(self) -> str:
+        """Name of the instruction set in use."""
+        return self._native.isa
+
+    @property
+    def num_threads(self) -> int:
+        return self._native.num_threads
+
+    def make_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> CpuLinearHandle:
+        """A handle for weights [N_i, K] and biases [N_i]; keeps the tensors alive and copies nothing."""
+        k, dtype = weights[0].shape[-1], weights[0].dtype
+        if len(biases) != len(weights):
+            raise ValueError(f"{len(weights)} weights, but {len(biases)} biases")
+        for weight, bias in zip(weights, biases, strict=True):
+            _check(weight, dtype, (weight.shape[0], k), "weight")
+            if bias is not None:
+                _check(bias, dtype, (weight.shape[0],), "bias")
+        native = _core.CpuLinear(
+            [w.data_ptr() for w in weights],
+            [w.shape[0] for w in weights],
+            [0 if b is None else b.data_ptr() for b in biases],
+            k,
+            _dtype(weights[0]),
+        )
+        tensors = (*weights, *(b for b in biases if b is not None))
+        return CpuLinearHandle(native, k, sum(w.shape[0] for w in weights), dtype, tensors)
+
+    def linear(self, x: Tensor, handle: CpuLinearHandle, out_dtype: torch.dtype | None = None) -> Tensor:
+        """x [M, K] (rows may be strided) -> [M, ΣN_i] in x's dtype, or in float32 if out_dtype says so."""
+        out_dtype = out_dtype or handle.dtype
+        if x.dtype != handle.dtype or x.dim() != 2 or x.shape[1] != handle.in_features or x.stride(1) != 1:
+            raise ValueError(
+                f"x must be {handle.dtype} [tokens, {handle.in_features}] with contiguous rows, "
+                f"got {x.dtype} {list(x.shape)} with strides {x.stride()}"
+            )
+        if out_dtype not in (handle.dtype, torch.float32):
+            raise ValueError(f"out_dtype must be {handle.dtype} or torch.float32, got {out_dtype}")
+        y = torch.empty((x.shape[0], handle.out_features), dtype=out_dtype)
+        self._native.linear(
+            handle.native, x.data_ptr(), x.stride(0), x.shape[0], y.data_ptr(), out_dtype == torch.float32
+        )
+        return y
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._norm(x, None, weight, None, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """residual += x in place; returns the norm of the sum."""
+        return self._norm(x, residual, weight, None, eps)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        return self._norm(x, None, weight, bias, eps)
+
+    def add_layer_norm(self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """residual += x in place; returns the norm of the sum."""
+        return self._norm(x, residual, weight, bias, eps)
+
+    def head_rms_norm_(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        """RMS norm over the last axis of the view x [T, H, D], in place."""
+        _check_heads(x, x.dtype, "x")
+        tokens, heads, dim = x.shape
+        _check(weight, x.dtype, (dim,), "weight")
+        p, stride = x.data_ptr(), x.stride(0)
+        self._native.norm(_dtype(x), p, stride, 0, weight.data_ptr(), 0, p, stride, tokens, heads, dim, eps)
+
+    def silu_mul(self, x: Tensor) -> Tensor:
+        """x [M, 2I] holds gate and up side by side; returns silu(gate) * up, [M, I]."""
+        if x.shape[-1] % 2:
+            raise ValueError(f"x must have an even last axis, got {list(x.shape)}")
+        return self._activation(x, _core.Activation.silu_mul, x.shape[-1] // 2)
+
+    def gelu_tanh(self, x: Tensor) -> Tensor:
+        return self._activation(x, _core.Activation.gelu_tanh, x.shape[-1])
+
+    def gelu(self, x: Tensor) -> Tensor:
+        return self._activation(x, _core.Activation.gelu, x.shape[-1])
+
+    def rotary_(self, q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> None:
+        """Rotate the views q [T, Hq, D] and k [T, Hk, D] in place, element i paired with element i + D/2.
+
+        cos_sin is float32 [max_positions, D]: D/2 cosines, then D/2 sines. positions is int64 [T], below max_positions.
+        """
+        _check(cos_sin, torch.float32, (cos_sin.shape[0], q.shape[-1]), "cos_sin")
+        _check(positions, torch.int64, (q.shape[0],), "positions")
+        for x in (q, k):
+            _check_heads(x, q.dtype, "q and k")
+            tokens, heads, dim = x.shape
+            if dim % 2 or tokens != q.shape[0] or dim != q.shape[2]:
+                raise ValueError(f"q {list(q.shape)} and k {list(k.shape)} must match, and D be even")
+            self._native.rotary(
+                _dtype(x),
+                x.data_ptr(),
+                x.stride(0),
+                tokens,
+                heads,
+                dim,
+                cos_sin.data_ptr(),
+                positions.data_ptr(),
+            )
+
+    def store_kv(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: _core.StepBatch
+    ) -> None:
+        """Write the views k, v [T, Hk, D] to the cache slots of batch.slot_mapping."""
+        cache = self._cache(k_cache, v_cache)
+        expected = (batch.num_tokens, k_cache.shape[1], k_cache.shape[2])
+        for x in (k, v):
+            _check_heads(x, k_cache.dtype, "k and v")
+            if x.shape != expected:
+                raise ValueError(f"k and v must be {list(expected)}, got {list(x.shape)}")
+        self._native.store_kv(
+            _dtype(k), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), cache, batch
+        )
+
+    def paged_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: _core.StepBatch, scale: float, window: int
+    ) -> Tensor:
+        """Causal attention of the view q [T, Hq, D] over the rows' cached KV, their own included: [T, Hq * D].
+
+        The token at position i sees position j if j <= i and, with a window > 0, i - window < j.
+        q may also hold just the tokens of the leading rows; the other rows are then left out.
+        """
+        cache = self._cache(k_cache, v_cache)
+        _check_heads(q, k_cache.dtype, "q")
+        tokens, heads, dim = q.shape
+        if dim != k_cache.shape[2] or heads % k_cache.shape[1] or tokens > batch.num_tokens:
+            raise ValueError(f"q {list(q.shape)} does not fit the cache {list(k_cache.shape)} and the batch")
+        if window < 0:
+            raise ValueError(f"window must be at least 0, got {window}")
+        out = torch.empty((tokens, heads * dim), dtype=q.dtype)
+        self._native.paged_attention(
+            _dtype(q), q.data_ptr(), q.stride(0), tokens, heads, out.data_ptr(), cache, batch, scale, window
+        )
+        return out
+
+    def sample(self, logits: Tensor, batch: _core.StepBatch) -> Tensor:
+        """Tokens int32 [S] drawn from float32 logits [S, V] by the batch's sampling states.
+
+        -1 where the logits hold NaN or +inf, or no finite value.
+        """
+        _check(logits, torch.float32, (batch.num_samples, logits.shape[-1]), "logits")
+        tokens = torch.empty(logits.shape[0], dtype=torch.int32)
+        self._native.sample(logits.data_ptr(), logits.shape[-1], batch, tokens.data_ptr())
+        return tokens
+
+    def _norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        rows, width = x.shape
+        if x.stride(1) != 1:
+            raise ValueError(f"x must have contiguous rows, got strides {x.stride()}")
+        _check(weight, x.dtype, (width,), "weight")
+        if bias is not None:
+            _check(bias, x.dtype, (width,), "bias")
+        if residual is not None:
+            _check(residual, x.dtype, (rows, width), "residual")
+        y = torch.empty((rows, width), dtype=x.dtype)
+        self._native.norm(
+            _dtype(x),
+            x.data_ptr(),
+            x.stride(0),
+            0 if residual is None else residual.data_ptr(),
+            weight.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            y.data_ptr(),
+            width,
+            rows,
+            1,
+            width,
+            eps,
+        )
+        return y
+
+    def _activation(self, x: Tensor, kind: _core.Activation, width: int) -> Tensor:
+        if not x.is_contiguous():
+            raise ValueError(f"x must be contiguous, got strides {x.stride()}")
+        y = torch.empty((x.shape[0], width), dtype=x.dtype)
+        self._native.activation(_dtype(x), kind, x.data_ptr(), y.data_ptr(), x.shape[0], width)
+        return y
+
+    def _cache(self, k_cache: Tensor, v_cache: Tensor) -> _core.PagedKV:
+        """The native view of a layer's cache, checked the first time it is seen."""
+        key = (k_cache.data_ptr(), v_cache.data_ptr(), k_cache.shape)
+        found = self._caches.get(key)
+        if found is None:
+            blocks, heads, dim, block_size = k_cache.shape
+            _check(k_cache, k_cache.dtype, (blocks, heads, dim, block_size), "k_cache")
+            _check(v_cache, k_cache.dtype, (blocks, heads, block_size, dim), "v_cache")
+            found = _core.PagedKV(key[0], key[1], heads, dim, block_size)
+            self._caches[key] = found
+        return found
+
+
+def _dtype(x: Tensor) -> _core.Dtype:
+    try:
+        return _DTYPES[x.dtype]
+    except KeyError:
+        raise ValueError(f"CPU kernels take float32 and bfloat16, got {x.dtype}") from None
+
+
+def _check(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], name: str) -> None:
+    if x.dtype != dtype or x.shape != shape or not x.is_contiguous():
+        raise ValueError(
+            f"{name} must be contiguous {dtype} {list(shape)}, got {x.dtype} {list(x.shape)} "
+            f"with strides {x.stride()}"
+        )
+
+
+def _check_heads(x: Tensor, dtype: torch.dtype, name: str) -> None:
+    if x.dtype != dtype or x.dim() != 3 or x.stride(2) != 1 or x.stride(1) != x.shape[2]:
+        raise ValueError(
+            f"{name} must be {dtype} [tokens, heads, head_dim] with contiguous heads, "
+            f"got {x.dtype} {list(x.shape)} with strides {x.stride()}"
+        )

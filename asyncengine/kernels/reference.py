@@ -1,0 +1,97 @@
+"""ReferenceOps: every operation in plain torch, the twin that native kernels are tested against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from asyncengine._core import StepBatch
+from asyncengine.kernels.paging import gather_kv, visible
+
+
+@dataclass(frozen=True)
+class ReferenceLinear:
+    weights: tuple[Tensor, ...]
+    biases: tuple[Tensor | None, ...]
+
+
+class ReferenceOps:
+    """Implements ``asyncengine.kernels.ops.Ops``."""
+
+    def make_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> ReferenceLinear:
+        return ReferenceLinear(tuple(weights), tuple(biases))
+
+    def linear(self, x: Tensor, handle: ReferenceLinear, out_dtype: torch.dtype | None = None) -> Tensor:
+        dtype = out_dtype or x.dtype
+        parts = [
+            F.linear(x.to(dtype), w.to(dtype), None if b is None else b.to(dtype))
+            for w, b in zip(handle.weights, handle.biases, strict=True)
+        ]
+        return torch.cat(parts, dim=-1)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x32 = x.float()
+        x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+        return (x32 * weight.float()).to(x.dtype)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        residual += x
+        return self.rms_norm(residual, weight, eps)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        return F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps).to(x.dtype)
+
+    def add_layer_norm(self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        residual += x
+        return self.layer_norm(residual, weight, bias, eps)
+
+    def silu_mul(self, x: Tensor) -> Tensor:
+        gate, up = x.float().chunk(2, dim=-1)
+        return (F.silu(gate) * up).to(x.dtype)
+
+    def gelu_tanh(self, x: Tensor) -> Tensor:
+        return F.gelu(x.float(), approximate="tanh").to(x.dtype)
+
+    def gelu(self, x: Tensor) -> Tensor:
+        return F.gelu(x.float()).to(x.dtype)
+
+    def head_rms_norm_(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        x.copy_(self.rms_norm(x, weight, eps))
+
+    def rotary_(self, q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> None:
+        cos, sin = cos_sin[positions][:, None, :].chunk(2, dim=-1)
+        for x in (q, k):
+            a, b = x.float().chunk(2, dim=-1)
+            x.copy_(torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1))
+
+    def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: StepBatch) -> None:
+        slots = torch.from_numpy(batch.slot_mapping)
+        block_size = v_cache.shape[2]
+        block, offset = slots // block_size, slots % block_size
+        k_cache[block, :, :, offset] = k
+        v_cache[block, :, offset, :] = v
+
+    def paged_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: StepBatch, scale: float, window: int
+    ) -> Tensor:
+        group = q.shape[1] // k_cache.shape[1]
+        block_size = v_cache.shape[2]
+        out = q.new_empty(q.shape)
+        for row in range(batch.num_rows):
+            first, last = int(batch.query_start[row]), int(batch.query_start[row + 1])
+            if last > len(q):
+                break
+            end = int(batch.context_len[row]) + last - first
+            k, v = gather_kv(
+                k_cache, v_cache, torch.from_numpy(batch.block_table(row, -(-end // block_size))), 0, end
+            )
+            k = k.float().repeat_interleave(group, dim=0)
+            v = v.float().repeat_interleave(group, dim=0)
+            scores = torch.einsum("qhd,hkd->hqk", q[first:last].float(), k) * scale
+            scores.masked_fill_(~visible(last - first, 0, end, window), float("-inf"))
+            out[first:last] = torch.einsum("hqk,hkd->qhd", scores.softmax(-1), v)
+        return out.flatten(1)

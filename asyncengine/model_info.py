@@ -1,0 +1,29 @@
+"""ModelInfo: what the rest of the engine knows of a loaded model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInfo:
+    """What the engine needs to know about a loaded model."""
+
+    name: str
+    path: Path
+    architecture: str
+    dtype: str
+    vocab_size: int
+    """Rows of the embedding; at least the tokenizer's vocabulary."""
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    num_parameters: int
+    weight_bytes: int
+    num_kv_blocks: int
+    block_size: int
+    kv_bytes_per_block: int
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        return self.num_kv_blocks * self.block_size

@@ -1,0 +1,1 @@
+"""Model families, one file each; registry.py finds the one that config.json names."""

@@ -1,0 +1,177 @@
+"""LlamaForCausalLM, and the decoder that its relatives share.
+
+Touvron et al. 2023: RMS norm before each block, rotary positions, grouped queries, SiLU-gated MLP.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from asyncengine._core import StepBatch
+from asyncengine.kernels.ops import Ops
+from asyncengine.layers.attention import AttentionBackend, LayerKVCache
+from asyncengine.layers.rotary import rotary_table
+from asyncengine.models.config import ModelConfig, RawConfig, read_rope
+from asyncengine.models.weights import WeightSource
+
+
+def read_decoder_config(
+    raw: RawConfig,
+    *,
+    default_kv_heads: int | None = None,
+    layer_windows: tuple[int, ...] | None = None,
+    head_dim: int | None = None,
+    qkv_bias: bool = False,
+    output_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+) -> ModelConfig:
+    """What the relatives of Llama have in common; keywords are the points in which they differ."""
+    activation = raw.get("hidden_act", str, "silu")
+    if activation not in ("silu", "swish"):
+        raise raw.unsupported(f"hidden_act = {activation!r}")
+    hidden_size = raw.integer("hidden_size")
+    num_layers = raw.integer("num_hidden_layers")
+    num_heads = raw.integer("num_attention_heads")
+    # As in transformers: absent means the family's default, null means as many as query heads.
+    absent = "num_key_value_heads" not in raw.values
+    num_kv_heads = raw.integer(
+        "num_key_value_heads", default_kv_heads if absent and default_kv_heads else num_heads
+    )
+    head_dim = raw.integer("head_dim", head_dim or hidden_size // num_heads)
+    if num_heads % num_kv_heads:
+        raise raw.unsupported(f"{num_heads} attention heads over {num_kv_heads} key-value heads")
+    if head_dim % 2:
+        raise raw.unsupported(f"an odd head_dim ({head_dim})")
+    max_positions = raw.integer("max_position_embeddings")
+    return ModelConfig(
+        vocab_size=raw.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=raw.integer("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_positions=max_positions,
+        norm_eps=raw.number("rms_norm_eps", 1e-6),
+        activation="silu",
+        tie_word_embeddings=raw.flag("tie_word_embeddings", False),
+        initializer_range=raw.number("initializer_range", 0.02),
+        layer_windows=layer_windows or (0,) * num_layers,
+        layer_scales=(head_dim**-0.5,) * num_layers,
+        rope=read_rope(raw, max_positions),
+        qkv_bias=qkv_bias,
+        output_bias=output_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=qk_norm,
+    )
+
+
+def read_config(raw: RawConfig) -> ModelConfig:
+    attention_bias = raw.flag("attention_bias", False)
+    return read_decoder_config(
+        raw, qkv_bias=attention_bias, output_bias=attention_bias, mlp_bias=raw.flag("mlp_bias", False)
+    )
+
+
+class DecoderLayer:
+    """One block: attention and MLP, each behind an RMS norm that also adds to the residual stream."""
+
+    def __init__(
+        self, config: ModelConfig, index: int, weights: WeightSource, ops: Ops, attention: AttentionBackend
+    ) -> None:
+        self._ops = ops
+        self._attention = attention
+        self._eps = config.norm_eps
+        self._head_dim = config.head_dim
+        self._num_heads = config.num_heads
+        self._num_kv_heads = config.num_kv_heads
+        self._scale = config.layer_scales[index]
+        self._window = config.layer_windows[index]
+
+        prefix = f"model.layers.{index}"
+        hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+        q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
+
+        def linear(block: str, sizes: dict[str, int], in_size: int, bias: bool) -> object:
+            full = {f"{prefix}.{block}.{name}_proj": size for name, size in sizes.items()}
+            matrices = [weights.get(f"{name}.weight", size, in_size) for name, size in full.items()]
+            biases = [weights.get(f"{name}.bias", size) if bias else None for name, size in full.items()]
+            return ops.make_linear(matrices, biases)
+
+        self.input_norm = weights.get(f"{prefix}.input_layernorm.weight", hidden)
+        self._qkv = linear("self_attn", {"q": q_size, "k": kv_size, "v": kv_size}, hidden, config.qkv_bias)
+        self._q_norm = weights.get(f"{prefix}.self_attn.q_norm.weight", dim) if config.qk_norm else None
+        self._k_norm = weights.get(f"{prefix}.self_attn.k_norm.weight", dim) if config.qk_norm else None
+        self._output = linear("self_attn", {"o": hidden}, q_size, config.output_bias)
+        self._mlp_norm = weights.get(f"{prefix}.post_attention_layernorm.weight", hidden)
+        self._gate_up = linear("mlp", {"gate": inner, "up": inner}, hidden, config.mlp_bias)
+        self._down = linear("mlp", {"down": hidden}, inner, config.mlp_bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        cos_sin: Tensor,
+        positions: Tensor,
+        cache: LayerKVCache,
+        batch: StepBatch,
+    ) -> Tensor:
+        """x is the normed input. ``residual`` is updated in place; the result is still to be added to it."""
+        ops = self._ops
+        n, m = self._num_heads, self._num_heads + self._num_kv_heads
+        heads = ops.linear(x, self._qkv).view(x.shape[0], -1, self._head_dim)
+        q, k, v = heads[:, :n], heads[:, n:m], heads[:, m:]
+        if self._q_norm is not None and self._k_norm is not None:
+            ops.head_rms_norm_(q, self._q_norm, self._eps)
+            ops.head_rms_norm_(k, self._k_norm, self._eps)
+        ops.rotary_(q, k, cos_sin, positions)
+        ops.store_kv(k, v, cache.k, cache.v, batch)
+        x = self._attention(q, cache, batch, self._scale, self._window)
+        x = ops.add_rms_norm(ops.linear(x, self._output), residual, self._mlp_norm, self._eps)
+        return ops.linear(ops.silu_mul(ops.linear(x, self._gate_up)), self._down)
+
+
+class LlamaForCausalLM:
+    """The decoder with its embedding and its head, loaded while it is built.
+
+    ``max_positions`` bounds the rotary table, so it is the longest sequence that can be run.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: WeightSource,
+        ops: Ops,
+        attention: AttentionBackend,
+        max_positions: int,
+    ) -> None:
+        assert config.rope is not None
+        self._ops = ops
+        self._eps = config.norm_eps
+        self._cos_sin = rotary_table(config.rope, config.head_dim, max_positions)
+        self._embedding = weights.get("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        self._layers = [DecoderLayer(config, i, weights, ops, attention) for i in range(config.num_layers)]
+        self._norm = weights.get("model.norm.weight", config.hidden_size)
+        head = self._embedding
+        if not config.tie_word_embeddings:
+            head = weights.get("lm_head.weight", config.vocab_size, config.hidden_size)
+        self._head = ops.make_linear([head], [None])
+
+    def forward(self, batch: StepBatch, caches: list[LayerKVCache]) -> Tensor | None:
+        """Run the step and write its KV; float32 logits [num_samples, vocab_size], None without samples."""
+        ops = self._ops
+        positions = torch.from_numpy(batch.positions)
+        residual = F.embedding(torch.from_numpy(batch.input_ids), self._embedding)
+        x = ops.rms_norm(residual, self._layers[0].input_norm, self._eps)
+        for i, (layer, cache) in enumerate(zip(self._layers, caches, strict=True)):
+            if i:
+                x = ops.add_rms_norm(x, residual, layer.input_norm, self._eps)
+            x = layer.forward(x, residual, self._cos_sin, positions, cache, batch)
+        if not batch.num_samples:
+            return None
+        sampled = torch.from_numpy(batch.sample_index)
+        x = ops.add_rms_norm(x[sampled], residual[sampled], self._norm, self._eps)
+        return ops.linear(x, self._head, torch.float32)

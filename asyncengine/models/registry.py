@@ -1,0 +1,50 @@
+"""Which family implements an entry of config.json's "architectures"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from asyncengine._core import StepBatch
+from asyncengine.errors import UnsupportedModelError
+from asyncengine.kernels.ops import Ops
+from asyncengine.layers.attention import AttentionBackend, LayerKVCache
+from asyncengine.models import gpt2, llama, mistral, qwen2, qwen3
+from asyncengine.models.config import ModelConfig, RawConfig
+from asyncengine.models.weights import WeightSource
+
+
+class CausalLM(Protocol):
+    """A loaded model."""
+
+    def forward(self, batch: StepBatch, caches: list[LayerKVCache]) -> Tensor | None:
+        """Run the step and write its KV; float32 logits [num_samples, vocab_size], None without samples."""
+
+
+class Family(NamedTuple):
+    read_config: Callable[[RawConfig], ModelConfig]
+    build: Callable[[ModelConfig, WeightSource, Ops, AttentionBackend, int], CausalLM]
+
+
+FAMILIES = {
+    "GPT2LMHeadModel": Family(gpt2.read_config, gpt2.GPT2LMHeadModel),
+    "LlamaForCausalLM": Family(llama.read_config, llama.LlamaForCausalLM),
+    "MistralForCausalLM": Family(mistral.read_config, mistral.MistralForCausalLM),
+    "Qwen2ForCausalLM": Family(qwen2.read_config, qwen2.Qwen2ForCausalLM),
+    "Qwen3ForCausalLM": Family(qwen3.read_config, qwen3.Qwen3ForCausalLM),
+}
+
+
+def find_family(raw: RawConfig) -> tuple[str, Family]:
+    """The first of the architectures that is implemented; if there is none, UnsupportedModelError."""
+    raw.require("quantization_config", None)
+    architectures = raw.get("architectures", list, [])
+    for name in architectures:
+        if name in FAMILIES:
+            return name, FAMILIES[name]
+    found = ", ".join(map(str, architectures)) or "none"
+    raise UnsupportedModelError(
+        f"{raw.source}: architecture {found} is not supported; supported are {', '.join(FAMILIES)}"
+    )

@@ -1,0 +1,20 @@
+"""How a model gets its weights: it asks for each by name and shape."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class WeightSource(Protocol):
+    """A checkpoint, or something that stands in for one."""
+
+    def get(self, name: str, *shape: int) -> Tensor:
+        """The tensor in the model's dtype, contiguous.
+
+        Raises MissingWeightError if there is none, WeightMismatchError if its shape is another.
+        """
+
+    def get_transposed(self, name: str, *shape: int) -> Tensor:
+        """A matrix that the checkpoint holds as the transpose of ``shape``; copied into place once."""

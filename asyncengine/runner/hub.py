@@ -1,0 +1,45 @@
+"""A model directory from what the user typed: a path, or a repository on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from asyncengine.errors import ModelNotFoundError
+
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_SMALL_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
+
+
+def resolve_model(path_or_id: str, *, revision: str | None = None, weights: bool = True) -> Path:
+    """The local directory of a model, downloaded from the hub if it is not there yet.
+
+    Only safetensors weights and small text files are downloaded; without ``weights``, only the latter.
+    Raises ModelNotFoundError if there is neither such a directory nor such a repository.
+    """
+    path = Path(path_or_id).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelNotFoundError(f"{path} is a file; a model is a directory with config.json in it")
+    if not _HUB_ID.fullmatch(path_or_id):
+        raise ModelNotFoundError(
+            f"there is no directory {path_or_id!r}, nor can that be a hub id (owner/name)"
+        )
+
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = [*_SMALL_FILES, "*.safetensors"] if weights else list(_SMALL_FILES)
+    try:
+        return Path(snapshot_download(path_or_id, revision=revision, allow_patterns=patterns))
+    except LocalEntryNotFoundError as e:
+        reason = "the hub cannot be reached and the model is not in the local cache"
+        raise ModelNotFoundError(f"there is no directory {path_or_id!r}, and {reason}") from e
+    except (HfHubHTTPError, HFValidationError, OSError) as e:
+        at = f" at revision {revision!r}" if revision else ""
+        raise ModelNotFoundError(
+            f"there is no directory {path_or_id!r}, and the hub could not supply a model of that name{at}: "
+            f"{str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__}. "
+            "A private or gated model needs a token (environment variable HF_TOKEN)."
+        ) from e

@@ -1,0 +1,222 @@
+"""Weights: from safetensors files, mapped into memory, or random."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from asyncengine.errors import MissingWeightError, ModelError, UnsupportedModelError, WeightMismatchError
+from asyncengine.models.config import read_json
+
+logger = logging.getLogger(__name__)
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+# Buffers that old checkpoints carry along, and heads that are tied to the embedding.
+_HARMLESS = re.compile(r"rotary_emb\.inv_freq$|attn\.(masked_)?bias$|^lm_head\.weight$")
+_PAGE = 4096
+
+
+class Progress:
+    """A bar on standard error over bytes; nothing at all where that is not a terminal."""
+
+    def __init__(self, total: int, *, enabled: bool) -> None:
+        self._bar: Any = None
+        if enabled:
+            from tqdm import tqdm
+
+            # disable=None: tqdm looks whether its stream is a terminal.
+            self._bar = tqdm(
+                total=total,
+                desc="Loading weights",
+                unit="B",
+                unit_scale=True,
+                unit_divisor=1024,
+                disable=None,
+            )
+
+    def add(self, num_bytes: int) -> None:
+        if self._bar is not None:
+            self._bar.update(num_bytes)
+
+    def complete(self) -> None:
+        """Count what is no tensor's: headers, and tensors that the model does not use."""
+        if self._bar is not None:
+            self._bar.update(self._bar.total - self._bar.n)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def find_shards(directory: Path) -> dict[str, Path]:
+    """Which file holds which tensor. Raises MissingWeightError naming the first file that is not there."""
+    index = directory / INDEX_FILE
+    single = directory / SINGLE_FILE
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+            raise ModelError(f"{index} has no weight_map from tensor names to file names")
+        for file in sorted(set(weight_map.values())):
+            if not (directory / file).is_file():
+                raise MissingWeightError(f"shard {file}, which {index} names, is not there")
+        return {name: directory / file for name, file in weight_map.items()}
+    if single.is_file():
+        return dict.fromkeys(_open_shard(single).keys(), single)
+    hint = ""
+    if any(directory.glob("*.bin")) or any(directory.glob("*.pt*")):
+        hint = "; only safetensors files are read: convert it with transformers' save_pretrained"
+    raise MissingWeightError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
+
+
+def _open_shard(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as e:
+        raise ModelError(f"{path} is damaged or incomplete: {e}") from e
+
+
+class Checkpoint:
+    """A WeightSource over safetensors files.
+
+    A tensor that has the wanted dtype already is used where the file is mapped, without a copy; others
+    are converted one by one. ``mapped_bytes`` and ``owned_bytes`` say how much of each there is.
+    """
+
+    def __init__(self, directory: Path, dtype: torch.dtype, *, progress: bool = False) -> None:
+        self.num_parameters = 0
+        self.mapped_bytes = 0
+        self.owned_bytes = 0
+        self._dtype = dtype
+        self._shard_of = find_shards(directory)
+        self._directory = directory
+        self._open: dict[Path, Any] = {}
+        self._used: set[str] = set()
+        self._progress = Progress(
+            sum(path.stat().st_size for path in set(self._shard_of.values())), enabled=progress
+        )
+
+    def get(self, name: str, *shape: int) -> Tensor:
+        stored = self._read(name, shape)
+        if stored.dtype == self._dtype:
+            # Reads the pages now: the bar tells the truth, and the first request does not wait for the disk.
+            stored.flatten().view(torch.uint8)[::_PAGE].sum()
+            self.mapped_bytes += stored.nbytes
+            return stored
+        return self._own(stored.to(self._dtype))
+
+    def get_transposed(self, name: str, *shape: int) -> Tensor:
+        return self._own(
+            self._read(name, shape[::-1]).T.to(self._dtype, memory_format=torch.contiguous_format)
+        )
+
+    def close(self) -> None:
+        """Close the bar and the files; tensors that are mapped stay mapped."""
+        self._progress.close()
+        self._open.clear()
+
+    def finish(self) -> None:
+        """The model is built: complete the bar and log, in one line, the tensors it has not asked for."""
+        self._progress.complete()
+        extra = [n for n in self._shard_of if n not in self._used and not _HARMLESS.search(n)]
+        if extra:
+            shown = ", ".join(sorted(extra)[:5]) + (", ..." if len(extra) > 5 else "")
+            logger.warning(
+                "%s holds %d tensors that the model does not use: %s", self._directory, len(extra), shown
+            )
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        self.owned_bytes += tensor.nbytes
+        return tensor.contiguous()
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        key = name
+        if key not in self._shard_of:
+            # GPT-2's published files leave out the name of the trunk.
+            key = name.removeprefix("transformer.")
+        path = self._shard_of.get(key)
+        if path is None:
+            raise MissingWeightError(f"tensor {name} is not in {self._directory}")
+        if path not in self._open:
+            self._open[path] = _open_shard(path)
+        try:
+            tensor: Tensor = self._open[path].get_tensor(key)
+        except SafetensorError as e:
+            raise MissingWeightError(f"tensor {key} is not in {path}, where the index places it: {e}") from e
+        if tensor.shape != shape:
+            raise WeightMismatchError(
+                f"tensor {key} in {path}: expected shape {shape}, found {tuple(tensor.shape)}"
+            )
+        if tensor.dtype not in _FLOATS:
+            raise WeightMismatchError(f"tensor {key} in {path}: expected floats, found {tensor.dtype}")
+        self._used.add(key)
+        self.num_parameters += tensor.numel()
+        self._progress.add(tensor.nbytes)
+        return tensor
+
+
+class DummyWeights:
+    """A WeightSource of random numbers: matrices normal(0, std), biases 0, norms 1.
+
+    Matrices are cut from one pool of random numbers at random places, which takes an eighth of the time of
+    drawing every element. The pool's size is prime, so that the rows of a matrix differ.
+    """
+
+    _POOL = 1_048_583
+
+    def __init__(self, dtype: torch.dtype, std: float, seed: int) -> None:
+        self.num_parameters = 0
+        self.mapped_bytes = 0
+        self.owned_bytes = 0
+        self._generator = torch.Generator().manual_seed(seed)
+        self._pool = torch.empty(self._POOL).normal_(0, std, generator=self._generator).to(dtype)
+
+    def get(self, name: str, *shape: int) -> Tensor:
+        tensor = torch.empty(shape, dtype=self._pool.dtype)
+        if name.endswith(".bias"):
+            tensor.zero_()
+        elif len(shape) == 1:
+            tensor.fill_(1)
+        else:
+            self._fill(tensor.view(-1))
+        self.num_parameters += math.prod(shape)
+        self.owned_bytes += tensor.nbytes
+        return tensor
+
+    def get_transposed(self, name: str, *shape: int) -> Tensor:
+        return self.get(name, *shape)
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+    def finish(self) -> None:
+        """There is nothing to finish."""
+
+    def _fill(self, flat: Tensor) -> None:
+        start = int(torch.randint(self._POOL, (1,), generator=self._generator))
+        done = 0
+        while done < len(flat):
+            piece = self._pool[start : start + len(flat) - done]
+            flat[done : done + len(piece)] = piece
+            done += len(piece)
+            start = 0
+
+
+def choose_dtype(wanted: str, stored: str) -> torch.dtype:
+    """The dtype to compute in: the wanted one, or with "auto" the checkpoint's, float16 becoming float32."""
+    name = stored if wanted == "auto" else wanted
+    dtypes = {"float32": torch.float32, "float16": torch.float32, "bfloat16": torch.bfloat16}
+    if name not in dtypes:
+        raise UnsupportedModelError(
+            f"the checkpoint's dtype {name!r} is not supported: choose another with dtype="
+        )
+    return dtypes[name]

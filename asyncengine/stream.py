@@ -1,0 +1,267 @@
+"""RequestStream: one request on its way through the engine, from the event loop's side.
+
+The engine feeds tokens as the step thread delivers them; a consumer takes deltas whenever it gets round to it.
+Nothing waits for the consumer: what it has not taken yet is joined into one bigger delta per sequence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import warnings
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Self
+
+from asyncengine.detokenizer import IncrementalDetokenizer, StopStringMatcher
+from asyncengine.errors import EngineError
+from asyncengine.request import (
+    CompletionOutput,
+    FinishReason,
+    RequestDelta,
+    RequestOutput,
+    RequestTiming,
+    SamplingParams,
+    Usage,
+)
+
+if TYPE_CHECKING:
+    from asyncengine.engine import AsyncEngine
+    from asyncengine.tokenization import Tokenizer
+
+# FinishReason of csrc/core/sequence.h.
+NOT_FINISHED, STOPPED, LENGTH, ABORTED, FAILED = range(5)
+
+
+class _SequenceState:
+    """Text and tokens of one sequence: all of them, and those not taken yet."""
+
+    __slots__ = (
+        "_detokenizer",
+        "_matcher",
+        "_params",
+        "finish_reason",
+        "new_text",
+        "new_tokens",
+        "stop_reason",
+        "texts",
+        "token_ids",
+        "untaken",
+    )
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._params = params
+        self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
+        self._matcher = (
+            StopStringMatcher(params.stop_strings, params.include_stop_str_in_output) if params.stop_strings else None
+        )
+        self.token_ids: list[int] = []
+        self.texts: list[str] = []
+        self.untaken = False
+        self.new_text = ""
+        self.new_tokens: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+
+    def feed(self, tokens: list[int], finish: int) -> bool:
+        """Take in tokens and perhaps the end; True if a stop string ended the sequence before the core did."""
+        if self.finish_reason is not None:
+            return False  # tokens that were under way when a stop string ended it
+        self.untaken = True
+        if self._matcher is None:
+            self._append(tokens, self._text_of(tokens, finish))
+        else:
+            for i, token in enumerate(tokens):
+                last = finish if i == len(tokens) - 1 else NOT_FINISHED
+                text, stop = self._matcher.push(self._text_of([token], last))
+                self._append([token], text)
+                if stop is not None:
+                    self.finish_reason, self.stop_reason = FinishReason.STOP, stop
+                    return finish == NOT_FINISHED
+        if finish != NOT_FINISHED:
+            self._end(finish)
+        return False
+
+    def _text_of(self, tokens: list[int], finish: int) -> str:
+        if finish == STOPPED and not self._params.include_stop_str_in_output:
+            tokens = tokens[:-1]  # the token that ended it is not part of the text
+        return self._detokenizer.push(tokens)
+
+    def _end(self, finish: int) -> None:
+        rest = self._detokenizer.flush()
+        if self._matcher is not None:
+            rest, stop = self._matcher.push(rest)
+            if stop is not None:
+                self._append([], rest)
+                self.finish_reason, self.stop_reason = FinishReason.STOP, stop
+                return
+            rest += self._matcher.flush()
+        self._append([], rest)
+        self.finish_reason = FinishReason.STOP if finish == STOPPED else FinishReason.LENGTH
+        if finish == STOPPED and self.token_ids[-1] in self._params.stop_token_ids:
+            self.stop_reason = self.token_ids[-1]
+
+    def _append(self, tokens: list[int], text: str) -> None:
+        self.token_ids += tokens
+        self.new_tokens += tokens
+        if text:
+            self.texts.append(text)
+            self.new_text += text
+
+
+class RequestStream:
+    """Async iterator of RequestDelta; made by AsyncEngine.submit.
+
+    Ends after the last delta of its last sequence. Raises EngineDeadError or RequestAbortedError when the request
+    cannot be finished. Cancelling the task that iterates, or ``aclose()``, aborts the request; so does leaving an
+    ``async with`` block. One consumer at a time.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        tokenizer: Tokenizer,
+        key: int,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        arrived: float,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_token_ids = prompt_token_ids
+        self._engine = engine
+        self._key = key
+        self._arrived = arrived
+        self._sequences = [_SequenceState(tokenizer, params) for _ in range(params.n)]
+        self._unfinished = params.n
+        self._untaken: list[int] = []  # indices of sequences with something new, in order of arrival
+        self._whole = False  # collect(): nobody looks before the end
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: EngineError | None = None
+        self._done = False  # nothing more will be fed
+        self._scheduled = 0.0
+        self._first_token = 0.0
+        self._finished = 0.0
+        self._cached_tokens = 0
+
+    # ---- the engine's side ----
+
+    def feed(
+        self, index: int, tokens: list[int], finish: int, time_ns: int, scheduled_ns: int, cached_tokens: int
+    ) -> None:
+        """Take in what the step thread delivered for one sequence. Called by the engine only."""
+        if self._done:
+            return
+        if not self._first_token and tokens:
+            self._first_token = time_ns * 1e-9
+            self._scheduled = scheduled_ns * 1e-9
+            self._cached_tokens = cached_tokens
+        sequence = self._sequences[index]
+        was_finished = sequence.finish_reason is not None
+        known = sequence.untaken
+        if sequence.feed(tokens, finish):
+            self._engine.stop_sequence(self._key, index)
+        if sequence.untaken and not known:
+            self._untaken.append(index)
+        if sequence.finish_reason is not None and not was_finished:
+            self._unfinished -= 1
+            if self._unfinished == 0:
+                self._finished = time_ns * 1e-9
+                self._done = True
+                self._engine.forget(self._key, self)
+        if not self._whole or self._done:
+            self._wake()
+
+    def fail(self, error: EngineError) -> None:
+        """End the request with an error. Called by the engine only."""
+        if not self._done:
+            self._error = error
+            self._done = True
+            self._engine.forget(self._key, self)
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # ---- the consumer's side ----
+
+    def __aiter__(self) -> AsyncIterator[RequestDelta]:
+        return self
+
+    async def __anext__(self) -> RequestDelta:
+        while not self._untaken:
+            if self._error is not None:
+                raise self._error
+            if self._done:
+                raise StopAsyncIteration
+            await self._news()
+        index = self._untaken.pop(0)
+        sequence = self._sequences[index]
+        delta = RequestDelta(
+            self.request_id,
+            index,
+            sequence.new_text,
+            sequence.new_tokens,
+            sequence.finish_reason,
+            sequence.stop_reason,
+        )
+        sequence.untaken, sequence.new_text, sequence.new_tokens = False, "", []
+        if self._done and self._error is None and not self._untaken:
+            delta.usage, delta.timing = self._usage(), self._timing()
+        return delta
+
+    async def collect(self) -> RequestOutput:
+        """Wait for the end and return everything; the same errors and the same cancellation as iterating."""
+        self._whole = True
+        while not self._done:
+            await self._news()
+        if self._error is not None:
+            raise self._error
+        self._untaken.clear()
+        outputs = tuple(
+            CompletionOutput(i, "".join(s.texts), tuple(s.token_ids), s.finish_reason, s.stop_reason)
+            for i, s in enumerate(self._sequences)
+            if s.finish_reason is not None
+        )
+        return RequestOutput(self.request_id, tuple(self.prompt_token_ids), outputs, self._usage(), self._timing())
+
+    async def _news(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        except asyncio.CancelledError:
+            self.abort()
+            raise
+        finally:
+            self._waiter = None
+
+    def abort(self) -> None:
+        """Give up: the request's blocks are free within two steps. Idempotent; nothing to do after the end."""
+        if not self._done:
+            self._done = True
+            self._untaken.clear()
+            self._engine.drop(self._key, self)
+
+    async def aclose(self) -> None:
+        """``abort()``, for use with contextlib.aclosing."""
+        self.abort()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self.abort()
+
+    def _usage(self) -> Usage:
+        completion = sum(len(s.token_ids) for s in self._sequences)
+        return Usage(len(self.prompt_token_ids), completion, self._cached_tokens)
+
+    def _timing(self) -> RequestTiming:
+        tokens = max(len(s.token_ids) for s in self._sequences)
+        return RequestTiming(self._arrived, self._scheduled, self._first_token, self._finished, tokens)
+
+
+def warn_unclosed(engine: object) -> None:
+    """ResourceWarning for an engine that nobody closed."""
+    with contextlib.suppress(Exception):
+        warnings.warn(f"unclosed {engine!r}: use 'async with' or await aclose()", ResourceWarning, stacklevel=2)

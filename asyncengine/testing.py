@@ -1,0 +1,157 @@
+"""For the tests of programs that embed asyncengine: an engine without a model, and checks that nothing leaked.
+
+    async with testing.SimulatedEngine(step_latency_us=500) as engine, testing.no_leaks(engine):
+        ...your code, with a real AsyncEngine in every respect but the model...
+
+The simulated device sits behind the same function table as CUDA, and the same C++ step loop, scheduler and block
+manager run on it: steps take the time you say, and faults and hangs come when you ask for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from asyncengine import _core
+from asyncengine.config import EngineConfig
+from asyncengine.engine import AsyncEngine, Backend, step_loop_config
+from asyncengine.model_info import ModelInfo
+from asyncengine.request import SamplingParams
+from asyncengine.tokenization import PLACEHOLDER_EOS_TOKEN_ID, placeholder_tokenizer
+
+VOCAB_SIZE = 1024
+EOS_TOKEN_ID = PLACEHOLDER_EOS_TOKEN_ID
+_FIRST_WORD = EOS_TOKEN_ID + 1
+
+
+class SimulatedEngine(AsyncEngine):
+    """An AsyncEngine whose model is a hash of all tokens before, computed by a simulated device.
+
+    Its text is nonsense in words, and always the same for the same tokens (and seed, if temperature > 0), so a test can
+    ask for what is right with ``expected_token_ids``.
+    """
+
+    def __init__(
+        self,
+        *,
+        step_latency_us: float = 0.0,
+        token_latency_us: float = 0.0,
+        ends: bool = False,
+        read_kv: bool = True,
+        poll_interval_us: float = 20.0,
+        **config: Any,
+    ) -> None:
+        """A step takes ``step_latency_us``, and ``token_latency_us`` more for each token of its graph's bucket.
+
+        With ``ends`` one token in 768 is the end of the sequence. Without ``read_kv`` the model does not read its
+        context back through the KV cache at each step: faster, and blind to errors there. ``config`` are the fields of
+        EngineConfig; max_model_len is 2048 and num_kv_blocks 4096 unless they say otherwise.
+        """
+        self.device = _core.SimulatedDevice(
+            vocab_size=VOCAB_SIZE,
+            first_token=EOS_TOKEN_ID if ends else _FIRST_WORD,
+            step_latency_us=step_latency_us,
+            token_latency_us=token_latency_us,
+            read_kv=read_kv,
+        )
+        self._poll_interval_us = poll_interval_us
+        defaults = {"max_model_len": 2048, "num_kv_blocks": 4096}
+        super().__init__(EngineConfig.from_kwargs("simulated", defaults | config), self._load_simulated)
+
+    def _load_simulated(self, config: EngineConfig) -> Backend:
+        assert config.max_model_len is not None
+        assert config.num_kv_blocks is not None
+        info = ModelInfo(
+            name=config.model,
+            path=Path(),
+            architecture="SimulatedForCausalLM",
+            dtype="int32",
+            vocab_size=VOCAB_SIZE,
+            max_model_len=config.max_model_len,
+            eos_token_ids=(EOS_TOKEN_ID,),
+            num_parameters=0,
+            weight_bytes=0,
+            num_kv_blocks=config.num_kv_blocks,
+            block_size=config.block_size,
+            kv_bytes_per_block=4 * config.block_size,
+        )
+        step_loop = _core.StepLoop.on_simulated_device(
+            step_loop_config(config, info), self.device, self._poll_interval_us
+        )
+        return Backend(info, placeholder_tokenizer(VOCAB_SIZE), step_loop)
+
+    def expected_token_ids(self, prompt: Sequence[int], params: SamplingParams, index: int = 0) -> list[int]:
+        """The tokens that sequence ``index`` must get, stop strings left aside; needs max_tokens, and a seed."""
+        assert params.max_tokens is not None
+        seed = ((params.seed or 0) + index) % 2**64
+        stops = {*params.stop_token_ids, *(() if params.ignore_eos else (EOS_TOKEN_ID,))}
+        tokens = list(prompt)
+        while len(tokens) - len(prompt) < params.max_tokens:
+            tokens.append(self.device.next_token(tokens, params.temperature, seed))
+            if tokens[-1] in stops:
+                break
+        return tokens[len(prompt) :]
+
+
+async def settle(engine: AsyncEngine, timeout_s: float = 30.0) -> None:
+    """Wait until the engine holds nothing: no block, slot, lease or request. AssertionError with what is left."""
+    step_loop = engine._loaded().step_loop
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                stats = step_loop.stats()
+                left = {
+                    "blocks": stats.num_blocks - stats.free_blocks,
+                    "slots": engine.config.max_num_seqs - stats.free_slots,
+                    "leases": stats.leases,
+                    "requests": stats.live_requests + len(engine._by_key) + len(engine._by_id),
+                    "queued requests": stats.queued_requests,
+                    "queued tokens": stats.queued_tokens,
+                    "unfinished steps": 0 if step_loop.quiescent else 1,
+                }
+                if not any(left.values()):
+                    return
+                engine._on_wake()  # frees what was released since the last delivery
+                await asyncio.sleep(0.005)
+    except TimeoutError:
+        held = ", ".join(f"{count} {name}" for name, count in left.items() if count)
+        raise AssertionError(f"the engine still holds {held}") from None
+
+
+@asynccontextmanager
+async def no_leaks(engine: AsyncEngine | None = None, timeout_s: float = 30.0) -> AsyncIterator[None]:
+    """Check that the block leaves no task, thread or file descriptor behind, and ``engine`` empty.
+
+    Raises AssertionError that names what is left after ``timeout_s`` seconds.
+    """
+    tasks, threads, descriptors = asyncio.all_tasks(), threading.active_count(), _open_descriptors()
+    yield
+    if engine is not None:
+        await settle(engine, timeout_s)
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                left = {
+                    "tasks": len(asyncio.all_tasks() - tasks),
+                    # asyncio.to_thread keeps its threads; they are the loop's, not the engine's.
+                    "threads": sum(not t.name.startswith("asyncio_") for t in threading.enumerate()) - threads,
+                    "file descriptors": _open_descriptors() - descriptors,
+                }
+                if not any(count > 0 for count in left.values()):
+                    return
+                await asyncio.sleep(0.005)
+    except TimeoutError:
+        held = ", ".join(f"{count} {name}" for name, count in left.items() if count > 0)
+        raise AssertionError(f"left behind: {held}") from None
+
+
+def _open_descriptors() -> int:
+    try:
+        return len(os.listdir("/proc/self/fd"))
+    except FileNotFoundError:  # no procfs on this platform
+        return len(os.listdir("/dev/fd"))

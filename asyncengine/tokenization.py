@@ -1,0 +1,297 @@
+"""Text to token ids and back, and conversations to text, from a model directory's tokenizer files.
+
+tokenizer.json is read with the ``tokenizers`` library alone; transformers, whose import takes seconds, is
+needed only for directories that lack it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Self
+
+import tokenizers
+
+from asyncengine.errors import ConfigError, InvalidRequestError, ModelError, ModelNotFoundError
+from asyncengine.runner.hub import resolve_model
+
+_NAMED_SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """A tokenizer with its special tokens and chat templates. Safe to share between threads."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        specials: Mapping[str, str] | None = None,
+        chat_templates: Mapping[str, str] | None = None,
+    ) -> None:
+        """``specials`` maps names such as "bos_token" to tokens; ``chat_templates`` names to Jinja source."""
+        self.backend = backend
+        self.specials = dict(specials or {})
+        self._templates = dict(chat_templates or {})
+
+    @classmethod
+    def from_pretrained(
+        cls, path_or_id: str, *, revision: str | None = None, chat_template: str | None = None
+    ) -> Self:
+        """Read a directory or a hub repository.
+
+        ``chat_template`` is the path of a Jinja file that replaces the model's own template. Raises
+        ModelNotFoundError if there is no tokenizer, ModelError if its files are damaged, ConfigError if the
+        template file cannot be used.
+        """
+        directory = resolve_model(path_or_id, revision=revision, weights=False)
+        config = _read_optional_json(directory / "tokenizer_config.json")
+        backend, specials = _load_backend(directory)
+        specials |= _read_specials(directory, config)
+        templates = _read_chat_templates(directory, config)
+        if chat_template is not None:
+            templates = {"default": _read_template_file(Path(chat_template))}
+        return cls(backend, specials=specials, chat_templates=templates)
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        """One more than the highest token id, added tokens included."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @functools.cached_property
+    def special_token_ids(self) -> frozenset[int]:
+        """The tokens that ``skip_special_tokens`` leaves out."""
+        added = self.backend.get_added_tokens_decoder()
+        return frozenset(i for i, token in added.items() if token.special)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._special_id("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._special_id("eos_token")
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._templates)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of ``text``, with the beginning-of-sequence token where the tokenizer adds one.
+
+        Raises InvalidRequestError if ``text`` is not valid Unicode (lone surrogates).
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:
+            raise InvalidRequestError(f"the prompt is not valid Unicode: {e}", param="prompt") from e
+        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ``ids``; ids that are not in the vocabulary are left out, invalid bytes become U+FFFD."""
+        return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The conversation as one text, rendered by the model's template as transformers does.
+
+        ``variables`` are passed on to the template (enable_thinking and the like). Raises InvalidRequestError
+        if there is no template, or if it fails on or rejects the messages.
+        """
+        messages = _checked_messages(messages)
+        try:
+            text: str = self._template(bool(tools)).render(
+                messages=messages,
+                tools=tools or None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **(self.specials | variables),
+            )
+            return text
+        except InvalidRequestError:
+            raise
+        except Exception as e:  # a template is a program: it may raise anything
+            raise InvalidRequestError(f"the chat template failed: {e}", param="messages") from e
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+    ) -> list[int]:
+        """Token ids of a conversation. Templates write all special tokens themselves, so none is added."""
+        return self.encode(
+            self.apply_chat_template(messages, add_generation_prompt, **variables), add_special_tokens=False
+        )
+
+    def _special_id(self, name: str) -> int | None:
+        token = self.specials.get(name)
+        found: int | None = None if token is None else self.backend.token_to_id(token)
+        return found
+
+    def _template(self, with_tools: bool) -> Any:
+        for name in ("tool_use", "default") if with_tools else ("default",):
+            if name in self._templates:
+                return _compile(self._templates[name])
+        raise InvalidRequestError(
+            "the model has no chat template: send a plain prompt, or give one with chat_template=FILE",
+            param="messages",
+        )
+
+
+def _checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    if not isinstance(messages, list | tuple) or not messages:
+        raise InvalidRequestError("messages must be a non-empty list", param="messages")
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise InvalidRequestError(f"messages[{i}] must be an object with a role", param="messages")
+    return [dict(message) for message in messages]
+
+
+@functools.lru_cache(maxsize=32)
+def _compile(source: str) -> Any:
+    """A Jinja template in the environment that chat templates are written for.
+
+    Sandboxed, since a template comes with the model: it reaches no attribute that starts with an underscore
+    and changes no value that it was given.
+    """
+    import jinja2
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %} marks what the assistant wrote, for training; here it is its content."""
+
+        tags = {"generation"}  # noqa: RUF012  # jinja2 declares it so
+
+        def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.Scope(body, lineno=line)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        """json.dumps; Jinja's own filter escapes HTML, which no model expects."""
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment.from_string(source)
+
+
+def _load_backend(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    """The tokenizer proper, and special tokens that only its class knows."""
+    path = directory / "tokenizer.json"
+    if path.is_file():
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as e:  # the library raises bare Exception
+            raise ModelError(f"cannot read {path}: {e}") from e
+        specials: dict[str, str] = {}
+    else:
+        backend, specials = _load_with_transformers(directory)
+    # Either may be stored in the file as a left-over of training.
+    backend.no_truncation()
+    backend.no_padding()
+    return backend, specials
+
+
+def _load_with_transformers(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    names = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "tokenizer_config.json")
+    if not any((directory / name).is_file() for name in names):
+        raise ModelNotFoundError(f"{directory} has no tokenizer: neither tokenizer.json nor an older form")
+
+    from transformers import AutoTokenizer
+
+    try:
+        slow = AutoTokenizer.from_pretrained(directory)
+        backend = slow.backend_tokenizer
+    except Exception as e:  # whatever an arbitrary tokenizer class raises
+        raise ModelError(f"{directory} has no tokenizer.json, and transformers cannot convert it: {e}") from e
+    return backend, {
+        name: str(token) for name, token in slow.special_tokens_map.items() if isinstance(token, str)
+    }
+
+
+def _read_optional_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise ModelError(f"cannot read {path}: {e}") from e
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} must hold a JSON object")
+    return value
+
+
+def _read_specials(directory: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Named special tokens; each is a string or an object with "content"."""
+    values = _read_optional_json(directory / "special_tokens_map.json") | config
+    specials = {}
+    for name in _NAMED_SPECIALS:
+        value = values.get(name)
+        token = value.get("content") if isinstance(value, dict) else value
+        if isinstance(token, str):
+            specials[name] = token
+    return specials
+
+
+def _read_chat_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Templates by name: chat_template.jinja, or else the one or the list in tokenizer_config.json."""
+    stored = config.get("chat_template")
+    templates = {"default": stored} if isinstance(stored, str) else {}
+    if isinstance(stored, list):
+        templates = {t["name"]: t["template"] for t in stored if isinstance(t, dict) and "template" in t}
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        templates["default"] = file.read_text(encoding="utf-8")
+    return templates
+
+
+def _read_template_file(path: Path) -> str:
+    import jinja2
+
+    try:
+        source = path.read_text(encoding="utf-8")
+        _compile(source)
+    except (OSError, UnicodeDecodeError, jinja2.TemplateSyntaxError) as e:
+        raise ConfigError(f"cannot use the chat template {path}: {e}") from e
+    return source
+
+
+PLACEHOLDER_EOS_TOKEN_ID = 256
+_PLACEHOLDER_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def placeholder_tokenizer(vocab_size: int) -> Tokenizer:
+    """For models without text (random weights, the simulated device): every id has some text, and any text has ids.
+
+    Text is encoded as its bytes, ids 0..255; 256 is the end of a sequence; the others are short words.
+    """
+    from tokenizers import decoders, models, pre_tokenizers
+
+    syllables = [c + v for c in "bdfgklmnprstvz" for v in "aeiou"]
+    pairs = [a + b for a in syllables for b in syllables]
+    words = ("Ġ" + pairs[i % len(pairs)] + pairs[i // len(pairs)][: 4 * (i >= len(pairs))] for i in range(vocab_size))
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<eos>", *words][:vocab_size]
+    backend = tokenizers.Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
+    backend.add_special_tokens(["<eos>"])
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(backend, specials={"eos_token": "<eos>"}, chat_templates={"default": _PLACEHOLDER_TEMPLATE})

@@ -1,0 +1,48 @@
+// What the binding files share. csrc/bindings/ is the only place that knows Python: every call that computes or waits
+// converts its arguments first and then releases the GIL (NoGil); what runs without it touches no Python object.
+#pragma once
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "core/sequence.h"
+
+namespace asyncengine {
+
+namespace py = pybind11;
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+// Tensors arrive as the integers of Tensor.data_ptr(); the Python side checks shapes and dtypes.
+using Address = uintptr_t;
+
+template <class T = void>
+T* pointer(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+using SamplingTuple = std::tuple<float, int32_t, float, float, uint64_t>;  // temperature, top_k, top_p, min_p, seed
+
+// Becomes a ValueError.
+inline void require(bool condition, const char* message) {
+  if (!condition) throw std::invalid_argument(message);
+}
+
+inline RequestSpec make_spec(uint64_t id, std::vector<int32_t> prompt, int32_t n, int32_t max_tokens, int32_t priority,
+                             uint64_t salt, const SamplingTuple& sampling, std::vector<int32_t> stop_tokens) {
+  require(n >= 1 && max_tokens >= 1, "n and max_tokens must be at least 1");
+  const auto& [temperature, top_k, top_p, min_p, seed] = sampling;
+  return {id, std::move(prompt), n, max_tokens, priority, salt, {temperature, top_p, min_p, top_k, seed}, std::move(stop_tokens)};
+}
+
+void bind_cpu_kernels(py::module_& m);
+void bind_core(py::module_& m);
+void bind_engine(py::module_& m);
+
+}  // namespace asyncengine

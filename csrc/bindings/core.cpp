@@ -1,0 +1,186 @@
+// Block manager and scheduler without their thread: what property tests and the core benchmark drive.
+#include "bindings/bindings.h"
+
+#include <chrono>
+#include <deque>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "core/batch_packer.h"
+#include "core/scheduler.h"
+
+namespace asyncengine {
+namespace {
+
+int64_t now_ns() { return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1); }
+
+SchedulerConfig make_scheduler_config(int32_t num_blocks, int32_t block_size, int32_t max_num_seqs,
+                                      int32_t max_num_batched_tokens, int32_t prefill_chunk_size, int32_t max_model_len,
+                                      bool prefix_caching) {
+  require(num_blocks >= 1 && max_num_seqs >= 1 && max_model_len >= 1 && prefill_chunk_size >= 0, "counts must be positive");
+  require(block_size >= 16 && block_size % 16 == 0, "block_size must be a multiple of 16");
+  require(max_num_batched_tokens >= max_num_seqs, "max_num_batched_tokens must be at least max_num_seqs");
+  return {num_blocks, block_size, max_num_seqs, max_num_batched_tokens, prefill_chunk_size, max_model_len, prefix_caching};
+}
+
+// The scheduler without its thread: tests and bench/core play executor and event loop.
+class SchedulerHarness {
+ public:
+  SchedulerHarness(const SchedulerConfig& config, int steps_in_flight)
+      : scheduler_(config), outbox_(1024), staging_(scheduler_.limits().max_bytes()) {
+    for (int i = 0; i < steps_in_flight; ++i) spare_.push_back(std::make_unique<StepPlan>());
+  }
+  void add(const RequestSpec& spec, int64_t order) {
+    auto request = make_request(spec, order, ++sequence_number_);
+    Request* raw = request.get();
+    requests_[spec.id] = std::move(request);
+    scheduler_.add(raw);
+  }
+  void abort(uint64_t id) { 
+    Request* request = requests_.at(id).get();
+    for (Sequence& sequence : request->sequences) sequence.abort_requested = true;
+    scheduler_.abort(request, outbox_);
+   }
+  // Rows (request, index, query_len, context_len, sample, from_device, blocks) and copies of the next step; None when
+  // nothing can run.
+  py::object schedule() {
+    if (spare_.empty()) return py::none();
+    StepPlan& plan = *spare_.back();
+    plan.step = ++step_;
+    scheduler_.schedule(plan, 1);
+    if (plan.empty()) return py::none();
+    py::list rows, copies;
+    for (const PlanRow& row : plan.rows) {
+      const auto blocks = scheduler_.tables().blocks(row.slot);
+      rows.append(py::make_tuple(row.sequence->request->id, row.sequence->index, row.query_len, row.context_len, row.sample,
+                                 row.from_device, std::vector<int32_t>(blocks.begin(), blocks.end())));
+    }
+    for (const BlockCopy& copy : plan.copies) copies.append(py::make_tuple(copy.source, copy.target));
+    pack_step(plan, scheduler_.tables(), staging_);
+    flight_.push_back(std::move(spare_.back()));
+    spare_.pop_back();
+    return py::make_tuple(rows, copies);
+  }
+  // Retires the oldest step; returns [(request, index, token, finish)] and the requests released.
+  std::pair<py::list, std::vector<uint64_t>> commit(const std::vector<int32_t>& tokens) {
+    require(!flight_.empty(), "no step is in flight");
+    StepPlan& plan = *flight_.front();
+    require(static_cast<int32_t>(tokens.size()) == plan.num_samples, "one token per sampled row");
+    scheduler_.commit(plan, tokens.data(), outbox_, 2);
+    plan.clear();
+    spare_.push_back(std::move(flight_.front()));
+    flight_.pop_front();
+    return news();
+  }
+  std::pair<py::list, std::vector<uint64_t>> news() {
+    py::list events;
+    std::vector<uint64_t> released;
+    Delivery& delivery = outbox_.filling();
+    for (const OutputEvent& event : delivery.events) {
+      events.append(py::make_tuple(event.sequence->request->id, event.sequence->index, event.token, static_cast<int>(event.finish)));
+    }
+    for (const Request* request : delivery.released) {
+      released.push_back(request->id);
+      requests_.erase(request->id);
+    }
+    delivery.clear();
+    return {std::move(events), std::move(released)};
+  }
+  int in_flight() const { return static_cast<int>(flight_.size()); }
+  bool quiescent() const { return scheduler_.quiescent(); }
+  int64_t free_blocks() { return scheduler_.stats().free_blocks; }
+  int64_t preemptions() { return scheduler_.stats().preemptions; }
+  std::vector<int32_t> ref_counts() {
+    std::vector<int32_t> counts;
+    for (int32_t b = 0; b < scheduler_.blocks().num_blocks(); ++b) counts.push_back(scheduler_.blocks().ref_count(b));
+    return counts;
+  }
+  bool consistent() { return scheduler_.blocks().consistent(); }
+
+  // Nanoseconds of schedule + pack + commit, averaged over `steps` steady decode steps.
+  double time_steps(int steps) {
+    StepPlan& plan = *spare_.at(0);
+    std::vector<int32_t> tokens(static_cast<size_t>(scheduler_.limits().max_rows), 1);
+    const int64_t start = now_ns();
+    for (int i = 0; i < steps; ++i) {
+      plan.step = ++step_;
+      scheduler_.schedule(plan, 1);
+      pack_step(plan, scheduler_.tables(), staging_);
+      scheduler_.commit(plan, tokens.data(), outbox_, 2);
+      plan.clear();
+      outbox_.filling().clear();
+    }
+    return static_cast<double>(now_ns() - start) / steps;
+  }
+
+ private:
+  Scheduler scheduler_;
+  Outbox outbox_;
+  std::vector<std::byte> staging_;
+  std::vector<std::unique_ptr<StepPlan>> spare_;
+  std::deque<std::unique_ptr<StepPlan>> flight_;
+  std::unordered_map<uint64_t, std::unique_ptr<Request>> requests_;
+  uint64_t step_ = 0, sequence_number_ = 0;
+};
+
+}  // namespace
+
+void bind_core(py::module_& m) {
+  using Config = SchedulerConfig;
+  py::class_<Config>(m, "SchedulerConfig")
+      .def(py::init(&make_scheduler_config), py::kw_only(), py::arg("num_blocks"), py::arg("block_size"), py::arg("max_num_seqs"),
+           py::arg("max_num_batched_tokens"), py::arg("prefill_chunk_size"), py::arg("max_model_len"), py::arg("prefix_caching"));
+
+  py::class_<BlockManager>(m, "BlockManager")
+      .def(py::init<int32_t, int32_t, bool>(), py::arg("num_blocks"), py::arg("block_size"), py::arg("prefix_caching"))
+      .def_property_readonly("num_free", &BlockManager::num_free)
+      .def("ref_count", &BlockManager::ref_count)
+      .def("writable", &BlockManager::writable)
+      .def("allocate", [](BlockManager& self) {
+        require(self.num_free() > 0, "no free block");
+        return self.allocate();
+      })
+      .def("retain", &BlockManager::retain)
+      .def("release", [](BlockManager& self, int32_t block) {
+        require(self.ref_count(block) > 0, "the block is not held");
+        self.release(block);
+      })
+      .def("publish", [](BlockManager& self, int32_t block, uint64_t parent, const std::vector<int32_t>& tokens) {
+        require(static_cast<int32_t>(tokens.size()) == self.block_size(), "tokens of exactly one block");
+        return self.publish(block, parent, tokens.data());
+      })
+      .def("match_prefix", [](const BlockManager& self, const std::vector<int32_t>& tokens, uint64_t salt) {
+        std::vector<int32_t> blocks(tokens.size() / static_cast<size_t>(self.block_size()));
+        blocks.resize(static_cast<size_t>(self.match_prefix(tokens.data(), static_cast<int32_t>(blocks.size()), salt, blocks.data())));
+        return blocks;
+      })
+      .def("time_match_prefix", [](const BlockManager& self, const std::vector<int32_t>& tokens, int repeats) {
+        std::vector<int32_t> blocks(tokens.size() / static_cast<size_t>(self.block_size()));
+        const int64_t start = now_ns();
+        for (int i = 0; i < repeats; ++i) self.match_prefix(tokens.data(), static_cast<int32_t>(blocks.size()), 0, blocks.data());
+        return static_cast<double>(now_ns() - start) / repeats;
+      }, NoGil())
+      .def_static("root_chain", &BlockManager::root_chain)
+      .def("consistent", &BlockManager::consistent);
+
+  py::class_<SchedulerHarness>(m, "SchedulerHarness")
+      .def(py::init<const Config&, int>(), py::arg("config"), py::arg("steps_in_flight"))
+      .def("add", [](SchedulerHarness& self, uint64_t id, std::vector<int32_t> prompt, int32_t n, int32_t max_tokens,
+                     std::vector<int32_t> stop_tokens, int64_t order, uint64_t salt) {
+        self.add(make_spec(id, std::move(prompt), n, max_tokens, 0, salt, {}, std::move(stop_tokens)), order);
+      }, py::arg("id"), py::arg("prompt"), py::arg("n"), py::arg("max_tokens"), py::arg("stop_tokens"), py::arg("order"), py::arg("salt"))
+      .def("abort", &SchedulerHarness::abort)
+      .def("schedule", &SchedulerHarness::schedule)
+      .def("commit", &SchedulerHarness::commit)
+      .def("news", &SchedulerHarness::news)
+      .def_property_readonly("in_flight", &SchedulerHarness::in_flight)
+      .def_property_readonly("quiescent", &SchedulerHarness::quiescent)
+      .def_property_readonly("free_blocks", &SchedulerHarness::free_blocks)
+      .def_property_readonly("preemptions", &SchedulerHarness::preemptions)
+      .def_property_readonly("ref_counts", &SchedulerHarness::ref_counts)
+      .def("consistent", &SchedulerHarness::consistent)
+      .def("time_steps", &SchedulerHarness::time_steps, NoGil());
+}
+
+}  // namespace asyncengine

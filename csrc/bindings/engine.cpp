@@ -1,0 +1,168 @@
+// The step loop on its executors.
+#include "bindings/bindings.h"
+
+#include <chrono>
+#include <memory>
+#include <vector>
+
+#include "platform/cpu_kernels.h"
+#include "step_loop/callback_executor.h"
+#include "step_loop/simulated_model.h"
+#include "step_loop/step_loop.h"
+
+namespace asyncengine {
+namespace {
+
+// Destroying a step loop joins threads that may be waiting for the GIL.
+struct WithoutGil {
+  template <class T>
+  void operator()(T* object) const {
+    py::gil_scoped_release release;
+    delete object;
+  }
+};
+
+// A simulated device and the model that runs on it. Its thread stops before anything that its graphs use is freed.
+struct Simulation {
+  explicit Simulation(const SimulatedModelConfig& model_config) : config(model_config) {}
+  ~Simulation() { device.stop(); }
+
+  SimulatedModelConfig config;
+  SimulatedDevice device;
+  std::unique_ptr<SimulatedModel> model;
+};
+
+int32_t max_blocks(const SchedulerConfig& config) {
+  return (config.max_model_len + config.block_size - 1) / config.block_size;
+}
+
+std::unique_ptr<StepLoop, WithoutGil> make_simulated_loop(const StepLoopConfig& config, Simulation& simulation,
+                                                          double poll_interval_us) {
+  require(simulation.model == nullptr, "a simulated device runs one step loop in its life");
+  const SchedulerConfig& s = config.scheduler;
+  simulation.model = std::make_unique<SimulatedModel>(simulation.device, simulation.config, StepLoop::limits(config),
+                                                      s.num_blocks, s.block_size, max_blocks(s));
+  auto executor = simulation.model->make_executor(
+      config.steps_in_flight, std::chrono::nanoseconds(static_cast<int64_t>(poll_interval_us * 1000)));
+  return std::unique_ptr<StepLoop, WithoutGil>(new StepLoop(config, std::move(executor)));
+}
+
+// `forward(batch)` returns the address of float32 logits [num_samples, vocab_size]. It is the only Python that a step
+// runs, on the executor's thread; sampling follows without the GIL.
+std::unique_ptr<StepLoop, WithoutGil> make_cpu_loop(const StepLoopConfig& config, py::function forward,
+                                                    std::shared_ptr<CpuKernels> kernels, int64_t vocab_size,
+                                                    const std::vector<std::pair<Address, size_t>>& kv_regions) {
+  const std::shared_ptr<py::function> callback(new py::function(std::move(forward)), [](py::function* f) {
+    py::gil_scoped_acquire gil;
+    delete f;
+  });
+  auto step = [callback, kernels = std::move(kernels), vocab_size](const StepBatch& batch, int32_t* tokens) {
+    Address logits = 0;
+    {
+      py::gil_scoped_acquire gil;
+      try {
+        logits = (*callback)(py::cast(&batch, py::return_value_policy::reference)).cast<Address>();
+      } catch (const py::error_already_set& error) {
+        throw std::runtime_error(error.what());  // a plain string: the Python error may not leave the GIL's scope
+      }
+    }
+    if (batch.num_samples > 0) kernels->sample(pointer<const float>(logits), vocab_size, batch, tokens);
+  };
+  std::vector<CallbackExecutor::BlockRegion> regions;
+  for (const auto& [base, bytes_per_block] : kv_regions) regions.push_back({pointer<std::byte>(base), bytes_per_block});
+  auto executor = std::make_unique<CallbackExecutor>(StepLoop::limits(config), max_blocks(config.scheduler),
+                                                     config.scheduler.block_size, config.steps_in_flight,
+                                                     std::move(regions), std::move(step));
+  return std::unique_ptr<StepLoop, WithoutGil>(new StepLoop(config, std::move(executor)));
+}
+
+// [(request, index, tokens, finish, time_ns, scheduled_ns, cached_tokens), ...], one per sequence with news.
+std::pair<py::list, bool> drain(StepLoop& loop) {
+  py::list news;
+  const bool alive = loop.drain([&](const StepLoop::News& n) {
+    const Request& request = *n.sequence->request;
+    news.append(py::make_tuple(request.id, n.sequence->index, n.tokens, static_cast<int>(n.finish), n.time_ns,
+                               request.scheduled_ns, request.cached_tokens));
+  });
+  return {std::move(news), alive};
+}
+
+StepLoopConfig make_loop_config(const SchedulerConfig& scheduler, int steps_in_flight, int64_t max_queued_requests,
+                                int64_t max_queued_tokens, double priority_ageing_s, double step_timeout_s) {
+  require(steps_in_flight >= 1, "steps_in_flight must be at least 1");
+  const auto nanoseconds = [](double s) { return std::chrono::nanoseconds(static_cast<int64_t>(s * 1e9)); };
+  return {scheduler, steps_in_flight, max_queued_requests, max_queued_tokens, nanoseconds(priority_ageing_s), nanoseconds(step_timeout_s)};
+}
+
+}  // namespace
+
+void bind_engine(py::module_& m) {
+  py::enum_<SubmitResult>(m, "SubmitResult")
+      .value("accepted", SubmitResult::kAccepted)
+      .value("queue_full", SubmitResult::kQueueFull)
+      .value("too_large", SubmitResult::kTooLarge)
+      .value("closed", SubmitResult::kClosed);
+
+  using Stats = StepLoopStats;
+  py::class_<Stats>(m, "StepLoopStats")
+      .def_readonly("running", &Stats::running)
+      .def_readonly("waiting", &Stats::waiting)
+      .def_readonly("preemptions", &Stats::preemptions)
+      .def_readonly("prefix_queries", &Stats::prefix_queries)
+      .def_readonly("prefix_hits", &Stats::prefix_hits)
+      .def_readonly("prompt_tokens", &Stats::prompt_tokens)
+      .def_readonly("generated_tokens", &Stats::generated_tokens)
+      .def_readonly("free_blocks", &Stats::free_blocks)
+      .def_readonly("free_slots", &Stats::free_slots)
+      .def_readonly("num_blocks", &Stats::num_blocks)
+      .def_readonly("steps", &Stats::steps)
+      .def_readonly("leases", &Stats::leases)
+      .def_readonly("queued_requests", &Stats::queued_requests)
+      .def_readonly("queued_tokens", &Stats::queued_tokens)
+      .def_readonly("live_requests", &Stats::live_requests);
+
+  py::class_<StepLoopConfig>(m, "StepLoopConfig")
+      .def(py::init(&make_loop_config), py::kw_only(), py::arg("scheduler"), py::arg("steps_in_flight"), py::arg("max_queued_requests"),
+           py::arg("max_queued_tokens"), py::arg("priority_ageing_s"), py::arg("step_timeout_s"));
+
+  py::class_<Simulation>(m, "SimulatedDevice")
+      .def(py::init([](int32_t vocab_size, int32_t first_token, double step_latency_us, double token_latency_us, bool read_kv) {
+             require(0 <= first_token && first_token < vocab_size, "first_token must be in [0, vocab_size)");
+             const auto ns = [](double us) { return std::chrono::nanoseconds(static_cast<int64_t>(us * 1000)); };
+             return std::make_unique<Simulation>(SimulatedModelConfig{vocab_size, first_token, ns(step_latency_us), ns(token_latency_us), read_kv});
+           }),
+           py::kw_only(), py::arg("vocab_size"), py::arg("first_token") = 0, py::arg("step_latency_us") = 0.0,
+           py::arg("token_latency_us") = 0.0, py::arg("read_kv") = true)
+      .def("fail_at", [](Simulation& self, int64_t nth_launch) { self.device.fail_at(nth_launch); }, py::arg("nth_launch"), NoGil())
+      .def("hang_at", [](Simulation& self, int64_t nth_launch) { self.device.hang_at(nth_launch); }, py::arg("nth_launch"), NoGil())
+      .def("resume", [](Simulation& self) { self.device.resume(); }, NoGil())
+      .def("next_token", [](const Simulation& self, const std::vector<int32_t>& tokens, float temperature, uint64_t seed) {
+        SamplingState sampling;
+        sampling.temperature = temperature;
+        sampling.seed = seed;
+        return SimulatedModel::next_token(self.config, tokens, sampling);
+      }, py::arg("tokens"), py::arg("temperature") = 0.f, py::arg("seed") = 0);
+
+  py::class_<StepLoop, std::unique_ptr<StepLoop, WithoutGil>>(m, "StepLoop")
+      .def_static("on_simulated_device", &make_simulated_loop, py::arg("config"), py::arg("device"),
+                  py::arg("poll_interval_us"), py::keep_alive<0, 2>())
+      .def_static("on_cpu", &make_cpu_loop, py::arg("config"), py::arg("forward"), py::arg("kernels"), py::arg("vocab_size"),
+                  py::arg("kv_regions"))
+      .def("start", &StepLoop::start)
+      .def("stop", [](StepLoop& self, double limit_s) {
+        return self.stop(std::chrono::nanoseconds(static_cast<int64_t>(limit_s * 1e9)));
+      }, py::arg("limit_s"), NoGil())
+      .def("submit", [](StepLoop& self, uint64_t id, std::vector<int32_t> prompt, int32_t n, int32_t max_tokens, int32_t priority,
+                        uint64_t salt, const SamplingTuple& sampling, std::vector<int32_t> stop_tokens) {
+        return self.submit(make_spec(id, std::move(prompt), n, max_tokens, priority, salt, sampling, std::move(stop_tokens)));
+      }, py::arg("id"), py::arg("prompt"), py::arg("n"), py::arg("max_tokens"), py::arg("priority"), py::arg("salt"),
+           py::arg("sampling"), py::arg("stop_tokens"))
+      .def("abort", &StepLoop::abort, py::arg("id"), py::arg("index") = -1)
+      .def("drain", &drain)
+      .def("stats", &StepLoop::stats)
+      .def_property_readonly("wake_fd", &StepLoop::wake_fd)
+      .def_property_readonly("error", &StepLoop::error)
+      .def_property_readonly("quiescent", &StepLoop::quiescent);
+}
+
+}  // namespace asyncengine

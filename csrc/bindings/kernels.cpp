@@ -1,0 +1,188 @@
+// CPU kernels and the step batch they read.
+#include "bindings/bindings.h"
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/step_batch.h"
+#include "platform/cpu_kernels.h"
+
+namespace asyncengine {
+namespace {
+
+// A StepBatch made in Python: it owns what a step's own batch points to.
+struct OwnedStepBatch : StepBatch {
+  std::vector<std::vector<int32_t>> owned_tables;
+  std::vector<SamplingState> owned_states;
+};
+
+std::shared_ptr<StepBatch> make_step_batch(std::vector<int64_t> input_ids, std::vector<int64_t> positions,
+                                           std::vector<int64_t> slot_mapping, std::vector<int32_t> query_start,
+                                           std::vector<int32_t> context_len,
+                                           std::vector<std::vector<int32_t>> block_tables,
+                                           std::vector<int64_t> sample_index, std::vector<int64_t> sample_position,
+                                           const std::vector<SamplingTuple>& sampling) {
+  const size_t tokens = input_ids.size(), rows = context_len.size();
+  require(positions.size() == tokens && slot_mapping.size() == tokens,
+          "input_ids, positions and slot_mapping must have one entry per token");
+  require(query_start.size() == rows + 1 && block_tables.size() == rows,
+          "query_start needs one entry more than context_len, block_tables as many");
+  require(query_start.front() == 0 && static_cast<size_t>(query_start.back()) == tokens,
+          "query_start must lead from 0 to the number of tokens");
+  require(sample_position.size() == sampling.size(), "sample_position and sampling must have the same length");
+
+  auto batch = std::make_shared<OwnedStepBatch>();
+  batch->num_tokens = static_cast<int32_t>(tokens);
+  batch->num_rows = static_cast<int32_t>(rows);
+  batch->num_samples = static_cast<int32_t>(std::max(sample_index.size(), sampling.size()));
+  batch->input_ids = std::move(input_ids);
+  batch->positions = std::move(positions);
+  batch->slot_mapping = std::move(slot_mapping);
+  batch->query_start = std::move(query_start);
+  batch->context_len = std::move(context_len);
+  batch->sample_index = std::move(sample_index);
+  batch->sample_position = std::move(sample_position);
+  batch->owned_tables = std::move(block_tables);
+  for (const std::vector<int32_t>& table : batch->owned_tables) batch->block_tables.push_back(table.data());
+  for (const auto& [temperature, top_k, top_p, min_p, seed] : sampling) {
+    batch->owned_states.push_back({temperature, top_p, min_p, top_k, seed});
+  }
+  for (const SamplingState& state : batch->owned_states) batch->sample_state.push_back(&state);
+  return batch;
+}
+
+// A view of a member; `owner` keeps the batch alive. Valid until the batch is reused for another step.
+template <class T>
+auto array_property(std::vector<T> StepBatch::*member, int32_t StepBatch::*count, int extra = 0) {
+  return [member, count, extra](const py::object& owner) {
+    StepBatch& batch = owner.cast<StepBatch&>();
+    return py::array_t<T>({static_cast<py::ssize_t>(batch.*count + extra)}, {static_cast<py::ssize_t>(sizeof(T))},
+                          (batch.*member).data(), owner);
+  };
+}
+
+std::shared_ptr<CpuLinear> make_linear(const std::vector<Address>& weights, const std::vector<int64_t>& rows,
+                                       const std::vector<Address>& biases, int64_t k, Dtype dtype) {
+  require(!weights.empty() && weights.size() == rows.size() && weights.size() == biases.size(),
+          "weights, rows and biases must have the same length, at least 1");
+  require(k >= 1, "k must be at least 1");
+  auto linear = std::make_shared<CpuLinear>();
+  linear->k = k;
+  linear->dtype = dtype;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    require(rows[i] >= 1, "a weight matrix needs at least one row");
+    linear->matrices.push_back({pointer(weights[i]), pointer(biases[i]), rows[i]});
+  }
+  return linear;
+}
+
+void bind_step_batch(py::module_& m) {
+  py::class_<StepBatch, std::shared_ptr<StepBatch>>(m, "StepBatch")
+      .def(py::init(&make_step_batch), py::arg("input_ids"), py::arg("positions"), py::arg("slot_mapping"),
+           py::arg("query_start"), py::arg("context_len"), py::arg("block_tables"), py::arg("sample_index"),
+           py::arg("sample_position") = std::vector<int64_t>{}, py::arg("sampling") = std::vector<SamplingTuple>{})
+      .def_readonly("num_tokens", &StepBatch::num_tokens)
+      .def_readonly("num_rows", &StepBatch::num_rows)
+      .def_readonly("num_samples", &StepBatch::num_samples)
+      .def_property_readonly("input_ids", array_property(&StepBatch::input_ids, &StepBatch::num_tokens))
+      .def_property_readonly("positions", array_property(&StepBatch::positions, &StepBatch::num_tokens))
+      .def_property_readonly("slot_mapping", array_property(&StepBatch::slot_mapping, &StepBatch::num_tokens))
+      .def_property_readonly("query_start", array_property(&StepBatch::query_start, &StepBatch::num_rows, 1))
+      .def_property_readonly("context_len", array_property(&StepBatch::context_len, &StepBatch::num_rows))
+      .def_property_readonly("sample_index", array_property(&StepBatch::sample_index, &StepBatch::num_samples))
+      .def(
+          "block_table",
+          [](const py::object& owner, int32_t row, py::ssize_t num_blocks) {
+            const StepBatch& batch = owner.cast<const StepBatch&>();
+            if (row < 0 || row >= batch.num_rows) throw py::index_error("no such row");
+            return py::array_t<int32_t>(num_blocks, batch.block_tables[static_cast<size_t>(row)], owner);
+          },
+          py::arg("row"), py::arg("num_blocks"));
+}
+
+}  // namespace
+
+void bind_cpu_kernels(py::module_& m) {
+  bind_step_batch(m);
+
+  py::enum_<Dtype>(m, "Dtype").value("float32", Dtype::kFloat32).value("bfloat16", Dtype::kBFloat16);
+  py::enum_<Activation>(m, "Activation")
+      .value("silu_mul", Activation::kSiluMul)
+      .value("gelu_tanh", Activation::kGeluTanh)
+      .value("gelu", Activation::kGelu);
+
+  py::class_<CpuLinear, std::shared_ptr<CpuLinear>>(m, "CpuLinear")
+      .def(py::init(&make_linear), py::arg("weights"), py::arg("rows"), py::arg("biases"), py::arg("k"),
+           py::arg("dtype"));
+
+  py::class_<PagedKV>(m, "PagedKV")
+      .def(py::init([](Address k, Address v, int64_t num_kv_heads, int64_t head_dim, int64_t block_size) {
+             require(block_size >= 16 && block_size % 16 == 0, "block_size must be a multiple of 16");
+             require(num_kv_heads >= 1 && head_dim >= 1, "num_kv_heads and head_dim must be at least 1");
+             return PagedKV{pointer(k), pointer(v), num_kv_heads, head_dim, block_size};
+           }),
+           py::arg("k"), py::arg("v"), py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("block_size"));
+
+  py::class_<CpuKernels, std::shared_ptr<CpuKernels>>(m, "CpuKernels")
+      .def(py::init<int, std::string>(), py::arg("num_threads"), py::arg("isa") = "auto")
+      .def_static("available_isas", &available_cpu_isas)
+      .def_property_readonly("isa", &CpuKernels::isa_name)
+      .def_property_readonly("num_threads", &CpuKernels::num_threads)
+      .def(
+          "linear",
+          [](CpuKernels& self, const CpuLinear& weights, Address x, int64_t x_stride, int64_t rows, Address y,
+             bool y_float32) { self.linear(weights, pointer(x), x_stride, rows, pointer(y), y_float32); },
+          NoGil())
+      .def(
+          "norm",
+          [](CpuKernels& self, Dtype dtype, Address x, int64_t x_stride, Address residual, Address weight,
+             Address bias, Address y, int64_t y_stride, int64_t tokens, int64_t heads, int64_t width,
+             float eps) {
+            self.norm(dtype,
+                      {pointer(x), pointer(residual), pointer(weight), pointer(bias), pointer(y), x_stride, y_stride,
+                       heads, width, eps},
+                      tokens);
+          },
+          NoGil())
+      .def(
+          "activation",
+          [](CpuKernels& self, Dtype dtype, Activation kind, Address x, Address y, int64_t rows, int64_t width) {
+            self.activation(dtype, kind, pointer(x), pointer(y), rows, width);
+          },
+          NoGil())
+      .def(
+          "rotary",
+          [](CpuKernels& self, Dtype dtype, Address x, int64_t token_stride, int64_t tokens, int64_t heads,
+             int64_t head_dim, Address cos_sin, Address positions) {
+            self.rotary(dtype,
+                        {pointer(x), token_stride, heads, head_dim, pointer<const float>(cos_sin),
+                         pointer<const int64_t>(positions)},
+                        tokens);
+          },
+          NoGil())
+      .def(
+          "store_kv",
+          [](CpuKernels& self, Dtype dtype, Address k, int64_t k_stride, Address v, int64_t v_stride,
+             const PagedKV& cache, const StepBatch& batch) {
+            self.store_kv(dtype, pointer(k), k_stride, pointer(v), v_stride, cache, batch);
+          },
+          NoGil())
+      .def(
+          "paged_attention",
+          [](CpuKernels& self, Dtype dtype, Address q, int64_t q_stride, int64_t tokens, int64_t num_q_heads,
+             Address out, const PagedKV& cache, const StepBatch& batch, float scale, int64_t window) {
+            self.paged_attention(dtype, pointer(q), q_stride, tokens, num_q_heads, pointer(out), cache, batch, scale,
+                                 window);
+          },
+          NoGil())
+      .def(
+          "sample",
+          [](CpuKernels& self, Address logits, int64_t vocab, const StepBatch& batch, Address tokens) {
+            self.sample(pointer<const float>(logits), vocab, batch, pointer<int32_t>(tokens));
+          },
+          NoGil());
+}
+
+}  // namespace asyncengine

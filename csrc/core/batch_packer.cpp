@@ -1,0 +1,82 @@
+#include "core/batch_packer.h"
+
+#include <algorithm>
+#include <cassert>
+
+namespace asyncengine {
+namespace {
+
+// Hands out consecutive sections of the buffer.
+class Cursor {
+ public:
+  explicit Cursor(std::span<std::byte> buffer) : base_(buffer.data()), end_(base_ + buffer.size()), next_(base_) {}
+
+  template <typename T>
+  T* take(size_t count) {
+    T* section = reinterpret_cast<T*>(next_);
+    next_ += count * sizeof(T);
+    assert(next_ <= end_);
+    return section;
+  }
+  size_t used() const { return static_cast<size_t>(next_ - base_); }
+
+ private:
+  std::byte *base_, *end_, *next_;
+};
+
+SlotUpdate slot_update(const Sequence& sequence) {
+  const SamplingState& s = sequence.sampling;
+  return {sequence.slot, s.temperature, s.top_p, s.min_p, s.top_k,
+          static_cast<uint32_t>(s.seed), static_cast<uint32_t>(s.seed >> 32), 0};
+}
+
+}  // namespace
+
+size_t pack_step(const StepPlan& plan, BlockTables& tables, std::span<std::byte> buffer) {
+  // Rows that bring their tokens come after the decode rows, so their ids follow each other.
+  const int32_t num_prompt_ids = plan.num_tokens - plan.num_decode_rows;
+  Cursor cursor(buffer);
+  auto* header = cursor.take<StepInputHeader>(1);
+  auto* rows = cursor.take<StepInputRow>(plan.rows.size());
+  auto* prompt_ids = cursor.take<int32_t>(static_cast<size_t>(num_prompt_ids));
+  auto* copies = cursor.take<BlockCopy>(plan.copies.size());
+  auto* updates = cursor.take<SlotUpdate>(plan.filled_slots.size());
+  auto* deltas = cursor.take<TableDelta>(static_cast<size_t>(plan.num_table_deltas));
+  auto* delta_blocks = cursor.take<int32_t>(static_cast<size_t>(plan.num_delta_blocks));
+
+  std::copy(plan.copies.begin(), plan.copies.end(), copies);
+  auto filled = plan.filled_slots.begin();
+  int32_t query_start = 0, prompt_start = 0, sample_row = 0, offset = 0;
+  for (const PlanRow& row : plan.rows) {
+    const Sequence& sequence = *row.sequence;
+    *rows++ = {row.slot, query_start, row.query_len, row.context_len,
+               (row.sample ? kRowSample : 0) | (row.from_device ? kRowFromDevice : 0),
+               prompt_start, row.sample ? sample_row : -1, 0};
+    query_start += row.query_len;
+    sample_row += row.sample;
+    if (!row.from_device) {
+      std::copy_n(sequence.tokens.begin() + row.context_len, row.query_len, prompt_ids + prompt_start);
+      prompt_start += row.query_len;
+    }
+    if (filled != plan.filled_slots.end() && *filled == row.slot) {  // filled_slots is in row order
+      *updates++ = slot_update(sequence);
+      ++filled;
+    }
+    const int32_t first = tables.dirty_begin(row.slot), count = tables.length(row.slot) - first;
+    if (count > 0) {
+      *deltas++ = {row.slot, first, count, offset};
+      std::copy_n(tables.blocks(row.slot).begin() + first, count, delta_blocks + offset);
+      offset += count;
+      tables.mark_clean(row.slot);
+    }
+  }
+  assert(offset == plan.num_delta_blocks && filled == plan.filled_slots.end());
+
+  *header = {StepInputView::kMagic, static_cast<uint32_t>(cursor.used() / sizeof(int32_t)), plan.step,
+             static_cast<int32_t>(plan.rows.size()), plan.num_decode_rows, plan.num_tokens, sample_row,
+             num_prompt_ids, static_cast<int32_t>(plan.copies.size()), static_cast<int32_t>(plan.filled_slots.size()),
+             plan.num_table_deltas, plan.num_delta_blocks, {}};
+  return cursor.used();
+}
+
+}  // namespace asyncengine

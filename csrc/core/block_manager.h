@@ -1,0 +1,66 @@
+// The pool of KV blocks: reference counts, the free queue in LRU order, and the prefix cache over it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "core/prefix_index.h"
+
+namespace asyncengine {
+
+// A block is in one of three states:
+//   held     ref_count > 0, in no queue
+//   free     ref_count 0, at the front of the free queue, content worthless
+//   cached   ref_count 0, at the back of the free queue, found by match_prefix until it is evicted
+// Both free and cached blocks count as free: allocate() evicts the least recently used cached block
+// when nothing worthless is left.
+class BlockManager {
+ public:
+  BlockManager(int32_t num_blocks, int32_t block_size, bool prefix_caching);
+
+  int32_t num_blocks() const { return static_cast<int32_t>(ref_counts_.size()); }
+  int32_t block_size() const { return block_size_; }
+  int32_t num_free() const { return num_free_; }
+  int32_t ref_count(int32_t block) const { return ref_counts_[static_cast<size_t>(block)]; }
+  int32_t blocks_for(int64_t num_tokens) const {
+    return static_cast<int32_t>((num_tokens + block_size_ - 1) / block_size_);
+  }
+
+  // Precondition: num_free() > 0. The block is held once.
+  int32_t allocate();
+  void retain(int32_t block);
+  void release(int32_t block);
+
+  // True when nobody else may see what is written into the block.
+  bool writable(int32_t block) const { return ref_count(block) == 1 && !index_.contains(block); }
+
+  // The longest chain of cached blocks that holds the first tokens, as block ids in `out`; at most `max_blocks`.
+  // Takes no reference: the caller retains what it uses before anything else is allocated.
+  int32_t match_prefix(const int32_t* tokens, int32_t max_blocks, uint64_t salt, int32_t* out) const;
+
+  // Makes a full block, whose KV is in memory, findable. `parent` is the chain so far: root_chain() or the value
+  // this returned for the block before. When an equal block is cached already, that one stays and its chain is returned.
+  uint64_t publish(int32_t block, uint64_t parent, const int32_t* tokens);
+  static uint64_t root_chain(uint64_t salt) { return PrefixIndex::root(salt); }
+  uint64_t chain_of(int32_t block) const { return index_.chain_of(block); }
+
+  bool prefix_caching() const { return prefix_caching_; }
+  // Every block is in exactly one state and the queue agrees with the counts; O(num_blocks), for tests and idle checks.
+  bool consistent() const;
+
+ private:
+  void push_front(int32_t block);
+  void push_back(int32_t block);
+  void unlink(int32_t block);
+
+  int32_t block_size_;
+  bool prefix_caching_;
+  int32_t num_free_ = 0;
+  std::vector<int32_t> ref_counts_;
+  // Intrusive list; entry num_blocks is the sentinel.
+  std::vector<int32_t> next_, prev_;
+  PrefixIndex index_;
+};
+
+}  // namespace asyncengine

@@ -1,0 +1,105 @@
+#include "core/prefix_index.h"
+
+#include <algorithm>
+#include <bit>
+#include <cassert>
+#include <cstring>
+
+namespace asyncengine {
+namespace {
+
+// 64x64 -> 128 bit multiply, halves folded: one multiplication mixes both words well enough for a hash table.
+uint64_t fold_multiply(uint64_t a, uint64_t b) {
+  __extension__ using uint128 = unsigned __int128;
+  const uint128 product = uint128{a} * b;
+  return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
+}
+
+constexpr uint64_t kMultiplier = 0x9E3779B97F4A7C15;
+constexpr uint64_t kOffset = 0xD1B54A32D192ED03;
+
+}  // namespace
+
+PrefixIndex::PrefixIndex(int32_t num_blocks, int32_t block_size)
+    : block_size_(block_size),
+      cells_(std::bit_ceil(static_cast<size_t>(num_blocks) * 2 + 2), -1),
+      entries_(static_cast<size_t>(num_blocks)),
+      tokens_(static_cast<size_t>(num_blocks) * static_cast<size_t>(block_size)) {
+  shift_ = 64 - std::countr_zero(cells_.size());
+}
+
+uint64_t PrefixIndex::root(uint64_t salt) {
+  return fold_multiply(salt ^ kOffset, kMultiplier) | (uint64_t{1} << 63);
+}
+
+uint64_t PrefixIndex::hash(uint64_t parent, const int32_t* tokens) const {
+  // Two lanes, so that the multiplications of one block overlap.
+  uint64_t a = parent ^ kOffset, b = parent + kMultiplier;
+  for (int32_t i = 0; i < block_size_; i += 4) {  // block_size is a multiple of 16
+    uint64_t words[2];
+    std::memcpy(words, tokens + i, sizeof(words));
+    a = fold_multiply(a ^ words[0], kMultiplier);
+    b = fold_multiply(b ^ words[1], kOffset);
+  }
+  return fold_multiply(a ^ std::rotl(b, 32), kMultiplier);
+}
+
+int32_t PrefixIndex::find(uint64_t parent, const int32_t* tokens) const {
+  const uint64_t h = hash(parent, tokens);
+  const size_t mask = cells_.size() - 1;
+  for (size_t cell = home(h); cells_[cell] >= 0; cell = (cell + 1) & mask) {
+    const int32_t block = cells_[cell];
+    const Entry& entry = entries_[static_cast<size_t>(block)];
+    if (entry.hash == h && entry.parent == parent && std::equal(tokens, tokens + block_size_, tokens_of(block))) {
+      return block;
+    }
+  }
+  return -1;
+}
+
+void PrefixIndex::insert(int32_t block, uint64_t parent, const int32_t* tokens) {
+  assert(!contains(block));
+  Entry& entry = entries_[static_cast<size_t>(block)];
+  entry = {hash(parent, tokens), parent, next_chain_++};
+  std::copy_n(tokens, block_size_, tokens_.begin() + int64_t{block} * block_size_);
+  const size_t mask = cells_.size() - 1;
+  size_t cell = home(entry.hash);
+  while (cells_[cell] >= 0) cell = (cell + 1) & mask;
+  cells_[cell] = block;
+}
+
+void PrefixIndex::erase(int32_t block) {
+  const size_t mask = cells_.size() - 1;
+  size_t hole = find_cell(block);
+  entries_[static_cast<size_t>(block)] = {};
+  // Backward shift: move up every later entry of the run that may live in the hole, so that no tombstone is needed.
+  for (size_t cell = (hole + 1) & mask; cells_[cell] >= 0; cell = (cell + 1) & mask) {
+    const size_t wanted = home(entries_[static_cast<size_t>(cells_[cell])].hash);
+    if (((cell - wanted) & mask) >= ((cell - hole) & mask)) {
+      cells_[hole] = cells_[cell];
+      hole = cell;
+    }
+  }
+  cells_[hole] = -1;
+}
+
+size_t PrefixIndex::find_cell(int32_t block) const {
+  assert(contains(block));
+  const size_t mask = cells_.size() - 1;
+  size_t cell = home(entries_[static_cast<size_t>(block)].hash);
+  while (cells_[cell] != block) cell = (cell + 1) & mask;
+  return cell;
+}
+
+bool PrefixIndex::consistent() const {
+  const auto used = std::count_if(cells_.begin(), cells_.end(), [](int32_t b) { return b >= 0; });
+  const auto live = std::count_if(entries_.begin(), entries_.end(), [](const Entry& e) { return e.chain != 0; });
+  if (used != live) return false;
+  for (size_t b = 0; b < entries_.size(); ++b) {
+    const auto block = static_cast<int32_t>(b);
+    if (contains(block) && find(entries_[b].parent, tokens_of(block)) < 0) return false;
+  }
+  return true;
+}
+
+}  // namespace asyncengine

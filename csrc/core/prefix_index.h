@@ -1,0 +1,46 @@
+// Which block holds which tokens after which prefix: an open-addressing table that never allocates after construction.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace asyncengine {
+
+// Every entry has a chain id that is never used again. An entry is keyed by (chain id of the entry before it, tokens of
+// the block), so equality of one block implies, by induction, equality of the whole prefix: the hash only finds
+// candidates, and a collision can never hand out another prompt's KV.
+class PrefixIndex {
+ public:
+  PrefixIndex(int32_t num_blocks, int32_t block_size);
+
+  // Chain before the first block. The salt separates tenants; the top bit keeps roots apart from entries.
+  static uint64_t root(uint64_t salt);
+
+  int32_t find(uint64_t parent, const int32_t* tokens) const;  // block, or -1
+  void insert(int32_t block, uint64_t parent, const int32_t* tokens);
+  void erase(int32_t block);
+  bool contains(int32_t block) const { return entries_[static_cast<size_t>(block)].chain != 0; }
+  uint64_t chain_of(int32_t block) const { return entries_[static_cast<size_t>(block)].chain; }
+  bool consistent() const;
+
+ private:
+  struct Entry {
+    uint64_t hash = 0;
+    uint64_t parent = 0;
+    uint64_t chain = 0;  // 0: no entry
+  };
+  uint64_t hash(uint64_t parent, const int32_t* tokens) const;
+  size_t home(uint64_t hash_value) const { return static_cast<size_t>(hash_value >> shift_); }
+  size_t find_cell(int32_t block) const;
+  const int32_t* tokens_of(int32_t block) const { return tokens_.data() + int64_t{block} * block_size_; }
+
+  int32_t block_size_;
+  int shift_;
+  uint64_t next_chain_ = 1;
+  std::vector<int32_t> cells_;  // block, or -1; linear probing, at most half full
+  std::vector<Entry> entries_;  // by block
+  std::vector<int32_t> tokens_; // by block, block_size each
+};
+
+}  // namespace asyncengine

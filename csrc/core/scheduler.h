@@ -1,0 +1,121 @@
+// Which sequences run in the next step, with which blocks; and what the results of a step mean for them.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/block_manager.h"
+#include "core/block_table.h"
+#include "core/outbox.h"
+#include "core/sequence.h"
+#include "core/step_input.h"
+#include "core/step_plan.h"
+
+namespace asyncengine {
+
+struct SchedulerConfig {
+  int32_t num_blocks = 0;
+  int32_t block_size = 16;
+  int32_t max_num_seqs = 256;
+  int32_t max_num_batched_tokens = 2048;
+  int32_t prefill_chunk_size = 0;  // 0: as many as the step has room for
+  int32_t max_model_len = 0;
+  bool prefix_caching = true;
+};
+
+struct SchedulerStats {
+  int64_t running = 0, waiting = 0;  // sequences
+  int64_t preemptions = 0, prefix_queries = 0, prefix_hits = 0;  // prefix counts are tokens
+  int64_t prompt_tokens = 0, generated_tokens = 0;
+  int64_t free_blocks = 0, free_slots = 0;
+};
+
+// Single-threaded: everything happens on the step thread. schedule() may run ahead of commit(): the values of
+// tokens in flight are unknown, their count is not.
+//
+// Order: decode rows first, then prompts of running sequences, then new sequences, each in order of Request::order.
+// When blocks run out, the running sequence that is last in that order gives its own back and is computed again later;
+// the first one never has to, so the engine always makes progress.
+class Scheduler {
+ public:
+  explicit Scheduler(const SchedulerConfig& config);
+
+  void add(Request* request);
+  // Ends the sequences whose abort is requested; blocks come back when no step in flight touches them.
+  void abort(Request* request, Outbox& outbox);
+
+  // Fills `plan` (empty when nothing can run). The plan's rows count as in flight until commit() sees it.
+  void schedule(StepPlan& plan, int64_t now_ns);
+  // Takes in the results of the oldest step in flight: `tokens` has plan.num_samples entries, a negative one
+  // meaning that the logits of the row were not finite.
+  void commit(StepPlan& plan, const int32_t* tokens, Outbox& outbox, int64_t now_ns);
+
+  bool idle() const { return running_.empty() && waiting_.empty() && retiring_ == 0; }
+  BlockTables& tables() { return tables_; }
+  BlockManager& blocks() { return blocks_; }
+  const SchedulerStats& stats();
+  StepLimits limits() const;
+  // Nothing runs: every block and slot is back. For tests and leak checks.
+  bool quiescent() const;
+
+  // Called once per request when it leaves the queue for good (scheduled or ended): the limits on queued work.
+  struct QueueObserver {
+    virtual void left_queue(const Request& request) = 0;
+   protected:
+    ~QueueObserver() = default;
+  };
+  void observe(QueueObserver* observer) { observer_ = observer; }
+
+ private:
+  // schedule()
+  void schedule_running(StepPlan& plan, bool decode);
+  void admit(StepPlan& plan, int64_t now_ns);
+  bool admit_one(Sequence& sequence, StepPlan& plan, int64_t now_ns);
+  const Sequence* fork_source(const Sequence& sequence, const StepPlan& plan) const;
+  int32_t find_prefix(const Sequence& sequence, const Sequence* source);
+  void start_chain(Sequence& sequence, const Sequence* source, int32_t shared_blocks) const;
+  bool reserve(Sequence& sequence, int64_t num_tokens, StepPlan& plan);
+  int32_t prefill_chunk(const Sequence& sequence, const StepPlan& plan) const;
+  void add_row(Sequence& sequence, int32_t query_len, StepPlan& plan);
+  bool make_room(const Sequence& sequence, int32_t num_blocks, const StepPlan& plan);
+  void preempt(Sequence& sequence);
+  bool stuck(const StepPlan& plan) const;
+  void wake_siblings();
+
+  // commit()
+  void take_token(Sequence& sequence, int32_t token, Outbox& outbox, int64_t now_ns);
+  void publish_blocks(Sequence& sequence);
+  void finish(Sequence& sequence, FinishReason reason);
+  void retire(Sequence& sequence, SequenceState state);
+  void settle(Sequence& sequence, Outbox* outbox);
+
+  void enqueue(Sequence* sequence);
+  void dequeue(const Sequence* sequence);
+  void leave_queue(Request& request);
+  void compact_running();
+  static bool decodes(const Sequence& sequence) {
+    return sequence.on_device && sequence.total() - sequence.computed == 1;
+  }
+  static bool wants_more(const Sequence& sequence) {
+    return sequence.computed < sequence.total() && sequence.total() < sequence.request->max_total;
+  }
+
+  SchedulerConfig config_;
+  BlockManager blocks_;
+  BlockTables tables_;
+  std::vector<Sequence*> running_;  // in order
+  std::vector<Sequence*> waiting_;  // in reverse order: the next one is at the back
+  std::vector<int32_t> free_slots_;
+  std::vector<int32_t> prefix_;     // scratch: blocks that a new sequence starts with
+  std::vector<Request*> forking_;   // scratch: their siblings join in the next step
+  int32_t max_blocks_per_sequence_;
+  int32_t max_delta_blocks_;
+  const Sequence* blocked_ = nullptr;  // head of the queue that did not fit, and the free blocks it saw
+  int32_t blocked_free_ = 0;
+  int32_t blocks_coming_ = 0;  // given back as steps in flight retire: no need to preempt more for these
+  int32_t retiring_ = 0;       // sequences that still hold something but run no more
+  SchedulerStats stats_;
+  QueueObserver* observer_ = nullptr;
+};
+
+}  // namespace asyncengine

@@ -1,0 +1,94 @@
+// StepInput: a step as one contiguous buffer of 32-bit words, and a view that reads it.
+//
+//   header | rows | prompt token ids | block copies | slot updates | table deltas | delta blocks
+//
+// One buffer means one copy to a device. Everything else a step needs (last tokens, block tables, sampling state)
+// already lives with the executor, one row per slot.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "core/step_plan.h"
+
+namespace asyncengine {
+
+struct StepInputHeader {
+  uint32_t magic;
+  uint32_t total_words;
+  uint64_t step;
+  int32_t num_rows, num_decode_rows, num_tokens, num_samples;
+  int32_t num_prompt_ids, num_copies, num_slot_updates, num_table_deltas, num_delta_blocks;
+  int32_t reserved[3];
+};
+static_assert(sizeof(StepInputHeader) == 64);
+
+enum RowFlags : int32_t { kRowSample = 1, kRowFromDevice = 2 };
+
+struct StepInputRow {
+  int32_t slot;
+  int32_t query_start;  // first token of the row among the step's tokens
+  int32_t query_len;
+  int32_t context_len;
+  int32_t flags;
+  int32_t prompt_start;  // first of query_len prompt token ids; unused with kRowFromDevice
+  int32_t sample_row;    // place of the sampled token in the step's output, or -1
+  int32_t reserved;
+};
+static_assert(sizeof(StepInputRow) == 32);
+
+struct SlotUpdate {
+  int32_t slot;
+  float temperature, top_p, min_p;
+  int32_t top_k;
+  uint32_t seed_low, seed_high;
+  int32_t reserved;
+};
+static_assert(sizeof(SlotUpdate) == 32);
+
+// Blocks [first, first + count) of the slot's table become delta_blocks[offset ...].
+struct TableDelta {
+  int32_t slot, first, count, offset;
+};
+
+// The largest StepInput that a configuration can produce.
+struct StepLimits {
+  int32_t max_rows = 0;
+  int32_t max_tokens = 0;
+  int32_t max_delta_blocks = 0;
+
+  size_t max_bytes() const {
+    const auto rows = static_cast<size_t>(max_rows);
+    return sizeof(StepInputHeader) + rows * (sizeof(StepInputRow) + sizeof(BlockCopy) + sizeof(SlotUpdate) + sizeof(TableDelta)) +
+           (static_cast<size_t>(max_tokens) + static_cast<size_t>(max_delta_blocks)) * sizeof(int32_t);
+  }
+};
+
+class StepInputView {
+ public:
+  static constexpr uint32_t kMagic = 0x53744931;  // "StI1"
+
+  explicit StepInputView(const std::byte* bytes) : bytes_(bytes) {}
+  const StepInputHeader& header() const { return *reinterpret_cast<const StepInputHeader*>(bytes_); }
+
+  std::span<const StepInputRow> rows() const { return section<StepInputRow>(sizeof(StepInputHeader), header().num_rows); }
+  std::span<const int32_t> prompt_ids() const { return section<int32_t>(end(rows()), header().num_prompt_ids); }
+  std::span<const BlockCopy> copies() const { return section<BlockCopy>(end(prompt_ids()), header().num_copies); }
+  std::span<const SlotUpdate> slot_updates() const { return section<SlotUpdate>(end(copies()), header().num_slot_updates); }
+  std::span<const TableDelta> table_deltas() const { return section<TableDelta>(end(slot_updates()), header().num_table_deltas); }
+  std::span<const int32_t> delta_blocks() const { return section<int32_t>(end(table_deltas()), header().num_delta_blocks); }
+
+ private:
+  template <typename T>
+  std::span<const T> section(size_t offset, int32_t count) const {
+    return {reinterpret_cast<const T*>(bytes_ + offset), static_cast<size_t>(count)};
+  }
+  template <typename T>
+  size_t end(std::span<const T> part) const {
+    return static_cast<size_t>(reinterpret_cast<const std::byte*>(part.data() + part.size()) - bytes_);
+  }
+  const std::byte* bytes_;
+};
+
+}  // namespace asyncengine

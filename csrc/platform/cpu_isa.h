@@ -1,0 +1,139 @@
+// The table of single-threaded compute functions that every instruction set fills. cpu_kernels.cpp splits the work.
+//
+// All of them keep one promise: the value of an output element is produced by one fixed sequence of floating point
+// operations, whatever rows come with it, whichever tile it falls in and whoever computes it.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace asyncengine {
+
+enum class Dtype : int { kFloat32 = 0, kBFloat16 = 1 };
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+inline int64_t dtype_size(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
+
+// One block of y[:, n] = x · w[n, :] + bias[n]: rows [m_begin, m_end), columns [n_begin, n_end) of one matrix.
+struct LinearTask {
+  const float* packed_x;  // as written by pack_x
+  int64_t k;
+  const void* weight;  // [N, k]
+  const void* bias;    // [N] or null
+  void* y;             // column 0 of this matrix in row 0
+  int64_t y_stride;    // elements
+  bool y_float32;      // else the weight's dtype
+  int64_t m_begin, m_end, n_begin, n_end;
+  float* scratch;  // linear_scratch_floats
+};
+
+struct NormTask {
+  const void* x;
+  void* residual;  // null, or added to x and stored before the norm
+  const void* weight;
+  const void* bias;  // null: root mean square norm; else layer norm
+  void* y;
+  int64_t x_stride, y_stride;  // elements between tokens; residual is contiguous
+  int64_t heads;               // rows of one token, contiguous; a kernel's row is token * heads + head
+  int64_t width;
+  float eps;
+};
+
+enum class Activation : int { kSiluMul = 0, kGeluTanh = 1, kGelu = 2 };
+
+struct RotaryTask {
+  void* x;              // [tokens, heads, head_dim], heads contiguous
+  int64_t token_stride; // elements
+  int64_t heads, head_dim;
+  const float* cos_sin;  // [max_position, head_dim]: head_dim / 2 cosines, then as many sines
+  const int64_t* positions;
+};
+
+// Softmax runs over partitions of this many keys, at absolute positions, folded in ascending order.
+inline constexpr int64_t kPartitionKeys = 512;
+// Query tokens × heads that one attention item works on.
+inline constexpr int64_t kAttentionRows = 32;
+
+struct AttentionTask {
+  const void* q;     // [tokens, num_q_heads, head_dim], heads contiguous
+  int64_t q_stride;  // elements between tokens
+  void* out;         // [tokens, num_q_heads * head_dim]
+  const void* k_cache;  // [blocks, num_kv_heads, head_dim, block_size]
+  const void* v_cache;  // [blocks, num_kv_heads, block_size, head_dim]
+  int64_t num_q_heads, num_kv_heads, head_dim, block_size;
+  int64_t window;  // keys visible to a query, itself included; 0: all before it
+  float scale;
+};
+
+// Queries [first_token, first_token + num_queries) of one row against partitions of one KV head's keys.
+struct AttentionItem {
+  const int32_t* block_table;
+  int64_t first_token;     // row of q and out
+  int64_t first_position;  // absolute
+  int32_t num_queries;
+  int32_t kv_head;
+  int32_t head_begin, head_end;  // query heads of the group, relative to its first
+  int64_t partition_begin, partition_end;
+  float* partials;  // null: fold all partitions and write out; else write one partial result per partition
+};
+
+// A partial result of one (query, head): maximum, sum, padding, then from kPartialHeader on head_dim weighted values.
+inline constexpr int64_t kPartialHeader = 16;
+inline int64_t attention_partial_floats(int64_t head_dim) { return kPartialHeader + (head_dim + 15) / 16 * 16; }
+inline int64_t attention_scratch_floats(int64_t head_dim) {
+  const int64_t padded = (head_dim + 15) / 16 * 16;
+  return kAttentionRows * (2 * padded + kPartitionKeys + attention_partial_floats(head_dim)) + 64;
+}
+
+struct LogitStats {
+  float max, min;  // over finite logits
+  int64_t argmax;  // lowest index of the maximum
+  bool valid;      // no NaN, no +inf, at least one finite
+};
+
+inline constexpr int64_t kMassBlock = 256;  // logits per partial sum of sampling mass
+
+struct CpuIsa {
+  const char* name;
+  int64_t tile_rows;    // m_begin is a multiple of it
+  int64_t panel_rows;   // weight rows that one tile reads at the same time
+
+  int64_t (*packed_x_floats)(Dtype, int64_t rows, int64_t k);
+  int64_t (*linear_scratch_floats)(int64_t block_rows);
+  // Rows [m_begin, m_end), m_begin a multiple of tile_rows, of x [rows, k] into the tiled layout of `packed`.
+  void (*pack_x)(Dtype, const void* x, int64_t x_stride, int64_t rows, int64_t k, int64_t m_begin, int64_t m_end,
+                 float* packed);
+  void (*linear)(Dtype, const LinearTask&);
+
+  void (*norm)(Dtype, const NormTask&, int64_t row_begin, int64_t row_end);
+  // kSiluMul: x [rows, 2 * width] -> y [rows, width]; the others: x [rows, width] -> y [rows, width].
+  void (*activation)(Dtype, Activation, const void* x, void* y, int64_t width, int64_t row_begin, int64_t row_end);
+  void (*rotary)(Dtype, const RotaryTask&, int64_t token_begin, int64_t token_end);
+
+  void (*attend)(Dtype, const AttentionTask&, const AttentionItem&, float* scratch);
+  // Folds the partials of one (query token, head), stored `stride` floats apart, and writes its out.
+  void (*combine)(Dtype, const AttentionTask&, int64_t token, int64_t head, const float* partials, int64_t count,
+                  int64_t stride, float* scratch);
+
+  LogitStats (*logit_stats)(const float* logits, int64_t count);
+  // mass[i] = exp((logits[i] - max) / temperature)
+  void (*sampling_mass)(const float* logits, int64_t count, float max, float temperature, float* mass);
+  // sums[b] = sum of mass over block b of kMassBlock
+  void (*block_sums)(const float* mass, int64_t count, double* sums);
+};
+
+// Null where the compiler's target has no such instructions; runnable says whether this machine does.
+const CpuIsa* cpu_isa_avx512();
+const CpuIsa* cpu_isa_avx2();
+const CpuIsa* cpu_isa_portable();
+
+std::vector<std::string> available_cpu_isas();  // best first
+// "auto" or one of available_cpu_isas(); throws std::invalid_argument.
+const CpuIsa& select_cpu_isa(std::string_view name);
+
+}  // namespace asyncengine

@@ -1,0 +1,231 @@
+#include "platform/cpu_kernels.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace asyncengine {
+namespace {
+
+// Below this many elements a loop costs less than telling another thread about it (about 2 us).
+constexpr int64_t kElementsPerChunk = 16384;
+// Items per thread of a loop: what one thread waits for the other at the end is one item.
+constexpr int64_t kItemsPerThread = 4;
+// Packed rows of x that stay in L2 while panels of weights pass by, in floats.
+constexpr int64_t kBlockFloats = 98304;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+// Grows only, so that a steady state allocates nothing.
+float* reserve(std::vector<float>& buffer, int64_t floats) {
+  if (buffer.size() < static_cast<size_t>(floats)) buffer.resize(static_cast<size_t>(floats));
+  return buffer.data();
+}
+
+void* offset(void* p, int64_t elements, Dtype dtype) { return static_cast<char*>(p) + elements * dtype_size(dtype); }
+
+template <class T>
+void store_kv_head(const T* k, int64_t k_stride, const T* v, int64_t v_stride, const PagedKV& cache, int64_t head,
+                   const StepBatch& batch) {
+  const int64_t dim = cache.head_dim, size = cache.block_size;
+  for (int64_t token = 0; token < batch.num_tokens; ++token) {
+    const int64_t slot = batch.slot_mapping[static_cast<size_t>(token)];
+    const int64_t base = (slot / size * cache.num_kv_heads + head) * dim * size;
+    T* k_column = static_cast<T*>(cache.k) + base + slot % size;
+    T* v_row = static_cast<T*>(cache.v) + base + slot % size * dim;
+    const T* k_row = k + token * k_stride + head * dim;
+    for (int64_t d = 0; d < dim; ++d) k_column[d * size] = k_row[d];
+    std::memcpy(v_row, v + token * v_stride + head * dim, static_cast<size_t>(dim) * sizeof(T));
+  }
+}
+
+}  // namespace
+
+int64_t CpuLinear::total_rows() const {
+  int64_t total = 0;
+  for (const Matrix& matrix : matrices) total += matrix.rows;
+  return total;
+}
+
+CpuKernels::CpuKernels(int num_threads, std::string_view isa)
+    : isa_(select_cpu_isa(isa)),
+      pool_(num_threads),
+      thread_scratch_(static_cast<size_t>(num_threads)),
+      sampler_scratch_(static_cast<size_t>(num_threads)) {}
+
+template <class Body>
+void CpuKernels::for_row_chunks(int64_t rows, int64_t row_elements, Body&& body) {
+  const int64_t wanted = std::min(rows * row_elements / kElementsPerChunk, pool_.num_threads() * kItemsPerThread);
+  const int64_t chunk = ceil_div(rows, std::max<int64_t>(wanted, 1));
+  pool_.parallel_for(ceil_div(rows, std::max<int64_t>(chunk, 1)), [&](int64_t item, int) {
+    body(item * chunk, std::min(rows, (item + 1) * chunk));
+  });
+}
+
+void CpuKernels::linear(const CpuLinear& weights, const void* x, int64_t x_stride, int64_t rows, void* y,
+                        bool y_float32) {
+  if (rows == 0) return;
+  const Dtype dtype = weights.dtype;
+  const Dtype y_dtype = y_float32 ? Dtype::kFloat32 : dtype;
+  const int64_t y_stride = weights.total_rows();
+  float* packed = reserve(packed_x_, isa_.packed_x_floats(dtype, rows, weights.k));
+  for_row_chunks(rows, weights.k, [&](int64_t begin, int64_t end) {
+    isa_.pack_x(dtype, x, x_stride, rows, weights.k, begin, end, packed);
+  });
+
+  const int64_t block_rows = std::clamp(kBlockFloats / weights.k / isa_.tile_rows, int64_t{4}, int64_t{64}) *
+                             isa_.tile_rows;
+  const int64_t row_blocks = ceil_div(rows, block_rows);
+  const int64_t column_items = std::max<int64_t>(1, kItemsPerThread * pool_.num_threads() / row_blocks);
+  const int64_t columns = round_up(ceil_div(y_stride, column_items), isa_.panel_rows * 4);
+  int64_t column_blocks = 0;
+  for (const CpuLinear::Matrix& matrix : weights.matrices) column_blocks += ceil_div(matrix.rows, columns);
+
+  pool_.parallel_for(column_blocks * row_blocks, [&](int64_t item, int thread) {
+    int64_t block = item / row_blocks, first_column = 0;
+    const CpuLinear::Matrix* matrix = weights.matrices.data();
+    for (; block >= ceil_div(matrix->rows, columns); ++matrix) {
+      block -= ceil_div(matrix->rows, columns);
+      first_column += matrix->rows;
+    }
+    const int64_t m = item % row_blocks * block_rows;
+    const LinearTask task{
+        .packed_x = packed,
+        .k = weights.k,
+        .weight = matrix->weight,
+        .bias = matrix->bias,
+        .y = offset(y, first_column, y_dtype),
+        .y_stride = y_stride,
+        .y_float32 = y_float32,
+        .m_begin = m,
+        .m_end = std::min(rows, m + block_rows),
+        .n_begin = block * columns,
+        .n_end = std::min(matrix->rows, (block + 1) * columns),
+        .scratch = reserve(thread_scratch_[static_cast<size_t>(thread)], isa_.linear_scratch_floats(block_rows)),
+    };
+    isa_.linear(dtype, task);
+  });
+}
+
+void CpuKernels::norm(Dtype dtype, const NormTask& task, int64_t tokens) {
+  for_row_chunks(tokens * task.heads, task.width, [&](int64_t begin, int64_t end) { isa_.norm(dtype, task, begin, end); });
+}
+
+void CpuKernels::activation(Dtype dtype, Activation kind, const void* x, void* y, int64_t rows, int64_t width) {
+  for_row_chunks(rows, width,
+                 [&](int64_t begin, int64_t end) { isa_.activation(dtype, kind, x, y, width, begin, end); });
+}
+
+void CpuKernels::rotary(Dtype dtype, const RotaryTask& task, int64_t tokens) {
+  for_row_chunks(tokens, task.heads * task.head_dim,
+                 [&](int64_t begin, int64_t end) { isa_.rotary(dtype, task, begin, end); });
+}
+
+void CpuKernels::store_kv(Dtype dtype, const void* k, int64_t k_stride, const void* v, int64_t v_stride,
+                          const PagedKV& cache, const StepBatch& batch) {
+  // By head: neighbouring tokens share cache lines of K.
+  for_row_chunks(cache.num_kv_heads, batch.num_tokens * cache.head_dim, [&](int64_t begin, int64_t end) {
+    for (int64_t head = begin; head < end; ++head) {
+      if (dtype == Dtype::kFloat32) {
+        store_kv_head(static_cast<const float*>(k), k_stride, static_cast<const float*>(v), v_stride, cache, head,
+                      batch);
+      } else {
+        store_kv_head(static_cast<const BFloat16*>(k), k_stride, static_cast<const BFloat16*>(v), v_stride, cache,
+                      head, batch);
+      }
+    }
+  });
+}
+
+// Tiles of queries × heads of a group per KV head; a single decode token's partitions are spread over items of their
+// own when there would be too few items otherwise.
+void CpuKernels::plan_attention(const AttentionTask& task, const StepBatch& batch, int64_t tokens) {
+  items_.clear();
+  item_partials_.clear();
+  split_rows_.clear();
+  const int64_t group = task.num_q_heads / task.num_kv_heads;
+  const int64_t heads = std::min(group, kAttentionRows), tile_queries = std::max<int64_t>(1, kAttentionRows / group);
+  const bool split = tokens * task.num_kv_heads < kItemsPerThread * pool_.num_threads();
+  int64_t partial_floats = 0;
+  size_t rows = static_cast<size_t>(batch.num_rows);
+  while (rows > 0 && batch.query_start[rows] > tokens) --rows;
+  for (size_t r = rows; r-- > 0;) {  // long rows tend to come last: start them first
+    const int64_t first_token = batch.query_start[r];
+    const int64_t queries = batch.query_start[r + 1] - first_token;
+    for (int64_t tile = (ceil_div(queries, tile_queries) - 1) * tile_queries; tile >= 0; tile -= tile_queries) {
+      const int64_t count = std::min(tile_queries, queries - tile);
+      const int64_t position = batch.context_len[r] + tile;
+      const int64_t first_key = task.window > 0 ? std::max<int64_t>(0, position - task.window + 1) : 0;
+      AttentionItem item{
+          .block_table = batch.block_tables[r],
+          .first_token = first_token + tile,
+          .first_position = position,
+          .num_queries = static_cast<int32_t>(count),
+          .kv_head = 0,
+          .head_begin = 0,
+          .head_end = 0,
+          .partition_begin = first_key / kPartitionKeys,
+          .partition_end = (position + count - 1) / kPartitionKeys + 1,
+          .partials = nullptr,
+      };
+      const int64_t partitions = item.partition_end - item.partition_begin;
+      for (int32_t kv_head = 0; kv_head < task.num_kv_heads; ++kv_head) {
+        item.kv_head = kv_head;
+        for (int64_t head = 0; head < group; head += heads) {
+          item.head_begin = static_cast<int32_t>(head);
+          item.head_end = static_cast<int32_t>(std::min(group, head + heads));
+          if (!split || partitions == 1 || count > 1) {
+            items_.push_back(item);
+            item_partials_.push_back(-1);
+            continue;
+          }
+          const int32_t item_heads = item.head_end - item.head_begin;
+          split_rows_.push_back({item.first_token, kv_head, item_heads,
+                                 static_cast<int32_t>(kv_head * group) + item.head_begin, partitions, partial_floats});
+          for (int64_t p = 0; p < partitions; ++p) {
+            AttentionItem part = item;
+            part.partition_begin = item.partition_begin + p;
+            part.partition_end = part.partition_begin + 1;
+            items_.push_back(part);
+            item_partials_.push_back(partial_floats);
+            partial_floats += item_heads * attention_partial_floats(task.head_dim);
+          }
+        }
+      }
+    }
+  }
+  float* partials = reserve(partials_, partial_floats);
+  for (size_t i = 0; i < items_.size(); ++i) {
+    if (item_partials_[i] >= 0) items_[i].partials = partials + item_partials_[i];
+  }
+}
+
+void CpuKernels::paged_attention(Dtype dtype, const void* q, int64_t q_stride, int64_t tokens,
+                                 int64_t num_q_heads, void* out, const PagedKV& cache, const StepBatch& batch, float scale, int64_t window) {
+  const AttentionTask task{q,  q_stride, out, cache.k, cache.v, num_q_heads, cache.num_kv_heads, cache.head_dim,
+                           cache.block_size, window, scale};
+  plan_attention(task, batch, tokens);
+  auto scratch = [&](int thread) {
+    return reserve(thread_scratch_[static_cast<size_t>(thread)], attention_scratch_floats(cache.head_dim));
+  };
+  pool_.parallel_for(static_cast<int64_t>(items_.size()), [&](int64_t item, int thread) {
+    isa_.attend(dtype, task, items_[static_cast<size_t>(item)], scratch(thread));
+  });
+  const int64_t partial = attention_partial_floats(cache.head_dim);
+  for (const SplitRow& row : split_rows_) {
+    for (int32_t head = 0; head < row.heads; ++head) {
+      isa_.combine(dtype, task, row.token, row.first_head + head, partials_.data() + row.partials + head * partial,
+                   row.partitions, row.heads * partial, scratch(0));
+    }
+  }
+}
+
+void CpuKernels::sample(const float* logits, int64_t vocab, const StepBatch& batch, int32_t* tokens) {
+  pool_.parallel_for(batch.num_samples, [&](int64_t row, int thread) {
+    const size_t r = static_cast<size_t>(row);
+    tokens[row] = sample_token(isa_, logits + row * vocab, vocab, *batch.sample_state[r], batch.sample_position[r],
+                               sampler_scratch_[static_cast<size_t>(thread)]);
+  });
+}
+
+}  // namespace asyncengine

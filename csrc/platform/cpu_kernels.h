@@ -1,0 +1,85 @@
+// The compute kernels of the CPU executor: splits each call over threads and owns the scratch memory.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/step_batch.h"
+#include "platform/cpu_isa.h"
+#include "platform/cpu_sampler.h"
+#include "platform/thread_pool.h"
+
+namespace asyncengine {
+
+// Weight matrices [N_i, k] of one input, whose outputs lie side by side. Points into memory that the caller keeps.
+struct CpuLinear {
+  struct Matrix {
+    const void* weight;
+    const void* bias;  // or null
+    int64_t rows;
+  };
+
+  std::vector<Matrix> matrices;
+  int64_t k;
+  Dtype dtype;
+
+  int64_t total_rows() const;
+};
+
+struct PagedKV {
+  void* k;  // [num_blocks, num_kv_heads, head_dim, block_size]
+  void* v;  // [num_blocks, num_kv_heads, block_size, head_dim]
+  int64_t num_kv_heads, head_dim, block_size;
+};
+
+// Every result is bit for bit independent of how rows are batched, chunked or threaded (cpu_isa.h). Rows are contiguous
+// unless a stride, in elements, is given. One caller at a time.
+class CpuKernels {
+ public:
+  CpuKernels(int num_threads, std::string_view isa);  // throws std::invalid_argument
+
+  const char* isa_name() const { return isa_.name; }
+  int num_threads() const { return pool_.num_threads(); }
+
+  // y [rows, Σ N_i] = x [rows, k] · Wᵀ + bias; y in the weights' dtype, or float32 if y_float32.
+  void linear(const CpuLinear& weights, const void* x, int64_t x_stride, int64_t rows, void* y, bool y_float32);
+  void norm(Dtype dtype, const NormTask& task, int64_t tokens);
+  void activation(Dtype dtype, Activation kind, const void* x, void* y, int64_t rows, int64_t width);
+  void rotary(Dtype dtype, const RotaryTask& task, int64_t tokens);
+  // k and v: [num_tokens, num_kv_heads, head_dim], heads contiguous.
+  void store_kv(Dtype dtype, const void* k, int64_t k_stride, const void* v, int64_t v_stride, const PagedKV& cache,
+                const StepBatch& batch);
+  // q [tokens, num_q_heads, head_dim] -> out [tokens, num_q_heads * head_dim], for the leading rows of the batch that
+  // `tokens` holds: all of them, or those that decode.
+  void paged_attention(Dtype dtype, const void* q, int64_t q_stride, int64_t tokens, int64_t num_q_heads, void* out,
+                       const PagedKV& cache, const StepBatch& batch, float scale, int64_t window);
+  // logits [num_samples, vocab] float32 -> tokens [num_samples]; -1: see sample_token.
+  void sample(const float* logits, int64_t vocab, const StepBatch& batch, int32_t* tokens);
+
+ private:
+  struct SplitRow {  // a query token whose partitions went to different items
+    int64_t token;
+    int32_t kv_head, heads, first_head;
+    int64_t partitions;
+    int64_t partials;  // offset into partials_
+  };
+
+  void plan_attention(const AttentionTask& task, const StepBatch& batch, int64_t tokens);
+  template <class Body>
+  void for_row_chunks(int64_t rows, int64_t row_elements, Body&& body);
+
+  const CpuIsa& isa_;
+  ThreadPool pool_;
+  std::vector<float> packed_x_;
+  std::vector<std::vector<float>> thread_scratch_;
+  std::vector<SamplerScratch> sampler_scratch_;
+  std::vector<AttentionItem> items_;
+  std::vector<int64_t> item_partials_;
+  std::vector<SplitRow> split_rows_;
+  std::vector<float> partials_;
+};
+
+}  // namespace asyncengine

@@ -1,0 +1,166 @@
+// Kernels that work on one row (or one head) at a time: norms, activations, rotary embedding.
+namespace asyncengine {
+namespace {
+
+// ---- norms: statistics in float32, kNormChains vector sums over the row, added in order ----
+
+constexpr int kNormChains = 4;
+
+// Sum over the row of term(values), which must be zero for the lanes past the row's end.
+template <class T, class Term>
+AE_INLINE float row_sum(const T* x, int64_t width, Term&& term) {
+  Vec sums[kNormChains] = {};
+  int64_t i = 0;
+  for (; i + kNormChains * kLanes <= width; i += kNormChains * kLanes) {
+#pragma GCC unroll 4
+    for (int c = 0; c < kNormChains; ++c) sums[c] = sums[c] + term(load(x + i + c * kLanes), int64_t{kLanes});
+  }
+  for (; i < width; i += kLanes) {
+    const int64_t count = width - i < kLanes ? width - i : kLanes;
+    sums[0] = sums[0] + term(load_lanes(x + i, count), count);
+  }
+  return reduce_add((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+template <class T>
+void add_row(const T* x, T* residual, int64_t width) {
+  for_each_vector(width, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+    store_lanes(residual + i, load_lanes(x + i, count) + load_lanes(residual + i, count), count);
+  });
+}
+
+template <class T>
+void rms_norm_row(const T* x, const T* weight, T* y, int64_t width, float eps) {
+  const float squares = row_sum(x, width, [](Vec v, int64_t) __attribute__((always_inline)) { return v * v; });
+  const Vec scale = splat(1.f / __builtin_sqrtf(squares / static_cast<float>(width) + eps));
+  for_each_vector(width, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+    store_lanes(y + i, load_lanes(x + i, count) * scale * load_lanes(weight + i, count), count);
+  });
+}
+
+template <class T>
+void layer_norm_row(const T* x, const T* weight, const T* bias, T* y, int64_t width, float eps) {
+  const float sum = row_sum(x, width, [](Vec v, int64_t) __attribute__((always_inline)) { return v; });
+  const Vec mean = splat(sum / static_cast<float>(width));
+  const float squares = row_sum(x, width, [&](Vec v, int64_t count) __attribute__((always_inline)) {
+    const Vec d = v - mean;
+    return count == kLanes ? d * d : (lane_index() < static_cast<int32_t>(count) ? d * d : Vec{});
+  });
+  const Vec scale = splat(1.f / __builtin_sqrtf(squares / static_cast<float>(width) + eps));
+  for_each_vector(width, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+    const Vec normed = (load_lanes(x + i, count) - mean) * scale;
+    store_lanes(y + i, fma(normed, load_lanes(weight + i, count), load_lanes(bias + i, count)), count);
+  });
+}
+
+template <class T>
+void norm_rows(const NormTask& task, int64_t row_begin, int64_t row_end) {
+  const T* weight = static_cast<const T*>(task.weight);
+  const T* bias = static_cast<const T*>(task.bias);
+  for (int64_t row = row_begin; row < row_end; ++row) {
+    const int64_t token = row / task.heads, column = row % task.heads * task.width;
+    const T* x = static_cast<const T*>(task.x) + token * task.x_stride + column;
+    T* y = static_cast<T*>(task.y) + token * task.y_stride + column;
+    if (task.residual != nullptr) {
+      T* residual = static_cast<T*>(task.residual) + row * task.width;
+      add_row(x, residual, task.width);
+      x = residual;
+    }
+    if (bias == nullptr) {
+      rms_norm_row(x, weight, y, task.width, task.eps);
+    } else {
+      layer_norm_row(x, weight, bias, y, task.width, task.eps);
+    }
+  }
+}
+
+// ---- activations ----
+
+AE_INLINE Vec silu(Vec x) { return x * sigmoid(x); }
+
+// 0.5 x (1 + tanh(u)) with u = sqrt(2/π) (x + 0.044715 x³), written as x sigmoid(2u): nothing cancels for x << 0.
+AE_INLINE Vec gelu_tanh(Vec x) {
+  const Vec twice_u = x * fma(x * x, splat(0.0713548162726f), splat(1.59576912161f));
+  return x * sigmoid(twice_u);
+}
+
+// x Φ(x), with Φ(x) = erfc(-x / sqrt 2) / 2 taken from the side where erfc is small.
+AE_INLINE Vec gelu(Vec x) {
+  const Vec z = x * 0.70710678118654752f;
+  const Vec tail = erfc_positive(z < 0.f ? -z : z);
+  return 0.5f * x * (x < 0.f ? tail : 2.f - tail);
+}
+
+template <class T>
+void activation_rows(Activation kind, const T* x, T* y, int64_t width, int64_t row_begin, int64_t row_end) {
+  for (int64_t row = row_begin; row < row_end; ++row) {
+    T* out = y + row * width;
+    const T* in = x + row * width * (kind == Activation::kSiluMul ? 2 : 1);
+    switch (kind) {
+      case Activation::kSiluMul:
+        for_each_vector(width, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+          store_lanes(out + i, silu(load_lanes(in + i, count)) * load_lanes(in + width + i, count), count);
+        });
+        break;
+      case Activation::kGeluTanh:
+        for_each_vector(width, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+          store_lanes(out + i, gelu_tanh(load_lanes(in + i, count)), count);
+        });
+        break;
+      case Activation::kGelu:
+        for_each_vector(width, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+          store_lanes(out + i, gelu(load_lanes(in + i, count)), count);
+        });
+        break;
+    }
+  }
+}
+
+// ---- rotary embedding, half-split pairs (x[i], x[i + head_dim / 2]); float32, rounded once ----
+
+template <class T>
+void rotary_tokens(const RotaryTask& task, int64_t token_begin, int64_t token_end) {
+  const int64_t half = task.head_dim / 2;
+  for (int64_t token = token_begin; token < token_end; ++token) {
+    const float* cosine = task.cos_sin + task.positions[token] * task.head_dim;
+    const float* sine = cosine + half;
+    for (int64_t head = 0; head < task.heads; ++head) {
+      T* low = static_cast<T*>(task.x) + token * task.token_stride + head * task.head_dim;
+      T* high = low + half;
+      for_each_vector(half, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+        const Vec a = load_lanes(low + i, count), b = load_lanes(high + i, count);
+        const Vec c = load_lanes(cosine + i, count), s = load_lanes(sine + i, count);
+        store_lanes(low + i, a * c - b * s, count);
+        store_lanes(high + i, b * c + a * s, count);
+      });
+    }
+  }
+}
+
+void isa_norm(Dtype dtype, const NormTask& task, int64_t row_begin, int64_t row_end) {
+  if (dtype == Dtype::kFloat32) {
+    norm_rows<float>(task, row_begin, row_end);
+  } else {
+    norm_rows<BFloat16>(task, row_begin, row_end);
+  }
+}
+
+void isa_activation(Dtype dtype, Activation kind, const void* x, void* y, int64_t width, int64_t row_begin,
+                    int64_t row_end) {
+  if (dtype == Dtype::kFloat32) {
+    activation_rows(kind, static_cast<const float*>(x), static_cast<float*>(y), width, row_begin, row_end);
+  } else {
+    activation_rows(kind, static_cast<const BFloat16*>(x), static_cast<BFloat16*>(y), width, row_begin, row_end);
+  }
+}
+
+void isa_rotary(Dtype dtype, const RotaryTask& task, int64_t token_begin, int64_t token_end) {
+  if (dtype == Dtype::kFloat32) {
+    rotary_tokens<float>(task, token_begin, token_end);
+  } else {
+    rotary_tokens<BFloat16>(task, token_begin, token_end);
+  }
+}
+
+}  // namespace
+}  // namespace asyncengine

@@ -1,0 +1,67 @@
+// Host memory that a device copies from and to.
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "platform/cuda_runtime.h"
+
+namespace asyncengine {
+
+struct CudaError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+inline void check_cuda(const CudaRuntime& cuda, int error, const char* call) {
+  if (error != kCudaSuccess) {
+    throw CudaError(std::string(call) + ": " + cuda.get_error_string(error) + " (" + std::to_string(error) + ")");
+  }
+}
+
+// Memory of one allocator call, freed with its owner. The two kinds differ in who may touch it, not in how it is held.
+template <int (*CudaRuntime::*Free)(void*)>
+class CudaBuffer {
+ public:
+  CudaBuffer() = default;
+  CudaBuffer(const CudaRuntime& cuda, void* memory, size_t bytes) : cuda_(&cuda), memory_(memory), bytes_(bytes) {}
+  CudaBuffer(CudaBuffer&& other) noexcept { swap(other); }
+  CudaBuffer& operator=(CudaBuffer&& other) noexcept {
+    swap(other);
+    return *this;
+  }
+  ~CudaBuffer() {
+    if (memory_ != nullptr) (cuda_->*Free)(memory_);
+  }
+  std::byte* data() const { return static_cast<std::byte*>(memory_); }
+  std::span<std::byte> bytes() const { return {data(), bytes_}; }
+
+ private:
+  void swap(CudaBuffer& other) noexcept {
+    std::swap(cuda_, other.cuda_);
+    std::swap(memory_, other.memory_);
+    std::swap(bytes_, other.bytes_);
+  }
+  const CudaRuntime* cuda_ = nullptr;
+  void* memory_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+using PinnedBuffer = CudaBuffer<&CudaRuntime::free_host>;
+using DeviceBuffer = CudaBuffer<&CudaRuntime::free>;
+
+inline PinnedBuffer allocate_pinned(const CudaRuntime& cuda, size_t bytes) {
+  void* memory = nullptr;
+  check_cuda(cuda, cuda.host_alloc(&memory, bytes, kCudaHostAllocDefault), "cudaHostAlloc");
+  return {cuda, memory, bytes};
+}
+
+inline DeviceBuffer allocate_device(const CudaRuntime& cuda, size_t bytes) {
+  void* memory = nullptr;
+  check_cuda(cuda, cuda.malloc(&memory, bytes), "cudaMalloc");
+  return {cuda, memory, bytes};
+}
+
+}  // namespace asyncengine

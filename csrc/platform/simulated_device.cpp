@@ -1,0 +1,220 @@
+#include "platform/simulated_device.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+
+namespace asyncengine {
+namespace {
+
+// Ordinals of live devices; a slot is reused when its device is gone.
+std::mutex registry_mutex;
+std::vector<SimulatedDevice*> registry;
+thread_local int current_device = 0;
+
+SimulatedDevice* device() {
+  std::lock_guard lock(registry_mutex);
+  return registry.at(static_cast<size_t>(current_device));
+}
+
+constexpr size_t kAllocationHeader = 64;  // keeps the payload aligned and remembers the device
+constexpr int kPoison = 0xA5;             // fresh device memory is garbage, as on the real device
+
+}  // namespace
+
+struct CudaEventHandle {
+  SimulatedDevice* device;
+  std::atomic<int64_t> recorded{0}, done{0};
+};
+struct CudaStreamHandle {
+  SimulatedDevice* device;
+};
+struct CudaGraphExecHandle {
+  std::function<void()> body;
+  std::chrono::nanoseconds latency;
+};
+
+struct SimulatedRuntime {
+  static int set_device(int ordinal) {
+    std::lock_guard lock(registry_mutex);
+    if (ordinal < 0 || static_cast<size_t>(ordinal) >= registry.size() || registry[static_cast<size_t>(ordinal)] == nullptr) {
+      return 101;  // cudaErrorInvalidDevice
+    }
+    current_device = ordinal;
+    return kCudaSuccess;
+  }
+  static const char* get_error_string(int error) {
+    switch (error) {
+      case kCudaSuccess: return "no error";
+      case kCudaErrorNotReady: return "device not ready";
+      case 2: return "out of memory";
+      case 101: return "invalid device ordinal";
+      case 700: return "an illegal memory access was encountered";
+      default: return "unknown error";
+    }
+  }
+  static int allocate(void** pointer, size_t bytes) {
+    auto* base = static_cast<std::byte*>(std::malloc(bytes + kAllocationHeader));
+    if (base == nullptr) return 2;
+    SimulatedDevice* owner = device();
+    std::memcpy(base, &owner, sizeof(owner));
+    std::memset(base + kAllocationHeader, kPoison, bytes);
+    ++owner->live_objects_;
+    *pointer = base + kAllocationHeader;
+    return kCudaSuccess;
+  }
+  static int allocate_host(void** pointer, size_t bytes, unsigned) { return allocate(pointer, bytes); }
+  static int release(void* pointer) {
+    auto* base = static_cast<std::byte*>(pointer) - kAllocationHeader;
+    SimulatedDevice* owner = nullptr;
+    std::memcpy(&owner, base, sizeof(owner));
+    --owner->live_objects_;
+    std::free(base);
+    return kCudaSuccess;
+  }
+  static int memcpy_async(void* target, const void* source, size_t bytes, int, CudaStream stream) {
+    stream->device->enqueue({SimulatedDevice::Operation::kCopy, target, source, bytes});
+    return kCudaSuccess;
+  }
+  static int stream_create(CudaStream* stream, unsigned) {
+    *stream = new CudaStreamHandle{device()};
+    ++(*stream)->device->live_objects_;
+    return kCudaSuccess;
+  }
+  static int stream_destroy(CudaStream stream) {
+    --stream->device->live_objects_;
+    delete stream;
+    return kCudaSuccess;
+  }
+  static int event_create(CudaEvent* event, unsigned) {
+    *event = new CudaEventHandle{device()};
+    ++(*event)->device->live_objects_;
+    return kCudaSuccess;
+  }
+  static int event_destroy(CudaEvent event) {
+    --event->device->live_objects_;
+    delete event;
+    return kCudaSuccess;
+  }
+  static int event_record(CudaEvent event, CudaStream stream) {
+    event->recorded.fetch_add(1, std::memory_order_relaxed);
+    stream->device->enqueue({SimulatedDevice::Operation::kRecord, event, nullptr, 0});
+    return kCudaSuccess;
+  }
+  static int event_query(CudaEvent event) {
+    {
+      std::lock_guard lock(event->device->mutex_);
+      if (event->device->error_ != kCudaSuccess) return event->device->error_;
+    }
+    const bool done = event->done.load(std::memory_order_acquire) == event->recorded.load(std::memory_order_relaxed);
+    return done ? kCudaSuccess : kCudaErrorNotReady;
+  }
+  static int graph_launch(CudaGraphExec graph, CudaStream stream) {
+    stream->device->enqueue({SimulatedDevice::Operation::kGraph, graph, nullptr, 0});
+    return kCudaSuccess;
+  }
+};
+
+const CudaRuntime& SimulatedDevice::runtime() {
+  using R = SimulatedRuntime;
+  static constexpr CudaRuntime table = {
+      R::set_device, R::get_error_string, R::allocate, R::release, R::allocate_host, R::release, R::memcpy_async,
+      R::stream_create, R::stream_destroy, R::event_create, R::event_destroy, R::event_record, R::event_query, R::graph_launch};
+  return table;
+}
+
+SimulatedDevice::SimulatedDevice() {
+  std::lock_guard lock(registry_mutex);
+  auto place = std::find(registry.begin(), registry.end(), nullptr);
+  ordinal_ = static_cast<int>(place - registry.begin());
+  if (place == registry.end()) {
+    registry.push_back(this);
+  } else {
+    *place = this;
+  }
+  thread_ = std::thread([this] { run(); });
+}
+
+void SimulatedDevice::stop() {
+  {
+    std::lock_guard lock(mutex_);
+    closing_ = true;
+  }
+  changed_.notify_all();
+  if (thread_.joinable()) thread_.join();
+}
+
+SimulatedDevice::~SimulatedDevice() {
+  stop();
+  for (CudaGraphExec graph : graphs_) delete graph;
+  std::lock_guard lock(registry_mutex);
+  registry[static_cast<size_t>(ordinal_)] = nullptr;
+}
+
+CudaGraphExec SimulatedDevice::add_graph(std::function<void()> body, std::chrono::nanoseconds latency) {
+  graphs_.push_back(new CudaGraphExecHandle{std::move(body), latency});
+  return graphs_.back();
+}
+
+void SimulatedDevice::fail_at(int64_t nth_launch, int error) {
+  std::lock_guard lock(mutex_);
+  fail_launch_ = launches_ + nth_launch;
+  fault_ = error;
+}
+
+void SimulatedDevice::hang_at(int64_t nth_launch) {
+  std::lock_guard lock(mutex_);
+  hang_launch_ = launches_ + nth_launch;
+}
+
+void SimulatedDevice::resume() {
+  {
+    std::lock_guard lock(mutex_);
+    hang_launch_ = -1;
+  }
+  changed_.notify_all();
+}
+
+void SimulatedDevice::enqueue(const Operation& operation) {
+  {
+    std::lock_guard lock(mutex_);
+    queue_.push_back(operation);
+  }
+  changed_.notify_one();
+}
+
+void SimulatedDevice::run() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [this] { return closing_ || !queue_.empty(); });
+    if (closing_) return;
+    const Operation operation = queue_.front();
+    queue_.pop_front();
+    if (error_ != kCudaSuccess) continue;  // nothing runs after a sticky error
+    if (operation.kind == Operation::kGraph) {
+      run_graph(static_cast<CudaGraphExec>(operation.target), lock);
+      continue;
+    }
+    lock.unlock();
+    if (operation.kind == Operation::kCopy) {
+      std::memcpy(operation.target, operation.source, operation.bytes);
+    } else {
+      static_cast<CudaEvent>(operation.target)->done.fetch_add(1, std::memory_order_release);
+    }
+    lock.lock();
+  }
+}
+
+void SimulatedDevice::run_graph(CudaGraphExec graph, std::unique_lock<std::mutex>& lock) {
+  const int64_t launch = launches_++;
+  changed_.wait(lock, [&] { return closing_ || launch != hang_launch_; });
+  if (launch == fail_launch_) error_ = fault_;
+  if (closing_ || error_ != kCudaSuccess) return;
+  lock.unlock();
+  const auto end = std::chrono::steady_clock::now() + graph->latency;
+  graph->body();
+  if (graph->latency.count() > 0) std::this_thread::sleep_until(end);
+  lock.lock();
+}
+
+}  // namespace asyncengine

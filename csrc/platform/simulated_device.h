@@ -1,0 +1,68 @@
+// A device in software behind the CUDA function table: latency, faults and hangs on any machine.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "platform/cuda_runtime.h"
+
+namespace asyncengine {
+
+// Executes copies and graphs of its streams in order, on a thread of its own, each graph taking at least its latency.
+// As on a real device, work is enqueued and forgotten: the caller learns of completion, and of errors, from events only.
+class SimulatedDevice {
+ public:
+  SimulatedDevice();
+  ~SimulatedDevice();
+  SimulatedDevice(const SimulatedDevice&) = delete;
+  SimulatedDevice& operator=(const SimulatedDevice&) = delete;
+
+  // Ends the device's thread; what is enqueued then never runs. The destructor does it too.
+  void stop();
+  // The ordinal under which the function table knows this device (cudaSetDevice).
+  int ordinal() const { return ordinal_; }
+  static const CudaRuntime& runtime();
+
+  // What cudaGraphInstantiate is to the real device. The body runs on the device's thread.
+  CudaGraphExec add_graph(std::function<void()> body, std::chrono::nanoseconds latency);
+
+  // Faults take effect when the device reaches the n-th graph launch from now (0: the next one).
+  void fail_at(int64_t nth_launch, int error = 700);  // cudaErrorIllegalAddress; sticky, as on the real device
+  void hang_at(int64_t nth_launch);
+  void resume();  // ends a hang
+
+  // Allocations, streams and events that are still alive: leak check.
+  int64_t live_objects() const { return live_objects_; }
+
+ private:
+  friend struct SimulatedRuntime;
+  struct Operation {
+    enum Kind { kCopy, kGraph, kRecord } kind;
+    void* target;
+    const void* source;
+    size_t bytes;
+  };
+  void enqueue(const Operation& operation);
+  void run();
+  void run_graph(CudaGraphExec graph, std::unique_lock<std::mutex>& lock);
+
+  int ordinal_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Operation> queue_;
+  std::vector<CudaGraphExec> graphs_;
+  int64_t launches_ = 0, fail_launch_ = -1, hang_launch_ = -1;
+  int fault_ = kCudaSuccess, error_ = kCudaSuccess;
+  bool closing_ = false;
+  std::atomic<int64_t> live_objects_{0};
+  std::thread thread_;
+};
+
+}  // namespace asyncengine

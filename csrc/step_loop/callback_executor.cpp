@@ -1,0 +1,98 @@
+#include "step_loop/callback_executor.h"
+
+#include <cstring>
+#include <exception>
+
+namespace asyncengine {
+
+CallbackExecutor::CallbackExecutor(const StepLimits& limits, int32_t max_blocks, int32_t block_size, int steps_in_flight,
+                                   std::vector<BlockRegion> regions, Forward forward)
+    : slots_(limits, max_blocks, block_size),
+      steps_(static_cast<size_t>(steps_in_flight)),
+      regions_(std::move(regions)),
+      forward_(std::move(forward)) {
+  for (Step& step : steps_) {
+    step.input.resize(limits.max_bytes());
+    step.tokens.resize(static_cast<size_t>(limits.max_rows));
+  }
+  thread_ = std::thread([this] { run(); });
+}
+
+CallbackExecutor::~CallbackExecutor() {
+  close(std::chrono::nanoseconds::max());
+}
+
+bool CallbackExecutor::launch(int i, size_t) {
+  steps_[static_cast<size_t>(i)].status.store(StepStatus::kPending, std::memory_order_relaxed);
+  {
+    std::lock_guard lock(mutex_);
+    if (!error_.empty()) return false;
+    queue_.push_back(i);
+  }
+  work_.notify_one();
+  return true;
+}
+
+StepStatus CallbackExecutor::poll(int i) {
+  return steps_[static_cast<size_t>(i)].status.load(std::memory_order_acquire);
+}
+
+std::string CallbackExecutor::error() const {
+  std::lock_guard lock(mutex_);
+  return error_;
+}
+
+bool CallbackExecutor::close(std::chrono::nanoseconds limit) {
+  {
+    std::unique_lock lock(mutex_);
+    closing_ = true;
+    work_.notify_one();
+    if (limit == std::chrono::nanoseconds::max()) {
+      idle_.wait(lock, [this] { return finished_; });
+    } else if (!idle_.wait_until(lock, std::chrono::system_clock::now() + limit, [this] { return finished_; })) {
+      return false;
+    }
+  }
+  if (thread_.joinable()) thread_.join();
+  return true;
+}
+
+void CallbackExecutor::run() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    work_.wait(lock, [this] { return closing_ || !queue_.empty(); });
+    if (closing_) break;
+    Step& step = steps_[static_cast<size_t>(queue_.front())];
+    queue_.pop_front();
+    lock.unlock();
+    execute(step);
+    lock.lock();
+  }
+  finished_ = true;
+  idle_.notify_all();
+}
+
+void CallbackExecutor::execute(Step& step) {
+  StepStatus status = StepStatus::kReady;
+  try {
+    const StepInputView input(step.input.data());
+    for (const BlockCopy& copy : input.copies()) {
+      for (const BlockRegion& region : regions_) {
+        std::memcpy(region.base + static_cast<size_t>(copy.target) * region.bytes_per_block,
+                    region.base + static_cast<size_t>(copy.source) * region.bytes_per_block, region.bytes_per_block);
+      }
+    }
+    const StepBatch& batch = slots_.ingest(input);
+    forward_(batch, step.tokens.data());
+    slots_.remember(input, step.tokens.data());
+  } catch (const std::exception& e) {
+    std::lock_guard lock(mutex_);
+    error_ = e.what();
+    queue_.clear();  // later steps depend on this one's tokens and KV
+    status = StepStatus::kFailed;
+  }
+  step.status.store(status, std::memory_order_release);
+  if (notifier_ != nullptr) notifier_->notify();
+}
+
+}  // namespace asyncengine

@@ -1,0 +1,63 @@
+// Runs steps by calling a function on a thread of its own: the CPU's forward pass.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "step_loop/executor.h"
+#include "step_loop/slot_state.h"
+
+namespace asyncengine {
+
+class CallbackExecutor final : public Executor {
+ public:
+  // Computes the batch and writes one token per sampled row (negative: its logits were not finite). An exception is an
+  // engine failure; its what() becomes error().
+  using Forward = std::function<void(const StepBatch& batch, int32_t* tokens)>;
+  // Memory of which each block occupies `bytes_per_block` consecutive bytes: where block copies take place.
+  struct BlockRegion {
+    std::byte* base;
+    size_t bytes_per_block;
+  };
+
+  CallbackExecutor(const StepLimits& limits, int32_t max_blocks, int32_t block_size, int steps_in_flight,
+                   std::vector<BlockRegion> regions, Forward forward);
+  ~CallbackExecutor() override;
+
+  int num_staging() const override { return static_cast<int>(steps_.size()); }
+  std::span<std::byte> staging(int i) override { return steps_[static_cast<size_t>(i)].input; }
+  const int32_t* tokens(int i) const override { return steps_[static_cast<size_t>(i)].tokens.data(); }
+  bool launch(int i, size_t bytes) override;
+  StepStatus poll(int i) override;
+  std::string error() const override;
+  std::chrono::nanoseconds poll_interval() const override { return std::chrono::seconds(1); }
+  bool close(std::chrono::nanoseconds limit) override;
+
+ private:
+  struct Step {
+    std::vector<std::byte> input;
+    std::vector<int32_t> tokens;
+    std::atomic<StepStatus> status{StepStatus::kPending};
+  };
+  void run();
+  void execute(Step& step);
+
+  SlotState slots_;
+  std::vector<Step> steps_;
+  std::vector<BlockRegion> regions_;
+  Forward forward_;
+
+  mutable std::mutex mutex_;
+  std::condition_variable work_, idle_;
+  std::deque<int> queue_;
+  bool closing_ = false, finished_ = false;
+  std::string error_;
+  std::thread thread_;
+};
+
+}  // namespace asyncengine

@@ -1,0 +1,53 @@
+// A language model for the simulated device whose next token is a hash of all tokens before it, read through the KV cache.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "platform/pinned_memory.h"
+#include "platform/simulated_device.h"
+#include "step_loop/graph_executor.h"
+#include "step_loop/slot_state.h"
+
+namespace asyncengine {
+
+struct SimulatedModelConfig {
+  int32_t vocab_size = 1000;
+  int32_t first_token = 0;  // generated tokens are in [first_token, vocab_size)
+  std::chrono::nanoseconds step_latency{0};
+  std::chrono::nanoseconds token_latency{0};  // added per token of the bucket
+  // Read every token of the context back from the KV cache, at every step. A block that was reused too early, a missing
+  // copy or a wrong block-table delta then changes the output. Off: O(1) per decode row, for benchmarks.
+  bool read_kv = true;
+};
+
+class SimulatedModel {
+ public:
+  SimulatedModel(SimulatedDevice& device, const SimulatedModelConfig& config, const StepLimits& limits, int32_t num_blocks,
+                 int32_t block_size, int32_t max_blocks);
+
+  // Buckets of 1/16, 1/4 and all of the limits.
+  std::unique_ptr<GraphExecutor> make_executor(int steps_in_flight, std::chrono::nanoseconds poll_interval);
+
+  // What the model answers to these tokens: the reference for tests.
+  static int32_t next_token(const SimulatedModelConfig& config, std::span<const int32_t> tokens, const SamplingState& sampling);
+
+ private:
+  void forward();
+  void sample();
+
+  SimulatedDevice& device_;
+  SimulatedModelConfig config_;
+  StepLimits limits_;
+  int32_t block_size_;
+  DeviceBuffer input_, tokens_, kv_;  // kv_: the token id at every position of every block
+  SlotState slots_;
+  std::vector<uint64_t> slot_hash_;
+  std::vector<uint64_t> sampled_hash_;
+  const StepBatch* batch_ = nullptr;
+};
+
+}  // namespace asyncengine

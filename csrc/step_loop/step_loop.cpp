@@ -1,0 +1,275 @@
+#include "step_loop/step_loop.h"
+
+#include <algorithm>
+#include <cassert>
+#include <utility>
+
+#include "core/batch_packer.h"
+
+namespace asyncengine {
+namespace {
+
+using std::chrono::nanoseconds;
+
+constexpr nanoseconds kIdle = std::chrono::milliseconds(200);  // nothing waits without a limit
+
+// A stack that many may push to and one empties; `Next` is the intrusive link.
+template <Request* Request::*Next>
+void push(std::atomic<Request*>& head, Request* request) {
+  request->inbox_references.fetch_add(1, std::memory_order_relaxed);
+  Request* top = head.load(std::memory_order_relaxed);
+  do {
+    request->*Next = top;
+  } while (!head.compare_exchange_weak(top, request, std::memory_order_release, std::memory_order_relaxed));
+}
+
+// Takes all, oldest first.
+template <Request* Request::*Next>
+Request* take_all(std::atomic<Request*>& head) {
+  Request* reversed = nullptr;
+  for (Request* top = head.exchange(nullptr, std::memory_order_acquire); top != nullptr;) {
+    Request* next = std::exchange(top->*Next, reversed);
+    reversed = std::exchange(top, next);
+  }
+  return reversed;
+}
+
+}  // namespace
+
+int64_t StepLoop::now_ns() {
+  return std::chrono::duration_cast<nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+StepLoop::StepLoop(const StepLoopConfig& config, std::unique_ptr<Executor> executor)
+    : config_(config),
+      outbox_(static_cast<size_t>(config.scheduler.max_num_seqs) * 4),
+      executor_(std::move(executor)),
+      scheduler_(config.scheduler),
+      ring_(static_cast<size_t>(config.steps_in_flight)) {
+  assert(executor_->num_staging() >= config.steps_in_flight);
+  const StepLimits limits = scheduler_.limits();
+  for (InFlightStep& step : ring_) {
+    const auto rows = static_cast<size_t>(limits.max_rows);
+    step.plan.rows.reserve(rows);
+    step.plan.copies.reserve(rows);
+    step.plan.filled_slots.reserve(rows);
+    step.plan.held_blocks.reserve(rows);
+  }
+  scheduler_.observe(&left_queue_);
+  executor_->attach(notifier_);
+  publish_stats();
+}
+
+StepLoop::~StepLoop() {
+  if (!stop(std::chrono::seconds(5))) (void)executor_.release();
+}
+
+void StepLoop::start() {
+  thread_ = std::thread([this] { run(); });
+}
+
+bool StepLoop::stop(nanoseconds limit) {
+  stopping_.store(true, std::memory_order_release);
+  notifier_->notify();
+  if (thread_.joinable()) thread_.join();  // the thread never waits longer than kIdle
+  return executor_->close(limit);
+}
+
+// ---- step thread ---------------------------------------------------------------------------------------------------
+
+void StepLoop::run() {
+  while (!stopping_.load(std::memory_order_acquire) && !failed_.load(std::memory_order_relaxed)) {
+    if (!advance()) notifier_->wait(patience(now_ns()));
+  }
+}
+
+// One round: hear what is new, take in results, launch. True when anything moved.
+bool StepLoop::advance() {
+  const int64_t now = now_ns();
+  receive();
+  bool moved = retire_oldest(now);
+  moved |= launch_next(now);
+  outbox_.publish();
+  publish_stats();
+  return moved;
+}
+
+bool StepLoop::retire_oldest(int64_t now) {
+  if (oldest_step_ == next_step_) return false;
+  const auto i = static_cast<int>(oldest_step_ % ring_.size());
+  InFlightStep& step = ring_[static_cast<size_t>(i)];
+  switch (executor_->poll(i)) {
+    case StepStatus::kFailed:
+      fail(executor_->error());
+      return true;
+    case StepStatus::kPending:
+      if (now - std::max(step.launched_ns, oldest_since_ns_) > config_.step_timeout.count()) {
+        fail("step " + std::to_string(step.plan.step) + " did not finish within " +
+             std::to_string(std::chrono::duration<double>(config_.step_timeout).count()) + " s");
+        return true;
+      }
+      return false;
+    case StepStatus::kReady:
+      break;
+  }
+  oldest_since_ns_ = now;
+  scheduler_.commit(step.plan, executor_->tokens(i), outbox_, now);
+  step.plan.clear();
+  step.leased = false;
+  ++oldest_step_;
+  return true;
+}
+
+bool StepLoop::launch_next(int64_t now) {
+  if (failed_.load(std::memory_order_relaxed) || next_step_ - oldest_step_ == ring_.size()) return false;
+  const auto i = static_cast<int>(next_step_ % ring_.size());
+  InFlightStep& step = ring_[static_cast<size_t>(i)];
+  assert(!step.leased);
+  step.plan.step = next_step_;
+  scheduler_.schedule(step.plan, now);
+  if (step.plan.empty()) return false;
+  step.leased = true;
+  const size_t bytes = pack_step(step.plan, scheduler_.tables(), executor_->staging(i));
+  step.launched_ns = now_ns();
+  ++next_step_;
+  if (!executor_->launch(i, bytes)) fail(executor_->error());
+  return true;
+}
+
+void StepLoop::receive() {
+  // Aborts are read before submissions: an abort's request was submitted earlier, so it is either known or in the
+  // submissions that are read next; those come first.
+  Request* aborted = take_all<&Request::next_aborted>(aborted_);
+  for (Request* request = take_all<&Request::next_submitted>(submitted_); request != nullptr;) {
+    Request* next = request->next_submitted;
+    scheduler_.add(request);
+    request->inbox_references.fetch_sub(1, std::memory_order_release);
+    request = next;
+  }
+  while (aborted != nullptr) {
+    Request* next = aborted->next_aborted;  // read before the flag is cleared: the next push overwrites it
+    // Cleared before the scheduler looks: whoever asks for another abort from now on sends another message.
+    aborted->abort_under_way.exchange(false, std::memory_order_seq_cst);
+    scheduler_.abort(aborted, outbox_);
+    aborted->inbox_references.fetch_sub(1, std::memory_order_release);
+    aborted = next;
+  }
+}
+
+// The engine is dead: the loop hears it once, and the thread ends.
+void StepLoop::fail(std::string why) {
+  error_ = std::move(why);
+  failed_.store(true, std::memory_order_release);
+  outbox_.filling().engine_failed = true;
+  outbox_.publish();
+}
+
+nanoseconds StepLoop::patience(int64_t now) const {
+  if (oldest_step_ == next_step_) return kIdle;
+  const int64_t started = std::max(ring_[oldest_step_ % ring_.size()].launched_ns, oldest_since_ns_);
+  const nanoseconds left = config_.step_timeout - nanoseconds(now - started) + std::chrono::microseconds(100);
+  return std::clamp(std::min(executor_->poll_interval(), left), nanoseconds(0), kIdle);
+}
+
+void StepLoop::LeftQueue::left_queue(const Request& request) {
+  loop.queued_requests_.fetch_sub(1, std::memory_order_relaxed);
+  loop.queued_tokens_.fetch_sub(request.prompt_len, std::memory_order_relaxed);
+}
+
+void StepLoop::publish_stats() {
+  const SchedulerStats& s = scheduler_.stats();
+  const auto put = [](std::atomic<int64_t>& to, int64_t value) { to.store(value, std::memory_order_relaxed); };
+  put(stats_.running, s.running);
+  put(stats_.waiting, s.waiting);
+  put(stats_.preemptions, s.preemptions);
+  put(stats_.prefix_queries, s.prefix_queries);
+  put(stats_.prefix_hits, s.prefix_hits);
+  put(stats_.prompt_tokens, s.prompt_tokens);
+  put(stats_.generated_tokens, s.generated_tokens);
+  put(stats_.free_blocks, s.free_blocks);
+  put(stats_.free_slots, s.free_slots);
+  put(stats_.steps, static_cast<int64_t>(next_step_ - 1));
+  put(stats_.leases, static_cast<int64_t>(next_step_ - oldest_step_));
+  quiescent_.store(oldest_step_ == next_step_ && scheduler_.idle(), std::memory_order_release);
+}
+
+// ---- event loop ----------------------------------------------------------------------------------------------------
+
+SubmitResult StepLoop::submit(const RequestSpec& spec) {
+  if (stopping_.load(std::memory_order_relaxed) || failed_.load(std::memory_order_acquire)) return SubmitResult::kClosed;
+  const auto prompt_len = static_cast<int32_t>(spec.prompt.size());
+  const int64_t total = int64_t{prompt_len} + spec.max_tokens;
+  const int64_t capacity = int64_t{config_.scheduler.num_blocks} * config_.scheduler.block_size;
+  if (prompt_len == 0 || spec.max_tokens < 1 || total > config_.scheduler.max_model_len || total > capacity) {
+    return SubmitResult::kTooLarge;
+  }
+  if (queued_requests_.load(std::memory_order_relaxed) >= config_.max_queued_requests ||
+      queued_tokens_.load(std::memory_order_relaxed) + prompt_len > config_.max_queued_tokens) {
+    return SubmitResult::kQueueFull;
+  }
+  const int64_t arrived_ns = now_ns();
+  auto request = make_request(spec, arrived_ns + int64_t{spec.priority} * config_.priority_ageing.count(), next_sequence_number_++);
+  queued_requests_.fetch_add(1, std::memory_order_relaxed);
+  queued_tokens_.fetch_add(prompt_len, std::memory_order_relaxed);
+  Request* raw = request.get();
+  requests_[spec.id] = std::move(request);
+  push<&Request::next_submitted>(submitted_, raw);
+  notifier_->notify();
+  return SubmitResult::kAccepted;
+}
+
+void StepLoop::abort(uint64_t id, int32_t index) {
+  const auto found = requests_.find(id);
+  if (found == requests_.end()) return;
+  Request* request = found->second.get();
+  for (Sequence& sequence : request->sequences) {
+    if (index < 0 || sequence.index == index) sequence.abort_requested.store(true, std::memory_order_seq_cst);
+  }
+  if (request->abort_under_way.exchange(true, std::memory_order_seq_cst)) return;
+  push<&Request::next_aborted>(aborted_, request);
+  notifier_->notify();
+}
+
+void StepLoop::group(const Delivery& delivery) {
+  ++drain_epoch_;
+  num_news_ = 0;
+  for (const OutputEvent& event : delivery.events) {
+    Sequence& sequence = *event.sequence;
+    if (sequence.drain_epoch != drain_epoch_) {
+      sequence.drain_epoch = drain_epoch_;
+      sequence.drain_place = num_news_++;
+      if (news_.size() < num_news_) news_.emplace_back();
+      News& fresh = news_[sequence.drain_place];
+      fresh.sequence = &sequence;
+      fresh.tokens.clear();
+      fresh.finish = FinishReason::kNone;
+    }
+    News& news = news_[sequence.drain_place];
+    if (event.token >= 0) news.tokens.push_back(event.token);
+    if (event.finish != FinishReason::kNone) news.finish = event.finish;
+    news.time_ns = event.time_ns;
+  }
+}
+
+void StepLoop::collect(const Delivery& delivery) {
+  for (Request* request : delivery.released) {
+    const auto found = requests_.find(request->id);
+    released_.push_back(std::move(found->second));
+    requests_.erase(found);
+  }
+}
+
+void StepLoop::free_released() {
+  // An abort may be on its way to the step thread while the request ends by itself.
+  std::erase_if(released_, [](const auto& r) { return r->inbox_references.load(std::memory_order_acquire) == 0; });
+}
+
+StepLoopStats StepLoop::stats() const {
+  const auto get = [](const std::atomic<int64_t>& from) { return from.load(std::memory_order_relaxed); };
+  return {get(stats_.running), get(stats_.waiting), get(stats_.preemptions), get(stats_.prefix_queries),
+          get(stats_.prefix_hits), get(stats_.prompt_tokens), get(stats_.generated_tokens), get(stats_.free_blocks),
+          get(stats_.free_slots), config_.scheduler.num_blocks, get(stats_.steps), get(stats_.leases),
+          get(queued_requests_), get(queued_tokens_), static_cast<int64_t>(requests_.size() + released_.size())};
+}
+
+}  // namespace asyncengine

@@ -1,0 +1,135 @@
+// The engine's heart: a thread that schedules, packs and launches the next step while the last one runs.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "core/outbox.h"
+#include "core/scheduler.h"
+#include "step_loop/executor.h"
+#include "step_loop/notifier.h"
+
+namespace asyncengine {
+
+struct StepLoopConfig {
+  SchedulerConfig scheduler;
+  int steps_in_flight = 2;
+  int64_t max_queued_requests = 4096;
+  int64_t max_queued_tokens = int64_t{1} << 22;
+  std::chrono::nanoseconds priority_ageing{std::chrono::seconds(30)};
+  std::chrono::nanoseconds step_timeout{std::chrono::seconds(600)};
+};
+
+enum class SubmitResult { kAccepted, kQueueFull, kTooLarge, kClosed };
+
+// Snapshot, safe from any thread.
+struct StepLoopStats {
+  int64_t running, waiting, preemptions, prefix_queries, prefix_hits, prompt_tokens, generated_tokens, free_blocks,
+      free_slots, num_blocks, steps, leases, queued_requests, queued_tokens, live_requests;
+};
+
+// submit, abort and drain belong to one thread, the event loop's; nothing they do makes the step thread wait, and
+// nothing the step thread does waits for them.
+class StepLoop {
+ public:
+  StepLoop(const StepLoopConfig& config, std::unique_ptr<Executor> executor);
+  ~StepLoop();
+
+  static StepLimits limits(const StepLoopConfig& config) { return Scheduler(config.scheduler).limits(); }
+
+  void start();
+  // Stops the thread; requests still under way are gone without a word. False: the executor hangs, its memory is leaked
+  // on purpose because a device may still write to it.
+  bool stop(std::chrono::nanoseconds limit);
+
+  SubmitResult submit(const RequestSpec& spec);
+  // Aborts sequence `index` of the request, or all of them.
+  void abort(uint64_t id, int32_t index = -1);
+
+  // Calls visit(sequence, tokens, finish, time_ns) once per sequence that has news, in the order of their first event,
+  // then frees what is released. Returns false once the engine has failed: error() says why.
+  template <typename Visit>
+  bool drain(Visit&& visit) {
+    Delivery* delivery = outbox_.take();
+    if (delivery != nullptr) {
+      group(*delivery);
+      for (size_t i = 0; i < num_news_; ++i) visit(static_cast<const News&>(news_[i]));
+      collect(*delivery);
+    }
+    free_released();
+    return !failed_.load(std::memory_order_acquire);
+  }
+  struct News {
+    const Sequence* sequence = nullptr;
+    std::vector<int32_t> tokens;
+    FinishReason finish = FinishReason::kNone;
+    int64_t time_ns = 0;
+  };
+
+  int wake_fd() const { return outbox_.wake_fd(); }
+  std::string error() const { return failed_.load(std::memory_order_acquire) ? error_ : std::string(); }
+  StepLoopStats stats() const;
+  bool quiescent() const { return quiescent_.load(std::memory_order_acquire); }
+  static int64_t now_ns();
+
+ private:
+  struct InFlightStep {
+    StepPlan plan;
+    int64_t launched_ns = 0;
+    bool leased = false;
+  };
+  struct LeftQueue final : Scheduler::QueueObserver {
+    explicit LeftQueue(StepLoop& step_loop) : loop(step_loop) {}
+    void left_queue(const Request& request) override;
+    StepLoop& loop;
+  };
+
+  // Step thread.
+  void run();
+  bool advance();
+  bool retire_oldest(int64_t now);
+  bool launch_next(int64_t now);
+  void receive();
+  void fail(std::string why);
+  void publish_stats();
+  std::chrono::nanoseconds patience(int64_t now) const;
+
+  // Event loop.
+  void group(const Delivery& delivery);
+  void collect(const Delivery& delivery);
+  void free_released();
+
+  StepLoopConfig config_;
+  std::shared_ptr<Notifier> notifier_ = std::make_shared<Notifier>();
+  Outbox outbox_;
+  std::unique_ptr<Executor> executor_;
+  Scheduler scheduler_;
+  LeftQueue left_queue_{*this};
+  std::vector<InFlightStep> ring_;  // step k lives in ring_[k % size], and so does its staging buffer
+  uint64_t next_step_ = 1, oldest_step_ = 1;
+  int64_t oldest_since_ns_ = 0;     // when the oldest step in flight began to run
+
+  std::atomic<Request*> submitted_{nullptr}, aborted_{nullptr};  // lock-free stacks; the step thread takes all at once
+  std::atomic<bool> stopping_{false}, failed_{false}, quiescent_{true};
+  std::atomic<int64_t> queued_requests_{0}, queued_tokens_{0};
+  std::string error_;  // written before failed_ is set, never after
+
+  std::unordered_map<uint64_t, std::unique_ptr<Request>> requests_;  // event loop only
+  std::vector<std::unique_ptr<Request>> released_;  // released, but still named by a message under way
+  std::vector<News> news_;
+  size_t num_news_ = 0;
+  uint64_t drain_epoch_ = 0, next_sequence_number_ = 0;
+
+  struct AtomicStats {
+    std::atomic<int64_t> running{0}, waiting{0}, preemptions{0}, prefix_queries{0}, prefix_hits{0}, prompt_tokens{0},
+        generated_tokens{0}, free_blocks{0}, free_slots{0}, steps{0}, leases{0};
+  } stats_;
+  std::thread thread_;
+};
+
+}  // namespace asyncengine

@@ -1,0 +1,81 @@
+"""Every family against transformers: the same tokens in float32, close logits in bfloat16."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncengine.config import EngineConfig
+from asyncengine.kernels.reference import ReferenceOps
+from asyncengine.runner.model_runner import CpuModelRunner
+from tests.models import tiny
+
+COUNT = 20
+# The native kernels are tested wherever they are built; the reference shows which side is wrong.
+KERNELS = ["reference", "native"] if importlib.util.find_spec("asyncengine._core") else ["reference"]
+
+
+def load(path: Path, kernels: str, **config: object) -> CpuModelRunner:
+    settings = {"num_kv_blocks": 64, "cpu_threads": 2, **config}
+    ops = ReferenceOps() if kernels == "reference" else None
+    return CpuModelRunner.load(EngineConfig.from_kwargs(str(path), settings), ops=ops)
+
+
+@pytest.fixture(scope="module", params=tiny.VARIANTS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """A saved variant with prompts and their continuations by transformers."""
+    path = tmp_path_factory.mktemp(request.param)
+    model = tiny.build_model(request.param)
+    model.save_pretrained(path)
+    draw = random.Random(1)
+    prompts = [[draw.randrange(tiny.VOCAB_SIZE) for _ in range(n)] for n in (1, 13, 37)]
+    return path, model, [(prompt, tiny.generate(model, prompt, COUNT)) for prompt in prompts]
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("attention", ["native", "sdpa"])
+def test_tokens_equal_transformers(checkpoint, kernels, attention):
+    path, _, expected = checkpoint
+    runner = load(path, kernels, dtype="float32", prefill_attention=attention)
+    native = kernels == "native"
+    assert len({tuple(tokens) for _, tokens in expected}) > 1, "the continuations must depend on the prompt"
+    prompts, continuations = [list(column) for column in zip(*expected, strict=True)]
+    for prompt, tokens in expected:
+        alone = tiny.Driver(runner, native=native)
+        sequence = alone.add(prompt, len(prompt) + COUNT)
+        alone.run([sequence], COUNT, 64)
+        assert sequence.generated == tokens
+    # Together: in chunks of 1, of 7, and of random sizes with some sequences left out of each step.
+    for chunk in (1, 7, None):
+        driver = tiny.Driver(runner, native=native)
+        sequences = [driver.add(prompt, len(prompt) + COUNT) for prompt in prompts]
+        driver.run(sequences, COUNT, chunk)
+        assert [s.generated for s in sequences] == continuations
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_logits_are_close_in_bfloat16(checkpoint, kernels):
+    """Against float32 on the same rounded weights: within a tenth of the spread of the logits.
+
+    The models' weights are large, which spreads rounding errors; transformers in bfloat16 is as far off.
+    """
+    path, model, expected = checkpoint
+    rounded = type(model)(model.config).eval()
+    rounded.load_state_dict({name: t.bfloat16().float() for name, t in model.state_dict().items()})
+    prompts = [torch.tensor([prompt]) for prompt, _ in expected]
+    with torch.inference_mode():
+        exact = torch.stack([rounded(p).logits[0, -1] for p in prompts])
+        rounded.bfloat16()
+        theirs = torch.stack([rounded(p).logits[0, -1].float() for p in prompts])
+
+    driver = tiny.Driver(load(path, kernels, dtype="bfloat16"), native=kernels == "native")
+    for p in prompts:
+        driver.run([driver.add(p[0].tolist(), p.shape[1] + 1)], 1, 9)
+    ours = torch.stack(driver.logits)
+    error = (ours - exact).std() / exact.std()
+    assert error < 0.1
+    assert error < 1.5 * (theirs - exact).std() / exact.std()

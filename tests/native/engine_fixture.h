@@ -1,0 +1,159 @@
+// A step loop over the simulated device, and requests whose right answers are known.
+#pragma once
+
+#include <poll.h>
+
+#include <chrono>
+#include <map>
+#include <memory>
+#include <random>
+#include <set>
+#include <vector>
+
+#include "step_loop/simulated_model.h"
+#include "step_loop/step_loop.h"
+
+namespace asyncengine::testing {
+
+using namespace std::chrono_literals;
+
+struct Options {
+  int32_t num_blocks = 64, block_size = 16, max_num_seqs = 8, max_num_batched_tokens = 64, prefill_chunk_size = 0,
+          max_model_len = 256, steps_in_flight = 2, vocab_size = 50;
+  bool prefix_caching = true;
+  std::chrono::nanoseconds step_timeout = 10s, latency = 0ns;
+  int64_t max_queued_requests = 1 << 20;
+
+  StepLoopConfig loop() const {
+    StepLoopConfig c;
+    c.scheduler = {num_blocks, block_size, max_num_seqs, max_num_batched_tokens, prefill_chunk_size, max_model_len, prefix_caching};
+    c.steps_in_flight = steps_in_flight;
+    c.step_timeout = step_timeout;
+    c.max_queued_requests = max_queued_requests;
+    return c;
+  }
+};
+
+struct Result {
+  std::vector<int32_t> tokens;
+  FinishReason finish = FinishReason::kNone;
+  bool operator==(const Result&) const = default;
+};
+
+class Engine {
+ public:
+  explicit Engine(const Options& options) : options_(options) {
+    model_config_.vocab_size = options.vocab_size;
+    model_config_.step_latency = options.latency;
+    const auto config = options.loop();
+    model_ = std::make_unique<SimulatedModel>(device, model_config_, StepLoop::limits(config), options.num_blocks,
+                                              options.block_size, options.max_model_len / options.block_size + 1);
+    loop = std::make_unique<StepLoop>(config, model_->make_executor(options.steps_in_flight, 20us));
+    loop->start();
+  }
+
+  SubmitResult submit(RequestSpec spec) {
+    spec.id = next_id_++;
+    const SubmitResult result = loop->submit(spec);
+    if (result == SubmitResult::kAccepted) {
+      for (int32_t i = 0; i < spec.n; ++i) open_.insert({spec.id, i});
+      specs_[spec.id] = std::move(spec);
+    }
+    return result;
+  }
+  uint64_t last_id() const { return next_id_ - 1; }
+  void abort(uint64_t id) {
+    for (int32_t i = 0; i < specs_[id].n; ++i) open_.erase({id, i});
+    loop->abort(id);
+  }
+
+  // Handles deliveries until nothing is expected any more (true) or the engine has failed (false).
+  bool run() {
+    while (!open_.empty()) {
+      if (!receive(1s)) return false;
+    }
+    return true;
+  }
+  bool receive(std::chrono::milliseconds limit) {
+    pollfd fd{loop->wake_fd(), POLLIN, 0};
+    ::poll(&fd, 1, static_cast<int>(limit.count()));
+    return loop->drain([this](const StepLoop::News& news) {
+      const std::pair key{news.sequence->request->id, news.sequence->index};
+      if (!open_.contains(key)) return;  // aborted: what still arrives is of no interest
+      Result& result = results[key];
+      result.tokens.insert(result.tokens.end(), news.tokens.begin(), news.tokens.end());
+      if (news.finish != FinishReason::kNone) {
+        result.finish = news.finish;
+        open_.erase(key);
+      }
+    });
+  }
+  // Every block, slot, lease and request is back.
+  bool settles() {
+    for (int i = 0; i < 500; ++i) {
+      receive(10ms);
+      const StepLoopStats s = loop->stats();
+      if (loop->quiescent() && s.leases == 0 && s.live_requests == 0 && s.free_blocks == options_.num_blocks &&
+          s.free_slots == options_.max_num_seqs && s.queued_requests == 0 && s.queued_tokens == 0) {
+        return true;
+      }
+    }
+    return false;
+  }
+
+  Result expected(const RequestSpec& spec, int32_t index) const {
+    std::vector<int32_t> tokens = spec.prompt;
+    SamplingState sampling = spec.sampling;
+    sampling.seed += static_cast<uint64_t>(index);
+    Result result;
+    while (result.finish == FinishReason::kNone) {
+      const int32_t token = SimulatedModel::next_token(model_config_, tokens, sampling);
+      tokens.push_back(token);
+      result.tokens.push_back(token);
+      if (std::find(spec.stop_tokens.begin(), spec.stop_tokens.end(), token) != spec.stop_tokens.end()) {
+        result.finish = FinishReason::kStop;
+      } else if (static_cast<int32_t>(result.tokens.size()) == spec.max_tokens) {
+        result.finish = FinishReason::kLength;
+      }
+    }
+    return result;
+  }
+  // Results that differ from the reference.
+  int mismatches() const {
+    int wrong = 0;
+    for (const auto& [key, result] : results) {
+      wrong += result.finish != FinishReason::kNone && !(result == expected(specs_.at(key.first), key.second));
+    }
+    return wrong;
+  }
+
+  SimulatedDevice device;
+  std::unique_ptr<StepLoop> loop;
+  std::map<std::pair<uint64_t, int32_t>, Result> results;
+
+ private:
+  Options options_;
+  SimulatedModelConfig model_config_;
+  std::unique_ptr<SimulatedModel> model_;
+  std::map<uint64_t, RequestSpec> specs_;
+  std::set<std::pair<uint64_t, int32_t>> open_;
+  uint64_t next_id_ = 1;
+};
+
+inline RequestSpec random_spec(std::mt19937& rng, const Options& options, int32_t longest_prompt, int32_t longest_output) {
+  const auto pick = [&](int32_t low, int32_t high) { return std::uniform_int_distribution<int32_t>(low, high)(rng); };
+  RequestSpec spec;
+  const int32_t family = pick(0, 3);  // few families of prompts, so that prefixes are shared
+  for (int32_t i = 0, n = pick(1, longest_prompt); i < n; ++i) spec.prompt.push_back((family * 7 + i * 3) % options.vocab_size);
+  if (pick(0, 1)) spec.prompt.back() = pick(0, options.vocab_size - 1);
+  spec.max_tokens = pick(1, longest_output);
+  spec.n = pick(0, 4) == 0 ? pick(2, 4) : 1;
+  spec.priority = pick(-2, 2);
+  spec.salt = static_cast<uint64_t>(pick(0, 1));
+  spec.sampling.temperature = pick(0, 1) ? 0.f : 1.f;
+  spec.sampling.seed = static_cast<uint64_t>(pick(0, 1 << 30));
+  if (pick(0, 1)) spec.stop_tokens = {pick(0, options.vocab_size - 1), pick(0, options.vocab_size - 1)};
+  return spec;
+}
+
+}  // namespace asyncengine::testing

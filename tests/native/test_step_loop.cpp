@@ -1,0 +1,184 @@
+// The whole step loop on the simulated device: the model reads every token of its context back through block tables and
+// KV, so a block reused too early, a missing copy or a stale table changes its answers.
+#include "check.h"
+#include "engine_fixture.h"
+
+namespace {
+
+using namespace asyncengine;
+using namespace asyncengine::testing;
+
+void run_random(const Options& options, int num_requests, unsigned seed, int32_t longest_prompt, int32_t longest_output) {
+  std::mt19937 rng(seed);
+  Engine engine(options);
+  for (int i = 0; i < num_requests; ++i) {
+    CHECK(engine.submit(random_spec(rng, options, longest_prompt, longest_output)) == SubmitResult::kAccepted);
+    if (rng() % 4 == 0) engine.receive(0ms);
+    if (rng() % 5 == 0) engine.abort(engine.last_id() - rng() % std::min<uint64_t>(engine.last_id(), 8));
+  }
+  CHECK(engine.run());
+  CHECK(!engine.results.empty());
+  CHECK_EQ(engine.mismatches(), 0);
+  CHECK(engine.settles());
+}
+
+}  // namespace
+
+TEST(outputs_do_not_depend_on_steps_in_flight) {
+  for (const int depth : {1, 2, 3}) {
+    Options options;
+    options.steps_in_flight = depth;
+    run_random(options, 200, 1, 60, 40);
+  }
+}
+
+TEST(outputs_do_not_depend_on_chunk_size) {
+  for (const int chunk : {1, 2, 7, 16, 33, 0}) {
+    Options options;
+    options.prefill_chunk_size = chunk;
+    run_random(options, 80, 2, 100, 20);
+  }
+}
+
+TEST(outputs_do_not_depend_on_prefix_cache) {
+  Options options;
+  options.prefix_caching = false;
+  run_random(options, 100, 3, 60, 30);
+}
+
+TEST(preemption_recomputes_and_progresses) {
+  Options options;
+  options.num_blocks = 12;  // eight sequences of up to nine blocks
+  options.max_model_len = 160;
+  for (unsigned seed = 0; seed < 4; ++seed) run_random(options, 120, seed, 80, 60);
+}
+
+TEST(preemption_happens_when_blocks_run_out) {
+  Options options;
+  options.num_blocks = 10;
+  Engine engine(options);
+  for (int i = 0; i < 8; ++i) {
+    RequestSpec spec;
+    spec.prompt.assign(20, i);
+    spec.max_tokens = 100;
+    CHECK(engine.submit(spec) == SubmitResult::kAccepted);
+  }
+  CHECK(engine.run());
+  CHECK_EQ(engine.mismatches(), 0);
+  CHECK(engine.loop->stats().preemptions > 0);
+  CHECK(engine.settles());
+}
+
+TEST(a_fork_that_fills_the_pool_is_computed_afresh) {
+  Options options;
+  options.num_blocks = 4;
+  options.max_model_len = 64;
+  Engine engine(options);
+  RequestSpec spec;
+  spec.prompt.assign(62, 3);
+  spec.max_tokens = 2;
+  spec.n = 4;
+  spec.sampling.temperature = 1.f;
+  CHECK(engine.submit(spec) == SubmitResult::kAccepted);
+  CHECK(engine.run());
+  CHECK_EQ(engine.results.size(), size_t{4});
+  CHECK_EQ(engine.mismatches(), 0);
+  CHECK(engine.settles());
+}
+
+TEST(shared_prompts_hit_the_prefix_cache) {
+  Engine engine(Options{});
+  RequestSpec spec;
+  for (int32_t i = 0; i < 100; ++i) spec.prompt.push_back(i % 50);
+  spec.max_tokens = 4;
+  CHECK(engine.submit(spec) == SubmitResult::kAccepted);
+  CHECK(engine.run());
+  CHECK_EQ(engine.loop->stats().prefix_hits, 0);
+  CHECK(engine.submit(spec) == SubmitResult::kAccepted);
+  CHECK(engine.run());
+  CHECK_EQ(engine.loop->stats().prefix_hits, 96);
+  spec.salt = 99;  // another tenant sees nothing of it
+  CHECK(engine.submit(spec) == SubmitResult::kAccepted);
+  CHECK(engine.run());
+  CHECK_EQ(engine.loop->stats().prefix_hits, 96);
+  CHECK_EQ(engine.mismatches(), 0);
+  CHECK(engine.settles());
+}
+
+TEST(aborts_give_everything_back) {
+  Options options;
+  options.latency = 200us;
+  std::mt19937 rng(5);
+  Engine engine(options);
+  for (int i = 0; i < 300; ++i) {
+    CHECK(engine.submit(random_spec(rng, options, 60, 60)) == SubmitResult::kAccepted);
+    if (i % 3) engine.abort(engine.last_id());
+    if (i % 7 == 0) engine.receive(1ms);
+  }
+  CHECK(engine.run());
+  CHECK_EQ(engine.mismatches(), 0);
+  CHECK(engine.settles());
+}
+
+TEST(a_device_fault_fails_the_engine_with_its_error) {
+  Options options;
+  Engine engine(options);
+  engine.device.fail_at(10);
+  RequestSpec spec;
+  spec.prompt = {1, 2, 3};
+  spec.max_tokens = 200;
+  CHECK(engine.submit(spec) == SubmitResult::kAccepted);
+  CHECK(!engine.run());
+  CHECK(engine.loop->error().find("illegal memory access") != std::string::npos);
+  CHECK(engine.submit(spec) == SubmitResult::kClosed);
+  CHECK(engine.loop->stop(1s));
+}
+
+TEST(a_hung_kernel_becomes_an_error_within_the_time_limit) {
+  Options options;
+  options.step_timeout = 50ms;
+  Engine engine(options);
+  engine.device.hang_at(6);
+  RequestSpec spec;
+  spec.prompt = {1, 2, 3};
+  spec.max_tokens = 200;
+  CHECK(engine.submit(spec) == SubmitResult::kAccepted);
+  CHECK(!engine.run());
+  CHECK(engine.loop->error().find("did not finish within") != std::string::npos);
+  CHECK(!engine.loop->stop(10ms));  // still hanging: its buffers may not be freed
+  engine.device.resume();
+  CHECK(engine.loop->stop(5s));
+}
+
+TEST(the_queue_is_limited) {
+  Options options;
+  options.max_num_seqs = 1;
+  options.max_queued_requests = 3;
+  options.latency = 1ms;
+  Engine engine(options);
+  RequestSpec spec;
+  spec.prompt = {1};
+  spec.max_tokens = 200;
+  int full = 0;
+  for (int i = 0; i < 10; ++i) full += engine.submit(spec) == SubmitResult::kQueueFull;
+  CHECK(full >= 6);
+  CHECK(engine.run());
+  CHECK(engine.settles());
+  CHECK(engine.submit(spec) == SubmitResult::kAccepted);
+  spec.max_tokens = 10000;
+  CHECK(engine.submit(spec) == SubmitResult::kTooLarge);
+  CHECK(engine.run());
+}
+
+TEST(devices_leak_nothing) {
+  Options options;
+  SimulatedDevice device;
+  {
+    SimulatedModelConfig config;
+    const auto limits = StepLoop::limits(options.loop());
+    SimulatedModel model(device, config, limits, options.num_blocks, options.block_size, 17);
+    const auto executor = model.make_executor(2, 20us);
+    CHECK(device.live_objects() > 0);
+  }
+  CHECK_EQ(device.live_objects(), 0);
+}
