@@ -52,9 +52,7 @@ class ApiError(Exception):
         return msgspec.json.encode({"error": fields})
 
     def response(self) -> web.Response:
-        return web.Response(
-            status=self.status, body=self.body(), content_type="application/json", headers=self.headers
-        )
+        return web.Response(status=self.status, body=self.body(), content_type="application/json", headers=self.headers)
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

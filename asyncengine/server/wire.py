@@ -42,9 +42,7 @@ def _transport(request: web.BaseRequest) -> asyncio.WriteTransport:
     return transport
 
 
-async def _finish(
-    request: web.BaseRequest, response: web.StreamResponse, limit_s: float, last: bytes = b""
-) -> None:
+async def _finish(request: web.BaseRequest, response: web.StreamResponse, limit_s: float, last: bytes = b"") -> None:
     """End the response and wait until the kernel has all of it.
 
     With a high-water mark of 0 the wait covers every buffered byte, so a connection that goes back to

@@ -110,10 +110,7 @@ class FakeEngine:
         """Wait until so many requests are open, or so many were aborted."""
         async with self.changed:
             await self.changed.wait_for(
-                lambda: (
-                    (open is None or len(self.open) == open)
-                    and (aborted is None or len(self.aborted) == aborted)
-                )
+                lambda: (open is None or len(self.open) == open) and (aborted is None or len(self.aborted) == aborted)
             )
 
     def fail(self, error: Exception) -> None:
@@ -170,9 +167,7 @@ class FakeEngine:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> RequestOutput:
-        stream = await self.submit(
-            prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt
-        )
+        stream = await self.submit(prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt)
         texts = [""] * params.n
         tokens: list[list[int]] = [[] for _ in texts]
         reasons = [FinishReason.LENGTH] * params.n
@@ -186,9 +181,7 @@ class FakeEngine:
         assert delta.usage is not None
         assert delta.timing is not None
         outputs = tuple(CompletionOutput(i, texts[i], tuple(tokens[i]), reasons[i]) for i in range(params.n))
-        return RequestOutput(
-            stream.request_id, tuple(stream.prompt_token_ids), outputs, delta.usage, delta.timing
-        )
+        return RequestOutput(stream.request_id, tuple(stream.prompt_token_ids), outputs, delta.usage, delta.timing)
 
     async def aclose(self, drain: bool = True, timeout_s: float = 30.0) -> None:
         self.health = "closed"
@@ -233,18 +226,14 @@ class FakeEngine:
             return [ord(c) for m in prompt for c in f"{m['role']}: {m['content']}\n"]
         for token in prompt:
             if not 0 <= token < VOCABULARY:
-                raise InvalidRequestError(
-                    f"prompt: token id {token} is not in the vocabulary", param="prompt"
-                )
+                raise InvalidRequestError(f"prompt: token id {token} is not in the vocabulary", param="prompt")
         return list(prompt)
 
 
 class FakeStream:
     """Sequence i of a request starts at character i of the answer, so that n samples differ."""
 
-    def __init__(
-        self, engine: FakeEngine, request_id: str, ids: list[int], params: SamplingParams, limit: int
-    ) -> None:
+    def __init__(self, engine: FakeEngine, request_id: str, ids: list[int], params: SamplingParams, limit: int) -> None:
         self.request_id = request_id
         self.prompt_token_ids: Sequence[int] = ids
         self.error: Exception | None = None

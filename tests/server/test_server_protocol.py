@@ -92,9 +92,7 @@ async def test_chat_stream_opens_with_the_role_and_ends_with_an_empty_delta() ->
 async def test_usage_chunk_comes_last(route: str) -> None:
     async with serving(FakeEngine()) as site:
         whole = (await site.post(route, **PROMPT[route], max_tokens=5)).json
-        events = await site.events(
-            route, **PROMPT[route], max_tokens=5, stream_options={"include_usage": True}
-        )
+        events = await site.events(route, **PROMPT[route], max_tokens=5, stream_options={"include_usage": True})
     *others, last = events
     assert last["choices"] == []
     assert last["usage"] == whole["usage"]
@@ -110,9 +108,7 @@ async def test_continuous_usage_counts_up(route: str) -> None:
     counts = [e["usage"]["completion_tokens"] for e in events]
     assert counts == sorted(counts)
     assert counts[-1] == 5
-    assert all(
-        u["prompt_tokens"] + u["completion_tokens"] == u["total_tokens"] for u in (e["usage"] for e in events)
-    )
+    assert all(u["prompt_tokens"] + u["completion_tokens"] == u["total_tokens"] for u in (e["usage"] for e in events))
 
 
 async def test_default_and_exact_max_tokens() -> None:
@@ -188,9 +184,7 @@ async def test_prompt_forms_and_choice_indices(prompt: Any, lengths: list[int], 
     assert whole["usage"]["prompt_tokens"] == sum(lengths)
     assert whole["usage"]["completion_tokens"] == len(lengths) * n * 4
     chunks = choices_of(events)
-    assert {i: "".join(map(text_of, c)) for i, c in chunks.items()} == {
-        c["index"]: c["text"] for c in whole["choices"]
-    }
+    assert {i: "".join(map(text_of, c)) for i, c in chunks.items()} == {c["index"]: c["text"] for c in whole["choices"]}
     assert all([c["finish_reason"] for c in cs] == [None] * 3 + ["length"] for cs in chunks.values())
     assert events[-1]["usage"] == whole["usage"]
 
