@@ -1,5 +1,6 @@
 """asyncengine: an LLM inference engine that lives inside one asyncio process."""
 
+from asyncengine.bundled import path as bundled_model
 from asyncengine.config import EngineConfig
 from asyncengine.engine import AsyncEngine, EngineStats
 from asyncengine.errors import (
@@ -32,7 +33,7 @@ from asyncengine.request import (
 )
 from asyncengine.stream import RequestStream
 
-__version__ = "0.1.0"
+__version__ = "0.1.0"  # and in pyproject.toml
 
 __all__ = [
     "AsyncEngine",
@@ -63,4 +64,5 @@ __all__ = [
     "Usage",
     "WeightMismatchError",
     "WrongLoopError",
+    "bundled_model",
 ]

@@ -7,12 +7,14 @@ import atexit
 import hashlib
 import itertools
 import logging
+import os
 import random
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from asyncengine import _core
@@ -114,7 +116,7 @@ def step_loop_config(config: EngineConfig, model_info: ModelInfo) -> _core.StepL
     )
 
 
-def load_backend(config: EngineConfig, *, progress: bool = False) -> Backend:
+def load_backend(config: EngineConfig, *, progress: bool) -> Backend:
     """Load the model that ``config`` names, for the CPU. Blocks; raises ModelError, ConfigError."""
     from asyncengine.kernels.cpu import CpuOps
     from asyncengine.runner.model_runner import CpuModelRunner
@@ -173,12 +175,13 @@ class AsyncEngine:
         self._death: str = ""
 
     @classmethod
-    def from_pretrained(cls, model: str, **config: Any) -> Self:
+    def from_pretrained(cls, model: str | os.PathLike[str], *, progress: bool = True, **config: Any) -> Self:
         """An engine for a directory in Hugging Face layout or a hub id; the model is loaded by ``start``.
 
-        ``config`` are the fields of EngineConfig. Raises ConfigError for an unknown or wrong one.
+        ``config`` are the fields of EngineConfig. Raises ConfigError for an unknown or wrong one. ``progress`` shows a
+        bar while weights load, if stderr is a terminal.
         """
-        return cls(EngineConfig.from_kwargs(model, config), load_backend)
+        return cls(EngineConfig.from_kwargs(os.fspath(model), config), partial(load_backend, progress=progress))
 
     # ---- life ----
 

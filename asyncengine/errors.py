@@ -82,7 +82,7 @@ class EngineClosedError(EngineError):
 
 
 class EngineDeadError(EngineError):
-    """The executor failed or hung. The cause is chained; the engine must be created anew."""
+    """The executor failed or hung; the message says how. The engine must be created anew."""
 
 
 class WrongLoopError(EngineError, RuntimeError):

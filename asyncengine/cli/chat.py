@@ -22,6 +22,7 @@ _HELP = "Ctrl-D ends, Ctrl-C interrupts an answer, /clear forgets the conversati
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [options]"
     add_model_option(parser)
     parser.add_argument("--system", metavar="TEXT", default=argparse.SUPPRESS, help="system message")
     flags.add_dataclass(parser, SamplingParams, "sampling", exclude=("n",), defaults=_DEFAULTS)
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
                     answer = runner.run(_answer(engine, messages, params))
                 except (KeyboardInterrupt, ContextLengthError) as exc:
                     messages.pop()
-                    print(f"\n[{exc or 'interrupted'}]", file=sys.stderr)
+                    print(f"\n[{str(exc) or 'interrupted'}]", file=sys.stderr)
                     continue
                 messages.append({"role": "assistant", "content": answer})
         finally:

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+from asyncengine import __version__
 from asyncengine.cli.flags import ENVIRONMENT_PREFIX
 
 _PACKAGES = (
-    "asyncengine", "torch", "numpy", "transformers", "tokenizers", "safetensors", "huggingface_hub",
+    "torch", "numpy", "transformers", "tokenizers", "safetensors", "huggingface_hub",
     "aiohttp", "uvloop", "msgspec", "prometheus_client", "jinja2",
 )  # fmt: skip
 _ISA = (
@@ -38,6 +39,7 @@ def _report() -> Iterator[tuple[str, str]]:
     yield "python", f"{platform.python_version()} ({platform.python_implementation()}, {sys.platform})"
     yield "platform", platform.platform()
     yield "libc", " ".join(platform.libc_ver())
+    yield "asyncengine", __version__
     for package in _PACKAGES:
         try:
             yield package, metadata.version(package)

@@ -13,6 +13,7 @@ from asyncengine.config import EngineConfig
 if TYPE_CHECKING:
     from asyncengine.engine import AsyncEngine
 
+BUNDLED_MODEL_NAME = "stories"
 MODEL_HELP = "directory or hub id; without it, the small bundled model"
 
 

@@ -60,9 +60,7 @@ def read_environment(parser: argparse.ArgumentParser, args: argparse.Namespace) 
             value = _parse(action, text)
         except (ValueError, argparse.ArgumentTypeError):
             expected = f" (one of {', '.join(action.choices)})" if action.choices else ""
-            parser.error(
-                f"environment variable {environment_name(action.dest)}: invalid value {text!r}{expected}"
-            )
+            parser.error(f"environment variable {environment_name(action.dest)}: invalid value {text!r}{expected}")
         setattr(args, action.dest, value)
 
 

@@ -11,10 +11,11 @@ from asyncengine.cli.embed import add_model_option, engine_from, loop_factory
 from asyncengine.config import EngineConfig
 from asyncengine.request import SamplingParams
 
-_DEFAULTS = {"max_tokens": 256}
+_DEFAULTS = {"max_tokens": None}  # until the model ends it, or the reader does with Ctrl-C
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s PROMPT [options]"
     parser.add_argument("prompt", metavar="PROMPT", help="text to continue; - reads standard input")
     add_model_option(parser)
     flags.add_dataclass(parser, SamplingParams, "sampling", exclude=("n",), defaults=_DEFAULTS)
@@ -34,8 +35,9 @@ async def _generate(args: argparse.Namespace, prompt: str, params: SamplingParam
     engine = engine_from(args)
     await engine.start()
     try:
+        stream = await engine.submit(prompt, params)
         print(prompt, end="", flush=True)
-        async for delta in await engine.submit(prompt, params):
+        async for delta in stream:
             print(delta.text, end="", flush=True)
         print()
     finally:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from importlib import import_module, metadata
+from importlib import import_module
 
+from asyncengine import __version__
 from asyncengine.cli import flags
 from asyncengine.errors import AsyncEngineError, ConfigError, InvalidRequestError
 
@@ -21,18 +22,10 @@ COMMANDS = (
 )
 
 
-def version() -> str:
-    """The installed version."""
-    try:
-        return metadata.version("asyncengine")
-    except metadata.PackageNotFoundError:
-        return "unknown (not installed)"
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; the return value is the exit code."""
     parser = argparse.ArgumentParser(prog="asyncengine", description="LLM inference in one asyncio process.")
-    parser.add_argument("--version", action="version", version=f"asyncengine {version()}")
+    parser.add_argument("--version", action="version", version=f"asyncengine {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, module, text in COMMANDS:
         command = commands.add_parser(

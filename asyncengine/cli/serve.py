@@ -11,8 +11,9 @@ import signal
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
+from asyncengine import __version__
 from asyncengine.cli import flags
-from asyncengine.cli.embed import MODEL_HELP, engine_from, loop_factory
+from asyncengine.cli.embed import BUNDLED_MODEL_NAME, MODEL_HELP, engine_from, loop_factory
 from asyncengine.config import EngineConfig
 from asyncengine.server.config import ServerConfig
 
@@ -23,6 +24,7 @@ logger = logging.getLogger("asyncengine.server")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [MODEL] [options]"
     parser.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=MODEL_HELP)
     parser.add_argument(
         "--log-level",
@@ -35,7 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    config = ServerConfig(**flags.values(args, ServerConfig))
+    options = flags.values(args, ServerConfig)
+    if "model" not in args:
+        options.setdefault("served_model_name", BUNDLED_MODEL_NAME)
+    config = ServerConfig(**options)
 
     async def load() -> Engine:
         engine = await asyncio.to_thread(engine_from, args)  # so that /health answers meanwhile
@@ -47,10 +52,8 @@ def run(args: argparse.Namespace) -> int:
 
 def run_server(config: ServerConfig, load: Callable[[], Awaitable[Engine]], log_level: str = "info") -> int:
     """Serve until SIGTERM or SIGINT; returns the exit code."""
-    from asyncengine.cli.main import version
-
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logger.info("asyncengine %s", version())
+    logger.info("asyncengine %s", __version__)
     _raise_file_limit()
     # Until the model is loaded there is nothing to drain and a loading thread cannot be interrupted:
     # let the signal end the process.

@@ -26,8 +26,12 @@ class ReferenceOps:
         return ReferenceLinear(tuple(weights), tuple(biases))
 
     def linear(self, x: Tensor, handle: ReferenceLinear, out_dtype: torch.dtype | None = None) -> Tensor:
-        parts = [F.linear(x, w, b) for w, b in zip(handle.weights, handle.biases, strict=True)]
-        return torch.cat(parts, dim=-1).to(out_dtype or x.dtype)
+        dtype = out_dtype or x.dtype
+        parts = [
+            F.linear(x.to(dtype), w.to(dtype), None if b is None else b.to(dtype))
+            for w, b in zip(handle.weights, handle.biases, strict=True)
+        ]
+        return torch.cat(parts, dim=-1)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x32 = x.float()

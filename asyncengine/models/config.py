@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +61,11 @@ class RawConfig:
         return int(value)
 
     def number(self, key: str, default: float = _MISSING) -> float:
-        return float(self.get(key, (int, float), default))
+        """A positive, finite number."""
+        value = float(self.get(key, (int, float), default))
+        if not 0 < value < math.inf:
+            raise ModelError(f"{self.source}: {key!r} must be positive, found {value}")
+        return value
 
     def flag(self, key: str, default: bool) -> bool:
         return bool(self.get(key, bool, default))

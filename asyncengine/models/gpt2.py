@@ -86,8 +86,9 @@ class GPT2Layer:
     def forward(self, x: Tensor, residual: Tensor, cache: LayerKVCache, batch: StepBatch) -> Tensor:
         """x is the normed input. ``residual`` is updated in place; the result is still to be added to it."""
         ops = self._ops
-        heads = ops.linear(x, self._qkv).view(len(x), -1, self._head_dim)
-        q, k, v = torch.split(heads, self._num_heads, dim=1)
+        n = self._num_heads
+        heads = ops.linear(x, self._qkv).view(-1, 3 * n, self._head_dim)
+        q, k, v = heads[:, :n], heads[:, n : 2 * n], heads[:, 2 * n :]
         ops.store_kv(k, v, cache.k, cache.v, batch)
         x = self._attention(q, cache, batch, self._scale, 0)
         x = ops.add_layer_norm(ops.linear(x, self._output), residual, *self._mlp_norm, self._eps)

@@ -96,14 +96,9 @@ class DecoderLayer:
         q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
 
         def linear(block: str, sizes: dict[str, int], in_size: int, bias: bool) -> object:
-            names = [f"{prefix}.{block}.{name}_proj" for name in sizes]
-            matrices = [
-                weights.get(f"{n}.weight", s, in_size) for n, s in zip(names, sizes.values(), strict=True)
-            ]
-            biases = [
-                weights.get(f"{n}.bias", s) if bias else None
-                for n, s in zip(names, sizes.values(), strict=True)
-            ]
+            full = {f"{prefix}.{block}.{name}_proj": size for name, size in sizes.items()}
+            matrices = [weights.get(f"{name}.weight", size, in_size) for name, size in full.items()]
+            biases = [weights.get(f"{name}.bias", size) if bias else None for name, size in full.items()]
             return ops.make_linear(matrices, biases)
 
         self.input_norm = weights.get(f"{prefix}.input_layernorm.weight", hidden)
@@ -126,8 +121,9 @@ class DecoderLayer:
     ) -> Tensor:
         """x is the normed input. ``residual`` is updated in place; the result is still to be added to it."""
         ops = self._ops
-        heads = ops.linear(x, self._qkv).view(len(x), -1, self._head_dim)
-        q, k, v = torch.split(heads, [self._num_heads, self._num_kv_heads, self._num_kv_heads], dim=1)
+        n, m = self._num_heads, self._num_heads + self._num_kv_heads
+        heads = ops.linear(x, self._qkv).view(x.shape[0], -1, self._head_dim)
+        q, k, v = heads[:, :n], heads[:, n:m], heads[:, m:]
         if self._q_norm is not None and self._k_norm is not None:
             ops.head_rms_norm_(q, self._q_norm, self._eps)
             ops.head_rms_norm_(k, self._k_norm, self._eps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 from pathlib import Path
@@ -13,6 +14,8 @@ from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
 from asyncengine.layers.attention import LayerKVCache
 from asyncengine.models.config import ModelConfig
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_LIMIT_BYTES = 4 << 30
 DEFAULT_SHARE = 0.4
@@ -47,7 +50,8 @@ def choose_num_blocks(
     """Blocks to allocate: as configured, or what is useful within a share of the memory.
 
     ``reserved_bytes`` are spoken for although the system calls them available (mapped weights).
-    Raises ConfigError if not even one sequence of ``max_model_len`` fits.
+    Raises ConfigError if not even one sequence of the configured max_model_len fits. The model's own context may be
+    larger than the cache: a request that can never fit is refused at its admission (KVCapacityError).
     """
     per_sequence = -(-max_model_len // config.block_size)
     if config.num_kv_blocks is not None:
@@ -60,12 +64,15 @@ def choose_num_blocks(
         blocks = min(budget // bytes_per_block, config.max_num_seqs * per_sequence)
         origin = f"the default budget of {budget:,} bytes"
     if blocks < per_sequence:
-        raise ConfigError(
+        what = (
             f"the KV cache ({origin}) holds {blocks * config.block_size:,} tokens, but one sequence of "
             f"max_model_len takes {max_model_len:,} ({per_sequence:,} blocks, "
             f"{per_sequence * bytes_per_block:,} bytes): lower max_model_len, or raise "
             "kv_cache_memory_bytes or num_kv_blocks"
         )
+        if config.max_model_len is not None or blocks < 1:
+            raise ConfigError(what)
+        logger.warning("%s; longer requests will be refused", what)
     return blocks
 
 

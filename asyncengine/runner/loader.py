@@ -48,6 +48,11 @@ class Progress:
         if self._bar is not None:
             self._bar.update(num_bytes)
 
+    def complete(self) -> None:
+        """Count what is no tensor's: headers, and tensors that the model does not use."""
+        if self._bar is not None:
+            self._bar.update(self._bar.total - self._bar.n)
+
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
@@ -114,10 +119,14 @@ class Checkpoint:
             self._read(name, shape[::-1]).T.to(self._dtype, memory_format=torch.contiguous_format)
         )
 
-    def finish(self) -> None:
-        """Close the bar and log, once, the tensors that nobody asked for."""
+    def close(self) -> None:
+        """Close the bar and the files; tensors that are mapped stay mapped."""
         self._progress.close()
         self._open.clear()
+
+    def finish(self) -> None:
+        """The model is built: complete the bar and log, in one line, the tensors it has not asked for."""
+        self._progress.complete()
         extra = [n for n in self._shard_of if n not in self._used and not _HARMLESS.search(n)]
         if extra:
             shown = ", ".join(sorted(extra)[:5]) + (", ..." if len(extra) > 5 else "")
@@ -186,8 +195,11 @@ class DummyWeights:
     def get_transposed(self, name: str, *shape: int) -> Tensor:
         return self.get(name, *shape)
 
+    def close(self) -> None:
+        """There is nothing to close."""
+
     def finish(self) -> None:
-        """Nothing is left to do."""
+        """There is nothing to finish."""
 
     def _fill(self, flat: Tensor) -> None:
         start = int(torch.randint(self._POOL, (1,), generator=self._generator))

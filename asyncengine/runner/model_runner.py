@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import logging
+import contextlib
 from pathlib import Path
 from typing import Self
 
@@ -13,8 +12,8 @@ from torch import Tensor
 from asyncengine._core import StepBatch
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
+from asyncengine.kernels.cpu import CpuOps
 from asyncengine.kernels.ops import Ops
-from asyncengine.kernels.reference import ReferenceOps
 from asyncengine.layers.attention import LayerKVCache, make_attention
 from asyncengine.model_info import ModelInfo
 from asyncengine.models.config import ModelConfig, RawConfig, read_json
@@ -22,19 +21,6 @@ from asyncengine.models.registry import CausalLM, find_family
 from asyncengine.runner import kv_cache
 from asyncengine.runner.hub import resolve_model
 from asyncengine.runner.loader import Checkpoint, DummyWeights, choose_dtype
-
-logger = logging.getLogger(__name__)
-
-
-def make_ops(config: EngineConfig) -> Ops:
-    """The native kernels, or plain torch where they are not built."""
-    try:
-        native = importlib.import_module("asyncengine.kernels.cpu")
-    except ImportError:
-        logger.warning("the native kernels are not built; using their slow reference implementation")
-        return ReferenceOps()
-    ops: Ops = native.CpuOps(num_threads=config.num_threads)
-    return ops
 
 
 class CpuModelRunner:
@@ -60,7 +46,7 @@ class CpuModelRunner:
         model_config = family.read_config(raw)
         max_model_len = choose_max_model_len(config, model_config)
         dtype = choose_dtype(config.dtype, raw.dtype)
-        ops = ops or make_ops(config)
+        ops = ops or CpuOps(config.num_threads)
 
         weights = (
             DummyWeights(dtype, model_config.initializer_range, config.seed)
@@ -68,9 +54,8 @@ class CpuModelRunner:
             else Checkpoint(path, dtype, progress=progress)
         )
         attention = make_attention(config.prefill_attention, ops)
-        try:
+        with contextlib.closing(weights):
             model = family.build(model_config, weights, ops, attention, max_model_len)
-        finally:
             weights.finish()
 
         bytes_per_block = kv_cache.block_bytes(model_config, config.block_size, dtype)

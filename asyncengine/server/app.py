@@ -234,7 +234,8 @@ def _too_large(limit: int) -> ApiError:
 
 def _base_headers(request: web.BaseRequest) -> dict[str, str]:
     """Headers of every response: X-Request-Id comes back when it can be sent back unchanged."""
+    headers = {"Server": "asyncengine"}
     given = request.headers.get("X-Request-Id", "")
     if 0 < len(given) <= _MAX_REQUEST_ID and given.isascii() and given.isprintable():
-        return {"X-Request-Id": given}
-    return {}
+        headers["X-Request-Id"] = given
+    return headers

@@ -71,8 +71,7 @@ class Completions(Endpoint):
             created=job.created,
             model=job.model,
             choices=[
-                CompletionChoice(index=i, text=s.text, finish_reason=s.finish_reason)
-                for i, s in enumerate(sequences)
+                CompletionChoice(index=i, text=s.text, finish_reason=s.finish_reason) for i, s in enumerate(sequences)
             ],
             usage=UsageBody.of([output.usage for output in outputs]),
         )

@@ -11,6 +11,7 @@ from asyncengine.errors import (
     ContextLengthError,
     EngineClosedError,
     EngineDeadError,
+    EngineError,
     EngineOverloadedError,
     InvalidRequestError,
     KVCapacityError,
@@ -51,9 +52,7 @@ class ApiError(Exception):
         return msgspec.json.encode({"error": fields})
 
     def response(self) -> web.Response:
-        return web.Response(
-            status=self.status, body=self.body(), content_type="application/json", headers=self.headers
-        )
+        return web.Response(status=self.status, body=self.body(), content_type="application/json", headers=self.headers)
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -81,4 +80,6 @@ def from_engine(exc: Exception) -> ApiError | None:
             return unavailable(str(exc), "aborted")
         case EngineDeadError():
             return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, str(exc), code="engine_dead")
+        case EngineError():
+            return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, str(exc), code="engine_error")
     return None

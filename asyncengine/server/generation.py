@@ -84,9 +84,7 @@ async def generate(engine: Engine, job: Job, metrics: Metrics) -> list[RequestOu
     return outputs
 
 
-async def stream(
-    engine: Engine, job: Job, metrics: Metrics, events: EventStream, chunks: ChunkFormat
-) -> None:
+async def stream(engine: Engine, job: Job, metrics: Metrics, events: EventStream, chunks: ChunkFormat) -> None:
     """Write all deltas as events. Raises only before the first event: after it, errors are events too."""
     streaming = _Streaming(job, metrics, events, chunks)
     try:

@@ -19,6 +19,7 @@ from asyncengine.server.errors import ApiError
 logger = logging.getLogger("asyncengine.server")
 
 _BACKLOG = 2048
+_SEND_BUFFER = 128 * 1024
 _LOG_INTERVAL_S = 10.0
 _CUT_TIMEOUT_S = 2.0
 
@@ -35,6 +36,8 @@ class _Protocol(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         sock = transport.get_extra_info("socket")
+        # The kernel would take 4 MiB for a client that does not read, and hide from us that it does not.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
         if sock.family in (socket.AF_INET, socket.AF_INET6) and hasattr(socket, "TCP_USER_TIMEOUT"):
             # A client whose machine vanished acknowledges nothing and would hold its request for
             # the quarter of an hour that TCP retransmits by default.

@@ -7,7 +7,8 @@ does not read. Here every wait for a client has a limit, and a client that excee
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Coroutine
+from typing import Any
 
 from aiohttp import web
 from aiohttp.http import StreamWriter
@@ -17,13 +18,21 @@ class ClientStalledError(ConnectionError):
     """The client did not read within the time limit; its connection has been aborted."""
 
 
-async def _within(limit_s: float, awaitable: Awaitable[object], transport: asyncio.WriteTransport) -> None:
+async def _wait_for_client(
+    writing: Coroutine[Any, Any, None], transport: asyncio.WriteTransport, limit_s: float
+) -> None:
+    """Run ``writing`` to its end, as long as the transport gets rid of something every ``limit_s``."""
+    task = asyncio.ensure_future(writing)
     try:
-        async with asyncio.timeout(limit_s):
-            await awaitable
-    except TimeoutError:
-        transport.abort()  # close() would wait for the client to read what is buffered
-        raise ClientStalledError(f"the client read nothing for {limit_s:g} s") from None
+        buffered = transport.get_write_buffer_size()
+        while not (await asyncio.wait({task}, timeout=limit_s))[0]:
+            before, buffered = buffered, transport.get_write_buffer_size()
+            if buffered >= before:
+                transport.abort()  # close() would wait for the client to read what is buffered
+                raise ClientStalledError(f"the client read nothing for {limit_s:g} s")
+        task.result()
+    finally:
+        task.cancel()
 
 
 def _transport(request: web.BaseRequest) -> asyncio.WriteTransport:
@@ -33,9 +42,7 @@ def _transport(request: web.BaseRequest) -> asyncio.WriteTransport:
     return transport
 
 
-async def _finish(
-    request: web.BaseRequest, response: web.StreamResponse, limit_s: float, last: bytes = b""
-) -> None:
+async def _finish(request: web.BaseRequest, response: web.StreamResponse, limit_s: float, last: bytes = b"") -> None:
     """End the response and wait until the kernel has all of it.
 
     With a high-water mark of 0 the wait covers every buffered byte, so a connection that goes back to
@@ -43,7 +50,8 @@ async def _finish(
     """
     transport = _transport(request)
     transport.set_write_buffer_limits(high=0)
-    await _within(limit_s, response.write_eof(last) if last else response.write_eof(), transport)
+    writing = response.write_eof(last) if last else response.write_eof()  # a Response has its own body
+    await _wait_for_client(writing, transport, limit_s)
     transport.set_write_buffer_limits()
 
 
@@ -82,7 +90,7 @@ class EventStream:
             self._writer = writer
         await self._writer.write(events, drain=False)
         if self._protocol.writing_paused:
-            await _within(self._limit_s, self._writer.drain(), _transport(self._request))
+            await _wait_for_client(self._writer.drain(), _transport(self._request), self._limit_s)
 
     async def done(self) -> None:
         """End the stream cleanly."""

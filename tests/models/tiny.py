@@ -157,7 +157,7 @@ def native_batch(batch: Batch) -> Any:
     )  # fmt: skip
 
 
-class Sequence_:
+class TinySequence:
     """One sequence of a ``Driver``: its tokens, and how many of them are computed."""
 
     def __init__(self, prompt: Sequence[int], blocks: list[int]) -> None:
@@ -183,11 +183,11 @@ class Driver:
         self.random.shuffle(self.free)
         self.logits: list[torch.Tensor] = []
 
-    def add(self, prompt: Sequence[int], max_len: int) -> Sequence_:
+    def add(self, prompt: Sequence[int], max_len: int) -> TinySequence:
         count = -(-max_len // self.runner.info.block_size)
-        return Sequence_(prompt, [self.free.pop() for _ in range(count)])
+        return TinySequence(prompt, [self.free.pop() for _ in range(count)])
 
-    def step(self, chunks: list[tuple[Sequence_, int]]) -> None:
+    def step(self, chunks: list[tuple[TinySequence, int]]) -> None:
         """Compute so many tokens of each sequence, and append the next token to those that are complete."""
         chunks = sorted(chunks, key=lambda c: len(c[0].tokens) - c[0].computed != 1)
         size = self.runner.info.block_size
@@ -195,7 +195,7 @@ class Driver:
         positions: list[int] = []
         slots: list[int] = []
         starts, contexts, samples = [0], [], []
-        sampled: list[Sequence_] = []
+        sampled: list[TinySequence] = []
         for sequence, count in chunks:
             span = range(sequence.computed, sequence.computed + count)
             ids += sequence.tokens[span.start : span.stop]
@@ -223,7 +223,7 @@ class Driver:
             sequence.tokens.append(int(row.argmax()))
             self.logits.append(row.clone())
 
-    def run(self, sequences: list[Sequence_], count: int, chunk: int | None) -> None:
+    def run(self, sequences: list[TinySequence], count: int, chunk: int | None) -> None:
         """Generate ``count`` tokens of each; ``chunk`` None draws the chunk sizes and who runs at random."""
         while True:
             chunks = []

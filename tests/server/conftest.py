@@ -9,6 +9,7 @@ import pytest
 import uvloop
 
 TEST_TIMEOUT_S = 30.0
+SETTLING_TICKS = 100  # connections and generators that were just closed end their tasks
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -21,8 +22,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     async def run() -> None:
         async with asyncio.timeout(TEST_TIMEOUT_S):
             await pyfuncitem.obj(**arguments)
-            await asyncio.sleep(0)  # connections that were just closed end their tasks
-        left = asyncio.all_tasks() - {asyncio.current_task()}
+            for _ in range(SETTLING_TICKS):
+                left = asyncio.all_tasks() - {asyncio.current_task()}
+                if not left:
+                    break
+                await asyncio.sleep(0)
         assert not left, f"tasks left behind: {left}"
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

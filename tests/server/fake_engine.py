@@ -63,7 +63,10 @@ class EngineStats:
 
 
 class FakeEngine:
-    """``answer`` ends with end-of-sequence when ``ends`` is set, and goes round otherwise."""
+    """``answer`` ends with end-of-sequence when ``ends`` is set, and goes round otherwise.
+
+    ``repeat`` makes the text of a token that many times as long, to fill buffers with few tokens.
+    """
 
     def __init__(
         self,
@@ -72,9 +75,11 @@ class FakeEngine:
         ends: bool = False,
         step_s: float = 0.0,
         max_model_len: int = 256,
+        repeat: int = 1,
     ) -> None:
         self.answer = [ord(c) for c in answer] + ([END] if ends else [])
         self.step_s = step_s
+        self.repeat = repeat
         self.model_info = ModelInfo(max_model_len=max_model_len)
         self.health = "ready"
         self.overloaded = False
@@ -83,10 +88,14 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.changed = asyncio.Condition()
         self.hold_at: int | None = None
+        self.prompts: list[Prompt] = []
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self._ids = itertools.count()
         self._released = asyncio.Event()
+
+    async def start(self) -> None:
+        """It needs no start."""
 
     def hold(self, at: int) -> None:
         """Requests stop before their token number ``at`` until ``release``."""
@@ -101,10 +110,7 @@ class FakeEngine:
         """Wait until so many requests are open, or so many were aborted."""
         async with self.changed:
             await self.changed.wait_for(
-                lambda: (
-                    (open is None or len(self.open) == open)
-                    and (aborted is None or len(self.aborted) == aborted)
-                )
+                lambda: (open is None or len(self.open) == open) and (aborted is None or len(self.aborted) == aborted)
             )
 
     def fail(self, error: Exception) -> None:
@@ -147,6 +153,7 @@ class FakeEngine:
         stream = FakeStream(self, request_id, ids, params, limit or context - len(ids))
         self.open[request_id] = stream
         self.submitted.append((request_id, params, priority, cache_salt))
+        self.prompts.append(list(prompt) if not isinstance(prompt, str) else prompt)
         self.prompt_tokens += len(ids)
         await self._notify()
         return stream
@@ -160,9 +167,7 @@ class FakeEngine:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> RequestOutput:
-        stream = await self.submit(
-            prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt
-        )
+        stream = await self.submit(prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt)
         texts = [""] * params.n
         tokens: list[list[int]] = [[] for _ in texts]
         reasons = [FinishReason.LENGTH] * params.n
@@ -176,9 +181,7 @@ class FakeEngine:
         assert delta.usage is not None
         assert delta.timing is not None
         outputs = tuple(CompletionOutput(i, texts[i], tuple(tokens[i]), reasons[i]) for i in range(params.n))
-        return RequestOutput(
-            stream.request_id, tuple(stream.prompt_token_ids), outputs, delta.usage, delta.timing
-        )
+        return RequestOutput(stream.request_id, tuple(stream.prompt_token_ids), outputs, delta.usage, delta.timing)
 
     async def aclose(self, drain: bool = True, timeout_s: float = 30.0) -> None:
         self.health = "closed"
@@ -223,16 +226,14 @@ class FakeEngine:
             return [ord(c) for m in prompt for c in f"{m['role']}: {m['content']}\n"]
         for token in prompt:
             if not 0 <= token < VOCABULARY:
-                raise InvalidRequestError(f"token id {token} is not in the vocabulary", param="prompt")
+                raise InvalidRequestError(f"prompt: token id {token} is not in the vocabulary", param="prompt")
         return list(prompt)
 
 
 class FakeStream:
     """Sequence i of a request starts at character i of the answer, so that n samples differ."""
 
-    def __init__(
-        self, engine: FakeEngine, request_id: str, ids: list[int], params: SamplingParams, limit: int
-    ) -> None:
+    def __init__(self, engine: FakeEngine, request_id: str, ids: list[int], params: SamplingParams, limit: int) -> None:
         self.request_id = request_id
         self.prompt_token_ids: Sequence[int] = ids
         self.error: Exception | None = None
@@ -260,7 +261,7 @@ class FakeStream:
             first = first or time.monotonic()
             for index in list(running):
                 token = engine.answer[(index + number) % len(engine.answer)]
-                text = "" if token == END else chr(token)
+                text = "" if token == END else chr(token) * engine.repeat
                 reason = FinishReason.STOP if token == END else None
                 if number == self._limit - 1:
                     reason = reason or FinishReason.LENGTH

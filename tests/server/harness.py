@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +25,7 @@ class Reply:
     """A response read to its end."""
 
     status: int
-    headers: dict[str, str]
+    headers: Mapping[str, str]
     body: bytes
 
     @property
@@ -63,7 +63,7 @@ class Site:
 
     async def request(self, method: str, path: str, **options: Any) -> Reply:
         async with self.session.request(method, self.url + path, **options) as r:
-            return Reply(r.status, dict(r.headers), await r.read())
+            return Reply(r.status, r.headers, await r.read())
 
     async def get(self, path: str, **options: Any) -> Reply:
         return await self.request("GET", path, **options)
@@ -102,6 +102,12 @@ async def serving(engine: FakeEngine | None, **config: Any) -> AsyncIterator[Sit
             yield Site(server, session)
     finally:
         await server.aclose()
+
+
+async def read_all(content: aiohttp.StreamReader, into: bytearray) -> None:
+    """Append the rest of a body to ``into``; what arrived before an error stays there."""
+    while piece := await content.readany():
+        into += piece
 
 
 def raw_post(path: str, fields: dict[str, Any]) -> bytes:

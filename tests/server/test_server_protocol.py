@@ -1,18 +1,269 @@
+"""What OpenAI clients rely on: the shapes of responses and streams."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
 from fake_engine import FakeEngine
-from harness import CHAT, COMPLETIONS, USER, serving
+from harness import CHAT, COMPLETIONS, USER, Site, serving
+
+PROMPT = {COMPLETIONS: {"prompt": "Hello"}, CHAT: {"messages": USER}}
+ROUTES = pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
 
 
-async def test_stream_equals_whole() -> None:
+def text_of(choice: dict[str, Any]) -> str:
+    """The text of a choice or chunk of either route."""
+    if "text" in choice:
+        return choice["text"]
+    return choice.get("message", choice.get("delta", {})).get("content", "")
+
+
+def choices_of(events: list[Any]) -> dict[int, list[Any]]:
+    """Chunks of each choice, in order; every chunk has at most one choice."""
+    chunks: dict[int, list[Any]] = {}
+    for event in events:
+        assert len(event["choices"]) <= 1
+        for choice in event["choices"]:
+            chunks.setdefault(choice["index"], []).append(choice)
+    return chunks
+
+
+async def test_completion_shape() -> None:
+    async with serving(FakeEngine("abc")) as site:
+        reply = (await site.post(COMPLETIONS, model="fake", prompt="Hello", max_tokens=4)).json
+    assert reply.pop("id").startswith("cmpl-")
+    assert isinstance(reply.pop("created"), int)
+    assert reply == {
+        "object": "text_completion",
+        "model": "fake",
+        "choices": [{"index": 0, "text": "abca", "logprobs": None, "finish_reason": "length"}],
+        "usage": {
+            "prompt_tokens": 5,
+            "completion_tokens": 4,
+            "total_tokens": 9,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
+    }
+
+
+async def test_chat_shape() -> None:
+    async with serving(FakeEngine("abc", ends=True)) as site:
+        reply = (await site.post(CHAT, messages=USER)).json
+    assert reply["object"] == "chat.completion"
+    assert reply["id"].startswith("chatcmpl-")
+    message = {"role": "assistant", "content": "abc", "refusal": None}
+    assert reply["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}]
+    assert reply["usage"]["completion_tokens"] == 4
+
+
+@ROUTES
+@pytest.mark.parametrize("ends", [False, True])
+async def test_stream_equals_whole(route: str, ends: bool) -> None:
+    async with serving(FakeEngine(ends=ends)) as site:
+        whole = (await site.post(route, **PROMPT[route], max_tokens=60)).json
+        events = await site.events(route, **PROMPT[route], max_tokens=60)
+    (chunks,) = choices_of(events).values()
+    assert "".join(map(text_of, chunks)) == text_of(whole["choices"][0])
+    reasons = [c["finish_reason"] for c in chunks]
+    assert reasons[-1] == whole["choices"][0]["finish_reason"] == ("stop" if ends else "length")
+    assert set(reasons[:-1]) == {None}
+    assert all(c["logprobs"] is None for c in chunks)
+    assert not any("usage" in e for e in events)
+    heads = {(e["id"], e["created"], e["model"], e["object"]) for e in events}
+    ((id_, _, model, kind),) = heads
+    assert model == "fake"
+    assert (id_[:5], kind) in {("cmpl-", "text_completion"), ("chatc", "chat.completion.chunk")}
+
+
+async def test_chat_stream_opens_with_the_role_and_ends_with_an_empty_delta() -> None:
     async with serving(FakeEngine()) as site:
-        whole = (await site.post(COMPLETIONS, prompt="Hello", max_tokens=40)).json
-        events = await site.events(COMPLETIONS, prompt="Hello", max_tokens=40)
-        print(whole, events[0], events[-1])
-        chat = (await site.post(CHAT, messages=USER, max_tokens=4)).json
-        ev = await site.events(CHAT, messages=USER, max_tokens=4, stream_options={"include_usage": True})
-        print(chat, *ev, sep="\n")
-        print((await site.get("/metrics")).body.decode()[:3000])
-        print((await site.get("/v1/models")).body)
-        print((await site.get("/v1/models/fake")).body)
-        print((await site.get("/health")).body)
-        print((await site.get("/healthx")).body)
-        assert "".join(e["choices"][0]["text"] for e in events) == whole["choices"][0]["text"]
+        events = await site.events(CHAT, messages=USER, max_tokens=3, n=2)
+    for chunks in choices_of(events).values():
+        deltas = [c["delta"] for c in chunks]
+        assert deltas[0]["role"] == "assistant"
+        assert not any("role" in d for d in deltas[1:])
+        assert deltas[-1] == {}
+        assert all(d["content"] for d in deltas[1:-1])
+
+
+@ROUTES
+async def test_usage_chunk_comes_last(route: str) -> None:
+    async with serving(FakeEngine()) as site:
+        whole = (await site.post(route, **PROMPT[route], max_tokens=5)).json
+        events = await site.events(route, **PROMPT[route], max_tokens=5, stream_options={"include_usage": True})
+    *others, last = events
+    assert last["choices"] == []
+    assert last["usage"] == whole["usage"]
+    assert all(e["usage"] is None and e["choices"] for e in others)
+    assert last["id"] == others[0]["id"]
+
+
+@ROUTES
+async def test_continuous_usage_counts_up(route: str) -> None:
+    async with serving(FakeEngine()) as site:
+        options = {"continuous_usage_stats": True, "include_usage": True}
+        events = await site.events(route, **PROMPT[route], max_tokens=5, stream_options=options)
+    counts = [e["usage"]["completion_tokens"] for e in events]
+    assert counts == sorted(counts)
+    assert counts[-1] == 5
+    assert all(u["prompt_tokens"] + u["completion_tokens"] == u["total_tokens"] for u in (e["usage"] for e in events))
+
+
+async def test_default_and_exact_max_tokens() -> None:
+    async with serving(FakeEngine(max_model_len=100)) as site:
+        for fields, expected in [
+            ({}, 16),
+            ({"max_tokens": None}, 16),
+            ({"max_tokens": 3}, 3),
+            ({"max_tokens": 3, "max_completion_tokens": 4}, 4),
+        ]:
+            reply = (await site.post(COMPLETIONS, prompt="Hello", **fields)).json
+            assert reply["usage"]["completion_tokens"] == expected
+            assert reply["choices"][0]["finish_reason"] == "length"
+        chat = (await site.post(CHAT, messages=USER)).json
+        assert chat["usage"]["total_tokens"] == 100
+        chat = (await site.post(CHAT, messages=USER, max_completion_tokens=7)).json
+        assert chat["usage"]["completion_tokens"] == 7
+
+
+async def test_unknown_fields_and_nulls_are_ignored() -> None:
+    nulls = dict.fromkeys(
+        ["model", "stream", "stream_options", "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
+         "stop_token_ids", "ignore_eos", "logprobs", "logit_bias", "presence_penalty", "best_of", "priority"]
+    )  # fmt: skip
+    neutral = {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1, "echo": False,
+               "logit_bias": {}, "best_of": 1, "suffix": "", "response_format": {"type": "text"},
+               "min_tokens": 0, "bad_words": []}  # fmt: skip
+    async with serving(FakeEngine()) as site:
+        plain = (await site.post(COMPLETIONS, prompt="Hello", max_tokens=4)).json["choices"]
+        for extra in (nulls, neutral, {"user": "me", "no_such_field": {"a": [1]}, "store": True}):
+            reply = await site.post(COMPLETIONS, prompt="Hello", max_tokens=4, **extra)
+            assert reply.status == 200, reply.body
+            assert reply.json["choices"] == plain
+
+
+async def test_sampling_fields_reach_the_engine() -> None:
+    engine = FakeEngine()
+    fields: dict[str, Any] = {
+        "max_tokens": 3, "temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125, "seed": 11,
+        "stop": ["x", "yz"], "stop_token_ids": [5], "ignore_eos": True, "skip_special_tokens": False,
+        "include_stop_str_in_output": True, "n": 2,
+    }  # fmt: skip
+    async with serving(engine) as site:
+        await site.post(COMPLETIONS, prompt="Hello", priority=3, cache_salt="tenant", **fields)
+    ((_, params, priority, salt),) = engine.submitted
+    assert {name: getattr(params, name) for name in fields} == fields | {
+        "stop": ("x", "yz"),
+        "stop_token_ids": (5,),
+    }
+    assert (priority, salt) == (3, "tenant")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "lengths"),
+    [
+        ("abc", [3]),
+        (["abc"], [3]),
+        (["abc", "de"], [3, 2]),
+        ([65, 66], [2]),
+        ([[65, 66], [67]], [2, 1]),
+    ],
+)
+@pytest.mark.parametrize("n", [1, 3])
+async def test_prompt_forms_and_choice_indices(prompt: Any, lengths: list[int], n: int) -> None:
+    async with serving(FakeEngine("abcdefgh")) as site:
+        whole = (await site.post(COMPLETIONS, prompt=prompt, n=n, max_tokens=4)).json
+        events = await site.events(
+            COMPLETIONS, prompt=prompt, n=n, max_tokens=4, stream_options={"include_usage": True}
+        )
+    assert [c["index"] for c in whole["choices"]] == list(range(len(lengths) * n))
+    for p, i in itertools.product(range(len(lengths)), range(n)):
+        assert whole["choices"][p * n + i]["text"] == "abcdefgh"[i : i + 4]
+    assert whole["usage"]["prompt_tokens"] == sum(lengths)
+    assert whole["usage"]["completion_tokens"] == len(lengths) * n * 4
+    chunks = choices_of(events)
+    assert {i: "".join(map(text_of, c)) for i, c in chunks.items()} == {c["index"]: c["text"] for c in whole["choices"]}
+    assert all([c["finish_reason"] for c in cs] == [None] * 3 + ["length"] for cs in chunks.values())
+    assert events[-1]["usage"] == whole["usage"]
+
+
+async def test_content_parts_equal_the_joined_string() -> None:
+    parts = [{"type": "text", "text": "Tell me "}, {"type": "text", "text": "a story"}]
+    async with serving(FakeEngine()) as site:
+        joined = (await site.post(CHAT, messages=USER, max_tokens=4)).json
+        split = (await site.post(CHAT, messages=[{"role": "user", "content": parts}], max_tokens=4)).json
+    assert split["choices"] == joined["choices"]
+    assert split["usage"] == joined["usage"]
+
+
+async def test_models() -> None:
+    async with serving(FakeEngine(), served_model_name="org/name") as site:
+        listing = (await site.get("/v1/models")).json
+        (card,) = listing["data"]
+        assert listing["object"] == "list"
+        assert (card["id"], card["object"], card["max_model_len"]) == ("org/name", "model", 256)
+        assert isinstance(card["created"], int)
+        assert card["owned_by"]
+        assert (await site.get("/v1/models/org/name")).json == card
+        assert (await site.get("/v1/models/org%2Fname")).json == card
+        missing = await site.get("/v1/models/other")
+        assert (missing.status, missing.error["code"]) == (404, "model_not_found")
+        assert (await site.post(COMPLETIONS, model="org/name", prompt="x")).json["model"] == "org/name"
+
+
+async def test_health_follows_the_engine() -> None:
+    async with serving(None) as site:
+        for route in ("/health", "/v1/models"):
+            loading = await site.get(route)
+            assert (loading.status, loading.error["code"]) == (503, "loading")
+        early = await site.post(COMPLETIONS, prompt="x")
+        assert (early.status, early.error["code"]) == (503, "loading")
+        assert "Retry-After" in early.headers
+        assert (await site.get("/metrics")).status == 200
+        engine = site.server.app.engine = FakeEngine()
+        assert (await site.get("/health")).status == 200
+        assert (await site.request("HEAD", "/health")).status == 200
+        for health in ("draining", "closed", "dead"):
+            engine.health = health
+            reply = await site.get("/health")
+            assert (reply.status, reply.error["code"]) == (503, health)
+
+
+async def check_gauges(site: Site, **expected: float) -> None:
+    for name, value in expected.items():
+        assert await site.metric(f"asyncengine:{name}") == {'{model_name="fake"}': value}
+
+
+async def test_metrics_count_requests_and_tokens() -> None:
+    engine = FakeEngine()
+    async with serving(engine) as site:
+        await site.post(COMPLETIONS, prompt="Hello", max_tokens=4)
+        await site.events(COMPLETIONS, prompt="Hello", max_tokens=6)
+        await check_gauges(
+            site,
+            num_requests_running=0,
+            num_requests_waiting=0,
+            kv_cache_usage_perc=0,
+            num_preemptions_total=0,
+            prompt_tokens_total=10,
+            generation_tokens_total=10,
+            prefix_cache_queries_total=10,
+            prefix_cache_hits_total=0,
+            time_to_first_token_seconds_count=2,
+            inter_token_latency_seconds_count=5,
+            e2e_request_latency_seconds_count=2,
+            request_queue_time_seconds_count=2,
+            request_prefill_time_seconds_count=2,
+            request_decode_time_seconds_count=2,
+        )
+        engine.hold(at=2)
+        async with site.session.post(site.url + COMPLETIONS, json={"prompt": "x", "stream": True}):
+            await engine.wait_for(open=1)
+            await check_gauges(site, num_requests_running=1)
+        await engine.wait_for(open=0)
+        await check_gauges(site, num_requests_running=0)
+        success = await site.metric("asyncengine:request_success_total")
+        assert success['{finished_reason="length",model_name="fake"}'] == 2
+        assert success['{finished_reason="abort",model_name="fake"}'] == 1

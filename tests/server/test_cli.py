@@ -1,0 +1,212 @@
+"""The command line: flags from the configuration, the environment, errors in one line."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import io
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_engine import FakeEngine
+
+from asyncengine.cli import flags
+from asyncengine.cli.main import COMMANDS, main
+from asyncengine.config import EngineConfig
+from asyncengine.request import SamplingParams
+from asyncengine.server.config import ServerConfig
+
+ROOT = Path(__file__).parents[2]
+
+
+def parse(*argv: str, cls: type = EngineConfig) -> dict[str, Any]:
+    parser = argparse.ArgumentParser()
+    flags.add_dataclass(parser, cls, "title")
+    args = parser.parse_args(argv)
+    flags.read_environment(parser, args)
+    return flags.values(args, cls)
+
+
+@pytest.mark.parametrize("cls", [EngineConfig, ServerConfig, SamplingParams])
+def test_every_field_is_a_flag(cls: type, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--help", cls=cls)
+    text = capsys.readouterr().out
+    for field in dataclasses.fields(cls):
+        assert f"--{field.name.replace('_', '-')}" in text
+
+
+def test_only_given_values_are_passed_on() -> None:
+    assert parse() == {}
+    argv = [
+        "--model", "dir", "--dtype", "bfloat16", "--max-model-len", "128", "--step-timeout-s", "1.5",
+        "--no-enable-prefix-caching", "--prefill-chunk-size", "none",
+    ]  # fmt: skip
+    given = parse(*argv)
+    assert given == {
+        "model": "dir",
+        "dtype": "bfloat16",
+        "max_model_len": 128,
+        "step_timeout_s": 1.5,
+        "enable_prefix_caching": False,
+        "prefill_chunk_size": None,
+    }
+    EngineConfig(**given)
+
+
+def test_sequences_may_be_repeated() -> None:
+    assert parse("--stop", "a", "--stop", "b", "--stop-token-ids", "7", cls=SamplingParams) == {
+        "stop": ["a", "b"],
+        "stop_token_ids": [7],
+    }
+
+
+def test_environment_stands_in_for_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASYNCENGINE_MAX_NUM_SEQS", "8")
+    monkeypatch.setenv("ASYNCENGINE_DTYPE", "float32")
+    monkeypatch.setenv("ASYNCENGINE_ENABLE_PREFIX_CACHING", "false")
+    monkeypatch.setenv("ASYNCENGINE_PREFILL_CHUNK_SIZE", "none")
+    assert parse("--dtype", "bfloat16") == {
+        "max_num_seqs": 8,
+        "dtype": "bfloat16",
+        "enable_prefix_caching": False,
+        "prefill_chunk_size": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("MAX_NUM_SEQS", "x"), ("DTYPE", "int4"), ("ENABLE_PREFIX_CACHING", "maybe")]
+)
+def test_wrong_environment_is_named(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(f"ASYNCENGINE_{name}", value)
+    with pytest.raises(SystemExit) as exit:
+        parse()
+    assert exit.value.code == 2
+    assert f"ASYNCENGINE_{name}: invalid value {value!r}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [name for name, _, _ in COMMANDS])
+def test_help_of_every_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main([name, "--help"])
+    assert exit.value.code == 0
+    assert f"usage: asyncengine {name}" in capsys.readouterr().out.replace("__main__.py", "asyncengine")
+
+
+def test_configuration_error_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--port", "70000"]) == 2
+    assert capsys.readouterr().err == "asyncengine: error: port must be in [0, 65535], got 70000\n"
+    assert main(["generate", "x", "--temperature", "3"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+    """A fake engine in place of the one that generate and chat would load."""
+    engine = FakeEngine("Once upon a time.", ends=True)
+    for module in ("generate", "chat"):
+        monkeypatch.setattr(f"asyncengine.cli.{module}.engine_from", lambda args: engine)
+    return engine
+
+
+def test_generate(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "Story: ", "--temperature", "0", "--seed", "3"]) == 0
+    assert capsys.readouterr().out == "Story: Once upon a time.\n"
+    assert engine.health == "closed"
+    ((_, params, _, _),) = engine.submitted
+    assert (params.max_tokens, params.temperature, params.seed) == (None, 0, 3)
+    engine.health = "ready"
+    monkeypatch.setattr("sys.stdin", io.StringIO("piped "))
+    assert main(["generate", "-", "--max-tokens", "4"]) == 0
+    assert capsys.readouterr().out == "piped Once\n"
+
+
+def test_chat_over_a_pipe_keeps_the_conversation(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n\nand then?\n/clear\nagain\n"))
+    assert main(["chat", "--system", "Be brief."]) == 0
+    assert capsys.readouterr().out == "Once upon a time.\n" * 3
+    system = {"role": "system", "content": "Be brief."}
+    hello = {"role": "user", "content": "hello"}
+    answer = {"role": "assistant", "content": "Once upon a time."}
+    assert engine.prompts == [
+        [system, hello],
+        [system, hello, answer, {"role": "user", "content": "and then?"}],
+        [system, {"role": "user", "content": "again"}],
+    ]
+
+
+def test_interrupt_ends_the_answer_and_not_the_chat() -> None:
+    code = (
+        "import sys, asyncengine.cli.chat as chat, asyncengine.cli.main as m, fake_engine\n"
+        "chat.engine_from = lambda args: fake_engine.FakeEngine('ab', step_s=0.01, max_model_len=1000000)\n"
+        "sys.exit(m.main(['chat']))"
+    )
+    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": path},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    with process:
+        try:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(b"hello\n")
+            process.stdin.flush()
+            assert process.stdout.read(2) == b"ab"
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(b"/clear\n", timeout=20)
+        finally:
+            process.kill()
+    assert set(out) <= set(b"ab")
+    assert err == b"\n[interrupted]\n"
+    assert process.returncode == 0
+
+
+def run(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_port_in_use_is_one_line_without_traceback() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = run("-m", "asyncengine.cli.main", "serve", "--port", str(port))
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "in use" in done.stderr.splitlines()[-1]
+
+
+def test_help_and_server_import_nothing_heavy() -> None:
+    code = (
+        "import sys, contextlib, asyncengine.cli.main as m, asyncengine.server.runner\n"
+        "with contextlib.suppress(SystemExit): m.main(['serve', '--help'])\n"
+        "heavy = {'torch', 'transformers', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = run("-c", code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_collect_env_tells_versions_and_no_secret(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ASYNCENGINE_API_KEY", "s3cret")
+    monkeypatch.setenv("ASYNCENGINE_PORT", "8123")
+    assert main(["collect-env"]) == 0
+    out = capsys.readouterr().out
+    assert "s3cret" not in out
+    facts = dict(line.split(":", 1) for line in out.splitlines())
+    assert facts["ASYNCENGINE_PORT"].strip() == "8123"
+    assert {"python", "torch", "processor", "cores", "native module"} <= facts.keys()

@@ -1,0 +1,126 @@
+"""A server process from the outside: its log, its signals, its exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import pytest
+from harness import COMPLETIONS, read_all
+
+FAKE = [sys.executable, str(Path(__file__).with_name("serve_fake.py"))]
+REAL = [sys.executable, "-m", "asyncengine.cli.main", "serve", "--port", "0"]
+HAS_ENGINE = importlib.util.find_spec("asyncengine._core") is not None
+SIGNALS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+ENGINES = pytest.mark.parametrize("command", [FAKE, REAL] if HAS_ENGINE else [FAKE])
+
+
+@dataclass
+class Process:
+    """A server process that listens."""
+
+    process: asyncio.subprocess.Process
+    url: str
+    log: list[str] = field(default_factory=list)
+
+    async def read_log(self, pattern: str) -> re.Match[str]:
+        """The first line that matches, among those to come."""
+        assert self.process.stderr is not None
+        async for line in self.process.stderr:
+            self.log.append(line.decode())
+            if match := re.search(pattern, self.log[-1]):
+                return match
+        raise AssertionError(f"no {pattern!r} in: {''.join(self.log)}")
+
+
+@asynccontextmanager
+async def process(command: list[str], *options: str) -> AsyncIterator[Process]:
+    root = Path(__file__).parents[2]
+    child = await asyncio.create_subprocess_exec(
+        *command,
+        *options,
+        stderr=asyncio.subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(root), *sys.path])},
+    )
+    server = Process(child, "")
+    try:
+        server.url = (await server.read_log(r"listening on (http://\S+),"))[1]
+        yield server
+    finally:
+        if child.returncode is None:
+            child.kill()
+        await child.communicate()
+
+
+@ENGINES
+@SIGNALS
+async def test_signal_drains(command: list[str], number: signal.Signals) -> None:
+    options = ["--step-s", "0.01"] if command is FAKE else []
+    async with process(command, *options) as server, aiohttp.ClientSession() as session:
+        log = await server.read_log(r"ready on (http://\S+)")
+        assert log[1] == server.url
+        start_up = "".join(server.log)
+        assert re.search(r"asyncengine \S+", start_up)
+        assert re.search(r"KV cache: \d+ tokens, [\d.]+ sequences", start_up)
+        body = {"prompt": "Once", "max_tokens": 100, "stream": True, "ignore_eos": True}
+        async with session.post(server.url + COMPLETIONS, json=body) as reply:
+            text = await reply.content.readuntil(b"\n\n")
+            server.process.send_signal(number)
+            await server.read_log("shutting down")
+            if command is FAKE:  # the real engine may have finished by now, and with it the process
+                async with session.get(server.url + "/health") as health:
+                    assert health.status == 503
+                    assert (await health.json())["error"]["code"] == "draining"
+            text += await reply.content.read()
+        *events, done, _ = text.decode().split("\n\n")
+        assert done == "data: [DONE]"
+        assert json.loads(events[-1].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+        assert await server.process.wait() == 0
+
+
+async def test_drain_that_takes_too_long_cuts_and_exits_cleanly() -> None:
+    async with (
+        process(FAKE, "--step-s", "0.01", "--shutdown-timeout-s", "0.2") as server,
+        aiohttp.ClientSession() as session,
+    ):
+        await server.read_log("ready on")
+        body = {"prompt": "x", "max_tokens": 90_000, "stream": True}
+        async with session.post(server.url + COMPLETIONS, json=body) as reply:
+            text = bytearray(await reply.content.readuntil(b"\n\n"))
+            server.process.terminate()
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await read_all(reply.content, text)
+        assert b'"error"' in text
+        assert b"[DONE]" not in text
+        assert await server.process.wait() == 0
+
+
+async def test_second_signal_ends_at_once() -> None:
+    async with process(FAKE, "--step-s", "0.01") as server, aiohttp.ClientSession() as session:
+        await server.read_log("ready on")
+        body = {"prompt": "x", "max_tokens": 90_000, "stream": True}
+        async with session.post(server.url + COMPLETIONS, json=body) as reply:
+            await reply.content.readuntil(b"\n\n")
+            server.process.terminate()
+            await server.read_log("shutting down")
+            server.process.terminate()
+            assert await server.process.wait() == -signal.SIGTERM
+
+
+async def test_health_answers_while_the_model_loads() -> None:
+    async with process(FAKE, "--load-s", "60") as server, aiohttp.ClientSession() as session:
+        async with session.get(server.url + "/health") as reply:
+            assert reply.status == 503
+            assert (await reply.json())["error"]["code"] == "loading"
+        server.process.terminate()
+        assert await server.process.wait() == -signal.SIGTERM
