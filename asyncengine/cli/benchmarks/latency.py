@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import random
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +63,7 @@ async def _run(args: argparse.Namespace, options: Options) -> dict[str, Any]:
             if i < 0:
                 continue
             ttft.append(1e3 * (times[0] - start))
-            itl += [1e3 * (b - a) for a, b in zip(times, times[1:], strict=False)]
+            itl += [1e3 * (b - a) for a, b in pairwise(times)]
             if tokens > 1:
                 tpot.append(1e3 * (times[-1] - times[0]) / (tokens - 1))
         model = describe(engine)

@@ -112,7 +112,9 @@ def _without_nan(value: Any) -> Any:
 
 
 def _command() -> str:
-    words = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    program = Path(sys.argv[0])
+    script = program.suffix == ".py" and program.name != "main.py"
+    words = [*(["python", os.path.relpath(program)] if script else ["asyncengine"]), *sys.argv[1:]]
     secret = [before == "--api-key" for before in ["", *words[:-1]]]
     return shlex.join("***" if hide else word for word, hide in zip(words, secret, strict=True))
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from time import perf_counter
 from typing import Any, Literal
 
@@ -22,7 +23,10 @@ HELP = "streams against an OpenAI-compatible server: latencies and throughput"
 
 _RULE = 50
 #: Short and common, so that most tokenizers have each as one token.
-_WORDS = "the a little big red old dog cat bird tree house day sun said went saw found gave liked and to in with".split()
+_WORDS = (
+    "the", "a", "little", "big", "red", "old", "dog", "cat", "bird", "tree", "house", "day",
+    "said", "went", "saw", "found", "gave", "liked", "and", "to", "in", "with",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,8 +133,9 @@ async def measure(options: Options, url: str, api_key: str | None) -> Outcome:
 
 def _fields(options: Options, model: str, rng: random.Random) -> dict[str, Any]:
     text = " ".join(rng.choices(_WORDS, k=Lengths.parse("input_len", options.input_len).draw(rng)))
-    prompt = {"prompt": text} if options.endpoint == "completions" else {"messages": [{"role": "user", "content": text}]}
-    return prompt | {
+    chat = options.endpoint == "chat"
+    return {
+        **({"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}),
         "model": model,
         "max_tokens": Lengths.parse("output_len", options.output_len).draw(rng),
         "temperature": 0,
@@ -159,7 +164,7 @@ class Outcome:
             for r in good
             if r.text_times and r.completion_tokens > 1
         ]
-        itl = [1e3 * (b - a) for r in good for a, b in zip(r.text_times, r.text_times[1:], strict=False)]
+        itl = [1e3 * (b - a) for r in good for a, b in pairwise(r.text_times)]
         e2el = [1e3 * (r.ended - r.started) for r in good]
         figures = [
             Figure("Successful requests", len(good), "requests"),
@@ -183,11 +188,13 @@ class Outcome:
 
     def _peak_throughput(self) -> float:
         """Tokens in the best of the run's seconds; an event of several tokens counts as so many."""
+        start = min((r.started for r in self._all), default=0.0)
         per_second: dict[int, float] = {}
         for result in self._good:
             weight = result.completion_tokens / max(1, len(result.text_times))
             for time in result.text_times:
-                per_second[int(time)] = per_second.get(int(time), 0.0) + weight
+                second = int(time - start)
+                per_second[second] = per_second.get(second, 0.0) + weight
         return max(per_second.values(), default=0.0)
 
     def _peak_concurrency(self) -> int:
