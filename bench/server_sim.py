@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
+from quiet import wait_for_quiet
 
 from asyncengine import SamplingParams, testing
 from asyncengine.cli.benchmarks import report
@@ -44,6 +45,8 @@ class Run:
     server_cpu_s: float
     server_loop_cpu_s: float
     client_cpu_s: float
+    quiet: bool
+    """Whether the machine was idle when it began."""
 
 
 def main() -> None:
@@ -52,6 +55,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512, help="per stream")
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--wait", type=float, default=30, metavar="S", help="for a quiet machine, before each run")
     parser.add_argument("--json", default="bench/results/server_sim.json")
     parser.add_argument("--serve", type=float, metavar="STEP_US", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -62,7 +66,8 @@ def main() -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         for _ in range(args.repeats):
             for name, step_us in LOADS.items():
-                runs[name].append(runner.run(measure(args, step_us)))
+                quiet = wait_for_quiet(args.wait)
+                runs[name].append(runner.run(measure(args, step_us, quiet)))
     figures = [figure for name in LOADS for figure in summarize(name, runs[name])]
     report.print_figures(f"Server on the simulated device, {args.streams} streams (medians)", figures)
     settings = {key: getattr(args, key) for key in ("streams", "tokens", "prompt_tokens")}
@@ -89,7 +94,7 @@ def summarize(name: str, runs: list[Run]) -> list[Figure]:
     ]
 
 
-async def measure(args: argparse.Namespace, step_us: float) -> Run:
+async def measure(args: argparse.Namespace, step_us: float, quiet: bool = False) -> Run:
     """Start a server, warm it up, and time one round of streams."""
     command = [sys.executable, __file__, "--serve", str(step_us), "--streams", str(args.streams)]
     server = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
@@ -115,6 +120,7 @@ async def measure(args: argparse.Namespace, step_us: float) -> Run:
         server_cpu_s=used[0],
         server_loop_cpu_s=used[1],
         client_cpu_s=used[2],
+        quiet=quiet,
     )
 
 
