@@ -47,11 +47,16 @@ def _report() -> Iterator[tuple[str, str]]:
             yield package, "not installed"
     native = importlib.util.find_spec("asyncengine._core")
     yield "native module", native.origin or "found" if native else "not built"
-    yield from _processor()
-    yield from _memory()
+    yield from hardware()
     for name in sorted(os.environ):
         if name in _VARIABLES or (name.startswith(ENVIRONMENT_PREFIX) and "KEY" not in name):
             yield name, os.environ[name]
+
+
+def hardware() -> Iterator[tuple[str, str]]:
+    """Processor, instruction sets, cores and memory, by name."""
+    yield from _processor()
+    yield from _memory()
 
 
 def _processor() -> Iterator[tuple[str, str]]:

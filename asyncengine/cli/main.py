@@ -17,6 +17,7 @@ COMMANDS = (
     ("serve", "asyncengine.cli.serve", "run the OpenAI-compatible server"),
     ("generate", "asyncengine.cli.generate", "continue a prompt on the terminal"),
     ("chat", "asyncengine.cli.chat", "talk to a model on the terminal"),
+    ("bench", "asyncengine.cli.bench", "measure the core, a model or a server"),
     ("collect-env", "asyncengine.cli.collect_env", "print what a bug report needs"),
 )
 

@@ -1,0 +1,1 @@
+"""The benchmarks behind ``asyncengine bench``, one per module."""

@@ -1,0 +1,122 @@
+"""What the C++ core costs per step, without a model: scheduler, packer, commit and prefix index."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from asyncengine.cli import flags
+from asyncengine.cli.benchmarks.report import Figure, median, print_figures, record
+
+HELP = "microseconds of scheduling, packing and committing a decode step, and of a prefix match"
+
+_BLOCK_SIZE = 16
+_PROMPT_LEN = 128
+_MATCH_TOKENS = 8192
+_MATCH_PROMPTS = 32
+_STEP_TARGETS_US = {256: 20.0, 1024: 80.0}
+_MATCH_TARGET_US = 100.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Flags of ``asyncengine bench core``."""
+
+    num_seqs: Sequence[int] = (64, 256, 1024, 2048, 4096)
+    """Sequences that decode at the same time."""
+    steps: int = 16
+    """Decode steps per repeat; 16 fill one block of every sequence."""
+    repeats: int = 100
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    flags.add_dataclass(parser, Options, "measurement")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    options = Options(**flags.values(args, Options))
+    # Rounds over all sizes, so that a busy spell of the machine does not fall on one of them alone.
+    harnesses = {n: _decoding(n, options.steps * (options.repeats + 1)) for n in sorted(options.num_seqs)}
+    times: dict[int, list[float]] = {n: [] for n in harnesses}
+    matches: list[float] = []
+    matcher = _PrefixMatch()
+    for _ in range(options.repeats):
+        for n, harness in harnesses.items():
+            times[n].append(harness.time_steps(options.steps) / 1000)
+        matches.append(matcher.time())
+
+    steps = {n: median(values) for n, values in times.items()}
+    figures = [Figure(f"decode step, {n} sequences", us, "µs", _STEP_TARGETS_US.get(n)) for n, us in steps.items()]
+    if growth := _growth(steps):
+        figures.append(growth)
+    figures.append(Figure(f"prefix match, {_MATCH_TOKENS} tokens", median(matches), "µs", _MATCH_TARGET_US))
+    print_figures("Core (schedule + pack + commit; medians)", figures)
+    return record(
+        "core",
+        figures,
+        repeats=options.repeats,
+        settings={"steps per repeat": options.steps, "prompt tokens": _PROMPT_LEN, "block_size": _BLOCK_SIZE},
+        samples={"decode step µs": {str(n): values for n, values in times.items()}, "prefix match µs": matches},
+    )
+
+
+def _growth(steps: dict[int, float]) -> Figure | None:
+    """Cost per sequence at the largest size over that at 256: above 1, cost grows faster than linearly."""
+    base, top = 256, max(steps)
+    if base not in steps or top <= base:
+        return None
+    ratio = (steps[top] / top) / (steps[base] / base)
+    return Figure(f"cost per sequence, {top} over {base}", ratio, "x", at_most=1.0)
+
+
+def _decoding(num_seqs: int, steps: int) -> Any:
+    """A scheduler with ``num_seqs`` sequences that decode for ``steps`` steps and more."""
+    from asyncengine import _core
+
+    prefill_steps = (_PROMPT_LEN + _BLOCK_SIZE) * num_seqs // max(2048, num_seqs) + 2
+    # Decode rows go first, so all the time that the others prefill, the first sequences decode.
+    max_tokens = steps + 2 * prefill_steps
+    max_len = _PROMPT_LEN + _BLOCK_SIZE + max_tokens
+    harness = _core.SchedulerHarness(
+        _core.SchedulerConfig(
+            num_blocks=num_seqs * (-(-max_len // _BLOCK_SIZE) + 1),
+            block_size=_BLOCK_SIZE,
+            max_num_seqs=num_seqs,
+            max_num_batched_tokens=2 * max(2048, num_seqs),
+            prefill_chunk_size=512,
+            max_model_len=max_len,
+            prefix_caching=True,
+        ),
+        steps_in_flight=1,
+    )
+    for i in range(num_seqs):
+        # Lengths differ, so that each step some sequence fills a block: one in sixteen does.
+        prompt = [1000 + i, *range(_PROMPT_LEN - 1 + i % _BLOCK_SIZE)]
+        harness.add(id=i, prompt=prompt, n=1, max_tokens=max_tokens, stop_tokens=[0], order=i, salt=0)
+    harness.time_steps(2 * prefill_steps)
+    return harness
+
+
+class _PrefixMatch:
+    """An index full of long prompts, looked up in turn: none is in the processor's nearest cache."""
+
+    def __init__(self) -> None:
+        from asyncengine import _core
+
+        blocks = _MATCH_TOKENS // _BLOCK_SIZE
+        self._manager = _core.BlockManager(_MATCH_PROMPTS * blocks, _BLOCK_SIZE, True)
+        self._prompts = [[p, *range(_MATCH_TOKENS - 1)] for p in range(_MATCH_PROMPTS)]
+        for prompt in self._prompts:
+            chain = self._manager.root_chain(0)
+            for start in range(0, _MATCH_TOKENS, _BLOCK_SIZE):
+                chain = self._manager.publish(self._manager.allocate(), chain, prompt[start : start + _BLOCK_SIZE])
+            assert len(self._manager.match_prefix(prompt, 0)) == blocks
+
+    def time(self) -> float:
+        """Median microseconds per match."""
+        return median([self._time_one(prompt) for prompt in self._prompts])
+
+    def _time_one(self, prompt: Sequence[int]) -> float:
+        return float(self._manager.time_match_prefix(prompt, 1)) / 1000

@@ -1,0 +1,209 @@
+"""The server alone: SSE streams from a simulated device to a client in another process.
+
+    python bench/server_sim.py [--json FILE]
+
+The engine, its step thread and the HTTP server are the real ones; only the model is simulated, and costs next to
+nothing. Two loads: *flat out*, where a step is due sooner than the server can stream the one before, and *paced*, where
+the device gives a token to every stream slightly faster than the target. What the event loop does not take in time is
+joined into bigger events, so tokens per event is printed too. Every stream's text is compared with what the model must
+have said. Processor time is read from /proc, so this needs Linux.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import resource
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from quiet import wait_for_quiet
+
+from asyncengine import SamplingParams, testing
+from asyncengine.cli.benchmarks import report
+from asyncengine.cli.benchmarks.report import Figure, median
+from asyncengine.cli.benchmarks.sse_client import StreamResult, Target, stream
+
+TARGET_TOKENS_PER_S = 30_000
+LOADS = {"flat out": 2000.0, "paced": 7000.0}  # microseconds per step
+_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """One round of all streams."""
+
+    seconds: float
+    tokens: int
+    events: int
+    failures: list[str]
+    server_cpu_s: float
+    server_loop_cpu_s: float
+    client_cpu_s: float
+    quiet: bool
+    """Whether the machine was idle when it began."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=512, help="per stream")
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--wait", type=float, default=30, metavar="S", help="for a quiet machine, before each run")
+    parser.add_argument("--json", default="bench/results/server_sim.json")
+    parser.add_argument("--serve", type=float, metavar="STEP_US", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve is not None:
+        serve(args.serve, args.streams)
+        return
+    runs: dict[str, list[Run]] = {name: [] for name in LOADS}
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        for _ in range(args.repeats):
+            for name, step_us in LOADS.items():
+                quiet = wait_for_quiet(args.wait)
+                runs[name].append(runner.run(measure(args, step_us, quiet)))
+    figures = [figure for name in LOADS for figure in summarize(name, runs[name])]
+    report.print_figures(f"Server on the simulated device, {args.streams} streams (medians)", figures)
+    settings = {key: getattr(args, key) for key in ("streams", "tokens", "prompt_tokens")}
+    samples = {name: [vars(run) for run in runs[name]] for name in LOADS}
+    settings |= {"step µs": LOADS}
+    report.write(
+        args.json, report.record("server_sim", figures, repeats=args.repeats, settings=settings, runs=samples)
+    )
+
+
+def summarize(name: str, runs: list[Run]) -> list[Figure]:
+    def per_token(seconds: str) -> float:
+        return median([getattr(run, seconds) / run.tokens * 1e6 for run in runs])
+
+    target = TARGET_TOKENS_PER_S if name == "flat out" else None
+    return [
+        Figure(f"{name}: output", median([r.tokens / r.seconds for r in runs]), "tokens/s", at_least=target),
+        Figure(f"{name}: events", median([r.events / r.seconds for r in runs]), "events/s"),
+        Figure(f"{name}: tokens per event", median([r.tokens / r.events for r in runs]), "tokens"),
+        Figure(f"{name}: server CPU, all threads", per_token("server_cpu_s"), "µs/token"),
+        Figure(f"{name}: server CPU, event loop", per_token("server_loop_cpu_s"), "µs/token"),
+        Figure(f"{name}: client CPU", per_token("client_cpu_s"), "µs/token"),
+        Figure(f"{name}: streams lost or wrong", sum(len(r.failures) for r in runs), "streams", at_most=0),
+    ]
+
+
+async def measure(args: argparse.Namespace, step_us: float, quiet: bool = False) -> Run:
+    """Start a server, warm it up, and time one round of streams."""
+    command = [sys.executable, __file__, "--serve", str(step_us), "--streams", str(args.streams)]
+    server = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    try:
+        target = Target.parse(await _url(server), "/v1/completions")
+        await _round(target, min(args.streams, 64), args.prompt_tokens, 32)
+        before, start = _cpu_times(server.pid), time.perf_counter()
+        results = await _round(target, args.streams, args.prompt_tokens, args.tokens)
+        seconds = time.perf_counter() - start
+        after = _cpu_times(server.pid)
+    finally:
+        server.terminate()
+        await server.communicate()
+    used = [b - a for a, b in zip(before, after, strict=True)]
+    failures = _failures(results, args.prompt_tokens, args.tokens)
+    for failure in failures[:3]:
+        print(failure, file=sys.stderr)
+    return Run(
+        seconds=seconds,
+        tokens=sum(r.completion_tokens for r in results),
+        events=sum(len(r.text_times) for r in results),
+        failures=failures,
+        server_cpu_s=used[0],
+        server_loop_cpu_s=used[1],
+        client_cpu_s=used[2],
+        quiet=quiet,
+    )
+
+
+async def _round(target: Target, streams: int, prompt_tokens: int, tokens: int) -> list[StreamResult]:
+    requests = [
+        target.request(
+            {
+                "prompt": _prompt(i, prompt_tokens),
+                "max_tokens": tokens,
+                "temperature": 0,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+        )
+        for i in range(streams)
+    ]
+    return await asyncio.gather(*(stream(target, request, _TIMEOUT_S) for request in requests))
+
+
+def _prompt(stream_number: int, tokens: int) -> list[int]:
+    return [300 + stream_number, *range(300, 299 + tokens)]
+
+
+def _failures(results: list[StreamResult], prompt_tokens: int, tokens: int) -> list[str]:
+    """What is wrong with each stream that is not complete to the last character."""
+    model = testing.SimulatedEngine()
+    tokenizer = testing.placeholder_tokenizer(testing.VOCAB_SIZE)
+    params = SamplingParams(temperature=0, max_tokens=tokens)
+    failures = []
+    for i, result in enumerate(results):
+        expected = tokenizer.decode(model.expected_token_ids(_prompt(i, prompt_tokens), params))
+        failure = result.failure
+        if failure is None and result.completion_tokens != tokens:
+            failure = f"{result.completion_tokens} tokens"
+        if failure is None and "".join(result.texts) != expected:
+            failure = "the text is not the model's"
+        if failure is not None:
+            failures.append(f"stream {i}: {failure}")
+    return failures
+
+
+async def _url(server: asyncio.subprocess.Process) -> str:
+    """Where the server listens, once it is ready; from then on its log is thrown away by a task."""
+    assert server.stderr is not None
+    seen = []
+    while line := (await server.stderr.readline()).decode():
+        seen.append(line)
+        if " ready on " in line:
+            return line.rsplit(" ", 1)[1].strip()
+    raise SystemExit("the server did not start:\n" + "".join(seen))
+
+
+def _cpu_times(pid: int) -> tuple[float, float, float]:
+    """Seconds of processor time used so far: the server, its event loop's thread, this process."""
+    ticks = os.sysconf("SC_CLK_TCK")
+
+    def seconds(path: Path) -> float:
+        fields = path.read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / ticks
+
+    own = resource.getrusage(resource.RUSAGE_SELF)
+    process = Path(f"/proc/{pid}")
+    return seconds(process / "stat"), seconds(process / "task" / str(pid) / "stat"), own.ru_utime + own.ru_stime
+
+
+def serve(step_us: float, streams: int) -> None:
+    """The server's process: what ``asyncengine serve`` runs, on a simulated engine."""
+    from asyncengine.cli.serve import run_server
+    from asyncengine.server.config import ServerConfig
+
+    async def load() -> Any:
+        engine = testing.SimulatedEngine(
+            step_latency_us=step_us,
+            read_kv=False,  # a model that costs nothing
+            poll_interval_us=200,
+            max_num_seqs=streams,
+            num_kv_blocks=128 * streams,
+        )
+        await engine.start()
+        return engine
+
+    run_server(ServerConfig(port=0), load)
+
+
+if __name__ == "__main__":
+    main()
