@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from asyncengine import _core
+from asyncengine.backend import Backend, step_loop_config
 from asyncengine.config import EngineConfig
-from asyncengine.engine import AsyncEngine, Backend, step_loop_config
+from asyncengine.engine import AsyncEngine
 from asyncengine.model_info import ModelInfo
 from asyncengine.request import SamplingParams
 from asyncengine.tokenization import PLACEHOLDER_EOS_TOKEN_ID, placeholder_tokenizer

@@ -115,7 +115,10 @@ bool Scheduler::reserve(Sequence& sequence, int64_t num_tokens, StepPlan& plan) 
     if (blocks_.writable(source)) continue;
     const int32_t target = blocks_.allocate();
     tables_.replace(slot, i, target);
-    plan.copies.push_back({source, target});
+    // A sibling may have copied the block in this very step: both then copy from where it came from.
+    const auto made = std::find_if(plan.copies.begin(), plan.copies.end(),
+                                   [source](const BlockCopy& copy) { return copy.target == source; });
+    plan.copies.push_back({made == plan.copies.end() ? source : made->source, target});
     plan.held_blocks.push_back(source);
     --shared;
   }

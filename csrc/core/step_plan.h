@@ -25,9 +25,9 @@ struct BlockCopy {
 struct StepPlan {
   uint64_t step = 0;
   std::vector<PlanRow> rows;          // decode rows first
-  std::vector<BlockCopy> copies;      // run before the forward pass reads or writes any KV
+  std::vector<BlockCopy> copies;      // run, in any order, before the forward pass reads or writes any KV
   std::vector<int32_t> filled_slots;  // slots whose sampling state the executor needs
-  std::vector<int32_t> held_blocks;   // sources of copies: kept from reuse until the step has retired
+  std::vector<int32_t> held_blocks;   // replaced by copies: kept from reuse until the step has retired
   int32_t num_tokens = 0;
   int32_t num_decode_rows = 0;
   int32_t num_samples = 0;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 
 namespace asyncengine {
 namespace {
@@ -10,17 +11,13 @@ namespace {
 constexpr int64_t kElementsPerChunk = 16384;
 // Items per thread of a loop: what one thread waits for the other at the end is one item.
 constexpr int64_t kItemsPerThread = 4;
-// Packed rows of x that stay in L2 while panels of weights pass by, in floats.
-constexpr int64_t kBlockFloats = 98304;
+// Rows of x that stay in L2 while panels of weights pass by.
+constexpr int64_t kBlockRows = 96;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
-// Grows only, so that a steady state allocates nothing.
-float* reserve(std::vector<float>& buffer, int64_t floats) {
-  if (buffer.size() < static_cast<size_t>(floats)) buffer.resize(static_cast<size_t>(floats));
-  return buffer.data();
-}
+constexpr std::align_val_t kCacheLine{64};
 
 void* offset(void* p, int64_t elements, Dtype dtype) { return static_cast<char*>(p) + elements * dtype_size(dtype); }
 
@@ -40,6 +37,18 @@ void store_kv_head(const T* k, int64_t k_stride, const T* v, int64_t v_stride, c
 }
 
 }  // namespace
+
+void ScratchBuffer::Free::operator()(float* p) const { ::operator delete(p, kCacheLine); }
+
+float* ScratchBuffer::reserve(int64_t floats) {
+  if (size_ < floats) {
+    memory_.reset();
+    size_ = 0;
+    memory_.reset(static_cast<float*>(::operator new(static_cast<size_t>(floats) * sizeof(float), kCacheLine)));
+    size_ = floats;
+  }
+  return memory_.get();
+}
 
 int64_t CpuLinear::total_rows() const {
   int64_t total = 0;
@@ -68,14 +77,13 @@ void CpuKernels::linear(const CpuLinear& weights, const void* x, int64_t x_strid
   const Dtype dtype = weights.dtype;
   const Dtype y_dtype = y_float32 ? Dtype::kFloat32 : dtype;
   const int64_t y_stride = weights.total_rows();
-  float* packed = reserve(packed_x_, isa_.packed_x_floats(dtype, rows, weights.k));
+  float* packed = packed_x_.reserve(isa_.packed_x_floats(dtype, rows, weights.k));
   for_row_chunks(rows, weights.k, [&](int64_t begin, int64_t end) {
     isa_.pack_x(dtype, x, x_stride, rows, weights.k, begin, end, packed);
   });
 
-  const int64_t block_rows = std::clamp(kBlockFloats / weights.k / isa_.tile_rows, int64_t{4}, int64_t{64}) *
-                             isa_.tile_rows;
-  const int64_t row_blocks = ceil_div(rows, block_rows);
+  const int64_t row_blocks = ceil_div(rows, kBlockRows);
+  const int64_t block_rows = round_up(ceil_div(rows, row_blocks), isa_.tile_rows);
   const int64_t column_items = std::max<int64_t>(1, kItemsPerThread * pool_.num_threads() / row_blocks);
   const int64_t columns = round_up(ceil_div(y_stride, column_items), isa_.panel_rows * 4);
   int64_t column_blocks = 0;
@@ -101,7 +109,7 @@ void CpuKernels::linear(const CpuLinear& weights, const void* x, int64_t x_strid
         .m_end = std::min(rows, m + block_rows),
         .n_begin = block * columns,
         .n_end = std::min(matrix->rows, (block + 1) * columns),
-        .scratch = reserve(thread_scratch_[static_cast<size_t>(thread)], isa_.linear_scratch_floats(block_rows)),
+        .scratch = thread_scratch_[static_cast<size_t>(thread)].reserve(isa_.linear_scratch_floats(block_rows)),
     };
     isa_.linear(dtype, task);
   });
@@ -194,7 +202,7 @@ void CpuKernels::plan_attention(const AttentionTask& task, const StepBatch& batc
       }
     }
   }
-  float* partials = reserve(partials_, partial_floats);
+  float* partials = partials_.reserve(partial_floats);
   for (size_t i = 0; i < items_.size(); ++i) {
     if (item_partials_[i] >= 0) items_[i].partials = partials + item_partials_[i];
   }
@@ -206,15 +214,16 @@ void CpuKernels::paged_attention(Dtype dtype, const void* q, int64_t q_stride, i
                            cache.block_size, window, scale};
   plan_attention(task, batch, tokens);
   auto scratch = [&](int thread) {
-    return reserve(thread_scratch_[static_cast<size_t>(thread)], attention_scratch_floats(cache.head_dim));
+    return thread_scratch_[static_cast<size_t>(thread)].reserve(attention_scratch_floats(cache.head_dim));
   };
   pool_.parallel_for(static_cast<int64_t>(items_.size()), [&](int64_t item, int thread) {
     isa_.attend(dtype, task, items_[static_cast<size_t>(item)], scratch(thread));
   });
   const int64_t partial = attention_partial_floats(cache.head_dim);
+  const float* partials = partials_.reserve(0);
   for (const SplitRow& row : split_rows_) {
     for (int32_t head = 0; head < row.heads; ++head) {
-      isa_.combine(dtype, task, row.token, row.first_head + head, partials_.data() + row.partials + head * partial,
+      isa_.combine(dtype, task, row.token, row.first_head + head, partials + row.partials + head * partial,
                    row.partitions, row.heads * partial, scratch(0));
     }
   }

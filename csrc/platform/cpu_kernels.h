@@ -29,6 +29,19 @@ struct CpuLinear {
   int64_t total_rows() const;
 };
 
+// Scratch memory on cache-line boundaries. It only grows, so that a steady state allocates nothing.
+class ScratchBuffer {
+ public:
+  float* reserve(int64_t floats);
+
+ private:
+  struct Free {
+    void operator()(float* p) const;
+  };
+  std::unique_ptr<float[], Free> memory_;
+  int64_t size_ = 0;
+};
+
 struct PagedKV {
   void* k;  // [num_blocks, num_kv_heads, head_dim, block_size]
   void* v;  // [num_blocks, num_kv_heads, block_size, head_dim]
@@ -64,7 +77,7 @@ class CpuKernels {
     int64_t token;
     int32_t kv_head, heads, first_head;
     int64_t partitions;
-    int64_t partials;  // offset into partials_
+    int64_t partials;  // offset into partials_, in floats
   };
 
   void plan_attention(const AttentionTask& task, const StepBatch& batch, int64_t tokens);
@@ -73,13 +86,13 @@ class CpuKernels {
 
   const CpuIsa& isa_;
   ThreadPool pool_;
-  std::vector<float> packed_x_;
-  std::vector<std::vector<float>> thread_scratch_;
+  ScratchBuffer packed_x_;
+  std::vector<ScratchBuffer> thread_scratch_;
   std::vector<SamplerScratch> sampler_scratch_;
   std::vector<AttentionItem> items_;
   std::vector<int64_t> item_partials_;
   std::vector<SplitRow> split_rows_;
-  std::vector<float> partials_;
+  ScratchBuffer partials_;
 };
 
 }  // namespace asyncengine

@@ -17,7 +17,13 @@ constexpr int kTileRows = 3, kPanelRows = 4;
 #endif
 // Weight rows that one row of x is multiplied with at the same time: independent chains hide the latency of fma.
 constexpr int kSingleRowPanel = 8;
-constexpr int kFewRowsPanel = 4;
+// Lines that one of few tiles asks for per word while it computes; one of many asks for one.
+constexpr int kManyPrefetches = 3;
+// Rows of x up to which weights are multiplied where they lie.
+constexpr int64_t kInPlaceRows = 32;
+// Panels that work on one range of K before the next: their spilled accumulators share L2 with x.
+constexpr int64_t kGroupPanels = 12;
+constexpr int64_t kTileFloats = kTileRows * kPanelRows * kLanes;
 // Steps of a weight panel that stays in L1 while the tiles of x pass by.
 constexpr int64_t kPanelSteps = 4608 / (kPanelRows * kLanes);
 
@@ -79,165 +85,238 @@ void pack_x_rows(const T* x, int64_t x_stride, int64_t rows, int64_t k, int64_t 
   }
 }
 
+// ---- one tile of outputs ----
+
 template <class Out, class T>
-AE_INLINE void write_outputs(const LinearTask& task, const float* sums, int rows, int panel, int64_t m, int64_t n) {
-  const int64_t columns = task.n_end - n < panel ? task.n_end - n : panel;
-  const T* bias = static_cast<const T*>(task.bias);
-  for (int r = 0; r < rows; ++r) {
-    Out* y = static_cast<Out*>(task.y) + (m + r) * task.y_stride + n;
-    for (int64_t c = 0; c < columns; ++c) {
-      float value = sums[r * panel + c];
-      if (bias != nullptr) value += to_float(bias[n + c]);
-      from_float(y + c, value);
+AE_INLINE void write_row(const float* sums, int64_t columns, const T* bias, Out* y) {
+  for (int64_t c = 0; c < columns; ++c) {
+    const float value = bias == nullptr ? sums[c] : sums[c] + to_float(bias[c]);
+    from_float(y + c, value);
+  }
+}
+
+template <class Out, class T, int Rows, int Panel>
+AE_INLINE void write_tile(const LinearTask& task, const float* sums, int64_t m, int64_t n) {
+  const T* bias = task.bias == nullptr ? nullptr : static_cast<const T*>(task.bias) + n;
+  Out* y = static_cast<Out*>(task.y) + m * task.y_stride + n;
+  for (int r = 0; r < Rows; ++r) {
+    if (n + Panel <= task.n_end) {
+      write_row<Out, T>(sums + r * Panel, Panel, bias, y + r * task.y_stride);
+    } else {
+      write_row<Out, T>(sums + r * Panel, task.n_end - n, bias, y + r * task.y_stride);
     }
   }
 }
 
 template <class T, int Rows, int Panel>
 AE_INLINE void finish_tile(const LinearTask& task, const Vec (&acc)[Rows][Panel], int64_t m, int64_t n) {
-  float sums[Rows * Panel];
+  constexpr int kCount = Rows * Panel;
+  float sums[(kCount + 3) / 4 * 4] = {};
+  auto at = [&](int i) __attribute__((always_inline)) { return i < kCount ? acc[i / Panel][i % Panel] : Vec{}; };
 #pragma GCC unroll 8
-  for (int r = 0; r < Rows; ++r) {
-#pragma GCC unroll 8
-    for (int c = 0; c < Panel; ++c) sums[r * Panel + c] = reduce_add(acc[r][c]);
-  }
+  for (int i = 0; i < kCount; i += 4) reduce_add4(at(i), at(i + 1), at(i + 2), at(i + 3), sums + i);
   if (task.y_float32) {
-    write_outputs<float, T>(task, sums, Rows, Panel, m, n);
+    write_tile<float, T, Rows, Panel>(task, sums, m, n);
   } else {
-    write_outputs<T, T>(task, sums, Rows, Panel, m, n);
+    write_tile<T, T, Rows, Panel>(task, sums, m, n);
   }
 }
 
-// ---- few rows of x: each weight is used Rows times, straight from memory ----
-
-template <class T, int Rows, int Panel>
-void direct_columns(const LinearTask& task) {
-  const int64_t words = count_words<T>(task.k), whole = task.k / kWordElements<T>;
-  const T* weight = static_cast<const T*>(task.weight);
-  const float* x = task.packed_x + task.m_begin * count_steps<T>(task.k) * kLanes;
-  for (int64_t n = task.n_begin; n < task.n_end; n += Panel) {
-    const T* row[Panel];  // past the last column: the last one again, its result not written
-    for (int c = 0; c < Panel; ++c) row[c] = weight + (n + c < task.n_end ? n + c : task.n_end - 1) * task.k;
-    Vec acc[Rows][Panel] = {};
-    auto accumulate = [&](int64_t word, auto&& load_row) __attribute__((always_inline)) {
-#pragma GCC unroll 8
-      for (int c = 0; c < Panel; ++c) {
-        const UVec w = load_row(c);
-#pragma GCC unroll 2
-        for (int64_t i = 0; i < kPartsPerWord<T>; ++i) {
-          const Vec wv = part<T>(w, i);
-          const float* xs = x + (word * kPartsPerWord<T> + i) * Rows * kLanes;
-#pragma GCC unroll 8
-          for (int r = 0; r < Rows; ++r) acc[r][c] = fma(load(xs + r * kLanes), wv, acc[r][c]);
-        }
-      }
-    };
-    for (int64_t word = 0; word < whole; ++word) {
-      accumulate(word, [&](int c) __attribute__((always_inline)) {
-        const T* p = row[c] + word * kWordElements<T>;
-        prefetch(p + Panel * task.k);  // the same place in the next panel
-        return load_words(p);
-      });
-    }
-    if (whole < words) {
-      accumulate(whole, [&](int c) __attribute__((always_inline)) {
-        return load_first_words(row[c] + whole * kWordElements<T>, task.k - whole * kWordElements<T>);
-      });
-    }
-    finish_tile<T>(task, acc, task.m_begin, n);
-  }
-}
-
-// ---- many rows of x: a panel of weights is unpacked into L1 and every tile of x passes by it ----
-
-template <int Rows, int Prefetches>
-AE_INLINE void multiply_panel(Vec (&acc)[Rows][kPanelRows], const float* x, const float* panel, int64_t steps,
-                              const char* ahead) {
-  for (int64_t step = 0; step < steps; ++step) {
-#pragma GCC unroll 8
-    for (int i = 0; i < Prefetches; ++i) prefetch(ahead + i * 64);
-    ahead += Prefetches * 64;
-    Vec w[kPanelRows];
-#pragma GCC unroll 8
-    for (int c = 0; c < kPanelRows; ++c) w[c] = load(panel + c * kLanes);
-#pragma GCC unroll 8
-    for (int r = 0; r < Rows; ++r) {
-      const Vec xv = load(x + r * kLanes);
-#pragma GCC unroll 8
-      for (int c = 0; c < kPanelRows; ++c) acc[r][c] = fma(xv, w[c], acc[r][c]);
-    }
-    x += Rows * kLanes;
-    panel += kPanelRows * kLanes;
-  }
-}
-
-struct PanelPass {
-  const float* panel;
-  int64_t step_begin, step_end, total_steps;
-  const char* ahead;  // where the next panel's weights start, and how much of them a tile asks for per step
+// A range of K for one panel of weight rows and one tile after the other.
+template <class T, int Panel>
+struct Pass {
+  const T* row[Panel];
+  const float* unpacked;  // null, or the range of the rows as [step][row][lane]
+  int64_t k, word_begin, word_end, total_words;
+  const char* ahead;  // what the tile asks the memory for, `prefetches` lines per word
   int prefetches;
 };
 
-template <class T, int Rows>
-void tile_pass(const LinearTask& task, const PanelPass& pass, int64_t m, int64_t n, float* spilled) {
-  Vec acc[Rows][kPanelRows] = {};
-  if (pass.step_begin > 0) memcpy(&acc, spilled, sizeof acc);
-  const float* x = task.packed_x + (m * pass.total_steps + pass.step_begin * Rows) * kLanes;
-  const int64_t steps = pass.step_end - pass.step_begin;
-  if (pass.prefetches == 0) {
-    multiply_panel<Rows, 0>(acc, x, pass.panel, steps, pass.ahead);
-  } else if (pass.prefetches == 1) {
-    multiply_panel<Rows, 1>(acc, x, pass.panel, steps, pass.ahead);
-  } else {
-    multiply_panel<Rows, 3>(acc, x, pass.panel, steps, pass.ahead);
+template <int Rows, int Panel>
+AE_INLINE void multiply_step(Vec (&acc)[Rows][Panel], const float* x, const Vec (&w)[Panel]) {
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; ++r) {
+    const Vec xv = load(x + r * kLanes);
+#pragma GCC unroll 8
+    for (int c = 0; c < Panel; ++c) acc[r][c] = fma(xv, w[c], acc[r][c]);
   }
-  if (pass.step_end < pass.total_steps) {
-    memcpy(spilled, &acc, sizeof acc);
+}
+
+template <int Prefetches>
+AE_INLINE const char* prefetch_lines(const char* ahead) {
+#pragma GCC unroll 8
+  for (int i = 0; i < Prefetches; ++i) prefetch(ahead + i * ASYNCENGINE_VECTOR_BYTES);
+  return ahead + Prefetches * ASYNCENGINE_VECTOR_BYTES;
+}
+
+template <class T, int Rows, int Panel, int Prefetches>
+AE_INLINE void multiply_in_place(Vec (&acc)[Rows][Panel], const float* x, const Pass<T, Panel>& pass) {
+  const int64_t whole = pass.k / kWordElements<T>;
+  const char* ahead = pass.ahead;
+  const T* row[Panel];
+#pragma GCC unroll 8
+  for (int c = 0; c < Panel; ++c) row[c] = pass.row[c];
+  auto step = [&](auto&& words_of) __attribute__((always_inline)) {
+#pragma GCC unroll 2
+    for (int64_t i = 0; i < kPartsPerWord<T>; ++i) {
+      Vec w[Panel];
+#pragma GCC unroll 8
+      for (int c = 0; c < Panel; ++c) w[c] = part<T>(words_of(c), i);
+      multiply_step(acc, x, w);
+      x += Rows * kLanes;
+    }
+  };
+  int64_t word = pass.word_begin;
+  for (; word < pass.word_end && word < whole; ++word) {
+    ahead = prefetch_lines<Prefetches>(ahead);
+    step([&](int c) __attribute__((always_inline)) { return load_words(row[c] + word * kWordElements<T>); });
+  }
+  if (word < pass.word_end) {
+    const int64_t first = word * kWordElements<T>;
+    step([&](int c) __attribute__((always_inline)) { return load_first_words(row[c] + first, pass.k - first); });
+  }
+}
+
+template <class T, int Rows, int Panel>
+AE_INLINE void multiply_unpacked(Vec (&acc)[Rows][Panel], const float* x, const Pass<T, Panel>& pass) {
+  const float* panel = pass.unpacked;
+  const char* ahead = pass.ahead;
+  for (int64_t step = (pass.word_end - pass.word_begin) * kPartsPerWord<T>; step > 0; --step) {
+    prefetch(ahead);
+    ahead += ASYNCENGINE_VECTOR_BYTES / kPartsPerWord<T>;
+    Vec w[Panel];
+#pragma GCC unroll 8
+    for (int c = 0; c < Panel; ++c) w[c] = load(panel + c * kLanes);
+    multiply_step(acc, x, w);
+    x += Rows * kLanes;
+    panel += Panel * kLanes;
+  }
+}
+
+template <class T, int Rows, int Panel, int Prefetches, bool Unpacked>
+void run_tile(const LinearTask& task, const Pass<T, Panel>& pass, int64_t m, int64_t n, float* spilled) {
+  Vec acc[Rows][Panel] = {};
+  if (pass.word_begin > 0) {
+#pragma GCC unroll 32
+    for (int i = 0; i < Rows * Panel; ++i) acc[i / Panel][i % Panel] = load(spilled + i * kLanes);
+  }
+  const float* x = task.packed_x + (m * pass.total_words + pass.word_begin * Rows) * kPartsPerWord<T> * kLanes;
+  if constexpr (Unpacked) {
+    multiply_unpacked<T>(acc, x, pass);
+  } else {
+    multiply_in_place<T, Rows, Panel, Prefetches>(acc, x, pass);
+  }
+  if (pass.word_end < pass.total_words) {
+#pragma GCC unroll 32
+    for (int i = 0; i < Rows * Panel; ++i) store(spilled + i * kLanes, acc[i / Panel][i % Panel]);
   } else {
     finish_tile<T>(task, acc, m, n);
   }
 }
 
-template <class T>
-void any_tile_pass(const LinearTask& task, const PanelPass& pass, int64_t m, int64_t n, float* spilled) {
-  switch (task.m_end - m) {
-    case 1: return tile_pass<T, 1>(task, pass, m, n, spilled);
-    case 2: return tile_pass<T, 2>(task, pass, m, n, spilled);
-#if ASYNCENGINE_VECTOR_BYTES == 64
-    case 3: return tile_pass<T, 3>(task, pass, m, n, spilled);
-#endif
-    default: return tile_pass<T, kTileRows>(task, pass, m, n, spilled);
+// ---- panels ----
+
+// Columns from n on; past the last column: the last one again, whose result is not written.
+template <class T, int Panel>
+AE_INLINE Pass<T, Panel> start_panel(const LinearTask& task, int64_t n) {
+  const T* weight = static_cast<const T*>(task.weight);
+  Pass<T, Panel> pass{};
+  for (int c = 0; c < Panel; ++c) pass.row[c] = weight + (n + c < task.n_end ? n + c : task.n_end - 1) * task.k;
+  pass.k = task.k;
+  pass.total_words = count_words<T>(task.k);
+  pass.ahead = reinterpret_cast<const char*>(weight + (n + Panel) * task.k);
+  return pass;
+}
+
+// One tile: each weight is used once, on its way from memory.
+template <class T, int Rows, int Panel>
+void one_tile_columns(const LinearTask& task) {
+  for (int64_t n = task.n_begin; n < task.n_end; n += Panel) {
+    Pass<T, Panel> pass = start_panel<T, Panel>(task, n);
+    pass.word_end = pass.total_words;
+    run_tile<T, Rows, Panel, Panel, false>(task, pass, task.m_begin, n, task.scratch);
   }
 }
 
+template <class T, bool Unpacked>
+void run_any_tile(const LinearTask& task, const Pass<T, kPanelRows>& pass, int64_t m, int64_t n, float* spilled) {
+  constexpr int kPanel = kPanelRows;
+  switch (task.m_end - m) {
+    case 1: return run_tile<T, 1, kPanel, 0, Unpacked>(task, pass, m, n, spilled);
+    case 2: return run_tile<T, 2, kPanel, 0, Unpacked>(task, pass, m, n, spilled);
+#if ASYNCENGINE_VECTOR_BYTES == 64
+    case 3: return run_tile<T, 3, kPanel, 0, Unpacked>(task, pass, m, n, spilled);
+#endif
+    default: break;
+  }
+  if constexpr (!Unpacked) {
+    if (pass.prefetches == 1) return run_tile<T, kTileRows, kPanel, 1, false>(task, pass, m, n, spilled);
+    if (pass.prefetches > 1) return run_tile<T, kTileRows, kPanel, kManyPrefetches, false>(task, pass, m, n, spilled);
+  }
+  run_tile<T, kTileRows, kPanel, 0, Unpacked>(task, pass, m, n, spilled);
+}
+
+struct PassRanges {
+  int64_t count, words;
+};
+
 template <class T>
-void panel_columns(const LinearTask& task) {
-  constexpr int64_t kTileFloats = kTileRows * kPanelRows * kLanes;
-  const int64_t total_steps = count_steps<T>(task.k);
-  const int64_t passes = (total_steps + kPanelSteps - 1) / kPanelSteps;
-  const int64_t pass_steps = (total_steps / kPartsPerWord<T> + passes - 1) / passes * kPartsPerWord<T>;
+AE_INLINE PassRanges split_k(int64_t k) {
+  const int64_t words = count_words<T>(k), count = (words * kPartsPerWord<T> + kPanelSteps - 1) / kPanelSteps;
+  return {count, (words + count - 1) / count};
+}
+
+// A few tiles: a panel passes by all of them while it is in L1, in ranges of K that let it stay there, and they share
+// the prefetching of the next panel.
+template <class T>
+void few_tile_columns(const LinearTask& task) {
   const int64_t tiles = (task.m_end - task.m_begin + kTileRows - 1) / kTileRows;
-  const T* weight = static_cast<const T*>(task.weight);
+  const int64_t pass_words = split_k<T>(task.k).words;
+  for (int64_t n = task.n_begin; n < task.n_end; n += kPanelRows) {
+    Pass<T, kPanelRows> pass = start_panel<T, kPanelRows>(task, n);
+    for (; pass.word_begin < pass.total_words; pass.word_begin = pass.word_end) {
+      pass.word_end = pass.word_begin + pass_words < pass.total_words ? pass.word_begin + pass_words : pass.total_words;
+      int wanted = kPanelRows;  // lines of the next panel per word of this one
+      for (int64_t tile = 0; tile < tiles; ++tile) {
+        pass.prefetches = wanted <= 0 ? 0 : tiles > kManyPrefetches ? 1 : kManyPrefetches;
+        run_any_tile<T, false>(task, pass, task.m_begin + tile * kTileRows, n, task.scratch + tile * kTileFloats);
+        pass.ahead += pass.prefetches * (pass.word_end - pass.word_begin) * ASYNCENGINE_VECTOR_BYTES;
+        wanted -= pass.prefetches;
+      }
+    }
+  }
+}
+
+// Many tiles: the range of a panel is unpacked into L1 first, which also takes rows apart that would compete for the
+// same cache sets. A group of panels works on one range of K, so that this range of x stays in L2.
+template <class T>
+void many_tile_columns(const LinearTask& task) {
+  const int64_t tiles = (task.m_end - task.m_begin + kTileRows - 1) / kTileRows;
+  const int64_t pass_words = split_k<T>(task.k).words, total_words = count_words<T>(task.k);
   float* panel = task.scratch;
   float* spilled = panel + kPanelSteps * kPanelRows * kLanes;
-  for (int64_t n = task.n_begin; n < task.n_end; n += kPanelRows) {
-    const int64_t columns = task.n_end - n < kPanelRows ? task.n_end - n : kPanelRows;
-    const char* ahead = reinterpret_cast<const char*>(weight + (n + kPanelRows) * task.k);
-    for (int64_t begin = 0; begin < total_steps; begin += pass_steps) {
-      const int64_t end = begin + pass_steps < total_steps ? begin + pass_steps : total_steps;
-      for (int64_t c = 0; c < kPanelRows; ++c) {  // past the last column: the last one again
-        const T* row = weight + (n + (c < columns ? c : columns - 1)) * task.k;
-        unpack_row(row, task.k, begin / kPartsPerWord<T>, end / kPartsPerWord<T>, panel + c * kLanes,
-                   kPanelRows * kLanes);
+  for (int64_t group = task.n_begin; group < task.n_end; group += kGroupPanels * kPanelRows) {
+    const int64_t group_end = group + kGroupPanels * kPanelRows < task.n_end ? group + kGroupPanels * kPanelRows
+                                                                             : task.n_end;
+    for (int64_t begin = 0; begin < total_words; begin += pass_words) {
+      for (int64_t n = group; n < group_end; n += kPanelRows) {
+        Pass<T, kPanelRows> pass = start_panel<T, kPanelRows>(task, n);
+        pass.word_begin = begin;
+        pass.word_end = begin + pass_words < total_words ? begin + pass_words : total_words;
+        pass.unpacked = panel;
+        for (int64_t c = 0; c < kPanelRows; ++c) {
+          unpack_row(pass.row[c], task.k, pass.word_begin, pass.word_end, panel + c * kLanes, kPanelRows * kLanes);
+        }
+        // Tile c asks for row c of the panel that comes next; the tiles after these ask for what is there already.
+        const bool last = n + kPanelRows >= group_end;
+        const T* next = static_cast<const T*>(task.weight) + (last ? group : n + kPanelRows) * task.k +
+                        (last ? pass.word_end : begin) * kWordElements<T>;
+        float* tile_spilled = spilled + (n - group) / kPanelRows * tiles * kTileFloats;
+        for (int64_t tile = 0; tile < tiles; ++tile) {
+          pass.ahead = reinterpret_cast<const char*>(next + (tile < kPanelRows ? tile : kPanelRows - 1) * task.k);
+          run_any_tile<T, true>(task, pass, task.m_begin + tile * kTileRows, n, tile_spilled + tile * kTileFloats);
+        }
       }
-      const int64_t wanted = (kPanelRows / kPartsPerWord<T> + tiles - 1) / tiles;
-      PanelPass pass{panel, begin, end, total_steps, ahead, wanted > 1 ? 3 : 1};
-      for (int64_t tile = 0; tile < tiles; ++tile) {
-        any_tile_pass<T>(task, pass, task.m_begin + tile * kTileRows, n, spilled + tile * kTileFloats);
-        pass.ahead += pass.prefetches * (end - begin) * 64;
-        if (tile * wanted >= kPanelRows) pass.prefetches = 0;
-      }
-      ahead = pass.ahead;
     }
   }
 }
@@ -245,13 +324,14 @@ void panel_columns(const LinearTask& task) {
 template <class T>
 void linear_columns(const LinearTask& task) {
   switch (task.m_end - task.m_begin) {
-    case 1: return direct_columns<T, 1, kSingleRowPanel>(task);
-    case 2: return direct_columns<T, 2, kFewRowsPanel>(task);
-    case 3: return direct_columns<T, 3, kFewRowsPanel>(task);
+    case 1: return one_tile_columns<T, 1, kSingleRowPanel>(task);
+    case 2: return one_tile_columns<T, 2, kPanelRows>(task);
+    case 3: return one_tile_columns<T, 3, kPanelRows>(task);
 #if ASYNCENGINE_VECTOR_BYTES == 64
-    case 4: return direct_columns<T, 4, kFewRowsPanel>(task);
+    case 4: return one_tile_columns<T, 4, kPanelRows>(task);
 #endif
-    default: return panel_columns<T>(task);
+    default:
+      return task.m_end - task.m_begin <= kInPlaceRows ? few_tile_columns<T>(task) : many_tile_columns<T>(task);
   }
 }
 
@@ -261,7 +341,7 @@ int64_t isa_packed_x_floats(Dtype dtype, int64_t rows, int64_t k) {
 
 int64_t isa_linear_scratch_floats(int64_t block_rows) {
   const int64_t tiles = (block_rows + kTileRows - 1) / kTileRows;
-  return (kPanelSteps * kPanelRows + tiles * kTileRows * kPanelRows) * kLanes;
+  return kPanelSteps * kPanelRows * kLanes + kGroupPanels * tiles * kTileFloats;
 }
 
 void isa_pack_x(Dtype dtype, const void* x, int64_t x_stride, int64_t rows, int64_t k, int64_t m_begin, int64_t m_end,

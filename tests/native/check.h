@@ -1,47 +1,56 @@
-// The smallest test harness that names what failed: TEST registers itself, CHECK goes on after a failure.
+// The smallest test harness that does: TEST(name) { ... CHECK(...); } registers itself, main.cpp runs them.
 #pragma once
 
-#include <iostream>
+#include <cstdio>
+#include <sstream>
+#include <string>
 #include <vector>
 
-namespace asyncengine::testing {
+namespace check {
 
-struct TestCase {
+struct Test {
   const char* name;
-  void (*body)();
+  void (*run)();
 };
-inline std::vector<TestCase>& test_cases() {
-  static std::vector<TestCase> cases;
-  return cases;
+
+inline std::vector<Test>& tests() {
+  static std::vector<Test> all;
+  return all;
 }
+
+// Failed checks of the test that runs.
 inline int& failures() {
   static int count = 0;
   return count;
 }
-struct Registration {
-  Registration(const char* name, void (*body)()) { test_cases().push_back({name, body}); }
+
+struct Registrar {
+  Registrar(const char* name, void (*run)()) { tests().push_back({name, run}); }
 };
-inline void report(const char* file, int line, const char* what) {
+
+inline void fail(const char* file, int line, const std::string& what) {
   ++failures();
-  std::cerr << file << ':' << line << ": " << what << '\n';
+  std::fprintf(stderr, "%s:%d: %s\n", file, line, what.c_str());
 }
 
-}  // namespace asyncengine::testing
+template <class A, class B>
+void equal(const A& a, const B& b, const char* text, const char* file, int line) {
+  if (a == b) return;
+  std::ostringstream what;
+  what << "CHECK_EQ(" << text << "): " << a << " != " << b;
+  fail(file, line, what.str());
+}
 
-#define TEST(name)                                                                \
-  static void test_##name();                                                      \
-  static const asyncengine::testing::Registration register_##name(#name, test_##name); \
+}  // namespace check
+
+#define TEST(name)                                                \
+  static void test_##name();                                      \
+  static const check::Registrar registrar_##name(#name, test_##name); \
   static void test_##name()
+
 #define CHECK(condition)                                                       \
   do {                                                                         \
-    if (!(condition)) asyncengine::testing::report(__FILE__, __LINE__, #condition); \
-  } while (false)
-#define CHECK_EQ(left, right)                                                  \
-  do {                                                                         \
-    const auto left_value = (left);                                            \
-    const auto right_value = (right);                                          \
-    if (!(left_value == right_value)) {                                        \
-      asyncengine::testing::report(__FILE__, __LINE__, #left " == " #right);   \
-      std::cerr << "  " << left_value << " != " << right_value << '\n';        \
-    }                                                                          \
-  } while (false)
+    if (!(condition)) check::fail(__FILE__, __LINE__, "CHECK(" #condition ")"); \
+  } while (0)
+
+#define CHECK_EQ(a, b) check::equal((a), (b), #a ", " #b, __FILE__, __LINE__)

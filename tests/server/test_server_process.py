@@ -72,7 +72,7 @@ async def test_signal_drains(command: list[str], number: signal.Signals) -> None
         start_up = "".join(server.log)
         assert re.search(r"asyncengine \S+", start_up)
         assert re.search(r"KV cache: \d+ tokens, [\d.]+ sequences", start_up)
-        body = {"prompt": "Once", "max_tokens": 100, "stream": True, "ignore_eos": True}
+        body = {"prompt": "Once", "max_tokens": 250, "stream": True, "ignore_eos": True}
         async with session.post(server.url + COMPLETIONS, json=body) as reply:
             text = await reply.content.readuntil(b"\n\n")
             server.process.send_signal(number)

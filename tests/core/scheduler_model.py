@@ -1,0 +1,401 @@
+"""The scheduler against a plain Python model of everything it may touch.
+
+The model executes the steps that the native scheduler plans: it moves copied blocks, writes every token of every row
+into a table of KV contents and reads each row's whole context back through the row's blocks. It knows which sequence
+is in which state, and so who may hold which block, who must be told what, and who comes next.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from asyncengine import _core
+
+BLOCK_SIZE = 16
+VOCAB = 8
+STOP, LENGTH, FAILED = 1, 2, 4
+
+Copy = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a scheduler is configured with."""
+
+    num_blocks: int = 12
+    max_num_seqs: int = 4
+    max_num_batched_tokens: int = 32
+    prefill_chunk_size: int = 0
+    max_model_len: int = 96
+    prefix_caching: bool = True
+    steps_in_flight: int = 2
+
+    @property
+    def longest(self) -> int:
+        """Tokens that a sequence may have."""
+        return min(self.max_model_len, self.num_blocks * BLOCK_SIZE)
+
+
+class State(Enum):
+    DORMANT = auto()  # waits for its sibling's prompt
+    WAITING = auto()
+    RUNNING = auto()
+    PREEMPTING = auto()  # preempted with a step in flight
+    FINISHED = auto()  # told so, perhaps with a step in flight
+    RELEASED = auto()
+
+
+@dataclass(eq=False)
+class ModelSequence:
+    request: ModelRequest
+    index: int
+    truth: list[int]  # all tokens, those included that steps in flight are sampling
+    kv: list[int]  # what the KV cache must hold for them
+    state: State
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+    in_flight: int = 0
+    on_device: bool = False
+    emitted: int = 0
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        return self.request.order, self.request.number, self.index
+
+    @property
+    def alive(self) -> bool:
+        return self.state not in (State.FINISHED, State.RELEASED)
+
+    @property
+    def wants_more(self) -> bool:
+        return self.computed < len(self.truth) < self.request.max_total
+
+    def append(self, token: int) -> None:
+        self.truth.append(token)
+        self.kv.append(self.request.kv_of(token))
+
+    def sample(self) -> int:
+        """The model: a hash of all tokens before, and now and then logits that are not finite."""
+        if len(self.truth) - self.request.prompt_len == self.request.fails_at:
+            return -1
+        return zlib.crc32(bytes(self.truth), self.index) % VOCAB
+
+
+@dataclass(eq=False)
+class ModelRequest:
+    id: int
+    number: int
+    order: int
+    salt: int
+    prompt_len: int
+    max_total: int
+    stop_tokens: tuple[int, ...]
+    fails_at: int | None
+    sequences: list[ModelSequence] = field(default_factory=list)
+
+    def kv_of(self, token: int) -> int:
+        return self.salt * 1000 + token  # another tenant's KV is wrong even where the tokens are the same
+
+
+@dataclass(eq=False)
+class Row:
+    sequence: ModelSequence
+    query_len: int
+    context_len: int
+    sample: bool
+    from_device: bool
+    blocks: list[int]
+    token: int = -1
+
+
+@dataclass(eq=False)
+class Step:
+    rows: list[Row]
+    copies: list[Copy]
+    held: list[int]  # blocks that copies replaced: kept until the step has retired
+
+
+class CheckedScheduler:
+    """A native scheduler and its model, side by side; every operation is compared."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.native = _core.SchedulerHarness(
+            _core.SchedulerConfig(
+                num_blocks=limits.num_blocks,
+                block_size=BLOCK_SIZE,
+                max_num_seqs=limits.max_num_seqs,
+                max_num_batched_tokens=limits.max_num_batched_tokens,
+                prefill_chunk_size=limits.prefill_chunk_size,
+                max_model_len=limits.max_model_len,
+                prefix_caching=limits.prefix_caching,
+            ),
+            limits.steps_in_flight,
+        )
+        self.kv = [[-1] * BLOCK_SIZE for _ in range(limits.num_blocks)]
+        self.requests: dict[int, ModelRequest] = {}
+        self.flight: deque[Step] = deque()
+        self.next_id = 0
+        self.preemptions = 0
+        self.operations = 0
+        self.saw: Counter[str] = Counter()  # how often the interesting things came up
+
+    # ---- operations ----
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        *,
+        n: int = 1,
+        max_tokens: int = 8,
+        stop_tokens: Sequence[int] = (),
+        order: int = 0,
+        salt: int = 0,
+        fails_at: int | None = None,
+    ) -> int:
+        self.operations += 1
+        self.next_id += 1
+        self.native.add(self.next_id, prompt, n, max_tokens, stop_tokens, order, salt)
+        request = ModelRequest(
+            self.next_id, self.next_id, order, salt, len(prompt), len(prompt) + max_tokens, tuple(stop_tokens), fails_at
+        )
+        for i in range(n):
+            state = State.DORMANT if i else State.WAITING
+            kv = [request.kv_of(token) for token in prompt]
+            request.sequences.append(ModelSequence(request, i, list(prompt), kv, state))
+        self.requests[request.id] = request
+        return request.id
+
+    def abort(self, request_id: int) -> None:
+        self.operations += 1
+        request = self.requests[request_id]
+        self.native.abort(request_id)
+        told, released = self.native.news()
+        assert not told, "who aborts needs no telling"
+        for sequence in request.sequences:
+            if sequence.alive:
+                self._finish(sequence)
+        assert sorted(released) == self._release()
+        self.saw["abort"] += 1
+        self._check_holders()
+
+    def schedule(self) -> bool:
+        """Plan a step and run it in the model; False if there was none."""
+        self.operations += 1
+        waiting = {s for s in self._sequences() if s.state is State.WAITING}
+        running = {s for s in self._sequences() if s.state is State.RUNNING}
+        planned = self.native.schedule()
+        if planned is None:
+            self._preempt([], running)
+            full = len(self.flight) == self.limits.steps_in_flight
+            assert full or self.flight or not self.requests, "nothing runs, though there is work"
+        else:
+            rows = [self._row(*row) for row in planned[0]]
+            self._preempt(rows, running)
+            step = Step(rows, planned[1], [])
+            self._check_order(rows, waiting, running)
+            self._run(step)
+            self.flight.append(step)
+        self._check_holders()
+        return planned is not None
+
+    def commit(self) -> None:
+        """Retire the oldest step."""
+        self.operations += 1
+        step = self.flight.popleft()
+        told, released = self.native.commit([row.token for row in step.rows if row.sample])
+        expected: list[tuple[int, int, int, int]] = []
+        for row in step.rows:
+            row.sequence.in_flight -= 1
+            if row.sample and row.sequence.alive:
+                expected += self._take(row.sequence, row.token)
+        for row in step.rows:
+            self._settle(row.sequence)
+        assert told == expected
+        assert sorted(released) == self._release()
+        self._check_holders()
+
+    def finish(self) -> None:
+        """Nothing new comes: every request ends within a bounded number of steps and gives everything back."""
+        bound = sum(2 * s.request.max_total + 8 for s in self._sequences()) * (self.limits.steps_in_flight + 1)
+        for _ in range(bound):
+            while self.schedule():
+                pass
+            if not self.flight:
+                break
+            self.commit()
+        assert not self.requests, f"requests still there after {bound} steps: {list(self.requests)}"
+        assert self.native.quiescent
+        assert self.native.consistent()
+        assert self.native.free_blocks == self.limits.num_blocks
+
+    # ---- the model ----
+
+    def _sequences(self) -> list[ModelSequence]:
+        return [s for r in self.requests.values() for s in r.sequences]
+
+    def _row(
+        self, request: int, index: int, query: int, context: int, sample: bool, from_device: bool, blocks: list[int]
+    ) -> Row:
+        return Row(self.requests[request].sequences[index], query, context, sample, from_device, blocks)
+
+    def _preempt(self, rows: list[Row], running: set[ModelSequence]) -> None:
+        """Who gave way: the last in order of those that are not in the step."""
+        count = self.native.preemptions - self.preemptions
+        self.preemptions += count
+        if count == 0:
+            return
+        self.saw["preemption"] += count
+        idle = sorted(running - {row.sequence for row in rows}, key=lambda s: s.key)
+        assert len(idle) >= count
+        for victim in idle[-count:]:
+            assert victim is not min(running, key=lambda s: s.key), "the first in order must make progress"
+            victim.state = State.PREEMPTING
+            self._settle(victim)
+
+    def _run(self, step: Step) -> None:
+        targets = [target for _, target in step.copies]
+        assert len(set(targets)) == len(targets), "two copies into one block"
+        assert not set(targets) & {source for source, _ in step.copies}, "a copy reads what another writes"
+        for source, target in step.copies:
+            self.kv[target] = list(self.kv[source])
+            self.saw["copy"] += 1
+        touched: set[tuple[int, int]] = set()
+        for row in step.rows:
+            step.held += self._replaced(row)
+            self._write(row, touched)
+        assert len(step.held) == len(step.copies)
+        for row in step.rows:
+            self._read_back(row)
+        self._check_reuse(step)
+        for row in step.rows:  # samples last: a fork reads what its source has written in earlier steps only
+            if row.sample:
+                row.token = row.sequence.sample()
+                row.sequence.append(max(row.token, 0))
+                row.sequence.on_device = True
+                for sibling in row.sequence.request.sequences[1:] if row.sequence.index == 0 else ():
+                    if sibling.state is State.DORMANT:
+                        sibling.state = State.WAITING
+
+    def _replaced(self, row: Row) -> list[int]:
+        """Shared blocks that the row got copies of, in order to write to them."""
+        s = row.sequence
+        before = s.blocks if s.state is State.RUNNING else s.request.sequences[0].blocks
+        if s.state is not State.RUNNING and row.context_len % BLOCK_SIZE == 0:
+            return []  # begins with a block of its own
+        first = row.context_len // BLOCK_SIZE
+        return [old for old, new in zip(before[first:], row.blocks[first:], strict=False) if old != new]
+
+    def _write(self, row: Row, touched: set[tuple[int, int]]) -> None:
+        s = row.sequence
+        end = row.context_len + row.query_len
+        if s.state is State.RUNNING:
+            assert row.context_len == s.computed
+        else:
+            assert s.state is State.WAITING
+            forked = s.index > 0 and row.context_len == s.request.prompt_len - 1
+            assert row.context_len % BLOCK_SIZE == 0 or forked
+            self.saw["cached prefix"] += row.context_len > 0
+            self.saw["fork"] += forked
+            s.state = State.RUNNING
+        assert s.wants_more
+        assert row.query_len >= 1
+        assert row.sample == (end == len(s.truth))
+        assert row.from_device == (s.on_device and row.query_len == 1 and end == len(s.truth))
+        assert len(row.blocks) >= -(-end // BLOCK_SIZE)
+        for position in range(row.context_len, end):
+            block, offset = row.blocks[position // BLOCK_SIZE], position % BLOCK_SIZE
+            assert (block, offset) not in touched, "two rows write to one place"
+            touched.add((block, offset))
+            self.kv[block][offset] = s.kv[position]
+        s.blocks, s.computed = row.blocks, end
+        s.in_flight += 1
+
+    def _read_back(self, row: Row) -> None:
+        end = row.context_len + row.query_len
+        for i in range(-(-end // BLOCK_SIZE)):
+            start = i * BLOCK_SIZE
+            length = min(BLOCK_SIZE, end - start)
+            seen, right = self.kv[row.blocks[i]][:length], row.sequence.kv[start : start + length]
+            assert seen == right, f"block {row.blocks[i]} holds {seen}, sequence {row.sequence.key} wrote {right}"
+
+    def _check_reuse(self, step: Step) -> None:
+        """What this step writes, no step in flight touches for anybody else."""
+        fresh = {target for _, target in step.copies}
+        for row in step.rows:
+            fresh.update(row.blocks[row.context_len // BLOCK_SIZE :])
+        for other in self.flight:
+            for row in other.rows:
+                mine = {b for r in step.rows if r.sequence is row.sequence for b in r.blocks}
+                assert not fresh & (set(row.blocks) - mine), "a block is reused while a step in flight touches it"
+            assert not fresh & {source for source, _ in other.copies}
+
+    def _check_order(self, rows: list[Row], waiting: set[ModelSequence], running: set[ModelSequence]) -> None:
+        limits = self.limits
+        assert sum(row.query_len for row in rows) <= limits.max_num_batched_tokens
+        assert len({row.sequence for row in rows}) == len(rows) <= limits.max_num_seqs
+        if limits.prefill_chunk_size:
+            assert all(row.query_len <= limits.prefill_chunk_size for row in rows)
+        # Decode rows, then prompts of running sequences, then new sequences; each in order.
+        ranks = [(0 if row.from_device else 1 if row.sequence in running else 2, row.sequence.key) for row in rows]
+        assert ranks == sorted(ranks)
+        admitted = {row.sequence for row in rows} - running
+        assert admitted <= waiting
+        left = [s.key for s in waiting - admitted]
+        assert not admitted or not left or max(s.key for s in admitted) < min(left), "somebody was overtaken"
+        self.saw["mixed step"] += ranks[0][0] == 0 and ranks[-1][0] > 0
+        # No sequence that can decode stands idle while there are blocks.
+        if self.native.free_blocks > 0:
+            planned = {row.sequence for row in rows}
+            assert all(
+                s in planned or not (s.state is State.RUNNING and s.on_device and s.wants_more) for s in running
+            )
+
+    def _take(self, sequence: ModelSequence, token: int) -> list[tuple[int, int, int, int]]:
+        """The events that a sampled token must cause."""
+        request = sequence.request
+        if token < 0:
+            self.saw["failure"] += 1
+            live = [s for s in request.sequences if s.alive]
+            for s in live:
+                self._finish(s)
+            return [(request.id, s.index, -1, FAILED) for s in live]
+        assert token == sequence.truth[request.prompt_len + sequence.emitted]
+        sequence.emitted += 1
+        total = request.prompt_len + sequence.emitted
+        finish = STOP if token in request.stop_tokens else LENGTH if total == request.max_total else 0
+        if finish:
+            self.saw["surplus row"] += sequence.in_flight
+            self._finish(sequence)
+        return [(request.id, sequence.index, token, finish)]
+
+    def _finish(self, sequence: ModelSequence) -> None:
+        sequence.state = State.FINISHED
+        self._settle(sequence)
+
+    def _settle(self, sequence: ModelSequence) -> None:
+        """What a sequence holds comes back when no step in flight touches it any more."""
+        if sequence.in_flight or sequence.state not in (State.PREEMPTING, State.FINISHED):
+            return
+        sequence.blocks, sequence.computed, sequence.on_device = [], 0, False
+        sequence.state = State.WAITING if sequence.state is State.PREEMPTING else State.RELEASED
+
+    def _release(self) -> list[int]:
+        done = [r.id for r in self.requests.values() if all(s.state is State.RELEASED for s in r.sequences)]
+        for request_id in done:
+            del self.requests[request_id]
+        return done
+
+    def _check_holders(self) -> None:
+        """Reference counts are those of the sequences' tables and of copies under way."""
+        holders = [s for s in self._sequences() if s.blocks]
+        counts = Counter(block for s in holders for block in s.blocks)
+        counts.update(block for step in self.flight for block in step.held)
+        assert self.native.ref_counts == [counts[block] for block in range(self.limits.num_blocks)]
+        assert self.native.free_blocks == self.limits.num_blocks - len(counts)
+        assert len(holders) <= self.limits.max_num_seqs
+        assert self.native.in_flight == len(self.flight)

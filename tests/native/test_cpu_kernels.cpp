@@ -1,0 +1,214 @@
+// What the Python tests check in depth, in small and under sanitizers: buffers here have exactly the size that the
+// kernels may touch.
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "platform/cpu_kernels.h"
+
+using namespace asyncengine;
+
+namespace {
+
+std::vector<float> random_floats(int64_t count, unsigned seed) {
+  std::mt19937 generator(seed);
+  std::normal_distribution<float> normal;
+  std::vector<float> values(static_cast<size_t>(count));
+  for (float& value : values) value = normal(generator);
+  return values;
+}
+
+// Storage of one dtype, of exactly `count` elements.
+struct Array {
+  Array(Dtype type, const std::vector<float>& values) : dtype(type), bytes(values.size() * size()) {
+    for (size_t i = 0; i < values.size(); ++i) {
+      uint32_t bits;
+      std::memcpy(&bits, &values[i], 4);
+      const uint16_t high = static_cast<uint16_t>(bits >> 16);
+      std::memcpy(&bytes[i * size()], dtype == Dtype::kFloat32 ? static_cast<void*>(&bits) : const_cast<uint16_t*>(&high), size());
+    }
+  }
+  Array(Dtype type, int64_t count) : Array(type, std::vector<float>(static_cast<size_t>(count))) {}
+
+  size_t size() const { return static_cast<size_t>(dtype_size(dtype)); }
+  void* at(int64_t element) { return bytes.data() + static_cast<size_t>(element) * size(); }
+  float value(int64_t element) const {
+    uint32_t bits = 0;
+    const char* p = bytes.data() + static_cast<size_t>(element) * size();
+    std::memcpy(reinterpret_cast<char*>(&bits) + (4 - size()), p, size());
+    float result;
+    std::memcpy(&result, &bits, 4);
+    return result;
+  }
+  bool same(int64_t element, const Array& other, int64_t other_element, int64_t count) const {
+    return std::memcmp(bytes.data() + static_cast<size_t>(element) * size(),
+                       other.bytes.data() + static_cast<size_t>(other_element) * size(),
+                       static_cast<size_t>(count) * size()) == 0;
+  }
+
+  Dtype dtype;
+  std::vector<char> bytes;
+};
+
+template <class Body>
+void for_each_isa(Body&& body) {
+  for (const std::string& isa : available_cpu_isas()) {
+    for (const Dtype dtype : {Dtype::kFloat32, Dtype::kBFloat16}) {
+      CpuKernels one(1, isa), three(3, isa);
+      body(one, three, dtype);
+    }
+  }
+}
+
+float tolerance(Dtype dtype) { return dtype == Dtype::kFloat32 ? 1e-5f : 1e-2f; }
+
+}  // namespace
+
+TEST(cpu_linear_is_right_and_batch_invariant) {
+  for_each_isa([](CpuKernels& one, CpuKernels& three, Dtype dtype) {
+    const int64_t n = 50, rows = 41;
+    for (const int64_t k : {1, 31, 200, 1700}) {
+      Array w(dtype, random_floats(n * k, 1)), bias(dtype, random_floats(n, 2)), x(dtype, random_floats(rows * k, 3));
+      const CpuLinear linear{{{w.at(0), bias.at(0), n}, {w.at(0), nullptr, 3}}, k, dtype};
+      Array all(dtype, rows * (n + 3)), single(dtype, n + 3);
+      three.linear(linear, x.at(0), k, rows, all.at(0), false);
+      for (int64_t m = 0; m < rows; ++m) {
+        one.linear(linear, x.at(m * k), k, 1, single.at(0), false);
+        CHECK(single.same(0, all, m * (n + 3), n + 3));
+      }
+      for (int64_t column = 0; column < n; column += 7) {
+        double expected = static_cast<double>(bias.value(column)), size = 1.;
+        for (int64_t i = 0; i < k; ++i) {
+          const double term = static_cast<double>(x.value(i)) * static_cast<double>(w.value(column * k + i));
+          expected += term;
+          size += std::abs(term);
+        }
+        CHECK(std::abs(static_cast<double>(all.value(column)) - expected) <= static_cast<double>(tolerance(dtype)) * size);
+      }
+    }
+  });
+}
+
+TEST(cpu_rows_are_right_and_batch_invariant) {
+  for_each_isa([](CpuKernels& one, CpuKernels& three, Dtype dtype) {
+    const int64_t rows = 37, width = 1001;
+    Array x(dtype, random_floats(rows * width, 1)), weight(dtype, random_floats(width, 2));
+    Array y(dtype, rows * width), single(dtype, width);
+    auto task = [&](int64_t row, Array& out) {
+      return NormTask{.x = x.at(row * width), .residual = nullptr, .weight = weight.at(0), .bias = nullptr,
+                      .y = out.at(0), .x_stride = width, .y_stride = width, .heads = 1, .width = width, .eps = 1e-6f};
+    };
+    three.norm(dtype, task(0, y), rows);
+    for (int64_t row = 0; row < rows; ++row) {
+      one.norm(dtype, task(row, single), 1);
+      CHECK(single.same(0, y, row * width, width));
+    }
+    double squares = 0.;
+    for (int64_t i = 0; i < width; ++i) squares += std::pow(static_cast<double>(x.value(i)), 2);
+    const double expected = static_cast<double>(x.value(5) * weight.value(5)) /
+                            std::sqrt(squares / static_cast<double>(width) + 1e-6);
+    CHECK(std::abs(static_cast<double>(y.value(5)) - expected) <= static_cast<double>(tolerance(dtype)) * (1 + std::abs(expected)));
+
+    for (const Activation kind : {Activation::kGelu, Activation::kGeluTanh, Activation::kSiluMul}) {
+      const int64_t out_width = kind == Activation::kSiluMul ? width / 2 : width;
+      const int64_t in_width = kind == Activation::kSiluMul ? out_width * 2 : width;
+      three.activation(dtype, kind, x.at(0), y.at(0), rows, out_width);
+      for (int64_t row = 0; row < rows; ++row) {
+        one.activation(dtype, kind, x.at(row * in_width), single.at(0), 1, out_width);
+        CHECK(single.same(0, y, row * out_width, out_width));
+      }
+    }
+  });
+}
+
+TEST(cpu_attention_is_right_and_chunk_invariant) {
+  for_each_isa([](CpuKernels& one, CpuKernels& three, Dtype dtype) {
+    const int64_t length = 530, heads = 3, dim = 20, block_size = 16;
+    const int64_t blocks = (length + block_size - 1) / block_size;
+    const float nan = std::numeric_limits<float>::quiet_NaN();
+    Array q(dtype, random_floats(length * heads * dim, 1)), k(dtype, random_floats(length * dim, 2)),
+        v(dtype, random_floats(length * dim, 3));
+    const std::vector<float> poison(static_cast<size_t>(blocks * dim * block_size), nan);
+    Array k_cache(dtype, poison), v_cache(dtype, poison);
+    const PagedKV cache{k_cache.at(0), v_cache.at(0), 1, dim, block_size};
+    std::vector<int32_t> table(static_cast<size_t>(blocks));
+    for (int32_t b = 0; b < blocks; ++b) table[static_cast<size_t>(b)] = static_cast<int32_t>(blocks) - 1 - b;
+
+    auto run = [&](CpuKernels& kernels, int64_t begin, int64_t end, int64_t window, Array& out) {
+      StepBatch batch;
+      batch.num_tokens = static_cast<int32_t>(end - begin);
+      batch.num_rows = 1;
+      for (int64_t p = begin; p < end; ++p) {
+        batch.slot_mapping.push_back(table[static_cast<size_t>(p / block_size)] * block_size + p % block_size);
+      }
+      batch.query_start = {0, static_cast<int32_t>(end - begin)};
+      batch.context_len = {static_cast<int32_t>(begin)};
+      batch.block_tables = {table.data()};
+      kernels.store_kv(dtype, k.at(begin * dim), dim, v.at(begin * dim), dim, cache, batch);
+      kernels.paged_attention(dtype, q.at(begin * heads * dim), heads * dim, end - begin, heads, out.at(0), cache,
+                              batch, 0.25f, window);
+    };
+    for (const int64_t window : {0, 6, 515}) {
+      Array whole(dtype, length * heads * dim), part(dtype, 9 * heads * dim);
+      run(three, 0, length, window, whole);
+      for (int64_t begin = length - 27; begin < length; begin += 9) {
+        run(one, begin, begin + 9, window, part);
+        CHECK(part.same(0, whole, begin * heads * dim, 9 * heads * dim));
+      }
+      run(three, length - 1, length, window, part);
+      CHECK(part.same(0, whole, (length - 1) * heads * dim, heads * dim));
+
+      const int64_t last = length - 1, first_key = window > 0 ? last - window + 1 : 0;
+      double sum = 0., value = 0.;
+      for (int64_t key = first_key; key <= last; ++key) {
+        double score = 0.;
+        for (int64_t d = 0; d < dim; ++d) {
+          score += static_cast<double>(q.value(last * heads * dim + d)) * static_cast<double>(k.value(key * dim + d));
+        }
+        sum += std::exp(0.25 * score);
+        value += std::exp(0.25 * score) * static_cast<double>(v.value(key * dim));
+      }
+      CHECK(std::abs(static_cast<double>(whole.value(last * heads * dim)) - value / sum) <=
+            static_cast<double>(tolerance(dtype)));
+    }
+  });
+}
+
+TEST(cpu_rotary_turns_pairs) {
+  for_each_isa([](CpuKernels&, CpuKernels& three, Dtype dtype) {
+    const int64_t tokens = 9, heads = 3, dim = 10;
+    Array x(dtype, random_floats(tokens * heads * dim, 1)), before = x;
+    std::vector<float> table;
+    std::vector<int64_t> positions;
+    for (int64_t p = 0; p < tokens; ++p) {
+      positions.push_back(tokens - 1 - p);
+      for (int64_t i = 0; i < dim / 2; ++i) table.push_back(0.6f);
+      for (int64_t i = 0; i < dim / 2; ++i) table.push_back(0.8f);
+    }
+    three.rotary(dtype, {x.at(0), heads * dim, heads, dim, table.data(), positions.data()}, tokens);
+    for (int64_t head = 0; head < tokens * heads; ++head) {
+      for (int64_t i = 0; i < dim / 2; ++i) {
+        const float a = before.value(head * dim + i), b = before.value(head * dim + i + dim / 2);
+        const float bound = tolerance(dtype) * (1 + std::abs(a) + std::abs(b));
+        CHECK(std::abs(x.value(head * dim + i) - (0.6f * a - 0.8f * b)) <= bound);
+        CHECK(std::abs(x.value(head * dim + i + dim / 2) - (0.6f * b + 0.8f * a)) <= bound);
+      }
+    }
+  });
+}
+
+TEST(cpu_isa_names_are_checked) {
+  bool threw = false;
+  try {
+    CpuKernels kernels(1, "mmx");
+  } catch (const std::invalid_argument&) {
+    threw = true;
+  }
+  CHECK(threw);
+  CHECK_EQ(std::string(CpuKernels(1, "auto").isa_name()), available_cpu_isas().front());
+}
