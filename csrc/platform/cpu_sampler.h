@@ -12,6 +12,7 @@ namespace asyncengine {
 struct SamplerScratch {
   std::vector<float> mass;
   std::vector<double> sums;
+  std::vector<uint16_t> bins;
   std::vector<int32_t> candidates;
 };
 

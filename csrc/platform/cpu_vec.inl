@@ -34,7 +34,8 @@ typedef Vec UnalignedVec __attribute__((aligned(1), may_alias));
 typedef UVec UnalignedUVec __attribute__((aligned(1), may_alias));
 typedef HVec UnalignedHVec __attribute__((aligned(1), may_alias));
 
-AE_INLINE Vec splat(float value) { return Vec{} + value; }
+// A broadcast: x - 0 is x for every x, which the compiler knows; 0 + x is not for x = -0.
+AE_INLINE Vec splat(float value) { return value - Vec{}; }
 
 AE_INLINE Vec fma(Vec a, Vec b, Vec c) {
 #if ASYNCENGINE_VECTOR_BYTES == 64
