@@ -247,7 +247,8 @@ def _check(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], name: str) -> 
 
 
 def _check_heads(x: Tensor, dtype: torch.dtype, name: str) -> None:
-    if x.dtype != dtype or x.dim() != 3 or x.stride(2) != 1 or x.stride(1) != x.shape[2]:
+    packed = x.dim() == 3 and x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == x.shape[2])
+    if x.dtype != dtype or not packed:
         raise ValueError(
             f"{name} must be {dtype} [tokens, heads, head_dim] with contiguous heads, "
             f"got {x.dtype} {list(x.shape)} with strides {x.stride()}"

@@ -138,6 +138,14 @@ int32_t pick(const float* mass, int64_t count, const std::vector<double>& sums, 
 
 }  // namespace
 
+void SamplerScratch::reserve(int64_t vocab) {
+  const size_t count = static_cast<size_t>(vocab);
+  mass.reserve(count);
+  sums.reserve(count / kMassBlock + 1);
+  bins.reserve(count);
+  candidates.reserve(count);
+}
+
 double philox_uniform(uint64_t seed, uint64_t position) {
   uint32_t c0 = static_cast<uint32_t>(position), c1 = static_cast<uint32_t>(position >> 32), c2 = 0, c3 = 0;
   uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
