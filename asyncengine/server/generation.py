@@ -131,8 +131,6 @@ async def _admit(engine: Engine, job: Job) -> list[RequestStream]:
 
 async def _all(work: list[Coroutine[Any, Any, T]]) -> list[T]:
     """Results in order; the first failure cancels the rest and is raised bare."""
-    if len(work) == 1:
-        return [await work[0]]
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(w) for w in work]

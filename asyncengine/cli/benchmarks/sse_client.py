@@ -140,7 +140,7 @@ class _EventReader(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             self._unread = self._read(self._unread + data if self._unread else data)
-        except (ValueError, msgspec.MsgspecError) as exc:
+        except (ValueError, LookupError, msgspec.MsgspecError) as exc:
             self._result.error = f"the response is malformed: {exc}"
             self._finish()
 
