@@ -211,6 +211,7 @@ SubmitResult StepLoop::submit(const RequestSpec& spec) {
   auto request = make_request(spec, arrived_ns + int64_t{spec.priority} * config_.priority_ageing.count(), next_sequence_number_++);
   queued_requests_.fetch_add(1, std::memory_order_relaxed);
   queued_tokens_.fetch_add(prompt_len, std::memory_order_relaxed);
+  live_requests_.fetch_add(1, std::memory_order_relaxed);
   Request* raw = request.get();
   requests_[spec.id] = std::move(request);
   push<&Request::next_submitted>(submitted_, raw);
@@ -261,7 +262,9 @@ void StepLoop::collect(const Delivery& delivery) {
 
 void StepLoop::free_released() {
   // An abort may be on its way to the step thread while the request ends by itself.
-  std::erase_if(released_, [](const auto& r) { return r->inbox_references.load(std::memory_order_acquire) == 0; });
+  const size_t freed =
+      std::erase_if(released_, [](const auto& r) { return r->inbox_references.load(std::memory_order_acquire) == 0; });
+  live_requests_.fetch_sub(static_cast<int64_t>(freed), std::memory_order_relaxed);
 }
 
 StepLoopStats StepLoop::stats() const {
@@ -269,7 +272,7 @@ StepLoopStats StepLoop::stats() const {
   return {get(stats_.running), get(stats_.waiting), get(stats_.preemptions), get(stats_.prefix_queries),
           get(stats_.prefix_hits), get(stats_.prompt_tokens), get(stats_.generated_tokens), get(stats_.free_blocks),
           get(stats_.free_slots), config_.scheduler.num_blocks, get(stats_.steps), get(stats_.leases),
-          get(queued_requests_), get(queued_tokens_), static_cast<int64_t>(requests_.size() + released_.size())};
+          get(queued_requests_), get(queued_tokens_), get(live_requests_)};
 }
 
 }  // namespace asyncengine

@@ -116,7 +116,7 @@ class StepLoop {
 
   std::atomic<Request*> submitted_{nullptr}, aborted_{nullptr};  // lock-free stacks; the step thread takes all at once
   std::atomic<bool> stopping_{false}, failed_{false}, quiescent_{true};
-  std::atomic<int64_t> queued_requests_{0}, queued_tokens_{0};
+  std::atomic<int64_t> queued_requests_{0}, queued_tokens_{0}, live_requests_{0};
   std::string error_;  // written before failed_ is set, never after
 
   std::unordered_map<uint64_t, std::unique_ptr<Request>> requests_;  // event loop only
