@@ -61,7 +61,7 @@ StepLoop::StepLoop(const StepLoopConfig& config, std::unique_ptr<Executor> execu
 }
 
 StepLoop::~StepLoop() {
-  if (!stop(std::chrono::seconds(5))) (void)executor_.release();
+  if (!stop(std::chrono::seconds(hangs_ ? 0 : 5))) (void)executor_.release();
 }
 
 void StepLoop::start() {
@@ -72,7 +72,8 @@ bool StepLoop::stop(nanoseconds limit) {
   stopping_.store(true, std::memory_order_release);
   notifier_->notify();
   if (thread_.joinable()) thread_.join();  // the thread never waits longer than kIdle
-  return executor_->close(limit);
+  hangs_ = !executor_->close(limit);
+  return !hangs_;
 }
 
 // ---- step thread ---------------------------------------------------------------------------------------------------
@@ -244,11 +245,12 @@ void StepLoop::group(const Delivery& delivery) {
       fresh.sequence = &sequence;
       fresh.tokens.clear();
       fresh.finish = FinishReason::kNone;
+      fresh.first_ns = event.time_ns;
     }
     News& news = news_[sequence.drain_place];
     if (event.token >= 0) news.tokens.push_back(event.token);
     if (event.finish != FinishReason::kNone) news.finish = event.finish;
-    news.time_ns = event.time_ns;
+    news.last_ns = event.time_ns;
   }
 }
 
