@@ -196,6 +196,7 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> RequestDelta:
+        self._engine._check_loop()
         while not self._untaken:
             if self._error is not None:
                 raise self._error
@@ -219,6 +220,7 @@ class RequestStream:
 
     async def collect(self) -> RequestOutput:
         """Wait for the end and return everything; the same errors and the same cancellation as iterating."""
+        self._engine._check_loop()
         self._whole = True
         while not self._done:
             await self._news()
@@ -233,7 +235,6 @@ class RequestStream:
         return RequestOutput(self.request_id, tuple(self.prompt_token_ids), outputs, self._usage(), self._timing())
 
     async def _news(self) -> None:
-        self._engine._check_loop()
         self._waiter = asyncio.get_running_loop().create_future()
         try:
             await self._waiter

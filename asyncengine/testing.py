@@ -151,7 +151,7 @@ async def no_leaks(engine: AsyncEngine | None = None, timeout_s: float = 30.0) -
 
 def _own_threads() -> set[threading.Thread]:
     # asyncio.to_thread keeps its threads; they are the loop's, not the engine's.
-    return {thread for thread in threading.enumerate() if not thread.name.startswith("asyncio_")}
+    return {t for t in threading.enumerate() if not t.name.startswith(("asyncio_", "uvloop_"))}
 
 
 def _open_descriptors() -> int:
