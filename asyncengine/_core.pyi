@@ -323,10 +323,11 @@ class StepLoop:
         """sampling: (temperature, top_k, top_p, min_p, seed); sequence i of n samples with seed + i."""
     def abort(self, id: int, index: int = -1) -> None:
         """One sequence of a request, or all; no-op for a request that has ended."""
-    def drain(self) -> tuple[list[tuple[int, int, list[int], int, int, int, int]], bool]:
+    def drain(self) -> tuple[list[tuple[int, int, list[int], int, int, int, int, int]], bool]:
         """All that is ready, one entry per sequence with news, and whether the engine is alive.
 
-        (request, index, tokens, finish, time_ns, scheduled_ns, cached_tokens); times of time.monotonic_ns().
+        (request, index, tokens, finish, first_ns, last_ns, scheduled_ns, cached_tokens); first and last are when the
+        first and the last of this news came about. Times of time.monotonic_ns().
         """
     def stats(self) -> StepLoopStats: ...
     @property

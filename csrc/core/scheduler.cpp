@@ -69,12 +69,6 @@ void Scheduler::schedule(StepPlan& plan, int64_t now_ns) {
   if (prefilling_) schedule_prefills(plan);
   // Who was just preempted for lack of blocks must not take them back in the same breath.
   if (stats_.preemptions == preemptions) admit(plan, now_ns);
-  if (stuck(plan)) {
-    // A fork that needs one block more than the pool has, for its copy-on-write: computed afresh it fits.
-    preempt(*running_.back());
-    compact_running();
-    admit(plan, now_ns);
-  }
   compact_running();
   wake_siblings();
 }
@@ -115,7 +109,6 @@ void Scheduler::schedule_prefills(StepPlan& plan) {
 int32_t Scheduler::prefill_chunk(const Sequence& sequence, const StepPlan& plan) const {
   int64_t chunk = std::min<int64_t>(sequence.total() - sequence.computed, config_.max_num_batched_tokens - plan.num_tokens);
   if (config_.prefill_chunk_size > 0) chunk = std::min<int64_t>(chunk, config_.prefill_chunk_size);
-  if (sequence.slot < 0) return static_cast<int32_t>(chunk);
   const int64_t room = int64_t{tables_.length(sequence.slot) + blocks_.num_free()} * config_.block_size - sequence.computed;
   return static_cast<int32_t>(std::max<int64_t>(1, std::min(chunk, room)));
 }
@@ -167,11 +160,6 @@ void Scheduler::preempt(Sequence& sequence) {
   if (sequence.in_flight == 0) settle(sequence, nullptr);
 }
 
-bool Scheduler::stuck(const StepPlan& plan) const {
-  return plan.empty() && !running_.empty() && retiring_ == 0 &&
-         std::all_of(running_.begin(), running_.end(), [](const Sequence* s) { return s->in_flight == 0; });
-}
-
 void Scheduler::admit(StepPlan& plan, int64_t now_ns) {
   while (!waiting_.empty() && !free_slots_.empty() && plan.num_tokens < config_.max_num_batched_tokens) {
     if (!admit_one(*waiting_.back(), plan, now_ns)) return;  // nobody overtakes: the order is first come, first served
@@ -197,6 +185,7 @@ bool Scheduler::admit_one(Sequence& sequence, StepPlan& plan, int64_t now_ns) {
   if (!plan.empty() && std::min(whole, shared + config_.max_num_batched_tokens / config_.block_size + 2) > deltas_left) return false;
 
   waiting_.pop_back();
+  blocked_ = nullptr;
   sequence.slot = free_slots_.back();
   free_slots_.pop_back();
   for (int32_t i = 0; i < shared; ++i) {
@@ -411,6 +400,7 @@ void Scheduler::dequeue(const Sequence* sequence) {
   const auto place = std::lower_bound(waiting_.begin(), waiting_.end(), sequence, runs_later);
   assert(place != waiting_.end() && *place == sequence);
   waiting_.erase(place);
+  if (sequence == blocked_) blocked_ = nullptr;  // a new sequence may come to lie at its address
 }
 
 void Scheduler::leave_queue(Request& request) {

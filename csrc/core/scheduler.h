@@ -80,7 +80,6 @@ class Scheduler {
   void add_row(Sequence& sequence, int32_t query_len, StepPlan& plan);
   bool make_room(const Sequence& sequence, int32_t num_blocks, const StepPlan& plan);
   void preempt(Sequence& sequence);
-  bool stuck(const StepPlan& plan) const;
   void wake_siblings();
   void wake_siblings_of(Sequence& sequence);
 
