@@ -1,4 +1,7 @@
-"""The native core. Addresses are ``Tensor.data_ptr()``; strides count elements. Calls that compute release the GIL."""
+"""The native core. Addresses are ``Tensor.data_ptr()``; strides count elements.
+
+Calls that compute release the GIL.
+"""
 
 import enum
 from collections.abc import Callable, Sequence
@@ -61,22 +64,22 @@ class StepBatch:
     def sample_index(self) -> npt.NDArray[np.int64]:
         """[S] tokens whose logits are wanted."""
     def block_table(self, row: int, num_blocks: int) -> npt.NDArray[np.int32]:
-        """The first num_blocks block ids of a row; the caller knows from the row's length how many there are."""
+        """The first num_blocks block ids of a row; how many there are, the caller knows from its length."""
 
 class CpuLinear:
-    """Addresses of weight matrices [rows[i], k] and biases [rows[i]] (0: none); the caller keeps the memory."""
+    """Addresses of weights [rows[i], k] and biases [rows[i]] (0: none); the caller keeps the memory."""
 
     def __init__(
         self, weights: Sequence[int], rows: Sequence[int], biases: Sequence[int], k: int, dtype: Dtype
     ) -> None: ...
 
 class PagedKV:
-    """k [num_blocks, num_kv_heads, head_dim, block_size], v [num_blocks, num_kv_heads, block_size, head_dim]."""
+    """A layer's cache: k [num_blocks, Hk, head_dim, block_size], v [num_blocks, Hk, block_size, head_dim]."""
 
     def __init__(self, k: int, v: int, num_kv_heads: int, head_dim: int, block_size: int) -> None: ...
 
 class CpuKernels:
-    """CPU kernels over num_threads threads; isa is "auto" or one of available_isas(). One caller at a time."""
+    """Kernels over num_threads threads; isa is "auto" or one of available_isas(). One caller at a time."""
 
     def __init__(self, num_threads: int, isa: str = "auto") -> None: ...
     @staticmethod
@@ -104,7 +107,9 @@ class CpuKernels:
         eps: float,
         /,
     ) -> None: ...
-    def activation(self, dtype: Dtype, kind: Activation, x: int, y: int, rows: int, width: int, /) -> None: ...
+    def activation(
+        self, dtype: Dtype, kind: Activation, x: int, y: int, rows: int, width: int, /
+    ) -> None: ...
     def rotary(
         self,
         dtype: Dtype,
@@ -318,10 +323,11 @@ class StepLoop:
         """sampling: (temperature, top_k, top_p, min_p, seed); sequence i of n samples with seed + i."""
     def abort(self, id: int, index: int = -1) -> None:
         """One sequence of a request, or all; no-op for a request that has ended."""
-    def drain(self) -> tuple[list[tuple[int, int, list[int], int, int, int, int]], bool]:
+    def drain(self) -> tuple[list[tuple[int, int, list[int], int, int, int, int, int]], bool]:
         """All that is ready, one entry per sequence with news, and whether the engine is alive.
 
-        (request, index, tokens, finish, time_ns, scheduled_ns, cached_tokens); times of time.monotonic_ns().
+        (request, index, tokens, finish, first_ns, last_ns, scheduled_ns, cached_tokens); first and last are when the
+        first and the last of this news came about. Times of time.monotonic_ns().
         """
     def stats(self) -> StepLoopStats: ...
     @property

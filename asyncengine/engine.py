@@ -104,6 +104,7 @@ class AsyncEngine:
         self._idle: asyncio.Event = asyncio.Event()
         self._idle.set()
         self._death: str = ""
+        self._stopping: asyncio.Future[bool] | None = None
 
     @classmethod
     def from_pretrained(cls, model: str | os.PathLike[str], *, progress: bool = True, **config: Any) -> Self:
@@ -126,6 +127,9 @@ class AsyncEngine:
         except BaseException:
             self._health = "closed"
             raise
+        if self.health != "loading":  # aclose() came first
+            self._backend = None
+            raise EngineClosedError("the engine was closed while it was loading")
         step_loop = self._backend.step_loop
         self._loop.add_reader(step_loop.wake_fd, self._on_wake)
         step_loop.start()
@@ -138,8 +142,8 @@ class AsyncEngine:
         With ``drain``, requests under way may finish for ``timeout_s`` seconds; what is left then, or at once
         without it, ends with EngineClosedError.
         """
-        if self._loop is None or self._health == "closed":
-            self._health = "closed"
+        if self._backend is None:
+            self._health = "closed"  # never started, still loading, or closed before
             return
         self._check_loop()
         if self._health == "ready":
@@ -154,15 +158,17 @@ class AsyncEngine:
             await self._shut_down()
 
     async def _shut_down(self) -> None:
-        if self._health == "closed" or self._backend is None or self._loop is None:
+        if self._backend is None or self._loop is None:
             return
         self._health = "closed"
-        for stream in list(self._by_key.values()):
-            stream.fail(EngineClosedError("the engine was closed before the request was finished"))
-        step_loop = self._backend.step_loop
-        self._loop.remove_reader(step_loop.wake_fd)
-        _running.discard(step_loop)
-        if await asyncio.shield(asyncio.to_thread(step_loop.stop, 5.0)):
+        if self._stopping is None:
+            for stream in list(self._by_key.values()):
+                stream.fail(EngineClosedError("the engine was closed before the request was finished"))
+            step_loop = self._backend.step_loop
+            self._loop.remove_reader(step_loop.wake_fd)
+            _running.discard(step_loop)
+            self._stopping = asyncio.ensure_future(asyncio.to_thread(step_loop.stop, 5.0))
+        if await asyncio.shield(self._stopping):
             self._backend = None
 
     async def __aenter__(self) -> Self:
@@ -233,6 +239,9 @@ class AsyncEngine:
             raise InvalidRequestError(
                 f"priority must be an integer in [-{MAX_PRIORITY}, {MAX_PRIORITY}], got {priority!r}", param="priority"
             )
+        for name, value in (("request_id", request_id), ("cache_salt", cache_salt)):
+            if value is not None and not isinstance(value, str):
+                raise InvalidRequestError(f"{name} must be a string, got {value!r}", param=name)
         prompt_ids = await self._tokenize(backend, prompt)
         backend = self._serving()  # tokenizing may have taken a while
         max_tokens = self._check_size(backend.model_info, prompt_ids, params)
@@ -336,7 +345,7 @@ class AsyncEngine:
         if self._backend is None:
             return
         news, alive = self._backend.step_loop.drain()
-        for key, index, tokens, finish, time_ns, scheduled_ns, cached_tokens in news:
+        for key, index, tokens, finish, *times_and_cached in news:
             stream = self._by_key.get(key)
             if stream is None:
                 continue  # aborted; its last tokens were under way
@@ -344,7 +353,7 @@ class AsyncEngine:
                 stream.fail(EngineError("the model returned logits that are not finite for this request"))
                 continue
             try:
-                stream.feed(index, tokens, finish, time_ns, scheduled_ns, cached_tokens)
+                stream.feed(index, tokens, finish, *times_and_cached)
             except Exception as e:  # a bug while handling one request must not cost the others theirs
                 logger.exception("request %s failed", stream.request_id)
                 self._abort_in_core(key)
@@ -373,7 +382,7 @@ class AsyncEngine:
             self._backend.step_loop.abort(key)
 
     def _check_loop(self) -> None:
-        if self._loop is not asyncio.get_running_loop():
+        if self._loop is not asyncio._get_running_loop():  # None in a thread without a loop
             raise WrongLoopError("this engine belongs to the event loop that started it")
 
     def _serving(self) -> Backend:
@@ -458,4 +467,4 @@ def _checked_ids(ids: Sequence[Any], vocab_size: int) -> list[int]:
 def _hash_salt(cache_salt: str | None) -> int:
     if cache_salt is None:
         return 0
-    return int.from_bytes(hashlib.blake2b(cache_salt.encode(), digest_size=8).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(cache_salt.encode(errors="surrogatepass"), digest_size=8).digest(), "little")

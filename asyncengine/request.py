@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from asyncengine.errors import InvalidRequestError
 
@@ -54,6 +54,12 @@ def _integer(name: str, value: object, low: int, high: int) -> int:
     return x
 
 
+def _sequence(name: str, value: object) -> tuple[Any, ...]:
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise InvalidRequestError(f"{name} must be a list, got {value!r}", param=name)
+    return tuple(value)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How tokens are chosen and when a sequence ends. Names follow OpenAI's API and vLLM.
@@ -98,15 +104,12 @@ class SamplingParams:
         if self.seed is not None:
             put(self, "seed", _integer("seed", self.seed, -(2**63), MAX_SEED))
         put(self, "stop", self._checked_stop())
-        put(
-            self,
-            "stop_token_ids",
-            tuple(_integer("stop_token_ids", t, 0, 2**31 - 1) for t in self.stop_token_ids or ()),
-        )
+        stop_ids = _sequence("stop_token_ids", self.stop_token_ids or ())
+        put(self, "stop_token_ids", tuple(_integer("stop_token_ids", t, 0, 2**31 - 1) for t in stop_ids))
 
     def _checked_stop(self) -> tuple[str, ...]:
         stop = self.stop
-        strings = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+        strings = () if stop is None else (stop,) if isinstance(stop, str) else _sequence("stop", stop)
         if len(strings) > MAX_STOP_STRINGS:
             raise InvalidRequestError(f"stop: at most {MAX_STOP_STRINGS} strings, got {len(strings)}", param="stop")
         for s in strings:

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Self
 
 from asyncengine.detokenizer import IncrementalDetokenizer, StopStringMatcher
-from asyncengine.errors import EngineError
+from asyncengine.errors import EngineError, RequestAbortedError
 from asyncengine.request import (
     CompletionOutput,
     FinishReason,
@@ -146,13 +146,20 @@ class RequestStream:
     # ---- the engine's side ----
 
     def feed(
-        self, index: int, tokens: list[int], finish: int, time_ns: int, scheduled_ns: int, cached_tokens: int
+        self,
+        index: int,
+        tokens: list[int],
+        finish: int,
+        first_ns: int,
+        last_ns: int,
+        scheduled_ns: int,
+        cached_tokens: int,
     ) -> None:
         """Take in what the step thread delivered for one sequence. Called by the engine only."""
         if self._done:
             return
         if not self._first_token and tokens:
-            self._first_token = time_ns * 1e-9
+            self._first_token = first_ns * 1e-9
             self._scheduled = scheduled_ns * 1e-9
             self._cached_tokens = cached_tokens
         sequence = self._sequences[index]
@@ -164,8 +171,8 @@ class RequestStream:
             self._untaken.append(index)
         if sequence.finish_reason is not None and not was_finished:
             self._unfinished -= 1
+            self._finished = max(self._finished, last_ns * 1e-9)
             if self._unfinished == 0:
-                self._finished = time_ns * 1e-9
                 self._done = True
                 self._engine.forget(self._key, self)
         if not self._whole or self._done:
@@ -189,6 +196,7 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> RequestDelta:
+        self._engine._check_loop()
         while not self._untaken:
             if self._error is not None:
                 raise self._error
@@ -212,6 +220,7 @@ class RequestStream:
 
     async def collect(self) -> RequestOutput:
         """Wait for the end and return everything; the same errors and the same cancellation as iterating."""
+        self._engine._check_loop()
         self._whole = True
         while not self._done:
             await self._news()
@@ -239,8 +248,10 @@ class RequestStream:
         """Give up: the request's blocks are free within two steps. Idempotent; nothing to do after the end."""
         if not self._done:
             self._done = True
+            self._error = RequestAbortedError(f"request {self.request_id} was closed before its end")
             self._untaken.clear()
             self._engine.drop(self._key, self)
+            self._wake()  # another task may be waiting
 
     async def aclose(self) -> None:
         """``abort()``, for use with contextlib.aclosing."""

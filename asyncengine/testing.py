@@ -130,7 +130,7 @@ async def no_leaks(engine: AsyncEngine | None = None, timeout_s: float = 30.0) -
 
     Raises AssertionError that names what is left after ``timeout_s`` seconds.
     """
-    tasks, threads, descriptors = asyncio.all_tasks(), threading.active_count(), _open_descriptors()
+    tasks, threads, descriptors = asyncio.all_tasks(), _own_threads(), _open_descriptors()
     yield
     if engine is not None:
         await settle(engine, timeout_s)
@@ -139,8 +139,7 @@ async def no_leaks(engine: AsyncEngine | None = None, timeout_s: float = 30.0) -
             while True:
                 left = {
                     "tasks": len(asyncio.all_tasks() - tasks),
-                    # asyncio.to_thread keeps its threads; they are the loop's, not the engine's.
-                    "threads": sum(not t.name.startswith("asyncio_") for t in threading.enumerate()) - threads,
+                    "threads": len(_own_threads() - threads),
                     "file descriptors": _open_descriptors() - descriptors,
                 }
                 if not any(count > 0 for count in left.values()):
@@ -149,6 +148,11 @@ async def no_leaks(engine: AsyncEngine | None = None, timeout_s: float = 30.0) -
     except TimeoutError:
         held = ", ".join(f"{count} {name}" for name, count in left.items() if count > 0)
         raise AssertionError(f"left behind: {held}") from None
+
+
+def _own_threads() -> set[threading.Thread]:
+    # asyncio.to_thread keeps its threads; they are the loop's, not the engine's.
+    return {t for t in threading.enumerate() if not t.name.startswith(("asyncio_", "uvloop_"))}
 
 
 def _open_descriptors() -> int:

@@ -1,7 +1,8 @@
-"""CPU kernels beside torch's: ``python -m bench.cpu_kernels [linear] [attention] [sample] [--threads N] [--isa NAME]``.
+"""CPU kernels beside torch's: ``python -m bench.cpu_kernels [linear] [attention] [sample]``.
 
-Prints one JSON object per line. Each comparison interleaves its sides and takes the median of the repeats. Weights are
-spread over more copies than the caches hold, so that every call reads them from memory, as a forward does.
+Prints one JSON object per line. Each comparison interleaves its sides and takes the median of the
+repeats. Weights are spread over more copies than the caches hold, so that every call reads them from
+memory, as a forward does.
 """
 
 from __future__ import annotations
@@ -22,11 +23,19 @@ from asyncengine.kernels.cpu import CpuOps
 
 T = TypeVar("T")
 
-GPT2_SHAPES = {"qkv": (2304, 768), "proj": (768, 768), "up": (3072, 768), "down": (768, 3072), "lm_head": (50257, 768)}
+GPT2_SHAPES = {
+    "qkv": (2304, 768),
+    "proj": (768, 768),
+    "up": (3072, 768),
+    "down": (768, 3072),
+    "lm_head": (50257, 768),
+}
 CACHE_BYTES = 200e6
 
 
-def interleave(sides: dict[str, Callable[[], object]], repeats: int, seconds: float = 0.02) -> dict[str, float]:
+def interleave(
+    sides: dict[str, Callable[[], object]], repeats: int, seconds: float = 0.02
+) -> dict[str, float]:
     """Median seconds of one call of each side; a sample covers as many calls as fill ``seconds``."""
     calls = {}
     for name, side in sides.items():
@@ -49,7 +58,9 @@ def cycle(items: list[T]) -> Iterator[T]:
         yield from items
 
 
-def bench_linear(ops: CpuOps, repeats: int, batches: list[int], shapes: list[str]) -> Iterator[dict[str, object]]:
+def bench_linear(
+    ops: CpuOps, repeats: int, batches: list[int], shapes: list[str]
+) -> Iterator[dict[str, object]]:
     for dtype in (torch.float32, torch.bfloat16):
         for shape in shapes:
             n, k = GPT2_SHAPES[shape]
@@ -61,8 +72,8 @@ def bench_linear(ops: CpuOps, repeats: int, batches: list[int], shapes: list[str
                 x = torch.randn(m, k).to(dtype)
                 seconds = interleave(
                     {
-                        "ours": lambda x=x: ops.linear(x, next(handles)),
-                        "torch": lambda x=x: F.linear(x, next(weights)),
+                        "ours": lambda x=x, handles=handles: ops.linear(x, next(handles)),
+                        "torch": lambda x=x, weights=weights: F.linear(x, next(weights)),
                     },
                     repeats,
                 )

@@ -36,7 +36,7 @@ class CpuOps:
 
     def __init__(self, num_threads: int, isa: str = "auto") -> None:
         self._native = _core.CpuKernels(num_threads, isa)
-        self._caches: dict[tuple[int, int, torch.Size], _core.PagedKV] = {}
+        self._caches: dict[tuple[int, int, torch.Size, torch.Size], _core.PagedKV] = {}
 
     @property
     def native(self) -> _core.CpuKernels:
@@ -124,7 +124,8 @@ class CpuOps:
     def rotary_(self, q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> None:
         """Rotate the views q [T, Hq, D] and k [T, Hk, D] in place, element i paired with element i + D/2.
 
-        cos_sin is float32 [max_positions, D]: D/2 cosines, then D/2 sines. positions is int64 [T], below max_positions.
+        cos_sin is float32 [max_positions, D]: D/2 cosines, then D/2 sines. positions is int64 [T], each
+        below max_positions (not checked).
         """
         _check(cos_sin, torch.float32, (cos_sin.shape[0], q.shape[-1]), "cos_sin")
         _check(positions, torch.int64, (q.shape[0],), "positions")
@@ -154,14 +155,12 @@ class CpuOps:
             _check_heads(x, k_cache.dtype, "k and v")
             if x.shape != expected:
                 raise ValueError(f"k and v must be {list(expected)}, got {list(x.shape)}")
-        self._native.store_kv(
-            _dtype(k), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), cache, batch
-        )
+        self._native.store_kv(_dtype(k), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), cache, batch)
 
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: _core.StepBatch, scale: float, window: int
     ) -> Tensor:
-        """Causal attention of the view q [T, Hq, D] over the rows' cached KV, their own included: [T, Hq * D].
+        """Causal attention of the view q [T, Hq, D] over the cached KV, their own included: [T, Hq * D].
 
         The token at position i sees position j if j <= i and, with a window > 0, i - window < j.
         q may also hold just the tokens of the leading rows; the other rows are then left out.
@@ -226,7 +225,7 @@ class CpuOps:
 
     def _cache(self, k_cache: Tensor, v_cache: Tensor) -> _core.PagedKV:
         """The native view of a layer's cache, checked the first time it is seen."""
-        key = (k_cache.data_ptr(), v_cache.data_ptr(), k_cache.shape)
+        key = (k_cache.data_ptr(), v_cache.data_ptr(), k_cache.shape, v_cache.shape)
         found = self._caches.get(key)
         if found is None:
             blocks, heads, dim, block_size = k_cache.shape
@@ -253,7 +252,8 @@ def _check(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], name: str) -> 
 
 
 def _check_heads(x: Tensor, dtype: torch.dtype, name: str) -> None:
-    if x.dtype != dtype or x.dim() != 3 or x.stride(2) != 1 or x.stride(1) != x.shape[2]:
+    packed = x.dim() == 3 and x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == x.shape[2])
+    if x.dtype != dtype or not packed:
         raise ValueError(
             f"{name} must be {dtype} [tokens, heads, head_dim] with contiguous heads, "
             f"got {x.dtype} {list(x.shape)} with strides {x.stride()}"

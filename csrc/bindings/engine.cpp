@@ -76,12 +76,12 @@ std::unique_ptr<StepLoop, WithoutGil> make_cpu_loop(const StepLoopConfig& config
   return std::unique_ptr<StepLoop, WithoutGil>(new StepLoop(config, std::move(executor)));
 }
 
-// [(request, index, tokens, finish, time_ns, scheduled_ns, cached_tokens), ...], one per sequence with news.
+// [(request, index, tokens, finish, first_ns, last_ns, scheduled_ns, cached_tokens), ...], one per sequence with news.
 std::pair<py::list, bool> drain(StepLoop& loop) {
   py::list news;
   const bool alive = loop.drain([&](const StepLoop::News& n) {
     const Request& request = *n.sequence->request;
-    news.append(py::make_tuple(request.id, n.sequence->index, n.tokens, static_cast<int>(n.finish), n.time_ns,
+    news.append(py::make_tuple(request.id, n.sequence->index, n.tokens, static_cast<int>(n.finish), n.first_ns, n.last_ns,
                                request.scheduled_ns, request.cached_tokens));
   });
   return {std::move(news), alive};

@@ -53,12 +53,7 @@ int32_t BlockManager::match_prefix(const int32_t* tokens, int32_t max_blocks, ui
 }
 
 uint64_t BlockManager::publish(int32_t block, uint64_t parent, const int32_t* tokens) {
-  const int32_t existing = index_.find(parent, tokens);
-  if (existing >= 0) return index_.chain_of(existing);
-  // Shared by forks, it may be known already under a chain whose beginning was evicted: nobody can find it there.
-  if (index_.contains(block)) index_.erase(block);
-  index_.insert(block, parent, tokens);
-  return index_.chain_of(block);
+  return index_.chain_of(index_.find_or_insert(block, parent, tokens));
 }
 
 bool BlockManager::consistent() const {

@@ -45,7 +45,10 @@ uint64_t PrefixIndex::hash(uint64_t parent, const int32_t* tokens) const {
 }
 
 int32_t PrefixIndex::find(uint64_t parent, const int32_t* tokens) const {
-  const uint64_t h = hash(parent, tokens);
+  return find(parent, tokens, hash(parent, tokens));
+}
+
+int32_t PrefixIndex::find(uint64_t parent, const int32_t* tokens, uint64_t h) const {
   const size_t mask = cells_.size() - 1;
   for (size_t cell = home(h); cells_[cell] >= 0; cell = (cell + 1) & mask) {
     const int32_t block = cells_[cell];
@@ -57,15 +60,19 @@ int32_t PrefixIndex::find(uint64_t parent, const int32_t* tokens) const {
   return -1;
 }
 
-void PrefixIndex::insert(int32_t block, uint64_t parent, const int32_t* tokens) {
-  assert(!contains(block));
+int32_t PrefixIndex::find_or_insert(int32_t block, uint64_t parent, const int32_t* tokens) {
+  const uint64_t h = hash(parent, tokens);
+  const int32_t known = find(parent, tokens, h);
+  if (known >= 0) return known;
+  if (contains(block)) erase(block);
   Entry& entry = entries_[static_cast<size_t>(block)];
-  entry = {hash(parent, tokens), parent, next_chain_++};
+  entry = {h, parent, next_chain_++};
   std::copy_n(tokens, block_size_, tokens_.begin() + int64_t{block} * block_size_);
   const size_t mask = cells_.size() - 1;
   size_t cell = home(entry.hash);
   while (cells_[cell] >= 0) cell = (cell + 1) & mask;
   cells_[cell] = block;
+  return block;
 }
 
 void PrefixIndex::erase(int32_t block) {

@@ -18,7 +18,9 @@ class PrefixIndex {
   static uint64_t root(uint64_t salt);
 
   int32_t find(uint64_t parent, const int32_t* tokens) const;  // block, or -1
-  void insert(int32_t block, uint64_t parent, const int32_t* tokens);
+  // The block that is known for this key: an older one, or `block`, which is then entered (and forgotten under any other
+  // key: shared by forks, it may be known under a chain whose beginning was evicted, where nobody can find it).
+  int32_t find_or_insert(int32_t block, uint64_t parent, const int32_t* tokens);
   void erase(int32_t block);
   bool contains(int32_t block) const { return entries_[static_cast<size_t>(block)].chain != 0; }
   uint64_t chain_of(int32_t block) const { return entries_[static_cast<size_t>(block)].chain; }
@@ -32,6 +34,7 @@ class PrefixIndex {
   };
   uint64_t hash(uint64_t parent, const int32_t* tokens) const;
   size_t home(uint64_t hash_value) const { return static_cast<size_t>(hash_value >> shift_); }
+  int32_t find(uint64_t parent, const int32_t* tokens, uint64_t hash_value) const;
   size_t find_cell(int32_t block) const;
   const int32_t* tokens_of(int32_t block) const { return tokens_.data() + int64_t{block} * block_size_; }
 

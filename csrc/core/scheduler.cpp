@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cassert>
+#include <utility>
 
 namespace asyncengine {
 namespace {
@@ -13,6 +14,10 @@ bool runs_later(const Sequence* a, const Sequence* b) {
 
 // Admission of long cached prefixes may fill this many block-table entries per step beside what running rows need.
 constexpr int32_t kDeltaBlocksForPrefixes = 4096;
+
+// Sequences lie scattered in memory: a walk over many asks for the one that comes so many rows later.
+constexpr size_t kAhead = 8;
+inline void prefetch(const void* address) { __builtin_prefetch(address, /*write=*/1); }
 
 }  // namespace
 
@@ -60,16 +65,10 @@ void Scheduler::abort(Request* request, Outbox& outbox) {
 
 void Scheduler::schedule(StepPlan& plan, int64_t now_ns) {
   const int64_t preemptions = stats_.preemptions;
-  schedule_running(plan, /*decode=*/true);
-  schedule_running(plan, /*decode=*/false);
+  schedule_decodes(plan);
+  if (prefilling_) schedule_prefills(plan);
   // Who was just preempted for lack of blocks must not take them back in the same breath.
   if (stats_.preemptions == preemptions) admit(plan, now_ns);
-  if (stuck(plan)) {
-    // A fork that needs one block more than the pool has, for its copy-on-write: computed afresh it fits.
-    preempt(*running_.back());
-    compact_running();
-    admit(plan, now_ns);
-  }
   compact_running();
   wake_siblings();
 }
@@ -83,11 +82,25 @@ void Scheduler::wake_siblings() {
   forking_.clear();
 }
 
-void Scheduler::schedule_running(StepPlan& plan, bool decode) {
+void Scheduler::schedule_decodes(StepPlan& plan) {
+  prefilling_ = false;
+  for (size_t i = 0; i < running_.size() && plan.num_tokens < config_.max_num_batched_tokens; ++i) {
+    if (i + kAhead < running_.size()) prefetch(running_[i + kAhead]);
+    Sequence& sequence = *running_[i];
+    if (sequence.state != SequenceState::kRunning || !wants_more(sequence)) continue;
+    if (!decodes(sequence)) {
+      prefilling_ = true;
+    } else if (reserve(sequence, sequence.computed + 1, plan)) {
+      add_row(sequence, 1, plan);
+    }
+  }
+}
+
+void Scheduler::schedule_prefills(StepPlan& plan) {
   for (size_t i = 0; i < running_.size() && plan.num_tokens < config_.max_num_batched_tokens; ++i) {
     Sequence& sequence = *running_[i];
-    if (sequence.state != SequenceState::kRunning || !wants_more(sequence) || decodes(sequence) != decode) continue;
-    const int32_t query_len = decode ? 1 : prefill_chunk(sequence, plan);
+    if (sequence.state != SequenceState::kRunning || !wants_more(sequence) || decodes(sequence)) continue;
+    const int32_t query_len = prefill_chunk(sequence, plan);
     if (reserve(sequence, sequence.computed + query_len, plan)) add_row(sequence, query_len, plan);
   }
 }
@@ -96,19 +109,22 @@ void Scheduler::schedule_running(StepPlan& plan, bool decode) {
 int32_t Scheduler::prefill_chunk(const Sequence& sequence, const StepPlan& plan) const {
   int64_t chunk = std::min<int64_t>(sequence.total() - sequence.computed, config_.max_num_batched_tokens - plan.num_tokens);
   if (config_.prefill_chunk_size > 0) chunk = std::min<int64_t>(chunk, config_.prefill_chunk_size);
-  if (sequence.slot < 0) return static_cast<int32_t>(chunk);
   const int64_t room = int64_t{tables_.length(sequence.slot) + blocks_.num_free()} * config_.block_size - sequence.computed;
   return static_cast<int32_t>(std::max<int64_t>(1, std::min(chunk, room)));
 }
 
 // Makes positions [computed, num_tokens) of the sequence writable: own blocks, copied if they are shared.
-bool Scheduler::reserve(Sequence& sequence, int64_t num_tokens, StepPlan& plan) {
+bool Scheduler::reserve(Sequence& sequence, int32_t num_tokens, StepPlan& plan) {
+  if (num_tokens <= sequence.capacity && !sequence.forked) return true;
   const int32_t slot = sequence.slot, held = tables_.length(slot), wanted = blocks_.blocks_for(num_tokens);
-  const auto first = static_cast<int32_t>(sequence.computed / config_.block_size);
+  const int32_t first = sequence.computed / config_.block_size;
   int32_t shared = 0;
   for (int32_t i = first; i < std::min(held, wanted); ++i) shared += !blocks_.writable(tables_.at(slot, i));
   const int32_t missing = std::max(0, wanted - held) + shared;
-  if (missing == 0) return true;
+  if (missing == 0) {
+    sequence.forked = false;
+    return true;
+  }
   if (blocks_.num_free() < missing && !make_room(sequence, missing, plan)) return false;
   for (int32_t i = first; shared > 0; ++i) {
     const int32_t source = tables_.at(slot, i);
@@ -123,6 +139,8 @@ bool Scheduler::reserve(Sequence& sequence, int64_t num_tokens, StepPlan& plan) 
     --shared;
   }
   for (int32_t i = held; i < wanted; ++i) tables_.append(slot, blocks_.allocate());
+  sequence.capacity = std::max(held, wanted) * config_.block_size;
+  sequence.forked = false;
   return true;
 }
 
@@ -142,11 +160,6 @@ void Scheduler::preempt(Sequence& sequence) {
   if (sequence.in_flight == 0) settle(sequence, nullptr);
 }
 
-bool Scheduler::stuck(const StepPlan& plan) const {
-  return plan.empty() && !running_.empty() && retiring_ == 0 &&
-         std::all_of(running_.begin(), running_.end(), [](const Sequence* s) { return s->in_flight == 0; });
-}
-
 void Scheduler::admit(StepPlan& plan, int64_t now_ns) {
   while (!waiting_.empty() && !free_slots_.empty() && plan.num_tokens < config_.max_num_batched_tokens) {
     if (!admit_one(*waiting_.back(), plan, now_ns)) return;  // nobody overtakes: the order is first come, first served
@@ -158,7 +171,7 @@ bool Scheduler::admit_one(Sequence& sequence, StepPlan& plan, int64_t now_ns) {
   if (&sequence == blocked_ && blocks_.num_free() <= blocked_free_ && !running_.empty()) return false;
   // Not before there is room for all of it (apart from what it shares): half a prompt would only be preempted again.
   const int32_t whole = blocks_.blocks_for(sequence.total());
-  const Sequence* source = fork_source(sequence, plan);
+  Sequence* source = fork_source(sequence, plan);
   const int32_t shared = find_prefix(sequence, source);
   int32_t unused = 0;
   for (int32_t i = 0; i < shared; ++i) unused += blocks_.ref_count(prefix_[static_cast<size_t>(i)]) == 0;
@@ -172,13 +185,16 @@ bool Scheduler::admit_one(Sequence& sequence, StepPlan& plan, int64_t now_ns) {
   if (!plan.empty() && std::min(whole, shared + config_.max_num_batched_tokens / config_.block_size + 2) > deltas_left) return false;
 
   waiting_.pop_back();
+  blocked_ = nullptr;
   sequence.slot = free_slots_.back();
   free_slots_.pop_back();
   for (int32_t i = 0; i < shared; ++i) {
     blocks_.retain(prefix_[static_cast<size_t>(i)]);
     tables_.append(sequence.slot, prefix_[static_cast<size_t>(i)]);
   }
-  sequence.computed = source != nullptr ? sequence.request->prompt_len - 1 : int64_t{shared} * config_.block_size;
+  sequence.computed = source != nullptr ? sequence.request->prompt_len - 1 : shared * config_.block_size;
+  sequence.capacity = shared * config_.block_size;
+  if (source != nullptr) sequence.forked = source->forked = true;
   sequence.committed = sequence.computed;
   start_chain(sequence, source, shared);
   sequence.state = SequenceState::kRunning;
@@ -189,7 +205,7 @@ bool Scheduler::admit_one(Sequence& sequence, StepPlan& plan, int64_t now_ns) {
   Request& request = *sequence.request;
   if (request.scheduled_ns == 0) {
     request.scheduled_ns = now_ns;
-    request.cached_tokens = static_cast<int32_t>(sequence.computed);
+    request.cached_tokens = sequence.computed;
     stats_.prefix_queries += request.prompt_len;
     stats_.prefix_hits += request.cached_tokens;
   }
@@ -203,11 +219,11 @@ bool Scheduler::admit_one(Sequence& sequence, StepPlan& plan, int64_t now_ns) {
 }
 
 // n > 1: a sibling whose prompt is computed, by steps already launched, shares all of its blocks.
-const Sequence* Scheduler::fork_source(const Sequence& sequence, const StepPlan& plan) const {
-  const Sequence& first = sequence.request->sequences[0];
+Sequence* Scheduler::fork_source(const Sequence& sequence, const StepPlan& plan) const {
+  Sequence& first = sequence.request->sequences[0];
   const bool usable = &first != &sequence && first.state == SequenceState::kRunning && first.on_device &&
                       first.first_sample_step < plan.step &&  // copies run before this step's own writes
-                      static_cast<int32_t>(sequence.tokens.size()) == sequence.request->prompt_len &&
+                      sequence.num_tokens == sequence.request->prompt_len &&
                       sequence.request->prompt_len > 1;
   return usable ? &first : nullptr;
 }
@@ -220,25 +236,25 @@ int32_t Scheduler::find_prefix(const Sequence& sequence, const Sequence* source)
     std::copy_n(tables_.blocks(source->slot).begin(), shared, prefix_.begin());
     return shared;
   }
-  const auto most = static_cast<int32_t>((sequence.total() - 1) / config_.block_size);
+  const int32_t most = (sequence.total() - 1) / config_.block_size;
   return blocks_.match_prefix(sequence.tokens.data(), most, sequence.request->salt, prefix_.data());
 }
 
 void Scheduler::start_chain(Sequence& sequence, const Sequence* source, int32_t shared_blocks) const {
-  sequence.published_blocks = 0;
+  sequence.published_end = 0;
   sequence.chain = BlockManager::root_chain(sequence.request->salt);
   if (source == nullptr && shared_blocks > 0) {
-    sequence.published_blocks = shared_blocks;
+    sequence.published_end = shared_blocks * config_.block_size;
     sequence.chain = blocks_.chain_of(prefix_[static_cast<size_t>(shared_blocks) - 1]);
-  } else if (source != nullptr && int64_t{source->published_blocks} * config_.block_size < sequence.request->prompt_len) {
-    sequence.published_blocks = source->published_blocks;
+  } else if (source != nullptr && source->published_end < sequence.request->prompt_len) {
+    sequence.published_end = source->published_end;
     sequence.chain = source->chain;
   }
 }
 
 void Scheduler::add_row(Sequence& sequence, int32_t query_len, StepPlan& plan) {
   const bool from_device = decodes(sequence);
-  const auto context_len = static_cast<int32_t>(sequence.computed);
+  const int32_t context_len = sequence.computed;
   sequence.computed += query_len;
   const bool sample = sequence.computed == sequence.total();
   plan.rows.push_back({&sequence, sequence.slot, query_len, context_len, sample, from_device});
@@ -254,23 +270,36 @@ void Scheduler::add_row(Sequence& sequence, int32_t query_len, StepPlan& plan) {
     ++sequence.pending;
     if (!sequence.on_device) sequence.first_sample_step = plan.step;
     sequence.on_device = true;
-    Request& request = *sequence.request;
-    if (request.sequences.size() > 1 && sequence.index == 0 && request.sequences[1].state == SequenceState::kDormant) {
-      forking_.push_back(&request);
-    }
+    if (!from_device) wake_siblings_of(sequence);
+  }
+}
+
+// The first of several sequences has its prompt computed with this step: the others may share it from the next one on.
+void Scheduler::wake_siblings_of(Sequence& sequence) {
+  Request& request = *sequence.request;
+  if (request.sequences.size() > 1 && sequence.index == 0 && request.sequences[1].state == SequenceState::kDormant) {
+    forking_.push_back(&request);
   }
 }
 
 // ---- commit --------------------------------------------------------------------------------------------------------
 
 void Scheduler::commit(StepPlan& plan, const int32_t* tokens, Outbox& outbox, int64_t now_ns) {
-  for (const PlanRow& row : plan.rows) {
+  for (size_t i = 0; i < plan.rows.size(); ++i) {
+    if (i + kAhead < plan.rows.size()) {
+      const Sequence* later = plan.rows[i + kAhead].sequence;
+      prefetch(later);
+      prefetch(&later->tokens);
+      const Sequence* soon = plan.rows[i + kAhead / 2].sequence;
+      prefetch(soon->tokens.data() + soon->num_tokens);
+    }
+    const PlanRow& row = plan.rows[i];
     Sequence& sequence = *row.sequence;
     --sequence.in_flight;
     const bool alive = sequence.state == SequenceState::kRunning || sequence.state == SequenceState::kPreempting;
     if (alive) {
       sequence.committed = row.context_len + row.query_len;
-      publish_blocks(sequence);
+      if (sequence.committed - sequence.published_end >= config_.block_size) publish_blocks(sequence);
     }
     if (row.sample) {
       --sequence.pending;
@@ -285,10 +314,9 @@ void Scheduler::commit(StepPlan& plan, const int32_t* tokens, Outbox& outbox, in
 }
 
 void Scheduler::take_token(Sequence& sequence, int32_t token, Outbox& outbox, int64_t now_ns) {
-  Request& request = *sequence.request;
   if (token < 0) {
     // Non-finite logits concern this request alone. Its other sequences may have rows later in this very plan.
-    for (Sequence& other : request.sequences) {
+    for (Sequence& other : sequence.request->sequences) {
       if (other.state == SequenceState::kFinished || other.state == SequenceState::kReleased) continue;
       outbox.filling().events.push_back({&other, -1, FinishReason::kFailed, now_ns});
       finish(other, FinishReason::kFailed);
@@ -296,12 +324,12 @@ void Scheduler::take_token(Sequence& sequence, int32_t token, Outbox& outbox, in
     }
     return;
   }
-  sequence.tokens.push_back(token);
+  sequence.append(token);
   ++stats_.generated_tokens;
   FinishReason reason = FinishReason::kNone;
-  if (request.is_stop_token(token)) {
+  if (sequence.stops_at(token)) {
     reason = FinishReason::kStop;
-  } else if (static_cast<int32_t>(sequence.tokens.size()) >= request.max_total) {
+  } else if (sequence.num_tokens >= sequence.max_total) {
     reason = FinishReason::kLength;
   }
   outbox.filling().events.push_back({&sequence, token, reason, now_ns});
@@ -310,11 +338,9 @@ void Scheduler::take_token(Sequence& sequence, int32_t token, Outbox& outbox, in
 
 void Scheduler::publish_blocks(Sequence& sequence) {
   if (!blocks_.prefix_caching()) return;
-  const auto full = static_cast<int32_t>(sequence.committed / config_.block_size);
-  for (; sequence.published_blocks < full; ++sequence.published_blocks) {
-    const int32_t i = sequence.published_blocks;
-    sequence.chain = blocks_.publish(tables_.at(sequence.slot, i), sequence.chain,
-                                     sequence.tokens.data() + int64_t{i} * config_.block_size);
+  for (int32_t& end = sequence.published_end; sequence.committed - end >= config_.block_size; end += config_.block_size) {
+    const int32_t block = tables_.at(sequence.slot, end / config_.block_size);
+    sequence.chain = blocks_.publish(block, sequence.chain, sequence.tokens.data() + end);
   }
 }
 
@@ -334,6 +360,7 @@ void Scheduler::retire(Sequence& sequence, SequenceState state) {
     }
   }
   sequence.state = state;
+  running_changed_ = true;
 }
 
 // No step in flight touches the sequence any more: its blocks and slot may be reused.
@@ -349,6 +376,8 @@ void Scheduler::settle(Sequence& sequence, Outbox* outbox) {
     tables_.clear(sequence.slot);
     free_slots_.push_back(sequence.slot);
     sequence.slot = -1;
+    sequence.capacity = 0;
+    sequence.forked = false;
   }
   if (sequence.state == SequenceState::kPreempting) {
     sequence.computed = sequence.committed = 0;
@@ -371,6 +400,7 @@ void Scheduler::dequeue(const Sequence* sequence) {
   const auto place = std::lower_bound(waiting_.begin(), waiting_.end(), sequence, runs_later);
   assert(place != waiting_.end() && *place == sequence);
   waiting_.erase(place);
+  if (sequence == blocked_) blocked_ = nullptr;  // a new sequence may come to lie at its address
 }
 
 void Scheduler::leave_queue(Request& request) {
@@ -380,6 +410,7 @@ void Scheduler::leave_queue(Request& request) {
 }
 
 void Scheduler::compact_running() {
+  if (!std::exchange(running_changed_, false)) return;
   std::erase_if(running_, [](const Sequence* s) { return s->state != SequenceState::kRunning; });
 }
 

@@ -68,19 +68,20 @@ class Scheduler {
 
  private:
   // schedule()
-  void schedule_running(StepPlan& plan, bool decode);
+  void schedule_decodes(StepPlan& plan);
+  void schedule_prefills(StepPlan& plan);
   void admit(StepPlan& plan, int64_t now_ns);
   bool admit_one(Sequence& sequence, StepPlan& plan, int64_t now_ns);
-  const Sequence* fork_source(const Sequence& sequence, const StepPlan& plan) const;
+  Sequence* fork_source(const Sequence& sequence, const StepPlan& plan) const;
   int32_t find_prefix(const Sequence& sequence, const Sequence* source);
   void start_chain(Sequence& sequence, const Sequence* source, int32_t shared_blocks) const;
-  bool reserve(Sequence& sequence, int64_t num_tokens, StepPlan& plan);
+  bool reserve(Sequence& sequence, int32_t num_tokens, StepPlan& plan);
   int32_t prefill_chunk(const Sequence& sequence, const StepPlan& plan) const;
   void add_row(Sequence& sequence, int32_t query_len, StepPlan& plan);
   bool make_room(const Sequence& sequence, int32_t num_blocks, const StepPlan& plan);
   void preempt(Sequence& sequence);
-  bool stuck(const StepPlan& plan) const;
   void wake_siblings();
+  void wake_siblings_of(Sequence& sequence);
 
   // commit()
   void take_token(Sequence& sequence, int32_t token, Outbox& outbox, int64_t now_ns);
@@ -97,7 +98,7 @@ class Scheduler {
     return sequence.on_device && sequence.total() - sequence.computed == 1;
   }
   static bool wants_more(const Sequence& sequence) {
-    return sequence.computed < sequence.total() && sequence.total() < sequence.request->max_total;
+    return sequence.computed < sequence.total() && sequence.total() < sequence.max_total;
   }
 
   SchedulerConfig config_;
@@ -113,6 +114,8 @@ class Scheduler {
   const Sequence* blocked_ = nullptr;  // head of the queue that did not fit, and the free blocks it saw
   int32_t blocked_free_ = 0;
   int32_t blocks_coming_ = 0;  // given back as steps in flight retire: no need to preempt more for these
+  bool prefilling_ = false;    // a running sequence has prompt left to compute
+  bool running_changed_ = false;  // some of running_ run no more
   int32_t retiring_ = 0;       // sequences that still hold something but run no more
   SchedulerStats stats_;
   QueueObserver* observer_ = nullptr;

@@ -9,7 +9,6 @@ std::unique_ptr<Request> make_request(const RequestSpec& spec, int64_t order, ui
   request->sequence_number = sequence_number;
   request->salt = spec.salt;
   request->prompt_len = static_cast<int32_t>(spec.prompt.size());
-  request->max_total = request->prompt_len + spec.max_tokens;
   request->stop_tokens = spec.stop_tokens;
   request->unreleased = spec.n;
   request->queued = true;
@@ -18,8 +17,12 @@ std::unique_ptr<Request> make_request(const RequestSpec& spec, int64_t order, ui
     Sequence& sequence = request->sequences[static_cast<size_t>(i)];
     sequence.request = request.get();
     sequence.index = i;
-    sequence.tokens.reserve(static_cast<size_t>(request->max_total));
+    sequence.max_total = request->prompt_len + spec.max_tokens;
+    sequence.tokens.reserve(static_cast<size_t>(sequence.max_total));
     sequence.tokens = spec.prompt;
+    sequence.num_tokens = request->prompt_len;
+    sequence.num_stops = static_cast<int32_t>(spec.stop_tokens.size());
+    std::copy_n(spec.stop_tokens.begin(), std::min(sequence.num_stops, Sequence::kInlineStops), sequence.stops);
     sequence.sampling = spec.sampling;
     sequence.sampling.seed += static_cast<uint64_t>(i);
   }

@@ -16,7 +16,7 @@ constexpr int kScoreRows = kLanes == 16 ? 8 : kLanes == 8 ? 2 : 1;
 // Rows and vectors of head_dim that share one pass over values.
 constexpr int kValueRows = kLanes == 16 ? 4 : 2;
 constexpr int kValueVectors = kLanes == 16 ? 4 : 2;
-constexpr int64_t kGranulesAhead = 4;  // of 16 keys; measured on decode, where memory is the limit
+constexpr int64_t kGranulesAhead = 4;  // of 16 keys: what the prefetch of a decode step runs ahead
 
 struct Range {
   int64_t begin, end;

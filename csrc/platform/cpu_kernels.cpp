@@ -62,6 +62,10 @@ CpuKernels::CpuKernels(int num_threads, std::string_view isa)
       thread_scratch_(static_cast<size_t>(num_threads)),
       sampler_scratch_(static_cast<size_t>(num_threads)) {}
 
+void CpuKernels::reserve_scratch(int64_t floats) {
+  for (ScratchBuffer& buffer : thread_scratch_) buffer.reserve(floats);
+}
+
 template <class Body>
 void CpuKernels::for_row_chunks(int64_t rows, int64_t row_elements, Body&& body) {
   const int64_t wanted = std::min(rows * row_elements / kElementsPerChunk, pool_.num_threads() * kItemsPerThread);
@@ -86,6 +90,7 @@ void CpuKernels::linear(const CpuLinear& weights, const void* x, int64_t x_strid
   const int64_t block_rows = round_up(ceil_div(rows, row_blocks), isa_.tile_rows);
   const int64_t column_items = std::max<int64_t>(1, kItemsPerThread * pool_.num_threads() / row_blocks);
   const int64_t columns = round_up(ceil_div(y_stride, column_items), isa_.panel_rows * 4);
+  reserve_scratch(isa_.linear_scratch_floats(block_rows));
   int64_t column_blocks = 0;
   for (const CpuLinear::Matrix& matrix : weights.matrices) column_blocks += ceil_div(matrix.rows, columns);
 
@@ -109,7 +114,7 @@ void CpuKernels::linear(const CpuLinear& weights, const void* x, int64_t x_strid
         .m_end = std::min(rows, m + block_rows),
         .n_begin = block * columns,
         .n_end = std::min(matrix->rows, (block + 1) * columns),
-        .scratch = thread_scratch_[static_cast<size_t>(thread)].reserve(isa_.linear_scratch_floats(block_rows)),
+        .scratch = scratch(thread),
     };
     isa_.linear(dtype, task);
   });
@@ -213,14 +218,12 @@ void CpuKernels::paged_attention(Dtype dtype, const void* q, int64_t q_stride, i
   const AttentionTask task{q,  q_stride, out, cache.k, cache.v, num_q_heads, cache.num_kv_heads, cache.head_dim,
                            cache.block_size, window, scale};
   plan_attention(task, batch, tokens);
-  auto scratch = [&](int thread) {
-    return thread_scratch_[static_cast<size_t>(thread)].reserve(attention_scratch_floats(cache.head_dim));
-  };
+  reserve_scratch(attention_scratch_floats(cache.head_dim));
   pool_.parallel_for(static_cast<int64_t>(items_.size()), [&](int64_t item, int thread) {
     isa_.attend(dtype, task, items_[static_cast<size_t>(item)], scratch(thread));
   });
   const int64_t partial = attention_partial_floats(cache.head_dim);
-  const float* partials = partials_.reserve(0);
+  const float* partials = partials_.data();
   for (const SplitRow& row : split_rows_) {
     for (int32_t head = 0; head < row.heads; ++head) {
       isa_.combine(dtype, task, row.token, row.first_head + head, partials + row.partials + head * partial,
@@ -230,6 +233,7 @@ void CpuKernels::paged_attention(Dtype dtype, const void* q, int64_t q_stride, i
 }
 
 void CpuKernels::sample(const float* logits, int64_t vocab, const StepBatch& batch, int32_t* tokens) {
+  for (SamplerScratch& buffers : sampler_scratch_) buffers.reserve(vocab);
   pool_.parallel_for(batch.num_samples, [&](int64_t row, int thread) {
     const size_t r = static_cast<size_t>(row);
     tokens[row] = sample_token(isa_, logits + row * vocab, vocab, *batch.sample_state[r], batch.sample_position[r],

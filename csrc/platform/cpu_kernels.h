@@ -33,6 +33,7 @@ struct CpuLinear {
 class ScratchBuffer {
  public:
   float* reserve(int64_t floats);
+  float* data() { return memory_.get(); }
 
  private:
   struct Free {
@@ -83,6 +84,10 @@ class CpuKernels {
   void plan_attention(const AttentionTask& task, const StepBatch& batch, int64_t tokens);
   template <class Body>
   void for_row_chunks(int64_t rows, int64_t row_elements, Body&& body);
+
+  // Grows every thread's scratch here, in the caller: a worker must not throw.
+  void reserve_scratch(int64_t floats);
+  float* scratch(int thread) { return thread_scratch_[static_cast<size_t>(thread)].data(); }
 
   const CpuIsa& isa_;
   ThreadPool pool_;

@@ -17,8 +17,6 @@ constexpr int kTileRows = 3, kPanelRows = 4;
 #endif
 // Weight rows that one row of x is multiplied with at the same time: independent chains hide the latency of fma.
 constexpr int kSingleRowPanel = 8;
-// Lines that one of few tiles asks for per word while it computes; one of many asks for one.
-constexpr int kManyPrefetches = 3;
 // Rows of x up to which weights are multiplied where they lie.
 constexpr int64_t kInPlaceRows = 32;
 // Panels that work on one range of K before the next: their spilled accumulators share L2 with x.
@@ -87,9 +85,9 @@ void pack_x_rows(const T* x, int64_t x_stride, int64_t rows, int64_t k, int64_t 
 
 // ---- one tile of outputs ----
 
-template <class Out, class T>
+template <int Panel, class Out, class T>
 AE_INLINE void write_row(const float* sums, int64_t columns, const T* bias, Out* y) {
-  for (int64_t c = 0; c < columns; ++c) {
+  for (int c = 0; c < Panel && c < columns; ++c) {
     const float value = bias == nullptr ? sums[c] : sums[c] + to_float(bias[c]);
     from_float(y + c, value);
   }
@@ -101,9 +99,9 @@ AE_INLINE void write_tile(const LinearTask& task, const float* sums, int64_t m, 
   Out* y = static_cast<Out*>(task.y) + m * task.y_stride + n;
   for (int r = 0; r < Rows; ++r) {
     if (n + Panel <= task.n_end) {
-      write_row<Out, T>(sums + r * Panel, Panel, bias, y + r * task.y_stride);
+      write_row<Panel>(sums + r * Panel, Panel, bias, y + r * task.y_stride);
     } else {
-      write_row<Out, T>(sums + r * Panel, task.n_end - n, bias, y + r * task.y_stride);
+      write_row<Panel>(sums + r * Panel, task.n_end - n, bias, y + r * task.y_stride);
     }
   }
 }
@@ -111,7 +109,7 @@ AE_INLINE void write_tile(const LinearTask& task, const float* sums, int64_t m, 
 template <class T, int Rows, int Panel>
 AE_INLINE void finish_tile(const LinearTask& task, const Vec (&acc)[Rows][Panel], int64_t m, int64_t n) {
   constexpr int kCount = Rows * Panel;
-  float sums[(kCount + 3) / 4 * 4] = {};
+  float sums[(kCount + 3) / 4 * 4];
   auto at = [&](int i) __attribute__((always_inline)) { return i < kCount ? acc[i / Panel][i % Panel] : Vec{}; };
 #pragma GCC unroll 8
   for (int i = 0; i < kCount; i += 4) reduce_add4(at(i), at(i + 1), at(i + 2), at(i + 3), sums + i);
@@ -250,8 +248,12 @@ void run_any_tile(const LinearTask& task, const Pass<T, kPanelRows>& pass, int64
     default: break;
   }
   if constexpr (!Unpacked) {
-    if (pass.prefetches == 1) return run_tile<T, kTileRows, kPanel, 1, false>(task, pass, m, n, spilled);
-    if (pass.prefetches > 1) return run_tile<T, kTileRows, kPanel, kManyPrefetches, false>(task, pass, m, n, spilled);
+    switch (pass.prefetches) {
+      case 0: break;
+      case 1: return run_tile<T, kTileRows, kPanel, 1, false>(task, pass, m, n, spilled);
+      case 2: return run_tile<T, kTileRows, kPanel, 2, false>(task, pass, m, n, spilled);
+      default: return run_tile<T, kTileRows, kPanel, 3, false>(task, pass, m, n, spilled);
+    }
   }
   run_tile<T, kTileRows, kPanel, 0, Unpacked>(task, pass, m, n, spilled);
 }
@@ -278,7 +280,7 @@ void few_tile_columns(const LinearTask& task) {
       pass.word_end = pass.word_begin + pass_words < pass.total_words ? pass.word_begin + pass_words : pass.total_words;
       int wanted = kPanelRows;  // lines of the next panel per word of this one
       for (int64_t tile = 0; tile < tiles; ++tile) {
-        pass.prefetches = wanted <= 0 ? 0 : tiles > kManyPrefetches ? 1 : kManyPrefetches;
+        pass.prefetches = wanted <= 0 ? 0 : static_cast<int>((kPanelRows + tiles - 1) / tiles);
         run_any_tile<T, false>(task, pass, task.m_begin + tile * kTileRows, n, task.scratch + tile * kTileFloats);
         pass.ahead += pass.prefetches * (pass.word_end - pass.word_begin) * ASYNCENGINE_VECTOR_BYTES;
         wanted -= pass.prefetches;

@@ -3,69 +3,66 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <limits>
 #include <numeric>
 
 namespace asyncengine {
 namespace {
 
-// Ranking is by logit, descending, then by index; a filter keeps a prefix of the ranking, named by its last element.
-struct Cut {
-  float logit;
-  int32_t index;
-
-  bool keeps(float other, int32_t at) const { return other > logit || (other == logit && at <= index); }
-};
-
-// Bins of equal width in logits, highest first, find the neighbourhood of a cut; only that bin is sorted.
+// Elements rank by logit, descending, then by index, and a filter keeps a prefix of this order. Bins of equal width in
+// logits, highest first, find the neighbourhood of its end; only that bin is looked at element by element.
 class Ranking {
  public:
   static constexpr int kBins = 2048;
 
-  Ranking(const float* logits, int64_t count, const float* mass, const LogitStats& stats, float temperature,
-          std::vector<int32_t>& candidates)
-      : logits_(logits), count_(count), mass_(mass), max_(stats.max), candidates_(candidates) {
+  Ranking(const float* logits, int64_t count, const LogitStats& stats, float temperature, SamplerScratch& scratch)
+      : logits_(logits), count_(count), mass_(scratch.mass.data()), bins_(scratch.bins), candidates_(scratch.candidates) {
     // Past 30 temperatures below the maximum (e^-30) all share the last bin.
     const float range = std::min(stats.max - stats.min, 30.f * temperature);
-    scale_ = range > 0.f ? static_cast<float>(kBins - 1) / range : 0.f;
-    if (!std::isfinite(scale_)) scale_ = 0.f;
+    float scale = range > 0.f ? static_cast<float>(kBins - 1) / range : 0.f;
+    if (!std::isfinite(scale)) scale = 0.f;
+    bins_.resize(static_cast<size_t>(count));
+    uint16_t* bins = bins_.data();
     for (int64_t i = 0; i < count; ++i) {
-      const size_t bin = bin_of(logits[i]);
-      ++counts_[bin];
-      masses_[bin] += static_cast<double>(mass[i]);
+      const float distance = (stats.max - logits[i]) * scale;  // NaN for -inf if scale is 0: the last bin
+      bins[i] = static_cast<uint16_t>(static_cast<int32_t>(distance < kBins - 1 ? distance : kBins - 1));
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      ++counts_[bins[i]];
+      masses_[bins[i]] += static_cast<double>(mass_[i]);
     }
   }
 
   double total_mass() const { return std::accumulate(masses_.begin(), masses_.end(), 0.); }
 
-  // The first k of the ranking, and their mass. k in [1, count].
-  Cut top_k(int64_t k, double& kept_mass) {
-    kept_mass = 0.;
+  // Keeps the first k of the ranking, 1 ≤ k ≤ count, and returns their mass.
+  double keep_top_k(int64_t k) {
+    double kept = 0.;
     size_t bin = 0;
     for (; k > counts_[bin]; ++bin) {
       k -= counts_[bin];
-      kept_mass += masses_[bin];
+      kept += masses_[bin];
     }
-    gather_bin(bin);
+    gather(bin);
     std::nth_element(candidates_.begin(), candidates_.begin() + (k - 1), candidates_.end(), ByRank{logits_});
-    for (int64_t i = 0; i < k; ++i) kept_mass += mass_at(i);
-    return cut_at(k - 1);
+    for (int64_t i = 0; i < k; ++i) kept += mass_at(i);
+    drop_after(k - 1);
+    return kept;
   }
 
-  // The shortest prefix whose mass reaches `wanted`, at least one element.
-  Cut top_p(double wanted) {
+  // Keeps the shortest prefix whose mass reaches `wanted`, at least one element.
+  void keep_top_p(double wanted) {
     double passed = 0.;
     size_t bin = 0;
     while (bin + 1 < kBins && passed + masses_[bin] < wanted) passed += masses_[bin++];
     while (counts_[bin] == 0) --bin;  // rounding left nothing at the end of the last bin
-    gather_bin(bin);
+    gather(bin);
     std::sort(candidates_.begin(), candidates_.end(), ByRank{logits_});
-    int64_t i = 0;
-    for (; i + 1 < counts_[bin]; ++i) {
-      passed += mass_at(i);
+    int64_t last = 0;
+    for (; last + 1 < counts_[bin]; ++last) {
+      passed += mass_at(last);
       if (passed >= wanted) break;
     }
-    return cut_at(i);
+    drop_after(last);
   }
 
  private:
@@ -76,28 +73,29 @@ class Ranking {
     }
   };
 
-  double mass_at(int64_t i) const { return static_cast<double>(mass_[candidates_[static_cast<size_t>(i)]]); }
-  Cut cut_at(int64_t i) const {
-    const int32_t index = candidates_[static_cast<size_t>(i)];
-    return {logits_[index], index};
-  }
-
-  size_t bin_of(float logit) const {
-    const float distance = (max_ - logit) * scale_;
-    return distance < static_cast<float>(kBins - 1) ? static_cast<size_t>(distance) : kBins - 1;
-  }
-
-  void gather_bin(size_t bin) {
+  void gather(size_t bin) {
     candidates_.clear();
     for (int64_t i = 0; i < count_; ++i) {
-      if (bin_of(logits_[i]) == bin) candidates_.push_back(static_cast<int32_t>(i));
+      if (bins_[static_cast<size_t>(i)] == bin) candidates_.push_back(static_cast<int32_t>(i));
+    }
+  }
+
+  double mass_at(int64_t i) const { return static_cast<double>(mass_[candidates_[static_cast<size_t>(i)]]); }
+
+  // Takes the mass from all that ranks behind the candidate; its equals are candidates, too.
+  void drop_after(int64_t last_candidate) {
+    const int32_t last = candidates_[static_cast<size_t>(last_candidate)];
+    const float limit = logits_[last];
+    for (int64_t i = 0; i < count_; ++i) mass_[i] = logits_[i] < limit ? 0.f : mass_[i];
+    for (const int32_t i : candidates_) {
+      if (logits_[i] == limit && i > last) mass_[i] = 0.f;
     }
   }
 
   const float* logits_;
   int64_t count_;
-  const float* mass_;
-  float max_, scale_;
+  float* mass_;
+  std::vector<uint16_t>& bins_;
   std::vector<int32_t>& candidates_;
   std::array<int64_t, kBins> counts_{};
   std::array<double, kBins> masses_{};
@@ -105,23 +103,14 @@ class Ranking {
 
 void drop_filtered(const float* logits, int64_t count, const SamplingState& state, const LogitStats& stats,
                    SamplerScratch& scratch) {
-  float* mass = scratch.mass.data();
   const bool limit_k = state.top_k > 0 && state.top_k < count, limit_p = state.top_p < 1.f;
   if (limit_k || limit_p) {
-    Ranking ranking(logits, count, mass, stats, state.temperature, scratch.candidates);
-    double kept_mass = ranking.total_mass();
-    Cut cut{-std::numeric_limits<float>::infinity(), std::numeric_limits<int32_t>::max()};
-    if (limit_k) cut = ranking.top_k(state.top_k, kept_mass);
-    if (limit_p) {
-      const Cut nucleus = ranking.top_p(static_cast<double>(state.top_p) * kept_mass);
-      if (cut.keeps(nucleus.logit, nucleus.index)) cut = nucleus;
-    }
-    for (int64_t i = 0; i < count; ++i) {
-      if (!cut.keeps(logits[i], static_cast<int32_t>(i))) mass[i] = 0.f;
-    }
+    Ranking ranking(logits, count, stats, state.temperature, scratch);
+    const double mass = limit_k ? ranking.keep_top_k(state.top_k) : ranking.total_mass();
+    if (limit_p) ranking.keep_top_p(static_cast<double>(state.top_p) * mass);
   }
   if (state.min_p > 0.f) {  // the largest mass is exactly 1
-    for (int64_t i = 0; i < count; ++i) mass[i] = mass[i] < state.min_p ? 0.f : mass[i];
+    for (float& mass : scratch.mass) mass = mass < state.min_p ? 0.f : mass;
   }
 }
 
@@ -148,6 +137,14 @@ int32_t pick(const float* mass, int64_t count, const std::vector<double>& sums, 
 }
 
 }  // namespace
+
+void SamplerScratch::reserve(int64_t vocab) {
+  const size_t count = static_cast<size_t>(vocab);
+  mass.reserve(count);
+  sums.reserve(count / kMassBlock + 1);
+  bins.reserve(count);
+  candidates.reserve(count);
+}
 
 double philox_uniform(uint64_t seed, uint64_t position) {
   uint32_t c0 = static_cast<uint32_t>(position), c1 = static_cast<uint32_t>(position >> 32), c2 = 0, c3 = 0;

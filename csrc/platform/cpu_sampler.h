@@ -10,8 +10,11 @@
 namespace asyncengine {
 
 struct SamplerScratch {
+  void reserve(int64_t vocab);  // sample_token of this vocabulary then allocates nothing
+
   std::vector<float> mass;
   std::vector<double> sums;
+  std::vector<uint16_t> bins;
   std::vector<int32_t> candidates;
 };
 

@@ -49,7 +49,7 @@ bool CallbackExecutor::close(std::chrono::nanoseconds limit) {
     work_.notify_one();
     if (limit == std::chrono::nanoseconds::max()) {
       idle_.wait(lock, [this] { return finished_; });
-    } else if (!idle_.wait_until(lock, std::chrono::system_clock::now() + limit, [this] { return finished_; })) {
+    } else if (!idle_.wait_until(lock, WaitClock::now() + limit, [this] { return finished_; })) {
       return false;
     }
   }

@@ -8,6 +8,13 @@
 
 namespace asyncengine {
 
+// The clock of timed waits: steady, so that setting the system's clock turns no short wait into a long one.
+#ifdef __SANITIZE_THREAD__
+using WaitClock = std::chrono::system_clock;  // the only one whose waits GCC 12's thread sanitizer understands
+#else
+using WaitClock = std::chrono::steady_clock;
+#endif
+
 // A wake-up that is remembered when nobody waits. notify() costs one atomic exchange unless the step thread sleeps.
 class Notifier {
  public:
@@ -20,10 +27,11 @@ class Notifier {
   void wait(std::chrono::nanoseconds limit) {
     if (!notified_.exchange(false, std::memory_order_acq_rel)) {
       std::unique_lock lock(mutex_);
-      // A system-clock deadline: the form of timed wait that thread sanitizers understand.
-      condition_.wait_until(lock, std::chrono::system_clock::now() + limit,
+      condition_.wait_until(lock, WaitClock::now() + limit,
                             [this] { return notified_.load(std::memory_order_acquire); });
-      notified_.store(false, std::memory_order_release);
+      // An exchange, not a store: a notify() that found the flag still set has returned, and what it announced must
+      // be visible to the waiter from here on.
+      notified_.exchange(false, std::memory_order_acq_rel);
     }
   }
 

@@ -61,7 +61,7 @@ StepLoop::StepLoop(const StepLoopConfig& config, std::unique_ptr<Executor> execu
 }
 
 StepLoop::~StepLoop() {
-  if (!stop(std::chrono::seconds(5))) (void)executor_.release();
+  if (!stop(std::chrono::seconds(hangs_ ? 0 : 5))) (void)executor_.release();
 }
 
 void StepLoop::start() {
@@ -72,7 +72,8 @@ bool StepLoop::stop(nanoseconds limit) {
   stopping_.store(true, std::memory_order_release);
   notifier_->notify();
   if (thread_.joinable()) thread_.join();  // the thread never waits longer than kIdle
-  return executor_->close(limit);
+  hangs_ = !executor_->close(limit);
+  return !hangs_;
 }
 
 // ---- step thread ---------------------------------------------------------------------------------------------------
@@ -211,6 +212,7 @@ SubmitResult StepLoop::submit(const RequestSpec& spec) {
   auto request = make_request(spec, arrived_ns + int64_t{spec.priority} * config_.priority_ageing.count(), next_sequence_number_++);
   queued_requests_.fetch_add(1, std::memory_order_relaxed);
   queued_tokens_.fetch_add(prompt_len, std::memory_order_relaxed);
+  live_requests_.fetch_add(1, std::memory_order_relaxed);
   Request* raw = request.get();
   requests_[spec.id] = std::move(request);
   push<&Request::next_submitted>(submitted_, raw);
@@ -243,11 +245,12 @@ void StepLoop::group(const Delivery& delivery) {
       fresh.sequence = &sequence;
       fresh.tokens.clear();
       fresh.finish = FinishReason::kNone;
+      fresh.first_ns = event.time_ns;
     }
     News& news = news_[sequence.drain_place];
     if (event.token >= 0) news.tokens.push_back(event.token);
     if (event.finish != FinishReason::kNone) news.finish = event.finish;
-    news.time_ns = event.time_ns;
+    news.last_ns = event.time_ns;
   }
 }
 
@@ -261,7 +264,9 @@ void StepLoop::collect(const Delivery& delivery) {
 
 void StepLoop::free_released() {
   // An abort may be on its way to the step thread while the request ends by itself.
-  std::erase_if(released_, [](const auto& r) { return r->inbox_references.load(std::memory_order_acquire) == 0; });
+  const size_t freed =
+      std::erase_if(released_, [](const auto& r) { return r->inbox_references.load(std::memory_order_acquire) == 0; });
+  live_requests_.fetch_sub(static_cast<int64_t>(freed), std::memory_order_relaxed);
 }
 
 StepLoopStats StepLoop::stats() const {
@@ -269,7 +274,7 @@ StepLoopStats StepLoop::stats() const {
   return {get(stats_.running), get(stats_.waiting), get(stats_.preemptions), get(stats_.prefix_queries),
           get(stats_.prefix_hits), get(stats_.prompt_tokens), get(stats_.generated_tokens), get(stats_.free_blocks),
           get(stats_.free_slots), config_.scheduler.num_blocks, get(stats_.steps), get(stats_.leases),
-          get(queued_requests_), get(queued_tokens_), static_cast<int64_t>(requests_.size() + released_.size())};
+          get(queued_requests_), get(queued_tokens_), get(live_requests_)};
 }
 
 }  // namespace asyncengine

@@ -51,7 +51,7 @@ class StepLoop {
   // Aborts sequence `index` of the request, or all of them.
   void abort(uint64_t id, int32_t index = -1);
 
-  // Calls visit(sequence, tokens, finish, time_ns) once per sequence that has news, in the order of their first event,
+  // Calls visit(news) once per sequence that has some, in the order of their first event,
   // then frees what is released. Returns false once the engine has failed: error() says why.
   template <typename Visit>
   bool drain(Visit&& visit) {
@@ -68,7 +68,7 @@ class StepLoop {
     const Sequence* sequence = nullptr;
     std::vector<int32_t> tokens;
     FinishReason finish = FinishReason::kNone;
-    int64_t time_ns = 0;
+    int64_t first_ns = 0, last_ns = 0;  // of its first and last event in this delivery
   };
 
   int wake_fd() const { return outbox_.wake_fd(); }
@@ -116,7 +116,8 @@ class StepLoop {
 
   std::atomic<Request*> submitted_{nullptr}, aborted_{nullptr};  // lock-free stacks; the step thread takes all at once
   std::atomic<bool> stopping_{false}, failed_{false}, quiescent_{true};
-  std::atomic<int64_t> queued_requests_{0}, queued_tokens_{0};
+  bool hangs_ = false;  // stop() has waited for the executor in vain
+  std::atomic<int64_t> queued_requests_{0}, queued_tokens_{0}, live_requests_{0};
   std::string error_;  // written before failed_ is set, never after
 
   std::unordered_map<uint64_t, std::unique_ptr<Request>> requests_;  // event loop only

@@ -351,9 +351,7 @@ class CheckedScheduler:
         # No sequence that can decode stands idle while there are blocks.
         if self.native.free_blocks > 0:
             planned = {row.sequence for row in rows}
-            assert all(
-                s in planned or not (s.state is State.RUNNING and s.on_device and s.wants_more) for s in running
-            )
+            assert all(s in planned or not (s.state is State.RUNNING and s.on_device and s.wants_more) for s in running)
 
     def _take(self, sequence: ModelSequence, token: int) -> list[tuple[int, int, int, int]]:
         """The events that a sampled token must cause."""

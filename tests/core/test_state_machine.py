@@ -14,8 +14,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncengine import _core
-
 from .block_model import BLOCK_SIZE, CheckedBlocks
 from .scheduler_model import VOCAB, CheckedScheduler, Limits
 

@@ -1,0 +1,94 @@
+// The prefix index against std::map: runs of probing, backward shift, and chains that are never used again.
+#include <map>
+#include <random>
+#include <set>
+#include <vector>
+
+#include "check.h"
+#include "core/prefix_index.h"
+
+namespace {
+
+using namespace asyncengine;
+
+constexpr int32_t kBlockSize = 16;
+using Tokens = std::vector<int32_t>;
+using Key = std::pair<uint64_t, Tokens>;
+
+Tokens tokens_of(int32_t kind) {
+  Tokens tokens(kBlockSize, kind / 16);
+  tokens[static_cast<size_t>(kind % kBlockSize)] += 1;  // kinds differ in one position
+  return tokens;
+}
+
+void fuzz(int32_t num_blocks, int32_t num_kinds, int operations, unsigned seed) {
+  std::mt19937 rng(seed);
+  const auto pick = [&](int32_t n) { return static_cast<int32_t>(rng() % static_cast<uint32_t>(n)); };
+  PrefixIndex index(num_blocks, kBlockSize);
+  std::map<Key, int32_t> model;
+  std::map<int32_t, Key> key_of;
+  std::set<uint64_t> chains;
+  std::vector<uint64_t> parents = {PrefixIndex::root(0), PrefixIndex::root(1)};
+
+  for (int i = 0; i < operations; ++i) {
+    const int32_t block = pick(num_blocks);
+    const Key key{parents[static_cast<size_t>(pick(static_cast<int32_t>(parents.size())))], tokens_of(pick(num_kinds))};
+    const auto known = model.find(key);
+    CHECK_EQ(index.find(key.first, key.second.data()), known == model.end() ? -1 : known->second);
+    CHECK_EQ(index.contains(block), key_of.contains(block));
+    if (key_of.contains(block)) {
+      index.erase(block);
+      model.erase(key_of[block]);
+      key_of.erase(block);
+    } else if (known == model.end()) {
+      index.insert(block, key.first, key.second.data());
+      model[key] = block;
+      key_of[block] = key;
+      const uint64_t chain = index.chain_of(block);
+      CHECK(chain != 0 && chains.insert(chain).second);
+      if (parents.size() < 6) {
+        parents.push_back(chain);
+      } else {
+        parents[static_cast<size_t>(2 + pick(4))] = chain;  // chains of erased blocks stay in use as parents
+      }
+    }
+    if (i % 64 == 0) CHECK(index.consistent());
+  }
+  for (const auto& [key, block] : model) CHECK_EQ(index.find(key.first, key.second.data()), block);
+  for (const auto& [block, key] : key_of) index.erase(block);
+  CHECK(index.consistent());
+  for (const auto& [key, block] : model) CHECK_EQ(index.find(key.first, key.second.data()), -1);
+}
+
+}  // namespace
+
+TEST(prefix_index_agrees_with_a_map) {
+  fuzz(1, 3, 1'000, 1);
+  fuzz(2, 5, 2'000, 2);
+  for (unsigned seed = 0; seed < 8; ++seed) fuzz(37, 200, 10'000, seed);  // 76 entries in 128 cells: long runs
+  fuzz(500, 64, 20'000, 3);
+}
+
+TEST(prefix_index_tells_roots_from_entries_and_salts_from_each_other) {
+  std::set<uint64_t> roots;
+  for (uint64_t salt = 0; salt < 10'000; ++salt) {
+    const uint64_t root = PrefixIndex::root(salt);
+    CHECK(root >> 63 == 1);  // chains of entries count up from 1
+    roots.insert(root);
+  }
+  CHECK_EQ(roots.size(), size_t{10'000});
+}
+
+TEST(prefix_index_compares_every_token) {
+  PrefixIndex index(4, kBlockSize);
+  const uint64_t root = PrefixIndex::root(7);
+  const Tokens tokens(kBlockSize, 5);
+  index.insert(2, root, tokens.data());
+  CHECK_EQ(index.find(root, tokens.data()), 2);
+  CHECK_EQ(index.find(PrefixIndex::root(8), tokens.data()), -1);
+  for (size_t i = 0; i < tokens.size(); ++i) {
+    Tokens other = tokens;
+    other[i] ^= 1;
+    CHECK_EQ(index.find(root, other.data()), -1);
+  }
+}
