@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from quiet import wait_for_quiet
 
@@ -37,6 +38,7 @@ Answer = Callable[[str, Work], list[list[int]]]
 
 SHAPE = Path(__file__).parent / "shapes" / "gpt2"
 SHORT, LONG = 8, 72
+PAIRS = 3  # per round: short measurements, which slip between the disturbances of a shared machine
 
 
 def main() -> None:
@@ -71,43 +73,43 @@ def main() -> None:
     )
 
 
-def compare(directory: Path, mixed: Work, repeats: int, wait_s: float) -> list[dict[str, float]]:
-    """Seconds per measurement and round, and the share of measurements that began on a quiet machine."""
+def compare(directory: Path, mixed: Work, repeats: int, wait_s: float) -> list[dict[str, Any]]:
+    """What each round measured; ``began quiet`` is the share of its two halves that found the machine idle."""
     alone = random.Random(1).choices(range(50000), k=64)
     ours, theirs = Worker("asyncengine", directory), Worker("transformers", directory)
     try:
         for worker, modes in ((ours, ["together"]), (theirs, ["static", "continuous"])):
             for mode in modes:
                 worker.time(mode, [(alone, 4), (alone[:16], 4)])
-        plan: list[tuple[str, Worker, str, Work]] = [
-            *((f"asyncengine {n}", ours, "together", [(alone, n)]) for n in (SHORT, LONG)),
-            *((f"transformers {n}", theirs, "static", [(alone, n)]) for n in (SHORT, LONG)),
-            ("asyncengine mixed", ours, "together", mixed),
-            ("transformers static", theirs, "static", mixed),
-            ("transformers continuous", theirs, "continuous", mixed),
-        ]
         rounds = []
         for _ in range(repeats):
-            quiet = 0
-            seconds: dict[str, float] = {"useful tokens": sum(n for _, n in mixed)}
-            outputs = {}
-            for name, worker, mode, requests in plan:
-                quiet += wait_for_quiet(wait_s)
-                seconds[name], outputs[name] = worker.time(mode, requests)
-            mine, reference = (outputs[f"{side} {LONG}"][0] for side in ("asyncengine", "transformers"))
-            seconds["same tokens alone"] = sum(a == b for a, b in zip(mine, reference, strict=True)) / LONG
-            seconds["quiet"] = quiet / len(plan)
-            rounds.append(seconds)
-            print({name: round(value, 3) for name, value in seconds.items()}, file=sys.stderr)
+            quiet = wait_for_quiet(wait_s)
+            pairs = [pair(ours, theirs, alone) for _ in range(PAIRS)]
+            quiet += wait_for_quiet(wait_s)
+            seconds = {"useful tokens": float(sum(n for _, n in mixed)), "began quiet": quiet / 2}
+            seconds["asyncengine mixed"], _ = ours.time("together", mixed)
+            seconds["transformers static"], _ = theirs.time("static", mixed)
+            seconds["transformers continuous"], _ = theirs.time("continuous", mixed)
+            rounds.append({"alone": pairs, **seconds})
+            print(rounds[-1], file=sys.stderr)
         return rounds
     finally:
         ours.close()
         theirs.close()
 
 
-def summarize(dtype: str, rounds: list[dict[str, float]]) -> list[Figure]:
-    def alone(side: str, r: dict[str, float]) -> float:
-        return 1000 * (r[f"{side} {LONG}"] - r[f"{side} {SHORT}"]) / (LONG - SHORT)
+def pair(ours: Worker, theirs: Worker, prompt: list[int]) -> dict[str, float]:
+    """Milliseconds per token of one sequence on both sides, and the share of tokens that are the same."""
+    result, outputs = {}, {}
+    for name, worker, mode in (("asyncengine", ours, "together"), ("transformers", theirs, "static")):
+        short, _ = worker.time(mode, [(prompt, SHORT)])
+        long, (outputs[name],) = worker.time(mode, [(prompt, LONG)])
+        result[name] = 1000 * (long - short) / (LONG - SHORT)
+    return result | {"same": sum(map(int.__eq__, *outputs.values())) / LONG}
+
+
+def summarize(dtype: str, rounds: list[dict[str, Any]]) -> list[Figure]:
+    pairs = [p for r in rounds for p in r["alone"]]
 
     def useful(name: str) -> Figure:
         return Figure(f"{dtype}: {name}", median([r["useful tokens"] / r[name] for r in rounds]), "useful tokens/s")
@@ -116,18 +118,14 @@ def summarize(dtype: str, rounds: list[dict[str, float]]) -> list[Figure]:
         ratio = median([r[f"transformers {name}"] / r["asyncengine mixed"] for r in rounds])
         return Figure(f"{dtype}: mixed, over {name}", ratio, "x", at_least=3.0)
 
+    ratio = median([p["asyncengine"] / p["transformers"] for p in pairs])
     return [
         *(
-            Figure(f"{dtype}: {side} alone", median([alone(side, r) for r in rounds]), "ms/token")
+            Figure(f"{dtype}: {side} alone", median([p[side] for p in pairs]), "ms/token")
             for side in ("asyncengine", "transformers")
         ),
-        Figure(
-            f"{dtype}: alone, of generate's time",
-            median([alone("asyncengine", r) / alone("transformers", r) for r in rounds]),
-            "x",
-            at_most=0.7,
-        ),
-        Figure(f"{dtype}: same tokens alone", 100 * min(r["same tokens alone"] for r in rounds), "%"),
+        Figure(f"{dtype}: alone, of generate's time", ratio, "x", at_most=0.7),
+        Figure(f"{dtype}: same tokens alone", 100 * min(p["same"] for p in pairs), "%"),
         *(useful(name) for name in ("asyncengine mixed", "transformers static", "transformers continuous")),
         times("static"),
         times("continuous"),
