@@ -41,7 +41,7 @@ void fuzz(int32_t num_blocks, int32_t num_kinds, int operations, unsigned seed) 
       model.erase(key_of[block]);
       key_of.erase(block);
     } else if (known == model.end()) {
-      index.insert(block, key.first, key.second.data());
+      CHECK_EQ(index.find_or_insert(block, key.first, key.second.data()), block);
       model[key] = block;
       key_of[block] = key;
       const uint64_t chain = index.chain_of(block);
@@ -51,6 +51,9 @@ void fuzz(int32_t num_blocks, int32_t num_kinds, int operations, unsigned seed) 
       } else {
         parents[static_cast<size_t>(2 + pick(4))] = chain;  // chains of erased blocks stay in use as parents
       }
+    } else {
+      CHECK_EQ(index.find_or_insert(block, key.first, key.second.data()), known->second);
+      CHECK(!index.contains(block));
     }
     if (i % 64 == 0) CHECK(index.consistent());
   }
@@ -83,7 +86,7 @@ TEST(prefix_index_compares_every_token) {
   PrefixIndex index(4, kBlockSize);
   const uint64_t root = PrefixIndex::root(7);
   const Tokens tokens(kBlockSize, 5);
-  index.insert(2, root, tokens.data());
+  CHECK_EQ(index.find_or_insert(2, root, tokens.data()), 2);
   CHECK_EQ(index.find(root, tokens.data()), 2);
   CHECK_EQ(index.find(PrefixIndex::root(8), tokens.data()), -1);
   for (size_t i = 0; i < tokens.size(); ++i) {
