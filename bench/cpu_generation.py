@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import subprocess
 import sys
@@ -193,6 +194,7 @@ def work(side: str, directory: Path) -> None:
         start = time.perf_counter()
         outputs = answer(mode, requests)
         print(json.dumps([time.perf_counter() - start, outputs]), flush=True)
+    os._exit(0)  # the thread of transformers' continuous batching would keep the process
 
 
 def asyncengine_side(directory: Path) -> Answer:
