@@ -110,6 +110,7 @@ class Row:
     from_device: bool
     blocks: list[int]
     token: int = -1
+    cached: int = 0  # blocks that a new sequence found in the prefix cache
 
 
 @dataclass(eq=False)
@@ -117,6 +118,7 @@ class Step:
     rows: list[Row]
     copies: list[Copy]
     held: list[int]  # blocks that copies replaced: kept until the step has retired
+    written: set[int]
 
 
 class CheckedScheduler:
@@ -196,7 +198,7 @@ class CheckedScheduler:
         else:
             rows = [self._row(*row) for row in planned[0]]
             self._preempt(rows, running)
-            step = Step(rows, planned[1], [])
+            step = Step(rows, planned[1], [], set())
             self._check_order(rows, waiting, running)
             self._run(step)
             self.flight.append(step)
@@ -269,9 +271,11 @@ class CheckedScheduler:
             step.held += self._replaced(row)
             self._write(row, touched)
         assert len(step.held) == len(step.copies)
+        step.written = {block for block, _ in touched}
         for row in step.rows:
             self._read_back(row)
         self._check_reuse(step)
+        self._check_committed(step)
         for row in step.rows:  # samples last: a fork reads what its source has written in earlier steps only
             if row.sample:
                 row.token = row.sequence.sample()
@@ -299,7 +303,8 @@ class CheckedScheduler:
             assert s.state is State.WAITING
             forked = s.index > 0 and row.context_len == s.request.prompt_len - 1
             assert row.context_len % BLOCK_SIZE == 0 or forked
-            self.saw["cached prefix"] += row.context_len > 0
+            row.cached = 0 if forked else row.context_len // BLOCK_SIZE
+            self.saw["cached prefix"] += row.cached > 0
             self.saw["fork"] += forked
             s.state = State.RUNNING
         assert s.wants_more
@@ -333,6 +338,12 @@ class CheckedScheduler:
                 mine = {b for r in step.rows if r.sequence is row.sequence for b in r.blocks}
                 assert not fresh & (set(row.blocks) - mine), "a block is reused while a step in flight touches it"
             assert not fresh & {source for source, _ in other.copies}
+
+    def _check_committed(self, step: Step) -> None:
+        """The prefix cache offers no block that a step in flight, or this one, is still to write."""
+        pending = step.written.union(*(other.written for other in self.flight))
+        for row in step.rows:
+            assert not pending & set(row.blocks[: row.cached])
 
     def _check_order(self, rows: list[Row], waiting: set[ModelSequence], running: set[ModelSequence]) -> None:
         limits = self.limits

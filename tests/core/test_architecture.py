@@ -19,7 +19,7 @@ CSRC = ROOT / "csrc"
 
 # From the bottom up. A module imports from lower layers, and within its own.
 LAYERS: list[set[str]] = [
-    {"errors", "_core"},
+    {"errors", "_core", "bundled"},
     {"config", "request", "model_info"},
     {"kernels"},
     {"layers"},
@@ -27,11 +27,13 @@ LAYERS: list[set[str]] = [
     {"runner"},
     {"tokenization"},
     {"detokenizer"},
+    {"backend"},
     {"stream"},
     {"engine"},
     {"__init__", "testing"},
     {"server"},
-    {"cli", "__main__"},
+    {"cli"},
+    {"__main__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # A stream knows the engine it belongs to, and the engine its streams: one thing in two files.

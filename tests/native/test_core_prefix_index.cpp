@@ -41,7 +41,7 @@ void fuzz(int32_t num_blocks, int32_t num_kinds, int operations, unsigned seed) 
       model.erase(key_of[block]);
       key_of.erase(block);
     } else if (known == model.end()) {
-      index.insert(block, key.first, key.second.data());
+      CHECK_EQ(index.find_or_insert(block, key.first, key.second.data()), block);
       model[key] = block;
       key_of[block] = key;
       const uint64_t chain = index.chain_of(block);
@@ -51,6 +51,9 @@ void fuzz(int32_t num_blocks, int32_t num_kinds, int operations, unsigned seed) 
       } else {
         parents[static_cast<size_t>(2 + pick(4))] = chain;  // chains of erased blocks stay in use as parents
       }
+    } else {
+      CHECK_EQ(index.find_or_insert(block, key.first, key.second.data()), known->second);
+      CHECK(!index.contains(block));
     }
     if (i % 64 == 0) CHECK(index.consistent());
   }
@@ -83,7 +86,7 @@ TEST(prefix_index_compares_every_token) {
   PrefixIndex index(4, kBlockSize);
   const uint64_t root = PrefixIndex::root(7);
   const Tokens tokens(kBlockSize, 5);
-  index.insert(2, root, tokens.data());
+  CHECK_EQ(index.find_or_insert(2, root, tokens.data()), 2);
   CHECK_EQ(index.find(root, tokens.data()), 2);
   CHECK_EQ(index.find(PrefixIndex::root(8), tokens.data()), -1);
   for (size_t i = 0; i < tokens.size(); ++i) {
@@ -91,4 +94,40 @@ TEST(prefix_index_compares_every_token) {
     other[i] ^= 1;
     CHECK_EQ(index.find(root, other.data()), -1);
   }
+}
+
+// Two blocks with the same hash, made by solving for it: after four tokens the state of the first lane is
+// fold(fold(start ^ w0) ^ w1), so any w0 can be made up for by w1. Constants and lanes are those of prefix_index.cpp.
+TEST(prefix_index_survives_equal_hashes) {
+  __extension__ using uint128 = unsigned __int128;
+  const auto fold = [](uint64_t a) {
+    const uint128 product = uint128{a} * 0x9E3779B97F4A7C15;
+    return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
+  };
+  const uint64_t root = PrefixIndex::root(3), start = root ^ 0xD1B54A32D192ED03;
+  const auto with_words = [](uint64_t w0, uint64_t w1) {
+    Tokens tokens(kBlockSize, 9);
+    for (const auto& [place, word] : {std::pair{0, w0}, std::pair{4, w1}}) {
+      tokens[static_cast<size_t>(place)] = static_cast<int32_t>(word & 0xFFFFFFFF);
+      tokens[static_cast<size_t>(place) + 1] = static_cast<int32_t>(word >> 32);
+    }
+    return tokens;
+  };
+  std::vector<Tokens> colliding;
+  const uint64_t after = fold(start ^ 1) ^ 1;
+  for (uint64_t w0 = 1; w0 <= 8; ++w0) colliding.push_back(with_words(w0, after ^ fold(start ^ w0)));
+
+  PrefixIndex index(16, kBlockSize);
+  for (int32_t block = 0; block < 8; ++block) {
+    for (int32_t other = 0; other < 8; ++other) {
+      CHECK_EQ(index.find(root, colliding[static_cast<size_t>(other)].data()), other < block ? other : -1);
+    }
+    index.insert(block, root, colliding[static_cast<size_t>(block)].data());
+  }
+  CHECK(index.consistent());
+  for (const int32_t gone : {3, 0, 7}) {
+    index.erase(gone);
+    CHECK_EQ(index.find(root, colliding[static_cast<size_t>(gone)].data()), -1);
+  }
+  for (const int32_t left : {1, 2, 4, 5, 6}) CHECK_EQ(index.find(root, colliding[static_cast<size_t>(left)].data()), left);
 }

@@ -1,0 +1,168 @@
+// The host executor: steps in order on its own thread, block copies, exceptions, and a forward that never returns.
+#include <cstring>
+#include <stdexcept>
+
+#include "check.h"
+#include "engine_fixture.h"
+#include "step_loop/callback_executor.h"
+
+namespace {
+
+using namespace asyncengine;
+using namespace asyncengine::testing;
+
+// The simulated model once more, through the flat arrays that a host forward gets. Tokens live in `kv`, as in a cache.
+struct HostModel {
+  explicit HostModel(const Options& options)
+      : block_size(options.block_size), kv(static_cast<size_t>(options.num_blocks * options.block_size), -1) {
+    config.vocab_size = options.vocab_size;
+  }
+  void forward(const StepBatch& batch, int32_t* tokens) {
+    for (size_t t = 0; t < static_cast<size_t>(batch.num_tokens); ++t) {
+      kv[static_cast<size_t>(batch.slot_mapping[t])] = static_cast<int32_t>(batch.input_ids[t]);
+    }
+    size_t sampled = 0;
+    for (size_t r = 0; r < static_cast<size_t>(batch.num_rows); ++r) {
+      const int32_t last = batch.query_start[r + 1] - 1;
+      if (sampled == batch.sample_index.size() || batch.sample_index[sampled] != last) continue;
+      std::vector<int32_t> context;
+      for (int32_t p = 0; p <= batch.positions[static_cast<size_t>(last)]; ++p) {
+        context.push_back(kv[static_cast<size_t>(batch.block_tables[r][p / block_size] * block_size + p % block_size)]);
+      }
+      CHECK_EQ(batch.sample_position[sampled], static_cast<int64_t>(context.size()));
+      tokens[sampled] = SimulatedModel::next_token(config, context, *batch.sample_state[sampled]);
+      ++sampled;
+    }
+    CHECK_EQ(sampled, static_cast<size_t>(batch.num_samples));
+  }
+  int32_t block_size;
+  SimulatedModelConfig config;
+  std::vector<int32_t> kv;
+};
+
+std::unique_ptr<StepLoop> make_loop(const Options& options, std::vector<CallbackExecutor::BlockRegion> regions,
+                                    CallbackExecutor::Forward forward) {
+  const auto config = options.loop();
+  return std::make_unique<StepLoop>(
+      config, std::make_unique<CallbackExecutor>(StepLoop::limits(config), options.max_model_len / options.block_size + 1,
+                                                 options.block_size, options.steps_in_flight, std::move(regions),
+                                                 std::move(forward)));
+}
+
+template <typename Condition>
+bool eventually(StepLoop& loop, Condition condition) {
+  for (int i = 0; i < 3000; ++i) {
+    if (condition()) return true;
+    pollfd fd{loop.wake_fd(), POLLIN, 0};
+    ::poll(&fd, 1, 10);
+  }
+  return false;
+}
+
+}  // namespace
+
+TEST(the_host_executor_computes_what_the_device_does) {
+  for (const int depth : {1, 2, 3}) {
+    Options options;
+    options.steps_in_flight = depth;
+    options.num_blocks = 20;
+    HostModel model(options);
+    const auto bytes = static_cast<size_t>(options.block_size) * sizeof(int32_t);
+    auto loop = make_loop(options, {{reinterpret_cast<std::byte*>(model.kv.data()), bytes}},
+                          [&](const StepBatch& batch, int32_t* tokens) { model.forward(batch, tokens); });
+    loop->start();
+    std::mt19937 rng(static_cast<unsigned>(depth));
+    std::map<uint64_t, RequestSpec> specs;
+    std::map<std::pair<uint64_t, int32_t>, std::vector<int32_t>> results;
+    size_t ends = 0, expected_ends = 0;
+    for (uint64_t id = 1; id <= 150; ++id) {
+      RequestSpec spec = random_spec(rng, options, 60, 30);
+      spec.id = id;
+      spec.stop_tokens.clear();
+      expected_ends += static_cast<size_t>(spec.n);
+      specs[id] = spec;
+      CHECK(loop->submit(spec) == SubmitResult::kAccepted);
+    }
+    CHECK(eventually(*loop, [&] {
+      loop->drain([&](const StepLoop::News& news) {
+        auto& tokens = results[{news.sequence->request->id, news.sequence->index}];
+        tokens.insert(tokens.end(), news.tokens.begin(), news.tokens.end());
+        ends += news.finish == FinishReason::kLength;
+      });
+      return ends == expected_ends;
+    }));
+    for (const auto& [key, tokens] : results) {
+      const RequestSpec& spec = specs.at(key.first);
+      SamplingState sampling = spec.sampling;
+      sampling.seed += static_cast<uint64_t>(key.second);
+      std::vector<int32_t> all = spec.prompt;
+      for (const int32_t token : tokens) {
+        CHECK_EQ(token, SimulatedModel::next_token(model.config, all, sampling));
+        all.push_back(token);
+      }
+      CHECK_EQ(tokens.size(), static_cast<size_t>(spec.max_tokens));
+    }
+    CHECK(loop->stop(5s));
+  }
+}
+
+TEST(an_exception_in_the_forward_kills_the_engine_with_its_text) {
+  Options options;
+  std::atomic<int> calls{0};
+  auto loop = make_loop(options, {}, [&](const StepBatch& batch, int32_t* tokens) {
+    if (++calls == 3) throw std::runtime_error("the weights melted");
+    std::fill_n(tokens, batch.num_samples, 1);
+  });
+  loop->start();
+  CHECK(loop->submit({1, {1, 2, 3}, 1, 100, 0, 0, {}, {}}) == SubmitResult::kAccepted);
+  CHECK(eventually(*loop, [&] { return !loop->drain([](const StepLoop::News&) {}); }));
+  CHECK_EQ(loop->error(), std::string("the weights melted"));
+  CHECK(loop->stop(5s));
+  CHECK_EQ(calls.load(), 3);  // a step that was launched behind the failed one never runs
+}
+
+TEST(a_negative_token_fails_its_request_only) {
+  Options options;
+  auto loop = make_loop(options, {}, [&](const StepBatch& batch, int32_t* tokens) {
+    std::fill_n(tokens, batch.num_samples, 1);
+    for (size_t s = 0; s < static_cast<size_t>(batch.num_samples); ++s) {
+      if (batch.sample_state[s]->seed == 77 && batch.sample_position[s] == 8) tokens[s] = -1;
+    }
+  });
+  loop->start();
+  RequestSpec good{1, {1, 2, 3}, 1, 20, 0, 0, {}, {}}, bad{2, {1, 2, 3}, 2, 20, 0, 0, {}, {}};
+  bad.sampling.seed = 77;
+  CHECK(loop->submit(good) == SubmitResult::kAccepted);
+  CHECK(loop->submit(bad) == SubmitResult::kAccepted);
+  std::map<std::pair<uint64_t, int32_t>, FinishReason> ends;
+  CHECK(eventually(*loop, [&] {
+    CHECK(loop->drain([&](const StepLoop::News& news) {
+      if (news.finish != FinishReason::kNone) ends[{news.sequence->request->id, news.sequence->index}] = news.finish;
+    }));
+    return ends.size() == 3;
+  }));
+  CHECK((ends[{1, 0}] == FinishReason::kLength));
+  CHECK((ends[{2, 0}] == FinishReason::kFailed));
+  CHECK((ends[{2, 1}] == FinishReason::kFailed));
+  CHECK(eventually(*loop, [&] {
+    loop->drain([](const StepLoop::News&) {});
+    return loop->stats().live_requests == 0 && loop->stats().free_blocks == options.num_blocks;
+  }));
+  CHECK(loop->stop(5s));
+}
+
+TEST(a_forward_that_hangs_is_a_failure_and_stop_does_not_wait_for_it) {
+  Options options;
+  options.step_timeout = 100ms;
+  std::atomic<bool> hang{true};
+  auto loop = make_loop(options, {}, [&](const StepBatch&, int32_t*) {
+    while (hang) std::this_thread::sleep_for(1ms);
+  });
+  loop->start();
+  CHECK(loop->submit({1, {1, 2, 3}, 1, 100, 0, 0, {}, {}}) == SubmitResult::kAccepted);
+  CHECK(eventually(*loop, [&] { return !loop->drain([](const StepLoop::News&) {}); }));
+  CHECK(loop->error().find("did not finish within") != std::string::npos);
+  CHECK(!loop->stop(10ms));
+  hang = false;
+  CHECK(loop->stop(5s));
+}
