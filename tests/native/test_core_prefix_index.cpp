@@ -122,7 +122,7 @@ TEST(prefix_index_survives_equal_hashes) {
     for (int32_t other = 0; other < 8; ++other) {
       CHECK_EQ(index.find(root, colliding[static_cast<size_t>(other)].data()), other < block ? other : -1);
     }
-    index.insert(block, root, colliding[static_cast<size_t>(block)].data());
+    CHECK_EQ(index.find_or_insert(block, root, colliding[static_cast<size_t>(block)].data()), block);
   }
   CHECK(index.consistent());
   for (const int32_t gone : {3, 0, 7}) {
