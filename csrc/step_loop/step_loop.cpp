@@ -90,8 +90,8 @@ bool StepLoop::advance() {
   receive();
   bool moved = retire_oldest(now);
   moved |= launch_next(now);
+  publish_stats();  // first: who got its last token finds it counted
   outbox_.publish();
-  publish_stats();
   return moved;
 }
 
