@@ -25,6 +25,7 @@ std::unique_ptr<Request> make_request(const RequestSpec& spec, int64_t order, ui
     std::copy_n(spec.stop_tokens.begin(), std::min(sequence.num_stops, Sequence::kInlineStops), sequence.stops);
     sequence.sampling = spec.sampling;
     sequence.sampling.seed += static_cast<uint64_t>(i);
+    sequence.greedy = spec.sampling.temperature <= 0.f;
   }
   return request;
 }

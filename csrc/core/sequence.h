@@ -44,6 +44,7 @@ struct alignas(64) Sequence {
   SequenceState state = SequenceState::kDormant;
   bool on_device = false;     // last_token[slot] is, or will be, this sequence's latest token
   bool forked = false;        // the block it writes next may be shared with a sibling
+  bool greedy = true;         // temperature 0
 
   static constexpr int kInlineStops = 4;
   alignas(64) std::vector<int32_t> tokens;  // capacity reserved for all there can be

@@ -31,8 +31,7 @@ struct StepPlan {
   int32_t num_tokens = 0;
   int32_t num_decode_rows = 0;
   int32_t num_samples = 0;
-  int32_t num_table_deltas = 0;       // rows whose block table has entries the executor has not seen,
-  int32_t num_delta_blocks = 0;       // and how many
+  int32_t num_delta_blocks = 0;       // block-table entries of its rows that the executor has not seen
 
   bool empty() const { return rows.empty(); }
   void clear() {
@@ -40,7 +39,7 @@ struct StepPlan {
     copies.clear();
     filled_slots.clear();
     held_blocks.clear();
-    num_tokens = num_decode_rows = num_samples = num_table_deltas = num_delta_blocks = 0;
+    num_tokens = num_decode_rows = num_samples = num_delta_blocks = 0;
   }
 };
 

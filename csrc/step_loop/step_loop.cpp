@@ -1,7 +1,14 @@
 #include "step_loop/step_loop.h"
 
+#ifdef __linux__
+#include <pthread.h>
+#include <sched.h>
+#endif
+
 #include <algorithm>
 #include <cassert>
+#include <cerrno>
+#include <system_error>
 #include <utility>
 
 #include "core/batch_packer.h"
@@ -34,6 +41,28 @@ Request* take_all(std::atomic<Request*>& head) {
   return reversed;
 }
 
+#ifdef __linux__
+void pin_this_thread(int cpu) {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  CPU_SET(static_cast<size_t>(cpu), &cores);
+  (void)pthread_setaffinity_np(pthread_self(), sizeof(cores), &cores);
+}
+
+void check_affinity(int cpu) {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  if (cpu >= CPU_SETSIZE || sched_getaffinity(0, sizeof(cores), &cores) != 0 || !CPU_ISSET(static_cast<size_t>(cpu), &cores)) {
+    throw std::system_error(EINVAL, std::generic_category(), "this process may not run on core " + std::to_string(cpu));
+  }
+}
+#else
+void pin_this_thread(int) {}
+void check_affinity(int) {
+  throw std::system_error(ENOTSUP, std::generic_category(), "this platform does not pin threads to cores");
+}
+#endif
+
 }  // namespace
 
 int64_t StepLoop::now_ns() {
@@ -64,8 +93,12 @@ StepLoop::~StepLoop() {
   if (!stop(std::chrono::seconds(hangs_ ? 0 : 5))) (void)executor_.release();
 }
 
-void StepLoop::start() {
-  thread_ = std::thread([this] { run(); });
+void StepLoop::start(int cpu) {
+  if (cpu >= 0) check_affinity(cpu);
+  thread_ = std::thread([this, cpu] {
+    if (cpu >= 0) pin_this_thread(cpu);
+    run();
+  });
 }
 
 bool StepLoop::stop(nanoseconds limit) {
@@ -84,8 +117,9 @@ void StepLoop::run() {
   }
 }
 
-// One round: hear what is new, take in results, launch. True when anything moved.
+// Hear what is new, take in results, launch.
 bool StepLoop::advance() {
+  if (stopping_.load(std::memory_order_acquire) || failed_.load(std::memory_order_relaxed)) return false;
   const int64_t now = now_ns();
   receive();
   bool moved = retire_oldest(now);
