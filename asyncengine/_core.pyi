@@ -372,7 +372,7 @@ class StepLoop:
     ) -> StepLoop:
         """eager(bucket or -1 for block copies, variant, stream) enqueues a step's kernels in place of its graph."""
     def start(self, cpu: int = -1) -> None:
-        """On core ``cpu`` if that is not negative; OSError if this process may not run there."""
+        """On core ``cpu``, if that is one that this process may use."""
     def advance(self) -> bool:
         """Instead of start(): one round of the step thread's work. True when anything moved."""
     def stop(self, limit_s: float) -> bool:

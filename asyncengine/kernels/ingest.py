@@ -3,6 +3,7 @@
 It reads the bytes that csrc/core/step_input.h lays out, brings the slots up to date and writes the step's
 tensors (DeviceStep). Every row names all that concerns its slot, so rows are taken in independently.
 """
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
 from __future__ import annotations
 
@@ -79,9 +80,9 @@ def ingest(source: StepSource, step: DeviceStep, block_size: int) -> None:
         step.sample_position,
         slots.block_tables.shape[1],
         words,
+        rows,
+        tokens,
         RING=ring,
-        R=rows,
-        T=tokens,
         BLOCK_SIZE=block_size,
         CHUNK=_CHUNK,
         num_warps=4,
@@ -100,7 +101,7 @@ def copy_blocks(source: StepSource, kv: Tensor) -> None:
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "T"])  # one compilation for all buckets
 def _ingest(
     inputs,
     state,
@@ -125,9 +126,9 @@ def _ingest(
     sample_position,
     max_blocks,
     words,
+    R,
+    T,
     RING: tl.constexpr,
-    R: tl.constexpr,
-    T: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -217,11 +218,10 @@ def _ingest(
             tl.store(sample_slot + sample_row, slot)
             tl.store(sample_position + sample_row, context_len + query_len)
 
-    if pid < R:
-        if pid >= num_samples:  # place pid of the samples is no row's
-            tl.store(sample_index + pid, tl.zeros((), tl.int64))
-            tl.store(sample_slot + pid, -1)
-            tl.store(sample_position + pid, 0)
+    if (pid < R) & (pid >= num_samples):  # place pid of the samples is no row's
+        tl.store(sample_index + pid, tl.zeros((), tl.int64))
+        tl.store(sample_slot + pid, -1)
+        tl.store(sample_position + pid, 0)
 
     if pid == 0:
         low = tl.load(source + 2).to(tl.int64) & 0xFFFFFFFF

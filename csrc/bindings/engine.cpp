@@ -1,5 +1,5 @@
 // The step loop on its executors.
-#include "bindings/cuda.h"
+#include "bindings/device.h"
 
 #include <chrono>
 #include <memory>

@@ -7,8 +7,6 @@
 
 #include <algorithm>
 #include <cassert>
-#include <cerrno>
-#include <system_error>
 #include <utility>
 
 #include "core/batch_packer.h"
@@ -48,19 +46,8 @@ void pin_this_thread(int cpu) {
   CPU_SET(static_cast<size_t>(cpu), &cores);
   (void)pthread_setaffinity_np(pthread_self(), sizeof(cores), &cores);
 }
-
-void check_affinity(int cpu) {
-  cpu_set_t cores;
-  CPU_ZERO(&cores);
-  if (cpu >= CPU_SETSIZE || sched_getaffinity(0, sizeof(cores), &cores) != 0 || !CPU_ISSET(static_cast<size_t>(cpu), &cores)) {
-    throw std::system_error(EINVAL, std::generic_category(), "this process may not run on core " + std::to_string(cpu));
-  }
-}
 #else
 void pin_this_thread(int) {}
-void check_affinity(int) {
-  throw std::system_error(ENOTSUP, std::generic_category(), "this platform does not pin threads to cores");
-}
 #endif
 
 }  // namespace
@@ -94,7 +81,6 @@ StepLoop::~StepLoop() {
 }
 
 void StepLoop::start(int cpu) {
-  if (cpu >= 0) check_affinity(cpu);
   thread_ = std::thread([this, cpu] {
     if (cpu >= 0) pin_this_thread(cpu);
     run();

@@ -42,8 +42,7 @@ class StepLoop {
 
   static StepLimits limits(const StepLoopConfig& config) { return Scheduler(config.scheduler).limits(); }
 
-  // Runs on a thread of its own, on core `cpu` if that is not negative. Throws std::system_error for a core that this
-  // process may not use.
+  // Runs on a thread of its own, pinned to core `cpu` if that is one that this process may use (Linux).
   void start(int cpu = -1);
   // Instead of start(): one round of the step thread's work, by whoever calls. Never waits; true when anything moved.
   // It exists to measure what the thread is worth.

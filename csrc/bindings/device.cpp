@@ -1,5 +1,5 @@
 // The device side of the step loop: function table, graphs and staging. The simulated device stands in for CUDA.
-#include "bindings/cuda.h"
+#include "bindings/device.h"
 
 #include <map>
 #include <string>
@@ -97,7 +97,7 @@ GraphExecutor::Graphs executor_graphs(std::shared_ptr<CudaGraphs> graphs, py::ob
   return result;
 }
 
-void bind_cuda(py::module_& m) {
+void bind_device(py::module_& m) {
   py::class_<Simulation, std::unique_ptr<Simulation, WithoutGil>>(m, "SimulatedDevice")
       .def(py::init([](int32_t vocab_size, int32_t first_token, double step_latency_us, double token_latency_us, bool read_kv) {
              require(0 <= first_token && first_token < vocab_size, "first_token must be in [0, vocab_size)");
