@@ -1,0 +1,34 @@
+"""Without a GPU the Triton kernels run in Triton's interpreter: the same tests pass on either machine."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, by the tests below this folder
+
+    from triton.runtime import interpreter
+
+    _patch_tensor = interpreter._patch_lang_tensor
+
+    def _patch_tensor_and_index(tensor, scope):
+        """Its scalars are arrays of one element, which numpy 2.4 no longer turns into an int for range()."""
+        _patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = _patch_tensor_and_index
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True, scope="package")
+def one_torch_thread():
+    """The tensors here are tiny: a second thread costs more than it brings, above all on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
