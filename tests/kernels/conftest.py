@@ -8,16 +8,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, by the tests below this folder
 
-    from triton.runtime import interpreter
+    from tests.kernels.interpreter import repair_interpreter
 
-    _patch_tensor = interpreter._patch_lang_tensor
-
-    def _patch_tensor_and_index(tensor, scope):
-        """Its scalars are arrays of one element, which numpy 2.4 no longer turns into an int for range()."""
-        _patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = _patch_tensor_and_index
+    repair_interpreter()
 
 
 @pytest.fixture(scope="session")
