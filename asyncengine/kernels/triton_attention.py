@@ -59,7 +59,6 @@ def paged_attention(
 
     Raises ConfigError if a tensor's shape, dtype or layout is not what ``work`` was allocated for.
     """
-    shape = work.shape
     _check(q, k_cache, v_cache, work.shape, out)
     if window != work.window:
         raise ConfigError(f"the work list is of window {work.window}, not {window}")
@@ -176,18 +175,18 @@ def _attend(
     union of what the queries see, is loaded: there may be anything, and 0 * NaN is NaN.
     """
     column = tl.arange(0, D)
+    token = first * N + tl.arange(0, N)
+    block = tl.load(table + token // BLOCK_SIZE, mask=token < kv_end, other=0)
     for tile in tl.range(first, last, num_stages=STAGES):
         token = tile * N + tl.arange(0, N)
+        at = block.to(tl.int64) * BLOCK_STRIDE + token % BLOCK_SIZE * HEAD_DIM
+        # One turn ahead: were it loaded here, half of the stages would go to hiding its latency.
+        block = tl.load(table + (token + N) // BLOCK_SIZE, mask=token + N < kv_end, other=0)
+        at = at[:, None] + column[None, :]
         if MASKED:
             there = token < kv_end
             if WINDOWED:
                 there = there & (token >= kv_begin)
-            block = tl.load(table + token // BLOCK_SIZE, mask=there, other=0)
-        else:
-            block = tl.load(table + token // BLOCK_SIZE)
-        at = block.to(tl.int64) * BLOCK_STRIDE + token % BLOCK_SIZE * HEAD_DIM
-        at = at[:, None] + column[None, :]
-        if MASKED:
             loaded = there[:, None] if D == HEAD_DIM else there[:, None] & (column < HEAD_DIM)[None, :]
             k = tl.load(k_head + at, mask=loaded, other=0.0)
             v = tl.load(v_head + at, mask=loaded, other=0.0)
