@@ -253,9 +253,7 @@ def _combine(
             piece = first + tl.arange(0, PIECES)
             there = (piece < pieces)[:, None] & (row < count * GROUP)[None, :]
             at = piece[:, None] * PIECE_STRIDE + row[None, :]
-            weight = tl.exp2(
-                tl.load(peaks + at, mask=there, other=-float("inf"), cache_modifier=".cg") - peak[None, :]
-            )
+            weight = tl.exp2(tl.load(peaks + at, mask=there, other=-float("inf"), cache_modifier=".cg") - peak[None, :])
             total += tl.sum(weight * tl.load(totals + at, mask=there, other=0.0, cache_modifier=".cg"), 0)
             part = tl.load(
                 partials + at[:, :, None] * HEAD_DIM + column[None, None, :],
@@ -267,12 +265,10 @@ def _combine(
         total = tl.where(total == 0.0, 1.0, total)
         result = (acc / total[:, None]).to(out.dtype.element_ty)
         to = out + (row // GROUP).to(tl.int64)[:, None] * stride_out + (row % GROUP)[:, None] * HEAD_DIM
-        tl.store(
-            to + column[None, :], result, mask=(row < count * GROUP)[:, None] & (column < HEAD_DIM)[None, :]
-        )
+        tl.store(to + column[None, :], result, mask=(row < count * GROUP)[:, None] & (column < HEAD_DIM)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "stride_table", "stats_size"])
 def _attention_kernel(
     q,
     k_cache,
