@@ -59,7 +59,6 @@ def paged_attention(
 
     Raises ConfigError if a tensor's shape, dtype or layout is not what ``work`` was allocated for.
     """
-    shape = work.shape
     _check(q, k_cache, v_cache, work.shape, out)
     if window != work.window:
         raise ConfigError(f"the work list is of window {work.window}, not {window}")
@@ -176,18 +175,18 @@ def _attend(
     union of what the queries see, is loaded: there may be anything, and 0 * NaN is NaN.
     """
     column = tl.arange(0, D)
+    token = first * N + tl.arange(0, N)
+    block = tl.load(table + token // BLOCK_SIZE, mask=token < kv_end, other=0)
     for tile in tl.range(first, last, num_stages=STAGES):
         token = tile * N + tl.arange(0, N)
+        at = block.to(tl.int64) * BLOCK_STRIDE + token % BLOCK_SIZE * HEAD_DIM
+        # One turn ahead: were it loaded here, half of the stages would go to hiding its latency.
+        block = tl.load(table + (token + N) // BLOCK_SIZE, mask=token + N < kv_end, other=0)
+        at = at[:, None] + column[None, :]
         if MASKED:
             there = token < kv_end
             if WINDOWED:
                 there = there & (token >= kv_begin)
-            block = tl.load(table + token // BLOCK_SIZE, mask=there, other=0)
-        else:
-            block = tl.load(table + token // BLOCK_SIZE)
-        at = block.to(tl.int64) * BLOCK_STRIDE + token % BLOCK_SIZE * HEAD_DIM
-        at = at[:, None] + column[None, :]
-        if MASKED:
             loaded = there[:, None] if D == HEAD_DIM else there[:, None] & (column < HEAD_DIM)[None, :]
             k = tl.load(k_head + at, mask=loaded, other=0.0)
             v = tl.load(v_head + at, mask=loaded, other=0.0)
@@ -254,9 +253,7 @@ def _combine(
             piece = first + tl.arange(0, PIECES)
             there = (piece < pieces)[:, None] & (row < count * GROUP)[None, :]
             at = piece[:, None] * PIECE_STRIDE + row[None, :]
-            weight = tl.exp2(
-                tl.load(peaks + at, mask=there, other=-float("inf"), cache_modifier=".cg") - peak[None, :]
-            )
+            weight = tl.exp2(tl.load(peaks + at, mask=there, other=-float("inf"), cache_modifier=".cg") - peak[None, :])
             total += tl.sum(weight * tl.load(totals + at, mask=there, other=0.0, cache_modifier=".cg"), 0)
             part = tl.load(
                 partials + at[:, :, None] * HEAD_DIM + column[None, None, :],
@@ -268,12 +265,10 @@ def _combine(
         total = tl.where(total == 0.0, 1.0, total)
         result = (acc / total[:, None]).to(out.dtype.element_ty)
         to = out + (row // GROUP).to(tl.int64)[:, None] * stride_out + (row % GROUP)[:, None] * HEAD_DIM
-        tl.store(
-            to + column[None, :], result, mask=(row < count * GROUP)[:, None] & (column < HEAD_DIM)[None, :]
-        )
+        tl.store(to + column[None, :], result, mask=(row < count * GROUP)[:, None] & (column < HEAD_DIM)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "stride_table", "stats_size"])
 def _attention_kernel(
     q,
     k_cache,

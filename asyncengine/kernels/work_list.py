@@ -12,15 +12,16 @@ Bounds, for R rows, T tokens and L lanes, that no content of a step exceeds:
             rows have at most r + (T - r) / Q, and r <= min(R, T / 2) since such a row has two tokens or more.
   items     unit u in lane l is item u + l (both only ever grow along the line): units + L. An index that no
             pair (u, l) has stays unused; the items of one lane are neighbours.
-  partials  2 L: a unit cut over the lanes f to e uses slots 2f+1 to 2f+1+(e-f) <= 2e. Of these, those below
-            2e belong to lanes that it alone fills to their end, and 2e to the lane that it enters.
+  partials  2 L: a unit cut over the lanes f to e > f uses the slots 2f to f+e < 2e, and the next unit that is
+            cut begins in lane e or later.
 With fixed splits an item is split s of a decode row, at most ceil(max_context / split_tokens) a row, each
-with a partial slot of its own; lanes take items in turn, and prefill is not split.
+with a partial slot of its own; lanes take items in turn. Prefill has one item a unit and no partial results.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -81,11 +82,10 @@ class Tile:
 def choose_tiles(shape: AttentionShape) -> tuple[Tile, Tile]:
     """The tiles of decode and of prefill, by the bytes of a KV tile.
 
-    Decode waits for memory: K and V tiles of 16 KiB each in three stages keep two stages, 64 KiB, in flight
-    for each of two programs of a multiprocessor, well over the 33 KiB that 4.4 TB/s at a microsecond of
-    latency needs. Prefill waits for the tensor cores: 128 rows are two warp groups' worth, and two programs
-    with two stages each fit, so that one computes its softmax while the other multiplies. float32 is
-    multiplied exactly, without tensor cores, from registers: small tiles.
+    Decode waits for memory: with K and V tiles of 16 KiB each, two programs of a multiprocessor keep up to
+    three turns, 96 KiB, in flight each, where 4.4 TB/s at a microsecond of latency needs 33 KiB in all.
+    Prefill waits for the tensor cores: two warp groups of 64 rows each, whose registers (250 a thread) leave
+    no room for a second program. float32 is multiplied exactly, without tensor cores: small tiles.
     """
     width = triton.next_power_of_2(shape.head_dim)
     group = triton.next_power_of_2(shape.group)
@@ -93,8 +93,7 @@ def choose_tiles(shape: AttentionShape) -> tuple[Tile, Tile]:
         keys = min(32, max(16, 4096 // width))
         return Tile(max(16, group), keys, 4, 2, 2), Tile(max(32, group), keys, 4, 1, 2)
     keys = min(128, max(16, 8192 // width))
-    decode = Tile(max(16, group), keys, 4, 3, 2)
-    return decode, Tile(max(128, group), min(64, keys), 8, 2, 2)
+    return Tile(max(16, group), keys, 4, 4, 2), Tile(max(128, group), min(64, keys), 8, 3, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +103,14 @@ class Section:
     tile: Tile
     queries: int
     """tokens of a full tile"""
-    min_query: int
-    max_query: int
-    """which rows are of this section, by their query_len"""
+    row_lengths: range
+    """query_len of the rows that are of this section"""
     lanes: int
     split_tiles: int
     """KV tiles of a fixed split; 0 is adaptive"""
     min_split_tiles: int
     slots_per_row: int
+    """partial slots of a row whose splits are fixed"""
     item_step: int
     """the items of lane l are range(*lane_items[l], item_step)"""
     items: Tensor
@@ -135,8 +134,8 @@ class Section:
             self.lane_items,
             step.num_rows,
             window or NO_WINDOW,
-            MIN_QUERY=self.min_query,
-            MAX_QUERY=self.max_query,
+            MIN_QUERY=self.row_lengths.start,
+            MAX_QUERY=self.row_lengths.stop - 1,
             QUERIES=self.queries,
             KEYS=self.tile.keys,
             LANES=self.lanes,
@@ -183,8 +182,9 @@ class WorkList:
 
         ``max_context`` bounds context and query of a row together. A window of 0 is none. With
         ``split_tokens`` 0 the splits follow the work of the step; otherwise a decode row is cut at multiples
-        of it and prefill is not cut, so that no row's result depends on the others. ``num_programs``
-        (default: what fits on the device) sizes the grids.
+        of it and prefill is not cut, so that no row's result depends on the others: that costs balance, and
+        room for a partial result of every row and split. ``num_programs`` (default: what fits on the device)
+        sizes the grids.
 
         Raises ConfigError if ``split_tokens`` is no multiple of the decode tile or the heads do not divide.
         """
@@ -194,46 +194,44 @@ class WorkList:
         if split_tokens < 0 or split_tokens % decode.keys:
             raise ConfigError(f"split_tokens {split_tokens} is not a multiple of the KV tile of {decode.keys} tokens")
 
-        def section(tile: Tile, queries: int, min_query: int, max_query: int, units: int, splits: int) -> Section:
+        def section(tile: Tile, queries: int, row_lengths: range, max_units: int, split_tiles: int) -> Section:
             programs = num_programs or tile.programs_per_sm * _multiprocessors(device)
             lanes = max(1, programs // shape.num_kv_heads)
-            slots = units * splits if split_tokens else 2 * lanes
-            rows = queries * shape.group
-            whole = -(-max_context // tile.keys) * tile.keys
-
-            def ints(*size: int) -> Tensor:
-                return torch.zeros(size, dtype=torch.int32, device=device)
-
-            def floats(*size: int) -> Tensor:
-                return torch.empty(size, dtype=torch.float32, device=device)
-
+            splits = -(-max_context // (split_tiles * tile.keys)) if split_tiles else 1
+            if split_tiles:
+                max_items, slots = max_units * splits, max_units * splits if splits > 1 else 0
+            else:
+                max_items, slots = max_units + lanes, 2 * lanes
+            per_slot = (shape.num_kv_heads, queries * shape.group)
+            ints = functools.partial(torch.zeros, dtype=torch.int32, device=device)
+            floats = functools.partial(torch.empty, dtype=torch.float32, device=device)
             return Section(
                 tile,
                 queries,
-                min_query,
-                max_query,
+                row_lengths,
                 lanes,
-                split_tiles=(split_tokens if tile is decode else whole) // tile.keys if split_tokens else 0,
+                split_tiles,
                 min_split_tiles=-(-min_split_tokens // tile.keys),
                 slots_per_row=splits,
-                item_step=lanes if split_tokens else 1,
-                items=ints(units * splits if split_tokens else units + lanes, ITEM.value),
-                lane_items=ints(lanes, 2),
-                partials=floats(slots, shape.num_kv_heads, rows, shape.head_dim),
-                stats=floats(2, slots, shape.num_kv_heads, rows),
-                arrivals=ints(slots, shape.num_kv_heads),
+                item_step=lanes if split_tiles else 1,
+                items=ints((max_items, ITEM.value)),
+                lane_items=ints((lanes, 2)),
+                partials=floats((slots, *per_slot, shape.head_dim)),
+                stats=floats((2, slots, *per_slot)),
+                arrivals=ints((slots, shape.num_kv_heads)),
             )
 
-        splits = -(-max_context // split_tokens) if split_tokens else 1
+        whole = -(-max_context // prefill.keys) if split_tokens else 0
         queries = prefill.rows // shape.group
         rows = min(max_rows, max_tokens // 2)
+        units = rows + (max_tokens - rows) // queries
         return cls(
             shape,
             window,
             max_rows,
             max_tokens,
-            section(decode, 1, 1, 1, max_rows, splits),
-            section(prefill, queries, 2, max_tokens, rows + (max_tokens - rows) // queries, 1) if rows else None,
+            section(decode, 1, range(1, 2), max_rows, split_tokens // decode.keys),
+            section(prefill, queries, range(2, max_tokens + 1), units, whole) if rows else None,
         )
 
     @property
@@ -271,20 +269,55 @@ def _kv_tiles(context, length, index, window, QUERIES: tl.constexpr, KEYS: tl.co
 
 
 @triton.jit
-def _store_items(items, item, there, slot, query, count, position, begin, end, partial, piece, pieces):
-    at = items + item * ITEM
-    tl.store(at + SLOT, slot, mask=there)
-    tl.store(at + QUERY, query, mask=there)
-    tl.store(at + COUNT, count, mask=there)
-    tl.store(at + POSITION, position, mask=there)
-    tl.store(at + BEGIN, begin, mask=there)
-    tl.store(at + END, end, mask=there)
-    tl.store(at + PARTIAL, partial, mask=there)
-    tl.store(at + PIECE, piece, mask=there)
-    tl.store(at + PIECES, pieces, mask=there)
+def _units(length, MIN_QUERY: tl.constexpr, MAX_QUERY: tl.constexpr, QUERIES: tl.constexpr):
+    """Tiles of queries of a row of this length, 0 if it is not of the section."""
+    return tl.where((length >= MIN_QUERY) & (length <= MAX_QUERY), tl.cdiv(length, QUERIES), 0)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
+def _sum_rows(
+    row_query_len,
+    row_context_len,
+    num_rows,
+    row,
+    window,
+    MIN_QUERY: tl.constexpr,
+    MAX_QUERY: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Items and cost of the rows before ``row``, then of all. With adaptive splits a unit counts as one item."""
+    items_before, cost_before, items, cost = 0, 0, 0, 0
+    for first in range(0, num_rows, ROWS):
+        r = first + tl.arange(0, ROWS)
+        length = tl.load(row_query_len + r, mask=r < num_rows, other=0)
+        context = tl.load(row_context_len + r, mask=r < num_rows, other=0)
+        units = _units(length, MIN_QUERY, MAX_QUERY, QUERIES)
+        row_cost = tl.zeros([ROWS], tl.int32)
+        row_items = tl.zeros([ROWS], tl.int32)
+        for index in range(0, tl.max(units, 0)):
+            begin, end = _kv_tiles(context, length, index, window, QUERIES, KEYS)
+            row_cost += tl.where(index < units, end - begin + ITEM_COST, 0)
+            if SPLIT == 0:
+                row_items += tl.where(index < units, 1, 0)
+            else:
+                row_items += tl.where(index < units, tl.cdiv(end, SPLIT) - begin // SPLIT, 0)
+        items_before += tl.sum(tl.where(r < row, row_items, 0), 0)
+        cost_before += tl.sum(tl.where(r < row, row_cost, 0), 0)
+        items += tl.sum(row_items, 0)
+        cost += tl.sum(row_cost, 0)
+    return items_before, cost_before, items, cost
+
+
+@triton.jit
+def _store_lanes(lane_items, lane, first, last, opens, closes):
+    tl.store(lane_items + 2 * lane, first, mask=opens)
+    tl.store(lane_items + 2 * lane + 1, last, mask=closes)
+
+
+@triton.jit(do_not_specialize=["num_rows", "window"])
 def _build_kernel(
     row_slot,
     row_query_start,
@@ -308,89 +341,57 @@ def _build_kernel(
     """One program per row. Each sums up the rows before it for itself: cheaper than a second launch."""
     row = tl.program_id(0)
     length = tl.load(row_query_len + row)
-    units = tl.where((length >= MIN_QUERY) & (length <= MAX_QUERY), tl.cdiv(length, QUERIES), 0)
-    # Only the first row's program has a duty beside its own items.
+    units = _units(length, MIN_QUERY, MAX_QUERY, QUERIES)
+    piece = tl.arange(0, WIDTH)
     if (units > 0) | (row == 0):
-        item = 0  # of this row's first unit: units before it, or with fixed splits items
-        start = 0  # where the row begins on the line of tiles
-        total_items = 0
-        total = 0
-        for first in range(0, num_rows, ROWS):
-            r = first + tl.arange(0, ROWS)
-            lengths = tl.load(row_query_len + r, mask=r < num_rows, other=0)
-            contexts = tl.load(row_context_len + r, mask=r < num_rows, other=0)
-            counts = tl.where((lengths >= MIN_QUERY) & (lengths <= MAX_QUERY), tl.cdiv(lengths, QUERIES), 0)
-            costs = tl.zeros([ROWS], tl.int32)
-            pieces = tl.zeros([ROWS], tl.int32)
-            for index in range(0, tl.max(counts, 0)):
-                begin, end = _kv_tiles(contexts, lengths, index, window, QUERIES, KEYS)
-                there = index < counts
-                costs += tl.where(there, end - begin + ITEM_COST, 0)
-                if SPLIT == 0:
-                    pieces += there.to(tl.int32)
-                else:
-                    pieces += tl.where(there, tl.cdiv(end, SPLIT) - begin // SPLIT, 0)
-            item += tl.sum(tl.where(r < row, pieces, 0), 0)
-            start += tl.sum(tl.where(r < row, costs, 0), 0)
-            total_items += tl.sum(pieces, 0)
-            total += tl.sum(costs, 0)
-
+        item, start, all_items, total = _sum_rows(
+            row_query_len, row_context_len, num_rows, row, window, MIN_QUERY, MAX_QUERY, QUERIES, KEYS, SPLIT, ROWS
+        )
         lane_cost = tl.maximum(tl.cdiv(total, LANES), MIN_COST)
         if row == 0:
-            lane = tl.arange(0, WIDTH)
             if SPLIT == 0:
-                # The last tile on the line is followed by the cost of its item.
-                idle = (lane < LANES) & (lane * lane_cost >= total - ITEM_COST)
-                tl.store(lane_items + 2 * lane, 0, mask=idle)
-                tl.store(lane_items + 2 * lane + 1, 0, mask=idle)
+                # Lanes past the last tile; what follows that tile on the line is the cost of its item.
+                idle = (piece < LANES) & (piece * lane_cost >= total - ITEM_COST)
+                _store_lanes(lane_items, piece, 0, 0, idle, idle)
             else:
-                tl.store(lane_items + 2 * lane, lane, mask=lane < LANES)
-                tl.store(lane_items + 2 * lane + 1, total_items, mask=lane < LANES)
+                _store_lanes(lane_items, piece, piece, all_items, piece < LANES, piece < LANES)
 
         slot = tl.load(row_slot + row)
         query = tl.load(row_query_start + row)
         context = tl.load(row_context_len + row)
         for index in range(0, units):
             begin, end = _kv_tiles(context, length, index, window, QUERIES, KEYS)
-            at = query + index * QUERIES
-            count = tl.minimum(length - index * QUERIES, QUERIES)
-            position = context + index * QUERIES
-            piece = tl.arange(0, WIDTH)
             if SPLIT == 0:
                 # Tile t of the unit lies at start + t. As a lane is longer than the gap that ITEM_COST leaves
                 # between two units, every lane up to the last one in use has a tile.
                 first_lane = start // lane_cost
                 pieces = (start + end - begin - 1) // lane_cost - first_lane + 1
                 lane = first_lane + piece
-                there = piece < pieces
                 low = begin + tl.maximum(lane * lane_cost - start, 0)
                 high = tl.minimum(begin + (lane + 1) * lane_cost - start, end)
-                _store_items(
-                    items, item + lane, there, slot, at, count, position, low, high, 2 * first_lane + 1, piece, pieces
-                )
-                opens = lane * lane_cost >= start - ITEM_COST
+                partial = 2 * first_lane
+                to = item + lane
+                opens = (piece < pieces) & (lane * lane_cost >= start - ITEM_COST)
                 start += end - begin + ITEM_COST
-                closes = ((lane + 1) * lane_cost <= start) | (start == total)
-                tl.store(lane_items + 2 * lane, item + lane, mask=there & opens)
-                tl.store(lane_items + 2 * lane + 1, item + lane + 1, mask=there & closes)
+                closes = (piece < pieces) & (((lane + 1) * lane_cost <= start) | (start == total))
+                _store_lanes(lane_items, lane, to, to + 1, opens, closes)
                 item += 1
             else:
                 first_split = begin // SPLIT
                 pieces = tl.cdiv(end, SPLIT) - first_split
                 low = tl.maximum((first_split + piece) * SPLIT, begin)
                 high = tl.minimum((first_split + piece + 1) * SPLIT, end)
-                _store_items(
-                    items,
-                    item + piece,
-                    piece < pieces,
-                    slot,
-                    at,
-                    count,
-                    position,
-                    low,
-                    high,
-                    row * SLOTS_PER_ROW,
-                    piece,
-                    pieces,
-                )
+                partial = row * SLOTS_PER_ROW
+                to = item + piece
                 item += pieces
+            fields = items + to * ITEM
+            there = piece < pieces
+            tl.store(fields + SLOT, slot, mask=there)
+            tl.store(fields + QUERY, query + index * QUERIES, mask=there)
+            tl.store(fields + COUNT, tl.minimum(length - index * QUERIES, QUERIES), mask=there)
+            tl.store(fields + POSITION, context + index * QUERIES, mask=there)
+            tl.store(fields + BEGIN, low, mask=there)
+            tl.store(fields + END, high, mask=there)
+            tl.store(fields + PARTIAL, partial, mask=there)
+            tl.store(fields + PIECE, piece, mask=there)
+            tl.store(fields + PIECES, pieces, mask=there)

@@ -1,0 +1,384 @@
+"""Paged attention in Triton against plain torch, over poisoned caches and outputs."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from asyncengine.errors import ConfigError
+from asyncengine.kernels.device_step import DeviceStep, allocate_step
+from asyncengine.kernels.triton_attention import paged_attention
+from asyncengine.kernels.work_list import (
+    BEGIN,
+    COUNT,
+    END,
+    ITEM_COST,
+    PARTIAL,
+    PIECE,
+    PIECES,
+    POSITION,
+    QUERY,
+    SLOT,
+    AttentionShape,
+    Section,
+    Tile,
+    WorkList,
+)
+
+SMALL = (Tile(16, 16, 4, 2, 1), Tile(16, 16, 4, 2, 1))
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+@dataclass(frozen=True)
+class Case:
+    rows: tuple[tuple[int, int], ...]
+    """(query_len, context_len) of each row"""
+    num_kv_heads: int = 2
+    group: int = 2
+    head_dim: int = 32
+    dtype: torch.dtype = torch.float32
+    block_size: int = 16
+    window: int = 0
+    split_tokens: int = 0
+    programs: int = 6
+    tiles: tuple[Tile, Tile] | None = SMALL
+    seed: int = 0
+
+    @property
+    def shape(self) -> AttentionShape:
+        return AttentionShape(self.group * self.num_kv_heads, self.num_kv_heads, self.head_dim, self.dtype)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(length for length, _ in self.rows)
+
+    @property
+    def max_context(self) -> int:
+        return max(length + context for length, context in self.rows) + 1
+
+
+@dataclass(frozen=True)
+class World:
+    """The tensors of a case: caches that are NaN wherever no query of the step may look."""
+
+    case: Case
+    step: DeviceStep
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    def visible(self, row: int) -> tuple[int, int]:
+        """The positions that some query of the row sees."""
+        length, context = self.case.rows[row]
+        return max(0, context - self.case.window + 1) if self.case.window else 0, context + length
+
+    def cells(self, row: int) -> tuple[Tensor, Tensor]:
+        """Blocks and offsets of the visible positions of a row."""
+        position = torch.arange(*self.visible(row))
+        table = self.step.slots.block_tables[int(self.step.row_slot[row])].cpu().long()
+        return table[position // self.case.block_size], position % self.case.block_size
+
+    def work(self, **overrides: int) -> WorkList:
+        """A work list with not a row or token to spare."""
+        case = self.case
+        room = {"max_rows": len(case.rows), "max_tokens": max(1, case.num_tokens), "max_context": case.max_context}
+        return WorkList.allocate(
+            case.shape,
+            **(room | overrides),
+            device=self.q.device,
+            window=case.window,
+            split_tokens=case.split_tokens,
+            min_split_tokens=16,
+            num_programs=case.programs,
+            tiles=case.tiles,
+        )
+
+    def attend(self, work: WorkList) -> Tensor:
+        case = self.case
+        out = torch.full((len(self.q), case.shape.num_heads * case.head_dim), math.nan, device=self.q.device)
+        out = out.to(case.dtype)
+        paged_attention(self.q, self.k, self.v, self.step, work, case.head_dim**-0.5, case.window, out)
+        for section in work.sections:
+            assert not section.arrivals.any()
+        return out.cpu()
+
+    def expected(self) -> Tensor:
+        """In float64; NaN for the tokens of no row."""
+        case = self.case
+        q = self.q.cpu().double()
+        out = torch.full((len(q), case.shape.num_heads * case.head_dim), math.nan, dtype=torch.float64)
+        for row, (length, context) in enumerate(case.rows):
+            first = int(self.step.row_query_start[row])
+            blocks, offsets = self.cells(row)
+            k, v = (
+                cache.cpu()[blocks, :, offsets].double().repeat_interleave(case.group, 1) for cache in (self.k, self.v)
+            )
+            i = torch.arange(context, context + length)[:, None]
+            j = torch.arange(*self.visible(row))[None, :]
+            hidden = j > i
+            if case.window:
+                hidden |= j <= i - case.window
+            score = torch.einsum("qhd,khd->hqk", q[first : first + length], k) * case.head_dim**-0.5
+            weight = score.masked_fill(hidden, -math.inf).softmax(-1)
+            out[first : first + length] = torch.einsum("hqk,khd->qhd", weight, v).flatten(1)
+        return out
+
+
+def make_world(case: Case, device: torch.device, spare_tokens: int = 3) -> World:
+    generator = torch.Generator().manual_seed(case.seed)
+    num_rows, slots = len(case.rows), len(case.rows) + 2
+    blocks_per_slot = -(-case.max_context // case.block_size)
+    tokens = case.num_tokens + spare_tokens
+    step = allocate_step(slots, blocks_per_slot, num_rows, max(1, case.num_tokens), torch.device("cpu"))
+    # Block 0 is nobody's: it stays poison.
+    blocks = 1 + torch.randperm(slots * blocks_per_slot, generator=generator)
+    step.slots.block_tables.copy_(blocks.view(slots, blocks_per_slot))
+    step.row_slot.copy_(torch.randperm(slots, generator=generator)[:num_rows])
+    start = 0
+    for row, (length, context) in enumerate(case.rows):
+        step.row_query_start[row], step.row_query_len[row], step.row_context_len[row] = start, length, context
+        start += length
+        if length == 0:
+            step.row_slot[row] = -1
+    shape = case.shape
+    qkv = torch.randn(tokens, (shape.num_heads + 2 * case.num_kv_heads) * case.head_dim, generator=generator)
+    q = qkv.to(case.dtype).to(device)[:, : shape.num_heads * case.head_dim].unflatten(1, (shape.num_heads, -1))
+    caches = torch.full((2, len(blocks) + 1, case.num_kv_heads, case.block_size, case.head_dim), math.nan)
+    world = World(case, step, q, caches[0], caches[1])
+    for row, (length, _) in enumerate(case.rows):
+        if length:
+            cells = world.cells(row)
+            for cache in (world.k, world.v):
+                size = (len(cells[0]), case.num_kv_heads, case.head_dim)
+                cache[cells[0], :, cells[1]] = torch.randn(size, generator=generator)
+    k, v = caches.to(case.dtype).to(device)
+    return World(case, to_device(step, device), q, k, v)
+
+
+def to_device(step: DeviceStep, device: torch.device) -> DeviceStep:
+    slots = replace(step.slots, **{name: getattr(step.slots, name).to(device) for name in step.slots.__slots__})
+    fields = {name: getattr(step, name).to(device) for name in step.__slots__ if name != "slots"}
+    return replace(step, slots=slots, **fields)
+
+
+def check(world: World, out: Tensor) -> None:
+    expected = world.expected()
+    assert torch.equal(out.isnan(), expected.isnan())
+    tolerance = TOLERANCE[world.case.dtype]
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+decodes = st.tuples(st.just(1), st.integers(0, 120))
+prefills = st.tuples(st.integers(2, 30), st.integers(0, 70))
+edges = st.sampled_from([(0, 0), (1, 0), (1, 15), (1, 16), (1, 31), (16, 0), (17, 16), (2, 62)])
+
+
+@st.composite
+def cases(draw: st.DrawFn, head_dims: Sequence[int] = (16, 32, 64, 80, 96, 128)) -> Case:
+    kind = draw(st.sampled_from([decodes, prefills, st.one_of(decodes, prefills, edges)]))
+    return Case(
+        rows=tuple(draw(st.lists(kind, min_size=1, max_size=4))),
+        num_kv_heads=draw(st.integers(1, 3)),
+        group=draw(st.sampled_from([1, 2, 3, 4, 7])),
+        head_dim=draw(st.sampled_from(head_dims)),
+        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        block_size=draw(st.sampled_from([16, 32, 48])),
+        window=draw(st.sampled_from([0, 0, 1, 7, 16, 33])),
+        split_tokens=draw(st.sampled_from([0, 0, 16, 48])),
+        programs=draw(st.integers(1, 12)),
+        seed=draw(st.integers(0, 99)),
+    )
+
+
+@settings(max_examples=12)
+@given(cases())
+@example(Case(((1, 200), (1, 0), (1, 16))))
+@example(Case(((1, 150), (30, 20), (0, 0), (2, 47)), head_dim=80, group=3, dtype=torch.bfloat16))
+@example(Case(((33, 70), (1, 100)), window=33, split_tokens=32, block_size=48))
+@example(Case(((2, 49),), window=34))  # the first key of a tile is just out of the last query's window
+def test_matches_torch(device: torch.device, case: Case) -> None:
+    world = make_world(case, device)
+    work = world.work()
+    work.build(world.step)
+    check(world, world.attend(work))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_default_tiles(device: torch.device, dtype: torch.dtype) -> None:
+    case = Case(((1, 300), (70, 90), (1, 3)), num_kv_heads=1, group=4, head_dim=64, dtype=dtype, tiles=None)
+    world = make_world(case, device)
+    work = world.work()
+    work.build(world.step)
+    check(world, world.attend(work))
+
+
+def test_decode_only_touches_no_prefill_row(device: torch.device) -> None:
+    world = make_world(Case(((1, 40), (1, 0), (1, 77))), device)
+    work = world.work().decode_only
+    work.build(world.step)
+    check(world, world.attend(work))
+    assert work.sections == (work.decode,)
+
+
+@contextlib.contextmanager
+def backwards(device: torch.device) -> Iterator[None]:
+    """The interpreter runs the programs of a grid in order; here in the opposite one. A GPU knows no order."""
+    if device.type == "cuda":
+        yield
+        return
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    forwards = builder.set_grid_idx
+    builder.set_grid_idx = lambda x, y, z: forwards(builder.grid_dim[0] - 1 - x, y, z)
+    try:
+        yield
+    finally:
+        del builder.set_grid_idx
+
+
+@pytest.mark.parametrize("split_tokens", [0, 32])
+def test_results_do_not_depend_on_the_order_of_arrival(device: torch.device, split_tokens: int) -> None:
+    case = Case(((1, 150), (25, 60), (1, 90)), split_tokens=split_tokens, programs=8)
+    world = make_world(case, device)
+    work = world.work()
+    work.build(world.step)
+    once = world.attend(work)
+    with backwards(device):
+        work.build(world.step)
+        again = world.attend(work)
+    assert torch.equal(once.nan_to_num(), again.nan_to_num())
+    check(world, again)
+
+
+def test_a_step_leaves_nothing_to_the_next(device: torch.device) -> None:
+    large = make_world(Case(((1, 150), (25, 60), (1, 90), (9, 0))), device)
+    small = make_world(Case(((0, 0), (1, 20)), seed=1), device)
+    empty = make_world(Case(((0, 0), (0, 0))), device)
+    work = large.work()
+    for world in (large, small, empty, large):
+        work.build(world.step)
+        check(world, world.attend(work))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fixed_splits_make_rows_independent(device: torch.device, dtype: torch.dtype) -> None:
+    case = Case(((1, 140), (1, 12), (20, 33), (1, 60)), dtype=dtype, split_tokens=32)
+    world = make_world(case, device)
+    work = world.work()
+    work.build(world.step)
+    together = world.attend(work)
+    for row, (length, _) in enumerate(case.rows):
+        first = int(world.step.row_query_start[row])
+        # The row alone, with the others there but inert.
+        lengths = torch.zeros_like(world.step.row_query_len)
+        lengths[row] = length
+        alone = replace(world, step=replace(world.step, row_query_len=lengths))
+        work.build(alone.step)
+        mine = slice(first, first + length)
+        assert torch.equal(alone.attend(work)[mine], together[mine])
+
+
+def test_fixed_splits_make_prefill_independent_of_chunks(device: torch.device) -> None:
+    whole = make_world(Case(((40, 30),), split_tokens=32), device)
+    work = whole.work()
+    work.build(whole.step)
+    expected = whole.attend(work)
+    for first, last in ((0, 13), (13, 40), (5, 7)):
+        step = replace(
+            whole.step,
+            row_query_start=torch.tensor([first], dtype=torch.int32, device=device),
+            row_query_len=torch.tensor([last - first], dtype=torch.int32, device=device),
+            row_context_len=torch.tensor([30 + first], dtype=torch.int32, device=device),
+        )
+        work.build(step)
+        assert torch.equal(replace(whole, step=step).attend(work)[first:last], expected[first:last])
+
+
+def items_of(section: Section) -> Iterator[tuple[int, Tensor]]:
+    """(lane, item) as the attention kernel walks them."""
+    items = section.items.cpu()
+    for lane, (first, last) in enumerate(section.lane_items.tolist()):
+        for index in range(first, last, section.item_step):
+            assert index < len(items)
+            yield lane, items[index]
+
+
+@settings(max_examples=25)
+@given(cases(head_dims=(16,)))
+@example(Case(((2, 0), (2, 5), (2, 40), (3, 0)), programs=12))
+@example(Case(((1, 1000), (1, 0), (1, 0), (1, 500)), programs=16, num_kv_heads=1))
+@example(Case(((100, 0), (3, 300)), programs=7, num_kv_heads=1))
+def test_every_pair_is_covered_once(device: torch.device, case: Case) -> None:
+    world = make_world(case, device)
+    work = world.work()
+    work.build(world.step)
+    seen = torch.zeros(case.num_tokens, case.max_context + 64, dtype=torch.int32)
+    slots = {}
+    for section in work.sections:
+        lane_costs = [0] * section.lanes
+        partials: list[int] = []
+        units: dict[int, list[list[int]]] = {}
+        keys = section.tile.keys
+        for lane, item in items_of(section):
+            values = item.tolist()
+            assert values[BEGIN] < values[END]
+            query, count = values[QUERY], values[COUNT]
+            assert 1 <= count <= section.queries
+            seen[query : query + count, values[BEGIN] * keys : values[END] * keys] += 1
+            slots |= {query + t: (values[SLOT], values[POSITION] + t) for t in range(count)}
+            lane_costs[lane] += values[END] - values[BEGIN] + ITEM_COST.value
+            units.setdefault(query, []).append(values)
+            if values[PIECES] > 1:
+                partials.append(values[PARTIAL] + values[PIECE])
+        for pieces in units.values():
+            pieces.sort(key=lambda values: values[PIECE])
+            assert [values[PIECE] for values in pieces] == list(range(len(pieces)))
+            assert {values[PIECES] for values in pieces} == {len(pieces)}
+            assert len({values[PARTIAL] for values in pieces}) == 1
+        assert len(set(partials)) == len(partials)
+        assert all(0 <= slot < len(section.partials) for slot in partials)
+        if not case.split_tokens and units:
+            total = sum(lane_costs) - ITEM_COST.value * sum(len(p) - 1 for p in units.values())
+            share = max(-(-total // section.lanes), section.min_split_tiles + ITEM_COST.value)
+            assert max(lane_costs) <= share + 2 * ITEM_COST.value
+
+    for row, (length, context) in enumerate(case.rows):
+        for t in range(length):
+            token = int(world.step.row_query_start[row]) + t
+            position = context + t
+            assert slots[token] == (int(world.step.row_slot[row]), position)
+            first = max(0, position - case.window + 1) if case.window else 0
+            assert (seen[token, first : position + 1] == 1).all()
+    assert seen.max() <= 1
+
+
+def test_misuse_is_reported(device: torch.device) -> None:
+    world = make_world(Case(((1, 20),)), device)
+    work = world.work()
+    work.build(world.step)
+    out = torch.empty(len(world.q), 4 * 32, device=device)
+    args = (world.q, world.k, world.v, world.step, work, 1.0)
+    with pytest.raises(ConfigError, match="window"):
+        paged_attention(*args, 8, out)
+    with pytest.raises(ConfigError, match="out"):
+        paged_attention(*args, 0, out[:, :64])
+    with pytest.raises(ConfigError, match="bfloat16"):
+        paged_attention(*args, 0, out.bfloat16())
+    with pytest.raises(ConfigError, match="k_cache"):
+        paged_attention(world.q, world.k.transpose(2, 3), world.v, *args[3:], 0, out)
+    with pytest.raises(ConfigError, match="more than the work list holds"):
+        work.build(make_world(Case(((1, 2), (1, 2))), device).step)
+    with pytest.raises(ConfigError, match="multiple"):
+        make_world(Case(((1, 20),), split_tokens=24), device).work()
+    with pytest.raises(ConfigError, match="divide"):
+        WorkList.allocate(
+            AttentionShape(3, 2, 16, torch.float32), max_rows=1, max_tokens=1, max_context=1, device=device
+        )
