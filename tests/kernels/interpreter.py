@@ -1,7 +1,8 @@
-"""Two things in which Triton's interpreter is not like the hardware, put right for the tests."""
+"""What is wrong with Triton's interpreter, put right for the tests."""
 
 from __future__ import annotations
 
+import inspect
 import os
 from typing import Any
 
@@ -16,8 +17,8 @@ def repair_interpreter() -> None:
     from triton.runtime import interpreter
 
     if not hasattr(interpreter, "unrepaired"):
-        interpreter.unrepaired = interpreter._convert_float, interpreter._patch_lang_tensor
-    convert_float, patch_tensor = interpreter.unrepaired
+        interpreter.unrepaired = interpreter._convert_float, interpreter._patch_lang_tensor, interpreter._patch_lang
+    convert_float, patch_tensor, patch_language = interpreter.unrepaired
 
     def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
         """float32 is rounded to bfloat16, where the interpreter cuts it off."""
@@ -34,4 +35,11 @@ def repair_interpreter() -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    interpreter._convert_float, interpreter._patch_lang_tensor = convert, patch
+    def patch_once(function: Any) -> Any:
+        """Each call of a device function would look at every name of the language again: half of all the time."""
+        languages = [m for m in function.__globals__.values() if inspect.ismodule(m) and m in (tl, tl.core)]
+        if languages and not any(tl.core.is_builtin(language.load) for language in languages):
+            return interpreter._LangPatchScope()
+        return patch_language(function)
+
+    interpreter._convert_float, interpreter._patch_lang_tensor, interpreter._patch_lang = convert, patch, patch_once

@@ -1,0 +1,364 @@
+"""The GPU's sampler: against the CPU's token by token, against float64 twins, and against poison."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from asyncengine import _core
+from asyncengine.kernels import triton_sampler
+from asyncengine.kernels.cpu import CpuOps
+from asyncengine.kernels.device_step import DeviceStep, allocate_step
+from tests.kernels.interpreter import repair_interpreter
+
+repair_interpreter()
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+
+COMPILED = torch.cuda.is_available()
+EXAMPLES = 400 if COMPILED else 40  # the interpreter takes a tenth of a second and more for a row
+STEP_NUMBER, RING = 7, 3
+POISON = -(1 << 62) + 12345
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tiles, chunks and an overflow of the list at vocabularies that the interpreter can bear."""
+    monkeypatch.setattr(triton_sampler, "_TILE", 64)
+    monkeypatch.setattr(triton_sampler, "_BINS", 32)
+    monkeypatch.setattr(triton_sampler, "_CHUNK", 64)
+    monkeypatch.setattr(triton_sampler, "_LIST", 48)
+
+
+class Sampling(NamedTuple):
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    position: int = 0
+
+
+GREEDY = Sampling(0.0)
+
+
+class Case:
+    """A step whose row i samples slot ``slots[i]``; unused slots and rows are poisoned."""
+
+    def __init__(self, device: torch.device, sampling: list[Sampling], slots: list[int] | None = None) -> None:
+        self.slots = slots if slots is not None else [2 * i + 1 for i in range(len(sampling))]
+        num_slots = 2 * len(sampling) + 3
+        self.step: DeviceStep = allocate_step(num_slots, 1, len(sampling) + 1, 1, device)
+        state = self.step.slots
+        for row, (slot, one) in enumerate(zip(self.slots, sampling, strict=True)):
+            self.step.sample_slot[row] = slot
+            self.step.sample_position[row] = one.position
+            if slot >= 0:
+                state.temperature[slot], state.top_k[slot] = one.temperature, one.top_k
+                state.top_p[slot], state.min_p[slot] = one.top_p, one.min_p
+                state.seed[slot] = one.seed - (1 << 64) if one.seed >= 1 << 63 else one.seed
+        self.unused = [slot for slot in range(num_slots) if slot not in self.slots]
+        state.temperature[self.unused] = math.nan
+        state.last_token[:] = -77
+        self.words = torch.full((RING + 1, len(sampling) + 2), POISON, device=device)
+        self.header = torch.tensor([STEP_NUMBER, RING], device=device)
+
+    def run(self, logits: Tensor, greedy_only: bool = False) -> list[int]:
+        """The tokens, with everything checked that is the same whatever they are."""
+        before = self.step.slots.finished[self.unused].tolist()
+        moved = logits.to(self.step.input_ids.device)
+        triton_sampler.sample(moved, self.step, self.header, self.words, greedy_only=greedy_only)
+        assert (self.words[:RING] == POISON).all()
+        words, state = self.words[RING].tolist(), self.step.slots
+        assert words[len(logits) :] == [POISON] * (len(words) - len(logits))
+        assert state.last_token[self.unused].eq(-77).all()
+        assert state.finished[self.unused].tolist() == before
+        tokens = []
+        for slot, word in zip(self.slots, words, strict=False):
+            if slot < 0:
+                assert word == POISON
+                continue
+            assert word >> 32 == STEP_NUMBER
+            low = word & 0xFFFFFFFF
+            tokens.append(low - (1 << 32) if low >= 1 << 31 else low)
+            assert state.last_token[slot] == (-77 if tokens[-1] < 0 else tokens[-1])
+        return tokens
+
+
+def draw(device: torch.device, logits: Tensor, sampling: list[Sampling], greedy_only: bool = False) -> list[int]:
+    return Case(device, sampling).run(logits, greedy_only)
+
+
+def draw_on_cpu(logits: Tensor, sampling: list[Sampling]) -> list[int]:
+    rows = len(sampling)
+    zeros = [0] * rows
+    batch = _core.StepBatch(
+        zeros,
+        zeros,
+        zeros,
+        list(range(rows + 1)),
+        zeros,
+        [[0]] * rows,
+        list(range(rows)),
+        [one.position for one in sampling],
+        [(one.temperature, one.top_k, one.top_p, one.min_p, one.seed) for one in sampling],
+    )
+    return CpuOps(1).sample(logits, batch).tolist()
+
+
+def filtered(logits: Tensor, one: Sampling) -> Tensor:
+    """The distribution as the filters define it, in float64, by sorting."""
+    weights = (logits.double() / one.temperature).softmax(-1)
+    ranked, order = weights.sort(descending=True, stable=True)
+    if one.top_k:
+        ranked[one.top_k :] = 0
+    ranked /= ranked.sum()
+    ranked[ranked.cumsum(-1) - ranked >= one.top_p] = 0
+    ranked[ranked < one.min_p * ranked[0]] = 0
+    return torch.zeros_like(ranked).scatter(0, order, ranked / ranked.sum())
+
+
+def random_logits(rows: int, vocab: int, seed: int, kind: str) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, vocab, generator=generator) * 3
+    match kind:
+        case "ties":
+            logits = logits.round()
+        case "equal":
+            logits = torch.full_like(logits, -1.5)
+        case "masked":  # as a grammar leaves them
+            logits[torch.rand(rows, vocab, generator=generator) < 0.7] = -math.inf
+            logits[:, -1] = 0.0
+        case "peaked":
+            logits *= 30
+        case "zeros":
+            logits = torch.where(torch.rand(rows, vocab, generator=generator) < 0.5, 0.0, -0.0)
+    return logits
+
+
+KINDS = ["normal", "ties", "equal", "masked", "peaked", "zeros"]
+samplings = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.01, 0.7, 1.0, 3.0, 100.0]),
+    top_k=st.sampled_from([0, 1, 2, 5, 40, 200, 1000]),
+    top_p=st.sampled_from([1.0, 0.95, 0.5, 0.1, 1e-9]),
+    min_p=st.sampled_from([0.0, 0.0, 0.05, 0.5, 1.0]),
+    seed=st.integers(0, 2**64 - 1),
+    position=st.integers(0, 2**31 - 1),
+)
+
+
+# ---- the same tokens as on the CPU ----
+
+
+@given(
+    sampling=st.lists(samplings, min_size=1, max_size=3),
+    vocab=st.integers(1, 70) | st.sampled_from([128, 150, 301]),
+    kind=st.sampled_from(KINDS),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=EXAMPLES)
+def test_tokens_are_the_cpus(
+    device: torch.device, sampling: list[Sampling], vocab: int, kind: str, seed: int
+) -> None:
+    logits = random_logits(len(sampling), vocab, seed, kind)
+    assert draw(device, logits, sampling) == draw_on_cpu(logits, sampling)
+
+
+@given(rows=st.integers(1, 4), vocab=st.integers(1, 200), kind=st.sampled_from(KINDS), seed=st.integers(0, 1000))
+@settings(max_examples=EXAMPLES // 3)
+def test_greedy_takes_the_first_maximum(device: torch.device, rows: int, vocab: int, kind: str, seed: int) -> None:
+    logits = random_logits(rows, vocab, seed, kind)
+    expected = [row.index(max(row)) for row in logits.tolist()]
+    assert draw(device, logits, [GREEDY] * rows, greedy_only=True) == expected
+    assert draw(device, logits, [GREEDY] * rows) == expected
+    assert draw_on_cpu(logits, [GREEDY] * rows) == expected
+
+
+@pytest.mark.parametrize(
+    "one", [Sampling(0.8), Sampling(0.8, 40, 0.9, 0.02), Sampling(1.5, 0, 0.95), Sampling(2.0, 300)]
+)
+def test_real_tiles(device: torch.device, one: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert triton_sampler._TILE == 4096
+    sampling = [one._replace(seed=5 * i, position=i) for i in range(2)]
+    logits = random_logits(2, 9001, 1, "normal")
+    assert draw(device, logits, sampling) == draw_on_cpu(logits, sampling)
+
+
+# ---- what is kept, and how often it is drawn ----
+
+
+@pytest.mark.parametrize(
+    ("one", "draws"),
+    [
+        (Sampling(0.7), 160),
+        (Sampling(1.6, top_k=9), 40),
+        (Sampling(1.0, top_p=0.6), 40),
+        (Sampling(1.0, min_p=0.1), 80),
+        (Sampling(1.3, top_k=12, top_p=0.9, min_p=0.05), 40),
+    ],
+)
+def test_distribution(device: torch.device, one: Sampling, draws: int) -> None:
+    draws *= 50 if COMPILED else 1
+    vocab = 1000 if COMPILED else 43
+    logits = random_logits(1, vocab, 4, "normal")[0] * 0.4
+    sampling = [one._replace(seed=11, position=i) for i in range(draws)]
+    tokens = draw(device, logits.expand(draws, -1).contiguous(), sampling)
+    expected = filtered(logits, one) * draws
+    counts = torch.bincount(torch.tensor(tokens), minlength=vocab).double()
+    assert counts[expected == 0].sum() == 0
+    # Chi-square over cells of at least 5 expected draws; what is rarer shares one cell.
+    big = expected >= 5
+    observed = torch.cat((counts[big], counts[~big].sum()[None]))
+    wanted = torch.cat((expected[big], expected[~big].sum()[None]))
+    present = wanted > 1
+    chi2 = float(((observed - wanted) ** 2 / wanted)[present].sum())
+    freedom = int(present.sum()) - 1
+    assert freedom >= 2
+    assert chi2 < freedom + 4.5 * math.sqrt(2 * freedom) + 8, f"chi2 {chi2:.1f} with {freedom} degrees"
+
+
+@pytest.mark.parametrize("kind", ["ties", "equal", "zeros"])
+def test_top_k_keeps_exactly_k_of_equals(device: torch.device, kind: str) -> None:
+    logits = random_logits(1, 70, 3, kind)
+    for k in (1, 5):
+        kept = (-logits[0] + 0.0).sort(stable=True).indices[:k].tolist()
+        sampling = [Sampling(50.0, top_k=k, seed=k, position=i) for i in range(4 * k)]
+        assert set(draw(device, logits.expand(len(sampling), -1).contiguous(), sampling)) == set(kept)
+
+
+@given(vocab=st.integers(2, 200), kind=st.sampled_from(KINDS), one=samplings, seed=st.integers(0, 1000))
+@settings(max_examples=EXAMPLES // 4)
+def test_only_what_is_kept_is_drawn(device: torch.device, vocab: int, kind: str, one: Sampling, seed: int) -> None:
+    if one.temperature == 0:
+        one = one._replace(temperature=0.5)
+    logits = random_logits(1, vocab, seed, kind)
+    sampling = [one._replace(position=i) for i in range(4)]
+    tokens = draw(device, logits.expand(4, -1).contiguous(), sampling)
+    # A slightly wider top-p and min-p, for what lies on the edge to within rounding.
+    wider = one._replace(top_p=min(1.0, one.top_p + 1e-6), min_p=max(0.0, one.min_p - 1e-6))
+    assert (filtered(logits[0], wider)[tokens] > 0).all()
+
+
+# ---- a row depends on itself alone ----
+
+
+def test_a_row_depends_on_nothing_but_itself(device: torch.device) -> None:
+    rows, vocab = 8, 150
+    generator = torch.Generator().manual_seed(0)
+    logits = random_logits(rows, vocab, 5, "normal")
+    kinds = [GREEDY, Sampling(1.0, seed=2**64 - 1), Sampling(0.8, 30, 0.9, 0.1, 5), Sampling(2.0, 0, 0.5, 0.0, 6)]
+    positions = torch.randint(0, 10000, (rows,), generator=generator).tolist()
+    sampling = [kinds[i % 4]._replace(position=p) for i, p in enumerate(positions)]
+    together = draw(device, logits, sampling)
+    assert together == draw(device, logits, sampling)
+    assert together == [draw(device, logits[i : i + 1], sampling[i : i + 1])[0] for i in range(rows)]
+    order = torch.randperm(rows, generator=generator).tolist()
+    assert draw(device, logits[order], [sampling[i] for i in order]) == [together[i] for i in order]
+    wide = torch.full((rows, vocab + 37), math.nan)
+    wide[:, :vocab] = logits
+    assert draw(device, wide[:, :vocab], sampling) == together
+
+
+def test_a_draw_changes_with_seed_and_position(device: torch.device) -> None:
+    sampling = [
+        Sampling(seed=seed, position=position)
+        for position in (0, 1, 2**16, 2**31 - 1)
+        for seed in (0, 1, 2**32, 2**63)
+    ]
+    tokens = draw(device, torch.zeros(16, 4000), sampling)
+    assert len(set(tokens)) == 16
+    assert tokens == draw_on_cpu(torch.zeros(16, 4000), sampling)
+
+
+# ---- what happens to slots ----
+
+
+def test_unused_rows_neither_read_nor_write(device: torch.device) -> None:
+    sampling = [Sampling(1.0, 5, 0.9, seed=1), Sampling(), GREEDY, Sampling(0.5, seed=4)]
+    logits = random_logits(4, 130, 8, "normal")
+    expected = draw_on_cpu(logits, sampling)
+    logits[1] = math.nan
+    case = Case(device, sampling, [4, -1, 0, 2])
+    assert case.run(logits) == [expected[0], expected[2], expected[3]]
+
+
+@pytest.mark.parametrize("greedy_only", [False, True])
+def test_a_stop_token_finishes_its_slot(device: torch.device, greedy_only: bool) -> None:
+    sampling = [GREEDY] * 4 if greedy_only else [GREEDY, Sampling(seed=1), Sampling(0.7, 9, seed=2), Sampling(seed=3)]
+    logits = random_logits(4, 90, 9, "normal")
+    expected = draw_on_cpu(logits, sampling)
+    case = Case(device, sampling)
+    state = case.step.slots
+    for slot, stops in zip(
+        case.slots,
+        [[expected[0], -1, -1, -1], [-1] * 4, [89, 88, 87, expected[2]], [(expected[3] + 1) % 90, -1, -1, -1]],
+        strict=True,
+    ):
+        state.stops[slot] = torch.tensor(stops, dtype=torch.int32)
+    assert case.run(logits, greedy_only) == expected
+    ended = [expected[2] >= 0 and i in (0, 2) for i in range(4)]
+    assert state.finished[case.slots].tolist() == [int(e) for e in ended]
+    # The surplus rows of the finished: no token, and the slot as it was.
+    state.last_token[case.slots] = torch.where(torch.tensor(ended, device=device), 5, -77).int()
+    finished = state.finished.clone()
+    triton_sampler.sample(logits.to(device), case.step, case.header, case.words, greedy_only=greedy_only)
+    words = case.words[RING, :4].tolist()
+    assert [w & 0xFFFFFFFF for w in words] == [0xFFFFFFFF if e else t for e, t in zip(ended, expected, strict=True)]
+    assert {w >> 32 for w in words} == {STEP_NUMBER}
+    assert state.last_token[case.slots].tolist() == [5 if e else t for e, t in zip(ended, expected, strict=True)]
+    assert torch.equal(state.finished, finished)
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, "none"])
+@pytest.mark.parametrize("one", [GREEDY, Sampling(1.0), Sampling(0.7, 10, 0.9), Sampling(1.0, min_p=0.1)])
+def test_broken_logits_fail_their_row_only(device: torch.device, bad: float | str, one: Sampling) -> None:
+    logits = random_logits(4, 133, 2, "normal")
+    sampling = [one._replace(position=i) for i in range(4)]
+    healthy = draw_on_cpu(logits, sampling)
+    if isinstance(bad, float):
+        logits[2, 132] = bad
+    else:
+        logits[2] = -math.inf
+    for greedy_only in {False, one == GREEDY}:
+        case = Case(device, sampling)
+        assert case.run(logits, greedy_only) == [*healthy[:2], -1, healthy[3]]
+        # What is in flight of the sequence must not run on a token that is none.
+        assert case.step.slots.finished[case.slots].tolist() == [0, 0, 1, 0]
+
+
+def test_step_numbers_keep_all_their_bits(device: torch.device) -> None:
+    case = Case(device, [GREEDY])
+    case.header[0] = (1 << 31) - 1
+    triton_sampler.sample(torch.zeros(1, 9, device=device), case.step, case.header, case.words, greedy_only=True)
+    assert case.words[RING, 0] == ((1 << 31) - 1) << 32
+
+
+# ---- misuse ----
+
+
+def test_wrong_arguments_raise(device: torch.device) -> None:
+    case = Case(device, [GREEDY] * 2)
+    logits = torch.zeros(2, 9, device=device)
+
+    def refused(match: str, logits: Tensor = logits, **changed: Tensor) -> None:
+        arguments = {"header": case.header, "out_words": case.words, **changed}
+        with pytest.raises(ValueError, match=match):
+            triton_sampler.sample(logits, case.step, arguments["header"], arguments["out_words"], greedy_only=True)
+
+    refused("logits must be", logits.bfloat16())
+    refused("contiguous rows", torch.zeros(9, 2, device=device).T)
+    refused("vocabulary", torch.zeros(2, 0, device=device))
+    refused("samples 3", torch.zeros(4, 9, device=device))
+    refused("header", header=case.header[:1])
+    refused("out_words", out_words=case.words[:, :1])
+    step = replace(case.step, sample_slot=case.step.sample_slot[:1])
+    with pytest.raises(ValueError, match="rows of logits"):
+        triton_sampler.sample(logits, step, case.header, case.words, greedy_only=True)
