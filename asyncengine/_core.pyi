@@ -368,9 +368,13 @@ class StepLoop:
         staging: Staging,
         graphs: CudaGraphs,
         eager: Callable[[int, int, int], None] | None,
+        stream: int,
         poll_interval_us: float,
     ) -> StepLoop:
-        """eager(bucket or -1 for block copies, variant, stream) enqueues a step's kernels in place of its graph."""
+        """Steps run on ``stream``, or with 0 on one of their own.
+
+        eager(bucket or -1 for block copies, variant, stream) enqueues a step's kernels in place of its graph.
+        """
     def start(self, cpu: int = -1) -> None:
         """On core ``cpu``, if that is one that this process may use."""
     def advance(self) -> bool:

@@ -93,7 +93,7 @@ def _launch(
 ) -> None:
     _, kv_heads, block_size, head_dim = k_cache.shape
     tile, group = section.tile, q.shape[1] // kv_heads
-    width = triton.next_power_of_2(head_dim)
+    width = max(16, triton.next_power_of_2(head_dim))  # what a dot takes at least
     whole = triton.next_power_of_2(section.queries * group)
     combine_rows = min(whole, max(1, COMBINE_ELEMENTS // (COMBINE_PIECES * width)))
     _attention_kernel[(section.lanes * kv_heads,)](

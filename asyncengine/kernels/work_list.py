@@ -87,7 +87,7 @@ def choose_tiles(shape: AttentionShape) -> tuple[Tile, Tile]:
     Prefill waits for the tensor cores: two warp groups of 64 rows each, whose registers (250 a thread) leave
     no room for a second program. float32 is multiplied exactly, without tensor cores: small tiles.
     """
-    width = triton.next_power_of_2(shape.head_dim)
+    width = max(16, triton.next_power_of_2(shape.head_dim))
     group = triton.next_power_of_2(shape.group)
     if shape.dtype == torch.float32:
         keys = min(32, max(16, 4096 // width))

@@ -81,8 +81,8 @@ void CudaGraphs::add_bucket(int32_t max_rows, int32_t max_tokens, bool single_to
   buckets.push_back(bucket);
 }
 
-GraphExecutor::Graphs executor_graphs(std::shared_ptr<CudaGraphs> graphs, py::object eager) {
-  GraphExecutor::Graphs result{graphs->buckets, graphs->copy_blocks, {}, graphs};
+GraphExecutor::Graphs executor_graphs(std::shared_ptr<CudaGraphs> graphs, py::object eager, Address stream) {
+  GraphExecutor::Graphs result{graphs->buckets, graphs->copy_blocks, {}, reinterpret_cast<CudaStream>(stream), graphs};
   if (!eager.is_none()) {
     result.eager = [launch = callback(eager.cast<py::function>())](int bucket, GraphVariant variant, CudaStream stream) {
       py::gil_scoped_acquire gil;

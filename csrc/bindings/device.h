@@ -57,6 +57,6 @@ class CudaGraphs {
 };
 
 // What an executor takes of them; `eager` is None or a callable of bucket, variant and stream that runs in their place.
-GraphExecutor::Graphs executor_graphs(std::shared_ptr<CudaGraphs> graphs, py::object eager);
+GraphExecutor::Graphs executor_graphs(std::shared_ptr<CudaGraphs> graphs, py::object eager, Address stream);
 
 }  // namespace asyncengine

@@ -15,7 +15,10 @@ GraphExecutor::GraphExecutor(const CudaRuntime& cuda, int device, std::shared_pt
       poll_interval_(poll_interval),
       steps_(static_cast<size_t>(staging_->num_steps())) {
   check_cuda(cuda_, cuda_.set_device(device_), "cudaSetDevice");
-  check_cuda(cuda_, cuda_.stream_create(&stream_, kCudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+  if (graphs_.stream == nullptr) {
+    check_cuda(cuda_, cuda_.stream_create(&own_stream_, kCudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+  }
+  stream_ = graphs_.stream != nullptr ? graphs_.stream : own_stream_;
   for (Step& step : steps_) {
     step.tokens.resize(static_cast<size_t>(max_rows));
     check_cuda(cuda_, cuda_.event_create(&step.done, kCudaEventDisableTiming), "cudaEventCreateWithFlags");
@@ -26,7 +29,7 @@ GraphExecutor::~GraphExecutor() {
   for (Step& step : steps_) {
     if (step.done != nullptr) cuda_.event_destroy(step.done);
   }
-  if (stream_ != nullptr) cuda_.stream_destroy(stream_);
+  if (own_stream_ != nullptr) cuda_.stream_destroy(own_stream_);
 }
 
 bool GraphExecutor::ok(int error, const char* call) {

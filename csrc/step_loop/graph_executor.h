@@ -35,6 +35,7 @@ class GraphExecutor final : public Executor {
     std::vector<GraphBucket> buckets;  // ascending; the last one fits every step
     CudaGraphExec copy_blocks = nullptr;  // runs before a step that has block copies
     EagerLaunch eager;                 // if set, what runs in place of graphs; bucket -1 is copy_blocks
+    CudaStream stream = nullptr;       // where it all runs; none: one of the executor's own
     std::shared_ptr<void> keep_alive;  // whatever owns the graphs
   };
 
@@ -70,7 +71,7 @@ class GraphExecutor final : public Executor {
   std::shared_ptr<Staging> staging_;
   Graphs graphs_;
   std::chrono::nanoseconds poll_interval_;
-  CudaStream stream_ = nullptr;
+  CudaStream stream_ = nullptr, own_stream_ = nullptr;
   std::vector<Step> steps_;
   std::string error_;
 };

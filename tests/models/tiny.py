@@ -92,9 +92,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def build_model(variant: str, seed: int = 0) -> transformers.PreTrainedModel:
+def build_model(variant: str, seed: int = 0, **changes: Any) -> transformers.PreTrainedModel:
     """A random model in float32, norms and biases random as well, without end-of-sequence tokens."""
     family, settings = VARIANTS[variant]
+    settings = settings | changes
     config = getattr(transformers, f"{family}Config")(**settings, eos_token_id=None, bos_token_id=None)
     head = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
     torch.manual_seed(seed)

@@ -1,0 +1,91 @@
+"""Every kind of step as a CUDA graph, captured at start and instantiated outside of torch."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncengine import _core
+from asyncengine.errors import ConfigError
+from asyncengine.runner.buckets import Bucket
+from asyncengine.runner.device_steps import FULL, GREEDY, DeviceSteps
+
+logger = logging.getLogger(__name__)
+
+
+def loaded_libcudart() -> str:
+    """Path of the CUDA runtime that torch has loaded. ConfigError if it has none."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.split(maxsplit=5)[-1]
+        if "libcudart" in path and path.startswith("/"):
+            return path
+    raise ConfigError("torch has loaded no CUDA runtime library: install a build of torch for CUDA, or set device=cpu")
+
+
+class CapturedSteps:
+    """The graphs of all buckets. torch's graph objects own the memory; they live as long as this does."""
+
+    def __init__(self, device: _core.CudaDevice) -> None:
+        self.native = _core.CudaGraphs(device)
+        self._captured: list[torch.cuda.CUDAGraph] = []
+
+    def capture(self, steps: DeviceSteps, buckets: list[Bucket], stream: torch.cuda.Stream, *, progress: bool) -> None:
+        """Warm up and capture each bucket for each variant of sampling; they share one pool of memory.
+
+        The next StepInput must be an empty one. Raises torch.OutOfMemoryError.
+        """
+        started, pool = time.monotonic(), torch.cuda.graph_pool_handle()
+        before = torch.cuda.mem_get_info()[0]
+        raw: dict[Bucket, list[int]] = {}
+        with torch.cuda.stream(stream), _bar(2 * len(buckets), progress) as bar:
+            # The largest first: what it takes of the pool serves all others.
+            for bucket in reversed(buckets):
+                raw[bucket] = []
+                for variant in (GREEDY, FULL):
+                    steps.run(bucket, variant)  # compiles kernels and loads them, which a capture must not
+                    raw[bucket].append(self._capture(partial(steps.run, bucket, variant), stream, pool))
+                    bar.update(1)
+            steps.copy_blocks()
+            self.native.set_copy_blocks(self._capture(steps.copy_blocks, stream, pool))
+        for bucket in buckets:
+            self.native.add_bucket(*bucket, raw[bucket])
+        self.native.upload(stream.cuda_stream)
+        stream.synchronize()
+        logger.info(
+            "captured %d graphs in %.1f s; they take %s MiB",
+            len(self._captured),
+            time.monotonic() - started,
+            f"{(before - torch.cuda.mem_get_info()[0]) >> 20:,}",
+        )
+
+    def _capture(self, enqueue: Callable[[], None], stream: torch.cuda.Stream, pool: Any) -> int:
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        stream.synchronize()
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            enqueue()
+        finally:
+            graph.capture_end()
+        self._captured.append(graph)
+        return int(graph.raw_cuda_graph())
+
+
+class _bar:
+    """A progress bar on a terminal's standard error, or nothing."""
+
+    def __init__(self, total: int, enabled: bool) -> None:
+        from tqdm import tqdm
+
+        self._bar: Any = tqdm(total=total, desc="Capturing graphs", disable=None if enabled else True)
+
+    def __enter__(self) -> Any:
+        return self._bar
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._bar.close()

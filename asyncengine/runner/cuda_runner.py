@@ -1,0 +1,136 @@
+"""The GPU's side of an engine: memory sized, model loaded, steps captured, step loop made."""
+
+from __future__ import annotations
+
+import logging
+from typing import Self
+
+import torch
+
+from asyncengine import _core
+from asyncengine.config import EngineConfig
+from asyncengine.errors import ConfigError
+from asyncengine.kernels.cuda import CudaOps
+from asyncengine.layers.attention import NativeAttention
+from asyncengine.model_info import ModelInfo
+from asyncengine.runner import kv_cache
+from asyncengine.runner.buckets import Bucket, choose_buckets, token_buckets
+from asyncengine.runner.cuda_graphs import CapturedSteps, loaded_libcudart
+from asyncengine.runner.device_steps import FULL, DeviceSteps, StepBuffers
+from asyncengine.runner.loop_config import step_loop_config
+from asyncengine.runner.model_runner import LoadedModel, load_model
+
+logger = logging.getLogger(__name__)
+
+POLL_INTERVAL_US = 5.0
+"""Between two queries of a running step's event: a query costs half a microsecond."""
+_BYTES_PER_GRAPH = 2 << 20
+"""Reserved beside the graphs' tensors; a graph of 300 kernels takes about half of it."""
+
+
+class CudaRunner:
+    """A loaded model whose steps are graphs. Owns all that they use on the device."""
+
+    def __init__(
+        self, info: ModelInfo, steps: DeviceSteps, device: _core.CudaDevice, buffers: StepBuffers, buckets: list[Bucket]
+    ) -> None:
+        self.info = info
+        self.steps = steps
+        self.buckets = buckets
+        self.graphs = CapturedSteps(device)
+        self._device = device
+        self._buffers = buffers
+        self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def load(cls, config: EngineConfig, *, progress: bool = False) -> Self:
+        """Load the model and size the KV cache; nothing is captured yet.
+
+        Raises ModelError, and ConfigError if there is no GPU or its memory does not do.
+        """
+        if not torch.cuda.is_available():
+            raise ConfigError("device=cuda, but torch sees no GPU: check the driver, and that torch is built for CUDA")
+        device = torch.device("cuda", torch.cuda.current_device())
+        torch.empty(1, device=device)  # torch loads the CUDA runtime when it first needs it
+        native = _core.CudaDevice(loaded_libcudart(), device.index)
+        ops = CudaOps(device)
+        buckets = choose_buckets(config.max_num_seqs, config.max_num_batched_tokens)
+        try:
+            loaded = load_model(config, ops, NativeAttention(ops), progress=progress)
+            budget = _kv_budget(config, loaded, ops, native, buckets)
+            num_blocks = kv_cache.choose_num_blocks(
+                config, loaded.max_model_len, loaded.kv_bytes_per_block(config), budget
+            )
+            steps, buffers = make_steps(config, loaded, ops, native, num_blocks)
+        except torch.OutOfMemoryError as e:
+            raise ConfigError(f"{_too_little_memory()} ({e})") from e
+        return cls(loaded.info(config, num_blocks), steps, native, buffers, buckets)
+
+    def make_step_loop(self, config: EngineConfig, *, progress: bool) -> _core.StepLoop:
+        """Capture the graphs, unless eager execution is enforced, and build the step loop that launches them."""
+        if self._buffers.staging.mode != config.staging:
+            logger.warning("host memory cannot be pinned: staging falls back to pageable copies, which are slower")
+        try:
+            if config.enforce_eager:
+                for bucket in self.buckets:
+                    self.graphs.native.add_bucket(*bucket, [])
+                self.steps.run(self.buckets[-1], FULL)
+            else:
+                self.graphs.capture(self.steps, self.buckets, self.stream, progress=progress)
+        except torch.OutOfMemoryError as e:
+            raise ConfigError(f"{_too_little_memory()} ({e})") from e
+        torch.cuda.synchronize()
+        self.steps.restart()
+        torch.cuda.synchronize()
+        return _core.StepLoop.on_cuda(
+            step_loop_config(config, self.info, token_buckets(self.buckets)),
+            self._device,
+            self._buffers.staging,
+            self.graphs.native,
+            self._launch if config.enforce_eager else None,
+            self.stream.cuda_stream,
+            POLL_INTERVAL_US,
+        )
+
+    def _launch(self, bucket: int, variant: int, stream: int) -> None:
+        """A step's kernels one by one; bucket -1 is block copies. Called by the step thread."""
+        with torch.cuda.device(self.stream.device), torch.cuda.stream(self.stream):
+            if bucket < 0:
+                self.steps.copy_blocks()
+            else:
+                self.steps.run(self.buckets[bucket], variant)
+
+
+def make_steps(
+    config: EngineConfig, loaded: LoadedModel, ops: CudaOps, native: _core.CudaDevice, num_blocks: int
+) -> tuple[DeviceSteps, StepBuffers]:
+    cache = kv_cache.allocate(loaded.config, num_blocks, config.block_size, loaded.dtype, ops)
+    staging = _core.Staging(native, step_loop_config(config, loaded.info(config, num_blocks)), config.staging)
+    buffers = StepBuffers.allocate(staging, config.max_num_seqs, ops.device)
+    return DeviceSteps(config, loaded, ops, buffers, cache), buffers
+
+
+def _kv_budget(
+    config: EngineConfig, loaded: LoadedModel, ops: CudaOps, native: _core.CudaDevice, buckets: list[Bucket]
+) -> int:
+    """Bytes left for the KV cache, seen by running the largest step, empty, over a cache of one block."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    steps, buffers = make_steps(config, loaded, ops, native, 1)
+    steps.run(buckets[-1], FULL)
+    torch.cuda.synchronize()
+    step_bytes = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    del steps, buffers
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    graphs = 0 if config.enforce_eager else 2 * len(buckets) * _BYTES_PER_GRAPH
+    fixed = 2 * step_bytes + graphs + (64 << 20)  # the step's tensors, in the pool and while warming up
+    return int(total * config.gpu_memory_utilization) - (total - free) - fixed
+
+
+def _too_little_memory() -> str:
+    free, total = torch.cuda.mem_get_info()
+    return (
+        f"the GPU's memory is exhausted ({free >> 20:,} of {total >> 20:,} MiB are free): lower "
+        "max_num_batched_tokens, max_num_seqs, gpu_memory_utilization or kv_cache_memory_bytes, or end other programs on this GPU"
+    )

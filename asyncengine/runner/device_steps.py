@@ -1,0 +1,115 @@
+"""DeviceSteps: a loaded model as steps that read and write device memory alone."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from asyncengine import _core
+from asyncengine.config import EngineConfig
+from asyncengine.kernels.cuda import CudaBatch, CudaOps
+from asyncengine.kernels.device_step import DeviceStep, allocate_step
+from asyncengine.kernels.ingest import StepSource, copy_blocks, ingest, make_source
+from asyncengine.kernels.triton_sampler import sample
+from asyncengine.kernels.work_list import AttentionShape, WorkList
+from asyncengine.runner.buckets import Bucket
+from asyncengine.runner.kv_cache import KVCache
+from asyncengine.runner.model_runner import LoadedModel
+
+INVARIANT_SPLIT_TOKENS = 1024
+"""Where decode attention is cut in batch-invariant mode: long contexts still fill the GPU from a few sequences on."""
+
+GREEDY, FULL = 0, 1
+"""Variants of sampling, as csrc/step_loop/graph_executor.h numbers them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepBuffers:
+    """Where a captured step finds its StepInput and leaves its tokens."""
+
+    staging: _core.Staging
+    source: StepSource
+
+    @classmethod
+    def allocate(
+        cls, staging: _core.Staging, max_rows: int, device: torch.device
+    ) -> StepBuffers:
+        """Views of the staging rings, or in the copying modes one buffer of each kind on the device."""
+        words, ring = staging.input_stride // 4, staging.num_steps
+        host_inputs = _view(staging.input, ring * staging.input_stride, torch.int32).view(ring, words)
+        host_inputs.zero_()  # an empty step: what warm-up and capture run
+        if staging.mode == "mapped":
+            outputs = _view(staging.output, ring * staging.output_stride, torch.int64).view(ring, -1)
+            return cls(staging, make_source(host_inputs, outputs, device))
+        inputs = torch.zeros(1, words, dtype=torch.int32, device=device)
+        outputs = torch.zeros(1, max_rows, dtype=torch.int64, device=device)
+        staging.set_device_buffers(inputs.data_ptr(), outputs.data_ptr())
+        return cls(staging, make_source(inputs, outputs, device))
+
+
+def _view(address: int, num_bytes: int, dtype: torch.dtype) -> Tensor:
+    """Host memory that somebody else owns, as a tensor."""
+    return torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=dtype)
+
+
+class DeviceSteps:
+    """Everything that a step touches on the device, allocated once. ``run`` enqueues one step and waits for nothing."""
+
+    def __init__(
+        self, config: EngineConfig, loaded: LoadedModel, ops: CudaOps, buffers: StepBuffers, cache: KVCache
+    ) -> None:
+        model = loaded.config
+        self._block_size = config.block_size
+        self._model = loaded.model
+        self._buffers = buffers
+        self.cache = cache
+        self._step = allocate_step(
+            config.max_num_seqs,
+            -(-loaded.max_model_len // config.block_size),
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            ops.device,
+        )
+        shape = AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim, loaded.dtype)
+        self._work = {
+            window: WorkList.allocate(
+                shape,
+                max_rows=config.max_num_seqs,
+                max_tokens=config.max_num_batched_tokens,
+                max_context=loaded.max_model_len,
+                device=ops.device,
+                window=window,
+                split_tokens=INVARIANT_SPLIT_TOKENS if config.batch_invariant else 0,
+            )
+            for window in sorted(set(model.layer_windows))
+        }
+        self._planes = cache.memory.flatten(0, 1)
+
+    @property
+    def state(self) -> DeviceStep:
+        """The largest bucket's tensors."""
+        return self._step
+
+    def run(self, bucket: Bucket, variant: int) -> None:
+        """Enqueue the next step, which must fit ``bucket``; with GREEDY its rows must all have temperature 0."""
+        source = self._buffers.source
+        step = self._step.bucket(bucket.max_rows, bucket.max_tokens)
+        work = {w: x.decode_only if bucket.single_token_rows else x for w, x in self._work.items()}
+        batch = CudaBatch(step, work)
+        with torch.inference_mode():
+            ingest(source, step, self._block_size)
+            batch.build_work()
+            logits = self._model.forward(batch, self.cache.layers)
+            assert logits is not None
+            sample(logits, step, source.header, source.outputs, greedy_only=variant == GREEDY)
+
+    def copy_blocks(self) -> None:
+        """Enqueue the block copies of the next step, which comes after them."""
+        copy_blocks(self._buffers.source, self._planes)
+
+    def restart(self) -> None:
+        """Forget the steps run so far: the next one is the first."""
+        self._buffers.source.restart()

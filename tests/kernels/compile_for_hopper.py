@@ -1,0 +1,86 @@
+"""Compiles a kernel whenever it would be launched, for a GPU that is not there: ``python -m`` runs a step of a model.
+
+Nothing is computed. It shows on any machine that kernels compile, and with what registers and memory.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.runtime.jit import JITFunction
+
+
+class CompileOnly(DriverBase):
+    """A driver that names its target and has nothing else."""
+
+    def __init__(self) -> None:
+        self.get_current_device = lambda: 0
+        self.get_current_stream = lambda device: 0
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return ty
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_benchmarker(self) -> Any:
+        raise NotImplementedError
+
+
+def install() -> dict[str, Any]:
+    """From now on a launch compiles; the kernels compiled so far, by name and constants."""
+    triton.runtime.driver.set_active(CompileOnly())
+    launch, compiled = JITFunction.run, {}
+
+    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
+        compiled[f"{self.fn.__name__} {kernel.hash[:8]}"] = kernel
+        return kernel
+
+    JITFunction.run = run
+    return compiled
+
+
+def main(directory: str, dtype: str) -> None:
+    from asyncengine import _core
+    from asyncengine.config import EngineConfig
+    from asyncengine.kernels.cuda import CudaOps
+    from asyncengine.layers.attention import NativeAttention
+    from asyncengine.runner.buckets import Bucket
+    from asyncengine.runner.cuda_runner import make_steps
+    from asyncengine.runner.device_steps import FULL, GREEDY
+    from asyncengine.runner.model_runner import load_model
+
+    compiled = install()
+    config = EngineConfig(
+        model=directory, dtype=dtype, load_format="dummy", max_num_seqs=4, max_num_batched_tokens=64, num_kv_blocks=8,
+        max_model_len=128,
+    )  # fmt: skip
+    ops = CudaOps(torch.device("cpu"))
+    loaded = load_model(config, ops, NativeAttention(ops))
+    device = _core.SimulatedDevice(vocab_size=2)
+    steps, _ = make_steps(config, loaded, ops, _core.CudaDevice.simulated(device), 8)
+    steps.state.input_ids.zero_()
+    steps.run(Bucket(4, 64, False), GREEDY)
+    steps.run(Bucket(4, 64, False), FULL)
+    steps.copy_blocks()
+    for name, kernel in compiled.items():
+        print(f"{name}: shared {kernel.metadata.shared} bytes, {kernel.metadata.num_warps} warps")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    main(*sys.argv[1:])

@@ -1,0 +1,66 @@
+"""An engine on the CUDA path: on a GPU if there is one, else on the simulated device with interpreted kernels.
+
+On the latter slots, ingest, work lists, staging, run-ahead and sampling are the real ones, in the order in which the
+device gives them; what is missing is the GPU's speed.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import torch
+
+from asyncengine import AsyncEngine, _core
+from asyncengine.backend import Backend, load_tokenizer
+from asyncengine.config import EngineConfig
+from asyncengine.kernels.cuda import CudaOps
+from asyncengine.layers.attention import NativeAttention
+from asyncengine.runner.buckets import choose_buckets, token_buckets
+from asyncengine.runner.cuda_runner import make_steps
+from asyncengine.runner.device_steps import FULL, GREEDY
+from asyncengine.runner.loop_config import step_loop_config
+from asyncengine.runner.model_runner import load_model
+
+
+def load(config: EngineConfig) -> Backend:
+    assert config.num_kv_blocks is not None
+    device = _core.SimulatedDevice(vocab_size=2)
+    native = _core.CudaDevice.simulated(device)
+    ops = CudaOps(torch.device("cpu"))
+    loaded = load_model(config, ops, NativeAttention(ops))
+    info = loaded.info(config, config.num_kv_blocks)
+    steps, buffers = make_steps(config, loaded, ops, native, config.num_kv_blocks)
+    buckets = choose_buckets(config.max_num_seqs, config.max_num_batched_tokens)
+    graphs = _core.CudaGraphs(native)
+    for bucket in buckets:
+        bodies = [partial(_quietly, steps.run, bucket, variant) for variant in (GREEDY, FULL)]
+        graphs.add_bucket(*bucket, [device.add_graph(body) for body in bodies])
+    graphs.set_copy_blocks(device.add_graph(steps.copy_blocks))
+    poison(steps)
+    step_loop = _core.StepLoop.on_cuda(
+        step_loop_config(config, info, token_buckets(buckets)), native, buffers.staging, graphs, None, 0, 50.0
+    )
+    return Backend(info, load_tokenizer(config, info.vocab_size), step_loop, (steps, device))
+
+
+def _quietly(run, *args) -> None:
+    # Rows that a step does not use hold whatever memory held; numpy would warn of what the kernels make of it.
+    with np.errstate(all="ignore"):
+        run(*args)
+
+
+def poison(steps) -> None:
+    """Everything that a step must write before it reads: a stale read then shows in the tokens."""
+    state = steps.state
+    for name in ("input_ids", "positions", "row_query_start", "row_query_len", "row_context_len", "sample_position"):
+        getattr(state, name).fill_(1 << 20)
+    state.slots.block_tables.fill_(1 << 20)
+    state.slots.last_token.fill_(1 << 20)
+    steps.cache.memory.fill_(float("nan"))
+
+
+def make_engine(model: str, **config: object) -> AsyncEngine:
+    if torch.cuda.is_available():
+        return AsyncEngine.from_pretrained(model, device="cuda", progress=False, **config)
+    return AsyncEngine(EngineConfig.from_kwargs(model, config), load)

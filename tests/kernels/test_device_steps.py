@@ -1,0 +1,154 @@
+"""Whole engines on the CUDA path: tokens as transformers gives them, whatever the machinery does.
+
+Without a GPU the kernels are interpreted, which takes a second a step: there, models of one layer and few of the cases.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncengine import SamplingParams, testing
+from asyncengine.tokenization import placeholder_tokenizer
+from tests.kernels.simulated_cuda import make_engine
+from tests.models import tiny
+
+GPU = torch.cuda.is_available()
+SMALL: dict[str, Any] = {
+    "max_num_seqs": 4, "max_num_batched_tokens": 24, "num_kv_blocks": 24, "max_model_len": 64, "dtype": "float32",
+    "step_timeout_s": 600.0,
+}  # fmt: skip
+PROMPTS = [[5, 9, 2, 7, 7, 1, 30, 2, 17, 40, 41, 42, 3, 3, 8, 11, 12, 19], [5], [100, 3, 77]]
+COUNT = 20 if GPU else 4
+
+Jobs = list[tuple[list[int], SamplingParams]]
+on_gpu = pytest.mark.skipif(not GPU, reason="takes too many steps without a GPU")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory):
+    made: dict[str, tuple[Path, Any]] = {}
+
+    def get(variant: str) -> tuple[Path, Any]:
+        if variant not in made:
+            path = tmp_path_factory.mktemp(variant)
+            layers = {} if GPU else {"n_layer" if variant.startswith("gpt2") else "num_hidden_layers": 1}
+            if "layer_types" in tiny.VARIANTS[variant][1] and not GPU:
+                layers["layer_types"] = ["sliding_attention"]
+            model = tiny.build_model(variant, **layers)
+            model.save_pretrained(path)
+            placeholder_tokenizer(tiny.VOCAB_SIZE).backend.save(str(path / "tokenizer.json"))
+            made[variant] = path, model
+        return made[variant]
+
+    return get
+
+
+def generate(path: Path, jobs: Jobs, *, rounds: int = 1, alone: bool = False, **config: Any) -> tuple[list[Any], Any]:
+    """Token ids of every sequence of every job, in the last round, and statistics; checks that nothing leaks."""
+
+    async def main() -> tuple[list[Any], Any]:
+        async with make_engine(str(path), **{**SMALL, **config}) as engine:
+            async with testing.no_leaks(engine):
+                for _ in range(rounds):
+                    if alone:
+                        outputs = [await engine.generate(prompt, params) for prompt, params in jobs]
+                    else:
+                        outputs = await asyncio.gather(*(engine.generate(prompt, params) for prompt, params in jobs))
+            return [[sequence.token_ids for sequence in output.outputs] for output in outputs], engine.stats()
+
+    return asyncio.run(main())
+
+
+def greedy(count: int = COUNT) -> SamplingParams:
+    return SamplingParams(max_tokens=count, temperature=0, ignore_eos=True)
+
+
+def mixed_jobs() -> Jobs:
+    """Prompts that share beginnings, greedy and sampled in every way, several sequences."""
+    draw = random.Random(3)
+    common = [draw.randrange(tiny.VOCAB_SIZE) for _ in range(33)]
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 1.0, "seed": 7},
+        {"temperature": 0.7, "top_k": 5, "seed": 8, "n": 2},
+        {"temperature": 1.3, "top_p": 0.8, "seed": 9},
+        {"temperature": 1.0, "min_p": 0.1, "seed": 10},
+    ]
+    jobs = []
+    for i in range(10 if GPU else 3):
+        own = [draw.randrange(tiny.VOCAB_SIZE) for _ in range(draw.randrange(1, 9))]
+        prompt = common[: draw.choice((0, 16, 33))] + own
+        jobs.append((prompt, SamplingParams(max_tokens=COUNT, ignore_eos=True, **ways[i % len(ways)])))
+    return jobs
+
+
+@pytest.mark.parametrize("variant", tiny.VARIANTS if GPU else ["gpt2", "qwen3-window-biased"])
+def test_tokens_equal_transformers(checkpoint, variant):
+    path, model = checkpoint(variant)
+    outputs, _ = generate(path, [(prompt, greedy()) for prompt in PROMPTS])
+    assert outputs == [[tuple(tiny.generate(model, prompt, COUNT))] for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("config", [{"staging": "pageable"}, {"staging": "pinned", "steps_in_flight": 1}], ids=str)
+def test_staging_and_depth_change_nothing(checkpoint, config):
+    """Bit for bit: the same kernels run on the same numbers in the same order of rows."""
+    path, _ = checkpoint("qwen3")
+    assert generate(path, mixed_jobs(), alone=GPU, **config)[0] == generate(path, mixed_jobs(), alone=GPU)[0]
+
+
+@on_gpu
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"enforce_eager": True},
+        {"enforce_eager": True, "steps_in_flight": 1},
+        {"steps_in_flight": 3, "staging": "mapped"},
+        {"step_driver": "loop"},
+        {"batch_invariant": True},
+        {"enable_prefix_caching": False},
+        {"prefill_chunk_size": 3},
+        {"max_num_seqs": 2, "max_num_batched_tokens": 8},
+    ],
+    ids=lambda c: "-".join(f"{k}={v}" for k, v in c.items()),
+)
+def test_outputs_do_not_depend_on_the_machinery(checkpoint, config):
+    path, _ = checkpoint("qwen3")
+    assert generate(path, mixed_jobs(), **config)[0] == generate(path, mixed_jobs(), alone=True)[0]
+
+
+@on_gpu
+def test_prefix_hits_change_nothing(checkpoint):
+    path, _ = checkpoint("llama")
+    once, _ = generate(path, mixed_jobs())
+    twice, stats = generate(path, mixed_jobs(), rounds=2)
+    assert stats.prefix_cache_hits > 0
+    assert once == twice
+
+
+def test_preemption_changes_nothing(checkpoint):
+    """The blocks do not do for all: sequences give theirs back and are computed again."""
+    path, model = checkpoint("llama-odd-heads-biased")
+    prompts, count = [[5] * 29, [6] * 10], 5
+    outputs, stats = generate(
+        path, [(prompt, greedy(count)) for prompt in prompts], num_kv_blocks=3, max_model_len=40
+    )
+    assert stats.num_preemptions > 0
+    assert outputs == [[tuple(tiny.generate(model, prompt, count))] for prompt in prompts]
+
+
+def test_stop_tokens_end_a_sequence_on_the_device_too(checkpoint):
+    """The row of a step under way is inert by then; what shares the batch goes on undisturbed."""
+    path, model = checkpoint("gpt2")
+    expected = [tiny.generate(model, prompt, COUNT) for prompt in PROMPTS]
+    stop = expected[0][1]
+    jobs = [(PROMPTS[0], SamplingParams(max_tokens=COUNT, temperature=0, stop_token_ids=[stop]))]
+    jobs += [(prompt, greedy()) for prompt in PROMPTS[1:]]
+    outputs, _ = generate(path, jobs, rounds=1 if not GPU else 3)
+    first = expected[0].index(stop)
+    assert outputs == [[tuple(expected[0][: first + 1])], *([tuple(e)] for e in expected[1:])]
