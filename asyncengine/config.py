@@ -66,7 +66,7 @@ class EngineConfig:
     cpu_affinity: int | None = None
     """Core that the step thread is pinned to; None: any."""
     staging: Literal["pageable", "pinned", "mapped"] = "mapped"
-    """How a step's input reaches the GPU: copied from plain or from pinned memory, or read there by the first kernel."""
+    """How a step's input reaches the GPU: copied from plain or pinned memory, or read there by the first kernel."""
     enforce_eager: bool = False
     """Run kernels one by one in place of captured graphs, for debugging: same results, slower."""
     batch_invariant: bool = False

@@ -132,5 +132,6 @@ def _too_little_memory() -> str:
     free, total = torch.cuda.mem_get_info()
     return (
         f"the GPU's memory is exhausted ({free >> 20:,} of {total >> 20:,} MiB are free): lower "
-        "max_num_batched_tokens, max_num_seqs, gpu_memory_utilization or kv_cache_memory_bytes, or end other programs on this GPU"
+        "max_num_batched_tokens, max_num_seqs, gpu_memory_utilization or kv_cache_memory_bytes, or end other "
+        "programs on this GPU"
     )
