@@ -1,0 +1,138 @@
+"""Nothing on the step path waits for the GPU: torch's own detector, and one that needs no detector's help.
+
+The second puts a long sleep on the stream that steps run on. Whatever waited for the stream, by whichever call, would
+come back only when the event behind the sleep has fired.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from asyncengine import AsyncEngine, SamplingParams, _core
+from asyncengine.backend import Backend, load_backend
+from asyncengine.config import EngineConfig
+
+SMALL: dict[str, Any] = {
+    "load_format": "dummy", "dtype": "float32", "device": "cuda", "max_num_seqs": 8, "max_num_batched_tokens": 48,
+    "num_kv_blocks": 16, "max_model_len": 96,
+}  # fmt: skip
+GREEDY, SAMPLED = (0.0, 0, 1.0, 0.0, 1), (1.0, 20, 0.9, 0.01, 5)  # temperature, top_k, top_p, min_p, seed
+
+
+def slept(stream: torch.cuda.Stream, milliseconds: int) -> torch.cuda.Event:
+    """Keep the stream busy; the event fires when that is over."""
+    event = torch.cuda.Event()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(milliseconds * 1_500_000)  # cycles of less than 2 GHz: no shorter than asked for
+        event.record(stream)
+    return event
+
+
+class Waits:
+    """Rounds of the step loop behind a sleep, and how many of those that launched a step had waited for it."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.loop, self.runner = backend.step_loop, backend.keep_alive
+        self.launches = self.waited = 0
+
+    def round(self) -> None:
+        asleep = slept(self.runner.stream, 20)
+        for _ in range(2):
+            before = self.loop.stats().steps
+            self.loop.advance()
+            if self.loop.stats().steps > before:
+                self.launches += 1
+                self.waited += asleep.query()
+        while self.loop.stats().leases:  # let the steps end
+            if not self.loop.advance():
+                torch.cuda.synchronize()
+        self.loop.drain()
+
+
+def submit(loop: _core.StepLoop, key: int, draw: random.Random) -> None:
+    accepted = loop.submit(
+        id=key,
+        prompt=[draw.randrange(199) for _ in range(draw.randrange(1, 60))],
+        n=draw.choice([1, 1, 2]),
+        max_tokens=draw.randrange(4, 30),
+        priority=draw.randrange(3),
+        salt=0,
+        sampling=draw.choice([GREEDY, SAMPLED]),
+        stop_tokens=[draw.randrange(199)],
+    )
+    assert accepted == _core.SubmitResult.accepted
+
+
+def watch(backend: Backend, rounds: int) -> Waits:
+    """Greedy and sampled requests, forks, aborts, preemption and mixed steps, each round behind a sleep."""
+    draw, waits = random.Random(1), Waits(backend)
+    for key in range(1, rounds + 1):
+        submit(backend.step_loop, key, draw)
+        if draw.random() < 0.2:
+            backend.step_loop.abort(draw.randrange(1, key + 1))
+        waits.round()
+    return waits
+
+
+@pytest.mark.parametrize("staging", ["mapped", "pinned"])
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_launching_never_waits(tiny_llama, staging, eager):
+    config = EngineConfig(model=tiny_llama, **SMALL, staging=staging, enforce_eager=eager)
+    backend = load_backend(config, progress=False)
+    waits = watch(backend, 40)
+    assert waits.launches >= 40
+    assert waits.waited == 0
+    assert backend.step_loop.stats().preemptions > 0
+    assert backend.step_loop.stop(5.0)
+
+
+def test_the_sleep_test_catches_what_waits(tiny_llama):
+    """Tokens copied to memory that is not pinned make the launching thread wait: that is what the mode is slow for."""
+    backend = load_backend(EngineConfig(model=tiny_llama, **SMALL, staging="pageable"), progress=False)
+    waits = watch(backend, 5)
+    assert waits.waited > 0
+    assert backend.step_loop.stop(5.0)
+    asleep = slept(backend.keep_alive.stream, 50)
+    backend.keep_alive.steps.state.input_ids.cpu()  # on another stream: does not wait
+    with torch.cuda.stream(backend.keep_alive.stream):
+        backend.keep_alive.steps.state.input_ids.cpu()
+    assert asleep.query()
+
+
+@contextmanager
+def sync_is_an_error() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_torch_sees_no_synchronization(tiny_llama):
+    async def main() -> None:
+        async with AsyncEngine.from_pretrained(tiny_llama, **SMALL, enforce_eager=True) as engine:
+            with sync_is_an_error():
+                jobs = []
+                for i in range(30):
+                    params = SamplingParams(max_tokens=12, temperature=i % 2, seed=i, top_k=5 * (i % 3), n=1 + i % 2)
+                    jobs.append(asyncio.ensure_future(engine.generate([i + 1] * (1 + 2 * i), params)))
+                await asyncio.sleep(0.05)
+                for job in jobs[::5]:
+                    job.cancel()
+                done = await asyncio.gather(*jobs, return_exceptions=True)
+        assert not [d for d in done if isinstance(d, Exception)]
+
+    asyncio.run(main())
+
+
+def test_torch_s_detector_detects():
+    x = torch.ones(1, device="cuda")
+    with sync_is_an_error(), pytest.raises(RuntimeError, match="synchroniz"):
+        x.item()

@@ -1,0 +1,105 @@
+"""Logits of the real shapes in bfloat16, against transformers in float32 on the same weights."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from asyncengine import _core
+from asyncengine.config import EngineConfig
+from asyncengine.kernels.cuda import CudaOps
+from asyncengine.layers.attention import NativeAttention
+from asyncengine.models.config import RawConfig
+from asyncengine.models.registry import find_family
+from asyncengine.runner.buckets import choose_buckets
+from asyncengine.runner.cuda_graphs import loaded_libcudart
+from asyncengine.runner.cuda_runner import CudaRunner, make_steps
+from asyncengine.runner.model_runner import LoadedModel
+from tests.gpu.conftest import SHAPES
+
+PROMPT, COUNT = 300, 4
+
+
+class StateDict:
+    """A WeightSource over a model of transformers."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._tensors = model.state_dict()
+
+    def get(self, name: str, *shape: int) -> Tensor:
+        assert self._tensors[name].shape == shape, name
+        return self._tensors[name].clone()
+
+    def get_transposed(self, name: str, *shape: int) -> Tensor:
+        return self._tensors[name].T.contiguous()
+
+
+class Recorder:
+    """A model that keeps its logits, step by step."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.logits: list[Tensor] = []
+
+    def forward(self, batch: Any, caches: Any) -> Tensor:
+        logits = self._model.forward(batch, caches)
+        self.logits.append(logits[0].clone())
+        return logits
+
+
+def our_logits(directory: str, source: StateDict, prompt: list[int]) -> tuple[list[Tensor], list[int]]:
+    """Of the last token of the prompt and of COUNT - 1 tokens after it, which are returned too. In chunks of 128."""
+    device = torch.device("cuda", 0)
+    ops = CudaOps(device)
+    raw = RawConfig.load(SHAPES / directory)
+    architecture, family = find_family(raw)
+    config = EngineConfig(
+        model=directory, dtype="bfloat16", max_num_seqs=2, max_num_batched_tokens=128, num_kv_blocks=64,
+        max_model_len=512, enforce_eager=True,
+    )  # fmt: skip
+    model_config = family.read_config(raw)
+    recorder = Recorder(family.build(model_config, source, ops, NativeAttention(ops), 512))
+    loaded = LoadedModel(SHAPES / directory, architecture, model_config, torch.bfloat16, 512, recorder, 0, 0, 0, ())
+    native = _core.CudaDevice(loaded_libcudart(), 0)
+    steps, buffers = make_steps(config, loaded, ops, native, 64)
+    runner = CudaRunner(loaded.info(config, 64), steps, native, buffers, choose_buckets(2, 128))
+    loop = runner.make_step_loop(config, progress=False)
+    recorder.logits.clear()
+    greedy = (0.0, 0, 1.0, 0.0, 0)
+    loop.submit(
+        id=1, prompt=prompt, n=1, max_tokens=COUNT, priority=0, salt=0, sampling=greedy, stop_tokens=[]
+    )
+    tokens: list[int] = []
+    while len(tokens) < COUNT:
+        loop.advance()
+        for news in loop.drain()[0]:
+            tokens += news[2]
+    assert loop.stop(5.0)
+    chunks = -(-PROMPT // 128)
+    return recorder.logits[chunks - 1 : chunks - 1 + COUNT], tokens
+
+
+@pytest.mark.parametrize("directory", ["gpt2", "qwen3-0.6b", "llama-3.1-8b"])
+def test_logits_are_as_close_as_transformers_own(directory):
+    config = transformers.AutoConfig.from_pretrained(SHAPES / directory)
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    prompt = torch.randint(config.vocab_size, (PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()
+    logits, tokens = our_logits(directory, StateDict(theirs), prompt)
+    ids = torch.tensor([prompt + tokens[:-1]], device="cuda")
+    with torch.inference_mode():
+        rounded = theirs(ids).logits[0, -COUNT:].float()
+        exact = theirs.float()(ids).logits[0, -COUNT:].float()
+    ours = torch.stack(logits).float()
+    error, their_error = ((x - exact).norm() / exact.norm() for x in (ours, rounded))
+    print(f"{directory}: relative error {error:.4f}, of transformers in bfloat16 {their_error:.4f}")
+    assert error < 1.5 * their_error + 1e-3
+    del theirs
+    gc.collect()
+    torch.cuda.empty_cache()
