@@ -63,7 +63,7 @@ FAULTS = {"hang": _hang, "illegal": _illegal_access}
 
 
 @pytest.mark.parametrize("mode", ["graphs", "eager"])
-@pytest.mark.parametrize(("fault", "message"), [("hang", "did not finish within"), ("illegal", "illegal memory access")])
+@pytest.mark.parametrize(("fault", "message"), [("hang", "did not finish"), ("illegal", "illegal memory access")])
 def test_a_broken_gpu(tiny_llama, fault, message, mode, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     done = subprocess.run(
