@@ -17,14 +17,20 @@ from asyncengine.kernels import triton_sampler
 from asyncengine.kernels.cpu import CpuOps
 from asyncengine.kernels.device_step import DeviceStep, allocate_step
 from tests.kernels.interpreter import repair_interpreter
+from tests.kernels.poison import poison_new_memory
 
 repair_interpreter()
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
 COMPILED = torch.cuda.is_available()
-EXAMPLES = 400 if COMPILED else 24  # the interpreter takes a tenth of a second and more for a row
+EXAMPLES = 400 if COMPILED else 30  # the interpreter takes a tenth of a second and more for a row
 STEP_NUMBER, RING = 7, 3
 POISON = -(1 << 62) + 12345
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    poison_new_memory(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -186,6 +192,7 @@ def test_greedy_takes_the_first_maximum(device: torch.device, rows: int, vocab: 
 )
 def test_real_tiles(device: torch.device, one: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
+    poison_new_memory(monkeypatch)
     assert triton_sampler._TILE == 4096
     sampling = [one._replace(seed=5 * i, position=i) for i in range(2)]
     logits = random_logits(2, 9001, 1, "normal")
