@@ -314,7 +314,7 @@ def sample(logits: Tensor, step: DeviceStep, header: Tensor, out_words: Tensor, 
     _check(logits, step, header, out_words)
     rows, vocab = logits.shape
     num_tiles = triton.cdiv(vocab, _TILE)
-    tiles = triton.next_power_of_2(num_tiles)
+    tiles = max(16, triton.next_power_of_2(num_tiles))
     slots = step.slots
 
     def scratch(width: int, dtype: torch.dtype) -> Tensor:

@@ -16,6 +16,7 @@ from asyncengine.kernels import triton_rows
 from asyncengine.kernels.cpu import CpuOps
 from asyncengine.kernels.reference import ReferenceOps
 from tests.kernels.interpreter import repair_interpreter
+from tests.kernels.poison import poison_new_memory
 
 repair_interpreter()
 # As on the GPU, exp overflows to infinity in the tail of a sigmoid.
@@ -23,6 +24,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarn
 DTYPES = [torch.float32, torch.bfloat16]
 # Relative error of a result stored once: half a unit in the last place, and as much again on the way.
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8}
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    poison_new_memory(monkeypatch)
 
 
 @pytest.fixture(params=DTYPES, ids=["float32", "bfloat16"])
