@@ -154,25 +154,6 @@ def row_cases(shape: Shape, tokens: int, device: torch.device) -> Iterator[Case]
     )
 
 
-def copy_cases(shape: Shape, device: torch.device) -> Iterator[Case]:
-    block = (shape.kv_heads, BLOCK_SIZE, shape.dim)
-    for count in (0, 1, 16):
-
-        def make(count: int = count) -> tuple[Call, Call]:
-            kv = torch.zeros(shape.layers, 2, 32, *block, dtype=DTYPE, device=device)
-            copies = torch.arange(32, dtype=torch.int32, device=device).view(2, 16).T.contiguous()
-            number = torch.tensor([count], dtype=torch.int32, device=device)
-            source, target = copies[:count].long().unbind(1)
-
-            def with_torch() -> None:
-                kv[:, :, target] = kv[:, :, source]
-
-            return lambda: triton_rows.copy_blocks(kv, copies, number), with_torch
-
-        words = 2 * shape.layers * block[0] * block[1] * block[2]
-        yield Case("copy_blocks", count, 2 * count * words * DTYPE.itemsize, make)
-
-
 # ---- the sampler ----
 
 SAMPLING = {  # temperature, top_k, top_p
@@ -267,7 +248,6 @@ def main() -> None:
     for model in args.model:
         shape = Shape.read(model)
         cases = [case for tokens in args.tokens for case in row_cases(shape, tokens, device)]
-        cases += copy_cases(shape, device)
         cases += [case for rows in args.rows for case in sampler_cases(shape, rows, device)]
         for case in sorted(cases, key=lambda case: case.name):
             if not case.name.startswith(tuple(args.kernel)):

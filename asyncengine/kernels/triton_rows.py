@@ -17,8 +17,6 @@ from torch import Tensor
 _ELEMENTWISE_TILE = 1024
 _HEAD_TILE = 1024
 """Elements of a half head tile: 16 heads of 128. With 128 threads each access is of 16 bytes in bfloat16."""
-_COPY_TILE = 4096
-_COPY_PROGRAMS = 128
 
 
 # ---- norms ----
@@ -340,56 +338,6 @@ def store_kv(k: Tensor, v: Tensor, slot_mapping: Tensor, k_cache: Tensor, v_cach
         HEAD_TILE=head_tile,
         DIM_TILE=dim_tile,
         num_warps=4,
-    )
-
-
-@triton.jit
-def _copy_blocks_kernel(
-    kv: tl.tensor,
-    copies: tl.tensor,
-    count: tl.tensor,
-    half_stride: tl.tensor,
-    block_stride: tl.tensor,
-    num_halves: tl.tensor,
-    WORDS: tl.constexpr,
-    TILE: tl.constexpr,
-) -> None:
-    tiles: tl.constexpr = (WORDS + TILE - 1) // TILE
-    per_copy = num_halves * tiles
-    # Items of one copy are neighbours, and programs take them in turn.
-    for item in range(tl.program_id(0), tl.load(count) * per_copy, tl.num_programs(0)):
-        copy = item // per_copy
-        half = item % per_copy // tiles
-        word = item % tiles * TILE + tl.arange(0, TILE)
-        source = tl.load(copies + 2 * copy).to(tl.int64)
-        target = tl.load(copies + 2 * copy + 1).to(tl.int64)
-        base = kv + half.to(tl.int64) * half_stride
-        words = tl.load(base + source * block_stride + word, mask=word < WORDS)
-        tl.store(base + target * block_stride + word, words, mask=word < WORDS)
-
-
-def copy_blocks(kv: Tensor, copies: Tensor, count: Tensor) -> None:
-    """Copy whole blocks in every layer, keys and values.
-
-    kv is contiguous [num_layers, 2, num_blocks, ...]. copies is int32 [n, 2], pairs of source and target, of which
-    the first ``count`` (int32, one element, on the device, at most n) are done. No target of them is the source or the
-    target of another.
-    """
-    if kv.dim() < 4 or kv.shape[1] != 2 or not kv.is_contiguous():
-        raise ValueError(f"kv must be contiguous [num_layers, 2, num_blocks, ...], got {list(kv.shape)}")
-    _check(copies, torch.int32, (copies.shape[0], 2), "copies")
-    if count.dtype != torch.int32 or count.numel() != 1:
-        raise ValueError(f"count must be one int32, got {count.dtype} {list(count.shape)}")
-    _copy_blocks_kernel[(_COPY_PROGRAMS,)](
-        kv,
-        copies,
-        count,
-        kv.stride(1),
-        kv.stride(2),
-        2 * kv.shape[0],
-        WORDS=kv.stride(2),
-        TILE=_COPY_TILE,
-        num_warps=8,
     )
 
 

@@ -48,10 +48,12 @@ class Waits:
         asleep = slept(self.runner.stream, 5)
         for _ in range(rounds):
             before = self.loop.stats().steps
-            while self.loop.stats().steps == before and not self.loop.quiescent:
+            while True:
                 if asleep.query():
                     asleep = slept(self.runner.stream, 5)
                 self.loop.advance()
+                if self.loop.stats().steps > before or self.loop.quiescent:
+                    break
             if self.loop.stats().steps > before:
                 self.launches += 1
                 self.waited += asleep.query()

@@ -265,31 +265,6 @@ def test_store_kv(
     assert_same(v_cache, expected_cache(caches[1], slots, v))
 
 
-@given(
-    layers=st.integers(1, 3),
-    shape=st.sampled_from([(1, 16, 8), (3, 16, 5), (2, 32, 80)]),
-    count=st.integers(0, 4),
-    bfloat16=st.booleans(),
-    seed=st.integers(0, 1000),
-)
-@settings(max_examples=20)
-def test_copy_blocks(
-    device: torch.device, layers: int, shape: tuple[int, int, int], count: int, bfloat16: bool, seed: int
-) -> None:
-    blocks = 12
-    kv = random(layers, 2, blocks, *shape, dtype=DTYPES[bfloat16], seed=seed)
-    chosen = torch.randperm(blocks, generator=torch.Generator().manual_seed(seed)).int()
-    copies = torch.stack((chosen[:4], chosen[4:8]), 1)
-    copies[1:, 0] = torch.where(chosen[1:4] % 2 == 0, copies[0, 0], copies[1:, 0])  # one source may serve several
-    expected = kv.clone()
-    for source, target in copies[:count].tolist():
-        expected[:, :, target] = kv[:, :, source]
-    copies[count:] = 1 << 20  # stale entries beyond the count
-    moved = kv.to(device)
-    triton_rows.copy_blocks(moved, copies.to(device), torch.tensor([count], dtype=torch.int32, device=device))
-    assert_same(moved, expected)
-
-
 # ---- misuse ----
 
 
@@ -316,5 +291,3 @@ def test_wrong_arguments_raise(device: torch.device) -> None:
         triton_rows.rotary_store_kv(heads, 1, None, None, 1e-6, table, slots, slots, cache, cache)
     with pytest.raises(ValueError, match="slot_mapping"):
         triton_rows.store_kv(heads[:, :1], heads[:, 1:2], slots.int(), cache, cache)
-    with pytest.raises(ValueError, match="num_layers"):
-        triton_rows.copy_blocks(cache, slots.int().view(1, 2), slots[:1].int())
