@@ -14,6 +14,8 @@ class ModelInfo:
     path: Path
     architecture: str
     dtype: str
+    device: str
+    """What computes: cpu, or the GPU's name."""
     vocab_size: int
     """Rows of the embedding; at least the tokenizer's vocabulary."""
     max_model_len: int

@@ -73,6 +73,7 @@ class SimulatedEngine(AsyncEngine):
             path=Path(),
             architecture="SimulatedForCausalLM",
             dtype="int32",
+            device="simulated device",
             vocab_size=VOCAB_SIZE,
             max_model_len=config.max_model_len,
             eos_token_ids=(EOS_TOKEN_ID,),

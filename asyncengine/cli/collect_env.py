@@ -15,7 +15,7 @@ from asyncengine import __version__
 from asyncengine.cli.flags import ENVIRONMENT_PREFIX
 
 _PACKAGES = (
-    "torch", "numpy", "transformers", "tokenizers", "safetensors", "huggingface_hub",
+    "torch", "triton", "numpy", "transformers", "tokenizers", "safetensors", "huggingface_hub",
     "aiohttp", "uvloop", "msgspec", "prometheus_client", "jinja2",
 )  # fmt: skip
 _ISA = (
@@ -54,9 +54,10 @@ def _report() -> Iterator[tuple[str, str]]:
 
 
 def hardware() -> Iterator[tuple[str, str]]:
-    """Processor, instruction sets, cores and memory, by name."""
+    """Processor, instruction sets, cores, memory and GPUs, by name."""
     yield from _processor()
     yield from _memory()
+    yield from _gpus()
 
 
 def _processor() -> Iterator[tuple[str, str]]:
@@ -79,6 +80,20 @@ def _memory() -> Iterator[tuple[str, str]]:
     limit = _read("/sys/fs/cgroup/memory.max")
     if limit and limit != "max":
         yield "memory limit", f"{int(limit) / 2**30:.1f} GiB"
+
+
+def _gpus() -> Iterator[tuple[str, str]]:
+    try:
+        import torch
+    except ImportError:
+        return
+    yield "CUDA of torch", torch.version.cuda or "none: a build for the CPU"
+    driver = _read("/proc/driver/nvidia/version").partition("\n")[0]
+    if driver:
+        yield "NVIDIA driver", driver
+    for i in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(i)
+        yield f"GPU {i}", f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB, compute capability {gpu.major}.{gpu.minor}"
 
 
 def _colon_file(path: str) -> dict[str, str]:

@@ -33,6 +33,7 @@ class LoadedModel:
     architecture: str
     config: ModelConfig
     dtype: torch.dtype
+    device: str
     max_model_len: int
     model: CausalLM
     num_parameters: int
@@ -46,6 +47,7 @@ class LoadedModel:
             path=self.path,
             architecture=self.architecture,
             dtype=str(self.dtype).removeprefix("torch."),
+            device=self.device,
             vocab_size=self.config.vocab_size,
             max_model_len=self.max_model_len,
             eos_token_ids=self.eos_token_ids,
@@ -88,6 +90,7 @@ def load_model(
         architecture,
         model_config,
         dtype,
+        torch.cuda.get_device_name(ops.device) if ops.device.type == "cuda" else ops.device.type,
         max_model_len,
         model,
         weights.num_parameters,

@@ -17,6 +17,7 @@ namespace asyncengine {
 //   kPageable  one asynchronous copy from plain memory: CUDA stages it, and the launching thread waits for that
 //   kPinned    one asynchronous copy from page-locked memory
 //   kMapped    no copy: the step's first kernel reads page-locked memory, and its last writes tokens there
+// What is sent once, before the first step, is not staged: weights, tables and the kernels' own state may be pageable.
 enum class StagingMode { kPageable, kPinned, kMapped };
 
 // One pair of buffers per step in flight, in one allocation each, page-aligned, made once. Buffer i is leased from the

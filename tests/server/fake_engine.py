@@ -41,6 +41,7 @@ class ModelInfo:
     name: str = "fake"
     architecture: str = "FakeForCausalLM"
     dtype: str = "float32"
+    device: str = "fake"
     max_model_len: int = 256
     vocab_size: int = VOCABULARY
     num_kv_blocks: int = 64
