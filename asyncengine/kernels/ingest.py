@@ -40,9 +40,9 @@ class StepSource:
         """int64 [2]: number of the running step and its place in the ring, for the kernels after ingest."""
         return self.state[:2]
 
-    def restart(self) -> None:
-        """Forget launches made before the first step, whose number is 1."""
-        self.state.copy_(torch.tensor([0, 0, 1, 0], dtype=torch.int64))
+    def restart(self, next_step: int = 1) -> None:
+        """Forget launches that the host did not count: the next one is its step ``next_step``, from 1."""
+        self.state.copy_(torch.tensor([0, 0, next_step, 0], dtype=torch.int64))
 
 
 def make_source(inputs: Tensor, outputs: Tensor, device: torch.device) -> StepSource:

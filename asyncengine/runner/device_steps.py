@@ -89,6 +89,11 @@ class DeviceSteps:
         self._planes = cache.memory.flatten(0, 1)
 
     @property
+    def source(self) -> StepSource:
+        """Where steps find their StepInput and leave their tokens."""
+        return self._buffers.source
+
+    @property
     def state(self) -> DeviceStep:
         """The largest bucket's tensors."""
         return self._step
@@ -110,6 +115,6 @@ class DeviceSteps:
         """Enqueue the block copies of the next step, which comes after them."""
         copy_blocks(self._buffers.source, self._planes)
 
-    def restart(self) -> None:
-        """Forget the steps run so far: the next one is the first."""
-        self._buffers.source.restart()
+    def restart(self, next_step: int = 1) -> None:
+        """Forget the steps run so far: the next one is number ``next_step``, the first unless it says otherwise."""
+        self._buffers.source.restart(next_step)
