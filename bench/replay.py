@@ -48,7 +48,9 @@ def stage(steps: DeviceSteps, contexts: Sequence[int]) -> None:
     entries = max(contexts) // block_size + 1
     if rows * entries > blocks:
         raise ValueError(f"{rows} rows of {entries} blocks do not fit a cache of {blocks}")
-    steps.cache.memory.normal_()  # memory that nobody has written may hold NaN, with which rows would end
+    # Memory that nobody has written may hold NaN, with which rows would end. What the engine wrote stays: random
+    # numbers in its place would draw more power, and lower the clock.
+    steps.cache.memory[:, :, : rows * entries].nan_to_num_(0.0, 0.0, 0.0)
     slots = steps.state.slots
     # Blocks of a sequence lie apart, as they do when sequences grow side by side.
     tables = torch.arange(entries)[None, :] * rows + torch.arange(rows)[:, None]

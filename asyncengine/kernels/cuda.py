@@ -36,8 +36,9 @@ class CudaBatch:
 @dataclass(frozen=True, slots=True)
 class CudaLinear:
     weight: Tensor
-    """[sum of N_i, K]"""
+    """[N, K], with rows of zeros after the out_features that there are"""
     bias: Tensor | None
+    out_features: int
 
 
 class CudaOps:
@@ -53,20 +54,33 @@ class CudaOps:
         return StepTokens(step.input_ids, step.positions, step.sample_index)
 
     def make_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> CudaLinear:
-        """Weights that share their input become one matrix, which copies them if there are several."""
-        given = [b for b in biases if b is not None]
+        """Weights that share their input become one matrix, which copies them if there are several.
+
+        So does padding to rows that are aligned, without which cuBLAS falls back to kernels of Turing's time: a
+        vocabulary of 50,257 took 214 us instead of 40 at 256 rows on an H200.
+        """
+        out_features = sum(len(w) for w in weights)
+        padding = -out_features % 64 if out_features % 8 else 0
+        weight = weights[0]
+        if len(weights) > 1 or padding:
+            weight = torch.cat((*weights, weight.new_zeros(padding, weight.shape[1])))
         bias = None
-        if given:
+        if any(b is not None for b in biases):
             filled = [w.new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)]
-            bias = torch.cat(filled)
-        return CudaLinear(weights[0] if len(weights) == 1 else torch.cat(tuple(weights)), bias)
+            bias = torch.cat((*filled, weight.new_zeros(padding)))
+        return CudaLinear(weight, bias, out_features)
 
     def linear(self, x: Tensor, handle: CudaLinear, out_dtype: torch.dtype | None = None) -> Tensor:
-        if out_dtype is None or out_dtype == x.dtype:
+        y = self._product(x, handle, x.dtype if out_dtype is None else out_dtype)
+        return y if y.shape[1] == handle.out_features else y[:, : handle.out_features]
+
+    @staticmethod
+    def _product(x: Tensor, handle: CudaLinear, dtype: torch.dtype) -> Tensor:
+        if dtype == x.dtype:
             return F.linear(x, handle.weight, handle.bias)
         if x.device.type == "cpu":  # no such product there
-            return F.linear(x.to(out_dtype), handle.weight.to(out_dtype), handle.bias)
-        y = torch.mm(x, handle.weight.T, out_dtype=out_dtype)
+            return F.linear(x.to(dtype), handle.weight.to(dtype), handle.bias)
+        y = torch.mm(x, handle.weight.T, out_dtype=dtype)
         return y if handle.bias is None else y + handle.bias
 
     rms_norm = staticmethod(rows.rms_norm)

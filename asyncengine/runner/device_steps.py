@@ -43,11 +43,11 @@ class StepBuffers:
         host_inputs.zero_()  # an empty step: what warm-up and capture run
         if staging.mode == "mapped":
             outputs = _view(staging.output, ring * staging.output_stride, torch.int64).view(ring, -1)
-            return cls(staging, make_source(host_inputs, outputs, device))
+            return cls(staging, make_source(host_inputs, outputs, device, fetch=True))
         inputs = torch.zeros(1, words, dtype=torch.int32, device=device)
         outputs = torch.zeros(1, max_rows, dtype=torch.int64, device=device)
         staging.set_device_buffers(inputs.data_ptr(), outputs.data_ptr())
-        return cls(staging, make_source(inputs, outputs, device))
+        return cls(staging, make_source(inputs, outputs, device, fetch=False))
 
 
 def _view(address: int, num_bytes: int, dtype: torch.dtype) -> Tensor:
