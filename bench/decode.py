@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import subprocess
 import sys
@@ -23,7 +22,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gpu_common import PROMPT_LEN, SHAPES, add_engine_options, gpu, greedy, opened, random_prompts
+from gpu_common import PROMPT_LEN, SHAPES, add_engine_options, child_environment, gpu, greedy, opened, random_prompts
 
 from asyncengine import AsyncEngine
 from asyncengine.cli.benchmarks import report
@@ -88,7 +87,7 @@ def save(results: Mapping[str, Any], args: argparse.Namespace) -> None:
 
 def run_worker(model: str, args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as empty:
-        environment = dict(os.environ) | ({"TRITON_CACHE_DIR": empty} if args.cache == "cold" else {})
+        environment = child_environment() | ({"TRITON_CACHE_DIR": empty} if args.cache == "cold" else {})
         started = time.monotonic()  # one clock for all processes of the machine
         command = [sys.executable, __file__, *sys.argv[1:], "--worker", model, str(started)]
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import os
 import random
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -70,6 +72,11 @@ async def consume(engine: AsyncEngine, prompt: Sequence[int], tokens: int) -> in
 async def consume_all(engine: AsyncEngine, prompts: Sequence[Sequence[int]], tokens: int) -> int:
     """All at once, a task each; the sum of deltas."""
     return sum(await asyncio.gather(*(consume(engine, prompt, tokens) for prompt in prompts)))
+
+
+def child_environment() -> dict[str, str]:
+    """For a Python process that is to import what this one imports."""
+    return dict(os.environ) | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def gpu() -> dict[str, str]:
