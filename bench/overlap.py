@@ -27,7 +27,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gpu_common import PROMPT_LEN, add_engine_options, child_environment, consume_all, gpu, opened, random_prompts
+from gpu_common import PROMPT_LEN, add_engine_options, child_environment, consume_all, opened, random_prompts
 from steady import Window, observe
 
 from asyncengine import AsyncEngine, testing
@@ -83,7 +83,7 @@ def save(name: str, samples: Sequence[Sample], args: argparse.Namespace) -> None
     figures = summarize_ablation(samples) if args.ablation else summarize(samples)
     report.print_figures(f"{name}, prompts of {PROMPT_LEN} tokens (medians of {args.repeats})", figures)
     settings = {key: value for key, value in vars(args).items() if key not in ("json", "ablation")}
-    record = report.record(name, figures, repeats=args.repeats, settings=settings, gpu=gpu(), samples=samples)
+    record = report.record(name, figures, repeats=args.repeats, settings=settings, samples=samples)
     report.write(args.json or f"bench/results/{name}.json", record)
 
 

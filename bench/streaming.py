@@ -23,7 +23,7 @@ from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
-from gpu_common import SHAPES, add_engine_options, gpu, greedy, opened
+from gpu_common import SHAPES, add_engine_options, greedy, opened
 
 from asyncengine import AsyncEngine
 from asyncengine.cli.benchmarks import report
@@ -88,7 +88,7 @@ def save(rounds: Mapping[str, Sequence[dict[str, float]]], args: argparse.Namesp
         for figure in summarize(model, values)
     ]
     settings = {key: value for key, value in vars(args).items() if key != "json"} | {"prompt": PROMPT}
-    record = report.record("streaming", figures, repeats=args.repeats, settings=settings, gpu=gpu(), rounds=rounds)
+    record = report.record("streaming", figures, repeats=args.repeats, settings=settings, rounds=rounds)
     report.write(args.json, record)
 
 

@@ -17,7 +17,6 @@ from gpu_common import PROMPT_LEN, consume_all, greedy
 from steady import Point, make_window, observe
 
 from asyncengine import testing
-from asyncengine.cli.benchmarks import report
 from asyncengine.errors import EngineError
 
 
@@ -200,7 +199,7 @@ def test_decode_floor(shape: str, floor: float) -> None:
 def test_scripts_keep_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shape that fails does not take the others' figures with it."""
     path = tmp_path / "decode.json"
-    result = {"ready_s": 1.0, "first_token_s": 2.0, "step_ms": {"1": 3.0}, "floor_ms": {"1": 1.0}, "gpu": {"name": "x"}}
+    result = {"ready_s": 1.0, "first_token_s": 2.0, "step_ms": {"1": 3.0}, "floor_ms": {"1": 1.0}}
 
     def worker(model: str, args: argparse.Namespace) -> dict[str, Any]:
         if model == "bad":
@@ -212,7 +211,4 @@ def test_scripts_keep_what_was_measured(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(SystemExit, match="no memory"):
         decode.main()
     record = json.loads(path.read_text())
-    assert record["gpu"] == {"name": "x"}
     assert {figure["name"]: figure["value"] for figure in record["figures"]}["a, batch 1"] == 3.0
-    assert report.percentile([1, 2], 50) == 1.5
-    assert greedy(3).ignore_eos
