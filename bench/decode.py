@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import subprocess
 import sys
@@ -23,7 +22,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gpu_common import PROMPT_LEN, SHAPES, add_engine_options, gpu, greedy, opened, random_prompts
+from gpu_common import PROMPT_LEN, SHAPES, add_engine_options, child_environment, greedy, opened, random_prompts
 
 from asyncengine import AsyncEngine
 from asyncengine.cli.benchmarks import report
@@ -81,14 +80,13 @@ def save(results: Mapping[str, Any], args: argparse.Namespace) -> None:
     print_table(results)
     settings = {key: value for key, value in vars(args).items() if key not in ("json", "worker")}
     settings |= {"prompt tokens": PROMPT_LEN, "bandwidth of the floor, bytes/s": BANDWIDTH}
-    machine = next(iter(results.values()))["gpu"]
-    record = report.record("decode", figures, repeats=args.repeats, settings=settings, gpu=machine, results=results)
+    record = report.record("decode", figures, repeats=args.repeats, settings=settings, results=results)
     report.write(args.json, record)
 
 
 def run_worker(model: str, args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as empty:
-        environment = dict(os.environ) | ({"TRITON_CACHE_DIR": empty} if args.cache == "cold" else {})
+        environment = child_environment() | ({"TRITON_CACHE_DIR": empty} if args.cache == "cold" else {})
         started = time.monotonic()  # one clock for all processes of the machine
         command = [sys.executable, __file__, *sys.argv[1:], "--worker", model, str(started)]
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
@@ -122,7 +120,6 @@ async def work(model: str, started: float, args: argparse.Namespace) -> dict[str
             "floor_ms": {b: floor_ms(engine, b, context) for b in args.batches},
             "seconds": seconds,
             "kv_cache_tokens": engine.model_info.kv_capacity_tokens,
-            "gpu": gpu(),
         }
 
 

@@ -1,12 +1,13 @@
-"""What the GPU benchmarks share: engines with random weights, prompts, and what machine it was."""
+"""What the GPU benchmarks share: engines with random weights, their prompts and consumers."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import gc
+import os
 import random
-import subprocess
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -72,28 +73,6 @@ async def consume_all(engine: AsyncEngine, prompts: Sequence[Sequence[int]], tok
     return sum(await asyncio.gather(*(consume(engine, prompt, tokens) for prompt in prompts)))
 
 
-def gpu() -> dict[str, str]:
-    """Name and versions of the GPU in use, as far as there is one."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return {"name": "none"}
-    import triton
-
-    memory = torch.cuda.get_device_properties(0).total_memory
-    return {
-        "name": torch.cuda.get_device_name(0),
-        "memory": f"{memory / 2**30:.0f} GiB",
-        "driver": _driver(),
-        "CUDA": str(torch.version.cuda),
-        "triton": triton.__version__,
-    }
-
-
-def _driver() -> str:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return done.stdout.split("\n", 1)[0].strip()
+def child_environment() -> dict[str, str]:
+    """For a Python process that is to import what this one imports."""
+    return dict(os.environ) | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -21,18 +21,20 @@ import json
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from gpu_common import PROMPT_LEN, add_engine_options, consume_all, gpu, opened, random_prompts
+from gpu_common import PROMPT_LEN, add_engine_options, child_environment, consume_all, opened, random_prompts
 from steady import Window, observe
 
 from asyncengine import AsyncEngine, testing
 from asyncengine.cli.benchmarks import report
 from asyncengine.cli.benchmarks.report import Figure, median
 from asyncengine.cli.embed import loop_factory
+from asyncengine.stream import RequestStream
 
 CASES = "gpt2:64,gpt2:256,qwen3-0.6b:64,llama-3.1-8b:1,llama-3.1-8b:64"
 ABLATION_CASES = "gpt2:64,gpt2:256,qwen3-0.6b:64"
@@ -52,6 +54,7 @@ _REQUESTS_PER_CLIENT = 64
 
 Case = tuple[str, int]
 Sample = dict[str, Any]
+T = TypeVar("T")
 
 
 def main() -> None:
@@ -59,8 +62,7 @@ def main() -> None:
     parser.add_argument("--ablation", action="store_true", help="what each part of the design is worth")
     parser.add_argument("--cases", type=parse_cases, help=f"shape:batch,... (default: {CASES})")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=512, help="per request, in-process")
-    parser.add_argument("--sse-tokens", type=int, default=880, help="per request, SSE: all decode later")
+    parser.add_argument("--tokens", type=int, default=512, help="per request")
     parser.add_argument("--replays", type=int, default=300)
     parser.add_argument("--no-sse", dest="sse", action="store_false")
     parser.add_argument("--json", help="(default: bench/results/overlap.json or overlap_ablation.json)")
@@ -81,7 +83,7 @@ def save(name: str, samples: Sequence[Sample], args: argparse.Namespace) -> None
     figures = summarize_ablation(samples) if args.ablation else summarize(samples)
     report.print_figures(f"{name}, prompts of {PROMPT_LEN} tokens (medians of {args.repeats})", figures)
     settings = {key: value for key, value in vars(args).items() if key not in ("json", "ablation")}
-    record = report.record(name, figures, repeats=args.repeats, settings=settings, gpu=gpu(), samples=samples)
+    record = report.record(name, figures, repeats=args.repeats, settings=settings, samples=samples)
     report.write(args.json or f"bench/results/{name}.json", record)
 
 
@@ -124,11 +126,7 @@ async def compare(args: argparse.Namespace, samples: list[Sample]) -> None:
 
 async def in_process(engine: AsyncEngine, batch: int, args: argparse.Namespace, rng: random.Random) -> Sample:
     prompts = random_prompts(rng, engine, batch)
-    start = time.perf_counter()
-    window, deltas = await observe(engine, batch, consume_all(engine, prompts, args.tokens))
-    seconds = time.perf_counter() - start
-    tokens = batch * args.tokens
-    sample = {"tokens/s with prefill": tokens / seconds, "tokens per delivery": tokens / deltas}
+    window, _, sample = await measured(engine, batch, args.tokens, consume_all(engine, prompts, args.tokens))
     return sample | await beside_bare(engine, window, args.replays)
 
 
@@ -144,21 +142,50 @@ async def over_http(engine: AsyncEngine, batch: int, args: argparse.Namespace, r
         vocab = engine.model_info.vocab_size
         for first in range(0, batch, _REQUESTS_PER_CLIENT):
             count = min(_REQUESTS_PER_CLIENT, batch - first)
-            clients.append(await start_client(server.url, count, args.sse_tokens, vocab, rng.randrange(2**31)))
-        window, results = await observe(engine, batch, run_clients(clients))
+            clients.append(await start_client(server.url, count, args.tokens, vocab, rng.randrange(2**31)))
+        with submitted_together(engine, batch):
+            window, results, sample = await measured(engine, batch, args.tokens, run_clients(clients))
     finally:
         for client in clients:
             if client.returncode is None:
                 client.kill()
             await client.wait()
         await server.aclose()
-    tokens, events = batch * args.sse_tokens, sum(r["events"] for r in results)
-    sample = {
-        "failures": [failure for r in results for failure in r["failures"]],
-        "tokens per event": tokens / max(1, events),
-        "tokens/s with prefill": tokens / max(r["seconds"] for r in results),
-    }
+    sample["failures"] = [failure for r in results for failure in r["failures"]]
+    sample["tokens per event"] = batch * args.tokens / max(1, sum(r["events"] for r in results))
     return sample | await beside_bare(engine, window, args.replays)
+
+
+async def measured(
+    engine: AsyncEngine, batch: int, tokens: int, load: Awaitable[T]
+) -> tuple[Window, T, dict[str, Any]]:
+    """Run ``load``: its steady part, its result, and per token of it all the processor time of this process."""
+    start = time.perf_counter(), time.process_time(), time.thread_time()
+    window, result = await observe(engine, batch, load)
+    end = time.perf_counter(), time.process_time(), time.thread_time()
+    seconds, process_cpu, loop_cpu = (b - a for a, b in zip(start, end, strict=True))
+    total = batch * tokens
+    return window, result, {
+        "tokens/s with prefill": total / seconds,
+        "process_cpu_us_per_token": 1e6 * process_cpu / total,
+        "loop_cpu_us_per_token": 1e6 * loop_cpu / total,
+    }  # fmt: skip
+
+
+@contextmanager
+def submitted_together(engine: AsyncEngine, count: int) -> Iterator[None]:
+    """Hold requests back until ``count`` are there: the first would be at its end while HTTP brings the last."""
+    barrier, submit = asyncio.Barrier(count), engine.submit
+
+    async def held(*args: Any, **kwargs: Any) -> RequestStream:
+        await barrier.wait()
+        return await submit(*args, **kwargs)
+
+    engine.submit = held  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del engine.submit  # type: ignore[method-assign]
 
 
 async def start_client(url: str, requests: int, tokens: int, vocab: int, seed: int) -> asyncio.subprocess.Process:
@@ -167,7 +194,8 @@ async def start_client(url: str, requests: int, tokens: int, vocab: int, seed: i
     flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     pipe = asyncio.subprocess.PIPE
     script = str(Path(__file__).parent / "sse_load.py")
-    client = await asyncio.create_subprocess_exec(sys.executable, script, url, *flags, stdin=pipe, stdout=pipe)
+    command = [sys.executable, script, url, *flags]
+    client = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, env=child_environment())
     assert client.stdout is not None
     if await client.stdout.readline() != b"ready\n":
         raise SystemExit("a client did not start")
@@ -217,7 +245,7 @@ def figures_of(label: str, target: float | None, runs: Sequence[Sample]) -> list
         ]
     figures += [
         Figure(f"{label}: output in the window", middle("tokens/s"), "tokens/s"),
-        Figure(f"{label}: process CPU", middle("process_cpu_us_per_token"), "µs/token"),
+        Figure(f"{label}: process CPU, round with prefill", middle("process_cpu_us_per_token"), "µs/token"),
         Figure(f"{label}: of it the event loop", middle("loop_cpu_us_per_token"), "µs/token"),
     ]
     if "failures" in runs[0]:
@@ -238,15 +266,11 @@ async def ablate(args: argparse.Namespace, samples: list[Sample]) -> None:
             async with opened(shape, args, max_num_seqs=batch, enable_prefix_caching=False, **config) as engine:
                 await consume_all(engine, random_prompts(rng, engine, batch), 32)
                 for _ in range(args.repeats):
-                    prompts = random_prompts(rng, engine, batch)
-                    start = time.perf_counter()
-                    window, _ = await observe(engine, batch, consume_all(engine, prompts, args.tokens))
-                    seconds = time.perf_counter() - start
-                    sample: Sample = {"case": f"{shape}:{batch}", "variant": variant, "step_us": window.step_us}
-                    sample |= {"steps": window.steps, "tokens/s with prefill": batch * args.tokens / seconds}
-                    sample["process_cpu_us_per_token"] = window.process_cpu_us_per_token
-                    samples.append(sample)
-                    print(json.dumps(sample), file=sys.stderr, flush=True)
+                    load = consume_all(engine, random_prompts(rng, engine, batch), args.tokens)
+                    window, _, sample = await measured(engine, batch, args.tokens, load)
+                    sample |= {"case": f"{shape}:{batch}", "variant": variant, "step_us": window.step_us}
+                    samples.append(sample | {"steps": window.steps})
+                    print(json.dumps(samples[-1]), file=sys.stderr, flush=True)
 
 
 def summarize_ablation(samples: Sequence[Sample]) -> list[Figure]:

@@ -7,10 +7,9 @@ so a late event loop and the moment of looking do not blur the figure.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from asyncengine import AsyncEngine
 from asyncengine.stream import NOT_FINISHED, RequestStream
@@ -20,18 +19,13 @@ _SKIP_TOKENS = 16
 """Left out at the beginning: the last prompts have just been computed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
+class Point(NamedTuple):
     """A delivery to the request that is followed."""
 
     tokens: int
     """that it has got so far"""
     committed_ns: int
     """when the step thread committed the last of them"""
-    process_cpu_ns: int
-    """processor time that this process had used when they were delivered, user and system, all threads"""
-    loop_cpu_ns: int
-    """the event loop's thread alone"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +38,6 @@ class Window:
     """Per row, tokens of KV before its query, in the middle of the window."""
     deliveries: int
     """Of one request: fewer than steps if the loop fell behind."""
-    process_cpu_us_per_token: float
-    loop_cpu_us_per_token: float
 
     @property
     def tokens_per_s(self) -> float:
@@ -62,7 +54,6 @@ def make_window(points: Sequence[Point], lengths: Sequence[int], followed: int, 
         raise ValueError("no steady window: ask for more tokens")
     first, last = counted[0], counted[-1]
     steps = last.tokens - first.tokens
-    tokens = steps * len(lengths)
     # The step that gives token k takes token k - 1 as its input, so prompt + k - 2 tokens precede it.
     middle = prompt_len + (first.tokens + 1 + last.tokens) / 2 - 2
     return Window(
@@ -70,8 +61,6 @@ def make_window(points: Sequence[Point], lengths: Sequence[int], followed: int, 
         step_us=(last.committed_ns - first.committed_ns) / steps / 1e3,
         contexts=[round(middle + length - followed) for length in lengths],
         deliveries=len(counted) - 1,
-        process_cpu_us_per_token=(last.process_cpu_ns - first.process_cpu_ns) / tokens / 1e3,
-        loop_cpu_us_per_token=(last.loop_cpu_ns - first.loop_cpu_ns) / tokens / 1e3,
     )
 
 
@@ -113,7 +102,7 @@ async def _follow(stream: RequestStream) -> list[Point]:
 
     def recording(index: int, tokens: list[int], finish: int, first_ns: int, last_ns: int, *rest: int) -> None:
         have = (points[-1].tokens if points else tokens_before) + len(tokens)
-        points.append(Point(have, last_ns, time.process_time_ns(), time.thread_time_ns()))
+        points.append(Point(have, last_ns))
         if finish != NOT_FINISHED and not ended.done():
             ended.set_result(None)
         feed(index, tokens, finish, first_ns, last_ns, *rest)

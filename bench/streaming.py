@@ -17,13 +17,13 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
-from gpu_common import SHAPES, add_engine_options, gpu, greedy, opened
+from gpu_common import SHAPES, add_engine_options, greedy, opened
 
 from asyncengine import AsyncEngine
 from asyncengine.cli.benchmarks import report
@@ -77,14 +77,19 @@ def main() -> None:
                 title = f"{model}: {args.requests} requests, one every {args.interval_ms:g} ms"
                 report.print_figures(title, summarize(model, rounds[model]))
     finally:  # what was measured is kept
-        figures = [
-            replace(figure, name=f"{model}: {figure.name}")
-            for model, values in rounds.items()
-            for figure in summarize(model, values)
-        ]
-        settings = {key: value for key, value in vars(args).items() if key != "json"} | {"prompt": PROMPT}
-        record = report.record("streaming", figures, repeats=args.repeats, settings=settings, gpu=gpu(), rounds=rounds)
-        report.write(args.json, record)
+        if rounds:
+            save(rounds, args)
+
+
+def save(rounds: Mapping[str, Sequence[dict[str, float]]], args: argparse.Namespace) -> None:
+    figures = [
+        replace(figure, name=f"{model}: {figure.name}")
+        for model, values in rounds.items()
+        for figure in summarize(model, values)
+    ]
+    settings = {key: value for key, value in vars(args).items() if key != "json"} | {"prompt": PROMPT}
+    record = report.record("streaming", figures, repeats=args.repeats, settings=settings, rounds=rounds)
+    report.write(args.json, record)
 
 
 async def measure(model: str, args: argparse.Namespace) -> list[dict[str, float]]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from asyncengine.cli import collect_env
 
-_PACKAGES = ("asyncengine", "torch", "transformers", "numpy", "aiohttp", "uvloop")
+_PACKAGES = ("asyncengine", "torch", "triton", "transformers", "numpy", "aiohttp", "uvloop")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,6 @@
+"""The scripts of bench/ import each other by name."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))

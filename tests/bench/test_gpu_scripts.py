@@ -1,0 +1,214 @@
+"""The benchmarks for the GPU, on the simulated device: what they count, and what they make of it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import decode
+import overlap
+import pytest
+import streaming
+from gpu_common import PROMPT_LEN, consume_all, greedy
+from steady import Point, make_window, observe
+
+from asyncengine import testing
+from asyncengine.errors import EngineError
+
+
+def prompts(count: int) -> list[list[int]]:
+    return [[300 + i] * PROMPT_LEN for i in range(count)]
+
+
+def test_window_against_a_calculation_by_hand() -> None:
+    def point(tokens: int, us: int) -> Point:
+        return Point(tokens, us * 1000)
+
+    # Followed from its 10th token on; the first delivery that counts brings the 26th, the last one the 46th.
+    points = [point(11, 0), point(25, 900), point(26, 1000), point(36, 2100), point(46, 3000)]
+    window = make_window(points, [10, 10, 7, 2], followed=10, prompt_len=128)
+    assert window.steps == 20
+    assert window.step_us == 100
+    assert window.deliveries == 2
+    # Tokens 27 to 46 take tokens 26 to 45 as input, before which are 128 + 25 to 128 + 44 tokens.
+    assert window.contexts == [round(128 + 34.5)] * 2 + [round(125 + 34.5), round(120 + 34.5)]
+    assert window.tokens_per_s == pytest.approx(40_000)
+    with pytest.raises(ValueError, match="more tokens"):
+        make_window(points[:3], [10], followed=10, prompt_len=128)
+
+
+def simulated(**config: Any) -> testing.SimulatedEngine:
+    return testing.SimulatedEngine(max_num_seqs=4, enable_prefix_caching=False, **config)
+
+
+@pytest.mark.parametrize("driver", ["thread", "loop"])
+def test_observe_sees_the_steps_in_which_all_decode(driver: str) -> None:
+    async def main() -> None:
+        async with simulated(step_latency_us=500, step_driver=driver) as engine:
+            window, deltas = await observe(engine, 4, consume_all(engine, prompts(4), 100))
+            assert deltas <= 400
+            assert len(window.contexts) == 4
+            assert 1 <= window.deliveries <= window.steps < 100
+            assert PROMPT_LEN < min(window.contexts) <= max(window.contexts) < PROMPT_LEN + 100
+            await testing.settle(engine)
+
+    asyncio.run(main())
+
+
+def test_observe_says_when_requests_never_decode_together() -> None:
+    async def main(count: int, batch: int) -> None:
+        async with simulated() as engine:
+            await observe(engine, batch, consume_all(engine, prompts(count), 20))
+
+    with pytest.raises(SystemExit, match="more tokens"):
+        asyncio.run(main(2, 3))
+
+    async def fails() -> None:
+        raise EngineError("the load itself failed")
+
+    async def failing() -> None:
+        async with simulated() as engine:
+            await observe(engine, 1, fails())
+
+    with pytest.raises(EngineError, match="itself"):
+        asyncio.run(failing())
+
+
+def test_overlap_over_http_counts_every_token(capsys: pytest.CaptureFixture[str]) -> None:
+    async def main() -> dict[str, Any]:
+        async with simulated(step_latency_us=2000) as engine:
+            args = argparse.Namespace(tokens=100, replays=1)
+            sample = {"case": "x:4", "in-process": await overlap.in_process(engine, 4, args, random.Random(0))}
+            sample["SSE"] = await overlap.over_http(engine, 4, args, random.Random(0))
+            assert (await engine.generate([300], greedy(2))).usage.completion_tokens == 2  # nothing is held back now
+            return sample
+
+    sample = asyncio.run(main())
+    assert sample["SSE"]["failures"] == []
+    assert sample["SSE"]["tokens per event"] >= 1
+    assert 0 < sample["SSE"]["steps"] < 100
+    figures = {figure.name: figure for figure in overlap.summarize([sample, sample])}
+    assert figures["x:4 SSE: streams lost or short"].met is True
+    assert figures["x:4 in-process: engine"].value == pytest.approx(sample["in-process"]["step_us"])
+
+
+def test_overlap_compares_within_a_repeat() -> None:
+    base = dict.fromkeys(("tokens/s", "process_cpu_us_per_token", "loop_cpu_us_per_token"), 1.0)
+    runs = [base | {"step_us": s, "bare_us": b, "ratio": s / b} for s, b in ((101, 100), (210, 200), (50, 40))]
+    figures = {f.name: f for f in overlap.summarize([{"case": "gpt2:64", "in-process": run} for run in runs])}
+    assert figures["gpt2:64 in-process: engine over bare"].value == pytest.approx(1.05)
+    assert figures["gpt2:64 in-process: engine over bare"].met is False
+    assert figures["gpt2:64 in-process: bubble"].value == pytest.approx(100 * (1 - 1 / 1.05))
+
+
+def test_ablation_compares_with_the_default() -> None:
+    def sample(variant: str, step: float) -> dict[str, Any]:
+        return {"case": "x:1", "variant": variant, "step_us": step, "tokens/s with prefill": 1000 / step}
+
+    # The run broke off after the second variant.
+    samples = [sample("default", s) for s in (90, 100, 300)] + [sample("one step in flight", 150)]
+    figures = {figure.name: figure.value for figure in overlap.summarize_ablation(samples)}
+    assert figures["x:1 one step in flight: step over default"] == pytest.approx(1.5)
+    assert figures["x:1 one step in flight: output over default"] == pytest.approx(1 / 1.5)
+    assert len(figures) == 8
+
+
+def test_cases() -> None:
+    assert overlap.parse_cases("gpt2:64,a:b/c:1") == [("gpt2", 64), ("a:b/c", 1)]
+    assert overlap.by_shape(overlap.parse_cases("a:1,b:2,a:3")) == {"a": [1, 3], "b": [2]}
+    for wrong in ("gpt2", "gpt2:0", ":4", "gpt2:x"):
+        with pytest.raises(argparse.ArgumentTypeError, match="shape:batch"):
+            overlap.parse_cases(wrong)
+
+
+def test_streaming_statistics_by_hand() -> None:
+    first = streaming.Trace(0.0, 0.001, 0.0015, [0.011, 0.021, 0.041], 4, 9, queue_s=0.002, prefill_s=0.006)
+    second = streaming.Trace(1.0, 1.003, 1.004, [1.013, 1.023], 2, 9, queue_s=0.004, prefill_s=0.008)
+    values = streaming.statistics([first, second])
+    assert values["submit lag p50"] == pytest.approx(2)
+    assert values["add_request p50"] == pytest.approx(0.75)
+    assert values["queue wait p50"] == pytest.approx(3)
+    assert values["prefill to first token p50"] == pytest.approx(7)
+    assert values["TTFT p50"] == pytest.approx(10)
+    assert values["TPOT p50"] == pytest.approx(10)
+    assert values["ITL p50"] == pytest.approx(10)
+    assert values["ITL max"] == pytest.approx(20)
+    assert values["latency p50"] == pytest.approx(30)
+    assert values["throughput"] == pytest.approx(6 / (1.023 - 0.001))
+    assert values["tokens per delivery"] == pytest.approx(6 / 5)
+    figures = {f.name: f for f in streaming.summarize("gpt2", [values, values | {"ITL max": 50.0}])}
+    assert figures["ITL max"].value == 50
+    assert figures["TTFT p50"].met is False
+
+
+def test_streaming_plays_all_requests() -> None:
+    async def main() -> list[streaming.Trace]:
+        async with simulated(step_latency_us=200) as engine:
+            return await streaming.play(engine, 6, 0.002, 9)
+
+    traces = asyncio.run(main())
+    assert [trace.tokens for trace in traces] == [9] * 6
+    for trace in traces:
+        assert trace.due <= trace.submitted <= trace.accepted <= trace.deliveries[0]
+        assert trace.deliveries == sorted(trace.deliveries)
+        assert min(trace.queue_s, trace.prefill_s) >= 0
+
+
+def test_decode_step_is_the_difference_of_medians() -> None:
+    assert decode.step_ms({64: [1.0, 9.0, 2.0], 256: [4.0, 3.92, 30.0]}) == pytest.approx(1000 * 2.0 / 192)
+
+
+def test_decode_generates_and_reports_beside_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    async def main() -> float:
+        async with simulated() as engine:
+            return await decode.generate(engine, random.Random(0), 3, 5)
+
+    assert asyncio.run(main()) > 0
+    result = {"ready_s": 9.0, "first_token_s": 29.0, "step_ms": {1: 4.0, 8: 6.0}, "floor_ms": {1: 3.4, 8: 3.5}}
+    result = json.loads(json.dumps(result))
+    figures = {figure.name: figure for figure in decode.summarize("llama-3.1-8b", result)}
+    assert figures["llama-3.1-8b, batch 1"].at_most == 4.84
+    assert figures["llama-3.1-8b, batch 8"].met is False
+    assert figures["llama-3.1-8b, process start to first token"].met is True
+    decode.print_table({"llama-3.1-8b": result})
+    lines = {line[:20].strip(): line[20:].split() for line in capsys.readouterr().out.splitlines() if line}
+    assert lines["asyncengine"] == ["4.000", "6.000", "9.0", "s"]
+    assert lines["vLLM 0.26.0"] == ["4.900", "5.090", "65.0", "s"]
+
+
+@pytest.mark.parametrize(("shape", "floor"), [("gpt2", 0.068), ("llama-3.1-8b", 3.42)])
+def test_decode_floor(shape: str, floor: float) -> None:
+    """Beside the computed floors for context 256: the weights that a step reads, and keys and values of all heads."""
+
+    class Info:
+        path = Path(__file__).parents[2] / "bench" / "shapes" / shape
+        block_size = 16
+        vocab_size, weight_bytes = {"gpt2": (50257, 248_879_616), "llama-3.1-8b": (128256, 16_060_522_496)}[shape]
+        kv_bytes_per_block = {"gpt2": 2 * 12 * 768 * 2 * 16, "llama-3.1-8b": 2 * 32 * 1024 * 2 * 16}[shape]
+
+    class Engine:
+        model_info = Info
+
+    assert decode.floor_ms(Engine, 1, 256) == pytest.approx(floor, rel=0.15)  # type: ignore[arg-type]
+
+
+def test_scripts_keep_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shape that fails does not take the others' figures with it."""
+    path = tmp_path / "decode.json"
+    result = {"ready_s": 1.0, "first_token_s": 2.0, "step_ms": {"1": 3.0}, "floor_ms": {"1": 1.0}}
+
+    def worker(model: str, args: argparse.Namespace) -> dict[str, Any]:
+        if model == "bad":
+            raise SystemExit("no memory")
+        return result
+
+    monkeypatch.setattr(decode, "run_worker", worker)
+    monkeypatch.setattr("sys.argv", ["bench/decode.py", "--model", "a", "--model", "bad", "--json", str(path)])
+    with pytest.raises(SystemExit, match="no memory"):
+        decode.main()
+    record = json.loads(path.read_text())
+    assert {figure["name"]: figure["value"] for figure in record["figures"]}["a, batch 1"] == 3.0

@@ -1,0 +1,96 @@
+"""bench/replay.py: its StepInput is one that the kernels read, and the engine goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncengine import SamplingParams, testing
+from asyncengine.runner.buckets import choose_buckets
+from asyncengine.runner.device_steps import GREEDY, DeviceSteps
+from asyncengine.tokenization import placeholder_tokenizer
+from tests.kernels.simulated_cuda import make_engine
+from tests.models import tiny
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+import replay
+
+CONTEXTS = [5, 17, 33]
+CONFIG: dict[str, Any] = {
+    "max_num_seqs": 4, "max_num_batched_tokens": 24, "num_kv_blocks": 24, "max_model_len": 64, "dtype": "float32",
+    "enable_prefix_caching": False, "step_timeout_s": 600.0,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen3")
+    tiny.build_model("qwen3", num_hidden_layers=1).save_pretrained(path)
+    placeholder_tokenizer(tiny.VOCAB_SIZE).backend.save(str(path / "tokenizer.json"))
+    return path
+
+
+@pytest.mark.parametrize("config", [{"staging": "mapped"}, {"staging": "pageable", "steps_in_flight": 1}], ids=str)
+def test_replays_run_the_step_and_leave_the_engine_as_it_was(checkpoint: Path, config: dict[str, Any]) -> None:
+    async def main() -> None:
+        async with make_engine(str(checkpoint), **CONFIG, **config) as engine:
+            params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+            before = await engine.generate([5, 9, 2, 7], params)
+            await testing.settle(engine)
+            replayed(engine._loaded().keep_alive, engine.stats().num_steps + 1)
+            for _ in range(2):  # the first of them may be at any place of the ring
+                after = await engine.generate([5, 9, 2, 7], params)
+                assert after.token_ids == before.token_ids
+
+    asyncio.run(main())
+
+
+def replayed(backend: Any, next_step: int) -> None:
+    """Replays on the machine that there is, and what the last of them left on it."""
+    if torch.cuda.is_available():
+        steps = backend.steps
+        assert replay.bare_step_us(backend, CONTEXTS, 3, next_step) > 0
+    else:
+        steps = backend[0]
+        buckets = choose_buckets(CONFIG["max_num_seqs"], CONFIG["max_num_batched_tokens"])
+        bucket = buckets[replay.decode_bucket(buckets, len(CONTEXTS))]
+        assert bucket == (4, 4, True)
+        with replay.staged(steps, CONTEXTS, next_step, lambda: None), np.errstate(all="ignore"):
+            for _ in range(len(steps.source.inputs)):
+                steps.run(bucket, GREEDY)
+    expect_decode_step(steps)
+    assert steps.source.state.tolist() == [0, 0, next_step, 0]
+
+
+def expect_decode_step(steps: DeviceSteps) -> None:
+    state, rows = steps.state, len(CONTEXTS)
+    assert state.row_slot[:rows].tolist() == [0, 1, 2]
+    assert state.row_query_len[:rows].tolist() == [1] * rows
+    assert state.row_context_len[:rows].tolist() == CONTEXTS
+    assert state.positions[:rows].tolist() == CONTEXTS
+    assert state.sample_index[:rows].tolist() == [0, 1, 2]
+    assert state.sample_position[:rows].tolist() == [context + 1 for context in CONTEXTS]
+    slots = state.slot_mapping[:rows].tolist()
+    assert [slot % 16 for slot in slots] == [context % 16 for context in CONTEXTS]
+    assert len({slot // 16 for slot in slots}) == rows  # every row writes to a block of its own
+
+
+def test_check_notices_steps_that_did_not_run(checkpoint: Path) -> None:
+    async def main() -> None:
+        async with make_engine(str(checkpoint), **CONFIG) as engine:
+            backend: Any = engine._loaded().keep_alive
+            on_gpu = torch.cuda.is_available()
+            steps = backend.steps if on_gpu else backend[0]
+            synchronize = torch.cuda.synchronize if on_gpu else lambda: None
+            with pytest.raises(RuntimeError, match="did not do"), replay.staged(steps, CONTEXTS, 1, synchronize):
+                pass
+            with pytest.raises(ValueError, match="do not fit"):
+                replay.stage(steps, [300, 300])
+
+    asyncio.run(main())
