@@ -97,31 +97,22 @@ def parse_cases(text: str) -> list[Case]:
     return cases
 
 
-def by_shape(cases: Sequence[Case]) -> dict[str, list[int]]:
-    batches: dict[str, list[int]] = {}
-    for shape, batch in cases:
-        batches.setdefault(shape, []).append(batch)
-    return batches
-
-
 # ---- engine beside bare replay ----
 
 
 async def compare(args: argparse.Namespace, samples: list[Sample]) -> None:
-    """One engine per shape; its repeats go through all batches in turn."""
+    """One engine per case, with as many slots as requests, so that a replay finds the engine's own block tables."""
     rng = random.Random(0)
-    for shape, batches in by_shape(args.cases).items():
-        async with opened(shape, args, max_num_seqs=max(batches), enable_prefix_caching=False) as engine:
-            for batch in batches:  # not counted: everything runs once
-                await consume_all(engine, random_prompts(rng, engine, batch), 32)
+    for shape, batch in args.cases:
+        async with opened(shape, args, max_num_seqs=batch, enable_prefix_caching=False) as engine:
+            await consume_all(engine, random_prompts(rng, engine, batch), 32)  # not counted
             for _ in range(args.repeats):
-                for batch in batches:
-                    sample: Sample = {"case": f"{shape}:{batch}"}
-                    sample["in-process"] = await in_process(engine, batch, args, rng)
-                    if args.sse:
-                        sample["SSE"] = await over_http(engine, batch, args, rng)
-                    samples.append(sample)
-                    print(json.dumps(sample), file=sys.stderr, flush=True)
+                sample: Sample = {"case": f"{shape}:{batch}"}
+                sample["in-process"] = await in_process(engine, batch, args, rng)
+                if args.sse:
+                    sample["SSE"] = await over_http(engine, batch, args, rng)
+                samples.append(sample)
+                print(json.dumps(sample), file=sys.stderr, flush=True)
 
 
 async def in_process(engine: AsyncEngine, batch: int, args: argparse.Namespace, rng: random.Random) -> Sample:

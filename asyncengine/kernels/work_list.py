@@ -32,6 +32,7 @@ from torch import Tensor
 from asyncengine.errors import ConfigError
 from asyncengine.kernels.device_step import DeviceStep
 
+_SHARED_BYTES = 200 << 10  # of a Hopper multiprocessor, less what queries and weights take
 NO_WINDOW = 1 << 30
 """A window that no position reaches."""
 MIN_SPLIT_TOKENS = 256
@@ -82,8 +83,9 @@ class Tile:
 def choose_tiles(shape: AttentionShape) -> tuple[Tile, Tile]:
     """The tiles of decode and of prefill, by the bytes of a KV tile.
 
-    Decode waits for memory: with K and V tiles of 16 KiB each, two programs of a multiprocessor keep up to
-    three turns, 96 KiB, in flight each, where 4.4 TB/s at a microsecond of latency needs 33 KiB in all.
+    Decode waits for memory: three turns of K and V in flight in each of as many programs as shared memory holds.
+    Many small items (256 sequences of 256 tokens) want programs, which hide each other's first loads: with 64 wide
+    heads four of them take 58 us where two with tiles twice as large take 78.
     Prefill waits for the tensor cores: two warp groups of 64 rows each, whose registers (250 a thread) leave
     no room for a second program. float32 is multiplied exactly, without tensor cores: small tiles.
     """
@@ -92,8 +94,10 @@ def choose_tiles(shape: AttentionShape) -> tuple[Tile, Tile]:
     if shape.dtype == torch.float32:
         keys = min(32, max(16, 4096 // width))
         return Tile(max(16, group), keys, 4, 2, 2), Tile(max(32, group), keys, 4, 1, 2)
-    keys = min(128, max(16, 8192 // width))
-    return Tile(max(16, group), keys, 4, 4, 2), Tile(max(128, group), min(64, keys), 8, 3, 1)
+    keys, stages = min(64, max(16, 8192 // width)), 3
+    turn = 2 * keys * width * shape.dtype.itemsize
+    programs = max(1, min(4, _SHARED_BYTES // (stages * turn)))
+    return Tile(max(16, group), keys, 4, stages, programs), Tile(max(128, group), keys, 8, 3, 1)
 
 
 @dataclass(frozen=True, slots=True)

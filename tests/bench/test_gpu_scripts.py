@@ -119,7 +119,6 @@ def test_ablation_compares_with_the_default() -> None:
 
 def test_cases() -> None:
     assert overlap.parse_cases("gpt2:64,a:b/c:1") == [("gpt2", 64), ("a:b/c", 1)]
-    assert overlap.by_shape(overlap.parse_cases("a:1,b:2,a:3")) == {"a": [1, 3], "b": [2]}
     for wrong in ("gpt2", "gpt2:0", ":4", "gpt2:x"):
         with pytest.raises(argparse.ArgumentTypeError, match="shape:batch"):
             overlap.parse_cases(wrong)

@@ -64,7 +64,9 @@ def our_logits(directory: str, source: StateDict, prompt: list[int]) -> tuple[li
     )  # fmt: skip
     model_config = family.read_config(raw)
     recorder = Recorder(family.build(model_config, source, ops, NativeAttention(ops), 512))
-    loaded = LoadedModel(SHAPES / directory, architecture, model_config, torch.bfloat16, "cuda", 512, recorder, 0, 0, 0, ())
+    loaded = LoadedModel(
+        SHAPES / directory, architecture, model_config, torch.bfloat16, "cuda", 512, recorder, 0, 0, 0, ()
+    )
     native = _core.CudaDevice(loaded_libcudart(), 0)
     steps, buffers = make_steps(config, loaded, ops, native, 64)
     runner = CudaRunner(loaded.info(config, 64), steps, native, buffers, choose_buckets(2, 128))
