@@ -31,7 +31,6 @@ TEST(a_sequence_at_the_address_of_a_blocked_one_is_not_blocked) {
   ::new (&sequence) Sequence;
   sequence.request = &large;
   sequence.tokens.assign(10, 7);
-  sequence.num_tokens = 10;
   large.prompt_len = 10;
   sequence.max_total = 12;
   large.unreleased = 1;
