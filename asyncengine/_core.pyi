@@ -156,7 +156,9 @@ class SchedulerConfig:
         prefill_chunk_size: int,
         max_model_len: int,
         prefix_caching: bool,
-    ) -> None: ...
+        token_buckets: Sequence[int] = (),
+    ) -> None:
+        """token_buckets: ascending sizes of step; a chunk that does not finish its prompt fills one of them."""
 
 class BlockManager:
     def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool) -> None: ...
@@ -282,6 +284,10 @@ class SimulatedDevice:
         token_latency_us: float = 0.0,
         read_kv: bool = True,
     ) -> None: ...
+    def add_graph(self, body: Callable[[], None]) -> int:
+        """A graph whose launch calls ``body`` on the device's thread, in the order of the stream."""
+    def refuse_pinning(self) -> None:
+        """No host memory can be pinned from now on."""
     def fail_at(self, nth_launch: int) -> None:
         """The n-th graph launch from now fails with an illegal memory access, and so does all that follows."""
     def hang_at(self, nth_launch: int) -> None:
@@ -289,6 +295,55 @@ class SimulatedDevice:
     def resume(self) -> None: ...
     def next_token(self, tokens: Sequence[int], temperature: float = 0.0, seed: int = 0) -> int:
         """What the model answers: the reference for tests."""
+
+class CudaDevice:
+    """A device behind the table of CUDA functions."""
+
+    def __init__(self, libcudart: str, ordinal: int) -> None:
+        """The library must be loaded already. Raises RuntimeError if it is not, or lacks a function."""
+    @staticmethod
+    def simulated(device: SimulatedDevice) -> CudaDevice: ...
+
+class Staging:
+    """StepInputs and sampled tokens on their way, a pair of buffers per step in flight."""
+
+    def __init__(self, device: CudaDevice, config: StepLoopConfig, mode: str) -> None:
+        """mode: pageable, pinned or mapped. Raises RuntimeError for a CUDA error, ValueError for another mode."""
+    @property
+    def mode(self) -> str:
+        """pageable where memory could not be pinned."""
+    @property
+    def num_steps(self) -> int: ...
+    @property
+    def input_stride(self) -> int:
+        """Bytes of a StepInput's buffer."""
+    @property
+    def output_stride(self) -> int:
+        """Bytes of a buffer of tokens, an int64 word each."""
+    @property
+    def input(self) -> int:
+        """Host address of the first input buffer; the others follow."""
+    @property
+    def output(self) -> int:
+        """Host address of the first output buffer; the others follow."""
+    @property
+    def mapped_input(self) -> int:
+        """Address of the first input buffer on the device; 0 unless mapped."""
+    def set_device_buffers(self, input: int, output: int) -> None:
+        """Where the copying modes copy to and from."""
+
+class CudaGraphs:
+    """Executable graphs by bucket. Whoever captured them keeps the originals, which own the memory."""
+
+    def __init__(self, device: CudaDevice) -> None: ...
+    def add_bucket(
+        self, max_rows: int, max_tokens: int, single_token_rows: bool, graphs: Sequence[int]
+    ) -> None:
+        """Ascending. graphs: the captured graphs for greedy and for full sampling; none if all run eagerly."""
+    def set_copy_blocks(self, graph: int) -> None:
+        """What runs before a step that has block copies."""
+    def upload(self, stream: int) -> None: ...
+    def launch(self, bucket: int, variant: int, stream: int) -> None: ...
 
 class StepLoop:
     """submit, abort and drain belong to the event loop's thread. No call waits for the step thread but stop()."""
@@ -306,7 +361,20 @@ class StepLoop:
         """forward returns the address of float32 logits [num_samples, vocab_size], valid until its next call; it runs
         on the executor's thread. kv_regions: (address, bytes per block) of all memory that block copies concern.
         """
-    def start(self) -> None: ...
+    @staticmethod
+    def on_cuda(
+        config: StepLoopConfig,
+        device: CudaDevice,
+        staging: Staging,
+        graphs: CudaGraphs,
+        eager: Callable[[int, int, int], None] | None,
+        poll_interval_us: float,
+    ) -> StepLoop:
+        """eager(bucket or -1 for block copies, variant, stream) enqueues a step's kernels in place of its graph."""
+    def start(self, cpu: int = -1) -> None:
+        """On core ``cpu``, if that is one that this process may use."""
+    def advance(self) -> bool:
+        """Instead of start(): one round of the step thread's work. True when anything moved."""
     def stop(self, limit_s: float) -> bool:
         """False: the executor still runs after limit_s, and its memory is leaked rather than freed."""
     def submit(

@@ -1,13 +1,14 @@
-"""Backend: a loaded model with the step loop that runs it, and how the CPU's is made."""
+"""Backend: a loaded model with the step loop that runs it, on the CPU or on a GPU."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from asyncengine import _core
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFoundError
+from asyncengine.runner.loop_config import step_loop_config
 
 if TYPE_CHECKING:
     from asyncengine.model_info import ModelInfo
@@ -25,33 +26,23 @@ class Backend:
     """Whatever owns the memory that the step loop uses."""
 
 
-def scheduler_config(config: EngineConfig, model_info: ModelInfo) -> _core.SchedulerConfig:
-    """The core's view of the configuration."""
-    return _core.SchedulerConfig(
-        num_blocks=model_info.num_kv_blocks,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        prefill_chunk_size=config.prefill_chunk_size or 0,
-        max_model_len=model_info.max_model_len,
-        prefix_caching=config.enable_prefix_caching,
-    )
-
-
-def step_loop_config(config: EngineConfig, model_info: ModelInfo) -> _core.StepLoopConfig:
-    """The core's view of the configuration."""
-    return _core.StepLoopConfig(
-        scheduler=scheduler_config(config, model_info),
-        steps_in_flight=config.steps_in_flight,
-        max_queued_requests=config.max_queued_requests,
-        max_queued_tokens=config.max_queued_tokens,
-        priority_ageing_s=config.priority_ageing_s,
-        step_timeout_s=config.step_timeout_s,
-    )
-
-
 def load_backend(config: EngineConfig, *, progress: bool) -> Backend:
-    """Load the model that ``config`` names, for the CPU. Blocks; raises ModelError, ConfigError."""
+    """Load the model that ``config`` names. Blocks; raises ModelError, ConfigError."""
+    if choose_device(config) == "cuda":
+        return _load_on_cuda(config, progress=progress)
+    return _load_on_cpu(config, progress=progress)
+
+
+def choose_device(config: EngineConfig) -> Literal["cpu", "cuda"]:
+    """What ``device`` names; auto is a GPU if torch sees one."""
+    if config.device != "auto":
+        return config.device
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _load_on_cpu(config: EngineConfig, *, progress: bool) -> Backend:
     from asyncengine.kernels.cpu import CpuOps
     from asyncengine.runner.model_runner import CpuModelRunner
 
@@ -67,6 +58,14 @@ def load_backend(config: EngineConfig, *, progress: bool) -> Backend:
         step_loop_config(config, runner.info), forward, ops.native, runner.info.vocab_size, runner.kv_block_regions()
     )
     return Backend(runner.info, tokenizer, step_loop, runner)
+
+
+def _load_on_cuda(config: EngineConfig, *, progress: bool) -> Backend:
+    from asyncengine.runner.cuda_runner import CudaRunner
+
+    runner = CudaRunner.load(config, progress=progress)
+    tokenizer = load_tokenizer(config, runner.info.vocab_size)
+    return Backend(runner.info, tokenizer, runner.make_step_loop(config, progress=progress), runner)
 
 
 def load_tokenizer(config: EngineConfig, vocab_size: int) -> Tokenizer:

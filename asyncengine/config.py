@@ -26,8 +26,9 @@ class EngineConfig:
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     """dummy fills the model with random weights from config.json alone."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto takes the checkpoint's own, float16 becoming float32 on the CPU."""
-    device: Literal["auto", "cpu"] = "auto"
+    """auto takes the checkpoint's own, float16 becoming float32 on the CPU and bfloat16 on a GPU."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes a GPU if there is one."""
     seed: int = 0
     """Seed of dummy weights and of the seeds drawn for requests that bring none."""
 
@@ -49,7 +50,10 @@ class EngineConfig:
     block_size: int = 16
     """Tokens per KV block, a multiple of 16."""
     kv_cache_memory_bytes: int | None = None
-    """None: as much as max_num_seqs sequences of max_model_len can use, at most 4 GiB."""
+    """None: as much as max_num_seqs sequences of max_model_len can use; on the CPU at most 4 GiB, on a GPU within
+    gpu_memory_utilization."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the GPU's memory that the engine may use in all."""
     num_kv_blocks: int | None = None
     """Count of KV blocks; overrides kv_cache_memory_bytes."""
     enable_prefix_caching: bool = True
@@ -57,6 +61,16 @@ class EngineConfig:
     """2 hides the CPU's work behind the executor's; 1 is the serial engine to compare with."""
     step_timeout_s: float = 600.0
     """A step that takes longer counts as hung: the engine dies with EngineDeadError."""
+    step_driver: Literal["thread", "loop"] = "thread"
+    """Who runs the steps: a native thread, or the event loop, to measure what the thread is worth."""
+    cpu_affinity: int | None = None
+    """Core that the step thread is pinned to; None: any."""
+    staging: Literal["pageable", "pinned", "mapped"] = "mapped"
+    """How a step's input reaches the GPU: copied from plain or from pinned memory, or read there by the first kernel."""
+    enforce_eager: bool = False
+    """Run kernels one by one in place of captured graphs, for debugging: same results, slower."""
+    batch_invariant: bool = False
+    """On a GPU, cut attention the same way whatever else is in the batch."""
     cpu_threads: int | None = None
     """Threads that compute in a step; None: the cores this process may use."""
     prefill_attention: Literal["native", "sdpa"] = "native"
@@ -79,6 +93,12 @@ class EngineConfig:
             raise ConfigError(f"block_size must be a multiple of 16, got {self.block_size}")
         if not 1 <= self.steps_in_flight <= 8:
             raise ConfigError(f"steps_in_flight must be in [1, 8], got {self.steps_in_flight}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        if self.cpu_affinity is not None:
+            cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+            if self.cpu_affinity not in cores:
+                raise ConfigError(f"cpu_affinity must be a core that this process may use, got {self.cpu_affinity}")
         for field in ("priority_ageing_s", "step_timeout_s"):
             if not 0 < getattr(self, field) <= 1e6:
                 raise ConfigError(f"{field} must be in (0, 1e6] seconds, got {getattr(self, field)}")

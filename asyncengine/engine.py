@@ -80,6 +80,13 @@ def _stop_all() -> None:
         step_loop.stop(1.0)
 
 
+async def _drive(step_loop: _core.StepLoop) -> None:
+    """In place of the step thread: its rounds, in between the loop's other callbacks."""
+    while not step_loop.error:
+        moved = step_loop.advance()
+        await asyncio.sleep(0 if moved or not step_loop.quiescent else 0.0005)
+
+
 class AsyncEngine:
     """Generates text from many prompts at once, inside the event loop that started it.
 
@@ -105,6 +112,7 @@ class AsyncEngine:
         self._idle.set()
         self._death: str = ""
         self._stopping: asyncio.Future[bool] | None = None
+        self._driver: asyncio.Future[None] | None = None
 
     @classmethod
     def from_pretrained(cls, model: str | os.PathLike[str], *, progress: bool = True, **config: Any) -> Self:
@@ -132,7 +140,11 @@ class AsyncEngine:
             raise EngineClosedError("the engine was closed while it was loading")
         step_loop = self._backend.step_loop
         self._loop.add_reader(step_loop.wake_fd, self._on_wake)
-        step_loop.start()
+        if self.config.step_driver == "loop":
+            self._driver = asyncio.ensure_future(_drive(step_loop))
+        else:
+            cpu = self.config.cpu_affinity
+            step_loop.start(-1 if cpu is None else cpu)
         _running.add(step_loop)
         self._health = "ready"
 
@@ -167,6 +179,8 @@ class AsyncEngine:
             step_loop = self._backend.step_loop
             self._loop.remove_reader(step_loop.wake_fd)
             _running.discard(step_loop)
+            if self._driver is not None:
+                self._driver.cancel()
             self._stopping = asyncio.ensure_future(asyncio.to_thread(step_loop.stop, 5.0))
         if await asyncio.shield(self._stopping):
             self._backend = None

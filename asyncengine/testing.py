@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from asyncengine import _core
-from asyncengine.backend import Backend, step_loop_config
+from asyncengine.backend import Backend
 from asyncengine.config import EngineConfig
 from asyncengine.engine import AsyncEngine
 from asyncengine.model_info import ModelInfo
 from asyncengine.request import SamplingParams
+from asyncengine.runner.loop_config import step_loop_config
 from asyncengine.tokenization import PLACEHOLDER_EOS_TOKEN_ID, placeholder_tokenizer
 
 VOCAB_SIZE = 1024

@@ -3,19 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor, dtype
+from torch import Tensor, device, dtype
 
-from asyncengine._core import StepBatch
+
+class StepTokens(NamedTuple):
+    """What a model itself reads of a step: integers, T tokens in the order of rows and S samples."""
+
+    input_ids: Tensor
+    """[T]"""
+    positions: Tensor
+    """[T] of each token in its sequence"""
+    sample_index: Tensor
+    """[S]: the tokens whose logits are wanted"""
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms [D] over every head of the queries and of the keys."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+
+
+def split_heads(heads: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of the queries, keys and values in heads [T, num_heads + 2 Hk, D]."""
+    last = num_heads + (heads.shape[1] - num_heads) // 2
+    return heads[:, :num_heads], heads[:, num_heads:last], heads[:, last:]
 
 
 class Ops(Protocol):
     """Activations are [tokens, features] in the model's dtype. A method whose name ends in _ works in place.
 
-    The KV cache of a layer is a pair: keys [num_blocks, Hk, D, block_size] (transposed inside a block, so
-    that scores of neighbouring tokens are neighbours) and values [num_blocks, Hk, block_size, D].
+    ``batch`` is a step in the form that the package works with; models only hand it on. The KV cache of a layer is a
+    pair of tensors whose layout inside a block is the package's own (``transposed_keys``).
     """
+
+    device: device
+    transposed_keys: bool
+    """Keys are [num_blocks, Hk, D, block_size] instead of, like the values, [num_blocks, Hk, block_size, D]."""
+
+    def tokens(self, batch: Any) -> StepTokens: ...
 
     def make_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Any:
         """A handle for ``linear`` over weights [N_i, K] that share their input. It copies none of them."""
@@ -40,20 +69,28 @@ class Ops(Protocol):
 
     def gelu(self, x: Tensor) -> Tensor: ...
 
-    def head_rms_norm_(self, x: Tensor, weight: Tensor, eps: float) -> None:
-        """RMS norm over the last axis of the view x [T, H, D]."""
+    def rotary_store_kv(
+        self,
+        heads: Tensor,
+        num_heads: int,
+        norms: HeadNorms | None,
+        cos_sin: Tensor,
+        positions: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: Any,
+    ) -> None:
+        """Norm and rotate queries and keys in place, element i paired with element i + D/2; store keys and values.
 
-    def rotary_(self, q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> None:
-        """Rotate the views q [T, Hq, D] and k [T, Hk, D], element i paired with element i + D/2.
-
-        cos_sin is float32 [max_positions, D]: D/2 cosines, then D/2 sines. positions is int64 [T].
+        heads [T, num_heads + 2 Hk, D] holds queries, keys and values side by side. cos_sin is float32
+        [max_positions, D]: D/2 cosines, then D/2 sines.
         """
 
-    def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: StepBatch) -> None:
-        """Write the views k, v [T, Hk, D] to the cache slots of batch.slot_mapping."""
+    def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Any) -> None:
+        """Write the views k, v [T, Hk, D] to the cache slots of the step."""
 
     def paged_attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: StepBatch, scale: float, window: int
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Any, scale: float, window: int
     ) -> Tensor:
         """Causal attention of the view q [T, Hq, D] over the rows' KV in the cache: [T, Hq * D].
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,15 +17,13 @@ class LayerKVCache(NamedTuple):
     """The KV cache of one layer; ``Ops`` says how its blocks are laid out."""
 
     k: Tensor
-    """[num_blocks, num_kv_heads, head_dim, block_size]"""
     v: Tensor
-    """[num_blocks, num_kv_heads, block_size, head_dim]"""
 
 
 class AttentionBackend(Protocol):
     """Attention of one step's queries over KV that is already in the cache."""
 
-    def __call__(self, q: Tensor, cache: LayerKVCache, batch: StepBatch, scale: float, window: int) -> Tensor:
+    def __call__(self, q: Tensor, cache: LayerKVCache, batch: Any, scale: float, window: int) -> Tensor:
         """q is [T, Hq, D], the result [T, Hq * D]; a window of 0 is none (see Ops.paged_attention)."""
 
 
@@ -35,7 +33,7 @@ class NativeAttention:
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
 
-    def __call__(self, q: Tensor, cache: LayerKVCache, batch: StepBatch, scale: float, window: int) -> Tensor:
+    def __call__(self, q: Tensor, cache: LayerKVCache, batch: Any, scale: float, window: int) -> Tensor:
         return self._ops.paged_attention(q, cache.k, cache.v, batch, scale, window)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncengine._core import StepBatch
-from asyncengine.kernels.ops import Ops
+from asyncengine.kernels.ops import Ops, split_heads
 from asyncengine.layers.attention import AttentionBackend, LayerKVCache
 from asyncengine.models.config import ModelConfig, RawConfig
 from asyncengine.models.weights import WeightSource
@@ -83,12 +84,11 @@ class GPT2Layer:
         self._up = linear("mlp.c_fc", inner, hidden)
         self._down = linear("mlp.c_proj", hidden, inner)
 
-    def forward(self, x: Tensor, residual: Tensor, cache: LayerKVCache, batch: StepBatch) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor, cache: LayerKVCache, batch: Any) -> Tensor:
         """x is the normed input. ``residual`` is updated in place; the result is still to be added to it."""
         ops = self._ops
         n = self._num_heads
-        heads = ops.linear(x, self._qkv).view(-1, 3 * n, self._head_dim)
-        q, k, v = heads[:, :n], heads[:, n : 2 * n], heads[:, 2 * n :]
+        q, k, v = split_heads(ops.linear(x, self._qkv).view(-1, 3 * n, self._head_dim), n)
         ops.store_kv(k, v, cache.k, cache.v, batch)
         x = self._attention(q, cache, batch, self._scale, 0)
         x = ops.add_layer_norm(ops.linear(x, self._output), residual, *self._mlp_norm, self._eps)
@@ -121,18 +121,19 @@ class GPT2LMHeadModel:
             head = weights.get("lm_head.weight", config.vocab_size, hidden)
         self._head = ops.make_linear([head], [None])
 
-    def forward(self, batch: StepBatch, caches: list[LayerKVCache]) -> Tensor | None:
+    def forward(self, batch: Any, caches: list[LayerKVCache]) -> Tensor | None:
         """Run the step and write its KV; float32 logits [num_samples, vocab_size], None without samples."""
         ops = self._ops
-        residual = F.embedding(torch.from_numpy(batch.input_ids), self._embedding)
-        residual += F.embedding(torch.from_numpy(batch.positions), self._position_embedding)
+        step = ops.tokens(batch)
+        residual = F.embedding(step.input_ids, self._embedding)
+        residual += F.embedding(step.positions, self._position_embedding)
         x = ops.layer_norm(residual, *self._layers[0].input_norm, self._eps)
         for i, (layer, cache) in enumerate(zip(self._layers, caches, strict=True)):
             if i:
                 x = ops.add_layer_norm(x, residual, *layer.input_norm, self._eps)
             x = layer.forward(x, residual, cache, batch)
-        if not batch.num_samples:
+        if not len(step.sample_index):
             return None
-        sampled = torch.from_numpy(batch.sample_index)
-        x = ops.add_layer_norm(x[sampled], residual[sampled], *self._norm, self._eps)
+        x, residual = x[step.sample_index], residual[step.sample_index]
+        x = ops.add_layer_norm(x, residual, *self._norm, self._eps)
         return ops.linear(x, self._head, torch.float32)

@@ -5,12 +5,13 @@ Touvron et al. 2023: RMS norm before each block, rotary positions, grouped queri
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncengine._core import StepBatch
-from asyncengine.kernels.ops import Ops
+from asyncengine.kernels.ops import HeadNorms, Ops
 from asyncengine.layers.attention import AttentionBackend, LayerKVCache
 from asyncengine.layers.rotary import rotary_table
 from asyncengine.models.config import ModelConfig, RawConfig, read_rope
@@ -87,7 +88,6 @@ class DecoderLayer:
         self._eps = config.norm_eps
         self._head_dim = config.head_dim
         self._num_heads = config.num_heads
-        self._num_kv_heads = config.num_kv_heads
         self._scale = config.layer_scales[index]
         self._window = config.layer_windows[index]
 
@@ -103,8 +103,10 @@ class DecoderLayer:
 
         self.input_norm = weights.get(f"{prefix}.input_layernorm.weight", hidden)
         self._qkv = linear("self_attn", {"q": q_size, "k": kv_size, "v": kv_size}, hidden, config.qkv_bias)
-        self._q_norm = weights.get(f"{prefix}.self_attn.q_norm.weight", dim) if config.qk_norm else None
-        self._k_norm = weights.get(f"{prefix}.self_attn.k_norm.weight", dim) if config.qk_norm else None
+        self._head_norms: HeadNorms | None = None
+        if config.qk_norm:
+            q, k = (weights.get(f"{prefix}.self_attn.{x}_norm.weight", dim) for x in "qk")
+            self._head_norms = HeadNorms(q, k, config.norm_eps)
         self._output = linear("self_attn", {"o": hidden}, q_size, config.output_bias)
         self._mlp_norm = weights.get(f"{prefix}.post_attention_layernorm.weight", hidden)
         self._gate_up = linear("mlp", {"gate": inner, "up": inner}, hidden, config.mlp_bias)
@@ -117,19 +119,15 @@ class DecoderLayer:
         cos_sin: Tensor,
         positions: Tensor,
         cache: LayerKVCache,
-        batch: StepBatch,
+        batch: Any,
     ) -> Tensor:
         """x is the normed input. ``residual`` is updated in place; the result is still to be added to it."""
         ops = self._ops
-        n, m = self._num_heads, self._num_heads + self._num_kv_heads
         heads = ops.linear(x, self._qkv).view(x.shape[0], -1, self._head_dim)
-        q, k, v = heads[:, :n], heads[:, n:m], heads[:, m:]
-        if self._q_norm is not None and self._k_norm is not None:
-            ops.head_rms_norm_(q, self._q_norm, self._eps)
-            ops.head_rms_norm_(k, self._k_norm, self._eps)
-        ops.rotary_(q, k, cos_sin, positions)
-        ops.store_kv(k, v, cache.k, cache.v, batch)
-        x = self._attention(q, cache, batch, self._scale, self._window)
+        ops.rotary_store_kv(
+            heads, self._num_heads, self._head_norms, cos_sin, positions, cache.k, cache.v, batch
+        )
+        x = self._attention(heads[:, : self._num_heads], cache, batch, self._scale, self._window)
         x = ops.add_rms_norm(ops.linear(x, self._output), residual, self._mlp_norm, self._eps)
         return ops.linear(ops.silu_mul(ops.linear(x, self._gate_up)), self._down)
 
@@ -151,7 +149,7 @@ class LlamaForCausalLM:
         assert config.rope is not None
         self._ops = ops
         self._eps = config.norm_eps
-        self._cos_sin = rotary_table(config.rope, config.head_dim, max_positions)
+        self._cos_sin = rotary_table(config.rope, config.head_dim, max_positions).to(ops.device)
         self._embedding = weights.get("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self._layers = [DecoderLayer(config, i, weights, ops, attention) for i in range(config.num_layers)]
         self._norm = weights.get("model.norm.weight", config.hidden_size)
@@ -160,18 +158,18 @@ class LlamaForCausalLM:
             head = weights.get("lm_head.weight", config.vocab_size, config.hidden_size)
         self._head = ops.make_linear([head], [None])
 
-    def forward(self, batch: StepBatch, caches: list[LayerKVCache]) -> Tensor | None:
+    def forward(self, batch: Any, caches: list[LayerKVCache]) -> Tensor | None:
         """Run the step and write its KV; float32 logits [num_samples, vocab_size], None without samples."""
         ops = self._ops
-        positions = torch.from_numpy(batch.positions)
-        residual = F.embedding(torch.from_numpy(batch.input_ids), self._embedding)
+        step = ops.tokens(batch)
+        residual = F.embedding(step.input_ids, self._embedding)
         x = ops.rms_norm(residual, self._layers[0].input_norm, self._eps)
         for i, (layer, cache) in enumerate(zip(self._layers, caches, strict=True)):
             if i:
                 x = ops.add_rms_norm(x, residual, layer.input_norm, self._eps)
-            x = layer.forward(x, residual, self._cos_sin, positions, cache, batch)
-        if not batch.num_samples:
+            x = layer.forward(x, residual, self._cos_sin, step.positions, cache, batch)
+        if not len(step.sample_index):
             return None
-        sampled = torch.from_numpy(batch.sample_index)
-        x = ops.add_rms_norm(x[sampled], residual[sampled], self._norm, self._eps)
+        x, residual = x[step.sample_index], residual[step.sample_index]
+        x = ops.add_rms_norm(x, residual, self._norm, self._eps)
         return ops.linear(x, self._head, torch.float32)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from asyncengine._core import StepBatch
 from asyncengine.errors import UnsupportedModelError
 from asyncengine.kernels.ops import Ops
 from asyncengine.layers.attention import AttentionBackend, LayerKVCache
@@ -19,7 +18,7 @@ from asyncengine.models.weights import WeightSource
 class CausalLM(Protocol):
     """A loaded model."""
 
-    def forward(self, batch: StepBatch, caches: list[LayerKVCache]) -> Tensor | None:
+    def forward(self, batch: Any, caches: list[LayerKVCache]) -> Tensor | None:
         """Run the step and write its KV; float32 logits [num_samples, vocab_size], None without samples."""
 
 

@@ -6,12 +6,15 @@ import contextlib
 import logging
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
+from asyncengine.kernels.ops import Ops
 from asyncengine.layers.attention import LayerKVCache
 from asyncengine.models.config import ModelConfig
 
@@ -44,12 +47,9 @@ def available_memory() -> int:
     return max(0, min(limits))
 
 
-def choose_num_blocks(
-    config: EngineConfig, max_model_len: int, bytes_per_block: int, *, reserved_bytes: int = 0
-) -> int:
-    """Blocks to allocate: as configured, or what is useful within a share of the memory.
+def choose_num_blocks(config: EngineConfig, max_model_len: int, bytes_per_block: int, budget: int) -> int:
+    """Blocks to allocate: as configured, or what max_num_seqs sequences can use within ``budget`` bytes.
 
-    ``reserved_bytes`` are spoken for although the system calls them available (mapped weights).
     Raises ConfigError if not even one sequence of the configured max_model_len fits. The model's own context may be
     larger than the cache: a request that can never fit is refused at its admission (KVCapacityError).
     """
@@ -59,10 +59,8 @@ def choose_num_blocks(
     elif config.kv_cache_memory_bytes is not None:
         blocks, origin = config.kv_cache_memory_bytes // bytes_per_block, "kv_cache_memory_bytes"
     else:
-        free = available_memory() - reserved_bytes
-        budget = min(DEFAULT_LIMIT_BYTES, int(DEFAULT_SHARE * max(0, free)))
-        blocks = min(budget // bytes_per_block, config.max_num_seqs * per_sequence)
-        origin = f"the default budget of {budget:,} bytes"
+        blocks = min(max(0, budget) // bytes_per_block, config.max_num_seqs * per_sequence)
+        origin = f"the default budget of {max(0, budget):,} bytes"
     if blocks < per_sequence:
         what = (
             f"the KV cache ({origin}) holds {blocks * config.block_size:,} tokens, but one sequence of "
@@ -76,25 +74,41 @@ def choose_num_blocks(
     return blocks
 
 
-def allocate(model: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype) -> list[LayerKVCache]:
-    """One allocation with a view per layer. It is not touched, so pages become real as blocks get used."""
+def host_budget(reserved_bytes: int) -> int:
+    """Bytes for a KV cache in host memory that nobody sized.
+
+    ``reserved_bytes`` are spoken for although the system calls them available (mapped weights).
+    """
+    return min(DEFAULT_LIMIT_BYTES, int(DEFAULT_SHARE * max(0, available_memory() - reserved_bytes)))
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """One allocation with a view per layer."""
+
+    memory: Tensor
+    """[layers, 2, num_blocks, elements of a block]: keys and values"""
+    layers: list[LayerKVCache]
+
+    def block_regions(self) -> list[tuple[int, int]]:
+        """(address of block 0, bytes per block) of every layer's keys and values, for copying blocks."""
+        return [(t.data_ptr(), t[0].nbytes) for cache in self.layers for t in cache]
+
+
+def allocate(model: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, ops: Ops) -> KVCache:
+    """The cache in the layout and on the device of ``ops``.
+
+    Host memory is not touched, so pages become real as blocks get used. Raises ConfigError if there is not enough.
+    """
     heads, dim = model.num_kv_heads, model.head_dim
+    shape = (model.num_layers, 2, num_blocks, heads * dim * block_size)
     try:
-        memory = torch.empty(model.num_layers, 2, num_blocks, heads * dim * block_size, dtype=dtype)
+        memory = torch.empty(shape, dtype=dtype, device=ops.device)
     except RuntimeError as e:
         raise ConfigError(
             f"cannot allocate {num_blocks:,} KV blocks of {block_bytes(model, block_size, dtype):,} bytes: "
-            "lower num_kv_blocks or kv_cache_memory_bytes"
+            "lower num_kv_blocks, kv_cache_memory_bytes or gpu_memory_utilization"
         ) from e
-    return [
-        LayerKVCache(
-            layer[0].view(num_blocks, heads, dim, block_size),
-            layer[1].view(num_blocks, heads, block_size, dim),
-        )
-        for layer in memory
-    ]
-
-
-def block_regions(caches: list[LayerKVCache]) -> list[tuple[int, int]]:
-    """(address of block 0, bytes per block) of every layer's keys and values, for copying blocks."""
-    return [(t.data_ptr(), t[0].nbytes) for cache in caches for t in cache]
+    by_token = (num_blocks, heads, block_size, dim)
+    keys = (num_blocks, heads, dim, block_size) if ops.transposed_keys else by_token
+    return KVCache(memory, [LayerKVCache(layer[0].view(keys), layer[1].view(by_token)) for layer in memory])

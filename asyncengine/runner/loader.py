@@ -24,6 +24,7 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # Buffers that old checkpoints carry along, and heads that are tied to the embedding.
 _HARMLESS = re.compile(r"rotary_emb\.inv_freq$|attn\.(masked_)?bias$|^lm_head\.weight$")
 _PAGE = 4096
+_CPU = torch.device("cpu")
 
 
 class Progress:
@@ -92,11 +93,19 @@ class Checkpoint:
     are converted one by one. ``mapped_bytes`` and ``owned_bytes`` say how much of each there is.
     """
 
-    def __init__(self, directory: Path, dtype: torch.dtype, *, progress: bool = False) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        dtype: torch.dtype,
+        *,
+        device: torch.device = _CPU,
+        progress: bool = False,
+    ) -> None:
         self.num_parameters = 0
         self.mapped_bytes = 0
         self.owned_bytes = 0
         self._dtype = dtype
+        self._device = device
         self._shard_of = find_shards(directory)
         self._directory = directory
         self._open: dict[Path, Any] = {}
@@ -107,17 +116,16 @@ class Checkpoint:
 
     def get(self, name: str, *shape: int) -> Tensor:
         stored = self._read(name, shape)
-        if stored.dtype == self._dtype:
+        if stored.dtype == self._dtype and self._device == _CPU:
             # Reads the pages now: the bar tells the truth, and the first request does not wait for the disk.
             stored.flatten().view(torch.uint8)[::_PAGE].sum()
             self.mapped_bytes += stored.nbytes
             return stored
-        return self._own(stored.to(self._dtype))
+        return self._own(stored.to(self._device).to(self._dtype))
 
     def get_transposed(self, name: str, *shape: int) -> Tensor:
-        return self._own(
-            self._read(name, shape[::-1]).T.to(self._dtype, memory_format=torch.contiguous_format)
-        )
+        stored = self._read(name, shape[::-1]).to(self._device)
+        return self._own(stored.T.to(self._dtype, memory_format=torch.contiguous_format))
 
     def close(self) -> None:
         """Close the bar and the files; tensors that are mapped stay mapped."""
@@ -173,15 +181,15 @@ class DummyWeights:
 
     _POOL = 1_048_583
 
-    def __init__(self, dtype: torch.dtype, std: float, seed: int) -> None:
+    def __init__(self, dtype: torch.dtype, std: float, seed: int, *, device: torch.device = _CPU) -> None:
         self.num_parameters = 0
         self.mapped_bytes = 0
         self.owned_bytes = 0
         self._generator = torch.Generator().manual_seed(seed)
-        self._pool = torch.empty(self._POOL).normal_(0, std, generator=self._generator).to(dtype)
+        self._pool = torch.empty(self._POOL).normal_(0, std, generator=self._generator).to(device, dtype)
 
     def get(self, name: str, *shape: int) -> Tensor:
-        tensor = torch.empty(shape, dtype=self._pool.dtype)
+        tensor = torch.empty(shape, dtype=self._pool.dtype, device=self._pool.device)
         if name.endswith(".bias"):
             tensor.zero_()
         elif len(shape) == 1:
@@ -211,10 +219,14 @@ class DummyWeights:
             start = 0
 
 
-def choose_dtype(wanted: str, stored: str) -> torch.dtype:
-    """The dtype to compute in: the wanted one, or with "auto" the checkpoint's, float16 becoming float32."""
+def choose_dtype(wanted: str, stored: str, device: torch.device = _CPU) -> torch.dtype:
+    """The dtype to compute in: the wanted one, or with "auto" the checkpoint's.
+
+    float16 becomes float32 on the CPU and bfloat16 on a GPU.
+    """
     name = stored if wanted == "auto" else wanted
-    dtypes = {"float32": torch.float32, "float16": torch.float32, "bfloat16": torch.bfloat16}
+    half = torch.float32 if device == _CPU else torch.bfloat16
+    dtypes = {"float32": torch.float32, "float16": half, "bfloat16": torch.bfloat16}
     if name not in dtypes:
         raise UnsupportedModelError(
             f"the checkpoint's dtype {name!r} is not supported: choose another with dtype="

@@ -1,8 +1,9 @@
-"""CpuModelRunner: a model directory turned into one forward call per step."""
+"""A model directory turned into a loaded model, and on the CPU into one forward call per step."""
 
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -14,69 +15,110 @@ from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
 from asyncengine.kernels.cpu import CpuOps
 from asyncengine.kernels.ops import Ops
-from asyncengine.layers.attention import LayerKVCache, make_attention
+from asyncengine.layers.attention import AttentionBackend, make_attention
 from asyncengine.model_info import ModelInfo
 from asyncengine.models.config import ModelConfig, RawConfig, read_json
 from asyncengine.models.registry import CausalLM, find_family
 from asyncengine.runner import kv_cache
 from asyncengine.runner.hub import resolve_model
+from asyncengine.runner.kv_cache import KVCache
 from asyncengine.runner.loader import Checkpoint, DummyWeights, choose_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model with its weights on the device of its ops, and what its directory says of it."""
+
+    path: Path
+    architecture: str
+    config: ModelConfig
+    dtype: torch.dtype
+    max_model_len: int
+    model: CausalLM
+    num_parameters: int
+    mapped_bytes: int
+    owned_bytes: int
+    eos_token_ids: tuple[int, ...]
+
+    def info(self, config: EngineConfig, num_blocks: int) -> ModelInfo:
+        return ModelInfo(
+            name=config.model,
+            path=self.path,
+            architecture=self.architecture,
+            dtype=str(self.dtype).removeprefix("torch."),
+            vocab_size=self.config.vocab_size,
+            max_model_len=self.max_model_len,
+            eos_token_ids=self.eos_token_ids,
+            num_parameters=self.num_parameters,
+            weight_bytes=self.mapped_bytes + self.owned_bytes,
+            num_kv_blocks=num_blocks,
+            block_size=config.block_size,
+            kv_bytes_per_block=self.kv_bytes_per_block(config),
+        )
+
+    def kv_bytes_per_block(self, config: EngineConfig) -> int:
+        return kv_cache.block_bytes(self.config, config.block_size, self.dtype)
+
+
+def load_model(
+    config: EngineConfig, ops: Ops, attention: AttentionBackend, *, progress: bool = False
+) -> LoadedModel:
+    """Read, check and build the model; blocks for as long as the weights take.
+
+    Raises ModelError or a subclass if the directory cannot be used, ConfigError if the configuration does not fit the
+    model. ``progress`` shows a bar on a terminal.
+    """
+    dummy = config.load_format == "dummy"
+    path = resolve_model(config.model, revision=config.revision, weights=not dummy)
+    raw = RawConfig.load(path)
+    architecture, family = find_family(raw)
+    model_config = family.read_config(raw)
+    max_model_len = choose_max_model_len(config, model_config)
+    dtype = choose_dtype(config.dtype, raw.dtype, ops.device)
+    weights = (
+        DummyWeights(dtype, model_config.initializer_range, config.seed, device=ops.device)
+        if dummy
+        else Checkpoint(path, dtype, device=ops.device, progress=progress)
+    )
+    with contextlib.closing(weights):
+        model = family.build(model_config, weights, ops, attention, max_model_len)
+        weights.finish()
+    return LoadedModel(
+        path,
+        architecture,
+        model_config,
+        dtype,
+        max_model_len,
+        model,
+        weights.num_parameters,
+        weights.mapped_bytes,
+        weights.owned_bytes,
+        read_eos_token_ids(path, raw),
+    )
 
 
 class CpuModelRunner:
     """A loaded model with its KV cache. One step at a time, from any one thread."""
 
-    def __init__(self, info: ModelInfo, model: CausalLM, caches: list[LayerKVCache]) -> None:
+    def __init__(self, info: ModelInfo, model: CausalLM, cache: KVCache) -> None:
         self.info = info
         self._model = model
-        self._caches = caches
+        self._cache = cache
         self._logits: Tensor | None = None
 
     @classmethod
     def load(cls, config: EngineConfig, *, progress: bool = False, ops: Ops | None = None) -> Self:
-        """Read, check and build everything; blocks for as long as the weights take.
-
-        Raises ModelError or a subclass if the directory cannot be used, ConfigError if the configuration
-        does not fit the model or the memory. ``progress`` shows a bar on a terminal.
-        """
-        dummy = config.load_format == "dummy"
-        path = resolve_model(config.model, revision=config.revision, weights=not dummy)
-        raw = RawConfig.load(path)
-        architecture, family = find_family(raw)
-        model_config = family.read_config(raw)
-        max_model_len = choose_max_model_len(config, model_config)
-        dtype = choose_dtype(config.dtype, raw.dtype)
+        """``load_model`` with a KV cache in host memory; the same errors, and ConfigError if that does not fit."""
         ops = ops or CpuOps(config.num_threads)
-
-        weights = (
-            DummyWeights(dtype, model_config.initializer_range, config.seed)
-            if dummy
-            else Checkpoint(path, dtype, progress=progress)
-        )
-        attention = make_attention(config.prefill_attention, ops)
-        with contextlib.closing(weights):
-            model = family.build(model_config, weights, ops, attention, max_model_len)
-            weights.finish()
-
-        bytes_per_block = kv_cache.block_bytes(model_config, config.block_size, dtype)
+        loaded = load_model(config, ops, make_attention(config.prefill_attention, ops), progress=progress)
         num_blocks = kv_cache.choose_num_blocks(
-            config, max_model_len, bytes_per_block, reserved_bytes=weights.mapped_bytes
+            config,
+            loaded.max_model_len,
+            loaded.kv_bytes_per_block(config),
+            kv_cache.host_budget(loaded.mapped_bytes),
         )
-        info = ModelInfo(
-            name=config.model,
-            path=path,
-            architecture=architecture,
-            dtype=str(dtype).removeprefix("torch."),
-            vocab_size=model_config.vocab_size,
-            max_model_len=max_model_len,
-            eos_token_ids=read_eos_token_ids(path, raw),
-            num_parameters=weights.num_parameters,
-            weight_bytes=weights.mapped_bytes + weights.owned_bytes,
-            num_kv_blocks=num_blocks,
-            block_size=config.block_size,
-            kv_bytes_per_block=bytes_per_block,
-        )
-        return cls(info, model, kv_cache.allocate(model_config, num_blocks, config.block_size, dtype))
+        cache = kv_cache.allocate(loaded.config, num_blocks, config.block_size, loaded.dtype, ops)
+        return cls(loaded.info(config, num_blocks), loaded.model, cache)
 
     def forward(self, batch: StepBatch) -> Tensor | None:
         """Run one step: float32 logits [num_samples, vocab_size], contiguous, or None without samples.
@@ -84,12 +126,12 @@ class CpuModelRunner:
         The logits stay alive until the next call, so native code may read them through their address.
         """
         with torch.inference_mode():
-            self._logits = self._model.forward(batch, self._caches)
+            self._logits = self._model.forward(batch, self._cache.layers)
         return self._logits
 
     def kv_block_regions(self) -> list[tuple[int, int]]:
         """(address of block 0, bytes per block) of every layer's keys and values."""
-        return kv_cache.block_regions(self._caches)
+        return self._cache.block_regions()
 
 
 def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -43,6 +43,7 @@ inline RequestSpec make_spec(uint64_t id, std::vector<int32_t> prompt, int32_t n
 
 void bind_cpu_kernels(py::module_& m);
 void bind_core(py::module_& m);
+void bind_device(py::module_& m);
 void bind_engine(py::module_& m);
 
 }  // namespace asyncengine

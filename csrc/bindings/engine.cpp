@@ -1,5 +1,5 @@
 // The step loop on its executors.
-#include "bindings/bindings.h"
+#include "bindings/device.h"
 
 #include <chrono>
 #include <memory>
@@ -7,34 +7,15 @@
 
 #include "platform/cpu_kernels.h"
 #include "step_loop/callback_executor.h"
-#include "step_loop/simulated_model.h"
-#include "step_loop/step_loop.h"
 
 namespace asyncengine {
 namespace {
 
-// Destroying a step loop joins threads that may be waiting for the GIL.
-struct WithoutGil {
-  template <class T>
-  void operator()(T* object) const {
-    py::gil_scoped_release release;
-    delete object;
-  }
-};
-
-// A simulated device and the model that runs on it. Its thread stops before anything that its graphs use is freed.
-struct Simulation {
-  explicit Simulation(const SimulatedModelConfig& model_config) : config(model_config) {}
-  ~Simulation() { device.stop(); }
-
-  SimulatedModelConfig config;
-  SimulatedDevice device;
-  std::unique_ptr<SimulatedModel> model;
-};
-
 int32_t max_blocks(const SchedulerConfig& config) {
   return (config.max_model_len + config.block_size - 1) / config.block_size;
 }
+
+std::chrono::nanoseconds microseconds(double us) { return std::chrono::nanoseconds(static_cast<int64_t>(us * 1000)); }
 
 std::unique_ptr<StepLoop, WithoutGil> make_simulated_loop(const StepLoopConfig& config, Simulation& simulation,
                                                           double poll_interval_us) {
@@ -42,8 +23,21 @@ std::unique_ptr<StepLoop, WithoutGil> make_simulated_loop(const StepLoopConfig& 
   const SchedulerConfig& s = config.scheduler;
   simulation.model = std::make_unique<SimulatedModel>(simulation.device, simulation.config, StepLoop::limits(config),
                                                       s.num_blocks, s.block_size, max_blocks(s));
-  auto executor = simulation.model->make_executor(
-      config.steps_in_flight, std::chrono::nanoseconds(static_cast<int64_t>(poll_interval_us * 1000)));
+  auto executor = simulation.model->make_executor(config.steps_in_flight, microseconds(poll_interval_us));
+  return std::unique_ptr<StepLoop, WithoutGil>(new StepLoop(config, std::move(executor)));
+}
+
+std::unique_ptr<StepLoop, WithoutGil> make_cuda_loop(const StepLoopConfig& config, const CudaDevice& device,
+                                                     std::shared_ptr<Staging> staging, std::shared_ptr<CudaGraphs> graphs,
+                                                     py::object eager, double poll_interval_us) {
+  require(staging->num_steps() == config.steps_in_flight, "staging is for another number of steps in flight");
+  require(!graphs->buckets.empty(), "there is no bucket");
+  const GraphBucket& largest = graphs->buckets.back();
+  const StepLimits limits = StepLoop::limits(config);
+  require(!largest.single_token_rows && largest.max_rows >= limits.max_rows && largest.max_tokens >= limits.max_tokens,
+          "the last bucket must fit every step");
+  auto executor = std::make_unique<GraphExecutor>(device.cuda, device.ordinal, std::move(staging), limits.max_rows,
+                                                  executor_graphs(std::move(graphs), std::move(eager)), microseconds(poll_interval_us));
   return std::unique_ptr<StepLoop, WithoutGil>(new StepLoop(config, std::move(executor)));
 }
 
@@ -125,30 +119,15 @@ void bind_engine(py::module_& m) {
       .def(py::init(&make_loop_config), py::kw_only(), py::arg("scheduler"), py::arg("steps_in_flight"), py::arg("max_queued_requests"),
            py::arg("max_queued_tokens"), py::arg("priority_ageing_s"), py::arg("step_timeout_s"));
 
-  py::class_<Simulation>(m, "SimulatedDevice")
-      .def(py::init([](int32_t vocab_size, int32_t first_token, double step_latency_us, double token_latency_us, bool read_kv) {
-             require(0 <= first_token && first_token < vocab_size, "first_token must be in [0, vocab_size)");
-             const auto ns = [](double us) { return std::chrono::nanoseconds(static_cast<int64_t>(us * 1000)); };
-             return std::make_unique<Simulation>(SimulatedModelConfig{vocab_size, first_token, ns(step_latency_us), ns(token_latency_us), read_kv});
-           }),
-           py::kw_only(), py::arg("vocab_size"), py::arg("first_token") = 0, py::arg("step_latency_us") = 0.0,
-           py::arg("token_latency_us") = 0.0, py::arg("read_kv") = true)
-      .def("fail_at", [](Simulation& self, int64_t nth_launch) { self.device.fail_at(nth_launch); }, py::arg("nth_launch"), NoGil())
-      .def("hang_at", [](Simulation& self, int64_t nth_launch) { self.device.hang_at(nth_launch); }, py::arg("nth_launch"), NoGil())
-      .def("resume", [](Simulation& self) { self.device.resume(); }, NoGil())
-      .def("next_token", [](const Simulation& self, const std::vector<int32_t>& tokens, float temperature, uint64_t seed) {
-        SamplingState sampling;
-        sampling.temperature = temperature;
-        sampling.seed = seed;
-        return SimulatedModel::next_token(self.config, tokens, sampling);
-      }, py::arg("tokens"), py::arg("temperature") = 0.f, py::arg("seed") = 0);
-
   py::class_<StepLoop, std::unique_ptr<StepLoop, WithoutGil>>(m, "StepLoop")
       .def_static("on_simulated_device", &make_simulated_loop, py::arg("config"), py::arg("device"),
                   py::arg("poll_interval_us"), py::keep_alive<0, 2>())
       .def_static("on_cpu", &make_cpu_loop, py::arg("config"), py::arg("forward"), py::arg("kernels"), py::arg("vocab_size"),
                   py::arg("kv_regions"))
-      .def("start", &StepLoop::start)
+      .def_static("on_cuda", &make_cuda_loop, py::arg("config"), py::arg("device"), py::arg("staging"), py::arg("graphs"),
+                  py::arg("eager"), py::arg("poll_interval_us"), py::keep_alive<0, 2>())
+      .def("start", &StepLoop::start, py::arg("cpu") = -1)
+      .def("advance", &StepLoop::advance, NoGil())
       .def("stop", [](StepLoop& self, double limit_s) {
         return self.stop(std::chrono::nanoseconds(static_cast<int64_t>(limit_s * 1e9)));
       }, py::arg("limit_s"), NoGil())

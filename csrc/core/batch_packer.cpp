@@ -26,8 +26,10 @@ class Cursor {
 
 SlotUpdate slot_update(const Sequence& sequence) {
   const SamplingState& s = sequence.sampling;
-  return {sequence.slot, s.temperature, s.top_p, s.min_p, s.top_k,
-          static_cast<uint32_t>(s.seed), static_cast<uint32_t>(s.seed >> 32), 0};
+  SlotUpdate update{sequence.slot, s.temperature, s.top_p, s.min_p, s.top_k,
+                    static_cast<uint32_t>(s.seed), static_cast<uint32_t>(s.seed >> 32), 0, {}};
+  for (int i = 0; i < Sequence::kInlineStops; ++i) update.stops[i] = i < sequence.num_stops ? sequence.stops[i] : -1;
+  return update;
 }
 
 }  // namespace
@@ -41,32 +43,30 @@ size_t pack_step(const StepPlan& plan, BlockTables& tables, std::span<std::byte>
   auto* prompt_ids = cursor.take<int32_t>(static_cast<size_t>(num_prompt_ids));
   auto* copies = cursor.take<BlockCopy>(plan.copies.size());
   auto* updates = cursor.take<SlotUpdate>(plan.filled_slots.size());
-  auto* deltas = cursor.take<TableDelta>(static_cast<size_t>(plan.num_table_deltas));
   auto* delta_blocks = cursor.take<int32_t>(static_cast<size_t>(plan.num_delta_blocks));
 
   std::copy(plan.copies.begin(), plan.copies.end(), copies);
   auto filled = plan.filled_slots.begin();
-  int32_t query_start = 0, prompt_start = 0, sample_row = 0, offset = 0;
+  int32_t query_start = 0, prompt_start = 0, sample_row = 0, num_updates = 0, offset = 0;
   for (const PlanRow& row : plan.rows) {
-    const Sequence& sequence = *row.sequence;
+    const bool fills = filled != plan.filled_slots.end() && *filled == row.slot;  // filled_slots is in row order
+    const int32_t first = tables.dirty_begin(row.slot), dirty = std::max(0, tables.length(row.slot) - first);
     *rows++ = {row.slot, query_start, row.query_len, row.context_len,
                (row.sample ? kRowSample : 0) | (row.from_device ? kRowFromDevice : 0),
-               prompt_start, row.sample ? sample_row : -1, 0};
+               prompt_start, row.sample ? sample_row : -1, fills ? num_updates : -1, first, dirty, offset, 0};
     query_start += row.query_len;
     sample_row += row.sample;
     if (!row.from_device) {
-      std::copy_n(sequence.tokens.begin() + row.context_len, row.query_len, prompt_ids + prompt_start);
+      std::copy_n(row.sequence->tokens.begin() + row.context_len, row.query_len, prompt_ids + prompt_start);
       prompt_start += row.query_len;
     }
-    if (filled != plan.filled_slots.end() && *filled == row.slot) {  // filled_slots is in row order
-      *updates++ = slot_update(sequence);
+    if (fills) {
+      updates[num_updates++] = slot_update(*row.sequence);
       ++filled;
     }
-    const int32_t first = tables.dirty_begin(row.slot), count = tables.length(row.slot) - first;
-    if (count > 0) {
-      *deltas++ = {row.slot, first, count, offset};
-      std::copy_n(tables.blocks(row.slot).begin() + first, count, delta_blocks + offset);
-      offset += count;
+    if (dirty > 0) {
+      std::copy_n(tables.blocks(row.slot).begin() + first, dirty, delta_blocks + offset);
+      offset += dirty;
       tables.mark_clean(row.slot);
     }
   }
@@ -74,8 +74,8 @@ size_t pack_step(const StepPlan& plan, BlockTables& tables, std::span<std::byte>
 
   *header = {StepInputView::kMagic, static_cast<uint32_t>(cursor.used() / sizeof(int32_t)), plan.step,
              static_cast<int32_t>(plan.rows.size()), plan.num_decode_rows, plan.num_tokens, sample_row,
-             num_prompt_ids, static_cast<int32_t>(plan.copies.size()), static_cast<int32_t>(plan.filled_slots.size()),
-             plan.num_table_deltas, plan.num_delta_blocks, {}};
+             num_prompt_ids, static_cast<int32_t>(plan.copies.size()), num_updates, plan.num_delta_blocks,
+             plan.all_greedy, {}};
   return cursor.used();
 }
 

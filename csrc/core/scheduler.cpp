@@ -106,12 +106,18 @@ void Scheduler::schedule_prefills(StepPlan& plan) {
   }
 }
 
-// As much of the prompt as the step has tokens for and the free blocks can hold; at least one token.
+// As much of the prompt as the step has tokens for and the free blocks can hold, down to a bucket; at least one token.
 int32_t Scheduler::prefill_chunk(const Slot& slot, const StepPlan& plan) const {
-  int64_t chunk = std::min<int64_t>(slot.total() - slot.computed, config_.max_num_batched_tokens - plan.num_tokens);
+  const int32_t left = slot.total() - slot.computed;
+  int64_t chunk = std::min(left, config_.max_num_batched_tokens - plan.num_tokens);
   if (config_.prefill_chunk_size > 0) chunk = std::min<int64_t>(chunk, config_.prefill_chunk_size);
   const int64_t room = int64_t{tables_.length(index(slot)) + blocks_.num_free()} * config_.block_size - slot.computed;
-  return static_cast<int32_t>(std::max<int64_t>(1, std::min(chunk, room)));
+  chunk = std::max<int64_t>(1, std::min(chunk, room));
+  if (chunk < left) {
+    const auto above = std::ranges::upper_bound(config_.token_buckets, plan.num_tokens + chunk);
+    if (above != config_.token_buckets.begin() && *(above - 1) > plan.num_tokens) chunk = *(above - 1) - plan.num_tokens;
+  }
+  return static_cast<int32_t>(chunk);
 }
 
 // Makes positions [computed, num_tokens) of the sequence writable: own blocks, copied if they are shared.
@@ -262,12 +268,12 @@ void Scheduler::add_row(Slot& slot, int32_t query_len, StepPlan& plan) {
   plan.num_decode_rows += from_device;
   plan.num_samples += sample;
   const int32_t dirty = tables_.length(row) - tables_.dirty_begin(row);
-  plan.num_table_deltas += dirty > 0;
   plan.num_delta_blocks += std::max(0, dirty);
   slot.planned_step = plan.step;
   ++slot.in_flight;
   if (sample) {
     ++slot.pending;
+    plan.all_greedy &= slot.greedy;
     if (!from_device) note_first_sample(*slot.sequence, plan);
     slot.on_device = true;
   }

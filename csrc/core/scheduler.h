@@ -22,6 +22,9 @@ struct SchedulerConfig {
   int32_t prefill_chunk_size = 0;  // 0: as many as the step has room for
   int32_t max_model_len = 0;
   bool prefix_caching = true;
+  // Sizes of step that the executor has graphs for, ascending. A chunk that does not finish its prompt ends where it
+  // fills one of them. Empty: any size is as good as another.
+  std::vector<int32_t> token_buckets = {};
 };
 
 struct SchedulerStats {

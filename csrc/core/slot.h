@@ -30,6 +30,7 @@ struct alignas(64) Slot {
   bool on_device = false;     // last_token[slot] is, or will be, this sequence's latest token
   bool forked = false;        // the block it writes next may be shared with a sibling
   bool more_stops = false;    // than there is room for here
+  bool greedy = false;        // temperature 0
   alignas(64) int32_t tail[kTail];  // the newest tokens, not yet among the sequence's
 
   Slot() = default;
@@ -37,7 +38,8 @@ struct alignas(64) Slot {
       : sequence(&owner),
         num_tokens(static_cast<int32_t>(owner.tokens.size())),
         max_total(owner.max_total),
-        more_stops(owner.num_stops > Sequence::kInlineStops) {
+        more_stops(owner.num_stops > Sequence::kInlineStops),
+        greedy(owner.sampling.temperature <= 0.f) {
     std::copy_n(owner.stops, std::min(owner.num_stops, Sequence::kInlineStops), stops);
   }
 

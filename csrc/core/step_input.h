@@ -1,9 +1,10 @@
 // StepInput: a step as one contiguous buffer of 32-bit words, and a view that reads it.
 //
-//   header | rows | prompt token ids | block copies | slot updates | table deltas | delta blocks
+//   header | rows | prompt token ids | block copies | slot updates | delta blocks
 //
 // One buffer means one copy to a device. Everything else a step needs (last tokens, block tables, sampling state)
-// already lives with the executor, one row per slot.
+// already lives with the executor, one row per slot. A row names all that concerns its slot, so that a device can take
+// in every row independently of the others. asyncengine/kernels/ingest.py reads the same layout.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +20,8 @@ struct StepInputHeader {
   uint32_t total_words;
   uint64_t step;
   int32_t num_rows, num_decode_rows, num_tokens, num_samples;
-  int32_t num_prompt_ids, num_copies, num_slot_updates, num_table_deltas, num_delta_blocks;
+  int32_t num_prompt_ids, num_copies, num_slot_updates, num_delta_blocks;
+  int32_t all_greedy;  // 1: every sampled row has temperature 0
   int32_t reserved[3];
 };
 static_assert(sizeof(StepInputHeader) == 64);
@@ -34,9 +36,12 @@ struct StepInputRow {
   int32_t flags;
   int32_t prompt_start;  // first of query_len prompt token ids; unused with kRowFromDevice
   int32_t sample_row;    // place of the sampled token in the step's output, or -1
+  int32_t update;        // the slot update of a newly filled slot, or -1
+  // Entries [delta_first, delta_first + delta_count) of the slot's block table become delta_blocks[delta_offset ...].
+  int32_t delta_first, delta_count, delta_offset;
   int32_t reserved;
 };
-static_assert(sizeof(StepInputRow) == 32);
+static_assert(sizeof(StepInputRow) == 48);
 
 struct SlotUpdate {
   int32_t slot;
@@ -44,13 +49,9 @@ struct SlotUpdate {
   int32_t top_k;
   uint32_t seed_low, seed_high;
   int32_t reserved;
+  int32_t stops[Sequence::kInlineStops];  // -1: none; a request may have more, which the host checks alone
 };
-static_assert(sizeof(SlotUpdate) == 32);
-
-// Blocks [first, first + count) of the slot's table become delta_blocks[offset ...].
-struct TableDelta {
-  int32_t slot, first, count, offset;
-};
+static_assert(sizeof(SlotUpdate) == 48);
 
 // The largest StepInput that a configuration can produce.
 struct StepLimits {
@@ -60,14 +61,14 @@ struct StepLimits {
 
   size_t max_bytes() const {
     const auto rows = static_cast<size_t>(max_rows);
-    return sizeof(StepInputHeader) + rows * (sizeof(StepInputRow) + sizeof(BlockCopy) + sizeof(SlotUpdate) + sizeof(TableDelta)) +
+    return sizeof(StepInputHeader) + rows * (sizeof(StepInputRow) + sizeof(BlockCopy) + sizeof(SlotUpdate)) +
            (static_cast<size_t>(max_tokens) + static_cast<size_t>(max_delta_blocks)) * sizeof(int32_t);
   }
 };
 
 class StepInputView {
  public:
-  static constexpr uint32_t kMagic = 0x53744931;  // "StI1"
+  static constexpr uint32_t kMagic = 0x53744932;  // "StI2"
 
   explicit StepInputView(const std::byte* bytes) : bytes_(bytes) {}
   const StepInputHeader& header() const { return *reinterpret_cast<const StepInputHeader*>(bytes_); }
@@ -76,8 +77,10 @@ class StepInputView {
   std::span<const int32_t> prompt_ids() const { return section<int32_t>(end(rows()), header().num_prompt_ids); }
   std::span<const BlockCopy> copies() const { return section<BlockCopy>(end(prompt_ids()), header().num_copies); }
   std::span<const SlotUpdate> slot_updates() const { return section<SlotUpdate>(end(copies()), header().num_slot_updates); }
-  std::span<const TableDelta> table_deltas() const { return section<TableDelta>(end(slot_updates()), header().num_table_deltas); }
-  std::span<const int32_t> delta_blocks() const { return section<int32_t>(end(table_deltas()), header().num_delta_blocks); }
+  std::span<const int32_t> delta_blocks() const { return section<int32_t>(end(slot_updates()), header().num_delta_blocks); }
+  std::span<const int32_t> delta_blocks(const StepInputRow& row) const {
+    return delta_blocks().subspan(static_cast<size_t>(row.delta_offset), static_cast<size_t>(row.delta_count));
+  }
 
  private:
   template <typename T>

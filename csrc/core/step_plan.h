@@ -32,8 +32,8 @@ struct StepPlan {
   int32_t num_tokens = 0;
   int32_t num_decode_rows = 0;
   int32_t num_samples = 0;
-  int32_t num_table_deltas = 0;       // rows whose block table has entries the executor has not seen,
-  int32_t num_delta_blocks = 0;       // and how many
+  bool all_greedy = true;             // every sampled row has temperature 0
+  int32_t num_delta_blocks = 0;       // block-table entries of its rows that the executor has not seen
 
   bool empty() const { return rows.empty(); }
   void reserve(int32_t max_rows) {
@@ -48,7 +48,8 @@ struct StepPlan {
     filled_slots.clear();
     full_rows.clear();
     held_blocks.clear();
-    num_tokens = num_decode_rows = num_samples = num_table_deltas = num_delta_blocks = 0;
+    num_tokens = num_decode_rows = num_samples = num_delta_blocks = 0;
+    all_greedy = true;
   }
 };
 

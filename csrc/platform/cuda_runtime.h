@@ -1,15 +1,18 @@
 // The part of the CUDA runtime that the step path uses, as a table of function pointers.
 //
 // Nothing here links or includes CUDA: the table is filled from the libcudart that torch loaded, or by the simulated
-// device (simulated_device.h), with the runtime API's own signatures and error codes.
+// device (simulated_device.h), with the runtime API's own signatures and error codes (CUDA Runtime API 12 and 13).
 #pragma once
 
 #include <cstddef>
+#include <stdexcept>
+#include <string>
 
 namespace asyncengine {
 
 using CudaStream = struct CudaStreamHandle*;
 using CudaEvent = struct CudaEventHandle*;
+using CudaGraph = struct CudaGraphHandle*;
 using CudaGraphExec = struct CudaGraphExecHandle*;
 
 // Values of cudaError_t that the step path tells apart.
@@ -21,7 +24,7 @@ inline constexpr int kCudaMemcpyHostToDevice = 1;
 inline constexpr int kCudaMemcpyDeviceToHost = 2;
 inline constexpr unsigned kCudaEventDisableTiming = 2;
 inline constexpr unsigned kCudaStreamNonBlocking = 1;
-inline constexpr unsigned kCudaHostAllocDefault = 0;
+inline constexpr unsigned kCudaHostAllocMapped = 2;
 
 struct CudaRuntime {
   int (*set_device)(int device);
@@ -37,7 +40,27 @@ struct CudaRuntime {
   int (*event_destroy)(CudaEvent event);
   int (*event_record)(CudaEvent event, CudaStream stream);
   int (*event_query)(CudaEvent event);
-  int (*graph_launch)(CudaGraphExec graph, CudaStream stream);
+  int (*host_get_device_pointer)(void** device, void* host, unsigned flags);
+  int (*graph_instantiate)(CudaGraphExec* exec, CudaGraph graph, unsigned long long flags);
+  int (*graph_upload)(CudaGraphExec exec, CudaStream stream);
+  int (*graph_exec_destroy)(CudaGraphExec exec);
+  int (*graph_launch)(CudaGraphExec exec, CudaStream stream);
 };
+
+struct CudaError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+inline std::string describe_cuda_error(const CudaRuntime& cuda, int error, const char* call) {
+  return std::string(call) + ": " + cuda.get_error_string(error) + " (" + std::to_string(error) + ")";
+}
+
+inline void check_cuda(const CudaRuntime& cuda, int error, const char* call) {
+  if (error != kCudaSuccess) throw CudaError(describe_cuda_error(cuda, error, call));
+}
+
+// The table of a libcudart that this process has already loaded from `path`; it is never loaded anew, because a second
+// copy would know nothing of the first one's graphs. Throws CudaError naming what is missing.
+const CudaRuntime& loaded_cuda_runtime(const std::string& path);
 
 }  // namespace asyncengine

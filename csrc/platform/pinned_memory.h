@@ -3,23 +3,11 @@
 
 #include <cstddef>
 #include <span>
-#include <stdexcept>
-#include <string>
 #include <utility>
 
 #include "platform/cuda_runtime.h"
 
 namespace asyncengine {
-
-struct CudaError : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
-inline void check_cuda(const CudaRuntime& cuda, int error, const char* call) {
-  if (error != kCudaSuccess) {
-    throw CudaError(std::string(call) + ": " + cuda.get_error_string(error) + " (" + std::to_string(error) + ")");
-  }
-}
 
 // Memory of one allocator call, freed with its owner. The two kinds differ in who may touch it, not in how it is held.
 template <int (*CudaRuntime::*Free)(void*)>
@@ -54,7 +42,7 @@ using DeviceBuffer = CudaBuffer<&CudaRuntime::free>;
 
 inline PinnedBuffer allocate_pinned(const CudaRuntime& cuda, size_t bytes) {
   void* memory = nullptr;
-  check_cuda(cuda, cuda.host_alloc(&memory, bytes, kCudaHostAllocDefault), "cudaHostAlloc");
+  check_cuda(cuda, cuda.host_alloc(&memory, bytes, kCudaHostAllocMapped), "cudaHostAlloc");
   return {cuda, memory, bytes};
 }
 

@@ -63,7 +63,9 @@ struct SimulatedRuntime {
     *pointer = base + kAllocationHeader;
     return kCudaSuccess;
   }
-  static int allocate_host(void** pointer, size_t bytes, unsigned) { return allocate(pointer, bytes); }
+  static int allocate_host(void** pointer, size_t bytes, unsigned) {
+    return device()->pinning_fails_ ? 2 : allocate(pointer, bytes);
+  }
   static int release(void* pointer) {
     auto* base = static_cast<std::byte*>(pointer) - kAllocationHeader;
     SimulatedDevice* owner = nullptr;
@@ -109,6 +111,17 @@ struct SimulatedRuntime {
     const bool done = event->done.load(std::memory_order_acquire) == event->recorded.load(std::memory_order_relaxed);
     return done ? kCudaSuccess : kCudaErrorNotReady;
   }
+  static int host_get_device_pointer(void** device_pointer, void* host, unsigned) {
+    *device_pointer = host;
+    return kCudaSuccess;
+  }
+  // A simulated graph is executable from the start: add_graph().
+  static int graph_instantiate(CudaGraphExec* exec, CudaGraph graph, unsigned long long) {
+    *exec = reinterpret_cast<CudaGraphExec>(graph);
+    return kCudaSuccess;
+  }
+  static int graph_upload(CudaGraphExec, CudaStream) { return kCudaSuccess; }
+  static int graph_exec_destroy(CudaGraphExec) { return kCudaSuccess; }  // the device owns it
   static int graph_launch(CudaGraphExec graph, CudaStream stream) {
     stream->device->enqueue({SimulatedDevice::Operation::kGraph, graph, nullptr, 0});
     return kCudaSuccess;
@@ -119,7 +132,8 @@ const CudaRuntime& SimulatedDevice::runtime() {
   using R = SimulatedRuntime;
   static constexpr CudaRuntime table = {
       R::set_device, R::get_error_string, R::allocate, R::release, R::allocate_host, R::release, R::memcpy_async,
-      R::stream_create, R::stream_destroy, R::event_create, R::event_destroy, R::event_record, R::event_query, R::graph_launch};
+      R::stream_create, R::stream_destroy, R::event_create, R::event_destroy, R::event_record, R::event_query,
+      R::host_get_device_pointer, R::graph_instantiate, R::graph_upload, R::graph_exec_destroy, R::graph_launch};
   return table;
 }
 

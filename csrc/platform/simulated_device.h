@@ -37,6 +37,7 @@ class SimulatedDevice {
   void fail_at(int64_t nth_launch, int error = 700);  // cudaErrorIllegalAddress; sticky, as on the real device
   void hang_at(int64_t nth_launch);
   void resume();  // ends a hang
+  void refuse_pinning() { pinning_fails_ = true; }  // cudaHostAlloc answers out of memory from now on
 
   // Allocations, streams and events that are still alive: leak check.
   int64_t live_objects() const { return live_objects_; }
@@ -61,6 +62,7 @@ class SimulatedDevice {
   int64_t launches_ = 0, fail_launch_ = -1, hang_launch_ = -1;
   int fault_ = kCudaSuccess, error_ = kCudaSuccess;
   bool closing_ = false;
+  std::atomic<bool> pinning_fails_{false};
   std::atomic<int64_t> live_objects_{0};
   std::thread thread_;
 };

@@ -6,21 +6,18 @@
 
 namespace asyncengine {
 
-GraphExecutor::GraphExecutor(const CudaRuntime& cuda, int device, const StepLimits& limits, int steps_in_flight,
-                             std::vector<GraphBucket> buckets, std::byte* device_input, int32_t* device_tokens,
-                             std::chrono::nanoseconds poll_interval)
+GraphExecutor::GraphExecutor(const CudaRuntime& cuda, int device, std::shared_ptr<Staging> staging, int32_t max_rows,
+                             Graphs graphs, std::chrono::nanoseconds poll_interval)
     : cuda_(cuda),
       device_(device),
-      buckets_(std::move(buckets)),
-      device_input_(device_input),
-      device_tokens_(device_tokens),
+      staging_(std::move(staging)),
+      graphs_(std::move(graphs)),
       poll_interval_(poll_interval),
-      steps_(static_cast<size_t>(steps_in_flight)) {
+      steps_(static_cast<size_t>(staging_->num_steps())) {
   check_cuda(cuda_, cuda_.set_device(device_), "cudaSetDevice");
   check_cuda(cuda_, cuda_.stream_create(&stream_, kCudaStreamNonBlocking), "cudaStreamCreateWithFlags");
   for (Step& step : steps_) {
-    step.input = allocate_pinned(cuda_, limits.max_bytes());
-    step.output = allocate_pinned(cuda_, static_cast<size_t>(limits.max_rows) * sizeof(int32_t));
+    step.tokens.resize(static_cast<size_t>(max_rows));
     check_cuda(cuda_, cuda_.event_create(&step.done, kCudaEventDisableTiming), "cudaEventCreateWithFlags");
   }
 }
@@ -34,7 +31,7 @@ GraphExecutor::~GraphExecutor() {
 
 bool GraphExecutor::ok(int error, const char* call) {
   if (error == kCudaSuccess) return true;
-  if (error_.empty()) error_ = std::string(call) + ": " + cuda_.get_error_string(error) + " (" + std::to_string(error) + ")";
+  if (error_.empty()) error_ = describe_cuda_error(cuda_, error, call);
   return false;
 }
 
@@ -44,20 +41,43 @@ bool GraphExecutor::launch(int i, size_t bytes) {
     device_set_ = true;
   }
   Step& step = steps_[static_cast<size_t>(i)];
-  const StepInputHeader& header = StepInputView(step.input.data()).header();
-  const auto bucket = std::find_if(buckets_.begin(), buckets_.end(), [&](const GraphBucket& b) {
-    return header.num_rows <= b.max_rows && header.num_tokens <= b.max_tokens;
-  });
-  assert(bucket != buckets_.end());
-  const size_t token_bytes = static_cast<size_t>(header.num_samples) * sizeof(int32_t);
-  step.in_flight =
-      ok(cuda_.memcpy_async(device_input_, step.input.data(), bytes, kCudaMemcpyHostToDevice, stream_), "cudaMemcpyAsync") &&
-      ok(cuda_.graph_launch(bucket->forward, stream_), "cudaGraphLaunch") &&
-      (header.num_samples == 0 || (ok(cuda_.graph_launch(bucket->sample, stream_), "cudaGraphLaunch") &&
-                                   ok(cuda_.memcpy_async(step.output.data(), device_tokens_, token_bytes,
-                                                         kCudaMemcpyDeviceToHost, stream_), "cudaMemcpyAsync"))) &&
-      ok(cuda_.event_record(step.done, stream_), "cudaEventRecord");
+  step.in_flight = enqueue(i, bytes) && ok(cuda_.event_record(step.done, stream_), "cudaEventRecord");
   return step.in_flight;
+}
+
+bool GraphExecutor::enqueue(int i, size_t bytes) {
+  const StepInputHeader& header = StepInputView(staging_->input(i).data()).header();
+  const bool copied = staging_->mode() != StagingMode::kMapped;
+  const Staging::DeviceBuffers& device = staging_->device_buffers();
+  if (copied && !ok(cuda_.memcpy_async(device.input, staging_->input(i).data(), bytes, kCudaMemcpyHostToDevice, stream_),
+                    "cudaMemcpyAsync")) {
+    return false;
+  }
+  const GraphVariant variant = header.all_greedy ? kGreedySampling : kFullSampling;
+  if (header.num_copies > 0 && !run(-1, variant, graphs_.copy_blocks)) return false;
+  const int bucket = bucket_for(header);
+  if (!run(bucket, variant, graphs_.buckets[static_cast<size_t>(bucket)].graphs[variant])) return false;
+  const size_t output_bytes = static_cast<size_t>(header.num_samples) * sizeof(int64_t);
+  return !copied || output_bytes == 0 ||
+         ok(cuda_.memcpy_async(staging_->output(i), device.output, output_bytes, kCudaMemcpyDeviceToHost, stream_),
+            "cudaMemcpyAsync");
+}
+
+bool GraphExecutor::run(int bucket, GraphVariant variant, CudaGraphExec graph) {
+  if (graphs_.eager) {
+    error_ = graphs_.eager(bucket, variant, stream_);
+    return error_.empty();
+  }
+  return ok(cuda_.graph_launch(graph, stream_), "cudaGraphLaunch");
+}
+
+int GraphExecutor::bucket_for(const StepInputHeader& header) const {
+  const bool single = header.num_tokens == header.num_rows;
+  const auto found = std::find_if(graphs_.buckets.begin(), graphs_.buckets.end(), [&](const GraphBucket& b) {
+    return header.num_rows <= b.max_rows && header.num_tokens <= b.max_tokens && (single || !b.single_token_rows);
+  });
+  assert(found != graphs_.buckets.end());
+  return static_cast<int>(found - graphs_.buckets.begin());
 }
 
 StepStatus GraphExecutor::poll(int i) {
@@ -66,7 +86,23 @@ StepStatus GraphExecutor::poll(int i) {
   if (error == kCudaErrorNotReady) return StepStatus::kPending;
   if (!ok(error, "cudaEventQuery")) return StepStatus::kFailed;
   step.in_flight = false;
-  return StepStatus::kReady;
+  return take_tokens(i) ? StepStatus::kReady : StepStatus::kFailed;
+}
+
+// Every word names its step: one left over from another step would be a token nobody sampled.
+bool GraphExecutor::take_tokens(int i) {
+  const StepInputHeader& header = StepInputView(staging_->input(i).data()).header();
+  const int64_t* words = staging_->output(i);
+  std::vector<int32_t>& tokens = steps_[static_cast<size_t>(i)].tokens;
+  for (int32_t row = 0; row < header.num_samples; ++row) {
+    const auto word = static_cast<uint64_t>(words[row]);
+    if (static_cast<uint32_t>(word >> 32) != static_cast<uint32_t>(header.step)) {
+      error_ = "step " + std::to_string(header.step) + " left no token for row " + std::to_string(row);
+      return false;
+    }
+    tokens[static_cast<size_t>(row)] = static_cast<int32_t>(static_cast<uint32_t>(word));
+  }
+  return true;
 }
 
 bool GraphExecutor::close(std::chrono::nanoseconds limit) {

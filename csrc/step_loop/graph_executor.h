@@ -1,38 +1,51 @@
 // Runs steps on a device by launching graphs through the CUDA function table: no Python, no GIL, no wait.
 #pragma once
 
+#include <cstdint>
+#include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "platform/cuda_runtime.h"
-#include "platform/pinned_memory.h"
 #include "step_loop/executor.h"
+#include "step_loop/staging.h"
 
 namespace asyncengine {
 
-// A captured graph that reads a StepInput of at most this many rows and tokens at the executor's input address.
+// Sampling that a graph was captured with: the cheapest that a step can do with is launched.
+enum GraphVariant { kGreedySampling, kFullSampling, kNumVariants };
+
+// Captured graphs for steps of at most this many rows and tokens.
 struct GraphBucket {
   int32_t max_rows, max_tokens;
-  CudaGraphExec forward, sample;
+  bool single_token_rows;  // fits only steps whose every row has one token
+  CudaGraphExec graphs[kNumVariants];
 };
 
-// Per step: copy the StepInput in, launch the forward graph of the smallest bucket that fits, launch its sampling
-// graph, copy the tokens out, record the event. One stream, so steps are ordered behind each other; two input and
-// output buffers in host memory, because the CPU is a step ahead, but one on the device, because the stream is in order.
+// Per step: have the StepInput where the graph reads it (Staging), launch the graph of the smallest bucket that fits,
+// have the tokens on the host, record the event. One stream, so steps are ordered behind each other.
 class GraphExecutor final : public Executor {
  public:
-  // `device_input` and `device_tokens` are what the graphs were captured with. Buckets in ascending order, the last
-  // one fitting every step. Throws CudaError when memory, stream or events cannot be had.
-  GraphExecutor(const CudaRuntime& cuda, int device, const StepLimits& limits, int steps_in_flight,
-                std::vector<GraphBucket> buckets, std::byte* device_input, int32_t* device_tokens,
+  // Enqueues a bucket's kernels one by one instead of its graph: for debugging, and to measure what graphs are worth.
+  // Returns what went wrong, or nothing.
+  using EagerLaunch = std::function<std::string(int bucket, GraphVariant variant, CudaStream stream)>;
+
+  struct Graphs {
+    std::vector<GraphBucket> buckets;  // ascending; the last one fits every step
+    CudaGraphExec copy_blocks = nullptr;  // runs before a step that has block copies
+    EagerLaunch eager;                 // if set, what runs in place of graphs; bucket -1 is copy_blocks
+    std::shared_ptr<void> keep_alive;  // whatever owns the graphs
+  };
+
+  // Throws CudaError when stream or events cannot be had.
+  GraphExecutor(const CudaRuntime& cuda, int device, std::shared_ptr<Staging> staging, int32_t max_rows, Graphs graphs,
                 std::chrono::nanoseconds poll_interval);
   ~GraphExecutor() override;
 
-  int num_staging() const override { return static_cast<int>(steps_.size()); }
-  std::span<std::byte> staging(int i) override { return steps_[static_cast<size_t>(i)].input.bytes(); }
-  const int32_t* tokens(int i) const override {
-    return reinterpret_cast<const int32_t*>(steps_[static_cast<size_t>(i)].output.data());
-  }
+  int num_staging() const override { return staging_->num_steps(); }
+  std::span<std::byte> staging(int i) override { return staging_->input(i); }
+  const int32_t* tokens(int i) const override { return steps_[static_cast<size_t>(i)].tokens.data(); }
   bool launch(int i, size_t bytes) override;
   StepStatus poll(int i) override;
   std::string error() const override { return error_; }
@@ -41,18 +54,21 @@ class GraphExecutor final : public Executor {
 
  private:
   struct Step {
-    PinnedBuffer input, output;
+    std::vector<int32_t> tokens;
     CudaEvent done = nullptr;
     bool in_flight = false;
   };
   bool ok(int error, const char* call);
+  bool enqueue(int i, size_t bytes);
+  bool run(int bucket, GraphVariant variant, CudaGraphExec graph);
+  int bucket_for(const StepInputHeader& header) const;
+  bool take_tokens(int i);
 
   const CudaRuntime& cuda_;
   int device_;
   bool device_set_ = false;  // cudaSetDevice is per thread: the first launch makes it for the step thread
-  std::vector<GraphBucket> buckets_;
-  std::byte* device_input_;
-  int32_t* device_tokens_;
+  std::shared_ptr<Staging> staging_;
+  Graphs graphs_;
   std::chrono::nanoseconds poll_interval_;
   CudaStream stream_ = nullptr;
   std::vector<Step> steps_;

@@ -37,20 +37,25 @@ SimulatedModel::SimulatedModel(SimulatedDevice& device, const SimulatedModelConf
   const CudaRuntime& cuda = SimulatedDevice::runtime();
   check_cuda(cuda, cuda.set_device(device.ordinal()), "cudaSetDevice");
   input_ = allocate_device(cuda, limits.max_bytes());
-  tokens_ = allocate_device(cuda, static_cast<size_t>(limits.max_rows) * sizeof(int32_t));
+  output_ = allocate_device(cuda, static_cast<size_t>(limits.max_rows) * sizeof(int64_t));
   kv_ = allocate_device(cuda, static_cast<size_t>(num_blocks) * static_cast<size_t>(block_size) * sizeof(int32_t));
 }
 
-std::unique_ptr<GraphExecutor> SimulatedModel::make_executor(int steps_in_flight, std::chrono::nanoseconds poll_interval) {
-  std::vector<GraphBucket> buckets;
+std::unique_ptr<GraphExecutor> SimulatedModel::make_executor(int steps_in_flight, std::chrono::nanoseconds poll_interval,
+                                                             StagingMode mode) {
+  const CudaRuntime& cuda = SimulatedDevice::runtime();
+  staging_ = std::make_shared<Staging>(cuda, device_.ordinal(), limits_, steps_in_flight, mode);
+  staging_->set_device_buffers({input_.data(), reinterpret_cast<int64_t*>(output_.data())});
+  GraphExecutor::Graphs graphs;
   for (const int32_t share : {16, 4, 1}) {
-    GraphBucket bucket{std::max(1, limits_.max_rows / share), std::max(1, limits_.max_tokens / share), nullptr, nullptr};
-    bucket.forward = device_.add_graph([this] { forward(); }, config_.step_latency + config_.token_latency * bucket.max_tokens);
-    bucket.sample = device_.add_graph([this] { sample(); }, std::chrono::nanoseconds(0));
-    buckets.push_back(bucket);
+    GraphBucket bucket{std::max(1, limits_.max_rows / share), std::max(1, limits_.max_tokens / share), false, {}};
+    const CudaGraphExec graph =
+        device_.add_graph([this] { step(); }, config_.step_latency + config_.token_latency * bucket.max_tokens);
+    std::ranges::fill(bucket.graphs, graph);
+    graphs.buckets.push_back(bucket);
   }
-  return std::make_unique<GraphExecutor>(SimulatedDevice::runtime(), device_.ordinal(), limits_, steps_in_flight, buckets,
-                                         input_.data(), reinterpret_cast<int32_t*>(tokens_.data()), poll_interval);
+  graphs.copy_blocks = device_.add_graph([this] { copy_blocks(); }, std::chrono::nanoseconds(0));
+  return std::make_unique<GraphExecutor>(cuda, device_.ordinal(), staging_, limits_.max_rows, std::move(graphs), poll_interval);
 }
 
 int32_t SimulatedModel::next_token(const SimulatedModelConfig& config, std::span<const int32_t> tokens,
@@ -60,15 +65,39 @@ int32_t SimulatedModel::next_token(const SimulatedModelConfig& config, std::span
   return pick(config, hash, sampling);
 }
 
-void SimulatedModel::forward() {
-  const StepInputView input(input_.data());
+const std::byte* SimulatedModel::input() const {
+  if (staging_->mode() != StagingMode::kMapped) return input_.data();
+  return staging_->input(static_cast<int>(launch_ % static_cast<size_t>(staging_->num_steps()))).data();
+}
+
+int64_t* SimulatedModel::output() const {
+  if (staging_->mode() != StagingMode::kMapped) return reinterpret_cast<int64_t*>(output_.data());
+  return staging_->output(static_cast<int>(launch_ % static_cast<size_t>(staging_->num_steps())));
+}
+
+void SimulatedModel::copy_blocks() {
   auto* kv = reinterpret_cast<int32_t*>(kv_.data());
   const auto block_bytes = static_cast<size_t>(block_size_) * sizeof(int32_t);
-  for (const BlockCopy& copy : input.copies()) {
+  for (const BlockCopy& copy : StepInputView(input()).copies()) {
     std::memcpy(kv + int64_t{copy.target} * block_size_, kv + int64_t{copy.source} * block_size_, block_bytes);
   }
-  const StepBatch& batch = slots_.ingest(input);
-  batch_ = &batch;
+}
+
+void SimulatedModel::step() {
+  const StepInputView view(input());
+  const StepBatch& batch = slots_.ingest(view);
+  forward(view, batch);
+  std::vector<int32_t> tokens(static_cast<size_t>(batch.num_samples));
+  for (size_t s = 0; s < tokens.size(); ++s) {
+    tokens[s] = pick(config_, sampled_hash_[s], *batch.sample_state[s]);
+    output()[s] = static_cast<int64_t>(view.header().step << 32 | static_cast<uint32_t>(tokens[s]));
+  }
+  slots_.remember(view, tokens.data());
+  ++launch_;
+}
+
+void SimulatedModel::forward(const StepInputView& input, const StepBatch& batch) {
+  auto* kv = reinterpret_cast<int32_t*>(kv_.data());
   for (int32_t i = 0; i < batch.num_tokens; ++i) {
     kv[batch.slot_mapping[static_cast<size_t>(i)]] = static_cast<int32_t>(batch.input_ids[static_cast<size_t>(i)]);
   }
@@ -82,15 +111,6 @@ void SimulatedModel::forward() {
     }
     if (row.sample_row >= 0) sampled_hash_[static_cast<size_t>(row.sample_row)] = hash;
   }
-}
-
-void SimulatedModel::sample() {
-  const StepInputView input(input_.data());
-  auto* tokens = reinterpret_cast<int32_t*>(tokens_.data());
-  for (size_t s = 0; s < static_cast<size_t>(batch_->num_samples); ++s) {
-    tokens[s] = pick(config_, sampled_hash_[s], *batch_->sample_state[s]);
-  }
-  slots_.remember(input, tokens);
 }
 
 }  // namespace asyncengine

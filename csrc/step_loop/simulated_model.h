@@ -30,24 +30,29 @@ class SimulatedModel {
                  int32_t block_size, int32_t max_blocks);
 
   // Buckets of 1/16, 1/4 and all of the limits.
-  std::unique_ptr<GraphExecutor> make_executor(int steps_in_flight, std::chrono::nanoseconds poll_interval);
+  std::unique_ptr<GraphExecutor> make_executor(int steps_in_flight, std::chrono::nanoseconds poll_interval,
+                                               StagingMode mode = StagingMode::kMapped);
 
   // What the model answers to these tokens: the reference for tests.
   static int32_t next_token(const SimulatedModelConfig& config, std::span<const int32_t> tokens, const SamplingState& sampling);
 
  private:
-  void forward();
-  void sample();
+  const std::byte* input() const;
+  int64_t* output() const;
+  void copy_blocks();
+  void step();
+  void forward(const StepInputView& input, const StepBatch& batch);
 
   SimulatedDevice& device_;
   SimulatedModelConfig config_;
   StepLimits limits_;
   int32_t block_size_;
-  DeviceBuffer input_, tokens_, kv_;  // kv_: the token id at every position of every block
+  DeviceBuffer input_, output_, kv_;  // kv_: the token id at every position of every block
+  std::shared_ptr<Staging> staging_;
+  size_t launch_ = 1;  // steps count from 1
   SlotState slots_;
   std::vector<uint64_t> slot_hash_;
   std::vector<uint64_t> sampled_hash_;
-  const StepBatch* batch_ = nullptr;
 };
 
 }  // namespace asyncengine

@@ -27,10 +27,6 @@ StepBatch& SlotState::ingest(const StepInputView& input) {
     sampling_[static_cast<size_t>(u.slot)] = {u.temperature, u.top_p, u.min_p, u.top_k,
                                               uint64_t{u.seed_high} << 32 | u.seed_low};
   }
-  for (const TableDelta& delta : input.table_deltas()) {
-    const auto blocks = input.delta_blocks().subspan(static_cast<size_t>(delta.offset), static_cast<size_t>(delta.count));
-    std::copy(blocks.begin(), blocks.end(), table(delta.slot) + delta.first);
-  }
 
   const auto rows = input.rows();
   StepBatch& b = batch_;
@@ -47,7 +43,8 @@ StepBatch& SlotState::ingest(const StepInputView& input) {
   b.sample_position.clear();
   b.sample_state.clear();
   for (const StepInputRow& row : rows) {
-    const int32_t* blocks = table(row.slot);
+    int32_t* blocks = table(row.slot);
+    std::ranges::copy(input.delta_blocks(row), blocks + row.delta_first);
     for (int32_t i = 0; i < row.query_len; ++i) {
       const int32_t position = row.context_len + i;
       b.input_ids.push_back(row.flags & kRowFromDevice ? last_token_[static_cast<size_t>(row.slot)]

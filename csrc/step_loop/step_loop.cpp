@@ -1,5 +1,10 @@
 #include "step_loop/step_loop.h"
 
+#ifdef __linux__
+#include <pthread.h>
+#include <sched.h>
+#endif
+
 #include <algorithm>
 #include <cassert>
 #include <utility>
@@ -34,6 +39,17 @@ Request* take_all(std::atomic<Request*>& head) {
   return reversed;
 }
 
+#ifdef __linux__
+void pin_this_thread(int cpu) {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  CPU_SET(static_cast<size_t>(cpu), &cores);
+  (void)pthread_setaffinity_np(pthread_self(), sizeof(cores), &cores);
+}
+#else
+void pin_this_thread(int) {}
+#endif
+
 }  // namespace
 
 int64_t StepLoop::now_ns() {
@@ -57,8 +73,11 @@ StepLoop::~StepLoop() {
   if (!stop(std::chrono::seconds(hangs_ ? 0 : 5))) (void)executor_.release();
 }
 
-void StepLoop::start() {
-  thread_ = std::thread([this] { run(); });
+void StepLoop::start(int cpu) {
+  thread_ = std::thread([this, cpu] {
+    if (cpu >= 0) pin_this_thread(cpu);
+    run();
+  });
 }
 
 bool StepLoop::stop(nanoseconds limit) {
@@ -77,8 +96,9 @@ void StepLoop::run() {
   }
 }
 
-// One round: hear what is new, take in results, launch. True when anything moved.
+// Hear what is new, take in results, launch.
 bool StepLoop::advance() {
+  if (stopping_.load(std::memory_order_acquire) || failed_.load(std::memory_order_relaxed)) return false;
   const int64_t now = now_ns();
   receive();
   bool moved = retire_oldest(now);

@@ -42,7 +42,11 @@ class StepLoop {
 
   static StepLimits limits(const StepLoopConfig& config) { return Scheduler(config.scheduler).limits(); }
 
-  void start();
+  // Runs on a thread of its own, pinned to core `cpu` if that is one that this process may use (Linux).
+  void start(int cpu = -1);
+  // Instead of start(): one round of the step thread's work, by whoever calls. Never waits; true when anything moved.
+  // It exists to measure what the thread is worth.
+  bool advance();
   // Stops the thread; requests still under way are gone without a word. False: the executor hangs, its memory is leaked
   // on purpose because a device may still write to it.
   bool stop(std::chrono::nanoseconds limit);
@@ -91,7 +95,6 @@ class StepLoop {
 
   // Step thread.
   void run();
-  bool advance();
   bool retire_oldest(int64_t now);
   bool launch_next(int64_t now);
   void receive();

@@ -23,10 +23,12 @@ struct Options {
   bool prefix_caching = true;
   std::chrono::nanoseconds step_timeout = 10s, latency = 0ns;
   int64_t max_queued_requests = 1 << 20;
+  StagingMode staging = StagingMode::kMapped;
 
   StepLoopConfig loop() const {
     StepLoopConfig c;
-    c.scheduler = {num_blocks, block_size, max_num_seqs, max_num_batched_tokens, prefill_chunk_size, max_model_len, prefix_caching};
+    c.scheduler = {num_blocks, block_size, max_num_seqs, max_num_batched_tokens, prefill_chunk_size, max_model_len,
+                   prefix_caching, {}};
     c.steps_in_flight = steps_in_flight;
     c.step_timeout = step_timeout;
     c.max_queued_requests = max_queued_requests;
@@ -48,7 +50,7 @@ class Engine {
     const auto config = options.loop();
     model_ = std::make_unique<SimulatedModel>(device, model_config_, StepLoop::limits(config), options.num_blocks,
                                               options.block_size, options.max_model_len / options.block_size + 1);
-    loop = std::make_unique<StepLoop>(config, model_->make_executor(options.steps_in_flight, 20us));
+    loop = std::make_unique<StepLoop>(config, model_->make_executor(options.steps_in_flight, 20us, options.staging));
     loop->start();
   }
 

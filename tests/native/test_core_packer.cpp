@@ -17,11 +17,12 @@ struct Device {
 
   void ingest(const StepInputView& input) {
     for (const SlotUpdate& update : input.slot_updates()) sampling[update.slot] = update;
-    for (const TableDelta& delta : input.table_deltas()) {
-      auto& table = tables[delta.slot];
-      CHECK(delta.first <= static_cast<int32_t>(table.size()));  // no gaps
-      table.resize(static_cast<size_t>(delta.first));
-      const auto blocks = input.delta_blocks().subspan(static_cast<size_t>(delta.offset), static_cast<size_t>(delta.count));
+    for (const StepInputRow& row : input.rows()) {
+      if (row.delta_count == 0) continue;
+      auto& table = tables[row.slot];
+      CHECK(row.delta_first <= static_cast<int32_t>(table.size()));  // no gaps
+      table.resize(static_cast<size_t>(row.delta_first));
+      const auto blocks = input.delta_blocks(row);
       table.insert(table.end(), blocks.begin(), blocks.end());
     }
   }

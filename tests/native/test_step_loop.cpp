@@ -1,5 +1,9 @@
 // The whole step loop on the simulated device: the model reads every token of its context back through block tables and
 // KV, so a block reused too early, a missing copy or a stale table changes its answers.
+#include <algorithm>
+#include <cstring>
+#include <thread>
+
 #include "check.h"
 #include "engine_fixture.h"
 
@@ -181,4 +185,45 @@ TEST(devices_leak_nothing) {
     CHECK(device.live_objects() > 0);
   }
   CHECK_EQ(device.live_objects(), 0);
+}
+
+TEST(staging_modes_give_the_same_tokens) {
+  for (const StagingMode mode : {StagingMode::kPageable, StagingMode::kPinned, StagingMode::kMapped}) {
+    for (const int steps_in_flight : {1, 2, 3}) {
+      Options options;
+      options.staging = mode;
+      options.steps_in_flight = steps_in_flight;
+      run_random(options, 60, 4, 60, 30);
+    }
+  }
+}
+
+TEST(memory_that_cannot_be_pinned_is_replaced) {
+  SimulatedDevice device;
+  device.refuse_pinning();
+  const Staging staging(SimulatedDevice::runtime(), device.ordinal(), {4, 64, 16}, 2, StagingMode::kMapped);
+  CHECK(staging.mode() == StagingMode::kPageable);
+  CHECK(staging.input(1).data() - staging.input(0).data() >= static_cast<ptrdiff_t>(StepLimits{4, 64, 16}.max_bytes()));
+  CHECK_EQ(reinterpret_cast<uintptr_t>(staging.input(1).data()) % 4096, 0u);
+  CHECK_EQ(device.live_objects(), 0);
+}
+
+TEST(a_step_that_leaves_no_token_is_an_error) {
+  // A graph that does nothing: the words of its rows still name another step.
+  SimulatedDevice device;
+  const StepLimits limits{4, 64, 16};
+  const auto staging = std::make_shared<Staging>(SimulatedDevice::runtime(), device.ordinal(), limits, 2, StagingMode::kMapped);
+  GraphExecutor::Graphs graphs;
+  graphs.buckets.push_back({4, 64, false, {}});
+  std::ranges::fill(graphs.buckets[0].graphs, device.add_graph([] {}, 0ns));
+  GraphExecutor executor(SimulatedDevice::runtime(), device.ordinal(), staging, 4, graphs, 20us);
+  StepInputHeader header{};
+  header.step = 7;
+  header.num_rows = header.num_tokens = header.num_samples = 1;
+  std::memcpy(executor.staging(1).data(), &header, sizeof(header));
+  CHECK(executor.launch(1, sizeof(header)));
+  StepStatus status;
+  while ((status = executor.poll(1)) == StepStatus::kPending) std::this_thread::sleep_for(1ms);
+  CHECK(status == StepStatus::kFailed);
+  CHECK(executor.error().find("step 7") != std::string::npos);
 }

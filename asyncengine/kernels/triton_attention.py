@@ -1,0 +1,395 @@
+"""Paged attention for CUDA: decode, prefill and mixed batches from one kernel over a WorkList.
+
+The online softmax is that of FlashAttention (Dao et al., 2022), in base 2; pieces of a unit are combined by
+the program that finishes last, in the order of the pieces, so that neither the order of arrival nor an
+extra launch matters.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from asyncengine.errors import ConfigError
+from asyncengine.kernels.device_step import DeviceStep
+from asyncengine.kernels.work_list import (
+    BEGIN,
+    COUNT,
+    END,
+    ITEM,
+    NO_WINDOW,
+    PARTIAL,
+    PIECE,
+    PIECES,
+    POSITION,
+    QUERY,
+    SLOT,
+    AttentionShape,
+    Section,
+    WorkList,
+)
+
+COMBINE_ELEMENTS = 8192
+"""Partial results that a combining program loads at once: 64 registers a thread of four warps, and 32 KiB in
+flight, so that the 32 pieces of a long sequence take two round trips to the L2 cache and not 32."""
+COMBINE_PIECES = 16
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    step: DeviceStep,
+    work: WorkList,
+    scale: float,
+    window: int,
+    out: Tensor,
+) -> None:
+    """Causal attention of a step's queries over KV that is already in the cache.
+
+    q is [T, Hq, D], any view with adjacent elements of a head; out [T, Hq * D] is contiguous within a token.
+    k_cache and v_cache are [num_blocks, Hk, block_size, D], contiguous. The token at position i sees position
+    j if j <= i and, with a window > 0, i - window < j. ``work`` was built from ``step`` for this window.
+    Tokens of no row are left as they are.
+
+    Raises ConfigError if a tensor's shape, dtype or layout is not what ``work`` was allocated for.
+    """
+    shape = work.shape
+    _check(q, k_cache, v_cache, work.shape, out)
+    if window != work.window:
+        raise ConfigError(f"the work list is of window {work.window}, not {window}")
+    for section in work.sections:
+        _launch(q, k_cache, v_cache, step, section, scale, window, out)
+
+
+def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, shape: AttentionShape, out: Tensor) -> None:
+    cache_shape = (len(k_cache), shape.num_kv_heads, k_cache.shape[2], shape.head_dim)
+    expected = (
+        (q.shape[1:] == (shape.num_heads, shape.head_dim) and q.stride(2) == 1, "q"),
+        (k_cache.shape == cache_shape and k_cache.is_contiguous(), "k_cache"),
+        (v_cache.shape == cache_shape and v_cache.is_contiguous(), "v_cache"),
+        (out.shape == (len(q), shape.num_heads * shape.head_dim) and out.stride(1) == 1, "out"),
+    )
+    for ok, name in expected:
+        if not ok:
+            raise ConfigError(f"paged_attention: the layout of {name} does not suit {shape}")
+    if not q.dtype == k_cache.dtype == v_cache.dtype == out.dtype == shape.dtype:
+        raise ConfigError(f"paged_attention: {q.dtype}, {k_cache.dtype}, {v_cache.dtype} and {out.dtype} for {shape}")
+
+
+def _launch(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    step: DeviceStep,
+    section: Section,
+    scale: float,
+    window: int,
+    out: Tensor,
+) -> None:
+    _, kv_heads, block_size, head_dim = k_cache.shape
+    tile, group = section.tile, q.shape[1] // kv_heads
+    width = triton.next_power_of_2(head_dim)
+    whole = triton.next_power_of_2(section.queries * group)
+    combine_rows = min(whole, max(1, COMBINE_ELEMENTS // (COMBINE_PIECES * width)))
+    _attention_kernel[(section.lanes * kv_heads,)](
+        q,
+        k_cache,
+        v_cache,
+        out,
+        step.slots.block_tables,
+        section.items,
+        section.lane_items,
+        section.partials,
+        section.stats,
+        section.arrivals,
+        scale * math.log2(math.e),
+        window or NO_WINDOW,
+        q.stride(0),
+        q.stride(1),
+        out.stride(0),
+        step.slots.block_tables.stride(0),
+        section.stats.stride(0),
+        GROUP=group,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        WINDOWED=window > 0,
+        DECODE=section.queries == 1,
+        QUERIES=section.queries,
+        ITEM_STEP=section.item_step,
+        M=tile.rows,
+        N=tile.keys,
+        D=width,
+        STAGES=tile.stages,
+        COMBINE_ROWS=combine_rows,
+        COMBINE_PIECES=COMBINE_PIECES,
+        # The interpreter multiplies the bits of bfloat16 as if they were integers.
+        WIDEN=q.dtype == torch.bfloat16 and not q.is_cuda,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+@triton.jit
+def _dot(a, b, WIDEN: tl.constexpr):
+    if WIDEN:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def _attend(
+    acc,
+    peak,
+    total,
+    q,
+    k_head,
+    v_head,
+    table,
+    position,
+    first,
+    last,
+    kv_begin,
+    kv_end,
+    scale,
+    window,
+    MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    STAGES: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Fold the KV tiles first to last into acc [M, D], peak [M] and total [M].
+
+    Without MASKED every query sees every key of these tiles. With it, nothing outside kv_begin to kv_end, the
+    union of what the queries see, is loaded: there may be anything, and 0 * NaN is NaN.
+    """
+    column = tl.arange(0, D)
+    for tile in tl.range(first, last, num_stages=STAGES):
+        token = tile * N + tl.arange(0, N)
+        if MASKED:
+            there = token < kv_end
+            if WINDOWED:
+                there = there & (token >= kv_begin)
+            block = tl.load(table + token // BLOCK_SIZE, mask=there, other=0)
+        else:
+            block = tl.load(table + token // BLOCK_SIZE)
+        at = block.to(tl.int64) * BLOCK_STRIDE + token % BLOCK_SIZE * HEAD_DIM
+        at = at[:, None] + column[None, :]
+        if MASKED:
+            loaded = there[:, None] if D == HEAD_DIM else there[:, None] & (column < HEAD_DIM)[None, :]
+            k = tl.load(k_head + at, mask=loaded, other=0.0)
+            v = tl.load(v_head + at, mask=loaded, other=0.0)
+        elif D == HEAD_DIM:
+            k = tl.load(k_head + at)
+            v = tl.load(v_head + at)
+        else:
+            loaded = (column < HEAD_DIM)[None, :]
+            k = tl.load(k_head + at, mask=loaded, other=0.0)
+            v = tl.load(v_head + at, mask=loaded, other=0.0)
+
+        score = _dot(q, tl.trans(k), WIDEN) * scale
+        if MASKED:
+            visible = token[None, :] <= position[:, None]
+            if WINDOWED:
+                visible = visible & (token[None, :] > position[:, None] - window)
+            score = tl.where(visible, score, -float("inf"))
+        new_peak = tl.maximum(peak, tl.max(score, 1))
+        base = new_peak
+        if MASKED:
+            # A row that has seen no key yet: -inf less -inf would be NaN.
+            base = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+        weight = tl.exp2(score - base[:, None])
+        shrink = tl.exp2(peak - base)
+        total = total * shrink + tl.sum(weight, 1)
+        acc = acc * shrink[:, None] + _dot(weight.to(v.dtype), v, WIDEN)
+        peak = new_peak
+    return acc, peak, total
+
+
+@triton.jit
+def _combine(
+    partials,
+    peaks,
+    totals,
+    out,
+    pieces,
+    count,
+    stride_out,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PIECE_STRIDE: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    """Sum the partial results of a unit's pieces, in their order, into ``out`` (its first token and head)."""
+    column = tl.arange(0, D)
+    for first_row in range(0, count * GROUP, ROWS):
+        row = first_row + tl.arange(0, ROWS)
+        peak = tl.full([ROWS], -float("inf"), tl.float32)
+        for first in range(0, pieces, PIECES):
+            piece = first + tl.arange(0, PIECES)
+            there = (piece < pieces)[:, None] & (row < count * GROUP)[None, :]
+            at = piece[:, None] * PIECE_STRIDE + row[None, :]
+            peak = tl.maximum(
+                peak, tl.max(tl.load(peaks + at, mask=there, other=-float("inf"), cache_modifier=".cg"), 0)
+            )
+        # Rows past the last have no peak.
+        peak = tl.where(peak == -float("inf"), 0.0, peak)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, D], tl.float32)
+        for first in range(0, pieces, PIECES):
+            piece = first + tl.arange(0, PIECES)
+            there = (piece < pieces)[:, None] & (row < count * GROUP)[None, :]
+            at = piece[:, None] * PIECE_STRIDE + row[None, :]
+            weight = tl.exp2(
+                tl.load(peaks + at, mask=there, other=-float("inf"), cache_modifier=".cg") - peak[None, :]
+            )
+            total += tl.sum(weight * tl.load(totals + at, mask=there, other=0.0, cache_modifier=".cg"), 0)
+            part = tl.load(
+                partials + at[:, :, None] * HEAD_DIM + column[None, None, :],
+                mask=there[:, :, None] & (column < HEAD_DIM)[None, None, :],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            acc += tl.sum(weight[:, :, None] * part, 0)
+        total = tl.where(total == 0.0, 1.0, total)
+        result = (acc / total[:, None]).to(out.dtype.element_ty)
+        to = out + (row // GROUP).to(tl.int64)[:, None] * stride_out + (row % GROUP)[:, None] * HEAD_DIM
+        tl.store(
+            to + column[None, :], result, mask=(row < count * GROUP)[:, None] & (column < HEAD_DIM)[None, :]
+        )
+
+
+@triton.jit
+def _attention_kernel(
+    q,
+    k_cache,
+    v_cache,
+    out,
+    block_tables,
+    items,
+    lane_items,
+    partials,
+    stats,
+    arrivals,
+    scale,
+    window,
+    stride_q_token,
+    stride_q_head,
+    stride_out,
+    stride_table,
+    stats_size,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    DECODE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    ITEM_STEP: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    STAGES: tl.constexpr,
+    COMBINE_ROWS: tl.constexpr,
+    COMBINE_PIECES: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Grid: lanes x KV heads, heads of a lane side by side, since their KV lies side by side in a block."""
+    PIECE_STRIDE: tl.constexpr = KV_HEADS * QUERIES * GROUP
+    BLOCK_STRIDE: tl.constexpr = KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    head = tl.program_id(0) % KV_HEADS
+    lane = tl.program_id(0) // KV_HEADS
+    k_head = k_cache + head * BLOCK_SIZE * HEAD_DIM
+    v_head = v_cache + head * BLOCK_SIZE * HEAD_DIM
+    row = tl.arange(0, M)
+    column = tl.arange(0, D)
+    for item in range(tl.load(lane_items + 2 * lane), tl.load(lane_items + 2 * lane + 1), ITEM_STEP):
+        fields = items + item * ITEM
+        query = tl.load(fields + QUERY).to(tl.int64)
+        count = tl.load(fields + COUNT)
+        first_position = tl.load(fields + POSITION)
+        begin = tl.load(fields + BEGIN)
+        end = tl.load(fields + END)
+        pieces = tl.load(fields + PIECES)
+        table = block_tables + tl.load(fields + SLOT).to(tl.int64) * stride_table
+
+        there = (row < count * GROUP)[:, None] & (column < HEAD_DIM)[None, :]
+        token = query + row // GROUP
+        at = token[:, None] * stride_q_token + (head * GROUP + row % GROUP)[:, None] * stride_q_head
+        queries = tl.load(q + at + column[None, :], mask=there, other=0.0)
+        position = first_position + row // GROUP
+        last_position = first_position + count - 1
+        kv_begin = tl.maximum(first_position - window + 1, 0)
+        kv_end = last_position + 1
+
+        acc = tl.zeros([M, D], tl.float32)
+        peak = tl.full([M], -float("inf"), tl.float32)
+        total = tl.zeros([M], tl.float32)
+        if DECODE:
+            full_begin = begin
+            full_end = begin
+        else:
+            # Tiles that every query of the item sees whole go through a loop without masks.
+            full_begin = begin
+            if WINDOWED:
+                full_begin = tl.minimum(tl.cdiv(tl.maximum(last_position - window + 1, begin * N), N), end)
+                acc, peak, total = _attend(
+                    acc, peak, total, queries, k_head, v_head, table, position, begin, full_begin, kv_begin, kv_end,
+                    scale, window, True, WINDOWED, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, N, D, STAGES, WIDEN,
+                )  # fmt: skip
+            full_end = tl.maximum(tl.minimum((first_position + 1) // N, end), full_begin)
+            acc, peak, total = _attend(
+                acc, peak, total, queries, k_head, v_head, table, position, full_begin, full_end, kv_begin, kv_end,
+                scale, window, False, WINDOWED, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, N, D, STAGES, WIDEN,
+            )  # fmt: skip
+        acc, peak, total = _attend(
+            acc, peak, total, queries, k_head, v_head, table, position, full_end, end, kv_begin, kv_end,
+            scale, window, True, WINDOWED, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, N, D, STAGES, WIDEN,
+        )  # fmt: skip
+
+        if pieces == 1:
+            total = tl.where(total == 0.0, 1.0, total)  # rows past the last token
+            result = (acc / total[:, None]).to(out.dtype.element_ty)
+            to = out + token[:, None] * stride_out + (head * GROUP + row % GROUP)[:, None] * HEAD_DIM
+            tl.store(to + column[None, :], result, mask=there)
+        else:
+            slot = tl.load(fields + PARTIAL).to(tl.int64)
+            unit = (slot * KV_HEADS + head) * (QUERIES * GROUP)
+            mine = unit + tl.load(fields + PIECE) * PIECE_STRIDE + row
+            tl.store(stats + mine, peak, mask=row < count * GROUP)
+            tl.store(stats + stats_size + mine, total, mask=row < count * GROUP)
+            tl.store(partials + mine[:, None] * HEAD_DIM + column[None, :], acc, mask=there)
+            # Release: the barrier puts every thread's stores before the one thread that counts.
+            tl.debug_barrier()
+            arrival = arrivals + slot * KV_HEADS + head
+            if tl.atomic_add(arrival, 1, sem="acq_rel") == pieces - 1:
+                tl.store(arrival, 0)  # for the next launch: nobody else will come in this one
+                _combine(
+                    partials + unit * HEAD_DIM,
+                    stats + unit,
+                    stats + stats_size + unit,
+                    out + query * stride_out + head * GROUP * HEAD_DIM,
+                    pieces,
+                    count,
+                    stride_out,
+                    GROUP,
+                    HEAD_DIM,
+                    PIECE_STRIDE,
+                    D,
+                    COMBINE_ROWS,
+                    COMBINE_PIECES,
+                )

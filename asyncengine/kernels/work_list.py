@@ -1,0 +1,396 @@
+"""The work of paged attention, cut on the device into even shares for a grid of fixed size.
+
+A *unit* is one tile of queries of one row with the KV tiles that it sees: a decode row is one unit, a
+prefill row one per tile of its queries. The programs of the attention grid are *lanes* times KV heads, and
+a lane is the same for every head. All KV tiles of the step, in the order of rows, form one line; lane l
+takes the l-th stretch of it, so that every lane reads the same count of tiles whatever the lengths are
+(stream-K: Osama et al., 2023). A unit that a boundary between lanes cuts becomes several *items*, whose
+partial results the attention kernel combines.
+
+Bounds, for R rows, T tokens and L lanes, that no content of a step exceeds:
+  units     decode: R. Prefill: with Q queries to a tile a row of n tokens has at most 1 + (n - 1) / Q, so r
+            rows have at most r + (T - r) / Q, and r <= min(R, T / 2) since such a row has two tokens or more.
+  items     unit u in lane l is item u + l (both only ever grow along the line): units + L. An index that no
+            pair (u, l) has stays unused; the items of one lane are neighbours.
+  partials  2 L: a unit cut over the lanes f to e uses slots 2f+1 to 2f+1+(e-f) <= 2e. Of these, those below
+            2e belong to lanes that it alone fills to their end, and 2e to the lane that it enters.
+With fixed splits an item is split s of a decode row, at most ceil(max_context / split_tokens) a row, each
+with a partial slot of its own; lanes take items in turn, and prefill is not split.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from asyncengine.errors import ConfigError
+from asyncengine.kernels.device_step import DeviceStep
+
+NO_WINDOW = 1 << 30
+"""A window that no position reaches."""
+MIN_SPLIT_TOKENS = 256
+"""A unit is not cut into pieces much shorter than this: combining would cost more than the split gains."""
+
+# Columns of an item.
+SLOT = tl.constexpr(0)
+QUERY = tl.constexpr(1)  # first token of the tile among the step's
+COUNT = tl.constexpr(2)  # tokens of the tile
+POSITION = tl.constexpr(3)  # position of the first
+BEGIN = tl.constexpr(4)  # first KV tile
+END = tl.constexpr(5)  # one past the last
+PARTIAL = tl.constexpr(6)  # partial slot of the unit's first piece
+PIECE = tl.constexpr(7)
+PIECES = tl.constexpr(8)  # 1: the result goes straight to the output
+ITEM = tl.constexpr(16)
+
+ITEM_COST = tl.constexpr(1)
+"""What starting an item costs beside its KV tiles, in tiles."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How one variant of the attention kernel is laid out."""
+
+    rows: int
+    """packed (token, head of the group) rows of a dot: a power of two, 16 at least"""
+    keys: int
+    """KV tokens of one turn of the loop: a power of two, 16 at least"""
+    warps: int
+    stages: int
+    programs_per_sm: int
+
+
+def choose_tiles(shape: AttentionShape) -> tuple[Tile, Tile]:
+    """The tiles of decode and of prefill, by the bytes of a KV tile.
+
+    Decode waits for memory: K and V tiles of 16 KiB each in three stages keep two stages, 64 KiB, in flight
+    for each of two programs of a multiprocessor, well over the 33 KiB that 4.4 TB/s at a microsecond of
+    latency needs. Prefill waits for the tensor cores: 128 rows are two warp groups' worth, and two programs
+    with two stages each fit, so that one computes its softmax while the other multiplies. float32 is
+    multiplied exactly, without tensor cores, from registers: small tiles.
+    """
+    width = triton.next_power_of_2(shape.head_dim)
+    group = triton.next_power_of_2(shape.group)
+    if shape.dtype == torch.float32:
+        keys = min(32, max(16, 4096 // width))
+        return Tile(max(16, group), keys, 4, 2, 2), Tile(max(32, group), keys, 4, 1, 2)
+    keys = min(128, max(16, 8192 // width))
+    decode = Tile(max(16, group), keys, 4, 3, 2)
+    return decode, Tile(max(128, group), min(64, keys), 8, 2, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """The items of one variant, decode or prefill, and the room for their partial results."""
+
+    tile: Tile
+    queries: int
+    """tokens of a full tile"""
+    min_query: int
+    max_query: int
+    """which rows are of this section, by their query_len"""
+    lanes: int
+    split_tiles: int
+    """KV tiles of a fixed split; 0 is adaptive"""
+    min_split_tiles: int
+    slots_per_row: int
+    item_step: int
+    """the items of lane l are range(*lane_items[l], item_step)"""
+    items: Tensor
+    """int32 [max_items, ITEM]"""
+    lane_items: Tensor
+    """int32 [lanes, 2]"""
+    partials: Tensor
+    """float32 [slots, Hk, queries * group, D]: sums of values, each relative to the peak of its row"""
+    stats: Tensor
+    """float32 [2, slots, Hk, queries * group]: peaks of the scores (base 2), sums of the weights"""
+    arrivals: Tensor
+    """int32 [slots, Hk]: pieces of a unit that are ready, 0 between launches"""
+
+    def build(self, step: DeviceStep, window: int) -> None:
+        _build_kernel[(step.num_rows,)](
+            step.row_slot,
+            step.row_query_start,
+            step.row_query_len,
+            step.row_context_len,
+            self.items,
+            self.lane_items,
+            step.num_rows,
+            window or NO_WINDOW,
+            MIN_QUERY=self.min_query,
+            MAX_QUERY=self.max_query,
+            QUERIES=self.queries,
+            KEYS=self.tile.keys,
+            LANES=self.lanes,
+            MIN_COST=self.min_split_tiles + ITEM_COST.value,
+            SPLIT=self.split_tiles,
+            SLOTS_PER_ROW=self.slots_per_row,
+            ROWS=256,
+            WIDTH=triton.next_power_of_2(max(self.lanes, self.slots_per_row)),
+            num_warps=8,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WorkList:
+    """Work of one step for all layers that share a window. ``build`` fills it, once per step.
+
+    Memory is allocated once; a captured graph may hold on to it. The same list serves every bucket up to
+    the rows and tokens that it was allocated for.
+    """
+
+    shape: AttentionShape
+    window: int
+    max_rows: int
+    max_tokens: int
+    decode: Section
+    prefill: Section | None
+
+    @classmethod
+    def allocate(
+        cls,
+        shape: AttentionShape,
+        *,
+        max_rows: int,
+        max_tokens: int,
+        max_context: int,
+        device: torch.device,
+        window: int = 0,
+        split_tokens: int = 0,
+        min_split_tokens: int = MIN_SPLIT_TOKENS,
+        num_programs: int | None = None,
+        tiles: tuple[Tile, Tile] | None = None,
+    ) -> WorkList:
+        """Room for every step of at most ``max_rows`` rows and ``max_tokens`` tokens.
+
+        ``max_context`` bounds context and query of a row together. A window of 0 is none. With
+        ``split_tokens`` 0 the splits follow the work of the step; otherwise a decode row is cut at multiples
+        of it and prefill is not cut, so that no row's result depends on the others. ``num_programs``
+        (default: what fits on the device) sizes the grids.
+
+        Raises ConfigError if ``split_tokens`` is no multiple of the decode tile or the heads do not divide.
+        """
+        if shape.num_heads % shape.num_kv_heads:
+            raise ConfigError(f"{shape.num_heads} query heads do not divide into {shape.num_kv_heads} KV heads")
+        decode, prefill = tiles or choose_tiles(shape)
+        if split_tokens < 0 or split_tokens % decode.keys:
+            raise ConfigError(f"split_tokens {split_tokens} is not a multiple of the KV tile of {decode.keys} tokens")
+
+        def section(tile: Tile, queries: int, min_query: int, max_query: int, units: int, splits: int) -> Section:
+            programs = num_programs or tile.programs_per_sm * _multiprocessors(device)
+            lanes = max(1, programs // shape.num_kv_heads)
+            slots = units * splits if split_tokens else 2 * lanes
+            rows = queries * shape.group
+            whole = -(-max_context // tile.keys) * tile.keys
+
+            def ints(*size: int) -> Tensor:
+                return torch.zeros(size, dtype=torch.int32, device=device)
+
+            def floats(*size: int) -> Tensor:
+                return torch.empty(size, dtype=torch.float32, device=device)
+
+            return Section(
+                tile,
+                queries,
+                min_query,
+                max_query,
+                lanes,
+                split_tiles=(split_tokens if tile is decode else whole) // tile.keys if split_tokens else 0,
+                min_split_tiles=-(-min_split_tokens // tile.keys),
+                slots_per_row=splits,
+                item_step=lanes if split_tokens else 1,
+                items=ints(units * splits if split_tokens else units + lanes, ITEM.value),
+                lane_items=ints(lanes, 2),
+                partials=floats(slots, shape.num_kv_heads, rows, shape.head_dim),
+                stats=floats(2, slots, shape.num_kv_heads, rows),
+                arrivals=ints(slots, shape.num_kv_heads),
+            )
+
+        splits = -(-max_context // split_tokens) if split_tokens else 1
+        queries = prefill.rows // shape.group
+        rows = min(max_rows, max_tokens // 2)
+        return cls(
+            shape,
+            window,
+            max_rows,
+            max_tokens,
+            section(decode, 1, 1, 1, max_rows, splits),
+            section(prefill, queries, 2, max_tokens, rows + (max_tokens - rows) // queries, 1) if rows else None,
+        )
+
+    @property
+    def decode_only(self) -> WorkList:
+        """The same memory for steps in which no row has more than one token: nothing of prefill is launched."""
+        return replace(self, prefill=None)
+
+    @property
+    def sections(self) -> tuple[Section, ...]:
+        return (self.decode,) if self.prefill is None else (self.decode, self.prefill)
+
+    def build(self, step: DeviceStep) -> None:
+        """Derive the work of a step from its rows, by one launch per section. Every layer may then read it."""
+        if step.num_rows > self.max_rows or step.num_tokens > self.max_tokens:
+            raise ConfigError(
+                f"a step of {step.num_rows} rows and {step.num_tokens} tokens is more than the work list holds, "
+                f"{self.max_rows} and {self.max_tokens}"
+            )
+        for section in self.sections:
+            section.build(step, self.window)
+
+
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 8
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@triton.jit
+def _kv_tiles(context, length, index, window, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+    """First and one past the last KV tile that the queries of tile ``index`` of a row see."""
+    begin = tl.maximum(context + index * QUERIES - window + 1, 0)
+    end = context + tl.minimum((index + 1) * QUERIES, length)
+    return begin // KEYS, (end + KEYS - 1) // KEYS
+
+
+@triton.jit
+def _store_items(items, item, there, slot, query, count, position, begin, end, partial, piece, pieces):
+    at = items + item * ITEM
+    tl.store(at + SLOT, slot, mask=there)
+    tl.store(at + QUERY, query, mask=there)
+    tl.store(at + COUNT, count, mask=there)
+    tl.store(at + POSITION, position, mask=there)
+    tl.store(at + BEGIN, begin, mask=there)
+    tl.store(at + END, end, mask=there)
+    tl.store(at + PARTIAL, partial, mask=there)
+    tl.store(at + PIECE, piece, mask=there)
+    tl.store(at + PIECES, pieces, mask=there)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _build_kernel(
+    row_slot,
+    row_query_start,
+    row_query_len,
+    row_context_len,
+    items,
+    lane_items,
+    num_rows,
+    window,
+    MIN_QUERY: tl.constexpr,
+    MAX_QUERY: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    LANES: tl.constexpr,
+    MIN_COST: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SLOTS_PER_ROW: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """One program per row. Each sums up the rows before it for itself: cheaper than a second launch."""
+    row = tl.program_id(0)
+    length = tl.load(row_query_len + row)
+    units = tl.where((length >= MIN_QUERY) & (length <= MAX_QUERY), tl.cdiv(length, QUERIES), 0)
+    # Only the first row's program has a duty beside its own items.
+    if (units > 0) | (row == 0):
+        item = 0  # of this row's first unit: units before it, or with fixed splits items
+        start = 0  # where the row begins on the line of tiles
+        total_items = 0
+        total = 0
+        for first in range(0, num_rows, ROWS):
+            r = first + tl.arange(0, ROWS)
+            lengths = tl.load(row_query_len + r, mask=r < num_rows, other=0)
+            contexts = tl.load(row_context_len + r, mask=r < num_rows, other=0)
+            counts = tl.where((lengths >= MIN_QUERY) & (lengths <= MAX_QUERY), tl.cdiv(lengths, QUERIES), 0)
+            costs = tl.zeros([ROWS], tl.int32)
+            pieces = tl.zeros([ROWS], tl.int32)
+            for index in range(0, tl.max(counts, 0)):
+                begin, end = _kv_tiles(contexts, lengths, index, window, QUERIES, KEYS)
+                there = index < counts
+                costs += tl.where(there, end - begin + ITEM_COST, 0)
+                if SPLIT == 0:
+                    pieces += there.to(tl.int32)
+                else:
+                    pieces += tl.where(there, tl.cdiv(end, SPLIT) - begin // SPLIT, 0)
+            item += tl.sum(tl.where(r < row, pieces, 0), 0)
+            start += tl.sum(tl.where(r < row, costs, 0), 0)
+            total_items += tl.sum(pieces, 0)
+            total += tl.sum(costs, 0)
+
+        lane_cost = tl.maximum(tl.cdiv(total, LANES), MIN_COST)
+        if row == 0:
+            lane = tl.arange(0, WIDTH)
+            if SPLIT == 0:
+                # The last tile on the line is followed by the cost of its item.
+                idle = (lane < LANES) & (lane * lane_cost >= total - ITEM_COST)
+                tl.store(lane_items + 2 * lane, 0, mask=idle)
+                tl.store(lane_items + 2 * lane + 1, 0, mask=idle)
+            else:
+                tl.store(lane_items + 2 * lane, lane, mask=lane < LANES)
+                tl.store(lane_items + 2 * lane + 1, total_items, mask=lane < LANES)
+
+        slot = tl.load(row_slot + row)
+        query = tl.load(row_query_start + row)
+        context = tl.load(row_context_len + row)
+        for index in range(0, units):
+            begin, end = _kv_tiles(context, length, index, window, QUERIES, KEYS)
+            at = query + index * QUERIES
+            count = tl.minimum(length - index * QUERIES, QUERIES)
+            position = context + index * QUERIES
+            piece = tl.arange(0, WIDTH)
+            if SPLIT == 0:
+                # Tile t of the unit lies at start + t. As a lane is longer than the gap that ITEM_COST leaves
+                # between two units, every lane up to the last one in use has a tile.
+                first_lane = start // lane_cost
+                pieces = (start + end - begin - 1) // lane_cost - first_lane + 1
+                lane = first_lane + piece
+                there = piece < pieces
+                low = begin + tl.maximum(lane * lane_cost - start, 0)
+                high = tl.minimum(begin + (lane + 1) * lane_cost - start, end)
+                _store_items(
+                    items, item + lane, there, slot, at, count, position, low, high, 2 * first_lane + 1, piece, pieces
+                )
+                opens = lane * lane_cost >= start - ITEM_COST
+                start += end - begin + ITEM_COST
+                closes = ((lane + 1) * lane_cost <= start) | (start == total)
+                tl.store(lane_items + 2 * lane, item + lane, mask=there & opens)
+                tl.store(lane_items + 2 * lane + 1, item + lane + 1, mask=there & closes)
+                item += 1
+            else:
+                first_split = begin // SPLIT
+                pieces = tl.cdiv(end, SPLIT) - first_split
+                low = tl.maximum((first_split + piece) * SPLIT, begin)
+                high = tl.minimum((first_split + piece + 1) * SPLIT, end)
+                _store_items(
+                    items,
+                    item + piece,
+                    piece < pieces,
+                    slot,
+                    at,
+                    count,
+                    position,
+                    low,
+                    high,
+                    row * SLOTS_PER_ROW,
+                    piece,
+                    pieces,
+                )
+                item += pieces

@@ -1,0 +1,37 @@
+"""The core's view of the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from asyncengine import _core
+from asyncengine.config import EngineConfig
+from asyncengine.model_info import ModelInfo
+
+
+def scheduler_config(
+    config: EngineConfig, model_info: ModelInfo, token_buckets: Sequence[int] = ()
+) -> _core.SchedulerConfig:
+    return _core.SchedulerConfig(
+        num_blocks=model_info.num_kv_blocks,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        prefill_chunk_size=config.prefill_chunk_size or 0,
+        max_model_len=model_info.max_model_len,
+        prefix_caching=config.enable_prefix_caching,
+        token_buckets=token_buckets,
+    )
+
+
+def step_loop_config(
+    config: EngineConfig, model_info: ModelInfo, token_buckets: Sequence[int] = ()
+) -> _core.StepLoopConfig:
+    return _core.StepLoopConfig(
+        scheduler=scheduler_config(config, model_info, token_buckets),
+        steps_in_flight=config.steps_in_flight,
+        max_queued_requests=config.max_queued_requests,
+        max_queued_tokens=config.max_queued_tokens,
+        priority_ageing_s=config.priority_ageing_s,
+        step_timeout_s=config.step_timeout_s,
+    )

@@ -1,0 +1,153 @@
+// The device side of the step loop: function table, graphs and staging. The simulated device stands in for CUDA.
+#include "bindings/device.h"
+
+#include <map>
+#include <string>
+
+namespace asyncengine {
+namespace {
+
+StagingMode staging_mode(const std::string& name) {
+  static const std::map<std::string, StagingMode> modes{
+      {"pageable", StagingMode::kPageable}, {"pinned", StagingMode::kPinned}, {"mapped", StagingMode::kMapped}};
+  const auto found = modes.find(name);
+  require(found != modes.end(), "staging must be pageable, pinned or mapped");
+  return found->second;
+}
+
+const char* mode_name(const Staging& staging) {
+  switch (staging.mode()) {
+    case StagingMode::kPageable: return "pageable";
+    case StagingMode::kPinned: return "pinned";
+    case StagingMode::kMapped: return "mapped";
+  }
+  return "";
+}
+
+std::shared_ptr<Staging> make_staging(const CudaDevice& device, const StepLoopConfig& config, const std::string& mode) {
+  return std::make_shared<Staging>(device.cuda, device.ordinal, StepLoop::limits(config), config.steps_in_flight,
+                                   staging_mode(mode));
+}
+
+// A Python object that is called from threads without the GIL, and let go of there too.
+std::shared_ptr<py::function> callback(py::function function) {
+  return {new py::function(std::move(function)), [](py::function* f) {
+            py::gil_scoped_acquire gil;
+            delete f;
+          }};
+}
+
+Address add_simulated_graph(Simulation& simulation, py::function body) {
+  return reinterpret_cast<Address>(simulation.device.add_graph(
+      [body = callback(std::move(body))] {
+        py::gil_scoped_acquire gil;
+        try {
+          (*body)();
+        } catch (py::error_already_set& error) {
+          error.discard_as_unraisable("a simulated graph");  // its step then leaves no tokens, which is an engine failure
+        }
+      },
+      std::chrono::nanoseconds(0)));
+}
+
+}  // namespace
+
+CudaGraphs::~CudaGraphs() {
+  for (const CudaGraphExec exec : execs_) cuda_.graph_exec_destroy(exec);
+}
+
+CudaGraphExec CudaGraphs::instantiate(Address graph) {
+  CudaGraphExec exec = nullptr;
+  check_cuda(cuda_, cuda_.graph_instantiate(&exec, reinterpret_cast<CudaGraph>(graph), 0), "cudaGraphInstantiate");
+  execs_.push_back(exec);
+  return exec;
+}
+
+void CudaGraphs::upload(Address stream) {
+  for (const CudaGraphExec exec : execs_) {
+    check_cuda(cuda_, cuda_.graph_upload(exec, reinterpret_cast<CudaStream>(stream)), "cudaGraphUpload");
+  }
+}
+
+void CudaGraphs::launch(size_t bucket, size_t variant, Address stream) const {
+  require(bucket < buckets.size() && variant < kNumVariants, "no such bucket or variant");
+  check_cuda(cuda_, cuda_.graph_launch(buckets[bucket].graphs[variant], reinterpret_cast<CudaStream>(stream)), "cudaGraphLaunch");
+}
+
+void CudaGraphs::add_bucket(int32_t max_rows, int32_t max_tokens, bool single_token_rows, const std::vector<Address>& graphs) {
+  require(graphs.empty() || graphs.size() == kNumVariants, "one graph for each variant of sampling, or none");
+  GraphBucket bucket{max_rows, max_tokens, single_token_rows, {}};
+  for (size_t variant = 0; variant < graphs.size(); ++variant) bucket.graphs[variant] = instantiate(graphs[variant]);
+  buckets.push_back(bucket);
+}
+
+GraphExecutor::Graphs executor_graphs(std::shared_ptr<CudaGraphs> graphs, py::object eager) {
+  GraphExecutor::Graphs result{graphs->buckets, graphs->copy_blocks, {}, graphs};
+  if (!eager.is_none()) {
+    result.eager = [launch = callback(eager.cast<py::function>())](int bucket, GraphVariant variant, CudaStream stream) {
+      py::gil_scoped_acquire gil;
+      try {
+        (*launch)(bucket, static_cast<int>(variant), reinterpret_cast<Address>(stream));
+        return std::string();
+      } catch (const py::error_already_set& error) {
+        return std::string(error.what());
+      }
+    };
+  }
+  return result;
+}
+
+void bind_device(py::module_& m) {
+  py::class_<Simulation, std::unique_ptr<Simulation, WithoutGil>>(m, "SimulatedDevice")
+      .def(py::init([](int32_t vocab_size, int32_t first_token, double step_latency_us, double token_latency_us, bool read_kv) {
+             require(0 <= first_token && first_token < vocab_size, "first_token must be in [0, vocab_size)");
+             const auto ns = [](double us) { return std::chrono::nanoseconds(static_cast<int64_t>(us * 1000)); };
+             return std::unique_ptr<Simulation, WithoutGil>(new Simulation(
+                 SimulatedModelConfig{vocab_size, first_token, ns(step_latency_us), ns(token_latency_us), read_kv}));
+           }),
+           py::kw_only(), py::arg("vocab_size"), py::arg("first_token") = 0, py::arg("step_latency_us") = 0.0,
+           py::arg("token_latency_us") = 0.0, py::arg("read_kv") = true)
+      .def("add_graph", &add_simulated_graph, py::arg("body"))
+      .def("refuse_pinning", [](Simulation& self) { self.device.refuse_pinning(); })
+      .def("fail_at", [](Simulation& self, int64_t nth_launch) { self.device.fail_at(nth_launch); }, py::arg("nth_launch"), NoGil())
+      .def("hang_at", [](Simulation& self, int64_t nth_launch) { self.device.hang_at(nth_launch); }, py::arg("nth_launch"), NoGil())
+      .def("resume", [](Simulation& self) { self.device.resume(); }, NoGil())
+      .def("next_token", [](const Simulation& self, const std::vector<int32_t>& tokens, float temperature, uint64_t seed) {
+        SamplingState sampling;
+        sampling.temperature = temperature;
+        sampling.seed = seed;
+        return SimulatedModel::next_token(self.config, tokens, sampling);
+      }, py::arg("tokens"), py::arg("temperature") = 0.f, py::arg("seed") = 0);
+
+  py::class_<CudaDevice>(m, "CudaDevice")
+      .def(py::init([](const std::string& libcudart, int ordinal) {
+             return CudaDevice{loaded_cuda_runtime(libcudart), ordinal};
+           }), py::arg("libcudart"), py::arg("ordinal"))
+      .def_static("simulated", [](const Simulation& simulation) {
+        return CudaDevice{SimulatedDevice::runtime(), simulation.device.ordinal()};
+      }, py::arg("device"), py::keep_alive<0, 1>());
+
+  py::class_<Staging, std::shared_ptr<Staging>>(m, "Staging")
+      .def(py::init(&make_staging), py::arg("device"), py::arg("config"), py::arg("mode"), py::keep_alive<1, 2>())
+      .def_property_readonly("mode", &mode_name)
+      .def_property_readonly("num_steps", &Staging::num_steps)
+      .def_property_readonly("input_stride", &Staging::input_stride)
+      .def_property_readonly("output_stride", &Staging::output_stride)
+      .def_property_readonly("input", [](const Staging& s) { return reinterpret_cast<Address>(s.input(0).data()); })
+      .def_property_readonly("output", [](const Staging& s) { return reinterpret_cast<Address>(s.output(0)); })
+      .def_property_readonly("mapped_input", [](const Staging& s) { return reinterpret_cast<Address>(s.mapped()); })
+      .def("set_device_buffers", [](Staging& s, Address input, Address output) {
+        s.set_device_buffers({pointer<std::byte>(input), pointer<int64_t>(output)});
+      }, py::arg("input"), py::arg("output"));
+
+  py::class_<CudaGraphs, std::shared_ptr<CudaGraphs>>(m, "CudaGraphs")
+      .def(py::init([](const CudaDevice& device) { return std::make_shared<CudaGraphs>(device.cuda); }), py::arg("device"),
+           py::keep_alive<1, 2>())
+      .def("add_bucket", &CudaGraphs::add_bucket, py::arg("max_rows"), py::arg("max_tokens"), py::arg("single_token_rows"),
+           py::arg("graphs"))
+      .def("set_copy_blocks", [](CudaGraphs& self, Address graph) { self.copy_blocks = self.instantiate(graph); }, py::arg("graph"))
+      .def("upload", &CudaGraphs::upload, py::arg("stream"), NoGil())
+      .def("launch", &CudaGraphs::launch, py::arg("bucket"), py::arg("variant"), py::arg("stream"), NoGil());
+}
+
+}  // namespace asyncengine

@@ -1,0 +1,62 @@
+// What the engine's bindings need of the device side.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "step_loop/graph_executor.h"
+#include "step_loop/simulated_model.h"
+#include "step_loop/step_loop.h"
+
+namespace asyncengine {
+
+// Destroying what joins threads: they may be waiting for the GIL.
+struct WithoutGil {
+  template <class T>
+  void operator()(T* object) const {
+    py::gil_scoped_release release;
+    delete object;
+  }
+};
+
+// A simulated device and the model that runs on it. Its thread stops before anything that its graphs use is freed.
+struct Simulation {
+  explicit Simulation(const SimulatedModelConfig& model_config) : config(model_config) {}
+  ~Simulation() { device.stop(); }
+
+  SimulatedModelConfig config;
+  SimulatedDevice device;
+  std::unique_ptr<SimulatedModel> model;
+};
+
+struct CudaDevice {
+  const CudaRuntime& cuda;
+  int ordinal;
+};
+
+// Graphs instantiated from what torch captured; whoever captured keeps the originals, which own the memory.
+class CudaGraphs {
+ public:
+  explicit CudaGraphs(const CudaRuntime& cuda) : cuda_(cuda) {}
+  ~CudaGraphs();
+  CudaGraphs(const CudaGraphs&) = delete;
+  CudaGraphs& operator=(const CudaGraphs&) = delete;
+
+  CudaGraphExec instantiate(Address graph);
+  void add_bucket(int32_t max_rows, int32_t max_tokens, bool single_token_rows, const std::vector<Address>& graphs);
+  void upload(Address stream);
+  void launch(size_t bucket, size_t variant, Address stream) const;
+
+  std::vector<GraphBucket> buckets;
+  CudaGraphExec copy_blocks = nullptr;
+
+ private:
+  const CudaRuntime& cuda_;
+  std::vector<CudaGraphExec> execs_;
+};
+
+// What an executor takes of them; `eager` is None or a callable of bucket, variant and stream that runs in their place.
+GraphExecutor::Graphs executor_graphs(std::shared_ptr<CudaGraphs> graphs, py::object eager);
+
+}  // namespace asyncengine

@@ -1,0 +1,42 @@
+#include "step_loop/staging.h"
+
+#include <new>
+
+namespace asyncengine {
+namespace {
+
+constexpr size_t kPage = 4096;
+size_t whole_pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+
+}  // namespace
+
+Staging::Staging(const CudaRuntime& cuda, int device, const StepLimits& limits, int num_steps, StagingMode mode)
+    : cuda_(cuda),
+      mode_(mode),
+      num_steps_(num_steps),
+      input_stride_(whole_pages(limits.max_bytes())),
+      output_stride_(whole_pages(static_cast<size_t>(limits.max_rows) * sizeof(int64_t))) {
+  check_cuda(cuda_, cuda_.set_device(device), "cudaSetDevice");
+  const size_t bytes = static_cast<size_t>(num_steps) * (input_stride_ + output_stride_);
+  if (mode_ != StagingMode::kPageable) {
+    void* memory = nullptr;
+    if (cuda_.host_alloc(&memory, bytes, kCudaHostAllocMapped) == kCudaSuccess) {
+      pinned_ = PinnedBuffer(cuda_, memory, bytes);
+      memory_ = pinned_.data();
+    } else {
+      mode_ = StagingMode::kPageable;
+    }
+  }
+  if (mode_ == StagingMode::kPageable) {
+    plain_ = std::aligned_alloc(kPage, bytes);
+    if (plain_ == nullptr) throw std::bad_alloc();
+    memory_ = static_cast<std::byte*>(plain_);
+  }
+  if (mode_ == StagingMode::kMapped) {
+    void* address = nullptr;
+    check_cuda(cuda_, cuda_.host_get_device_pointer(&address, memory_, 0), "cudaHostGetDevicePointer");
+    mapped_ = static_cast<std::byte*>(address);
+  }
+}
+
+}  // namespace asyncengine

@@ -1,0 +1,71 @@
+// Where the host and the device hand each other a step: StepInputs one way, sampled tokens the other.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <span>
+
+#include "core/step_input.h"
+#include "platform/cuda_runtime.h"
+#include "platform/pinned_memory.h"
+
+namespace asyncengine {
+
+// How a StepInput reaches the device.
+//   kPageable  one asynchronous copy from plain memory: CUDA stages it, and the launching thread waits for that
+//   kPinned    one asynchronous copy from page-locked memory
+//   kMapped    no copy: the step's first kernel reads page-locked memory, and its last writes tokens there
+enum class StagingMode { kPageable, kPinned, kMapped };
+
+// One pair of buffers per step in flight, in one allocation each, page-aligned, made once. Buffer i is leased from the
+// pack of its step until that step's event has fired.
+//
+// What a graph sees keeps its address: in the copying modes one input and one output on the device, given by the
+// caller; in the mapped mode the rings themselves, of which the graphs take the next place at every launch.
+class Staging {
+ public:
+  struct DeviceBuffers {
+    std::byte* input = nullptr;   // StepLimits::max_bytes()
+    int64_t* output = nullptr;    // StepLimits::max_rows words
+  };
+
+  // Throws CudaError where nothing can be had. Memory that cannot be pinned is replaced by plain memory, and the mode
+  // becomes kPageable: see mode().
+  Staging(const CudaRuntime& cuda, int device, const StepLimits& limits, int num_steps, StagingMode mode);
+  ~Staging() { std::free(plain_); }
+  Staging(const Staging&) = delete;
+  Staging& operator=(const Staging&) = delete;
+
+  StagingMode mode() const { return mode_; }
+  int num_steps() const { return num_steps_; }
+  // Needed in the copying modes, before the first step.
+  void set_device_buffers(const DeviceBuffers& buffers) { device_ = buffers; }
+  const DeviceBuffers& device_buffers() const { return device_; }
+
+  std::span<std::byte> input(int i) const { return {memory_ + static_cast<size_t>(i) * input_stride_, input_stride_}; }
+  // One word per sampled row: number of the step << 32 | token.
+  int64_t* output(int i) const {
+    return reinterpret_cast<int64_t*>(memory_ + static_cast<size_t>(num_steps_) * input_stride_ +
+                                      static_cast<size_t>(i) * output_stride_);
+  }
+  // Bytes from one buffer of a ring to the next.
+  size_t input_stride() const { return input_stride_; }
+  size_t output_stride() const { return output_stride_; }
+  // Where the device finds input(0) in the mapped mode; output(0) has the same distance to it as on the host.
+  std::byte* mapped() const { return mapped_; }
+
+ private:
+  const CudaRuntime& cuda_;
+  StagingMode mode_;
+  int num_steps_;
+  size_t input_stride_, output_stride_;
+  PinnedBuffer pinned_;
+  void* plain_ = nullptr;
+  std::byte* memory_ = nullptr;
+  std::byte* mapped_ = nullptr;
+  DeviceBuffers device_;
+};
+
+}  // namespace asyncengine

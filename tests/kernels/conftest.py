@@ -1,0 +1,27 @@
+"""Without a GPU the Triton kernels run in Triton's interpreter: the same tests pass on either machine."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, by the tests below this folder
+
+    from tests.kernels.interpreter import repair_interpreter
+
+    repair_interpreter()
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True, scope="package")
+def one_torch_thread():
+    """The tensors here are tiny: a second thread costs more than it brings, above all on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,314 @@
+"""The GPU's row kernels: against float64 twins, against the CPU's kernels, and against poison."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from asyncengine.kernels import triton_rows
+from asyncengine.kernels.cpu import CpuOps
+from asyncengine.kernels.reference import ReferenceOps
+from tests.kernels.interpreter import repair_interpreter
+
+repair_interpreter()
+# As on the GPU, exp overflows to infinity in the tail of a sigmoid.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+DTYPES = [torch.float32, torch.bfloat16]
+# Relative error of a result stored once: half a unit in the last place, and as much again on the way.
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8}
+
+
+@pytest.fixture(params=DTYPES, ids=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_near(got: Tensor, expected: Tensor, scale: float) -> None:
+    """Within rounding of the stored dtype, plus 2e-6 of `scale`, the size of the terms that were summed."""
+    error = (got.cpu().double() - expected.cpu().double()).abs()
+    bound = ROUNDING[got.dtype] * expected.cpu().double().abs() + 2e-6 * scale + 1e-30
+    worst = float((error / bound).max())
+    assert worst <= 1, f"error is {worst:.3g} times the bound"
+
+
+def assert_same(a: Tensor, b: Tensor) -> None:
+    assert a.dtype == b.dtype
+    assert torch.equal(a.cpu().view(torch.int16), b.cpu().view(torch.int16)), "not bit for bit equal"
+
+
+# ---- norms and activations ----
+
+Kernel = Callable[[object, Tensor, Tensor, Tensor, Tensor], Tensor]  # ops, x, residual, weight, bias
+KERNELS: dict[str, Kernel] = {
+    "rms_norm": lambda ops, x, r, w, b: ops.rms_norm(x, w, 1e-6),
+    "layer_norm": lambda ops, x, r, w, b: ops.layer_norm(x, w, b, 1e-5),
+    "add_rms_norm": lambda ops, x, r, w, b: ops.add_rms_norm(x, r, w, 1e-6),
+    "add_layer_norm": lambda ops, x, r, w, b: ops.add_layer_norm(x, r, w, b, 1e-5),
+    "silu_mul": lambda ops, x, r, w, b: ops.silu_mul(torch.cat((x, r), 1)),
+    "gelu_tanh": lambda ops, x, r, w, b: ops.gelu_tanh(x),
+    "gelu": lambda ops, x, r, w, b: ops.gelu(x),
+}
+
+
+def exact(name: str, x: Tensor, residual: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    added = (x + residual).double()  # the sum is stored in the model's dtype before its norm
+    x, residual, w, b = x.double(), residual.double(), w.double(), b.double()
+    match name:
+        case "rms_norm" | "add_rms_norm":
+            return F.rms_norm(added if "add" in name else x, w.shape, w, 1e-6)
+        case "layer_norm" | "add_layer_norm":
+            return F.layer_norm(added if "add" in name else x, w.shape, w, b, 1e-5)
+        case "silu_mul":
+            return F.silu(x) * residual
+    return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
+
+
+def check_rows(name: str, rows: int, width: int, dtype: torch.dtype, seed: int, device: torch.device) -> None:
+    x, residual = random(rows, width, dtype=dtype, seed=seed) * 3, random(rows, width, dtype=dtype, seed=seed + 1) * 2
+    w, b = random(width, dtype=dtype, seed=seed + 2), random(width, dtype=dtype, seed=seed + 3)
+    moved = [t.to(device).clone() for t in (x, residual, w, b)]
+    got = KERNELS[name](triton_rows, *moved)
+    assert got.dtype == dtype
+    assert got.is_contiguous()
+    assert_near(got, exact(name, x, residual, w, b), 1.0 if "norm" in name else 0.2)
+    assert_same(moved[1], x + residual if "add" in name else residual)
+    on_cpu = KERNELS[name](CpuOps(1), x, residual.clone(), w, b)
+    assert_near(got, on_cpu, 1.0 if dtype == torch.float32 else 3e3)
+    for row in {0, rows - 1}:
+        alone = KERNELS[name](triton_rows, *(t[row : row + 1].to(device).clone() for t in (x, residual)), *moved[2:])
+        assert_same(alone, got[row : row + 1])
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@given(
+    rows=st.integers(1, 5),
+    width=st.integers(1, 130) | st.sampled_from([768, 1601, 2048, 5120]),
+    bfloat16=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=12)
+def test_rows(device: torch.device, name: str, rows: int, width: int, bfloat16: bool, seed: int) -> None:
+    check_rows(name, rows, width, DTYPES[bfloat16], seed, device)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_wide_rows(device: torch.device, name: str, dtype: torch.dtype) -> None:
+    check_rows(name, 1, 16384, dtype, 5, device)
+    check_rows(name, 1, 18432, dtype, 6, device)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_poison_stays_in_its_row(device: torch.device, dtype: torch.dtype, name: str) -> None:
+    x, residual, w, b = (random(5, 99, dtype=dtype, seed=s) for s in range(4))
+    w, b = w[0].contiguous(), b[0].contiguous()
+    clean = KERNELS[name](triton_rows, *(t.to(device).clone() for t in (x, residual, w, b)))
+    x[[1, 3]] = math.nan
+    residual[[1, 3]] = math.nan
+    got = KERNELS[name](triton_rows, *(t.to(device).clone() for t in (x, residual, w, b)))
+    assert_same(got[::2], clean[::2])
+    assert got[1::2].isnan().all()
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_strided_rows_end_where_they_end(device: torch.device, dtype: torch.dtype, name: str) -> None:
+    wide = torch.full((4, 90), math.nan, dtype=dtype, device=device)
+    wide[:, :50] = random(4, 50, dtype=dtype).to(device)
+    x, residual = wide[:, :50], random(4, 50, dtype=dtype, seed=1).to(device)
+    w, b = (random(50, dtype=dtype, seed=s).to(device) for s in (2, 3))
+    if name == "silu_mul":
+        assert_same(triton_rows.silu_mul(x), triton_rows.silu_mul(x.contiguous()))
+        return
+    strided = KERNELS[name](triton_rows, x, residual.clone(), w, b)
+    assert_same(strided, KERNELS[name](triton_rows, x.contiguous(), residual.clone(), w, b))
+
+
+def test_activations_of_extreme_values(device: torch.device, dtype: torch.dtype) -> None:
+    x = torch.tensor([[-100.0, -30.0, -9.0, -0.0, 0.0, 1e-20, 9.0, 30.0, 100.0, 3e38]], device=device).to(dtype)
+    for got in (triton_rows.gelu(x), triton_rows.gelu_tanh(x), triton_rows.silu_mul(torch.cat((x, x / x.abs()), 1))):
+        assert got[0, 6:].equal(x[0, 6:]) or got[0, 6] < x[0, 6]
+        assert got[0, 7:].equal(x[0, 7:])
+        assert got[0, :3].abs().max() < 2e-3
+    assert triton_rows.gelu(x)[0, 3:5].abs().max() == 0
+
+
+# ---- rotary embedding and the KV cache ----
+
+
+def rotary_case(
+    tokens: int, q_heads: int, kv_heads: int, dim: int, block_size: int, dtype: torch.dtype, seed: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    """heads, cos_sin, positions, slots with some tokens missing, and two poisoned caches."""
+    generator = torch.Generator().manual_seed(seed)
+    heads = random(tokens, q_heads + 2 * kv_heads, dim, dtype=dtype, seed=seed)
+    angles = torch.rand(40, dim // 2, generator=generator) * 7
+    cos_sin = torch.cat((angles.cos(), angles.sin()), 1)
+    positions = torch.randint(0, 40, (tokens,), generator=generator).int()
+    blocks = -(-tokens // block_size) + 2
+    slots = torch.randperm(blocks * block_size, generator=generator)[:tokens]
+    slots[torch.rand(tokens, generator=generator) < 0.3] = -1
+    caches = [torch.full((blocks, kv_heads, block_size, dim), math.nan, dtype=dtype) for _ in range(2)]
+    return heads, cos_sin, positions, slots, caches
+
+
+def rotary_twin(
+    heads: Tensor, q_heads: int, norms: tuple[Tensor, Tensor] | None, cos_sin: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as the reference leaves them."""
+    kv_heads = (heads.shape[1] - q_heads) // 2
+    q, k, v = (x.clone() for x in heads.split([q_heads, kv_heads, kv_heads], 1))
+    ops = ReferenceOps()
+    if norms is not None:
+        ops.head_rms_norm_(q, norms[0], 1e-6)
+        ops.head_rms_norm_(k, norms[1], 1e-6)
+    ops.rotary_(q, k, cos_sin, positions.long())
+    return q, k, v
+
+
+def expected_cache(cache: Tensor, slots: Tensor, values: Tensor) -> Tensor:
+    cache = cache.clone()
+    for slot, value in zip(slots.tolist(), values, strict=True):
+        if slot >= 0:
+            cache[slot // cache.shape[2], :, slot % cache.shape[2]] = value
+    return cache
+
+
+def assert_near_or_poisoned(got: Tensor, expected: Tensor) -> None:
+    assert torch.equal(got.isnan().cpu(), expected.isnan())
+    # A sum that ends near the edge between two bfloat16 may round the other way, before the rotation and after it.
+    step = 1e-6 if got.dtype == torch.float32 else 2.0**-7
+    torch.testing.assert_close(got.cpu(), expected, rtol=step, atol=step, equal_nan=True)
+
+
+@given(
+    tokens=st.integers(1, 6),
+    q_heads=st.integers(1, 9),
+    kv_heads=st.integers(1, 4),
+    half=st.sampled_from([1, 3, 8, 40, 48, 64, 128]),
+    block_size=st.sampled_from([16, 48]),
+    bfloat16=st.booleans(),
+    norm=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=40)
+def test_rotary_store_kv(
+    device: torch.device,
+    tokens: int,
+    q_heads: int,
+    kv_heads: int,
+    half: int,
+    block_size: int,
+    bfloat16: bool,
+    norm: bool,
+    seed: int,
+) -> None:
+    dtype, dim = DTYPES[bfloat16], 2 * half
+    heads, cos_sin, positions, slots, caches = rotary_case(tokens, q_heads, kv_heads, dim, block_size, dtype, seed)
+    norms = (random(dim, dtype=dtype, seed=seed + 1), random(dim, dtype=dtype, seed=seed + 2)) if norm else None
+    q, k, v = rotary_twin(heads, q_heads, norms, cos_sin, positions)
+
+    missing = slots < 0
+    positions[missing] = 1 << 30  # would be read far outside the table
+    wide = torch.full((tokens, heads[0].numel() + 7), math.nan, dtype=dtype, device=device)
+    wide[:, : heads[0].numel()] = heads.flatten(1)
+    wide[missing] = math.nan
+    view = wide[:, : heads[0].numel()].view(tokens, -1, dim)
+    k_cache, v_cache = (cache.to(device).clone() for cache in caches)
+    q_norm, k_norm = (n.to(device) for n in norms) if norms else (None, None)
+    table, moved_positions, moved_slots = (x.to(device) for x in (cos_sin, positions, slots))
+    triton_rows.rotary_store_kv(
+        view, q_heads, q_norm, k_norm, 1e-6, table, moved_positions, moved_slots, k_cache, v_cache
+    )
+    q[missing] = math.nan
+    assert_near_or_poisoned(view[:, :q_heads], q)
+    assert_same(view[~missing, q_heads:], heads[~missing, q_heads:])
+    assert wide[:, heads[0].numel() :].isnan().all()
+    assert_near_or_poisoned(k_cache, expected_cache(caches[0], slots, k))
+    assert_same(v_cache, expected_cache(caches[1], slots, v))
+
+
+@given(
+    tokens=st.integers(1, 6),
+    heads=st.integers(1, 20),
+    dim=st.sampled_from([1, 7, 64, 80, 256]),
+    block_size=st.sampled_from([16, 48]),
+    bfloat16=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=25)
+def test_store_kv(
+    device: torch.device, tokens: int, heads: int, dim: int, block_size: int, bfloat16: bool, seed: int
+) -> None:
+    # As GPT-2 has them: q, k and v side by side, as many heads of each.
+    qkv, _, _, slots, caches = rotary_case(tokens, heads, heads, dim, block_size, DTYPES[bfloat16], seed)
+    k, v = qkv[:, heads : 2 * heads], qkv[:, 2 * heads :]
+    moved = qkv.to(device)
+    k_cache, v_cache = (cache.to(device).clone() for cache in caches)
+    triton_rows.store_kv(moved[:, heads : 2 * heads], moved[:, 2 * heads :], slots.to(device), k_cache, v_cache)
+    assert_same(k_cache, expected_cache(caches[0], slots, k))
+    assert_same(v_cache, expected_cache(caches[1], slots, v))
+
+
+@given(
+    layers=st.integers(1, 3),
+    shape=st.sampled_from([(1, 16, 8), (3, 16, 5), (2, 32, 80)]),
+    count=st.integers(0, 4),
+    bfloat16=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=20)
+def test_copy_blocks(
+    device: torch.device, layers: int, shape: tuple[int, int, int], count: int, bfloat16: bool, seed: int
+) -> None:
+    blocks = 12
+    kv = random(layers, 2, blocks, *shape, dtype=DTYPES[bfloat16], seed=seed)
+    chosen = torch.randperm(blocks, generator=torch.Generator().manual_seed(seed)).int()
+    copies = torch.stack((chosen[:4], chosen[4:8]), 1)
+    copies[1:, 0] = torch.where(chosen[1:4] % 2 == 0, copies[0, 0], copies[1:, 0])  # one source may serve several
+    expected = kv.clone()
+    for source, target in copies[:count].tolist():
+        expected[:, :, target] = kv[:, :, source]
+    copies[count:] = 1 << 20  # stale entries beyond the count
+    moved = kv.to(device)
+    triton_rows.copy_blocks(moved, copies.to(device), torch.tensor([count], dtype=torch.int32, device=device))
+    assert_same(moved, expected)
+
+
+# ---- misuse ----
+
+
+def test_wrong_arguments_raise(device: torch.device) -> None:
+    x, w = torch.zeros(2, 8, device=device), torch.zeros(8, device=device)
+    with pytest.raises(ValueError, match="weight"):
+        triton_rows.rms_norm(x, w[:7], 1e-6)
+    with pytest.raises(ValueError, match="residual"):
+        triton_rows.add_rms_norm(x, x.bfloat16(), w, 1e-6)
+    with pytest.raises(ValueError, match="contiguous rows"):
+        triton_rows.gelu(x.T)
+    with pytest.raises(ValueError, match="float32 or bfloat16"):
+        triton_rows.gelu(x.half())
+    with pytest.raises(ValueError, match="even"):
+        triton_rows.silu_mul(x[:, :7])
+    cache = torch.zeros(2, 1, 16, 8, device=device)
+    slots = torch.zeros(2, dtype=torch.int64, device=device)
+    heads, table = torch.zeros(2, 3, 8, device=device), torch.zeros(4, 8, device=device)
+    with pytest.raises(ValueError, match="q heads"):
+        triton_rows.rotary_store_kv(heads, 2, None, None, 1e-6, table, slots.int(), slots, cache, cache)
+    with pytest.raises(ValueError, match="together"):
+        triton_rows.rotary_store_kv(heads, 1, w, None, 1e-6, table, slots.int(), slots, cache, cache)
+    with pytest.raises(ValueError, match="positions"):
+        triton_rows.rotary_store_kv(heads, 1, None, None, 1e-6, table, slots, slots, cache, cache)
+    with pytest.raises(ValueError, match="slot_mapping"):
+        triton_rows.store_kv(heads[:, :1], heads[:, 1:2], slots.int(), cache, cache)
+    with pytest.raises(ValueError, match="num_layers"):
+        triton_rows.copy_blocks(cache, slots.int().view(1, 2), slots[:1].int())
