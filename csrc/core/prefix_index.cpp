@@ -64,11 +64,12 @@ int32_t PrefixIndex::find(uint64_t parent, const int32_t* tokens, uint64_t h) co
 int32_t PrefixIndex::find_or_insert(int32_t block, uint64_t parent, const int32_t* tokens) {
   const uint64_t h = hash(parent, tokens);
   const int32_t known = find(parent, tokens, h);
-  if (known >= 0) return known;
+  if (known >= 0 && contains(block)) return known;
   if (contains(block)) erase(block);
+  std::copy_n(tokens, block_size_, tokens_.begin() + int64_t{block} * block_size_);
+  if (known >= 0) return known;
   Entry& entry = entries_[static_cast<size_t>(block)];
   entry = {h, parent, next_chain_++};
-  std::copy_n(tokens, block_size_, tokens_.begin() + int64_t{block} * block_size_);
   const size_t mask = cells_.size() - 1;
   size_t cell = home(tag(h));
   while (cells_[cell].block >= 0) cell = (cell + 1) & mask;

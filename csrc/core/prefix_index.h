@@ -20,7 +20,9 @@ class PrefixIndex {
   int32_t find(uint64_t parent, const int32_t* tokens) const;  // block, or -1
   // The block that is known for this key: an older one, or `block`, which is then entered (and forgotten under any other
   // key: shared by forks, it may be known under a chain whose beginning was evicted, where nobody can find it).
+  // Either way the tokens are kept with `block`.
   int32_t find_or_insert(int32_t block, uint64_t parent, const int32_t* tokens);
+  const int32_t* tokens_of(int32_t block) const { return tokens_.data() + int64_t{block} * block_size_; }
   void erase(int32_t block);
   // Asks for the memory that find_or_insert(block, parent, tokens) is about to touch.
   void prefetch(int32_t block, uint64_t parent, const int32_t* tokens) const;
@@ -44,7 +46,6 @@ class PrefixIndex {
   size_t home(uint32_t tag_value) const { return static_cast<size_t>(uint64_t{tag_value} >> shift_); }
   int32_t find(uint64_t parent, const int32_t* tokens, uint64_t hash_value) const;
   size_t find_cell(int32_t block) const;
-  const int32_t* tokens_of(int32_t block) const { return tokens_.data() + int64_t{block} * block_size_; }
 
   int32_t block_size_;
   int shift_;

@@ -198,6 +198,7 @@ bool Scheduler::admit_one(Sequence& sequence, StepPlan& plan, int64_t now_ns) {
     blocks_.retain(prefix_[static_cast<size_t>(i)]);
     tables_.append(sequence.slot, prefix_[static_cast<size_t>(i)]);
   }
+  assert(!running_changed_);  // running_ may name slots that were given back until it is compacted
   Slot& slot = slot_of(sequence) = Slot(sequence);
   slot.computed = source != nullptr ? sequence.request->prompt_len - 1 : shared * config_.block_size;
   slot.capacity = shared * config_.block_size;
@@ -317,6 +318,7 @@ void Scheduler::commit(StepPlan& plan, const int32_t* tokens, Outbox& outbox, in
 void Scheduler::take_token(Slot& slot, int32_t token, Outbox& outbox, int64_t now_ns) {
   Sequence& sequence = *slot.sequence;
   if (token < 0) return fail(sequence, outbox, now_ns);
+  if (slot.num_tail == Slot::kTail) update_tokens(slot);
   slot.append(token);
   ++stats_.generated_tokens;
   FinishReason reason = FinishReason::kNone;
@@ -352,10 +354,11 @@ void Scheduler::publish_blocks(const StepPlan& plan) {
     }
     if (const size_t soon = i - kAhead / 2; soon < count) {  // wraps at first
       Slot& slot = slots_[static_cast<size_t>(full_row(soon).slot)];
-      slot.flush();
       if (has_full_block(slot, full_row(soon))) {
         const int32_t block = tables_.at(index(slot), slot.published_end / config_.block_size);
-        blocks_.prefetch(block, slot.sequence->chain, slot.sequence->tokens.data() + slot.published_end);
+        blocks_.prefetch(block, slot.sequence->chain, tokens_to_publish(slot));
+      } else {
+        update_tokens(slot);
       }
     }
     if (const size_t now = i - kAhead; now < count) publish_blocks(full_row(now));
@@ -368,8 +371,30 @@ void Scheduler::publish_blocks(const PlanRow& row) {
   Sequence& sequence = *slot.sequence;
   for (int32_t& end = slot.published_end; has_full_block(slot, row); end += config_.block_size) {
     const int32_t block = tables_.at(row.slot, end / config_.block_size);
-    sequence.chain = blocks_.publish(block, sequence.chain, sequence.tokens.data() + end);
+    const int32_t* tokens = tokens_to_publish(slot);
+    sequence.chain = blocks_.publish(block, sequence.chain, tokens);
+    if (tokens == slot.tail) slot.num_tail = 0;  // they are with the block now: update_tokens() finds them there
   }
+}
+
+// Of the first block that the prefix cache does not know. With blocks as large as a tail it mostly is the tail.
+const int32_t* Scheduler::tokens_to_publish(Slot& slot) {
+  const int32_t begin = slot.num_tokens - slot.num_tail;
+  if (slot.published_end == begin && slot.num_tail == config_.block_size) return slot.tail;
+  update_tokens(slot);
+  return slot.sequence->tokens.data() + slot.published_end;
+}
+
+// Brings the sequence's own tokens up to date and empties the tail.
+void Scheduler::update_tokens(Slot& slot) {
+  std::vector<int32_t>& tokens = slot.sequence->tokens;
+  for (const int32_t begin = slot.num_tokens - slot.num_tail; std::ssize(tokens) < begin;) {
+    const auto position = static_cast<int32_t>(tokens.size());
+    const int32_t* block = blocks_.tokens_of(tables_.at(index(slot), position / config_.block_size));
+    tokens.insert(tokens.end(), block + position % config_.block_size, block + config_.block_size);
+  }
+  tokens.insert(tokens.end(), slot.tail, slot.tail + slot.num_tail);
+  slot.num_tail = 0;
 }
 
 // The sequence runs no more. What it holds comes back in settle().
@@ -400,7 +425,7 @@ void Scheduler::settle(Sequence& sequence, Outbox* outbox) {
   if (sequence.slot >= 0) {
     Slot& slot = slot_of(sequence);
     assert(slot.in_flight == 0 && slot.pending == 0);
-    slot.flush();
+    if (sequence.state == SequenceState::kPreempting) update_tokens(slot);  // before its blocks go
     // Deepest block first: of a cached prefix the end is evicted before the beginning.
     const auto held = tables_.blocks(sequence.slot);
     for (auto block = held.rbegin(); block != held.rend(); ++block) blocks_.release(*block);

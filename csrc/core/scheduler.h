@@ -95,6 +95,8 @@ class Scheduler {
   void fail(Sequence& sequence, Outbox& outbox, int64_t now_ns);
   void publish_blocks(const StepPlan& plan);
   void publish_blocks(const PlanRow& row);
+  const int32_t* tokens_to_publish(Slot& slot);
+  void update_tokens(Slot& slot);
   // Once the row's step has retired: whether the prefix cache could know a block more.
   bool has_full_block(const Slot& slot, const PlanRow& row) const {
     return blocks_.prefix_caching() && row.context_len + row.query_len - slot.published_end >= config_.block_size;

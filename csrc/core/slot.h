@@ -11,7 +11,8 @@ namespace asyncengine {
 // Counts of tokens, in order:  computed <= total = num_tokens + pending;  published_end <= what retired steps computed.
 //
 // Slots lie side by side, and a decode step touches nothing else of a sequence: the first cache line to schedule it, both
-// to commit its token. The Sequence, somewhere in the heap, is needed only when a block is full or the sequence ends.
+// to commit its token. The Sequence, somewhere in the heap, is needed only when a block is full or the sequence ends. Its
+// own tokens lag behind meanwhile: what they lack is kept with its published blocks, and after those in the tail.
 struct alignas(64) Slot {
   static constexpr int kTail = 16;
 
@@ -31,7 +32,7 @@ struct alignas(64) Slot {
   bool forked = false;        // the block it writes next may be shared with a sibling
   bool more_stops = false;    // than there is room for here
   bool greedy = false;        // temperature 0
-  alignas(64) int32_t tail[kTail];  // the newest tokens, not yet among the sequence's
+  alignas(64) int32_t tail[kTail];  // the newest tokens
 
   Slot() = default;
   explicit Slot(Sequence& owner)
@@ -56,14 +57,8 @@ struct alignas(64) Slot {
     return std::find(all.begin(), all.end(), token) != all.end();
   }
   void append(int32_t token) {
-    if (num_tail == kTail) flush();
     tail[num_tail++] = token;
     ++num_tokens;
-  }
-  // Brings the sequence's own tokens up to date.
-  void flush() {
-    sequence->tokens.insert(sequence->tokens.end(), tail, tail + num_tail);
-    num_tail = 0;
   }
 };
 static_assert(sizeof(Slot) == 128);
