@@ -385,13 +385,15 @@ const int32_t* Scheduler::tokens_to_publish(Slot& slot) {
   return slot.sequence->tokens.data() + slot.published_end;
 }
 
-// Brings the sequence's own tokens up to date and empties the tail.
+// Brings the sequence's own tokens up to date and empties the tail. What they lack before it are whole blocks: only
+// such have gone from the tail to the index.
 void Scheduler::update_tokens(Slot& slot) {
   std::vector<int32_t>& tokens = slot.sequence->tokens;
   for (const int32_t begin = slot.num_tokens - slot.num_tail; std::ssize(tokens) < begin;) {
     const auto position = static_cast<int32_t>(tokens.size());
+    assert(position % config_.block_size == 0);
     const int32_t* block = blocks_.tokens_of(tables_.at(index(slot), position / config_.block_size));
-    tokens.insert(tokens.end(), block + position % config_.block_size, block + config_.block_size);
+    tokens.insert(tokens.end(), block, block + config_.block_size);
   }
   tokens.insert(tokens.end(), slot.tail, slot.tail + slot.num_tail);
   slot.num_tail = 0;
