@@ -42,6 +42,10 @@ class BlockManager {
   // Makes a full block, whose KV is in memory, findable. `parent` is the chain so far: root_chain() or the value
   // this returned for the block before. When an equal block is cached already, that one stays and its chain is returned.
   uint64_t publish(int32_t block, uint64_t parent, const int32_t* tokens);
+  // The tokens of a block that was published since it was allocated.
+  const int32_t* tokens_of(int32_t block) const { return index_.tokens_of(block); }
+  // Asks for the memory that publish(block, parent, tokens) is about to touch.
+  void prefetch(int32_t block, uint64_t parent, const int32_t* tokens) const { index_.prefetch(block, parent, tokens); }
   static uint64_t root_chain(uint64_t salt) { return PrefixIndex::root(salt); }
   uint64_t chain_of(int32_t block) const { return index_.chain_of(block); }
 

@@ -22,10 +22,10 @@ constexpr uint64_t kOffset = 0xD1B54A32D192ED03;
 
 PrefixIndex::PrefixIndex(int32_t num_blocks, int32_t block_size)
     : block_size_(block_size),
-      cells_(std::bit_ceil(static_cast<size_t>(num_blocks) * 2 + 2), -1),
+      cells_(std::bit_ceil(static_cast<size_t>(num_blocks) * 2 + 2)),
       entries_(static_cast<size_t>(num_blocks)),
       tokens_(static_cast<size_t>(num_blocks) * static_cast<size_t>(block_size)) {
-  shift_ = 64 - std::countr_zero(cells_.size());
+  shift_ = 32 - std::countr_zero(cells_.size());
 }
 
 uint64_t PrefixIndex::root(uint64_t salt) {
@@ -50,8 +50,9 @@ int32_t PrefixIndex::find(uint64_t parent, const int32_t* tokens) const {
 
 int32_t PrefixIndex::find(uint64_t parent, const int32_t* tokens, uint64_t h) const {
   const size_t mask = cells_.size() - 1;
-  for (size_t cell = home(h); cells_[cell] >= 0; cell = (cell + 1) & mask) {
-    const int32_t block = cells_[cell];
+  for (size_t cell = home(tag(h)); cells_[cell].block >= 0; cell = (cell + 1) & mask) {
+    if (cells_[cell].tag != tag(h)) continue;
+    const int32_t block = cells_[cell].block;
     const Entry& entry = entries_[static_cast<size_t>(block)];
     if (entry.hash == h && entry.parent == parent && std::equal(tokens, tokens + block_size_, tokens_of(block))) {
       return block;
@@ -63,16 +64,23 @@ int32_t PrefixIndex::find(uint64_t parent, const int32_t* tokens, uint64_t h) co
 int32_t PrefixIndex::find_or_insert(int32_t block, uint64_t parent, const int32_t* tokens) {
   const uint64_t h = hash(parent, tokens);
   const int32_t known = find(parent, tokens, h);
-  if (known >= 0) return known;
+  if (known >= 0 && contains(block)) return known;
   if (contains(block)) erase(block);
+  std::copy_n(tokens, block_size_, tokens_.begin() + int64_t{block} * block_size_);
+  if (known >= 0) return known;
   Entry& entry = entries_[static_cast<size_t>(block)];
   entry = {h, parent, next_chain_++};
-  std::copy_n(tokens, block_size_, tokens_.begin() + int64_t{block} * block_size_);
   const size_t mask = cells_.size() - 1;
-  size_t cell = home(entry.hash);
-  while (cells_[cell] >= 0) cell = (cell + 1) & mask;
-  cells_[cell] = block;
+  size_t cell = home(tag(h));
+  while (cells_[cell].block >= 0) cell = (cell + 1) & mask;
+  cells_[cell] = {block, tag(h)};
   return block;
+}
+
+void PrefixIndex::prefetch(int32_t block, uint64_t parent, const int32_t* tokens) const {
+  __builtin_prefetch(&entries_[static_cast<size_t>(block)], /*write=*/1);
+  __builtin_prefetch(tokens_of(block), /*write=*/1);
+  __builtin_prefetch(&cells_[home(tag(hash(parent, tokens)))], /*write=*/1);
 }
 
 void PrefixIndex::erase(int32_t block) {
@@ -80,26 +88,26 @@ void PrefixIndex::erase(int32_t block) {
   size_t hole = find_cell(block);
   entries_[static_cast<size_t>(block)] = {};
   // Backward shift: move up every later entry of the run that may live in the hole, so that no tombstone is needed.
-  for (size_t cell = (hole + 1) & mask; cells_[cell] >= 0; cell = (cell + 1) & mask) {
-    const size_t wanted = home(entries_[static_cast<size_t>(cells_[cell])].hash);
+  for (size_t cell = (hole + 1) & mask; cells_[cell].block >= 0; cell = (cell + 1) & mask) {
+    const size_t wanted = home(cells_[cell].tag);
     if (((cell - wanted) & mask) >= ((cell - hole) & mask)) {
       cells_[hole] = cells_[cell];
       hole = cell;
     }
   }
-  cells_[hole] = -1;
+  cells_[hole] = {};
 }
 
 size_t PrefixIndex::find_cell(int32_t block) const {
   assert(contains(block));
   const size_t mask = cells_.size() - 1;
-  size_t cell = home(entries_[static_cast<size_t>(block)].hash);
-  while (cells_[cell] != block) cell = (cell + 1) & mask;
+  size_t cell = home(tag(entries_[static_cast<size_t>(block)].hash));
+  while (cells_[cell].block != block) cell = (cell + 1) & mask;
   return cell;
 }
 
 bool PrefixIndex::consistent() const {
-  const auto used = std::count_if(cells_.begin(), cells_.end(), [](int32_t b) { return b >= 0; });
+  const auto used = std::count_if(cells_.begin(), cells_.end(), [](const Cell& cell) { return cell.block >= 0; });
   const auto live = std::count_if(entries_.begin(), entries_.end(), [](const Entry& e) { return e.chain != 0; });
   if (used != live) return false;
   for (size_t b = 0; b < entries_.size(); ++b) {

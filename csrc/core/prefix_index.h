@@ -20,30 +20,39 @@ class PrefixIndex {
   int32_t find(uint64_t parent, const int32_t* tokens) const;  // block, or -1
   // The block that is known for this key: an older one, or `block`, which is then entered (and forgotten under any other
   // key: shared by forks, it may be known under a chain whose beginning was evicted, where nobody can find it).
+  // Either way the tokens are kept with `block`.
   int32_t find_or_insert(int32_t block, uint64_t parent, const int32_t* tokens);
+  const int32_t* tokens_of(int32_t block) const { return tokens_.data() + int64_t{block} * block_size_; }
   void erase(int32_t block);
+  // Asks for the memory that find_or_insert(block, parent, tokens) is about to touch.
+  void prefetch(int32_t block, uint64_t parent, const int32_t* tokens) const;
   bool contains(int32_t block) const { return entries_[static_cast<size_t>(block)].chain != 0; }
   uint64_t chain_of(int32_t block) const { return entries_[static_cast<size_t>(block)].chain; }
   bool consistent() const;
 
  private:
+  struct Cell {
+    int32_t block = -1;
+    uint32_t tag = 0;  // of its hash: a probe leaves alone the entries of others, which lie scattered in memory
+  };
   struct Entry {
     uint64_t hash = 0;
     uint64_t parent = 0;
     uint64_t chain = 0;  // 0: no entry
   };
   uint64_t hash(uint64_t parent, const int32_t* tokens) const;
-  size_t home(uint64_t hash_value) const { return static_cast<size_t>(hash_value >> shift_); }
+  // A cell's tag is enough to tell where it wants to be: the table has at most 2^32 cells.
+  static uint32_t tag(uint64_t hash_value) { return static_cast<uint32_t>(hash_value >> 32); }
+  size_t home(uint32_t tag_value) const { return static_cast<size_t>(uint64_t{tag_value} >> shift_); }
   int32_t find(uint64_t parent, const int32_t* tokens, uint64_t hash_value) const;
   size_t find_cell(int32_t block) const;
-  const int32_t* tokens_of(int32_t block) const { return tokens_.data() + int64_t{block} * block_size_; }
 
   int32_t block_size_;
   int shift_;
   uint64_t next_chain_ = 1;
-  std::vector<int32_t> cells_;  // block, or -1; linear probing, at most half full
+  std::vector<Cell> cells_;     // linear probing, at most half full
   std::vector<Entry> entries_;  // by block
-  std::vector<int32_t> tokens_; // by block, block_size each
+  std::vector<int32_t> tokens_;  // by block, block_size each
 };
 
 }  // namespace asyncengine

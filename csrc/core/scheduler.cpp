@@ -15,7 +15,7 @@ bool runs_later(const Sequence* a, const Sequence* b) {
 // Admission of long cached prefixes may fill this many block-table entries per step beside what running rows need.
 constexpr int32_t kDeltaBlocksForPrefixes = 4096;
 
-// Sequences lie scattered in memory: a walk over many asks for the one that comes so many rows later.
+// A walk over many slots asks for the one that comes so many rows later.
 constexpr size_t kAhead = 8;
 inline void prefetch(const void* address) { __builtin_prefetch(address, /*write=*/1); }
 
@@ -25,6 +25,7 @@ Scheduler::Scheduler(const SchedulerConfig& config)
     : config_(config),
       blocks_(config.num_blocks, config.block_size, config.prefix_caching),
       tables_(config.max_num_seqs, (config.max_model_len + config.block_size - 1) / config.block_size),
+      slots_(static_cast<size_t>(config.max_num_seqs)),
       max_blocks_per_sequence_((config.max_model_len + config.block_size - 1) / config.block_size) {
   max_delta_blocks_ = 2 * config.max_num_seqs + config.max_num_batched_tokens / config.block_size +
                       std::max(max_blocks_per_sequence_, kDeltaBlocksForPrefixes);
@@ -54,7 +55,7 @@ void Scheduler::abort(Request* request, Outbox& outbox) {
     }
     if (sequence.index == 0) forking_.push_back(request);  // siblings that wait for its prompt wait in vain
     finish(sequence, FinishReason::kAborted);
-    if (sequence.in_flight == 0) settle(sequence, &outbox);
+    if (!in_flight(sequence)) settle(sequence, &outbox);
   }
   if (!any_left) leave_queue(*request);
   wake_siblings();
@@ -86,32 +87,33 @@ void Scheduler::schedule_decodes(StepPlan& plan) {
   prefilling_ = false;
   for (size_t i = 0; i < running_.size() && plan.num_tokens < config_.max_num_batched_tokens; ++i) {
     if (i + kAhead < running_.size()) prefetch(running_[i + kAhead]);
-    Sequence& sequence = *running_[i];
-    if (sequence.state != SequenceState::kRunning || !wants_more(sequence)) continue;
-    if (!decodes(sequence)) {
+    Slot& slot = *running_[i];
+    if (slot.state != SequenceState::kRunning || !slot.wants_more()) continue;
+    if (!slot.decodes()) {
       prefilling_ = true;
-    } else if (reserve(sequence, sequence.computed + 1, plan)) {
-      add_row(sequence, 1, plan);
+    } else if (reserve(slot, slot.computed + 1, plan)) {
+      add_row(slot, 1, plan);
     }
   }
 }
 
 void Scheduler::schedule_prefills(StepPlan& plan) {
   for (size_t i = 0; i < running_.size() && plan.num_tokens < config_.max_num_batched_tokens; ++i) {
-    Sequence& sequence = *running_[i];
-    if (sequence.state != SequenceState::kRunning || !wants_more(sequence) || decodes(sequence)) continue;
-    const int32_t query_len = prefill_chunk(sequence, plan);
-    if (reserve(sequence, sequence.computed + query_len, plan)) add_row(sequence, query_len, plan);
+    Slot& slot = *running_[i];
+    if (slot.state != SequenceState::kRunning || !slot.wants_more() || slot.decodes()) continue;
+    const int32_t query_len = prefill_chunk(slot, plan);
+    if (reserve(slot, slot.computed + query_len, plan)) add_row(slot, query_len, plan);
   }
 }
 
 // As much of the prompt as the step has tokens for and the free blocks can hold, down to a bucket; at least one token.
-int32_t Scheduler::prefill_chunk(const Sequence& sequence, const StepPlan& plan) const {
-  int64_t chunk = std::min<int64_t>(sequence.total() - sequence.computed, config_.max_num_batched_tokens - plan.num_tokens);
+int32_t Scheduler::prefill_chunk(const Slot& slot, const StepPlan& plan) const {
+  const int32_t left = slot.total() - slot.computed;
+  int64_t chunk = std::min(left, config_.max_num_batched_tokens - plan.num_tokens);
   if (config_.prefill_chunk_size > 0) chunk = std::min<int64_t>(chunk, config_.prefill_chunk_size);
-  const int64_t room = int64_t{tables_.length(sequence.slot) + blocks_.num_free()} * config_.block_size - sequence.computed;
+  const int64_t room = int64_t{tables_.length(index(slot)) + blocks_.num_free()} * config_.block_size - slot.computed;
   chunk = std::max<int64_t>(1, std::min(chunk, room));
-  if (chunk < sequence.total() - sequence.computed) {
+  if (chunk < left) {
     const auto above = std::ranges::upper_bound(config_.token_buckets, plan.num_tokens + chunk);
     if (above != config_.token_buckets.begin() && *(above - 1) > plan.num_tokens) chunk = *(above - 1) - plan.num_tokens;
   }
@@ -119,23 +121,22 @@ int32_t Scheduler::prefill_chunk(const Sequence& sequence, const StepPlan& plan)
 }
 
 // Makes positions [computed, num_tokens) of the sequence writable: own blocks, copied if they are shared.
-bool Scheduler::reserve(Sequence& sequence, int32_t num_tokens, StepPlan& plan) {
-  if (num_tokens <= sequence.capacity && !sequence.forked) return true;
-  const int32_t slot = sequence.slot, held = tables_.length(slot), wanted = blocks_.blocks_for(num_tokens);
-  const int32_t first = sequence.computed / config_.block_size;
+bool Scheduler::reserve_blocks(Slot& slot, int32_t num_tokens, StepPlan& plan) {
+  const int32_t row = index(slot), held = tables_.length(row), wanted = blocks_.blocks_for(num_tokens);
+  const int32_t first = slot.computed / config_.block_size;
   int32_t shared = 0;
-  for (int32_t i = first; i < std::min(held, wanted); ++i) shared += !blocks_.writable(tables_.at(slot, i));
+  for (int32_t i = first; i < std::min(held, wanted); ++i) shared += !blocks_.writable(tables_.at(row, i));
   const int32_t missing = std::max(0, wanted - held) + shared;
   if (missing == 0) {
-    sequence.forked = false;
+    slot.forked = false;
     return true;
   }
-  if (blocks_.num_free() < missing && !make_room(sequence, missing, plan)) return false;
+  if (blocks_.num_free() < missing && !make_room(*slot.sequence, missing, plan)) return false;
   for (int32_t i = first; shared > 0; ++i) {
-    const int32_t source = tables_.at(slot, i);
+    const int32_t source = tables_.at(row, i);
     if (blocks_.writable(source)) continue;
     const int32_t target = blocks_.allocate();
-    tables_.replace(slot, i, target);
+    tables_.replace(row, i, target);
     // A sibling may have copied the block in this very step: both then copy from where it came from.
     const auto made = std::find_if(plan.copies.begin(), plan.copies.end(),
                                    [source](const BlockCopy& copy) { return copy.target == source; });
@@ -143,9 +144,9 @@ bool Scheduler::reserve(Sequence& sequence, int32_t num_tokens, StepPlan& plan) 
     plan.held_blocks.push_back(source);
     --shared;
   }
-  for (int32_t i = held; i < wanted; ++i) tables_.append(slot, blocks_.allocate());
-  sequence.capacity = std::max(held, wanted) * config_.block_size;
-  sequence.forked = false;
+  for (int32_t i = held; i < wanted; ++i) tables_.append(row, blocks_.allocate());
+  slot.capacity = std::max(held, wanted) * config_.block_size;
+  slot.forked = false;
   return true;
 }
 
@@ -153,8 +154,8 @@ bool Scheduler::make_room(const Sequence& sequence, int32_t num_blocks, const St
   for (size_t i = running_.size(); blocks_.num_free() < num_blocks; --i) {
     if (blocks_.num_free() + blocks_coming_ >= num_blocks) return false;  // they are on their way
     while (i > 0 && (running_[i - 1]->state != SequenceState::kRunning || running_[i - 1]->planned_step == plan.step)) --i;
-    if (i == 0 || !runs_later(running_[i - 1], &sequence)) return false;
-    preempt(*running_[i - 1]);
+    if (i == 0 || !runs_later(running_[i - 1]->sequence, &sequence)) return false;
+    preempt(*running_[i - 1]->sequence);
   }
   return true;
 }
@@ -162,7 +163,7 @@ bool Scheduler::make_room(const Sequence& sequence, int32_t num_blocks, const St
 void Scheduler::preempt(Sequence& sequence) {
   ++stats_.preemptions;
   retire(sequence, SequenceState::kPreempting);
-  if (sequence.in_flight == 0) settle(sequence, nullptr);
+  if (!in_flight(sequence)) settle(sequence, nullptr);
 }
 
 void Scheduler::admit(StepPlan& plan, int64_t now_ns) {
@@ -175,7 +176,7 @@ bool Scheduler::admit_one(Sequence& sequence, StepPlan& plan, int64_t now_ns) {
   // Matching a long prompt again at every step would be wasted while no block has come back.
   if (&sequence == blocked_ && blocks_.num_free() <= blocked_free_ && !running_.empty()) return false;
   // Not before there is room for all of it (apart from what it shares): half a prompt would only be preempted again.
-  const int32_t whole = blocks_.blocks_for(sequence.total());
+  const int32_t whole = blocks_.blocks_for(static_cast<int64_t>(sequence.tokens.size()));
   Sequence* source = fork_source(sequence, plan);
   const int32_t shared = find_prefix(sequence, source);
   int32_t unused = 0;
@@ -197,38 +198,39 @@ bool Scheduler::admit_one(Sequence& sequence, StepPlan& plan, int64_t now_ns) {
     blocks_.retain(prefix_[static_cast<size_t>(i)]);
     tables_.append(sequence.slot, prefix_[static_cast<size_t>(i)]);
   }
-  sequence.computed = source != nullptr ? sequence.request->prompt_len - 1 : shared * config_.block_size;
-  sequence.capacity = shared * config_.block_size;
-  if (source != nullptr) sequence.forked = source->forked = true;
-  sequence.committed = sequence.computed;
+  assert(!running_changed_);  // running_ may name slots that were given back until it is compacted
+  Slot& slot = slot_of(sequence) = Slot(sequence);
+  slot.computed = source != nullptr ? sequence.request->prompt_len - 1 : shared * config_.block_size;
+  slot.capacity = shared * config_.block_size;
+  if (source != nullptr) slot.forked = slot_of(*source).forked = true;
   start_chain(sequence, source, shared);
   sequence.state = SequenceState::kRunning;
-  running_.insert(std::upper_bound(running_.begin(), running_.end(), &sequence,
-                                   [](const Sequence* a, const Sequence* b) { return runs_later(b, a); }),
-                  &sequence);
+  running_.insert(std::upper_bound(running_.begin(), running_.end(), &slot,
+                                   [](const Slot* a, const Slot* b) { return runs_later(b->sequence, a->sequence); }),
+                  &slot);
 
   Request& request = *sequence.request;
   if (request.scheduled_ns == 0) {
     request.scheduled_ns = now_ns;
-    request.cached_tokens = sequence.computed;
+    request.cached_tokens = slot.computed;
     stats_.prefix_queries += request.prompt_len;
     stats_.prefix_hits += request.cached_tokens;
   }
   leave_queue(request);
-  const int32_t query_len = prefill_chunk(sequence, plan);
-  [[maybe_unused]] const bool reserved = reserve(sequence, sequence.computed + query_len, plan);
+  const int32_t query_len = prefill_chunk(slot, plan);
+  [[maybe_unused]] const bool reserved = reserve(slot, slot.computed + query_len, plan);
   assert(reserved);
   plan.filled_slots.push_back(sequence.slot);
-  add_row(sequence, query_len, plan);
+  add_row(slot, query_len, plan);
   return true;
 }
 
 // n > 1: a sibling whose prompt is computed, by steps already launched, shares all of its blocks.
 Sequence* Scheduler::fork_source(const Sequence& sequence, const StepPlan& plan) const {
   Sequence& first = sequence.request->sequences[0];
-  const bool usable = &first != &sequence && first.state == SequenceState::kRunning && first.on_device &&
+  const bool usable = &first != &sequence && first.state == SequenceState::kRunning && slot_of(first).on_device &&
                       first.first_sample_step < plan.step &&  // copies run before this step's own writes
-                      sequence.num_tokens == sequence.request->prompt_len &&
+                      std::ssize(sequence.tokens) == sequence.request->prompt_len &&
                       sequence.request->prompt_len > 1;
   return usable ? &first : nullptr;
 }
@@ -241,45 +243,46 @@ int32_t Scheduler::find_prefix(const Sequence& sequence, const Sequence* source)
     std::copy_n(tables_.blocks(source->slot).begin(), shared, prefix_.begin());
     return shared;
   }
-  const int32_t most = (sequence.total() - 1) / config_.block_size;
+  const int32_t most = (static_cast<int32_t>(sequence.tokens.size()) - 1) / config_.block_size;
   return blocks_.match_prefix(sequence.tokens.data(), most, sequence.request->salt, prefix_.data());
 }
 
-void Scheduler::start_chain(Sequence& sequence, const Sequence* source, int32_t shared_blocks) const {
-  sequence.published_end = 0;
+void Scheduler::start_chain(Sequence& sequence, const Sequence* source, int32_t shared_blocks) {
   sequence.chain = BlockManager::root_chain(sequence.request->salt);
   if (source == nullptr && shared_blocks > 0) {
-    sequence.published_end = shared_blocks * config_.block_size;
+    slot_of(sequence).published_end = shared_blocks * config_.block_size;
     sequence.chain = blocks_.chain_of(prefix_[static_cast<size_t>(shared_blocks) - 1]);
-  } else if (source != nullptr && source->published_end < sequence.request->prompt_len) {
-    sequence.published_end = source->published_end;
+  } else if (source != nullptr && slot_of(*source).published_end < sequence.request->prompt_len) {
+    slot_of(sequence).published_end = slot_of(*source).published_end;
     sequence.chain = source->chain;
   }
 }
 
-void Scheduler::add_row(Sequence& sequence, int32_t query_len, StepPlan& plan) {
-  const bool from_device = decodes(sequence);
-  const int32_t context_len = sequence.computed;
-  sequence.computed += query_len;
-  const bool sample = sequence.computed == sequence.total();
-  plan.rows.push_back({&sequence, sequence.slot, query_len, context_len, sample, from_device});
+void Scheduler::add_row(Slot& slot, int32_t query_len, StepPlan& plan) {
+  const int32_t row = index(slot), context_len = slot.computed;
+  const bool from_device = slot.decodes();
+  slot.computed += query_len;
+  const bool sample = slot.computed == slot.total();
+  if (slot.computed == slot.capacity || !from_device) plan.full_rows.push_back(static_cast<int32_t>(plan.rows.size()));
+  plan.rows.push_back({slot.sequence, row, query_len, context_len, sample, from_device});
   plan.num_tokens += query_len;
   plan.num_decode_rows += from_device;
   plan.num_samples += sample;
-  const int32_t dirty = tables_.length(sequence.slot) - tables_.dirty_begin(sequence.slot);
+  const int32_t dirty = tables_.length(row) - tables_.dirty_begin(row);
   plan.num_delta_blocks += std::max(0, dirty);
-  sequence.planned_step = plan.step;
-  ++sequence.in_flight;
+  slot.planned_step = plan.step;
+  ++slot.in_flight;
   if (sample) {
-    ++sequence.pending;
-    if (!sequence.on_device) sequence.first_sample_step = plan.step;
-    sequence.on_device = true;
-    if (!from_device) wake_siblings_of(sequence);
+    ++slot.pending;
+    plan.all_greedy &= slot.greedy;
+    if (!from_device) note_first_sample(*slot.sequence, plan);
+    slot.on_device = true;
   }
 }
 
 // The first of several sequences has its prompt computed with this step: the others may share it from the next one on.
-void Scheduler::wake_siblings_of(Sequence& sequence) {
+void Scheduler::note_first_sample(Sequence& sequence, const StepPlan& plan) {
+  sequence.first_sample_step = plan.step;
   Request& request = *sequence.request;
   if (request.sequences.size() > 1 && sequence.index == 0 && request.sequences[1].state == SequenceState::kDormant) {
     forking_.push_back(&request);
@@ -289,63 +292,111 @@ void Scheduler::wake_siblings_of(Sequence& sequence) {
 // ---- commit --------------------------------------------------------------------------------------------------------
 
 void Scheduler::commit(StepPlan& plan, const int32_t* tokens, Outbox& outbox, int64_t now_ns) {
+  publish_blocks(plan);
   for (size_t i = 0; i < plan.rows.size(); ++i) {
     if (i + kAhead < plan.rows.size()) {
-      const Sequence* later = plan.rows[i + kAhead].sequence;
-      prefetch(later);
-      prefetch(&later->tokens);
-      const Sequence* soon = plan.rows[i + kAhead / 2].sequence;
-      prefetch(soon->tokens.data() + soon->num_tokens);
+      const Slot& later = slots_[static_cast<size_t>(plan.rows[i + kAhead].slot)];
+      prefetch(&later);
+      prefetch(later.tail);
     }
     const PlanRow& row = plan.rows[i];
-    Sequence& sequence = *row.sequence;
-    --sequence.in_flight;
-    const bool alive = sequence.state == SequenceState::kRunning || sequence.state == SequenceState::kPreempting;
-    if (alive) {
-      sequence.committed = row.context_len + row.query_len;
-      if (sequence.committed - sequence.published_end >= config_.block_size) publish_blocks(sequence);
-    }
+    Slot& slot = slots_[static_cast<size_t>(row.slot)];
+    --slot.in_flight;
+    const bool alive = slot.alive();
     if (row.sample) {
-      --sequence.pending;
+      --slot.pending;
       const int32_t token = *tokens++;
       // A sequence that ended, or was aborted, while this step was under way: the surplus row never shows.
-      if (alive) take_token(sequence, token, outbox, now_ns);
+      if (alive) take_token(slot, token, outbox, now_ns);
     }
-    if (sequence.in_flight == 0 && sequence.state != SequenceState::kRunning) settle(sequence, &outbox);
+    if (slot.in_flight == 0 && slot.state != SequenceState::kRunning) settle(*slot.sequence, &outbox);
   }
   for (const int32_t block : plan.held_blocks) blocks_.release(block);
   compact_running();
 }
 
-void Scheduler::take_token(Sequence& sequence, int32_t token, Outbox& outbox, int64_t now_ns) {
-  if (token < 0) {
-    // Non-finite logits concern this request alone. Its other sequences may have rows later in this very plan.
-    for (Sequence& other : sequence.request->sequences) {
-      if (other.state == SequenceState::kFinished || other.state == SequenceState::kReleased) continue;
-      outbox.filling().events.push_back({&other, -1, FinishReason::kFailed, now_ns});
-      finish(other, FinishReason::kFailed);
-      if (&other != &sequence && other.in_flight == 0) settle(other, &outbox);
-    }
-    return;
-  }
-  sequence.append(token);
+void Scheduler::take_token(Slot& slot, int32_t token, Outbox& outbox, int64_t now_ns) {
+  Sequence& sequence = *slot.sequence;
+  if (token < 0) return fail(sequence, outbox, now_ns);
+  if (slot.num_tail == Slot::kTail) update_tokens(slot);
+  slot.append(token);
   ++stats_.generated_tokens;
   FinishReason reason = FinishReason::kNone;
-  if (sequence.stops_at(token)) {
+  if (slot.stops_at(token)) {
     reason = FinishReason::kStop;
-  } else if (sequence.num_tokens >= sequence.max_total) {
+  } else if (slot.num_tokens >= slot.max_total) {
     reason = FinishReason::kLength;
   }
   outbox.filling().events.push_back({&sequence, token, reason, now_ns});
   if (reason != FinishReason::kNone) finish(sequence, reason);
 }
 
-void Scheduler::publish_blocks(Sequence& sequence) {
-  if (!blocks_.prefix_caching()) return;
-  for (int32_t& end = sequence.published_end; sequence.committed - end >= config_.block_size; end += config_.block_size) {
-    const int32_t block = tables_.at(sequence.slot, end / config_.block_size);
-    sequence.chain = blocks_.publish(block, sequence.chain, sequence.tokens.data() + end);
+// Non-finite logits concern this request alone. Its other sequences may have rows later in the plan being committed.
+void Scheduler::fail(Sequence& sequence, Outbox& outbox, int64_t now_ns) {
+  for (Sequence& other : sequence.request->sequences) {
+    if (other.state == SequenceState::kFinished || other.state == SequenceState::kReleased) continue;
+    outbox.filling().events.push_back({&other, -1, FinishReason::kFailed, now_ns});
+    finish(other, FinishReason::kFailed);
+    if (&other != &sequence && !in_flight(other)) settle(other, &outbox);
   }
+}
+
+// Blocks that the step has filled may be shared from now on. What that touches is scattered in memory: two stages of
+// prefetching go ahead of it, the first for what the second one needs.
+void Scheduler::publish_blocks(const StepPlan& plan) {
+  const size_t count = plan.full_rows.size();
+  const auto full_row = [&](size_t i) -> const PlanRow& { return plan.rows[static_cast<size_t>(plan.full_rows[i])]; };
+  for (size_t i = 0; i < count + kAhead; ++i) {
+    if (i < count) {
+      const PlanRow& row = full_row(i);
+      prefetch(row.sequence);
+      prefetch(tables_.blocks(row.slot).data() + row.context_len / config_.block_size);
+    }
+    if (const size_t soon = i - kAhead / 2; soon < count) {  // wraps at first
+      Slot& slot = slots_[static_cast<size_t>(full_row(soon).slot)];
+      if (has_full_block(slot, full_row(soon))) {
+        const int32_t block = tables_.at(index(slot), slot.published_end / config_.block_size);
+        blocks_.prefetch(block, slot.sequence->chain, tokens_to_publish(slot));
+      } else {
+        update_tokens(slot);
+      }
+    }
+    if (const size_t now = i - kAhead; now < count) publish_blocks(full_row(now));
+  }
+}
+
+void Scheduler::publish_blocks(const PlanRow& row) {
+  Slot& slot = slots_[static_cast<size_t>(row.slot)];
+  if (!slot.alive()) return;
+  Sequence& sequence = *slot.sequence;
+  for (int32_t& end = slot.published_end; has_full_block(slot, row); end += config_.block_size) {
+    const int32_t block = tables_.at(row.slot, end / config_.block_size);
+    const int32_t* tokens = tokens_to_publish(slot);
+    sequence.chain = blocks_.publish(block, sequence.chain, tokens);
+    if (tokens == slot.tail) slot.num_tail = 0;  // they are with the block now: update_tokens() finds them there
+  }
+}
+
+// Of the first block that the prefix cache does not know. With blocks as large as a tail it mostly is the tail.
+const int32_t* Scheduler::tokens_to_publish(Slot& slot) {
+  const int32_t begin = slot.num_tokens - slot.num_tail;
+  if (slot.published_end == begin && slot.num_tail == config_.block_size) return slot.tail;
+  update_tokens(slot);
+  return slot.sequence->tokens.data() + slot.published_end;
+}
+
+// Brings the sequence's own tokens up to date and empties the tail. What they lack before it are whole blocks: only
+// such have gone from the tail to the index.
+void Scheduler::update_tokens(Slot& slot) {
+  std::vector<int32_t>& tokens = slot.sequence->tokens;
+  for (const int32_t begin = slot.num_tokens - slot.num_tail; std::ssize(tokens) < begin;) {
+    const auto position = static_cast<int32_t>(tokens.size());
+    assert(position % config_.block_size == 0);
+    const int32_t* block = blocks_.tokens_of(tables_.at(index(slot), position / config_.block_size));
+    tokens.insert(tokens.end(), block, block + config_.block_size);
+  }
+  tokens.insert(tokens.end(), slot.tail, slot.tail + slot.num_tail);
+  slot.num_tail = 0;
 }
 
 // The sequence runs no more. What it holds comes back in settle().
@@ -364,31 +415,27 @@ void Scheduler::retire(Sequence& sequence, SequenceState state) {
     }
   }
   sequence.state = state;
+  if (sequence.slot >= 0) slot_of(sequence).state = state;
   running_changed_ = true;
 }
 
 // No step in flight touches the sequence any more: its blocks and slot may be reused.
 void Scheduler::settle(Sequence& sequence, Outbox* outbox) {
-  assert(sequence.in_flight == 0 && sequence.pending == 0);
   --retiring_;
   blocks_coming_ -= sequence.blocks_coming;
   sequence.blocks_coming = 0;
   if (sequence.slot >= 0) {
+    Slot& slot = slot_of(sequence);
+    assert(slot.in_flight == 0 && slot.pending == 0);
+    if (sequence.state == SequenceState::kPreempting) update_tokens(slot);  // before its blocks go
     // Deepest block first: of a cached prefix the end is evicted before the beginning.
     const auto held = tables_.blocks(sequence.slot);
     for (auto block = held.rbegin(); block != held.rend(); ++block) blocks_.release(*block);
     tables_.clear(sequence.slot);
     free_slots_.push_back(sequence.slot);
     sequence.slot = -1;
-    sequence.capacity = 0;
-    sequence.forked = false;
   }
-  if (sequence.state == SequenceState::kPreempting) {
-    sequence.computed = sequence.committed = 0;
-    sequence.on_device = false;
-    enqueue(&sequence);
-    return;
-  }
+  if (sequence.state == SequenceState::kPreempting) return enqueue(&sequence);
   sequence.state = SequenceState::kReleased;
   if (--sequence.request->unreleased == 0) outbox->filling().released.push_back(sequence.request);
 }
@@ -415,7 +462,7 @@ void Scheduler::leave_queue(Request& request) {
 
 void Scheduler::compact_running() {
   if (!std::exchange(running_changed_, false)) return;
-  std::erase_if(running_, [](const Sequence* s) { return s->state != SequenceState::kRunning; });
+  std::erase_if(running_, [](const Slot* slot) { return slot->state != SequenceState::kRunning; });
 }
 
 const SchedulerStats& Scheduler::stats() {

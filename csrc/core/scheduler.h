@@ -8,6 +8,7 @@
 #include "core/block_table.h"
 #include "core/outbox.h"
 #include "core/sequence.h"
+#include "core/slot.h"
 #include "core/step_input.h"
 #include "core/step_plan.h"
 
@@ -77,18 +78,29 @@ class Scheduler {
   bool admit_one(Sequence& sequence, StepPlan& plan, int64_t now_ns);
   Sequence* fork_source(const Sequence& sequence, const StepPlan& plan) const;
   int32_t find_prefix(const Sequence& sequence, const Sequence* source);
-  void start_chain(Sequence& sequence, const Sequence* source, int32_t shared_blocks) const;
-  bool reserve(Sequence& sequence, int32_t num_tokens, StepPlan& plan);
-  int32_t prefill_chunk(const Sequence& sequence, const StepPlan& plan) const;
-  void add_row(Sequence& sequence, int32_t query_len, StepPlan& plan);
+  void start_chain(Sequence& sequence, const Sequence* source, int32_t shared_blocks);
+  bool reserve(Slot& slot, int32_t num_tokens, StepPlan& plan) {
+    return (num_tokens <= slot.capacity && !slot.forked) || reserve_blocks(slot, num_tokens, plan);
+  }
+  bool reserve_blocks(Slot& slot, int32_t num_tokens, StepPlan& plan);
+  int32_t prefill_chunk(const Slot& slot, const StepPlan& plan) const;
+  void add_row(Slot& slot, int32_t query_len, StepPlan& plan);
   bool make_room(const Sequence& sequence, int32_t num_blocks, const StepPlan& plan);
   void preempt(Sequence& sequence);
   void wake_siblings();
-  void wake_siblings_of(Sequence& sequence);
+  void note_first_sample(Sequence& sequence, const StepPlan& plan);
 
   // commit()
-  void take_token(Sequence& sequence, int32_t token, Outbox& outbox, int64_t now_ns);
-  void publish_blocks(Sequence& sequence);
+  void take_token(Slot& slot, int32_t token, Outbox& outbox, int64_t now_ns);
+  void fail(Sequence& sequence, Outbox& outbox, int64_t now_ns);
+  void publish_blocks(const StepPlan& plan);
+  void publish_blocks(const PlanRow& row);
+  const int32_t* tokens_to_publish(Slot& slot);
+  void update_tokens(Slot& slot);
+  // Once the row's step has retired: whether the prefix cache could know a block more.
+  bool has_full_block(const Slot& slot, const PlanRow& row) const {
+    return blocks_.prefix_caching() && row.context_len + row.query_len - slot.published_end >= config_.block_size;
+  }
   void finish(Sequence& sequence, FinishReason reason);
   void retire(Sequence& sequence, SequenceState state);
   void settle(Sequence& sequence, Outbox* outbox);
@@ -97,17 +109,16 @@ class Scheduler {
   void dequeue(const Sequence* sequence);
   void leave_queue(Request& request);
   void compact_running();
-  static bool decodes(const Sequence& sequence) {
-    return sequence.on_device && sequence.total() - sequence.computed == 1;
-  }
-  static bool wants_more(const Sequence& sequence) {
-    return sequence.computed < sequence.total() && sequence.total() < sequence.max_total;
-  }
+  int32_t index(const Slot& slot) const { return static_cast<int32_t>(&slot - slots_.data()); }
+  Slot& slot_of(const Sequence& sequence) { return slots_[static_cast<size_t>(sequence.slot)]; }
+  const Slot& slot_of(const Sequence& sequence) const { return slots_[static_cast<size_t>(sequence.slot)]; }
+  bool in_flight(const Sequence& sequence) const { return sequence.slot >= 0 && slot_of(sequence).in_flight > 0; }
 
   SchedulerConfig config_;
   BlockManager blocks_;
   BlockTables tables_;
-  std::vector<Sequence*> running_;  // in order
+  std::vector<Slot> slots_;
+  std::vector<Slot*> running_;      // in order
   std::vector<Sequence*> waiting_;  // in reverse order: the next one is at the back
   std::vector<int32_t> free_slots_;
   std::vector<int32_t> prefix_;     // scratch: blocks that a new sequence starts with

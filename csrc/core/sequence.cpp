@@ -1,5 +1,7 @@
 #include "core/sequence.h"
 
+#include <algorithm>
+
 namespace asyncengine {
 
 std::unique_ptr<Request> make_request(const RequestSpec& spec, int64_t order, uint64_t sequence_number) {
@@ -20,12 +22,10 @@ std::unique_ptr<Request> make_request(const RequestSpec& spec, int64_t order, ui
     sequence.max_total = request->prompt_len + spec.max_tokens;
     sequence.tokens.reserve(static_cast<size_t>(sequence.max_total));
     sequence.tokens = spec.prompt;
-    sequence.num_tokens = request->prompt_len;
     sequence.num_stops = static_cast<int32_t>(spec.stop_tokens.size());
     std::copy_n(spec.stop_tokens.begin(), std::min(sequence.num_stops, Sequence::kInlineStops), sequence.stops);
     sequence.sampling = spec.sampling;
     sequence.sampling.seed += static_cast<uint64_t>(i);
-    sequence.greedy = spec.sampling.temperature <= 0.f;
   }
   return request;
 }

@@ -27,19 +27,29 @@ struct StepPlan {
   std::vector<PlanRow> rows;          // decode rows first
   std::vector<BlockCopy> copies;      // run, in any order, before the forward pass reads or writes any KV
   std::vector<int32_t> filled_slots;  // slots whose sampling state the executor needs
+  std::vector<int32_t> full_rows;     // rows, as indices, that may complete a block
   std::vector<int32_t> held_blocks;   // replaced by copies: kept from reuse until the step has retired
   int32_t num_tokens = 0;
   int32_t num_decode_rows = 0;
   int32_t num_samples = 0;
+  bool all_greedy = true;             // every sampled row has temperature 0
   int32_t num_delta_blocks = 0;       // block-table entries of its rows that the executor has not seen
 
   bool empty() const { return rows.empty(); }
+  void reserve(int32_t max_rows) {
+    const auto count = static_cast<size_t>(max_rows);
+    rows.reserve(count);
+    copies.reserve(count);
+    for (auto* list : {&filled_slots, &full_rows, &held_blocks}) list->reserve(count);
+  }
   void clear() {
     rows.clear();
     copies.clear();
     filled_slots.clear();
+    full_rows.clear();
     held_blocks.clear();
     num_tokens = num_decode_rows = num_samples = num_delta_blocks = 0;
+    all_greedy = true;
   }
 };
 

@@ -63,14 +63,7 @@ StepLoop::StepLoop(const StepLoopConfig& config, std::unique_ptr<Executor> execu
       scheduler_(config.scheduler),
       ring_(static_cast<size_t>(config.steps_in_flight)) {
   assert(executor_->num_staging() >= config.steps_in_flight);
-  const StepLimits limits = scheduler_.limits();
-  for (InFlightStep& step : ring_) {
-    const auto rows = static_cast<size_t>(limits.max_rows);
-    step.plan.rows.reserve(rows);
-    step.plan.copies.reserve(rows);
-    step.plan.filled_slots.reserve(rows);
-    step.plan.held_blocks.reserve(rows);
-  }
+  for (InFlightStep& step : ring_) step.plan.reserve(scheduler_.limits().max_rows);
   scheduler_.observe(&left_queue_);
   executor_->attach(notifier_);
   publish_stats();

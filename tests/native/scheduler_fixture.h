@@ -15,13 +15,10 @@ class Bench {
  public:
   Bench(const SchedulerConfig& config, int steps_in_flight) : scheduler(config), outbox(1024) {
     staging.resize(scheduler.limits().max_bytes());
-    const auto rows = static_cast<size_t>(config.max_num_seqs);
     flight_.reserve(static_cast<size_t>(steps_in_flight));
     for (int i = 0; i < steps_in_flight; ++i) {
       spare_.push_back(std::make_unique<StepPlan>());
-      for (auto* blocks : {&spare_.back()->filled_slots, &spare_.back()->held_blocks}) blocks->reserve(rows);
-      spare_.back()->rows.reserve(rows);
-      spare_.back()->copies.reserve(rows);
+      spare_.back()->reserve(config.max_num_seqs);
     }
   }
 

@@ -100,3 +100,13 @@ TEST(outbox_keeps_a_delivery_until_the_next_take) {
   taken = outbox.take();
   CHECK_EQ(taken->events.size(), size_t{6});
 }
+
+TEST(a_failure_reaches_a_consumer_that_is_behind) {
+  Outbox outbox(4);
+  outbox.filling().events.push_back({nullptr, 1, FinishReason::kNone, 0});
+  outbox.publish();
+  outbox.filling().engine_failed = true;
+  outbox.publish();
+  const Delivery* delivery = outbox.take();
+  CHECK(delivery != nullptr && delivery->events.size() == 1 && delivery->engine_failed);
+}

@@ -151,3 +151,20 @@ TEST(the_largest_step_fits_its_buffer) {
   CHECK(most > bench.scheduler.limits().max_delta_blocks - 2 * kBlocks);  // the limit was what stopped admission
   CHECK_EQ(most_rows, size_t{kSeqs});
 }
+
+TEST(a_step_is_greedy_when_all_its_samples_are) {
+  for (const uint64_t hot : {0, 1, 2, 3}) {  // which of three requests has a temperature, if any
+    Bench bench({64, 16, 8, 64, 0, 256, true}, 1);
+    for (uint64_t id = 1; id <= 3; ++id) {
+      RequestSpec spec = make_spec(id, 5, 3);
+      spec.sampling.temperature = id == hot ? 0.5f : 0.f;
+      bench.add(spec, static_cast<int64_t>(id));
+    }
+    for (int step = 0; step < 3; ++step) {
+      CHECK(bench.launch() != nullptr);
+      bench.pack();
+      CHECK_EQ(StepInputView(bench.staging.data()).header().all_greedy, hot == 0 ? 1 : 0);
+      bench.commit(1);
+    }
+  }
+}

@@ -31,7 +31,6 @@ TEST(a_sequence_at_the_address_of_a_blocked_one_is_not_blocked) {
   ::new (&sequence) Sequence;
   sequence.request = &large;
   sequence.tokens.assign(10, 7);
-  sequence.num_tokens = 10;
   large.prompt_len = 10;
   sequence.max_total = 12;
   large.unreleased = 1;
@@ -69,4 +68,81 @@ TEST(order_is_class_then_arrival) {
     bench.commit(1);
   }
   CHECK(ran == (std::vector<uint64_t>{3, 5, 1, 2, 4}));
+}
+
+TEST(a_preempted_sequence_knows_all_its_tokens) {
+  for (const int32_t block_size : {16, 32}) {  // as many tokens as a slot's tail holds, and more
+    for (const bool prefix_caching : {true, false}) {
+      Bench bench({160 / block_size, block_size, 4, 64, 0, 160, prefix_caching}, 2);
+      std::map<const Sequence*, std::vector<int32_t>> said;
+      // Equal prompts and tokens: who publishes a block second finds it known already, in a block of the other's.
+      for (uint64_t id = 1; id <= 3; ++id) {
+        const RequestSpec spec = make_spec(id, 21, 100);
+        said[&bench.add(spec).sequences[0]] = spec.prompt;
+      }
+      int32_t token = 100, checked = 0;
+      for (bool more = true; more;) {
+        while (bench.launch() != nullptr) bench.pack();
+        for (const auto& [id, request] : bench.requests) {
+          const Sequence& sequence = request->sequences[0];
+          if (sequence.state != SequenceState::kWaiting) continue;
+          CHECK(sequence.tokens == said[&sequence]);
+          checked += std::ssize(sequence.tokens) > request->prompt_len + block_size;
+        }
+        more = bench.commit(++token);
+        for (const OutputEvent& event : bench.outbox.filling().events) said[event.sequence].push_back(event.token);
+        bench.outbox.filling().events.clear();
+      }
+      CHECK(checked > 0);
+      for (const auto& [id, request] : bench.requests) CHECK(request->sequences[0].state == SequenceState::kReleased);
+    }
+  }
+}
+
+TEST(every_stop_token_stops) {
+  const std::vector<int32_t> stops = {60, 61, 62, 63, 64, 65};  // more than a slot has room for
+  for (const int32_t stop : stops) {
+    Bench bench({64, 16, 4, 64, 0, 256, true}, 1);
+    RequestSpec spec = make_spec(1, 5, 50);
+    spec.stop_tokens = stops;
+    bench.add(spec);
+    for (const int32_t token : {1, 59, 66, stop}) {
+      CHECK(bench.launch() != nullptr);
+      bench.pack();
+      bench.commit(token);
+    }
+    const auto& events = bench.outbox.filling().events;
+    CHECK_EQ(events.size(), size_t{4});
+    CHECK(events[2].finish == FinishReason::kNone && events[3].finish == FinishReason::kStop);
+  }
+}
+
+TEST(nobody_is_preempted_for_blocks_that_are_on_their_way) {
+  Bench bench({6, 16, 4, 64, 0, 128, true}, 2);
+  for (uint64_t id = 1; id <= 3; ++id) bench.add(make_spec(id, 31, 60, 1, static_cast<int32_t>(id)), static_cast<int64_t>(id));
+  // Two blocks each, none left: the first to need a third one takes the last sequence's, which a step in flight still uses.
+  while (true) {
+    while (bench.launch() != nullptr) bench.pack();
+    if (bench.scheduler.stats().preemptions > 0) break;
+    CHECK(bench.commit(1));
+  }
+  CHECK_EQ(bench.scheduler.stats().preemptions, 1);
+  CHECK(bench.requests.at(3)->sequences[0].state == SequenceState::kPreempting);
+}
+
+TEST(what_a_sequence_said_is_cached) {
+  Bench bench({64, 16, 4, 64, 0, 256, true}, 2);
+  RequestSpec spec = make_spec(1, 21, 60);
+  bench.add(spec);
+  int32_t token = 0;
+  do {
+    while (bench.launch() != nullptr) bench.pack();
+  } while (bench.commit(++token));
+  for (const OutputEvent& event : bench.outbox.filling().events) spec.prompt.push_back(event.token);
+  CHECK_EQ(spec.prompt.size(), size_t{81});
+  bench.collect();
+  spec.id = 2;
+  Request& again = bench.add(spec);
+  CHECK(bench.launch() != nullptr);
+  CHECK_EQ(again.cached_tokens, 80);
 }

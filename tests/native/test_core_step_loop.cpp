@@ -223,3 +223,58 @@ TEST(stopping_early_is_clean) {
     CHECK(engine.submit(small_spec(0, 1)) == SubmitResult::kClosed);
   }
 }
+
+TEST(a_class_runs_first_until_the_other_has_aged) {
+  // Submitted in this order: a later class first. Beside an hour, the time between two submissions is nothing; beside a
+  // nanosecond it is for ever.
+  const std::vector<std::pair<std::chrono::nanoseconds, std::vector<uint64_t>>> cases = {{1h, {3, 2, 1}}, {1ns, {1, 2, 3}}};
+  for (const auto& [ageing, expected] : cases) {
+    Options options;
+    options.max_num_seqs = 1;
+    auto config = options.loop();
+    config.priority_ageing = ageing;
+    StepLoop loop(config, std::make_unique<SuspiciousExecutor>(StepLoop::limits(config), config.steps_in_flight));
+    for (const auto& [id, priority] : {std::pair{uint64_t{1}, 1}, {uint64_t{2}, 0}, {uint64_t{3}, -1}}) {
+      RequestSpec spec = small_spec(id, 3);
+      spec.priority = priority;
+      CHECK(loop.submit(spec) == SubmitResult::kAccepted);
+      std::this_thread::sleep_for(1us);
+    }
+    loop.start();
+    std::vector<uint64_t> finished;
+    CHECK(eventually([&] {
+      CHECK(loop.drain([&](const StepLoop::News& news) {
+        if (news.finish != FinishReason::kNone) finished.push_back(news.sequence->request->id);
+      }));
+      return finished.size() == 3;
+    }));
+    CHECK(finished == expected);
+    CHECK(loop.stop(1s));
+  }
+}
+
+TEST(sequences_of_a_request_are_aborted_one_after_the_other) {
+  Options options;
+  options.num_blocks = 256;
+  options.max_model_len = 2048;
+  options.latency = 500us;  // far from done when the last abort comes
+  Engine engine(options);
+  RequestSpec spec = small_spec(1, 1500);
+  spec.n = 3;
+  CHECK(engine.submit(spec) == SubmitResult::kAccepted);
+  const uint64_t id = engine.last_id();
+  const auto running = [&](int64_t count) {
+    return eventually([&] {
+      engine.receive(0ms);
+      return engine.loop->stats().running == count;
+    });
+  };
+  CHECK(running(3));
+  int64_t left = 3;
+  for (const int32_t index : {2, 0, 1}) {
+    engine.loop->abort(id, index);
+    CHECK(running(--left));
+  }
+  CHECK(engine.settles());
+  for (const auto& [key, result] : engine.results) CHECK(result.tokens.size() < 1500);
+}

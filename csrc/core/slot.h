@@ -1,0 +1,66 @@
+// Slot: what a step needs to know of a running sequence, apart from the rest of it.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "core/sequence.h"
+
+namespace asyncengine {
+
+// Counts of tokens, in order:  computed <= total = num_tokens + pending;  published_end <= what retired steps computed.
+//
+// Slots lie side by side, and a decode step touches nothing else of a sequence: the first cache line to schedule it, both
+// to commit its token. The Sequence, somewhere in the heap, is needed only when a block is full or the sequence ends. Its
+// own tokens lag behind meanwhile: what they lack is kept with its published blocks, and after those in the tail.
+struct alignas(64) Slot {
+  static constexpr int kTail = 16;
+
+  Sequence* sequence = nullptr;
+  uint64_t planned_step = 0;  // the last step that has a row of this sequence
+  int32_t num_tokens = 0;     // known: prompt and output, those of the tail included
+  int32_t computed = 0;       // tokens whose KV a launched step writes
+  int32_t max_total = 0;      // prompt and output tokens at most
+  int32_t capacity = 0;       // tokens that the blocks it holds have room for
+  int32_t published_end = 0;  // tokens in blocks that the prefix cache knows
+  int32_t stops[Sequence::kInlineStops] = {-1, -1, -1, -1};  // the first few, or -1
+  int16_t pending = 0;        // tokens being sampled by steps in flight: placeholders
+  int16_t in_flight = 0;      // rows of this sequence in steps in flight
+  SequenceState state = SequenceState::kRunning;  // the sequence's, kept here too
+  uint8_t num_tail = 0;
+  bool on_device = false;     // last_token[slot] is, or will be, this sequence's latest token
+  bool forked = false;        // the block it writes next may be shared with a sibling
+  bool more_stops = false;    // than there is room for here
+  bool greedy = false;        // temperature 0
+  alignas(64) int32_t tail[kTail];  // the newest tokens
+
+  Slot() = default;
+  explicit Slot(Sequence& owner)
+      : sequence(&owner),
+        num_tokens(static_cast<int32_t>(owner.tokens.size())),
+        max_total(owner.max_total),
+        more_stops(owner.num_stops > Sequence::kInlineStops),
+        greedy(owner.sampling.temperature <= 0.f) {
+    std::copy_n(owner.stops, std::min(owner.num_stops, Sequence::kInlineStops), stops);
+  }
+
+  // What steps in flight compute for it still counts.
+  bool alive() const { return state == SequenceState::kRunning || state == SequenceState::kPreempting; }
+  int32_t total() const { return num_tokens + pending; }
+  bool decodes() const { return on_device && total() - computed == 1; }
+  bool wants_more() const { return computed < total() && total() < max_total; }
+  bool stops_at(int32_t token) const {
+    bool found = false;
+    for (const int32_t stop : stops) found |= stop == token;
+    if (found || !more_stops) return found;
+    const auto& all = sequence->request->stop_tokens;
+    return std::find(all.begin(), all.end(), token) != all.end();
+  }
+  void append(int32_t token) {
+    tail[num_tail++] = token;
+    ++num_tokens;
+  }
+};
+static_assert(sizeof(Slot) == 128);
+
+}  // namespace asyncengine
