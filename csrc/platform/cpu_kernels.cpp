@@ -9,6 +9,8 @@ namespace {
 
 // Below this many elements a loop costs less than telling another thread about it (about 2 us).
 constexpr int64_t kElementsPerChunk = 16384;
+// A write to a cache line that is far away costs as much as this many elements of a loop.
+constexpr int64_t kElementsPerCacheMiss = 16;
 // Items per thread of a loop: what one thread waits for the other at the end is one item.
 constexpr int64_t kItemsPerThread = 4;
 // Rows of x that share one transposition of weights, and columns whose weights stay in L2 meanwhile.
@@ -140,8 +142,10 @@ void CpuKernels::rotary(Dtype dtype, const RotaryTask& task, int64_t tokens) {
 
 void CpuKernels::store_kv(Dtype dtype, const void* k, int64_t k_stride, const void* v, int64_t v_stride,
                           const PagedKV& cache, const StepBatch& batch) {
-  // By head: neighbouring tokens share cache lines of K.
-  for_row_chunks(cache.num_kv_heads, batch.num_tokens * cache.head_dim, [&](int64_t begin, int64_t end) {
+  // By head: neighbouring tokens share cache lines of K. An element of K is a cache line of its own when each token is
+  // the only one of its sequence, so it counts for many.
+  const int64_t work = batch.num_tokens * cache.head_dim * kElementsPerCacheMiss;
+  for_row_chunks(cache.num_kv_heads, work, [&](int64_t begin, int64_t end) {
     for (int64_t head = begin; head < end; ++head) {
       if (dtype == Dtype::kFloat32) {
         store_kv_head(static_cast<const float*>(k), k_stride, static_cast<const float*>(v), v_stride, cache, head,
