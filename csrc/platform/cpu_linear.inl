@@ -321,18 +321,32 @@ void run_tile(const Tile& tile) {
 // Columns from n on, as one vector of every step [begin, end) of K.
 template <class T>
 AE_INLINE void pack_columns(const LinearTask& task, int64_t n, int64_t begin, int64_t end, float* panel) {
-  constexpr int64_t kLine = kLineBytes / static_cast<int64_t>(sizeof(T)), kLinesAhead = kBytesAhead / kLineBytes;
+  constexpr int64_t kLine = kLineBytes / static_cast<int64_t>(sizeof(T));
+  constexpr int64_t kAhead = kBytesAhead / static_cast<int64_t>(sizeof(T));
   const Columns<T> columns = start_columns<T>(task, n);
-  for (int64_t k = begin; k < end; k += kUnitSteps<T>) {
-    UVec words[4];
-    if (k % kLine == 0) {
-      for (int i = 0; i < kLanes; ++i) prefetch(columns.first + i * columns.stride + k + kLinesAhead * kLine);
-    }
-    columns.load(words, k);
+  alignas(64) char lines[kLanes][kLineBytes];
+  UVec words[4];
+  auto put = [&]() __attribute__((always_inline)) {
 #pragma GCC unroll 8
     for (int64_t step = 0; step < kUnitSteps<T>; ++step, panel += kPanelColumns) {
       store(panel, part<T>(words[step / kPartsPerWord<T>], step % kPartsPerWord<T>));
     }
+  };
+  int64_t k = begin;
+  for (; columns.full() && k + kLine <= end; k += kLine) {
+    for (int i = 0; i < kLanes; ++i) {
+      const T* row = columns.first + i * columns.stride + k;
+      copy_line(lines[i], row);
+      prefetch(row + kAhead);
+    }
+    for (int64_t byte = 0; byte < kLineBytes; byte += 16) {
+      load_unit(words, [&](int i) __attribute__((always_inline)) { return load_quad(lines[i] + byte); });
+      put();
+    }
+  }
+  for (; k < end; k += kUnitSteps<T>) {
+    columns.load(words, k);
+    put();
   }
 }
 
