@@ -102,6 +102,18 @@ def test_linear_reads_nothing_outside_its_rows(ops: CpuOps, dtype: torch.dtype) 
             assert_near(y, x[:count].double() @ padded[1:-1].double().T, 100.0)
 
 
+def test_memory_of_large_results_is_used_again_only_when_nobody_refers_to_it(ops: CpuOps) -> None:
+    first, second = random(600, 512), random(600, 512, seed=1)
+    result = ops.gelu(first)
+    address, view, expected = result.data_ptr(), result[10:].view(-1, 64), result[10:].clone()
+    del result
+    other = ops.gelu(second)
+    assert other.data_ptr() != address
+    assert torch.equal(view, expected.view(-1, 64))
+    del view
+    assert ops.gelu(first).data_ptr() == address
+
+
 # ---- rows: norms and activations ----
 
 ROW_KERNELS: dict[str, Callable[[CpuOps, Tensor, Tensor, Tensor], Tensor]] = {
