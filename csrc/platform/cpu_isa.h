@@ -22,6 +22,7 @@ inline int64_t dtype_size(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2
 // One block of y[:, n] = x · w[n, :] + bias[n]: rows [m_begin, m_end), columns [n_begin, n_end) of one matrix.
 struct LinearTask {
   const float* packed_x;  // as written by pack_x
+  int64_t rows, tile_rows;  // of x, and of a tile of packed_x
   int64_t k;
   const void* weight;  // [N, k]
   const void* bias;    // [N] or null
@@ -100,14 +101,16 @@ inline constexpr int64_t kMassBlock = 256;  // logits per partial sum of samplin
 
 struct CpuIsa {
   const char* name;
-  int64_t tile_rows;    // m_begin is a multiple of it
-  int64_t panel_rows;   // weight rows that one tile reads at the same time
+  int64_t panel_columns;  // n_begin is a multiple of it
 
-  int64_t (*packed_x_floats)(Dtype, int64_t rows, int64_t k);
-  int64_t (*linear_scratch_floats)(int64_t block_rows);
-  // Rows [m_begin, m_end), m_begin a multiple of tile_rows, of x [rows, k] into the tiled layout of `packed`.
-  void (*pack_x)(Dtype, const void* x, int64_t x_stride, int64_t rows, int64_t k, int64_t m_begin, int64_t m_end,
-                 float* packed);
+  // Rows of a tile when x has `rows` of them; m_begin is a multiple of it. All rows in one block up to few_rows.
+  int64_t few_rows;
+  int64_t (*tile_rows)(int64_t rows);
+  int64_t (*packed_x_floats)(int64_t rows, int64_t k);
+  int64_t (*linear_scratch_floats)(int64_t rows, int64_t block_rows, int64_t block_columns);
+  // Tiles [tile_begin, tile_end) of x [rows, k] into the layout that `linear` reads.
+  void (*pack_x)(Dtype, const void* x, int64_t x_stride, int64_t rows, int64_t k, int64_t tile_begin,
+                 int64_t tile_end, float* packed);
   void (*linear)(Dtype, const LinearTask&);
 
   void (*norm)(Dtype, const NormTask&, int64_t row_begin, int64_t row_end);

@@ -12,8 +12,9 @@ namespace {
 constexpr CpuIsa make_isa(const char* name) {
   return {
       .name = name,
-      .tile_rows = kTileRows,
-      .panel_rows = kPanelRows,
+      .panel_columns = kPanelColumns,
+      .few_rows = kFewRows,
+      .tile_rows = isa_tile_rows,
       .packed_x_floats = isa_packed_x_floats,
       .linear_scratch_floats = isa_linear_scratch_floats,
       .pack_x = isa_pack_x,

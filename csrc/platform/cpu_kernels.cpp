@@ -9,10 +9,12 @@ namespace {
 
 // Below this many elements a loop costs less than telling another thread about it (about 2 us).
 constexpr int64_t kElementsPerChunk = 16384;
+// A write to a cache line that is far away costs as much as this many elements of a loop.
+constexpr int64_t kElementsPerCacheMiss = 16;
 // Items per thread of a loop: what one thread waits for the other at the end is one item.
 constexpr int64_t kItemsPerThread = 4;
-// Rows of x that stay in L2 while panels of weights pass by.
-constexpr int64_t kBlockRows = 96;
+// Rows of x that share one transposition of weights, and columns whose weights stay in L2 meanwhile.
+constexpr int64_t kBlockRows = 1024, kBlockColumns = 256;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
@@ -81,16 +83,18 @@ void CpuKernels::linear(const CpuLinear& weights, const void* x, int64_t x_strid
   const Dtype dtype = weights.dtype;
   const Dtype y_dtype = y_float32 ? Dtype::kFloat32 : dtype;
   const int64_t y_stride = weights.total_rows();
-  float* packed = packed_x_.reserve(isa_.packed_x_floats(dtype, rows, weights.k));
-  for_row_chunks(rows, weights.k, [&](int64_t begin, int64_t end) {
+  const int64_t tile_rows = isa_.tile_rows(rows), tiles = ceil_div(rows, tile_rows);
+  float* packed = packed_x_.reserve(isa_.packed_x_floats(rows, weights.k));
+  for_row_chunks(tiles, tile_rows * weights.k, [&](int64_t begin, int64_t end) {
     isa_.pack_x(dtype, x, x_stride, rows, weights.k, begin, end, packed);
   });
 
-  const int64_t row_blocks = ceil_div(rows, kBlockRows);
-  const int64_t block_rows = round_up(ceil_div(rows, row_blocks), isa_.tile_rows);
-  const int64_t column_items = std::max<int64_t>(1, kItemsPerThread * pool_.num_threads() / row_blocks);
-  const int64_t columns = round_up(ceil_div(y_stride, column_items), isa_.panel_rows * 4);
-  reserve_scratch(isa_.linear_scratch_floats(block_rows));
+  const int64_t block_rows = rows <= isa_.few_rows ? rows : ceil_div(tiles, ceil_div(rows, kBlockRows)) * tile_rows;
+  const int64_t row_blocks = ceil_div(rows, block_rows);
+  const int64_t column_items = ceil_div(kItemsPerThread * pool_.num_threads(), row_blocks);
+  int64_t columns = round_up(ceil_div(y_stride, column_items), isa_.panel_columns);
+  if (rows > isa_.few_rows) columns = std::min(columns, kBlockColumns);
+  reserve_scratch(isa_.linear_scratch_floats(rows, block_rows, columns));
   int64_t column_blocks = 0;
   for (const CpuLinear::Matrix& matrix : weights.matrices) column_blocks += ceil_div(matrix.rows, columns);
 
@@ -104,6 +108,8 @@ void CpuKernels::linear(const CpuLinear& weights, const void* x, int64_t x_strid
     const int64_t m = item % row_blocks * block_rows;
     const LinearTask task{
         .packed_x = packed,
+        .rows = rows,
+        .tile_rows = tile_rows,
         .k = weights.k,
         .weight = matrix->weight,
         .bias = matrix->bias,
@@ -136,8 +142,10 @@ void CpuKernels::rotary(Dtype dtype, const RotaryTask& task, int64_t tokens) {
 
 void CpuKernels::store_kv(Dtype dtype, const void* k, int64_t k_stride, const void* v, int64_t v_stride,
                           const PagedKV& cache, const StepBatch& batch) {
-  // By head: neighbouring tokens share cache lines of K.
-  for_row_chunks(cache.num_kv_heads, batch.num_tokens * cache.head_dim, [&](int64_t begin, int64_t end) {
+  // By head: neighbouring tokens share cache lines of K. An element of K is a cache line of its own when each token is
+  // the only one of its sequence, so it counts for many.
+  const int64_t work = batch.num_tokens * cache.head_dim * kElementsPerCacheMiss;
+  for_row_chunks(cache.num_kv_heads, work, [&](int64_t begin, int64_t end) {
     for (int64_t head = begin; head < end; ++head) {
       if (dtype == Dtype::kFloat32) {
         store_kv_head(static_cast<const float*>(k), k_stride, static_cast<const float*>(v), v_stride, cache, head,

@@ -1,55 +1,36 @@
 // y = x · Wᵀ + bias with W row-major [N, K], read where it lies.
 //
-// Lanes run along K. An output is one vector accumulator: for each step of kLanes inputs in ascending order,
-// acc = fma(x, w, acc), then one fixed reduction across lanes, then the bias. Tiles only decide which accumulators
-// are in registers at the same time; an accumulator that leaves its register is stored whole.
+// An output is one chain over K in ascending order, acc = fma(x[k], w[k], acc) from zero, then the bias. Lanes are
+// columns of y, so weights are transposed in registers on their way. Tiles, passes over K and the place where a sum
+// waits for the next pass decide nothing but which chains advance at the same time.
 //
-// bfloat16: a 32-bit word holds two neighbours. The step for the even elements (w << 16) precedes the step for the odd
-// ones (w & 0xffff0000), and pack_x lays x out the same way, so unpacking costs one operation per vector.
+// Few rows: what was just transposed is used at once by the sums of a tile, which stay in registers from the first to
+// the last k. Many rows: the weights of a group of columns are transposed into L2 once, and the tiles of x pass by.
 namespace asyncengine {
 namespace {
 
-// Accumulators of a tile stay in registers: kTileRows × kPanelRows + kPanelRows + 1 ≤ 32 (AVX-512) or 16.
-#if ASYNCENGINE_VECTOR_BYTES == 64
-constexpr int kTileRows = 4, kPanelRows = 6;
-#else
-constexpr int kTileRows = 3, kPanelRows = 4;
-#endif
-// Weight rows that one row of x is multiplied with at the same time: independent chains hide the latency of fma.
-constexpr int kSingleRowPanel = 8;
-// Rows of x up to which weights are multiplied where they lie.
-constexpr int64_t kInPlaceRows = 32;
-// Panels that work on one range of K before the next: their spilled accumulators share L2 with x.
-constexpr int64_t kGroupPanels = 12;
-constexpr int64_t kTileFloats = kTileRows * kPanelRows * kLanes;
-// Steps of a weight panel that stays in L1 while the tiles of x pass by.
-constexpr int64_t kPanelSteps = 4608 / (kPanelRows * kLanes);
+// Sums stay in registers, of which there are 32 (AVX-512) or 16: a vector per row, or kPanelVectors in many rows.
+constexpr int kFewTileRows = ASYNCENGINE_VECTOR_BYTES == 64 ? 16 : 8;
+constexpr int kManyTileRows = ASYNCENGINE_VECTOR_BYTES == 64 ? 12 : 6;
+constexpr int64_t kFewRows = 2 * kFewTileRows;
+constexpr int kPanelVectors = 2;
+constexpr int64_t kPanelColumns = kPanelVectors * kLanes;
+constexpr int64_t kPassSteps = 384;  // of K, in many rows: a tile of x takes 18 KB of L1
+
+constexpr int64_t kLineBytes = 64;
+constexpr int64_t kBytesAhead = 512;  // in each of the rows that are read side by side
+constexpr int64_t kStepsAhead = 8;    // in a packed panel, which comes from L2
+
+// Four 32-bit words of a row, each one float or two neighbouring bfloat16, the first in the low half. A unit is such
+// four words of kLanes rows.
+typedef uint32_t Quad __attribute__((vector_size(16)));
+typedef Quad UnalignedQuad __attribute__((aligned(1), may_alias));
 
 template <class T>
-constexpr int64_t kPartsPerWord = 4 / static_cast<int64_t>(sizeof(T));  // steps made of one vector of words
+constexpr int64_t kPartsPerWord = 4 / static_cast<int64_t>(sizeof(T));
 
 template <class T>
-constexpr int64_t kWordElements = kLanes * kPartsPerWord<T>;
-
-template <class T>
-AE_INLINE int64_t count_words(int64_t k) {
-  return (k + kWordElements<T> - 1) / kWordElements<T>;
-}
-
-template <class T>
-AE_INLINE int64_t count_steps(int64_t k) {
-  return count_words<T>(k) * kPartsPerWord<T>;
-}
-
-AE_INLINE UVec load_words(const void* p) { return *static_cast<const UnalignedUVec*>(p); }
-
-// `elements` of T, the rest zero.
-template <class T>
-AE_INLINE UVec load_first_words(const T* p, int64_t elements) {
-  UVec words{};
-  memcpy(&words, p, static_cast<size_t>(elements) * sizeof(T));
-  return words;
-}
+constexpr int64_t kUnitSteps = 4 * kPartsPerWord<T>;
 
 template <class T>
 AE_INLINE Vec part(UVec words, int64_t index) {
@@ -57,301 +38,395 @@ AE_INLINE Vec part(UVec words, int64_t index) {
   return (Vec)(index == 0 ? words << 16 : words & 0xffff0000u);
 }
 
-// One row into `dst`, where a step is `dst_step` floats after the one before it.
+AE_INLINE Quad load_quad(const void* p) { return *static_cast<const UnalignedQuad*>(p); }
+
+// `elements` of T, the rest zero.
 template <class T>
-AE_INLINE void unpack_row(const T* row, int64_t k, int64_t word_begin, int64_t word_end, float* dst, int64_t dst_step) {
-  const int64_t whole = k / kWordElements<T>;
-  for (int64_t word = word_begin; word < word_end; ++word) {
-    const T* p = row + word * kWordElements<T>;
-    const UVec words = word < whole ? load_words(p) : load_first_words(p, k - word * kWordElements<T>);
-    for (int64_t i = 0; i < kPartsPerWord<T>; ++i) {
-      store(dst, part<T>(words, i));
-      dst += dst_step;
-    }
-  }
+AE_INLINE Quad load_first_quad(const T* p, int64_t elements) {
+  Quad words{};
+  memcpy(&words, p, static_cast<size_t>(elements) * sizeof(T));
+  return words;
 }
 
-// Tile of `rows` ≤ kTileRows rows of x: [step][row][lane].
+// Quads from memory beside each other: loads, and blends that need no shuffle unit.
+template <class QuadOf>
+AE_INLINE UVec join_quads(int first, QuadOf&& quad_of) {
+#if ASYNCENGINE_VECTOR_BYTES == 64
+  __m512i v = _mm512_zextsi128_si512((__m128i)quad_of(first));
+  v = _mm512_inserti32x4(v, (__m128i)quad_of(first + 4), 1);
+  v = _mm512_inserti32x4(v, (__m128i)quad_of(first + 8), 2);
+  return (UVec)_mm512_inserti32x4(v, (__m128i)quad_of(first + 12), 3);
+#elif ASYNCENGINE_VECTOR_BYTES == 32
+  return (UVec)_mm256_inserti128_si256(_mm256_zextsi128_si256((__m128i)quad_of(first)), (__m128i)quad_of(first + 4), 1);
+#else
+  return quad_of(first);
+#endif
+}
+
+typedef uint64_t UVec64 __attribute__((vector_size(ASYNCENGINE_VECTOR_BYTES)));
+
+// Interleaves the low or the high halves of the quads of a and b: by words, or by pairs of words.
+template <int High>
+AE_INLINE UVec interleave_words(UVec a, UVec b) {
+  UVec index{};
+  for (int i = 0; i < kLanes; ++i) index[i] = static_cast<uint32_t>(i / 4 * 4 + High * 2 + i % 4 / 2 + i % 2 * kLanes);
+  return __builtin_shuffle(a, b, index);
+}
+
+template <int High>
+AE_INLINE UVec interleave_pairs(UVec a, UVec b) {
+  UVec64 index{};
+  for (int i = 0; i < kLanes / 2; ++i) index[i] = static_cast<uint64_t>(i / 2 * 2 + High + i % 2 * (kLanes / 2));
+  return (UVec)__builtin_shuffle((UVec64)a, (UVec64)b, index);
+}
+
+// words[i]: word i of row 0, 1, … of the unit.
+template <class QuadOf>
+AE_INLINE void load_unit(UVec (&words)[4], QuadOf&& quad_of) {
+  const UVec a = join_quads(0, quad_of), b = join_quads(1, quad_of);
+  const UVec c = join_quads(2, quad_of), d = join_quads(3, quad_of);
+  const UVec ab_low = interleave_words<0>(a, b), ab_high = interleave_words<1>(a, b);
+  const UVec cd_low = interleave_words<0>(c, d), cd_high = interleave_words<1>(c, d);
+  words[0] = interleave_pairs<0>(ab_low, cd_low);
+  words[1] = interleave_pairs<1>(ab_low, cd_low);
+  words[2] = interleave_pairs<0>(ab_high, cd_high);
+  words[3] = interleave_pairs<1>(ab_high, cd_high);
+}
+
+// ---- weights ----
+
+// kLanes rows of W that are read side by side; row i belongs to lane i.
 template <class T>
-void pack_x_rows(const T* x, int64_t x_stride, int64_t rows, int64_t k, int64_t m_begin, int64_t m_end, float* packed) {
-  const int64_t steps = count_steps<T>(k);
-  for (int64_t m = m_begin; m < m_end; ++m) {
-    const int64_t tile = m / kTileRows * kTileRows;
-    const int64_t tile_rows = rows - tile < kTileRows ? rows - tile : kTileRows;
-    float* dst = packed + (tile * steps + (m - tile)) * kLanes;
-    unpack_row(x + m * x_stride, k, 0, count_words<T>(k), dst, tile_rows * kLanes);
-  }
-}
+struct Columns {
+  const T* first;
+  int64_t stride, k;             // elements between rows, and of a row
+  int64_t last;                  // row: the lanes after it repeat it
+  int64_t first_lane, n, count;  // lanes that are wanted, and the columns of y that they are
 
-// ---- one tile of outputs ----
-
-template <int Panel, class Out, class T>
-AE_INLINE void write_row(const float* sums, int64_t columns, const T* bias, Out* y) {
-  for (int c = 0; c < Panel && c < columns; ++c) {
-    const float value = bias == nullptr ? sums[c] : sums[c] + to_float(bias[c]);
-    from_float(y + c, value);
-  }
-}
-
-template <class Out, class T, int Rows, int Panel>
-AE_INLINE void write_tile(const LinearTask& task, const float* sums, int64_t m, int64_t n) {
-  const T* bias = task.bias == nullptr ? nullptr : static_cast<const T*>(task.bias) + n;
-  Out* y = static_cast<Out*>(task.y) + m * task.y_stride + n;
-  for (int r = 0; r < Rows; ++r) {
-    if (n + Panel <= task.n_end) {
-      write_row<Panel>(sums + r * Panel, Panel, bias, y + r * task.y_stride);
+  AE_INLINE bool full() const { return last == kLanes - 1; }
+  AE_INLINE void load(UVec (&words)[4], int64_t at) const {
+    if (full() && at + kUnitSteps<T> <= k) {
+      load_unit(words, [&](int i) __attribute__((always_inline)) { return load_quad(first + i * stride + at); });
     } else {
-      write_row<Panel>(sums + r * Panel, task.n_end - n, bias, y + r * task.y_stride);
+      const int64_t steps = k - at < kUnitSteps<T> ? k - at : kUnitSteps<T>;
+      load_unit(words, [&](int i) __attribute__((always_inline)) {
+        return load_first_quad(first + (i < last ? i : last) * stride + at, steps);
+      });
     }
   }
-}
-
-template <class T, int Rows, int Panel>
-AE_INLINE void finish_tile(const LinearTask& task, const Vec (&acc)[Rows][Panel], int64_t m, int64_t n) {
-  constexpr int kCount = Rows * Panel;
-  float sums[(kCount + 3) / 4 * 4];
-  auto at = [&](int i) __attribute__((always_inline)) { return i < kCount ? acc[i / Panel][i % Panel] : Vec{}; };
-#pragma GCC unroll 8
-  for (int i = 0; i < kCount; i += 4) reduce_add4(at(i), at(i + 1), at(i + 2), at(i + 3), sums + i);
-  if (task.y_float32) {
-    write_tile<float, T, Rows, Panel>(task, sums, m, n);
-  } else {
-    write_tile<T, T, Rows, Panel>(task, sums, m, n);
-  }
-}
-
-// A range of K for one panel of weight rows and one tile after the other.
-template <class T, int Panel>
-struct Pass {
-  const T* row[Panel];
-  const float* unpacked;  // null, or the range of the rows as [step][row][lane]
-  int64_t k, word_begin, word_end, total_words;
-  const char* ahead;  // what the tile asks the memory for, `prefetches` lines per word
-  int prefetches;
 };
 
-template <int Rows, int Panel>
-AE_INLINE void multiply_step(Vec (&acc)[Rows][Panel], const float* x, const Vec (&w)[Panel]) {
-#pragma GCC unroll 8
-  for (int r = 0; r < Rows; ++r) {
-    const Vec xv = load(x + r * kLanes);
-#pragma GCC unroll 8
-    for (int c = 0; c < Panel; ++c) acc[r][c] = fma(xv, w[c], acc[r][c]);
+// Columns of y from n on. At the end of a matrix its last kLanes rows are read, if it has as many.
+template <class T>
+AE_INLINE Columns<T> start_columns(const LinearTask& task, int64_t n) {
+  const int64_t left = task.n_end - n, count = left < kLanes ? left : kLanes;
+  const int64_t shift = task.n_end >= kLanes ? kLanes - count : 0;
+  const T* first = static_cast<const T*>(task.weight) + (n - shift) * task.k;
+  return {first, task.k, task.k, count + shift - 1, shift, n, count};
+}
+
+// ---- x: tiles of rows, each [step][row] ----
+
+// Rows of each tile when x has `rows` rows: as even as it goes.
+int64_t isa_tile_rows(int64_t rows) {
+  const int64_t most = rows <= kFewRows ? kFewTileRows : kManyTileRows;
+  const int64_t tiles = (rows + most - 1) / most, even = (rows + tiles - 1) / tiles;
+  return rows <= kFewRows && even > 4 ? (even + 1) / 2 * 2 : even;
+}
+
+// Whole units, and a vector that the last step may write past its end.
+AE_INLINE int64_t tile_floats(int64_t tile_rows, int64_t k) { return tile_rows * ((k + 7) / 8 * 8) + kLanes; }
+
+int64_t isa_packed_x_floats(int64_t rows, int64_t k) {
+  const int64_t tile_rows = isa_tile_rows(rows);
+  return (rows + tile_rows - 1) / tile_rows * tile_floats(tile_rows, k);
+}
+
+// Rows past the last one repeat it.
+template <class T>
+void pack_tile(const T* x, int64_t x_stride, int64_t first, int64_t rows, int64_t tile_rows, int64_t k,
+               float* packed) {
+  const int64_t groups = (tile_rows + kLanes - 1) / kLanes;
+  const T* row[kFewTileRows + kLanes];
+  for (int64_t i = 0; i < groups * kLanes; ++i) row[i] = x + (first + i < rows ? first + i : rows - 1) * x_stride;
+  for (int64_t at = 0; at < k; at += kUnitSteps<T>) {
+    // Only the last group writes past its rows, into the next step; so it goes first.
+    for (int64_t group = groups - 1; group >= 0; --group) {
+      const T* const* lane_row = row + group * kLanes;
+      UVec words[4];
+      if (at + kUnitSteps<T> <= k) {
+        load_unit(words, [&](int i) __attribute__((always_inline)) { return load_quad(lane_row[i] + at); });
+      } else {
+        load_unit(words, [&](int i) __attribute__((always_inline)) {
+          return load_first_quad(lane_row[i] + at, k - at);
+        });
+      }
+      float* dst = packed + at * tile_rows + group * kLanes;
+      for (int64_t step = 0; step < kUnitSteps<T>; ++step, dst += tile_rows) {
+        store(dst, part<T>(words[step / kPartsPerWord<T>], step % kPartsPerWord<T>));
+      }
+    }
   }
 }
 
-template <int Prefetches>
-AE_INLINE const char* prefetch_lines(const char* ahead) {
-#pragma GCC unroll 8
-  for (int i = 0; i < Prefetches; ++i) prefetch(ahead + i * ASYNCENGINE_VECTOR_BYTES);
-  return ahead + Prefetches * ASYNCENGINE_VECTOR_BYTES;
+template <class T>
+void pack_x_tiles(const T* x, int64_t x_stride, int64_t rows, int64_t k, int64_t tile_begin, int64_t tile_end,
+                  float* packed) {
+  const int64_t tile_rows = isa_tile_rows(rows);
+  for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
+    pack_tile(x, x_stride, tile * tile_rows, rows, tile_rows, k, packed + tile * tile_floats(tile_rows, k));
+  }
 }
 
-template <class T, int Rows, int Panel, int Prefetches>
-AE_INLINE void multiply_in_place(Vec (&acc)[Rows][Panel], const float* x, const Pass<T, Panel>& pass) {
-  const int64_t whole = pass.k / kWordElements<T>;
-  const char* ahead = pass.ahead;
-  const T* row[Panel];
+// ---- y ----
+
+template <class T, class Out>
+AE_INLINE void write_lanes(const T* bias, Out* y, Vec sums, int64_t first_lane, int64_t count) {
+  if (count == kLanes) {
+    store(y, bias == nullptr ? sums : sums + load(bias));
+    return;
+  }
+  float sum[kLanes];
+  store(sum, sums);
+  for (int64_t i = 0; i < count; ++i) {
+    const float value = sum[first_lane + i];
+    from_float(y + i, bias == nullptr ? value : value + to_float(bias[i]));
+  }
+}
+
+template <class T>
+AE_INLINE void write_sums(const LinearTask& task, Vec sums, int64_t m, const Columns<T>& at) {
+  const T* bias = task.bias == nullptr ? nullptr : static_cast<const T*>(task.bias) + at.n;
+  const int64_t offset = m * task.y_stride + at.n;
+  if (task.y_float32) {
+    write_lanes(bias, static_cast<float*>(task.y) + offset, sums, at.first_lane, at.count);
+  } else {
+    write_lanes(bias, static_cast<T*>(task.y) + offset, sums, at.first_lane, at.count);
+  }
+}
+
+// ---- few rows ----
+
+AE_INLINE void copy_line(char* dst, const void* src) {
+#pragma GCC unroll 4
+  for (int i = 0; i < kLineBytes; i += ASYNCENGINE_VECTOR_BYTES) {
+    store(reinterpret_cast<float*>(dst + i), load(reinterpret_cast<const float*>(static_cast<const char*>(src) + i)));
+  }
+}
+
+template <class T, int Rows>
+AE_INLINE const float* multiply_unit(Vec (&sums)[Rows], const float* x, const UVec (&words)[4], int64_t steps) {
 #pragma GCC unroll 8
-  for (int c = 0; c < Panel; ++c) row[c] = pass.row[c];
-  auto step = [&](auto&& words_of) __attribute__((always_inline)) {
+  for (int64_t step = 0; step < kUnitSteps<T>; ++step, x += Rows) {
+    if (step >= steps) break;
+    const Vec w = part<T>(words[step / kPartsPerWord<T>], step % kPartsPerWord<T>);
+#pragma GCC unroll 16
+    for (int r = 0; r < Rows; ++r) sums[r] = fma(splat(x[r]), w, sums[r]);
+  }
+  return x;
+}
+
+// Rows of weights are copied line by line into a small buffer one line ahead of their use: those of a matrix with a
+// stride of 4 KB would evict each other from L1 between the units of a line.
+template <class T, int Rows>
+void few_rows_tile(const LinearTask& task, const Columns<T>& columns, int64_t m) {
+  constexpr int64_t kLine = kLineBytes / static_cast<int64_t>(sizeof(T)), kUnitsPerLine = kLine / kUnitSteps<T>;
+  constexpr int64_t kAhead = kBytesAhead / static_cast<int64_t>(sizeof(T));
+  constexpr int kUnitRows = kLanes / static_cast<int>(kUnitsPerLine);
+  alignas(64) char lines[2][kLanes][kLineBytes];
+  const float* x = task.packed_x + m / Rows * tile_floats(Rows, task.k);
+  Vec sums[Rows] = {};
+  UVec words[4];
+  const int64_t whole = columns.full() ? task.k / kLine * kLine : 0;
+  if (whole > 0) {
+    for (int i = 0; i < kLanes; ++i) copy_line(lines[0][i], columns.first + i * columns.stride);
+  }
+  for (int64_t k = 0, half = 0; k < whole; k += kLine, half ^= 1) {
+    const T* wanted = columns.first + (k + kAhead < task.k ? k + kAhead : k + kAhead + (kLanes - 1) * task.k);
+    const T* next = columns.first + (k + kLine < whole ? k + kLine : k);
+    char* next_line = lines[half ^ 1][0];
+    const char* line = lines[half][0];
+#pragma GCC unroll 1
+    for (int64_t unit = 0; unit < kUnitsPerLine; ++unit, line += 16) {
+#pragma GCC unroll 4
+      for (int i = 0; i < kUnitRows; ++i) {
+        prefetch(wanted + i * columns.stride);
+        copy_line(next_line + i * kLineBytes, next + i * columns.stride);
+      }
+      wanted += kUnitRows * columns.stride;
+      next += kUnitRows * columns.stride;
+      next_line += kUnitRows * kLineBytes;
+      load_unit(words, [&](int i) __attribute__((always_inline)) { return load_quad(line + i * kLineBytes); });
+      x = multiply_unit<T>(sums, x, words, kUnitSteps<T>);
+    }
+  }
+  for (int64_t k = whole; k < task.k; k += kUnitSteps<T>) {
+    columns.load(words, k);
+    x = multiply_unit<T>(sums, x, words, task.k - k);
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < Rows; ++r) {
+    if (m + r < task.m_end) write_sums(task, sums[r], m + r, columns);
+  }
+}
+
+template <class T, int Rows>
+void few_rows(const LinearTask& task) {
+  for (int64_t n = task.n_begin; n < task.n_end; n += kLanes) {
+    const Columns<T> columns = start_columns<T>(task, n);
+    for (int64_t m = task.m_begin; m < task.m_end; m += Rows) few_rows_tile<T, Rows>(task, columns, m);
+  }
+}
+
+// ---- many rows ----
+
+struct Tile {
+  const float* x;      // [step][row]
+  const float* panel;  // [step][kPanelColumns]
+  float* sums;         // [row][kPanelColumns]: what one pass leaves to the next
+  int64_t steps;
+  bool first;  // pass: starts from zero
+};
+
+template <int Rows>
+void run_tile(const Tile& tile) {
+  Vec sums[Rows][kPanelVectors] = {};
+  auto at = [&](int i) __attribute__((always_inline)) -> Vec& { return sums[i / kPanelVectors][i % kPanelVectors]; };
+  if (!tile.first) {
+#pragma GCC unroll 32
+    for (int i = 0; i < Rows * kPanelVectors; ++i) at(i) = load(tile.sums + i * kLanes);
+  }
+  const float* x = tile.x;
+  const float* panel = tile.panel;
+  for (int64_t step = 0; step < tile.steps; ++step) {
+    Vec w[kPanelVectors];
 #pragma GCC unroll 2
-    for (int64_t i = 0; i < kPartsPerWord<T>; ++i) {
-      Vec w[Panel];
+    for (int c = 0; c < kPanelVectors; ++c) {
+      prefetch(panel + c * kLanes + kStepsAhead * kPanelColumns);
+      w[c] = load(panel + c * kLanes);
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < Rows; ++r) {
+      const Vec xv = splat(x[r]);
+#pragma GCC unroll 2
+      for (int c = 0; c < kPanelVectors; ++c) sums[r][c] = fma(xv, w[c], sums[r][c]);
+    }
+    x += Rows;
+    panel += kPanelColumns;
+  }
+#pragma GCC unroll 32
+  for (int i = 0; i < Rows * kPanelVectors; ++i) store(tile.sums + i * kLanes, at(i));
+}
+
+// Columns from n on, as one vector of every step [begin, end) of K.
+template <class T>
+AE_INLINE void pack_columns(const LinearTask& task, int64_t n, int64_t begin, int64_t end, float* panel) {
+  constexpr int64_t kLine = kLineBytes / static_cast<int64_t>(sizeof(T));
+  constexpr int64_t kAhead = kBytesAhead / static_cast<int64_t>(sizeof(T));
+  const Columns<T> columns = start_columns<T>(task, n);
+  alignas(64) char lines[kLanes][kLineBytes];
+  UVec words[4];
+  auto put = [&]() __attribute__((always_inline)) {
 #pragma GCC unroll 8
-      for (int c = 0; c < Panel; ++c) w[c] = part<T>(words_of(c), i);
-      multiply_step(acc, x, w);
-      x += Rows * kLanes;
+    for (int64_t step = 0; step < kUnitSteps<T>; ++step, panel += kPanelColumns) {
+      store(panel, part<T>(words[step / kPartsPerWord<T>], step % kPartsPerWord<T>));
     }
   };
-  int64_t word = pass.word_begin;
-  for (; word < pass.word_end && word < whole; ++word) {
-    ahead = prefetch_lines<Prefetches>(ahead);
-    step([&](int c) __attribute__((always_inline)) { return load_words(row[c] + word * kWordElements<T>); });
-  }
-  if (word < pass.word_end) {
-    const int64_t first = word * kWordElements<T>;
-    step([&](int c) __attribute__((always_inline)) { return load_first_words(row[c] + first, pass.k - first); });
-  }
-}
-
-template <class T, int Rows, int Panel>
-AE_INLINE void multiply_unpacked(Vec (&acc)[Rows][Panel], const float* x, const Pass<T, Panel>& pass) {
-  const float* panel = pass.unpacked;
-  const char* ahead = pass.ahead;
-  for (int64_t step = (pass.word_end - pass.word_begin) * kPartsPerWord<T>; step > 0; --step) {
-    prefetch(ahead);
-    ahead += ASYNCENGINE_VECTOR_BYTES / kPartsPerWord<T>;
-    Vec w[Panel];
-#pragma GCC unroll 8
-    for (int c = 0; c < Panel; ++c) w[c] = load(panel + c * kLanes);
-    multiply_step(acc, x, w);
-    x += Rows * kLanes;
-    panel += Panel * kLanes;
-  }
-}
-
-template <class T, int Rows, int Panel, int Prefetches, bool Unpacked>
-void run_tile(const LinearTask& task, const Pass<T, Panel>& pass, int64_t m, int64_t n, float* spilled) {
-  Vec acc[Rows][Panel] = {};
-  if (pass.word_begin > 0) {
-#pragma GCC unroll 32
-    for (int i = 0; i < Rows * Panel; ++i) acc[i / Panel][i % Panel] = load(spilled + i * kLanes);
-  }
-  const float* x = task.packed_x + (m * pass.total_words + pass.word_begin * Rows) * kPartsPerWord<T> * kLanes;
-  if constexpr (Unpacked) {
-    multiply_unpacked<T>(acc, x, pass);
-  } else {
-    multiply_in_place<T, Rows, Panel, Prefetches>(acc, x, pass);
-  }
-  if (pass.word_end < pass.total_words) {
-#pragma GCC unroll 32
-    for (int i = 0; i < Rows * Panel; ++i) store(spilled + i * kLanes, acc[i / Panel][i % Panel]);
-  } else {
-    finish_tile<T>(task, acc, m, n);
-  }
-}
-
-// ---- panels ----
-
-// Columns from n on; past the last column: the last one again, whose result is not written.
-template <class T, int Panel>
-AE_INLINE Pass<T, Panel> start_panel(const LinearTask& task, int64_t n) {
-  const T* weight = static_cast<const T*>(task.weight);
-  Pass<T, Panel> pass{};
-  for (int c = 0; c < Panel; ++c) pass.row[c] = weight + (n + c < task.n_end ? n + c : task.n_end - 1) * task.k;
-  pass.k = task.k;
-  pass.total_words = count_words<T>(task.k);
-  pass.ahead = reinterpret_cast<const char*>(weight + (n + Panel) * task.k);
-  return pass;
-}
-
-// One tile: each weight is used once, on its way from memory.
-template <class T, int Rows, int Panel>
-void one_tile_columns(const LinearTask& task) {
-  for (int64_t n = task.n_begin; n < task.n_end; n += Panel) {
-    Pass<T, Panel> pass = start_panel<T, Panel>(task, n);
-    pass.word_end = pass.total_words;
-    run_tile<T, Rows, Panel, Panel, false>(task, pass, task.m_begin, n, task.scratch);
-  }
-}
-
-template <class T, bool Unpacked>
-void run_any_tile(const LinearTask& task, const Pass<T, kPanelRows>& pass, int64_t m, int64_t n, float* spilled) {
-  constexpr int kPanel = kPanelRows;
-  switch (task.m_end - m) {
-    case 1: return run_tile<T, 1, kPanel, 0, Unpacked>(task, pass, m, n, spilled);
-    case 2: return run_tile<T, 2, kPanel, 0, Unpacked>(task, pass, m, n, spilled);
-#if ASYNCENGINE_VECTOR_BYTES == 64
-    case 3: return run_tile<T, 3, kPanel, 0, Unpacked>(task, pass, m, n, spilled);
-#endif
-    default: break;
-  }
-  if constexpr (!Unpacked) {
-    switch (pass.prefetches) {
-      case 0: break;
-      case 1: return run_tile<T, kTileRows, kPanel, 1, false>(task, pass, m, n, spilled);
-      case 2: return run_tile<T, kTileRows, kPanel, 2, false>(task, pass, m, n, spilled);
-      default: return run_tile<T, kTileRows, kPanel, 3, false>(task, pass, m, n, spilled);
+  int64_t k = begin;
+  for (; columns.full() && k + kLine <= end; k += kLine) {
+    for (int i = 0; i < kLanes; ++i) {
+      const T* row = columns.first + i * columns.stride + k;
+      copy_line(lines[i], row);
+      prefetch(row + kAhead);
+    }
+    for (int64_t byte = 0; byte < kLineBytes; byte += 16) {
+      load_unit(words, [&](int i) __attribute__((always_inline)) { return load_quad(lines[i] + byte); });
+      put();
     }
   }
-  run_tile<T, kTileRows, kPanel, 0, Unpacked>(task, pass, m, n, spilled);
+  for (; k < end; k += kUnitSteps<T>) {
+    columns.load(words, k);
+    put();
+  }
 }
 
-struct PassRanges {
-  int64_t count, words;
-};
-
-template <class T>
-AE_INLINE PassRanges split_k(int64_t k) {
-  const int64_t words = count_words<T>(k), count = (words * kPartsPerWord<T> + kPanelSteps - 1) / kPanelSteps;
-  return {count, (words + count - 1) / count};
+// Sums of the columns of a panel from n on.
+template <class T, int Rows>
+AE_INLINE void write_tile(const LinearTask& task, const float* sums, int64_t m, int64_t n) {
+  for (int64_t c = 0; c < kPanelVectors && n < task.n_end; ++c, n += kLanes) {
+    const Columns<T> columns = start_columns<T>(task, n);
+    for (int64_t r = 0; r < Rows && m + r < task.m_end; ++r) {
+      write_sums(task, load(sums + (r * kPanelVectors + c) * kLanes), m + r, columns);
+    }
+  }
 }
 
-// A few tiles: a panel passes by all of them while it is in L1, in ranges of K that let it stay there, and they share
-// the prefetching of the next panel.
-template <class T>
-void few_tile_columns(const LinearTask& task) {
-  const int64_t tiles = (task.m_end - task.m_begin + kTileRows - 1) / kTileRows;
-  const int64_t pass_words = split_k<T>(task.k).words;
-  for (int64_t n = task.n_begin; n < task.n_end; n += kPanelRows) {
-    Pass<T, kPanelRows> pass = start_panel<T, kPanelRows>(task, n);
-    for (; pass.word_begin < pass.total_words; pass.word_begin = pass.word_end) {
-      pass.word_end = pass.word_begin + pass_words < pass.total_words ? pass.word_begin + pass_words : pass.total_words;
-      int wanted = kPanelRows;  // lines of the next panel per word of this one
-      for (int64_t tile = 0; tile < tiles; ++tile) {
-        pass.prefetches = wanted <= 0 ? 0 : static_cast<int>((kPanelRows + tiles - 1) / tiles);
-        run_any_tile<T, false>(task, pass, task.m_begin + tile * kTileRows, n, task.scratch + tile * kTileFloats);
-        pass.ahead += pass.prefetches * (pass.word_end - pass.word_begin) * ASYNCENGINE_VECTOR_BYTES;
-        wanted -= pass.prefetches;
+template <class T, int Rows>
+void many_rows(const LinearTask& task) {
+  constexpr int64_t kPanelFloats = kPassSteps * kPanelColumns, kTileFloats = Rows * kPanelColumns;
+  const int64_t panels = (task.n_end - task.n_begin + kPanelColumns - 1) / kPanelColumns;
+  float* group = task.scratch;
+  for (int64_t begin = 0; begin < task.k; begin += kPassSteps) {
+    const int64_t end = begin + kPassSteps < task.k ? begin + kPassSteps : task.k;
+    for (int64_t n = task.n_begin; n < task.n_end; n += kLanes) {
+      const int64_t vector = (n - task.n_begin) / kLanes;
+      float* panel = group + vector / kPanelVectors * kPanelFloats + vector % kPanelVectors * kLanes;
+      pack_columns<T>(task, n, begin, end, panel);
+    }
+    float* sums = group + panels * kPanelFloats;
+    for (int64_t m = task.m_begin; m < task.m_end; m += Rows) {
+      const float* x = task.packed_x + m / Rows * tile_floats(Rows, task.k) + begin * Rows;
+      for (int64_t p = 0; p < panels; ++p, sums += kTileFloats) {
+        run_tile<Rows>(Tile{x, group + p * kPanelFloats, sums, end - begin, begin == 0});
+        if (end == task.k) write_tile<T, Rows>(task, sums, m, task.n_begin + p * kPanelColumns);
       }
     }
   }
 }
 
-// Many tiles: the range of a panel is unpacked into L1 first, which also takes rows apart that would compete for the
-// same cache sets. A group of panels works on one range of K, so that this range of x stays in L2.
-template <class T>
-void many_tile_columns(const LinearTask& task) {
-  const int64_t tiles = (task.m_end - task.m_begin + kTileRows - 1) / kTileRows;
-  const int64_t pass_words = split_k<T>(task.k).words, total_words = count_words<T>(task.k);
-  float* panel = task.scratch;
-  float* spilled = panel + kPanelSteps * kPanelRows * kLanes;
-  for (int64_t group = task.n_begin; group < task.n_end; group += kGroupPanels * kPanelRows) {
-    const int64_t group_end = group + kGroupPanels * kPanelRows < task.n_end ? group + kGroupPanels * kPanelRows
-                                                                             : task.n_end;
-    for (int64_t begin = 0; begin < total_words; begin += pass_words) {
-      for (int64_t n = group; n < group_end; n += kPanelRows) {
-        Pass<T, kPanelRows> pass = start_panel<T, kPanelRows>(task, n);
-        pass.word_begin = begin;
-        pass.word_end = begin + pass_words < total_words ? begin + pass_words : total_words;
-        pass.unpacked = panel;
-        for (int64_t c = 0; c < kPanelRows; ++c) {
-          unpack_row(pass.row[c], task.k, pass.word_begin, pass.word_end, panel + c * kLanes, kPanelRows * kLanes);
-        }
-        // Tile c asks for row c of the panel that comes next; the tiles after these ask for what is there already.
-        const bool last = n + kPanelRows >= group_end;
-        const T* next = static_cast<const T*>(task.weight) + (last ? group : n + kPanelRows) * task.k +
-                        (last ? pass.word_end : begin) * kWordElements<T>;
-        float* tile_spilled = spilled + (n - group) / kPanelRows * tiles * kTileFloats;
-        for (int64_t tile = 0; tile < tiles; ++tile) {
-          pass.ahead = reinterpret_cast<const char*>(next + (tile < kPanelRows ? tile : kPanelRows - 1) * task.k);
-          run_any_tile<T, true>(task, pass, task.m_begin + tile * kTileRows, n, tile_spilled + tile * kTileFloats);
-        }
-      }
-    }
+template <class T, int Rows>
+AE_INLINE bool run_few(const LinearTask& task) {
+  if (task.tile_rows != Rows) return false;
+  few_rows<T, Rows>(task);
+  return true;
+}
+
+template <class T, int Rows>
+AE_INLINE bool run_many(const LinearTask& task) {
+  if (task.tile_rows != Rows) return false;
+  many_rows<T, Rows>(task);
+  return true;
+}
+
+template <class T, int... Few, int... Many>
+AE_INLINE void run_any(const LinearTask& task, Counts<Few...>, Counts<Many...>) {
+  if (task.rows <= kFewRows) {
+    (void)(run_few<T, Few>(task) || ...);
+  } else {
+    (void)(run_many<T, Many>(task) || ...);
   }
 }
 
 template <class T>
 void linear_columns(const LinearTask& task) {
-  switch (task.m_end - task.m_begin) {
-    case 1: return one_tile_columns<T, 1, kSingleRowPanel>(task);
-    case 2: return one_tile_columns<T, 2, kPanelRows>(task);
-    case 3: return one_tile_columns<T, 3, kPanelRows>(task);
 #if ASYNCENGINE_VECTOR_BYTES == 64
-    case 4: return one_tile_columns<T, 4, kPanelRows>(task);
+  run_any<T>(task, Counts<1, 2, 3, 4, 6, 8, 10, 12, 14, 16>{}, Counts<9, 10, 11, 12>{});
+#else
+  run_any<T>(task, Counts<1, 2, 3, 4, 6, 8>{}, Counts<5, 6>{});
 #endif
-    default:
-      return task.m_end - task.m_begin <= kInPlaceRows ? few_tile_columns<T>(task) : many_tile_columns<T>(task);
-  }
 }
 
-int64_t isa_packed_x_floats(Dtype dtype, int64_t rows, int64_t k) {
-  return rows * kLanes * (dtype == Dtype::kFloat32 ? count_steps<float>(k) : count_steps<BFloat16>(k));
+int64_t isa_linear_scratch_floats(int64_t rows, int64_t block_rows, int64_t columns) {
+  if (rows <= kFewRows) return 0;
+  return (kPassSteps + block_rows + kManyTileRows) * (columns + kPanelColumns);
 }
 
-int64_t isa_linear_scratch_floats(int64_t block_rows) {
-  const int64_t tiles = (block_rows + kTileRows - 1) / kTileRows;
-  return kPanelSteps * kPanelRows * kLanes + kGroupPanels * tiles * kTileFloats;
-}
-
-void isa_pack_x(Dtype dtype, const void* x, int64_t x_stride, int64_t rows, int64_t k, int64_t m_begin, int64_t m_end,
-                float* packed) {
+void isa_pack_x(Dtype dtype, const void* x, int64_t x_stride, int64_t rows, int64_t k, int64_t tile_begin,
+                int64_t tile_end, float* packed) {
   if (dtype == Dtype::kFloat32) {
-    pack_x_rows(static_cast<const float*>(x), x_stride, rows, k, m_begin, m_end, packed);
+    pack_x_tiles(static_cast<const float*>(x), x_stride, rows, k, tile_begin, tile_end, packed);
   } else {
-    pack_x_rows(static_cast<const BFloat16*>(x), x_stride, rows, k, m_begin, m_end, packed);
+    pack_x_tiles(static_cast<const BFloat16*>(x), x_stride, rows, k, tile_begin, tile_end, packed);
   }
 }
 

@@ -13,6 +13,7 @@ namespace {
 class Ranking {
  public:
   static constexpr int kBins = 2048;
+  static constexpr int64_t kGatherBlock = 256;
 
   Ranking(const float* logits, int64_t count, const LogitStats& stats, float temperature, SamplerScratch& scratch)
       : logits_(logits), count_(count), mass_(scratch.mass.data()), bins_(scratch.bins), candidates_(scratch.candidates) {
@@ -75,8 +76,17 @@ class Ranking {
 
   void gather(size_t bin) {
     candidates_.clear();
-    for (int64_t i = 0; i < count_; ++i) {
-      if (bins_[static_cast<size_t>(i)] == bin) candidates_.push_back(static_cast<int32_t>(i));
+    const uint16_t* bins = bins_.data();
+    const uint16_t wanted = static_cast<uint16_t>(bin);
+    for (int64_t begin = 0; begin < count_; begin += kGatherBlock) {
+      const int64_t end = std::min(count_, begin + kGatherBlock);
+      // Without branches, hence in vectors; few blocks hold any.
+      uint16_t found = 0;
+      for (int64_t i = begin; i < end; ++i) found = static_cast<uint16_t>(found | (bins[i] == wanted ? 1 : 0));
+      if (found == 0) continue;
+      for (int64_t i = begin; i < end; ++i) {
+        if (bins[i] == wanted) candidates_.push_back(static_cast<int32_t>(i));
+      }
     }
   }
 

@@ -140,6 +140,9 @@ struct Count {
   static constexpr int value = N;
 };
 
+template <int...>
+struct Counts {};
+
 AE_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
 // Calls body(offset, load_lanes) per vector of a row of n elements. `whole` is true for all but a partial last vector;

@@ -8,9 +8,10 @@
 namespace asyncengine {
 namespace {
 
-// Between two kernels of a forward lie a few microseconds of Python; a worker that slept through each of them
-// would cost a futex wake-up (5-50 us) per kernel. Longer than this, the core belongs to somebody else.
-constexpr auto kSpin = std::chrono::microseconds(30);
+// Between two loops of a forward lie some 10-60 us of Python and of kernels too small to be split; a worker that slept
+// through each of them would cost a futex wake-up (5-50 us) per kernel. Longer than this, the core belongs to somebody
+// else.
+constexpr auto kSpin = std::chrono::microseconds(100);
 
 void cpu_relax() {
 #if defined(__x86_64__) || defined(__i386__)

@@ -59,9 +59,9 @@ def assert_same(a: Tensor, b: Tensor) -> None:
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 16, 33, 300])
 @pytest.mark.parametrize("k", [1, 15, 64, 100, 768, 1601])
 def test_linear(ops: CpuOps, dtype: torch.dtype, rows: int, k: int) -> None:
-    sizes = [1, 37, 64]
+    sizes = [1, 37, 64, 11]
     weights = [random(n, k, dtype=dtype, seed=n) for n in sizes]
-    biases = [random(1, dtype=dtype), None, random(64, dtype=dtype, seed=5)]
+    biases = [random(1, dtype=dtype), None, random(64, dtype=dtype, seed=5), random(11, dtype=dtype)]
     x = random(rows, k, dtype=dtype, seed=9)
     handle = ops.make_linear(weights, biases)
     expected, scale = [], []
@@ -89,16 +89,29 @@ def test_linear_does_not_depend_on_batch_or_threads(ops: CpuOps, dtype: torch.dt
 
 
 def test_linear_reads_nothing_outside_its_rows(ops: CpuOps, dtype: torch.dtype) -> None:
-    k, rows = 45, 5
-    padded = torch.full((rows + 2, k), math.nan, dtype=dtype)
-    padded[1:-1] = random(rows, k, dtype=dtype)
-    wide = torch.full((16, k + 9), math.nan, dtype=dtype)
-    wide[:, :k] = random(16, k, dtype=dtype, seed=1)
+    k = 45
+    wide = torch.full((40, k + 9), math.nan, dtype=dtype)
+    wide[:, :k] = random(40, k, dtype=dtype, seed=1)
     x = wide[:, :k]  # strided rows
-    handle = ops.make_linear([padded[1:-1]], [None])
-    for count in (1, 4, 16):
-        y = ops.linear(x[:count], handle)
-        assert_near(y, x[:count].double() @ padded[1:-1].double().T, 100.0)
+    for rows in (5, 21):
+        padded = torch.full((rows + 2, k), math.nan, dtype=dtype)
+        padded[1:-1] = random(rows, k, dtype=dtype)
+        handle = ops.make_linear([padded[1:-1]], [None])
+        for count in (1, 4, 16, 23, 40):
+            y = ops.linear(x[:count], handle)
+            assert_near(y, x[:count].double() @ padded[1:-1].double().T, 100.0)
+
+
+def test_memory_of_large_results_is_used_again_only_when_nobody_refers_to_it(ops: CpuOps) -> None:
+    first, second = random(600, 512), random(600, 512, seed=1)
+    result = ops.gelu(first)
+    address, view, expected = result.data_ptr(), result[10:].view(-1, 64), result[10:].clone()
+    del result
+    other = ops.gelu(second)
+    assert other.data_ptr() != address
+    assert torch.equal(view, expected.view(-1, 64))
+    del view
+    assert ops.gelu(first).data_ptr() == address
 
 
 # ---- rows: norms and activations ----
