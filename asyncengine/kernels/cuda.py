@@ -57,7 +57,7 @@ class CudaOps:
         """Weights that share their input become one matrix, which copies them if there are several.
 
         So does padding to rows that are aligned, without which cuBLAS falls back to kernels of Turing's time: a
-        vocabulary of 50,257 took 214 us instead of 40 at 256 rows on an H200.
+        vocabulary of 50,257 took 214 us instead of 36 at 256 rows on an H200.
         """
         out_features = sum(len(w) for w in weights)
         padding = -out_features % 64 if out_features % 8 else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import time
 
@@ -34,6 +35,8 @@ MACHINERY = {
     },
     "large blocks": {"block_size": 64},
     "with latency": {"step_latency_us": 300},
+    "stepped by the event loop": {"step_driver": "loop"},
+    "step thread on a core": {"cpu_affinity": min(os.sched_getaffinity(0))},
 }
 
 

@@ -146,3 +146,24 @@ TEST(what_a_sequence_said_is_cached) {
   CHECK(bench.launch() != nullptr);
   CHECK_EQ(again.cached_tokens, 80);
 }
+
+TEST(chunks_fill_buckets) {
+  // Three short prompts decode; a long one comes. Its chunks end where a step is of a bucket's size, but for the last.
+  SchedulerConfig config{64, 16, 4, 100, 70, 400, true, {8, 16, 32, 64, 100}};
+  Bench bench(config, 2);
+  for (uint64_t id = 1; id <= 3; ++id) bench.add(make_spec(id, 1, 40));
+  CHECK(bench.launch() != nullptr);
+  bench.pack();
+  bench.add(make_spec(4, 200, 5));
+  std::vector<int32_t> sizes, chunks;
+  while (const StepPlan* plan = bench.launch()) {
+    bench.pack();
+    sizes.push_back(plan->num_tokens);
+    chunks.push_back(plan->rows.back().query_len);
+    CHECK(bench.commit(1));
+    if (plan->rows.back().sample && plan->rows.size() == 4) break;
+  }
+  // 3 decode rows and at most 70 tokens of prompt: 64 in all, three times; the last 17 of the prompt need not fill any.
+  CHECK((sizes == std::vector<int32_t>{64, 64, 64, 20}));
+  CHECK((chunks == std::vector<int32_t>{61, 61, 61, 17}));
+}

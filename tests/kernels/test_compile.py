@@ -1,0 +1,30 @@
+"""The kernels of a step compile for Hopper, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_kernel_of_a_step_compiles(tmp_path):
+    """Qwen3 has the most of them. Its real heads and widths, but one layer and a small vocabulary."""
+    config = json.loads((ROOT / "bench/shapes/qwen3-0.6b/config.json").read_text())
+    config = {key: value for key, value in config.items() if key not in ("layer_types", "max_window_layers")}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1, "vocab_size": 32000}))
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.compile_for_hopper", str(tmp_path), "bfloat16"],
+        cwd=ROOT, env=environment | {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    compiled = [line.split()[0] for line in done.stdout.splitlines()]
+    assert compiled.count("_attention_kernel") == 2  # decode and prefill
+    assert compiled.count("_finish_kernel") == 2  # greedy and full sampling
+    for name in ("_fetch", "_ingest", "_build_kernel", "_norm_kernel", "_rotary_store_kernel", "_copy_blocks"):
+        assert name in compiled
