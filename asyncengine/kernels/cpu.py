@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from asyncengine import _core
-from asyncengine.kernels.ops import HeadNorms, StepTokens, split_heads
+from asyncengine.kernels.host import HostOps
 
 _DTYPES = {torch.float32: _core.Dtype.float32, torch.bfloat16: _core.Dtype.bfloat16}
 
@@ -56,16 +56,12 @@ class _Results:
         return torch.from_numpy(owner).view(dtype).view(shape)
 
 
-class CpuOps:
+class CpuOps(HostOps):
     """One thread pool and its scratch memory; not for two threads at the same time.
 
     Tensors are float32 or bfloat16, all of one call in the same dtype, their last axis contiguous.
     A tensor of another dtype, shape or layout raises ValueError.
     """
-
-    device = torch.device("cpu")
-    # Scores of neighbouring tokens are neighbours, and so a vector.
-    transposed_keys = True
 
     def __init__(self, num_threads: int, isa: str = "auto") -> None:
         self._native = _core.CpuKernels(num_threads, isa)
@@ -85,13 +81,6 @@ class CpuOps:
     @property
     def num_threads(self) -> int:
         return self._native.num_threads
-
-    def tokens(self, batch: _core.StepBatch) -> StepTokens:
-        return StepTokens(
-            torch.from_numpy(batch.input_ids),
-            torch.from_numpy(batch.positions),
-            torch.from_numpy(batch.sample_index),
-        )
 
     def make_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> CpuLinearHandle:
         """A handle for weights [N_i, K] and biases [N_i]; keeps the tensors alive and copies nothing."""
@@ -185,25 +174,6 @@ class CpuOps:
                 cos_sin.data_ptr(),
                 positions.data_ptr(),
             )
-
-    def rotary_store_kv(
-        self,
-        heads: Tensor,
-        num_heads: int,
-        norms: HeadNorms | None,
-        cos_sin: Tensor,
-        positions: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        batch: _core.StepBatch,
-    ) -> None:
-        """Norm, rotate and store the heads [T, num_heads + 2 Hk, D]; see Ops."""
-        q, k, v = split_heads(heads, num_heads)
-        if norms is not None:
-            self.head_rms_norm_(q, norms.q, norms.eps)
-            self.head_rms_norm_(k, norms.k, norms.eps)
-        self.rotary_(q, k, cos_sin, positions)
-        self.store_kv(k, v, k_cache, v_cache, batch)
 
     def store_kv(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: _core.StepBatch

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from asyncengine._core import StepBatch
-from asyncengine.kernels.ops import HeadNorms, StepTokens, split_heads
+from asyncengine.kernels.host import HostOps
 from asyncengine.kernels.paging import gather_kv, visible
 
 
@@ -20,18 +20,8 @@ class ReferenceLinear:
     biases: tuple[Tensor | None, ...]
 
 
-class ReferenceOps:
+class ReferenceOps(HostOps):
     """Implements ``asyncengine.kernels.ops.Ops``."""
-
-    device = torch.device("cpu")
-    transposed_keys = True
-
-    def tokens(self, batch: StepBatch) -> StepTokens:
-        return StepTokens(
-            torch.from_numpy(batch.input_ids),
-            torch.from_numpy(batch.positions),
-            torch.from_numpy(batch.sample_index),
-        )
 
     def make_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> ReferenceLinear:
         return ReferenceLinear(tuple(weights), tuple(biases))
@@ -78,24 +68,6 @@ class ReferenceOps:
         for x in (q, k):
             a, b = x.float().chunk(2, dim=-1)
             x.copy_(torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1))
-
-    def rotary_store_kv(
-        self,
-        heads: Tensor,
-        num_heads: int,
-        norms: HeadNorms | None,
-        cos_sin: Tensor,
-        positions: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        batch: StepBatch,
-    ) -> None:
-        q, k, v = split_heads(heads, num_heads)
-        if norms is not None:
-            self.head_rms_norm_(q, norms.q, norms.eps)
-            self.head_rms_norm_(k, norms.k, norms.eps)
-        self.rotary_(q, k, cos_sin, positions)
-        self.store_kv(k, v, k_cache, v_cache, batch)
 
     def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: StepBatch) -> None:
         slots = torch.from_numpy(batch.slot_mapping)
