@@ -50,6 +50,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "event loop, one in flight": {"step_driver": "loop", "steps_in_flight": 1},
     "default again": {},
 }
+SSE = ", SSE"
+SSE_VARIANTS = ("default", "one step in flight", "event loop launches", "event loop, one in flight")
+"""Those that differ in what a busy event loop does to them."""
 _REQUESTS_PER_CLIENT = 64
 
 Case = tuple[str, int]
@@ -261,6 +264,9 @@ async def ablate(args: argparse.Namespace, samples: list[Sample]) -> None:
                     window, _, sample = await measured(engine, batch, args.tokens, load)
                     sample |= {"case": f"{shape}:{batch}", "variant": variant, "step_us": window.step_us}
                     samples.append(sample | {"steps": window.steps})
+                    if args.sse and variant in SSE_VARIANTS:
+                        sample = await over_http(engine, batch, args, rng)
+                        samples.append(sample | {"case": f"{shape}:{batch}", "variant": variant + SSE})
                     print(json.dumps(samples[-1]), file=sys.stderr, flush=True)
 
 
@@ -269,7 +275,8 @@ def summarize_ablation(samples: Sequence[Sample]) -> list[Figure]:
     figures = []
     for case, variant in dict.fromkeys((s["case"], s["variant"]) for s in samples):
         step, output = (_ablation_median(samples, case, variant, key) for key in _ABLATION_KEYS)
-        default_step, default_output = (_ablation_median(samples, case, "default", key) for key in _ABLATION_KEYS)
+        default = "default" + SSE if variant.endswith(SSE) else "default"
+        default_step, default_output = (_ablation_median(samples, case, default, key) for key in _ABLATION_KEYS)
         figures += [
             Figure(f"{case} {variant}: step", step, "µs"),
             Figure(f"{case} {variant}: step over default", step / default_step, "x"),
