@@ -76,16 +76,8 @@ class CapturedSteps:
         return int(graph.raw_cuda_graph())
 
 
-class _bar:
-    """A progress bar on a terminal's standard error, or nothing."""
+def _bar(total: int, enabled: bool) -> Any:
+    """A progress bar on a terminal's standard error, or nothing; a context manager."""
+    from tqdm import tqdm
 
-    def __init__(self, total: int, enabled: bool) -> None:
-        from tqdm import tqdm
-
-        self._bar: Any = tqdm(total=total, desc="Capturing graphs", disable=None if enabled else True)
-
-    def __enter__(self) -> Any:
-        return self._bar
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._bar.close()
+    return tqdm(total=total, desc="Capturing graphs", disable=None if enabled else True)
