@@ -40,12 +40,6 @@ class CudaBuffer {
 using PinnedBuffer = CudaBuffer<&CudaRuntime::free_host>;
 using DeviceBuffer = CudaBuffer<&CudaRuntime::free>;
 
-inline PinnedBuffer allocate_pinned(const CudaRuntime& cuda, size_t bytes) {
-  void* memory = nullptr;
-  check_cuda(cuda, cuda.host_alloc(&memory, bytes, kCudaHostAllocMapped), "cudaHostAlloc");
-  return {cuda, memory, bytes};
-}
-
 inline DeviceBuffer allocate_device(const CudaRuntime& cuda, size_t bytes) {
   void* memory = nullptr;
   check_cuda(cuda, cuda.malloc(&memory, bytes), "cudaMalloc");

@@ -15,10 +15,8 @@ from torch import Tensor
 from asyncengine.kernels import triton_rows
 from asyncengine.kernels.cpu import CpuOps
 from asyncengine.kernels.reference import ReferenceOps
-from tests.kernels.interpreter import repair_interpreter
 from tests.kernels.poison import poison_new_memory
 
-repair_interpreter()
 # As on the GPU, exp overflows to infinity in the tail of a sigmoid.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 DTYPES = [torch.float32, torch.bfloat16]

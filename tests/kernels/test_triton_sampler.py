@@ -16,10 +16,9 @@ from asyncengine import _core
 from asyncengine.kernels import triton_sampler
 from asyncengine.kernels.cpu import CpuOps
 from asyncengine.kernels.device_step import DeviceStep, allocate_step
-from tests.kernels.interpreter import repair_interpreter
+from tests.chi_square import check_draws
 from tests.kernels.poison import poison_new_memory
 
-repair_interpreter()
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
 COMPILED = torch.cuda.is_available()
@@ -218,18 +217,7 @@ def test_distribution(device: torch.device, one: Sampling, draws: int) -> None:
     logits = random_logits(1, vocab, 4, "normal")[0] * 0.4
     sampling = [one._replace(seed=11, position=i) for i in range(draws)]
     tokens = draw(device, logits.expand(draws, -1).contiguous(), sampling)
-    expected = filtered(logits, one) * draws
-    counts = torch.bincount(torch.tensor(tokens), minlength=vocab).double()
-    assert counts[expected == 0].sum() == 0
-    # Chi-square over cells of at least 5 expected draws; what is rarer shares one cell.
-    big = expected >= 5
-    observed = torch.cat((counts[big], counts[~big].sum()[None]))
-    wanted = torch.cat((expected[big], expected[~big].sum()[None]))
-    present = wanted > 1
-    chi2 = float(((observed - wanted) ** 2 / wanted)[present].sum())
-    freedom = int(present.sum()) - 1
-    assert freedom >= 2
-    assert chi2 < freedom + 4.5 * math.sqrt(2 * freedom) + 8, f"chi2 {chi2:.1f} with {freedom} degrees"
+    check_draws(tokens, filtered(logits, one), least=5)
 
 
 @pytest.mark.parametrize("kind", ["equal", "zeros"])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from asyncengine import _core
 from asyncengine.kernels.cpu import CpuOps
+from tests.chi_square import check_draws
 
 ISAS = _core.CpuKernels.available_isas()
 Sampling = tuple[float, int, float, float, int]  # temperature, top_k, top_p, min_p, seed
@@ -71,18 +72,7 @@ def filtered_softmax(logits: Tensor, sampling: Sampling) -> Tensor:
 def test_distribution(ops: CpuOps, vocab: int, sampling: Sampling) -> None:
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(vocab)) * 2
     tokens = sample(ops, logits.expand(DRAWS, -1).contiguous(), list(range(DRAWS)), [sampling] * DRAWS)
-    expected = filtered_softmax(logits, sampling) * DRAWS
-    counts = torch.bincount(torch.tensor(tokens), minlength=vocab).double()
-    assert counts[expected == 0].sum() == 0
-    # Chi-square over cells of at least 8 expected draws; what is rarer shares one cell.
-    big = expected >= 8
-    observed = torch.cat((counts[big], counts[~big].sum()[None]))
-    wanted = torch.cat((expected[big], expected[~big].sum()[None]))
-    present = wanted > 1
-    chi2 = float(((observed - wanted) ** 2 / wanted)[present].sum())
-    freedom = int(present.sum()) - 1
-    assert freedom >= 2
-    assert chi2 < freedom + 4.5 * math.sqrt(2 * freedom) + 8, f"chi2 {chi2:.1f} with {freedom} degrees"
+    check_draws(tokens, filtered_softmax(logits, sampling), least=8)
 
 
 def test_a_row_depends_on_nothing_but_itself(ops: CpuOps) -> None:
