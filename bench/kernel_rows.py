@@ -24,6 +24,7 @@ from asyncengine.cli.benchmarks import report
 from asyncengine.cli.benchmarks.report import Figure, median
 from asyncengine.kernels import triton_rows, triton_sampler
 from asyncengine.kernels.device_step import allocate_step
+from asyncengine.kernels.ops import Norm
 
 SHAPES = Path(__file__).parent / "shapes"
 DTYPE = torch.bfloat16
@@ -84,24 +85,18 @@ def row_cases(shape: Shape, tokens: int, device: torch.device) -> Iterator[Case]
         return torch.randn(*size, device=device).to(DTYPE)
 
     def norm() -> tuple[Call, Call]:
-        x, residual, w, b = (random(*s, shape.hidden) for s in ((tokens,), (tokens,), (), ()))
+        x, w, b = (random(*s, shape.hidden) for s in ((tokens,), (), ()))
         size = (shape.hidden,)
         if shape.is_gpt2:
-            return (
-                lambda: triton_rows.add_layer_norm(x, residual, w, b, 1e-5),
-                lambda: F.layer_norm(residual.add_(x), size, w, b, 1e-5),
-            )
-        return (
-            lambda: triton_rows.add_rms_norm(x, residual, w, 1e-5),
-            lambda: F.rms_norm(residual.add_(x), size, w, 1e-5),
-        )
+            return lambda: triton_rows.norm(x, Norm(w, b, 1e-5)), lambda: F.layer_norm(x, size, w, b, 1e-5)
+        return lambda: triton_rows.norm(x, Norm(w, None, 1e-5)), lambda: F.rms_norm(x, size, w, 1e-5)
 
     def activation() -> tuple[Call, Call]:
         if shape.is_gpt2:
             x = random(tokens, shape.inner)
-            return lambda: triton_rows.gelu_tanh(x), lambda: F.gelu(x, approximate="tanh")
+            return lambda: triton_rows.activation(x, "gelu_tanh"), lambda: F.gelu(x, approximate="tanh")
         x = random(tokens, 2 * shape.inner)
-        return lambda: triton_rows.silu_mul(x), lambda: F.silu(x[:, : shape.inner]) * x[:, shape.inner :]
+        return lambda: triton_rows.activation(x, "silu_mul"), lambda: F.silu(x[:, : shape.inner]) * x[:, shape.inner :]
 
     def store() -> tuple[Call, Call]:
         n, m = shape.q_heads, shape.q_heads + shape.kv_heads
@@ -140,9 +135,7 @@ def row_cases(shape: Shape, tokens: int, device: torch.device) -> Iterator[Case]
     element = DTYPE.itemsize
     kv = 2 * shape.kv_heads * shape.dim
     rotary = 0 if shape.is_gpt2 else 2 * shape.q_heads * shape.dim * element + 4 * shape.dim
-    yield Case(
-        "add_layer_norm" if shape.is_gpt2 else "add_rms_norm", tokens, 4 * tokens * shape.hidden * element, norm
-    )
+    yield Case("layer_norm" if shape.is_gpt2 else "rms_norm", tokens, 2 * tokens * shape.hidden * element, norm)
     yield Case(
         "gelu_tanh" if shape.is_gpt2 else "silu_mul",
         tokens,

@@ -17,8 +17,14 @@ from torch import Tensor
 
 from asyncengine import _core
 from asyncengine.kernels.host import HostOps
+from asyncengine.kernels.ops import Activation, Norm
 
 _DTYPES = {torch.float32: _core.Dtype.float32, torch.bfloat16: _core.Dtype.bfloat16}
+_ACTIVATIONS: dict[Activation, _core.Activation] = {
+    "silu_mul": _core.Activation.silu_mul,
+    "gelu": _core.Activation.gelu,
+    "gelu_tanh": _core.Activation.gelu_tanh,
+}
 
 
 @dataclass(frozen=True)
@@ -117,19 +123,32 @@ class CpuOps(HostOps):
         )
         return y
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self._norm(x, None, weight, None, eps)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """residual += x in place; returns the norm of the sum."""
-        return self._norm(x, residual, weight, None, eps)
-
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        return self._norm(x, None, weight, bias, eps)
-
-    def add_layer_norm(self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        """residual += x in place; returns the norm of the sum."""
-        return self._norm(x, residual, weight, bias, eps)
+    def norm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
+        """The norm of the rows of x [M, H], which may be strided; or of residual += x, which is in place."""
+        rows, width = x.shape
+        if x.stride(1) != 1:
+            raise ValueError(f"x must have contiguous rows, got strides {x.stride()}")
+        _check(norm.weight, x.dtype, (width,), "weight")
+        if norm.bias is not None:
+            _check(norm.bias, x.dtype, (width,), "bias")
+        if residual is not None:
+            _check(residual, x.dtype, (rows, width), "residual")
+        y = self._results.empty((rows, width), x.dtype)
+        self._native.norm(
+            _dtype(x),
+            x.data_ptr(),
+            x.stride(0),
+            0 if residual is None else residual.data_ptr(),
+            norm.weight.data_ptr(),
+            0 if norm.bias is None else norm.bias.data_ptr(),
+            y.data_ptr(),
+            width,
+            rows,
+            1,
+            width,
+            norm.eps,
+        )
+        return y
 
     def head_rms_norm_(self, x: Tensor, weight: Tensor, eps: float) -> None:
         """RMS norm over the last axis of the view x [T, H, D], in place."""
@@ -139,17 +158,14 @@ class CpuOps(HostOps):
         p, stride = x.data_ptr(), x.stride(0)
         self._native.norm(_dtype(x), p, stride, 0, weight.data_ptr(), 0, p, stride, tokens, heads, dim, eps)
 
-    def silu_mul(self, x: Tensor) -> Tensor:
-        """x [M, 2I] holds gate and up side by side; returns silu(gate) * up, [M, I]."""
-        if x.shape[-1] % 2:
-            raise ValueError(f"x must have an even last axis, got {list(x.shape)}")
-        return self._activation(x, _core.Activation.silu_mul, x.shape[-1] // 2)
-
-    def gelu_tanh(self, x: Tensor) -> Tensor:
-        return self._activation(x, _core.Activation.gelu_tanh, x.shape[-1])
-
-    def gelu(self, x: Tensor) -> Tensor:
-        return self._activation(x, _core.Activation.gelu, x.shape[-1])
+    def activate(self, x: Tensor, activation: Activation) -> Tensor:
+        """x [M, N] activated; silu_mul takes an even N and halves it."""
+        width = x.shape[-1] // (2 if activation == "silu_mul" else 1)
+        if not x.is_contiguous() or (activation == "silu_mul" and x.shape[-1] % 2):
+            raise ValueError(f"{activation} does not take {list(x.shape)} with strides {x.stride()}")
+        y = self._results.empty((x.shape[0], width), x.dtype)
+        self._native.activation(_dtype(x), _ACTIVATIONS[activation], x.data_ptr(), y.data_ptr(), x.shape[0], width)
+        return y
 
     def rotary_(self, q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> None:
         """Rotate the views q [T, Hq, D] and k [T, Hk, D] in place, element i paired with element i + D/2.
@@ -217,41 +233,6 @@ class CpuOps(HostOps):
         tokens = torch.empty(logits.shape[0], dtype=torch.int32)
         self._native.sample(logits.data_ptr(), logits.shape[-1], batch, tokens.data_ptr())
         return tokens
-
-    def _norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
-    ) -> Tensor:
-        rows, width = x.shape
-        if x.stride(1) != 1:
-            raise ValueError(f"x must have contiguous rows, got strides {x.stride()}")
-        _check(weight, x.dtype, (width,), "weight")
-        if bias is not None:
-            _check(bias, x.dtype, (width,), "bias")
-        if residual is not None:
-            _check(residual, x.dtype, (rows, width), "residual")
-        y = self._results.empty((rows, width), x.dtype)
-        self._native.norm(
-            _dtype(x),
-            x.data_ptr(),
-            x.stride(0),
-            0 if residual is None else residual.data_ptr(),
-            weight.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            y.data_ptr(),
-            width,
-            rows,
-            1,
-            width,
-            eps,
-        )
-        return y
-
-    def _activation(self, x: Tensor, kind: _core.Activation, width: int) -> Tensor:
-        if not x.is_contiguous():
-            raise ValueError(f"x must be contiguous, got strides {x.stride()}")
-        y = self._results.empty((x.shape[0], width), x.dtype)
-        self._native.activation(_dtype(x), kind, x.data_ptr(), y.data_ptr(), x.shape[0], width)
-        return y
 
     def _cache(self, k_cache: Tensor, v_cache: Tensor) -> _core.PagedKV:
         """The native view of a layer's cache, checked the first time it is seen."""

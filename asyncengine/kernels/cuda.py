@@ -6,15 +6,17 @@ Everything is enqueued on torch's current stream and nothing waits, so that a st
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from asyncengine.kernels import triton_linear
 from asyncengine.kernels import triton_rows as rows
 from asyncengine.kernels.device_step import DeviceStep
-from asyncengine.kernels.ops import HeadNorms, StepTokens
+from asyncengine.kernels.linear_plans import CUBLAS, INVARIANT, MAX_ROWS, NormKind, Plan, PlanTable, Site, round_rows
+from asyncengine.kernels.ops import Activation, AttentionLayer, Norm, split_heads
 from asyncengine.kernels.triton_attention import paged_attention
 from asyncengine.kernels.work_list import WorkList
 
@@ -27,7 +29,12 @@ class CudaBatch:
     work: dict[int, WorkList]
     """by sliding window; 0 is none"""
 
-    def build_work(self) -> None:
+    @property
+    def decode_only(self) -> bool:
+        """Every row has one token."""
+        return all(work.prefill is None for work in self.work.values())
+
+    def build_work(self, *, pdl: bool) -> None:
         """After ingest, before the model."""
         for work in self.work.values():
             work.build(self.step)
@@ -41,17 +48,28 @@ class CudaLinear:
     out_features: int
 
 
+@dataclass(frozen=True, slots=True)
+class CudaOptions:
+    """How CudaOps computes what it computes."""
+
+    plans: PlanTable = field(default_factory=PlanTable)
+    pdl: bool = False
+    """programmatic dependent launch (see kernels/pdl.py)"""
+    batch_invariant: bool = False
+    """every sum is in an order that does not depend on the number of rows"""
+
+
 class CudaOps:
-    """Tensors are float32 or bfloat16, all of one call in the same dtype."""
+    """Tensors are float32 or bfloat16, all of one call in the same dtype. The stream is a tensor [T, H]."""
 
     transposed_keys = False
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, options: CudaOptions | None = None) -> None:
         self.device = device
-
-    def tokens(self, batch: CudaBatch) -> StepTokens:
-        step = batch.step
-        return StepTokens(step.input_ids, step.positions, step.sample_index)
+        self.options = options or CudaOptions()
+        self.missing: set[Site] = set()
+        """Kinds of projection that were asked for and that the table does not know."""
+        self._arrivals = torch.zeros(triton_linear.MAX_ARRIVALS, dtype=torch.int32, device=device)
 
     def make_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> CudaLinear:
         """Weights that share their input become one matrix, which copies them if there are several.
@@ -70,58 +88,101 @@ class CudaOps:
             bias = torch.cat((*filled, weight.new_zeros(padding)))
         return CudaLinear(weight, bias, out_features)
 
-    def linear(self, x: Tensor, handle: CudaLinear, out_dtype: torch.dtype | None = None) -> Tensor:
-        y = self._product(x, handle, x.dtype if out_dtype is None else out_dtype)
-        return y if y.shape[1] == handle.out_features else y[:, : handle.out_features]
+    def embed(self, batch: CudaBatch, table: Tensor, position_table: Tensor | None = None) -> Tensor:
+        step = batch.step
+        return rows.embed(step.input_ids, table, step.positions, position_table, pdl=self.options.pdl)
+
+    def norm_linear(
+        self, stream: Tensor, norm: Norm, handle: CudaLinear, activation: Activation | None = None
+    ) -> Tensor:
+        plan = self._choose(stream, handle, norm, activation)
+        x, fused = (stream, norm) if plan.fused_norm else (rows.norm(stream, norm, pdl=self.options.pdl), None)
+        return self._project(x, handle, plan, fused, activation)
+
+    def linear_add_(self, x: Tensor, handle: CudaLinear, stream: Tensor) -> None:
+        plan = self._choose(x, handle, None, None, add=True)
+        if plan.kind != "cublas":
+            triton_linear.linear(
+                x, handle.weight, plan, out=stream, bias=handle.bias, add=True, arrivals=self._arrivals,
+                pdl=self.options.pdl,
+            )  # fmt: skip
+        elif handle.bias is None:
+            torch.addmm(stream, x, handle.weight.T, out=stream)
+        else:
+            stream += F.linear(x, handle.weight, handle.bias)
+
+    def attention(
+        self, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, batch: CudaBatch
+    ) -> Tensor:
+        step, pdl = batch.step, self.options.pdl
+        q, k, v = split_heads(heads, layer.num_heads)
+        if layer.cos_sin is None:
+            rows.store_kv(k, v, step.slot_mapping, k_cache, v_cache, pdl=pdl)
+        else:
+            q_norm, k_norm, eps = layer.norms or (None, None, 0.0)
+            rows.rotary_store_kv(
+                heads, layer.num_heads, q_norm, k_norm, eps, layer.cos_sin, step.positions, step.slot_mapping,
+                k_cache, v_cache, pdl=pdl,
+            )  # fmt: skip
+        out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
+        paged_attention(q, k_cache, v_cache, step, batch.work[layer.window], layer.scale, layer.window, out)
+        return out
+
+    def logits(self, stream: Tensor, norm: Norm, handle: CudaLinear, batch: CudaBatch) -> Tensor:
+        index = batch.step.sample_index
+        plan = self._choose(stream[: len(index)], handle, norm, None)
+        if plan.fused_norm:
+            y = self._project(stream, handle, plan, norm, None, index=index, dtype=torch.float32)
+        else:
+            x = rows.norm(stream, norm, index, pdl=self.options.pdl)
+            y = self._project(x, handle, plan, None, None, dtype=torch.float32)
+        return y[:, : handle.out_features]
+
+    # ---- projections ----
+
+    def _choose(
+        self, x: Tensor, handle: CudaLinear, norm: Norm | None, activation: Activation | None, *, add: bool = False
+    ) -> Plan:
+        if self.options.batch_invariant:
+            return INVARIANT
+        if len(x) > MAX_ROWS or x.dtype != torch.bfloat16:
+            return CUBLAS
+        kind: NormKind = "none" if norm is None else "rms" if norm.bias is None else "layer"
+        columns = len(handle.weight) // (2 if activation == "silu_mul" else 1)
+        site = Site(columns, x.shape[1], round_rows(len(x)), kind, activation, handle.bias is not None, add)
+        plan = self.options.plans.find(site)
+        if plan is None:
+            self.missing.add(site)
+            return CUBLAS
+        return plan
+
+    def _project(
+        self,
+        x: Tensor,
+        handle: CudaLinear,
+        plan: Plan,
+        norm: Norm | None,
+        activation: Activation | None,
+        *,
+        index: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        if plan.kind == "cublas":
+            y = self._cublas(x, handle, dtype or x.dtype)
+            return y if activation is None else rows.activation(y, activation, pdl=self.options.pdl)
+        columns = len(handle.weight) // (2 if activation == "silu_mul" else 1)
+        y = x.new_empty(len(x) if index is None else len(index), columns, dtype=dtype or x.dtype)
+        triton_linear.linear(
+            x, handle.weight, plan, out=y, bias=handle.bias, norm=norm, activation=activation, index=index,
+            arrivals=self._arrivals, pdl=self.options.pdl,
+        )  # fmt: skip
+        return y
 
     @staticmethod
-    def _product(x: Tensor, handle: CudaLinear, dtype: torch.dtype) -> Tensor:
+    def _cublas(x: Tensor, handle: CudaLinear, dtype: torch.dtype) -> Tensor:
         if dtype == x.dtype:
             return F.linear(x, handle.weight, handle.bias)
         if x.device.type == "cpu":  # no such product there
             return F.linear(x.to(dtype), handle.weight.to(dtype), handle.bias)
         y = torch.mm(x, handle.weight.T, out_dtype=dtype)
         return y if handle.bias is None else y + handle.bias
-
-    rms_norm = staticmethod(rows.rms_norm)
-    add_rms_norm = staticmethod(rows.add_rms_norm)
-    layer_norm = staticmethod(rows.layer_norm)
-    add_layer_norm = staticmethod(rows.add_layer_norm)
-    silu_mul = staticmethod(rows.silu_mul)
-    gelu_tanh = staticmethod(rows.gelu_tanh)
-    gelu = staticmethod(rows.gelu)
-
-    def rotary_store_kv(
-        self,
-        heads: Tensor,
-        num_heads: int,
-        norms: HeadNorms | None,
-        cos_sin: Tensor,
-        positions: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        batch: CudaBatch,
-    ) -> None:
-        q_norm, k_norm, eps = norms or (None, None, 0.0)
-        rows.rotary_store_kv(
-            heads,
-            num_heads,
-            q_norm,
-            k_norm,
-            eps,
-            cos_sin,
-            positions,
-            batch.step.slot_mapping,
-            k_cache,
-            v_cache,
-        )
-
-    def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: CudaBatch) -> None:
-        rows.store_kv(k, v, batch.step.slot_mapping, k_cache, v_cache)
-
-    def paged_attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: CudaBatch, scale: float, window: int
-    ) -> Tensor:
-        out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
-        paged_attention(q, k_cache, v_cache, batch.step, batch.work[window], scale, window, out)
-        return out

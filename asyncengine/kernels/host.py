@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from asyncengine._core import StepBatch
-from asyncengine.kernels.ops import HeadNorms, StepTokens, split_heads
+from asyncengine.kernels.ops import Activation, AttentionLayer, Norm, split_heads
+
+
+@dataclass(slots=True)
+class Stream:
+    """A residual stream, and what is still to be added to it: whoever norms it next does both in one pass."""
+
+    residual: Tensor
+    pending: Tensor | None = None
 
 
 class HostOps(ABC):
@@ -17,6 +29,21 @@ class HostOps(ABC):
     device = torch.device("cpu")
     # Scores of neighbouring tokens are neighbours, and so a vector.
     transposed_keys = True
+
+    @abstractmethod
+    def make_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Any:
+        """A handle for ``linear`` over weights [N_i, K] that share their input. It copies none of them."""
+
+    @abstractmethod
+    def linear(self, x: Tensor, handle: Any, out_dtype: torch.dtype | None = None) -> Tensor:
+        """x [M, K] times every weight of the handle, transposed, side by side: [M, N]."""
+
+    @abstractmethod
+    def norm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
+        """The norm of x [M, H], or of residual += x, which is in place."""
+
+    @abstractmethod
+    def activate(self, x: Tensor, activation: Activation) -> Tensor: ...
 
     @abstractmethod
     def head_rms_norm_(self, x: Tensor, weight: Tensor, eps: float) -> None:
@@ -30,28 +57,55 @@ class HostOps(ABC):
     def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: StepBatch) -> None:
         """Write the views k, v [T, Hk, D] to the cache slots of the step."""
 
-    def tokens(self, batch: StepBatch) -> StepTokens:
-        return StepTokens(
-            torch.from_numpy(batch.input_ids),
-            torch.from_numpy(batch.positions),
-            torch.from_numpy(batch.sample_index),
-        )
+    @abstractmethod
+    def paged_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: StepBatch, scale: float, window: int
+    ) -> Tensor:
+        """Causal attention of the view q [T, Hq, D] over the rows' KV in the cache: [T, Hq * D].
 
-    def rotary_store_kv(
-        self,
-        heads: Tensor,
-        num_heads: int,
-        norms: HeadNorms | None,
-        cos_sin: Tensor,
-        positions: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        batch: StepBatch,
-    ) -> None:
-        """Norm, rotate and store the heads [T, num_heads + 2 Hk, D]; see Ops."""
-        q, k, v = split_heads(heads, num_heads)
-        if norms is not None:
-            self.head_rms_norm_(q, norms.q, norms.eps)
-            self.head_rms_norm_(k, norms.k, norms.eps)
-        self.rotary_(q, k, cos_sin, positions)
+        q may also hold just the tokens of the leading rows; the other rows are then left out.
+        """
+
+    def embed(self, batch: StepBatch, table: Tensor, position_table: Tensor | None = None) -> Stream:
+        residual = F.embedding(torch.from_numpy(batch.input_ids), table)
+        if position_table is not None:
+            residual += F.embedding(torch.from_numpy(batch.positions), position_table)
+        return Stream(residual)
+
+    def norm_linear(self, stream: Stream, norm: Norm, handle: Any, activation: Activation | None = None) -> Tensor:
+        y = self.linear(self._normed(stream.residual, stream.pending, norm), handle)
+        stream.pending = None
+        return y if activation is None else self.activate(y, activation)
+
+    def linear_add_(self, x: Tensor, handle: Any, stream: Stream) -> None:
+        assert stream.pending is None
+        stream.pending = self.linear(x, handle)
+
+    def attention(
+        self, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, batch: StepBatch
+    ) -> Tensor:
+        q = self.store_heads(heads, layer, k_cache, v_cache, batch)
+        return self.paged_attention(q, k_cache, v_cache, batch, layer.scale, layer.window)
+
+    def store_heads(
+        self, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, batch: StepBatch
+    ) -> Tensor:
+        """Everything of ``attention`` that precedes it; the queries, normed and rotated."""
+        q, k, v = split_heads(heads, layer.num_heads)
+        if layer.norms is not None:
+            self.head_rms_norm_(q, layer.norms.q, layer.norms.eps)
+            self.head_rms_norm_(k, layer.norms.k, layer.norms.eps)
+        if layer.cos_sin is not None:
+            self.rotary_(q, k, layer.cos_sin, torch.from_numpy(batch.positions))
         self.store_kv(k, v, k_cache, v_cache, batch)
+        return q
+
+    def logits(self, stream: Stream, norm: Norm, handle: Any, batch: StepBatch) -> Tensor | None:
+        index = torch.from_numpy(batch.sample_index)
+        if not len(index):
+            return None
+        pending = None if stream.pending is None else stream.pending[index]
+        return self.linear(self._normed(stream.residual[index], pending, norm), handle, torch.float32)
+
+    def _normed(self, residual: Tensor, pending: Tensor | None, norm: Norm) -> Tensor:
+        return self.norm(residual, norm) if pending is None else self.norm(pending, norm, residual)

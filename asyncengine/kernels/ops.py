@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
-from torch import Tensor, device, dtype
+from torch import Tensor, device
+
+Activation = Literal["silu_mul", "gelu", "gelu_tanh"]
+"""silu_mul takes gate and up side by side, [M, 2I], and gives silu(gate) * up, [M, I]."""
 
 
-class StepTokens(NamedTuple):
-    """What a model itself reads of a step: integers, T tokens in the order of rows and S samples."""
+class Norm(NamedTuple):
+    """A layer norm, or without a bias an RMS norm."""
 
-    input_ids: Tensor
-    """[T]"""
-    positions: Tensor
-    """[T] of each token in its sequence"""
-    sample_index: Tensor
-    """[S]: the tokens whose logits are wanted"""
+    weight: Tensor
+    """[H]"""
+    bias: Tensor | None
+    eps: float
 
 
 class HeadNorms(NamedTuple):
@@ -27,6 +28,20 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
+class AttentionLayer(NamedTuple):
+    """What one layer's attention is, beside its KV cache."""
+
+    num_heads: int
+    """of the queries"""
+    norms: HeadNorms | None
+    cos_sin: Tensor | None
+    """float32 [max_positions, D]: D/2 cosines, then D/2 sines, element i of a head paired with element i + D/2; without
+    it nothing is rotated"""
+    scale: float
+    window: int
+    """The token at position i sees position j if j <= i and, with a window > 0, i - window < j."""
+
+
 def split_heads(heads: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Views of the queries, keys and values in heads [T, num_heads + 2 Hk, D]."""
     last = num_heads + (heads.shape[1] - num_heads) // 2
@@ -34,66 +49,37 @@ def split_heads(heads: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Ops(Protocol):
-    """Activations are [tokens, features] in the model's dtype. A method whose name ends in _ works in place.
+    """A pre-norm transformer as its machine sees it: a residual stream, read through norms and added to.
 
-    ``batch`` is a step in the form that the package works with; models only hand it on. The KV cache of a layer is a
-    pair of tensors whose layout inside a block is the package's own (``transposed_keys``).
+    Activations are [tokens, features] in the model's dtype. ``batch`` is a step and ``stream`` its residual stream,
+    both in the form that the package works with; models only hand them on. The KV cache of a layer is a pair of
+    tensors whose layout inside a block is the package's own (``transposed_keys``).
     """
 
     device: device
     transposed_keys: bool
     """Keys are [num_blocks, Hk, D, block_size] instead of, like the values, [num_blocks, Hk, block_size, D]."""
 
-    def tokens(self, batch: Any) -> StepTokens: ...
-
     def make_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Any:
-        """A handle for ``linear`` over weights [N_i, K] that share their input. It copies none of them."""
+        """A handle for weights [N_i, K] that share their input, and whose results lie side by side: N = sum of N_i."""
 
-    def linear(self, x: Tensor, handle: Any, out_dtype: dtype | None = None) -> Tensor:
-        """x [M, K] times every weight of the handle, transposed, side by side: [M, sum of N_i]."""
+    def embed(self, batch: Any, table: Tensor, position_table: Tensor | None = None) -> Any:
+        """The stream of a step's tokens: their rows of ``table`` [V, H], plus those of their positions."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+    def norm_linear(self, stream: Any, norm: Norm, handle: Any, activation: Activation | None = None) -> Tensor:
+        """The normed stream times the handle's weights, transposed: [T, N], activated if so said."""
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """residual += x in place; returns the norm of the sum."""
+    def linear_add_(self, x: Tensor, handle: Any, stream: Any) -> None:
+        """stream += x [T, K] times the handle's weights, transposed."""
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor: ...
-
-    def add_layer_norm(self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        """residual += x in place; returns the norm of the sum."""
-
-    def silu_mul(self, x: Tensor) -> Tensor:
-        """x [M, 2I] holds gate and up side by side; returns silu(gate) * up, [M, I]."""
-
-    def gelu_tanh(self, x: Tensor) -> Tensor: ...
-
-    def gelu(self, x: Tensor) -> Tensor: ...
-
-    def rotary_store_kv(
-        self,
-        heads: Tensor,
-        num_heads: int,
-        norms: HeadNorms | None,
-        cos_sin: Tensor,
-        positions: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        batch: Any,
-    ) -> None:
-        """Norm and rotate queries and keys in place, element i paired with element i + D/2; store keys and values.
-
-        heads [T, num_heads + 2 Hk, D] holds queries, keys and values side by side. cos_sin is float32
-        [max_positions, D]: D/2 cosines, then D/2 sines.
-        """
-
-    def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Any) -> None:
-        """Write the views k, v [T, Hk, D] to the cache slots of the step."""
-
-    def paged_attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Any, scale: float, window: int
+    def attention(
+        self, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, batch: Any
     ) -> Tensor:
-        """Causal attention of the view q [T, Hq, D] over the rows' KV in the cache: [T, Hq * D].
+        """Causal attention of a step over the cache, its own tokens included: [T, num_heads * D].
 
-        The token at position i sees position j if j <= i and, with a window > 0, i - window < j.
-        q may also hold just the tokens of the leading rows; the other rows are then left out.
+        heads [T, num_heads + 2 Hk, D] holds queries, keys and values side by side. Queries and keys are normed and
+        rotated, keys and values stored in the cache's slots of the step. May overwrite ``heads``.
         """
+
+    def logits(self, stream: Any, norm: Norm, handle: Any, batch: Any) -> Tensor | None:
+        """float32 [num_samples, N] of the tokens whose logits the step wants; None if it wants none."""

@@ -1,9 +1,15 @@
 """Programmatic dependent launch: a kernel starts while the one before it still runs, and waits inside for its results.
 
-The rule that every kernel of a step keeps: it calls ``wait`` once, before it reads what this step has written or writes
-anything at all, and only then lets the next kernel start. So whatever the kernel before the previous one wrote may be
-read even before ``wait``, as may weights and the keys and values of earlier steps; that is what the early start is
-for. A kernel that does not know of it (cuBLAS) neither waits nor is waited for early: it is ordered as ever.
+Between two kernels of a graph lie about 1.5 us until the second has launched and fetched its first weights. Launched
+early it spends them while the first still works.
+
+The rule: a kernel calls ``wait`` once, before it reads what this step has computed and before it writes anything. What
+may be read ahead of that depends on how far the kernels before have come. ``wait`` lets the next kernel start when it
+returns, so what was written two kernels before may be read; with ``start_next`` at its top a kernel lets the next one
+start with it, and a run of such kernels may all be there at once. So a step's first kernels, which spread its input,
+never call ``start_next``: that input and the keys and values of earlier steps, like weights, may always be read ahead.
+
+A kernel that knows of none of this (cuBLAS) neither starts early nor lets others: it is ordered as ever.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
 
@@ -16,8 +22,15 @@ import triton.language as tl
 
 
 @triton.jit
+def start_next(PDL: tl.constexpr):
+    """Let the programs of the next kernel start as soon as there is room for them."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def wait(PDL: tl.constexpr):
-    """Block until all that the previous kernels wrote is visible, then let the next kernel's programs start."""
+    """Block until all that the previous kernels wrote is visible; let the next kernel's programs start."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from asyncengine._core import StepBatch
 from asyncengine.kernels.host import HostOps
+from asyncengine.kernels.ops import Activation, Norm
 from asyncengine.kernels.paging import gather_kv, visible
 
 
@@ -34,34 +35,23 @@ class ReferenceOps(HostOps):
         ]
         return torch.cat(parts, dim=-1)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x32 = x.float()
-        x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-        return (x32 * weight.float()).to(x.dtype)
+    def norm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
+        if residual is not None:
+            residual += x
+            x = residual
+        if norm.bias is None:
+            return _rms_norm(x, norm.weight, norm.eps)
+        weight, bias = norm.weight.float(), norm.bias.float()
+        return F.layer_norm(x.float(), weight.shape, weight, bias, norm.eps).to(x.dtype)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        residual += x
-        return self.rms_norm(residual, weight, eps)
-
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        return F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps).to(x.dtype)
-
-    def add_layer_norm(self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        residual += x
-        return self.layer_norm(residual, weight, bias, eps)
-
-    def silu_mul(self, x: Tensor) -> Tensor:
-        gate, up = x.float().chunk(2, dim=-1)
-        return (F.silu(gate) * up).to(x.dtype)
-
-    def gelu_tanh(self, x: Tensor) -> Tensor:
-        return F.gelu(x.float(), approximate="tanh").to(x.dtype)
-
-    def gelu(self, x: Tensor) -> Tensor:
-        return F.gelu(x.float()).to(x.dtype)
+    def activate(self, x: Tensor, activation: Activation) -> Tensor:
+        if activation == "silu_mul":
+            gate, up = x.float().chunk(2, dim=-1)
+            return (F.silu(gate) * up).to(x.dtype)
+        return F.gelu(x.float(), approximate="tanh" if activation == "gelu_tanh" else "none").to(x.dtype)
 
     def head_rms_norm_(self, x: Tensor, weight: Tensor, eps: float) -> None:
-        x.copy_(self.rms_norm(x, weight, eps))
+        x.copy_(_rms_norm(x, weight, eps))
 
     def rotary_(self, q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> None:
         cos, sin = cos_sin[positions][:, None, :].chunk(2, dim=-1)
@@ -96,3 +86,8 @@ class ReferenceOps(HostOps):
             scores.masked_fill_(~visible(last - first, 0, end, window), float("-inf"))
             out[first:last] = torch.einsum("hqk,hkd->qhd", scores.softmax(-1), v)
         return out.flatten(1)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x32 = x.float()
+    return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Row kernels on the GPU: norms, activations, rotary embedding and writes to the KV cache, one launch each.
+"""Row kernels on the GPU: norms, embedding, activations, rotary embedding and writes to the KV cache, one launch each.
 
 Twins of the operations of ``asyncengine.kernels.reference``: arithmetic in float32, results rounded once to
 the model's dtype. A row's result depends on nothing but the row. Results are new tensors, so that in a captured graph
@@ -14,6 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from asyncengine.kernels.ops import Activation, Norm
+from asyncengine.kernels.pdl import launch_options, start_next, wait
+
 _ELEMENTWISE_TILE = 1024
 _HEAD_TILE = 1024
 """Elements of a half head tile: 16 heads of 128. With 128 threads each access is of 16 bytes in bfloat16."""
@@ -25,88 +28,134 @@ _HEAD_TILE = 1024
 @triton.jit
 def _norm_kernel(
     x: tl.tensor,
-    residual: tl.tensor,
+    index: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
     out: tl.tensor,
     x_stride: tl.tensor,
     eps: tl.tensor,
-    ADD: tl.constexpr,
+    GATHER: tl.constexpr,
     CENTER: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
+    start_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE)
     inside = column < WIDTH
-    dtype: tl.constexpr = out.dtype.element_ty
-    # Weights do not wait for the sums below, so they are loaded first.
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if CENTER:
         shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        previous = tl.load(residual + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-        rounded = (value + previous).to(dtype)
-        tl.store(residual + row * WIDTH + column, rounded, mask=inside)
-        value = rounded.to(tl.float32)
+    wait(PDL)
+    source = row
+    if GATHER:
+        source = tl.load(index + row)
+    value = tl.load(x + source * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if CENTER:
         mean = tl.sum(value, 0) / WIDTH
         value = tl.where(inside, value - mean, 0.0)
     value = value * tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps) * scale
     if CENTER:
         value += shift
-    tl.store(out + row * WIDTH + column, value.to(dtype), mask=inside)
+    tl.store(out + row * WIDTH + column, value.to(out.dtype.element_ty), mask=inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm of the rows of x [M, N], which may be strided: [M, N]. weight is [N]."""
-    return _norm(x, None, weight, None, eps)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """residual += x in place; returns the RMS norm of the sum."""
-    return _norm(x, residual, weight, None, eps)
-
-
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Layer norm of the rows of x [M, N], which may be strided: [M, N]. weight and bias are [N]."""
-    return _norm(x, None, weight, bias, eps)
-
-
-def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """residual += x in place; returns the layer norm of the sum."""
-    return _norm(x, residual, weight, bias, eps)
-
-
-def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+def norm(x: Tensor, norm: Norm, index: Tensor | None = None, *, pdl: bool = False) -> Tensor:
+    """The norm of the rows of x [M, N], which may be strided: [M, N]. With an ``index`` int64 [S], of those: [S, N]."""
     _check_rows(x, "x")
-    rows, width = x.shape
-    _check(weight, x.dtype, (width,), "weight")
-    if bias is not None:
-        _check(bias, x.dtype, (width,), "bias")
-    if residual is not None:
-        _check(residual, x.dtype, (rows, width), "residual")
+    width = x.shape[1]
+    for name, parameter in (("weight", norm.weight), ("bias", norm.bias)):
+        if parameter is not None:
+            _check(parameter, x.dtype, (width,), name)
+    if index is not None:
+        _check(index, torch.int64, (len(index),), "index")
+    rows = len(x) if index is None else len(index)
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     tile = triton.next_power_of_2(width)
     _norm_kernel[(rows,)](
         x,
-        x if residual is None else residual,
-        weight,
-        weight if bias is None else bias,
+        x if index is None else index,
+        norm.weight,
+        norm.weight if norm.bias is None else norm.bias,
         out,
         x.stride(0),
-        eps,
-        ADD=residual is not None,
-        CENTER=bias is not None,
+        norm.eps,
+        GATHER=index is not None,
+        CENTER=norm.bias is not None,
         WIDTH=width,
         TILE=tile,
         num_warps=min(16, max(1, tile // 256)),
+        **launch_options(pdl),
+    )
+    return out
+
+
+# ---- embedding ----
+
+
+@triton.jit
+def _embed_kernel(
+    ids: tl.tensor,
+    positions: tl.tensor,
+    table: tl.tensor,
+    position_table: tl.tensor,
+    out: tl.tensor,
+    POSITIONS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    wait(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = column < WIDTH
+    value = tl.load(table + tl.load(ids + token).to(tl.int64) * WIDTH + column, mask=inside)
+    if POSITIONS:
+        row = tl.load(position_table + tl.load(positions + token).to(tl.int64) * WIDTH + column, mask=inside)
+        value = (value.to(tl.float32) + row.to(tl.float32)).to(value.dtype)
+    tl.store(out + token * WIDTH + column, value, mask=inside)
+
+
+def embed(
+    ids: Tensor, table: Tensor, positions: Tensor, position_table: Tensor | None, *, pdl: bool = False
+) -> Tensor:
+    """Rows ids int32 [T] of table [V, H], plus rows positions int32 [T] of position_table [P, H]: [T, H].
+
+    Ids and positions are not checked.
+    """
+    tokens, width = len(ids), table.shape[1]
+    for name, rows in (("table", table), ("position_table", position_table)):
+        if rows is not None:
+            _check(rows, table.dtype, (len(rows), width), name)
+    _check(ids, torch.int32, (tokens,), "ids")
+    _check(positions, torch.int32, (tokens,), "positions")
+    out = torch.empty((tokens, width), dtype=table.dtype, device=table.device)
+    _embed_kernel[(tokens, triton.cdiv(width, _ELEMENTWISE_TILE))](
+        ids,
+        positions,
+        table,
+        table if position_table is None else position_table,
+        out,
+        POSITIONS=position_table is not None,
+        WIDTH=width,
+        TILE=_ELEMENTWISE_TILE,
+        num_warps=4,
+        **launch_options(pdl),
     )
     return out
 
 
 # ---- activations ----
+
+
+@triton.jit
+def activate(value: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    """GELU of float32, in its tanh approximation or not."""
+    if KIND == "gelu_tanh":
+        # 0.5 x (1 + tanh(u)) with u = sqrt(2/π) (x + 0.044715 x³) is x sigmoid(2u): nothing cancels for x << 0.
+        return value * tl.sigmoid(value * (1.5957691216057308 + 0.07135481627260025 * value * value))
+    return 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
 
 
 @triton.jit
@@ -117,7 +166,10 @@ def _activation_kernel(
     KIND: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
+    start_next(PDL)
+    wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = column < WIDTH
@@ -125,36 +177,21 @@ def _activation_kernel(
     if KIND == "silu_mul":
         up = tl.load(x + row * x_stride + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
         value = value * tl.sigmoid(value) * up
-    elif KIND == "gelu_tanh":
-        # 0.5 x (1 + tanh(u)) with u = sqrt(2/π) (x + 0.044715 x³) is x sigmoid(2u): nothing cancels for x << 0.
-        value = value * tl.sigmoid(value * (1.5957691216057308 + 0.07135481627260025 * value * value))
     else:
-        value = 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
+        value = activate(value, KIND)
     tl.store(out + row * WIDTH + column, value.to(out.dtype.element_ty), mask=inside)
 
 
-def silu_mul(x: Tensor) -> Tensor:
-    """x [M, 2I] holds gate and up side by side; returns silu(gate) * up, [M, I]."""
-    if x.shape[-1] % 2:
-        raise ValueError(f"x must have an even last axis, got {list(x.shape)}")
-    return _activation(x, "silu_mul", x.shape[-1] // 2)
-
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    """GELU of x [M, N] in its tanh approximation."""
-    return _activation(x, "gelu_tanh", x.shape[-1])
-
-
-def gelu(x: Tensor) -> Tensor:
-    """GELU of x [M, N]."""
-    return _activation(x, "gelu", x.shape[-1])
-
-
-def _activation(x: Tensor, kind: str, width: int) -> Tensor:
+def activation(x: Tensor, kind: Activation, *, pdl: bool = False) -> Tensor:
+    """x [M, N] activated, its rows may be strided; silu_mul takes an even N and halves it."""
     _check_rows(x, "x")
+    if kind == "silu_mul" and x.shape[1] % 2:
+        raise ValueError(f"x must have an even last axis, got {list(x.shape)}")
+    width = x.shape[1] // 2 if kind == "silu_mul" else x.shape[1]
     out = torch.empty((x.shape[0], width), dtype=x.dtype, device=x.device)
-    grid = (x.shape[0], triton.cdiv(width, _ELEMENTWISE_TILE))
-    _activation_kernel[grid](x, out, x.stride(0), KIND=kind, WIDTH=width, TILE=_ELEMENTWISE_TILE, num_warps=4)
+    _activation_kernel[(x.shape[0], triton.cdiv(width, _ELEMENTWISE_TILE))](
+        x, out, x.stride(0), KIND=kind, WIDTH=width, TILE=_ELEMENTWISE_TILE, num_warps=4, **launch_options(pdl)
+    )
     return out
 
 
@@ -180,7 +217,9 @@ def _rotary_store_kernel(
     BLOCK_SIZE: tl.constexpr,
     HEAD_TILE: tl.constexpr,
     HALF_TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
+    wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     # No branch on the slot: every load but the table's starts at once, which is most of the time of a single token.
     slot = tl.load(slot_mapping + token)
@@ -235,6 +274,8 @@ def rotary_store_kv(
     slot_mapping: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    *,
+    pdl: bool = False,
 ) -> None:
     """QK-norm, rotary embedding and the write to the KV cache.
 
@@ -278,6 +319,7 @@ def rotary_store_kv(
         HEAD_TILE=head_tile,
         HALF_TILE=half_tile,
         num_warps=4,
+        **launch_options(pdl),
     )
 
 
@@ -295,7 +337,9 @@ def _store_kernel(
     BLOCK_SIZE: tl.constexpr,
     HEAD_TILE: tl.constexpr,
     DIM_TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
+    wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     head = tl.program_id(1) * HEAD_TILE + tl.arange(0, HEAD_TILE)[:, None]
@@ -309,7 +353,9 @@ def _store_kernel(
     tl.store(v_cache + target, value, mask=inside & (slot >= 0))
 
 
-def store_kv(k: Tensor, v: Tensor, slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+def store_kv(
+    k: Tensor, v: Tensor, slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor, *, pdl: bool = False
+) -> None:
     """Write the views k, v [T, Hk, D] to the caches [num_blocks, Hk, block_size, D].
 
     slot_mapping is int64 [T]: block * block_size + offset, or -1 for a token that is not there.
@@ -338,6 +384,7 @@ def store_kv(k: Tensor, v: Tensor, slot_mapping: Tensor, k_cache: Tensor, v_cach
         HEAD_TILE=head_tile,
         DIM_TILE=dim_tile,
         num_warps=4,
+        **launch_options(pdl),
     )
 
 

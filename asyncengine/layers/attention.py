@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from asyncengine._core import StepBatch
-from asyncengine.kernels.ops import Ops
+from asyncengine.kernels.host import HostOps
+from asyncengine.kernels.ops import AttentionLayer, Ops
 from asyncengine.kernels.paging import gather_kv, visible
 
 
@@ -21,10 +22,10 @@ class LayerKVCache(NamedTuple):
 
 
 class AttentionBackend(Protocol):
-    """Attention of one step's queries over KV that is already in the cache."""
+    """Store a step's keys and values, and attend."""
 
-    def __call__(self, q: Tensor, cache: LayerKVCache, batch: Any, scale: float, window: int) -> Tensor:
-        """q is [T, Hq, D], the result [T, Hq * D]; a window of 0 is none (see Ops.paged_attention)."""
+    def __call__(self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: Any) -> Tensor:
+        """heads is [T, num_heads + 2 Hk, D], the result [T, num_heads * D] (see Ops.attention)."""
 
 
 class NativeAttention:
@@ -33,8 +34,8 @@ class NativeAttention:
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
 
-    def __call__(self, q: Tensor, cache: LayerKVCache, batch: Any, scale: float, window: int) -> Tensor:
-        return self._ops.paged_attention(q, cache.k, cache.v, batch, scale, window)
+    def __call__(self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: Any) -> Tensor:
+        return self._ops.attention(heads, layer, cache.k, cache.v, batch)
 
 
 class SdpaPrefillAttention:
@@ -43,10 +44,12 @@ class SdpaPrefillAttention:
     Faster than the paged kernel on long prompts. How a prompt is cut into chunks may change its last bits.
     """
 
-    def __init__(self, ops: Ops) -> None:
+    def __init__(self, ops: HostOps) -> None:
         self._ops = ops
 
-    def __call__(self, q: Tensor, cache: LayerKVCache, batch: StepBatch, scale: float, window: int) -> Tensor:
+    def __call__(self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: StepBatch) -> Tensor:
+        q = self._ops.store_heads(heads, layer, cache.k, cache.v, batch)
+        scale, window = layer.scale, layer.window
         starts = batch.query_start.tolist()
         decodes = 0
         while decodes < batch.num_rows and starts[decodes + 1] == decodes + 1:
@@ -86,6 +89,6 @@ def _prefill_row(
     return out[0].transpose(0, 1).flatten(1)
 
 
-def make_attention(name: Literal["native", "sdpa"], ops: Ops) -> AttentionBackend:
+def make_attention(name: Literal["native", "sdpa"], ops: HostOps) -> AttentionBackend:
     """The back end that EngineConfig.prefill_attention names."""
     return SdpaPrefillAttention(ops) if name == "sdpa" else NativeAttention(ops)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncengine.errors import ModelError, ModelNotFoundError, UnsupportedModelError
+from asyncengine.kernels.ops import Activation
 from asyncengine.layers.rotary import RopeConfig, yarn_attention_factor
 
 _MISSING: Any = object()
@@ -106,7 +107,7 @@ class ModelConfig:
     head_dim: int
     max_positions: int
     norm_eps: float
-    activation: str
+    activation: Activation
     tie_word_embeddings: bool
     initializer_range: float
     layer_windows: tuple[int, ...]

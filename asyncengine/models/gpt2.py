@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from asyncengine.kernels.ops import Ops, split_heads
+from asyncengine.kernels.ops import Activation, AttentionLayer, Norm, Ops
 from asyncengine.layers.attention import AttentionBackend, LayerKVCache
 from asyncengine.models.config import ModelConfig, RawConfig
 from asyncengine.models.weights import WeightSource
 
 # The names under which transformers knows the exact GELU and its tanh approximation.
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
@@ -59,11 +57,9 @@ class GPT2Layer:
     ) -> None:
         self._ops = ops
         self._attention = attention
-        self._eps = config.norm_eps
-        self._num_heads = config.num_heads
         self._head_dim = config.head_dim
-        self._scale = config.layer_scales[index]
-        self._activate = ops.gelu if config.activation == "gelu" else ops.gelu_tanh
+        self._layer = AttentionLayer(config.num_heads, None, None, config.layer_scales[index], 0)
+        self._activation = config.activation
 
         prefix = f"transformer.h.{index}"
         hidden, inner = config.hidden_size, config.intermediate_size
@@ -72,27 +68,25 @@ class GPT2Layer:
             weight = weights.get_transposed(f"{prefix}.{name}.weight", out_size, in_size)
             return ops.make_linear([weight], [weights.get(f"{prefix}.{name}.bias", out_size)])
 
-        def norm(name: str) -> tuple[Tensor, Tensor]:
-            return weights.get(f"{prefix}.{name}.weight", hidden), weights.get(
-                f"{prefix}.{name}.bias", hidden
-            )
-
-        self.input_norm = norm("ln_1")
+        self._input_norm = _norm(config, weights, f"{prefix}.ln_1")
         self._qkv = linear("attn.c_attn", 3 * hidden, hidden)
         self._output = linear("attn.c_proj", hidden, hidden)
-        self._mlp_norm = norm("ln_2")
+        self._mlp_norm = _norm(config, weights, f"{prefix}.ln_2")
         self._up = linear("mlp.c_fc", inner, hidden)
         self._down = linear("mlp.c_proj", hidden, inner)
 
-    def forward(self, x: Tensor, residual: Tensor, cache: LayerKVCache, batch: Any) -> Tensor:
-        """x is the normed input. ``residual`` is updated in place; the result is still to be added to it."""
+    def forward(self, stream: Any, cache: LayerKVCache, batch: Any) -> None:
         ops = self._ops
-        n = self._num_heads
-        q, k, v = split_heads(ops.linear(x, self._qkv).view(-1, 3 * n, self._head_dim), n)
-        ops.store_kv(k, v, cache.k, cache.v, batch)
-        x = self._attention(q, cache, batch, self._scale, 0)
-        x = ops.add_layer_norm(ops.linear(x, self._output), residual, *self._mlp_norm, self._eps)
-        return ops.linear(self._activate(ops.linear(x, self._up)), self._down)
+        heads = ops.norm_linear(stream, self._input_norm, self._qkv)
+        x = self._attention(heads.view(len(heads), -1, self._head_dim), self._layer, cache, batch)
+        ops.linear_add_(x, self._output, stream)
+        x = ops.norm_linear(stream, self._mlp_norm, self._up, self._activation)
+        ops.linear_add_(x, self._down, stream)
+
+
+def _norm(config: ModelConfig, weights: WeightSource, name: str) -> Norm:
+    weight, bias = (weights.get(f"{name}.{part}", config.hidden_size) for part in ("weight", "bias"))
+    return Norm(weight, bias, config.norm_eps)
 
 
 class GPT2LMHeadModel:
@@ -108,14 +102,10 @@ class GPT2LMHeadModel:
     ) -> None:
         hidden = config.hidden_size
         self._ops = ops
-        self._eps = config.norm_eps
         self._embedding = weights.get("transformer.wte.weight", config.vocab_size, hidden)
         self._position_embedding = weights.get("transformer.wpe.weight", config.max_positions, hidden)
         self._layers = [GPT2Layer(config, i, weights, ops, attention) for i in range(config.num_layers)]
-        self._norm = (
-            weights.get("transformer.ln_f.weight", hidden),
-            weights.get("transformer.ln_f.bias", hidden),
-        )
+        self._norm = _norm(config, weights, "transformer.ln_f")
         head = self._embedding
         if not config.tie_word_embeddings:
             head = weights.get("lm_head.weight", config.vocab_size, hidden)
@@ -123,17 +113,7 @@ class GPT2LMHeadModel:
 
     def forward(self, batch: Any, caches: list[LayerKVCache]) -> Tensor | None:
         """Run the step and write its KV; float32 logits [num_samples, vocab_size], None without samples."""
-        ops = self._ops
-        step = ops.tokens(batch)
-        residual = F.embedding(step.input_ids, self._embedding)
-        residual += F.embedding(step.positions, self._position_embedding)
-        x = ops.layer_norm(residual, *self._layers[0].input_norm, self._eps)
-        for i, (layer, cache) in enumerate(zip(self._layers, caches, strict=True)):
-            if i:
-                x = ops.add_layer_norm(x, residual, *layer.input_norm, self._eps)
-            x = layer.forward(x, residual, cache, batch)
-        if not len(step.sample_index):
-            return None
-        x, residual = x[step.sample_index], residual[step.sample_index]
-        x = ops.add_layer_norm(x, residual, *self._norm, self._eps)
-        return ops.linear(x, self._head, torch.float32)
+        stream = self._ops.embed(batch, self._embedding, self._position_embedding)
+        for layer, cache in zip(self._layers, caches, strict=True):
+            layer.forward(stream, cache, batch)
+        return self._ops.logits(stream, self._norm, self._head, batch)

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from asyncengine.kernels.ops import HeadNorms, Ops
+from asyncengine.kernels.ops import AttentionLayer, HeadNorms, Norm, Ops
 from asyncengine.layers.attention import AttentionBackend, LayerKVCache
 from asyncengine.layers.rotary import rotary_table
 from asyncengine.models.config import ModelConfig, RawConfig, read_rope
@@ -57,7 +55,7 @@ def read_decoder_config(
         head_dim=head_dim,
         max_positions=max_positions,
         norm_eps=raw.number("rms_norm_eps", 1e-6),
-        activation="silu",
+        activation="silu_mul",
         tie_word_embeddings=raw.flag("tie_word_embeddings", False),
         initializer_range=raw.number("initializer_range", 0.02),
         layer_windows=layer_windows or (0,) * num_layers,
@@ -78,18 +76,20 @@ def read_config(raw: RawConfig) -> ModelConfig:
 
 
 class DecoderLayer:
-    """One block: attention and MLP, each behind an RMS norm that also adds to the residual stream."""
+    """One block: attention and MLP, each reads the residual stream through an RMS norm and adds to it."""
 
     def __init__(
-        self, config: ModelConfig, index: int, weights: WeightSource, ops: Ops, attention: AttentionBackend
+        self,
+        config: ModelConfig,
+        index: int,
+        weights: WeightSource,
+        ops: Ops,
+        attention: AttentionBackend,
+        cos_sin: Tensor,
     ) -> None:
         self._ops = ops
         self._attention = attention
-        self._eps = config.norm_eps
         self._head_dim = config.head_dim
-        self._num_heads = config.num_heads
-        self._scale = config.layer_scales[index]
-        self._window = config.layer_windows[index]
 
         prefix = f"model.layers.{index}"
         hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
@@ -101,35 +101,29 @@ class DecoderLayer:
             biases = [weights.get(f"{name}.bias", size) if bias else None for name, size in full.items()]
             return ops.make_linear(matrices, biases)
 
-        self.input_norm = weights.get(f"{prefix}.input_layernorm.weight", hidden)
+        def norm(name: str) -> Norm:
+            return Norm(weights.get(f"{prefix}.{name}.weight", hidden), None, config.norm_eps)
+
+        self._input_norm = norm("input_layernorm")
         self._qkv = linear("self_attn", {"q": q_size, "k": kv_size, "v": kv_size}, hidden, config.qkv_bias)
-        self._head_norms: HeadNorms | None = None
+        head_norms: HeadNorms | None = None
         if config.qk_norm:
             q, k = (weights.get(f"{prefix}.self_attn.{x}_norm.weight", dim) for x in "qk")
-            self._head_norms = HeadNorms(q, k, config.norm_eps)
+            head_norms = HeadNorms(q, k, config.norm_eps)
+        scale, window = config.layer_scales[index], config.layer_windows[index]
+        self._layer = AttentionLayer(config.num_heads, head_norms, cos_sin, scale, window)
         self._output = linear("self_attn", {"o": hidden}, q_size, config.output_bias)
-        self._mlp_norm = weights.get(f"{prefix}.post_attention_layernorm.weight", hidden)
+        self._mlp_norm = norm("post_attention_layernorm")
         self._gate_up = linear("mlp", {"gate": inner, "up": inner}, hidden, config.mlp_bias)
         self._down = linear("mlp", {"down": hidden}, inner, config.mlp_bias)
 
-    def forward(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        cos_sin: Tensor,
-        positions: Tensor,
-        cache: LayerKVCache,
-        batch: Any,
-    ) -> Tensor:
-        """x is the normed input. ``residual`` is updated in place; the result is still to be added to it."""
+    def forward(self, stream: Any, cache: LayerKVCache, batch: Any) -> None:
         ops = self._ops
-        heads = ops.linear(x, self._qkv).view(x.shape[0], -1, self._head_dim)
-        ops.rotary_store_kv(
-            heads, self._num_heads, self._head_norms, cos_sin, positions, cache.k, cache.v, batch
-        )
-        x = self._attention(heads[:, : self._num_heads], cache, batch, self._scale, self._window)
-        x = ops.add_rms_norm(ops.linear(x, self._output), residual, self._mlp_norm, self._eps)
-        return ops.linear(ops.silu_mul(ops.linear(x, self._gate_up)), self._down)
+        heads = ops.norm_linear(stream, self._input_norm, self._qkv)
+        x = self._attention(heads.view(len(heads), -1, self._head_dim), self._layer, cache, batch)
+        ops.linear_add_(x, self._output, stream)
+        x = ops.norm_linear(stream, self._mlp_norm, self._gate_up, "silu_mul")
+        ops.linear_add_(x, self._down, stream)
 
 
 class LlamaForCausalLM:
@@ -148,11 +142,12 @@ class LlamaForCausalLM:
     ) -> None:
         assert config.rope is not None
         self._ops = ops
-        self._eps = config.norm_eps
-        self._cos_sin = rotary_table(config.rope, config.head_dim, max_positions).to(ops.device)
+        cos_sin = rotary_table(config.rope, config.head_dim, max_positions).to(ops.device)
         self._embedding = weights.get("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        self._layers = [DecoderLayer(config, i, weights, ops, attention) for i in range(config.num_layers)]
-        self._norm = weights.get("model.norm.weight", config.hidden_size)
+        self._layers = [
+            DecoderLayer(config, i, weights, ops, attention, cos_sin) for i in range(config.num_layers)
+        ]
+        self._norm = Norm(weights.get("model.norm.weight", config.hidden_size), None, config.norm_eps)
         head = self._embedding
         if not config.tie_word_embeddings:
             head = weights.get("lm_head.weight", config.vocab_size, config.hidden_size)
@@ -160,16 +155,7 @@ class LlamaForCausalLM:
 
     def forward(self, batch: Any, caches: list[LayerKVCache]) -> Tensor | None:
         """Run the step and write its KV; float32 logits [num_samples, vocab_size], None without samples."""
-        ops = self._ops
-        step = ops.tokens(batch)
-        residual = F.embedding(step.input_ids, self._embedding)
-        x = ops.rms_norm(residual, self._layers[0].input_norm, self._eps)
-        for i, (layer, cache) in enumerate(zip(self._layers, caches, strict=True)):
-            if i:
-                x = ops.add_rms_norm(x, residual, layer.input_norm, self._eps)
-            x = layer.forward(x, residual, self._cos_sin, step.positions, cache, batch)
-        if not len(step.sample_index):
-            return None
-        x, residual = x[step.sample_index], residual[step.sample_index]
-        x = ops.add_rms_norm(x, residual, self._norm, self._eps)
-        return ops.linear(x, self._head, torch.float32)
+        stream = self._ops.embed(batch, self._embedding)
+        for layer, cache in zip(self._layers, caches, strict=True):
+            layer.forward(stream, cache, batch)
+        return self._ops.logits(stream, self._norm, self._head, batch)

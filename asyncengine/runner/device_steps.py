@@ -106,7 +106,7 @@ class DeviceSteps:
         batch = CudaBatch(step, work)
         with torch.inference_mode():
             ingest(source, step, self._block_size)
-            batch.build_work()
+            batch.build_work(pdl=False)
             logits = self._model.forward(batch, self.cache.layers)
             assert logits is not None
             sample(logits, step, source.header, source.outputs, greedy_only=variant == GREEDY)

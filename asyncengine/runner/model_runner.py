@@ -14,6 +14,7 @@ from asyncengine._core import StepBatch
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
 from asyncengine.kernels.cpu import CpuOps
+from asyncengine.kernels.host import HostOps
 from asyncengine.kernels.ops import Ops
 from asyncengine.layers.attention import AttentionBackend, make_attention
 from asyncengine.model_info import ModelInfo
@@ -110,7 +111,7 @@ class CpuModelRunner:
         self._logits: Tensor | None = None
 
     @classmethod
-    def load(cls, config: EngineConfig, *, progress: bool = False, ops: Ops | None = None) -> Self:
+    def load(cls, config: EngineConfig, *, progress: bool = False, ops: HostOps | None = None) -> Self:
         """``load_model`` with a KV cache in host memory; the same errors, and ConfigError if that does not fit."""
         ops = ops or CpuOps(config.num_threads)
         loaded = load_model(config, ops, make_attention(config.prefill_attention, ops), progress=progress)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from asyncengine.kernels import triton_rows
 from asyncengine.kernels.cpu import CpuOps
+from asyncengine.kernels.ops import Norm
 from asyncengine.kernels.reference import ReferenceOps
 from tests.kernels.poison import poison_new_memory
 
@@ -53,45 +54,47 @@ def assert_same(a: Tensor, b: Tensor) -> None:
 
 # ---- norms and activations ----
 
-Kernel = Callable[[object, Tensor, Tensor, Tensor, Tensor], Tensor]  # ops, x, residual, weight, bias
+Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]  # x, weight, bias
 KERNELS: dict[str, Kernel] = {
-    "rms_norm": lambda ops, x, r, w, b: ops.rms_norm(x, w, 1e-6),
-    "layer_norm": lambda ops, x, r, w, b: ops.layer_norm(x, w, b, 1e-5),
-    "add_rms_norm": lambda ops, x, r, w, b: ops.add_rms_norm(x, r, w, 1e-6),
-    "add_layer_norm": lambda ops, x, r, w, b: ops.add_layer_norm(x, r, w, b, 1e-5),
-    "silu_mul": lambda ops, x, r, w, b: ops.silu_mul(torch.cat((x, r), 1)),
-    "gelu_tanh": lambda ops, x, r, w, b: ops.gelu_tanh(x),
-    "gelu": lambda ops, x, r, w, b: ops.gelu(x),
+    "rms_norm": lambda x, w, b: triton_rows.norm(x, Norm(w, None, 1e-6)),
+    "layer_norm": lambda x, w, b: triton_rows.norm(x, Norm(w, b, 1e-5)),
+    "silu_mul": lambda x, w, b: triton_rows.activation(torch.cat((x, x.flip(1)), 1), "silu_mul"),
+    "gelu_tanh": lambda x, w, b: triton_rows.activation(x, "gelu_tanh"),
+    "gelu": lambda x, w, b: triton_rows.activation(x, "gelu"),
 }
 
 
-def exact(name: str, x: Tensor, residual: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    added = (x + residual).double()  # the sum is stored in the model's dtype before its norm
-    x, residual, w, b = x.double(), residual.double(), w.double(), b.double()
+def exact(name: str, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    x, w, b = x.double(), w.double(), b.double()
     match name:
-        case "rms_norm" | "add_rms_norm":
-            return F.rms_norm(added if "add" in name else x, w.shape, w, 1e-6)
-        case "layer_norm" | "add_layer_norm":
-            return F.layer_norm(added if "add" in name else x, w.shape, w, b, 1e-5)
+        case "rms_norm":
+            return F.rms_norm(x, w.shape, w, 1e-6)
+        case "layer_norm":
+            return F.layer_norm(x, w.shape, w, b, 1e-5)
         case "silu_mul":
-            return F.silu(x) * residual
+            return F.silu(x) * x.flip(1)
     return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
 
 
+def on_the_cpu(name: str, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    ops = CpuOps(1)
+    if "norm" in name:
+        return ops.norm(x, Norm(w, b, 1e-5) if name == "layer_norm" else Norm(w, None, 1e-6))
+    return ops.activate(torch.cat((x, x.flip(1)), 1) if name == "silu_mul" else x, name)
+
+
 def check_rows(name: str, rows: int, width: int, dtype: torch.dtype, seed: int, device: torch.device) -> None:
-    x, residual = random(rows, width, dtype=dtype, seed=seed) * 3, random(rows, width, dtype=dtype, seed=seed + 1) * 2
+    x = random(rows, width, dtype=dtype, seed=seed) * 3
     w, b = random(width, dtype=dtype, seed=seed + 2), random(width, dtype=dtype, seed=seed + 3)
-    moved = [t.to(device).clone() for t in (x, residual, w, b)]
-    got = KERNELS[name](triton_rows, *moved)
+    moved = [t.to(device).clone() for t in (x, w, b)]
+    got = KERNELS[name](*moved)
     assert got.dtype == dtype
     assert got.is_contiguous()
-    assert_near(got, exact(name, x, residual, w, b), 1.0 if "norm" in name else 0.2)
-    assert_same(moved[1], x + residual if "add" in name else residual)
-    on_cpu = KERNELS[name](CpuOps(1), x, residual.clone(), w, b)
-    assert_near(got, on_cpu, 1.0 if dtype == torch.float32 else 3e3)
+    assert_near(got, exact(name, x, w, b), 1.0 if "norm" in name else 0.2)
+    assert_same(moved[0], x)
+    assert_near(got, on_the_cpu(name, x, w, b), 1.0 if dtype == torch.float32 else 3e3)
     for row in {0, rows - 1}:
-        alone = KERNELS[name](triton_rows, *(t[row : row + 1].to(device).clone() for t in (x, residual)), *moved[2:])
-        assert_same(alone, got[row : row + 1])
+        assert_same(KERNELS[name](x[row : row + 1].to(device), *moved[1:]), got[row : row + 1])
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -114,12 +117,11 @@ def test_wide_rows(device: torch.device, name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_poison_stays_in_its_row(device: torch.device, dtype: torch.dtype, name: str) -> None:
-    x, residual, w, b = (random(5, 99, dtype=dtype, seed=s) for s in range(4))
-    w, b = w[0].contiguous(), b[0].contiguous()
-    clean = KERNELS[name](triton_rows, *(t.to(device).clone() for t in (x, residual, w, b)))
+    x = random(5, 99, dtype=dtype).to(device)
+    w, b = (random(99, dtype=dtype, seed=seed).to(device) for seed in (2, 3))
+    clean = KERNELS[name](x.clone(), w, b)
     x[[1, 3]] = math.nan
-    residual[[1, 3]] = math.nan
-    got = KERNELS[name](triton_rows, *(t.to(device).clone() for t in (x, residual, w, b)))
+    got = KERNELS[name](x, w, b)
     assert_same(got[::2], clean[::2])
     assert got[1::2].isnan().all()
 
@@ -128,22 +130,47 @@ def test_poison_stays_in_its_row(device: torch.device, dtype: torch.dtype, name:
 def test_strided_rows_end_where_they_end(device: torch.device, dtype: torch.dtype, name: str) -> None:
     wide = torch.full((4, 90), math.nan, dtype=dtype, device=device)
     wide[:, :50] = random(4, 50, dtype=dtype).to(device)
-    x, residual = wide[:, :50], random(4, 50, dtype=dtype, seed=1).to(device)
+    x = wide[:, :50]
     w, b = (random(50, dtype=dtype, seed=s).to(device) for s in (2, 3))
     if name == "silu_mul":
-        assert_same(triton_rows.silu_mul(x), triton_rows.silu_mul(x.contiguous()))
+        expected = triton_rows.activation(x.contiguous(), "silu_mul")
+        assert_same(triton_rows.activation(x, "silu_mul"), expected)
         return
-    strided = KERNELS[name](triton_rows, x, residual.clone(), w, b)
-    assert_same(strided, KERNELS[name](triton_rows, x.contiguous(), residual.clone(), w, b))
+    assert_same(KERNELS[name](x, w, b), KERNELS[name](x.contiguous(), w, b))
+
+
+def test_a_norm_of_chosen_rows(device: torch.device, dtype: torch.dtype) -> None:
+    x, w = random(6, 70, dtype=dtype).to(device), random(70, dtype=dtype, seed=2).to(device)
+    index = torch.tensor([5, 0, 0, 3], device=device)
+    norm = Norm(w, None, 1e-6)
+    assert_same(triton_rows.norm(x, norm, index), triton_rows.norm(x, norm)[index])
+
+
+@given(
+    tokens=st.integers(1, 6), width=st.integers(1, 70) | st.sampled_from([768, 1600, 4096]), positions=st.booleans(),
+    bfloat16=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+@settings(max_examples=15)
+def test_embedding(device: torch.device, tokens: int, width: int, positions: bool, bfloat16: bool, seed: int) -> None:
+    dtype = DTYPES[bfloat16]
+    table, places = random(11, width, dtype=dtype, seed=seed), random(9, width, dtype=dtype, seed=seed + 1)
+    ids, where = torch.arange(tokens).int() * 2 % 11, torch.arange(tokens).int() * 5 % 9
+    got = triton_rows.embed(
+        ids.to(device), table.to(device), where.to(device), places.to(device) if positions else None
+    )
+    expected = table[ids].float() + places[where].float() if positions else table[ids]
+    assert_near(got, expected, 0.0)
 
 
 def test_activations_of_extreme_values(device: torch.device, dtype: torch.dtype) -> None:
     x = torch.tensor([[-100.0, -30.0, -9.0, -0.0, 0.0, 1e-20, 9.0, 30.0, 100.0, 3e38]], device=device).to(dtype)
-    for got in (triton_rows.gelu(x), triton_rows.gelu_tanh(x), triton_rows.silu_mul(torch.cat((x, x / x.abs()), 1))):
+    gelu = triton_rows.activation(x, "gelu")
+    silu = triton_rows.activation(torch.cat((x, x / x.abs()), 1), "silu_mul")
+    for got in (gelu, triton_rows.activation(x, "gelu_tanh"), silu):
         assert got[0, 6:].equal(x[0, 6:]) or got[0, 6] < x[0, 6]
         assert got[0, 7:].equal(x[0, 7:])
         assert got[0, :3].abs().max() < 2e-3
-    assert triton_rows.gelu(x)[0, 3:5].abs().max() == 0
+    assert gelu[0, 3:5].abs().max() == 0
 
 
 # ---- rotary embedding and the KV cache ----
@@ -269,15 +296,15 @@ def test_store_kv(
 def test_wrong_arguments_raise(device: torch.device) -> None:
     x, w = torch.zeros(2, 8, device=device), torch.zeros(8, device=device)
     with pytest.raises(ValueError, match="weight"):
-        triton_rows.rms_norm(x, w[:7], 1e-6)
-    with pytest.raises(ValueError, match="residual"):
-        triton_rows.add_rms_norm(x, x.bfloat16(), w, 1e-6)
+        triton_rows.norm(x, Norm(w[:7], None, 1e-6))
+    with pytest.raises(ValueError, match="position_table"):
+        triton_rows.embed(torch.zeros(1, dtype=torch.int32), x, torch.zeros(1, dtype=torch.int32), x.bfloat16())
     with pytest.raises(ValueError, match="contiguous rows"):
-        triton_rows.gelu(x.T)
+        triton_rows.activation(x.T, "gelu")
     with pytest.raises(ValueError, match="float32 or bfloat16"):
-        triton_rows.gelu(x.half())
+        triton_rows.activation(x.half(), "gelu")
     with pytest.raises(ValueError, match="even"):
-        triton_rows.silu_mul(x[:, :7])
+        triton_rows.activation(x[:, :7], "silu_mul")
     cache = torch.zeros(2, 1, 16, 8, device=device)
     slots = torch.zeros(2, dtype=torch.int64, device=device)
     heads, table = torch.zeros(2, 3, 8, device=device), torch.zeros(4, 8, device=device)

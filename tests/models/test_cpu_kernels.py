@@ -13,6 +13,7 @@ from torch import Tensor
 
 from asyncengine import _core
 from asyncengine.kernels.cpu import CpuOps
+from asyncengine.kernels.ops import Activation, Norm
 
 ISAS = _core.CpuKernels.available_isas()
 DTYPES = [torch.float32, torch.bfloat16]
@@ -104,26 +105,27 @@ def test_linear_reads_nothing_outside_its_rows(ops: CpuOps, dtype: torch.dtype) 
 
 def test_memory_of_large_results_is_used_again_only_when_nobody_refers_to_it(ops: CpuOps) -> None:
     first, second = random(600, 512), random(600, 512, seed=1)
-    result = ops.gelu(first)
+    result = ops.activate(first, "gelu")
     address, view, expected = result.data_ptr(), result[10:].view(-1, 64), result[10:].clone()
     del result
-    other = ops.gelu(second)
+    other = ops.activate(second, "gelu")
     assert other.data_ptr() != address
     assert torch.equal(view, expected.view(-1, 64))
     del view
-    assert ops.gelu(first).data_ptr() == address
+    assert ops.activate(first, "gelu").data_ptr() == address
 
 
 # ---- rows: norms and activations ----
 
+GELUS: tuple[Activation, ...] = ("gelu", "gelu_tanh")
 ROW_KERNELS: dict[str, Callable[[CpuOps, Tensor, Tensor, Tensor], Tensor]] = {
-    "rms_norm": lambda ops, x, w, b: ops.rms_norm(x, w, 1e-6),
-    "layer_norm": lambda ops, x, w, b: ops.layer_norm(x, w, b, 1e-5),
-    "add_rms_norm": lambda ops, x, w, b: ops.add_rms_norm(x, x.flip(1).contiguous(), w, 1e-6),
-    "add_layer_norm": lambda ops, x, w, b: ops.add_layer_norm(x, x.flip(1).contiguous(), w, b, 1e-5),
-    "silu_mul": lambda ops, x, w, b: ops.silu_mul(torch.cat((x, x.flip(1)), 1)),
-    "gelu_tanh": lambda ops, x, w, b: ops.gelu_tanh(x),
-    "gelu": lambda ops, x, w, b: ops.gelu(x),
+    "rms_norm": lambda ops, x, w, b: ops.norm(x, Norm(w, None, 1e-6)),
+    "layer_norm": lambda ops, x, w, b: ops.norm(x, Norm(w, b, 1e-5)),
+    "add_rms_norm": lambda ops, x, w, b: ops.norm(x, Norm(w, None, 1e-6), x.flip(1).contiguous()),
+    "add_layer_norm": lambda ops, x, w, b: ops.norm(x, Norm(w, b, 1e-5), x.flip(1).contiguous()),
+    "silu_mul": lambda ops, x, w, b: ops.activate(torch.cat((x, x.flip(1)), 1), "silu_mul"),
+    "gelu_tanh": lambda ops, x, w, b: ops.activate(x, "gelu_tanh"),
+    "gelu": lambda ops, x, w, b: ops.activate(x, "gelu"),
 }
 
 
@@ -167,14 +169,14 @@ def test_row_kernels_do_not_depend_on_batch_or_threads(ops: CpuOps, dtype: torch
 
 def test_an_element_of_an_activation_depends_on_itself_only(ops: CpuOps) -> None:
     x = random(1, 61) * 5
-    for kernel in (ops.gelu, ops.gelu_tanh):
-        assert_same(torch.cat([kernel(x[:, i : i + 1]) for i in range(61)], 1), kernel(x))
+    for kind in GELUS:
+        assert_same(torch.cat([ops.activate(x[:, i : i + 1], kind) for i in range(61)], 1), ops.activate(x, kind))
 
 
 def test_add_norm_updates_the_residual(ops: CpuOps, dtype: torch.dtype) -> None:
     x, residual = random(3, 50, dtype=dtype), random(3, 50, dtype=dtype, seed=1)
     expected = residual + x
-    ops.add_rms_norm(x, residual, torch.ones(50, dtype=dtype), 1e-6)
+    ops.norm(x, Norm(torch.ones(50, dtype=dtype), None, 1e-6), residual)
     assert_same(residual, expected)
 
 
@@ -184,7 +186,7 @@ def test_activations_over_the_whole_range(ops: CpuOps) -> None:
     x64 = x.double()  # F.gelu cancels for x << 0, even in float64
     by_erfc = 0.5 * x64 * torch.special.erfc(-x64 / math.sqrt(2))
     by_sigmoid = x64 * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x64 + 0.044715 * x64**3))
-    for got, twin in ((ops.gelu(x), by_erfc), (ops.gelu_tanh(x), by_sigmoid)):
+    for got, twin in ((ops.activate(x, "gelu"), by_erfc), (ops.activate(x, "gelu_tanh"), by_sigmoid)):
         tiny = twin.abs() < 1e-30  # below, results may flush to zero
         error = (got - twin).abs() / twin.abs().clamp_min(1e-30)
         assert error[~tiny].max() < 3e-5  # the far tail loses digits to the square in its exponent
@@ -192,10 +194,10 @@ def test_activations_over_the_whole_range(ops: CpuOps) -> None:
         assert got[tiny].abs().max() < 1e-30
     gate = torch.cat((x, torch.ones_like(x)), 1)
     silu = F.silu(x64)
-    assert ((ops.silu_mul(gate) - silu).abs() / silu.abs().clamp_min(1e-30)).max() < 2e-6
+    assert ((ops.activate(gate, "silu_mul") - silu).abs() / silu.abs().clamp_min(1e-30)).max() < 2e-6
     nan = torch.full((1, 3), math.nan)
-    assert ops.gelu(nan).isnan().all()
-    assert ops.gelu_tanh(nan).isnan().all()
+    for kind in GELUS:
+        assert ops.activate(nan, kind).isnan().all()
 
 
 # ---- attention inputs: head norm and rotary on strided views ----
@@ -349,7 +351,7 @@ def test_wrong_arguments_raise(ops: CpuOps) -> None:
     with pytest.raises(ValueError, match="contiguous"):
         ops.linear(random(8, 2).T, handle)
     with pytest.raises(ValueError, match="weight"):
-        ops.rms_norm(random(2, 8), random(9), 1e-6)
+        ops.norm(random(2, 8), Norm(random(9), None, 1e-6))
     with pytest.raises(ValueError, match="float32 and bfloat16"):
         ops.gelu(random(2, 8).half())
     with pytest.raises(ValueError, match="there are: auto"):

@@ -1,0 +1,206 @@
+"""Which kernel multiplies: a plan for every kind of projection, from a table that was measured on the card.
+
+A *site* is what a projection is: its shape, what is fused with it, and how many rows it has, rounded up. A table gives
+the plan that was fastest there. Tables come with the package for cards that it was measured on, and from the cache
+directory for others (``asyncengine.runner.tuning`` makes those).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from asyncengine.kernels.ops import Activation
+
+MAX_ROWS = 256
+"""Beyond, arithmetic binds and not memory: cuBLAS."""
+SKINNY_ROWS = 32
+
+
+NormKind = Literal["none", "rms", "layer"]
+
+
+class Site(NamedTuple):
+    """A kind of projection. ``inner`` is K; ``columns`` N, for silu_mul that of the result."""
+
+    columns: int
+    inner: int
+    rows: int
+    """a power of two"""
+    norm: NormKind
+    activation: Activation | None
+    bias: bool
+    add: bool
+
+    @property
+    def weight_rows(self) -> int:
+        return self.columns * (2 if self.activation == "silu_mul" else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A kernel of ``triton_linear`` and its tiles, or cuBLAS between kernels for the norm and the activation."""
+
+    kind: Literal["vector", "skinny", "tiled", "cublas"]
+    columns: int = 0
+    """of the weight's rows, in a program"""
+    inner: int = 0
+    """elements of K in a step: of the program, or of a warp in a skinny one"""
+    warps: int = 4
+    rows: int = 0
+    """of x in a tile"""
+    split: int = 1
+    stages: int = 1
+    ahead: int = 0
+    """steps whose weights are loaded ahead of the wait; 0 is all"""
+    fused_norm: bool = True
+    """the norm is part of the kernel and not one of its own"""
+
+    def fits(self, columns: int, inner: int, gated: bool) -> bool:
+        """Whether it can multiply weights of this shape. Needs no norm."""
+        if self.kind == "cublas":
+            return True
+        if self.kind == "tiled":
+            return self.split == 1 or inner % (self.split * self.inner) == 0
+        return columns % (self.columns // 2 if gated else self.columns) == 0
+
+
+CUBLAS = Plan("cublas", fused_norm=False)
+INVARIANT = Plan("tiled", columns=64, inner=64, warps=4, rows=64, stages=4, fused_norm=False)
+"""The same sums whatever the rows; fits any shape."""
+
+
+def round_rows(rows: int) -> int:
+    """The rows of a site that stands for as many."""
+    return 1 << (rows - 1).bit_length()
+
+
+def candidates(site: Site) -> Iterator[Plan]:
+    """Plans worth measuring, cuBLAS first."""
+    yield CUBLAS
+    gated = site.activation == "silu_mul"
+    for plan in (*_vector(site), *_skinny(site), *_tiled(site)):
+        if plan.fits(site.columns, site.inner, gated):
+            yield plan
+
+
+def _vector(site: Site) -> Iterator[Plan]:
+    if site.rows > 2:
+        return
+    for columns in (4, 8, 16, 32):
+        for inner in (256, 512, 1024):
+            for warps in (2, 4, 8):
+                per_thread = columns * -(-site.inner // inner) * inner / (32 * warps)
+                if 24 <= per_thread <= 160 and site.weight_rows / columns >= 60:
+                    yield Plan("vector", columns, inner, warps)
+
+
+def _skinny(site: Site) -> Iterator[Plan]:
+    if site.rows > SKINNY_ROWS:
+        return
+    for columns in (16, 32):
+        for warps in (2, 4, 8):
+            for inner in (32, 64, 128, 256):
+                steps = -(-site.inner // (warps * inner))
+                per_thread, of_x = columns * inner / 32, max(8, site.rows) * inner / 32
+                if steps * warps * inner > 1.4 * site.inner or per_thread < 16:
+                    continue
+                if per_thread * steps <= 200 and of_x * steps <= 256 and steps <= 6:
+                    yield Plan("skinny", columns, inner, warps)
+                elif site.norm == "layer":
+                    continue
+                elif per_thread <= 128 and of_x <= 128:
+                    fused = site.rows * site.inner <= 8192
+                    yield Plan("skinny", columns, inner, warps, ahead=1, fused_norm=fused)
+
+
+def _tiled(site: Site) -> Iterator[Plan]:
+    if site.rows <= 8:
+        return
+    for rows in sorted({min(64, max(16, site.rows)), min(128, max(16, site.rows)), max(16, site.rows)}):
+        for columns in (32, 64, 128):
+            for inner in (64, 128, 256):
+                for split in (1, 2, 4, 8):
+                    blocks = -(-site.rows // rows)
+                    programs = site.weight_rows / columns * split * blocks
+                    steps = site.inner / split / inner
+                    if split > 1 and (programs > 400 or site.activation == "silu_mul"):
+                        continue
+                    if programs < 64 or steps < 2 or programs / split > 1 << 15:
+                        continue
+                    for warps in (4, 8):
+                        accumulators = rows * columns / (32 * warps)
+                        for stages in (3, 4, 6):
+                            shared = (rows + columns) * inner * 2 * stages
+                            if 4 <= accumulators <= 128 and 30_000 <= shared <= 220_000 and stages <= steps + 2:
+                                yield Plan("tiled", columns, inner, warps, rows, split, stages, fused_norm=False)
+
+
+# ---- tables ----
+
+
+class PlanTable:
+    """Plans by site. What it lacks is done by cuBLAS."""
+
+    def __init__(self, plans: dict[Site, Plan] | None = None) -> None:
+        self._plans = dict(plans or {})
+
+    @classmethod
+    def load(cls, gpu: str) -> PlanTable:
+        """The plans that come with the package for this card, overridden by those of the cache directory."""
+        table = cls()
+        for path in (files("asyncengine.kernels").joinpath("plans", table_name(gpu)), cache_path(gpu)):
+            if path.is_file():
+                table.update(cls.from_json(path.read_text()))
+        return table
+
+    @classmethod
+    def from_json(cls, text: str) -> PlanTable:
+        """Raises ValueError if it is no table."""
+        try:
+            return cls({Site(*site): Plan(**plan) for site, plan in json.loads(text)})
+        except TypeError as e:
+            raise ValueError(f"not a table of plans: {e}") from e
+
+    def to_json(self) -> str:
+        lines = (json.dumps([list(site), _short(plan)]) for site, plan in sorted(self._plans.items(), key=_order))
+        return "[\n" + ",\n".join(lines) + "\n]\n"
+
+    def update(self, other: PlanTable) -> None:
+        self._plans.update(other._plans)
+
+    def add(self, site: Site, plan: Plan) -> None:
+        self._plans[site] = plan
+
+    def find(self, site: Site) -> Plan | None:
+        return self._plans.get(site)
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+
+def _order(item: tuple[Site, Plan]) -> str:
+    return repr(item[0])
+
+
+def _short(plan: Plan) -> dict[str, Any]:
+    """Without what is default."""
+    default = asdict(Plan(plan.kind))
+    return {key: value for key, value in asdict(plan).items() if key == "kind" or value != default[key]}
+
+
+def table_name(gpu: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".json"
+
+
+def cache_path(gpu: str) -> Path:
+    """Where measured plans are kept: ASYNCENGINE_CACHE, or asyncengine in the user's cache directory."""
+    base = os.environ.get("ASYNCENGINE_CACHE")
+    directory = Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "asyncengine"
+    return directory / "plans" / table_name(gpu)

@@ -1,0 +1,405 @@
+"""Projections of few rows on the GPU: what is bound by reading the weights, with what surrounds it in the same launch.
+
+    out = residual + activation(norm(x) W^T + bias)
+
+Three kernels, by how they multiply: ``vector`` with plain multiplications (a row or two), ``skinny`` with tensor cores
+and every warp of a program on another stretch of K (up to 16 rows), ``tiled`` with Hopper's asynchronous tensor cores
+and a pipelined loop (more rows). ``asyncengine.kernels.linear_plans`` says which, and how large its tiles are.
+
+The first two load weights into registers before they wait for the kernel that makes x (see pdl.py): at a few
+microseconds each, a projection is bound by its start-up and not by its bytes.
+
+Every program's sums are its own and split K is added up in the order of the splits: a result depends on the plan, not
+on what else runs.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
+# mypy: disable-error-code="assignment, var-annotated, unreachable, misc"
+# ruff: noqa: RUF005 - Triton knows no starred items in a tuple
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from asyncengine.kernels.linear_plans import Plan
+from asyncengine.kernels.ops import Activation, Norm
+from asyncengine.kernels.pdl import launch_options, start_next, wait
+from asyncengine.kernels.triton_rows import activate
+
+MAX_ARRIVALS = 1 << 16
+"""Counters that ``linear`` needs at most for a split K."""
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    plan: Plan,
+    *,
+    out: Tensor,
+    bias: Tensor | None = None,
+    norm: Norm | None = None,
+    activation: Activation | None = None,
+    add: bool = False,
+    index: Tensor | None = None,
+    arrivals: Tensor | None = None,
+    pdl: bool = False,
+) -> None:
+    """out [M, N] = activation(norm(x [M, K]) weight^T + bias), or with ``add`` out += that.
+
+    weight is [N, K], for silu_mul [2N, K] with the gate's rows first, bias as long. out may be float32 for any x; rows
+    of x and out may be strided. The plan must fit (``Plan.fits``). ``arrivals`` are int32 counters that are 0 between
+    launches, MAX_ARRIVALS of them for a split K; launches that share them must not overlap. ``index`` int64 [M] names
+    the rows of x to take. The tiled kernel takes neither index nor norm.
+    """
+    rows, inner = len(x) if index is None else len(index), x.shape[1]
+    gated = activation == "silu_mul"
+    columns = len(weight) // 2 if gated else len(weight)
+    if not plan.fits(columns, inner, gated) or (plan.kind == "tiled" and (norm, index) != (None, None)):
+        raise ValueError(f"{plan} does not fit a weight {list(weight.shape)}, or what is fused with it")
+    if out.shape != (rows, columns) or x.stride(1) != 1 or out.stride(1) != 1 or not weight.is_contiguous():
+        raise ValueError(f"x {list(x.shape)}, weight {list(weight.shape)} and out {list(out.shape)} do not fit")
+    common = {
+        "K": inner,
+        "ACT": activation or "none",
+        "BIAS": bias is not None,
+        "ADD": add,
+        # The interpreter multiplies the bits of bfloat16 as if they were integers.
+        "WIDEN": x.dtype == torch.bfloat16 and not x.is_cuda,
+        "num_warps": plan.warps,
+        "num_stages": plan.stages,
+        **launch_options(pdl),
+    }
+    bias = weight if bias is None else bias
+    if plan.kind == "tiled":
+        blocks, programs = triton.cdiv(rows, plan.rows), triton.cdiv(len(weight), plan.columns)
+        if plan.split > 1 and (arrivals is None or blocks * programs > len(arrivals)):
+            raise ValueError(f"{blocks * programs} counters of arrivals are needed")
+        size = plan.split * blocks * programs * plan.columns * plan.rows if plan.split > 1 else 0
+        partials = torch.empty(size, dtype=torch.float32, device=x.device)
+        _tiled_kernel[(programs, plan.split, blocks)](
+            x, weight, bias, out, partials, x if arrivals is None else arrivals,
+            rows, columns, x.stride(0), out.stride(0),
+            BM=plan.rows, BN=plan.columns, BK=plan.inner, SPLIT=plan.split, STAGES=plan.stages, **common,
+        )  # fmt: skip
+        return
+    kind, norm_weight, norm_bias, eps = "none", weight, weight, 0.0
+    if norm is not None:
+        kind, norm_weight, eps = "rms", norm.weight, norm.eps
+        if norm.bias is not None:
+            kind, norm_bias = "layer", norm.bias
+    programs = len(weight) // plan.columns
+    kernel, extra = _vector_kernel, {"M": rows}
+    if plan.kind == "skinny":
+        kernel, extra = _skinny_kernel, {"BM": max(8, triton.next_power_of_2(rows)), "B": plan.warps}
+    kernel[(programs,)](
+        x, x if index is None else index, weight, bias, norm_weight, norm_bias, out,
+        rows, columns, x.stride(0), out.stride(0), eps, INDEX=index is not None,
+        BN=plan.columns, BK=plan.inner, NORM=kind, AHEAD=plan.ahead, **extra, **common,
+    )  # fmt: skip
+
+
+# ---- what they share ----
+
+
+@triton.jit
+def _weight_rows(program, columns, GATED: tl.constexpr, BN: tl.constexpr):
+    """Rows of the weight that a program multiplies: with a gate half of them gate and half up, of the same columns.
+
+    Past the last column it is the last.
+    """
+    i = tl.arange(0, BN)
+    if GATED:
+        HALF: tl.constexpr = BN // 2
+        column = tl.minimum(program * HALF + i % HALF, columns - 1)
+        return tl.where(i < HALF, column, columns + column).to(tl.int64)
+    return tl.minimum(program * BN + i, columns - 1).to(tl.int64)
+
+
+@triton.jit
+def _finish(y, rows, to, there, bias, out, ACT: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr):
+    """y [BN, BM] of the weight's ``rows``, biased, activated, added to and stored at ``to`` [columns, BM]."""
+    BN: tl.constexpr = y.shape[0]
+    BM: tl.constexpr = y.shape[1]
+    if BIAS:
+        y += tl.load(bias + rows).to(tl.float32)[:, None]
+    if ACT == "silu_mul":
+        gate, up = tl.split(tl.permute(tl.reshape(y, [2, BN // 2, BM]), [1, 2, 0]))
+        y = gate * tl.sigmoid(gate) * up
+    elif ACT != "none":
+        y = activate(y, ACT)
+    if ADD:
+        y += tl.load(out + to, mask=there, other=0.0).to(tl.float32)
+    tl.store(out + to, y.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _columns(program, ACT: tl.constexpr, BN: tl.constexpr):
+    """Columns of out that a program makes."""
+    WIDTH: tl.constexpr = BN // 2 if ACT == "silu_mul" else BN
+    return program * WIDTH + tl.arange(0, WIDTH)
+
+
+# ---- a row or two ----
+
+
+@triton.jit
+def _vector_kernel(
+    x,
+    index,
+    weight,
+    bias,
+    norm_weight,
+    norm_bias,
+    out,
+    rows,
+    columns,
+    x_stride,
+    out_stride,
+    eps,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    INDEX: tl.constexpr,
+    NORM: tl.constexpr,
+    ACT: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    AHEAD: tl.constexpr,
+    WIDEN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start_next(PDL)
+    STEPS: tl.constexpr = (K + BK - 1) // BK
+    tl.static_assert(AHEAD == 0)  # all
+    program = tl.program_id(0)
+    row = _weight_rows(program, columns, ACT == "silu_mul", BN)
+    k = tl.arange(0, BK)
+    at = weight + row[:, None] * K + k[None, :]
+    w, g, b = (), (), ()
+    for i in tl.static_range(STEPS):
+        inside = i * BK + k < K
+        w = w + (tl.load(at + i * BK, mask=inside[None, :], other=0.0),)
+        if NORM != "none":
+            g = g + (tl.load(norm_weight + i * BK + k, mask=inside, other=0.0),)
+        if NORM == "layer":
+            b = b + (tl.load(norm_bias + i * BK + k, mask=inside, other=0.0),)
+    wait(PDL)
+    dtype: tl.constexpr = x.dtype.element_ty
+    for m in tl.static_range(M):
+        from_x = x + m * x_stride
+        if INDEX:
+            from_x = x + tl.load(index + m) * x_stride
+        xs = ()
+        square = tl.zeros([BK], tl.float32)
+        for i in tl.static_range(STEPS):
+            xs = xs + (tl.load(from_x + i * BK + k, mask=i * BK + k < K, other=0.0).to(tl.float32),)
+        mean = 0.0
+        if NORM == "layer":
+            for i in tl.static_range(STEPS):
+                square += xs[i]
+            mean = tl.sum(square, 0) / K
+            square = tl.zeros([BK], tl.float32)
+        if NORM != "none":
+            for i in tl.static_range(STEPS):
+                centered = tl.where(i * BK + k < K, xs[i] - mean, 0.0)
+                square += centered * centered
+            scale = tl.rsqrt(tl.sum(square, 0) / K + eps)
+        y = tl.zeros([BN, BK], tl.float32)
+        for i in tl.static_range(STEPS):
+            value = xs[i]
+            if NORM == "layer":
+                value = ((value - mean) * scale * g[i].to(tl.float32) + b[i].to(tl.float32)).to(dtype).to(tl.float32)
+            if NORM == "rms":
+                value = (value * g[i].to(tl.float32)).to(dtype).to(tl.float32)
+            y += w[i].to(tl.float32) * value[None, :]
+        total = tl.sum(y, 1)
+        if NORM == "rms":
+            # A row's scale is the same for all of K, so the multiplication need not wait for it.
+            total *= scale
+        column = _columns(program, ACT, BN)[:, None]
+        _finish(total[:, None], row, m * out_stride + column, column < columns, bias, out, ACT, BIAS, ADD)
+
+
+# ---- up to 16 rows ----
+
+
+@triton.jit
+def _dot(w, x, acc, WIDEN: tl.constexpr):
+    if WIDEN:
+        w = w.to(tl.float32)
+        x = x.to(tl.float32)
+    return tl.dot(w, x, acc, input_precision="ieee")
+
+
+@triton.jit
+def _skinny_kernel(
+    x,
+    index,
+    weight,
+    bias,
+    norm_weight,
+    norm_bias,
+    out,
+    rows,
+    columns,
+    x_stride,
+    out_stride,
+    eps,
+    K: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    B: tl.constexpr,
+    BK: tl.constexpr,
+    INDEX: tl.constexpr,
+    NORM: tl.constexpr,
+    ACT: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    AHEAD: tl.constexpr,
+    WIDEN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A step is B stretches of BK elements of K, one for each warp; their sums are added up at the end.
+
+    AHEAD is 0 if all weights are loaded ahead of the wait, else 1: a step ahead of its use, in registers.
+    """
+    start_next(PDL)
+    TILE: tl.constexpr = B * BK
+    STEPS: tl.constexpr = (K + TILE - 1) // TILE
+    ALL: tl.constexpr = AHEAD == 0
+    dtype: tl.constexpr = x.dtype.element_ty
+    program = tl.program_id(0)
+    row = _weight_rows(program, columns, ACT == "silu_mul", BN)
+    stretch = tl.arange(0, B)[:, None, None] * BK
+    kw = stretch + tl.arange(0, BK)[None, None, :]
+    kx = stretch + tl.arange(0, BK)[None, :, None]
+    at = weight + row[None, :, None] * K + kw
+    w, g, b = (), (), ()
+    for i in tl.static_range(STEPS if ALL else 1):
+        w = w + (tl.load(at + i * TILE, mask=i * TILE + kw < K, other=0.0),)
+        if NORM != "none":
+            g = g + (tl.load(norm_weight + i * TILE + kx, mask=i * TILE + kx < K, other=0.0),)
+        if NORM == "layer":
+            b = b + (tl.load(norm_bias + i * TILE + kx, mask=i * TILE + kx < K, other=0.0),)
+    wait(PDL)
+    m = tl.arange(0, BM)[None, None, :]
+    source = m.to(tl.int64)
+    if INDEX:
+        source = tl.load(index + m, mask=m < rows, other=0)
+    from_x = x + source * x_stride + kx
+    acc = tl.zeros([B, BN, BM], tl.float32)
+    square = tl.zeros([B, BK, BM], tl.float32)
+    if ALL:
+        xs = ()
+        for i in tl.static_range(STEPS):
+            xs = xs + (tl.load(from_x + i * TILE, mask=(m < rows) & (i * TILE + kx < K), other=0.0),)
+        if NORM == "layer":
+            for i in tl.static_range(STEPS):
+                square += xs[i].to(tl.float32)
+            mean = (tl.sum(tl.sum(square, 1), 0) / K)[None, None, :]
+            square = tl.zeros([B, BK, BM], tl.float32)
+            for i in tl.static_range(STEPS):
+                centered = tl.where(i * TILE + kx < K, xs[i].to(tl.float32) - mean, 0.0)
+                square += centered * centered
+            scale = tl.rsqrt(tl.sum(tl.sum(square, 1), 0) / K + eps)[None, None, :]
+        for i in tl.static_range(STEPS):
+            value = xs[i]
+            if NORM == "rms":
+                wide = value.to(tl.float32)
+                square += wide * wide
+                value = (wide * g[i].to(tl.float32)).to(dtype)
+            if NORM == "layer":
+                value = ((value.to(tl.float32) - mean) * scale * g[i].to(tl.float32) + b[i].to(tl.float32)).to(dtype)
+            acc = _dot(w[i], value, acc, WIDEN)
+    else:
+        tl.static_assert(NORM != "layer")
+        current = w[0]
+        value = tl.load(from_x, mask=(m < rows) & (kx < K), other=0.0)
+        for step in tl.range(0, STEPS, num_stages=1):
+            k = (step + 1) * TILE
+            following = tl.load(at + k, mask=k + kw < K, other=0.0)
+            next_value = tl.load(from_x + k, mask=(m < rows) & (k + kx < K), other=0.0)
+            if NORM == "rms":
+                wide = value.to(tl.float32)
+                square += wide * wide
+                gain = tl.load(norm_weight + step * TILE + kx, mask=step * TILE + kx < K, other=0.0)
+                value = (wide * gain.to(tl.float32)).to(dtype)
+            acc = _dot(current, value, acc, WIDEN)
+            current = following
+            value = next_value
+    y = tl.sum(acc, 0)
+    if NORM == "rms":
+        y *= tl.rsqrt(tl.sum(tl.sum(square, 1), 0) / K + eps)[None, :]
+    m2 = tl.arange(0, BM)[None, :]
+    to = m2.to(tl.int64) * out_stride + _columns(program, ACT, BN)[:, None]
+    _finish(y, row, to, m2 < rows, bias, out, ACT, BIAS, ADD)
+
+
+# ---- more rows ----
+
+
+@triton.jit
+def _tiled_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    partials,
+    arrivals,
+    rows,
+    columns,
+    x_stride,
+    out_stride,
+    K: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    ACT: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    WIDEN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Weights are the left operand: the tensor cores want 64 rows there, and x has fewer."""
+    start_next(PDL)
+    SPAN: tl.constexpr = K // SPLIT
+    program, split, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = _weight_rows(program, columns, ACT == "silu_mul", BN)
+    k = split * SPAN + tl.arange(0, BK)
+    m = block * BM + tl.arange(0, BM)
+    from_weight = weight + row[:, None] * K + k[None, :]
+    from_x = x + m[None, :].to(tl.int64) * x_stride + k[:, None]
+    there = (m < rows)[None, :]
+    wait(PDL)
+    acc = tl.zeros([BN, BM], tl.float32)
+    for done in tl.range(0, SPAN, BK, num_stages=STAGES):
+        if SPAN % BK:
+            left = K - done - tl.arange(0, BK)
+            w = tl.load(from_weight, mask=(left > 0)[None, :], other=0.0)
+            acc = _dot(w, tl.load(from_x, mask=there & (left > 0)[:, None], other=0.0), acc, WIDEN)
+        else:
+            acc = _dot(tl.load(from_weight), tl.load(from_x, mask=there, other=0.0), acc, WIDEN)
+        from_weight += BK
+        from_x += BK
+    if SPLIT > 1:
+        size = tl.num_programs(2).to(tl.int64) * tl.num_programs(0) * (BN * BM)
+        mine = (block * tl.num_programs(0) + program).to(tl.int64) * (BN * BM)
+        at = partials + mine + tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
+        tl.store(at + split * size, acc)
+        # Release: the barrier puts every thread's stores before the one thread that counts.
+        tl.debug_barrier()
+        arrival = arrivals + block * tl.num_programs(0) + program
+        if tl.atomic_add(arrival, 1, sem="acq_rel") != SPLIT - 1:
+            return
+        tl.store(arrival, 0)  # for the next launch: nobody else will come in this one
+        acc = tl.zeros([BN, BM], tl.float32)
+        for i in tl.static_range(SPLIT):
+            acc += tl.load(at + i * size, cache_modifier=".cg")
+    column = _columns(program, ACT, BN)[:, None]
+    to = m[None, :].to(tl.int64) * out_stride + column
+    _finish(acc, row, to, there & (column < columns), bias, out, ACT, BIAS, ADD)
