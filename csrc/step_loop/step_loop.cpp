@@ -52,7 +52,7 @@ void pin_this_thread(int) {}
 
 }  // namespace
 
-int64_t StepLoop::now_ns() {
+int64_t steady_now_ns() {
   return std::chrono::duration_cast<nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
@@ -61,8 +61,10 @@ StepLoop::StepLoop(const StepLoopConfig& config, std::unique_ptr<Executor> execu
       outbox_(static_cast<size_t>(config.scheduler.max_num_seqs) * 4),
       executor_(std::move(executor)),
       scheduler_(config.scheduler),
-      ring_(static_cast<size_t>(config.steps_in_flight)) {
+      ring_(static_cast<size_t>(config.steps_in_flight)),
+      timing_(executor_->num_kinds()) {
   assert(executor_->num_staging() >= config.steps_in_flight);
+  config_.late_launch &= executor_->num_kinds() > 0;
   for (InFlightStep& step : ring_) step.plan.reserve(scheduler_.limits().max_rows);
   scheduler_.observe(&left_queue_);
   executor_->attach(notifier_);
@@ -122,10 +124,12 @@ bool StepLoop::retire_oldest(int64_t now) {
              std::to_string(std::chrono::duration<double>(config_.step_timeout).count()) + " s");
         return true;
       }
+      saw_pending(now);
       return false;
     case StepStatus::kReady:
       break;
   }
+  saw_end(step, now);
   oldest_since_ns_ = now;
   scheduler_.commit(step.plan, executor_->tokens(i), outbox_, now);
   step.plan.clear();
@@ -136,6 +140,12 @@ bool StepLoop::retire_oldest(int64_t now) {
 
 bool StepLoop::launch_next(int64_t now) {
   if (failed_.load(std::memory_order_relaxed) || next_step_ - oldest_step_ == ring_.size()) return false;
+  due_ns_ = launch_due();
+  if (now < due_ns_) {
+    held_ns_ = now;
+    return false;
+  }
+  const int64_t held_ns = std::exchange(held_ns_, 0), begin_ns = now_ns();
   const auto i = static_cast<int>(next_step_ % ring_.size());
   InFlightStep& step = ring_[static_cast<size_t>(i)];
   assert(!step.leased);
@@ -144,10 +154,55 @@ bool StepLoop::launch_next(int64_t now) {
   if (step.plan.empty()) return false;
   step.leased = true;
   const size_t bytes = pack_step(step.plan, scheduler_.tables(), executor_->staging(i));
+  step.kind = executor_->kind(i);
   step.launched_ns = now_ns();
+  if (held_ns != 0) {
+    if (oldest_step_ == next_step_) {
+      launched_late();
+    } else {
+      watched_step_ = next_step_;
+    }
+  }
   ++next_step_;
   if (!executor_->launch(i, bytes)) fail(executor_->error());
+  timing_.launched(now_ns() - (held_ns != 0 ? std::max(due_ns_, held_ns) : begin_ns));
   return true;
+}
+
+// ---- late launch ---------------------------------------------------------------------------------------------------
+
+// When the next launch is due; 0: at once.
+int64_t StepLoop::launch_due() const {
+  if (!config_.late_launch || oldest_step_ == next_step_) return 0;
+  int64_t end = oldest_from_ns_;
+  for (uint64_t k = oldest_step_; k != next_step_; ++k) {
+    const InFlightStep& step = ring_[k % ring_.size()];
+    const int64_t duration = timing_.expected(step.kind, step.plan.attended);
+    if (duration == 0) return 0;
+    end = std::max(end, step.launched_ns) + duration;
+  }
+  return end - timing_.lead();
+}
+
+void StepLoop::saw_pending(int64_t now) {
+  pending_ns_ = now;
+  watched_step_ = 0;
+}
+
+void StepLoop::saw_end(const InFlightStep& step, int64_t now) {
+  if (!config_.late_launch) return;
+  const int64_t start = std::max(step.launched_ns, oldest_since_ns_);
+  // Never seen running, a step ended at a time that nobody knows.
+  if (pending_ns_ > start) timing_.ran(step.kind, step.plan.attended, now - start);
+  oldest_from_ns_ = pending_ns_;
+  if (watched_step_ == step.plan.step + 1) launched_late();
+}
+
+// A step that was held back found nothing in flight, or what was in flight was over at the first look after it.
+void StepLoop::launched_late() {
+  ++late_launches_;
+  watched_step_ = 0;
+  timing_.late();
 }
 
 void StepLoop::receive() {
@@ -182,7 +237,8 @@ nanoseconds StepLoop::patience(int64_t now) const {
   if (oldest_step_ == next_step_) return kIdle;
   const int64_t started = std::max(ring_[oldest_step_ % ring_.size()].launched_ns, oldest_since_ns_);
   const nanoseconds left = config_.step_timeout - nanoseconds(now - started) + std::chrono::microseconds(100);
-  return std::clamp(std::min(executor_->poll_interval(), left), nanoseconds(0), kIdle);
+  const nanoseconds held = held_ns_ != 0 ? nanoseconds(due_ns_ - now) : nanoseconds::max();
+  return std::clamp(std::min({executor_->poll_interval(), left, held}), nanoseconds(0), kIdle);
 }
 
 void StepLoop::LeftQueue::left_queue(const Request& request) {
@@ -203,6 +259,7 @@ void StepLoop::publish_stats() {
   put(stats_.free_blocks, s.free_blocks);
   put(stats_.free_slots, s.free_slots);
   put(stats_.steps, static_cast<int64_t>(next_step_ - 1));
+  put(stats_.late_launches, late_launches_);
   put(stats_.leases, static_cast<int64_t>(next_step_ - oldest_step_));
   quiescent_.store(oldest_step_ == next_step_ && scheduler_.idle(), std::memory_order_release);
 }
@@ -286,7 +343,7 @@ StepLoopStats StepLoop::stats() const {
   const auto get = [](const std::atomic<int64_t>& from) { return from.load(std::memory_order_relaxed); };
   return {get(stats_.running), get(stats_.waiting), get(stats_.preemptions), get(stats_.prefix_queries),
           get(stats_.prefix_hits), get(stats_.prompt_tokens), get(stats_.generated_tokens), get(stats_.free_blocks),
-          get(stats_.free_slots), config_.scheduler.num_blocks, get(stats_.steps), get(stats_.leases),
+          get(stats_.free_slots), config_.scheduler.num_blocks, get(stats_.steps), get(stats_.late_launches), get(stats_.leases),
           get(queued_requests_), get(queued_tokens_), get(live_requests_)};
 }
 
