@@ -34,7 +34,7 @@ void LaunchTiming::launched(int64_t cost) {
   slack_ = std::max(kLeastSlack, slack_ - slack_ / 512);
 }
 
-// Doubled here and halved by 355 launches in time: whatever the steps are like, one launch in some 350 is late at most.
-void LaunchTiming::late() { slack_ = std::min(kMostSlack, 2 * slack_); }
+// Doubled here and halved by 355 launches in time: whatever the steps are like, one in some 350 ends too early.
+void LaunchTiming::ended_early() { slack_ = std::min(kMostSlack, 2 * slack_); }
 
 }  // namespace asyncengine

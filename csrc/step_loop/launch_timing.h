@@ -24,8 +24,8 @@ class LaunchTiming {
   int64_t lead() const { return cost_ + slack_; }
   // A step was planned, packed and launched, which took `cost` from the moment it was due.
   void launched(int64_t cost);
-  // It came too late.
-  void late();
+  // A launch came too late, because what was in flight ended before it was expected to.
+  void ended_early();
 
  private:
   static constexpr size_t kRemembered = 8;

@@ -140,12 +140,9 @@ bool StepLoop::retire_oldest(int64_t now) {
 
 bool StepLoop::launch_next(int64_t now) {
   if (failed_.load(std::memory_order_relaxed) || next_step_ - oldest_step_ == ring_.size()) return false;
-  due_ns_ = launch_due();
-  if (now < due_ns_) {
-    held_ns_ = now;
-    return false;
-  }
-  const int64_t held_ns = std::exchange(held_ns_, 0), begin_ns = now_ns();
+  if (hold_back(now)) return false;
+  const bool held = std::exchange(held_, false);
+  const int64_t due_ns = held ? std::max(hold_.due_ns, hold_.looked_ns) : now_ns();
   const auto i = static_cast<int>(next_step_ % ring_.size());
   InFlightStep& step = ring_[static_cast<size_t>(i)];
   assert(!step.leased);
@@ -156,23 +153,26 @@ bool StepLoop::launch_next(int64_t now) {
   const size_t bytes = pack_step(step.plan, scheduler_.tables(), executor_->staging(i));
   step.kind = executor_->kind(i);
   step.launched_ns = now_ns();
-  if (held_ns != 0) {
-    if (oldest_step_ == next_step_) {
-      launched_late();
-    } else {
-      watched_step_ = next_step_;
-    }
-  }
+  if (held && oldest_step_ == next_step_) launched_late(now);
+  if (held && oldest_step_ != next_step_) watched_step_ = next_step_;
   ++next_step_;
   if (!executor_->launch(i, bytes)) fail(executor_->error());
-  timing_.launched(now_ns() - (held_ns != 0 ? std::max(due_ns_, held_ns) : begin_ns));
+  timing_.launched(now_ns() - due_ns);
   return true;
 }
 
 // ---- late launch ---------------------------------------------------------------------------------------------------
 
-// When the next launch is due; 0: at once.
-int64_t StepLoop::launch_due() const {
+bool StepLoop::hold_back(int64_t now) {
+  const int64_t end_ns = foresee_end(), due_ns = end_ns - timing_.lead();
+  if (now >= due_ns) return false;
+  held_ = true;
+  hold_ = {now, due_ns, end_ns};
+  return true;
+}
+
+// When what is in flight will be over, at the earliest; 0: unknown, or nothing is.
+int64_t StepLoop::foresee_end() const {
   if (!config_.late_launch || oldest_step_ == next_step_) return 0;
   int64_t end = oldest_from_ns_;
   for (uint64_t k = oldest_step_; k != next_step_; ++k) {
@@ -181,7 +181,7 @@ int64_t StepLoop::launch_due() const {
     if (duration == 0) return 0;
     end = std::max(end, step.launched_ns) + duration;
   }
-  return end - timing_.lead();
+  return end;
 }
 
 void StepLoop::saw_pending(int64_t now) {
@@ -195,14 +195,15 @@ void StepLoop::saw_end(const InFlightStep& step, int64_t now) {
   // Never seen running, a step ended at a time that nobody knows.
   if (pending_ns_ > start) timing_.ran(step.kind, step.plan.attended, now - start);
   oldest_from_ns_ = pending_ns_;
-  if (watched_step_ == step.plan.step + 1) launched_late();
+  if (watched_step_ == step.plan.step + 1) launched_late(now);
 }
 
 // A step that was held back found nothing in flight, or what was in flight was over at the first look after it.
-void StepLoop::launched_late() {
+void StepLoop::launched_late(int64_t end_ns) {
   ++late_launches_;
   watched_step_ = 0;
-  timing_.late();
+  // Else the launch itself took too long, which its cost tells.
+  if (end_ns < hold_.end_ns) timing_.ended_early();
 }
 
 void StepLoop::receive() {
@@ -237,7 +238,7 @@ nanoseconds StepLoop::patience(int64_t now) const {
   if (oldest_step_ == next_step_) return kIdle;
   const int64_t started = std::max(ring_[oldest_step_ % ring_.size()].launched_ns, oldest_since_ns_);
   const nanoseconds left = config_.step_timeout - nanoseconds(now - started) + std::chrono::microseconds(100);
-  const nanoseconds held = held_ns_ != 0 ? nanoseconds(due_ns_ - now) : nanoseconds::max();
+  const nanoseconds held = held_ ? nanoseconds(hold_.due_ns - now) : nanoseconds::max();
   return std::clamp(std::min({executor_->poll_interval(), left, held}), nanoseconds(0), kIdle);
 }
 

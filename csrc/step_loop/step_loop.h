@@ -105,10 +105,11 @@ class StepLoop {
   void run();
   bool retire_oldest(int64_t now);
   bool launch_next(int64_t now);
-  int64_t launch_due() const;
+  bool hold_back(int64_t now);
+  int64_t foresee_end() const;
   void saw_pending(int64_t now);
   void saw_end(const InFlightStep& step, int64_t now);
-  void launched_late();
+  void launched_late(int64_t end_ns);
   int64_t now_ns() const { return config_.clock(); }
   void receive();
   void fail(std::string why);
@@ -134,7 +135,10 @@ class StepLoop {
   LaunchTiming timing_;
   int64_t pending_ns_ = 0;          // the last look at a step that was not over
   int64_t oldest_from_ns_ = 0;      // that look at the step before the oldest: the oldest began after it
-  int64_t due_ns_ = 0, held_ns_ = 0;  // held_ns_: the last look at a launch that was not due, or 0
+  bool held_ = false;               // the next launch was not due at the last look
+  struct {
+    int64_t looked_ns = 0, due_ns = 0, end_ns = 0;
+  } hold_;                          // that look, and when the launch was due and what was in flight expected to end
   uint64_t watched_step_ = 0;       // held back, launched, and no look yet at whether that was in time
   int64_t late_launches_ = 0;
 
