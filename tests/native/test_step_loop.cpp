@@ -36,6 +36,16 @@ TEST(outputs_do_not_depend_on_steps_in_flight) {
   }
 }
 
+TEST(outputs_do_not_depend_on_late_launch) {
+  for (const bool late_launch : {true, false}) {
+    Options options;
+    options.late_launch = late_launch;
+    options.latency = 700us;
+    options.num_blocks = 24;  // with preemption
+    run_random(options, 100, 6, 60, 40);
+  }
+}
+
 TEST(outputs_do_not_depend_on_chunk_size) {
   for (const int chunk : {1, 2, 7, 16, 33, 0}) {
     Options options;
