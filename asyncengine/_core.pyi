@@ -253,7 +253,7 @@ class StepLoopStats:
     def steps(self) -> int: ...
     @property
     def late_launches(self) -> int:
-        """Steps that were held back too long: nothing ran when they were launched."""
+        """Steps that were held back too long: at the first look after their launch, the one before was over."""
     @property
     def leases(self) -> int: ...
     @property

@@ -68,7 +68,7 @@ class EngineStats:
     num_free_slots: int
     num_steps: int
     num_late_launches: int
-    """Steps for which the GPU had to wait, because late_launch held them back too long."""
+    """Steps that late_launch held back until the GPU had nothing left to do, or as good as nothing."""
     num_steps_in_flight: int
 
 

@@ -86,7 +86,8 @@ StepLoopConfig make_loop_config(const SchedulerConfig& scheduler, int steps_in_f
                                 bool late_launch) {
   require(steps_in_flight >= 1, "steps_in_flight must be at least 1");
   const auto nanoseconds = [](double s) { return std::chrono::nanoseconds(static_cast<int64_t>(s * 1e9)); };
-  return {scheduler, steps_in_flight, max_queued_requests, max_queued_tokens, nanoseconds(priority_ageing_s), nanoseconds(step_timeout_s), late_launch};
+  return {scheduler, steps_in_flight, max_queued_requests, max_queued_tokens, nanoseconds(priority_ageing_s),
+          nanoseconds(step_timeout_s), late_launch};
 }
 
 }  // namespace

@@ -65,7 +65,9 @@ class GraphExecutor final : public Executor {
   bool enqueue(int i, size_t bytes);
   bool run(int bucket, GraphVariant variant, CudaGraphExec graph);
   int bucket_for(const StepInputHeader& header) const;
-  static GraphVariant variant_for(const StepInputHeader& header) { return header.all_greedy ? kGreedySampling : kFullSampling; }
+  static GraphVariant variant_for(const StepInputHeader& header) {
+    return header.all_greedy ? kGreedySampling : kFullSampling;
+  }
   bool take_tokens(int i);
 
   const CudaRuntime& cuda_;

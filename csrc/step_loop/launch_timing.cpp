@@ -28,9 +28,9 @@ int64_t LaunchTiming::expected(int kind, int64_t attended) const {
   return found < kEnough ? 0 : least;
 }
 
-// Follows a rise at once and forgets it within some tens of launches.
+// Follows a rise at once, and forgets half of it in 89 launches.
 void LaunchTiming::launched(int64_t cost) {
-  cost_ = std::max(cost, cost_ + (cost - cost_) / 32);
+  cost_ = std::max(cost, cost_ + (cost - cost_) / 128);
   slack_ = std::max(kLeastSlack, slack_ - slack_ / 512);
 }
 

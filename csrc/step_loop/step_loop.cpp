@@ -153,8 +153,8 @@ bool StepLoop::launch_next(int64_t now) {
   const size_t bytes = pack_step(step.plan, scheduler_.tables(), executor_->staging(i));
   step.kind = executor_->kind(i);
   step.launched_ns = now_ns();
+  watched_step_ = held ? next_step_ : 0;
   if (held && oldest_step_ == next_step_) launched_late(now);
-  if (held && oldest_step_ != next_step_) watched_step_ = next_step_;
   ++next_step_;
   if (!executor_->launch(i, bytes)) fail(executor_->error());
   timing_.launched(now_ns() - due_ns);
@@ -344,8 +344,8 @@ StepLoopStats StepLoop::stats() const {
   const auto get = [](const std::atomic<int64_t>& from) { return from.load(std::memory_order_relaxed); };
   return {get(stats_.running), get(stats_.waiting), get(stats_.preemptions), get(stats_.prefix_queries),
           get(stats_.prefix_hits), get(stats_.prompt_tokens), get(stats_.generated_tokens), get(stats_.free_blocks),
-          get(stats_.free_slots), config_.scheduler.num_blocks, get(stats_.steps), get(stats_.late_launches), get(stats_.leases),
-          get(queued_requests_), get(queued_tokens_), get(live_requests_)};
+          get(stats_.free_slots), config_.scheduler.num_blocks, get(stats_.steps), get(stats_.late_launches),
+          get(stats_.leases), get(queued_requests_), get(queued_tokens_), get(live_requests_)};
 }
 
 }  // namespace asyncengine
