@@ -252,6 +252,9 @@ class StepLoopStats:
     @property
     def steps(self) -> int: ...
     @property
+    def late_launches(self) -> int:
+        """Steps that were held back too long: at the first look after their launch, the one before was over."""
+    @property
     def leases(self) -> int: ...
     @property
     def queued_requests(self) -> int: ...
@@ -270,6 +273,7 @@ class StepLoopConfig:
         max_queued_tokens: int,
         priority_ageing_s: float,
         step_timeout_s: float,
+        late_launch: bool,
     ) -> None: ...
 
 class SimulatedDevice:

@@ -59,6 +59,9 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     steps_in_flight: int = 2
     """2 hides the CPU's work behind the executor's; 1 is the serial engine to compare with."""
+    late_launch: bool = True
+    """On a GPU, the step thread plans a step just before the running one ends, so that what arrives meanwhile is in it;
+    off: as soon as the running one begins."""
     step_timeout_s: float = 600.0
     """A step that takes longer counts as hung: the engine dies with EngineDeadError."""
     step_driver: Literal["thread", "loop"] = "thread"

@@ -67,6 +67,8 @@ class EngineStats:
     num_free_blocks: int
     num_free_slots: int
     num_steps: int
+    num_late_launches: int
+    """Steps that late_launch held back until the GPU had nothing left to do, or as good as nothing."""
     num_steps_in_flight: int
 
 
@@ -328,6 +330,7 @@ class AsyncEngine:
             num_free_blocks=s.free_blocks,
             num_free_slots=s.free_slots,
             num_steps=s.steps,
+            num_late_launches=s.late_launches,
             num_steps_in_flight=s.leases,
         )
 

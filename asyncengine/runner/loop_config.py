@@ -34,4 +34,6 @@ def step_loop_config(
         max_queued_tokens=config.max_queued_tokens,
         priority_ageing_s=config.priority_ageing_s,
         step_timeout_s=config.step_timeout_s,
+        # A busy event loop would miss the moment.
+        late_launch=config.late_launch and config.step_driver == "thread",
     )

@@ -82,10 +82,12 @@ std::pair<py::list, bool> drain(StepLoop& loop) {
 }
 
 StepLoopConfig make_loop_config(const SchedulerConfig& scheduler, int steps_in_flight, int64_t max_queued_requests,
-                                int64_t max_queued_tokens, double priority_ageing_s, double step_timeout_s) {
+                                int64_t max_queued_tokens, double priority_ageing_s, double step_timeout_s,
+                                bool late_launch) {
   require(steps_in_flight >= 1, "steps_in_flight must be at least 1");
   const auto nanoseconds = [](double s) { return std::chrono::nanoseconds(static_cast<int64_t>(s * 1e9)); };
-  return {scheduler, steps_in_flight, max_queued_requests, max_queued_tokens, nanoseconds(priority_ageing_s), nanoseconds(step_timeout_s)};
+  return {scheduler, steps_in_flight, max_queued_requests, max_queued_tokens, nanoseconds(priority_ageing_s),
+          nanoseconds(step_timeout_s), late_launch};
 }
 
 }  // namespace
@@ -110,6 +112,7 @@ void bind_engine(py::module_& m) {
       .def_readonly("free_slots", &Stats::free_slots)
       .def_readonly("num_blocks", &Stats::num_blocks)
       .def_readonly("steps", &Stats::steps)
+      .def_readonly("late_launches", &Stats::late_launches)
       .def_readonly("leases", &Stats::leases)
       .def_readonly("queued_requests", &Stats::queued_requests)
       .def_readonly("queued_tokens", &Stats::queued_tokens)
@@ -117,7 +120,7 @@ void bind_engine(py::module_& m) {
 
   py::class_<StepLoopConfig>(m, "StepLoopConfig")
       .def(py::init(&make_loop_config), py::kw_only(), py::arg("scheduler"), py::arg("steps_in_flight"), py::arg("max_queued_requests"),
-           py::arg("max_queued_tokens"), py::arg("priority_ageing_s"), py::arg("step_timeout_s"));
+           py::arg("max_queued_tokens"), py::arg("priority_ageing_s"), py::arg("step_timeout_s"), py::arg("late_launch"));
 
   py::class_<StepLoop, std::unique_ptr<StepLoop, WithoutGil>>(m, "StepLoop")
       .def_static("on_simulated_device", &make_simulated_loop, py::arg("config"), py::arg("device"),

@@ -266,6 +266,7 @@ void Scheduler::add_row(Slot& slot, int32_t query_len, StepPlan& plan) {
   if (slot.computed == slot.capacity || !from_device) plan.full_rows.push_back(static_cast<int32_t>(plan.rows.size()));
   plan.rows.push_back({slot.sequence, row, query_len, context_len, sample, from_device});
   plan.num_tokens += query_len;
+  plan.attended += int64_t{query_len} * (context_len + query_len);
   plan.num_decode_rows += from_device;
   plan.num_samples += sample;
   const int32_t dirty = tables_.length(row) - tables_.dirty_begin(row);

@@ -34,6 +34,7 @@ struct StepPlan {
   int32_t num_samples = 0;
   bool all_greedy = true;             // every sampled row has temperature 0
   int32_t num_delta_blocks = 0;       // block-table entries of its rows that the executor has not seen
+  int64_t attended = 0;               // pairs of a token and one that it may attend to, or a few more
 
   bool empty() const { return rows.empty(); }
   void reserve(int32_t max_rows) {
@@ -49,6 +50,7 @@ struct StepPlan {
     full_rows.clear();
     held_blocks.clear();
     num_tokens = num_decode_rows = num_samples = num_delta_blocks = 0;
+    attended = 0;
     all_greedy = true;
   }
 };

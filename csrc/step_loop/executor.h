@@ -33,6 +33,11 @@ class Executor {
   virtual StepStatus poll(int i) = 0;
   virtual std::string error() const = 0;
 
+  // Steps of one kind take the same time, apart from attention. 0: how long a step takes cannot be told beforehand.
+  virtual int num_kinds() const { return 0; }
+  // Of the step packed in buffer i.
+  virtual int kind(int /*i*/) const { return 0; }
+
   // How long to sleep between polls; an executor that calls notify() on completion returns a long time.
   virtual std::chrono::nanoseconds poll_interval() const = 0;
   // Shared, because a hung executor outlives its loop.

@@ -56,7 +56,7 @@ bool GraphExecutor::enqueue(int i, size_t bytes) {
                     "cudaMemcpyAsync")) {
     return false;
   }
-  const GraphVariant variant = header.all_greedy ? kGreedySampling : kFullSampling;
+  const GraphVariant variant = variant_for(header);
   if (header.num_copies > 0 && !run(-1, variant, graphs_.copy_blocks)) return false;
   const int bucket = bucket_for(header);
   if (!run(bucket, variant, graphs_.buckets[static_cast<size_t>(bucket)].graphs[variant])) return false;
@@ -81,6 +81,11 @@ int GraphExecutor::bucket_for(const StepInputHeader& header) const {
   });
   assert(found != graphs_.buckets.end());
   return static_cast<int>(found - graphs_.buckets.begin());
+}
+
+int GraphExecutor::kind(int i) const {
+  const StepInputHeader& header = StepInputView(staging_->input(i).data()).header();
+  return bucket_for(header) * kNumVariants + variant_for(header);
 }
 
 StepStatus GraphExecutor::poll(int i) {

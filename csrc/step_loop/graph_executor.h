@@ -50,6 +50,8 @@ class GraphExecutor final : public Executor {
   bool launch(int i, size_t bytes) override;
   StepStatus poll(int i) override;
   std::string error() const override { return error_; }
+  int num_kinds() const override { return static_cast<int>(graphs_.buckets.size()) * kNumVariants; }
+  int kind(int i) const override;  // one per graph
   std::chrono::nanoseconds poll_interval() const override { return poll_interval_; }
   bool close(std::chrono::nanoseconds limit) override;
 
@@ -63,6 +65,9 @@ class GraphExecutor final : public Executor {
   bool enqueue(int i, size_t bytes);
   bool run(int bucket, GraphVariant variant, CudaGraphExec graph);
   int bucket_for(const StepInputHeader& header) const;
+  static GraphVariant variant_for(const StepInputHeader& header) {
+    return header.all_greedy ? kGreedySampling : kFullSampling;
+  }
   bool take_tokens(int i);
 
   const CudaRuntime& cuda_;

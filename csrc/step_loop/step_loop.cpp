@@ -52,7 +52,7 @@ void pin_this_thread(int) {}
 
 }  // namespace
 
-int64_t StepLoop::now_ns() {
+int64_t steady_now_ns() {
   return std::chrono::duration_cast<nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
@@ -61,8 +61,10 @@ StepLoop::StepLoop(const StepLoopConfig& config, std::unique_ptr<Executor> execu
       outbox_(static_cast<size_t>(config.scheduler.max_num_seqs) * 4),
       executor_(std::move(executor)),
       scheduler_(config.scheduler),
-      ring_(static_cast<size_t>(config.steps_in_flight)) {
+      ring_(static_cast<size_t>(config.steps_in_flight)),
+      timing_(executor_->num_kinds()) {
   assert(executor_->num_staging() >= config.steps_in_flight);
+  config_.late_launch &= executor_->num_kinds() > 0;
   for (InFlightStep& step : ring_) step.plan.reserve(scheduler_.limits().max_rows);
   scheduler_.observe(&left_queue_);
   executor_->attach(notifier_);
@@ -122,10 +124,12 @@ bool StepLoop::retire_oldest(int64_t now) {
              std::to_string(std::chrono::duration<double>(config_.step_timeout).count()) + " s");
         return true;
       }
+      saw_pending(now);
       return false;
     case StepStatus::kReady:
       break;
   }
+  saw_end(step, now);
   oldest_since_ns_ = now;
   scheduler_.commit(step.plan, executor_->tokens(i), outbox_, now);
   step.plan.clear();
@@ -136,6 +140,9 @@ bool StepLoop::retire_oldest(int64_t now) {
 
 bool StepLoop::launch_next(int64_t now) {
   if (failed_.load(std::memory_order_relaxed) || next_step_ - oldest_step_ == ring_.size()) return false;
+  if (hold_back(now)) return false;
+  const bool held = std::exchange(held_, false);
+  const int64_t due_ns = held ? std::max(hold_.due_ns, hold_.looked_ns) : now_ns();
   const auto i = static_cast<int>(next_step_ % ring_.size());
   InFlightStep& step = ring_[static_cast<size_t>(i)];
   assert(!step.leased);
@@ -144,10 +151,59 @@ bool StepLoop::launch_next(int64_t now) {
   if (step.plan.empty()) return false;
   step.leased = true;
   const size_t bytes = pack_step(step.plan, scheduler_.tables(), executor_->staging(i));
+  step.kind = executor_->kind(i);
   step.launched_ns = now_ns();
+  watched_step_ = held ? next_step_ : 0;
+  if (held && oldest_step_ == next_step_) launched_late(now);
   ++next_step_;
   if (!executor_->launch(i, bytes)) fail(executor_->error());
+  timing_.launched(now_ns() - due_ns);
   return true;
+}
+
+// ---- late launch ---------------------------------------------------------------------------------------------------
+
+bool StepLoop::hold_back(int64_t now) {
+  const int64_t end_ns = foresee_end(), due_ns = end_ns - timing_.lead();
+  if (now >= due_ns) return false;
+  held_ = true;
+  hold_ = {now, due_ns, end_ns};
+  return true;
+}
+
+// When what is in flight will be over, at the earliest; 0: unknown, or nothing is.
+int64_t StepLoop::foresee_end() const {
+  if (!config_.late_launch || oldest_step_ == next_step_) return 0;
+  int64_t end = oldest_from_ns_;
+  for (uint64_t k = oldest_step_; k != next_step_; ++k) {
+    const InFlightStep& step = ring_[k % ring_.size()];
+    const int64_t duration = timing_.expected(step.kind, step.plan.attended);
+    if (duration == 0) return 0;
+    end = std::max(end, step.launched_ns) + duration;
+  }
+  return end;
+}
+
+void StepLoop::saw_pending(int64_t now) {
+  pending_ns_ = now;
+  watched_step_ = 0;
+}
+
+void StepLoop::saw_end(const InFlightStep& step, int64_t now) {
+  if (!config_.late_launch) return;
+  const int64_t start = std::max(step.launched_ns, oldest_since_ns_);
+  // Never seen running, a step ended at a time that nobody knows.
+  if (pending_ns_ > start) timing_.ran(step.kind, step.plan.attended, now - start);
+  oldest_from_ns_ = pending_ns_;
+  if (watched_step_ == step.plan.step + 1) launched_late(now);
+}
+
+// A step that was held back found nothing in flight, or what was in flight was over at the first look after it.
+void StepLoop::launched_late(int64_t end_ns) {
+  ++late_launches_;
+  watched_step_ = 0;
+  // Else the launch itself took too long, which its cost tells.
+  if (end_ns < hold_.end_ns) timing_.ended_early();
 }
 
 void StepLoop::receive() {
@@ -182,7 +238,8 @@ nanoseconds StepLoop::patience(int64_t now) const {
   if (oldest_step_ == next_step_) return kIdle;
   const int64_t started = std::max(ring_[oldest_step_ % ring_.size()].launched_ns, oldest_since_ns_);
   const nanoseconds left = config_.step_timeout - nanoseconds(now - started) + std::chrono::microseconds(100);
-  return std::clamp(std::min(executor_->poll_interval(), left), nanoseconds(0), kIdle);
+  const nanoseconds held = held_ ? nanoseconds(hold_.due_ns - now) : nanoseconds::max();
+  return std::clamp(std::min({executor_->poll_interval(), left, held}), nanoseconds(0), kIdle);
 }
 
 void StepLoop::LeftQueue::left_queue(const Request& request) {
@@ -203,6 +260,7 @@ void StepLoop::publish_stats() {
   put(stats_.free_blocks, s.free_blocks);
   put(stats_.free_slots, s.free_slots);
   put(stats_.steps, static_cast<int64_t>(next_step_ - 1));
+  put(stats_.late_launches, late_launches_);
   put(stats_.leases, static_cast<int64_t>(next_step_ - oldest_step_));
   quiescent_.store(oldest_step_ == next_step_ && scheduler_.idle(), std::memory_order_release);
 }
@@ -286,8 +344,8 @@ StepLoopStats StepLoop::stats() const {
   const auto get = [](const std::atomic<int64_t>& from) { return from.load(std::memory_order_relaxed); };
   return {get(stats_.running), get(stats_.waiting), get(stats_.preemptions), get(stats_.prefix_queries),
           get(stats_.prefix_hits), get(stats_.prompt_tokens), get(stats_.generated_tokens), get(stats_.free_blocks),
-          get(stats_.free_slots), config_.scheduler.num_blocks, get(stats_.steps), get(stats_.leases),
-          get(queued_requests_), get(queued_tokens_), get(live_requests_)};
+          get(stats_.free_slots), config_.scheduler.num_blocks, get(stats_.steps), get(stats_.late_launches),
+          get(stats_.leases), get(queued_requests_), get(queued_tokens_), get(live_requests_)};
 }
 
 }  // namespace asyncengine

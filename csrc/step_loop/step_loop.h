@@ -12,9 +12,13 @@
 #include "core/outbox.h"
 #include "core/scheduler.h"
 #include "step_loop/executor.h"
+#include "step_loop/launch_timing.h"
 #include "step_loop/notifier.h"
 
 namespace asyncengine {
+
+// Nanoseconds of the steady clock.
+int64_t steady_now_ns();
 
 struct StepLoopConfig {
   SchedulerConfig scheduler;
@@ -23,6 +27,10 @@ struct StepLoopConfig {
   int64_t max_queued_tokens = int64_t{1} << 22;
   std::chrono::nanoseconds priority_ageing{std::chrono::seconds(30)};
   std::chrono::nanoseconds step_timeout{std::chrono::seconds(600)};
+  // Plan a step shortly before the ones in flight are over, so that what arrives meanwhile is in it. Off: as soon as there
+  // is room in flight, as with an executor whose steps cannot be foreseen.
+  bool late_launch = false;
+  int64_t (*clock)() = &steady_now_ns;  // tests bring their own
 };
 
 enum class SubmitResult { kAccepted, kQueueFull, kTooLarge, kClosed };
@@ -30,7 +38,7 @@ enum class SubmitResult { kAccepted, kQueueFull, kTooLarge, kClosed };
 // Snapshot, safe from any thread.
 struct StepLoopStats {
   int64_t running, waiting, preemptions, prefix_queries, prefix_hits, prompt_tokens, generated_tokens, free_blocks,
-      free_slots, num_blocks, steps, leases, queued_requests, queued_tokens, live_requests;
+      free_slots, num_blocks, steps, late_launches, leases, queued_requests, queued_tokens, live_requests;
 };
 
 // submit, abort and drain belong to one thread, the event loop's; nothing they do makes the step thread wait, and
@@ -79,12 +87,12 @@ class StepLoop {
   std::string error() const { return failed_.load(std::memory_order_acquire) ? error_ : std::string(); }
   StepLoopStats stats() const;
   bool quiescent() const { return quiescent_.load(std::memory_order_acquire); }
-  static int64_t now_ns();
 
  private:
   struct InFlightStep {
     StepPlan plan;
     int64_t launched_ns = 0;
+    int kind = 0;
     bool leased = false;
   };
   struct LeftQueue final : Scheduler::QueueObserver {
@@ -97,6 +105,12 @@ class StepLoop {
   void run();
   bool retire_oldest(int64_t now);
   bool launch_next(int64_t now);
+  bool hold_back(int64_t now);
+  int64_t foresee_end() const;
+  void saw_pending(int64_t now);
+  void saw_end(const InFlightStep& step, int64_t now);
+  void launched_late(int64_t end_ns);
+  int64_t now_ns() const { return config_.clock(); }
   void receive();
   void fail(std::string why);
   void publish_stats();
@@ -115,7 +129,18 @@ class StepLoop {
   LeftQueue left_queue_{*this};
   std::vector<InFlightStep> ring_;  // step k lives in ring_[k % size], and so does its staging buffer
   uint64_t next_step_ = 1, oldest_step_ = 1;
-  int64_t oldest_since_ns_ = 0;     // when the oldest step in flight began to run
+  int64_t oldest_since_ns_ = 0;     // when the oldest step in flight began to run, as far as polling shows: a little later
+
+  // Late launch.
+  LaunchTiming timing_;
+  int64_t pending_ns_ = 0;          // the last look at a step that was not over
+  int64_t oldest_from_ns_ = 0;      // that look at the step before the oldest: the oldest began after it
+  bool held_ = false;               // the next launch was not due at the last look
+  struct {
+    int64_t looked_ns = 0, due_ns = 0, end_ns = 0;
+  } hold_;                          // that look, and when the launch was due and what was in flight expected to end
+  uint64_t watched_step_ = 0;       // held back, launched, and no look yet at whether that was in time
+  int64_t late_launches_ = 0;
 
   std::atomic<Request*> submitted_{nullptr}, aborted_{nullptr};  // lock-free stacks; the step thread takes all at once
   std::atomic<bool> stopping_{false}, failed_{false}, quiescent_{true};
@@ -131,7 +156,7 @@ class StepLoop {
 
   struct AtomicStats {
     std::atomic<int64_t> running{0}, waiting{0}, preemptions{0}, prefix_queries{0}, prefix_hits{0}, prompt_tokens{0},
-        generated_tokens{0}, free_blocks{0}, free_slots{0}, steps{0}, leases{0};
+        generated_tokens{0}, free_blocks{0}, free_slots{0}, steps{0}, late_launches{0}, leases{0};
   } stats_;
   std::thread thread_;
 };

@@ -35,6 +35,7 @@ MACHINERY = {
     },
     "large blocks": {"block_size": 64},
     "with latency": {"step_latency_us": 300},
+    "with latency, launched at once": {"step_latency_us": 300, "late_launch": False},
     "stepped by the event loop": {"step_driver": "loop"},
     "step thread on a core": {"cpu_affinity": min(os.sched_getaffinity(0))},
 }

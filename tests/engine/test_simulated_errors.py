@@ -174,6 +174,7 @@ def test_bad_sampling_parameters(wrong: dict[str, Any]) -> None:
         {"step_driver": "nobody"},
         {"num_kv_blocks": 1.5},
         {"enable_prefix_caching": 1},
+        {"late_launch": 1},
     ],
     ids=str,
 )

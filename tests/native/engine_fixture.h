@@ -20,7 +20,7 @@ using namespace std::chrono_literals;
 struct Options {
   int32_t num_blocks = 64, block_size = 16, max_num_seqs = 8, max_num_batched_tokens = 64, prefill_chunk_size = 0,
           max_model_len = 256, steps_in_flight = 2, vocab_size = 50;
-  bool prefix_caching = true;
+  bool prefix_caching = true, late_launch = true;
   std::chrono::nanoseconds step_timeout = 10s, latency = 0ns;
   int64_t max_queued_requests = 1 << 20;
   StagingMode staging = StagingMode::kMapped;
@@ -31,6 +31,7 @@ struct Options {
                    prefix_caching, {}};
     c.steps_in_flight = steps_in_flight;
     c.step_timeout = step_timeout;
+    c.late_launch = late_launch;
     c.max_queued_requests = max_queued_requests;
     return c;
   }

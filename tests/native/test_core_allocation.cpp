@@ -57,6 +57,7 @@ class CountingExecutor final : public Executor {
   }
   StepStatus poll(int) override { return launches_ <= allowed_ ? StepStatus::kReady : StepStatus::kPending; }
   std::string error() const override { return {}; }
+  int num_kinds() const override { return 1; }
   std::chrono::nanoseconds poll_interval() const override { return std::chrono::microseconds(50); }
   bool close(std::chrono::nanoseconds) override { return true; }
 

@@ -36,6 +36,16 @@ TEST(outputs_do_not_depend_on_steps_in_flight) {
   }
 }
 
+TEST(outputs_do_not_depend_on_late_launch) {
+  for (const bool late_launch : {true, false}) {
+    Options options;
+    options.late_launch = late_launch;
+    options.latency = 700us;
+    options.num_blocks = 24;  // with preemption
+    run_random(options, 100, 6, 60, 40);
+  }
+}
+
 TEST(outputs_do_not_depend_on_chunk_size) {
   for (const int chunk : {1, 2, 7, 16, 33, 0}) {
     Options options;
@@ -125,33 +135,39 @@ TEST(aborts_give_everything_back) {
 }
 
 TEST(a_device_fault_fails_the_engine_with_its_error) {
-  Options options;
-  Engine engine(options);
-  engine.device.fail_at(10);
-  RequestSpec spec;
-  spec.prompt = {1, 2, 3};
-  spec.max_tokens = 200;
-  CHECK(engine.submit(spec) == SubmitResult::kAccepted);
-  CHECK(!engine.run());
-  CHECK(engine.loop->error().find("illegal memory access") != std::string::npos);
-  CHECK(engine.submit(spec) == SubmitResult::kClosed);
-  CHECK(engine.loop->stop(1s));
+  for (const auto latency : {0us, 1000us}) {  // with steps that take their time, launches are held back
+    Options options;
+    options.latency = latency;
+    Engine engine(options);
+    engine.device.fail_at(10);
+    RequestSpec spec;
+    spec.prompt = {1, 2, 3};
+    spec.max_tokens = 200;
+    CHECK(engine.submit(spec) == SubmitResult::kAccepted);
+    CHECK(!engine.run());
+    CHECK(engine.loop->error().find("illegal memory access") != std::string::npos);
+    CHECK(engine.submit(spec) == SubmitResult::kClosed);
+    CHECK(engine.loop->stop(1s));
+  }
 }
 
 TEST(a_hung_kernel_becomes_an_error_within_the_time_limit) {
-  Options options;
-  options.step_timeout = 50ms;
-  Engine engine(options);
-  engine.device.hang_at(6);
-  RequestSpec spec;
-  spec.prompt = {1, 2, 3};
-  spec.max_tokens = 200;
-  CHECK(engine.submit(spec) == SubmitResult::kAccepted);
-  CHECK(!engine.run());
-  CHECK(engine.loop->error().find("did not finish within") != std::string::npos);
-  CHECK(!engine.loop->stop(10ms));  // still hanging: its buffers may not be freed
-  engine.device.resume();
-  CHECK(engine.loop->stop(5s));
+  for (const auto latency : {0us, 1000us}) {
+    Options options;
+    options.latency = latency;
+    options.step_timeout = 50ms;
+    Engine engine(options);
+    engine.device.hang_at(10);
+    RequestSpec spec;
+    spec.prompt = {1, 2, 3};
+    spec.max_tokens = 200;
+    CHECK(engine.submit(spec) == SubmitResult::kAccepted);
+    CHECK(!engine.run());
+    CHECK(engine.loop->error().find("did not finish within") != std::string::npos);
+    CHECK(!engine.loop->stop(10ms));  // still hanging: its buffers may not be freed
+    engine.device.resume();
+    CHECK(engine.loop->stop(5s));
+  }
 }
 
 TEST(the_queue_is_limited) {
