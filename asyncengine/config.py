@@ -72,8 +72,10 @@ class EngineConfig:
     """How a step's input reaches the GPU: copied from plain or pinned memory, or read there by the first kernel."""
     enforce_eager: bool = False
     """Run kernels one by one in place of captured graphs, for debugging: same results, slower."""
+    programmatic_launch: bool = True
+    """On a GPU that can, let a step's kernels start while the ones before them still run."""
     batch_invariant: bool = False
-    """On a GPU, cut attention the same way whatever else is in the batch."""
+    """On a GPU, compute every row the same way whatever else is in the batch."""
     cpu_threads: int | None = None
     """Threads that compute in a step; None: the cores this process may use."""
     prefill_attention: Literal["native", "sdpa"] = "native"

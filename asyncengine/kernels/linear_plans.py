@@ -117,7 +117,9 @@ def _skinny(site: Site) -> Iterator[Plan]:
                     continue
                 elif per_thread <= 128 and of_x <= 128:
                     fused = site.rows * site.inner <= 8192
-                    yield Plan("skinny", columns, inner, warps, ahead=1, fused_norm=fused)
+                    for ahead in (1, 2, 3):
+                        if ahead < steps and per_thread * (ahead + 1) <= 256:
+                            yield Plan("skinny", columns, inner, warps, ahead=ahead, fused_norm=fused)
 
 
 def _tiled(site: Site) -> Iterator[Plan]:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from asyncengine.kernels.linear_plans import Plan
 from asyncengine.kernels.ops import Activation, Norm
-from asyncengine.kernels.pdl import launch_options, start_next, wait
+from asyncengine.kernels.pdl import INTERPRETED, launch_options, start_next, wait
 from asyncengine.kernels.triton_rows import activate
 
 MAX_ARRIVALS = 1 << 16
@@ -66,7 +66,7 @@ def linear(
         "BIAS": bias is not None,
         "ADD": add,
         # The interpreter multiplies the bits of bfloat16 as if they were integers.
-        "WIDEN": x.dtype == torch.bfloat16 and not x.is_cuda,
+        "WIDEN": x.dtype == torch.bfloat16 and INTERPRETED,
         "num_warps": plan.warps,
         "num_stages": plan.stages,
         **launch_options(pdl),
@@ -141,6 +141,14 @@ def _columns(program, ACT: tl.constexpr, BN: tl.constexpr):
     return program * WIDTH + tl.arange(0, WIDTH)
 
 
+@triton.jit
+def _load(pointers, inside, EVEN: tl.constexpr):
+    """Elements of K; without a mask where every step is whole, since masks cost registers."""
+    if EVEN:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=inside, other=0.0)
+
+
 # ---- a row or two ----
 
 
@@ -173,6 +181,7 @@ def _vector_kernel(
 ):
     start_next(PDL)
     STEPS: tl.constexpr = (K + BK - 1) // BK
+    EVEN: tl.constexpr = K % BK == 0
     tl.static_assert(AHEAD == 0)  # all
     program = tl.program_id(0)
     row = _weight_rows(program, columns, ACT == "silu_mul", BN)
@@ -181,11 +190,11 @@ def _vector_kernel(
     w, g, b = (), (), ()
     for i in tl.static_range(STEPS):
         inside = i * BK + k < K
-        w = w + (tl.load(at + i * BK, mask=inside[None, :], other=0.0),)
+        w = w + (_load(at + i * BK, inside[None, :], EVEN),)
         if NORM != "none":
-            g = g + (tl.load(norm_weight + i * BK + k, mask=inside, other=0.0),)
+            g = g + (_load(norm_weight + i * BK + k, inside, EVEN),)
         if NORM == "layer":
-            b = b + (tl.load(norm_bias + i * BK + k, mask=inside, other=0.0),)
+            b = b + (_load(norm_bias + i * BK + k, inside, EVEN),)
     wait(PDL)
     dtype: tl.constexpr = x.dtype.element_ty
     for m in tl.static_range(M):
@@ -195,7 +204,7 @@ def _vector_kernel(
         xs = ()
         square = tl.zeros([BK], tl.float32)
         for i in tl.static_range(STEPS):
-            xs = xs + (tl.load(from_x + i * BK + k, mask=i * BK + k < K, other=0.0).to(tl.float32),)
+            xs = xs + (_load(from_x + i * BK + k, i * BK + k < K, EVEN).to(tl.float32),)
         mean = 0.0
         if NORM == "layer":
             for i in tl.static_range(STEPS):
@@ -204,7 +213,9 @@ def _vector_kernel(
             square = tl.zeros([BK], tl.float32)
         if NORM != "none":
             for i in tl.static_range(STEPS):
-                centered = tl.where(i * BK + k < K, xs[i] - mean, 0.0)
+                centered = xs[i] - mean
+                if not EVEN:
+                    centered = tl.where(i * BK + k < K, centered, 0.0)
                 square += centered * centered
             scale = tl.rsqrt(tl.sum(square, 0) / K + eps)
         y = tl.zeros([BN, BK], tl.float32)
@@ -264,11 +275,12 @@ def _skinny_kernel(
 ):
     """A step is B stretches of BK elements of K, one for each warp; their sums are added up at the end.
 
-    AHEAD is 0 if all weights are loaded ahead of the wait, else 1: a step ahead of its use, in registers.
+    Weights are loaded AHEAD steps before their use, in registers; 0 is all of them.
     """
     start_next(PDL)
     TILE: tl.constexpr = B * BK
     STEPS: tl.constexpr = (K + TILE - 1) // TILE
+    EVEN: tl.constexpr = K % TILE == 0
     ALL: tl.constexpr = AHEAD == 0
     dtype: tl.constexpr = x.dtype.element_ty
     program = tl.program_id(0)
@@ -278,12 +290,12 @@ def _skinny_kernel(
     kx = stretch + tl.arange(0, BK)[None, :, None]
     at = weight + row[None, :, None] * K + kw
     w, g, b = (), (), ()
-    for i in tl.static_range(STEPS if ALL else 1):
-        w = w + (tl.load(at + i * TILE, mask=i * TILE + kw < K, other=0.0),)
+    for i in tl.static_range(STEPS if ALL else AHEAD):
+        w = w + (_load(at + i * TILE, i * TILE + kw < K, EVEN),)
         if NORM != "none":
-            g = g + (tl.load(norm_weight + i * TILE + kx, mask=i * TILE + kx < K, other=0.0),)
+            g = g + (_load(norm_weight + i * TILE + kx, i * TILE + kx < K, EVEN),)
         if NORM == "layer":
-            b = b + (tl.load(norm_bias + i * TILE + kx, mask=i * TILE + kx < K, other=0.0),)
+            b = b + (_load(norm_bias + i * TILE + kx, i * TILE + kx < K, EVEN),)
     wait(PDL)
     m = tl.arange(0, BM)[None, None, :]
     source = m.to(tl.int64)
@@ -302,7 +314,9 @@ def _skinny_kernel(
             mean = (tl.sum(tl.sum(square, 1), 0) / K)[None, None, :]
             square = tl.zeros([B, BK, BM], tl.float32)
             for i in tl.static_range(STEPS):
-                centered = tl.where(i * TILE + kx < K, xs[i].to(tl.float32) - mean, 0.0)
+                centered = xs[i].to(tl.float32) - mean
+                if not EVEN:
+                    centered = tl.where(i * TILE + kx < K, centered, 0.0)
                 square += centered * centered
             scale = tl.rsqrt(tl.sum(tl.sum(square, 1), 0) / K + eps)[None, None, :]
         for i in tl.static_range(STEPS):
@@ -316,19 +330,21 @@ def _skinny_kernel(
             acc = _dot(w[i], value, acc, WIDEN)
     else:
         tl.static_assert(NORM != "layer")
-        current = w[0]
         value = tl.load(from_x, mask=(m < rows) & (kx < K), other=0.0)
         for step in tl.range(0, STEPS, num_stages=1):
             k = (step + 1) * TILE
-            following = tl.load(at + k, mask=k + kw < K, other=0.0)
+            there = step + AHEAD < STEPS
+            if not EVEN:
+                there = (step + AHEAD) * TILE + kw < K
+            following = tl.load(at + (step + AHEAD) * TILE, mask=there, other=0.0)
             next_value = tl.load(from_x + k, mask=(m < rows) & (k + kx < K), other=0.0)
             if NORM == "rms":
                 wide = value.to(tl.float32)
                 square += wide * wide
-                gain = tl.load(norm_weight + step * TILE + kx, mask=step * TILE + kx < K, other=0.0)
+                gain = _load(norm_weight + step * TILE + kx, step * TILE + kx < K, EVEN)
                 value = (wide * gain.to(tl.float32)).to(dtype)
-            acc = _dot(current, value, acc, WIDEN)
-            current = following
+            acc = _dot(w[0], value, acc, WIDEN)
+            w = w[1:] + (following,)
             value = next_value
     y = tl.sum(acc, 0)
     if NORM == "rms":
@@ -380,12 +396,10 @@ def _tiled_kernel(
     for done in tl.range(0, SPAN, BK, num_stages=STAGES):
         if SPAN % BK:
             left = K - done - tl.arange(0, BK)
-            w = tl.load(from_weight, mask=(left > 0)[None, :], other=0.0)
-            acc = _dot(w, tl.load(from_x, mask=there & (left > 0)[:, None], other=0.0), acc, WIDEN)
+            w = tl.load(from_weight + done, mask=(left > 0)[None, :], other=0.0)
+            acc = _dot(w, tl.load(from_x + done, mask=there & (left > 0)[:, None], other=0.0), acc, WIDEN)
         else:
-            acc = _dot(tl.load(from_weight), tl.load(from_x, mask=there, other=0.0), acc, WIDEN)
-        from_weight += BK
-        from_x += BK
+            acc = _dot(tl.load(from_weight + done), tl.load(from_x + done, mask=there, other=0.0), acc, WIDEN)
     if SPLIT > 1:
         size = tl.num_programs(2).to(tl.int64) * tl.num_programs(0) * (BN * BM)
         mine = (block * tl.num_programs(0) + program).to(tl.int64) * (BN * BM)

@@ -10,7 +10,9 @@ import torch
 from asyncengine import _core
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
-from asyncengine.kernels.cuda import CudaOps
+from asyncengine.kernels import pdl
+from asyncengine.kernels.cuda import CudaOps, CudaOptions
+from asyncengine.kernels.linear_plans import PlanTable
 from asyncengine.layers.attention import NativeAttention
 from asyncengine.model_info import ModelInfo
 from asyncengine.runner import kv_cache
@@ -53,7 +55,12 @@ class CudaRunner:
         device = torch.device("cuda", torch.cuda.current_device())
         torch.empty(1, device=device)  # torch loads the CUDA runtime when it first needs it
         native = _core.CudaDevice(loaded_libcudart(), device.index)
-        ops = CudaOps(device)
+        options = CudaOptions(
+            PlanTable.load(torch.cuda.get_device_name(device)),
+            pdl=config.programmatic_launch and pdl.works(device),
+            batch_invariant=config.batch_invariant,
+        )
+        ops = CudaOps(device, options)
         buckets = choose_buckets(config.max_num_seqs, config.max_num_batched_tokens)
         try:
             loaded = load_model(config, ops, NativeAttention(ops), progress=progress)
