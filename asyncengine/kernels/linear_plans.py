@@ -123,7 +123,7 @@ def _skinny(site: Site) -> Iterator[Plan]:
 
 
 def _tiled(site: Site) -> Iterator[Plan]:
-    if site.rows <= 8:
+    if site.rows <= 2:
         return
     for rows in sorted({min(64, max(16, site.rows)), min(128, max(16, site.rows)), max(16, site.rows)}):
         for columns in (32, 64, 128):
