@@ -37,7 +37,9 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles, chunks and an overflow of the list at vocabularies that the interpreter can bear."""
     monkeypatch.setattr(triton_sampler, "_TILE", 64)
     monkeypatch.setattr(triton_sampler, "_BINS", 32)
+    monkeypatch.setattr(triton_sampler, "_FINE", 16)
     monkeypatch.setattr(triton_sampler, "_CHUNK", 64)
+    monkeypatch.setattr(triton_sampler, "_FEW", 16)
     monkeypatch.setattr(triton_sampler, "_LIST", 48)
 
 
