@@ -65,8 +65,14 @@ def inverse(temperature: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def mass_of(logit: tl.tensor, reference: tl.tensor, inverse_temperature: tl.tensor) -> tl.tensor:
-    return (tl.exp((logit - reference) * inverse_temperature) * UNIT + 0.5).to(tl.int64)
+def weight_of(logit: tl.tensor, reference: tl.tensor, inverse_temperature: tl.tensor) -> tl.tensor:
+    """Share of the reference's mass."""
+    return tl.exp((logit - reference) * inverse_temperature)
+
+
+@triton.jit
+def mass_of(weight: tl.tensor) -> tl.tensor:
+    return (weight * UNIT + 0.5).to(tl.int64)
 
 
 @triton.jit
@@ -262,18 +268,14 @@ def load_bounds(
 
 
 @triton.jit
-def weigh(
-    logit: tl.tensor,
-    bounds: tl.tuple,
-    FINE: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Mass, whether the element is above all candidates, and a candidate's fine bin, FINE if it is none."""
+def weigh(logit: tl.tensor, bounds: tl.tuple, FINE: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Share of the largest mass, whether the element is above all candidates, and a candidate's fine bin, or FINE."""
     maximum, inverse_temperature, rate, lower, upper, origin, fine_rate = bounds
-    mass = mass_of(logit, maximum, inverse_temperature)
+    weight = weight_of(logit, maximum, inverse_temperature)
     scaled = logit * rate
     fine = tl.maximum(tl.minimum((origin - logit) * fine_rate, FINE - 1.0), 0.0).to(tl.int32)
-    is_candidate = (scaled >= lower) & (scaled < upper) & (mass > 0)
-    return mass, scaled >= upper, tl.where(is_candidate, fine, FINE)
+    is_candidate = (scaled >= lower) & (scaled < upper) & (weight >= 0.5 / UNIT)
+    return weight, scaled >= upper, tl.where(is_candidate, fine, FINE)
 
 
 @triton.jit
@@ -292,7 +294,7 @@ def load_candidates(
     CHUNK: tl.constexpr,
     FINE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Index, rank, mass and fine bin of the source's elements from ``start``.
+    """Index, rank, share of the largest mass and fine bin of the source's elements from ``start``.
 
     source: the row's logits, how many elements there are, their indices, and how many indices there are: none if a
     list was too short, and the whole row is the source.
@@ -301,8 +303,8 @@ def load_candidates(
     place = start + tl.arange(0, CHUNK)
     index = tl.where(place < in_list, tl.load(listed + place, mask=place < in_list, other=0), place)
     logit = tl.load(logits + index, mask=place < length, other=float("-inf"))
-    mass, _, fine = weigh(logit, bounds, FINE)
-    return index, rank_of(logit, index), mass, fine
+    weight, _, fine = weigh(logit, bounds, FINE)
+    return index, rank_of(logit, index), weight, fine
 
 
 @triton.jit
@@ -311,7 +313,7 @@ def search(
     bin: tl.tensor,
     source: tl.tuple,
     bounds: tl.tuple,
-    BY_MASS: tl.constexpr,
+    by_mass: tl.tensor,
     CHUNK: tl.constexpr,
     FINE: tl.constexpr,
 ) -> tl.tensor:
@@ -333,9 +335,8 @@ def search(
         probes = low + stride * (1 + tl.arange(0, WAYS).to(tl.int64))
         reached = tl.zeros((WAYS,), tl.int64)
         for start in range(0, source[1], CHUNK):
-            _, rank, mass, fine = load_candidates(start, source, bounds, CHUNK, FINE)
-            if not BY_MASS:
-                mass = tl.full((CHUNK,), 1, tl.int64)
+            _, rank, weight, fine = load_candidates(start, source, bounds, CHUNK, FINE)
+            mass = tl.where(by_mass, mass_of(weight), 1)
             present = (fine == bin)[:, None] & (rank[:, None] >= probes[None, :])
             reached += tl.sum(tl.where(present, mass[:, None], 0), 0)
         passed = tl.sum((reached >= wanted).to(tl.int64), 0)
@@ -350,15 +351,13 @@ def compare_all(
     bin: tl.tensor,
     source: tl.tuple,
     bounds: tl.tuple,
-    BY_MASS: tl.constexpr,
+    by_mass: tl.tensor,
     FEW: tl.constexpr,
     FINE: tl.constexpr,
 ) -> tl.tensor:
     """What ``search`` finds, from at most FEW elements, each compared with each: no round trips to the L2 cache."""
-    _, rank, mass, fine = load_candidates(0, source, bounds, FEW, FINE)
-    if not BY_MASS:
-        mass = tl.full((FEW,), 1, tl.int64)
-    mass = tl.where(fine == bin, mass, 0)
+    _, rank, weight, fine = load_candidates(0, source, bounds, FEW, FINE)
+    mass = tl.where(fine == bin, tl.where(by_mass, mass_of(weight), 1), 0)
     reached = tl.sum(tl.where(rank[None, :] >= rank[:, None], mass[None, :], 0), 1)
     lowest = tl.min(tl.where(fine == bin, rank, 0x7FFFFFFFFFFFFFFF), 0)
     return tl.maximum(tl.max(tl.where((fine == bin) & (reached >= wanted), rank, NO_RANK), 0), lowest)
@@ -371,7 +370,7 @@ def select(
     source: tl.tuple,
     chosen: tl.tensor,
     bounds: tl.tuple,
-    BY_MASS: tl.constexpr,
+    by_mass: tl.tensor,
     CHUNK: tl.constexpr,
     LIST: tl.constexpr,
     FEW: tl.constexpr,
@@ -389,11 +388,11 @@ def select(
     is_listed = found <= LIST
     bin_source = (source[0], tl.where(is_listed, found, source[1]), chosen, tl.where(is_listed, found, source[3]))
     if found <= FEW:
-        floor = compare_all(wanted, bin, bin_source, bounds, BY_MASS, FEW, FINE)
+        floor = compare_all(wanted, bin, bin_source, bounds, by_mass, FEW, FINE)
     else:
-        floor = search(wanted, bin, bin_source, bounds, BY_MASS, CHUNK // 4, FINE)
+        floor = search(wanted, bin, bin_source, bounds, by_mass, CHUNK // 4, FINE)
     mass_above = tl.zeros((CHUNK,), tl.int64)
     for start in range(0, bin_source[1], CHUNK):
-        _, rank, mass, fine = load_candidates(start, bin_source, bounds, CHUNK, FINE)
-        mass_above += tl.where((fine == bin) & (rank >= floor), mass, 0)
+        _, rank, weight, fine = load_candidates(start, bin_source, bounds, CHUNK, FINE)
+        mass_above += tl.where((fine == bin) & (rank >= floor), mass_of(weight), 0)
     return floor, tl.sum(mass_above, 0)

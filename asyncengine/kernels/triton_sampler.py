@@ -30,8 +30,8 @@ from asyncengine.kernels.triton_filters import (
     MAX_VOCAB,
     NO_RANK,
     UNIT,
-    count_bins,
     bin_grid,
+    count_bins,
     find_bounds,
     inverse,
     is_finite,
@@ -44,18 +44,19 @@ from asyncengine.kernels.triton_filters import (
     select,
     share,
     weigh,
+    weight_of,
 )
-from asyncengine.kernels.work_list import _multiprocessors
 
 _TILE = 4096
 _BINS = 64
 _FINE = 1024
 _LIST = 16384
 """Candidates that a row can list. If there are more (very many equal logits), its end is searched in the whole row."""
-_CHUNK = 2048
-_FEW = 128
+_CHUNK = 1024
+_FEW = 64
 _ROWS = 256
-_PROGRAMS_PER_SM = 4
+_PROGRAMS = 396
+"""Of the second pass: what an H200 runs at once, three on each of its 132 multiprocessors."""
 MAX_TILES = 4096
 
 # int32 words of a row's state.
@@ -240,6 +241,39 @@ def _tiles_kernel(
 
 
 @triton.jit
+def _list_candidates(
+    begin: tl.tensor,
+    logits: tl.tensor,
+    vocab: tl.tensor,
+    bounds: tl.tuple,
+    counts: tl.tensor,
+    masses: tl.tensor,
+    listed: tl.tensor,
+    place: tl.tensor,
+    TILE: tl.constexpr,
+    LIST: tl.constexpr,
+    FINE: tl.constexpr,
+) -> None:
+    """Bin the candidates of a tile and list them from ``place``.
+
+    They are loaded again, from the L1 cache, and in parts: in registers, they would halve the programs that fit.
+    """
+    PART: tl.constexpr = TILE // 4
+    for part in range(0, TILE, PART):
+        index = begin + part + tl.arange(0, PART)
+        logit = tl.load(logits + index, mask=index < vocab, other=float("-inf"))
+        weight, _, fine = weigh(logit, bounds, FINE)
+        is_candidate = fine < FINE
+        one = is_candidate.to(tl.int32)
+        tl.atomic_add(counts + fine, one, mask=is_candidate, sem="relaxed")
+        tl.atomic_add(masses + fine, mass_of(weight), mask=is_candidate, sem="relaxed")
+        # Tiles append in any order: nothing that is made of the list depends on it.
+        at = place + tl.cumsum(one, 0) - 1
+        tl.store(listed + at, index, mask=is_candidate & (at < LIST))
+        place += tl.sum(one, 0)
+
+
+@triton.jit
 def _collect_tile(
     row: tl.tensor,
     tile: tl.tensor,
@@ -247,7 +281,7 @@ def _collect_tile(
     row_stride: tl.tensor,
     vocab: tl.tensor,
     num_tiles: tl.tensor,
-    least_mass: tl.tensor,
+    least: tl.tensor,
     tile_rank: tl.tensor,
     bounds: tl.tensor,
     row_state: tl.tensor,
@@ -269,19 +303,21 @@ def _collect_tile(
     else:
         index = tile * TILE + tl.arange(0, TILE)
         logit = tl.load(logits + row * row_stride + index, mask=index < vocab, other=float("-inf"))
-        mass, is_above, fine = weigh(logit, row_bounds, FINE)
-        mass_above = tl.where(is_above, mass, 0)
-        tl.store(above + out, tl.sum(mass_above, 0))
-        tl.store(kept + out, tl.sum(tl.where(mass.to(tl.float32) >= least_mass, mass_above, 0), 0))
-        is_candidate = fine < FINE
-        found = tl.sum(is_candidate.to(tl.int32), 0)
+        weight, is_above, fine = weigh(logit, row_bounds, FINE)
+        mass = mass_of(tl.where(is_above, weight, 0.0))
+        mass_above = tl.sum(mass, 0)
+        mass_kept = mass_above
+        if least > 0:
+            mass_kept = tl.sum(tl.where(weight >= least, mass, 0), 0)
+        tl.store(above + out, mass_above)
+        tl.store(kept + out, mass_kept)
+        found = tl.sum((fine < FINE).to(tl.int32), 0)
         if found > 0:
-            tl.atomic_add(counts + row * FINE + fine, tl.full((TILE,), 1, tl.int32), mask=is_candidate, sem="relaxed")
-            tl.atomic_add(masses + row * FINE + fine, mass, mask=is_candidate, sem="relaxed")
-            # Tiles append in any order: nothing that is made of the list depends on it.
             place = tl.atomic_add(row_state + row * _STATE + _NUM_LISTED, found, sem="relaxed")
-            place += tl.cumsum(is_candidate.to(tl.int32), 0) - 1
-            tl.store(listed + row * LIST + place, index, mask=is_candidate & (place < LIST))
+            _list_candidates(
+                tile * TILE, logits + row * row_stride, vocab, row_bounds, counts + row * FINE, masses + row * FINE,
+                listed + row * LIST, place, TILE, LIST, FINE,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -321,9 +357,9 @@ def _collect_kernel(
             # Backwards: what was read last is likely to be in the L2 cache still.
             place = units - 1 - unit
             chosen = (first_row + tl.sum((upto <= place // num_tiles).to(tl.int32), 0)).to(tl.int64)
-            least_mass = tl.load(min_p + tl.load(sample_slot + chosen)) * UNIT
+            least = tl.load(min_p + tl.load(sample_slot + chosen))
             _collect_tile(
-                chosen, place % num_tiles, logits, row_stride, vocab, num_tiles, least_mass, tile_rank, bounds,
+                chosen, place % num_tiles, logits, row_stride, vocab, num_tiles, least, tile_rank, bounds,
                 row_state, counts, masses, above, kept, listed, TILE, LIST, FINE,
             )  # fmt: skip
 
@@ -334,7 +370,7 @@ def _collect_kernel(
 @triton.jit
 def _keep(
     p: tl.tensor,
-    least_mass: tl.tensor,
+    least: tl.tensor,
     total: tl.tensor,
     mass_above: tl.tensor,
     wanted_count: tl.tensor,
@@ -352,28 +388,28 @@ def _keep(
 ) -> tl.tensor:
     """The lowest rank that top-k and top-p keep. Adds the candidates that they and min-p keep to the tiles' masses."""
     bins = tl.arange(0, FINE)
-    count, mass = tl.load(counts + bins), tl.load(masses + bins)
+    mass = tl.load(masses + bins)
     floor = tl.full((), NO_RANK, tl.int64)
-    if wanted_count > 0:
-        upto = tl.cumsum(count, 0)
-        bin = tl.sum((upto < wanted_count).to(tl.int32), 0)
-        total = mass_above + tl.sum(tl.where(bins < bin, mass, 0), 0)
-        if bin < FINE:  # else only what has no mass is dropped
-            wanted = (wanted_count - tl.sum(tl.where(bins < bin, count, 0), 0)).to(tl.int64)
-            floor, mass_of_bin = select(wanted, bin, source, chosen, bounds, False, CHUNK, LIST, FEW, FINE)
-            total += mass_of_bin
-    if p < 1:
-        wanted = share(p, total) - mass_above
-        bin = tl.sum((tl.cumsum(mass, 0) < wanted).to(tl.int32), 0)
-        if bin < FINE:
-            wanted -= tl.sum(tl.where(bins < bin, mass, 0), 0)
-            tl.debug_barrier()  # the list of the chosen is written anew
-            end, _ = select(wanted, bin, source, chosen, bounds, True, CHUNK, LIST, FEW, FINE)
-            floor = tl.maximum(floor, end)
+    for by_mass in range(0, 2):  # top-k, then top-p: compiled once, as the larger half of the kernel
+        if by_mass > 0:
+            amount, wanted = mass, share(p, total) - mass_above
+            is_limited = p < 1
+        else:
+            amount, wanted = tl.load(counts + bins).to(tl.int64), wanted_count.to(tl.int64)
+            is_limited = wanted_count > 0
+        if is_limited:
+            bin = tl.sum((tl.cumsum(amount, 0) < wanted).to(tl.int32), 0)
+            mass_of_bin = tl.zeros((), tl.int64)
+            if bin < FINE:  # else only what has no mass is dropped
+                wanted -= tl.sum(tl.where(bins < bin, amount, 0), 0)
+                tl.debug_barrier()  # the list of the chosen is written anew
+                end, mass_of_bin = select(wanted, bin, source, chosen, bounds, by_mass > 0, CHUNK, LIST, FEW, FINE)
+                floor = tl.maximum(floor, end)
+            total = mass_above + tl.sum(tl.where(bins < bin, mass, 0), 0) + mass_of_bin
     for start in range(0, source[1], CHUNK):
         index, rank, weight, fine = load_candidates(start, source, bounds, CHUNK, FINE)
-        is_kept = (fine < FINE) & (rank >= floor) & (weight.to(tl.float32) >= least_mass)
-        tl.atomic_add(kept + index // TILE, weight, mask=is_kept)
+        is_kept = (fine < FINE) & (rank >= floor) & (weight >= least)
+        tl.atomic_add(kept + index // TILE, mass_of(weight), mask=is_kept)
     tl.debug_barrier()
     return floor
 
@@ -383,7 +419,7 @@ def _draw(
     logits: tl.tensor,
     vocab: tl.tensor,
     floor: tl.tensor,
-    least_mass: tl.tensor,
+    least: tl.tensor,
     lowest: tl.tensor,
     rate: tl.tensor,
     tile_mass: tl.tensor,
@@ -407,9 +443,9 @@ def _draw(
     index = tile * TILE + tl.arange(0, TILE)
     logit = tl.load(logits + index, mask=index < vocab, other=float("-inf"))
     reference = tl.max(tl.where(tiles == tile, tile_reference, float("-inf")), 0)
-    mass = mass_of(logit, reference, inverse_temperature)
-    is_kept = (logit * rate >= lowest) & (rank_of(logit, index) >= floor) & (mass.to(tl.float32) >= least_mass)
-    mass = tl.where(is_kept, mass, 0)
+    weight = weight_of(logit, reference, inverse_temperature)
+    is_kept = (logit * rate >= lowest) & (rank_of(logit, index) >= floor) & (weight >= least)
+    mass = tl.where(is_kept, mass_of(weight), 0)
     # The tile's mass may be known in another scale, that of its own maximum.
     total, known = tl.sum(mass, 0), tl.max(tl.where(tiles == tile, tile_mass, 0), 0)
     target = (target.to(tl.float64) / known.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
@@ -484,7 +520,7 @@ def _finish_kernel(
             is_listed = found <= LIST
             length, in_list = tl.where(is_listed, found, vocab), tl.where(is_listed, found, 0)
             floor = _keep(
-                p, least * UNIT, tl.sum(mass, 0), tl.sum(tl.load(above + partial, mask=present, other=0), 0),
+                p, least, tl.sum(mass, 0), tl.sum(tl.load(above + partial, mask=present, other=0), 0),
                 tl.load(state + _WANTED), counts + row * FINE, masses + row * FINE, kept + row * num_tiles,
                 (row_logits, length, listed + row * LIST, in_list), chosen + row * LIST, row_bounds,
                 TILE, CHUNK, LIST, FEW, FINE,
@@ -492,7 +528,7 @@ def _finish_kernel(
             mass = tl.load(kept + partial, mask=present, other=0, cache_modifier=".cg")
             reference = tl.zeros((TILES,), tl.float32) + maximum
         token = _draw(
-            row_logits, vocab, floor, least * UNIT, lowest, rate, mass, reference, inverse_temperature,
+            row_logits, vocab, floor, least, lowest, rate, mass, reference, inverse_temperature,
             tl.load(seeds + slot), tl.load(sample_position + row), TILE, TILES,
         )  # fmt: skip
     _hand_on(row, slot, token, is_valid, stops, last_token, finished, header, out_words, ring_stride, STOPS)
@@ -551,11 +587,11 @@ def sample(
         return
     above, kept = scratch(num_tiles, torch.int64), scratch(num_tiles, torch.int64)
     listed, chosen = scratch(_LIST, torch.int32), scratch(_LIST, torch.int32)
-    programs = min(rows * num_tiles, _PROGRAMS_PER_SM * _multiprocessors(logits.device))
+    programs = min(rows * num_tiles, _PROGRAMS)
     _collect_kernel[(programs,)](
         logits, logits.stride(0), vocab, rows, num_tiles, step.sample_slot, slots.min_p,
         tile_rank, bounds, row_state, counts, masses, above, kept, listed,
-        TILE=_TILE, LIST=_LIST, FINE=_FINE, ROWS=_ROWS, num_warps=8, **launch_options(pdl),
+        TILE=_TILE, LIST=_LIST, FINE=_FINE, ROWS=_ROWS, num_warps=8, maxnreg=80, **launch_options(pdl),
     )  # fmt: skip
     _finish_kernel[(rows,)](
         logits, logits.stride(0), vocab, num_tiles, step.sample_slot, step.sample_position, slots.temperature,
@@ -563,7 +599,7 @@ def sample(
         tile_rank, tile_mass, bounds, row_state, counts, masses, above, kept, listed, chosen,
         header, out_words, out_words.stride(0),
         TILE=_TILE, TILES=tiles, CHUNK=_CHUNK, LIST=_LIST, FEW=_FEW, FINE=_FINE, STOPS=MAX_STOPS,
-        num_warps=8, **launch_options(pdl),
+        num_warps=8, maxnreg=128, **launch_options(pdl),
     )  # fmt: skip
 
 
