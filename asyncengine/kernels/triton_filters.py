@@ -31,6 +31,13 @@ MAX_BIN_RATE = tl.constexpr(float(1 << 20))
 BOUNDS = tl.constexpr(8)
 """float32 words of a row's bounds, which ``load_bounds`` names."""
 
+# int32 words of a row's state.
+IS_FILTERED = tl.constexpr(0)
+WANTED = tl.constexpr(1)
+"""how many candidates top-k keeps, 0 if all"""
+NUM_LISTED = tl.constexpr(2)
+STATE = tl.constexpr(4)
+
 
 # ---- one logit ----
 

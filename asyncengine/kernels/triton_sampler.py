@@ -10,7 +10,7 @@ Greedy sampling is one launch that reads the logits once; the program of a row t
 other batch takes three. ``_tiles_kernel`` reads all logits and leaves a summary of each tile, enough for greedy and
 plain temperature; of rows with a filter it counts elements by bins, and the last program bounds where the filter
 ends. ``_collect_kernel`` reads the tiles that have something to be kept in them, adds up what is above the bounds and
-lists what is between them. ``_finish_kernel`` finds the exact end among those listed, draws, and hands the token on.
+lists what is between them. ``finish_kernel`` finds the exact end among those listed, draws, and hands the token on.
 """
 
 # mypy: disable-error-code="import-untyped, untyped-decorator"
@@ -26,26 +26,26 @@ from asyncengine.kernels.device_step import MAX_STOPS, DeviceStep
 from asyncengine.kernels.pdl import launch_options, wait
 from asyncengine.kernels.triton_filters import (
     BOUNDS,
+    IS_FILTERED,
     LAST_INDEX,
     MAX_VOCAB,
     NO_RANK,
-    UNIT,
+    NUM_LISTED,
+    STATE,
+    WANTED,
     bin_grid,
     count_bins,
     find_bounds,
     inverse,
     is_finite,
     load_bounds,
-    load_candidates,
     load_parameters,
     logit_of,
     mass_of,
     rank_of,
-    select,
-    share,
     weigh,
-    weight_of,
 )
+from asyncengine.kernels.triton_finish import finish_greedy_kernel, finish_kernel, hand_on, token_of
 
 _TILE = 4096
 _BINS = 64
@@ -58,76 +58,6 @@ _ROWS = 256
 _PROGRAMS = 396
 """Of the second pass: what an H200 runs at once, three on each of its 132 multiprocessors."""
 MAX_TILES = 4096
-
-# int32 words of a row's state.
-_IS_FILTERED = tl.constexpr(0)
-_WANTED = tl.constexpr(1)
-_NUM_LISTED = tl.constexpr(2)
-_STATE = tl.constexpr(4)
-
-
-# ---- the end of a row ----
-
-
-@triton.jit
-def _hand_on(
-    row: tl.tensor,
-    slot: tl.tensor,
-    token: tl.tensor,
-    is_valid: tl.tensor,
-    stops: tl.tensor,
-    last_token: tl.tensor,
-    finished: tl.tensor,
-    header: tl.tensor,
-    out_words: tl.tensor,
-    ring_stride: tl.tensor,
-    STOPS: tl.constexpr,
-) -> None:
-    is_running = tl.load(finished + slot) == 0
-    is_new = is_running & is_valid
-    token = tl.where(is_new, token, -1)
-    # A broken row ends its sequence as a stop token does: what is in flight of it must not run on an invalid token.
-    ended = tl.max((tl.load(stops + slot * STOPS + tl.arange(0, STOPS)) == token).to(tl.int32), 0) > 0
-    tl.store(last_token + slot, token, mask=is_new)
-    tl.store(finished + slot, 1, mask=is_running & (ended | (is_valid == 0)))
-    step, ring = tl.load(header), tl.load(header + 1)
-    tl.store(out_words + ring * ring_stride + row, (step << 32) | (token.to(tl.int64) & 0xFFFFFFFF))
-
-
-@triton.jit
-def _token_of(rank: tl.tensor) -> tl.tensor:
-    return ((rank & LAST_INDEX) ^ LAST_INDEX).to(tl.int32)
-
-
-@triton.jit
-def _finish_greedy_kernel(
-    tile_rank: tl.tensor,
-    rank_row_stride: tl.tensor,
-    rank_tile_stride: tl.tensor,
-    num_tiles: tl.tensor,
-    sample_slot: tl.tensor,
-    stops: tl.tensor,
-    last_token: tl.tensor,
-    finished: tl.tensor,
-    header: tl.tensor,
-    out_words: tl.tensor,
-    ring_stride: tl.tensor,
-    TILES: tl.constexpr,
-    STOPS: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
-    wait(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(sample_slot + row)
-    if slot < 0:
-        return
-    tiles = tl.arange(0, TILES)
-    place = row * rank_row_stride + tiles.to(tl.int64) * rank_tile_stride
-    first = tl.max(tl.load(tile_rank + place, mask=tiles < num_tiles, other=NO_RANK), 0)
-    _hand_on(
-        row, slot, _token_of(first), is_finite(first), stops, last_token, finished, header, out_words, ring_stride,
-        STOPS,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -187,9 +117,9 @@ def _tiles_kernel(
     num_tiles = tl.num_programs(0)
     slot = tl.load(sample_slot + row)
     if not GREEDY:
-        state = row_state + row * _STATE
+        state = row_state + row * STATE
         if tile == 0:
-            tl.store(state + _IS_FILTERED, 0)
+            tl.store(state + IS_FILTERED, 0)
     if slot < 0:
         return
     index = tile * TILE + tl.arange(0, TILE)
@@ -217,7 +147,7 @@ def _tiles_kernel(
                     fine = tl.arange(0, FINE)
                     tl.store(counts + row * FINE + fine, tl.zeros((FINE,), tl.int32))
                     tl.store(masses + row * FINE + fine, tl.zeros((FINE,), tl.int64))
-                    tl.store(state + _NUM_LISTED, 0)
+                    tl.store(state + NUM_LISTED, 0)
                 is_last = _arrive(arrivals + row, num_tiles)
     if is_last:
         first_tile = row * num_tiles
@@ -227,17 +157,17 @@ def _tiles_kernel(
                 tile_rank + first_tile + tiles, mask=tiles < num_tiles, other=NO_RANK, cache_modifier=".cg"
             )
             first = tl.max(ranks, 0)
-            _hand_on(
-                row, slot, _token_of(first), is_finite(first), stops, last_token, finished, header, out_words,
+            hand_on(
+                row, slot, token_of(first), is_finite(first), stops, last_token, finished, header, out_words,
                 ring_stride, STOPS,
             )  # fmt: skip
         else:
             is_filtered = find_bounds(
                 vocab, num_tiles, load_parameters(slot, temperature, top_k, top_p, min_p), tile_rank + first_tile,
                 tile_min + first_tile, tile_mass + first_tile, tile_bins + first_tile * BINS,
-                bounds + row * BOUNDS, state + _WANTED, TILES, BINS, FINE,
+                bounds + row * BOUNDS, state + WANTED, TILES, BINS, FINE,
             )  # fmt: skip
-            tl.store(state + _IS_FILTERED, is_filtered.to(tl.int32))
+            tl.store(state + IS_FILTERED, is_filtered.to(tl.int32))
 
 
 @triton.jit
@@ -313,7 +243,7 @@ def _collect_tile(
         tl.store(kept + out, mass_kept)
         found = tl.sum((fine < FINE).to(tl.int32), 0)
         if found > 0:
-            place = tl.atomic_add(row_state + row * _STATE + _NUM_LISTED, found, sem="relaxed")
+            place = tl.atomic_add(row_state + row * STATE + NUM_LISTED, found, sem="relaxed")
             _list_candidates(
                 tile * TILE, logits + row * row_stride, vocab, row_bounds, counts + row * FINE, masses + row * FINE,
                 listed + row * LIST, place, TILE, LIST, FINE,
@@ -350,7 +280,7 @@ def _collect_kernel(
     wait(PDL)
     for first_row in range(0, rows, ROWS):
         row = first_row + tl.arange(0, ROWS)
-        flags = tl.load(row_state + row * _STATE + _IS_FILTERED, mask=row < rows, other=0)
+        flags = tl.load(row_state + row * STATE + IS_FILTERED, mask=row < rows, other=0)
         upto = tl.cumsum(flags, 0)
         units = tl.sum(flags, 0) * num_tiles
         for unit in range(tl.program_id(0), units, tl.num_programs(0)):
@@ -362,176 +292,6 @@ def _collect_kernel(
                 chosen, place % num_tiles, logits, row_stride, vocab, num_tiles, least, tile_rank, bounds,
                 row_state, counts, masses, above, kept, listed, TILE, LIST, FINE,
             )  # fmt: skip
-
-
-# ---- the end of a sampled row ----
-
-
-@triton.jit
-def _keep(
-    p: tl.tensor,
-    least: tl.tensor,
-    total: tl.tensor,
-    mass_above: tl.tensor,
-    wanted_count: tl.tensor,
-    counts: tl.tensor,
-    masses: tl.tensor,
-    kept: tl.tensor,
-    source: tl.tuple,
-    chosen: tl.tensor,
-    bounds: tl.tuple,
-    TILE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    LIST: tl.constexpr,
-    FEW: tl.constexpr,
-    FINE: tl.constexpr,
-) -> tl.tensor:
-    """The lowest rank that top-k and top-p keep. Adds the candidates that they and min-p keep to the tiles' masses."""
-    bins = tl.arange(0, FINE)
-    mass = tl.load(masses + bins)
-    floor = tl.full((), NO_RANK, tl.int64)
-    for by_mass in range(0, 2):  # top-k, then top-p: compiled once, as the larger half of the kernel
-        if by_mass > 0:
-            amount, wanted = mass, share(p, total) - mass_above
-            is_limited = p < 1
-        else:
-            amount, wanted = tl.load(counts + bins).to(tl.int64), wanted_count.to(tl.int64)
-            is_limited = wanted_count > 0
-        if is_limited:
-            bin = tl.sum((tl.cumsum(amount, 0) < wanted).to(tl.int32), 0)
-            mass_of_bin = tl.zeros((), tl.int64)
-            if bin < FINE:  # else only what has no mass is dropped
-                wanted -= tl.sum(tl.where(bins < bin, amount, 0), 0)
-                tl.debug_barrier()  # the list of the chosen is written anew
-                end, mass_of_bin = select(wanted, bin, source, chosen, bounds, by_mass > 0, CHUNK, LIST, FEW, FINE)
-                floor = tl.maximum(floor, end)
-            total = mass_above + tl.sum(tl.where(bins < bin, mass, 0), 0) + mass_of_bin
-    for start in range(0, source[1], CHUNK):
-        index, rank, weight, fine = load_candidates(start, source, bounds, CHUNK, FINE)
-        is_kept = (fine < FINE) & (rank >= floor) & (weight >= least)
-        tl.atomic_add(kept + index // TILE, mass_of(weight), mask=is_kept)
-    tl.debug_barrier()
-    return floor
-
-
-@triton.jit
-def _draw(
-    logits: tl.tensor,
-    vocab: tl.tensor,
-    floor: tl.tensor,
-    least: tl.tensor,
-    lowest: tl.tensor,
-    rate: tl.tensor,
-    tile_mass: tl.tensor,
-    tile_reference: tl.tensor,
-    inverse_temperature: tl.tensor,
-    seed: tl.tensor,
-    position: tl.tensor,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-) -> tl.tensor:
-    """The first kept element at which the running mass exceeds uniform * total."""
-    counter = position.to(tl.uint32)
-    zero = counter * 0
-    high, low, _, _ = tl.philox(seed, counter, zero, zero, zero)
-    uniform = (high.to(tl.uint64) << 32) | low.to(tl.uint64)
-    target = tl.umulhi(uniform, tl.sum(tile_mass, 0).to(tl.uint64)).to(tl.int64)
-
-    tiles = tl.arange(0, TILES)
-    tile = tl.sum((tl.cumsum(tile_mass, 0) <= target).to(tl.int32), 0)
-    target -= tl.sum(tl.where(tiles < tile, tile_mass, 0), 0)
-    index = tile * TILE + tl.arange(0, TILE)
-    logit = tl.load(logits + index, mask=index < vocab, other=float("-inf"))
-    reference = tl.max(tl.where(tiles == tile, tile_reference, float("-inf")), 0)
-    weight = weight_of(logit, reference, inverse_temperature)
-    is_kept = (logit * rate >= lowest) & (rank_of(logit, index) >= floor) & (weight >= least)
-    mass = tl.where(is_kept, mass_of(weight), 0)
-    # The tile's mass may be known in another scale, that of its own maximum.
-    total, known = tl.sum(mass, 0), tl.max(tl.where(tiles == tile, tile_mass, 0), 0)
-    target = (target.to(tl.float64) / known.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
-    target = tl.minimum(target, total - 1)
-    return tile * TILE + tl.sum((tl.cumsum(mass, 0) <= target).to(tl.int32), 0)
-
-
-@triton.jit
-def _finish_kernel(
-    logits: tl.tensor,
-    row_stride: tl.tensor,
-    vocab: tl.tensor,
-    num_tiles: tl.tensor,
-    sample_slot: tl.tensor,
-    sample_position: tl.tensor,
-    temperature: tl.tensor,
-    top_k: tl.tensor,
-    top_p: tl.tensor,
-    min_p: tl.tensor,
-    seeds: tl.tensor,
-    stops: tl.tensor,
-    last_token: tl.tensor,
-    finished: tl.tensor,
-    tile_rank: tl.tensor,
-    tile_mass: tl.tensor,
-    bounds: tl.tensor,
-    row_state: tl.tensor,
-    counts: tl.tensor,
-    masses: tl.tensor,
-    above: tl.tensor,
-    kept: tl.tensor,
-    listed: tl.tensor,
-    chosen: tl.tensor,
-    header: tl.tensor,
-    out_words: tl.tensor,
-    ring_stride: tl.tensor,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-    CHUNK: tl.constexpr,
-    LIST: tl.constexpr,
-    FEW: tl.constexpr,
-    FINE: tl.constexpr,
-    STOPS: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
-    wait(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(sample_slot + row)
-    if slot < 0:
-        return
-    tiles = tl.arange(0, TILES)
-    present = tiles < num_tiles
-    partial = row * num_tiles + tiles
-    ranks = tl.load(tile_rank + partial, mask=present, other=NO_RANK)
-    first = tl.max(ranks, 0)
-    is_valid = is_finite(first)
-    token = _token_of(first)
-    heat, _, p, least = load_parameters(slot, temperature, top_k, top_p, min_p)
-    if (heat > 0) & is_valid:
-        row_logits = logits + row * row_stride
-        maximum, inverse_temperature = logit_of(first), inverse(heat)
-        part = tl.load(tile_mass + partial, mask=present, other=0.0)
-        reference = tl.where(is_finite(ranks), logit_of(ranks), maximum)
-        mass = (part * tl.exp((reference - maximum) * inverse_temperature) * UNIT).to(tl.int64)
-        floor = tl.full((), NO_RANK, tl.int64)
-        lowest, rate = tl.full((), float("-inf"), tl.float32), tl.full((), 1.0, tl.float32)
-        state = row_state + row * _STATE
-        if tl.load(state + _IS_FILTERED) > 0:
-            row_bounds = load_bounds(bounds + row * BOUNDS)
-            lowest, rate = row_bounds[3], row_bounds[2]
-            found = tl.load(state + _NUM_LISTED)
-            is_listed = found <= LIST
-            length, in_list = tl.where(is_listed, found, vocab), tl.where(is_listed, found, 0)
-            floor = _keep(
-                p, least, tl.sum(mass, 0), tl.sum(tl.load(above + partial, mask=present, other=0), 0),
-                tl.load(state + _WANTED), counts + row * FINE, masses + row * FINE, kept + row * num_tiles,
-                (row_logits, length, listed + row * LIST, in_list), chosen + row * LIST, row_bounds,
-                TILE, CHUNK, LIST, FEW, FINE,
-            )  # fmt: skip
-            mass = tl.load(kept + partial, mask=present, other=0, cache_modifier=".cg")
-            reference = tl.zeros((TILES,), tl.float32) + maximum
-        token = _draw(
-            row_logits, vocab, floor, least, lowest, rate, mass, reference, inverse_temperature,
-            tl.load(seeds + slot), tl.load(sample_position + row), TILE, TILES,
-        )  # fmt: skip
-    _hand_on(row, slot, token, is_valid, stops, last_token, finished, header, out_words, ring_stride, STOPS)
 
 
 # ---- launches ----
@@ -573,7 +333,7 @@ def sample(
     tile_rank = torch.empty((rows, num_tiles), dtype=torch.int64, device=logits.device)
     tile_min, tile_mass = scratch(num_tiles, torch.float32), scratch(num_tiles, torch.float32)
     tile_bins = scratch(num_tiles * _BINS, torch.int32)
-    bounds, row_state = scratch(BOUNDS.value, torch.float32), scratch(_STATE.value, torch.int32)
+    bounds, row_state = scratch(BOUNDS.value, torch.float32), scratch(STATE.value, torch.int32)
     counts, masses = scratch(_FINE, torch.int32), scratch(_FINE, torch.int64)
     _tiles_kernel[(num_tiles, rows)](
         logits, logits.stride(0), vocab, step.sample_slot, slots.temperature, slots.top_k, slots.top_p, slots.min_p,
@@ -593,7 +353,7 @@ def sample(
         tile_rank, bounds, row_state, counts, masses, above, kept, listed,
         TILE=_TILE, LIST=_LIST, FINE=_FINE, ROWS=_ROWS, num_warps=8, maxnreg=80, **launch_options(pdl),
     )  # fmt: skip
-    _finish_kernel[(rows,)](
+    finish_kernel[(rows,)](
         logits, logits.stride(0), vocab, num_tiles, step.sample_slot, step.sample_position, slots.temperature,
         slots.top_k, slots.top_p, slots.min_p, slots.seed, slots.stops, slots.last_token, slots.finished,
         tile_rank, tile_mass, bounds, row_state, counts, masses, above, kept, listed, chosen,
@@ -619,7 +379,7 @@ def finish_greedy(
     _check(rows, step, header, out_words)
     slots = step.slots
     tiles = max(16, triton.next_power_of_2(num_tiles))
-    _finish_greedy_kernel[(rows,)](
+    finish_greedy_kernel[(rows,)](
         tile_rank, tile_rank.stride(0), tile_rank.stride(1), num_tiles, step.sample_slot,
         slots.stops, slots.last_token, slots.finished, header, out_words, out_words.stride(0),
         TILES=tiles, STOPS=MAX_STOPS, num_warps=1 if tiles <= 128 else 4, **launch_options(pdl),
