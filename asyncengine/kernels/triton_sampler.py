@@ -49,6 +49,7 @@ from asyncengine.kernels.triton_finish import finish_greedy_kernel, finish_kerne
 
 _TILE = 4096
 _BINS = 64
+"""More of them make fewer candidates, but each costs every element of a filtered row a look in the first pass."""
 _FINE = 1024
 _LIST = 16384
 """Candidates that a row can list. If there are more (very many equal logits), its end is searched in the whole row."""
@@ -57,6 +58,9 @@ _FEW = 64
 _ROWS = 256
 _PROGRAMS = 396
 """Of the second pass: what an H200 runs at once, three on each of its 132 multiprocessors."""
+_COLLECT_REGISTERS = 80
+_FINISH_REGISTERS = 128
+"""Per thread, so that three and two programs fit on a multiprocessor; what is spilled is used once."""
 MAX_TILES = 4096
 
 
@@ -351,7 +355,7 @@ def sample(
     _collect_kernel[(programs,)](
         logits, logits.stride(0), vocab, rows, num_tiles, step.sample_slot, slots.min_p,
         tile_rank, bounds, row_state, counts, masses, above, kept, listed,
-        TILE=_TILE, LIST=_LIST, FINE=_FINE, ROWS=_ROWS, num_warps=8, maxnreg=80, **launch_options(pdl),
+        TILE=_TILE, LIST=_LIST, FINE=_FINE, ROWS=_ROWS, num_warps=8, maxnreg=_COLLECT_REGISTERS, **launch_options(pdl),
     )  # fmt: skip
     finish_kernel[(rows,)](
         logits, logits.stride(0), vocab, num_tiles, step.sample_slot, step.sample_position, slots.temperature,
@@ -359,7 +363,7 @@ def sample(
         tile_rank, tile_mass, bounds, row_state, counts, masses, above, kept, listed, chosen,
         header, out_words, out_words.stride(0),
         TILE=_TILE, TILES=tiles, CHUNK=_CHUNK, LIST=_LIST, FEW=_FEW, FINE=_FINE, STOPS=MAX_STOPS,
-        num_warps=8, maxnreg=128, **launch_options(pdl),
+        num_warps=8, maxnreg=_FINISH_REGISTERS, **launch_options(pdl),
     )  # fmt: skip
 
 

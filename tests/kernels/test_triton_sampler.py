@@ -81,7 +81,7 @@ class Case:
         """The tokens, with everything checked that is the same whatever they are."""
         before = self.step.slots.finished[self.unused].tolist()
         moved = logits.to(self.step.input_ids.device)
-        triton_sampler.sample(moved, self.step, self.header, self.words, greedy_only=greedy_only)
+        triton_sampler.sample(moved, self.step, self.header, self.words, greedy_only=greedy_only, pdl=COMPILED)
         assert (self.words[:RING] == POISON).all()
         assert (self.step.sample_arrivals == 0).all()
         words, state = self.words[RING].tolist(), self.step.slots
@@ -418,7 +418,7 @@ def test_greedy_ends_from_ranks(device: torch.device, num_tiles: int, by_tile: b
         case.step.slots.stops[4, 1] = logits[0].argmax()
     tokens = whole.run(logits, greedy_only=True)
     assert tokens[2] == -1
-    triton_sampler.finish_greedy(ranks.to(device), parts.step, parts.header, parts.words)
+    triton_sampler.finish_greedy(ranks.to(device), parts.step, parts.header, parts.words, pdl=COMPILED)
     assert torch.equal(parts.words, whole.words)
     assert torch.equal(parts.step.slots.last_token, whole.step.slots.last_token)
     assert torch.equal(parts.step.slots.finished, whole.step.slots.finished)
