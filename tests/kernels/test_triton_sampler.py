@@ -283,7 +283,7 @@ def test_only_what_is_kept_is_drawn(device: torch.device, vocab: int, kind: str,
     one=samplings.filter(lambda one: one.temperature > 0),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=EXAMPLES)
+@settings(max_examples=EXAMPLES // 3)
 def test_bounds_enclose_where_filters_end(
     device: torch.device, vocab: int, kind: str, one: Sampling, seed: int
 ) -> None:
