@@ -1,4 +1,4 @@
-"""The row kernels and the sampler on the GPU beside torch's operations, for the shapes of real models.
+"""The row kernels on the GPU beside torch's operations, for the shapes of real models.
 
     python bench/kernel_rows.py [--model gpt2 ...] [--kernel silu_mul ...] [--json FILE]
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,8 +22,7 @@ from torch import Tensor
 
 from asyncengine.cli.benchmarks import report
 from asyncengine.cli.benchmarks.report import Figure, median
-from asyncengine.kernels import triton_rows, triton_sampler
-from asyncengine.kernels.device_step import allocate_step
+from asyncengine.kernels import triton_rows
 from asyncengine.kernels.ops import Norm
 
 SHAPES = Path(__file__).parent / "shapes"
@@ -147,53 +146,6 @@ def row_cases(shape: Shape, tokens: int, device: torch.device) -> Iterator[Case]
     )
 
 
-# ---- the sampler ----
-
-SAMPLING = {  # temperature, top_k, top_p
-    "greedy": (0.0, 0, 1.0),
-    "temperature": (0.8, 0, 1.0),
-    "top-k, top-p": (0.8, 50, 0.95),
-    "top-p": (0.8, 0, 0.95),
-}
-
-
-def sampler_cases(shape: Shape, rows: int, device: torch.device) -> Iterator[Case]:
-    for name, sampling in SAMPLING.items():
-
-        def make(sampling: tuple[float, int, float] = sampling) -> tuple[Call, Call]:
-            temperature, k, p = sampling
-            logits = torch.randn(rows, shape.vocab, device=device) * 3
-            step = allocate_step(rows, 1, rows, 1, device)
-            step = replace(step, sample_slot=torch.arange(rows, dtype=torch.int32, device=device))
-            step.slots.temperature.fill_(temperature)
-            step.slots.top_k.fill_(k)
-            step.slots.top_p.fill_(p)
-            header = torch.zeros(2, dtype=torch.int64, device=device)
-            words = torch.zeros(1, rows, dtype=torch.int64, device=device)
-
-            def ours() -> None:
-                triton_sampler.sample(logits, step, header, words, greedy_only=temperature == 0)
-
-            return ours, lambda: torch_sample(logits, temperature, k, p)
-
-        yield Case(f"sample, {name}", rows, rows * shape.vocab * 4, make)
-
-
-def torch_sample(logits: Tensor, temperature: float, k: int, p: float) -> Tensor:
-    if temperature == 0:
-        return logits.argmax(-1)
-    logits = logits / temperature
-    if p < 1:
-        ranked, order = logits.sort(-1, descending=True)
-        if k:
-            ranked[:, k:] = float("-inf")
-        mass = ranked.softmax(-1)
-        ranked = ranked.masked_fill(mass.cumsum(-1) - mass >= p, float("-inf"))
-        logits = torch.empty_like(logits).scatter_(1, order, ranked)
-    mass = logits.softmax(-1)
-    return (mass / torch.empty_like(mass).exponential_()).argmax(-1)
-
-
 # ---- measuring ----
 
 
@@ -226,7 +178,6 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", default=sorted(p.name for p in SHAPES.iterdir() if p.is_dir()))
     parser.add_argument("--kernel", nargs="+", default=[""], help="only kernels whose name begins with one of these")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 64, 256, 2048])
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256], help="of the sampler")
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--bandwidth", type=float, default=4.4, metavar="TB/s")
     parser.add_argument("--json", metavar="FILE", help="where the record goes")
@@ -241,7 +192,6 @@ def main() -> None:
     for model in args.model:
         shape = Shape.read(model)
         cases = [case for tokens in args.tokens for case in row_cases(shape, tokens, device)]
-        cases += [case for rows in args.rows for case in sampler_cases(shape, rows, device)]
         for case in sorted(cases, key=lambda case: case.name):
             if not case.name.startswith(tuple(args.kernel)):
                 continue

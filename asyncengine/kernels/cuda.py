@@ -37,7 +37,7 @@ class CudaBatch:
     def build_work(self, *, pdl: bool) -> None:
         """After ingest, before the model."""
         for work in self.work.values():
-            work.build(self.step)
+            work.build(self.step, pdl=pdl)
 
 
 @dataclass(frozen=True, slots=True)

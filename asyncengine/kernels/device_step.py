@@ -62,6 +62,8 @@ class DeviceStep:
     """int32 [R]"""
     sample_position: Tensor
     """int32 [R]: position of the token to be sampled, the generator's counter"""
+    sample_arrivals: Tensor
+    """int32 [R]: programs of a row's sampling that are done; 0 between launches"""
 
     @property
     def num_tokens(self) -> int:
@@ -85,6 +87,7 @@ class DeviceStep:
             self.sample_index[:num_rows],
             self.sample_slot[:num_rows],
             self.sample_position[:num_rows],
+            self.sample_arrivals[:num_rows],
         )
 
 
@@ -122,4 +125,5 @@ def allocate_step(
         sample_index=ints(max_rows, dtype=torch.int64),
         sample_slot=ints(max_rows, fill=-1),
         sample_position=ints(max_rows),
+        sample_arrivals=ints(max_rows),
     )

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncengine.kernels.device_step import MAX_STOPS, DeviceStep
+from asyncengine.kernels.pdl import launch_options, wait
 
 # csrc/core/step_input.h, in 32-bit words. The native tests hold the two to each other through whole steps.
 _HEADER_WORDS = tl.constexpr(16)
@@ -58,13 +59,16 @@ def make_source(inputs: Tensor, outputs: Tensor, device: torch.device, *, fetch:
     return source
 
 
-def ingest(source: StepSource, step: DeviceStep, block_size: int) -> None:
+def ingest(source: StepSource, step: DeviceStep, block_size: int, pdl: bool = False) -> None:
     """Take in the next StepInput, which must fit the step's bucket. One launch, or two if it lies on the host."""
     slots = step.slots
     ring, words = source.inputs.shape
     if source.fetched is not None:
         grid = (triton.cdiv(words, _FETCH_WORDS),)
-        _fetch[grid](source.inputs, source.state, source.fetched, words, RING=ring, CHUNK=_FETCH_WORDS, num_warps=4)
+        _fetch[grid](
+            source.inputs, source.state, source.fetched, words, RING=ring, CHUNK=_FETCH_WORDS, num_warps=4,
+            **launch_options(pdl),
+        )  # fmt: skip
     rows, tokens = step.num_rows, step.num_tokens
     _ingest[(rows + triton.cdiv(tokens, _CHUNK),)](
         source.inputs if source.fetched is None else source.fetched,
@@ -95,6 +99,7 @@ def ingest(source: StepSource, step: DeviceStep, block_size: int) -> None:
         BLOCK_SIZE=block_size,
         CHUNK=_CHUNK,
         num_warps=4,
+        **launch_options(pdl),
     )
 
 
@@ -111,7 +116,8 @@ def copy_blocks(source: StepSource, kv: Tensor) -> None:
 
 
 @triton.jit
-def _fetch(inputs, state, fetched, words, RING: tl.constexpr, CHUNK: tl.constexpr):
+def _fetch(inputs, state, fetched, words, RING: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    wait(PDL)
     source = inputs + (tl.load(state + 2) % RING) * words
     word = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     if tl.program_id(0) * CHUNK < _EAGER_WORDS:
@@ -150,7 +156,9 @@ def _ingest(
     RING: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait(PDL)
     pid = tl.program_id(0)
     num_rows = tl.load(source + 4)
     num_tokens = tl.load(source + 6)

@@ -3,14 +3,14 @@
 Like the CPU's, the draw is inverse cumulative mass in index order from one uniform number, Philox4x32-10 keyed by the
 seed at counter ``position``: one random number per row is cheaper than a noise per logit, and both machines pick the
 same token from the same logits unless the number falls within rounding of an edge. Masses are fixed point, multiples
-of 2^-40 of the largest one, so their sums are exact and atomics in any order give the same result: a token depends on
+of 2^-40 of the largest one, and what is summed in float32 is summed in an order of its own, so a token depends on
 nothing but the row's logits, its parameters, its seed and its position.
 
-Launches, each over a fixed grid: ``_tiles_kernel`` (row, tile) reads the logits once and leaves a summary of each
-tile, enough for greedy and plain temperature; ``_histogram_kernel`` (row, tile) sorts rows with top-k or top-p into
-bins of equal width in logits; ``_collect_kernel`` (row, tile) lists the few elements of the bins where a filter ends
-and adds up what is kept before them; ``_finish_kernel`` (row) finds the exact end among those listed, draws, and hands
-the token on. Programs of rows that do not need a pass return at once.
+Greedy sampling is one launch that reads the logits once; the program of a row that is done last ends the row. Any
+other batch takes three. ``_tiles_kernel`` reads all logits and leaves a summary of each tile, enough for greedy and
+plain temperature; of rows with a filter it counts elements by bins, and the last program bounds where the filter
+ends. ``_collect_kernel`` reads the tiles that have something to be kept in them, adds up what is above the bounds and
+lists what is between them. ``finish_kernel`` finds the exact end among those listed, draws, and hands the token on.
 """
 
 # mypy: disable-error-code="import-untyped, untyped-decorator"
@@ -23,28 +23,56 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncengine.kernels.device_step import MAX_STOPS, DeviceStep
+from asyncengine.kernels.pdl import launch_options, wait
 from asyncengine.kernels.triton_filters import (
+    BOUNDS,
+    IS_FILTERED,
     LAST_INDEX,
     MAX_VOCAB,
     NO_RANK,
-    UNIT,
-    apply_filters,
-    find_ends,
+    NUM_LISTED,
+    STATE,
+    WANTED,
+    bin_grid,
+    count_bins,
+    find_bounds,
     inverse,
     is_finite,
+    load_bounds,
     load_parameters,
-    load_scaling,
     logit_of,
     mass_of,
     rank_of,
     weigh,
 )
+from asyncengine.kernels.triton_finish import finish_greedy_kernel, finish_kernel, hand_on, token_of
 
 _TILE = 4096
-_BINS = 512
-_LIST = 4096
-"""Candidates that a row can list. If there are more (many equal logits), the search reads the whole row each time."""
-_CHUNK = 512
+_BINS = 64
+"""More of them make fewer candidates, but each costs every element of a filtered row a look in the first pass."""
+_FINE = 1024
+_LIST = 16384
+"""Candidates that a row can list. If there are more (very many equal logits), its end is searched in the whole row."""
+_CHUNK = 1024
+_FEW = 64
+_ROWS = 256
+_PROGRAMS = 396
+"""Of the second pass: what an H200 runs at once, three on each of its 132 multiprocessors."""
+_COLLECT_REGISTERS = 80
+_FINISH_REGISTERS = 128
+"""Per thread, so that three and two programs fit on a multiprocessor; what is spilled is used once."""
+MAX_TILES = 4096
+
+
+@triton.jit
+def _arrive(arrivals: tl.tensor, count: tl.tensor) -> tl.tensor:
+    """Whether this program is the last of ``count`` to come here, and sees what the others stored before."""
+    # The barrier puts every thread's stores before the one thread that counts.
+    tl.debug_barrier()
+    is_last = tl.atomic_add(arrivals, 1, sem="acq_rel") == count - 1
+    if is_last:
+        tl.store(arrivals, 0)  # for the next launch: nobody else will come in this one
+    return is_last
 
 
 # ---- passes over the logits, split over tiles ----
@@ -57,246 +85,225 @@ def _tiles_kernel(
     vocab: tl.tensor,
     sample_slot: tl.tensor,
     temperature: tl.tensor,
-    tile_rank: tl.tensor,
-    tile_min: tl.tensor,
-    tile_mass: tl.tensor,
-    counts: tl.tensor,
-    masses: tl.tensor,
-    num_listed: tl.tensor,
-    GREEDY: tl.constexpr,
-    TILE: tl.constexpr,
-    BINS: tl.constexpr,
-) -> None:
-    """Of each tile: the first rank and, with a temperature, the finite minimum and the mass relative to its maximum.
-
-    Also clears what the row's other passes add to.
-    """
-    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot = tl.load(sample_slot + row)
-    if slot < 0:
-        return
-    index = tile * TILE + tl.arange(0, TILE)
-    logit = tl.load(logits + row * row_stride + index, mask=index < vocab, other=float("-inf"))
-    out = row * tl.num_programs(1) + tile
-    tl.store(tile_rank + out, tl.max(rank_of(logit, index), 0))
-    if not GREEDY:
-        heat = tl.load(temperature + slot)
-        if heat > 0:
-            logit = tl.where(logit < float("inf"), logit, float("-inf"))
-            maximum = tl.max(logit, 0)
-            reference = tl.where(maximum > float("-inf"), maximum, 0.0)
-            tl.store(tile_mass + out, tl.sum(tl.exp((logit - reference) * inverse(heat)), 0))
-            tl.store(tile_min + out, tl.min(tl.where(logit > float("-inf"), logit, float("inf")), 0))
-            if tile == 0:
-                bins = tl.arange(0, BINS)
-                tl.store(counts + row * BINS + bins, tl.zeros((BINS,), tl.int32))
-                tl.store(masses + row * BINS + bins, tl.zeros((BINS,), tl.int64))
-                tl.store(num_listed + row, 0)
-
-
-@triton.jit
-def _histogram_kernel(
-    logits: tl.tensor,
-    row_stride: tl.tensor,
-    vocab: tl.tensor,
-    sample_slot: tl.tensor,
-    temperature: tl.tensor,
-    top_k: tl.tensor,
-    top_p: tl.tensor,
-    tile_rank: tl.tensor,
-    tile_min: tl.tensor,
-    counts: tl.tensor,
-    masses: tl.tensor,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-    BINS: tl.constexpr,
-) -> None:
-    """Count (for top-k) and mass (for top-p) of the row's elements that have mass, by bin."""
-    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot = tl.load(sample_slot + row)
-    if slot < 0:
-        return
-    heat, k = tl.load(temperature + slot), tl.load(top_k + slot)
-    by_count, by_mass = (k > 0) & (k < vocab), tl.load(top_p + slot) < 1
-    if (heat > 0) & (by_count | by_mass):
-        is_valid, scaling = load_scaling(row, tl.num_programs(1), heat, tile_rank, tile_min, TILES, BINS)
-        if is_valid:
-            index = tile * TILE + tl.arange(0, TILE)
-            logit = tl.load(logits + row * row_stride + index, mask=index < vocab, other=float("-inf"))
-            mass, bin = weigh(logit, scaling, BINS)
-            if by_count:
-                tl.atomic_add(counts + row * BINS + bin, tl.full((TILE,), 1, tl.int32), mask=mass > 0, sem="relaxed")
-            if by_mass:
-                tl.atomic_add(masses + row * BINS + bin, mass, mask=mass > 0, sem="relaxed")
-
-
-@triton.jit
-def _collect_kernel(
-    logits: tl.tensor,
-    row_stride: tl.tensor,
-    vocab: tl.tensor,
-    sample_slot: tl.tensor,
-    temperature: tl.tensor,
     top_k: tl.tensor,
     top_p: tl.tensor,
     min_p: tl.tensor,
-    tile_rank: tl.tensor,
-    tile_min: tl.tensor,
-    counts: tl.tensor,
-    masses: tl.tensor,
-    kept: tl.tensor,
-    listed: tl.tensor,
-    num_listed: tl.tensor,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-    BINS: tl.constexpr,
-    LIST: tl.constexpr,
-) -> None:
-    """Of each tile of a filtered row: the mass of what is kept for certain, and a list of what may be."""
-    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot = tl.load(sample_slot + row)
-    if slot < 0:
-        return
-    heat, k, p, least = load_parameters(slot, temperature, top_k, top_p, min_p)
-    if (heat > 0) & (((k > 0) & (k < vocab)) | (p < 1) | (least > 0)):
-        is_valid, scaling = load_scaling(row, tl.num_programs(1), heat, tile_rank, tile_min, TILES, BINS)
-        if is_valid:
-            k_bin, _, low, high = find_ends(counts + row * BINS, masses + row * BINS, vocab, k, p, BINS)
-            index = tile * TILE + tl.arange(0, TILE)
-            logit = tl.load(logits + row * row_stride + index, mask=index < vocab, other=float("-inf"))
-            mass, bin = weigh(logit, scaling, BINS)
-            certain = (bin < low) & (mass.to(tl.float32) >= least)
-            tl.store(kept + row * tl.num_programs(1) + tile, tl.sum(tl.where(certain, mass, 0), 0))
-            possible = (((bin >= low) & (bin <= high)) | (bin == k_bin)).to(tl.int32)
-            found = tl.sum(possible, 0)
-            if found > 0:
-                # Tiles append in any order: nothing that is made of the list depends on it.
-                place = tl.atomic_add(num_listed + row, found, sem="relaxed") + tl.cumsum(possible, 0) - 1
-                tl.store(listed + row * LIST + place, index, mask=(possible > 0) & (place < LIST))
-
-
-# ---- the end of a row ----
-
-
-@triton.jit
-def _draw(
-    logits: tl.tensor,
-    vocab: tl.tensor,
-    floor: tl.tensor,
-    least_mass: tl.tensor,
-    tile_mass: tl.tensor,
-    tile_reference: tl.tensor,
-    inverse_temperature: tl.tensor,
-    seed: tl.tensor,
-    position: tl.tensor,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-) -> tl.tensor:
-    """The first kept element at which the running mass exceeds uniform * total."""
-    counter = position.to(tl.uint32)
-    zero = counter * 0
-    high, low, _, _ = tl.philox(seed, counter, zero, zero, zero)
-    uniform = (high.to(tl.uint64) << 32) | low.to(tl.uint64)
-    target = tl.umulhi(uniform, tl.sum(tile_mass, 0).to(tl.uint64)).to(tl.int64)
-
-    tiles = tl.arange(0, TILES)
-    tile = tl.sum((tl.cumsum(tile_mass, 0) <= target).to(tl.int32), 0)
-    target -= tl.sum(tl.where(tiles < tile, tile_mass, 0), 0)
-    index = tile * TILE + tl.arange(0, TILE)
-    logit = tl.load(logits + index, mask=index < vocab, other=float("-inf"))
-    reference = tl.max(tl.where(tiles == tile, tile_reference, float("-inf")), 0)
-    mass = mass_of(logit, reference, inverse_temperature)
-    mass = tl.where((rank_of(logit, index) >= floor) & (mass.to(tl.float32) >= least_mass), mass, 0)
-    # The tile's mass may be known in another scale, that of its own maximum.
-    total, known = tl.sum(mass, 0), tl.max(tl.where(tiles == tile, tile_mass, 0), 0)
-    target = (target.to(tl.float64) / known.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
-    target = tl.minimum(target, total - 1)
-    return tile * TILE + tl.sum((tl.cumsum(mass, 0) <= target).to(tl.int32), 0)
-
-
-@triton.jit
-def _finish_kernel(
-    logits: tl.tensor,
-    row_stride: tl.tensor,
-    vocab: tl.tensor,
-    num_tiles: tl.tensor,
-    sample_slot: tl.tensor,
-    sample_position: tl.tensor,
-    temperature: tl.tensor,
-    top_k: tl.tensor,
-    top_p: tl.tensor,
-    min_p: tl.tensor,
-    seeds: tl.tensor,
     stops: tl.tensor,
     last_token: tl.tensor,
     finished: tl.tensor,
+    arrivals: tl.tensor,
     tile_rank: tl.tensor,
     tile_min: tl.tensor,
     tile_mass: tl.tensor,
+    tile_bins: tl.tensor,
+    bounds: tl.tensor,
+    row_state: tl.tensor,
     counts: tl.tensor,
     masses: tl.tensor,
-    kept: tl.tensor,
-    listed: tl.tensor,
-    num_listed: tl.tensor,
     header: tl.tensor,
     out_words: tl.tensor,
     ring_stride: tl.tensor,
     GREEDY: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
-    CHUNK: tl.constexpr,
-    LIST: tl.constexpr,
     BINS: tl.constexpr,
+    FINE: tl.constexpr,
     STOPS: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0).to(tl.int64)
+    """Of each tile: the first rank; with a temperature, the mass relative to its maximum; with a filter, the finite
+    minimum and counts by bins.
+
+    Also clears what the row's other passes add to.
+    """
+    wait(PDL)
+    tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    num_tiles = tl.num_programs(0)
     slot = tl.load(sample_slot + row)
+    if not GREEDY:
+        state = row_state + row * STATE
+        if tile == 0:
+            tl.store(state + IS_FILTERED, 0)
     if slot < 0:
         return
-    tiles = tl.arange(0, TILES)
-    present = tiles < num_tiles
-    partial = row * num_tiles + tiles
-    ranks = tl.load(tile_rank + partial, mask=present, other=NO_RANK)
-    first = tl.max(ranks, 0)
-    is_running = tl.load(finished + slot) == 0
-    is_valid = is_finite(first)
-    token = ((first & LAST_INDEX) ^ LAST_INDEX).to(tl.int32)
-    if not GREEDY:
+    index = tile * TILE + tl.arange(0, TILE)
+    logit = tl.load(logits + row * row_stride + index, mask=index < vocab, other=float("-inf"))
+    logit = tl.where(logit < float("inf"), logit, float("inf"))  # NaN too
+    maximum = tl.max(logit, 0)
+    out = row * num_tiles + tile
+    tl.store(tile_rank + out, rank_of(maximum, tl.min(tl.where(logit == maximum, index, LAST_INDEX), 0)))
+    is_last = False
+    if GREEDY:
+        is_last = _arrive(arrivals + row, num_tiles)
+    else:
         heat, k, p, least = load_parameters(slot, temperature, top_k, top_p, min_p)
-        if (heat > 0) & is_running & is_valid:
-            row_logits = logits + row * row_stride
-            _, scaling = load_scaling(row, num_tiles, heat, tile_rank, tile_min, TILES, BINS)
-            floor = tl.full((), NO_RANK, tl.int64)
-            if ((k > 0) & (k < vocab)) | (p < 1) | (least > 0):
-                found = tl.load(num_listed + row)
-                is_listed = found <= LIST
-                length, in_list = tl.where(is_listed, found, vocab), tl.where(is_listed, found, 0)
-                source = (row_logits, length, listed + row * LIST, in_list)
-                floor, mass = apply_filters(
-                    vocab, k, p, least, counts + row * BINS, masses + row * BINS, source, scaling,
-                    TILE, TILES, CHUNK, BINS,
-                )  # fmt: skip
-                mass += tl.load(kept + partial, mask=present, other=0)
-                reference = tl.zeros((TILES,), tl.float32) + scaling[0]
-            else:
-                reference = logit_of(ranks)
-                part = tl.load(tile_mass + partial, mask=present, other=0.0)
-                mass = (part * tl.exp((reference - scaling[0]) * scaling[1]) * UNIT).to(tl.int64)
-            token = _draw(
-                row_logits, vocab, floor, least, mass, reference, scaling[1],
-                tl.load(seeds + slot), tl.load(sample_position + row), TILE, TILES,
+        if heat > 0:
+            reference = tl.where((maximum > float("-inf")) & (maximum < float("inf")), maximum, 0.0)
+            tl.store(tile_mass + out, tl.sum(tl.exp((logit - reference) * inverse(heat)), 0))
+            by_bins = ((k > 0) & (k < vocab)) | (p < 1)
+            if by_bins | (least > 0):
+                minimum = tl.min(tl.where(logit > float("-inf"), logit, float("inf")), 0)
+                tl.store(tile_min + out, minimum)
+                if by_bins & (maximum > float("-inf")) & (maximum < float("inf")):
+                    _, rate = bin_grid(maximum, minimum, heat, BINS)
+                    tl.store(tile_bins + out * BINS + tl.arange(0, BINS), count_bins(logit, maximum, rate, BINS))
+                if tile == 0:
+                    fine = tl.arange(0, FINE)
+                    tl.store(counts + row * FINE + fine, tl.zeros((FINE,), tl.int32))
+                    tl.store(masses + row * FINE + fine, tl.zeros((FINE,), tl.int64))
+                    tl.store(state + NUM_LISTED, 0)
+                is_last = _arrive(arrivals + row, num_tiles)
+    if is_last:
+        first_tile = row * num_tiles
+        if GREEDY:
+            tiles = tl.arange(0, TILES)
+            ranks = tl.load(
+                tile_rank + first_tile + tiles, mask=tiles < num_tiles, other=NO_RANK, cache_modifier=".cg"
+            )
+            first = tl.max(ranks, 0)
+            hand_on(
+                row, slot, token_of(first), is_finite(first), stops, last_token, finished, header, out_words,
+                ring_stride, STOPS,
             )  # fmt: skip
-    is_new = is_running & is_valid
-    token = tl.where(is_new, token, -1)
-    # A broken row ends its sequence as a stop token does: what is in flight of it must not run on an invalid token.
-    ended = tl.max((tl.load(stops + slot * STOPS + tl.arange(0, STOPS)) == token).to(tl.int32), 0) > 0
-    tl.store(last_token + slot, token, mask=is_new)
-    tl.store(finished + slot, 1, mask=is_running & (ended | (is_valid == 0)))
-    step, ring = tl.load(header), tl.load(header + 1)
-    tl.store(out_words + ring * ring_stride + row, (step << 32) | (token.to(tl.int64) & 0xFFFFFFFF))
+        else:
+            is_filtered = find_bounds(
+                vocab, num_tiles, load_parameters(slot, temperature, top_k, top_p, min_p), tile_rank + first_tile,
+                tile_min + first_tile, tile_mass + first_tile, tile_bins + first_tile * BINS,
+                bounds + row * BOUNDS, state + WANTED, TILES, BINS, FINE,
+            )  # fmt: skip
+            tl.store(state + IS_FILTERED, is_filtered.to(tl.int32))
 
 
-def sample(logits: Tensor, step: DeviceStep, header: Tensor, out_words: Tensor, *, greedy_only: bool) -> None:
+@triton.jit
+def _list_candidates(
+    begin: tl.tensor,
+    logits: tl.tensor,
+    vocab: tl.tensor,
+    bounds: tl.tuple,
+    counts: tl.tensor,
+    masses: tl.tensor,
+    listed: tl.tensor,
+    place: tl.tensor,
+    TILE: tl.constexpr,
+    LIST: tl.constexpr,
+    FINE: tl.constexpr,
+) -> None:
+    """Bin the candidates of a tile and list them from ``place``.
+
+    They are loaded again, from the L1 cache, and in parts: in registers, they would halve the programs that fit.
+    """
+    PART: tl.constexpr = TILE // 4
+    for part in range(0, TILE, PART):
+        index = begin + part + tl.arange(0, PART)
+        logit = tl.load(logits + index, mask=index < vocab, other=float("-inf"))
+        weight, _, fine = weigh(logit, bounds, FINE)
+        is_candidate = fine < FINE
+        one = is_candidate.to(tl.int32)
+        tl.atomic_add(counts + fine, one, mask=is_candidate, sem="relaxed")
+        tl.atomic_add(masses + fine, mass_of(weight), mask=is_candidate, sem="relaxed")
+        # Tiles append in any order: nothing that is made of the list depends on it.
+        at = place + tl.cumsum(one, 0) - 1
+        tl.store(listed + at, index, mask=is_candidate & (at < LIST))
+        place += tl.sum(one, 0)
+
+
+@triton.jit
+def _collect_tile(
+    row: tl.tensor,
+    tile: tl.tensor,
+    logits: tl.tensor,
+    row_stride: tl.tensor,
+    vocab: tl.tensor,
+    num_tiles: tl.tensor,
+    least: tl.tensor,
+    tile_rank: tl.tensor,
+    bounds: tl.tensor,
+    row_state: tl.tensor,
+    counts: tl.tensor,
+    masses: tl.tensor,
+    above: tl.tensor,
+    kept: tl.tensor,
+    listed: tl.tensor,
+    TILE: tl.constexpr,
+    LIST: tl.constexpr,
+    FINE: tl.constexpr,
+) -> None:
+    row_bounds = load_bounds(bounds + row * BOUNDS)
+    out = row * num_tiles + tile
+    highest = logit_of(tl.load(tile_rank + out))
+    if highest * row_bounds[2] < row_bounds[3]:  # all of the tile is dropped
+        tl.store(above + out, tl.zeros((), tl.int64))
+        tl.store(kept + out, tl.zeros((), tl.int64))
+    else:
+        index = tile * TILE + tl.arange(0, TILE)
+        logit = tl.load(logits + row * row_stride + index, mask=index < vocab, other=float("-inf"))
+        weight, is_above, fine = weigh(logit, row_bounds, FINE)
+        mass = mass_of(tl.where(is_above, weight, 0.0))
+        mass_above = tl.sum(mass, 0)
+        mass_kept = mass_above
+        if least > 0:
+            mass_kept = tl.sum(tl.where(weight >= least, mass, 0), 0)
+        tl.store(above + out, mass_above)
+        tl.store(kept + out, mass_kept)
+        found = tl.sum((fine < FINE).to(tl.int32), 0)
+        if found > 0:
+            place = tl.atomic_add(row_state + row * STATE + NUM_LISTED, found, sem="relaxed")
+            _list_candidates(
+                tile * TILE, logits + row * row_stride, vocab, row_bounds, counts + row * FINE, masses + row * FINE,
+                listed + row * LIST, place, TILE, LIST, FINE,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _collect_kernel(
+    logits: tl.tensor,
+    row_stride: tl.tensor,
+    vocab: tl.tensor,
+    rows: tl.tensor,
+    num_tiles: tl.tensor,
+    sample_slot: tl.tensor,
+    min_p: tl.tensor,
+    tile_rank: tl.tensor,
+    bounds: tl.tensor,
+    row_state: tl.tensor,
+    counts: tl.tensor,
+    masses: tl.tensor,
+    above: tl.tensor,
+    kept: tl.tensor,
+    listed: tl.tensor,
+    TILE: tl.constexpr,
+    LIST: tl.constexpr,
+    FINE: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Of each tile of a filtered row: the mass above the candidates, what min-p leaves of it, and the candidates.
+
+    The programs share the tiles of filtered rows, so a batch without such rows costs next to nothing.
+    """
+    wait(PDL)
+    for first_row in range(0, rows, ROWS):
+        row = first_row + tl.arange(0, ROWS)
+        flags = tl.load(row_state + row * STATE + IS_FILTERED, mask=row < rows, other=0)
+        upto = tl.cumsum(flags, 0)
+        units = tl.sum(flags, 0) * num_tiles
+        for unit in range(tl.program_id(0), units, tl.num_programs(0)):
+            # Backwards: what was read last is likely to be in the L2 cache still.
+            place = units - 1 - unit
+            chosen = (first_row + tl.sum((upto <= place // num_tiles).to(tl.int32), 0)).to(tl.int64)
+            least = tl.load(min_p + tl.load(sample_slot + chosen))
+            _collect_tile(
+                chosen, place % num_tiles, logits, row_stride, vocab, num_tiles, least, tile_rank, bounds,
+                row_state, counts, masses, above, kept, listed, TILE, LIST, FINE,
+            )  # fmt: skip
+
+
+# ---- launches ----
+
+
+def sample(
+    logits: Tensor, step: DeviceStep, header: Tensor, out_words: Tensor, *, greedy_only: bool, pdl: bool = False
+) -> None:
     """Draw a token for each row s with a slot = step.sample_slot[s] ≥ 0 from logits float32 [R, V].
 
     Temperature 0 takes the maximum, the lowest index of equals. Otherwise temperature, then top-k, top-p and min-p in
@@ -311,8 +318,15 @@ def sample(logits: Tensor, step: DeviceStep, header: Tensor, out_words: Tensor, 
 
     greedy_only: the temperatures of all rows are 0 (not checked); the parameters are not looked at.
     """
-    _check(logits, step, header, out_words)
+    if logits.dtype != torch.float32 or logits.dim() != 2 or logits.stride(1) != 1:
+        raise ValueError(
+            f"logits must be float32 [rows, vocabulary] with contiguous rows, "
+            f"got {logits.dtype} {list(logits.shape)} with strides {logits.stride()}"
+        )
     rows, vocab = logits.shape
+    if not 0 < vocab <= MAX_VOCAB:
+        raise ValueError(f"the vocabulary must have 1 to {MAX_VOCAB} tokens, got {vocab}")
+    _check(rows, step, header, out_words)
     num_tiles = triton.cdiv(vocab, _TILE)
     tiles = max(16, triton.next_power_of_2(num_tiles))
     slots = step.slots
@@ -322,43 +336,61 @@ def sample(logits: Tensor, step: DeviceStep, header: Tensor, out_words: Tensor, 
 
     tile_rank = torch.empty((rows, num_tiles), dtype=torch.int64, device=logits.device)
     tile_min, tile_mass = scratch(num_tiles, torch.float32), scratch(num_tiles, torch.float32)
-    counts, masses = scratch(_BINS, torch.int32), scratch(_BINS, torch.int64)
-    kept, listed, num_listed = scratch(num_tiles, torch.int64), scratch(_LIST, torch.int32), scratch(1, torch.int32)
-    _tiles_kernel[(rows, num_tiles)](
-        logits, logits.stride(0), vocab, step.sample_slot, slots.temperature,
-        tile_rank, tile_min, tile_mass, counts, masses, num_listed,
-        GREEDY=greedy_only, TILE=_TILE, BINS=_BINS, num_warps=8,
+    tile_bins = scratch(num_tiles * _BINS, torch.int32)
+    bounds, row_state = scratch(BOUNDS.value, torch.float32), scratch(STATE.value, torch.int32)
+    counts, masses = scratch(_FINE, torch.int32), scratch(_FINE, torch.int64)
+    _tiles_kernel[(num_tiles, rows)](
+        logits, logits.stride(0), vocab, step.sample_slot, slots.temperature, slots.top_k, slots.top_p, slots.min_p,
+        slots.stops, slots.last_token, slots.finished, step.sample_arrivals,
+        tile_rank, tile_min, tile_mass, tile_bins, bounds, row_state, counts, masses,
+        header, out_words, out_words.stride(0),
+        GREEDY=greedy_only, TILE=_TILE, TILES=tiles, BINS=_BINS, FINE=_FINE, STOPS=MAX_STOPS,
+        num_warps=8, **launch_options(pdl),
     )  # fmt: skip
-    if not greedy_only:
-        _histogram_kernel[(rows, num_tiles)](
-            logits, logits.stride(0), vocab, step.sample_slot, slots.temperature, slots.top_k, slots.top_p,
-            tile_rank, tile_min, counts, masses,
-            TILE=_TILE, TILES=tiles, BINS=_BINS, num_warps=8,
-        )  # fmt: skip
-        _collect_kernel[(rows, num_tiles)](
-            logits, logits.stride(0), vocab, step.sample_slot, slots.temperature, slots.top_k, slots.top_p,
-            slots.min_p, tile_rank, tile_min, counts, masses, kept, listed, num_listed,
-            TILE=_TILE, TILES=tiles, BINS=_BINS, LIST=_LIST, num_warps=8,
-        )  # fmt: skip
-    _finish_kernel[(rows,)](
+    if greedy_only:
+        return
+    above, kept = scratch(num_tiles, torch.int64), scratch(num_tiles, torch.int64)
+    listed, chosen = scratch(_LIST, torch.int32), scratch(_LIST, torch.int32)
+    programs = min(rows * num_tiles, _PROGRAMS)
+    _collect_kernel[(programs,)](
+        logits, logits.stride(0), vocab, rows, num_tiles, step.sample_slot, slots.min_p,
+        tile_rank, bounds, row_state, counts, masses, above, kept, listed,
+        TILE=_TILE, LIST=_LIST, FINE=_FINE, ROWS=_ROWS, num_warps=8, maxnreg=_COLLECT_REGISTERS, **launch_options(pdl),
+    )  # fmt: skip
+    finish_kernel[(rows,)](
         logits, logits.stride(0), vocab, num_tiles, step.sample_slot, step.sample_position, slots.temperature,
         slots.top_k, slots.top_p, slots.min_p, slots.seed, slots.stops, slots.last_token, slots.finished,
-        tile_rank, tile_min, tile_mass, counts, masses, kept, listed, num_listed,
+        tile_rank, tile_mass, bounds, row_state, counts, masses, above, kept, listed, chosen,
         header, out_words, out_words.stride(0),
-        GREEDY=greedy_only, TILE=_TILE, TILES=tiles, CHUNK=_CHUNK, LIST=_LIST, BINS=_BINS, STOPS=MAX_STOPS,
-        num_warps=1 if greedy_only else 8,
+        TILE=_TILE, TILES=tiles, CHUNK=_CHUNK, LIST=_LIST, FEW=_FEW, FINE=_FINE, STOPS=MAX_STOPS,
+        num_warps=8, maxnreg=_FINISH_REGISTERS, **launch_options(pdl),
     )  # fmt: skip
 
 
-def _check(logits: Tensor, step: DeviceStep, header: Tensor, out_words: Tensor) -> None:
-    if logits.dtype != torch.float32 or logits.dim() != 2 or logits.stride(1) != 1:
+def finish_greedy(
+    tile_rank: Tensor, step: DeviceStep, header: Tensor, out_words: Tensor, *, pdl: bool = False
+) -> None:
+    """The end of ``sample`` with greedy_only, for logits whose maxima are known: one launch that reads no logits.
+
+    tile_rank is int64 [R, tiles], 1 to 4096 tiles, of any strides: the greatest ``triton_filters.rank_of`` of each
+    part of a row's logits, NO_RANK of an empty one.
+    """
+    if tile_rank.dtype != torch.int64 or tile_rank.dim() != 2 or not 0 < tile_rank.shape[1] <= MAX_TILES:
         raise ValueError(
-            f"logits must be float32 [rows, vocabulary] with contiguous rows, "
-            f"got {logits.dtype} {list(logits.shape)} with strides {logits.stride()}"
+            f"tile_rank must be int64 [rows, 1 to {MAX_TILES}], got {tile_rank.dtype} {list(tile_rank.shape)}"
         )
-    rows, vocab = logits.shape
-    if not 0 < vocab <= MAX_VOCAB:
-        raise ValueError(f"the vocabulary must have 1 to {MAX_VOCAB} tokens, got {vocab}")
+    rows, num_tiles = tile_rank.shape
+    _check(rows, step, header, out_words)
+    slots = step.slots
+    tiles = max(16, triton.next_power_of_2(num_tiles))
+    finish_greedy_kernel[(rows,)](
+        tile_rank, tile_rank.stride(0), tile_rank.stride(1), num_tiles, step.sample_slot,
+        slots.stops, slots.last_token, slots.finished, header, out_words, out_words.stride(0),
+        TILES=tiles, STOPS=MAX_STOPS, num_warps=1 if tiles <= 128 else 4, **launch_options(pdl),
+    )  # fmt: skip
+
+
+def _check(rows: int, step: DeviceStep, header: Tensor, out_words: Tensor) -> None:
     if len(step.sample_slot) < rows:
         raise ValueError(f"{rows} rows of logits, but the step samples {len(step.sample_slot)}")
     if header.dtype != torch.int64 or header.shape != (2,):

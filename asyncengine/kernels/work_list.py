@@ -31,6 +31,7 @@ from torch import Tensor
 
 from asyncengine.errors import ConfigError
 from asyncengine.kernels.device_step import DeviceStep
+from asyncengine.kernels.pdl import launch_options, wait
 
 _SHARED_BYTES = 200 << 10  # of a Hopper multiprocessor, less what queries and weights take
 NO_WINDOW = 1 << 30
@@ -128,7 +129,7 @@ class Section:
     arrivals: Tensor
     """int32 [slots, Hk]: pieces of a unit that are ready, 0 between launches"""
 
-    def build(self, step: DeviceStep, window: int) -> None:
+    def build(self, step: DeviceStep, window: int, pdl: bool = False) -> None:
         _build_kernel[(step.num_rows,)](
             step.row_slot,
             step.row_query_start,
@@ -149,6 +150,7 @@ class Section:
             ROWS=256,
             WIDTH=triton.next_power_of_2(max(self.lanes, self.slots_per_row)),
             num_warps=8,
+            **launch_options(pdl),
         )
 
 
@@ -247,7 +249,7 @@ class WorkList:
     def sections(self) -> tuple[Section, ...]:
         return (self.decode,) if self.prefill is None else (self.decode, self.prefill)
 
-    def build(self, step: DeviceStep) -> None:
+    def build(self, step: DeviceStep, pdl: bool = False) -> None:
         """Derive the work of a step from its rows, by one launch per section. Every layer may then read it."""
         if step.num_rows > self.max_rows or step.num_tokens > self.max_tokens:
             raise ConfigError(
@@ -255,7 +257,7 @@ class WorkList:
                 f"{self.max_rows} and {self.max_tokens}"
             )
         for section in self.sections:
-            section.build(step, self.window)
+            section.build(step, self.window, pdl)
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -341,8 +343,10 @@ def _build_kernel(
     SLOTS_PER_ROW: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program per row. Each sums up the rows before it for itself: cheaper than a second launch."""
+    wait(PDL)
     row = tl.program_id(0)
     length = tl.load(row_query_len + row)
     units = _units(length, MIN_QUERY, MAX_QUERY, QUERIES)

@@ -63,6 +63,7 @@ class DeviceSteps:
     ) -> None:
         model = loaded.config
         self._block_size = config.block_size
+        self._pdl = ops.options.pdl
         self._model = loaded.model
         self._buffers = buffers
         self.cache = cache
@@ -105,11 +106,11 @@ class DeviceSteps:
         work = {w: x.decode_only if bucket.single_token_rows else x for w, x in self._work.items()}
         batch = CudaBatch(step, work)
         with torch.inference_mode():
-            ingest(source, step, self._block_size)
-            batch.build_work(pdl=False)
+            ingest(source, step, self._block_size, pdl=self._pdl)
+            batch.build_work(pdl=self._pdl)
             logits = self._model.forward(batch, self.cache.layers)
             assert logits is not None
-            sample(logits, step, source.header, source.outputs, greedy_only=variant == GREEDY)
+            sample(logits, step, source.header, source.outputs, greedy_only=variant == GREEDY, pdl=self._pdl)
 
     def copy_blocks(self) -> None:
         """Enqueue the block copies of the next step, which comes after them."""

@@ -16,6 +16,7 @@ from asyncengine import _core
 from asyncengine.kernels import triton_sampler
 from asyncengine.kernels.cpu import CpuOps
 from asyncengine.kernels.device_step import DeviceStep, allocate_step
+from asyncengine.kernels.triton_filters import MAX_VOCAB, NO_RANK
 from tests.chi_square import check_draws
 from tests.kernels.poison import poison_new_memory
 
@@ -37,7 +38,9 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles, chunks and an overflow of the list at vocabularies that the interpreter can bear."""
     monkeypatch.setattr(triton_sampler, "_TILE", 64)
     monkeypatch.setattr(triton_sampler, "_BINS", 32)
+    monkeypatch.setattr(triton_sampler, "_FINE", 16)
     monkeypatch.setattr(triton_sampler, "_CHUNK", 64)
+    monkeypatch.setattr(triton_sampler, "_FEW", 16)
     monkeypatch.setattr(triton_sampler, "_LIST", 48)
 
 
@@ -78,8 +81,9 @@ class Case:
         """The tokens, with everything checked that is the same whatever they are."""
         before = self.step.slots.finished[self.unused].tolist()
         moved = logits.to(self.step.input_ids.device)
-        triton_sampler.sample(moved, self.step, self.header, self.words, greedy_only=greedy_only)
+        triton_sampler.sample(moved, self.step, self.header, self.words, greedy_only=greedy_only, pdl=COMPILED)
         assert (self.words[:RING] == POISON).all()
+        assert (self.step.sample_arrivals == 0).all()
         words, state = self.words[RING].tolist(), self.step.slots
         assert words[len(logits) :] == [POISON] * (len(words) - len(logits))
         assert state.last_token[self.unused].eq(-77).all()
@@ -144,10 +148,22 @@ def random_logits(rows: int, vocab: int, seed: int, kind: str) -> Tensor:
             logits *= 30
         case "zeros":
             logits = torch.where(torch.rand(rows, vocab, generator=generator) < 0.5, 0.0, -0.0)
+        case "far":  # beyond what bins of a fixed range would cover, and coarse in float32
+            logits = logits + torch.tensor([1e4, -1e4, 1e7])[torch.arange(rows) % 3, None]
+        case "wide":
+            logits *= torch.rand(rows, vocab, generator=generator).reciprocal() * 100
+        case "one":  # a single element has practically all the mass; tiles know nothing of each other
+            logits[:, vocab // 2] = 1e4
+        case "stairs":  # every tile has a range of its own
+            logits += torch.arange(vocab) // 64 * 20
+        case "flat":
+            logits *= 1e-6
+        case "huge":  # the range itself is not finite
+            logits *= 1e37
     return logits
 
 
-KINDS = ["normal", "ties", "equal", "masked", "peaked", "zeros"]
+KINDS = ["normal", "ties", "equal", "masked", "peaked", "zeros", "far", "wide", "one", "stairs", "flat", "huge"]
 samplings = st.builds(
     Sampling,
     temperature=st.sampled_from([0.0, 0.01, 0.7, 1.0, 3.0, 100.0]),
@@ -198,6 +214,25 @@ def test_real_tiles(device: torch.device, one: Sampling, monkeypatch: pytest.Mon
     assert draw(device, logits, sampling) == draw_on_cpu(logits, sampling)
 
 
+@pytest.mark.parametrize("scale", [3.0, 0.3])
+def test_a_real_vocabulary(device: torch.device, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Normal logits, and flat ones, whose candidates are many."""
+    monkeypatch.undo()
+    poison_new_memory(monkeypatch)
+    sampling = [
+        Sampling(0.8),
+        Sampling(0.8, 50),
+        Sampling(0.8, 0, 0.95),
+        Sampling(1.0, 1000, 0.9, 0.001),
+        Sampling(1.0, 0, 1.0, 0.05),
+        Sampling(1.5, 0, 0.9999),
+        GREEDY,
+    ]
+    sampling = [one._replace(seed=3 * i + 1, position=i) for i, one in enumerate(sampling)]
+    logits = random_logits(len(sampling), 151_936, 2, "normal") * (scale / 3)
+    assert draw(device, logits, sampling) == draw_on_cpu(logits, sampling)
+
+
 # ---- what is kept, and how often it is drawn ----
 
 
@@ -240,6 +275,28 @@ def test_only_what_is_kept_is_drawn(device: torch.device, vocab: int, kind: str,
     # A slightly wider top-p and min-p, for what lies on the edge to within rounding.
     wider = one._replace(top_p=min(1.0, one.top_p + 1e-6), min_p=max(0.0, one.min_p - 1e-6))
     assert (filtered(logits[0], wider)[tokens] > 0).all()
+
+
+@given(
+    vocab=st.integers(1, 300),
+    kind=st.sampled_from(KINDS),
+    one=samplings.filter(lambda one: one.temperature > 0),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=EXAMPLES // 3)
+def test_bounds_enclose_where_filters_end(
+    device: torch.device, vocab: int, kind: str, one: Sampling, seed: int
+) -> None:
+    """Whatever is certain after the first read is so: else a filter would end beyond the candidates, or before them."""
+    logits = random_logits(1, vocab, seed, kind)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_sampler, "_BINS", 64)
+        coarse = draw(device, logits, [one])
+        patch.setattr(triton_sampler, "_BINS", 256)
+        patch.setattr(triton_sampler, "_FINE", 64)
+        patch.setattr(triton_sampler, "_LIST", 1024)
+        patch.setattr(triton_sampler, "_TILE", 128)
+        assert draw(device, logits, [one]) == coarse
 
 
 # ---- a row depends on itself alone ----
@@ -337,6 +394,37 @@ def test_step_numbers_keep_all_their_bits(device: torch.device) -> None:
     assert case.words[RING, 0] == ((1 << 31) - 1) << 32
 
 
+# ---- maxima from elsewhere ----
+
+
+@pytest.mark.parametrize(("num_tiles", "by_tile"), [(1, False), (7, True), (1187, False), (4096, True)])
+def test_greedy_ends_from_ranks(device: torch.device, num_tiles: int, by_tile: bool) -> None:
+    rows = 3
+    generator = torch.Generator().manual_seed(num_tiles)
+    width = 5
+    logits = torch.randn(rows, num_tiles * width, generator=generator).round(decimals=1)
+    logits[2] = -math.inf
+    keys = logits.view(torch.int32).where(logits != 0, 0)
+    keys = (keys ^ ((keys >> 31) & 0x7FFFFFFF)).long()
+    ranks = (keys << 20) + (torch.arange(num_tiles * width) ^ (MAX_VOCAB - 1))
+    ranks = ranks.view(rows, num_tiles, width).amax(-1)
+    if num_tiles == 7:
+        ranks[:, 3] = NO_RANK.value
+        logits.view(rows, num_tiles, width)[:, 3] = -math.inf
+    if by_tile:
+        ranks = ranks.T.contiguous().T
+    whole, parts = (Case(device, [GREEDY] * rows, [4, 0, 2]) for _ in range(2))
+    for case in (whole, parts):
+        case.step.slots.stops[4, 1] = logits[0].argmax()
+    tokens = whole.run(logits, greedy_only=True)
+    assert tokens[2] == -1
+    triton_sampler.finish_greedy(ranks.to(device), parts.step, parts.header, parts.words, pdl=COMPILED)
+    assert torch.equal(parts.words, whole.words)
+    assert torch.equal(parts.step.slots.last_token, whole.step.slots.last_token)
+    assert torch.equal(parts.step.slots.finished, whole.step.slots.finished)
+    assert parts.step.slots.finished.tolist()[:5] == [0, 0, 1, 0, 1]
+
+
 # ---- misuse ----
 
 
@@ -355,6 +443,10 @@ def test_wrong_arguments_raise(device: torch.device) -> None:
     refused("samples 3", torch.zeros(4, 9, device=device))
     refused("header", header=case.header[:1])
     refused("out_words", out_words=case.words[:, :1])
+    with pytest.raises(ValueError, match="tile_rank"):
+        triton_sampler.finish_greedy(
+            torch.zeros(2, 4097, dtype=torch.int64, device=device), case.step, case.header, case.words
+        )
     step = replace(case.step, sample_slot=case.step.sample_slot[:1])
     with pytest.raises(ValueError, match="rows of logits"):
         triton_sampler.sample(logits, step, case.header, case.words, greedy_only=True)
