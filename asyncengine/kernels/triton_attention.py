@@ -124,7 +124,7 @@ def _launch(
         DECODE=section.queries == 1,
         QUERIES=section.queries,
         ITEM_STEP=section.item_step,
-        M=tile.rows,
+        M=max(tile.rows, 16, triton.next_power_of_2(group)),
         N=tile.keys,
         D=width,
         STAGES=tile.stages,
@@ -132,6 +132,7 @@ def _launch(
         WIDEN=must_widen(q.dtype),
         num_warps=tile.warps,
         num_stages=tile.stages,
+        maxnreg=tile.registers,
         **pdl_kernels.launch_options(pdl),
     )
 
@@ -175,6 +176,13 @@ def fold(acc, peak, total, q, k, v, visible, scale, MASKED: tl.constexpr, WIDEN:
 
 
 @triton.jit
+def load_blocks(table, tile, kv_end, BLOCK_SIZE: tl.constexpr, N: tl.constexpr):
+    """The block of every token of a KV tile."""
+    token = tile * N + tl.arange(0, N)
+    return tl.load(table + token // BLOCK_SIZE, mask=token < kv_end, other=0)
+
+
+@triton.jit
 def attend(
     acc,
     peak,
@@ -183,6 +191,7 @@ def attend(
     k_head,
     v_head,
     table,
+    block,
     position,
     first,
     last,
@@ -200,19 +209,17 @@ def attend(
     STAGES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Fold the KV tiles first to last into acc [M, D], peak [M] and total [M].
+    """Fold the KV tiles first to last, whose first has the blocks ``block``, into acc [M, D], peak [M] and total [M].
 
     Without MASKED every query sees every key of these tiles. With it, nothing outside kv_begin to kv_end, the
     union of what the queries see, is loaded: there may be anything, and 0 * NaN is NaN.
     """
     column = tl.arange(0, D)
-    token = first * N + tl.arange(0, N)
-    block = tl.load(table + token // BLOCK_SIZE, mask=token < kv_end, other=0)
     for tile in tl.range(first, last, num_stages=STAGES):
         token = tile * N + tl.arange(0, N)
         at = block.to(tl.int64) * BLOCK_STRIDE + token % BLOCK_SIZE * HEAD_DIM
         # One turn ahead: were it loaded here, half of the stages would go to hiding its latency.
-        block = tl.load(table + (token + N) // BLOCK_SIZE, mask=token + N < kv_end, other=0)
+        block = load_blocks(table, tile + 1, kv_end, BLOCK_SIZE, N)
         at = at[:, None] + column[None, :]
         if MASKED:
             there = token < kv_end
@@ -329,16 +336,45 @@ def finish(
         tl.store(stats + mine, peak, mask=row < count * GROUP)
         tl.store(stats + stats_size + mine, total, mask=row < count * GROUP)
         tl.store(partials + mine[:, None] * HEAD_DIM + column[None, :], acc, mask=there)
-        # Release: the barrier puts every thread's stores before the one thread that counts.
-        tl.debug_barrier()
-        arrival = arrivals + slot * KV_HEADS + head
-        if tl.atomic_add(arrival, 1, sem="acq_rel") == pieces - 1:
-            tl.store(arrival, 0)  # for the next launch: nobody else will come in this one
-            _combine(
-                partials + unit * HEAD_DIM, stats + unit, stats + stats_size + unit,
-                out + query * stride_out + head * GROUP * HEAD_DIM, pieces, count, stride_out,
-                GROUP, HEAD_DIM, PIECE_STRIDE, D, COMBINE_ROWS, COMBINE_PIECES,
-            )  # fmt: skip
+        combine_if_last(
+            partials, stats, arrivals, stats_size, slot, unit, pieces, query, count, head, out, stride_out,
+            GROUP, KV_HEADS, HEAD_DIM, PIECE_STRIDE, D, COMBINE_ROWS, COMBINE_PIECES,
+        )  # fmt: skip
+
+
+@triton.jit
+def combine_if_last(
+    partials,
+    stats,
+    arrivals,
+    stats_size,
+    slot,
+    unit,
+    pieces,
+    query,
+    count,
+    head,
+    out,
+    stride_out,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PIECE_STRIDE: tl.constexpr,
+    D: tl.constexpr,
+    COMBINE_ROWS: tl.constexpr,
+    COMBINE_PIECES: tl.constexpr,
+):
+    """Count this program's partial result, just stored, and combine the unit's if there is none to come."""
+    # Release: the barrier puts every thread's stores before the one thread that counts.
+    tl.debug_barrier()
+    arrival = arrivals + slot * KV_HEADS + head
+    if tl.atomic_add(arrival, 1, sem="acq_rel") == pieces - 1:
+        tl.store(arrival, 0)  # for the next launch: nobody else will come in this one
+        _combine(
+            partials + unit * HEAD_DIM, stats + unit, stats + stats_size + unit,
+            out + query * stride_out + head * GROUP * HEAD_DIM, pieces, count, stride_out,
+            GROUP, HEAD_DIM, PIECE_STRIDE, D, COMBINE_ROWS, COMBINE_PIECES,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["window", "stride_table", "stats_size"])
@@ -418,17 +454,20 @@ def _attention_kernel(
             if WINDOWED:
                 full_begin = tl.minimum(tl.cdiv(tl.maximum(last_position - window + 1, begin * N), N), end)
                 acc, peak, total = attend(
-                    acc, peak, total, queries, k_head, v_head, table, position, begin, full_begin, kv_begin, kv_end,
-                    scale, window, True, WINDOWED, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, N, D, STAGES, WIDEN,
+                    acc, peak, total, queries, k_head, v_head, table, load_blocks(table, begin, kv_end, BLOCK_SIZE, N),
+                    position, begin, full_begin, kv_begin, kv_end, scale, window,
+                    True, WINDOWED, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, N, D, STAGES, WIDEN,
                 )  # fmt: skip
             full_end = tl.maximum(tl.minimum((first_position + 1) // N, end), full_begin)
             acc, peak, total = attend(
-                acc, peak, total, queries, k_head, v_head, table, position, full_begin, full_end, kv_begin, kv_end,
-                scale, window, False, WINDOWED, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, N, D, STAGES, WIDEN,
+                acc, peak, total, queries, k_head, v_head, table, load_blocks(table, full_begin, kv_end, BLOCK_SIZE, N),
+                position, full_begin, full_end, kv_begin, kv_end, scale, window,
+                False, WINDOWED, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, N, D, STAGES, WIDEN,
             )  # fmt: skip
         acc, peak, total = attend(
-            acc, peak, total, queries, k_head, v_head, table, position, full_end, end, kv_begin, kv_end,
-            scale, window, True, WINDOWED, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, N, D, STAGES, WIDEN,
+            acc, peak, total, queries, k_head, v_head, table, load_blocks(table, full_end, kv_end, BLOCK_SIZE, N),
+            position, full_end, end, kv_begin, kv_end, scale, window,
+            True, WINDOWED, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, N, D, STAGES, WIDEN,
         )  # fmt: skip
 
         finish(
