@@ -1,11 +1,17 @@
 """Paged attention on CUDA against the bandwidth and the matrix rate of the card.
 
-    python bench/kernel_attention.py [--shape llama-3.1-8b] [--decode-tile 16,64,4,4,2 ...] [--json FILE]
+    python bench/kernel_attention.py [decode prefill layer] [--shape llama-3.1-8b] [--decode-tile 16,64,4,4,2,168 ...]
+        [--json FILE]
 
 A graph holds one call per copy of the KV cache, with copies enough that each is cold in the L2 cache when its turn
 comes; its replay is timed with events, so that the gap between two kernels counts, as it does in a step. One row of
 every case is compared with torch first. Bytes are those of the visible keys and values, operations those of the
 visible pairs.
+
+``layer`` measures decode attention with what surrounds it, from the output of the QKV projection on: in turn a product
+that writes the projection's output, and then attention, in one of three ways, fused with and without programmatic
+launch, as separate kernels, and by torch over contiguous keys and values. The product's own time, from a graph of
+products alone, is taken off. Its kernel is a plain one of our own, so that it can take part in programmatic launch.
 """
 
 from __future__ import annotations
@@ -15,12 +21,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from asyncengine.cli.benchmarks import report
 from asyncengine.cli.benchmarks.report import Figure, median
+from asyncengine.kernels import pdl as pdl_kernels
 from asyncengine.kernels.device_step import DeviceStep, allocate_step
+from asyncengine.kernels.ops import HeadNorms
 from asyncengine.kernels.triton_attention import paged_attention
+from asyncengine.kernels.triton_decode import decode_attention
+from asyncengine.kernels.triton_rows import rotary_store_kv, store_kv
 from asyncengine.kernels.work_list import AttentionShape, Tile, WorkList, choose_tiles
 
 SHAPES = {
@@ -37,6 +50,10 @@ DECODES = [
 ]
 PREFILLS = [(1, 2048, 0), (1, 2048, 16384), (1, 64, 32768), (16, 128, 0)]
 """rows, tokens of each, context before them"""
+LAYERS = [(1, 128), (1, 288), (1, 2048), (8, 288), (64, 288), (256, 288), (256, 2048)]
+"""rows and context, which the new token ends"""
+HIDDEN = {"llama-3.1-8b": 4096, "qwen3-0.6b": 1024, "gpt2": 768}
+WAYS = ("fused, pdl", "fused", "separate", "torch")
 BLOCK_SIZE = 16
 COLD_BYTES = 256e6
 MAX_CALLS = 256
@@ -145,6 +162,7 @@ def measure(case: Case, tiles: tuple[Tile, Tile], args: argparse.Namespace) -> t
         device=bench.q.device,
         split_tokens=args.split_tokens,
         min_split_tokens=args.min_split_tokens,
+        item_cost=args.item_cost,
         tiles=tiles,
     )
     if all(query == 1 for query, _ in case.lengths):
@@ -162,6 +180,149 @@ def measure(case: Case, tiles: tuple[Tile, Tile], args: argparse.Namespace) -> t
     return time_graph(all_copies, len(bench.caches), args.repeats), time_graph(ten_lists, 10, args.repeats)
 
 
+# ---- a layer's attention, from the projection on ----
+
+
+@triton.jit
+def _product_kernel(x, weight, out, K: tl.constexpr, N, M, ROWS: tl.constexpr, PDL: tl.constexpr):  # type: ignore
+    """out [M, N] = x [M, K] weight [N, K]^T, 32 columns a program. The first weights are fetched early."""
+    column = tl.program_id(0) * 32 + tl.arange(0, 32)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    k = tl.arange(0, 128)
+    w = tl.load(weight + column[:, None] * K + k[None, :])
+    pdl_kernels.wait(PDL)
+    acc = tl.zeros([ROWS, 32], tl.float32)
+    for first in range(0, K, 128):
+        after = tl.load(weight + column[:, None] * K + first + 128 + k[None, :], mask=first + 128 + k[None, :] < K)
+        value = tl.load(x + row[:, None] * K + first + k[None, :], mask=row[:, None] < M, other=0.0)
+        acc += tl.dot(value, tl.trans(w))
+        w = after
+    tl.store(out + row[:, None] * N + column[None, :], acc.to(out.dtype.element_ty), mask=row[:, None] < M)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The tensors of ``bench``'s layers, one per copy of the cache, with the projection in front."""
+
+    bench: Bench
+    x: Tensor
+    weights: list[Tensor]
+    norms: HeadNorms | None
+    cos_sin: Tensor | None
+    work: WorkList
+    plain_work: WorkList
+    """for the separate kernels"""
+    contiguous: list[tuple[Tensor, Tensor]]
+    """what torch reads"""
+
+    @property
+    def heads(self) -> Tensor:
+        assert self.bench.q._base is not None
+        return self.bench.q._base
+
+    def project(self, copy: int, pdl: bool) -> None:
+        heads, weight = self.heads, self.weights[copy % len(self.weights)]
+        rows = min(64, max(16, triton.next_power_of_2(len(heads))))
+        grid = (len(weight) // 32, triton.cdiv(len(heads), rows))
+        _product_kernel[grid](
+            self.x, weight, heads, weight.shape[1], len(weight), len(heads), rows, **pdl_kernels.launch_options(pdl)
+        )
+
+    def chain(self, way: str | None) -> Callable[[], None]:
+        def body() -> None:
+            for copy in range(len(self.bench.caches)):
+                self.project(copy, way == "fused, pdl")
+                if way is not None:
+                    self.attend(way, copy)
+
+        return body
+
+    def attend(self, way: str, copy: int) -> None:
+        bench, shape = self.bench, self.bench.case.shape
+        k, v = bench.caches[copy]
+        scale = shape.head_dim**-0.5
+        if way.startswith("fused"):
+            decode_attention(
+                self.heads, shape.num_heads, self.norms, self.cos_sin, k, v, bench.step, self.work, scale, 0,
+                bench.out, pdl="pdl" in way,
+            )  # fmt: skip
+        elif way == "separate":
+            if self.cos_sin is None:
+                new_k, new_v = self.heads[:, shape.num_heads :].chunk(2, 1)
+                store_kv(new_k, new_v, bench.step.slot_mapping, k, v)
+            else:
+                q_norm, k_norm, eps = self.norms or (None, None, 0.0)
+                rotary_store_kv(
+                    self.heads, shape.num_heads, q_norm, k_norm, eps, self.cos_sin, bench.step.positions,
+                    bench.step.slot_mapping, k, v,
+                )  # fmt: skip
+            paged_attention(bench.q, k, v, bench.step, self.plain_work, scale, 0, bench.out)
+        else:  # attention alone, of unrotated heads: torch's best case
+            k, v = self.contiguous[copy]
+            F.scaled_dot_product_attention(bench.q[:, :, None], k, v, scale=scale, enable_gqa=True)
+
+
+def prepare_layer(name: str, rows: int, context: int, tiles: tuple[Tile, Tile], args: argparse.Namespace) -> Layer:
+    shape = SHAPES[name]
+    bench = prepare(Case(shape, [(1, context - 1)] * rows))
+    step, cuda = bench.step, bench.q.device
+    step.positions.fill_(context - 1)
+    last = step.slots.block_tables[:, (context - 1) // BLOCK_SIZE].long()
+    step.slot_mapping.copy_(last * BLOCK_SIZE + (context - 1) % BLOCK_SIZE)
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(size, device=cuda).to(shape.dtype)
+
+    features = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    weights = [random(features, HIDDEN[name]) * HIDDEN[name] ** -0.5 for _ in range(min(len(bench.caches), 32))]
+    norms = HeadNorms(random(shape.head_dim), random(shape.head_dim), 1e-6) if name.startswith("qwen3") else None
+    cos_sin = None if name == "gpt2" else torch.randn(context, shape.head_dim, device=cuda)
+    room = {"max_rows": rows, "max_tokens": rows, "max_context": context, "device": cuda}
+    splits = {"split_tokens": args.split_tokens, "min_split_tokens": args.min_split_tokens, "item_cost": args.item_cost}
+    work = WorkList.allocate(shape, **room, **splits, tiles=tiles).decode_only
+    plain_work = WorkList.allocate(shape, **room).decode_only
+    work.build(step)
+    plain_work.build(step)
+    contiguous = []
+    if "torch" in args.ways:
+        for _ in bench.caches:
+            k, v = random(2, rows, shape.num_kv_heads, context, shape.head_dim)
+            contiguous.append((k, v))
+    x = random(rows, HIDDEN[name])
+    return Layer(bench, x, weights, norms, cos_sin, work, plain_work, contiguous)
+
+
+def layer_error(layer: Layer) -> float:
+    """Of output and caches of the fused way, relative to what the separate kernels give."""
+    k, v = layer.bench.caches[0]
+    new = layer.bench.step.slot_mapping
+    results = []
+    for way in ("separate", "fused, pdl"):
+        for cache in (k, v):
+            cache[new // BLOCK_SIZE, :, new % BLOCK_SIZE] = torch.nan
+        layer.bench.out.fill_(torch.nan)
+        layer.project(0, "pdl" in way)
+        layer.attend(way, 0)
+        results.append([layer.bench.out.float(), k.float(), v.float()])
+    return sum(float((mine - other).norm() / other.norm()) for other, mine in zip(*results, strict=True))
+
+
+def layer_figures(name: str, tiles: tuple[Tile, Tile], args: argparse.Namespace) -> Iterator[Figure]:
+    for rows, context in args.layer:
+        layer = prepare_layer(name, rows, context, tiles, args)
+        error, calls = layer_error(layer), len(layer.bench.caches)
+        label = f"{name} layer {rows} x {context} {as_text(tiles[0])}"
+        if not error < 1e-2:
+            raise SystemExit(f"wrong result: {label}, error {error:.2e}")
+        product_us = time_graph(layer.chain(None), calls, args.repeats)
+        yield Figure(f"{label}: product alone", product_us, "us")
+        for way in args.ways:
+            us = time_graph(layer.chain(way), calls, args.repeats) - product_us
+            yield Figure(f"{label}: {way}", us, "us")
+        del layer
+        torch.cuda.empty_cache()
+
+
 def tile(text: str) -> Tile:
     return Tile(*(int(field) for field in text.split(",")))
 
@@ -170,6 +331,8 @@ def figures(args: argparse.Namespace) -> Iterator[Figure]:
     for name in args.shape:
         shape = SHAPES[name]
         decode, prefill = choose_tiles(shape)
+        for chosen in (args.decode_tile or [decode]) if "layer" in args.what else ():
+            yield from layer_figures(name, (chosen, prefill), args)
         for chosen in args.decode_tile or [decode]:
             for rows, context in DECODES if "decode" in args.what else ():
                 # The query's own key is the last of the context that the table names.
@@ -193,19 +356,27 @@ def figures(args: argparse.Namespace) -> Iterator[Figure]:
                 torch.cuda.empty_cache()
 
 
+def pair(text: str) -> tuple[int, int]:
+    rows, context = text.split("x")
+    return int(rows), int(context)
+
+
 def as_text(tile: Tile) -> str:
-    return f"[{tile.rows},{tile.keys},{tile.warps},{tile.stages},{tile.programs_per_sm}]"
+    return f"[{tile.rows},{tile.keys},{tile.warps},{tile.stages},{tile.programs_per_sm},{tile.registers}]"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", nargs="*", default=["decode", "prefill"], help="decode, prefill (default: both)")
+    parser.add_argument("what", nargs="*", default=["decode", "prefill"], help="decode, prefill, layer")
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
-    fields = "rows,keys,warps,stages,programs per multiprocessor"
+    fields = "rows,keys,warps,stages,programs per multiprocessor[,registers]"
     parser.add_argument("--decode-tile", nargs="+", type=tile, metavar="TILE", help=fields)
     parser.add_argument("--prefill-tile", nargs="+", type=tile, metavar="TILE")
     parser.add_argument("--split-tokens", type=int, default=0)
     parser.add_argument("--min-split-tokens", type=int, default=256)
+    parser.add_argument("--item-cost", type=int, default=1)
+    parser.add_argument("--layer", nargs="+", type=pair, default=LAYERS, metavar="ROWSxCONTEXT")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
@@ -217,7 +388,11 @@ def main() -> None:
         print(f"{figure.name:<64} {figure.value:>10.2f} {figure.unit}", flush=True)
         done.append(figure)
     if args.json:
-        settings = {"split_tokens": args.split_tokens, "min_split_tokens": args.min_split_tokens}
+        settings = {
+            "split_tokens": args.split_tokens,
+            "min_split_tokens": args.min_split_tokens,
+            "item_cost": args.item_cost,
+        }
         more = {"gpu": torch.cuda.get_device_name()}
         record = report.record("kernel_attention", done, repeats=args.repeats, settings=settings, **more)
         report.write(args.json, record)

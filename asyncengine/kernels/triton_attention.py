@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncengine.errors import ConfigError
+from asyncengine.kernels import pdl as pdl_kernels
 from asyncengine.kernels.device_step import DeviceStep
 from asyncengine.kernels.work_list import (
     BEGIN,
@@ -34,10 +35,10 @@ from asyncengine.kernels.work_list import (
     WorkList,
 )
 
-COMBINE_ELEMENTS = 8192
-"""Partial results that a combining program loads at once: 64 registers a thread of four warps, and 32 KiB in
-flight, so that the 32 pieces of a long sequence take two round trips to the L2 cache and not 32."""
-COMBINE_PIECES = 16
+COMBINE_ELEMENTS = 64
+"""Partial results that a thread of a combining program loads at once. A group's 32 pieces, or the 128 rows of one piece
+of prefill, then are in flight together, and combining takes few round trips to the L2 cache."""
+MAX_COMBINE_PIECES = 32
 
 
 def paged_attention(
@@ -49,24 +50,26 @@ def paged_attention(
     scale: float,
     window: int,
     out: Tensor,
+    *,
+    pdl: bool = False,
 ) -> None:
     """Causal attention of a step's queries over KV that is already in the cache.
 
     q is [T, Hq, D], any view with adjacent elements of a head; out [T, Hq * D] is contiguous within a token.
     k_cache and v_cache are [num_blocks, Hk, block_size, D], contiguous. The token at position i sees position
     j if j <= i and, with a window > 0, i - window < j. ``work`` was built from ``step`` for this window.
-    Tokens of no row are left as they are.
+    Tokens of no row are left as they are. ``pdl``: see asyncengine.kernels.pdl.
 
     Raises ConfigError if a tensor's shape, dtype or layout is not what ``work`` was allocated for.
     """
-    _check(q, k_cache, v_cache, work.shape, out)
+    check_layout(q, k_cache, v_cache, work.shape, out)
     if window != work.window:
         raise ConfigError(f"the work list is of window {work.window}, not {window}")
     for section in work.sections:
-        _launch(q, k_cache, v_cache, step, section, scale, window, out)
+        _launch(q, k_cache, v_cache, step, section, scale, window, out, pdl)
 
 
-def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, shape: AttentionShape, out: Tensor) -> None:
+def check_layout(q: Tensor, k_cache: Tensor, v_cache: Tensor, shape: AttentionShape, out: Tensor) -> None:
     cache_shape = (len(k_cache), shape.num_kv_heads, k_cache.shape[2], shape.head_dim)
     expected = (
         (q.shape[1:] == (shape.num_heads, shape.head_dim) and q.stride(2) == 1, "q"),
@@ -90,12 +93,11 @@ def _launch(
     scale: float,
     window: int,
     out: Tensor,
+    pdl: bool,
 ) -> None:
     _, kv_heads, block_size, head_dim = k_cache.shape
     tile, group = section.tile, q.shape[1] // kv_heads
     width = max(16, triton.next_power_of_2(head_dim))  # what a dot takes at least
-    whole = triton.next_power_of_2(section.queries * group)
-    combine_rows = min(whole, max(1, COMBINE_ELEMENTS // (COMBINE_PIECES * width)))
     _attention_kernel[(section.lanes * kv_heads,)](
         q,
         k_cache,
@@ -122,17 +124,29 @@ def _launch(
         DECODE=section.queries == 1,
         QUERIES=section.queries,
         ITEM_STEP=section.item_step,
-        M=tile.rows,
+        M=max(tile.rows, 16, triton.next_power_of_2(group)),
         N=tile.keys,
         D=width,
         STAGES=tile.stages,
-        COMBINE_ROWS=combine_rows,
-        COMBINE_PIECES=COMBINE_PIECES,
-        # The interpreter multiplies the bits of bfloat16 as if they were integers.
-        WIDEN=q.dtype == torch.bfloat16 and not q.is_cuda,
+        **combine_options(section, group, width),
+        WIDEN=must_widen(q.dtype),
         num_warps=tile.warps,
         num_stages=tile.stages,
+        maxnreg=tile.registers,
+        **pdl_kernels.launch_options(pdl),
     )
+
+
+def combine_options(section: Section, group: int, width: int) -> dict[str, int]:
+    """COMBINE_ROWS and COMBINE_PIECES: a unit's rows, or as many as fit, of as many pieces as then fit."""
+    elements = COMBINE_ELEMENTS * 32 * section.tile.warps
+    rows = min(triton.next_power_of_2(section.queries * group), max(1, elements // width))
+    return {"COMBINE_ROWS": rows, "COMBINE_PIECES": min(MAX_COMBINE_PIECES, max(1, elements // (rows * width)))}
+
+
+def must_widen(dtype: torch.dtype) -> bool:
+    """The interpreter multiplies the bits of bfloat16 as if they were integers."""
+    return dtype == torch.bfloat16 and triton.knobs.runtime.interpret
 
 
 @triton.jit
@@ -144,7 +158,32 @@ def _dot(a, b, WIDEN: tl.constexpr):
 
 
 @triton.jit
-def _attend(
+def fold(acc, peak, total, q, k, v, visible, scale, MASKED: tl.constexpr, WIDEN: tl.constexpr):
+    """Fold one KV tile into acc [M, D], peak [M] and total [M]. Without MASKED all of it is visible to every query."""
+    score = _dot(q, tl.trans(k), WIDEN) * scale
+    if MASKED:
+        score = tl.where(visible, score, -float("inf"))
+    new_peak = tl.maximum(peak, tl.max(score, 1))
+    base = new_peak
+    if MASKED:
+        # A row that has seen no key yet: -inf less -inf would be NaN.
+        base = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+    weight = tl.exp2(score - base[:, None])
+    shrink = tl.exp2(peak - base)
+    total = total * shrink + tl.sum(weight, 1)
+    acc = acc * shrink[:, None] + _dot(weight.to(v.dtype), v, WIDEN)
+    return acc, new_peak, total
+
+
+@triton.jit
+def load_blocks(table, tile, kv_end, BLOCK_SIZE: tl.constexpr, N: tl.constexpr):
+    """The block of every token of a KV tile."""
+    token = tile * N + tl.arange(0, N)
+    return tl.load(table + token // BLOCK_SIZE, mask=token < kv_end, other=0)
+
+
+@triton.jit
+def attend(
     acc,
     peak,
     total,
@@ -152,6 +191,7 @@ def _attend(
     k_head,
     v_head,
     table,
+    block,
     position,
     first,
     last,
@@ -169,19 +209,17 @@ def _attend(
     STAGES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Fold the KV tiles first to last into acc [M, D], peak [M] and total [M].
+    """Fold the KV tiles first to last, whose first has the blocks ``block``, into acc [M, D], peak [M] and total [M].
 
     Without MASKED every query sees every key of these tiles. With it, nothing outside kv_begin to kv_end, the
     union of what the queries see, is loaded: there may be anything, and 0 * NaN is NaN.
     """
     column = tl.arange(0, D)
-    token = first * N + tl.arange(0, N)
-    block = tl.load(table + token // BLOCK_SIZE, mask=token < kv_end, other=0)
     for tile in tl.range(first, last, num_stages=STAGES):
         token = tile * N + tl.arange(0, N)
         at = block.to(tl.int64) * BLOCK_STRIDE + token % BLOCK_SIZE * HEAD_DIM
         # One turn ahead: were it loaded here, half of the stages would go to hiding its latency.
-        block = tl.load(table + (token + N) // BLOCK_SIZE, mask=token + N < kv_end, other=0)
+        block = load_blocks(table, tile + 1, kv_end, BLOCK_SIZE, N)
         at = at[:, None] + column[None, :]
         if MASKED:
             there = token < kv_end
@@ -198,22 +236,12 @@ def _attend(
             k = tl.load(k_head + at, mask=loaded, other=0.0)
             v = tl.load(v_head + at, mask=loaded, other=0.0)
 
-        score = _dot(q, tl.trans(k), WIDEN) * scale
+        visible = True
         if MASKED:
             visible = token[None, :] <= position[:, None]
             if WINDOWED:
                 visible = visible & (token[None, :] > position[:, None] - window)
-            score = tl.where(visible, score, -float("inf"))
-        new_peak = tl.maximum(peak, tl.max(score, 1))
-        base = new_peak
-        if MASKED:
-            # A row that has seen no key yet: -inf less -inf would be NaN.
-            base = tl.where(new_peak == -float("inf"), 0.0, new_peak)
-        weight = tl.exp2(score - base[:, None])
-        shrink = tl.exp2(peak - base)
-        total = total * shrink + tl.sum(weight, 1)
-        acc = acc * shrink[:, None] + _dot(weight.to(v.dtype), v, WIDEN)
-        peak = new_peak
+        acc, peak, total = fold(acc, peak, total, q, k, v, visible, scale, MASKED, WIDEN)
     return acc, peak, total
 
 
@@ -237,35 +265,116 @@ def _combine(
     column = tl.arange(0, D)
     for first_row in range(0, count * GROUP, ROWS):
         row = first_row + tl.arange(0, ROWS)
-        peak = tl.full([ROWS], -float("inf"), tl.float32)
-        for first in range(0, pieces, PIECES):
-            piece = first + tl.arange(0, PIECES)
-            there = (piece < pieces)[:, None] & (row < count * GROUP)[None, :]
-            at = piece[:, None] * PIECE_STRIDE + row[None, :]
-            peak = tl.maximum(
-                peak, tl.max(tl.load(peaks + at, mask=there, other=-float("inf"), cache_modifier=".cg"), 0)
-            )
-        # Rows past the last have no peak.
-        peak = tl.where(peak == -float("inf"), 0.0, peak)
-        total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, D], tl.float32)
+        peak = tl.full([ROWS], -float("inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
         for first in range(0, pieces, PIECES):
+            # Nothing here waits for another load: one round trip.
             piece = first + tl.arange(0, PIECES)
             there = (piece < pieces)[:, None] & (row < count * GROUP)[None, :]
             at = piece[:, None] * PIECE_STRIDE + row[None, :]
-            weight = tl.exp2(tl.load(peaks + at, mask=there, other=-float("inf"), cache_modifier=".cg") - peak[None, :])
-            total += tl.sum(weight * tl.load(totals + at, mask=there, other=0.0, cache_modifier=".cg"), 0)
+            piece_peak = tl.load(peaks + at, mask=there, other=-float("inf"), cache_modifier=".cg")
+            piece_total = tl.load(totals + at, mask=there, other=0.0, cache_modifier=".cg")
             part = tl.load(
                 partials + at[:, :, None] * HEAD_DIM + column[None, None, :],
                 mask=there[:, :, None] & (column < HEAD_DIM)[None, None, :],
                 other=0.0,
                 cache_modifier=".cg",
             )
-            acc += tl.sum(weight[:, :, None] * part, 0)
+            new_peak = tl.maximum(peak, tl.max(piece_peak, 0))
+            base = tl.where(new_peak == -float("inf"), 0.0, new_peak)  # rows past the last
+            weight = tl.exp2(piece_peak - base[None, :])
+            shrink = tl.exp2(peak - base)
+            total = total * shrink + tl.sum(weight * piece_total, 0)
+            acc = acc * shrink[:, None] + tl.sum(weight[:, :, None] * part, 0)
+            peak = new_peak
         total = tl.where(total == 0.0, 1.0, total)
         result = (acc / total[:, None]).to(out.dtype.element_ty)
         to = out + (row // GROUP).to(tl.int64)[:, None] * stride_out + (row % GROUP)[:, None] * HEAD_DIM
         tl.store(to + column[None, :], result, mask=(row < count * GROUP)[:, None] & (column < HEAD_DIM)[None, :])
+
+
+@triton.jit
+def finish(
+    acc,
+    peak,
+    total,
+    fields,
+    query,
+    count,
+    head,
+    out,
+    partials,
+    stats,
+    arrivals,
+    stride_out,
+    stats_size,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    QUERIES: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    COMBINE_ROWS: tl.constexpr,
+    COMBINE_PIECES: tl.constexpr,
+):
+    """Store an item's result: to ``out`` if the item is a whole unit or the unit's last to arrive."""
+    PIECE_STRIDE: tl.constexpr = KV_HEADS * QUERIES * GROUP
+    row = tl.arange(0, M)
+    column = tl.arange(0, D)
+    there = (row < count * GROUP)[:, None] & (column < HEAD_DIM)[None, :]
+    pieces = tl.load(fields + PIECES)
+    if pieces == 1:
+        total = tl.where(total == 0.0, 1.0, total)  # rows past the last token
+        result = (acc / total[:, None]).to(out.dtype.element_ty)
+        to = out + (query + row // GROUP)[:, None] * stride_out + (head * GROUP + row % GROUP)[:, None] * HEAD_DIM
+        tl.store(to + column[None, :], result, mask=there)
+    else:
+        slot = tl.load(fields + PARTIAL).to(tl.int64)
+        unit = (slot * KV_HEADS + head) * (QUERIES * GROUP)
+        mine = unit + tl.load(fields + PIECE) * PIECE_STRIDE + row
+        tl.store(stats + mine, peak, mask=row < count * GROUP)
+        tl.store(stats + stats_size + mine, total, mask=row < count * GROUP)
+        tl.store(partials + mine[:, None] * HEAD_DIM + column[None, :], acc, mask=there)
+        combine_if_last(
+            partials, stats, arrivals, stats_size, slot, unit, pieces, query, count, head, out, stride_out,
+            GROUP, KV_HEADS, HEAD_DIM, PIECE_STRIDE, D, COMBINE_ROWS, COMBINE_PIECES,
+        )  # fmt: skip
+
+
+@triton.jit
+def combine_if_last(
+    partials,
+    stats,
+    arrivals,
+    stats_size,
+    slot,
+    unit,
+    pieces,
+    query,
+    count,
+    head,
+    out,
+    stride_out,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PIECE_STRIDE: tl.constexpr,
+    D: tl.constexpr,
+    COMBINE_ROWS: tl.constexpr,
+    COMBINE_PIECES: tl.constexpr,
+):
+    """Count this program's partial result, just stored, and combine the unit's if there is none to come."""
+    # Release: the barrier puts every thread's stores before the one thread that counts.
+    tl.debug_barrier()
+    arrival = arrivals + slot * KV_HEADS + head
+    if tl.atomic_add(arrival, 1, sem="acq_rel") == pieces - 1:
+        tl.store(arrival, 0)  # for the next launch: nobody else will come in this one
+        _combine(
+            partials + unit * HEAD_DIM, stats + unit, stats + stats_size + unit,
+            out + query * stride_out + head * GROUP * HEAD_DIM, pieces, count, stride_out,
+            GROUP, HEAD_DIM, PIECE_STRIDE, D, COMBINE_ROWS, COMBINE_PIECES,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["window", "stride_table", "stats_size"])
@@ -302,9 +411,9 @@ def _attention_kernel(
     COMBINE_ROWS: tl.constexpr,
     COMBINE_PIECES: tl.constexpr,
     WIDEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid: lanes x KV heads, heads of a lane side by side, since their KV lies side by side in a block."""
-    PIECE_STRIDE: tl.constexpr = KV_HEADS * QUERIES * GROUP
     BLOCK_STRIDE: tl.constexpr = KV_HEADS * BLOCK_SIZE * HEAD_DIM
     head = tl.program_id(0) % KV_HEADS
     lane = tl.program_id(0) // KV_HEADS
@@ -312,14 +421,16 @@ def _attention_kernel(
     v_head = v_cache + head * BLOCK_SIZE * HEAD_DIM
     row = tl.arange(0, M)
     column = tl.arange(0, D)
-    for item in range(tl.load(lane_items + 2 * lane), tl.load(lane_items + 2 * lane + 1), ITEM_STEP):
+    first_item = tl.load(lane_items + 2 * lane)
+    last_item = tl.load(lane_items + 2 * lane + 1)
+    pdl_kernels.wait(PDL)
+    for item in range(first_item, last_item, ITEM_STEP):
         fields = items + item * ITEM
         query = tl.load(fields + QUERY).to(tl.int64)
         count = tl.load(fields + COUNT)
         first_position = tl.load(fields + POSITION)
         begin = tl.load(fields + BEGIN)
         end = tl.load(fields + END)
-        pieces = tl.load(fields + PIECES)
         table = block_tables + tl.load(fields + SLOT).to(tl.int64) * stride_table
 
         there = (row < count * GROUP)[:, None] & (column < HEAD_DIM)[None, :]
@@ -342,49 +453,24 @@ def _attention_kernel(
             full_begin = begin
             if WINDOWED:
                 full_begin = tl.minimum(tl.cdiv(tl.maximum(last_position - window + 1, begin * N), N), end)
-                acc, peak, total = _attend(
-                    acc, peak, total, queries, k_head, v_head, table, position, begin, full_begin, kv_begin, kv_end,
-                    scale, window, True, WINDOWED, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, N, D, STAGES, WIDEN,
+                acc, peak, total = attend(
+                    acc, peak, total, queries, k_head, v_head, table, load_blocks(table, begin, kv_end, BLOCK_SIZE, N),
+                    position, begin, full_begin, kv_begin, kv_end, scale, window,
+                    True, WINDOWED, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, N, D, STAGES, WIDEN,
                 )  # fmt: skip
             full_end = tl.maximum(tl.minimum((first_position + 1) // N, end), full_begin)
-            acc, peak, total = _attend(
-                acc, peak, total, queries, k_head, v_head, table, position, full_begin, full_end, kv_begin, kv_end,
-                scale, window, False, WINDOWED, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, N, D, STAGES, WIDEN,
+            acc, peak, total = attend(
+                acc, peak, total, queries, k_head, v_head, table, load_blocks(table, full_begin, kv_end, BLOCK_SIZE, N),
+                position, full_begin, full_end, kv_begin, kv_end, scale, window,
+                False, WINDOWED, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, N, D, STAGES, WIDEN,
             )  # fmt: skip
-        acc, peak, total = _attend(
-            acc, peak, total, queries, k_head, v_head, table, position, full_end, end, kv_begin, kv_end,
-            scale, window, True, WINDOWED, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, N, D, STAGES, WIDEN,
+        acc, peak, total = attend(
+            acc, peak, total, queries, k_head, v_head, table, load_blocks(table, full_end, kv_end, BLOCK_SIZE, N),
+            position, full_end, end, kv_begin, kv_end, scale, window,
+            True, WINDOWED, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, N, D, STAGES, WIDEN,
         )  # fmt: skip
 
-        if pieces == 1:
-            total = tl.where(total == 0.0, 1.0, total)  # rows past the last token
-            result = (acc / total[:, None]).to(out.dtype.element_ty)
-            to = out + token[:, None] * stride_out + (head * GROUP + row % GROUP)[:, None] * HEAD_DIM
-            tl.store(to + column[None, :], result, mask=there)
-        else:
-            slot = tl.load(fields + PARTIAL).to(tl.int64)
-            unit = (slot * KV_HEADS + head) * (QUERIES * GROUP)
-            mine = unit + tl.load(fields + PIECE) * PIECE_STRIDE + row
-            tl.store(stats + mine, peak, mask=row < count * GROUP)
-            tl.store(stats + stats_size + mine, total, mask=row < count * GROUP)
-            tl.store(partials + mine[:, None] * HEAD_DIM + column[None, :], acc, mask=there)
-            # Release: the barrier puts every thread's stores before the one thread that counts.
-            tl.debug_barrier()
-            arrival = arrivals + slot * KV_HEADS + head
-            if tl.atomic_add(arrival, 1, sem="acq_rel") == pieces - 1:
-                tl.store(arrival, 0)  # for the next launch: nobody else will come in this one
-                _combine(
-                    partials + unit * HEAD_DIM,
-                    stats + unit,
-                    stats + stats_size + unit,
-                    out + query * stride_out + head * GROUP * HEAD_DIM,
-                    pieces,
-                    count,
-                    stride_out,
-                    GROUP,
-                    HEAD_DIM,
-                    PIECE_STRIDE,
-                    D,
-                    COMBINE_ROWS,
-                    COMBINE_PIECES,
-                )
+        finish(
+            acc, peak, total, fields, query, count, head, out, partials, stats, arrivals, stride_out, stats_size,
+            GROUP, KV_HEADS, HEAD_DIM, QUERIES, M, D, COMBINE_ROWS, COMBINE_PIECES,
+        )  # fmt: skip

@@ -51,7 +51,7 @@ PIECE = tl.constexpr(7)
 PIECES = tl.constexpr(8)  # 1: the result goes straight to the output
 ITEM = tl.constexpr(16)
 
-ITEM_COST = tl.constexpr(1)
+ITEM_COST = 1
 """What starting an item costs beside its KV tiles, in tiles."""
 
 
@@ -73,12 +73,14 @@ class Tile:
     """How one variant of the attention kernel is laid out."""
 
     rows: int
-    """packed (token, head of the group) rows of a dot: a power of two, 16 at least"""
+    """packed (token, head of the group) rows of a dot: a power of two, 16 at least. 1 in a decode tile: without dots"""
     keys: int
     """KV tokens of one turn of the loop: a power of two, 16 at least"""
     warps: int
     stages: int
     programs_per_sm: int
+    registers: int = 255
+    """of a thread, at most: 65,536 over all threads of the programs that a multiprocessor is to hold"""
 
 
 def choose_tiles(shape: AttentionShape) -> tuple[Tile, Tile]:
@@ -114,6 +116,8 @@ class Section:
     split_tiles: int
     """KV tiles of a fixed split; 0 is adaptive"""
     min_split_tiles: int
+    item_cost: int
+    """what starting an item costs beside its KV tiles, in tiles"""
     slots_per_row: int
     """partial slots of a row whose splits are fixed"""
     item_step: int
@@ -144,7 +148,8 @@ class Section:
             QUERIES=self.queries,
             KEYS=self.tile.keys,
             LANES=self.lanes,
-            MIN_COST=self.min_split_tiles + ITEM_COST.value,
+            MIN_COST=self.min_split_tiles + self.item_cost,
+            ITEM_COST=self.item_cost,
             SPLIT=self.split_tiles,
             SLOTS_PER_ROW=self.slots_per_row,
             ROWS=256,
@@ -181,6 +186,7 @@ class WorkList:
         window: int = 0,
         split_tokens: int = 0,
         min_split_tokens: int = MIN_SPLIT_TOKENS,
+        item_cost: int = ITEM_COST,
         num_programs: int | None = None,
         tiles: tuple[Tile, Tile] | None = None,
     ) -> WorkList:
@@ -218,6 +224,7 @@ class WorkList:
                 lanes,
                 split_tiles,
                 min_split_tiles=-(-min_split_tokens // tile.keys),
+                item_cost=item_cost,
                 slots_per_row=splits,
                 item_step=lanes if split_tiles else 1,
                 items=ints((max_items, ITEM.value)),
@@ -291,6 +298,7 @@ def _sum_rows(
     MAX_QUERY: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
+    ITEM_COST: tl.constexpr,
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -339,6 +347,7 @@ def _build_kernel(
     KEYS: tl.constexpr,
     LANES: tl.constexpr,
     MIN_COST: tl.constexpr,
+    ITEM_COST: tl.constexpr,
     SPLIT: tl.constexpr,
     SLOTS_PER_ROW: tl.constexpr,
     ROWS: tl.constexpr,
@@ -353,8 +362,9 @@ def _build_kernel(
     piece = tl.arange(0, WIDTH)
     if (units > 0) | (row == 0):
         item, start, all_items, total = _sum_rows(
-            row_query_len, row_context_len, num_rows, row, window, MIN_QUERY, MAX_QUERY, QUERIES, KEYS, SPLIT, ROWS
-        )
+            row_query_len, row_context_len, num_rows, row, window,
+            MIN_QUERY, MAX_QUERY, QUERIES, KEYS, ITEM_COST, SPLIT, ROWS,
+        )  # fmt: skip
         lane_cost = tl.maximum(tl.cdiv(total, LANES), MIN_COST)
         if row == 0:
             if SPLIT == 0:
