@@ -18,6 +18,8 @@ from asyncengine.kernels.device_step import DeviceStep
 from asyncengine.kernels.linear_plans import CUBLAS, INVARIANT, MAX_ROWS, NormKind, Plan, PlanTable, Site, round_rows
 from asyncengine.kernels.ops import Activation, AttentionLayer, Norm, split_heads
 from asyncengine.kernels.triton_attention import paged_attention
+from asyncengine.kernels.triton_decode import MAX_ROWS as MAX_SMALL_ROWS
+from asyncengine.kernels.triton_decode import decode_attention
 from asyncengine.kernels.work_list import WorkList
 
 
@@ -30,14 +32,17 @@ class CudaBatch:
     """by sliding window; 0 is none"""
 
     @property
-    def decode_only(self) -> bool:
-        """Every row has one token."""
-        return all(work.prefill is None for work in self.work.values())
+    def is_small(self) -> bool:
+        """Few rows, each of one token: their attention is a kernel of its own, which needs no work list."""
+        work = next(iter(self.work.values()))
+        fits = self.step.num_rows <= MAX_SMALL_ROWS and work.shape.group <= 8 and work.shape.head_dim % 2 == 0
+        return fits and work.prefill is None and not work.decode.split_tiles
 
     def build_work(self, *, pdl: bool) -> None:
         """After ingest, before the model."""
-        for work in self.work.values():
-            work.build(self.step, pdl=pdl)
+        if not self.is_small:
+            for work in self.work.values():
+                work.build(self.step, pdl=pdl)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,13 @@ class CudaLinear:
     """[N, K], with rows of zeros after the out_features that there are"""
     bias: Tensor | None
     out_features: int
+
+    def exact(self) -> CudaLinear:
+        """Without the padding, for whoever splits the result or adds it to something."""
+        if len(self.weight) == self.out_features:
+            return self
+        bias = None if self.bias is None else self.bias[: self.out_features]
+        return CudaLinear(self.weight[: self.out_features], bias, self.out_features)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +107,14 @@ class CudaOps:
     def norm_linear(
         self, stream: Tensor, norm: Norm, handle: CudaLinear, activation: Activation | None = None
     ) -> Tensor:
+        handle = handle if activation is None else handle.exact()
         plan = self._choose(stream, handle, norm, activation)
         x, fused = (stream, norm) if plan.fused_norm else (rows.norm(stream, norm, pdl=self.options.pdl), None)
-        return self._project(x, handle, plan, fused, activation)
+        y = self._project(x, handle, plan, fused, activation)
+        return y if activation is not None or y.shape[1] == handle.out_features else y[:, : handle.out_features]
 
     def linear_add_(self, x: Tensor, handle: CudaLinear, stream: Tensor) -> None:
+        handle = handle.exact()
         plan = self._choose(x, handle, None, None, add=True)
         if plan.kind != "cublas":
             triton_linear.linear(
@@ -116,6 +131,13 @@ class CudaOps:
     ) -> Tensor:
         step, pdl = batch.step, self.options.pdl
         q, k, v = split_heads(heads, layer.num_heads)
+        out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
+        if batch.is_small:
+            decode_attention(
+                heads, layer.num_heads, layer.norms, layer.cos_sin, k_cache, v_cache, step, layer.scale, layer.window,
+                out, self._arrivals, pdl=pdl,
+            )  # fmt: skip
+            return out
         if layer.cos_sin is None:
             rows.store_kv(k, v, step.slot_mapping, k_cache, v_cache, pdl=pdl)
         else:
@@ -124,8 +146,8 @@ class CudaOps:
                 heads, layer.num_heads, q_norm, k_norm, eps, layer.cos_sin, step.positions, step.slot_mapping,
                 k_cache, v_cache, pdl=pdl,
             )  # fmt: skip
-        out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
-        paged_attention(q, k_cache, v_cache, step, batch.work[layer.window], layer.scale, layer.window, out)
+        work = batch.work[layer.window]
+        paged_attention(q, k_cache, v_cache, step, work, layer.scale, layer.window, out, pdl=pdl)
         return out
 
     def logits(self, stream: Tensor, norm: Norm, handle: CudaLinear, batch: CudaBatch) -> Tensor:

@@ -219,9 +219,8 @@ def _rotary_store_kernel(
     HALF_TILE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    wait(PDL)
+    start_next(PDL)
     token = tl.program_id(0).to(tl.int64)
-    # No branch on the slot: every load but the table's starts at once, which is most of the time of a single token.
     slot = tl.load(slot_mapping + token)
     position = tl.where(slot < 0, 0, tl.load(positions + token)).to(tl.int64)
     dtype: tl.constexpr = heads.dtype.element_ty
@@ -230,19 +229,21 @@ def _rotary_store_kernel(
     inside = (head < Q_HEADS + 2 * KV_HEADS) & (i < HALF)
     is_q = head < Q_HEADS
     is_v = head >= Q_HEADS + KV_HEADS
-    source = heads + token * token_stride + head * (2 * HALF) + i
-    low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    high = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
     table = cos_sin + position * (2 * HALF) + i
     cosine = tl.load(table, mask=i < HALF, other=0.0)
     sine = tl.load(table + HALF, mask=i < HALF, other=0.0)
-
-    a, b = low, high
     if NORM:
         q_low = tl.load(q_norm + i, mask=i < HALF, other=0.0).to(tl.float32)
         q_high = tl.load(q_norm + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
         k_low = tl.load(k_norm + i, mask=i < HALF, other=0.0).to(tl.float32)
         k_high = tl.load(k_norm + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
+    wait(PDL)
+    source = heads + token * token_stride + head * (2 * HALF) + i
+    low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+
+    a, b = low, high
+    if NORM:
         scale = tl.rsqrt(tl.sum(a * a + b * b, 1) / (2 * HALF) + eps)[:, None]
         # Rounded between norm and rotation, as they are where the two are separate operations.
         a = (a * scale * tl.where(is_q, q_low, k_low)).to(dtype).to(tl.float32)
