@@ -9,8 +9,8 @@ every case is compared with torch first. Bytes are those of the visible keys and
 visible pairs.
 
 ``layer`` measures decode attention with what surrounds it, from the output of the QKV projection on: in turn a product
-that writes the projection's output, and then attention, in one of three ways, fused with and without programmatic
-launch, as separate kernels, and by torch over contiguous keys and values. The product's own time, from a graph of
+that writes the projection's output, and then attention, in one of these ways: fused with and without programmatic
+launch, as separate kernels with and without it, and by torch over contiguous keys and values. The product's own time, from a graph of
 products alone, is taken off. Its kernel is a plain one of our own, so that it can take part in programmatic launch.
 """
 
@@ -53,7 +53,7 @@ PREFILLS = [(1, 2048, 0), (1, 2048, 16384), (1, 64, 32768), (16, 128, 0)]
 LAYERS = [(1, 128), (1, 288), (1, 2048), (8, 288), (64, 288), (256, 288), (256, 2048)]
 """rows and context, which the new token ends"""
 HIDDEN = {"llama-3.1-8b": 4096, "qwen3-0.6b": 1024, "gpt2": 768}
-WAYS = ("fused, pdl", "fused", "separate", "torch")
+WAYS = ("fused, pdl", "fused", "separate, pdl", "separate", "torch")
 BLOCK_SIZE = 16
 COLD_BYTES = 256e6
 MAX_CALLS = 256
@@ -210,8 +210,7 @@ class Layer:
     norms: HeadNorms | None
     cos_sin: Tensor | None
     work: WorkList
-    plain_work: WorkList
-    """for the separate kernels"""
+    arrivals: Tensor
     contiguous: list[tuple[Tensor, Tensor]]
     """what torch reads"""
 
@@ -231,7 +230,7 @@ class Layer:
     def chain(self, way: str | None) -> Callable[[], None]:
         def body() -> None:
             for copy in range(len(self.bench.caches)):
-                self.project(copy, way == "fused, pdl")
+                self.project(copy, way is not None and "pdl" in way)
                 if way is not None:
                     self.attend(way, copy)
 
@@ -240,23 +239,23 @@ class Layer:
     def attend(self, way: str, copy: int) -> None:
         bench, shape = self.bench, self.bench.case.shape
         k, v = bench.caches[copy]
-        scale = shape.head_dim**-0.5
+        scale, pdl = shape.head_dim**-0.5, "pdl" in way
         if way.startswith("fused"):
             decode_attention(
-                self.heads, shape.num_heads, self.norms, self.cos_sin, k, v, bench.step, self.work, scale, 0,
-                bench.out, pdl="pdl" in way,
+                self.heads, shape.num_heads, self.norms, self.cos_sin, k, v, bench.step, scale, 0, bench.out,
+                self.arrivals, pdl=pdl,
             )  # fmt: skip
-        elif way == "separate":
+        elif way.startswith("separate"):
             if self.cos_sin is None:
                 new_k, new_v = self.heads[:, shape.num_heads :].chunk(2, 1)
-                store_kv(new_k, new_v, bench.step.slot_mapping, k, v)
+                store_kv(new_k, new_v, bench.step.slot_mapping, k, v, pdl=pdl)
             else:
                 q_norm, k_norm, eps = self.norms or (None, None, 0.0)
                 rotary_store_kv(
                     self.heads, shape.num_heads, q_norm, k_norm, eps, self.cos_sin, bench.step.positions,
-                    bench.step.slot_mapping, k, v,
+                    bench.step.slot_mapping, k, v, pdl=pdl,
                 )  # fmt: skip
-            paged_attention(bench.q, k, v, bench.step, self.plain_work, scale, 0, bench.out)
+            paged_attention(bench.q, k, v, bench.step, self.work, scale, 0, bench.out, pdl=pdl)
         else:  # attention alone, of unrotated heads: torch's best case
             k, v = self.contiguous[copy]
             F.scaled_dot_product_attention(bench.q[:, :, None], k, v, scale=scale, enable_gqa=True)
@@ -280,16 +279,15 @@ def prepare_layer(name: str, rows: int, context: int, tiles: tuple[Tile, Tile], 
     room = {"max_rows": rows, "max_tokens": rows, "max_context": context, "device": cuda}
     splits = {"split_tokens": args.split_tokens, "min_split_tokens": args.min_split_tokens, "item_cost": args.item_cost}
     work = WorkList.allocate(shape, **room, **splits, tiles=tiles).decode_only
-    plain_work = WorkList.allocate(shape, **room).decode_only
     work.build(step)
-    plain_work.build(step)
+    arrivals = torch.zeros(rows * shape.num_kv_heads, dtype=torch.int32, device=cuda)
     contiguous = []
     if "torch" in args.ways:
         for _ in bench.caches:
             k, v = random(2, rows, shape.num_kv_heads, context, shape.head_dim)
             contiguous.append((k, v))
     x = random(rows, HIDDEN[name])
-    return Layer(bench, x, weights, norms, cos_sin, work, plain_work, contiguous)
+    return Layer(bench, x, weights, norms, cos_sin, work, arrivals, contiguous)
 
 
 def layer_error(layer: Layer) -> float:
@@ -362,14 +360,14 @@ def pair(text: str) -> tuple[int, int]:
 
 
 def as_text(tile: Tile) -> str:
-    return f"[{tile.rows},{tile.keys},{tile.warps},{tile.stages},{tile.programs_per_sm},{tile.registers}]"
+    return f"[{tile.rows},{tile.keys},{tile.warps},{tile.stages},{tile.programs_per_sm}]"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("what", nargs="*", default=["decode", "prefill"], help="decode, prefill, layer")
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
-    fields = "rows,keys,warps,stages,programs per multiprocessor[,registers]"
+    fields = "rows,keys,warps,stages,programs per multiprocessor"
     parser.add_argument("--decode-tile", nargs="+", type=tile, metavar="TILE", help=fields)
     parser.add_argument("--prefill-tile", nargs="+", type=tile, metavar="TILE")
     parser.add_argument("--split-tokens", type=int, default=0)

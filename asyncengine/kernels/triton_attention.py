@@ -35,9 +35,9 @@ from asyncengine.kernels.work_list import (
     WorkList,
 )
 
-COMBINE_ELEMENTS = 64
-"""Partial results that a thread of a combining program loads at once. A group's 32 pieces, or the 128 rows of one piece
-of prefill, then are in flight together, and combining takes few round trips to the L2 cache."""
+COMBINE_ELEMENTS = (16, 64)
+"""Partial results that a thread of a combining program loads at once, in decode and in prefill. All 128 rows of a piece
+of prefill are in flight together; decode has no registers for more, whose programs share a multiprocessor."""
 MAX_COMBINE_PIECES = 32
 
 
@@ -132,14 +132,13 @@ def _launch(
         WIDEN=must_widen(q.dtype),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        maxnreg=tile.registers,
         **pdl_kernels.launch_options(pdl),
     )
 
 
 def combine_options(section: Section, group: int, width: int) -> dict[str, int]:
     """COMBINE_ROWS and COMBINE_PIECES: a unit's rows, or as many as fit, of as many pieces as then fit."""
-    elements = COMBINE_ELEMENTS * 32 * section.tile.warps
+    elements = COMBINE_ELEMENTS[section.queries > 1] * 32 * section.tile.warps
     rows = min(triton.next_power_of_2(section.queries * group), max(1, elements // width))
     return {"COMBINE_ROWS": rows, "COMBINE_PIECES": min(MAX_COMBINE_PIECES, max(1, elements // (rows * width)))}
 

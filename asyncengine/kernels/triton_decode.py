@@ -28,7 +28,8 @@ from asyncengine.kernels.work_list import NO_WINDOW
 
 MAX_ROWS = 16
 """Beyond, the work list's even shares are worth more."""
-_TARGET_PROGRAMS = 1024
+_TARGET_PROGRAMS = 512
+"""All of them have room at once on a Hopper GPU, so each has loaded its first tile when the projection ends."""
 _MAX_PIECES = 32
 
 
@@ -69,8 +70,7 @@ def decode_attention(
         raise ValueError(f"{rows * kv_heads} counters of arrivals are needed")
     pieces = pieces or num_pieces(rows, kv_heads)
     half = triton.next_power_of_2(dim // 2)
-    # 16 bytes a thread and line, and 16 or more lines a thread over the tile.
-    keys = max(8, (4096 if heads.dtype == torch.bfloat16 else 2048) // (2 * half))
+    keys = max(8, (2048 if heads.dtype == torch.bfloat16 else 1024) // (2 * half))  # 16 bytes of each half a thread
     stats = torch.empty((2, rows * kv_heads * pieces * group), dtype=torch.float32, device=heads.device)
     partials = torch.empty((stats.shape[1], 2, half), dtype=torch.float32, device=heads.device)
     _decode_kernel[(pieces, kv_heads, rows)](
@@ -243,7 +243,9 @@ def _decode_kernel(
     tiles = tl.maximum(tl.cdiv(context, N) - first_tile, 1)
     share = tl.cdiv(tiles, PIECES)
     used = tl.cdiv(tiles, share)
-    if (piece >= used) | (length == 0):
+    if piece >= used:
+        return  # without waiting: the first piece does
+    if length == 0:
         wait(PDL)
         return
     begin = first_tile + piece * share

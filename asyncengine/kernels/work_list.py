@@ -73,14 +73,12 @@ class Tile:
     """How one variant of the attention kernel is laid out."""
 
     rows: int
-    """packed (token, head of the group) rows of a dot: a power of two, 16 at least. 1 in a decode tile: without dots"""
+    """packed (token, head of the group) rows of a dot: a power of two, 16 at least"""
     keys: int
     """KV tokens of one turn of the loop: a power of two, 16 at least"""
     warps: int
     stages: int
     programs_per_sm: int
-    registers: int = 255
-    """of a thread, at most: 65,536 over all threads of the programs that a multiprocessor is to hold"""
 
 
 def choose_tiles(shape: AttentionShape) -> tuple[Tile, Tile]:

@@ -156,7 +156,7 @@ def test_a_long_row_is_cut_whatever_else_is_there() -> None:
     for rows in range(1, MAX_ROWS + 1):
         for kv_heads in (1, 2, 8, 12, 32):
             assert 1 <= num_pieces(rows, kv_heads) <= 32
-            assert rows * kv_heads * num_pieces(rows, kv_heads) <= max(1024, rows * kv_heads)
+            assert rows * kv_heads * num_pieces(rows, kv_heads) <= max(512, rows * kv_heads)
 
 
 def test_misuse_is_reported(device: torch.device) -> None:
