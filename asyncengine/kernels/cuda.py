@@ -68,7 +68,7 @@ class CudaOps:
         if any(b is not None for b in biases):
             filled = [w.new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)]
             bias = torch.cat((*filled, weight.new_zeros(padding)))
-        return CudaLinear(weight, bias, out_features)
+        return CudaLinear(weight.contiguous(), bias, out_features)
 
     def linear(self, x: Tensor, handle: CudaLinear, out_dtype: torch.dtype | None = None) -> Tensor:
         y = self._product(x, handle, x.dtype if out_dtype is None else out_dtype)

@@ -47,7 +47,10 @@ class Ops(Protocol):
     def tokens(self, batch: Any) -> StepTokens: ...
 
     def make_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Any:
-        """A handle for ``linear`` over weights [N_i, K] that share their input. It copies none of them."""
+        """A handle for ``linear`` over weights [N_i, K] that share their input.
+
+        Contiguous weights are not copied; transposed views may be.
+        """
 
     def linear(self, x: Tensor, handle: Any, out_dtype: dtype | None = None) -> Tensor:
         """x [M, K] times every weight of the handle, transposed, side by side: [M, sum of N_i]."""
