@@ -67,10 +67,20 @@ class StepBatch:
         """The first num_blocks block ids of a row; how many there are, the caller knows from its length."""
 
 class CpuLinear:
-    """Addresses of weights [rows[i], k] and biases [rows[i]] (0: none); the caller keeps the memory."""
+    """Addresses of weights [rows[i], k] and biases [rows[i]] (0: none); the caller keeps the memory.
+
+    With ``panels`` weights are [rows[i] / lanes, words of k, lanes], a word holding 4 bytes of a row; rows[i] is
+    rounded up to 2 * lanes, k to whole words.
+    """
 
     def __init__(
-        self, weights: Sequence[int], rows: Sequence[int], biases: Sequence[int], k: int, dtype: Dtype
+        self,
+        weights: Sequence[int],
+        rows: Sequence[int],
+        biases: Sequence[int],
+        k: int,
+        dtype: Dtype,
+        panels: bool = False,
     ) -> None: ...
 
 class PagedKV:
@@ -88,6 +98,8 @@ class CpuKernels:
     def isa(self) -> str: ...
     @property
     def num_threads(self) -> int: ...
+    @property
+    def lanes(self) -> int: ...
     def linear(
         self, weights: CpuLinear, x: int, x_stride: int, rows: int, y: int, y_float32: bool, /
     ) -> None: ...

@@ -98,7 +98,7 @@ class CudaOps:
         if any(b is not None for b in biases):
             filled = [w.new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)]
             bias = torch.cat((*filled, weight.new_zeros(padding)))
-        return CudaLinear(weight, bias, out_features)
+        return CudaLinear(weight.contiguous(), bias, out_features)
 
     def embed(self, batch: CudaBatch, table: Tensor, position_table: Tensor | None = None) -> Tensor:
         step = batch.step

@@ -61,7 +61,10 @@ class Ops(Protocol):
     """Keys are [num_blocks, Hk, D, block_size] instead of, like the values, [num_blocks, Hk, block_size, D]."""
 
     def make_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Any:
-        """A handle for weights [N_i, K] that share their input, and whose results lie side by side: N = sum of N_i."""
+        """A handle for weights [N_i, K] that share their input, and whose results lie side by side: N = sum of N_i.
+
+        The CPU copies no contiguous weight; a transposed view may be copied.
+        """
 
     def embed(self, batch: Any, table: Tensor, position_table: Tensor | None = None) -> Any:
         """The stream of a step's tokens: their rows of ``table`` [V, H], plus those of their positions."""

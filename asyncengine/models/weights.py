@@ -17,4 +17,4 @@ class WeightSource(Protocol):
         """
 
     def get_transposed(self, name: str, *shape: int) -> Tensor:
-        """A matrix that the checkpoint holds as the transpose of ``shape``; copied into place once."""
+        """A matrix that the checkpoint holds as the transpose of ``shape``: a transposed view, to be copied once."""

@@ -125,7 +125,8 @@ class Checkpoint:
 
     def get_transposed(self, name: str, *shape: int) -> Tensor:
         stored = self._read(name, shape[::-1]).to(self._device)
-        return self._own(stored.T.to(self._dtype, memory_format=torch.contiguous_format))
+        self.owned_bytes += stored.numel() * self._dtype.itemsize
+        return stored.to(self._dtype).T
 
     def close(self) -> None:
         """Close the bar and the files; tensors that are mapped stay mapped."""
@@ -201,7 +202,7 @@ class DummyWeights:
         return tensor
 
     def get_transposed(self, name: str, *shape: int) -> Tensor:
-        return self.get(name, *shape)
+        return self.get(name, *shape[::-1]).T
 
     def close(self) -> None:
         """There is nothing to close."""

@@ -64,13 +64,14 @@ auto array_property(std::vector<T> StepBatch::*member, int32_t StepBatch::*count
 }
 
 std::shared_ptr<CpuLinear> make_linear(const std::vector<Address>& weights, const std::vector<int64_t>& rows,
-                                       const std::vector<Address>& biases, int64_t k, Dtype dtype) {
+                                       const std::vector<Address>& biases, int64_t k, Dtype dtype, bool panels) {
   require(!weights.empty() && weights.size() == rows.size() && weights.size() == biases.size(),
           "weights, rows and biases must have the same length, at least 1");
   require(k >= 1, "k must be at least 1");
   auto linear = std::make_shared<CpuLinear>();
   linear->k = k;
   linear->dtype = dtype;
+  linear->panels = panels;
   for (size_t i = 0; i < weights.size(); ++i) {
     require(rows[i] >= 1, "a weight matrix needs at least one row");
     linear->matrices.push_back({pointer(weights[i]), pointer(biases[i]), rows[i]});
@@ -115,7 +116,7 @@ void bind_cpu_kernels(py::module_& m) {
 
   py::class_<CpuLinear, std::shared_ptr<CpuLinear>>(m, "CpuLinear")
       .def(py::init(&make_linear), py::arg("weights"), py::arg("rows"), py::arg("biases"), py::arg("k"),
-           py::arg("dtype"));
+           py::arg("dtype"), py::arg("panels") = false);
 
   py::class_<PagedKV>(m, "PagedKV")
       .def(py::init([](Address k, Address v, int64_t num_kv_heads, int64_t head_dim, int64_t block_size) {
@@ -130,6 +131,7 @@ void bind_cpu_kernels(py::module_& m) {
       .def_static("available_isas", &available_cpu_isas)
       .def_property_readonly("isa", &CpuKernels::isa_name)
       .def_property_readonly("num_threads", &CpuKernels::num_threads)
+      .def_property_readonly("lanes", &CpuKernels::lanes)
       .def(
           "linear",
           [](CpuKernels& self, const CpuLinear& weights, Address x, int64_t x_stride, int64_t rows, Address y,

@@ -24,7 +24,8 @@ struct LinearTask {
   const float* packed_x;  // as written by pack_x
   int64_t rows, tile_rows;  // of x, and of a tile of packed_x
   int64_t k;
-  const void* weight;  // [N, k]
+  const void* weight;  // [N, k], or in panels
+  bool panels;
   const void* bias;    // [N] or null
   void* y;             // column 0 of this matrix in row 0
   int64_t y_stride;    // elements
@@ -101,6 +102,7 @@ inline constexpr int64_t kMassBlock = 256;  // logits per partial sum of samplin
 
 struct CpuIsa {
   const char* name;
+  int64_t lanes;          // columns of a panel of weights (CpuLinear)
   int64_t panel_columns;  // n_begin is a multiple of it
 
   // Rows of a tile when x has `rows` of them; m_begin is a multiple of it. All rows in one block up to few_rows.

@@ -12,6 +12,7 @@ namespace {
 constexpr CpuIsa make_isa(const char* name) {
   return {
       .name = name,
+      .lanes = kLanes,
       .panel_columns = kPanelColumns,
       .few_rows = kFewRows,
       .tile_rows = isa_tile_rows,

@@ -14,7 +14,7 @@ constexpr int64_t kElementsPerCacheMiss = 16;
 // Items per thread of a loop: what one thread waits for the other at the end is one item.
 constexpr int64_t kItemsPerThread = 4;
 // Rows of x that share one transposition of weights, and columns whose weights stay in L2 meanwhile.
-constexpr int64_t kBlockRows = 1024, kBlockColumns = 256;
+constexpr int64_t kBlockRows = 1024, kBlockColumns = 192;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
@@ -112,6 +112,7 @@ void CpuKernels::linear(const CpuLinear& weights, const void* x, int64_t x_strid
         .tile_rows = tile_rows,
         .k = weights.k,
         .weight = matrix->weight,
+        .panels = weights.panels,
         .bias = matrix->bias,
         .y = offset(y, first_column, y_dtype),
         .y_stride = y_stride,

@@ -15,6 +15,8 @@
 namespace asyncengine {
 
 // Weight matrices [N_i, k] of one input, whose outputs lie side by side. Points into memory that the caller keeps.
+// A matrix in panels is [N / lanes][words of k][lanes], a word being one float or two neighbouring bfloat16, the first
+// in the low half; N is rounded up to two panels and k to whole words.
 struct CpuLinear {
   struct Matrix {
     const void* weight;
@@ -25,6 +27,7 @@ struct CpuLinear {
   std::vector<Matrix> matrices;
   int64_t k;
   Dtype dtype;
+  bool panels;
 
   int64_t total_rows() const;
 };
@@ -57,6 +60,7 @@ class CpuKernels {
 
   const char* isa_name() const { return isa_.name; }
   int num_threads() const { return pool_.num_threads(); }
+  int64_t lanes() const { return isa_.lanes; }
 
   // y [rows, Σ N_i] = x [rows, k] · Wᵀ + bias; y in the weights' dtype, or float32 if y_float32.
   void linear(const CpuLinear& weights, const void* x, int64_t x_stride, int64_t rows, void* y, bool y_float32);

@@ -13,13 +13,15 @@ namespace {
 constexpr int kFewTileRows = ASYNCENGINE_VECTOR_BYTES == 64 ? 16 : 8;
 constexpr int kManyTileRows = ASYNCENGINE_VECTOR_BYTES == 64 ? 12 : 6;
 constexpr int64_t kFewRows = 2 * kFewTileRows;
+constexpr int kTwoPanelRows = ASYNCENGINE_VECTOR_BYTES == 64 ? 14 : 6;  // of a tile, with two vectors per row
 constexpr int kPanelVectors = 2;
 constexpr int64_t kPanelColumns = kPanelVectors * kLanes;
-constexpr int64_t kPassSteps = 384;  // of K, in many rows: a tile of x takes 18 KB of L1
+constexpr int64_t kPassSteps = 768;  // of K, in many rows: panels of kBlockColumns (cpu_kernels.cpp) take 590 KB of L2
 
 constexpr int64_t kLineBytes = 64;
 constexpr int64_t kBytesAhead = 512;  // in each of the rows that are read side by side
-constexpr int64_t kStepsAhead = 8;    // in a packed panel, which comes from L2
+constexpr int64_t kBytesAheadInPanel = 2048;
+constexpr int64_t kPanelStepsAhead = 8, kTileStepsAhead = 16;  // both come from L2
 
 // Four 32-bit words of a row, each one float or two neighbouring bfloat16, the first in the low half. A unit is such
 // four words of kLanes rows.
@@ -93,6 +95,13 @@ AE_INLINE void load_unit(UVec (&words)[4], QuadOf&& quad_of) {
   words[3] = interleave_pairs<1>(ab_high, cd_high);
 }
 
+AE_INLINE void copy_line(char* dst, const void* src) {
+#pragma GCC unroll 4
+  for (int i = 0; i < kLineBytes; i += ASYNCENGINE_VECTOR_BYTES) {
+    store(reinterpret_cast<float*>(dst + i), load(reinterpret_cast<const float*>(static_cast<const char*>(src) + i)));
+  }
+}
+
 // ---- weights ----
 
 // kLanes rows of W that are read side by side; row i belongs to lane i.
@@ -124,6 +133,22 @@ AE_INLINE Columns<T> start_columns(const LinearTask& task, int64_t n) {
   const T* first = static_cast<const T*>(task.weight) + (n - shift) * task.k;
   return {first, task.k, task.k, count + shift - 1, shift, n, count};
 }
+
+// ---- weights in panels: [N / kLanes][words of a row][kLanes], N rounded up to kPanelColumns ----
+
+template <class T>
+AE_INLINE const uint32_t* column_words(const LinearTask& task, int64_t n) {
+  return static_cast<const uint32_t*>(task.weight) + n * ((task.k + kPartsPerWord<T> - 1) / kPartsPerWord<T>);
+}
+
+// Columns of y from n on: where they are written, not what is read.
+template <class T>
+AE_INLINE Columns<T> panel_columns(const LinearTask& task, int64_t n) {
+  const int64_t left = task.n_end - n;
+  return {nullptr, 0, task.k, kLanes - 1, 0, n, left < kLanes ? left : kLanes};
+}
+
+AE_INLINE UVec load_words(const uint32_t* p) { return *reinterpret_cast<const UnalignedUVec*>(p); }
 
 // ---- x: tiles of rows, each [step][row] ----
 
@@ -207,13 +232,6 @@ AE_INLINE void write_sums(const LinearTask& task, Vec sums, int64_t m, const Col
 
 // ---- few rows ----
 
-AE_INLINE void copy_line(char* dst, const void* src) {
-#pragma GCC unroll 4
-  for (int i = 0; i < kLineBytes; i += ASYNCENGINE_VECTOR_BYTES) {
-    store(reinterpret_cast<float*>(dst + i), load(reinterpret_cast<const float*>(static_cast<const char*>(src) + i)));
-  }
-}
-
 template <class T, int Rows>
 AE_INLINE const float* multiply_unit(Vec (&sums)[Rows], const float* x, const UVec (&words)[4], int64_t steps) {
 #pragma GCC unroll 8
@@ -270,8 +288,57 @@ void few_rows_tile(const LinearTask& task, const Columns<T>& columns, int64_t m)
   }
 }
 
+// In panels there is nothing to transpose. Two of them at a time halve the loads of x, and read memory faster.
+template <class T, int Rows>
+void few_rows_panels(const LinearTask& task, int64_t n, int64_t m) {
+  constexpr int kVectors = Rows <= kTwoPanelRows ? 2 : 1;
+  constexpr int64_t kAhead = kBytesAheadInPanel / static_cast<int64_t>(sizeof(uint32_t));
+  const float* x = task.packed_x + m / Rows * tile_floats(Rows, task.k);
+  for (const int64_t end = n + kPanelColumns; n < end; n += kVectors * kLanes) {
+    const uint32_t* words = column_words<T>(task, n);
+    const int64_t distance = column_words<T>(task, n + kLanes) - words;
+    const float* row = x;
+    Vec sums[Rows][kVectors] = {};
+    for (int64_t k = 0; k < task.k; k += kPartsPerWord<T>, words += kLanes) {
+      UVec word[kVectors];
+#pragma GCC unroll 2
+      for (int c = 0; c < kVectors; ++c) {
+        prefetch(words + c * distance + kAhead);
+        word[c] = load_words(words + c * distance);
+      }
+#pragma GCC unroll 2
+      for (int64_t i = 0; i < kPartsPerWord<T>; ++i, row += Rows) {
+        if (i > 0 && k + i == task.k) break;
+        Vec w[kVectors];
+#pragma GCC unroll 2
+        for (int c = 0; c < kVectors; ++c) w[c] = part<T>(word[c], i);
+#pragma GCC unroll 16
+        for (int r = 0; r < Rows; ++r) {
+          const Vec xv = splat(row[r]);
+#pragma GCC unroll 2
+          for (int c = 0; c < kVectors; ++c) sums[r][c] = fma(xv, w[c], sums[r][c]);
+        }
+      }
+    }
+#pragma GCC unroll 2
+    for (int c = 0; c < kVectors; ++c) {
+      const Columns<T> columns = panel_columns<T>(task, n + c * kLanes);
+#pragma GCC unroll 16
+      for (int r = 0; r < Rows; ++r) {
+        if (columns.count > 0 && m + r < task.m_end) write_sums(task, sums[r][c], m + r, columns);
+      }
+    }
+  }
+}
+
 template <class T, int Rows>
 void few_rows(const LinearTask& task) {
+  if (task.panels) {
+    for (int64_t n = task.n_begin; n < task.n_end; n += kPanelColumns) {
+      for (int64_t m = task.m_begin; m < task.m_end; m += Rows) few_rows_panels<T, Rows>(task, n, m);
+    }
+    return;
+  }
   for (int64_t n = task.n_begin; n < task.n_end; n += kLanes) {
     const Columns<T> columns = start_columns<T>(task, n);
     for (int64_t m = task.m_begin; m < task.m_end; m += Rows) few_rows_tile<T, Rows>(task, columns, m);
@@ -282,19 +349,20 @@ void few_rows(const LinearTask& task) {
 
 struct Tile {
   const float* x;      // [step][row]
-  const float* panel;  // [step][kPanelColumns]
-  float* sums;         // [row][kPanelColumns]: what one pass leaves to the next
+  const float* panel;  // [step][kLanes], and the next kLanes columns `distance` floats on
+  int64_t distance;
   int64_t steps;
-  bool first;  // pass: starts from zero
+  const float* from;  // [row][kPanelColumns]: what the pass before left, null at the first one
+  float* to;          // the same, may be `from`
 };
 
 template <int Rows>
 void run_tile(const Tile& tile) {
   Vec sums[Rows][kPanelVectors] = {};
   auto at = [&](int i) __attribute__((always_inline)) -> Vec& { return sums[i / kPanelVectors][i % kPanelVectors]; };
-  if (!tile.first) {
+  if (tile.from != nullptr) {
 #pragma GCC unroll 32
-    for (int i = 0; i < Rows * kPanelVectors; ++i) at(i) = load(tile.sums + i * kLanes);
+    for (int i = 0; i < Rows * kPanelVectors; ++i) at(i) = load(tile.from + i * kLanes);
   }
   const float* x = tile.x;
   const float* panel = tile.panel;
@@ -302,9 +370,10 @@ void run_tile(const Tile& tile) {
     Vec w[kPanelVectors];
 #pragma GCC unroll 2
     for (int c = 0; c < kPanelVectors; ++c) {
-      prefetch(panel + c * kLanes + kStepsAhead * kPanelColumns);
-      w[c] = load(panel + c * kLanes);
+      prefetch(panel + c * tile.distance + kPanelStepsAhead * kLanes);
+      w[c] = load(panel + c * tile.distance);
     }
+    prefetch(x + kTileStepsAhead * Rows);
 #pragma GCC unroll 12
     for (int r = 0; r < Rows; ++r) {
       const Vec xv = splat(x[r]);
@@ -312,10 +381,10 @@ void run_tile(const Tile& tile) {
       for (int c = 0; c < kPanelVectors; ++c) sums[r][c] = fma(xv, w[c], sums[r][c]);
     }
     x += Rows;
-    panel += kPanelColumns;
+    panel += kLanes;
   }
 #pragma GCC unroll 32
-  for (int i = 0; i < Rows * kPanelVectors; ++i) store(tile.sums + i * kLanes, at(i));
+  for (int i = 0; i < Rows * kPanelVectors; ++i) store(tile.to + i * kLanes, at(i));
 }
 
 // Columns from n on, as one vector of every step [begin, end) of K.
@@ -328,7 +397,7 @@ AE_INLINE void pack_columns(const LinearTask& task, int64_t n, int64_t begin, in
   UVec words[4];
   auto put = [&]() __attribute__((always_inline)) {
 #pragma GCC unroll 8
-    for (int64_t step = 0; step < kUnitSteps<T>; ++step, panel += kPanelColumns) {
+    for (int64_t step = 0; step < kUnitSteps<T>; ++step, panel += kLanes) {
       store(panel, part<T>(words[step / kPartsPerWord<T>], step % kPartsPerWord<T>));
     }
   };
@@ -354,31 +423,53 @@ AE_INLINE void pack_columns(const LinearTask& task, int64_t n, int64_t begin, in
 template <class T, int Rows>
 AE_INLINE void write_tile(const LinearTask& task, const float* sums, int64_t m, int64_t n) {
   for (int64_t c = 0; c < kPanelVectors && n < task.n_end; ++c, n += kLanes) {
-    const Columns<T> columns = start_columns<T>(task, n);
+    const Columns<T> columns = task.panels ? panel_columns<T>(task, n) : start_columns<T>(task, n);
     for (int64_t r = 0; r < Rows && m + r < task.m_end; ++r) {
       write_sums(task, load(sums + (r * kPanelVectors + c) * kLanes), m + r, columns);
     }
   }
 }
 
+// Words [begin, end) of K, widened.
+template <class T>
+AE_INLINE void widen_columns(const LinearTask& task, int64_t n, int64_t begin, int64_t end, float* panel) {
+  const uint32_t* words = column_words<T>(task, n) + begin / kPartsPerWord<T> * kLanes;
+  for (int64_t k = begin; k < end; k += kPartsPerWord<T>, words += kLanes) {
+    for (int64_t i = 0; i < kPartsPerWord<T>; ++i, panel += kLanes) store(panel, part<T>(load_words(words), i));
+  }
+}
+
 template <class T, int Rows>
 void many_rows(const LinearTask& task) {
-  constexpr int64_t kPanelFloats = kPassSteps * kPanelColumns, kTileFloats = Rows * kPanelColumns;
+  constexpr int64_t kVectorFloats = kPassSteps * kLanes, kTileFloats = Rows * kPanelColumns;
   const int64_t panels = (task.n_end - task.n_begin + kPanelColumns - 1) / kPanelColumns;
+  const bool in_place = task.panels && sizeof(T) == 4;
+  alignas(64) float done[kTileFloats];
   float* group = task.scratch;
   for (int64_t begin = 0; begin < task.k; begin += kPassSteps) {
     const int64_t end = begin + kPassSteps < task.k ? begin + kPassSteps : task.k;
-    for (int64_t n = task.n_begin; n < task.n_end; n += kLanes) {
-      const int64_t vector = (n - task.n_begin) / kLanes;
-      float* panel = group + vector / kPanelVectors * kPanelFloats + vector % kPanelVectors * kLanes;
-      pack_columns<T>(task, n, begin, end, panel);
+    for (int64_t n = task.n_begin; n < task.n_end && !in_place; n += kLanes) {
+      float* panel = group + (n - task.n_begin) / kLanes * kVectorFloats;
+      if (task.panels) {
+        widen_columns<T>(task, n, begin, end, panel);
+      } else {
+        pack_columns<T>(task, n, begin, end, panel);
+      }
     }
-    float* sums = group + panels * kPanelFloats;
+    const float* first = group;
+    int64_t distance = kVectorFloats;
+    if (in_place) {
+      first = reinterpret_cast<const float*>(column_words<T>(task, task.n_begin)) + begin * kLanes;
+      distance = task.k * kLanes;
+    }
+    float* sums = group + panels * kPanelVectors * kVectorFloats;
     for (int64_t m = task.m_begin; m < task.m_end; m += Rows) {
       const float* x = task.packed_x + m / Rows * tile_floats(Rows, task.k) + begin * Rows;
       for (int64_t p = 0; p < panels; ++p, sums += kTileFloats) {
-        run_tile<Rows>(Tile{x, group + p * kPanelFloats, sums, end - begin, begin == 0});
-        if (end == task.k) write_tile<T, Rows>(task, sums, m, task.n_begin + p * kPanelColumns);
+        const float* from = begin == 0 ? nullptr : sums;
+        const bool last = end == task.k;
+        run_tile<Rows>({x, first + p * kPanelVectors * distance, distance, end - begin, from, last ? done : sums});
+        if (last) write_tile<T, Rows>(task, done, m, task.n_begin + p * kPanelColumns);
       }
     }
   }

@@ -75,6 +75,20 @@ def test_linear(ops: CpuOps, dtype: torch.dtype, rows: int, k: int) -> None:
     assert_near(logits, torch.cat(expected, 1), torch.cat(scale, 1))
 
 
+@pytest.mark.parametrize("rows", [1, 3, 6, 13, 15, 16, 33, 300])
+@pytest.mark.parametrize("k", [1, 15, 64, 769, 1601])
+def test_linear_of_transposed_weights_is_the_same(
+    ops: CpuOps, dtype: torch.dtype, rows: int, k: int
+) -> None:
+    stored = [random(k, n, dtype=dtype, seed=n) for n in (2, 37, 64)]
+    biases = [random(2, dtype=dtype), None, random(64, dtype=dtype, seed=5)]
+    x = random(rows, k, dtype=dtype, seed=9)
+    plain = ops.make_linear([w.T.contiguous() for w in stored], biases)
+    panels = ops.make_linear([w.T for w in stored], biases)
+    for out_dtype in (dtype, torch.float32):
+        assert_same(ops.linear(x, panels, out_dtype), ops.linear(x, plain, out_dtype))
+
+
 @pytest.mark.parametrize("k", [33, 768, 2050])
 def test_linear_does_not_depend_on_batch_or_threads(ops: CpuOps, dtype: torch.dtype, k: int) -> None:
     weights = [random(101, k, dtype=dtype, seed=1), random(64, k, dtype=dtype, seed=2)]

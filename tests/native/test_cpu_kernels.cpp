@@ -74,7 +74,7 @@ TEST(cpu_linear_is_right_and_batch_invariant) {
     const int64_t n = 50, rows = 41;
     for (const int64_t k : {1, 31, 200, 1700}) {
       Array w(dtype, random_floats(n * k, 1)), bias(dtype, random_floats(n, 2)), x(dtype, random_floats(rows * k, 3));
-      const CpuLinear linear{{{w.at(0), bias.at(0), n}, {w.at(0), nullptr, 3}}, k, dtype};
+      const CpuLinear linear{{{w.at(0), bias.at(0), n}, {w.at(0), nullptr, 3}}, k, dtype, false};
       Array all(dtype, rows * (n + 3)), single(dtype, n + 3);
       three.linear(linear, x.at(0), k, rows, all.at(0), false);
       for (int64_t m = 0; m < rows; ++m) {
