@@ -10,8 +10,9 @@ visible pairs.
 
 ``layer`` measures decode attention with what surrounds it, from the output of the QKV projection on: in turn a product
 that writes the projection's output, and then attention, in one of these ways: fused with and without programmatic
-launch, as separate kernels with and without it, and by torch over contiguous keys and values. The product's own time, from
-a graph of products alone, is taken off. Its kernel is a plain one of our own, so that it can take part in programmatic launch.
+launch, as separate kernels with and without it, and by torch over contiguous keys and values. The product's own time,
+from a graph of products alone, is taken off. Its kernel is a plain one of our own, so that it can take part in
+programmatic launch.
 """
 
 from __future__ import annotations

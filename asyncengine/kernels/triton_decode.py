@@ -4,13 +4,9 @@ Where rows are few, a layer's attention is bound by the length of its chain of l
 one launch of many small programs without a work list: a row's keys are dealt out in equal pieces to PIECES programs a
 KV head, whatever its length, and the program that finishes last combines them in their order. Past keys and values lie
 in the cache since earlier steps, so a program has its first tile in registers before the QKV projection has ended
-(see pdl.py).
-
-What costs most here is to fetch instructions, about 5 ns each the first time, and a launch of some microseconds runs
-most of them once. So loops over the heads of a group are not unrolled: their keys come from the L1 cache again.
-There are no dots: a tile's scores are sums over threads, and each of its lines has a softmax of its own until the end.
-What all lines share, the new token's heads, is loaded once for each of them: so it is where the tile's elements are,
-and no barrier is needed to bring it there.
+(see pdl.py). There are no dots: a tile's scores are sums over threads, and each of its lines has a softmax of its own
+until the end. What all lines share, the new token's heads, is loaded once for each of them: so it is where the tile's
+elements are, and no barrier is needed to bring it there.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
 # mypy: disable-error-code="assignment, var-annotated, unreachable, misc"
@@ -27,13 +23,13 @@ from torch import Tensor
 
 from asyncengine.kernels.device_step import DeviceStep
 from asyncengine.kernels.ops import HeadNorms
-from asyncengine.kernels.pdl import launch_options, start_next, wait
+from asyncengine.kernels.pdl import launch_options, wait
 from asyncengine.kernels.work_list import NO_WINDOW
 
 MAX_ROWS = 16
 """Beyond, the work list's even shares are worth more."""
 _MAX_PIECES = 32
-_TARGET_PROGRAMS = 384
+_TARGET_PROGRAMS = 512
 """All of them have room at once on a Hopper GPU, so each has loaded its first tile when the projection ends."""
 _USUAL_TILES = 18
 """Tiles of a row that is neither short nor long."""
@@ -80,7 +76,8 @@ def decode_attention(
         raise ValueError(f"{rows * kv_heads} counters of arrivals are needed")
     most, least_tiles = pieces or choose_pieces(rows, kv_heads)
     half = triton.next_power_of_2(dim // 2)
-    keys = max(8, (2048 if heads.dtype == torch.bfloat16 else 1024) // (2 * half))  # 16 bytes of each half a thread
+    # Two times 16 bytes of each half a thread: with once, Triton lays out the heads in another way than the tiles.
+    keys = max(8, (2048 if heads.dtype == torch.bfloat16 else 1024) // (2 * half))
     stats = torch.empty((2, rows * kv_heads * most * group), dtype=torch.float32, device=heads.device)
     partials = torch.empty((stats.shape[1], 2, half), dtype=torch.float32, device=heads.device)
     _decode_kernel[(most, kv_heads, rows)](
@@ -116,10 +113,8 @@ def decode_attention(
         PIECES=most,
         LEAST=least_tiles,
         N=keys,
-        num_warps=4,
+        num_warps=2,
         num_stages=1,
-        # Of wide heads three programs have room on a multiprocessor then, and nothing spills.
-        maxnreg=160 if half >= 64 else None,
         **launch_options(pdl),
     )
 
@@ -178,6 +173,39 @@ def _load_tile(k_head, v_head, table, tile, first, context, i, BLOCK_SIZE, HALF,
     return k_low, k_high, v_low, v_high, there
 
 
+@triton.jit
+def _fold(state, q, k_low, k_high, v_low, v_high, there, scale):
+    """One head of the group meets a tile; every line of the tile has a softmax of its own."""
+    low, high, peak, total = state
+    score = tl.sum(k_low.to(tl.float32) * q[0] + k_high.to(tl.float32) * q[1], 1) * scale
+    score = tl.where(there, score, -float("inf"))
+    new_peak = tl.maximum(peak, score)
+    base = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+    weight, shrink = tl.exp2(score - base), tl.exp2(peak - base)
+    low = low * shrink[:, None] + weight[:, None] * v_low.to(tl.float32)
+    high = high * shrink[:, None] + weight[:, None] * v_high.to(tl.float32)
+    return low, high, new_peak, total * shrink + weight
+
+
+@triton.jit
+def _stack(parts, COUNT: tl.constexpr, RANK: tl.constexpr):
+    """COUNT tensors (1, 2, 4 or 8) of one shape [N] or [N, H, 2], side by side in a thread: [..., COUNT]."""
+    if COUNT == 1:
+        whole = tl.expand_dims(parts[0], RANK)
+    elif COUNT == 2:
+        whole = tl.join(parts[0], parts[1])
+    elif COUNT == 4:
+        whole = tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3]))
+    else:
+        even = tl.join(tl.join(parts[0], parts[4]), tl.join(parts[2], parts[6]))
+        whole = tl.join(even, tl.join(tl.join(parts[1], parts[5]), tl.join(parts[3], parts[7])))
+    if RANK == 1:
+        stacked = tl.reshape(whole, [whole.shape[0], COUNT])
+    else:
+        stacked = tl.reshape(whole, [whole.shape[0], whole.shape[1], whole.shape[2], COUNT])
+    return stacked
+
+
 @triton.jit(do_not_specialize=["window", "stride_table"])
 def _decode_kernel(
     heads,
@@ -215,7 +243,6 @@ def _decode_kernel(
     PDL: tl.constexpr,
 ):
     """Grid: pieces, KV heads, rows. The first piece of a row also takes the new token."""
-    start_next(PDL)
     piece, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     context = tl.load(row_context_len + row)
     length = tl.load(row_query_len + row)
@@ -254,78 +281,92 @@ def _decode_kernel(
     wait(PDL)
 
     new = heads + token * stride_heads + all_i
-    at = new + (KV_HEADS * GROUP + head) * (2 * HALF)
-    low, high = _halves(at, inside, HALF)
-    new_v_low, new_v_high = _halves(at + KV_HEADS * (2 * HALF), inside, HALF)
+    raw = ()
+    for g in tl.static_range(GROUP):
+        raw = raw + (_halves(new + (head * GROUP + g) * (2 * HALF), inside, HALF),)
+    new += (KV_HEADS * GROUP + head) * (2 * HALF)
+    low, high = _halves(new, inside, HALF)
+    v_low, v_high = _halves(new + KV_HEADS * (2 * HALF), inside, HALF)
     low, high = _norm_and_rotate(low, high, k_low, k_high, cosine, sine, eps, NORM, ROTARY, HALF)
-    # The new token is what the first line of the first piece begins with.
+    # The new token is the state that the first line of the first piece begins with.
     is_new = (line == 0) & (piece == 0)
     written = inside & is_new[:, None] & (cache_slot >= 0)
     at = (cache_slot // BLOCK_SIZE * (KV_HEADS * BLOCK_SIZE) + cache_slot % BLOCK_SIZE) * (2 * HALF) + all_i
     tl.store(k_head + at, low, mask=written)
     tl.store(k_head + at + HALF, high, mask=written)
-    tl.store(v_head + at, new_v_low, mask=written)
-    tl.store(v_head + at + HALF, new_v_high, mask=written)
-    new_low, new_high = low.to(tl.float32), high.to(tl.float32)
-    first_v_low = tl.where(is_new[:, None], new_v_low.to(tl.float32), 0.0)
-    first_v_high = tl.where(is_new[:, None], new_v_high.to(tl.float32), 0.0)
+    tl.store(v_head + at, v_low, mask=written)
+    tl.store(v_head + at + HALF, v_high, mask=written)
+    qs, states = (), ()
+    for g in tl.static_range(GROUP):
+        a, b = _norm_and_rotate(raw[g][0], raw[g][1], q_low, q_high, cosine, sine, eps, NORM, ROTARY, HALF)
+        q = (a.to(tl.float32), b.to(tl.float32))
+        score = tl.sum(q[0] * low.to(tl.float32) + q[1] * high.to(tl.float32), 1) * scale
+        state = (
+            tl.where(is_new[:, None], v_low.to(tl.float32), 0.0),
+            tl.where(is_new[:, None], v_high.to(tl.float32), 0.0),
+            tl.where(is_new, score, -float("inf")),
+            tl.where(is_new, 1.0, 0.0),
+        )
+        qs = qs + (q,)
+        states = states + (state,)
+    for index in range(begin, end):
+        last = index + 1 == end
+        following = _load_tile(
+            k_head, v_head, table, index + 1, first, tl.where(last, 0, context), i, BLOCK_SIZE, HALF, KV_HEADS, N
+        )
+        after = ()
+        for g in tl.static_range(GROUP):
+            folded = _fold(states[g], qs[g], tile[0], tile[1], tile[2], tile[3], tile[4], scale)
+            after = after + (folded,)
+        states = after
+        tile = following
 
+    # Lines into one, all heads of the group in one pass.
+    GP: tl.constexpr = 1 if GROUP == 1 else 2 if GROUP == 2 else 4 if GROUP <= 4 else 8
+    tl.static_assert(GROUP <= 8)
+    accs, totals, peaks = (), (), ()
+    for padded in tl.static_range(GP):
+        low, high, line_peaks, line_totals = states[padded if padded < GROUP else GROUP - 1]
+        peak = tl.max(line_peaks, 0)
+        # A piece may hold nothing but what is out of the window.
+        weight = tl.exp2(line_peaks - tl.where(peak == -float("inf"), 0.0, peak))
+        accs = accs + (tl.join(low * weight[:, None], high * weight[:, None]),)
+        totals = totals + (line_totals * weight,)
+        peaks = peaks + (peak,)
+    acc = tl.sum(_stack(accs, GP, 3), 0)  # [H, 2, GP]
+    total = tl.sum(_stack(totals, GP, 1), 0)  # [GP]
+    group = tl.arange(0, GP)
+    half = tl.arange(0, 2)
+    element = half[None, :] * HALF + i[:, None]
+    to = out + token * stride_out + head * (GROUP * 2 * HALF) + element[:, :, None] + group[None, None, :] * (2 * HALF)
+    kept = (i < HALF)[:, None, None] & (half >= 0)[None, :, None] & (group < GROUP)[None, None, :]
+    if used == 1:
+        tl.store(to, (acc / total[None, None, :]).to(out.dtype.element_ty), mask=kept)
+        return
     unit = row * KV_HEADS + head
     size = tl.num_programs(2) * KV_HEADS * PIECES * GROUP
-    half = tl.arange(0, 2)[None, :]
-    column = i[:, None]
-    for g in range(0, GROUP):
-        low, high = _halves(new + (head * GROUP + g) * (2 * HALF), inside, HALF)
-        low, high = _norm_and_rotate(low, high, q_low, q_high, cosine, sine, eps, NORM, ROTARY, HALF)
-        q, q_too = low.to(tl.float32), high.to(tl.float32)
-        peak = tl.where(is_new, tl.sum(q * new_low + q_too * new_high, 1) * scale, -float("inf"))
-        total = tl.where(is_new, 1.0, 0.0)
-        acc_low, acc_high = first_v_low, first_v_high
-        for index in range(begin, end):
-            k_a, k_b, v_a, v_b, there = tile
-            # The one after the last is the first again, for the next head of the group.
-            next_index = tl.where(index + 1 == end, begin, index + 1)
-            tile = _load_tile(
-                k_head, v_head, table, next_index, first, context, i, BLOCK_SIZE, HALF, KV_HEADS, N
-            )
-            score = tl.sum(k_a.to(tl.float32) * q + k_b.to(tl.float32) * q_too, 1) * scale
-            score = tl.where(there, score, -float("inf"))
-            new_peak = tl.maximum(peak, score)
-            base = tl.where(new_peak == -float("inf"), 0.0, new_peak)
-            weight, shrink = tl.exp2(score - base), tl.exp2(peak - base)
-            acc_low = acc_low * shrink[:, None] + weight[:, None] * v_a.to(tl.float32)
-            acc_high = acc_high * shrink[:, None] + weight[:, None] * v_b.to(tl.float32)
-            peak, total = new_peak, total * shrink + weight
-        # All lines into one. A piece may hold nothing but what is out of the window.
-        top = tl.max(peak, 0)
-        weight = tl.exp2(peak - tl.where(top == -float("inf"), 0.0, top))
-        whole = tl.sum(tl.join(acc_low * weight[:, None], acc_high * weight[:, None]), 0)
-        total_of_all = tl.sum(total * weight, 0)
-        if PIECES == 1:
-            to = out + token * stride_out + (head * GROUP + g) * (2 * HALF) + half * HALF + column
-            tl.store(to, (whole / total_of_all).to(out.dtype.element_ty), mask=(column < HALF) & (half >= 0))
-        else:
-            mine = (unit * PIECES + piece) * GROUP + g
-            tl.store(stats + mine, top)
-            tl.store(stats + size + mine, total_of_all)
-            tl.store(partials + mine * (2 * H) + half * H + column, whole)
-    if PIECES > 1:
-        # Release: the barrier puts every thread's stores before the one thread that counts.
-        tl.debug_barrier()
-        if tl.atomic_add(arrivals + unit, 1, sem="acq_rel") == used - 1:
-            tl.store(arrivals + unit, 0)  # for the next launch: nobody else will come in this one
-            all_pieces = tl.arange(0, PIECES)
+    mine = (unit * PIECES + piece) * GROUP
+    for g in tl.static_range(GROUP):
+        tl.store(stats + mine + g, peaks[g])
+    tl.store(stats + size + mine + group, total, mask=group < GROUP)
+    packed = (half[None, :] * H + i[:, None])[:, :, None] + group[None, None, :] * (2 * H)
+    tl.store(partials + mine * (2 * H) + packed, acc, mask=kept)
+    # Release: the barrier puts every thread's stores before the one thread that counts.
+    tl.debug_barrier()
+    if tl.atomic_add(arrivals + unit, 1, sem="acq_rel") == used - 1:
+        tl.store(arrivals + unit, 0)  # for the next launch: nobody else will come in this one
+        all_pieces = tl.arange(0, PIECES)
+        for g in tl.static_range(GROUP):
+            theirs = (unit * PIECES + all_pieces) * GROUP + g
+            there = all_pieces < used
+            piece_peaks = tl.load(stats + theirs, mask=there, other=-float("inf"), cache_modifier=".cg")
+            piece_totals = tl.load(stats + size + theirs, mask=there, other=0.0, cache_modifier=".cg")
             columns = tl.arange(0, 2 * H)
-            present = all_pieces < used
-            to = out + token * stride_out + head * (GROUP * 2 * HALF) + columns // H * HALF + columns % H
-            for g in range(0, GROUP):
-                theirs = (unit * PIECES + all_pieces) * GROUP + g
-                peaks = tl.load(stats + theirs, mask=present, other=-float("inf"), cache_modifier=".cg")
-                totals = tl.load(stats + size + theirs, mask=present, other=0.0, cache_modifier=".cg")
-                parts = tl.load(
-                    partials + theirs[:, None] * (2 * H) + columns[None, :], mask=present[:, None], other=0.0,
-                    cache_modifier=".cg",
-                )  # fmt: skip
-                weights = tl.exp2(peaks - tl.max(peaks, 0))
-                result = tl.sum(parts * weights[:, None], 0) / tl.sum(totals * weights, 0)
-                tl.store(to + g * (2 * HALF), result.to(out.dtype.element_ty), mask=columns % H < HALF)
+            parts = tl.load(
+                partials + theirs[:, None] * (2 * H) + columns[None, :], mask=there[:, None], other=0.0,
+                cache_modifier=".cg",
+            )  # fmt: skip
+            piece_weights = tl.exp2(piece_peaks - tl.max(piece_peaks, 0))
+            whole = tl.sum(parts * piece_weights[:, None], 0) / tl.sum(piece_totals * piece_weights, 0)
+            at_out = out + token * stride_out + (head * GROUP + g) * (2 * HALF) + columns // H * HALF + columns % H
+            tl.store(at_out, whole.to(out.dtype.element_ty), mask=columns % H < HALF)
