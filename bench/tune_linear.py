@@ -24,7 +24,7 @@ from gpu_common import SHAPES, SHAPES_DIR
 from asyncengine.kernels.linear_plans import CUBLAS, Plan, PlanTable, Site, candidates, table_name
 from asyncengine.runner.tuning import Tuner
 
-ROWS = "1,2,4,8,16,32,64,128,256"
+ROWS = "1,8,16,32,64,128,256"
 BANDWIDTH = 4.4e12
 
 

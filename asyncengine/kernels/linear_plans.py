@@ -32,7 +32,7 @@ class Site(NamedTuple):
     columns: int
     inner: int
     rows: int
-    """a power of two"""
+    """see round_rows"""
     norm: NormKind
     activation: Activation | None
     bias: bool
@@ -77,8 +77,8 @@ INVARIANT = Plan("tiled", columns=64, inner=64, warps=4, rows=64, stages=4, fuse
 
 
 def round_rows(rows: int) -> int:
-    """The rows of a site that stands for as many."""
-    return 1 << (rows - 1).bit_length()
+    """The rows of the site that stands for as many: few sites, since each compiles kernels of its own."""
+    return 1 if rows == 1 else max(8, 1 << (rows - 1).bit_length())
 
 
 def candidates(site: Site) -> Iterator[Plan]:
@@ -91,7 +91,7 @@ def candidates(site: Site) -> Iterator[Plan]:
 
 
 def _vector(site: Site) -> Iterator[Plan]:
-    if site.rows > 2:
+    if site.rows > 1:
         return
     for columns in (4, 8, 16, 32):
         for inner in (256, 512, 1024):
@@ -123,7 +123,7 @@ def _skinny(site: Site) -> Iterator[Plan]:
 
 
 def _tiled(site: Site) -> Iterator[Plan]:
-    if site.rows <= 2:
+    if site.rows == 1:
         return
     for rows in sorted({min(64, max(16, site.rows)), min(128, max(16, site.rows)), max(16, site.rows)}):
         for columns in (32, 64, 128):

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from asyncengine import _core
 from asyncengine.config import EngineConfig
-from asyncengine.kernels.cuda import CudaOps
+from asyncengine.kernels import pdl
+from asyncengine.kernels.cuda import CudaOps, CudaOptions
+from asyncengine.kernels.linear_plans import PlanTable
 from asyncengine.layers.attention import NativeAttention
 from asyncengine.models.config import RawConfig
 from asyncengine.models.registry import find_family
@@ -55,7 +57,7 @@ class Recorder:
 def our_logits(directory: str, source: StateDict, prompt: list[int]) -> tuple[list[Tensor], list[int]]:
     """Of the last token of the prompt and of COUNT - 1 tokens after it, which are returned too. In chunks of 128."""
     device = torch.device("cuda", 0)
-    ops = CudaOps(device)
+    ops = CudaOps(device, CudaOptions(PlanTable.load(torch.cuda.get_device_name(device)), pdl.works(device)))
     raw = RawConfig.load(SHAPES / directory)
     architecture, family = find_family(raw)
     config = EngineConfig(
