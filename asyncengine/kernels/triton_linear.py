@@ -65,7 +65,8 @@ def linear(
             fused = plan.ahead == 0 or (plan.kind == "skinny" and (norm is None or norm.bias is None))
     if not fused or not plan.fits(columns, inner, gated):
         raise ValueError(f"{plan} does not fit a weight {list(weight.shape)}, or what is fused with it")
-    if out.shape != (rows, columns) or x.stride(1) != 1 or out.stride(1) != 1 or not weight.is_contiguous():
+    strided = x.stride(1) != 1 or out.stride(1) != 1 or not weight.is_contiguous()
+    if strided or out.shape != (rows, columns) or weight.shape != (columns * (1 + gated), inner):
         raise ValueError(f"x {list(x.shape)}, weight {list(weight.shape)} and out {list(out.shape)} do not fit")
     common = {
         "K": inner,
