@@ -205,6 +205,7 @@ class CudaOps:
         if dtype == x.dtype:
             return F.linear(x, handle.weight, handle.bias)
         if x.device.type == "cpu":  # no such product there
-            return F.linear(x.to(dtype), handle.weight.to(dtype), handle.bias)
+            bias = None if handle.bias is None else handle.bias.to(dtype)
+            return F.linear(x.to(dtype), handle.weight.to(dtype), bias)
         y = torch.mm(x, handle.weight.T, out_dtype=dtype)
         return y if handle.bias is None else y + handle.bias

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from asyncengine.kernels.ops import Activation
 
@@ -24,6 +24,7 @@ SKINNY_ROWS = 32
 
 
 NormKind = Literal["none", "rms", "layer"]
+PlanKind = Literal["vector", "skinny", "tiled", "cublas"]
 
 
 class Site(NamedTuple):
@@ -47,7 +48,7 @@ class Site(NamedTuple):
 class Plan:
     """A kernel of ``triton_linear`` and its tiles, or cuBLAS between kernels for the norm and the activation."""
 
-    kind: Literal["vector", "skinny", "tiled", "cublas"]
+    kind: PlanKind
     columns: int = 0
     """of the weight's rows, in a program"""
     inner: int = 0
@@ -68,6 +69,8 @@ class Plan:
             return True
         if self.kind == "tiled":
             return self.split == 1 or inner % (self.split * self.inner) == 0
+        if self.ahead * self.warps * self.inner > inner:
+            return False  # whole steps are loaded without a mask
         return columns % (self.columns // 2 if gated else self.columns) == 0
 
 
@@ -166,9 +169,12 @@ class PlanTable:
     def from_json(cls, text: str) -> PlanTable:
         """Raises ValueError if it is no table."""
         try:
-            return cls({Site(*site): Plan(**plan) for site, plan in json.loads(text)})
+            plans = {Site(*site): Plan(**plan) for site, plan in json.loads(text)}
         except TypeError as e:
             raise ValueError(f"not a table of plans: {e}") from e
+        if unknown := {plan.kind for plan in plans.values()}.difference(get_args(PlanKind)):
+            raise ValueError(f"not a table of plans: {unknown} are no kinds of plan")
+        return cls(plans)
 
     def to_json(self) -> str:
         lines = (json.dumps([list(site), _short(plan)]) for site, plan in sorted(self._plans.items(), key=_order))

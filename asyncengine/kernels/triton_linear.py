@@ -57,9 +57,17 @@ def linear(
     rows, inner = len(x) if index is None else len(index), x.shape[1]
     gated = activation == "silu_mul"
     columns = len(weight) // 2 if gated else len(weight)
-    if not plan.fits(columns, inner, gated) or (plan.kind == "tiled" and (norm, index) != (None, None)):
+    match plan.kind:
+        case "cublas":
+            fused = False
+        case "tiled":
+            fused = norm is None and index is None
+        case _:  # a layer norm needs its row's mean before the first product
+            fused = plan.ahead == 0 or (plan.kind == "skinny" and (norm is None or norm.bias is None))
+    if not fused or not plan.fits(columns, inner, gated):
         raise ValueError(f"{plan} does not fit a weight {list(weight.shape)}, or what is fused with it")
-    if out.shape != (rows, columns) or x.stride(1) != 1 or out.stride(1) != 1 or not weight.is_contiguous():
+    strided = x.stride(1) != 1 or out.stride(1) != 1 or not weight.is_contiguous()
+    if strided or out.shape != (rows, columns) or weight.shape != (columns * (1 + gated), inner):
         raise ValueError(f"x {list(x.shape)}, weight {list(weight.shape)} and out {list(out.shape)} do not fit")
     common = {
         "K": inner,

@@ -1,0 +1,224 @@
+"""Tables of plans: what is written is what is read, and whatever they name can be run."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import asyncengine.kernels
+from asyncengine.kernels.linear_plans import (
+    CUBLAS,
+    INVARIANT,
+    MAX_ROWS,
+    SKINNY_ROWS,
+    Plan,
+    PlanTable,
+    Site,
+    cache_path,
+    candidates,
+    round_rows,
+    table_name,
+)
+
+SHIPPED = sorted((Path(asyncengine.kernels.__file__).parent / "plans").glob("*.json"))
+SITE = Site(1024, 2048, 1, "rms", "silu_mul", False, False)
+PLAN = Plan("skinny", 16, 64, 8, ahead=2, fused_norm=False)
+
+powers = st.integers(0, 8).map(lambda i: 1 << i)
+sites = st.builds(
+    Site,
+    columns=st.integers(1, 1 << 18),
+    inner=st.integers(1, 1 << 16),
+    rows=powers,
+    norm=st.sampled_from(["none", "rms", "layer"]),
+    activation=st.sampled_from([None, "silu_mul", "gelu", "gelu_tanh"]),
+    bias=st.booleans(),
+    add=st.booleans(),
+)
+plans = st.builds(
+    Plan,
+    kind=st.sampled_from(["vector", "skinny", "tiled", "cublas"]),
+    columns=powers,
+    inner=powers,
+    warps=powers,
+    rows=powers,
+    split=powers,
+    stages=st.integers(1, 6),
+    ahead=st.integers(0, 3),
+    fused_norm=st.booleans(),
+)
+
+
+def assert_can_run(plan: Plan, site: Site) -> None:
+    """It fits, and is none of what the kernels refuse."""
+    assert plan.fits(site.columns, site.inner, site.activation == "silu_mul")
+    if plan.kind == "cublas":
+        return
+    sizes = (plan.columns, plan.inner, plan.warps, plan.rows or 1)
+    assert all(size > 0 and size & (size - 1) == 0 for size in sizes)
+    assert plan.split == 1 or plan.kind == "tiled"
+    match plan.kind:
+        case "vector":
+            assert site.rows <= 2
+            assert plan.ahead == 0
+        case "skinny":
+            assert site.rows <= SKINNY_ROWS
+            assert plan.ahead * plan.warps * plan.inner < site.inner
+            assert plan.ahead == 0 or site.norm != "layer" or not plan.fused_norm
+        case "tiled":
+            assert plan.rows >= 16
+            assert not plan.fused_norm
+
+
+# ---- files ----
+
+
+@given(entries=st.dictionaries(sites, plans, max_size=6))
+def test_what_is_written_is_what_is_read(entries: dict[Site, Plan]) -> None:
+    text = PlanTable(entries).to_json()
+    again = PlanTable.from_json(text)
+    assert len(again) == len(entries)
+    assert {site: again.find(site) for site in entries} == entries
+    assert again.to_json() == text
+    assert PlanTable(dict(reversed(entries.items()))).to_json() == text, "the order of a file is that of its sites"
+
+
+ENTRY: list[Any] = [list(SITE), {"kind": "vector"}]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[",
+        "nonsense",
+        "3",
+        "[3]",
+        json.dumps([ENTRY, []]),
+        json.dumps([[*ENTRY, 1]]),
+        json.dumps([[ENTRY[0][:-1], ENTRY[1]]]),
+        json.dumps([[[*ENTRY[0], 1], ENTRY[1]]]),
+        json.dumps([[[*ENTRY[0][:-1], [1]], ENTRY[1]]]),
+        json.dumps([[ENTRY[0], 3]]),
+        json.dumps([[ENTRY[0], {}]]),
+        json.dumps([[ENTRY[0], {"kind": "vector", "colour": 3}]]),
+        json.dumps([[ENTRY[0], {"kind": "matrix"}]]),
+    ],
+)
+def test_what_is_no_table_is_refused(text: str) -> None:
+    assert PlanTable.from_json(json.dumps([ENTRY])).find(SITE) == Plan("vector")
+    with pytest.raises(ValueError):  # noqa: PT011 - of the parser or of the table
+        PlanTable.from_json(text)
+
+
+def test_a_name_of_a_card_is_a_name_of_a_file() -> None:
+    assert table_name("NVIDIA H200") == "nvidia-h200.json"
+    assert table_name("NVIDIA GeForce RTX 4090 (Laptop)/2 ") == "nvidia-geforce-rtx-4090-laptop-2.json"
+
+
+def test_the_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setenv("ASYNCENGINE_CACHE", str(tmp_path / "own"))
+    assert cache_path("A B") == tmp_path / "own" / "plans" / "a-b.json"
+    monkeypatch.delenv("ASYNCENGINE_CACHE")
+    assert cache_path("A B") == tmp_path / "xdg" / "asyncengine" / "plans" / "a-b.json"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_path("A B") == tmp_path / ".cache" / "asyncengine" / "plans" / "a-b.json"
+
+
+def test_measured_plans_override_shipped_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ASYNCENGINE_CACHE", str(tmp_path))
+    assert len(PlanTable.load("a card that nobody measured")) == 0
+    gpu = SHIPPED[0].stem
+    shipped = PlanTable.load(gpu)
+    known, kept = (Site(*site) for site, _ in islice(json.loads(SHIPPED[0].read_text()), 2))
+    new = Site(7, 7, 1, "none", None, True, True)
+    assert shipped.find(new) is None
+    assert shipped.find(known) != PLAN
+
+    path = cache_path(gpu)
+    path.parent.mkdir()
+    path.write_text(PlanTable({known: PLAN, new: CUBLAS}).to_json())
+    table = PlanTable.load(gpu)
+    assert (table.find(known), table.find(new)) == (PLAN, CUBLAS)
+    assert table.find(kept) == shipped.find(kept)
+    assert len(table) == len(shipped) + 1
+
+    path.write_text("[")
+    with pytest.raises(ValueError, match="Expecting"):
+        PlanTable.load(gpu)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_plans_can_run(path: Path) -> None:
+    text = path.read_text()
+    entries = [(Site(*site), Plan(**plan)) for site, plan in json.loads(text)]
+    assert len(entries) == len(PlanTable.from_json(text)), "a site has one plan"
+    assert PlanTable.from_json(text).to_json() == text
+    assert entries
+    for site, plan in entries:
+        assert site.rows == round_rows(site.rows) <= MAX_ROWS
+        assert_can_run(plan, site)
+
+
+# ---- plans ----
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 16, 32, 64, 256])
+@pytest.mark.parametrize(
+    ("columns", "inner", "norm", "activation", "add"),
+    [
+        (4096, 1024, "rms", None, False),
+        (3072, 1024, "rms", "silu_mul", False),
+        (1024, 3072, "none", None, True),
+        (2304, 768, "layer", None, False),
+        (3072, 768, "layer", "gelu_tanh", False),
+        (768, 3072, "none", None, True),
+        (50304, 768, "layer", None, False),
+        (151936, 1024, "rms", None, False),
+        (1000, 1600, "rms", "silu_mul", False),
+        (51, 100, "none", None, False),
+    ],
+)
+def test_candidates_can_run(columns: int, inner: int, rows: int, norm: Any, activation: Any, add: bool) -> None:
+    site = Site(columns, inner, rows, norm, activation, add, add)
+    found = list(candidates(site))
+    assert found[0] == CUBLAS
+    assert len(set(found)) == len(found)
+    assert [plan.kind for plan in found].count("cublas") == 1
+    for plan in found:
+        assert_can_run(plan, site)
+    if columns > 1000 and rows <= 16:
+        assert len(found) > 5, "there is something to choose from"
+
+
+@given(site=sites)
+def test_the_invariant_plan_fits_everything(site: Site) -> None:
+    assert_can_run(INVARIANT, site)
+
+
+def test_what_does_not_fit() -> None:
+    assert Plan("vector", 8, 256).fits(24, 100, False)
+    assert not Plan("vector", 8, 256).fits(20, 100, False)
+    assert Plan("vector", 8, 256).fits(20, 100, True)
+    assert not Plan("skinny", 16, 32, 4).fits(24, 256, False)
+    assert Plan("skinny", 16, 32, 4).fits(24, 256, True)
+    assert Plan("skinny", 16, 32, 4, ahead=2).fits(32, 256, False)
+    assert not Plan("skinny", 16, 32, 4, ahead=3).fits(32, 256, False), "would load beyond the weight's end"
+    assert Plan("tiled", 64, 64, rows=16).fits(33, 100, False)
+    assert Plan("tiled", 64, 32, rows=16, split=2).fits(33, 128, False)
+    assert not Plan("tiled", 64, 32, rows=16, split=2).fits(33, 96, False)
+
+
+@given(rows=st.integers(1, 5000))
+def test_rounded_rows(rows: int) -> None:
+    rounded = round_rows(rows)
+    assert rounded & (rounded - 1) == 0
+    assert rows <= rounded < 2 * rows
