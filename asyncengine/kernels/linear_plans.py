@@ -2,12 +2,13 @@
 
 A *site* is what a projection is: its shape, what is fused with it, and how many rows it has, rounded up. A table gives
 the plan that was fastest there. Tables come with the package for cards that it was measured on, and from the cache
-directory for others (``asyncengine.runner.tuning`` makes those).
+directory for others.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from asyncengine.kernels.ops import Activation
+
+logger = logging.getLogger(__name__)
 
 MAX_ROWS = 256
 """Beyond, arithmetic binds and not memory: cuBLAS."""
@@ -162,7 +165,10 @@ class PlanTable:
         table = cls()
         for path in (files("asyncengine.kernels").joinpath("plans", table_name(gpu)), cache_path(gpu)):
             if path.is_file():
-                table.update(cls.from_json(path.read_text()))
+                try:
+                    table.update(cls.from_json(path.read_text()))
+                except ValueError as e:
+                    logger.warning("%s is ignored: %s", path, e)
         return table
 
     @classmethod

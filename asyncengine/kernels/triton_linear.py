@@ -2,8 +2,8 @@
 
     out = residual + activation(norm(x) W^T + bias)
 
-Three kernels, by how they multiply: ``vector`` with plain multiplications (a row or two), ``skinny`` with tensor cores
-and every warp of a program on another stretch of K (up to 16 rows), ``tiled`` with Hopper's asynchronous tensor cores
+Three kernels, by how they multiply: ``vector`` with plain multiplications (one row), ``skinny`` with tensor cores
+and every warp of a program on another stretch of K (up to 32 rows), ``tiled`` with Hopper's asynchronous tensor cores
 and a pipelined loop (more rows). ``asyncengine.kernels.linear_plans`` says which, and how large its tiles are.
 
 The first two load weights into registers before they wait for the kernel that makes x (see pdl.py): at a few
@@ -158,7 +158,7 @@ def _load(pointers, inside, EVEN: tl.constexpr):
     return tl.load(pointers, mask=inside, other=0.0)
 
 
-# ---- a row or two ----
+# ---- one row, or few ----
 
 
 @kernel()
@@ -243,7 +243,7 @@ def _vector_kernel(
         _finish(total[:, None], row, m * out_stride + column, column < columns, bias, out, ACT, BIAS, ADD)
 
 
-# ---- up to 16 rows ----
+# ---- up to 32 rows ----
 
 
 @triton.jit

@@ -133,7 +133,7 @@ def test_the_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert cache_path("A B") == tmp_path / ".cache" / "asyncengine" / "plans" / "a-b.json"
 
 
-def test_measured_plans_override_shipped_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_measured_plans_override_shipped_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("ASYNCENGINE_CACHE", str(tmp_path))
     assert len(PlanTable.load("a card that nobody measured")) == 0
     gpu = SHIPPED[0].stem
@@ -151,9 +151,9 @@ def test_measured_plans_override_shipped_ones(monkeypatch: pytest.MonkeyPatch, t
     assert table.find(kept) == shipped.find(kept)
     assert len(table) == len(shipped) + 1
 
-    path.write_text("[")
-    with pytest.raises(ValueError, match="Expecting"):
-        PlanTable.load(gpu)
+    path.write_text("[")  # of no use, but no reason not to start
+    assert len(PlanTable.load(gpu)) == len(shipped)
+    assert str(path) in caplog.text
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
