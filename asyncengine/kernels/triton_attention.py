@@ -17,7 +17,6 @@ from torch import Tensor
 
 from asyncengine.errors import ConfigError
 from asyncengine.kernels import pdl as pdl_kernels
-from asyncengine.kernels.compiling import kernel
 from asyncengine.kernels.device_step import DeviceStep
 from asyncengine.kernels.work_list import (
     BEGIN,
@@ -377,7 +376,7 @@ def combine_if_last(
         )  # fmt: skip
 
 
-@kernel(do_not_specialize=["window", "stride_table", "stats_size"])
+@triton.jit(do_not_specialize=["window", "stride_table", "stats_size"])
 def _attention_kernel(
     q,
     k_cache,

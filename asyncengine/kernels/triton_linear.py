@@ -23,7 +23,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncengine.kernels.compiling import kernel
 from asyncengine.kernels.linear_plans import Plan
 from asyncengine.kernels.ops import Activation, Norm
 from asyncengine.kernels.pdl import INTERPRETED, launch_options, start_next, wait
@@ -99,10 +98,10 @@ def linear(
         if norm.bias is not None:
             kind, norm_bias = "layer", norm.bias
     programs = len(weight) // plan.columns
-    chosen, extra = _vector_kernel, {"M": rows}
+    kernel, extra = _vector_kernel, {"M": rows}
     if plan.kind == "skinny":
-        chosen, extra = _skinny_kernel, {"BM": max(8, triton.next_power_of_2(rows)), "B": plan.warps}
-    chosen[(programs,)](
+        kernel, extra = _skinny_kernel, {"BM": max(8, triton.next_power_of_2(rows)), "B": plan.warps}
+    kernel[(programs,)](
         x, x if index is None else index, weight, bias, norm_weight, norm_bias, out,
         rows, columns, x.stride(0), out.stride(0), eps, INDEX=index is not None,
         BN=plan.columns, BK=plan.inner, NORM=kind, AHEAD=plan.ahead, **extra, **common,
@@ -161,7 +160,7 @@ def _load(pointers, inside, EVEN: tl.constexpr):
 # ---- one row, or few ----
 
 
-@kernel()
+@triton.jit
 def _vector_kernel(
     x,
     index,
@@ -254,7 +253,7 @@ def _dot(w, x, acc, WIDEN: tl.constexpr):
     return tl.dot(w, x, acc, input_precision="ieee")
 
 
-@kernel()
+@triton.jit
 def _skinny_kernel(
     x,
     index,
@@ -366,7 +365,7 @@ def _skinny_kernel(
 # ---- more rows ----
 
 
-@kernel()
+@triton.jit
 def _tiled_kernel(
     x,
     weight,

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncengine.kernels.compiling import kernel
 from asyncengine.kernels.ops import Activation, Norm
 from asyncengine.kernels.pdl import launch_options, start_next, wait
 
@@ -26,7 +25,7 @@ _HEAD_TILE = 1024
 # ---- norms ----
 
 
-@kernel()
+@triton.jit
 def _norm_kernel(
     x: tl.tensor,
     index: tl.tensor,
@@ -95,7 +94,7 @@ def norm(x: Tensor, norm: Norm, index: Tensor | None = None, *, pdl: bool = Fals
 # ---- embedding ----
 
 
-@kernel()
+@triton.jit
 def _embed_kernel(
     ids: tl.tensor,
     positions: tl.tensor,
@@ -159,7 +158,7 @@ def activate(value: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
     return 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
 
 
-@kernel()
+@triton.jit
 def _activation_kernel(
     x: tl.tensor,
     out: tl.tensor,
@@ -199,7 +198,7 @@ def activation(x: Tensor, kind: Activation, *, pdl: bool = False) -> Tensor:
 # ---- rotary embedding and the KV cache ----
 
 
-@kernel()
+@triton.jit
 def _rotary_store_kernel(
     heads: tl.tensor,
     q_norm: tl.tensor,
@@ -325,7 +324,7 @@ def rotary_store_kv(
     )
 
 
-@kernel()
+@triton.jit
 def _store_kernel(
     k: tl.tensor,
     v: tl.tensor,

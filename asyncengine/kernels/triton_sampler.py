@@ -22,7 +22,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncengine.kernels.compiling import kernel
 from asyncengine.kernels.device_step import MAX_STOPS, DeviceStep
 from asyncengine.kernels.pdl import launch_options, wait
 from asyncengine.kernels.triton_filters import (
@@ -79,7 +78,7 @@ def _arrive(arrivals: tl.tensor, count: tl.tensor) -> tl.tensor:
 # ---- passes over the logits, split over tiles ----
 
 
-@kernel()
+@triton.jit
 def _tiles_kernel(
     logits: tl.tensor,
     row_stride: tl.tensor,
@@ -255,7 +254,7 @@ def _collect_tile(
             )  # fmt: skip
 
 
-@kernel(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows"])
 def _collect_kernel(
     logits: tl.tensor,
     row_stride: tl.tensor,

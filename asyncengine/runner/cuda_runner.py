@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-from functools import partial
 from typing import Self
 
 import torch
@@ -13,15 +11,14 @@ from asyncengine import _core
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
 from asyncengine.kernels import pdl
-from asyncengine.kernels.compiling import compile_all
 from asyncengine.kernels.cuda import CudaOps, CudaOptions
-from asyncengine.kernels.linear_plans import PlanTable, round_rows
+from asyncengine.kernels.linear_plans import PlanTable
 from asyncengine.layers.attention import NativeAttention
 from asyncengine.model_info import ModelInfo
 from asyncengine.runner import kv_cache
 from asyncengine.runner.buckets import Bucket, choose_buckets, token_buckets
 from asyncengine.runner.cuda_graphs import CapturedSteps, loaded_libcudart
-from asyncengine.runner.device_steps import FULL, GREEDY, DeviceSteps, StepBuffers
+from asyncengine.runner.device_steps import FULL, DeviceSteps, StepBuffers
 from asyncengine.runner.loop_config import step_loop_config
 from asyncengine.runner.model_runner import LoadedModel, load_model
 
@@ -127,8 +124,6 @@ def _kv_budget(
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     steps, buffers = make_steps(config, loaded, ops, native, 1)
-    _compile(steps, buckets)
-    torch.cuda.reset_peak_memory_stats()
     steps.run(buckets[-1], FULL)
     torch.cuda.synchronize()
     step_bytes = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
@@ -138,14 +133,6 @@ def _kv_budget(
     graphs = 0 if config.enforce_eager else 2 * len(buckets) * _BYTES_PER_GRAPH
     fixed = 2 * step_bytes + graphs + (64 << 20)  # the step's tensors, in the pool and while warming up
     return int(total * config.gpu_memory_utilization) - (total - free) - fixed
-
-
-def _compile(steps: DeviceSteps, buckets: list[Bucket]) -> None:
-    """The kernels of all buckets, side by side. Those of rows that share plans are the same."""
-    decode = {round_rows(bucket.max_rows): bucket for bucket in buckets if bucket.single_token_rows}
-    chosen = [*decode.values(), buckets[-1], next(bucket for bucket in buckets if not bucket.single_token_rows)]
-    runs = [partial(steps.run, bucket, variant) for variant in (FULL, GREEDY) for bucket in chosen]
-    compile_all(runs, min(len(runs), 2 * (os.cpu_count() or 1)))
 
 
 def _too_little_memory() -> str:
