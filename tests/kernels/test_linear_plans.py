@@ -133,7 +133,9 @@ def test_the_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert cache_path("A B") == tmp_path / ".cache" / "asyncengine" / "plans" / "a-b.json"
 
 
-def test_measured_plans_override_shipped_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_measured_plans_override_shipped_ones(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("ASYNCENGINE_CACHE", str(tmp_path))
     assert len(PlanTable.load("a card that nobody measured")) == 0
     gpu = SHIPPED[0].stem
@@ -221,4 +223,5 @@ def test_what_does_not_fit() -> None:
 def test_rounded_rows(rows: int) -> None:
     rounded = round_rows(rows)
     assert rounded & (rounded - 1) == 0
-    assert rows <= rounded < 2 * rows
+    assert rows <= rounded
+    assert rounded < 2 * rows or rows <= 8, "up to 8 rows share their plans"
