@@ -1,6 +1,6 @@
 """Paged attention on CUDA against the bandwidth and the matrix rate of the card.
 
-    python bench/kernel_attention.py [decode prefill layer] [--shape llama-3.1-8b] [--decode-tile 16,64,4,4,2,168 ...]
+    python bench/kernel_attention.py [decode prefill layer] [--shape llama-3.1-8b] [--decode-tile 16,64,4,4,2 ...]
         [--json FILE]
 
 A graph holds one call per copy of the KV cache, with copies enough that each is cold in the L2 cache when its turn

@@ -43,6 +43,8 @@ BUBBLE_TARGET = 2.0  # percent of the step
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "one step in flight": {"steps_in_flight": 1},
+    "next step at once": {"late_launch": False},
+    "no programmatic launch": {"programmatic_launch": False},
     "staging pinned": {"staging": "pinned"},
     "staging pageable": {"staging": "pageable"},
     "eager, no graphs": {"enforce_eager": True},

@@ -1,6 +1,6 @@
-"""Measures plans of projections and writes the table that the package ships for the card.
+"""Measures plans of projections on the card, for models that the package's own table does not know.
 
-    python bench/tune_linear.py [--model gpt2 ...] [--rows 1,8,64] [--out FILE] [--json FILE]
+    python bench/tune_linear.py [--model DIRECTORY ...] [--rows 1,8,64] [--out FILE] [--json FILE]
 
 Every site of the models' shapes (a projection with what is fused, and a count of rows) is timed by each candidate
 plan, cuBLAS among them; the fastest enters the table at --out, whose other entries stay. Kernels are compiled
@@ -16,12 +16,13 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from gpu_common import SHAPES, SHAPES_DIR
 
-from asyncengine.kernels.linear_plans import CUBLAS, Plan, PlanTable, Site, candidates, table_name
+from asyncengine.kernels.linear_plans import CUBLAS, NormKind, Plan, PlanTable, Site, cache_path, candidates
+from asyncengine.models.config import RawConfig
+from asyncengine.models.registry import find_family
 from asyncengine.runner.tuning import Tuner
 
 ROWS = "1,8,16,32,64,128,256"
@@ -30,23 +31,18 @@ BANDWIDTH = 4.4e12
 
 def sites(model: str, rows: int) -> Iterator[tuple[str, Site]]:
     """The projections of a layer, and the head."""
-    c: dict[str, Any] = json.loads((SHAPES_DIR / model / "config.json").read_text())
-    if "n_embd" in c:
-        hidden = c["n_embd"]
-        yield "qkv", Site(3 * hidden, hidden, rows, "layer", None, True, False)
-        yield "o", Site(hidden, hidden, rows, "none", None, True, True)
-        yield "up", Site(4 * hidden, hidden, rows, "layer", "gelu_tanh", True, False)
-        yield "down", Site(hidden, 4 * hidden, rows, "none", None, True, True)
-        yield "head", Site(-(-c["vocab_size"] // 64) * 64, hidden, rows, "layer", None, False, False)
-        return
-    hidden, inner = c["hidden_size"], c["intermediate_size"]
-    heads, kv = c["num_attention_heads"], c["num_key_value_heads"]
-    dim = c.get("head_dim") or hidden // heads
-    yield "qkv", Site((heads + 2 * kv) * dim, hidden, rows, "rms", None, False, False)
-    yield "o", Site(hidden, heads * dim, rows, "none", None, False, True)
-    yield "up", Site(inner, hidden, rows, "rms", "silu_mul", False, False)
-    yield "down", Site(hidden, inner, rows, "none", None, False, True)
-    yield "head", Site(c["vocab_size"], hidden, rows, "rms", None, False, False)
+    raw = RawConfig.load(SHAPES_DIR / model if model in SHAPES else Path(model))
+    c = find_family(raw)[1].read_config(raw)
+    hidden, width = c.hidden_size, c.num_heads * c.head_dim
+    gpt2 = c.rope is None
+    norm: NormKind = "layer" if gpt2 else "rms"
+    qkv_bias, output_bias, mlp_bias = (gpt2 or x for x in (c.qkv_bias, c.output_bias, c.mlp_bias))
+    head = c.vocab_size if c.vocab_size % 8 == 0 else -(-c.vocab_size // 64) * 64  # as CudaOps.make_linear pads it
+    yield "qkv", Site(width + 2 * c.num_kv_heads * c.head_dim, hidden, rows, norm, None, qkv_bias, False)
+    yield "o", Site(hidden, width, rows, "none", None, output_bias, True)
+    yield "up", Site(c.intermediate_size, hidden, rows, norm, c.activation, mlp_bias, False)
+    yield "down", Site(hidden, c.intermediate_size, rows, "none", None, mlp_bias, True)
+    yield "head", Site(head, hidden, rows, norm, None, False, False)
 
 
 def compile_plans(job: tuple[Site, list[Plan], bool]) -> None:
@@ -63,12 +59,12 @@ def compile_all(plans: dict[Site, list[Plan]], pdl: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--model", nargs="+", default=list(SHAPES), help="shapes of bench/shapes, or directories")
     parser.add_argument("--rows", default=ROWS)
     parser.add_argument("--kinds", nargs="+", help="only plans of these kinds, beside cuBLAS")
     parser.add_argument("--sites", nargs="+", default=["qkv", "o", "up", "down", "head"])
     parser.add_argument("--no-pdl", action="store_true")
-    parser.add_argument("--out", help="table (default: that of the package)")
+    parser.add_argument("--out", help="table (default: the one in the user's cache directory, which engines read)")
     parser.add_argument("--json", help="all timings")
     parser.add_argument("--limit-s", type=float, default=1e9, help="stop after so many seconds")
     args = parser.parse_args()
@@ -85,8 +81,7 @@ def main() -> None:
     print(f"{sum(map(len, plans.values()))} plans of {len(plans)} sites", flush=True)
     compile_all(plans, not args.no_pdl)
     print(f"compiled in {time.monotonic() - started:.0f} s", flush=True)
-    name = table_name(torch.cuda.get_device_name())
-    out = Path(args.out or f"asyncengine/kernels/plans/{name}")
+    out = Path(args.out or cache_path(torch.cuda.get_device_name()))
     table = PlanTable.from_json(out.read_text()) if out.exists() else PlanTable()
     tuner = Tuner(torch.device("cuda"), pdl=not args.no_pdl)
     record = []
