@@ -67,6 +67,7 @@ def decode_attention(
     norms and cos_sin are those of ``AttentionLayer``. A row's token is at position ``step.row_context_len``; its key
     and value are written where ``step.slot_mapping`` says (-1: nowhere). The token at position i sees position j if
     j <= i and, with a window > 0, i - window < j. out is [T, num_heads * D]; tokens of no row are left as they are.
+    No row may read what another one writes in the same step; the core shares blocks from the commit of their step on.
     ``arrivals`` are int32 counters, R * Hk at least, that are 0 between launches.
     """
     _, kv_heads, block_size, dim = k_cache.shape
