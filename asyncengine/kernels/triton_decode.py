@@ -364,9 +364,11 @@ def _decode_kernel(
             piece_totals = tl.load(stats + size + theirs, mask=there, other=0.0, cache_modifier=".cg")
             columns = tl.arange(0, 2 * H)
             parts = tl.load(
-                partials + theirs[:, None] * (2 * H) + columns[None, :], mask=there[:, None], other=0.0,
+                partials + theirs[:, None] * (2 * H) + columns[None, :],
+                mask=there[:, None] & (columns % H < HALF)[None, :],
+                other=0.0,
                 cache_modifier=".cg",
-            )  # fmt: skip
+            )
             piece_weights = tl.exp2(piece_peaks - tl.max(piece_peaks, 0))
             whole = tl.sum(parts * piece_weights[:, None], 0) / tl.sum(piece_totals * piece_weights, 0)
             at_out = out + token * stride_out + (head * GROUP + g) * (2 * HALF) + columns // H * HALF + columns % H

@@ -376,7 +376,7 @@ def test_logits(device: torch.device, name: str, out_features: int) -> None:
     model = Model(device, 6, out_features)
     index = [5, 0] if name == "vector" else [5, 0, 0, 3]
     columns = 64 if out_features == 50 else 48
-    site = Site(columns, model.inner, len(index), "rms", None, True, False)
+    site = Site(columns, model.inner, round_rows(len(index)), "rms", None, True, False)
     cublas, planned = make_ops(device), make_ops(device, {site: PLANS[name]})
     expected, got = model.logits(cublas, index), model.logits(planned, index)
     assert got.shape == (len(index), out_features)

@@ -367,7 +367,7 @@ def test_wrong_arguments_raise(ops: CpuOps) -> None:
     with pytest.raises(ValueError, match="weight"):
         ops.norm(random(2, 8), Norm(random(9), None, 1e-6))
     with pytest.raises(ValueError, match="float32 and bfloat16"):
-        ops.gelu(random(2, 8).half())
+        ops.activate(random(2, 8).half(), "gelu")
     with pytest.raises(ValueError, match="there are: auto"):
         CpuOps(1, "sse9")
     with pytest.raises(ValueError, match="at least 1 thread"):
