@@ -147,7 +147,9 @@ def test_chat_over_a_pipe_keeps_the_conversation(
 
 def test_interrupt_ends_the_answer_and_not_the_chat() -> None:
     code = (
-        "import sys, asyncengine.cli.chat as chat, asyncengine.cli.main as m, fake_engine\n"
+        "import signal, sys, asyncengine.cli.chat as chat, asyncengine.cli.main as m, fake_engine\n"
+        # Whoever runs the tests in the background has it ignored, and children inherit that.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "chat.engine_from = lambda args: fake_engine.FakeEngine('ab', step_s=0.01, max_model_len=1000000)\n"
         "sys.exit(m.main(['chat']))"
     )
