@@ -353,9 +353,12 @@ class CudaGraphs:
 
     def __init__(self, device: CudaDevice) -> None: ...
     def add_bucket(
-        self, max_rows: int, max_tokens: int, single_token_rows: bool, graphs: Sequence[int]
+        self, max_rows: int, max_tokens: int, single_token_rows: bool, max_context: int, graphs: Sequence[int]
     ) -> None:
-        """Ascending. graphs: the captured graphs for greedy and for full sampling; none if all run eagerly."""
+        """Ascending: a step takes the first that fits; a max_context of 2**31 - 1 is any.
+
+        graphs: the captured graphs for greedy and for full sampling; none if all run eagerly.
+        """
     def set_copy_blocks(self, graph: int) -> None:
         """What runs before a step that has block copies."""
     def upload(self, stream: int) -> None: ...

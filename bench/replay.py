@@ -30,15 +30,16 @@ def decode_input(contexts: Sequence[int]) -> list[int]:
     """A StepInput, in 32-bit words: row i decodes slot i with ``contexts[i]`` tokens before it, greedily."""
     rows = len(contexts)
     total = 16 + 12 * rows
-    header = [MAGIC, total, STEP, 0, rows, rows, rows, rows, 0, 0, 0, 0, 1, 0, 0, 0]
+    header = [MAGIC, total, STEP, 0, rows, rows, rows, rows, 0, 0, 0, 0, 1, max(contexts), 0, 0]
     for i, context in enumerate(contexts):
         header += [i, i, 1, context, SAMPLE | FROM_DEVICE, 0, i, -1, 0, 0, 0, 0]
     return header
 
 
-def decode_bucket(buckets: Sequence[Bucket], rows: int) -> int:
-    """Index of the bucket that the engine takes for a step of ``rows`` decode rows: the first that fits."""
-    return next(i for i, b in enumerate(buckets) if rows <= b.max_rows and rows <= b.max_tokens)
+def decode_bucket(buckets: Sequence[Bucket], contexts: Sequence[int]) -> int:
+    """Index of the bucket that the engine takes for a step of decode rows of ``contexts``: the first that fits."""
+    rows, longest = len(contexts), max(contexts)
+    return next(i for i, b in enumerate(buckets) if rows <= b.max_rows and longest <= b.max_context)
 
 
 def stage(steps: DeviceSteps, contexts: Sequence[int]) -> None:
@@ -103,7 +104,7 @@ def bare_step_us(runner: CudaRunner, contexts: Sequence[int], replays: int, next
     The engine must be idle; ``next_step`` is the number of its next step, which finds the ring as it expects it.
     """
     steps, stream = runner.steps, runner.stream
-    bucket = decode_bucket(runner.buckets, len(contexts))
+    bucket = decode_bucket(runner.buckets, contexts)
 
     def launch(count: int) -> None:
         for _ in range(count):

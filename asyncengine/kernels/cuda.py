@@ -18,7 +18,6 @@ from asyncengine.kernels.device_step import DeviceStep
 from asyncengine.kernels.linear_plans import CUBLAS, INVARIANT, MAX_ROWS, NormKind, Plan, PlanTable, Site, round_rows
 from asyncengine.kernels.ops import Activation, AttentionLayer, Norm, split_heads
 from asyncengine.kernels.triton_attention import paged_attention
-from asyncengine.kernels.triton_decode import MAX_ROWS as MAX_SMALL_ROWS
 from asyncengine.kernels.triton_decode import decode_attention
 from asyncengine.kernels.work_list import WorkList
 
@@ -30,17 +29,12 @@ class CudaBatch:
     step: DeviceStep
     work: dict[int, WorkList]
     """by sliding window; 0 is none"""
-
-    @property
-    def is_small(self) -> bool:
-        """Few rows, each of one token: their attention is a kernel of its own, which needs no work list."""
-        work = next(iter(self.work.values()))
-        fits = self.step.num_rows <= MAX_SMALL_ROWS and work.shape.group <= 8 and work.shape.head_dim % 2 == 0
-        return fits and work.prefill is None and not work.decode.split_tiles
+    few_keys: bool = False
+    """Every row has one token and few enough keys for decode_attention, which needs no work list."""
 
     def build_work(self, *, pdl: bool) -> None:
         """After ingest, before the model."""
-        if not self.is_small:
+        if not self.few_keys:
             for work in self.work.values():
                 work.build(self.step, pdl=pdl)
 
@@ -132,7 +126,7 @@ class CudaOps:
         step, pdl = batch.step, self.options.pdl
         q, k, v = split_heads(heads, layer.num_heads)
         out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
-        if batch.is_small:
+        if batch.few_keys:
             decode_attention(
                 heads, layer.num_heads, layer.norms, layer.cos_sin, k_cache, v_cache, step, layer.scale, layer.window,
                 out, self._arrivals, pdl=pdl,

@@ -124,7 +124,7 @@ def _launch(
         DECODE=section.queries == 1,
         QUERIES=section.queries,
         ITEM_STEP=section.item_step,
-        M=max(tile.rows, 16, triton.next_power_of_2(group)),
+        M=tile.rows,
         N=tile.keys,
         D=width,
         STAGES=tile.stages,
@@ -157,32 +157,14 @@ def _dot(a, b, WIDEN: tl.constexpr):
 
 
 @triton.jit
-def fold(acc, peak, total, q, k, v, visible, scale, MASKED: tl.constexpr, WIDEN: tl.constexpr):
-    """Fold one KV tile into acc [M, D], peak [M] and total [M]. Without MASKED all of it is visible to every query."""
-    score = _dot(q, tl.trans(k), WIDEN) * scale
-    if MASKED:
-        score = tl.where(visible, score, -float("inf"))
-    new_peak = tl.maximum(peak, tl.max(score, 1))
-    base = new_peak
-    if MASKED:
-        # A row that has seen no key yet: -inf less -inf would be NaN.
-        base = tl.where(new_peak == -float("inf"), 0.0, new_peak)
-    weight = tl.exp2(score - base[:, None])
-    shrink = tl.exp2(peak - base)
-    total = total * shrink + tl.sum(weight, 1)
-    acc = acc * shrink[:, None] + _dot(weight.to(v.dtype), v, WIDEN)
-    return acc, new_peak, total
-
-
-@triton.jit
-def load_blocks(table, tile, kv_end, BLOCK_SIZE: tl.constexpr, N: tl.constexpr):
+def _load_blocks(table, tile, kv_end, BLOCK_SIZE: tl.constexpr, N: tl.constexpr):
     """The block of every token of a KV tile."""
     token = tile * N + tl.arange(0, N)
     return tl.load(table + token // BLOCK_SIZE, mask=token < kv_end, other=0)
 
 
 @triton.jit
-def attend(
+def _attend(
     acc,
     peak,
     total,
@@ -190,7 +172,6 @@ def attend(
     k_head,
     v_head,
     table,
-    block,
     position,
     first,
     last,
@@ -208,17 +189,18 @@ def attend(
     STAGES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Fold the KV tiles first to last, whose first has the blocks ``block``, into acc [M, D], peak [M] and total [M].
+    """Fold the KV tiles first to last, into acc [M, D], peak [M] and total [M].
 
     Without MASKED every query sees every key of these tiles. With it, nothing outside kv_begin to kv_end, the
     union of what the queries see, is loaded: there may be anything, and 0 * NaN is NaN.
     """
     column = tl.arange(0, D)
+    block = _load_blocks(table, first, kv_end, BLOCK_SIZE, N)
     for tile in tl.range(first, last, num_stages=STAGES):
         token = tile * N + tl.arange(0, N)
         at = block.to(tl.int64) * BLOCK_STRIDE + token % BLOCK_SIZE * HEAD_DIM
         # One turn ahead: were it loaded here, half of the stages would go to hiding its latency.
-        block = load_blocks(table, tile + 1, kv_end, BLOCK_SIZE, N)
+        block = _load_blocks(table, tile + 1, kv_end, BLOCK_SIZE, N)
         at = at[:, None] + column[None, :]
         if MASKED:
             there = token < kv_end
@@ -240,7 +222,19 @@ def attend(
             visible = token[None, :] <= position[:, None]
             if WINDOWED:
                 visible = visible & (token[None, :] > position[:, None] - window)
-        acc, peak, total = fold(acc, peak, total, q, k, v, visible, scale, MASKED, WIDEN)
+        score = _dot(q, tl.trans(k), WIDEN) * scale
+        if MASKED:
+            score = tl.where(visible, score, -float("inf"))
+        new_peak = tl.maximum(peak, tl.max(score, 1))
+        base = new_peak
+        if MASKED:
+            # A row that has seen no key yet: -inf less -inf would be NaN.
+            base = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+        weight = tl.exp2(score - base[:, None])
+        shrink = tl.exp2(peak - base)
+        total = total * shrink + tl.sum(weight, 1)
+        acc = acc * shrink[:, None] + _dot(weight.to(v.dtype), v, WIDEN)
+        peak = new_peak
     return acc, peak, total
 
 
@@ -294,7 +288,7 @@ def _combine(
 
 
 @triton.jit
-def finish(
+def _finish(
     acc,
     peak,
     total,
@@ -335,45 +329,16 @@ def finish(
         tl.store(stats + mine, peak, mask=row < count * GROUP)
         tl.store(stats + stats_size + mine, total, mask=row < count * GROUP)
         tl.store(partials + mine[:, None] * HEAD_DIM + column[None, :], acc, mask=there)
-        combine_if_last(
-            partials, stats, arrivals, stats_size, slot, unit, pieces, query, count, head, out, stride_out,
-            GROUP, KV_HEADS, HEAD_DIM, PIECE_STRIDE, D, COMBINE_ROWS, COMBINE_PIECES,
-        )  # fmt: skip
-
-
-@triton.jit
-def combine_if_last(
-    partials,
-    stats,
-    arrivals,
-    stats_size,
-    slot,
-    unit,
-    pieces,
-    query,
-    count,
-    head,
-    out,
-    stride_out,
-    GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PIECE_STRIDE: tl.constexpr,
-    D: tl.constexpr,
-    COMBINE_ROWS: tl.constexpr,
-    COMBINE_PIECES: tl.constexpr,
-):
-    """Count this program's partial result, just stored, and combine the unit's if there is none to come."""
-    # Release: the barrier puts every thread's stores before the one thread that counts.
-    tl.debug_barrier()
-    arrival = arrivals + slot * KV_HEADS + head
-    if tl.atomic_add(arrival, 1, sem="acq_rel") == pieces - 1:
-        tl.store(arrival, 0)  # for the next launch: nobody else will come in this one
-        _combine(
-            partials + unit * HEAD_DIM, stats + unit, stats + stats_size + unit,
-            out + query * stride_out + head * GROUP * HEAD_DIM, pieces, count, stride_out,
-            GROUP, HEAD_DIM, PIECE_STRIDE, D, COMBINE_ROWS, COMBINE_PIECES,
-        )  # fmt: skip
+        # Release: the barrier puts every thread's stores before the one thread that counts.
+        tl.debug_barrier()
+        arrival = arrivals + slot * KV_HEADS + head
+        if tl.atomic_add(arrival, 1, sem="acq_rel") == pieces - 1:
+            tl.store(arrival, 0)  # for the next launch: nobody else will come in this one
+            _combine(
+                partials + unit * HEAD_DIM, stats + unit, stats + stats_size + unit,
+                out + query * stride_out + head * GROUP * HEAD_DIM, pieces, count, stride_out,
+                GROUP, HEAD_DIM, PIECE_STRIDE, D, COMBINE_ROWS, COMBINE_PIECES,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["window", "stride_table", "stats_size"])
@@ -452,24 +417,21 @@ def _attention_kernel(
             full_begin = begin
             if WINDOWED:
                 full_begin = tl.minimum(tl.cdiv(tl.maximum(last_position - window + 1, begin * N), N), end)
-                acc, peak, total = attend(
-                    acc, peak, total, queries, k_head, v_head, table, load_blocks(table, begin, kv_end, BLOCK_SIZE, N),
-                    position, begin, full_begin, kv_begin, kv_end, scale, window,
-                    True, WINDOWED, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, N, D, STAGES, WIDEN,
+                acc, peak, total = _attend(
+                    acc, peak, total, queries, k_head, v_head, table, position, begin, full_begin, kv_begin,
+                    kv_end, scale, window, True, WINDOWED, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, N, D, STAGES, WIDEN,
                 )  # fmt: skip
             full_end = tl.maximum(tl.minimum((first_position + 1) // N, end), full_begin)
-            acc, peak, total = attend(
-                acc, peak, total, queries, k_head, v_head, table, load_blocks(table, full_begin, kv_end, BLOCK_SIZE, N),
-                position, full_begin, full_end, kv_begin, kv_end, scale, window,
-                False, WINDOWED, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, N, D, STAGES, WIDEN,
+            acc, peak, total = _attend(
+                acc, peak, total, queries, k_head, v_head, table, position, full_begin, full_end, kv_begin,
+                kv_end, scale, window, False, WINDOWED, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, N, D, STAGES, WIDEN,
             )  # fmt: skip
-        acc, peak, total = attend(
-            acc, peak, total, queries, k_head, v_head, table, load_blocks(table, full_end, kv_end, BLOCK_SIZE, N),
-            position, full_end, end, kv_begin, kv_end, scale, window,
+        acc, peak, total = _attend(
+            acc, peak, total, queries, k_head, v_head, table, position, full_end, end, kv_begin, kv_end, scale, window,
             True, WINDOWED, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, N, D, STAGES, WIDEN,
         )  # fmt: skip
 
-        finish(
+        _finish(
             acc, peak, total, fields, query, count, head, out, partials, stats, arrivals, stride_out, stats_size,
             GROUP, KV_HEADS, HEAD_DIM, QUERIES, M, D, COMBINE_ROWS, COMBINE_PIECES,
         )  # fmt: skip

@@ -33,7 +33,6 @@ from asyncengine.errors import ConfigError
 from asyncengine.kernels.device_step import DeviceStep
 from asyncengine.kernels.pdl import launch_options, wait
 
-_SHARED_BYTES = 200 << 10  # of a Hopper multiprocessor, less what queries and weights take
 NO_WINDOW = 1 << 30
 """A window that no position reaches."""
 MIN_SPLIT_TOKENS = 256
@@ -84,9 +83,9 @@ class Tile:
 def choose_tiles(shape: AttentionShape) -> tuple[Tile, Tile]:
     """The tiles of decode and of prefill, by the bytes of a KV tile.
 
-    Decode waits for memory: two turns of K and V in flight in each of as many programs as shared memory holds. Many
-    small items (256 sequences of 288 tokens) want programs, which hide each other's first loads: with heads of 128
-    three of them take 88 us where two take 108.
+    Decode waits for memory: small programs, of two warps, hide each other's first loads. At 64 sequences of 288 tokens
+    four of them a multiprocessor, with 64 keys of heads of 128 in flight each, take 26 us where three of four warps
+    with twice the keys take 32.
     Prefill waits for the tensor cores: two warp groups of 64 rows each, whose registers (250 a thread) leave
     no room for a second program. float32 is multiplied exactly, without tensor cores: small tiles.
     """
@@ -95,10 +94,9 @@ def choose_tiles(shape: AttentionShape) -> tuple[Tile, Tile]:
     if shape.dtype == torch.float32:
         keys = min(32, max(16, 4096 // width))
         return Tile(max(16, group), keys, 4, 2, 2), Tile(max(32, group), keys, 4, 1, 2)
-    keys, stages = min(64, max(16, 8192 // width)), 3
-    turn = 2 * keys * width * shape.dtype.itemsize
-    programs = max(1, min(5, _SHARED_BYTES // ((stages - 1) * turn)))  # Triton keeps one stage less than it is told
-    return Tile(max(16, group), keys, 4, stages, programs), Tile(max(128, group), keys, 8, 3, 1)
+    keys = min(64, max(16, 8192 // width))
+    stages, programs = (2, 4) if width > 64 else (3, 6)  # Triton keeps one stage less than it is told
+    return Tile(max(16, group), keys, 2, stages, programs), Tile(max(128, group), keys, 8, 3, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +112,6 @@ class Section:
     split_tiles: int
     """KV tiles of a fixed split; 0 is adaptive"""
     min_split_tiles: int
-    item_cost: int
-    """what starting an item costs beside its KV tiles, in tiles"""
     slots_per_row: int
     """partial slots of a row whose splits are fixed"""
     item_step: int
@@ -146,8 +142,8 @@ class Section:
             QUERIES=self.queries,
             KEYS=self.tile.keys,
             LANES=self.lanes,
-            MIN_COST=self.min_split_tiles + self.item_cost,
-            ITEM_COST=self.item_cost,
+            MIN_COST=self.min_split_tiles + ITEM_COST,
+            ITEM_COST=ITEM_COST,
             SPLIT=self.split_tiles,
             SLOTS_PER_ROW=self.slots_per_row,
             ROWS=256,
@@ -184,7 +180,6 @@ class WorkList:
         window: int = 0,
         split_tokens: int = 0,
         min_split_tokens: int = MIN_SPLIT_TOKENS,
-        item_cost: int = ITEM_COST,
         num_programs: int | None = None,
         tiles: tuple[Tile, Tile] | None = None,
     ) -> WorkList:
@@ -205,7 +200,7 @@ class WorkList:
             raise ConfigError(f"split_tokens {split_tokens} is not a multiple of the KV tile of {decode.keys} tokens")
 
         def section(tile: Tile, queries: int, row_lengths: range, max_units: int, split_tiles: int) -> Section:
-            programs = num_programs or tile.programs_per_sm * _multiprocessors(device)
+            programs = num_programs or tile.programs_per_sm * multiprocessors(device)
             lanes = max(1, programs // shape.num_kv_heads)
             splits = -(-max_context // (split_tiles * tile.keys)) if split_tiles else 1
             if split_tiles:
@@ -222,7 +217,6 @@ class WorkList:
                 lanes,
                 split_tiles,
                 min_split_tiles=-(-min_split_tokens // tile.keys),
-                item_cost=item_cost,
                 slots_per_row=splits,
                 item_step=lanes if split_tiles else 1,
                 items=ints((max_items, ITEM.value)),
@@ -265,7 +259,9 @@ class WorkList:
             section.build(step, self.window, pdl)
 
 
-def _multiprocessors(device: torch.device) -> int:
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; of the interpreter as many as a test can wait for."""
     if device.type != "cuda":
         return 8
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
+
+ANY_CONTEXT = 2**31 - 1
 
 
 class Bucket(NamedTuple):
@@ -12,21 +15,34 @@ class Bucket(NamedTuple):
     max_tokens: int
     single_token_rows: bool
     """Only for steps whose every row has one token."""
+    max_context: int = ANY_CONTEXT
+    """Only for steps whose rows have at most this many tokens before their new ones."""
 
 
 # Rows of a mixed step beyond which all of max_num_seqs are assumed: rows cost little but their logits.
 _MIXED_ROWS = 64
 
 
-def choose_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> list[Bucket]:
-    """Ascending; the last one fits every step. Steps are at most a fifth larger than needed, from 64 tokens on."""
-    decode = [Bucket(n, n, True) for n in _sizes(max_num_seqs, first=1)]
+def choose_buckets(
+    max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, short_context: Callable[[int], int]
+) -> list[Bucket]:
+    """Ascending; the last one fits every step. Steps are at most a fifth larger than needed, from 64 tokens on.
+
+    A decode step of n rows has a bucket of its own, with a max_context, while no row has more tokens than
+    ``short_context(n)``.
+    """
+    decode = []
+    for n in _sizes(max_num_seqs, first=1):
+        if short := short_context(n):
+            decode.append(Bucket(n, n, True, short))
+        if short < max_model_len:
+            decode.append(Bucket(n, n, True))
     mixed = {
         Bucket(min(rows, tokens, max_num_seqs), tokens, False)
         for tokens in _sizes(max_num_batched_tokens, first=8)
         for rows in (_MIXED_ROWS, max_num_seqs)
     }
-    return sorted([*decode, *mixed], key=lambda b: (b.max_tokens, not b.single_token_rows, b.max_rows))
+    return sorted([*decode, *mixed], key=lambda b: (b.max_tokens, not b.single_token_rows, b.max_rows, b.max_context))
 
 
 def token_buckets(buckets: list[Bucket]) -> list[int]:

@@ -16,9 +16,9 @@ from asyncengine.kernels.linear_plans import PlanTable
 from asyncengine.layers.attention import NativeAttention
 from asyncengine.model_info import ModelInfo
 from asyncengine.runner import kv_cache
-from asyncengine.runner.buckets import Bucket, choose_buckets, token_buckets
+from asyncengine.runner.buckets import Bucket, token_buckets
 from asyncengine.runner.cuda_graphs import CapturedSteps, loaded_libcudart
-from asyncengine.runner.device_steps import FULL, DeviceSteps, StepBuffers
+from asyncengine.runner.device_steps import FULL, DeviceSteps, StepBuffers, step_buckets
 from asyncengine.runner.loop_config import step_loop_config
 from asyncengine.runner.model_runner import LoadedModel, load_model
 
@@ -61,9 +61,9 @@ class CudaRunner:
             batch_invariant=config.batch_invariant,
         )
         ops = CudaOps(device, options)
-        buckets = choose_buckets(config.max_num_seqs, config.max_num_batched_tokens)
         try:
             loaded = load_model(config, ops, NativeAttention(ops), progress=progress)
+            buckets = step_buckets(config, loaded, device)
             budget = _kv_budget(config, loaded, ops, native, buckets)
             num_blocks = kv_cache.choose_num_blocks(
                 config, loaded.max_model_len, loaded.kv_bytes_per_block(config), budget

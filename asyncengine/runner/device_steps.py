@@ -13,9 +13,10 @@ from asyncengine.config import EngineConfig
 from asyncengine.kernels.cuda import CudaBatch, CudaOps
 from asyncengine.kernels.device_step import DeviceStep, allocate_step
 from asyncengine.kernels.ingest import StepSource, copy_blocks, ingest, make_source
+from asyncengine.kernels.triton_decode import longest_context
 from asyncengine.kernels.triton_sampler import sample
-from asyncengine.kernels.work_list import AttentionShape, WorkList
-from asyncengine.runner.buckets import Bucket
+from asyncengine.kernels.work_list import AttentionShape, WorkList, multiprocessors
+from asyncengine.runner.buckets import ANY_CONTEXT, Bucket, choose_buckets
 from asyncengine.runner.kv_cache import KVCache
 from asyncengine.runner.model_runner import LoadedModel
 
@@ -55,6 +56,21 @@ def _view(address: int, num_bytes: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=dtype)
 
 
+def attention_shape(loaded: LoadedModel) -> AttentionShape:
+    model = loaded.config
+    return AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim, loaded.dtype)
+
+
+def step_buckets(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> list[Bucket]:
+    """The buckets of a model's steps: those of few keys are where decode_attention is the faster way."""
+    shape = attention_shape(loaded)
+
+    def short_context(rows: int) -> int:
+        return 0 if config.batch_invariant else longest_context(rows, shape, multiprocessors(device))
+
+    return choose_buckets(config.max_num_seqs, config.max_num_batched_tokens, loaded.max_model_len, short_context)
+
+
 class DeviceSteps:
     """Everything that a step touches on the device, allocated once. ``run`` enqueues one step and waits for nothing."""
 
@@ -74,10 +90,9 @@ class DeviceSteps:
             config.max_num_batched_tokens,
             ops.device,
         )
-        shape = AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim, loaded.dtype)
         self._work = {
             window: WorkList.allocate(
-                shape,
+                attention_shape(loaded),
                 max_rows=config.max_num_seqs,
                 max_tokens=config.max_num_batched_tokens,
                 max_context=loaded.max_model_len,
@@ -104,7 +119,7 @@ class DeviceSteps:
         source = self._buffers.source
         step = self._step.bucket(bucket.max_rows, bucket.max_tokens)
         work = {w: x.decode_only if bucket.single_token_rows else x for w, x in self._work.items()}
-        batch = CudaBatch(step, work)
+        batch = CudaBatch(step, work, few_keys=bucket.max_context < ANY_CONTEXT)
         with torch.inference_mode():
             ingest(source, step, self._block_size, pdl=self._pdl)
             batch.build_work(pdl=self._pdl)

@@ -74,9 +74,10 @@ void CudaGraphs::launch(size_t bucket, size_t variant, Address stream) const {
   check_cuda(cuda_, cuda_.graph_launch(buckets[bucket].graphs[variant], reinterpret_cast<CudaStream>(stream)), "cudaGraphLaunch");
 }
 
-void CudaGraphs::add_bucket(int32_t max_rows, int32_t max_tokens, bool single_token_rows, const std::vector<Address>& graphs) {
+void CudaGraphs::add_bucket(int32_t max_rows, int32_t max_tokens, bool single_token_rows, int32_t max_context,
+                            const std::vector<Address>& graphs) {
   require(graphs.empty() || graphs.size() == kNumVariants, "one graph for each variant of sampling, or none");
-  GraphBucket bucket{max_rows, max_tokens, single_token_rows, {}};
+  GraphBucket bucket{max_rows, max_tokens, single_token_rows, max_context, {}};
   for (size_t variant = 0; variant < graphs.size(); ++variant) bucket.graphs[variant] = instantiate(graphs[variant]);
   buckets.push_back(bucket);
 }
@@ -144,7 +145,7 @@ void bind_device(py::module_& m) {
       .def(py::init([](const CudaDevice& device) { return std::make_shared<CudaGraphs>(device.cuda); }), py::arg("device"),
            py::keep_alive<1, 2>())
       .def("add_bucket", &CudaGraphs::add_bucket, py::arg("max_rows"), py::arg("max_tokens"), py::arg("single_token_rows"),
-           py::arg("graphs"))
+           py::arg("max_context"), py::arg("graphs"))
       .def("set_copy_blocks", [](CudaGraphs& self, Address graph) { self.copy_blocks = self.instantiate(graph); }, py::arg("graph"))
       .def("upload", &CudaGraphs::upload, py::arg("stream"), NoGil())
       .def("launch", &CudaGraphs::launch, py::arg("bucket"), py::arg("variant"), py::arg("stream"), NoGil());

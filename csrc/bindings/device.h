@@ -44,7 +44,8 @@ class CudaGraphs {
   CudaGraphs& operator=(const CudaGraphs&) = delete;
 
   CudaGraphExec instantiate(Address graph);
-  void add_bucket(int32_t max_rows, int32_t max_tokens, bool single_token_rows, const std::vector<Address>& graphs);
+  void add_bucket(int32_t max_rows, int32_t max_tokens, bool single_token_rows, int32_t max_context,
+                  const std::vector<Address>& graphs);
   void upload(Address stream);
   void launch(size_t bucket, size_t variant, Address stream) const;
 

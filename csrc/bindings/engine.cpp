@@ -34,7 +34,8 @@ std::unique_ptr<StepLoop, WithoutGil> make_cuda_loop(const StepLoopConfig& confi
   require(!graphs->buckets.empty(), "there is no bucket");
   const GraphBucket& largest = graphs->buckets.back();
   const StepLimits limits = StepLoop::limits(config);
-  require(!largest.single_token_rows && largest.max_rows >= limits.max_rows && largest.max_tokens >= limits.max_tokens,
+  require(!largest.single_token_rows && largest.max_rows >= limits.max_rows &&
+              largest.max_tokens >= limits.max_tokens && largest.max_context == kAnyContext,
           "the last bucket must fit every step");
   auto executor = std::make_unique<GraphExecutor>(device.cuda, device.ordinal, std::move(staging), limits.max_rows,
                                                   executor_graphs(std::move(graphs), std::move(eager), stream), microseconds(poll_interval_us));

@@ -47,7 +47,7 @@ size_t pack_step(const StepPlan& plan, BlockTables& tables, std::span<std::byte>
 
   std::copy(plan.copies.begin(), plan.copies.end(), copies);
   auto filled = plan.filled_slots.begin();
-  int32_t query_start = 0, prompt_start = 0, sample_row = 0, num_updates = 0, offset = 0;
+  int32_t query_start = 0, prompt_start = 0, sample_row = 0, num_updates = 0, offset = 0, max_context = 0;
   for (const PlanRow& row : plan.rows) {
     const bool fills = filled != plan.filled_slots.end() && *filled == row.slot;  // filled_slots is in row order
     const int32_t first = tables.dirty_begin(row.slot), dirty = std::max(0, tables.length(row.slot) - first);
@@ -55,6 +55,7 @@ size_t pack_step(const StepPlan& plan, BlockTables& tables, std::span<std::byte>
                (row.sample ? kRowSample : 0) | (row.from_device ? kRowFromDevice : 0),
                prompt_start, row.sample ? sample_row : -1, fills ? num_updates : -1, first, dirty, offset, 0};
     query_start += row.query_len;
+    max_context = std::max(max_context, row.context_len);
     sample_row += row.sample;
     if (!row.from_device) {
       std::copy_n(row.sequence->tokens.begin() + row.context_len, row.query_len, prompt_ids + prompt_start);
@@ -75,7 +76,7 @@ size_t pack_step(const StepPlan& plan, BlockTables& tables, std::span<std::byte>
   *header = {StepInputView::kMagic, static_cast<uint32_t>(cursor.used() / sizeof(int32_t)), plan.step,
              static_cast<int32_t>(plan.rows.size()), plan.num_decode_rows, plan.num_tokens, sample_row,
              num_prompt_ids, static_cast<int32_t>(plan.copies.size()), num_updates, plan.num_delta_blocks,
-             plan.all_greedy, {}};
+             plan.all_greedy, max_context, {}};
   return cursor.used();
 }
 

@@ -21,8 +21,9 @@ struct StepInputHeader {
   uint64_t step;
   int32_t num_rows, num_decode_rows, num_tokens, num_samples;
   int32_t num_prompt_ids, num_copies, num_slot_updates, num_delta_blocks;
-  int32_t all_greedy;  // 1: every sampled row has temperature 0
-  int32_t reserved[3];
+  int32_t all_greedy;   // 1: every sampled row has temperature 0
+  int32_t max_context;  // the largest context_len of a row
+  int32_t reserved[2];
 };
 static_assert(sizeof(StepInputHeader) == 64);
 

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <string>
 #include <vector>
@@ -16,10 +17,13 @@ namespace asyncengine {
 // Sampling that a graph was captured with: the cheapest that a step can do with is launched.
 enum GraphVariant { kGreedySampling, kFullSampling, kNumVariants };
 
+constexpr int32_t kAnyContext = std::numeric_limits<int32_t>::max();
+
 // Captured graphs for steps of at most this many rows and tokens.
 struct GraphBucket {
   int32_t max_rows, max_tokens;
   bool single_token_rows;  // fits only steps whose every row has one token
+  int32_t max_context;     // of a row
   CudaGraphExec graphs[kNumVariants];
 };
 

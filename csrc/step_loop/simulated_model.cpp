@@ -48,7 +48,7 @@ std::unique_ptr<GraphExecutor> SimulatedModel::make_executor(int steps_in_flight
   staging_->set_device_buffers({input_.data(), reinterpret_cast<int64_t*>(output_.data())});
   GraphExecutor::Graphs graphs;
   for (const int32_t share : {16, 4, 1}) {
-    GraphBucket bucket{std::max(1, limits_.max_rows / share), std::max(1, limits_.max_tokens / share), false, {}};
+    GraphBucket bucket{std::max(1, limits_.max_rows / share), std::max(1, limits_.max_tokens / share), false, kAnyContext, {}};
     const CudaGraphExec graph =
         device_.add_graph([this] { step(); }, config_.step_latency + config_.token_latency * bucket.max_tokens);
     std::ranges::fill(bucket.graphs, graph);

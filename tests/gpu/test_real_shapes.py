@@ -18,9 +18,9 @@ from asyncengine.kernels.linear_plans import PlanTable
 from asyncengine.layers.attention import NativeAttention
 from asyncengine.models.config import RawConfig
 from asyncengine.models.registry import find_family
-from asyncengine.runner.buckets import choose_buckets
 from asyncengine.runner.cuda_graphs import loaded_libcudart
 from asyncengine.runner.cuda_runner import CudaRunner, make_steps
+from asyncengine.runner.device_steps import step_buckets
 from asyncengine.runner.model_runner import LoadedModel
 from tests.gpu.conftest import SHAPES
 
@@ -71,7 +71,7 @@ def our_logits(directory: str, source: StateDict, prompt: list[int]) -> tuple[li
     )
     native = _core.CudaDevice(loaded_libcudart(), 0)
     steps, buffers = make_steps(config, loaded, ops, native, 64)
-    runner = CudaRunner(loaded.info(config, 64), steps, native, buffers, choose_buckets(2, 128))
+    runner = CudaRunner(loaded.info(config, 64), steps, native, buffers, step_buckets(config, loaded, device))
     loop = runner.make_step_loop(config, progress=False)
     recorder.logits.clear()
     greedy = (0.0, 0, 1.0, 0.0, 0)

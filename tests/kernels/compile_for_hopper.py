@@ -76,6 +76,7 @@ def main(directory: str, dtype: str) -> None:
     steps.state.input_ids.zero_()
     steps.run(Bucket(4, 64, False), GREEDY)
     steps.run(Bucket(4, 64, False), FULL)
+    steps.run(Bucket(4, 4, True, 64), GREEDY)
     steps.copy_blocks()
     for name, kernel in compiled.items():
         print(f"{name}: shared {kernel.metadata.shared} bytes, {kernel.metadata.num_warps} warps")

@@ -16,9 +16,9 @@ from asyncengine.backend import Backend, load_tokenizer
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.cuda import CudaOps
 from asyncengine.layers.attention import NativeAttention
-from asyncengine.runner.buckets import choose_buckets, token_buckets
+from asyncengine.runner.buckets import token_buckets
 from asyncengine.runner.cuda_runner import make_steps
-from asyncengine.runner.device_steps import FULL, GREEDY
+from asyncengine.runner.device_steps import FULL, GREEDY, step_buckets
 from asyncengine.runner.loop_config import step_loop_config
 from asyncengine.runner.model_runner import load_model
 
@@ -31,7 +31,7 @@ def load(config: EngineConfig) -> Backend:
     loaded = load_model(config, ops, NativeAttention(ops))
     info = loaded.info(config, config.num_kv_blocks)
     steps, buffers = make_steps(config, loaded, ops, native, config.num_kv_blocks)
-    buckets = choose_buckets(config.max_num_seqs, config.max_num_batched_tokens)
+    buckets = step_buckets(config, loaded, ops.device)
     graphs = _core.CudaGraphs(native)
     for bucket in buckets:
         bodies = [partial(_quietly, steps.run, bucket, variant) for variant in (GREEDY, FULL)]

@@ -20,6 +20,7 @@ from asyncengine.kernels.work_list import (
     BEGIN,
     COUNT,
     END,
+    ITEM_COST,
     PARTIAL,
     PIECE,
     PIECES,
@@ -335,7 +336,7 @@ def test_every_pair_is_covered_once(device: torch.device, case: Case) -> None:
             assert 1 <= count <= section.queries
             seen[query : query + count, values[BEGIN] * keys : values[END] * keys] += 1
             slots |= {query + t: (values[SLOT], values[POSITION] + t) for t in range(count)}
-            lane_costs[lane] += values[END] - values[BEGIN] + section.item_cost
+            lane_costs[lane] += values[END] - values[BEGIN] + ITEM_COST
             units.setdefault(query, []).append(values)
             if values[PIECES] > 1:
                 partials.append(values[PARTIAL] + values[PIECE])
@@ -347,9 +348,9 @@ def test_every_pair_is_covered_once(device: torch.device, case: Case) -> None:
         assert len(set(partials)) == len(partials)
         assert all(0 <= slot < len(section.partials) for slot in partials)
         if not case.split_tokens and units:
-            total = sum(lane_costs) - section.item_cost * sum(len(p) - 1 for p in units.values())
-            share = max(-(-total // section.lanes), section.min_split_tiles + section.item_cost)
-            assert max(lane_costs) <= share + 2 * section.item_cost
+            total = sum(lane_costs) - ITEM_COST * sum(len(p) - 1 for p in units.values())
+            share = max(-(-total // section.lanes), section.min_split_tiles + ITEM_COST)
+            assert max(lane_costs) <= share + 2 * ITEM_COST
 
     for row, (length, context) in enumerate(case.rows):
         for t in range(length):

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from asyncengine.kernels.ops import HeadNorms
-from asyncengine.kernels.triton_decode import MAX_ROWS, choose_pieces, decode_attention
+from asyncengine.kernels.triton_decode import choose_pieces, decode_attention, longest_context
+from asyncengine.kernels.work_list import AttentionShape
 from tests.kernels.test_triton_attention import TOLERANCE, Case, World, backwards, make_world
 
 
@@ -25,11 +26,11 @@ class Decode:
     norms: HeadNorms | None
     cos_sin: Tensor | None
 
-    def attend(self, k: Tensor, v: Tensor, pieces: tuple[int, int] | None = None) -> Tensor:
+    def attend(self, k: Tensor, v: Tensor, pieces: int | None = None) -> Tensor:
         case, step = self.world.case, self.world.step
         out = torch.full((len(self.heads), case.shape.num_heads * case.head_dim), math.nan, device=self.heads.device)
         out = out.to(case.dtype)
-        before, arrivals = self.heads.clone(), torch.zeros(64, dtype=torch.int32, device=self.heads.device)
+        before, arrivals = self.heads.clone(), torch.zeros(128, dtype=torch.int32, device=self.heads.device)
         decode_attention(
             self.heads, case.shape.num_heads, self.norms, self.cos_sin, k, v, step, case.head_dim**-0.5, case.window,
             out, arrivals, pieces=pieces,
@@ -38,7 +39,7 @@ class Decode:
         assert not arrivals.any()
         return out.cpu()
 
-    def check(self, pieces: tuple[int, int] | None = None) -> None:
+    def check(self, pieces: int | None = None) -> None:
         """Output and caches against those of separate operations in torch."""
         case, heads = self.world.case, self.heads.cpu()
         k, v = self.world.k.clone(), self.world.v.clone()
@@ -105,7 +106,7 @@ lengths = st.one_of(st.integers(0, 100), st.sampled_from([0, 1, 15, 16, 17, 31, 
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Case, bool, bool, tuple[int, int]]:
+def cases(draw: st.DrawFn) -> tuple[Case, bool, bool, int]:
     case = Case(
         rows=tuple((draw(st.sampled_from([1, 1, 1, 0])), draw(lengths)) for _ in range(draw(st.integers(1, 4)))),
         num_kv_heads=draw(st.integers(1, 3)),
@@ -116,17 +117,17 @@ def cases(draw: st.DrawFn) -> tuple[Case, bool, bool, tuple[int, int]]:
         window=draw(st.sampled_from([0, 0, 1, 7, 16, 33])),
         seed=draw(st.integers(0, 99)),
     )
-    return case, draw(st.booleans()), draw(st.booleans()), draw(st.sampled_from([(1, 1), (2, 1), (4, 2), (16, 1)]))
+    return case, draw(st.booleans()), draw(st.booleans()), draw(st.sampled_from([1, 2, 4, 16]))
 
 
 @settings(max_examples=10)
 @given(cases())
-@example((Case(((1, 0), (1, 16), (1, 77))), True, True, (2, 1)))
-@example((Case(((1, 31), (0, 0), (1, 48)), head_dim=80, group=7, dtype=torch.bfloat16), True, True, (4, 1)))
-@example((Case(((1, 31), (0, 0), (1, 300)), head_dim=96, group=3, dtype=torch.bfloat16), False, True, (8, 2)))
-@example((Case(((1, 49), (1, 33)), window=33, block_size=48), False, False, (1, 1)))
-@example((Case(((1, 49), (1, 133)), window=18, block_size=48, head_dim=128), False, False, (8, 3)))
-def test_matches_separate_operations(device: torch.device, drawn: tuple[Case, bool, bool, tuple[int, int]]) -> None:
+@example((Case(((1, 0), (1, 16), (1, 77))), True, True, 2))
+@example((Case(((1, 31), (0, 0), (1, 48)), head_dim=80, group=7, dtype=torch.bfloat16), True, True, 4))
+@example((Case(((1, 31), (0, 0), (1, 300)), head_dim=96, group=3, dtype=torch.bfloat16), False, True, 8))
+@example((Case(((1, 49), (1, 33)), window=33, block_size=48), False, False, 1))
+@example((Case(((1, 49), (1, 133)), window=18, block_size=48, head_dim=128), False, False, 8))
+def test_matches_separate_operations(device: torch.device, drawn: tuple[Case, bool, bool, int]) -> None:
     case, norm, rotary, pieces = drawn
     make_decode(case, device, norm, rotary).check(pieces)
 
@@ -152,11 +153,19 @@ def test_results_do_not_depend_on_the_order_of_arrival(device: torch.device) -> 
 
 
 def test_a_long_row_is_cut_whatever_else_is_there() -> None:
-    for rows in range(1, MAX_ROWS + 1):
-        for kv_heads in (1, 2, 8, 12, 32):
-            pieces, least = choose_pieces(rows, kv_heads)
-            assert pieces >= 16
-            assert rows * kv_heads * 18 < 2 * 512 * (least + 1)  # rows of usual length have room at once
+    """Into as many pieces as have room at once, so that a longer context is for the work list."""
+    sms = 132
+    for heads, kv_heads, dim in ((12, 12, 64), (16, 8, 128), (32, 8, 128), (64, 8, 64), (28, 4, 128), (14, 2, 80)):
+        shape = AttentionShape(heads, kv_heads, dim, torch.bfloat16)
+        limits = [longest_context(rows, shape, sms) for rows in range(1, 257)]
+        assert limits == sorted(limits, reverse=True)
+        assert limits[0] >= 4096
+        assert (limits[-1] > 0) == (heads == kv_heads)
+        for rows, limit in enumerate(limits, 1):
+            pieces = choose_pieces(rows, heads, dim, sms)
+            assert pieces == 1 or rows * heads * pieces <= 8 * sms
+            assert limit in (0, pieces * limits[-1]) or heads != kv_heads
+    assert longest_context(1, AttentionShape(2, 1, 33, torch.bfloat16), sms) == 0
 
 
 def test_misuse_is_reported(device: torch.device) -> None:

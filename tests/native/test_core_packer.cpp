@@ -71,7 +71,7 @@ void check_step(Bench& bench, const StepPlan& plan, Device& device) {
     CHECK(input.copies()[i].source == plan.copies[i].source && input.copies()[i].target == plan.copies[i].target);
   }
   device.ingest(input);
-  int32_t tokens = 0, samples = 0, prompt_ids = 0;
+  int32_t tokens = 0, samples = 0, prompt_ids = 0, max_context = 0;
   for (size_t i = 0; i < plan.rows.size(); ++i) {
     const StepInputRow& row = input.rows()[i];
     CHECK_EQ(row.query_start, tokens);
@@ -81,11 +81,13 @@ void check_step(Bench& bench, const StepPlan& plan, Device& device) {
     CHECK_EQ(bench.scheduler.tables().dirty_begin(row.slot), bench.scheduler.tables().length(row.slot));
     tokens += row.query_len;
     samples += plan.rows[i].sample;
+    max_context = std::max(max_context, plan.rows[i].context_len);
     prompt_ids += plan.rows[i].from_device ? 0 : row.query_len;
   }
   CHECK_EQ(header.num_tokens, tokens);
   CHECK_EQ(header.num_samples, samples);
   CHECK_EQ(header.num_prompt_ids, prompt_ids);
+  CHECK_EQ(header.max_context, max_context);
 }
 
 void random_walk(const SchedulerConfig& config, int steps_in_flight, unsigned seed) {

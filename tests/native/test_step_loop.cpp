@@ -230,7 +230,7 @@ TEST(a_step_that_leaves_no_token_is_an_error) {
   const StepLimits limits{4, 64, 16};
   const auto staging = std::make_shared<Staging>(SimulatedDevice::runtime(), device.ordinal(), limits, 2, StagingMode::kMapped);
   GraphExecutor::Graphs graphs;
-  graphs.buckets.push_back({4, 64, false, {}});
+  graphs.buckets.push_back({4, 64, false, kAnyContext, {}});
   std::ranges::fill(graphs.buckets[0].graphs, device.add_graph([] {}, 0ns));
   GraphExecutor executor(SimulatedDevice::runtime(), device.ordinal(), staging, 4, graphs, 20us);
   StepInputHeader header{};
@@ -242,4 +242,27 @@ TEST(a_step_that_leaves_no_token_is_an_error) {
   while ((status = executor.poll(1)) == StepStatus::kPending) std::this_thread::sleep_for(1ms);
   CHECK(status == StepStatus::kFailed);
   CHECK(executor.error().find("step 7") != std::string::npos);
+}
+
+TEST(a_step_takes_the_first_bucket_that_its_rows_tokens_and_contexts_fit) {
+  SimulatedDevice device;
+  const StepLimits limits{4, 64, 16};
+  const auto staging = std::make_shared<Staging>(SimulatedDevice::runtime(), device.ordinal(), limits, 2, StagingMode::kMapped);
+  GraphExecutor::Graphs graphs;
+  graphs.buckets = {{2, 2, true, 100, {}}, {2, 2, true, kAnyContext, {}}, {4, 4, true, 50, {}}, {4, 64, false, kAnyContext, {}}};
+  for (GraphBucket& bucket : graphs.buckets) std::ranges::fill(bucket.graphs, device.add_graph([] {}, 0ns));
+  GraphExecutor executor(SimulatedDevice::runtime(), device.ordinal(), staging, 4, graphs, 20us);
+  const auto bucket_of = [&](int32_t rows, int32_t tokens, int32_t max_context) {
+    StepInputHeader header{};
+    header.num_rows = rows;
+    header.num_tokens = tokens;
+    header.max_context = max_context;
+    std::memcpy(executor.staging(0).data(), &header, sizeof(header));
+    return executor.kind(0) / kNumVariants;
+  };
+  CHECK_EQ(bucket_of(2, 2, 100), 0);
+  CHECK_EQ(bucket_of(2, 2, 101), 1);
+  CHECK_EQ(bucket_of(3, 3, 50), 2);
+  CHECK_EQ(bucket_of(3, 3, 51), 3);
+  CHECK_EQ(bucket_of(1, 2, 0), 3);
 }
