@@ -121,7 +121,7 @@ def _launch(
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         WINDOWED=window > 0,
-        DECODE=section.queries == 1,
+        ONE_LOOP=section.queries == 1 or section.split_tiles > 0,
         QUERIES=section.queries,
         ITEM_STEP=section.item_step,
         M=tile.rows,
@@ -137,10 +137,15 @@ def _launch(
 
 
 def combine_options(section: Section, group: int, width: int) -> dict[str, int]:
-    """COMBINE_ROWS and COMBINE_PIECES: a unit's rows, or as many as fit, of as many pieces as then fit."""
+    """COMBINE_ROWS and COMBINE_PIECES: a unit's rows, or as many as fit, of as many pieces as then fit.
+
+    Of fixed splits one piece at a time: a token's unit may have others before or after those that the token sees, and
+    they must not change in which order the sums are made.
+    """
     elements = COMBINE_ELEMENTS[section.queries > 1] * 32 * section.tile.warps
     rows = min(triton.next_power_of_2(section.queries * group), max(1, elements // width))
-    return {"COMBINE_ROWS": rows, "COMBINE_PIECES": min(MAX_COMBINE_PIECES, max(1, elements // (rows * width)))}
+    pieces = 1 if section.split_tiles else min(MAX_COMBINE_PIECES, max(1, elements // (rows * width)))
+    return {"COMBINE_ROWS": rows, "COMBINE_PIECES": pieces}
 
 
 def must_widen(dtype: torch.dtype) -> bool:
@@ -365,7 +370,7 @@ def _attention_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOWED: tl.constexpr,
-    DECODE: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
     QUERIES: tl.constexpr,
     ITEM_STEP: tl.constexpr,
     M: tl.constexpr,
@@ -409,7 +414,7 @@ def _attention_kernel(
         acc = tl.zeros([M, D], tl.float32)
         peak = tl.full([M], -float("inf"), tl.float32)
         total = tl.zeros([M], tl.float32)
-        if DECODE:
+        if ONE_LOOP:  # where the last tile is most of the work, or a tile must not be treated as others are
             full_begin = begin
             full_end = begin
         else:

@@ -14,8 +14,9 @@ Bounds, for R rows, T tokens and L lanes, that no content of a step exceeds:
             pair (u, l) has stays unused; the items of one lane are neighbours.
   partials  2 L: a unit cut over the lanes f to e > f uses the slots 2f to f+e < 2e, and the next unit that is
             cut begins in lane e or later.
-With fixed splits an item is split s of a decode row, at most ceil(max_context / split_tokens) a row, each
-with a partial slot of its own; lanes take items in turn. Prefill has one item a unit and no partial results.
+With fixed splits decode and prefill are one section, so that a token's result is the same in whatever step it is
+computed. An item is then a split of a unit, at most ceil(max_context / split_tokens) of them, each with a partial
+slot of its own; lanes take items in turn.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
 
@@ -99,9 +100,20 @@ def choose_tiles(shape: AttentionShape) -> tuple[Tile, Tile]:
     return Tile(max(16, group), keys, 2, stages, programs), Tile(max(128, group), keys, 8, 3, 1)
 
 
+def choose_fixed_tile(shape: AttentionShape) -> Tile:
+    """The tile of fixed splits, for decode and prefill alike.
+
+    A decode row wastes most of its 64 rows, but tensor cores with 64 rows still keep up with memory.
+    """
+    prefill = choose_tiles(shape)[1]
+    if shape.dtype == torch.float32:
+        return prefill
+    return replace(prefill, rows=max(64, triton.next_power_of_2(shape.group)), warps=4, programs_per_sm=2)
+
+
 @dataclass(frozen=True, slots=True)
 class Section:
-    """The items of one variant, decode or prefill, and the room for their partial results."""
+    """The items of one variant, decode, prefill or both, and the room for their partial results."""
 
     tile: Tile
     queries: int
@@ -112,8 +124,8 @@ class Section:
     split_tiles: int
     """KV tiles of a fixed split; 0 is adaptive"""
     min_split_tiles: int
-    slots_per_row: int
-    """partial slots of a row whose splits are fixed"""
+    max_splits: int
+    """of a unit whose splits are fixed"""
     item_step: int
     """the items of lane l are range(*lane_items[l], item_step)"""
     items: Tensor
@@ -145,9 +157,8 @@ class Section:
             MIN_COST=self.min_split_tiles + ITEM_COST,
             ITEM_COST=ITEM_COST,
             SPLIT=self.split_tiles,
-            SLOTS_PER_ROW=self.slots_per_row,
             ROWS=256,
-            WIDTH=triton.next_power_of_2(max(self.lanes, self.slots_per_row)),
+            WIDTH=triton.next_power_of_2(max(self.lanes, self.max_splits)),
             num_warps=8,
             **launch_options(pdl),
         )
@@ -166,6 +177,7 @@ class WorkList:
     max_rows: int
     max_tokens: int
     decode: Section
+    """with fixed splits, of rows of any length"""
     prefill: Section | None
 
     @classmethod
@@ -186,20 +198,21 @@ class WorkList:
         """Room for every step of at most ``max_rows`` rows and ``max_tokens`` tokens.
 
         ``max_context`` bounds context and query of a row together. A window of 0 is none. With
-        ``split_tokens`` 0 the splits follow the work of the step; otherwise a decode row is cut at multiples
-        of it and prefill is not cut, so that no row's result depends on the others: that costs balance, and
-        room for a partial result of every row and split. ``num_programs`` (default: what fits on the device)
-        sizes the grids.
+        ``split_tokens`` 0 the splits follow the work of the step; otherwise every row is cut at multiples of it, so
+        that a token's result depends neither on other rows nor on what else of its own row is computed with it: that
+        costs balance, and room for a partial result of every unit and split. ``num_programs`` (default: what fits on
+        the device) sizes the grids. ``tiles`` are those of decode and of prefill; fixed splits take the latter.
 
-        Raises ConfigError if ``split_tokens`` is no multiple of the decode tile or the heads do not divide.
+        Raises ConfigError if ``split_tokens`` is no multiple of the tile or the heads do not divide.
         """
         if shape.num_heads % shape.num_kv_heads:
             raise ConfigError(f"{shape.num_heads} query heads do not divide into {shape.num_kv_heads} KV heads")
         decode, prefill = tiles or choose_tiles(shape)
-        if split_tokens < 0 or split_tokens % decode.keys:
-            raise ConfigError(f"split_tokens {split_tokens} is not a multiple of the KV tile of {decode.keys} tokens")
+        fixed = tiles[1] if tiles else choose_fixed_tile(shape)
+        if split_tokens < 0 or split_tokens % fixed.keys:
+            raise ConfigError(f"split_tokens {split_tokens} is not a multiple of the KV tile of {fixed.keys} tokens")
 
-        def section(tile: Tile, queries: int, row_lengths: range, max_units: int, split_tiles: int) -> Section:
+        def section(tile: Tile, queries: int, row_lengths: range, max_units: int, split_tiles: int = 0) -> Section:
             programs = num_programs or tile.programs_per_sm * multiprocessors(device)
             lanes = max(1, programs // shape.num_kv_heads)
             splits = -(-max_context // (split_tiles * tile.keys)) if split_tiles else 1
@@ -217,7 +230,7 @@ class WorkList:
                 lanes,
                 split_tiles,
                 min_split_tiles=-(-min_split_tokens // tile.keys),
-                slots_per_row=splits,
+                max_splits=splits,
                 item_step=lanes if split_tiles else 1,
                 items=ints((max_items, ITEM.value)),
                 lane_items=ints((lanes, 2)),
@@ -226,17 +239,23 @@ class WorkList:
                 arrivals=ints((slots, shape.num_kv_heads)),
             )
 
-        whole = -(-max_context // prefill.keys) if split_tokens else 0
+        def units(rows: int, queries: int) -> int:
+            return rows + (max_tokens - rows) // queries
+
+        if split_tokens:
+            queries = fixed.rows // shape.group
+            most = units(min(max_rows, max_tokens), queries)
+            all_rows = section(fixed, queries, range(1, max_tokens + 1), most, split_tokens // fixed.keys)
+            return cls(shape, window, max_rows, max_tokens, all_rows, None)
         queries = prefill.rows // shape.group
         rows = min(max_rows, max_tokens // 2)
-        units = rows + (max_tokens - rows) // queries
         return cls(
             shape,
             window,
             max_rows,
             max_tokens,
-            section(decode, 1, range(1, 2), max_rows, split_tokens // decode.keys),
-            section(prefill, queries, range(2, max_tokens + 1), units, whole) if rows else None,
+            section(decode, 1, range(1, 2), max_rows),
+            section(prefill, queries, range(2, max_tokens + 1), units(rows, queries)) if rows else None,
         )
 
     @property
@@ -343,7 +362,6 @@ def _build_kernel(
     MIN_COST: tl.constexpr,
     ITEM_COST: tl.constexpr,
     SPLIT: tl.constexpr,
-    SLOTS_PER_ROW: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
@@ -393,7 +411,7 @@ def _build_kernel(
                 pieces = tl.cdiv(end, SPLIT) - first_split
                 low = tl.maximum((first_split + piece) * SPLIT, begin)
                 high = tl.minimum((first_split + piece + 1) * SPLIT, end)
-                partial = row * SLOTS_PER_ROW
+                partial = item
                 to = item + piece
                 item += pieces
             fields = items + to * ITEM

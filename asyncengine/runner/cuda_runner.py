@@ -122,8 +122,10 @@ def _kv_budget(
 ) -> int:
     """Bytes left for the KV cache, seen by running the largest step, empty, over a cache of one block."""
     torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
     steps, buffers = make_steps(config, loaded, ops, native, 1)
+    state_bytes = torch.cuda.memory_allocated() - before
+    torch.cuda.reset_peak_memory_stats()
     steps.run(buckets[-1], FULL)
     torch.cuda.synchronize()
     step_bytes = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
@@ -131,7 +133,7 @@ def _kv_budget(
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     graphs = 0 if config.enforce_eager else 2 * len(buckets) * _BYTES_PER_GRAPH
-    fixed = 2 * step_bytes + graphs + (64 << 20)  # the step's tensors, in the pool and while warming up
+    fixed = state_bytes + 2 * step_bytes + graphs + (64 << 20)  # the step's tensors, in the pool and while warming up
     return int(total * config.gpu_memory_utilization) - (total - free) - fixed
 
 

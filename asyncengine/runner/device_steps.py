@@ -20,8 +20,8 @@ from asyncengine.runner.buckets import ANY_CONTEXT, Bucket, choose_buckets
 from asyncengine.runner.kv_cache import KVCache
 from asyncengine.runner.model_runner import LoadedModel
 
-INVARIANT_SPLIT_TOKENS = 1024
-"""Where decode attention is cut in batch-invariant mode: long contexts still fill the GPU from a few sequences on."""
+_INVARIANT_SPLITS = 8
+"""Pieces of the longest context in batch-invariant mode: more would take more memory, fewer leave the GPU idle."""
 
 GREEDY, FULL = 0, 1
 """Variants of sampling, as csrc/step_loop/graph_executor.h numbers them."""
@@ -61,6 +61,10 @@ def attention_shape(loaded: LoadedModel) -> AttentionShape:
     return AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim, loaded.dtype)
 
 
+def _split_tokens(max_model_len: int) -> int:
+    return max(1, -(-max_model_len // (1024 * _INVARIANT_SPLITS))) * 1024
+
+
 def step_buckets(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> list[Bucket]:
     """The buckets of a model's steps: those of few keys are where decode_attention is the faster way."""
     shape = attention_shape(loaded)
@@ -98,7 +102,7 @@ class DeviceSteps:
                 max_context=loaded.max_model_len,
                 device=ops.device,
                 window=window,
-                split_tokens=INVARIANT_SPLIT_TOKENS if config.batch_invariant else 0,
+                split_tokens=_split_tokens(loaded.max_model_len) if config.batch_invariant else 0,
             )
             for window in sorted(set(model.layer_windows))
         }

@@ -286,13 +286,16 @@ def test_fixed_splits_make_rows_independent(device: torch.device, dtype: torch.d
         assert torch.equal(alone.attend(work)[mine], together[mine])
 
 
-def test_fixed_splits_make_prefill_independent_of_chunks(device: torch.device) -> None:
-    """But for the last bits on a GPU, where the loop without masks is not compiled to the same instructions."""
-    whole = make_world(Case(((40, 30),), split_tokens=32), device)
+@pytest.mark.parametrize("window", [0, 21])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fixed_splits_make_tokens_independent_of_chunks(device: torch.device, dtype: torch.dtype, window: int) -> None:
+    """Bit for bit, and one token at a time too, as decode and a recomputed sequence take them."""
+    whole = make_world(Case(((40, 30),), split_tokens=16, window=window, dtype=dtype), device)
     work = whole.work()
     work.build(whole.step)
     expected = whole.attend(work)
-    for first, last in ((0, 13), (13, 40), (5, 7)):
+    check(whole, expected)
+    for first, last in ((0, 13), (13, 40), (5, 7), (0, 1), (2, 3), (18, 19), (39, 40)):
         step = replace(
             whole.step,
             row_query_start=torch.tensor([first], dtype=torch.int32, device=device),
@@ -300,8 +303,7 @@ def test_fixed_splits_make_prefill_independent_of_chunks(device: torch.device) -
             row_context_len=torch.tensor([30 + first], dtype=torch.int32, device=device),
         )
         work.build(step)
-        chunk = replace(whole, step=step).attend(work)[first:last]
-        torch.testing.assert_close(chunk, expected[first:last], rtol=1e-6 if device.type == "cuda" else 0, atol=1e-6)
+        assert torch.equal(replace(whole, step=step).attend(work)[first:last], expected[first:last])
 
 
 def items_of(section: Section) -> Iterator[tuple[int, Tensor]]:
