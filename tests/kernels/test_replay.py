@@ -55,13 +55,14 @@ def replayed(backend: Any, next_step: int) -> None:
     """Replays on the machine that there is, and what the last of them left on it."""
     if torch.cuda.is_available():
         steps = backend.steps
-        assert replay.bare_step_us(backend, CONTEXTS, 3, next_step) > 0
+        assert replay.bare_step_us(backend, replay.decode_rows(CONTEXTS), 3, next_step) > 0
     else:
         steps = backend[0]
         buckets = choose_buckets(CONFIG["max_num_seqs"], CONFIG["max_num_batched_tokens"])
-        bucket = buckets[replay.decode_bucket(buckets, len(CONTEXTS))]
+        rows = replay.decode_rows(CONTEXTS)
+        bucket = buckets[replay.choose_bucket(buckets, rows)]
         assert bucket == (4, 4, True)
-        with replay.staged(steps, CONTEXTS, next_step, lambda: None), np.errstate(all="ignore"):
+        with replay.staged(steps, rows, next_step, lambda: None), np.errstate(all="ignore"):
             for _ in range(len(steps.source.inputs)):
                 steps.run(bucket, GREEDY)
     expect_decode_step(steps)
@@ -88,9 +89,10 @@ def test_check_notices_steps_that_did_not_run(checkpoint: Path) -> None:
             on_gpu = torch.cuda.is_available()
             steps = backend.steps if on_gpu else backend[0]
             synchronize = torch.cuda.synchronize if on_gpu else lambda: None
-            with pytest.raises(RuntimeError, match="did not do"), replay.staged(steps, CONTEXTS, 1, synchronize):
+            rows = replay.decode_rows(CONTEXTS)
+            with pytest.raises(RuntimeError, match="did not do"), replay.staged(steps, rows, 1, synchronize):
                 pass
             with pytest.raises(ValueError, match="do not fit"):
-                replay.stage(steps, [300, 300])
+                replay.stage(steps, replay.decode_rows([300, 300]))
 
     asyncio.run(main())
