@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from gpu_common import read_model
-from kernel_attention import DTYPE, Bench, Case, allocate_work, verify_few
+from kernel_attention import DTYPE, Bench, Case, allocate_work, as_text, tile_pairs, verify_few
 from kernel_timing import Call, Line, Lines, Timer
 from replay import decode_rows
 
@@ -29,7 +29,7 @@ LAYERS = "1x128,1x288,1x2048,8x288,64x288,256x288,256x2048"
 
 @triton.jit
 def _product_kernel(x, weight, out, K: tl.constexpr, N, M, ROWS: tl.constexpr, PDL: tl.constexpr):  # type: ignore
-    """out [M, N] = x [M, K] weight [N, K]^T, 32 columns a program. The first weights are fetched early."""
+    """out [M, N] = x [M, K] weight [N, K]^T, 32 columns a program, K in steps of 128. First weights are fetched early."""
     column = tl.program_id(0) * 32 + tl.arange(0, 32)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, 128)
@@ -55,13 +55,15 @@ def parse_sizes(text: str) -> list[tuple[int, int]]:
 def lines(args: argparse.Namespace, timer: Timer) -> Lines:
     for shape in args.shape:
         c = read_model(shape)
-        work = allocate_work(c, [], None, timer.device, args).decode_only
-        for rows, context in args.layer:
-            if context <= c.max_positions:
-                bench = Bench(Case(c, decode_rows([context - 1] * rows)), timer, args.pdl)
-                work.build(bench.step)
-                verify_few(bench, work, f"{shape} layer {rows} x {context}")
-                yield from layer_lines(shape, f"{rows} x {context}", bench, work)
+        for tiles in tile_pairs(c, args):
+            work = allocate_work(c, [], tiles, timer.device, args).decode_only
+            label = shape if tiles is None else f"{shape} {as_text(tiles)}"
+            for rows, context in args.layer:
+                if context <= c.max_positions:
+                    bench = Bench(Case(c, decode_rows([context - 1] * rows)), timer, args.pdl)
+                    work.build(bench.step)
+                    verify_few(bench, work, f"{label} layer {rows} x {context}")
+                    yield from layer_lines(label, f"{rows} x {context}", bench, work)
 
 
 def layer_lines(shape: str, size: str, bench: Bench, work: WorkList) -> Lines:

@@ -147,7 +147,7 @@ def save(lines: Sequence[Line], rate: float, args: argparse.Namespace) -> None:
     details = [
         {"part": one.part, "kernel": one.kernel, "shape": one.shape, "size": one.size, "us": one.us}
         | {"floor_us": one.floor_us(rate), "share": one.share(rate), "bytes": one.bytes, "flops": one.flops}
-        | {"torch_us": one.torch_us, "torch": one.torch_way}
+        | {"at_least": one.at_least, "torch_us": one.torch_us, "torch": one.torch_way}
         for one in lines
     ]
     record = report.record("kernels", figures(lines, rate), repeats=args.repeats, settings=settings, lines=details)

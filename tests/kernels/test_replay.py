@@ -96,3 +96,41 @@ def test_check_notices_steps_that_did_not_run(checkpoint: Path) -> None:
                 replay.stage(steps, replay.decode_rows([300, 300]))
 
     asyncio.run(main())
+
+
+def test_a_replayed_step_may_compute_prompts(checkpoint: Path) -> None:
+    rows = [replay.Row(1, 17), replay.Row(7, 16), replay.Row(3, 0)]
+
+    async def main() -> None:
+        async with make_engine(str(checkpoint), **CONFIG) as engine:
+            backend: Any = engine._loaded().keep_alive
+            if torch.cuda.is_available():
+                assert replay.bare_step_us(backend, rows, 3, 1, own_tables=True) > 0
+                steps = backend.steps
+            else:
+                steps = backend[0]
+                bucket = choose_buckets(CONFIG["max_num_seqs"], CONFIG["max_num_batched_tokens"])
+                chosen = bucket[replay.choose_bucket(bucket, rows)]
+                assert not chosen.single_token_rows
+                with replay.staged(steps, rows, 1, lambda: None, own_tables=True), np.errstate(all="ignore"):
+                    for _ in range(len(steps.source.inputs)):
+                        steps.run(chosen, GREEDY)
+            state = steps.state
+            assert state.row_query_len[:3].tolist() == [1, 7, 3]
+            assert state.row_context_len[:3].tolist() == [17, 16, 0]
+            assert state.positions[:11].tolist() == [17, *range(16, 23), *range(3)]
+            assert state.input_ids[1:11].tolist() == list(range(10))
+            assert state.sample_index[:3].tolist() == [0, 7, 10]
+            assert state.sample_position[:3].tolist() == [18, 23, 3]
+            written = state.slot_mapping[:11].tolist()
+            assert len(set(written)) == 11
+
+    asyncio.run(main())
+
+
+def test_the_bucket_is_the_first_that_fits() -> None:
+    buckets = choose_buckets(4, 24)
+    decode = buckets[replay.choose_bucket(buckets, replay.decode_rows([5] * 3))]
+    assert decode == (4, 4, True)
+    assert buckets[replay.choose_bucket(buckets, [replay.Row(2, 0)])] == (4, 8, False)
+    assert buckets[replay.choose_bucket(buckets, [replay.Row(17, 0)])] == (4, 24, False)
