@@ -308,6 +308,8 @@ def print_table(results: Mapping[str, Mapping[str, Any]]) -> None:
             cells = [f"{steps[b]:.3f}" if b in steps else "-" for b in ours]
             cells.append("-" if startup is None else f"{startup:.1f} s")
             print(f"{name:<20}" + "".join(f"{cell:>12}" for cell in cells))
+        print(f"{'tokens/s':<20}" + "".join(f"{1e3 * b / ms:>12,.0f}" for b, ms in ours.items()))
+        print(f"{'of the bandwidth':<20}" + "".join(f"{floors[b] / ms:>12.1%}" for b, ms in ours.items()))
         print_contexts(f"{model}, bare replay", result.get("contexts", ()))
         print_contexts(f"{model}, bare replay, {INVARIANT}", result.get(INVARIANT, {}).get("contexts", ()))
 

@@ -29,7 +29,7 @@ LAYERS = "1x128,1x288,1x2048,8x288,64x288,256x288,256x2048"
 
 @triton.jit
 def _product_kernel(x, weight, out, K: tl.constexpr, N, M, ROWS: tl.constexpr, PDL: tl.constexpr):  # type: ignore
-    """out [M, N] = x [M, K] weight [N, K]^T, 32 columns a program, K in steps of 128. First weights are fetched early."""
+    """out [M, N] = x [M, K] weight [N, K]^T, N and K multiples of 32 and 128. The first weights are fetched early."""
     column = tl.program_id(0) * 32 + tl.arange(0, 32)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, 128)

@@ -29,8 +29,7 @@ DTYPE = torch.bfloat16
 def lines(args: argparse.Namespace, timer: Timer) -> Lines:
     on_gpu = timer.device.type == "cuda"
     table = PlanTable.load(torch.cuda.get_device_name()) if on_gpu else PlanTable()
-    if on_gpu:
-        plans = planned(args.shape, args.rows, table)
+    if on_gpu and (plans := planned(args.shape, args.rows, table)):
         compile_all({site: [plan] for site, plan in plans.items()}, args.pdl)
     ops = CudaOps(timer.device, CudaOptions(table, args.pdl))
     for shape in args.shape:

@@ -202,6 +202,8 @@ def test_decode_generates_and_reports_beside_the_others(capsys: pytest.CaptureFi
     decode.print_table({"llama-3.1-8b": result})
     printed = capsys.readouterr().out
     lines = {line[:20].strip(): line[20:].split() for line in printed.splitlines() if line}
+    assert lines["tokens/s"] == ["250", "1,333"]
+    assert lines["of the bandwidth"] == ["85.0%", "58.3%"]
     assert "left out: it does not fit" in printed
     assert lines["asyncengine"] == ["4.000", "6.000", "9.0", "s"]
     assert lines["vLLM 0.26.0"] == ["4.900", "5.090", "65.0", "s"]
@@ -287,6 +289,28 @@ def test_prefill_through_an_engine(capsys: pytest.CaptureFixture[str]) -> None:
     assert share.met is True
     later = figures["llama-3.1-8b, chunk of 2048 after 14336: of the matrix rate"]
     assert later.value == pytest.approx(100 * (28.6e12 + 4 * 4096 * 32 * 2048 * 15360) / 0.1 / 700e12, rel=0.02)
+
+
+def test_prefill_replays_the_chunks_that_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = torch.full((2, 2, 4, 8), torch.nan)
+    runner = SimpleNamespace(graphs=None, steps=SimpleNamespace(cache=SimpleNamespace(memory=memory)))
+
+    def bare(runner: Any, rows: list[replay.Row], replays: int, next_step: int, *, own_tables: bool) -> float:
+        assert not memory.isnan().any()
+        return 1000.0 + rows[0].context
+
+    async def main() -> list[dict[str, float]]:
+        async with simulated(max_model_len=8300) as engine:
+            loaded = replace(engine._loaded(), keep_alive=runner)
+            monkeypatch.setattr(engine, "_loaded", lambda: loaded)
+            args = argparse.Namespace(replays=5)
+            return await prefill.replay_chunks(engine, read_model("qwen3-0.6b"), 700e12, args)
+
+    monkeypatch.setattr(replay, "bare_step_us", bare)
+    points = asyncio.run(main())
+    assert [(p["chunk"], p["context"], p["ms"]) for p in points] == [(2048, 0, 1.0), (2048, 6144, 7.144)]
+    assert points[0]["tokens/s"] == 2_048_000
+    assert points[0]["share"] == pytest.approx(points[0]["TFLOP/s"] / 700)
 
 
 # ---- what a step must cost ----

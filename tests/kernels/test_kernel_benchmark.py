@@ -58,7 +58,7 @@ def test_all_parts(
     }
     assert found == {(part, kernel) for part, names in expected.items() for kernel in names}
     for line in lines:
-        assert line["us"] > 0
+        assert line["us"] > 0 or line["part"] == "layer"  # that is a difference
         assert line["share"] == pytest.approx(line["floor_us"] / line["us"])
         assert (line["torch_us"] is None) == (line["kernel"] == "work list" or "1 x 64" in line["size"])
 
