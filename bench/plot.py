@@ -183,7 +183,7 @@ def draw_panel(panel: Panel, axis: Any) -> None:
     axis.margins(x=0.08)
     if panel.log_y:
         axis.set_yscale("log")
-        steps = [step * 10.0**power for power in range(-3, 4) for step in (1, 2, 3, 5, 7)]
+        steps = [step * 10.0**power for power in range(-3, 4) for step in (1, 2, 3, 4, 5, 7)]
         low, high = axis.get_ylim()
         axis.set_yticks(steps, [f"{step:g}" for step in steps])
         axis.minorticks_off()
