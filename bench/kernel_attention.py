@@ -113,7 +113,8 @@ def lines(args: argparse.Namespace, timer: Timer) -> Lines:
                     yield from decode_lines(label, size, Bench(case, timer, args.pdl), work.decode_only, target)
             for rows in prefills:
                 yield from prefill_lines(label, Bench(Case(c, rows), timer, args.pdl), work)
-            for step in ([Row(1, 2047)] * 64, [Row(1, 255)] * 256, *prefills[:1]):
+            decodes = [[Row(1, SHORT - 1)] * rows for rows in args.decode_rows if rows > FEW_ROWS]
+            for step in (*decodes, *prefills[:1]):
                 yield build_line(label, Bench(Case(c, step), timer, args.pdl, copies=0), work)
 
 
@@ -121,9 +122,10 @@ def allocate_work(
     c: ModelConfig, prefills: Sequence[Sequence[Row]], tiles: tuple[Tile, Tile] | None, device: torch.device, args: Any
 ) -> WorkList:
     """One for all cases, as an engine has it; its sizes are constants of the kernels, which are then compiled once."""
-    tokens = max([256, 2048, *(sum(row.query for row in rows) for rows in prefills)])
+    rows = max([256, *args.decode_rows])
+    tokens = max([2048, rows, *(sum(row.query for row in one) for one in prefills)])
     return WorkList.allocate(
-        attention_shape(c), max_rows=256, max_tokens=tokens, max_context=131072, device=device, tiles=tiles, **args.work
+        attention_shape(c), max_rows=rows, max_tokens=tokens, max_context=131072, device=device, tiles=tiles, **args.work
     )
 
 

@@ -49,7 +49,8 @@ def lines(args: argparse.Namespace, timer: Timer) -> Lines:
                     "rows", case.kernel, shape, f"{case.rows} rows", ours, case.bytes, torch_us=theirs,
                     torch_way=case.way,
                 )  # fmt: skip
-    for step in ([Row(1, 500)], [Row(1, 500)] * 64, [Row(1, 500)] * 256, [Row(2048, 0)]):
+    decodes = [[Row(1, 500)] * rows for rows in args.rows if rows <= 256]
+    for step in (*decodes, [Row(max(args.rows), 0)]):
         yield ingest_line(step, timer, pdl)
 
 
