@@ -124,9 +124,8 @@ def allocate_work(
     """One for all cases, as an engine has it; its sizes are constants of the kernels, which are then compiled once."""
     rows = max([256, *args.decode_rows])
     tokens = max([2048, rows, *(sum(row.query for row in one) for one in prefills)])
-    return WorkList.allocate(
-        attention_shape(c), max_rows=rows, max_tokens=tokens, max_context=131072, device=device, tiles=tiles, **args.work
-    )
+    room = {"max_rows": rows, "max_tokens": tokens, "max_context": 131072}
+    return WorkList.allocate(attention_shape(c), device=device, tiles=tiles, **room, **args.work)
 
 
 def attention_shape(c: ModelConfig) -> AttentionShape:
