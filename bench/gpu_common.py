@@ -1,4 +1,9 @@
-"""What the GPU benchmarks share: engines with random weights, their prompts and consumers."""
+"""What the GPU benchmarks share: engines with random weights, their prompts and consumers, and what a step must cost.
+
+Bytes are those that a step cannot do without: its matrices once, keys and values of its tokens once. Norms, biases and
+activations are left out, less than a hundredth of that. Operations are those of the matrices and of visible pairs of a
+query and a key; a multiplication with its addition counts as two.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +19,85 @@ from pathlib import Path
 from typing import Any
 
 from asyncengine import AsyncEngine, SamplingParams
+from asyncengine.models.config import ModelConfig, RawConfig
+from asyncengine.models.registry import find_family
 
 SHAPES_DIR = Path(__file__).parent / "shapes"
 SHAPES = ("gpt2", "qwen3-0.6b", "llama-3.1-8b")
 PROMPT_LEN = 128
+BANDWIDTH = 4.4e12
+"""Bytes per second: reads of device memory, measured on the H200."""
+ELEMENT_BYTES = 2
+"""bfloat16, of weights and KV"""
+
+
+# ---- models ----
+
+
+def model_directory(shape: str) -> Path:
+    """Of a name of bench/shapes, or the directory that it is."""
+    return SHAPES_DIR / shape if shape in SHAPES else Path(shape)
+
+
+def read_model(shape: str) -> ModelConfig:
+    raw = RawConfig.load(model_directory(shape))
+    return find_family(raw)[1].read_config(raw)
+
+
+def projections(c: ModelConfig) -> dict[str, tuple[int, int]]:
+    """[N, K] of a layer's matrices."""
+    width, kv_width = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    up = c.intermediate_size * (2 if c.activation == "silu_mul" else 1)
+    return {
+        "qkv": (width + 2 * kv_width, c.hidden_size),
+        "o": (c.hidden_size, width),
+        "up": (up, c.hidden_size),
+        "down": (c.hidden_size, c.intermediate_size),
+    }
+
+
+def layer_parameters(c: ModelConfig) -> int:
+    """Of the matrices of all layers, without embedding and head."""
+    return c.num_layers * sum(columns * inner for columns, inner in projections(c).values())
+
+
+def weight_bytes(c: ModelConfig) -> int:
+    """What every step reads. Of the input embedding it reads a few rows; all of it only as the output's matrix."""
+    return ELEMENT_BYTES * (layer_parameters(c) + c.vocab_size * c.hidden_size)
+
+
+def kv_bytes_per_token(c: ModelConfig) -> int:
+    """Keys and values of all layers."""
+    return 2 * c.num_layers * c.num_kv_heads * c.head_dim * ELEMENT_BYTES
+
+
+def decode_bytes(c: ModelConfig, batch: int, context: float) -> float:
+    """Of a decode step of ``batch`` rows that see ``context`` tokens each."""
+    per_layer = kv_bytes_per_token(c) / c.num_layers
+    seen = sum(min(context, window or context) for window in c.layer_windows)
+    return weight_bytes(c) + batch * per_layer * seen
+
+
+def floor_ms(c: ModelConfig, batch: int, context: float) -> float:
+    """Milliseconds to read the bytes of a decode step once, at the bandwidth that the card was seen to reach."""
+    return 1e3 * decode_bytes(c, batch, context) / BANDWIDTH
+
+
+def pairs(query: int, context: int, window: int = 0) -> int:
+    """Of a query and a key that it sees, for ``query`` tokens after ``context`` others."""
+    if not window:
+        return query * context + query * (query + 1) // 2
+    return sum(min(window, context + i + 1) for i in range(query))
+
+
+def prefill_flops(c: ModelConfig, query: int, context: int) -> float:
+    """Of a chunk of ``query`` tokens after ``context`` others, with one row of logits."""
+    matrices = 2 * (query * layer_parameters(c) + c.vocab_size * c.hidden_size)
+    seen = sum(pairs(query, context, window) for window in c.layer_windows)
+    return matrices + 4 * c.num_heads * c.head_dim * seen
+
+
+# ---- engines ----
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -31,8 +111,8 @@ async def opened(shape: str, args: argparse.Namespace, **config: Any) -> AsyncIt
 
     Afterwards its memory is free for the next one.
     """
-    directory = SHAPES_DIR / shape if shape in SHAPES else Path(shape)
     config = {"load_format": "dummy", "dtype": "bfloat16", "max_model_len": args.max_model_len} | config
+    directory = model_directory(shape)
     async with AsyncEngine.from_pretrained(directory, progress=False, device=args.device, **config) as engine:
         gc.collect()
         gc.freeze()

@@ -1,219 +1,195 @@
-"""The row kernels on the GPU beside torch's operations, for the shapes of real models.
-
-    python bench/kernel_rows.py [--model gpt2 ...] [--kernel silu_mul ...] [--json FILE]
-
-Each side is a captured graph of calls on copies of the inputs that follow each other, so a figure contains what a
-kernel costs inside a step: its launch from a graph and its part of the gap to the next. Before every replay a large
-buffer is read through the L2 cache, and no copy is used twice, so inputs come from memory. The share is that of
-the bytes that must move, in and out, over the time and the bandwidth of the card (--bandwidth, of one H200).
-"""
+"""bench/kernels.py rows: the kernels that work on each row by itself, and ingest."""
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from gpu_common import read_model
+from kernel_timing import Call, Line, Lines, Timer, copies_for
+from replay import Row, step_input
 from torch import Tensor
 
-from asyncengine.cli.benchmarks import report
-from asyncengine.cli.benchmarks.report import Figure, median
 from asyncengine.kernels import triton_rows
-from asyncengine.kernels.ops import Norm
+from asyncengine.kernels.device_step import allocate_step
+from asyncengine.kernels.ingest import ingest, make_source
+from asyncengine.kernels.ops import Norm, split_heads
+from asyncengine.models.config import ModelConfig
 
-SHAPES = Path(__file__).parent / "shapes"
 DTYPE = torch.bfloat16
 BLOCK_SIZE = 16
-FLUSH_BYTES = 512 << 20
-COPIES_BYTES = 8 << 30
-
-Call = Callable[[], object]
-
-
-@dataclass(frozen=True)
-class Shape:
-    hidden: int
-    inner: int
-    layers: int
-    q_heads: int
-    kv_heads: int
-    dim: int
-    vocab: int
-    is_gpt2: bool
-    qk_norm: bool
-
-    @classmethod
-    def read(cls, model: str) -> Shape:
-        raw = json.loads((SHAPES / model / "config.json").read_text())
-        if raw["model_type"] == "gpt2":
-            hidden, heads = raw["n_embd"], raw["n_head"]
-            dim = hidden // heads
-            return cls(hidden, 4 * hidden, raw["n_layer"], heads, heads, dim, raw["vocab_size"], True, False)
-        return cls(
-            raw["hidden_size"],
-            raw["intermediate_size"],
-            raw["num_hidden_layers"],
-            raw["num_attention_heads"],
-            raw["num_key_value_heads"],
-            raw["head_dim"],
-            raw["vocab_size"],
-            False,
-            raw["model_type"] == "qwen3",
-        )
+HOST_BANDWIDTH = 55e9
+"""Bytes per second that the GPU reads from pinned memory, measured on the H200."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel at one size. ``make`` allocates inputs and returns a call of ours and one of torch's on them."""
+    """A kernel at one size. ``make`` allocates inputs and returns a call of ours and one of torch's on them."""
 
-    name: str
+    kernel: str
     rows: int
     bytes: int
     make: Callable[[], tuple[Call, Call]]
+    way: str
 
 
-# ---- rows ----
+def lines(args: argparse.Namespace, timer: Timer) -> Lines:
+    pdl = args.pdl
+    for shape in args.shape:
+        c = read_model(shape)
+        for rows in args.rows:
+            one = Cases(c, rows, timer.device, pdl)
+            for case in (one.norm(), one.embed(), one.activation(), one.store()):
+                copies = [case.make() for _ in range(copies_for(case.bytes))]
+                ours, theirs = (timer.us([copy[side] for copy in copies]) for side in range(2))
+                yield Line(
+                    "rows", case.kernel, shape, f"{case.rows} rows", ours, case.bytes, torch_us=theirs,
+                    torch_way=case.way,
+                )  # fmt: skip
+    decodes = [[Row(1, 500)] * rows for rows in args.rows if rows <= 256]
+    for step in (*decodes, [Row(max(args.rows), 0)]):
+        yield ingest_line(step, timer, pdl)
 
 
-def row_cases(shape: Shape, tokens: int, device: torch.device) -> Iterator[Case]:
-    def random(*size: int) -> Tensor:
-        return torch.randn(*size, device=device).to(DTYPE)
+class Cases:
+    """Of a model's shape at a count of rows."""
 
-    def norm() -> tuple[Call, Call]:
-        x, w, b = (random(*s, shape.hidden) for s in ((tokens,), (), ()))
-        size = (shape.hidden,)
-        if shape.is_gpt2:
-            return lambda: triton_rows.norm(x, Norm(w, b, 1e-5)), lambda: F.layer_norm(x, size, w, b, 1e-5)
-        return lambda: triton_rows.norm(x, Norm(w, None, 1e-5)), lambda: F.rms_norm(x, size, w, 1e-5)
+    def __init__(self, c: ModelConfig, rows: int, device: torch.device, pdl: bool) -> None:
+        self.c, self.rows, self.device, self.pdl = c, rows, device, pdl
 
-    def activation() -> tuple[Call, Call]:
-        if shape.is_gpt2:
-            x = random(tokens, shape.inner)
-            return lambda: triton_rows.activation(x, "gelu_tanh"), lambda: F.gelu(x, approximate="tanh")
-        x = random(tokens, 2 * shape.inner)
-        return lambda: triton_rows.activation(x, "silu_mul"), lambda: F.silu(x[:, : shape.inner]) * x[:, shape.inner :]
+    def random(self, *size: int) -> Tensor:
+        return torch.randn(*size, device=self.device, dtype=DTYPE)
 
-    def store() -> tuple[Call, Call]:
-        n, m = shape.q_heads, shape.q_heads + shape.kv_heads
-        heads = random(tokens, m + shape.kv_heads, shape.dim)
-        q, k, v = heads[:, :n], heads[:, n:m], heads[:, m:]
-        blocks = tokens // BLOCK_SIZE + 1
-        k_cache, v_cache = (random(blocks, shape.kv_heads, BLOCK_SIZE, shape.dim) for _ in range(2))
-        slots = torch.randperm(blocks * BLOCK_SIZE, device=device)[:tokens]
-        block, offset = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+    def norm(self) -> Case:
+        width, pdl, layered = self.c.hidden_size, self.pdl, self.c.rope is None
 
-        def write() -> None:
-            k_cache[block, :, offset] = k
-            v_cache[block, :, offset] = v
+        def make() -> tuple[Call, Call]:
+            x, w, b = self.random(self.rows, width), self.random(width), self.random(width)
+            norm = Norm(w, b if layered else None, 1e-5)
 
-        if shape.is_gpt2:
-            return lambda: triton_rows.store_kv(k, v, slots, k_cache, v_cache), write
-        table = torch.rand(tokens, shape.dim, device=device)
-        positions = torch.arange(tokens, device=device, dtype=torch.int32)
-        q_norm, k_norm = (random(shape.dim), random(shape.dim)) if shape.qk_norm else (None, None)
+            def theirs() -> Tensor:
+                return F.layer_norm(x, (width,), w, b, 1e-5) if layered else F.rms_norm(x, (width,), w, 1e-5)
 
-        def rotate_and_write() -> None:
+            return lambda: triton_rows.norm(x, norm, pdl=pdl), theirs
+
+        name, way = ("layer norm", "F.layer_norm") if layered else ("RMS norm", "F.rms_norm")
+        return Case(name, self.rows, 2 * self.rows * width * DTYPE.itemsize, make, way)
+
+    def embed(self) -> Case:
+        c, pdl, learned = self.c, self.pdl, self.c.rope is None
+        table, positions_table = self.random(c.vocab_size, c.hidden_size), self.random(c.max_positions, c.hidden_size)
+
+        def make() -> tuple[Call, Call]:
+            ids = torch.randint(c.vocab_size, (self.rows,), dtype=torch.int32, device=self.device)
+            positions = torch.randint(c.max_positions, (self.rows,), dtype=torch.int32, device=self.device)
+
+            def theirs() -> Tensor:
+                return table[ids] + positions_table[positions] if learned else table[ids]
+
+            of_positions = positions_table if learned else None
+            return lambda: triton_rows.embed(ids, table, positions, of_positions, pdl=pdl), theirs
+
+        moved = (3 if learned else 2) * self.rows * c.hidden_size * DTYPE.itemsize
+        return Case("embedding", self.rows, moved, make, "indexing")
+
+    def activation(self) -> Case:
+        inner, kind, pdl = self.c.intermediate_size, self.c.activation, self.pdl
+        gated = kind == "silu_mul"
+
+        def make() -> tuple[Call, Call]:
+            x = self.random(self.rows, inner * (2 if gated else 1))
+
+            def theirs() -> Tensor:
+                return F.silu(x[:, :inner]) * x[:, inner:] if gated else F.gelu(x, approximate="tanh")
+
+            return lambda: triton_rows.activation(x, kind, pdl=pdl), theirs
+
+        moved = (3 if gated else 2) * self.rows * inner * DTYPE.itemsize
+        return Case(kind, self.rows, moved, make, "F.silu and a product" if gated else "F.gelu")
+
+    def store(self) -> Case:
+        """With QK-norm and rotation where the model has them."""
+        c = self.c
+        kv_bytes = 2 * c.num_kv_heads * c.head_dim * DTYPE.itemsize
+        if c.rope is None:
+            moved = self.rows * 2 * kv_bytes
+            return Case("KV store", self.rows, moved, self._make_store, "indexed assignment")
+        rotated = 2 * c.num_heads * c.head_dim * DTYPE.itemsize + 4 * c.head_dim
+        name = "QK norm, rotary, KV store" if c.qk_norm else "rotary, KV store"
+        moved = self.rows * (2 * kv_bytes + rotated)
+        return Case(name, self.rows, moved, self._make_rotary, "F.rms_norm, cat, indexing")
+
+    def _places(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Slots that the tokens go to, and two caches that have them."""
+        blocks = self.rows // BLOCK_SIZE + 1
+        size = (blocks, self.c.num_kv_heads, BLOCK_SIZE, self.c.head_dim)
+        slots = torch.randperm(blocks * BLOCK_SIZE, device=self.device)[: self.rows]
+        return slots, self.random(*size), self.random(*size)
+
+    def _heads(self) -> Tensor:
+        return self.random(self.rows, self.c.num_heads + 2 * self.c.num_kv_heads, self.c.head_dim)
+
+    def _make_store(self) -> tuple[Call, Call]:
+        slots, k_cache, v_cache = self._places()
+        _, k, v = split_heads(self._heads(), self.c.num_heads)
+        pdl = self.pdl
+
+        def ours() -> None:
+            triton_rows.store_kv(k, v, slots, k_cache, v_cache, pdl=pdl)
+
+        return ours, lambda: write(k, v, slots, k_cache, v_cache)
+
+    def _make_rotary(self) -> tuple[Call, Call]:
+        c, pdl = self.c, self.pdl
+        slots, k_cache, v_cache = self._places()
+        heads = self._heads()
+        q, k, v = split_heads(heads, c.num_heads)
+        table = torch.rand(self.rows, c.head_dim, device=self.device)
+        positions = torch.arange(self.rows, device=self.device, dtype=torch.int32)
+        q_norm, k_norm = (self.random(c.head_dim), self.random(c.head_dim)) if c.qk_norm else (None, None)
+
+        def ours() -> None:
+            triton_rows.rotary_store_kv(
+                heads, c.num_heads, q_norm, k_norm, 1e-6, table, positions, slots, k_cache, v_cache, pdl=pdl
+            )
+
+        def theirs() -> None:
             cos, sin = table[positions][:, None, :].chunk(2, -1)
             for x, weight in ((q, q_norm), (k, k_norm)):
-                y = x if weight is None else F.rms_norm(x, (shape.dim,), weight, 1e-6)
+                y = x if weight is None else F.rms_norm(x, (c.head_dim,), weight, 1e-6)
                 a, b = y.float().chunk(2, -1)
                 x.copy_(torch.cat((a * cos - b * sin, b * cos + a * sin), -1))
-            write()
+            write(k, v, slots, k_cache, v_cache)
 
-        def fused() -> None:
-            triton_rows.rotary_store_kv(
-                heads, n, q_norm, k_norm, 1e-6, table, positions, slots, k_cache, v_cache
-            )
-
-        return fused, rotate_and_write
-
-    element = DTYPE.itemsize
-    kv = 2 * shape.kv_heads * shape.dim
-    rotary = 0 if shape.is_gpt2 else 2 * shape.q_heads * shape.dim * element + 4 * shape.dim
-    yield Case("layer_norm" if shape.is_gpt2 else "rms_norm", tokens, 2 * tokens * shape.hidden * element, norm)
-    yield Case(
-        "gelu_tanh" if shape.is_gpt2 else "silu_mul",
-        tokens,
-        (2 if shape.is_gpt2 else 3) * tokens * shape.inner * element,
-        activation,
-    )
-    yield Case(
-        "store_kv" if shape.is_gpt2 else "rotary_store_kv", tokens, tokens * (2 * kv * element + rotary), store
-    )
+        return ours, theirs
 
 
-# ---- measuring ----
+def write(k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    block, offset = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+    k_cache[block, :, offset] = k
+    v_cache[block, :, offset] = v
 
 
-def measure(calls: list[Call], flush: Tensor, repeats: int) -> float:
-    """Microseconds of one call."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for call in calls[:2]:
-            call()  # compiles
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for call in calls:
-            call()
-    samples = []
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for repeat in range(repeats + 2):
-        flush.sum()  # reading leaves nothing to be written back
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if repeat >= 2:
-            samples.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return median(samples)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", nargs="+", default=sorted(p.name for p in SHAPES.iterdir() if p.is_dir()))
-    parser.add_argument("--kernel", nargs="+", default=[""], help="only kernels whose name begins with one of these")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 64, 256, 2048])
-    parser.add_argument("--repeats", type=int, default=11)
-    parser.add_argument("--bandwidth", type=float, default=4.4, metavar="TB/s")
-    parser.add_argument("--json", metavar="FILE", help="where the record goes")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a GPU")
-    device = torch.device("cuda")
-    flush = torch.zeros(FLUSH_BYTES // 4, dtype=torch.int32, device=device)
-    print(f"{torch.cuda.get_device_name()}, {DTYPE}, medians of {args.repeats}; share of {args.bandwidth} TB/s")
-    print(f"{'model':<14}{'kernel':<22}{'rows':>6}{'ours µs':>10}{'share':>8}{'torch µs':>10}{'share':>8}")
-    lines: list[dict[str, object]] = []
-    for model in args.model:
-        shape = Shape.read(model)
-        cases = [case for tokens in args.tokens for case in row_cases(shape, tokens, device)]
-        for case in sorted(cases, key=lambda case: case.name):
-            if not case.name.startswith(tuple(args.kernel)):
-                continue
-            copies = [case.make() for _ in range(max(4, min(32, COPIES_BYTES // max(1, case.bytes))))]
-            sides = [measure([copy[side] for copy in copies], flush, args.repeats) for side in range(2)]
-            shares = [case.bytes / (us * args.bandwidth * 1e6) for us in sides]
-            print(
-                f"{model:<14}{case.name:<22}{case.rows:>6}{sides[0]:>10.2f}{shares[0]:>8.1%}{sides[1]:>10.2f}{shares[1]:>8.1%}",
-                flush=True,
-            )
-            line = {"model": model, "kernel": case.name, "rows": case.rows, "bytes": case.bytes}
-            lines.append(line | {"ours_us": sides[0], "torch_us": sides[1], "ours_share": shares[0]})
-    if args.json:
-        figures = [
-            Figure(f"{line['kernel']}, {line['model']}, {line['rows']} rows", float(str(line["ours_us"])), "µs")
-            for line in lines
-        ]
-        settings = {"device": torch.cuda.get_device_name(), "dtype": str(DTYPE), "bandwidth TB/s": args.bandwidth}
-        report.write(
-            args.json, report.record("kernel_rows", figures, repeats=args.repeats, settings=settings, lines=lines)
-        )
-
-
-if __name__ == "__main__":
-    main()
+def ingest_line(step: list[Row], timer: Timer, pdl: bool) -> Line:
+    """From pinned host memory, as a step does it; its bytes come over the bus. Beside it a plain copy of them."""
+    words = torch.tensor(step_input(step), dtype=torch.int32)
+    inputs = words[None].contiguous()
+    if timer.device.type == "cuda":
+        inputs = inputs.pin_memory()
+    rows, tokens = len(step), sum(row.query for row in step)
+    blocks = -(-max(row.query + row.context for row in step) // BLOCK_SIZE)
+    state = allocate_step(rows, blocks, rows, tokens, timer.device)
+    outputs = torch.zeros(1, rows, dtype=torch.int64, device=timer.device)
+    source = make_source(inputs, outputs, timer.device, fetch=True)
+    state.slots.block_tables.copy_(torch.arange(rows * blocks).view(rows, blocks))
+    target = torch.empty_like(inputs, device=timer.device)
+    ours = timer.us([lambda: ingest(source, state, BLOCK_SIZE, pdl=pdl)] * 16)
+    theirs = timer.us([lambda: target.copy_(inputs, non_blocking=True)] * 16)
+    size = f"{rows} rows, {tokens} tokens"
+    return Line(
+        "rows", "ingest", "any", size, ours, inputs.nbytes, torch_us=theirs, torch_way="copy_ to the device",
+        bandwidth=HOST_BANDWIDTH,
+    )  # fmt: skip

@@ -1,11 +1,6 @@
-"""The sampler on the GPU beside torch's operations and the time that reading the logits takes.
+"""bench/kernels.py sampler: sampling beside torch's operations and the time that reading the logits once takes.
 
-    python bench/kernel_sampler.py [--logits peaked normal flat] [--set _BINS=64 _BINS=128] [--json FILE]
-
-Each figure is of a captured graph of calls on copies of the logits that together exceed the L2 cache, which is flushed
-before a replay: logits come from memory, as those of a large step do. "reads" is the time over that of reading the
-logits once at the bandwidth of the card (--bandwidth, of one H200). --set measures again with a constant of
-triton_sampler changed; several constants that change together are joined by commas.
+Logits come from memory, as those of a large step do. --set measures with constants of triton_sampler changed.
 """
 
 from __future__ import annotations
@@ -16,15 +11,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from kernel_rows import FLUSH_BYTES, Call, measure
+from gpu_common import read_model
+from kernel_timing import Call, Line, Lines, Timer, copies_for
 from torch import Tensor
 
-from asyncengine.cli.benchmarks import report
-from asyncengine.cli.benchmarks.report import Figure
 from asyncengine.kernels import triton_sampler
 from asyncengine.kernels.device_step import allocate_step
 
-COLD_BYTES = 256 << 20
+KINDS = ("peaked", "normal", "flat")
+MAX_COPIES_OF_TORCH = 3
+"""A sort takes the memory of its logits several times over."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +32,11 @@ class Sampling:
 
 
 SAMPLING = {
-    "greedy": Sampling(0.0),
-    "temperature": Sampling(0.8),
-    "top-k 50": Sampling(0.8, top_k=50),
-    "top-p 0.95": Sampling(0.8, top_p=0.95),
-    "min-p 0.05": Sampling(0.8, min_p=0.05),
-    "k 50, p 0.95, min-p 0.05": Sampling(0.8, 50, 0.95, 0.05),
+    "greedy": (Sampling(0.0), "argmax"),
+    "temperature": (Sampling(0.8), "softmax, multinomial"),
+    "top-k 50": (Sampling(0.8, top_k=50), "topk, softmax, multinomial"),
+    "top-p 0.95": (Sampling(0.8, top_p=0.95), "sort, softmax, cumsum, multinomial"),
+    "k 50, p 0.95, min-p 0.05": (Sampling(0.8, 50, 0.95, 0.05), "sort, softmax, cumsum, multinomial"),
 }
 
 
@@ -68,10 +63,8 @@ def our_call(logits: Tensor, one: Sampling, pdl: bool) -> Call:
     step.slots.seed.copy_(torch.arange(rows, device=device))
     header = torch.zeros(2, dtype=torch.int64, device=device)
     words = torch.zeros(1, rows, dtype=torch.int64, device=device)
-    options = {"pdl": True} if pdl else {}  # so that a sampler without the option can be measured, too
-    return lambda: triton_sampler.sample(
-        logits, step, header, words, greedy_only=one.temperature == 0, **options
-    )
+    greedy = one.temperature == 0
+    return lambda: triton_sampler.sample(logits, step, header, words, greedy_only=greedy, pdl=pdl)
 
 
 def torch_sample(logits: Tensor, one: Sampling) -> Tensor:
@@ -105,61 +98,23 @@ def constants(variant: str) -> Iterator[None]:
         vars(triton_sampler).update({name: before[name] for name in changes})
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--logits", nargs="+", default=["peaked", "normal"], choices=("peaked", "normal", "flat"))
-    parser.add_argument("--sampling", nargs="+", default=[""], help="only ways whose name begins with one of these")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256])
-    parser.add_argument("--vocab", type=int, nargs="+", default=[50257, 128256, 151936])
-    parser.add_argument("--set", nargs="+", default=[], metavar="_NAME=N,...", help="variants beside the usual one")
-    parser.add_argument("--no-pdl", action="store_true", help="launches as ever, in which each waits for the last")
-    parser.add_argument("--no-torch", action="store_true")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--bandwidth", type=float, default=4.4, metavar="TB/s")
-    parser.add_argument("--json", metavar="FILE", help="where the record goes")
-    return parser.parse_args()
+def lines(args: argparse.Namespace, timer: Timer) -> Lines:
+    for shape in args.shape:
+        vocab = read_model(shape).vocab_size
+        for kind in args.logits:
+            for rows in (rows for rows in args.rows if rows <= 256):
+                yield from at_size(shape, vocab, kind, rows, args, timer)
 
 
-def main() -> None:
-    args = parse()
-    if not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a GPU")
-    device = torch.device("cuda")
-    flush = torch.zeros(FLUSH_BYTES // 4, dtype=torch.int32, device=device)
-    variants = ["", *args.set]
-    names = [variant or "ours" for variant in variants] + ([] if args.no_torch else ["torch"])
-    print(f"{torch.cuda.get_device_name()}, medians of {args.repeats}, µs (reads at {args.bandwidth} TB/s)")
-    print(f"{'logits':<8}{'vocab':>7}{'rows':>5}  {'sampling':<25}" + "".join(f"{name:>20}" for name in names))
-    lines: list[dict[str, object]] = []
-    figures: list[Figure] = []
-    shapes = [(kind, vocab, rows) for kind in args.logits for vocab in args.vocab for rows in args.rows]
-    for kind, vocab, rows in shapes:
-        size = rows * vocab * 4
-        copies = [make_logits(kind, rows, vocab, device) for _ in range(max(3, min(32, -(-COLD_BYTES // size))))]
-        for name, one in SAMPLING.items():
-            if not name.startswith(tuple(args.sampling)):
-                continue
-            times = []
-            for variant in variants:
-                with constants(variant):
-                    calls = [our_call(logits, one, not args.no_pdl) for logits in copies]
-                    times.append(measure(calls, flush, args.repeats))
-            if not args.no_torch:
-                some = [lambda logits=logits, one=one: torch_sample(logits, one) for logits in copies[:3]]
-                times.append(measure(some, flush, args.repeats))
-            read = size / (args.bandwidth * 1e6)
-            shown = "".join(f"{f'{us:.1f} ({us / read:.1f})':>20}" for us in times)
-            print(f"{kind:<8}{vocab:>7}{rows:>5}  {name:<25}{shown}", flush=True)
-            line = {"logits": kind, "vocab": vocab, "rows": rows, "sampling": name, "one_read_us": read}
-            lines.append(line | {"us": dict(zip(names, times, strict=True))})
-            figures.append(Figure(f"{name}, {kind}, {rows} rows of {vocab}", times[0], "µs"))
-        del copies
-    if args.json:
-        settings = {"device": torch.cuda.get_device_name(), "pdl": not args.no_pdl, "bandwidth TB/s": args.bandwidth}
-        report.write(
-            args.json, report.record("kernel_sampler", figures, repeats=args.repeats, settings=settings, lines=lines)
-        )
-
-
-if __name__ == "__main__":
-    main()
+def at_size(shape: str, vocab: int, kind: str, rows: int, args: argparse.Namespace, timer: Timer) -> Lines:
+    read = 4 * rows * vocab
+    copies = [make_logits(kind, rows, vocab, timer.device) for _ in range(copies_for(read))]
+    for name, (one, way) in SAMPLING.items():
+        calls = [lambda logits=logits, one=one: torch_sample(logits, one) for logits in copies[:MAX_COPIES_OF_TORCH]]
+        torch_us = timer.us_if_possible(calls)
+        for variant in ("", *args.set):
+            with constants(variant):
+                us = timer.us([our_call(logits, one, args.pdl) for logits in copies])
+            label = f"{name} {variant}".rstrip()
+            size = f"{rows} x {vocab} {kind}"
+            yield Line("sampler", label, shape, size, us, read, torch_us=torch_us, torch_way=way)

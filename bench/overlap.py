@@ -210,9 +210,9 @@ async def beside_bare(engine: AsyncEngine, window: Window, replays: int) -> Samp
     sample |= {"tokens/s": window.tokens_per_s, "tokens per delivery in window": window.steps / window.deliveries}
     runner = engine._loaded().keep_alive
     if hasattr(runner, "graphs"):
-        from replay import bare_step_us
+        from replay import bare_step_us, decode_rows
 
-        sample["bare_us"] = bare_step_us(runner, window.contexts, replays, engine.stats().num_steps + 1)
+        sample["bare_us"] = bare_step_us(runner, decode_rows(window.contexts), replays, engine.stats().num_steps + 1)
         sample["ratio"] = window.step_us / sample["bare_us"]
     return sample
 

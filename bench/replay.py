@@ -1,4 +1,4 @@
-"""Bare replay of a decode step's graph, without an engine around it: what the engine's step time is compared with.
+"""Bare replay of a step's graph, without an engine around it: what the engine's step time is compared with.
 
 The StepInput is made here, in the layout of csrc/core/step_input.h, and stays the same for every replay. It needs an
 idle engine without a prefix cache: block tables and KV are overwritten.
@@ -6,9 +6,9 @@ idle engine without a prefix cache: block tables and KV are overwritten.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -22,40 +22,70 @@ MAGIC = 0x53744932
 SAMPLE, FROM_DEVICE = 1, 2
 STEP = 2**31 - 1
 """Number of the replayed step; an engine would run for a month before it got there."""
+PROMPT_IDS = 64
+"""Different tokens among those of replayed prompts."""
 _WARM_UP = 32
 """Replays before the clock starts: more than there are places in a ring, and enough for the clocks to rise."""
 
 
-def decode_input(contexts: Sequence[int]) -> list[int]:
-    """A StepInput, in 32-bit words: row i decodes slot i with ``contexts[i]`` tokens before it, greedily."""
-    rows = len(contexts)
-    total = 16 + 12 * rows
-    header = [MAGIC, total, STEP, 0, rows, rows, rows, rows, 0, 0, 0, 0, 1, max(contexts), 0, 0]
-    for i, context in enumerate(contexts):
-        header += [i, i, 1, context, SAMPLE | FROM_DEVICE, 0, i, -1, 0, 0, 0, 0]
-    return header
+class Row(NamedTuple):
+    """A row of a step. One of a single token takes it from the device, as a decoding sequence does."""
+
+    query: int
+    context: int
+    """tokens before the query"""
 
 
-def decode_bucket(buckets: Sequence[Bucket], contexts: Sequence[int]) -> int:
-    """Index of the bucket that the engine takes for a step of decode rows of ``contexts``: the first that fits."""
-    rows, longest = len(contexts), max(contexts)
-    return next(i for i, b in enumerate(buckets) if rows <= b.max_rows and longest <= b.max_context)
+def decode_rows(contexts: Iterable[int]) -> list[Row]:
+    return [Row(1, context) for context in contexts]
 
 
-def stage(steps: DeviceSteps, contexts: Sequence[int]) -> None:
-    """Make every launch from now on a decode step of ``contexts``.
+def step_input(rows: Sequence[Row]) -> list[int]:
+    """A StepInput, in 32-bit words: row i runs in slot i, and greedily samples a token."""
+    decodes = sum(row.query == 1 for row in rows)
+    tokens = sum(row.query for row in rows)
+    words, prompt_ids = [], 0
+    start = 0
+    for i, (query, context) in enumerate(rows):
+        flags = SAMPLE | FROM_DEVICE if query == 1 else SAMPLE
+        words += [i, start, query, context, flags, prompt_ids, i, -1, 0, 0, 0, 0]
+        start += query
+        prompt_ids += query if query > 1 else 0
+    total = 16 + len(words) + prompt_ids
+    header = [MAGIC, total, STEP, 0, len(rows), decodes, tokens, len(rows), prompt_ids, 0, 0, 0]
+    header += [1, max(row.context for row in rows), 0, 0]
+    return [*header, *words, *(i % PROMPT_IDS for i in range(prompt_ids))]
+
+
+def choose_bucket(buckets: Sequence[Bucket], rows: Sequence[Row]) -> int:
+    """Index of the bucket that the engine takes for a step of these rows: the first that fits."""
+    tokens = sum(row.query for row in rows)
+    longest, plain = max(row.context for row in rows), tokens == len(rows)
+    return next(
+        i
+        for i, b in enumerate(buckets)
+        if len(rows) <= b.max_rows
+        and tokens <= b.max_tokens
+        and longest <= b.max_context
+        and (plain or not b.single_token_rows)
+    )
+
+
+def stage(steps: DeviceSteps, rows: Sequence[Row], *, own_tables: bool = False) -> None:
+    """Make every launch from now on a step of ``rows``.
 
     With a row for every slot the block tables and the KV stay what the last sequences of the slots left there, which
-    must have been no shorter: what the memory of a step looks like is worth 5% of its time. Otherwise the rows get
-    block tables of their own.
+    must have been no shorter: what the memory of a step looks like is worth 5% of its time. Otherwise, or with
+    ``own_tables``, the rows get block tables of their own.
     """
-    rows, slots = len(contexts), steps.state.slots
-    if rows < len(slots.last_token):
-        _lay_out(steps, rows, max(contexts) // steps.cache.layers[0][1].shape[2] + 1)
+    slots = steps.state.slots
+    if own_tables or len(rows) < len(slots.last_token):
+        longest = max(row.query + row.context for row in rows)
+        _lay_out(steps, len(rows), (longest - 1) // steps.cache.layers[0][1].shape[2] + 1)
     slots.last_token.copy_(torch.arange(len(slots.last_token)))
     slots.finished.zero_()
     slots.stops.fill_(-1)
-    words = torch.tensor(decode_input(contexts), dtype=torch.int32)
+    words = torch.tensor(step_input(rows), dtype=torch.int32)
     steps.source.inputs[:, : len(words)] = words.to(steps.source.inputs.device)
 
 
@@ -80,37 +110,44 @@ def check(steps: DeviceSteps, rows: int) -> None:
 
 @contextmanager
 def staged(
-    steps: DeviceSteps, contexts: Sequence[int], next_step: int, synchronize: Callable[[], None]
+    steps: DeviceSteps,
+    rows: Sequence[Row],
+    next_step: int,
+    synchronize: Callable[[], None],
+    *,
+    own_tables: bool = False,
 ) -> Iterator[None]:
-    """Launches inside are steps of ``contexts``, checked at the end; afterwards the engine's ``next_step`` is next.
+    """Launches inside are steps of ``rows``, checked at the end; afterwards the engine's ``next_step`` is next.
 
     ``synchronize`` waits for the device: torch's stream and the runner's do not wait for each other.
     """
     synchronize()
-    stage(steps, contexts)
+    stage(steps, rows, own_tables=own_tables)
     synchronize()
     try:
         yield
         synchronize()
-        check(steps, len(contexts))
+        check(steps, len(rows))
     finally:
         steps.restart(next_step)
         synchronize()
 
 
-def bare_step_us(runner: CudaRunner, contexts: Sequence[int], replays: int, next_step: int) -> float:
-    """Microseconds per launch when ``replays`` greedy decode graphs are launched back to back on the runner's stream.
+def bare_step_us(
+    runner: CudaRunner, rows: Sequence[Row], replays: int, next_step: int, *, own_tables: bool = False
+) -> float:
+    """Microseconds per launch when ``replays`` greedy graphs of a step are launched back to back.
 
     The engine must be idle; ``next_step`` is the number of its next step, which finds the ring as it expects it.
     """
     steps, stream = runner.steps, runner.stream
-    bucket = decode_bucket(runner.buckets, contexts)
+    bucket = choose_bucket(runner.buckets, rows)
 
     def launch(count: int) -> None:
         for _ in range(count):
             runner.graphs.native.launch(bucket, GREEDY, stream.cuda_stream)
 
-    with staged(steps, contexts, next_step, torch.cuda.synchronize):
+    with staged(steps, rows, next_step, torch.cuda.synchronize, own_tables=own_tables):
         return _time(launch, replays, stream)
 
 

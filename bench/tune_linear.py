@@ -18,21 +18,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from gpu_common import SHAPES, SHAPES_DIR
+from gpu_common import BANDWIDTH, SHAPES, read_model
 
 from asyncengine.kernels.linear_plans import CUBLAS, NormKind, Plan, PlanTable, Site, cache_path, candidates
-from asyncengine.models.config import RawConfig
-from asyncengine.models.registry import find_family
 from asyncengine.runner.tuning import Tuner
 
 ROWS = "1,8,16,32,64,128,256"
-BANDWIDTH = 4.4e12
 
 
 def sites(model: str, rows: int) -> Iterator[tuple[str, Site]]:
     """The projections of a layer, and the head."""
-    raw = RawConfig.load(SHAPES_DIR / model if model in SHAPES else Path(model))
-    c = find_family(raw)[1].read_config(raw)
+    c = read_model(model)
     hidden, width = c.hidden_size, c.num_heads * c.head_dim
     gpt2 = c.rope is None
     norm: NormKind = "layer" if gpt2 else "rms"
@@ -51,7 +47,7 @@ def compile_plans(job: tuple[Site, list[Plan], bool]) -> None:
 
 
 def compile_all(plans: dict[Site, list[Plan]], pdl: bool) -> None:
-    jobs = [(site, some[i::8], pdl) for site, some in plans.items() for i in range(8)]
+    jobs = [(site, some[i::8], pdl) for site, some in plans.items() for i in range(min(8, len(some)))]
     with multiprocessing.get_context("spawn").Pool(min(16, os.cpu_count() or 1)) as pool:
         for _ in pool.imap_unordered(compile_plans, sorted(jobs, key=lambda job: -len(job[1]))):
             pass

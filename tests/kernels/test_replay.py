@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from asyncengine import SamplingParams, testing
-from asyncengine.runner.buckets import Bucket
+from asyncengine.runner.buckets import ANY_CONTEXT, Bucket, choose_buckets
 from asyncengine.runner.device_steps import GREEDY, DeviceSteps
 from asyncengine.tokenization import placeholder_tokenizer
 from tests.kernels.simulated_cuda import make_engine
@@ -55,13 +55,14 @@ def replayed(backend: Any, next_step: int) -> None:
     """Replays on the machine that there is, and what the last of them left on it."""
     if torch.cuda.is_available():
         steps = backend.steps
-        assert replay.bare_step_us(backend, CONTEXTS, 3, next_step) > 0
+        assert replay.bare_step_us(backend, replay.decode_rows(CONTEXTS), 3, next_step) > 0
     else:
         steps = backend[0]
         buckets = [Bucket(2, 2, True), Bucket(4, 4, True, max(CONTEXTS) - 1), Bucket(4, 4, True), Bucket(4, 64, False)]
-        bucket = buckets[replay.decode_bucket(buckets, CONTEXTS)]
+        rows = replay.decode_rows(CONTEXTS)
+        bucket = buckets[replay.choose_bucket(buckets, rows)]
         assert bucket is buckets[2]
-        with replay.staged(steps, CONTEXTS, next_step, lambda: None), np.errstate(all="ignore"):
+        with replay.staged(steps, rows, next_step, lambda: None), np.errstate(all="ignore"):
             for _ in range(len(steps.source.inputs)):
                 steps.run(bucket, GREEDY)
     expect_decode_step(steps)
@@ -88,9 +89,48 @@ def test_check_notices_steps_that_did_not_run(checkpoint: Path) -> None:
             on_gpu = torch.cuda.is_available()
             steps = backend.steps if on_gpu else backend[0]
             synchronize = torch.cuda.synchronize if on_gpu else lambda: None
-            with pytest.raises(RuntimeError, match="did not do"), replay.staged(steps, CONTEXTS, 1, synchronize):
+            rows = replay.decode_rows(CONTEXTS)
+            with pytest.raises(RuntimeError, match="did not do"), replay.staged(steps, rows, 1, synchronize):
                 pass
             with pytest.raises(ValueError, match="do not fit"):
-                replay.stage(steps, [300, 300])
+                replay.stage(steps, replay.decode_rows([300, 300]))
 
     asyncio.run(main())
+
+
+def test_a_replayed_step_may_compute_prompts(checkpoint: Path) -> None:
+    rows = [replay.Row(1, 17), replay.Row(7, 16), replay.Row(3, 0)]
+
+    async def main() -> None:
+        async with make_engine(str(checkpoint), **CONFIG) as engine:
+            backend: Any = engine._loaded().keep_alive
+            if torch.cuda.is_available():
+                assert replay.bare_step_us(backend, rows, 3, 1, own_tables=True) > 0
+                steps = backend.steps
+            else:
+                steps = backend[0]
+                buckets = choose_buckets(CONFIG["max_num_seqs"], CONFIG["max_num_batched_tokens"], 64, lambda rows: 0)
+                chosen = buckets[replay.choose_bucket(buckets, rows)]
+                assert not chosen.single_token_rows
+                with replay.staged(steps, rows, 1, lambda: None, own_tables=True), np.errstate(all="ignore"):
+                    for _ in range(len(steps.source.inputs)):
+                        steps.run(chosen, GREEDY)
+            state = steps.state
+            assert state.row_query_len[:3].tolist() == [1, 7, 3]
+            assert state.row_context_len[:3].tolist() == [17, 16, 0]
+            assert state.positions[:11].tolist() == [17, *range(16, 23), *range(3)]
+            assert state.input_ids[1:11].tolist() == list(range(10))
+            assert state.sample_index[:3].tolist() == [0, 7, 10]
+            assert state.sample_position[:3].tolist() == [18, 23, 3]
+            written = state.slot_mapping[:11].tolist()
+            assert len(set(written)) == 11
+
+    asyncio.run(main())
+
+
+def test_the_bucket_is_the_first_that_fits() -> None:
+    buckets = choose_buckets(4, 24, 1024, lambda rows: 40 // rows)
+    assert buckets[replay.choose_bucket(buckets, replay.decode_rows([5, 10, 5]))] == (4, 4, True, 10)
+    assert buckets[replay.choose_bucket(buckets, replay.decode_rows([5, 11, 5]))] == (4, 4, True, ANY_CONTEXT)
+    assert buckets[replay.choose_bucket(buckets, [replay.Row(2, 0)])] == (4, 8, False, ANY_CONTEXT)
+    assert buckets[replay.choose_bucket(buckets, [replay.Row(17, 0)])] == (4, 24, False, ANY_CONTEXT)

@@ -1,0 +1,146 @@
+"""bench/kernels.py linear: projections as a step makes them, by the table of plans, with what is fused with them.
+
+A layer's four and the head, which gives the logits. Beside them what torch has for the same: F.rms_norm or
+F.layer_norm, F.linear, which is cuBLAS, the activation, and the addition to the stream.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from gpu_common import ELEMENT_BYTES, projections, read_model
+from kernel_timing import Line, Lines, Timer, copies_for
+from torch import Tensor
+from tune_linear import compile_all, sites
+
+from asyncengine.kernels.cuda import CudaBatch, CudaLinear, CudaOps, CudaOptions
+from asyncengine.kernels.device_step import allocate_step
+from asyncengine.kernels.linear_plans import CUBLAS, MAX_ROWS, Plan, PlanTable, Site, round_rows
+from asyncengine.kernels.ops import Activation, Norm
+from asyncengine.models.config import ModelConfig
+
+DTYPE = torch.bfloat16
+
+
+def lines(args: argparse.Namespace, timer: Timer) -> Lines:
+    on_gpu = timer.device.type == "cuda"
+    table = PlanTable.load(torch.cuda.get_device_name()) if on_gpu else PlanTable()
+    if on_gpu and (plans := planned(args.shape, args.rows, table)):
+        compile_all({site: [plan] for site, plan in plans.items()}, args.pdl)
+    ops = CudaOps(timer.device, CudaOptions(table, args.pdl))
+    for shape in args.shape:
+        c = read_model(shape)
+        for name in (*projections(c), "head"):
+            for rows in args.rows:
+                if name != "head" or rows <= MAX_ROWS:  # no step samples more
+                    yield line(ops, Projection.of(c, name), shape, rows, timer)
+
+
+def planned(shapes: list[str], rows: list[int], table: PlanTable) -> dict[Site, Plan]:
+    """What is to be compiled. The head's kernels are others here, which take an index and give float32."""
+    found = {}
+    for shape in shapes:
+        for count in {round_rows(count) for count in rows if count <= MAX_ROWS}:
+            for name, site in sites(shape, count):
+                plan = table.find(site)
+                if name != "head" and plan is not None and plan != CUBLAS:
+                    found[site] = plan
+    return found
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One of a layer's, or the head."""
+
+    name: str
+    columns: int
+    """rows of the weight"""
+    inner: int
+    normed: bool
+    layer_norm: bool
+    activation: Activation | None
+    bias: bool
+
+    @classmethod
+    def of(cls, c: ModelConfig, name: str) -> Projection:
+        gpt2 = c.rope is None
+        columns, inner = projections(c).get(name, (c.vocab_size, c.hidden_size))
+        bias = {"qkv": c.qkv_bias, "o": c.output_bias, "up": c.mlp_bias, "down": c.mlp_bias, "head": False}[name]
+        activation = c.activation if name == "up" else None
+        normed = name in ("qkv", "up", "head")
+        return cls(name, columns, inner, normed, gpt2, activation, bias or (gpt2 and name != "head"))
+
+    @property
+    def label(self) -> str:
+        norm = "" if not self.normed else "layer norm + " if self.layer_norm else "RMS norm + "
+        after = "" if self.activation is None else f" + {self.activation}"
+        return f"{norm}{self.name}{after}" + ("" if self.normed else " + add")
+
+    def moved(self, rows: int) -> int:
+        """Bytes of the weights, of what is read and of what is written."""
+        out = self.columns // (2 if self.activation == "silu_mul" else 1)
+        written = 2 if self.name == "head" else 1 if self.normed else 2  # float32; the stream is read, too
+        return ELEMENT_BYTES * (self.columns * self.inner + rows * (self.inner + written * out))
+
+
+class Operands(NamedTuple):
+    x: Tensor
+    stream: Tensor
+    """what the projection is added to"""
+    norm: Norm
+    handle: CudaLinear
+    batch: CudaBatch
+
+
+def allocate(ops: CudaOps, p: Projection, rows: int) -> Operands:
+    def random(*size: int) -> Tensor:
+        return torch.randn(*size, dtype=DTYPE, device=ops.device)
+
+    weight = random(p.columns, p.inner).mul_(p.inner**-0.5)
+    handle = ops.make_linear([weight], [random(p.columns) if p.bias else None])
+    step = allocate_step(rows, 1, rows, rows, ops.device)
+    step = replace(step, sample_index=torch.arange(rows, device=ops.device))
+    norm = Norm(random(p.inner), random(p.inner) if p.layer_norm else None, 1e-5)
+    stream = random(rows, p.columns if not p.normed else 1)
+    return Operands(random(rows, p.inner), stream, norm, handle, CudaBatch(step, {}))
+
+
+def ours(ops: CudaOps, p: Projection, a: Operands) -> object:
+    if p.name == "head":
+        return ops.logits(a.x, a.norm, a.handle, a.batch)
+    if p.normed:
+        return ops.norm_linear(a.x, a.norm, a.handle, p.activation)
+    return ops.linear_add_(a.x, a.handle, a.stream)
+
+
+def theirs(p: Projection, a: Operands) -> Tensor:
+    size = (p.inner,)
+    x, norm = a.x, a.norm
+    if p.normed and norm.bias is not None:
+        x = F.layer_norm(x, size, norm.weight, norm.bias, norm.eps)
+    elif p.normed:
+        x = F.rms_norm(x, size, norm.weight, norm.eps)
+    y = F.linear(x, a.handle.weight, a.handle.bias)
+    if p.name == "head":
+        return y.float()
+    if p.activation == "silu_mul":
+        gate, up = y.chunk(2, -1)
+        return F.silu(gate) * up
+    if p.activation is not None:
+        return F.gelu(y, approximate="tanh" if p.activation == "gelu_tanh" else "none")
+    return y if p.normed else a.stream.add_(y)
+
+
+def line(ops: CudaOps, p: Projection, shape: str, rows: int, timer: Timer) -> Line:
+    copies = [allocate(ops, p, rows) for _ in range(copies_for(p.moved(rows), 48))]
+    with torch.inference_mode():
+        us = timer.us([lambda a=a: ours(ops, p, a) for a in copies])
+        torch_us = timer.us([lambda a=a: theirs(p, a) for a in copies])
+    flops = 2.0 * rows * p.columns * p.inner
+    norm = "" if not p.normed else "F.layer_norm, " if p.layer_norm else "F.rms_norm, "
+    way = norm + ("F.linear" if p.normed else "F.linear, add_")
+    return Line("linear", p.label, shape, f"{rows} rows", us, p.moved(rows), flops, torch_us, way)
