@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from asyncengine.kernels.compiling import kernel
 from asyncengine.kernels.device_step import DeviceStep
 from asyncengine.kernels.ops import HeadNorms
 from asyncengine.kernels.pdl import launch_options, wait
@@ -207,7 +208,7 @@ def _stack(parts, COUNT: tl.constexpr, RANK: tl.constexpr):
     return stacked
 
 
-@triton.jit(do_not_specialize=["window", "stride_table"])
+@kernel(do_not_specialize=["window", "stride_table"])
 def _decode_kernel(
     heads,
     q_norm,
