@@ -7,12 +7,11 @@ the interpreter's lock for a tenth of that; the rest is LLVM, ptxas and, for wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 import triton
@@ -68,21 +67,10 @@ def compile_launches(enqueue: Iterable[Callable[[], None]], device: torch.device
 
 def _run_dry(enqueue: Iterable[Callable[[], None]], device: torch.device, threads: int) -> None:
     _dry.set(set())
-    pool = ThreadPoolExecutor(threads, "compile", initializer=partial(_use, device))
-    with triton.AsyncCompileMode(_Loader(pool), ignore_errors=True), _finishing(pool):
+    loader = _Loader(ThreadPoolExecutor(threads, "compile", initializer=partial(_use, device)))
+    with triton.AsyncCompileMode(loader, ignore_errors=True), loader:
         for function in enqueue:
             function()
-
-
-@contextmanager
-def _finishing(pool: ThreadPoolExecutor) -> Iterator[None]:
-    """Wait in the end for what was submitted; after an error, or an interrupt, only for what has begun."""
-    try:
-        yield
-        pool.shutdown()
-    except BaseException:
-        pool.shutdown(cancel_futures=True)
-        raise
 
 
 def _use(device: torch.device) -> None:
@@ -91,16 +79,29 @@ def _use(device: torch.device) -> None:
 
 
 class _Loader:
-    """An executor for Triton, which also loads what it compiles."""
+    """An executor for Triton, which also loads what it compiles. Leaving it waits for what was submitted."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self._pool = pool
+        self._interrupted = False
 
     def submit(self, compile_kernel: Callable[[], Any]) -> Future[Any]:
-        return self._pool.submit(_compile_and_load, compile_kernel)
+        return self._pool.submit(self._compile_and_load, compile_kernel)
 
+    def __enter__(self) -> Self:
+        return self
 
-def _compile_and_load(compile_kernel: Callable[[], Any]) -> Any:
-    compiled = compile_kernel()
-    compiled.run  # noqa: B018 - reading it makes the launcher and loads the kernel
-    return compiled
+    def __exit__(self, *error: object) -> None:
+        self._interrupted = error[0] is not None
+        try:
+            self._pool.shutdown()
+        except BaseException:
+            self._interrupted = True
+            raise
+
+    def _compile_and_load(self, compile_kernel: Callable[[], Any]) -> Any:
+        if self._interrupted:  # Triton waits for ever for a future that the pool cancels
+            raise CancelledError
+        compiled = compile_kernel()
+        compiled.run  # noqa: B018 - reading it makes the launcher and loads the kernel
+        return compiled

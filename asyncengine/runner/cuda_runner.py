@@ -24,7 +24,7 @@ from asyncengine.runner.cuda_graphs import CapturedSteps, loaded_libcudart
 from asyncengine.runner.device_steps import FULL, GREEDY, DeviceSteps, StepBuffers
 from asyncengine.runner.loop_config import step_loop_config
 from asyncengine.runner.model_runner import LoadedModel, load_model
-from asyncengine.runner.tuning import Tuner, tune_missing
+from asyncengine.runner.tuning import Measuring, Tuner, tune_missing
 
 logger = logging.getLogger(__name__)
 
@@ -132,12 +132,8 @@ def _kv_budget(
     """
     torch.cuda.synchronize()
     steps, buffers = make_steps(config, loaded, ops, native, 1)
-    threads = min(_COMPILING_THREADS, config.num_threads)
-    compile_steps(steps, buckets, ops.device, threads)
-    if config.tune_linear and config.programmatic_launch and ops.missing:
-        tune_missing(ops, loaded.device, Tuner(ops.device, pdl=ops.options.pdl), threads=threads)
-        compile_steps(steps, buckets, ops.device, threads)
-        torch.cuda.empty_cache()
+    prepare_kernels(config, loaded.device, ops, steps, buckets, Tuner(ops.device, pdl=ops.options.pdl))
+    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     steps.run(buckets[-1], FULL)
     torch.cuda.synchronize()
@@ -150,14 +146,24 @@ def _kv_budget(
     return int(total * config.gpu_memory_utilization) - (total - free) - fixed
 
 
-def compile_steps(steps: DeviceSteps, buckets: list[Bucket], device: torch.device, threads: int) -> None:
-    """Compile what the steps of these buckets launch, and note in ``CudaOps.missing`` what they find no plan for."""
+def prepare_kernels(
+    config: EngineConfig, gpu: str, ops: CudaOps, steps: DeviceSteps, buckets: list[Bucket], tuner: Measuring
+) -> None:
+    """Compile what the steps of these buckets launch, and measure plans for projections that no table knows."""
+    threads = min(_COMPILING_THREADS, config.num_threads)
+    _compile(steps, buckets, ops.device, threads)
+    if config.tune_linear and config.programmatic_launch and ops.missing:
+        tune_missing(ops, gpu, tuner, threads=threads)
+        _compile(steps, buckets, ops.device, threads)
+
+
+def _compile(steps: DeviceSteps, buckets: list[Bucket], device: torch.device, threads: int) -> None:
     started = time.monotonic()
     # Beyond MAX_ROWS tokens they all launch the same.
     chosen = [bucket for bucket in buckets if bucket.max_tokens <= MAX_ROWS or bucket == buckets[-1]]
     runs = [partial(steps.run, bucket, variant) for bucket in chosen for variant in (FULL, GREEDY)]
     compile_launches([*runs, steps.copy_blocks], device, threads)
-    logger.info("kernels compiled or found in Triton's cache in %.1f s", time.monotonic() - started)
+    logger.info("compiled kernels, or found them in Triton's cache, in %.1f s", time.monotonic() - started)
 
 
 def _too_little_memory() -> str:

@@ -163,7 +163,7 @@ def tune_missing(ops: CudaOps, gpu: str, tuner: Measuring, *, threads: int) -> N
     ops.options.plans.update(measured)
     ops.missing.difference_update(site for site, _ in measured.items())
     logger.info(
-        "measured plans for %d of %d kinds of projection in %.1f s; tune_linear=False (--no-tune-linear) turns this off",
+        "measured plans for %d of %d kinds of projection in %.1f s; --no-tune-linear (tune_linear=False) turns it off",
         len(measured),
         wanted,
         time.monotonic() - started,
