@@ -169,7 +169,8 @@ def tune_missing(ops: CudaOps, gpu: str, tuner: Measuring, *, threads: int) -> N
         time.monotonic() - started,
     )
     try:
-        keep(gpu, measured)
+        if len(measured):
+            keep(gpu, measured)
     except OSError as e:
         logger.warning("the plans cannot be kept, so the next start will measure them again: %s", e)
 
