@@ -159,9 +159,10 @@ def prepare_kernels(
 
 def _compile(steps: DeviceSteps, buckets: list[Bucket], device: torch.device, threads: int) -> None:
     started = time.monotonic()
-    # Beyond MAX_ROWS tokens they all launch the same.
-    chosen = [bucket for bucket in buckets if bucket.max_tokens <= MAX_ROWS or bucket == buckets[-1]]
-    runs = [partial(steps.run, bucket, variant) for bucket in chosen for variant in (FULL, GREEDY)]
+    few = [bucket for bucket in buckets if bucket.max_tokens <= MAX_ROWS or bucket == buckets[-1]]
+    # Steps of about the same size launch the same, and so do all beyond MAX_ROWS tokens.
+    chosen = {((b.max_rows - 1).bit_length(), (b.max_tokens - 1).bit_length(), b.single_token_rows): b for b in few}
+    runs = [partial(steps.run, bucket, variant) for bucket in chosen.values() for variant in (FULL, GREEDY)]
     compile_launches([*runs, steps.copy_blocks], device, threads)
     logger.info("compiled kernels, or found them in Triton's cache, in %.1f s", time.monotonic() - started)
 
