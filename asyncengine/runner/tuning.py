@@ -14,7 +14,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -191,8 +190,9 @@ def measure(
     """
     measured, end = PlanTable(), clock() + budget_s
     ordered = sorted(sites, key=lambda site: (site.rows, -site.weight_rows * site.inner, repr(site)))
-    for _, group in groupby(ordered, key=lambda site: site.rows):
-        plans = {site: [CUBLAS, *likely(site, known, _TRIED)] for site in group}
+    together = max(1, 2 * threads // _TRIED)  # enough to compile at a time for all threads
+    for i in range(0, len(ordered), together):
+        plans = {site: [CUBLAS, *likely(site, known, _TRIED)] for site in ordered[i : i + together]}
         if clock() >= end:
             break
         tuner.compile(plans, threads)
