@@ -74,10 +74,14 @@ class EngineConfig:
     """Run kernels one by one in place of captured graphs, for debugging: same results, slower."""
     programmatic_launch: bool = True
     """On a GPU that can, let a step's kernels start while the ones before them still run."""
+    tune_linear: bool = True
+    """On a GPU, at the first start of a model, measure for up to half a minute which kernels multiply fastest where no
+    table of plans says it, and keep that in the cache directory; off: cuBLAS there. Never done with batch_invariant or
+    without programmatic_launch."""
     batch_invariant: bool = False
     """On a GPU, compute every row the same way whatever else is in the batch."""
     cpu_threads: int | None = None
-    """Threads that compute in a step; None: the cores this process may use."""
+    """Threads that compute in a step, or at start compile a GPU's kernels; None: the cores this process may use."""
     prefill_attention: Literal["native", "sdpa"] = "native"
     """CPU prefill. native is bit-exact whatever the chunking; sdpa is torch's scaled_dot_product_attention."""
 

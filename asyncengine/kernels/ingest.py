@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from asyncengine.kernels.compiling import kernel
 from asyncengine.kernels.device_step import MAX_STOPS, DeviceStep
 from asyncengine.kernels.pdl import launch_options, wait
 
@@ -115,7 +116,7 @@ def copy_blocks(source: StepSource, kv: Tensor) -> None:
     )
 
 
-@triton.jit
+@kernel
 def _fetch(inputs, state, fetched, words, RING: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
     wait(PDL)
     source = inputs + (tl.load(state + 2) % RING) * words
@@ -127,7 +128,7 @@ def _fetch(inputs, state, fetched, words, RING: tl.constexpr, CHUNK: tl.constexp
         tl.store(fetched + word, tl.load(source + word, mask=there), mask=there)
 
 
-@triton.jit(do_not_specialize=["R", "T"])  # one compilation for all buckets
+@kernel(do_not_specialize=["R", "T"])  # one compilation for all buckets
 def _ingest(
     source,
     state,
@@ -256,7 +257,7 @@ def _ingest(
         tl.store(state + 2, next_step + 1)
 
 
-@triton.jit
+@kernel(do_not_specialize=["num_blocks"])  # compiled before it is known
 def _copy_blocks(
     inputs, state, kv, words, num_blocks, block_words, RING: tl.constexpr, CHUNK: tl.constexpr
 ):

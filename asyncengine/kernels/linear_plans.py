@@ -11,11 +11,13 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
+from uuid import uuid4
 
 from asyncengine.kernels.ops import Activation
 
@@ -161,14 +163,21 @@ class PlanTable:
 
     @classmethod
     def load(cls, gpu: str) -> PlanTable:
-        """The plans that come with the package for this card, overridden by those of the cache directory."""
+        """The plans that come with the package for this card, overridden by those of the cache directory.
+
+        Other cards with the H200's chip, which differ in their memory alone, start from the H200's plans.
+        """
+        table = _read(_SHIPPED.joinpath(_SAME_CHIP.get(table_name(gpu), table_name(gpu))))
+        table.update(_read(cache_path(gpu)))
+        return table
+
+    @classmethod
+    def shipped(cls) -> PlanTable:
+        """All plans that come with the package, of whatever card."""
         table = cls()
-        for path in (files("asyncengine.kernels").joinpath("plans", table_name(gpu)), cache_path(gpu)):
-            if path.is_file():
-                try:
-                    table.update(cls.from_json(path.read_text()))
-                except ValueError as e:
-                    logger.warning("%s is ignored: %s", path, e)
+        for path in sorted(_SHIPPED.iterdir(), key=lambda path: path.name):
+            if path.name.endswith(".json"):
+                table.update(_read(path))
         return table
 
     @classmethod
@@ -195,6 +204,9 @@ class PlanTable:
     def find(self, site: Site) -> Plan | None:
         return self._plans.get(site)
 
+    def items(self) -> Iterable[tuple[Site, Plan]]:
+        return self._plans.items()
+
     def __len__(self) -> int:
         return len(self._plans)
 
@@ -207,6 +219,42 @@ def _short(plan: Plan) -> dict[str, Any]:
     """Without what is default."""
     default = asdict(Plan(plan.kind))
     return {key: value for key, value in asdict(plan).items() if key == "kind" or value != default[key]}
+
+
+_SHIPPED = files("asyncengine.kernels").joinpath("plans")
+_SAME_CHIP = dict.fromkeys(
+    ("nvidia-h100-80gb-hbm3.json", "nvidia-h100-nvl.json", "nvidia-gh200-480gb.json"), "nvidia-h200.json"
+)
+
+
+def _read(path: Traversable) -> PlanTable:
+    """A table without plans if there is none, or with a warning if it is of no use."""
+    try:
+        return PlanTable.from_json(path.read_text())
+    except FileNotFoundError:
+        return PlanTable()
+    except (OSError, ValueError) as e:
+        logger.warning("%s is ignored: %s", path, e)
+        return PlanTable()
+
+
+def keep(gpu: str, measured: PlanTable) -> Path:
+    """Add plans to those of the cache directory, for later starts; the path of the file. Raises OSError.
+
+    Who reads the file meanwhile finds it whole, old or new. Of two that write it at the same time the last one wins;
+    what the other had measured is measured again.
+    """
+    path = cache_path(gpu)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = _read(path)
+    table.update(measured)
+    written = path.with_name(f"{path.name}.{uuid4().hex}")
+    try:
+        written.write_text(table.to_json())
+        written.replace(path)
+    finally:
+        written.unlink(missing_ok=True)
+    return path
 
 
 def table_name(gpu: str) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from asyncengine.errors import ConfigError
 from asyncengine.kernels import pdl as pdl_kernels
+from asyncengine.kernels.compiling import kernel
 from asyncengine.kernels.device_step import DeviceStep
 from asyncengine.kernels.work_list import (
     BEGIN,
@@ -346,7 +347,7 @@ def _finish(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["window", "stride_table", "stats_size"])
+@kernel(do_not_specialize=["window", "stride_table", "stats_size"])
 def _attention_kernel(
     q,
     k_cache,

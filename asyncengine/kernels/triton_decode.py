@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from asyncengine.kernels.compiling import kernel
 from asyncengine.kernels.device_step import DeviceStep
 from asyncengine.kernels.ops import HeadNorms
 from asyncengine.kernels.pdl import launch_options, wait
@@ -192,7 +193,7 @@ def _load_tile(k_head, v_head, table, tile, first, context, i, BLOCK_SIZE, HALF,
     return k_low, k_high, v_low, v_high, there
 
 
-@triton.jit(do_not_specialize=["window", "stride_table"])
+@kernel(do_not_specialize=["window", "stride_table"])
 def _decode_kernel(
     heads,
     q_norm,

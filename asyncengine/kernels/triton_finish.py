@@ -7,6 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from asyncengine.kernels.compiling import kernel
 from asyncengine.kernels.pdl import wait
 from asyncengine.kernels.triton_filters import (
     BOUNDS,
@@ -61,7 +62,7 @@ def token_of(rank: tl.tensor) -> tl.tensor:
     return ((rank & LAST_INDEX) ^ LAST_INDEX).to(tl.int32)
 
 
-@triton.jit
+@kernel
 def finish_greedy_kernel(
     tile_rank: tl.tensor,
     rank_row_stride: tl.tensor,
@@ -178,7 +179,7 @@ def _draw(
     return tile * TILE + tl.sum((tl.cumsum(mass, 0) <= target).to(tl.int32), 0)
 
 
-@triton.jit
+@kernel
 def finish_kernel(
     logits: tl.tensor,
     row_stride: tl.tensor,

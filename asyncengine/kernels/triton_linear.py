@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from asyncengine.kernels.compiling import kernel
 from asyncengine.kernels.linear_plans import Plan
 from asyncengine.kernels.ops import Activation, Norm
 from asyncengine.kernels.pdl import INTERPRETED, launch_options, start_next, wait
@@ -160,7 +161,7 @@ def _load(pointers, inside, EVEN: tl.constexpr):
 # ---- one row, or few ----
 
 
-@triton.jit
+@kernel(do_not_specialize=["rows"])  # only masks it, and every bucket has another
 def _vector_kernel(
     x,
     index,
@@ -253,7 +254,7 @@ def _dot(w, x, acc, WIDEN: tl.constexpr):
     return tl.dot(w, x, acc, input_precision="ieee")
 
 
-@triton.jit
+@kernel(do_not_specialize=["rows"])  # only masks it, and every bucket has another
 def _skinny_kernel(
     x,
     index,
@@ -365,7 +366,7 @@ def _skinny_kernel(
 # ---- more rows ----
 
 
-@triton.jit
+@kernel(do_not_specialize=["rows"])  # only masks it, and every bucket has another
 def _tiled_kernel(
     x,
     weight,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from asyncengine.kernels.compiling import kernel
 from asyncengine.kernels.ops import Activation, Norm
 from asyncengine.kernels.pdl import launch_options, start_next, wait
 
@@ -25,7 +26,7 @@ _HEAD_TILE = 1024
 # ---- norms ----
 
 
-@triton.jit
+@kernel
 def _norm_kernel(
     x: tl.tensor,
     index: tl.tensor,
@@ -94,7 +95,7 @@ def norm(x: Tensor, norm: Norm, index: Tensor | None = None, *, pdl: bool = Fals
 # ---- embedding ----
 
 
-@triton.jit
+@kernel
 def _embed_kernel(
     ids: tl.tensor,
     positions: tl.tensor,
@@ -158,7 +159,7 @@ def activate(value: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
     return 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
 
 
-@triton.jit
+@kernel
 def _activation_kernel(
     x: tl.tensor,
     out: tl.tensor,
@@ -198,7 +199,7 @@ def activation(x: Tensor, kind: Activation, *, pdl: bool = False) -> Tensor:
 # ---- rotary embedding and the KV cache ----
 
 
-@triton.jit
+@kernel
 def _rotary_store_kernel(
     heads: tl.tensor,
     q_norm: tl.tensor,
@@ -324,7 +325,7 @@ def rotary_store_kv(
     )
 
 
-@triton.jit
+@kernel
 def _store_kernel(
     k: tl.tensor,
     v: tl.tensor,

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from asyncengine.kernels.compiling import kernel
 from asyncengine.kernels.device_step import MAX_STOPS, DeviceStep
 from asyncengine.kernels.pdl import launch_options, wait
 from asyncengine.kernels.triton_filters import (
@@ -78,7 +79,7 @@ def _arrive(arrivals: tl.tensor, count: tl.tensor) -> tl.tensor:
 # ---- passes over the logits, split over tiles ----
 
 
-@triton.jit
+@kernel
 def _tiles_kernel(
     logits: tl.tensor,
     row_stride: tl.tensor,
@@ -254,7 +255,7 @@ def _collect_tile(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows"])
+@kernel(do_not_specialize=["rows"])
 def _collect_kernel(
     logits: tl.tensor,
     row_stride: tl.tensor,

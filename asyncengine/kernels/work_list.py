@@ -31,6 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncengine.errors import ConfigError
+from asyncengine.kernels.compiling import kernel
 from asyncengine.kernels.device_step import DeviceStep
 from asyncengine.kernels.pdl import launch_options, wait
 
@@ -344,7 +345,7 @@ def _store_lanes(lane_items, lane, first, last, opens, closes):
     tl.store(lane_items + 2 * lane + 1, last, mask=closes)
 
 
-@triton.jit(do_not_specialize=["num_rows", "window"])
+@kernel(do_not_specialize=["num_rows", "window"])
 def _build_kernel(
     row_slot,
     row_query_start,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
+from functools import partial
 from typing import Self
 
 import torch
@@ -11,16 +13,18 @@ from asyncengine import _core
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
 from asyncengine.kernels import pdl
+from asyncengine.kernels.compiling import compile_launches
 from asyncengine.kernels.cuda import CudaOps, CudaOptions
-from asyncengine.kernels.linear_plans import PlanTable
+from asyncengine.kernels.linear_plans import MAX_ROWS, PlanTable
 from asyncengine.layers.attention import NativeAttention
 from asyncengine.model_info import ModelInfo
 from asyncengine.runner import kv_cache
 from asyncengine.runner.buckets import Bucket, token_buckets
 from asyncengine.runner.cuda_graphs import CapturedSteps, loaded_libcudart
-from asyncengine.runner.device_steps import FULL, DeviceSteps, StepBuffers, step_buckets
+from asyncengine.runner.device_steps import FULL, GREEDY, DeviceSteps, StepBuffers, step_buckets
 from asyncengine.runner.loop_config import step_loop_config
 from asyncengine.runner.model_runner import LoadedModel, load_model
+from asyncengine.runner.tuning import Measuring, Tuner, tune_missing
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +32,8 @@ POLL_INTERVAL_US = 5.0
 """Between two queries of a running step's event: a query costs half a microsecond."""
 _BYTES_PER_GRAPH = 2 << 20
 """Reserved beside the graphs' tensors; a graph of 300 kernels takes about half of it."""
+_COMPILING_THREADS = 16
+"""At most: beyond, they wait for the interpreter's lock."""
 
 
 class CudaRunner:
@@ -120,11 +126,16 @@ def make_steps(
 def _kv_budget(
     config: EngineConfig, loaded: LoadedModel, ops: CudaOps, native: _core.CudaDevice, buckets: list[Bucket]
 ) -> int:
-    """Bytes left for the KV cache, seen by running the largest step, empty, over a cache of one block."""
+    """Bytes left for the KV cache, seen by running the largest step, empty, over a cache of one block.
+
+    Before, kernels are compiled and plans measured: that takes memory which the cache has later.
+    """
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     steps, buffers = make_steps(config, loaded, ops, native, 1)
     state_bytes = torch.cuda.memory_allocated() - before
+    prepare_kernels(config, loaded.device, ops, steps, buckets, Tuner(ops.device, pdl=ops.options.pdl))
+    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     steps.run(buckets[-1], FULL)
     torch.cuda.synchronize()
@@ -135,6 +146,27 @@ def _kv_budget(
     graphs = 0 if config.enforce_eager else 2 * len(buckets) * _BYTES_PER_GRAPH
     fixed = state_bytes + 2 * step_bytes + graphs + (64 << 20)  # the step's tensors, in the pool and while warming up
     return int(total * config.gpu_memory_utilization) - (total - free) - fixed
+
+
+def prepare_kernels(
+    config: EngineConfig, gpu: str, ops: CudaOps, steps: DeviceSteps, buckets: list[Bucket], tuner: Measuring
+) -> None:
+    """Compile what the steps of these buckets launch, and measure plans for projections that no table knows."""
+    threads = min(_COMPILING_THREADS, config.num_threads)
+    _compile(steps, buckets, ops.device, threads)
+    if config.tune_linear and config.programmatic_launch and ops.missing:
+        tune_missing(ops, gpu, tuner, threads=threads)
+        _compile(steps, buckets, ops.device, threads)
+
+
+def _compile(steps: DeviceSteps, buckets: list[Bucket], device: torch.device, threads: int) -> None:
+    started = time.monotonic()
+    few = [bucket for bucket in buckets if bucket.max_tokens <= MAX_ROWS or bucket == buckets[-1]]
+    # Steps of about the same size launch the same, and so do all beyond MAX_ROWS tokens.
+    chosen = {((b.max_rows - 1).bit_length(), (b.max_tokens - 1).bit_length(), *b[2:]): b for b in few}
+    runs = [partial(steps.run, bucket, variant) for bucket in chosen.values() for variant in (FULL, GREEDY)]
+    compile_launches([*runs, steps.copy_blocks], device, threads)
+    logger.info("compiled kernels, or found them in Triton's cache, in %.1f s", time.monotonic() - started)
 
 
 def _too_little_memory() -> str:

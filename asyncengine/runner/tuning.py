@@ -1,22 +1,38 @@
 """Measures which plan is fastest for a kind of projection, on the card that is there.
 
-A projection is timed as a step runs it: captured in a graph, one call behind another over different weights, so that
-none of them is in the L2 cache when its turn comes.
+An engine does so at its start for what no table knows, with few plans and for a limited time; bench/tune_linear.py
+with all of them. A projection is timed as a step runs it: captured in a graph, one call behind another over different
+weights, so that none of them is in the L2 cache when its turn comes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import statistics
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from triton import TritonError
 
+from asyncengine.kernels.compiling import compile_launches
 from asyncengine.kernels.cuda import CudaLinear, CudaOps, CudaOptions
-from asyncengine.kernels.linear_plans import Plan, PlanTable, Site
+from asyncengine.kernels.linear_plans import CUBLAS, Plan, PlanTable, Site, candidates, keep
 from asyncengine.kernels.ops import Norm
 
+logger = logging.getLogger(__name__)
+
+_BUDGET_S = 30.0
+"""What a start may take longer; the next one goes on where this one ended."""
+_TRIED = 8
+"""Plans that an engine measures of a site, beside cuBLAS. With plans of two models of three given, they hold the
+fastest of the hundred candidates for the third in two cases of three."""
+_FAILURES = (RuntimeError, ValueError, TritonError)  # too much shared memory, too many registers
 _COLD_BYTES = 160 << 20
 """Weights of one timing: three times the L2 cache of a Hopper GPU."""
 _MIN_CALLS, _MAX_CALLS = 3, 48
@@ -28,36 +44,51 @@ class Tuner:
     def __init__(self, device: torch.device, *, pdl: bool) -> None:
         self._device = device
         self._pdl = pdl
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def load(self, site: Site, plans: Iterable[Plan]) -> None:
         """Compile the kernels of plans, into Triton's cache."""
         case = _Case.allocate(site, self._device, calls=1)
         for plan in plans:
-            with contextlib.suppress(RuntimeError, ValueError):
+            with contextlib.suppress(*_FAILURES):
                 case.call(self._ops(site, plan), case.handles[0])
+
+    def compile(self, plans: Mapping[Site, Iterable[Plan]], threads: int) -> None:
+        """Compile the kernels of plans side by side, for ``fastest``; those that do not compile are left out."""
+        calls, nowhere = [], torch.device("meta")
+        for site, some in plans.items():
+            case = _Case.allocate(site, nowhere, calls=1)
+            for plan in some:
+                if plan.kind != "cublas":
+                    ops = CudaOps(nowhere, CudaOptions(PlanTable({site: plan}), self._pdl))
+                    calls.append(partial(_try, partial(case.call, ops, case.handles[0])))
+        compile_launches(calls, self._device, threads)
 
     def fastest(self, site: Site, plans: Iterable[Plan], repeats: int = 5) -> list[tuple[float, Plan]]:
         """Microseconds of one projection by each plan, fastest first. Plans that cannot run are left out."""
-        case = _Case.allocate(site, self._device)
+        torch.cuda.empty_cache()  # what the graphs of the site before had
+        case, stream = _Case.allocate(site, self._device), torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
         timed = []
         for plan in plans:
             try:
-                timed.append((self._time(case, plan, repeats), plan))
-            except (RuntimeError, ValueError) as e:  # too much shared memory, too many registers
+                timed.append((self._time(case, plan, stream, repeats), plan))
+            except _FAILURES as e:
                 if isinstance(e, torch.OutOfMemoryError):
                     raise
         return sorted(timed, key=lambda entry: entry[0])
 
-    def _time(self, case: _Case, plan: Plan, repeats: int) -> float:
+    def _time(self, case: _Case, plan: Plan, stream: torch.cuda.Stream, repeats: int) -> float:
         ops = self._ops(case.site, plan)
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
+        with torch.inference_mode(), torch.cuda.stream(stream):
             case.call(ops, case.handles[0])
-            self._stream.synchronize()
+            stream.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=self._stream):
+            graph.capture_begin(capture_error_mode="thread_local")  # other engines of this process go on
+            try:
                 for handle in case.handles:
                     case.call(ops, handle)
+            finally:
+                graph.capture_end()
             samples: list[float] = []
             for repeat in range(repeats + 2):
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -106,3 +137,105 @@ class _Case:
             ops.linear_add_(self._x, handle, self._stream)
         elif self._norm is not None:
             ops.norm_linear(self._x, self._norm, handle, self.site.activation)
+
+
+def _try(call: Callable[[], None]) -> None:
+    with contextlib.suppress(*_FAILURES):
+        call()
+
+
+# ---- at the start of an engine ----
+
+
+class Measuring(Protocol):
+    """What ``measure`` asks of a Tuner."""
+
+    def compile(self, plans: Mapping[Site, Iterable[Plan]], threads: int) -> None: ...
+
+    def fastest(self, site: Site, plans: Iterable[Plan]) -> list[tuple[float, Plan]]: ...
+
+
+def tune_missing(ops: CudaOps, gpu: str, tuner: Measuring, *, threads: int) -> None:
+    """Measure plans for the projections that ``ops`` was asked for and knew none for; keep them for later starts."""
+    started, wanted = time.monotonic(), len(ops.missing)
+    measured = measure(ops.missing, PlanTable.shipped(), tuner, budget_s=_BUDGET_S, threads=threads)
+    ops.options.plans.update(measured)
+    ops.missing.difference_update(site for site, _ in measured.items())
+    logger.info(
+        "measured plans for %d of %d kinds of projection in %.1f s; --no-tune-linear (tune_linear=False) turns it off",
+        len(measured),
+        wanted,
+        time.monotonic() - started,
+    )
+    try:
+        if len(measured):
+            keep(gpu, measured)
+    except OSError as e:
+        logger.warning("the plans cannot be kept, so the next start will measure them again: %s", e)
+
+
+def measure(
+    sites: Iterable[Site],
+    known: PlanTable,
+    tuner: Measuring,
+    *,
+    budget_s: float,
+    threads: int,
+    clock: Callable[[], float] = time.monotonic,
+) -> PlanTable:
+    """The fastest of the likely plans for each of the sites, as far as ``budget_s`` seconds reach.
+
+    Few rows come first, where there is most to win. ``known`` are the plans that say what is likely. A site that there
+    is no memory to measure for is left out.
+    """
+    measured, end = PlanTable(), clock() + budget_s
+    ordered = sorted(sites, key=lambda site: (site.rows, -site.weight_rows * site.inner, repr(site)))
+    together = max(1, 2 * threads // _TRIED)  # enough to compile at a time for all threads
+    for i in range(0, len(ordered), together):
+        plans = {site: [CUBLAS, *likely(site, known, _TRIED)] for site in ordered[i : i + together]}
+        if clock() >= end:
+            break
+        tuner.compile(plans, threads)
+        for site, some in plans.items():
+            if clock() >= end:
+                break
+            try:
+                timed = tuner.fastest(site, some) if len(some) > 1 else [(0.0, CUBLAS)]
+            except torch.OutOfMemoryError:
+                logger.warning("too little memory of the GPU is free to measure plans for %s", site)
+                continue
+            if timed:
+                measured.add(site, timed[0][1])
+    return measured
+
+
+def likely(site: Site, known: PlanTable, count: int) -> list[Plan]:
+    """The candidates, at most ``count``, that are most like the best plans of sites like this one; cuBLAS aside."""
+    near = [(s, p, _site_distance(site, s)) for s, p in known.items() if s.rows == site.rows and p.kind != "cublas"]
+
+    def distance(plan: Plan) -> float:
+        return min((d + _plan_distance(site, plan, s, p) for s, p, d in near if p.kind == plan.kind), default=math.inf)
+
+    return sorted((plan for plan in candidates(site) if plan.kind != "cublas"), key=distance)[:count]
+
+
+def _site_distance(a: Site, b: Site) -> float:
+    """In doublings of a dimension."""
+    kinds = ((a.activation == "silu_mul") != (b.activation == "silu_mul")) + ((a.norm == "none") != (b.norm == "none"))
+    sizes = abs(math.log2(a.weight_rows / b.weight_rows)) + abs(math.log2(a.inner / b.inner))
+    return 0.5 * (sizes + kinds)
+
+
+def _plan_distance(site: Site, plan: Plan, other_site: Site, other: Plan) -> float:
+    """In doublings of a tile or of the programs that share the work."""
+    ratios = (
+        plan.columns / other.columns,
+        plan.inner / other.inner,
+        plan.warps / other.warps,
+        max(1, plan.rows) / max(1, other.rows),
+        (plan.split / other.split) ** 2,
+    )
+    programs = site.weight_rows / plan.columns * plan.split / (other_site.weight_rows / other.columns * other.split)
+    tiles = sum(abs(math.log2(ratio)) for ratio in ratios)
+    stages = abs(plan.stages - other.stages) / 2 + abs(plan.ahead - other.ahead)
+    return tiles + stages + 0.5 * abs(math.log2(programs))

@@ -1,6 +1,7 @@
 """What only a GPU can show. CI has none: there, these tests say that they were skipped."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def plans_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What engines measure here is not what the user's engines start from."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ASYNCENGINE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -40,6 +40,28 @@ class CompileOnly(DriverBase):
         raise NotImplementedError
 
 
+class Counting(CompileOnly):
+    """Loads kernels and launches them, as far as Triton can tell; keeps the names of those compiled and launched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compiled: list[str] = []
+        self.launched: list[str] = []
+        self.too_large: set[str] = set()
+        self.launcher_cls = lambda source, metadata: lambda *args: self.launched.append(source.name)
+        self.utils = self
+        triton.runtime.driver.set_active(self)
+        triton.knobs.compilation.listener = lambda src, **_: self.compiled.append(src.name)
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 227 << 10}
+
+    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[int, ...]:
+        if name in self.too_large:
+            raise triton.OutOfResources(shared, 0, "shared memory")
+        return 1, 1, 0, 0, 1024
+
+
 def install() -> dict[str, Any]:
     """From now on a launch compiles; the kernels compiled so far, by name and constants."""
     triton.runtime.driver.set_active(CompileOnly())

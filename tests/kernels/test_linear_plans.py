@@ -22,6 +22,7 @@ from asyncengine.kernels.linear_plans import (
     Site,
     cache_path,
     candidates,
+    keep,
     round_rows,
     table_name,
 )
@@ -156,6 +157,50 @@ def test_measured_plans_override_shipped_ones(
     path.write_text("[")  # of no use, but no reason not to start
     assert len(PlanTable.load(gpu)) == len(shipped)
     assert str(path) in caplog.text
+
+
+def test_cards_of_the_same_chip_share_their_plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ASYNCENGINE_CACHE", str(tmp_path))
+    h200 = dict(PlanTable.load("NVIDIA H200").items())
+    assert len(h200) > 100
+    assert dict(PlanTable.load("NVIDIA H100 80GB HBM3").items()) == h200
+    assert len(PlanTable.load("NVIDIA H100 PCIe")) == 0, "fewer multiprocessors"
+    assert h200.items() <= dict(PlanTable.shipped().items()).items()
+
+    new = Site(7, 7, 1, "none", None, True, True)
+    assert keep("NVIDIA H100 80GB HBM3", PlanTable({new: PLAN})).name == "nvidia-h100-80gb-hbm3.json"
+    assert PlanTable.load("NVIDIA H100 80GB HBM3").find(new) == PLAN
+    assert PlanTable.load("NVIDIA H200").find(new) is None, "what was measured stays with the card"
+
+
+def test_kept_plans_join_those_that_are_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ASYNCENGINE_CACHE", str(tmp_path / "not there yet"))
+    first, second = (Site(7, 7, rows, "none", None, True, True) for rows in (1, 8))
+    keep("a card", PlanTable({first: PLAN, second: PLAN}))
+    path = keep("a card", PlanTable({second: CUBLAS}))
+    assert dict(PlanTable.load("a card").items()) == {first: PLAN, second: CUBLAS}
+    path.write_text("[")
+    keep("a card", PlanTable({second: CUBLAS}))
+    assert dict(PlanTable.load("a card").items()) == {second: CUBLAS}
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ASYNCENGINE_CACHE", str(tmp_path))
+    path = keep("a card", PlanTable({SITE: PLAN}))
+    before = path.read_text()
+
+    def replace(self: Path, target: Path) -> None:
+        assert path.read_text() == before, "until the new file is whole, the old one is there"
+        assert PlanTable.from_json(self.read_text()).find(SITE) == CUBLAS
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(Path, "replace", replace)
+    with pytest.raises(OSError, match="full"):
+        keep("a card", PlanTable({SITE: CUBLAS}))
+    assert path.read_text() == before
+    assert list(path.parent.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)

@@ -1,0 +1,253 @@
+"""What compiling side by side does, seen on a driver that counts: ``python -m`` runs one of the functions below.
+
+In processes of their own, since in that of the other tests kernels are interpreted.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from asyncengine import _core
+from asyncengine.config import EngineConfig
+from asyncengine.kernels.compiling import compile_launches, kernel
+from asyncengine.kernels.cuda import CudaOps, CudaOptions
+from asyncengine.kernels.linear_plans import CUBLAS, Plan, PlanTable, Site
+from asyncengine.layers.attention import NativeAttention
+from asyncengine.runner.buckets import Bucket
+from asyncengine.runner.cuda_runner import make_steps, prepare_kernels
+from asyncengine.runner.device_steps import FULL, GREEDY, DeviceSteps, step_buckets
+from asyncengine.runner.model_runner import load_model
+from asyncengine.runner.tuning import Tuner, _Case, likely
+from tests.kernels.compile_for_hopper import Counting
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+GPU = "NVIDIA H200"
+
+
+@kernel
+def fine(x, N: tl.constexpr):
+    tl.store(x + N, N)
+
+
+@kernel(do_not_specialize=["n"])
+def also_fine(x, n):
+    tl.store(x, n)
+
+
+@kernel
+def broken(x, N: tl.constexpr):
+    tl.static_assert(N == 0, "this is what is wrong")
+    tl.store(x, N)
+
+
+@kernel
+def too_large(x):
+    tl.store(x, 1)
+
+
+def raised(call: Callable[[], Any]) -> Exception:
+    try:
+        call()
+    except Exception as e:
+        return e
+    raise AssertionError("nothing was raised")
+
+
+# ---- launches ----
+
+
+def launches_only_compile(driver: Counting) -> None:
+    x = torch.zeros(64, dtype=torch.int32)
+
+    def enqueue() -> None:
+        for n in (1, 2, 2, 2):
+            fine[(1,)](x, N=n)
+        fine[(1,)](x[1:], N=2)  # not aligned: another kernel
+        for n in (1, 7, 16):
+            also_fine[(1,)](x, n)
+        also_fine[(1,)](x, 1 << 40)  # another type
+
+    compile_launches([enqueue, enqueue], CPU, 4)
+    assert sorted(driver.compiled) == ["also_fine"] * 2 + ["fine"] * 3
+    assert driver.launched == []
+    enqueue()
+    assert len(driver.compiled) == 5
+    assert driver.launched == ["fine"] * 5 + ["also_fine"] * 4
+
+
+def what_fails_raises_when_it_is_launched(driver: Counting) -> None:
+    x = torch.zeros(64, dtype=torch.int32)
+    driver.too_large.add("too_large")
+    calls = [partial(broken[(1,)], x, N=1), partial(too_large[(1,)], x), partial(fine[(1,)], x, N=1)]
+    compile_launches(calls, CPU, 2)
+    assert driver.launched == []
+    assert sorted(driver.compiled) == ["fine", "too_large"]
+    fine[(1,)](x, N=1)
+    assert driver.launched == ["fine"]
+    ours, theirs = raised(calls[0]), raised(partial(triton.jit(broken.fn)[(1,)], x, N=1))
+    assert isinstance(ours, triton.CompilationError)
+    assert type(ours) is type(theirs)
+    assert str(ours) == str(theirs)
+    assert "this is what is wrong" in str(ours)
+    assert isinstance(raised(calls[1]), triton.OutOfResources)
+
+
+def an_interrupt_ends_it(driver: Counting) -> None:
+    x = torch.zeros(64, dtype=torch.int32)
+    threads = threading.active_count()
+
+    def enqueue() -> None:
+        for n in range(40):
+            fine[(1,)](x, N=n)
+        raise KeyboardInterrupt
+
+    try:
+        compile_launches([enqueue], CPU, 2)
+    except KeyboardInterrupt:
+        pass
+    else:
+        raise AssertionError("the interrupt was swallowed")
+    assert threading.active_count() == threads
+    assert len(driver.compiled) < 40, "what had not begun is not waited for"
+    assert driver.launched == []
+    fine[(1,)](x, N=39)  # launches are launches again
+    assert driver.launched == ["fine"]
+
+
+def other_threads_launch(driver: Counting) -> None:
+    x = torch.zeros(64, dtype=torch.int32)
+    other = threading.Thread(target=partial(fine[(1,)], x, N=1))
+
+    def enqueue() -> None:
+        fine[(1,)](x, N=2)
+        other.start()
+        other.join()
+
+    compile_launches([enqueue], CPU, 2)
+    assert driver.launched == ["fine"]
+
+
+# ---- steps ----
+
+
+class Start:
+    """As much of an engine's start as prepares its kernels, with projections that the H200's table knows."""
+
+    def __init__(self, directory: Path, plans: PlanTable, **config: Any) -> None:
+        self.config = EngineConfig(
+            model=str(directory), dtype="bfloat16", load_format="dummy", max_num_seqs=4, max_num_batched_tokens=16,
+            num_kv_blocks=8, max_model_len=128, **config,
+        )  # fmt: skip
+        self.ops = CudaOps(CPU, CudaOptions(plans, pdl=True, batch_invariant=self.config.batch_invariant))
+        self.loaded = load_model(self.config, self.ops, NativeAttention(self.ops))
+        self.buckets = step_buckets(self.config, self.loaded, CPU)
+        self.device = _core.SimulatedDevice(vocab_size=2)
+        self.tuner = FakeTuner()
+
+    def steps(self, num_blocks: int) -> DeviceSteps:
+        self.native = _core.CudaDevice.simulated(self.device)
+        steps, self.buffers = make_steps(self.config, self.loaded, self.ops, self.native, num_blocks)
+        steps.state.input_ids.zero_()
+        return steps
+
+    def prepare(self) -> None:
+        prepare_kernels(self.config, GPU, self.ops, self.steps(1), self.buckets, self.tuner)
+
+
+class FakeTuner:
+    """Likes the second plan best."""
+
+    def __init__(self) -> None:
+        self.compiled: dict[Site, list[Plan]] = {}
+        self.measured: list[Site] = []
+
+    def compile(self, plans: Mapping[Site, Iterable[Plan]], threads: int) -> None:
+        self.compiled |= {site: list(some) for site, some in plans.items()}
+
+    def fastest(self, site: Site, plans: Iterable[Plan]) -> list[tuple[float, Plan]]:
+        self.measured.append(site)
+        first, second, *_ = plans
+        assert first == CUBLAS
+        return [(1.0, second), (2.0, first)]
+
+
+def one_layer(directory: Path, vocab: int) -> Path:
+    config = json.loads((ROOT / "bench/shapes/qwen3-0.6b/config.json").read_text())
+    config = {key: value for key, value in config.items() if key not in ("layer_types", "max_window_layers")}
+    (directory / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1, "vocab_size": vocab}))
+    return directory
+
+
+def run_all(steps: DeviceSteps, buckets: list[Bucket]) -> None:
+    for bucket in reversed(buckets):
+        for variant in (GREEDY, FULL):
+            steps.run(bucket, variant)
+    steps.copy_blocks()
+
+
+def steps_find_their_kernels(driver: Counting, directory: Path) -> None:
+    """With another cache, of a size of its own, in the other order."""
+    start = Start(one_layer(directory, vocab=1000), PlanTable.load(GPU), tune_linear=False)
+    start.prepare()
+    assert driver.launched == []
+    compiled = sorted(driver.compiled)
+    assert {"_ingest", "_decode_kernel", "_vector_kernel", "_skinny_kernel", "_tiled_kernel", "finish_kernel",
+            "_copy_blocks"} <= set(compiled)  # fmt: skip
+    run_all(start.steps(8), start.buckets)
+    assert sorted(driver.compiled) == compiled, "a launch needed a kernel that had not been compiled"
+    assert set(driver.launched) == set(compiled), "a kernel was compiled that no launch needed"
+
+
+def a_second_start_measures_nothing(driver: Counting, directory: Path) -> None:
+    def start(**config: Any) -> Start:
+        start = Start(directory, PlanTable.load(GPU), **config)
+        start.prepare()
+        return start
+
+    one_layer(directory, vocab=20_000)  # the head is what no table knows
+    for off in ({"tune_linear": False}, {"programmatic_launch": False}, {"batch_invariant": True}):
+        assert start(**off).tuner.measured == []
+    first = start()
+    assert [(site.columns, site.rows) for site in first.tuner.measured] == [(20_000, 1), (20_000, 8)]
+    assert not first.ops.missing
+    compiled = len(driver.compiled)
+    run_all(first.steps(8), first.buckets)
+    assert len(driver.compiled) == compiled, "steps use the new plans, whose kernels are compiled too"
+    second = start()
+    assert second.tuner.measured == []
+    for site in first.tuner.measured:
+        assert second.ops.options.plans.find(site) == first.tuner.compiled[site][1]
+
+
+def plans_compile_without_operands(driver: Counting) -> None:
+    sites = [Site(2048, 1536, rows, "rms", "silu_mul", False, False) for rows in (1, 16)]
+    sites += [Site(1536, 2048, rows, "none", None, True, True) for rows in (1, 32)]
+    sites += [Site(1536, 2048, 8, "layer", None, True, False)]
+    plans = {site: likely(site, PlanTable.shipped(), 2) for site in sites}
+    tuner = Tuner(CPU, pdl=True)
+    tuner.compile({site: [CUBLAS, *some] for site, some in plans.items()}, 2)
+    compiled = len(driver.compiled)
+    assert compiled >= 8
+    assert driver.launched == []
+    for site, some in plans.items():
+        case = _Case.allocate(site, CPU, calls=1)
+        for plan in some:
+            case.call(tuner._ops(site, plan), case.handles[0])
+    assert len(driver.compiled) == compiled, "timing finds what was compiled"
+    assert len(driver.launched) >= 10
+
+
+if __name__ == "__main__":
+    name, *arguments = sys.argv[1:]
+    globals()[name](Counting(), *map(Path, arguments))

@@ -1,0 +1,65 @@
+"""Kernels compile side by side, before a step launches them: without a GPU, on a driver that counts."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "launches_only_compile",
+        "what_fails_raises_when_it_is_launched",
+        "an_interrupt_ends_it",
+        "other_threads_launch",
+        "plans_compile_without_operands",
+    ],
+)
+def test_launches(tmp_path: Path, case: str) -> None:
+    run(tmp_path, case)
+
+
+@pytest.mark.parametrize("case", ["steps_find_their_kernels", "a_second_start_measures_nothing"])
+def test_steps(tmp_path: Path, case: str) -> None:
+    run(tmp_path, case, str(tmp_path))
+
+
+def run(tmp_path: Path, *arguments: str) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {
+        "TRITON_CACHE_DIR": str(tmp_path / "triton"), "ASYNCENGINE_CACHE": str(tmp_path / "own"),
+        "CUDA_VISIBLE_DEVICES": "",
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.side_by_side", *arguments],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_whatever_a_step_launches_can_be_compiled_alone() -> None:
+    """A bare triton.jit among them would run in a dry run, on memory that nothing has written."""
+    launched = 0
+    for path in sorted((ROOT / "asyncengine" / "kernels").glob("*.py")):
+        if path.name == "pdl.py":  # its probe is no part of a step
+            continue
+        tree = ast.parse(path.read_text())
+        for function in (node for node in tree.body if isinstance(node, ast.FunctionDef)):
+            names = {ast.unparse(decorator).partition("(")[0] for decorator in function.decorator_list}
+            assert "kernel" in names or "triton.jit" not in names or not is_launched(tree, function.name), function.name
+            launched += "kernel" in names
+    assert launched >= 18
+
+
+def is_launched(tree: ast.Module, name: str) -> bool:
+    """Whether a module names a function elsewhere than in a call: to launch it, or to choose what to launch."""
+    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    return any(isinstance(node, ast.Name) and node.id == name and id(node) not in called for node in ast.walk(tree))
