@@ -100,11 +100,12 @@ def linear(
     programs = len(weight) // plan.columns
     kernel, extra = _vector_kernel, {"M": rows}
     if plan.kind == "skinny":
-        kernel, extra = _skinny_kernel, {"BM": max(8, triton.next_power_of_2(rows)), "B": plan.warps}
+        kernel = _skinny_kernel
+        extra = {"BM": max(8, triton.next_power_of_2(rows)), "B": plan.warps, "AHEAD": plan.ahead}
     kernel[(programs,)](
         x, x if index is None else index, weight, bias, norm_weight, norm_bias, out,
         rows, columns, x.stride(0), out.stride(0), eps, INDEX=index is not None,
-        BN=plan.columns, BK=plan.inner, NORM=kind, AHEAD=plan.ahead, **extra, **common,
+        BN=plan.columns, BK=plan.inner, NORM=kind, **extra, **common,
     )  # fmt: skip
 
 
@@ -183,14 +184,12 @@ def _vector_kernel(
     ACT: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
-    AHEAD: tl.constexpr,
     WIDEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     start_next(PDL)
     STEPS: tl.constexpr = (K + BK - 1) // BK
     EVEN: tl.constexpr = K % BK == 0
-    tl.static_assert(AHEAD == 0)  # all
     program = tl.program_id(0)
     row = _weight_rows(program, columns, ACT == "silu_mul", BN)
     k = tl.arange(0, BK)
@@ -300,7 +299,7 @@ def _skinny_kernel(
     w, g, b = (), (), ()
     for i in tl.static_range(STEPS if ALL else AHEAD):
         w = w + (_load(at + i * TILE, i * TILE + kw < K, EVEN),)
-        if NORM != "none":
+        if ALL and NORM != "none":
             g = g + (_load(norm_weight + i * TILE + kx, i * TILE + kx < K, EVEN),)
         if NORM == "layer":
             b = b + (_load(norm_bias + i * TILE + kx, i * TILE + kx < K, EVEN),)
