@@ -15,7 +15,7 @@ from torch import Tensor
 from asyncengine.kernels import triton_linear
 from asyncengine.kernels import triton_rows as rows
 from asyncengine.kernels.device_step import DeviceStep
-from asyncengine.kernels.linear_plans import CUBLAS, INVARIANT, MAX_ROWS, NormKind, Plan, PlanTable, Site, round_rows
+from asyncengine.kernels.linear_plans import CUBLAS, INVARIANT, MAX_ROWS, Plan, PlanTable, Site, norm_kind, round_rows
 from asyncengine.kernels.ops import Activation, AttentionLayer, Norm, split_heads
 from asyncengine.kernels.triton_attention import paged_attention
 from asyncengine.kernels.triton_decode import MAX_ROWS as MAX_SMALL_ROWS
@@ -169,9 +169,8 @@ class CudaOps:
             return INVARIANT
         if len(x) > MAX_ROWS or x.dtype != torch.bfloat16:
             return CUBLAS
-        kind: NormKind = "none" if norm is None else "rms" if norm.bias is None else "layer"
         columns = len(handle.weight) // (2 if activation == "silu_mul" else 1)
-        site = Site(columns, x.shape[1], round_rows(len(x)), kind, activation, handle.bias is not None, add)
+        site = Site(columns, x.shape[1], round_rows(len(x)), norm_kind(norm), activation, handle.bias is not None, add)
         plan = self.options.plans.find(site)
         if plan is None:
             self.missing.add(site)

@@ -17,7 +17,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from asyncengine.kernels.ops import Activation
+from asyncengine.kernels.ops import Activation, Norm
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,12 @@ class Site(NamedTuple):
     @property
     def weight_rows(self) -> int:
         return self.columns * (2 if self.activation == "silu_mul" else 1)
+
+
+def norm_kind(norm: Norm | None) -> NormKind:
+    if norm is None:
+        return "none"
+    return "rms" if norm.bias is None else "layer"
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncengine.kernels.linear_plans import Plan
+from asyncengine.kernels.linear_plans import Plan, norm_kind
 from asyncengine.kernels.ops import Activation, Norm
 from asyncengine.kernels.pdl import INTERPRETED, launch_options, start_next, wait
 from asyncengine.kernels.triton_rows import activate
@@ -92,20 +92,16 @@ def linear(
             BM=plan.rows, BN=plan.columns, BK=plan.inner, SPLIT=plan.split, STAGES=plan.stages, **common,
         )  # fmt: skip
         return
-    kind, norm_weight, norm_bias, eps = "none", weight, weight, 0.0
-    if norm is not None:
-        kind, norm_weight, eps = "rms", norm.weight, norm.eps
-        if norm.bias is not None:
-            kind, norm_bias = "layer", norm.bias
+    gain, shift, eps = (weight, None, 0.0) if norm is None else norm
     programs = len(weight) // plan.columns
     kernel, extra = _vector_kernel, {"M": rows}
     if plan.kind == "skinny":
         kernel = _skinny_kernel
         extra = {"BM": max(8, triton.next_power_of_2(rows)), "B": plan.warps, "AHEAD": plan.ahead}
     kernel[(programs,)](
-        x, x if index is None else index, weight, bias, norm_weight, norm_bias, out,
+        x, x if index is None else index, weight, bias, gain, weight if shift is None else shift, out,
         rows, columns, x.stride(0), out.stride(0), eps, INDEX=index is not None,
-        BN=plan.columns, BK=plan.inner, NORM=kind, **extra, **common,
+        BN=plan.columns, BK=plan.inner, NORM=norm_kind(norm), **extra, **common,
     )  # fmt: skip
 
 
