@@ -52,6 +52,10 @@ class CudaLinear:
     bias: Tensor | None
     out_features: int
 
+    def columns(self, activation: Activation | None) -> int:
+        """Of the result, padding included."""
+        return len(self.weight) // (2 if activation == "silu_mul" else 1)
+
     def exact(self) -> CudaLinear:
         """Without the padding, for whoever splits the result or adds it to something."""
         if len(self.weight) == self.out_features:
@@ -110,8 +114,7 @@ class CudaOps:
         handle = handle if activation is None else handle.exact()
         plan = self._choose(stream, handle, norm, activation)
         x, fused = (stream, norm) if plan.fused_norm else (rows.norm(stream, norm, pdl=self.options.pdl), None)
-        y = self._project(x, handle, plan, fused, activation)
-        return y if activation is not None or y.shape[1] == handle.out_features else y[:, : handle.out_features]
+        return self._project(x, handle, plan, fused, activation)
 
     def linear_add_(self, x: Tensor, handle: CudaLinear, stream: Tensor) -> None:
         handle = handle.exact()
@@ -154,11 +157,9 @@ class CudaOps:
         index = batch.step.sample_index
         plan = self._choose(stream[: len(index)], handle, norm, None)
         if plan.fused_norm:
-            y = self._project(stream, handle, plan, norm, None, index=index, dtype=torch.float32)
-        else:
-            x = rows.norm(stream, norm, index, pdl=self.options.pdl)
-            y = self._project(x, handle, plan, None, None, dtype=torch.float32)
-        return y[:, : handle.out_features]
+            return self._project(stream, handle, plan, norm, None, index=index, dtype=torch.float32)
+        x = rows.norm(stream, norm, index, pdl=self.options.pdl)
+        return self._project(x, handle, plan, None, None, dtype=torch.float32)
 
     # ---- projections ----
 
@@ -169,8 +170,7 @@ class CudaOps:
             return INVARIANT
         if len(x) > MAX_ROWS or x.dtype != torch.bfloat16:
             return CUBLAS
-        columns = len(handle.weight) // (2 if activation == "silu_mul" else 1)
-        site = Site(columns, x.shape[1], round_rows(len(x)), norm_kind(norm), activation, handle.bias is not None, add)
+        site = Site(handle.columns(activation), x.shape[1], round_rows(len(x)), norm_kind(norm), activation, handle.bias is not None, add)
         plan = self.options.plans.find(site)
         if plan is None:
             self.missing.add(site)
@@ -190,14 +190,16 @@ class CudaOps:
     ) -> Tensor:
         if plan.kind == "cublas":
             y = self._cublas(x, handle, dtype or x.dtype)
-            return y if activation is None else rows.activation(y, activation, pdl=self.options.pdl)
-        columns = len(handle.weight) // (2 if activation == "silu_mul" else 1)
-        y = x.new_empty(len(x) if index is None else len(index), columns, dtype=dtype or x.dtype)
-        triton_linear.linear(
-            x, handle.weight, plan, out=y, bias=handle.bias, norm=norm, activation=activation, index=index,
-            arrivals=self._arrivals, pdl=self.options.pdl,
-        )  # fmt: skip
-        return y
+            if activation is not None:
+                y = rows.activation(y, activation, pdl=self.options.pdl)
+        else:
+            num_rows = len(x) if index is None else len(index)
+            y = x.new_empty(num_rows, handle.columns(activation), dtype=dtype or x.dtype)
+            triton_linear.linear(
+                x, handle.weight, plan, out=y, bias=handle.bias, norm=norm, activation=activation, index=index,
+                arrivals=self._arrivals, pdl=self.options.pdl,
+            )  # fmt: skip
+        return y[:, : handle.out_features]  # a gate's result is half as wide, and never padded
 
     @staticmethod
     def _cublas(x: Tensor, handle: CudaLinear, dtype: torch.dtype) -> Tensor:
