@@ -25,7 +25,7 @@ from torch import Tensor
 
 from asyncengine.kernels.linear_plans import Plan, norm_kind
 from asyncengine.kernels.ops import Activation, Norm
-from asyncengine.kernels.pdl import INTERPRETED, launch_options, start_next, wait
+from asyncengine.kernels.pdl import launch_options, must_widen, start_next, wait
 from asyncengine.kernels.triton_rows import activate
 
 MAX_ARRIVALS = 1 << 16
@@ -73,8 +73,7 @@ def linear(
         "ACT": activation or "none",
         "BIAS": bias is not None,
         "ADD": add,
-        # The interpreter multiplies the bits of bfloat16 as if they were integers.
-        "WIDEN": x.dtype == torch.bfloat16 and INTERPRETED,
+        "WIDEN": must_widen(x.dtype),
         "num_warps": plan.warps,
         "num_stages": plan.stages,
         **launch_options(pdl),
