@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Self
 
 import torch
@@ -54,16 +55,24 @@ class CudaRunner:
             raise ConfigError("device=cuda, but torch sees no GPU: check the driver, and that torch is built for CUDA")
         device = torch.device("cuda", torch.cuda.current_device())
         torch.empty(1, device=device)  # torch loads the CUDA runtime when it first needs it
+        capability = torch.cuda.get_device_capability(device)
+        if config.quantization == "fp8" and capability < (8, 9):
+            raise ConfigError(
+                "quantization=fp8 needs a GPU of compute capability 8.9 or newer; "
+                f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}"
+            )
         native = _core.CudaDevice(loaded_libcudart(), device.index)
         options = CudaOptions(
             PlanTable.load(torch.cuda.get_device_name(device)),
             pdl=config.programmatic_launch and pdl.works(device),
             batch_invariant=config.batch_invariant,
+            quantization=config.quantization,
         )
         ops = CudaOps(device, options)
         buckets = choose_buckets(config.max_num_seqs, config.max_num_batched_tokens)
         try:
             loaded = load_model(config, ops, NativeAttention(ops), progress=progress)
+            loaded = replace(loaded, owned_bytes=loaded.owned_bytes - ops.saved_bytes)
             budget = _kv_budget(config, loaded, ops, native, buckets)
             num_blocks = kv_cache.choose_num_blocks(
                 config, loaded.max_model_len, loaded.kv_bytes_per_block(config), budget

@@ -16,6 +16,7 @@ from torch import Tensor
 from asyncengine.kernels.cuda import CudaLinear, CudaOps, CudaOptions
 from asyncengine.kernels.linear_plans import Plan, PlanTable, Site
 from asyncengine.kernels.ops import Norm
+from asyncengine.kernels.quantize import quantize_weights
 
 _COLD_BYTES = 160 << 20
 """Weights of one timing: three times the L2 cache of a Hopper GPU."""
@@ -88,13 +89,13 @@ class _Case:
         def random(*shape: int) -> Tensor:
             return torch.randn(*shape, device=device).to(torch.bfloat16)
 
-        weight_bytes = 2 * site.weight_rows * site.inner
-        calls = calls or min(_MAX_CALLS, max(_MIN_CALLS, -(-_COLD_BYTES // weight_bytes)))
+        calls = calls or min(_MAX_CALLS, max(_MIN_CALLS, -(-_COLD_BYTES // site.weight_bytes)))
         handles = []
         for _ in range(calls):
             weight = random(site.weight_rows, site.inner).mul_(site.inner**-0.5)
             bias = random(site.weight_rows) if site.bias else None
-            handles.append(CudaLinear(weight, bias, site.weight_rows))
+            stored = quantize_weights([weight]) if site.weight == "fp8" else weight
+            handles.append(CudaLinear(stored, bias, site.weight_rows))
         norm = Norm(random(site.inner), random(site.inner) if site.norm == "layer" else None, 1e-5)
         rows = site.rows
         return cls(

@@ -40,6 +40,7 @@ sites = st.builds(
     activation=st.sampled_from([None, "silu_mul", "gelu", "gelu_tanh"]),
     bias=st.booleans(),
     add=st.booleans(),
+    weight=st.sampled_from(["bf16", "fp8"]),
 )
 plans = st.builds(
     Plan,
@@ -102,8 +103,10 @@ ENTRY: list[Any] = [list(SITE), {"kind": "vector"}]
         "[3]",
         json.dumps([ENTRY, []]),
         json.dumps([[*ENTRY, 1]]),
-        json.dumps([[ENTRY[0][:-1], ENTRY[1]]]),
+        json.dumps([[ENTRY[0][:-2], ENTRY[1]]]),
         json.dumps([[[*ENTRY[0], 1], ENTRY[1]]]),
+        json.dumps([[[*ENTRY[0][:-1], 1], ENTRY[1]]]),
+        json.dumps([[[*ENTRY[0][:-1], "int4"], ENTRY[1]]]),
         json.dumps([[[*ENTRY[0][:-1], [1]], ENTRY[1]]]),
         json.dumps([[ENTRY[0], 3]]),
         json.dumps([[ENTRY[0], {}]]),
