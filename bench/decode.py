@@ -55,6 +55,7 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--cache", choices=("cold", "warm"), default="cold", help="of compiled kernels, at start-up")
+    parser.add_argument("--quantization", choices=("none", "fp8"), default="none")
     parser.add_argument("--json", default="bench/results/decode.json")
     parser.add_argument("--worker", nargs=2, metavar=("MODEL", "STARTED"), help=argparse.SUPPRESS)
     add_engine_options(parser)
@@ -101,7 +102,7 @@ def run_worker(model: str, args: argparse.Namespace) -> dict[str, Any]:
 
 async def work(model: str, started: float, args: argparse.Namespace) -> dict[str, Any]:
     rng = random.Random(0)
-    async with opened(model, args, max_num_seqs=max(args.batches)) as engine:
+    async with opened(model, args, max_num_seqs=max(args.batches), quantization=args.quantization) as engine:
         ready_s = time.monotonic() - started
         await generate(engine, rng, 1, 1)
         first_token_s = time.monotonic() - started

@@ -11,19 +11,23 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_every_kernel_of_a_step_compiles(tmp_path):
-    """Qwen3 has the most of them. Its real heads and widths, but one layer and a small vocabulary."""
+def compiled_for(directory: Path, *quantization: str) -> list[str]:
+    """The kernels of Qwen3, which has the most of them. Its real heads and widths, one layer, few words."""
     config = json.loads((ROOT / "bench/shapes/qwen3-0.6b/config.json").read_text())
     config = {key: value for key, value in config.items() if key not in ("layer_types", "max_window_layers")}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1, "vocab_size": 32000}))
+    (directory / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1, "vocab_size": 32000}))
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_for_hopper", str(tmp_path), "bfloat16"],
-        cwd=ROOT, env=environment | {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""},
+        [sys.executable, "-m", "tests.kernels.compile_for_hopper", str(directory), "bfloat16", *quantization],
+        cwd=ROOT, env=environment | {"TRITON_CACHE_DIR": str(directory / "cache"), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    compiled = [line.split()[0] for line in done.stdout.splitlines()]
+    return [line.split()[0] for line in done.stdout.splitlines()]
+
+
+def test_every_kernel_of_a_step_compiles(tmp_path):
+    compiled = compiled_for(tmp_path)
     assert compiled.count("_attention_kernel") == 2  # decode and prefill
     assert compiled.count("_tiles_kernel") == 2  # greedy and full sampling
     for name in (
@@ -31,3 +35,12 @@ def test_every_kernel_of_a_step_compiles(tmp_path):
         "finish_kernel",
     ):  # fmt: skip
         assert name in compiled
+
+
+def test_every_kernel_of_a_step_with_float8_weights_compiles(tmp_path):
+    compiled = compiled_for(tmp_path, "fp8")
+    assert compiled.count("_quantize_kernel") == 3  # after a norm, and of the widths of attention and of the MLP
+    assert compiled.count("_vector_kernel") == 4
+    assert compiled.count("_skinny_kernel") == 4
+    assert compiled.count("_tiled_kernel") == 4
+    assert "_norm_kernel" in compiled, "the head's"
