@@ -151,12 +151,6 @@ def _weight_rows(program, columns, GATED: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def _rescale(y, x_scale, weight_scale, rows):
-    """y [BN, BM], a product of float8 operands, times the scales of x [1, BM] and of the weight's ``rows``."""
-    return y * x_scale * tl.load(weight_scale + rows)[:, None]
-
-
-@triton.jit
 def _finish(y, rows, to, there, bias, out, ACT: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr):
     """y [BN, BM] of the weight's ``rows``, biased, activated, added to and stored at ``to`` [columns, BM]."""
     BN: tl.constexpr = y.shape[0]
@@ -236,6 +230,8 @@ def _vector_kernel(
             g = g + (_load(norm_weight + i * BK + k, inside, EVEN),)
         if NORM == "layer":
             b = b + (_load(norm_bias + i * BK + k, inside, EVEN),)
+    if FLOAT8:
+        channel = tl.load(weight_scale + row)[:, None]
     wait(PDL)
     dtype: tl.constexpr = x.dtype.element_ty
     for m in tl.static_range(M):
@@ -288,7 +284,7 @@ def _vector_kernel(
         column = _columns(program, ACT, BN)[:, None]
         total = total[:, None]
         if FLOAT8:
-            total = _rescale(total, back[None, :], weight_scale, row)
+            total *= channel * back[None, :]
         _finish(total, row, m * out_stride + column, column < columns, bias, out, ACT, BIAS, ADD)
 
 
@@ -369,7 +365,11 @@ def _skinny_kernel(
             g = g + (_load(norm_weight + i * TILE + kx, i * TILE + kx < K, EVEN),)
         if NORM == "layer":
             b = b + (_load(norm_bias + i * TILE + kx, i * TILE + kx < K, EVEN),)
+    if FLOAT8:
+        channel = tl.load(weight_scale + row)[:, None]
     wait(PDL)
+    if FLOAT8 and not QUANTIZE:
+        back = tl.load(x_scale + tl.arange(0, BM), mask=tl.arange(0, BM) < rows, other=0.0)
     m = tl.arange(0, BM)[None, None, :]
     source = m.to(tl.int64)
     if INDEX:
@@ -435,9 +435,7 @@ def _skinny_kernel(
         y *= tl.rsqrt(tl.sum(tl.sum(square, 1), 0) / K + eps)[None, :]
     m2 = tl.arange(0, BM)[None, :]
     if FLOAT8:
-        if not QUANTIZE:
-            back = tl.load(x_scale + tl.arange(0, BM), mask=tl.arange(0, BM) < rows, other=0.0)
-        y = _rescale(y, back[None, :], weight_scale, row)
+        y *= channel * back[None, :]
     to = m2.to(tl.int64) * out_stride + _columns(program, ACT, BN)[:, None]
     _finish(y, row, to, m2 < rows, bias, out, ACT, BIAS, ADD)
 
@@ -481,7 +479,12 @@ def _tiled_kernel(
     from_weight = weight + row[:, None] * K + k[None, :]
     from_x = x + m[None, :].to(tl.int64) * x_stride + k[:, None]
     there = (m < rows)[None, :]
+    FLOAT8: tl.constexpr = weight_scale is not None
+    if FLOAT8:
+        channel = tl.load(weight_scale + row)[:, None]
     wait(PDL)
+    if FLOAT8:
+        back = tl.load(x_scale + m, mask=m < rows, other=0.0)[None, :]
     acc = tl.zeros([BN, BM], tl.float32)
     for done in tl.range(0, SPAN, BK, num_stages=STAGES):
         if SPAN % BK:
@@ -504,8 +507,8 @@ def _tiled_kernel(
         acc = tl.zeros([BN, BM], tl.float32)
         for i in tl.static_range(SPLIT):
             acc += tl.load(at + i * size, cache_modifier=".cg")
-    if weight_scale is not None:
-        acc = _rescale(acc, tl.load(x_scale + m, mask=m < rows, other=0.0)[None, :], weight_scale, row)
+    if FLOAT8:
+        acc *= channel * back
     column = _columns(program, ACT, BN)[:, None]
     to = m[None, :].to(tl.int64) * out_stride + column
     _finish(acc, row, to, there & (column < columns), bias, out, ACT, BIAS, ADD)
