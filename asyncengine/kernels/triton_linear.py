@@ -295,7 +295,8 @@ def _vector_kernel(
 def _narrow_dot(w, x, acc, WIDEN: tl.constexpr):
     if w.dtype == tl.float8e4nv:
         # float16 and not bfloat16: that is one instruction for two elements.
-        return tl.dot(w.to(tl.float16), x.to(tl.float16), acc)
+        w = w.to(tl.float16)
+        x = x.to(tl.float16)
     return _dot(w, x, acc, WIDEN)
 
 
@@ -303,11 +304,13 @@ def _narrow_dot(w, x, acc, WIDEN: tl.constexpr):
 def _dot(w, x, acc, WIDEN: tl.constexpr):
     if w.dtype == tl.float8e4nv:
         # Sums of 128 products at most before they are added up in float32: Hopper's own have 14 bits.
-        return tl.dot(w, x, acc, max_num_imprecise_acc=min(128, w.shape[1]))
-    if WIDEN:
-        w = w.to(tl.float32)
-        x = x.to(tl.float32)
-    return tl.dot(w, x, acc, input_precision="ieee")
+        acc = tl.dot(w, x, acc, max_num_imprecise_acc=min(128, w.shape[1]))
+    else:
+        if WIDEN:
+            w = w.to(tl.float32)
+            x = x.to(tl.float32)
+        acc = tl.dot(w, x, acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit
