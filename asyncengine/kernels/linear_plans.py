@@ -119,7 +119,7 @@ def default_plan(site: Site) -> Plan:
         return fallback(site)
     gated = site.activation == "silu_mul"
     if site.rows == 1:
-        warps = 2 if site.inner <= 2048 else 4 if site.inner <= 8192 else 8
+        warps = 2 if site.inner <= 2048 else 4 if site.inner <= 8192 else 8 if site.inner <= 16384 else 16
         inner = min(1024, 1 << (site.inner - 1).bit_length())
         plan = Plan("vector", 4, inner, warps)
     elif site.rows <= 8 and site.inner <= 3072:
