@@ -27,6 +27,9 @@ class EngineConfig:
     """dummy fills the model with random weights from config.json alone."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto takes the checkpoint's own, float16 becoming float32 on the CPU and bfloat16 on a GPU."""
+    quantization: Literal["none", "fp8"] = "none"
+    """On a GPU, fp8 keeps the layers' weights in float8 with a scale for each output channel, quantised when they are
+    loaded, and quantises activations row by row. For Llama, Mistral and Qwen, in bfloat16."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a GPU if there is one."""
     seed: int = 0
@@ -93,6 +96,9 @@ class EngineConfig:
         for field in ("max_model_len", "prefill_chunk_size", "num_kv_blocks", "kv_cache_memory_bytes", "cpu_threads"):
             if getattr(self, field) is not None:
                 self._at_least(field, 1)
+        if self.quantization != "none" and (self.device == "cpu" or self.dtype == "float32"):
+            wrong = "device=cpu" if self.device == "cpu" else "dtype=float32"
+            raise ConfigError(f"quantization={self.quantization} needs a GPU and dtype=bfloat16, got {wrong}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "

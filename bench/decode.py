@@ -86,6 +86,7 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--cache", choices=("cold", "warm"), default="cold", help="of compiled kernels, at start-up")
+    parser.add_argument("--quantization", choices=("none", "fp8"), default="none")
     parser.add_argument("--json", default="bench/results/decode.json")
     parser.add_argument("--worker", nargs=2, metavar=("MODEL", "STARTED"), help=argparse.SUPPRESS)
     add_engine_options(parser)
@@ -146,6 +147,7 @@ async def work(model: str, started: float, args: argparse.Namespace) -> dict[str
         for i, mode in enumerate(modes):
             share = MEMORY_SHARE * (i + 1) / len(modes)  # of what the engines before it take, too
             config = {"batch_invariant": mode == INVARIANT, "gpu_memory_utilization": share}
+            config |= {"quantization": args.quantization}
             engine = await stack.enter_async_context(opened(model, args, max_num_seqs=max(args.batches), **config))
             engines[mode] = engine
             if mode == DEFAULT:

@@ -1,6 +1,6 @@
 """Measures plans of projections on the card, for models that the package's own table does not know.
 
-    python bench/tune_linear.py [--model DIRECTORY ...] [--rows 1,8,64] [--out FILE] [--json FILE]
+    python bench/tune_linear.py [--model DIRECTORY ...] [--rows 1,8,64] [--quantization fp8] [--out FILE] [--json FILE]
 
 Every site of the models' shapes (a projection with what is fused, and a count of rows) is timed by each candidate
 plan, cuBLAS among them; the fastest enters the table at --out, whose other entries stay. Kernels are compiled
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import time
@@ -20,25 +21,37 @@ from pathlib import Path
 import torch
 from gpu_common import BANDWIDTH, SHAPES, read_model
 
-from asyncengine.kernels.linear_plans import CUBLAS, NormKind, Plan, PlanTable, Site, cache_path, candidates
+from asyncengine.kernels.linear_plans import (
+    NormKind,
+    Plan,
+    PlanTable,
+    Site,
+    WeightKind,
+    cache_path,
+    candidates,
+    fallback,
+)
 from asyncengine.runner.tuning import Tuner
 
 ROWS = "1,8,16,32,64,128,256"
 
 
-def sites(model: str, rows: int) -> Iterator[tuple[str, Site]]:
-    """The projections of a layer, and the head."""
+def sites(model: str, rows: int, weight: WeightKind = "bf16") -> Iterator[tuple[str, Site]]:
+    """The projections of a layer, and the head, which is never quantised."""
     c = read_model(model)
     hidden, width = c.hidden_size, c.num_heads * c.head_dim
     gpt2 = c.rope is None
+    if gpt2 and weight == "fp8":
+        return  # its norms and its activation are not for float8
     norm: NormKind = "layer" if gpt2 else "rms"
     qkv_bias, output_bias, mlp_bias = (gpt2 or x for x in (c.qkv_bias, c.output_bias, c.mlp_bias))
     head = c.vocab_size if c.vocab_size % 8 == 0 else -(-c.vocab_size // 64) * 64  # as CudaOps.make_linear pads it
-    yield "qkv", Site(width + 2 * c.num_kv_heads * c.head_dim, hidden, rows, norm, None, qkv_bias, False)
-    yield "o", Site(hidden, width, rows, "none", None, output_bias, True)
-    yield "up", Site(c.intermediate_size, hidden, rows, norm, c.activation, mlp_bias, False)
-    yield "down", Site(hidden, c.intermediate_size, rows, "none", None, mlp_bias, True)
-    yield "head", Site(head, hidden, rows, norm, None, False, False)
+    yield "qkv", Site(width + 2 * c.num_kv_heads * c.head_dim, hidden, rows, norm, None, qkv_bias, False, weight)
+    yield "o", Site(hidden, width, rows, "none", None, output_bias, True, weight)
+    yield "up", Site(c.intermediate_size, hidden, rows, norm, c.activation, mlp_bias, False, weight)
+    yield "down", Site(hidden, c.intermediate_size, rows, "none", None, mlp_bias, True, weight)
+    if weight == "bf16":
+        yield "head", Site(head, hidden, rows, norm, None, False, False)
 
 
 def compile_plans(job: tuple[Site, list[Plan], bool]) -> None:
@@ -59,6 +72,7 @@ def main() -> None:
     parser.add_argument("--rows", default=ROWS)
     parser.add_argument("--kinds", nargs="+", help="only plans of these kinds, beside cuBLAS")
     parser.add_argument("--sites", nargs="+", default=["qkv", "o", "up", "down", "head"])
+    parser.add_argument("--quantization", choices=("none", "fp8"), default="none")
     parser.add_argument("--no-pdl", action="store_true")
     parser.add_argument("--out", help="table (default: the one in the user's cache directory, which engines read)")
     parser.add_argument("--json", help="all timings")
@@ -68,11 +82,11 @@ def main() -> None:
         (f"{model} {name}", site)
         for rows in args.rows.split(",")
         for model in args.model
-        for name, site in sites(model, int(rows))
+        for name, site in sites(model, int(rows), "fp8" if args.quantization == "fp8" else "bf16")
         if name in args.sites
     ]
     kinds = args.kinds or ["vector", "skinny", "tiled"]
-    plans = {site: [plan for plan in candidates(site) if plan.kind in ("cublas", *kinds)] for _, site in named}
+    plans = {site: [p for p in candidates(site) if p.kind in kinds or p == fallback(site)] for _, site in named}
     started = time.monotonic()
     print(f"{sum(map(len, plans.values()))} plans of {len(plans)} sites", flush=True)
     compile_all(plans, not args.no_pdl)
@@ -87,8 +101,8 @@ def main() -> None:
             break
         timed = tuner.fastest(site, plans[site])
         us, plan = timed[0]
-        cublas = next(t for t, p in timed if p == CUBLAS)
-        floor = 2e6 * site.weight_rows * site.inner / BANDWIDTH
+        cublas = next((t for t, p in timed if p == fallback(site)), math.inf)
+        floor = 1e6 * site.weight_bytes / BANDWIDTH
         table.add(site, plan)
         by_kind = {p.kind: t for t, p in reversed(timed)}
         others = " ".join(f"{kind} {by_kind[kind]:.2f}" for kind in kinds if kind in by_kind)

@@ -1,4 +1,4 @@
-"""CudaOps: Triton kernels and cuBLAS over torch tensors. Implements ``asyncengine.kernels.ops.Ops``.
+"""CudaOps: Triton kernels, cuBLAS and torch's scaled product. Implements ``asyncengine.kernels.ops.Ops``.
 
 Everything is enqueued on torch's current stream and nothing waits, so that a step can be captured.
 """
@@ -15,10 +15,23 @@ from torch import Tensor
 from asyncengine.kernels import triton_linear
 from asyncengine.kernels import triton_rows as rows
 from asyncengine.kernels.device_step import DeviceStep
-from asyncengine.kernels.linear_plans import CUBLAS, INVARIANT, MAX_ROWS, NormKind, Plan, PlanTable, Site, round_rows
+from asyncengine.kernels.linear_plans import (
+    CUBLAS,
+    INVARIANT,
+    MAX_ROWS,
+    Plan,
+    PlanTable,
+    Site,
+    default_plan,
+    fallback,
+    norm_kind,
+    round_rows,
+)
 from asyncengine.kernels.ops import Activation, AttentionLayer, Norm, split_heads
+from asyncengine.kernels.quantize import Quantization, Quantized, quantize_weights, scaled_product
 from asyncengine.kernels.triton_attention import paged_attention
 from asyncengine.kernels.triton_decode import decode_attention
+from asyncengine.kernels.triton_quantize import quantize_rows
 from asyncengine.kernels.work_list import WorkList
 
 
@@ -41,14 +54,18 @@ class CudaBatch:
 
 @dataclass(frozen=True, slots=True)
 class CudaLinear:
-    weight: Tensor
-    """[N, K], with rows of zeros after the out_features that there are"""
+    weight: Tensor | Quantized
+    """[N, K]; a Tensor with rows of zeros after the out_features that there are"""
     bias: Tensor | None
     out_features: int
 
+    def columns(self, activation: Activation | None) -> int:
+        """Of the result, padding included."""
+        return len(self.weight) // (2 if activation == "silu_mul" else 1)
+
     def exact(self) -> CudaLinear:
         """Without the padding, for whoever splits the result or adds it to something."""
-        if len(self.weight) == self.out_features:
+        if isinstance(self.weight, Quantized) or len(self.weight) == self.out_features:
             return self
         bias = None if self.bias is None else self.bias[: self.out_features]
         return CudaLinear(self.weight[: self.out_features], bias, self.out_features)
@@ -63,6 +80,8 @@ class CudaOptions:
     """programmatic dependent launch (see kernels/pdl.py)"""
     batch_invariant: bool = False
     """every sum is in an order that does not depend on the number of rows"""
+    quantization: Quantization = "none"
+    """of what ``make_linear`` is given, which must be bfloat16; never of heads"""
 
 
 class CudaOps:
@@ -75,24 +94,33 @@ class CudaOps:
         self.options = options or CudaOptions()
         self.missing: set[Site] = set()
         """Kinds of projection that were asked for and that the table does not know."""
+        self.saved_bytes = 0
+        """What quantising has taken off the weights."""
         self._arrivals = torch.zeros(triton_linear.MAX_ARRIVALS, dtype=torch.int32, device=device)
 
     def make_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> CudaLinear:
-        """Weights that share their input become one matrix, which copies them if there are several.
+        """Weights that share their input become one matrix, which copies them if there are several, or quantised."""
+        if self.options.quantization == "none":
+            return self._make_plain(weights, biases)
+        quantized = quantize_weights(weights)
+        self.saved_bytes += sum(w.nbytes for w in weights) - quantized.nbytes
+        return CudaLinear(quantized, _join_biases(weights, biases), len(quantized))
 
-        So does padding to rows that are aligned, without which cuBLAS falls back to kernels of Turing's time: a
-        vocabulary of 50,257 took 214 us instead of 36 at 256 rows on an H200.
+    def make_head(self, weight: Tensor) -> CudaLinear:
+        return self._make_plain([weight], [None])
+
+    def _make_plain(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> CudaLinear:
+        """Padded to rows that are aligned, which copies them.
+
+        Otherwise cuBLAS falls back to kernels of Turing's time: a vocabulary of 50,257 took 214 us instead of 36 at 256
+        rows on an H200.
         """
         out_features = sum(len(w) for w in weights)
         padding = -out_features % 64 if out_features % 8 else 0
         weight = weights[0]
         if len(weights) > 1 or padding:
             weight = torch.cat((*weights, weight.new_zeros(padding, weight.shape[1])))
-        bias = None
-        if any(b is not None for b in biases):
-            filled = [w.new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)]
-            bias = torch.cat((*filled, weight.new_zeros(padding)))
-        return CudaLinear(weight.contiguous(), bias, out_features)
+        return CudaLinear(weight.contiguous(), _join_biases(weights, biases, padding), out_features)
 
     def embed(self, batch: CudaBatch, table: Tensor, position_table: Tensor | None = None) -> Tensor:
         step = batch.step
@@ -100,25 +128,29 @@ class CudaOps:
 
     def norm_linear(
         self, stream: Tensor, norm: Norm, handle: CudaLinear, activation: Activation | None = None
-    ) -> Tensor:
+    ) -> Tensor | Quantized:
+        """Quantised after an activation, if the next to read it is a product in float8 that does not do it itself."""
         handle = handle if activation is None else handle.exact()
         plan = self._choose(stream, handle, norm, activation)
-        x, fused = (stream, norm) if plan.fused_norm else (rows.norm(stream, norm, pdl=self.options.pdl), None)
-        y = self._project(x, handle, plan, fused, activation)
-        return y if activation is not None or y.shape[1] == handle.out_features else y[:, : handle.out_features]
+        if plan.fused_norm:
+            return self._project(stream, handle, plan, norm, activation)
+        make_rows = quantize_rows if isinstance(handle.weight, Quantized) else rows.norm
+        return self._project(make_rows(stream, norm, pdl=self.options.pdl), handle, plan, None, activation)
 
-    def linear_add_(self, x: Tensor, handle: CudaLinear, stream: Tensor) -> None:
+    def linear_add_(self, x: Tensor | Quantized, handle: CudaLinear, stream: Tensor) -> None:
         handle = handle.exact()
+        weight, bias = handle.weight, handle.bias
         plan = self._choose(x, handle, None, None, add=True)
+        if isinstance(weight, Quantized) and isinstance(x, Tensor) and not plan.fused_norm:
+            x = quantize_rows(x, pdl=self.options.pdl)
         if plan.kind != "cublas":
             triton_linear.linear(
-                x, handle.weight, plan, out=stream, bias=handle.bias, add=True, arrivals=self._arrivals,
-                pdl=self.options.pdl,
-            )  # fmt: skip
-        elif handle.bias is None:
-            torch.addmm(stream, x, handle.weight.T, out=stream)
+                x, weight, plan, out=stream, bias=bias, add=True, arrivals=self._arrivals, pdl=self.options.pdl
+            )
+        elif bias is None and isinstance(weight, Tensor) and isinstance(x, Tensor):
+            torch.addmm(stream, x, weight.T, out=stream)
         else:
-            stream += F.linear(x, handle.weight, handle.bias)
+            stream += _product(x, weight, bias, stream.dtype)
 
     def attention(
         self, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, batch: CudaBatch
@@ -152,29 +184,39 @@ class CudaOps:
         else:
             x = rows.norm(stream, norm, index, pdl=self.options.pdl)
             y = self._project(x, handle, plan, None, None, dtype=torch.float32)
-        return y[:, : handle.out_features]
+        assert isinstance(y, Tensor)
+        return y
 
     # ---- projections ----
 
     def _choose(
-        self, x: Tensor, handle: CudaLinear, norm: Norm | None, activation: Activation | None, *, add: bool = False
+        self,
+        x: Tensor | Quantized,
+        handle: CudaLinear,
+        norm: Norm | None,
+        activation: Activation | None,
+        *,
+        add: bool = False,
     ) -> Plan:
         if self.options.batch_invariant:
             return INVARIANT
-        if len(x) > MAX_ROWS or x.dtype != torch.bfloat16:
+        if isinstance(x, Tensor) and x.dtype != torch.bfloat16:
             return CUBLAS
-        kind: NormKind = "none" if norm is None else "rms" if norm.bias is None else "layer"
-        columns = len(handle.weight) // (2 if activation == "silu_mul" else 1)
-        site = Site(columns, x.shape[1], round_rows(len(x)), kind, activation, handle.bias is not None, add)
+        site = Site(
+            handle.columns(activation), x.shape[1], round_rows(len(x)), norm_kind(norm), activation,
+            handle.bias is not None, add, "fp8" if isinstance(handle.weight, Quantized) else "bf16",
+        )  # fmt: skip
+        if len(x) > MAX_ROWS:
+            return fallback(site)
         plan = self.options.plans.find(site)
         if plan is None:
             self.missing.add(site)
-            return CUBLAS
+            return default_plan(site)
         return plan
 
     def _project(
         self,
-        x: Tensor,
+        x: Tensor | Quantized,
         handle: CudaLinear,
         plan: Plan,
         norm: Norm | None,
@@ -182,24 +224,45 @@ class CudaOps:
         *,
         index: Tensor | None = None,
         dtype: torch.dtype | None = None,
-    ) -> Tensor:
+    ) -> Tensor | Quantized:
+        weight, bias, pdl = handle.weight, handle.bias, self.options.pdl
+        dtype = dtype or (torch.bfloat16 if isinstance(x, Quantized) else x.dtype)
         if plan.kind == "cublas":
-            y = self._cublas(x, handle, dtype or x.dtype)
-            return y if activation is None else rows.activation(y, activation, pdl=self.options.pdl)
-        columns = len(handle.weight) // (2 if activation == "silu_mul" else 1)
-        y = x.new_empty(len(x) if index is None else len(index), columns, dtype=dtype or x.dtype)
-        triton_linear.linear(
-            x, handle.weight, plan, out=y, bias=handle.bias, norm=norm, activation=activation, index=index,
-            arrivals=self._arrivals, pdl=self.options.pdl,
-        )  # fmt: skip
-        return y
+            y = _product(x, weight, bias, dtype)
+            if activation is not None:
+                make_rows = _quantized_activation if isinstance(weight, Quantized) else rows.activation
+                return make_rows(y, activation, pdl=pdl)
+        else:
+            num_rows = len(x) if index is None else len(index)
+            y = torch.empty((num_rows, handle.columns(activation)), dtype=dtype, device=self.device)
+            triton_linear.linear(
+                x, weight, plan, out=y, bias=bias, norm=norm, activation=activation, index=index,
+                arrivals=self._arrivals, pdl=pdl,
+            )  # fmt: skip
+        return y[:, : handle.out_features]  # a gate's result is half as wide, and never padded
 
-    @staticmethod
-    def _cublas(x: Tensor, handle: CudaLinear, dtype: torch.dtype) -> Tensor:
-        if dtype == x.dtype:
-            return F.linear(x, handle.weight, handle.bias)
-        if x.device.type == "cpu":  # no such product there
-            bias = None if handle.bias is None else handle.bias.to(dtype)
-            return F.linear(x.to(dtype), handle.weight.to(dtype), bias)
-        y = torch.mm(x, handle.weight.T, out_dtype=dtype)
-        return y if handle.bias is None else y + handle.bias
+
+def _join_biases(weights: Sequence[Tensor], biases: Sequence[Tensor | None], padding: int = 0) -> Tensor | None:
+    """With zeros for those that are missing; None if all are."""
+    if all(bias is None for bias in biases):
+        return None
+    filled = [w.new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)]
+    return torch.cat((*filled, weights[0].new_zeros(padding)))
+
+
+def _quantized_activation(x: Tensor, activation: Activation, *, pdl: bool) -> Quantized:
+    return quantize_rows(x, activation=activation, pdl=pdl)
+
+
+def _product(x: Tensor | Quantized, weight: Tensor | Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x [M, K] times weight [N, K], transposed, plus the bias: [M, N]. Both are quantised, or neither."""
+    if isinstance(weight, Quantized):
+        assert isinstance(x, Quantized)
+        return scaled_product(x, weight, bias)
+    assert isinstance(x, Tensor)
+    if dtype == x.dtype:
+        return F.linear(x, weight, bias)
+    if x.device.type == "cpu":  # no such product there
+        return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    y = torch.mm(x, weight.T, out_dtype=dtype)
+    return y if bias is None else y + bias

@@ -34,6 +34,9 @@ class HostOps(ABC):
     def make_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Any:
         """A handle for ``linear`` over weights [N_i, K] that share their input. It copies none of them."""
 
+    def make_head(self, weight: Tensor) -> Any:
+        return self.make_linear([weight], [None])
+
     @abstractmethod
     def linear(self, x: Tensor, handle: Any, out_dtype: torch.dtype | None = None) -> Tensor:
         """x [M, K] times every weight of the handle, transposed, side by side: [M, N]."""

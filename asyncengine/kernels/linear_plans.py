@@ -12,14 +12,15 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 from uuid import uuid4
 
-from asyncengine.kernels.ops import Activation
+from asyncengine.kernels.ops import Activation, Norm
+from asyncengine.kernels.quantize import scaled_product_takes
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ SKINNY_ROWS = 32
 
 NormKind = Literal["none", "rms", "layer"]
 PlanKind = Literal["vector", "skinny", "tiled", "cublas"]
+WeightKind = Literal["bf16", "fp8"]
 
 
 class Site(NamedTuple):
@@ -43,15 +45,29 @@ class Site(NamedTuple):
     activation: Activation | None
     bias: bool
     add: bool
+    weight: WeightKind = "bf16"
 
     @property
     def weight_rows(self) -> int:
         return self.columns * (2 if self.activation == "silu_mul" else 1)
 
+    @property
+    def weight_bytes(self) -> int:
+        return self.weight_rows * self.inner * (1 if self.weight == "fp8" else 2)
+
+
+def norm_kind(norm: Norm | None) -> NormKind:
+    if norm is None:
+        return "none"
+    return "rms" if norm.bias is None else "layer"
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A kernel of ``triton_linear`` and its tiles, or cuBLAS between kernels for the norm and the activation."""
+    """A kernel of ``triton_linear`` and its tiles, or cuBLAS between kernels for the norm and the activation.
+
+    For float8 weights cuBLAS stands for torch's scaled product.
+    """
 
     kind: PlanKind
     columns: int = 0
@@ -66,7 +82,7 @@ class Plan:
     ahead: int = 0
     """steps whose weights are loaded ahead of the wait; 0 is all"""
     fused_norm: bool = True
-    """the norm is part of the kernel and not one of its own"""
+    """the norm, and for float8 weights the quantising of x, is part of the kernel and not one of its own"""
 
     def fits(self, columns: int, inner: int, gated: bool) -> bool:
         """Whether it can multiply weights of this shape. Needs no norm."""
@@ -89,13 +105,51 @@ def round_rows(rows: int) -> int:
     return 1 if rows == 1 else max(8, 1 << (rows - 1).bit_length())
 
 
+def fallback(site: Site) -> Plan:
+    """What can always be run: cuBLAS, if it takes such a matrix."""
+    fits = site.weight == "bf16" or scaled_product_takes(site.weight_rows, site.inner)
+    return CUBLAS if fits else INVARIANT
+
+
+def default_plan(site: Site) -> Plan:
+    """For a site that no table knows.
+
+    For float8 weights a plan by the pattern of what was fastest in bfloat16, since the scaled product takes three
+    kernels and is made for many rows.
+    """
+    if site.weight == "bf16" or site.rows > 64:
+        return fallback(site)
+    gated = site.activation == "silu_mul"
+    if site.rows == 1:
+        warps = 2 if site.inner <= 2048 else 4 if site.inner <= 8192 else 8 if site.inner <= 16384 else 16
+        inner = min(1024, 1 << (site.inner - 1).bit_length())
+        plan = Plan("vector", 4, inner, warps)
+    elif site.rows <= 8 and site.inner <= 3072:
+        plan = Plan("skinny", 16, 64, 4 if site.inner <= 1024 else 8)
+    else:
+        columns = 128 if site.weight_rows >= 1 << 14 else 64
+        split = 1
+        programs = site.weight_rows / columns
+        while not gated and split < 8 and programs * split < 100 and site.inner % (256 * split) == 0:
+            split *= 2
+        plan = Plan("tiled", columns, 128, 4, max(16, site.rows), split, 4, fused_norm=False)
+    return plan if plan.fits(site.columns, site.inner, gated) else fallback(site)
+
+
 def candidates(site: Site) -> Iterator[Plan]:
-    """Plans worth measuring, cuBLAS first."""
-    yield CUBLAS
+    """Plans worth measuring, ``fallback`` first."""
+    yield fallback(site)
     gated = site.activation == "silu_mul"
     for plan in (*_vector(site), *_skinny(site), *_tiled(site)):
-        if plan.fits(site.columns, site.inner, gated):
+        if plan.fits(site.columns, site.inner, gated) and plan != fallback(site):
             yield plan
+            if site.weight == "fp8" and plan.fused_norm:
+                yield replace(plan, fused_norm=False)
+
+
+def _packed(site: Site) -> float:
+    """Elements of the weight in half a register."""
+    return 2 if site.weight == "fp8" else 1
 
 
 def _vector(site: Site) -> Iterator[Plan]:
@@ -104,7 +158,7 @@ def _vector(site: Site) -> Iterator[Plan]:
     for columns in (4, 8, 16, 32):
         for inner in (256, 512, 1024):
             for warps in (2, 4, 8):
-                per_thread = columns * -(-site.inner // inner) * inner / (32 * warps)
+                per_thread = columns * -(-site.inner // inner) * inner / (32 * warps) / _packed(site)
                 if 24 <= per_thread <= 160 and site.weight_rows / columns >= 60:
                     yield Plan("vector", columns, inner, warps)
 
@@ -116,7 +170,7 @@ def _skinny(site: Site) -> Iterator[Plan]:
         for warps in (2, 4, 8):
             for inner in (32, 64, 128, 256):
                 steps = -(-site.inner // (warps * inner))
-                per_thread, of_x = columns * inner / 32, max(8, site.rows) * inner / 32
+                per_thread, of_x = columns * inner / 32 / _packed(site), max(8, site.rows) * inner / 32
                 if steps * warps * inner > 1.4 * site.inner or per_thread < 16:
                     continue
                 if per_thread * steps <= 200 and of_x * steps <= 256 and steps <= 6:
@@ -124,7 +178,7 @@ def _skinny(site: Site) -> Iterator[Plan]:
                 elif site.norm == "layer":
                     continue
                 elif per_thread <= 128 and of_x <= 128:
-                    fused = site.rows * site.inner <= 8192
+                    fused = site.weight == "bf16" and site.rows * site.inner <= 8192
                     for ahead in (1, 2, 3):
                         if ahead < steps and per_thread * (ahead + 1) <= 256:
                             yield Plan("skinny", columns, inner, warps, ahead=ahead, fused_norm=fused)
@@ -147,7 +201,7 @@ def _tiled(site: Site) -> Iterator[Plan]:
                     for warps in (4, 8):
                         accumulators = rows * columns / (32 * warps)
                         for stages in (3, 4, 6):
-                            shared = (rows + columns) * inner * 2 * stages
+                            shared = (rows + columns) * inner * (1 if site.weight == "fp8" else 2) * stages
                             if 4 <= accumulators <= 128 and 30_000 <= shared <= 220_000 and stages <= steps + 2:
                                 yield Plan("tiled", columns, inner, warps, rows, split, stages, fused_norm=False)
 
@@ -156,7 +210,7 @@ def _tiled(site: Site) -> Iterator[Plan]:
 
 
 class PlanTable:
-    """Plans by site. What it lacks is done by cuBLAS."""
+    """Plans by site. What it lacks is done by ``default_plan``."""
 
     def __init__(self, plans: dict[Site, Plan] | None = None) -> None:
         self._plans = dict(plans or {})
@@ -189,10 +243,13 @@ class PlanTable:
             raise ValueError(f"not a table of plans: {e}") from e
         if unknown := {plan.kind for plan in plans.values()}.difference(get_args(PlanKind)):
             raise ValueError(f"not a table of plans: {unknown} are no kinds of plan")
+        if others := {site.weight for site in plans}.difference(get_args(WeightKind)):
+            raise ValueError(f"not a table of plans: {others} are no kinds of weight")
         return cls(plans)
 
     def to_json(self) -> str:
-        lines = (json.dumps([list(site), _short(plan)]) for site, plan in sorted(self._plans.items(), key=_order))
+        entries = sorted(self._plans.items(), key=_order)
+        lines = (json.dumps([_short_site(site), _short(plan)]) for site, plan in entries)
         return "[\n" + ",\n".join(lines) + "\n]\n"
 
     def update(self, other: PlanTable) -> None:
@@ -213,6 +270,11 @@ class PlanTable:
 
 def _order(item: tuple[Site, Plan]) -> str:
     return repr(item[0])
+
+
+def _short_site(site: Site) -> list[Any]:
+    """As tables were written before there were other weights than bfloat16."""
+    return list(site[:-1] if site.weight == "bf16" else site)
 
 
 def _short(plan: Plan) -> dict[str, Any]:

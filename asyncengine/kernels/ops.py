@@ -66,14 +66,20 @@ class Ops(Protocol):
         The CPU copies no contiguous weight; a transposed view may be copied.
         """
 
+    def make_head(self, weight: Tensor) -> Any:
+        """A handle for the weight [V, K] of ``logits``, which nobody quantises."""
+
     def embed(self, batch: Any, table: Tensor, position_table: Tensor | None = None) -> Any:
         """The stream of a step's tokens: their rows of ``table`` [V, H], plus those of their positions."""
 
-    def norm_linear(self, stream: Any, norm: Norm, handle: Any, activation: Activation | None = None) -> Tensor:
-        """The normed stream times the handle's weights, transposed: [T, N], activated if so said."""
+    def norm_linear(self, stream: Any, norm: Norm, handle: Any, activation: Activation | None = None) -> Any:
+        """The normed stream times the handle's weights, transposed: a Tensor [T, N].
 
-    def linear_add_(self, x: Tensor, handle: Any, stream: Any) -> None:
-        """stream += x [T, K] times the handle's weights, transposed."""
+        Activated, if so said, it is [T, N] in a form of the package's own, which only ``linear_add_`` reads.
+        """
+
+    def linear_add_(self, x: Any, handle: Any, stream: Any) -> None:
+        """stream += x times the handle's weights, transposed; x [T, K] may be what ``norm_linear`` activated."""
 
     def attention(
         self, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, batch: Any

@@ -26,6 +26,11 @@ INTERPRETED = bool(knobs.runtime.interpret)
 """Kernels run in Triton's interpreter, which knows no launch attributes and no bfloat16 products."""
 
 
+def must_widen(dtype: torch.dtype) -> bool:
+    """The interpreter multiplies the bits of bfloat16 as if they were integers."""
+    return dtype == torch.bfloat16 and INTERPRETED
+
+
 @triton.jit
 def start_next(PDL: tl.constexpr):
     """Let the programs of the next kernel start as soon as there is room for them."""

@@ -13,6 +13,7 @@ from asyncengine._core import StepBatch
 from asyncengine.kernels.host import HostOps
 from asyncengine.kernels.ops import Activation, Norm
 from asyncengine.kernels.paging import gather_kv, visible
+from asyncengine.kernels.quantize import quantize
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,26 @@ class ReferenceOps(HostOps):
             scores.masked_fill_(~visible(last - first, 0, end, window), float("-inf"))
             out[first:last] = torch.einsum("hqk,hkd->qhd", scores.softmax(-1), v)
         return out.flatten(1)
+
+
+@dataclass(frozen=True)
+class Float8Linear(ReferenceLinear):
+    """Weights that were quantised and are float32 again."""
+
+
+class Float8ReferenceOps(ReferenceOps):
+    """The twin of CudaOps with float8 weights: the same numbers quantised, a row or a channel at a time."""
+
+    def make_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> ReferenceLinear:
+        return Float8Linear(tuple(quantize(w).dequantize() for w in weights), tuple(biases))
+
+    def make_head(self, weight: Tensor) -> ReferenceLinear:
+        return super().make_linear([weight], [None])
+
+    def linear(self, x: Tensor, handle: ReferenceLinear, out_dtype: torch.dtype | None = None) -> Tensor:
+        if not isinstance(handle, Float8Linear):
+            return super().linear(x, handle, out_dtype)
+        return super().linear(quantize(x).dequantize(), handle).to(out_dtype or x.dtype)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -2,12 +2,18 @@
 
     out = residual + activation(norm(x) W^T + bias)
 
+The weights are bfloat16 (or float32), or float8 with a scale per row (see quantize.py).
+
 Three kernels, by how they multiply: ``vector`` with plain multiplications (one row), ``skinny`` with tensor cores
 and every warp of a program on another stretch of K (up to 32 rows), ``tiled`` with Hopper's asynchronous tensor cores
 and a pipelined loop (more rows). ``asyncengine.kernels.linear_plans`` says which, and how large its tiles are.
 
 The first two load weights into registers before they wait for the kernel that makes x (see pdl.py): at a few
 microseconds each, a projection is bound by its start-up and not by its bytes.
+
+Float8 numbers are exact in float16, and so are their products in float32: the first two convert weights in registers
+and multiply as ever, and since every program sees whole rows of x, it can quantise them itself after the norm. The
+third multiplies float8 with float8, x quantised by a kernel before it.
 
 Every program's sums are its own and split K is added up in the order of the splits: a result depends on the plan, not
 on what else runs.
@@ -24,9 +30,11 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncengine.kernels.compiling import kernel
-from asyncengine.kernels.linear_plans import Plan
+from asyncengine.kernels.linear_plans import Plan, norm_kind
 from asyncengine.kernels.ops import Activation, Norm
-from asyncengine.kernels.pdl import INTERPRETED, launch_options, start_next, wait
+from asyncengine.kernels.pdl import launch_options, must_widen, start_next, wait
+from asyncengine.kernels.quantize import Quantized
+from asyncengine.kernels.triton_quantize import row_scale
 from asyncengine.kernels.triton_rows import activate
 
 MAX_ARRIVALS = 1 << 16
@@ -34,8 +42,8 @@ MAX_ARRIVALS = 1 << 16
 
 
 def linear(
-    x: Tensor,
-    weight: Tensor,
+    x: Tensor | Quantized,
+    weight: Tensor | Quantized,
     plan: Plan,
     *,
     out: Tensor,
@@ -53,19 +61,19 @@ def linear(
     of x and out may be strided. The plan must fit (``Plan.fits``). ``arrivals`` are int32 counters that are 0 between
     launches, MAX_ARRIVALS of them for a split K; launches that share them must not overlap. ``index`` int64 [M] names
     the rows of x to take. The tiled kernel takes neither index nor norm.
+
+    With a quantised weight there is no index, a norm is an RMS norm, and x must be quantised already (after its norm)
+    for the tiled kernel and for weights loaded ``ahead``; elsewhere it may be.
     """
+    if not _takes(plan, x, weight, norm, index):
+        raise ValueError(f"{plan} does not fit what is fused with it")
+    x, x_scale = (x.values, x.scale) if isinstance(x, Quantized) else (x, None)
+    weight, weight_scale = (weight.values, weight.scale) if isinstance(weight, Quantized) else (weight, None)
     rows, inner = len(x) if index is None else len(index), x.shape[1]
     gated = activation == "silu_mul"
     columns = len(weight) // 2 if gated else len(weight)
-    match plan.kind:
-        case "cublas":
-            fused = False
-        case "tiled":
-            fused = norm is None and index is None
-        case _:  # a layer norm needs its row's mean before the first product
-            fused = plan.ahead == 0 or (plan.kind == "skinny" and (norm is None or norm.bias is None))
-    if not fused or not plan.fits(columns, inner, gated):
-        raise ValueError(f"{plan} does not fit a weight {list(weight.shape)}, or what is fused with it")
+    if not plan.fits(columns, inner, gated):
+        raise ValueError(f"{plan} does not fit a weight {list(weight.shape)}")
     strided = x.stride(1) != 1 or out.stride(1) != 1 or not weight.is_contiguous()
     if strided or out.shape != (rows, columns) or weight.shape != (columns * (1 + gated), inner):
         raise ValueError(f"x {list(x.shape)}, weight {list(weight.shape)} and out {list(out.shape)} do not fit")
@@ -74,13 +82,13 @@ def linear(
         "ACT": activation or "none",
         "BIAS": bias is not None,
         "ADD": add,
-        # The interpreter multiplies the bits of bfloat16 as if they were integers.
-        "WIDEN": x.dtype == torch.bfloat16 and INTERPRETED,
+        "WIDEN": must_widen(x.dtype),
         "num_warps": plan.warps,
         "num_stages": plan.stages,
         **launch_options(pdl),
     }
     bias = weight if bias is None else bias
+    scales = x_scale, weight_scale
     if plan.kind == "tiled":
         blocks, programs = triton.cdiv(rows, plan.rows), triton.cdiv(len(weight), plan.columns)
         if plan.split > 1 and (arrivals is None or blocks * programs > len(arrivals)):
@@ -88,25 +96,42 @@ def linear(
         size = plan.split * blocks * programs * plan.columns * plan.rows if plan.split > 1 else 0
         partials = torch.empty(size, dtype=torch.float32, device=x.device)
         _tiled_kernel[(programs, plan.split, blocks)](
-            x, weight, bias, out, partials, x if arrivals is None else arrivals,
+            x, weight, bias, out, partials, x if arrivals is None else arrivals, *scales,
             rows, columns, x.stride(0), out.stride(0),
             BM=plan.rows, BN=plan.columns, BK=plan.inner, SPLIT=plan.split, STAGES=plan.stages, **common,
         )  # fmt: skip
         return
-    kind, norm_weight, norm_bias, eps = "none", weight, weight, 0.0
-    if norm is not None:
-        kind, norm_weight, eps = "rms", norm.weight, norm.eps
-        if norm.bias is not None:
-            kind, norm_bias = "layer", norm.bias
+    gain, shift, eps = (weight, None, 0.0) if norm is None else norm
     programs = len(weight) // plan.columns
     kernel, extra = _vector_kernel, {"M": rows}
     if plan.kind == "skinny":
-        kernel, extra = _skinny_kernel, {"BM": max(8, triton.next_power_of_2(rows)), "B": plan.warps}
+        kernel = _skinny_kernel
+        extra = {"BM": max(8, triton.next_power_of_2(rows)), "B": plan.warps, "AHEAD": plan.ahead}
     kernel[(programs,)](
-        x, x if index is None else index, weight, bias, norm_weight, norm_bias, out,
+        x, x if index is None else index, weight, bias, gain, weight if shift is None else shift, out, *scales,
         rows, columns, x.stride(0), out.stride(0), eps, INDEX=index is not None,
-        BN=plan.columns, BK=plan.inner, NORM=kind, AHEAD=plan.ahead, **extra, **common,
+        BN=plan.columns, BK=plan.inner, NORM=norm_kind(norm), **extra, **common,
     )  # fmt: skip
+
+
+def _takes(
+    plan: Plan, x: Tensor | Quantized, weight: Tensor | Quantized, norm: Norm | None, index: Tensor | None
+) -> bool:
+    """Whether the plan's kernel can do all that in one launch."""
+    quantized, float8 = isinstance(x, Quantized), isinstance(weight, Quantized)
+    layer = norm is not None and norm.bias is not None
+    alone = norm is None and index is None
+    if (quantized and not (float8 and alone)) or (float8 and (layer or index is not None)):
+        return False
+    match plan.kind:
+        case "vector":
+            return plan.ahead == 0
+        case "skinny":  # a layer norm and quantising need to know the whole row before the first product
+            return plan.ahead == 0 or quantized or not (layer or float8)
+        case "tiled":
+            return quantized or (alone and not float8)
+        case _:
+            return False
 
 
 # ---- what they share ----
@@ -161,7 +186,7 @@ def _load(pointers, inside, EVEN: tl.constexpr):
 # ---- one row, or few ----
 
 
-@kernel(do_not_specialize=["rows"])  # only masks it, and every bucket has another
+@kernel
 def _vector_kernel(
     x,
     index,
@@ -170,6 +195,8 @@ def _vector_kernel(
     norm_weight,
     norm_bias,
     out,
+    x_scale,
+    weight_scale,
     rows,
     columns,
     x_stride,
@@ -184,14 +211,14 @@ def _vector_kernel(
     ACT: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
-    AHEAD: tl.constexpr,
     WIDEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     start_next(PDL)
     STEPS: tl.constexpr = (K + BK - 1) // BK
     EVEN: tl.constexpr = K % BK == 0
-    tl.static_assert(AHEAD == 0)  # all
+    FLOAT8: tl.constexpr = weight_scale is not None
+    QUANTIZE: tl.constexpr = FLOAT8 and x_scale is None
     program = tl.program_id(0)
     row = _weight_rows(program, columns, ACT == "silu_mul", BN)
     k = tl.arange(0, BK)
@@ -204,6 +231,8 @@ def _vector_kernel(
             g = g + (_load(norm_weight + i * BK + k, inside, EVEN),)
         if NORM == "layer":
             b = b + (_load(norm_bias + i * BK + k, inside, EVEN),)
+    if FLOAT8:
+        channel = tl.load(weight_scale + row)[:, None]
     wait(PDL)
     dtype: tl.constexpr = x.dtype.element_ty
     for m in tl.static_range(M):
@@ -227,34 +256,65 @@ def _vector_kernel(
                     centered = tl.where(i * BK + k < K, centered, 0.0)
                 square += centered * centered
             scale = tl.rsqrt(tl.sum(square, 0) / K + eps)
+        if QUANTIZE:
+            top = tl.zeros([BK], tl.float32)
+            for i in tl.static_range(STEPS):
+                value = xs[i]
+                if NORM == "rms":
+                    value *= g[i].to(tl.float32)
+                top = tl.maximum(top, tl.abs(value))
+            factor, back = row_scale(tl.max(top, 0, keep_dims=True))
+        elif FLOAT8:
+            back = tl.load(x_scale + m + tl.arange(0, 1))
         y = tl.zeros([BN, BK], tl.float32)
         for i in tl.static_range(STEPS):
             value = xs[i]
             if NORM == "layer":
                 value = ((value - mean) * scale * g[i].to(tl.float32) + b[i].to(tl.float32)).to(dtype).to(tl.float32)
             if NORM == "rms":
-                value = (value * g[i].to(tl.float32)).to(dtype).to(tl.float32)
+                value *= g[i].to(tl.float32)
+                if not QUANTIZE:
+                    value = value.to(dtype).to(tl.float32)
+            if QUANTIZE:
+                value = (value * factor).to(tl.float8e4nv).to(tl.float32)
             y += w[i].to(tl.float32) * value[None, :]
         total = tl.sum(y, 1)
         if NORM == "rms":
             # A row's scale is the same for all of K, so the multiplication need not wait for it.
             total *= scale
         column = _columns(program, ACT, BN)[:, None]
-        _finish(total[:, None], row, m * out_stride + column, column < columns, bias, out, ACT, BIAS, ADD)
+        total = total[:, None]
+        if FLOAT8:
+            total *= channel * back[None, :]
+        _finish(total, row, m * out_stride + column, column < columns, bias, out, ACT, BIAS, ADD)
 
 
 # ---- up to 32 rows ----
 
 
 @triton.jit
+def _narrow_dot(w, x, acc, WIDEN: tl.constexpr):
+    if w.dtype == tl.float8e4nv:
+        # float16 and not bfloat16: that is one instruction for two elements.
+        w = w.to(tl.float16)
+        x = x.to(tl.float16)
+    return _dot(w, x, acc, WIDEN)
+
+
+@triton.jit
 def _dot(w, x, acc, WIDEN: tl.constexpr):
-    if WIDEN:
-        w = w.to(tl.float32)
-        x = x.to(tl.float32)
-    return tl.dot(w, x, acc, input_precision="ieee")
+    if w.dtype == tl.float8e4nv:
+        # Sums of 128 products at most before they are added up in float32: Hopper's own have 14 bits.
+        acc = tl.dot(w, x, acc, max_num_imprecise_acc=min(128, w.shape[1]))
+    else:
+        if WIDEN:
+            w = w.to(tl.float32)
+            x = x.to(tl.float32)
+        acc = tl.dot(w, x, acc, input_precision="ieee")
+    return acc
 
 
-@kernel(do_not_specialize=["rows"])  # only masks it, and every bucket has another
+@kernel
 def _skinny_kernel(
     x,
     index,
@@ -263,6 +323,8 @@ def _skinny_kernel(
     norm_weight,
     norm_bias,
     out,
+    x_scale,
+    weight_scale,
     rows,
     columns,
     x_stride,
@@ -291,6 +353,8 @@ def _skinny_kernel(
     STEPS: tl.constexpr = (K + TILE - 1) // TILE
     EVEN: tl.constexpr = K % TILE == 0
     ALL: tl.constexpr = AHEAD == 0
+    FLOAT8: tl.constexpr = weight_scale is not None
+    QUANTIZE: tl.constexpr = FLOAT8 and x_scale is None
     dtype: tl.constexpr = x.dtype.element_ty
     program = tl.program_id(0)
     row = _weight_rows(program, columns, ACT == "silu_mul", BN)
@@ -301,11 +365,15 @@ def _skinny_kernel(
     w, g, b = (), (), ()
     for i in tl.static_range(STEPS if ALL else AHEAD):
         w = w + (_load(at + i * TILE, i * TILE + kw < K, EVEN),)
-        if NORM != "none":
+        if ALL and NORM != "none":
             g = g + (_load(norm_weight + i * TILE + kx, i * TILE + kx < K, EVEN),)
         if NORM == "layer":
             b = b + (_load(norm_bias + i * TILE + kx, i * TILE + kx < K, EVEN),)
+    if FLOAT8:
+        channel = tl.load(weight_scale + row)[:, None]
     wait(PDL)
+    if FLOAT8 and not QUANTIZE:
+        back = tl.load(x_scale + tl.arange(0, BM), mask=tl.arange(0, BM) < rows, other=0.0)
     m = tl.arange(0, BM)[None, None, :]
     source = m.to(tl.int64)
     if INDEX:
@@ -328,17 +396,28 @@ def _skinny_kernel(
                     centered = tl.where(i * TILE + kx < K, centered, 0.0)
                 square += centered * centered
             scale = tl.rsqrt(tl.sum(tl.sum(square, 1), 0) / K + eps)[None, None, :]
+        if QUANTIZE:
+            top = tl.zeros([B, BK, BM], tl.float32)
+            for i in tl.static_range(STEPS):
+                wide = xs[i].to(tl.float32)
+                if NORM == "rms":
+                    wide *= g[i].to(tl.float32)
+                top = tl.maximum(top, tl.abs(wide))
+            factor, back = row_scale(tl.max(tl.max(top, 1), 0))
         for i in tl.static_range(STEPS):
             value = xs[i]
             if NORM == "rms":
                 wide = value.to(tl.float32)
                 square += wide * wide
-                value = (wide * g[i].to(tl.float32)).to(dtype)
+                wide *= g[i].to(tl.float32)
+                value = wide if QUANTIZE else wide.to(dtype)
+            if QUANTIZE:
+                value = (value.to(tl.float32) * factor[None, None, :]).to(tl.float8e4nv)
             if NORM == "layer":
                 value = ((value.to(tl.float32) - mean) * scale * g[i].to(tl.float32) + b[i].to(tl.float32)).to(dtype)
-            acc = _dot(w[i], value, acc, WIDEN)
+            acc = _narrow_dot(w[i], value, acc, WIDEN)
     else:
-        tl.static_assert(NORM != "layer")
+        tl.static_assert(NORM != "layer" and not QUANTIZE)
         value = tl.load(from_x, mask=(m < rows) & (kx < K), other=0.0)
         for step in tl.range(0, STEPS, num_stages=1):
             k = (step + 1) * TILE
@@ -352,13 +431,15 @@ def _skinny_kernel(
                 square += wide * wide
                 gain = _load(norm_weight + step * TILE + kx, step * TILE + kx < K, EVEN)
                 value = (wide * gain.to(tl.float32)).to(dtype)
-            acc = _dot(w[0], value, acc, WIDEN)
+            acc = _narrow_dot(w[0], value, acc, WIDEN)
             w = w[1:] + (following,)
             value = next_value
     y = tl.sum(acc, 0)
     if NORM == "rms":
         y *= tl.rsqrt(tl.sum(tl.sum(square, 1), 0) / K + eps)[None, :]
     m2 = tl.arange(0, BM)[None, :]
+    if FLOAT8:
+        y *= channel * back[None, :]
     to = m2.to(tl.int64) * out_stride + _columns(program, ACT, BN)[:, None]
     _finish(y, row, to, m2 < rows, bias, out, ACT, BIAS, ADD)
 
@@ -366,7 +447,7 @@ def _skinny_kernel(
 # ---- more rows ----
 
 
-@kernel(do_not_specialize=["rows"])  # only masks it, and every bucket has another
+@kernel
 def _tiled_kernel(
     x,
     weight,
@@ -374,6 +455,8 @@ def _tiled_kernel(
     out,
     partials,
     arrivals,
+    x_scale,
+    weight_scale,
     rows,
     columns,
     x_stride,
@@ -400,7 +483,12 @@ def _tiled_kernel(
     from_weight = weight + row[:, None] * K + k[None, :]
     from_x = x + m[None, :].to(tl.int64) * x_stride + k[:, None]
     there = (m < rows)[None, :]
+    FLOAT8: tl.constexpr = weight_scale is not None
+    if FLOAT8:
+        channel = tl.load(weight_scale + row)[:, None]
     wait(PDL)
+    if FLOAT8:
+        back = tl.load(x_scale + m, mask=m < rows, other=0.0)[None, :]
     acc = tl.zeros([BN, BM], tl.float32)
     for done in tl.range(0, SPAN, BK, num_stages=STAGES):
         if SPAN % BK:
@@ -423,6 +511,8 @@ def _tiled_kernel(
         acc = tl.zeros([BN, BM], tl.float32)
         for i in tl.static_range(SPLIT):
             acc += tl.load(at + i * size, cache_modifier=".cg")
+    if FLOAT8:
+        acc *= channel * back
     column = _columns(program, ACT, BN)[:, None]
     to = m[None, :].to(tl.int64) * out_stride + column
     _finish(acc, row, to, there & (column < columns), bias, out, ACT, BIAS, ADD)

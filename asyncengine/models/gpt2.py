@@ -109,7 +109,7 @@ class GPT2LMHeadModel:
         head = self._embedding
         if not config.tie_word_embeddings:
             head = weights.get("lm_head.weight", config.vocab_size, hidden)
-        self._head = ops.make_linear([head], [None])
+        self._head = ops.make_head(head)
 
     def forward(self, batch: Any, caches: list[LayerKVCache]) -> Tensor | None:
         """Run the step and write its KV; float32 logits [num_samples, vocab_size], None without samples."""

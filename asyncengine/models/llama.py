@@ -151,7 +151,7 @@ class LlamaForCausalLM:
         head = self._embedding
         if not config.tie_word_embeddings:
             head = weights.get("lm_head.weight", config.vocab_size, config.hidden_size)
-        self._head = ops.make_linear([head], [None])
+        self._head = ops.make_head(head)
 
     def forward(self, batch: Any, caches: list[LayerKVCache]) -> Tensor | None:
         """Run the step and write its KV; float32 logits [num_samples, vocab_size], None without samples."""

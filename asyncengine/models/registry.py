@@ -25,10 +25,12 @@ class CausalLM(Protocol):
 class Family(NamedTuple):
     read_config: Callable[[RawConfig], ModelConfig]
     build: Callable[[ModelConfig, WeightSource, Ops, AttentionBackend, int], CausalLM]
+    quantizable: bool = True
+    """Its norms are RMS norms and its activation silu_mul, which is what float8 kernels know."""
 
 
 FAMILIES = {
-    "GPT2LMHeadModel": Family(gpt2.read_config, gpt2.GPT2LMHeadModel),
+    "GPT2LMHeadModel": Family(gpt2.read_config, gpt2.GPT2LMHeadModel, quantizable=False),
     "LlamaForCausalLM": Family(llama.read_config, llama.LlamaForCausalLM),
     "MistralForCausalLM": Family(mistral.read_config, mistral.MistralForCausalLM),
     "Qwen2ForCausalLM": Family(qwen2.read_config, qwen2.Qwen2ForCausalLM),

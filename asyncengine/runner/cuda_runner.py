@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Self
 
@@ -60,15 +61,23 @@ class CudaRunner:
             raise ConfigError("device=cuda, but torch sees no GPU: check the driver, and that torch is built for CUDA")
         device = torch.device("cuda", torch.cuda.current_device())
         torch.empty(1, device=device)  # torch loads the CUDA runtime when it first needs it
+        capability = torch.cuda.get_device_capability(device)
+        if config.quantization == "fp8" and capability < (8, 9):
+            raise ConfigError(
+                "quantization=fp8 needs a GPU of compute capability 8.9 or newer; "
+                f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}"
+            )
         native = _core.CudaDevice(loaded_libcudart(), device.index)
         options = CudaOptions(
             PlanTable.load(torch.cuda.get_device_name(device)),
             pdl=config.programmatic_launch and pdl.works(device),
             batch_invariant=config.batch_invariant,
+            quantization=config.quantization,
         )
         ops = CudaOps(device, options)
         try:
             loaded = load_model(config, ops, NativeAttention(ops), progress=progress)
+            loaded = replace(loaded, owned_bytes=loaded.owned_bytes - ops.saved_bytes)
             buckets = step_buckets(config, loaded, device)
             budget = _kv_budget(config, loaded, ops, native, buckets)
             num_blocks = kv_cache.choose_num_blocks(
@@ -162,8 +171,12 @@ def prepare_kernels(
 def _compile(steps: DeviceSteps, buckets: list[Bucket], device: torch.device, threads: int) -> None:
     started = time.monotonic()
     few = [bucket for bucket in buckets if bucket.max_tokens <= MAX_ROWS or bucket == buckets[-1]]
-    # Steps of about the same size launch the same, and so do all beyond MAX_ROWS tokens.
-    chosen = {((b.max_rows - 1).bit_length(), (b.max_tokens - 1).bit_length(), *b[2:]): b for b in few}
+    # Steps of about the same size launch the same, and so do all beyond MAX_ROWS tokens. Triton compiles for counts that
+    # are a multiple of 16 apart.
+    chosen = {
+        ((b.max_rows - 1).bit_length(), (b.max_tokens - 1).bit_length(), b.max_rows % 16, b.max_tokens % 16, *b[2:]): b
+        for b in few
+    }
     runs = [partial(steps.run, bucket, variant) for bucket in chosen.values() for variant in (FULL, GREEDY)]
     compile_launches([*runs, steps.copy_blocks], device, threads)
     logger.info("compiled kernels, or found them in Triton's cache, in %.1f s", time.monotonic() - started)

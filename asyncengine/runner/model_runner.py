@@ -78,6 +78,11 @@ def load_model(
     model_config = family.read_config(raw)
     max_model_len = choose_max_model_len(config, model_config)
     dtype = choose_dtype(config.dtype, raw.dtype, ops.device)
+    if config.quantization != "none":
+        if not family.quantizable:
+            raise ConfigError(f"quantization={config.quantization} is not implemented for {architecture}")
+        if dtype != torch.bfloat16:
+            raise ConfigError(f"quantization={config.quantization} needs dtype=bfloat16, and not {dtype}")
     weights = (
         DummyWeights(dtype, model_config.initializer_range, config.seed, device=ops.device)
         if dummy
@@ -113,6 +118,8 @@ class CpuModelRunner:
     @classmethod
     def load(cls, config: EngineConfig, *, progress: bool = False, ops: HostOps | None = None) -> Self:
         """``load_model`` with a KV cache in host memory; the same errors, and ConfigError if that does not fit."""
+        if config.quantization != "none":
+            raise ConfigError(f"quantization={config.quantization} needs a GPU, and there is none or device is cpu")
         ops = ops or CpuOps(config.num_threads)
         loaded = load_model(config, ops, make_attention(config.prefill_attention, ops), progress=progress)
         num_blocks = kv_cache.choose_num_blocks(

@@ -22,8 +22,9 @@ from triton import TritonError
 
 from asyncengine.kernels.compiling import compile_launches
 from asyncengine.kernels.cuda import CudaLinear, CudaOps, CudaOptions
-from asyncengine.kernels.linear_plans import CUBLAS, Plan, PlanTable, Site, candidates, keep
+from asyncengine.kernels.linear_plans import Plan, PlanTable, Site, candidates, default_plan, fallback, keep
 from asyncengine.kernels.ops import Norm
+from asyncengine.kernels.quantize import quantize_weights
 
 logger = logging.getLogger(__name__)
 
@@ -119,13 +120,13 @@ class _Case:
         def random(*shape: int) -> Tensor:
             return torch.randn(*shape, device=device).to(torch.bfloat16)
 
-        weight_bytes = 2 * site.weight_rows * site.inner
-        calls = calls or min(_MAX_CALLS, max(_MIN_CALLS, -(-_COLD_BYTES // weight_bytes)))
+        calls = calls or min(_MAX_CALLS, max(_MIN_CALLS, -(-_COLD_BYTES // site.weight_bytes)))
         handles = []
         for _ in range(calls):
             weight = random(site.weight_rows, site.inner).mul_(site.inner**-0.5)
             bias = random(site.weight_rows) if site.bias else None
-            handles.append(CudaLinear(weight, bias, site.weight_rows))
+            stored = quantize_weights([weight]) if site.weight == "fp8" else weight
+            handles.append(CudaLinear(stored, bias, site.weight_rows))
         norm = Norm(random(site.inner), random(site.inner) if site.norm == "layer" else None, 1e-5)
         rows = site.rows
         return cls(
@@ -192,7 +193,7 @@ def measure(
     ordered = sorted(sites, key=lambda site: (site.rows, -site.weight_rows * site.inner, repr(site)))
     together = max(1, 2 * threads // _TRIED)  # enough to compile at a time for all threads
     for i in range(0, len(ordered), together):
-        plans = {site: [CUBLAS, *likely(site, known, _TRIED)] for site in ordered[i : i + together]}
+        plans = {site: worth_trying(site, known) for site in ordered[i : i + together]}
         if clock() >= end:
             break
         tuner.compile(plans, threads)
@@ -200,13 +201,18 @@ def measure(
             if clock() >= end:
                 break
             try:
-                timed = tuner.fastest(site, some) if len(some) > 1 else [(0.0, CUBLAS)]
+                timed = tuner.fastest(site, some) if len(some) > 1 else [(0.0, some[0])]
             except torch.OutOfMemoryError:
                 logger.warning("too little memory of the GPU is free to measure plans for %s", site)
                 continue
             if timed:
                 measured.add(site, timed[0][1])
     return measured
+
+
+def worth_trying(site: Site, known: PlanTable) -> list[Plan]:
+    """What is run without measuring, and the likely ones."""
+    return list(dict.fromkeys((fallback(site), default_plan(site), *likely(site, known, _TRIED))))
 
 
 def likely(site: Site, known: PlanTable, count: int) -> list[Plan]:

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
+
+if TYPE_CHECKING:
+    from asyncengine.kernels.quantize import Quantization
 
 
 class CompileOnly(DriverBase):
@@ -76,10 +79,10 @@ def install() -> dict[str, Any]:
     return compiled
 
 
-def main(directory: str, dtype: str) -> None:
+def main(directory: str, dtype: str, quantization: Quantization = "none") -> None:
     from asyncengine import _core
     from asyncengine.config import EngineConfig
-    from asyncengine.kernels.cuda import CudaOps
+    from asyncengine.kernels.cuda import CudaOps, CudaOptions
     from asyncengine.layers.attention import NativeAttention
     from asyncengine.runner.buckets import Bucket
     from asyncengine.runner.cuda_runner import make_steps
@@ -89,13 +92,16 @@ def main(directory: str, dtype: str) -> None:
     compiled = install()
     config = EngineConfig(
         model=directory, dtype=dtype, load_format="dummy", max_num_seqs=4, max_num_batched_tokens=64, num_kv_blocks=8,
-        max_model_len=128,
+        max_model_len=128, quantization=quantization,
     )  # fmt: skip
-    ops = CudaOps(torch.device("cpu"))
+    ops = CudaOps(torch.device("cpu"), CudaOptions(quantization=quantization))
     loaded = load_model(config, ops, NativeAttention(ops))
     device = _core.SimulatedDevice(vocab_size=2)
     steps, _ = make_steps(config, loaded, ops, _core.CudaDevice.simulated(device), 8)
     steps.state.input_ids.zero_()
+    if quantization == "fp8":  # which has kernels of ours for few rows, whatever the card
+        for rows in (1, 4):
+            steps.run(Bucket(rows, rows, True), GREEDY)
     steps.run(Bucket(4, 64, False), GREEDY)
     steps.run(Bucket(4, 64, False), FULL)
     steps.run(Bucket(4, 4, True, 64), GREEDY)
@@ -106,4 +112,4 @@ def main(directory: str, dtype: str) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    main(*sys.argv[1:])
+    main(*sys.argv[1:])  # type: ignore[arg-type]

@@ -7,7 +7,11 @@ import os
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
+
+WIDER = {tl.float16: torch.float16, tl.bfloat16: torch.bfloat16, tl.float32: torch.float32}
+WORDS = {tl.float16: torch.int16, tl.bfloat16: torch.int16, tl.float32: torch.int32}
 
 
 def repair_interpreter() -> None:
@@ -21,7 +25,14 @@ def repair_interpreter() -> None:
     convert_float, patch_tensor, patch_language = interpreter.unrepaired
 
     def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
-        """float32 is rounded to bfloat16, where the interpreter cuts it off."""
+        """Rounds float32 to bfloat16 and to float8, where the interpreter cuts it off or forgets to carry."""
+        if (source, target) == (tl.float32, tl.float8e4nv):
+            limit = float(torch.finfo(torch.float8_e4m3fn).max)
+            exact = torch.from_numpy(np.array(data, dtype=np.float32)).clamp(-limit, limit)
+            return exact.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        if source == tl.float8e4nv and target in WIDER:
+            stored = torch.from_numpy(np.array(data)).view(torch.float8_e4m3fn)
+            return stored.to(WIDER[target]).view(WORDS[target]).numpy().view(f"u{target.primitive_bitwidth // 8}")
         if (source, target) == (tl.bfloat16, tl.float32):
             return data.astype(np.uint32) << 16
         if (source, target) != (tl.float32, tl.bfloat16):

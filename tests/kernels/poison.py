@@ -19,3 +19,12 @@ def poison_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         return x.fill_(math.nan if x.is_floating_point() else -0x5A5A5A5A)
 
     monkeypatch.setattr(torch, "empty", poisoned)
+
+
+def surrounded(x: Tensor, device: torch.device, stride: int = 0) -> tuple[Tensor, Tensor]:
+    """A copy of x in the midst of NaN, its rows ``stride`` elements longer than they are; and all that memory."""
+    edge, width = 512, x.shape[-1] + stride
+    memory = torch.full((2 * edge + len(x.view(-1, x.shape[-1])) * width,), math.nan, dtype=x.dtype, device=device)
+    inner = memory[edge:-edge].view(*x.shape[:-1], width)[..., : x.shape[-1]]
+    inner.copy_(x)
+    return inner, memory

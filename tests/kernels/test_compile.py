@@ -11,19 +11,27 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_every_kernel_of_a_step_compiles(tmp_path):
-    """Qwen3 has the most of them. Its real heads and widths, but one layer and a small vocabulary."""
+def compiled_for(directory: Path, *quantization: str) -> list[str]:
+    """The kernels of Qwen3, which has the most of them. Its real heads and widths, one layer, few words."""
     config = json.loads((ROOT / "bench/shapes/qwen3-0.6b/config.json").read_text())
     config = {key: value for key, value in config.items() if key not in ("layer_types", "max_window_layers")}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1, "vocab_size": 32000}))
+    (directory / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1, "vocab_size": 32000}))
+    return run(directory, "-m", "tests.kernels.compile_for_hopper", str(directory), "bfloat16", *quantization)
+
+
+def run(directory: Path, *arguments: str) -> list[str]:
+    """The first words that Python prints, run without the interpreter of kernels."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(directory / "cache"), "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_for_hopper", str(tmp_path), "bfloat16"],
-        cwd=ROOT, env=environment | {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    compiled = [line.split()[0] for line in done.stdout.splitlines()]
+    return [line.split()[0] for line in done.stdout.splitlines()]
+
+
+def test_every_kernel_of_a_step_compiles(tmp_path):
+    compiled = compiled_for(tmp_path)
     assert compiled.count("_attention_kernel") == 2  # decode and prefill
     assert compiled.count("_tiles_kernel") == 2  # greedy and full sampling
     for name in (
@@ -31,3 +39,44 @@ def test_every_kernel_of_a_step_compiles(tmp_path):
         "_collect_kernel", "finish_kernel",
     ):  # fmt: skip
         assert name in compiled
+
+
+def test_every_kernel_of_a_step_with_float8_weights_compiles(tmp_path):
+    compiled = compiled_for(tmp_path, "fp8")
+    assert compiled.count("_quantize_kernel") == 3  # after a norm, and of the widths of attention and of the MLP
+    assert compiled.count("_vector_kernel") == 4
+    assert compiled.count("_skinny_kernel") == 4
+    assert compiled.count("_tiled_kernel") == 4
+    assert "_norm_kernel" in compiled, "the head's"
+
+
+FLOAT8_PLANS = """
+from tests.kernels.compile_for_hopper import install
+compiled = install()
+import torch
+from asyncengine.kernels.linear_plans import Plan
+from asyncengine.kernels.quantize import FLOAT8, Quantized
+from asyncengine.kernels.triton_linear import linear
+
+def float8(rows): return Quantized(torch.empty(rows, 80, dtype=FLOAT8), torch.empty(rows))
+
+for plan in (
+    Plan("vector", 8, 32, 1), Plan("skinny", 16, 16, 2), Plan("skinny", 16, 16, 2, ahead=2), Plan("skinny", 16, 32, 2),
+    Plan("tiled", 16, 32, 4, 16, stages=2), Plan("tiled", 64, 128, 4, 32, stages=3), Plan("tiled", 64, 64, 4, 64),
+):
+    out = torch.empty(2, 48, dtype=torch.bfloat16)
+    linear(float8(2), float8(96), plan, out=out, activation="silu_mul", pdl=True)
+    linear(float8(2), float8(48), plan, out=out, bias=out[0], add=True, pdl=True)
+for name, kernel in compiled.items():
+    multiply = [word for word in ("wgmma", "mma.sync") if word in kernel.asm["ptx"]]
+    print(name.split()[0] + "".join(":" + word for word in multiply))
+"""
+
+
+def test_plans_for_float8_rows_compile(tmp_path):
+    """Every kernel with rows that are quantised already, in lengths that no tile divides."""
+    compiled = run(tmp_path, "-c", FLOAT8_PLANS)
+    assert len(compiled) == 14
+    assert compiled.count("_vector_kernel") == 2
+    assert compiled.count("_skinny_kernel:mma.sync") == 6
+    assert compiled.count("_tiled_kernel:wgmma") == 4, "64 channels are Hopper's own"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncengine import SamplingParams, testing
+from asyncengine import ConfigError, SamplingParams, testing
 from asyncengine.tokenization import placeholder_tokenizer
 from tests.kernels.simulated_cuda import make_engine
 from tests.models import tiny
@@ -129,6 +129,27 @@ def test_prefix_hits_change_nothing(checkpoint):
     twice, stats = generate(path, mixed_jobs(), rounds=2)
     assert stats.prefix_cache_hits > 0
     assert once == twice
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")  # of rows that a step does not use
+def test_float8_weights(checkpoint):
+    """The same tokens again, in other company: a row is quantised by itself."""
+    path, _ = checkpoint("qwen3")
+    config = {"quantization": "fp8", "dtype": "bfloat16", "batch_invariant": GPU}
+    jobs = [(prompt, greedy()) for prompt in PROMPTS]
+    outputs, _ = generate(path, jobs, **config)
+    assert [len(tokens) for (tokens,) in outputs] == [COUNT] * len(PROMPTS)
+    assert generate(path, jobs, alone=GPU, **config)[0] == outputs
+
+
+@pytest.mark.parametrize(
+    ("variant", "dtype", "message"),
+    [("gpt2", "bfloat16", "not implemented for GPT2LMHeadModel"), ("qwen3", "auto", "needs dtype=bfloat16, and not")],
+)
+def test_what_cannot_have_float8_weights(checkpoint, variant, dtype, message):
+    path, _ = checkpoint(variant)
+    with pytest.raises(ConfigError, match=message):
+        generate(path, [(PROMPTS[1], greedy())], quantization="fp8", dtype=dtype)
 
 
 def test_preemption_changes_nothing(checkpoint):

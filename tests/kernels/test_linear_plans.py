@@ -22,6 +22,8 @@ from asyncengine.kernels.linear_plans import (
     Site,
     cache_path,
     candidates,
+    default_plan,
+    fallback,
     keep,
     round_rows,
     table_name,
@@ -41,6 +43,7 @@ sites = st.builds(
     activation=st.sampled_from([None, "silu_mul", "gelu", "gelu_tanh"]),
     bias=st.booleans(),
     add=st.booleans(),
+    weight=st.sampled_from(["bf16", "fp8"]),
 )
 plans = st.builds(
     Plan,
@@ -90,6 +93,12 @@ def test_what_is_written_is_what_is_read(entries: dict[Site, Plan]) -> None:
     assert PlanTable(dict(reversed(entries.items()))).to_json() == text, "the order of a file is that of its sites"
 
 
+def test_sites_of_bfloat16_are_written_as_before_there_were_others() -> None:
+    text = PlanTable({SITE: PLAN, SITE._replace(weight="fp8"): CUBLAS}).to_json()
+    assert [entry[0] for entry in json.loads(text)] == [list(SITE[:-1]), [*SITE[:-1], "fp8"]]
+    assert PlanTable.from_json(text).find(SITE) == PLAN
+
+
 ENTRY: list[Any] = [list(SITE), {"kind": "vector"}]
 
 
@@ -103,8 +112,10 @@ ENTRY: list[Any] = [list(SITE), {"kind": "vector"}]
         "[3]",
         json.dumps([ENTRY, []]),
         json.dumps([[*ENTRY, 1]]),
-        json.dumps([[ENTRY[0][:-1], ENTRY[1]]]),
+        json.dumps([[ENTRY[0][:-2], ENTRY[1]]]),
         json.dumps([[[*ENTRY[0], 1], ENTRY[1]]]),
+        json.dumps([[[*ENTRY[0][:-1], 1], ENTRY[1]]]),
+        json.dumps([[[*ENTRY[0][:-1], "int4"], ENTRY[1]]]),
         json.dumps([[[*ENTRY[0][:-1], [1]], ENTRY[1]]]),
         json.dumps([[ENTRY[0], 3]]),
         json.dumps([[ENTRY[0], {}]]),
@@ -244,6 +255,33 @@ def test_candidates_can_run(columns: int, inner: int, rows: int, norm: Any, acti
         assert_can_run(plan, site)
     if columns > 1000 and rows <= 16:
         assert len(found) > 5, "there is something to choose from"
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32, 64, 256])
+@pytest.mark.parametrize(
+    ("columns", "inner", "norm", "activation", "add", "scalable"),
+    [
+        (6144, 4096, "rms", None, False, True),
+        (14336, 4096, "rms", "silu_mul", False, True),
+        (4096, 14336, "none", None, True, True),
+        (1000, 1608, "rms", "silu_mul", False, False),
+        (51, 112, "none", None, False, False),
+    ],
+)
+def test_candidates_of_float8_can_run(
+    columns: int, inner: int, rows: int, norm: Any, activation: Any, add: bool, scalable: bool
+) -> None:
+    site = Site(columns, inner, rows, norm, activation, False, add, "fp8")
+    found = list(candidates(site))
+    assert found[0] == fallback(site) == (CUBLAS if scalable else INVARIANT)
+    assert len(set(found)) == len(found)
+    for plan in (*found, default_plan(site)):
+        assert_can_run(plan, site)
+        assert plan.ahead == 0 or not plan.fused_norm, "who loads ahead knows no row's largest element"
+    if columns > 4000:
+        assert len(found) > 5, "there is something to choose from"
+    if columns > 4000 and rows == 1:
+        assert {plan.fused_norm for plan in found if plan.kind == "vector"} == {True, False}
 
 
 @given(site=sites)

@@ -18,7 +18,7 @@ from asyncengine.kernels.device_step import allocate_step
 from asyncengine.kernels.linear_plans import INVARIANT, MAX_ROWS, Plan, PlanTable, Site, round_rows
 from asyncengine.kernels.ops import Activation, Norm
 from asyncengine.kernels.triton_linear import linear
-from tests.kernels.poison import poison_new_memory
+from tests.kernels.poison import poison_new_memory, surrounded
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
@@ -40,15 +40,6 @@ PLANS = {
     "tiled": Plan("tiled", 16, 32, 4, 16, stages=2, fused_norm=False),
 }
 plan_names = pytest.mark.parametrize("name", PLANS)
-
-
-def surrounded(x: Tensor, device: torch.device, stride: int = 0) -> tuple[Tensor, Tensor]:
-    """A copy of x in the midst of NaN, its rows ``stride`` elements longer than they are; and all that memory."""
-    edge, width = 512, x.shape[-1] + stride
-    memory = torch.full((2 * edge + len(x.view(-1, x.shape[-1])) * width,), math.nan, dtype=x.dtype, device=device)
-    inner = memory[edge:-edge].view(*x.shape[:-1], width)[..., : x.shape[-1]]
-    inner.copy_(x)
-    return inner, memory
 
 
 @dataclass(frozen=True)

@@ -559,6 +559,11 @@ def test_context_longer_than_the_models(llama):
         load(llama, max_model_len=129)
 
 
+def test_float8_weights_are_for_gpus(llama):
+    with pytest.raises(ConfigError, match="quantization=fp8 needs a GPU"):
+        load(llama, quantization="fp8")
+
+
 def test_forward_without_samples(llama):
     driver = tiny.Driver(load(llama))
     sequence = driver.add(PROMPT, 8)

@@ -1,0 +1,248 @@
+"""What float8 weights cost in accuracy: logits of a model with them beside those without.
+
+    python bench/fp8_accuracy.py [--model DIRECTORY ...] [--rows 1,8,64] [--tokens 64] [--json FILE]
+
+Sequences are stories of the bundled grammar, or random ids where a directory has no weights (then these are random,
+too). All their tokens are given: as prompts of all sequences in one step, and token by token, so many sequences at
+once; each count of rows has kernels of its own. Then both continue the first halves greedily. Relative error is that of
+all logits together, KL the mean divergence of the two distributions (nats).
+
+The noise beside them is bfloat16 against itself: token by token against prompts. With --device cpu both are plain torch
+in float32 (asyncengine.kernels.reference), which shows what quantising alone does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_common import SHAPES, SHAPES_DIR
+from torch import Tensor
+
+from asyncengine import _core, bundled_model
+from asyncengine.bundled.grammar import generate
+from asyncengine.cli.benchmarks import report
+from asyncengine.cli.benchmarks.report import Figure
+from asyncengine.config import EngineConfig
+from asyncengine.kernels.host import HostOps
+from asyncengine.kernels.ops import Ops
+from asyncengine.kernels.quantize import Quantization
+from asyncengine.layers.attention import NativeAttention
+from asyncengine.runner import kv_cache
+from asyncengine.runner.model_runner import LoadedModel, load_model
+from asyncengine.tokenization import Tokenizer
+
+_BLOCK = 16
+_PIECE = 512
+"""Rows of logits that are compared at a time."""
+
+
+class Sequences:
+    """A model over sequences that are equally long, each with blocks of its own; logits of every token."""
+
+    def __init__(self, loaded: LoadedModel, ops: Ops, rows: int, length: int) -> None:
+        self._loaded = loaded
+        self._ops = ops
+        self._rows = rows
+        self._length = length
+        self._blocks = -(-length // _BLOCK)
+        self._cache = kv_cache.allocate(loaded.config, rows * self._blocks, _BLOCK, loaded.dtype, ops)
+        self._work: dict[int, Any] = {}
+
+    def advance(self, ids: Tensor, context: int) -> Tensor:
+        """ids [R, C] behind ``context`` tokens, for the first R sequences: float32 logits [R, C, V]."""
+        rows, count = ids.shape
+        positions = torch.arange(context, context + count).repeat(rows, 1)
+        slots = torch.arange(rows)[:, None] * (self._blocks * _BLOCK) + positions
+        make = self._host_batch if isinstance(self._ops, HostOps) else self._device_batch
+        with torch.inference_mode():
+            batch = make(ids.flatten(), positions.flatten(), slots.flatten(), rows, context)
+            logits = self._loaded.model.forward(batch, self._cache.layers)
+        assert logits is not None
+        return logits.view(rows, count, -1)
+
+    def _tables(self, rows: int) -> Tensor:
+        return torch.arange(rows * self._blocks).view(rows, -1)
+
+    def _host_batch(self, ids: Tensor, positions: Tensor, slots: Tensor, rows: int, context: int) -> Any:
+        starts = range(0, len(ids) + 1, len(ids) // rows)
+        return _core.StepBatch(
+            ids.tolist(), positions.tolist(), slots.tolist(), list(starts), [context] * rows,
+            self._tables(rows).tolist(), list(range(len(ids))),
+        )  # fmt: skip
+
+    def _device_batch(self, ids: Tensor, positions: Tensor, slots: Tensor, rows: int, context: int) -> Any:
+        from asyncengine.kernels.cuda import CudaBatch
+        from asyncengine.kernels.device_step import allocate_step
+        from asyncengine.kernels.work_list import AttentionShape, WorkList
+
+        config, device = self._loaded.config, self._ops.device
+        count = len(ids) // rows
+        every_token = torch.arange(len(ids), device=device)
+        step = replace(allocate_step(rows, self._blocks, rows, len(ids), device), sample_index=every_token)
+        for field, values in (
+            (step.input_ids, ids),
+            (step.positions, positions),
+            (step.slot_mapping, slots),
+            (step.slots.block_tables, self._tables(rows)),
+            (step.row_slot, torch.arange(rows)),
+            (step.row_query_start, torch.arange(rows) * count),
+            (step.row_query_len, torch.tensor(count)),
+            (step.row_context_len, torch.tensor(context)),
+        ):
+            field.copy_(values)
+        if not self._work:
+            shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, self._loaded.dtype)
+            for window in set(config.layer_windows):
+                self._work[window] = WorkList.allocate(
+                    shape, max_rows=self._rows, max_tokens=self._rows * self._length, max_context=self._length,
+                    device=device, window=window,
+                )  # fmt: skip
+        batch = CudaBatch(step, {w: work.decode_only if count == 1 else work for w, work in self._work.items()})
+        batch.build_work(pdl=False)
+        return batch
+
+
+def load(directory: Path, quantization: Quantization, args: argparse.Namespace, tokens: int) -> tuple[LoadedModel, Ops]:
+    dummy = not any(directory.glob("*.safetensors"))
+    config = EngineConfig(
+        model=str(directory), load_format="dummy" if dummy else "auto", max_model_len=tokens,
+        dtype="float32" if args.device == "cpu" else "bfloat16",
+    )  # fmt: skip
+    ops: Ops
+    if args.device == "cpu":
+        from asyncengine.kernels.reference import Float8ReferenceOps, ReferenceOps
+
+        ops = Float8ReferenceOps() if quantization == "fp8" else ReferenceOps()
+    else:
+        from asyncengine.kernels.cuda import CudaOps, CudaOptions
+        from asyncengine.kernels.linear_plans import PlanTable
+
+        device = torch.device("cuda", 0)
+        plans = PlanTable.load(torch.cuda.get_device_name(device))
+        ops = CudaOps(device, CudaOptions(plans, quantization=quantization))
+        config = replace(config, quantization=quantization)
+    return load_model(config, ops, NativeAttention(ops)), ops
+
+
+def read_texts(directory: Path, count: int, tokens: int) -> Tensor:
+    """int64 [count, tokens]: beginnings of stories, those that are long enough."""
+    rng = random.Random(0)
+    if not any(directory.glob("tokenizer*")):
+        vocabulary = json.loads((directory / "config.json").read_text())["vocab_size"]
+        return torch.tensor([rng.choices(range(vocabulary), k=tokens) for _ in range(count)])
+    tokenizer = Tokenizer.from_pretrained(str(directory))
+    texts: list[list[int]] = []
+    for _ in range(1000 * count):
+        ids = tokenizer.encode(generate(rng))
+        if len(ids) >= tokens:
+            texts.append(ids[:tokens])
+        if len(texts) == count:
+            return torch.tensor(texts)
+    raise SystemExit(f"too few stories have {tokens} tokens: lower --tokens")
+
+
+# ---- what is compared ----
+
+
+def given(model: Sequences, ids: Tensor, chunk: int) -> Tensor:
+    """Logits [R, L, V] of all tokens, ``chunk`` of each sequence in a step."""
+    parts = [model.advance(ids[:, at : at + chunk], at) for at in range(0, ids.shape[1], chunk)]
+    return torch.cat(parts, 1)
+
+
+def continued(model: Sequences, ids: Tensor, count: int) -> Tensor:
+    """Greedy tokens [R, count] behind ids."""
+    tokens = [model.advance(ids, 0)[:, -1].argmax(1)]
+    for at in range(ids.shape[1], ids.shape[1] + count - 1):
+        tokens.append(model.advance(tokens[-1][:, None].cpu(), at)[:, -1].argmax(1))
+    return torch.stack(tokens, 1)
+
+
+def pieces(*logits: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    yield from zip(*(x.flatten(0, -2).split(_PIECE) for x in logits), strict=True)
+
+
+def compare(exact: Tensor, other: Tensor) -> dict[str, float]:
+    """Of logits [R, L, V]."""
+    error = norm = divergence = same = 0.0
+    count = exact[..., 0].numel()
+    for a, b in pieces(exact, other):
+        error += float((b - a).square().sum(dtype=torch.float64))
+        norm += float(a.square().sum(dtype=torch.float64))
+        log_a, log_b = a.log_softmax(-1), b.log_softmax(-1)
+        divergence += float((log_a.exp() * (log_a - log_b)).sum(dtype=torch.float64))
+        same += float((a.argmax(-1) == b.argmax(-1)).sum())
+    return {"relative error": math.sqrt(error / norm), "KL": divergence / count, "equal tokens": same / count}
+
+
+def perplexity(logits: Tensor, ids: Tensor) -> float:
+    loss, targets = 0.0, ids[:, 1:].flatten().to(logits.device)
+    for x, target in zip((p[0] for p in pieces(logits[:, :-1])), targets.split(_PIECE), strict=True):
+        loss += float(torch.nn.functional.cross_entropy(x, target, reduction="sum"))
+    return math.exp(loss / len(targets))
+
+
+def measure(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
+    most = max(args.rows)
+    ids = read_texts(directory, most, args.tokens)
+    models = {}
+    for kind in ("none", "fp8"):
+        loaded, ops = load(directory, kind, args, args.tokens)
+        models[kind] = Sequences(loaded, ops, most, args.tokens)
+    exact, quantised = (given(model, ids, args.tokens) for model in models.values())
+    result: dict[str, Any] = {
+        "perplexity": {"bf16": perplexity(exact, ids), "fp8": perplexity(quantised, ids)},
+        "prompts": compare(exact, quantised),
+    }
+    for rows in args.rows:
+        by_token, by_token_fp8 = (given(model, ids[:rows], 1) for model in models.values())
+        result[f"rows {rows}"] = compare(by_token, by_token_fp8)
+        result[f"noise, rows {rows}"] = compare(exact[:rows], by_token)
+    half = args.tokens // 2
+    one, other = (continued(model, ids[:, :half], args.tokens - half) for model in models.values())
+    same = one == other
+    result["continued"] = {
+        "equal tokens": float(same.double().mean()),
+        "before the first other": float(same.cumprod(1).double().mean()),
+    }
+    return result
+
+
+def figures_of(name: str, result: dict[str, Any]) -> Iterator[Figure]:
+    for kind, value in result["perplexity"].items():
+        yield Figure(f"{name}, perplexity {kind}", value, "")
+    for case, values in result.items():
+        if case != "perplexity":
+            for what, value in values.items():
+                unit, scale = ("1e-6 nats", 1e6) if what == "KL" else ("%", 1e2)
+                yield Figure(f"{name}, {case}: {what}", scale * value, unit)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", nargs="+", help="directories, or shapes of bench/shapes (default: the bundled one)")
+    parser.add_argument("--rows", default="1,8,64", help="sequences at once; the largest also for prompts")
+    parser.add_argument("--tokens", type=int, default=64, help="of a sequence")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--json", default="bench/results/fp8_accuracy.json")
+    args = parser.parse_args()
+    args.rows = [int(rows) for rows in args.rows.split(",")]
+    results = {}
+    for model in args.model or [str(bundled_model())]:
+        directory = SHAPES_DIR / model if model in SHAPES else Path(model)
+        results[directory.name] = measure(directory, args)
+    figures = [figure for name, result in results.items() for figure in figures_of(name, result)]
+    report.print_figures("Float8 weights against bfloat16", figures)
+    report.write(args.json, report.record("fp8_accuracy", figures, repeats=1, settings=vars(args), results=results))
+
+
+if __name__ == "__main__":
+    main()
