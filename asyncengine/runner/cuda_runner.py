@@ -171,8 +171,8 @@ def prepare_kernels(
 def _compile(steps: DeviceSteps, buckets: list[Bucket], device: torch.device, threads: int) -> None:
     started = time.monotonic()
     few = [bucket for bucket in buckets if bucket.max_tokens <= MAX_ROWS or bucket == buckets[-1]]
-    # Steps of about the same size launch the same, and so do all beyond MAX_ROWS tokens. Triton compiles for counts that
-    # are a multiple of 16 apart.
+    # Steps of about the same size launch the same, and so do all beyond MAX_ROWS tokens. For counts that are multiples
+    # of 16 Triton compiles kernels of their own.
     chosen = {
         ((b.max_rows - 1).bit_length(), (b.max_tokens - 1).bit_length(), b.max_rows % 16, b.max_tokens % 16, *b[2:]): b
         for b in few
