@@ -62,37 +62,6 @@ def token_of(rank: tl.tensor) -> tl.tensor:
     return ((rank & LAST_INDEX) ^ LAST_INDEX).to(tl.int32)
 
 
-@kernel
-def finish_greedy_kernel(
-    tile_rank: tl.tensor,
-    rank_row_stride: tl.tensor,
-    rank_tile_stride: tl.tensor,
-    num_tiles: tl.tensor,
-    sample_slot: tl.tensor,
-    stops: tl.tensor,
-    last_token: tl.tensor,
-    finished: tl.tensor,
-    header: tl.tensor,
-    out_words: tl.tensor,
-    ring_stride: tl.tensor,
-    TILES: tl.constexpr,
-    STOPS: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
-    wait(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(sample_slot + row)
-    if slot < 0:
-        return
-    tiles = tl.arange(0, TILES)
-    place = row * rank_row_stride + tiles.to(tl.int64) * rank_tile_stride
-    first = tl.max(tl.load(tile_rank + place, mask=tiles < num_tiles, other=NO_RANK), 0)
-    hand_on(
-        row, slot, token_of(first), is_finite(first), stops, last_token, finished, header, out_words, ring_stride,
-        STOPS,
-    )  # fmt: skip
-
-
 @triton.jit
 def _keep(
     p: tl.tensor,

@@ -46,7 +46,7 @@ from asyncengine.kernels.triton_filters import (
     rank_of,
     weigh,
 )
-from asyncengine.kernels.triton_finish import finish_greedy_kernel, finish_kernel, hand_on, token_of
+from asyncengine.kernels.triton_finish import finish_kernel, hand_on, token_of
 
 _TILE = 4096
 _BINS = 64
@@ -365,29 +365,6 @@ def sample(
         header, out_words, out_words.stride(0),
         TILE=_TILE, TILES=tiles, CHUNK=_CHUNK, LIST=_LIST, FEW=_FEW, FINE=_FINE, STOPS=MAX_STOPS,
         num_warps=8, maxnreg=_FINISH_REGISTERS, **launch_options(pdl),
-    )  # fmt: skip
-
-
-def finish_greedy(
-    tile_rank: Tensor, step: DeviceStep, header: Tensor, out_words: Tensor, *, pdl: bool = False
-) -> None:
-    """The end of ``sample`` with greedy_only, for logits whose maxima are known: one launch that reads no logits.
-
-    tile_rank is int64 [R, tiles], 1 to 4096 tiles, of any strides: the greatest ``triton_filters.rank_of`` of each
-    part of a row's logits, NO_RANK of an empty one.
-    """
-    if tile_rank.dtype != torch.int64 or tile_rank.dim() != 2 or not 0 < tile_rank.shape[1] <= MAX_TILES:
-        raise ValueError(
-            f"tile_rank must be int64 [rows, 1 to {MAX_TILES}], got {tile_rank.dtype} {list(tile_rank.shape)}"
-        )
-    rows, num_tiles = tile_rank.shape
-    _check(rows, step, header, out_words)
-    slots = step.slots
-    tiles = max(16, triton.next_power_of_2(num_tiles))
-    finish_greedy_kernel[(rows,)](
-        tile_rank, tile_rank.stride(0), tile_rank.stride(1), num_tiles, step.sample_slot,
-        slots.stops, slots.last_token, slots.finished, header, out_words, out_words.stride(0),
-        TILES=tiles, STOPS=MAX_STOPS, num_warps=1 if tiles <= 128 else 4, **launch_options(pdl),
     )  # fmt: skip
 
 

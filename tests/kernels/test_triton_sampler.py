@@ -16,7 +16,6 @@ from asyncengine import _core
 from asyncengine.kernels import triton_sampler
 from asyncengine.kernels.cpu import CpuOps
 from asyncengine.kernels.device_step import DeviceStep, allocate_step
-from asyncengine.kernels.triton_filters import MAX_VOCAB, NO_RANK
 from tests.chi_square import check_draws
 from tests.kernels.poison import poison_new_memory
 
@@ -396,37 +395,6 @@ def test_step_numbers_keep_all_their_bits(device: torch.device) -> None:
     assert case.words[RING, 0] == ((1 << 31) - 1) << 32
 
 
-# ---- maxima from elsewhere ----
-
-
-@pytest.mark.parametrize(("num_tiles", "by_tile"), [(1, False), (7, True), (1187, False), (4096, True)])
-def test_greedy_ends_from_ranks(device: torch.device, num_tiles: int, by_tile: bool) -> None:
-    rows = 3
-    generator = torch.Generator().manual_seed(num_tiles)
-    width = 5 if COMPILED else 2
-    logits = torch.randn(rows, num_tiles * width, generator=generator).round(decimals=1)
-    logits[2] = -math.inf
-    keys = logits.view(torch.int32).where(logits != 0, 0)
-    keys = (keys ^ ((keys >> 31) & 0x7FFFFFFF)).long()
-    ranks = (keys << 20) + (torch.arange(num_tiles * width) ^ (MAX_VOCAB - 1))
-    ranks = ranks.view(rows, num_tiles, width).amax(-1)
-    if num_tiles == 7:
-        ranks[:, 3] = NO_RANK.value
-        logits.view(rows, num_tiles, width)[:, 3] = -math.inf
-    if by_tile:
-        ranks = ranks.T.contiguous().T
-    whole, parts = (Case(device, [GREEDY] * rows, [4, 0, 2]) for _ in range(2))
-    for case in (whole, parts):
-        case.step.slots.stops[4, 1] = logits[0].argmax()
-    tokens = whole.run(logits, greedy_only=True)
-    assert tokens[2] == -1
-    triton_sampler.finish_greedy(ranks.to(device), parts.step, parts.header, parts.words, pdl=COMPILED)
-    assert torch.equal(parts.words, whole.words)
-    assert torch.equal(parts.step.slots.last_token, whole.step.slots.last_token)
-    assert torch.equal(parts.step.slots.finished, whole.step.slots.finished)
-    assert parts.step.slots.finished.tolist()[:5] == [0, 0, 1, 0, 1]
-
-
 # ---- misuse ----
 
 
@@ -445,10 +413,6 @@ def test_wrong_arguments_raise(device: torch.device) -> None:
     refused("samples 3", torch.zeros(4, 9, device=device))
     refused("header", header=case.header[:1])
     refused("out_words", out_words=case.words[:, :1])
-    with pytest.raises(ValueError, match="tile_rank"):
-        triton_sampler.finish_greedy(
-            torch.zeros(2, 4097, dtype=torch.int64, device=device), case.step, case.header, case.words
-        )
     step = replace(case.step, sample_slot=case.step.sample_slot[:1])
     with pytest.raises(ValueError, match="rows of logits"):
         triton_sampler.sample(logits, step, case.header, case.words, greedy_only=True)
