@@ -158,7 +158,7 @@ async def work(model: str, started: float, args: argparse.Namespace) -> dict[str
         for mode, engine in engines.items():  # last: it leaves nothing that a prefix cache could use
             measured[mode]["contexts"] = await sweep(engine, c, args)
     context = PROMPT_LEN + (args.short + args.long) / 2
-    result["floor_ms"] = {batch: floor_ms(c, batch, context) for batch in args.batches}
+    result["floor_ms"] = {b: floor_ms(c, b, context, args.quantization) for b in args.batches}
     return result | measured[DEFAULT] | ({INVARIANT: measured[INVARIANT]} if INVARIANT in measured else {})
 
 
@@ -225,7 +225,7 @@ async def sweep(engine: AsyncEngine, c: ModelConfig, args: argparse.Namespace) -
                 # The query's own key is the last of the context.
                 rows, step = decode_rows([context - 1] * batch), engine.stats().num_steps + 1
                 us = bare_step_us(runner, rows, args.replays, step, own_tables=True)
-                point |= achieved(c, batch, context, us / 1e3)
+                point |= achieved(c, batch, context, us / 1e3, args.quantization)
             else:
                 point["skipped"] = left_out
             points.append(point)
@@ -241,12 +241,14 @@ def reason_to_skip(c: ModelConfig, info: ModelInfo, batch: int, context: int) ->
     return None
 
 
-def achieved(c: ModelConfig, batch: int, context: int, ms: float) -> dict[str, float]:
+def achieved(
+    c: ModelConfig, batch: int, context: int, ms: float, quantization: str = "none"
+) -> dict[str, float]:
     """``share`` is of the bandwidth that the card was seen to reach."""
-    rate = decode_bytes(c, batch, context) / (ms * 1e-3)
+    rate = decode_bytes(c, batch, context, quantization) / (ms * 1e-3)
     return {
         "ms": ms,
-        "floor_ms": floor_ms(c, batch, context),
+        "floor_ms": floor_ms(c, batch, context, quantization),
         "tokens/s": batch / (ms * 1e-3),
         "TB/s": rate / 1e12,
         "share": rate / BANDWIDTH,

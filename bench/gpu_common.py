@@ -61,9 +61,10 @@ def layer_parameters(c: ModelConfig) -> int:
     return c.num_layers * sum(columns * inner for columns, inner in projections(c).values())
 
 
-def weight_bytes(c: ModelConfig) -> int:
+def weight_bytes(c: ModelConfig, quantization: str = "none") -> int:
     """What every step reads. Of the input embedding it reads a few rows; all of it only as the output's matrix."""
-    return ELEMENT_BYTES * (layer_parameters(c) + c.vocab_size * c.hidden_size)
+    of_layers = 1 if quantization == "fp8" else ELEMENT_BYTES  # scales are a thousandth of that
+    return of_layers * layer_parameters(c) + ELEMENT_BYTES * c.vocab_size * c.hidden_size
 
 
 def kv_bytes_per_token(c: ModelConfig) -> int:
@@ -71,16 +72,16 @@ def kv_bytes_per_token(c: ModelConfig) -> int:
     return 2 * c.num_layers * c.num_kv_heads * c.head_dim * ELEMENT_BYTES
 
 
-def decode_bytes(c: ModelConfig, batch: int, context: float) -> float:
+def decode_bytes(c: ModelConfig, batch: int, context: float, quantization: str = "none") -> float:
     """Of a decode step of ``batch`` rows that see ``context`` tokens each."""
     per_layer = kv_bytes_per_token(c) / c.num_layers
     seen = sum(min(context, window or context) for window in c.layer_windows)
-    return weight_bytes(c) + batch * per_layer * seen
+    return weight_bytes(c, quantization) + batch * per_layer * seen
 
 
-def floor_ms(c: ModelConfig, batch: int, context: float) -> float:
+def floor_ms(c: ModelConfig, batch: int, context: float, quantization: str = "none") -> float:
     """Milliseconds to read the bytes of a decode step once, at the bandwidth that the card was seen to reach."""
-    return 1e3 * decode_bytes(c, batch, context) / BANDWIDTH
+    return 1e3 * decode_bytes(c, batch, context, quantization) / BANDWIDTH
 
 
 def pairs(query: int, context: int, window: int = 0) -> int:

@@ -33,8 +33,9 @@ from asyncengine.kernels.work_list import NO_WINDOW, AttentionShape, multiproces
 _MAX_PIECES = 32
 MIN_TILES = tl.constexpr(2)
 """A piece has no fewer tiles of keys than this, if its row has as many."""
-_LONG_PIECE = 32
-"""Tiles of a piece, one behind another, for which the work list's even shares are not worth its launch."""
+_LONG_PIECE = 16
+"""Tiles of a piece, one behind another at a microsecond each, for which the work list's even shares are not worth its
+launch. Twice as many where keys are no query heads' in common, which that kernel would read only once."""
 
 
 def choose_pieces(rows: int, num_heads: int, head_dim: int, sms: int) -> int:
@@ -56,8 +57,8 @@ def longest_context(rows: int, shape: AttentionShape, sms: int) -> int:
     fits = rows * shape.num_heads <= sms * (4 if shape.head_dim > 64 else 8)
     if shape.head_dim % 2 or not (fits or shape.group == 1):
         return 0
-    tile = _keys(shape.dtype, shape.head_dim)
-    return _LONG_PIECE * tile * choose_pieces(rows, shape.num_heads, shape.head_dim, sms)
+    piece = _LONG_PIECE * _keys(shape.dtype, shape.head_dim) * (2 if shape.group == 1 else 1)
+    return piece * choose_pieces(rows, shape.num_heads, shape.head_dim, sms)
 
 
 def _keys(dtype: torch.dtype, head_dim: int) -> int:

@@ -237,7 +237,7 @@ def test_decode_sweeps_batches_and_contexts(monkeypatch: pytest.MonkeyPatch) -> 
         async with simulated() as engine:
             loaded = replace(engine._loaded(), keep_alive=runner)
             monkeypatch.setattr(engine, "_loaded", lambda: loaded)
-            args = argparse.Namespace(contexts=[256, 2048], batches=[1, 8], replays=5)
+            args = argparse.Namespace(contexts=[256, 2048], batches=[1, 8], replays=5, quantization="none")
             return await decode.sweep(engine, read_model("gpt2"), args)
 
     monkeypatch.setattr(replay, "bare_step_us", bare)
@@ -323,6 +323,7 @@ def test_parameters_and_bytes() -> None:
     llama = read_model("llama-3.1-8b")
     assert layer_parameters(llama) + 2 * llama.vocab_size * llama.hidden_size == pytest.approx(8.03e9, rel=0.001)
     assert weight_bytes(llama) == pytest.approx(15.0e9, rel=0.01)
+    assert weight_bytes(llama, "fp8") == pytest.approx(8.03e9, rel=0.01)
     assert kv_bytes_per_token(llama) == 131072
 
 
