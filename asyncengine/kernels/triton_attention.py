@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -130,7 +129,7 @@ def _launch(
         D=width,
         STAGES=tile.stages,
         **combine_options(section, group, width),
-        WIDEN=must_widen(q.dtype),
+        WIDEN=pdl_kernels.must_widen(q.dtype),
         num_warps=tile.warps,
         num_stages=tile.stages,
         **pdl_kernels.launch_options(pdl),
@@ -147,11 +146,6 @@ def combine_options(section: Section, group: int, width: int) -> dict[str, int]:
     rows = min(triton.next_power_of_2(section.queries * group), max(1, elements // width))
     pieces = 1 if section.split_tiles else min(MAX_COMBINE_PIECES, max(1, elements // (rows * width)))
     return {"COMBINE_ROWS": rows, "COMBINE_PIECES": pieces}
-
-
-def must_widen(dtype: torch.dtype) -> bool:
-    """The interpreter multiplies the bits of bfloat16 as if they were integers."""
-    return dtype == torch.bfloat16 and triton.knobs.runtime.interpret
 
 
 @triton.jit

@@ -103,11 +103,11 @@ def linear(
         return
     gain, shift, eps = (weight, None, 0.0) if norm is None else norm
     programs = len(weight) // plan.columns
-    kernel, extra = _vector_kernel, {"M": rows}
+    multiply, extra = _vector_kernel, {"M": rows}
     if plan.kind == "skinny":
-        kernel = _skinny_kernel
+        multiply = _skinny_kernel
         extra = {"BM": max(8, triton.next_power_of_2(rows)), "B": plan.warps, "AHEAD": plan.ahead}
-    kernel[(programs,)](
+    multiply[(programs,)](
         x, x if index is None else index, weight, bias, gain, weight if shift is None else shift, out, *scales,
         rows, columns, x.stride(0), out.stride(0), eps, INDEX=index is not None,
         BN=plan.columns, BK=plan.inner, NORM=norm_kind(norm), **extra, **common,

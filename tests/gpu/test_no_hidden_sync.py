@@ -39,18 +39,18 @@ def slept(stream: torch.cuda.Stream, milliseconds: int) -> torch.cuda.Event:
 class Waits:
     """Rounds of the step loop behind sleeps, and how many of those that launched a step had waited for one."""
 
-    def __init__(self, backend: Backend) -> None:
-        self.loop, self.runner = backend.step_loop, backend.keep_alive
+    def __init__(self, backend: Backend, sleep_ms: int) -> None:
+        self.loop, self.runner, self.sleep_ms = backend.step_loop, backend.keep_alive, sleep_ms
         self.launches = self.waited = 0
 
     def run(self, rounds: int) -> None:
         """Until this many rounds have launched something, or nothing is left to launch."""
-        asleep = slept(self.runner.stream, 5)
+        asleep = slept(self.runner.stream, self.sleep_ms)
         for _ in range(rounds):
             before = self.loop.stats().steps
             while True:
                 if asleep.query():
-                    asleep = slept(self.runner.stream, 5)
+                    asleep = slept(self.runner.stream, self.sleep_ms)
                 self.loop.advance()
                 if self.loop.stats().steps > before or self.loop.quiescent:
                     break
@@ -74,9 +74,9 @@ def submit(loop: _core.StepLoop, key: int, draw: random.Random) -> None:
     assert accepted == _core.SubmitResult.accepted
 
 
-def watch(backend: Backend, requests: int) -> Waits:
+def watch(backend: Backend, requests: int, sleep_ms: int = 5) -> Waits:
     """Greedy and sampled requests, forks, aborts, preemption and mixed steps."""
-    draw, waits = random.Random(1), Waits(backend)
+    draw, waits = random.Random(1), Waits(backend, sleep_ms)
     for key in range(1, requests + 1):
         submit(backend.step_loop, key, draw)
         if draw.random() < 0.2:
@@ -91,7 +91,8 @@ def watch(backend: Backend, requests: int) -> Waits:
 def test_launching_never_waits(tiny_llama, staging, eager):
     config = EngineConfig(model=tiny_llama, **SMALL, staging=staging, enforce_eager=eager)
     backend = load_backend(config, progress=False)
-    waits = watch(backend, 40)
+    # A step's kernels one by one take a millisecond to launch, several if the machine is busy.
+    waits = watch(backend, 40, sleep_ms=25 if eager else 5)
     assert waits.launches >= 40
     assert waits.waited == 0
     assert backend.step_loop.stats().preemptions > 0
