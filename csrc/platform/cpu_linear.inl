@@ -21,6 +21,7 @@ constexpr int64_t kPassSteps = 768;  // of K, in many rows: panels of kBlockColu
 constexpr int64_t kLineBytes = 64;
 constexpr int64_t kBytesAhead = 512;  // in each of the rows that are read side by side
 constexpr int64_t kBytesAheadInPanel = 2048;
+constexpr int64_t kBlockWords = 16;  // of two panels, 2 KB
 constexpr int64_t kPanelStepsAhead = 8, kTileStepsAhead = 16;  // both come from L2
 
 // Four 32-bit words of a row, each one float or two neighbouring bfloat16, the first in the low half. A unit is such
@@ -288,45 +289,71 @@ void few_rows_tile(const LinearTask& task, const Columns<T>& columns, int64_t m)
   }
 }
 
-// In panels there is nothing to transpose. Two of them at a time halve the loads of x, and read memory faster.
-template <class T, int Rows>
-void few_rows_panels(const LinearTask& task, int64_t n, int64_t m) {
-  constexpr int kVectors = Rows <= kTwoPanelRows ? 2 : 1;
+struct Stretch {
+  const uint32_t* words;  // of the first of two panels
+  int64_t distance;       // to the other one
+  const float* x;
+  int64_t begin, end;  // in K
+};
+
+// Adds a stretch of K to the sums of a part of a tile's rows.
+template <class T, int Rows, int Part, int Halves>
+AE_INLINE void run_panels(Stretch at, int half, int64_t k, Vec (&into)[Part][kPanelVectors]) {
   constexpr int64_t kAhead = kBytesAheadInPanel / static_cast<int64_t>(sizeof(uint32_t));
-  const float* x = task.packed_x + m / Rows * tile_floats(Rows, task.k);
-  for (const int64_t end = n + kPanelColumns; n < end; n += kVectors * kLanes) {
-    const uint32_t* words = column_words<T>(task, n);
-    const int64_t distance = column_words<T>(task, n + kLanes) - words;
-    const float* row = x;
-    Vec sums[Rows][kVectors] = {};
-    for (int64_t k = 0; k < task.k; k += kPartsPerWord<T>, words += kLanes) {
-      UVec word[kVectors];
+  Vec sums[Part][kPanelVectors];
+  memcpy(sums, into, sizeof(sums));
+  const float* row = at.x + half * Part;
+  for (int64_t step = at.begin; step < at.end; step += kPartsPerWord<T>, at.words += kLanes) {
+    UVec word[kPanelVectors];
 #pragma GCC unroll 2
-      for (int c = 0; c < kVectors; ++c) {
-        prefetch(words + c * distance + kAhead);
-        word[c] = load_words(words + c * distance);
-      }
-#pragma GCC unroll 2
-      for (int64_t i = 0; i < kPartsPerWord<T>; ++i, row += Rows) {
-        if (i > 0 && k + i == task.k) break;
-        Vec w[kVectors];
-#pragma GCC unroll 2
-        for (int c = 0; c < kVectors; ++c) w[c] = part<T>(word[c], i);
-#pragma GCC unroll 16
-        for (int r = 0; r < Rows; ++r) {
-          const Vec xv = splat(row[r]);
-#pragma GCC unroll 2
-          for (int c = 0; c < kVectors; ++c) sums[r][c] = fma(xv, w[c], sums[r][c]);
-        }
-      }
+    for (int c = 0; c < kPanelVectors; ++c) {
+      if (Halves == 1 || c == half) prefetch(at.words + c * at.distance + kAhead);
+      word[c] = load_words(at.words + c * at.distance);
     }
 #pragma GCC unroll 2
-    for (int c = 0; c < kVectors; ++c) {
-      const Columns<T> columns = panel_columns<T>(task, n + c * kLanes);
+    for (int64_t i = 0; i < kPartsPerWord<T>; ++i, row += Rows) {
+      if (i > 0 && step + i == k) break;
+      Vec w[kPanelVectors];
+#pragma GCC unroll 2
+      for (int c = 0; c < kPanelVectors; ++c) w[c] = part<T>(word[c], i);
 #pragma GCC unroll 16
-      for (int r = 0; r < Rows; ++r) {
-        if (columns.count > 0 && m + r < task.m_end) write_sums(task, sums[r][c], m + r, columns);
+      for (int r = 0; r < Part; ++r) {
+        const Vec xv = splat(row[r]);
+#pragma GCC unroll 2
+        for (int c = 0; c < kPanelVectors; ++c) sums[r][c] = fma(xv, w[c], sums[r][c]);
       }
+    }
+  }
+  memcpy(into, sums, sizeof(sums));
+}
+
+// In panels there is nothing to transpose. Two of them at a time halve the loads of x, and read memory faster. Sums of
+// more than kTwoPanelRows have no room: such a tile goes through small blocks of the weights in two halves. The second half
+// finds them in L1, and each asks for one of the panels, so that memory and multiplication overlap.
+template <class T, int Rows>
+void few_rows_panels(const LinearTask& task, int64_t n, int64_t m) {
+  constexpr int kHalves = Rows <= kTwoPanelRows ? 1 : 2, kPart = Rows / kHalves;
+  static_assert(kPart * kHalves == Rows);
+  const int64_t words = (task.k + kPartsPerWord<T> - 1) / kPartsPerWord<T>;
+  const int64_t block = kHalves == 1 ? words : kBlockWords;
+  const uint32_t* panel = column_words<T>(task, n);
+  const int64_t distance = column_words<T>(task, n + kLanes) - panel;
+  const float* x = task.packed_x + m / Rows * tile_floats(Rows, task.k);
+  Vec sums[kHalves][kPart][kPanelVectors] = {};
+  for (int64_t first = 0; first < words; first += block) {
+    const int64_t last = words < first + block ? words : first + block;
+#pragma GCC unroll 2
+    for (int half = 0; half < kHalves; ++half) {
+      run_panels<T, Rows, kPart, kHalves>({panel + first * kLanes, distance, x + first * kPartsPerWord<T> * Rows,
+                                           first * kPartsPerWord<T>, last * kPartsPerWord<T>}, half, task.k, sums[half]);
+    }
+  }
+#pragma GCC unroll 2
+  for (int c = 0; c < kPanelVectors; ++c) {
+    const Columns<T> columns = panel_columns<T>(task, n + c * kLanes);
+#pragma GCC unroll 16
+    for (int r = 0; r < Rows; ++r) {
+      if (columns.count > 0 && m + r < task.m_end) write_sums(task, sums[r / kPart][r % kPart][c], m + r, columns);
     }
   }
 }
