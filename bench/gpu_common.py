@@ -56,6 +56,13 @@ def projections(c: ModelConfig) -> dict[str, tuple[int, int]]:
     }
 
 
+def projection_biases(c: ModelConfig) -> dict[str, bool]:
+    """Which of a layer's matrices have one; all of GPT-2's do."""
+    gpt2 = c.rope is None
+    biases = {"qkv": c.qkv_bias, "o": c.output_bias, "up": c.mlp_bias, "down": c.mlp_bias}
+    return {name: gpt2 or has for name, has in biases.items()}
+
+
 def layer_parameters(c: ModelConfig) -> int:
     """Of the matrices of all layers, without embedding and head."""
     return c.num_layers * sum(columns * inner for columns, inner in projections(c).values())

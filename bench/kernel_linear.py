@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from gpu_common import ELEMENT_BYTES, projections, read_model
+from gpu_common import ELEMENT_BYTES, projection_biases, projections, read_model
 from kernel_timing import Line, Lines, Timer, copies_for
 from torch import Tensor
 from tune_linear import compile_all, sites
@@ -67,12 +67,10 @@ class Projection:
 
     @classmethod
     def of(cls, c: ModelConfig, name: str) -> Projection:
-        gpt2 = c.rope is None
         columns, inner = projections(c).get(name, (c.vocab_size, c.hidden_size))
-        bias = {"qkv": c.qkv_bias, "o": c.output_bias, "up": c.mlp_bias, "down": c.mlp_bias, "head": False}[name]
         activation = c.activation if name == "up" else None
         normed = name in ("qkv", "up", "head")
-        return cls(name, columns, inner, normed, gpt2, activation, bias or (gpt2 and name != "head"))
+        return cls(name, columns, inner, normed, c.rope is None, activation, projection_biases(c).get(name, False))
 
     @property
     def label(self) -> str:

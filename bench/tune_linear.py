@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from gpu_common import BANDWIDTH, SHAPES, read_model
+from gpu_common import BANDWIDTH, SHAPES, projection_biases, projections, read_model
 
 from asyncengine.kernels.linear_plans import (
     NormKind,
@@ -39,19 +39,19 @@ ROWS = "1,8,16,32,64,128,256"
 def sites(model: str, rows: int, weight: WeightKind = "bf16") -> Iterator[tuple[str, Site]]:
     """The projections of a layer, and the head, which is never quantised."""
     c = read_model(model)
-    hidden, width = c.hidden_size, c.num_heads * c.head_dim
     gpt2 = c.rope is None
     if gpt2 and weight == "fp8":
         return  # its norms and its activation are not for float8
     norm: NormKind = "layer" if gpt2 else "rms"
-    qkv_bias, output_bias, mlp_bias = (gpt2 or x for x in (c.qkv_bias, c.output_bias, c.mlp_bias))
     head = c.vocab_size if c.vocab_size % 8 == 0 else -(-c.vocab_size // 64) * 64  # as CudaOps.make_linear pads it
-    yield "qkv", Site(width + 2 * c.num_kv_heads * c.head_dim, hidden, rows, norm, None, qkv_bias, False, weight)
-    yield "o", Site(hidden, width, rows, "none", None, output_bias, True, weight)
-    yield "up", Site(c.intermediate_size, hidden, rows, norm, c.activation, mlp_bias, False, weight)
-    yield "down", Site(hidden, c.intermediate_size, rows, "none", None, mlp_bias, True, weight)
+    biases = projection_biases(c)
+    for name, (columns, inner) in projections(c).items():
+        add = name in ("o", "down")
+        activation = c.activation if name == "up" else None
+        columns //= 2 if activation == "silu_mul" else 1
+        yield name, Site(columns, inner, rows, "none" if add else norm, activation, biases[name], add, weight)
     if weight == "bf16":
-        yield "head", Site(head, hidden, rows, norm, None, False, False)
+        yield "head", Site(head, c.hidden_size, rows, norm, None, False, False)
 
 
 def compile_plans(job: tuple[Site, list[Plan], bool]) -> None:

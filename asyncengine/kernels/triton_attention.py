@@ -121,6 +121,7 @@ def _launch(
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         WINDOWED=window > 0,
+        # Where the last tile is most of the work, or no tile may be treated differently from others.
         ONE_LOOP=section.queries == 1 or section.split_tiles > 0,
         QUERIES=section.queries,
         ITEM_STEP=section.item_step,
@@ -409,12 +410,9 @@ def _attention_kernel(
         acc = tl.zeros([M, D], tl.float32)
         peak = tl.full([M], -float("inf"), tl.float32)
         total = tl.zeros([M], tl.float32)
-        if ONE_LOOP:  # where the last tile is most of the work, or a tile must not be treated as others are
-            full_begin = begin
-            full_end = begin
-        else:
+        full_begin, full_end = begin, begin
+        if not ONE_LOOP:
             # Tiles that every query of the item sees whole go through a loop without masks.
-            full_begin = begin
             if WINDOWED:
                 full_begin = tl.minimum(tl.cdiv(tl.maximum(last_position - window + 1, begin * N), N), end)
                 acc, peak, total = _attend(

@@ -28,3 +28,11 @@ def surrounded(x: Tensor, device: torch.device, stride: int = 0) -> tuple[Tensor
     inner = memory[edge:-edge].view(*x.shape[:-1], width)[..., : x.shape[-1]]
     inner.copy_(x)
     return inner, memory
+
+
+def taken(inner: Tensor, memory: Tensor) -> Tensor:
+    """A copy on the CPU of what was written into ``surrounded`` memory. Nothing must have been written beside it."""
+    got = inner.clone().cpu()
+    inner.fill_(math.nan)
+    assert memory.isnan().all(), "wrote beside out"
+    return got
