@@ -17,7 +17,8 @@ from kernel_timing import Line, Lines, Timer, copies_for
 from torch import Tensor
 from tune_linear import compile_all, sites
 
-from asyncengine.kernels.cuda import CudaBatch, CudaLinear, CudaOps, CudaOptions
+from asyncengine.kernels import triton_rows
+from asyncengine.kernels.cuda import CudaBatch, CudaLinear, CudaOps, CudaOptions, Stream
 from asyncengine.kernels.device_step import allocate_step
 from asyncengine.kernels.linear_plans import CUBLAS, MAX_ROWS, Plan, PlanTable, Site, round_rows
 from asyncengine.kernels.ops import Activation, Norm
@@ -76,12 +77,12 @@ class Projection:
     def label(self) -> str:
         norm = "" if not self.normed else "layer norm + " if self.layer_norm else "RMS norm + "
         after = "" if self.activation is None else f" + {self.activation}"
-        return f"{norm}{self.name}{after}" + ("" if self.normed else " + add")
+        return f"{norm}{self.name}{after}" + ("" if self.normed else " + add + norm")
 
     def moved(self, rows: int) -> int:
         """Bytes of the weights, of what is read and of what is written."""
         out = self.columns // (2 if self.activation == "silu_mul" else 1)
-        written = 2 if self.name == "head" else 1 if self.normed else 2  # float32; the stream is read, too
+        written = 2 if self.name == "head" else 1 if self.normed else 3  # float32; the stream is read, too, and normed
         return ELEMENT_BYTES * (self.columns * self.inner + rows * (self.inner + written * out))
 
 
@@ -90,6 +91,7 @@ class Operands(NamedTuple):
     stream: Tensor
     """what the projection is added to"""
     norm: Norm
+    """before the projection, or after it"""
     handle: CudaLinear
     batch: CudaBatch
 
@@ -102,17 +104,20 @@ def allocate(ops: CudaOps, p: Projection, rows: int) -> Operands:
     handle = ops.make_linear([weight], [random(p.columns) if p.bias else None])
     step = allocate_step(rows, 1, rows, rows, ops.device)
     step = replace(step, sample_index=torch.arange(rows, device=ops.device))
-    norm = Norm(random(p.inner), random(p.inner) if p.layer_norm else None, 1e-5)
+    width = p.inner if p.normed else p.columns
+    norm = Norm(random(width), random(width) if p.layer_norm else None, 1e-5)
     stream = random(rows, p.columns if not p.normed else 1)
     return Operands(random(rows, p.inner), stream, norm, handle, CudaBatch(step, {}))
 
 
 def ours(ops: CudaOps, p: Projection, a: Operands) -> object:
     if p.name == "head":
-        return ops.logits(a.x, a.norm, a.handle, a.batch)
+        return ops.logits(Stream(a.x), a.norm, a.handle, a.batch)
     if p.normed:
-        return ops.norm_linear(a.x, a.norm, a.handle, p.activation)
-    return ops.linear_add_(a.x, a.handle, a.stream)
+        return ops.norm_linear(Stream(a.x), a.norm, a.handle, p.activation)
+    stream = Stream(a.stream)
+    ops.linear_add_(a.x, a.handle, stream)
+    return triton_rows.norm(stream.x, a.norm, parts=stream.parts, pdl=ops.options.pdl)  # adds up what a plan leaves
 
 
 def theirs(p: Projection, a: Operands) -> Tensor:
@@ -130,7 +135,13 @@ def theirs(p: Projection, a: Operands) -> Tensor:
         return F.silu(gate) * up
     if p.activation is not None:
         return F.gelu(y, approximate="tanh" if p.activation == "gelu_tanh" else "none")
-    return y if p.normed else a.stream.add_(y)
+    if p.normed:
+        return y
+    size = (p.columns,)
+    a.stream.add_(y)
+    if norm.bias is not None:
+        return F.layer_norm(a.stream, size, norm.weight, norm.bias, norm.eps)
+    return F.rms_norm(a.stream, size, norm.weight, norm.eps)
 
 
 def line(ops: CudaOps, p: Projection, shape: str, rows: int, timer: Timer) -> Line:
@@ -140,5 +151,5 @@ def line(ops: CudaOps, p: Projection, shape: str, rows: int, timer: Timer) -> Li
         torch_us = timer.us([lambda a=a: theirs(p, a) for a in copies])
     flops = 2.0 * rows * p.columns * p.inner
     norm = "" if not p.normed else "F.layer_norm, " if p.layer_norm else "F.rms_norm, "
-    way = norm + ("F.linear" if p.normed else "F.linear, add_")
+    way = norm + ("F.linear" if p.normed else "F.linear, add_, " + ("F.layer_norm" if p.layer_norm else "F.rms_norm"))
     return Line("linear", p.label, shape, f"{rows} rows", us, p.moved(rows), flops, torch_us, way)

@@ -31,8 +31,9 @@ from asyncengine.kernels.linear_plans import (
     candidates,
     fallback,
 )
-from asyncengine.runner.tuning import Tuner
+from asyncengine.runner.tuning import Tuner, is_hopper
 
+SHIPPED = PlanTable.shipped()
 ROWS = "1,8,16,32,64,128,256"
 
 
@@ -70,7 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", nargs="+", default=list(SHAPES), help="shapes of bench/shapes, or directories")
     parser.add_argument("--rows", default=ROWS)
-    parser.add_argument("--kinds", nargs="+", help="only plans of these kinds, beside cuBLAS")
+    parser.add_argument("--kinds", nargs="+", help="only plans of these kinds, beside cuBLAS and the one that is known")
     parser.add_argument("--sites", nargs="+", default=["qkv", "o", "up", "down", "head"])
     parser.add_argument("--quantization", choices=("none", "fp8"), default="none")
     parser.add_argument("--no-pdl", action="store_true")
@@ -85,8 +86,15 @@ def main() -> None:
         for name, site in sites(model, int(rows), "fp8" if args.quantization == "fp8" else "bf16")
         if name in args.sites
     ]
-    kinds = args.kinds or ["vector", "skinny", "tiled"]
-    plans = {site: [p for p in candidates(site) if p.kind in kinds or p == fallback(site)] for _, site in named}
+    kinds = args.kinds or ["vector", "skinny", "tiled", "streamed"]
+    plans = {
+        site: [
+            p
+            for p in candidates(site, hopper=is_hopper(torch.device("cuda")))
+            if p.kind in kinds or p in (fallback(site), SHIPPED.find(site))
+        ]
+        for _, site in named
+    }
     started = time.monotonic()
     print(f"{sum(map(len, plans.values()))} plans of {len(plans)} sites", flush=True)
     compile_all(plans, not args.no_pdl)

@@ -15,6 +15,7 @@ from torch import Tensor
 from asyncengine.kernels import triton_linear
 from asyncengine.kernels import triton_rows as rows
 from asyncengine.kernels.device_step import DeviceStep
+from asyncengine.kernels.gluon_linear import streamed_linear, streamed_parts
 from asyncengine.kernels.linear_plans import (
     CUBLAS,
     INVARIANT,
@@ -52,6 +53,23 @@ class CudaBatch:
                 work.build(self.step, pdl=pdl)
 
 
+@dataclass(slots=True)
+class Stream:
+    """A step's residual stream."""
+
+    x: Tensor
+    """[T, H]"""
+    parts: Tensor | None = None
+    """float32 [P, T, H], to be added to x by the norm that reads it next"""
+
+    def settle(self) -> Tensor:
+        """x, with what was to be added."""
+        if self.parts is not None:
+            self.x.copy_(self.x.float() + self.parts.sum(0))
+            self.parts = None
+        return self.x
+
+
 @dataclass(frozen=True, slots=True)
 class CudaLinear:
     weight: Tensor | Quantized
@@ -85,7 +103,7 @@ class CudaOptions:
 
 
 class CudaOps:
-    """Tensors are float32 or bfloat16, all of one call in the same dtype. The stream is a tensor [T, H]."""
+    """Tensors are float32 or bfloat16, all of one call in the same dtype."""
 
     transposed_keys = False
 
@@ -122,35 +140,46 @@ class CudaOps:
             weight = torch.cat((*weights, weight.new_zeros(padding, weight.shape[1])))
         return CudaLinear(weight.contiguous(), _join_biases(weights, biases, padding), out_features)
 
-    def embed(self, batch: CudaBatch, table: Tensor, position_table: Tensor | None = None) -> Tensor:
+    def embed(self, batch: CudaBatch, table: Tensor, position_table: Tensor | None = None) -> Stream:
         step = batch.step
-        return rows.embed(step.input_ids, table, step.positions, position_table, pdl=self.options.pdl)
+        return Stream(rows.embed(step.input_ids, table, step.positions, position_table, pdl=self.options.pdl))
 
     def norm_linear(
-        self, stream: Tensor, norm: Norm, handle: CudaLinear, activation: Activation | None = None
+        self, stream: Stream, norm: Norm, handle: CudaLinear, activation: Activation | None = None
     ) -> Tensor | Quantized:
         """Quantised after an activation, if the next to read it is a product in float8 that does not do it itself."""
         handle = handle if activation is None else handle.exact()
-        plan = self._choose(stream, handle, norm, activation)
-        if plan.fused_norm:
-            return self._project(stream, handle, plan, norm, activation)
-        make_rows = quantize_rows if isinstance(handle.weight, Quantized) else rows.norm
-        return self._project(make_rows(stream, norm, pdl=self.options.pdl), handle, plan, None, activation)
+        plan = self._choose(stream.x, handle, norm, activation)
+        quantized = isinstance(handle.weight, Quantized)
+        if quantized:
+            stream.settle()
+        if plan.fused_norm and stream.parts is None:
+            return self._project(stream.x, handle, plan, norm, activation)
+        if quantized:
+            return self._project(quantize_rows(stream.x, norm, pdl=self.options.pdl), handle, plan, None, activation)
+        x = rows.norm(stream.x, norm, parts=stream.parts, pdl=self.options.pdl)
+        stream.parts = None
+        return self._project(x, handle, plan, None, activation)
 
-    def linear_add_(self, x: Tensor | Quantized, handle: CudaLinear, stream: Tensor) -> None:
-        handle = handle.exact()
+    def linear_add_(self, x: Tensor | Quantized, handle: CudaLinear, stream: Stream) -> None:
+        handle, to, pdl = handle.exact(), stream.settle(), self.options.pdl
         weight, bias = handle.weight, handle.bias
         plan = self._choose(x, handle, None, None, add=True)
         if isinstance(weight, Quantized) and isinstance(x, Tensor) and not plan.fused_norm:
-            x = quantize_rows(x, pdl=self.options.pdl)
-        if plan.kind != "cublas":
-            triton_linear.linear(
-                x, weight, plan, out=stream, bias=bias, add=True, arrivals=self._arrivals, pdl=self.options.pdl
-            )
+            x = quantize_rows(x, pdl=pdl)
+        if plan.kind == "streamed":
+            assert isinstance(x, Tensor)
+            assert isinstance(weight, Tensor)
+            if plan.split > 1:
+                stream.parts = streamed_parts(x, weight, plan, bias=bias, pdl=pdl)
+            else:
+                streamed_linear(x, weight, plan, out=to, bias=bias, add=True, pdl=pdl)
+        elif plan.kind != "cublas":
+            triton_linear.linear(x, weight, plan, out=to, bias=bias, add=True, arrivals=self._arrivals, pdl=pdl)
         elif bias is None and isinstance(weight, Tensor) and isinstance(x, Tensor):
-            torch.addmm(stream, x, weight.T, out=stream)
+            torch.addmm(to, x, weight.T, out=to)
         else:
-            stream += _product(x, weight, bias, stream.dtype)
+            to += _product(x, weight, bias, to.dtype)
 
     def attention(
         self, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, batch: CudaBatch
@@ -176,13 +205,13 @@ class CudaOps:
         paged_attention(q, k_cache, v_cache, step, work, layer.scale, layer.window, out, pdl=pdl)
         return out
 
-    def logits(self, stream: Tensor, norm: Norm, handle: CudaLinear, batch: CudaBatch) -> Tensor:
+    def logits(self, stream: Stream, norm: Norm, handle: CudaLinear, batch: CudaBatch) -> Tensor:
         index = batch.step.sample_index
-        plan = self._choose(stream[: len(index)], handle, norm, None)
-        if plan.fused_norm:
-            y = self._project(stream, handle, plan, norm, None, index=index, dtype=torch.float32)
+        plan = self._choose(stream.x[: len(index)], handle, norm, None)
+        if plan.fused_norm and stream.parts is None:
+            y = self._project(stream.x, handle, plan, norm, None, index=index, dtype=torch.float32)
         else:
-            x = rows.norm(stream, norm, index, pdl=self.options.pdl)
+            x = rows.norm(stream.x, norm, index, stream.parts, pdl=self.options.pdl)
             y = self._project(x, handle, plan, None, None, dtype=torch.float32)
         assert isinstance(y, Tensor)
         return y
@@ -235,10 +264,15 @@ class CudaOps:
         else:
             num_rows = len(x) if index is None else len(index)
             y = torch.empty((num_rows, handle.columns(activation)), dtype=dtype, device=self.device)
-            triton_linear.linear(
-                x, weight, plan, out=y, bias=bias, norm=norm, activation=activation, index=index,
-                arrivals=self._arrivals, pdl=pdl,
-            )  # fmt: skip
+            if plan.kind == "streamed":
+                assert isinstance(x, Tensor)
+                assert isinstance(weight, Tensor)
+                streamed_linear(x, weight, plan, out=y, bias=bias, activation=activation, pdl=pdl)
+            else:
+                triton_linear.linear(
+                    x, weight, plan, out=y, bias=bias, norm=norm, activation=activation, index=index,
+                    arrivals=self._arrivals, pdl=pdl,
+                )  # fmt: skip
         return y[:, : handle.out_features]  # a gate's result is half as wide, and never padded
 
 

@@ -30,7 +30,7 @@ SKINNY_ROWS = 32
 
 
 NormKind = Literal["none", "rms", "layer"]
-PlanKind = Literal["vector", "skinny", "tiled", "cublas"]
+PlanKind = Literal["vector", "skinny", "tiled", "streamed", "cublas"]
 WeightKind = Literal["bf16", "fp8"]
 
 
@@ -64,7 +64,7 @@ def norm_kind(norm: Norm | None) -> NormKind:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A kernel of ``triton_linear`` and its tiles, or cuBLAS between kernels for the norm and the activation.
+    """A kernel of ``triton_linear`` or ``gluon_linear`` and its tiles, or cuBLAS between kernels for the rest.
 
     For float8 weights cuBLAS stands for torch's scaled product.
     """
@@ -88,7 +88,9 @@ class Plan:
         """Whether it can multiply weights of this shape. Needs no norm."""
         if self.kind == "cublas":
             return True
-        if self.kind == "tiled":
+        if self.kind == "streamed" and (inner % 8 or (gated and columns % 8)):
+            return False  # copies are of 16 bytes, and of 8 rows of the gate and of up in turn
+        if self.kind in ("tiled", "streamed"):
             return self.split == 1 or inner % (self.split * self.inner) == 0
         if self.ahead * self.warps * self.inner > inner:
             return False  # whole steps are loaded without a mask
@@ -136,11 +138,11 @@ def default_plan(site: Site) -> Plan:
     return plan if plan.fits(site.columns, site.inner, gated) else fallback(site)
 
 
-def candidates(site: Site) -> Iterator[Plan]:
-    """Plans worth measuring, ``fallback`` first."""
+def candidates(site: Site, *, hopper: bool = True) -> Iterator[Plan]:
+    """Plans worth measuring, ``fallback`` first; those that take a Hopper GPU if it is one."""
     yield fallback(site)
     gated = site.activation == "silu_mul"
-    for plan in (*_vector(site), *_skinny(site), *_tiled(site)):
+    for plan in (*_vector(site), *_skinny(site), *_tiled(site), *(_streamed(site) if hopper else ())):
         if plan.fits(site.columns, site.inner, gated) and plan != fallback(site):
             yield plan
             if site.weight == "fp8" and plan.fused_norm:
@@ -204,6 +206,36 @@ def _tiled(site: Site) -> Iterator[Plan]:
                             shared = (rows + columns) * inner * (1 if site.weight == "fp8" else 2) * stages
                             if 4 <= accumulators <= 128 and 30_000 <= shared <= 220_000 and stages <= steps + 2:
                                 yield Plan("tiled", columns, inner, warps, rows, split, stages, fused_norm=False)
+
+
+def _streamed(site: Site) -> Iterator[Plan]:
+    if site.rows < 8 or site.weight != "bf16":
+        return
+    for rows in sorted({min(most, site.rows) for most in (64, 128, 256)}):
+        for columns in (64, 128, 256):
+            for inner in (64, 128, 256):
+                for split in (1, 2, 4, 8) if leaves_parts(site) else (1,):
+                    programs = -(-site.weight_rows // columns) * split * -(-site.rows // rows)
+                    steps = site.inner // split // inner
+                    sums = rows * columns // 128
+                    if steps < 2 or sums > 256 or programs < 24 or (split > 1 and programs > 300):
+                        continue
+                    for stages in _stages((rows + columns) * inner * 2, steps):
+                        plan = Plan("streamed", columns, inner, 4, rows, split, stages, fused_norm=False)
+                        if sums <= 128:
+                            yield plan
+                        if sums >= 64:
+                            yield replace(plan, warps=8)
+
+
+def _stages(size: int, steps: int) -> list[int]:
+    """As many as shared memory has for one or two programs of a multiprocessor."""
+    return [n for n in sorted({min(steps, room // size) for room in (110_000, 220_000)}) if n > 1]
+
+
+def leaves_parts(site: Site) -> bool:
+    """Whether a plan may leave parts for the norm that follows: where that is, as a rule, a kernel of its own."""
+    return site.add and (site.rows > 16 or site.weight_rows * site.inner >= 1 << 24)
 
 
 # ---- tables ----

@@ -30,12 +30,15 @@ _HEAD_TILE = 1024
 def _norm_kernel(
     x: tl.tensor,
     index: tl.tensor,
+    parts: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
     out: tl.tensor,
     x_stride: tl.tensor,
+    part_stride: tl.tensor,
     eps: tl.tensor,
     GATHER: tl.constexpr,
+    PARTS: tl.constexpr,
     CENTER: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
@@ -52,7 +55,14 @@ def _norm_kernel(
     source = row
     if GATHER:
         source = tl.load(index + row)
-    value = tl.load(x + source * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    at = x + source * x_stride + column
+    value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(PARTS):
+        value += tl.load(parts + part * part_stride + source * WIDTH + column, mask=inside, other=0.0)
+    if PARTS > 0:
+        value = value.to(x.dtype.element_ty).to(tl.float32)
+        if not GATHER:
+            tl.store(at, value.to(x.dtype.element_ty), mask=inside)
     if CENTER:
         mean = tl.sum(value, 0) / WIDTH
         value = tl.where(inside, value - mean, 0.0)
@@ -62,10 +72,17 @@ def _norm_kernel(
     tl.store(out + row * WIDTH + column, value.to(out.dtype.element_ty), mask=inside)
 
 
-def norm(x: Tensor, norm: Norm, index: Tensor | None = None, *, pdl: bool = False) -> Tensor:
-    """The norm of the rows of x [M, N], which may be strided: [M, N]. With an ``index`` int64 [S], of those: [S, N]."""
+def norm(
+    x: Tensor, norm: Norm, index: Tensor | None = None, parts: Tensor | None = None, *, pdl: bool = False
+) -> Tensor:
+    """The norm of the rows of x [M, N], which may be strided: [M, N]. With an ``index`` int64 [S], of those: [S, N].
+
+    ``parts`` float32 [P, M, N] are first added to x, in their order; x itself takes the sum, but not with an index.
+    """
     _check_rows(x, "x")
     width = x.shape[1]
+    if parts is not None:
+        _check(parts, torch.float32, (len(parts), *x.shape), "parts")
     for name, parameter in (("weight", norm.weight), ("bias", norm.bias)):
         if parameter is not None:
             _check(parameter, x.dtype, (width,), name)
@@ -77,12 +94,15 @@ def norm(x: Tensor, norm: Norm, index: Tensor | None = None, *, pdl: bool = Fals
     _norm_kernel[(rows,)](
         x,
         x if index is None else index,
+        x if parts is None else parts,
         norm.weight,
         norm.weight if norm.bias is None else norm.bias,
         out,
         x.stride(0),
+        0 if parts is None else parts.stride(0),
         norm.eps,
         GATHER=index is not None,
+        PARTS=0 if parts is None else len(parts),
         CENTER=norm.bias is not None,
         WIDTH=width,
         TILE=tile,

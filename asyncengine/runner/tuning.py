@@ -20,9 +20,19 @@ import torch
 from torch import Tensor
 from triton import TritonError
 
+from asyncengine.kernels import triton_rows as rows
 from asyncengine.kernels.compiling import compile_launches
-from asyncengine.kernels.cuda import CudaLinear, CudaOps, CudaOptions
-from asyncengine.kernels.linear_plans import Plan, PlanTable, Site, candidates, default_plan, fallback, keep
+from asyncengine.kernels.cuda import CudaLinear, CudaOps, CudaOptions, Stream
+from asyncengine.kernels.linear_plans import (
+    Plan,
+    PlanTable,
+    Site,
+    candidates,
+    default_plan,
+    fallback,
+    keep,
+    leaves_parts,
+)
 from asyncengine.kernels.ops import Norm
 from asyncengine.kernels.quantize import quantize_weights
 
@@ -108,7 +118,7 @@ class Tuner:
 class _Case:
     """A site with its operands."""
 
-    def __init__(self, site: Site, handles: list[CudaLinear], x: Tensor, stream: Tensor, norm: Norm | None) -> None:
+    def __init__(self, site: Site, handles: list[CudaLinear], x: Tensor, stream: Tensor, norm: Norm) -> None:
         self.site = site
         self.handles = handles
         self._x = x
@@ -127,17 +137,19 @@ class _Case:
             bias = random(site.weight_rows) if site.bias else None
             stored = quantize_weights([weight]) if site.weight == "fp8" else weight
             handles.append(CudaLinear(stored, bias, site.weight_rows))
-        norm = Norm(random(site.inner), random(site.inner) if site.norm == "layer" else None, 1e-5)
-        rows = site.rows
-        return cls(
-            site, handles, random(rows, site.inner), random(rows, site.columns), None if site.norm == "none" else norm
-        )
+        width = site.columns if site.add else site.inner
+        norm = Norm(random(width), random(width) if site.norm == "layer" else None, 1e-5)
+        return cls(site, handles, random(site.rows, site.inner), random(site.rows, site.columns), norm)
 
     def call(self, ops: CudaOps, handle: CudaLinear) -> None:
-        if self.site.add:
-            ops.linear_add_(self._x, handle, self._stream)
-        elif self._norm is not None:
-            ops.norm_linear(self._x, self._norm, handle, self.site.activation)
+        """With the norm that adds up parts, whether a plan leaves some or not."""
+        if not self.site.add:
+            ops.norm_linear(Stream(self._x), self._norm, handle, self.site.activation)
+            return
+        stream = Stream(self._stream)
+        ops.linear_add_(self._x, handle, stream)
+        if leaves_parts(self.site):
+            rows.norm(stream.x, self._norm, parts=stream.parts, pdl=ops.options.pdl)
 
 
 def _try(call: Callable[[], None]) -> None:
@@ -159,7 +171,9 @@ class Measuring(Protocol):
 def tune_missing(ops: CudaOps, gpu: str, tuner: Measuring, *, threads: int) -> None:
     """Measure plans for the projections that ``ops`` was asked for and knew none for; keep them for later starts."""
     started, wanted = time.monotonic(), len(ops.missing)
-    measured = measure(ops.missing, PlanTable.shipped(), tuner, budget_s=_BUDGET_S, threads=threads)
+    measured = measure(
+        ops.missing, PlanTable.shipped(), tuner, budget_s=_BUDGET_S, threads=threads, hopper=is_hopper(ops.device)
+    )
     ops.options.plans.update(measured)
     ops.missing.difference_update(site for site, _ in measured.items())
     logger.info(
@@ -182,6 +196,7 @@ def measure(
     *,
     budget_s: float,
     threads: int,
+    hopper: bool = True,
     clock: Callable[[], float] = time.monotonic,
 ) -> PlanTable:
     """The fastest of the likely plans for each of the sites, as far as ``budget_s`` seconds reach.
@@ -193,7 +208,7 @@ def measure(
     ordered = sorted(sites, key=lambda site: (site.rows, -site.weight_rows * site.inner, repr(site)))
     together = max(1, 2 * threads // _TRIED)  # enough to compile at a time for all threads
     for i in range(0, len(ordered), together):
-        plans = {site: worth_trying(site, known) for site in ordered[i : i + together]}
+        plans = {site: worth_trying(site, known, hopper=hopper) for site in ordered[i : i + together]}
         if clock() >= end:
             break
         tuner.compile(plans, threads)
@@ -210,19 +225,25 @@ def measure(
     return measured
 
 
-def worth_trying(site: Site, known: PlanTable) -> list[Plan]:
+def is_hopper(device: torch.device) -> bool:
+    """Whether it runs streamed plans (see gluon_linear.py)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def worth_trying(site: Site, known: PlanTable, *, hopper: bool) -> list[Plan]:
     """What is run without measuring, and the likely ones."""
-    return list(dict.fromkeys((fallback(site), default_plan(site), *likely(site, known, _TRIED))))
+    return list(dict.fromkeys((fallback(site), default_plan(site), *likely(site, known, _TRIED, hopper=hopper))))
 
 
-def likely(site: Site, known: PlanTable, count: int) -> list[Plan]:
+def likely(site: Site, known: PlanTable, count: int, *, hopper: bool = True) -> list[Plan]:
     """The candidates, at most ``count``, that are most like the best plans of sites like this one; cuBLAS aside."""
     near = [(s, p, _site_distance(site, s)) for s, p in known.items() if s.rows == site.rows and p.kind != "cublas"]
 
     def distance(plan: Plan) -> float:
         return min((d + _plan_distance(site, plan, s, p) for s, p, d in near if p.kind == plan.kind), default=math.inf)
 
-    return sorted((plan for plan in candidates(site) if plan.kind != "cublas"), key=distance)[:count]
+    plans = (plan for plan in candidates(site, hopper=hopper) if plan.kind != "cublas")
+    return sorted(plans, key=distance)[:count]
 
 
 def _site_distance(a: Site, b: Site) -> float:

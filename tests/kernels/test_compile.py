@@ -80,3 +80,33 @@ def test_plans_for_float8_rows_compile(tmp_path):
     assert compiled.count("_vector_kernel") == 2
     assert compiled.count("_skinny_kernel:mma.sync") == 6
     assert compiled.count("_tiled_kernel:wgmma") == 4, "64 channels are Hopper's own"
+
+
+STREAMED_PLANS = """
+from tests.kernels.compile_for_hopper import install
+compiled = install()
+import torch
+from asyncengine.kernels.gluon_linear import streamed_linear, streamed_parts
+from asyncengine.kernels.linear_plans import Plan
+
+def random(*shape): return torch.empty(shape, dtype=torch.bfloat16)
+
+for plan in (
+    Plan("streamed", 64, 128, 4, 8, stages=4), Plan("streamed", 128, 64, 4, 64, stages=4),
+    Plan("streamed", 256, 64, 8, 128, stages=4), Plan("streamed", 128, 64, 8, 256, stages=3),
+):
+    x, out = random(5, 200), random(5, 48)
+    streamed_linear(x, random(96, 200), plan, out=out, activation="silu_mul", bias=random(96), pdl=True)
+    streamed_linear(x, random(48, 200), plan, out=out, activation="gelu_tanh", pdl=True)
+    streamed_linear(x, random(48, 200), plan, out=out, add=True, pdl=True)
+streamed_parts(random(5, 256), random(48, 256), Plan("streamed", 64, 64, 4, 16, 2, 2), bias=random(48), pdl=True)
+for name, kernel in compiled.items():
+    words = [word for word in ("wgmma", "griddepcontrol.wait", "cp.async.bulk.tensor") if word in kernel.asm["ptx"]]
+    print(name.split()[0] + "".join(":" + word for word in words))
+"""
+
+
+def test_streamed_plans_compile(tmp_path):
+    """In lengths that no tile divides, with whatever is fused."""
+    compiled = run(tmp_path, "-c", STREAMED_PLANS)
+    assert compiled == ["_streamed_kernel:wgmma:griddepcontrol.wait:cp.async.bulk.tensor"] * 13

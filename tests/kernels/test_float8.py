@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncengine.kernels.cuda import CudaLinear, CudaOps, CudaOptions
+from asyncengine.kernels.cuda import CudaLinear, CudaOps, CudaOptions, Stream
 from asyncengine.kernels.linear_plans import INVARIANT, MAX_ROWS, Plan, PlanTable, Site, default_plan, round_rows
 from asyncengine.kernels.ops import Activation, Norm
 from asyncengine.kernels.quantize import FLOAT8, FLOAT8_MAX, Quantized, quantize, quantize_weights, scaled_product
@@ -310,14 +310,14 @@ class Mlp:
             return None if t is None else t.to(self.device)
 
         gate_up, down, biases, bias, norm = self.weights()
-        stream = x.to(self.device, copy=True)
+        stream = Stream(x.to(self.device, copy=True))
         first = ops.make_linear([w.to(self.device) for w in gate_up], [moved(b) for b in biases])
         second = ops.make_linear([down.to(self.device)], [moved(bias)])
         assert isinstance(first.weight, Quantized)
         hidden = ops.norm_linear(stream, Norm(norm.weight.to(self.device), None, norm.eps), first, "silu_mul")
         assert hidden.shape == (len(x), self.inner)
         ops.linear_add_(hidden, second, stream)
-        return stream.cpu()
+        return stream.x.cpu()
 
     def twin(self, x: Tensor) -> Tensor:
         gate_up, down, biases, bias, norm = self.weights()

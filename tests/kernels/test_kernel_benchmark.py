@@ -51,7 +51,9 @@ def test_all_parts(
     activation = "silu_mul" if gated else "gelu_tanh"
     expected = {
         "rows": [norm, "embedding", activation, "QK norm, rotary, KV store" if gated else "KV store", "ingest"],
-        "linear": [f"{norm} + qkv", "o + add", f"{norm} + up + {activation}", "down + add", f"{norm} + head"],
+        "linear": [
+            f"{norm} + qkv", "o + add + norm", f"{norm} + up + {activation}", "down + add + norm", f"{norm} + head",
+        ],  # fmt: skip
         "attention": ["decode, paged", "decode, few keys", "prefill", "work list"],
         "sampler": ["greedy", "temperature", "top-k 50", "top-p 0.95", "k 50, p 0.95, min-p 0.05"],
         "layer": ["few keys", "separate"],

@@ -25,6 +25,7 @@ from asyncengine.kernels.linear_plans import (
     default_plan,
     fallback,
     keep,
+    leaves_parts,
     round_rows,
     table_name,
 )
@@ -47,7 +48,7 @@ sites = st.builds(
 )
 plans = st.builds(
     Plan,
-    kind=st.sampled_from(["vector", "skinny", "tiled", "cublas"]),
+    kind=st.sampled_from(["vector", "skinny", "tiled", "streamed", "cublas"]),
     columns=powers,
     inner=powers,
     warps=powers,
@@ -66,7 +67,7 @@ def assert_can_run(plan: Plan, site: Site) -> None:
         return
     sizes = (plan.columns, plan.inner, plan.warps, plan.rows or 1)
     assert all(size > 0 and size & (size - 1) == 0 for size in sizes)
-    assert plan.split == 1 or plan.kind == "tiled"
+    assert plan.split == 1 or plan.kind == "tiled" or (plan.kind == "streamed" and leaves_parts(site))
     match plan.kind:
         case "vector":
             assert site.rows <= 2
@@ -77,6 +78,14 @@ def assert_can_run(plan: Plan, site: Site) -> None:
             assert plan.ahead == 0 or site.norm != "layer" or not plan.fused_norm
         case "tiled":
             assert plan.rows >= 16
+            assert not plan.fused_norm
+        case "streamed":
+            assert site.weight == "bf16"
+            assert site.inner % 8 == 0
+            assert plan.rows >= 8
+            assert plan.columns >= 64
+            assert plan.columns * plan.rows <= 128 * 32 * plan.warps, "sums fit the registers"
+            assert (plan.columns + plan.rows) * plan.inner * 2 * plan.stages < 227 << 10
             assert not plan.fused_norm
 
 
@@ -284,6 +293,12 @@ def test_candidates_of_float8_can_run(
         assert {plan.fused_norm for plan in found if plan.kind == "vector"} == {True, False}
 
 
+def test_candidates_for_hopper_are_left_out_elsewhere() -> None:
+    site = Site(3072, 1024, 64, "rms", "silu_mul", False, False)
+    some, all_of_them = list(candidates(site, hopper=False)), list(candidates(site))
+    assert [plan for plan in all_of_them if plan.kind != "streamed"] == some != all_of_them
+
+
 @given(site=sites)
 def test_the_invariant_plan_fits_everything(site: Site) -> None:
     assert_can_run(INVARIANT, site)
@@ -298,6 +313,10 @@ def test_what_does_not_fit() -> None:
     assert Plan("skinny", 16, 32, 4, ahead=2).fits(32, 256, False)
     assert not Plan("skinny", 16, 32, 4, ahead=3).fits(32, 256, False), "would load beyond the weight's end"
     assert Plan("tiled", 64, 64, rows=16).fits(33, 100, False)
+    assert Plan("streamed", 64, 64, rows=16).fits(33, 104, False)
+    assert not Plan("streamed", 64, 64, rows=16).fits(33, 100, False), "rows of x are not aligned"
+    assert not Plan("streamed", 64, 64, rows=16).fits(36, 104, True)
+    assert not Plan("streamed", 64, 64, rows=16, split=2).fits(64, 192, False)
     assert Plan("tiled", 64, 32, rows=16, split=2).fits(33, 128, False)
     assert not Plan("tiled", 64, 32, rows=16, split=2).fits(33, 96, False)
 

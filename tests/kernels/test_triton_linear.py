@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncengine.kernels.cuda import CudaBatch, CudaLinear, CudaOps, CudaOptions
+from asyncengine.kernels.cuda import CudaBatch, CudaLinear, CudaOps, CudaOptions, Stream
 from asyncengine.kernels.device_step import allocate_step
 from asyncengine.kernels.linear_plans import INVARIANT, MAX_ROWS, Plan, PlanTable, Site, round_rows
 from asyncengine.kernels.ops import Activation, Norm
@@ -61,7 +62,9 @@ class Case:
     index: bool = False
     stride: int = 0
 
-    def run(self, plan: Plan, device: torch.device, only: int | None = None) -> Tensor:
+    def run(
+        self, plan: Plan, device: torch.device, only: int | None = None, multiply: Callable[..., None] = linear
+    ) -> Tensor:
         """What linear makes, of one row or of all, checked against the twin and for what it must leave alone."""
         generator = torch.Generator().manual_seed(self.seed)
         dtype = torch.bfloat16 if self.bfloat16 else torch.float32
@@ -91,18 +94,21 @@ class Case:
 
         out, memory = surrounded(before, device, self.stride)
         arrivals = torch.zeros(64, dtype=torch.int32, device=device)
-        linear(
+        more = {
+            "norm": None if norm is None else Norm(moved(norm.weight), moved(norm.bias), norm.eps),
+            "index": None if index is None else index.to(device),
+            "arrivals": arrivals,
+        }
+        multiply(
             moved(x, self.stride),
             moved(weight),
             plan,
             out=out,
             bias=moved(bias) if self.bias else None,
-            norm=None if norm is None else Norm(moved(norm.weight), moved(norm.bias), norm.eps),
             activation=self.activation,
             add=self.add,
-            index=None if index is None else index.to(device),
-            arrivals=arrivals,
             pdl=COMPILED,
+            **(more if multiply is linear else {}),
         )
         got = taken(out, memory)
         assert (arrivals == 0).all()
@@ -296,17 +302,17 @@ class Model:
         return ops.make_linear(weights, [self.random(parts[0], seed=6) if self.bias else None, None])
 
     def norm_linear(self, ops: CudaOps, activation: Activation | None = None) -> Tensor:
-        return ops.norm_linear(self.x, self.norm, self.handle(ops), activation)
+        return ops.norm_linear(Stream(self.x), self.norm, self.handle(ops), activation)
 
     def linear_add(self, ops: CudaOps) -> Tensor:
         stream = self.random(MAX_ROWS + 1, self.out_features, seed=9)[: self.rows]
-        ops.linear_add_(self.x, self.handle(ops), stream)
+        ops.linear_add_(self.x, self.handle(ops), Stream(stream))
         return stream
 
     def logits(self, ops: CudaOps, index: list[int]) -> Tensor:
         step = allocate_step(1, 1, len(index), self.rows, self.device)
         step.sample_index.copy_(torch.tensor(index))
-        got = ops.logits(self.x, self.norm, self.handle(ops), CudaBatch(step, {}))
+        got = ops.logits(Stream(self.x), self.norm, self.handle(ops), CudaBatch(step, {}))
         assert got.dtype == torch.float32
         return got
 
@@ -364,6 +370,43 @@ def test_logits(device: torch.device, name: str, out_features: int) -> None:
     assert_near(got, expected)
     assert cublas.missing == {site}
     assert not planned.missing
+
+
+def left_in_parts(x: Tensor, weight: Tensor, plan: Plan, *, bias: Tensor | None, pdl: bool) -> Tensor:
+    """What gluon_linear.streamed_parts does, which only a Hopper GPU can."""
+    spans = zip(x.float().chunk(plan.split, 1), weight.float().chunk(plan.split, 1), strict=True)
+    parts = torch.stack([a @ b.T for a, b in spans])
+    return parts if bias is None else torch.cat((parts[:1] + bias.float(), parts[1:]))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_parts_are_added_by_whoever_reads_the_stream(
+    device: torch.device, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two additions, a norm with its projection, a third addition and the logits, which read some rows twice."""
+    if device.type == "cpu":
+        monkeypatch.setattr("asyncengine.kernels.cuda.streamed_parts", left_in_parts)
+    model = Model(device, 6, 48, layer=False)
+    projected = Site(48, 48, 8, "rms", "gelu", True, False)
+    plans = {
+        Site(48, 48, 8, "none", None, True, True): Plan("streamed", 64, 8, 4, 8, 2, 2, fused_norm=False),
+        projected: replace(PLANS["skinny"], fused_norm=fused),
+    }
+    results = []
+    for ops in (make_ops(device, plans), make_ops(device)):
+        handle, stream = model.handle(ops), Stream(model.x.clone())
+        for _ in range(2):
+            ops.linear_add_(model.x, handle, stream)
+        assert (stream.parts is not None) == (ops.options.plans.find(projected) is not None)
+        hidden = ops.norm_linear(stream, model.norm, handle, "gelu")
+        assert stream.parts is None
+        after = stream.x.clone()
+        ops.linear_add_(hidden, handle, stream)
+        step = allocate_step(1, 1, 4, model.rows, device)
+        step.sample_index.copy_(torch.tensor([5, 0, 0, 3]))
+        results.append((after, hidden, ops.logits(stream, model.norm, handle, CudaBatch(step, {})), stream.settle()))
+    for got, expected in zip(*results, strict=True):
+        assert_near(got, expected)
 
 
 def test_only_what_a_table_could_know_is_missing(device: torch.device) -> None:

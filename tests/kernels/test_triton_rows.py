@@ -146,6 +146,35 @@ def test_a_norm_of_chosen_rows(device: torch.device, dtype: torch.dtype) -> None
     assert_same(triton_rows.norm(x, norm, index), triton_rows.norm(x, norm)[index])
 
 
+@given(rows=st.integers(1, 5), width=st.integers(1, 70) | st.sampled_from([768, 1600]), parts=st.integers(1, 8),
+       layer=st.booleans(), bfloat16=st.booleans(), chosen=st.booleans(), seed=st.integers(0, 99))  # fmt: skip
+@settings(max_examples=25)
+def test_a_norm_adds_up_parts(
+    device: torch.device, rows: int, width: int, parts: int, layer: bool, bfloat16: bool, chosen: bool, seed: int
+) -> None:
+    """It is the norm of what x then holds, or would hold if rows were not chosen."""
+    dtype = DTYPES[bfloat16]
+    wide = torch.full((rows, width + 3), math.nan, dtype=dtype)
+    wide[:, :width] = random(rows, width, dtype=dtype, seed=seed)
+    wide = wide.to(device)
+    x, before = wide[:, :width], wide.clone()
+    added = random(parts, rows, width, dtype=torch.float32, seed=seed + 1).to(device)
+    weight, bias = (random(width, dtype=dtype, seed=seed + i).to(device) for i in (2, 3))
+    norm = Norm(weight, bias if layer else None, 1e-5)
+    expected = before[:, :width].to(torch.float32, copy=True)
+    for part in added:
+        expected += part
+    expected = expected.to(dtype)
+    if chosen:
+        index = torch.tensor([rows - 1, 0, rows - 1], device=device)
+        assert_same(triton_rows.norm(x, norm, index, added), triton_rows.norm(expected, norm, index))
+        assert_same(wide, before)
+    else:
+        assert_same(triton_rows.norm(x, norm, parts=added), triton_rows.norm(expected, norm))
+        assert_same(x, expected)
+        assert wide[:, width:].isnan().all()
+
+
 @given(
     tokens=st.integers(1, 6), width=st.integers(1, 70) | st.sampled_from([768, 1600, 4096]), positions=st.booleans(),
     bfloat16=st.booleans(), seed=st.integers(0, 99),

@@ -1,0 +1,153 @@
+"""Projections whose weights flow through shared memory, which Triton's interpreter cannot run."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncengine.kernels.gluon_linear import streamed_linear, streamed_parts
+from asyncengine.kernels.linear_plans import Plan, PlanTable, Site
+from tests.kernels.poison import poison_new_memory, surrounded, taken
+from tests.kernels.test_triton_linear import Case
+from tests.kernels.twins import assert_within
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+)
+
+CASES = st.builds(
+    Case,
+    rows=st.integers(1, 140),
+    columns=st.integers(1, 40).map(lambda n: 8 * n),
+    inner=st.sampled_from([64, 104, 128, 200, 768]),
+    seed=st.integers(0, 1000),
+    bfloat16=st.just(True),
+    wide_out=st.booleans(),
+    activation=st.sampled_from([None, None, "silu_mul", "gelu", "gelu_tanh"]),
+    bias=st.booleans(),
+    add=st.booleans(),
+    stride=st.sampled_from([0, 8]),
+)
+TILES = st.sampled_from([(64, 4), (128, 4), (128, 8), (256, 8)])
+ROWS = st.sampled_from([8, 16, 32, 64, 128])
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    poison_new_memory(monkeypatch)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda")
+
+
+@given(case=CASES, tile=TILES, rows=ROWS, inner=st.sampled_from([64, 128]), stages=st.integers(2, 4))
+@settings(max_examples=60)
+def test_streamed(device: torch.device, case: Case, tile: tuple[int, int], rows: int, inner: int, stages: int) -> None:
+    columns, warps = tile
+    if (columns + rows) * inner * 2 * stages > 220_000:
+        stages = 2
+    case.run(
+        Plan("streamed", columns, inner, warps, rows, 1, stages, fused_norm=False), device, multiply=streamed_linear
+    )
+
+
+@given(rows=st.integers(1, 70), columns=st.integers(1, 300), spans=st.integers(1, 6), split=st.sampled_from([2, 4, 8]),
+       tile=ROWS, bias=st.booleans(), seed=st.integers(0, 99))  # fmt: skip
+@settings(max_examples=40)
+def test_parts(
+    device: torch.device, rows: int, columns: int, spans: int, split: int, tile: int, bias: bool, seed: int
+) -> None:
+    """The bias is in one of them; rows and columns that are not there are not written."""
+    generator = torch.Generator().manual_seed(seed)
+    inner = 64 * spans * split
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(torch.bfloat16)
+
+    x, weight, b = random(rows, inner), random(columns, inner) * inner**-0.5, random(columns)
+    plan = Plan("streamed", 64, 64, 4, tile, split, min(3, spans + 1), fused_norm=False)
+    got = streamed_parts(
+        surrounded(x, device)[0], surrounded(weight, device)[0], plan,
+        bias=surrounded(b, device)[0] if bias else None, pdl=True,
+    )  # fmt: skip
+    assert got.shape == (split, rows, columns)
+    x64, w64 = x.double().view(rows, split, -1), weight.double().view(columns, split, -1)
+    expected = torch.einsum("msk,nsk->smn", x64, w64)
+    size = torch.einsum("msk,nsk->smn", x64.abs(), w64.abs())
+    if bias:
+        expected[0] += b.double()
+    assert_within(got.cpu(), expected, 1e-6 * (size + expected.abs()) + 1e-6)
+
+
+def test_a_row_is_the_same_in_any_batch_of_a_plan(device: torch.device) -> None:
+    """Nothing is added up in an order that depends on what else runs."""
+    plan = Plan("streamed", 64, 128, 4, 64, 1, 4, fused_norm=False)
+    case = Case(130, 200, 768, 5, bfloat16=True, bias=True, activation="gelu", add=True)
+    whole = case.run(plan, device, multiply=streamed_linear)
+    for row in (0, 63, 64, 129):
+        assert torch.equal(case.run(plan, device, only=row, multiply=streamed_linear), whole[row : row + 1])
+
+
+def test_poison_stays_in_its_row(device: torch.device) -> None:
+    x, weight = (torch.randn(n, 256, device=device).to(torch.bfloat16) for n in (9, 64))
+    plan = Plan("streamed", 64, 64, 4, 16, 1, 3, fused_norm=False)
+    clean, got = (torch.empty(9, 64, dtype=torch.bfloat16, device=device) for _ in range(2))
+    streamed_linear(x, weight, plan, out=clean)
+    x[4] = math.nan
+    streamed_linear(x, weight, plan, out=got)
+    others = [row for row in range(9) if row != 4]
+    assert torch.equal(got[others], clean[others])
+    assert got[4].isnan().all()
+
+
+def test_what_does_not_fit_raises(device: torch.device) -> None:
+    plan = Plan("streamed", 64, 64, 4, 16, 1, 2, fused_norm=False)
+    x, weight, out = (
+        torch.zeros(shape, dtype=torch.bfloat16, device=device) for shape in ((2, 128), (64, 128), (2, 64))
+    )
+    for match, change in (
+        ("leaves parts", {"plan": Plan("streamed", 64, 64, 4, 16, 2, 2)}),
+        ("does not fit", {"plan": Plan("tiled", 64, 64, 4, 16)}),
+        ("does not fit", {"x": x[:, :100].contiguous(), "weight": weight[:, :100].contiguous()}),
+        ("do not fit", {"out": out[:, :32]}),
+        ("do not fit", {"weight": weight.T}),
+        ("not aligned", {"x": torch.zeros(2, 129, dtype=torch.bfloat16, device=device)[:, 1:]}),
+    ):
+        arguments = {"x": x, "weight": weight, "plan": plan, "out": out} | change
+        with pytest.raises(ValueError, match=match):
+            streamed_linear(**arguments)
+
+
+SHIPPED = [(site, plan) for site, plan in PlanTable.shipped().items() if plan.kind == "streamed"]
+
+
+@pytest.mark.parametrize(("site", "plan"), SHIPPED, ids=[f"{s.weight_rows}x{s.inner}-{s.rows}" for s, _ in SHIPPED])
+def test_shipped_plans(device: torch.device, site: Site, plan: Plan) -> None:
+    """At their own sizes, against torch; a row fewer than the site has, where that is of the same site."""
+    rows = site.rows - 1
+    x = torch.randn(rows, site.inner, device=device).to(torch.bfloat16)
+    weight = (torch.randn(site.weight_rows, site.inner, device=device) * site.inner**-0.5).to(torch.bfloat16)
+    bias = torch.randn(site.weight_rows, device=device).to(torch.bfloat16) if site.bias else None
+    expected = torch.mm(x, weight.T, out_dtype=torch.float32) + (0 if bias is None else bias.float())
+    if plan.split > 1:
+        got = streamed_parts(x, weight, plan, bias=bias, pdl=True).sum(0)
+        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
+        return
+    if site.activation == "silu_mul":
+        gate, up = expected.chunk(2, 1)
+        expected = torch.nn.functional.silu(gate) * up
+    elif site.activation is not None:
+        approximate = "tanh" if site.activation == "gelu_tanh" else "none"
+        expected = torch.nn.functional.gelu(expected, approximate=approximate)
+    before = torch.randn(rows, site.columns, device=device).to(torch.bfloat16)
+    out, memory = surrounded(before, device)
+    streamed_linear(x, weight, plan, out=out, bias=bias, activation=site.activation, add=site.add, pdl=True)
+    if site.add:
+        expected = expected + before.float()
+    torch.testing.assert_close(taken(out, memory), expected.to(torch.bfloat16).cpu(), rtol=2e-2, atol=2e-2)
