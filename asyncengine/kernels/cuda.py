@@ -170,7 +170,7 @@ class CudaOps:
         if plan.kind == "streamed":
             assert isinstance(x, Tensor)
             assert isinstance(weight, Tensor)
-            if plan.split > 1:
+            if plan.leaves_parts:
                 stream.parts = streamed_parts(x, weight, plan, bias=bias, pdl=pdl)
             else:
                 streamed_linear(x, weight, plan, out=to, bias=bias, add=True, pdl=pdl)
