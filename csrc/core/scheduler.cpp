@@ -183,7 +183,10 @@ bool Scheduler::reserve_blocks(Slot& slot, int32_t num_tokens, StepPlan& plan) {
 bool Scheduler::make_room(const Sequence& sequence, int32_t num_blocks, const StepPlan& plan) {
   for (size_t i = running_.size(); blocks_.num_free() < num_blocks; --i) {
     if (blocks_.num_free() + blocks_coming_ >= num_blocks) return false;  // they are on their way
-    while (i > 0 && (running_[i - 1]->state != SequenceState::kRunning || running_[i - 1]->planned_step == static_cast<uint32_t>(plan.step))) --i;
+    const auto stays = [&](const Slot& slot) {
+      return slot.state != SequenceState::kRunning || slot.planned_step == static_cast<uint32_t>(plan.step);
+    };
+    while (i > 0 && stays(*running_[i - 1])) --i;
     if (i == 0 || !runs_later(running_[i - 1]->sequence, &sequence)) return false;
     preempt(*running_[i - 1]->sequence);
   }
