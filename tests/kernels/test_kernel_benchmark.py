@@ -54,7 +54,7 @@ def test_all_parts(
         "linear": [f"{norm} + qkv", "o + add", f"{norm} + up + {activation}", "down + add", f"{norm} + head"],
         "attention": ["decode, paged", "decode, few keys", "prefill", "work list"],
         "sampler": ["greedy", "temperature", "top-k 50", "top-p 0.95", "k 50, p 0.95, min-p 0.05"],
-        "layer": ["few keys", "separate"],
+        "layer": ["few keys", "paged", "separate"],
     }
     assert found == {(part, kernel) for part, names in expected.items() for kernel in names}
     for line in lines:
