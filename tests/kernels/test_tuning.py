@@ -129,13 +129,13 @@ def test_known_plans_are_likely() -> None:
 
 @pytest.mark.parametrize(("weight", "share"), [("bf16", 0.6), ("fp8", 0.4)])
 def test_the_best_plans_of_one_model_are_likely_given_those_of_others(weight: str, share: float) -> None:
-    """Three of five, where chance would find one of ten; of float8 weights, measured of two models only, two of five."""
+    """Three of five, where chance would find one of ten; of float8 weights, known of two models, two of five."""
     found = []
     for site, plan in KNOWN.items():
         if plan != CUBLAS and site.weight == weight:
             others = PlanTable({s: p for s, p in KNOWN.items() if model(s) != model(site)})
             found.append(plan in likely(site, others, 8))
-    assert sum(found) > share * len(found) > 25
+    assert sum(found) > share * len(found) > 20
 
 
 def test_without_any_known_plan_there_are_still_candidates() -> None:
