@@ -107,7 +107,7 @@ class CpuOps(HostOps):
             if bias is not None:
                 _check(bias, dtype, (n,), "bias")
         if panels:
-            weights = [_panels(w, self._native.lanes) for w in weights]
+            weights = [_panels(w, self._native.lanes, self._native.panel_steps(native_dtype)) for w in weights]
         native = _core.CpuLinear(
             [w.data_ptr() for w in weights],
             rows,
@@ -259,12 +259,12 @@ class CpuOps(HostOps):
         return found
 
 
-def _panels(weight: Tensor, lanes: int) -> Tensor:
-    """weight [N, K] as [N / lanes, K / P, lanes, P], P elements in 4 bytes; N is filled up to two panels."""
+def _panels(weight: Tensor, lanes: int, steps: int) -> Tensor:
+    """weight [N, K] as [N / lanes, K / P, lanes, P], P elements in 4 bytes; zeros fill N up to two panels, K to steps."""
     parts = 4 // weight.element_size()
     n, k = weight.shape
-    if n % (2 * lanes) or k % parts:
-        weight = F.pad(weight, (0, -k % parts, 0, -n % (2 * lanes)))
+    if n % (2 * lanes) or k % steps:
+        weight = F.pad(weight, (0, -k % steps, 0, -n % (2 * lanes)))
     n, k = weight.shape
     return weight.view(n // lanes, lanes, k // parts, parts).transpose(1, 2).contiguous()
 

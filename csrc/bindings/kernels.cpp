@@ -132,6 +132,7 @@ void bind_cpu_kernels(py::module_& m) {
       .def_property_readonly("isa", &CpuKernels::isa_name)
       .def_property_readonly("num_threads", &CpuKernels::num_threads)
       .def_property_readonly("lanes", &CpuKernels::lanes)
+      .def("panel_steps", &CpuKernels::panel_steps)
       .def(
           "linear",
           [](CpuKernels& self, const CpuLinear& weights, Address x, int64_t x_stride, int64_t rows, Address y,

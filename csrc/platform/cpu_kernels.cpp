@@ -83,18 +83,19 @@ void CpuKernels::linear(const CpuLinear& weights, const void* x, int64_t x_strid
   const Dtype dtype = weights.dtype;
   const Dtype y_dtype = y_float32 ? Dtype::kFloat32 : dtype;
   const int64_t y_stride = weights.total_rows();
-  const int64_t tile_rows = isa_.tile_rows(rows), tiles = ceil_div(rows, tile_rows);
-  float* packed = packed_x_.reserve(isa_.packed_x_floats(rows, weights.k));
-  for_row_chunks(tiles, tile_rows * weights.k, [&](int64_t begin, int64_t end) {
-    isa_.pack_x(dtype, x, x_stride, rows, weights.k, begin, end, packed);
-  });
+  const LinearKernels& kernels = isa_.linear(dtype);
+  const int64_t tile_rows = kernels.tile_rows(rows), tiles = ceil_div(rows, tile_rows);
+  float* packed = packed_x_.reserve(kernels.packed_x_floats(rows, weights.k));
+  const LinearInput input{x, x_stride, rows, weights.k, weights.panels};
+  for_row_chunks(tiles, tile_rows * weights.k,
+                 [&](int64_t begin, int64_t end) { kernels.pack_x(input, begin, end, packed); });
 
-  const int64_t block_rows = rows <= isa_.few_rows ? rows : ceil_div(tiles, ceil_div(rows, kBlockRows)) * tile_rows;
+  const int64_t block_rows = rows <= kernels.few_rows ? rows : ceil_div(tiles, ceil_div(rows, kBlockRows)) * tile_rows;
   const int64_t row_blocks = ceil_div(rows, block_rows);
   const int64_t column_items = ceil_div(kItemsPerThread * pool_.num_threads(), row_blocks);
-  int64_t columns = round_up(ceil_div(y_stride, column_items), isa_.panel_columns);
-  if (rows > isa_.few_rows) columns = std::min(columns, kBlockColumns);
-  reserve_scratch(isa_.linear_scratch_floats(rows, block_rows, columns));
+  int64_t columns = round_up(ceil_div(y_stride, column_items), kernels.panel_columns);
+  if (rows > kernels.few_rows) columns = std::min(columns, kBlockColumns);
+  reserve_scratch(kernels.scratch_floats(rows, block_rows, columns));
   int64_t column_blocks = 0;
   for (const CpuLinear::Matrix& matrix : weights.matrices) column_blocks += ceil_div(matrix.rows, columns);
 
@@ -123,7 +124,7 @@ void CpuKernels::linear(const CpuLinear& weights, const void* x, int64_t x_strid
         .n_end = std::min(matrix->rows, (block + 1) * columns),
         .scratch = scratch(thread),
     };
-    isa_.linear(dtype, task);
+    kernels.run(task);
   });
 }
 

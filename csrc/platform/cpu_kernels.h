@@ -16,7 +16,7 @@ namespace asyncengine {
 
 // Weight matrices [N_i, k] of one input, whose outputs lie side by side. Points into memory that the caller keeps.
 // A matrix in panels is [N / lanes][words of k][lanes], a word being one float or two neighbouring bfloat16, the first
-// in the low half; N is rounded up to two panels and k to whole words.
+// in the low half; N is rounded up to two panels and k to a multiple of panel_steps.
 struct CpuLinear {
   struct Matrix {
     const void* weight;
@@ -61,6 +61,7 @@ class CpuKernels {
   const char* isa_name() const { return isa_.name; }
   int num_threads() const { return pool_.num_threads(); }
   int64_t lanes() const { return isa_.lanes; }
+  int64_t panel_steps(Dtype dtype) const { return isa_.linear(dtype).panel_steps; }
 
   // y [rows, Σ N_i] = x [rows, k] · Wᵀ + bias; y in the weights' dtype, or float32 if y_float32.
   void linear(const CpuLinear& weights, const void* x, int64_t x_stride, int64_t rows, void* y, bool y_float32);
