@@ -4,7 +4,7 @@
 // step's even and odd places, ascending. The last step is filled up with zeros. Which operand of the instruction the
 // weights are does not matter: plain rows of W [16 columns of y, 32 steps] are the first one as they lie, which leaves
 // the transpose of y in the tile; panels are the second one as they lie, in pairs of steps [16][16 columns][2]. x is
-// packed as the other. Every count of rows goes through whole tiles.
+// packed as the other. Every count of rows takes this one instruction; few of them shorten the tiles of x and y.
 #include "platform/cpu_isa.h"
 
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BW__) && defined(__FMA__)
@@ -17,7 +17,7 @@ namespace asyncengine {
 namespace {
 
 constexpr int64_t kTileRows = 16, kTileSteps = 32;  // of x or W; 64 bytes a row
-constexpr int64_t kRowBytes = 64, kTileBytes = kTileRows * kRowBytes, kTileFloats = kTileBytes / 4;
+constexpr int64_t kRowBytes = 64, kTileBytes = kTileRows * kRowBytes, kTileFloats = kTileBytes / 4, kWordBytes = 4;
 constexpr int64_t kPairRows = 2 * kTileRows;  // two tiles of x meet two of W: four of y, all that there is room for
 constexpr int64_t kFewRows = kPairRows;
 constexpr int64_t kPassTiles = 16;  // of K, in many rows: a pair of tiles of x and one of W stay in L1
@@ -28,15 +28,17 @@ int64_t tiles_of_k(int64_t k) { return (k + kTileSteps - 1) / kTileSteps; }
 // Tiles hold data for as long as this lives: a thread that keeps them makes every switch of threads dearer.
 class TileScope {
  public:
-  TileScope() {
+  // Tiles 0 to 3 are y, 4 and 5 x, 6 and 7 the weights; x is the first operand if the weights are in panels.
+  TileScope(bool panels, int64_t x_rows) {
     struct alignas(64) {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
       uint16_t row_bytes[16] = {};
       uint8_t rows[16] = {};
     } config;
     for (int tile = 0; tile < 8; ++tile) {
-      config.row_bytes[tile] = kRowBytes;
-      config.rows[tile] = kTileRows;
+      const bool short_rows = !panels && tile < 6, few_rows = panels && tile < 6;
+      config.row_bytes[tile] = static_cast<uint16_t>(short_rows ? x_rows * kWordBytes : kRowBytes);
+      config.rows[tile] = static_cast<uint8_t>(few_rows ? x_rows : kTileRows);
     }
     written(&config);
     _tile_loadconfig(&config);
@@ -49,54 +51,61 @@ class TileScope {
   static AE_INLINE void written(const void* p) { asm volatile("" ::"r"(p) : "memory"); }
 };
 
-// ---- x: tiles of 16 rows, each [tile of K][1 KB] ----
+// ---- x: tiles of up to 16 rows, each [tile of K][tile of x] ----
 
-int64_t amx_tile_rows(int64_t rows) { return rows <= kTileRows ? kTileRows : kPairRows; }
-
-int64_t x_tile_bytes(int64_t k) { return tiles_of_k(k) * kTileBytes; }
-
-int64_t amx_packed_x_floats(int64_t rows, int64_t k) {
-  return (rows + kTileRows - 1) / kTileRows * x_tile_bytes(k) / 4;
+// Two tiles of x, or one if that is enough.
+int64_t amx_tile_rows(int64_t rows) {
+  return rows <= kTileRows ? rows : rows <= kPairRows ? (rows + 1) / 2 * 2 : kPairRows;
 }
 
-// Rows as they are.
-void pack_rows(const LinearInput& x, const BFloat16* first, int64_t rows, char* packed) {
-  for (int64_t k = 0; k < x.k; k += kTileSteps, packed += kTileBytes) {
+int64_t rows_of_x_tile(int64_t rows) { return rows <= kTileRows ? rows : amx_tile_rows(rows) / 2; }
+
+int64_t amx_packed_x_floats(int64_t rows, int64_t k) {
+  const int64_t x_rows = rows_of_x_tile(rows);
+  return (rows + x_rows - 1) / x_rows * x_rows * tiles_of_k(k) * kRowBytes / kWordBytes;
+}
+
+// Rows as they are; rows past the last one and steps past K are zero.
+void pack_rows(const LinearInput& x, const BFloat16* first, int64_t rows, int64_t tile_rows, char* packed) {
+  const int64_t tile_bytes = tile_rows * kRowBytes;
+  for (int64_t k = 0; k < x.k; k += kTileSteps, packed += tile_bytes) {
     const int64_t steps = x.k - k < kTileSteps ? x.k - k : kTileSteps;
-    if (rows < kTileRows || steps < kTileSteps) memset(packed, 0, kTileBytes);
+    if (rows < tile_rows || steps < kTileSteps) memset(packed, 0, static_cast<size_t>(tile_bytes));
     for (int64_t row = 0; row < rows; ++row) {
       memcpy(packed + row * kRowBytes, first + row * x.stride + k, static_cast<size_t>(steps) * sizeof(BFloat16));
     }
   }
 }
 
-// Pairs of steps, each beside the same pair of the other rows.
-void pack_pairs(const LinearInput& x, const BFloat16* first, int64_t rows, char* packed) {
-  for (int64_t tile = 0; tile < x.k; tile += kTileSteps) {
-    for (int64_t k = tile; k < tile + kTileSteps; k += kUnitSteps<BFloat16>, packed += 4 * kRowBytes) {
-      const int64_t left = x.k - k, steps = left < 0 ? 0 : left < kUnitSteps<BFloat16> ? left : kUnitSteps<BFloat16>;
-      UVec words[4];
-      load_unit(words, [&](int64_t i) __attribute__((always_inline)) {
-        if (i >= rows) return Quad{};
-        const BFloat16* row = first + i * x.stride + k;
-        return steps == kUnitSteps<BFloat16> ? load_quad(row) : load_first_quad(row, steps);
-      });
-      for (int64_t i = 0; i < 4; ++i) store(reinterpret_cast<float*>(packed + i * kRowBytes), (Vec)words[i]);
+// The same in pairs of steps, each beside the same pair of the other rows.
+void pack_pairs(const LinearInput& x, const BFloat16* first, int64_t rows, int64_t tile_rows, char* packed) {
+  constexpr int64_t kSteps = kUnitSteps<BFloat16>;
+  const __mmask16 lanes = static_cast<__mmask16>((1u << tile_rows) - 1);
+  for (int64_t k = 0; k < tiles_of_k(x.k) * kTileSteps; k += kSteps) {
+    const int64_t left = x.k - k, steps = left < 0 ? 0 : left < kSteps ? left : kSteps;
+    UVec words[4];
+    load_unit(words, [&](int64_t i) __attribute__((always_inline)) {
+      if (i >= rows) return Quad{};
+      const BFloat16* row = first + i * x.stride + k;
+      return steps == kSteps ? load_quad(row) : load_first_quad(row, steps);
+    });
+    for (int64_t i = 0; i < 4; ++i, packed += tile_rows * kWordBytes) {
+      _mm512_mask_storeu_epi32(packed, lanes, (__m512i)words[i]);
     }
   }
 }
 
 void amx_pack_x(const LinearInput& x, int64_t tile_begin, int64_t tile_end, float* packed) {
-  const int64_t tile_rows = amx_tile_rows(x.rows);
+  const int64_t tile_rows = amx_tile_rows(x.rows), x_rows = rows_of_x_tile(x.rows);
   const int64_t end = tile_end * tile_rows < x.rows ? tile_end * tile_rows : x.rows;
-  for (int64_t m = tile_begin * tile_rows; m < end; m += kTileRows) {
+  for (int64_t m = tile_begin * tile_rows; m < end; m += x_rows) {
     const BFloat16* first = static_cast<const BFloat16*>(x.x) + m * x.stride;
-    const int64_t rows = end - m < kTileRows ? end - m : kTileRows;
-    char* to = reinterpret_cast<char*>(packed) + m / kTileRows * x_tile_bytes(x.k);
+    const int64_t rows = end - m < x_rows ? end - m : x_rows;
+    char* to = reinterpret_cast<char*>(packed) + m * tiles_of_k(x.k) * kRowBytes;
     if (x.panels) {
-      pack_rows(x, first, rows, to);
+      pack_rows(x, first, rows, x_rows, to);
     } else {
-      pack_pairs(x, first, rows, to);
+      pack_pairs(x, first, rows, x_rows, to);
     }
   }
 }
@@ -128,7 +137,7 @@ Weights weights_of(const LinearTask& task, int64_t n) {
   const char* weight = static_cast<const char*>(task.weight);
   const int64_t left = task.n_end - n, columns = left < kPairRows ? left : kPairRows;
   if constexpr (Panels) {  // filled up with zeros
-    const int64_t panel = x_tile_bytes(task.k);
+    const int64_t panel = tiles_of_k(task.k) * kTileBytes;
     return {weight + n / kTileRows * panel, panel, kRowBytes, kTileBytes, panel, kPairRows, tiles_of_k(task.k) * kTileSteps};
   }
   const int64_t row = task.k * static_cast<int64_t>(sizeof(BFloat16));
@@ -137,12 +146,21 @@ Weights weights_of(const LinearTask& task, int64_t n) {
 
 // ---- products: tmm0 … tmm3 are the sums of x tile i and column tile j at 2 i + j; 4, 5 are x, 6, 7 the weights ----
 
+struct Stretch {
+  const char* x;                           // of the first tile of rows
+  int64_t x_distance, x_stride, x_step;    // bytes to the second one, between rows of a tile, to the next tile of K
+  int64_t begin, end, tiles;               // tiles of K: of this pass, and of all
+  bool cold;                               // the weights come from memory
+  const float* from;                       // sums of the passes before, null at the first one
+  float* to;                               // may be `from`
+};
+
 template <bool Panels, int XTiles>
-AE_INLINE void multiply(const char* x, int64_t x_distance, const char* w, int64_t w_distance, int64_t w_stride) {
-  _tile_loadd(4, x, kRowBytes);
+AE_INLINE void multiply(const Stretch& at, const char* x, const char* w, int64_t w_distance, int64_t w_stride) {
+  _tile_loadd(4, x, at.x_stride);
   _tile_loadd(6, w, w_stride);
   _tile_loadd(7, w + w_distance, w_stride);
-  if constexpr (XTiles == 2) _tile_loadd(5, x + x_distance, kRowBytes);
+  if constexpr (XTiles == 2) _tile_loadd(5, x + at.x_distance, at.x_stride);
   if constexpr (Panels) {
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
@@ -159,15 +177,6 @@ AE_INLINE void multiply(const char* x, int64_t x_distance, const char* w, int64_
     }
   }
 }
-
-struct Stretch {
-  const char* x;  // of the first tile of rows
-  int64_t x_distance;
-  int64_t begin, end, tiles;  // tiles of K: of this pass, and of all
-  bool cold;                  // the weights come from memory
-  const float* from;          // sums of the passes before, null at the first one
-  float* to;                  // may be `from`
-};
 
 template <bool Panels, int XTiles>
 void run_tiles(const Stretch& at, const Weights& w) {
@@ -187,12 +196,12 @@ void run_tiles(const Stretch& at, const Weights& w) {
     }
   }
   alignas(64) char edge[2 * kTileBytes];
-  const char* x = at.x + at.begin * kTileBytes;
-  for (int64_t tile = at.begin; tile < at.end; ++tile, x += kTileBytes) {
+  const char* x = at.x + at.begin * at.x_step;
+  for (int64_t tile = at.begin; tile < at.end; ++tile, x += at.x_step) {
     const char* weights = w.first + tile * w.step;
     if (!w.whole(tile)) {
       copy_tiles(w, tile, edge);
-      multiply<Panels, XTiles>(x, at.x_distance, edge, kTileBytes, kRowBytes);
+      multiply<Panels, XTiles>(at, x, edge, kTileBytes, kRowBytes);
       continue;
     }
     if (at.cold) {
@@ -203,7 +212,7 @@ void run_tiles(const Stretch& at, const Weights& w) {
         prefetch(wanted + row * w.stride + w.distance);
       }
     }
-    multiply<Panels, XTiles>(x, at.x_distance, weights, w.distance, w.stride);
+    multiply<Panels, XTiles>(at, x, weights, w.distance, w.stride);
   }
   _tile_stored(0, at.to, kRowBytes);
   _tile_stored(1, at.to + kTileFloats, kRowBytes);
@@ -227,8 +236,8 @@ AE_INLINE void write_row(const LinearTask& task, Vec sums, int64_t m, int64_t n,
 
 // A tile of sums: rows of y, or columns of y.
 template <bool Panels>
-void write_tile(const LinearTask& task, const float* sums, int64_t m, int64_t n) {
-  const int64_t rows = task.m_end - m < kTileRows ? task.m_end - m : kTileRows;
+void write_tile(const LinearTask& task, const float* sums, int64_t m, int64_t x_rows, int64_t n) {
+  const int64_t rows = task.m_end - m < x_rows ? task.m_end - m : x_rows;
   const int64_t count = task.n_end - n < kTileRows ? task.n_end - n : kTileRows;
   if (count <= 0) return;
   if constexpr (Panels) {
@@ -244,26 +253,35 @@ void write_tile(const LinearTask& task, const float* sums, int64_t m, int64_t n)
 
 template <bool Panels>
 void linear_tiles(const LinearTask& task) {
-  const TileScope tiles;
+  const int64_t x_rows = rows_of_x_tile(task.rows), x_step = x_rows * kRowBytes;
+  const TileScope tiles(Panels, x_rows);
   const int64_t all = tiles_of_k(task.k), pass = task.rows <= kFewRows ? all : kPassTiles;
-  const int64_t x_distance = x_tile_bytes(task.k);
   alignas(64) float done[4 * kTileFloats];
   for (int64_t begin = 0; begin < all; begin += pass) {
     const int64_t end = begin + pass < all ? begin + pass : all;
     float* sums = task.scratch;
-    for (int64_t m = task.m_begin; m < task.m_end; m += kPairRows) {
-      const char* x = reinterpret_cast<const char*>(task.packed_x) + m / kTileRows * x_distance;
-      const bool two = m + kTileRows < task.m_end, last = end == all, first = m == task.m_begin;
+    for (int64_t m = task.m_begin; m < task.m_end; m += task.tile_rows) {
+      const char* x = reinterpret_cast<const char*>(task.packed_x) + m * all * kRowBytes;
+      const bool two = m + x_rows < task.m_end, last = end == all;
       for (int64_t n = task.n_begin; n < task.n_end; n += kPairRows, sums += 4 * kTileFloats) {
         const Weights w = weights_of<Panels>(task, n);
-        const Stretch at{x, x_distance, begin, end, all, first, begin == 0 ? nullptr : sums, last ? done : sums};
+        const Stretch at{.x = x,
+                         .x_distance = all * x_step,
+                         .x_stride = Panels ? kRowBytes : x_rows * kWordBytes,
+                         .x_step = x_step,
+                         .begin = begin,
+                         .end = end,
+                         .tiles = all,
+                         .cold = m == task.m_begin,
+                         .from = begin == 0 ? nullptr : sums,
+                         .to = last ? done : sums};
         if (two) {
           run_tiles<Panels, 2>(at, w);
         } else {
           run_tiles<Panels, 1>(at, w);
         }
         for (int64_t i = 0; last && i < (two ? 4 : 2); ++i) {
-          write_tile<Panels>(task, done + i * kTileFloats, m + i / 2 * kTileRows, n + i % 2 * kTileRows);
+          write_tile<Panels>(task, done + i * kTileFloats, m + i / 2 * x_rows, x_rows, n + i % 2 * kTileRows);
         }
       }
     }
