@@ -102,8 +102,17 @@ class CpuKernels:
     def lanes(self) -> int: ...
     def panel_steps(self, dtype: Dtype, /) -> int: ...
     def linear(
-        self, weights: CpuLinear, x: int, x_stride: int, rows: int, y: int, y_float32: bool, /
-    ) -> None: ...
+        self,
+        weights: CpuLinear,
+        x: int,
+        x_stride: int,
+        rows: int,
+        y: int,
+        y_float32: bool,
+        activation: Activation | None,
+        /,
+    ) -> None:
+        """ValueError for silu_mul."""
     def norm(
         self,
         dtype: Dtype,
@@ -144,6 +153,18 @@ class CpuKernels:
         q: int,
         q_stride: int,
         tokens: int,
+        num_q_heads: int,
+        out: int,
+        cache: PagedKV,
+        batch: StepBatch,
+        scale: float,
+        window: int,
+        /,
+    ) -> None: ...
+    def attention(
+        self,
+        dtype: Dtype,
+        heads: int,
         num_q_heads: int,
         out: int,
         cache: PagedKV,

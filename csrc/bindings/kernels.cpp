@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -136,7 +137,9 @@ void bind_cpu_kernels(py::module_& m) {
       .def(
           "linear",
           [](CpuKernels& self, const CpuLinear& weights, Address x, int64_t x_stride, int64_t rows, Address y,
-             bool y_float32) { self.linear(weights, pointer(x), x_stride, rows, pointer(y), y_float32); },
+             bool y_float32, std::optional<Activation> activation) {
+            self.linear(weights, pointer(x), x_stride, rows, pointer(y), y_float32, activation);
+          },
           NoGil())
       .def(
           "norm",
@@ -178,6 +181,13 @@ void bind_cpu_kernels(py::module_& m) {
              Address out, const PagedKV& cache, const StepBatch& batch, float scale, int64_t window) {
             self.paged_attention(dtype, pointer(q), q_stride, tokens, num_q_heads, pointer(out), cache, batch, scale,
                                  window);
+          },
+          NoGil())
+      .def(
+          "attention",
+          [](CpuKernels& self, Dtype dtype, Address heads, int64_t num_q_heads, Address out, const PagedKV& cache,
+             const StepBatch& batch, float scale, int64_t window) {
+            self.attention(dtype, pointer(heads), num_q_heads, pointer(out), cache, batch, scale, window);
           },
           NoGil())
       .def(
