@@ -300,7 +300,10 @@ class CpuOps(HostOps):
 
 
 def _panels(weight: Tensor, lanes: int, steps: int) -> Tensor:
-    """weight [N, K] as [N / lanes, K / P, lanes, P], P elements in 4 bytes; zeros fill N up to two panels, K to steps."""
+    """weight [N, K] as [N / lanes, K / P, lanes, P], P elements in 4 bytes.
+
+    Zeros fill N up to two panels and K to a multiple of steps.
+    """
     parts = 4 // weight.element_size()
     n, k = weight.shape
     if n % (2 * lanes) or k % steps:

@@ -114,8 +114,10 @@ class HostOps(ABC):
         index = torch.from_numpy(batch.sample_index)
         if not len(index):
             return None
-        pending = None if stream.pending is None else stream.pending[index]
-        return self.linear(self._normed(stream.residual[index], pending, norm), handle, torch.float32)
+        residual, pending = stream.residual, stream.pending
+        if len(index) < batch.num_tokens:  # else every token is sampled from, in order
+            residual, pending = residual[index], None if pending is None else pending[index]
+        return self.linear(self._normed(residual, pending, norm), handle, torch.float32)
 
     def _normed(self, residual: Tensor, pending: Tensor | None, norm: Norm) -> Tensor:
         return self.norm(residual, norm) if pending is None else self.norm(pending, norm, residual)

@@ -9,7 +9,7 @@ namespace asyncengine {
 namespace {
 
 // Below this many elements a loop costs less than telling another thread about it (about 2 us).
-constexpr int64_t kElementsPerChunk = 16384;
+constexpr int64_t kElementsPerChunk = 4096;
 // A write to a cache line that is far away costs as much as this many elements of a loop.
 constexpr int64_t kElementsPerCacheMiss = 16;
 // Items per thread of a loop: what one thread waits for the other at the end is one item.
