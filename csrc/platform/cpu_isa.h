@@ -148,7 +148,8 @@ struct CpuIsa {
   void (*block_sums)(const float* mass, int64_t count, double* sums);
 };
 
-// Null where the compiler's target has no such instructions; whether this machine does is another question.
+// Null where the compiler's target has no such instructions; whether this machine does is another question. Ask for AMX
+// only where AVX-512 runs: it is made from that.
 const CpuIsa* cpu_isa_amx();
 const CpuIsa* cpu_isa_avx512();
 const CpuIsa* cpu_isa_avx2();

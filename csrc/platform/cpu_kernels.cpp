@@ -8,7 +8,8 @@
 namespace asyncengine {
 namespace {
 
-// Below this many elements a loop costs less than telling another thread about it (about 2 us).
+// Below this many elements a loop costs less than telling another thread about it (about 2 us). Its data tends to come
+// from the other core or from memory.
 constexpr int64_t kElementsPerChunk = 4096;
 // A write to a cache line that is far away costs as much as this many elements of a loop.
 constexpr int64_t kElementsPerCacheMiss = 16;
@@ -184,7 +185,8 @@ void CpuKernels::store_new(Dtype dtype, const NewKV& fresh, const PagedKV& cache
 }
 
 // Tiles of queries × heads of a group per KV head; a single decode token's partitions are spread over items of their
-// own when there would be too few items otherwise.
+// own when there would be too few items otherwise. The key and value of a token that only one item per KV head reads
+// are stored by that item: rows that share blocks share what earlier steps have written.
 void CpuKernels::plan_attention(const AttentionTask& task, const StepBatch& batch, int64_t tokens) {
   items_.clear();
   split_rows_.clear();

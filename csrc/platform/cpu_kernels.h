@@ -108,6 +108,7 @@ class CpuKernels {
   };
 
   void plan_attention(const AttentionTask& task, const StepBatch& batch, int64_t tokens);
+  // fresh is stored on the way; null: all keys and values are there.
   void attend(Dtype dtype, const AttentionTask& task, int64_t tokens, const PagedKV& cache, const StepBatch& batch,
               const NewKV* fresh);
   static void store_new(Dtype dtype, const NewKV& fresh, const PagedKV& cache, const StepBatch& batch, int64_t token,
