@@ -70,7 +70,7 @@ class CpuLinear:
     """Addresses of weights [rows[i], k] and biases [rows[i]] (0: none); the caller keeps the memory.
 
     With ``panels`` weights are [rows[i] / lanes, words of k, lanes], a word holding 4 bytes of a row; rows[i] is
-    rounded up to 2 * lanes, k to whole words.
+    rounded up to 2 * lanes, k to a multiple of panel_steps(dtype) with zeros.
     """
 
     def __init__(
@@ -100,9 +100,19 @@ class CpuKernels:
     def num_threads(self) -> int: ...
     @property
     def lanes(self) -> int: ...
+    def panel_steps(self, dtype: Dtype, /) -> int: ...
     def linear(
-        self, weights: CpuLinear, x: int, x_stride: int, rows: int, y: int, y_float32: bool, /
-    ) -> None: ...
+        self,
+        weights: CpuLinear,
+        x: int,
+        x_stride: int,
+        rows: int,
+        y: int,
+        y_float32: bool,
+        activation: Activation | None,
+        /,
+    ) -> None:
+        """ValueError for silu_mul."""
     def norm(
         self,
         dtype: Dtype,
@@ -143,6 +153,18 @@ class CpuKernels:
         q: int,
         q_stride: int,
         tokens: int,
+        num_q_heads: int,
+        out: int,
+        cache: PagedKV,
+        batch: StepBatch,
+        scale: float,
+        window: int,
+        /,
+    ) -> None: ...
+    def attention(
+        self,
+        dtype: Dtype,
+        heads: int,
         num_q_heads: int,
         out: int,
         cache: PagedKV,

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from asyncengine import _core
-from asyncengine.kernels.host import HostOps
-from asyncengine.kernels.ops import Activation, Norm
+from asyncengine.kernels.host import HostOps, Stream
+from asyncengine.kernels.ops import Activation, AttentionLayer, Norm
 
 _DTYPES = {torch.float32: _core.Dtype.float32, torch.bfloat16: _core.Dtype.bfloat16}
 _ACTIVATIONS: dict[Activation, _core.Activation] = {
@@ -107,7 +107,7 @@ class CpuOps(HostOps):
             if bias is not None:
                 _check(bias, dtype, (n,), "bias")
         if panels:
-            weights = [_panels(w, self._native.lanes) for w in weights]
+            weights = [_panels(w, self._native.lanes, self._native.panel_steps(native_dtype)) for w in weights]
         native = _core.CpuLinear(
             [w.data_ptr() for w in weights],
             rows,
@@ -119,8 +119,17 @@ class CpuOps(HostOps):
         tensors = (*weights, *(b for b in biases if b is not None))
         return CpuLinearHandle(native, k, sum(rows), dtype, tensors)
 
-    def linear(self, x: Tensor, handle: CpuLinearHandle, out_dtype: torch.dtype | None = None) -> Tensor:
-        """x [M, K] (rows may be strided) -> [M, ΣN_i] in x's dtype, or in float32 if out_dtype says so."""
+    def linear(
+        self,
+        x: Tensor,
+        handle: CpuLinearHandle,
+        out_dtype: torch.dtype | None = None,
+        activation: Activation | None = None,
+    ) -> Tensor:
+        """x [M, K] (rows may be strided) -> [M, ΣN_i] in x's dtype, or in float32 if out_dtype says so.
+
+        With an activation the same as ``activate`` of that; not for silu_mul.
+        """
         out_dtype = out_dtype or handle.dtype
         if x.dtype != handle.dtype or x.dim() != 2 or x.shape[1] != handle.in_features or x.stride(1) != 1:
             raise ValueError(
@@ -131,9 +140,24 @@ class CpuOps(HostOps):
             raise ValueError(f"out_dtype must be {handle.dtype} or torch.float32, got {out_dtype}")
         y = self._results.empty((x.shape[0], handle.out_features), out_dtype)
         self._native.linear(
-            handle.native, x.data_ptr(), x.stride(0), x.shape[0], y.data_ptr(), out_dtype == torch.float32
+            handle.native,
+            x.data_ptr(),
+            x.stride(0),
+            x.shape[0],
+            y.data_ptr(),
+            out_dtype == torch.float32,
+            None if activation is None else _ACTIVATIONS[activation],
         )
         return y
+
+    def norm_linear(
+        self, stream: Stream, norm: Norm, handle: CpuLinearHandle, activation: Activation | None = None
+    ) -> Tensor:
+        if activation is None or activation == "silu_mul":
+            return super().norm_linear(stream, norm, handle, activation)
+        x = self._normed(stream.residual, stream.pending, norm)
+        stream.pending = None
+        return self.linear(x, handle, activation=activation)
 
     def norm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
         """The norm of the rows of x [M, H], which may be strided; or of residual += x, which is in place."""
@@ -236,6 +260,22 @@ class CpuOps(HostOps):
         )
         return out
 
+    def attention(
+        self, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, batch: _core.StepBatch
+    ) -> Tensor:
+        """``store_heads`` and ``paged_attention`` of contiguous heads [T, Hq + 2 Hk, D]: [T, Hq * D]."""
+        cache = self._cache(k_cache, v_cache)
+        _, kv_heads, dim, _ = k_cache.shape
+        _check(heads, k_cache.dtype, (batch.num_tokens, layer.num_heads + 2 * kv_heads, dim), "heads")
+        if layer.num_heads % kv_heads:
+            raise ValueError(f"{layer.num_heads} query heads do not fit {kv_heads} of the cache")
+        self.prepare_heads(heads, layer, batch)
+        out = self._results.empty((batch.num_tokens, layer.num_heads * dim), heads.dtype)
+        self._native.attention(
+            _dtype(heads), heads.data_ptr(), layer.num_heads, out.data_ptr(), cache, batch, layer.scale, layer.window
+        )
+        return out
+
     def sample(self, logits: Tensor, batch: _core.StepBatch) -> Tensor:
         """Tokens int32 [S] drawn from float32 logits [S, V] by the batch's sampling states.
 
@@ -259,12 +299,15 @@ class CpuOps(HostOps):
         return found
 
 
-def _panels(weight: Tensor, lanes: int) -> Tensor:
-    """weight [N, K] as [N / lanes, K / P, lanes, P], P elements in 4 bytes; N is filled up to two panels."""
+def _panels(weight: Tensor, lanes: int, steps: int) -> Tensor:
+    """weight [N, K] as [N / lanes, K / P, lanes, P], P elements in 4 bytes.
+
+    Zeros fill N up to two panels and K to a multiple of steps.
+    """
     parts = 4 // weight.element_size()
     n, k = weight.shape
-    if n % (2 * lanes) or k % parts:
-        weight = F.pad(weight, (0, -k % parts, 0, -n % (2 * lanes)))
+    if n % (2 * lanes) or k % steps:
+        weight = F.pad(weight, (0, -k % steps, 0, -n % (2 * lanes)))
     n, k = weight.shape
     return weight.view(n // lanes, lanes, k // parts, parts).transpose(1, 2).contiguous()
 

@@ -94,21 +94,30 @@ class HostOps(ABC):
         self, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, batch: StepBatch
     ) -> Tensor:
         """Everything of ``attention`` that precedes it; the queries, normed and rotated."""
+        self.prepare_heads(heads, layer, batch)
         q, k, v = split_heads(heads, layer.num_heads)
+        self.store_kv(k, v, k_cache, v_cache, batch)
+        return q
+
+    def prepare_heads(self, heads: Tensor, layer: AttentionLayer, batch: StepBatch) -> None:
+        """Norm and rotate queries and keys in place, as the layer says."""
+        if layer.norms is None and layer.cos_sin is None:
+            return
+        q, k, _ = split_heads(heads, layer.num_heads)
         if layer.norms is not None:
             self.head_rms_norm_(q, layer.norms.q, layer.norms.eps)
             self.head_rms_norm_(k, layer.norms.k, layer.norms.eps)
         if layer.cos_sin is not None:
             self.rotary_(q, k, layer.cos_sin, torch.from_numpy(batch.positions))
-        self.store_kv(k, v, k_cache, v_cache, batch)
-        return q
 
     def logits(self, stream: Stream, norm: Norm, handle: Any, batch: StepBatch) -> Tensor | None:
         index = torch.from_numpy(batch.sample_index)
         if not len(index):
             return None
-        pending = None if stream.pending is None else stream.pending[index]
-        return self.linear(self._normed(stream.residual[index], pending, norm), handle, torch.float32)
+        residual, pending = stream.residual, stream.pending
+        if len(index) < batch.num_tokens:  # else every token is sampled from, in order
+            residual, pending = residual[index], None if pending is None else pending[index]
+        return self.linear(self._normed(residual, pending, norm), handle, torch.float32)
 
     def _normed(self, residual: Tensor, pending: Tensor | None, norm: Norm) -> Tensor:
         return self.norm(residual, norm) if pending is None else self.norm(pending, norm, residual)

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -132,10 +133,13 @@ void bind_cpu_kernels(py::module_& m) {
       .def_property_readonly("isa", &CpuKernels::isa_name)
       .def_property_readonly("num_threads", &CpuKernels::num_threads)
       .def_property_readonly("lanes", &CpuKernels::lanes)
+      .def("panel_steps", &CpuKernels::panel_steps)
       .def(
           "linear",
           [](CpuKernels& self, const CpuLinear& weights, Address x, int64_t x_stride, int64_t rows, Address y,
-             bool y_float32) { self.linear(weights, pointer(x), x_stride, rows, pointer(y), y_float32); },
+             bool y_float32, std::optional<Activation> activation) {
+            self.linear(weights, pointer(x), x_stride, rows, pointer(y), y_float32, activation);
+          },
           NoGil())
       .def(
           "norm",
@@ -177,6 +181,13 @@ void bind_cpu_kernels(py::module_& m) {
              Address out, const PagedKV& cache, const StepBatch& batch, float scale, int64_t window) {
             self.paged_attention(dtype, pointer(q), q_stride, tokens, num_q_heads, pointer(out), cache, batch, scale,
                                  window);
+          },
+          NoGil())
+      .def(
+          "attention",
+          [](CpuKernels& self, Dtype dtype, Address heads, int64_t num_q_heads, Address out, const PagedKV& cache,
+             const StepBatch& batch, float scale, int64_t window) {
+            self.attention(dtype, pointer(heads), num_q_heads, pointer(out), cache, batch, scale, window);
           },
           NoGil())
       .def(

@@ -19,6 +19,13 @@ struct BFloat16 {
 
 inline int64_t dtype_size(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
 
+struct LinearInput {
+  const void* x;   // [rows, k]
+  int64_t stride;  // elements between rows
+  int64_t rows, k;
+  bool panels;  // of the weights
+};
+
 // One block of y[:, n] = x · w[n, :] + bias[n]: rows [m_begin, m_end), columns [n_begin, n_end) of one matrix.
 struct LinearTask {
   const float* packed_x;  // as written by pack_x
@@ -31,7 +38,7 @@ struct LinearTask {
   int64_t y_stride;    // elements
   bool y_float32;      // else the weight's dtype
   int64_t m_begin, m_end, n_begin, n_end;
-  float* scratch;  // linear_scratch_floats
+  float* scratch;  // scratch_floats
 };
 
 struct NormTask {
@@ -100,20 +107,29 @@ struct LogitStats {
 
 inline constexpr int64_t kMassBlock = 256;  // logits per partial sum of sampling mass
 
-struct CpuIsa {
-  const char* name;
-  int64_t lanes;          // columns of a panel of weights (CpuLinear)
-  int64_t panel_columns;  // n_begin is a multiple of it
+// Products with weights of one dtype.
+struct LinearKernels {
+  int64_t panel_columns;  // n_begin is a multiple of it, and so is N of weights in panels
+  int64_t panel_steps;    // K of weights in panels is filled up with zeros to a multiple of it
 
   // Rows of a tile when x has `rows` of them; m_begin is a multiple of it. All rows in one block up to few_rows.
   int64_t few_rows;
   int64_t (*tile_rows)(int64_t rows);
   int64_t (*packed_x_floats)(int64_t rows, int64_t k);
-  int64_t (*linear_scratch_floats)(int64_t rows, int64_t block_rows, int64_t block_columns);
-  // Tiles [tile_begin, tile_end) of x [rows, k] into the layout that `linear` reads.
-  void (*pack_x)(Dtype, const void* x, int64_t x_stride, int64_t rows, int64_t k, int64_t tile_begin,
-                 int64_t tile_end, float* packed);
-  void (*linear)(Dtype, const LinearTask&);
+  int64_t (*scratch_floats)(int64_t rows, int64_t block_rows, int64_t block_columns);
+  // Tiles [tile_begin, tile_end) of x into the layout that `run` reads.
+  void (*pack_x)(const LinearInput&, int64_t tile_begin, int64_t tile_end, float* packed);
+  void (*run)(const LinearTask&);
+};
+
+struct CpuIsa {
+  const char* name;
+  int64_t lanes;  // columns of a panel of weights (CpuLinear)
+
+  LinearKernels linear_float32, linear_bfloat16;
+  const LinearKernels& linear(Dtype dtype) const {
+    return dtype == Dtype::kFloat32 ? linear_float32 : linear_bfloat16;
+  }
 
   void (*norm)(Dtype, const NormTask&, int64_t row_begin, int64_t row_end);
   // kSiluMul: x [rows, 2 * width] -> y [rows, width]; the others: x [rows, width] -> y [rows, width].
@@ -132,7 +148,9 @@ struct CpuIsa {
   void (*block_sums)(const float* mass, int64_t count, double* sums);
 };
 
-// Null where the compiler's target has no such instructions; runnable says whether this machine does.
+// Null where the compiler's target has no such instructions; whether this machine does is another question. Ask for AMX
+// only where AVX-512 runs: it is made from that.
+const CpuIsa* cpu_isa_amx();
 const CpuIsa* cpu_isa_avx512();
 const CpuIsa* cpu_isa_avx2();
 const CpuIsa* cpu_isa_portable();

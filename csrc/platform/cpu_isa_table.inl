@@ -2,6 +2,7 @@
 #include "platform/cpu_vec.inl"
 
 #include "platform/cpu_attention.inl"
+#include "platform/cpu_units.inl"
 #include "platform/cpu_linear.inl"
 #include "platform/cpu_rows.inl"
 #include "platform/cpu_sampling.inl"
@@ -13,13 +14,8 @@ constexpr CpuIsa make_isa(const char* name) {
   return {
       .name = name,
       .lanes = kLanes,
-      .panel_columns = kPanelColumns,
-      .few_rows = kFewRows,
-      .tile_rows = isa_tile_rows,
-      .packed_x_floats = isa_packed_x_floats,
-      .linear_scratch_floats = isa_linear_scratch_floats,
-      .pack_x = isa_pack_x,
-      .linear = isa_linear,
+      .linear_float32 = make_linear_kernels<float>(),
+      .linear_bfloat16 = make_linear_kernels<BFloat16>(),
       .norm = isa_norm,
       .activation = isa_activation,
       .rotary = isa_rotary,

@@ -3,12 +3,14 @@
 #include <algorithm>
 #include <cstring>
 #include <new>
+#include <stdexcept>
 
 namespace asyncengine {
 namespace {
 
-// Below this many elements a loop costs less than telling another thread about it (about 2 us).
-constexpr int64_t kElementsPerChunk = 16384;
+// Below this many elements a loop costs less than telling another thread about it (about 2 us). Its data tends to come
+// from the other core or from memory.
+constexpr int64_t kElementsPerChunk = 4096;
 // A write to a cache line that is far away costs as much as this many elements of a loop.
 constexpr int64_t kElementsPerCacheMiss = 16;
 // Items per thread of a loop: what one thread waits for the other at the end is one item.
@@ -22,19 +24,25 @@ int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 constexpr std::align_val_t kCacheLine{64};
 
 void* offset(void* p, int64_t elements, Dtype dtype) { return static_cast<char*>(p) + elements * dtype_size(dtype); }
+const void* offset(const void* p, int64_t elements, Dtype dtype) {
+  return static_cast<const char*>(p) + elements * dtype_size(dtype);
+}
 
-template <class T>
-void store_kv_head(const T* k, int64_t k_stride, const T* v, int64_t v_stride, const PagedKV& cache, int64_t head,
-                   const StepBatch& batch) {
+// One head's key and value of a token. `Word` is as wide as an element.
+template <class Word>
+void store_words(const void* k, const void* v, const PagedKV& cache, int64_t head, int64_t slot) {
   const int64_t dim = cache.head_dim, size = cache.block_size;
-  for (int64_t token = 0; token < batch.num_tokens; ++token) {
-    const int64_t slot = batch.slot_mapping[static_cast<size_t>(token)];
-    const int64_t base = (slot / size * cache.num_kv_heads + head) * dim * size;
-    T* k_column = static_cast<T*>(cache.k) + base + slot % size;
-    T* v_row = static_cast<T*>(cache.v) + base + slot % size * dim;
-    const T* k_row = k + token * k_stride + head * dim;
-    for (int64_t d = 0; d < dim; ++d) k_column[d * size] = k_row[d];
-    std::memcpy(v_row, v + token * v_stride + head * dim, static_cast<size_t>(dim) * sizeof(T));
+  const int64_t base = (slot / size * cache.num_kv_heads + head) * dim * size;
+  Word* k_column = static_cast<Word*>(cache.k) + base + slot % size;
+  for (int64_t d = 0; d < dim; ++d) k_column[d * size] = static_cast<const Word*>(k)[d];
+  std::memcpy(static_cast<Word*>(cache.v) + base + slot % size * dim, v, static_cast<size_t>(dim) * sizeof(Word));
+}
+
+void store_token(Dtype dtype, const void* k, const void* v, const PagedKV& cache, int64_t head, int64_t slot) {
+  if (dtype == Dtype::kFloat32) {
+    store_words<uint32_t>(k, v, cache, head, slot);
+  } else {
+    store_words<uint16_t>(k, v, cache, head, slot);
   }
 }
 
@@ -78,23 +86,25 @@ void CpuKernels::for_row_chunks(int64_t rows, int64_t row_elements, Body&& body)
 }
 
 void CpuKernels::linear(const CpuLinear& weights, const void* x, int64_t x_stride, int64_t rows, void* y,
-                        bool y_float32) {
+                        bool y_float32, std::optional<Activation> activation) {
+  if (activation == Activation::kSiluMul) throw std::invalid_argument("silu_mul takes two columns for one");
   if (rows == 0) return;
   const Dtype dtype = weights.dtype;
   const Dtype y_dtype = y_float32 ? Dtype::kFloat32 : dtype;
   const int64_t y_stride = weights.total_rows();
-  const int64_t tile_rows = isa_.tile_rows(rows), tiles = ceil_div(rows, tile_rows);
-  float* packed = packed_x_.reserve(isa_.packed_x_floats(rows, weights.k));
-  for_row_chunks(tiles, tile_rows * weights.k, [&](int64_t begin, int64_t end) {
-    isa_.pack_x(dtype, x, x_stride, rows, weights.k, begin, end, packed);
-  });
+  const LinearKernels& kernels = isa_.linear(dtype);
+  const int64_t tile_rows = kernels.tile_rows(rows), tiles = ceil_div(rows, tile_rows);
+  float* packed = packed_x_.reserve(kernels.packed_x_floats(rows, weights.k));
+  const LinearInput input{x, x_stride, rows, weights.k, weights.panels};
+  for_row_chunks(tiles, tile_rows * weights.k,
+                 [&](int64_t begin, int64_t end) { kernels.pack_x(input, begin, end, packed); });
 
-  const int64_t block_rows = rows <= isa_.few_rows ? rows : ceil_div(tiles, ceil_div(rows, kBlockRows)) * tile_rows;
+  const int64_t block_rows = rows <= kernels.few_rows ? rows : ceil_div(tiles, ceil_div(rows, kBlockRows)) * tile_rows;
   const int64_t row_blocks = ceil_div(rows, block_rows);
   const int64_t column_items = ceil_div(kItemsPerThread * pool_.num_threads(), row_blocks);
-  int64_t columns = round_up(ceil_div(y_stride, column_items), isa_.panel_columns);
-  if (rows > isa_.few_rows) columns = std::min(columns, kBlockColumns);
-  reserve_scratch(isa_.linear_scratch_floats(rows, block_rows, columns));
+  int64_t columns = round_up(ceil_div(y_stride, column_items), kernels.panel_columns);
+  if (rows > kernels.few_rows) columns = std::min(columns, kBlockColumns);
+  reserve_scratch(kernels.scratch_floats(rows, block_rows, columns));
   int64_t column_blocks = 0;
   for (const CpuLinear::Matrix& matrix : weights.matrices) column_blocks += ceil_div(matrix.rows, columns);
 
@@ -123,7 +133,11 @@ void CpuKernels::linear(const CpuLinear& weights, const void* x, int64_t x_strid
         .n_end = std::min(matrix->rows, (block + 1) * columns),
         .scratch = scratch(thread),
     };
-    isa_.linear(dtype, task);
+    kernels.run(task);
+    for (int64_t row = task.m_begin; activation && row < task.m_end; ++row) {  // while the block is in the cache
+      void* part = offset(task.y, row * y_stride + task.n_begin, y_dtype);
+      isa_.activation(y_dtype, *activation, part, part, task.n_end - task.n_begin, 0, 1);
+    }
   });
 }
 
@@ -143,28 +157,40 @@ void CpuKernels::rotary(Dtype dtype, const RotaryTask& task, int64_t tokens) {
 
 void CpuKernels::store_kv(Dtype dtype, const void* k, int64_t k_stride, const void* v, int64_t v_stride,
                           const PagedKV& cache, const StepBatch& batch) {
+  const TokenRange all{0, batch.num_tokens};
+  store_tokens(dtype, {k, v, k_stride, v_stride}, cache, batch, {&all, 1});
+}
+
+void CpuKernels::store_tokens(Dtype dtype, const NewKV& fresh, const PagedKV& cache, const StepBatch& batch,
+                              std::span<const TokenRange> ranges) {
+  int64_t tokens = 0;
+  for (const TokenRange& range : ranges) tokens += range.end - range.begin;
   // By head: neighbouring tokens share cache lines of K. An element of K is a cache line of its own when each token is
   // the only one of its sequence, so it counts for many.
-  const int64_t work = batch.num_tokens * cache.head_dim * kElementsPerCacheMiss;
-  for_row_chunks(cache.num_kv_heads, work, [&](int64_t begin, int64_t end) {
+  for_row_chunks(cache.num_kv_heads, tokens * cache.head_dim * kElementsPerCacheMiss, [&](int64_t begin, int64_t end) {
     for (int64_t head = begin; head < end; ++head) {
-      if (dtype == Dtype::kFloat32) {
-        store_kv_head(static_cast<const float*>(k), k_stride, static_cast<const float*>(v), v_stride, cache, head,
-                      batch);
-      } else {
-        store_kv_head(static_cast<const BFloat16*>(k), k_stride, static_cast<const BFloat16*>(v), v_stride, cache,
-                      head, batch);
+      for (const TokenRange& range : ranges) {
+        for (int64_t token = range.begin; token < range.end; ++token) store_new(dtype, fresh, cache, batch, token, head);
       }
     }
   });
 }
 
+void CpuKernels::store_new(Dtype dtype, const NewKV& fresh, const PagedKV& cache, const StepBatch& batch,
+                           int64_t token, int64_t head) {
+  const int64_t at = head * cache.head_dim;
+  store_token(dtype, offset(fresh.k, token * fresh.k_stride + at, dtype),
+              offset(fresh.v, token * fresh.v_stride + at, dtype), cache, head,
+              batch.slot_mapping[static_cast<size_t>(token)]);
+}
+
 // Tiles of queries × heads of a group per KV head; a single decode token's partitions are spread over items of their
-// own when there would be too few items otherwise.
+// own when there would be too few items otherwise. The key and value of a token that only one item per KV head reads
+// are stored by that item: rows that share blocks share what earlier steps have written.
 void CpuKernels::plan_attention(const AttentionTask& task, const StepBatch& batch, int64_t tokens) {
   items_.clear();
-  item_partials_.clear();
   split_rows_.clear();
+  stored_apart_.clear();
   const int64_t group = task.num_q_heads / task.num_kv_heads;
   const int64_t heads = std::min(group, kAttentionRows), tile_queries = std::max<int64_t>(1, kAttentionRows / group);
   const bool split = tokens * task.num_kv_heads < kItemsPerThread * pool_.num_threads();
@@ -174,6 +200,7 @@ void CpuKernels::plan_attention(const AttentionTask& task, const StepBatch& batc
   for (size_t r = rows; r-- > 0;) {  // long rows tend to come last: start them first
     const int64_t first_token = batch.query_start[r];
     const int64_t queries = batch.query_start[r + 1] - first_token;
+    bool alone = queries == 1 && heads == group;  // nobody but the item of a KV head reads the token's key and value
     for (int64_t tile = (ceil_div(queries, tile_queries) - 1) * tile_queries; tile >= 0; tile -= tile_queries) {
       const int64_t count = std::min(tile_queries, queries - tile);
       const int64_t position = batch.context_len[r] + tile;
@@ -191,14 +218,15 @@ void CpuKernels::plan_attention(const AttentionTask& task, const StepBatch& batc
           .partials = nullptr,
       };
       const int64_t partitions = item.partition_end - item.partition_begin;
+      const bool in_parts = split && partitions > 1 && count == 1;
+      alone = alone && !in_parts;
       for (int32_t kv_head = 0; kv_head < task.num_kv_heads; ++kv_head) {
         item.kv_head = kv_head;
         for (int64_t head = 0; head < group; head += heads) {
           item.head_begin = static_cast<int32_t>(head);
           item.head_end = static_cast<int32_t>(std::min(group, head + heads));
-          if (!split || partitions == 1 || count > 1) {
-            items_.push_back(item);
-            item_partials_.push_back(-1);
+          if (!in_parts) {
+            items_.push_back({item, -1, alone});
             continue;
           }
           const int32_t item_heads = item.head_end - item.head_begin;
@@ -208,30 +236,53 @@ void CpuKernels::plan_attention(const AttentionTask& task, const StepBatch& batc
             AttentionItem part = item;
             part.partition_begin = item.partition_begin + p;
             part.partition_end = part.partition_begin + 1;
-            items_.push_back(part);
-            item_partials_.push_back(partial_floats);
+            items_.push_back({part, partial_floats, false});
             partial_floats += item_heads * attention_partial_floats(task.head_dim);
           }
         }
       }
     }
+    if (!alone) stored_apart_.push_back({first_token, first_token + queries});
   }
   float* partials = partials_.reserve(partial_floats);
-  for (size_t i = 0; i < items_.size(); ++i) {
-    if (item_partials_[i] >= 0) items_[i].partials = partials + item_partials_[i];
+  for (PlannedItem& planned : items_) {
+    if (planned.partials >= 0) planned.item.partials = partials + planned.partials;
   }
 }
 
-void CpuKernels::paged_attention(Dtype dtype, const void* q, int64_t q_stride, int64_t tokens,
-                                 int64_t num_q_heads, void* out, const PagedKV& cache, const StepBatch& batch, float scale, int64_t window) {
-  const AttentionTask task{q,  q_stride, out, cache.k, cache.v, num_q_heads, cache.num_kv_heads, cache.head_dim,
-                           cache.block_size, window, scale};
+void CpuKernels::paged_attention(Dtype dtype, const void* q, int64_t q_stride, int64_t tokens, int64_t num_q_heads,
+                                 void* out, const PagedKV& cache, const StepBatch& batch, float scale,
+                                 int64_t window) {
+  attend(dtype,
+         {q, q_stride, out, cache.k, cache.v, num_q_heads, cache.num_kv_heads, cache.head_dim, cache.block_size, window,
+          scale},
+         tokens, cache, batch, nullptr);
+}
+
+void CpuKernels::attention(Dtype dtype, const void* heads, int64_t num_q_heads, void* out, const PagedKV& cache,
+                           const StepBatch& batch, float scale, int64_t window) {
+  const int64_t k = num_q_heads * cache.head_dim, v = k + cache.num_kv_heads * cache.head_dim;
+  const int64_t stride = v + cache.num_kv_heads * cache.head_dim;
+  const NewKV fresh{offset(heads, k, dtype), offset(heads, v, dtype), stride, stride};
+  attend(dtype,
+         {heads, stride, out, cache.k, cache.v, num_q_heads, cache.num_kv_heads, cache.head_dim, cache.block_size,
+          window, scale},
+         batch.num_tokens, cache, batch, &fresh);
+}
+
+void CpuKernels::attend(Dtype dtype, const AttentionTask& task, int64_t tokens, const PagedKV& cache,
+                        const StepBatch& batch, const NewKV* fresh) {
   plan_attention(task, batch, tokens);
-  reserve_scratch(attention_scratch_floats(cache.head_dim));
-  pool_.parallel_for(static_cast<int64_t>(items_.size()), [&](int64_t item, int thread) {
-    isa_.attend(dtype, task, items_[static_cast<size_t>(item)], scratch(thread));
+  if (fresh != nullptr) store_tokens(dtype, *fresh, cache, batch, stored_apart_);
+  reserve_scratch(attention_scratch_floats(task.head_dim));
+  pool_.parallel_for(static_cast<int64_t>(items_.size()), [&](int64_t index, int thread) {
+    const PlannedItem& planned = items_[static_cast<size_t>(index)];
+    if (fresh != nullptr && planned.stores) {
+      store_new(dtype, *fresh, cache, batch, planned.item.first_token, planned.item.kv_head);
+    }
+    isa_.attend(dtype, task, planned.item, scratch(thread));
   });
-  const int64_t partial = attention_partial_floats(cache.head_dim);
+  const int64_t partial = attention_partial_floats(task.head_dim);
   const float* partials = partials_.data();
   for (const SplitRow& row : split_rows_) {
     for (int32_t head = 0; head < row.heads; ++head) {

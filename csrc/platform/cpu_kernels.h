@@ -3,6 +3,8 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -16,7 +18,7 @@ namespace asyncengine {
 
 // Weight matrices [N_i, k] of one input, whose outputs lie side by side. Points into memory that the caller keeps.
 // A matrix in panels is [N / lanes][words of k][lanes], a word being one float or two neighbouring bfloat16, the first
-// in the low half; N is rounded up to two panels and k to whole words.
+// in the low half; N is rounded up to two panels and k to a multiple of panel_steps.
 struct CpuLinear {
   struct Matrix {
     const void* weight;
@@ -61,9 +63,12 @@ class CpuKernels {
   const char* isa_name() const { return isa_.name; }
   int num_threads() const { return pool_.num_threads(); }
   int64_t lanes() const { return isa_.lanes; }
+  int64_t panel_steps(Dtype dtype) const { return isa_.linear(dtype).panel_steps; }
 
-  // y [rows, Σ N_i] = x [rows, k] · Wᵀ + bias; y in the weights' dtype, or float32 if y_float32.
-  void linear(const CpuLinear& weights, const void* x, int64_t x_stride, int64_t rows, void* y, bool y_float32);
+  // y [rows, Σ N_i] = x [rows, k] · Wᵀ + bias, then the activation (any but kSiluMul) of what was rounded to y's dtype:
+  // that of the weights, or float32 if y_float32.
+  void linear(const CpuLinear& weights, const void* x, int64_t x_stride, int64_t rows, void* y, bool y_float32,
+              std::optional<Activation> activation = std::nullopt);
   void norm(Dtype dtype, const NormTask& task, int64_t tokens);
   void activation(Dtype dtype, Activation kind, const void* x, void* y, int64_t rows, int64_t width);
   void rotary(Dtype dtype, const RotaryTask& task, int64_t tokens);
@@ -74,6 +79,9 @@ class CpuKernels {
   // `tokens` holds: all of them, or those that decode.
   void paged_attention(Dtype dtype, const void* q, int64_t q_stride, int64_t tokens, int64_t num_q_heads, void* out,
                        const PagedKV& cache, const StepBatch& batch, float scale, int64_t window);
+  // store_kv and paged_attention of all rows: heads [tokens, num_q_heads + 2 * num_kv_heads, head_dim], contiguous.
+  void attention(Dtype dtype, const void* heads, int64_t num_q_heads, void* out, const PagedKV& cache,
+                 const StepBatch& batch, float scale, int64_t window);
   // logits [num_samples, vocab] float32 -> tokens [num_samples]; -1: see sample_token.
   void sample(const float* logits, int64_t vocab, const StepBatch& batch, int32_t* tokens);
 
@@ -85,7 +93,28 @@ class CpuKernels {
     int64_t partials;  // offset into partials_, in floats
   };
 
+  struct TokenRange {
+    int64_t begin, end;
+  };
+  struct NewKV {  // of the step's tokens
+    const void* k;
+    const void* v;
+    int64_t k_stride, v_stride;
+  };
+  struct PlannedItem {
+    AttentionItem item;
+    int64_t partials;  // offset into partials_, in floats; -1: none
+    bool stores;       // the key and value of its token, first
+  };
+
   void plan_attention(const AttentionTask& task, const StepBatch& batch, int64_t tokens);
+  // fresh is stored on the way; null: all keys and values are there.
+  void attend(Dtype dtype, const AttentionTask& task, int64_t tokens, const PagedKV& cache, const StepBatch& batch,
+              const NewKV* fresh);
+  static void store_new(Dtype dtype, const NewKV& fresh, const PagedKV& cache, const StepBatch& batch, int64_t token,
+                        int64_t head);
+  void store_tokens(Dtype dtype, const NewKV& fresh, const PagedKV& cache, const StepBatch& batch,
+                    std::span<const TokenRange> ranges);
   template <class Body>
   void for_row_chunks(int64_t rows, int64_t row_elements, Body&& body);
 
@@ -98,9 +127,9 @@ class CpuKernels {
   ScratchBuffer packed_x_;
   std::vector<ScratchBuffer> thread_scratch_;
   std::vector<SamplerScratch> sampler_scratch_;
-  std::vector<AttentionItem> items_;
-  std::vector<int64_t> item_partials_;
+  std::vector<PlannedItem> items_;
   std::vector<SplitRow> split_rows_;
+  std::vector<TokenRange> stored_apart_;  // rows whose keys and values are there before any item starts
   ScratchBuffer partials_;
 };
 

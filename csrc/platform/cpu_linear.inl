@@ -18,90 +18,10 @@ constexpr int kPanelVectors = 2;
 constexpr int64_t kPanelColumns = kPanelVectors * kLanes;
 constexpr int64_t kPassSteps = 768;  // of K, in many rows: panels of kBlockColumns (cpu_kernels.cpp) take 590 KB of L2
 
-constexpr int64_t kLineBytes = 64;
 constexpr int64_t kBytesAhead = 512;  // in each of the rows that are read side by side
 constexpr int64_t kBytesAheadInPanel = 2048;
 constexpr int64_t kBlockWords = 16;  // of two panels, 2 KB
 constexpr int64_t kPanelStepsAhead = 8, kTileStepsAhead = 16;  // both come from L2
-
-// Four 32-bit words of a row, each one float or two neighbouring bfloat16, the first in the low half. A unit is such
-// four words of kLanes rows.
-typedef uint32_t Quad __attribute__((vector_size(16)));
-typedef Quad UnalignedQuad __attribute__((aligned(1), may_alias));
-
-template <class T>
-constexpr int64_t kPartsPerWord = 4 / static_cast<int64_t>(sizeof(T));
-
-template <class T>
-constexpr int64_t kUnitSteps = 4 * kPartsPerWord<T>;
-
-template <class T>
-AE_INLINE Vec part(UVec words, int64_t index) {
-  if constexpr (sizeof(T) == 4) return (Vec)words;
-  return (Vec)(index == 0 ? words << 16 : words & 0xffff0000u);
-}
-
-AE_INLINE Quad load_quad(const void* p) { return *static_cast<const UnalignedQuad*>(p); }
-
-// `elements` of T, the rest zero.
-template <class T>
-AE_INLINE Quad load_first_quad(const T* p, int64_t elements) {
-  Quad words{};
-  memcpy(&words, p, static_cast<size_t>(elements) * sizeof(T));
-  return words;
-}
-
-// Quads from memory beside each other: loads, and blends that need no shuffle unit.
-template <class QuadOf>
-AE_INLINE UVec join_quads(int first, QuadOf&& quad_of) {
-#if ASYNCENGINE_VECTOR_BYTES == 64
-  __m512i v = _mm512_zextsi128_si512((__m128i)quad_of(first));
-  v = _mm512_inserti32x4(v, (__m128i)quad_of(first + 4), 1);
-  v = _mm512_inserti32x4(v, (__m128i)quad_of(first + 8), 2);
-  return (UVec)_mm512_inserti32x4(v, (__m128i)quad_of(first + 12), 3);
-#elif ASYNCENGINE_VECTOR_BYTES == 32
-  return (UVec)_mm256_inserti128_si256(_mm256_zextsi128_si256((__m128i)quad_of(first)), (__m128i)quad_of(first + 4), 1);
-#else
-  return quad_of(first);
-#endif
-}
-
-typedef uint64_t UVec64 __attribute__((vector_size(ASYNCENGINE_VECTOR_BYTES)));
-
-// Interleaves the low or the high halves of the quads of a and b: by words, or by pairs of words.
-template <int High>
-AE_INLINE UVec interleave_words(UVec a, UVec b) {
-  UVec index{};
-  for (int i = 0; i < kLanes; ++i) index[i] = static_cast<uint32_t>(i / 4 * 4 + High * 2 + i % 4 / 2 + i % 2 * kLanes);
-  return __builtin_shuffle(a, b, index);
-}
-
-template <int High>
-AE_INLINE UVec interleave_pairs(UVec a, UVec b) {
-  UVec64 index{};
-  for (int i = 0; i < kLanes / 2; ++i) index[i] = static_cast<uint64_t>(i / 2 * 2 + High + i % 2 * (kLanes / 2));
-  return (UVec)__builtin_shuffle((UVec64)a, (UVec64)b, index);
-}
-
-// words[i]: word i of row 0, 1, … of the unit.
-template <class QuadOf>
-AE_INLINE void load_unit(UVec (&words)[4], QuadOf&& quad_of) {
-  const UVec a = join_quads(0, quad_of), b = join_quads(1, quad_of);
-  const UVec c = join_quads(2, quad_of), d = join_quads(3, quad_of);
-  const UVec ab_low = interleave_words<0>(a, b), ab_high = interleave_words<1>(a, b);
-  const UVec cd_low = interleave_words<0>(c, d), cd_high = interleave_words<1>(c, d);
-  words[0] = interleave_pairs<0>(ab_low, cd_low);
-  words[1] = interleave_pairs<1>(ab_low, cd_low);
-  words[2] = interleave_pairs<0>(ab_high, cd_high);
-  words[3] = interleave_pairs<1>(ab_high, cd_high);
-}
-
-AE_INLINE void copy_line(char* dst, const void* src) {
-#pragma GCC unroll 4
-  for (int i = 0; i < kLineBytes; i += ASYNCENGINE_VECTOR_BYTES) {
-    store(reinterpret_cast<float*>(dst + i), load(reinterpret_cast<const float*>(static_cast<const char*>(src) + i)));
-  }
-}
 
 // ---- weights ----
 
@@ -154,7 +74,7 @@ AE_INLINE UVec load_words(const uint32_t* p) { return *reinterpret_cast<const Un
 // ---- x: tiles of rows, each [step][row] ----
 
 // Rows of each tile when x has `rows` rows: as even as it goes.
-int64_t isa_tile_rows(int64_t rows) {
+int64_t tile_rows_of(int64_t rows) {
   const int64_t most = rows <= kFewRows ? kFewTileRows : kManyTileRows;
   const int64_t tiles = (rows + most - 1) / most, even = (rows + tiles - 1) / tiles;
   return rows <= kFewRows && even > 4 ? (even + 1) / 2 * 2 : even;
@@ -163,8 +83,8 @@ int64_t isa_tile_rows(int64_t rows) {
 // Whole units, and a vector that the last step may write past its end.
 AE_INLINE int64_t tile_floats(int64_t tile_rows, int64_t k) { return tile_rows * ((k + 7) / 8 * 8) + kLanes; }
 
-int64_t isa_packed_x_floats(int64_t rows, int64_t k) {
-  const int64_t tile_rows = isa_tile_rows(rows);
+int64_t packed_x_floats(int64_t rows, int64_t k) {
+  const int64_t tile_rows = tile_rows_of(rows);
   return (rows + tile_rows - 1) / tile_rows * tile_floats(tile_rows, k);
 }
 
@@ -196,11 +116,11 @@ void pack_tile(const T* x, int64_t x_stride, int64_t first, int64_t rows, int64_
 }
 
 template <class T>
-void pack_x_tiles(const T* x, int64_t x_stride, int64_t rows, int64_t k, int64_t tile_begin, int64_t tile_end,
-                  float* packed) {
-  const int64_t tile_rows = isa_tile_rows(rows);
+void pack_x_tiles(const LinearInput& x, int64_t tile_begin, int64_t tile_end, float* packed) {
+  const int64_t tile_rows = tile_rows_of(x.rows);
   for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
-    pack_tile(x, x_stride, tile * tile_rows, rows, tile_rows, k, packed + tile * tile_floats(tile_rows, k));
+    pack_tile(static_cast<const T*>(x.x), x.stride, tile * tile_rows, x.rows, tile_rows, x.k,
+              packed + tile * tile_floats(tile_rows, x.k));
   }
 }
 
@@ -534,26 +454,23 @@ void linear_columns(const LinearTask& task) {
 #endif
 }
 
-int64_t isa_linear_scratch_floats(int64_t rows, int64_t block_rows, int64_t columns) {
+int64_t linear_scratch_floats(int64_t rows, int64_t block_rows, int64_t columns) {
   if (rows <= kFewRows) return 0;
   return (kPassSteps + block_rows + kManyTileRows) * (columns + kPanelColumns);
 }
 
-void isa_pack_x(Dtype dtype, const void* x, int64_t x_stride, int64_t rows, int64_t k, int64_t tile_begin,
-                int64_t tile_end, float* packed) {
-  if (dtype == Dtype::kFloat32) {
-    pack_x_tiles(static_cast<const float*>(x), x_stride, rows, k, tile_begin, tile_end, packed);
-  } else {
-    pack_x_tiles(static_cast<const BFloat16*>(x), x_stride, rows, k, tile_begin, tile_end, packed);
-  }
-}
-
-void isa_linear(Dtype dtype, const LinearTask& task) {
-  if (dtype == Dtype::kFloat32) {
-    linear_columns<float>(task);
-  } else {
-    linear_columns<BFloat16>(task);
-  }
+template <class T>
+constexpr LinearKernels make_linear_kernels() {
+  return {
+      .panel_columns = kPanelColumns,
+      .panel_steps = kPartsPerWord<T>,
+      .few_rows = kFewRows,
+      .tile_rows = tile_rows_of,
+      .packed_x_floats = packed_x_floats,
+      .scratch_floats = linear_scratch_floats,
+      .pack_x = pack_x_tiles<T>,
+      .run = linear_columns<T>,
+  };
 }
 
 }  // namespace

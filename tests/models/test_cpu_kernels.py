@@ -13,7 +13,7 @@ from torch import Tensor
 
 from asyncengine import _core
 from asyncengine.kernels.cpu import CpuOps
-from asyncengine.kernels.ops import Activation, Norm
+from asyncengine.kernels.ops import Activation, AttentionLayer, Norm, split_heads
 
 ISAS = _core.CpuKernels.available_isas()
 DTYPES = [torch.float32, torch.bfloat16]
@@ -101,6 +101,32 @@ def test_linear_does_not_depend_on_batch_or_threads(ops: CpuOps, dtype: torch.dt
         for rows in (2, 3, 4, 5, 8, 16, 31, 64, 129, 300):
             start = (37 * rows) % (301 - rows)
             assert_same(other.linear(x[start : start + rows], handle), alone[start : start + rows])
+
+
+@pytest.mark.parametrize("rows", [1, 16, 40])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+def test_linear_with_activation_is_both(
+    ops: CpuOps, dtype: torch.dtype, activation: Activation, rows: int
+) -> None:
+    sizes = (301, 64)
+    handle = ops.make_linear([random(n, 48, dtype=dtype, seed=n) for n in sizes], [None, random(64, dtype=dtype)])
+    x = random(rows, 48, dtype=dtype)
+    assert_same(ops.linear(x, handle, activation=activation), ops.activate(ops.linear(x, handle), activation))
+    with pytest.raises(ValueError, match="silu_mul"):
+        ops.linear(x, handle, activation="silu_mul")
+
+
+def test_bfloat16_of_every_size_is_summed_in_order(ops: CpuOps) -> None:
+    """Sums that depend on their order: a kernel that took another one for some counts of rows would show."""
+    k, scales = 200, 2.0 ** torch.arange(-12, 13, dtype=torch.float32)
+    x = (random(70, k) * scales[torch.arange(k) % 25]).bfloat16()
+    weight = (random(k, 70, seed=1) * scales.flip(0)[torch.arange(k) % 25, None]).bfloat16()
+    for w in (weight.T, weight.T.contiguous()):
+        handle = ops.make_linear([w], [None])
+        whole = ops.linear(x, handle, torch.float32)
+        assert_near(whole, x.double() @ weight.double(), x.double().abs() @ weight.double().abs())
+        for rows in range(1, 36):
+            assert_same(ops.linear(x[:rows], handle, torch.float32), whole[:rows])
 
 
 def test_linear_reads_nothing_outside_its_rows(ops: CpuOps, dtype: torch.dtype) -> None:
@@ -282,11 +308,15 @@ class Paged:
             [0] * len(slots), positions, slots, starts, [a for _, a, _ in rows], tables, []
         )
         parts = [torch.cat([x[s][a:b] for s, a, b in rows]) for x in (self.q, self.k, self.v)]
-        widths = [x.shape[1] for x in parts]
-        qkv = torch.cat(parts, 1)  # one matrix, as a fused projection leaves it
-        q, k, v = qkv.split(widths, 1)
-        ops.store_kv(k, v, self.k_cache, self.v_cache, batch)
-        out = ops.paged_attention(q, self.k_cache, self.v_cache, batch, q.shape[2] ** -0.5, window)
+        heads, num_heads, scale = torch.cat(parts, 1), parts[0].shape[1], parts[0].shape[2] ** -0.5
+        caches = (self.k_cache, self.v_cache)
+        before = [cache.clone() for cache in caches]
+        out = ops.attention(heads, AttentionLayer(num_heads, None, None, scale, window), *caches, batch)
+        q, k, v = split_heads(heads, num_heads)
+        ops.store_kv(k, v, before[0], before[1], batch)
+        for cache, expected in zip(caches, before, strict=True):
+            assert_same(cache, expected)
+        assert_same(out, ops.paged_attention(q, *caches, batch, scale, window))
         return list(out.split([b - a for _, a, b in rows]))
 
     def twin(self, sequence: int, window: int) -> Tensor:
@@ -364,6 +394,12 @@ def test_wrong_arguments_raise(ops: CpuOps) -> None:
         ops.linear(random(2, 9), handle)
     with pytest.raises(ValueError, match="contiguous"):
         ops.linear(random(8, 2).T, handle)
+    caches = torch.zeros(2, 2, 8, 16), torch.zeros(2, 2, 16, 8)
+    batch = _core.StepBatch([0], [0], [0], [0, 1], [0], [[0]], [0])
+    with pytest.raises(ValueError, match="heads must be"):
+        ops.attention(random(1, 5, 8), AttentionLayer(2, None, None, 1.0, 0), *caches, batch)
+    with pytest.raises(ValueError, match="3 query heads"):
+        ops.attention(random(1, 7, 8), AttentionLayer(3, None, None, 1.0, 0), *caches, batch)
     with pytest.raises(ValueError, match="weight"):
         ops.norm(random(2, 8), Norm(random(9), None, 1e-6))
     with pytest.raises(ValueError, match="float32 and bfloat16"):

@@ -94,6 +94,36 @@ TEST(cpu_linear_is_right_and_batch_invariant) {
   });
 }
 
+TEST(cpu_linear_reads_panels_and_activates) {
+  for_each_isa([](CpuKernels& one, CpuKernels& three, Dtype dtype) {
+    const int64_t n = 50, rows = 41, lanes = one.lanes(), parts = 4 / dtype_size(dtype);
+    for (const int64_t k : {1, 45, 200}) {
+      Array w(dtype, random_floats(n * k, 1)), bias(dtype, random_floats(n, 2)), x(dtype, random_floats(rows * k, 3));
+      const int64_t steps = one.panel_steps(dtype), stored_k = (k + steps - 1) / steps * steps;
+      const int64_t stored_n = (n + 2 * lanes - 1) / (2 * lanes) * 2 * lanes;
+      Array panels(dtype, stored_n * stored_k);
+      for (int64_t column = 0; column < n; ++column) {
+        for (int64_t i = 0; i < k; ++i) {
+          const int64_t word = (column / lanes * (stored_k / parts) + i / parts) * lanes + column % lanes;
+          std::memcpy(panels.at(word * parts + i % parts), w.at(column * k + i), w.size());
+        }
+      }
+      const CpuLinear plain{{{w.at(0), bias.at(0), n}}, k, dtype, false};
+      const CpuLinear stored{{{panels.at(0), bias.at(0), n}}, k, dtype, true};
+      for (const int64_t count : {int64_t{1}, int64_t{16}, int64_t{20}, rows}) {
+        Array from_panels(dtype, count * n), activated(dtype, count * n), both(dtype, count * n);
+        Array from_rows(dtype, count * n);
+        three.linear(stored, x.at(0), k, count, from_panels.at(0), false);
+        one.linear(plain, x.at(0), k, count, from_rows.at(0), false);
+        CHECK(from_panels.same(0, from_rows, 0, count * n));
+        one.activation(dtype, Activation::kGelu, from_rows.at(0), activated.at(0), count, n);
+        three.linear(stored, x.at(0), k, count, both.at(0), false, Activation::kGelu);
+        CHECK(both.same(0, activated, 0, count * n));
+      }
+    }
+  });
+}
+
 TEST(cpu_rows_are_right_and_batch_invariant) {
   for_each_isa([](CpuKernels& one, CpuKernels& three, Dtype dtype) {
     const int64_t rows = 37, width = 1001;
@@ -139,7 +169,7 @@ TEST(cpu_attention_is_right_and_chunk_invariant) {
     std::vector<int32_t> table(static_cast<size_t>(blocks));
     for (int32_t b = 0; b < blocks; ++b) table[static_cast<size_t>(b)] = static_cast<int32_t>(blocks) - 1 - b;
 
-    auto run = [&](CpuKernels& kernels, int64_t begin, int64_t end, int64_t window, Array& out) {
+    auto make_batch = [&](int64_t begin, int64_t end) {
       StepBatch batch;
       batch.num_tokens = static_cast<int32_t>(end - begin);
       batch.num_rows = 1;
@@ -149,9 +179,24 @@ TEST(cpu_attention_is_right_and_chunk_invariant) {
       batch.query_start = {0, static_cast<int32_t>(end - begin)};
       batch.context_len = {static_cast<int32_t>(begin)};
       batch.block_tables = {table.data()};
+      return batch;
+    };
+    auto run = [&](CpuKernels& kernels, int64_t begin, int64_t end, int64_t window, Array& out) {
+      const StepBatch batch = make_batch(begin, end);
       kernels.store_kv(dtype, k.at(begin * dim), dim, v.at(begin * dim), dim, cache, batch);
       kernels.paged_attention(dtype, q.at(begin * heads * dim), heads * dim, end - begin, heads, out.at(0), cache,
                               batch, 0.25f, window);
+    };
+    auto run_fused = [&](CpuKernels& kernels, int64_t begin, int64_t end, int64_t window, Array& out) {
+      Array qkv(dtype, (end - begin) * (heads + 2) * dim);
+      for (int64_t p = begin; p < end; ++p) {
+        char* row = static_cast<char*>(qkv.at((p - begin) * (heads + 2) * dim));
+        const size_t head = static_cast<size_t>(dim) * q.size();
+        std::memcpy(row, q.at(p * heads * dim), heads * head);
+        std::memcpy(row + heads * head, k.at(p * dim), head);
+        std::memcpy(row + (heads + 1) * head, v.at(p * dim), head);
+      }
+      kernels.attention(dtype, qkv.at(0), heads, out.at(0), cache, make_batch(begin, end), 0.25f, window);
     };
     for (const int64_t window : {0, 6, 515}) {
       Array whole(dtype, length * heads * dim), part(dtype, 9 * heads * dim);
@@ -162,6 +207,10 @@ TEST(cpu_attention_is_right_and_chunk_invariant) {
       }
       run(three, length - 1, length, window, part);
       CHECK(part.same(0, whole, (length - 1) * heads * dim, heads * dim));
+      run_fused(three, length - 1, length, window, part);
+      CHECK(part.same(0, whole, (length - 1) * heads * dim, heads * dim));
+      run_fused(one, length - 9, length, window, part);
+      CHECK(part.same(0, whole, (length - 9) * heads * dim, 9 * heads * dim));
 
       const int64_t last = length - 1, first_key = window > 0 ? last - window + 1 : 0;
       double sum = 0., value = 0.;
