@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from gpu_common import BANDWIDTH, SHAPES, projection_biases, projections, read_model
 
+from asyncengine.kernels.cuda import can_stream
 from asyncengine.kernels.linear_plans import (
     NormKind,
     Plan,
@@ -31,7 +32,7 @@ from asyncengine.kernels.linear_plans import (
     candidates,
     fallback,
 )
-from asyncengine.runner.tuning import Tuner, allowed, is_hopper, worth_trying
+from asyncengine.runner.tuning import Tuner, allowed, worth_trying
 
 ROWS = "1,8,16,32,64,128,256"
 
@@ -67,8 +68,8 @@ def compile_all(plans: dict[Site, list[Plan]], pdl: bool) -> None:
 
 
 def plans_for(site: Site, kinds: list[str], count: int | None) -> Iterator[Plan]:
-    known, hopper = PlanTable.shipped(), is_hopper(torch.device("cuda"))
-    found = worth_trying(site, known, count, hopper=hopper) if count else candidates(site, hopper=hopper)
+    known, streamed = PlanTable.shipped(), can_stream(torch.device("cuda", 0))
+    found = worth_trying(site, known, count, streamed=streamed) if count else candidates(site, streamed=streamed)
     for plan in found:
         if plan.kind in kinds or plan in (fallback(site), known.find(site)):
             yield plan

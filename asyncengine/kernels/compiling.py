@@ -15,8 +15,6 @@ from typing import Any, Self
 
 import torch
 import triton
-from triton.experimental.gluon._runtime import GluonJITFunction
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from asyncengine.kernels.pdl import INTERPRETED
@@ -40,10 +38,6 @@ class Kernel(JITFunction):
         return None
 
 
-class GluonKernel(Kernel, GluonJITFunction):
-    """A kernel in Gluon."""
-
-
 def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """``triton.jit`` with its options, for functions that are launched. Those that kernels call need it not."""
     if function is None:
@@ -51,14 +45,9 @@ def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     return triton.jit(function, **options) if INTERPRETED else Kernel(function, **options)
 
 
-def gluon_kernel(function: Callable[..., Any]) -> Any:
-    """``gluon.jit`` for functions that are launched. Triton's interpreter does not run them."""
-    return GluonKernel(function)
-
-
 def _kind(argument: Any) -> Any:
     """What Triton may specialize a kernel for, or more."""
-    if isinstance(argument, TensorDescriptor):
+    if hasattr(argument, "block_shape"):  # a descriptor of tiles
         return argument.base.dtype, *argument.block_shape
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0

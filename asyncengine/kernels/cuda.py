@@ -15,7 +15,6 @@ from torch import Tensor
 from asyncengine.kernels import triton_linear
 from asyncengine.kernels import triton_rows as rows
 from asyncengine.kernels.device_step import DeviceStep
-from asyncengine.kernels.gluon_linear import streamed_linear, streamed_parts
 from asyncengine.kernels.linear_plans import (
     CUBLAS,
     INVARIANT,
@@ -35,6 +34,16 @@ from asyncengine.kernels.triton_decode import decode_attention
 from asyncengine.kernels.triton_paged_decode import paged_decode_attention
 from asyncengine.kernels.triton_quantize import quantize_rows
 from asyncengine.kernels.work_list import WorkList
+
+try:
+    from asyncengine.kernels import gluon_linear
+except ImportError:  # an experimental part of Triton, which another version may have elsewhere
+    gluon_linear = None  # type: ignore[assignment]
+
+
+def can_stream(device: torch.device) -> bool:
+    """Whether streamed plans run on this GPU; tries it."""
+    return gluon_linear is not None and gluon_linear.works(device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +110,8 @@ class CudaOptions:
     """every sum is in an order that does not depend on the number of rows"""
     quantization: Quantization = "none"
     """of what ``make_linear`` is given, which must be bfloat16; never of heads"""
+    streamed: bool = True
+    """streamed plans are run (see kernels/gluon_linear.py)"""
 
 
 class CudaOps:
@@ -172,9 +183,9 @@ class CudaOps:
             assert isinstance(x, Tensor)
             assert isinstance(weight, Tensor)
             if plan.leaves_parts:
-                stream.parts = streamed_parts(x, weight, plan, bias=bias, pdl=pdl)
+                stream.parts = gluon_linear.streamed_parts(x, weight, plan, bias=bias, pdl=pdl)
             else:
-                streamed_linear(x, weight, plan, out=to, bias=bias, add=True, pdl=pdl)
+                gluon_linear.streamed_linear(x, weight, plan, out=to, bias=bias, add=True, pdl=pdl)
         elif plan.kind != "cublas":
             triton_linear.linear(x, weight, plan, out=to, bias=bias, add=True, arrivals=self._arrivals, pdl=pdl)
         elif bias is None and isinstance(weight, Tensor) and isinstance(x, Tensor):
@@ -247,6 +258,7 @@ class CudaOps:
         plan = self.options.plans.find(site)
         if plan is None:
             self.missing.add(site)
+        if plan is None or (plan.kind == "streamed" and not self.options.streamed):
             return default_plan(site)
         return plan
 
@@ -274,7 +286,7 @@ class CudaOps:
             if plan.kind == "streamed":
                 assert isinstance(x, Tensor)
                 assert isinstance(weight, Tensor)
-                streamed_linear(x, weight, plan, out=y, bias=bias, activation=activation, pdl=pdl)
+                gluon_linear.streamed_linear(x, weight, plan, out=y, bias=bias, activation=activation, pdl=pdl)
             else:
                 triton_linear.linear(
                     x, weight, plan, out=y, bias=bias, norm=norm, activation=activation, index=index,

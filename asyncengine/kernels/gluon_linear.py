@@ -17,22 +17,47 @@ others, 2 us, and the norm that follows reads as fast from several places as fro
 
 from __future__ import annotations
 
+import logging
+
 import torch
 import triton
 from torch import Tensor
+from triton import TritonError
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from asyncengine.kernels.compiling import gluon_kernel
+from asyncengine.kernels.compiling import Kernel
 from asyncengine.kernels.linear_plans import Plan
 from asyncengine.kernels.ops import Activation
 from asyncengine.kernels.pdl import launch_options
 from asyncengine.kernels.triton_rows import activate
 
+logger = logging.getLogger(__name__)
+
 _activate = gluon.jit(activate.fn)
+
+
+class GluonKernel(Kernel, GluonJITFunction):
+    """A function in Gluon that is launched from Python. Triton's interpreter does not run it."""
+
+
+def works(device: torch.device) -> bool:
+    """Whether this GPU and this Triton, of which Gluon is an experimental part, run streamed plans; runs one."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    x, weight = (torch.ones(rows, 128, dtype=torch.bfloat16, device=device) for rows in (8, 64))
+    out = torch.zeros(8, 64, dtype=torch.bfloat16, device=device)
+    try:
+        streamed_linear(x, weight, Plan("streamed", 64, 64, 4, 8, stages=2), out=out)
+        torch.cuda.synchronize(device)
+    except (RuntimeError, TypeError, AttributeError, TritonError) as e:
+        logger.warning("projections do not stream their weights, which is slower: %s", e)
+        return False
+    return bool((out == 128).all())
 
 
 def streamed_linear(
@@ -127,7 +152,7 @@ def _copy_weights(weight, column, k, ready, to, GATED: gl.constexpr, wanted):
         tma.async_copy_global_to_shared(weight, [column, k], ready, to, pred=wanted)
 
 
-@gluon_kernel
+@GluonKernel
 def _streamed_kernel(
     x,
     weight,

@@ -143,11 +143,11 @@ def default_plan(site: Site) -> Plan:
     return plan if plan.fits(site.columns, site.inner, gated) else fallback(site)
 
 
-def candidates(site: Site, *, hopper: bool = True) -> Iterator[Plan]:
-    """Plans worth measuring, ``fallback`` first; those that take a Hopper GPU if it is one."""
+def candidates(site: Site, *, streamed: bool = True) -> Iterator[Plan]:
+    """Plans worth measuring, ``fallback`` first; ``streamed`` ones only where they run."""
     yield fallback(site)
     gated = site.activation == "silu_mul"
-    for plan in (*_vector(site), *_skinny(site), *_tiled(site), *(_streamed(site) if hopper else ())):
+    for plan in (*_vector(site), *_skinny(site), *_tiled(site), *(_streamed(site) if streamed else ())):
         if plan.fits(site.columns, site.inner, gated) and plan != fallback(site):
             yield plan
             if site.weight == "fp8" and plan.fused_norm:

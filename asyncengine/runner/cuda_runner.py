@@ -15,7 +15,7 @@ from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
 from asyncengine.kernels import pdl
 from asyncengine.kernels.compiling import compile_launches
-from asyncengine.kernels.cuda import CudaOps, CudaOptions
+from asyncengine.kernels.cuda import CudaOps, CudaOptions, can_stream
 from asyncengine.kernels.linear_plans import MAX_ROWS, PlanTable
 from asyncengine.layers.attention import NativeAttention
 from asyncengine.model_info import ModelInfo
@@ -71,6 +71,7 @@ class CudaRunner:
         options = CudaOptions(
             PlanTable.load(torch.cuda.get_device_name(device)),
             pdl=config.programmatic_launch and pdl.works(device),
+            streamed=can_stream(device),
             batch_invariant=config.batch_invariant,
             quantization=config.quantization,
         )

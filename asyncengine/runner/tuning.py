@@ -173,7 +173,7 @@ def tune_missing(ops: CudaOps, gpu: str, tuner: Measuring, *, threads: int) -> N
     known = PlanTable.shipped()
     known.update(ops.options.plans)
     measured = measure(
-        ops.missing, known, tuner, budget_s=_BUDGET_S, threads=threads, hopper=is_hopper(ops.device)
+        ops.missing, known, tuner, budget_s=_BUDGET_S, threads=threads, streamed=ops.options.streamed
     )
     ops.options.plans.update(measured)
     ops.missing.difference_update(site for site, _ in measured.items())
@@ -197,7 +197,7 @@ def measure(
     *,
     budget_s: float,
     threads: int,
-    hopper: bool = True,
+    streamed: bool = True,
     clock: Callable[[], float] = time.monotonic,
 ) -> PlanTable:
     """The fastest of the likely plans for each of the sites, as far as ``budget_s`` seconds reach.
@@ -210,7 +210,7 @@ def measure(
     ordered = sorted(sites, key=lambda site: (site.rows, site.add, -site.weight_rows * site.inner, repr(site)))
     together = max(1, 2 * threads // _TRIED)  # enough to compile at a time for all threads
     for i in range(0, len(ordered), together):
-        plans = {site: worth_trying(site, known, hopper=hopper) for site in ordered[i : i + together]}
+        plans = {site: worth_trying(site, known, streamed=streamed) for site in ordered[i : i + together]}
         if clock() >= end:
             break
         tuner.compile(plans, threads)
@@ -234,17 +234,12 @@ def allowed(site: Site, plans: Iterable[Plan], *tables: PlanTable) -> list[Plan]
     return [plan for plan in plans if apart or not plan.leaves_parts]
 
 
-def is_hopper(device: torch.device) -> bool:
-    """Whether it runs streamed plans (see gluon_linear.py)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-
-
-def worth_trying(site: Site, known: PlanTable, count: int = _TRIED, *, hopper: bool) -> list[Plan]:
+def worth_trying(site: Site, known: PlanTable, count: int = _TRIED, *, streamed: bool) -> list[Plan]:
     """What is run without measuring, and the likely ones."""
-    return list(dict.fromkeys((fallback(site), default_plan(site), *likely(site, known, count, hopper=hopper))))
+    return list(dict.fromkeys((fallback(site), default_plan(site), *likely(site, known, count, streamed=streamed))))
 
 
-def likely(site: Site, known: PlanTable, count: int, *, hopper: bool = True) -> list[Plan]:
+def likely(site: Site, known: PlanTable, count: int, *, streamed: bool = True) -> list[Plan]:
     """The candidates, at most ``count``, that are most like the best plans of sites like this one; cuBLAS aside."""
     near = [(s, p, _site_distance(site, s)) for s, p in known.items() if s.rows == site.rows and p.kind != "cublas"]
 
@@ -252,7 +247,7 @@ def likely(site: Site, known: PlanTable, count: int, *, hopper: bool = True) -> 
         alike = ((s, p, d) for s, p, d in near if _family(p) == _family(plan))
         return min((d + _plan_distance(site, plan, s, p) for s, p, d in alike), default=math.inf)
 
-    plans = (plan for plan in candidates(site, hopper=hopper) if plan.kind != "cublas")
+    plans = (plan for plan in candidates(site, streamed=streamed) if plan.kind != "cublas")
     return sorted(plans, key=distance)[:count]
 
 

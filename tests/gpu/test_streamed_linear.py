@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncengine.kernels import gluon_linear
 from asyncengine.kernels.gluon_linear import streamed_linear, streamed_parts
 from asyncengine.kernels.linear_plans import Plan, PlanTable, Site
 from tests.kernels.poison import poison_new_memory, surrounded, taken
@@ -122,6 +123,13 @@ def test_what_does_not_fit_raises(device: torch.device) -> None:
         arguments = {"x": x, "weight": weight, "plan": plan, "out": out} | change
         with pytest.raises(ValueError, match=match):
             streamed_linear(**arguments)
+
+
+def test_the_probe(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gluon_linear.works(torch.device("cuda", 0))
+    assert not gluon_linear.works(torch.device("cpu"))
+    monkeypatch.setattr(gluon_linear, "_launch", lambda *args: None)
+    assert not gluon_linear.works(device), "it wrote nothing"
 
 
 SHIPPED = [(site, plan) for site, plan in PlanTable.shipped().items() if plan.kind == "streamed"]

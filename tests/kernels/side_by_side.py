@@ -202,8 +202,9 @@ def steps_find_their_kernels(driver: Counting, directory: Path) -> None:
     start.prepare()
     assert driver.launched == []
     compiled = sorted(driver.compiled)
-    assert {"_ingest", "_decode_kernel", "_vector_kernel", "_skinny_kernel", "_tiled_kernel", "finish_kernel",
-            "_copy_blocks"} <= set(compiled)  # fmt: skip
+    assert {"_ingest", "_decode_kernel", "_vector_kernel", "_streamed_kernel", "finish_kernel", "_copy_blocks"} <= set(
+        compiled
+    )
     run_all(start.steps(8), start.buckets)
     assert sorted(driver.compiled) == compiled, "a launch needed a kernel that had not been compiled"
     assert set(driver.launched) == set(compiled), "a kernel was compiled that no launch needed"

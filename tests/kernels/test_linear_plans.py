@@ -292,9 +292,9 @@ def test_candidates_of_float8_can_run(
         assert {plan.fused_norm for plan in found if plan.kind == "vector"} == {True, False}
 
 
-def test_candidates_for_hopper_are_left_out_elsewhere() -> None:
+def test_streamed_candidates_are_left_out_where_they_do_not_run() -> None:
     site = Site(3072, 1024, 64, "rms", "silu_mul", False, False)
-    some, all_of_them = list(candidates(site, hopper=False)), list(candidates(site))
+    some, all_of_them = list(candidates(site, streamed=False)), list(candidates(site))
     assert [plan for plan in all_of_them if plan.kind != "streamed"] == some != all_of_them
 
 

@@ -385,7 +385,7 @@ def test_parts_are_added_by_whoever_reads_the_stream(
 ) -> None:
     """Two additions, a norm with its projection, a third addition and the logits, which read some rows twice."""
     if device.type == "cpu":
-        monkeypatch.setattr("asyncengine.kernels.cuda.streamed_parts", left_in_parts)
+        monkeypatch.setattr("asyncengine.kernels.gluon_linear.streamed_parts", left_in_parts)
     model = Model(device, 6, 48, layer=False)
     projected = Site(48, 48, 8, "rms", "gelu", True, False)
     plans = {
@@ -407,6 +407,15 @@ def test_parts_are_added_by_whoever_reads_the_stream(
         results.append((after, hidden, ops.logits(stream, model.norm, handle, CudaBatch(step, {})), stream.settle()))
     for got, expected in zip(*results, strict=True):
         assert_near(got, expected)
+
+
+def test_streamed_plans_of_a_table_are_not_taken_where_they_do_not_run(device: torch.device) -> None:
+    model = Model(device, 6, 48)
+    site = Site(48, 48, 8, "none", None, True, True)
+    plans = PlanTable({site: Plan("streamed", 64, 64, 4, 8, 1, 2, fused_norm=False)})
+    ops = CudaOps(device, CudaOptions(plans, COMPILED, streamed=False))
+    assert torch.equal(model.linear_add(ops), model.linear_add(make_ops(device)))
+    assert not ops.missing
 
 
 def test_only_what_a_table_could_know_is_missing(device: torch.device) -> None:
