@@ -94,7 +94,9 @@ def decode_attention(
     """
     _, kv_heads, block_size, dim = k_cache.shape
     rows = step.num_rows
-    _check(heads, num_heads, norms, cos_sin, k_cache, v_cache, out)
+    check_heads(heads, num_heads, norms, cos_sin, k_cache, v_cache, out)
+    if dim % 2:
+        raise ValueError(f"decode_attention: heads of {dim}, which have no halves")
     if len(arrivals) < rows * num_heads:
         raise ValueError(f"{rows * num_heads} counters of arrivals are needed")
     pieces = pieces or choose_pieces(rows, num_heads, dim, multiprocessors(heads.device))
@@ -139,7 +141,7 @@ def decode_attention(
     )
 
 
-def _check(
+def check_heads(
     heads: Tensor, num_heads: int, norms: HeadNorms | None, cos_sin: Tensor | None, k_cache: Tensor, v_cache: Tensor,
     out: Tensor,
 ) -> None:  # fmt: skip
@@ -147,16 +149,16 @@ def _check(
     kv_heads = k_cache.shape[1]
     expected = (
         (all_heads == num_heads + 2 * kv_heads and num_heads % kv_heads == 0, "heads"),
-        (heads.stride()[1:] == (dim, 1) and dim % 2 == 0, "heads"),
+        (heads.stride()[1:] == (dim, 1), "heads"),
         (k_cache.is_contiguous() and k_cache.shape[3] == dim and k_cache.dtype == heads.dtype, "k_cache"),
         (v_cache.is_contiguous() and v_cache.shape == k_cache.shape and v_cache.dtype == heads.dtype, "v_cache"),
         (out.shape == (tokens, num_heads * dim) and out.stride(1) == 1 and out.dtype == heads.dtype, "out"),
         (norms is None or all(w.shape == (dim,) and w.is_contiguous() for w in norms[:2]), "norms"),
-        (cos_sin is None or (cos_sin.shape[1] == dim and cos_sin.dtype == torch.float32), "cos_sin"),
+        (cos_sin is None or (cos_sin.shape[1] == dim and dim % 2 == 0 and cos_sin.dtype == torch.float32), "cos_sin"),
     )
     for ok, name in expected:
         if not ok:
-            raise ValueError(f"decode_attention: {name} does not suit heads {list(heads.shape)} {heads.dtype}")
+            raise ValueError(f"{name} does not suit heads {list(heads.shape)} {heads.dtype}")
 
 
 @triton.jit

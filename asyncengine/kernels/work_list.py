@@ -265,6 +265,11 @@ class WorkList:
         return replace(self, prefill=None)
 
     @property
+    def takes_heads(self) -> bool:
+        """Whether its steps may go through paged_decode_attention: all rows are of one token, cut wherever it suits."""
+        return self.prefill is None and self.decode.split_tiles == 0
+
+    @property
     def sections(self) -> tuple[Section, ...]:
         return (self.decode,) if self.prefill is None else (self.decode, self.prefill)
 
