@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from gpu_common import ELEMENT_BYTES, pairs, read_model
 from kernel_timing import Call, Line, Lines, Timer, copies_for
 from replay import Row, decode_rows
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
@@ -28,6 +29,7 @@ from asyncengine.kernels.device_step import DeviceStep, allocate_step
 from asyncengine.kernels.ops import HeadNorms, split_heads
 from asyncengine.kernels.triton_attention import paged_attention
 from asyncengine.kernels.triton_decode import decode_attention, longest_context
+from asyncengine.kernels.triton_paged_decode import paged_decode_attention
 from asyncengine.kernels.triton_rows import rotary_store_kv, store_kv
 from asyncengine.kernels.work_list import AttentionShape, Tile, WorkList, choose_tiles, multiprocessors
 from asyncengine.models.config import ModelConfig
@@ -193,8 +195,15 @@ class Bench:
             self.arrivals, pdl=self.pdl if pdl is None else pdl,
         )  # fmt: skip
 
+    def listed(self, work: WorkList, copy: int, pdl: bool | None = None) -> None:
+        k, v = self.caches[copy]
+        paged_decode_attention(
+            self.heads, self.case.c.num_heads, self.norms, self.cos_sin, k, v, self.step, work, self.scale, 0,
+            self.out, pdl=self.pdl if pdl is None else pdl,
+        )  # fmt: skip
+
     def store(self, copy: int, pdl: bool | None = None) -> None:
-        """What ``few`` does before attention; rotates the queries in place."""
+        """What ``few`` and ``listed`` do before attention; rotates the queries in place."""
         k, v = self.caches[copy]
         pdl = self.pdl if pdl is None else pdl
         if self.cos_sin is None:
@@ -261,7 +270,7 @@ def decode_lines(shape: str, size: str, bench: Bench, work: WorkList, target: fl
     torch_us = bench.torch_us()
     ways = {"decode, paged": [partial(bench.paged, work, copy) for copy in copies]}
     if short:
-        verify_few(bench, work, f"{shape} {size}")
+        verify_fused(bench, work, f"{shape} {size}")
         ways["decode, few keys"] = [partial(bench.few, copy) for copy in copies]
     for kernel, calls in ways.items():
         taken = (case.longest - 1 <= short) == ("few" in kernel)
@@ -310,23 +319,26 @@ def verify(bench: Bench, work: WorkList, label: str) -> None:
         raise SystemExit(f"wrong result: {label}, error {error:.2e}, {bench.out.isnan().sum()} elements not written")
 
 
-def verify_few(bench: Bench, work: WorkList, label: str) -> None:
-    """Output and new keys and values, beside those of the separate kernels."""
+def verify_fused(bench: Bench, work: WorkList, label: str) -> None:
+    """Outputs and new keys and values of the kernels that do everything, beside those of the separate ones."""
     heads, (k, v) = bench.heads.clone(), bench.caches[0]
     new = bench.step.slot_mapping
-    results = []
-    for separate in (True, False):
+
+    def results(attend: Callable[[], None]) -> list[Tensor]:
         bench.heads.copy_(heads)
         for cache in (k, v):
             cache[new // BLOCK_SIZE, :, new % BLOCK_SIZE] = torch.nan
         bench.out.fill_(torch.nan)
-        if separate:
-            bench.store(0)
-            bench.paged(work, 0)
-        else:
-            bench.few(0)
-        stored = [cache[new // BLOCK_SIZE, :, new % BLOCK_SIZE].float() for cache in (k, v)]
-        results.append([bench.out.float(), *stored])
-    error = sum(float((mine - other).norm() / other.norm()) for other, mine in zip(*results, strict=True))
-    if not error < 1e-2:
-        raise SystemExit(f"wrong result: {label}, few keys, error {error:.2e}")
+        attend()
+        return [bench.out.float(), *(cache[new // BLOCK_SIZE, :, new % BLOCK_SIZE].float() for cache in (k, v))]
+
+    def separate() -> None:
+        bench.store(0)
+        bench.paged(work, 0)
+
+    expected = results(separate)
+    for way, attend in (("few keys", partial(bench.few, 0)), ("paged", partial(bench.listed, work, 0))):
+        both = zip(expected, results(attend), strict=True)
+        error = sum(float((mine - other).norm() / other.norm()) for other, mine in both)
+        if not error < 1e-2:
+            raise SystemExit(f"wrong result: {label}, {way}, error {error:.2e}")

@@ -1,9 +1,9 @@
 """bench/kernels.py layer: decode attention with what surrounds it, from the output of the QKV projection on.
 
-In turn a product that writes the projection's output, and then attention, in one of these ways: the kernel for few keys
-with and without programmatic launch, as separate kernels with and without it, and by torch over contiguous keys and
-values (of unrotated heads, its best case). The product's own time, from a graph of products alone, is taken off. Its
-kernel is a plain one of our own, so that it can take part in programmatic launch.
+In turn a product that writes the projection's output, and then attention, in one of these ways: the kernel for few
+keys, the one with a work list ("paged"), and separate kernels, each with and without programmatic launch; and by torch
+over contiguous keys and values (of unrotated heads, its best case). The product's own time, from a graph of products
+alone, is taken off. Its kernel is a plain one of our own, so that it can take part in programmatic launch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from gpu_common import read_model
-from kernel_attention import DTYPE, Bench, Case, allocate_work, as_text, tile_pairs, verify_few
+from kernel_attention import DTYPE, Bench, Case, allocate_work, as_text, tile_pairs, verify_fused
 from kernel_timing import Call, Line, Lines, Timer
 from replay import decode_rows
 
@@ -62,7 +62,7 @@ def lines(args: argparse.Namespace, timer: Timer) -> Lines:
                 if context <= c.max_positions:
                     bench = Bench(Case(c, decode_rows([context - 1] * rows)), timer, args.pdl)
                     work.build(bench.step)
-                    verify_few(bench, work, f"{label} layer {rows} x {context}")
+                    verify_fused(bench, work, f"{label} layer {rows} x {context}")
                     yield from layer_lines(label, f"{rows} x {context}", bench, work)
 
 
@@ -83,7 +83,7 @@ def layer_lines(shape: str, size: str, bench: Bench, work: WorkList) -> Lines:
 
     alone, torch_calls = chain(None), bench.torch_calls()
     torch_us = chain(lambda copy: torch_calls[copy]()) - alone
-    for kernel, attend in (("few keys", bench.few), ("separate", separate)):
+    for kernel, attend in (("few keys", bench.few), ("paged", partial(bench.listed, work)), ("separate", separate)):
         for pdl in (True, False) if bench.pdl else (False,):
             us = chain(partial(attend, pdl=pdl), pdl) - alone
             yield Line(

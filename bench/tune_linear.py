@@ -1,6 +1,6 @@
 """Measures plans of projections on the card, for models that the package's own table does not know.
 
-    python bench/tune_linear.py [--model DIRECTORY ...] [--rows 1,8,64] [--quantization fp8] [--out FILE] [--json FILE]
+    python bench/tune_linear.py [--model DIRECTORY ...] [--rows 1,8] [--quantization fp8] [--likely COUNT] [--out FILE]
 
 Every site of the models' shapes (a projection with what is fused, and a count of rows) is timed by each candidate
 plan, cuBLAS among them; the fastest enters the table at --out, whose other entries stay. Kernels are compiled
@@ -31,9 +31,8 @@ from asyncengine.kernels.linear_plans import (
     candidates,
     fallback,
 )
-from asyncengine.runner.tuning import Tuner, is_hopper
+from asyncengine.runner.tuning import Tuner, allowed, is_hopper, worth_trying
 
-SHIPPED = PlanTable.shipped()
 ROWS = "1,8,16,32,64,128,256"
 
 
@@ -67,11 +66,20 @@ def compile_all(plans: dict[Site, list[Plan]], pdl: bool) -> None:
             pass
 
 
+def plans_for(site: Site, kinds: list[str], count: int | None) -> Iterator[Plan]:
+    known, hopper = PlanTable.shipped(), is_hopper(torch.device("cuda"))
+    found = worth_trying(site, known, count, hopper=hopper) if count else candidates(site, hopper=hopper)
+    for plan in found:
+        if plan.kind in kinds or plan in (fallback(site), known.find(site)):
+            yield plan
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", nargs="+", default=list(SHAPES), help="shapes of bench/shapes, or directories")
     parser.add_argument("--rows", default=ROWS)
     parser.add_argument("--kinds", nargs="+", help="only plans of these kinds, beside cuBLAS and the one that is known")
+    parser.add_argument("--likely", type=int, metavar="COUNT", help="of each site only so many plans, the likely ones")
     parser.add_argument("--sites", nargs="+", default=["qkv", "o", "up", "down", "head"])
     parser.add_argument("--quantization", choices=("none", "fp8"), default="none")
     parser.add_argument("--no-pdl", action="store_true")
@@ -83,18 +91,13 @@ def main() -> None:
         (f"{model} {name}", site)
         for rows in args.rows.split(",")
         for model in args.model
-        for name, site in sites(model, int(rows), "fp8" if args.quantization == "fp8" else "bf16")
+        for name, site in sorted(
+            sites(model, int(rows), "fp8" if args.quantization == "fp8" else "bf16"), key=lambda named: named[1].add
+        )
         if name in args.sites
     ]
     kinds = args.kinds or ["vector", "skinny", "tiled", "streamed"]
-    plans = {
-        site: [
-            p
-            for p in candidates(site, hopper=is_hopper(torch.device("cuda")))
-            if p.kind in kinds or p in (fallback(site), SHIPPED.find(site))
-        ]
-        for _, site in named
-    }
+    plans = {site: [*plans_for(site, kinds, args.likely)] for _, site in named}
     started = time.monotonic()
     print(f"{sum(map(len, plans.values()))} plans of {len(plans)} sites", flush=True)
     compile_all(plans, not args.no_pdl)
@@ -107,7 +110,7 @@ def main() -> None:
         if time.monotonic() - started > args.limit_s:
             print("out of time")
             break
-        timed = tuner.fastest(site, plans[site])
+        timed = tuner.fastest(site, allowed(site, plans[site], table))
         us, plan = timed[0]
         cublas = next((t for t, p in timed if p == fallback(site)), math.inf)
         floor = 1e6 * site.weight_bytes / BANDWIDTH

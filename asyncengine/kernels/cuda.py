@@ -32,6 +32,7 @@ from asyncengine.kernels.ops import Activation, AttentionLayer, Norm, split_head
 from asyncengine.kernels.quantize import Quantization, Quantized, quantize_weights, scaled_product
 from asyncengine.kernels.triton_attention import paged_attention
 from asyncengine.kernels.triton_decode import decode_attention
+from asyncengine.kernels.triton_paged_decode import paged_decode_attention
 from asyncengine.kernels.triton_quantize import quantize_rows
 from asyncengine.kernels.work_list import WorkList
 
@@ -170,7 +171,7 @@ class CudaOps:
         if plan.kind == "streamed":
             assert isinstance(x, Tensor)
             assert isinstance(weight, Tensor)
-            if plan.split > 1:
+            if plan.leaves_parts:
                 stream.parts = streamed_parts(x, weight, plan, bias=bias, pdl=pdl)
             else:
                 streamed_linear(x, weight, plan, out=to, bias=bias, add=True, pdl=pdl)
@@ -193,6 +194,13 @@ class CudaOps:
                 out, self._arrivals, pdl=pdl,
             )  # fmt: skip
             return out
+        work = batch.work[layer.window]
+        if work.takes_heads:
+            paged_decode_attention(
+                heads, layer.num_heads, layer.norms, layer.cos_sin, k_cache, v_cache, step, work, layer.scale,
+                layer.window, out, pdl=pdl,
+            )  # fmt: skip
+            return out
         if layer.cos_sin is None:
             rows.store_kv(k, v, step.slot_mapping, k_cache, v_cache, pdl=pdl)
         else:
@@ -201,7 +209,6 @@ class CudaOps:
                 heads, layer.num_heads, q_norm, k_norm, eps, layer.cos_sin, step.positions, step.slot_mapping,
                 k_cache, v_cache, pdl=pdl,
             )  # fmt: skip
-        work = batch.work[layer.window]
         paged_attention(q, k_cache, v_cache, step, work, layer.scale, layer.window, out, pdl=pdl)
         return out
 

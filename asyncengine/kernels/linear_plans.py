@@ -84,6 +84,11 @@ class Plan:
     fused_norm: bool = True
     """the norm, and for float8 weights the quantising of x, is part of the kernel and not one of its own"""
 
+    @property
+    def leaves_parts(self) -> bool:
+        """Of a sum, for the norm that reads it next (see gluon_linear.py)."""
+        return self.kind == "streamed" and self.split > 1
+
     def fits(self, columns: int, inner: int, gated: bool) -> bool:
         """Whether it can multiply weights of this shape. Needs no norm."""
         if self.kind == "cublas":
@@ -187,7 +192,7 @@ def _skinny(site: Site) -> Iterator[Plan]:
 
 
 def _tiled(site: Site) -> Iterator[Plan]:
-    if site.rows == 1:
+    if site.rows == 1 and site.weight == "bf16":
         return
     for rows in sorted({min(64, max(16, site.rows)), min(128, max(16, site.rows)), max(16, site.rows)}):
         for columns in (32, 64, 128):
@@ -212,9 +217,9 @@ def _streamed(site: Site) -> Iterator[Plan]:
     if site.rows < 8 or site.weight != "bf16":
         return
     for rows in sorted({min(most, site.rows) for most in (64, 128, 256)}):
-        for columns in (64, 128, 256):
-            for inner in (64, 128, 256):
-                for split in (1, 2, 4, 8) if leaves_parts(site) else (1,):
+        for columns in (64, 128):
+            for inner in (64, 128, 256) if rows <= 64 else (64, 128):
+                for split in (1, 2, 4) if site.add else (1,):
                     programs = -(-site.weight_rows // columns) * split * -(-site.rows // rows)
                     steps = site.inner // split // inner
                     sums = rows * columns // 128
@@ -231,11 +236,6 @@ def _streamed(site: Site) -> Iterator[Plan]:
 def _stages(size: int, steps: int) -> list[int]:
     """As many as shared memory has for one or two programs of a multiprocessor."""
     return [n for n in sorted({min(steps, room // size) for room in (110_000, 220_000)}) if n > 1]
-
-
-def leaves_parts(site: Site) -> bool:
-    """Whether a plan may leave parts for the norm that follows: where that is, as a rule, a kernel of its own."""
-    return site.add and (site.rows > 16 or site.weight_rows * site.inner >= 1 << 24)
 
 
 # ---- tables ----
@@ -295,6 +295,11 @@ class PlanTable:
 
     def items(self) -> Iterable[tuple[Site, Plan]]:
         return self._plans.items()
+
+    def norms_are_apart(self, site: Site) -> bool:
+        """Whether all norms known to read what ``site`` adds to are kernels of their own, which may add up parts."""
+        readers = (s for s in self._plans if s.norm != "none" and s[1:3] == (site.columns, site.rows))
+        return not any(self._plans[s].fused_norm for s in readers)
 
     def __len__(self) -> int:
         return len(self._plans)

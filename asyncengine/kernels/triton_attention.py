@@ -1,5 +1,8 @@
 """Paged attention for CUDA: decode, prefill and mixed batches from one kernel over a WorkList.
 
+Queries are rotated and keys and values stored by then; where a step's rows are all of one token,
+triton_paged_decode.py does that too, and shares what follows the first load.
+
 The online softmax is that of FlashAttention (Dao et al., 2022), in base 2; pieces of a unit are combined by
 the program that finishes last, in the order of the pieces, so that neither the order of arrival nor an
 extra launch matters.
@@ -158,10 +161,28 @@ def _dot(a, b, WIDEN: tl.constexpr):
 
 
 @triton.jit
-def _load_blocks(table, tile, kv_end, BLOCK_SIZE: tl.constexpr, N: tl.constexpr):
+def load_blocks(table, tile, kv_end, BLOCK_SIZE: tl.constexpr, N: tl.constexpr):
     """The block of every token of a KV tile."""
     token = tile * N + tl.arange(0, N)
     return tl.load(table + token // BLOCK_SIZE, mask=token < kv_end, other=0)
+
+
+@triton.jit
+def fold(acc, peak, total, q, k, v, visible, scale, MASKED: tl.constexpr, WIDEN: tl.constexpr):
+    """Fold a tile of keys and values [N, D] into acc [M, D], peak [M] and total [M]."""
+    score = _dot(q, tl.trans(k), WIDEN) * scale
+    if MASKED:
+        score = tl.where(visible, score, -float("inf"))
+    new_peak = tl.maximum(peak, tl.max(score, 1))
+    base = new_peak
+    if MASKED:
+        # A row that has seen no key yet: -inf less -inf would be NaN.
+        base = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+    weight = tl.exp2(score - base[:, None])
+    shrink = tl.exp2(peak - base)
+    total = total * shrink + tl.sum(weight, 1)
+    acc = acc * shrink[:, None] + _dot(weight.to(v.dtype), v, WIDEN)
+    return acc, new_peak, total
 
 
 @triton.jit
@@ -196,12 +217,12 @@ def _attend(
     union of what the queries see, is loaded: there may be anything, and 0 * NaN is NaN.
     """
     column = tl.arange(0, D)
-    block = _load_blocks(table, first, kv_end, BLOCK_SIZE, N)
+    block = load_blocks(table, first, kv_end, BLOCK_SIZE, N)
     for tile in tl.range(first, last, num_stages=STAGES):
         token = tile * N + tl.arange(0, N)
         at = block.to(tl.int64) * BLOCK_STRIDE + token % BLOCK_SIZE * HEAD_DIM
         # One turn ahead: were it loaded here, half of the stages would go to hiding its latency.
-        block = _load_blocks(table, tile + 1, kv_end, BLOCK_SIZE, N)
+        block = load_blocks(table, tile + 1, kv_end, BLOCK_SIZE, N)
         at = at[:, None] + column[None, :]
         if MASKED:
             there = token < kv_end
@@ -223,19 +244,7 @@ def _attend(
             visible = token[None, :] <= position[:, None]
             if WINDOWED:
                 visible = visible & (token[None, :] > position[:, None] - window)
-        score = _dot(q, tl.trans(k), WIDEN) * scale
-        if MASKED:
-            score = tl.where(visible, score, -float("inf"))
-        new_peak = tl.maximum(peak, tl.max(score, 1))
-        base = new_peak
-        if MASKED:
-            # A row that has seen no key yet: -inf less -inf would be NaN.
-            base = tl.where(new_peak == -float("inf"), 0.0, new_peak)
-        weight = tl.exp2(score - base[:, None])
-        shrink = tl.exp2(peak - base)
-        total = total * shrink + tl.sum(weight, 1)
-        acc = acc * shrink[:, None] + _dot(weight.to(v.dtype), v, WIDEN)
-        peak = new_peak
+        acc, peak, total = fold(acc, peak, total, q, k, v, visible, scale, MASKED, WIDEN)
     return acc, peak, total
 
 
@@ -289,7 +298,7 @@ def _combine(
 
 
 @triton.jit
-def _finish(
+def finish(
     acc,
     peak,
     total,
@@ -429,7 +438,7 @@ def _attention_kernel(
             True, WINDOWED, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, N, D, STAGES, WIDEN,
         )  # fmt: skip
 
-        _finish(
+        finish(
             acc, peak, total, fields, query, count, head, out, partials, stats, arrivals, stride_out, stats_size,
             GROUP, KV_HEADS, HEAD_DIM, QUERIES, M, D, COMBINE_ROWS, COMBINE_PIECES,
         )  # fmt: skip

@@ -31,7 +31,6 @@ from asyncengine.kernels.linear_plans import (
     default_plan,
     fallback,
     keep,
-    leaves_parts,
 )
 from asyncengine.kernels.ops import Norm
 from asyncengine.kernels.quantize import quantize_weights
@@ -42,7 +41,7 @@ _BUDGET_S = 30.0
 """What a start may take longer; the next one goes on where this one ended."""
 _TRIED = 8
 """Plans that an engine measures of a site, beside cuBLAS. With plans of two models of three given, they hold the
-fastest of the hundred candidates for the third in two cases of three."""
+fastest of the hundred candidates for the third in three cases of five."""
 _FAILURES = (RuntimeError, ValueError, TritonError)  # too much shared memory, too many registers
 _COLD_BYTES = 160 << 20
 """Weights of one timing: three times the L2 cache of a Hopper GPU."""
@@ -148,7 +147,7 @@ class _Case:
             return
         stream = Stream(self._stream)
         ops.linear_add_(self._x, handle, stream)
-        if leaves_parts(self.site):
+        if self.site.rows > 1 and self.site.weight == "bf16":
             rows.norm(stream.x, self._norm, parts=stream.parts, pdl=ops.options.pdl)
 
 
@@ -171,8 +170,10 @@ class Measuring(Protocol):
 def tune_missing(ops: CudaOps, gpu: str, tuner: Measuring, *, threads: int) -> None:
     """Measure plans for the projections that ``ops`` was asked for and knew none for; keep them for later starts."""
     started, wanted = time.monotonic(), len(ops.missing)
+    known = PlanTable.shipped()
+    known.update(ops.options.plans)
     measured = measure(
-        ops.missing, PlanTable.shipped(), tuner, budget_s=_BUDGET_S, threads=threads, hopper=is_hopper(ops.device)
+        ops.missing, known, tuner, budget_s=_BUDGET_S, threads=threads, hopper=is_hopper(ops.device)
     )
     ops.options.plans.update(measured)
     ops.missing.difference_update(site for site, _ in measured.items())
@@ -201,11 +202,12 @@ def measure(
 ) -> PlanTable:
     """The fastest of the likely plans for each of the sites, as far as ``budget_s`` seconds reach.
 
-    Few rows come first, where there is most to win. ``known`` are the plans that say what is likely. A site that there
-    is no memory to measure for is left out.
+    Few rows come first, where there is most to win; of as many rows what reads norms, which decides who may leave
+    parts to them. ``known`` are the plans that say what is likely. A site that there is no memory to measure for is
+    left out.
     """
     measured, end = PlanTable(), clock() + budget_s
-    ordered = sorted(sites, key=lambda site: (site.rows, -site.weight_rows * site.inner, repr(site)))
+    ordered = sorted(sites, key=lambda site: (site.rows, site.add, -site.weight_rows * site.inner, repr(site)))
     together = max(1, 2 * threads // _TRIED)  # enough to compile at a time for all threads
     for i in range(0, len(ordered), together):
         plans = {site: worth_trying(site, known, hopper=hopper) for site in ordered[i : i + together]}
@@ -215,6 +217,7 @@ def measure(
         for site, some in plans.items():
             if clock() >= end:
                 break
+            some = allowed(site, some, known, measured)
             try:
                 timed = tuner.fastest(site, some) if len(some) > 1 else [(0.0, some[0])]
             except torch.OutOfMemoryError:
@@ -225,14 +228,20 @@ def measure(
     return measured
 
 
+def allowed(site: Site, plans: Iterable[Plan], *tables: PlanTable) -> list[Plan]:
+    """Without those that would take a norm out of the projections that read it."""
+    apart = all(table.norms_are_apart(site) for table in tables)
+    return [plan for plan in plans if apart or not plan.leaves_parts]
+
+
 def is_hopper(device: torch.device) -> bool:
     """Whether it runs streamed plans (see gluon_linear.py)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def worth_trying(site: Site, known: PlanTable, *, hopper: bool) -> list[Plan]:
+def worth_trying(site: Site, known: PlanTable, count: int = _TRIED, *, hopper: bool) -> list[Plan]:
     """What is run without measuring, and the likely ones."""
-    return list(dict.fromkeys((fallback(site), default_plan(site), *likely(site, known, _TRIED, hopper=hopper))))
+    return list(dict.fromkeys((fallback(site), default_plan(site), *likely(site, known, count, hopper=hopper))))
 
 
 def likely(site: Site, known: PlanTable, count: int, *, hopper: bool = True) -> list[Plan]:
@@ -240,15 +249,22 @@ def likely(site: Site, known: PlanTable, count: int, *, hopper: bool = True) -> 
     near = [(s, p, _site_distance(site, s)) for s, p in known.items() if s.rows == site.rows and p.kind != "cublas"]
 
     def distance(plan: Plan) -> float:
-        return min((d + _plan_distance(site, plan, s, p) for s, p, d in near if p.kind == plan.kind), default=math.inf)
+        alike = ((s, p, d) for s, p, d in near if _family(p) == _family(plan))
+        return min((d + _plan_distance(site, plan, s, p) for s, p, d in alike), default=math.inf)
 
     plans = (plan for plan in candidates(site, hopper=hopper) if plan.kind != "cublas")
     return sorted(plans, key=distance)[:count]
 
 
+def _family(plan: Plan) -> str:
+    """What is fast in tiles is so whether their weights are streamed or not."""
+    return "tiled" if plan.kind == "streamed" else plan.kind
+
+
 def _site_distance(a: Site, b: Site) -> float:
     """In doublings of a dimension."""
     kinds = ((a.activation == "silu_mul") != (b.activation == "silu_mul")) + ((a.norm == "none") != (b.norm == "none"))
+    kinds += a.weight != b.weight
     sizes = abs(math.log2(a.weight_rows / b.weight_rows)) + abs(math.log2(a.inner / b.inner))
     return 0.5 * (sizes + kinds)
 
@@ -265,4 +281,5 @@ def _plan_distance(site: Site, plan: Plan, other_site: Site, other: Plan) -> flo
     programs = site.weight_rows / plan.columns * plan.split / (other_site.weight_rows / other.columns * other.split)
     tiles = sum(abs(math.log2(ratio)) for ratio in ratios)
     stages = abs(plan.stages - other.stages) / 2 + abs(plan.ahead - other.ahead)
-    return tiles + stages + 0.5 * abs(math.log2(programs))
+    kinds = (plan.kind != other.kind) + (plan.fused_norm != other.fused_norm)
+    return tiles + stages + 0.5 * abs(math.log2(programs)) + 0.5 * kinds

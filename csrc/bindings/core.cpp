@@ -152,7 +152,7 @@ void bind_core(py::module_& m) {
       })
       .def("publish", [](BlockManager& self, int32_t block, uint64_t parent, const std::vector<int32_t>& tokens) {
         require(static_cast<int32_t>(tokens.size()) == self.block_size(), "tokens of exactly one block");
-        return self.publish(block, parent, tokens.data());
+        return self.publish(block, parent, tokens.data(), self.prefetch(block, parent, tokens.data()));
       })
       .def("match_prefix", [](const BlockManager& self, const std::vector<int32_t>& tokens, uint64_t salt) {
         std::vector<int32_t> blocks(tokens.size() / static_cast<size_t>(self.block_size()));

@@ -19,10 +19,10 @@ class BlockManager {
  public:
   BlockManager(int32_t num_blocks, int32_t block_size, bool prefix_caching);
 
-  int32_t num_blocks() const { return static_cast<int32_t>(ref_counts_.size()); }
+  int32_t num_blocks() const { return static_cast<int32_t>(states_.size()) - 1; }
   int32_t block_size() const { return block_size_; }
   int32_t num_free() const { return num_free_; }
-  int32_t ref_count(int32_t block) const { return ref_counts_[static_cast<size_t>(block)]; }
+  int32_t ref_count(int32_t block) const { return state(block).ref_count; }
   int32_t blocks_for(int64_t num_tokens) const {
     return static_cast<int32_t>((num_tokens + block_size_ - 1) / block_size_);
   }
@@ -41,11 +41,16 @@ class BlockManager {
 
   // Makes a full block, whose KV is in memory, findable. `parent` is the chain so far: root_chain() or the value
   // this returned for the block before. When an equal block is cached already, that one stays and its chain is returned.
-  uint64_t publish(int32_t block, uint64_t parent, const int32_t* tokens);
+  // `hash` is what prefetch() of the same returned.
+  uint64_t publish(int32_t block, uint64_t parent, const int32_t* tokens, uint64_t hash) {
+    return index_.chain_of(index_.find_or_insert(block, parent, tokens, hash));
+  }
   // The tokens of a block that was published since it was allocated.
   const int32_t* tokens_of(int32_t block) const { return index_.tokens_of(block); }
-  // Asks for the memory that publish(block, parent, tokens) is about to touch.
-  void prefetch(int32_t block, uint64_t parent, const int32_t* tokens) const { index_.prefetch(block, parent, tokens); }
+  // Asks for the memory that publish() is about to touch, and returns the hash.
+  uint64_t prefetch(int32_t block, uint64_t parent, const int32_t* tokens) const {
+    return index_.prefetch(block, parent, tokens);
+  }
   static uint64_t root_chain(uint64_t salt) { return PrefixIndex::root(salt); }
   uint64_t chain_of(int32_t block) const { return index_.chain_of(block); }
 
@@ -54,16 +59,19 @@ class BlockManager {
   bool consistent() const;
 
  private:
-  void push_front(int32_t block);
-  void push_back(int32_t block);
+  struct State {
+    int32_t ref_count = 0;
+    int32_t next = -1, prev = -1;  // in the free queue
+  };
+  State& state(int32_t block) { return states_[static_cast<size_t>(block)]; }
+  const State& state(int32_t block) const { return states_[static_cast<size_t>(block)]; }
+  void link(int32_t block, int32_t prev, int32_t next);
   void unlink(int32_t block);
 
   int32_t block_size_;
   bool prefix_caching_;
   int32_t num_free_ = 0;
-  std::vector<int32_t> ref_counts_;
-  // Intrusive list; entry num_blocks is the sentinel.
-  std::vector<int32_t> next_, prev_;
+  HugeVector<State> states_;  // by block; the last one is the sentinel of the free queue
   PrefixIndex index_;
 };
 

@@ -7,6 +7,8 @@
 #include <span>
 #include <vector>
 
+#include "core/huge_pages.h"
+
 namespace asyncengine {
 
 class BlockTables {
@@ -37,7 +39,8 @@ class BlockTables {
   const int32_t* row(int32_t slot) const { return blocks_.data() + int64_t{slot} * max_blocks_; }
 
   int32_t max_blocks_;
-  std::vector<int32_t> blocks_, length_, clean_;
+  HugeVector<int32_t> blocks_;
+  std::vector<int32_t> length_, clean_;
 };
 
 }  // namespace asyncengine

@@ -61,8 +61,8 @@ int32_t PrefixIndex::find(uint64_t parent, const int32_t* tokens, uint64_t h) co
   return -1;
 }
 
-int32_t PrefixIndex::find_or_insert(int32_t block, uint64_t parent, const int32_t* tokens) {
-  const uint64_t h = hash(parent, tokens);
+int32_t PrefixIndex::find_or_insert(int32_t block, uint64_t parent, const int32_t* tokens, uint64_t h) {
+  assert(h == hash(parent, tokens));
   const int32_t known = find(parent, tokens, h);
   if (known >= 0 && contains(block)) return known;
   if (contains(block)) erase(block);
@@ -77,10 +77,12 @@ int32_t PrefixIndex::find_or_insert(int32_t block, uint64_t parent, const int32_
   return block;
 }
 
-void PrefixIndex::prefetch(int32_t block, uint64_t parent, const int32_t* tokens) const {
+uint64_t PrefixIndex::prefetch(int32_t block, uint64_t parent, const int32_t* tokens) const {
   __builtin_prefetch(&entries_[static_cast<size_t>(block)], /*write=*/1);
   __builtin_prefetch(tokens_of(block), /*write=*/1);
-  __builtin_prefetch(&cells_[home(tag(hash(parent, tokens)))], /*write=*/1);
+  const uint64_t h = hash(parent, tokens);
+  __builtin_prefetch(&cells_[home(tag(h))], /*write=*/1);
+  return h;
 }
 
 void PrefixIndex::erase(int32_t block) {

@@ -3,7 +3,8 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <vector>
+
+#include "core/huge_pages.h"
 
 namespace asyncengine {
 
@@ -20,12 +21,12 @@ class PrefixIndex {
   int32_t find(uint64_t parent, const int32_t* tokens) const;  // block, or -1
   // The block that is known for this key: an older one, or `block`, which is then entered (and forgotten under any other
   // key: shared by forks, it may be known under a chain whose beginning was evicted, where nobody can find it).
-  // Either way the tokens are kept with `block`.
-  int32_t find_or_insert(int32_t block, uint64_t parent, const int32_t* tokens);
+  // Either way the tokens are kept with `block`. The hash is what prefetch() of the same returned.
+  int32_t find_or_insert(int32_t block, uint64_t parent, const int32_t* tokens, uint64_t hash_value);
   const int32_t* tokens_of(int32_t block) const { return tokens_.data() + int64_t{block} * block_size_; }
   void erase(int32_t block);
-  // Asks for the memory that find_or_insert(block, parent, tokens) is about to touch.
-  void prefetch(int32_t block, uint64_t parent, const int32_t* tokens) const;
+  // Asks for the memory that find_or_insert() is about to touch, and returns the hash.
+  uint64_t prefetch(int32_t block, uint64_t parent, const int32_t* tokens) const;
   bool contains(int32_t block) const { return entries_[static_cast<size_t>(block)].chain != 0; }
   uint64_t chain_of(int32_t block) const { return entries_[static_cast<size_t>(block)].chain; }
   bool consistent() const;
@@ -50,9 +51,9 @@ class PrefixIndex {
   int32_t block_size_;
   int shift_;
   uint64_t next_chain_ = 1;
-  std::vector<Cell> cells_;     // linear probing, at most half full
-  std::vector<Entry> entries_;  // by block
-  std::vector<int32_t> tokens_;  // by block, block_size each
+  HugeVector<Cell> cells_;      // linear probing, at most half full
+  HugeVector<Entry> entries_;  // by block
+  HugeVector<int32_t> tokens_;  // by block, block_size each
 };
 
 }  // namespace asyncengine

@@ -1,6 +1,7 @@
 #include "core/scheduler.h"
 
 #include <algorithm>
+#include <array>
 #include <cassert>
 #include <utility>
 
@@ -15,8 +16,8 @@ bool runs_later(const Sequence* a, const Sequence* b) {
 // Admission of long cached prefixes may fill this many block-table entries per step beside what running rows need.
 constexpr int32_t kDeltaBlocksForPrefixes = 4096;
 
-// A walk over many slots asks for the one that comes so many rows later.
-constexpr size_t kAhead = 8;
+// A walk over many slots asks for the one that comes so many rows later: some 250 ns of decode rows.
+constexpr size_t kAhead = 16;
 inline void prefetch(const void* address) { __builtin_prefetch(address, /*write=*/1); }
 
 }  // namespace
@@ -83,6 +84,28 @@ void Scheduler::wake_siblings() {
   forking_.clear();
 }
 
+inline void Scheduler::add_row(Slot& slot, int32_t query_len, bool from_device, StepPlan& plan) {
+  const int32_t row = index(slot), context_len = slot.computed;
+  slot.computed += query_len;
+  const bool sample = slot.computed == slot.total();
+  if (slot.computed == slot.capacity || !from_device) plan.full_rows.push_back(static_cast<int32_t>(plan.rows.size()));
+  plan.rows.push_back({slot.sequence, row, query_len, context_len, sample, from_device});
+  plan.num_tokens += query_len;
+  plan.attended += int64_t{query_len} * (context_len + query_len);
+  plan.num_decode_rows += from_device;
+  plan.num_samples += sample;
+  const int32_t dirty = tables_.length(row) - tables_.dirty_begin(row);
+  plan.num_delta_blocks += std::max(0, dirty);
+  slot.planned_step = static_cast<uint32_t>(plan.step);
+  ++slot.in_flight;
+  if (sample) {
+    ++slot.pending;
+    plan.all_greedy &= slot.greedy;
+    if (!from_device) note_first_sample(*slot.sequence, plan);
+    slot.on_device = true;
+  }
+}
+
 void Scheduler::schedule_decodes(StepPlan& plan) {
   prefilling_ = false;
   for (size_t i = 0; i < running_.size() && plan.num_tokens < config_.max_num_batched_tokens; ++i) {
@@ -92,7 +115,7 @@ void Scheduler::schedule_decodes(StepPlan& plan) {
     if (!slot.decodes()) {
       prefilling_ = true;
     } else if (reserve(slot, slot.computed + 1, plan)) {
-      add_row(slot, 1, plan);
+      add_row(slot, 1, /*from_device=*/true, plan);
     }
   }
 }
@@ -101,9 +124,16 @@ void Scheduler::schedule_prefills(StepPlan& plan) {
   for (size_t i = 0; i < running_.size() && plan.num_tokens < config_.max_num_batched_tokens; ++i) {
     Slot& slot = *running_[i];
     if (slot.state != SequenceState::kRunning || !slot.wants_more() || slot.decodes()) continue;
-    const int32_t query_len = prefill_chunk(slot, plan);
-    if (reserve(slot, slot.computed + query_len, plan)) add_row(slot, query_len, plan);
+    add_chunk(slot, plan);
   }
+}
+
+// The next part of a prompt; false if there is no room for it.
+bool Scheduler::add_chunk(Slot& slot, StepPlan& plan) {
+  const int32_t query_len = prefill_chunk(slot, plan);
+  if (!reserve(slot, slot.computed + query_len, plan)) return false;
+  add_row(slot, query_len, /*from_device=*/false, plan);
+  return true;
 }
 
 // As much of the prompt as the step has tokens for and the free blocks can hold, down to a bucket; at least one token.
@@ -153,7 +183,10 @@ bool Scheduler::reserve_blocks(Slot& slot, int32_t num_tokens, StepPlan& plan) {
 bool Scheduler::make_room(const Sequence& sequence, int32_t num_blocks, const StepPlan& plan) {
   for (size_t i = running_.size(); blocks_.num_free() < num_blocks; --i) {
     if (blocks_.num_free() + blocks_coming_ >= num_blocks) return false;  // they are on their way
-    while (i > 0 && (running_[i - 1]->state != SequenceState::kRunning || running_[i - 1]->planned_step == plan.step)) --i;
+    const auto stays = [&](const Slot& slot) {
+      return slot.state != SequenceState::kRunning || slot.planned_step == static_cast<uint32_t>(plan.step);
+    };
+    while (i > 0 && stays(*running_[i - 1])) --i;
     if (i == 0 || !runs_later(running_[i - 1]->sequence, &sequence)) return false;
     preempt(*running_[i - 1]->sequence);
   }
@@ -203,7 +236,7 @@ bool Scheduler::admit_one(Sequence& sequence, StepPlan& plan, int64_t now_ns) {
   slot.computed = source != nullptr ? sequence.request->prompt_len - 1 : shared * config_.block_size;
   slot.capacity = shared * config_.block_size;
   if (source != nullptr) slot.forked = slot_of(*source).forked = true;
-  start_chain(sequence, source, shared);
+  start_chain(slot, source, shared);
   sequence.state = SequenceState::kRunning;
   running_.insert(std::upper_bound(running_.begin(), running_.end(), &slot,
                                    [](const Slot* a, const Slot* b) { return runs_later(b->sequence, a->sequence); }),
@@ -217,11 +250,9 @@ bool Scheduler::admit_one(Sequence& sequence, StepPlan& plan, int64_t now_ns) {
     stats_.prefix_hits += request.cached_tokens;
   }
   leave_queue(request);
-  const int32_t query_len = prefill_chunk(slot, plan);
-  [[maybe_unused]] const bool reserved = reserve(slot, slot.computed + query_len, plan);
-  assert(reserved);
   plan.filled_slots.push_back(sequence.slot);
-  add_row(slot, query_len, plan);
+  [[maybe_unused]] const bool added = add_chunk(slot, plan);
+  assert(added);
   return true;
 }
 
@@ -247,37 +278,15 @@ int32_t Scheduler::find_prefix(const Sequence& sequence, const Sequence* source)
   return blocks_.match_prefix(sequence.tokens.data(), most, sequence.request->salt, prefix_.data());
 }
 
-void Scheduler::start_chain(Sequence& sequence, const Sequence* source, int32_t shared_blocks) {
-  sequence.chain = BlockManager::root_chain(sequence.request->salt);
+void Scheduler::start_chain(Slot& slot, const Sequence* source, int32_t shared_blocks) {
+  const Request& request = *slot.sequence->request;
+  slot.chain = BlockManager::root_chain(request.salt);
   if (source == nullptr && shared_blocks > 0) {
-    slot_of(sequence).published_end = shared_blocks * config_.block_size;
-    sequence.chain = blocks_.chain_of(prefix_[static_cast<size_t>(shared_blocks) - 1]);
-  } else if (source != nullptr && slot_of(*source).published_end < sequence.request->prompt_len) {
-    slot_of(sequence).published_end = slot_of(*source).published_end;
-    sequence.chain = source->chain;
-  }
-}
-
-void Scheduler::add_row(Slot& slot, int32_t query_len, StepPlan& plan) {
-  const int32_t row = index(slot), context_len = slot.computed;
-  const bool from_device = slot.decodes();
-  slot.computed += query_len;
-  const bool sample = slot.computed == slot.total();
-  if (slot.computed == slot.capacity || !from_device) plan.full_rows.push_back(static_cast<int32_t>(plan.rows.size()));
-  plan.rows.push_back({slot.sequence, row, query_len, context_len, sample, from_device});
-  plan.num_tokens += query_len;
-  plan.attended += int64_t{query_len} * (context_len + query_len);
-  plan.num_decode_rows += from_device;
-  plan.num_samples += sample;
-  const int32_t dirty = tables_.length(row) - tables_.dirty_begin(row);
-  plan.num_delta_blocks += std::max(0, dirty);
-  slot.planned_step = plan.step;
-  ++slot.in_flight;
-  if (sample) {
-    ++slot.pending;
-    plan.all_greedy &= slot.greedy;
-    if (!from_device) note_first_sample(*slot.sequence, plan);
-    slot.on_device = true;
+    slot.published_end = shared_blocks * config_.block_size;
+    slot.chain = blocks_.chain_of(prefix_[static_cast<size_t>(shared_blocks) - 1]);
+  } else if (source != nullptr && slot_of(*source).published_end < request.prompt_len) {
+    slot.published_end = slot_of(*source).published_end;
+    slot.chain = slot_of(*source).chain;
   }
 }
 
@@ -292,14 +301,26 @@ void Scheduler::note_first_sample(Sequence& sequence, const StepPlan& plan) {
 
 // ---- commit --------------------------------------------------------------------------------------------------------
 
+inline void Scheduler::take_token(Slot& slot, int32_t token, Outbox& outbox, int64_t now_ns) {
+  Sequence& sequence = *slot.sequence;
+  if (token < 0) return fail(sequence, outbox, now_ns);
+  if (slot.num_tail == Slot::kTail) update_tokens(slot);
+  slot.append(token);
+  ++stats_.generated_tokens;
+  FinishReason reason = FinishReason::kNone;
+  if (slot.stops_at(token)) {
+    reason = FinishReason::kStop;
+  } else if (slot.num_tokens >= slot.max_total) {
+    reason = FinishReason::kLength;
+  }
+  outbox.filling().events.push_back({&sequence, token, reason, now_ns});
+  if (reason != FinishReason::kNone) finish(sequence, reason);
+}
+
 void Scheduler::commit(StepPlan& plan, const int32_t* tokens, Outbox& outbox, int64_t now_ns) {
   publish_blocks(plan);
   for (size_t i = 0; i < plan.rows.size(); ++i) {
-    if (i + kAhead < plan.rows.size()) {
-      const Slot& later = slots_[static_cast<size_t>(plan.rows[i + kAhead].slot)];
-      prefetch(&later);
-      prefetch(later.tail);
-    }
+    if (i + kAhead < plan.rows.size()) prefetch_slot(plan.rows[i + kAhead].slot);
     const PlanRow& row = plan.rows[i];
     Slot& slot = slots_[static_cast<size_t>(row.slot)];
     --slot.in_flight;
@@ -314,22 +335,6 @@ void Scheduler::commit(StepPlan& plan, const int32_t* tokens, Outbox& outbox, in
   }
   for (const int32_t block : plan.held_blocks) blocks_.release(block);
   compact_running();
-}
-
-void Scheduler::take_token(Slot& slot, int32_t token, Outbox& outbox, int64_t now_ns) {
-  Sequence& sequence = *slot.sequence;
-  if (token < 0) return fail(sequence, outbox, now_ns);
-  if (slot.num_tail == Slot::kTail) update_tokens(slot);
-  slot.append(token);
-  ++stats_.generated_tokens;
-  FinishReason reason = FinishReason::kNone;
-  if (slot.stops_at(token)) {
-    reason = FinishReason::kStop;
-  } else if (slot.num_tokens >= slot.max_total) {
-    reason = FinishReason::kLength;
-  }
-  outbox.filling().events.push_back({&sequence, token, reason, now_ns});
-  if (reason != FinishReason::kNone) finish(sequence, reason);
 }
 
 // Non-finite logits concern this request alone. Its other sequences may have rows later in the plan being committed.
@@ -347,35 +352,40 @@ void Scheduler::fail(Sequence& sequence, Outbox& outbox, int64_t now_ns) {
 void Scheduler::publish_blocks(const StepPlan& plan) {
   const size_t count = plan.full_rows.size();
   const auto full_row = [&](size_t i) -> const PlanRow& { return plan.rows[static_cast<size_t>(plan.full_rows[i])]; };
+  std::array<uint64_t, kAhead> hashes;
   for (size_t i = 0; i < count + kAhead; ++i) {
     if (i < count) {
       const PlanRow& row = full_row(i);
-      prefetch(row.sequence);
+      prefetch_slot(row.slot);
       prefetch(tables_.blocks(row.slot).data() + row.context_len / config_.block_size);
     }
     if (const size_t soon = i - kAhead / 2; soon < count) {  // wraps at first
       Slot& slot = slots_[static_cast<size_t>(full_row(soon).slot)];
       if (has_full_block(slot, full_row(soon))) {
-        const int32_t block = tables_.at(index(slot), slot.published_end / config_.block_size);
-        blocks_.prefetch(block, slot.sequence->chain, tokens_to_publish(slot));
+        hashes[soon % kAhead] = prefetch_block(slot);
       } else {
         update_tokens(slot);
       }
     }
-    if (const size_t now = i - kAhead; now < count) publish_blocks(full_row(now));
+    if (const size_t now = i - kAhead; now < count) publish_blocks(full_row(now), hashes[now % kAhead]);
   }
 }
 
-void Scheduler::publish_blocks(const PlanRow& row) {
+// `hash` is of the first of them.
+void Scheduler::publish_blocks(const PlanRow& row, uint64_t hash) {
   Slot& slot = slots_[static_cast<size_t>(row.slot)];
   if (!slot.alive()) return;
-  Sequence& sequence = *slot.sequence;
-  for (int32_t& end = slot.published_end; has_full_block(slot, row); end += config_.block_size) {
-    const int32_t block = tables_.at(row.slot, end / config_.block_size);
+  while (has_full_block(slot, row)) {
     const int32_t* tokens = tokens_to_publish(slot);
-    sequence.chain = blocks_.publish(block, sequence.chain, tokens);
+    slot.chain = blocks_.publish(block_to_publish(slot), slot.chain, tokens, hash);
+    slot.published_end += config_.block_size;
     if (tokens == slot.tail) slot.num_tail = 0;  // they are with the block now: update_tokens() finds them there
+    if (has_full_block(slot, row)) hash = prefetch_block(slot);
   }
+}
+
+uint64_t Scheduler::prefetch_block(Slot& slot) {
+  return blocks_.prefetch(block_to_publish(slot), slot.chain, tokens_to_publish(slot));
 }
 
 // Of the first block that the prefix cache does not know. With blocks as large as a tail it mostly is the tail.

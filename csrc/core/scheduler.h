@@ -78,13 +78,14 @@ class Scheduler {
   bool admit_one(Sequence& sequence, StepPlan& plan, int64_t now_ns);
   Sequence* fork_source(const Sequence& sequence, const StepPlan& plan) const;
   int32_t find_prefix(const Sequence& sequence, const Sequence* source);
-  void start_chain(Sequence& sequence, const Sequence* source, int32_t shared_blocks);
+  void start_chain(Slot& slot, const Sequence* source, int32_t shared_blocks);
   bool reserve(Slot& slot, int32_t num_tokens, StepPlan& plan) {
     return (num_tokens <= slot.capacity && !slot.forked) || reserve_blocks(slot, num_tokens, plan);
   }
   bool reserve_blocks(Slot& slot, int32_t num_tokens, StepPlan& plan);
   int32_t prefill_chunk(const Slot& slot, const StepPlan& plan) const;
-  void add_row(Slot& slot, int32_t query_len, StepPlan& plan);
+  bool add_chunk(Slot& slot, StepPlan& plan);
+  void add_row(Slot& slot, int32_t query_len, bool from_device, StepPlan& plan);
   bool make_room(const Sequence& sequence, int32_t num_blocks, const StepPlan& plan);
   void preempt(Sequence& sequence);
   void wake_siblings();
@@ -94,7 +95,11 @@ class Scheduler {
   void take_token(Slot& slot, int32_t token, Outbox& outbox, int64_t now_ns);
   void fail(Sequence& sequence, Outbox& outbox, int64_t now_ns);
   void publish_blocks(const StepPlan& plan);
-  void publish_blocks(const PlanRow& row);
+  void publish_blocks(const PlanRow& row, uint64_t hash);
+  uint64_t prefetch_block(Slot& slot);
+  int32_t block_to_publish(const Slot& slot) const {
+    return tables_.at(index(slot), slot.published_end / config_.block_size);
+  }
   const int32_t* tokens_to_publish(Slot& slot);
   void update_tokens(Slot& slot);
   // Once the row's step has retired: whether the prefix cache could know a block more.
@@ -109,6 +114,10 @@ class Scheduler {
   void dequeue(const Sequence* sequence);
   void leave_queue(Request& request);
   void compact_running();
+  void prefetch_slot(int32_t slot) const {
+    __builtin_prefetch(&slots_[static_cast<size_t>(slot)], /*write=*/1);
+    __builtin_prefetch(slots_[static_cast<size_t>(slot)].tail, /*write=*/1);
+  }
   int32_t index(const Slot& slot) const { return static_cast<int32_t>(&slot - slots_.data()); }
   Slot& slot_of(const Sequence& sequence) { return slots_[static_cast<size_t>(sequence.slot)]; }
   const Slot& slot_of(const Sequence& sequence) const { return slots_[static_cast<size_t>(sequence.slot)]; }

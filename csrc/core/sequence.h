@@ -35,7 +35,6 @@ struct alignas(64) Sequence {
   SequenceState state = SequenceState::kDormant;
   FinishReason finish = FinishReason::kNone;
   std::vector<int32_t> tokens;     // prompt and output, reserved for all there can be; lags behind while it has a slot
-  uint64_t chain = 0;              // prefix chain of the blocks published so far
   int32_t max_total = 0;           // prompt and output tokens at most
   int32_t num_stops = 0;           // the first few are here, all of them with the request
   int32_t stops[kInlineStops] = {};

@@ -11,21 +11,23 @@ namespace asyncengine {
 // Counts of tokens, in order:  computed <= total = num_tokens + pending;  published_end <= what retired steps computed.
 //
 // Slots lie side by side, and a decode step touches nothing else of a sequence: the first cache line to schedule it, both
-// to commit its token. The Sequence, somewhere in the heap, is needed only when a block is full or the sequence ends. Its
-// own tokens lag behind meanwhile: what they lack is kept with its published blocks, and after those in the tail.
+// to commit its token. The Sequence, somewhere in the heap, is needed when it ends or leaves its slot, and when the tail is
+// full but is not a block that the prefix cache takes. Its own tokens lag behind meanwhile: what they lack is kept with
+// its published blocks, and after those in the tail.
 struct alignas(64) Slot {
   static constexpr int kTail = 16;
 
   Sequence* sequence = nullptr;
-  uint64_t planned_step = 0;  // the last step that has a row of this sequence
+  uint64_t chain = 0;         // prefix chain of its published blocks
   int32_t num_tokens = 0;     // known: prompt and output, those of the tail included
   int32_t computed = 0;       // tokens whose KV a launched step writes
   int32_t max_total = 0;      // prompt and output tokens at most
   int32_t capacity = 0;       // tokens that the blocks it holds have room for
   int32_t published_end = 0;  // tokens in blocks that the prefix cache knows
   int32_t stops[Sequence::kInlineStops] = {-1, -1, -1, -1};  // the first few, or -1
-  int16_t pending = 0;        // tokens being sampled by steps in flight: placeholders
-  int16_t in_flight = 0;      // rows of this sequence in steps in flight
+  uint32_t planned_step = 0;  // the last step that has a row of this sequence, its low half
+  int8_t pending = 0;         // tokens being sampled by steps in flight: placeholders
+  int8_t in_flight = 0;       // rows of this sequence in steps in flight
   SequenceState state = SequenceState::kRunning;  // the sequence's, kept here too
   uint8_t num_tail = 0;
   bool on_device = false;     // last_token[slot] is, or will be, this sequence's latest token

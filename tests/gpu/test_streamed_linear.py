@@ -41,7 +41,7 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     poison_new_memory(monkeypatch)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def device() -> torch.device:
     return torch.device("cuda")
 

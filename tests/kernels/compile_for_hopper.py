@@ -105,6 +105,7 @@ def main(directory: str, dtype: str, quantization: Quantization = "none") -> Non
     steps.run(Bucket(4, 64, False), GREEDY)
     steps.run(Bucket(4, 64, False), FULL)
     steps.run(Bucket(4, 4, True, 64), GREEDY)
+    steps.run(Bucket(4, 4, True), GREEDY)
     steps.copy_blocks()
     for name, kernel in compiled.items():
         print(f"{name}: shared {kernel.metadata.shared} bytes, {kernel.metadata.num_warps} warps")

@@ -35,8 +35,8 @@ def test_every_kernel_of_a_step_compiles(tmp_path):
     assert compiled.count("_attention_kernel") == 2  # decode and prefill
     assert compiled.count("_tiles_kernel") == 2  # greedy and full sampling
     for name in (
-        "_fetch", "_ingest", "_build_kernel", "_decode_kernel", "_norm_kernel", "_rotary_store_kernel", "_copy_blocks",
-        "_collect_kernel", "finish_kernel",
+        "_fetch", "_ingest", "_build_kernel", "_decode_kernel", "_paged_decode_kernel", "_norm_kernel",
+        "_rotary_store_kernel", "_copy_blocks", "_collect_kernel", "finish_kernel",
     ):  # fmt: skip
         assert name in compiled
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from asyncengine import ConfigError, SamplingParams, testing
+from asyncengine.runner import device_steps
 from asyncengine.tokenization import placeholder_tokenizer
 from tests.kernels.simulated_cuda import make_engine
 from tests.models import tiny
@@ -90,6 +91,15 @@ def mixed_jobs() -> Jobs:
 
 @pytest.mark.parametrize("variant", tiny.VARIANTS if GPU else ["gpt2", "qwen3-window-biased"])
 def test_tokens_equal_transformers(checkpoint, variant):
+    path, model = checkpoint(variant)
+    outputs, _ = generate(path, [(prompt, greedy()) for prompt in PROMPTS])
+    assert outputs == [[tuple(tiny.generate(model, prompt, COUNT))] for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("variant", tiny.VARIANTS if GPU else ["gpt2", "llama-odd-heads-biased", "qwen3-window-biased"])
+def test_tokens_equal_transformers_with_work_lists(checkpoint, variant, monkeypatch):
+    """In decode steps too, as those of many rows or long ones."""
+    monkeypatch.setattr(device_steps, "longest_context", lambda rows, shape, sms: 0)
     path, model = checkpoint(variant)
     outputs, _ = generate(path, [(prompt, greedy()) for prompt in PROMPTS])
     assert outputs == [[tuple(tiny.generate(model, prompt, COUNT))] for prompt in PROMPTS]

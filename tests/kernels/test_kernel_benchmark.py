@@ -56,7 +56,7 @@ def test_all_parts(
         ],
         "attention": ["decode, paged", "decode, few keys", "prefill", "work list"],
         "sampler": ["greedy", "temperature", "top-k 50", "top-p 0.95", "k 50, p 0.95, min-p 0.05"],
-        "layer": ["few keys", "separate"],
+        "layer": ["few keys", "paged", "separate"],
     }
     assert found == {(part, kernel) for part, names in expected.items() for kernel in names}
     for line in lines:

@@ -25,7 +25,6 @@ from asyncengine.kernels.linear_plans import (
     default_plan,
     fallback,
     keep,
-    leaves_parts,
     round_rows,
     table_name,
 )
@@ -67,7 +66,7 @@ def assert_can_run(plan: Plan, site: Site) -> None:
         return
     sizes = (plan.columns, plan.inner, plan.warps, plan.rows or 1)
     assert all(size > 0 and size & (size - 1) == 0 for size in sizes)
-    assert plan.split == 1 or plan.kind == "tiled" or (plan.kind == "streamed" and leaves_parts(site))
+    assert plan.split == 1 or plan.kind == "tiled" or (plan.leaves_parts and site.add)
     match plan.kind:
         case "vector":
             assert site.rows <= 2
@@ -297,6 +296,15 @@ def test_candidates_for_hopper_are_left_out_elsewhere() -> None:
     site = Site(3072, 1024, 64, "rms", "silu_mul", False, False)
     some, all_of_them = list(candidates(site, hopper=False)), list(candidates(site))
     assert [plan for plan in all_of_them if plan.kind != "streamed"] == some != all_of_them
+
+
+def test_norms_are_apart_if_no_plan_that_reads_them_holds_them() -> None:
+    down = Site(1024, 3072, 8, "none", None, False, True)
+    qkv, up = Site(4096, 1024, 8, "rms", None, False, False), Site(3072, 1024, 8, "rms", "silu_mul", False, False)
+    fused, apart = Plan("skinny", 16, 64), Plan("streamed", 64, 64, rows=8, fused_norm=False)
+    assert PlanTable({down: fused, qkv._replace(rows=16): fused, qkv._replace(inner=512): fused}).norms_are_apart(down)
+    assert PlanTable({qkv: apart, up: apart}).norms_are_apart(down)
+    assert not PlanTable({qkv: apart, up: fused}).norms_are_apart(down)
 
 
 @given(site=sites)

@@ -1,4 +1,7 @@
-"""Fused decode attention against plain torch: the cache is NaN wherever no row looks, and where the new tokens go."""
+"""Fused decode attention, with a work list and without, against plain torch.
+
+The cache is NaN wherever no row looks, and where the new tokens go.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from asyncengine.errors import ConfigError
 from asyncengine.kernels.ops import HeadNorms
+from asyncengine.kernels.triton_attention import paged_attention
 from asyncengine.kernels.triton_decode import choose_pieces, decode_attention, longest_context
-from asyncengine.kernels.work_list import AttentionShape
+from asyncengine.kernels.triton_paged_decode import paged_decode_attention
+from asyncengine.kernels.triton_rows import rotary_store_kv
+from asyncengine.kernels.work_list import AttentionShape, WorkList
 from tests.kernels.test_triton_attention import TOLERANCE, Case, World, backwards, make_world
+
+Way = WorkList | int | None
+"""A work list, or how many pieces at most without one."""
 
 
 @dataclass(frozen=True)
@@ -26,24 +36,28 @@ class Decode:
     norms: HeadNorms | None
     cos_sin: Tensor | None
 
-    def attend(self, k: Tensor, v: Tensor, pieces: int | None = None) -> Tensor:
+    def attend(self, k: Tensor, v: Tensor, way: Way = None) -> Tensor:
         case, step = self.world.case, self.world.step
         out = torch.full((len(self.heads), case.shape.num_heads * case.head_dim), math.nan, device=self.heads.device)
-        out = out.to(case.dtype)
-        before, arrivals = self.heads.clone(), torch.zeros(128, dtype=torch.int32, device=self.heads.device)
-        decode_attention(
-            self.heads, case.shape.num_heads, self.norms, self.cos_sin, k, v, step, case.head_dim**-0.5, case.window,
-            out, arrivals, pieces=pieces,
-        )  # fmt: skip
+        out, before = out.to(case.dtype), self.heads.clone()
+        args = (self.heads, case.shape.num_heads, self.norms, self.cos_sin, k, v, step)
+        scale = case.head_dim**-0.5
+        if isinstance(way, WorkList):
+            arrivals = way.decode.arrivals
+            way.build(step)
+            paged_decode_attention(*args, way, scale, case.window, out)
+        else:
+            arrivals = torch.zeros(128, dtype=torch.int32, device=self.heads.device)
+            decode_attention(*args, scale, case.window, out, arrivals, pieces=way)
         assert torch.equal(self.heads, before)
         assert not arrivals.any()
         return out.cpu()
 
-    def check(self, pieces: int | None = None) -> None:
+    def check(self, way: Way = None) -> None:
         """Output and caches against those of separate operations in torch."""
         case, heads = self.world.case, self.heads.cpu()
         k, v = self.world.k.clone(), self.world.v.clone()
-        out = self.attend(k, v, pieces)
+        out = self.attend(k, v, way)
         q, new_k, new_v = heads.split([case.shape.num_heads, case.num_kv_heads, case.num_kv_heads], 1)
         q, new_k = self._rotate(q, 0), self._rotate(new_k, 1)
         expected_k, expected_v = self.world.k.cpu().clone(), self.world.v.cpu().clone()
@@ -115,6 +129,7 @@ def cases(draw: st.DrawFn) -> tuple[Case, bool, bool, int]:
         dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
         block_size=draw(st.sampled_from([16, 32, 48])),
         window=draw(st.sampled_from([0, 0, 1, 7, 16, 33])),
+        programs=draw(st.integers(1, 12)),
         seed=draw(st.integers(0, 99)),
     )
     return case, draw(st.booleans()), draw(st.booleans()), draw(st.sampled_from([1, 2, 4, 16]))
@@ -132,23 +147,72 @@ def test_matches_separate_operations(device: torch.device, drawn: tuple[Case, bo
     make_decode(case, device, norm, rotary).check(pieces)
 
 
-def test_no_slot_is_no_write(device: torch.device) -> None:
+@settings(max_examples=10)
+@given(cases(), st.booleans())
+@example((Case(((1, 0), (1, 16), (1, 77))), True, True, 0), False)
+@example((Case(((1, 32), (0, 0), (1, 48)), head_dim=80, group=7, dtype=torch.bfloat16), True, True, 0), True)
+@example((Case(((1, 31), (0, 0), (1, 300)), head_dim=96, group=3, dtype=torch.bfloat16), False, True, 0), True)
+@example((Case(((1, 31), (1, 64)), head_dim=64, group=1, num_kv_heads=3), False, False, 0), False)
+@example((Case(((1, 31), (1, 40)), head_dim=15), False, False, 0), False)
+@example((Case(((1, 49), (1, 32)), window=33, block_size=48), False, False, 0), False)
+@example((Case(((1, 49), (1, 133)), window=18, block_size=48, head_dim=128, programs=12), False, True, 0), False)
+@example((Case(((1, 48), (1, 64)), window=1, programs=12, num_kv_heads=1), True, True, 0), False)
+def test_a_work_list_matches_separate_operations(
+    device: torch.device, drawn: tuple[Case, bool, bool, int], defaults: bool
+) -> None:
+    """In tiles of 16 keys, which are cut into pieces, or in those that a GPU takes."""
+    case, norm, rotary, _ = drawn
+    if defaults:
+        case = replace(case, tiles=None)
+    decode = make_decode(case, device, norm, rotary)
+    decode.check(decode.world.work().decode_only)
+
+
+def test_a_work_list_comes_to_what_separate_kernels_do(device: torch.device) -> None:
+    """Keys, values and outputs in bfloat16, where every rounding shows."""
+    case = Case(((1, 130), (1, 16), (0, 0), (1, 47)), group=4, head_dim=64, dtype=torch.bfloat16, tiles=None)
+    decode = make_decode(case, device)
+    step, work = decode.world.step, decode.world.work().decode_only
+    k, v = decode.world.k.clone(), decode.world.v.clone()
+    fused = decode.attend(k, v, work)
+    heads, separate_k, separate_v = decode.heads.clone(), decode.world.k.clone(), decode.world.v.clone()
+    for row, (length, context) in enumerate(case.rows):
+        if length:
+            step.positions[int(step.row_query_start[row])] = context
+    heads = heads[: step.num_tokens]
+    rotary_store_kv(
+        heads, case.shape.num_heads, *decode.norms, decode.cos_sin, step.positions, step.slot_mapping, separate_k,
+        separate_v,
+    )  # fmt: skip
+    out = torch.empty(len(heads), case.shape.num_heads * case.head_dim, dtype=case.dtype, device=device)
+    q = heads[:, : case.shape.num_heads]
+    paged_attention(q, separate_k, separate_v, step, work, case.head_dim**-0.5, 0, out)
+    assert torch.equal(k.nan_to_num(), separate_k.nan_to_num())
+    assert torch.equal(v.nan_to_num(), separate_v.nan_to_num())
+    apart = (fused[: len(heads)].float() - out.cpu().float()).abs()
+    assert (apart <= 2**-8 * (1 + out.cpu().float().abs())).all(), "more than the last bit of a weight"
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_no_slot_is_no_write(device: torch.device, listed: bool) -> None:
     """And the new token is seen all the same."""
     decode = make_decode(Case(((1, 5), (1, 32))), device)
     decode.world.step.slot_mapping.fill_(-1)
     k, v = decode.world.k.clone(), decode.world.v.clone()
-    out = decode.attend(k, v)
+    out = decode.attend(k, v, decode.world.work().decode_only if listed else None)
     assert not out[:2].isnan().any()
     for after, before in ((k, decode.world.k), (v, decode.world.v)):
         assert torch.equal(after.nan_to_num(), before.nan_to_num())
         assert torch.equal(after.isnan(), before.isnan())
 
 
-def test_results_do_not_depend_on_the_order_of_arrival(device: torch.device) -> None:
-    decode = make_decode(Case(((1, 590), (1, 40)), head_dim=128), device)
-    once = decode.attend(decode.world.k.clone(), decode.world.v.clone())
+@pytest.mark.parametrize("listed", [False, True])
+def test_results_do_not_depend_on_the_order_of_arrival(device: torch.device, listed: bool) -> None:
+    decode = make_decode(Case(((1, 590), (1, 40)), head_dim=128, programs=12), device)
+    way = decode.world.work().decode_only if listed else None
+    once = decode.attend(decode.world.k.clone(), decode.world.v.clone(), way)
     with backwards(device):
-        again = decode.attend(decode.world.k.clone(), decode.world.v.clone())
+        again = decode.attend(decode.world.k.clone(), decode.world.v.clone(), way)
     assert torch.equal(once.nan_to_num(), again.nan_to_num())
 
 
@@ -187,3 +251,26 @@ def test_misuse_is_reported(device: torch.device) -> None:
         call(cos_sin=decode.cos_sin.double())
     with pytest.raises(ValueError, match="counters"):
         call(arrivals=counters[:1])
+    odd = make_decode(Case(((1, 20),), head_dim=15), device, rotary=False)
+    with pytest.raises(ValueError, match="no halves"):
+        odd.attend(odd.world.k, odd.world.v)
+
+
+def test_misuse_with_a_work_list_is_reported(device: torch.device) -> None:
+    decode = make_decode(Case(((1, 20),)), device)
+    world, shape = decode.world, decode.world.case.shape
+    out = torch.empty(len(decode.heads), shape.num_heads * shape.head_dim, device=device)
+    right, fixed = world.work().decode_only, replace(world, case=replace(world.case, split_tokens=32)).work()
+
+    def call(work, window=0, heads=decode.heads):
+        paged_decode_attention(
+            heads, shape.num_heads, decode.norms, decode.cos_sin, world.k, world.v, world.step, work, 1.0, window, out
+        )
+
+    with pytest.raises(ValueError, match="heads"):
+        call(right, heads=decode.heads[:, :-1])
+    with pytest.raises(ConfigError, match="window"):
+        call(right, window=8)
+    for work in (world.work(max_tokens=4), fixed, replace(world.work(), shape=AttentionShape(2, 2, 32, torch.float32))):
+        with pytest.raises(ConfigError, match="work list"):
+            call(work)

@@ -21,6 +21,10 @@ Tokens tokens_of(int32_t kind) {
   return tokens;
 }
 
+int32_t insert(PrefixIndex& index, int32_t block, uint64_t parent, const Tokens& tokens) {
+  return index.find_or_insert(block, parent, tokens.data(), index.prefetch(block, parent, tokens.data()));
+}
+
 void fuzz(int32_t num_blocks, int32_t num_kinds, int operations, unsigned seed) {
   std::mt19937 rng(seed);
   const auto pick = [&](int32_t n) { return static_cast<int32_t>(rng() % static_cast<uint32_t>(n)); };
@@ -41,7 +45,7 @@ void fuzz(int32_t num_blocks, int32_t num_kinds, int operations, unsigned seed) 
       model.erase(key_of[block]);
       key_of.erase(block);
     } else if (known == model.end()) {
-      CHECK_EQ(index.find_or_insert(block, key.first, key.second.data()), block);
+      CHECK_EQ(insert(index, block, key.first, key.second), block);
       model[key] = block;
       key_of[block] = key;
       const uint64_t chain = index.chain_of(block);
@@ -52,7 +56,7 @@ void fuzz(int32_t num_blocks, int32_t num_kinds, int operations, unsigned seed) 
         parents[static_cast<size_t>(2 + pick(4))] = chain;  // chains of erased blocks stay in use as parents
       }
     } else {
-      CHECK_EQ(index.find_or_insert(block, key.first, key.second.data()), known->second);
+      CHECK_EQ(insert(index, block, key.first, key.second), known->second);
       CHECK(!index.contains(block));
     }
     if (i % 64 == 0) CHECK(index.consistent());
@@ -86,7 +90,7 @@ TEST(prefix_index_compares_every_token) {
   PrefixIndex index(4, kBlockSize);
   const uint64_t root = PrefixIndex::root(7);
   const Tokens tokens(kBlockSize, 5);
-  CHECK_EQ(index.find_or_insert(2, root, tokens.data()), 2);
+  CHECK_EQ(insert(index, 2, root, tokens), 2);
   CHECK_EQ(index.find(root, tokens.data()), 2);
   CHECK_EQ(index.find(PrefixIndex::root(8), tokens.data()), -1);
   for (size_t i = 0; i < tokens.size(); ++i) {
@@ -122,7 +126,7 @@ TEST(prefix_index_survives_equal_hashes) {
     for (int32_t other = 0; other < 8; ++other) {
       CHECK_EQ(index.find(root, colliding[static_cast<size_t>(other)].data()), other < block ? other : -1);
     }
-    CHECK_EQ(index.find_or_insert(block, root, colliding[static_cast<size_t>(block)].data()), block);
+    CHECK_EQ(insert(index, block, root, colliding[static_cast<size_t>(block)]), block);
   }
   CHECK(index.consistent());
   for (const int32_t gone : {3, 0, 7}) {

@@ -1,0 +1,43 @@
+// Memory for arrays that a step touches in scattered places.
+#pragma once
+
+#include <cstddef>
+#include <new>
+#include <vector>
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+namespace asyncengine {
+
+// Starts at a cache line, so that 16 tokens are one line. A large array asks for huge pages, where the system gives them
+// to those who ask: a miss of the cache is then mostly not one of the page tables as well.
+template <typename T>
+struct HugePageAllocator {
+  using value_type = T;
+  static constexpr size_t kHugePage = size_t{2} << 20, kCacheLine = 64;
+
+  HugePageAllocator() = default;
+  template <typename U>
+  HugePageAllocator(const HugePageAllocator<U>&) {}
+
+  static constexpr std::align_val_t alignment(size_t bytes) {
+    return std::align_val_t{bytes >= kHugePage ? kHugePage : kCacheLine};
+  }
+  T* allocate(size_t count) {
+    const size_t bytes = count * sizeof(T);
+    void* memory = ::operator new(bytes, alignment(bytes));
+#ifdef MADV_HUGEPAGE
+    if (bytes >= kHugePage) madvise(memory, bytes / kHugePage * kHugePage, MADV_HUGEPAGE);  // advice: failing is fine
+#endif
+    return static_cast<T*>(memory);
+  }
+  void deallocate(T* memory, size_t count) { ::operator delete(memory, alignment(count * sizeof(T))); }
+  bool operator==(const HugePageAllocator&) const = default;
+};
+
+template <typename T>
+using HugeVector = std::vector<T, HugePageAllocator<T>>;
+
+}  // namespace asyncengine
