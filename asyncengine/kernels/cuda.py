@@ -16,6 +16,7 @@ from asyncengine.kernels import triton_linear
 from asyncengine.kernels import triton_rows as rows
 from asyncengine.kernels.device_step import DeviceStep
 from asyncengine.kernels.gluon_linear import streamed_linear, streamed_parts
+from asyncengine.kernels.gluon_paged_decode import streamed_decode_attention
 from asyncengine.kernels.linear_plans import (
     CUBLAS,
     INVARIANT,
@@ -101,6 +102,8 @@ class CudaOptions:
     """every sum is in an order that does not depend on the number of rows"""
     quantization: Quantization = "none"
     """of what ``make_linear`` is given, which must be bfloat16; never of heads"""
+    streamed_attention: bool = False
+    """rows of one token are attended by gluon_paged_decode.py, where it is for such heads: on Hopper"""
 
 
 class CudaOps:
@@ -196,7 +199,8 @@ class CudaOps:
             return out
         work = batch.work[layer.window]
         if work.takes_heads:
-            paged_decode_attention(
+            attend = streamed_decode_attention if work.decode.tile.streamed else paged_decode_attention
+            attend(
                 heads, layer.num_heads, layer.norms, layer.cos_sin, k_cache, v_cache, step, work, layer.scale,
                 layer.window, out, pdl=pdl,
             )  # fmt: skip

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -44,8 +43,8 @@ from asyncengine.kernels.work_list import (
     QUERY,
     SLOT,
     AttentionShape,
-    Tile,
     WorkList,
+    choose_streamed_tile,
 )
 
 BLOCK = gl.constexpr(16)  # tokens of a block of the cache
@@ -53,25 +52,9 @@ BLOCKS = gl.constexpr(4)  # of a tile, one a warp
 KEYS = gl.constexpr(64)
 GROUP_ROWS = gl.constexpr(8)  # heads of a group, padded; the tensor cores take each twice
 COMBINED = gl.constexpr(16)  # pieces of a unit that are read at once
-_RING_BYTES = 96 << 10  # of a program's tiles: two programs fill a multiprocessor's shared memory
 
 
-def suits(shape: AttentionShape, block_size: int) -> bool:
-    """Whether the kernel is for such heads and such a cache, on Hopper."""
-    return (
-        shape.dtype == torch.bfloat16
-        and shape.head_dim in (64, 128)
-        and shape.group <= GROUP_ROWS.value
-        and block_size == BLOCK.value
-    )
-
-
-def choose_tile(shape: AttentionShape) -> Tile:
-    """How the decode section of the kernel's work list must be cut."""
-    return Tile(16, KEYS.value, BLOCKS.value, _RING_BYTES // (KEYS.value * shape.head_dim * 4), 2)
-
-
-def paged_decode_attention(
+def streamed_decode_attention(
     heads: Tensor,
     num_heads: int,
     norms: HeadNorms | None,
@@ -88,19 +71,20 @@ def paged_decode_attention(
 ) -> None:
     """What ``rotary_store_kv`` (or ``store_kv``) and ``paged_attention`` do, for rows of one token.
 
-    As ``decode_attention``, but for ``work``, which was built from ``step`` for this window, is ``decode_only`` and was
-    allocated with the tile that ``choose_tile`` gives.
+    As ``decode_attention``, but for ``work``, which was built from ``step`` for this window, has no prefill and was
+    allocated with the tile that ``choose_streamed_tile`` gives.
 
     Raises ConfigError if ``work`` was allocated for something else, ValueError if the other tensors do not fit.
     """
     check_heads(heads, num_heads, norms, cos_sin, k_cache, v_cache, out)
     _, kv_heads, block_size, dim = k_cache.shape
-    shape, section = AttentionShape(num_heads, kv_heads, dim, heads.dtype), work.decode
-    if not suits(shape, block_size):
+    shape, section, tile = AttentionShape(num_heads, kv_heads, dim, heads.dtype), work.decode, work.decode.tile
+    if choose_streamed_tile(shape, block_size) is None:
         raise ValueError(f"{shape} with blocks of {block_size} tokens is for another kernel")
-    if (shape, window) != (work.shape, work.window) or not work.takes_heads or section.tile.keys != KEYS.value:
+    streamed = work.takes_heads and tile.streamed and tile.keys == KEYS.value
+    if (shape, window) != (work.shape, work.window) or not streamed:
         raise ConfigError(f"the work list is of window {work.window} and {work.shape}, not {window} and {shape}")
-    _paged_kernel[(section.lanes * kv_heads,)](
+    _streamed_decode_kernel[(section.lanes * kv_heads,)](
         _blocks_of(k_cache),
         _blocks_of(v_cache),
         k_cache,
@@ -129,7 +113,7 @@ def paged_decode_attention(
         GROUP=shape.group,
         KV_HEADS=kv_heads,
         D=dim,
-        STAGES=section.tile.stages,
+        STAGES=tile.stages,
         num_warps=BLOCKS.value,
         maxnreg=128,  # on average: the warps that compute take 200, two programs a multiprocessor have them
         **launch_options(pdl),
@@ -437,7 +421,7 @@ def _attend(
 
 
 @gluon_kernel
-def _paged_kernel(
+def _streamed_decode_kernel(
     k_blocks, v_blocks, k_cache, v_cache, heads, q_norm, k_norm, eps, cos_sin, slot_mapping, out, block_tables, items,
     lane_items, partials, stats, arrivals, scale, window, stride_heads, stride_out, stride_table, stats_size,
     NORM: gl.constexpr, ROTARY: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr,

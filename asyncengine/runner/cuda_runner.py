@@ -25,7 +25,7 @@ from asyncengine.runner.cuda_graphs import CapturedSteps, loaded_libcudart
 from asyncengine.runner.device_steps import FULL, GREEDY, DeviceSteps, StepBuffers, step_buckets
 from asyncengine.runner.loop_config import step_loop_config
 from asyncengine.runner.model_runner import LoadedModel, load_model
-from asyncengine.runner.tuning import Measuring, Tuner, tune_missing
+from asyncengine.runner.tuning import Measuring, Tuner, is_hopper, tune_missing
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +73,7 @@ class CudaRunner:
             pdl=config.programmatic_launch and pdl.works(device),
             batch_invariant=config.batch_invariant,
             quantization=config.quantization,
+            streamed_attention=is_hopper(device),
         )
         ops = CudaOps(device, options)
         try:

@@ -22,6 +22,7 @@ from asyncengine.runner.cuda_graphs import loaded_libcudart
 from asyncengine.runner.cuda_runner import CudaRunner, make_steps
 from asyncengine.runner.device_steps import step_buckets
 from asyncengine.runner.model_runner import LoadedModel
+from asyncengine.runner.tuning import is_hopper
 from tests.gpu.conftest import SHAPES
 
 PROMPT, COUNT = 300, 4
@@ -57,7 +58,8 @@ class Recorder:
 def our_logits(directory: str, source: StateDict, prompt: list[int]) -> tuple[list[Tensor], list[int]]:
     """Of the last token of the prompt and of COUNT - 1 tokens after it, which are returned too. In chunks of 128."""
     device = torch.device("cuda", 0)
-    ops = CudaOps(device, CudaOptions(PlanTable.load(torch.cuda.get_device_name(device)), pdl.works(device)))
+    plans = PlanTable.load(torch.cuda.get_device_name(device))
+    ops = CudaOps(device, CudaOptions(plans, pdl.works(device), streamed_attention=is_hopper(device)))
     raw = RawConfig.load(SHAPES / directory)
     architecture, family = find_family(raw)
     config = EngineConfig(
