@@ -122,12 +122,12 @@ def load(directory: Path, quantization: Quantization, args: argparse.Namespace, 
 
         ops = Float8ReferenceOps() if quantization == "fp8" else ReferenceOps()
     else:
-        from asyncengine.kernels.cuda import CudaOps, CudaOptions
+        from asyncengine.kernels.cuda import CudaOps, CudaOptions, can_stream
         from asyncengine.kernels.linear_plans import PlanTable
 
         device = torch.device("cuda", 0)
         plans = PlanTable.load(torch.cuda.get_device_name(device))
-        ops = CudaOps(device, CudaOptions(plans, quantization=quantization))
+        ops = CudaOps(device, CudaOptions(plans, quantization=quantization, streamed=can_stream(device)))
         config = replace(config, quantization=quantization)
     return load_model(config, ops, NativeAttention(ops)), ops
 

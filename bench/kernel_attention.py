@@ -1,10 +1,10 @@
 """bench/kernels.py attention: attention of decode and prefill over the paged cache, and the work list that it follows.
 
 One row of every case is compared with torch first. Bytes are those of the visible keys and values, operations those of
-the visible pairs. Rows of one token take a kernel of their own in a step if they have few keys, which also norms,
-rotates and stores ("few keys"); the others take the one with the work list ("paged"). Where a batch could take the
-first but for the length of its rows, both are measured. torch reads contiguous keys and values of the same sizes; it
-has nothing for rows of different lengths.
+the visible pairs. Rows of one token take kernels of their own in a step, which also norm, rotate and store: one if they
+have few keys ("few keys"), else the one with a work list ("paged") that an engine takes on the device. Where a batch
+could take the first but for the length of its rows, both are measured. torch reads contiguous keys and values of the
+same sizes; it has nothing for rows of different lengths.
 """
 
 from __future__ import annotations
@@ -25,13 +25,22 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from asyncengine.kernels.cuda import can_stream
 from asyncengine.kernels.device_step import DeviceStep, allocate_step
+from asyncengine.kernels.gluon_paged_decode import streamed_decode_attention
 from asyncengine.kernels.ops import HeadNorms, split_heads
 from asyncengine.kernels.triton_attention import paged_attention
 from asyncengine.kernels.triton_decode import decode_attention, longest_context
 from asyncengine.kernels.triton_paged_decode import paged_decode_attention
 from asyncengine.kernels.triton_rows import rotary_store_kv, store_kv
-from asyncengine.kernels.work_list import AttentionShape, Tile, WorkList, choose_tiles, multiprocessors
+from asyncengine.kernels.work_list import (
+    AttentionShape,
+    Tile,
+    WorkList,
+    choose_streamed_tile,
+    choose_tiles,
+    multiprocessors,
+)
 from asyncengine.models.config import ModelConfig
 
 DTYPE = torch.bfloat16
@@ -48,6 +57,11 @@ MAX_CACHE_BYTES = 40e9
 ALONE_BYTES = 4e9
 """Beyond, one cache is enough: its reads take so long that the gap to a next kernel is nothing beside them."""
 MAX_CALLS = 128
+
+Tiles = tuple[Tile, Tile | None]
+"""Of decode and of prefill."""
+Ways = dict[str, Callable[[int], None]]
+"""Kernels that attend over a copy of the cache, by name."""
 
 
 # ---- cases ----
@@ -109,19 +123,21 @@ def lines(args: argparse.Namespace, timer: Timer) -> Lines:
         prefills = [rows for rows in args.prefill if rows[0].query + rows[0].context <= c.max_positions]
         for tiles in tile_pairs(c, args):
             work = allocate_work(c, prefills, tiles, timer.device, args)
+            decode_work = allocate_decode_work(c, tiles, timer.device, args)
             label = shape if tiles is None else f"{shape} {as_text(tiles)}"
             for size, case, target in decode_cases(c, args):
                 if case.kv_bytes <= MAX_CACHE_BYTES:
-                    yield from decode_lines(label, size, Bench(case, timer, args.pdl), work.decode_only, target)
+                    yield from decode_lines(label, size, Bench(case, timer, args.pdl), decode_work, target)
             for rows in prefills:
                 yield from prefill_lines(label, Bench(Case(c, rows), timer, args.pdl), work)
             decodes = [[Row(1, SHORT - 1)] * rows for rows in args.decode_rows]
             for step in (*decodes, *prefills[:1]):
-                yield build_line(label, Bench(Case(c, step), timer, args.pdl, copies=0), work)
+                listed = decode_work if step[0].query == 1 else work
+                yield build_line(label, Bench(Case(c, step), timer, args.pdl, copies=0), listed)
 
 
 def allocate_work(
-    c: ModelConfig, prefills: Sequence[Sequence[Row]], tiles: tuple[Tile, Tile] | None, device: torch.device, args: Any
+    c: ModelConfig, prefills: Sequence[Sequence[Row]], tiles: Tiles | None, device: torch.device, args: Any
 ) -> WorkList:
     """One for all cases, as an engine has it; its sizes are constants of the kernels, which are then compiled once."""
     rows = max([256, *args.decode_rows])
@@ -130,11 +146,19 @@ def allocate_work(
     return WorkList.allocate(attention_shape(c), device=device, tiles=tiles, **room, **args.work)
 
 
+def allocate_decode_work(c: ModelConfig, tiles: Tiles | None, device: torch.device, args: Any) -> WorkList:
+    """That of steps of one-token rows: as an engine has it on the device, unless the options say otherwise."""
+    tile = choose_streamed_tile(attention_shape(c), BLOCK_SIZE)
+    if tile and not tiles and can_stream(device) and not args.work.get("split_tokens"):
+        tiles = tile, None
+    return allocate_work(c, [], tiles, device, args).decode_only
+
+
 def attention_shape(c: ModelConfig) -> AttentionShape:
     return AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, DTYPE)
 
 
-def tile_pairs(c: ModelConfig, args: argparse.Namespace) -> Iterable[tuple[Tile, Tile] | None]:
+def tile_pairs(c: ModelConfig, args: argparse.Namespace) -> Iterable[Tiles | None]:
     """Those of the options, each with every other; None is what the engine takes."""
     if not args.decode_tile and not args.prefill_tile:
         return [None]
@@ -150,8 +174,9 @@ def parse_tile(text: str) -> Tile:
 TILE_FIELDS = ",".join(field.name for field in fields(Tile))
 
 
-def as_text(tiles: tuple[Tile, Tile]) -> str:
-    return "".join(f"[{','.join(str(getattr(tile, field.name)) for field in fields(Tile))}]" for tile in tiles)
+def as_text(tiles: Tiles) -> str:
+    texts = (",".join(str(int(getattr(tile, field.name))) for field in fields(Tile)) for tile in tiles if tile)
+    return "".join(f"[{text}]" for text in texts)
 
 
 # ---- measuring ----
@@ -197,7 +222,8 @@ class Bench:
 
     def listed(self, work: WorkList, copy: int, pdl: bool | None = None) -> None:
         k, v = self.caches[copy]
-        paged_decode_attention(
+        attend = streamed_decode_attention if work.decode.tile.streamed else paged_decode_attention
+        attend(
             self.heads, self.case.c.num_heads, self.norms, self.cos_sin, k, v, self.step, work, self.scale, 0,
             self.out, pdl=self.pdl if pdl is None else pdl,
         )  # fmt: skip
@@ -268,15 +294,15 @@ def decode_lines(shape: str, size: str, bench: Bench, work: WorkList, target: fl
     work.build(bench.step)
     verify(bench, work, f"{shape} {size}")
     torch_us = bench.torch_us()
-    ways = {"decode, paged": [partial(bench.paged, work, copy) for copy in copies]}
+    fused: Ways = {"paged": partial(bench.listed, work)} if work.takes_heads else {}
     if short:
-        verify_fused(bench, work, f"{shape} {size}")
-        ways["decode, few keys"] = [partial(bench.few, copy) for copy in copies]
-    for kernel, calls in ways.items():
-        taken = (case.longest - 1 <= short) == ("few" in kernel)
+        fused["few keys"] = bench.few
+    verify_fused(bench, work, fused, f"{shape} {size}")
+    for kernel, attend in ({"paged": partial(bench.paged, work)} | fused).items():
+        taken = (case.longest - 1 <= short) == (kernel == "few keys")
         yield Line(
-            "attention", kernel, shape, size, bench.timer.us(calls), case.kv_bytes, case.flops, torch_us,
-            "scaled_dot_product_attention", target if taken else None,
+            "attention", f"decode, {kernel}", shape, size, bench.timer.us([partial(attend, copy) for copy in copies]),
+            case.kv_bytes, case.flops, torch_us, "scaled_dot_product_attention", target if taken else None,
         )  # fmt: skip
 
 
@@ -294,7 +320,6 @@ def prefill_lines(shape: str, bench: Bench, work: WorkList) -> Lines:
 def build_line(shape: str, bench: Bench, work: WorkList) -> Line:
     """Once per step. It reads the rows, and writes about an item for each."""
     rows = bench.case.rows
-    work = work.decode_only if rows[0].query == 1 else work
     us = bench.timer.us([partial(work.build, bench.step, bench.pdl)] * 16)
     size = f"{len(rows)} rows of {rows[0].query}"
     return Line("attention", "work list", shape, size, us, len(rows) * (16 + 64))
@@ -319,8 +344,8 @@ def verify(bench: Bench, work: WorkList, label: str) -> None:
         raise SystemExit(f"wrong result: {label}, error {error:.2e}, {bench.out.isnan().sum()} elements not written")
 
 
-def verify_fused(bench: Bench, work: WorkList, label: str) -> None:
-    """Outputs and new keys and values of the kernels that do everything, beside those of the separate ones."""
+def verify_fused(bench: Bench, work: WorkList, ways: Ways, label: str) -> None:
+    """Outputs and new keys and values of kernels that do everything, beside those of the separate ones."""
     heads, (k, v) = bench.heads.clone(), bench.caches[0]
     new = bench.step.slot_mapping
 
@@ -337,8 +362,8 @@ def verify_fused(bench: Bench, work: WorkList, label: str) -> None:
         bench.paged(work, 0)
 
     expected = results(separate)
-    for way, attend in (("few keys", partial(bench.few, 0)), ("paged", partial(bench.listed, work, 0))):
-        both = zip(expected, results(attend), strict=True)
+    for way, attend in ways.items():
+        both = zip(expected, results(partial(attend, 0)), strict=True)
         error = sum(float((mine - other).norm() / other.norm()) for other, mine in both)
         if not error < 1e-2:
             raise SystemExit(f"wrong result: {label}, {way}, error {error:.2e}")

@@ -16,7 +16,15 @@ import torch
 import triton
 import triton.language as tl
 from gpu_common import read_model
-from kernel_attention import DTYPE, Bench, Case, allocate_work, as_text, tile_pairs, verify_fused
+from kernel_attention import (
+    DTYPE,
+    Bench,
+    Case,
+    allocate_decode_work,
+    as_text,
+    tile_pairs,
+    verify_fused,
+)
 from kernel_timing import Call, Line, Lines, Timer
 from replay import decode_rows
 
@@ -56,13 +64,14 @@ def lines(args: argparse.Namespace, timer: Timer) -> Lines:
     for shape in args.shape:
         c = read_model(shape)
         for tiles in tile_pairs(c, args):
-            work = allocate_work(c, [], tiles, timer.device, args).decode_only
+            work = allocate_decode_work(c, tiles, timer.device, args)
             label = shape if tiles is None else f"{shape} {as_text(tiles)}"
             for rows, context in args.layer:
                 if context <= c.max_positions:
                     bench = Bench(Case(c, decode_rows([context - 1] * rows)), timer, args.pdl)
                     work.build(bench.step)
-                    verify_fused(bench, work, f"{label} layer {rows} x {context}")
+                    ways = {"few keys": bench.few, "paged": partial(bench.listed, work)}
+                    verify_fused(bench, work, ways, f"{label} layer {rows} x {context}")
                     yield from layer_lines(label, f"{rows} x {context}", bench, work)
 
 

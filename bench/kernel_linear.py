@@ -18,7 +18,7 @@ from torch import Tensor
 from tune_linear import compile_all, sites
 
 from asyncengine.kernels import triton_rows
-from asyncengine.kernels.cuda import CudaBatch, CudaLinear, CudaOps, CudaOptions, Stream
+from asyncengine.kernels.cuda import CudaBatch, CudaLinear, CudaOps, CudaOptions, Stream, can_stream
 from asyncengine.kernels.device_step import allocate_step
 from asyncengine.kernels.linear_plans import CUBLAS, MAX_ROWS, Plan, PlanTable, Site, round_rows
 from asyncengine.kernels.ops import Activation, Norm
@@ -32,7 +32,7 @@ def lines(args: argparse.Namespace, timer: Timer) -> Lines:
     table = PlanTable.load(torch.cuda.get_device_name()) if on_gpu else PlanTable()
     if on_gpu and (plans := planned(args.shape, args.rows, table)):
         compile_all({site: [plan] for site, plan in plans.items()}, args.pdl)
-    ops = CudaOps(timer.device, CudaOptions(table, args.pdl))
+    ops = CudaOps(timer.device, CudaOptions(table, args.pdl, streamed=can_stream(timer.device)))
     for shape in args.shape:
         c = read_model(shape)
         for name in (*projections(c), "head"):

@@ -36,13 +36,13 @@ from asyncengine.kernels.triton_quantize import quantize_rows
 from asyncengine.kernels.work_list import WorkList
 
 try:
-    from asyncengine.kernels import gluon_linear
+    from asyncengine.kernels import gluon_linear, gluon_paged_decode
 except ImportError:  # an experimental part of Triton, which another version may have elsewhere
-    gluon_linear = None  # type: ignore[assignment]
+    gluon_linear = gluon_paged_decode = None  # type: ignore[assignment]
 
 
 def can_stream(device: torch.device) -> bool:
-    """Whether streamed plans run on this GPU; tries it."""
+    """Whether this GPU and this Triton run kernels in Gluon; tries one."""
     return gluon_linear is not None and gluon_linear.works(device)
 
 
@@ -110,8 +110,8 @@ class CudaOptions:
     """every sum is in an order that does not depend on the number of rows"""
     quantization: Quantization = "none"
     """of what ``make_linear`` is given, which must be bfloat16; never of heads"""
-    streamed: bool = True
-    """streamed plans are run (see kernels/gluon_linear.py)"""
+    streamed: bool = False
+    """kernels in Gluon run here (see can_stream): streamed plans, and attention of one token a row"""
 
 
 class CudaOps:
@@ -207,7 +207,9 @@ class CudaOps:
             return out
         work = batch.work[layer.window]
         if work.takes_heads:
-            paged_decode_attention(
+            streamed = work.decode.tile.streamed
+            attend = gluon_paged_decode.streamed_decode_attention if streamed else paged_decode_attention
+            attend(
                 heads, layer.num_heads, layer.norms, layer.cos_sin, k_cache, v_cache, step, work, layer.scale,
                 layer.window, out, pdl=pdl,
             )  # fmt: skip

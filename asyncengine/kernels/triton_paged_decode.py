@@ -5,14 +5,14 @@ row's keys for a KV head. Its program norms and rotates the group's queries itse
 token, and so no kernel of its own need come between the projection and this one. The item with the last of the row's
 keys also takes the new token: it writes key and value to the cache, and begins its softmax with them. Nobody reads what
 is written here, and what an item reads lies in the cache since earlier steps: so its first tile of keys and values
-is asked for before its queries are there, and a program's first one before the projection has ended (see pdl.py).
+is asked for in the L2 cache before its queries are there, and a program's first one before the projection has ended
+(see pdl.py). On Hopper gluon_paged_decode.py does the same, faster.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
 
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import triton
 import triton.language as tl
@@ -38,10 +38,6 @@ from asyncengine.kernels.work_list import (
     WorkList,
 )
 
-Ahead = Literal["no", "cache", "items", "registers"]
-"""What is asked for early: nothing, every item's first tile in the L2 cache, that of the item after as well, or every
-item's first tile in registers. To be timed; one of them stays."""
-
 
 def paged_decode_attention(
     heads: Tensor,
@@ -56,7 +52,6 @@ def paged_decode_attention(
     window: int,
     out: Tensor,
     *,
-    ahead: Ahead = "cache",
     pdl: bool = False,
 ) -> None:
     """What ``rotary_store_kv`` (or ``store_kv``) and ``paged_attention`` do, for rows of one token.
@@ -103,7 +98,6 @@ def paged_decode_attention(
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         WINDOWED=window > 0,
-        AHEAD=ahead,
         PREFETCH=_PREFETCH,
         THREADS=32 * tile.warps,
         M=tile.rows,
@@ -136,15 +130,14 @@ _PREFETCH = """{
 
 @triton.jit
 def _prefetch(
-    k_head, v_head, block_tables, stride_table, fields, needed, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
+    k_head, v_head, table, tile, context, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr, N: tl.constexpr, RUN: tl.constexpr, THREADS: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
-    """If needed, ask for an item's first tile in the L2 cache: a thread for each RUN tokens, which lie in one block."""
+    """Ask for a tile in the L2 cache: a thread for each RUN tokens, which lie in one block."""
     BYTES: tl.constexpr = RUN * HEAD_DIM * k_head.dtype.element_ty.primitive_bitwidth // 8
     run = tl.arange(0, THREADS)
-    token = tl.load(fields + BEGIN, mask=needed, other=0) * N + run * RUN
-    there = needed & (run < N // RUN) & (token < tl.load(fields + POSITION, mask=needed, other=0))
-    table = block_tables + tl.load(fields + SLOT, mask=needed, other=0).to(tl.int64) * stride_table
+    token = tile * N + run * RUN
+    there = (run < N // RUN) & (token < context)
     block = tl.load(table + token // BLOCK_SIZE, mask=there, other=0)
     at = block.to(tl.int64) * BLOCK_STRIDE + token % BLOCK_SIZE * HEAD_DIM
     there = there.to(tl.int32)
@@ -218,7 +211,6 @@ def _paged_decode_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOWED: tl.constexpr,
-    AHEAD: tl.constexpr,
     PREFETCH: tl.constexpr,
     THREADS: tl.constexpr,
     M: tl.constexpr,
@@ -259,15 +251,10 @@ def _paged_decode_kernel(
         cache_slot = tl.load(slot_mapping + query)
 
         block = load_blocks(table, begin, context, BLOCK_SIZE, N)
-        if AHEAD == "registers":
-            k, v, there = _load_tile(
-                k_head, v_head, begin, block, first, context, WINDOWED, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, N, D
-            )
-        elif AHEAD != "no" and PDL:
+        if PDL:
             _prefetch(
-                k_head, v_head, block_tables, stride_table, fields, (AHEAD == "cache") | (item == first_item),
-                BLOCK_SIZE, BLOCK_STRIDE, HEAD_DIM, N, RUN, THREADS, PREFETCH,
-            )  # fmt: skip
+                k_head, v_head, table, begin, context, BLOCK_SIZE, BLOCK_STRIDE, HEAD_DIM, N, RUN, THREADS, PREFETCH
+            )
         cosine, sine, q_gain, q_gain_across, k_gain, k_gain_across = 1.0, 0.0, 1.0, 1.0, 1.0, 1.0
         if ROTARY:
             angle = cos_sin + context.to(tl.int64) * HEAD_DIM + in_half
@@ -293,11 +280,6 @@ def _paged_decode_kernel(
         if ROTARY:
             q_across = tl.load(q_new + across, mask=there_q, other=0.0)
             key_across = tl.load(k_new + across, mask=there_k, other=0.0)
-        if AHEAD == "items" and PDL:
-            _prefetch(
-                k_head, v_head, block_tables, stride_table, fields + ITEM, item + 1 < last_item,
-                BLOCK_SIZE, BLOCK_STRIDE, HEAD_DIM, N, RUN, THREADS, PREFETCH,
-            )  # fmt: skip
         q = _norm_and_rotate(q, q_across, q_gain, q_gain_across, cosine, sine, eps, NORM, ROTARY, HEAD_DIM)
         key = _norm_and_rotate(key, key_across, k_gain, k_gain_across, cosine, sine, eps, NORM, ROTARY, HEAD_DIM)
         written = there_k & (cache_slot >= 0)
@@ -312,12 +294,7 @@ def _paged_decode_kernel(
         q = tl.reshape(tl.broadcast_to(q[None, :, :], [M // G, G, D]), [M, D])
         total = tl.zeros([M], tl.float32) + tl.where(takes_new, 1.0, 0.0)
         acc = tl.zeros([M, D], tl.float32) + value.to(tl.float32)
-        next_tile = begin
-        if AHEAD == "registers":
-            acc, peak, total = fold(acc, peak, total, q, k, v, there, scale, True, WIDEN)
-            next_tile = begin + 1
-            block = load_blocks(table, next_tile, context, BLOCK_SIZE, N)
-        for tile in tl.range(next_tile, end, num_stages=STAGES):
+        for tile in tl.range(begin, end, num_stages=STAGES):
             k, v, there = _load_tile(
                 k_head, v_head, tile, block, first, context, WINDOWED, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, N, D
             )

@@ -80,6 +80,8 @@ class Tile:
     warps: int
     stages: int
     programs_per_sm: int
+    streamed: bool = False
+    """of gluon_paged_decode.py, where rows have one token"""
 
 
 def choose_tiles(shape: AttentionShape) -> tuple[Tile, Tile]:
@@ -111,6 +113,16 @@ def choose_fixed_tile(shape: AttentionShape) -> Tile:
     if shape.dtype == torch.float32:
         return prefill
     return replace(prefill, rows=max(64, triton.next_power_of_2(shape.group)), warps=4, programs_per_sm=2)
+
+
+def choose_streamed_tile(shape: AttentionShape, block_size: int) -> Tile | None:
+    """The tile of gluon_paged_decode.py, four blocks of the cache; None if that is not for such heads or blocks.
+
+    Tiles of 96 KiB in flight: two programs fill a multiprocessor's shared memory.
+    """
+    if shape.dtype != torch.bfloat16 or shape.head_dim not in (64, 128) or shape.group > 8 or block_size != 16:
+        return None
+    return Tile(16, 64, 4, (96 << 10) // (64 * shape.head_dim * 4), programs_per_sm=2, streamed=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +207,7 @@ class WorkList:
         split_tokens: int = 0,
         min_split_tokens: int = MIN_SPLIT_TOKENS,
         num_programs: int | None = None,
-        tiles: tuple[Tile, Tile] | None = None,
+        tiles: tuple[Tile, Tile | None] | None = None,
     ) -> WorkList:
         """Room for every step of at most ``max_rows`` rows and ``max_tokens`` tokens.
 
@@ -203,16 +215,18 @@ class WorkList:
         ``split_tokens`` 0 the splits follow the work of the step; otherwise every row is cut at multiples of it, so
         that a token's result depends neither on other rows nor on what else of its own row is computed with it: that
         costs balance, and room for a partial result of every unit and split. ``num_programs`` (default: what fits on
-        the device) sizes the grids. ``tiles`` are those of decode and of prefill; fixed splits take the latter.
+        the device) sizes the grids. ``tiles`` are those of decode and of prefill; fixed splits take the latter, which
+        is None if no row will have more than one token.
 
         Raises ConfigError if ``split_tokens`` is no multiple of the tile or the heads do not divide.
         """
         if shape.num_heads % shape.num_kv_heads:
             raise ConfigError(f"{shape.num_heads} query heads do not divide into {shape.num_kv_heads} KV heads")
         decode, prefill = tiles or choose_tiles(shape)
-        fixed = tiles[1] if tiles else choose_fixed_tile(shape)
-        if split_tokens < 0 or split_tokens % fixed.keys:
-            raise ConfigError(f"split_tokens {split_tokens} is not a multiple of the KV tile of {fixed.keys} tokens")
+        fixed = prefill if tiles else choose_fixed_tile(shape)
+        keys = fixed.keys if fixed else 0
+        if split_tokens < 0 or (split_tokens and (not keys or split_tokens % keys)):
+            raise ConfigError(f"split_tokens {split_tokens} is not a multiple of the KV tile of {keys} tokens")
 
         def section(tile: Tile, queries: int, row_lengths: range, max_units: int, split_tiles: int = 0) -> Section:
             programs = num_programs or tile.programs_per_sm * multiprocessors(device)
@@ -244,21 +258,16 @@ class WorkList:
         def units(rows: int, queries: int) -> int:
             return rows + (max_tokens - rows) // queries
 
-        if split_tokens:
+        if split_tokens and fixed:
             queries = fixed.rows // shape.group
             most = units(min(max_rows, max_tokens), queries)
             all_rows = section(fixed, queries, range(1, max_tokens + 1), most, split_tokens // fixed.keys)
             return cls(shape, window, max_rows, max_tokens, all_rows, None)
-        queries = prefill.rows // shape.group
-        rows = min(max_rows, max_tokens // 2)
-        return cls(
-            shape,
-            window,
-            max_rows,
-            max_tokens,
-            section(decode, 1, range(1, 2), max_rows),
-            section(prefill, queries, range(2, max_tokens + 1), units(rows, queries)) if rows else None,
-        )
+        decodes, prefills = section(decode, 1, range(1, 2), max_rows), None
+        if prefill and (rows := min(max_rows, max_tokens // 2)):
+            queries = prefill.rows // shape.group
+            prefills = section(prefill, queries, range(2, max_tokens + 1), units(rows, queries))
+        return cls(shape, window, max_rows, max_tokens, decodes, prefills)
 
     @property
     def decode_only(self) -> WorkList:

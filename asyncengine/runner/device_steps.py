@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from asyncengine.kernels.device_step import DeviceStep, allocate_step
 from asyncengine.kernels.ingest import StepSource, copy_blocks, ingest, make_source
 from asyncengine.kernels.triton_decode import longest_context
 from asyncengine.kernels.triton_sampler import sample
-from asyncengine.kernels.work_list import AttentionShape, WorkList, multiprocessors
+from asyncengine.kernels.work_list import AttentionShape, WorkList, choose_streamed_tile, multiprocessors
 from asyncengine.runner.buckets import ANY_CONTEXT, Bucket, choose_buckets
 from asyncengine.runner.kv_cache import KVCache
 from asyncengine.runner.model_runner import LoadedModel
@@ -94,18 +95,22 @@ class DeviceSteps:
             config.max_num_batched_tokens,
             ops.device,
         )
-        self._work = {
-            window: WorkList.allocate(
-                attention_shape(loaded),
-                max_rows=config.max_num_seqs,
-                max_tokens=config.max_num_batched_tokens,
-                max_context=loaded.max_model_len,
-                device=ops.device,
-                window=window,
-                split_tokens=_split_tokens(loaded.max_model_len) if config.batch_invariant else 0,
-            )
-            for window in sorted(set(model.layer_windows))
-        }
+        shape = attention_shape(loaded)
+        allocate = partial(
+            WorkList.allocate,
+            shape,
+            max_rows=config.max_num_seqs,
+            max_tokens=config.max_num_batched_tokens,
+            max_context=loaded.max_model_len,
+            device=ops.device,
+        )
+        windows = sorted(set(model.layer_windows))
+        split_tokens = _split_tokens(loaded.max_model_len) if config.batch_invariant else 0
+        self._work = {window: allocate(window=window, split_tokens=split_tokens) for window in windows}
+        self._decode_work = {window: work.decode_only for window, work in self._work.items()}
+        tile = choose_streamed_tile(shape, config.block_size)
+        if tile and ops.options.streamed and not config.batch_invariant:
+            self._decode_work = {window: allocate(window=window, tiles=(tile, None)) for window in windows}
         self._planes = cache.memory.flatten(0, 1)
 
     @property
@@ -122,7 +127,7 @@ class DeviceSteps:
         """Enqueue the next step, which must fit ``bucket``; with GREEDY its rows must all have temperature 0."""
         source = self._buffers.source
         step = self._step.bucket(bucket.max_rows, bucket.max_tokens)
-        work = {w: x.decode_only if bucket.single_token_rows else x for w, x in self._work.items()}
+        work = self._decode_work if bucket.single_token_rows else self._work
         batch = CudaBatch(step, work, few_keys=bucket.max_context < ANY_CONTEXT)
         with torch.inference_mode():
             ingest(source, step, self._block_size, pdl=self._pdl)

@@ -69,7 +69,7 @@ class Tuner:
             case = _Case.allocate(site, nowhere, calls=1)
             for plan in some:
                 if plan.kind != "cublas":
-                    ops = CudaOps(nowhere, CudaOptions(PlanTable({site: plan}), self._pdl))
+                    ops = CudaOps(nowhere, CudaOptions(PlanTable({site: plan}), self._pdl, streamed=True))
                     calls.append(partial(_try, partial(case.call, ops, case.handles[0])))
         compile_launches(calls, self._device, threads)
 
@@ -111,7 +111,7 @@ class Tuner:
         return statistics.median(samples)
 
     def _ops(self, site: Site, plan: Plan) -> CudaOps:
-        return CudaOps(self._device, CudaOptions(PlanTable({site: plan}), self._pdl))
+        return CudaOps(self._device, CudaOptions(PlanTable({site: plan}), self._pdl, streamed=True))
 
 
 class _Case:

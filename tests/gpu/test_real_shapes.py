@@ -13,7 +13,7 @@ from torch import Tensor
 from asyncengine import _core
 from asyncengine.config import EngineConfig
 from asyncengine.kernels import pdl
-from asyncengine.kernels.cuda import CudaOps, CudaOptions
+from asyncengine.kernels.cuda import CudaOps, CudaOptions, can_stream
 from asyncengine.kernels.linear_plans import PlanTable
 from asyncengine.layers.attention import NativeAttention
 from asyncengine.models.config import RawConfig
@@ -57,7 +57,8 @@ class Recorder:
 def our_logits(directory: str, source: StateDict, prompt: list[int]) -> tuple[list[Tensor], list[int]]:
     """Of the last token of the prompt and of COUNT - 1 tokens after it, which are returned too. In chunks of 128."""
     device = torch.device("cuda", 0)
-    ops = CudaOps(device, CudaOptions(PlanTable.load(torch.cuda.get_device_name(device)), pdl.works(device)))
+    plans = PlanTable.load(torch.cuda.get_device_name(device))
+    ops = CudaOps(device, CudaOptions(plans, pdl.works(device), streamed=can_stream(device)))
     raw = RawConfig.load(SHAPES / directory)
     architecture, family = find_family(raw)
     config = EngineConfig(

@@ -149,7 +149,8 @@ class Start:
             model=str(directory), dtype="bfloat16", load_format="dummy", max_num_seqs=4, max_num_batched_tokens=16,
             num_kv_blocks=8, max_model_len=128, **config,
         )  # fmt: skip
-        self.ops = CudaOps(CPU, CudaOptions(plans, pdl=True, batch_invariant=self.config.batch_invariant))
+        invariant = self.config.batch_invariant
+        self.ops = CudaOps(CPU, CudaOptions(plans, pdl=True, batch_invariant=invariant, streamed=True))
         self.loaded = load_model(self.config, self.ops, NativeAttention(self.ops))
         self.buckets = step_buckets(self.config, self.loaded, CPU)
         self.device = _core.SimulatedDevice(vocab_size=2)
@@ -202,9 +203,8 @@ def steps_find_their_kernels(driver: Counting, directory: Path) -> None:
     start.prepare()
     assert driver.launched == []
     compiled = sorted(driver.compiled)
-    assert {"_ingest", "_decode_kernel", "_vector_kernel", "_streamed_kernel", "finish_kernel", "_copy_blocks"} <= set(
-        compiled
-    )
+    assert {"_ingest", "_decode_kernel", "_streamed_decode_kernel", "_vector_kernel", "_streamed_kernel",
+            "finish_kernel", "_copy_blocks"} <= set(compiled)  # fmt: skip
     run_all(start.steps(8), start.buckets)
     assert sorted(driver.compiled) == compiled, "a launch needed a kernel that had not been compiled"
     assert set(driver.launched) == set(compiled), "a kernel was compiled that no launch needed"

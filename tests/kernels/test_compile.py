@@ -35,8 +35,8 @@ def test_every_kernel_of_a_step_compiles(tmp_path):
     assert compiled.count("_attention_kernel") == 2  # decode and prefill
     assert compiled.count("_tiles_kernel") == 2  # greedy and full sampling
     for name in (
-        "_fetch", "_ingest", "_build_kernel", "_decode_kernel", "_paged_decode_kernel", "_norm_kernel",
-        "_rotary_store_kernel", "_copy_blocks", "_collect_kernel", "finish_kernel",
+        "_fetch", "_ingest", "_build_kernel", "_decode_kernel", "_paged_decode_kernel", "_streamed_decode_kernel",
+        "_norm_kernel", "_rotary_store_kernel", "_copy_blocks", "_collect_kernel", "finish_kernel",
     ):  # fmt: skip
         assert name in compiled
 
@@ -110,3 +110,45 @@ def test_streamed_plans_compile(tmp_path):
     """In lengths that no tile divides, with whatever is fused."""
     compiled = run(tmp_path, "-c", STREAMED_PLANS)
     assert compiled == ["_streamed_kernel:wgmma:griddepcontrol.wait:cp.async.bulk.tensor"] * 13
+
+
+STREAMED_ATTENTION = """
+from tests.kernels.compile_for_hopper import install
+compiled = install()
+import subprocess, tempfile, torch, triton
+from asyncengine.kernels.device_step import allocate_step
+from asyncengine.kernels.gluon_paged_decode import streamed_decode_attention
+from asyncengine.kernels.ops import HeadNorms
+from asyncengine.kernels.work_list import AttentionShape, WorkList, choose_streamed_tile
+
+def random(*shape): return torch.empty(shape, dtype=torch.bfloat16)
+
+for heads, kv_heads, dim, rotary, norm in (
+    (12, 12, 64, False, False), (16, 8, 128, True, True), (32, 8, 128, True, False)
+):
+    shape, cpu = AttentionShape(heads, kv_heads, dim, torch.bfloat16), torch.device("cpu")
+    tiles = choose_streamed_tile(shape, 16), None
+    work = WorkList.allocate(
+        shape, max_rows=4, max_tokens=4, max_context=512, device=cpu, tiles=tiles, num_programs=264
+    )
+    streamed_decode_attention(
+        random(4, heads + 2 * kv_heads, dim), heads, HeadNorms(random(dim), random(dim), 1e-6) if norm else None,
+        torch.empty(512, dim) if rotary else None, random(8, kv_heads, 16, dim), random(8, kv_heads, 16, dim),
+        allocate_step(4, 32, 4, 4, cpu), work, dim**-0.5, 0, random(4, heads * dim), pdl=True,
+    )
+for name, kernel in compiled.items():
+    words = [word for word in ("mma.sync", "griddepcontrol.wait", "cp.async.bulk.tensor") if word in kernel.asm["ptx"]]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    spills = [] if "STACK:0 " in usage and "LOCAL:0 " in usage else ["spills"]
+    print(":".join([name.split()[0], *words, *spills]))
+"""
+
+
+def test_streamed_decode_attention_compiles(tmp_path):
+    """For the heads of three models: gpt2, qwen3-0.6b, llama-3.1-8b."""
+    compiled = run(tmp_path, "-c", STREAMED_ATTENTION)
+    assert compiled == ["_streamed_decode_kernel:mma.sync:griddepcontrol.wait:cp.async.bulk.tensor"] * 3

@@ -31,6 +31,7 @@ from asyncengine.kernels.work_list import (
     Section,
     Tile,
     WorkList,
+    choose_streamed_tile,
 )
 
 SMALL = (Tile(16, 16, 4, 2, 1), Tile(16, 16, 4, 2, 1))
@@ -48,8 +49,9 @@ class Case:
     block_size: int = 16
     window: int = 0
     split_tokens: int = 0
-    programs: int = 6
-    tiles: tuple[Tile, Tile] | None = SMALL
+    programs: int | None = 6
+    min_split_tokens: int = 16
+    tiles: tuple[Tile, Tile | None] | None = SMALL
     seed: int = 0
 
     @property
@@ -96,7 +98,7 @@ class World:
             device=self.q.device,
             window=case.window,
             split_tokens=case.split_tokens,
-            min_split_tokens=16,
+            min_split_tokens=case.min_split_tokens,
             num_programs=case.programs,
             tiles=case.tiles,
         )
@@ -220,9 +222,12 @@ def test_the_default_tiles(device: torch.device, dtype: torch.dtype) -> None:
     check(world, world.attend(work))
 
 
-def test_decode_only_touches_no_prefill_row(device: torch.device) -> None:
-    world = make_world(Case(((1, 40), (1, 0), (1, 77))), device)
-    work = world.work().decode_only
+@pytest.mark.parametrize("room", ["shared", "of its own"])
+def test_decode_only_touches_no_prefill_row(device: torch.device, room: str) -> None:
+    case = Case(((1, 40), (1, 0), (1, 77)))
+    world = make_world(case if room == "shared" else replace(case, tiles=(SMALL[0], None)), device)
+    work = world.work(max_tokens=8)
+    work = work.decode_only if room == "shared" else work
     work.build(world.step)
     check(world, world.attend(work))
     assert work.sections == (work.decode,)
@@ -382,7 +387,18 @@ def test_misuse_is_reported(device: torch.device) -> None:
         work.build(make_world(Case(((1, 2), (1, 2))), device).step)
     with pytest.raises(ConfigError, match="multiple"):
         make_world(Case(((1, 20),), split_tokens=24), device).work()
+    with pytest.raises(ConfigError, match="multiple"):
+        make_world(Case(((1, 20),), split_tokens=16, tiles=(SMALL[0], None)), device).work()
     with pytest.raises(ConfigError, match="divide"):
         WorkList.allocate(
             AttentionShape(3, 2, 16, torch.float32), max_rows=1, max_tokens=1, max_context=1, device=device
         )
+
+
+def test_whom_the_streamed_tile_is_for() -> None:
+    shape = AttentionShape(16, 8, 128, torch.bfloat16)
+    assert choose_streamed_tile(shape, 16) == Tile(16, 64, 4, 3, 2, streamed=True)
+    assert choose_streamed_tile(replace(shape, head_dim=64), 16) == Tile(16, 64, 4, 6, 2, streamed=True)
+    assert choose_streamed_tile(shape, 32) is None
+    for other in ({"dtype": torch.float32}, {"head_dim": 80}, {"num_heads": 80}):
+        assert choose_streamed_tile(replace(shape, **other), 16) is None

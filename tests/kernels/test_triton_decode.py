@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from asyncengine.errors import ConfigError
+from asyncengine.kernels.gluon_paged_decode import streamed_decode_attention
 from asyncengine.kernels.ops import HeadNorms
 from asyncengine.kernels.triton_attention import paged_attention
 from asyncengine.kernels.triton_decode import choose_pieces, decode_attention, longest_context
@@ -36,7 +37,7 @@ class Decode:
     norms: HeadNorms | None
     cos_sin: Tensor | None
 
-    def attend(self, k: Tensor, v: Tensor, way: Way = None) -> Tensor:
+    def attend(self, k: Tensor, v: Tensor, way: Way = None, pdl: bool = False) -> Tensor:
         case, step = self.world.case, self.world.step
         out = torch.full((len(self.heads), case.shape.num_heads * case.head_dim), math.nan, device=self.heads.device)
         out, before = out.to(case.dtype), self.heads.clone()
@@ -45,19 +46,20 @@ class Decode:
         if isinstance(way, WorkList):
             arrivals = way.decode.arrivals
             way.build(step)
-            paged_decode_attention(*args, way, scale, case.window, out)
+            attend = streamed_decode_attention if way.decode.tile.streamed else paged_decode_attention
+            attend(*args, way, scale, case.window, out, pdl=pdl)
         else:
             arrivals = torch.zeros(128, dtype=torch.int32, device=self.heads.device)
-            decode_attention(*args, scale, case.window, out, arrivals, pieces=way)
+            decode_attention(*args, scale, case.window, out, arrivals, pieces=way, pdl=pdl)
         assert torch.equal(self.heads, before)
         assert not arrivals.any()
         return out.cpu()
 
-    def check(self, way: Way = None) -> None:
+    def check(self, way: Way = None, pdl: bool = False) -> None:
         """Output and caches against those of separate operations in torch."""
         case, heads = self.world.case, self.heads.cpu()
         k, v = self.world.k.clone(), self.world.v.clone()
-        out = self.attend(k, v, way)
+        out = self.attend(k, v, way, pdl)
         q, new_k, new_v = heads.split([case.shape.num_heads, case.num_kv_heads, case.num_kv_heads], 1)
         q, new_k = self._rotate(q, 0), self._rotate(new_k, 1)
         expected_k, expected_v = self.world.k.cpu().clone(), self.world.v.cpu().clone()

@@ -267,7 +267,7 @@ def test_wrong_arguments_raise(device: torch.device) -> None:
 
 
 def make_ops(device: torch.device, plans: dict[Site, Plan] | None = None, *, invariant: bool = False) -> CudaOps:
-    return CudaOps(device, CudaOptions(PlanTable(plans), COMPILED, invariant))
+    return CudaOps(device, CudaOptions(PlanTable(plans), COMPILED, invariant, streamed=True))
 
 
 @dataclass(frozen=True)
@@ -413,7 +413,7 @@ def test_streamed_plans_of_a_table_are_not_taken_where_they_do_not_run(device: t
     model = Model(device, 6, 48)
     site = Site(48, 48, 8, "none", None, True, True)
     plans = PlanTable({site: Plan("streamed", 64, 64, 4, 8, 1, 2, fused_norm=False)})
-    ops = CudaOps(device, CudaOptions(plans, COMPILED, streamed=False))
+    ops = CudaOps(device, CudaOptions(plans, COMPILED))
     assert torch.equal(model.linear_add(ops), model.linear_add(make_ops(device)))
     assert not ops.missing
 

@@ -1,0 +1,457 @@
+"""Attention of one-token rows over a WorkList on Hopper, whose keys flow through shared memory without a pause.
+
+What ``triton_paged_decode`` does, for heads of 64 and 128 in bfloat16. An item of a few hundred keys is over before
+Triton's pipelining has the memory busy, which starts anew with each. Here a warp of its own walks a program's items and
+asks for one tile after another, as far ahead as shared memory holds, whatever the others are at: across items, and
+while the projection that makes queries still runs (see pdl.py). It reads what earlier steps wrote, and nobody reads in
+the cache what this step writes there.
+
+The copies are the tensor memory accelerator's, a block of the cache each. Of a tile each of four warps takes a block,
+with a softmax of its own until the item ends: so a tile costs them no meeting but the one that frees its memory. The
+new token, which is in no tile, comes last.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
+# mypy: disable-error-code="assignment, var-annotated, unreachable, misc"
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from asyncengine.errors import ConfigError
+from asyncengine.kernels.device_step import DeviceStep
+from asyncengine.kernels.gluon_linear import GluonKernel
+from asyncengine.kernels.ops import HeadNorms
+from asyncengine.kernels.pdl import launch_options
+from asyncengine.kernels.triton_decode import check_heads
+from asyncengine.kernels.work_list import (
+    BEGIN,
+    END,
+    ITEM,
+    NO_WINDOW,
+    PARTIAL,
+    PIECE,
+    PIECES,
+    POSITION,
+    QUERY,
+    SLOT,
+    AttentionShape,
+    WorkList,
+    choose_streamed_tile,
+)
+
+BLOCK = gl.constexpr(16)  # tokens of a block of the cache
+BLOCKS = gl.constexpr(4)  # of a tile, one a warp
+KEYS = gl.constexpr(64)
+GROUP_ROWS = gl.constexpr(8)  # heads of a group, padded; the tensor cores take each twice
+COMBINED = gl.constexpr(16)  # pieces of a unit that are read at once
+
+
+def streamed_decode_attention(
+    heads: Tensor,
+    num_heads: int,
+    norms: HeadNorms | None,
+    cos_sin: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    step: DeviceStep,
+    work: WorkList,
+    scale: float,
+    window: int,
+    out: Tensor,
+    *,
+    pdl: bool = False,
+) -> None:
+    """What ``rotary_store_kv`` (or ``store_kv``) and ``paged_attention`` do, for rows of one token.
+
+    As ``decode_attention``, but for ``work``, which was built from ``step`` for this window, has no prefill and was
+    allocated with the tile that ``choose_streamed_tile`` gives.
+
+    Raises ConfigError if ``work`` was allocated for something else, ValueError if the other tensors do not fit.
+    """
+    check_heads(heads, num_heads, norms, cos_sin, k_cache, v_cache, out)
+    _, kv_heads, block_size, dim = k_cache.shape
+    shape, section, tile = AttentionShape(num_heads, kv_heads, dim, heads.dtype), work.decode, work.decode.tile
+    if choose_streamed_tile(shape, block_size) is None:
+        raise ValueError(f"{shape} with blocks of {block_size} tokens is for another kernel")
+    streamed = work.takes_heads and tile.streamed and tile.keys == KEYS.value
+    if (shape, window) != (work.shape, work.window) or not streamed:
+        raise ConfigError(f"the work list is of window {work.window} and {work.shape}, not {window} and {shape}")
+    _streamed_decode_kernel[(section.lanes * kv_heads,)](
+        _blocks_of(k_cache),
+        _blocks_of(v_cache),
+        k_cache,
+        v_cache,
+        heads,
+        heads if norms is None else norms.q,
+        heads if norms is None else norms.k,
+        0.0 if norms is None else norms.eps,
+        heads if cos_sin is None else cos_sin,
+        step.slot_mapping,
+        out,
+        step.slots.block_tables,
+        section.items,
+        section.lane_items,
+        section.partials,
+        section.stats,
+        section.arrivals,
+        scale * math.log2(math.e),
+        window or NO_WINDOW,
+        heads.stride(0),
+        out.stride(0),
+        step.slots.block_tables.stride(0),
+        section.stats.stride(0),
+        NORM=norms is not None,
+        ROTARY=cos_sin is not None,
+        GROUP=shape.group,
+        KV_HEADS=kv_heads,
+        D=dim,
+        STAGES=tile.stages,
+        num_warps=BLOCKS.value,
+        maxnreg=128,  # on average: the warps that compute take 200, two programs a multiprocessor have them
+        **launch_options(pdl),
+    )
+
+
+def _blocks_of(cache: Tensor) -> TensorDescriptor:
+    """A cache [num_blocks, Hk, block_size, D] as the accelerator copies it, a head's block at a time."""
+    box = [BLOCK.value, cache.shape[3]]
+    layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)
+    return TensorDescriptor.from_tensor(cache.view(-1, cache.shape[3]), box, layout)
+
+
+@gluon.constexpr_function
+def _tile_layout(dim):
+    """[BLOCKS, BLOCK, D] as four such copies lie in shared memory.
+
+    Each is of columns of 64 elements, 128 bytes, whose 16 bytes are exchanged according to their line.
+    """
+    bases = [[0, 0, 1 << bit] for bit in range(6)]
+    bases += [[0, 1, 8], [0, 2, 16], [0, 4, 32], [0, 8, 0]]
+    bases += [[0, 0, 64]] if dim == 128 else []
+    return gl.SharedLinearLayout([*bases, [1, 0, 0], [2, 0, 0]], alignment=1024)
+
+
+@gluon.jit
+def _item(items, item, block_tables, stride_table):
+    """An item's block table, its row's past tokens, the tiles that it has a turn for, whether the new token is its.
+
+    Every item has a turn, even if all of its tile is to come.
+    """
+    fields = items + item * ITEM
+    context = gl.load(fields + POSITION)
+    begin = gl.load(fields + BEGIN)
+    end = gl.load(fields + END)
+    table = block_tables + gl.load(fields + SLOT).to(gl.int64) * stride_table
+    past = gl.maximum(gl.minimum(end, (context + KEYS - 1) // KEYS), begin + 1)
+    return table, context, begin, past, end * KEYS > context
+
+
+@gluon.jit
+def _tile_blocks(table, tile, context, window):
+    """The blocks of a tile in which the new token sees something: the first, one past the last, where each is."""
+    first = gl.maximum(context - window + 1, 0) // BLOCK
+    last = (context + BLOCK - 1) // BLOCK
+    block = tile * BLOCKS
+    a = gl.load(table + block, mask=(block >= first) & (block < last), other=0)
+    b = gl.load(table + block + 1, mask=(block + 1 >= first) & (block + 1 < last), other=0)
+    c = gl.load(table + block + 2, mask=(block + 2 >= first) & (block + 2 < last), other=0)
+    d = gl.load(table + block + 3, mask=(block + 3 >= first) & (block + 3 < last), other=0)
+    return gl.maximum(first - block, 0), gl.minimum(last - block, BLOCKS), a, b, c, d
+
+
+@gluon.jit
+def _copy(cache, block, index, first, last, head, KV_HEADS: gl.constexpr, ready, tiles, slot):
+    line = (block * KV_HEADS + head) * BLOCK
+    wanted = (index >= first) & (index < last)
+    tma.async_copy_global_to_shared(cache, [line, 0], ready, tiles.index(slot * BLOCKS + index), pred=wanted)
+
+
+@gluon.jit
+def _fill(
+    k_blocks, v_blocks, ks, vs, ready, free, items, first_item, last_item, block_tables, stride_table, window, head,
+    KV_HEADS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The warp that asks for all tiles. Where they are it reads one turn ahead, across items."""
+    table, context, begin, end, _ = _item(items, first_item, block_tables, stride_table)
+    first, last, a, b, c, d = _tile_blocks(table, begin, context, window)
+    turn = 0
+    for item in range(first_item, last_item):
+        following = gl.minimum(item + 1, last_item - 1)
+        next_table, next_context, next_begin, next_end, _ = _item(items, following, block_tables, stride_table)
+        for tile in range(begin, end):
+            if tile + 1 < end:
+                next_first, next_last, next_a, next_b, next_c, next_d = _tile_blocks(table, tile + 1, context, window)
+            else:
+                next_first, next_last, next_a, next_b, next_c, next_d = _tile_blocks(
+                    next_table, next_begin, next_context, window
+                )
+            slot = turn % STAGES
+            filled = ready.index(slot)
+            mbarrier.wait(free.index(slot), (turn // STAGES & 1) ^ 1)
+            count = gl.maximum(last - first, 0)
+            for blocks in gl.static_range(BLOCKS + 1):  # the bytes to expect are part of the instruction
+                mbarrier.expect(filled, blocks * BLOCK * D * 4, pred=count == blocks)
+            _copy(k_blocks, a, 0, first, last, head, KV_HEADS, filled, ks, slot)
+            _copy(k_blocks, b, 1, first, last, head, KV_HEADS, filled, ks, slot)
+            _copy(k_blocks, c, 2, first, last, head, KV_HEADS, filled, ks, slot)
+            _copy(k_blocks, d, 3, first, last, head, KV_HEADS, filled, ks, slot)
+            _copy(v_blocks, a, 0, first, last, head, KV_HEADS, filled, vs, slot)
+            _copy(v_blocks, b, 1, first, last, head, KV_HEADS, filled, vs, slot)
+            _copy(v_blocks, c, 2, first, last, head, KV_HEADS, filled, vs, slot)
+            _copy(v_blocks, d, 3, first, last, head, KV_HEADS, filled, vs, slot)
+            first, last, a, b, c, d = next_first, next_last, next_a, next_b, next_c, next_d
+            turn += 1
+        table, context, begin, end = next_table, next_context, next_begin, next_end
+
+
+@gluon.jit
+def _norm_and_rotate(
+    x, other, gain, gain_other, cosine, sine, eps, NORM: gl.constexpr, ROTARY: gl.constexpr, D: gl.constexpr
+):
+    """Heads [R, D], ``other`` their halves the other way round; rounded wherever separate operations would round."""
+    if NORM:
+        exact = x.to(gl.float32)
+        factor = gl.rsqrt(gl.sum(exact * exact, 1) / D + eps)[:, None]
+        x = (exact * factor * gain.to(gl.float32)).to(gl.bfloat16)
+        other = (other.to(gl.float32) * factor * gain_other.to(gl.float32)).to(gl.bfloat16)
+    if ROTARY:
+        x = (x.to(gl.float32) * cosine + other.to(gl.float32) * sine).to(gl.bfloat16)
+    return x
+
+
+@gluon.jit
+def _fold(acc, peak, total, q, k, v, first, context, tile, scale, MMA: gl.constexpr):
+    """Fold a tile into acc [BLOCKS, 16, D], peak and total [BLOCKS, 16]: of each block of its own."""
+    score = mma_v2(q, k, gl.zeros([BLOCKS, 16, BLOCK], gl.float32, MMA)) * scale
+    if (tile * KEYS < first) | (tile * KEYS + KEYS > context):
+        # What is not there may be anything, and 0 * NaN is NaN.
+        SCORES: gl.constexpr = gl.SliceLayout(1, MMA)
+        block = gl.arange(0, BLOCKS, gl.SliceLayout(1, SCORES))[:, None] * BLOCK
+        token = tile * KEYS + block + gl.arange(0, BLOCK, gl.SliceLayout(0, SCORES))[None, :]
+        score = gl.where(((token >= first) & (token < context))[:, None, :], score, -float("inf"))
+        VALUES: gl.constexpr = gl.SliceLayout(2, v.type.layout)
+        block = gl.arange(0, BLOCKS, gl.SliceLayout(1, VALUES))[:, None] * BLOCK
+        token = tile * KEYS + block + gl.arange(0, BLOCK, gl.SliceLayout(0, VALUES))[None, :]
+        v = gl.where(((token >= first) & (token < context))[:, :, None], v, 0.0)
+    new_peak = gl.maximum(peak, gl.max(score, 2))
+    base = gl.where(new_peak == -float("inf"), 0.0, new_peak)  # a warp that has seen no key yet
+    weight = gl.exp2(score - base[:, :, None])
+    shrink = gl.exp2(peak - base)
+    total = total * shrink + gl.sum(weight, 2)
+    weight = gl.convert_layout(weight.to(gl.bfloat16), gl.DotOperandLayout(0, MMA, 2))
+    return mma_v2(weight, v, acc * shrink[:, :, None]), new_peak, total
+
+
+@gluon.jit
+def _upper(x):
+    """The first GROUP_ROWS of 16 rows [BLOCKS, 16, ...]: they lie in the same threads as the others."""
+    if len(x.shape) == 3:
+        x = gl.permute(gl.reshape(x, [BLOCKS, 2, GROUP_ROWS, x.shape[2]]), (0, 2, 3, 1))
+    else:
+        x = gl.permute(gl.reshape(x, [BLOCKS, 2, GROUP_ROWS]), (0, 2, 1))
+    return gl.split(x)[0]
+
+
+@gluon.jit
+def _join_warps(acc, peak, total, score, value, takes_new, PARTS: gl.constexpr):
+    """The warps' results, and the new token, as one: [GROUP_ROWS, D], [GROUP_ROWS] and again."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, PARTS))
+    acc = gl.convert_layout(_upper(acc), PARTS)
+    peak = gl.convert_layout(_upper(peak), gl.SliceLayout(2, PARTS))
+    total = gl.convert_layout(_upper(total), gl.SliceLayout(2, PARTS))
+    score = gl.where(takes_new, score, -float("inf"))
+    whole_peak = gl.maximum(gl.convert_layout(gl.max(peak, 0), ROWS), score)
+    base = gl.where(whole_peak == -float("inf"), 0.0, whole_peak)  # all of a piece is out of the window
+    weight = gl.exp2(peak - gl.convert_layout(base, gl.SliceLayout(0, peak.type.layout))[None, :])
+    new = gl.exp2(score - base)
+    whole_total = gl.convert_layout(gl.sum(total * weight, 0), ROWS) + new
+    whole = gl.sum(acc * weight[:, :, None], 0) + new[:, None] * value.to(gl.float32)
+    return whole, whole_peak, whole_total
+
+
+@gluon.jit
+def _finish(
+    acc, peak, total, fields, query, head, out, partials, stats, arrivals, stride_out, stats_size,
+    GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """Store an item's result: to ``out`` if the item is a whole unit or the unit's last to arrive."""
+    HEADS: gl.constexpr = acc.type.layout
+    member = gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, HEADS))
+    there, at = member < GROUP, member[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, HEADS))[None, :]
+    out += query * stride_out + head * GROUP * D
+    pieces = gl.load(fields + PIECES)
+    if pieces == 1:
+        gl.store(out + at, (acc / total[:, None]).to(gl.bfloat16), mask=there[:, None])
+    else:
+        slot = gl.load(fields + PARTIAL).to(gl.int64)
+        unit = (slot * KV_HEADS + head) * GROUP
+        mine = unit + gl.load(fields + PIECE) * (KV_HEADS * GROUP)
+        gl.store(stats + mine + member, peak, mask=there)
+        gl.store(stats + stats_size + mine + member, total, mask=there)
+        gl.store(partials + mine * D + at, acc, mask=there[:, None])
+        # Release: the barrier puts every thread's stores before the one thread that counts.
+        gl.thread_barrier()
+        arrival = arrivals + slot * KV_HEADS + head
+        if gl.atomic_add(arrival, 1, sem="acq_rel") == pieces - 1:
+            gl.store(arrival, 0)  # for the next launch: nobody else will come in this one
+            _combine(partials + unit * D, stats + unit, stats + stats_size + unit, out, pieces, GROUP, KV_HEADS, D)
+
+
+@gluon.jit
+def _combine(partials, peaks, totals, out, pieces, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr):
+    """Sum the partial results of a unit's pieces, in their order, into ``out`` (its first head)."""
+    PARTS: gl.constexpr = gl.BlockedLayout([COMBINED, 1, D // 16], [1, 2, 16], [1, 4, 1], [2, 1, 0])
+    HEADS: gl.constexpr = gl.SliceLayout(0, PARTS)
+    STATS: gl.constexpr = gl.SliceLayout(2, PARTS)
+    ROWS: gl.constexpr = gl.SliceLayout(1, HEADS)
+    row = gl.arange(0, GROUP_ROWS, ROWS)
+    at = row[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, HEADS))[None, :]
+    member = gl.arange(0, GROUP_ROWS, gl.SliceLayout(0, STATS))[None, :]
+    acc = gl.zeros([GROUP_ROWS, D], gl.float32, HEADS)
+    peak = gl.full([GROUP_ROWS], -float("inf"), gl.float32, ROWS)
+    total = gl.zeros([GROUP_ROWS], gl.float32, ROWS)
+    for first in range(0, pieces, COMBINED):
+        # Nothing here waits for another load: one round trip.
+        piece = first + gl.arange(0, COMBINED, gl.SliceLayout(1, STATS))[:, None]
+        there = (piece < pieces) & (member < GROUP)
+        of = piece * (KV_HEADS * GROUP) + member
+        piece_peak = gl.load(peaks + of, mask=there, other=-float("inf"), cache_modifier=".cg")
+        piece_total = gl.load(totals + of, mask=there, other=0.0, cache_modifier=".cg")
+        part = partials + (piece * (KV_HEADS * GROUP * D))[:, :, None] + at[None, :, :]
+        part = gl.load(part, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
+        new_peak = gl.maximum(peak, gl.convert_layout(gl.max(piece_peak, 0), ROWS))
+        base = gl.where(new_peak == -float("inf"), 0.0, new_peak)  # out of the window so far, or no head
+        weight = gl.exp2(piece_peak - gl.convert_layout(base, gl.SliceLayout(0, STATS))[None, :])
+        shrink = gl.exp2(peak - base)
+        total = total * shrink + gl.convert_layout(gl.sum(weight * piece_total, 0), ROWS)
+        acc = acc * shrink[:, None] + gl.sum(weight[:, :, None] * part, 0)
+        peak = new_peak
+    gl.store(out + at, (acc / total[:, None]).to(gl.bfloat16), mask=(row < GROUP)[:, None])
+
+
+@gluon.jit
+def _attend(
+    k_cache, v_cache, heads, q_norm, k_norm, eps, cos_sin, slot_mapping, out, ks, vs, ready, free, items, first_item,
+    last_item, block_tables, stride_table, partials, stats, arrivals, scale, window, stride_heads, stride_out,
+    stats_size, head, NORM: gl.constexpr, ROTARY: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """The warps that compute. They free a tile's memory as soon as they have it in registers."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [BLOCKS, 1, 1], [1, 16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    PARTS: gl.constexpr = gl.BlockedLayout([BLOCKS, 1, D // 16], [1, 2, 16], [1, 4, 1], [2, 1, 0])
+    HEADS: gl.constexpr = gl.SliceLayout(0, PARTS)
+    TILE: gl.constexpr = _tile_layout(D)
+    HALF: gl.constexpr = D // 2
+    member = gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, HEADS))[:, None]
+    column = gl.arange(0, D, gl.SliceLayout(0, HEADS))[None, :]
+    in_half, across = column % HALF, (column + HALF) % D
+    k_tiles = ks._reinterpret(gl.bfloat16, [STAGES, BLOCKS, BLOCK, D], TILE)
+    v_tiles = vs._reinterpret(gl.bfloat16, [STAGES, BLOCKS, BLOCK, D], TILE)
+    turn = 0
+    if PDL and first_item == last_item:
+        gdc_wait()
+        gdc_launch_dependents()
+    for item in range(first_item, last_item):
+        _, context, begin, end, takes_new = _item(items, item, block_tables, stride_table)
+        fields = items + item * ITEM
+        query = gl.load(fields + QUERY).to(gl.int64)
+        cache_slot = gl.load(slot_mapping + query)
+        first = gl.maximum(context - window + 1, 0)
+        cosine, sine, q_gain, q_gain_across, k_gain, k_gain_across = 1.0, 0.0, 1.0, 1.0, 1.0, 1.0
+        if ROTARY:
+            angle = cos_sin + context.to(gl.int64) * D + in_half
+            cosine = gl.load(angle)
+            sine = gl.load(angle + HALF)
+            sine = gl.where(column < HALF, -sine, sine)
+        if NORM:
+            q_gain, q_gain_across = gl.load(q_norm + column), gl.load(q_norm + across)
+            k_gain, k_gain_across = gl.load(k_norm + column), gl.load(k_norm + across)
+        if PDL and item == first_item:
+            gdc_wait()
+            gdc_launch_dependents()
+
+        q_new = heads + query * stride_heads + (head * GROUP + member) * D
+        k_new = heads + query * stride_heads + (KV_HEADS * GROUP + head) * D
+        there = (member < GROUP) & (column >= 0)
+        is_new = takes_new & (column >= 0)
+        q = gl.load(q_new + column, mask=there, other=0.0)
+        key = gl.load(k_new + column, mask=is_new, other=0.0)
+        value = gl.load(k_new + KV_HEADS * D + column, mask=is_new, other=0.0)
+        q_across, key_across = q, key
+        if ROTARY:
+            q_across = gl.load(q_new + across, mask=there, other=0.0)
+            key_across = gl.load(k_new + across, mask=is_new, other=0.0)
+        q = _norm_and_rotate(q, q_across, q_gain, q_gain_across, cosine, sine, eps, NORM, ROTARY, D)
+        key = _norm_and_rotate(key, key_across, k_gain, k_gain_across, cosine, sine, eps, NORM, ROTARY, D)
+        at = (cache_slot // BLOCK * KV_HEADS + head) * (BLOCK * D) + cache_slot % BLOCK * D + column
+        gl.store(k_cache + at, key, mask=is_new & (cache_slot >= 0))
+        gl.store(v_cache + at, value, mask=is_new & (cache_slot >= 0))
+        new_score = gl.sum(q.to(gl.float32) * key.to(gl.float32), 1) * scale
+        # Each head twice, in every warp.
+        q = gl.reshape(gl.permute(gl.join(q, q), (2, 0, 1)), [2 * GROUP_ROWS, D])
+        left = gl.convert_layout(q, gl.SliceLayout(0, LEFT))[None, :, :]
+        left = left.broadcast_to([BLOCKS, 2 * GROUP_ROWS, D])
+
+        acc = gl.zeros([BLOCKS, 2 * GROUP_ROWS, D], gl.float32, MMA)
+        peak = gl.full([BLOCKS, 2 * GROUP_ROWS], -float("inf"), gl.float32, gl.SliceLayout(2, MMA))
+        total = gl.zeros([BLOCKS, 2 * GROUP_ROWS], gl.float32, gl.SliceLayout(2, MMA))
+        for tile in range(begin, end):
+            slot = turn % STAGES
+            mbarrier.wait(ready.index(slot), turn // STAGES & 1)
+            k = k_tiles.index(slot).permute((0, 2, 1)).load(RIGHT)
+            v = v_tiles.index(slot).load(RIGHT)
+            mbarrier.arrive(free.index(slot))
+            turn += 1
+            acc, peak, total = _fold(acc, peak, total, left, k, v, first, context, tile, scale, MMA)
+        acc, peak, total = _join_warps(acc, peak, total, new_score, value, takes_new, PARTS)
+        _finish(
+            acc, peak, total, fields, query, head, out, partials, stats, arrivals, stride_out, stats_size, GROUP,
+            KV_HEADS, D,
+        )  # fmt: skip
+
+
+@GluonKernel
+def _streamed_decode_kernel(
+    k_blocks, v_blocks, k_cache, v_cache, heads, q_norm, k_norm, eps, cos_sin, slot_mapping, out, block_tables, items,
+    lane_items, partials, stats, arrivals, scale, window, stride_heads, stride_out, stride_table, stats_size,
+    NORM: gl.constexpr, ROTARY: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Grid: lanes x KV heads, heads of a lane side by side, since their KV lies side by side in a block."""
+    head = gl.program_id(0) % KV_HEADS
+    lane = gl.program_id(0) // KV_HEADS
+    first_item = gl.load(lane_items + 2 * lane)
+    last_item = gl.load(lane_items + 2 * lane + 1)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    ks = gl.allocate_shared_memory(gl.bfloat16, [STAGES * BLOCKS, BLOCK, D], k_blocks.layout)
+    vs = gl.allocate_shared_memory(gl.bfloat16, [STAGES * BLOCKS, BLOCK, D], v_blocks.layout)
+    # Tuples in variables would lose their constants.
+    gl.warp_specialize(
+        [
+            (_attend, (
+                k_cache, v_cache, heads, q_norm, k_norm, eps, cos_sin, slot_mapping, out, ks, vs, ready, free, items,
+                first_item, last_item, block_tables, stride_table, partials, stats, arrivals, scale, window,
+                stride_heads, stride_out, stats_size, head, NORM, ROTARY, GROUP, KV_HEADS, D, STAGES, PDL,
+            )),
+            (_fill, (
+                k_blocks, v_blocks, ks, vs, ready, free, items, first_item, last_item, block_tables, stride_table,
+                window, head, KV_HEADS, D, STAGES,
+            )),
+        ],
+        [1],
+        [56],
+    )  # fmt: skip

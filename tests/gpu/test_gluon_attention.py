@@ -1,0 +1,136 @@
+"""Decode attention whose keys flow through shared memory, which Triton's interpreter cannot run.
+
+Against a float64 twin, over caches that are NaN wherever no row looks; see tests/kernels/test_triton_decode.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from asyncengine.errors import ConfigError
+from asyncengine.kernels.work_list import PIECES, WorkList, choose_streamed_tile
+from tests.kernels.poison import poison_new_memory
+from tests.kernels.test_triton_attention import Case
+from tests.kernels.test_triton_decode import Decode, make_decode
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+)
+
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {"num_kv_heads": 12, "group": 1, "head_dim": 64, "norm": False, "rotary": False},
+    "qwen3": {"num_kv_heads": 8, "group": 2, "head_dim": 128},
+    "llama": {"num_kv_heads": 8, "group": 4, "head_dim": 128, "norm": False},
+    "seven heads": {"num_kv_heads": 3, "group": 7, "head_dim": 64},
+    "five heads": {"num_kv_heads": 5, "group": 5, "head_dim": 128, "norm": False, "rotary": False},
+    "eight heads": {"num_kv_heads": 2, "group": 8, "head_dim": 128},
+}
+EDGES = (0, 1, 2, 15, 16, 17, 31, 48, 63, 64, 65, 79, 80, 127, 128, 129, 255, 300)
+"""Tokens before the new one, about the ends of blocks and tiles."""
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    poison_new_memory(monkeypatch)
+
+
+def make(model: str, contexts: tuple[int | None, ...], **case: Any) -> Decode:
+    """Rows of one token after so many; None is a row of none. The engine's tile and, unless told otherwise, grid."""
+    fields = {"dtype": torch.bfloat16, "programs": None, "min_split_tokens": 256, **MODELS[model], **case}
+    norm, rotary = fields.pop("norm", True), fields.pop("rotary", True)
+    rows = tuple((0, 0) if context is None else (1, context) for context in contexts)
+    made = Case(rows, **fields)
+    tile = choose_streamed_tile(made.shape, 16)
+    assert tile is not None
+    return make_decode(replace(made, tiles=(tile, None)), torch.device("cuda"), norm, rotary)
+
+
+def most_pieces(work: WorkList) -> int:
+    return int(work.decode.items[:, PIECES.value].max())
+
+
+@pytest.mark.parametrize("pdl", [True, False])
+@pytest.mark.parametrize("model", MODELS)
+def test_edges_of_blocks_and_tiles(model: str, pdl: bool) -> None:
+    decode = make(model, EDGES)
+    decode.check(decode.world.work(), pdl)
+
+
+@pytest.mark.parametrize("window", [1, 33, 64, 1000])
+@pytest.mark.parametrize("model", ["gpt2", "qwen3"])
+def test_windows(model: str, window: int) -> None:
+    decode = make(model, (*EDGES, 1500), window=window)
+    decode.check(decode.world.work(), pdl=True)
+
+
+@pytest.mark.parametrize(
+    ("contexts", "case"),
+    [
+        ((5000,), {}),
+        ((20000,), {}),
+        ((5000, 37, 2900, 1, 640, 1500), {}),
+        ((3000, 40, 2000, 700), {"window": 700, "min_split_tokens": 64}),
+        (EDGES, {"min_split_tokens": 64}),
+    ],
+    ids=["one row", "more pieces than are read at once", "ragged", "window", "finely"],
+)
+@pytest.mark.parametrize("model", ["gpt2", "qwen3"])
+def test_rows_in_pieces(model: str, contexts: tuple[int, ...], case: dict[str, Any]) -> None:
+    decode = make(model, contexts, **case)
+    work = decode.world.work()
+    decode.check(work, pdl=True)
+    assert most_pieces(work) > 1
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+@pytest.mark.parametrize("programs", [1, 24, None], ids=["one lane", "few programs", "all"])
+def test_many_rows(model: str, programs: int | None) -> None:
+    """Programs take several items, whose tiles they ask for without a pause."""
+    random = torch.Generator().manual_seed(1)
+    contexts = tuple(torch.randint(0, 500, (40,), generator=random).tolist())
+    decode = make(model, (None, *contexts, None), programs=programs)
+    decode.check(decode.world.work(), pdl=True)
+
+
+@pytest.mark.parametrize("model", ["gpt2", "qwen3"])
+def test_a_full_batch(model: str) -> None:
+    decode = make(model, (288,) * 64)
+    decode.check(decode.world.work(), pdl=True)
+
+
+def test_no_slot_is_no_write() -> None:
+    """And the new token is seen all the same."""
+    decode = make("qwen3", (5, 64, 700))
+    with_slots = decode.attend(decode.world.k.clone(), decode.world.v.clone(), decode.world.work())
+    decode.world.step.slot_mapping.fill_(-1)
+    k, v = decode.world.k.clone(), decode.world.v.clone()
+    out = decode.attend(k, v, decode.world.work())
+    assert torch.equal(out[:3], with_slots[:3])
+    assert not out[:3].isnan().any()
+    for after, before in ((k, decode.world.k), (v, decode.world.v)):
+        torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
+
+
+def test_results_are_the_same_each_time() -> None:
+    """Whoever of a row's pieces comes last, and with a list that has been used before."""
+    decode = make("llama", (5000, 37, 2900, 1, 640, 1500))
+    work = decode.world.work()
+    once, *more = (decode.attend(decode.world.k.clone(), decode.world.v.clone(), work, pdl=True) for _ in range(20))
+    for again in more:
+        assert torch.equal(again.nan_to_num(), once.nan_to_num())
+
+
+def test_what_is_for_another_kernel_is_refused() -> None:
+    decode = make("qwen3", (20,))
+    right = decode.world.work()
+    other_tile = replace(right.decode, tile=replace(right.decode.tile, keys=32))
+    for work in (replace(right, decode=other_tile), replace(right, window=8)):
+        with pytest.raises(ConfigError, match="work list"):
+            decode.attend(decode.world.k, decode.world.v, work)
+    large_blocks = make("qwen3", (20,), block_size=32)
+    with pytest.raises(ValueError, match="another kernel"):
+        large_blocks.attend(large_blocks.world.k, large_blocks.world.v, large_blocks.world.work())
