@@ -98,7 +98,7 @@ def main(directory: str, dtype: str, quantization: Quantization = "none") -> Non
     loaded = load_model(config, ops, NativeAttention(ops))
     device = _core.SimulatedDevice(vocab_size=2)
     native = _core.CudaDevice.simulated(device)
-    steps, _buffers = make_steps(config, loaded, ops, native, 8)
+    steps, _ = make_steps(config, loaded, ops, native, 8)
     steps.state.input_ids.zero_()
     if quantization == "fp8":  # which has kernels of ours for few rows, whatever the card
         for rows in (1, 4):
@@ -110,7 +110,7 @@ def main(directory: str, dtype: str, quantization: Quantization = "none") -> Non
     steps.copy_blocks()
     if quantization == "none":  # and what Hopper takes instead, where there is something
         streaming = CudaOps(ops.device, CudaOptions(streamed_attention=True))
-        steps, _buffers = make_steps(config, loaded, streaming, native, 8)
+        steps, _ = make_steps(config, loaded, streaming, native, 8)
         steps.state.input_ids.zero_()
         steps.run(Bucket(4, 4, True), GREEDY)
     for name, kernel in compiled.items():
