@@ -98,7 +98,7 @@ def main(directory: str, dtype: str, quantization: Quantization = "none") -> Non
     loaded = load_model(config, ops, NativeAttention(ops))
     device = _core.SimulatedDevice(vocab_size=2)
     native = _core.CudaDevice.simulated(device)
-    steps, _buffers = make_steps(config, loaded, ops, native, 8)
+    steps, _ = make_steps(config, loaded, ops, native, 8)
     steps.state.input_ids.zero_()
     if quantization == "fp8":  # which has kernels of ours for few rows, whatever the card
         for rows in (1, 4):
@@ -109,8 +109,13 @@ def main(directory: str, dtype: str, quantization: Quantization = "none") -> Non
     steps.run(Bucket(4, 4, True), GREEDY)
     steps.copy_blocks()
     if quantization == "none":  # and what Hopper takes instead, where there is something
+<<<<<<< HEAD
         streaming = CudaOps(ops.device, CudaOptions(streamed=True))
         steps, _buffers = make_steps(config, loaded, streaming, native, 8)
+=======
+        streaming = CudaOps(ops.device, CudaOptions(streamed_attention=True))
+        steps, _ = make_steps(config, loaded, streaming, native, 8)
+>>>>>>> gattn
         steps.state.input_ids.zero_()
         steps.run(Bucket(4, 4, True), GREEDY)
     for name, kernel in compiled.items():
