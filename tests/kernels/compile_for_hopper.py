@@ -109,13 +109,8 @@ def main(directory: str, dtype: str, quantization: Quantization = "none") -> Non
     steps.run(Bucket(4, 4, True), GREEDY)
     steps.copy_blocks()
     if quantization == "none":  # and what Hopper takes instead, where there is something
-<<<<<<< HEAD
         streaming = CudaOps(ops.device, CudaOptions(streamed=True))
-        steps, _buffers = make_steps(config, loaded, streaming, native, 8)
-=======
-        streaming = CudaOps(ops.device, CudaOptions(streamed_attention=True))
         steps, _ = make_steps(config, loaded, streaming, native, 8)
->>>>>>> gattn
         steps.state.input_ids.zero_()
         steps.run(Bucket(4, 4, True), GREEDY)
     for name, kernel in compiled.items():
