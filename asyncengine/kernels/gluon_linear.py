@@ -213,7 +213,7 @@ def _streamed_kernel(
         added = gl.load(at, mask=there, other=0.0)
 
     acc = gl.zeros([BN, BM], gl.float32, SUMS)
-    FLAT: gl.constexpr = gl.NVMMASharedLayout(128 if BK >= 64 else BK * 2, 16, 2)
+    FLAT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     for step in range(STEPS):
         slot = step % STAGES
         mbarrier.wait(ready.index(slot), step // STAGES & 1)

@@ -93,8 +93,8 @@ class Plan:
         """Whether it can multiply weights of this shape. Needs no norm."""
         if self.kind == "cublas":
             return True
-        if self.kind == "streamed" and (inner % 8 or (gated and columns % 8)):
-            return False  # copies are of 16 bytes, and of 8 rows of the gate and of up in turn
+        if self.kind == "streamed" and (self.inner % 64 or inner % 8 or (gated and columns % 8)):
+            return False  # copies are of 128 bytes or, at the end, 16, and of 8 rows of the gate and of up in turn
         if self.kind in ("tiled", "streamed"):
             return self.split == 1 or inner % (self.split * self.inner) == 0
         if self.ahead * self.warps * self.inner > inner:

@@ -324,6 +324,7 @@ def test_what_does_not_fit() -> None:
     assert Plan("streamed", 64, 64, rows=16).fits(33, 104, False)
     assert not Plan("streamed", 64, 64, rows=16).fits(33, 100, False), "rows of x are not aligned"
     assert not Plan("streamed", 64, 64, rows=16).fits(36, 104, True)
+    assert not Plan("streamed", 64, 32, rows=16).fits(64, 128, False), "tiles are of 128 bytes"
     assert not Plan("streamed", 64, 64, rows=16, split=2).fits(64, 192, False)
     assert Plan("tiled", 64, 32, rows=16, split=2).fits(33, 128, False)
     assert not Plan("tiled", 64, 32, rows=16, split=2).fits(33, 96, False)

@@ -386,10 +386,10 @@ def test_parts_are_added_by_whoever_reads_the_stream(
     """Two additions, a norm with its projection, a third addition and the logits, which read some rows twice."""
     if device.type == "cpu":
         monkeypatch.setattr("asyncengine.kernels.gluon_linear.streamed_parts", left_in_parts)
-    model = Model(device, 6, 48, layer=False)
-    projected = Site(48, 48, 8, "rms", "gelu", True, False)
+    model = Model(device, 6, 128, 128, layer=False)
+    projected = Site(128, 128, 8, "rms", "gelu", True, False)
     plans = {
-        Site(48, 48, 8, "none", None, True, True): Plan("streamed", 64, 8, 4, 8, 2, 2, fused_norm=False),
+        Site(128, 128, 8, "none", None, True, True): Plan("streamed", 64, 64, 4, 8, 2, 2, fused_norm=False),
         projected: replace(PLANS["skinny"], fused_norm=fused),
     }
     results = []
