@@ -179,15 +179,12 @@ class CudaOps:
         plan = self._choose(x, handle, None, None, add=True)
         if isinstance(weight, Quantized) and isinstance(x, Tensor) and not plan.fused_norm:
             x = quantize_rows(x, pdl=pdl)
-        if plan.kind == "streamed":
+        if plan.leaves_parts:
             assert isinstance(x, Tensor)
             assert isinstance(weight, Tensor)
-            if plan.leaves_parts:
-                stream.parts = gluon_linear.streamed_parts(x, weight, plan, bias=bias, pdl=pdl)
-            else:
-                gluon_linear.streamed_linear(x, weight, plan, out=to, bias=bias, add=True, pdl=pdl)
+            stream.parts = gluon_linear.streamed_parts(x, weight, plan, bias=bias, pdl=pdl)
         elif plan.kind != "cublas":
-            triton_linear.linear(x, weight, plan, out=to, bias=bias, add=True, arrivals=self._arrivals, pdl=pdl)
+            self._launch(x, handle, plan, out=to, add=True)
         elif bias is None and isinstance(weight, Tensor) and isinstance(x, Tensor):
             torch.addmm(to, x, weight.T, out=to)
         else:
@@ -285,16 +282,34 @@ class CudaOps:
         else:
             num_rows = len(x) if index is None else len(index)
             y = torch.empty((num_rows, handle.columns(activation)), dtype=dtype, device=self.device)
-            if plan.kind == "streamed":
-                assert isinstance(x, Tensor)
-                assert isinstance(weight, Tensor)
-                gluon_linear.streamed_linear(x, weight, plan, out=y, bias=bias, activation=activation, pdl=pdl)
-            else:
-                triton_linear.linear(
-                    x, weight, plan, out=y, bias=bias, norm=norm, activation=activation, index=index,
-                    arrivals=self._arrivals, pdl=pdl,
-                )  # fmt: skip
+            self._launch(x, handle, plan, out=y, norm=norm, activation=activation, index=index)
         return y[:, : handle.out_features]  # a gate's result is half as wide, and never padded
+
+    def _launch(
+        self,
+        x: Tensor | Quantized,
+        handle: CudaLinear,
+        plan: Plan,
+        *,
+        out: Tensor,
+        norm: Norm | None = None,
+        activation: Activation | None = None,
+        add: bool = False,
+        index: Tensor | None = None,
+    ) -> None:
+        """``triton_linear.linear`` by whichever kernel the plan is for. Streamed plans take neither norm nor index."""
+        weight, bias, pdl = handle.weight, handle.bias, self.options.pdl
+        if plan.kind == "streamed":
+            assert isinstance(x, Tensor)
+            assert isinstance(weight, Tensor)
+            assert norm is None
+            assert index is None
+            gluon_linear.streamed_linear(x, weight, plan, out=out, bias=bias, activation=activation, add=add, pdl=pdl)
+        else:
+            triton_linear.linear(
+                x, weight, plan, out=out, bias=bias, norm=norm, activation=activation, add=add, index=index,
+                arrivals=self._arrivals, pdl=pdl,
+            )  # fmt: skip
 
 
 def _join_biases(weights: Sequence[Tensor], biases: Sequence[Tensor | None], padding: int = 0) -> Tensor | None:

@@ -30,7 +30,8 @@ from asyncengine.kernels.device_step import DeviceStep
 from asyncengine.kernels.gluon_linear import GluonKernel
 from asyncengine.kernels.ops import HeadNorms
 from asyncengine.kernels.pdl import launch_options
-from asyncengine.kernels.triton_decode import check_heads
+from asyncengine.kernels.triton_decode import check_heads, surroundings
+from asyncengine.kernels.triton_paged_decode import norm_and_rotate
 from asyncengine.kernels.work_list import (
     BEGIN,
     END,
@@ -52,6 +53,8 @@ BLOCKS = gl.constexpr(4)  # of a tile, one a warp
 KEYS = gl.constexpr(64)
 GROUP_ROWS = gl.constexpr(8)  # heads of a group, padded; the tensor cores take each twice
 COMBINED = gl.constexpr(16)  # pieces of a unit that are read at once
+
+_norm_and_rotate = gluon.jit(norm_and_rotate.fn)
 
 
 def streamed_decode_attention(
@@ -90,18 +93,11 @@ def streamed_decode_attention(
         k_cache,
         v_cache,
         heads,
-        heads if norms is None else norms.q,
-        heads if norms is None else norms.k,
-        0.0 if norms is None else norms.eps,
-        heads if cos_sin is None else cos_sin,
+        *surroundings(heads, norms, cos_sin),
         step.slot_mapping,
         out,
         step.slots.block_tables,
-        section.items,
-        section.lane_items,
-        section.partials,
-        section.stats,
-        section.arrivals,
+        *section.operands,
         scale * math.log2(math.e),
         window or NO_WINDOW,
         heads.stride(0),
@@ -210,21 +206,6 @@ def _fill(
             first, last, a, b, c, d = next_first, next_last, next_a, next_b, next_c, next_d
             turn += 1
         table, context, begin, end = next_table, next_context, next_begin, next_end
-
-
-@gluon.jit
-def _norm_and_rotate(
-    x, other, gain, gain_other, cosine, sine, eps, NORM: gl.constexpr, ROTARY: gl.constexpr, D: gl.constexpr
-):
-    """Heads [R, D], ``other`` their halves the other way round; rounded wherever separate operations would round."""
-    if NORM:
-        exact = x.to(gl.float32)
-        factor = gl.rsqrt(gl.sum(exact * exact, 1) / D + eps)[:, None]
-        x = (exact * factor * gain.to(gl.float32)).to(gl.bfloat16)
-        other = (other.to(gl.float32) * factor * gain_other.to(gl.float32)).to(gl.bfloat16)
-    if ROTARY:
-        x = (x.to(gl.float32) * cosine + other.to(gl.float32) * sine).to(gl.bfloat16)
-    return x
 
 
 @gluon.jit

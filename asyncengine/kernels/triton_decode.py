@@ -105,10 +105,7 @@ def decode_attention(
     partials = torch.empty((stats.shape[1], 2, half), dtype=torch.float32, device=heads.device)
     _decode_kernel[(pieces, num_heads, rows)](
         heads,
-        heads if norms is None else norms.q,
-        heads if norms is None else norms.k,
-        0.0 if norms is None else norms.eps,
-        heads if cos_sin is None else cos_sin,
+        *surroundings(heads, norms, cos_sin),
         step.row_slot,
         step.row_query_start,
         step.row_query_len,
@@ -139,6 +136,13 @@ def decode_attention(
         num_stages=1,
         **launch_options(pdl),
     )
+
+
+def surroundings(
+    heads: Tensor, norms: HeadNorms | None, cos_sin: Tensor | None
+) -> tuple[Tensor, Tensor, float, Tensor]:
+    """Norms of queries and keys, their eps, cosines and sines, as a kernel takes them: heads where there are none."""
+    return *(norms or (heads, heads, 0.0)), heads if cos_sin is None else cos_sin
 
 
 def check_heads(

@@ -24,7 +24,7 @@ from asyncengine.kernels.compiling import kernel
 from asyncengine.kernels.device_step import DeviceStep
 from asyncengine.kernels.ops import HeadNorms
 from asyncengine.kernels.triton_attention import combine_options, finish, fold, load_blocks
-from asyncengine.kernels.triton_decode import check_heads
+from asyncengine.kernels.triton_decode import check_heads, surroundings
 from asyncengine.kernels.work_list import (
     BEGIN,
     END,
@@ -70,20 +70,13 @@ def paged_decode_attention(
     width = max(16, triton.next_power_of_2(head_dim))  # what a dot takes at least
     _paged_decode_kernel[(section.lanes * kv_heads,)](
         heads,
-        heads if norms is None else norms.q,
-        heads if norms is None else norms.k,
-        0.0 if norms is None else norms.eps,
-        heads if cos_sin is None else cos_sin,
+        *surroundings(heads, norms, cos_sin),
         step.slot_mapping,
         k_cache,
         v_cache,
         out,
         step.slots.block_tables,
-        section.items,
-        section.lane_items,
-        section.partials,
-        section.stats,
-        section.arrivals,
+        *section.operands,
         scale * math.log2(math.e),
         window or NO_WINDOW,
         heads.stride(0),
@@ -146,7 +139,7 @@ def _prefetch(
 
 
 @triton.jit
-def _norm_and_rotate(
+def norm_and_rotate(
     x, other, gain, gain_other, cosine, sine, eps, NORM: tl.constexpr, ROTARY: tl.constexpr, HEAD_DIM: tl.constexpr
 ):
     """Heads [R, D], ``other`` their halves the other way round; rounded wherever separate operations would round."""
@@ -280,8 +273,8 @@ def _paged_decode_kernel(
         if ROTARY:
             q_across = tl.load(q_new + across, mask=there_q, other=0.0)
             key_across = tl.load(k_new + across, mask=there_k, other=0.0)
-        q = _norm_and_rotate(q, q_across, q_gain, q_gain_across, cosine, sine, eps, NORM, ROTARY, HEAD_DIM)
-        key = _norm_and_rotate(key, key_across, k_gain, k_gain_across, cosine, sine, eps, NORM, ROTARY, HEAD_DIM)
+        q = norm_and_rotate(q, q_across, q_gain, q_gain_across, cosine, sine, eps, NORM, ROTARY, HEAD_DIM)
+        key = norm_and_rotate(key, key_across, k_gain, k_gain_across, cosine, sine, eps, NORM, ROTARY, HEAD_DIM)
         written = there_k & (cache_slot >= 0)
         at = cache_slot // BLOCK_SIZE * BLOCK_STRIDE + cache_slot % BLOCK_SIZE * HEAD_DIM + column
         tl.store(k_head + at, key, mask=written)

@@ -153,6 +153,11 @@ class Section:
     arrivals: Tensor
     """int32 [slots, Hk]: pieces of a unit that are ready, 0 between launches"""
 
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """As the attention kernels take them, one after the other."""
+        return self.items, self.lane_items, self.partials, self.stats, self.arrivals
+
     def build(self, step: DeviceStep, window: int, pdl: bool = False) -> None:
         _build_kernel[(step.num_rows,)](
             step.row_slot,

@@ -9,6 +9,9 @@ import torch
 
 from tests.models import tiny
 
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+)
 SHAPES = Path(__file__).resolve().parents[2] / "bench" / "shapes"
 
 

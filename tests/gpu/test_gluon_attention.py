@@ -13,13 +13,12 @@ import torch
 
 from asyncengine.errors import ConfigError
 from asyncengine.kernels.work_list import PIECES, WorkList, choose_streamed_tile
+from tests.gpu.conftest import needs_hopper
 from tests.kernels.poison import poison_new_memory
 from tests.kernels.test_triton_attention import Case
 from tests.kernels.test_triton_decode import Decode, make_decode
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
-)
+pytestmark = needs_hopper
 
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"num_kv_heads": 3, "group": 1, "head_dim": 64, "norm": False, "rotary": False},

@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from asyncengine.kernels import gluon_linear
 from asyncengine.kernels.gluon_linear import streamed_linear, streamed_parts
 from asyncengine.kernels.linear_plans import Plan, PlanTable, Site
+from tests.gpu.conftest import needs_hopper
 from tests.kernels.poison import poison_new_memory, surrounded, taken
 from tests.kernels.test_triton_linear import Case
 from tests.kernels.twins import assert_within
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
-)
+pytestmark = needs_hopper
 
 CASES = st.builds(
     Case,
