@@ -54,7 +54,8 @@ class CudaBatch:
     work: dict[int, WorkList]
     """by sliding window; 0 is none"""
     few_keys: bool = False
-    """Every row has one token and few enough keys for decode_attention, which needs no work list."""
+    """Tokens are few, and every row has few enough keys, for decode_attention, which needs no work list."""
+    single_token_rows: bool = False
 
     def build_work(self, *, pdl: bool) -> None:
         """After ingest, before the model."""
@@ -196,13 +197,13 @@ class CudaOps:
         step, pdl = batch.step, self.options.pdl
         q, k, v = split_heads(heads, layer.num_heads)
         out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
-        if batch.few_keys:
+        work = batch.work[layer.window]
+        if batch.few_keys and batch.single_token_rows:
             decode_attention(
                 heads, layer.num_heads, layer.norms, layer.cos_sin, k_cache, v_cache, step, layer.scale, layer.window,
                 out, self._arrivals, pdl=pdl,
             )  # fmt: skip
             return out
-        work = batch.work[layer.window]
         if work.takes_heads:
             streamed = work.decode.tile.streamed
             attend = gluon_paged_decode.streamed_decode_attention if streamed else paged_decode_attention
@@ -219,7 +220,13 @@ class CudaOps:
                 heads, layer.num_heads, q_norm, k_norm, eps, layer.cos_sin, step.positions, step.slot_mapping,
                 k_cache, v_cache, pdl=pdl,
             )  # fmt: skip
-        paged_attention(q, k_cache, v_cache, step, work, layer.scale, layer.window, out, pdl=pdl)
+        if batch.few_keys:
+            decode_attention(
+                heads, layer.num_heads, None, None, k_cache, v_cache, step, layer.scale, layer.window, out,
+                self._arrivals, stored=True, pdl=pdl,
+            )  # fmt: skip
+        else:
+            paged_attention(q, k_cache, v_cache, step, work, layer.scale, layer.window, out, pdl=pdl)
         return out
 
     def logits(self, stream: Stream, norm: Norm, handle: CudaLinear, batch: CudaBatch) -> Tensor:

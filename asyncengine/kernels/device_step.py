@@ -37,7 +37,7 @@ class Slots:
 class DeviceStep:
     """One step of at most T tokens and R rows; ingest writes it, every later kernel of the step reads it.
 
-    Rows and tokens that a step does not use are inert: row_slot and sample_slot -1, row_query_len 0,
+    Rows and tokens that a step does not use are inert: row_slot, token_slot and sample_slot -1, row_query_len 0,
     slot_mapping -1, indices 0.
     """
 
@@ -48,6 +48,8 @@ class DeviceStep:
     """int32 [T]"""
     slot_mapping: Tensor
     """int64 [T]: block * block_size + offset, where the token's KV is written"""
+    token_slot: Tensor
+    """int32 [T]: its row's slot; -1 where nothing is to be computed"""
     row_slot: Tensor
     """int32 [R]"""
     row_query_start: Tensor
@@ -80,6 +82,7 @@ class DeviceStep:
             self.input_ids[:num_tokens],
             self.positions[:num_tokens],
             self.slot_mapping[:num_tokens],
+            self.token_slot[:num_tokens],
             self.row_slot[:num_rows],
             self.row_query_start[:num_rows],
             self.row_query_len[:num_rows],
@@ -118,6 +121,7 @@ def allocate_step(
         input_ids=ints(max_tokens),
         positions=ints(max_tokens),
         slot_mapping=ints(max_tokens, fill=-1, dtype=torch.int64),
+        token_slot=ints(max_tokens, fill=-1),
         row_slot=ints(max_rows, fill=-1),
         row_query_start=ints(max_rows),
         row_query_len=ints(max_rows),

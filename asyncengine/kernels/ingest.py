@@ -86,6 +86,7 @@ def ingest(source: StepSource, step: DeviceStep, block_size: int, pdl: bool = Fa
         step.input_ids,
         step.positions,
         step.slot_mapping,
+        step.token_slot,
         step.row_slot,
         step.row_query_start,
         step.row_query_len,
@@ -144,6 +145,7 @@ def _ingest(
     input_ids,
     positions,
     slot_mapping,
+    token_slot,
     row_slot,
     row_query_start,
     row_query_len,
@@ -173,6 +175,7 @@ def _ingest(
         tl.store(input_ids + token, 0, mask=unused)
         tl.store(positions + token, 0, mask=unused)
         tl.store(slot_mapping + token, -1, mask=unused)
+        tl.store(token_slot + token, -1, mask=unused)
     elif pid >= num_rows:
         tl.store(row_slot + pid, -1)
         tl.store(row_query_start + pid, 0)
@@ -234,6 +237,7 @@ def _ingest(
             tl.store(input_ids + token, tl.where(from_device, last, prompt), mask=valid)
             tl.store(positions + token, position, mask=valid)
             tl.store(slot_mapping + token, tl.where(inert, -1, kv_slot), mask=valid)
+            tl.store(token_slot + token, tl.where(inert, -1, slot), mask=valid)
 
         tl.store(row_slot + pid, slot)
         tl.store(row_query_start + pid, query_start)

@@ -80,6 +80,7 @@ def decode_attention(
     out: Tensor,
     arrivals: Tensor,
     *,
+    stored: bool = False,
     pieces: int | None = None,
     pdl: bool = False,
 ) -> None:
@@ -90,10 +91,13 @@ def decode_attention(
     and value are written where ``step.slot_mapping`` says (-1: nowhere). The token at position i sees position j if
     j <= i and, with a window > 0, i - window < j. out is [T, num_heads * D]; tokens of no row are left as they are.
     No row may read what another one writes in the same step; the core shares blocks from the commit of their step on.
-    ``arrivals`` are int32 counters, R * num_heads at least, that are 0 between launches.
+
+    With ``stored`` every token is a row, those of prompts as well: all keys and values are in the cache, and queries as
+    ``rotary_store_kv`` leaves them (norms and cos_sin are None).
+    ``arrivals`` are int32 counters, num_heads for each row at least, that are 0 between launches.
     """
     _, kv_heads, block_size, dim = k_cache.shape
-    rows = step.num_rows
+    rows = step.num_tokens if stored else step.num_rows
     check_heads(heads, num_heads, norms, cos_sin, k_cache, v_cache, out)
     if dim % 2:
         raise ValueError(f"decode_attention: heads of {dim}, which have no halves")
@@ -106,10 +110,10 @@ def decode_attention(
     _decode_kernel[(pieces, num_heads, rows)](
         heads,
         *surroundings(heads, norms, cos_sin),
-        step.row_slot,
+        step.token_slot if stored else step.row_slot,
         step.row_query_start,
         step.row_query_len,
-        step.row_context_len,
+        step.positions if stored else step.row_context_len,
         step.slot_mapping,
         step.slots.block_tables,
         k_cache,
@@ -125,6 +129,7 @@ def decode_attention(
         step.slots.block_tables.stride(0),
         NORM=norms is not None,
         ROTARY=cos_sin is not None,
+        STORED=stored,
         GROUP=num_heads // kv_heads,
         KV_HEADS=kv_heads,
         HALF=dim // 2,
@@ -226,6 +231,7 @@ def _decode_kernel(
     stride_table,
     NORM: tl.constexpr,
     ROTARY: tl.constexpr,
+    STORED: tl.constexpr,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -239,28 +245,35 @@ def _decode_kernel(
     piece, q_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     head = q_head // GROUP
     context = tl.load(row_context_len + row)
-    length = tl.load(row_query_len + row)
+    slot = tl.load(row_slot + row).to(tl.int64)
+    if STORED:
+        token, empty = row.to(tl.int64), slot < 0
+    else:
+        token, empty = tl.load(row_query_start + row).to(tl.int64), tl.load(row_query_len + row) == 0
     first = tl.maximum(context - window + 1, 0)
+    if STORED:
+        context += 1  # the new token is one of those in the cache
     first_tile = first // N
     tiles = tl.maximum(tl.cdiv(context, N) - first_tile, 1)
     share = tl.maximum(tl.cdiv(tiles, PIECES), MIN_TILES)
     used = tl.cdiv(tiles, share)
     if piece >= used:
         return  # without waiting: the first piece does
-    if length == 0:
+    if empty:
         wait(PDL)
         return
     begin = first_tile + piece * share
     end = tl.minimum(begin + share, first_tile + tiles)
-    token = tl.load(row_query_start + row).to(tl.int64)
     cache_slot = tl.load(slot_mapping + token)
-    table = block_tables + tl.load(row_slot + row).to(tl.int64) * stride_table
+    table = block_tables + slot * stride_table
     line = tl.arange(0, N)
     i = tl.arange(0, H)
     all_i = line[:, None] * 0 + i[None, :]
     inside = all_i < HALF
     k_head = k_cache + head * (BLOCK_SIZE * 2 * HALF)
     v_head = v_cache + head * (BLOCK_SIZE * 2 * HALF)
+    if STORED:  # the tile may hold keys of this very step
+        wait(PDL)
     tile = _load_tile(k_head, v_head, table, begin, first, context, i, BLOCK_SIZE, HALF, KV_HEADS, N)
     cosine, sine = 1.0, 0.0
     q_gain_low, q_gain_high, k_gain_low, k_gain_high = 1.0, 1.0, 1.0, 1.0
@@ -269,32 +282,39 @@ def _decode_kernel(
     if NORM:
         q_gain_low, q_gain_high = _halves(q_norm + all_i, inside, HALF)
         k_gain_low, k_gain_high = _halves(k_norm + all_i, inside, HALF)
-    wait(PDL)
+    if not STORED:
+        wait(PDL)
 
     new = heads + token * stride_heads + all_i
     q_low, q_high = _halves(new + q_head * (2 * HALF), inside, HALF)
-    new += (KV_HEADS * GROUP + head) * (2 * HALF)
-    k_low, k_high = _halves(new, inside, HALF)
-    v_low, v_high = _halves(new + KV_HEADS * (2 * HALF), inside, HALF)
+    if not STORED:
+        new += (KV_HEADS * GROUP + head) * (2 * HALF)
+        k_low, k_high = _halves(new, inside, HALF)
+        v_low, v_high = _halves(new + KV_HEADS * (2 * HALF), inside, HALF)
     q_low, q_high = _norm_and_rotate(
         q_low, q_high, q_gain_low, q_gain_high, cosine, sine, eps, NORM, ROTARY, HALF
     )  # fmt: skip
-    k_low, k_high = _norm_and_rotate(
-        k_low, k_high, k_gain_low, k_gain_high, cosine, sine, eps, NORM, ROTARY, HALF
-    )  # fmt: skip
-    is_new = (line == 0) & (piece == 0)
-    written = inside & is_new[:, None] & (cache_slot >= 0) & (q_head % GROUP == 0)
-    at = (cache_slot // BLOCK_SIZE * (KV_HEADS * BLOCK_SIZE) + cache_slot % BLOCK_SIZE) * (2 * HALF) + all_i
-    tl.store(k_head + at, k_low, mask=written)
-    tl.store(k_head + at + HALF, k_high, mask=written)
-    tl.store(v_head + at, v_low, mask=written)
-    tl.store(v_head + at + HALF, v_high, mask=written)
-    # The new token is the state that the first line of the first piece begins with.
-    q_low, q_high = q_low.to(tl.float32), q_high.to(tl.float32)
-    score = tl.sum(q_low * k_low.to(tl.float32) + q_high * k_high.to(tl.float32), 1) * scale
-    low = tl.where(is_new[:, None], v_low.to(tl.float32), 0.0)
-    high = tl.where(is_new[:, None], v_high.to(tl.float32), 0.0)
-    peak, total = tl.where(is_new, score, -float("inf")), tl.where(is_new, 1.0, 0.0)
+    if STORED:
+        q_low, q_high = q_low.to(tl.float32), q_high.to(tl.float32)
+        low, high = tl.zeros([N, H], tl.float32), tl.zeros([N, H], tl.float32)
+        peak, total = tl.full([N], -float("inf"), tl.float32), tl.zeros([N], tl.float32)
+    else:
+        k_low, k_high = _norm_and_rotate(
+            k_low, k_high, k_gain_low, k_gain_high, cosine, sine, eps, NORM, ROTARY, HALF
+        )  # fmt: skip
+        is_new = (line == 0) & (piece == 0)
+        written = inside & is_new[:, None] & (cache_slot >= 0) & (q_head % GROUP == 0)
+        at = (cache_slot // BLOCK_SIZE * (KV_HEADS * BLOCK_SIZE) + cache_slot % BLOCK_SIZE) * (2 * HALF) + all_i
+        tl.store(k_head + at, k_low, mask=written)
+        tl.store(k_head + at + HALF, k_high, mask=written)
+        tl.store(v_head + at, v_low, mask=written)
+        tl.store(v_head + at + HALF, v_high, mask=written)
+        # The new token is the state that the first line of the first piece begins with.
+        q_low, q_high = q_low.to(tl.float32), q_high.to(tl.float32)
+        score = tl.sum(q_low * k_low.to(tl.float32) + q_high * k_high.to(tl.float32), 1) * scale
+        low = tl.where(is_new[:, None], v_low.to(tl.float32), 0.0)
+        high = tl.where(is_new[:, None], v_high.to(tl.float32), 0.0)
+        peak, total = tl.where(is_new, score, -float("inf")), tl.where(is_new, 1.0, 0.0)
     for index in range(begin, end):
         last = index + 1 == end
         following = _load_tile(

@@ -21,6 +21,8 @@ class Bucket(NamedTuple):
 
 # Rows of a mixed step beyond which all of max_num_seqs are assumed: rows cost little but their logits.
 _MIXED_ROWS = 64
+# Tokens of a mixed step up to which each is a row of its own to attention.
+_FEW_TOKENS = 32
 
 
 def choose_buckets(
@@ -29,7 +31,7 @@ def choose_buckets(
     """Ascending; the last one fits every step. Steps are at most a fifth larger than needed, from 64 tokens on.
 
     A decode step of n rows has a bucket of its own, with a max_context, while no row has more tokens than
-    ``short_context(n)``.
+    ``short_context(n)``, and so has a mixed step of n tokens if they are few.
     """
     decode = []
     for n in _sizes(max_num_seqs, first=1):
@@ -42,6 +44,9 @@ def choose_buckets(
         for tokens in _sizes(max_num_batched_tokens, first=8)
         for rows in (_MIXED_ROWS, max_num_seqs)
     }
+    few = [b for b in mixed if b.max_tokens <= _FEW_TOKENS]
+    limits = [short_context(b.max_tokens) - b.max_tokens for b in few]
+    mixed |= {b._replace(max_context=limit) for b, limit in zip(few, limits, strict=True) if limit > 0}
     return sorted([*decode, *mixed], key=lambda b: (b.max_tokens, not b.single_token_rows, b.max_rows, b.max_context))
 
 

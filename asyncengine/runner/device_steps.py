@@ -128,7 +128,8 @@ class DeviceSteps:
         source = self._buffers.source
         step = self._step.bucket(bucket.max_rows, bucket.max_tokens)
         work = self._decode_work if bucket.single_token_rows else self._work
-        batch = CudaBatch(step, work, few_keys=bucket.max_context < ANY_CONTEXT)
+        few_keys = bucket.max_context < ANY_CONTEXT
+        batch = CudaBatch(step, work, few_keys, bucket.single_token_rows)
         with torch.inference_mode():
             ingest(source, step, self._block_size, pdl=self._pdl)
             batch.build_work(pdl=self._pdl)

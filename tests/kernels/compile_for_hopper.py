@@ -106,6 +106,7 @@ def main(directory: str, dtype: str, quantization: Quantization = "none") -> Non
     steps.run(Bucket(4, 64, False), GREEDY)
     steps.run(Bucket(4, 64, False), FULL)
     steps.run(Bucket(4, 4, True, 64), GREEDY)
+    steps.run(Bucket(4, 8, False, 64), GREEDY)
     steps.run(Bucket(4, 4, True), GREEDY)
     steps.copy_blocks()
     if quantization == "none":  # and what Hopper takes instead, where there is something

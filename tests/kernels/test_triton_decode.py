@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from asyncengine.errors import ConfigError
+from asyncengine.kernels.device_step import allocate_step
 from asyncengine.kernels.gluon_paged_decode import streamed_decode_attention
 from asyncengine.kernels.ops import HeadNorms
 from asyncengine.kernels.triton_attention import paged_attention
@@ -22,7 +23,8 @@ from asyncengine.kernels.triton_decode import choose_pieces, decode_attention, l
 from asyncengine.kernels.triton_paged_decode import paged_decode_attention
 from asyncengine.kernels.triton_rows import rotary_store_kv
 from asyncengine.kernels.work_list import AttentionShape, WorkList
-from tests.kernels.test_triton_attention import TOLERANCE, Case, World, backwards, make_world
+from tests.kernels.test_triton_attention import TOLERANCE, Case, World, backwards, check, make_world, to_device
+from tests.kernels.test_triton_attention import cases as attention_cases
 
 Way = WorkList | int | None
 """A work list, or how many pieces at most without one."""
@@ -168,6 +170,36 @@ def test_a_work_list_matches_separate_operations(
         case = replace(case, tiles=None)
     decode = make_decode(case, device, norm, rotary)
     decode.check(decode.world.work().decode_only)
+
+
+@settings(max_examples=10)
+@given(attention_cases(head_dims=(16, 64, 80, 96, 128)), st.sampled_from([1, 2, 4, 16]), st.sampled_from([0, 2]))
+@example(Case(((1, 40), (5, 0), (3, 30)), group=3, head_dim=80, dtype=torch.bfloat16), 4, 0)
+@example(Case(((7, 60), (0, 0), (1, 33)), window=33, block_size=48), 2, 1)
+def test_tokens_of_prompts_as_rows(device: torch.device, case: Case, pieces: int, spare: int) -> None:
+    """Whose keys and values are in the cache before, and stay as they are; tokens of no row stay unwritten."""
+    world = make_world(case, device)
+    tokens, shape = max(1, case.num_tokens), case.shape
+    step = to_device(allocate_step(8, world.step.slots.block_tables.shape[1], 8, tokens + spare, device), device)
+    step = replace(step, slots=world.step.slots)
+    heads = torch.full((len(world.q), shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim), math.nan).to(world.q)
+    heads[:, : shape.num_heads] = world.q
+    token = 0
+    for row, (length, context) in enumerate(case.rows):
+        step.positions[token : token + length] = context + torch.arange(length)
+        step.token_slot[token : token + length] = world.step.row_slot[row]
+        token += length
+    out = torch.full((len(heads), shape.num_heads * shape.head_dim), math.nan).to(heads)
+    arrivals = torch.zeros((tokens + spare) * shape.num_heads, dtype=torch.int32, device=device)
+    before = world.k.clone(), world.v.clone()
+    decode_attention(
+        heads, shape.num_heads, None, None, world.k, world.v, step, case.head_dim**-0.5, case.window, out, arrivals,
+        stored=True, pieces=pieces,
+    )  # fmt: skip
+    check(world, out.cpu())
+    assert not arrivals.any()
+    for cache, was in zip((world.k, world.v), before, strict=True):
+        torch.testing.assert_close(cache, was, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_work_list_comes_to_what_separate_kernels_do(device: torch.device) -> None:
