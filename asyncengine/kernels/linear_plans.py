@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 MAX_ROWS = 256
 """Beyond, arithmetic binds and not memory: cuBLAS."""
 SKINNY_ROWS = 32
+_MULTIPROCESSORS = 132
 
 
 NormKind = Literal["none", "rms", "layer"]
@@ -216,15 +217,20 @@ def _tiled(site: Site) -> Iterator[Plan]:
 def _streamed(site: Site) -> Iterator[Plan]:
     if site.rows < 8 or site.weight != "bf16":
         return
-    for rows in sorted({min(most, site.rows) for most in (64, 128, 256)}):
+    for rows in (8, 16, 32, 64, 128, 256):
+        if not site.rows <= 4 * rows <= 4 * site.rows:
+            continue
         for columns in (64, 128):
             for inner in (64, 128, 256) if rows <= 64 else (64, 128):
                 for split in (1, 2, 4) if site.add else (1,):
-                    programs = -(-site.weight_rows // columns) * split * -(-site.rows // rows)
+                    tiles = -(-site.weight_rows // columns) * split
+                    programs = tiles * -(-site.rows // rows)
                     steps = site.inner // split // inner
                     sums = rows * columns // 128
                     if steps < 2 or sums > 256 or programs < 24 or (split > 1 and programs > 300):
                         continue
+                    if rows < min(64, site.rows) and tiles > _MULTIPROCESSORS:
+                        continue  # weights would be read several times, and nobody was idle
                     for stages in _stages((rows + columns) * inner * 2, steps):
                         plan = Plan("streamed", columns, inner, 4, rows, split, stages, fused_norm=False)
                         if sums <= 128:
