@@ -16,21 +16,13 @@ from torch import Tensor
 from asyncengine.errors import ConfigError
 from asyncengine.kernels.device_step import DeviceStep, allocate_step
 from asyncengine.kernels.triton_attention import paged_attention
+from asyncengine.kernels.work_items import BEGIN, COUNT, END, ITEM_COST, PARTIAL, PIECE, PIECES, POSITION, QUERY, SLOT
 from asyncengine.kernels.work_list import (
-    BEGIN,
-    COUNT,
-    END,
-    ITEM_COST,
-    PARTIAL,
-    PIECE,
-    PIECES,
-    POSITION,
-    QUERY,
-    SLOT,
     AttentionShape,
     Section,
     Tile,
     WorkList,
+    choose_apart_tile,
     choose_streamed_tile,
 )
 
@@ -49,6 +41,7 @@ class Case:
     block_size: int = 16
     window: int = 0
     split_tokens: int = 0
+    apart: bool = False
     programs: int | None = 6
     min_split_tokens: int = 16
     tiles: tuple[Tile, Tile | None] | None = SMALL
@@ -98,6 +91,7 @@ class World:
             device=self.q.device,
             window=case.window,
             split_tokens=case.split_tokens,
+            apart=case.apart,
             min_split_tokens=case.min_split_tokens,
             num_programs=case.programs,
             tiles=case.tiles,
@@ -320,6 +314,66 @@ def items_of(section: Section) -> Iterator[tuple[int, Tensor]]:
             yield lane, items[index]
 
 
+@st.composite
+def apart_cases(draw: st.DrawFn) -> Case:
+    """Rows of one token or none, lanes enough for them, and heads that no kernel looks at."""
+    rows = draw(st.lists(st.tuples(st.sampled_from([1, 1, 1, 0]), st.integers(0, 700)), min_size=1, max_size=9))
+    return Case(
+        rows=tuple(rows),
+        num_kv_heads=1,
+        head_dim=16,
+        window=draw(st.sampled_from([0, 0, 1, 100, 331])),
+        apart=True,
+        programs=len(rows) + draw(st.integers(0, 20)),
+        min_split_tokens=draw(st.sampled_from([16, 32, 64])),
+        tiles=(SMALL[0], None),
+    )
+
+
+@settings(max_examples=40)
+@given(apart_cases())
+@example(Case(((1, 287),) * 8, 1, head_dim=16, apart=True, programs=8, tiles=(SMALL[0], None)))
+@example(Case(((1, 700), (0, 0), (1, 0)), 1, head_dim=16, apart=True, programs=33, tiles=(SMALL[0], None)))
+@example(Case(((0, 0), (0, 0)), 1, head_dim=16, apart=True, programs=5, tiles=(SMALL[0], None)))
+def test_units_cut_apart(device: torch.device, case: Case) -> None:
+    """Every piece has a lane, is as long as the unit's others, and none could be shorter than the longest."""
+    world = make_world(case, device)
+    section = (work := world.work()).decode
+    section.items.fill_(77)  # of an earlier step
+    section.lane_items.fill_(77)
+    work.build(world.step)
+    items = section.items.tolist()
+    lanes = [lane for lane, _ in items_of(section)]
+    assert lanes == list(range(len(lanes))), "in the order of rows, then idle ones"
+    assert section.lane_items.tolist() == [[n, n + 1] if n < len(lanes) else [0, 0] for n in range(section.lanes)]
+    assert not any(item[PIECES] for item in items[len(lanes) :])
+    keys, least, lane, longest = section.tile.keys, section.min_split_tiles, 0, 0
+    all_tiles = []
+    for row, (length, context) in enumerate(case.rows):
+        if not length:
+            continue
+        first, last = world.visible(row)
+        begin, end = first // keys, -(-last // keys)
+        pieces = items[lane][PIECES]
+        bounds = [(item[BEGIN], item[END]) for item in items[lane : lane + pieces]]
+        slot, query = int(world.step.row_slot[row]), int(world.step.row_query_start[row])
+        for piece, (low, high) in enumerate(bounds):
+            assert items[lane + piece][: PIECES + 1] == [slot, query, 1, context, low, high, lane, piece, pieces]
+        assert [low for low, _ in bounds] == [begin, *(high for _, high in bounds[:-1])]
+        assert bounds[-1][1] == end
+        sizes = [high - low for low, high in bounds]
+        assert max(sizes) - min(sizes) <= 1
+        assert pieces == 1 or min(sizes) >= least
+        if pieces < max(1, (end - begin) // least):  # more pieces would have been long enough
+            longest = max(longest, max(sizes))
+        all_tiles.append(end - begin)
+        lane += pieces
+    assert lane == len(lanes)
+    if longest:
+        finer = [min(-(-tiles // (longest - 1)), max(1, tiles // least)) for tiles in all_tiles]
+        assert sum(finer) > section.lanes
+
+
 @settings(max_examples=25)
 @given(cases(head_dims=(16,)))
 @example(Case(((2, 0), (2, 5), (2, 40), (3, 0)), programs=12))
@@ -389,6 +443,11 @@ def test_misuse_is_reported(device: torch.device) -> None:
         make_world(Case(((1, 20),), split_tokens=24), device).work()
     with pytest.raises(ConfigError, match="multiple"):
         make_world(Case(((1, 20),), split_tokens=16, tiles=(SMALL[0], None)), device).work()
+    for apart in (
+        Case(((1, 20),) * 3, apart=True, programs=5, tiles=(SMALL[0], None)), Case(((1, 20),), apart=True)
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match="not cut apart"):
+            make_world(apart, device).work()
     with pytest.raises(ConfigError, match="divide"):
         WorkList.allocate(
             AttentionShape(3, 2, 16, torch.float32), max_rows=1, max_tokens=1, max_context=1, device=device
@@ -399,6 +458,20 @@ def test_whom_the_streamed_tile_is_for() -> None:
     shape = AttentionShape(16, 8, 128, torch.bfloat16)
     assert choose_streamed_tile(shape, 16) == Tile(16, 64, 4, 3, 2, streamed=True)
     assert choose_streamed_tile(replace(shape, head_dim=64), 16) == Tile(16, 64, 4, 6, 2, streamed=True)
+    assert choose_streamed_tile(shape, 16, 1) == Tile(16, 64, 4, 6, 1, streamed=True)
     assert choose_streamed_tile(shape, 32) is None
     for other in ({"dtype": torch.float32}, {"head_dim": 80}, {"num_heads": 80}):
         assert choose_streamed_tile(replace(shape, **other), 16) is None
+
+
+def test_whose_rows_are_cut_apart() -> None:
+    """Those that have a lane each, with as few programs as do."""
+    sms = 132
+    for heads, kv_heads, dim, one, two in ((16, 8, 128, 16, 33), (32, 8, 128, 16, 33), (12, 12, 64, 11, 22)):
+        shape = AttentionShape(heads, kv_heads, dim, torch.bfloat16)
+        tiles = [choose_apart_tile(rows, shape, 16, sms) for rows in range(1, 64)]
+        programs = [tile.programs_per_sm if tile else 0 for tile in tiles]
+        assert programs == [1] * one + [2] * (two - one) + [0] * (63 - two)
+        assert [tile.count_lanes(shape, sms) for tile in tiles if tile] == [one] * one + [two] * (two - one)
+        assert choose_apart_tile(1, shape, 32, sms) is None
+        assert choose_apart_tile(1, replace(shape, dtype=torch.float32), 16, sms) is None
