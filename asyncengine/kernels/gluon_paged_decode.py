@@ -97,7 +97,6 @@ def streamed_decode_attention(
         KV_HEADS=kv_heads,
         D=dim,
         STAGES=tile.stages,
-        APART=section.apart,
         num_warps=BLOCKS.value,
         maxnreg=128,  # on average: the warps that compute take 200, two programs a multiprocessor have them
         **launch_options(pdl),
@@ -127,7 +126,7 @@ def _tile_layout(dim):
 def _item(items, item, block_tables, stride_table):
     """An item's block table, its row's past tokens, the tiles that it has a turn for, whether the new token is its.
 
-    Every item has a turn, even if all of its tile is to come. What is none, of no pieces, has no turn.
+    Every item has a turn, even if all of its tile is to come.
     """
     fields = items + item * ITEM
     context = gl.load(fields + POSITION)
@@ -135,7 +134,6 @@ def _item(items, item, block_tables, stride_table):
     end = gl.load(fields + END)
     table = block_tables + gl.load(fields + SLOT).to(gl.int64) * stride_table
     past = gl.maximum(gl.minimum(end, (context + KEYS - 1) // KEYS), begin + 1)
-    past = gl.where(gl.load(fields + PIECES) == 0, begin, past)
     return table, context, begin, past, end * KEYS > context
 
 
@@ -312,7 +310,7 @@ def _attend(
     k_cache, v_cache, heads, q_norm, k_norm, eps, cos_sin, slot_mapping, out, ks, vs, ready, free, items, first_item,
     last_item, block_tables, stride_table, partials, stats, arrivals, scale, window, stride_heads, stride_out,
     stats_size, head, NORM: gl.constexpr, ROTARY: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr,
-    D: gl.constexpr, STAGES: gl.constexpr, APART: gl.constexpr, PDL: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The warps that compute. They free a tile's memory as soon as they have it in registers."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [BLOCKS, 1, 1], [1, 16, 8])
@@ -328,8 +326,6 @@ def _attend(
     k_tiles = ks._reinterpret(gl.bfloat16, [STAGES, BLOCKS, BLOCK, D], TILE)
     v_tiles = vs._reinterpret(gl.bfloat16, [STAGES, BLOCKS, BLOCK, D], TILE)
     turn = 0
-    if APART:
-        last_item = first_item + gl.minimum(gl.load(items + first_item * ITEM + PIECES), 1)
     if PDL and first_item == last_item:
         gdc_wait()
         gdc_launch_dependents()
@@ -397,17 +393,13 @@ def _streamed_decode_kernel(
     k_blocks, v_blocks, k_cache, v_cache, heads, q_norm, k_norm, eps, cos_sin, slot_mapping, out, block_tables, items,
     lane_items, partials, stats, arrivals, scale, window, stride_heads, stride_out, stride_table, stats_size,
     NORM: gl.constexpr, ROTARY: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, APART: gl.constexpr, PDL: gl.constexpr,
+    STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Grid: lanes x KV heads, heads of a lane side by side, since their KV lies side by side in a block."""
     head = gl.program_id(0) % KV_HEADS
     lane = gl.program_id(0) // KV_HEADS
-    if APART:  # the first copy waits for one load less
-        first_item = lane
-        last_item = lane + 1
-    else:
-        first_item = gl.load(lane_items + 2 * lane)
-        last_item = gl.load(lane_items + 2 * lane + 1)
+    first_item = gl.load(lane_items + 2 * lane)
+    last_item = gl.load(lane_items + 2 * lane + 1)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -421,7 +413,7 @@ def _streamed_decode_kernel(
             (_attend, (
                 k_cache, v_cache, heads, q_norm, k_norm, eps, cos_sin, slot_mapping, out, ks, vs, ready, free, items,
                 first_item, last_item, block_tables, stride_table, partials, stats, arrivals, scale, window,
-                stride_heads, stride_out, stats_size, head, NORM, ROTARY, GROUP, KV_HEADS, D, STAGES, APART, PDL,
+                stride_heads, stride_out, stats_size, head, NORM, ROTARY, GROUP, KV_HEADS, D, STAGES, PDL,
             )),
             (_fill, (
                 k_blocks, v_blocks, ks, vs, ready, free, items, first_item, last_item, block_tables, stride_table,

@@ -23,6 +23,8 @@ ITEM = tl.constexpr(16)
 
 ITEM_COST = 1
 """What starting an item costs beside its KV tiles, in tiles."""
+LINE_COST = 3
+"""What lanes that begin and end anywhere cost a step: second items, and combinations of what need not be cut."""
 
 
 @triton.jit
@@ -83,6 +85,41 @@ def _store_lanes(lane_items, lane, first, last, opens, closes):
     tl.store(lane_items + 2 * lane + 1, last, mask=closes)
 
 
+@triton.jit
+def _cut_line(lane_items, item, start, begin, end, total, lane_cost, piece, ITEM_COST: tl.constexpr):
+    """Unit number ``item``, whose tile t lies at start + t on the line: pieces, low, high, partial slot, items.
+
+    As a lane is longer than the gap that ITEM_COST leaves between two units, every lane up to the last one in use has
+    a tile.
+    """
+    first_lane = start // lane_cost
+    pieces = (start + end - begin - 1) // lane_cost - first_lane + 1
+    lane = first_lane + piece
+    low = begin + tl.maximum(lane * lane_cost - start, 0)
+    high = tl.minimum(begin + (lane + 1) * lane_cost - start, end)
+    to = item + lane
+    following = start + end - begin + ITEM_COST
+    opens = (piece < pieces) & (lane * lane_cost >= start - ITEM_COST)
+    closes = (piece < pieces) & (((lane + 1) * lane_cost <= following) | (following == total))
+    _store_lanes(lane_items, lane, to, to + 1, opens, closes)
+    return pieces, low, high, 2 * first_lane, to
+
+
+@triton.jit
+def _store_items(items, to, slot, query, count, position, low, high, partial, piece, pieces):
+    fields = items + to * ITEM
+    there = piece < pieces
+    tl.store(fields + SLOT, slot, mask=there)
+    tl.store(fields + QUERY, query, mask=there)
+    tl.store(fields + COUNT, count, mask=there)
+    tl.store(fields + POSITION, position, mask=there)
+    tl.store(fields + BEGIN, low, mask=there)
+    tl.store(fields + END, high, mask=there)
+    tl.store(fields + PARTIAL, partial, mask=there)
+    tl.store(fields + PIECE, piece, mask=there)
+    tl.store(fields + PIECES, pieces, mask=there)
+
+
 @kernel(do_not_specialize=["num_rows", "window"])
 def build_kernel(
     row_slot,
@@ -131,19 +168,10 @@ def build_kernel(
         for index in range(0, units):
             begin, end = _kv_tiles(context, length, index, window, QUERIES, KEYS)
             if SPLIT == 0:
-                # Tile t of the unit lies at start + t. As a lane is longer than the gap that ITEM_COST leaves
-                # between two units, every lane up to the last one in use has a tile.
-                first_lane = start // lane_cost
-                pieces = (start + end - begin - 1) // lane_cost - first_lane + 1
-                lane = first_lane + piece
-                low = begin + tl.maximum(lane * lane_cost - start, 0)
-                high = tl.minimum(begin + (lane + 1) * lane_cost - start, end)
-                partial = 2 * first_lane
-                to = item + lane
-                opens = (piece < pieces) & (lane * lane_cost >= start - ITEM_COST)
+                pieces, low, high, partial, to = _cut_line(
+                    lane_items, item, start, begin, end, total, lane_cost, piece, ITEM_COST
+                )
                 start += end - begin + ITEM_COST
-                closes = (piece < pieces) & (((lane + 1) * lane_cost <= start) | (start == total))
-                _store_lanes(lane_items, lane, to, to + 1, opens, closes)
                 item += 1
             else:
                 first_split = begin // SPLIT
@@ -153,17 +181,11 @@ def build_kernel(
                 partial = item
                 to = item + piece
                 item += pieces
-            fields = items + to * ITEM
-            there = piece < pieces
-            tl.store(fields + SLOT, slot, mask=there)
-            tl.store(fields + QUERY, query + index * QUERIES, mask=there)
-            tl.store(fields + COUNT, tl.minimum(length - index * QUERIES, QUERIES), mask=there)
-            tl.store(fields + POSITION, context + index * QUERIES, mask=there)
-            tl.store(fields + BEGIN, low, mask=there)
-            tl.store(fields + END, high, mask=there)
-            tl.store(fields + PARTIAL, partial, mask=there)
-            tl.store(fields + PIECE, piece, mask=there)
-            tl.store(fields + PIECES, pieces, mask=there)
+            count = tl.minimum(length - index * QUERIES, QUERIES)
+            _store_items(
+                items, to, slot, query + index * QUERIES, count, context + index * QUERIES, low, high, partial, piece,
+                pieces,
+            )  # fmt: skip
 
 
 @kernel(do_not_specialize=["num_rows", "window"])
@@ -178,11 +200,14 @@ def build_apart_kernel(
     window,
     KEYS: tl.constexpr,
     LANES: tl.constexpr,
+    MIN_COST: tl.constexpr,
+    ITEM_COST: tl.constexpr,
+    LINE_COST: tl.constexpr,
     MIN_TILES: tl.constexpr,
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per row. Each finds the longest piece for itself, and so what the rows before it take."""
+    """One program per row, no more than lanes. Each finds out for itself which way all rows are cut."""
     wait(PDL)
     row = tl.program_id(0)
     index = tl.arange(0, WIDTH)
@@ -190,33 +215,38 @@ def build_apart_kernel(
     context = tl.load(row_context_len + index, mask=index < num_rows, other=0)
     begin, end = _kv_tiles(context, length, 0, window, 1, KEYS)
     tiles = tl.where(length == 1, end - begin, 0)
+    cost = tl.where(tiles > 0, tiles + ITEM_COST, 0)
+    total = tl.sum(cost, 0)
+    lane_cost = tl.maximum(tl.cdiv(total, LANES), MIN_COST)
+    # Longer pieces are fewer. With the longest row's length each unit is one piece, and there is a lane for it.
     most = tl.maximum(tiles // MIN_TILES, tl.minimum(tiles, 1))
-    # Longer pieces are fewer. With a unit's length for all, each unit is one piece, which always fits.
-    longest, high = tl.maximum(tl.cdiv(tl.sum(tiles, 0), LANES), 1), tl.max(tiles, 0)
-    while longest < high:
-        middle = (longest + high) // 2
+    longest, enough = tl.maximum(tl.cdiv(tl.sum(tiles, 0), LANES), 1), tl.max(tiles, 0)
+    while longest < enough:
+        middle = (longest + enough) // 2
         fit = tl.sum(tl.minimum(tl.cdiv(tiles, middle), most), 0) <= LANES
-        longest, high = tl.where(fit, longest, middle + 1), tl.where(fit, middle, high)
+        longest, enough = tl.where(fit, longest, middle + 1), tl.where(fit, middle, enough)
     all_pieces = tl.minimum(tl.cdiv(tiles, longest), most)
+    apart = tl.max(tl.cdiv(tiles, tl.maximum(all_pieces, 1)), 0) <= lane_cost + LINE_COST
 
-    lane = tl.sum(tl.where(index < row, all_pieces, 0), 0) + index
-    pieces = tl.sum(tl.where(index == row, all_pieces, 0), 0)
-    begin = tl.sum(tl.where(index == row, begin, 0), 0)
-    tiles = tl.sum(tl.where(index == row, tiles, 0), 0)
-    there = index < pieces
-    _store_lanes(lane_items, lane, lane, lane + 1, there, there)
-    fields = items + lane * ITEM
-    share = tl.maximum(pieces, 1)
-    tl.store(fields + SLOT, tl.load(row_slot + row), mask=there)
-    tl.store(fields + QUERY, tl.load(row_query_start + row), mask=there)
-    tl.store(fields + COUNT, 1, mask=there)
-    tl.store(fields + POSITION, tl.load(row_context_len + row), mask=there)
-    tl.store(fields + BEGIN, begin + tiles * index // share, mask=there)
-    tl.store(fields + END, begin + tiles * (index + 1) // share, mask=there)
-    tl.store(fields + PARTIAL, lane - index, mask=there)
-    tl.store(fields + PIECE, index, mask=there)
-    tl.store(fields + PIECES, pieces, mask=there)
+    before, mine = index < row, index == row
+    unit_begin, unit_end = tl.sum(tl.where(mine, begin, 0), 0), tl.sum(tl.where(mine, end, 0), 0)
+    unit_tiles = tl.sum(tl.where(mine, tiles, 0), 0)
+    if unit_tiles > 0:
+        if apart:
+            pieces = tl.sum(tl.where(mine, all_pieces, 0), 0)
+            partial = tl.sum(tl.where(before, all_pieces, 0), 0)
+            to = partial + index
+            low, high = unit_tiles * index // pieces + unit_begin, unit_tiles * (index + 1) // pieces + unit_begin
+            _store_lanes(lane_items, to, to, to + 1, index < pieces, index < pieces)
+        else:
+            item, start = tl.sum(tl.where(before & (tiles > 0), 1, 0), 0), tl.sum(tl.where(before, cost, 0), 0)
+            pieces, low, high, partial, to = _cut_line(
+                lane_items, item, start, unit_begin, unit_end, total, lane_cost, index, ITEM_COST
+            )
+        slot, query = tl.load(row_slot + row), tl.load(row_query_start + row)
+        position = tl.load(row_context_len + row)
+        _store_items(items, to, slot, query, 1, position, low, high, partial, index, pieces)
     if row == 0:
-        idle = (index >= tl.sum(all_pieces, 0)) & (index < LANES)
+        used = tl.where(apart, tl.sum(all_pieces, 0), tl.cdiv(total - ITEM_COST, lane_cost))
+        idle = (index >= used) & (index < LANES)
         _store_lanes(lane_items, index, 0, 0, idle, idle)
-        tl.store(items + index * ITEM + PIECES, 0, mask=idle)

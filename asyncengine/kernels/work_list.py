@@ -18,9 +18,10 @@ With fixed splits decode and prefill are one section, so that a token's result i
 computed. An item is then a split of a unit, at most ceil(max_context / split_tokens) of them, each with a partial
 slot of its own; lanes take items in turn.
 
-Of decode rows that are no more than the lanes, the line would be cut anywhere, and each cut costs a combination. Their
-units may be cut *apart* instead: each into even pieces, and every piece has a lane, an item and a partial slot of its
-own. The longest piece is as short as the lanes allow.
+Decode rows that are no more than the lanes, and much alike, are better cut *apart* than along the line, which is cut
+where it happens to be: each into even pieces, or not at all, and every piece has a lane, an item and a partial slot of
+its own. The longest piece is as short as the lanes allow. If it is longer by LINE_COST than a stretch of the line would
+be, because of a row that is much longer than the others, the step is cut along the line after all.
 """
 # mypy: disable-error-code="no-untyped-call, import-untyped"
 
@@ -36,16 +37,17 @@ from torch import Tensor
 from asyncengine.errors import ConfigError
 from asyncengine.kernels.device_step import DeviceStep
 from asyncengine.kernels.pdl import launch_options
-from asyncengine.kernels.work_items import ITEM, ITEM_COST, build_apart_kernel, build_kernel
+from asyncengine.kernels.work_items import ITEM, ITEM_COST, LINE_COST, build_apart_kernel, build_kernel
 
 NO_WINDOW = 1 << 30
 """A window that no position reaches."""
 MIN_SPLIT_TOKENS = 256
 """A unit is not cut into pieces much shorter than this: combining would cost more than the split gains."""
 MIN_APART_TOKENS = 128
-"""The same of units that are cut apart: no program waits for its turn there, so shorter pieces still gain."""
-APART_PROGRAMS = (1, 2)
-"""Programs a multiprocessor with which decode rows may be cut apart; the first with lanes enough is taken."""
+"""The same of units that are cut apart: no program has two items there, so shorter pieces still gain."""
+APART_GRIDS = ((1, 192), (2, 96))
+"""Programs a multiprocessor, and KiB of tiles in flight for each, with which decode rows may be cut apart; the first
+with lanes enough is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,20 +113,21 @@ def choose_fixed_tile(shape: AttentionShape) -> Tile:
     return replace(prefill, rows=max(64, triton.next_power_of_2(shape.group)), warps=4, programs_per_sm=2)
 
 
-def choose_streamed_tile(shape: AttentionShape, block_size: int, programs_per_sm: int = 2) -> Tile | None:
+def choose_streamed_tile(
+    shape: AttentionShape, block_size: int, programs_per_sm: int = 2, in_flight: int = 96
+) -> Tile | None:
     """The tile of gluon_paged_decode.py, four blocks of the cache; None if that is not for such heads or blocks.
 
-    A multiprocessor's programs have tiles of 192 KiB in flight: they fill its shared memory.
+    ``in_flight`` are a program's tiles in KiB. Twice 96 fill a multiprocessor's shared memory.
     """
     if shape.dtype != torch.bfloat16 or shape.head_dim not in (64, 128) or shape.group > 8 or block_size != 16:
         return None
-    stages = (192 << 10) // (programs_per_sm * 64 * shape.head_dim * 4)
-    return Tile(16, 64, 4, stages, programs_per_sm, streamed=True)
+    return Tile(16, 64, 4, (in_flight << 10) // (64 * shape.head_dim * 4), programs_per_sm, streamed=True)
 
 
 def choose_apart_tile(rows: int, shape: AttentionShape, block_size: int, sms: int) -> Tile | None:
-    """The streamed tile of decode steps of so many rows if they are to be cut apart, else None."""
-    tiles = (choose_streamed_tile(shape, block_size, programs_per_sm) for programs_per_sm in APART_PROGRAMS)
+    """The streamed tile of decode steps of so many rows if they may be cut apart, else None."""
+    tiles = (choose_streamed_tile(shape, block_size, *grid) for grid in APART_GRIDS)
     return next((tile for tile in tiles if tile and rows <= tile.count_lanes(shape, sms)), None)
 
 
@@ -138,11 +141,11 @@ class Section:
     row_lengths: range
     """query_len of the rows that are of this section"""
     lanes: int
-    apart: bool
-    """every item has a lane of its own; there are no more units than lanes"""
     split_tiles: int
     """KV tiles of a fixed split; 0 is adaptive"""
     min_split_tiles: int
+    min_apart_tiles: int
+    """KV tiles of the shortest piece of a unit that is cut apart; 0 if none is"""
     max_splits: int
     """of a unit whose splits are fixed"""
     item_step: int
@@ -168,12 +171,15 @@ class Section:
             step.row_slot, step.row_query_start, step.row_query_len, step.row_context_len, self.items, self.lane_items,
             step.num_rows, window or NO_WINDOW,
         )  # fmt: skip
-        if self.apart:
+        if self.min_apart_tiles:
             build_apart_kernel[(step.num_rows,)](
                 *arguments,
                 KEYS=self.tile.keys,
                 LANES=self.lanes,
-                MIN_TILES=self.min_split_tiles,
+                MIN_COST=self.min_split_tiles + ITEM_COST,
+                ITEM_COST=ITEM_COST,
+                LINE_COST=LINE_COST,
+                MIN_TILES=self.min_apart_tiles,
                 WIDTH=triton.next_power_of_2(self.lanes),
                 num_warps=1,
                 **launch_options(pdl),
@@ -223,8 +229,8 @@ class WorkList:
         device: torch.device,
         window: int = 0,
         split_tokens: int = 0,
-        apart: bool = False,
-        min_split_tokens: int | None = None,
+        min_split_tokens: int = MIN_SPLIT_TOKENS,
+        min_apart_tokens: int = 0,
         num_programs: int | None = None,
         tiles: tuple[Tile, Tile | None] | None = None,
     ) -> WorkList:
@@ -233,13 +239,13 @@ class WorkList:
         ``max_context`` bounds context and query of a row together. A window of 0 is none. With
         ``split_tokens`` 0 the splits follow the work of the step; otherwise every row is cut at multiples of it, so
         that a token's result depends neither on other rows nor on what else of its own row is computed with it: that
-        costs balance, and room for a partial result of every unit and split. ``apart`` is for rows of one token, no
-        more than there are lanes. ``min_split_tokens`` are by default MIN_SPLIT_TOKENS or MIN_APART_TOKENS.
+        costs balance, and room for a partial result of every unit and split. With
+        ``min_apart_tokens`` units may be cut apart, which is for rows of one token, no more than there are lanes.
         ``num_programs`` (default: what fits on the device) sizes the grids. ``tiles`` are those of decode and of
         prefill; fixed splits take the latter, which is None if no row will have more than one token.
 
-        Raises ConfigError if ``split_tokens`` is no multiple of the tile, the heads do not divide, or there is
-        ``apart`` more than it is for.
+        Raises ConfigError if ``split_tokens`` is no multiple of the tile, the heads do not divide, or units
+        that are not for it are to be cut apart.
         """
         if shape.num_heads % shape.num_kv_heads:
             raise ConfigError(f"{shape.num_heads} query heads do not divide into {shape.num_kv_heads} KV heads")
@@ -249,16 +255,12 @@ class WorkList:
         if split_tokens < 0 or (split_tokens and (not keys or split_tokens % keys)):
             raise ConfigError(f"split_tokens {split_tokens} is not a multiple of the KV tile of {keys} tokens")
 
-        least = min_split_tokens or (MIN_APART_TOKENS if apart else MIN_SPLIT_TOKENS)
-
         def section(tile: Tile, queries: int, row_lengths: range, max_units: int, split_tiles: int = 0) -> Section:
             sms = multiprocessors(device)
             lanes = max(1, num_programs // shape.num_kv_heads) if num_programs else tile.count_lanes(shape, sms)
             splits = -(-max_context // (split_tiles * tile.keys)) if split_tiles else 1
             if split_tiles:
                 max_items, slots = max_units * splits, max_units * splits if splits > 1 else 0
-            elif apart:
-                max_items, slots = lanes, lanes
             else:
                 max_items, slots = max_units + lanes, 2 * lanes
             per_slot = (shape.num_kv_heads, queries * shape.group)
@@ -269,9 +271,9 @@ class WorkList:
                 queries,
                 row_lengths,
                 lanes,
-                apart,
                 split_tiles,
-                min_split_tiles=-(-least // tile.keys),
+                min_split_tiles=-(-min_split_tokens // tile.keys),
+                min_apart_tiles=-(-min_apart_tokens // tile.keys),
                 max_splits=splits,
                 item_step=lanes if split_tiles else 1,
                 items=ints((max_items, ITEM.value)),
@@ -290,7 +292,7 @@ class WorkList:
             all_rows = section(fixed, queries, range(1, max_tokens + 1), most, split_tokens // fixed.keys)
             return cls(shape, window, max_rows, max_tokens, all_rows, None)
         decodes, prefills = section(decode, 1, range(1, 2), max_rows), None
-        if apart and (prefill or split_tokens or max_rows > decodes.lanes):
+        if min_apart_tokens and (prefill or split_tokens or max_rows > decodes.lanes):
             raise ConfigError(f"{max_rows} rows are not cut apart on {decodes.lanes} lanes, nor with prefill or splits")
         if prefill and (rows := min(max_rows, max_tokens // 2)):
             queries = prefill.rows // shape.group

@@ -17,6 +17,7 @@ from asyncengine.kernels.ingest import StepSource, copy_blocks, ingest, make_sou
 from asyncengine.kernels.triton_decode import longest_context
 from asyncengine.kernels.triton_sampler import sample
 from asyncengine.kernels.work_list import (
+    MIN_APART_TOKENS,
     AttentionShape,
     Tile,
     WorkList,
@@ -31,8 +32,9 @@ from asyncengine.runner.model_runner import LoadedModel
 _INVARIANT_SPLITS = 8
 """Pieces of the longest context in batch-invariant mode: more would take more memory, fewer leave the GPU idle."""
 
-_APART_FROM = 2
-"""Rows from which units cut apart, where Gluon runs, are faster than decode_attention, however few the keys."""
+_APART_FROM, _APART_FROM_UNGROUPED = 2, 2
+"""Rows from which a list of units cut apart, where Gluon runs, is faster than decode_attention, however few the keys:
+where query heads share keys, and where they do not."""
 
 GREEDY, FULL = 0, 1
 """Variants of sampling, as csrc/step_loop/graph_executor.h numbers them."""
@@ -85,11 +87,13 @@ def _apart_tile(rows: int, config: EngineConfig, loaded: LoadedModel, ops: CudaO
 
 def step_buckets(config: EngineConfig, loaded: LoadedModel, ops: CudaOps) -> list[Bucket]:
     """The buckets of a model's steps: those of few keys are where decode_attention is the faster way."""
+    shape = attention_shape(loaded)
 
     def short_context(rows: int) -> int:
-        if config.batch_invariant or (rows >= _APART_FROM and _apart_tile(rows, config, loaded, ops)):
+        apart_from = _APART_FROM if shape.group > 1 else _APART_FROM_UNGROUPED
+        if config.batch_invariant or (rows >= apart_from and _apart_tile(rows, config, loaded, ops)):
             return 0
-        return longest_context(rows, attention_shape(loaded), multiprocessors(ops.device))
+        return longest_context(rows, shape, multiprocessors(ops.device))
 
     return choose_buckets(config.max_num_seqs, config.max_num_batched_tokens, loaded.max_model_len, short_context)
 
@@ -121,10 +125,10 @@ class _StepWork:
             self._decode = allocate(tile)
         tiles = {rows: _apart_tile(rows, config, loaded, ops) for rows in range(1, config.max_num_seqs + 1)}
         self._apart_tiles = {rows: tile for rows, tile in tiles.items() if tile}
-        self._apart = {
-            tile: allocate(tile, max_rows=min(config.max_num_seqs, tile.count_lanes(shape, sms)), apart=True)
-            for tile in set(self._apart_tiles.values())
-        }
+        self._apart = {}
+        for tile in set(self._apart_tiles.values()):
+            rows = min(config.max_num_seqs, tile.count_lanes(shape, sms))
+            self._apart[tile] = allocate(tile, max_rows=rows, min_apart_tokens=MIN_APART_TOKENS)
 
     def of(self, bucket: Bucket) -> dict[int, WorkList]:
         if not bucket.single_token_rows:

@@ -9,14 +9,26 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from asyncengine.errors import ConfigError
 from asyncengine.kernels.device_step import DeviceStep, allocate_step
 from asyncengine.kernels.triton_attention import paged_attention
-from asyncengine.kernels.work_items import BEGIN, COUNT, END, ITEM_COST, PARTIAL, PIECE, PIECES, POSITION, QUERY, SLOT
+from asyncengine.kernels.work_items import (
+    BEGIN,
+    COUNT,
+    END,
+    ITEM_COST,
+    LINE_COST,
+    PARTIAL,
+    PIECE,
+    PIECES,
+    POSITION,
+    QUERY,
+    SLOT,
+)
 from asyncengine.kernels.work_list import (
     AttentionShape,
     Section,
@@ -41,9 +53,9 @@ class Case:
     block_size: int = 16
     window: int = 0
     split_tokens: int = 0
-    apart: bool = False
     programs: int | None = 6
     min_split_tokens: int = 16
+    min_apart_tokens: int = 0
     tiles: tuple[Tile, Tile | None] | None = SMALL
     seed: int = 0
 
@@ -91,8 +103,8 @@ class World:
             device=self.q.device,
             window=case.window,
             split_tokens=case.split_tokens,
-            apart=case.apart,
             min_split_tokens=case.min_split_tokens,
+            min_apart_tokens=case.min_apart_tokens,
             num_programs=case.programs,
             tiles=case.tiles,
         )
@@ -316,62 +328,63 @@ def items_of(section: Section) -> Iterator[tuple[int, Tensor]]:
 
 @st.composite
 def apart_cases(draw: st.DrawFn) -> Case:
-    """Rows of one token or none, lanes enough for them, and heads that no kernel looks at."""
-    rows = draw(st.lists(st.tuples(st.sampled_from([1, 1, 1, 0]), st.integers(0, 700)), min_size=1, max_size=9))
-    return Case(
-        rows=tuple(rows),
-        num_kv_heads=1,
-        head_dim=16,
+    """Rows of one token or none, lanes enough for them."""
+    context = st.one_of(st.integers(0, 80), st.integers(0, 1200))
+    rows = draw(st.lists(st.tuples(st.sampled_from([1, 1, 1, 0]), context), min_size=1, max_size=9))
+    return apart_case(
+        *rows,
         window=draw(st.sampled_from([0, 0, 1, 100, 331])),
-        apart=True,
-        programs=len(rows) + draw(st.integers(0, 20)),
-        min_split_tokens=draw(st.sampled_from([16, 32, 64])),
-        tiles=(SMALL[0], None),
+        programs=len(rows) + draw(st.integers(0, 9)),
+        min_split_tokens=draw(st.sampled_from([16, 64])),
+        min_apart_tokens=draw(st.sampled_from([16, 32, 64])),
     )
+
+
+def apart_case(*rows: tuple[int, int], programs: int, **fields: int) -> Case:
+    fields = {"min_apart_tokens": 16, **fields}
+    return Case(rows, num_kv_heads=1, head_dim=16, programs=programs, tiles=(SMALL[0], None), **fields)
+
+
+def even_pieces(tiles: list[int], least: int, lanes: int) -> list[int]:
+    """Pieces of units with so many tiles, the longest as short as lanes allow."""
+    for longest in range(1, max(tiles) + 1):
+        pieces = [min(-(-n // longest), max(1, n // least)) for n in tiles]
+        if sum(pieces) <= lanes:
+            return pieces
+    raise AssertionError("more units than lanes")
 
 
 @settings(max_examples=40)
 @given(apart_cases())
-@example(Case(((1, 287),) * 8, 1, head_dim=16, apart=True, programs=8, tiles=(SMALL[0], None)))
-@example(Case(((1, 700), (0, 0), (1, 0)), 1, head_dim=16, apart=True, programs=33, tiles=(SMALL[0], None)))
-@example(Case(((0, 0), (0, 0)), 1, head_dim=16, apart=True, programs=5, tiles=(SMALL[0], None)))
+@example(apart_case(*[(1, 287)] * 8, programs=8))
+@example(apart_case((1, 700), (0, 0), (1, 0), programs=33))
+@example(apart_case((0, 0), (0, 0), programs=5))
+@example(apart_case(*[(1, 20)] * 6, (1, 700), programs=8))
 def test_units_cut_apart(device: torch.device, case: Case) -> None:
-    """Every piece has a lane, is as long as the unit's others, and none could be shorter than the longest."""
+    """Evenly, each piece on a lane; along the line if one would be much longer than the lanes' shares of it."""
     world = make_world(case, device)
     section = (work := world.work()).decode
     section.items.fill_(77)  # of an earlier step
     section.lane_items.fill_(77)
     work.build(world.step)
-    items = section.items.tolist()
-    lanes = [lane for lane, _ in items_of(section)]
-    assert lanes == list(range(len(lanes))), "in the order of rows, then idle ones"
-    assert section.lane_items.tolist() == [[n, n + 1] if n < len(lanes) else [0, 0] for n in range(section.lanes)]
-    assert not any(item[PIECES] for item in items[len(lanes) :])
-    keys, least, lane, longest = section.tile.keys, section.min_split_tiles, 0, 0
-    all_tiles = []
-    for row, (length, context) in enumerate(case.rows):
-        if not length:
-            continue
-        first, last = world.visible(row)
-        begin, end = first // keys, -(-last // keys)
-        pieces = items[lane][PIECES]
-        bounds = [(item[BEGIN], item[END]) for item in items[lane : lane + pieces]]
-        slot, query = int(world.step.row_slot[row]), int(world.step.row_query_start[row])
-        for piece, (low, high) in enumerate(bounds):
-            assert items[lane + piece][: PIECES + 1] == [slot, query, 1, context, low, high, lane, piece, pieces]
-        assert [low for low, _ in bounds] == [begin, *(high for _, high in bounds[:-1])]
-        assert bounds[-1][1] == end
-        sizes = [high - low for low, high in bounds]
-        assert max(sizes) - min(sizes) <= 1
-        assert pieces == 1 or min(sizes) >= least
-        if pieces < max(1, (end - begin) // least):  # more pieces would have been long enough
-            longest = max(longest, max(sizes))
-        all_tiles.append(end - begin)
-        lane += pieces
-    assert lane == len(lanes)
-    if longest:
-        finer = [min(-(-tiles // (longest - 1)), max(1, tiles // least)) for tiles in all_tiles]
-        assert sum(finer) > section.lanes
+    check_every_pair(world, work)
+    keys, expected, line, tiles = section.tile.keys, [], 0, []
+    for row, (length, _) in enumerate(case.rows):
+        if length:
+            first, last = world.visible(row)
+            tiles.append(-(-last // keys) - first // keys)
+            line += tiles[-1] + ITEM_COST
+    pieces = even_pieces(tiles, section.min_apart_tiles, section.lanes) if tiles else []
+    share = max(-(-line // section.lanes), section.min_split_tiles + ITEM_COST)
+    apart = all(-(-n // p) <= share + LINE_COST for n, p in zip(tiles, pieces, strict=True))
+    event("apart" if apart else "along the line")
+    if not apart:
+        return
+    for n, p in zip(tiles, pieces, strict=True):
+        expected += [(piece, p, (piece + 1) * n // p - piece * n // p) for piece in range(p)]
+    items = [item.tolist() for _, item in items_of(section)]
+    assert [(item[PIECE], item[PIECES], item[END] - item[BEGIN]) for item in items] == expected
+    assert [lane for lane, _ in items_of(section)] == list(range(len(expected))), "in the order of rows, then idle ones"
 
 
 @settings(max_examples=25)
@@ -383,6 +396,11 @@ def test_every_pair_is_covered_once(device: torch.device, case: Case) -> None:
     world = make_world(case, device)
     work = world.work()
     work.build(world.step)
+    check_every_pair(world, work)
+
+
+def check_every_pair(world: World, work: WorkList) -> None:
+    case = world.case
     seen = torch.zeros(case.num_tokens, case.max_context + 64, dtype=torch.int32)
     slots = {}
     for section in work.sections:
@@ -411,7 +429,7 @@ def test_every_pair_is_covered_once(device: torch.device, case: Case) -> None:
         if not case.split_tokens and units:
             total = sum(lane_costs) - ITEM_COST * sum(len(p) - 1 for p in units.values())
             share = max(-(-total // section.lanes), section.min_split_tiles + ITEM_COST)
-            assert max(lane_costs) <= share + 2 * ITEM_COST
+            assert max(lane_costs) <= share + (LINE_COST + ITEM_COST if case.min_apart_tokens else 2 * ITEM_COST)
 
     for row, (length, context) in enumerate(case.rows):
         for t in range(length):
@@ -420,7 +438,7 @@ def test_every_pair_is_covered_once(device: torch.device, case: Case) -> None:
             assert slots[token] == (int(world.step.row_slot[row]), position)
             first = max(0, position - case.window + 1) if case.window else 0
             assert (seen[token, first : position + 1] == 1).all()
-    assert seen.max() <= 1
+    assert (seen <= 1).all()
 
 
 def test_misuse_is_reported(device: torch.device) -> None:
@@ -444,7 +462,8 @@ def test_misuse_is_reported(device: torch.device) -> None:
     with pytest.raises(ConfigError, match="multiple"):
         make_world(Case(((1, 20),), split_tokens=16, tiles=(SMALL[0], None)), device).work()
     for apart in (
-        Case(((1, 20),) * 3, apart=True, programs=5, tiles=(SMALL[0], None)), Case(((1, 20),), apart=True)
+        Case(((1, 20),) * 3, min_apart_tokens=16, programs=5, tiles=(SMALL[0], None)),
+        Case(((1, 20),), min_apart_tokens=16),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match="not cut apart"):
             make_world(apart, device).work()
@@ -458,7 +477,7 @@ def test_whom_the_streamed_tile_is_for() -> None:
     shape = AttentionShape(16, 8, 128, torch.bfloat16)
     assert choose_streamed_tile(shape, 16) == Tile(16, 64, 4, 3, 2, streamed=True)
     assert choose_streamed_tile(replace(shape, head_dim=64), 16) == Tile(16, 64, 4, 6, 2, streamed=True)
-    assert choose_streamed_tile(shape, 16, 1) == Tile(16, 64, 4, 6, 1, streamed=True)
+    assert choose_streamed_tile(shape, 16, 1, 192) == Tile(16, 64, 4, 6, 1, streamed=True)
     assert choose_streamed_tile(shape, 32) is None
     for other in ({"dtype": torch.float32}, {"head_dim": 80}, {"num_heads": 80}):
         assert choose_streamed_tile(replace(shape, **other), 16) is None
