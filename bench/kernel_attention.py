@@ -10,6 +10,7 @@ same sizes; it has nothing for rows of different lengths.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -34,9 +35,11 @@ from asyncengine.kernels.triton_decode import decode_attention, longest_context
 from asyncengine.kernels.triton_paged_decode import paged_decode_attention
 from asyncengine.kernels.triton_rows import rotary_store_kv, store_kv
 from asyncengine.kernels.work_list import (
+    MIN_APART_TOKENS,
     AttentionShape,
     Tile,
     WorkList,
+    choose_apart_tile,
     choose_streamed_tile,
     choose_tiles,
     multiprocessors,
@@ -123,16 +126,17 @@ def lines(args: argparse.Namespace, timer: Timer) -> Lines:
         prefills = [rows for rows in args.prefill if rows[0].query + rows[0].context <= c.max_positions]
         for tiles in tile_pairs(c, args):
             work = allocate_work(c, prefills, tiles, timer.device, args)
-            decode_work = allocate_decode_work(c, tiles, timer.device, args)
+            decode_work = functools.cache(partial(allocate_decode_work, c, tiles, timer.device, args))
             label = shape if tiles is None else f"{shape} {as_text(tiles)}"
             for size, case, target in decode_cases(c, args):
                 if case.kv_bytes <= MAX_CACHE_BYTES:
-                    yield from decode_lines(label, size, Bench(case, timer, args.pdl), decode_work, target)
+                    listed = decode_work(len(case.rows))
+                    yield from decode_lines(label, size, Bench(case, timer, args.pdl), listed, target)
             for rows in prefills:
                 yield from prefill_lines(label, Bench(Case(c, rows), timer, args.pdl), work)
             decodes = [[Row(1, SHORT - 1)] * rows for rows in args.decode_rows]
             for step in (*decodes, *prefills[:1]):
-                listed = decode_work if step[0].query == 1 else work
+                listed = decode_work(len(step)) if step[0].query == 1 else work
                 yield build_line(label, Bench(Case(c, step), timer, args.pdl, copies=0), listed)
 
 
@@ -146,12 +150,16 @@ def allocate_work(
     return WorkList.allocate(attention_shape(c), device=device, tiles=tiles, **room, **args.work)
 
 
-def allocate_decode_work(c: ModelConfig, tiles: Tiles | None, device: torch.device, args: Any) -> WorkList:
+def allocate_decode_work(c: ModelConfig, tiles: Tiles | None, device: torch.device, args: Any, rows: int) -> WorkList:
     """That of steps of one-token rows: as an engine has it on the device, unless the options say otherwise."""
-    tile = choose_streamed_tile(attention_shape(c), BLOCK_SIZE)
-    if tile and not tiles and can_stream(device) and not args.work.get("split_tokens"):
-        tiles = tile, None
-    return allocate_work(c, [], tiles, device, args).decode_only
+    shape = attention_shape(c)
+    tile = choose_streamed_tile(shape, BLOCK_SIZE)
+    if tiles or not tile or not can_stream(device) or args.work.get("split_tokens"):
+        return allocate_work(c, [], tiles, device, args).decode_only
+    room = {"max_rows": max(256, rows), "max_tokens": max(2048, rows)}
+    if apart := choose_apart_tile(rows, shape, BLOCK_SIZE, multiprocessors(device)):
+        tile, room = apart, {"max_rows": rows, "max_tokens": rows, "min_apart_tokens": MIN_APART_TOKENS}
+    return WorkList.allocate(shape, device=device, tiles=(tile, None), max_context=131072, **room | args.work)
 
 
 def attention_shape(c: ModelConfig) -> AttentionShape:

@@ -64,11 +64,11 @@ def lines(args: argparse.Namespace, timer: Timer) -> Lines:
     for shape in args.shape:
         c = read_model(shape)
         for tiles in tile_pairs(c, args):
-            work = allocate_decode_work(c, tiles, timer.device, args)
             label = shape if tiles is None else f"{shape} {as_text(tiles)}"
             for rows, context in args.layer:
                 if context <= c.max_positions:
                     bench = Bench(Case(c, decode_rows([context - 1] * rows)), timer, args.pdl)
+                    work = allocate_decode_work(c, tiles, timer.device, args, rows)
                     work.build(bench.step)
                     ways = {"few keys": bench.few, "paged": partial(bench.listed, work)}
                     verify_fused(bench, work, ways, f"{label} layer {rows} x {context}")

@@ -32,27 +32,14 @@ from asyncengine.kernels.ops import HeadNorms
 from asyncengine.kernels.pdl import launch_options
 from asyncengine.kernels.triton_decode import check_heads, surroundings
 from asyncengine.kernels.triton_paged_decode import norm_and_rotate
-from asyncengine.kernels.work_list import (
-    BEGIN,
-    END,
-    ITEM,
-    NO_WINDOW,
-    PARTIAL,
-    PIECE,
-    PIECES,
-    POSITION,
-    QUERY,
-    SLOT,
-    AttentionShape,
-    WorkList,
-    choose_streamed_tile,
-)
+from asyncengine.kernels.work_items import BEGIN, END, ITEM, PARTIAL, PIECE, PIECES, POSITION, QUERY, SLOT
+from asyncengine.kernels.work_list import NO_WINDOW, AttentionShape, WorkList, choose_streamed_tile
 
 BLOCK = gl.constexpr(16)  # tokens of a block of the cache
 BLOCKS = gl.constexpr(4)  # of a tile, one a warp
 KEYS = gl.constexpr(64)
 GROUP_ROWS = gl.constexpr(8)  # heads of a group, padded; the tensor cores take each twice
-COMBINED = gl.constexpr(16)  # pieces of a unit that are read at once
+FEW_PIECES, MANY_PIECES = gl.constexpr(4), gl.constexpr(16)  # of a unit, read at once
 
 _norm_and_rotate = gluon.jit(norm_and_rotate.fn)
 
@@ -283,13 +270,21 @@ def _finish(
         arrival = arrivals + slot * KV_HEADS + head
         if gl.atomic_add(arrival, 1, sem="acq_rel") == pieces - 1:
             gl.store(arrival, 0)  # for the next launch: nobody else will come in this one
-            _combine(partials + unit * D, stats + unit, stats + stats_size + unit, out, pieces, GROUP, KV_HEADS, D)
+            partials += unit * D
+            stats += unit
+            if pieces <= FEW_PIECES:  # what is not there takes time too
+                _combine(partials, stats, stats + stats_size, out, pieces, GROUP, KV_HEADS, D, FEW_PIECES)
+            else:
+                _combine(partials, stats, stats + stats_size, out, pieces, GROUP, KV_HEADS, D, MANY_PIECES)
 
 
 @gluon.jit
-def _combine(partials, peaks, totals, out, pieces, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr):
+def _combine(
+    partials, peaks, totals, out, pieces, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr,
+    AT_ONCE: gl.constexpr,
+):  # fmt: skip
     """Sum the partial results of a unit's pieces, in their order, into ``out`` (its first head)."""
-    PARTS: gl.constexpr = gl.BlockedLayout([COMBINED, 1, D // 16], [1, 2, 16], [1, 4, 1], [2, 1, 0])
+    PARTS: gl.constexpr = gl.BlockedLayout([AT_ONCE, 1, D // 16], [1, 2, 16], [1, 4, 1], [2, 1, 0])
     HEADS: gl.constexpr = gl.SliceLayout(0, PARTS)
     STATS: gl.constexpr = gl.SliceLayout(2, PARTS)
     ROWS: gl.constexpr = gl.SliceLayout(1, HEADS)
@@ -299,9 +294,9 @@ def _combine(partials, peaks, totals, out, pieces, GROUP: gl.constexpr, KV_HEADS
     acc = gl.zeros([GROUP_ROWS, D], gl.float32, HEADS)
     peak = gl.full([GROUP_ROWS], -float("inf"), gl.float32, ROWS)
     total = gl.zeros([GROUP_ROWS], gl.float32, ROWS)
-    for first in range(0, pieces, COMBINED):
+    for first in range(0, pieces, AT_ONCE):
         # Nothing here waits for another load: one round trip.
-        piece = first + gl.arange(0, COMBINED, gl.SliceLayout(1, STATS))[:, None]
+        piece = first + gl.arange(0, AT_ONCE, gl.SliceLayout(1, STATS))[:, None]
         there = (piece < pieces) & (member < GROUP)
         of = piece * (KV_HEADS * GROUP) + member
         piece_peak = gl.load(peaks + of, mask=there, other=-float("inf"), cache_modifier=".cg")

@@ -21,22 +21,8 @@ from asyncengine.errors import ConfigError
 from asyncengine.kernels import pdl as pdl_kernels
 from asyncengine.kernels.compiling import kernel
 from asyncengine.kernels.device_step import DeviceStep
-from asyncengine.kernels.work_list import (
-    BEGIN,
-    COUNT,
-    END,
-    ITEM,
-    NO_WINDOW,
-    PARTIAL,
-    PIECE,
-    PIECES,
-    POSITION,
-    QUERY,
-    SLOT,
-    AttentionShape,
-    Section,
-    WorkList,
-)
+from asyncengine.kernels.work_items import BEGIN, COUNT, END, ITEM, PARTIAL, PIECE, PIECES, POSITION, QUERY, SLOT
+from asyncengine.kernels.work_list import NO_WINDOW, AttentionShape, Section, WorkList
 
 COMBINE_ELEMENTS = (16, 64)
 """Partial results that a thread of a combining program loads at once, in decode and in prefill. All 128 rows of a piece

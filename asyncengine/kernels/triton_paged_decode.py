@@ -25,18 +25,8 @@ from asyncengine.kernels.device_step import DeviceStep
 from asyncengine.kernels.ops import HeadNorms
 from asyncengine.kernels.triton_attention import combine_options, finish, fold, load_blocks
 from asyncengine.kernels.triton_decode import check_heads, surroundings
-from asyncengine.kernels.work_list import (
-    BEGIN,
-    END,
-    ITEM,
-    NO_WINDOW,
-    POSITION,
-    QUERY,
-    SLOT,
-    AttentionShape,
-    Tile,
-    WorkList,
-)
+from asyncengine.kernels.work_items import BEGIN, END, ITEM, POSITION, QUERY, SLOT
+from asyncengine.kernels.work_list import NO_WINDOW, AttentionShape, Tile, WorkList
 
 
 def paged_decode_attention(

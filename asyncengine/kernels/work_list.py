@@ -17,8 +17,13 @@ Bounds, for R rows, T tokens and L lanes, that no content of a step exceeds:
 With fixed splits decode and prefill are one section, so that a token's result is the same in whatever step it is
 computed. An item is then a split of a unit, at most ceil(max_context / split_tokens) of them, each with a partial
 slot of its own; lanes take items in turn.
+
+Decode rows that are no more than the lanes, and much alike, are better cut *apart* than along the line, which is cut
+where it happens to be: each into even pieces, or not at all, and every piece has a lane, an item and a partial slot of
+its own. The longest piece is as short as the lanes allow. If it is longer by LINE_COST than a stretch of the line would
+be, because of a row that is much longer than the others, the step is cut along the line after all.
 """
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
+# mypy: disable-error-code="no-untyped-call, import-untyped"
 
 from __future__ import annotations
 
@@ -27,33 +32,22 @@ from dataclasses import dataclass, replace
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from asyncengine.errors import ConfigError
-from asyncengine.kernels.compiling import kernel
 from asyncengine.kernels.device_step import DeviceStep
-from asyncengine.kernels.pdl import launch_options, wait
+from asyncengine.kernels.pdl import launch_options
+from asyncengine.kernels.work_items import ITEM, ITEM_COST, LINE_COST, build_apart_kernel, build_kernel
 
 NO_WINDOW = 1 << 30
 """A window that no position reaches."""
 MIN_SPLIT_TOKENS = 256
 """A unit is not cut into pieces much shorter than this: combining would cost more than the split gains."""
-
-# Columns of an item.
-SLOT = tl.constexpr(0)
-QUERY = tl.constexpr(1)  # first token of the tile among the step's
-COUNT = tl.constexpr(2)  # tokens of the tile
-POSITION = tl.constexpr(3)  # position of the first
-BEGIN = tl.constexpr(4)  # first KV tile
-END = tl.constexpr(5)  # one past the last
-PARTIAL = tl.constexpr(6)  # partial slot of the unit's first piece
-PIECE = tl.constexpr(7)
-PIECES = tl.constexpr(8)  # 1: the result goes straight to the output
-ITEM = tl.constexpr(16)
-
-ITEM_COST = 1
-"""What starting an item costs beside its KV tiles, in tiles."""
+MIN_APART_TOKENS = 128
+"""The same of units that are cut apart: no program has two items there, so shorter pieces still gain."""
+APART_GRIDS = ((1, 192), (2, 96))
+"""Programs a multiprocessor, and KiB of tiles in flight for each, with which decode rows may be cut apart; the first
+with lanes enough is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +76,10 @@ class Tile:
     programs_per_sm: int
     streamed: bool = False
     """of gluon_paged_decode.py, where rows have one token"""
+
+    def count_lanes(self, shape: AttentionShape, sms: int) -> int:
+        """Lanes whose programs, one for each KV head, have room at once on so many multiprocessors."""
+        return max(1, self.programs_per_sm * sms // shape.num_kv_heads)
 
 
 def choose_tiles(shape: AttentionShape) -> tuple[Tile, Tile]:
@@ -115,14 +113,22 @@ def choose_fixed_tile(shape: AttentionShape) -> Tile:
     return replace(prefill, rows=max(64, triton.next_power_of_2(shape.group)), warps=4, programs_per_sm=2)
 
 
-def choose_streamed_tile(shape: AttentionShape, block_size: int) -> Tile | None:
+def choose_streamed_tile(
+    shape: AttentionShape, block_size: int, programs_per_sm: int = 2, in_flight: int = 96
+) -> Tile | None:
     """The tile of gluon_paged_decode.py, four blocks of the cache; None if that is not for such heads or blocks.
 
-    Tiles of 96 KiB in flight: two programs fill a multiprocessor's shared memory.
+    ``in_flight`` are a program's tiles in KiB. Twice 96 fill a multiprocessor's shared memory.
     """
     if shape.dtype != torch.bfloat16 or shape.head_dim not in (64, 128) or shape.group > 8 or block_size != 16:
         return None
-    return Tile(16, 64, 4, (96 << 10) // (64 * shape.head_dim * 4), programs_per_sm=2, streamed=True)
+    return Tile(16, 64, 4, (in_flight << 10) // (64 * shape.head_dim * 4), programs_per_sm, streamed=True)
+
+
+def choose_apart_tile(rows: int, shape: AttentionShape, block_size: int, sms: int) -> Tile | None:
+    """The streamed tile of decode steps of so many rows if they may be cut apart, else None."""
+    tiles = (choose_streamed_tile(shape, block_size, *grid) for grid in APART_GRIDS)
+    return next((tile for tile in tiles if tile and rows <= tile.count_lanes(shape, sms)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +144,8 @@ class Section:
     split_tiles: int
     """KV tiles of a fixed split; 0 is adaptive"""
     min_split_tiles: int
+    min_apart_tiles: int
+    """KV tiles of the shortest piece of a unit that is cut apart; 0 if none is"""
     max_splits: int
     """of a unit whose splits are fixed"""
     item_step: int
@@ -159,15 +167,26 @@ class Section:
         return self.items, self.lane_items, self.partials, self.stats, self.arrivals
 
     def build(self, step: DeviceStep, window: int, pdl: bool = False) -> None:
-        _build_kernel[(step.num_rows,)](
-            step.row_slot,
-            step.row_query_start,
-            step.row_query_len,
-            step.row_context_len,
-            self.items,
-            self.lane_items,
-            step.num_rows,
-            window or NO_WINDOW,
+        arguments = (
+            step.row_slot, step.row_query_start, step.row_query_len, step.row_context_len, self.items, self.lane_items,
+            step.num_rows, window or NO_WINDOW,
+        )  # fmt: skip
+        if self.min_apart_tiles:
+            build_apart_kernel[(step.num_rows,)](
+                *arguments,
+                KEYS=self.tile.keys,
+                LANES=self.lanes,
+                MIN_COST=self.min_split_tiles + ITEM_COST,
+                ITEM_COST=ITEM_COST,
+                LINE_COST=LINE_COST,
+                MIN_TILES=self.min_apart_tiles,
+                WIDTH=triton.next_power_of_2(self.lanes),
+                num_warps=1,
+                **launch_options(pdl),
+            )
+            return
+        build_kernel[(step.num_rows,)](
+            *arguments,
             MIN_QUERY=self.row_lengths.start,
             MAX_QUERY=self.row_lengths.stop - 1,
             QUERIES=self.queries,
@@ -211,6 +230,7 @@ class WorkList:
         window: int = 0,
         split_tokens: int = 0,
         min_split_tokens: int = MIN_SPLIT_TOKENS,
+        min_apart_tokens: int = 0,
         num_programs: int | None = None,
         tiles: tuple[Tile, Tile | None] | None = None,
     ) -> WorkList:
@@ -219,11 +239,13 @@ class WorkList:
         ``max_context`` bounds context and query of a row together. A window of 0 is none. With
         ``split_tokens`` 0 the splits follow the work of the step; otherwise every row is cut at multiples of it, so
         that a token's result depends neither on other rows nor on what else of its own row is computed with it: that
-        costs balance, and room for a partial result of every unit and split. ``num_programs`` (default: what fits on
-        the device) sizes the grids. ``tiles`` are those of decode and of prefill; fixed splits take the latter, which
-        is None if no row will have more than one token.
+        costs balance, and room for a partial result of every unit and split. With
+        ``min_apart_tokens`` units may be cut apart, which is for rows of one token, no more than there are lanes.
+        ``num_programs`` (default: what fits on the device) sizes the grids. ``tiles`` are those of decode and of
+        prefill; fixed splits take the latter, which is None if no row will have more than one token.
 
-        Raises ConfigError if ``split_tokens`` is no multiple of the tile or the heads do not divide.
+        Raises ConfigError if ``split_tokens`` is no multiple of the tile, the heads do not divide, or units
+        that are not for it are to be cut apart.
         """
         if shape.num_heads % shape.num_kv_heads:
             raise ConfigError(f"{shape.num_heads} query heads do not divide into {shape.num_kv_heads} KV heads")
@@ -234,8 +256,8 @@ class WorkList:
             raise ConfigError(f"split_tokens {split_tokens} is not a multiple of the KV tile of {keys} tokens")
 
         def section(tile: Tile, queries: int, row_lengths: range, max_units: int, split_tiles: int = 0) -> Section:
-            programs = num_programs or tile.programs_per_sm * multiprocessors(device)
-            lanes = max(1, programs // shape.num_kv_heads)
+            sms = multiprocessors(device)
+            lanes = max(1, num_programs // shape.num_kv_heads) if num_programs else tile.count_lanes(shape, sms)
             splits = -(-max_context // (split_tiles * tile.keys)) if split_tiles else 1
             if split_tiles:
                 max_items, slots = max_units * splits, max_units * splits if splits > 1 else 0
@@ -251,6 +273,7 @@ class WorkList:
                 lanes,
                 split_tiles,
                 min_split_tiles=-(-min_split_tokens // tile.keys),
+                min_apart_tiles=-(-min_apart_tokens // tile.keys),
                 max_splits=splits,
                 item_step=lanes if split_tiles else 1,
                 items=ints((max_items, ITEM.value)),
@@ -269,6 +292,8 @@ class WorkList:
             all_rows = section(fixed, queries, range(1, max_tokens + 1), most, split_tokens // fixed.keys)
             return cls(shape, window, max_rows, max_tokens, all_rows, None)
         decodes, prefills = section(decode, 1, range(1, 2), max_rows), None
+        if min_apart_tokens and (prefill or split_tokens or max_rows > decodes.lanes):
+            raise ConfigError(f"{max_rows} rows are not cut apart on {decodes.lanes} lanes, nor with prefill or splits")
         if prefill and (rows := min(max_rows, max_tokens // 2)):
             queries = prefill.rows // shape.group
             prefills = section(prefill, queries, range(2, max_tokens + 1), units(rows, queries))
@@ -305,144 +330,3 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 8
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-@triton.jit
-def _kv_tiles(context, length, index, window, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    """First and one past the last KV tile that the queries of tile ``index`` of a row see."""
-    begin = tl.maximum(context + index * QUERIES - window + 1, 0)
-    end = context + tl.minimum((index + 1) * QUERIES, length)
-    return begin // KEYS, (end + KEYS - 1) // KEYS
-
-
-@triton.jit
-def _units(length, MIN_QUERY: tl.constexpr, MAX_QUERY: tl.constexpr, QUERIES: tl.constexpr):
-    """Tiles of queries of a row of this length, 0 if it is not of the section."""
-    return tl.where((length >= MIN_QUERY) & (length <= MAX_QUERY), tl.cdiv(length, QUERIES), 0)
-
-
-@triton.jit
-def _sum_rows(
-    row_query_len,
-    row_context_len,
-    num_rows,
-    row,
-    window,
-    MIN_QUERY: tl.constexpr,
-    MAX_QUERY: tl.constexpr,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-    ITEM_COST: tl.constexpr,
-    SPLIT: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Items and cost of the rows before ``row``, then of all. With adaptive splits a unit counts as one item."""
-    items_before, cost_before, items, cost = 0, 0, 0, 0
-    for first in range(0, num_rows, ROWS):
-        r = first + tl.arange(0, ROWS)
-        length = tl.load(row_query_len + r, mask=r < num_rows, other=0)
-        context = tl.load(row_context_len + r, mask=r < num_rows, other=0)
-        units = _units(length, MIN_QUERY, MAX_QUERY, QUERIES)
-        row_cost = tl.zeros([ROWS], tl.int32)
-        row_items = tl.zeros([ROWS], tl.int32)
-        for index in range(0, tl.max(units, 0)):
-            begin, end = _kv_tiles(context, length, index, window, QUERIES, KEYS)
-            row_cost += tl.where(index < units, end - begin + ITEM_COST, 0)
-            if SPLIT == 0:
-                row_items += tl.where(index < units, 1, 0)
-            else:
-                row_items += tl.where(index < units, tl.cdiv(end, SPLIT) - begin // SPLIT, 0)
-        items_before += tl.sum(tl.where(r < row, row_items, 0), 0)
-        cost_before += tl.sum(tl.where(r < row, row_cost, 0), 0)
-        items += tl.sum(row_items, 0)
-        cost += tl.sum(row_cost, 0)
-    return items_before, cost_before, items, cost
-
-
-@triton.jit
-def _store_lanes(lane_items, lane, first, last, opens, closes):
-    tl.store(lane_items + 2 * lane, first, mask=opens)
-    tl.store(lane_items + 2 * lane + 1, last, mask=closes)
-
-
-@kernel(do_not_specialize=["num_rows", "window"])
-def _build_kernel(
-    row_slot,
-    row_query_start,
-    row_query_len,
-    row_context_len,
-    items,
-    lane_items,
-    num_rows,
-    window,
-    MIN_QUERY: tl.constexpr,
-    MAX_QUERY: tl.constexpr,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-    LANES: tl.constexpr,
-    MIN_COST: tl.constexpr,
-    ITEM_COST: tl.constexpr,
-    SPLIT: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One program per row. Each sums up the rows before it for itself: cheaper than a second launch."""
-    wait(PDL)
-    row = tl.program_id(0)
-    length = tl.load(row_query_len + row)
-    units = _units(length, MIN_QUERY, MAX_QUERY, QUERIES)
-    piece = tl.arange(0, WIDTH)
-    if (units > 0) | (row == 0):
-        item, start, all_items, total = _sum_rows(
-            row_query_len, row_context_len, num_rows, row, window,
-            MIN_QUERY, MAX_QUERY, QUERIES, KEYS, ITEM_COST, SPLIT, ROWS,
-        )  # fmt: skip
-        lane_cost = tl.maximum(tl.cdiv(total, LANES), MIN_COST)
-        if row == 0:
-            if SPLIT == 0:
-                # Lanes past the last tile; what follows that tile on the line is the cost of its item.
-                idle = (piece < LANES) & (piece * lane_cost >= total - ITEM_COST)
-                _store_lanes(lane_items, piece, 0, 0, idle, idle)
-            else:
-                _store_lanes(lane_items, piece, piece, all_items, piece < LANES, piece < LANES)
-
-        slot = tl.load(row_slot + row)
-        query = tl.load(row_query_start + row)
-        context = tl.load(row_context_len + row)
-        for index in range(0, units):
-            begin, end = _kv_tiles(context, length, index, window, QUERIES, KEYS)
-            if SPLIT == 0:
-                # Tile t of the unit lies at start + t. As a lane is longer than the gap that ITEM_COST leaves
-                # between two units, every lane up to the last one in use has a tile.
-                first_lane = start // lane_cost
-                pieces = (start + end - begin - 1) // lane_cost - first_lane + 1
-                lane = first_lane + piece
-                low = begin + tl.maximum(lane * lane_cost - start, 0)
-                high = tl.minimum(begin + (lane + 1) * lane_cost - start, end)
-                partial = 2 * first_lane
-                to = item + lane
-                opens = (piece < pieces) & (lane * lane_cost >= start - ITEM_COST)
-                start += end - begin + ITEM_COST
-                closes = (piece < pieces) & (((lane + 1) * lane_cost <= start) | (start == total))
-                _store_lanes(lane_items, lane, to, to + 1, opens, closes)
-                item += 1
-            else:
-                first_split = begin // SPLIT
-                pieces = tl.cdiv(end, SPLIT) - first_split
-                low = tl.maximum((first_split + piece) * SPLIT, begin)
-                high = tl.minimum((first_split + piece + 1) * SPLIT, end)
-                partial = item
-                to = item + piece
-                item += pieces
-            fields = items + to * ITEM
-            there = piece < pieces
-            tl.store(fields + SLOT, slot, mask=there)
-            tl.store(fields + QUERY, query + index * QUERIES, mask=there)
-            tl.store(fields + COUNT, tl.minimum(length - index * QUERIES, QUERIES), mask=there)
-            tl.store(fields + POSITION, context + index * QUERIES, mask=there)
-            tl.store(fields + BEGIN, low, mask=there)
-            tl.store(fields + END, high, mask=there)
-            tl.store(fields + PARTIAL, partial, mask=there)
-            tl.store(fields + PIECE, piece, mask=there)
-            tl.store(fields + PIECES, pieces, mask=there)

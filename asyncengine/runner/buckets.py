@@ -26,12 +26,16 @@ _FEW_TOKENS = 32
 
 
 def choose_buckets(
-    max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, short_context: Callable[[int], int]
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    short_context: Callable[[int], int],
+    short_mixed_context: Callable[[int], int],
 ) -> list[Bucket]:
     """Ascending; the last one fits every step. Steps are at most a fifth larger than needed, from 64 tokens on.
 
     A decode step of n rows has a bucket of its own, with a max_context, while no row has more tokens than
-    ``short_context(n)``, and so has a mixed step of n tokens if they are few.
+    ``short_context(n)``, and so has a mixed step of n tokens, new ones included, if they are few.
     """
     decode = []
     for n in _sizes(max_num_seqs, first=1):
@@ -45,7 +49,7 @@ def choose_buckets(
         for rows in (_MIXED_ROWS, max_num_seqs)
     }
     few = [b for b in mixed if b.max_tokens <= _FEW_TOKENS]
-    limits = [short_context(b.max_tokens) - b.max_tokens for b in few]
+    limits = [short_mixed_context(b.max_tokens) - b.max_tokens for b in few]
     mixed |= {b._replace(max_context=limit) for b, limit in zip(few, limits, strict=True) if limit > 0}
     return sorted([*decode, *mixed], key=lambda b: (b.max_tokens, not b.single_token_rows, b.max_rows, b.max_context))
 

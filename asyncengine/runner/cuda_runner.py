@@ -79,7 +79,7 @@ class CudaRunner:
         try:
             loaded = load_model(config, ops, NativeAttention(ops), progress=progress)
             loaded = replace(loaded, owned_bytes=loaded.owned_bytes - ops.saved_bytes)
-            buckets = step_buckets(config, loaded, device)
+            buckets = step_buckets(config, loaded, ops)
             budget = _kv_budget(config, loaded, ops, native, buckets)
             num_blocks = kv_cache.choose_num_blocks(
                 config, loaded.max_model_len, loaded.kv_bytes_per_block(config), budget

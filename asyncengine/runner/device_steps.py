@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +16,25 @@ from asyncengine.kernels.device_step import DeviceStep, allocate_step
 from asyncengine.kernels.ingest import StepSource, copy_blocks, ingest, make_source
 from asyncengine.kernels.triton_decode import longest_context
 from asyncengine.kernels.triton_sampler import sample
-from asyncengine.kernels.work_list import AttentionShape, WorkList, choose_streamed_tile, multiprocessors
+from asyncengine.kernels.work_list import (
+    MIN_APART_TOKENS,
+    AttentionShape,
+    Tile,
+    WorkList,
+    choose_apart_tile,
+    choose_streamed_tile,
+    multiprocessors,
+)
 from asyncengine.runner.buckets import ANY_CONTEXT, Bucket, choose_buckets
 from asyncengine.runner.kv_cache import KVCache
 from asyncengine.runner.model_runner import LoadedModel
 
 _INVARIANT_SPLITS = 8
 """Pieces of the longest context in batch-invariant mode: more would take more memory, fewer leave the GPU idle."""
+
+_APART_FROM, _APART_FROM_UNGROUPED = 2, 2
+"""Rows from which a list of units cut apart, where Gluon runs, is faster than decode_attention, however few the keys:
+where query heads share keys, and where they do not."""
 
 GREEDY, FULL = 0, 1
 """Variants of sampling, as csrc/step_loop/graph_executor.h numbers them."""
@@ -66,14 +78,67 @@ def _split_tokens(max_model_len: int) -> int:
     return max(1, -(-max_model_len // (1024 * _INVARIANT_SPLITS))) * 1024
 
 
-def step_buckets(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> list[Bucket]:
+def _apart_tile(rows: int, config: EngineConfig, loaded: LoadedModel, ops: CudaOps) -> Tile | None:
+    """That of decode steps of so many rows if their units are cut apart."""
+    if config.batch_invariant or not ops.options.streamed:
+        return None
+    return choose_apart_tile(rows, attention_shape(loaded), config.block_size, multiprocessors(ops.device))
+
+
+def step_buckets(config: EngineConfig, loaded: LoadedModel, ops: CudaOps) -> list[Bucket]:
     """The buckets of a model's steps: those of few keys are where decode_attention is the faster way."""
     shape = attention_shape(loaded)
 
-    def short_context(rows: int) -> int:
-        return 0 if config.batch_invariant else longest_context(rows, shape, multiprocessors(device))
+    def few_keys(tokens: int) -> int:
+        return 0 if config.batch_invariant else longest_context(tokens, shape, multiprocessors(ops.device))
 
-    return choose_buckets(config.max_num_seqs, config.max_num_batched_tokens, loaded.max_model_len, short_context)
+    def few_decode_keys(rows: int) -> int:
+        apart_from = _APART_FROM if shape.group > 1 else _APART_FROM_UNGROUPED
+        return 0 if rows >= apart_from and _apart_tile(rows, config, loaded, ops) else few_keys(rows)
+
+    return choose_buckets(
+        config.max_num_seqs, config.max_num_batched_tokens, loaded.max_model_len, few_decode_keys, few_keys
+    )
+
+
+class _StepWork:
+    """The work lists of steps, by sliding window. Buckets of a kind share their memory."""
+
+    def __init__(self, config: EngineConfig, loaded: LoadedModel, ops: CudaOps) -> None:
+        shape, sms = attention_shape(loaded), multiprocessors(ops.device)
+        windows = sorted(set(loaded.config.layer_windows))
+
+        def allocate(
+            tile: Tile | None = None, *, max_rows: int = config.max_num_seqs, **cut: Any
+        ) -> dict[int, WorkList]:
+            """With a tile for decode steps alone."""
+            return {
+                window: WorkList.allocate(
+                    shape, max_rows=max_rows, max_tokens=config.max_num_batched_tokens,
+                    max_context=loaded.max_model_len, device=ops.device, window=window,
+                    tiles=(tile, None) if tile else None, **cut,
+                )
+                for window in windows
+            }  # fmt: skip
+
+        self._any = allocate(split_tokens=_split_tokens(loaded.max_model_len) if config.batch_invariant else 0)
+        self._decode = {window: work.decode_only for window, work in self._any.items()}
+        tile = choose_streamed_tile(shape, config.block_size)
+        if tile and ops.options.streamed and not config.batch_invariant:
+            self._decode = allocate(tile)
+        tiles = {rows: _apart_tile(rows, config, loaded, ops) for rows in range(1, config.max_num_seqs + 1)}
+        self._apart_tiles = {rows: tile for rows, tile in tiles.items() if tile}
+        self._apart = {}
+        for tile in set(self._apart_tiles.values()):
+            rows = min(config.max_num_seqs, tile.count_lanes(shape, sms))
+            self._apart[tile] = allocate(tile, max_rows=rows, min_apart_tokens=MIN_APART_TOKENS)
+
+    def of(self, bucket: Bucket) -> dict[int, WorkList]:
+        if not bucket.single_token_rows:
+            return self._any
+        if tile := self._apart_tiles.get(bucket.max_rows):
+            return self._apart[tile]
+        return self._decode
 
 
 class DeviceSteps:
@@ -82,7 +147,6 @@ class DeviceSteps:
     def __init__(
         self, config: EngineConfig, loaded: LoadedModel, ops: CudaOps, buffers: StepBuffers, cache: KVCache
     ) -> None:
-        model = loaded.config
         self._block_size = config.block_size
         self._pdl = ops.options.pdl
         self._model = loaded.model
@@ -95,22 +159,7 @@ class DeviceSteps:
             config.max_num_batched_tokens,
             ops.device,
         )
-        shape = attention_shape(loaded)
-        allocate = partial(
-            WorkList.allocate,
-            shape,
-            max_rows=config.max_num_seqs,
-            max_tokens=config.max_num_batched_tokens,
-            max_context=loaded.max_model_len,
-            device=ops.device,
-        )
-        windows = sorted(set(model.layer_windows))
-        split_tokens = _split_tokens(loaded.max_model_len) if config.batch_invariant else 0
-        self._work = {window: allocate(window=window, split_tokens=split_tokens) for window in windows}
-        self._decode_work = {window: work.decode_only for window, work in self._work.items()}
-        tile = choose_streamed_tile(shape, config.block_size)
-        if tile and ops.options.streamed and not config.batch_invariant:
-            self._decode_work = {window: allocate(window=window, tiles=(tile, None)) for window in windows}
+        self._work = _StepWork(config, loaded, ops)
         self._planes = cache.memory.flatten(0, 1)
 
     @property
@@ -127,9 +176,8 @@ class DeviceSteps:
         """Enqueue the next step, which must fit ``bucket``; with GREEDY its rows must all have temperature 0."""
         source = self._buffers.source
         step = self._step.bucket(bucket.max_rows, bucket.max_tokens)
-        work = self._decode_work if bucket.single_token_rows else self._work
         few_keys = bucket.max_context < ANY_CONTEXT
-        batch = CudaBatch(step, work, few_keys, bucket.single_token_rows)
+        batch = CudaBatch(step, self._work.of(bucket), few_keys, bucket.single_token_rows)
         with torch.inference_mode():
             ingest(source, step, self._block_size, pdl=self._pdl)
             batch.build_work(pdl=self._pdl)

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from asyncengine.errors import ConfigError
-from asyncengine.kernels.work_list import PIECES, WorkList, choose_streamed_tile
+from asyncengine.kernels.work_items import PIECES
+from asyncengine.kernels.work_list import WorkList, choose_streamed_tile
 from tests.gpu.conftest import needs_hopper
 from tests.kernels.poison import poison_new_memory
 from tests.kernels.test_triton_attention import Case
@@ -38,13 +39,13 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     poison_new_memory(monkeypatch)
 
 
-def make(model: str, contexts: tuple[int | None, ...], **case: Any) -> Decode:
+def make(model: str, contexts: tuple[int | None, ...], *, grid: tuple[int, int] = (2, 96), **case: Any) -> Decode:
     """Rows of one token after so many; None is a row of none. The engine's tile and, unless told otherwise, grid."""
     fields = {"dtype": torch.bfloat16, "programs": None, "min_split_tokens": 256, **MODELS[model], **case}
     norm, rotary = fields.pop("norm", True), fields.pop("rotary", True)
     rows = tuple((0, 0) if context is None else (1, context) for context in contexts)
     made = Case(rows, **fields)
-    tile = choose_streamed_tile(made.shape, 16)
+    tile = choose_streamed_tile(made.shape, 16, *grid)
     assert tile is not None
     return make_decode(replace(made, tiles=(tile, None)), torch.device("cuda"), norm, rotary)
 
@@ -100,6 +101,66 @@ def test_many_rows(model: str, programs: int | None) -> None:
 def test_a_full_batch(model: str) -> None:
     decode = make(model, (288,) * 128)
     decode.check(decode.world.work(), pdl=True)
+
+
+# ---- units cut apart ----
+
+
+@pytest.mark.parametrize("pdl", [True, False])
+@pytest.mark.parametrize("grid", [(1, 192), (1, 96), (2, 96)], ids=str)
+@pytest.mark.parametrize("model", MODELS)
+def test_edges_apart(model: str, grid: tuple[int, int], pdl: bool) -> None:
+    """Idle lanes too, where rows are not to be cut."""
+    decode = make(model, (None, *EDGES, None), grid=grid, min_apart_tokens=128)
+    decode.check(decode.world.work(), pdl)
+
+
+@pytest.mark.parametrize("min_apart_tokens", [64, 128, 256])
+@pytest.mark.parametrize("grid", [(1, 192), (1, 96), (2, 96)], ids=str)
+@pytest.mark.parametrize("contexts", [(287,), (287,) * 8, (700, 5, 287, 544, 64), (5000, 37, 1500), (20000,)], ids=str)
+@pytest.mark.parametrize("model", ["gpt2", "qwen3", "llama"])
+def test_pieces_apart(model: str, contexts: tuple[int, ...], grid: tuple[int, int], min_apart_tokens: int) -> None:
+    decode = make(model, contexts, grid=grid, min_apart_tokens=min_apart_tokens)
+    work = decode.world.work()
+    decode.check(work, pdl=True)
+    assert (most_pieces(work) > 1) == (max(contexts) // 64 + 1 >= 2 * min_apart_tokens // 64)
+
+
+@pytest.mark.parametrize("window", [1, 33, 64, 150, 1000])
+@pytest.mark.parametrize("min_apart_tokens", [64, 128])
+def test_windows_apart(window: int, min_apart_tokens: int) -> None:
+    """Of a first piece only the end may be in the window."""
+    decode = make("qwen3", (*EDGES, 700, 2000), window=window, min_apart_tokens=min_apart_tokens)
+    decode.check(decode.world.work(), pdl=True)
+
+
+@pytest.mark.parametrize("programs", [36, 40, 264])
+def test_lanes_apart(programs: int) -> None:
+    """As many as rows, a few more, many that stay idle."""
+    random = torch.Generator().manual_seed(1)
+    contexts = tuple(torch.randint(0, 500, (18,), generator=random).tolist())
+    decode = make("llama", contexts, programs=programs, min_apart_tokens=64)
+    decode.check(decode.world.work(), pdl=True)
+
+
+def test_a_step_apart_leaves_nothing_to_the_next() -> None:
+    """A list that had many pieces has few, then none, then many again."""
+    large = make("qwen3", (1500, 37, 2900), min_apart_tokens=64)
+    work = large.world.work()
+    for contexts in ((1500, 37, 2900), (20, None, 3), (None, None, None), (None, 700, 1), (1500, 37, 2900)):
+        decode = make("qwen3", contexts, min_apart_tokens=128)
+        decode.check(work, pdl=True)
+
+
+def test_results_apart_are_the_same_each_time() -> None:
+    decode = make("llama", (544, 287, 700, 1, 640), min_apart_tokens=64)
+    work = decode.world.work()
+    once, *more = (decode.attend(decode.world.k.clone(), decode.world.v.clone(), work, pdl=True) for _ in range(20))
+    for again in more:
+        assert torch.equal(again.nan_to_num(), once.nan_to_num())
+
+
+# ---- either way ----
 
 
 def test_no_slot_is_no_write() -> None:

@@ -72,7 +72,7 @@ def our_logits(directory: str, source: StateDict, prompt: list[int]) -> tuple[li
     )
     native = _core.CudaDevice(loaded_libcudart(), 0)
     steps, buffers = make_steps(config, loaded, ops, native, 64)
-    runner = CudaRunner(loaded.info(config, 64), steps, native, buffers, step_buckets(config, loaded, device))
+    runner = CudaRunner(loaded.info(config, 64), steps, native, buffers, step_buckets(config, loaded, ops))
     loop = runner.make_step_loop(config, progress=False)
     recorder.logits.clear()
     greedy = (0.0, 0, 1.0, 0.0, 0)

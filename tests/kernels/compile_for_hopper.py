@@ -114,6 +114,7 @@ def main(directory: str, dtype: str, quantization: Quantization = "none") -> Non
         steps, _ = make_steps(config, loaded, streaming, native, 8)
         steps.state.input_ids.zero_()
         steps.run(Bucket(4, 4, True), GREEDY)
+        steps.run(Bucket(1, 1, True), GREEDY)
     for name, kernel in compiled.items():
         print(f"{name}: shared {kernel.metadata.shared} bytes, {kernel.metadata.num_warps} warps")
 

@@ -152,7 +152,7 @@ class Start:
         invariant = self.config.batch_invariant
         self.ops = CudaOps(CPU, CudaOptions(plans, pdl=True, batch_invariant=invariant, streamed=True))
         self.loaded = load_model(self.config, self.ops, NativeAttention(self.ops))
-        self.buckets = step_buckets(self.config, self.loaded, CPU)
+        self.buckets = step_buckets(self.config, self.loaded, self.ops)
         self.device = _core.SimulatedDevice(vocab_size=2)
         self.tuner = FakeTuner()
 

@@ -31,7 +31,7 @@ def load(config: EngineConfig) -> Backend:
     loaded = load_model(config, ops, NativeAttention(ops))
     info = loaded.info(config, config.num_kv_blocks)
     steps, buffers = make_steps(config, loaded, ops, native, config.num_kv_blocks)
-    buckets = step_buckets(config, loaded, ops.device)
+    buckets = step_buckets(config, loaded, ops)
     graphs = _core.CudaGraphs(native)
     for bucket in buckets:
         bodies = [partial(_quietly, steps.run, bucket, variant) for variant in (GREEDY, FULL)]

@@ -35,8 +35,9 @@ def test_every_kernel_of_a_step_compiles(tmp_path):
     assert compiled.count("_attention_kernel") == 2  # decode and prefill
     assert compiled.count("_tiles_kernel") == 2  # greedy and full sampling
     for name in (
-        "_fetch", "_ingest", "_build_kernel", "_decode_kernel", "_paged_decode_kernel", "_streamed_decode_kernel",
-        "_norm_kernel", "_rotary_store_kernel", "_copy_blocks", "_collect_kernel", "finish_kernel",
+        "_fetch", "_ingest", "build_kernel", "build_apart_kernel", "_decode_kernel", "_paged_decode_kernel",
+        "_streamed_decode_kernel", "_norm_kernel", "_rotary_store_kernel", "_copy_blocks", "_collect_kernel",
+        "finish_kernel",
     ):  # fmt: skip
         assert name in compiled
 
@@ -119,7 +120,7 @@ import subprocess, tempfile, torch, triton
 from asyncengine.kernels.device_step import allocate_step
 from asyncengine.kernels.gluon_paged_decode import streamed_decode_attention
 from asyncengine.kernels.ops import HeadNorms
-from asyncengine.kernels.work_list import AttentionShape, WorkList, choose_streamed_tile
+from asyncengine.kernels.work_list import AttentionShape, WorkList, choose_apart_tile, choose_streamed_tile
 
 def random(*shape): return torch.empty(shape, dtype=torch.bfloat16)
 
@@ -127,15 +128,16 @@ for heads, kv_heads, dim, rotary, norm in (
     (12, 12, 64, False, False), (16, 8, 128, True, True), (32, 8, 128, True, False)
 ):
     shape, cpu = AttentionShape(heads, kv_heads, dim, torch.bfloat16), torch.device("cpu")
-    tiles = choose_streamed_tile(shape, 16), None
-    work = WorkList.allocate(
-        shape, max_rows=4, max_tokens=4, max_context=512, device=cpu, tiles=tiles, num_programs=264
-    )
-    streamed_decode_attention(
-        random(4, heads + 2 * kv_heads, dim), heads, HeadNorms(random(dim), random(dim), 1e-6) if norm else None,
-        torch.empty(512, dim) if rotary else None, random(8, kv_heads, 16, dim), random(8, kv_heads, 16, dim),
-        allocate_step(4, 32, 4, 4, cpu), work, dim**-0.5, 0, random(4, heads * dim), pdl=True,
-    )
+    for tile in (choose_apart_tile(4, shape, 16, 132), choose_streamed_tile(shape, 16)):
+        work = WorkList.allocate(
+            shape, max_rows=4, max_tokens=4, max_context=512, device=cpu, tiles=(tile, None),
+            num_programs=132 * tile.programs_per_sm,
+        )
+        streamed_decode_attention(
+            random(4, heads + 2 * kv_heads, dim), heads, HeadNorms(random(dim), random(dim), 1e-6) if norm else None,
+            torch.empty(512, dim) if rotary else None, random(8, kv_heads, 16, dim), random(8, kv_heads, 16, dim),
+            allocate_step(4, 32, 4, 4, cpu), work, dim**-0.5, 0, random(4, heads * dim), pdl=True,
+        )
 for name, kernel in compiled.items():
     words = [word for word in ("mma.sync", "griddepcontrol.wait", "cp.async.bulk.tensor") if word in kernel.asm["ptx"]]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -149,6 +151,6 @@ for name, kernel in compiled.items():
 
 
 def test_streamed_decode_attention_compiles(tmp_path):
-    """For the heads of three models: gpt2, qwen3-0.6b, llama-3.1-8b."""
+    """For the heads of three models, gpt2, qwen3-0.6b, llama-3.1-8b; one program a multiprocessor, and two."""
     compiled = run(tmp_path, "-c", STREAMED_ATTENTION)
-    assert compiled == ["_streamed_decode_kernel:mma.sync:griddepcontrol.wait:cp.async.bulk.tensor"] * 3
+    assert compiled == ["_streamed_decode_kernel:mma.sync:griddepcontrol.wait:cp.async.bulk.tensor"] * 6

@@ -8,13 +8,17 @@ from __future__ import annotations
 import asyncio
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from asyncengine import ConfigError, SamplingParams, testing
+from asyncengine.config import EngineConfig
+from asyncengine.kernels.cuda import CudaOps, CudaOptions
 from asyncengine.runner import device_steps
+from asyncengine.runner.buckets import ANY_CONTEXT
 from asyncengine.tokenization import placeholder_tokenizer
 from tests.kernels.simulated_cuda import make_engine
 from tests.models import tiny
@@ -183,3 +187,22 @@ def test_stop_tokens_end_a_sequence_on_the_device_too(checkpoint):
     outputs, _ = generate(path, jobs, rounds=1 if not GPU else 3)
     first = expected[0].index(stop)
     assert outputs == [[tuple(expected[0][: first + 1])], *([tuple(e)] for e in expected[1:])]
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_which_steps_have_no_work_list(streamed, monkeypatch):
+    """Those of few keys, and where Gluon runs of fewer rows than are cut apart, or of more than have lanes."""
+    monkeypatch.setattr(device_steps, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(device_steps, "_APART_FROM", 4)
+    monkeypatch.setattr(device_steps, "_APART_FROM_UNGROUPED", 8)
+    ops = CudaOps(torch.device("cpu"), CudaOptions(streamed=streamed))
+    config = EngineConfig(model="", dtype="bfloat16", max_num_seqs=40, max_num_batched_tokens=64)
+    for shape, expected in (
+        ((16, 8, 128), [1, 2] if streamed else [1, 2, 4, 8, 16, 24, 32]),
+        ((12, 12, 64), [1, 2, 4, 24, 32, 40] if streamed else [1, 2, 4, 8, 16, 24, 32, 40]),
+    ):
+        model = SimpleNamespace(**dict(zip(("num_heads", "num_kv_heads", "head_dim"), shape, strict=True)))
+        loaded = SimpleNamespace(config=model, dtype=torch.bfloat16, max_model_len=1 << 20)
+        buckets = [b for b in device_steps.step_buckets(config, loaded, ops) if b.single_token_rows]
+        assert [b.max_rows for b in buckets if b.max_context < ANY_CONTEXT] == expected
+        assert [b.max_rows for b in buckets if b.max_context == ANY_CONTEXT] == [1, 2, 4, 8, 16, 24, 32, 40]

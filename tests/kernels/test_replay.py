@@ -98,6 +98,10 @@ def test_check_notices_steps_that_did_not_run(checkpoint: Path) -> None:
     asyncio.run(main())
 
 
+def nothing(rows: int) -> int:
+    return 0
+
+
 def test_a_replayed_step_may_compute_prompts(checkpoint: Path) -> None:
     rows = [replay.Row(1, 17), replay.Row(7, 16), replay.Row(3, 0)]
 
@@ -109,7 +113,7 @@ def test_a_replayed_step_may_compute_prompts(checkpoint: Path) -> None:
                 steps = backend.steps
             else:
                 steps = backend[0]
-                buckets = choose_buckets(CONFIG["max_num_seqs"], CONFIG["max_num_batched_tokens"], 64, lambda rows: 0)
+                buckets = choose_buckets(CONFIG["max_num_seqs"], CONFIG["max_num_batched_tokens"], 64, nothing, nothing)
                 chosen = buckets[replay.choose_bucket(buckets, rows)]
                 assert not chosen.single_token_rows
                 with replay.staged(steps, rows, 1, lambda: None, own_tables=True), np.errstate(all="ignore"):
@@ -129,11 +133,11 @@ def test_a_replayed_step_may_compute_prompts(checkpoint: Path) -> None:
 
 
 def test_the_bucket_is_the_first_that_fits() -> None:
-    buckets = choose_buckets(4, 24, 1024, lambda rows: 40 // rows)
+    buckets = choose_buckets(4, 24, 1024, lambda rows: 40 // rows, nothing)
     assert buckets[replay.choose_bucket(buckets, replay.decode_rows([5, 10, 5]))] == (4, 4, True, 10)
     assert buckets[replay.choose_bucket(buckets, replay.decode_rows([5, 11, 5]))] == (4, 4, True, ANY_CONTEXT)
     assert buckets[replay.choose_bucket(buckets, [replay.Row(2, 0)])] == (4, 8, False, ANY_CONTEXT)
-    buckets = choose_buckets(4, 24, 1024, lambda tokens: 400 // tokens)
+    buckets = choose_buckets(4, 24, 1024, nothing, lambda tokens: 400 // tokens)
     assert buckets[replay.choose_bucket(buckets, [replay.Row(2, 42)])] == (4, 8, False, 42)
     assert buckets[replay.choose_bucket(buckets, [replay.Row(2, 43)])] == (4, 8, False, ANY_CONTEXT)
     assert buckets[replay.choose_bucket(buckets, [replay.Row(12, 0)])] == (4, 16, False, 9)

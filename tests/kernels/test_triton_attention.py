@@ -9,28 +9,32 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from asyncengine.errors import ConfigError
 from asyncengine.kernels.device_step import DeviceStep, allocate_step
 from asyncengine.kernels.triton_attention import paged_attention
-from asyncengine.kernels.work_list import (
+from asyncengine.kernels.work_items import (
     BEGIN,
     COUNT,
     END,
     ITEM_COST,
+    LINE_COST,
     PARTIAL,
     PIECE,
     PIECES,
     POSITION,
     QUERY,
     SLOT,
+)
+from asyncengine.kernels.work_list import (
     AttentionShape,
     Section,
     Tile,
     WorkList,
+    choose_apart_tile,
     choose_streamed_tile,
 )
 
@@ -51,6 +55,7 @@ class Case:
     split_tokens: int = 0
     programs: int | None = 6
     min_split_tokens: int = 16
+    min_apart_tokens: int = 0
     tiles: tuple[Tile, Tile | None] | None = SMALL
     seed: int = 0
 
@@ -99,6 +104,7 @@ class World:
             window=case.window,
             split_tokens=case.split_tokens,
             min_split_tokens=case.min_split_tokens,
+            min_apart_tokens=case.min_apart_tokens,
             num_programs=case.programs,
             tiles=case.tiles,
         )
@@ -320,6 +326,67 @@ def items_of(section: Section) -> Iterator[tuple[int, Tensor]]:
             yield lane, items[index]
 
 
+@st.composite
+def apart_cases(draw: st.DrawFn) -> Case:
+    """Rows of one token or none, lanes enough for them."""
+    context = st.one_of(st.integers(0, 80), st.integers(0, 1200))
+    rows = draw(st.lists(st.tuples(st.sampled_from([1, 1, 1, 0]), context), min_size=1, max_size=9))
+    return apart_case(
+        *rows,
+        window=draw(st.sampled_from([0, 0, 1, 100, 331])),
+        programs=len(rows) + draw(st.integers(0, 9)),
+        min_split_tokens=draw(st.sampled_from([16, 64])),
+        min_apart_tokens=draw(st.sampled_from([16, 32, 64])),
+    )
+
+
+def apart_case(*rows: tuple[int, int], programs: int, **fields: int) -> Case:
+    fields = {"min_apart_tokens": 16, **fields}
+    return Case(rows, num_kv_heads=1, head_dim=16, programs=programs, tiles=(SMALL[0], None), **fields)
+
+
+def even_pieces(tiles: list[int], least: int, lanes: int) -> list[int]:
+    """Pieces of units with so many tiles, the longest as short as lanes allow."""
+    for longest in range(1, max(tiles) + 1):
+        pieces = [min(-(-n // longest), max(1, n // least)) for n in tiles]
+        if sum(pieces) <= lanes:
+            return pieces
+    raise AssertionError("more units than lanes")
+
+
+@settings(max_examples=40)
+@given(apart_cases())
+@example(apart_case(*[(1, 287)] * 8, programs=8))
+@example(apart_case((1, 700), (0, 0), (1, 0), programs=33))
+@example(apart_case((0, 0), (0, 0), programs=5))
+@example(apart_case(*[(1, 20)] * 6, (1, 700), programs=8))
+def test_units_cut_apart(device: torch.device, case: Case) -> None:
+    """Evenly, each piece on a lane; along the line if one would be much longer than the lanes' shares of it."""
+    world = make_world(case, device)
+    section = (work := world.work()).decode
+    section.items.fill_(77)  # of an earlier step
+    section.lane_items.fill_(77)
+    work.build(world.step)
+    check_every_pair(world, work)
+    keys, expected, line, tiles = section.tile.keys, [], 0, []
+    for row, (length, _) in enumerate(case.rows):
+        if length:
+            first, last = world.visible(row)
+            tiles.append(-(-last // keys) - first // keys)
+            line += tiles[-1] + ITEM_COST
+    pieces = even_pieces(tiles, section.min_apart_tiles, section.lanes) if tiles else []
+    share = max(-(-line // section.lanes), section.min_split_tiles + ITEM_COST)
+    apart = all(-(-n // p) <= share + LINE_COST for n, p in zip(tiles, pieces, strict=True))
+    event("apart" if apart else "along the line")
+    if not apart:
+        return
+    for n, p in zip(tiles, pieces, strict=True):
+        expected += [(piece, p, (piece + 1) * n // p - piece * n // p) for piece in range(p)]
+    items = [item.tolist() for _, item in items_of(section)]
+    assert [(item[PIECE], item[PIECES], item[END] - item[BEGIN]) for item in items] == expected
+    assert [lane for lane, _ in items_of(section)] == list(range(len(expected))), "in the order of rows, then idle ones"
+
+
 @settings(max_examples=25)
 @given(cases(head_dims=(16,)))
 @example(Case(((2, 0), (2, 5), (2, 40), (3, 0)), programs=12))
@@ -329,6 +396,11 @@ def test_every_pair_is_covered_once(device: torch.device, case: Case) -> None:
     world = make_world(case, device)
     work = world.work()
     work.build(world.step)
+    check_every_pair(world, work)
+
+
+def check_every_pair(world: World, work: WorkList) -> None:
+    case = world.case
     seen = torch.zeros(case.num_tokens, case.max_context + 64, dtype=torch.int32)
     slots = {}
     for section in work.sections:
@@ -357,7 +429,7 @@ def test_every_pair_is_covered_once(device: torch.device, case: Case) -> None:
         if not case.split_tokens and units:
             total = sum(lane_costs) - ITEM_COST * sum(len(p) - 1 for p in units.values())
             share = max(-(-total // section.lanes), section.min_split_tiles + ITEM_COST)
-            assert max(lane_costs) <= share + 2 * ITEM_COST
+            assert max(lane_costs) <= share + (LINE_COST + ITEM_COST if case.min_apart_tokens else 2 * ITEM_COST)
 
     for row, (length, context) in enumerate(case.rows):
         for t in range(length):
@@ -366,7 +438,7 @@ def test_every_pair_is_covered_once(device: torch.device, case: Case) -> None:
             assert slots[token] == (int(world.step.row_slot[row]), position)
             first = max(0, position - case.window + 1) if case.window else 0
             assert (seen[token, first : position + 1] == 1).all()
-    assert seen.max() <= 1
+    assert (seen <= 1).all()
 
 
 def test_misuse_is_reported(device: torch.device) -> None:
@@ -389,6 +461,12 @@ def test_misuse_is_reported(device: torch.device) -> None:
         make_world(Case(((1, 20),), split_tokens=24), device).work()
     with pytest.raises(ConfigError, match="multiple"):
         make_world(Case(((1, 20),), split_tokens=16, tiles=(SMALL[0], None)), device).work()
+    for apart in (
+        Case(((1, 20),) * 3, min_apart_tokens=16, programs=5, tiles=(SMALL[0], None)),
+        Case(((1, 20),), min_apart_tokens=16),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match="not cut apart"):
+            make_world(apart, device).work()
     with pytest.raises(ConfigError, match="divide"):
         WorkList.allocate(
             AttentionShape(3, 2, 16, torch.float32), max_rows=1, max_tokens=1, max_context=1, device=device
@@ -399,6 +477,20 @@ def test_whom_the_streamed_tile_is_for() -> None:
     shape = AttentionShape(16, 8, 128, torch.bfloat16)
     assert choose_streamed_tile(shape, 16) == Tile(16, 64, 4, 3, 2, streamed=True)
     assert choose_streamed_tile(replace(shape, head_dim=64), 16) == Tile(16, 64, 4, 6, 2, streamed=True)
+    assert choose_streamed_tile(shape, 16, 1, 192) == Tile(16, 64, 4, 6, 1, streamed=True)
     assert choose_streamed_tile(shape, 32) is None
     for other in ({"dtype": torch.float32}, {"head_dim": 80}, {"num_heads": 80}):
         assert choose_streamed_tile(replace(shape, **other), 16) is None
+
+
+def test_whose_rows_are_cut_apart() -> None:
+    """Those that have a lane each, with as few programs as do."""
+    sms = 132
+    for heads, kv_heads, dim, one, two in ((16, 8, 128, 16, 33), (32, 8, 128, 16, 33), (12, 12, 64, 11, 22)):
+        shape = AttentionShape(heads, kv_heads, dim, torch.bfloat16)
+        tiles = [choose_apart_tile(rows, shape, 16, sms) for rows in range(1, 64)]
+        programs = [tile.programs_per_sm if tile else 0 for tile in tiles]
+        assert programs == [1] * one + [2] * (two - one) + [0] * (63 - two)
+        assert [tile.count_lanes(shape, sms) for tile in tiles if tile] == [one] * one + [two] * (two - one)
+        assert choose_apart_tile(1, shape, 32, sms) is None
+        assert choose_apart_tile(1, replace(shape, dtype=torch.float32), 16, sms) is None

@@ -23,7 +23,7 @@ from asyncengine.kernels.triton_decode import choose_pieces, decode_attention, l
 from asyncengine.kernels.triton_paged_decode import paged_decode_attention
 from asyncengine.kernels.triton_rows import rotary_store_kv
 from asyncengine.kernels.work_list import AttentionShape, WorkList
-from tests.kernels.test_triton_attention import TOLERANCE, Case, World, backwards, check, make_world, to_device
+from tests.kernels.test_triton_attention import SMALL, TOLERANCE, Case, World, backwards, check, make_world, to_device
 from tests.kernels.test_triton_attention import cases as attention_cases
 
 Way = WorkList | int | None
@@ -200,6 +200,19 @@ def test_tokens_of_prompts_as_rows(device: torch.device, case: Case, pieces: int
     assert not arrivals.any()
     for cache, was in zip((world.k, world.v), before, strict=True):
         torch.testing.assert_close(cache, was, rtol=0, atol=0, equal_nan=True)
+
+
+@settings(max_examples=8)
+@given(cases())
+@example((Case(((1, 0), (1, 16), (1, 77), (1, 300)), programs=24), True, True, 0))
+@example((Case(((1, 31), (0, 0), (1, 300)), head_dim=128, group=4, dtype=torch.bfloat16), False, True, 0))
+@example((Case(((1, 49), (1, 133)), window=18, head_dim=64, programs=12), False, False, 0))
+def test_units_cut_apart_match_separate_operations(device: torch.device, drawn: tuple[Case, bool, bool, int]) -> None:
+    case, norm, rotary, _ = drawn
+    programs = max(case.programs or 0, len(case.rows) * case.num_kv_heads)
+    case = replace(case, min_apart_tokens=16, programs=programs, tiles=(SMALL[0], None))
+    decode = make_decode(case, device, norm, rotary)
+    decode.check(decode.world.work())
 
 
 def test_a_work_list_comes_to_what_separate_kernels_do(device: torch.device) -> None:

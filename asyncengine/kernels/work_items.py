@@ -1,0 +1,252 @@
+"""The kernels that build work lists, and the items that they write (see work_list.py)."""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from asyncengine.kernels.compiling import kernel
+from asyncengine.kernels.pdl import wait
+
+# Columns of an item.
+SLOT = tl.constexpr(0)
+QUERY = tl.constexpr(1)  # first token of the tile among the step's
+COUNT = tl.constexpr(2)  # tokens of the tile
+POSITION = tl.constexpr(3)  # position of the first
+BEGIN = tl.constexpr(4)  # first KV tile
+END = tl.constexpr(5)  # one past the last
+PARTIAL = tl.constexpr(6)  # partial slot of the unit's first piece
+PIECE = tl.constexpr(7)
+PIECES = tl.constexpr(8)  # 1: the result goes straight to the output
+ITEM = tl.constexpr(16)
+
+ITEM_COST = 1
+"""What starting an item costs beside its KV tiles, in tiles."""
+LINE_COST = 3
+"""What lanes that begin and end anywhere cost a step: second items, and combinations of what need not be cut."""
+
+
+@triton.jit
+def _kv_tiles(context, length, index, window, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+    """First and one past the last KV tile that the queries of tile ``index`` of a row see."""
+    begin = tl.maximum(context + index * QUERIES - window + 1, 0)
+    end = context + tl.minimum((index + 1) * QUERIES, length)
+    return begin // KEYS, (end + KEYS - 1) // KEYS
+
+
+@triton.jit
+def _units(length, MIN_QUERY: tl.constexpr, MAX_QUERY: tl.constexpr, QUERIES: tl.constexpr):
+    """Tiles of queries of a row of this length, 0 if it is not of the section."""
+    return tl.where((length >= MIN_QUERY) & (length <= MAX_QUERY), tl.cdiv(length, QUERIES), 0)
+
+
+@triton.jit
+def _sum_rows(
+    row_query_len,
+    row_context_len,
+    num_rows,
+    row,
+    window,
+    MIN_QUERY: tl.constexpr,
+    MAX_QUERY: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    ITEM_COST: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Items and cost of the rows before ``row``, then of all. With adaptive splits a unit counts as one item."""
+    items_before, cost_before, items, cost = 0, 0, 0, 0
+    for first in range(0, num_rows, ROWS):
+        r = first + tl.arange(0, ROWS)
+        length = tl.load(row_query_len + r, mask=r < num_rows, other=0)
+        context = tl.load(row_context_len + r, mask=r < num_rows, other=0)
+        units = _units(length, MIN_QUERY, MAX_QUERY, QUERIES)
+        row_cost = tl.zeros([ROWS], tl.int32)
+        row_items = tl.zeros([ROWS], tl.int32)
+        for index in range(0, tl.max(units, 0)):
+            begin, end = _kv_tiles(context, length, index, window, QUERIES, KEYS)
+            row_cost += tl.where(index < units, end - begin + ITEM_COST, 0)
+            if SPLIT == 0:
+                row_items += tl.where(index < units, 1, 0)
+            else:
+                row_items += tl.where(index < units, tl.cdiv(end, SPLIT) - begin // SPLIT, 0)
+        items_before += tl.sum(tl.where(r < row, row_items, 0), 0)
+        cost_before += tl.sum(tl.where(r < row, row_cost, 0), 0)
+        items += tl.sum(row_items, 0)
+        cost += tl.sum(row_cost, 0)
+    return items_before, cost_before, items, cost
+
+
+@triton.jit
+def _store_lanes(lane_items, lane, first, last, opens, closes):
+    tl.store(lane_items + 2 * lane, first, mask=opens)
+    tl.store(lane_items + 2 * lane + 1, last, mask=closes)
+
+
+@triton.jit
+def _cut_line(lane_items, item, start, begin, end, total, lane_cost, piece, ITEM_COST: tl.constexpr):
+    """Unit number ``item``, whose tile t lies at start + t on the line: pieces, low, high, partial slot, items.
+
+    As a lane is longer than the gap that ITEM_COST leaves between two units, every lane up to the last one in use has
+    a tile.
+    """
+    first_lane = start // lane_cost
+    pieces = (start + end - begin - 1) // lane_cost - first_lane + 1
+    lane = first_lane + piece
+    low = begin + tl.maximum(lane * lane_cost - start, 0)
+    high = tl.minimum(begin + (lane + 1) * lane_cost - start, end)
+    to = item + lane
+    following = start + end - begin + ITEM_COST
+    opens = (piece < pieces) & (lane * lane_cost >= start - ITEM_COST)
+    closes = (piece < pieces) & (((lane + 1) * lane_cost <= following) | (following == total))
+    _store_lanes(lane_items, lane, to, to + 1, opens, closes)
+    return pieces, low, high, 2 * first_lane, to
+
+
+@triton.jit
+def _store_items(items, to, slot, query, count, position, low, high, partial, piece, pieces):
+    fields = items + to * ITEM
+    there = piece < pieces
+    tl.store(fields + SLOT, slot, mask=there)
+    tl.store(fields + QUERY, query, mask=there)
+    tl.store(fields + COUNT, count, mask=there)
+    tl.store(fields + POSITION, position, mask=there)
+    tl.store(fields + BEGIN, low, mask=there)
+    tl.store(fields + END, high, mask=there)
+    tl.store(fields + PARTIAL, partial, mask=there)
+    tl.store(fields + PIECE, piece, mask=there)
+    tl.store(fields + PIECES, pieces, mask=there)
+
+
+@kernel(do_not_specialize=["num_rows", "window"])
+def build_kernel(
+    row_slot,
+    row_query_start,
+    row_query_len,
+    row_context_len,
+    items,
+    lane_items,
+    num_rows,
+    window,
+    MIN_QUERY: tl.constexpr,
+    MAX_QUERY: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    LANES: tl.constexpr,
+    MIN_COST: tl.constexpr,
+    ITEM_COST: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per row. Each sums up the rows before it for itself: cheaper than a second launch."""
+    wait(PDL)
+    row = tl.program_id(0)
+    length = tl.load(row_query_len + row)
+    units = _units(length, MIN_QUERY, MAX_QUERY, QUERIES)
+    piece = tl.arange(0, WIDTH)
+    if (units > 0) | (row == 0):
+        item, start, all_items, total = _sum_rows(
+            row_query_len, row_context_len, num_rows, row, window,
+            MIN_QUERY, MAX_QUERY, QUERIES, KEYS, ITEM_COST, SPLIT, ROWS,
+        )  # fmt: skip
+        lane_cost = tl.maximum(tl.cdiv(total, LANES), MIN_COST)
+        if row == 0:
+            if SPLIT == 0:
+                # Lanes past the last tile; what follows that tile on the line is the cost of its item.
+                idle = (piece < LANES) & (piece * lane_cost >= total - ITEM_COST)
+                _store_lanes(lane_items, piece, 0, 0, idle, idle)
+            else:
+                _store_lanes(lane_items, piece, piece, all_items, piece < LANES, piece < LANES)
+
+        slot = tl.load(row_slot + row)
+        query = tl.load(row_query_start + row)
+        context = tl.load(row_context_len + row)
+        for index in range(0, units):
+            begin, end = _kv_tiles(context, length, index, window, QUERIES, KEYS)
+            if SPLIT == 0:
+                pieces, low, high, partial, to = _cut_line(
+                    lane_items, item, start, begin, end, total, lane_cost, piece, ITEM_COST
+                )
+                start += end - begin + ITEM_COST
+                item += 1
+            else:
+                first_split = begin // SPLIT
+                pieces = tl.cdiv(end, SPLIT) - first_split
+                low = tl.maximum((first_split + piece) * SPLIT, begin)
+                high = tl.minimum((first_split + piece + 1) * SPLIT, end)
+                partial = item
+                to = item + piece
+                item += pieces
+            count = tl.minimum(length - index * QUERIES, QUERIES)
+            _store_items(
+                items, to, slot, query + index * QUERIES, count, context + index * QUERIES, low, high, partial, piece,
+                pieces,
+            )  # fmt: skip
+
+
+@kernel(do_not_specialize=["num_rows", "window"])
+def build_apart_kernel(
+    row_slot,
+    row_query_start,
+    row_query_len,
+    row_context_len,
+    items,
+    lane_items,
+    num_rows,
+    window,
+    KEYS: tl.constexpr,
+    LANES: tl.constexpr,
+    MIN_COST: tl.constexpr,
+    ITEM_COST: tl.constexpr,
+    LINE_COST: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per row, no more than lanes. Each finds out for itself which way all rows are cut."""
+    wait(PDL)
+    row = tl.program_id(0)
+    index = tl.arange(0, WIDTH)
+    length = tl.load(row_query_len + index, mask=index < num_rows, other=0)
+    context = tl.load(row_context_len + index, mask=index < num_rows, other=0)
+    begin, end = _kv_tiles(context, length, 0, window, 1, KEYS)
+    tiles = tl.where(length == 1, end - begin, 0)
+    cost = tl.where(tiles > 0, tiles + ITEM_COST, 0)
+    total = tl.sum(cost, 0)
+    lane_cost = tl.maximum(tl.cdiv(total, LANES), MIN_COST)
+    # Longer pieces are fewer. With the longest row's length each unit is one piece, and there is a lane for it.
+    most = tl.maximum(tiles // MIN_TILES, tl.minimum(tiles, 1))
+    longest, enough = tl.maximum(tl.cdiv(tl.sum(tiles, 0), LANES), 1), tl.max(tiles, 0)
+    while longest < enough:
+        middle = (longest + enough) // 2
+        fit = tl.sum(tl.minimum(tl.cdiv(tiles, middle), most), 0) <= LANES
+        longest, enough = tl.where(fit, longest, middle + 1), tl.where(fit, middle, enough)
+    all_pieces = tl.minimum(tl.cdiv(tiles, longest), most)
+    apart = tl.max(tl.cdiv(tiles, tl.maximum(all_pieces, 1)), 0) <= lane_cost + LINE_COST
+
+    before, mine = index < row, index == row
+    unit_begin, unit_end = tl.sum(tl.where(mine, begin, 0), 0), tl.sum(tl.where(mine, end, 0), 0)
+    unit_tiles = tl.sum(tl.where(mine, tiles, 0), 0)
+    if unit_tiles > 0:
+        if apart:
+            pieces = tl.sum(tl.where(mine, all_pieces, 0), 0)
+            partial = tl.sum(tl.where(before, all_pieces, 0), 0)
+            to = partial + index
+            low, high = unit_tiles * index // pieces + unit_begin, unit_tiles * (index + 1) // pieces + unit_begin
+            _store_lanes(lane_items, to, to, to + 1, index < pieces, index < pieces)
+        else:
+            item, start = tl.sum(tl.where(before & (tiles > 0), 1, 0), 0), tl.sum(tl.where(before, cost, 0), 0)
+            pieces, low, high, partial, to = _cut_line(
+                lane_items, item, start, unit_begin, unit_end, total, lane_cost, index, ITEM_COST
+            )
+        slot, query = tl.load(row_slot + row), tl.load(row_query_start + row)
+        position = tl.load(row_context_len + row)
+        _store_items(items, to, slot, query, 1, position, low, high, partial, index, pieces)
+    if row == 0:
+        used = tl.where(apart, tl.sum(all_pieces, 0), tl.cdiv(total - ITEM_COST, lane_cost))
+        idle = (index >= used) & (index < LANES)
+        _store_lanes(lane_items, index, 0, 0, idle, idle)
