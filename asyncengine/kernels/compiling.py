@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import torch
 import triton
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITCallable, JITFunction
 
 from asyncengine.kernels.pdl import INTERPRETED
 
@@ -25,6 +25,13 @@ _dry: ContextVar[set[Any] | None] = ContextVar("asyncengine_dry_launches", defau
 
 class Kernel(JITFunction):
     """A jitted function that is launched from Python. In a dry run it is compiled, and not launched."""
+
+    @property
+    def cache_key(self) -> str:
+        """The same whatever was compiled before: Triton has it hold the constants of callees that have one already."""
+        if self.hash is None:
+            _hash_callees(self)
+        return str(super().cache_key)
 
     def run(self, *args: Any, grid: Any, warmup: bool, **constants: Any) -> Any:
         launches = _dry.get()
@@ -36,6 +43,14 @@ class Kernel(JITFunction):
             launches.add(launch)
             super().run(*args, grid=grid, warmup=True, **constants)
         return None
+
+
+def _hash_callees(function: JITCallable) -> None:
+    for name in function.fn.__code__.co_names:
+        callee = function.__globals__.get(name)
+        if isinstance(callee, JITCallable) and callee.hash is None:
+            _hash_callees(callee)
+            callee.cache_key  # noqa: B018 - reading it makes it
 
 
 def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
