@@ -35,7 +35,7 @@ from asyncengine.kernels.triton_decode import decode_attention, longest_context
 from asyncengine.kernels.triton_paged_decode import paged_decode_attention
 from asyncengine.kernels.triton_rows import rotary_store_kv, store_kv
 from asyncengine.kernels.work_list import (
-    MIN_APART_TOKENS,
+    WHOLE_TOKENS,
     AttentionShape,
     Tile,
     WorkList,
@@ -158,7 +158,7 @@ def allocate_decode_work(c: ModelConfig, tiles: Tiles | None, device: torch.devi
         return allocate_work(c, [], tiles, device, args).decode_only
     room = {"max_rows": max(256, rows), "max_tokens": max(2048, rows)}
     if apart := choose_apart_tile(rows, shape, BLOCK_SIZE, multiprocessors(device)):
-        tile, room = apart, {"max_rows": rows, "max_tokens": rows, "min_apart_tokens": MIN_APART_TOKENS}
+        tile, room = apart, {"max_rows": rows, "max_tokens": rows, "whole_tokens": WHOLE_TOKENS}
     return WorkList.allocate(shape, device=device, tiles=(tile, None), max_context=131072, **room | args.work)
 
 

@@ -203,7 +203,7 @@ def build_apart_kernel(
     MIN_COST: tl.constexpr,
     ITEM_COST: tl.constexpr,
     LINE_COST: tl.constexpr,
-    MIN_TILES: tl.constexpr,
+    WHOLE_TILES: tl.constexpr,
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -219,7 +219,7 @@ def build_apart_kernel(
     total = tl.sum(cost, 0)
     lane_cost = tl.maximum(tl.cdiv(total, LANES), MIN_COST)
     # Longer pieces are fewer. With the longest row's length each unit is one piece, and there is a lane for it.
-    most = tl.maximum(tiles // MIN_TILES, tl.minimum(tiles, 1))
+    most = tl.where(tiles > WHOLE_TILES, tiles, tl.minimum(tiles, 1))
     longest, enough = tl.maximum(tl.cdiv(tl.sum(tiles, 0), LANES), 1), tl.max(tiles, 0)
     while longest < enough:
         middle = (longest + enough) // 2

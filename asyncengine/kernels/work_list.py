@@ -43,11 +43,9 @@ NO_WINDOW = 1 << 30
 """A window that no position reaches."""
 MIN_SPLIT_TOKENS = 256
 """A unit is not cut into pieces much shorter than this: combining would cost more than the split gains."""
-MIN_APART_TOKENS = 128
-"""The same of units that are cut apart: no program has two items there, so shorter pieces still gain."""
-APART_GRIDS = ((1, 192), (2, 96))
-"""Programs a multiprocessor, and KiB of tiles in flight for each, with which decode rows may be cut apart; the first
-with lanes enough is taken."""
+WHOLE_TOKENS = 320
+"""A unit of so many tokens is not cut apart: 4.5 us a layer for a lone row of 288 tokens of Qwen3 where two pieces take
+5.9. Longer ones are cut as small as lanes allow: of 544 tokens, 6.9 us in two pieces, 5.9 in four and 5.0 in nine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,21 +111,22 @@ def choose_fixed_tile(shape: AttentionShape) -> Tile:
     return replace(prefill, rows=max(64, triton.next_power_of_2(shape.group)), warps=4, programs_per_sm=2)
 
 
-def choose_streamed_tile(
-    shape: AttentionShape, block_size: int, programs_per_sm: int = 2, in_flight: int = 96
-) -> Tile | None:
+def choose_streamed_tile(shape: AttentionShape, block_size: int, programs_per_sm: int = 2) -> Tile | None:
     """The tile of gluon_paged_decode.py, four blocks of the cache; None if that is not for such heads or blocks.
 
-    ``in_flight`` are a program's tiles in KiB. Twice 96 fill a multiprocessor's shared memory.
+    Two programs with 96 KiB of tiles in flight fill a multiprocessor's shared memory. A lone one may have twice that,
+    but no more than six tiles: at 8 rows of 288 tokens GPT-2 takes 4.8 us with them and 6.3 with twelve, Qwen3 4.7 and
+    with three 6.2.
     """
     if shape.dtype != torch.bfloat16 or shape.head_dim not in (64, 128) or shape.group > 8 or block_size != 16:
         return None
-    return Tile(16, 64, 4, (in_flight << 10) // (64 * shape.head_dim * 4), programs_per_sm, streamed=True)
+    stages = min(6, (192 << 10) // programs_per_sm // (64 * shape.head_dim * 4))
+    return Tile(16, 64, 4, stages, programs_per_sm, streamed=True)
 
 
 def choose_apart_tile(rows: int, shape: AttentionShape, block_size: int, sms: int) -> Tile | None:
     """The streamed tile of decode steps of so many rows if they may be cut apart, else None."""
-    tiles = (choose_streamed_tile(shape, block_size, *grid) for grid in APART_GRIDS)
+    tiles = (choose_streamed_tile(shape, block_size, programs) for programs in (1, 2))
     return next((tile for tile in tiles if tile and rows <= tile.count_lanes(shape, sms)), None)
 
 
@@ -144,8 +143,8 @@ class Section:
     split_tiles: int
     """KV tiles of a fixed split; 0 is adaptive"""
     min_split_tiles: int
-    min_apart_tiles: int
-    """KV tiles of the shortest piece of a unit that is cut apart; 0 if none is"""
+    whole_tiles: int
+    """KV tiles of the longest unit that is not cut apart; 0 if units are not"""
     max_splits: int
     """of a unit whose splits are fixed"""
     item_step: int
@@ -171,7 +170,7 @@ class Section:
             step.row_slot, step.row_query_start, step.row_query_len, step.row_context_len, self.items, self.lane_items,
             step.num_rows, window or NO_WINDOW,
         )  # fmt: skip
-        if self.min_apart_tiles:
+        if self.whole_tiles:
             build_apart_kernel[(step.num_rows,)](
                 *arguments,
                 KEYS=self.tile.keys,
@@ -179,7 +178,7 @@ class Section:
                 MIN_COST=self.min_split_tiles + ITEM_COST,
                 ITEM_COST=ITEM_COST,
                 LINE_COST=LINE_COST,
-                MIN_TILES=self.min_apart_tiles,
+                WHOLE_TILES=self.whole_tiles,
                 WIDTH=triton.next_power_of_2(self.lanes),
                 num_warps=1,
                 **launch_options(pdl),
@@ -230,7 +229,7 @@ class WorkList:
         window: int = 0,
         split_tokens: int = 0,
         min_split_tokens: int = MIN_SPLIT_TOKENS,
-        min_apart_tokens: int = 0,
+        whole_tokens: int = 0,
         num_programs: int | None = None,
         tiles: tuple[Tile, Tile | None] | None = None,
     ) -> WorkList:
@@ -239,8 +238,8 @@ class WorkList:
         ``max_context`` bounds context and query of a row together. A window of 0 is none. With
         ``split_tokens`` 0 the splits follow the work of the step; otherwise every row is cut at multiples of it, so
         that a token's result depends neither on other rows nor on what else of its own row is computed with it: that
-        costs balance, and room for a partial result of every unit and split. With
-        ``min_apart_tokens`` units may be cut apart, which is for rows of one token, no more than there are lanes.
+        costs balance, and room for a partial result of every unit and split. With ``whole_tokens`` units of more than
+        so many tokens are cut apart, which is for rows of one token, no more than there are lanes.
         ``num_programs`` (default: what fits on the device) sizes the grids. ``tiles`` are those of decode and of
         prefill; fixed splits take the latter, which is None if no row will have more than one token.
 
@@ -273,7 +272,7 @@ class WorkList:
                 lanes,
                 split_tiles,
                 min_split_tiles=-(-min_split_tokens // tile.keys),
-                min_apart_tiles=-(-min_apart_tokens // tile.keys),
+                whole_tiles=-(-whole_tokens // tile.keys),
                 max_splits=splits,
                 item_step=lanes if split_tiles else 1,
                 items=ints((max_items, ITEM.value)),
@@ -292,7 +291,7 @@ class WorkList:
             all_rows = section(fixed, queries, range(1, max_tokens + 1), most, split_tokens // fixed.keys)
             return cls(shape, window, max_rows, max_tokens, all_rows, None)
         decodes, prefills = section(decode, 1, range(1, 2), max_rows), None
-        if min_apart_tokens and (prefill or split_tokens or max_rows > decodes.lanes):
+        if whole_tokens and (prefill or split_tokens or max_rows > decodes.lanes):
             raise ConfigError(f"{max_rows} rows are not cut apart on {decodes.lanes} lanes, nor with prefill or splits")
         if prefill and (rows := min(max_rows, max_tokens // 2)):
             queries = prefill.rows // shape.group

@@ -39,13 +39,13 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     poison_new_memory(monkeypatch)
 
 
-def make(model: str, contexts: tuple[int | None, ...], *, grid: tuple[int, int] = (2, 96), **case: Any) -> Decode:
-    """Rows of one token after so many; None is a row of none. The engine's tile and, unless told otherwise, grid."""
+def make(model: str, contexts: tuple[int | None, ...], *, programs_per_sm: int = 2, **case: Any) -> Decode:
+    """Rows of one token after so many; None is a row of none. The tile and the grid are the engine's, of many rows."""
     fields = {"dtype": torch.bfloat16, "programs": None, "min_split_tokens": 256, **MODELS[model], **case}
     norm, rotary = fields.pop("norm", True), fields.pop("rotary", True)
     rows = tuple((0, 0) if context is None else (1, context) for context in contexts)
     made = Case(rows, **fields)
-    tile = choose_streamed_tile(made.shape, 16, *grid)
+    tile = choose_streamed_tile(made.shape, 16, programs_per_sm)
     assert tile is not None
     return make_decode(replace(made, tiles=(tile, None)), torch.device("cuda"), norm, rotary)
 
@@ -107,30 +107,30 @@ def test_a_full_batch(model: str) -> None:
 
 
 @pytest.mark.parametrize("pdl", [True, False])
-@pytest.mark.parametrize("grid", [(1, 192), (1, 96), (2, 96)], ids=str)
+@pytest.mark.parametrize("programs_per_sm", [1, 2])
 @pytest.mark.parametrize("model", MODELS)
-def test_edges_apart(model: str, grid: tuple[int, int], pdl: bool) -> None:
+def test_edges_apart(model: str, programs_per_sm: int, pdl: bool) -> None:
     """Idle lanes too, where rows are not to be cut."""
-    decode = make(model, (None, *EDGES, None), grid=grid, min_apart_tokens=128)
+    decode = make(model, (None, *EDGES, None), programs_per_sm=programs_per_sm, whole_tokens=128)
     decode.check(decode.world.work(), pdl)
 
 
-@pytest.mark.parametrize("min_apart_tokens", [64, 128, 256])
-@pytest.mark.parametrize("grid", [(1, 192), (1, 96), (2, 96)], ids=str)
+@pytest.mark.parametrize("whole_tokens", [64, 320])
+@pytest.mark.parametrize("programs_per_sm", [1, 2])
 @pytest.mark.parametrize("contexts", [(287,), (287,) * 8, (700, 5, 287, 544, 64), (5000, 37, 1500), (20000,)], ids=str)
 @pytest.mark.parametrize("model", ["gpt2", "qwen3", "llama"])
-def test_pieces_apart(model: str, contexts: tuple[int, ...], grid: tuple[int, int], min_apart_tokens: int) -> None:
-    decode = make(model, contexts, grid=grid, min_apart_tokens=min_apart_tokens)
+def test_pieces_apart(model: str, contexts: tuple[int, ...], programs_per_sm: int, whole_tokens: int) -> None:
+    decode = make(model, contexts, programs_per_sm=programs_per_sm, whole_tokens=whole_tokens)
     work = decode.world.work()
     decode.check(work, pdl=True)
-    assert (most_pieces(work) > 1) == (max(contexts) // 64 + 1 >= 2 * min_apart_tokens // 64)
+    assert (most_pieces(work) > 1) == (max(contexts) // 64 + 1 > whole_tokens // 64)
 
 
 @pytest.mark.parametrize("window", [1, 33, 64, 150, 1000])
-@pytest.mark.parametrize("min_apart_tokens", [64, 128])
-def test_windows_apart(window: int, min_apart_tokens: int) -> None:
+@pytest.mark.parametrize("whole_tokens", [64, 128])
+def test_windows_apart(window: int, whole_tokens: int) -> None:
     """Of a first piece only the end may be in the window."""
-    decode = make("qwen3", (*EDGES, 700, 2000), window=window, min_apart_tokens=min_apart_tokens)
+    decode = make("qwen3", (*EDGES, 700, 2000), window=window, whole_tokens=whole_tokens)
     decode.check(decode.world.work(), pdl=True)
 
 
@@ -139,21 +139,21 @@ def test_lanes_apart(programs: int) -> None:
     """As many as rows, a few more, many that stay idle."""
     random = torch.Generator().manual_seed(1)
     contexts = tuple(torch.randint(0, 500, (18,), generator=random).tolist())
-    decode = make("llama", contexts, programs=programs, min_apart_tokens=64)
+    decode = make("llama", contexts, programs=programs, whole_tokens=64)
     decode.check(decode.world.work(), pdl=True)
 
 
 def test_a_step_apart_leaves_nothing_to_the_next() -> None:
     """A list that had many pieces has few, then none, then many again."""
-    large = make("qwen3", (1500, 37, 2900), min_apart_tokens=64)
+    large = make("qwen3", (1500, 37, 2900), whole_tokens=64)
     work = large.world.work()
     for contexts in ((1500, 37, 2900), (20, None, 3), (None, None, None), (None, 700, 1), (1500, 37, 2900)):
-        decode = make("qwen3", contexts, min_apart_tokens=128)
+        decode = make("qwen3", contexts, whole_tokens=128)
         decode.check(work, pdl=True)
 
 
 def test_results_apart_are_the_same_each_time() -> None:
-    decode = make("llama", (544, 287, 700, 1, 640), min_apart_tokens=64)
+    decode = make("llama", (544, 287, 700, 1, 640), whole_tokens=64)
     work = decode.world.work()
     once, *more = (decode.attend(decode.world.k.clone(), decode.world.v.clone(), work, pdl=True) for _ in range(20))
     for again in more:

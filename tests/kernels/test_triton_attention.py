@@ -55,7 +55,7 @@ class Case:
     split_tokens: int = 0
     programs: int | None = 6
     min_split_tokens: int = 16
-    min_apart_tokens: int = 0
+    whole_tokens: int = 0
     tiles: tuple[Tile, Tile | None] | None = SMALL
     seed: int = 0
 
@@ -104,7 +104,7 @@ class World:
             window=case.window,
             split_tokens=case.split_tokens,
             min_split_tokens=case.min_split_tokens,
-            min_apart_tokens=case.min_apart_tokens,
+            whole_tokens=case.whole_tokens,
             num_programs=case.programs,
             tiles=case.tiles,
         )
@@ -336,19 +336,19 @@ def apart_cases(draw: st.DrawFn) -> Case:
         window=draw(st.sampled_from([0, 0, 1, 100, 331])),
         programs=len(rows) + draw(st.integers(0, 9)),
         min_split_tokens=draw(st.sampled_from([16, 64])),
-        min_apart_tokens=draw(st.sampled_from([16, 32, 64])),
+        whole_tokens=draw(st.sampled_from([16, 64, 320])),
     )
 
 
 def apart_case(*rows: tuple[int, int], programs: int, **fields: int) -> Case:
-    fields = {"min_apart_tokens": 16, **fields}
+    fields = {"whole_tokens": 16, **fields}
     return Case(rows, num_kv_heads=1, head_dim=16, programs=programs, tiles=(SMALL[0], None), **fields)
 
 
-def even_pieces(tiles: list[int], least: int, lanes: int) -> list[int]:
-    """Pieces of units with so many tiles, the longest as short as lanes allow."""
+def even_pieces(tiles: list[int], whole: int, lanes: int) -> list[int]:
+    """Pieces of units with so many tiles, the longest that may be cut as short as lanes allow."""
     for longest in range(1, max(tiles) + 1):
-        pieces = [min(-(-n // longest), max(1, n // least)) for n in tiles]
+        pieces = [-(-n // longest) if n > whole else 1 for n in tiles]
         if sum(pieces) <= lanes:
             return pieces
     raise AssertionError("more units than lanes")
@@ -374,7 +374,7 @@ def test_units_cut_apart(device: torch.device, case: Case) -> None:
             first, last = world.visible(row)
             tiles.append(-(-last // keys) - first // keys)
             line += tiles[-1] + ITEM_COST
-    pieces = even_pieces(tiles, section.min_apart_tiles, section.lanes) if tiles else []
+    pieces = even_pieces(tiles, section.whole_tiles, section.lanes) if tiles else []
     share = max(-(-line // section.lanes), section.min_split_tiles + ITEM_COST)
     apart = all(-(-n // p) <= share + LINE_COST for n, p in zip(tiles, pieces, strict=True))
     event("apart" if apart else "along the line")
@@ -429,7 +429,7 @@ def check_every_pair(world: World, work: WorkList) -> None:
         if not case.split_tokens and units:
             total = sum(lane_costs) - ITEM_COST * sum(len(p) - 1 for p in units.values())
             share = max(-(-total // section.lanes), section.min_split_tiles + ITEM_COST)
-            assert max(lane_costs) <= share + (LINE_COST + ITEM_COST if case.min_apart_tokens else 2 * ITEM_COST)
+            assert max(lane_costs) <= share + (LINE_COST + ITEM_COST if case.whole_tokens else 2 * ITEM_COST)
 
     for row, (length, context) in enumerate(case.rows):
         for t in range(length):
@@ -462,8 +462,8 @@ def test_misuse_is_reported(device: torch.device) -> None:
     with pytest.raises(ConfigError, match="multiple"):
         make_world(Case(((1, 20),), split_tokens=16, tiles=(SMALL[0], None)), device).work()
     for apart in (
-        Case(((1, 20),) * 3, min_apart_tokens=16, programs=5, tiles=(SMALL[0], None)),
-        Case(((1, 20),), min_apart_tokens=16),
+        Case(((1, 20),) * 3, whole_tokens=16, programs=5, tiles=(SMALL[0], None)),
+        Case(((1, 20),), whole_tokens=16),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match="not cut apart"):
             make_world(apart, device).work()
@@ -477,7 +477,8 @@ def test_whom_the_streamed_tile_is_for() -> None:
     shape = AttentionShape(16, 8, 128, torch.bfloat16)
     assert choose_streamed_tile(shape, 16) == Tile(16, 64, 4, 3, 2, streamed=True)
     assert choose_streamed_tile(replace(shape, head_dim=64), 16) == Tile(16, 64, 4, 6, 2, streamed=True)
-    assert choose_streamed_tile(shape, 16, 1, 192) == Tile(16, 64, 4, 6, 1, streamed=True)
+    assert choose_streamed_tile(shape, 16, 1) == Tile(16, 64, 4, 6, 1, streamed=True)
+    assert choose_streamed_tile(replace(shape, head_dim=64), 16, 1) == Tile(16, 64, 4, 6, 1, streamed=True)
     assert choose_streamed_tile(shape, 32) is None
     for other in ({"dtype": torch.float32}, {"head_dim": 80}, {"num_heads": 80}):
         assert choose_streamed_tile(replace(shape, **other), 16) is None

@@ -210,7 +210,7 @@ def test_tokens_of_prompts_as_rows(device: torch.device, case: Case, pieces: int
 def test_units_cut_apart_match_separate_operations(device: torch.device, drawn: tuple[Case, bool, bool, int]) -> None:
     case, norm, rotary, _ = drawn
     programs = max(case.programs or 0, len(case.rows) * case.num_kv_heads)
-    case = replace(case, min_apart_tokens=16, programs=programs, tiles=(SMALL[0], None))
+    case = replace(case, whole_tokens=16, programs=programs, tiles=(SMALL[0], None))
     decode = make_decode(case, device, norm, rotary)
     decode.check(decode.world.work())
 
