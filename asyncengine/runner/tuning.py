@@ -265,16 +265,27 @@ def _site_distance(a: Site, b: Site) -> float:
 
 
 def _plan_distance(site: Site, plan: Plan, other_site: Site, other: Plan) -> float:
-    """In doublings of a tile or of the programs that share the work."""
-    ratios = (
+    """In doublings of a tile, of what is in flight, or of the programs that share the work."""
+    wholes = (
         plan.columns / other.columns,
-        plan.inner / other.inner,
         plan.warps / other.warps,
-        max(1, plan.rows) / max(1, other.rows),
         (plan.split / other.split) ** 2,
+        _in_flight(plan) / _in_flight(other),
     )
-    programs = site.weight_rows / plan.columns * plan.split / (other_site.weight_rows / other.columns * other.split)
-    tiles = sum(abs(math.log2(ratio)) for ratio in ratios)
-    stages = abs(plan.stages - other.stages) / 2 + abs(plan.ahead - other.ahead)
+    halves = (
+        plan.inner / other.inner,
+        max(1, plan.rows) / max(1, other.rows),
+        _programs(site, plan) / _programs(other_site, other),
+    )
+    doublings = sum(abs(math.log2(ratio)) for ratio in wholes) + 0.5 * sum(abs(math.log2(ratio)) for ratio in halves)
     kinds = (plan.kind != other.kind) + (plan.fused_norm != other.fused_norm)
-    return tiles + stages + 0.5 * abs(math.log2(programs)) + 0.5 * kinds
+    return doublings + abs(plan.ahead - other.ahead) + 0.5 * kinds
+
+
+def _in_flight(plan: Plan) -> int:
+    """Elements of a program's tiles in shared memory; 1 if it has none there."""
+    return (plan.rows + plan.columns) * plan.inner * plan.stages if plan.rows else 1
+
+
+def _programs(site: Site, plan: Plan) -> float:
+    return site.weight_rows / plan.columns * plan.split / max(1, plan.rows)
