@@ -139,6 +139,10 @@ class CudaOps:
     def make_head(self, weight: Tensor) -> CudaLinear:
         return self._make_plain([weight], [None])
 
+    def make_embedding(self, table: Tensor, *, tied: bool, copy: bool = False) -> CudaLinear:
+        """A tied table is there once: if the head has to be padded, rows are looked up in what is padded."""
+        return self.make_head(table) if tied else CudaLinear(table, None, len(table))
+
     def _make_plain(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> CudaLinear:
         """Padded to rows that are aligned, which copies them.
 
@@ -152,8 +156,9 @@ class CudaOps:
             weight = torch.cat((*weights, weight.new_zeros(padding, weight.shape[1])))
         return CudaLinear(weight.contiguous(), _join_biases(weights, biases, padding), out_features)
 
-    def embed(self, batch: CudaBatch, table: Tensor, position_table: Tensor | None = None) -> Stream:
-        step = batch.step
+    def embed(self, batch: CudaBatch, embedding: CudaLinear, position_table: Tensor | None = None) -> Stream:
+        step, table = batch.step, embedding.weight
+        assert isinstance(table, Tensor)
         return Stream(rows.embed(step.input_ids, table, step.positions, position_table, pdl=self.options.pdl))
 
     def norm_linear(

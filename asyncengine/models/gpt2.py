@@ -102,14 +102,14 @@ class GPT2LMHeadModel:
     ) -> None:
         hidden = config.hidden_size
         self._ops = ops
-        self._embedding = weights.get("transformer.wte.weight", config.vocab_size, hidden)
+        table = weights.get("transformer.wte.weight", config.vocab_size, hidden)
+        self._embedding = ops.make_embedding(table, tied=config.tie_word_embeddings, copy=True)
         self._position_embedding = weights.get("transformer.wpe.weight", config.max_positions, hidden)
         self._layers = [GPT2Layer(config, i, weights, ops, attention) for i in range(config.num_layers)]
         self._norm = _norm(config, weights, "transformer.ln_f")
-        head = self._embedding
+        self._head = self._embedding
         if not config.tie_word_embeddings:
-            head = weights.get("lm_head.weight", config.vocab_size, hidden)
-        self._head = ops.make_head(head)
+            self._head = ops.make_head(weights.get("lm_head.weight", config.vocab_size, hidden))
 
     def forward(self, batch: Any, caches: list[LayerKVCache]) -> Tensor | None:
         """Run the step and write its KV; float32 logits [num_samples, vocab_size], None without samples."""

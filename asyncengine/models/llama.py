@@ -143,15 +143,15 @@ class LlamaForCausalLM:
         assert config.rope is not None
         self._ops = ops
         cos_sin = rotary_table(config.rope, config.head_dim, max_positions).to(ops.device)
-        self._embedding = weights.get("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        table = weights.get("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        self._embedding = ops.make_embedding(table, tied=config.tie_word_embeddings)
         self._layers = [
             DecoderLayer(config, i, weights, ops, attention, cos_sin) for i in range(config.num_layers)
         ]
         self._norm = Norm(weights.get("model.norm.weight", config.hidden_size), None, config.norm_eps)
-        head = self._embedding
+        self._head = self._embedding
         if not config.tie_word_embeddings:
-            head = weights.get("lm_head.weight", config.vocab_size, config.hidden_size)
-        self._head = ops.make_head(head)
+            self._head = ops.make_head(weights.get("lm_head.weight", config.vocab_size, config.hidden_size))
 
     def forward(self, batch: Any, caches: list[LayerKVCache]) -> Tensor | None:
         """Run the step and write its KV; float32 logits [num_samples, vocab_size], None without samples."""
