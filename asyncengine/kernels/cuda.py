@@ -227,6 +227,10 @@ class CudaOps:
         paged_attention(q, k_cache, v_cache, step, work, layer.scale, layer.window, out, pdl=pdl)
         return out
 
+    def keep_sampled(self, x: Tensor, stream: Stream, batch: CudaBatch) -> Tensor:
+        """Drops nothing: a decode step is sampled from in every row, and ``logits`` reads but the rows it needs."""
+        return x
+
     def logits(self, stream: Stream, norm: Norm, handle: CudaLinear, batch: CudaBatch) -> Tensor:
         index = batch.step.sample_index
         plan = self._choose(stream.x[: len(index)], handle, norm, None)

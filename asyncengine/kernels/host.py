@@ -110,12 +110,20 @@ class HostOps(ABC):
         if layer.cos_sin is not None:
             self.rotary_(q, k, layer.cos_sin, torch.from_numpy(batch.positions))
 
-    def logits(self, stream: Stream, norm: Norm, handle: Any, batch: StepBatch) -> Tensor | None:
+    def keep_sampled(self, x: Tensor, stream: Stream, batch: StepBatch) -> Tensor:
+        if batch.num_samples == batch.num_tokens:  # every token is sampled from, in order
+            return x
+        assert stream.pending is None
         index = torch.from_numpy(batch.sample_index)
-        if not len(index):
+        stream.residual = stream.residual[index]
+        return x[index]
+
+    def logits(self, stream: Stream, norm: Norm, handle: Any, batch: StepBatch) -> Tensor | None:
+        if not batch.num_samples:
             return None
         residual, pending = stream.residual, stream.pending
-        if len(index) < batch.num_tokens:  # else every token is sampled from, in order
+        if batch.num_samples < len(residual):
+            index = torch.from_numpy(batch.sample_index)
             residual, pending = residual[index], None if pending is None else pending[index]
         return self.linear(self._normed(residual, pending, norm), handle, torch.float32)
 

@@ -100,5 +100,11 @@ class Ops(Protocol):
         rotated, keys and values stored in the cache's slots of the step. May overwrite ``heads``.
         """
 
+    def keep_sampled(self, x: Tensor, stream: Any, batch: Any) -> Tensor:
+        """After the last layer's attention x [T, K]: the rest of the model needs only the tokens that are sampled from.
+
+        The package may drop the others from the stream, and returns the rows of x that are still in it.
+        """
+
     def logits(self, stream: Any, norm: Norm, handle: Any, batch: Any) -> Tensor | None:
         """float32 [num_samples, N] of the tokens whose logits the step wants; None if it wants none."""

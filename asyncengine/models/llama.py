@@ -90,6 +90,7 @@ class DecoderLayer:
         self._ops = ops
         self._attention = attention
         self._head_dim = config.head_dim
+        self._is_last = index == config.num_layers - 1
 
         prefix = f"model.layers.{index}"
         hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
@@ -121,6 +122,8 @@ class DecoderLayer:
         ops = self._ops
         heads = ops.norm_linear(stream, self._input_norm, self._qkv)
         x = self._attention(heads.view(len(heads), -1, self._head_dim), self._layer, cache, batch)
+        if self._is_last:
+            x = ops.keep_sampled(x, stream, batch)
         ops.linear_add_(x, self._output, stream)
         x = ops.norm_linear(stream, self._mlp_norm, self._gate_up, "silu_mul")
         ops.linear_add_(x, self._down, stream)
