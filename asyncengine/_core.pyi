@@ -113,6 +113,10 @@ class CpuKernels:
         /,
     ) -> None:
         """ValueError for silu_mul."""
+    def pack_panels(
+        self, dtype: Dtype, weight: int, transposed: bool, rows: int, k: int, panels: int, /
+    ) -> None: ...
+    def embed(self, table: CpuLinear, position_table: int, batch: StepBatch, y: int, /) -> None: ...
     def norm(
         self,
         dtype: Dtype,

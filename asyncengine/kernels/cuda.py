@@ -140,6 +140,10 @@ class CudaOps:
     def make_head(self, weight: Tensor) -> CudaLinear:
         return self._make_plain([weight], [None])
 
+    def make_embedding(self, table: Tensor, *, tied: bool, copy: bool = False) -> CudaLinear:
+        """A tied table is there once: if the head has to be padded, rows are looked up in what is padded."""
+        return self.make_head(table) if tied else CudaLinear(table, None, len(table))
+
     def _make_plain(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> CudaLinear:
         """Padded to rows that are aligned, which copies them.
 
@@ -153,8 +157,9 @@ class CudaOps:
             weight = torch.cat((*weights, weight.new_zeros(padding, weight.shape[1])))
         return CudaLinear(weight.contiguous(), _join_biases(weights, biases, padding), out_features)
 
-    def embed(self, batch: CudaBatch, table: Tensor, position_table: Tensor | None = None) -> Stream:
-        step = batch.step
+    def embed(self, batch: CudaBatch, embedding: CudaLinear, position_table: Tensor | None = None) -> Stream:
+        step, table = batch.step, embedding.weight
+        assert isinstance(table, Tensor)
         return Stream(rows.embed(step.input_ids, table, step.positions, position_table, pdl=self.options.pdl))
 
     def norm_linear(
@@ -228,6 +233,10 @@ class CudaOps:
         else:
             paged_attention(q, k_cache, v_cache, step, work, layer.scale, layer.window, out, pdl=pdl)
         return out
+
+    def keep_sampled(self, x: Tensor, stream: Stream, batch: CudaBatch) -> Tensor:
+        """Drops nothing: a decode step is sampled from in every row, and ``logits`` reads but the rows it needs."""
+        return x
 
     def logits(self, stream: Stream, norm: Norm, handle: CudaLinear, batch: CudaBatch) -> Tensor:
         index = batch.step.sample_index

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from asyncengine._core import StepBatch
@@ -36,6 +35,13 @@ class HostOps(ABC):
 
     def make_head(self, weight: Tensor) -> Any:
         return self.make_linear([weight], [None])
+
+    def make_embedding(self, table: Tensor, *, tied: bool, copy: bool = False) -> Any:
+        return self.make_head(table)
+
+    @abstractmethod
+    def embed(self, batch: StepBatch, embedding: Any, position_table: Tensor | None = None) -> Stream:
+        """The stream of a step's tokens."""
 
     @abstractmethod
     def linear(self, x: Tensor, handle: Any, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -68,12 +74,6 @@ class HostOps(ABC):
 
         q may also hold just the tokens of the leading rows; the other rows are then left out.
         """
-
-    def embed(self, batch: StepBatch, table: Tensor, position_table: Tensor | None = None) -> Stream:
-        residual = F.embedding(torch.from_numpy(batch.input_ids), table)
-        if position_table is not None:
-            residual += F.embedding(torch.from_numpy(batch.positions), position_table)
-        return Stream(residual)
 
     def norm_linear(self, stream: Stream, norm: Norm, handle: Any, activation: Activation | None = None) -> Tensor:
         y = self.linear(self._normed(stream.residual, stream.pending, norm), handle)
@@ -110,12 +110,20 @@ class HostOps(ABC):
         if layer.cos_sin is not None:
             self.rotary_(q, k, layer.cos_sin, torch.from_numpy(batch.positions))
 
-    def logits(self, stream: Stream, norm: Norm, handle: Any, batch: StepBatch) -> Tensor | None:
+    def keep_sampled(self, x: Tensor, stream: Stream, batch: StepBatch) -> Tensor:
+        if batch.num_samples == batch.num_tokens:  # every token is sampled from, in order
+            return x
+        assert stream.pending is None
         index = torch.from_numpy(batch.sample_index)
-        if not len(index):
+        stream.residual = stream.residual[index]
+        return x[index]
+
+    def logits(self, stream: Stream, norm: Norm, handle: Any, batch: StepBatch) -> Tensor | None:
+        if not batch.num_samples:
             return None
         residual, pending = stream.residual, stream.pending
-        if len(index) < batch.num_tokens:  # else every token is sampled from, in order
+        if batch.num_samples < len(residual):
+            index = torch.from_numpy(batch.sample_index)
             residual, pending = residual[index], None if pending is None else pending[index]
         return self.linear(self._normed(residual, pending, norm), handle, torch.float32)
 

@@ -69,8 +69,18 @@ class Ops(Protocol):
     def make_head(self, weight: Tensor) -> Any:
         """A handle for the weight [V, K] of ``logits``, which nobody quantises."""
 
-    def embed(self, batch: Any, table: Tensor, position_table: Tensor | None = None) -> Any:
-        """The stream of a step's tokens: their rows of ``table`` [V, H], plus those of their positions."""
+    def make_embedding(self, table: Tensor, *, tied: bool, copy: bool = False) -> Any:
+        """A handle for the table [V, H] of ``embed``; if tied, it is one for ``logits`` as well.
+
+        With ``copy`` a tied table may be laid out anew on the CPU, for both its uses: for models whose other matrices
+        are copied there anyway. Otherwise it is read where the file is mapped.
+        """
+
+    def embed(self, batch: Any, embedding: Any, position_table: Tensor | None = None) -> Any:
+        """The stream of a step's tokens: their rows of the embedding, plus those of their positions.
+
+        Ids and positions are not checked.
+        """
 
     def norm_linear(self, stream: Any, norm: Norm, handle: Any, activation: Activation | None = None) -> Any:
         """The normed stream times the handle's weights, transposed: a Tensor [T, N].
@@ -88,6 +98,12 @@ class Ops(Protocol):
 
         heads [T, num_heads + 2 Hk, D] holds queries, keys and values side by side. Queries and keys are normed and
         rotated, keys and values stored in the cache's slots of the step. May overwrite ``heads``.
+        """
+
+    def keep_sampled(self, x: Tensor, stream: Any, batch: Any) -> Tensor:
+        """After the last layer's attention x [T, K]: the rest of the model needs only the tokens that are sampled from.
+
+        The package may drop the others from the stream, and returns the rows of x that are still in it.
         """
 
     def logits(self, stream: Any, norm: Norm, handle: Any, batch: Any) -> Tensor | None:

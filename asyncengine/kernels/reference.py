@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from asyncengine._core import StepBatch
-from asyncengine.kernels.host import HostOps
+from asyncengine.kernels.host import HostOps, Stream
 from asyncengine.kernels.ops import Activation, Norm
 from asyncengine.kernels.paging import gather_kv, visible
 from asyncengine.kernels.quantize import quantize
@@ -27,6 +27,14 @@ class ReferenceOps(HostOps):
 
     def make_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> ReferenceLinear:
         return ReferenceLinear(tuple(weights), tuple(biases))
+
+    def embed(
+        self, batch: StepBatch, embedding: ReferenceLinear, position_table: Tensor | None = None
+    ) -> Stream:
+        residual = F.embedding(torch.from_numpy(batch.input_ids), embedding.weights[0])
+        if position_table is not None:
+            residual += F.embedding(torch.from_numpy(batch.positions), position_table)
+        return Stream(residual)
 
     def linear(self, x: Tensor, handle: ReferenceLinear, out_dtype: torch.dtype | None = None) -> Tensor:
         dtype = out_dtype or x.dtype

@@ -58,6 +58,7 @@ class GPT2Layer:
         self._ops = ops
         self._attention = attention
         self._head_dim = config.head_dim
+        self._is_last = index == config.num_layers - 1
         self._layer = AttentionLayer(config.num_heads, None, None, config.layer_scales[index], 0)
         self._activation = config.activation
 
@@ -79,6 +80,8 @@ class GPT2Layer:
         ops = self._ops
         heads = ops.norm_linear(stream, self._input_norm, self._qkv)
         x = self._attention(heads.view(len(heads), -1, self._head_dim), self._layer, cache, batch)
+        if self._is_last:
+            x = ops.keep_sampled(x, stream, batch)
         ops.linear_add_(x, self._output, stream)
         x = ops.norm_linear(stream, self._mlp_norm, self._up, self._activation)
         ops.linear_add_(x, self._down, stream)
@@ -102,14 +105,14 @@ class GPT2LMHeadModel:
     ) -> None:
         hidden = config.hidden_size
         self._ops = ops
-        self._embedding = weights.get("transformer.wte.weight", config.vocab_size, hidden)
+        table = weights.get("transformer.wte.weight", config.vocab_size, hidden)
+        self._embedding = ops.make_embedding(table, tied=config.tie_word_embeddings, copy=True)
         self._position_embedding = weights.get("transformer.wpe.weight", config.max_positions, hidden)
         self._layers = [GPT2Layer(config, i, weights, ops, attention) for i in range(config.num_layers)]
         self._norm = _norm(config, weights, "transformer.ln_f")
-        head = self._embedding
+        self._head = self._embedding
         if not config.tie_word_embeddings:
-            head = weights.get("lm_head.weight", config.vocab_size, hidden)
-        self._head = ops.make_head(head)
+            self._head = ops.make_head(weights.get("lm_head.weight", config.vocab_size, hidden))
 
     def forward(self, batch: Any, caches: list[LayerKVCache]) -> Tensor | None:
         """Run the step and write its KV; float32 logits [num_samples, vocab_size], None without samples."""

@@ -90,6 +90,7 @@ class DecoderLayer:
         self._ops = ops
         self._attention = attention
         self._head_dim = config.head_dim
+        self._is_last = index == config.num_layers - 1
 
         prefix = f"model.layers.{index}"
         hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
@@ -121,6 +122,8 @@ class DecoderLayer:
         ops = self._ops
         heads = ops.norm_linear(stream, self._input_norm, self._qkv)
         x = self._attention(heads.view(len(heads), -1, self._head_dim), self._layer, cache, batch)
+        if self._is_last:
+            x = ops.keep_sampled(x, stream, batch)
         ops.linear_add_(x, self._output, stream)
         x = ops.norm_linear(stream, self._mlp_norm, self._gate_up, "silu_mul")
         ops.linear_add_(x, self._down, stream)
@@ -143,15 +146,15 @@ class LlamaForCausalLM:
         assert config.rope is not None
         self._ops = ops
         cos_sin = rotary_table(config.rope, config.head_dim, max_positions).to(ops.device)
-        self._embedding = weights.get("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        table = weights.get("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        self._embedding = ops.make_embedding(table, tied=config.tie_word_embeddings)
         self._layers = [
             DecoderLayer(config, i, weights, ops, attention, cos_sin) for i in range(config.num_layers)
         ]
         self._norm = Norm(weights.get("model.norm.weight", config.hidden_size), None, config.norm_eps)
-        head = self._embedding
+        self._head = self._embedding
         if not config.tie_word_embeddings:
-            head = weights.get("lm_head.weight", config.vocab_size, config.hidden_size)
-        self._head = ops.make_head(head)
+            self._head = ops.make_head(weights.get("lm_head.weight", config.vocab_size, config.hidden_size))
 
     def forward(self, batch: Any, caches: list[LayerKVCache]) -> Tensor | None:
         """Run the step and write its KV; float32 logits [num_samples, vocab_size], None without samples."""

@@ -142,6 +142,18 @@ void bind_cpu_kernels(py::module_& m) {
           },
           NoGil())
       .def(
+          "pack_panels",
+          [](CpuKernels& self, Dtype dtype, Address weight, bool transposed, int64_t rows, int64_t k, Address panels) {
+            self.pack_panels(dtype, pointer(weight), transposed, rows, k, pointer(panels));
+          },
+          NoGil())
+      .def(
+          "embed",
+          [](CpuKernels& self, const CpuLinear& table, Address position_table, const StepBatch& batch, Address y) {
+            self.embed(table, pointer(position_table), batch, pointer(y));
+          },
+          NoGil())
+      .def(
           "norm",
           [](CpuKernels& self, Dtype dtype, Address x, int64_t x_stride, Address residual, Address weight,
              Address bias, Address y, int64_t y_stride, int64_t tokens, int64_t heads, int64_t width,

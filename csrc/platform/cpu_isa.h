@@ -53,6 +53,16 @@ struct NormTask {
   float eps;
 };
 
+struct EmbedTask {
+  const int64_t* ids;
+  const void* table;    // [rows, width], or in panels
+  int64_t panel_words;  // 0: not in panels; else words of one row
+  const int64_t* positions;
+  const void* position_table;  // [positions, width] or null
+  void* y;                     // [tokens, width]
+  int64_t width;
+};
+
 enum class Activation : int { kSiluMul = 0, kGeluTanh = 1, kGelu = 2 };
 
 struct RotaryTask {
@@ -131,6 +141,7 @@ struct CpuIsa {
     return dtype == Dtype::kFloat32 ? linear_float32 : linear_bfloat16;
   }
 
+  void (*embed)(Dtype, const EmbedTask&, int64_t token_begin, int64_t token_end);
   void (*norm)(Dtype, const NormTask&, int64_t row_begin, int64_t row_end);
   // kSiluMul: x [rows, 2 * width] -> y [rows, width]; the others: x [rows, width] -> y [rows, width].
   void (*activation)(Dtype, Activation, const void* x, void* y, int64_t width, int64_t row_begin, int64_t row_end);

@@ -16,6 +16,7 @@ constexpr CpuIsa make_isa(const char* name) {
       .lanes = kLanes,
       .linear_float32 = make_linear_kernels<float>(),
       .linear_bfloat16 = make_linear_kernels<BFloat16>(),
+      .embed = isa_embed,
       .norm = isa_norm,
       .activation = isa_activation,
       .rotary = isa_rotary,

@@ -21,6 +21,9 @@ constexpr int64_t kBlockRows = 1024, kBlockColumns = 192;
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
+// Panels that are packed together from a transposed matrix: neighbours in each of its lines.
+constexpr int64_t kPackedPanels = 8;
+
 constexpr std::align_val_t kCacheLine{64};
 
 void* offset(void* p, int64_t elements, Dtype dtype) { return static_cast<char*>(p) + elements * dtype_size(dtype); }
@@ -43,6 +46,28 @@ void store_token(Dtype dtype, const void* k, const void* v, const PagedKV& cache
     store_words<uint32_t>(k, v, cache, head, slot);
   } else {
     store_words<uint16_t>(k, v, cache, head, slot);
+  }
+}
+
+// Panels [begin, end) of those `words` long. `Element` is as wide as an element.
+template <class Element>
+void pack_panel_range(const Element* weight, bool transposed, int64_t rows, int64_t k, int64_t lanes, int64_t words,
+                      int64_t begin, int64_t end, Element* panels) {
+  constexpr int64_t kParts = 4 / static_cast<int64_t>(sizeof(Element));
+  const int64_t first = begin * lanes, last = std::min(rows, end * lanes), panel = words * lanes * kParts;
+  if (last < end * lanes || words * kParts > k) std::fill(panels + begin * panel, panels + end * panel, Element{});
+  auto place = [&](int64_t row, int64_t step) {
+    return panels + row / lanes * panel + (step / kParts * lanes + row % lanes) * kParts + step % kParts;
+  };
+  for (int64_t row = first; row < last && !transposed; ++row) {
+    for (int64_t step = 0; step < k; ++step) *place(row, step) = weight[row * k + step];
+  }
+  for (int64_t step = 0; step < k && transposed; ++step) {
+    for (int64_t row = first; row < last; row += lanes) {
+      const int64_t count = std::min(lanes, last - row);
+      Element* to = place(row, step);
+      for (int64_t lane = 0; lane < count; ++lane) to[lane * kParts] = weight[step * rows + row + lane];
+    }
   }
 }
 
@@ -139,6 +164,37 @@ void CpuKernels::linear(const CpuLinear& weights, const void* x, int64_t x_strid
       isa_.activation(y_dtype, *activation, part, part, task.n_end - task.n_begin, 0, 1);
     }
   });
+}
+
+void CpuKernels::pack_panels(Dtype dtype, const void* weight, bool transposed, int64_t rows, int64_t k, void* panels) {
+  const LinearKernels& kernels = isa_.linear(dtype);
+  const int64_t count = round_up(rows, kernels.panel_columns) / isa_.lanes;
+  const int64_t words = round_up(k, kernels.panel_steps) * dtype_size(dtype) / 4;
+  pool_.parallel_for(ceil_div(count, kPackedPanels), [&](int64_t item, int) {
+    const int64_t begin = item * kPackedPanels, end = std::min(count, begin + kPackedPanels);
+    if (dtype == Dtype::kFloat32) {
+      pack_panel_range(static_cast<const uint32_t*>(weight), transposed, rows, k, isa_.lanes, words, begin, end,
+                       static_cast<uint32_t*>(panels));
+    } else {
+      pack_panel_range(static_cast<const uint16_t*>(weight), transposed, rows, k, isa_.lanes, words, begin, end,
+                       static_cast<uint16_t*>(panels));
+    }
+  });
+}
+
+void CpuKernels::embed(const CpuLinear& table, const void* position_table, const StepBatch& batch, void* y) {
+  const EmbedTask task{
+      .ids = batch.input_ids.data(),
+      .table = table.matrices.front().weight,
+      .panel_words = table.panels ? round_up(table.k, isa_.linear(table.dtype).panel_steps) * dtype_size(table.dtype) / 4 : 0,
+      .positions = batch.positions.data(),
+      .position_table = position_table,
+      .y = y,
+      .width = table.k,
+  };
+  // In panels each element of a row is in a cache line of its own.
+  for_row_chunks(batch.num_tokens, table.k * (table.panels ? kElementsPerCacheMiss : 1),
+                 [&](int64_t begin, int64_t end) { isa_.embed(table.dtype, task, begin, end); });
 }
 
 void CpuKernels::norm(Dtype dtype, const NormTask& task, int64_t tokens) {

@@ -69,6 +69,11 @@ class CpuKernels {
   // that of the weights, or float32 if y_float32.
   void linear(const CpuLinear& weights, const void* x, int64_t x_stride, int64_t rows, void* y, bool y_float32,
               std::optional<Activation> activation = std::nullopt);
+  // weight [rows, k], or if transposed [k, rows], into panels (see CpuLinear), filled up with zeros.
+  void pack_panels(Dtype dtype, const void* weight, bool transposed, int64_t rows, int64_t k, void* panels);
+  // y [tokens, k] = the tokens' rows of the first matrix of `table`, plus, if there is such a table, those of their
+  // positions. No id or position is checked.
+  void embed(const CpuLinear& table, const void* position_table, const StepBatch& batch, void* y);
   void norm(Dtype dtype, const NormTask& task, int64_t tokens);
   void activation(Dtype dtype, Activation kind, const void* x, void* y, int64_t rows, int64_t width);
   void rotary(Dtype dtype, const RotaryTask& task, int64_t tokens);

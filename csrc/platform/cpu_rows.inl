@@ -1,4 +1,4 @@
-// Kernels that work on one row (or one head) at a time: norms, activations, rotary embedding.
+// Kernels that work on one row (or one head) at a time: norms, embedding, activations, rotary embedding.
 namespace asyncengine {
 namespace {
 
@@ -74,6 +74,28 @@ void norm_rows(const NormTask& task, int64_t row_begin, int64_t row_end) {
   }
 }
 
+// ---- embedding ----
+
+template <class T>
+void embed_tokens(const EmbedTask& task, int64_t token_begin, int64_t token_end) {
+  const int64_t whole = task.width / kPartsPerWord<T>, left = task.width % kPartsPerWord<T>;
+  for (int64_t token = token_begin; token < token_end; ++token) {
+    const int64_t id = task.ids[token];
+    T* y = static_cast<T*>(task.y) + token * task.width;
+    if (task.panel_words == 0) {
+      memcpy(y, static_cast<const T*>(task.table) + id * task.width, static_cast<size_t>(task.width) * sizeof(T));
+    } else {
+      const uint32_t* word =
+          static_cast<const uint32_t*>(task.table) + id / kLanes * kLanes * task.panel_words + id % kLanes;
+      for (int64_t i = 0; i < whole; ++i, word += kLanes) memcpy(y + i * kPartsPerWord<T>, word, sizeof(*word));
+      if (left > 0) memcpy(y + whole * kPartsPerWord<T>, word, static_cast<size_t>(left) * sizeof(T));
+    }
+    if (task.position_table != nullptr) {
+      add_row(static_cast<const T*>(task.position_table) + task.positions[token] * task.width, y, task.width);
+    }
+  }
+}
+
 // ---- activations ----
 
 AE_INLINE Vec silu(Vec x) { return x * sigmoid(x); }
@@ -134,6 +156,14 @@ void rotary_tokens(const RotaryTask& task, int64_t token_begin, int64_t token_en
         store_lanes(high + i, b * c + a * s, count);
       });
     }
+  }
+}
+
+void isa_embed(Dtype dtype, const EmbedTask& task, int64_t token_begin, int64_t token_end) {
+  if (dtype == Dtype::kFloat32) {
+    embed_tokens<float>(task, token_begin, token_end);
+  } else {
+    embed_tokens<BFloat16>(task, token_begin, token_end);
   }
 }
 

@@ -89,6 +89,19 @@ def test_linear_of_transposed_weights_is_the_same(
         assert_same(ops.linear(x, panels, out_dtype), ops.linear(x, plain, out_dtype))
 
 
+@pytest.mark.parametrize("k", [1, 64, 769])
+@pytest.mark.parametrize("copy", [True, False])
+def test_embedding_that_is_the_head_too(ops: CpuOps, dtype: torch.dtype, k: int, copy: bool) -> None:
+    table, positions = random(301, k, dtype=dtype), random(50, k, dtype=dtype, seed=1)
+    ids, places = list(range(300, -1, -7)), list(range(43))
+    batch = _core.StepBatch(ids, places, places, [0, 43], [0], [[0]], [])
+    embedding = ops.make_embedding(table.clone(), tied=True, copy=copy)
+    assert_same(ops.embed(batch, embedding).residual, table[ids])
+    assert_same(ops.embed(batch, embedding, positions).residual, table[ids] + positions[places])
+    x = random(16, k, dtype=dtype, seed=9)
+    assert_same(ops.linear(x, embedding, torch.float32), ops.linear(x, ops.make_head(table), torch.float32))
+
+
 @pytest.mark.parametrize("k", [33, 768, 2050])
 def test_linear_does_not_depend_on_batch_or_threads(ops: CpuOps, dtype: torch.dtype, k: int) -> None:
     weights = [random(101, k, dtype=dtype, seed=1), random(64, k, dtype=dtype, seed=2)]

@@ -124,6 +124,48 @@ TEST(cpu_linear_reads_panels_and_activates) {
   });
 }
 
+TEST(cpu_panels_are_packed_from_either_layout_and_looked_up) {
+  for_each_isa([](CpuKernels& one, CpuKernels& three, Dtype dtype) {
+    const int64_t n = 301, lanes = one.lanes(), parts = 4 / dtype_size(dtype), tokens = 37;
+    for (const int64_t k : {1, 45, 200}) {
+      const int64_t steps = one.panel_steps(dtype), stored_k = (k + steps - 1) / steps * steps;
+      const int64_t stored_n = (n + 2 * lanes - 1) / (2 * lanes) * 2 * lanes;
+      Array w(dtype, random_floats(n * k, 1)), turned(dtype, n * k), positions(dtype, random_floats(5 * k, 2));
+      Array expected(dtype, stored_n * stored_k);
+      for (int64_t column = 0; column < n; ++column) {
+        for (int64_t i = 0; i < k; ++i) {
+          const int64_t word = (column / lanes * (stored_k / parts) + i / parts) * lanes + column % lanes;
+          std::memcpy(expected.at(word * parts + i % parts), w.at(column * k + i), w.size());
+          std::memcpy(turned.at(i * n + column), w.at(column * k + i), w.size());
+        }
+      }
+      Array panels(dtype, random_floats(stored_n * stored_k, 3)), again(dtype, random_floats(stored_n * stored_k, 4));
+      one.pack_panels(dtype, w.at(0), false, n, k, panels.at(0));
+      three.pack_panels(dtype, turned.at(0), true, n, k, again.at(0));
+      CHECK(panels.bytes == expected.bytes);
+      CHECK(again.bytes == expected.bytes);
+
+      StepBatch batch;
+      batch.num_tokens = tokens;
+      for (int64_t token = 0; token < tokens; ++token) {
+        batch.input_ids.push_back(n - 1 - token * 8);
+        batch.positions.push_back(token % 5);
+      }
+      const CpuLinear plain{{{w.at(0), nullptr, n}}, k, dtype, false}, stored{{{panels.at(0), nullptr, n}}, k, dtype, true};
+      Array from_rows(dtype, tokens * k), from_panels(dtype, tokens * k), summed(dtype, tokens * k);
+      one.embed(plain, nullptr, batch, from_rows.at(0));
+      three.embed(stored, nullptr, batch, from_panels.at(0));
+      three.embed(stored, positions.at(0), batch, summed.at(0));
+      CHECK(from_panels.bytes == from_rows.bytes);
+      for (int64_t token = 0; token < tokens; ++token) {
+        CHECK(from_rows.same(token * k, w, (n - 1 - token * 8) * k, k));
+        const float sum = w.value((n - 1 - token * 8) * k) + positions.value(token % 5 * k);
+        CHECK(std::abs(summed.value(token * k) - sum) <= tolerance(dtype) * std::abs(sum));
+      }
+    }
+  });
+}
+
 TEST(cpu_rows_are_right_and_batch_invariant) {
   for_each_isa([](CpuKernels& one, CpuKernels& three, Dtype dtype) {
     const int64_t rows = 37, width = 1001;
