@@ -35,11 +35,10 @@ from asyncengine.kernels.triton_decode import decode_attention, longest_context
 from asyncengine.kernels.triton_paged_decode import paged_decode_attention
 from asyncengine.kernels.triton_rows import rotary_store_kv, store_kv
 from asyncengine.kernels.work_list import (
-    WHOLE_TOKENS,
     AttentionShape,
     Tile,
     WorkList,
-    choose_apart_tile,
+    choose_apart,
     choose_streamed_tile,
     choose_tiles,
     multiprocessors,
@@ -157,8 +156,8 @@ def allocate_decode_work(c: ModelConfig, tiles: Tiles | None, device: torch.devi
     if tiles or not tile or not can_stream(device) or args.work.get("split_tokens"):
         return allocate_work(c, [], tiles, device, args).decode_only
     room = {"max_rows": max(256, rows), "max_tokens": max(2048, rows)}
-    if apart := choose_apart_tile(rows, shape, BLOCK_SIZE, multiprocessors(device)):
-        tile, room = apart, {"max_rows": rows, "max_tokens": rows, "whole_tokens": WHOLE_TOKENS}
+    if apart := choose_apart(rows, shape, BLOCK_SIZE, multiprocessors(device)):
+        tile, room = apart.tile, {"max_rows": rows, "max_tokens": rows, "whole_tokens": apart.whole_tokens}
     return WorkList.allocate(shape, device=device, tiles=(tile, None), max_context=131072, **room | args.work)
 
 

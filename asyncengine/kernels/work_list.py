@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import triton
@@ -43,9 +44,9 @@ NO_WINDOW = 1 << 30
 """A window that no position reaches."""
 MIN_SPLIT_TOKENS = 256
 """A unit is not cut into pieces much shorter than this: combining would cost more than the split gains."""
-WHOLE_TOKENS = 320
-"""A unit of so many tokens is not cut apart: 4.5 us a layer for a lone row of 288 tokens of Qwen3 where two pieces take
-5.9. Longer ones are cut as small as lanes allow: of 544 tokens, 6.9 us in two pieces, 5.9 in four and 5.0 in nine."""
+_WHOLE_TOKENS = 320
+"""A unit of so many tokens is not cut apart, if several rows are: at 8 x 288 of Qwen3 4.7 us instead of 7.0 in two
+pieces. Longer ones are cut as small as lanes allow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +125,28 @@ def choose_streamed_tile(shape: AttentionShape, block_size: int, programs_per_sm
     return Tile(16, 64, 4, stages, programs_per_sm, streamed=True)
 
 
-def choose_apart_tile(rows: int, shape: AttentionShape, block_size: int, sms: int) -> Tile | None:
-    """The streamed tile of decode steps of so many rows if they may be cut apart, else None."""
-    tiles = (choose_streamed_tile(shape, block_size, programs) for programs in (1, 2))
-    return next((tile for tile in tiles if tile and rows <= tile.count_lanes(shape, sms)), None)
+class Apart(NamedTuple):
+    """How decode rows are cut apart."""
+
+    tile: Tile
+    whole_tokens: int
+    """of the longest unit that is not cut"""
+
+
+def choose_apart(rows: int, shape: AttentionShape, block_size: int, sms: int) -> Apart | None:
+    """For decode steps of so many rows; None if they are not to be cut apart.
+
+    A lone row has a tile a program, 33 KiB at most. Its projections use no shared memory, and a multiprocessor has to
+    be empty before it divides cache and shared memory another way: with 96 KiB a layer of the 8B took 10 us longer.
+    """
+    if tile := choose_streamed_tile(shape, block_size):
+        if rows == 1:
+            return Apart(replace(tile, stages=1), tile.keys)
+        for programs_per_sm in (1, 2):
+            tile = choose_streamed_tile(shape, block_size, programs_per_sm)
+            if tile and rows <= tile.count_lanes(shape, sms):
+                return Apart(tile, _WHOLE_TOKENS)
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,8 @@ class CapturedSteps:
     def capture(self, steps: DeviceSteps, buckets: list[Bucket], stream: torch.cuda.Stream, *, progress: bool) -> None:
         """Warm up and capture each bucket for each variant of sampling; they share one pool of memory.
 
-        The next StepInput must be an empty one. Raises torch.OutOfMemoryError.
+        The kernels of all steps must be compiled and loaded, and the next StepInput an empty one. Raises
+        torch.OutOfMemoryError.
         """
         started, pool = time.monotonic(), torch.cuda.graph_pool_handle()
         before = torch.cuda.mem_get_info()[0]
@@ -47,8 +48,8 @@ class CapturedSteps:
             # The largest first: what it takes of the pool serves all others.
             for bucket in reversed(buckets):
                 raw[bucket] = []
+                steps.run(bucket, FULL)  # loads what libraries have, which a capture must not
                 for variant in (GREEDY, FULL):
-                    steps.run(bucket, variant)  # compiles kernels and loads them, which a capture must not
                     raw[bucket].append(self._capture(partial(steps.run, bucket, variant), stream, pool))
                     bar.update(1)
             steps.copy_blocks()

@@ -39,7 +39,9 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     poison_new_memory(monkeypatch)
 
 
-def make(model: str, contexts: tuple[int | None, ...], *, programs_per_sm: int = 2, **case: Any) -> Decode:
+def make(
+    model: str, contexts: tuple[int | None, ...], *, programs_per_sm: int = 2, stages: int = 0, **case: Any
+) -> Decode:
     """Rows of one token after so many; None is a row of none. The tile and the grid are the engine's, of many rows."""
     fields = {"dtype": torch.bfloat16, "programs": None, "min_split_tokens": 256, **MODELS[model], **case}
     norm, rotary = fields.pop("norm", True), fields.pop("rotary", True)
@@ -47,6 +49,7 @@ def make(model: str, contexts: tuple[int | None, ...], *, programs_per_sm: int =
     made = Case(rows, **fields)
     tile = choose_streamed_tile(made.shape, 16, programs_per_sm)
     assert tile is not None
+    tile = replace(tile, stages=stages or tile.stages)
     return make_decode(replace(made, tiles=(tile, None)), torch.device("cuda"), norm, rotary)
 
 
@@ -107,20 +110,20 @@ def test_a_full_batch(model: str) -> None:
 
 
 @pytest.mark.parametrize("pdl", [True, False])
-@pytest.mark.parametrize("programs_per_sm", [1, 2])
+@pytest.mark.parametrize("grid", [{"programs_per_sm": 1}, {}, {"stages": 1}], ids=str)
 @pytest.mark.parametrize("model", MODELS)
-def test_edges_apart(model: str, programs_per_sm: int, pdl: bool) -> None:
+def test_edges_apart(model: str, grid: dict[str, int], pdl: bool) -> None:
     """Idle lanes too, where rows are not to be cut."""
-    decode = make(model, (None, *EDGES, None), programs_per_sm=programs_per_sm, whole_tokens=128)
+    decode = make(model, (None, *EDGES, None), whole_tokens=128, **grid)
     decode.check(decode.world.work(), pdl)
 
 
 @pytest.mark.parametrize("whole_tokens", [64, 320])
-@pytest.mark.parametrize("programs_per_sm", [1, 2])
+@pytest.mark.parametrize("grid", [{"programs_per_sm": 1}, {}, {"stages": 1}], ids=str)
 @pytest.mark.parametrize("contexts", [(287,), (287,) * 8, (700, 5, 287, 544, 64), (5000, 37, 1500), (20000,)], ids=str)
 @pytest.mark.parametrize("model", ["gpt2", "qwen3", "llama"])
-def test_pieces_apart(model: str, contexts: tuple[int, ...], programs_per_sm: int, whole_tokens: int) -> None:
-    decode = make(model, contexts, programs_per_sm=programs_per_sm, whole_tokens=whole_tokens)
+def test_pieces_apart(model: str, contexts: tuple[int, ...], grid: dict[str, int], whole_tokens: int) -> None:
+    decode = make(model, contexts, whole_tokens=whole_tokens, **grid)
     work = decode.world.work()
     decode.check(work, pdl=True)
     assert (most_pieces(work) > 1) == (max(contexts) // 64 + 1 > whole_tokens // 64)

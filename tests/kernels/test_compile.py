@@ -120,7 +120,7 @@ import subprocess, tempfile, torch, triton
 from asyncengine.kernels.device_step import allocate_step
 from asyncengine.kernels.gluon_paged_decode import streamed_decode_attention
 from asyncengine.kernels.ops import HeadNorms
-from asyncengine.kernels.work_list import AttentionShape, WorkList, choose_apart_tile, choose_streamed_tile
+from asyncengine.kernels.work_list import AttentionShape, WorkList, choose_apart, choose_streamed_tile
 
 def random(*shape): return torch.empty(shape, dtype=torch.bfloat16)
 
@@ -128,7 +128,8 @@ for heads, kv_heads, dim, rotary, norm in (
     (12, 12, 64, False, False), (16, 8, 128, True, True), (32, 8, 128, True, False)
 ):
     shape, cpu = AttentionShape(heads, kv_heads, dim, torch.bfloat16), torch.device("cpu")
-    for tile in (choose_apart_tile(4, shape, 16, 132), choose_streamed_tile(shape, 16)):
+    apart = (choose_apart(rows, shape, 16, 132).tile for rows in (1, 4))
+    for tile in (*apart, choose_streamed_tile(shape, 16)):
         work = WorkList.allocate(
             shape, max_rows=4, max_tokens=4, max_context=512, device=cpu, tiles=(tile, None),
             num_programs=132 * tile.programs_per_sm,
@@ -151,6 +152,6 @@ for name, kernel in compiled.items():
 
 
 def test_streamed_decode_attention_compiles(tmp_path):
-    """For the heads of three models, gpt2, qwen3-0.6b, llama-3.1-8b; one program a multiprocessor, and two."""
+    """For the heads of three models, gpt2, qwen3-0.6b, llama-3.1-8b; a lone row, few, many."""
     compiled = run(tmp_path, "-c", STREAMED_ATTENTION)
-    assert compiled == ["_streamed_decode_kernel:mma.sync:griddepcontrol.wait:cp.async.bulk.tensor"] * 6
+    assert compiled == ["_streamed_decode_kernel:mma.sync:griddepcontrol.wait:cp.async.bulk.tensor"] * 8

@@ -197,7 +197,7 @@ def test_which_steps_have_no_work_list(streamed, monkeypatch):
     config = EngineConfig(model="", dtype="bfloat16", max_num_seqs=40, max_num_batched_tokens=64)
     for shape, expected in (
         ((16, 8, 128), [] if streamed else [1, 2, 4, 8, 16, 24, 32]),
-        ((12, 12, 64), [24, 32, 40] if streamed else [1, 2, 4, 8, 16, 24, 32, 40]),
+        ((12, 12, 64), [1, 24, 32, 40] if streamed else [1, 2, 4, 8, 16, 24, 32, 40]),
     ):
         model = SimpleNamespace(**dict(zip(("num_heads", "num_kv_heads", "head_dim"), shape, strict=True)))
         loaded = SimpleNamespace(config=model, dtype=torch.bfloat16, max_model_len=1 << 20)

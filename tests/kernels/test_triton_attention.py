@@ -34,7 +34,7 @@ from asyncengine.kernels.work_list import (
     Section,
     Tile,
     WorkList,
-    choose_apart_tile,
+    choose_apart,
     choose_streamed_tile,
 )
 
@@ -485,13 +485,17 @@ def test_whom_the_streamed_tile_is_for() -> None:
 
 
 def test_whose_rows_are_cut_apart() -> None:
-    """Those that have a lane each, with as few programs as do."""
+    """Those that have a lane each, with as few programs as do; a lone one by small programs."""
     sms = 132
     for heads, kv_heads, dim, one, two in ((16, 8, 128, 16, 33), (32, 8, 128, 16, 33), (12, 12, 64, 11, 22)):
         shape = AttentionShape(heads, kv_heads, dim, torch.bfloat16)
-        tiles = [choose_apart_tile(rows, shape, 16, sms) for rows in range(1, 64)]
-        programs = [tile.programs_per_sm if tile else 0 for tile in tiles]
-        assert programs == [1] * one + [2] * (two - one) + [0] * (63 - two)
-        assert [tile.count_lanes(shape, sms) for tile in tiles if tile] == [one] * one + [two] * (two - one)
-        assert choose_apart_tile(1, shape, 32, sms) is None
-        assert choose_apart_tile(1, replace(shape, dtype=torch.float32), 16, sms) is None
+        lone, *ways = (choose_apart(rows, shape, 16, sms) for rows in range(1, 64))
+        assert lone == (Tile(16, 64, 4, 1, 2, streamed=True), 64)
+        assert all(way.whole_tokens == 320 for way in ways if way)
+        tiles = [way and way.tile for way in ways]
+        programs = [1] * (one - 1) + [2] * (two - one)
+        assert [tile.programs_per_sm for tile in tiles if tile] == programs
+        assert [tile is None for tile in tiles] == [False] * (two - 1) + [True] * (63 - two)
+        assert [tile.count_lanes(shape, sms) for tile in tiles if tile] == [(one, two)[n - 1] for n in programs]
+        assert choose_apart(1, shape, 32, sms) is None
+        assert choose_apart(1, replace(shape, dtype=torch.float32), 16, sms) is None
