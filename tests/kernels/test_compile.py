@@ -154,4 +154,4 @@ for name, kernel in compiled.items():
 def test_streamed_decode_attention_compiles(tmp_path):
     """For the heads of three models, gpt2, qwen3-0.6b, llama-3.1-8b; a lone row, few, many."""
     compiled = run(tmp_path, "-c", STREAMED_ATTENTION)
-    assert compiled == ["_streamed_decode_kernel:mma.sync:griddepcontrol.wait:cp.async.bulk.tensor"] * 8
+    assert compiled == ["_streamed_decode_kernel:mma.sync:griddepcontrol.wait:cp.async.bulk.tensor"] * 9
