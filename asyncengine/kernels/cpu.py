@@ -76,7 +76,7 @@ class _HugePages:
     _LINE = 64
 
     def __init__(self) -> None:
-        self._free = torch.empty(0, dtype=torch.uint8)
+        self._free = torch.zeros(0, dtype=torch.uint8)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Its memory is given back with the last tensor of its chunk."""

@@ -118,8 +118,9 @@ def test_edges_apart(model: str, grid: dict[str, int], pdl: bool) -> None:
     decode.check(decode.world.work(), pdl)
 
 
-@pytest.mark.parametrize("whole_tokens", [64, 320])
-@pytest.mark.parametrize("grid", [{"programs_per_sm": 1}, {}, {"stages": 1}], ids=str)
+@pytest.mark.parametrize(
+    ("whole_tokens", "grid"), [(320, {"programs_per_sm": 1}), (320, {}), (64, {"stages": 1})], ids=str
+)
 @pytest.mark.parametrize("contexts", [(287,), (287,) * 8, (700, 5, 287, 544, 64), (5000, 37, 1500), (20000,)], ids=str)
 @pytest.mark.parametrize("model", ["gpt2", "qwen3", "llama"])
 def test_pieces_apart(model: str, contexts: tuple[int, ...], grid: dict[str, int], whole_tokens: int) -> None:
