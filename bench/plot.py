@@ -76,14 +76,14 @@ _SIZE = re.compile(r"(\d+) x (\d+)")
 
 
 def attention_bandwidth(record: Record) -> list[Panel]:
-    """Share of the bandwidth of decode attention by context, of the kernel that a step of as many rows takes."""
+    """Share of the bandwidth of decode attention by context, of the faster kernel where two can do it."""
     found: dict[str, dict[tuple[int, int], float]] = {}
     targets: dict[str, list[Curve]] = defaultdict(list)
     for line in record["lines"]:
         size = _SIZE.fullmatch(line["size"])
         if line["part"] == "attention" and line["kernel"].startswith("decode") and size:
-            # The kernel of few keys comes after the other one, and takes its place.
-            found.setdefault(line["shape"], {})[int(size[1]), int(size[2])] = 100 * line["share"]
+            shares, at = found.setdefault(line["shape"], {}), (int(size[1]), int(size[2]))
+            shares[at] = max(shares.get(at, 0.0), 100 * line["share"])
             if line["at_least"] is not None:
                 label = f"target of {size[1]} x {short(int(size[2]))}"
                 targets[line["shape"]].append(Curve(label, [(int(size[2]), 100 * line["at_least"])], "_"))
