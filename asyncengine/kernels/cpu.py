@@ -30,7 +30,29 @@ _ACTIVATIONS: dict[Activation, _core.Activation] = {
 }
 
 
-@dataclass(frozen=True)
+class _Result:
+    """What an operation makes, in memory that its next call writes again: steps of one size make no tensor.
+
+    Decode steps are short, and what Python and torch do between two native calls is cold: the weights have just taken
+    its place in the caches.
+    """
+
+    __slots__ = ("_memory", "address", "dtype", "rows", "tensor", "width")
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        self.width, self.dtype = width, dtype
+        self._memory = torch.empty(0, width, dtype=dtype)
+        self.resize(0)
+
+    def resize(self, rows: int) -> None:
+        """``tensor`` is another one then."""
+        if rows > self._memory.shape[0]:
+            self._memory = torch.empty(rows, self.width, dtype=self.dtype)
+        self.rows, self.tensor = rows, self._memory[:rows]
+        self.address = self.tensor.data_ptr()
+
+
+@dataclass(slots=True)
 class CpuLinearHandle:
     """Weight matrices that share their input."""
 
@@ -39,6 +61,22 @@ class CpuLinearHandle:
     out_features: int
     dtype: torch.dtype
     tensors: tuple[Tensor, ...]  # what native points to
+    product: _Result  # of norm_linear
+    added: _Result  # of linear_add_
+    norm: Norm | None = None  # the one that was in front of it last
+    native_norm: _core.CpuNorm | None = None
+
+
+@dataclass(slots=True)
+class _Cache:
+    """The KV cache of a layer."""
+
+    k: weakref.ref[Tensor]
+    v: weakref.ref[Tensor]
+    native: _core.PagedKV
+    dtype: torch.dtype
+    num_heads: int
+    head_dim: int
 
 
 class _Results:
@@ -102,8 +140,10 @@ class CpuOps(HostOps):
 
     def __init__(self, num_threads: int, isa: str = "auto") -> None:
         self._native = _core.CpuKernels(num_threads, isa)
-        self._caches: dict[tuple[int, int, torch.Size, torch.Size], _core.PagedKV] = {}
+        self._caches: dict[int, _Cache] = {}  # by the id of the keys
         self._results = _Results()
+        self._shared: dict[tuple[str, int, torch.dtype], _Result] = {}
+        self._last = _Result(0, torch.float32)  # what a model got last, and hands back next: it needs no checks
         self._panel_memory = _HugePages()
 
     @property
@@ -156,7 +196,12 @@ class CpuOps(HostOps):
             panels,
         )
         tensors = (*weights, *(b for b in biases if b is not None))
-        return CpuLinearHandle(native, k, sum(rows), dtype, tensors)
+        product, added = (self._result(name, sum(rows), dtype) for name in ("product", "added"))
+        return CpuLinearHandle(native, k, sum(rows), dtype, tensors, product, added)
+
+    def _result(self, name: str, width: int, dtype: torch.dtype) -> _Result:
+        """The one of that name, for all layers."""
+        return self._shared.setdefault((name, width, dtype), _Result(width, dtype))
 
     def _panels(self, weight: Tensor) -> Tensor:
         """weight [N, K] as [N / lanes, K / P, lanes, P], P elements in 4 bytes.
@@ -181,45 +226,63 @@ class CpuOps(HostOps):
         self._native.embed(embedding.native, positions, batch, y.data_ptr())
         return Stream(y)
 
-    def linear(
-        self,
-        x: Tensor,
-        handle: CpuLinearHandle,
-        out_dtype: torch.dtype | None = None,
-        activation: Activation | None = None,
-    ) -> Tensor:
-        """x [M, K] (rows may be strided) -> [M, ΣN_i] in x's dtype, or in float32 if out_dtype says so.
-
-        With an activation the same as ``activate`` of that; not for silu_mul.
-        """
+    def linear(self, x: Tensor, handle: CpuLinearHandle, out_dtype: torch.dtype | None = None) -> Tensor:
+        """x [M, K] (rows may be strided) -> [M, ΣN_i] in x's dtype, or in float32 if out_dtype says so."""
         out_dtype = out_dtype or handle.dtype
-        if x.dtype != handle.dtype or x.dim() != 2 or x.shape[1] != handle.in_features or x.stride(1) != 1:
-            raise ValueError(
-                f"x must be {handle.dtype} [tokens, {handle.in_features}] with contiguous rows, "
-                f"got {x.dtype} {list(x.shape)} with strides {x.stride()}"
-            )
+        _check_rows(x, handle)
         if out_dtype not in (handle.dtype, torch.float32):
             raise ValueError(f"out_dtype must be {handle.dtype} or torch.float32, got {out_dtype}")
         y = self._results.empty((x.shape[0], handle.out_features), out_dtype)
-        self._native.linear(
-            handle.native,
-            x.data_ptr(),
-            x.stride(0),
-            x.shape[0],
-            y.data_ptr(),
-            out_dtype == torch.float32,
-            None if activation is None else _ACTIVATIONS[activation],
-        )
+        in_float32 = out_dtype == torch.float32
+        self._native.linear(handle.native, x.data_ptr(), x.stride(0), x.shape[0], y.data_ptr(), in_float32)
         return y
 
     def norm_linear(
         self, stream: Stream, norm: Norm, handle: CpuLinearHandle, activation: Activation | None = None
     ) -> Tensor:
-        if activation is None or activation == "silu_mul":
-            return super().norm_linear(stream, norm, handle, activation)
-        x = self._normed(stream.residual, stream.pending, norm)
-        stream.pending = None
-        return self.linear(x, handle, activation=activation)
+        """The next call for as many features writes the same memory, unless the activation is silu_mul."""
+        if handle.norm is not norm:
+            self._put_norm(norm, handle)
+        x, residual = stream.residual, 0
+        rows, width = x.shape
+        if width != handle.in_features:
+            raise ValueError(f"the stream must be [tokens, {handle.in_features}], got {list(x.shape)}")
+        if stream.pending is not None:
+            x, residual = stream.pending, x.data_ptr()
+            stream.pending = None
+        result = handle.product
+        if result.rows != rows:
+            result.resize(rows)
+        apart = activation == "silu_mul"
+        fused = None if activation is None or apart else _ACTIVATIONS[activation]
+        assert handle.native_norm is not None
+        self._native.norm_linear(
+            handle.native_norm, handle.native, x.data_ptr(), residual, rows, result.address, fused
+        )
+        if apart:
+            return self.activate(result.tensor, "silu_mul")
+        self._last = result
+        return result.tensor
+
+    def _put_norm(self, norm: Norm, handle: CpuLinearHandle) -> None:
+        _check(norm.weight, handle.dtype, (handle.in_features,), "weight")
+        if norm.bias is not None:
+            _check(norm.bias, handle.dtype, (handle.in_features,), "bias")
+        bias = 0 if norm.bias is None else norm.bias.data_ptr()
+        handle.norm, handle.native_norm = norm, _core.CpuNorm(norm.weight.data_ptr(), bias, norm.eps)
+
+    def linear_add_(self, x: Tensor, handle: CpuLinearHandle, stream: Stream) -> None:
+        assert stream.pending is None
+        last, result = self._last, handle.added
+        if x is last.tensor and last.width == handle.in_features and last.dtype is handle.dtype:
+            address, stride, rows = last.address, last.width, last.rows
+        else:
+            _check_rows(x, handle)
+            address, stride, rows = x.data_ptr(), x.stride(0), x.shape[0]
+        if result.rows != rows:
+            result.resize(rows)
+        self._native.linear(handle.native, address, stride, rows, result.address, False)
+        stream.pending = result.tensor
 
     def norm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
         """The norm of the rows of x [M, H], which may be strided; or of residual += x, which is in place."""
@@ -293,7 +356,7 @@ class CpuOps(HostOps):
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: _core.StepBatch
     ) -> None:
         """Write the views k, v [T, Hk, D] to the cache slots of batch.slot_mapping."""
-        cache = self._cache(k_cache, v_cache)
+        cache = self._cache(k_cache, v_cache).native
         expected = (batch.num_tokens, k_cache.shape[1], k_cache.shape[2])
         for x in (k, v):
             _check_heads(x, k_cache.dtype, "k and v")
@@ -309,7 +372,7 @@ class CpuOps(HostOps):
         The token at position i sees position j if j <= i and, with a window > 0, i - window < j.
         q may also hold just the tokens of the leading rows; the other rows are then left out.
         """
-        cache = self._cache(k_cache, v_cache)
+        cache = self._cache(k_cache, v_cache).native
         _check_heads(q, k_cache.dtype, "q")
         tokens, heads, dim = q.shape
         if dim != k_cache.shape[2] or heads % k_cache.shape[1] or tokens > batch.num_tokens:
@@ -325,18 +388,29 @@ class CpuOps(HostOps):
     def attention(
         self, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, batch: _core.StepBatch
     ) -> Tensor:
-        """``store_heads`` and ``paged_attention`` of contiguous heads [T, Hq + 2 Hk, D]: [T, Hq * D]."""
+        """``store_heads`` and ``paged_attention`` of contiguous heads. The next call writes the same memory."""
         cache = self._cache(k_cache, v_cache)
-        _, kv_heads, dim, _ = k_cache.shape
-        _check(heads, k_cache.dtype, (batch.num_tokens, layer.num_heads + 2 * kv_heads, dim), "heads")
-        if layer.num_heads % kv_heads:
-            raise ValueError(f"{layer.num_heads} query heads do not fit {kv_heads} of the cache")
-        self.prepare_heads(heads, layer, batch)
-        out = self._results.empty((batch.num_tokens, layer.num_heads * dim), heads.dtype)
+        num_heads, head_dim = layer.num_heads, cache.head_dim
+        if num_heads % cache.num_heads:
+            raise ValueError(f"{num_heads} query heads do not fit {cache.num_heads} of the cache")
+        last, width = self._last, (num_heads + 2 * cache.num_heads) * head_dim
+        if heads is last.tensor and last.width == width and last.dtype is cache.dtype:
+            address, rows = last.address, last.rows
+        else:
+            _check(heads, cache.dtype, (batch.num_tokens, width), "heads")
+            address, rows = heads.data_ptr(), heads.shape[0]
+        self.prepare_heads(heads, head_dim, layer, batch)
+        result = self._shared.get(("attention", num_heads * head_dim, cache.dtype))
+        if result is None:
+            result = self._result("attention", num_heads * head_dim, cache.dtype)
+        if result.rows != rows:
+            result.resize(rows)
+        dtype = _DTYPES[cache.dtype]
         self._native.attention(
-            _dtype(heads), heads.data_ptr(), layer.num_heads, out.data_ptr(), cache, batch, layer.scale, layer.window
+            dtype, address, rows, num_heads, result.address, cache.native, batch, layer.scale, layer.window
         )
-        return out
+        self._last = result
+        return result.tensor
 
     def sample(self, logits: Tensor, batch: _core.StepBatch) -> Tensor:
         """Tokens int32 [S] drawn from float32 logits [S, V] by the batch's sampling states.
@@ -348,16 +422,18 @@ class CpuOps(HostOps):
         self._native.sample(logits.data_ptr(), logits.shape[-1], batch, tokens.data_ptr())
         return tokens
 
-    def _cache(self, k_cache: Tensor, v_cache: Tensor) -> _core.PagedKV:
-        """The native view of a layer's cache, checked the first time it is seen."""
-        key = (k_cache.data_ptr(), v_cache.data_ptr(), k_cache.shape, v_cache.shape)
-        found = self._caches.get(key)
-        if found is None:
-            blocks, heads, dim, block_size = k_cache.shape
-            _check(k_cache, k_cache.dtype, (blocks, heads, dim, block_size), "k_cache")
-            _check(v_cache, k_cache.dtype, (blocks, heads, block_size, dim), "v_cache")
-            found = _core.PagedKV(key[0], key[1], heads, dim, block_size)
-            self._caches[key] = found
+    def _cache(self, k_cache: Tensor, v_cache: Tensor) -> _Cache:
+        """A layer's cache, checked the first time it is seen."""
+        found = self._caches.get(id(k_cache))
+        if found is not None and found.k() is k_cache and found.v() is v_cache:
+            return found
+        blocks, heads, dim, block_size = k_cache.shape
+        _check(k_cache, k_cache.dtype, (blocks, heads, dim, block_size), "k_cache")
+        _check(v_cache, k_cache.dtype, (blocks, heads, block_size, dim), "v_cache")
+        _dtype(k_cache)
+        native = _core.PagedKV(k_cache.data_ptr(), v_cache.data_ptr(), heads, dim, block_size)
+        found = _Cache(weakref.ref(k_cache), weakref.ref(v_cache), native, k_cache.dtype, heads, dim)
+        self._caches[id(k_cache)] = found
         return found
 
 
@@ -377,6 +453,14 @@ def _check(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], name: str) -> 
         raise ValueError(
             f"{name} must be contiguous {dtype} {list(shape)}, got {x.dtype} {list(x.shape)} "
             f"with strides {x.stride()}"
+        )
+
+
+def _check_rows(x: Tensor, handle: CpuLinearHandle) -> None:
+    if x.dtype != handle.dtype or x.dim() != 2 or x.shape[1] != handle.in_features or x.stride(1) != 1:
+        raise ValueError(
+            f"x must be {handle.dtype} [tokens, {handle.in_features}] with contiguous rows, "
+            f"got {x.dtype} {list(x.shape)} with strides {x.stride()}"
         )
 
 

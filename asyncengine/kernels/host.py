@@ -93,17 +93,18 @@ class HostOps(ABC):
     def store_heads(
         self, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, batch: StepBatch
     ) -> Tensor:
-        """Everything of ``attention`` that precedes it; the queries, normed and rotated."""
-        self.prepare_heads(heads, layer, batch)
-        q, k, v = split_heads(heads, layer.num_heads)
+        """Everything of ``attention`` that precedes it; the queries [T, Hq, D], normed and rotated."""
+        head_dim = v_cache.shape[3]
+        self.prepare_heads(heads, head_dim, layer, batch)
+        q, k, v = split_heads(heads.view(heads.shape[0], -1, head_dim), layer.num_heads)
         self.store_kv(k, v, k_cache, v_cache, batch)
         return q
 
-    def prepare_heads(self, heads: Tensor, layer: AttentionLayer, batch: StepBatch) -> None:
+    def prepare_heads(self, heads: Tensor, head_dim: int, layer: AttentionLayer, batch: StepBatch) -> None:
         """Norm and rotate queries and keys in place, as the layer says."""
         if layer.norms is None and layer.cos_sin is None:
             return
-        q, k, _ = split_heads(heads, layer.num_heads)
+        q, k, _ = split_heads(heads.view(heads.shape[0], -1, head_dim), layer.num_heads)
         if layer.norms is not None:
             self.head_rms_norm_(q, layer.norms.q, layer.norms.eps)
             self.head_rms_norm_(k, layer.norms.k, layer.norms.eps)
