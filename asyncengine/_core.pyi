@@ -124,6 +124,7 @@ class CpuKernels:
         residual: int,
         rows: int,
         y: int,
+        y_float32: bool,
         activation: Activation | None,
         /,
     ) -> None:

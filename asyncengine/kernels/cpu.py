@@ -5,21 +5,16 @@ Every result is bit for bit the same however rows are batched, chunked or thread
 
 from __future__ import annotations
 
-import contextlib
-import math
-import mmap
 import weakref
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from asyncengine import _core
-from asyncengine.kernels.host import HostOps, Stream
+from asyncengine.kernels.cpu_memory import HugePages, Result, ResultPool
+from asyncengine.kernels.host import HostOps, Stream, sampled
 from asyncengine.kernels.ops import Activation, AttentionLayer, Norm
 
 _DTYPES = {torch.float32: _core.Dtype.float32, torch.bfloat16: _core.Dtype.bfloat16}
@@ -28,28 +23,6 @@ _ACTIVATIONS: dict[Activation, _core.Activation] = {
     "gelu": _core.Activation.gelu,
     "gelu_tanh": _core.Activation.gelu_tanh,
 }
-
-
-class _Result:
-    """What an operation makes, in memory that its next call writes again: steps of one size make no tensor.
-
-    Decode steps are short, and what Python and torch do between two native calls is cold: the weights have just taken
-    its place in the caches.
-    """
-
-    __slots__ = ("_memory", "address", "dtype", "rows", "tensor", "width")
-
-    def __init__(self, width: int, dtype: torch.dtype) -> None:
-        self.width, self.dtype = width, dtype
-        self._memory = torch.empty(0, width, dtype=dtype)
-        self.resize(0)
-
-    def resize(self, rows: int) -> None:
-        """``tensor`` is another one then."""
-        if rows > self._memory.shape[0]:
-            self._memory = torch.empty(rows, self.width, dtype=self.dtype)
-        self.rows, self.tensor = rows, self._memory[:rows]
-        self.address = self.tensor.data_ptr()
 
 
 @dataclass(slots=True)
@@ -61,74 +34,28 @@ class CpuLinearHandle:
     out_features: int
     dtype: torch.dtype
     tensors: tuple[Tensor, ...]  # what native points to
-    product: _Result  # of norm_linear
-    added: _Result  # of linear_add_
-    norm: Norm | None = None  # the one that was in front of it last
+    product: Result  # of norm_linear
+    added: Result  # of linear_add_
+    # What was used with it last, checked then.
+    norm: Norm | None = None
     native_norm: _core.CpuNorm | None = None
+    position_table: Tensor | None = None
 
 
 @dataclass(slots=True)
 class _Cache:
-    """The KV cache of a layer."""
+    """The KV cache of a layer, and the attention that reads it."""
 
     k: weakref.ref[Tensor]
     v: weakref.ref[Tensor]
     native: _core.PagedKV
     dtype: torch.dtype
+    native_dtype: _core.Dtype
     num_heads: int
     head_dim: int
-
-
-class _Results:
-    """Memory for results, used again once no tensor refers to it.
-
-    The C library gives large blocks back to the system, and to touch a fresh page costs about 1 us: a tenth of
-    a prefill.
-    """
-
-    _LARGE_BYTES = 1 << 20  # below, malloc does better
-
-    def __init__(self) -> None:
-        self._free: defaultdict[int, list[npt.NDArray[np.uint8]]] = defaultdict(list)
-
-    def empty(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        num_bytes = shape[0] * shape[1] * dtype.itemsize
-        if num_bytes < self._LARGE_BYTES:
-            return torch.empty(shape, dtype=dtype)
-        size = 1 << (num_bytes - 1).bit_length()
-        free = self._free[size]
-        memory = free.pop() if free else np.empty(size, np.uint8)
-        owner = memory[:num_bytes]  # lives as long as the storage of the tensor
-        weakref.finalize(owner, free.append, memory).atexit = False
-        return torch.from_numpy(owner).view(dtype).view(shape)
-
-
-class _HugePages:
-    """Memory for weights, in huge pages where the system gives them to those who ask.
-
-    A product of few rows asks for its weights well before it needs them; in small pages the look-ups of their addresses
-    bind it: 25 GB/s instead of 35. Matrices lie one after the other, so that few pages are cut.
-    """
-
-    _PAGE, _CHUNK = 2 << 20, 64 << 20
-    _LINE = 64
-
-    def __init__(self) -> None:
-        self._free = torch.empty(0, dtype=torch.uint8)
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Its memory is given back with the last tensor of its chunk."""
-        num_bytes = math.prod(shape) * dtype.itemsize
-        taken = num_bytes + -num_bytes % self._LINE
-        if len(self._free) < taken:
-            memory = mmap.mmap(-1, max(taken, self._CHUNK) + self._PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                with contextlib.suppress(OSError):  # a kernel without them
-                    memory.madvise(mmap.MADV_HUGEPAGE)
-            chunk = torch.frombuffer(memory, dtype=torch.uint8)
-            self._free = chunk[-chunk.data_ptr() % self._PAGE :]
-        used, self._free = self._free[:num_bytes], self._free[taken:]
-        return used.view(dtype).view(shape)
+    layer: AttentionLayer | None = None  # the last one, checked then, and what belongs to it
+    heads_width: int = 0
+    attended: Result | None = None
 
 
 class CpuOps(HostOps):
@@ -141,10 +68,11 @@ class CpuOps(HostOps):
     def __init__(self, num_threads: int, isa: str = "auto") -> None:
         self._native = _core.CpuKernels(num_threads, isa)
         self._caches: dict[int, _Cache] = {}  # by the id of the keys
-        self._results = _Results()
-        self._shared: dict[tuple[str, int, torch.dtype], _Result] = {}
-        self._last = _Result(0, torch.float32)  # what a model got last, and hands back next: it needs no checks
-        self._panel_memory = _HugePages()
+        self._results = ResultPool()
+        self._shared: dict[tuple[str, int, torch.dtype], Result] = {}
+        # What a model got last and hands back next, and the parts of its stream: they need no checks.
+        self._last = self._residual = self._added = Result(0, torch.float32)
+        self._panel_memory = HugePages()
 
     @property
     def native(self) -> _core.CpuKernels:
@@ -199,9 +127,13 @@ class CpuOps(HostOps):
         product, added = (self._result(name, sum(rows), dtype) for name in ("product", "added"))
         return CpuLinearHandle(native, k, sum(rows), dtype, tensors, product, added)
 
-    def _result(self, name: str, width: int, dtype: torch.dtype) -> _Result:
+    def _result(self, name: str, width: int, dtype: torch.dtype) -> Result:
         """The one of that name, for all layers."""
-        return self._shared.setdefault((name, width, dtype), _Result(width, dtype))
+        key = (name, width, dtype)
+        found = self._shared.get(key)
+        if found is None:
+            found = self._shared[key] = Result(width, dtype)
+        return found
 
     def _panels(self, weight: Tensor) -> Tensor:
         """weight [N, K] as [N / lanes, K / P, lanes, P], P elements in 4 bytes.
@@ -218,13 +150,17 @@ class CpuOps(HostOps):
     def embed(
         self, batch: _core.StepBatch, embedding: CpuLinearHandle, position_table: Tensor | None = None
     ) -> Stream:
-        width, dtype = embedding.in_features, embedding.dtype
-        if position_table is not None:
-            _check(position_table, dtype, (len(position_table), width), "position_table")
-        y = self._results.empty((batch.num_tokens, width), dtype)
+        if position_table is not embedding.position_table and position_table is not None:
+            shape = (position_table.shape[0], embedding.in_features)
+            _check(position_table, embedding.dtype, shape, "position_table")
+            embedding.position_table = position_table
         positions = 0 if position_table is None else position_table.data_ptr()
-        self._native.embed(embedding.native, positions, batch, y.data_ptr())
-        return Stream(y)
+        result, rows = self._result("residual", embedding.in_features, embedding.dtype), batch.num_tokens
+        if result.rows != rows:
+            result.resize(rows)
+        self._native.embed(embedding.native, positions, batch, result.address)
+        self._residual = result
+        return Stream(result.tensor)
 
     def linear(self, x: Tensor, handle: CpuLinearHandle, out_dtype: torch.dtype | None = None) -> Tensor:
         """x [M, K] (rows may be strided) -> [M, ΣN_i] in x's dtype, or in float32 if out_dtype says so."""
@@ -241,27 +177,52 @@ class CpuOps(HostOps):
         self, stream: Stream, norm: Norm, handle: CpuLinearHandle, activation: Activation | None = None
     ) -> Tensor:
         """The next call for as many features writes the same memory, unless the activation is silu_mul."""
+        if activation == "silu_mul":
+            return self.activate(self._norm_linear(stream, norm, handle, handle.product, None), activation)
+        fused = None if activation is None else _ACTIVATIONS[activation]
+        y = self._norm_linear(stream, norm, handle, handle.product, fused)
+        self._last = handle.product
+        return y
+
+    def logits(
+        self, stream: Stream, norm: Norm, handle: CpuLinearHandle, batch: _core.StepBatch
+    ) -> Tensor | None:
+        num_samples = batch.num_samples
+        if not num_samples:
+            return None
+        if num_samples < stream.residual.shape[0]:
+            stream = sampled(stream, batch)
+        return self._norm_linear(
+            stream, norm, handle, self._result("logits", handle.out_features, torch.float32), None
+        )
+
+    def _norm_linear(
+        self, stream: Stream, norm: Norm, handle: CpuLinearHandle, result: Result, activation: _core.Activation | None
+    ) -> Tensor:
         if handle.norm is not norm:
             self._put_norm(norm, handle)
-        x, residual = stream.residual, 0
-        rows, width = x.shape
-        if width != handle.in_features:
-            raise ValueError(f"the stream must be [tokens, {handle.in_features}], got {list(x.shape)}")
-        if stream.pending is not None:
-            x, residual = stream.pending, x.data_ptr()
+        residual, pending, start, added = stream.residual, stream.pending, self._residual, self._added
+        if residual is start.tensor and start.width == handle.in_features and start.dtype is handle.dtype:
+            rows, x = start.rows, start.address
+        else:
+            rows, x = residual.shape[0], residual.data_ptr()
+            _check(residual, handle.dtype, (rows, handle.in_features), "the stream")
+        to = 0
+        if pending is not None:
+            to = x
+            if pending is added.tensor and added.width == handle.in_features and added.rows == rows:
+                x = added.address
+            else:
+                _check(pending, handle.dtype, (rows, handle.in_features), "what is added")
+                x = pending.data_ptr()
             stream.pending = None
-        result = handle.product
         if result.rows != rows:
             result.resize(rows)
-        apart = activation == "silu_mul"
-        fused = None if activation is None or apart else _ACTIVATIONS[activation]
         assert handle.native_norm is not None
+        in_float32 = result.dtype is torch.float32
         self._native.norm_linear(
-            handle.native_norm, handle.native, x.data_ptr(), residual, rows, result.address, fused
+            handle.native_norm, handle.native, x, to, rows, result.address, in_float32, activation
         )
-        if apart:
-            return self.activate(result.tensor, "silu_mul")
-        self._last = result
         return result.tensor
 
     def _put_norm(self, norm: Norm, handle: CpuLinearHandle) -> None:
@@ -282,6 +243,7 @@ class CpuOps(HostOps):
         if result.rows != rows:
             result.resize(rows)
         self._native.linear(handle.native, address, stride, rows, result.address, False)
+        self._added = result
         stream.pending = result.tensor
 
     def norm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
@@ -390,27 +352,31 @@ class CpuOps(HostOps):
     ) -> Tensor:
         """``store_heads`` and ``paged_attention`` of contiguous heads. The next call writes the same memory."""
         cache = self._cache(k_cache, v_cache)
-        num_heads, head_dim = layer.num_heads, cache.head_dim
-        if num_heads % cache.num_heads:
-            raise ValueError(f"{num_heads} query heads do not fit {cache.num_heads} of the cache")
-        last, width = self._last, (num_heads + 2 * cache.num_heads) * head_dim
-        if heads is last.tensor and last.width == width and last.dtype is cache.dtype:
+        if cache.layer is not layer:
+            self._put_layer(layer, cache)
+        last, result = self._last, cache.attended
+        assert result is not None
+        if heads is last.tensor and last.width == cache.heads_width and last.dtype is cache.dtype:
             address, rows = last.address, last.rows
         else:
-            _check(heads, cache.dtype, (batch.num_tokens, width), "heads")
+            _check(heads, cache.dtype, (batch.num_tokens, cache.heads_width), "heads")
             address, rows = heads.data_ptr(), heads.shape[0]
-        self.prepare_heads(heads, head_dim, layer, batch)
-        result = self._shared.get(("attention", num_heads * head_dim, cache.dtype))
-        if result is None:
-            result = self._result("attention", num_heads * head_dim, cache.dtype)
+        if layer.norms is not None or layer.cos_sin is not None:
+            self.prepare_heads(heads, cache.head_dim, layer, batch)
         if result.rows != rows:
             result.resize(rows)
-        dtype = _DTYPES[cache.dtype]
         self._native.attention(
-            dtype, address, rows, num_heads, result.address, cache.native, batch, layer.scale, layer.window
-        )
+            cache.native_dtype, address, rows, layer.num_heads, result.address, cache.native, batch, layer.scale,
+            layer.window,
+        )  # fmt: skip
         self._last = result
         return result.tensor
+
+    def _put_layer(self, layer: AttentionLayer, cache: _Cache) -> None:
+        if layer.num_heads % cache.num_heads:
+            raise ValueError(f"{layer.num_heads} query heads do not fit {cache.num_heads} of the cache")
+        cache.layer, cache.heads_width = layer, (layer.num_heads + 2 * cache.num_heads) * cache.head_dim
+        cache.attended = self._result("attention", layer.num_heads * cache.head_dim, cache.dtype)
 
     def sample(self, logits: Tensor, batch: _core.StepBatch) -> Tensor:
         """Tokens int32 [S] drawn from float32 logits [S, V] by the batch's sampling states.
@@ -430,9 +396,9 @@ class CpuOps(HostOps):
         blocks, heads, dim, block_size = k_cache.shape
         _check(k_cache, k_cache.dtype, (blocks, heads, dim, block_size), "k_cache")
         _check(v_cache, k_cache.dtype, (blocks, heads, block_size, dim), "v_cache")
-        _dtype(k_cache)
         native = _core.PagedKV(k_cache.data_ptr(), v_cache.data_ptr(), heads, dim, block_size)
-        found = _Cache(weakref.ref(k_cache), weakref.ref(v_cache), native, k_cache.dtype, heads, dim)
+        k, v = weakref.ref(k_cache), weakref.ref(v_cache)
+        found = _Cache(k, v, native, k_cache.dtype, _dtype(k_cache), heads, dim)
         self._caches[id(k_cache)] = found
         return found
 

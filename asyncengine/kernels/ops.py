@@ -53,8 +53,8 @@ class Ops(Protocol):
 
     Activations are [tokens, features] in the model's dtype. ``batch`` is a step and ``stream`` its residual stream,
     both in the form that the package works with; models only hand them on. The KV cache of a layer is a pair of
-    tensors whose layout inside a block is the package's own (``transposed_keys``). What ``norm_linear`` and
-    ``attention`` return is good until the same operation is called again.
+    tensors whose layout inside a block is the package's own (``transposed_keys``). What an operation returns is good
+    until it is called again.
     """
 
     device: device

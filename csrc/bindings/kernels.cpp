@@ -150,8 +150,8 @@ void bind_cpu_kernels(py::module_& m) {
       .def(
           "norm_linear",
           [](CpuKernels& self, const CpuNorm& norm, const CpuLinear& weights, Address x, Address residual, int64_t rows,
-             Address y, std::optional<Activation> activation) {
-            self.norm_linear(norm, weights, pointer(x), pointer(residual), rows, pointer(y), activation);
+             Address y, bool y_float32, std::optional<Activation> activation) {
+            self.norm_linear(norm, weights, pointer(x), pointer(residual), rows, pointer(y), y_float32, activation);
           },
           NoGil())
       .def(

@@ -116,12 +116,12 @@ void CpuKernels::linear(const CpuLinear& weights, const void* x, int64_t x_strid
 }
 
 void CpuKernels::norm_linear(const CpuNorm& norm, const CpuLinear& weights, const void* x, void* residual, int64_t rows,
-                             void* y, std::optional<Activation> activation) {
+                             void* y, bool y_float32, std::optional<Activation> activation) {
   if (activation == Activation::kSiluMul) throw std::invalid_argument("silu_mul takes two columns for one");
   void* normed = normed_.reserve(ceil_div(rows * weights.k * dtype_size(weights.dtype), 4));
   const NormTask task{.x = x, .residual = residual, .weight = norm.weight, .bias = norm.bias, .y = normed,
                       .x_stride = weights.k, .y_stride = weights.k, .heads = 1, .width = weights.k, .eps = norm.eps};
-  multiply(weights, normed, weights.k, rows, y, false, activation,
+  multiply(weights, normed, weights.k, rows, y, y_float32, activation,
            [&](int64_t begin, int64_t end) { isa_.norm(weights.dtype, task, begin, end); });
 }
 

@@ -77,7 +77,7 @@ class CpuKernels {
   // The same of the norm of x, or, with a residual, of residual += x, which is in place; both are contiguous. Then the
   // activation (any but kSiluMul) of y.
   void norm_linear(const CpuNorm& norm, const CpuLinear& weights, const void* x, void* residual, int64_t rows, void* y,
-                   std::optional<Activation> activation = std::nullopt);
+                   bool y_float32, std::optional<Activation> activation = std::nullopt);
   // weight [rows, k], or if transposed [k, rows], into panels (see CpuLinear), filled up with zeros.
   void pack_panels(Dtype dtype, const void* weight, bool transposed, int64_t rows, int64_t k, void* panels);
   // y [tokens, k] = the tokens' rows of the first matrix of `table`, plus, if there is such a table, those of their

@@ -158,6 +158,8 @@ def test_what_an_operation_returned_is_read_like_any_tensor(ops: CpuOps, dtype: 
             assert_same(stream.pending, expected)
     with pytest.raises(ValueError, match="the stream must be"):
         ops.norm_linear(Stream(random(2, 47, dtype=dtype)), norm, up)
+    with pytest.raises(ValueError, match="what is added must be"):
+        ops.norm_linear(Stream(x, x[:1]), norm, up)
     with pytest.raises(ValueError, match="weight must be"):
         ops.norm_linear(Stream(x), Norm(random(47, dtype=dtype), None, 1e-5), up)
     with pytest.raises(ValueError, match="x must be"):

@@ -138,10 +138,11 @@ TEST(cpu_linear_norms_its_input_and_activates) {
         one.linear(linear, normed.at(0), k, rows, product.at(0), false);
         one.activation(dtype, Activation::kGelu, product.at(0), activated.at(0), rows, n);
         Array stream = start;
-        three.norm_linear(norm, linear, x.at(0), adds ? stream.at(0) : nullptr, rows, both.at(0));
+        three.norm_linear(norm, linear, x.at(0), adds ? stream.at(0) : nullptr, rows, both.at(0), false);
         CHECK(both.same(0, product, 0, rows * n) && stream.same(0, residual, 0, rows * k));
         stream = start;
-        three.norm_linear(norm, linear, x.at(0), adds ? stream.at(0) : nullptr, rows, both.at(0), Activation::kGelu);
+        three.norm_linear(norm, linear, x.at(0), adds ? stream.at(0) : nullptr, rows, both.at(0), false,
+                          Activation::kGelu);
         CHECK(both.same(0, activated, 0, rows * n));
       }
     }
