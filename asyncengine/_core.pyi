@@ -83,6 +83,11 @@ class CpuLinear:
         panels: bool = False,
     ) -> None: ...
 
+class CpuNorm:
+    """Addresses of the weight and the bias (0: an RMS norm) of a norm; the caller keeps the memory."""
+
+    def __init__(self, weight: int, bias: int, eps: float) -> None: ...
+
 class PagedKV:
     """A layer's cache: k [num_blocks, Hk, head_dim, block_size], v [num_blocks, Hk, block_size, head_dim]."""
 
@@ -109,10 +114,24 @@ class CpuKernels:
         rows: int,
         y: int,
         y_float32: bool,
+        /,
+    ) -> None: ...
+    def norm_linear(
+        self,
+        norm: CpuNorm,
+        weights: CpuLinear,
+        x: int,
+        residual: int,
+        rows: int,
+        y: int,
+        y_float32: bool,
         activation: Activation | None,
         /,
     ) -> None:
-        """ValueError for silu_mul."""
+        """linear of the norm of x, or with a residual (0: none) of residual += x, activated.
+
+        ValueError for silu_mul.
+        """
     def pack_panels(
         self, dtype: Dtype, weight: int, transposed: bool, rows: int, k: int, panels: int, /
     ) -> None: ...
@@ -169,6 +188,7 @@ class CpuKernels:
         self,
         dtype: Dtype,
         heads: int,
+        tokens: int,
         num_q_heads: int,
         out: int,
         cache: PagedKV,
@@ -176,7 +196,8 @@ class CpuKernels:
         scale: float,
         window: int,
         /,
-    ) -> None: ...
+    ) -> None:
+        """ValueError unless tokens are the batch's."""
     def sample(self, logits: int, vocab: int, batch: StepBatch, tokens: int, /) -> None: ...
 
 # ---- block manager and scheduler, without their thread: for tests and bench/core ----

@@ -5,21 +5,16 @@ Every result is bit for bit the same however rows are batched, chunked or thread
 
 from __future__ import annotations
 
-import contextlib
-import math
-import mmap
 import weakref
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from asyncengine import _core
-from asyncengine.kernels.host import HostOps, Stream
+from asyncengine.kernels.cpu_memory import HugePages, Result, ResultPool
+from asyncengine.kernels.host import HostOps, Stream, sampled
 from asyncengine.kernels.ops import Activation, AttentionLayer, Norm
 
 _DTYPES = {torch.float32: _core.Dtype.float32, torch.bfloat16: _core.Dtype.bfloat16}
@@ -30,7 +25,7 @@ _ACTIVATIONS: dict[Activation, _core.Activation] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class CpuLinearHandle:
     """Weight matrices that share their input."""
 
@@ -39,58 +34,28 @@ class CpuLinearHandle:
     out_features: int
     dtype: torch.dtype
     tensors: tuple[Tensor, ...]  # what native points to
+    product: Result  # of norm_linear
+    added: Result  # of linear_add_
+    # What was used with it last, checked then.
+    norm: Norm | None = None
+    native_norm: _core.CpuNorm | None = None
+    position_table: Tensor | None = None
 
 
-class _Results:
-    """Memory for results, used again once no tensor refers to it.
+@dataclass(slots=True)
+class _Cache:
+    """The KV cache of a layer, and the attention that reads it."""
 
-    The C library gives large blocks back to the system, and to touch a fresh page costs about 1 us: a tenth of
-    a prefill.
-    """
-
-    _LARGE_BYTES = 1 << 20  # below, malloc does better
-
-    def __init__(self) -> None:
-        self._free: defaultdict[int, list[npt.NDArray[np.uint8]]] = defaultdict(list)
-
-    def empty(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        num_bytes = shape[0] * shape[1] * dtype.itemsize
-        if num_bytes < self._LARGE_BYTES:
-            return torch.empty(shape, dtype=dtype)
-        size = 1 << (num_bytes - 1).bit_length()
-        free = self._free[size]
-        memory = free.pop() if free else np.empty(size, np.uint8)
-        owner = memory[:num_bytes]  # lives as long as the storage of the tensor
-        weakref.finalize(owner, free.append, memory).atexit = False
-        return torch.from_numpy(owner).view(dtype).view(shape)
-
-
-class _HugePages:
-    """Memory for weights, in huge pages where the system gives them to those who ask.
-
-    A product of few rows asks for its weights well before it needs them; in small pages the look-ups of their addresses
-    bind it: 25 GB/s instead of 35. Matrices lie one after the other, so that few pages are cut.
-    """
-
-    _PAGE, _CHUNK = 2 << 20, 64 << 20
-    _LINE = 64
-
-    def __init__(self) -> None:
-        self._free = torch.zeros(0, dtype=torch.uint8)
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Its memory is given back with the last tensor of its chunk."""
-        num_bytes = math.prod(shape) * dtype.itemsize
-        taken = num_bytes + -num_bytes % self._LINE
-        if len(self._free) < taken:
-            memory = mmap.mmap(-1, max(taken, self._CHUNK) + self._PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                with contextlib.suppress(OSError):  # a kernel without them
-                    memory.madvise(mmap.MADV_HUGEPAGE)
-            chunk = torch.frombuffer(memory, dtype=torch.uint8)
-            self._free = chunk[-chunk.data_ptr() % self._PAGE :]
-        used, self._free = self._free[:num_bytes], self._free[taken:]
-        return used.view(dtype).view(shape)
+    k: weakref.ref[Tensor]
+    v: weakref.ref[Tensor]
+    native: _core.PagedKV
+    dtype: torch.dtype
+    native_dtype: _core.Dtype
+    num_heads: int
+    head_dim: int
+    layer: AttentionLayer | None = None  # the last one, checked then, and what belongs to it
+    heads_width: int = 0
+    attended: Result | None = None
 
 
 class CpuOps(HostOps):
@@ -102,9 +67,12 @@ class CpuOps(HostOps):
 
     def __init__(self, num_threads: int, isa: str = "auto") -> None:
         self._native = _core.CpuKernels(num_threads, isa)
-        self._caches: dict[tuple[int, int, torch.Size, torch.Size], _core.PagedKV] = {}
-        self._results = _Results()
-        self._panel_memory = _HugePages()
+        self._caches: dict[int, _Cache] = {}  # by the id of the keys
+        self._results = ResultPool()
+        self._shared: dict[tuple[str, int, torch.dtype], Result] = {}
+        # What a model got last and hands back next, and the parts of its stream: they need no checks.
+        self._last = self._residual = self._added = Result(0, torch.float32)
+        self._panel_memory = HugePages()
 
     @property
     def native(self) -> _core.CpuKernels:
@@ -156,7 +124,16 @@ class CpuOps(HostOps):
             panels,
         )
         tensors = (*weights, *(b for b in biases if b is not None))
-        return CpuLinearHandle(native, k, sum(rows), dtype, tensors)
+        product, added = (self._result(name, sum(rows), dtype) for name in ("product", "added"))
+        return CpuLinearHandle(native, k, sum(rows), dtype, tensors, product, added)
+
+    def _result(self, name: str, width: int, dtype: torch.dtype) -> Result:
+        """The one of that name, for all layers."""
+        key = (name, width, dtype)
+        found = self._shared.get(key)
+        if found is None:
+            found = self._shared[key] = Result(width, dtype)
+        return found
 
     def _panels(self, weight: Tensor) -> Tensor:
         """weight [N, K] as [N / lanes, K / P, lanes, P], P elements in 4 bytes.
@@ -173,53 +150,101 @@ class CpuOps(HostOps):
     def embed(
         self, batch: _core.StepBatch, embedding: CpuLinearHandle, position_table: Tensor | None = None
     ) -> Stream:
-        width, dtype = embedding.in_features, embedding.dtype
-        if position_table is not None:
-            _check(position_table, dtype, (len(position_table), width), "position_table")
-        y = self._results.empty((batch.num_tokens, width), dtype)
+        if position_table is not embedding.position_table and position_table is not None:
+            shape = (position_table.shape[0], embedding.in_features)
+            _check(position_table, embedding.dtype, shape, "position_table")
+            embedding.position_table = position_table
         positions = 0 if position_table is None else position_table.data_ptr()
-        self._native.embed(embedding.native, positions, batch, y.data_ptr())
-        return Stream(y)
+        result, rows = self._result("residual", embedding.in_features, embedding.dtype), batch.num_tokens
+        if result.rows != rows:
+            result.resize(rows)
+        self._native.embed(embedding.native, positions, batch, result.address)
+        self._residual = result
+        return Stream(result.tensor)
 
-    def linear(
-        self,
-        x: Tensor,
-        handle: CpuLinearHandle,
-        out_dtype: torch.dtype | None = None,
-        activation: Activation | None = None,
-    ) -> Tensor:
-        """x [M, K] (rows may be strided) -> [M, ΣN_i] in x's dtype, or in float32 if out_dtype says so.
-
-        With an activation the same as ``activate`` of that; not for silu_mul.
-        """
+    def linear(self, x: Tensor, handle: CpuLinearHandle, out_dtype: torch.dtype | None = None) -> Tensor:
+        """x [M, K] (rows may be strided) -> [M, ΣN_i] in x's dtype, or in float32 if out_dtype says so."""
         out_dtype = out_dtype or handle.dtype
-        if x.dtype != handle.dtype or x.dim() != 2 or x.shape[1] != handle.in_features or x.stride(1) != 1:
-            raise ValueError(
-                f"x must be {handle.dtype} [tokens, {handle.in_features}] with contiguous rows, "
-                f"got {x.dtype} {list(x.shape)} with strides {x.stride()}"
-            )
+        _check_rows(x, handle)
         if out_dtype not in (handle.dtype, torch.float32):
             raise ValueError(f"out_dtype must be {handle.dtype} or torch.float32, got {out_dtype}")
         y = self._results.empty((x.shape[0], handle.out_features), out_dtype)
-        self._native.linear(
-            handle.native,
-            x.data_ptr(),
-            x.stride(0),
-            x.shape[0],
-            y.data_ptr(),
-            out_dtype == torch.float32,
-            None if activation is None else _ACTIVATIONS[activation],
-        )
+        in_float32 = out_dtype == torch.float32
+        self._native.linear(handle.native, x.data_ptr(), x.stride(0), x.shape[0], y.data_ptr(), in_float32)
         return y
 
     def norm_linear(
         self, stream: Stream, norm: Norm, handle: CpuLinearHandle, activation: Activation | None = None
     ) -> Tensor:
-        if activation is None or activation == "silu_mul":
-            return super().norm_linear(stream, norm, handle, activation)
-        x = self._normed(stream.residual, stream.pending, norm)
-        stream.pending = None
-        return self.linear(x, handle, activation=activation)
+        """The next call for as many features writes the same memory, unless the activation is silu_mul."""
+        if activation == "silu_mul":
+            return self.activate(self._norm_linear(stream, norm, handle, handle.product, None), activation)
+        fused = None if activation is None else _ACTIVATIONS[activation]
+        y = self._norm_linear(stream, norm, handle, handle.product, fused)
+        self._last = handle.product
+        return y
+
+    def logits(
+        self, stream: Stream, norm: Norm, handle: CpuLinearHandle, batch: _core.StepBatch
+    ) -> Tensor | None:
+        num_samples = batch.num_samples
+        if not num_samples:
+            return None
+        if num_samples < stream.residual.shape[0]:
+            stream = sampled(stream, batch)
+        return self._norm_linear(
+            stream, norm, handle, self._result("logits", handle.out_features, torch.float32), None
+        )
+
+    def _norm_linear(
+        self, stream: Stream, norm: Norm, handle: CpuLinearHandle, result: Result, activation: _core.Activation | None
+    ) -> Tensor:
+        if handle.norm is not norm:
+            self._put_norm(norm, handle)
+        residual, pending, start, added = stream.residual, stream.pending, self._residual, self._added
+        if residual is start.tensor and start.width == handle.in_features and start.dtype is handle.dtype:
+            rows, x = start.rows, start.address
+        else:
+            rows, x = residual.shape[0], residual.data_ptr()
+            _check(residual, handle.dtype, (rows, handle.in_features), "the stream")
+        to = 0
+        if pending is not None:
+            to = x
+            if pending is added.tensor and added.width == handle.in_features and added.rows == rows:
+                x = added.address
+            else:
+                _check(pending, handle.dtype, (rows, handle.in_features), "what is added")
+                x = pending.data_ptr()
+            stream.pending = None
+        if result.rows != rows:
+            result.resize(rows)
+        assert handle.native_norm is not None
+        in_float32 = result.dtype is torch.float32
+        self._native.norm_linear(
+            handle.native_norm, handle.native, x, to, rows, result.address, in_float32, activation
+        )
+        return result.tensor
+
+    def _put_norm(self, norm: Norm, handle: CpuLinearHandle) -> None:
+        _check(norm.weight, handle.dtype, (handle.in_features,), "weight")
+        if norm.bias is not None:
+            _check(norm.bias, handle.dtype, (handle.in_features,), "bias")
+        bias = 0 if norm.bias is None else norm.bias.data_ptr()
+        handle.norm, handle.native_norm = norm, _core.CpuNorm(norm.weight.data_ptr(), bias, norm.eps)
+
+    def linear_add_(self, x: Tensor, handle: CpuLinearHandle, stream: Stream) -> None:
+        assert stream.pending is None
+        last, result = self._last, handle.added
+        if x is last.tensor and last.width == handle.in_features and last.dtype is handle.dtype:
+            address, stride, rows = last.address, last.width, last.rows
+        else:
+            _check_rows(x, handle)
+            address, stride, rows = x.data_ptr(), x.stride(0), x.shape[0]
+        if result.rows != rows:
+            result.resize(rows)
+        self._native.linear(handle.native, address, stride, rows, result.address, False)
+        self._added = result
+        stream.pending = result.tensor
 
     def norm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
         """The norm of the rows of x [M, H], which may be strided; or of residual += x, which is in place."""
@@ -293,7 +318,7 @@ class CpuOps(HostOps):
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: _core.StepBatch
     ) -> None:
         """Write the views k, v [T, Hk, D] to the cache slots of batch.slot_mapping."""
-        cache = self._cache(k_cache, v_cache)
+        cache = self._cache(k_cache, v_cache).native
         expected = (batch.num_tokens, k_cache.shape[1], k_cache.shape[2])
         for x in (k, v):
             _check_heads(x, k_cache.dtype, "k and v")
@@ -309,7 +334,7 @@ class CpuOps(HostOps):
         The token at position i sees position j if j <= i and, with a window > 0, i - window < j.
         q may also hold just the tokens of the leading rows; the other rows are then left out.
         """
-        cache = self._cache(k_cache, v_cache)
+        cache = self._cache(k_cache, v_cache).native
         _check_heads(q, k_cache.dtype, "q")
         tokens, heads, dim = q.shape
         if dim != k_cache.shape[2] or heads % k_cache.shape[1] or tokens > batch.num_tokens:
@@ -325,18 +350,33 @@ class CpuOps(HostOps):
     def attention(
         self, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, batch: _core.StepBatch
     ) -> Tensor:
-        """``store_heads`` and ``paged_attention`` of contiguous heads [T, Hq + 2 Hk, D]: [T, Hq * D]."""
+        """``store_heads`` and ``paged_attention`` of contiguous heads. The next call writes the same memory."""
         cache = self._cache(k_cache, v_cache)
-        _, kv_heads, dim, _ = k_cache.shape
-        _check(heads, k_cache.dtype, (batch.num_tokens, layer.num_heads + 2 * kv_heads, dim), "heads")
-        if layer.num_heads % kv_heads:
-            raise ValueError(f"{layer.num_heads} query heads do not fit {kv_heads} of the cache")
-        self.prepare_heads(heads, layer, batch)
-        out = self._results.empty((batch.num_tokens, layer.num_heads * dim), heads.dtype)
+        if cache.layer is not layer:
+            self._put_layer(layer, cache)
+        last, result = self._last, cache.attended
+        assert result is not None
+        if heads is last.tensor and last.width == cache.heads_width and last.dtype is cache.dtype:
+            address, rows = last.address, last.rows
+        else:
+            _check(heads, cache.dtype, (batch.num_tokens, cache.heads_width), "heads")
+            address, rows = heads.data_ptr(), heads.shape[0]
+        if layer.norms is not None or layer.cos_sin is not None:
+            self.prepare_heads(heads, cache.head_dim, layer, batch)
+        if result.rows != rows:
+            result.resize(rows)
         self._native.attention(
-            _dtype(heads), heads.data_ptr(), layer.num_heads, out.data_ptr(), cache, batch, layer.scale, layer.window
-        )
-        return out
+            cache.native_dtype, address, rows, layer.num_heads, result.address, cache.native, batch, layer.scale,
+            layer.window,
+        )  # fmt: skip
+        self._last = result
+        return result.tensor
+
+    def _put_layer(self, layer: AttentionLayer, cache: _Cache) -> None:
+        if layer.num_heads % cache.num_heads:
+            raise ValueError(f"{layer.num_heads} query heads do not fit {cache.num_heads} of the cache")
+        cache.layer, cache.heads_width = layer, (layer.num_heads + 2 * cache.num_heads) * cache.head_dim
+        cache.attended = self._result("attention", layer.num_heads * cache.head_dim, cache.dtype)
 
     def sample(self, logits: Tensor, batch: _core.StepBatch) -> Tensor:
         """Tokens int32 [S] drawn from float32 logits [S, V] by the batch's sampling states.
@@ -348,16 +388,18 @@ class CpuOps(HostOps):
         self._native.sample(logits.data_ptr(), logits.shape[-1], batch, tokens.data_ptr())
         return tokens
 
-    def _cache(self, k_cache: Tensor, v_cache: Tensor) -> _core.PagedKV:
-        """The native view of a layer's cache, checked the first time it is seen."""
-        key = (k_cache.data_ptr(), v_cache.data_ptr(), k_cache.shape, v_cache.shape)
-        found = self._caches.get(key)
-        if found is None:
-            blocks, heads, dim, block_size = k_cache.shape
-            _check(k_cache, k_cache.dtype, (blocks, heads, dim, block_size), "k_cache")
-            _check(v_cache, k_cache.dtype, (blocks, heads, block_size, dim), "v_cache")
-            found = _core.PagedKV(key[0], key[1], heads, dim, block_size)
-            self._caches[key] = found
+    def _cache(self, k_cache: Tensor, v_cache: Tensor) -> _Cache:
+        """A layer's cache, checked the first time it is seen."""
+        found = self._caches.get(id(k_cache))
+        if found is not None and found.k() is k_cache and found.v() is v_cache:
+            return found
+        blocks, heads, dim, block_size = k_cache.shape
+        _check(k_cache, k_cache.dtype, (blocks, heads, dim, block_size), "k_cache")
+        _check(v_cache, k_cache.dtype, (blocks, heads, block_size, dim), "v_cache")
+        native = _core.PagedKV(k_cache.data_ptr(), v_cache.data_ptr(), heads, dim, block_size)
+        k, v = weakref.ref(k_cache), weakref.ref(v_cache)
+        found = _Cache(k, v, native, k_cache.dtype, _dtype(k_cache), heads, dim)
+        self._caches[id(k_cache)] = found
         return found
 
 
@@ -377,6 +419,14 @@ def _check(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], name: str) -> 
         raise ValueError(
             f"{name} must be contiguous {dtype} {list(shape)}, got {x.dtype} {list(x.shape)} "
             f"with strides {x.stride()}"
+        )
+
+
+def _check_rows(x: Tensor, handle: CpuLinearHandle) -> None:
+    if x.dtype != handle.dtype or x.dim() != 2 or x.shape[1] != handle.in_features or x.stride(1) != 1:
+        raise ValueError(
+            f"x must be {handle.dtype} [tokens, {handle.in_features}] with contiguous rows, "
+            f"got {x.dtype} {list(x.shape)} with strides {x.stride()}"
         )
 
 

@@ -200,6 +200,7 @@ class CudaOps:
         self, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, batch: CudaBatch
     ) -> Tensor:
         step, pdl = batch.step, self.options.pdl
+        heads = heads.view(heads.shape[0], -1, v_cache.shape[3])
         q, k, v = split_heads(heads, layer.num_heads)
         out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
         work = batch.work[layer.window]

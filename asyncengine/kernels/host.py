@@ -22,6 +22,12 @@ class Stream:
     pending: Tensor | None = None
 
 
+def sampled(stream: Stream, batch: StepBatch) -> Stream:
+    """Only the tokens that are sampled from."""
+    index, pending = torch.from_numpy(batch.sample_index), stream.pending
+    return Stream(stream.residual[index], None if pending is None else pending[index])
+
+
 class HostOps(ABC):
     """The part of Ops that follows from a StepBatch and from simpler operations."""
 
@@ -93,17 +99,17 @@ class HostOps(ABC):
     def store_heads(
         self, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, batch: StepBatch
     ) -> Tensor:
-        """Everything of ``attention`` that precedes it; the queries, normed and rotated."""
-        self.prepare_heads(heads, layer, batch)
-        q, k, v = split_heads(heads, layer.num_heads)
+        """Everything of ``attention`` that precedes it; the queries [T, Hq, D], normed and rotated."""
+        head_dim = v_cache.shape[3]
+        if layer.norms is not None or layer.cos_sin is not None:
+            self.prepare_heads(heads, head_dim, layer, batch)
+        q, k, v = split_heads(heads.view(heads.shape[0], -1, head_dim), layer.num_heads)
         self.store_kv(k, v, k_cache, v_cache, batch)
         return q
 
-    def prepare_heads(self, heads: Tensor, layer: AttentionLayer, batch: StepBatch) -> None:
+    def prepare_heads(self, heads: Tensor, head_dim: int, layer: AttentionLayer, batch: StepBatch) -> None:
         """Norm and rotate queries and keys in place, as the layer says."""
-        if layer.norms is None and layer.cos_sin is None:
-            return
-        q, k, _ = split_heads(heads, layer.num_heads)
+        q, k, _ = split_heads(heads.view(heads.shape[0], -1, head_dim), layer.num_heads)
         if layer.norms is not None:
             self.head_rms_norm_(q, layer.norms.q, layer.norms.eps)
             self.head_rms_norm_(k, layer.norms.k, layer.norms.eps)
@@ -114,18 +120,15 @@ class HostOps(ABC):
         if batch.num_samples == batch.num_tokens:  # every token is sampled from, in order
             return x
         assert stream.pending is None
-        index = torch.from_numpy(batch.sample_index)
-        stream.residual = stream.residual[index]
-        return x[index]
+        stream.residual = sampled(stream, batch).residual
+        return x[torch.from_numpy(batch.sample_index)]
 
     def logits(self, stream: Stream, norm: Norm, handle: Any, batch: StepBatch) -> Tensor | None:
         if not batch.num_samples:
             return None
-        residual, pending = stream.residual, stream.pending
-        if batch.num_samples < len(residual):
-            index = torch.from_numpy(batch.sample_index)
-            residual, pending = residual[index], None if pending is None else pending[index]
-        return self.linear(self._normed(residual, pending, norm), handle, torch.float32)
+        if batch.num_samples < len(stream.residual):
+            stream = sampled(stream, batch)
+        return self.linear(self._normed(stream.residual, stream.pending, norm), handle, torch.float32)
 
     def _normed(self, residual: Tensor, pending: Tensor | None, norm: Norm) -> Tensor:
         return self.norm(residual, norm) if pending is None else self.norm(pending, norm, residual)

@@ -53,7 +53,8 @@ class Ops(Protocol):
 
     Activations are [tokens, features] in the model's dtype. ``batch`` is a step and ``stream`` its residual stream,
     both in the form that the package works with; models only hand them on. The KV cache of a layer is a pair of
-    tensors whose layout inside a block is the package's own (``transposed_keys``).
+    tensors whose layout inside a block is the package's own (``transposed_keys``). What an operation returns is good
+    until it is called again.
     """
 
     device: device
@@ -96,7 +97,7 @@ class Ops(Protocol):
     ) -> Tensor:
         """Causal attention of a step over the cache, its own tokens included: [T, num_heads * D].
 
-        heads [T, num_heads + 2 Hk, D] holds queries, keys and values side by side. Queries and keys are normed and
+        heads [T, (num_heads + 2 Hk) * D] holds queries, keys and values side by side. Queries and keys are normed and
         rotated, keys and values stored in the cache's slots of the step. May overwrite ``heads``.
         """
 

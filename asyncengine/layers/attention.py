@@ -25,7 +25,7 @@ class AttentionBackend(Protocol):
     """Store a step's keys and values, and attend."""
 
     def __call__(self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: Any) -> Tensor:
-        """heads is [T, num_heads + 2 Hk, D], the result [T, num_heads * D] (see Ops.attention)."""
+        """heads is [T, (num_heads + 2 Hk) * D], the result [T, num_heads * D] (see Ops.attention)."""
 
 
 class NativeAttention:

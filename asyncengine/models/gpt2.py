@@ -57,7 +57,6 @@ class GPT2Layer:
     ) -> None:
         self._ops = ops
         self._attention = attention
-        self._head_dim = config.head_dim
         self._is_last = index == config.num_layers - 1
         self._layer = AttentionLayer(config.num_heads, None, None, config.layer_scales[index], 0)
         self._activation = config.activation
@@ -79,7 +78,7 @@ class GPT2Layer:
     def forward(self, stream: Any, cache: LayerKVCache, batch: Any) -> None:
         ops = self._ops
         heads = ops.norm_linear(stream, self._input_norm, self._qkv)
-        x = self._attention(heads.view(len(heads), -1, self._head_dim), self._layer, cache, batch)
+        x = self._attention(heads, self._layer, cache, batch)
         if self._is_last:
             x = ops.keep_sampled(x, stream, batch)
         ops.linear_add_(x, self._output, stream)

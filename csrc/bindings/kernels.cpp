@@ -119,6 +119,12 @@ void bind_cpu_kernels(py::module_& m) {
       .def(py::init(&make_linear), py::arg("weights"), py::arg("rows"), py::arg("biases"), py::arg("k"),
            py::arg("dtype"), py::arg("panels") = false);
 
+  py::class_<CpuNorm>(m, "CpuNorm")
+      .def(py::init([](Address weight, Address bias, float eps) {
+             return CpuNorm{pointer(weight), pointer(bias), eps};
+           }),
+           py::arg("weight"), py::arg("bias"), py::arg("eps"));
+
   py::class_<PagedKV>(m, "PagedKV")
       .def(py::init([](Address k, Address v, int64_t num_kv_heads, int64_t head_dim, int64_t block_size) {
              require(block_size >= 16 && block_size % 16 == 0, "block_size must be a multiple of 16");
@@ -137,8 +143,15 @@ void bind_cpu_kernels(py::module_& m) {
       .def(
           "linear",
           [](CpuKernels& self, const CpuLinear& weights, Address x, int64_t x_stride, int64_t rows, Address y,
-             bool y_float32, std::optional<Activation> activation) {
-            self.linear(weights, pointer(x), x_stride, rows, pointer(y), y_float32, activation);
+             bool y_float32) {
+            self.linear(weights, pointer(x), x_stride, rows, pointer(y), y_float32);
+          },
+          NoGil())
+      .def(
+          "norm_linear",
+          [](CpuKernels& self, const CpuNorm& norm, const CpuLinear& weights, Address x, Address residual, int64_t rows,
+             Address y, bool y_float32, std::optional<Activation> activation) {
+            self.norm_linear(norm, weights, pointer(x), pointer(residual), rows, pointer(y), y_float32, activation);
           },
           NoGil())
       .def(
@@ -197,8 +210,9 @@ void bind_cpu_kernels(py::module_& m) {
           NoGil())
       .def(
           "attention",
-          [](CpuKernels& self, Dtype dtype, Address heads, int64_t num_q_heads, Address out, const PagedKV& cache,
-             const StepBatch& batch, float scale, int64_t window) {
+          [](CpuKernels& self, Dtype dtype, Address heads, int64_t tokens, int64_t num_q_heads, Address out,
+             const PagedKV& cache, const StepBatch& batch, float scale, int64_t window) {
+            require(tokens == batch.num_tokens, "heads must be of the batch's tokens");
             self.attention(dtype, pointer(heads), num_q_heads, pointer(out), cache, batch, scale, window);
           },
           NoGil())

@@ -111,8 +111,23 @@ void CpuKernels::for_row_chunks(int64_t rows, int64_t row_elements, Body&& body)
 }
 
 void CpuKernels::linear(const CpuLinear& weights, const void* x, int64_t x_stride, int64_t rows, void* y,
-                        bool y_float32, std::optional<Activation> activation) {
+                        bool y_float32) {
+  multiply(weights, x, x_stride, rows, y, y_float32, std::nullopt, [](int64_t, int64_t) {});
+}
+
+void CpuKernels::norm_linear(const CpuNorm& norm, const CpuLinear& weights, const void* x, void* residual, int64_t rows,
+                             void* y, bool y_float32, std::optional<Activation> activation) {
   if (activation == Activation::kSiluMul) throw std::invalid_argument("silu_mul takes two columns for one");
+  void* normed = normed_.reserve(ceil_div(rows * weights.k * dtype_size(weights.dtype), 4));
+  const NormTask task{.x = x, .residual = residual, .weight = norm.weight, .bias = norm.bias, .y = normed,
+                      .x_stride = weights.k, .y_stride = weights.k, .heads = 1, .width = weights.k, .eps = norm.eps};
+  multiply(weights, normed, weights.k, rows, y, y_float32, activation,
+           [&](int64_t begin, int64_t end) { isa_.norm(weights.dtype, task, begin, end); });
+}
+
+template <class Prepare>
+void CpuKernels::multiply(const CpuLinear& weights, const void* x, int64_t x_stride, int64_t rows, void* y,
+                          bool y_float32, std::optional<Activation> activation, Prepare&& prepare) {
   if (rows == 0) return;
   const Dtype dtype = weights.dtype;
   const Dtype y_dtype = y_float32 ? Dtype::kFloat32 : dtype;
@@ -121,8 +136,10 @@ void CpuKernels::linear(const CpuLinear& weights, const void* x, int64_t x_strid
   const int64_t tile_rows = kernels.tile_rows(rows), tiles = ceil_div(rows, tile_rows);
   float* packed = packed_x_.reserve(kernels.packed_x_floats(rows, weights.k));
   const LinearInput input{x, x_stride, rows, weights.k, weights.panels};
-  for_row_chunks(tiles, tile_rows * weights.k,
-                 [&](int64_t begin, int64_t end) { kernels.pack_x(input, begin, end, packed); });
+  for_row_chunks(tiles, tile_rows * weights.k, [&](int64_t begin, int64_t end) {
+    prepare(begin * tile_rows, std::min(rows, end * tile_rows));
+    kernels.pack_x(input, begin, end, packed);
+  });
 
   const int64_t block_rows = rows <= kernels.few_rows ? rows : ceil_div(tiles, ceil_div(rows, kBlockRows)) * tile_rows;
   const int64_t row_blocks = ceil_div(rows, block_rows);

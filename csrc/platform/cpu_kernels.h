@@ -34,6 +34,13 @@ struct CpuLinear {
   int64_t total_rows() const;
 };
 
+// A norm of rows; points into memory that the caller keeps.
+struct CpuNorm {
+  const void* weight;
+  const void* bias;  // null: root mean square norm; else layer norm
+  float eps;
+};
+
 // Scratch memory on cache-line boundaries. It only grows, so that a steady state allocates nothing.
 class ScratchBuffer {
  public:
@@ -65,10 +72,12 @@ class CpuKernels {
   int64_t lanes() const { return isa_.lanes; }
   int64_t panel_steps(Dtype dtype) const { return isa_.linear(dtype).panel_steps; }
 
-  // y [rows, Σ N_i] = x [rows, k] · Wᵀ + bias, then the activation (any but kSiluMul) of what was rounded to y's dtype:
-  // that of the weights, or float32 if y_float32.
-  void linear(const CpuLinear& weights, const void* x, int64_t x_stride, int64_t rows, void* y, bool y_float32,
-              std::optional<Activation> activation = std::nullopt);
+  // y [rows, Σ N_i] = x [rows, k] · Wᵀ + bias, in the dtype of the weights, or in float32 if y_float32.
+  void linear(const CpuLinear& weights, const void* x, int64_t x_stride, int64_t rows, void* y, bool y_float32);
+  // The same of the norm of x, or, with a residual, of residual += x, which is in place; both are contiguous. Then the
+  // activation (any but kSiluMul) of y.
+  void norm_linear(const CpuNorm& norm, const CpuLinear& weights, const void* x, void* residual, int64_t rows, void* y,
+                   bool y_float32, std::optional<Activation> activation = std::nullopt);
   // weight [rows, k], or if transposed [k, rows], into panels (see CpuLinear), filled up with zeros.
   void pack_panels(Dtype dtype, const void* weight, bool transposed, int64_t rows, int64_t k, void* panels);
   // y [tokens, k] = the tokens' rows of the first matrix of `table`, plus, if there is such a table, those of their
@@ -112,6 +121,10 @@ class CpuKernels {
     bool stores;       // the key and value of its token, first
   };
 
+  // x is packed tile by tile; before that, prepare(row_begin, row_end) is called for the tile's rows.
+  template <class Prepare>
+  void multiply(const CpuLinear& weights, const void* x, int64_t x_stride, int64_t rows, void* y, bool y_float32,
+                std::optional<Activation> activation, Prepare&& prepare);
   void plan_attention(const AttentionTask& task, const StepBatch& batch, int64_t tokens);
   // fresh is stored on the way; null: all keys and values are there.
   void attend(Dtype dtype, const AttentionTask& task, int64_t tokens, const PagedKV& cache, const StepBatch& batch,
@@ -129,7 +142,7 @@ class CpuKernels {
 
   const CpuIsa& isa_;
   ThreadPool pool_;
-  ScratchBuffer packed_x_;
+  ScratchBuffer normed_, packed_x_;
   std::vector<ScratchBuffer> thread_scratch_;
   std::vector<SamplerScratch> sampler_scratch_;
   std::vector<PlannedItem> items_;

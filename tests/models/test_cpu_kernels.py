@@ -13,6 +13,7 @@ from torch import Tensor
 
 from asyncengine import _core
 from asyncengine.kernels.cpu import CpuOps
+from asyncengine.kernels.host import Stream
 from asyncengine.kernels.ops import Activation, AttentionLayer, Norm, split_heads
 
 ISAS = _core.CpuKernels.available_isas()
@@ -117,16 +118,52 @@ def test_linear_does_not_depend_on_batch_or_threads(ops: CpuOps, dtype: torch.dt
 
 
 @pytest.mark.parametrize("rows", [1, 16, 40])
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
-def test_linear_with_activation_is_both(
-    ops: CpuOps, dtype: torch.dtype, activation: Activation, rows: int
+@pytest.mark.parametrize("activation", [None, "gelu", "gelu_tanh", "silu_mul"])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_norm_linear_is_all_its_parts(
+    ops: CpuOps, dtype: torch.dtype, activation: Activation | None, rows: int, has_bias: bool
 ) -> None:
-    sizes = (301, 64)
-    handle = ops.make_linear([random(n, 48, dtype=dtype, seed=n) for n in sizes], [None, random(64, dtype=dtype)])
-    x = random(rows, 48, dtype=dtype)
-    assert_same(ops.linear(x, handle, activation=activation), ops.activate(ops.linear(x, handle), activation))
-    with pytest.raises(ValueError, match="silu_mul"):
-        ops.linear(x, handle, activation="silu_mul")
+    bias = random(64, dtype=dtype)
+    handle = ops.make_linear([random(n, 48, dtype=dtype, seed=n) for n in (302, 64)], [None, bias])
+    norm = Norm(random(48, dtype=dtype, seed=1), bias[:48] if has_bias else None, 1e-5)
+    x, pending = random(rows, 48, dtype=dtype, seed=2), random(rows, 48, dtype=dtype, seed=3)
+
+    def parts(x: Tensor, residual: Tensor | None) -> Tensor:
+        y = ops.linear(ops.norm(x, norm, residual), handle)
+        return y if activation is None else ops.activate(y, activation)
+
+    stream = Stream(x.clone())
+    assert_same(ops.norm_linear(stream, norm, handle, activation), parts(x, None))
+    assert_same(stream.residual, x)
+    stream.pending = pending
+    assert_same(ops.norm_linear(stream, norm, handle, activation), parts(pending, x))
+    assert_same(stream.residual, x)
+    assert stream.pending is None
+
+
+def test_what_an_operation_returned_is_read_like_any_tensor(ops: CpuOps, dtype: torch.dtype) -> None:
+    """Whatever the number of rows, and whichever of two results of one width was the last."""
+    up = ops.make_linear([random(48, 48, dtype=dtype)], [None])
+    down = ops.make_linear([random(48, 48, dtype=dtype, seed=1)], [None])
+    norm = Norm(random(48, dtype=dtype, seed=2), None, 1e-5)
+    for rows in (3, 20, 1, 3):
+        x = random(rows, 48, dtype=dtype, seed=rows)
+        stream = Stream(x.clone())
+        inner = ops.norm_linear(stream, norm, up)
+        expected = ops.linear(ops.linear(ops.norm(x, norm), up), down)
+        for read in (inner, inner.clone(), inner):
+            stream.pending = None
+            ops.linear_add_(read, down, stream)
+            assert stream.pending is not None
+            assert_same(stream.pending, expected)
+    with pytest.raises(ValueError, match="the stream must be"):
+        ops.norm_linear(Stream(random(2, 47, dtype=dtype)), norm, up)
+    with pytest.raises(ValueError, match="what is added must be"):
+        ops.norm_linear(Stream(x, x[:1]), norm, up)
+    with pytest.raises(ValueError, match="weight must be"):
+        ops.norm_linear(Stream(x), Norm(random(47, dtype=dtype), None, 1e-5), up)
+    with pytest.raises(ValueError, match="x must be"):
+        ops.linear_add_(ops.norm_linear(Stream(x), norm, up)[:, 1:], down, Stream(x))
 
 
 def test_bfloat16_of_every_size_is_summed_in_order(ops: CpuOps) -> None:
@@ -324,7 +361,8 @@ class Paged:
         heads, num_heads, scale = torch.cat(parts, 1), parts[0].shape[1], parts[0].shape[2] ** -0.5
         caches = (self.k_cache, self.v_cache)
         before = [cache.clone() for cache in caches]
-        out = ops.attention(heads, AttentionLayer(num_heads, None, None, scale, window), *caches, batch)
+        layer = AttentionLayer(num_heads, None, None, scale, window)
+        out = ops.attention(heads.flatten(1), layer, *caches, batch).clone()
         q, k, v = split_heads(heads, num_heads)
         ops.store_kv(k, v, before[0], before[1], batch)
         for cache, expected in zip(caches, before, strict=True):
@@ -410,9 +448,9 @@ def test_wrong_arguments_raise(ops: CpuOps) -> None:
     caches = torch.zeros(2, 2, 8, 16), torch.zeros(2, 2, 16, 8)
     batch = _core.StepBatch([0], [0], [0], [0, 1], [0], [[0]], [0])
     with pytest.raises(ValueError, match="heads must be"):
-        ops.attention(random(1, 5, 8), AttentionLayer(2, None, None, 1.0, 0), *caches, batch)
+        ops.attention(random(1, 40), AttentionLayer(2, None, None, 1.0, 0), *caches, batch)
     with pytest.raises(ValueError, match="3 query heads"):
-        ops.attention(random(1, 7, 8), AttentionLayer(3, None, None, 1.0, 0), *caches, batch)
+        ops.attention(random(1, 56), AttentionLayer(3, None, None, 1.0, 0), *caches, batch)
     with pytest.raises(ValueError, match="weight"):
         ops.norm(random(2, 8), Norm(random(9), None, 1e-6))
     with pytest.raises(ValueError, match="float32 and bfloat16"):

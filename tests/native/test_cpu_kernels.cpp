@@ -94,7 +94,7 @@ TEST(cpu_linear_is_right_and_batch_invariant) {
   });
 }
 
-TEST(cpu_linear_reads_panels_and_activates) {
+TEST(cpu_linear_reads_panels) {
   for_each_isa([](CpuKernels& one, CpuKernels& three, Dtype dtype) {
     const int64_t n = 50, rows = 41, lanes = one.lanes(), parts = 4 / dtype_size(dtype);
     for (const int64_t k : {1, 45, 200}) {
@@ -111,14 +111,39 @@ TEST(cpu_linear_reads_panels_and_activates) {
       const CpuLinear plain{{{w.at(0), bias.at(0), n}}, k, dtype, false};
       const CpuLinear stored{{{panels.at(0), bias.at(0), n}}, k, dtype, true};
       for (const int64_t count : {int64_t{1}, int64_t{16}, int64_t{20}, rows}) {
-        Array from_panels(dtype, count * n), activated(dtype, count * n), both(dtype, count * n);
-        Array from_rows(dtype, count * n);
+        Array from_panels(dtype, count * n), from_rows(dtype, count * n);
         three.linear(stored, x.at(0), k, count, from_panels.at(0), false);
         one.linear(plain, x.at(0), k, count, from_rows.at(0), false);
         CHECK(from_panels.same(0, from_rows, 0, count * n));
-        one.activation(dtype, Activation::kGelu, from_rows.at(0), activated.at(0), count, n);
-        three.linear(stored, x.at(0), k, count, both.at(0), false, Activation::kGelu);
-        CHECK(both.same(0, activated, 0, count * n));
+      }
+    }
+  });
+}
+
+TEST(cpu_linear_norms_its_input_and_activates) {
+  for_each_isa([](CpuKernels& one, CpuKernels& three, Dtype dtype) {
+    const int64_t n = 50, k = 77;
+    Array w(dtype, random_floats(n * k, 1)), scale(dtype, random_floats(k, 2)), shift(dtype, random_floats(k, 3));
+    const CpuLinear linear{{{w.at(0), nullptr, n}}, k, dtype, false};
+    for (const int64_t rows : {1, 16, 41}) {
+      const Array start(dtype, random_floats(rows * k, 4));
+      Array x(dtype, random_floats(rows * k, 5)), residual = start, normed(dtype, rows * k);
+      Array product(dtype, rows * n), activated(dtype, rows * n), both(dtype, rows * n);
+      for (const bool adds : {false, true}) {
+        const CpuNorm norm{scale.at(0), adds ? shift.at(0) : nullptr, 1e-5f};
+        const NormTask task{.x = x.at(0), .residual = adds ? residual.at(0) : nullptr, .weight = norm.weight,
+                            .bias = norm.bias, .y = normed.at(0), .x_stride = k, .y_stride = k, .heads = 1, .width = k,
+                            .eps = norm.eps};
+        one.norm(dtype, task, rows);
+        one.linear(linear, normed.at(0), k, rows, product.at(0), false);
+        one.activation(dtype, Activation::kGelu, product.at(0), activated.at(0), rows, n);
+        Array stream = start;
+        three.norm_linear(norm, linear, x.at(0), adds ? stream.at(0) : nullptr, rows, both.at(0), false);
+        CHECK(both.same(0, product, 0, rows * n) && stream.same(0, residual, 0, rows * k));
+        stream = start;
+        three.norm_linear(norm, linear, x.at(0), adds ? stream.at(0) : nullptr, rows, both.at(0), false,
+                          Activation::kGelu);
+        CHECK(both.same(0, activated, 0, rows * n));
       }
     }
   });
