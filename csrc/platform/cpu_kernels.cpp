@@ -49,6 +49,11 @@ void store_token(Dtype dtype, const void* k, const void* v, const PagedKV& cache
   }
 }
 
+// Words of a row in panels.
+int64_t panel_words(const LinearKernels& kernels, int64_t k, Dtype dtype) {
+  return round_up(k, kernels.panel_steps) * dtype_size(dtype) / 4;
+}
+
 // Panels [begin, end) of those `words` long. `Element` is as wide as an element.
 template <class Element>
 void pack_panel_range(const Element* weight, bool transposed, int64_t rows, int64_t k, int64_t lanes, int64_t words,
@@ -186,7 +191,7 @@ void CpuKernels::multiply(const CpuLinear& weights, const void* x, int64_t x_str
 void CpuKernels::pack_panels(Dtype dtype, const void* weight, bool transposed, int64_t rows, int64_t k, void* panels) {
   const LinearKernels& kernels = isa_.linear(dtype);
   const int64_t count = round_up(rows, kernels.panel_columns) / isa_.lanes;
-  const int64_t words = round_up(k, kernels.panel_steps) * dtype_size(dtype) / 4;
+  const int64_t words = panel_words(kernels, k, dtype);
   pool_.parallel_for(ceil_div(count, kPackedPanels), [&](int64_t item, int) {
     const int64_t begin = item * kPackedPanels, end = std::min(count, begin + kPackedPanels);
     if (dtype == Dtype::kFloat32) {
@@ -203,7 +208,7 @@ void CpuKernels::embed(const CpuLinear& table, const void* position_table, const
   const EmbedTask task{
       .ids = batch.input_ids.data(),
       .table = table.matrices.front().weight,
-      .panel_words = table.panels ? round_up(table.k, isa_.linear(table.dtype).panel_steps) * dtype_size(table.dtype) / 4 : 0,
+      .panel_words = table.panels ? panel_words(isa_.linear(table.dtype), table.k, table.dtype) : 0,
       .positions = batch.positions.data(),
       .position_table = position_table,
       .y = y,
