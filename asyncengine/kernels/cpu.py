@@ -14,7 +14,7 @@ from torch import Tensor
 
 from asyncengine import _core
 from asyncengine.kernels.cpu_memory import HugePages, Result, ResultPool
-from asyncengine.kernels.host import HostOps, Stream, sampled
+from asyncengine.kernels.host import HostOps, Stream
 from asyncengine.kernels.ops import Activation, AttentionLayer, Norm
 
 _DTYPES = {torch.float32: _core.Dtype.float32, torch.bfloat16: _core.Dtype.bfloat16}
@@ -184,17 +184,9 @@ class CpuOps(HostOps):
         self._last = handle.product
         return y
 
-    def logits(
-        self, stream: Stream, norm: Norm, handle: CpuLinearHandle, batch: _core.StepBatch
-    ) -> Tensor | None:
-        num_samples = batch.num_samples
-        if not num_samples:
-            return None
-        if num_samples < stream.residual.shape[0]:
-            stream = sampled(stream, batch)
-        return self._norm_linear(
-            stream, norm, handle, self._result("logits", handle.out_features, torch.float32), None
-        )
+    def _logits(self, stream: Stream, norm: Norm, handle: CpuLinearHandle) -> Tensor:
+        result = self._result("logits", handle.out_features, torch.float32)
+        return self._norm_linear(stream, norm, handle, result, None)
 
     def _norm_linear(
         self, stream: Stream, norm: Norm, handle: CpuLinearHandle, result: Result, activation: _core.Activation | None
@@ -361,8 +353,7 @@ class CpuOps(HostOps):
         else:
             _check(heads, cache.dtype, (batch.num_tokens, cache.heads_width), "heads")
             address, rows = heads.data_ptr(), heads.shape[0]
-        if layer.norms is not None or layer.cos_sin is not None:
-            self.prepare_heads(heads, cache.head_dim, layer, batch)
+        self.prepare_heads(heads, cache.head_dim, layer, batch)
         if result.rows != rows:
             result.resize(rows)
         self._native.attention(

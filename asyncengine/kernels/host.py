@@ -101,14 +101,15 @@ class HostOps(ABC):
     ) -> Tensor:
         """Everything of ``attention`` that precedes it; the queries [T, Hq, D], normed and rotated."""
         head_dim = v_cache.shape[3]
-        if layer.norms is not None or layer.cos_sin is not None:
-            self.prepare_heads(heads, head_dim, layer, batch)
+        self.prepare_heads(heads, head_dim, layer, batch)
         q, k, v = split_heads(heads.view(heads.shape[0], -1, head_dim), layer.num_heads)
         self.store_kv(k, v, k_cache, v_cache, batch)
         return q
 
     def prepare_heads(self, heads: Tensor, head_dim: int, layer: AttentionLayer, batch: StepBatch) -> None:
         """Norm and rotate queries and keys in place, as the layer says."""
+        if layer.norms is None and layer.cos_sin is None:
+            return
         q, k, _ = split_heads(heads.view(heads.shape[0], -1, head_dim), layer.num_heads)
         if layer.norms is not None:
             self.head_rms_norm_(q, layer.norms.q, layer.norms.eps)
@@ -126,8 +127,12 @@ class HostOps(ABC):
     def logits(self, stream: Stream, norm: Norm, handle: Any, batch: StepBatch) -> Tensor | None:
         if not batch.num_samples:
             return None
-        if batch.num_samples < len(stream.residual):
+        if batch.num_samples < stream.residual.shape[0]:
             stream = sampled(stream, batch)
+        return self._logits(stream, norm, handle)
+
+    def _logits(self, stream: Stream, norm: Norm, handle: Any) -> Tensor:
+        """Of every token of the stream."""
         return self.linear(self._normed(stream.residual, stream.pending, norm), handle, torch.float32)
 
     def _normed(self, residual: Tensor, pending: Tensor | None, norm: Norm) -> Tensor:
