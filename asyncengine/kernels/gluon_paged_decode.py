@@ -8,7 +8,8 @@ the cache what this step writes there.
 
 The copies are the tensor memory accelerator's, a block of the cache each. Of a tile each of four warps takes a block,
 with a softmax of its own until the item ends: so a tile costs them no meeting but the one that frees its memory. The
-new token, which is in no tile, comes last.
+new token, which is in no tile, comes last. Queries are made, and new keys and values written, by two warps that are an
+item ahead of the four: an item of a few hundred keys would take half as long again if it began with them.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
 # mypy: disable-error-code="assignment, var-annotated, unreachable, misc"
@@ -38,7 +39,8 @@ from asyncengine.kernels.work_list import NO_WINDOW, AttentionShape, WorkList, c
 BLOCK = gl.constexpr(16)  # tokens of a block of the cache
 BLOCKS = gl.constexpr(4)  # of a tile, one a warp
 KEYS = gl.constexpr(64)
-GROUP_ROWS = gl.constexpr(8)  # heads of a group, padded; the tensor cores take each twice
+GROUP_ROWS = gl.constexpr(8)  # heads of a group, padded; the tensor cores take 16
+PREPARING = gl.constexpr(2)  # warps that make queries
 FEW_PIECES, MANY_PIECES = gl.constexpr(4), gl.constexpr(16)  # of a unit, read at once
 
 _norm_and_rotate = gluon.jit(norm_and_rotate.fn)
@@ -98,7 +100,7 @@ def streamed_decode_attention(
         D=dim,
         STAGES=tile.stages,
         num_warps=BLOCKS.value,
-        maxnreg=128,  # on average: the warps that compute take 200, two programs a multiprocessor have them
+        maxnreg=128,  # on average: the warps that compute take 208, two programs a multiprocessor have them
         **launch_options(pdl),
     )
 
@@ -108,6 +110,11 @@ def _blocks_of(cache: Tensor) -> TensorDescriptor:
     box = [BLOCK.value, cache.shape[3]]
     layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)
     return TensorDescriptor.from_tensor(cache.view(-1, cache.shape[3]), box, layout)
+
+
+@gluon.constexpr_function
+def _next_power_of_2(n):
+    return 1 << (n - 1).bit_length()
 
 
 @gluon.constexpr_function
@@ -196,26 +203,62 @@ def _fill(
 
 
 @gluon.jit
-def _fold(acc, peak, total, q, k, v, first, context, tile, scale, MMA: gl.constexpr):
-    """Fold a tile into acc [BLOCKS, 16, D], peak and total [BLOCKS, 16]: of each block of its own."""
+def _sees(tile, first, context, LAYOUT: gl.constexpr):
+    """[BLOCKS, BLOCK]: which tokens of a tile the new one sees."""
+    block = gl.arange(0, BLOCKS, gl.SliceLayout(1, LAYOUT))[:, None] * BLOCK
+    token = tile * KEYS + block + gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))[None, :]
+    return (token >= first) & (token < context)
+
+
+@gluon.jit
+def _mask(score, v, tile, first, context, MMA: gl.constexpr):
+    """What is not there may be anything, and 0 * NaN is NaN."""
+    score = gl.where(_sees(tile, first, context, gl.SliceLayout(1, MMA))[:, None, :], score, -float("inf"))
+    v = gl.where(_sees(tile, first, context, gl.SliceLayout(2, v.type.layout))[:, :, None], v, 0.0)
+    return score, v
+
+
+@gluon.jit
+def _take(
+    acc, peak, total, q, k_tiles, v_tiles, ready, free, turn, first, context, tile, scale, MMA: gl.constexpr,
+    RIGHT: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
+):  # fmt: skip
+    """Fold one or two tiles into acc [BLOCKS, 16, D], peak and total [BLOCKS, 16]: of each block of its own.
+
+    Two at once take little longer than one: the chain of products and exchanges between threads is as long.
+    """
+    slot, other = turn % STAGES, (turn + 1) % STAGES
+    mbarrier.wait(ready.index(slot), turn // STAGES & 1)
+    k = k_tiles.index(slot).permute((0, 2, 1)).load(RIGHT)
     score = mma_v2(q, k, gl.zeros([BLOCKS, 16, BLOCK], gl.float32, MMA)) * scale
-    if (tile * KEYS < first) | (tile * KEYS + KEYS > context):
-        # What is not there may be anything, and 0 * NaN is NaN.
-        SCORES: gl.constexpr = gl.SliceLayout(1, MMA)
-        block = gl.arange(0, BLOCKS, gl.SliceLayout(1, SCORES))[:, None] * BLOCK
-        token = tile * KEYS + block + gl.arange(0, BLOCK, gl.SliceLayout(0, SCORES))[None, :]
-        score = gl.where(((token >= first) & (token < context))[:, None, :], score, -float("inf"))
-        VALUES: gl.constexpr = gl.SliceLayout(2, v.type.layout)
-        block = gl.arange(0, BLOCKS, gl.SliceLayout(1, VALUES))[:, None] * BLOCK
-        token = tile * KEYS + block + gl.arange(0, BLOCK, gl.SliceLayout(0, VALUES))[None, :]
-        v = gl.where(((token >= first) & (token < context))[:, :, None], v, 0.0)
-    new_peak = gl.maximum(peak, gl.max(score, 2))
+    if TILES == 2:
+        mbarrier.wait(ready.index(other), (turn + 1) // STAGES & 1)
+        k = k_tiles.index(other).permute((0, 2, 1)).load(RIGHT)
+        score_2 = mma_v2(q, k, gl.zeros([BLOCKS, 16, BLOCK], gl.float32, MMA)) * scale
+        v_2 = v_tiles.index(other).load(RIGHT)
+    v = v_tiles.index(slot).load(RIGHT)
+    mbarrier.arrive(free.index(slot))
+    if TILES == 2:
+        mbarrier.arrive(free.index(other))
+    if (tile * KEYS < first) | ((tile + TILES) * KEYS > context):
+        score, v = _mask(score, v, tile, first, context, MMA)
+        if TILES == 2:
+            score_2, v_2 = _mask(score_2, v_2, tile + 1, first, context, MMA)
+    if TILES == 2:
+        new_peak = gl.maximum(peak, gl.max(gl.maximum(score, score_2), 2))
+    else:
+        new_peak = gl.maximum(peak, gl.max(score, 2))
     base = gl.where(new_peak == -float("inf"), 0.0, new_peak)  # a warp that has seen no key yet
-    weight = gl.exp2(score - base[:, :, None])
     shrink = gl.exp2(peak - base)
-    total = total * shrink + gl.sum(weight, 2)
-    weight = gl.convert_layout(weight.to(gl.bfloat16), gl.DotOperandLayout(0, MMA, 2))
-    return mma_v2(weight, v, acc * shrink[:, :, None]), new_peak, total
+    weight = gl.exp2(score - base[:, :, None])
+    acc = acc * shrink[:, :, None]
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    acc = mma_v2(gl.convert_layout(weight.to(gl.bfloat16), LEFT), v, acc)
+    if TILES == 2:
+        weight_2 = gl.exp2(score_2 - base[:, :, None])
+        acc = mma_v2(gl.convert_layout(weight_2.to(gl.bfloat16), LEFT), v_2, acc)
+        weight += weight_2
+    return acc, new_peak, total * shrink + gl.sum(weight, 2)
 
 
 @gluon.jit
@@ -314,44 +357,37 @@ def _combine(
 
 
 @gluon.jit
-def _attend(
-    k_cache, v_cache, heads, q_norm, k_norm, eps, cos_sin, slot_mapping, out, ks, vs, ready, free, items, first_item,
-    last_item, block_tables, stride_table, partials, stats, arrivals, scale, window, stride_heads, stride_out,
-    stats_size, head, NORM: gl.constexpr, ROTARY: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr,
-    D: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+def _prepare(
+    k_cache, v_cache, heads, q_norm, k_norm, eps, cos_sin, slot_mapping, queries, new_scores, new_values, asked,
+    answered, items, first_item, last_item, block_tables, stride_table, scale, stride_heads, head, NORM: gl.constexpr,
+    ROTARY: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The warps that compute. They free a tile's memory as soon as they have it in registers."""
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [BLOCKS, 1, 1], [1, 16, 8])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    PARTS: gl.constexpr = gl.BlockedLayout([BLOCKS, 1, D // 16], [1, 2, 16], [1, 4, 1], [2, 1, 0])
-    HEADS: gl.constexpr = gl.SliceLayout(0, PARTS)
-    TILE: gl.constexpr = _tile_layout(D)
+    """The warps that make queries, an item ahead, and write new keys and values to the cache."""
+    COPIES: gl.constexpr = gl.BlockedLayout([1, 1, D // 32], [1, 1, 32], [1, PREPARING, 1], [2, 1, 0])
+    HEADS: gl.constexpr = gl.SliceLayout(0, COPIES)
+    MEMBERS: gl.constexpr = _next_power_of_2(GROUP)
+    ROWS: gl.constexpr = 2 * GROUP_ROWS
     HALF: gl.constexpr = D // 2
-    member = gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, HEADS))[:, None]
+    member = gl.arange(0, MEMBERS, gl.SliceLayout(1, HEADS))[:, None]
     column = gl.arange(0, D, gl.SliceLayout(0, HEADS))[None, :]
     in_half, across = column % HALF, (column + HALF) % D
-    k_tiles = ks._reinterpret(gl.bfloat16, [STAGES, BLOCKS, BLOCK, D], TILE)
-    v_tiles = vs._reinterpret(gl.bfloat16, [STAGES, BLOCKS, BLOCK, D], TILE)
-    turn = 0
+    q_gain, q_gain_across, k_gain, k_gain_across = 1.0, 1.0, 1.0, 1.0
+    if NORM:
+        q_gain, q_gain_across = gl.load(q_norm + column), gl.load(q_norm + across)
+        k_gain, k_gain_across = gl.load(k_norm + column), gl.load(k_norm + across)
     if PDL and first_item == last_item:
         gdc_wait()
         gdc_launch_dependents()
     for item in range(first_item, last_item):
-        _, context, begin, end, takes_new = _item(items, item, block_tables, stride_table)
-        fields = items + item * ITEM
-        query = gl.load(fields + QUERY).to(gl.int64)
+        _, context, _, _, takes_new = _item(items, item, block_tables, stride_table)
+        query = gl.load(items + item * ITEM + QUERY).to(gl.int64)
         cache_slot = gl.load(slot_mapping + query)
-        first = gl.maximum(context - window + 1, 0)
-        cosine, sine, q_gain, q_gain_across, k_gain, k_gain_across = 1.0, 0.0, 1.0, 1.0, 1.0, 1.0
+        cosine, sine = 1.0, 0.0
         if ROTARY:
             angle = cos_sin + context.to(gl.int64) * D + in_half
             cosine = gl.load(angle)
             sine = gl.load(angle + HALF)
             sine = gl.where(column < HALF, -sine, sine)
-        if NORM:
-            q_gain, q_gain_across = gl.load(q_norm + column), gl.load(q_norm + across)
-            k_gain, k_gain_across = gl.load(k_norm + column), gl.load(k_norm + across)
         if PDL and item == first_item:
             gdc_wait()
             gdc_launch_dependents()
@@ -372,28 +408,71 @@ def _attend(
         at = (cache_slot // BLOCK * KV_HEADS + head) * (BLOCK * D) + cache_slot % BLOCK * D + column
         gl.store(k_cache + at, key, mask=is_new & (cache_slot >= 0))
         gl.store(v_cache + at, value, mask=is_new & (cache_slot >= 0))
-        new_score = gl.sum(q.to(gl.float32) * key.to(gl.float32), 1) * scale
-        # Each head twice, in every warp.
-        q = gl.reshape(gl.permute(gl.join(q, q), (2, 0, 1)), [2 * GROUP_ROWS, D])
-        left = gl.convert_layout(q, gl.SliceLayout(0, LEFT))[None, :, :]
-        left = left.broadcast_to([BLOCKS, 2 * GROUP_ROWS, D])
+        score = gl.sum(q.to(gl.float32) * key.to(gl.float32), 1) * scale
 
+        turn = item - first_item
+        mbarrier.wait(answered.index(turn % 2), (turn // 2 & 1) ^ 1)
+        q = q[None, :, :].broadcast_to([ROWS // MEMBERS, MEMBERS, D])
+        queries.index(turn % 2).store(gl.reshape(q, [ROWS, D]))
+        new_scores.index(turn % 2).slice(0, MEMBERS).store(score)
+        new_values.index(turn % 2).store(gl.sum(value.to(gl.float32), 0).to(gl.bfloat16))
+        gl.thread_barrier()
+        mbarrier.arrive(asked.index(turn % 2))
+
+
+@gluon.jit
+def _attend(
+    out, ks, vs, ready, free, queries, new_scores, new_values, asked, answered, items, first_item, last_item,
+    block_tables, stride_table, partials, stats, arrivals, scale, window, stride_out, stats_size, head,
+    GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The warps that compute. They free a tile's memory as soon as they have it in registers."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [BLOCKS, 1, 1], [1, 16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    PARTS: gl.constexpr = gl.BlockedLayout([BLOCKS, 1, D // 16], [1, 2, 16], [1, 4, 1], [2, 1, 0])
+    HEADS: gl.constexpr = gl.SliceLayout(0, PARTS)
+    TILE: gl.constexpr = _tile_layout(D)
+    k_tiles = ks._reinterpret(gl.bfloat16, [STAGES, BLOCKS, BLOCK, D], TILE)
+    v_tiles = vs._reinterpret(gl.bfloat16, [STAGES, BLOCKS, BLOCK, D], TILE)
+    turn = 0
+    _, context, begin, end, takes_new = _item(items, first_item, block_tables, stride_table)
+    for item in range(first_item, last_item):
+        following = gl.minimum(item + 1, last_item - 1)
+        _, next_context, next_begin, next_end, next_takes_new = _item(items, following, block_tables, stride_table)
+        fields, number = items + item * ITEM, item - first_item
+        query = gl.load(fields + QUERY).to(gl.int64)
+        first = gl.maximum(context - window + 1, 0)
         acc = gl.zeros([BLOCKS, 2 * GROUP_ROWS, D], gl.float32, MMA)
         peak = gl.full([BLOCKS, 2 * GROUP_ROWS], -float("inf"), gl.float32, gl.SliceLayout(2, MMA))
         total = gl.zeros([BLOCKS, 2 * GROUP_ROWS], gl.float32, gl.SliceLayout(2, MMA))
-        for tile in range(begin, end):
-            slot = turn % STAGES
-            mbarrier.wait(ready.index(slot), turn // STAGES & 1)
-            k = k_tiles.index(slot).permute((0, 2, 1)).load(RIGHT)
-            v = v_tiles.index(slot).load(RIGHT)
-            mbarrier.arrive(free.index(slot))
+        mbarrier.wait(asked.index(number % 2), number // 2 & 1)
+        q = queries.index(number % 2).load(gl.SliceLayout(0, LEFT))[None, :, :]
+        q = q.broadcast_to([BLOCKS, 2 * GROUP_ROWS, D])
+        alone = begin
+        if STAGES > 1:
+            alone = end - (end - begin) % 2
+            for tile in range(begin, alone, 2):
+                acc, peak, total = _take(
+                    acc, peak, total, q, k_tiles, v_tiles, ready, free, turn, first, context, tile, scale, MMA, RIGHT,
+                    STAGES, 2,
+                )  # fmt: skip
+                turn += 2
+        for tile in range(alone, end):
+            acc, peak, total = _take(
+                acc, peak, total, q, k_tiles, v_tiles, ready, free, turn, first, context, tile, scale, MMA, RIGHT,
+                STAGES, 1,
+            )  # fmt: skip
             turn += 1
-            acc, peak, total = _fold(acc, peak, total, left, k, v, first, context, tile, scale, MMA)
+        new_score = new_scores.index(number % 2).load(gl.SliceLayout(1, HEADS))
+        value = new_values.index(number % 2).load(gl.SliceLayout(0, HEADS))[None, :]
+        mbarrier.arrive(answered.index(number % 2))
         acc, peak, total = _join_warps(acc, peak, total, new_score, value, takes_new, PARTS)
         _finish(
             acc, peak, total, fields, query, head, out, partials, stats, arrivals, stride_out, stats_size, GROUP,
             KV_HEADS, D,
         )  # fmt: skip
+        context, begin, end, takes_new = next_context, next_begin, next_end, next_takes_new
 
 
 @GluonKernel
@@ -413,21 +492,36 @@ def _streamed_decode_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=1)
+    asked = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    answered = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(asked.index(i), count=1)
+        mbarrier.init(answered.index(i), count=1)
     ks = gl.allocate_shared_memory(gl.bfloat16, [STAGES * BLOCKS, BLOCK, D], k_blocks.layout)
     vs = gl.allocate_shared_memory(gl.bfloat16, [STAGES * BLOCKS, BLOCK, D], v_blocks.layout)
+    QUERIES: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    queries = gl.allocate_shared_memory(gl.bfloat16, [2, 2 * GROUP_ROWS, D], QUERIES)
+    new_scores = gl.allocate_shared_memory(gl.float32, [2, GROUP_ROWS], PLAIN)
+    new_values = gl.allocate_shared_memory(gl.bfloat16, [2, D], PLAIN)
     # Tuples in variables would lose their constants.
     gl.warp_specialize(
         [
             (_attend, (
-                k_cache, v_cache, heads, q_norm, k_norm, eps, cos_sin, slot_mapping, out, ks, vs, ready, free, items,
-                first_item, last_item, block_tables, stride_table, partials, stats, arrivals, scale, window,
-                stride_heads, stride_out, stats_size, head, NORM, ROTARY, GROUP, KV_HEADS, D, STAGES, PDL,
+                out, ks, vs, ready, free, queries, new_scores, new_values, asked, answered, items, first_item,
+                last_item, block_tables, stride_table, partials, stats, arrivals, scale, window, stride_out,
+                stats_size, head, GROUP, KV_HEADS, D, STAGES,
             )),
             (_fill, (
                 k_blocks, v_blocks, ks, vs, ready, free, items, first_item, last_item, block_tables, stride_table,
                 window, head, KV_HEADS, D, STAGES,
             )),
+            (_prepare, (
+                k_cache, v_cache, heads, q_norm, k_norm, eps, cos_sin, slot_mapping, queries, new_scores, new_values,
+                asked, answered, items, first_item, last_item, block_tables, stride_table, scale, stride_heads, head,
+                NORM, ROTARY, GROUP, KV_HEADS, D, PDL,
+            )),
         ],
-        [1],
-        [56],
+        [1, PREPARING],
+        [48, 48],
     )  # fmt: skip
