@@ -1,6 +1,7 @@
 """bench/kernels.py linear: projections as a step makes them, by the table of plans, with what is fused with them.
 
-A layer's four and the head, which gives the logits. Beside them what torch has for the same: F.rms_norm or
+A layer's four and the head, which gives the logits; and the head with greedy sampling, by ranks where there is a plan
+for that, and by logits. Beside them what torch has for the same: F.rms_norm or
 F.layer_norm, F.linear, which is cuBLAS, the activation, and the addition to the stream.
 """
 
@@ -22,6 +23,7 @@ from asyncengine.kernels.cuda import CudaBatch, CudaLinear, CudaOps, CudaOptions
 from asyncengine.kernels.device_step import allocate_step
 from asyncengine.kernels.linear_plans import CUBLAS, MAX_ROWS, Plan, PlanTable, Site, round_rows
 from asyncengine.kernels.ops import Activation, Norm
+from asyncengine.kernels.triton_sampler import sample
 from asyncengine.models.config import ModelConfig
 
 DTYPE = torch.bfloat16
@@ -39,6 +41,8 @@ def lines(args: argparse.Namespace, timer: Timer) -> Lines:
             for rows in args.rows:
                 if name != "head" or rows <= MAX_ROWS:  # no step samples more
                     yield line(ops, Projection.of(c, name), shape, rows, timer)
+        for rows in (rows for rows in args.rows if rows <= MAX_ROWS):
+            yield from greedy_lines(ops, Projection.of(c, "head"), shape, rows, timer)
 
 
 def planned(shapes: list[str], rows: list[int], table: PlanTable) -> dict[Site, Plan]:
@@ -48,7 +52,7 @@ def planned(shapes: list[str], rows: list[int], table: PlanTable) -> dict[Site, 
         for count in {round_rows(count) for count in rows if count <= MAX_ROWS}:
             for name, site in sites(shape, count):
                 plan = table.find(site)
-                if name != "head" and plan is not None and plan != CUBLAS:
+                if "head" not in name and plan is not None and plan != CUBLAS:
                     found[site] = plan
     return found
 
@@ -103,7 +107,8 @@ def allocate(ops: CudaOps, p: Projection, rows: int) -> Operands:
     weight = random(p.columns, p.inner).mul_(p.inner**-0.5)
     handle = ops.make_linear([weight], [random(p.columns) if p.bias else None])
     step = allocate_step(rows, 1, rows, rows, ops.device)
-    step = replace(step, sample_index=torch.arange(rows, device=ops.device))
+    step.sample_index.copy_(torch.arange(rows))
+    step.sample_slot.copy_(torch.arange(rows))
     width = p.inner if p.normed else p.columns
     norm = Norm(random(width), random(width) if p.layer_norm else None, 1e-5)
     stream = random(rows, p.columns if not p.normed else 1)
@@ -118,6 +123,25 @@ def ours(ops: CudaOps, p: Projection, a: Operands) -> object:
     stream = Stream(a.stream)
     ops.linear_add_(a.x, a.handle, stream)
     return triton_rows.norm(stream.x, a.norm, parts=stream.parts, pdl=ops.options.pdl)  # adds up what a plan leaves
+
+
+def greedy_lines(ops: CudaOps, p: Projection, shape: str, rows: int, timer: Timer) -> Lines:
+    moved = ELEMENT_BYTES * p.inner * (p.columns + rows)
+    copies = [allocate(ops, p, rows) for _ in range(copies_for(moved, 48))]
+    header, words = (torch.zeros(n, dtype=torch.int64, device=ops.device) for n in (2, rows))
+
+    def tokens(a: Operands, greedy: bool) -> None:
+        batch = replace(a.batch, greedy=greedy)
+        logits = ops.logits(Stream(a.x), a.norm, a.handle, batch)
+        sample(logits, batch.step, header, words[None], greedy_only=True, pdl=ops.options.pdl)
+
+    with torch.inference_mode():
+        torch_us = timer.us([lambda a=a: theirs(p, a).argmax(-1) for a in copies])
+        for name, greedy in (("greedy", True), ("greedy by logits", False)):
+            us = timer.us([lambda a=a, greedy=greedy: tokens(a, greedy) for a in copies])
+            way = ("F.layer_norm" if p.layer_norm else "F.rms_norm") + ", F.linear, float, argmax"
+            flops = 2.0 * rows * p.columns * p.inner
+            yield Line("linear", f"head + {name}", shape, f"{rows} rows", us, moved, flops, torch_us, way)
 
 
 def theirs(p: Projection, a: Operands) -> Tensor:

@@ -38,7 +38,7 @@ ROWS = "1,8,16,32,64,128,256"
 
 
 def sites(model: str, rows: int, weight: WeightKind = "bf16") -> Iterator[tuple[str, Site]]:
-    """The projections of a layer, and the head, which is never quantised."""
+    """The projections of a layer, and the head, which is never quantised: with all logits, and sampled greedily."""
     c = read_model(model)
     gpt2 = c.rope is None
     if gpt2 and weight == "fp8":
@@ -52,7 +52,10 @@ def sites(model: str, rows: int, weight: WeightKind = "bf16") -> Iterator[tuple[
         columns //= 2 if activation == "silu_mul" else 1
         yield name, Site(columns, inner, rows, "none" if add else norm, activation, biases[name], add, weight)
     if weight == "bf16":
-        yield "head", Site(head, c.hidden_size, rows, norm, None, False, False)
+        site = Site(head, c.hidden_size, rows, norm, None, False, False)
+        yield "head", site
+        if rows > 1:
+            yield "greedy-head", site._replace(activation="argmax")
 
 
 def compile_plans(job: tuple[Site, list[Plan], bool]) -> None:
@@ -81,7 +84,7 @@ def main() -> None:
     parser.add_argument("--rows", default=ROWS)
     parser.add_argument("--kinds", nargs="+", help="only plans of these kinds, beside cuBLAS and the one that is known")
     parser.add_argument("--likely", type=int, metavar="COUNT", help="of each site only so many plans, the likely ones")
-    parser.add_argument("--sites", nargs="+", default=["qkv", "o", "up", "down", "head"])
+    parser.add_argument("--sites", nargs="+", default=["qkv", "o", "up", "down", "head", "greedy-head"])
     parser.add_argument("--quantization", choices=("none", "fp8"), default="none")
     parser.add_argument("--no-pdl", action="store_true")
     parser.add_argument("--out", help="table (default: the one in the user's cache directory, which engines read)")

@@ -19,6 +19,7 @@ from asyncengine.kernels.linear_plans import (
     CUBLAS,
     INVARIANT,
     MAX_ROWS,
+    Fused,
     Plan,
     PlanTable,
     Site,
@@ -33,6 +34,7 @@ from asyncengine.kernels.triton_attention import paged_attention
 from asyncengine.kernels.triton_decode import decode_attention
 from asyncengine.kernels.triton_paged_decode import paged_decode_attention
 from asyncengine.kernels.triton_quantize import quantize_rows
+from asyncengine.kernels.triton_sampler import Ranks
 from asyncengine.kernels.work_list import WorkList
 
 try:
@@ -56,6 +58,8 @@ class CudaBatch:
     few_keys: bool = False
     """Tokens are few, and every row has few enough keys, for decode_attention, which needs no work list."""
     single_token_rows: bool = False
+    greedy: bool = False
+    """Every row that is sampled has temperature 0."""
 
     def build_work(self, *, pdl: bool) -> None:
         """After ingest, before the model."""
@@ -88,12 +92,12 @@ class CudaLinear:
     bias: Tensor | None
     out_features: int
 
-    def columns(self, activation: Activation | None) -> int:
+    def columns(self, activation: Fused | None) -> int:
         """Of the result, padding included."""
         return len(self.weight) // (2 if activation == "silu_mul" else 1)
 
     def exact(self) -> CudaLinear:
-        """Without the padding, for whoever splits the result or adds it to something."""
+        """Without the padding, for whoever splits the result, adds it to something or looks for its maximum."""
         if isinstance(self.weight, Quantized) or len(self.weight) == self.out_features:
             return self
         bias = None if self.bias is None else self.bias[: self.out_features]
@@ -239,8 +243,17 @@ class CudaOps:
         """Drops nothing: a decode step is sampled from in every row, and ``logits`` reads but the rows it needs."""
         return x
 
-    def logits(self, stream: Stream, norm: Norm, handle: CudaLinear, batch: CudaBatch) -> Tensor:
+    def logits(self, stream: Stream, norm: Norm, handle: CudaLinear, batch: CudaBatch) -> Tensor | Ranks:
+        """For ``triton_sampler.sample``: of a greedy batch ranks, where there is a plan for that."""
         index = batch.step.sample_index
+        if batch.greedy and self.options.streamed and len(index) > 1:
+            plan = self._choose(stream.x[: len(index)], handle, norm, "argmax")
+            if plan.kind == "streamed":
+                x, exact = rows.norm(stream.x, norm, index, stream.parts, pdl=self.options.pdl), handle.exact()
+                assert isinstance(exact.weight, Tensor)
+                return Ranks(
+                    gluon_linear.streamed_ranks(x, exact.weight, plan, bias=exact.bias, pdl=self.options.pdl)
+                )
         plan = self._choose(stream.x[: len(index)], handle, norm, None)
         if plan.fused_norm and stream.parts is None:
             y = self._project(stream.x, handle, plan, norm, None, index=index, dtype=torch.float32)
@@ -257,7 +270,7 @@ class CudaOps:
         x: Tensor | Quantized,
         handle: CudaLinear,
         norm: Norm | None,
-        activation: Activation | None,
+        activation: Fused | None,
         *,
         add: bool = False,
     ) -> Plan:

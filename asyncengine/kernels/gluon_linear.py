@@ -10,6 +10,8 @@ bytes. Weights are the left operand, since the tensor cores want 64 rows there a
 
 Where K is split, the parts are left for whoever reads the sum: adding them up here takes a program that waits for the
 others, 2 us, and the norm that follows reads as fast from several places as from one (``triton_rows.norm``).
+
+Of a head whose rows are all sampled greedily, a program stores one rank for each row of x instead of its logits.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
 # mypy: disable-error-code="assignment, var-annotated, unreachable, misc"
@@ -21,6 +23,7 @@ import logging
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton import TritonError
 from triton.experimental import gluon
@@ -31,14 +34,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from asyncengine.kernels.compiling import Kernel
-from asyncengine.kernels.linear_plans import Plan
+from asyncengine.kernels.linear_plans import Fused, Plan
 from asyncengine.kernels.ops import Activation
 from asyncengine.kernels.pdl import launch_options
+from asyncengine.kernels.triton_filters import LAST_INDEX, MAX_VOCAB, rank_of
 from asyncengine.kernels.triton_rows import activate
 
 logger = logging.getLogger(__name__)
 
 _activate = gluon.jit(activate.fn)
+_rank_of = gluon.jit(rank_of.fn)
 
 
 class GluonKernel(Kernel, GluonJITFunction):
@@ -89,19 +94,32 @@ def streamed_parts(x: Tensor, weight: Tensor, plan: Plan, *, bias: Tensor | None
     return parts
 
 
+def streamed_ranks(x: Tensor, weight: Tensor, plan: Plan, *, bias: Tensor | None = None, pdl: bool = False) -> Tensor:
+    """Of the logits x [M, K] weight [N, K]^T + bias [N], the greatest rank in each ``plan.columns`` of a row.
+
+    int64 [M, tiles]; see ``triton_filters.rank_of``. NaN has the rank of +inf, and its index may be any. x and weight
+    are as for ``streamed_linear``, which says what raises ValueError; so does N beyond what a rank can tell.
+    """
+    if plan.leaves_parts or len(weight) > MAX_VOCAB:
+        raise ValueError(f"{plan} gives no ranks of {len(weight)} columns")
+    ranks = torch.empty((len(x), triton.cdiv(len(weight), plan.columns)), dtype=torch.int64, device=x.device)
+    _launch(x, weight, plan, ranks, bias, "argmax", False, pdl)
+    return ranks
+
+
 def _launch(
-    x: Tensor, weight: Tensor, plan: Plan, out: Tensor, bias: Tensor | None, activation: Activation | None, add: bool,
-    pdl: bool,
+    x: Tensor, weight: Tensor, plan: Plan, out: Tensor, bias: Tensor | None, fused: Fused | None, add: bool, pdl: bool,
 ) -> None:  # fmt: skip
     rows, inner = x.shape
-    gated = activation == "silu_mul"
+    gated = fused == "silu_mul"
     columns = len(weight) // (1 + gated)
     if plan.kind != "streamed" or not plan.fits(columns, inner, gated):
         raise ValueError(f"{plan} does not fit a weight {list(weight.shape)}")
-    strided = x.stride(1) != 1 or out.stride(-1) != 1 or not weight.is_contiguous()
-    if strided or out.shape[-2:] != (rows, columns) or weight.shape != (columns * (1 + gated), inner):
-        raise ValueError(f"x {list(x.shape)}, weight {list(weight.shape)} and out {list(out.shape)} do not fit")
     programs = triton.cdiv(columns, plan.columns // (1 + gated))
+    width = programs if fused == "argmax" else columns
+    strided = x.stride(1) != 1 or out.stride(-1) != 1 or not weight.is_contiguous()
+    if strided or out.shape[-2:] != (rows, width) or weight.shape != (columns * (1 + gated), inner):
+        raise ValueError(f"x {list(x.shape)}, weight {list(weight.shape)} and out {list(out.shape)} do not fit")
     _streamed_kernel[(triton.cdiv(rows, plan.rows), programs, plan.split)](
         _tiles(x, plan.rows, plan.inner),
         _gate_and_up(weight, plan.columns, plan.inner) if gated else _tiles(weight, plan.columns, plan.inner),
@@ -116,7 +134,7 @@ def _launch(
         BK=plan.inner,
         SPLIT=plan.split,
         STAGES=plan.stages,
-        ACT=activation or "none",
+        FUSED=fused or "none",
         BIAS=bias is not None,
         ADD=add,
         WARPS=plan.warps,
@@ -152,6 +170,24 @@ def _copy_weights(weight, column, k, ready, to, GATED: gl.constexpr, wanted):
         tma.async_copy_global_to_shared(weight, [column, k], ready, to, pred=wanted)
 
 
+@gluon.jit
+def _greater(a, b):
+    return gl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@gluon.jit
+def _greatest_rank(logits, column, columns, AXIS: gl.constexpr):
+    """Along the axis of columns, which begin with ``column``; those from ``columns`` on are not there."""
+    n = column + gl.arange(0, logits.shape[AXIS], gl.SliceLayout(1 - AXIS, logits.type.layout))
+    n = gl.expand_dims(n, 1 - AXIS)
+    if column + logits.shape[AXIS] > columns:
+        logits = gl.where(n < columns, logits, float("-inf"))
+    # First the value, then its index: comparing ranks takes twice the instructions and the registers.
+    first = gl.reduce(logits, AXIS, _greater)
+    is_first = logits == gl.expand_dims(first, AXIS)
+    return _rank_of(first, gl.min(gl.where(is_first, n, LAST_INDEX), AXIS))
+
+
 @GluonKernel
 def _streamed_kernel(
     x,
@@ -167,24 +203,34 @@ def _streamed_kernel(
     BK: gl.constexpr,
     SPLIT: gl.constexpr,
     STAGES: gl.constexpr,
-    ACT: gl.constexpr,
+    FUSED: gl.constexpr,
     BIAS: gl.constexpr,
     ADD: gl.constexpr,
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Grid: blocks of x's rows, tiles of the weight's rows, parts of K. Who shares weights is side by side."""
+    """Grid: blocks of x's rows, tiles of the weight's rows, parts of K. Who shares weights is side by side.
+
+    out: [parts, rows, columns]; of argmax the ranks [rows, tiles].
+    """
     if PDL:
         gdc_launch_dependents()
-    GATED: gl.constexpr = ACT == "silu_mul"
+    GATED: gl.constexpr = FUSED == "silu_mul"
     WIDTH: gl.constexpr = BN // 2 if GATED else BN
     SPAN: gl.constexpr = K // SPLIT
     STEPS: gl.constexpr = (SPAN + BK - 1) // BK
     AHEAD: gl.constexpr = STAGES if STAGES < STEPS else STEPS
     BYTES: gl.constexpr = (BN + BM) * BK * 2
+    RANKS: gl.constexpr = FUSED == "argmax"
+    # A thread has sums of 2 rows of the left operand and of many of the right one. So if weights are on the right, it
+    # finds the first of a row of x by itself, but for what three others have.
+    TURNED: gl.constexpr = RANKS and BM >= 64
+    AXIS: gl.constexpr = 1 if TURNED else 0
+    LEFT: gl.constexpr = BM if TURNED else BN
+    RIGHT: gl.constexpr = BN if TURNED else BM
     # How sums lie among threads, and how results do that are stored: 16 bytes of a row of out each.
-    DOWN: gl.constexpr = WARPS if BN >= 16 * WARPS else 4
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [DOWN, WARPS // DOWN], [16, BM * DOWN // WARPS, 16])
+    DOWN: gl.constexpr = WARPS if LEFT >= 16 * WARPS else 4
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [DOWN, WARPS // DOWN], [16, RIGHT * DOWN // WARPS, 16])
     LANES: gl.constexpr = WIDTH // 8 if WIDTH < 256 else 32
     STORED: gl.constexpr = gl.BlockedLayout([8, 1], [LANES, 32 // LANES], [1, WARPS], [0, 1])
 
@@ -212,7 +258,7 @@ def _streamed_kernel(
     if ADD:
         added = gl.load(at, mask=there, other=0.0)
 
-    acc = gl.zeros([BN, BM], gl.float32, SUMS)
+    acc = gl.zeros([LEFT, RIGHT], gl.float32, SUMS)
     FLAT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     for step in range(STEPS):
         slot = step % STAGES
@@ -220,7 +266,10 @@ def _streamed_kernel(
         tile = ws.index(slot)
         if GATED:
             tile = tile._reinterpret(gl.bfloat16, [BN, BK], FLAT)
-        acc = warpgroup_mma(tile, xs.index(slot).permute((1, 0)), acc, is_async=True)
+        if TURNED:
+            acc = warpgroup_mma(xs.index(slot), tile.permute((1, 0)), acc, is_async=True)
+        else:
+            acc = warpgroup_mma(tile, xs.index(slot).permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(1, (acc,))
         # The product of the step before is done, so its memory is free.
         free, following = (slot + STAGES - 1) % STAGES, step - 1 + STAGES
@@ -234,18 +283,23 @@ def _streamed_kernel(
         mbarrier.invalidate(ready.index(i))
 
     if BIAS:  # once, and not in every part
-        of = gl.arange(0, BN, gl.SliceLayout(1, SUMS))
-        of = column + (of // 16 * 8 + of % 8 if GATED else of)
-        second = gl.arange(0, BN, gl.SliceLayout(1, SUMS)) // 8 % 2 * columns if GATED else 0
+        place = gl.arange(0, BN, gl.SliceLayout(1 - AXIS, SUMS))
+        of = column + (place // 16 * 8 + place % 8 if GATED else place)
+        second = place // 8 % 2 * columns if GATED else 0
         b = gl.load(bias + second + of, mask=(of < columns) & (split == 0), other=0.0)
-        acc += b.to(gl.float32)[:, None]
+        acc += gl.expand_dims(b.to(gl.float32), 1 - AXIS)
     if GATED:
         pairs = gl.permute(gl.reshape(acc, [BN // 16, 2, 8, BM]), (0, 2, 3, 1))
         gate, up = gl.split(pairs)
         acc = gl.reshape(gate / (1 + gl.exp(-gate)) * up, [WIDTH, BM])
-    elif ACT != "none":
-        acc = _activate(acc, ACT)
-    y = gl.convert_layout(acc, STORED)
-    if ADD:
-        y += added.to(gl.float32)
-    gl.store(at, y.to(out.dtype.element_ty), mask=there)
+    elif FUSED != "none" and not RANKS:
+        acc = _activate(acc, FUSED)
+    if RANKS:
+        ranks = _greatest_rank(acc, column, columns, AXIS)
+        m = row + gl.arange(0, BM, gl.SliceLayout(AXIS, SUMS))
+        gl.store(out + m.to(gl.int64) * out_stride + program, ranks, mask=m < rows)
+    else:
+        y = gl.convert_layout(acc, STORED)
+        if ADD:
+            y += added.to(gl.float32)
+        gl.store(at, y.to(out.dtype.element_ty), mask=there)

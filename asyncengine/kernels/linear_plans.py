@@ -34,6 +34,9 @@ _MULTIPROCESSORS = 132
 NormKind = Literal["none", "rms", "layer"]
 PlanKind = Literal["vector", "skinny", "tiled", "streamed", "cublas"]
 WeightKind = Literal["bf16", "fp8"]
+Fused = Activation | Literal["argmax"]
+"""argmax is of a head whose rows are all sampled greedily: the ranks of its tiles (see gluon_linear.streamed_ranks), if
+the plan is streamed; else the head gives logits, by the plan of its site without."""
 
 
 class Site(NamedTuple):
@@ -44,7 +47,7 @@ class Site(NamedTuple):
     rows: int
     """see round_rows"""
     norm: NormKind
-    activation: Activation | None
+    activation: Fused | None
     bias: bool
     add: bool
     weight: WeightKind = "bf16"
@@ -149,7 +152,8 @@ def candidates(site: Site, *, streamed: bool = True) -> Iterator[Plan]:
     """Plans worth measuring, ``fallback`` first; ``streamed`` ones only where they run."""
     yield fallback(site)
     gated = site.activation == "silu_mul"
-    for plan in (*_vector(site), *_skinny(site), *_tiled(site), *(_streamed(site) if streamed else ())):
+    whole = () if site.activation == "argmax" else (*_vector(site), *_skinny(site), *_tiled(site))
+    for plan in (*whole, *(_streamed(site) if streamed else ())):
         if plan.fits(site.columns, site.inner, gated) and plan != fallback(site):
             yield plan
             if site.weight == "fp8" and plan.fused_norm:
@@ -221,7 +225,7 @@ def _streamed(site: Site) -> Iterator[Plan]:
     for rows in (8, 16, 32, 64, 128, 256):
         if not site.rows <= 4 * rows <= 4 * site.rows:
             continue
-        for columns in (64, 128):
+        for columns in (64, 128, 256) if site.activation == "argmax" and rows >= 64 else (64, 128):
             for inner in (64, 128, 256) if rows <= 64 else (64, 128):
                 for split in (1, 2, 4) if site.add else (1,):
                     tiles = -(-site.weight_rows // columns) * split

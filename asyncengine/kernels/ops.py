@@ -107,5 +107,8 @@ class Ops(Protocol):
         The package may drop the others from the stream, and returns the rows of x that are still in it.
         """
 
-    def logits(self, stream: Any, norm: Norm, handle: Any, batch: Any) -> Tensor | None:
-        """float32 [num_samples, N] of the tokens whose logits the step wants; None if it wants none."""
+    def logits(self, stream: Any, norm: Norm, handle: Any, batch: Any) -> Any:
+        """float32 [num_samples, N] of the tokens whose logits the step wants; None if it wants none.
+
+        Of a step that does not need all of them it may be what does, in the form of the package's own sampler.
+        """

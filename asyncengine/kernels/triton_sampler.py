@@ -6,16 +6,19 @@ same token from the same logits unless the number falls within rounding of an ed
 of 2^-40 of the largest one, and what is summed in float32 is summed in an order of its own, so a token depends on
 nothing but the row's logits, its parameters, its seed and its position.
 
-Greedy sampling is one launch that reads the logits once; the program of a row that is done last ends the row. Any
-other batch takes three. ``_tiles_kernel`` reads all logits and leaves a summary of each tile, enough for greedy and
-plain temperature; of rows with a filter it counts elements by bins, and the last program bounds where the filter
-ends. ``_collect_kernel`` reads the tiles that have something to be kept in them, adds up what is above the bounds and
-lists what is between them. ``finish_kernel`` finds the exact end among those listed, draws, and hands the token on.
+Greedy sampling is one launch that reads the logits once; the program of a row that is done last ends the row. Where
+the head has left ranks in place of logits, it is one that reads those. Any other batch takes three. ``_tiles_kernel``
+reads all logits and leaves a summary of each tile, enough for greedy and plain temperature; of rows with a filter it
+counts elements by bins, and the last program bounds where the filter ends. ``_collect_kernel`` reads the tiles that
+have something to be kept in them, adds up what is above the bounds and lists what is between them. ``finish_kernel``
+finds the exact end among those listed, draws, and hands the token on.
 """
 
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -62,7 +65,14 @@ _PROGRAMS = 396
 _COLLECT_REGISTERS = 80
 _FINISH_REGISTERS = 128
 """Per thread, so that three and two programs fit on a multiprocessor; what is spilled is used once."""
-MAX_TILES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """What greedy sampling has to know of a step's logits."""
+
+    tiles: Tensor
+    """int64 [R, tiles]: the greatest ``rank_of`` a logit in each tile of a row"""
 
 
 @triton.jit
@@ -299,11 +309,48 @@ def _collect_kernel(
             )  # fmt: skip
 
 
+# ---- ranks that the head has left ----
+
+
+@kernel
+def _first_kernel(
+    ranks: tl.tensor,
+    num_tiles: tl.tensor,
+    sample_slot: tl.tensor,
+    stops: tl.tensor,
+    last_token: tl.tensor,
+    finished: tl.tensor,
+    header: tl.tensor,
+    out_words: tl.tensor,
+    ring_stride: tl.tensor,
+    TILES: tl.constexpr,
+    STOPS: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(sample_slot + row)
+    if slot < 0:
+        return
+    tiles = tl.arange(0, TILES)
+    first = tl.max(tl.load(ranks + row * num_tiles + tiles, mask=tiles < num_tiles, other=NO_RANK), 0)
+    hand_on(
+        row, slot, token_of(first), is_finite(first), stops, last_token, finished, header, out_words, ring_stride,
+        STOPS,
+    )  # fmt: skip
+
+
 # ---- launches ----
 
 
 def sample(
-    logits: Tensor, step: DeviceStep, header: Tensor, out_words: Tensor, *, greedy_only: bool, pdl: bool = False
+    logits: Tensor | Ranks,
+    step: DeviceStep,
+    header: Tensor,
+    out_words: Tensor,
+    *,
+    greedy_only: bool,
+    pdl: bool = False,
 ) -> None:
     """Draw a token for each row s with a slot = step.sample_slot[s] ≥ 0 from logits float32 [R, V].
 
@@ -317,8 +364,14 @@ def sample(
     once and whole, at out_words[header[1], s]. header is int64 [2]: number of the step, and where in the ring its
     words go. out_words is int64 [ring, at least R], which may be host memory mapped into the device.
 
-    greedy_only: the temperatures of all rows are 0 (not checked); the parameters are not looked at.
+    greedy_only: the temperatures of all rows are 0 (not checked); the parameters are not looked at. Only then ranks do
+    in place of the logits.
     """
+    if isinstance(logits, Ranks):
+        if not greedy_only:
+            raise ValueError("ranks are for greedy sampling alone")
+        _sample_first(logits.tiles, step, header, out_words, pdl)
+        return
     if logits.dtype != torch.float32 or logits.dim() != 2 or logits.stride(1) != 1:
         raise ValueError(
             f"logits must be float32 [rows, vocabulary] with contiguous rows, "
@@ -365,6 +418,19 @@ def sample(
         header, out_words, out_words.stride(0),
         TILE=_TILE, TILES=tiles, CHUNK=_CHUNK, LIST=_LIST, FEW=_FEW, FINE=_FINE, STOPS=MAX_STOPS,
         num_warps=8, maxnreg=_FINISH_REGISTERS, **launch_options(pdl),
+    )  # fmt: skip
+
+
+def _sample_first(ranks: Tensor, step: DeviceStep, header: Tensor, out_words: Tensor, pdl: bool) -> None:
+    if ranks.dtype != torch.int64 or ranks.dim() != 2 or not ranks.is_contiguous():
+        raise ValueError(f"ranks must be contiguous int64 [rows, tiles], got {ranks.dtype} {list(ranks.shape)}")
+    rows, num_tiles = ranks.shape
+    _check(rows, step, header, out_words)
+    slots = step.slots
+    _first_kernel[(rows,)](
+        ranks, num_tiles, step.sample_slot, slots.stops, slots.last_token, slots.finished,
+        header, out_words, out_words.stride(0),
+        TILES=max(16, triton.next_power_of_2(num_tiles)), STOPS=MAX_STOPS, num_warps=8, **launch_options(pdl),
     )  # fmt: skip
 
 

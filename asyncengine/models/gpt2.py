@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from asyncengine.kernels.ops import Activation, AttentionLayer, Norm, Ops
 from asyncengine.layers.attention import AttentionBackend, LayerKVCache
 from asyncengine.models.config import ModelConfig, RawConfig
@@ -113,8 +111,8 @@ class GPT2LMHeadModel:
         if not config.tie_word_embeddings:
             self._head = ops.make_head(weights.get("lm_head.weight", config.vocab_size, hidden))
 
-    def forward(self, batch: Any, caches: list[LayerKVCache]) -> Tensor | None:
-        """Run the step and write its KV; float32 logits [num_samples, vocab_size], None without samples."""
+    def forward(self, batch: Any, caches: list[LayerKVCache]) -> Any:
+        """Run the step and write its KV; what ``Ops.logits`` gives, float32 [num_samples, vocab_size] as a rule."""
         stream = self._ops.embed(batch, self._embedding, self._position_embedding)
         for layer, cache in zip(self._layers, caches, strict=True):
             layer.forward(stream, cache, batch)

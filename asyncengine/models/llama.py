@@ -155,8 +155,8 @@ class LlamaForCausalLM:
         if not config.tie_word_embeddings:
             self._head = ops.make_head(weights.get("lm_head.weight", config.vocab_size, config.hidden_size))
 
-    def forward(self, batch: Any, caches: list[LayerKVCache]) -> Tensor | None:
-        """Run the step and write its KV; float32 logits [num_samples, vocab_size], None without samples."""
+    def forward(self, batch: Any, caches: list[LayerKVCache]) -> Any:
+        """Run the step and write its KV; what ``Ops.logits`` gives, float32 [num_samples, vocab_size] as a rule."""
         stream = self._ops.embed(batch, self._embedding)
         for layer, cache in zip(self._layers, caches, strict=True):
             layer.forward(stream, cache, batch)

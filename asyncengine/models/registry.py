@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
-
 from asyncengine.errors import UnsupportedModelError
 from asyncengine.kernels.ops import Ops
 from asyncengine.layers.attention import AttentionBackend, LayerKVCache
@@ -18,8 +16,8 @@ from asyncengine.models.weights import WeightSource
 class CausalLM(Protocol):
     """A loaded model."""
 
-    def forward(self, batch: Any, caches: list[LayerKVCache]) -> Tensor | None:
-        """Run the step and write its KV; float32 logits [num_samples, vocab_size], None without samples."""
+    def forward(self, batch: Any, caches: list[LayerKVCache]) -> Any:
+        """Run the step and write its KV; what ``Ops.logits`` gives, float32 [num_samples, vocab_size] as a rule."""
 
 
 class Family(NamedTuple):

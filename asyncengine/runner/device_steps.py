@@ -178,13 +178,14 @@ class DeviceSteps:
         source = self._buffers.source
         step = self._step.bucket(bucket.max_rows, bucket.max_tokens)
         few_keys = bucket.max_context < ANY_CONTEXT
-        batch = CudaBatch(step, self._work.of(bucket), few_keys, bucket.single_token_rows)
+        greedy = variant == GREEDY
+        batch = CudaBatch(step, self._work.of(bucket), few_keys, bucket.single_token_rows, greedy)
         with torch.inference_mode():
             ingest(source, step, self._block_size, pdl=self._pdl)
             batch.build_work(pdl=self._pdl)
             logits = self._model.forward(batch, self.cache.layers)
             assert logits is not None
-            sample(logits, step, source.header, source.outputs, greedy_only=variant == GREEDY, pdl=self._pdl)
+            sample(logits, step, source.header, source.outputs, greedy_only=greedy, pdl=self._pdl)
 
     def copy_blocks(self) -> None:
         """Enqueue the block copies of the next step, which comes after them."""

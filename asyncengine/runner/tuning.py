@@ -22,7 +22,8 @@ from triton import TritonError
 
 from asyncengine.kernels import triton_rows as rows
 from asyncengine.kernels.compiling import compile_launches
-from asyncengine.kernels.cuda import CudaLinear, CudaOps, CudaOptions, Stream
+from asyncengine.kernels.cuda import CudaBatch, CudaLinear, CudaOps, CudaOptions, Stream
+from asyncengine.kernels.device_step import DeviceStep, allocate_step
 from asyncengine.kernels.linear_plans import (
     Plan,
     PlanTable,
@@ -34,6 +35,7 @@ from asyncengine.kernels.linear_plans import (
 )
 from asyncengine.kernels.ops import Norm
 from asyncengine.kernels.quantize import quantize_weights
+from asyncengine.kernels.triton_sampler import sample
 
 logger = logging.getLogger(__name__)
 
@@ -117,12 +119,18 @@ class Tuner:
 class _Case:
     """A site with its operands."""
 
-    def __init__(self, site: Site, handles: list[CudaLinear], x: Tensor, stream: Tensor, norm: Norm) -> None:
+    def __init__(
+        self, site: Site, handles: list[CudaLinear], x: Tensor, stream: Tensor, norm: Norm, step: DeviceStep
+    ) -> None:
         self.site = site
         self.handles = handles
         self._x = x
         self._stream = stream
         self._norm = norm
+        self._step = step
+        """of rows that are all sampled"""
+        self._header = torch.zeros(2, dtype=torch.int64, device=x.device)
+        self._words = torch.zeros(1, len(x), dtype=torch.int64, device=x.device)
 
     @classmethod
     def allocate(cls, site: Site, device: torch.device, calls: int | None = None) -> _Case:
@@ -138,10 +146,18 @@ class _Case:
             handles.append(CudaLinear(stored, bias, site.weight_rows))
         width = site.columns if site.add else site.inner
         norm = Norm(random(width), random(width) if site.norm == "layer" else None, 1e-5)
-        return cls(site, handles, random(site.rows, site.inner), random(site.rows, site.columns), norm)
+        step = allocate_step(site.rows, 1, site.rows, site.rows, device)
+        for rows_of in (step.sample_index, step.sample_slot):
+            rows_of.copy_(torch.arange(site.rows))
+        return cls(site, handles, random(site.rows, site.inner), random(site.rows, site.columns), norm, step)
 
     def call(self, ops: CudaOps, handle: CudaLinear) -> None:
-        """With the norm that adds up parts, whether a plan leaves some or not."""
+        """With the norm that adds up parts, or the sampler that reads ranks, whether a plan leaves some or not."""
+        if self.site.activation == "argmax":
+            batch, pdl = CudaBatch(self._step, {}, greedy=True), ops.options.pdl
+            logits = ops.logits(Stream(self._x), self._norm, handle, batch)
+            sample(logits, self._step, self._header, self._words, greedy_only=True, pdl=pdl)
+            return
         if not self.site.add:
             ops.norm_linear(Stream(self._x), self._norm, handle, self.site.activation)
             return
@@ -259,7 +275,7 @@ def _family(plan: Plan) -> str:
 def _site_distance(a: Site, b: Site) -> float:
     """In doublings of a dimension."""
     kinds = ((a.activation == "silu_mul") != (b.activation == "silu_mul")) + ((a.norm == "none") != (b.norm == "none"))
-    kinds += a.weight != b.weight
+    kinds += (a.weight != b.weight) + ((a.activation == "argmax") != (b.activation == "argmax"))
     sizes = abs(math.log2(a.weight_rows / b.weight_rows)) + abs(math.log2(a.inner / b.inner))
     return 0.5 * (sizes + kinds)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -42,14 +43,14 @@ class StateDict:
 
 
 class Recorder:
-    """A model that keeps its logits, step by step."""
+    """A model that keeps its logits, step by step, although its steps are greedy and ranks would do."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self.logits: list[Tensor] = []
 
     def forward(self, batch: Any, caches: Any) -> Tensor:
-        logits = self._model.forward(batch, caches)
+        logits = self._model.forward(replace(batch, greedy=False), caches)
         self.logits.append(logits[0].clone())
         return logits
 

@@ -131,7 +131,11 @@ def test_the_probe(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Non
     assert not gluon_linear.works(device), "it wrote nothing"
 
 
-SHIPPED = [(site, plan) for site, plan in PlanTable.shipped().items() if plan.kind == "streamed"]
+SHIPPED = [
+    (site, plan)
+    for site, plan in PlanTable.shipped().items()
+    if plan.kind == "streamed" and site.activation != "argmax"  # see test_streamed_ranks.py
+]
 
 
 @pytest.mark.parametrize(("site", "plan"), SHIPPED, ids=[f"{s.weight_rows}x{s.inner}-{s.rows}" for s, _ in SHIPPED])

@@ -5,7 +5,9 @@ Nothing is computed. It shows on any machine that kernels compile, and with what
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,10 +81,21 @@ def install() -> dict[str, Any]:
     return compiled
 
 
+def spills(kernel: Any) -> list[str]:
+    """A word for it if registers do not do for what install() compiled."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return [] if "STACK:0 " in usage and "LOCAL:0 " in usage else ["spills"]
+
+
 def main(directory: str, dtype: str, quantization: Quantization = "none") -> None:
     from asyncengine import _core
     from asyncengine.config import EngineConfig
     from asyncengine.kernels.cuda import CudaOps, CudaOptions
+    from asyncengine.kernels.linear_plans import Plan, PlanTable, Site
     from asyncengine.layers.attention import NativeAttention
     from asyncengine.runner.buckets import Bucket
     from asyncengine.runner.cuda_runner import make_steps
@@ -110,7 +123,10 @@ def main(directory: str, dtype: str, quantization: Quantization = "none") -> Non
     steps.run(Bucket(4, 4, True), GREEDY)
     steps.copy_blocks()
     if quantization == "none":  # and what Hopper takes instead, where there is something
-        streaming = CudaOps(ops.device, CudaOptions(streamed=True))
+        head = Site(loaded.config.vocab_size, loaded.config.hidden_size, 8, "rms", "argmax", False, False)
+        plans = PlanTable({head: Plan("streamed", 128, 64, 4, 8, stages=4, fused_norm=False)})
+        streaming = CudaOps(ops.device, CudaOptions(plans, streamed=True))
+        loaded = load_model(config, streaming, NativeAttention(streaming))
         steps, _ = make_steps(config, loaded, streaming, native, 8)
         steps.state.input_ids.zero_()
         steps.run(Bucket(4, 4, True), GREEDY)

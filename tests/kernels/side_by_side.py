@@ -221,11 +221,13 @@ def a_second_start_measures_nothing(driver: Counting, directory: Path) -> None:
     for off in ({"tune_linear": False}, {"programmatic_launch": False}, {"batch_invariant": True}):
         assert start(**off).tuner.measured == []
     first = start()
-    assert [(site.columns, site.rows) for site in first.tuner.measured] == [(20_000, 1), (20_000, 8)]
+    assert {site.columns for site in first.tuner.measured} == {20_000}
+    assert [(site.rows, site.activation) for site in first.tuner.measured] == [(1, None), (8, "argmax"), (8, None)]
     assert not first.ops.missing
     compiled = len(driver.compiled)
     run_all(first.steps(8), first.buckets)
     assert len(driver.compiled) == compiled, "steps use the new plans, whose kernels are compiled too"
+    assert {"_first_kernel", "_tiles_kernel"} <= set(driver.launched), "steps of more than one row take ranks"
     second = start()
     assert second.tuner.measured == []
     for site in first.tuner.measured:
@@ -250,7 +252,7 @@ def the_cache_finds_kernels_in_any_order(driver: Counting) -> None:
 def plans_compile_without_operands(driver: Counting) -> None:
     sites = [Site(2048, 1536, rows, "rms", "silu_mul", False, False) for rows in (1, 16)]
     sites += [Site(1536, 2048, rows, "none", None, True, True) for rows in (1, 32)]
-    sites += [Site(1536, 2048, 8, "layer", None, True, False)]
+    sites += [Site(1536, 2048, 8, "layer", None, True, False), Site(32000, 1536, 64, "rms", "argmax", False, False)]
     plans = {site: likely(site, PlanTable.shipped(), 2) for site in sites}
     tuner = Tuner(CPU, pdl=True)
     tuner.compile({site: [CUBLAS, *some] for site, some in plans.items()}, 2)

@@ -37,7 +37,7 @@ def test_every_kernel_of_a_step_compiles(tmp_path):
     for name in (
         "_fetch", "_ingest", "build_kernel", "build_apart_kernel", "_decode_kernel", "_paged_decode_kernel",
         "_streamed_decode_kernel", "_norm_kernel", "_rotary_store_kernel", "_copy_blocks", "_collect_kernel",
-        "finish_kernel",
+        "finish_kernel", "_streamed_kernel", "_first_kernel",
     ):  # fmt: skip
         assert name in compiled
 
@@ -113,10 +113,37 @@ def test_streamed_plans_compile(tmp_path):
     assert compiled == ["_streamed_kernel:wgmma:griddepcontrol.wait:cp.async.bulk.tensor"] * 13
 
 
-STREAMED_ATTENTION = """
-from tests.kernels.compile_for_hopper import install
+STREAMED_RANKS = """
+from tests.kernels.compile_for_hopper import install, spills
 compiled = install()
-import subprocess, tempfile, torch, triton
+import torch
+from asyncengine.kernels.gluon_linear import streamed_ranks
+from asyncengine.kernels.linear_plans import Plan, PlanTable
+
+def random(*shape): return torch.empty(shape, dtype=torch.bfloat16)
+
+plans = {plan: site for site, plan in PlanTable.shipped().items() if site.activation == "argmax"}
+assert all(plan.kind in ("streamed", "cublas") for plan in plans)
+for plan in (*(plan for plan in plans if plan.kind == "streamed"), Plan("streamed", 256, 64, 8, 128, stages=4)):
+    streamed_ranks(random(plan.rows, 1024), random(300, 1024), plan, pdl=True)
+streamed_ranks(random(5, 200), random(301, 200), Plan("streamed", 64, 64, 4, 16, stages=2), bias=random(301), pdl=True)
+streamed_ranks(random(5, 200), random(301, 200), Plan("streamed", 64, 64, 4, 64, stages=2), bias=random(301), pdl=True)
+for name, kernel in compiled.items():
+    print(":".join([name.split()[0], *(word for word in ("wgmma",) if word in kernel.asm["ptx"]), *spills(kernel)]))
+"""
+
+
+def test_streamed_ranks_compile(tmp_path):
+    """With weights as either operand, and by all plans that come with the package."""
+    compiled = run(tmp_path, "-c", STREAMED_RANKS)
+    assert len(compiled) > 6
+    assert set(compiled) == {"_streamed_kernel:wgmma"}
+
+
+STREAMED_ATTENTION = """
+from tests.kernels.compile_for_hopper import install, spills
+compiled = install()
+import torch
 from asyncengine.kernels.device_step import allocate_step
 from asyncengine.kernels.gluon_paged_decode import streamed_decode_attention
 from asyncengine.kernels.ops import HeadNorms
@@ -141,13 +168,7 @@ for heads, kv_heads, dim, rotary, norm in (
         )
 for name, kernel in compiled.items():
     words = [word for word in ("mma.sync", "griddepcontrol.wait", "cp.async.bulk.tensor") if word in kernel.asm["ptx"]]
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    spills = [] if "STACK:0 " in usage and "LOCAL:0 " in usage else ["spills"]
-    print(":".join([name.split()[0], *words, *spills]))
+    print(":".join([name.split()[0], *words, *spills(kernel)]))
 """
 
 

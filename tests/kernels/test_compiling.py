@@ -65,9 +65,10 @@ def test_whatever_a_step_launches_can_be_compiled_alone() -> None:
 def is_launched(tree: ast.Module, name: str) -> bool:
     """Whether a module names a function elsewhere than in a call: to launch it, or to choose what to launch.
 
-    What a kernel hands to its warps is none of that.
+    What a kernel hands to its warps or to a reduction is none of that.
     """
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     called = {id(call.func) for call in calls}
-    called |= {id(n) for call in calls if ast.unparse(call.func) == "gl.warp_specialize" for n in ast.walk(call)}
+    takers = ("gl.warp_specialize", "gl.reduce")
+    called |= {id(n) for call in calls if ast.unparse(call.func) in takers for n in ast.walk(call)}
     return any(isinstance(node, ast.Name) and node.id == name and id(node) not in called for node in ast.walk(tree))

@@ -40,7 +40,7 @@ sites = st.builds(
     inner=st.integers(1, 1 << 16),
     rows=powers,
     norm=st.sampled_from(["none", "rms", "layer"]),
-    activation=st.sampled_from([None, "silu_mul", "gelu", "gelu_tanh"]),
+    activation=st.sampled_from([None, "silu_mul", "gelu", "gelu_tanh", "argmax"]),
     bias=st.booleans(),
     add=st.booleans(),
     weight=st.sampled_from(["bf16", "fp8"]),
@@ -296,6 +296,22 @@ def test_streamed_candidates_are_left_out_where_they_do_not_run() -> None:
     site = Site(3072, 1024, 64, "rms", "silu_mul", False, False)
     some, all_of_them = list(candidates(site, streamed=False)), list(candidates(site))
     assert [plan for plan in all_of_them if plan.kind != "streamed"] == some != all_of_them
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64, 256])
+@pytest.mark.parametrize(("columns", "inner", "norm"), [(151936, 1024, "rms"), (50304, 768, "layer")])
+def test_heads_that_leave_ranks_are_streamed_or_not_at_all(columns: int, inner: int, norm: Any, rows: int) -> None:
+    site = Site(columns, inner, rows, norm, "argmax", False, False)
+    assert default_plan(site) == fallback(site) == CUBLAS
+    first, *rest = candidates(site)
+    assert first == CUBLAS
+    assert (len(rest) > 5) == (rows >= 8)
+    assert {plan.kind for plan in rest} <= {"streamed"}
+    assert not any(plan.leaves_parts for plan in rest)
+    for plan in rest:
+        assert_can_run(plan, site)
+    assert set(rest) >= {plan for plan in candidates(site._replace(activation=None)) if plan.kind == "streamed"}
+    assert list(candidates(site, streamed=False)) == [CUBLAS]
 
 
 def test_norms_are_apart_if_no_plan_that_reads_them_holds_them() -> None:

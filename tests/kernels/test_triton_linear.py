@@ -16,11 +16,12 @@ from torch import Tensor
 
 from asyncengine.kernels.cuda import CudaBatch, CudaLinear, CudaOps, CudaOptions, Stream
 from asyncengine.kernels.device_step import allocate_step
-from asyncengine.kernels.linear_plans import INVARIANT, MAX_ROWS, Plan, PlanTable, Site, round_rows
+from asyncengine.kernels.linear_plans import CUBLAS, INVARIANT, MAX_ROWS, Plan, PlanTable, Site, round_rows
 from asyncengine.kernels.ops import Activation, Norm
 from asyncengine.kernels.triton_linear import linear
+from asyncengine.kernels.triton_sampler import Ranks
 from tests.kernels.poison import poison_new_memory, surrounded, taken
-from tests.kernels.twins import activated, assert_within
+from tests.kernels.twins import activated, assert_within, greatest_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
@@ -407,6 +408,50 @@ def test_parts_are_added_by_whoever_reads_the_stream(
         results.append((after, hidden, ops.logits(stream, model.norm, handle, CudaBatch(step, {})), stream.settle()))
     for got, expected in zip(*results, strict=True):
         assert_near(got, expected)
+
+
+def ranked(x: Tensor, weight: Tensor, plan: Plan, *, bias: Tensor | None, pdl: bool) -> Tensor:
+    """What gluon_linear.streamed_ranks does, which only a Hopper GPU can."""
+    assert plan == RANKING
+    return greatest_ranks(F.linear(x.float(), weight.float(), None if bias is None else bias.float()), plan.columns)
+
+
+RANKING = Plan("streamed", 64, 64, 4, 8, 1, 2, fused_norm=False)
+
+
+@pytest.mark.parametrize("out_features", [128, 100])  # 100 is padded to 128
+def test_greedy_heads_leave_ranks(device: torch.device, out_features: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only of greedy batches of more than one row, and where kernels in Gluon run."""
+    if device.type == "cpu":
+        monkeypatch.setattr("asyncengine.kernels.gluon_linear.streamed_ranks", ranked)
+    model = Model(device, 6, out_features, 64)
+    site = Site(128, 64, 8, "rms", "argmax", True, False)
+    index = [5, 0, 0, 3]
+    step = allocate_step(1, 1, len(index), model.rows, device)
+    step.sample_index.copy_(torch.tensor(index))
+
+    def head(ops: CudaOps, greedy: bool = True, rows: int = 4) -> Tensor | Ranks:
+        batch = CudaBatch(step.bucket(rows, model.rows), {}, greedy=greedy)
+        return ops.logits(Stream(model.x), model.norm, model.handle(ops), batch)
+
+    ops = make_ops(device, {site: RANKING})
+    ranks, logits = head(ops), head(ops, greedy=False)
+    assert isinstance(ranks, Ranks)
+    assert isinstance(logits, Tensor)
+    assert ranks.tiles.shape == (4, 2)
+    found = ~ranks.tiles.amax(1).cpu() & (2**20 - 1)
+    assert torch.equal(found, logits.argmax(1).cpu())
+    assert ops.missing == {site._replace(activation=None)}
+    assert isinstance(head(ops, rows=1), Tensor)
+    assert isinstance(head(make_ops(device, {site: RANKING}, invariant=True)), Tensor)
+    unstreamed = CudaOps(device, CudaOptions(PlanTable({site: RANKING}), COMPILED))
+    assert isinstance(head(unstreamed), Tensor)
+    unknown = make_ops(device)
+    assert isinstance(head(unknown), Tensor), "until it is measured"
+    assert unknown.missing == {site, site._replace(activation=None)}
+    known = make_ops(device, {site: CUBLAS})
+    assert isinstance(head(known), Tensor)
+    assert known.missing == {site._replace(activation=None)}
 
 
 def test_streamed_plans_of_a_table_are_not_taken_where_they_do_not_run(device: torch.device) -> None:

@@ -16,8 +16,10 @@ from asyncengine import _core
 from asyncengine.kernels import triton_sampler
 from asyncengine.kernels.cpu import CpuOps
 from asyncengine.kernels.device_step import DeviceStep, allocate_step
+from asyncengine.kernels.triton_sampler import Ranks
 from tests.chi_square import check_draws
 from tests.kernels.poison import poison_new_memory
+from tests.kernels.twins import greatest_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
@@ -77,10 +79,14 @@ class Case:
         self.words = torch.full((RING + 1, len(sampling) + 2), POISON, device=device)
         self.header = torch.tensor([STEP_NUMBER, RING], device=device)
 
-    def run(self, logits: Tensor, greedy_only: bool = False) -> list[int]:
-        """The tokens, with everything checked that is the same whatever they are."""
+    def run(self, logits: Tensor, greedy_only: bool = False, ranks_of: int = 0) -> list[int]:
+        """The tokens, with everything checked that is the same whatever they are.
+
+        With ``ranks_of`` the sampler gets the ranks of tiles of so many logits instead.
+        """
         before = self.step.slots.finished[self.unused].tolist()
-        moved = logits.to(self.step.input_ids.device)
+        device = self.step.input_ids.device
+        moved = Ranks(greatest_ranks(logits, ranks_of).to(device)) if ranks_of else logits.to(device)
         triton_sampler.sample(moved, self.step, self.header, self.words, greedy_only=greedy_only, pdl=COMPILED)
         assert (self.words[:RING] == POISON).all()
         assert (self.step.sample_arrivals == 0).all()
@@ -192,14 +198,20 @@ def test_tokens_are_the_cpus(
     assert draw(device, logits, sampling) == draw_on_cpu(logits, sampling)
 
 
-@given(rows=st.integers(1, 4), vocab=st.integers(1, 200), kind=st.sampled_from(KINDS), seed=st.integers(0, 1000))
+@given(
+    rows=st.integers(1, 4), vocab=st.integers(1, 200), kind=st.sampled_from(KINDS), seed=st.integers(0, 1000),
+    width=st.sampled_from([1, 7, 64, 128]),
+)  # fmt: skip
 @settings(max_examples=EXAMPLES // 3)
-def test_greedy_takes_the_first_maximum(device: torch.device, rows: int, vocab: int, kind: str, seed: int) -> None:
+def test_greedy_takes_the_first_maximum(
+    device: torch.device, rows: int, vocab: int, kind: str, seed: int, width: int
+) -> None:
     logits = random_logits(rows, vocab, seed, kind)
     expected = [row.index(max(row)) for row in logits.tolist()]
     assert draw(device, logits, [GREEDY] * rows, greedy_only=True) == expected
     assert draw(device, logits, [GREEDY] * rows) == expected
     assert draw_on_cpu(logits, [GREEDY] * rows) == expected
+    assert Case(device, [GREEDY] * rows).run(logits, True, width) == expected
 
 
 @pytest.mark.parametrize(
@@ -342,10 +354,14 @@ def test_unused_rows_neither_read_nor_write(device: torch.device) -> None:
     logits[1] = math.nan
     case = Case(device, sampling, [4, -1, 0, 2])
     assert case.run(logits) == [expected[0], expected[2], expected[3]]
+    expected = draw_on_cpu(logits, [GREEDY] * 4)
+    for ranks_of in (0, 64):
+        case = Case(device, [GREEDY] * 4, [4, -1, 0, 2])
+        assert case.run(logits, True, ranks_of) == [expected[0], expected[2], expected[3]]
 
 
-@pytest.mark.parametrize("greedy_only", [False, True])
-def test_a_stop_token_finishes_its_slot(device: torch.device, greedy_only: bool) -> None:
+@pytest.mark.parametrize(("greedy_only", "ranks_of"), [(False, 0), (True, 0), (True, 64)])
+def test_a_stop_token_finishes_its_slot(device: torch.device, greedy_only: bool, ranks_of: int) -> None:
     sampling = [GREEDY] * 4 if greedy_only else [GREEDY, Sampling(seed=1), Sampling(0.7, 9, seed=2), Sampling(seed=3)]
     logits = random_logits(4, 90, 9, "normal")
     expected = draw_on_cpu(logits, sampling)
@@ -357,13 +373,14 @@ def test_a_stop_token_finishes_its_slot(device: torch.device, greedy_only: bool)
         strict=True,
     ):
         state.stops[slot] = torch.tensor(stops, dtype=torch.int32)
-    assert case.run(logits, greedy_only) == expected
+    assert case.run(logits, greedy_only, ranks_of) == expected
     ended = [expected[2] >= 0 and i in (0, 2) for i in range(4)]
     assert state.finished[case.slots].tolist() == [int(e) for e in ended]
     # The surplus rows of the finished: no token, and the slot as it was.
     state.last_token[case.slots] = torch.where(torch.tensor(ended, device=device), 5, -77).int()
     finished = state.finished.clone()
-    triton_sampler.sample(logits.to(device), case.step, case.header, case.words, greedy_only=greedy_only)
+    given = Ranks(greatest_ranks(logits, ranks_of).to(device)) if ranks_of else logits.to(device)
+    triton_sampler.sample(given, case.step, case.header, case.words, greedy_only=greedy_only)
     words = case.words[RING, :4].tolist()
     assert [w & 0xFFFFFFFF for w in words] == [0xFFFFFFFF if e else t for e, t in zip(ended, expected, strict=True)]
     assert {w >> 32 for w in words} == {STEP_NUMBER}
@@ -381,9 +398,9 @@ def test_broken_logits_fail_their_row_only(device: torch.device, bad: float | st
         logits[2, 132] = bad
     else:
         logits[2] = -math.inf
-    for greedy_only in {False, one == GREEDY}:
+    for greedy_only, ranks_of in [(False, 0), (True, 0), (True, 64)][: 3 if one == GREEDY else 1]:
         case = Case(device, sampling)
-        assert case.run(logits, greedy_only) == [*healthy[:2], -1, healthy[3]]
+        assert case.run(logits, greedy_only, ranks_of) == [*healthy[:2], -1, healthy[3]]
         # What is in flight of the sequence must not run on a token that is none.
         assert case.step.slots.finished[case.slots].tolist() == [0, 0, 1, 0]
 
@@ -402,12 +419,18 @@ def test_wrong_arguments_raise(device: torch.device) -> None:
     case = Case(device, [GREEDY] * 2)
     logits = torch.zeros(2, 9, device=device)
 
-    def refused(match: str, logits: Tensor = logits, **changed: Tensor) -> None:
+    def refused(match: str, logits: Tensor | Ranks = logits, **changed: Tensor) -> None:
         arguments = {"header": case.header, "out_words": case.words, **changed}
         with pytest.raises(ValueError, match=match):
             triton_sampler.sample(logits, case.step, arguments["header"], arguments["out_words"], greedy_only=True)
 
+    ranks = torch.zeros(2, 3, dtype=torch.int64, device=device)
     refused("logits must be", logits.bfloat16())
+    refused("ranks must be", Ranks(ranks.int()))
+    refused("ranks must be", Ranks(ranks[:, :2]))
+    refused("samples 3", Ranks(ranks.repeat(2, 1)))
+    with pytest.raises(ValueError, match="greedy sampling alone"):
+        triton_sampler.sample(Ranks(ranks), case.step, case.header, case.words, greedy_only=False)
     refused("contiguous rows", torch.zeros(9, 2, device=device).T)
     refused("vocabulary", torch.zeros(2, 0, device=device))
     refused("samples 3", torch.zeros(4, 9, device=device))

@@ -1,7 +1,10 @@
-"""What the tests of projections share: a float64 twin's result comes with how far rounding may take the kernel's."""
+"""What tests of kernels share. A float64 twin's result comes with how far rounding may take the kernel's."""
 
 from __future__ import annotations
 
+import math
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -22,3 +25,12 @@ def activated(y: Tensor, error: Tensor, kind: Activation | None) -> tuple[Tensor
 def assert_within(got: Tensor, expected: Tensor, bound: Tensor) -> None:
     error = (got.double() - expected).abs()
     assert (error <= bound).all(), f"error is {(error / bound).max():.3g} of the bound"
+
+
+def greatest_ranks(logits: Tensor, width: int) -> Tensor:
+    """int64 [R, tiles]: of each tile of so many logits of a row the greatest rank, as rank_of defines it."""
+    logits = torch.where(logits < math.inf, logits, math.inf) + 0.0  # no NaN, no -0
+    bits = logits.view(torch.int32).long()
+    index = torch.arange(logits.shape[1], device=logits.device)
+    rank = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) << 20) + (2**20 - 1 - index)
+    return torch.stack([tile.amax(1) for tile in rank.split(width, 1)], 1)
