@@ -327,6 +327,7 @@ def _first_kernel(
     STOPS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
+    """Of each row the token of the greatest of its ranks, which are int64 [rows, tiles]."""
     wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(sample_slot + row)

@@ -106,8 +106,10 @@ def test_a_first_start_measures_what_no_table_knows(
     assert start(tune_linear=False) == []
     assert not path.exists()
     (message,) = start(tune_linear=True)
-    assert "measured plans for 14 of 14 kinds" in message  # 4 projections of 1, 8 and 16 rows, the head of 1 and 8
+    # 4 projections of 1, 8 and 16 rows, the head of 1 and 8, and of 8 where it may leave ranks.
+    count = 14 + can_stream(torch.device("cuda", 0))
+    assert f"measured plans for {count} of {count} kinds" in message
     measured = PlanTable.from_json(path.read_text())
-    assert len(measured) == 14
+    assert len(measured) == count
     assert any(plan.kind != "cublas" for _, plan in measured.items())
     assert start(tune_linear=True) == []
