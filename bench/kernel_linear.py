@@ -122,6 +122,8 @@ def ours(ops: CudaOps, p: Projection, a: Operands) -> object:
         return ops.norm_linear(Stream(a.x), a.norm, a.handle, p.activation)
     stream = Stream(a.stream)
     ops.linear_add_(a.x, a.handle, stream)
+    if stream.pending:  # the projection that reads the sum does the rest of the norm
+        return stream.add_pending(a.norm)
     return triton_rows.norm(stream.x, a.norm, parts=stream.parts, pdl=ops.options.pdl)  # adds up what a plan leaves
 
 

@@ -5,8 +5,10 @@ Everything is enqueued on torch's current stream and nothing waits, so that a st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +44,9 @@ try:
 except ImportError:  # an experimental part of Triton, which another version may have elsewhere
     gluon_linear = gluon_paged_decode = None  # type: ignore[assignment]
 
+if TYPE_CHECKING:
+    from asyncengine.kernels.gluon_linear import Unnormed
+
 
 def can_stream(device: torch.device) -> bool:
     """Whether this GPU and this Triton run kernels in Gluon; tries one."""
@@ -76,9 +81,16 @@ class Stream:
     """[T, H]"""
     parts: Tensor | None = None
     """float32 [P, T, H], to be added to x by the norm that reads it next"""
+    pending: Callable[[Norm | None], Unnormed | None] | None = None
+    """Adds to x, and makes it ready for a projection that reads it through the norm."""
+
+    def add_pending(self, norm: Norm | None = None) -> Unnormed | None:
+        pending, self.pending = self.pending, None
+        return None if pending is None else pending(norm)
 
     def settle(self) -> Tensor:
         """x, with what was to be added."""
+        self.add_pending()
         if self.parts is not None:
             self.x.copy_(self.x.float() + self.parts.sum(0))
             self.parts = None
@@ -131,6 +143,8 @@ class CudaOps:
         """Kinds of projection that were asked for and that the table does not know."""
         self.saved_bytes = 0
         """What quantising has taken off the weights."""
+        self._folded: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        """By address: weights that follow a LayerNorm, and what ``fold_norm`` makes of them."""
         self._arrivals = torch.zeros(triton_linear.MAX_ARRIVALS, dtype=torch.int32, device=device)
 
     def make_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> CudaLinear:
@@ -173,6 +187,11 @@ class CudaOps:
         handle = handle if activation is None else handle.exact()
         plan = self._choose(stream.x, handle, norm, activation)
         quantized = isinstance(handle.weight, Quantized)
+        if stream.pending and plan.kind == "streamed":
+            unnormed = stream.add_pending(norm)
+            assert unnormed is not None
+            return self._project_unnormed(unnormed, norm, handle, plan, activation)
+        stream.add_pending()
         if quantized:
             stream.settle()
         if plan.fused_norm and stream.parts is None:
@@ -193,12 +212,25 @@ class CudaOps:
             assert isinstance(x, Tensor)
             assert isinstance(weight, Tensor)
             stream.parts = gluon_linear.streamed_parts(x, weight, plan, bias=bias, pdl=pdl)
+        elif plan.kind == "streamed":
+            assert isinstance(x, Tensor)
+            stream.pending = partial(self._add, x, handle, plan, to)
         elif plan.kind != "cublas":
             self._launch(x, handle, plan, out=to, add=True)
         elif bias is None and isinstance(weight, Tensor) and isinstance(x, Tensor):
             torch.addmm(to, x, weight.T, out=to)
         else:
             to += _product(x, weight, bias, to.dtype)
+
+    def _add(self, x: Tensor, handle: CudaLinear, plan: Plan, to: Tensor, norm: Norm | None) -> Unnormed | None:
+        """Of a streamed plan."""
+        if norm is None:
+            self._launch(x, handle, plan, out=to, add=True)
+            return None
+        assert isinstance(handle.weight, Tensor)
+        return gluon_linear.streamed_sum(
+            x, handle.weight, plan, out=to, norm=norm, bias=handle.bias, pdl=self.options.pdl
+        )
 
     def attention(
         self, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, batch: CudaBatch
@@ -245,6 +277,7 @@ class CudaOps:
 
     def logits(self, stream: Stream, norm: Norm, handle: CudaLinear, batch: CudaBatch) -> Tensor | Ranks:
         """For ``triton_sampler.sample``: of a greedy batch ranks, where there is a plan for that."""
+        stream.add_pending()
         index = batch.step.sample_index
         if batch.greedy and self.options.streamed and len(index) > 1:
             plan = self._choose(stream.x[: len(index)], handle, norm, "argmax")
@@ -314,6 +347,26 @@ class CudaOps:
             y = torch.empty((num_rows, handle.columns(activation)), dtype=dtype, device=self.device)
             self._launch(x, handle, plan, out=y, norm=norm, activation=activation, index=index)
         return y[:, : handle.out_features]  # a gate's result is half as wide, and never padded
+
+    def _fold(self, norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        if norm.bias is None:
+            return bias, None
+        address = weight.data_ptr()
+        if address not in self._folded:  # when a step first runs, before any is captured
+            self._folded[address] = weight, *gluon_linear.fold_norm(norm, weight, bias)
+        return self._folded[address][1:]
+
+    def _project_unnormed(
+        self, x: Unnormed, norm: Norm, handle: CudaLinear, plan: Plan, activation: Activation | None
+    ) -> Tensor:
+        weight = handle.weight
+        assert isinstance(weight, Tensor)
+        bias, shift = self._fold(norm, weight, handle.bias)
+        y = torch.empty((len(x.x), handle.columns(activation)), dtype=x.x.dtype, device=self.device)
+        gluon_linear.streamed_linear(
+            x, weight, plan, out=y, bias=bias, shift=shift, activation=activation, pdl=self.options.pdl
+        )
+        return y[:, : handle.out_features]
 
     def _launch(
         self,

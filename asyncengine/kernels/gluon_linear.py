@@ -11,6 +11,10 @@ bytes. Weights are the left operand, since the tensor cores want 64 rows there a
 Where K is split, the parts are left for whoever reads the sum: adding them up here takes a program that waits for the
 others, 2 us, and the norm that follows reads as fast from several places as from one (``triton_rows.norm``).
 
+Where it is not, a norm between two projections needs no kernel of its own: what it multiplies with its weight the
+first projection stores, with sums of squares, and the second divides by their root, or takes off the mean, at its end
+(``Unnormed``). The product is as exact as that of rows which are normed first.
+
 Of a head whose rows are all sampled greedily, a program stores one rank for each row of x instead of its logits.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
@@ -20,6 +24,7 @@ Of a head whose rows are all sampled greedily, a program stores one rank for eac
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -35,7 +40,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from asyncengine.kernels.compiling import Kernel
 from asyncengine.kernels.linear_plans import Fused, Plan
-from asyncengine.kernels.ops import Activation
+from asyncengine.kernels.ops import Activation, Norm
 from asyncengine.kernels.pdl import launch_options
 from asyncengine.kernels.triton_filters import LAST_INDEX, MAX_VOCAB, rank_of
 from asyncengine.kernels.triton_rows import activate
@@ -44,6 +49,17 @@ logger = logging.getLogger(__name__)
 
 _activate = gluon.jit(activate.fn)
 _rank_of = gluon.jit(rank_of.fn)
+
+
+@dataclass(frozen=True, slots=True)
+class Unnormed:
+    """Rows of a residual stream whose norm is left to the projection that reads them."""
+
+    x: Tensor
+    """bfloat16 [M, K]: times the norm's weight"""
+    sums: Tensor
+    """float32 [1, tiles, M] of squares, by tiles of the stream's columns; for a LayerNorm [2, tiles, M], also of values"""
+    eps: float
 
 
 class GluonKernel(Kernel, GluonJITFunction):
@@ -66,12 +82,13 @@ def works(device: torch.device) -> bool:
 
 
 def streamed_linear(
-    x: Tensor,
+    x: Tensor | Unnormed,
     weight: Tensor,
     plan: Plan,
     *,
     out: Tensor,
     bias: Tensor | None = None,
+    shift: Tensor | None = None,
     activation: Activation | None = None,
     add: bool = False,
     pdl: bool = False,
@@ -81,10 +98,44 @@ def streamed_linear(
     x and weight are bfloat16, the rows of x aligned to 16 bytes; weight is [N, K], for silu_mul [2N, K] with the gate's
     rows first, bias as long. out is bfloat16 or float32, its rows may be strided. Raises ValueError if anything does
     not fit, or if the plan splits K.
+
+    Of x that is ``Unnormed`` by a LayerNorm, ``shift`` float32 [N] is what a mean of 1 adds to the product, the weight
+    times the norm's, and ``bias`` has what the norm's bias adds: see ``fold_norm``.
     """
     if plan.leaves_parts:
         raise ValueError(f"{plan} leaves parts")
-    _launch(x, weight, plan, out, bias, activation, add, pdl)
+    if not isinstance(x, Unnormed):
+        _launch(x, weight, plan, out, bias, activation, add, pdl)
+        return
+    if len(x.sums) != 1 + (shift is not None) or x.sums.shape[2] != len(x.x):
+        raise ValueError(f"sums {list(x.sums.shape)} are not those of a norm of {list(x.x.shape)}")
+    _launch(x.x, weight, plan, out, bias, activation, add, pdl, reads=x, vector=shift)
+
+
+def fold_norm(norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``bias`` and ``shift`` of ``streamed_linear``, float32 [N], for rows that a LayerNorm left Unnormed."""
+    assert norm.bias is not None
+    wide = weight.float()
+    folded = wide @ norm.bias.float()
+    return folded if bias is None else folded + bias.float(), wide @ norm.weight.float()
+
+
+def streamed_sum(
+    x: Tensor, weight: Tensor, plan: Plan, *, out: Tensor, norm: Norm, bias: Tensor | None = None, pdl: bool = False
+) -> Unnormed:
+    """out [M, N] += x [M, K] weight [N, K]^T + bias [N], bfloat16, for the projection that reads it through ``norm``.
+
+    Raises ValueError as ``streamed_linear`` does.
+    """
+    if plan.leaves_parts:
+        raise ValueError(f"{plan} leaves parts")
+    if norm.weight.shape != (len(weight),):
+        raise ValueError(f"a norm of {len(norm.weight)} does not fit a weight {list(weight.shape)}")
+    tiles = triton.cdiv(len(weight), plan.columns)
+    sums = torch.empty((1 if norm.bias is None else 2, tiles, len(x)), dtype=torch.float32, device=x.device)
+    result = Unnormed(torch.empty((len(x), len(weight)), dtype=torch.bfloat16, device=x.device), sums, norm.eps)
+    _launch(x, weight, plan, out, bias, None, True, pdl, writes=result, vector=norm.weight)
+    return result
 
 
 def streamed_parts(x: Tensor, weight: Tensor, plan: Plan, *, bias: Tensor | None = None, pdl: bool = False) -> Tensor:
@@ -109,8 +160,11 @@ def streamed_ranks(x: Tensor, weight: Tensor, plan: Plan, *, bias: Tensor | None
 
 def _launch(
     x: Tensor, weight: Tensor, plan: Plan, out: Tensor, bias: Tensor | None, fused: Fused | None, add: bool, pdl: bool,
+    *, reads: Unnormed | None = None, writes: Unnormed | None = None, vector: Tensor | None = None,
 ) -> None:  # fmt: skip
+    """``vector`` is that of the norm which is read or written: what its mean adds, or its weight."""
     rows, inner = x.shape
+    unnormed = reads or writes
     gated = fused == "silu_mul"
     columns = len(weight) // (1 + gated)
     if plan.kind != "streamed" or not plan.fits(columns, inner, gated):
@@ -125,6 +179,10 @@ def _launch(
         _gate_and_up(weight, plan.columns, plan.inner) if gated else _tiles(weight, plan.columns, plan.inner),
         weight if bias is None else bias,
         out,
+        weight if vector is None else vector,
+        out if writes is None else writes.x,
+        out if unnormed is None else unnormed.sums,
+        0.0 if reads is None else reads.eps,
         rows,
         columns,
         out.stride(-2),
@@ -137,6 +195,9 @@ def _launch(
         FUSED=fused or "none",
         BIAS=bias is not None,
         ADD=add,
+        READS=0 if reads is None else len(reads.sums),
+        WRITES=0 if writes is None else len(writes.sums),
+        TILES=0 if reads is None else reads.sums.shape[1],
         WARPS=plan.warps,
         num_warps=plan.warps,
         **launch_options(pdl),
@@ -188,12 +249,53 @@ def _greatest_rank(logits, column, columns, AXIS: gl.constexpr):
     return _rank_of(first, gl.min(gl.where(is_first, n, LAST_INDEX), AXIS))
 
 
+@gluon.constexpr_function
+def _next_power_of_2(n):
+    return 1 << (n - 1).bit_length()
+
+
+@gluon.jit
+def _store_norm(to, sums, row, rows, eps, K: gl.constexpr, BM: gl.constexpr, TILES: gl.constexpr, WARPS: gl.constexpr):
+    """What rows are to be multiplied with, and for a LayerNorm their mean, to shared memory [1 or 2, BM]."""
+    ACROSS: gl.constexpr = 32 if BM >= 32 else BM
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
+    tile = gl.arange(0, _next_power_of_2(TILES), gl.SliceLayout(1, LAYOUT))[:, None]
+    m = row + gl.arange(0, BM, gl.SliceLayout(0, LAYOUT))[None, :]
+    at, there = sums + tile * rows + m, (tile < TILES) & (m < rows)
+    square = gl.sum(gl.load(at, mask=there, other=0.0), 0) / K
+    if to.shape[0] == 2:
+        mean = gl.sum(gl.load(at + TILES * rows, mask=there, other=0.0), 0) / K
+        to.index(1).store(mean)
+        square -= mean * mean
+    to.index(0).store(gl.rsqrt(square + eps))
+
+
+@gluon.jit
+def _store_unnormed(
+    y, gain, scaled, sums, row, column, rows, columns, STORED: gl.constexpr, WRITES: gl.constexpr
+):  # fmt: skip
+    """y [columns, rows] of the stream, which is rounded, as Unnormed has it."""
+    n = column + gl.arange(0, y.shape[0], gl.SliceLayout(1, STORED))
+    m = row + gl.arange(0, y.shape[1], gl.SliceLayout(0, STORED))
+    there = (m < rows)[None, :] & (n < columns)[:, None]
+    y = gl.where(there, y.to(gl.float32), 0.0)
+    gl.store(scaled + m.to(gl.int64)[None, :] * columns + n[:, None], (y * gain[:, None]).to(gl.bfloat16), mask=there)
+    at = sums + gl.program_id(1) * rows + m
+    gl.store(at, gl.sum(y * y, 0), mask=m < rows)
+    if WRITES == 2:
+        gl.store(at + gl.num_programs(1) * rows, gl.sum(y, 0), mask=m < rows)
+
+
 @GluonKernel
 def _streamed_kernel(
     x,
     weight,
     bias,
     out,
+    vector,
+    scaled,
+    sums,
+    eps,
     rows,
     columns,
     out_stride,
@@ -206,12 +308,16 @@ def _streamed_kernel(
     FUSED: gl.constexpr,
     BIAS: gl.constexpr,
     ADD: gl.constexpr,
+    READS: gl.constexpr,
+    WRITES: gl.constexpr,
+    TILES: gl.constexpr,
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Grid: blocks of x's rows, tiles of the weight's rows, parts of K. Who shares weights is side by side.
 
-    out: [parts, rows, columns]; of argmax the ranks [rows, tiles].
+    out: [parts, rows, columns]; of argmax the ranks [rows, tiles]. READS and WRITES: how many sums of a norm's rows are
+    read or written.
     """
     if PDL:
         gdc_launch_dependents()
@@ -251,12 +357,17 @@ def _streamed_kernel(
     m = row + gl.arange(0, BM, gl.SliceLayout(0, STORED))
     at = out + (split * rows + m).to(gl.int64)[None, :] * out_stride + n[:, None]
     there = (m < rows)[None, :] & (n < columns)[:, None]
+    if WRITES > 0:
+        gain = gl.load(vector + n, mask=n < columns, other=0.0).to(gl.float32)
     if PDL:
         gdc_wait()
     for i in gl.static_range(AHEAD):
         tma.async_copy_global_to_shared(x, [row, first + (i + shift) % STEPS * BK], ready.index(i), xs.index(i))
     if ADD:
         added = gl.load(at, mask=there, other=0.0)
+    if READS > 0:  # while the first of x is on its way
+        norms = gl.allocate_shared_memory(gl.float32, [READS, BM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        _store_norm(norms, sums, row, rows, eps, K, BM, TILES, WARPS)
 
     acc = gl.zeros([LEFT, RIGHT], gl.float32, SUMS)
     FLAT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -282,10 +393,15 @@ def _streamed_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.invalidate(ready.index(i))
 
+    place = gl.arange(0, BN, gl.SliceLayout(1 - AXIS, SUMS))
+    of = column + (place // 16 * 8 + place % 8 if GATED else place)
+    second = place // 8 % 2 * columns if GATED else 0
+    if READS == 2:
+        shift = gl.load(vector + second + of, mask=of < columns, other=0.0)
+        acc -= shift[:, None] * norms.index(1).load(gl.SliceLayout(0, SUMS))[None, :]
+    if READS > 0:
+        acc *= norms.index(0).load(gl.SliceLayout(0, SUMS))[None, :]
     if BIAS:  # once, and not in every part
-        place = gl.arange(0, BN, gl.SliceLayout(1 - AXIS, SUMS))
-        of = column + (place // 16 * 8 + place % 8 if GATED else place)
-        second = place // 8 % 2 * columns if GATED else 0
         b = gl.load(bias + second + of, mask=(of < columns) & (split == 0), other=0.0)
         acc += gl.expand_dims(b.to(gl.float32), 1 - AXIS)
     if GATED:
@@ -302,4 +418,7 @@ def _streamed_kernel(
         y = gl.convert_layout(acc, STORED)
         if ADD:
             y += added.to(gl.float32)
-        gl.store(at, y.to(out.dtype.element_ty), mask=there)
+        y = y.to(out.dtype.element_ty)
+        gl.store(at, y, mask=there)
+        if WRITES > 0:
+            _store_unnormed(y, gain, scaled, sums, row, column, rows, columns, STORED, WRITES)

@@ -163,7 +163,9 @@ class _Case:
             return
         stream = Stream(self._stream)
         ops.linear_add_(self._x, handle, stream)
-        if self.site.rows > 1 and self.site.weight == "bf16":
+        if stream.pending:  # the projection that reads the sum does the rest of the norm
+            stream.add_pending(self._norm)
+        elif self.site.rows > 1 and self.site.weight == "bf16":
             rows.norm(stream.x, self._norm, parts=stream.parts, pdl=ops.options.pdl)
 
 

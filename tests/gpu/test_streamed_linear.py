@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncengine.kernels import gluon_linear
-from asyncengine.kernels.gluon_linear import streamed_linear, streamed_parts
+from asyncengine.kernels.gluon_linear import Unnormed, fold_norm, streamed_linear, streamed_parts, streamed_sum
 from asyncengine.kernels.linear_plans import Plan, PlanTable, Site
+from asyncengine.kernels.ops import Norm
 from tests.gpu.conftest import needs_hopper
 from tests.kernels.poison import poison_new_memory, surrounded, taken
 from tests.kernels.test_triton_linear import Case
-from tests.kernels.twins import assert_within
+from tests.kernels.twins import activated, assert_within
 
 pytestmark = needs_hopper
 
@@ -162,3 +163,62 @@ def test_shipped_plans(device: torch.device, site: Site, plan: Plan) -> None:
     if site.add:
         expected = expected + before.float()
     torch.testing.assert_close(taken(out, memory), expected.to(torch.bfloat16).cpu(), rtol=2e-2, atol=2e-2)
+
+
+@given(rows=st.integers(1, 140), tile=ROWS, reading=TILES, columns=st.sampled_from([64, 200, 768]), layer=st.booleans(),
+       gated=st.booleans(), bias=st.booleans(), seed=st.integers(0, 99))  # fmt: skip
+@settings(max_examples=60)
+def test_a_norm_between_two_projections(
+    device: torch.device, rows: int, tile: int, reading: tuple[int, int], columns: int, layer: bool, gated: bool,
+    bias: bool, seed: int,
+) -> None:  # fmt: skip
+    """The stream is what a plain addition makes it, and the second product that of its rows normed exactly."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(torch.bfloat16).to(device)
+
+    x, weight, stream = random(rows, 192), random(columns, 192) * 192**-0.5, 3 * random(rows, columns) + 1
+    norm = Norm(random(columns), random(columns) if layer else None, 1e-5)
+    plan = Plan("streamed", 64, 64, 4, tile, 1, 3, fused_norm=False)
+    b = random(columns) if bias else None
+    plain, out = stream.clone(), stream.clone()
+    streamed_linear(x, weight, plan, out=plain, bias=b, add=True, pdl=True)
+    unnormed = streamed_sum(x, weight, plan, out=out, norm=norm, bias=b, pdl=True)
+    assert torch.equal(out, plain)
+    assert torch.equal(unnormed.x, (out.float() * norm.weight.float()).to(torch.bfloat16))
+
+    width = 104
+    second = random(width * (1 + gated), columns) * columns**-0.5
+    offset = random(len(second)) if bias else None
+    got = torch.empty(rows, width, dtype=torch.bfloat16, device=device)
+    folded, shift = fold_norm(norm, second, offset) if layer else (offset, None)
+    wide, warps = reading
+    reader = Plan("streamed", wide, 64, warps, tile, 1, 2, fused_norm=False)
+    streamed_linear(
+        unnormed, second, reader, out=got, bias=folded, shift=shift, activation="silu_mul" if gated else None, pdl=True
+    )
+    h = out.double()
+    centered = h - h.mean(1, keepdim=True) if layer else h
+    scale = (centered.square().mean(1, keepdim=True) + norm.eps).rsqrt()
+    normed = centered * scale * norm.weight.double() + (0 if norm.bias is None else norm.bias.double())
+    y = normed @ second.double().T + (0 if offset is None else offset.double())
+    # A product is rounded where the stream meets the norm's weight, and the result is.
+    error = 2**-8 * ((h * scale * norm.weight.double()).abs() @ second.double().abs().T) + 1e-5 * y.abs() + 1e-5
+    y, error = activated(y, error, "silu_mul" if gated else None)
+    assert_within(got, y, error + 2**-8 * y.abs())
+
+
+def test_what_is_not_of_a_norm_is_refused(device: torch.device) -> None:
+    plan = Plan("streamed", 64, 64, 4, 8, 1, 2, fused_norm=False)
+    x, weight, out = (torch.zeros(n, 64, dtype=torch.bfloat16, device=device) for n in (4, 64, 4))
+    norm = Norm(out[0], None, 1e-5)
+    unnormed = streamed_sum(x, weight, plan, out=out, norm=norm)
+    with pytest.raises(ValueError, match="not those of a norm"):
+        streamed_linear(unnormed, weight, plan, out=out, shift=torch.zeros(64, device=device))
+    with pytest.raises(ValueError, match="not those of a norm"):
+        streamed_linear(Unnormed(x[:2], unnormed.sums, 1e-5), weight, plan, out=out[:2])
+    with pytest.raises(ValueError, match="does not fit"):
+        streamed_sum(x, weight, plan, out=out, norm=Norm(out[0, :32], None, 1e-5))
+    with pytest.raises(ValueError, match="leaves parts"):
+        streamed_sum(x, weight, Plan("streamed", 64, 32, 4, 8, 2, 2), out=out, norm=norm)

@@ -5,6 +5,7 @@ Nothing is computed. It shows on any machine that kernels compile, and with what
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tempfile
@@ -81,14 +82,15 @@ def install() -> dict[str, Any]:
     return compiled
 
 
-def spills(kernel: Any) -> list[str]:
-    """A word for it if registers do not do for what install() compiled."""
+def spills(kernel: Any, allowed: int = 0) -> list[str]:
+    """A word for it if registers do not do for what install() compiled, and it keeps more bytes in memory."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return [] if "STACK:0 " in usage and "LOCAL:0 " in usage else ["spills"]
+    kept = sum(int(size) for size in re.findall(r"(?:STACK|LOCAL):(\d+)", usage))
+    return [] if kept <= allowed else ["spills"]
 
 
 def main(directory: str, dtype: str, quantization: Quantization = "none") -> None:
