@@ -1,0 +1,240 @@
+"""Measures plans of projections where they run: in decode steps, with attention between them.
+
+    python bench/tune_steps.py [--model SHAPE ...] [--rows 8,64] [--most COUNT] [--out FILE] [--json FILE]
+
+A plan that is fastest among projections alone (bench/tune_linear.py) may not be in a step: what it leaves of shared
+memory and registers decides when the kernel behind it starts, and whether a norm needs a kernel of its own depends on
+two plans. So whole steps are captured and replayed in turn, of a model with a few layers, each with another plan of
+one site; the fastest stays if it is faster than what was there, and the next site has its turn. What was found and what
+was there before are then timed in the whole model, and enter the table at --out if they are faster there.
+
+Several of these at once compile side by side and measure one after another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import fcntl
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from gpu_common import SHAPES, add_engine_options, model_directory, opened
+from replay import choose_bucket, decode_rows, staged
+from tune_linear import sites
+
+from asyncengine import AsyncEngine
+from asyncengine.cli.embed import loop_factory
+from asyncengine.kernels.compiling import compile_launches
+from asyncengine.kernels.linear_plans import Plan, PlanTable, Site, candidates, default_plan
+from asyncengine.runner.device_steps import GREEDY
+
+GAIN = 0.997
+"""A plan replaces another if a step takes at most so much of its time: less is noise."""
+AT_ONCE = 12
+"""Graphs that are timed in turn."""
+
+Plans = dict[Site, Plan]
+
+
+class Found(NamedTuple):
+    model: str
+    rows: int
+    before_us: float
+    after_us: float
+    """of whole steps, timed in turn"""
+    plans: Plans
+    """those that differ from what was there"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", nargs="+", default=list(SHAPES), help="shapes of bench/shapes, or directories")
+    parser.add_argument("--rows", default="8,16,32,64,128,256")
+    parser.add_argument("--context", type=int, default=288, help="tokens of a row (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=6, help="of the model that plans are tried in")
+    parser.add_argument("--most", type=int, default=40, help="plans tried of a site, chosen at random, beside its own")
+    parser.add_argument("--turns", type=int, default=2, help="of all sites")
+    parser.add_argument("--threads", type=int, default=8, help="that compile")
+    parser.add_argument("--out", help="table that takes the plans found")
+    parser.add_argument("--json", help="what was found")
+    add_engine_options(parser)
+    args = parser.parse_args()
+    args.rows = [int(rows) for rows in args.rows.split(",")]
+    found: list[Found] = []
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        for model in args.model:
+            found += runner.run(tune(model, args))
+    if args.out:
+        with measuring():  # others may write it too
+            out = Path(args.out)
+            table = PlanTable.from_json(out.read_text()) if out.exists() else PlanTable()
+            for one in found:
+                for site, plan in one.plans.items():
+                    table.add(site, plan)
+            out.write_text(table.to_json())
+    if args.json:
+        records = [one._asdict() | {"plans": [[site, repr(plan)] for site, plan in one.plans.items()]} for one in found]
+        Path(args.json).write_text(json.dumps(records, indent=1))
+
+
+@contextmanager
+def measuring() -> Iterator[None]:
+    """Nobody else's measurement runs meanwhile."""
+    with open(Path(tempfile.gettempdir()) / "asyncengine_tune_steps.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+async def tune(model: str, args: argparse.Namespace) -> list[Found]:
+    tried = {rows: candidate_plans(model, rows, args.most) for rows in args.rows}
+    with tempfile.TemporaryDirectory() as directory:
+        shorten(model, args.layers, Path(directory))
+        async with opened(directory, args, **settings(args)) as engine:
+            steps = Steps(engine, args.context)
+            cases = [(n, site, plan) for n in args.rows for site, plans in tried[n].items() for plan in plans]
+            steps.compile(cases, args.threads)
+            with measuring():
+                chosen = {rows: search(steps, rows, tried[rows], args.turns) for rows in args.rows}
+    found = []
+    async with opened(model, args, **settings(args)) as engine:
+        steps = Steps(engine, args.context)
+        for rows in args.rows:
+            before = {site: steps.plans.find(site) for site in chosen[rows]}
+            changed = {site: plan for site, plan in chosen[rows].items() if plan != before[site]}
+            with measuring():
+                was, now = steps.time(rows, [{}, changed], repeats=9)
+            print(f"{model} {rows} rows: whole steps {was:.1f}, with the plans found {now:.1f} us", flush=True)
+            found.append(Found(model, rows, was, now, changed if now < was else {}))
+    return found
+
+
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    rows = max(args.rows)
+    return {"max_num_seqs": rows, "enforce_eager": True, "gpu_memory_utilization": 0.3, "enable_prefix_caching": False}
+
+
+def shorten(model: str, layers: int, to: Path) -> None:
+    """A model of the same shape with so many layers."""
+    for file in model_directory(model).iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    config = json.loads((to / "config.json").read_text())
+    name = "n_layer" if "n_layer" in config else "num_hidden_layers"
+    config[name] = min(layers, config[name])
+    (to / "config.json").write_text(json.dumps(config))
+
+
+def candidate_plans(model: str, rows: int, most: int) -> dict[Site, list[Plan]]:
+    """Of each site of a greedy step, the largest matrix first."""
+    chosen = {}
+    for name, site in sites(model, rows):
+        if name != "head" or rows == 1:
+            plans = [plan for plan in candidates(site) if plan.kind != "tiled" and plan.warps in (4, 8)]
+            random.Random(0).shuffle(plans)
+            chosen[site] = plans[:most]
+    return dict(sorted(chosen.items(), key=lambda entry: -entry[0].weight_bytes))
+
+
+def search(steps: Steps, rows: int, tried: dict[Site, list[Plan]], turns: int) -> Plans:
+    """The plans that a step is fastest with, if one site is changed at a time."""
+    now: Plans = {site: plan for site in tried if (plan := steps.plans.find(site))}
+    [best] = steps.time(rows, [now])
+    print(f"{steps.name} {rows} rows: {best:.1f} us", flush=True)
+    for turn in range(turns):
+        for site, plans in tried.items():
+            others = [plan for plan in plans if plan != now.get(site)]
+            times = []
+            for i in range(0, len(others), AT_ONCE):
+                some = [now, *(now | {site: plan} for plan in others[i : i + AT_ONCE])]
+                base, *timed = steps.time(rows, some)
+                times += [time / base for time in timed]
+            if times and min(times) < GAIN:
+                # Against what is there once more: of many the fastest is also the luckiest.
+                plan = others[times.index(min(times))]
+                was, got = steps.time(rows, [now, now | {site: plan}], repeats=7)
+                if got < GAIN * was:
+                    now[site] = plan
+                    matrix = f"{site.weight_rows}x{site.inner}"
+                    print(f"  {matrix}, turn {turn}: {was:.1f} to {got:.1f} by {plan}", flush=True)
+    return now
+
+
+class Steps:
+    """Decode steps of a model, captured with whatever plans."""
+
+    def __init__(self, engine: AsyncEngine, context: int) -> None:
+        self._engine = engine
+        runner: Any = engine._loaded().keep_alive
+        self._steps, self._stream, self._buckets = runner.steps, runner.stream, runner.buckets
+        self._context = context
+        self.plans: PlanTable = runner.steps._model._ops.options.plans
+        self.name = str(engine.config.model)
+
+    def compile(self, cases: Sequence[tuple[int, Site, Plan]], threads: int) -> None:
+        """What steps of so many rows launch, with another plan of one site each."""
+        started = time.monotonic()
+        calls = [partial(self._run, rows, {site: plan}) for rows, site, plan in cases]
+        with torch.cuda.stream(self._stream):
+            compile_launches(calls, torch.device("cuda"), threads)
+        torch.cuda.synchronize()
+        print(f"{self.name}: compiled {len(calls)} steps in {time.monotonic() - started:.0f} s", flush=True)
+
+    def time(self, rows: int, some: Sequence[Plans], repeats: int = 3, replays: int = 10) -> list[float]:
+        """Microseconds of a step with each of these sets of plans, replayed in turn; infinite if it cannot run."""
+        samples: list[list[float]] = [[] for _ in some]
+        with staged(
+            self._steps, decode_rows([self._context] * rows), self._engine.stats().num_steps + 1,
+            torch.cuda.synchronize, own_tables=True,
+        ), torch.cuda.stream(self._stream):  # fmt: skip
+            graphs = [self._capture(rows, plans) for plans in some]
+            for _ in range(repeats):
+                for graph, times in zip(graphs, samples, strict=True):
+                    if graph is None:
+                        times.append(float("inf"))
+                        continue
+                    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+                    graph.replay()
+                    graph.replay()
+                    begin.record()
+                    for _ in range(replays):
+                        graph.replay()
+                    end.record()
+                    end.synchronize()
+                    times.append(begin.elapsed_time(end) * 1e3 / replays)
+        return [statistics.median(times) for times in samples]
+
+    def _capture(self, rows: int, plans: Plans) -> torch.cuda.CUDAGraph | None:
+        try:
+            self._run(rows, plans)  # compiles and loads what is not there yet
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                self._run(rows, plans)
+        except (RuntimeError, ValueError) as e:  # too much shared memory, too many registers
+            print(f"  {plans}: {e}", flush=True)
+            return None
+        return graph
+
+    def _run(self, rows: int, plans: Plans) -> None:
+        bucket = self._buckets[choose_bucket(self._buckets, decode_rows([self._context] * rows))]
+        before = {site: self.plans.find(site) or default_plan(site) for site in plans}
+        for site, plan in plans.items():
+            self.plans.add(site, plan)
+        try:
+            self._steps.run(bucket, GREEDY)
+        finally:
+            for site, was in before.items():
+                self.plans.add(site, was)
+
+
+if __name__ == "__main__":
+    main()
