@@ -184,7 +184,7 @@ class Steps:
         started = time.monotonic()
         calls = [partial(self._run, rows, {site: plan}) for rows, site, plan in cases]
         with torch.cuda.stream(self._stream):
-            compile_launches(calls, torch.device("cuda"), threads)
+            compile_launches(calls, torch.device("cuda", torch.cuda.current_device()), threads)
         torch.cuda.synchronize()
         print(f"{self.name}: compiled {len(calls)} steps in {time.monotonic() - started:.0f} s", flush=True)
 
