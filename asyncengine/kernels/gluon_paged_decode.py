@@ -436,10 +436,8 @@ def _attend(
     k_tiles = ks._reinterpret(gl.bfloat16, [STAGES, BLOCKS, BLOCK, D], TILE)
     v_tiles = vs._reinterpret(gl.bfloat16, [STAGES, BLOCKS, BLOCK, D], TILE)
     turn = 0
-    _, context, begin, end, takes_new = _item(items, first_item, block_tables, stride_table)
     for item in range(first_item, last_item):
-        following = gl.minimum(item + 1, last_item - 1)
-        _, next_context, next_begin, next_end, next_takes_new = _item(items, following, block_tables, stride_table)
+        _, context, begin, end, takes_new = _item(items, item, block_tables, stride_table)
         fields, number = items + item * ITEM, item - first_item
         query = gl.load(fields + QUERY).to(gl.int64)
         first = gl.maximum(context - window + 1, 0)
@@ -472,7 +470,6 @@ def _attend(
             acc, peak, total, fields, query, head, out, partials, stats, arrivals, stride_out, stats_size, GROUP,
             KV_HEADS, D,
         )  # fmt: skip
-        context, begin, end, takes_new = next_context, next_begin, next_end, next_takes_new
 
 
 @GluonKernel
