@@ -58,7 +58,7 @@ class Unnormed:
     x: Tensor
     """bfloat16 [M, K]: times the norm's weight"""
     sums: Tensor
-    """float32 [1, tiles, M] of squares, by tiles of the stream's columns; for a LayerNorm [2, tiles, M], also of values"""
+    """float32 [1, tiles, M] of squares, by tiles of the stream's columns; of a LayerNorm [2, tiles, M], then values"""
     eps: float
 
 
