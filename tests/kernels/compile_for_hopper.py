@@ -93,6 +93,31 @@ def spills(kernel: Any, allowed: int = 0) -> list[str]:
     return [] if kept <= allowed else ["spills"]
 
 
+def stale_bounds(kernel: Any) -> list[str]:
+    """A word for it if a loop over tiles begins or ends where it did for the item before.
+
+    Triton 3.6 has made that of bounds which a loop over items handed on to its next turn.
+    """
+    lines = [line.split(" loc(")[0] for line in kernel.asm["ttgir"].splitlines()]
+    depth = [len(line) - len(line.lstrip()) for line in lines]
+    for i, line in enumerate(lines):
+        if not (loop := re.search(r"scf\.for %tile\w* = (%[\w#]+) to (%[\w#]+)", line)):
+            continue
+        outer = next(j for j in range(i, -1, -1) if "scf.for" in lines[j] and depth[j] < depth[i])
+        last = next(j for j in range(i, len(lines)) if "scf.yield" in lines[j] and depth[j] == depth[outer] + 2)
+        made = {name for body in lines[outer + 1 : i] for name in re.findall(r"^\s*(%\w+)", body)}
+        handed = dict(
+            zip(
+                re.findall(r"(%\w+) = %", lines[outer].partition("iter_args(")[2]),
+                re.findall(r"%[\w#]+", lines[last].partition(":")[0]),
+                strict=False,
+            )
+        )
+        if any(name not in made and handed.get(name, name) == name for name in loop.groups()):
+            return ["stale"]
+    return []
+
+
 def main(directory: str, dtype: str, quantization: Quantization = "none") -> None:
     from asyncengine import _core
     from asyncengine.config import EngineConfig

@@ -148,7 +148,7 @@ def test_streamed_ranks_compile(tmp_path):
 
 
 STREAMED_ATTENTION = """
-from tests.kernels.compile_for_hopper import install, spills
+from tests.kernels.compile_for_hopper import install, spills, stale_bounds
 compiled = install()
 import torch
 from asyncengine.kernels.device_step import allocate_step
@@ -175,7 +175,7 @@ for heads, kv_heads, dim, rotary, norm in (
         )
 for name, kernel in compiled.items():
     words = [word for word in ("mma.sync", "griddepcontrol.wait", "cp.async.bulk.tensor") if word in kernel.asm["ptx"]]
-    print(":".join([name.split()[0], *words, *spills(kernel, allowed=64)]))
+    print(":".join([name.split()[0], *words, *spills(kernel, allowed=64), *stale_bounds(kernel)]))
 """
 
 
