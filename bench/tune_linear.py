@@ -4,7 +4,7 @@
 
 Every site of the models' shapes (a projection with what is fused, and a count of rows) is timed by each candidate
 plan, cuBLAS among them; the fastest enters the table at --out, whose other entries stay. Kernels are compiled
-beforehand, by as many processes as there are cores.
+beforehand, side by side.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import multiprocessing
 import os
 import time
 from collections.abc import Iterator
@@ -58,18 +57,6 @@ def sites(model: str, rows: int, weight: WeightKind = "bf16") -> Iterator[tuple[
             yield "greedy-head", site._replace(activation="argmax")
 
 
-def compile_plans(job: tuple[Site, list[Plan], bool]) -> None:
-    site, plans, pdl = job
-    Tuner(torch.device("cuda"), pdl=pdl).load(site, plans)
-
-
-def compile_all(plans: dict[Site, list[Plan]], pdl: bool) -> None:
-    jobs = [(site, some[i::8], pdl) for site, some in plans.items() for i in range(min(8, len(some)))]
-    with multiprocessing.get_context("spawn").Pool(min(16, os.cpu_count() or 1)) as pool:
-        for _ in pool.imap_unordered(compile_plans, sorted(jobs, key=lambda job: -len(job[1]))):
-            pass
-
-
 def plans_for(site: Site, kinds: list[str], count: int | None) -> Iterator[Plan]:
     known, streamed = PlanTable.shipped(), can_stream(torch.device("cuda", 0))
     found = worth_trying(site, known, count, streamed=streamed) if count else candidates(site, streamed=streamed)
@@ -104,11 +91,11 @@ def main() -> None:
     plans = {site: [*plans_for(site, kinds, args.likely)] for _, site in named}
     started = time.monotonic()
     print(f"{sum(map(len, plans.values()))} plans of {len(plans)} sites", flush=True)
-    compile_all(plans, not args.no_pdl)
+    tuner = Tuner(torch.device("cuda", 0), pdl=not args.no_pdl)
+    tuner.compile(plans, threads=min(16, os.cpu_count() or 1))
     print(f"compiled in {time.monotonic() - started:.0f} s", flush=True)
     out = Path(args.out or cache_path(torch.cuda.get_device_name()))
     table = PlanTable.from_json(out.read_text()) if out.exists() else PlanTable()
-    tuner = Tuner(torch.device("cuda"), pdl=not args.no_pdl)
     record = []
     for label, site in named:
         if time.monotonic() - started > args.limit_s:

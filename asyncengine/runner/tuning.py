@@ -57,13 +57,6 @@ class Tuner:
         self._device = device
         self._pdl = pdl
 
-    def load(self, site: Site, plans: Iterable[Plan]) -> None:
-        """Compile the kernels of plans, into Triton's cache."""
-        case = _Case.allocate(site, self._device, calls=1)
-        for plan in plans:
-            with contextlib.suppress(*_FAILURES):
-                case.call(self._ops(site, plan), case.handles[0])
-
     def compile(self, plans: Mapping[Site, Iterable[Plan]], threads: int) -> None:
         """Compile the kernels of plans side by side, for ``fastest``; those that do not compile are left out."""
         calls, nowhere = [], torch.device("meta")
