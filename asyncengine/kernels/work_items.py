@@ -24,7 +24,8 @@ ITEM = tl.constexpr(16)
 ITEM_COST = 1
 """What starting an item costs beside its KV tiles, in tiles."""
 LINE_COST = 3
-"""What lanes that begin and end anywhere cost a step: second items, and combinations of what need not be cut."""
+"""What lanes that begin and end anywhere cost a step, in tiles: second items, and combinations of what need not be
+cut."""
 
 
 @triton.jit
@@ -106,6 +107,52 @@ def _cut_line(lane_items, item, start, begin, end, total, lane_cost, piece, ITEM
 
 
 @triton.jit
+def _lane_of(start, cost, lane_cost):
+    """That of a unit which is not cut: where its middle lies on the line."""
+    return (start + cost // 2) // lane_cost
+
+
+@triton.jit
+def _share_whole(
+    row_query_len,
+    row_context_len,
+    num_rows,
+    window,
+    lane_cost,
+    KEYS: tl.constexpr,
+    ITEM_COST: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """int32 [WIDTH]: what each lane takes of units of one token if none of them is cut."""
+    lanes = tl.arange(0, WIDTH)
+    taken = tl.zeros([WIDTH], tl.int32)
+    before = 0
+    for first in range(0, num_rows, ROWS):
+        r = first + tl.arange(0, ROWS)
+        length = tl.load(row_query_len + r, mask=r < num_rows, other=0)
+        context = tl.load(row_context_len + r, mask=r < num_rows, other=0)
+        begin, end = _kv_tiles(context, length, 0, window, 1, KEYS)
+        cost = tl.where(length == 1, end - begin + ITEM_COST, 0)
+        lane = _lane_of(before + tl.cumsum(cost, 0) - cost, cost, lane_cost)
+        taken += tl.sum(tl.where(lane[None, :] == lanes[:, None], cost[None, :], 0), 1)
+        before += tl.sum(cost, 0)
+    return taken
+
+
+@triton.jit
+def _keep_whole(lane_items, item, start, begin, end, lane_cost, taken, piece, ITEM_COST: tl.constexpr):
+    """What _cut_line gives, for a unit that is not cut; ``taken`` is what each lane takes of such units."""
+    lane = _lane_of(start, end - begin + ITEM_COST, lane_cost)
+    before = tl.sum(tl.where(piece < lane, taken, 0), 0)
+    with_lane = before + tl.sum(tl.where(piece == lane, taken, 0), 0)
+    to = item + lane + piece
+    opens, closes = start == before, start + end - begin + ITEM_COST == with_lane
+    _store_lanes(lane_items, lane, item + lane, item + lane + 1, opens, closes)
+    return lane * 0 + 1, begin + piece * 0, end + piece * 0, lane * 2, to
+
+
+@triton.jit
 def _store_items(items, to, slot, query, count, position, low, high, partial, piece, pieces):
     fields = items + to * ITEM
     there = piece < pieces
@@ -137,6 +184,7 @@ def build_kernel(
     LANES: tl.constexpr,
     MIN_COST: tl.constexpr,
     ITEM_COST: tl.constexpr,
+    LINE_COST: tl.constexpr,
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -154,11 +202,18 @@ def build_kernel(
             MIN_QUERY, MAX_QUERY, QUERIES, KEYS, ITEM_COST, SPLIT, ROWS,
         )  # fmt: skip
         lane_cost = tl.maximum(tl.cdiv(total, LANES), MIN_COST)
+        # Lanes past the last tile are idle; what follows that tile on the line is the cost of its item.
+        idle, whole = piece * lane_cost >= total - ITEM_COST, False
+        taken = tl.zeros([WIDTH], tl.int32)
+        if SPLIT == 0 and MAX_QUERY == 1:
+            taken = _share_whole(
+                row_query_len, row_context_len, num_rows, window, lane_cost, KEYS, ITEM_COST, ROWS, WIDTH
+            )
+            whole = tl.max(taken, 0) <= lane_cost + LINE_COST
+            idle = tl.where(whole, taken == 0, idle)
         if row == 0:
             if SPLIT == 0:
-                # Lanes past the last tile; what follows that tile on the line is the cost of its item.
-                idle = (piece < LANES) & (piece * lane_cost >= total - ITEM_COST)
-                _store_lanes(lane_items, piece, 0, 0, idle, idle)
+                _store_lanes(lane_items, piece, 0, 0, idle & (piece < LANES), idle & (piece < LANES))
             else:
                 _store_lanes(lane_items, piece, piece, all_items, piece < LANES, piece < LANES)
 
@@ -168,9 +223,14 @@ def build_kernel(
         for index in range(0, units):
             begin, end = _kv_tiles(context, length, index, window, QUERIES, KEYS)
             if SPLIT == 0:
-                pieces, low, high, partial, to = _cut_line(
-                    lane_items, item, start, begin, end, total, lane_cost, piece, ITEM_COST
-                )
+                if whole:
+                    pieces, low, high, partial, to = _keep_whole(
+                        lane_items, item, start, begin, end, lane_cost, taken, piece, ITEM_COST
+                    )
+                else:
+                    pieces, low, high, partial, to = _cut_line(
+                        lane_items, item, start, begin, end, total, lane_cost, piece, ITEM_COST
+                    )
                 start += end - begin + ITEM_COST
                 item += 1
             else:

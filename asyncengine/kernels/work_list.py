@@ -5,7 +5,8 @@ prefill row one per tile of its queries. The programs of the attention grid are 
 a lane is the same for every head. All KV tiles of the step, in the order of rows, form one line; lane l
 takes the l-th stretch of it, so that every lane reads the same count of tiles whatever the lengths are
 (stream-K: Osama et al., 2023). A unit that a boundary between lanes cuts becomes several *items*, whose
-partial results the attention kernel combines.
+partial results the attention kernel combines. Decode rows are not cut where the longest lane is hardly longer
+without that, as it is if rows are about as long as one another: each goes to the lane that its middle lies in.
 
 Bounds, for R rows, T tokens and L lanes, that no content of a step exceeds:
   units     decode: R. Prefill: with Q queries to a tile a row of n tokens has at most 1 + (n - 1) / Q, so r
@@ -212,6 +213,7 @@ class Section:
             LANES=self.lanes,
             MIN_COST=self.min_split_tiles + ITEM_COST,
             ITEM_COST=ITEM_COST,
+            LINE_COST=LINE_COST,
             SPLIT=self.split_tiles,
             ROWS=256,
             WIDTH=triton.next_power_of_2(max(self.lanes, self.max_splits)),
