@@ -46,9 +46,9 @@ class Kernel(JITFunction):
 
 
 def _hash_callees(function: JITCallable) -> None:
-    for name in function.fn.__code__.co_names:
+    for name in function.fn.__code__.co_names:  # of attributes too, such as tl.sum
         callee = function.__globals__.get(name)
-        if isinstance(callee, JITCallable) and callee.hash is None:
+        if isinstance(callee, JITCallable) and callee is not function and callee.hash is None:
             _hash_callees(callee)
             callee.cache_key  # noqa: B018 - reading it makes it
 

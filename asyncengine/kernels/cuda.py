@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +36,7 @@ from asyncengine.kernels.triton_decode import decode_attention
 from asyncengine.kernels.triton_paged_decode import paged_decode_attention
 from asyncengine.kernels.triton_quantize import quantize_rows
 from asyncengine.kernels.triton_sampler import Ranks
+from asyncengine.kernels.unnormed import Unnormed, fold_norm
 from asyncengine.kernels.work_list import WorkList
 
 try:
@@ -44,8 +44,6 @@ try:
 except ImportError:  # an experimental part of Triton, which another version may have elsewhere
     gluon_linear = gluon_paged_decode = None  # type: ignore[assignment]
 
-if TYPE_CHECKING:
-    from asyncengine.kernels.gluon_linear import Unnormed
 
 
 def can_stream(device: torch.device) -> bool:
@@ -212,8 +210,7 @@ class CudaOps:
             assert isinstance(x, Tensor)
             assert isinstance(weight, Tensor)
             stream.parts = gluon_linear.streamed_parts(x, weight, plan, bias=bias, pdl=pdl)
-        elif plan.kind == "streamed":
-            assert isinstance(x, Tensor)
+        elif isinstance(x, Tensor) and isinstance(weight, Tensor) and self._may_wait(plan):
             stream.pending = partial(self._add, x, handle, plan, to)
         elif plan.kind != "cublas":
             self._launch(x, handle, plan, out=to, add=True)
@@ -222,15 +219,19 @@ class CudaOps:
         else:
             to += _product(x, weight, bias, to.dtype)
 
+    def _may_wait(self, plan: Plan) -> bool:
+        """Whether an addition by this plan may wait for the norm that reads the sum, to do a part of it."""
+        return self.options.streamed and not self.options.batch_invariant and plan.kind in ("streamed", "skinny")
+
     def _add(self, x: Tensor, handle: CudaLinear, plan: Plan, to: Tensor, norm: Norm | None) -> Unnormed | None:
-        """Of a streamed plan."""
+        weight, bias, pdl = handle.weight, handle.bias, self.options.pdl
         if norm is None:
             self._launch(x, handle, plan, out=to, add=True)
             return None
-        assert isinstance(handle.weight, Tensor)
-        return gluon_linear.streamed_sum(
-            x, handle.weight, plan, out=to, norm=norm, bias=handle.bias, pdl=self.options.pdl
-        )
+        assert isinstance(weight, Tensor)
+        if plan.kind == "streamed":
+            return gluon_linear.streamed_sum(x, weight, plan, out=to, norm=norm, bias=bias, pdl=pdl)
+        return triton_linear.linear(x, weight, plan, out=to, bias=bias, add=True, reader=norm, pdl=pdl)
 
     def attention(
         self, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, batch: CudaBatch
@@ -353,7 +354,7 @@ class CudaOps:
             return bias, None
         address = weight.data_ptr()
         if address not in self._folded:  # when a step first runs, before any is captured
-            self._folded[address] = weight, *gluon_linear.fold_norm(norm, weight, bias)
+            self._folded[address] = weight, *fold_norm(norm, weight, bias)
         return self._folded[address][1:]
 
     def _project_unnormed(

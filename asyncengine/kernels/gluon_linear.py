@@ -9,11 +9,8 @@ The copies are the tensor memory accelerator's: a thread asks for a tile, and a 
 bytes. Weights are the left operand, since the tensor cores want 64 rows there and x may have 8.
 
 Where K is split, the parts are left for whoever reads the sum: adding them up here takes a program that waits for the
-others, 2 us, and the norm that follows reads as fast from several places as from one (``triton_rows.norm``).
-
-Where it is not, a norm between two projections needs no kernel of its own: what it multiplies with its weight the
-first projection stores, with sums of squares, and the second divides by their root, or takes off the mean, at its end
-(``Unnormed``). The product is as exact as that of rows which are normed first.
+others, 2 us, and the norm that follows reads as fast from several places as from one (``triton_rows.norm``). Where it
+is not, that norm may have no kernel (see unnormed.py).
 
 Of a head whose rows are all sampled greedily, a program stores one rank for each row of x instead of its logits.
 """
@@ -24,7 +21,6 @@ Of a head whose rows are all sampled greedily, a program stores one rank for eac
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -44,22 +40,12 @@ from asyncengine.kernels.ops import Activation, Norm
 from asyncengine.kernels.pdl import launch_options
 from asyncengine.kernels.triton_filters import LAST_INDEX, MAX_VOCAB, rank_of
 from asyncengine.kernels.triton_rows import activate
+from asyncengine.kernels.unnormed import Unnormed
 
 logger = logging.getLogger(__name__)
 
 _activate = gluon.jit(activate.fn)
 _rank_of = gluon.jit(rank_of.fn)
-
-
-@dataclass(frozen=True, slots=True)
-class Unnormed:
-    """Rows of a residual stream whose norm is left to the projection that reads them."""
-
-    x: Tensor
-    """bfloat16 [M, K]: times the norm's weight"""
-    sums: Tensor
-    """float32 [1, tiles, M] of squares, by tiles of the stream's columns; of a LayerNorm [2, tiles, M], then values"""
-    eps: float
 
 
 class GluonKernel(Kernel, GluonJITFunction):
@@ -99,8 +85,7 @@ def streamed_linear(
     rows first, bias as long. out is bfloat16 or float32, its rows may be strided. Raises ValueError if anything does
     not fit, or if the plan splits K.
 
-    Of x that is ``Unnormed`` by a LayerNorm, ``shift`` float32 [N] is what a mean of 1 adds to the product, the weight
-    times the norm's, and ``bias`` has what the norm's bias adds: see ``fold_norm``.
+    Of x that is ``Unnormed`` by a LayerNorm, ``bias`` and ``shift`` are what ``fold_norm`` gives.
     """
     if plan.leaves_parts:
         raise ValueError(f"{plan} leaves parts")
@@ -112,14 +97,6 @@ def streamed_linear(
     _launch(x.x, weight, plan, out, bias, activation, add, pdl, reads=x, vector=shift)
 
 
-def fold_norm(norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """``bias`` and ``shift`` of ``streamed_linear``, float32 [N], for rows that a LayerNorm left Unnormed."""
-    assert norm.bias is not None
-    wide = weight.float()
-    folded = wide @ norm.bias.float()
-    return folded if bias is None else folded + bias.float(), wide @ norm.weight.float()
-
-
 def streamed_sum(
     x: Tensor, weight: Tensor, plan: Plan, *, out: Tensor, norm: Norm, bias: Tensor | None = None, pdl: bool = False
 ) -> Unnormed:
@@ -129,11 +106,7 @@ def streamed_sum(
     """
     if plan.leaves_parts:
         raise ValueError(f"{plan} leaves parts")
-    if norm.weight.shape != (len(weight),):
-        raise ValueError(f"a norm of {len(norm.weight)} does not fit a weight {list(weight.shape)}")
-    tiles = triton.cdiv(len(weight), plan.columns)
-    sums = torch.empty((1 if norm.bias is None else 2, tiles, len(x)), dtype=torch.float32, device=x.device)
-    result = Unnormed(torch.empty((len(x), len(weight)), dtype=torch.bfloat16, device=x.device), sums, norm.eps)
+    result = Unnormed.allocate(out, triton.cdiv(len(weight), plan.columns), norm)
     _launch(x, weight, plan, out, bias, None, True, pdl, writes=result, vector=norm.weight)
     return result
 

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncengine.kernels import gluon_linear
-from asyncengine.kernels.gluon_linear import Unnormed, fold_norm, streamed_linear, streamed_parts, streamed_sum
+from asyncengine.kernels.gluon_linear import streamed_linear, streamed_parts, streamed_sum
 from asyncengine.kernels.linear_plans import Plan, PlanTable, Site
 from asyncengine.kernels.ops import Norm
+from asyncengine.kernels.unnormed import Unnormed, fold_norm
 from tests.gpu.conftest import needs_hopper
 from tests.kernels.poison import poison_new_memory, surrounded, taken
 from tests.kernels.test_triton_linear import Case

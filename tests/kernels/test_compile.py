@@ -45,8 +45,8 @@ def test_every_kernel_of_a_step_compiles(tmp_path):
 def test_every_kernel_of_a_step_with_float8_weights_compiles(tmp_path):
     compiled = compiled_for(tmp_path, "fp8")
     assert compiled.count("_quantize_kernel") == 3  # after a norm, and of the widths of attention and of the MLP
-    assert compiled.count("_vector_kernel") == 4
-    assert compiled.count("_skinny_kernel") == 4
+    assert compiled.count("vector_kernel") == 4
+    assert compiled.count("skinny_kernel") == 4
     assert compiled.count("_tiled_kernel") == 4
     assert "_norm_kernel" in compiled, "the head's"
 
@@ -78,8 +78,8 @@ def test_plans_for_float8_rows_compile(tmp_path):
     """Every kernel with rows that are quantised already, in lengths that no tile divides."""
     compiled = run(tmp_path, "-c", FLOAT8_PLANS)
     assert len(compiled) == 14
-    assert compiled.count("_vector_kernel") == 2
-    assert compiled.count("_skinny_kernel:mma.sync") == 6
+    assert compiled.count("vector_kernel") == 2
+    assert compiled.count("skinny_kernel:mma.sync") == 6
     assert compiled.count("_tiled_kernel:wgmma") == 4, "64 channels are Hopper's own"
 
 
@@ -87,9 +87,11 @@ STREAMED_PLANS = """
 from tests.kernels.compile_for_hopper import install
 compiled = install()
 import torch
-from asyncengine.kernels.gluon_linear import fold_norm, streamed_linear, streamed_parts, streamed_sum
+from asyncengine.kernels.gluon_linear import streamed_linear, streamed_parts, streamed_sum
 from asyncengine.kernels.linear_plans import Plan
 from asyncengine.kernels.ops import Norm
+from asyncengine.kernels.triton_linear import linear
+from asyncengine.kernels.unnormed import fold_norm
 
 def random(*shape): return torch.empty(shape, dtype=torch.bfloat16)
 
@@ -108,6 +110,8 @@ for plan in (
             unnormed, random(96, 48), plan, out=random(5, 48), bias=bias, shift=shift, activation="silu_mul", pdl=True
         )
 streamed_parts(random(5, 256), random(48, 256), Plan("streamed", 64, 64, 4, 16, 2, 2), bias=random(48), pdl=True)
+for norm in (Norm(random(48), None, 1e-5), Norm(random(48), random(48), 1e-5)):
+    linear(random(5, 200), random(48, 200), Plan("skinny", 16, 32, 2), out=out, add=True, reader=norm, pdl=True)
 for name, kernel in compiled.items():
     words = [word for word in ("wgmma", "griddepcontrol.wait", "cp.async.bulk.tensor") if word in kernel.asm["ptx"]]
     print(name.split()[0] + "".join(":" + word for word in words))
@@ -115,9 +119,10 @@ for name, kernel in compiled.items():
 
 
 def test_streamed_plans_compile(tmp_path):
-    """In lengths that no tile divides, with whatever is fused."""
+    """In lengths that no tile divides, with whatever is fused; and additions of few rows that streamed plans read."""
     compiled = run(tmp_path, "-c", STREAMED_PLANS)
-    assert compiled == ["_streamed_kernel:wgmma:griddepcontrol.wait:cp.async.bulk.tensor"] * 29
+    assert compiled[:29] == ["_streamed_kernel:wgmma:griddepcontrol.wait:cp.async.bulk.tensor"] * 29
+    assert compiled[29:] == ["skinny_kernel:griddepcontrol.wait"] * 2
 
 
 STREAMED_RANKS = """

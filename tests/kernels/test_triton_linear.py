@@ -306,9 +306,9 @@ class Model:
         return ops.norm_linear(Stream(self.x), self.norm, self.handle(ops), activation)
 
     def linear_add(self, ops: CudaOps) -> Tensor:
-        stream = self.random(MAX_ROWS + 1, self.out_features, seed=9)[: self.rows]
-        ops.linear_add_(self.x, self.handle(ops), Stream(stream))
-        return stream
+        stream = Stream(self.random(MAX_ROWS + 1, self.out_features, seed=9)[: self.rows])
+        ops.linear_add_(self.x, self.handle(ops), stream)
+        return stream.settle()
 
     def logits(self, ops: CudaOps, index: list[int]) -> Tensor:
         step = allocate_step(1, 1, len(index), self.rows, self.device)

@@ -7,14 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from asyncengine.kernels.cuda import CudaBatch, CudaOps, Stream
 from asyncengine.kernels.device_step import allocate_step
-from asyncengine.kernels.gluon_linear import Unnormed
 from asyncengine.kernels.linear_plans import Plan, Site
 from asyncengine.kernels.ops import Norm
-from tests.kernels.test_triton_linear import PLANS, Model, make_ops
+from asyncengine.kernels.triton_linear import linear
+from asyncengine.kernels.unnormed import Unnormed
+from tests.kernels.poison import poison_new_memory, surrounded, taken
+from tests.kernels.test_triton_linear import COMPILED, PLANS, Model, make_ops
 
 STREAMED = Plan("streamed", 64, 64, 4, 8, 1, 2, fused_norm=False)
 ADDED = Site(128, 128, 8, "none", None, True, True)
@@ -52,6 +56,7 @@ def multiplied(
 
 @pytest.fixture(autouse=True)
 def hopper(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison_new_memory(monkeypatch)
     if device.type == "cpu":
         monkeypatch.setattr("asyncengine.kernels.gluon_linear.streamed_sum", add_up)
         monkeypatch.setattr("asyncengine.kernels.gluon_linear.streamed_linear", multiplied)
@@ -77,14 +82,15 @@ def run(ops: CudaOps, model: Model) -> tuple[list[Tensor], list[bool]]:
     return [*results, logits, stream.settle()], waited
 
 
+@pytest.mark.parametrize("adder", ["streamed", "skinny"])
 @pytest.mark.parametrize("reader", ["streamed", "skinny", "cublas"])
 @pytest.mark.parametrize("layer", [False, True])
 def test_what_reads_a_sum_decides_how_it_is_made(
-    device: torch.device, layer: bool, reader: str, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, layer: bool, reader: str, adder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Model(device, 6, 128, 128, layer=layer)
     kind = "layer" if layer else "rms"
-    plans = {ADDED: STREAMED}
+    plans = {ADDED: STREAMED if adder == "streamed" else PLANS["skinny"]}
     if reader != "cublas":
         plan = STREAMED if reader == "streamed" else PLANS["skinny"]
         plans |= {Site(128, 128, 8, kind, activation, True, False): plan for activation in ("gelu", None)}  # type: ignore[arg-type]
@@ -97,8 +103,9 @@ def test_what_reads_a_sum_decides_how_it_is_made(
     assert all(waited)
     # Five additions: the first of two in a row and that before the logits have no projection to wait for.
     summed, projections = (3, 4) if reader == "streamed" else (0, 0)
-    assert launched.count("streamed_sum") == summed
-    assert launched.count("streamed_linear") == 5 - summed + projections
+    streams = adder == "streamed"
+    assert launched.count("streamed_sum") == streams * summed
+    assert launched.count("streamed_linear") == streams * (5 - summed) + projections
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a.float(), b.float(), rtol=3e-2, atol=6e-2)  # a stream rounded six times
 
@@ -106,6 +113,53 @@ def test_what_reads_a_sum_decides_how_it_is_made(
 def _count(launched: list[str], name: str, launch: Any, *args: Any, **kwargs: Any) -> Any:
     launched.append(name)
     return launch(*args, **kwargs)
+
+
+@settings(max_examples=20)
+@given(rows=st.integers(1, 18), tiles=st.integers(1, 4), inner=st.sampled_from([32, 72]), layer=st.booleans(),
+       bias=st.booleans(), ahead=st.sampled_from([0, 1]), seed=st.integers(0, 99))  # fmt: skip
+def test_a_skinny_plan_that_adds(
+    device: torch.device, rows: int, tiles: int, inner: int, layer: bool, bias: bool, ahead: int, seed: int
+) -> None:
+    """The stream is what it is without a reader, to the bit; the rest follows from it."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(torch.bfloat16)
+
+    columns = 16 * tiles
+    plan = Plan("skinny", 16, 16, 2, ahead=ahead, fused_norm=not ahead)
+    x, weight, stream = random(rows, inner), random(columns, inner) * inner**-0.5, random(rows, columns)
+    norm = Norm(random(columns), random(columns) if layer else None, 1e-5)
+    b = surrounded(random(columns), device)[0] if bias else None
+    how: dict[str, Any] = {"bias": b, "add": True, "pdl": COMPILED}
+    operands = surrounded(x, device)[0], surrounded(weight, device)[0], plan
+    plain, _ = surrounded(stream, device)
+    linear(*operands, out=plain, **how)
+    out, memory = surrounded(stream, device)
+    moved = Norm(*(None if part is None else surrounded(part, device)[0] for part in norm[:2]), norm.eps)  # type: ignore[arg-type]
+    unnormed = linear(*operands, out=out, reader=moved, **how)
+    got = taken(out, memory)
+    assert torch.equal(got, plain.cpu())
+    assert unnormed is not None
+    exact = got.float()
+    assert torch.equal(unnormed.x.cpu(), (exact * norm.weight.float()).to(torch.bfloat16))
+    by_tile = exact.T.reshape(tiles, 16, rows)
+    expected = [by_tile.square().sum(1), by_tile.sum(1)][: 1 + layer]
+    torch.testing.assert_close(unnormed.sums.cpu(), torch.stack(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_who_cannot_write_for_a_reader(device: torch.device) -> None:
+    x, weight, out = (torch.zeros(n, 64, dtype=torch.bfloat16, device=device) for n in (4, 64, 4))
+    skinny, norm = Plan("skinny", 16, 16, 2), Norm(out[0], None, 1e-5)
+    for change in ({"plan": PLANS["tiled"]}, {"add": False}, {"norm": norm}):
+        arguments = {"plan": skinny, "add": True} | change
+        with pytest.raises(ValueError, match="does not fit what is fused"):
+            linear(x, weight, arguments.pop("plan"), out=out, reader=norm, **arguments)
+    for other in (norm._replace(weight=out[0, :32]), norm):
+        wide = out if other is not norm else out.float()
+        with pytest.raises(ValueError, match="a norm of"):
+            linear(x, weight, skinny, out=wide, add=True, reader=other)
 
 
 def test_layer_norms_are_folded_once(device: torch.device) -> None:
