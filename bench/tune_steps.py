@@ -71,20 +71,15 @@ def main() -> None:
     args = parser.parse_args()
     args.rows = [int(rows) for rows in args.rows.split(",")]
     found: list[Found] = []
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        for model in args.model:
-            found += runner.run(tune(model, args))
-    if args.out:
-        with measuring():  # others may write it too
-            out = Path(args.out)
-            table = PlanTable.from_json(out.read_text()) if out.exists() else PlanTable()
-            for one in found:
-                for site, plan in one.plans.items():
-                    table.add(site, plan)
-            out.write_text(table.to_json())
-    if args.json:
-        records = [one._asdict() | {"plans": [[site, repr(plan)] for site, plan in one.plans.items()]} for one in found]
-        Path(args.json).write_text(json.dumps(records, indent=1))
+    try:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            for model in args.model:
+                runner.run(tune(model, args, found))
+    finally:  # what was found is kept
+        if args.json:
+            plans = [[[site, repr(plan)] for site, plan in one.plans.items()] for one in found]
+            records = [one._asdict() | {"plans": some} for one, some in zip(found, plans, strict=True)]
+            Path(args.json).write_text(json.dumps(records, indent=1))
 
 
 @contextmanager
@@ -95,32 +90,36 @@ def measuring() -> Iterator[None]:
         yield
 
 
-async def tune(model: str, args: argparse.Namespace) -> list[Found]:
+async def tune(model: str, args: argparse.Namespace, found: list[Found]) -> None:
     tried = {rows: candidate_plans(model, rows, args.most) for rows in args.rows}
     with tempfile.TemporaryDirectory() as directory:
         shorten(model, args.layers, Path(directory))
-        async with opened(directory, args, **settings(args)) as engine:
-            steps = Steps(engine, args.context)
+        async with opened(directory, args, **settings(args)) as short, opened(model, args, **settings(args)) as whole:
+            steps, whole_steps = Steps(short, args.context), Steps(whole, args.context)
             cases = [(n, site, plan) for n in args.rows for site, plans in tried[n].items() for plan in plans]
             steps.compile(cases, args.threads)
-            with measuring():
-                chosen = {rows: search(steps, rows, tried[rows], args.turns) for rows in args.rows}
-    found = []
-    async with opened(model, args, **settings(args)) as engine:
-        steps = Steps(engine, args.context)
-        for rows in args.rows:
-            before = {site: steps.plans.find(site) for site in chosen[rows]}
-            changed = {site: plan for site, plan in chosen[rows].items() if plan != before[site]}
-            with measuring():
-                was, now = steps.time(rows, [{}, changed], repeats=9)
-            print(f"{model} {rows} rows: whole steps {was:.1f}, with the plans found {now:.1f} us", flush=True)
-            found.append(Found(model, rows, was, now, changed if now < was else {}))
-    return found
+            for rows in args.rows:
+                with measuring():  # others may measure, or write the same table
+                    chosen = search(steps, rows, tried[rows], args.turns)
+                    changed = {site: plan for site, plan in chosen.items() if plan != whole_steps.plans.find(site)}
+                    was, now = whole_steps.time(rows, [{}, changed], repeats=9)
+                    print(f"{model} {rows} rows: whole steps {was:.1f}, with the plans found {now:.1f} us", flush=True)
+                    found.append(Found(model, rows, was, now, changed if now < was else {}))
+                    if args.out:
+                        keep(found[-1].plans, Path(args.out))
+
+
+def keep(plans: Plans, out: Path) -> None:
+    table = PlanTable.from_json(out.read_text()) if out.exists() else PlanTable()
+    for site, plan in plans.items():
+        table.add(site, plan)
+    out.write_text(table.to_json())
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
     rows = max(args.rows)
-    return {"max_num_seqs": rows, "enforce_eager": True, "gpu_memory_utilization": 0.3, "enable_prefix_caching": False}
+    blocks = rows * (args.context // 16 + 2)
+    return {"max_num_seqs": rows, "enforce_eager": True, "num_kv_blocks": blocks, "enable_prefix_caching": False}
 
 
 def shorten(model: str, layers: int, to: Path) -> None:
