@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from gpu_common import ELEMENT_BYTES, projection_biases, projections, read_model
 from kernel_timing import Line, Lines, Timer, copies_for
 from torch import Tensor
-from tune_linear import compile_all, sites
+from tune_linear import THREADS, sites
 
 from asyncengine.kernels import triton_rows
 from asyncengine.kernels.cuda import CudaBatch, CudaLinear, CudaOps, CudaOptions, Stream, can_stream
@@ -25,6 +25,7 @@ from asyncengine.kernels.linear_plans import CUBLAS, MAX_ROWS, Plan, PlanTable, 
 from asyncengine.kernels.ops import Activation, Norm
 from asyncengine.kernels.triton_sampler import sample
 from asyncengine.models.config import ModelConfig
+from asyncengine.runner.tuning import Tuner
 
 DTYPE = torch.bfloat16
 
@@ -33,7 +34,7 @@ def lines(args: argparse.Namespace, timer: Timer) -> Lines:
     on_gpu = timer.device.type == "cuda"
     table = PlanTable.load(torch.cuda.get_device_name()) if on_gpu else PlanTable()
     if on_gpu and (plans := planned(args.shape, args.rows, table)):
-        compile_all({site: [plan] for site, plan in plans.items()}, args.pdl)
+        Tuner(timer.device, pdl=args.pdl).compile({site: [plan] for site, plan in plans.items()}, THREADS)
     ops = CudaOps(timer.device, CudaOptions(table, args.pdl, streamed=can_stream(timer.device)))
     for shape in args.shape:
         c = read_model(shape)

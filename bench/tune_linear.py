@@ -34,6 +34,8 @@ from asyncengine.kernels.linear_plans import (
 from asyncengine.runner.tuning import Tuner, allowed, worth_trying
 
 ROWS = "1,8,16,32,64,128,256"
+THREADS = min(16, os.cpu_count() or 1)
+"""That compile."""
 
 
 def sites(model: str, rows: int, weight: WeightKind = "bf16") -> Iterator[tuple[str, Site]]:
@@ -92,7 +94,7 @@ def main() -> None:
     started = time.monotonic()
     print(f"{sum(map(len, plans.values()))} plans of {len(plans)} sites", flush=True)
     tuner = Tuner(torch.device("cuda", 0), pdl=not args.no_pdl)
-    tuner.compile(plans, threads=min(16, os.cpu_count() or 1))
+    tuner.compile(plans, THREADS)
     print(f"compiled in {time.monotonic() - started:.0f} s", flush=True)
     out = Path(args.out or cache_path(torch.cuda.get_device_name()))
     table = PlanTable.from_json(out.read_text()) if out.exists() else PlanTable()

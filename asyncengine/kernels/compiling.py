@@ -91,7 +91,7 @@ def _run_dry(enqueue: Iterable[Callable[[], None]], device: torch.device, thread
 
 
 def _use(device: torch.device) -> None:
-    if device.type == "cuda":
+    if device.type == "cuda" and device.index is not None:  # else the first one, as in any new thread
         torch.cuda.set_device(device)
 
 
