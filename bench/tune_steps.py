@@ -95,7 +95,7 @@ async def tune(model: str, args: argparse.Namespace, found: list[Found]) -> None
     with tempfile.TemporaryDirectory() as directory:
         shorten(model, args.layers, Path(directory))
         async with opened(directory, args, **settings(args)) as short, opened(model, args, **settings(args)) as whole:
-            steps, whole_steps = Steps(short, args.context), Steps(whole, args.context)
+            steps, whole_steps = Steps(model, short, args.context), Steps(model, whole, args.context)
             cases = [(n, site, plan) for n in args.rows for site, plans in tried[n].items() for plan in plans]
             steps.compile(cases, args.threads)
             for rows in args.rows:
@@ -170,13 +170,13 @@ def search(steps: Steps, rows: int, tried: dict[Site, list[Plan]], turns: int) -
 class Steps:
     """Decode steps of a model, captured with whatever plans."""
 
-    def __init__(self, engine: AsyncEngine, context: int) -> None:
+    def __init__(self, name: str, engine: AsyncEngine, context: int) -> None:
+        self.name = name
         self._engine = engine
         runner: Any = engine._loaded().keep_alive
         self._steps, self._stream, self._buckets = runner.steps, runner.stream, runner.buckets
         self._context = context
         self.plans: PlanTable = runner.steps._model._ops.options.plans
-        self.name = str(engine.config.model)
 
     def compile(self, cases: Sequence[tuple[int, Site, Plan]], threads: int) -> None:
         """What steps of so many rows launch, with another plan of one site each."""

@@ -45,7 +45,6 @@ except ImportError:  # an experimental part of Triton, which another version may
     gluon_linear = gluon_paged_decode = None  # type: ignore[assignment]
 
 
-
 def can_stream(device: torch.device) -> bool:
     """Whether this GPU and this Triton run kernels in Gluon; tries one."""
     return gluon_linear is not None and gluon_linear.works(device)
@@ -210,7 +209,8 @@ class CudaOps:
             assert isinstance(x, Tensor)
             assert isinstance(weight, Tensor)
             stream.parts = gluon_linear.streamed_parts(x, weight, plan, bias=bias, pdl=pdl)
-        elif isinstance(x, Tensor) and isinstance(weight, Tensor) and self._may_wait(plan):
+        elif self.options.streamed and plan.kind in ("streamed", "skinny") and not isinstance(weight, Quantized):
+            assert isinstance(x, Tensor)
             stream.pending = partial(self._add, x, handle, plan, to)
         elif plan.kind != "cublas":
             self._launch(x, handle, plan, out=to, add=True)
@@ -219,11 +219,8 @@ class CudaOps:
         else:
             to += _product(x, weight, bias, to.dtype)
 
-    def _may_wait(self, plan: Plan) -> bool:
-        """Whether an addition by this plan may wait for the norm that reads the sum, to do a part of it."""
-        return self.options.streamed and not self.options.batch_invariant and plan.kind in ("streamed", "skinny")
-
     def _add(self, x: Tensor, handle: CudaLinear, plan: Plan, to: Tensor, norm: Norm | None) -> Unnormed | None:
+        """What was put off in ``linear_add_``, by a plan that can do a part of the norm which reads the sum."""
         weight, bias, pdl = handle.weight, handle.bias, self.options.pdl
         if norm is None:
             self._launch(x, handle, plan, out=to, add=True)

@@ -39,13 +39,14 @@ from asyncengine.kernels.linear_plans import Fused, Plan
 from asyncengine.kernels.ops import Activation, Norm
 from asyncengine.kernels.pdl import launch_options
 from asyncengine.kernels.triton_filters import LAST_INDEX, MAX_VOCAB, rank_of
-from asyncengine.kernels.triton_rows import activate
+from asyncengine.kernels.triton_rows import activate, store_unnormed
 from asyncengine.kernels.unnormed import Unnormed
 
 logger = logging.getLogger(__name__)
 
 _activate = gluon.jit(activate.fn)
 _rank_of = gluon.jit(rank_of.fn)
+_store_unnormed = gluon.jit(store_unnormed.fn)
 
 
 class GluonKernel(Kernel, GluonJITFunction):
@@ -223,7 +224,7 @@ def _greatest_rank(logits, column, columns, AXIS: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _next_power_of_2(n):
+def next_power_of_2(n):
     return 1 << (n - 1).bit_length()
 
 
@@ -232,7 +233,7 @@ def _store_norm(to, sums, row, rows, eps, K: gl.constexpr, BM: gl.constexpr, TIL
     """What rows are to be multiplied with, and for a LayerNorm their mean, to shared memory [1 or 2, BM]."""
     ACROSS: gl.constexpr = 32 if BM >= 32 else BM
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
-    tile = gl.arange(0, _next_power_of_2(TILES), gl.SliceLayout(1, LAYOUT))[:, None]
+    tile = gl.arange(0, next_power_of_2(TILES), gl.SliceLayout(1, LAYOUT))[:, None]
     m = row + gl.arange(0, BM, gl.SliceLayout(0, LAYOUT))[None, :]
     at, there = sums + tile * rows + m, (tile < TILES) & (m < rows)
     square = gl.sum(gl.load(at, mask=there, other=0.0), 0) / K
@@ -241,22 +242,6 @@ def _store_norm(to, sums, row, rows, eps, K: gl.constexpr, BM: gl.constexpr, TIL
         to.index(1).store(mean)
         square -= mean * mean
     to.index(0).store(gl.rsqrt(square + eps))
-
-
-@gluon.jit
-def _store_unnormed(
-    y, gain, scaled, sums, row, column, rows, columns, STORED: gl.constexpr, WRITES: gl.constexpr
-):  # fmt: skip
-    """y [columns, rows] of the stream, which is rounded, as Unnormed has it."""
-    n = column + gl.arange(0, y.shape[0], gl.SliceLayout(1, STORED))
-    m = row + gl.arange(0, y.shape[1], gl.SliceLayout(0, STORED))
-    there = (m < rows)[None, :] & (n < columns)[:, None]
-    y = gl.where(there, y.to(gl.float32), 0.0)
-    gl.store(scaled + m.to(gl.int64)[None, :] * columns + n[:, None], (y * gain[:, None]).to(gl.bfloat16), mask=there)
-    at = sums + gl.program_id(1) * rows + m
-    gl.store(at, gl.sum(y * y, 0), mask=m < rows)
-    if WRITES == 2:
-        gl.store(at + gl.num_programs(1) * rows, gl.sum(y, 0), mask=m < rows)
 
 
 @GluonKernel
@@ -331,7 +316,7 @@ def _streamed_kernel(
     at = out + (split * rows + m).to(gl.int64)[None, :] * out_stride + n[:, None]
     there = (m < rows)[None, :] & (n < columns)[:, None]
     if WRITES > 0:
-        gain = gl.load(vector + n, mask=n < columns, other=0.0).to(gl.float32)
+        gain = gl.load(vector + n, mask=n < columns, other=0.0)
     if PDL:
         gdc_wait()
     for i in gl.static_range(AHEAD):
@@ -394,4 +379,6 @@ def _streamed_kernel(
         y = y.to(out.dtype.element_ty)
         gl.store(at, y, mask=there)
         if WRITES > 0:
-            _store_unnormed(y, gain, scaled, sums, row, column, rows, columns, STORED, WRITES)
+            _store_unnormed(
+                y, gain, scaled, sums, program, gl.num_programs(1), n, m, rows, columns, WRITES
+            )  # fmt: skip

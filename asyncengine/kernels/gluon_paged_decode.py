@@ -28,7 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from asyncengine.errors import ConfigError
 from asyncengine.kernels.device_step import DeviceStep
-from asyncengine.kernels.gluon_linear import GluonKernel
+from asyncengine.kernels.gluon_linear import GluonKernel, next_power_of_2
 from asyncengine.kernels.ops import HeadNorms
 from asyncengine.kernels.pdl import launch_options
 from asyncengine.kernels.triton_decode import check_heads, surroundings
@@ -110,11 +110,6 @@ def _blocks_of(cache: Tensor) -> TensorDescriptor:
     box = [BLOCK.value, cache.shape[3]]
     layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)
     return TensorDescriptor.from_tensor(cache.view(-1, cache.shape[3]), box, layout)
-
-
-@gluon.constexpr_function
-def _next_power_of_2(n):
-    return 1 << (n - 1).bit_length()
 
 
 @gluon.constexpr_function
@@ -365,7 +360,7 @@ def _prepare(
     """The warps that make queries, an item ahead, and write new keys and values to the cache."""
     COPIES: gl.constexpr = gl.BlockedLayout([1, 1, D // 32], [1, 1, 32], [1, PREPARING, 1], [2, 1, 0])
     HEADS: gl.constexpr = gl.SliceLayout(0, COPIES)
-    MEMBERS: gl.constexpr = _next_power_of_2(GROUP)
+    MEMBERS: gl.constexpr = next_power_of_2(GROUP)
     ROWS: gl.constexpr = 2 * GROUP_ROWS
     HALF: gl.constexpr = D // 2
     member = gl.arange(0, MEMBERS, gl.SliceLayout(1, HEADS))[:, None]

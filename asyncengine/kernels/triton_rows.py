@@ -112,6 +112,31 @@ def norm(
     return out
 
 
+@triton.jit
+def store_unnormed(
+    y: tl.tensor,
+    gain: tl.tensor,
+    scaled: tl.tensor,
+    sums: tl.tensor,
+    tile: tl.tensor,
+    tiles: tl.tensor,
+    column: tl.tensor,
+    row: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    WRITES: tl.constexpr,
+) -> None:
+    """Of a stream's tile y [columns, rows], as it is stored, what the projection behind needs (see unnormed.py)."""
+    there = (row < rows)[None, :] & (column < columns)[:, None]
+    y = tl.where(there, y.to(tl.float32), 0.0)
+    to = scaled + row.to(tl.int64)[None, :] * columns + column[:, None]
+    tl.store(to, (y * gain.to(tl.float32)[:, None]).to(scaled.dtype.element_ty), mask=there)
+    at = sums + tile * rows + row
+    tl.store(at, tl.sum(y * y, 0), mask=row < rows)
+    if WRITES == 2:
+        tl.store(at + tiles * rows, tl.sum(y, 0), mask=row < rows)
+
+
 # ---- embedding ----
 
 

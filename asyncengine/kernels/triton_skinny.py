@@ -11,7 +11,7 @@ import triton.language as tl
 from asyncengine.kernels.compiling import kernel
 from asyncengine.kernels.pdl import start_next, wait
 from asyncengine.kernels.triton_quantize import row_scale
-from asyncengine.kernels.triton_rows import activate
+from asyncengine.kernels.triton_rows import activate, store_unnormed
 
 # ---- what they share ----
 
@@ -47,19 +47,6 @@ def finish(y, rows, to, there, bias, out, ACT: tl.constexpr, BIAS: tl.constexpr,
     y = y.to(out.dtype.element_ty)
     tl.store(out + to, y, mask=there)
     return y
-
-
-@triton.jit
-def _write_unnormed(y, gain, scaled, sums, row, rows, columns, WRITES: tl.constexpr):
-    """The stream's columns [BN, BM] that a program has made, for whoever norms them (see unnormed.py)."""
-    column = columns_of(tl.program_id(0), "none", y.shape[0])[:, None]
-    y = tl.where(row < rows, y.to(tl.float32), 0.0)
-    to = scaled + row.to(tl.int64) * columns + column
-    tl.store(to, (y * gain.to(tl.float32)[:, None]).to(scaled.dtype.element_ty), mask=row < rows)
-    at = sums + tl.program_id(0) * rows + row
-    tl.store(at, tl.sum(y * y, 0)[None, :], mask=row < rows)
-    if WRITES == 2:
-        tl.store(at + tl.num_programs(0) * rows, tl.sum(y, 0)[None, :], mask=row < rows)
 
 
 @triton.jit
@@ -343,4 +330,7 @@ def skinny_kernel(
     to = m2.to(tl.int64) * out_stride + columns_of(program, ACT, BN)[:, None]
     y = finish(y, row, to, m2 < rows, bias, out, ACT, BIAS, ADD)
     if WRITES > 0:
-        _write_unnormed(y, gain, scaled, sums, m2, rows, columns, WRITES)
+        store_unnormed(
+            y, gain, scaled, sums, program, tl.num_programs(0), columns_of(program, ACT, BN), tl.arange(0, BM), rows,
+            columns, WRITES,
+        )  # fmt: skip

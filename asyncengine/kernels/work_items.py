@@ -213,7 +213,8 @@ def build_kernel(
             idle = tl.where(whole, taken == 0, idle)
         if row == 0:
             if SPLIT == 0:
-                _store_lanes(lane_items, piece, 0, 0, idle & (piece < LANES), idle & (piece < LANES))
+                idle &= piece < LANES
+                _store_lanes(lane_items, piece, 0, 0, idle, idle)
             else:
                 _store_lanes(lane_items, piece, piece, all_items, piece < LANES, piece < LANES)
 

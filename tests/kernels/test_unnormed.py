@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from asyncengine.kernels import gluon_linear
 from asyncengine.kernels.cuda import CudaBatch, CudaOps, Stream
 from asyncengine.kernels.device_step import allocate_step
 from asyncengine.kernels.linear_plans import Plan, Site
@@ -58,8 +59,8 @@ def multiplied(
 def hopper(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     poison_new_memory(monkeypatch)
     if device.type == "cpu":
-        monkeypatch.setattr("asyncengine.kernels.gluon_linear.streamed_sum", add_up)
-        monkeypatch.setattr("asyncengine.kernels.gluon_linear.streamed_linear", multiplied)
+        monkeypatch.setattr(gluon_linear, "streamed_sum", add_up)
+        monkeypatch.setattr(gluon_linear, "streamed_linear", multiplied)
 
 
 def run(ops: CudaOps, model: Model) -> tuple[list[Tensor], list[bool]]:
@@ -96,8 +97,7 @@ def test_what_reads_a_sum_decides_how_it_is_made(
         plans |= {Site(128, 128, 8, kind, activation, True, False): plan for activation in ("gelu", None)}  # type: ignore[arg-type]
     launched: list[str] = []
     for name in ("streamed_sum", "streamed_linear"):
-        launch = getattr(__import__("asyncengine.kernels.gluon_linear", fromlist=[name]), name)
-        monkeypatch.setattr(f"asyncengine.kernels.gluon_linear.{name}", partial(_count, launched, name, launch))
+        monkeypatch.setattr(gluon_linear, name, partial(_count, launched, name, getattr(gluon_linear, name)))
     got, waited = run(make_ops(device, plans), model)
     expected, _ = run(make_ops(device), model)
     assert all(waited)
