@@ -355,7 +355,8 @@ def _combine(
 def _prepare(
     k_cache, v_cache, heads, q_norm, k_norm, eps, cos_sin, slot_mapping, queries, new_scores, new_values, asked,
     answered, items, first_item, last_item, block_tables, stride_table, scale, stride_heads, head, NORM: gl.constexpr,
-    ROTARY: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, PDL: gl.constexpr,
+    ROTARY: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, AHEAD: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """The warps that make queries, an item ahead, and write new keys and values to the cache."""
     COPIES: gl.constexpr = gl.BlockedLayout([1, 1, D // 32], [1, 1, 32], [1, PREPARING, 1], [2, 1, 0])
@@ -406,20 +407,21 @@ def _prepare(
         score = gl.sum(q.to(gl.float32) * key.to(gl.float32), 1) * scale
 
         turn = item - first_item
-        mbarrier.wait(answered.index(turn % 2), (turn // 2 & 1) ^ 1)
+        place = turn % AHEAD
+        mbarrier.wait(answered.index(place), (turn // AHEAD & 1) ^ 1)
         q = q[None, :, :].broadcast_to([ROWS // MEMBERS, MEMBERS, D])
-        queries.index(turn % 2).store(gl.reshape(q, [ROWS, D]))
-        new_scores.index(turn % 2).slice(0, MEMBERS).store(score)
-        new_values.index(turn % 2).store(gl.sum(value.to(gl.float32), 0).to(gl.bfloat16))
+        queries.index(place).store(gl.reshape(q, [ROWS, D]))
+        new_scores.index(place).slice(0, MEMBERS).store(score)
+        new_values.index(place).store(gl.sum(value.to(gl.float32), 0).to(gl.bfloat16))
         gl.thread_barrier()
-        mbarrier.arrive(asked.index(turn % 2))
+        mbarrier.arrive(asked.index(place))
 
 
 @gluon.jit
 def _attend(
     out, ks, vs, ready, free, queries, new_scores, new_values, asked, answered, items, first_item, last_item,
     block_tables, stride_table, partials, stats, arrivals, scale, window, stride_out, stats_size, head,
-    GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """The warps that compute. They free a tile's memory as soon as they have it in registers."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [BLOCKS, 1, 1], [1, 16, 8])
@@ -434,13 +436,14 @@ def _attend(
     for item in range(first_item, last_item):
         _, context, begin, end, takes_new = _item(items, item, block_tables, stride_table)
         fields, number = items + item * ITEM, item - first_item
+        place = number % AHEAD
         query = gl.load(fields + QUERY).to(gl.int64)
         first = gl.maximum(context - window + 1, 0)
         acc = gl.zeros([BLOCKS, 2 * GROUP_ROWS, D], gl.float32, MMA)
         peak = gl.full([BLOCKS, 2 * GROUP_ROWS], -float("inf"), gl.float32, gl.SliceLayout(2, MMA))
         total = gl.zeros([BLOCKS, 2 * GROUP_ROWS], gl.float32, gl.SliceLayout(2, MMA))
-        mbarrier.wait(asked.index(number % 2), number // 2 & 1)
-        q = queries.index(number % 2).load(gl.SliceLayout(0, LEFT))[None, :, :]
+        mbarrier.wait(asked.index(place), number // AHEAD & 1)
+        q = queries.index(place).load(gl.SliceLayout(0, LEFT))[None, :, :]
         q = q.broadcast_to([BLOCKS, 2 * GROUP_ROWS, D])
         alone = begin
         if STAGES > 1:
@@ -457,9 +460,9 @@ def _attend(
                 STAGES, 1,
             )  # fmt: skip
             turn += 1
-        new_score = new_scores.index(number % 2).load(gl.SliceLayout(1, HEADS))
-        value = new_values.index(number % 2).load(gl.SliceLayout(0, HEADS))[None, :]
-        mbarrier.arrive(answered.index(number % 2))
+        new_score = new_scores.index(place).load(gl.SliceLayout(1, HEADS))
+        value = new_values.index(place).load(gl.SliceLayout(0, HEADS))[None, :]
+        mbarrier.arrive(answered.index(place))
         acc, peak, total = _join_warps(acc, peak, total, new_score, value, takes_new, PARTS)
         _finish(
             acc, peak, total, fields, query, head, out, partials, stats, arrivals, stride_out, stats_size, GROUP,
@@ -484,25 +487,27 @@ def _streamed_decode_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=1)
-    asked = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    answered = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
+    # A program of one tile has an item or few, and is to take little memory (see choose_apart).
+    AHEAD: gl.constexpr = 2 if STAGES > 1 else 1
+    asked = gl.allocate_shared_memory(gl.int64, [AHEAD, 1], mbarrier.MBarrierLayout())
+    answered = gl.allocate_shared_memory(gl.int64, [AHEAD, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(AHEAD):
         mbarrier.init(asked.index(i), count=1)
         mbarrier.init(answered.index(i), count=1)
     ks = gl.allocate_shared_memory(gl.bfloat16, [STAGES * BLOCKS, BLOCK, D], k_blocks.layout)
     vs = gl.allocate_shared_memory(gl.bfloat16, [STAGES * BLOCKS, BLOCK, D], v_blocks.layout)
     QUERIES: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    queries = gl.allocate_shared_memory(gl.bfloat16, [2, 2 * GROUP_ROWS, D], QUERIES)
-    new_scores = gl.allocate_shared_memory(gl.float32, [2, GROUP_ROWS], PLAIN)
-    new_values = gl.allocate_shared_memory(gl.bfloat16, [2, D], PLAIN)
+    queries = gl.allocate_shared_memory(gl.bfloat16, [AHEAD, 2 * GROUP_ROWS, D], QUERIES)
+    new_scores = gl.allocate_shared_memory(gl.float32, [AHEAD, GROUP_ROWS], PLAIN)
+    new_values = gl.allocate_shared_memory(gl.bfloat16, [AHEAD, D], PLAIN)
     # Tuples in variables would lose their constants.
     gl.warp_specialize(
         [
             (_attend, (
                 out, ks, vs, ready, free, queries, new_scores, new_values, asked, answered, items, first_item,
                 last_item, block_tables, stride_table, partials, stats, arrivals, scale, window, stride_out,
-                stats_size, head, GROUP, KV_HEADS, D, STAGES,
+                stats_size, head, GROUP, KV_HEADS, D, STAGES, AHEAD,
             )),
             (_fill, (
                 k_blocks, v_blocks, ks, vs, ready, free, items, first_item, last_item, block_tables, stride_table,
@@ -511,7 +516,7 @@ def _streamed_decode_kernel(
             (_prepare, (
                 k_cache, v_cache, heads, q_norm, k_norm, eps, cos_sin, slot_mapping, queries, new_scores, new_values,
                 asked, answered, items, first_item, last_item, block_tables, stride_table, scale, stride_heads, head,
-                NORM, ROTARY, GROUP, KV_HEADS, D, PDL,
+                NORM, ROTARY, GROUP, KV_HEADS, D, AHEAD, PDL,
             )),
         ],
         [1, PREPARING],

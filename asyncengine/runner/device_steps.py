@@ -74,27 +74,26 @@ def _split_tokens(max_model_len: int) -> int:
     return max(1, -(-max_model_len // (1024 * _INVARIANT_SPLITS))) * 1024
 
 
-def _choose_apart(rows: int, config: EngineConfig, loaded: LoadedModel, ops: CudaOps) -> Apart | None:
-    """How decode steps of so many rows are cut apart, if they are."""
+def _choose_streamed_tile(config: EngineConfig, loaded: LoadedModel, ops: CudaOps) -> Tile | None:
+    """That of decode steps if Gluon computes their attention."""
     if config.batch_invariant or not ops.options.streamed:
         return None
-    return choose_apart(rows, attention_shape(loaded), config.block_size, multiprocessors(ops.device))
+    return choose_streamed_tile(attention_shape(loaded), config.block_size)
 
 
 def step_buckets(config: EngineConfig, loaded: LoadedModel, ops: CudaOps) -> list[Bucket]:
     """The buckets of a model's steps: those of few keys are where decode_attention is the faster way.
 
-    Where Gluon runs, units cut apart are faster; of a lone row (a step of Qwen3 at 288 tokens 532 us instead of 577,
+    Where Gluon computes attention that is faster; of a lone row (a step of Qwen3 at 288 tokens 532 us instead of 577,
     of the 8B 3,755 instead of 3,812) only if query heads share keys (of GPT-2 199 us instead of 194).
     """
-    shape = attention_shape(loaded)
+    shape, streamed = attention_shape(loaded), _choose_streamed_tile(config, loaded, ops) is not None
 
     def few_keys(tokens: int) -> int:
         return 0 if config.batch_invariant else longest_context(tokens, shape, multiprocessors(ops.device))
 
     def few_decode_keys(rows: int) -> int:
-        apart = (rows > 1 or shape.group > 1) and _choose_apart(rows, config, loaded, ops)
-        return 0 if apart else few_keys(rows)
+        return 0 if streamed and (rows > 1 or shape.group > 1) else few_keys(rows)
 
     return choose_buckets(
         config.max_num_seqs, config.max_num_batched_tokens, loaded.max_model_len, few_decode_keys, few_keys
@@ -123,10 +122,11 @@ class _StepWork:
 
         self._any = allocate(split_tokens=_split_tokens(loaded.max_model_len) if config.batch_invariant else 0)
         self._decode = {window: work.decode_only for window, work in self._any.items()}
-        tile = choose_streamed_tile(shape, config.block_size)
-        if tile and ops.options.streamed and not config.batch_invariant:
+        self._ways: dict[int, Apart | None] = {}
+        if tile := _choose_streamed_tile(config, loaded, ops):
             self._decode = allocate(tile)
-        self._ways = {rows: _choose_apart(rows, config, loaded, ops) for rows in range(1, config.max_num_seqs + 1)}
+            counts = range(1, config.max_num_seqs + 1)
+            self._ways = {rows: choose_apart(rows, shape, config.block_size, sms) for rows in counts}
         self._apart = {
             way: allocate(
                 way.tile, max_rows=min(config.max_num_seqs, way.tile.count_lanes(shape, sms)),
@@ -138,7 +138,7 @@ class _StepWork:
     def of(self, bucket: Bucket) -> dict[int, WorkList]:
         if not bucket.single_token_rows:
             return self._any
-        way = self._ways[bucket.max_rows]
+        way = self._ways.get(bucket.max_rows)
         return self._apart[way] if way else self._decode
 
 
