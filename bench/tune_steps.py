@@ -5,8 +5,9 @@
 A plan that is fastest among projections alone (bench/tune_linear.py) may not be in a step: what it leaves of shared
 memory and registers decides when the kernel behind it starts, and whether a norm needs a kernel of its own depends on
 two plans. So whole steps are captured and replayed in turn, of a model with a few layers, each with another plan of
-one site; the fastest stays if it is faster than what was there, and the next site has its turn. What was found and what
-was there before are then timed in the whole model, and enter the table at --out if they are faster there.
+one site; the fastest stays if it is faster than what was there, and the next site has its turn. Then the best that
+could do without a norm between them are tried two at a time. What was found and what was there before are then timed in
+the whole model, and enter the table at --out if they are faster there.
 
 Several of these at once compile side by side and measure one after another.
 """
@@ -24,6 +25,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +44,8 @@ GAIN = 0.997
 """A plan replaces another if a step takes at most so much of its time: less is noise."""
 AT_ONCE = 12
 """Graphs that are timed in turn."""
+BEST = 4
+"""Plans of a site that are tried together with as many of another."""
 
 Plans = dict[Site, Plan]
 
@@ -100,7 +104,7 @@ async def tune(model: str, args: argparse.Namespace, found: list[Found]) -> None
             steps.compile(cases, args.threads)
             for rows in args.rows:
                 with measuring():  # others may measure, or write the same table
-                    chosen = search(steps, rows, tried[rows], args.turns)
+                    chosen = search(steps, rows, tried[rows], args.turns, norm_between(model, rows))
                     changed = {site: plan for site, plan in chosen.items() if plan != whole_steps.plans.find(site)}
                     was, now = whole_steps.time(rows, [{}, changed], repeats=9)
                     print(f"{model} {rows} rows: whole steps {was:.1f}, with the plans found {now:.1f} us", flush=True)
@@ -143,28 +147,50 @@ def candidate_plans(model: str, rows: int, most: int) -> dict[Site, list[Plan]]:
     return dict(sorted(chosen.items(), key=lambda entry: -entry[0].weight_bytes))
 
 
-def search(steps: Steps, rows: int, tried: dict[Site, list[Plan]], turns: int) -> Plans:
-    """The plans that a step is fastest with, if one site is changed at a time."""
+def norm_between(model: str, rows: int) -> list[tuple[Site, Site]]:
+    """Which projection reads through a norm what another has added to the stream."""
+    named = dict(sites(model, rows))
+    return [(named["o"], named["up"]), (named["down"], named["qkv"])]
+
+
+def search(
+    steps: Steps, rows: int, tried: dict[Site, list[Plan]], turns: int, pairs: Sequence[tuple[Site, Site]] = ()
+) -> Plans:
+    """The plans that a step is fastest with, if one site is changed at a time, or two with a norm between them."""
     now: Plans = {site: plan for site in tried if (plan := steps.plans.find(site))}
     [best] = steps.time(rows, [now])
     print(f"{steps.name} {rows} rows: {best:.1f} us", flush=True)
     for turn in range(turns):
+        ranked: dict[Site, list[Plan]] = {}
         for site, plans in tried.items():
-            others = [plan for plan in plans if plan != now.get(site)]
-            times = []
-            for i in range(0, len(others), AT_ONCE):
-                some = [now, *(now | {site: plan} for plan in others[i : i + AT_ONCE])]
-                base, *timed = steps.time(rows, some)
-                times += [time / base for time in timed]
-            if times and min(times) < GAIN:
-                # Against what is there once more: of many the fastest is also the luckiest.
-                plan = others[times.index(min(times))]
-                was, got = steps.time(rows, [now, now | {site: plan}], repeats=7)
-                if got < GAIN * was:
-                    now[site] = plan
-                    matrix = f"{site.weight_rows}x{site.inner}"
-                    print(f"  {matrix}, turn {turn}: {was:.1f} to {got:.1f} by {plan}", flush=True)
+            was = now.get(site)
+            others = [plan for plan in plans if plan != was]
+            shares = zip(improve(steps, rows, now, [{site: plan} for plan in others], turn), others, strict=True)
+            ranked[site] = [plan for _, plan in sorted([(1.0, was), *shares], key=itemgetter(0)) if plan]
+        for adder, reader in pairs:
+            first = [plan for plan in ranked[adder] if plan.kind in ("streamed", "skinny") and not plan.leaves_parts]
+            second = [plan for plan in ranked[reader] if plan.kind == "streamed"]
+            both = [{adder: one, reader: other} for one in first[:BEST] for other in second[:BEST]]
+            improve(steps, rows, now, both, turn)
     return now
+
+
+def improve(steps: Steps, rows: int, now: Plans, changes: Sequence[Plans], turn: int) -> list[float]:
+    """Make the best of these changes to ``now``, if a step is faster then. What share of its time each leaves."""
+    shares: list[float] = []
+    for i in range(0, len(changes), AT_ONCE):
+        base, *timed = steps.time(rows, [now, *(now | change for change in changes[i : i + AT_ONCE])])
+        shares += [time / base for time in timed]
+    if shares and min(shares) < GAIN:
+        # Against what is there once more: of many the fastest is also the luckiest.
+        change = changes[shares.index(min(shares))]
+        was, got = steps.time(rows, [now, now | change], repeats=7)
+        if got < GAIN * was:
+            now |= change
+            for site, plan in change.items():
+                matrix = f"{site.weight_rows}x{site.inner}"
+                print(f"  {matrix}, turn {turn}: {was:.1f} to {got:.1f} by {plan}", flush=True)
+    return shares
 
 
 class Steps:

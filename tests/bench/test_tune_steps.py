@@ -61,8 +61,10 @@ class Fake:
         return self._cost.get((site, plan), float("inf"))
 
 
-def search(steps: Fake, tried: dict[Site, list[Plan]], turns: int = 2) -> dict[Site, Plan]:
-    return tune_steps.search(steps, 8, tried, turns)  # type: ignore[arg-type]
+def search(
+    steps: Fake, tried: dict[Site, list[Plan]], turns: int = 2, pairs: Sequence[tuple[Site, Site]] = ()
+) -> dict[Site, Plan]:
+    return tune_steps.search(steps, 8, tried, turns, pairs)  # type: ignore[arg-type]
 
 
 def test_the_fastest_of_each_site_stays() -> None:
@@ -80,3 +82,33 @@ def test_what_is_not_faster_again_does_not_stay() -> None:
 def test_a_gain_within_noise_is_none() -> None:
     steps = Fake({(A, SLOW): 10, (A, FAST): 9.99, (B, SLOW): 5})
     assert search(steps, {A: [FAST], B: []}) == {A: SLOW, B: SLOW}
+
+
+class FakeNorm(Fake):
+    """A norm between A and B takes 3, which FAST of A and FASTER of B together do without."""
+
+    def time(self, rows: int, some: Sequence[dict[Site, Plan]], repeats: int = 3, **_: Any) -> list[float]:
+        times = super().time(rows, some, repeats)
+        return [t - 3 * ((p[A], p[B]) == (FAST, FASTER)) for t, p in zip(times, some, strict=True)]
+
+
+def test_two_sites_change_together_if_only_that_spares_a_norm() -> None:
+    cost = {(A, SLOW): 10, (A, FAST): 11, (B, SLOW): 10, (B, FASTER): 11}
+    tried = {A: [FAST], B: [FASTER]}
+    assert search(FakeNorm(cost), tried) == {A: SLOW, B: SLOW}
+    assert search(FakeNorm(cost), tried, pairs=[(A, B)]) == {A: FAST, B: FASTER}
+
+
+def test_a_plan_that_leaves_parts_is_no_half_of_a_pair() -> None:
+    parts = Plan("streamed", 64, 64, 4, 8, 2, 3)
+    cost = {(A, SLOW): 10, (A, parts): 11, (B, SLOW): 10, (B, FASTER): 11}
+    steps = FakeNorm(cost)
+    assert search(steps, {A: [parts], B: [FASTER]}, pairs=[(A, B)]) == {A: SLOW, B: SLOW}
+
+
+@pytest.mark.parametrize("model", SHAPES)
+def test_a_norm_is_between_sites_of_one_width(model: str) -> None:
+    hidden = read_model(model).hidden_size
+    for adder, reader in tune_steps.norm_between(model, 8):
+        assert (adder.add, adder.columns) == (True, hidden)
+        assert (reader.norm == "none", reader.inner) == (False, hidden)
