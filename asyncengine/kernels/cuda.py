@@ -59,7 +59,6 @@ class CudaBatch:
     """by sliding window; 0 is none"""
     few_keys: bool = False
     """Tokens are few, and every row has few enough keys, for decode_attention, which needs no work list."""
-    single_token_rows: bool = False
     greedy: bool = False
     """Every row that is sampled has temperature 0."""
 
@@ -238,7 +237,7 @@ class CudaOps:
         q, k, v = split_heads(heads, layer.num_heads)
         out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
         work = batch.work[layer.window]
-        if batch.few_keys and batch.single_token_rows:
+        if batch.few_keys and work.takes_heads:
             decode_attention(
                 heads, layer.num_heads, layer.norms, layer.cos_sin, k_cache, v_cache, step, layer.scale, layer.window,
                 out, self._arrivals, pdl=pdl,

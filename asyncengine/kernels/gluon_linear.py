@@ -88,8 +88,6 @@ def streamed_linear(
 
     Of x that is ``Unnormed`` by a LayerNorm, ``bias`` and ``shift`` are what ``fold_norm`` gives.
     """
-    if plan.leaves_parts:
-        raise ValueError(f"{plan} leaves parts")
     if not isinstance(x, Unnormed):
         _launch(x, weight, plan, out, bias, activation, add, pdl)
         return
@@ -105,8 +103,6 @@ def streamed_sum(
 
     Raises ValueError as ``streamed_linear`` does.
     """
-    if plan.leaves_parts:
-        raise ValueError(f"{plan} leaves parts")
     result = Unnormed.allocate(out, triton.cdiv(len(weight), plan.columns), norm)
     _launch(x, weight, plan, out, bias, None, True, pdl, writes=result, vector=norm.weight)
     return result
@@ -125,8 +121,8 @@ def streamed_ranks(x: Tensor, weight: Tensor, plan: Plan, *, bias: Tensor | None
     int64 [M, tiles]; see ``triton_filters.rank_of``. NaN has the rank of +inf, and its index may be any. x and weight
     are as for ``streamed_linear``, which says what raises ValueError; so does N beyond what a rank can tell.
     """
-    if plan.leaves_parts or len(weight) > MAX_VOCAB:
-        raise ValueError(f"{plan} gives no ranks of {len(weight)} columns")
+    if len(weight) > MAX_VOCAB:
+        raise ValueError(f"a rank does not tell {len(weight)} columns apart")
     ranks = torch.empty((len(x), triton.cdiv(len(weight), plan.columns)), dtype=torch.int64, device=x.device)
     _launch(x, weight, plan, ranks, bias, "argmax", False, pdl)
     return ranks
@@ -141,6 +137,8 @@ def _launch(
     unnormed = reads or writes
     gated = fused == "silu_mul"
     columns = len(weight) // (1 + gated)
+    if plan.leaves_parts and out.ndim < 3:
+        raise ValueError(f"{plan} leaves parts")
     if plan.kind != "streamed" or not plan.fits(columns, inner, gated):
         raise ValueError(f"{plan} does not fit a weight {list(weight.shape)}")
     programs = triton.cdiv(columns, plan.columns // (1 + gated))

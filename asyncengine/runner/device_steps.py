@@ -17,7 +17,6 @@ from asyncengine.kernels.ingest import StepSource, copy_blocks, ingest, make_sou
 from asyncengine.kernels.triton_decode import longest_context
 from asyncengine.kernels.triton_sampler import sample
 from asyncengine.kernels.work_list import (
-    Apart,
     AttentionShape,
     Tile,
     WorkList,
@@ -121,12 +120,10 @@ class _StepWork:
             }  # fmt: skip
 
         self._any = allocate(split_tokens=_split_tokens(loaded.max_model_len) if config.batch_invariant else 0)
-        self._decode = {window: work.decode_only for window, work in self._any.items()}
-        self._ways: dict[int, Apart | None] = {}
-        if tile := _choose_streamed_tile(config, loaded, ops):
-            self._decode = allocate(tile)
-            counts = range(1, config.max_num_seqs + 1)
-            self._ways = {rows: choose_apart(rows, shape, config.block_size, sms) for rows in counts}
+        tile = _choose_streamed_tile(config, loaded, ops)
+        self._decode = allocate(tile) if tile else {window: work.decode_only for window, work in self._any.items()}
+        counts = range(1, config.max_num_seqs + 1) if tile else ()
+        self._ways = {rows: choose_apart(rows, shape, config.block_size, sms) for rows in counts}
         self._apart = {
             way: allocate(
                 way.tile, max_rows=min(config.max_num_seqs, way.tile.count_lanes(shape, sms)),
@@ -179,7 +176,7 @@ class DeviceSteps:
         step = self._step.bucket(bucket.max_rows, bucket.max_tokens)
         few_keys = bucket.max_context < ANY_CONTEXT
         greedy = variant == GREEDY
-        batch = CudaBatch(step, self._work.of(bucket), few_keys, bucket.single_token_rows, greedy)
+        batch = CudaBatch(step, self._work.of(bucket), few_keys, greedy)
         with torch.inference_mode():
             ingest(source, step, self._block_size, pdl=self._pdl)
             batch.build_work(pdl=self._pdl)

@@ -224,7 +224,7 @@ def test_shipped_plans(device: torch.device, site: Site, plan: Plan) -> None:
 def test_what_does_not_fit_raises(device: torch.device) -> None:
     x, weight = (torch.zeros(n, 128, dtype=torch.bfloat16, device=device) for n in (2, 64))
     for plan in (Plan("streamed", 64, 64, 4, 16, 2, 2), Plan("tiled", 64, 64, 4, 16)):
-        with pytest.raises(ValueError, match=r"no ranks|does not fit"):
+        with pytest.raises(ValueError, match=r"leaves parts|does not fit"):
             streamed_ranks(x, weight, plan)
-    with pytest.raises(ValueError, match="no ranks"):
+    with pytest.raises(ValueError, match="tell"):
         streamed_ranks(x, weight[:1].expand(MAX_VOCAB + 1, -1), plan_of(TILES[0]))
