@@ -18,14 +18,13 @@ from kernel_timing import Line, Lines, Timer, copies_for
 from torch import Tensor
 from tune_linear import THREADS, sites
 
-from asyncengine.kernels import triton_rows
 from asyncengine.kernels.cuda import CudaBatch, CudaLinear, CudaOps, CudaOptions, Stream, can_stream
 from asyncengine.kernels.device_step import allocate_step
 from asyncengine.kernels.linear_plans import CUBLAS, MAX_ROWS, Plan, PlanTable, Site, round_rows
 from asyncengine.kernels.ops import Activation, Norm
 from asyncengine.kernels.triton_sampler import sample
 from asyncengine.models.config import ModelConfig
-from asyncengine.runner.tuning import Tuner
+from asyncengine.runner.tuning import Tuner, norm_behind
 
 DTYPE = torch.bfloat16
 
@@ -123,9 +122,7 @@ def ours(ops: CudaOps, p: Projection, a: Operands) -> object:
         return ops.norm_linear(Stream(a.x), a.norm, a.handle, p.activation)
     stream = Stream(a.stream)
     ops.linear_add_(a.x, a.handle, stream)
-    if stream.pending:  # the projection that reads the sum does the rest of the norm
-        return stream.add_pending(a.norm)
-    return triton_rows.norm(stream.x, a.norm, parts=stream.parts, pdl=ops.options.pdl)  # adds up what a plan leaves
+    return norm_behind(stream, a.norm, pdl=ops.options.pdl)  # adds up what a plan leaves
 
 
 def greedy_lines(ops: CudaOps, p: Projection, shape: str, rows: int, timer: Timer) -> Lines:

@@ -148,12 +148,15 @@ def bare_step_us(
             runner.graphs.native.launch(bucket, GREEDY, stream.cuda_stream)
 
     with staged(steps, rows, next_step, torch.cuda.synchronize, own_tables=own_tables):
-        return _time(launch, replays, stream)
+        return launch_us(launch, replays, stream)
 
 
-def _time(launch: Callable[[int], None], replays: int, stream: torch.cuda.Stream) -> float:
+def launch_us(
+    launch: Callable[[int], None], replays: int, stream: torch.cuda.Stream, *, warm_up: int = _WARM_UP
+) -> float:
+    """Microseconds of each of ``replays`` that ``launch``, called with their number, enqueues on the stream."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    launch(_WARM_UP)
+    launch(warm_up)
     begin.record(stream)  # while the GPU is still busy: the first launch has no latency to show
     launch(replays)
     end.record(stream)

@@ -67,6 +67,11 @@ def plans_for(site: Site, kinds: list[str], count: int | None) -> Iterator[Plan]
             yield plan
 
 
+def read_table(path: Path) -> PlanTable:
+    """An empty one if there is no file yet. Raises ValueError if it holds something else."""
+    return PlanTable.from_json(path.read_text()) if path.exists() else PlanTable()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", nargs="+", default=list(SHAPES), help="shapes of bench/shapes, or directories")
@@ -97,7 +102,7 @@ def main() -> None:
     tuner.compile(plans, THREADS)
     print(f"compiled in {time.monotonic() - started:.0f} s", flush=True)
     out = Path(args.out or cache_path(torch.cuda.get_device_name()))
-    table = PlanTable.from_json(out.read_text()) if out.exists() else PlanTable()
+    table = read_table(out)
     record = []
     for label, site in named:
         if time.monotonic() - started > args.limit_s:

@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 
 import torch
 from gpu_common import SHAPES, add_engine_options, model_directory, opened
-from replay import choose_bucket, decode_rows, staged
-from tune_linear import sites
+from replay import choose_bucket, decode_rows, launch_us, staged
+from tune_linear import read_table, sites
 
 from asyncengine import AsyncEngine
 from asyncengine.cli.embed import loop_factory
@@ -114,7 +114,7 @@ async def tune(model: str, args: argparse.Namespace, found: list[Found]) -> None
 
 
 def keep(plans: Plans, out: Path) -> None:
-    table = PlanTable.from_json(out.read_text()) if out.exists() else PlanTable()
+    table = read_table(out)
     for site, plan in plans.items():
         table.add(site, plan)
     out.write_text(table.to_json())
@@ -223,19 +223,15 @@ class Steps:
             graphs = [self._capture(rows, plans) for plans in some]
             for _ in range(repeats):
                 for graph, times in zip(graphs, samples, strict=True):
-                    if graph is None:
-                        times.append(float("inf"))
-                        continue
-                    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-                    graph.replay()
-                    graph.replay()
-                    begin.record()
-                    for _ in range(replays):
-                        graph.replay()
-                    end.record()
-                    end.synchronize()
-                    times.append(begin.elapsed_time(end) * 1e3 / replays)
+                    times.append(float("inf") if graph is None else self._replay(graph, replays))
         return [statistics.median(times) for times in samples]
+
+    def _replay(self, graph: torch.cuda.CUDAGraph, replays: int) -> float:
+        def launch(count: int) -> None:
+            for _ in range(count):
+                graph.replay()
+
+        return launch_us(launch, replays, self._stream, warm_up=2)
 
     def _capture(self, rows: int, plans: Plans) -> torch.cuda.CUDAGraph | None:
         try:

@@ -36,6 +36,7 @@ from asyncengine.kernels.linear_plans import (
 from asyncengine.kernels.ops import Norm
 from asyncengine.kernels.quantize import quantize_weights
 from asyncengine.kernels.triton_sampler import sample
+from asyncengine.kernels.unnormed import Unnormed
 
 logger = logging.getLogger(__name__)
 
@@ -156,10 +157,13 @@ class _Case:
             return
         stream = Stream(self._stream)
         ops.linear_add_(self._x, handle, stream)
-        if stream.pending:  # the projection that reads the sum does the rest of the norm
-            stream.add_pending(self._norm)
-        elif self.site.rows > 1 and self.site.weight == "bf16":
-            rows.norm(stream.x, self._norm, parts=stream.parts, pdl=ops.options.pdl)
+        if stream.pending or (self.site.rows > 1 and self.site.weight == "bf16"):
+            norm_behind(stream, self._norm, pdl=ops.options.pdl)
+
+
+def norm_behind(stream: Stream, norm: Norm, *, pdl: bool) -> Tensor | Unnormed:
+    """What a norm that reads an addition takes before its projection runs, which may do the rest of it."""
+    return stream.add_pending(norm) or rows.norm(stream.x, norm, parts=stream.parts, pdl=pdl)
 
 
 def _try(call: Callable[[], None]) -> None:
