@@ -21,8 +21,9 @@ def repair_interpreter() -> None:
     from triton.runtime import interpreter
 
     if not hasattr(interpreter, "unrepaired"):
-        interpreter.unrepaired = interpreter._convert_float, interpreter._patch_lang_tensor, interpreter._patch_lang
-    convert_float, patch_tensor, patch_language = interpreter.unrepaired
+        changed = interpreter._convert_float, interpreter._patch_lang_tensor, interpreter._patch_lang
+        interpreter.unrepaired = *changed, interpreter.InterpreterBuilder.create_dot
+    convert_float, patch_tensor, patch_language, create_dot = interpreter.unrepaired
 
     def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
         """Rounds float32 to bfloat16 and to float8, where the interpreter cuts it off or forgets to carry."""
@@ -53,4 +54,11 @@ def repair_interpreter() -> None:
             return interpreter._LangPatchScope()
         return patch_language(function)
 
+    def dot(builder: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+        """A BLAS may add up a row in another order at another place of the matrix; tensor cores do not."""
+        if a.data.dtype != np.float32:
+            return create_dot(builder, a, b, d, *rest)
+        return interpreter.TensorHandle(np.einsum("...ik,...kj->...ij", a.data, b.data) + d.data, d.dtype.scalar)
+
     interpreter._convert_float, interpreter._patch_lang_tensor, interpreter._patch_lang = convert, patch, patch_once
+    interpreter.InterpreterBuilder.create_dot = dot
