@@ -15,7 +15,7 @@ is not, that norm may have no kernel (see unnormed.py).
 Of a head whose rows are all sampled greedily, a program stores one rank for each row of x instead of its logits.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
-# mypy: disable-error-code="assignment, var-annotated, unreachable, misc"
+# mypy: disable-error-code="assignment, var-annotated, unreachable, misc, no-redef"
 # ruff: noqa: RUF005 - Triton knows no starred items in a list
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from triton import TritonError
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -242,6 +243,44 @@ def _store_norm(to, sums, row, rows, eps, K: gl.constexpr, BM: gl.constexpr, TIL
     to.index(0).store(gl.rsqrt(square + eps))
 
 
+@gluon.constexpr_function
+def _stretches(rows, inner, warps):
+    """[warps, rows, inner / warps], each warp's stretch of K, as a tile [rows, inner] lies in shared memory.
+
+    That is in columns of 64 elements, 128 bytes, whose 16 bytes are exchanged according to their line.
+    """
+    span = inner // warps
+    along = [[(1 << bit) // span, 0, (1 << bit) % span] for bit in range(inner.bit_length() - 1)]
+    exchanged = [8 << bit if bit < 3 else 0 for bit in range(rows.bit_length() - 1)]
+    down = [[k // span, 1 << bit, k % span] for bit, k in enumerate(exchanged)]
+    return gl.SharedLinearLayout([*along[:6], *down, *along[6:]], alignment=1024)
+
+
+@gluon.jit
+def _multiply(acc, w, x, ready, phase, BN: gl.constexpr, GATED: gl.constexpr, TURNED: gl.constexpr):
+    """A step of K. That of Hopper's own instruction is done when the one before it is waited for."""
+    BM: gl.constexpr = x.shape[0]
+    BK: gl.constexpr = x.shape[1]
+    mbarrier.wait(ready, phase)
+    if len(acc.shape) == 3:
+        PARTS: gl.constexpr = acc.type.layout
+        WARPS: gl.constexpr = acc.shape[0]
+        w = w._reinterpret(gl.bfloat16, [WARPS, BN, BK // WARPS], _stretches(BN, BK, WARPS))
+        x = x._reinterpret(gl.bfloat16, [WARPS, BM, BK // WARPS], _stretches(BM, BK, WARPS))
+        left = w.load(gl.DotOperandLayout(0, PARTS, 2))
+        right = x.permute((0, 2, 1)).load(gl.DotOperandLayout(1, PARTS, 2))
+        acc = mma_v2(left, right, acc)
+    else:
+        if GATED:
+            w = w._reinterpret(gl.bfloat16, [BN, BK], gl.NVMMASharedLayout(128, 16, 2))
+        if TURNED:
+            acc = warpgroup_mma(x, w.permute((1, 0)), acc, is_async=True)
+        else:
+            acc = warpgroup_mma(w, x.permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(1, (acc,))
+    return acc
+
+
 @GluonKernel
 def _streamed_kernel(
     x,
@@ -290,76 +329,80 @@ def _streamed_kernel(
     AXIS: gl.constexpr = 1 if TURNED else 0
     LEFT: gl.constexpr = BM if TURNED else BN
     RIGHT: gl.constexpr = BN if TURNED else BM
-    # How sums lie among threads, and how results do that are stored: 16 bytes of a row of out each.
-    DOWN: gl.constexpr = WARPS if LEFT >= 16 * WARPS else 4
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [DOWN, WARPS // DOWN], [16, RIGHT * DOWN // WARPS, 16])
+    # How results lie among threads that are stored: 16 bytes of a row of out each.
     LANES: gl.constexpr = WIDTH // 8 if WIDTH < 256 else 32
     STORED: gl.constexpr = gl.BlockedLayout([8, 1], [LANES, 32 // LANES], [1, WARPS], [0, 1])
+    # And how sums do. Of fewer rows than Hopper's instruction has, each warp sums up another stretch of K.
+    NARROW: gl.constexpr = BN < 64
+    if NARROW:
+        PARTS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+        TOGETHER: gl.constexpr = gl.BlockedLayout(
+            [WARPS, BN // LANES, 1], [1, LANES, 32 // LANES], [1, 1, WARPS], [1, 2, 0]
+        )
+        SUMS: gl.constexpr = gl.SliceLayout(0, TOGETHER)
+        acc = gl.zeros([WARPS, BN, BM], gl.float32, PARTS)
+    else:
+        DOWN: gl.constexpr = WARPS if LEFT >= 16 * WARPS else 4
+        SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [DOWN, WARPS // DOWN], [16, RIGHT * DOWN // WARPS, 16])
+        acc = gl.zeros([LEFT, RIGHT], gl.float32, SUMS)
 
     block, program, split = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     row, column, first = block * BM, program * WIDTH, split * SPAN
     # Where x is small, programs begin at different k: 1-4% of large weights, whose rows all begin in the same banks.
-    shift = (5 * program + 3 * split) % STEPS if BM <= 16 else 0
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
+    turn = (5 * program + 3 * split) % STEPS if BM <= 16 else 0
+    ready = gl.allocate_shared_memory(gl.int64, [AHEAD, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(AHEAD):
         mbarrier.init(ready.index(i), count=1)
-    xs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, BK], x.layout)
-    ws = gl.allocate_shared_memory(gl.bfloat16, [STAGES] + weight.block_shape, weight.layout)
+    xs = gl.allocate_shared_memory(gl.bfloat16, [AHEAD, BM, BK], x.layout)
+    ws = gl.allocate_shared_memory(gl.bfloat16, [AHEAD] + weight.block_shape, weight.layout)
     for i in gl.static_range(AHEAD):
         mbarrier.expect(ready.index(i), BYTES)
-        k = first + (i + shift) % STEPS * BK
-        _copy_weights(weight, column, k, ready.index(i), ws.index(i), GATED, True)
+    for i in gl.static_range(AHEAD):
+        _copy_weights(weight, column, first + (i + turn) % STEPS * BK, ready.index(i), ws.index(i), GATED, True)
     n = column + gl.arange(0, WIDTH, gl.SliceLayout(1, STORED))
     m = row + gl.arange(0, BM, gl.SliceLayout(0, STORED))
     at = out + (split * rows + m).to(gl.int64)[None, :] * out_stride + n[:, None]
     there = (m < rows)[None, :] & (n < columns)[:, None]
+    place = gl.arange(0, BN, gl.SliceLayout(1 - AXIS, SUMS))
+    of = column + (place // 16 * 8 + place % 8 if GATED else place)
+    second = place // 8 % 2 * columns if GATED else 0
+    # What is asked for behind the product has nothing left to hide behind.
     if WRITES > 0:
         gain = gl.load(vector + n, mask=n < columns, other=0.0)
+    if READS == 2:
+        shift = gl.load(vector + second + of, mask=of < columns, other=0.0)
+    if BIAS:  # once, and not in every part
+        offset = gl.load(bias + second + of, mask=(of < columns) & (split == 0), other=0.0)
     if PDL:
         gdc_wait()
     for i in gl.static_range(AHEAD):
-        tma.async_copy_global_to_shared(x, [row, first + (i + shift) % STEPS * BK], ready.index(i), xs.index(i))
+        tma.async_copy_global_to_shared(x, [row, first + (i + turn) % STEPS * BK], ready.index(i), xs.index(i))
     if ADD:
         added = gl.load(at, mask=there, other=0.0)
     if READS > 0:  # while the first of x is on its way
         norms = gl.allocate_shared_memory(gl.float32, [READS, BM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         _store_norm(norms, sums, row, rows, eps, K, BM, TILES, WARPS)
 
-    acc = gl.zeros([LEFT, RIGHT], gl.float32, SUMS)
-    FLAT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     for step in range(STEPS):
         slot = step % STAGES
-        mbarrier.wait(ready.index(slot), step // STAGES & 1)
-        tile = ws.index(slot)
-        if GATED:
-            tile = tile._reinterpret(gl.bfloat16, [BN, BK], FLAT)
-        if TURNED:
-            acc = warpgroup_mma(xs.index(slot), tile.permute((1, 0)), acc, is_async=True)
-        else:
-            acc = warpgroup_mma(tile, xs.index(slot).permute((1, 0)), acc, is_async=True)
-        acc = warpgroup_mma_wait(1, (acc,))
-        # The product of the step before is done, so its memory is free.
-        free, following = (slot + STAGES - 1) % STAGES, step - 1 + STAGES
-        wanted = (step > 0) & (following < STEPS)
-        k = first + (following + shift) % STEPS * BK
-        mbarrier.expect(ready.index(free), BYTES, pred=wanted)
-        _copy_weights(weight, column, k, ready.index(free), ws.index(free), GATED, wanted)
-        tma.async_copy_global_to_shared(x, [row, k], ready.index(free), xs.index(free), pred=wanted)
-    acc = warpgroup_mma_wait(0, (acc,))
-    for i in gl.static_range(STAGES):
+        acc = _multiply(acc, ws.index(slot), xs.index(slot), ready.index(slot), step // STAGES & 1, BN, GATED, TURNED)
+        if STEPS > STAGES:  # the product of the step before is done, so its memory is free
+            free, following = (slot + STAGES - 1) % STAGES, step - 1 + STAGES
+            wanted = (step > 0) & (following < STEPS)
+            k = first + (following + turn) % STEPS * BK
+            mbarrier.expect(ready.index(free), BYTES, pred=wanted)
+            _copy_weights(weight, column, k, ready.index(free), ws.index(free), GATED, wanted)
+            tma.async_copy_global_to_shared(x, [row, k], ready.index(free), xs.index(free), pred=wanted)
+    acc = gl.sum(gl.convert_layout(acc, TOGETHER), 0) if NARROW else warpgroup_mma_wait(0, (acc,))
+    for i in gl.static_range(AHEAD):
         mbarrier.invalidate(ready.index(i))
 
-    place = gl.arange(0, BN, gl.SliceLayout(1 - AXIS, SUMS))
-    of = column + (place // 16 * 8 + place % 8 if GATED else place)
-    second = place // 8 % 2 * columns if GATED else 0
     if READS == 2:
-        shift = gl.load(vector + second + of, mask=of < columns, other=0.0)
         acc -= shift[:, None] * norms.index(1).load(gl.SliceLayout(0, SUMS))[None, :]
     if READS > 0:
         acc *= norms.index(0).load(gl.SliceLayout(0, SUMS))[None, :]
-    if BIAS:  # once, and not in every part
-        b = gl.load(bias + second + of, mask=(of < columns) & (split == 0), other=0.0)
-        acc += gl.expand_dims(b.to(gl.float32), 1 - AXIS)
+    if BIAS:
+        acc += gl.expand_dims(offset.to(gl.float32), 1 - AXIS)
     if GATED:
         pairs = gl.permute(gl.reshape(acc, [BN // 16, 2, 8, BM]), (0, 2, 3, 1))
         gate, up = gl.split(pairs)

@@ -100,6 +100,8 @@ class Plan:
             return True
         if self.kind == "streamed" and (self.inner % 64 or inner % 8 or (gated and columns % 8)):
             return False  # copies are of 128 bytes or, at the end, 16, and of 8 rows of the gate and of up in turn
+        if self.kind == "streamed" and self.columns < 64 and self.inner < 16 * self.warps:
+            return False  # each warp has a stretch of K
         if self.kind in ("tiled", "streamed"):
             return self.split == 1 or inner % (self.split * self.inner) == 0
         if self.ahead * self.warps * self.inner > inner:
@@ -241,6 +243,28 @@ def _streamed(site: Site) -> Iterator[Plan]:
                         if sums <= 128:
                             yield plan
                         if sums >= 64:
+                            yield replace(plan, warps=8)
+    yield from _narrow(site)
+
+
+def _narrow(site: Site) -> Iterator[Plan]:
+    """Streamed plans of 16 or 32 of the weight's rows, where tiles of 64 leave multiprocessors idle."""
+    if site.activation == "argmax":
+        return
+    for rows in (8, 16, 32, 64):
+        blocks = -(-site.rows // rows)
+        if rows > site.rows or blocks > 4 or site.weight_rows // 64 * blocks > _MULTIPROCESSORS:
+            continue
+        for columns in (16, 32):
+            for split in (1, 2) if site.add else (1,):
+                if site.weight_rows // columns * blocks * split > 2 * _MULTIPROCESSORS:
+                    continue
+                for inner in (128, 256):
+                    steps = site.inner // split // inner
+                    for stages in _stages((rows + columns) * inner * 2, steps):
+                        plan = Plan("streamed", columns, inner, 4, rows, split, stages, fused_norm=False)
+                        yield plan
+                        if rows >= 32:
                             yield replace(plan, warps=8)
 
 

@@ -36,6 +36,8 @@ from asyncengine.kernels.quantize import Quantized
 from asyncengine.kernels.triton_skinny import (
     columns_of,
     finish,
+    load_bias,
+    load_sum,
     multiply_tiles,
     skinny_kernel,
     vector_kernel,
@@ -193,6 +195,9 @@ def _tiled_kernel(
     FLOAT8: tl.constexpr = weight_scale is not None
     if FLOAT8:
         channel = tl.load(weight_scale + row)[:, None]
+    offset = load_bias(bias, row, BIAS)
+    column = columns_of(program, ACT, BN)[:, None]
+    to = m[None, :].to(tl.int64) * out_stride + column
     wait(PDL)
     if FLOAT8:
         back = tl.load(x_scale + m, mask=m < rows, other=0.0)[None, :]
@@ -220,6 +225,5 @@ def _tiled_kernel(
             acc += tl.load(at + i * size, cache_modifier=".cg")
     if FLOAT8:
         acc *= channel * back
-    column = columns_of(program, ACT, BN)[:, None]
-    to = m[None, :].to(tl.int64) * out_stride + column
-    finish(acc, row, to, there & (column < columns), bias, out, ACT, BIAS, ADD)
+    there = there & (column < columns)
+    finish(acc, offset, load_sum(out, to, there, ADD), to, there, out, ACT)

@@ -31,19 +31,29 @@ def weight_rows_of(program, columns, GATED: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def finish(y, rows, to, there, bias, out, ACT: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr):
-    """What is stored at ``to`` [columns, BM]: y [BN, BM] of the weight's ``rows``, biased, activated and added to."""
+def load_bias(bias, rows, BIAS: tl.constexpr):
+    """For ``finish``: of the weight's ``rows``, before the wait, since behind the product it would be waited for."""
+    return tl.load(bias + rows).to(tl.float32)[:, None] if BIAS else 0.0
+
+
+@triton.jit
+def load_sum(out, to, there, ADD: tl.constexpr):
+    """For ``finish``: what is added to, likewise as soon as it may be read."""
+    return tl.load(out + to, mask=there, other=0.0).to(tl.float32) if ADD else 0.0
+
+
+@triton.jit
+def finish(y, bias, added, to, there, out, ACT: tl.constexpr):
+    """What is stored at ``to`` [columns, BM]: y [BN, BM], biased, activated and added to."""
     BN: tl.constexpr = y.shape[0]
     BM: tl.constexpr = y.shape[1]
-    if BIAS:
-        y += tl.load(bias + rows).to(tl.float32)[:, None]
+    y += bias
     if ACT == "silu_mul":
         gate, up = tl.split(tl.permute(tl.reshape(y, [2, BN // 2, BM]), [1, 2, 0]))
         y = gate * tl.sigmoid(gate) * up
     elif ACT != "none":
         y = activate(y, ACT)
-    if ADD:
-        y += tl.load(out + to, mask=there, other=0.0).to(tl.float32)
+    y += added
     y = y.to(out.dtype.element_ty)
     tl.store(out + to, y, mask=there)
     return y
@@ -114,6 +124,8 @@ def vector_kernel(
             b = b + (_load(norm_bias + i * BK + k, inside, EVEN),)
     if FLOAT8:
         channel = tl.load(weight_scale + row)[:, None]
+    offset = load_bias(bias, row, BIAS)
+    column = columns_of(program, ACT, BN)[:, None]
     wait(PDL)
     dtype: tl.constexpr = x.dtype.element_ty
     for m in tl.static_range(M):
@@ -124,6 +136,8 @@ def vector_kernel(
         square = tl.zeros([BK], tl.float32)
         for i in tl.static_range(STEPS):
             xs = xs + (_load(from_x + i * BK + k, i * BK + k < K, EVEN).to(tl.float32),)
+        to = m * out_stride + column
+        added = load_sum(out, to, column < columns, ADD)
         mean = 0.0
         if NORM == "layer":
             for i in tl.static_range(STEPS):
@@ -163,11 +177,10 @@ def vector_kernel(
         if NORM == "rms":
             # A row's scale is the same for all of K, so the multiplication need not wait for it.
             total *= scale
-        column = columns_of(program, ACT, BN)[:, None]
         total = total[:, None]
         if FLOAT8:
             total *= channel * back[None, :]
-        finish(total, row, m * out_stride + column, column < columns, bias, out, ACT, BIAS, ADD)
+        finish(total, offset, added, to, column < columns, out, ACT)
 
 
 # ---- up to 32 rows ----
@@ -258,7 +271,11 @@ def skinny_kernel(
         channel = tl.load(weight_scale + row)[:, None]
     if WRITES > 0:
         gain = tl.load(norm_weight + row)
+    offset = load_bias(bias, row, BIAS)
+    m2 = tl.arange(0, BM)[None, :]
+    to = m2.to(tl.int64) * out_stride + columns_of(program, ACT, BN)[:, None]
     wait(PDL)
+    added = load_sum(out, to, m2 < rows, ADD)
     if FLOAT8 and not QUANTIZE:
         back = tl.load(x_scale + tl.arange(0, BM), mask=tl.arange(0, BM) < rows, other=0.0)
     m = tl.arange(0, BM)[None, None, :]
@@ -324,11 +341,9 @@ def skinny_kernel(
     y = tl.sum(acc, 0)
     if NORM == "rms":
         y *= tl.rsqrt(tl.sum(tl.sum(square, 1), 0) / K + eps)[None, :]
-    m2 = tl.arange(0, BM)[None, :]
     if FLOAT8:
         y *= channel * back[None, :]
-    to = m2.to(tl.int64) * out_stride + columns_of(program, ACT, BN)[:, None]
-    y = finish(y, row, to, m2 < rows, bias, out, ACT, BIAS, ADD)
+    y = finish(y, offset, added, to, m2 < rows, out, ACT)
     if WRITES > 0:
         store_unnormed(
             y, gain, scaled, sums, program, tl.num_programs(0), columns_of(program, ACT, BN), tl.arange(0, BM), rows,

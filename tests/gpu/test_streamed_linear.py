@@ -34,7 +34,8 @@ CASES = st.builds(
     add=st.booleans(),
     stride=st.sampled_from([0, 8]),
 )
-TILES = st.sampled_from([(64, 4), (128, 4), (128, 8), (256, 8)])
+TILES = st.sampled_from([(16, 4), (32, 4), (32, 8), (64, 4), (128, 4), (128, 8), (256, 8)])
+ADDING = st.sampled_from([(16, 4), (32, 4), (64, 4)])
 ROWS = st.sampled_from([8, 16, 32, 64, 128])
 
 
@@ -48,23 +49,28 @@ def device() -> torch.device:
     return torch.device("cuda")
 
 
+def plan_of(tile: tuple[int, int], rows: int, inner: int, split: int = 1, stages: int = 2) -> Plan:
+    """With fewer stages if they do not fit, and longer steps if each of a small tile's warps is to have its own K."""
+    columns, warps = tile
+    inner = max(inner, 16 * warps if columns < 64 else 0)
+    if (columns + rows) * inner * 2 * stages > 220_000:
+        stages = 2
+    return Plan("streamed", columns, inner, warps, rows, split, stages, fused_norm=False)
+
+
 @given(case=CASES, tile=TILES, rows=ROWS, inner=st.sampled_from([64, 128]), stages=st.integers(2, 4))
 @settings(max_examples=60)
 def test_streamed(device: torch.device, case: Case, tile: tuple[int, int], rows: int, inner: int, stages: int) -> None:
-    columns, warps = tile
-    if (columns + rows) * inner * 2 * stages > 220_000:
-        stages = 2
-    case.run(
-        Plan("streamed", columns, inner, warps, rows, 1, stages, fused_norm=False), device, multiply=streamed_linear
-    )
+    case.run(plan_of(tile, rows, inner, stages=stages), device, multiply=streamed_linear)
 
 
 @given(rows=st.integers(1, 70), columns=st.integers(1, 300), spans=st.integers(1, 6), split=st.sampled_from([2, 4, 8]),
-       tile=ROWS, bias=st.booleans(), seed=st.integers(0, 99))  # fmt: skip
+       tile=ROWS, wide=ADDING, bias=st.booleans(), seed=st.integers(0, 99))  # fmt: skip
 @settings(max_examples=40)
 def test_parts(
-    device: torch.device, rows: int, columns: int, spans: int, split: int, tile: int, bias: bool, seed: int
-) -> None:
+    device: torch.device, rows: int, columns: int, spans: int, split: int, tile: int, wide: tuple[int, int],
+    bias: bool, seed: int,
+) -> None:  # fmt: skip
     """The bias is in one of them; rows and columns that are not there are not written."""
     generator = torch.Generator().manual_seed(seed)
     inner = 64 * spans * split
@@ -73,7 +79,7 @@ def test_parts(
         return torch.randn(*shape, generator=generator).to(torch.bfloat16)
 
     x, weight, b = random(rows, inner), random(columns, inner) * inner**-0.5, random(columns)
-    plan = Plan("streamed", 64, 64, 4, tile, split, min(3, spans + 1), fused_norm=False)
+    plan = plan_of(wide, tile, 64, split, min(3, spans + 1))
     got = streamed_parts(
         surrounded(x, device)[0], surrounded(weight, device)[0], plan,
         bias=surrounded(b, device)[0] if bias else None, pdl=True,
@@ -166,12 +172,12 @@ def test_shipped_plans(device: torch.device, site: Site, plan: Plan) -> None:
     torch.testing.assert_close(taken(out, memory), expected.to(torch.bfloat16).cpu(), rtol=2e-2, atol=2e-2)
 
 
-@given(rows=st.integers(1, 140), tile=ROWS, reading=TILES, columns=st.sampled_from([64, 200, 768]), layer=st.booleans(),
-       gated=st.booleans(), bias=st.booleans(), seed=st.integers(0, 99))  # fmt: skip
+@given(rows=st.integers(1, 140), tile=ROWS, writing=ADDING, reading=TILES, columns=st.sampled_from([64, 200, 768]),
+       layer=st.booleans(), gated=st.booleans(), bias=st.booleans(), seed=st.integers(0, 99))  # fmt: skip
 @settings(max_examples=60)
 def test_a_norm_between_two_projections(
-    device: torch.device, rows: int, tile: int, reading: tuple[int, int], columns: int, layer: bool, gated: bool,
-    bias: bool, seed: int,
+    device: torch.device, rows: int, tile: int, writing: tuple[int, int], reading: tuple[int, int], columns: int,
+    layer: bool, gated: bool, bias: bool, seed: int,
 ) -> None:  # fmt: skip
     """The stream is what a plain addition makes it, and the second product that of its rows normed exactly."""
     generator = torch.Generator().manual_seed(seed)
@@ -181,7 +187,7 @@ def test_a_norm_between_two_projections(
 
     x, weight, stream = random(rows, 192), random(columns, 192) * 192**-0.5, 3 * random(rows, columns) + 1
     norm = Norm(random(columns), random(columns) if layer else None, 1e-5)
-    plan = Plan("streamed", 64, 64, 4, tile, 1, 3, fused_norm=False)
+    plan = plan_of(writing, tile, 64, stages=3)
     b = random(columns) if bias else None
     plain, out = stream.clone(), stream.clone()
     streamed_linear(x, weight, plan, out=plain, bias=b, add=True, pdl=True)
@@ -194,11 +200,10 @@ def test_a_norm_between_two_projections(
     offset = random(len(second)) if bias else None
     got = torch.empty(rows, width, dtype=torch.bfloat16, device=device)
     folded, shift = fold_norm(norm, second, offset) if layer else (offset, None)
-    wide, warps = reading
-    reader = Plan("streamed", wide, 64, warps, tile, 1, 2, fused_norm=False)
     streamed_linear(
-        unnormed, second, reader, out=got, bias=folded, shift=shift, activation="silu_mul" if gated else None, pdl=True
-    )
+        unnormed, second, plan_of(reading, tile, 64), out=got, bias=folded, shift=shift,
+        activation="silu_mul" if gated else None, pdl=True,
+    )  # fmt: skip
     h = out.double()
     centered = h - h.mean(1, keepdim=True) if layer else h
     scale = (centered.square().mean(1, keepdim=True) + norm.eps).rsqrt()

@@ -98,6 +98,7 @@ def random(*shape): return torch.empty(shape, dtype=torch.bfloat16)
 for plan in (
     Plan("streamed", 64, 128, 4, 8, stages=4), Plan("streamed", 128, 64, 4, 64, stages=4),
     Plan("streamed", 256, 64, 8, 128, stages=4), Plan("streamed", 128, 64, 8, 256, stages=3),
+    Plan("streamed", 16, 64, 4, 8, stages=2), Plan("streamed", 32, 128, 8, 64, stages=4),
 ):
     x, out = random(5, 200), random(5, 48)
     streamed_linear(x, random(96, 200), plan, out=out, activation="silu_mul", bias=random(96), pdl=True)
@@ -112,17 +113,19 @@ for plan in (
 streamed_parts(random(5, 256), random(48, 256), Plan("streamed", 64, 64, 4, 16, 2, 2), bias=random(48), pdl=True)
 for norm in (Norm(random(48), None, 1e-5), Norm(random(48), random(48), 1e-5)):
     linear(random(5, 200), random(48, 200), Plan("skinny", 16, 32, 2), out=out, add=True, reader=norm, pdl=True)
+words = ("wgmma", "mma.sync", "griddepcontrol.wait", "cp.async.bulk.tensor")
 for name, kernel in compiled.items():
-    words = [word for word in ("wgmma", "griddepcontrol.wait", "cp.async.bulk.tensor") if word in kernel.asm["ptx"]]
-    print(name.split()[0] + "".join(":" + word for word in words))
+    print(":".join([name.split()[0], *(word for word in words if word in kernel.asm["ptx"])]))
 """
 
 
 def test_streamed_plans_compile(tmp_path):
     """In lengths that no tile divides, with whatever is fused; and additions of few rows that streamed plans read."""
     compiled = run(tmp_path, "-c", STREAMED_PLANS)
-    assert compiled[:29] == ["_streamed_kernel:wgmma:griddepcontrol.wait:cp.async.bulk.tensor"] * 29
-    assert compiled[29:] == ["skinny_kernel:griddepcontrol.wait"] * 2
+    kernel = "_streamed_kernel:{}:griddepcontrol.wait:cp.async.bulk.tensor"
+    wide, narrow = kernel.format("wgmma"), kernel.format("mma.sync")
+    assert compiled[:43] == [wide] * 28 + [narrow] * 14 + [wide]
+    assert compiled[43:] == ["skinny_kernel:mma.sync:griddepcontrol.wait"] * 2
 
 
 STREAMED_RANKS = """
