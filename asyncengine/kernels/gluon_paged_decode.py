@@ -100,7 +100,7 @@ def streamed_decode_attention(
         D=dim,
         STAGES=tile.stages,
         num_warps=BLOCKS.value,
-        maxnreg=128,  # on average: the warps that compute take 208, two programs a multiprocessor have them
+        maxnreg=128,  # on average: the warps that compute take 200, two programs a multiprocessor have them
         **launch_options(pdl),
     )
 
@@ -125,18 +125,20 @@ def _tile_layout(dim):
 
 
 @gluon.jit
-def _item(items, item, block_tables, stride_table):
-    """An item's block table, its row's past tokens, the tiles that it has a turn for, whether the new token is its.
+def _item(items, item):
+    """An item's row, its query, its past tokens, the tiles that it has a turn for, whether the new token is its.
 
-    Every item has a turn, even if all of its tile is to come.
+    Every item has a turn, even if all of its tile is to come. While tiles stream these loads take microseconds, so they
+    are for the item that is next.
     """
     fields = items + item * ITEM
+    slot = gl.load(fields + SLOT)
+    query = gl.load(fields + QUERY).to(gl.int64)
     context = gl.load(fields + POSITION)
     begin = gl.load(fields + BEGIN)
     end = gl.load(fields + END)
-    table = block_tables + gl.load(fields + SLOT).to(gl.int64) * stride_table
     past = gl.maximum(gl.minimum(end, (context + KEYS - 1) // KEYS), begin + 1)
-    return table, context, begin, past, end * KEYS > context
+    return slot, query, context, begin, past, end * KEYS > context
 
 
 @gluon.jit
@@ -165,12 +167,14 @@ def _fill(
     KV_HEADS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The warp that asks for all tiles. Where they are it reads one turn ahead, across items."""
-    table, context, begin, end, _ = _item(items, first_item, block_tables, stride_table)
+    row, _, context, begin, end, _ = _item(items, first_item)
+    table = block_tables + row.to(gl.int64) * stride_table
     first, last, a, b, c, d = _tile_blocks(table, begin, context, window)
     turn = 0
     for item in range(first_item, last_item):
         following = gl.minimum(item + 1, last_item - 1)
-        next_table, next_context, next_begin, next_end, _ = _item(items, following, block_tables, stride_table)
+        next_row, _, next_context, next_begin, next_end, _ = _item(items, following)
+        next_table = block_tables + next_row.to(gl.int64) * stride_table
         for tile in range(begin, end):
             if tile + 1 < end:
                 next_first, next_last, next_a, next_b, next_c, next_d = _tile_blocks(table, tile + 1, context, window)
@@ -206,11 +210,14 @@ def _sees(tile, first, context, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _mask(score, v, tile, first, context, MMA: gl.constexpr):
+def _hide_scores(score, tile, first, context, MMA: gl.constexpr):
+    return gl.where(_sees(tile, first, context, gl.SliceLayout(1, MMA))[:, None, :], score, -float("inf"))
+
+
+@gluon.jit
+def _hide_values(v, tile, first, context):
     """What is not there may be anything, and 0 * NaN is NaN."""
-    score = gl.where(_sees(tile, first, context, gl.SliceLayout(1, MMA))[:, None, :], score, -float("inf"))
-    v = gl.where(_sees(tile, first, context, gl.SliceLayout(2, v.type.layout))[:, :, None], v, 0.0)
-    return score, v
+    return gl.where(_sees(tile, first, context, gl.SliceLayout(2, v.type.layout))[:, :, None], v, 0.0)
 
 
 @gluon.jit
@@ -230,15 +237,13 @@ def _take(
         mbarrier.wait(ready.index(other), (turn + 1) // STAGES & 1)
         k = k_tiles.index(other).permute((0, 2, 1)).load(RIGHT)
         score_2 = mma_v2(q, k, gl.zeros([BLOCKS, 16, BLOCK], gl.float32, MMA)) * scale
-        v_2 = v_tiles.index(other).load(RIGHT)
     v = v_tiles.index(slot).load(RIGHT)
     mbarrier.arrive(free.index(slot))
-    if TILES == 2:
-        mbarrier.arrive(free.index(other))
-    if (tile * KEYS < first) | ((tile + TILES) * KEYS > context):
-        score, v = _mask(score, v, tile, first, context, MMA)
+    partial = (tile * KEYS < first) | ((tile + TILES) * KEYS > context)
+    if partial:
+        score, v = _hide_scores(score, tile, first, context, MMA), _hide_values(v, tile, first, context)
         if TILES == 2:
-            score_2, v_2 = _mask(score_2, v_2, tile + 1, first, context, MMA)
+            score_2 = _hide_scores(score_2, tile + 1, first, context, MMA)
     if TILES == 2:
         new_peak = gl.maximum(peak, gl.max(gl.maximum(score, score_2), 2))
     else:
@@ -249,7 +254,11 @@ def _take(
     acc = acc * shrink[:, :, None]
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     acc = mma_v2(gl.convert_layout(weight.to(gl.bfloat16), LEFT), v, acc)
-    if TILES == 2:
+    if TILES == 2:  # registers have no room for two tiles of values
+        v_2 = v_tiles.index(other).load(RIGHT)
+        mbarrier.arrive(free.index(other))
+        if partial:
+            v_2 = _hide_values(v_2, tile + 1, first, context)
         weight_2 = gl.exp2(score_2 - base[:, :, None])
         acc = mma_v2(gl.convert_layout(weight_2.to(gl.bfloat16), LEFT), v_2, acc)
         weight += weight_2
@@ -285,7 +294,7 @@ def _join_warps(acc, peak, total, score, value, takes_new, PARTS: gl.constexpr):
 
 @gluon.jit
 def _finish(
-    acc, peak, total, fields, query, head, out, partials, stats, arrivals, stride_out, stats_size,
+    acc, peak, total, slot, piece, pieces, query, head, out, partials, stats, arrivals, stride_out, stats_size,
     GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """Store an item's result: to ``out`` if the item is a whole unit or the unit's last to arrive."""
@@ -293,13 +302,11 @@ def _finish(
     member = gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, HEADS))
     there, at = member < GROUP, member[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, HEADS))[None, :]
     out += query * stride_out + head * GROUP * D
-    pieces = gl.load(fields + PIECES)
     if pieces == 1:
         gl.store(out + at, (acc / total[:, None]).to(gl.bfloat16), mask=there[:, None])
     else:
-        slot = gl.load(fields + PARTIAL).to(gl.int64)
         unit = (slot * KV_HEADS + head) * GROUP
-        mine = unit + gl.load(fields + PIECE) * (KV_HEADS * GROUP)
+        mine = unit + piece * (KV_HEADS * GROUP)
         gl.store(stats + mine + member, peak, mask=there)
         gl.store(stats + stats_size + mine + member, total, mask=there)
         gl.store(partials + mine * D + at, acc, mask=there[:, None])
@@ -354,7 +361,7 @@ def _combine(
 @gluon.jit
 def _prepare(
     k_cache, v_cache, heads, q_norm, k_norm, eps, cos_sin, slot_mapping, queries, new_scores, new_values, asked,
-    answered, items, first_item, last_item, block_tables, stride_table, scale, stride_heads, head, NORM: gl.constexpr,
+    answered, items, first_item, last_item, scale, stride_heads, head, NORM: gl.constexpr,
     ROTARY: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, AHEAD: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
@@ -374,9 +381,10 @@ def _prepare(
     if PDL and first_item == last_item:
         gdc_wait()
         gdc_launch_dependents()
+    _, query, context, _, _, takes_new = _item(items, first_item)
     for item in range(first_item, last_item):
-        _, context, _, _, takes_new = _item(items, item, block_tables, stride_table)
-        query = gl.load(items + item * ITEM + QUERY).to(gl.int64)
+        following = gl.minimum(item + 1, last_item - 1)
+        _, next_query, next_context, _, _, next_takes_new = _item(items, following)
         cache_slot = gl.load(slot_mapping + query)
         cosine, sine = 1.0, 0.0
         if ROTARY:
@@ -415,13 +423,13 @@ def _prepare(
         new_values.index(place).store(gl.sum(value.to(gl.float32), 0).to(gl.bfloat16))
         gl.thread_barrier()
         mbarrier.arrive(asked.index(place))
+        query, context, takes_new = next_query, next_context, next_takes_new
 
 
 @gluon.jit
 def _attend(
     out, ks, vs, ready, free, queries, new_scores, new_values, asked, answered, items, first_item, last_item,
-    block_tables, stride_table, partials, stats, arrivals, scale, window, stride_out, stats_size, head,
-    GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    partials, stats, arrivals, scale, window, stride_out, stats_size, head, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """The warps that compute. They free a tile's memory as soon as they have it in registers."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [BLOCKS, 1, 1], [1, 16, 8])
@@ -433,11 +441,14 @@ def _attend(
     k_tiles = ks._reinterpret(gl.bfloat16, [STAGES, BLOCKS, BLOCK, D], TILE)
     v_tiles = vs._reinterpret(gl.bfloat16, [STAGES, BLOCKS, BLOCK, D], TILE)
     turn = 0
+    _, query, context, begin, end, takes_new = _item(items, first_item)
     for item in range(first_item, last_item):
-        _, context, begin, end, takes_new = _item(items, item, block_tables, stride_table)
+        following = gl.minimum(item + 1, last_item - 1)
+        _, next_query, next_context, next_begin, next_end, next_takes_new = _item(items, following)
         fields, number = items + item * ITEM, item - first_item
         place = number % AHEAD
-        query = gl.load(fields + QUERY).to(gl.int64)
+        slot = gl.load(fields + PARTIAL).to(gl.int64)
+        piece, pieces = gl.load(fields + PIECE), gl.load(fields + PIECES)
         first = gl.maximum(context - window + 1, 0)
         acc = gl.zeros([BLOCKS, 2 * GROUP_ROWS, D], gl.float32, MMA)
         peak = gl.full([BLOCKS, 2 * GROUP_ROWS], -float("inf"), gl.float32, gl.SliceLayout(2, MMA))
@@ -445,29 +456,31 @@ def _attend(
         mbarrier.wait(asked.index(place), number // AHEAD & 1)
         q = queries.index(place).load(gl.SliceLayout(0, LEFT))[None, :, :]
         q = q.broadcast_to([BLOCKS, 2 * GROUP_ROWS, D])
+        # Triton 3.6 takes what only bounds an inner loop for dead, and hands on what it was at first.
+        turn_of = turn - begin
         alone = begin
         if STAGES > 1:
             alone = end - (end - begin) % 2
             for tile in range(begin, alone, 2):
                 acc, peak, total = _take(
-                    acc, peak, total, q, k_tiles, v_tiles, ready, free, turn, first, context, tile, scale, MMA, RIGHT,
-                    STAGES, 2,
+                    acc, peak, total, q, k_tiles, v_tiles, ready, free, turn_of + tile, first, context, tile, scale,
+                    MMA, RIGHT, STAGES, 2,
                 )  # fmt: skip
-                turn += 2
         for tile in range(alone, end):
             acc, peak, total = _take(
-                acc, peak, total, q, k_tiles, v_tiles, ready, free, turn, first, context, tile, scale, MMA, RIGHT,
-                STAGES, 1,
+                acc, peak, total, q, k_tiles, v_tiles, ready, free, turn_of + tile, first, context, tile, scale, MMA,
+                RIGHT, STAGES, 1,
             )  # fmt: skip
-            turn += 1
+        turn = turn_of + end
         new_score = new_scores.index(place).load(gl.SliceLayout(1, HEADS))
         value = new_values.index(place).load(gl.SliceLayout(0, HEADS))[None, :]
         mbarrier.arrive(answered.index(place))
         acc, peak, total = _join_warps(acc, peak, total, new_score, value, takes_new, PARTS)
         _finish(
-            acc, peak, total, fields, query, head, out, partials, stats, arrivals, stride_out, stats_size, GROUP,
-            KV_HEADS, D,
+            acc, peak, total, slot, piece, pieces, query, head, out, partials, stats, arrivals, stride_out, stats_size,
+            GROUP, KV_HEADS, D,
         )  # fmt: skip
+        query, context, begin, end, takes_new = next_query, next_context, next_begin, next_end, next_takes_new
 
 
 @GluonKernel
@@ -506,7 +519,7 @@ def _streamed_decode_kernel(
         [
             (_attend, (
                 out, ks, vs, ready, free, queries, new_scores, new_values, asked, answered, items, first_item,
-                last_item, block_tables, stride_table, partials, stats, arrivals, scale, window, stride_out,
+                last_item, partials, stats, arrivals, scale, window, stride_out,
                 stats_size, head, GROUP, KV_HEADS, D, STAGES, AHEAD,
             )),
             (_fill, (
@@ -515,10 +528,10 @@ def _streamed_decode_kernel(
             )),
             (_prepare, (
                 k_cache, v_cache, heads, q_norm, k_norm, eps, cos_sin, slot_mapping, queries, new_scores, new_values,
-                asked, answered, items, first_item, last_item, block_tables, stride_table, scale, stride_heads, head,
+                asked, answered, items, first_item, last_item, scale, stride_heads, head,
                 NORM, ROTARY, GROUP, KV_HEADS, D, AHEAD, PDL,
             )),
         ],
         [1, PREPARING],
-        [48, 48],
+        [48, 56],
     )  # fmt: skip

@@ -96,7 +96,8 @@ def spills(kernel: Any, allowed: int = 0) -> list[str]:
 def stale_bounds(kernel: Any) -> list[str]:
     """A word for it if a loop over tiles begins or ends where it did for the item before.
 
-    Triton 3.6 has made that of bounds which a loop over items handed on to its next turn.
+    Triton 3.6 takes what a loop over items hands on to its next turn for dead if it only bounds loops, and has them
+    run as for the first item.
     """
     lines = [line.split(" loc(")[0] for line in kernel.asm["ttgir"].splitlines()]
     depth = [len(line) - len(line.lstrip()) for line in lines]
@@ -105,7 +106,9 @@ def stale_bounds(kernel: Any) -> list[str]:
             continue
         outer = next(j for j in range(i, -1, -1) if "scf.for" in lines[j] and depth[j] < depth[i])
         last = next(j for j in range(i, len(lines)) if "scf.yield" in lines[j] and depth[j] == depth[outer] + 2)
-        made = {name for body in lines[outer + 1 : i] for name in re.findall(r"^\s*(%\w+)", body)}
+        names = [re.findall(r"%\w+", text) for text in lines[outer + 1 : i]]
+        made = {line[0]: line[1:] for line in names if line}
+        induction = re.findall(r"scf\.for (%\w+)", lines[outer])
         handed = dict(
             zip(
                 re.findall(r"(%\w+) = %", lines[outer].partition("iter_args(")[2]),
@@ -113,9 +116,16 @@ def stale_bounds(kernel: Any) -> list[str]:
                 strict=False,
             )
         )
-        if any(name not in made and handed.get(name, name) == name for name in loop.groups()):
+        if not all(_changes(name, made, handed, induction) for name in loop.groups()):
             return ["stale"]
     return []
+
+
+def _changes(name: str, made: dict[str, list[str]], handed: dict[str, str], induction: list[str]) -> bool:
+    """Whether a value in a loop may be another in the next turn."""
+    if name in handed:
+        return handed[name] != name
+    return name in induction or any(_changes(operand, made, handed, induction) for operand in made.get(name, ()))
 
 
 def main(directory: str, dtype: str, quantization: Quantization = "none") -> None:

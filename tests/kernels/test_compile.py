@@ -183,14 +183,14 @@ for heads, kv_heads, dim, rotary, norm in (
         )
 for name, kernel in compiled.items():
     words = [word for word in ("mma.sync", "griddepcontrol.wait", "cp.async.bulk.tensor") if word in kernel.asm["ptx"]]
-    print(":".join([name.split()[0], *words, *spills(kernel, allowed=64), *stale_bounds(kernel)]))
+    print(":".join([name.split()[0], *words, *spills(kernel), *stale_bounds(kernel)]))
 """
 
 
 def test_streamed_decode_attention_compiles(tmp_path):
     """For the heads of three models, gpt2, qwen3-0.6b, llama-3.1-8b; a lone row, few, many.
 
-    An item may keep something in memory, which is a handful of instructions; each tile would be many.
+    What registers have no room for comes back from memory when that is busiest, microseconds later.
     """
     compiled = run(tmp_path, "-c", STREAMED_ATTENTION)
     assert compiled == ["_streamed_decode_kernel:mma.sync:griddepcontrol.wait:cp.async.bulk.tensor"] * 9
