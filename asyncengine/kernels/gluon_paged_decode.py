@@ -429,7 +429,8 @@ def _prepare(
 @gluon.jit
 def _attend(
     out, ks, vs, ready, free, queries, new_scores, new_values, asked, answered, items, first_item, last_item,
-    partials, stats, arrivals, scale, window, stride_out, stats_size, head, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    partials, stats, arrivals, scale, window, stride_out, stats_size, head, GROUP: gl.constexpr,
+    KV_HEADS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """The warps that compute. They free a tile's memory as soon as they have it in registers."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [BLOCKS, 1, 1], [1, 16, 8])
