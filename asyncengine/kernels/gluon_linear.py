@@ -6,7 +6,8 @@ shared memory holds, before it waits for the kernel that makes x (see pdl.py). W
 pipelining starts behind the wait.
 
 The copies are the tensor memory accelerator's: a thread asks for a tile, and a barrier in shared memory counts its
-bytes. Weights are the left operand, since the tensor cores want 64 rows there and x may have 8.
+bytes. Weights are the left operand, since the tensor cores want 64 rows there and x may have 8. Where such tiles would
+leave multiprocessors idle there are tiles of 16 or 32 rows, by the small instruction and each warp with its own K.
 
 Where K is split, the parts are left for whoever reads the sum: adding them up here takes a program that waits for the
 others, 2 us, and the norm that follows reads as fast from several places as from one (``triton_rows.norm``). Where it
