@@ -265,6 +265,18 @@ def test_candidates_can_run(columns: int, inner: int, rows: int, norm: Any, acti
         assert len(found) > 5, "there is something to choose from"
 
 
+def test_narrow_tiles_are_for_multiprocessors_that_would_be_idle() -> None:
+    """A matrix of 1,024 rows has 16 tiles of 64; one of 28,672 has plenty."""
+
+    def narrow(columns: int, rows: int, activation: Any = None) -> set[int]:
+        plans = candidates(Site(columns, 4096, rows, "none", activation, False, activation is None))
+        return {plan.columns for plan in plans if plan.kind == "streamed" and plan.columns < 64}
+
+    assert narrow(1024, 8) == narrow(1024, 64) == {16, 32}
+    assert not narrow(14336, 8, "silu_mul")
+    assert not narrow(1024, 1)
+
+
 @pytest.mark.parametrize("rows", [1, 8, 32, 64, 256])
 @pytest.mark.parametrize(
     ("columns", "inner", "norm", "activation", "add", "scalable"),
@@ -342,6 +354,8 @@ def test_what_does_not_fit() -> None:
     assert not Plan("streamed", 64, 64, rows=16).fits(36, 104, True)
     assert not Plan("streamed", 64, 32, rows=16).fits(64, 128, False), "tiles are of 128 bytes"
     assert not Plan("streamed", 64, 64, rows=16, split=2).fits(64, 192, False)
+    assert Plan("streamed", 16, 128, 8, 16).fits(33, 104, False)
+    assert not Plan("streamed", 16, 64, 8, 16).fits(33, 104, False), "no K for each of eight warps"
     assert Plan("tiled", 64, 32, rows=16, split=2).fits(33, 128, False)
     assert not Plan("tiled", 64, 32, rows=16, split=2).fits(33, 96, False)
 
