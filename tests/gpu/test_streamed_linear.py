@@ -50,9 +50,9 @@ def device() -> torch.device:
 
 
 def plan_of(tile: tuple[int, int], rows: int, inner: int, split: int = 1, stages: int = 2) -> Plan:
-    """With fewer stages if they do not fit, and longer steps if each of a small tile's warps is to have its own K."""
+    """With fewer stages if they do not fit, and longer steps for small tiles, of which each warp has its own K."""
     columns, warps = tile
-    inner = max(inner, 16 * warps if columns < 64 else 0)
+    inner *= 2 if columns < 64 else 1
     if (columns + rows) * inner * 2 * stages > 220_000:
         stages = 2
     return Plan("streamed", columns, inner, warps, rows, split, stages, fused_norm=False)
@@ -73,13 +73,13 @@ def test_parts(
 ) -> None:  # fmt: skip
     """The bias is in one of them; rows and columns that are not there are not written."""
     generator = torch.Generator().manual_seed(seed)
-    inner = 64 * spans * split
+    plan = plan_of(wide, tile, 64, split, min(3, spans + 1))
+    inner = plan.inner * spans * split
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(torch.bfloat16)
 
     x, weight, b = random(rows, inner), random(columns, inner) * inner**-0.5, random(columns)
-    plan = plan_of(wide, tile, 64, split, min(3, spans + 1))
     got = streamed_parts(
         surrounded(x, device)[0], surrounded(weight, device)[0], plan,
         bias=surrounded(b, device)[0] if bias else None, pdl=True,
