@@ -245,7 +245,7 @@ def _store_norm(to, sums, row, rows, eps, K: gl.constexpr, BM: gl.constexpr, TIL
 
 
 @gluon.constexpr_function
-def _stretches(rows, inner, warps):
+def stretches(rows, inner, warps):
     """[warps, rows, inner / warps], each warp's stretch of K, as a tile [rows, inner] lies in shared memory.
 
     That is in columns of 64 elements, 128 bytes, whose 16 bytes are exchanged according to their line.
@@ -266,8 +266,8 @@ def _multiply(acc, w, x, ready, phase, BN: gl.constexpr, GATED: gl.constexpr, TU
     if len(acc.shape) == 3:
         PARTS: gl.constexpr = acc.type.layout
         WARPS: gl.constexpr = acc.shape[0]
-        w = w._reinterpret(gl.bfloat16, [WARPS, BN, BK // WARPS], _stretches(BN, BK, WARPS))
-        x = x._reinterpret(gl.bfloat16, [WARPS, BM, BK // WARPS], _stretches(BM, BK, WARPS))
+        w = w._reinterpret(gl.bfloat16, [WARPS, BN, BK // WARPS], stretches(BN, BK, WARPS))
+        x = x._reinterpret(gl.bfloat16, [WARPS, BM, BK // WARPS], stretches(BM, BK, WARPS))
         left = w.load(gl.DotOperandLayout(0, PARTS, 2))
         right = x.permute((0, 2, 1)).load(gl.DotOperandLayout(1, PARTS, 2))
         acc = mma_v2(left, right, acc)

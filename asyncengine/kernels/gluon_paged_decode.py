@@ -28,7 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from asyncengine.errors import ConfigError
 from asyncengine.kernels.device_step import DeviceStep
-from asyncengine.kernels.gluon_linear import GluonKernel, next_power_of_2
+from asyncengine.kernels.gluon_linear import GluonKernel, next_power_of_2, stretches
 from asyncengine.kernels.gluon_paged_results import BLOCKS, GROUP_ROWS, finish, join_warps
 from asyncengine.kernels.ops import HeadNorms
 from asyncengine.kernels.pdl import launch_options
@@ -112,14 +112,8 @@ def _blocks_of(cache: Tensor) -> TensorDescriptor:
 
 @gluon.constexpr_function
 def _tile_layout(dim):
-    """[BLOCKS, BLOCK, D] as four such copies lie in shared memory.
-
-    Each is of columns of 64 elements, 128 bytes, whose 16 bytes are exchanged according to their line.
-    """
-    bases = [[0, 0, 1 << bit] for bit in range(6)]
-    bases += [[0, 1, 8], [0, 2, 16], [0, 4, 32], [0, 8, 0]]
-    bases += [[0, 0, 64]] if dim == 128 else []
-    return gl.SharedLinearLayout([*bases, [1, 0, 0], [2, 0, 0]], alignment=1024)
+    """[BLOCKS, BLOCK, D] as four such copies lie in shared memory, one behind another."""
+    return gl.SharedLinearLayout([*stretches(BLOCK.value, dim, 1).offset_bases, [1, 0, 0], [2, 0, 0]], alignment=1024)
 
 
 @gluon.jit
@@ -266,9 +260,8 @@ def _take(
 @gluon.jit
 def _prepare(
     k_cache, v_cache, heads, q_norm, k_norm, eps, cos_sin, slot_mapping, queries, new_scores, new_values, asked,
-    answered, items, first_item, last_item, scale, stride_heads, head, NORM: gl.constexpr,
-    ROTARY: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, AHEAD: gl.constexpr,
-    PDL: gl.constexpr,
+    answered, items, first_item, last_item, scale, stride_heads, head, NORM: gl.constexpr, ROTARY: gl.constexpr,
+    GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The warps that make queries, an item ahead, and write new keys and values to the cache."""
     COPIES: gl.constexpr = gl.BlockedLayout([1, 1, D // 32], [1, 1, 32], [1, PREPARING, 1], [2, 1, 0])
@@ -425,8 +418,8 @@ def _streamed_decode_kernel(
         [
             (_attend, (
                 out, ks, vs, ready, free, queries, new_scores, new_values, asked, answered, items, first_item,
-                last_item, partials, stats, arrivals, scale, window, stride_out,
-                stats_size, head, GROUP, KV_HEADS, D, STAGES, AHEAD,
+                last_item, partials, stats, arrivals, scale, window, stride_out, stats_size, head, GROUP, KV_HEADS, D,
+                STAGES, AHEAD,
             )),
             (_fill, (
                 k_blocks, v_blocks, ks, vs, ready, free, items, first_item, last_item, block_tables, stride_table,
@@ -434,8 +427,8 @@ def _streamed_decode_kernel(
             )),
             (_prepare, (
                 k_cache, v_cache, heads, q_norm, k_norm, eps, cos_sin, slot_mapping, queries, new_scores, new_values,
-                asked, answered, items, first_item, last_item, scale, stride_heads, head,
-                NORM, ROTARY, GROUP, KV_HEADS, D, AHEAD, PDL,
+                asked, answered, items, first_item, last_item, scale, stride_heads, head, NORM, ROTARY, GROUP,
+                KV_HEADS, D, AHEAD, PDL,
             )),
         ],
         [1, PREPARING],

@@ -253,7 +253,7 @@ def _narrow(site: Site) -> Iterator[Plan]:
         return
     for rows in (8, 16, 32, 64):
         blocks = -(-site.rows // rows)
-        if rows > site.rows or blocks > 4 or site.weight_rows // 64 * blocks > _MULTIPROCESSORS:
+        if not site.rows <= 4 * rows <= 4 * site.rows or site.weight_rows // 64 * blocks > _MULTIPROCESSORS:
             continue
         for columns in (16, 32):
             for split in (1, 2) if site.add else (1,):

@@ -82,15 +82,15 @@ def install() -> dict[str, Any]:
     return compiled
 
 
-def spills(kernel: Any, allowed: int = 0) -> list[str]:
-    """A word for it if registers do not do for what install() compiled, and it keeps more bytes in memory."""
+def spills(kernel: Any) -> list[str]:
+    """A word for it if registers do not do for what install() compiled, and it keeps something in memory."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     kept = sum(int(size) for size in re.findall(r"(?:STACK|LOCAL):(\d+)", usage))
-    return [] if kept <= allowed else ["spills"]
+    return ["spills"] if kept else []
 
 
 def stale_bounds(kernel: Any) -> list[str]:
@@ -106,8 +106,10 @@ def stale_bounds(kernel: Any) -> list[str]:
             continue
         outer = next(j for j in range(i, -1, -1) if "scf.for" in lines[j] and depth[j] < depth[i])
         last = next(j for j in range(i, len(lines)) if "scf.yield" in lines[j] and depth[j] == depth[outer] + 2)
-        names = [re.findall(r"%\w+", text) for text in lines[outer + 1 : i]]
-        made = {line[0]: line[1:] for line in names if line}
+        made = {}
+        for text in lines[outer + 1 : i]:
+            if text.lstrip().startswith("%"):  # others, stores and yields, make nothing
+                name, *made[name] = re.findall(r"%\w+", text)
         induction = re.findall(r"scf\.for (%\w+)", lines[outer])
         handed = dict(
             zip(
