@@ -352,14 +352,13 @@ def _streamed_kernel(
     # Where x is small, programs begin at different k: 1-4% of large weights, whose rows all begin in the same banks.
     turn = (5 * program + 3 * split) % STEPS if BM <= 16 else 0
     ready = gl.allocate_shared_memory(gl.int64, [AHEAD, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(AHEAD):
-        mbarrier.init(ready.index(i), count=1)
     xs = gl.allocate_shared_memory(gl.bfloat16, [AHEAD, BM, BK], x.layout)
     ws = gl.allocate_shared_memory(gl.bfloat16, [AHEAD] + weight.block_shape, weight.layout)
     for i in gl.static_range(AHEAD):
-        mbarrier.expect(ready.index(i), BYTES)
-    for i in gl.static_range(AHEAD):
+        mbarrier.init(ready.index(i), count=1)
         _copy_weights(weight, column, first + (i + turn) % STEPS * BK, ready.index(i), ws.index(i), GATED, True)
+    for i in gl.static_range(AHEAD):
+        mbarrier.expect(ready.index(i), BYTES)
     n = column + gl.arange(0, WIDTH, gl.SliceLayout(1, STORED))
     m = row + gl.arange(0, BM, gl.SliceLayout(0, STORED))
     at = out + (split * rows + m).to(gl.int64)[None, :] * out_stride + n[:, None]
@@ -395,8 +394,6 @@ def _streamed_kernel(
             _copy_weights(weight, column, k, ready.index(free), ws.index(free), GATED, wanted)
             tma.async_copy_global_to_shared(x, [row, k], ready.index(free), xs.index(free), pred=wanted)
     acc = gl.sum(gl.convert_layout(acc, TOGETHER), 0) if NARROW else warpgroup_mma_wait(0, (acc,))
-    for i in gl.static_range(AHEAD):
-        mbarrier.invalidate(ready.index(i))
 
     if READS == 2:
         acc -= shift[:, None] * norms.index(1).load(gl.SliceLayout(0, SUMS))[None, :]
