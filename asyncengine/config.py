@@ -71,8 +71,9 @@ class EngineConfig:
     """Who runs the steps: a native thread, or the event loop, to measure what the thread is worth."""
     cpu_affinity: int | None = None
     """Core that the step thread is pinned to; None: any."""
-    staging: Literal["pageable", "pinned", "mapped"] = "mapped"
-    """How a step's input reaches the GPU: copied from plain or pinned memory, or read there by the first kernel."""
+    staging: Literal["pageable", "pinned", "mapped", "ahead"] = "ahead"
+    """How a step's input reaches the GPU: copied from plain or pinned memory, read there by the first kernel, or copied
+    from pinned memory while the step before still runs."""
     enforce_eager: bool = False
     """Run kernels one by one in place of captured graphs, for debugging: same results, slower."""
     programmatic_launch: bool = True

@@ -34,13 +34,15 @@ class StepSource:
     """Where StepInputs come from and where tokens go: a ring of buffers whose next place each launch takes."""
 
     inputs: Tensor
-    """int32 [ring, words]: on the device, or host memory that the device can read"""
+    """int32 [ring, words]: on the device, or host memory that the device can read; of one place if it is copied there
+    behind the step before"""
     fetched: Tensor | None
     """int32 [words] on the device, where a StepInput in host memory is fetched to"""
     outputs: Tensor
     """int64 [ring, max_rows]: number of the step << 32 | token, in row order"""
     state: Tensor
-    """int64 [3]: number of the running step, its place in the ring, number of the next step"""
+    """int64 [4]: number of the running step, its place in the ring, number of the next step, and how many programs of
+    ingest have read that"""
 
     @property
     def header(self) -> Tensor:
@@ -49,13 +51,13 @@ class StepSource:
 
     def restart(self, next_step: int = 1) -> None:
         """Forget launches that the host did not count: the next one is its step ``next_step``, from 1."""
-        self.state.copy_(torch.tensor([0, 0, next_step], dtype=torch.int64))
+        self.state.copy_(torch.tensor([0, 0, next_step, 0], dtype=torch.int64))
 
 
 def make_source(inputs: Tensor, outputs: Tensor, device: torch.device, *, fetch: bool) -> StepSource:
     """A source whose next step is the first. ``fetch``: the inputs lie on the host."""
     fetched = torch.zeros(inputs.shape[1], dtype=torch.int32, device=device) if fetch else None
-    source = StepSource(inputs, fetched, outputs, torch.zeros(3, dtype=torch.int64, device=device))
+    source = StepSource(inputs, fetched, outputs, torch.zeros(4, dtype=torch.int64, device=device))
     source.restart()
     return source
 
@@ -95,6 +97,7 @@ def ingest(source: StepSource, step: DeviceStep, block_size: int, pdl: bool = Fa
         step.sample_slot,
         step.sample_position,
         slots.block_tables.shape[1],
+        words if source.fetched is None else 0,
         rows,
         tokens,
         RING=ring,
@@ -154,6 +157,7 @@ def _ingest(
     sample_slot,
     sample_position,
     max_blocks,
+    stride,
     R,
     T,
     RING: tl.constexpr,
@@ -163,10 +167,15 @@ def _ingest(
 ):
     wait(PDL)
     pid = tl.program_id(0)
+    next_step = tl.load(state + 2)
+    source += next_step % RING * stride
     num_rows = tl.load(source + 4)
     num_tokens = tl.load(source + 6)
     num_samples = tl.load(source + 7)
     offsets = tl.arange(0, CHUNK)
+    # The last program to know which step this is may say which is next. All threads do: their loads wait for it.
+    tl.debug_barrier()
+    arrived = tl.atomic_add(state + 3 + offsets, tl.full([CHUNK], 1, tl.int64), mask=offsets == 0, sem="relaxed")
 
     if pid >= R:
         # Tokens and samples that the step does not use.
@@ -255,10 +264,11 @@ def _ingest(
 
     if pid == 0:
         low = tl.load(source + 2).to(tl.int64) & 0xFFFFFFFF
-        next_step = tl.load(state + 2)
         tl.store(state, (tl.load(source + 3).to(tl.int64) << 32) | low)
         tl.store(state + 1, next_step % RING)
+    if tl.max(tl.where(offsets == 0, arrived, 0), 0) == tl.num_programs(0) - 1:
         tl.store(state + 2, next_step + 1)
+        tl.store(state + 3, tl.zeros((), tl.int64))
 
 
 @kernel(do_not_specialize=["num_blocks"])  # compiled before it is known

@@ -46,15 +46,17 @@ class StepBuffers:
     def allocate(
         cls, staging: _core.Staging, max_rows: int, device: torch.device
     ) -> StepBuffers:
-        """Views of the staging rings, or in the copying modes one buffer of each kind on the device."""
+        """Views of the staging rings, or what is copied to and from on the device: a buffer, of inputs also a ring."""
         words, ring = staging.input_stride // 4, staging.num_steps
         host_inputs = _view(staging.input, ring * staging.input_stride, torch.int32).view(ring, words)
         host_inputs.zero_()  # an empty step: what warm-up and capture run
+        outputs = _view(staging.output, ring * staging.output_stride, torch.int64).view(ring, -1)
         if staging.mode == "mapped":
-            outputs = _view(staging.output, ring * staging.output_stride, torch.int64).view(ring, -1)
             return cls(staging, make_source(host_inputs, outputs, device, fetch=True))
-        inputs = torch.zeros(1, words, dtype=torch.int32, device=device)
-        outputs = torch.zeros(1, max_rows, dtype=torch.int64, device=device)
+        ahead = staging.mode == "ahead"
+        inputs = torch.zeros(ring if ahead else 1, words, dtype=torch.int32, device=device)
+        if not ahead:
+            outputs = torch.zeros(1, max_rows, dtype=torch.int64, device=device)
         staging.set_device_buffers(inputs.data_ptr(), outputs.data_ptr())
         return cls(staging, make_source(inputs, outputs, device, fetch=False))
 

@@ -9,9 +9,10 @@ namespace {
 
 StagingMode staging_mode(const std::string& name) {
   static const std::map<std::string, StagingMode> modes{
-      {"pageable", StagingMode::kPageable}, {"pinned", StagingMode::kPinned}, {"mapped", StagingMode::kMapped}};
+      {"pageable", StagingMode::kPageable}, {"pinned", StagingMode::kPinned},
+      {"mapped", StagingMode::kMapped}, {"ahead", StagingMode::kAhead}};
   const auto found = modes.find(name);
-  require(found != modes.end(), "staging must be pageable, pinned or mapped");
+  require(found != modes.end(), "staging must be pageable, pinned, mapped or ahead");
   return found->second;
 }
 
@@ -20,6 +21,7 @@ const char* mode_name(const Staging& staging) {
     case StagingMode::kPageable: return "pageable";
     case StagingMode::kPinned: return "pinned";
     case StagingMode::kMapped: return "mapped";
+    case StagingMode::kAhead: return "ahead";
   }
   return "";
 }

@@ -25,6 +25,7 @@ CudaRuntime fill(const std::string& path) {
   find(library, "cudaMemcpyAsync", cuda.memcpy_async);
   find(library, "cudaStreamCreateWithFlags", cuda.stream_create);
   find(library, "cudaStreamDestroy", cuda.stream_destroy);
+  find(library, "cudaStreamWaitEvent", cuda.stream_wait_event);
   find(library, "cudaEventCreateWithFlags", cuda.event_create);
   find(library, "cudaEventDestroy", cuda.event_destroy);
   find(library, "cudaEventRecord", cuda.event_record);

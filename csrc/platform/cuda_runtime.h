@@ -36,6 +36,7 @@ struct CudaRuntime {
   int (*memcpy_async)(void* target, const void* source, size_t bytes, int kind, CudaStream stream);
   int (*stream_create)(CudaStream* stream, unsigned flags);
   int (*stream_destroy)(CudaStream stream);
+  int (*stream_wait_event)(CudaStream stream, CudaEvent event, unsigned flags);
   int (*event_create)(CudaEvent* event, unsigned flags);
   int (*event_destroy)(CudaEvent event);
   int (*event_record)(CudaEvent event, CudaStream stream);

@@ -28,6 +28,7 @@ struct CudaEventHandle {
 };
 struct CudaStreamHandle {
   SimulatedDevice* device;
+  std::deque<SimulatedDevice::Operation> queue{};  // guarded by the device
 };
 struct CudaGraphExecHandle {
   std::function<void()> body;
@@ -75,17 +76,28 @@ struct SimulatedRuntime {
     return kCudaSuccess;
   }
   static int memcpy_async(void* target, const void* source, size_t bytes, int, CudaStream stream) {
-    stream->device->enqueue({SimulatedDevice::Operation::kCopy, target, source, bytes});
+    stream->device->enqueue(stream, {SimulatedDevice::Operation::kCopy, target, source, bytes});
     return kCudaSuccess;
   }
   static int stream_create(CudaStream* stream, unsigned) {
     *stream = new CudaStreamHandle{device()};
     ++(*stream)->device->live_objects_;
+    std::lock_guard lock((*stream)->device->mutex_);
+    (*stream)->device->streams_.push_back(*stream);
     return kCudaSuccess;
   }
   static int stream_destroy(CudaStream stream) {
+    {
+      std::lock_guard lock(stream->device->mutex_);
+      std::erase(stream->device->streams_, stream);
+    }
     --stream->device->live_objects_;
     delete stream;
+    return kCudaSuccess;
+  }
+  static int stream_wait_event(CudaStream stream, CudaEvent event, unsigned) {
+    const auto records = static_cast<size_t>(event->recorded.load(std::memory_order_relaxed));
+    stream->device->enqueue(stream, {SimulatedDevice::Operation::kWait, event, nullptr, records});
     return kCudaSuccess;
   }
   static int event_create(CudaEvent* event, unsigned) {
@@ -100,7 +112,7 @@ struct SimulatedRuntime {
   }
   static int event_record(CudaEvent event, CudaStream stream) {
     event->recorded.fetch_add(1, std::memory_order_relaxed);
-    stream->device->enqueue({SimulatedDevice::Operation::kRecord, event, nullptr, 0});
+    stream->device->enqueue(stream, {SimulatedDevice::Operation::kRecord, event, nullptr, 0});
     return kCudaSuccess;
   }
   static int event_query(CudaEvent event) {
@@ -123,7 +135,7 @@ struct SimulatedRuntime {
   static int graph_upload(CudaGraphExec, CudaStream) { return kCudaSuccess; }
   static int graph_exec_destroy(CudaGraphExec) { return kCudaSuccess; }  // the device owns it
   static int graph_launch(CudaGraphExec graph, CudaStream stream) {
-    stream->device->enqueue({SimulatedDevice::Operation::kGraph, graph, nullptr, 0});
+    stream->device->enqueue(stream, {SimulatedDevice::Operation::kGraph, graph, nullptr, 0});
     return kCudaSuccess;
   }
 };
@@ -132,7 +144,7 @@ const CudaRuntime& SimulatedDevice::runtime() {
   using R = SimulatedRuntime;
   static constexpr CudaRuntime table = {
       R::set_device, R::get_error_string, R::allocate, R::release, R::allocate_host, R::release, R::memcpy_async,
-      R::stream_create, R::stream_destroy, R::event_create, R::event_destroy, R::event_record, R::event_query,
+      R::stream_create, R::stream_destroy, R::stream_wait_event, R::event_create, R::event_destroy, R::event_record, R::event_query,
       R::host_get_device_pointer, R::graph_instantiate, R::graph_upload, R::graph_exec_destroy, R::graph_launch};
   return table;
 }
@@ -189,21 +201,33 @@ void SimulatedDevice::resume() {
   changed_.notify_all();
 }
 
-void SimulatedDevice::enqueue(const Operation& operation) {
+void SimulatedDevice::enqueue(CudaStream stream, const Operation& operation) {
   {
     std::lock_guard lock(mutex_);
-    queue_.push_back(operation);
+    stream->queue.push_back(operation);
   }
   changed_.notify_one();
+}
+
+// The oldest stream that waits for nothing, or none.
+CudaStream SimulatedDevice::runnable() const {
+  const auto found = std::find_if(streams_.begin(), streams_.end(), [](CudaStream stream) {
+    if (stream->queue.empty()) return false;
+    const Operation& next = stream->queue.front();
+    return next.kind != Operation::kWait ||
+           static_cast<CudaEvent>(next.target)->done.load(std::memory_order_acquire) >= static_cast<int64_t>(next.bytes);
+  });
+  return found == streams_.end() ? nullptr : *found;
 }
 
 void SimulatedDevice::run() {
   std::unique_lock lock(mutex_);
   while (true) {
-    changed_.wait(lock, [this] { return closing_ || !queue_.empty(); });
+    CudaStream stream = nullptr;
+    changed_.wait(lock, [&] { return closing_ || (stream = runnable()) != nullptr; });
     if (closing_) return;
-    const Operation operation = queue_.front();
-    queue_.pop_front();
+    const Operation operation = stream->queue.front();
+    stream->queue.pop_front();
     if (error_ != kCudaSuccess) continue;  // nothing runs after a sticky error
     if (operation.kind == Operation::kGraph) {
       run_graph(static_cast<CudaGraphExec>(operation.target), lock);
@@ -212,7 +236,7 @@ void SimulatedDevice::run() {
     lock.unlock();
     if (operation.kind == Operation::kCopy) {
       std::memcpy(operation.target, operation.source, operation.bytes);
-    } else {
+    } else if (operation.kind == Operation::kRecord) {
       static_cast<CudaEvent>(operation.target)->done.fetch_add(1, std::memory_order_release);
     }
     lock.lock();

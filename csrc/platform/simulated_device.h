@@ -15,7 +15,8 @@
 
 namespace asyncengine {
 
-// Executes copies and graphs of its streams in order, on a thread of its own, each graph taking at least its latency.
+// Executes copies and graphs on a thread of its own, each graph taking at least its latency. A stream's work runs in order.
+// Of several streams the oldest goes first whenever it can, so that what should have waited for another meets what is old.
 // As on a real device, work is enqueued and forgotten: the caller learns of completion, and of errors, from events only.
 class SimulatedDevice {
  public:
@@ -44,20 +45,22 @@ class SimulatedDevice {
 
  private:
   friend struct SimulatedRuntime;
+  friend struct CudaStreamHandle;
   struct Operation {
-    enum Kind { kCopy, kGraph, kRecord } kind;
+    enum Kind { kCopy, kGraph, kRecord, kWait } kind;
     void* target;
     const void* source;
-    size_t bytes;
+    size_t bytes;  // of a wait: how often its event must have been recorded
   };
-  void enqueue(const Operation& operation);
+  void enqueue(CudaStream stream, const Operation& operation);
+  CudaStream runnable() const;
   void run();
   void run_graph(CudaGraphExec graph, std::unique_lock<std::mutex>& lock);
 
   int ordinal_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<Operation> queue_;
+  std::vector<CudaStream> streams_;
   std::vector<CudaGraphExec> graphs_;
   int64_t launches_ = 0, fail_launch_ = -1, hang_launch_ = -1;
   int fault_ = kCudaSuccess, error_ = kCudaSuccess;

@@ -19,16 +19,21 @@ GraphExecutor::GraphExecutor(const CudaRuntime& cuda, int device, std::shared_pt
     check_cuda(cuda_, cuda_.stream_create(&own_stream_, kCudaStreamNonBlocking), "cudaStreamCreateWithFlags");
   }
   stream_ = graphs_.stream != nullptr ? graphs_.stream : own_stream_;
+  const bool ahead = staging_->mode() == StagingMode::kAhead;
+  if (ahead) check_cuda(cuda_, cuda_.stream_create(&copy_stream_, kCudaStreamNonBlocking), "cudaStreamCreateWithFlags");
   for (Step& step : steps_) {
     step.tokens.resize(static_cast<size_t>(max_rows));
     check_cuda(cuda_, cuda_.event_create(&step.done, kCudaEventDisableTiming), "cudaEventCreateWithFlags");
+    if (ahead) check_cuda(cuda_, cuda_.event_create(&step.arrived, kCudaEventDisableTiming), "cudaEventCreateWithFlags");
   }
 }
 
 GraphExecutor::~GraphExecutor() {
   for (Step& step : steps_) {
     if (step.done != nullptr) cuda_.event_destroy(step.done);
+    if (step.arrived != nullptr) cuda_.event_destroy(step.arrived);
   }
+  if (copy_stream_ != nullptr) cuda_.stream_destroy(copy_stream_);
   if (own_stream_ != nullptr) cuda_.stream_destroy(own_stream_);
 }
 
@@ -50,20 +55,27 @@ bool GraphExecutor::launch(int i, size_t bytes) {
 
 bool GraphExecutor::enqueue(int i, size_t bytes) {
   const StepInputHeader& header = StepInputView(staging_->input(i).data()).header();
-  const bool copied = staging_->mode() != StagingMode::kMapped;
-  const Staging::DeviceBuffers& device = staging_->device_buffers();
-  if (copied && !ok(cuda_.memcpy_async(device.input, staging_->input(i).data(), bytes, kCudaMemcpyHostToDevice, stream_),
-                    "cudaMemcpyAsync")) {
-    return false;
-  }
+  if (staging_->mode() != StagingMode::kMapped && !send_input(i, bytes)) return false;
   const GraphVariant variant = variant_for(header);
   if (header.num_copies > 0 && !run(-1, variant, graphs_.copy_blocks)) return false;
   const int bucket = bucket_for(header);
   if (!run(bucket, variant, graphs_.buckets[static_cast<size_t>(bucket)].graphs[variant])) return false;
   const size_t output_bytes = static_cast<size_t>(header.num_samples) * sizeof(int64_t);
-  return !copied || output_bytes == 0 ||
-         ok(cuda_.memcpy_async(staging_->output(i), device.output, output_bytes, kCudaMemcpyDeviceToHost, stream_),
+  return staging_->writes_output() || output_bytes == 0 ||
+         ok(cuda_.memcpy_async(staging_->output(i), staging_->device_buffers().output, output_bytes,
+                               kCudaMemcpyDeviceToHost, stream_),
             "cudaMemcpyAsync");
+}
+
+bool GraphExecutor::send_input(int i, size_t bytes) {
+  const bool ahead = staging_->mode() == StagingMode::kAhead;
+  const CudaEvent arrived = steps_[static_cast<size_t>(i)].arrived;
+  // Nobody reads that place of the ring any more: the step that did is over, or the buffer would not be ours.
+  return ok(cuda_.memcpy_async(staging_->device_input(i), staging_->input(i).data(), bytes, kCudaMemcpyHostToDevice,
+                               ahead ? copy_stream_ : stream_),
+            "cudaMemcpyAsync") &&
+         (!ahead || (ok(cuda_.event_record(arrived, copy_stream_), "cudaEventRecord") &&
+                     ok(cuda_.stream_wait_event(stream_, arrived, 0), "cudaStreamWaitEvent")));
 }
 
 bool GraphExecutor::run(int bucket, GraphVariant variant, CudaGraphExec graph) {

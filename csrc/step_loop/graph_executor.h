@@ -28,7 +28,8 @@ struct GraphBucket {
 };
 
 // Per step: have the StepInput where the graph reads it (Staging), launch the graph of the smallest bucket that fits,
-// have the tokens on the host, record the event. One stream, so steps are ordered behind each other.
+// have the tokens on the host, record the event. One stream, so steps are ordered behind each other; copies ahead have
+// another, and the step waits for its own.
 class GraphExecutor final : public Executor {
  public:
   // Enqueues a bucket's kernels one by one instead of its graph: for debugging, and to measure what graphs are worth.
@@ -62,11 +63,12 @@ class GraphExecutor final : public Executor {
  private:
   struct Step {
     std::vector<int32_t> tokens;
-    CudaEvent done = nullptr;
+    CudaEvent done = nullptr, arrived = nullptr;  // the latter: its input, if that is copied ahead
     bool in_flight = false;
   };
   bool ok(int error, const char* call);
   bool enqueue(int i, size_t bytes);
+  bool send_input(int i, size_t bytes);
   bool run(int bucket, GraphVariant variant, CudaGraphExec graph);
   int bucket_for(const StepInputHeader& header) const;
   static GraphVariant variant_for(const StepInputHeader& header) {
@@ -80,7 +82,7 @@ class GraphExecutor final : public Executor {
   std::shared_ptr<Staging> staging_;
   Graphs graphs_;
   std::chrono::nanoseconds poll_interval_;
-  CudaStream stream_ = nullptr, own_stream_ = nullptr;
+  CudaStream stream_ = nullptr, own_stream_ = nullptr, copy_stream_ = nullptr;
   std::vector<Step> steps_;
   std::string error_;
 };

@@ -36,7 +36,6 @@ SimulatedModel::SimulatedModel(SimulatedDevice& device, const SimulatedModelConf
       sampled_hash_(static_cast<size_t>(limits.max_rows)) {
   const CudaRuntime& cuda = SimulatedDevice::runtime();
   check_cuda(cuda, cuda.set_device(device.ordinal()), "cudaSetDevice");
-  input_ = allocate_device(cuda, limits.max_bytes());
   output_ = allocate_device(cuda, static_cast<size_t>(limits.max_rows) * sizeof(int64_t));
   kv_ = allocate_device(cuda, static_cast<size_t>(num_blocks) * static_cast<size_t>(block_size) * sizeof(int32_t));
 }
@@ -45,6 +44,8 @@ std::unique_ptr<GraphExecutor> SimulatedModel::make_executor(int steps_in_flight
                                                              StagingMode mode) {
   const CudaRuntime& cuda = SimulatedDevice::runtime();
   staging_ = std::make_shared<Staging>(cuda, device_.ordinal(), limits_, steps_in_flight, mode);
+  const auto inputs = static_cast<size_t>(staging_->mode() == StagingMode::kAhead ? steps_in_flight : 1);
+  input_ = allocate_device(cuda, inputs * staging_->input_stride());
   staging_->set_device_buffers({input_.data(), reinterpret_cast<int64_t*>(output_.data())});
   GraphExecutor::Graphs graphs;
   for (const int32_t share : {16, 4, 1}) {
@@ -65,14 +66,14 @@ int32_t SimulatedModel::next_token(const SimulatedModelConfig& config, std::span
   return pick(config, hash, sampling);
 }
 
+int SimulatedModel::place() const { return static_cast<int>(launch_ % static_cast<size_t>(staging_->num_steps())); }
+
 const std::byte* SimulatedModel::input() const {
-  if (staging_->mode() != StagingMode::kMapped) return input_.data();
-  return staging_->input(static_cast<int>(launch_ % static_cast<size_t>(staging_->num_steps()))).data();
+  return staging_->mode() == StagingMode::kMapped ? staging_->input(place()).data() : staging_->device_input(place());
 }
 
 int64_t* SimulatedModel::output() const {
-  if (staging_->mode() != StagingMode::kMapped) return reinterpret_cast<int64_t*>(output_.data());
-  return staging_->output(static_cast<int>(launch_ % static_cast<size_t>(staging_->num_steps())));
+  return staging_->writes_output() ? staging_->output(place()) : reinterpret_cast<int64_t*>(output_.data());
 }
 
 void SimulatedModel::copy_blocks() {

@@ -31,12 +31,13 @@ class SimulatedModel {
 
   // Buckets of 1/16, 1/4 and all of the limits.
   std::unique_ptr<GraphExecutor> make_executor(int steps_in_flight, std::chrono::nanoseconds poll_interval,
-                                               StagingMode mode = StagingMode::kMapped);
+                                               StagingMode mode = StagingMode::kAhead);
 
   // What the model answers to these tokens: the reference for tests.
   static int32_t next_token(const SimulatedModelConfig& config, std::span<const int32_t> tokens, const SamplingState& sampling);
 
  private:
+  int place() const;  // of the running step in the rings
   const std::byte* input() const;
   int64_t* output() const;
   void copy_blocks();

@@ -17,19 +17,21 @@ namespace asyncengine {
 //   kPageable  one asynchronous copy from plain memory: CUDA stages it, and the launching thread waits for that
 //   kPinned    one asynchronous copy from page-locked memory
 //   kMapped    no copy: the step's first kernel reads page-locked memory, and its last writes tokens there
+//   kAhead     one copy from page-locked memory on a stream of its own, while the step before still runs; tokens as mapped
 // What is sent once, before the first step, is not staged: weights, tables and the kernels' own state may be pageable.
-enum class StagingMode { kPageable, kPinned, kMapped };
+enum class StagingMode { kPageable, kPinned, kMapped, kAhead };
 
 // One pair of buffers per step in flight, in one allocation each, page-aligned, made once. Buffer i is leased from the
 // pack of its step until that step's event has fired.
 //
-// What a graph sees keeps its address: in the copying modes one input and one output on the device, given by the
-// caller; in the mapped mode the rings themselves, of which the graphs take the next place at every launch.
+// What a graph sees keeps its address: where copies are ordered with the steps, one input and one output on the device,
+// given by the caller; in the mapped mode the rings themselves, of which the graphs take the next place at every launch.
+// Copies ahead go to a ring of inputs on the device, since the step before may not have read its own.
 class Staging {
  public:
   struct DeviceBuffers {
-    std::byte* input = nullptr;   // StepLimits::max_bytes()
-    int64_t* output = nullptr;    // StepLimits::max_rows words
+    std::byte* input = nullptr;   // StepLimits::max_bytes(); of kAhead num_steps() of them, input_stride() apart
+    int64_t* output = nullptr;    // StepLimits::max_rows words; none where tokens are written to the host
   };
 
   // Throws CudaError where nothing can be had. Memory that cannot be pinned is replaced by plain memory, and the mode
@@ -41,9 +43,15 @@ class Staging {
 
   StagingMode mode() const { return mode_; }
   int num_steps() const { return num_steps_; }
-  // Needed in the copying modes, before the first step.
+  // Whether the device writes tokens to output(i) itself.
+  bool writes_output() const { return mode_ == StagingMode::kMapped || mode_ == StagingMode::kAhead; }
+  // Needed in the modes that copy, before the first step.
   void set_device_buffers(const DeviceBuffers& buffers) { device_ = buffers; }
   const DeviceBuffers& device_buffers() const { return device_; }
+  // Where the step of buffer i finds its input, in the modes that copy.
+  std::byte* device_input(int i) const {
+    return device_.input + (mode_ == StagingMode::kAhead ? static_cast<size_t>(i) * input_stride_ : 0);
+  }
 
   std::span<std::byte> input(int i) const { return {memory_ + static_cast<size_t>(i) * input_stride_, input_stride_}; }
   // One word per sampled row: number of the step << 32 | token.

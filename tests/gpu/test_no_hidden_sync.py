@@ -86,7 +86,7 @@ def watch(backend: Backend, requests: int, sleep_ms: int = 5) -> Waits:
     return waits
 
 
-@pytest.mark.parametrize("staging", ["mapped", "pinned"])
+@pytest.mark.parametrize("staging", ["ahead", "mapped", "pinned"])
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
 def test_launching_never_waits(tiny_llama, staging, eager):
     config = EngineConfig(model=tiny_llama, **SMALL, staging=staging, enforce_eager=eager)

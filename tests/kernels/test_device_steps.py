@@ -109,7 +109,9 @@ def test_tokens_equal_transformers_with_work_lists(checkpoint, variant, monkeypa
     assert outputs == [[tuple(tiny.generate(model, prompt, COUNT))] for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("config", [{"staging": "pageable"}, {"staging": "pinned", "steps_in_flight": 1}], ids=str)
+@pytest.mark.parametrize(
+    "config", [{"staging": "pageable"}, {"staging": "mapped"}, {"staging": "pinned", "steps_in_flight": 1}], ids=str
+)
 def test_staging_and_depth_change_nothing(checkpoint, config):
     """Bit for bit: the same kernels run on the same numbers in the same order of rows."""
     path, _ = checkpoint("qwen3")

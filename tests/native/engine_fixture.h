@@ -23,7 +23,7 @@ struct Options {
   bool prefix_caching = true, late_launch = true;
   std::chrono::nanoseconds step_timeout = 10s, latency = 0ns;
   int64_t max_queued_requests = 1 << 20;
-  StagingMode staging = StagingMode::kMapped;
+  StagingMode staging = StagingMode::kAhead;
 
   StepLoopConfig loop() const {
     StepLoopConfig c;

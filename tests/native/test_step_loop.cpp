@@ -1,6 +1,7 @@
 // The whole step loop on the simulated device: the model reads every token of its context back through block tables and
 // KV, so a block reused too early, a missing copy or a stale table changes its answers.
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <thread>
 
@@ -204,7 +205,8 @@ TEST(devices_leak_nothing) {
 }
 
 TEST(staging_modes_give_the_same_tokens) {
-  for (const StagingMode mode : {StagingMode::kPageable, StagingMode::kPinned, StagingMode::kMapped}) {
+  using enum StagingMode;
+  for (const StagingMode mode : {kPageable, kPinned, kMapped, kAhead}) {
     for (const int steps_in_flight : {1, 2, 3}) {
       Options options;
       options.staging = mode;
@@ -212,6 +214,32 @@ TEST(staging_modes_give_the_same_tokens) {
       run_random(options, 60, 4, 60, 30);
     }
   }
+}
+
+TEST(a_step_waits_for_its_input_which_is_copied_while_the_one_before_runs) {
+  SimulatedDevice device;
+  const StepLimits limits{4, 64, 16};
+  const auto staging = std::make_shared<Staging>(SimulatedDevice::runtime(), device.ordinal(), limits, 2, StagingMode::kAhead);
+  std::vector<std::byte> inputs(2 * staging->input_stride());
+  staging->set_device_buffers({inputs.data(), nullptr});
+  std::atomic<bool> both_launched = false;
+  std::vector<int64_t> seen;
+  GraphExecutor::Graphs graphs;
+  graphs.buckets.push_back({4, 64, false, kAnyContext, {}});
+  std::ranges::fill(graphs.buckets[0].graphs, device.add_graph([&] {
+    while (!both_launched) std::this_thread::sleep_for(100us);  // the second step's copy is enqueued, and not yet made
+    seen.push_back(StepInputView(staging->device_input(static_cast<int>(seen.size()))).header().step);
+  }, 0ns));
+  GraphExecutor executor(SimulatedDevice::runtime(), device.ordinal(), staging, 4, graphs, 20us);
+  for (const int i : {0, 1}) {
+    StepInputHeader header{};
+    header.step = i + 1;
+    std::memcpy(executor.staging(i).data(), &header, sizeof(header));
+    CHECK(executor.launch(i, sizeof(header)));
+  }
+  both_launched = true;
+  while (executor.poll(1) == StepStatus::kPending) std::this_thread::sleep_for(1ms);
+  CHECK(seen == std::vector<int64_t>({1, 2}));
 }
 
 TEST(memory_that_cannot_be_pinned_is_replaced) {
