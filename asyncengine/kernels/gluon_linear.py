@@ -22,6 +22,7 @@ Of a head whose rows are all sampled greedily, a program stores one rank for eac
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import torch
 import triton
@@ -282,7 +283,7 @@ def _multiply(acc, w, x, ready, phase, BN: gl.constexpr, GATED: gl.constexpr, TU
     return acc
 
 
-@GluonKernel
+@partial(GluonKernel, do_not_specialize=["rows"])  # one compilation for all that a plan is for
 def _streamed_kernel(
     x,
     weight,
