@@ -22,6 +22,7 @@ from asyncengine import _core
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.compiling import Kernel, compile_launches, kernel
 from asyncengine.kernels.cuda import CudaOps, CudaOptions
+from asyncengine.kernels.gluon_linear import streamed_linear
 from asyncengine.kernels.linear_plans import CUBLAS, Plan, PlanTable, Site
 from asyncengine.layers.attention import NativeAttention
 from asyncengine.runner.buckets import Bucket
@@ -265,6 +266,16 @@ def plans_compile_without_operands(driver: Counting) -> None:
             case.call(tuner._ops(site, plan), case.handles[0])
     assert len(driver.compiled) == compiled, "timing finds what was compiled"
     assert len(driver.launched) >= 10
+
+
+def a_plan_compiles_once(driver: Counting) -> None:
+    """For all counts of rows that it is for, multiples of 16 or not."""
+    plan, weight = Plan("streamed", 64, 64, 4, 32, stages=2, fused_norm=False), torch.empty(96, 128, dtype=torch.bfloat16)
+    for rows in (17, 24, 32):
+        out = torch.empty(rows, 96, dtype=torch.bfloat16)
+        streamed_linear(torch.empty(rows, 128, dtype=torch.bfloat16), weight, plan, out=out)
+    assert driver.compiled == ["_streamed_kernel"]
+    assert len(driver.launched) == 3
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
         "an_interrupt_ends_it",
         "other_threads_launch",
         "plans_compile_without_operands",
+        "a_plan_compiles_once",
         "the_cache_finds_kernels_in_any_order",
     ],
 )
