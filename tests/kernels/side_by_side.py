@@ -270,10 +270,10 @@ def plans_compile_without_operands(driver: Counting) -> None:
 
 def a_plan_compiles_once(driver: Counting) -> None:
     """For all counts of rows that it is for, multiples of 16 or not."""
-    plan, weight = Plan("streamed", 64, 64, 4, 32, stages=2, fused_norm=False), torch.empty(96, 128, dtype=torch.bfloat16)
+    plan = Plan("streamed", 64, 64, 4, 32, stages=2, fused_norm=False)
     for rows in (17, 24, 32):
-        out = torch.empty(rows, 96, dtype=torch.bfloat16)
-        streamed_linear(torch.empty(rows, 128, dtype=torch.bfloat16), weight, plan, out=out)
+        x, weight, out = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((rows, 128), (96, 128), (rows, 96)))
+        streamed_linear(x, weight, plan, out=out)
     assert driver.compiled == ["_streamed_kernel"]
     assert len(driver.launched) == 3
 
