@@ -355,6 +355,8 @@ def _streamed_kernel(
     ready = gl.allocate_shared_memory(gl.int64, [AHEAD, 1], mbarrier.MBarrierLayout())
     xs = gl.allocate_shared_memory(gl.bfloat16, [AHEAD, BM, BK], x.layout)
     ws = gl.allocate_shared_memory(gl.bfloat16, [AHEAD] + weight.block_shape, weight.layout)
+    # All warps meet between any two operations on barriers, so weights are asked for before it is said how many bytes
+    # are to come.
     for i in gl.static_range(AHEAD):
         mbarrier.init(ready.index(i), count=1)
         _copy_weights(weight, column, first + (i + turn) % STEPS * BK, ready.index(i), ws.index(i), GATED, True)
