@@ -371,7 +371,7 @@ class Staging:
     """StepInputs and sampled tokens on their way, a pair of buffers per step in flight."""
 
     def __init__(self, device: CudaDevice, config: StepLoopConfig, mode: str) -> None:
-        """mode: pageable, pinned or mapped. Raises RuntimeError for a CUDA error, ValueError for another mode."""
+        """mode: that of EngineConfig.staging. Raises RuntimeError for a CUDA error, ValueError for another mode."""
     @property
     def mode(self) -> str:
         """pageable where memory could not be pinned."""
@@ -389,9 +389,6 @@ class Staging:
     @property
     def output(self) -> int:
         """Host address of the first output buffer; the others follow."""
-    @property
-    def mapped_input(self) -> int:
-        """Address of the first input buffer on the device; 0 unless mapped."""
     def set_device_buffers(self, input: int, output: int) -> None:
         """Where the copying modes copy to and from."""
 

@@ -34,8 +34,8 @@ class StepSource:
     """Where StepInputs come from and where tokens go: a ring of buffers whose next place each launch takes."""
 
     inputs: Tensor
-    """int32 [ring, words]: on the device, or host memory that the device can read; of one place if it is copied there
-    behind the step before"""
+    """int32 [ring, words]: on the device, or host memory that the device can read; a ring of one where copies share the
+    steps' stream"""
     fetched: Tensor | None
     """int32 [words] on the device, where a StepInput in host memory is fetched to"""
     outputs: Tensor

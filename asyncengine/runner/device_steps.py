@@ -50,13 +50,12 @@ class StepBuffers:
         words, ring = staging.input_stride // 4, staging.num_steps
         host_inputs = _view(staging.input, ring * staging.input_stride, torch.int32).view(ring, words)
         host_inputs.zero_()  # an empty step: what warm-up and capture run
-        outputs = _view(staging.output, ring * staging.output_stride, torch.int64).view(ring, -1)
+        host_outputs = _view(staging.output, ring * staging.output_stride, torch.int64).view(ring, -1)
         if staging.mode == "mapped":
-            return cls(staging, make_source(host_inputs, outputs, device, fetch=True))
+            return cls(staging, make_source(host_inputs, host_outputs, device, fetch=True))
         ahead = staging.mode == "ahead"
         inputs = torch.zeros(ring if ahead else 1, words, dtype=torch.int32, device=device)
-        if not ahead:
-            outputs = torch.zeros(1, max_rows, dtype=torch.int64, device=device)
+        outputs = host_outputs if ahead else torch.zeros(1, max_rows, dtype=torch.int64, device=device)
         staging.set_device_buffers(inputs.data_ptr(), outputs.data_ptr())
         return cls(staging, make_source(inputs, outputs, device, fetch=False))
 

@@ -138,7 +138,6 @@ void bind_device(py::module_& m) {
       .def_property_readonly("output_stride", &Staging::output_stride)
       .def_property_readonly("input", [](const Staging& s) { return reinterpret_cast<Address>(s.input(0).data()); })
       .def_property_readonly("output", [](const Staging& s) { return reinterpret_cast<Address>(s.output(0)); })
-      .def_property_readonly("mapped_input", [](const Staging& s) { return reinterpret_cast<Address>(s.mapped()); })
       .def("set_device_buffers", [](Staging& s, Address input, Address output) {
         s.set_device_buffers({pointer<std::byte>(input), pointer<int64_t>(output)});
       }, py::arg("input"), py::arg("output"));

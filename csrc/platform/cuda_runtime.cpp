@@ -30,7 +30,6 @@ CudaRuntime fill(const std::string& path) {
   find(library, "cudaEventDestroy", cuda.event_destroy);
   find(library, "cudaEventRecord", cuda.event_record);
   find(library, "cudaEventQuery", cuda.event_query);
-  find(library, "cudaHostGetDevicePointer", cuda.host_get_device_pointer);
   find(library, "cudaGraphInstantiateWithFlags", cuda.graph_instantiate);  // one signature in all versions
   find(library, "cudaGraphUpload", cuda.graph_upload);
   find(library, "cudaGraphExecDestroy", cuda.graph_exec_destroy);

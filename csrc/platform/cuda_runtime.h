@@ -41,7 +41,6 @@ struct CudaRuntime {
   int (*event_destroy)(CudaEvent event);
   int (*event_record)(CudaEvent event, CudaStream stream);
   int (*event_query)(CudaEvent event);
-  int (*host_get_device_pointer)(void** device, void* host, unsigned flags);
   int (*graph_instantiate)(CudaGraphExec* exec, CudaGraph graph, unsigned long long flags);
   int (*graph_upload)(CudaGraphExec exec, CudaStream stream);
   int (*graph_exec_destroy)(CudaGraphExec exec);

@@ -123,10 +123,6 @@ struct SimulatedRuntime {
     const bool done = event->done.load(std::memory_order_acquire) == event->recorded.load(std::memory_order_relaxed);
     return done ? kCudaSuccess : kCudaErrorNotReady;
   }
-  static int host_get_device_pointer(void** device_pointer, void* host, unsigned) {
-    *device_pointer = host;
-    return kCudaSuccess;
-  }
   // A simulated graph is executable from the start: add_graph().
   static int graph_instantiate(CudaGraphExec* exec, CudaGraph graph, unsigned long long) {
     *exec = reinterpret_cast<CudaGraphExec>(graph);
@@ -145,7 +141,7 @@ const CudaRuntime& SimulatedDevice::runtime() {
   static constexpr CudaRuntime table = {
       R::set_device, R::get_error_string, R::allocate, R::release, R::allocate_host, R::release, R::memcpy_async,
       R::stream_create, R::stream_destroy, R::stream_wait_event, R::event_create, R::event_destroy, R::event_record, R::event_query,
-      R::host_get_device_pointer, R::graph_instantiate, R::graph_upload, R::graph_exec_destroy, R::graph_launch};
+      R::graph_instantiate, R::graph_upload, R::graph_exec_destroy, R::graph_launch};
   return table;
 }
 

@@ -32,11 +32,6 @@ Staging::Staging(const CudaRuntime& cuda, int device, const StepLimits& limits, 
     if (plain_ == nullptr) throw std::bad_alloc();
     memory_ = static_cast<std::byte*>(plain_);
   }
-  if (writes_output()) {
-    void* address = nullptr;
-    check_cuda(cuda_, cuda_.host_get_device_pointer(&address, memory_, 0), "cudaHostGetDevicePointer");
-    mapped_ = static_cast<std::byte*>(address);
-  }
 }
 
 }  // namespace asyncengine

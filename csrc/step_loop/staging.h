@@ -25,13 +25,14 @@ enum class StagingMode { kPageable, kPinned, kMapped, kAhead };
 // pack of its step until that step's event has fired.
 //
 // What a graph sees keeps its address: where copies are ordered with the steps, one input and one output on the device,
-// given by the caller; in the mapped mode the rings themselves, of which the graphs take the next place at every launch.
+// given by the caller; in the mapped mode the rings themselves, at the host's addresses (they are the device's, too), of
+// which the graphs take the next place at every launch.
 // Copies ahead go to a ring of inputs on the device, since the step before may not have read its own.
 class Staging {
  public:
   struct DeviceBuffers {
     std::byte* input = nullptr;   // StepLimits::max_bytes(); of kAhead num_steps() of them, input_stride() apart
-    int64_t* output = nullptr;    // StepLimits::max_rows words; none where tokens are written to the host
+    int64_t* output = nullptr;    // StepLimits::max_rows words; unused where the device writes tokens to the host
   };
 
   // Throws CudaError where nothing can be had. Memory that cannot be pinned is replaced by plain memory, and the mode
@@ -62,8 +63,6 @@ class Staging {
   // Bytes from one buffer of a ring to the next.
   size_t input_stride() const { return input_stride_; }
   size_t output_stride() const { return output_stride_; }
-  // Where the device finds input(0) in the mapped mode; output(0) has the same distance to it as on the host.
-  std::byte* mapped() const { return mapped_; }
 
  private:
   const CudaRuntime& cuda_;
@@ -73,7 +72,6 @@ class Staging {
   PinnedBuffer pinned_;
   void* plain_ = nullptr;
   std::byte* memory_ = nullptr;
-  std::byte* mapped_ = nullptr;
   DeviceBuffers device_;
 };
 
