@@ -82,10 +82,14 @@ class EngineConfig:
     """On a GPU, at the first start of a model, measure for up to half a minute which kernels multiply fastest where no
     table of plans says it, and keep that in the cache directory; off: cuBLAS there. Never done with batch_invariant or
     without programmatic_launch."""
+    compile_processes: bool = True
+    """On a GPU, have processes compile the kernels that Triton's cache lacks, which end when the model is loaded; off:
+    threads, which takes longer."""
     batch_invariant: bool = False
     """On a GPU, compute every row the same way whatever else is in the batch."""
     cpu_threads: int | None = None
-    """Threads that compute in a step, or at start compile a GPU's kernels; None: the cores this process may use."""
+    """Threads that compute in a step, or at start compile a GPU's kernels, and as many processes; None: the cores this
+    process may use."""
     prefill_attention: Literal["native", "sdpa"] = "native"
     """CPU prefill. native is bit-exact whatever the chunking; sdpa is torch's scaled_dot_product_attention."""
 

@@ -1,7 +1,8 @@
 """Kernels that are compiled side by side, before a step launches them.
 
-A step of a new model has some fifty kernels. One after another, as launches ask for them, they take 17 s. Triton holds
-the interpreter's lock for a tenth of that; the rest is LLVM, ptxas and, for what launches a kernel, a C compiler.
+The steps of a new model have some seventy kernels. One after another, as launches ask for them, they take 17 s: Python,
+LLVM, ptxas and, for what launches a kernel, a C compiler. While an engine starts, processes compile them (see
+compile_processes.py); elsewhere threads do.
 """
 # mypy: disable-error-code="import-untyped, no-untyped-call, misc"
 
@@ -17,6 +18,7 @@ import torch
 import triton
 from triton.runtime.jit import JITCallable, JITFunction
 
+from asyncengine.kernels.compile_processes import compile_kernel
 from asyncengine.kernels.pdl import INTERPRETED
 
 _dry: ContextVar[set[Any] | None] = ContextVar("asyncengine_dry_launches", default=None)
@@ -26,12 +28,21 @@ _dry: ContextVar[set[Any] | None] = ContextVar("asyncengine_dry_launches", defau
 class Kernel(JITFunction):
     """A jitted function that is launched from Python. In a dry run it is compiled, and not launched."""
 
+    compile: Callable[..., Any]
+    """Triton's, once there is a device."""
+
     @property
     def cache_key(self) -> str:
         """The same whatever was compiled before: Triton has it hold the constants of callees that have one already."""
         if self.hash is None:
             _hash_callees(self)
         return str(super().cache_key)
+
+    def create_binder(self) -> Any:
+        """Triton's, which also sets ``compile``."""
+        binder = super().create_binder()
+        self.compile = partial(compile_kernel, self.compile)
+        return binder
 
     def run(self, *args: Any, grid: Any, warmup: bool, **constants: Any) -> Any:
         launches = _dry.get()

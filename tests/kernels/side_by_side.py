@@ -6,11 +6,14 @@ In processes of their own, since in that of the other tests kernels are interpre
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from triton.runtime.jit import JITCallable
 
 from asyncengine import _core
 from asyncengine.config import EngineConfig
+from asyncengine.kernels import compile_processes
 from asyncengine.kernels.compiling import Kernel, compile_launches, kernel
 from asyncengine.kernels.cuda import CudaOps, CudaOptions
 from asyncengine.kernels.gluon_linear import streamed_linear
@@ -56,6 +60,13 @@ def broken(x, N: tl.constexpr):
 @kernel
 def too_large(x):
     tl.store(x, 1)
+
+
+class Deadly:
+    """Ends the process that unpickles it."""
+
+    def __reduce__(self) -> Any:
+        return os._exit, (1,)
 
 
 def raised(call: Callable[[], Any]) -> Exception:
@@ -138,6 +149,65 @@ def other_threads_launch(driver: Counting) -> None:
 
     compile_launches([enqueue], CPU, 2)
     assert driver.launched == ["fine"]
+
+
+# ---- processes, which know these kernels by this module's own name ----
+
+
+def processes_compile(driver: Counting) -> None:
+    here = import_module("tests.kernels.side_by_side")
+    x, found = torch.zeros(64, dtype=torch.int32), []
+    triton.knobs.compilation.listener = lambda src, cache_hit, **_: found.append((src.name, cache_hit))
+    with compile_processes.compile_processes(2) as processes:
+        processes.start()
+        assert processes.ready.wait(60)
+        calls = [partial(here.fine[(1,)], x, N=n) for n in range(6)]
+        compile_launches([*calls, partial(here.broken[(1,)], x, N=1), partial(fine[(1,)], x, N=9)], CPU, 4)
+        assert sorted(found) == [("fine", False)] + [("fine", True)] * 6
+        assert processes.compiled == 7
+        error = raised(partial(here.broken[(1,)], x, N=1))
+    assert "this is what is wrong" in str(error)
+    assert driver.launched == []
+    for call in calls:
+        call()
+    assert len(found) == 7
+    assert not processes.ready.is_set()
+    assert threading.active_count() == 1
+
+
+def a_compilation_starts_processes(driver: Counting) -> None:
+    here = import_module("tests.kernels.side_by_side")
+    x = torch.zeros(64, dtype=torch.int32)
+    with compile_processes.compile_processes(2) as processes:
+        compile_processes._FOUND_SECONDS = float("inf")
+        here.fine[(1,)](x, N=1)
+        compile_processes._FOUND_SECONDS = 0
+        assert processes._socket is None
+        here.fine[(1,)](x, N=2)
+        assert processes.ready.wait(60)
+        with compile_processes.compile_processes(2) as others:
+            assert others is None, "one engine's start has them"
+        here.fine[(1,)](x, N=3)
+        assert processes.compiled == 1
+    with compile_processes.compile_processes(1) as processes:
+        assert processes is None
+
+
+def a_process_that_dies_is_done_without(driver: Counting) -> None:
+    here = import_module("tests.kernels.side_by_side")
+    x = torch.zeros(64, dtype=torch.int32)
+    with compile_processes.compile_processes(2) as processes:
+        processes.start()
+        assert processes.ready.wait(60)
+        processes.compile(SimpleNamespace(fn=here.fine, signature={}, constants=Deadly(), attrs={}), {})
+        assert processes.compiled == 0
+        assert not processes.ready.is_set()
+        calls = [partial(here.fine[(1,)], x, N=n) for n in range(6)]
+        compile_launches(calls, CPU, 4)
+        for call in calls:
+            call()
+    assert driver.compiled == ["fine"] * 6
+    assert driver.launched == ["fine"] * 6
 
 
 # ---- steps ----

@@ -23,6 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
         "plans_compile_without_operands",
         "a_plan_compiles_once",
         "the_cache_finds_kernels_in_any_order",
+        "processes_compile",
+        "a_compilation_starts_processes",
+        "a_process_that_dies_is_done_without",
     ],
 )
 def test_launches(tmp_path: Path, case: str) -> None:
