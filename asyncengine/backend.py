@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from asyncengine import _core
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFoundError
+from asyncengine.kernels.compile_processes import compile_processes
 from asyncengine.runner.loop_config import step_loop_config
 
 if TYPE_CHECKING:
@@ -61,9 +62,10 @@ def _load_on_cpu(config: EngineConfig, *, progress: bool) -> Backend:
 
 
 def _load_on_cuda(config: EngineConfig, *, progress: bool) -> Backend:
-    from asyncengine.runner.cuda_runner import CudaRunner
+    with compile_processes(config.num_threads if config.compile_processes else 0):
+        from asyncengine.runner.cuda_runner import CudaRunner
 
-    runner = CudaRunner.load(config, progress=progress)
+        runner = CudaRunner.load(config, progress=progress)
     tokenizer = load_tokenizer(config, runner.info.vocab_size)
     return Backend(runner.info, tokenizer, runner.make_step_loop(config, progress=progress), runner)
 

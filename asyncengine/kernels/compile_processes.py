@@ -4,8 +4,9 @@ Triton holds the interpreter's lock for a sixth of a compilation, and sixteen th
 for it: the 69 kernels of an 8B take them 9 s. Processes leave what they compile in Triton's cache, where this one finds
 it. They are forked from one that has imported the kernels and done nothing else, and never see a GPU.
 
-The first compilation that takes as long as one does starts them; where the cache has everything, none does. Until they
-are there, after some 3 s, and wherever they fail, this process compiles.
+They start where the cache is empty, or when something is not in it: when a first compilation takes as long as one does.
+Until they are there, after some 3 s, and wherever they fail, this process compiles. What is imported here must not take
+long: torch and Triton come later, while the processes import them too.
 """
 # mypy: disable-error-code="import-untyped"
 
@@ -25,12 +26,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import Any
-
-import triton
 
 logger = logging.getLogger(__name__)
 
+MAX_COMPILATIONS = 16
+"""At once: there are some seventy to do."""
 _FOUND_SECONDS = 0.05
 """What comes from Triton's cache takes less, what is compiled more."""
 _LARGEST = 1 << 17
@@ -47,16 +49,28 @@ _active: CompileProcesses | None = None
 def compile_processes(count: int) -> Iterator[CompileProcesses | None]:
     """Have kernels compiled by so many processes until this ends, if any have to be; None if it can't be done."""
     global _active
-    possible = sys.executable and hasattr(socket, "SOCK_SEQPACKET") and not triton.knobs.compilation.always_compile
+    possible = sys.executable and hasattr(socket, "SOCK_SEQPACKET")
     if count < 2 or _active is not None or not possible:
         yield None
         return
-    _active = processes = CompileProcesses(count)
+    _active = processes = CompileProcesses(min(count, MAX_COMPILATIONS))
     try:
+        if _cache_is_empty():
+            processes.start()
         yield processes
     finally:
         _active = None
         processes.close()
+
+
+def _cache_is_empty() -> bool:
+    """Triton's, where it is unless somebody says otherwise to Triton itself."""
+    home = Path(os.environ.get("TRITON_HOME") or "~").expanduser()
+    directory = Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
+    try:
+        return next(directory.iterdir(), None) is None
+    except OSError:
+        return not directory.exists()
 
 
 def compile_kernel(compile_here: Callable[..., Any], source: Any, **arguments: Any) -> Any:
@@ -197,4 +211,6 @@ def _work(connection: socket.socket) -> None:
 def _compile(
     kind: type[Any], module: str, name: str, signature: Any, constants: Any, attrs: Any, **arguments: Any
 ) -> None:
+    import triton
+
     triton.compile(kind(getattr(import_module(module), name), signature, constants, attrs), **arguments)

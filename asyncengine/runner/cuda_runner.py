@@ -14,7 +14,7 @@ from asyncengine import _core
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
 from asyncengine.kernels import pdl
-from asyncengine.kernels.compile_processes import compile_processes
+from asyncengine.kernels.compile_processes import MAX_COMPILATIONS
 from asyncengine.kernels.compiling import compile_launches
 from asyncengine.kernels.cuda import CudaOps, CudaOptions, can_stream
 from asyncengine.kernels.linear_plans import MAX_ROWS, PlanTable
@@ -34,8 +34,6 @@ POLL_INTERVAL_US = 5.0
 """Between two queries of a running step's event: a query costs half a microsecond."""
 _BYTES_PER_GRAPH = 2 << 20
 """Reserved beside the graphs' tensors; a graph of 300 kernels takes about half of it."""
-_MAX_COMPILATIONS = 16
-"""At once, in threads and as many processes: there are some seventy to do."""
 
 
 class CudaRunner:
@@ -69,19 +67,25 @@ class CudaRunner:
                 f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}"
             )
         native = _core.CudaDevice(loaded_libcudart(), device.index)
-        with compile_processes(_compilations_at_once(config) if config.compile_processes else 0):
-            ops = CudaOps(device, _find_options(config, device))
-            try:
-                loaded = load_model(config, ops, NativeAttention(ops), progress=progress)
-                loaded = replace(loaded, owned_bytes=loaded.owned_bytes - ops.saved_bytes)
-                buckets = step_buckets(config, loaded, ops)
-                budget = _kv_budget(config, loaded, ops, native, buckets)
-                num_blocks = kv_cache.choose_num_blocks(
-                    config, loaded.max_model_len, loaded.kv_bytes_per_block(config), budget
-                )
-                steps, buffers = make_steps(config, loaded, ops, native, num_blocks)
-            except torch.OutOfMemoryError as e:
-                raise ConfigError(f"{_too_little_memory()} ({e})") from e
+        options = CudaOptions(
+            PlanTable.load(torch.cuda.get_device_name(device)),
+            pdl=config.programmatic_launch and pdl.works(device),
+            streamed=can_stream(device),
+            batch_invariant=config.batch_invariant,
+            quantization=config.quantization,
+        )
+        ops = CudaOps(device, options)
+        try:
+            loaded = load_model(config, ops, NativeAttention(ops), progress=progress)
+            loaded = replace(loaded, owned_bytes=loaded.owned_bytes - ops.saved_bytes)
+            buckets = step_buckets(config, loaded, ops)
+            budget = _kv_budget(config, loaded, ops, native, buckets)
+            num_blocks = kv_cache.choose_num_blocks(
+                config, loaded.max_model_len, loaded.kv_bytes_per_block(config), budget
+            )
+            steps, buffers = make_steps(config, loaded, ops, native, num_blocks)
+        except torch.OutOfMemoryError as e:
+            raise ConfigError(f"{_too_little_memory()} ({e})") from e
         return cls(loaded.info(config, num_blocks), steps, native, buffers, buckets)
 
     def make_step_loop(self, config: EngineConfig, *, progress: bool) -> _core.StepLoop:
@@ -117,21 +121,6 @@ class CudaRunner:
                 self.steps.copy_blocks()
             else:
                 self.steps.run(self.buckets[bucket], variant)
-
-
-def _find_options(config: EngineConfig, device: torch.device) -> CudaOptions:
-    """What is asked for, as far as the card and Triton can do it."""
-    return CudaOptions(
-        PlanTable.load(torch.cuda.get_device_name(device)),
-        streamed=can_stream(device),  # first: if it has to be compiled, so will other kernels
-        pdl=config.programmatic_launch and pdl.works(device),
-        batch_invariant=config.batch_invariant,
-        quantization=config.quantization,
-    )
-
-
-def _compilations_at_once(config: EngineConfig) -> int:
-    return min(_MAX_COMPILATIONS, config.num_threads)
 
 
 def make_steps(
@@ -172,7 +161,7 @@ def prepare_kernels(
     config: EngineConfig, gpu: str, ops: CudaOps, steps: DeviceSteps, buckets: list[Bucket], tuner: Measuring
 ) -> None:
     """Compile what the steps of these buckets launch, and measure plans for projections that no table knows."""
-    threads = _compilations_at_once(config)
+    threads = min(MAX_COMPILATIONS, config.num_threads)
     _compile(steps, buckets, ops.device, threads)
     if config.tune_linear and config.programmatic_launch and ops.missing:
         tune_missing(ops, gpu, tuner, threads=threads)

@@ -179,6 +179,11 @@ def a_compilation_starts_processes(driver: Counting) -> None:
     here = import_module("tests.kernels.side_by_side")
     x = torch.zeros(64, dtype=torch.int32)
     with compile_processes.compile_processes(2) as processes:
+        assert processes._socket is not None, "the cache is empty"
+        assert processes.ready.wait(60)
+        compile_launches([partial(here.fine[(1,)], x, N=0)], CPU, 2)
+        assert processes.compiled == 1
+    with compile_processes.compile_processes(2) as processes:
         compile_processes._FOUND_SECONDS = float("inf")
         here.fine[(1,)](x, N=1)
         compile_processes._FOUND_SECONDS = 0
