@@ -49,8 +49,8 @@ _active: CompileProcesses | None = None
 def compile_processes(count: int) -> Iterator[CompileProcesses | None]:
     """Have kernels compiled by so many processes until this ends, if any have to be; None if it can't be done."""
     global _active
-    possible = sys.executable and hasattr(socket, "SOCK_SEQPACKET")
-    if count < 2 or _active is not None or not possible:
+    interpreter = sys.executable and not getattr(sys, "frozen", False)  # a frozen program would start itself
+    if count < 2 or _active is not None or not interpreter or not hasattr(socket, "SOCK_SEQPACKET"):
         yield None
         return
     _active = processes = CompileProcesses(min(count, MAX_COMPILATIONS))

@@ -54,7 +54,7 @@ from asyncengine import AsyncEngine, SamplingParams
 
 async def main():
     config = dict(load_format="dummy", device="cuda", max_num_seqs=4, max_num_batched_tokens=24, num_kv_blocks=5,
-                  max_model_len=48, dtype=sys.argv[2])
+                  max_model_len=48, dtype=sys.argv[2], compile_processes=False)  # which would be checked too
     async with AsyncEngine.from_pretrained(sys.argv[1], **config) as engine:
         ways = [dict(temperature=0), dict(temperature=1, top_k=7, top_p=0.9, seed=3), dict(temperature=1, seed=4, n=2)]
         jobs = [engine.generate([i] * (1 + 5 * i), SamplingParams(max_tokens=12, ignore_eos=True, **ways[i % 3]))
