@@ -108,17 +108,18 @@ class CompileProcesses:
         with self._lock:
             if self._closed or self._socket is not None:
                 return
-            self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            command = [sys.executable, "-c", _COMMAND, str(theirs.fileno()), str(self._count), *sys.path]
             try:
+                self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 with theirs:
+                    command = [sys.executable, "-c", _COMMAND, str(theirs.fileno()), str(self._count), *sys.path]
                     self._process = subprocess.Popen(
                         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                         pass_fds=[theirs.fileno()], start_new_session=True,
                     )  # fmt: skip
             except OSError as e:
                 logger.info("kernels are compiled in this process alone: %s", e)
-            self._reader.start()  # without processes it is at its end at once
+            if self._socket is not None:
+                self._reader.start()  # without processes it is at its end at once
 
     def compile(self, source: Any, arguments: dict[str, Any]) -> None:
         """Wait until a process has compiled it, or could not. Does nothing if none is there, or finds the function."""

@@ -213,6 +213,12 @@ def a_process_that_dies_is_done_without(driver: Counting) -> None:
             call()
     assert driver.compiled == ["fine"] * 6
     assert driver.launched == ["fine"] * 6
+    sys.executable = "/is/not/there"
+    with compile_processes.compile_processes(2) as processes:
+        processes.start()
+        compile_launches([partial(here.fine[(1,)], x, N=7)], CPU, 4)
+    assert driver.compiled == ["fine"] * 7
+    assert threading.active_count() == 1
 
 
 # ---- steps ----
