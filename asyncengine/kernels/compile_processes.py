@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -150,7 +150,8 @@ class CompileProcesses:
         self._reader.join()
         self._socket.close()
         if self._process is not None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # a program that ignores SIGCHLD has no dead children
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
     def _read(self) -> None:
