@@ -4,9 +4,9 @@ Triton holds the interpreter's lock for a sixth of a compilation, and sixteen th
 for it: the 69 kernels of an 8B take them 9 s. Processes leave what they compile in Triton's cache, where this one finds
 it. They are forked from one that has imported the kernels and done nothing else, and never see a GPU.
 
-They start where the cache is empty, or when something is not in it: when a first compilation takes as long as one does.
-Until they are there, after some 3 s, and wherever they fail, this process compiles. What is imported here must not take
-long: torch and Triton come later, while the processes import them too.
+They start where the cache is empty, or when something was not in it. Until they are there, after some 3 s, and wherever
+they fail, this process compiles. What is imported here must not take long: torch and Triton come later, while the
+processes import them too.
 """
 # mypy: disable-error-code="import-untyped"
 
@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 MAX_COMPILATIONS = 16
 """At once: there are some seventy to do."""
-_FOUND_SECONDS = 0.05
-"""What comes from Triton's cache takes less, what is compiled more."""
 _LARGEST = 1 << 17
 """Bytes of a message; a kernel is described by two thousand."""
 _COMMAND = (
@@ -80,11 +78,16 @@ def compile_kernel(compile_here: Callable[..., Any], source: Any, **arguments: A
         return compile_here(source, **arguments)
     if processes.ready.is_set():
         processes.compile(source, arguments)
-    started = time.monotonic()
+    before = time.time() - 0.02  # the clock that files are dated by may be behind
     compiled = compile_here(source, **arguments)
-    if time.monotonic() - started > _FOUND_SECONDS:
+    if any(os.path.getmtime(path) > before for path in _files(compiled)):  # it was not in the cache
         processes.start()
     return compiled
+
+
+def _files(compiled: Any) -> list[str]:
+    """Those of a kernel in Triton's cache, as far as this Triton tells."""
+    return [path for path in getattr(compiled, "metadata_group", {}).values() if os.path.exists(path)]
 
 
 class CompileProcesses:
