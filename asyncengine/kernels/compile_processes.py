@@ -12,10 +12,10 @@ processes import them too.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import pickle
+import select
 import signal
 import socket
 import subprocess
@@ -23,7 +23,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -76,8 +75,7 @@ def compile_kernel(compile_here: Callable[..., Any], source: Any, **arguments: A
     processes = _active
     if processes is None:
         return compile_here(source, **arguments)
-    if processes.ready.is_set():
-        processes.compile(source, arguments)
+    processes.compile(source, arguments)
     before = time.time() - 0.02  # the clock that files are dated by may be behind
     compiled = compile_here(source, **arguments)
     if any(os.path.getmtime(path) > before for path in _files(compiled)):  # it was not in the cache
@@ -91,25 +89,23 @@ def _files(compiled: Any) -> list[str]:
 
 
 class CompileProcesses:
-    """Processes that share a socket: whichever is idle takes the next kernel from it."""
+    """Processes that share a socket: whichever is idle takes the next kernel from it.
+
+    A kernel comes with a socket of its own for the answer. Where no process is left to hold that, it is at its end, so
+    nobody waits for one that has died.
+    """
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._lock = threading.Lock()
-        self._numbers = itertools.count(1)
-        self._waiting: dict[int, Future[None]] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
-        self._closed = False
-        self._reader = threading.Thread(target=self._read, name="compile-processes", daemon=True)
-        self.ready = threading.Event()
-        """A process has said that it is there, and none has failed since."""
         self.compiled = 0
 
     def start(self) -> None:
-        """Unless they were started before."""
+        """Unless they were started before, or are not wanted any more."""
         with self._lock:
-            if self._closed or self._socket is not None:
+            if self is not _active or self._socket is not None:
                 return
             try:
                 self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -121,8 +117,14 @@ class CompileProcesses:
                     )  # fmt: skip
             except OSError as e:
                 logger.info("kernels are compiled in this process alone: %s", e)
-            if self._socket is not None:
-                self._reader.start()  # without processes it is at its end at once
+
+    def ready(self, timeout: float = 0) -> bool:
+        """Whether they have said that they are there, within so many seconds, and have not all ended."""
+        if self._socket is None:
+            return False
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return [events for _, events in poll.poll(1000 * timeout)] == [select.POLLIN]  # ended: POLLHUP as well
 
     def compile(self, source: Any, arguments: dict[str, Any]) -> None:
         """Wait until a process has compiled it, or could not. Does nothing if none is there, or finds the function."""
@@ -130,51 +132,28 @@ class CompileProcesses:
         module, name = function.fn.__module__, function.fn.__name__
         if module == "__main__" or getattr(sys.modules[module], name, None) is not function:
             return
-        number, done = next(self._numbers), Future[None]()
-        kernel = type(source), module, name, source.signature, source.constants, source.attrs
-        message = pickle.dumps((number, kernel, arguments))
-        with self._lock:
-            if not self.ready.is_set():
+        with suppress(OSError, ValueError):  # they have ended, or been closed by another engine's start
+            if not self.ready():
                 return
-            self._waiting[number] = done
-        assert self._socket is not None
-        try:
-            self._socket.send(message)
-        except OSError:  # they are gone, which the reader notices too
-            return
-        done.result()
+            assert self._socket is not None
+            kernel = type(source), module, name, source.signature, source.constants, source.attrs
+            answer, theirs = socket.socketpair()
+            with answer:
+                with theirs:
+                    socket.send_fds(self._socket, [pickle.dumps((kernel, arguments))], [theirs.fileno()])
+                answered = len(answer.recv(1))
+            with self._lock:
+                self.compiled += answered
 
     def close(self) -> None:
         with self._lock:
-            self._closed = True
-        if self._socket is None:
-            return
-        self._socket.shutdown(socket.SHUT_RDWR)
-        self._reader.join()
-        self._socket.close()
+            connection, self._socket = self._socket, None
+        if connection is not None:
+            connection.close()
         if self._process is not None:
             with suppress(ProcessLookupError):  # a program that ignores SIGCHLD has no dead children
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-
-    def _read(self) -> None:
-        """What processes say: 0 that one is there, else the number of a kernel that one is done with."""
-        assert self._socket is not None
-        try:
-            while message := self._socket.recv(_LARGEST):
-                number = int.from_bytes(message)
-                if number:
-                    self.compiled += 1
-                    self._waiting.pop(number).set_result(None)
-                else:
-                    self.ready.set()
-        except OSError:  # reset by one that was killed
-            pass
-        self.ready.clear()
-        with self._lock:
-            for done in self._waiting.values():
-                done.set_result(None)
-            self._waiting.clear()
 
 
 # ---- in the processes ----
@@ -183,34 +162,32 @@ class CompileProcesses:
 def serve(connection: int, count: int) -> None:
     """Fork so many processes that compile what comes over a socket, until the other end is closed."""
     import_module("asyncengine.runner.device_steps")  # every kernel
-    children = [child for _ in range(count) if (child := _fork(connection))]
-    os.close(connection)
+    with socket.socket(fileno=connection) as shared:
+        shared.send(b"ready")
+        children = [child for _ in range(count) if (child := _fork(shared))]
     for _ in children:
-        _, status = os.wait()
-        if status:  # killed by what it compiled, say: with all gone, nobody waits for its answer
-            os.killpg(0, signal.SIGKILL)
+        os.wait()
 
 
-def _fork(connection: int) -> int:
+def _fork(shared: socket.socket) -> int:
     if child := os.fork():
         return child
-    status = 1
     try:
-        _work(socket.socket(fileno=connection))
-        status = 0
+        _work(shared)
     finally:
-        os._exit(status)
+        os._exit(0)
 
 
-def _work(connection: socket.socket) -> None:
-    connection.send((0).to_bytes(8))
-    while message := connection.recv(_LARGEST):
-        number, kernel, arguments = pickle.loads(message)
+def _work(shared: socket.socket) -> None:
+    while (received := socket.recv_fds(shared, _LARGEST, 1))[0]:
+        message, [answer], _, _ = received
+        kernel, arguments = pickle.loads(message)
         try:
             _compile(*kernel, **arguments)
         except Exception:  # the other process tries, too, and raises it
             logger.debug("a kernel does not compile", exc_info=True)
-        connection.send(number.to_bytes(8))
+        with socket.socket(fileno=answer) as theirs:
+            theirs.send(b"1")
 
 
 def _compile(
