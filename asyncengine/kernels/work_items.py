@@ -26,6 +26,8 @@ ITEM_COST = 1
 LINE_COST = 3
 """What lanes that begin and end anywhere cost a step, in tiles: second items, and combinations of what need not be
 cut."""
+LATE_SHARE = tl.constexpr(12)
+"""Early lanes are at most about so many times as long as late ones."""
 
 
 @triton.jit
@@ -87,29 +89,57 @@ def _store_lanes(lane_items, lane, first, last, opens, closes):
 
 
 @triton.jit
-def _cut_line(lane_items, item, start, begin, end, total, lane_cost, piece, ITEM_COST: tl.constexpr):
+def _lane_costs(total, units, LANES: tl.constexpr, LATE: tl.constexpr, MIN_COST: tl.constexpr):
+    """The stretches of the line that an early lane and a late one take.
+
+    A late one takes what a unit does on average, so that there is one for each of units that are alike.
+    """
+    late_cost = tl.maximum(tl.cdiv(total, tl.maximum(units, 1)), tl.cdiv(total, LANES * LATE_SHARE))
+    late_cost = tl.maximum(late_cost, 1)
+    return tl.maximum(tl.cdiv(total - LATE * late_cost, LANES), MIN_COST), late_cost
+
+
+@triton.jit
+def _lane_begin(lane, lane_cost, late_cost, LANES: tl.constexpr):
+    return tl.minimum(lane, LANES) * lane_cost + tl.maximum(lane - LANES, 0) * late_cost
+
+
+@triton.jit
+def _lane_at(cost, lane_cost, late_cost, LANES: tl.constexpr):
+    """In which stretch a place on the line lies."""
+    late = cost - LANES * lane_cost
+    return tl.where(late < 0, cost // lane_cost, LANES + late // late_cost)
+
+
+@triton.jit
+def _cut_line(
+    lane_items, item, start, begin, end, total, lane_cost, late_cost, piece, LANES: tl.constexpr,
+    ITEM_COST: tl.constexpr,
+):  # fmt: skip
     """Unit number ``item``, whose tile t lies at start + t on the line: pieces, low, high, partial slot, items.
 
     As a lane is longer than the gap that ITEM_COST leaves between two units, every lane up to the last one in use has
     a tile.
     """
-    first_lane = start // lane_cost
-    pieces = (start + end - begin - 1) // lane_cost - first_lane + 1
+    first_lane = _lane_at(start, lane_cost, late_cost, LANES)
+    pieces = _lane_at(start + end - begin - 1, lane_cost, late_cost, LANES) - first_lane + 1
     lane = first_lane + piece
-    low = begin + tl.maximum(lane * lane_cost - start, 0)
-    high = tl.minimum(begin + (lane + 1) * lane_cost - start, end)
+    opening = _lane_begin(lane, lane_cost, late_cost, LANES)
+    closing = _lane_begin(lane + 1, lane_cost, late_cost, LANES)
+    low = begin + tl.maximum(opening - start, 0)
+    high = tl.minimum(begin + closing - start, end)
     to = item + lane
     following = start + end - begin + ITEM_COST
-    opens = (piece < pieces) & (lane * lane_cost >= start - ITEM_COST)
-    closes = (piece < pieces) & (((lane + 1) * lane_cost <= following) | (following == total))
+    opens = (piece < pieces) & (opening >= start - ITEM_COST)
+    closes = (piece < pieces) & ((closing <= following) | (following == total))
     _store_lanes(lane_items, lane, to, to + 1, opens, closes)
     return pieces, low, high, 2 * first_lane, to
 
 
 @triton.jit
-def _lane_of(start, cost, lane_cost):
+def _lane_of(start, cost, lane_cost, late_cost, LANES: tl.constexpr):
     """That of a unit which is not cut: where its middle lies on the line."""
-    return (start + cost // 2) // lane_cost
+    return _lane_at(start + cost // 2, lane_cost, late_cost, LANES)
 
 
 @triton.jit
@@ -119,7 +149,9 @@ def _share_whole(
     num_rows,
     window,
     lane_cost,
+    late_cost,
     KEYS: tl.constexpr,
+    LANES: tl.constexpr,
     ITEM_COST: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -134,16 +166,19 @@ def _share_whole(
         context = tl.load(row_context_len + r, mask=r < num_rows, other=0)
         begin, end = _kv_tiles(context, length, 0, window, 1, KEYS)
         cost = tl.where(length == 1, end - begin + ITEM_COST, 0)
-        lane = _lane_of(before + tl.cumsum(cost, 0) - cost, cost, lane_cost)
+        lane = _lane_of(before + tl.cumsum(cost, 0) - cost, cost, lane_cost, late_cost, LANES)
         taken += tl.sum(tl.where(lane[None, :] == lanes[:, None], cost[None, :], 0), 1)
         before += tl.sum(cost, 0)
     return taken
 
 
 @triton.jit
-def _keep_whole(lane_items, item, start, begin, end, lane_cost, taken, piece, ITEM_COST: tl.constexpr):
+def _keep_whole(
+    lane_items, item, start, begin, end, lane_cost, late_cost, taken, piece, LANES: tl.constexpr,
+    ITEM_COST: tl.constexpr,
+):  # fmt: skip
     """What _cut_line gives, for a unit that is not cut; ``taken`` is what each lane takes of such units."""
-    lane = _lane_of(start, end - begin + ITEM_COST, lane_cost)
+    lane = _lane_of(start, end - begin + ITEM_COST, lane_cost, late_cost, LANES)
     before = tl.sum(tl.where(piece < lane, taken, 0), 0)
     with_lane = before + tl.sum(tl.where(piece == lane, taken, 0), 0)
     to = item + lane + piece
@@ -182,6 +217,7 @@ def build_kernel(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     LANES: tl.constexpr,
+    LATE: tl.constexpr,
     MIN_COST: tl.constexpr,
     ITEM_COST: tl.constexpr,
     LINE_COST: tl.constexpr,
@@ -201,19 +237,23 @@ def build_kernel(
             row_query_len, row_context_len, num_rows, row, window,
             MIN_QUERY, MAX_QUERY, QUERIES, KEYS, ITEM_COST, SPLIT, ROWS,
         )  # fmt: skip
-        lane_cost = tl.maximum(tl.cdiv(total, LANES), MIN_COST)
+        lane_cost, late_cost = _lane_costs(total, all_items, LANES, LATE, MIN_COST)
         # Lanes past the last tile are idle; what follows that tile on the line is the cost of its item.
-        idle, whole = piece * lane_cost >= total - ITEM_COST, False
+        idle, whole = _lane_begin(piece, lane_cost, late_cost, LANES) >= total - ITEM_COST, False
         taken = tl.zeros([WIDTH], tl.int32)
         if SPLIT == 0 and MAX_QUERY == 1:
             taken = _share_whole(
-                row_query_len, row_context_len, num_rows, window, lane_cost, KEYS, ITEM_COST, ROWS, WIDTH
-            )
-            whole = tl.max(taken, 0) <= lane_cost + LINE_COST
+                row_query_len, row_context_len, num_rows, window, lane_cost, late_cost, KEYS, LANES, ITEM_COST, ROWS,
+                WIDTH,
+            )  # fmt: skip
+            # Late lanes make up for early ones that are unlike, and may each have a unit that is twice as long.
+            spare = 0 if LATE == 0 else late_cost
+            most = tl.where(piece < LANES, lane_cost + LINE_COST + spare, 2 * late_cost)
+            whole = tl.max(taken - most, 0) <= 0
             idle = tl.where(whole, taken == 0, idle)
         if row == 0:
             if SPLIT == 0:
-                idle &= piece < LANES
+                idle &= piece < LANES + LATE
                 _store_lanes(lane_items, piece, 0, 0, idle, idle)
             else:
                 _store_lanes(lane_items, piece, piece, all_items, piece < LANES, piece < LANES)
@@ -226,11 +266,11 @@ def build_kernel(
             if SPLIT == 0:
                 if whole:
                     pieces, low, high, partial, to = _keep_whole(
-                        lane_items, item, start, begin, end, lane_cost, taken, piece, ITEM_COST
+                        lane_items, item, start, begin, end, lane_cost, late_cost, taken, piece, LANES, ITEM_COST
                     )
                 else:
                     pieces, low, high, partial, to = _cut_line(
-                        lane_items, item, start, begin, end, total, lane_cost, piece, ITEM_COST
+                        lane_items, item, start, begin, end, total, lane_cost, late_cost, piece, LANES, ITEM_COST
                     )
                 start += end - begin + ITEM_COST
                 item += 1
@@ -278,7 +318,7 @@ def build_apart_kernel(
     tiles = tl.where(length == 1, end - begin, 0)
     cost = tl.where(tiles > 0, tiles + ITEM_COST, 0)
     total = tl.sum(cost, 0)
-    lane_cost = tl.maximum(tl.cdiv(total, LANES), MIN_COST)
+    lane_cost, late_cost = _lane_costs(total, num_rows, LANES, 0, MIN_COST)
     # Longer pieces are fewer. With the longest row's length each unit is one piece, and there is a lane for it.
     most = tl.where(tiles > WHOLE_TILES, tiles, tl.minimum(tiles, 1))
     longest, enough = tl.maximum(tl.cdiv(tl.sum(tiles, 0), LANES), 1), tl.max(tiles, 0)
@@ -302,7 +342,7 @@ def build_apart_kernel(
         else:
             item, start = tl.sum(tl.where(before & (tiles > 0), 1, 0), 0), tl.sum(tl.where(before, cost, 0), 0)
             pieces, low, high, partial, to = _cut_line(
-                lane_items, item, start, unit_begin, unit_end, total, lane_cost, index, ITEM_COST
+                lane_items, item, start, unit_begin, unit_end, total, lane_cost, late_cost, index, LANES, ITEM_COST
             )
         slot, query = tl.load(row_slot + row), tl.load(row_query_start + row)
         position = tl.load(row_context_len + row)

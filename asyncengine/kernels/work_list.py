@@ -8,6 +8,10 @@ takes the l-th stretch of it, so that every lane reads the same count of tiles w
 partial results the attention kernel combines. Decode rows are not cut where the longest lane is hardly longer
 without that, as it is if rows are about as long as one another: each goes to the lane that its middle lies in.
 
+Multiprocessors do not get equal shares of the memory: of programs with as much to do the first ends when the last has a
+quarter left. So steps of many rows have *late* lanes too, as many again, each about as long as a unit, whose programs
+find no room until others end: they run wherever that is first.
+
 Bounds, for R rows, T tokens and L lanes, that no content of a step exceeds:
   units     decode: R. Prefill: with Q queries to a tile a row of n tokens has at most 1 + (n - 1) / Q, so r
             rows have at most r + (T - r) / Q, and r <= min(R, T / 2) since such a row has two tokens or more.
@@ -48,6 +52,11 @@ MIN_SPLIT_TOKENS = 256
 _WHOLE_TOKENS = 512
 """A unit of so many tokens is not cut apart, if several rows are: steps of Qwen3 take 626 us instead of 677 at 8 x 384,
 643 instead of 683 at 8 x 448, and the same in pieces from 512 on. Longer ones are cut as small as lanes allow."""
+LATE_ROWS = 6
+_LATE_COST = 36
+"""Late lanes are for steps of so many rows a lane, and so many tiles, what starting their items costs included. Below,
+their programs' first loads take longer than they gain: GPT-2 at 256 x 64 tokens 507 us and 535, at 256 x 200 830 and
+808."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +159,15 @@ def choose_apart(rows: int, shape: AttentionShape, block_size: int, sms: int) ->
     return None
 
 
+def choose_late(rows: int, shape: AttentionShape, block_size: int, sms: int) -> int | None:
+    """Decode steps of so many rows are to have late lanes if one has more tokens than this; None if never."""
+    tile = choose_streamed_tile(shape, block_size)
+    lanes = tile.count_lanes(shape, sms) if tile else 0
+    if not tile or rows < LATE_ROWS * lanes:
+        return None
+    return max(0, _LATE_COST * lanes // rows - ITEM_COST) * tile.keys
+
+
 @dataclass(frozen=True, slots=True)
 class Section:
     """The items of one variant, decode, prefill or both, and the room for their partial results."""
@@ -160,6 +178,8 @@ class Section:
     row_lengths: range
     """query_len of the rows that are of this section"""
     lanes: int
+    late_lanes: int
+    """the last of them, which are short, and whose programs begin when others end"""
     split_tiles: int
     """KV tiles of a fixed split; 0 is adaptive"""
     min_split_tiles: int
@@ -210,7 +230,8 @@ class Section:
             MAX_QUERY=self.row_lengths.stop - 1,
             QUERIES=self.queries,
             KEYS=self.tile.keys,
-            LANES=self.lanes,
+            LANES=self.lanes - self.late_lanes,
+            LATE=self.late_lanes,
             MIN_COST=self.min_split_tiles + ITEM_COST,
             ITEM_COST=ITEM_COST,
             LINE_COST=LINE_COST,
@@ -251,6 +272,7 @@ class WorkList:
         split_tokens: int = 0,
         min_split_tokens: int = MIN_SPLIT_TOKENS,
         whole_tokens: int = 0,
+        late: bool = False,
         num_programs: int | None = None,
         tiles: tuple[Tile, Tile | None] | None = None,
     ) -> WorkList:
@@ -260,12 +282,13 @@ class WorkList:
         ``split_tokens`` 0 the splits follow the work of the step; otherwise every row is cut at multiples of it, so
         that a token's result depends neither on other rows nor on what else of its own row is computed with it: that
         costs balance, and room for a partial result of every unit and split. With ``whole_tokens`` units of more than
-        so many tokens are cut apart, which is for rows of one token, no more than there are lanes.
+        so many tokens are cut apart, which is for rows of one token, no more than there are lanes. With ``late`` there
+        are as many short lanes behind those that have room at once; not with prefill, fixed splits or units cut apart.
         ``num_programs`` (default: what fits on the device) sizes the grids. ``tiles`` are those of decode and of
         prefill; fixed splits take the latter, which is None if no row will have more than one token.
 
         Raises ConfigError if ``split_tokens`` is no multiple of the tile, the heads do not divide, or units
-        that are not for it are to be cut apart.
+        that are not for it are to be cut apart or to have late lanes.
         """
         if shape.num_heads % shape.num_kv_heads:
             raise ConfigError(f"{shape.num_heads} query heads do not divide into {shape.num_kv_heads} KV heads")
@@ -274,10 +297,14 @@ class WorkList:
         keys = fixed.keys if fixed else 0
         if split_tokens < 0 or (split_tokens and (not keys or split_tokens % keys)):
             raise ConfigError(f"split_tokens {split_tokens} is not a multiple of the KV tile of {keys} tokens")
+        if late and (prefill or split_tokens or whole_tokens):
+            raise ConfigError("late lanes are for rows of one token that are cut along the line")
 
         def section(tile: Tile, queries: int, row_lengths: range, max_units: int, split_tiles: int = 0) -> Section:
             sms = multiprocessors(device)
             lanes = max(1, num_programs // shape.num_kv_heads) if num_programs else tile.count_lanes(shape, sms)
+            late_lanes = lanes if late else 0
+            lanes += late_lanes
             splits = -(-max_context // (split_tiles * tile.keys)) if split_tiles else 1
             if split_tiles:
                 max_items, slots = max_units * splits, max_units * splits if splits > 1 else 0
@@ -291,6 +318,7 @@ class WorkList:
                 queries,
                 row_lengths,
                 lanes,
+                late_lanes,
                 split_tiles,
                 min_split_tiles=-(-min_split_tokens // tile.keys),
                 whole_tiles=-(-whole_tokens // tile.keys),

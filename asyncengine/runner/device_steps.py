@@ -21,6 +21,7 @@ from asyncengine.kernels.work_list import (
     Tile,
     WorkList,
     choose_apart,
+    choose_late,
     choose_streamed_tile,
     multiprocessors,
 )
@@ -85,18 +86,22 @@ def step_buckets(config: EngineConfig, loaded: LoadedModel, ops: CudaOps) -> lis
     """The buckets of a model's steps: those of few keys are where decode_attention is the faster way.
 
     Where Gluon computes attention that is faster; of a lone row (a step of Qwen3 at 288 tokens 532 us instead of 577,
-    of the 8B 3,755 instead of 3,812) only if query heads share keys (of GPT-2 199 us instead of 194).
+    of the 8B 3,755 instead of 3,812) only if query heads share keys (of GPT-2 199 us instead of 194). There the short
+    contexts of many rows have buckets of their own too, without late lanes (see ``choose_late``).
     """
     shape, streamed = attention_shape(loaded), _choose_streamed_tile(config, loaded, ops) is not None
+    sms = multiprocessors(ops.device)
 
     def few_keys(tokens: int) -> int:
-        return 0 if config.batch_invariant else longest_context(tokens, shape, multiprocessors(ops.device))
+        return 0 if config.batch_invariant else longest_context(tokens, shape, sms)
 
-    def few_decode_keys(rows: int) -> int:
-        return 0 if streamed and (rows > 1 or shape.group > 1) else few_keys(rows)
+    def short_context(rows: int) -> int:
+        if streamed and (rows > 1 or shape.group > 1):
+            return choose_late(rows, shape, config.block_size, sms) or 0
+        return few_keys(rows)
 
     return choose_buckets(
-        config.max_num_seqs, config.max_num_batched_tokens, loaded.max_model_len, few_decode_keys, few_keys
+        config.max_num_seqs, config.max_num_batched_tokens, loaded.max_model_len, short_context, few_keys
     )
 
 
@@ -124,6 +129,8 @@ class _StepWork:
         tile = _choose_streamed_tile(config, loaded, ops)
         self._decode = allocate(tile) if tile else {window: work.decode_only for window, work in self._any.items()}
         counts = range(1, config.max_num_seqs + 1) if tile else ()
+        self._many = {rows for rows in counts if choose_late(rows, shape, config.block_size, sms) is not None}
+        self._late = allocate(tile, late=True) if self._many else self._decode
         self._ways = {rows: choose_apart(rows, shape, config.block_size, sms) for rows in counts}
         self._apart = {
             way: allocate(
@@ -136,8 +143,15 @@ class _StepWork:
     def of(self, bucket: Bucket) -> dict[int, WorkList]:
         if not bucket.single_token_rows:
             return self._any
+        if bucket.max_rows in self._many and bucket.max_context == ANY_CONTEXT:
+            return self._late
         way = self._ways.get(bucket.max_rows)
         return self._apart[way] if way else self._decode
+
+    def has_few_keys(self, bucket: Bucket) -> bool:
+        """Whether decode_attention computes its steps."""
+        short_rows = bucket.single_token_rows and bucket.max_rows in self._many
+        return bucket.max_context < ANY_CONTEXT and not short_rows
 
 
 class DeviceSteps:
@@ -175,9 +189,8 @@ class DeviceSteps:
         """Enqueue the next step, which must fit ``bucket``; with GREEDY its rows must all have temperature 0."""
         source = self._buffers.source
         step = self._step.bucket(bucket.max_rows, bucket.max_tokens)
-        few_keys = bucket.max_context < ANY_CONTEXT
         greedy = variant == GREEDY
-        batch = CudaBatch(step, self._work.of(bucket), few_keys, greedy)
+        batch = CudaBatch(step, self._work.of(bucket), self._work.has_few_keys(bucket), greedy)
         with torch.inference_mode():
             ingest(source, step, self._block_size, pdl=self._pdl)
             batch.build_work(pdl=self._pdl)

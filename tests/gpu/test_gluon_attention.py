@@ -106,6 +106,25 @@ def test_a_full_batch(model: str) -> None:
     decode.check(decode.world.work(), pdl=True)
 
 
+@pytest.mark.parametrize("model", ["gpt2", "qwen3"])
+@pytest.mark.parametrize("contexts", [(287,) * 48, (900, *EDGES, None, *EDGES, 640)], ids=["alike", "ragged"])
+@pytest.mark.parametrize("programs", [12, 24])
+def test_late_lanes(model: str, contexts: tuple[int | None, ...], programs: int) -> None:
+    """They follow the others on the line, and what the line cuts between both is put together."""
+    decode = make(model, contexts, programs=programs, late=True)
+    work = decode.world.work()
+    decode.check(work, pdl=True)
+    items = work.decode.lane_items[-work.decode.late_lanes :]
+    assert (items[:, 0] < items[:, 1]).any()
+
+
+def test_late_lanes_find_room_when_others_end() -> None:
+    decode = make("qwen3", (288,) * 800, late=True)
+    work = decode.world.work()
+    assert work.decode.lanes == 2 * work.decode.late_lanes
+    decode.check(work, pdl=True)
+
+
 # ---- units cut apart ----
 
 

@@ -16,6 +16,7 @@ import torch
 
 from asyncengine import ConfigError, SamplingParams, testing
 from asyncengine.config import EngineConfig
+from asyncengine.kernels import work_list
 from asyncengine.kernels.cuda import CudaOps, CudaOptions
 from asyncengine.runner import device_steps
 from asyncengine.runner.buckets import ANY_CONTEXT
@@ -206,3 +207,19 @@ def test_which_steps_have_no_work_list(streamed, monkeypatch):
         buckets = [b for b in device_steps.step_buckets(config, loaded, ops) if b.single_token_rows]
         assert [b.max_rows for b in buckets if b.max_context < ANY_CONTEXT] == expected
         assert [b.max_rows for b in buckets if b.max_context == ANY_CONTEXT] == [1, 2, 4, 8, 16, 24, 32, 40]
+
+
+def test_short_contexts_of_many_rows_have_buckets_without_late_lanes(monkeypatch):
+    for module in (device_steps, work_list):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    ops = CudaOps(torch.device("cpu"), CudaOptions(streamed=True))
+    config = EngineConfig(model="", dtype="bfloat16", max_num_seqs=256, max_num_batched_tokens=256)
+    model = SimpleNamespace(num_heads=12, num_kv_heads=12, head_dim=64, layer_windows=(0,))
+    loaded = SimpleNamespace(config=model, dtype=torch.bfloat16, max_model_len=1024)
+    buckets = [b for b in device_steps.step_buckets(config, loaded, ops) if b.single_token_rows and b.max_rows > 1]
+    work = device_steps._StepWork(config, loaded, ops)
+    late = [(b.max_rows, b.max_context) for b in buckets if work.of(b)[0].decode.late_lanes]
+    short = [(b.max_rows, b.max_context) for b in buckets if b.max_context < ANY_CONTEXT]
+    assert late == [(rows, ANY_CONTEXT) for rows in (160, 192, 224, 256)]
+    assert short == [(160, 192), (192, 192), (224, 128), (256, 128)]
+    assert not any(work.has_few_keys(b) for b in buckets)

@@ -21,6 +21,7 @@ from asyncengine.kernels.work_items import (
     COUNT,
     END,
     ITEM_COST,
+    LATE_SHARE,
     LINE_COST,
     PARTIAL,
     PIECE,
@@ -30,11 +31,13 @@ from asyncengine.kernels.work_items import (
     SLOT,
 )
 from asyncengine.kernels.work_list import (
+    LATE_ROWS,
     AttentionShape,
     Section,
     Tile,
     WorkList,
     choose_apart,
+    choose_late,
     choose_streamed_tile,
 )
 
@@ -57,6 +60,7 @@ class Case:
     min_split_tokens: int = 16
     whole_tokens: int = 0
     tiles: tuple[Tile, Tile | None] | None = SMALL
+    late: bool = False
     seed: int = 0
 
     @property
@@ -105,6 +109,7 @@ class World:
             split_tokens=case.split_tokens,
             min_split_tokens=case.min_split_tokens,
             whole_tokens=case.whole_tokens,
+            late=case.late,
             num_programs=case.programs,
             tiles=case.tiles,
         )
@@ -421,6 +426,39 @@ def test_rows_are_cut_where_a_lane_would_be_much_longer(device: torch.device) ->
     assert max(item.tolist()[PIECES] for _, item in items_of(section)) > 1
 
 
+@st.composite
+def late_cases(draw: st.DrawFn) -> Case:
+    """Many rows of one token a lane, some of none; alike or not."""
+    context = draw(st.sampled_from([st.integers(0, 300), st.integers(60, 80), st.just(79)]))
+    rows = draw(st.lists(st.tuples(st.sampled_from([1, 1, 1, 0]), context), min_size=1, max_size=40))
+    return late_case(*rows, programs=draw(st.integers(1, 4)), window=draw(st.sampled_from([0, 0, 100])))
+
+
+def late_case(*rows: tuple[int, int], **fields: int) -> Case:
+    fields = {"min_split_tokens": 16, **fields}
+    return Case(rows, num_kv_heads=1, head_dim=16, tiles=(SMALL[0], None), late=True, **fields)
+
+
+@settings(max_examples=40)
+@given(late_cases())
+@example(late_case(*[(1, 79)] * 31, programs=4))
+@example(late_case((1, 1000), *[(1, 79)] * 20, programs=3))
+@example(late_case((0, 0), programs=2))
+def test_late_lanes(device: torch.device, case: Case) -> None:
+    """Short ones behind the others; many rows that are alike are still not cut."""
+    world = make_world(case, device)
+    section = (work := world.work()).decode
+    section.items.fill_(77)  # of an earlier step
+    section.lane_items.fill_(77)
+    work.build(world.step)
+    check_every_pair(world, work)
+    check(world, world.attend(work))
+    lanes = [lane for lane, _ in items_of(section)]
+    event(f"late lanes {'in use' if lanes and max(lanes) >= case.programs else 'idle'}")
+    if set(case.rows) == {(1, 79)} and len(case.rows) >= LATE_ROWS * case.programs:
+        assert all(item.tolist()[PIECES] == 1 for _, item in items_of(section))
+
+
 @settings(max_examples=25)
 @given(cases(head_dims=(16,)))
 @example(Case(((2, 0), (2, 5), (2, 40), (3, 0)), programs=12))
@@ -462,9 +500,13 @@ def check_every_pair(world: World, work: WorkList) -> None:
         assert all(0 <= slot < len(section.partials) for slot in partials)
         if not case.split_tokens and units:
             total = sum(lane_costs) - ITEM_COST * sum(len(p) - 1 for p in units.values())
-            share = max(-(-total // section.lanes), section.min_split_tiles + ITEM_COST)
+            early, least = section.lanes - section.late_lanes, section.min_split_tiles + ITEM_COST
+            late_share = max(-(-total // len(units)), -(-total // (early * LATE_SHARE.value)))
+            share = max(-(-(total - section.late_lanes * late_share) // early), least)
             is_decode = section.row_lengths.stop == 2
-            assert max(lane_costs) <= share + (LINE_COST + ITEM_COST if is_decode else 2 * ITEM_COST)
+            spare = late_share if section.late_lanes else 0
+            assert max(lane_costs[:early]) <= share + (LINE_COST + ITEM_COST + spare if is_decode else 2 * ITEM_COST)
+            assert max(lane_costs[early:], default=0) <= 2 * late_share
 
     for row, (length, context) in enumerate(case.rows):
         for t in range(length):
@@ -502,6 +544,9 @@ def test_misuse_is_reported(device: torch.device) -> None:
     ):  # fmt: skip
         with pytest.raises(ConfigError, match="not cut apart"):
             make_world(apart, device).work()
+    for fields in ({}, {"whole_tokens": 16, "tiles": (SMALL[0], None)}, {"split_tokens": 16}):
+        with pytest.raises(ConfigError, match="late lanes"):
+            make_world(Case(((1, 20),), late=True, **fields), device).work()
     with pytest.raises(ConfigError, match="divide"):
         WorkList.allocate(
             AttentionShape(3, 2, 16, torch.float32), max_rows=1, max_tokens=1, max_context=1, device=device
@@ -519,6 +564,16 @@ def test_whom_the_streamed_tile_is_for() -> None:
         assert choose_streamed_tile(replace(shape, **other), 16) is None
 
 
+@pytest.mark.parametrize(("heads", "dim", "fewest", "tokens"), [(8, 128, 198, 192), (12, 64, 132, 128)])
+def test_which_steps_have_late_lanes(heads: int, dim: int, fewest: int, tokens: int) -> None:
+    """Of many rows a lane, and of so many tokens that lanes are long."""
+    shape = AttentionShape(2 * heads, heads, dim, torch.bfloat16)
+    assert choose_late(fewest - 1, shape, 16, 132) is None
+    assert choose_late(fewest, shape, 16, 132) == 320
+    assert choose_late(256, shape, 16, 132) == tokens
+    assert choose_late(4096, shape, 16, 132) == 0
+
+
 def test_whose_rows_are_cut_apart() -> None:
     """Those that have a lane each, with as few programs as do; a lone one by small programs."""
     sms = 132
@@ -533,4 +588,5 @@ def test_whose_rows_are_cut_apart() -> None:
         assert [tile is None for tile in tiles] == [False] * (two - 1) + [True] * (63 - two)
         assert [tile.count_lanes(shape, sms) for tile in tiles if tile] == [(one, two)[n - 1] for n in programs]
         assert choose_apart(1, shape, 32, sms) is None
+        assert choose_late(256, shape, 32, sms) is None
         assert choose_apart(1, replace(shape, dtype=torch.float32), 16, sms) is None

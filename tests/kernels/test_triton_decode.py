@@ -62,6 +62,7 @@ class Decode:
         case, heads = self.world.case, self.heads.cpu()
         k, v = self.world.k.clone(), self.world.v.clone()
         out = self.attend(k, v, way, pdl)
+        k, v = k.cpu(), v.cpu()
         q, new_k, new_v = heads.split([case.shape.num_heads, case.num_kv_heads, case.num_kv_heads], 1)
         q, new_k = self._rotate(q, 0), self._rotate(new_k, 1)
         expected_k, expected_v = self.world.k.cpu().clone(), self.world.v.cpu().clone()
@@ -70,10 +71,10 @@ class Decode:
             block, offset = divmod(int(slots[token]), case.block_size)
             # Exactly where it belongs: the rest is compared bit by bit.
             tolerance = 1e-5 if case.dtype == torch.float32 else 1e-2
-            written = k.cpu()[block, :, offset]
+            written = k[block, :, offset]
             torch.testing.assert_close(written, new_k[token], rtol=tolerance, atol=tolerance)
             expected_k[block, :, offset], expected_v[block, :, offset] = written, new_v[token]
-        for after, expected in ((k.cpu(), expected_k), (v.cpu(), expected_v)):
+        for after, expected in ((k, expected_k), (v, expected_v)):
             torch.testing.assert_close(after, expected, rtol=0, atol=0, equal_nan=True)
         expected = replace(self.world, q=q, k=expected_k, v=expected_v).expected()
         assert torch.equal(out.isnan(), expected.isnan())
