@@ -34,7 +34,20 @@ from asyncengine.kernels.ops import HeadNorms
 from asyncengine.kernels.pdl import launch_options
 from asyncengine.kernels.triton_decode import check_heads, surroundings
 from asyncengine.kernels.triton_paged_decode import norm_and_rotate
-from asyncengine.kernels.work_items import BEGIN, END, ITEM, PARTIAL, PIECE, PIECES, POSITION, QUERY, SLOT
+from asyncengine.kernels.work_items import (
+    BEGIN,
+    END,
+    FIRST,
+    ITEM,
+    LANE,
+    LAST,
+    PARTIAL,
+    PIECE,
+    PIECES,
+    POSITION,
+    QUERY,
+    SLOT,
+)
 from asyncengine.kernels.work_list import NO_WINDOW, AttentionShape, WorkList, choose_streamed_tile
 
 BLOCK = gl.constexpr(16)  # tokens of a block of the cache
@@ -117,13 +130,12 @@ def _tile_layout(dim):
 
 
 @gluon.jit
-def _item(items, item):
+def _item(fields):
     """An item's row, its query, its past tokens, the tiles that it has a turn for, whether the new token is its.
 
     Every item has a turn, even if all of its tile is to come. While tiles stream these loads take microseconds, so they
-    are for the item that is next.
+    are for the item that is next. The first one's are found with the lane: a look further would put off its first tile.
     """
-    fields = items + item * ITEM
     slot = gl.load(fields + SLOT)
     query = gl.load(fields + QUERY).to(gl.int64)
     context = gl.load(fields + POSITION)
@@ -155,17 +167,16 @@ def _copy(cache, block, index, first, last, head, KV_HEADS: gl.constexpr, ready,
 
 @gluon.jit
 def _fill(
-    k_blocks, v_blocks, ks, vs, ready, free, items, first_item, last_item, block_tables, stride_table, window, head,
-    KV_HEADS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    k_blocks, v_blocks, ks, vs, ready, free, items, first_item, last_item, row, context, begin, end, block_tables,
+    stride_table, window, head, KV_HEADS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The warp that asks for all tiles. Where they are it reads one turn ahead, across items."""
-    row, _, context, begin, end, _ = _item(items, first_item)
     table = block_tables + row.to(gl.int64) * stride_table
     first, last, a, b, c, d = _tile_blocks(table, begin, context, window)
     turn = 0
     for item in range(first_item, last_item):
         following = gl.minimum(item + 1, last_item - 1)
-        next_row, _, next_context, next_begin, next_end, _ = _item(items, following)
+        next_row, _, next_context, next_begin, next_end, _ = _item(items + following * ITEM)
         next_table = block_tables + next_row.to(gl.int64) * stride_table
         for tile in range(begin, end):
             if tile + 1 < end:
@@ -260,8 +271,9 @@ def _take(
 @gluon.jit
 def _prepare(
     k_cache, v_cache, heads, q_norm, k_norm, eps, cos_sin, slot_mapping, queries, new_scores, new_values, asked,
-    answered, items, first_item, last_item, scale, stride_heads, head, NORM: gl.constexpr, ROTARY: gl.constexpr,
-    GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
+    answered, items, first_item, last_item, query, context, takes_new, scale, stride_heads, head, NORM: gl.constexpr,
+    ROTARY: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, AHEAD: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """The warps that make queries, an item ahead, and write new keys and values to the cache."""
     COPIES: gl.constexpr = gl.BlockedLayout([1, 1, D // 32], [1, 1, 32], [1, PREPARING, 1], [2, 1, 0])
@@ -279,10 +291,9 @@ def _prepare(
     if PDL and first_item == last_item:
         gdc_wait()
         gdc_launch_dependents()
-    _, query, context, _, _, takes_new = _item(items, first_item)
     for item in range(first_item, last_item):
         following = gl.minimum(item + 1, last_item - 1)
-        _, next_query, next_context, _, _, next_takes_new = _item(items, following)
+        _, next_query, next_context, _, _, next_takes_new = _item(items + following * ITEM)
         cache_slot = gl.load(slot_mapping + query)
         cosine, sine = 1.0, 0.0
         if ROTARY:
@@ -327,8 +338,8 @@ def _prepare(
 @gluon.jit
 def _attend(
     out, ks, vs, ready, free, queries, new_scores, new_values, asked, answered, items, first_item, last_item,
-    partials, stats, arrivals, scale, window, stride_out, stats_size, head, GROUP: gl.constexpr,
-    KV_HEADS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    query, context, begin, end, takes_new, partials, stats, arrivals, scale, window, stride_out, stats_size, head,
+    GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """The warps that compute. They free a tile's memory as soon as they have it in registers."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [BLOCKS, 1, 1], [1, 16, 8])
@@ -340,10 +351,9 @@ def _attend(
     k_tiles = ks._reinterpret(gl.bfloat16, [STAGES, BLOCKS, BLOCK, D], TILE)
     v_tiles = vs._reinterpret(gl.bfloat16, [STAGES, BLOCKS, BLOCK, D], TILE)
     turn = 0
-    _, query, context, begin, end, takes_new = _item(items, first_item)
     for item in range(first_item, last_item):
         following = gl.minimum(item + 1, last_item - 1)
-        _, next_query, next_context, next_begin, next_end, next_takes_new = _item(items, following)
+        _, next_query, next_context, next_begin, next_end, next_takes_new = _item(items + following * ITEM)
         fields, number = items + item * ITEM, item - first_item
         place = number % AHEAD
         slot = gl.load(fields + PARTIAL).to(gl.int64)
@@ -392,8 +402,10 @@ def _streamed_decode_kernel(
     """Grid: lanes x KV heads, heads of a lane side by side, since their KV lies side by side in a block."""
     head = gl.program_id(0) % KV_HEADS
     lane = gl.program_id(0) // KV_HEADS
-    first_item = gl.load(lane_items + 2 * lane)
-    last_item = gl.load(lane_items + 2 * lane + 1)
+    its_lane = lane_items + lane * LANE
+    first_item = gl.load(its_lane + FIRST)
+    last_item = gl.load(its_lane + LAST)
+    row, query, context, begin, end, takes_new = _item(its_lane)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -418,17 +430,17 @@ def _streamed_decode_kernel(
         [
             (_attend, (
                 out, ks, vs, ready, free, queries, new_scores, new_values, asked, answered, items, first_item,
-                last_item, partials, stats, arrivals, scale, window, stride_out, stats_size, head, GROUP, KV_HEADS, D,
-                STAGES, AHEAD,
+                last_item, query, context, begin, end, takes_new, partials, stats, arrivals, scale, window, stride_out,
+                stats_size, head, GROUP, KV_HEADS, D, STAGES, AHEAD,
             )),
             (_fill, (
-                k_blocks, v_blocks, ks, vs, ready, free, items, first_item, last_item, block_tables, stride_table,
-                window, head, KV_HEADS, D, STAGES,
+                k_blocks, v_blocks, ks, vs, ready, free, items, first_item, last_item, row, context, begin, end,
+                block_tables, stride_table, window, head, KV_HEADS, D, STAGES,
             )),
             (_prepare, (
                 k_cache, v_cache, heads, q_norm, k_norm, eps, cos_sin, slot_mapping, queries, new_scores, new_values,
-                asked, answered, items, first_item, last_item, scale, stride_heads, head, NORM, ROTARY, GROUP,
-                KV_HEADS, D, AHEAD, PDL,
+                asked, answered, items, first_item, last_item, query, context, takes_new, scale, stride_heads, head,
+                NORM, ROTARY, GROUP, KV_HEADS, D, AHEAD, PDL,
             )),
         ],
         [1, PREPARING],

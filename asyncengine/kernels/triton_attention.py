@@ -21,7 +21,21 @@ from asyncengine.errors import ConfigError
 from asyncengine.kernels import pdl as pdl_kernels
 from asyncengine.kernels.compiling import kernel
 from asyncengine.kernels.device_step import DeviceStep
-from asyncengine.kernels.work_items import BEGIN, COUNT, END, ITEM, PARTIAL, PIECE, PIECES, POSITION, QUERY, SLOT
+from asyncengine.kernels.work_items import (
+    BEGIN,
+    COUNT,
+    END,
+    FIRST,
+    ITEM,
+    LANE,
+    LAST,
+    PARTIAL,
+    PIECE,
+    PIECES,
+    POSITION,
+    QUERY,
+    SLOT,
+)
 from asyncengine.kernels.work_list import NO_WINDOW, AttentionShape, Section, WorkList
 
 COMBINE_ELEMENTS = (16, 64)
@@ -377,8 +391,8 @@ def _attention_kernel(
     v_head = v_cache + head * BLOCK_SIZE * HEAD_DIM
     row = tl.arange(0, M)
     column = tl.arange(0, D)
-    first_item = tl.load(lane_items + 2 * lane)
-    last_item = tl.load(lane_items + 2 * lane + 1)
+    first_item = tl.load(lane_items + lane * LANE + FIRST)
+    last_item = tl.load(lane_items + lane * LANE + LAST)
     pdl_kernels.wait(PDL)
     for item in range(first_item, last_item, ITEM_STEP):
         fields = items + item * ITEM

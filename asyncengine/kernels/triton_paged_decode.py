@@ -25,7 +25,7 @@ from asyncengine.kernels.device_step import DeviceStep
 from asyncengine.kernels.ops import HeadNorms
 from asyncengine.kernels.triton_attention import combine_options, finish, fold, load_blocks
 from asyncengine.kernels.triton_decode import check_heads, surroundings
-from asyncengine.kernels.work_items import BEGIN, END, ITEM, POSITION, QUERY, SLOT
+from asyncengine.kernels.work_items import BEGIN, END, FIRST, ITEM, LANE, LAST, POSITION, QUERY, SLOT
 from asyncengine.kernels.work_list import NO_WINDOW, AttentionShape, Tile, WorkList
 
 
@@ -218,8 +218,8 @@ def _paged_decode_kernel(
     inside = column < HEAD_DIM
     in_half = tl.where(column < HALF, column, column - HALF)
     across = tl.where(column < HALF, column + HALF, column - HALF)
-    first_item = tl.load(lane_items + 2 * lane)
-    last_item = tl.load(lane_items + 2 * lane + 1)
+    first_item = tl.load(lane_items + lane * LANE + FIRST)
+    last_item = tl.load(lane_items + lane * LANE + LAST)
     if first_item == last_item:
         pdl_kernels.wait(PDL)
     for item in range(first_item, last_item):

@@ -19,6 +19,10 @@ END = tl.constexpr(5)  # one past the last
 PARTIAL = tl.constexpr(6)  # partial slot of the unit's first piece
 PIECE = tl.constexpr(7)
 PIECES = tl.constexpr(8)  # 1: the result goes straight to the output
+# Of a lane; before them are those of its first item, so that one look finds all that its program begins with.
+FIRST = tl.constexpr(6)
+LAST = tl.constexpr(7)  # one past its last item
+LANE = tl.constexpr(8)
 ITEM = tl.constexpr(16)
 
 ITEM_COST = 1
@@ -84,8 +88,8 @@ def _sum_rows(
 
 @triton.jit
 def _store_lanes(lane_items, lane, first, last, opens, closes):
-    tl.store(lane_items + 2 * lane, first, mask=opens)
-    tl.store(lane_items + 2 * lane + 1, last, mask=closes)
+    tl.store(lane_items + lane * LANE + FIRST, first, mask=opens)
+    tl.store(lane_items + lane * LANE + LAST, last, mask=closes)
 
 
 @triton.jit
@@ -116,7 +120,8 @@ def _cut_line(
     lane_items, item, start, begin, end, total, lane_cost, late_cost, piece, LANES: tl.constexpr,
     ITEM_COST: tl.constexpr,
 ):  # fmt: skip
-    """Unit number ``item``, whose tile t lies at start + t on the line: pieces, low, high, partial slot, items.
+    """Unit number ``item``, whose tile t lies at start + t on the line: pieces, low, high, partial slot, items, lanes,
+    whether these are the lanes' first.
 
     As a lane is longer than the gap that ITEM_COST leaves between two units, every lane up to the last one in use has
     a tile.
@@ -133,7 +138,7 @@ def _cut_line(
     opens = (piece < pieces) & (opening >= start - ITEM_COST)
     closes = (piece < pieces) & ((closing <= following) | (following == total))
     _store_lanes(lane_items, lane, to, to + 1, opens, closes)
-    return pieces, low, high, 2 * first_lane, to
+    return pieces, low, high, 2 * first_lane, to, lane, opens
 
 
 @triton.jit
@@ -184,22 +189,29 @@ def _keep_whole(
     to = item + lane + piece
     opens, closes = start == before, start + end - begin + ITEM_COST == with_lane
     _store_lanes(lane_items, lane, item + lane, item + lane + 1, opens, closes)
-    return lane * 0 + 1, begin + piece * 0, end + piece * 0, lane * 2, to
+    return lane * 0 + 1, begin + piece * 0, end + piece * 0, lane * 2, to, lane + piece, opens & (piece == 0)
 
 
 @triton.jit
-def _store_items(items, to, slot, query, count, position, low, high, partial, piece, pieces):
-    fields = items + to * ITEM
+def _store_place(to, slot, query, count, position, low, high, there):
+    tl.store(to + SLOT, slot, mask=there)
+    tl.store(to + QUERY, query, mask=there)
+    tl.store(to + COUNT, count, mask=there)
+    tl.store(to + POSITION, position, mask=there)
+    tl.store(to + BEGIN, low, mask=there)
+    tl.store(to + END, high, mask=there)
+
+
+@triton.jit
+def _store_items(
+    items, lane_items, to, lane, opens, slot, query, count, position, low, high, partial, piece, pieces
+):  # fmt: skip
     there = piece < pieces
-    tl.store(fields + SLOT, slot, mask=there)
-    tl.store(fields + QUERY, query, mask=there)
-    tl.store(fields + COUNT, count, mask=there)
-    tl.store(fields + POSITION, position, mask=there)
-    tl.store(fields + BEGIN, low, mask=there)
-    tl.store(fields + END, high, mask=there)
-    tl.store(fields + PARTIAL, partial, mask=there)
-    tl.store(fields + PIECE, piece, mask=there)
-    tl.store(fields + PIECES, pieces, mask=there)
+    _store_place(items + to * ITEM, slot, query, count, position, low, high, there)
+    tl.store(items + to * ITEM + PARTIAL, partial, mask=there)
+    tl.store(items + to * ITEM + PIECE, piece, mask=there)
+    tl.store(items + to * ITEM + PIECES, pieces, mask=there)
+    _store_place(lane_items + lane * LANE, slot, query, count, position, low, high, opens)
 
 
 @kernel(do_not_specialize=["num_rows", "window"])
@@ -265,11 +277,11 @@ def build_kernel(
             begin, end = _kv_tiles(context, length, index, window, QUERIES, KEYS)
             if SPLIT == 0:
                 if whole:
-                    pieces, low, high, partial, to = _keep_whole(
+                    pieces, low, high, partial, to, lane, opens = _keep_whole(
                         lane_items, item, start, begin, end, lane_cost, late_cost, taken, piece, LANES, ITEM_COST
                     )
                 else:
-                    pieces, low, high, partial, to = _cut_line(
+                    pieces, low, high, partial, to, lane, opens = _cut_line(
                         lane_items, item, start, begin, end, total, lane_cost, late_cost, piece, LANES, ITEM_COST
                     )
                 start += end - begin + ITEM_COST
@@ -281,11 +293,12 @@ def build_kernel(
                 high = tl.minimum((first_split + piece + 1) * SPLIT, end)
                 partial = item
                 to = item + piece
+                lane, opens = to, (piece < pieces) & (to < LANES)
                 item += pieces
             count = tl.minimum(length - index * QUERIES, QUERIES)
             _store_items(
-                items, to, slot, query + index * QUERIES, count, context + index * QUERIES, low, high, partial, piece,
-                pieces,
+                items, lane_items, to, lane, opens, slot, query + index * QUERIES, count, context + index * QUERIES,
+                low, high, partial, piece, pieces,
             )  # fmt: skip
 
 
@@ -338,15 +351,18 @@ def build_apart_kernel(
             partial = tl.sum(tl.where(before, all_pieces, 0), 0)
             to = partial + index
             low, high = unit_tiles * index // pieces + unit_begin, unit_tiles * (index + 1) // pieces + unit_begin
-            _store_lanes(lane_items, to, to, to + 1, index < pieces, index < pieces)
+            lane, opens = to, index < pieces
+            _store_lanes(lane_items, lane, to, to + 1, opens, opens)
         else:
             item, start = tl.sum(tl.where(before & (tiles > 0), 1, 0), 0), tl.sum(tl.where(before, cost, 0), 0)
-            pieces, low, high, partial, to = _cut_line(
+            pieces, low, high, partial, to, lane, opens = _cut_line(
                 lane_items, item, start, unit_begin, unit_end, total, lane_cost, late_cost, index, LANES, ITEM_COST
             )
         slot, query = tl.load(row_slot + row), tl.load(row_query_start + row)
         position = tl.load(row_context_len + row)
-        _store_items(items, to, slot, query, 1, position, low, high, partial, index, pieces)
+        _store_items(
+            items, lane_items, to, lane, opens, slot, query, 1, position, low, high, partial, index, pieces
+        )  # fmt: skip
     if row == 0:
         used = tl.where(apart, tl.sum(all_pieces, 0), tl.cdiv(total - ITEM_COST, lane_cost))
         idle = (index >= used) & (index < LANES)

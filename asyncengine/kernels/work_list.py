@@ -43,7 +43,7 @@ from torch import Tensor
 from asyncengine.errors import ConfigError
 from asyncengine.kernels.device_step import DeviceStep
 from asyncengine.kernels.pdl import launch_options
-from asyncengine.kernels.work_items import ITEM, ITEM_COST, LINE_COST, build_apart_kernel, build_kernel
+from asyncengine.kernels.work_items import ITEM, ITEM_COST, LANE, LINE_COST, build_apart_kernel, build_kernel
 
 NO_WINDOW = 1 << 30
 """A window that no position reaches."""
@@ -188,11 +188,11 @@ class Section:
     max_splits: int
     """of a unit whose splits are fixed"""
     item_step: int
-    """the items of lane l are range(*lane_items[l], item_step)"""
+    """from one item of a lane to its next"""
     items: Tensor
     """int32 [max_items, ITEM]"""
     lane_items: Tensor
-    """int32 [lanes, 2]"""
+    """int32 [lanes, LANE]"""
     partials: Tensor
     """float32 [slots, Hk, queries * group, D]: sums of values, each relative to the peak of its row"""
     stats: Tensor
@@ -325,7 +325,7 @@ class WorkList:
                 max_splits=splits,
                 item_step=lanes if split_tiles else 1,
                 items=ints((max_items, ITEM.value)),
-                lane_items=ints((lanes, 2)),
+                lane_items=ints((lanes, LANE.value)),
                 partials=floats((slots, *per_slot, shape.head_dim)),
                 stats=floats((2, slots, *per_slot)),
                 arrivals=ints((slots, shape.num_kv_heads)),

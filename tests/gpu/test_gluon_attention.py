@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from asyncengine.errors import ConfigError
-from asyncengine.kernels.work_items import PIECES
+from asyncengine.kernels.work_items import FIRST, LAST, PIECES
 from asyncengine.kernels.work_list import WorkList, choose_streamed_tile
 from tests.gpu.conftest import needs_hopper
 from tests.kernels.poison import poison_new_memory
@@ -115,7 +115,7 @@ def test_late_lanes(model: str, contexts: tuple[int | None, ...], programs: int)
     work = decode.world.work()
     decode.check(work, pdl=True)
     items = work.decode.lane_items[-work.decode.late_lanes :]
-    assert (items[:, 0] < items[:, 1]).any()
+    assert (items[:, FIRST.value] < items[:, LAST.value]).any()
 
 
 def test_late_lanes_find_room_when_others_end() -> None:

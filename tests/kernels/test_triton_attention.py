@@ -20,7 +20,9 @@ from asyncengine.kernels.work_items import (
     BEGIN,
     COUNT,
     END,
+    FIRST,
     ITEM_COST,
+    LAST,
     LATE_SHARE,
     LINE_COST,
     PARTIAL,
@@ -325,8 +327,11 @@ def test_fixed_splits_make_tokens_independent_of_chunks(device: torch.device, dt
 def items_of(section: Section) -> Iterator[tuple[int, Tensor]]:
     """(lane, item) as the attention kernel walks them."""
     items = section.items.cpu()
-    for lane, (first, last) in enumerate(section.lane_items.tolist()):
-        for index in range(first, last, section.item_step):
+    for lane, of_lane in enumerate(section.lane_items.tolist()):
+        indices = range(of_lane[FIRST], of_lane[LAST], section.item_step)
+        if indices:
+            assert of_lane[:FIRST] == items[indices[0], :FIRST].tolist()
+        for index in indices:
             assert index < len(items)
             yield lane, items[index]
 
