@@ -16,6 +16,7 @@ from asyncengine.backend import load_backend
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.cuda import can_stream
 from asyncengine.kernels.linear_plans import PlanTable, cache_path
+from asyncengine.runner import tuning
 from tests.models import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,6 +96,7 @@ def test_a_first_start_measures_what_no_table_knows(
     unknown_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("ASYNCENGINE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tuning, "_BUDGET_S", 1e9)
     caplog.set_level(logging.INFO)
     path = cache_path(torch.cuda.get_device_name())
 
