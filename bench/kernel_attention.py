@@ -39,6 +39,7 @@ from asyncengine.kernels.work_list import (
     Tile,
     WorkList,
     choose_apart,
+    choose_late,
     choose_streamed_tile,
     choose_tiles,
     multiprocessors,
@@ -129,13 +130,13 @@ def lines(args: argparse.Namespace, timer: Timer) -> Lines:
             label = shape if tiles is None else f"{shape} {as_text(tiles)}"
             for size, case, target in decode_cases(c, args):
                 if case.kv_bytes <= MAX_CACHE_BYTES:
-                    listed = decode_work(len(case.rows))
+                    listed = decode_work(len(case.rows), case.longest - 1)
                     yield from decode_lines(label, size, Bench(case, timer, args.pdl), listed, target)
             for rows in prefills:
                 yield from prefill_lines(label, Bench(Case(c, rows), timer, args.pdl), work)
             decodes = [[Row(1, SHORT - 1)] * rows for rows in args.decode_rows]
             for step in (*decodes, *prefills[:1]):
-                listed = decode_work(len(step)) if step[0].query == 1 else work
+                listed = decode_work(len(step), step[0].context) if step[0].query == 1 else work
                 yield build_line(label, Bench(Case(c, step), timer, args.pdl, copies=0), listed)
 
 
@@ -149,14 +150,17 @@ def allocate_work(
     return WorkList.allocate(attention_shape(c), device=device, tiles=tiles, **room, **args.work)
 
 
-def allocate_decode_work(c: ModelConfig, tiles: Tiles | None, device: torch.device, args: Any, rows: int) -> WorkList:
-    """That of steps of one-token rows: as an engine has it on the device, unless the options say otherwise."""
-    shape = attention_shape(c)
+def allocate_decode_work(
+    c: ModelConfig, tiles: Tiles | None, device: torch.device, args: Any, rows: int, context: int
+) -> WorkList:
+    """That of steps of one-token rows, after so many tokens at most: as an engine has it, or as the options say."""
+    shape, sms = attention_shape(c), multiprocessors(device)
     tile = choose_streamed_tile(shape, BLOCK_SIZE)
     if tiles or not tile or not can_stream(device) or args.work.get("split_tokens"):
         return allocate_work(c, [], tiles, device, args).decode_only
-    room = {"max_rows": max(256, rows), "max_tokens": max(2048, rows)}
-    if apart := choose_apart(rows, shape, BLOCK_SIZE, multiprocessors(device)):
+    short = choose_late(rows, shape, BLOCK_SIZE, sms)
+    room = {"max_rows": max(256, rows), "max_tokens": max(2048, rows), "late": short is not None and context > short}
+    if apart := choose_apart(rows, shape, BLOCK_SIZE, sms):
         tile, room = apart.tile, {"max_rows": rows, "max_tokens": rows, "whole_tokens": apart.whole_tokens}
     return WorkList.allocate(shape, device=device, tiles=(tile, None), max_context=131072, **room | args.work)
 

@@ -68,7 +68,7 @@ def lines(args: argparse.Namespace, timer: Timer) -> Lines:
             for rows, context in args.layer:
                 if context <= c.max_positions:
                     bench = Bench(Case(c, decode_rows([context - 1] * rows)), timer, args.pdl)
-                    work = allocate_decode_work(c, tiles, timer.device, args, rows)
+                    work = allocate_decode_work(c, tiles, timer.device, args, rows, context - 1)
                     work.build(bench.step)
                     ways = {"few keys": bench.few, "paged": partial(bench.listed, work)}
                     verify_fused(bench, work, ways, f"{label} layer {rows} x {context}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,12 @@ import kernel_attention
 import kernels
 from gpu_common import read_model
 from kernel_timing import Line
-from replay import Row
+from replay import Row, choose_bucket, decode_rows
+
+from asyncengine.config import EngineConfig
+from asyncengine.kernels import work_list
+from asyncengine.kernels.cuda import CudaOps, CudaOptions
+from asyncengine.runner import device_steps
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "hidden_size": 128,
@@ -106,3 +112,26 @@ def test_targets_are_measured_whatever_the_contexts() -> None:
     cases = {size: target for size, _, target in kernel_attention.decode_cases(read_model("llama-3.1-8b"), args)}
     assert cases["64 x 2048"] == 0.75
     assert cases["1 x 32768"] == 0.55
+
+
+@pytest.mark.parametrize("shape", ["gpt2", "qwen3-0.6b"])
+def test_work_lists_are_the_engine_s(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured by itself is what runs in a step, for a row, a few, many, and many with late lanes."""
+    for module in (device_steps, work_list, kernel_attention):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(kernel_attention, "can_stream", lambda device: True)
+    device, args = torch.device("cpu"), kernels.parse(["attention"])
+    ops = CudaOps(device, CudaOptions(streamed=True))
+    config = EngineConfig(model="", dtype="bfloat16", max_num_seqs=256, max_num_batched_tokens=256)
+    loaded = SimpleNamespace(config=(c := read_model(shape)), dtype=torch.bfloat16, max_model_len=1024)
+    buckets, work = device_steps.step_buckets(config, loaded, ops), device_steps._StepWork(config, loaded, ops)
+    late = []
+    for rows in (1, 8, 24, 64, 128, 160, 256):
+        for context in (100, 192, 193, 900):
+            [section] = work.of(buckets[choose_bucket(buckets, decode_rows([context] * rows))])[0].sections
+            [ours] = kernel_attention.allocate_decode_work(c, None, device, args, rows, context).sections
+            names = ("tile", "lanes", "late_lanes", "whole_tiles", "min_split_tiles", "split_tiles", "item_step")
+            assert [getattr(ours, name) for name in names] == [getattr(section, name) for name in names]
+            late.append(ours.late_lanes > 0)
+    assert True in late
+    assert False in late
