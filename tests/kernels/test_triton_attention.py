@@ -336,6 +336,16 @@ def items_of(section: Section) -> Iterator[tuple[int, Tensor]]:
             yield lane, items[index]
 
 
+def built_over_another(world: World) -> WorkList:
+    """The list of its step, where one of an earlier step was, with every pair in it."""
+    work = world.work()
+    work.decode.items.fill_(77)
+    work.decode.lane_items.fill_(77)
+    work.build(world.step)
+    check_every_pair(world, work)
+    return work
+
+
 @st.composite
 def apart_cases(draw: st.DrawFn) -> Case:
     """Rows of one token or none, lanes enough for them."""
@@ -373,11 +383,7 @@ def even_pieces(tiles: list[int], whole: int, lanes: int) -> list[int]:
 def test_units_cut_apart(device: torch.device, case: Case) -> None:
     """Evenly, each piece on a lane; along the line if one would be much longer than the lanes' shares of it."""
     world = make_world(case, device)
-    section = (work := world.work()).decode
-    section.items.fill_(77)  # of an earlier step
-    section.lane_items.fill_(77)
-    work.build(world.step)
-    check_every_pair(world, work)
+    section = built_over_another(world).decode
     keys, expected, line, tiles = section.tile.keys, [], 0, []
     for row, (length, _) in enumerate(case.rows):
         if length:
@@ -401,13 +407,7 @@ def decode_section(device: torch.device, *contexts: int | None, lanes: int) -> S
     """The list of rows of one token after so many, None for rows of none."""
     rows = tuple((0, 0) if context is None else (1, context) for context in contexts)
     case = Case(rows, num_kv_heads=1, head_dim=16, programs=lanes, tiles=(SMALL[0], None), min_split_tokens=16)
-    world = make_world(case, device)
-    work = world.work()
-    work.decode.items.fill_(77)  # of an earlier step
-    work.decode.lane_items.fill_(77)
-    work.build(world.step)
-    check_every_pair(world, work)
-    return work.decode
+    return built_over_another(make_world(case, device)).decode
 
 
 @pytest.mark.parametrize("count", [3, 8, 15, 16, 31, 40])
@@ -452,11 +452,7 @@ def late_case(*rows: tuple[int, int], **fields: int) -> Case:
 def test_late_lanes(device: torch.device, case: Case) -> None:
     """Short ones behind the others; many rows that are alike are still not cut."""
     world = make_world(case, device)
-    section = (work := world.work()).decode
-    section.items.fill_(77)  # of an earlier step
-    section.lane_items.fill_(77)
-    work.build(world.step)
-    check_every_pair(world, work)
+    section = (work := built_over_another(world)).decode
     check(world, world.attend(work))
     lanes = [lane for lane, _ in items_of(section)]
     event(f"late lanes {'in use' if lanes and max(lanes) >= case.programs else 'idle'}")
