@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from gpu_common import SHAPES, add_engine_options, model_directory, opened
 from replay import choose_bucket, decode_rows, launch_us, staged
+from triton import TritonError
 from tune_linear import read_table, sites
 
 from asyncengine import AsyncEngine
@@ -240,7 +241,7 @@ class Steps:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                 self._run(rows, plans)
-        except (RuntimeError, ValueError) as e:  # too much shared memory, too many registers
+        except (RuntimeError, ValueError, TritonError) as e:  # too much shared memory, too many registers
             print(f"  {plans}: {e}", flush=True)
             return None
         return graph

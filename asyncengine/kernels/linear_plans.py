@@ -225,7 +225,7 @@ def _streamed(site: Site) -> Iterator[Plan]:
     if site.rows < 8 or site.weight != "bf16":
         return
     for rows in (8, 16, 32, 64, 128, 256):
-        if not site.rows <= 4 * rows <= 4 * site.rows:
+        if not site.rows <= 8 * rows <= 8 * site.rows:
             continue
         for columns in (64, 128, 256) if site.activation == "argmax" and rows >= 64 else (64, 128):
             for inner in (64, 128, 256) if rows <= 64 else (64, 128):
@@ -269,8 +269,11 @@ def _narrow(site: Site) -> Iterator[Plan]:
 
 
 def _stages(size: int, steps: int) -> list[int]:
-    """As many as shared memory has for one or two programs of a multiprocessor."""
-    return [n for n in sorted({min(steps, room // size) for room in (110_000, 220_000)}) if n > 1]
+    """As many as shared memory has for two programs of a multiprocessor, for one, and for one to the last kilobyte.
+
+    What else a program keeps there may leave too little for the last, which then does not compile.
+    """
+    return [n for n in sorted({min(steps, room // size) for room in (110_000, 220_000, 228_000)}) if n > 1]
 
 
 # ---- tables ----
