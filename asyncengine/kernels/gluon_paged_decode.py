@@ -6,10 +6,11 @@ asks for one tile after another, as far ahead as shared memory holds, whatever t
 while the projection that makes queries still runs (see pdl.py). It reads what earlier steps wrote, and nobody reads in
 the cache what this step writes there.
 
-The copies are the tensor memory accelerator's, a block of the cache each. Of a tile each of four warps takes a block,
-with a softmax of its own until the item ends: so a tile costs them no meeting but the one that frees its memory. The
-new token, which is in no tile, comes last. Queries are made, and new keys and values written, by two warps that are an
-item ahead of the four: an item of a few hundred keys would take half as long again if it began with them.
+The copies are the tensor memory accelerator's, a block of the cache each, or half a block where a row's last one has no
+more. Of a tile each of four warps takes a block, with a softmax of its own until the item ends: so a tile costs them no
+meeting but the one that frees its memory. The new token, which is in no tile, comes last. Queries are made, and new
+keys and values written, by two warps that are an item ahead of the four: an item of a few hundred keys would take half
+as long again if it began with them.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
 # mypy: disable-error-code="assignment, var-annotated, unreachable, misc"
@@ -51,6 +52,8 @@ from asyncengine.kernels.work_items import (
 from asyncengine.kernels.work_list import NO_WINDOW, AttentionShape, WorkList, choose_streamed_tile
 
 BLOCK = gl.constexpr(16)  # tokens of a block of the cache
+HALF_BLOCK = gl.constexpr(8)
+SPAN = gl.constexpr(64)  # elements of a token that lie side by side in shared memory: 128 bytes
 KEYS = gl.constexpr(64)
 PREPARING = gl.constexpr(2)  # warps that make queries
 
@@ -88,8 +91,10 @@ def streamed_decode_attention(
     if (shape, window) != (work.shape, work.window) or not streamed:
         raise ConfigError(f"the work list is of window {work.window} and {work.shape}, not {window} and {shape}")
     _streamed_decode_kernel[(section.lanes * kv_heads,)](
-        _blocks_of(k_cache),
-        _blocks_of(v_cache),
+        _boxes_of(k_cache, BLOCK.value, k_cache.shape[3]),
+        _boxes_of(v_cache, BLOCK.value, v_cache.shape[3]),
+        _boxes_of(k_cache, HALF_BLOCK.value, SPAN.value),
+        _boxes_of(v_cache, HALF_BLOCK.value, SPAN.value),
         k_cache,
         v_cache,
         heads,
@@ -116,11 +121,10 @@ def streamed_decode_attention(
     )
 
 
-def _blocks_of(cache: Tensor) -> TensorDescriptor:
-    """A cache [num_blocks, Hk, block_size, D] as the accelerator copies it, a head's block at a time."""
-    box = [BLOCK.value, cache.shape[3]]
-    layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)
-    return TensorDescriptor.from_tensor(cache.view(-1, cache.shape[3]), box, layout)
+def _boxes_of(cache: Tensor, tokens: int, elements: int) -> TensorDescriptor:
+    """A cache [num_blocks, Hk, block_size, D] as the accelerator copies it, so much of a head's block at a time."""
+    layout = gl.NVMMASharedLayout.get_default_for([tokens, elements], gl.bfloat16)
+    return TensorDescriptor.from_tensor(cache.view(-1, cache.shape[3]), [tokens, elements], layout)
 
 
 @gluon.constexpr_function
@@ -166,9 +170,22 @@ def _copy(cache, block, index, first, last, head, KV_HEADS: gl.constexpr, ready,
 
 
 @gluon.jit
+def _copy_half(halves, block, head, KV_HEADS: gl.constexpr, D: gl.constexpr, ready, tiles, place):
+    """The first half of a block, and the same in place of the second, so that as many bytes come as of a whole one.
+
+    So the half that nobody has written yet is not read: the second time the first one is in the L2 cache.
+    """
+    line = (block * KV_HEADS + head) * BLOCK
+    PARTS: gl.constexpr = D // SPAN
+    parts = tiles._reinterpret(gl.bfloat16, [tiles.shape[0] * 2 * PARTS, HALF_BLOCK, SPAN], halves.layout)
+    for i in gl.static_range(2 * PARTS):
+        tma.async_copy_global_to_shared(halves, [line, i // 2 * SPAN], ready, parts.index(place * (2 * PARTS) + i))
+
+
+@gluon.jit
 def _fill(
-    k_blocks, v_blocks, ks, vs, ready, free, items, first_item, last_item, row, context, begin, end, block_tables,
-    stride_table, window, head, KV_HEADS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    k_blocks, v_blocks, k_halves, v_halves, ks, vs, ready, free, items, first_item, last_item, row, context, begin,
+    end, block_tables, stride_table, window, head, KV_HEADS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The warp that asks for all tiles. Where they are it reads one turn ahead, across items."""
     table = block_tables + row.to(gl.int64) * stride_table
@@ -191,14 +208,19 @@ def _fill(
             count = gl.maximum(last - first, 0)
             for blocks in gl.static_range(BLOCKS + 1):  # the bytes to expect are part of the instruction
                 mbarrier.expect(filled, blocks * BLOCK * D * 4, pred=count == blocks)
-            _copy(k_blocks, a, 0, first, last, head, KV_HEADS, filled, ks, slot)
-            _copy(k_blocks, b, 1, first, last, head, KV_HEADS, filled, ks, slot)
-            _copy(k_blocks, c, 2, first, last, head, KV_HEADS, filled, ks, slot)
-            _copy(k_blocks, d, 3, first, last, head, KV_HEADS, filled, ks, slot)
-            _copy(v_blocks, a, 0, first, last, head, KV_HEADS, filled, vs, slot)
-            _copy(v_blocks, b, 1, first, last, head, KV_HEADS, filled, vs, slot)
-            _copy(v_blocks, c, 2, first, last, head, KV_HEADS, filled, vs, slot)
-            _copy(v_blocks, d, 3, first, last, head, KV_HEADS, filled, vs, slot)
+            whole = gl.minimum(last, (context + HALF_BLOCK - 1) // BLOCK - tile * BLOCKS)
+            _copy(k_blocks, a, 0, first, whole, head, KV_HEADS, filled, ks, slot)
+            _copy(k_blocks, b, 1, first, whole, head, KV_HEADS, filled, ks, slot)
+            _copy(k_blocks, c, 2, first, whole, head, KV_HEADS, filled, ks, slot)
+            _copy(k_blocks, d, 3, first, whole, head, KV_HEADS, filled, ks, slot)
+            _copy(v_blocks, a, 0, first, whole, head, KV_HEADS, filled, vs, slot)
+            _copy(v_blocks, b, 1, first, whole, head, KV_HEADS, filled, vs, slot)
+            _copy(v_blocks, c, 2, first, whole, head, KV_HEADS, filled, vs, slot)
+            _copy(v_blocks, d, 3, first, whole, head, KV_HEADS, filled, vs, slot)
+            if (first < last) & (whole < last):
+                block = gl.where(whole == 0, a, gl.where(whole == 1, b, gl.where(whole == 2, c, d)))
+                _copy_half(k_halves, block, head, KV_HEADS, D, filled, ks, slot * BLOCKS + whole)
+                _copy_half(v_halves, block, head, KV_HEADS, D, filled, vs, slot * BLOCKS + whole)
             first, last, a, b, c, d = next_first, next_last, next_a, next_b, next_c, next_d
             turn += 1
         table, context, begin, end = next_table, next_context, next_begin, next_end
@@ -394,9 +416,9 @@ def _attend(
 
 @GluonKernel
 def _streamed_decode_kernel(
-    k_blocks, v_blocks, k_cache, v_cache, heads, q_norm, k_norm, eps, cos_sin, slot_mapping, out, block_tables, items,
-    lane_items, partials, stats, arrivals, scale, window, stride_heads, stride_out, stride_table, stats_size,
-    NORM: gl.constexpr, ROTARY: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr,
+    k_blocks, v_blocks, k_halves, v_halves, k_cache, v_cache, heads, q_norm, k_norm, eps, cos_sin, slot_mapping, out,
+    block_tables, items, lane_items, partials, stats, arrivals, scale, window, stride_heads, stride_out, stride_table,
+    stats_size, NORM: gl.constexpr, ROTARY: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Grid: lanes x KV heads, heads of a lane side by side, since their KV lies side by side in a block."""
@@ -434,8 +456,8 @@ def _streamed_decode_kernel(
                 stats_size, head, GROUP, KV_HEADS, D, STAGES, AHEAD,
             )),
             (_fill, (
-                k_blocks, v_blocks, ks, vs, ready, free, items, first_item, last_item, row, context, begin, end,
-                block_tables, stride_table, window, head, KV_HEADS, D, STAGES,
+                k_blocks, v_blocks, k_halves, v_halves, ks, vs, ready, free, items, first_item, last_item, row,
+                context, begin, end, block_tables, stride_table, window, head, KV_HEADS, D, STAGES,
             )),
             (_prepare, (
                 k_cache, v_cache, heads, q_norm, k_norm, eps, cos_sin, slot_mapping, queries, new_scores, new_values,
