@@ -22,7 +22,7 @@ Of a head whose rows are all sampled greedily, a program stores one rank for eac
 from __future__ import annotations
 
 import logging
-from functools import partial
+from functools import cache, partial
 
 import torch
 import triton
@@ -150,8 +150,8 @@ def _launch(
     if strided or out.shape[-2:] != (rows, width) or weight.shape != (columns * (1 + gated), inner):
         raise ValueError(f"x {list(x.shape)}, weight {list(weight.shape)} and out {list(out.shape)} do not fit")
     _streamed_kernel[(triton.cdiv(rows, plan.rows), programs, plan.split)](
-        _tiles(x, plan.rows, plan.inner),
-        _gate_and_up(weight, plan.columns, plan.inner) if gated else _tiles(weight, plan.columns, plan.inner),
+        tiles_of(x, plan.rows, plan.inner),
+        _gate_and_up(weight, plan.columns, plan.inner) if gated else tiles_of(weight, plan.columns, plan.inner),
         weight if bias is None else bias,
         out,
         weight if vector is None else vector,
@@ -179,12 +179,20 @@ def _launch(
     )
 
 
-def _tiles(x: Tensor, rows: int, inner: int) -> TensorDescriptor:
-    """x [M, K] as the accelerator copies it, in tiles of so many rows and elements of K."""
+@cache
+def _tile_layout(rows: int, inner: int) -> gl.NVMMASharedLayout:
+    """How a tile lies in shared memory. Kept: Triton takes 5 us for it, of some 50 for a launch."""
+    return gl.NVMMASharedLayout.get_default_for([rows, inner], gl.bfloat16)
+
+
+def tiles_of(x: Tensor, rows: int, inner: int) -> TensorDescriptor:
+    """x [M, K] as the accelerator copies it, in tiles of so many rows and elements of K. ValueError if it cannot."""
     if x.stride(0) % 8 or x.data_ptr() % 16:
         raise ValueError(f"rows of {list(x.shape)} with stride {x.stride(0)} are not aligned to 16 bytes")
-    layout = gl.NVMMASharedLayout.get_default_for([rows, inner], gl.bfloat16)
-    return TensorDescriptor.from_tensor(x, [rows, inner], layout)
+    return TensorDescriptor.from_tensor(x, [rows, inner], _tile_layout(rows, inner))
+
+
+_GATE_AND_UP = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 
 
 def _gate_and_up(weight: Tensor, rows: int, inner: int) -> TensorDescriptor:
@@ -193,9 +201,8 @@ def _gate_and_up(weight: Tensor, rows: int, inner: int) -> TensorDescriptor:
     A thread's sums are of rows that lie 8 apart, so it gets what belongs together.
     """
     columns, k = len(weight) // 2, weight.shape[1]
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
     shape, strides = [columns // 8, 2, 8, k], [8 * k, columns * k, k, 1]
-    return TensorDescriptor(weight, shape, strides, [rows // 16, 2, 8, inner], layout)
+    return TensorDescriptor(weight, shape, strides, [rows // 16, 2, 8, inner], _GATE_AND_UP)
 
 
 @gluon.jit

@@ -24,12 +24,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from asyncengine.errors import ConfigError
 from asyncengine.kernels.device_step import DeviceStep
-from asyncengine.kernels.gluon_linear import GluonKernel, next_power_of_2, stretches
+from asyncengine.kernels.gluon_linear import GluonKernel, next_power_of_2, stretches, tiles_of
 from asyncengine.kernels.gluon_paged_results import BLOCKS, GROUP_ROWS, finish, join_warps
 from asyncengine.kernels.ops import HeadNorms
 from asyncengine.kernels.pdl import launch_options
@@ -90,11 +89,10 @@ def streamed_decode_attention(
     streamed = work.takes_heads and tile.streamed and tile.keys == KEYS.value
     if (shape, window) != (work.shape, work.window) or not streamed:
         raise ConfigError(f"the work list is of window {work.window} and {work.shape}, not {window} and {shape}")
+    k_lines, v_lines = (cache.view(-1, dim) for cache in (k_cache, v_cache))
     _streamed_decode_kernel[(section.lanes * kv_heads,)](
-        _boxes_of(k_cache, BLOCK.value, k_cache.shape[3]),
-        _boxes_of(v_cache, BLOCK.value, v_cache.shape[3]),
-        _boxes_of(k_cache, HALF_BLOCK.value, SPAN.value),
-        _boxes_of(v_cache, HALF_BLOCK.value, SPAN.value),
+        *(tiles_of(lines, BLOCK.value, dim) for lines in (k_lines, v_lines)),
+        *(tiles_of(lines, HALF_BLOCK.value, SPAN.value) for lines in (k_lines, v_lines)),
         k_cache,
         v_cache,
         heads,
@@ -119,12 +117,6 @@ def streamed_decode_attention(
         maxnreg=128,  # on average: the warps that compute take 200, two programs a multiprocessor have them
         **launch_options(pdl),
     )
-
-
-def _boxes_of(cache: Tensor, tokens: int, elements: int) -> TensorDescriptor:
-    """A cache [num_blocks, Hk, block_size, D] as the accelerator copies it, so much of a head's block at a time."""
-    layout = gl.NVMMASharedLayout.get_default_for([tokens, elements], gl.bfloat16)
-    return TensorDescriptor.from_tensor(cache.view(-1, cache.shape[3]), [tokens, elements], layout)
 
 
 @gluon.constexpr_function
