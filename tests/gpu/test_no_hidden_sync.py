@@ -7,6 +7,7 @@ come back only when the event behind the sleep has fired.
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import warnings
 from collections.abc import Iterator
@@ -25,6 +26,15 @@ SMALL: dict[str, Any] = {
     "num_kv_blocks": 9, "max_model_len": 96,
 }  # fmt: skip
 GREEDY, SAMPLED = (0.0, 0, 1.0, 0.0, 1), (1.0, 20, 0.9, 0.01, 5)  # temperature, top_k, top_p, min_p, seed
+
+
+@pytest.fixture(autouse=True)
+def short_collections() -> Iterator[None]:
+    """As ``asyncengine serve`` has them: a collection of all that tests import may take longer than a sleep."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def slept(stream: torch.cuda.Stream, milliseconds: int) -> torch.cuda.Event:
