@@ -48,6 +48,10 @@ AT_ONCE = 12
 BEST = 4
 """Plans of a site that are tried together with as many of another."""
 
+MULTIPROCESSORS, EARLY_PROGRAMS = 132, 100
+L2_BYTES_US, STEP_US, NORM_US = 110e3, 0.1, 2.5
+"""What a multiprocessor of the H200 takes from L2, a step of K, and a norm's kernel, which parts of a sum need."""
+
 Plans = dict[Site, Plan]
 
 
@@ -67,7 +71,9 @@ def main() -> None:
     parser.add_argument("--rows", default="8,16,32,64,128,256")
     parser.add_argument("--context", type=int, default=288, help="tokens of a row (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=6, help="of the model that plans are tried in")
-    parser.add_argument("--most", type=int, default=40, help="plans tried of a site, chosen at random, beside its own")
+    parser.add_argument(
+        "--most", type=int, default=40, help="plans tried of a site: half of them likely ones, the others at random"
+    )
     parser.add_argument("--turns", type=int, default=2, help="of all sites")
     parser.add_argument("--threads", type=int, default=8, help="that compile")
     parser.add_argument("--out", help="table that takes the plans found")
@@ -144,8 +150,25 @@ def candidate_plans(model: str, rows: int, most: int) -> dict[Site, list[Plan]]:
         if name != "head" or rows == 1:
             plans = [plan for plan in candidates(site) if plan.kind != "tiled" and plan.warps in (4, 8)]
             random.Random(0).shuffle(plans)
-            chosen[site] = plans[:most]
+            streamed = [plan for plan in plans if plan.kind == "streamed"]
+            likely = sorted(streamed, key=partial(expected_us, site))[: most // 2]
+            chosen[site] = list(dict.fromkeys((*likely, *plans)))[:most]
     return dict(sorted(chosen.items(), key=lambda entry: -entry[0].weight_bytes))
+
+
+def expected_us(site: Site, plan: Plan) -> float:
+    """What a streamed plan takes once it may read x, very roughly: good for an order, not for a figure.
+
+    Its programs have as many weights by then as their shared memory holds, or half as many if there is hardly a
+    multiprocessor to start on early; the rest, and x, come from L2.
+    """
+    span = site.inner // plan.split
+    weights, x = 2 * plan.columns * span, 2 * plan.rows * span
+    programs = -(-site.weight_rows // plan.columns) * -(-site.rows // plan.rows) * plan.split
+    ahead = min(weights, 2 * plan.columns * plan.inner * plan.stages) * (1 if programs <= EARLY_PROGRAMS else 0.5)
+    turns = -(-programs // MULTIPROCESSORS)
+    copied = weights - ahead + x + (turns - 1) * (weights + x)
+    return copied / L2_BYTES_US + STEP_US * (span // plan.inner) + (NORM_US if plan.split > 1 else 0)
 
 
 def norm_between(model: str, rows: int) -> list[tuple[Site, Site]]:

@@ -11,7 +11,7 @@ import pytest
 import tune_steps
 from gpu_common import SHAPES, read_model
 
-from asyncengine.kernels.linear_plans import CUBLAS, Plan, PlanTable, Site
+from asyncengine.kernels.linear_plans import CUBLAS, Plan, PlanTable, Site, candidates
 
 A, B = (Site(columns, 64, 8, "none", None, False, True) for columns in (64, 128))
 SLOW, FAST, FASTER = (Plan("streamed", 64, 64, 4, 8, 1, stages) for stages in (2, 3, 4))
@@ -29,6 +29,26 @@ def test_every_matrix_of_a_greedy_step_has_plans(model: str) -> None:
         assert 0 < len(plans) <= 7
         assert all(plan.fits(site.columns, site.inner, site.activation == "silu_mul") for plan in plans)
     assert {site.inner for site in tried} <= {c.hidden_size, c.intermediate_size, c.num_heads * c.head_dim}
+
+
+def test_most_plans_of_the_package_are_likely() -> None:
+    """Twenty of up to 180 hold five of six; chance would hold half."""
+    found, by_chance = [], 0.0
+    for site, plan in PlanTable.shipped().items():
+        if plan.kind == "streamed":
+            streamed = [other for other in candidates(site) if other.kind == "streamed"]
+            ordered = sorted(streamed, key=lambda other: tune_steps.expected_us(site, other))
+            found.append(plan in ordered[:20])
+            by_chance += min(1, 20 / len(streamed))
+    assert len(found) > 50
+    assert sum(found) > 0.8 * len(found) > 1.4 * by_chance
+
+
+def test_half_of_what_is_tried_is_likely() -> None:
+    [(site, plans), *_] = tune_steps.candidate_plans("qwen3-0.6b", 64, most=8).items()
+    streamed = [plan for plan in candidates(site) if plan.kind == "streamed"]
+    assert set(sorted(streamed, key=lambda plan: tune_steps.expected_us(site, plan))[:4]) <= set(plans)
+    assert len(set(plans)) == 8
 
 
 @pytest.mark.parametrize("model", SHAPES)
