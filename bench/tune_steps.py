@@ -32,14 +32,14 @@ from typing import Any, NamedTuple
 import torch
 from gpu_common import SHAPES, add_engine_options, model_directory, opened
 from replay import choose_bucket, decode_rows, launch_us, staged
-from triton import TritonError
 from tune_linear import read_table, sites
 
 from asyncengine import AsyncEngine
 from asyncengine.cli.embed import loop_factory
 from asyncengine.kernels.compiling import compile_launches
-from asyncengine.kernels.linear_plans import Plan, PlanTable, Site, candidates, default_plan
+from asyncengine.kernels.linear_plans import MULTIPROCESSORS, Plan, PlanTable, Site, candidates, default_plan
 from asyncengine.runner.device_steps import GREEDY
+from asyncengine.runner.tuning import FAILURES
 
 GAIN = 0.997
 """A plan replaces another if a step takes at most so much of its time: less is noise."""
@@ -48,9 +48,10 @@ AT_ONCE = 12
 BEST = 4
 """Plans of a site that are tried together with as many of another."""
 
-MULTIPROCESSORS, EARLY_PROGRAMS = 132, 100
 L2_BYTES_US, STEP_US, NORM_US = 110e3, 0.1, 2.5
 """What a multiprocessor of the H200 takes from L2, a step of K, and a norm's kernel, which parts of a sum need."""
+EARLY_PROGRAMS = 100
+"""So many, at most, find room while the kernel before them runs."""
 
 Plans = dict[Site, Plan]
 
@@ -264,7 +265,7 @@ class Steps:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                 self._run(rows, plans)
-        except (RuntimeError, ValueError, TritonError) as e:  # too much shared memory, too many registers
+        except FAILURES as e:
             print(f"  {plans}: {e}", flush=True)
             return None
         return graph

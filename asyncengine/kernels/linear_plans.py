@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 MAX_ROWS = 256
 """Beyond, arithmetic binds and not memory: cuBLAS."""
 SKINNY_ROWS = 32
-_MULTIPROCESSORS = 132
+MULTIPROCESSORS = 132
 """Of the H200, for whose size plans are offered."""
 
 
@@ -236,7 +236,7 @@ def _streamed(site: Site) -> Iterator[Plan]:
                     sums = rows * columns // 128
                     if steps < 2 or sums > 256 or programs < 24 or (split > 1 and programs > 300):
                         continue
-                    if rows < min(64, site.rows) and tiles > _MULTIPROCESSORS:
+                    if rows < min(64, site.rows) and tiles > MULTIPROCESSORS:
                         continue  # weights would be read several times, and nobody was idle
                     for stages in _stages((rows + columns) * inner * 2, steps):
                         plan = Plan("streamed", columns, inner, 4, rows, split, stages, fused_norm=False)
@@ -253,11 +253,11 @@ def _narrow(site: Site) -> Iterator[Plan]:
         return
     for rows in (8, 16, 32, 64):
         blocks = -(-site.rows // rows)
-        if not site.rows <= 4 * rows <= 4 * site.rows or site.weight_rows // 64 * blocks > _MULTIPROCESSORS:
+        if not site.rows <= 4 * rows <= 4 * site.rows or site.weight_rows // 64 * blocks > MULTIPROCESSORS:
             continue
         for columns in (16, 32):
             for split in (1, 2) if site.add else (1,):
-                if site.weight_rows // columns * blocks * split > 2 * _MULTIPROCESSORS:
+                if site.weight_rows // columns * blocks * split > 2 * MULTIPROCESSORS:
                     continue
                 for inner in (128, 256):
                     steps = site.inner // split // inner

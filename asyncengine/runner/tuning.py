@@ -45,7 +45,8 @@ _BUDGET_S = 30.0
 _TRIED = 8
 """Plans that an engine measures of a site, beside cuBLAS. With plans of two models of three given, they hold the
 fastest of the hundred candidates for the third in three cases of five."""
-_FAILURES = (RuntimeError, ValueError, TritonError)  # too much shared memory, too many registers
+FAILURES = (RuntimeError, ValueError, TritonError)
+"""Of plans that cannot run: too much shared memory, too many registers."""
 _COLD_BYTES = 160 << 20
 """Weights of one timing: three times the L2 cache of a Hopper GPU."""
 _MIN_CALLS, _MAX_CALLS = 3, 48
@@ -78,7 +79,7 @@ class Tuner:
         for plan in plans:
             try:
                 timed.append((self._time(case, plan, stream, repeats), plan))
-            except _FAILURES as e:
+            except FAILURES as e:
                 if isinstance(e, torch.OutOfMemoryError):
                     raise
         return sorted(timed, key=lambda entry: entry[0])
@@ -167,7 +168,7 @@ def norm_behind(stream: Stream, norm: Norm, *, pdl: bool) -> Tensor | Unnormed:
 
 
 def _try(call: Callable[[], None]) -> None:
-    with contextlib.suppress(*_FAILURES):
+    with contextlib.suppress(*FAILURES):
         call()
 
 
