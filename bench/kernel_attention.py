@@ -38,9 +38,7 @@ from asyncengine.kernels.work_list import (
     AttentionShape,
     Tile,
     WorkList,
-    choose_apart,
-    choose_late,
-    choose_streamed_tile,
+    choose_cut,
     choose_tiles,
     multiprocessors,
 )
@@ -154,15 +152,15 @@ def allocate_decode_work(
     c: ModelConfig, tiles: Tiles | None, device: torch.device, args: Any, rows: int, context: int
 ) -> WorkList:
     """That of steps of one-token rows, after so many tokens at most: as an engine has it, or as the options say."""
-    shape, sms = attention_shape(c), multiprocessors(device)
-    tile = choose_streamed_tile(shape, BLOCK_SIZE)
-    if tiles or not tile or not can_stream(device) or args.work.get("split_tokens"):
+    shape, cut = attention_shape(c), None
+    if not tiles and can_stream(device) and not args.work.get("split_tokens"):
+        cut = choose_cut(rows, context, shape, BLOCK_SIZE, multiprocessors(device))
+    if cut is None:
         return allocate_work(c, [], tiles, device, args).decode_only
-    short = choose_late(rows, shape, BLOCK_SIZE, sms)
-    room = {"max_rows": max(256, rows), "max_tokens": max(2048, rows), "late": short is not None and context > short}
-    if apart := choose_apart(rows, shape, BLOCK_SIZE, sms):
-        tile, room = apart.tile, {"max_rows": rows, "max_tokens": rows, "whole_tokens": apart.whole_tokens}
-    return WorkList.allocate(shape, device=device, tiles=(tile, None), max_context=131072, **room | args.work)
+    max_rows, max_tokens = (rows, rows) if cut.whole_tokens else (max(256, rows), max(2048, rows))
+    room = {"max_rows": max_rows, "max_tokens": max_tokens, "max_context": 131072}
+    options = {"whole_tokens": cut.whole_tokens, "late": cut.late} | args.work
+    return WorkList.allocate(shape, device=device, tiles=(cut.tile, None), **room, **options)
 
 
 def attention_shape(c: ModelConfig) -> AttentionShape:

@@ -168,6 +168,24 @@ def choose_late(rows: int, shape: AttentionShape, block_size: int, sms: int) -> 
     return max(0, _LATE_COST * lanes // rows - ITEM_COST) * tile.keys
 
 
+class Cut(NamedTuple):
+    """How a work list for gluon_paged_decode.py cuts the rows of a decode step."""
+
+    tile: Tile
+    whole_tokens: int
+    """of the longest unit that is not cut apart; 0 if units are cut along the line"""
+    late: bool
+    """There are late lanes."""
+
+
+def choose_cut(rows: int, context: int, shape: AttentionShape, block_size: int, sms: int) -> Cut | None:
+    """For decode steps of so many rows, after so many tokens at most; None if they are for another kernel."""
+    if apart := choose_apart(rows, shape, block_size, sms):
+        return Cut(*apart, late=False)
+    tile, short = choose_streamed_tile(shape, block_size), choose_late(rows, shape, block_size, sms)
+    return Cut(tile, 0, short is not None and context > short) if tile else None
+
+
 @dataclass(frozen=True, slots=True)
 class Section:
     """The items of one variant, decode, prefill or both, and the room for their partial results."""

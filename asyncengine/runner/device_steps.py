@@ -18,9 +18,10 @@ from asyncengine.kernels.triton_decode import longest_context
 from asyncengine.kernels.triton_sampler import sample
 from asyncengine.kernels.work_list import (
     AttentionShape,
+    Cut,
     Tile,
     WorkList,
-    choose_apart,
+    choose_cut,
     choose_late,
     choose_streamed_tile,
     multiprocessors,
@@ -75,11 +76,11 @@ def _split_tokens(max_model_len: int) -> int:
     return max(1, -(-max_model_len // (1024 * _INVARIANT_SPLITS))) * 1024
 
 
-def _choose_streamed_tile(config: EngineConfig, loaded: LoadedModel, ops: CudaOps) -> Tile | None:
-    """That of decode steps if Gluon computes their attention."""
+def _is_streamed(config: EngineConfig, loaded: LoadedModel, ops: CudaOps) -> bool:
+    """Whether Gluon computes the attention of decode steps."""
     if config.batch_invariant or not ops.options.streamed:
-        return None
-    return choose_streamed_tile(attention_shape(loaded), config.block_size)
+        return False
+    return choose_streamed_tile(attention_shape(loaded), config.block_size) is not None
 
 
 def step_buckets(config: EngineConfig, loaded: LoadedModel, ops: CudaOps) -> list[Bucket]:
@@ -89,8 +90,8 @@ def step_buckets(config: EngineConfig, loaded: LoadedModel, ops: CudaOps) -> lis
     of the 8B 3,755 instead of 3,812) only if query heads share keys (of GPT-2 199 us instead of 194). There the short
     contexts of many rows have buckets of their own too, without late lanes (see ``choose_late``).
     """
-    shape, streamed = attention_shape(loaded), _choose_streamed_tile(config, loaded, ops) is not None
-    sms = multiprocessors(ops.device)
+    shape, sms = attention_shape(loaded), multiprocessors(ops.device)
+    streamed = _is_streamed(config, loaded, ops)
 
     def few_keys(tokens: int) -> int:
         return 0 if config.batch_invariant else longest_context(tokens, shape, sms)
@@ -126,32 +127,31 @@ class _StepWork:
             }  # fmt: skip
 
         self._any = allocate(split_tokens=_split_tokens(loaded.max_model_len) if config.batch_invariant else 0)
-        tile = _choose_streamed_tile(config, loaded, ops)
-        self._decode = allocate(tile) if tile else {window: work.decode_only for window, work in self._any.items()}
-        counts = range(1, config.max_num_seqs + 1) if tile else ()
-        self._many = {rows for rows in counts if choose_late(rows, shape, config.block_size, sms) is not None}
-        self._late = allocate(tile, late=True) if self._many else self._decode
-        self._ways = {rows: choose_apart(rows, shape, config.block_size, sms) for rows in counts}
-        self._apart = {
-            way: allocate(
-                way.tile, max_rows=min(config.max_num_seqs, way.tile.count_lanes(shape, sms)),
-                whole_tokens=way.whole_tokens,
-            )
-            for way in set(self._ways.values()) if way
-        }  # fmt: skip
+        streamed = _is_streamed(config, loaded, ops)
+
+        def choose(rows: int, context: int) -> Cut | None:
+            return choose_cut(rows, context, shape, config.block_size, sms) if streamed else None
+
+        self._choose = choose
+        counts = range(1, config.max_num_seqs + 1)
+        self._decode: dict[Cut | None, dict[int, WorkList]] = {}
+        self._decode[None] = {window: work.decode_only for window, work in self._any.items()}
+        for cut in {choose(rows, context) for rows in counts for context in (0, ANY_CONTEXT)}:
+            if cut:
+                most = cut.tile.count_lanes(shape, sms) if cut.whole_tokens else config.max_num_seqs
+                self._decode[cut] = allocate(
+                    cut.tile, max_rows=min(most, config.max_num_seqs), whole_tokens=cut.whole_tokens, late=cut.late
+                )
 
     def of(self, bucket: Bucket) -> dict[int, WorkList]:
         if not bucket.single_token_rows:
             return self._any
-        if bucket.max_rows in self._many and bucket.max_context == ANY_CONTEXT:
-            return self._late
-        way = self._ways.get(bucket.max_rows)
-        return self._apart[way] if way else self._decode
+        return self._decode[self._choose(bucket.max_rows, bucket.max_context)]
 
     def has_few_keys(self, bucket: Bucket) -> bool:
-        """Whether decode_attention computes its steps."""
-        short_rows = bucket.single_token_rows and bucket.max_rows in self._many
-        return bucket.max_context < ANY_CONTEXT and not short_rows
+        """Whether decode_attention computes its steps. Those that are only too short for late lanes have a list."""
+        cut = self._choose(bucket.max_rows, ANY_CONTEXT) if bucket.single_token_rows else None
+        return bucket.max_context < ANY_CONTEXT and not (cut and cut.late)
 
 
 class DeviceSteps:
