@@ -362,7 +362,7 @@ class AsyncEngine:
         if self._backend is None:
             return
         news, alive = self._backend.step_loop.drain()
-        for key, index, tokens, finish, *times_and_cached in news:
+        for key, index, tokens, finish, first_ns, last_ns, scheduled_ns, cached_tokens in news:
             stream = self._by_key.get(key)
             if stream is None:
                 continue  # aborted; its last tokens were under way
@@ -370,7 +370,7 @@ class AsyncEngine:
                 stream.fail(EngineError("the model returned logits that are not finite for this request"))
                 continue
             try:
-                stream.feed(index, tokens, finish, *times_and_cached)
+                stream.feed(index, tokens, finish, first_ns, last_ns, scheduled_ns, cached_tokens)
             except Exception as e:  # a bug while handling one request must not cost the others theirs
                 logger.exception("request %s failed", stream.request_id)
                 self._abort_in_core(key)

@@ -30,18 +30,21 @@ if TYPE_CHECKING:
 
 # FinishReason of csrc/core/sequence.h.
 NOT_FINISHED, STOPPED, LENGTH, ABORTED, FAILED = range(5)
+_WHOLE_AT_ONCE = 32
+"""Tokens whose text is made together when only the end is waited for: few enough that the loop is not held up."""
 
 
 class _SequenceState:
-    """Text and tokens of one sequence: all of them, and those not taken yet."""
+    """Text and tokens of one sequence, and how much of them has been taken."""
 
     __slots__ = (
+        "_decoded",
         "_detokenizer",
         "_matcher",
         "_params",
+        "_taken_texts",
+        "_taken_tokens",
         "finish_reason",
-        "new_text",
-        "new_tokens",
         "stop_reason",
         "texts",
         "token_ids",
@@ -56,56 +59,70 @@ class _SequenceState:
         )
         self.token_ids: list[int] = []
         self.texts: list[str] = []
+        self._decoded = 0  # tokens whose text is made
+        self._taken_tokens = self._taken_texts = 0
         self.untaken = False
-        self.new_text = ""
-        self.new_tokens: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
 
-    def feed(self, tokens: list[int], finish: int) -> bool:
-        """Take in tokens and perhaps the end; True if a stop string ended the sequence before the core did."""
+    def feed(self, tokens: list[int], finish: int, whole: bool) -> bool:
+        """Take in tokens and perhaps the end; True if a stop string ended the sequence before the core did.
+
+        With ``whole`` nobody looks at the text before the end, so it is made of many tokens at a time.
+        """
         if self.finish_reason is not None:
             return False  # tokens that were under way when a stop string ended it
-        self.untaken = True
-        if self._matcher is None:
-            self._append(tokens, self._text_of(tokens, finish))
-        else:
-            for i, token in enumerate(tokens):
-                last = finish if i == len(tokens) - 1 else NOT_FINISHED
-                text, stop = self._matcher.push(self._text_of([token], last))
-                self._append([token], text)
-                if stop is not None:
-                    self.finish_reason, self.stop_reason = FinishReason.STOP, stop
-                    return finish == NOT_FINISHED
+        if self._matcher is not None:
+            return self._feed_matcher(self._matcher, tokens, finish)
+        self.token_ids += tokens
+        if whole and finish == NOT_FINISHED and len(self.token_ids) - self._decoded < _WHOLE_AT_ONCE:
+            return False
+        self._decode(finish)
         if finish != NOT_FINISHED:
-            self._end(finish)
+            self._end(finish, self._detokenizer.flush())
         return False
+
+    def _feed_matcher(self, matcher: StopStringMatcher, tokens: list[int], finish: int) -> bool:
+        for i, token in enumerate(tokens):
+            self.token_ids.append(token)
+            text, stop = matcher.push(self._text_of([token], finish if i == len(tokens) - 1 else NOT_FINISHED))
+            self._append(text)
+            if stop is not None:
+                self.finish_reason, self.stop_reason = FinishReason.STOP, stop
+                return finish == NOT_FINISHED
+        if finish != NOT_FINISHED:
+            rest, stop = matcher.push(self._detokenizer.flush())
+            if stop is None:
+                self._end(finish, rest + matcher.flush())
+            else:
+                self._append(rest)
+                self.finish_reason, self.stop_reason = FinishReason.STOP, stop
+        return False
+
+    def take(self) -> tuple[str, list[int]]:
+        """What is new since the last call."""
+        text, tokens = "".join(self.texts[self._taken_texts :]), self.token_ids[self._taken_tokens :]
+        self._taken_texts, self._taken_tokens, self.untaken = len(self.texts), len(self.token_ids), False
+        return text, tokens
+
+    def _decode(self, finish: int) -> None:
+        self._append(self._text_of(self.token_ids[self._decoded :], finish))
+        self._decoded = len(self.token_ids)
 
     def _text_of(self, tokens: list[int], finish: int) -> str:
         if finish == STOPPED and not self._params.include_stop_str_in_output:
             tokens = tokens[:-1]  # the token that ended it is not part of the text
         return self._detokenizer.push(tokens)
 
-    def _end(self, finish: int) -> None:
-        rest = self._detokenizer.flush()
-        if self._matcher is not None:
-            rest, stop = self._matcher.push(rest)
-            if stop is not None:
-                self._append([], rest)
-                self.finish_reason, self.stop_reason = FinishReason.STOP, stop
-                return
-            rest += self._matcher.flush()
-        self._append([], rest)
+    def _end(self, finish: int, rest: str) -> None:
+        self._append(rest)
         self.finish_reason = FinishReason.STOP if finish == STOPPED else FinishReason.LENGTH
         if finish == STOPPED and self.token_ids[-1] in self._params.stop_token_ids:
             self.stop_reason = self.token_ids[-1]
 
-    def _append(self, tokens: list[int], text: str) -> None:
-        self.token_ids += tokens
-        self.new_tokens += tokens
+    def _append(self, text: str) -> None:
         if text:
             self.texts.append(text)
-            self.new_text += text
 
 
 class RequestStream:
@@ -164,10 +181,10 @@ class RequestStream:
             self._cached_tokens = cached_tokens
         sequence = self._sequences[index]
         was_finished = sequence.finish_reason is not None
-        known = sequence.untaken
-        if sequence.feed(tokens, finish):
+        if sequence.feed(tokens, finish, self._whole):
             self._engine.stop_sequence(self._key, index)
-        if sequence.untaken and not known:
+        if not sequence.untaken and not was_finished:
+            sequence.untaken = True
             self._untaken.append(index)
         if sequence.finish_reason is not None and not was_finished:
             self._unfinished -= 1
@@ -205,15 +222,10 @@ class RequestStream:
             await self._news()
         index = self._untaken.pop(0)
         sequence = self._sequences[index]
+        text, tokens = sequence.take()
         delta = RequestDelta(
-            self.request_id,
-            index,
-            sequence.new_text,
-            sequence.new_tokens,
-            sequence.finish_reason,
-            sequence.stop_reason,
+            self.request_id, index, text, tokens, sequence.finish_reason, sequence.stop_reason
         )
-        sequence.untaken, sequence.new_text, sequence.new_tokens = False, "", []
         if self._done and self._error is None and not self._untaken:
             delta.usage, delta.timing = self._usage(), self._timing()
         return delta

@@ -12,11 +12,17 @@ int64_t with_tolerance(int64_t attended) { return attended + attended / 16; }
 }  // namespace
 
 void LaunchTiming::ran(int kind, int64_t attended, int64_t duration) {
+  if (kinds_.empty()) return;
   Kind& k = kinds_[static_cast<size_t>(kind)];
   k.runs[k.num_runs++ % kRemembered] = {attended, duration};
 }
 
+void LaunchTiming::forget(int kind) {
+  if (!kinds_.empty()) kinds_[static_cast<size_t>(kind)].num_runs = 0;
+}
+
 int64_t LaunchTiming::expected(int kind, int64_t attended) const {
+  if (kinds_.empty()) return 0;
   const Kind& k = kinds_[static_cast<size_t>(kind)];
   int64_t least = INT64_MAX;
   size_t found = 0;

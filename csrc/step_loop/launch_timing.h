@@ -12,11 +12,14 @@ namespace asyncengine {
 // launch, which costs nothing but the wait of requests that arrive after it; a late one is a bubble.
 class LaunchTiming {
  public:
-  // Steps of one kind do the same work but for attention, of which `attended` is the measure (StepPlan::attended).
+  // Steps of one kind do the same work but for attention, of which `attended` is the measure (StepPlan::attended). Without
+  // kinds nothing is known of any step.
   explicit LaunchTiming(int num_kinds) : kinds_(static_cast<size_t>(num_kinds)) {}
 
   // A step has taken so long.
   void ran(int kind, int64_t attended, int64_t duration);
+  // What steps of a kind took is no longer so.
+  void forget(int kind);
   // What a step takes at least: the least of the last ones of its kind that attended to as much or less. 0: unknown.
   int64_t expected(int kind, int64_t attended) const;
 

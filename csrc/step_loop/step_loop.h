@@ -55,6 +55,8 @@ class StepLoop {
   // Instead of start(): one round of the step thread's work, by whoever calls. Never waits; true when anything moved.
   // It exists to measure what the thread is worth.
   bool advance();
+  // How long the thread sleeps when advance() moved nothing, unless something arrives.
+  std::chrono::nanoseconds patience() const;
   // Stops the thread; requests still under way are gone without a word. False: the executor hangs, its memory is leaked
   // on purpose because a device may still write to it.
   bool stop(std::chrono::nanoseconds limit);
@@ -107,6 +109,7 @@ class StepLoop {
   bool launch_next(int64_t now);
   bool hold_back(int64_t now);
   int64_t foresee_end() const;
+  int64_t foresee_news() const;
   void saw_pending(int64_t now);
   void saw_end(const InFlightStep& step, int64_t now);
   void launched_late(int64_t end_ns);
@@ -114,7 +117,6 @@ class StepLoop {
   void receive();
   void fail(std::string why);
   void publish_stats();
-  std::chrono::nanoseconds patience(int64_t now) const;
 
   // Event loop.
   void group(const Delivery& delivery);

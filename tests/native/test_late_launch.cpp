@@ -40,6 +40,7 @@ class TimedExecutor final : public Executor {
     return true;
   }
   StepStatus poll(int i) override {
+    ++polls;
     return clock_ns >= runs[latest_[static_cast<size_t>(i)]].end ? StepStatus::kReady : StepStatus::kPending;
   }
   std::string error() const override { return {}; }
@@ -51,6 +52,7 @@ class TimedExecutor final : public Executor {
   std::function<int64_t(const StepInputHeader&)> duration = [](const StepInputHeader&) { return 1000 * kUs; };
   int64_t launch_cost = 20 * kUs;
   std::vector<Run> runs;
+  size_t polls = 0;
 
  private:
   const StepInputHeader& header(int i) const { return StepInputView(inputs_[static_cast<size_t>(i)].data()).header(); }
@@ -80,9 +82,10 @@ struct TimedEngine {
     spec.max_tokens = max_tokens;
     CHECK(loop->submit(spec) == SubmitResult::kAccepted);
   }
-  // As the step thread does it: again at once while anything moves, else after a poll interval.
+  // As the step thread does it: again at once while anything moves, else after a sleep. An idle one sleeps until the test
+  // submits something.
   void look() {
-    if (!loop->advance()) clock_ns += poll_ns;
+    if (!loop->advance()) clock_ns += loop->stats().leases > 0 ? loop->patience().count() + oversleep_ns : 5 * kUs;
     loop->drain([](const StepLoop::News&) {});
   }
   void run_steps(size_t count) {
@@ -111,7 +114,7 @@ struct TimedEngine {
 
   TimedExecutor* device;
   std::unique_ptr<StepLoop> loop;
-  int64_t poll_ns = 5 * kUs;
+  int64_t oversleep_ns = 0;
   uint64_t next_id = 1;
 };
 
@@ -161,6 +164,24 @@ TEST(a_device_with_steady_steps_never_waits) {
     CHECK_EQ(engine.late_launches(), 0);
     const auto& last = engine.device->runs.back();
     CHECK(last.begin - last.launched <= std::min<int64_t>(200, duration) * kUs);
+  }
+}
+
+TEST(a_step_is_watched_at_its_end) {
+  for (const bool late_launch : {true, false}) {
+    TimedEngine engine(late_launch);
+    engine.device->duration = [](const StepInputHeader&) { return 4600 * kUs; };
+    engine.submit();
+    engine.run_steps(20);
+    const size_t before = engine.device->polls;
+    int64_t latest = 0;
+    for (size_t steps = 0; steps < 100; ++steps) {
+      const size_t running = engine.running();
+      while (engine.running() == running) engine.look();
+      latest = std::max(latest, clock_ns - engine.device->runs[running].end);
+    }
+    CHECK(latest <= 25 * kUs);  // a poll interval and a launch
+    CHECK(engine.device->polls - before <= 100 * (4600 / 16 / 5 + 5));
   }
 }
 
@@ -214,7 +235,7 @@ TEST(a_thread_that_sleeps_too_long_makes_few_launches_late) {
   engine.run_steps(20);
   const size_t warm = engine.device->runs.size();
   for (const size_t goal = warm + 3000; engine.device->runs.size() < goal;) {
-    engine.poll_ns = std::uniform_int_distribution<int64_t>(5, 120)(rng) * kUs;
+    engine.oversleep_ns = std::uniform_int_distribution<int64_t>(0, 115)(rng) * kUs;
     engine.look();
   }
   CHECK(engine.late_launches() <= 3000 / 150);
