@@ -37,6 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from asyncengine.kernels.cache_policy import evict_as_usual, evict_first, evict_last
 from asyncengine.kernels.compiling import Kernel
 from asyncengine.kernels.linear_plans import Fused, Plan
 from asyncengine.kernels.ops import Activation, Norm
@@ -166,6 +167,7 @@ def _launch(
         BN=plan.columns,
         BK=plan.inner,
         SPLIT=plan.split,
+        ONCE=rows <= plan.rows,
         STAGES=plan.stages,
         FUSED=fused or "none",
         BIAS=bias is not None,
@@ -206,11 +208,21 @@ def _gate_and_up(weight: Tensor, rows: int, inner: int) -> TensorDescriptor:
 
 
 @gluon.jit
-def _copy_weights(weight, column, k, ready, to, GATED: gl.constexpr, wanted):
+def _copy_weights(weight, column, k, ready, to, GATED: gl.constexpr, ONCE: gl.constexpr, wanted):
+    if ONCE:
+        evict_first()
+    else:
+        evict_as_usual()
     if GATED:
         tma.async_copy_global_to_shared(weight, [column // 8, 0, 0, k], ready, to, pred=wanted)
     else:
         tma.async_copy_global_to_shared(weight, [column, k], ready, to, pred=wanted)
+
+
+@gluon.jit
+def _copy_rows(x, row, k, ready, to, wanted):
+    evict_last()
+    tma.async_copy_global_to_shared(x, [row, k], ready, to, pred=wanted)
 
 
 @gluon.jit
@@ -308,6 +320,7 @@ def _streamed_kernel(
     BN: gl.constexpr,
     BK: gl.constexpr,
     SPLIT: gl.constexpr,
+    ONCE: gl.constexpr,
     STAGES: gl.constexpr,
     FUSED: gl.constexpr,
     BIAS: gl.constexpr,
@@ -320,8 +333,8 @@ def _streamed_kernel(
 ):
     """Grid: blocks of x's rows, tiles of the weight's rows, parts of K. Who shares weights is side by side.
 
-    out: [parts, rows, columns]; of argmax the ranks [rows, tiles]. READS and WRITES: how many sums of a norm's rows are
-    read or written.
+    out: [parts, rows, columns]; of argmax the ranks [rows, tiles]. ONCE: one block has all rows, so one program reads a
+    weight. READS and WRITES: how many sums of a norm's rows are read or written.
     """
     if PDL:
         gdc_launch_dependents()
@@ -366,7 +379,7 @@ def _streamed_kernel(
     # are to come.
     for i in gl.static_range(AHEAD):
         mbarrier.init(ready.index(i), count=1)
-        _copy_weights(weight, column, first + (i + turn) % STEPS * BK, ready.index(i), ws.index(i), GATED, True)
+        _copy_weights(weight, column, first + (i + turn) % STEPS * BK, ready.index(i), ws.index(i), GATED, ONCE, True)
     for i in gl.static_range(AHEAD):
         mbarrier.expect(ready.index(i), BYTES)
     n = column + gl.arange(0, WIDTH, gl.SliceLayout(1, STORED))
@@ -386,7 +399,7 @@ def _streamed_kernel(
     if PDL:
         gdc_wait()
     for i in gl.static_range(AHEAD):
-        tma.async_copy_global_to_shared(x, [row, first + (i + turn) % STEPS * BK], ready.index(i), xs.index(i))
+        _copy_rows(x, row, first + (i + turn) % STEPS * BK, ready.index(i), xs.index(i), True)
     if ADD:
         added = gl.load(at, mask=there, other=0.0)
     if READS > 0:  # while the first of x is on its way
@@ -401,8 +414,8 @@ def _streamed_kernel(
             wanted = (step > 0) & (following < STEPS)
             k = first + (following + turn) % STEPS * BK
             mbarrier.expect(ready.index(free), BYTES, pred=wanted)
-            _copy_weights(weight, column, k, ready.index(free), ws.index(free), GATED, wanted)
-            tma.async_copy_global_to_shared(x, [row, k], ready.index(free), xs.index(free), pred=wanted)
+            _copy_weights(weight, column, k, ready.index(free), ws.index(free), GATED, ONCE, wanted)
+            _copy_rows(x, row, k, ready.index(free), xs.index(free), wanted)
     acc = gl.sum(gl.convert_layout(acc, TOGETHER), 0) if NARROW else warpgroup_mma_wait(0, (acc,))
 
     if READS == 2:
