@@ -2,7 +2,7 @@
 
 A step's keys and values are far more than the cache holds and are read once. Kept as long as anything else, they drive
 out what the next kernel needs: the rows that 64 programs multiply with, block tables, work items. So a copy of theirs
-is marked ``evict_first``, and that of rows that many programs read ``evict_last``.
+is marked to be evicted first, and that of rows that many programs read to be evicted last.
 
 A mark is a comment in the kernel's PTX, for all copies behind it up to the next mark: one call may be several copies.
 So a kernel that marks one marks all. On the way to ptxas the mark becomes an operand of those instructions: Triton
@@ -23,7 +23,7 @@ from triton import knobs
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-_MARK = re.compile(r"// asyncengine: copies from here on: L2::(\w+)")
+_MARK = re.compile(r"// asyncengine: copies from here on: (\w+)")
 _POLICIES = ("evict_first", "evict_last")
 _COPY = re.compile(
     r"(?P<before>\s*(?:@%p\d+ )?cp\.async\.bulk\.tensor\.\dd\.shared::cluster\.global\.mbarrier::complete_tx::bytes)"
@@ -31,31 +31,19 @@ _COPY = re.compile(
 )
 
 
-@gluon.jit
-def evict_first():
-    """What is copied from here on makes room for anything else: nobody reads it again."""
-    gl.inline_asm_elementwise(
-        "mov.b32 $0, 0; // asyncengine: copies from here on: L2::evict_first",
-        "=r", [], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+def _mark(policy: str) -> gl.constexpr:
+    return gl.constexpr(f"mov.b32 $0, 0; // asyncengine: copies from here on: {policy}")
+
+
+EVICT_FIRST, EVICT_LAST = (_mark(policy) for policy in _POLICIES)
+NO_POLICY = _mark("no_policy")
+"""Which is not the same as a policy of evict_normal: that costs 4% of a step."""
 
 
 @gluon.jit
-def evict_as_usual():
-    """What is copied from here on has no policy, which is not the same as one of ``evict_normal``: 3% of a step."""
-    gl.inline_asm_elementwise(
-        "mov.b32 $0, 0; // asyncengine: copies from here on: L2::evict_as_usual",
-        "=r", [], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def evict_last():
-    """What is copied from here on stays as long as there is anything else to make room: many read it."""
-    gl.inline_asm_elementwise(
-        "mov.b32 $0, 0; // asyncengine: copies from here on: L2::evict_last",
-        "=r", [], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+def mark_copies(POLICY: gl.constexpr):
+    """When what is copied from here on makes room in the cache: before anything else, after it, or as usual."""
+    gl.inline_asm_elementwise(POLICY, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 def with_policies(ptx: str) -> str:

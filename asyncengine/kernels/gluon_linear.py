@@ -37,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from asyncengine.kernels.cache_policy import evict_as_usual, evict_first, evict_last
+from asyncengine.kernels.cache_policy import EVICT_FIRST, EVICT_LAST, NO_POLICY, mark_copies
 from asyncengine.kernels.compiling import Kernel
 from asyncengine.kernels.linear_plans import Fused, Plan
 from asyncengine.kernels.ops import Activation, Norm
@@ -209,10 +209,7 @@ def _gate_and_up(weight: Tensor, rows: int, inner: int) -> TensorDescriptor:
 
 @gluon.jit
 def _copy_weights(weight, column, k, ready, to, GATED: gl.constexpr, ONCE: gl.constexpr, wanted):
-    if ONCE:
-        evict_first()
-    else:
-        evict_as_usual()
+    mark_copies(EVICT_FIRST if ONCE else NO_POLICY)
     if GATED:
         tma.async_copy_global_to_shared(weight, [column // 8, 0, 0, k], ready, to, pred=wanted)
     else:
@@ -221,7 +218,7 @@ def _copy_weights(weight, column, k, ready, to, GATED: gl.constexpr, ONCE: gl.co
 
 @gluon.jit
 def _copy_rows(x, row, k, ready, to, wanted):
-    evict_last()
+    mark_copies(EVICT_LAST)
     tma.async_copy_global_to_shared(x, [row, k], ready, to, pred=wanted)
 
 

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from asyncengine.errors import ConfigError
-from asyncengine.kernels.cache_policy import evict_first
+from asyncengine.kernels.cache_policy import EVICT_FIRST, mark_copies
 from asyncengine.kernels.device_step import DeviceStep
 from asyncengine.kernels.gluon_linear import GluonKernel, next_power_of_2, stretches, tiles_of
 from asyncengine.kernels.gluon_paged_results import BLOCKS, GROUP_ROWS, finish, join_warps
@@ -159,7 +159,7 @@ def _tile_blocks(table, tile, context, window):
 def _copy(cache, block, index, first, last, head, KV_HEADS: gl.constexpr, ready, tiles, slot):
     line = (block * KV_HEADS + head) * BLOCK
     wanted = (index >= first) & (index < last)
-    evict_first()
+    mark_copies(EVICT_FIRST)
     tma.async_copy_global_to_shared(cache, [line, 0], ready, tiles.index(slot * BLOCKS + index), pred=wanted)
 
 
@@ -173,7 +173,7 @@ def _copy_half(halves, block, head, KV_HEADS: gl.constexpr, D: gl.constexpr, rea
     PARTS: gl.constexpr = D // SPAN
     parts = tiles._reinterpret(gl.bfloat16, [tiles.shape[0] * 2 * PARTS, HALF_BLOCK, SPAN], halves.layout)
     for i in gl.static_range(2 * PARTS):
-        evict_first()
+        mark_copies(EVICT_FIRST)
         tma.async_copy_global_to_shared(halves, [line, i // 2 * SPAN], ready, parts.index(place * (2 * PARTS) + i))
 
 

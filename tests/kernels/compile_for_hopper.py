@@ -93,6 +93,13 @@ def spills(kernel: Any) -> list[str]:
     return ["spills"] if kept else []
 
 
+def policies(kernel: Any) -> set[str]:
+    """Of the copies of what install() compiled: how long what they bring stays in the L2 cache."""
+    copies = [line for line in kernel.asm["ptx"].splitlines() if "cp.async.bulk.tensor" in line]
+    assert all(("L2::evict_" in line) == ("L2::cache_hint" in line) for line in copies)
+    return {(re.findall(r"L2::(evict_\w+)", line) or ["as usual"])[0] for line in copies}
+
+
 def stale_bounds(kernel: Any) -> list[str]:
     """A word for it if a loop over tiles begins or ends where it did for the item before.
 

@@ -128,6 +128,28 @@ def test_streamed_plans_compile(tmp_path):
     assert compiled[43:] == ["skinny_kernel:mma.sync:griddepcontrol.wait"] * 2
 
 
+POLICIES = """
+from tests.kernels.compile_for_hopper import install, policies
+compiled = install()
+import torch
+from asyncengine.kernels.gluon_linear import streamed_linear
+from asyncengine.kernels.linear_plans import Plan
+
+def random(*shape): return torch.empty(shape, dtype=torch.bfloat16)
+
+for rows in (16, 17):
+    for activation, columns in ((None, 48), ("silu_mul", 96)):
+        plan = Plan("streamed", 64, 64, 4, 16, stages=2)
+        streamed_linear(random(rows, 200), random(columns, 200), plan, out=random(rows, 48), activation=activation)
+for kernel in compiled.values():
+    print(",".join(sorted(policies(kernel))).replace(" ", "-"))
+"""
+
+
+def test_weights_that_one_program_reads_leave_the_cache_first(tmp_path):
+    assert run(tmp_path, "-c", POLICIES) == ["evict_first,evict_last"] * 2 + ["as-usual,evict_last"] * 2
+
+
 STREAMED_RANKS = """
 from tests.kernels.compile_for_hopper import install, spills
 compiled = install()
@@ -156,7 +178,7 @@ def test_streamed_ranks_compile(tmp_path):
 
 
 STREAMED_ATTENTION = """
-from tests.kernels.compile_for_hopper import install, spills, stale_bounds
+from tests.kernels.compile_for_hopper import install, policies, spills, stale_bounds
 compiled = install()
 import torch
 from asyncengine.kernels.device_step import allocate_step
@@ -183,7 +205,7 @@ for heads, kv_heads, dim, rotary, norm in (
         )
 for name, kernel in compiled.items():
     words = [word for word in ("mma.sync", "griddepcontrol.wait", "cp.async.bulk.tensor") if word in kernel.asm["ptx"]]
-    print(":".join([name.split()[0], *words, *spills(kernel), *stale_bounds(kernel)]))
+    print(":".join([name.split()[0], *words, *policies(kernel), *spills(kernel), *stale_bounds(kernel)]))
 """
 
 
@@ -193,4 +215,5 @@ def test_streamed_decode_attention_compiles(tmp_path):
     What registers have no room for comes back from memory when that is busiest, microseconds later.
     """
     compiled = run(tmp_path, "-c", STREAMED_ATTENTION)
-    assert compiled == ["_streamed_decode_kernel:mma.sync:griddepcontrol.wait:cp.async.bulk.tensor"] * 9
+    words = "mma.sync:griddepcontrol.wait:cp.async.bulk.tensor:evict_first"
+    assert compiled == [f"_streamed_decode_kernel:{words}"] * 9
