@@ -48,7 +48,7 @@ void pin_this_thread(int cpu) {
   (void)pthread_setaffinity_np(pthread_self(), sizeof(cores), &cores);
 }
 
-// A thread's sleep may last 50 us longer than it asked for, unless it says less: a look every 20 us would be one in 76.
+// A thread's sleep may last 50 us longer than it asked for, unless it says less.
 void sleep_no_longer_than_asked() { (void)prctl(PR_SET_TIMERSLACK, 1UL); }
 #else
 void pin_this_thread(int) {}
@@ -190,7 +190,7 @@ int64_t StepLoop::foresee_end() const {
   return end;
 }
 
-// From when on the oldest step may be over; in the past if nobody knows. Each look costs a core some 15 us.
+// From when on the oldest step may be over; in the past if nobody knows. Looks every 5 us would take half of a core.
 int64_t StepLoop::foresee_news() const {
   const InFlightStep& step = ring_[oldest_step_ % ring_.size()];
   const int64_t duration = timing_.expected(step.kind, step.plan.attended);
