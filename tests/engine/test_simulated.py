@@ -234,9 +234,11 @@ async def test_a_slow_consumer_gets_one_bigger_delta() -> None:
         assert deltas[0].finish_reason == FinishReason.LENGTH
 
 
-async def test_collect_after_some_deltas_returns_everything() -> None:
-    async with SimulatedEngine(step_latency_us=300) as engine:
-        job = Job(CANARY, SamplingParams(max_tokens=30, temperature=0.0))
+@pytest.mark.parametrize("tokens", [1, 31, 32, 33, 64, 100])
+async def test_collect_after_some_deltas_returns_everything(tokens: int) -> None:
+    """Nobody looks at the text before the end, so it is made of 32 tokens at a time; the last may be fewer."""
+    async with SimulatedEngine(step_latency_us=100) as engine:
+        job = Job(CANARY, SamplingParams(max_tokens=tokens, temperature=0.0))
         stream = await engine.submit(job.prompt, job.params)
         await anext(stream)
         check_output(engine, job, await stream.collect())
