@@ -69,7 +69,6 @@ StepLoop::StepLoop(const StepLoopConfig& config, std::unique_ptr<Executor> execu
       ring_(static_cast<size_t>(config.steps_in_flight)),
       timing_(executor_->num_kinds()) {
   assert(executor_->num_staging() >= config.steps_in_flight);
-  config_.late_launch &= executor_->num_kinds() > 0;
   for (InFlightStep& step : ring_) step.plan.reserve(scheduler_.limits().max_rows);
   scheduler_.observe(&left_queue_);
   executor_->attach(notifier_);
@@ -255,9 +254,9 @@ nanoseconds StepLoop::patience() const {
   const int64_t started = std::max(ring_[oldest_step_ % ring_.size()].launched_ns, oldest_since_ns_);
   const nanoseconds left = config_.step_timeout - nanoseconds(now - started) + std::chrono::microseconds(100);
   const nanoseconds held = held_ ? nanoseconds(hold_.due_ns - now) : nanoseconds::max();
-  // What takes long past that is looked at less and less: so late at most, as a share of what it takes.
+  // What takes long past that is looked at less and less: half a percent of what it takes is how late that may be.
   const int64_t past = now - foresee_news();
-  const nanoseconds look = past < 0 ? nanoseconds(-past) : executor_->poll_interval() + nanoseconds(past / 64);
+  const nanoseconds look = std::max({executor_->poll_interval(), nanoseconds(-past), nanoseconds(past / 200)});
   return std::clamp(std::min({look, left, held}), nanoseconds(0), kIdle);
 }
 

@@ -133,7 +133,7 @@ class StepLoop {
   uint64_t next_step_ = 1, oldest_step_ = 1;
   int64_t oldest_since_ns_ = 0;     // when the oldest step in flight began to run, as far as polling shows: a little later
 
-  // Late launch.
+  // Late launch, and when to look whether a step is over.
   LaunchTiming timing_;
   int64_t pending_ns_ = 0;          // the last look at a step that was not over
   int64_t oldest_from_ns_ = 0;      // that look at the step before the oldest: the oldest began after it

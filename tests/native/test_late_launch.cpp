@@ -147,7 +147,7 @@ TEST(one_step_in_flight_is_launched_when_the_last_is_over) {
     engine.submit();
     engine.run_steps(50);
     const auto& runs = engine.device->runs;
-    for (size_t k = 1; k < runs.size(); ++k) CHECK(runs[k].launched - runs[k - 1].end <= (1000 / 64 + 5 + 20) * kUs);
+    for (size_t k = 1; k < runs.size(); ++k) CHECK(runs[k].launched - runs[k - 1].end <= 5 * kUs + 20 * kUs);
     CHECK_EQ(engine.late_launches(), 0);
   }
 }
@@ -193,8 +193,8 @@ TEST(a_long_step_that_nobody_foresaw_is_looked_at_less_and_less) {
     engine.run_steps(2);
     const size_t before = engine.device->polls, running = engine.running();
     while (engine.running() == running) engine.look();
-    CHECK(clock_ns - engine.device->runs[running].end <= (50'000 / 64 + 5 + 20) * kUs);
-    CHECK(engine.device->polls - before <= 500);
+    CHECK(clock_ns - engine.device->runs[running].end <= (50'000 / 200 + 20) * kUs);
+    CHECK(engine.device->polls - before <= 50'000 / 5 / 10);  // a tenth of what a poll interval each would be
   }
 }
 
