@@ -223,9 +223,7 @@ class RequestStream:
         index = self._untaken.pop(0)
         sequence = self._sequences[index]
         text, tokens = sequence.take()
-        delta = RequestDelta(
-            self.request_id, index, text, tokens, sequence.finish_reason, sequence.stop_reason
-        )
+        delta = RequestDelta(self.request_id, index, text, tokens, sequence.finish_reason, sequence.stop_reason)
         if self._done and self._error is None and not self._untaken:
             delta.usage, delta.timing = self._usage(), self._timing()
         return delta
