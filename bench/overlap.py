@@ -7,8 +7,7 @@ Per case (shape:batch) and repeat: `batch` requests of 128 random tokens decode 
 this process that format every delta; then the same requests come from SSE clients in other processes, through the real
 server in this one. The step time is that between the moment when all decode and the moment when the first ends, by the
 step thread's clock. Right after each, the graph of that step is replayed bare, on contexts as long as those were in the
-middle, timed with CUDA events. The ratio of the two is taken within a repeat. A second replay, over block tables that
-lay rows out side by side, tells what the engine's blocks cost by where they lie.
+middle, timed with CUDA events. The ratio of the two is taken within a repeat.
 
 The ablation starts an engine for every variant, and the default again at the end: its drift is the table's error.
 Without CUDA (--device cpu) there is nothing to replay: that only tries the script out.
@@ -214,10 +213,8 @@ async def beside_bare(engine: AsyncEngine, window: Window, replays: int) -> Samp
     if hasattr(runner, "graphs"):
         from replay import bare_step_us, decode_rows
 
-        rows, next_step = decode_rows(window.contexts), engine.stats().num_steps + 1
-        sample["bare_us"] = bare_step_us(runner, rows, replays, next_step)
+        sample["bare_us"] = bare_step_us(runner, decode_rows(window.contexts), replays, engine.stats().num_steps + 1)
         sample["ratio"] = window.step_us / sample["bare_us"]
-        sample["neat_us"] = bare_step_us(runner, rows, replays, next_step, own_tables=True)
     return sample
 
 
@@ -243,9 +240,6 @@ def figures_of(label: str, target: float | None, runs: Sequence[Sample]) -> list
             Figure(f"{label}: engine over bare", ratio, "x", at_most=target),
             Figure(f"{label}: bubble", 100 * (1 - 1 / ratio), "% of the step", at_most=BUBBLE_TARGET),
         ]
-    if "neat_us" in runs[0]:
-        neat = median([run["bare_us"] / run["neat_us"] for run in runs])
-        figures.append(Figure(f"{label}: bare replay over that of rows laid out side by side", neat, "x"))
     figures += [
         Figure(f"{label}: output in the window", middle("tokens/s"), "tokens/s"),
         Figure(f"{label}: process CPU, round with prefill", middle("process_cpu_us_per_token"), "µs/token"),
