@@ -78,6 +78,9 @@ class EngineConfig:
     """Run kernels one by one in place of captured graphs, for debugging: same results, slower."""
     programmatic_launch: bool = True
     """On a GPU that can, let a step's kernels start while the ones before them still run."""
+    l2_cache_hints: bool = True
+    """On a Hopper GPU, have keys and values, which a step reads once, leave the L2 cache first, and activations, which
+    many programs read, last. Sequences that share most of a long prompt may be faster without."""
     tune_linear: bool = True
     """On a GPU, at the first start of a model, measure for up to half a minute which kernels multiply fastest where no
     table of plans says it, and keep that in the cache directory; off: cuBLAS there. Never done with batch_invariant or

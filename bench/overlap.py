@@ -45,6 +45,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "one step in flight": {"steps_in_flight": 1},
     "next step at once": {"late_launch": False},
     "no programmatic launch": {"programmatic_launch": False},
+    "no L2 cache hints": {"l2_cache_hints": False},
     "staging mapped": {"staging": "mapped"},
     "staging pinned": {"staging": "pinned"},
     "staging pageable": {"staging": "pageable"},

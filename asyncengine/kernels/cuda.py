@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -112,6 +113,13 @@ class CudaLinear:
         return CudaLinear(self.weight[: self.out_features], bias, self.out_features)
 
 
+class StreamingOptions(TypedDict):
+    """Keywords of what is written in Gluon."""
+
+    pdl: bool
+    l2_cache_hints: bool
+
+
 @dataclass(frozen=True, slots=True)
 class CudaOptions:
     """How CudaOps computes what it computes."""
@@ -125,6 +133,12 @@ class CudaOptions:
     """of what ``make_linear`` is given, which must be bfloat16; never of heads"""
     streamed: bool = False
     """kernels in Gluon run here (see can_stream): streamed plans, and attention of one token a row"""
+    l2_cache_hints: bool = True
+    """these say what is to leave the L2 cache first (see kernels/cache_policy.py)"""
+
+    @property
+    def for_streaming(self) -> StreamingOptions:
+        return {"pdl": self.pdl, "l2_cache_hints": self.l2_cache_hints}
 
 
 class CudaOps:
@@ -207,7 +221,7 @@ class CudaOps:
         if plan.leaves_parts:
             assert isinstance(x, Tensor)
             assert isinstance(weight, Tensor)
-            stream.parts = gluon_linear.streamed_parts(x, weight, plan, bias=bias, pdl=pdl)
+            stream.parts = gluon_linear.streamed_parts(x, weight, plan, bias=bias, **self.options.for_streaming)
         elif self.options.streamed and plan.kind in ("streamed", "skinny") and not isinstance(weight, Quantized):
             assert isinstance(x, Tensor)
             stream.pending = partial(self._add, x, handle, plan, to)
@@ -220,14 +234,14 @@ class CudaOps:
 
     def _add(self, x: Tensor, handle: CudaLinear, plan: Plan, to: Tensor, norm: Norm | None) -> Unnormed | None:
         """What was put off in ``linear_add_``, by a plan that can do a part of the norm which reads the sum."""
-        weight, bias, pdl = handle.weight, handle.bias, self.options.pdl
+        weight, bias, options = handle.weight, handle.bias, self.options
         if norm is None:
             self._launch(x, handle, plan, out=to, add=True)
             return None
         assert isinstance(weight, Tensor)
         if plan.kind == "streamed":
-            return gluon_linear.streamed_sum(x, weight, plan, out=to, norm=norm, bias=bias, pdl=pdl)
-        return triton_linear.linear(x, weight, plan, out=to, bias=bias, add=True, reader=norm, pdl=pdl)
+            return gluon_linear.streamed_sum(x, weight, plan, out=to, norm=norm, bias=bias, **options.for_streaming)
+        return triton_linear.linear(x, weight, plan, out=to, bias=bias, add=True, reader=norm, pdl=options.pdl)
 
     def attention(
         self, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, batch: CudaBatch
@@ -244,11 +258,12 @@ class CudaOps:
             )  # fmt: skip
             return out
         if work.takes_heads:
-            streamed = work.decode.tile.streamed
-            attend = gluon_paged_decode.streamed_decode_attention if streamed else paged_decode_attention
+            attend = partial(paged_decode_attention, pdl=pdl)
+            if work.decode.tile.streamed:
+                attend = partial(gluon_paged_decode.streamed_decode_attention, **self.options.for_streaming)
             attend(
                 heads, layer.num_heads, layer.norms, layer.cos_sin, k_cache, v_cache, step, work, layer.scale,
-                layer.window, out, pdl=pdl,
+                layer.window, out,
             )  # fmt: skip
             return out
         if layer.cos_sin is None:
@@ -282,7 +297,7 @@ class CudaOps:
                 x, exact = rows.norm(stream.x, norm, index, stream.parts, pdl=self.options.pdl), handle.exact()
                 assert isinstance(exact.weight, Tensor)
                 return Ranks(
-                    gluon_linear.streamed_ranks(x, exact.weight, plan, bias=exact.bias, pdl=self.options.pdl)
+                    gluon_linear.streamed_ranks(x, exact.weight, plan, bias=exact.bias, **self.options.for_streaming)
                 )
         plan = self._choose(stream.x[: len(index)], handle, norm, None)
         if plan.fused_norm and stream.parts is None:
@@ -361,7 +376,7 @@ class CudaOps:
         bias, shift = self._fold(norm, weight, handle.bias)
         y = torch.empty((len(x.x), handle.columns(activation)), dtype=x.x.dtype, device=self.device)
         gluon_linear.streamed_linear(
-            x, weight, plan, out=y, bias=bias, shift=shift, activation=activation, pdl=self.options.pdl
+            x, weight, plan, out=y, bias=bias, shift=shift, activation=activation, **self.options.for_streaming
         )
         return y[:, : handle.out_features]
 
@@ -384,7 +399,9 @@ class CudaOps:
             assert isinstance(weight, Tensor)
             assert norm is None
             assert index is None
-            gluon_linear.streamed_linear(x, weight, plan, out=out, bias=bias, activation=activation, add=add, pdl=pdl)
+            gluon_linear.streamed_linear(
+                x, weight, plan, out=out, bias=bias, activation=activation, add=add, **self.options.for_streaming
+            )
         else:
             triton_linear.linear(
                 x, weight, plan, out=out, bias=bias, norm=norm, activation=activation, add=add, index=index,

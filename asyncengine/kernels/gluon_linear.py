@@ -83,6 +83,7 @@ def streamed_linear(
     activation: Activation | None = None,
     add: bool = False,
     pdl: bool = False,
+    l2_cache_hints: bool = True,
 ) -> None:
     """out [M, N] = activation(x [M, K] weight^T + bias), or with ``add`` out += that.
 
@@ -90,36 +91,65 @@ def streamed_linear(
     rows first, bias as long. out is bfloat16 or float32, its rows may be strided. Raises ValueError if anything does
     not fit, or if the plan splits K.
 
-    Of x that is ``Unnormed`` by a LayerNorm, ``bias`` and ``shift`` are what ``fold_norm`` gives.
+    Of x that is ``Unnormed`` by a LayerNorm, ``bias`` and ``shift`` are what ``fold_norm`` gives. ``l2_cache_hints``:
+    see ``cache_policy``; results are the same.
     """
+    launch = partial(_launch, pdl=pdl, l2_cache_hints=l2_cache_hints)
     if not isinstance(x, Unnormed):
-        _launch(x, weight, plan, out, bias, activation, add, pdl)
+        launch(x, weight, plan, out, bias, activation, add)
         return
     if len(x.sums) != 1 + (shift is not None) or x.sums.shape[2] != len(x.x):
         raise ValueError(f"sums {list(x.sums.shape)} are not those of a norm of {list(x.x.shape)}")
-    _launch(x.x, weight, plan, out, bias, activation, add, pdl, reads=x, vector=shift)
+    launch(x.x, weight, plan, out, bias, activation, add, reads=x, vector=shift)
 
 
 def streamed_sum(
-    x: Tensor, weight: Tensor, plan: Plan, *, out: Tensor, norm: Norm, bias: Tensor | None = None, pdl: bool = False
+    x: Tensor,
+    weight: Tensor,
+    plan: Plan,
+    *,
+    out: Tensor,
+    norm: Norm,
+    bias: Tensor | None = None,
+    pdl: bool = False,
+    l2_cache_hints: bool = True,
 ) -> Unnormed:
     """out [M, N] += x [M, K] weight [N, K]^T + bias [N], bfloat16, for the projection that reads it through ``norm``.
 
     Raises ValueError as ``streamed_linear`` does.
     """
     result = Unnormed.allocate(out, triton.cdiv(len(weight), plan.columns), norm)
-    _launch(x, weight, plan, out, bias, None, True, pdl, writes=result, vector=norm.weight)
+    _launch(
+        x, weight, plan, out, bias, None, True, pdl=pdl, l2_cache_hints=l2_cache_hints, writes=result,
+        vector=norm.weight,
+    )  # fmt: skip
     return result
 
 
-def streamed_parts(x: Tensor, weight: Tensor, plan: Plan, *, bias: Tensor | None = None, pdl: bool = False) -> Tensor:
+def streamed_parts(
+    x: Tensor,
+    weight: Tensor,
+    plan: Plan,
+    *,
+    bias: Tensor | None = None,
+    pdl: bool = False,
+    l2_cache_hints: bool = True,
+) -> Tensor:
     """float32 [plan.split, M, N], the sum of whose parts is x [M, K] weight [N, K]^T + bias [N]."""
     parts = torch.empty((plan.split, len(x), len(weight)), dtype=torch.float32, device=x.device)
-    _launch(x, weight, plan, parts, bias, None, False, pdl)
+    _launch(x, weight, plan, parts, bias, None, False, pdl=pdl, l2_cache_hints=l2_cache_hints)
     return parts
 
 
-def streamed_ranks(x: Tensor, weight: Tensor, plan: Plan, *, bias: Tensor | None = None, pdl: bool = False) -> Tensor:
+def streamed_ranks(
+    x: Tensor,
+    weight: Tensor,
+    plan: Plan,
+    *,
+    bias: Tensor | None = None,
+    pdl: bool = False,
+    l2_cache_hints: bool = True,
+) -> Tensor:
     """Of the logits x [M, K] weight [N, K]^T + bias [N], the greatest rank in each ``plan.columns`` of a row.
 
     int64 [M, tiles]; see ``triton_filters.rank_of``. NaN has the rank of +inf, and its index may be any. x and weight
@@ -128,13 +158,14 @@ def streamed_ranks(x: Tensor, weight: Tensor, plan: Plan, *, bias: Tensor | None
     if len(weight) > MAX_VOCAB:
         raise ValueError(f"a rank does not tell {len(weight)} columns apart")
     ranks = torch.empty((len(x), triton.cdiv(len(weight), plan.columns)), dtype=torch.int64, device=x.device)
-    _launch(x, weight, plan, ranks, bias, "argmax", False, pdl)
+    _launch(x, weight, plan, ranks, bias, "argmax", False, pdl=pdl, l2_cache_hints=l2_cache_hints)
     return ranks
 
 
 def _launch(
-    x: Tensor, weight: Tensor, plan: Plan, out: Tensor, bias: Tensor | None, fused: Fused | None, add: bool, pdl: bool,
-    *, reads: Unnormed | None = None, writes: Unnormed | None = None, vector: Tensor | None = None,
+    x: Tensor, weight: Tensor, plan: Plan, out: Tensor, bias: Tensor | None, fused: Fused | None, add: bool,
+    *, pdl: bool, l2_cache_hints: bool, reads: Unnormed | None = None, writes: Unnormed | None = None,
+    vector: Tensor | None = None,
 ) -> None:  # fmt: skip
     """``vector`` is that of the norm which is read or written: what its mean adds, or its weight."""
     rows, inner = x.shape
@@ -167,7 +198,8 @@ def _launch(
         BN=plan.columns,
         BK=plan.inner,
         SPLIT=plan.split,
-        ONCE=rows <= plan.rows,
+        W_MARK=EVICT_FIRST if l2_cache_hints and rows <= plan.rows else NO_POLICY,
+        X_MARK=EVICT_LAST if l2_cache_hints else NO_POLICY,
         STAGES=plan.stages,
         FUSED=fused or "none",
         BIAS=bias is not None,
@@ -208,8 +240,8 @@ def _gate_and_up(weight: Tensor, rows: int, inner: int) -> TensorDescriptor:
 
 
 @gluon.jit
-def _copy_weights(weight, column, k, ready, to, GATED: gl.constexpr, ONCE: gl.constexpr, wanted):
-    mark_copies(EVICT_FIRST if ONCE else NO_POLICY)
+def _copy_weights(weight, column, k, ready, to, GATED: gl.constexpr, MARK: gl.constexpr, wanted):
+    mark_copies(MARK)
     if GATED:
         tma.async_copy_global_to_shared(weight, [column // 8, 0, 0, k], ready, to, pred=wanted)
     else:
@@ -217,8 +249,8 @@ def _copy_weights(weight, column, k, ready, to, GATED: gl.constexpr, ONCE: gl.co
 
 
 @gluon.jit
-def _copy_rows(x, row, k, ready, to, wanted):
-    mark_copies(EVICT_LAST)
+def _copy_rows(x, row, k, ready, to, MARK: gl.constexpr, wanted):
+    mark_copies(MARK)
     tma.async_copy_global_to_shared(x, [row, k], ready, to, pred=wanted)
 
 
@@ -317,7 +349,8 @@ def _streamed_kernel(
     BN: gl.constexpr,
     BK: gl.constexpr,
     SPLIT: gl.constexpr,
-    ONCE: gl.constexpr,
+    W_MARK: gl.constexpr,
+    X_MARK: gl.constexpr,
     STAGES: gl.constexpr,
     FUSED: gl.constexpr,
     BIAS: gl.constexpr,
@@ -330,8 +363,9 @@ def _streamed_kernel(
 ):
     """Grid: blocks of x's rows, tiles of the weight's rows, parts of K. Who shares weights is side by side.
 
-    out: [parts, rows, columns]; of argmax the ranks [rows, tiles]. ONCE: one block has all rows, so one program reads a
-    weight. READS and WRITES: how many sums of a norm's rows are read or written.
+    out: [parts, rows, columns]; of argmax the ranks [rows, tiles]. W_MARK and X_MARK: for mark_copies; weights leave
+    the L2 cache first if one block has all rows, so that one program reads a weight. READS and WRITES: how many sums of
+    a norm's rows are read or written.
     """
     if PDL:
         gdc_launch_dependents()
@@ -376,7 +410,7 @@ def _streamed_kernel(
     # are to come.
     for i in gl.static_range(AHEAD):
         mbarrier.init(ready.index(i), count=1)
-        _copy_weights(weight, column, first + (i + turn) % STEPS * BK, ready.index(i), ws.index(i), GATED, ONCE, True)
+        _copy_weights(weight, column, first + (i + turn) % STEPS * BK, ready.index(i), ws.index(i), GATED, W_MARK, True)
     for i in gl.static_range(AHEAD):
         mbarrier.expect(ready.index(i), BYTES)
     n = column + gl.arange(0, WIDTH, gl.SliceLayout(1, STORED))
@@ -396,7 +430,7 @@ def _streamed_kernel(
     if PDL:
         gdc_wait()
     for i in gl.static_range(AHEAD):
-        _copy_rows(x, row, first + (i + turn) % STEPS * BK, ready.index(i), xs.index(i), True)
+        _copy_rows(x, row, first + (i + turn) % STEPS * BK, ready.index(i), xs.index(i), X_MARK, True)
     if ADD:
         added = gl.load(at, mask=there, other=0.0)
     if READS > 0:  # while the first of x is on its way
@@ -411,8 +445,8 @@ def _streamed_kernel(
             wanted = (step > 0) & (following < STEPS)
             k = first + (following + turn) % STEPS * BK
             mbarrier.expect(ready.index(free), BYTES, pred=wanted)
-            _copy_weights(weight, column, k, ready.index(free), ws.index(free), GATED, ONCE, wanted)
-            _copy_rows(x, row, k, ready.index(free), xs.index(free), wanted)
+            _copy_weights(weight, column, k, ready.index(free), ws.index(free), GATED, W_MARK, wanted)
+            _copy_rows(x, row, k, ready.index(free), xs.index(free), X_MARK, wanted)
     acc = gl.sum(gl.convert_layout(acc, TOGETHER), 0) if NARROW else warpgroup_mma_wait(0, (acc,))
 
     if READS == 2:

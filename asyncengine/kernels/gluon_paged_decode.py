@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from asyncengine.errors import ConfigError
-from asyncengine.kernels.cache_policy import EVICT_FIRST, mark_copies
+from asyncengine.kernels.cache_policy import EVICT_FIRST, NO_POLICY, mark_copies
 from asyncengine.kernels.device_step import DeviceStep
 from asyncengine.kernels.gluon_linear import GluonKernel, next_power_of_2, stretches, tiles_of
 from asyncengine.kernels.gluon_paged_results import BLOCKS, GROUP_ROWS, finish, join_warps
@@ -74,11 +74,13 @@ def streamed_decode_attention(
     out: Tensor,
     *,
     pdl: bool = False,
+    l2_cache_hints: bool = True,
 ) -> None:
     """What ``rotary_store_kv`` (or ``store_kv``) and ``paged_attention`` do, for rows of one token.
 
     As ``decode_attention``, but for ``work``, which was built from ``step`` for this window, has no prefill and was
-    allocated with the tile that ``choose_streamed_tile`` gives.
+    allocated with the tile that ``choose_streamed_tile`` gives. ``l2_cache_hints``: see ``cache_policy``; results are
+    the same.
 
     Raises ConfigError if ``work`` was allocated for something else, ValueError if the other tensors do not fit.
     """
@@ -114,6 +116,7 @@ def streamed_decode_attention(
         KV_HEADS=kv_heads,
         D=dim,
         STAGES=tile.stages,
+        MARK=EVICT_FIRST if l2_cache_hints else NO_POLICY,
         num_warps=BLOCKS.value,
         maxnreg=128,  # on average: the warps that compute take 200, two programs a multiprocessor have them
         **launch_options(pdl),
@@ -156,15 +159,17 @@ def _tile_blocks(table, tile, context, window):
 
 
 @gluon.jit
-def _copy(cache, block, index, first, last, head, KV_HEADS: gl.constexpr, ready, tiles, slot):
+def _copy(cache, block, index, first, last, head, KV_HEADS: gl.constexpr, ready, tiles, slot, MARK: gl.constexpr):
     line = (block * KV_HEADS + head) * BLOCK
     wanted = (index >= first) & (index < last)
-    mark_copies(EVICT_FIRST)
+    mark_copies(MARK)
     tma.async_copy_global_to_shared(cache, [line, 0], ready, tiles.index(slot * BLOCKS + index), pred=wanted)
 
 
 @gluon.jit
-def _copy_half(halves, block, head, KV_HEADS: gl.constexpr, D: gl.constexpr, ready, tiles, place):
+def _copy_half(
+    halves, block, head, KV_HEADS: gl.constexpr, D: gl.constexpr, ready, tiles, place, MARK: gl.constexpr
+):  # fmt: skip
     """The first half of a block, and the same in place of the second, so that as many bytes come as of a whole one.
 
     So the half that nobody has written yet is not read: the second time the first one is in the L2 cache.
@@ -173,7 +178,7 @@ def _copy_half(halves, block, head, KV_HEADS: gl.constexpr, D: gl.constexpr, rea
     PARTS: gl.constexpr = D // SPAN
     parts = tiles._reinterpret(gl.bfloat16, [tiles.shape[0] * 2 * PARTS, HALF_BLOCK, SPAN], halves.layout)
     for i in gl.static_range(2 * PARTS):
-        mark_copies(EVICT_FIRST)
+        mark_copies(MARK)
         tma.async_copy_global_to_shared(halves, [line, i // 2 * SPAN], ready, parts.index(place * (2 * PARTS) + i))
 
 
@@ -181,6 +186,7 @@ def _copy_half(halves, block, head, KV_HEADS: gl.constexpr, D: gl.constexpr, rea
 def _fill(
     k_blocks, v_blocks, k_halves, v_halves, ks, vs, ready, free, items, first_item, last_item, row, context, begin,
     end, block_tables, stride_table, window, head, KV_HEADS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    MARK: gl.constexpr,
 ):  # fmt: skip
     """The warp that asks for all tiles. Where they are it reads one turn ahead, across items."""
     table = block_tables + row.to(gl.int64) * stride_table
@@ -204,18 +210,18 @@ def _fill(
             for blocks in gl.static_range(BLOCKS + 1):  # the bytes to expect are part of the instruction
                 mbarrier.expect(filled, blocks * BLOCK * D * 4, pred=count == blocks)
             whole = gl.minimum(last, (context + HALF_BLOCK - 1) // BLOCK - tile * BLOCKS)
-            _copy(k_blocks, a, 0, first, whole, head, KV_HEADS, filled, ks, slot)
-            _copy(k_blocks, b, 1, first, whole, head, KV_HEADS, filled, ks, slot)
-            _copy(k_blocks, c, 2, first, whole, head, KV_HEADS, filled, ks, slot)
-            _copy(k_blocks, d, 3, first, whole, head, KV_HEADS, filled, ks, slot)
-            _copy(v_blocks, a, 0, first, whole, head, KV_HEADS, filled, vs, slot)
-            _copy(v_blocks, b, 1, first, whole, head, KV_HEADS, filled, vs, slot)
-            _copy(v_blocks, c, 2, first, whole, head, KV_HEADS, filled, vs, slot)
-            _copy(v_blocks, d, 3, first, whole, head, KV_HEADS, filled, vs, slot)
+            _copy(k_blocks, a, 0, first, whole, head, KV_HEADS, filled, ks, slot, MARK)
+            _copy(k_blocks, b, 1, first, whole, head, KV_HEADS, filled, ks, slot, MARK)
+            _copy(k_blocks, c, 2, first, whole, head, KV_HEADS, filled, ks, slot, MARK)
+            _copy(k_blocks, d, 3, first, whole, head, KV_HEADS, filled, ks, slot, MARK)
+            _copy(v_blocks, a, 0, first, whole, head, KV_HEADS, filled, vs, slot, MARK)
+            _copy(v_blocks, b, 1, first, whole, head, KV_HEADS, filled, vs, slot, MARK)
+            _copy(v_blocks, c, 2, first, whole, head, KV_HEADS, filled, vs, slot, MARK)
+            _copy(v_blocks, d, 3, first, whole, head, KV_HEADS, filled, vs, slot, MARK)
             if (first < last) & (whole < last):
                 block = gl.where(whole == 0, a, gl.where(whole == 1, b, gl.where(whole == 2, c, d)))
-                _copy_half(k_halves, block, head, KV_HEADS, D, filled, ks, slot * BLOCKS + whole)
-                _copy_half(v_halves, block, head, KV_HEADS, D, filled, vs, slot * BLOCKS + whole)
+                _copy_half(k_halves, block, head, KV_HEADS, D, filled, ks, slot * BLOCKS + whole, MARK)
+                _copy_half(v_halves, block, head, KV_HEADS, D, filled, vs, slot * BLOCKS + whole, MARK)
             first, last, a, b, c, d = next_first, next_last, next_a, next_b, next_c, next_d
             turn += 1
         table, context, begin, end = next_table, next_context, next_begin, next_end
@@ -414,7 +420,7 @@ def _streamed_decode_kernel(
     k_blocks, v_blocks, k_halves, v_halves, k_cache, v_cache, heads, q_norm, k_norm, eps, cos_sin, slot_mapping, out,
     block_tables, items, lane_items, partials, stats, arrivals, scale, window, stride_heads, stride_out, stride_table,
     stats_size, NORM: gl.constexpr, ROTARY: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, PDL: gl.constexpr,
+    STAGES: gl.constexpr, MARK: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Grid: lanes x KV heads, heads of a lane side by side, since their KV lies side by side in a block."""
     head = gl.program_id(0) % KV_HEADS
@@ -452,7 +458,7 @@ def _streamed_decode_kernel(
             )),
             (_fill, (
                 k_blocks, v_blocks, k_halves, v_halves, ks, vs, ready, free, items, first_item, last_item, row,
-                context, begin, end, block_tables, stride_table, window, head, KV_HEADS, D, STAGES,
+                context, begin, end, block_tables, stride_table, window, head, KV_HEADS, D, STAGES, MARK,
             )),
             (_prepare, (
                 k_cache, v_cache, heads, q_norm, k_norm, eps, cos_sin, slot_mapping, queries, new_scores, new_values,

@@ -73,6 +73,7 @@ class CudaRunner:
             streamed=can_stream(device),
             batch_invariant=config.batch_invariant,
             quantization=config.quantization,
+            l2_cache_hints=config.l2_cache_hints,
         )
         ops = CudaOps(device, options)
         try:
@@ -143,7 +144,7 @@ def _kv_budget(
     before = torch.cuda.memory_allocated()
     steps, buffers = make_steps(config, loaded, ops, native, 1)
     state_bytes = torch.cuda.memory_allocated() - before
-    prepare_kernels(config, loaded.device, ops, steps, buckets, Tuner(ops.device, pdl=ops.options.pdl))
+    prepare_kernels(config, loaded.device, ops, steps, buckets, Tuner(ops.device, **ops.options.for_streaming))
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     steps.run(buckets[-1], FULL)

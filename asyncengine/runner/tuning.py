@@ -13,6 +13,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -55,9 +56,9 @@ _MIN_CALLS, _MAX_CALLS = 3, 48
 class Tuner:
     """Memory to time projections with; one site after another."""
 
-    def __init__(self, device: torch.device, *, pdl: bool) -> None:
+    def __init__(self, device: torch.device, *, pdl: bool, l2_cache_hints: bool = True) -> None:
         self._device = device
-        self._pdl = pdl
+        self._options = CudaOptions(pdl=pdl, l2_cache_hints=l2_cache_hints, streamed=True)
 
     def compile(self, plans: Mapping[Site, Iterable[Plan]], threads: int) -> None:
         """Compile the kernels of plans side by side, for ``fastest``; those that do not compile are left out."""
@@ -66,7 +67,7 @@ class Tuner:
             case = _Case.allocate(site, nowhere, calls=1)
             for plan in some:
                 if plan.kind != "cublas":
-                    ops = CudaOps(nowhere, CudaOptions(PlanTable({site: plan}), self._pdl, streamed=True))
+                    ops = CudaOps(nowhere, replace(self._options, plans=PlanTable({site: plan})))
                     calls.append(partial(_try, partial(case.call, ops, case.handles[0])))
         compile_launches(calls, self._device, threads)
 
@@ -108,7 +109,7 @@ class Tuner:
         return statistics.median(samples)
 
     def _ops(self, site: Site, plan: Plan) -> CudaOps:
-        return CudaOps(self._device, CudaOptions(PlanTable({site: plan}), self._pdl, streamed=True))
+        return CudaOps(self._device, replace(self._options, plans=PlanTable({site: plan})))
 
 
 class _Case:

@@ -208,6 +208,16 @@ def test_results_are_the_same_each_time() -> None:
         assert torch.equal(again.nan_to_num(), once.nan_to_num())
 
 
+def test_cache_hints_change_no_result() -> None:
+    """Of whole blocks and of halves."""
+    decode = make("qwen3", (287, 290, 17, 1000))
+    hinted, plain = (
+        decode.attend(decode.world.k.clone(), decode.world.v.clone(), decode.world.work(), l2_cache_hints=hints)
+        for hints in (True, False)
+    )
+    assert torch.equal(hinted, plain)
+
+
 def test_what_is_for_another_kernel_is_refused() -> None:
     decode = make("qwen3", (20,))
     right = decode.world.work()

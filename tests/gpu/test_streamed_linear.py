@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -102,6 +103,16 @@ def test_a_row_is_the_same_in_any_batch_of_a_plan(device: torch.device) -> None:
         assert torch.equal(case.run(plan, device, only=row, multiply=streamed_linear), whole[row : row + 1])
 
 
+def test_cache_hints_change_no_result(device: torch.device) -> None:
+    case = Case(70, 200, 768, 5, bfloat16=True, bias=True, activation="gelu", add=True)
+    for rows in (16, 128):  # several blocks share weights, and one reads them
+        plan = Plan("streamed", 64, 128, 4, rows, 1, 3, fused_norm=False)
+        hinted, plain = (
+            case.run(plan, device, multiply=partial(streamed_linear, l2_cache_hints=hints)) for hints in (True, False)
+        )
+        assert torch.equal(hinted, plain)
+
+
 def test_poison_stays_in_its_row(device: torch.device) -> None:
     x, weight = (torch.randn(n, 256, device=device).to(torch.bfloat16) for n in (9, 64))
     plan = Plan("streamed", 64, 64, 4, 16, 1, 3, fused_norm=False)
@@ -135,7 +146,7 @@ def test_what_does_not_fit_raises(device: torch.device) -> None:
 def test_the_probe(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     assert gluon_linear.works(torch.device("cuda", 0))
     assert not gluon_linear.works(torch.device("cpu"))
-    monkeypatch.setattr(gluon_linear, "_launch", lambda *args: None)
+    monkeypatch.setattr(gluon_linear, "_launch", lambda *args, **how: None)
     assert not gluon_linear.works(device), "it wrote nothing"
 
 

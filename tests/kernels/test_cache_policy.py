@@ -17,8 +17,8 @@ COPY = (
 OTHER = "\tld.global.b32 %r1, [%rd1];"
 
 
-def mark(policy: Any) -> str:
-    return "\t" + policy.value.replace("$0", "%r7")
+def mark(policy: str) -> str:
+    return "\t" + policy.replace("$0", "%r7")
 
 
 def policy(line: str) -> str | None:

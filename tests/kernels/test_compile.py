@@ -11,27 +11,28 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def compiled_for(directory: Path, *quantization: str) -> list[str]:
+def compiled_for(directory: Path, *options: str) -> list[str]:
     """The kernels of Qwen3, which has the most of them. Its real heads and widths, one layer, few words."""
     config = json.loads((ROOT / "bench/shapes/qwen3-0.6b/config.json").read_text())
     config = {key: value for key, value in config.items() if key not in ("layer_types", "max_window_layers")}
     (directory / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1, "vocab_size": 32000}))
-    return run(directory, "-m", "tests.kernels.compile_for_hopper", str(directory), "bfloat16", *quantization)
+    return run(directory, "-m", "tests.kernels.compile_for_hopper", str(directory), "bfloat16", *options)
 
 
 def run(directory: Path, *arguments: str) -> list[str]:
-    """The first words that Python prints, run without the interpreter of kernels."""
+    """The lines that Python prints, run without the interpreter of kernels."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(directory / "cache"), "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return [line.split()[0] for line in done.stdout.splitlines()]
+    return done.stdout.splitlines()
 
 
 def test_every_kernel_of_a_step_compiles(tmp_path):
-    compiled = compiled_for(tmp_path)
+    lines = compiled_for(tmp_path)
+    compiled = [line.split()[0] for line in lines]
     assert compiled.count("_attention_kernel") == 2  # decode and prefill
     assert compiled.count("_tiles_kernel") == 2  # greedy and full sampling
     for name in (
@@ -40,10 +41,19 @@ def test_every_kernel_of_a_step_compiles(tmp_path):
         "finish_kernel", "_streamed_kernel", "_first_kernel",
     ):  # fmt: skip
         assert name in compiled
+    hinted = {line.split()[0] for line in lines if "copies evict_" in line}
+    assert hinted == {"_streamed_kernel", "_streamed_decode_kernel"}
+
+
+def test_without_cache_hints_copies_are_as_usual(tmp_path):
+    lines = compiled_for(tmp_path, "none", "no hints")
+    usual = {line.split()[0] for line in lines if line.endswith("copies as usual")}
+    assert usual == {"_streamed_kernel", "_streamed_decode_kernel"}
+    assert not any("evict_" in line for line in lines)
 
 
 def test_every_kernel_of_a_step_with_float8_weights_compiles(tmp_path):
-    compiled = compiled_for(tmp_path, "fp8")
+    compiled = [line.split()[0] for line in compiled_for(tmp_path, "fp8")]
     assert compiled.count("_quantize_kernel") == 3  # after a norm, and of the widths of attention and of the MLP
     assert compiled.count("vector_kernel") == 4
     assert compiled.count("skinny_kernel") == 4

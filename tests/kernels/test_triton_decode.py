@@ -39,7 +39,7 @@ class Decode:
     norms: HeadNorms | None
     cos_sin: Tensor | None
 
-    def attend(self, k: Tensor, v: Tensor, way: Way = None, pdl: bool = False) -> Tensor:
+    def attend(self, k: Tensor, v: Tensor, way: Way = None, pdl: bool = False, **how: bool) -> Tensor:
         case, step = self.world.case, self.world.step
         out = torch.full((len(self.heads), case.shape.num_heads * case.head_dim), math.nan, device=self.heads.device)
         out, before = out.to(case.dtype), self.heads.clone()
@@ -49,7 +49,7 @@ class Decode:
             arrivals = way.decode.arrivals
             way.build(step)
             attend = streamed_decode_attention if way.decode.tile.streamed else paged_decode_attention
-            attend(*args, way, scale, case.window, out, pdl=pdl)
+            attend(*args, way, scale, case.window, out, pdl=pdl, **how)
         else:
             arrivals = torch.zeros(128, dtype=torch.int32, device=self.heads.device)
             decode_attention(*args, scale, case.window, out, arrivals, pieces=way, pdl=pdl)

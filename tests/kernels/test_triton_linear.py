@@ -373,7 +373,7 @@ def test_logits(device: torch.device, name: str, out_features: int) -> None:
     assert not planned.missing
 
 
-def left_in_parts(x: Tensor, weight: Tensor, plan: Plan, *, bias: Tensor | None, pdl: bool) -> Tensor:
+def left_in_parts(x: Tensor, weight: Tensor, plan: Plan, *, bias: Tensor | None, **how: bool) -> Tensor:
     """What gluon_linear.streamed_parts does, which only a Hopper GPU can."""
     spans = zip(x.float().chunk(plan.split, 1), weight.float().chunk(plan.split, 1), strict=True)
     parts = torch.stack([a @ b.T for a, b in spans])
@@ -410,7 +410,7 @@ def test_parts_are_added_by_whoever_reads_the_stream(
         assert_near(got, expected)
 
 
-def ranked(x: Tensor, weight: Tensor, plan: Plan, *, bias: Tensor | None, pdl: bool) -> Tensor:
+def ranked(x: Tensor, weight: Tensor, plan: Plan, *, bias: Tensor | None, **how: bool) -> Tensor:
     """What gluon_linear.streamed_ranks does, which only a Hopper GPU can."""
     assert plan == RANKING
     return greatest_ranks(F.linear(x.float(), weight.float(), None if bias is None else bias.float()), plan.columns)

@@ -26,7 +26,7 @@ ADDED = Site(128, 128, 8, "none", None, True, True)
 
 
 def add_up(
-    x: Tensor, weight: Tensor, plan: Plan, *, out: Tensor, norm: Norm, bias: Tensor | None, pdl: bool
+    x: Tensor, weight: Tensor, plan: Plan, *, out: Tensor, norm: Norm, bias: Tensor | None, **how: bool
 ) -> Unnormed:
     """What gluon_linear.streamed_sum does, which only a Hopper GPU can."""
     out += (x.float() @ weight.float().T + (0 if bias is None else bias.float())).to(out.dtype)
@@ -37,7 +37,7 @@ def add_up(
 
 def multiplied(
     x: Unnormed | Tensor, weight: Tensor, plan: Plan, *, out: Tensor, bias: Tensor | None = None,
-    shift: Tensor | None = None, activation: Any = None, add: bool = False, pdl: bool = False,
+    shift: Tensor | None = None, activation: Any = None, add: bool = False, **how: bool,
 ) -> None:  # fmt: skip
     """What gluon_linear.streamed_linear does."""
     if isinstance(x, Unnormed):
