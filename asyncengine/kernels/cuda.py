@@ -134,7 +134,7 @@ class CudaOptions:
     streamed: bool = False
     """kernels in Gluon run here (see can_stream): streamed plans, and attention of one token a row"""
     l2_cache_hints: bool = True
-    """these say what is to leave the L2 cache first (see kernels/ptx_marks.py)"""
+    """these say what is to leave the L2 cache first (see kernels/cache_policy.py)"""
 
     @property
     def for_streaming(self) -> StreamingOptions:

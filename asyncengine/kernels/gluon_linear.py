@@ -37,11 +37,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from asyncengine.kernels.cache_policy import EVICT_FIRST, EVICT_LAST, NO_POLICY, mark_copies
 from asyncengine.kernels.compiling import Kernel
 from asyncengine.kernels.linear_plans import Fused, Plan
 from asyncengine.kernels.ops import Activation, Norm
 from asyncengine.kernels.pdl import launch_options
-from asyncengine.kernels.ptx_marks import EVICT_FIRST, EVICT_LAST, NO_POLICY, mark_copies, run_in_pairs
 from asyncengine.kernels.triton_filters import LAST_INDEX, MAX_VOCAB, rank_of
 from asyncengine.kernels.triton_rows import activate, store_unnormed
 from asyncengine.kernels.unnormed import Unnormed
@@ -61,8 +61,8 @@ def works(device: torch.device) -> bool:
     """Whether this GPU and this Triton, of which Gluon is an experimental part, run streamed plans; runs one."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return False
-    x, weight = (torch.ones(rows, 128, dtype=torch.bfloat16, device=device) for rows in (16, 64))  # two blocks: a pair
-    out = torch.zeros(16, 64, dtype=torch.bfloat16, device=device)
+    x, weight = (torch.ones(rows, 128, dtype=torch.bfloat16, device=device) for rows in (8, 64))
+    out = torch.zeros(8, 64, dtype=torch.bfloat16, device=device)
     try:
         streamed_linear(x, weight, Plan("streamed", 64, 64, 4, 8, stages=2), out=out)
         torch.cuda.synchronize(device)
@@ -92,7 +92,7 @@ def streamed_linear(
     not fit, or if the plan splits K.
 
     Of x that is ``Unnormed`` by a LayerNorm, ``bias`` and ``shift`` are what ``fold_norm`` gives. ``l2_cache_hints``:
-    see ``ptx_marks``; results are the same.
+    see ``cache_policy``; results are the same.
     """
     launch = partial(_launch, pdl=pdl, l2_cache_hints=l2_cache_hints)
     if not isinstance(x, Unnormed):
@@ -176,12 +176,12 @@ def _launch(
         raise ValueError(f"{plan} leaves parts")
     if plan.kind != "streamed" or not plan.fits(columns, inner, gated):
         raise ValueError(f"{plan} does not fit a weight {list(weight.shape)}")
-    blocks, programs = triton.cdiv(rows, plan.rows), triton.cdiv(columns, plan.columns // (1 + gated))
+    programs = triton.cdiv(columns, plan.columns // (1 + gated))
     width = programs if fused == "argmax" else columns
     strided = x.stride(1) != 1 or out.stride(-1) != 1 or not weight.is_contiguous()
     if strided or out.shape[-2:] != (rows, width) or weight.shape != (columns * (1 + gated), inner):
         raise ValueError(f"x {list(x.shape)}, weight {list(weight.shape)} and out {list(out.shape)} do not fit")
-    _streamed_kernel[(blocks, programs, plan.split)](
+    _streamed_kernel[(triton.cdiv(rows, plan.rows), programs, plan.split)](
         tiles_of(x, plan.rows, plan.inner),
         _gate_and_up(weight, plan.columns, plan.inner) if gated else tiles_of(weight, plan.columns, plan.inner),
         weight if bias is None else bias,
@@ -198,8 +198,7 @@ def _launch(
         BN=plan.columns,
         BK=plan.inner,
         SPLIT=plan.split,
-        PAIRS=blocks % 2 == 0,
-        W_MARK=EVICT_FIRST if l2_cache_hints and blocks == 1 else NO_POLICY,
+        W_MARK=EVICT_FIRST if l2_cache_hints and rows <= plan.rows else NO_POLICY,
         X_MARK=EVICT_LAST if l2_cache_hints else NO_POLICY,
         STAGES=plan.stages,
         FUSED=fused or "none",
@@ -350,7 +349,6 @@ def _streamed_kernel(
     BN: gl.constexpr,
     BK: gl.constexpr,
     SPLIT: gl.constexpr,
-    PAIRS: gl.constexpr,
     W_MARK: gl.constexpr,
     X_MARK: gl.constexpr,
     STAGES: gl.constexpr,
@@ -369,8 +367,6 @@ def _streamed_kernel(
     the L2 cache first if one block has all rows, so that one program reads a weight. READS and WRITES: how many sums of
     a norm's rows are read or written.
     """
-    if PAIRS:
-        run_in_pairs()
     if PDL:
         gdc_launch_dependents()
     GATED: gl.constexpr = FUSED == "silu_mul"

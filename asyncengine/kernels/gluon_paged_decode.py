@@ -27,12 +27,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from asyncengine.errors import ConfigError
+from asyncengine.kernels.cache_policy import EVICT_FIRST, NO_POLICY, mark_copies
 from asyncengine.kernels.device_step import DeviceStep
 from asyncengine.kernels.gluon_linear import GluonKernel, next_power_of_2, stretches, tiles_of
 from asyncengine.kernels.gluon_paged_results import BLOCKS, GROUP_ROWS, finish, join_warps
 from asyncengine.kernels.ops import HeadNorms
 from asyncengine.kernels.pdl import launch_options
-from asyncengine.kernels.ptx_marks import EVICT_FIRST, NO_POLICY, mark_copies
 from asyncengine.kernels.triton_decode import check_heads, surroundings
 from asyncengine.kernels.triton_paged_decode import norm_and_rotate
 from asyncengine.kernels.work_items import (
@@ -79,7 +79,7 @@ def streamed_decode_attention(
     """What ``rotary_store_kv`` (or ``store_kv``) and ``paged_attention`` do, for rows of one token.
 
     As ``decode_attention``, but for ``work``, which was built from ``step`` for this window, has no prefill and was
-    allocated with the tile that ``choose_streamed_tile`` gives. ``l2_cache_hints``: see ``ptx_marks``; results are
+    allocated with the tile that ``choose_streamed_tile`` gives. ``l2_cache_hints``: see ``cache_policy``; results are
     the same.
 
     Raises ConfigError if ``work`` was allocated for something else, ValueError if the other tensors do not fit.

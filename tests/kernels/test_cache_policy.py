@@ -1,4 +1,4 @@
-"""Marks in PTX become what they say, and nothing else changes."""
+"""Marks in PTX become policies of copies, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from triton import knobs
 
-from asyncengine.kernels import ptx_marks
-from asyncengine.kernels.ptx_marks import EVICT_FIRST, EVICT_LAST, NO_POLICY, with_marks
+from asyncengine.kernels import cache_policy
+from asyncengine.kernels.cache_policy import EVICT_FIRST, EVICT_LAST, NO_POLICY, with_policies
 
 COPY = (
     "\t@%p2 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
@@ -32,22 +32,15 @@ def policy(line: str) -> str | None:
 def test_a_mark_is_for_all_copies_up_to_the_next() -> None:
     first, last, none = map(mark, (EVICT_FIRST, EVICT_LAST, NO_POLICY))
     ptx = [COPY, first, OTHER, COPY, COPY, last, COPY, none, COPY, first, COPY]
-    lines = with_marks("\n".join(ptx)).split("\n")
+    lines = with_policies("\n".join(ptx)).split("\n")
     assert [line for line in lines if "cp.async" not in line] == [line for line in ptx if line != COPY]
     policies = [policy(line) for line in lines if "cp.async" in line]
     assert policies == [None, "evict_first", "evict_first", "evict_last", None, "evict_first"]
 
 
-def test_programs_in_pairs_are_a_cluster() -> None:
-    before, behind = [".visible .entry kernel(", ")"], ["{", mark(ptx_marks._PAIRS.value), COPY, OTHER]
-    for threads in (".reqntid 128", ".reqntid 128, 1, 1"):
-        marked = with_marks("\n".join([*before, threads, *behind])).split("\n")
-        assert marked == [*before, threads, ".explicitcluster", ".reqnctapercluster 2, 1, 1", *behind]
-
-
 def test_without_marks_nothing_changes() -> None:
-    ptx = "\n".join([".reqntid 128", OTHER, COPY, "// a comment", OTHER, ""])
-    assert with_marks(ptx) == ptx
+    ptx = "\n".join([OTHER, COPY, "// a comment", OTHER, ""])
+    assert with_policies(ptx) == ptx
 
 
 def test_a_hook_that_was_there_is_called_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,19 +51,19 @@ def test_a_hook_that_was_there_is_called_as_before(monkeypatch: pytest.MonkeyPat
         return "key", "hash"
 
     monkeypatch.setattr(knobs.runtime, "add_stages_inspection_hook", other)
-    ptx_marks._install()
+    cache_policy._install()
     hook: Any = knobs.runtime.add_stages_inspection_hook
     stages = {"ptx": lambda source, metadata: source + metadata, "cubin": len}
     assert hook("backend", stages, "options", "language", 90) == ("key", "hash")
     assert calls == [("backend", stages, "options", "language", 90)]
-    assert stages["ptx"](mark(EVICT_FIRST) + "\n", COPY) == with_marks(mark(EVICT_FIRST) + "\n" + COPY)
+    assert stages["ptx"](mark(EVICT_FIRST) + "\n", COPY) == with_policies(mark(EVICT_FIRST) + "\n" + COPY)
     assert stages["cubin"] is len
     assert hook() == ("key", "hash")
 
 
 def test_other_backends_have_no_ptx(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(knobs.runtime, "add_stages_inspection_hook", None)
-    ptx_marks._install()
+    cache_policy._install()
     stages = {"amdgcn": len}
     hook: Any = knobs.runtime.add_stages_inspection_hook
     hook("backend", stages, "options", "language", None)
