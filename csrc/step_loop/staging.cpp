@@ -11,17 +11,16 @@ size_t whole_pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 }  // namespace
 
 Staging::Staging(const CudaRuntime& cuda, int device, const StepLimits& limits, int num_steps, StagingMode mode)
-    : cuda_(cuda),
-      mode_(mode),
+    : mode_(mode),
       num_steps_(num_steps),
       input_stride_(whole_pages(limits.max_bytes())),
       output_stride_(whole_pages(static_cast<size_t>(limits.max_rows) * sizeof(int64_t))) {
-  check_cuda(cuda_, cuda_.set_device(device), "cudaSetDevice");
+  check_cuda(cuda, cuda.set_device(device), "cudaSetDevice");
   const size_t bytes = static_cast<size_t>(num_steps) * (input_stride_ + output_stride_);
   if (mode_ != StagingMode::kPageable) {
     void* memory = nullptr;
-    if (cuda_.host_alloc(&memory, bytes, kCudaHostAllocMapped) == kCudaSuccess) {
-      pinned_ = PinnedBuffer(cuda_, memory, bytes);
+    if (cuda.host_alloc(&memory, bytes, kCudaHostAllocMapped) == kCudaSuccess) {
+      pinned_ = PinnedBuffer(cuda, memory, bytes);
       memory_ = pinned_.data();
     } else {
       mode_ = StagingMode::kPageable;

@@ -65,7 +65,6 @@ class Staging {
   size_t output_stride() const { return output_stride_; }
 
  private:
-  const CudaRuntime& cuda_;
   StagingMode mode_;
   int num_steps_;
   size_t input_stride_, output_stride_;
