@@ -269,6 +269,7 @@ class StopStringMatcher:
         return held
 
 
+@functools.lru_cache(maxsize=64)  # the sequences of a request, and often its successors, have the same
 def _failure_table(pattern: str) -> list[int]:
     """table[n]: length of the longest proper prefix of pattern[:n] that is also its suffix."""
     table = [0, 0]

@@ -31,7 +31,7 @@ from asyncengine.errors import (
     RequestAbortedError,
     WrongLoopError,
 )
-from asyncengine.request import Prompt, RequestDelta, RequestOutput, SamplingParams
+from asyncengine.request import LONG_TEXT, Prompt, RequestDelta, RequestOutput, SamplingParams
 from asyncengine.stream import FAILED, RequestStream, warn_unclosed
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_PRIORITY = 1000
-# Text longer than this is tokenized on a thread: about 1 ms of the loop's time.
-_LONG_TEXT = 8192
+_PER_MESSAGE = 16
+"""Characters that a message counts for beside its content."""
 
 Health = Literal["loading", "ready", "draining", "closed", "dead"]
 
@@ -419,7 +419,7 @@ class AsyncEngine:
         if isinstance(prompt, str):
             if not prompt:
                 raise InvalidRequestError("the prompt is empty", param="prompt")
-            if len(prompt) <= _LONG_TEXT:
+            if len(prompt) <= LONG_TEXT:
                 return tokenizer.encode(prompt)
             return await asyncio.to_thread(tokenizer.encode, prompt)
         if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
@@ -427,22 +427,18 @@ class AsyncEngine:
                 f"the prompt must be text, token ids or messages, got {type(prompt).__name__}", param="prompt"
             )
         if len(prompt) > 0 and isinstance(prompt[0], dict):
-            if sum(len(str(m.get("content"))) for m in prompt if isinstance(m, dict)) <= _LONG_TEXT:
+            size = sum(_PER_MESSAGE + len(str(m.get("content"))) for m in prompt if isinstance(m, dict))
+            if size <= LONG_TEXT:
                 return tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
             return await asyncio.to_thread(tokenizer.encode_chat, prompt)  # type: ignore[arg-type]
+        _check_length(len(prompt), backend.model_info.max_model_len)  # before looking at each of millions
         return _checked_ids(prompt, backend.model_info.vocab_size)
 
     @staticmethod
     def _check_size(model: ModelInfo, prompt_ids: list[int], params: SamplingParams) -> int:
         """Tokens to generate at most, or the typed error that says why the request cannot be served."""
         length, context = len(prompt_ids), model.max_model_len
-        if length == 0:
-            raise InvalidRequestError("the prompt has no tokens", param="prompt")
-        if length >= context:
-            raise ContextLengthError(
-                f"the prompt has {length} tokens, and the context of {context} tokens must hold the output too",
-                param="prompt",
-            )
+        _check_length(length, context)
         max_tokens = params.max_tokens if params.max_tokens is not None else context - length
         if length + max_tokens > context:
             raise ContextLengthError(
@@ -468,6 +464,16 @@ class AsyncEngine:
                 )
         eos = () if params.ignore_eos else model.eos_token_ids
         return list(dict.fromkeys((*eos, *params.stop_token_ids)))
+
+
+def _check_length(length: int, context: int) -> None:
+    if length == 0:
+        raise InvalidRequestError("the prompt has no tokens", param="prompt")
+    if length >= context:
+        raise ContextLengthError(
+            f"the prompt has {length} tokens, and the context of {context} tokens must hold the output too",
+            param="prompt",
+        )
 
 
 def _checked_ids(ids: Sequence[Any], vocab_size: int) -> list[int]:

@@ -13,6 +13,9 @@ from asyncengine.errors import InvalidRequestError
 
 MAX_N = 128
 MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1024
+LONG_TEXT = 8192
+"""Longer text is tokenized on a thread, without the interpreter's lock: about 1 ms of the event loop's time."""
 MAX_SEED = 2**63 - 1
 
 
@@ -115,6 +118,10 @@ class SamplingParams:
         for s in strings:
             if not isinstance(s, str) or not s:
                 raise InvalidRequestError(f"stop must hold non-empty strings, got {s!r}", param="stop")
+            if len(s) > MAX_STOP_LENGTH:
+                raise InvalidRequestError(
+                    f"stop: at most {MAX_STOP_LENGTH} characters a string, got {len(s)}", param="stop"
+                )
         return strings
 
     @property

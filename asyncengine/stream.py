@@ -158,7 +158,8 @@ class RequestStream:
         self._scheduled = 0.0
         self._first_token = 0.0
         self._finished = 0.0
-        self._cached_tokens = 0
+        self.cached_tokens = 0
+        """Of the prompt, found in the prefix cache; 0 until the request runs."""
 
     # ---- the engine's side ----
 
@@ -178,7 +179,7 @@ class RequestStream:
         if not self._first_token and tokens:
             self._first_token = first_ns * 1e-9
             self._scheduled = scheduled_ns * 1e-9
-            self._cached_tokens = cached_tokens
+            self.cached_tokens = cached_tokens
         sequence = self._sequences[index]
         was_finished = sequence.finish_reason is not None
         if sequence.feed(tokens, finish, self._whole):
@@ -275,7 +276,7 @@ class RequestStream:
 
     def _usage(self) -> Usage:
         completion = sum(len(s.token_ids) for s in self._sequences)
-        return Usage(len(self.prompt_token_ids), completion, self._cached_tokens)
+        return Usage(len(self.prompt_token_ids), completion, self.cached_tokens)
 
     def _timing(self) -> RequestTiming:
         tokens = max(len(s.token_ids) for s in self._sequences)

@@ -16,6 +16,7 @@ from typing import Any, Self
 import tokenizers
 
 from asyncengine.errors import ConfigError, InvalidRequestError, ModelError, ModelNotFoundError
+from asyncengine.request import LONG_TEXT
 from asyncengine.runner.hub import resolve_model
 
 _NAMED_SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -87,7 +88,10 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as e:
             raise InvalidRequestError(f"the prompt is not valid Unicode: {e}", param="prompt") from e
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) <= LONG_TEXT:
+            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        else:  # a single one is encoded under the interpreter's lock
+            ids = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

@@ -18,6 +18,7 @@ from http import HTTPStatus
 import msgspec
 from aiohttp import web
 
+from asyncengine.errors import InvalidRequestError
 from asyncengine.server.chat import Chat
 from asyncengine.server.completions import Completions
 from asyncengine.server.config import ServerConfig
@@ -25,7 +26,14 @@ from asyncengine.server.engine_api import Engine
 from asyncengine.server.errors import ApiError, bad_request, from_engine, unavailable
 from asyncengine.server.generation import Endpoint, Job, generate, stream
 from asyncengine.server.metrics import Metrics
-from asyncengine.server.protocol import ModelCard, ModelList, check_model, decode_object, sampling_params
+from asyncengine.server.protocol import (
+    ModelCard,
+    ModelList,
+    check_model,
+    decode_object,
+    name_as_asked,
+    sampling_params,
+)
 from asyncengine.server.wire import EventStream, send_response
 
 logger = logging.getLogger("asyncengine.server")
@@ -180,23 +188,34 @@ class App:
         engine = self._ready_engine()
         body, prompts = endpoint.parse(decode_object(await self._body(request)))
         check_model(body.model, self.model_name)
-        job = Job(
-            id=endpoint.id_prefix + uuid.uuid4().hex,
-            created=int(time.time()),
-            model=self.model_name,
-            prompts=prompts,
-            params=sampling_params(body),
-            body=body,
-        )
-        if not body.stream:
-            return _json(endpoint.document(job, await generate(engine, job, self.metrics)))
-        events = EventStream(request, headers, self.config.write_timeout_s)
-        chunks = endpoint.chunk_format(job.id, job.created, job.model)
-        await stream(engine, job, self.metrics, events, chunks)
-        return events.response
+        try:
+            job = Job(
+                id=endpoint.id_prefix + uuid.uuid4().hex,
+                created=int(time.time()),
+                model=self.model_name,
+                prompts=prompts,
+                params=sampling_params(body),
+                body=body,
+            )
+            if not body.stream:
+                return _json(endpoint.document(job, await generate(engine, job, self.metrics)))
+            events = EventStream(request, headers, self.config.write_timeout_s)
+            chunks = endpoint.chunk_format(job.id, job.created, job.model)
+            await stream(engine, job, self.metrics, events, chunks)
+            return events.response
+        except InvalidRequestError as exc:
+            name_as_asked(exc, body)
+            raise
 
     async def _body(self, request: web.BaseRequest) -> bytearray:
         limit = self.config.max_request_bytes
+        encoding = request.headers.get("Content-Encoding", "identity")
+        if encoding.lower() != "identity":
+            raise ApiError(
+                HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+                f"the request body must not be compressed, got Content-Encoding: {encoding}",
+                code="unsupported_media_type",
+            )
         if (request.content_length or 0) > limit:
             raise _too_large(limit)
         if request.headers.get("Expect", "").lower() == "100-continue":

@@ -19,6 +19,7 @@ _UNIMPLEMENTED: dict[str, tuple[object, ...]] = protocol.UNIMPLEMENTED | {
     "add_special_tokens": (None, True),
 }
 _DEFAULT_MAX_TOKENS = 16
+_MAX_PROMPTS = 2048
 
 
 class CompletionBody(GenerationBody, kw_only=True):
@@ -85,6 +86,8 @@ def _prompts(body: CompletionBody) -> list[Prompt]:
     if isinstance(prompt, str):
         return [prompt]
     kinds = set(map(type, prompt))
+    if kinds != {int} and len(prompt) > _MAX_PROMPTS:
+        raise bad_request(f"prompt: at most {_MAX_PROMPTS} prompts in a request, got {len(prompt)}", "prompt")
     if len(kinds) > 1:
         raise bad_request("prompt must hold strings, token ids or arrays of ids, not a mixture", "prompt")
     if kinds == {int}:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -69,7 +69,7 @@ class Endpoint(ABC):
 async def generate(engine: Engine, job: Job, metrics: Metrics) -> list[RequestOutput]:
     """All outputs, in the order of the prompts. A failure of one prompt aborts the others."""
     try:
-        outputs = await _all([engine.generate(**job.submission(p)) for p in range(len(job.prompts))])
+        outputs = await _all(engine.generate(**job.submission(p)) for p in range(len(job.prompts)))
     except asyncio.CancelledError:
         metrics.finished["abort"] += job.num_choices
         raise
@@ -90,7 +90,7 @@ async def stream(engine: Engine, job: Job, metrics: Metrics, events: EventStream
     try:
         streaming.streams = await _admit(engine, job)
         streaming.open_choices = job.num_choices
-        await _all([streaming.pump(p) for p in range(len(job.prompts))])
+        await _all(streaming.pump(p) for p in range(len(job.prompts)))
         await streaming.end()
     except ConnectionError as exc:
         logger.info("request %s aborted: %s", job.id, exc)
@@ -117,11 +117,13 @@ async def _fail(events: EventStream, job: Job, exc: Exception) -> None:
 
 
 async def _admit(engine: Engine, job: Job) -> list[RequestStream]:
-    """Submit every prompt, or none: a rejected one aborts those before it."""
+    """Submit every prompt, or none: a rejected one aborts those before it. Others' streams go on meanwhile."""
     streams: list[RequestStream] = []
     try:
         for p in range(len(job.prompts)):
-            streams.append(await engine.submit(**job.submission(p)))  # noqa: PERF401  # closed below
+            if p:
+                await asyncio.sleep(0)
+            streams.append(await engine.submit(**job.submission(p)))
     except BaseException:
         for s in streams:
             await s.aclose()
@@ -129,11 +131,17 @@ async def _admit(engine: Engine, job: Job) -> list[RequestStream]:
     return streams
 
 
-async def _all(work: list[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results in order; the first failure cancels the rest and is raised bare."""
+async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results in order; the first failure cancels the rest and is raised bare.
+
+    Each begins in a turn of the event loop of its own: the first steps of thousands would hold up everybody else.
+    """
+    tasks: list[asyncio.Task[T]] = []
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(w) for w in work]
+            for w in work:
+                tasks.append(group.create_task(w))
+                await asyncio.sleep(0)
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None
     return [t.result() for t in tasks]
@@ -205,4 +213,5 @@ class _Streaming:
     def _usage_so_far(self, count: int) -> bytes:
         self._generated += count
         prompt_tokens = sum(len(s.prompt_token_ids) for s in self.streams)
-        return usage_field(UsageBody.of([Usage(prompt_tokens, self._generated)]))
+        cached_tokens = sum(s.cached_tokens for s in self.streams)
+        return usage_field(UsageBody.of([Usage(prompt_tokens, self._generated, cached_tokens)]))

@@ -132,13 +132,17 @@ def sampling_params(body: GenerationBody) -> SamplingParams:
     values.setdefault("max_tokens", None)
     if body.max_completion_tokens is not None:
         values["max_tokens"] = body.max_completion_tokens
-    try:
-        return SamplingParams(**values)
-    except InvalidRequestError as exc:
-        if exc.param == "max_tokens" and body.max_completion_tokens is not None:
-            message = str(exc).replace("max_tokens", "max_completion_tokens")
-            raise InvalidRequestError(message, param="max_completion_tokens") from None
-        raise
+    return SamplingParams(**values)
+
+
+def name_as_asked(exc: InvalidRequestError, body: GenerationBody) -> None:
+    """Have ``exc`` name the field that the request has, where the engine knows it by another name."""
+    if exc.param == "max_tokens" and body.max_completion_tokens is not None:
+        exc.param = "max_completion_tokens"
+        exc.args = (str(exc).replace("max_tokens", "max_completion_tokens"),)
+    elif exc.param == "prompt" and not hasattr(body, "prompt"):
+        exc.param = "messages"
+        exc.args = (str(exc).replace("the prompt", "the prompt of these messages"),)
 
 
 class PromptTokensDetails(msgspec.Struct):

@@ -78,6 +78,7 @@ class _Server(web.Server):
             self,
             loop=asyncio.get_running_loop(),
             access_log=None,
+            auto_decompress=False,  # on the event loop, and before anybody has looked at the API key
             keepalive_timeout=config.keep_alive_s,
             unacknowledged_s=config.write_timeout_s,
         )

@@ -11,7 +11,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from aiohttp import web
-from aiohttp.http import StreamWriter
+from aiohttp.http import HttpVersion11, StreamWriter
 
 
 class ClientStalledError(ConnectionError):
@@ -67,6 +67,9 @@ class EventStream:
     def __init__(self, request: web.BaseRequest, headers: dict[str, str], limit_s: float) -> None:
         self.response = web.StreamResponse(headers=headers)
         self.response.content_type = "text/event-stream"
+        self.response.charset = "utf-8"  # which some clients do not assume of text
+        if request.version < HttpVersion11:
+            self.response.force_close()  # the end of the connection is all that tells where the events end
         self.response.headers["Cache-Control"] = "no-cache"
         self.response.headers["X-Accel-Buffering"] = "no"  # nginx would hold events back
         self._request = request

@@ -206,6 +206,12 @@ def test_stop_matcher_is_linear_in_the_worst_case():
     assert matcher.push("b") == ("", stop)
 
 
+def test_matchers_of_the_same_string_share_its_table():
+    """3,000 sequences of one request, with stop strings of a thousand characters, took seconds and a gigabyte."""
+    first, second = (StopStringMatcher(["ab" * 500]) for _ in range(2))
+    assert first._failures[0] is second._failures[0]
+
+
 def test_no_stop_strings_hold_nothing_back():
     matcher = StopStringMatcher([])
     assert matcher.push("text") == ("text", None)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncengine.errors import ConfigError, InvalidRequestError, ModelError, ModelNotFoundError
+from asyncengine.request import LONG_TEXT
 from asyncengine.tokenization import Tokenizer
 from tests.models import tiny
 
@@ -44,6 +45,14 @@ def test_encode_and_decode_equal_transformers(pair, text):
         assert ids == theirs.encode(text, add_special_tokens=special)
         for skip in (True, False):
             assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("length", [LONG_TEXT, LONG_TEXT + 1, 5 * LONG_TEXT])
+def test_long_texts_are_encoded_as_short_ones_are(pair, length):
+    ours, theirs = pair
+    text = ("Größe? <s>two words  \n日本 " * length)[:length]
+    for special in (True, False):
+        assert ours.encode(text, add_special_tokens=special) == theirs.encode(text, add_special_tokens=special)
 
 
 def test_special_tokens_equal_transformers(pair):

@@ -147,7 +147,7 @@ class FakeEngine:
         if len(ids) + (limit or 1) > context:
             raise ContextLengthError(
                 f"the prompt has {len(ids)} tokens and max_tokens is {limit}, the context has {context}",
-                param="prompt",
+                param="prompt" if len(ids) >= context else "max_tokens",
             )
         request_id = request_id or f"fake-{next(self._ids)}"
         assert request_id not in self.open
@@ -237,6 +237,7 @@ class FakeStream:
     def __init__(self, engine: FakeEngine, request_id: str, ids: list[int], params: SamplingParams, limit: int) -> None:
         self.request_id = request_id
         self.prompt_token_ids: Sequence[int] = ids
+        self.cached_tokens = len(ids) // 2
         self.error: Exception | None = None
         self.failed = asyncio.Event()
         self._engine = engine
@@ -272,7 +273,7 @@ class FakeStream:
                 if reason is not None:
                     del running[index]
                     if not running:
-                        delta.usage = Usage(len(self.prompt_token_ids), generated)
+                        delta.usage = Usage(len(self.prompt_token_ids), generated, self.cached_tokens)
                         delta.timing = RequestTiming(arrived, arrived, first, time.monotonic(), generated)
                         await engine.closed(self, aborted=False)
                 yield delta

@@ -75,7 +75,7 @@ class Site:
         """The JSON events of a stream that must end with [DONE]."""
         reply = await self.post(path, stream=True, **fields)
         assert reply.status == 200, reply.body
-        assert reply.headers["Content-Type"].split(";")[0] == "text/event-stream"
+        assert reply.headers["Content-Type"] == "text/event-stream; charset=utf-8"
         *events, done, rest = reply.body.decode().split("\n\n")
         assert (done, rest) == ("data: [DONE]", "")
         assert all(e.startswith("data: ") and "\n" not in e for e in events)

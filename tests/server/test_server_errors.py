@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from typing import Any
 
@@ -44,6 +45,11 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt": [True]}, "prompt[0]"),
     (COMPLETIONS, {"prompt": [-1]}, "prompt"),
     (COMPLETIONS, {"prompt": [2**40]}, "prompt"),
+    (COMPLETIONS, {"prompt": ["x"] * 2049}, "prompt"),
+    (COMPLETIONS, {"prompt": "x" * 5000}, "prompt"),
+    (COMPLETIONS, {"prompt": "x", "max_tokens": 2, "max_completion_tokens": 5000}, "max_completion_tokens"),
+    (CHAT, {"messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
+    (CHAT, {"messages": USER, "max_tokens": 2, "max_completion_tokens": 5000}, "max_completion_tokens"),
     (CHAT, {}, "messages"),
     (CHAT, {"messages": None}, "messages"),
     (CHAT, {"messages": []}, "messages"),
@@ -88,6 +94,7 @@ COMMON: list[tuple[str, Any, str]] = [
     ("stop", ["x", ""], "stop"),
     ("stop", 5, "stop"),
     ("stop", ["x"] * 17, "stop"),
+    ("stop", "x" * 1025, "stop"),
     ("stop_token_ids", [-1], "stop_token_ids"),
     ("stop_token_ids", ["x"], "stop_token_ids[0]"),
     ("stream", "yes", "stream"),
@@ -188,6 +195,23 @@ async def test_routes_methods_models() -> None:
         for route, prompt in PROMPT.items():
             reply = await site.post(route, model="gpt-5", **prompt)
             assert (reply.status, reply.error["param"]) == (404, "model")
+
+
+async def test_compressed_bodies_are_refused_and_not_inflated() -> None:
+    compressed = gzip.compress(json.dumps({"prompt": "x"}).encode())
+    async with serving(FakeEngine(), api_key="key") as site:
+        for headers, status, code in (
+            ({}, 401, "invalid_api_key"),
+            ({"Authorization": "Bearer key"}, 415, "unsupported_media_type"),
+        ):
+            headers = headers | {"Content-Encoding": "gzip"}
+            # Not even gzip at all: nobody looked.
+            for body in (compressed, b"nothing of the kind"):
+                reply = await site.request("POST", COMPLETIONS, data=body, headers=headers)
+                assert (reply.status, reply.error["code"]) == (status, code)
+        plain = {"Authorization": "Bearer key", "Content-Encoding": "identity"}
+        reply = await site.request("POST", COMPLETIONS, data=b'{"prompt": "x"}', headers=plain)
+        assert reply.status == 200
 
 
 async def test_body_too_large() -> None:

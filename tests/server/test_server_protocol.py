@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from typing import Any
 
@@ -43,7 +44,7 @@ async def test_completion_shape() -> None:
             "prompt_tokens": 5,
             "completion_tokens": 4,
             "total_tokens": 9,
-            "prompt_tokens_details": {"cached_tokens": 0},
+            "prompt_tokens_details": {"cached_tokens": 2},
         },
     }
 
@@ -109,6 +110,8 @@ async def test_continuous_usage_counts_up(route: str) -> None:
     assert counts == sorted(counts)
     assert counts[-1] == 5
     assert all(u["prompt_tokens"] + u["completion_tokens"] == u["total_tokens"] for u in (e["usage"] for e in events))
+    cached = {e["usage"]["prompt_tokens_details"]["cached_tokens"] for e in events}
+    assert cached == {events[-1]["usage"]["prompt_tokens"] // 2}
 
 
 async def test_default_and_exact_max_tokens() -> None:
@@ -187,6 +190,32 @@ async def test_prompt_forms_and_choice_indices(prompt: Any, lengths: list[int], 
     assert {i: "".join(map(text_of, c)) for i, c in chunks.items()} == {c["index"]: c["text"] for c in whole["choices"]}
     assert all([c["finish_reason"] for c in cs] == [None] * 3 + ["length"] for cs in chunks.values())
     assert events[-1]["usage"] == whole["usage"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_prompts_are_submitted_in_turns_of_their_own(stream: bool) -> None:
+    """So that tokenizing thousands does not hold up everybody else."""
+    engine, turns = FakeEngine(), [0]
+    at: list[int] = []
+
+    async def count() -> None:
+        while True:
+            turns[0] += 1
+            await asyncio.sleep(0)
+
+    submit = engine.submit
+
+    async def noted(*args: Any, **kwargs: Any) -> Any:
+        at.append(turns[0])
+        return await submit(*args, **kwargs)
+
+    engine.submit = noted  # type: ignore[method-assign]
+    counting = asyncio.create_task(count())
+    async with serving(engine) as site:
+        reply = await site.post(COMPLETIONS, prompt=["a"] * 20, max_tokens=1, stream=stream)
+        assert reply.status == 200
+    counting.cancel()
+    assert len(at) == len(set(at)) == 20
 
 
 async def test_content_parts_equal_the_joined_string() -> None:
