@@ -90,7 +90,11 @@ def _decoder_factory(tokenizer: Tokenizer, skip: bool) -> Callable[[], _Decoder]
         ] if (strip := _left_strip(rest)) is not None:
             fallback_pieces = _Pieces(tokenizer, skip, lambda token: _fallback_piece(token, old, new))
             return lambda: _ByteFallbackDecoder(fallback_pieces, *strip)
-    return lambda: _WindowDecoder(tokenizer, skip)
+    # The backend, not the tokenizer: what is kept for a tokenizer may not keep it alive.
+    decode = functools.partial(tokenizer.backend.decode, skip_special_tokens=skip)
+    silent = tokenizer.special_token_ids if skip else frozenset()
+    id_to_token = tokenizer.backend.id_to_token
+    return lambda: _WindowDecoder(decode, lambda i: i in silent or id_to_token(i) is None)
 
 
 def _left_strip(steps: list[dict[str, Any]]) -> tuple[str, int] | None:
@@ -199,8 +203,9 @@ class _ByteFallbackDecoder:
 class _WindowDecoder:
     """For any other decoder: the text of a few tokens with the next one, less their text without it."""
 
-    def __init__(self, tokenizer: Tokenizer, skip: bool) -> None:
-        self._decode = functools.partial(tokenizer.decode, skip_special_tokens=skip)
+    def __init__(self, decode: Callable[[list[int]], str], silent: Callable[[int], bool]) -> None:
+        self._decode = decode
+        self._silent = silent  # whether decode leaves a token out
         self._ids: list[int] = []
         self._emitted = 0  # tokens of the window whose text is out
 
@@ -211,6 +216,8 @@ class _WindowDecoder:
         return self._pending().rstrip(_REPLACEMENT)
 
     def _push_one(self, token_id: int) -> str:
+        if self._silent(token_id):
+            return ""
         self._ids.append(token_id)
         text = self._pending()
         unfinished = text.endswith(_REPLACEMENT) and len(self._ids) - self._emitted < _WINDOW_LIMIT

@@ -263,8 +263,11 @@ class AsyncEngine:
         max_tokens = self._check_size(backend.model_info, prompt_ids, params)
         stop_tokens = self._stop_tokens(backend.model_info, params)
         key = next(self._keys)
-        request_id = f"req-{key}" if request_id is None else request_id
-        if request_id in self._by_id:
+        if request_id is None:
+            while f"req-{key}" in self._by_id:  # somebody chose such a name
+                key = next(self._keys)
+            request_id = f"req-{key}"
+        elif request_id in self._by_id:
             raise InvalidRequestError(f"request_id {request_id!r} is in use", param="request_id")
 
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)

@@ -40,7 +40,10 @@ class FinishReason(StrEnum):
 def _number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise InvalidRequestError(f"{name} must be a number, got {value!r}", param=name)
-    x = float(value)
+    try:
+        x = float(value)
+    except OverflowError:
+        x = math.inf
     inside = low < x <= high if open_low else low <= x <= high
     if not math.isfinite(x) or not inside:
         bracket = "(" if open_low else "["
@@ -53,7 +56,8 @@ def _integer(name: str, value: object, low: int, high: int) -> int:
         raise InvalidRequestError(f"{name} must be an integer, got {value!r}", param=name)
     x = int(value)
     if not low <= x <= high:
-        raise InvalidRequestError(f"{name} must be in [{low}, {high}], got {x}", param=name)
+        got = x if x.bit_length() <= 256 else f"one of {x.bit_length()} bits"  # Python prints 4,300 digits at most
+        raise InvalidRequestError(f"{name} must be in [{low}, {high}], got {got}", param=name)
     return x
 
 

@@ -203,10 +203,14 @@ void StepLoop::saw_pending(int64_t now) {
 
 void StepLoop::saw_end(const InFlightStep& step, int64_t now) {
   const int64_t start = std::max(step.launched_ns, oldest_since_ns_);
-  if (pending_ns_ > start) {
+  const int64_t foreseen = foresee_news();
+  if (pending_ns_ > start && pending_ns_ >= foreseen) {
     timing_.ran(step.kind, step.plan.attended, now - start);
   } else if (now - start < timing_.expected(step.kind, step.plan.attended)) {
-    timing_.forget(step.kind);  // over sooner than foreseen, and before the first look: nobody knows by how much
+    timing_.forget(step.kind);  // over before the look that was to see its end: nobody knows by how much
+  } else if (foreseen > start) {
+    // That look came late. What the thread oversleeps is no part of the step, or it would sleep longer and longer.
+    timing_.ran(step.kind, step.plan.attended, foreseen - start);
   }
   oldest_from_ns_ = pending_ns_;
   if (watched_step_ == step.plan.step + 1) launched_late(now);

@@ -127,6 +127,7 @@ BAD_PARAMS: list[dict[str, Any]] = [
     {"temperature": float("inf")},
     {"temperature": "1"},
     {"temperature": None},
+    {"temperature": 10**400},
     {"top_p": 0},
     {"top_p": 1.01},
     {"top_p": float("nan")},
@@ -137,12 +138,14 @@ BAD_PARAMS: list[dict[str, Any]] = [
     {"min_p": 1.1},
     {"seed": 2**63},
     {"seed": "x"},
+    {"seed": -(10**400)},
     {"stop": ""},
     {"stop": ["a", ""]},
     {"stop": [5]},
     {"stop": 5},
     {"stop": b"bytes"},
     {"stop": ["x"] * 17},
+    {"stop": "x" * 1025},
     {"stop_token_ids": [-1]},
     {"stop_token_ids": [1.5]},
     {"stop_token_ids": ["a"]},
@@ -157,6 +160,11 @@ def test_bad_sampling_parameters(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError, match=name) as error:
         SamplingParams(**wrong)
     assert error.value.param == name
+
+
+def test_integers_that_python_does_not_print() -> None:
+    with pytest.raises(InvalidRequestError, match=r"max_tokens must be in .* one of 16610 bits"):
+        SamplingParams(max_tokens=10**5000)
 
 
 @pytest.mark.parametrize(
@@ -194,6 +202,16 @@ async def test_a_request_id_is_used_once_at_a_time() -> None:
             await engine.generate(CANARY, SHORT, request_id="same")
         assert (await task).request_id == "same"
         assert (await engine.generate(CANARY, SHORT, request_id="same")).request_id == "same"
+
+
+async def test_ids_that_are_made_keep_clear_of_those_that_were_chosen() -> None:
+    async with SimulatedEngine(step_latency_us=500) as engine, no_leaks(engine):
+        for number in range(1, 6):
+            chosen = f"req-{number}"
+            task = asyncio.create_task(engine.generate(CANARY, SamplingParams(max_tokens=30), request_id=chosen))
+            await asyncio.sleep(0)
+            assert (await engine.generate(CANARY, SHORT)).request_id != chosen
+            assert (await task).request_id == chosen
 
 
 # ---- full queues and priorities ----

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import re
+import weakref
 
 import pytest
 from hypothesis import given, settings
@@ -128,6 +130,27 @@ def test_byte_fallback_streams_valid_text(text, tail, sizes):
 @given(ids=st.lists(st.integers(0, 8)), skip=st.booleans(), sizes=chunk_sizes)
 def test_other_decoders_equal_decode(ids, skip, sizes):
     assert detokenize(WORDS, ids, skip, sizes) == WORDS.decode(ids, skip)
+
+
+def test_tokens_without_text_do_not_pile_up():
+    """Skipped ones, and ids beyond the vocabulary: the window would be decoded whole for each of them."""
+    special = WORDS.backend.token_to_id("<s>")
+    stream = IncrementalDetokenizer(WORDS)
+    assert stream.push([1, 2]) == "there"
+    for token in (special, WORDS.vocab_size + 3):
+        assert stream.push([token] * 1000) == ""
+    assert len(stream._decoder._ids) <= 2
+    assert stream.push([3]) + stream.flush() == " is"
+
+
+@pytest.mark.parametrize("make", [word_tokenizer, tiny.byte_level_tokenizer, tiny.metaspace_tokenizer])
+def test_a_tokenizer_is_freed(make):
+    tokenizer = Tokenizer(make())
+    IncrementalDetokenizer(tokenizer).push([1])
+    alive = weakref.ref(tokenizer)
+    del tokenizer
+    gc.collect()
+    assert alive() is None
 
 
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, METASPACE], ids=["byte-level", "byte-fallback"])

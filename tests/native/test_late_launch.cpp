@@ -255,6 +255,22 @@ TEST(a_thread_that_sleeps_too_long_makes_few_launches_late) {
   CHECK(engine.bubbles(warm).first <= engine.late_launches());
 }
 
+// Else what it takes for a step's duration would grow until it sleeps past steps that were over long ago.
+TEST(a_thread_that_sleeps_too_long_does_not_take_that_for_the_step) {
+  for (const int depth : {1, 2}) {
+    for (const int64_t oversleep : {0, 10, 20, 55}) {
+      TimedEngine engine(true, depth);
+      engine.device->duration = [](const StepInputHeader&) { return 100 * kUs; };
+      engine.oversleep_ns = oversleep * kUs;
+      engine.submit();
+      engine.run_steps(200);
+      const int64_t from = clock_ns;
+      engine.run_steps(1000);
+      CHECK((clock_ns - from) / 1000 <= (125 + oversleep) * kUs);
+    }
+  }
+}
+
 TEST(what_runs_for_an_unknown_time_is_followed_at_once) {
   TimedEngine engine(true);
   engine.device->duration = [](const StepInputHeader& h) { return (h.num_tokens > h.num_rows ? 3000 : 1000) * kUs; };
