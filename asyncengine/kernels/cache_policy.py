@@ -7,8 +7,8 @@ is marked to be evicted first, and that of rows that many programs read to be ev
 A mark is a comment in the kernel's PTX, for all copies behind it up to the next mark: one call may be several copies.
 So a kernel that marks one marks all. On the way to ptxas the mark becomes an operand of those instructions: Triton
 calls a hook with the stages of every compilation. Kernels without a mark, and copies marked with NO_POLICY, pass as
-they are. Where Triton has no such
-hook, or writes the instruction in another way, a copy is as it would be without its mark.
+they are. Where Triton has no such hook, or writes the instruction in another way, a copy is as it would be without its
+mark.
 
 What becomes of a mark is no part of Triton's cache key, but its text is: whoever changes the one changes the other.
 """

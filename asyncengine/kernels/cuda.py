@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +30,7 @@ from asyncengine.kernels.linear_plans import (
     round_rows,
 )
 from asyncengine.kernels.ops import Activation, AttentionLayer, Norm, split_heads
+from asyncengine.kernels.pdl import StreamingOptions
 from asyncengine.kernels.quantize import Quantization, Quantized, quantize_weights, scaled_product
 from asyncengine.kernels.triton_attention import paged_attention
 from asyncengine.kernels.triton_decode import decode_attention
@@ -111,13 +111,6 @@ class CudaLinear:
             return self
         bias = None if self.bias is None else self.bias[: self.out_features]
         return CudaLinear(self.weight[: self.out_features], bias, self.out_features)
-
-
-class StreamingOptions(TypedDict):
-    """Keywords of what is written in Gluon."""
-
-    pdl: bool
-    l2_cache_hints: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import logging
 from functools import cache, partial
+from typing import Unpack
 
 import torch
 import triton
@@ -41,7 +42,7 @@ from asyncengine.kernels.cache_policy import EVICT_FIRST, EVICT_LAST, NO_POLICY,
 from asyncengine.kernels.compiling import Kernel
 from asyncengine.kernels.linear_plans import Fused, Plan
 from asyncengine.kernels.ops import Activation, Norm
-from asyncengine.kernels.pdl import launch_options
+from asyncengine.kernels.pdl import StreamingOptions, launch_options
 from asyncengine.kernels.triton_filters import LAST_INDEX, MAX_VOCAB, rank_of
 from asyncengine.kernels.triton_rows import activate, store_unnormed
 from asyncengine.kernels.unnormed import Unnormed
@@ -82,8 +83,7 @@ def streamed_linear(
     shift: Tensor | None = None,
     activation: Activation | None = None,
     add: bool = False,
-    pdl: bool = False,
-    l2_cache_hints: bool = True,
+    **how: Unpack[StreamingOptions],
 ) -> None:
     """out [M, N] = activation(x [M, K] weight^T + bias), or with ``add`` out += that.
 
@@ -91,16 +91,14 @@ def streamed_linear(
     rows first, bias as long. out is bfloat16 or float32, its rows may be strided. Raises ValueError if anything does
     not fit, or if the plan splits K.
 
-    Of x that is ``Unnormed`` by a LayerNorm, ``bias`` and ``shift`` are what ``fold_norm`` gives. ``l2_cache_hints``:
-    see ``cache_policy``; results are the same.
+    Of x that is ``Unnormed`` by a LayerNorm, ``bias`` and ``shift`` are what ``fold_norm`` gives.
     """
-    launch = partial(_launch, pdl=pdl, l2_cache_hints=l2_cache_hints)
     if not isinstance(x, Unnormed):
-        launch(x, weight, plan, out, bias, activation, add)
+        _launch(x, weight, plan, out, bias, activation, add, **how)
         return
     if len(x.sums) != 1 + (shift is not None) or x.sums.shape[2] != len(x.x):
         raise ValueError(f"sums {list(x.sums.shape)} are not those of a norm of {list(x.x.shape)}")
-    launch(x.x, weight, plan, out, bias, activation, add, reads=x, vector=shift)
+    _launch(x.x, weight, plan, out, bias, activation, add, reads=x, vector=shift, **how)
 
 
 def streamed_sum(
@@ -111,44 +109,28 @@ def streamed_sum(
     out: Tensor,
     norm: Norm,
     bias: Tensor | None = None,
-    pdl: bool = False,
-    l2_cache_hints: bool = True,
+    **how: Unpack[StreamingOptions],
 ) -> Unnormed:
     """out [M, N] += x [M, K] weight [N, K]^T + bias [N], bfloat16, for the projection that reads it through ``norm``.
 
     Raises ValueError as ``streamed_linear`` does.
     """
     result = Unnormed.allocate(out, triton.cdiv(len(weight), plan.columns), norm)
-    _launch(
-        x, weight, plan, out, bias, None, True, pdl=pdl, l2_cache_hints=l2_cache_hints, writes=result,
-        vector=norm.weight,
-    )  # fmt: skip
+    _launch(x, weight, plan, out, bias, None, True, writes=result, vector=norm.weight, **how)
     return result
 
 
 def streamed_parts(
-    x: Tensor,
-    weight: Tensor,
-    plan: Plan,
-    *,
-    bias: Tensor | None = None,
-    pdl: bool = False,
-    l2_cache_hints: bool = True,
+    x: Tensor, weight: Tensor, plan: Plan, *, bias: Tensor | None = None, **how: Unpack[StreamingOptions]
 ) -> Tensor:
     """float32 [plan.split, M, N], the sum of whose parts is x [M, K] weight [N, K]^T + bias [N]."""
     parts = torch.empty((plan.split, len(x), len(weight)), dtype=torch.float32, device=x.device)
-    _launch(x, weight, plan, parts, bias, None, False, pdl=pdl, l2_cache_hints=l2_cache_hints)
+    _launch(x, weight, plan, parts, bias, None, False, **how)
     return parts
 
 
 def streamed_ranks(
-    x: Tensor,
-    weight: Tensor,
-    plan: Plan,
-    *,
-    bias: Tensor | None = None,
-    pdl: bool = False,
-    l2_cache_hints: bool = True,
+    x: Tensor, weight: Tensor, plan: Plan, *, bias: Tensor | None = None, **how: Unpack[StreamingOptions]
 ) -> Tensor:
     """Of the logits x [M, K] weight [N, K]^T + bias [N], the greatest rank in each ``plan.columns`` of a row.
 
@@ -158,14 +140,14 @@ def streamed_ranks(
     if len(weight) > MAX_VOCAB:
         raise ValueError(f"a rank does not tell {len(weight)} columns apart")
     ranks = torch.empty((len(x), triton.cdiv(len(weight), plan.columns)), dtype=torch.int64, device=x.device)
-    _launch(x, weight, plan, ranks, bias, "argmax", False, pdl=pdl, l2_cache_hints=l2_cache_hints)
+    _launch(x, weight, plan, ranks, bias, "argmax", False, **how)
     return ranks
 
 
 def _launch(
     x: Tensor, weight: Tensor, plan: Plan, out: Tensor, bias: Tensor | None, fused: Fused | None, add: bool,
-    *, pdl: bool, l2_cache_hints: bool, reads: Unnormed | None = None, writes: Unnormed | None = None,
-    vector: Tensor | None = None,
+    *, reads: Unnormed | None = None, writes: Unnormed | None = None, vector: Tensor | None = None, pdl: bool = False,
+    l2_cache_hints: bool = True,
 ) -> None:  # fmt: skip
     """``vector`` is that of the norm which is read or written: what its mean adds, or its weight."""
     rows, inner = x.shape

@@ -15,7 +15,7 @@ A kernel that knows of none of this (cuBLAS) neither starts early nor lets other
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import triton
@@ -44,6 +44,14 @@ def wait(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+class StreamingOptions(TypedDict, total=False):
+    """How a projection in Gluon is launched; results are the same."""
+
+    pdl: bool
+    l2_cache_hints: bool
+    """true by default; see cache_policy.py"""
 
 
 def launch_options(pdl: bool) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, Unpack
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from asyncengine.kernels.linear_plans import (
     keep,
 )
 from asyncengine.kernels.ops import Norm
+from asyncengine.kernels.pdl import StreamingOptions
 from asyncengine.kernels.quantize import quantize_weights
 from asyncengine.kernels.triton_sampler import sample
 from asyncengine.kernels.unnormed import Unnormed
@@ -56,9 +57,9 @@ _MIN_CALLS, _MAX_CALLS = 3, 48
 class Tuner:
     """Memory to time projections with; one site after another."""
 
-    def __init__(self, device: torch.device, *, pdl: bool, l2_cache_hints: bool = True) -> None:
+    def __init__(self, device: torch.device, **how: Unpack[StreamingOptions]) -> None:
         self._device = device
-        self._options = CudaOptions(pdl=pdl, l2_cache_hints=l2_cache_hints, streamed=True)
+        self._options = CudaOptions(streamed=True, **how)
 
     def compile(self, plans: Mapping[Site, Iterable[Plan]], threads: int) -> None:
         """Compile the kernels of plans side by side, for ``fastest``; those that do not compile are left out."""

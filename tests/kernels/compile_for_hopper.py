@@ -137,7 +137,7 @@ def _changes(name: str, made: dict[str, list[str]], handed: dict[str, str], indu
     return name in induction or any(_changes(operand, made, handed, induction) for operand in made.get(name, ()))
 
 
-def main(directory: str, dtype: str, quantization: Quantization = "none", hints: str = "l2_cache_hints") -> None:
+def main(directory: str, dtype: str, quantization: Quantization = "none") -> None:
     from asyncengine import _core
     from asyncengine.config import EngineConfig
     from asyncengine.kernels.cuda import CudaOps, CudaOptions
@@ -171,12 +171,13 @@ def main(directory: str, dtype: str, quantization: Quantization = "none", hints:
     if quantization == "none":  # and what Hopper takes instead, where there is something
         head = Site(loaded.config.vocab_size, loaded.config.hidden_size, 8, "rms", "argmax", False, False)
         plans = PlanTable({head: Plan("streamed", 128, 64, 4, 8, stages=4, fused_norm=False)})
-        streaming = CudaOps(ops.device, CudaOptions(plans, streamed=True, l2_cache_hints=hints == "l2_cache_hints"))
-        loaded = load_model(config, streaming, NativeAttention(streaming))
-        steps, _ = make_steps(config, loaded, streaming, native, 8)
-        steps.state.input_ids.zero_()
-        steps.run(Bucket(4, 4, True), GREEDY)
-        steps.run(Bucket(1, 1, True), GREEDY)
+        for hints in (True, False):
+            streaming = CudaOps(ops.device, CudaOptions(plans, streamed=True, l2_cache_hints=hints))
+            loaded = load_model(config, streaming, NativeAttention(streaming))
+            steps, _ = make_steps(config, loaded, streaming, native, 8)
+            steps.state.input_ids.zero_()
+            steps.run(Bucket(4, 4, True), GREEDY)
+            steps.run(Bucket(1, 1, True), GREEDY)
     for name, kernel in compiled.items():
         size = f"shared {kernel.metadata.shared} bytes, {kernel.metadata.num_warps} warps"
         print(f"{name}: {size}, copies {', '.join(sorted(policies(kernel))) or 'none'}")
