@@ -196,11 +196,16 @@ def embed(
 
 
 @triton.jit
+def gelu_gate(value: tl.tensor) -> tl.tensor:
+    """2u of 0.5 x (1 + tanh(u)), u = sqrt(2/π) (x + 0.044715 x³): x sigmoid(2u), where nothing cancels for x << 0."""
+    return value * (1.5957691216057308 + 0.07135481627260025 * value * value)
+
+
+@triton.jit
 def activate(value: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
     """GELU of float32, in its tanh approximation or not."""
     if KIND == "gelu_tanh":
-        # 0.5 x (1 + tanh(u)) with u = sqrt(2/π) (x + 0.044715 x³) is x sigmoid(2u): nothing cancels for x << 0.
-        return value * tl.sigmoid(value * (1.5957691216057308 + 0.07135481627260025 * value * value))
+        return value * tl.sigmoid(gelu_gate(value))
     return 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
 
 
