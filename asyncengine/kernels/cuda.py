@@ -41,9 +41,9 @@ from asyncengine.kernels.unnormed import Unnormed, fold_norm
 from asyncengine.kernels.work_list import WorkList
 
 try:
-    from asyncengine.kernels import gluon_linear, gluon_paged_decode
+    from asyncengine.kernels import gluon_head, gluon_linear, gluon_paged_decode
 except ImportError:  # an experimental part of Triton, which another version may have elsewhere
-    gluon_linear = gluon_paged_decode = None  # type: ignore[assignment]
+    gluon_head = gluon_linear = gluon_paged_decode = None  # type: ignore[assignment]
 
 
 def can_stream(device: torch.device) -> bool:
@@ -290,7 +290,7 @@ class CudaOps:
                 x, exact = rows.norm(stream.x, norm, index, stream.parts, pdl=self.options.pdl), handle.exact()
                 assert isinstance(exact.weight, Tensor)
                 return Ranks(
-                    gluon_linear.streamed_ranks(x, exact.weight, plan, bias=exact.bias, **self.options.for_streaming)
+                    gluon_head.streamed_ranks(x, exact.weight, plan, bias=exact.bias, **self.options.for_streaming)
                 )
         plan = self._choose(stream.x[: len(index)], handle, norm, None)
         if plan.fused_norm and stream.parts is None:

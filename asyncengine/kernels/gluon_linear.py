@@ -12,8 +12,6 @@ leave multiprocessors idle there are tiles of 16 or 32 rows, by the small instru
 Where K is split, the parts are left for whoever reads the sum: adding them up here takes a program that waits for the
 others, 2 us, and the norm that follows reads as fast from several places as from one (``triton_rows.norm``). Where it
 is not, that norm may have no kernel (see unnormed.py).
-
-Of a head whose rows are all sampled greedily, a program stores one rank for each row of x instead of its logits.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
 # mypy: disable-error-code="assignment, var-annotated, unreachable, misc, no-redef"
@@ -22,28 +20,25 @@ Of a head whose rows are all sampled greedily, a program stores one rank for eac
 from __future__ import annotations
 
 import logging
-from functools import cache, partial
+from functools import partial
 from typing import Unpack
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton import TritonError
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from asyncengine.kernels.cache_policy import EVICT_FIRST, EVICT_LAST, NO_POLICY, mark_copies
-from asyncengine.kernels.compiling import Kernel
-from asyncengine.kernels.linear_plans import Fused, Plan
+from asyncengine.kernels.gluon_tiles import GluonKernel, copy_tile, next_power_of_2, stretches, tiles_of
+from asyncengine.kernels.linear_plans import Plan
 from asyncengine.kernels.ops import Activation, Norm
 from asyncengine.kernels.pdl import StreamingOptions, launch_options
-from asyncengine.kernels.triton_filters import LAST_INDEX, MAX_VOCAB, rank_of
 from asyncengine.kernels.triton_rows import activate, gelu_gate, store_unnormed
 from asyncengine.kernels.unnormed import Unnormed
 
@@ -51,12 +46,7 @@ logger = logging.getLogger(__name__)
 
 _activate = gluon.jit(activate.fn)
 _gelu_gate = gluon.jit(gelu_gate.fn)
-_rank_of = gluon.jit(rank_of.fn)
 _store_unnormed = gluon.jit(store_unnormed.fn)
-
-
-class GluonKernel(Kernel, GluonJITFunction):
-    """A function in Gluon that is launched from Python. Triton's interpreter does not run it."""
 
 
 def works(device: torch.device) -> bool:
@@ -130,23 +120,8 @@ def streamed_parts(
     return parts
 
 
-def streamed_ranks(
-    x: Tensor, weight: Tensor, plan: Plan, *, bias: Tensor | None = None, **how: Unpack[StreamingOptions]
-) -> Tensor:
-    """Of the logits x [M, K] weight [N, K]^T + bias [N], the greatest rank in each ``plan.columns`` of a row.
-
-    int64 [M, tiles]; see ``triton_filters.rank_of``. NaN has the rank of +inf, and its index may be any. x and weight
-    are as for ``streamed_linear``, which says what raises ValueError; so does N beyond what a rank can tell.
-    """
-    if len(weight) > MAX_VOCAB:
-        raise ValueError(f"a rank does not tell {len(weight)} columns apart")
-    ranks = torch.empty((len(x), triton.cdiv(len(weight), plan.columns)), dtype=torch.int64, device=x.device)
-    _launch(x, weight, plan, ranks, bias, "argmax", False, **how)
-    return ranks
-
-
 def _launch(
-    x: Tensor, weight: Tensor, plan: Plan, out: Tensor, bias: Tensor | None, fused: Fused | None, add: bool,
+    x: Tensor, weight: Tensor, plan: Plan, out: Tensor, bias: Tensor | None, fused: Activation | None, add: bool,
     *, reads: Unnormed | None = None, writes: Unnormed | None = None, vector: Tensor | None = None, pdl: bool = False,
     l2_cache_hints: bool = True,
 ) -> None:  # fmt: skip
@@ -160,9 +135,8 @@ def _launch(
     if plan.kind != "streamed" or not plan.fits(columns, inner, gated):
         raise ValueError(f"{plan} does not fit a weight {list(weight.shape)}")
     programs = triton.cdiv(columns, plan.columns // (1 + gated))
-    width = programs if fused == "argmax" else columns
     strided = x.stride(1) != 1 or out.stride(-1) != 1 or not weight.is_contiguous()
-    if strided or out.shape[-2:] != (rows, width) or weight.shape != (columns * (1 + gated), inner):
+    if strided or out.shape[-2:] != (rows, columns) or weight.shape != (columns * (1 + gated), inner):
         raise ValueError(f"x {list(x.shape)}, weight {list(weight.shape)} and out {list(out.shape)} do not fit")
     _streamed_kernel[(triton.cdiv(rows, plan.rows), programs, plan.split)](
         tiles_of(x, plan.rows, plan.inner),
@@ -196,19 +170,6 @@ def _launch(
     )
 
 
-@cache
-def _tile_layout(rows: int, inner: int) -> gl.NVMMASharedLayout:
-    """How a tile lies in shared memory. Kept: Triton takes 5 us for it, of some 50 for a launch."""
-    return gl.NVMMASharedLayout.get_default_for([rows, inner], gl.bfloat16)
-
-
-def tiles_of(x: Tensor, rows: int, inner: int) -> TensorDescriptor:
-    """x [M, K] as the accelerator copies it, in tiles of so many rows and elements of K. ValueError if it cannot."""
-    if x.stride(0) % 8 or x.data_ptr() % 16:
-        raise ValueError(f"rows of {list(x.shape)} with stride {x.stride(0)} are not aligned to 16 bytes")
-    return TensorDescriptor.from_tensor(x, [rows, inner], _tile_layout(rows, inner))
-
-
 _GATE_AND_UP = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 
 
@@ -229,35 +190,6 @@ def _copy_weights(weight, column, k, ready, to, GATED: gl.constexpr, MARK: gl.co
         tma.async_copy_global_to_shared(weight, [column // 8, 0, 0, k], ready, to, pred=wanted)
     else:
         tma.async_copy_global_to_shared(weight, [column, k], ready, to, pred=wanted)
-
-
-@gluon.jit
-def _copy_rows(x, row, k, ready, to, MARK: gl.constexpr, wanted):
-    mark_copies(MARK)
-    tma.async_copy_global_to_shared(x, [row, k], ready, to, pred=wanted)
-
-
-@gluon.jit
-def _greater(a, b):
-    return gl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@gluon.jit
-def _greatest_rank(logits, column, columns, AXIS: gl.constexpr):
-    """Along the axis of columns, which begin with ``column``; those from ``columns`` on are not there."""
-    n = column + gl.arange(0, logits.shape[AXIS], gl.SliceLayout(1 - AXIS, logits.type.layout))
-    n = gl.expand_dims(n, 1 - AXIS)
-    if column + logits.shape[AXIS] > columns:
-        logits = gl.where(n < columns, logits, float("-inf"))
-    # First the value, then its index: 4 instructions a logit, of 32 bits. Ranks have 64.
-    first = gl.reduce(logits, AXIS, _greater)
-    is_first = logits == gl.expand_dims(first, AXIS)
-    return _rank_of(first, gl.min(gl.where(is_first, n, LAST_INDEX), AXIS))
-
-
-@gluon.constexpr_function
-def next_power_of_2(n):
-    return 1 << (n - 1).bit_length()
 
 
 @gluon.jit
@@ -294,21 +226,8 @@ def _store_norm(to, squares, values, eps, K: gl.constexpr):
     to.index(0).store(gl.rsqrt(square + eps))
 
 
-@gluon.constexpr_function
-def stretches(rows, inner, warps):
-    """[warps, rows, inner / warps], each warp's stretch of K, as a tile [rows, inner] lies in shared memory.
-
-    That is in columns of 64 elements, 128 bytes, whose 16 bytes are exchanged according to their line.
-    """
-    span = inner // warps
-    along = [[(1 << bit) // span, 0, (1 << bit) % span] for bit in range(inner.bit_length() - 1)]
-    exchanged = [8 << bit if bit < 3 else 0 for bit in range(rows.bit_length() - 1)]
-    down = [[k // span, 1 << bit, k % span] for bit, k in enumerate(exchanged)]
-    return gl.SharedLinearLayout([*along[:6], *down, *along[6:]], alignment=1024)
-
-
 @gluon.jit
-def _multiply(acc, w, x, ready, phase, BN: gl.constexpr, GATED: gl.constexpr, TURNED: gl.constexpr):
+def _multiply(acc, w, x, ready, phase, BN: gl.constexpr, GATED: gl.constexpr):
     """A step of K. That of Hopper's own instruction is done when the one before it is waited for."""
     BM: gl.constexpr = x.shape[0]
     BK: gl.constexpr = x.shape[1]
@@ -324,10 +243,7 @@ def _multiply(acc, w, x, ready, phase, BN: gl.constexpr, GATED: gl.constexpr, TU
     else:
         if GATED:
             w = w._reinterpret(gl.bfloat16, [BN, BK], gl.NVMMASharedLayout(128, 16, 2))
-        if TURNED:
-            acc = warpgroup_mma(x, w.permute((1, 0)), acc, is_async=True)
-        else:
-            acc = warpgroup_mma(w, x.permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma(w, x.permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(1, (acc,))
     return acc
 
@@ -364,9 +280,8 @@ def _streamed_kernel(
 ):
     """Grid: blocks of x's rows, tiles of the weight's rows, parts of K. Who shares weights is side by side.
 
-    out: [parts, rows, columns]; of argmax the ranks [rows, tiles]. W_MARK and X_MARK: for mark_copies; weights leave
-    the L2 cache first if one block has all rows, so that one program reads a weight. READS and WRITES: how many sums of
-    a norm's rows are read or written.
+    out: [parts, rows, columns]. W_MARK and X_MARK: for mark_copies; weights leave the L2 cache first if one block has
+    all rows, so that one program reads a weight. READS and WRITES: how many sums of a norm's rows are read or written.
     """
     if PDL:
         gdc_launch_dependents()
@@ -376,13 +291,6 @@ def _streamed_kernel(
     STEPS: gl.constexpr = (SPAN + BK - 1) // BK
     AHEAD: gl.constexpr = STAGES if STAGES < STEPS else STEPS
     BYTES: gl.constexpr = (BN + BM) * BK * 2
-    RANKS: gl.constexpr = FUSED == "argmax"
-    # A thread has sums of 2 rows of the left operand and of many of the right one. So if weights are on the right, it
-    # finds the first of a row of x by itself, but for what three others have.
-    TURNED: gl.constexpr = RANKS and BM >= 64
-    AXIS: gl.constexpr = 1 if TURNED else 0
-    LEFT: gl.constexpr = BM if TURNED else BN
-    RIGHT: gl.constexpr = BN if TURNED else BM
     # How results lie among threads that are stored: 16 bytes of a row of out each.
     LANES: gl.constexpr = WIDTH // 8 if WIDTH < 256 else 32
     STORED: gl.constexpr = gl.BlockedLayout([8, 1], [LANES, 32 // LANES], [1, WARPS], [0, 1])
@@ -396,9 +304,9 @@ def _streamed_kernel(
         SUMS: gl.constexpr = gl.SliceLayout(0, TOGETHER)
         acc = gl.zeros([WARPS, BN, BM], gl.float32, PARTS)
     else:
-        DOWN: gl.constexpr = WARPS if LEFT >= 16 * WARPS else 4
-        SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [DOWN, WARPS // DOWN], [16, RIGHT * DOWN // WARPS, 16])
-        acc = gl.zeros([LEFT, RIGHT], gl.float32, SUMS)
+        DOWN: gl.constexpr = WARPS if BN >= 16 * WARPS else 4
+        SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [DOWN, WARPS // DOWN], [16, BM * DOWN // WARPS, 16])
+        acc = gl.zeros([BN, BM], gl.float32, SUMS)
 
     block, program, split = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     row, column, first = block * BM, program * WIDTH, split * SPAN
@@ -418,7 +326,7 @@ def _streamed_kernel(
     m = row + gl.arange(0, BM, gl.SliceLayout(0, STORED))
     at = out + (split * rows + m).to(gl.int64)[None, :] * out_stride + n[:, None]
     there = (m < rows)[None, :] & (n < columns)[:, None]
-    place = gl.arange(0, BN, gl.SliceLayout(1 - AXIS, SUMS))
+    place = gl.arange(0, BN, gl.SliceLayout(1, SUMS))
     of = column + (place // 16 * 8 + place % 8 if GATED else place)
     second = place // 8 % 2 * columns if GATED else 0
     # What is asked for behind the product has nothing left to hide behind.
@@ -431,7 +339,7 @@ def _streamed_kernel(
     if PDL:
         gdc_wait()
     for i in gl.static_range(AHEAD):
-        _copy_rows(x, row, first + (i + turn) % STEPS * BK, ready.index(i), xs.index(i), X_MARK, True)
+        copy_tile(x, row, first + (i + turn) % STEPS * BK, ready.index(i), xs.index(i), X_MARK, True)
     if ADD:
         added = gl.load(at, mask=there, other=0.0)
     if READS > 0:  # and nobody waits for them until the products are made
@@ -441,14 +349,14 @@ def _streamed_kernel(
 
     for step in range(STEPS):
         slot = step % STAGES
-        acc = _multiply(acc, ws.index(slot), xs.index(slot), ready.index(slot), step // STAGES & 1, BN, GATED, TURNED)
+        acc = _multiply(acc, ws.index(slot), xs.index(slot), ready.index(slot), step // STAGES & 1, BN, GATED)
         if STEPS > STAGES:  # the product of the step before is done, so its memory is free
             free, following = (slot + STAGES - 1) % STAGES, step - 1 + STAGES
             wanted = (step > 0) & (following < STEPS)
             k = first + (following + turn) % STEPS * BK
             mbarrier.expect(ready.index(free), BYTES, pred=wanted)
             _copy_weights(weight, column, k, ready.index(free), ws.index(free), GATED, W_MARK, wanted)
-            _copy_rows(x, row, k, ready.index(free), xs.index(free), X_MARK, wanted)
+            copy_tile(x, row, k, ready.index(free), xs.index(free), X_MARK, wanted)
     if READS > 0:
         _store_norm(norms, squares, values, eps, K)
     acc = gl.sum(gl.convert_layout(acc, TOGETHER), 0) if NARROW else warpgroup_mma_wait(0, (acc,))
@@ -458,26 +366,19 @@ def _streamed_kernel(
     if READS > 0:
         acc *= norms.index(0).load(gl.SliceLayout(0, SUMS))[None, :]
     if BIAS:
-        acc += gl.expand_dims(offset.to(gl.float32), 1 - AXIS)
+        acc += offset.to(gl.float32)[:, None]
     if GATED:
         pairs = gl.permute(gl.reshape(acc, [BN // 16, 2, 8, BM]), (0, 2, 3, 1))
         gate, up = gl.split(pairs)
         acc = gl.reshape(gate * _sigmoid(gate) * up, [WIDTH, BM])
     elif FUSED == "gelu_tanh":
         acc *= _sigmoid(_gelu_gate(acc))
-    elif FUSED != "none" and not RANKS:
+    elif FUSED != "none":
         acc = _activate(acc, FUSED)
-    if RANKS:
-        ranks = _greatest_rank(acc, column, columns, AXIS)
-        m = row + gl.arange(0, BM, gl.SliceLayout(AXIS, SUMS))
-        gl.store(out + m.to(gl.int64) * out_stride + program, ranks, mask=m < rows)
-    else:
-        y = gl.convert_layout(acc, STORED)
-        if ADD:
-            y += added.to(gl.float32)
-        y = y.to(out.dtype.element_ty)
-        gl.store(at, y, mask=there)
-        if WRITES > 0:
-            _store_unnormed(
-                y, gain, scaled, sums, program, gl.num_programs(1), n, m, rows, columns, WRITES
-            )  # fmt: skip
+    y = gl.convert_layout(acc, STORED)
+    if ADD:
+        y += added.to(gl.float32)
+    y = y.to(out.dtype.element_ty)
+    gl.store(at, y, mask=there)
+    if WRITES > 0:
+        _store_unnormed(y, gain, scaled, sums, program, gl.num_programs(1), n, m, rows, columns, WRITES)

@@ -29,8 +29,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from asyncengine.errors import ConfigError
 from asyncengine.kernels.cache_policy import EVICT_FIRST, NO_POLICY, mark_copies
 from asyncengine.kernels.device_step import DeviceStep
-from asyncengine.kernels.gluon_linear import GluonKernel, next_power_of_2, stretches, tiles_of
 from asyncengine.kernels.gluon_paged_results import BLOCKS, GROUP_ROWS, finish, join_warps
+from asyncengine.kernels.gluon_tiles import GluonKernel, next_power_of_2, stretches, tiles_of
 from asyncengine.kernels.ops import HeadNorms
 from asyncengine.kernels.pdl import launch_options
 from asyncengine.kernels.triton_decode import check_heads, surroundings

@@ -29,13 +29,15 @@ MAX_ROWS = 256
 SKINNY_ROWS = 32
 MULTIPROCESSORS = 132
 """Of the H200, for whose size plans are offered."""
+HALF_OF_SHARED = 110_000
+"""Bytes of shared memory, at most, of programs of which a multiprocessor has two."""
 
 
 NormKind = Literal["none", "rms", "layer"]
 PlanKind = Literal["vector", "skinny", "tiled", "streamed", "cublas"]
 WeightKind = Literal["bf16", "fp8"]
 Fused = Activation | Literal["argmax"]
-"""argmax is of a head whose rows are all sampled greedily: the ranks of its tiles (see gluon_linear.streamed_ranks), if
+"""argmax is of a head whose rows are all sampled greedily: the ranks of its tiles (see gluon_head.py), if
 the plan is streamed; else the head gives logits, by the plan of its site without."""
 
 
@@ -93,6 +95,16 @@ class Plan:
     def leaves_parts(self) -> bool:
         """Of a sum, for the norm that reads it next (see gluon_linear.py)."""
         return self.kind == "streamed" and self.split > 1
+
+    @property
+    def shared_bytes(self) -> int:
+        """What the tiles of a streamed program take of shared memory."""
+        return (self.rows + self.columns) * self.inner * 2 * self.stages
+
+    def fits_head(self, columns: int, inner: int) -> bool:
+        """Whether it can give ranks: as ``fits``, by tiles that lie whole in a step of K and are asked for ahead."""
+        whole = self.kind == "streamed" and self.columns >= 64 and self.split == 1 and self.stages > 1
+        return whole and self.fits(columns, inner, gated=False)
 
     def fits(self, columns: int, inner: int, gated: bool) -> bool:
         """Whether it can multiply weights of this shape. Needs no norm."""
@@ -273,7 +285,7 @@ def _stages(size: int, steps: int) -> list[int]:
 
     What else a program keeps there may leave too little for the last, which then does not compile.
     """
-    return [n for n in sorted({min(steps, room // size) for room in (110_000, 220_000, 228_000)}) if n > 1]
+    return [n for n in sorted({min(steps, room // size) for room in (HALF_OF_SHARED, 220_000, 228_000)}) if n > 1]
 
 
 # ---- tables ----

@@ -6,6 +6,7 @@ Operands are small integers, whose sums are exact in any order: there are ties, 
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from asyncengine.kernels import gluon_head
 from asyncengine.kernels.cuda import CudaBatch, CudaLinear, CudaOps, CudaOptions, Stream
 from asyncengine.kernels.device_step import DeviceStep, allocate_step
-from asyncengine.kernels.gluon_linear import streamed_linear, streamed_ranks
+from asyncengine.kernels.gluon_head import streamed_ranks
+from asyncengine.kernels.gluon_linear import streamed_linear
 from asyncengine.kernels.linear_plans import CUBLAS, Plan, PlanTable, Site, round_rows
 from asyncengine.kernels.ops import Norm
 from asyncengine.kernels.triton_filters import MAX_VOCAB
@@ -67,15 +70,16 @@ def assert_same_ranks(got: Tensor, logits: Tensor, width: int) -> None:
 
 @given(
     tile=st.sampled_from(TILES), rows=st.integers(1, 300), columns=st.integers(1, 700), stages=st.integers(2, 4),
-    inner=st.sampled_from([64, 104, 200]), bias=st.booleans(), seed=st.integers(0, 999),
+    inner=st.sampled_from([64, 104, 200, 704]), bias=st.booleans(), seed=st.integers(0, 999),
+    programs=st.sampled_from([1, 2, 3, 6, 1000]),
     kind=st.sampled_from(["ties", "ties", "negative", "zero", "nan", "inf", "-inf", "one inf"]),
 )  # fmt: skip
 @settings(max_examples=80)
 def test_ranks_are_those_of_the_logits(
     device: torch.device, tile: tuple[int, int, int], rows: int, columns: int, stages: int, inner: int, bias: bool,
-    seed: int, kind: str,
+    seed: int, kind: str, programs: int,
 ) -> None:  # fmt: skip
-    """Rows and columns that are not there do not win, nor does what lies beyond them in memory."""
+    """Rows and columns that are not there do not win, nor does what lies beyond them in memory, nor a tile before."""
     x, weight, b = integers(rows, inner, seed=seed), integers(columns, inner, seed=seed + 1), None
     if bias:
         b = integers(columns, seed=seed + 2, largest=9)
@@ -92,10 +96,11 @@ def test_ranks_are_those_of_the_logits(
         case "one inf":
             x[:, 0], weight[column, 0] = 1.0, math.inf
     stages = stages if (tile[0] + tile[2]) * 128 * stages < 220_000 else 2
-    got = streamed_ranks(
-        surrounded(x, device)[0], surrounded(weight, device)[0], plan_of(tile, stages),
-        bias=None if b is None else surrounded(b, device)[0], pdl=True,
-    )  # fmt: skip
+    with mock.patch.object(gluon_head, "num_programs", return_value=programs):
+        got = streamed_ranks(
+            surrounded(x, device)[0], surrounded(weight, device)[0], plan_of(tile, stages),
+            bias=None if b is None else surrounded(b, device)[0], pdl=True,
+        )  # fmt: skip
     logits = x.double() @ weight.double().T
     if b is not None:
         logits += b.double()
@@ -223,8 +228,11 @@ def test_shipped_plans(device: torch.device, site: Site, plan: Plan) -> None:
 
 def test_what_does_not_fit_raises(device: torch.device) -> None:
     x, weight = (torch.zeros(n, 128, dtype=torch.bfloat16, device=device) for n in (2, 64))
-    for plan in (Plan("streamed", 64, 64, 4, 16, 2, 2), Plan("tiled", 64, 64, 4, 16)):
-        with pytest.raises(ValueError, match=r"leaves parts|does not fit"):
+    parts, narrow = Plan("streamed", 64, 64, 4, 16, 2, 2), Plan("streamed", 32, 64, 4, 16, stages=2)
+    for plan in (parts, narrow, Plan("streamed", 64, 64, 4, 16), Plan("tiled", 64, 64, 4, 16, stages=2)):
+        with pytest.raises(ValueError, match="does not fit"):
             streamed_ranks(x, weight, plan)
+    with pytest.raises(ValueError, match="do not fit"):
+        streamed_ranks(x[:, :64], weight, plan_of(TILES[0]))
     with pytest.raises(ValueError, match="tell"):
         streamed_ranks(x, weight[:1].expand(MAX_VOCAB + 1, -1), plan_of(TILES[0]))

@@ -38,11 +38,11 @@ def test_every_kernel_of_a_step_compiles(tmp_path):
     for name in (
         "_fetch", "_ingest", "build_kernel", "build_apart_kernel", "_decode_kernel", "_paged_decode_kernel",
         "_streamed_decode_kernel", "_norm_kernel", "_rotary_store_kernel", "_copy_blocks", "_collect_kernel",
-        "finish_kernel", "_streamed_kernel", "_first_kernel",
+        "finish_kernel", "_head_kernel", "_first_kernel",
     ):  # fmt: skip
         assert name in compiled
     hinted = [line.split()[0] for line in lines if "copies evict_" in line]
-    assert set(hinted) == {"_streamed_kernel", "_streamed_decode_kernel"}
+    assert set(hinted) == {"_head_kernel", "_streamed_decode_kernel"}
     without_hints = [line.split()[0] for line in lines if line.endswith("copies as usual")]
     assert sorted(without_hints) == sorted(hinted), "each is there once more, and none of its copies has a policy"
 
@@ -142,24 +142,28 @@ from asyncengine.kernels.linear_plans import Plan
 
 def random(*shape): return torch.empty(shape, dtype=torch.bfloat16)
 
-for rows in (16, 17):
+plan = Plan("streamed", 64, 64, 4, 16, stages=2)
+for rows, hints in ((16, True), (17, True), (17, False)):
     for activation, columns in ((None, 48), ("silu_mul", 96)):
-        plan = Plan("streamed", 64, 64, 4, 16, stages=2)
-        streamed_linear(random(rows, 200), random(columns, 200), plan, out=random(rows, 48), activation=activation)
+        streamed_linear(
+            random(rows, 200), random(columns, 200), plan, out=random(rows, 48), activation=activation,
+            l2_cache_hints=hints,
+        )
 for kernel in compiled.values():
     print(",".join(sorted(policies(kernel))).replace(" ", "-"))
 """
 
 
 def test_weights_that_one_program_reads_leave_the_cache_first(tmp_path):
-    assert run(tmp_path, "-c", POLICIES) == ["evict_first,evict_last"] * 2 + ["as-usual,evict_last"] * 2
+    whole, shared, unmarked = ([words] * 2 for words in ("evict_first,evict_last", "as-usual,evict_last", "as-usual"))
+    assert run(tmp_path, "-c", POLICIES) == whole + shared + unmarked
 
 
 STREAMED_RANKS = """
 from tests.kernels.compile_for_hopper import install, spills
 compiled = install()
 import torch
-from asyncengine.kernels.gluon_linear import streamed_ranks
+from asyncengine.kernels.gluon_head import streamed_ranks
 from asyncengine.kernels.linear_plans import Plan, PlanTable
 
 def random(*shape): return torch.empty(shape, dtype=torch.bfloat16)
@@ -179,7 +183,7 @@ def test_streamed_ranks_compile(tmp_path):
     """With weights as either operand, and by all plans that come with the package."""
     compiled = run(tmp_path, "-c", STREAMED_RANKS)
     assert len(compiled) > 6
-    assert set(compiled) == {"_streamed_kernel:wgmma"}
+    assert set(compiled) == {"_head_kernel:wgmma"}
 
 
 STREAMED_ATTENTION = """

@@ -411,7 +411,7 @@ def test_parts_are_added_by_whoever_reads_the_stream(
 
 
 def ranked(x: Tensor, weight: Tensor, plan: Plan, *, bias: Tensor | None, **how: bool) -> Tensor:
-    """What gluon_linear.streamed_ranks does, which only a Hopper GPU can."""
+    """What gluon_head.streamed_ranks does, which only a Hopper GPU can."""
     assert plan == RANKING
     return greatest_ranks(F.linear(x.float(), weight.float(), None if bias is None else bias.float()), plan.columns)
 
@@ -423,7 +423,7 @@ RANKING = Plan("streamed", 64, 64, 4, 8, 1, 2, fused_norm=False)
 def test_greedy_heads_leave_ranks(device: torch.device, out_features: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only of greedy batches of more than one row, and where kernels in Gluon run."""
     if device.type == "cpu":
-        monkeypatch.setattr("asyncengine.kernels.gluon_linear.streamed_ranks", ranked)
+        monkeypatch.setattr("asyncengine.kernels.gluon_head.streamed_ranks", ranked)
     model = Model(device, 6, out_features, 64)
     site = Site(128, 64, 8, "rms", "argmax", True, False)
     index = [5, 0, 0, 3]
