@@ -102,7 +102,7 @@ class Plan:
         return (self.rows + self.columns) * self.inner * 2 * self.stages
 
     def fits_head(self, columns: int, inner: int) -> bool:
-        """Whether it can give ranks: as ``fits``, by tiles that lie whole in a step of K and are asked for ahead."""
+        """Whether programs that stay can make ranks by it: of whole sums, with memory for a step that is to come."""
         whole = self.kind == "streamed" and self.columns >= 64 and self.split == 1 and self.stages > 1
         return whole and self.fits(columns, inner, gated=False)
 
