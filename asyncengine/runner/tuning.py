@@ -286,11 +286,11 @@ def _plan_distance(site: Site, plan: Plan, other_site: Site, other: Plan) -> flo
     """In doublings of a tile, of what is in flight, or of the programs that share the work."""
     wholes = (
         plan.columns / other.columns,
-        plan.warps / other.warps,
+        (plan.warps / other.warps) ** 2,
         (plan.split / other.split) ** 2,
-        _in_flight(plan) / _in_flight(other),
     )
     halves = (
+        _in_flight(plan) / _in_flight(other),
         plan.inner / other.inner,
         max(1, plan.rows) / max(1, other.rows),
         _programs(site, plan) / _programs(other_site, other),
