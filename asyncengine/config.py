@@ -46,7 +46,7 @@ class EngineConfig:
     Small chunks keep the inter-token latency of running streams even."""
     max_queued_requests: int = 4096
     max_queued_tokens: int = 4_194_304
-    """Prompt tokens that wait at most, over all requests."""
+    """Prompt tokens that wait at most, over all requests; a longer prompt waits alone."""
     priority_ageing_s: float = 30.0
     """Seconds of waiting that outweigh one priority class, so that nothing starves."""
 

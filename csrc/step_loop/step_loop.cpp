@@ -297,8 +297,9 @@ SubmitResult StepLoop::submit(const RequestSpec& spec) {
   if (prompt_len == 0 || spec.max_tokens < 1 || total > config_.scheduler.max_model_len || total > capacity) {
     return SubmitResult::kTooLarge;
   }
+  const int64_t waiting = queued_tokens_.load(std::memory_order_relaxed);
   if (queued_requests_.load(std::memory_order_relaxed) >= config_.max_queued_requests ||
-      queued_tokens_.load(std::memory_order_relaxed) + prompt_len > config_.max_queued_tokens) {
+      (waiting > 0 && waiting + prompt_len > config_.max_queued_tokens)) {
     return SubmitResult::kQueueFull;
   }
   const int64_t arrived_ns = now_ns();

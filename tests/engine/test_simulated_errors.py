@@ -238,6 +238,19 @@ async def test_queue_limits() -> None:
                 check_output(engine, Job(CANARY, SHORT), await task)
 
 
+async def test_a_prompt_longer_than_the_queue_waits_alone() -> None:
+    limit = len(CANARY) // 2
+    async with SimulatedEngine(max_num_seqs=1, step_latency_us=500, max_queued_tokens=limit) as engine:
+        running = await engine.submit(CANARY, LONG)
+        await anext(running)
+        queued = asyncio.create_task(engine.generate(CANARY, SHORT))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineOverloadedError, match="queue is full"):
+            await engine.generate(CANARY[:1], SHORT)
+        await running.aclose()
+        check_output(engine, Job(CANARY, SHORT), await queued)
+
+
 async def finishing_order(engine: SimulatedEngine, priorities: list[int]) -> list[int]:
     """Indices of requests in the order of their ends, on an engine with one slot, busy until all have arrived."""
     busy = await engine.submit([999], LONG)
