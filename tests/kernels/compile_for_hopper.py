@@ -169,8 +169,10 @@ def main(directory: str, dtype: str, quantization: Quantization = "none") -> Non
     steps.run(Bucket(4, 4, True), GREEDY)
     steps.copy_blocks()
     if quantization == "none":  # and what Hopper takes instead, where there is something
-        head = Site(loaded.config.vocab_size, loaded.config.hidden_size, 8, "rms", "argmax", False, False)
-        plans = PlanTable({head: Plan("streamed", 128, 64, 4, 8, stages=4, fused_norm=False)})
+        c, plan = loaded.config, Plan("streamed", 128, 64, 4, 8, stages=4, fused_norm=False)
+        head = Site(c.vocab_size, c.hidden_size, 8, "rms", "argmax", False, False)
+        up = head._replace(columns=c.intermediate_size, activation="silu_mul")
+        plans = PlanTable({head: plan, up: plan})
         for hints in (True, False):
             streaming = CudaOps(ops.device, CudaOptions(plans, streamed=True, l2_cache_hints=hints))
             loaded = load_model(config, streaming, NativeAttention(streaming))

@@ -38,11 +38,11 @@ def test_every_kernel_of_a_step_compiles(tmp_path):
     for name in (
         "_fetch", "_ingest", "build_kernel", "build_apart_kernel", "_decode_kernel", "_paged_decode_kernel",
         "_streamed_decode_kernel", "_norm_kernel", "_rotary_store_kernel", "_copy_blocks", "_collect_kernel",
-        "finish_kernel", "_head_kernel", "_first_kernel",
+        "finish_kernel", "_streamed_kernel", "_head_kernel", "_first_kernel",
     ):  # fmt: skip
         assert name in compiled
     hinted = [line.split()[0] for line in lines if "copies evict_" in line]
-    assert set(hinted) == {"_head_kernel", "_streamed_decode_kernel"}
+    assert set(hinted) == {"_streamed_kernel", "_head_kernel", "_streamed_decode_kernel"}
     without_hints = [line.split()[0] for line in lines if line.endswith("copies as usual")]
     assert sorted(without_hints) == sorted(hinted), "each is there once more, and none of its copies has a policy"
 
