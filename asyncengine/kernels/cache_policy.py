@@ -41,6 +41,16 @@ NO_POLICY = _mark("no_policy")
 """Which is not the same as a policy of evict_normal: that costs 4% of a step."""
 
 
+def marks_of_operands(blocks: int, *, hints: bool) -> dict[str, str]:
+    """Constants for a kernel that multiplies rows, in so many blocks, with weights.
+
+    Of one block a program is the only one that reads its weights, so they leave the cache first; rows are read by many.
+    """
+    if not hints:
+        return {"W_MARK": NO_POLICY, "X_MARK": NO_POLICY}
+    return {"W_MARK": EVICT_FIRST if blocks == 1 else NO_POLICY, "X_MARK": EVICT_LAST}
+
+
 @gluon.jit
 def mark_copies(POLICY: gl.constexpr):
     """When what is copied from here on makes room in the cache: before anything else, after it, or as usual."""

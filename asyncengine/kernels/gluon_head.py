@@ -19,8 +19,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from asyncengine.kernels.cache_policy import EVICT_FIRST, EVICT_LAST, NO_POLICY
-from asyncengine.kernels.gluon_tiles import GluonKernel, copy_tile, tiles_of
+from asyncengine.kernels.cache_policy import marks_of_operands
+from asyncengine.kernels.gluon_tiles import GluonKernel, copy_tile, sums_layout, tiles_of
 from asyncengine.kernels.linear_plans import HALF_OF_SHARED, Plan
 from asyncengine.kernels.pdl import launch_options
 from asyncengine.kernels.triton_filters import LAST_INDEX, MAX_VOCAB, rank_of
@@ -64,12 +64,11 @@ def streamed_ranks(
         BM=plan.rows,
         BN=plan.columns,
         BK=plan.inner,
-        W_MARK=EVICT_FIRST if l2_cache_hints and blocks == 1 else NO_POLICY,
-        X_MARK=EVICT_LAST if l2_cache_hints else NO_POLICY,
         STAGES=plan.stages,
         BIAS=bias is not None,
         WARPS=plan.warps,
         num_warps=plan.warps,
+        **marks_of_operands(blocks, hints=l2_cache_hints),
         **launch_options(pdl),
     )
     return ranks
@@ -117,7 +116,7 @@ def _head_kernel(
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Grid: blocks of x's rows, programs. out: [rows, tiles]. W_MARK and X_MARK: as in gluon_linear.
+    """Grid: blocks of x's rows, programs. out: [rows, tiles]. W_MARK and X_MARK: see marks_of_operands.
 
     Copies are STAGES steps ahead of products. A step that many later is of this tile, or of one to come.
     """
@@ -131,8 +130,7 @@ def _head_kernel(
     AXIS: gl.constexpr = 1 if TURNED else 0
     LEFT: gl.constexpr = BM if TURNED else BN
     RIGHT: gl.constexpr = BN if TURNED else BM
-    DOWN: gl.constexpr = WARPS if LEFT >= 16 * WARPS else 4
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [DOWN, WARPS // DOWN], [16, RIGHT * DOWN // WARPS, 16])
+    SUMS: gl.constexpr = sums_layout(LEFT, RIGHT, WARPS)
     block, program, count = gl.program_id(0), gl.program_id(1), gl.num_programs(1)
     row, tiles = block * BM, (columns + BN - 1) // BN
     # Where x is small, programs begin at different k: 1-4% of large weights, whose rows all begin in the same banks.

@@ -34,8 +34,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from asyncengine.kernels.cache_policy import EVICT_FIRST, EVICT_LAST, NO_POLICY, mark_copies
-from asyncengine.kernels.gluon_tiles import GluonKernel, copy_tile, next_power_of_2, stretches, tiles_of
+from asyncengine.kernels.cache_policy import mark_copies, marks_of_operands
+from asyncengine.kernels.gluon_tiles import GluonKernel, copy_tile, next_power_of_2, stretches, sums_layout, tiles_of
 from asyncengine.kernels.linear_plans import Plan
 from asyncengine.kernels.ops import Activation, Norm
 from asyncengine.kernels.pdl import StreamingOptions, launch_options
@@ -134,11 +134,11 @@ def _launch(
         raise ValueError(f"{plan} leaves parts")
     if plan.kind != "streamed" or not plan.fits(columns, inner, gated):
         raise ValueError(f"{plan} does not fit a weight {list(weight.shape)}")
-    programs = triton.cdiv(columns, plan.columns // (1 + gated))
+    blocks, programs = triton.cdiv(rows, plan.rows), triton.cdiv(columns, plan.columns // (1 + gated))
     strided = x.stride(1) != 1 or out.stride(-1) != 1 or not weight.is_contiguous()
     if strided or out.shape[-2:] != (rows, columns) or weight.shape != (columns * (1 + gated), inner):
         raise ValueError(f"x {list(x.shape)}, weight {list(weight.shape)} and out {list(out.shape)} do not fit")
-    _streamed_kernel[(triton.cdiv(rows, plan.rows), programs, plan.split)](
+    _streamed_kernel[(blocks, programs, plan.split)](
         tiles_of(x, plan.rows, plan.inner),
         _gate_and_up(weight, plan.columns, plan.inner) if gated else tiles_of(weight, plan.columns, plan.inner),
         weight if bias is None else bias,
@@ -155,8 +155,6 @@ def _launch(
         BN=plan.columns,
         BK=plan.inner,
         SPLIT=plan.split,
-        W_MARK=EVICT_FIRST if l2_cache_hints and rows <= plan.rows else NO_POLICY,
-        X_MARK=EVICT_LAST if l2_cache_hints else NO_POLICY,
         STAGES=plan.stages,
         FUSED=fused or "none",
         BIAS=bias is not None,
@@ -166,6 +164,7 @@ def _launch(
         TILES=0 if reads is None else reads.sums.shape[1],
         WARPS=plan.warps,
         num_warps=plan.warps,
+        **marks_of_operands(blocks, hints=l2_cache_hints),
         **launch_options(pdl),
     )
 
@@ -185,11 +184,11 @@ def _gate_and_up(weight: Tensor, rows: int, inner: int) -> TensorDescriptor:
 
 @gluon.jit
 def _copy_weights(weight, column, k, ready, to, GATED: gl.constexpr, MARK: gl.constexpr, wanted):
-    mark_copies(MARK)
     if GATED:
+        mark_copies(MARK)
         tma.async_copy_global_to_shared(weight, [column // 8, 0, 0, k], ready, to, pred=wanted)
     else:
-        tma.async_copy_global_to_shared(weight, [column, k], ready, to, pred=wanted)
+        copy_tile(weight, column, k, ready, to, MARK, wanted)
 
 
 @gluon.jit
@@ -280,8 +279,8 @@ def _streamed_kernel(
 ):
     """Grid: blocks of x's rows, tiles of the weight's rows, parts of K. Who shares weights is side by side.
 
-    out: [parts, rows, columns]. W_MARK and X_MARK: for mark_copies; weights leave the L2 cache first if one block has
-    all rows, so that one program reads a weight. READS and WRITES: how many sums of a norm's rows are read or written.
+    out: [parts, rows, columns]. W_MARK and X_MARK: see marks_of_operands. READS and WRITES: how many sums of a norm's
+    rows are read or written.
     """
     if PDL:
         gdc_launch_dependents()
@@ -304,8 +303,7 @@ def _streamed_kernel(
         SUMS: gl.constexpr = gl.SliceLayout(0, TOGETHER)
         acc = gl.zeros([WARPS, BN, BM], gl.float32, PARTS)
     else:
-        DOWN: gl.constexpr = WARPS if BN >= 16 * WARPS else 4
-        SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [DOWN, WARPS // DOWN], [16, BM * DOWN // WARPS, 16])
+        SUMS: gl.constexpr = sums_layout(BN, BM, WARPS)
         acc = gl.zeros([BN, BM], gl.float32, SUMS)
 
     block, program, split = gl.program_id(0), gl.program_id(1), gl.program_id(2)

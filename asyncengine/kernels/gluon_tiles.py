@@ -1,4 +1,4 @@
-"""Tiles of bfloat16 matrices on Hopper: how they are copied to shared memory, and how they lie there."""
+"""Tiles of bfloat16 matrices on Hopper: how they are copied to shared memory, and how they and their products lie."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
 # mypy: disable-error-code="assignment, var-annotated, unreachable, misc"
 
@@ -38,6 +38,13 @@ def tiles_of(x: Tensor, rows: int, inner: int) -> TensorDescriptor:
 def copy_tile(x, row, k, ready, to, MARK: gl.constexpr, wanted):
     mark_copies(MARK)
     tma.async_copy_global_to_shared(x, [row, k], ready, to, pred=wanted)
+
+
+@gluon.constexpr_function
+def sums_layout(left, right, warps):
+    """How the sums [left, right] of Hopper's own instruction lie: warps down the left operand as far as its rows do."""
+    down = warps if left >= 16 * warps else 4
+    return gl.NVMMADistributedLayout([3, 0], [down, warps // down], [16, right * down // warps, 16])
 
 
 @gluon.constexpr_function

@@ -37,8 +37,8 @@ NormKind = Literal["none", "rms", "layer"]
 PlanKind = Literal["vector", "skinny", "tiled", "streamed", "cublas"]
 WeightKind = Literal["bf16", "fp8"]
 Fused = Activation | Literal["argmax"]
-"""argmax is of a head whose rows are all sampled greedily: the ranks of its tiles (see gluon_head.py), if
-the plan is streamed; else the head gives logits, by the plan of its site without."""
+"""argmax is of a head whose rows are all sampled greedily: the ranks of its tiles (see gluon_head.py), if the plan is
+streamed; else the head gives logits, by the plan of its site without."""
 
 
 class Site(NamedTuple):
