@@ -29,6 +29,7 @@ from torch.nn.attention.bias import causal_lower_right
 from asyncengine.kernels.cuda import can_stream
 from asyncengine.kernels.device_step import DeviceStep, allocate_step
 from asyncengine.kernels.gluon_paged_decode import streamed_decode_attention
+from asyncengine.kernels.gluon_paged_prefill import streamed_prefill_attention
 from asyncengine.kernels.ops import HeadNorms, split_heads
 from asyncengine.kernels.triton_attention import paged_attention
 from asyncengine.kernels.triton_decode import decode_attention, longest_context
@@ -39,6 +40,7 @@ from asyncengine.kernels.work_list import (
     Tile,
     WorkList,
     choose_cut,
+    choose_mixed_tiles,
     choose_tiles,
     multiprocessors,
 )
@@ -142,10 +144,13 @@ def allocate_work(
     c: ModelConfig, prefills: Sequence[Sequence[Row]], tiles: Tiles | None, device: torch.device, args: Any
 ) -> WorkList:
     """One for all cases, as an engine has it; its sizes are constants of the kernels, which are then compiled once."""
+    shape = attention_shape(c)
+    if not tiles and can_stream(device) and not args.work.get("split_tokens"):
+        tiles = choose_mixed_tiles(shape, BLOCK_SIZE, 0)
     rows = max([256, *args.decode_rows])
     tokens = max([2048, rows, *(sum(row.query for row in one) for one in prefills)])
     room = {"max_rows": rows, "max_tokens": tokens, "max_context": 131072}
-    return WorkList.allocate(attention_shape(c), device=device, tiles=tiles, **room, **args.work)
+    return WorkList.allocate(shape, device=device, tiles=tiles, **room, **args.work)
 
 
 def allocate_decode_work(
@@ -221,6 +226,8 @@ class Bench:
         k, v = self.caches[copy]
         pdl = self.pdl if pdl is None else pdl
         paged_attention(self.q, k, v, self.step, work, self.scale, 0, self.out, pdl=pdl)
+        if work.streams_prefill:
+            streamed_prefill_attention(self.q, k, v, self.step, work, self.scale, self.out, pdl=pdl)
 
     def few(self, copy: int, pdl: bool | None = None) -> None:
         k, v = self.caches[copy]

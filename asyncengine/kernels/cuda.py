@@ -41,9 +41,9 @@ from asyncengine.kernels.unnormed import Unnormed, fold_norm
 from asyncengine.kernels.work_list import WorkList
 
 try:
-    from asyncengine.kernels import gluon_head, gluon_linear, gluon_paged_decode
+    from asyncengine.kernels import gluon_head, gluon_linear, gluon_paged_decode, gluon_paged_prefill
 except ImportError:  # an experimental part of Triton, which another version may have elsewhere
-    gluon_head = gluon_linear = gluon_paged_decode = None  # type: ignore[assignment]
+    gluon_head = gluon_linear = gluon_paged_decode = gluon_paged_prefill = None  # type: ignore[assignment]
 
 
 def can_stream(device: torch.device) -> bool:
@@ -274,6 +274,10 @@ class CudaOps:
             )  # fmt: skip
         else:
             paged_attention(q, k_cache, v_cache, step, work, layer.scale, layer.window, out, pdl=pdl)
+            if work.streams_prefill:
+                gluon_paged_prefill.streamed_prefill_attention(
+                    q, k_cache, v_cache, step, work, layer.scale, out, pdl=pdl
+                )
         return out
 
     def keep_sampled(self, x: Tensor, stream: Stream, batch: CudaBatch) -> Tensor:

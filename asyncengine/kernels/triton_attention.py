@@ -61,14 +61,15 @@ def paged_attention(
     q is [T, Hq, D], any view with adjacent elements of a head; out [T, Hq * D] is contiguous within a token.
     k_cache and v_cache are [num_blocks, Hk, block_size, D], contiguous. The token at position i sees position
     j if j <= i and, with a window > 0, i - window < j. ``work`` was built from ``step`` for this window.
-    Tokens of no row are left as they are. ``pdl``: see asyncengine.kernels.pdl.
+    Tokens of no row are left as they are, and those of a prefill that gluon_paged_prefill computes. ``pdl``: see
+    asyncengine.kernels.pdl.
 
     Raises ConfigError if a tensor's shape, dtype or layout is not what ``work`` was allocated for.
     """
     check_layout(q, k_cache, v_cache, work.shape, out)
     if window != work.window:
         raise ConfigError(f"the work list is of window {work.window}, not {window}")
-    for section in work.sections:
+    for section in (work.decode,) if work.streams_prefill else work.sections:
         _launch(q, k_cache, v_cache, step, section, scale, window, out, pdl)
 
 

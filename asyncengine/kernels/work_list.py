@@ -84,7 +84,7 @@ class Tile:
     stages: int
     programs_per_sm: int
     streamed: bool = False
-    """of gluon_paged_decode.py, where rows have one token"""
+    """of gluon_paged_decode.py, where rows have one token, or of gluon_paged_prefill.py"""
 
     def count_lanes(self, shape: AttentionShape, sms: int) -> int:
         """Lanes whose programs, one for each KV head, have room at once on so many multiprocessors."""
@@ -133,6 +133,18 @@ def choose_streamed_tile(shape: AttentionShape, block_size: int, programs_per_sm
         return None
     stages = min(6, (192 << 10) // programs_per_sm // (64 * shape.head_dim * 4))
     return Tile(16, 64, 4, stages, programs_per_sm, streamed=True)
+
+
+def choose_mixed_tiles(shape: AttentionShape, block_size: int, window: int) -> tuple[Tile, Tile] | None:
+    """As ``choose_tiles``, with prefill by gluon_paged_prefill.py; None if that is not for these heads or blocks.
+
+    Prefill has as many stages of keys and values as shared memory holds beside the queries of two units.
+    """
+    if shape.dtype != torch.bfloat16 or shape.head_dim not in (64, 128) or block_size != 16 or window:
+        return None
+    if shape.group not in (1, 2, 4, 8, 16):  # of a unit's rows each head has as many, eight at least
+        return None
+    return choose_tiles(shape)[0], Tile(128, 128, 8, 256 // shape.head_dim, 1, streamed=True)
 
 
 class Apart(NamedTuple):
@@ -374,6 +386,11 @@ class WorkList:
     def takes_heads(self) -> bool:
         """Whether its steps may go through paged_decode_attention: all rows are of one token, cut wherever it suits."""
         return self.prefill is None and self.decode.split_tiles == 0
+
+    @property
+    def streams_prefill(self) -> bool:
+        """Whether gluon_paged_prefill computes its rows of several tokens."""
+        return self.prefill is not None and self.prefill.tile.streamed
 
     @property
     def sections(self) -> tuple[Section, ...]:

@@ -23,6 +23,7 @@ from asyncengine.kernels.work_list import (
     WorkList,
     choose_cut,
     choose_late,
+    choose_mixed_tiles,
     choose_streamed_tile,
     multiprocessors,
 )
@@ -76,11 +77,15 @@ def _split_tokens(max_model_len: int) -> int:
     return max(1, -(-max_model_len // (1024 * _INVARIANT_SPLITS))) * 1024
 
 
+def _may_stream(config: EngineConfig, ops: CudaOps) -> bool:
+    """Whether Gluon may compute attention."""
+    return ops.options.streamed and not config.batch_invariant
+
+
 def _is_streamed(config: EngineConfig, loaded: LoadedModel, ops: CudaOps) -> bool:
     """Whether Gluon computes the attention of decode steps."""
-    if config.batch_invariant or not ops.options.streamed:
-        return False
-    return choose_streamed_tile(attention_shape(loaded), config.block_size) is not None
+    tile = choose_streamed_tile(attention_shape(loaded), config.block_size)
+    return _may_stream(config, ops) and tile is not None
 
 
 def step_buckets(config: EngineConfig, loaded: LoadedModel, ops: CudaOps) -> list[Bucket]:
@@ -113,6 +118,10 @@ class _StepWork:
         shape, sms = attention_shape(loaded), multiprocessors(ops.device)
         windows = sorted(set(loaded.config.layer_windows))
 
+        def tiles_for(window: int) -> tuple[Tile, Tile] | None:
+            """Of steps with rows of several tokens; None is what a work list chooses."""
+            return choose_mixed_tiles(shape, config.block_size, window) if _may_stream(config, ops) else None
+
         def allocate(
             tile: Tile | None = None, *, max_rows: int = config.max_num_seqs, **cut: Any
         ) -> dict[int, WorkList]:
@@ -121,7 +130,7 @@ class _StepWork:
                 window: WorkList.allocate(
                     shape, max_rows=max_rows, max_tokens=config.max_num_batched_tokens,
                     max_context=loaded.max_model_len, device=ops.device, window=window,
-                    tiles=(tile, None) if tile else None, **cut,
+                    tiles=(tile, None) if tile else tiles_for(window), **cut,
                 )
                 for window in windows
             }  # fmt: skip

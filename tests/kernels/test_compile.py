@@ -34,6 +34,7 @@ def test_every_kernel_of_a_step_compiles(tmp_path):
     lines = compiled_for(tmp_path)
     compiled = [line.split()[0] for line in lines]
     assert compiled.count("_attention_kernel") == 2  # decode and prefill
+    assert compiled.count("_streamed_prefill_kernel") == 1
     assert compiled.count("_tiles_kernel") == 2  # greedy and full sampling
     for name in (
         "_fetch", "_ingest", "build_kernel", "build_apart_kernel", "_decode_kernel", "_paged_decode_kernel",
@@ -44,6 +45,7 @@ def test_every_kernel_of_a_step_compiles(tmp_path):
     hinted = [line.split()[0] for line in lines if "copies evict_" in line]
     assert set(hinted) == {"_streamed_kernel", "_head_kernel", "_streamed_decode_kernel"}
     without_hints = [line.split()[0] for line in lines if line.endswith("copies as usual")]
+    without_hints.remove("_streamed_prefill_kernel")  # which never has any
     assert sorted(without_hints) == sorted(hinted), "each is there once more, and none of its copies has a policy"
 
 
@@ -226,3 +228,36 @@ def test_streamed_decode_attention_compiles(tmp_path):
     compiled = run(tmp_path, "-c", STREAMED_ATTENTION)
     words = "mma.sync:griddepcontrol.wait:cp.async.bulk.tensor:evict_first"
     assert compiled == [f"_streamed_decode_kernel:{words}"] * 9
+
+
+STREAMED_PREFILL = """
+from tests.kernels.compile_for_hopper import install, policies, spills, stale_bounds
+compiled = install()
+import torch
+from asyncengine.kernels.device_step import allocate_step
+from asyncengine.kernels.gluon_paged_prefill import streamed_prefill_attention
+from asyncengine.kernels.work_list import AttentionShape, WorkList, choose_mixed_tiles
+
+def random(*shape): return torch.empty(shape, dtype=torch.bfloat16)
+
+for heads, kv_heads, dim in (12, 12, 64), (16, 8, 128), (32, 8, 128), (64, 8, 64), (16, 1, 128):
+    shape, cpu = AttentionShape(heads, kv_heads, dim, torch.bfloat16), torch.device("cpu")
+    work = WorkList.allocate(
+        shape, max_rows=4, max_tokens=64, max_context=512, device=cpu, num_programs=132,
+        tiles=choose_mixed_tiles(shape, 16, 0),
+    )
+    streamed_prefill_attention(
+        random(64, heads + 2 * kv_heads, dim)[:, :heads], random(8, kv_heads, 16, dim), random(8, kv_heads, 16, dim),
+        allocate_step(4, 32, 4, 64, cpu), work, dim**-0.5, random(64, heads * dim), pdl=True,
+    )
+for name, kernel in compiled.items():
+    words = [word for word in ("wgmma", "griddepcontrol.wait", "cp.async.bulk.tensor") if word in kernel.asm["ptx"]]
+    print(":".join([name.split()[0], *words, *policies(kernel), *spills(kernel), *stale_bounds(kernel)]))
+"""
+
+
+def test_streamed_prefill_attention_compiles(tmp_path):
+    """For the heads of three models and others. Registers do for it."""
+    compiled = run(tmp_path, "-c", STREAMED_PREFILL)
+    words = "wgmma:griddepcontrol.wait:cp.async.bulk.tensor:as usual"
+    assert compiled == [f"_streamed_prefill_kernel:{words}"] * 5

@@ -40,7 +40,9 @@ from asyncengine.kernels.work_list import (
     WorkList,
     choose_apart,
     choose_late,
+    choose_mixed_tiles,
     choose_streamed_tile,
+    choose_tiles,
 )
 
 SMALL = (Tile(16, 16, 4, 2, 1), Tile(16, 16, 4, 2, 1))
@@ -563,6 +565,20 @@ def test_whom_the_streamed_tile_is_for() -> None:
     assert choose_streamed_tile(shape, 32) is None
     for other in ({"dtype": torch.float32}, {"head_dim": 80}, {"num_heads": 80}):
         assert choose_streamed_tile(replace(shape, **other), 16) is None
+
+
+def test_whom_streamed_prefill_is_for() -> None:
+    shape = AttentionShape(32, 8, 128, torch.bfloat16)
+    decode, prefill = choose_tiles(shape)
+    assert choose_mixed_tiles(shape, 16, 0) == (decode, Tile(128, 128, 8, 2, 1, streamed=True))
+    narrow = choose_mixed_tiles(replace(shape, head_dim=64), 16, 0)
+    assert narrow is not None
+    assert narrow[1] == Tile(128, 128, 8, 4, 1, streamed=True)
+    assert not prefill.streamed
+    for other in ({"dtype": torch.float32}, {"head_dim": 80}, {"num_heads": 24}, {"num_heads": 256}):
+        assert choose_mixed_tiles(replace(shape, **other), 16, 0) is None
+    assert choose_mixed_tiles(shape, 32, 0) is None
+    assert choose_mixed_tiles(shape, 16, 1024) is None
 
 
 @pytest.mark.parametrize(("heads", "dim", "fewest", "tokens"), [(8, 128, 198, 192), (12, 64, 132, 128)])
