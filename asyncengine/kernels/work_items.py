@@ -63,8 +63,11 @@ def _sum_rows(
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Items and cost of the rows before ``row``, then of all. With adaptive splits a unit counts as one item."""
-    items_before, cost_before, items, cost = 0, 0, 0, 0
+    """Items and cost of the rows before ``row``, then of all, and the longest unit's tiles.
+
+    With adaptive splits a unit counts as one item.
+    """
+    items_before, cost_before, items, cost, longest = 0, 0, 0, 0, 0
     for first in range(0, num_rows, ROWS):
         r = first + tl.arange(0, ROWS)
         length = tl.load(row_query_len + r, mask=r < num_rows, other=0)
@@ -74,7 +77,9 @@ def _sum_rows(
         row_items = tl.zeros([ROWS], tl.int32)
         for index in range(0, tl.max(units, 0)):
             begin, end = _kv_tiles(context, length, index, window, QUERIES, KEYS)
-            row_cost += tl.where(index < units, end - begin + ITEM_COST, 0)
+            tiles = tl.where(index < units, end - begin, 0)
+            longest = tl.maximum(longest, tl.max(tiles, 0))
+            row_cost += tl.where(index < units, tiles + ITEM_COST, 0)
             if SPLIT == 0:
                 row_items += tl.where(index < units, 1, 0)
             else:
@@ -83,7 +88,7 @@ def _sum_rows(
         cost_before += tl.sum(tl.where(r < row, row_cost, 0), 0)
         items += tl.sum(row_items, 0)
         cost += tl.sum(row_cost, 0)
-    return items_before, cost_before, items, cost
+    return items_before, cost_before, items, cost, longest
 
 
 @triton.jit
@@ -193,6 +198,14 @@ def _keep_whole(
 
 
 @triton.jit
+def _keep_alone(lane_items, item, begin, end, piece):
+    """What _cut_line gives, for a unit that has a lane for itself."""
+    to = 2 * item
+    _store_lanes(lane_items, item + piece, to, to + 1, piece == 0, piece == 0)
+    return item * 0 + 1, begin + piece * 0, end + piece * 0, to, to + piece, item + piece, piece == 0
+
+
+@triton.jit
 def _store_place(to, slot, query, count, position, low, high, there):
     tl.store(to + SLOT, slot, mask=there)
     tl.store(to + QUERY, query, mask=there)
@@ -245,7 +258,7 @@ def build_kernel(
     units = _units(length, MIN_QUERY, MAX_QUERY, QUERIES)
     piece = tl.arange(0, WIDTH)
     if (units > 0) | (row == 0):
-        item, start, all_items, total = _sum_rows(
+        item, start, all_items, total, longest = _sum_rows(
             row_query_len, row_context_len, num_rows, row, window,
             MIN_QUERY, MAX_QUERY, QUERIES, KEYS, ITEM_COST, SPLIT, ROWS,
         )  # fmt: skip
@@ -263,6 +276,9 @@ def build_kernel(
             most = tl.where(piece < LANES, lane_cost + LINE_COST + spare, 2 * late_cost)
             whole = tl.max(taken - most, 0) <= 0
             idle = tl.where(whole, taken == 0, idle)
+        elif SPLIT == 0:
+            whole = (all_items <= LANES) & (longest + ITEM_COST <= lane_cost + LINE_COST)
+            idle = tl.where(whole, piece >= all_items, idle)
         if row == 0:
             if SPLIT == 0:
                 idle &= piece < LANES + LATE
@@ -277,9 +293,12 @@ def build_kernel(
             begin, end = _kv_tiles(context, length, index, window, QUERIES, KEYS)
             if SPLIT == 0:
                 if whole:
-                    pieces, low, high, partial, to, lane, opens = _keep_whole(
-                        lane_items, item, start, begin, end, lane_cost, late_cost, taken, piece, LANES, ITEM_COST
-                    )
+                    if MAX_QUERY == 1:
+                        pieces, low, high, partial, to, lane, opens = _keep_whole(
+                            lane_items, item, start, begin, end, lane_cost, late_cost, taken, piece, LANES, ITEM_COST
+                        )
+                    else:
+                        pieces, low, high, partial, to, lane, opens = _keep_alone(lane_items, item, begin, end, piece)
                 else:
                     pieces, low, high, partial, to, lane, opens = _cut_line(
                         lane_items, item, start, begin, end, total, lane_cost, late_cost, piece, LANES, ITEM_COST

@@ -6,7 +6,8 @@ a lane is the same for every head. All KV tiles of the step, in the order of row
 takes the l-th stretch of it, so that every lane reads the same count of tiles whatever the lengths are
 (stream-K: Osama et al., 2023). A unit that a boundary between lanes cuts becomes several *items*, whose
 partial results the attention kernel combines. Decode rows are not cut where the longest lane is hardly longer
-without that, as it is if rows are about as long as one another: each goes to the lane that its middle lies in.
+without that, as it is if rows are about as long as one another: each goes to the lane that its middle lies in. Units of
+prefill are not either if they are no more than the lanes: each has one for itself.
 
 Multiprocessors do not get equal shares of the memory: of programs with as much to do the first ends when the last has a
 quarter left. So steps of many rows have *late* lanes too, as many again, each about as long as a unit, whose programs

@@ -433,6 +433,27 @@ def test_rows_are_cut_where_a_lane_would_be_much_longer(device: torch.device) ->
     assert max(item.tolist()[PIECES] for _, item in items_of(section)) > 1
 
 
+@pytest.mark.parametrize(
+    ("rows", "alone"),
+    [
+        (((64, 0),), True),
+        (((64, 0), (1, 500), (0, 0), (32, 32)), True),
+        (((64, 0), (64, 0)), False),  # more units than lanes
+        (((48, 48), (16, 200)), False),  # one of them much longer
+    ],
+)
+def test_few_units_of_prompts_have_lanes_of_their_own(
+    device: torch.device, rows: tuple[tuple[int, int], ...], alone: bool
+) -> None:
+    world = make_world(Case(rows, num_kv_heads=1, group=1, head_dim=16, programs=6), device)
+    work = world.work()
+    work.build(world.step)
+    check_every_pair(world, work)
+    assert work.prefill is not None
+    items = [(lane, item.tolist()[PIECES]) for lane, item in items_of(work.prefill)]
+    assert (items == [(lane, 1) for lane in range(len(items))]) == alone
+
+
 @st.composite
 def late_cases(draw: st.DrawFn) -> Case:
     """Many rows of one token a lane, some of none; alike or not."""
@@ -508,7 +529,7 @@ def check_every_pair(world: World, work: WorkList) -> None:
             share = max(-(-(total - section.late_lanes * late_share) // early), least)
             is_decode = section.row_lengths.stop == 2
             spare = late_share if section.late_lanes else 0
-            assert max(lane_costs[:early]) <= share + (LINE_COST + ITEM_COST + spare if is_decode else 2 * ITEM_COST)
+            assert max(lane_costs[:early]) <= share + (LINE_COST + ITEM_COST + spare if is_decode else LINE_COST)
             assert max(lane_costs[early:], default=0) <= 2 * late_share
 
     for row, (length, context) in enumerate(case.rows):
