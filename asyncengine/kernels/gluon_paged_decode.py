@@ -23,14 +23,14 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from asyncengine.errors import ConfigError
-from asyncengine.kernels.cache_policy import EVICT_FIRST, NO_POLICY, mark_copies
+from asyncengine.kernels.cache_policy import EVICT_FIRST, NO_POLICY
 from asyncengine.kernels.device_step import DeviceStep
 from asyncengine.kernels.gluon_paged_results import BLOCKS, GROUP_ROWS, finish, join_warps
-from asyncengine.kernels.gluon_tiles import GluonKernel, next_power_of_2, stretches, tiles_of
+from asyncengine.kernels.gluon_tiles import GluonKernel, copy_tile, next_power_of_2, stretches, tiles_of
 from asyncengine.kernels.ops import HeadNorms
 from asyncengine.kernels.pdl import launch_options
 from asyncengine.kernels.triton_decode import check_heads, surroundings
@@ -160,10 +160,8 @@ def _tile_blocks(table, tile, context, window):
 
 @gluon.jit
 def _copy(cache, block, index, first, last, head, KV_HEADS: gl.constexpr, ready, tiles, slot, MARK: gl.constexpr):
-    line = (block * KV_HEADS + head) * BLOCK
     wanted = (index >= first) & (index < last)
-    mark_copies(MARK)
-    tma.async_copy_global_to_shared(cache, [line, 0], ready, tiles.index(slot * BLOCKS + index), pred=wanted)
+    copy_tile(cache, (block * KV_HEADS + head) * BLOCK, 0, ready, tiles.index(slot * BLOCKS + index), MARK, wanted)
 
 
 @gluon.jit
@@ -178,8 +176,7 @@ def _copy_half(
     PARTS: gl.constexpr = D // SPAN
     parts = tiles._reinterpret(gl.bfloat16, [tiles.shape[0] * 2 * PARTS, HALF_BLOCK, SPAN], halves.layout)
     for i in gl.static_range(2 * PARTS):
-        mark_copies(MARK)
-        tma.async_copy_global_to_shared(halves, [line, i // 2 * SPAN], ready, parts.index(place * (2 * PARTS) + i))
+        copy_tile(halves, line, i // 2 * SPAN, ready, parts.index(place * (2 * PARTS) + i), MARK, True)
 
 
 @gluon.jit
