@@ -16,7 +16,7 @@ from torch import Tensor
 from asyncengine.errors import ConfigError
 from asyncengine.kernels.gluon_paged_prefill import streamed_prefill_attention
 from asyncengine.kernels.triton_attention import paged_attention
-from asyncengine.kernels.work_items import PIECES
+from asyncengine.kernels.work_items import BEGIN, PIECES
 from asyncengine.kernels.work_list import WorkList, choose_mixed_tiles, choose_tiles
 from tests.gpu.conftest import needs_hopper
 from tests.kernels.poison import poison_new_memory
@@ -104,8 +104,9 @@ def test_units_in_pieces(model: str, rows: tuple[tuple[int, int], ...]) -> None:
 
 def test_pieces_in_which_some_rows_see_nothing() -> None:
     """The last piece begins behind the first tokens."""
-    world, work = make("gpt2", ((128, 200),), programs=6, min_split_tokens=128)
-    assert most_pieces(work) > 1
+    world, work = make("gpt2", ((128, 1000),), programs=9, min_split_tokens=128)
+    assert work.prefill is not None
+    assert work.prefill.items[:, BEGIN.value].max() * work.prefill.tile.keys > 1000
     check(world, attend(world, work))
 
 
