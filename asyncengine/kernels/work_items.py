@@ -75,10 +75,11 @@ def _sum_rows(
         units = _units(length, MIN_QUERY, MAX_QUERY, QUERIES)
         row_cost = tl.zeros([ROWS], tl.int32)
         row_items = tl.zeros([ROWS], tl.int32)
+        row_longest = tl.zeros([ROWS], tl.int32)
         for index in range(0, tl.max(units, 0)):
             begin, end = _kv_tiles(context, length, index, window, QUERIES, KEYS)
             tiles = tl.where(index < units, end - begin, 0)
-            longest = tl.maximum(longest, tl.max(tiles, 0))
+            row_longest = tl.maximum(row_longest, tiles)
             row_cost += tl.where(index < units, tiles + ITEM_COST, 0)
             if SPLIT == 0:
                 row_items += tl.where(index < units, 1, 0)
@@ -88,6 +89,7 @@ def _sum_rows(
         cost_before += tl.sum(tl.where(r < row, row_cost, 0), 0)
         items += tl.sum(row_items, 0)
         cost += tl.sum(row_cost, 0)
+        longest = tl.maximum(longest, tl.max(row_longest, 0))
     return items_before, cost_before, items, cost, longest
 
 

@@ -1,0 +1,335 @@
+"""How the work of a step's attention is cut into items and lanes, and which kernels and tiles it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import event, example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from asyncengine.errors import ConfigError
+from asyncengine.kernels.work_items import (
+    BEGIN,
+    COUNT,
+    END,
+    FIRST,
+    ITEM_COST,
+    LAST,
+    LATE_SHARE,
+    LINE_COST,
+    PARTIAL,
+    PIECE,
+    PIECES,
+    POSITION,
+    QUERY,
+    SLOT,
+)
+from asyncengine.kernels.work_list import (
+    LATE_ROWS,
+    AttentionShape,
+    Section,
+    Tile,
+    WorkList,
+    choose_apart,
+    choose_late,
+    choose_mixed_tiles,
+    choose_streamed_tile,
+    choose_tiles,
+)
+from tests.kernels.test_triton_attention import SMALL, Case, World, cases, check, make_world
+
+
+def items_of(section: Section) -> Iterator[tuple[int, Tensor]]:
+    """(lane, item) as the attention kernel walks them."""
+    items = section.items.cpu()
+    for lane, of_lane in enumerate(section.lane_items.tolist()):
+        indices = range(of_lane[FIRST], of_lane[LAST], section.item_step)
+        if indices:
+            assert of_lane[:FIRST] == items[indices[0], :FIRST].tolist()
+        for index in indices:
+            assert index < len(items)
+            yield lane, items[index]
+
+
+def built_over_another(world: World) -> WorkList:
+    """The list of its step, where one of an earlier step was, with every pair in it."""
+    work = world.work()
+    work.decode.items.fill_(77)
+    work.decode.lane_items.fill_(77)
+    work.build(world.step)
+    check_every_pair(world, work)
+    return work
+
+
+@st.composite
+def apart_cases(draw: st.DrawFn) -> Case:
+    """Rows of one token or none, lanes enough for them."""
+    context = st.one_of(st.integers(0, 80), st.integers(0, 1200))
+    rows = draw(st.lists(st.tuples(st.sampled_from([1, 1, 1, 0]), context), min_size=1, max_size=9))
+    return apart_case(
+        *rows,
+        window=draw(st.sampled_from([0, 0, 1, 100, 331])),
+        programs=len(rows) + draw(st.integers(0, 9)),
+        min_split_tokens=draw(st.sampled_from([16, 64])),
+        whole_tokens=draw(st.sampled_from([16, 64, 320])),
+    )
+
+
+def apart_case(*rows: tuple[int, int], programs: int, **fields: int) -> Case:
+    fields = {"whole_tokens": 16, **fields}
+    return Case(rows, num_kv_heads=1, head_dim=16, programs=programs, tiles=(SMALL[0], None), **fields)
+
+
+def even_pieces(tiles: list[int], whole: int, lanes: int) -> list[int]:
+    """Pieces of units with so many tiles, the longest that may be cut as short as lanes allow."""
+    for longest in range(1, max(tiles) + 1):
+        pieces = [-(-n // longest) if n > whole else 1 for n in tiles]
+        if sum(pieces) <= lanes:
+            return pieces
+    raise AssertionError("more units than lanes")
+
+
+@settings(max_examples=40)
+@given(apart_cases())
+@example(apart_case(*[(1, 287)] * 8, programs=8))
+@example(apart_case((1, 700), (0, 0), (1, 0), programs=33))
+@example(apart_case((0, 0), (0, 0), programs=5))
+@example(apart_case(*[(1, 20)] * 6, (1, 700), programs=8))
+def test_units_cut_apart(device: torch.device, case: Case) -> None:
+    """Evenly, each piece on a lane; along the line if one would be much longer than the lanes' shares of it."""
+    world = make_world(case, device)
+    section = built_over_another(world).decode
+    keys, expected, line, tiles = section.tile.keys, [], 0, []
+    for row, (length, _) in enumerate(case.rows):
+        if length:
+            first, last = world.visible(row)
+            tiles.append(-(-last // keys) - first // keys)
+            line += tiles[-1] + ITEM_COST
+    pieces = even_pieces(tiles, section.whole_tiles, section.lanes) if tiles else []
+    share = max(-(-line // section.lanes), section.min_split_tiles + ITEM_COST)
+    apart = all(-(-n // p) <= share + LINE_COST for n, p in zip(tiles, pieces, strict=True))
+    event("apart" if apart else "along the line")
+    if not apart:
+        return
+    for n, p in zip(tiles, pieces, strict=True):
+        expected += [(piece, p, (piece + 1) * n // p - piece * n // p) for piece in range(p)]
+    items = [item.tolist() for _, item in items_of(section)]
+    assert [(item[PIECE], item[PIECES], item[END] - item[BEGIN]) for item in items] == expected
+    assert [lane for lane, _ in items_of(section)] == list(range(len(expected))), "in the order of rows, then idle ones"
+
+
+def decode_section(device: torch.device, *contexts: int | None, lanes: int) -> Section:
+    """The list of rows of one token after so many, None for rows of none."""
+    rows = tuple((0, 0) if context is None else (1, context) for context in contexts)
+    case = Case(rows, num_kv_heads=1, head_dim=16, programs=lanes, tiles=(SMALL[0], None), min_split_tokens=16)
+    return built_over_another(make_world(case, device)).decode
+
+
+@pytest.mark.parametrize("count", [3, 8, 15, 16, 31, 40])
+def test_rows_alike_are_not_cut(device: torch.device, count: int) -> None:
+    """And no lane takes more of them than it must."""
+    lanes, keys = 8, SMALL[0].keys
+    contexts: list[int | None] = [5 * keys - 1] * count
+    contexts[1:1] = [None]
+    section = decode_section(device, *contexts, lanes=lanes)
+    taken = [0] * lanes
+    for lane, item in items_of(section):
+        assert item.tolist()[PIECES] == 1
+        taken[lane] += 1
+    assert sum(taken) == count
+    assert max(taken) == -(-count // lanes)
+
+
+def test_rows_are_cut_where_a_lane_would_be_much_longer(device: torch.device) -> None:
+    keys = SMALL[0].keys
+    section = decode_section(device, 40 * keys, *[5 * keys] * 4, lanes=4)
+    assert max(item.tolist()[PIECES] for _, item in items_of(section)) > 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "alone"),
+    [
+        (((64, 0),), True),
+        (((64, 0), (1, 500), (0, 0), (32, 32)), True),
+        (((64, 0), (64, 0)), False),  # more units than lanes
+        (((48, 48), (16, 200)), False),  # one of them much longer
+    ],
+)
+def test_few_units_of_prompts_have_lanes_of_their_own(
+    device: torch.device, rows: tuple[tuple[int, int], ...], alone: bool
+) -> None:
+    world = make_world(Case(rows, num_kv_heads=1, group=1, head_dim=16, programs=6), device)
+    work = world.work()
+    work.build(world.step)
+    check_every_pair(world, work)
+    assert work.prefill is not None
+    items = [(lane, item.tolist()[PIECES]) for lane, item in items_of(work.prefill)]
+    assert (items == [(lane, 1) for lane in range(len(items))]) == alone
+
+
+@st.composite
+def late_cases(draw: st.DrawFn) -> Case:
+    """Many rows of one token a lane, some of none; alike or not."""
+    context = draw(st.sampled_from([st.integers(0, 300), st.integers(60, 80), st.just(79)]))
+    rows = draw(st.lists(st.tuples(st.sampled_from([1, 1, 1, 0]), context), min_size=1, max_size=40))
+    return late_case(*rows, programs=draw(st.integers(1, 4)), window=draw(st.sampled_from([0, 0, 100])))
+
+
+def late_case(*rows: tuple[int, int], **fields: int) -> Case:
+    fields = {"min_split_tokens": 16, **fields}
+    return Case(rows, num_kv_heads=1, head_dim=16, tiles=(SMALL[0], None), late=True, **fields)
+
+
+@settings(max_examples=40)
+@given(late_cases())
+@example(late_case(*[(1, 79)] * 31, programs=4))
+@example(late_case((1, 1000), *[(1, 79)] * 20, programs=3))
+@example(late_case((0, 0), programs=2))
+def test_late_lanes(device: torch.device, case: Case) -> None:
+    """Short ones behind the others; many rows that are alike are still not cut."""
+    world = make_world(case, device)
+    section = (work := built_over_another(world)).decode
+    check(world, world.attend(work))
+    lanes = [lane for lane, _ in items_of(section)]
+    event(f"late lanes {'in use' if lanes and max(lanes) >= case.programs else 'idle'}")
+    if set(case.rows) == {(1, 79)} and len(case.rows) >= LATE_ROWS * case.programs:
+        assert all(item.tolist()[PIECES] == 1 for _, item in items_of(section))
+
+
+@settings(max_examples=25)
+@given(cases(head_dims=(16,)))
+@example(Case(((2, 0), (2, 5), (2, 40), (3, 0)), programs=12))
+@example(Case(((1, 1000), (1, 0), (1, 0), (1, 500)), programs=16, num_kv_heads=1))
+@example(Case(((100, 0), (3, 300)), programs=7, num_kv_heads=1))
+def test_every_pair_is_covered_once(device: torch.device, case: Case) -> None:
+    world = make_world(case, device)
+    work = world.work()
+    work.build(world.step)
+    check_every_pair(world, work)
+
+
+def check_every_pair(world: World, work: WorkList) -> None:
+    case = world.case
+    seen = torch.zeros(case.num_tokens, case.max_context + 64, dtype=torch.int32)
+    slots = {}
+    for section in work.sections:
+        lane_costs = [0] * section.lanes
+        partials: list[int] = []
+        units: dict[int, list[list[int]]] = {}
+        keys = section.tile.keys
+        for lane, item in items_of(section):
+            values = item.tolist()
+            assert values[BEGIN] < values[END]
+            query, count = values[QUERY], values[COUNT]
+            assert 1 <= count <= section.queries
+            seen[query : query + count, values[BEGIN] * keys : values[END] * keys] += 1
+            slots |= {query + t: (values[SLOT], values[POSITION] + t) for t in range(count)}
+            lane_costs[lane] += values[END] - values[BEGIN] + ITEM_COST
+            units.setdefault(query, []).append(values)
+            if values[PIECES] > 1:
+                partials.append(values[PARTIAL] + values[PIECE])
+        for pieces in units.values():
+            pieces.sort(key=lambda values: values[PIECE])
+            assert [values[PIECE] for values in pieces] == list(range(len(pieces)))
+            assert {values[PIECES] for values in pieces} == {len(pieces)}
+            assert len({values[PARTIAL] for values in pieces}) == 1
+        assert len(set(partials)) == len(partials)
+        assert all(0 <= slot < len(section.partials) for slot in partials)
+        if not case.split_tokens and units:
+            total = sum(lane_costs) - ITEM_COST * sum(len(p) - 1 for p in units.values())
+            early, least = section.lanes - section.late_lanes, section.min_split_tiles + ITEM_COST
+            late_share = max(-(-total // len(units)), -(-total // (early * LATE_SHARE.value)))
+            share = max(-(-(total - section.late_lanes * late_share) // early), least)
+            is_decode = section.row_lengths.stop == 2
+            spare = late_share if section.late_lanes else 0
+            assert max(lane_costs[:early]) <= share + (LINE_COST + ITEM_COST + spare if is_decode else LINE_COST)
+            assert max(lane_costs[early:], default=0) <= 2 * late_share
+
+    for row, (length, context) in enumerate(case.rows):
+        for t in range(length):
+            token = int(world.step.row_query_start[row]) + t
+            position = context + t
+            assert slots[token] == (int(world.step.row_slot[row]), position)
+            first = max(0, position - case.window + 1) if case.window else 0
+            assert (seen[token, first : position + 1] == 1).all()
+    assert (seen <= 1).all()
+
+
+def test_misuse_is_reported(device: torch.device) -> None:
+    work = make_world(Case(((1, 20),)), device).work()
+    with pytest.raises(ConfigError, match="more than the work list holds"):
+        work.build(make_world(Case(((1, 2), (1, 2))), device).step)
+    with pytest.raises(ConfigError, match="multiple"):
+        make_world(Case(((1, 20),), split_tokens=24), device).work()
+    with pytest.raises(ConfigError, match="multiple"):
+        make_world(Case(((1, 20),), split_tokens=16, tiles=(SMALL[0], None)), device).work()
+    for apart in (
+        Case(((1, 20),) * 3, whole_tokens=16, programs=5, tiles=(SMALL[0], None)),
+        Case(((1, 20),), whole_tokens=16),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match="not cut apart"):
+            make_world(apart, device).work()
+    for fields in ({}, {"whole_tokens": 16, "tiles": (SMALL[0], None)}, {"split_tokens": 16}):
+        with pytest.raises(ConfigError, match="late lanes"):
+            make_world(Case(((1, 20),), late=True, **fields), device).work()
+    with pytest.raises(ConfigError, match="divide"):
+        WorkList.allocate(
+            AttentionShape(3, 2, 16, torch.float32), max_rows=1, max_tokens=1, max_context=1, device=device
+        )
+
+
+def test_whom_the_streamed_tile_is_for() -> None:
+    shape = AttentionShape(16, 8, 128, torch.bfloat16)
+    assert choose_streamed_tile(shape, 16) == Tile(16, 64, 4, 3, 2, streamed=True)
+    assert choose_streamed_tile(replace(shape, head_dim=64), 16) == Tile(16, 64, 4, 6, 2, streamed=True)
+    assert choose_streamed_tile(shape, 16, 1) == Tile(16, 64, 4, 6, 1, streamed=True)
+    assert choose_streamed_tile(replace(shape, head_dim=64), 16, 1) == Tile(16, 64, 4, 6, 1, streamed=True)
+    assert choose_streamed_tile(shape, 32) is None
+    for other in ({"dtype": torch.float32}, {"head_dim": 80}, {"num_heads": 80}):
+        assert choose_streamed_tile(replace(shape, **other), 16) is None
+
+
+def test_whom_streamed_prefill_is_for() -> None:
+    shape = AttentionShape(32, 8, 128, torch.bfloat16)
+    decode, prefill = choose_tiles(shape)
+    assert choose_mixed_tiles(shape, 16, 0) == (decode, Tile(128, 128, 8, 2, 1, streamed=True))
+    narrow = choose_mixed_tiles(replace(shape, head_dim=64), 16, 0)
+    assert narrow is not None
+    assert narrow[1] == Tile(128, 128, 8, 4, 1, streamed=True)
+    assert not prefill.streamed
+    for other in ({"dtype": torch.float32}, {"head_dim": 80}, {"num_heads": 24}, {"num_heads": 256}):
+        assert choose_mixed_tiles(replace(shape, **other), 16, 0) is None
+    assert choose_mixed_tiles(shape, 32, 0) is None
+    assert choose_mixed_tiles(shape, 16, 1024) is None
+
+
+@pytest.mark.parametrize(("heads", "dim", "fewest", "tokens"), [(8, 128, 198, 192), (12, 64, 132, 128)])
+def test_which_steps_have_late_lanes(heads: int, dim: int, fewest: int, tokens: int) -> None:
+    """Of many rows a lane, and of so many tokens that lanes are long."""
+    shape = AttentionShape(2 * heads, heads, dim, torch.bfloat16)
+    assert choose_late(fewest - 1, shape, 16, 132) is None
+    assert choose_late(fewest, shape, 16, 132) == 320
+    assert choose_late(256, shape, 16, 132) == tokens
+    assert choose_late(4096, shape, 16, 132) == 0
+
+
+def test_whose_rows_are_cut_apart() -> None:
+    """Those that have a lane each, with as few programs as do; a lone one by small programs."""
+    sms = 132
+    for heads, kv_heads, dim, one, two in ((16, 8, 128, 16, 33), (32, 8, 128, 16, 33), (12, 12, 64, 11, 22)):
+        shape = AttentionShape(heads, kv_heads, dim, torch.bfloat16)
+        lone, *ways = (choose_apart(rows, shape, 16, sms) for rows in range(1, 64))
+        assert lone == (Tile(16, 64, 4, 1, 2, streamed=True), 64)
+        assert all(way.whole_tokens == 512 for way in ways if way)
+        tiles = [way and way.tile for way in ways]
+        programs = [1] * (one - 1) + [2] * (two - one)
+        assert [tile.programs_per_sm for tile in tiles if tile] == programs
+        assert [tile is None for tile in tiles] == [False] * (two - 1) + [True] * (63 - two)
+        assert [tile.count_lanes(shape, sms) for tile in tiles if tile] == [(one, two)[n - 1] for n in programs]
+        assert choose_apart(1, shape, 32, sms) is None
+        assert choose_late(256, shape, 32, sms) is None
+        assert choose_apart(1, replace(shape, dtype=torch.float32), 16, sms) is None
