@@ -260,6 +260,7 @@ class AsyncEngine:
                 raise InvalidRequestError(f"{name} must be a string, got {value!r}", param=name)
         prompt_ids = await self._tokenize(backend, prompt)
         backend = self._serving()  # tokenizing may have taken a while
+        _check_vocabulary(prompt_ids, backend.model_info.vocab_size)
         max_tokens = self._check_size(backend.model_info, prompt_ids, params)
         stop_tokens = self._stop_tokens(backend.model_info, params)
         key = next(self._keys)
@@ -476,6 +477,14 @@ def _check_length(length: int, context: int) -> None:
         raise ContextLengthError(
             f"the prompt has {length} tokens, and the context of {context} tokens must hold the output too",
             param="prompt",
+        )
+
+
+def _check_vocabulary(ids: list[int], vocab_size: int) -> None:
+    """A tokenizer may have tokens that the model has no embedding for."""
+    if (highest := max(ids, default=0)) >= vocab_size:
+        raise InvalidRequestError(
+            f"token id {highest} is outside the vocabulary of {vocab_size}: the tokenizer is larger", param="prompt"
         )
 
 

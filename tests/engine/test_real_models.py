@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from asyncengine import AsyncEngine, KVCapacityError, RequestOutput, SamplingParams, testing
+from asyncengine import AsyncEngine, InvalidRequestError, KVCapacityError, RequestOutput, SamplingParams, testing
 from asyncengine.tokenization import placeholder_tokenizer
 from tests.models import tiny
 
@@ -161,6 +161,23 @@ def test_what_the_cache_can_never_hold_is_refused_and_costs_nothing(checkpoints)
                 await engine.generate([1] * 60, SamplingParams(max_tokens=10))
             output = await engine.generate([1] * 60, SamplingParams(max_tokens=4, ignore_eos=True))
             assert len(output.token_ids) == 4
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("prompt", ["a [PAD]", [{"role": "user", "content": "a [PAD]"}]])
+def test_tokens_that_the_model_lacks_are_refused(checkpoints, tmp_path, prompt):
+    path, _ = checkpoints("llama")
+    tokenizer = placeholder_tokenizer(tiny.VOCAB_SIZE).backend
+    tokenizer.add_special_tokens(["[PAD]"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+
+    async def main() -> None:
+        engine = AsyncEngine.from_pretrained(str(path), tokenizer=str(tmp_path), cpu_threads=1, num_kv_blocks=4)
+        async with engine, testing.no_leaks(engine):
+            with pytest.raises(InvalidRequestError, match=r"token id \d+ is outside .* of 199"):
+                await engine.generate(prompt, SamplingParams(max_tokens=4))
 
     asyncio.run(main())
 
