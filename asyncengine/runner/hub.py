@@ -28,7 +28,7 @@ def resolve_model(path_or_id: str, *, revision: str | None = None, weights: bool
         )
 
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     patterns = [*_SMALL_FILES, "*.safetensors"] if weights else list(_SMALL_FILES)
     try:
@@ -36,7 +36,7 @@ def resolve_model(path_or_id: str, *, revision: str | None = None, weights: bool
     except LocalEntryNotFoundError as e:
         reason = "the hub cannot be reached and the model is not in the local cache"
         raise ModelNotFoundError(f"there is no directory {path_or_id!r}, and {reason}") from e
-    except (HfHubHTTPError, HFValidationError, OSError) as e:
+    except Exception as e:  # whatever its HTTP client raises when a connection breaks, which need be no OSError
         at = f" at revision {revision!r}" if revision else ""
         raise ModelNotFoundError(
             f"there is no directory {path_or_id!r}, and the hub could not supply a model of that name{at}: "

@@ -326,7 +326,7 @@ def test_no_such_model(tmp_path, monkeypatch):
         load(file)
 
 
-@pytest.mark.parametrize("kind", ["repository", "offline", "revision"])
+@pytest.mark.parametrize("kind", ["repository", "offline", "revision", "connection"])
 def test_hub_failures(monkeypatch, kind):
     import huggingface_hub
     from huggingface_hub import errors
@@ -334,6 +334,8 @@ def test_hub_failures(monkeypatch, kind):
     def fail(*args: object, **kwargs: object) -> str:
         if kind == "offline":
             raise errors.LocalEntryNotFoundError("no connection")
+        if kind == "connection":
+            raise Exception("peer closed connection")  # as httpx does, whose errors are no OSError
         raise OSError(f"404 for {kind}")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
