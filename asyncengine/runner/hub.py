@@ -9,12 +9,15 @@ from asyncengine.errors import ModelNotFoundError
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
+# The same weights once more, or those of earlier training: consolidated.safetensors of Mistral, checkpoint-500/.
+_NEVER_READ = ("*/*", "consolidated*.safetensors")
 
 
 def resolve_model(path_or_id: str, *, revision: str | None = None, weights: bool = True) -> Path:
     """The local directory of a model, downloaded from the hub if it is not there yet.
 
-    Only safetensors weights and small text files are downloaded; without ``weights``, only the latter.
+    Only safetensors weights and small text files are downloaded, those in folders and copies of weights left out;
+    without ``weights``, only small files.
     Raises ModelNotFoundError if there is neither such a directory nor such a repository.
     """
     path = Path(path_or_id).expanduser()
@@ -32,7 +35,11 @@ def resolve_model(path_or_id: str, *, revision: str | None = None, weights: bool
 
     patterns = [*_SMALL_FILES, "*.safetensors"] if weights else list(_SMALL_FILES)
     try:
-        return Path(snapshot_download(path_or_id, revision=revision, allow_patterns=patterns))
+        return Path(
+            snapshot_download(
+                path_or_id, revision=revision, allow_patterns=patterns, ignore_patterns=list(_NEVER_READ)
+            )
+        )
     except LocalEntryNotFoundError as e:
         reason = "the hub cannot be reached and the model is not in the local cache"
         raise ModelNotFoundError(f"there is no directory {path_or_id!r}, and {reason}") from e

@@ -347,20 +347,26 @@ def test_hub_failures(monkeypatch, kind):
 
 def test_hub_download(llama, monkeypatch):
     import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
 
     asked = {}
 
-    def download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
-        asked.update(name=name, revision=revision, patterns=allow_patterns)
+    def download(name: str, *, revision: str | None, **patterns: list[str]) -> str:
+        asked.update(name=name, revision=revision)
+        asked["files"] = list(filter_repo_objects(files, **patterns))
         return str(llama)
 
+    small = ["config.json", "tokenizer.model", "chat_template.jinja"]
+    weights = ["model.safetensors", "model-00001-of-00002.safetensors"]
+    files = [
+        *small, *weights, "pytorch_model.bin", "consolidated.safetensors", "original/consolidated.00.safetensors",
+        "checkpoint-500/model.safetensors", "onnx/config.json",
+    ]  # fmt: skip
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert hub.resolve_model("owner/name", revision="main") == llama
-    assert (asked["name"], asked["revision"]) == ("owner/name", "main")
-    assert "*.safetensors" in asked["patterns"]
-    assert not any(p.endswith(".bin") for p in asked["patterns"])
+    assert asked == {"name": "owner/name", "revision": "main", "files": small + weights}
     hub.resolve_model("owner/name", weights=False)
-    assert "*.safetensors" not in asked["patterns"]
+    assert asked["files"] == small
 
 
 ROPE = {"rope_theta": 1e4, "factor": 2.0}
