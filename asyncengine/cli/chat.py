@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from asyncengine.cli import flags
-from asyncengine.cli.embed import add_model_option, engine_from, loop_factory
+from asyncengine.cli.embed import add_model_option, engine_from, loop_factory, start
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ContextLengthError
 from asyncengine.request import ChatMessage, SamplingParams
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     # thread as in any terminal program, so Ctrl-C and line editing behave.
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         engine = engine_from(args)
-        runner.run(engine.start())
+        runner.run(start(engine))
         try:
             for line in _lines():
                 if line == "/clear":

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Callable
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.cli import flags
@@ -39,3 +41,24 @@ def engine_from(args: argparse.Namespace) -> AsyncEngine:
     options: dict[str, Any] = flags.values(args, EngineConfig)
     model = options.pop("model", None) or str(bundled_path())
     return AsyncEngine.from_pretrained(model, **options)
+
+
+async def start(engine: AsyncEngine) -> None:
+    """Load the model. Ctrl-C meanwhile ends the process: nothing can interrupt the thread that loads or downloads."""
+    before = signal.getsignal(signal.SIGINT)
+    if before != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        await engine.start()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@asynccontextmanager
+async def running(engine: AsyncEngine) -> AsyncIterator[AsyncEngine]:
+    """The engine, started as by ``start`` and closed in the end."""
+    await start(engine)
+    try:
+        yield engine
+    finally:
+        await engine.aclose(drain=False)

@@ -7,7 +7,7 @@ import asyncio
 import sys
 
 from asyncengine.cli import flags
-from asyncengine.cli.embed import add_model_option, engine_from, loop_factory
+from asyncengine.cli.embed import add_model_option, engine_from, loop_factory, running
 from asyncengine.config import EngineConfig
 from asyncengine.request import SamplingParams
 
@@ -32,13 +32,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _generate(args: argparse.Namespace, prompt: str, params: SamplingParams) -> None:
-    engine = engine_from(args)
-    await engine.start()
-    try:
+    async with running(engine_from(args)) as engine:
         stream = await engine.submit(prompt, params)
         print(prompt, end="", flush=True)
         async for delta in stream:
             print(delta.text, end="", flush=True)
         print()
-    finally:
-        await engine.aclose(drain=False)

@@ -177,6 +177,36 @@ def test_interrupt_ends_the_answer_and_not_the_chat() -> None:
     assert process.returncode == 0
 
 
+@pytest.mark.parametrize("argv", [["generate", "x"], ["chat"], ["bench", "latency"]])
+def test_interrupt_ends_a_start_at_once(argv: list[str]) -> None:
+    module = ".".join(["asyncengine.cli", "benchmarks.latency" if argv[0] == "bench" else argv[0]])
+    code = (
+        f"import asyncio, signal, sys, time, {module} as command, asyncengine.cli.main as m, fake_engine\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "def load(): print('loading', flush=True); time.sleep(60)\n"
+        "class Slow(fake_engine.FakeEngine):\n"
+        "    async def start(self): await asyncio.to_thread(load)\n"
+        "command.engine_from = lambda args: Slow()\n"
+        f"sys.exit(m.main({argv}))"
+    )
+    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    with process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"loading\n"
+            process.send_signal(signal.SIGINT)
+            assert process.communicate(timeout=20) == (b"", b"")
+        finally:
+            process.kill()
+    assert process.returncode == -signal.SIGINT
+
+
 def run(*argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from asyncengine.cli import flags
 from asyncengine.cli.benchmarks.lengths import Lengths
 from asyncengine.cli.benchmarks.report import Figure, mean, percentile, print_figures, record
-from asyncengine.cli.embed import MODEL_HELP, engine_from, loop_factory
+from asyncengine.cli.embed import MODEL_HELP, engine_from, loop_factory, running
 from asyncengine.config import EngineConfig
 from asyncengine.request import SamplingParams
 
@@ -55,7 +55,7 @@ async def _run(args: argparse.Namespace, options: Options) -> dict[str, Any]:
     ttft: list[float] = []
     tpot: list[float] = []
     itl: list[float] = []
-    async with engine_from(args) as engine:
+    async with running(engine_from(args)) as engine:
         for i in range(-options.num_warmups, options.num_prompts):
             # Random prompts, so that the prefix cache finds nothing.
             prompt = rng.choices(range(engine.model_info.vocab_size), k=input_len.draw(rng))

@@ -13,7 +13,7 @@ from asyncengine.cli import flags
 from asyncengine.cli.benchmarks.latency import describe
 from asyncengine.cli.benchmarks.lengths import Lengths
 from asyncengine.cli.benchmarks.report import Figure, median, print_figures, record
-from asyncengine.cli.embed import MODEL_HELP, engine_from, loop_factory
+from asyncengine.cli.embed import MODEL_HELP, engine_from, loop_factory, running
 from asyncengine.config import EngineConfig
 from asyncengine.request import SamplingParams
 
@@ -50,7 +50,7 @@ async def _run(args: argparse.Namespace, options: Options) -> dict[str, Any]:
     input_len = Lengths.parse("input_len", options.input_len)
     output_len = Lengths.parse("output_len", options.output_len)
     rounds: list[tuple[float, int, int]] = []
-    async with engine_from(args) as engine:
+    async with running(engine_from(args)) as engine:
         vocabulary = range(engine.model_info.vocab_size)
         await engine.generate(rng.choices(vocabulary, k=input_len.low), SamplingParams(max_tokens=2, ignore_eos=True))
         for _ in range(options.repeats):
