@@ -24,6 +24,7 @@ COMMANDS = (
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; the return value is the exit code."""
+    _reopen_closed_streams()
     parser = argparse.ArgumentParser(prog="asyncengine", description="LLM inference in one asyncio process.")
     parser.add_argument("--version", action="version", version=f"asyncengine {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -50,6 +51,13 @@ def main(argv: list[str] | None = None) -> int:
         return _complain(exc, 1)
     except KeyboardInterrupt:
         return 130
+
+
+def _reopen_closed_streams() -> None:
+    """Files and sockets would take the descriptors of closed standard streams; uvloop aborts when it has such a one."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - for good
 
 
 def _complain(exc: Exception, code: int) -> int:

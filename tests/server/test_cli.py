@@ -177,6 +177,24 @@ def test_interrupt_ends_the_answer_and_not_the_chat() -> None:
     assert process.returncode == 0
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("argv", [["generate", "x"], ["generate", "-"], ["chat"]])
+def test_standard_streams_may_be_closed(argv: list[str], closed: str) -> None:
+    code = (
+        f"import sys, asyncengine.cli.{argv[0]} as command, asyncengine.cli.main as m, fake_engine\n"
+        "command.engine_from = lambda args: fake_engine.FakeEngine('ab')\n"
+        f"sys.exit(m.main({[*argv, '--max-tokens', '2']}))"
+    )
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])},
+        input=b"hello\n",
+        capture_output=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 @pytest.mark.parametrize("argv", [["generate", "x"], ["chat"], ["bench", "latency"]])
 def test_interrupt_ends_a_start_at_once(argv: list[str]) -> None:
     module = ".".join(["asyncengine.cli", "benchmarks.latency" if argv[0] == "bench" else argv[0]])
