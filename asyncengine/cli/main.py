@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from importlib import import_module
@@ -24,7 +25,7 @@ COMMANDS = (
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; the return value is the exit code."""
-    _reopen_closed_streams()
+    _prepare_streams()
     parser = argparse.ArgumentParser(prog="asyncengine", description="LLM inference in one asyncio process.")
     parser.add_argument("--version", action="version", version=f"asyncengine {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -53,11 +54,14 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def _reopen_closed_streams() -> None:
-    """Files and sockets would take the descriptors of closed standard streams; uvloop aborts when it has such a one."""
+def _prepare_streams() -> None:
+    """What is closed is opened, what cannot be decoded is left to the engine to refuse, or to encode replaced."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
+        if getattr(sys, name) is None:  # uvloop aborts when it is given a descriptor of these
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - for good
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors=errors)
 
 
 def _complain(exc: Exception, code: int) -> int:

@@ -129,6 +129,16 @@ def test_generate(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert capsys.readouterr().out == "piped Once\n"
 
 
+def test_text_that_a_stream_cannot_encode(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9 "), "utf-8"))
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, "ascii"))
+    assert main(["generate", "-"]) == 0
+    assert engine.prompts == ["caf\udce9 "]  # which a real one refuses
+    sys.stdout.flush()
+    assert written.getvalue() == b"caf? Once upon a time.\n"
+
+
 def test_chat_over_a_pipe_keeps_the_conversation(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
