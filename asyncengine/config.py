@@ -10,6 +10,15 @@ from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 from asyncengine.errors import ConfigError
 
+_BLOCKS_AND_TOKENS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "prefill_chunk_size", "num_kv_blocks")
+_HIGHEST = {
+    **dict.fromkeys(("block_size", *_BLOCKS_AND_TOKENS), 2**31 - 1),
+    **dict.fromkeys(("max_queued_requests", "max_queued_tokens", "kv_cache_memory_bytes"), 2**63 - 1),
+    "seed": 2**64 - 1,
+    "cpu_threads": 4096,
+}
+"""What integers of the core and of torch hold; of threads, more than any machine has cores."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -104,6 +113,9 @@ class EngineConfig:
         for field in ("max_model_len", "prefill_chunk_size", "num_kv_blocks", "kv_cache_memory_bytes", "cpu_threads"):
             if getattr(self, field) is not None:
                 self._at_least(field, 1)
+        for field, high in _HIGHEST.items():
+            if (getattr(self, field) or 0) > high:
+                raise ConfigError(f"{field} must be at most {high}")
         if self.quantization != "none" and (self.device == "cpu" or self.dtype == "float32"):
             wrong = "device=cpu" if self.device == "cpu" else "dtype=float32"
             raise ConfigError(f"quantization={self.quantization} needs a GPU and dtype=bfloat16, got {wrong}")

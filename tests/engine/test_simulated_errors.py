@@ -186,8 +186,14 @@ def test_integers_that_python_does_not_print() -> None:
         {"num_kv_blocks": 1.5},
         {"enable_prefix_caching": 1},
         {"late_launch": 1},
+        {"max_num_batched_tokens": 2**31},
+        {"prefill_chunk_size": 2**63 - 1},
+        {"max_queued_tokens": 2**63},
+        {"num_kv_blocks": 10**5000},
+        {"kv_cache_memory_bytes": 2**63},
+        {"cpu_threads": 100_000},
     ],
-    ids=str,
+    ids=lambda wrong: next(iter(wrong)),
 )
 def test_bad_configuration(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
