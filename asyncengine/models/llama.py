@@ -45,6 +45,9 @@ def read_decoder_config(
     if head_dim % 2:
         raise raw.unsupported(f"an odd head_dim ({head_dim})")
     max_positions = raw.integer("max_position_embeddings")
+    rope = read_rope(raw, max_positions)
+    if rope.kind == "yarn":  # model cards say to add it, and leave max_position_embeddings as it was
+        max_positions = max(max_positions, int(rope.factor * rope.original_max_positions))
     return ModelConfig(
         vocab_size=raw.integer("vocab_size"),
         hidden_size=hidden_size,
@@ -60,7 +63,7 @@ def read_decoder_config(
         initializer_range=raw.number("initializer_range", 0.02),
         layer_windows=layer_windows or (0,) * num_layers,
         layer_scales=(head_dim**-0.5,) * num_layers,
-        rope=read_rope(raw, max_positions),
+        rope=rope,
         qkv_bias=qkv_bias,
         output_bias=output_bias,
         mlp_bias=mlp_bias,

@@ -57,6 +57,18 @@ def test_tokens_equal_transformers(checkpoint, kernels, attention):
         assert [s.generated for s in sequences] == continuations
 
 
+def test_yarn_reaches_beyond_max_position_embeddings(tmp_path):
+    """As in Yarn-Mistral-7b-128k, and where somebody has added it to config.json as Qwen's model cards say."""
+    model = tiny.build_model("llama-rope-yarn", max_position_embeddings=32)
+    model.save_pretrained(tmp_path)
+    prompt = [i * 7 % tiny.VOCAB_SIZE for i in range(90)]
+    driver = tiny.Driver(load(tmp_path, "reference"))
+    assert driver.runner.info.max_model_len == 128  # four times the original 32
+    sequence = driver.add(prompt, 128)
+    driver.run([sequence], COUNT, 64)
+    assert sequence.generated == tiny.generate(model, prompt, COUNT)
+
+
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_logits_are_close_in_bfloat16(checkpoint, kernels):
     """Against float32 on the same rounded weights: within a tenth of the spread of the logits.
