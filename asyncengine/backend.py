@@ -74,10 +74,10 @@ def load_tokenizer(config: EngineConfig, vocab_size: int) -> Tokenizer:
     """The configured tokenizer; random weights without one get the placeholder of their vocabulary."""
     from asyncengine.tokenization import Tokenizer, placeholder_tokenizer
 
+    name = config.tokenizer or config.model
+    revision = config.revision if name == config.model else None
     try:
-        return Tokenizer.from_pretrained(
-            config.tokenizer or config.model, revision=config.revision, chat_template=config.chat_template
-        )
+        return Tokenizer.from_pretrained(name, revision=revision, chat_template=config.chat_template)
     except ModelNotFoundError:
         if config.load_format != "dummy" or config.tokenizer is not None:
             raise

@@ -29,7 +29,7 @@ class EngineConfig:
     tokenizer: str | None = None
     """Directory or hub id of the tokenizer; None: the model's."""
     revision: str | None = None
-    """Branch, tag or commit on the hub."""
+    """Branch, tag or commit of the model on the hub."""
     chat_template: str | None = None
     """Path of a Jinja file that replaces the model's chat template."""
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"

@@ -9,6 +9,9 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncengine import tokenization
+from asyncengine.backend import load_tokenizer
+from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError, InvalidRequestError, ModelError, ModelNotFoundError
 from asyncengine.request import LONG_TEXT
 from asyncengine.tokenization import Tokenizer
@@ -157,6 +160,19 @@ def test_vocab_and_merges_without_tokenizer_json(tmp_path):
         assert tokenizer.encode(text) == backend.encode(text).ids
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.eos_token_id == 1
+
+
+def test_a_revision_of_the_model_is_none_of_another_tokenizers(tmp_path, monkeypatch):
+    asked = []
+
+    def resolve(name, *, revision, weights):
+        asked.append((name, revision))
+        return tiny.save_tokenizer(tiny.byte_level_tokenizer(), tmp_path)
+
+    monkeypatch.setattr(tokenization, "resolve_model", resolve)
+    for tokenizer in (None, "a/model", "a/tokenizer"):
+        load_tokenizer(EngineConfig(model="a/model", tokenizer=tokenizer, revision="c0ffee"), 400)
+    assert asked == [("a/model", "c0ffee"), ("a/model", "c0ffee"), ("a/tokenizer", None)]
 
 
 def test_errors_are_typed(tmp_path):
