@@ -258,10 +258,14 @@ def _read_chat_templates(directory: Path, config: dict[str, Any]) -> dict[str, s
     stored = config.get("chat_template")
     templates = {"default": stored} if isinstance(stored, str) else {}
     if isinstance(stored, list):
-        templates = {t["name"]: t["template"] for t in stored if isinstance(t, dict) and "template" in t}
+        named = [t for t in stored if isinstance(t, dict) and "template" in t]
+        templates = {t.get("name", "default"): t["template"] for t in named}
     file = directory / "chat_template.jinja"
     if file.is_file():
-        templates["default"] = file.read_text(encoding="utf-8")
+        try:
+            templates["default"] = file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as e:
+            raise ModelError(f"cannot read {file}: {e}") from e
     return templates
 
 

@@ -41,7 +41,7 @@ def find_family(raw: RawConfig) -> tuple[str, Family]:
     raw.require("quantization_config", None)
     architectures = raw.get("architectures", list, [])
     for name in architectures:
-        if name in FAMILIES:
+        if isinstance(name, str) and name in FAMILIES:
             return name, FAMILIES[name]
     found = ", ".join(map(str, architectures)) or "none"
     raise UnsupportedModelError(

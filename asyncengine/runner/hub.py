@@ -20,10 +20,14 @@ def resolve_model(path_or_id: str, *, revision: str | None = None, weights: bool
     without ``weights``, only small files.
     Raises ModelNotFoundError if there is neither such a directory nor such a repository.
     """
-    path = Path(path_or_id).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
+    try:
+        path = Path(path_or_id).expanduser()
+        if path.is_dir():
+            return path
+        is_file = path.exists()
+    except (OSError, RuntimeError) as e:  # too long, in a folder that is closed to us, or ~ of a user who is not known
+        raise ModelNotFoundError(f"there can be no directory {path_or_id!r}: {e}") from e
+    if is_file:
         raise ModelNotFoundError(f"{path} is a file; a model is a directory with config.json in it")
     if not _HUB_ID.fullmatch(path_or_id):
         raise ModelNotFoundError(

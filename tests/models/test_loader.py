@@ -324,6 +324,9 @@ def test_no_such_model(tmp_path, monkeypatch):
     file.touch()
     with pytest.raises(ModelNotFoundError, match="is a file"):
         load(file)
+    for name in ("~nobody-of-this-name/model", "x" * 5000):
+        with pytest.raises(ModelNotFoundError, match=name):
+            load(name)
 
 
 @pytest.mark.parametrize("kind", ["repository", "offline", "revision", "connection"])
@@ -377,6 +380,7 @@ ROPE = {"rope_theta": 1e4, "factor": 2.0}
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
         ({"architectures": None}, "none"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "supported are"),
         ({"hidden_act": "relu"}, "relu"),
         ({"num_key_value_heads": 4}, "6 attention heads over 4"),
         ({"head_dim": 7}, "odd head_dim"),

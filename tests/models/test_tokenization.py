@@ -185,6 +185,11 @@ def test_errors_are_typed(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("[")
     with pytest.raises(ModelError, match="tokenizer_config"):
         Tokenizer.from_pretrained(str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": [{"template": "x"}]}')
+    assert Tokenizer.from_pretrained(str(tmp_path)).apply_chat_template(CHAT) == "x"
+    (tmp_path / "chat_template.jinja").write_bytes(b"caf\xe9")
+    with pytest.raises(ModelError, match=r"chat_template\.jinja.*utf-8"):
+        Tokenizer.from_pretrained(str(tmp_path))
 
 
 def invalid(param: str, match: str):
