@@ -62,8 +62,8 @@ def compile_processes(count: int) -> Iterator[CompileProcesses | None]:
 
 def _cache_is_empty() -> bool:
     """Triton's, where it is unless somebody says otherwise to Triton itself."""
-    home = Path(os.environ.get("TRITON_HOME") or "~").expanduser()
-    directory = Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
+    home = os.path.expanduser(os.environ.get("TRITON_HOME") or "~")
+    directory = Path(os.environ.get("TRITON_CACHE_DIR") or Path(home) / ".triton" / "cache")
     try:
         return next(directory.iterdir(), None) is None
     except OSError:

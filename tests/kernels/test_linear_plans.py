@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pwd
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import asyncengine.kernels
+from asyncengine.kernels.compile_processes import compile_processes
 from asyncengine.kernels.linear_plans import (
     CUBLAS,
     INVARIANT,
@@ -151,6 +153,19 @@ def test_the_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_path("A B") == tmp_path / ".cache" / "asyncengine" / "plans" / "a-b.json"
+
+
+def test_a_user_without_a_home_has_no_cache_and_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in ("HOME", "XDG_CACHE_HOME", "ASYNCENGINE_CACHE", "TRITON_HOME", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert len(PlanTable.load("a card that nobody measured")) == 0
+    with compile_processes(2) as processes:
+        assert processes is not None
 
 
 def test_measured_plans_override_shipped_ones(
