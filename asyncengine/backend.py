@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from asyncengine.tokenization import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Backend:
     """A loaded model, ready to step. What AsyncEngine runs on; asyncengine.testing makes simulated ones."""
 
@@ -25,6 +26,14 @@ class Backend:
     step_loop: _core.StepLoop
     keep_alive: object = None
     """Whatever owns the memory that the step loop uses."""
+    interrupt: Callable[[], None] | None = None
+    """Where Python computes the steps: ends the one under way early. The process must not end before it has."""
+
+    def stop(self, limit_s: float) -> bool:
+        """Stop the step loop, with the step under way if it can be interrupted. False: that still runs."""
+        if self.interrupt is not None and not self.step_loop.stop(0.0):
+            self.interrupt()
+        return self.step_loop.stop(limit_s)
 
 
 def load_backend(config: EngineConfig, *, progress: bool) -> Backend:
@@ -58,7 +67,7 @@ def _load_on_cpu(config: EngineConfig, *, progress: bool) -> Backend:
     step_loop = _core.StepLoop.on_cpu(
         step_loop_config(config, runner.info), forward, ops.native, runner.info.vocab_size, runner.kv_block_regions()
     )
-    return Backend(runner.info, tokenizer, step_loop, runner)
+    return Backend(runner.info, tokenizer, step_loop, runner, runner.interrupt)
 
 
 def _load_on_cuda(config: EngineConfig, *, progress: bool) -> Backend:

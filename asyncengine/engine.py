@@ -72,14 +72,15 @@ class EngineStats:
     num_steps_in_flight: int
 
 
-# Step loops that run. Their threads must be gone before the interpreter is.
-_running: weakref.WeakSet[_core.StepLoop] = weakref.WeakSet()
+# What runs steps. Their threads must be gone before the interpreter is.
+_running: weakref.WeakSet[Backend] = weakref.WeakSet()
 
 
 @atexit.register
 def _stop_all() -> None:
-    for step_loop in list(_running):
-        step_loop.stop(1.0)
+    for backend in list(_running):
+        while not backend.stop(1.0) and backend.interrupt is not None:
+            pass
 
 
 async def _drive(step_loop: _core.StepLoop) -> None:
@@ -147,7 +148,7 @@ class AsyncEngine:
         else:
             cpu = self.config.cpu_affinity
             step_loop.start(-1 if cpu is None else cpu)
-        _running.add(step_loop)
+        _running.add(self._backend)
         self._health = "ready"
 
     async def aclose(self, drain: bool = True, timeout_s: float = 30.0) -> None:
@@ -178,12 +179,10 @@ class AsyncEngine:
         if self._stopping is None:
             for stream in list(self._by_key.values()):
                 stream.fail(EngineClosedError("the engine was closed before the request was finished"))
-            step_loop = self._backend.step_loop
-            self._loop.remove_reader(step_loop.wake_fd)
-            _running.discard(step_loop)
+            self._loop.remove_reader(self._backend.step_loop.wake_fd)
             if self._driver is not None:
                 self._driver.cancel()
-            self._stopping = asyncio.ensure_future(asyncio.to_thread(step_loop.stop, 5.0))
+            self._stopping = asyncio.ensure_future(asyncio.to_thread(self._backend.stop, 5.0))
         if await asyncio.shield(self._stopping):
             self._backend = None
 
@@ -197,6 +196,7 @@ class AsyncEngine:
     def __del__(self) -> None:
         if getattr(self, "_health", "closed") in ("ready", "draining"):
             warn_unclosed(self)
+            self._loaded().stop(5.0)
 
     # ---- requests ----
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from asyncengine.kernels.ops import Activation, AttentionLayer, Norm, Ops
@@ -111,7 +112,7 @@ class GPT2LMHeadModel:
         if not config.tie_word_embeddings:
             self._head = ops.make_head(weights.get("lm_head.weight", config.vocab_size, hidden))
 
-    def forward(self, batch: Any, caches: list[LayerKVCache]) -> Any:
+    def forward(self, batch: Any, caches: Iterable[LayerKVCache]) -> Any:
         """Run the step and write its KV; what ``Ops.logits`` gives, float32 [num_samples, vocab_size] as a rule."""
         stream = self._ops.embed(batch, self._embedding, self._position_embedding)
         for layer, cache in zip(self._layers, caches, strict=True):

@@ -5,6 +5,7 @@ Touvron et al. 2023: RMS norm before each block, rotary positions, grouped queri
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -158,7 +159,7 @@ class LlamaForCausalLM:
         if not config.tie_word_embeddings:
             self._head = ops.make_head(weights.get("lm_head.weight", config.vocab_size, config.hidden_size))
 
-    def forward(self, batch: Any, caches: list[LayerKVCache]) -> Any:
+    def forward(self, batch: Any, caches: Iterable[LayerKVCache]) -> Any:
         """Run the step and write its KV; what ``Ops.logits`` gives, float32 [num_samples, vocab_size] as a rule."""
         stream = self._ops.embed(batch, self._embedding)
         for layer, cache in zip(self._layers, caches, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 from asyncengine.errors import UnsupportedModelError
@@ -16,7 +16,7 @@ from asyncengine.models.weights import WeightSource
 class CausalLM(Protocol):
     """A loaded model."""
 
-    def forward(self, batch: Any, caches: list[LayerKVCache]) -> Any:
+    def forward(self, batch: Any, caches: Iterable[LayerKVCache]) -> Any:
         """Run the step and write its KV; what ``Ops.logits`` gives, float32 [num_samples, vocab_size] as a rule."""
 
 

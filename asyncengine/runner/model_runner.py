@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -16,7 +17,7 @@ from asyncengine.errors import ConfigError
 from asyncengine.kernels.cpu import CpuOps
 from asyncengine.kernels.host import HostOps
 from asyncengine.kernels.ops import Ops
-from asyncengine.layers.attention import AttentionBackend, make_attention
+from asyncengine.layers.attention import AttentionBackend, LayerKVCache, make_attention
 from asyncengine.model_info import ModelInfo
 from asyncengine.models.config import ModelConfig, RawConfig, read_json
 from asyncengine.models.registry import CausalLM, find_family
@@ -114,6 +115,7 @@ class CpuModelRunner:
         self._model = model
         self._cache = cache
         self._logits: Tensor | None = None
+        self._interrupted = False
 
     @classmethod
     def load(cls, config: EngineConfig, *, progress: bool = False, ops: HostOps | None = None) -> Self:
@@ -137,8 +139,18 @@ class CpuModelRunner:
         The logits stay alive until the next call, so native code may read them through their address.
         """
         with torch.inference_mode():
-            self._logits = self._model.forward(batch, self._cache.layers)
+            self._logits = self._model.forward(batch, self._layer_caches())
         return self._logits
+
+    def interrupt(self) -> None:
+        """From any thread: the step under way fails at its next layer, and so does every later one."""
+        self._interrupted = True
+
+    def _layer_caches(self) -> Iterator[LayerKVCache]:
+        for cache in self._cache.layers:
+            if self._interrupted:
+                raise RuntimeError("the engine was closed during the step")
+            yield cache
 
     def kv_block_regions(self) -> list[tuple[int, int]]:
         """(address of block 0, bytes per block) of every layer's keys and values."""

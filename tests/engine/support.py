@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import subprocess
+import sys
+import textwrap
 from dataclasses import dataclass
+from pathlib import Path
 
 from asyncengine import RequestDelta, RequestOutput, SamplingParams
 from asyncengine.request import FinishReason
@@ -12,6 +17,7 @@ from asyncengine.testing import EOS_TOKEN_ID, SimulatedEngine
 
 BOTH_LOOPS = ["asyncio", "uvloop"]
 CANARY = list(range(300, 340))
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -79,3 +85,18 @@ def join(deltas: list[RequestDelta], index: int = 0) -> tuple[str, list[int]]:
     """Text and tokens of one sequence of a stream."""
     mine = [d for d in deltas if d.index == index]
     return "".join(d.text for d in mine), [t for d in mine for t in d.token_ids]
+
+
+def run_script(code: str, *arguments: str) -> str:
+    """What the script prints; it must end well, and without a word about errors."""
+    done = subprocess.run(
+        [sys.executable, *arguments, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, (done.returncode, done.stdout, done.stderr)
+    assert "Fatal" not in done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout

@@ -14,6 +14,8 @@ from asyncengine import AsyncEngine, InvalidRequestError, KVCapacityError, Reque
 from asyncengine.tokenization import placeholder_tokenizer
 from tests.models import tiny
 
+from .support import run_script
+
 COUNT = 24
 LONGEST_PROMPT = 40
 
@@ -188,3 +190,29 @@ def test_sdpa_prefill_gives_the_same_tokens(checkpoints):
     expected, _ = run(path, jobs)
     outputs, _ = run(path, jobs, prefill_attention="sdpa")
     assert outputs == expected
+
+
+@pytest.mark.parametrize("how", ["return", "keep = engine", "await engine.aclose(drain=False)"])
+def test_a_process_may_end_during_a_long_step(how):
+    code = f"""
+        import asyncio, time
+        from asyncengine import AsyncEngine, SamplingParams, bundled_model
+        from asyncengine.models.llama import DecoderLayer
+        forward = DecoderLayer.forward
+        def slow_forward(*arguments):
+            print("layer", flush=True)
+            for _ in range(30):
+                time.sleep(0.05)
+            forward(*arguments)
+        DecoderLayer.forward = slow_forward
+        async def main():
+            global keep
+            engine = AsyncEngine.from_pretrained(bundled_model(), device="cpu", cpu_threads=1, num_kv_blocks=64)
+            await engine.start()
+            stream = await engine.submit([300, 301], SamplingParams(max_tokens=10))
+            while not engine.stats().num_steps_in_flight:
+                await asyncio.sleep(0.01)
+            {how}
+        asyncio.run(main())
+    """
+    assert run_script(code, "-W", "ignore").split() in ([], ["layer"], ["layer"] * 2)

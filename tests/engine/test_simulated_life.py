@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import random
-import subprocess
-import sys
-import textwrap
 import threading
 import weakref
-from pathlib import Path
 
 import pytest
 
@@ -25,7 +20,7 @@ from asyncengine import (
 from asyncengine.engine import AsyncEngine
 from asyncengine.testing import SimulatedEngine, no_leaks, settle
 
-from .support import BOTH_LOOPS, CANARY, Job, check_canary, check_jobs, check_output, random_jobs
+from .support import BOTH_LOOPS, CANARY, Job, check_canary, check_jobs, check_output, random_jobs, run_script
 
 LONG = SamplingParams(max_tokens=1000, temperature=0.0)
 SHORT = SamplingParams(max_tokens=5, temperature=0.0)
@@ -329,23 +324,6 @@ def test_an_engine_in_a_thread() -> None:
 
 
 # ---- processes ----
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def run_script(code: str, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *arguments, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, (done.returncode, done.stdout, done.stderr)
-    assert "Fatal" not in done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stdout
-
 
 def test_a_script_needs_no_main_guard() -> None:
     code = """
