@@ -443,14 +443,14 @@ class AsyncEngine:
         """Tokens to generate at most, or the typed error that says why the request cannot be served."""
         length, context = len(prompt_ids), model.max_model_len
         _check_length(length, context)
-        max_tokens = params.max_tokens if params.max_tokens is not None else context - length
+        capacity = model.num_kv_blocks * model.block_size
+        max_tokens = params.max_tokens if params.max_tokens is not None else max(1, min(context, capacity) - length)
         if length + max_tokens > context:
             raise ContextLengthError(
                 f"prompt ({length} tokens) and max_tokens ({max_tokens}) are {length + max_tokens} tokens together, "
                 f"more than the context of {context} tokens",
                 param="max_tokens",
             )
-        capacity = model.num_kv_blocks * model.block_size
         if length + max_tokens > capacity:
             raise KVCapacityError(
                 f"the request needs KV for {length + max_tokens} tokens, the cache holds {capacity}; "

@@ -34,7 +34,7 @@ class FinishReason(StrEnum):
     """Why a sequence ended. An abort or a failure is an exception, never a finish reason."""
 
     STOP = "stop"  #: end-of-sequence token, stop token or stop string
-    LENGTH = "length"  #: max_tokens or the end of the context
+    LENGTH = "length"  #: max_tokens, or the end of the context or of the KV cache
 
 
 def _number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> float:
@@ -77,7 +77,8 @@ class SamplingParams:
     n: int = 1
     """Sequences to sample from the prompt, 1..128."""
     max_tokens: int | None = 16
-    """Tokens to generate at most, exactly so many unless a stop comes first; None: to the end of the context."""
+    """Tokens to generate at most, exactly so many unless a stop comes first; None: to the end of the context,
+    or of a KV cache that holds less."""
     temperature: float = 1.0
     """0 is greedy; at most 2."""
     top_p: float = 1.0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from asyncengine.cli import flags
 from asyncengine.cli.embed import add_model_option, engine_from, loop_factory, start
 from asyncengine.config import EngineConfig
-from asyncengine.errors import ContextLengthError
+from asyncengine.errors import ContextLengthError, KVCapacityError
 from asyncengine.request import ChatMessage, SamplingParams
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
                 messages.append({"role": "user", "content": line})
                 try:
                     answer = runner.run(_answer(engine, messages, params))
-                except (KeyboardInterrupt, ContextLengthError) as exc:
+                except (KeyboardInterrupt, ContextLengthError, KVCapacityError) as exc:
                     messages.pop()
                     print(f"\n[{str(exc) or 'interrupted'}]", file=sys.stderr)
                     continue

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from asyncengine import SamplingParams
+from asyncengine import KVCapacityError, SamplingParams
 from asyncengine.detokenizer import IncrementalDetokenizer
 from asyncengine.request import FinishReason
 from asyncengine.testing import EOS_TOKEN_ID, SimulatedEngine, no_leaks, settle
@@ -146,6 +146,16 @@ async def test_without_max_tokens_the_context_is_the_limit() -> None:
         output = await engine.generate(CANARY, SamplingParams(max_tokens=None, temperature=0.0))
         assert len(output.token_ids) == 64 - len(CANARY)
         assert output.finish_reason == FinishReason.LENGTH
+
+
+async def test_without_max_tokens_a_cache_smaller_than_the_context_is_the_limit() -> None:
+    async with SimulatedEngine(max_model_len=64, num_kv_blocks=3) as engine, no_leaks(engine):
+        for length in (1, 47):
+            output = await engine.generate([300] * length, SamplingParams(max_tokens=None, temperature=0.0, n=2))
+            assert [len(sequence.token_ids) for sequence in output.outputs] == [48 - length] * 2
+            assert output.finish_reason == FinishReason.LENGTH
+        with pytest.raises(KVCapacityError, match=r"for 49 tokens.*holds 48"):
+            await engine.generate([300] * 48, SamplingParams(max_tokens=None))
 
 
 async def test_prompts_of_all_kinds() -> None:

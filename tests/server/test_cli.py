@@ -21,6 +21,7 @@ from asyncengine.cli.main import COMMANDS, main
 from asyncengine.config import EngineConfig
 from asyncengine.request import SamplingParams
 from asyncengine.server.config import ServerConfig
+from asyncengine.testing import SimulatedEngine
 
 ROOT = Path(__file__).parents[2]
 
@@ -153,6 +154,18 @@ def test_chat_over_a_pipe_keeps_the_conversation(
         [system, hello, answer, {"role": "user", "content": "and then?"}],
         [system, {"role": "user", "content": "again"}],
     ]
+
+
+def test_a_message_that_the_cache_cannot_hold_does_not_end_the_chat(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    simulated = SimulatedEngine(num_kv_blocks=2)
+    monkeypatch.setattr("asyncengine.cli.chat.engine_from", lambda args: simulated)
+    monkeypatch.setattr("sys.stdin", io.StringIO("too much" * 9 + "\nhello\n"))
+    assert main(["chat"]) == 0
+    captured = capsys.readouterr()
+    assert "the cache holds 32" in captured.err
+    assert len(captured.out.split()) == 32 - len("user: hello\nassistant:")
 
 
 def test_interrupt_ends_the_answer_and_not_the_chat() -> None:
