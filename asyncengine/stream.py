@@ -130,7 +130,7 @@ class RequestStream:
 
     Ends after the last delta of its last sequence. Raises EngineDeadError or RequestAbortedError when the request
     cannot be finished. Cancelling the task that iterates, or ``aclose()``, aborts the request; so does leaving an
-    ``async with`` block. One consumer at a time.
+    ``async with`` block. One consumer at a time: another that comes while one waits gets RuntimeError.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> RequestDelta:
-        self._engine._check_loop()
+        self._check_consumer()
         while not self._untaken:
             if self._error is not None:
                 raise self._error
@@ -231,7 +231,7 @@ class RequestStream:
 
     async def collect(self) -> RequestOutput:
         """Wait for the end and return everything; the same errors and the same cancellation as iterating."""
-        self._engine._check_loop()
+        self._check_consumer()
         self._whole = True
         while not self._done:
             await self._news()
@@ -244,6 +244,11 @@ class RequestStream:
             if s.finish_reason is not None
         )
         return RequestOutput(self.request_id, tuple(self.prompt_token_ids), outputs, self._usage(), self._timing())
+
+    def _check_consumer(self) -> None:
+        self._engine._check_loop()
+        if self._waiter is not None:  # a second one would take its place, and the first would wait for ever
+            raise RuntimeError(f"another task is reading request {self.request_id}")
 
     async def _news(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()

@@ -13,6 +13,7 @@ import pytest
 from asyncengine import (
     EngineClosedError,
     RequestAbortedError,
+    RequestDelta,
     RequestStream,
     SamplingParams,
     WrongLoopError,
@@ -31,6 +32,10 @@ async def begun(engine: AsyncEngine, tokens: int = 1) -> None:
     """Until the engine has generated something."""
     while engine.stats().generation_tokens < tokens:  # noqa: ASYNC110  # nothing to wait for: that is the point
         await asyncio.sleep(0.001)
+
+
+async def collect(stream: RequestStream) -> list[RequestDelta]:
+    return [delta async for delta in stream]
 
 
 # ---- cancellation ----
@@ -108,6 +113,22 @@ async def test_a_closed_stream_never_looks_like_one_that_ended() -> None:
         output = await done.collect()
         await done.aclose()  # after the end there is nothing to abort
         assert await done.collect() == output
+
+
+async def test_a_second_consumer_gets_an_error_and_the_first_its_tokens() -> None:
+    async with SimulatedEngine(**SLOW) as engine, no_leaks(engine):
+        params = SamplingParams(max_tokens=100, temperature=0.0)
+        expected = engine.expected_token_ids(CANARY, params)
+        stream = await engine.submit(CANARY, params)
+        first = asyncio.create_task(collect(stream))
+        await asyncio.sleep(0)
+        for read in (RequestStream.collect, anext):
+            with pytest.raises(RuntimeError, match="another task is reading"):
+                await read(stream)
+        deltas = await asyncio.wait_for(first, 10)
+        assert [t for d in deltas for t in d.token_ids] == expected
+        assert len(deltas) > 1  # collect() did not make the first one wait for the end
+        assert list((await stream.collect()).token_ids) == expected  # one after the other is fine
 
 
 async def test_abort_by_id() -> None:
