@@ -7,6 +7,7 @@ import atexit
 import hashlib
 import itertools
 import logging
+import operator
 import os
 import random
 import time
@@ -489,14 +490,20 @@ def _check_vocabulary(ids: list[int], vocab_size: int) -> None:
 
 
 def _checked_ids(ids: Sequence[Any], vocab_size: int) -> list[int]:
-    for i, token in enumerate(ids):
-        if isinstance(token, bool) or not hasattr(token, "__index__"):
-            raise InvalidRequestError(f"the prompt must hold token ids, got {token!r} at {i}", param="prompt")
+    checked = []
+    for i, value in enumerate(ids):
+        try:
+            token = None if isinstance(value, bool) else operator.index(value)
+        except TypeError:
+            token = None
+        if token is None:
+            raise InvalidRequestError(f"the prompt must hold token ids, got {value!r} at {i}", param="prompt")
         if not 0 <= token < vocab_size:
             raise InvalidRequestError(
                 f"token id {token} at {i} is outside the vocabulary of {vocab_size}", param="prompt"
             )
-    return [int(token) for token in ids]
+        checked.append(token)
+    return checked
 
 
 def _hash_salt(cache_salt: str | None) -> int:

@@ -112,8 +112,12 @@ class SamplingParams:
         if self.seed is not None:
             put(self, "seed", _integer("seed", self.seed, -(2**63), MAX_SEED))
         put(self, "stop", self._checked_stop())
-        stop_ids = _sequence("stop_token_ids", self.stop_token_ids or ())
+        stop_ids = () if self.stop_token_ids is None else _sequence("stop_token_ids", self.stop_token_ids)
         put(self, "stop_token_ids", tuple(_integer("stop_token_ids", t, 0, 2**31 - 1) for t in stop_ids))
+        for flag in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+            value = getattr(self, flag)
+            if not isinstance(value, bool):
+                raise InvalidRequestError(f"{flag} must be a boolean, got {value!r}", param=flag)
 
     def _checked_stop(self) -> tuple[str, ...]:
         stop = self.stop

@@ -8,6 +8,7 @@ import threading
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 
 from asyncengine import (
@@ -41,6 +42,8 @@ PROMPTS: list[tuple[Any, str]] = [
     ([1, True], "True at 1"),
     ([1, None], "None at 1"),
     (["a", "b"], "'a' at 0"),
+    ([[1, 2]], r"\[1, 2\] at 0"),
+    (list(np.array([[1, 2]])), r"array\(\[1, 2\]\) at 0"),
     (None, "NoneType"),
     (5, "int"),
     (b"bytes", "bytes"),
@@ -151,6 +154,11 @@ BAD_PARAMS: list[dict[str, Any]] = [
     {"stop_token_ids": ["a"]},
     {"stop_token_ids": 7},
     {"stop_token_ids": "abc"},
+    {"stop_token_ids": 0},
+    {"stop_token_ids": ""},
+    {"ignore_eos": "false"},
+    {"skip_special_tokens": None},
+    {"include_stop_str_in_output": 1},
 ]
 
 
@@ -160,6 +168,10 @@ def test_bad_sampling_parameters(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError, match=name) as error:
         SamplingParams(**wrong)
     assert error.value.param == name
+
+
+def test_stop_tokens_of_an_array() -> None:
+    assert SamplingParams(stop_token_ids=np.array([3, 0])).stop_token_ids == (3, 0)  # type: ignore[arg-type]
 
 
 def test_integers_that_python_does_not_print() -> None:
