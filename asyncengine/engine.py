@@ -261,8 +261,8 @@ class AsyncEngine:
                 raise InvalidRequestError(f"{name} must be a string, got {value!r}", param=name)
         prompt_ids = await self._tokenize(backend, prompt)
         backend = self._serving()  # tokenizing may have taken a while
-        _check_vocabulary(prompt_ids, backend.model_info.vocab_size)
         max_tokens = self._check_size(backend.model_info, prompt_ids, params)
+        _check_vocabulary(prompt_ids, backend.model_info.vocab_size)
         stop_tokens = self._stop_tokens(backend.model_info, params)
         key = next(self._keys)
         if request_id is None:
