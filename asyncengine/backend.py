@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from asyncengine import _core
@@ -59,6 +59,7 @@ def _load_on_cpu(config: EngineConfig, *, progress: bool) -> Backend:
     ops = CpuOps(config.num_threads)
     runner = CpuModelRunner.load(config, progress=progress, ops=ops)
     tokenizer = load_tokenizer(config, runner.info.vocab_size)
+    info = _with_stop_of(tokenizer, runner.info, config)
 
     def forward(batch: _core.StepBatch) -> int:
         logits = runner.forward(batch)
@@ -67,7 +68,7 @@ def _load_on_cpu(config: EngineConfig, *, progress: bool) -> Backend:
     step_loop = _core.StepLoop.on_cpu(
         step_loop_config(config, runner.info), forward, ops.native, runner.info.vocab_size, runner.kv_block_regions()
     )
-    return Backend(runner.info, tokenizer, step_loop, runner, runner.interrupt)
+    return Backend(info, tokenizer, step_loop, runner, runner.interrupt)
 
 
 def _load_on_cuda(config: EngineConfig, *, progress: bool) -> Backend:
@@ -76,7 +77,16 @@ def _load_on_cuda(config: EngineConfig, *, progress: bool) -> Backend:
 
         runner = CudaRunner.load(config, progress=progress)
     tokenizer = load_tokenizer(config, runner.info.vocab_size)
-    return Backend(runner.info, tokenizer, runner.make_step_loop(config, progress=progress), runner)
+    info = _with_stop_of(tokenizer, runner.info, config)
+    return Backend(info, tokenizer, runner.make_step_loop(config, progress=progress), runner)
+
+
+def _with_stop_of(tokenizer: Tokenizer, info: ModelInfo, config: EngineConfig) -> ModelInfo:
+    """Sequences end with the tokenizer's end as well: fine-tuned models may name theirs nowhere else."""
+    eos = tokenizer.eos_token_id
+    if eos is None or eos >= info.vocab_size or eos in info.eos_token_ids or config.load_format == "dummy":
+        return info
+    return replace(info, eos_token_ids=(*info.eos_token_ids, eos))
 
 
 def load_tokenizer(config: EngineConfig, vocab_size: int) -> Tokenizer:

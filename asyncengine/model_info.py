@@ -20,6 +20,7 @@ class ModelInfo:
     """Rows of the embedding; at least the tokenizer's vocabulary."""
     max_model_len: int
     eos_token_ids: tuple[int, ...]
+    """those of config.json, of generation_config.json and of the tokenizer"""
     num_parameters: int
     weight_bytes: int
     num_kv_blocks: int

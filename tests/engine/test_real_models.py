@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -182,6 +183,22 @@ def test_tokens_that_the_model_lacks_are_refused(checkpoints, tmp_path, prompt):
                 await engine.generate(prompt, SamplingParams(max_tokens=4))
 
     asyncio.run(main())
+
+
+def test_the_end_that_only_the_tokenizer_names_ends_a_sequence(checkpoints, tmp_path):
+    path, _ = checkpoints("llama")
+    greedy = SamplingParams(max_tokens=8, temperature=0)
+    tokenizer = placeholder_tokenizer(tiny.VOCAB_SIZE)
+    tokenizer.backend.save(str(tmp_path / "tokenizer.json"))
+
+    async def tokens(**config: Any) -> tuple[int, ...]:
+        async with AsyncEngine.from_pretrained(str(path), cpu_threads=1, num_kv_blocks=4, **config) as engine:
+            return (await engine.generate([1, 2, 3], greedy)).token_ids
+
+    expected = asyncio.run(tokens())
+    end = next(token for token in expected[2:] if token not in expected[:2])
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": tokenizer.backend.id_to_token(end)}))
+    assert asyncio.run(tokens(tokenizer=str(tmp_path))) == expected[: expected.index(end) + 1]
 
 
 def test_sdpa_prefill_gives_the_same_tokens(checkpoints):
