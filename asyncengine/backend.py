@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
+import os
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from asyncengine import _core
@@ -28,12 +32,41 @@ class Backend:
     """Whatever owns the memory that the step loop uses."""
     interrupt: Callable[[], None] | None = None
     """Where Python computes the steps: ends the one under way early. The process must not end before it has."""
+    process: int = field(default_factory=os.getpid)
 
     def stop(self, limit_s: float) -> bool:
         """Stop the step loop, with the step under way if it can be interrupted. False: that still runs."""
+        if self.process != os.getpid():
+            return True  # its threads are not in this one, which was forked
         if self.interrupt is not None and not self.step_loop.stop(0.0):
             self.interrupt()
         return self.step_loop.stop(limit_s)
+
+
+# Their threads must be gone before the interpreter is.
+_running: weakref.WeakSet[Backend] = weakref.WeakSet()
+
+
+def stop_at_exit(backend: Backend) -> None:
+    """To be called when its step loop starts."""
+    _running.add(backend)
+
+
+@atexit.register
+def _stop_all() -> None:
+    for backend in list(_running):
+        while not backend.stop(1.0) and backend.interrupt is not None:
+            pass
+
+
+def _leave_to_parent() -> None:
+    """In a forked process: freeing a step loop would wait for threads that only the parent has."""
+    for backend in list(_running):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def load_backend(config: EngineConfig, *, progress: bool) -> Backend:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import hashlib
 import itertools
 import logging
@@ -11,7 +10,6 @@ import operator
 import os
 import random
 import time
-import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -19,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from asyncengine import _core
-from asyncengine.backend import Backend, load_backend
+from asyncengine.backend import Backend, load_backend, stop_at_exit
 from asyncengine.config import EngineConfig
 from asyncengine.errors import (
     ContextLengthError,
@@ -71,17 +69,6 @@ class EngineStats:
     num_late_launches: int
     """Steps that late_launch held back until the GPU had nothing left to do, or as good as nothing."""
     num_steps_in_flight: int
-
-
-# What runs steps. Their threads must be gone before the interpreter is.
-_running: weakref.WeakSet[Backend] = weakref.WeakSet()
-
-
-@atexit.register
-def _stop_all() -> None:
-    for backend in list(_running):
-        while not backend.stop(1.0) and backend.interrupt is not None:
-            pass
 
 
 async def _drive(step_loop: _core.StepLoop) -> None:
@@ -149,7 +136,7 @@ class AsyncEngine:
         else:
             cpu = self.config.cpu_affinity
             step_loop.start(-1 if cpu is None else cpu)
-        _running.add(self._backend)
+        stop_at_exit(self._backend)
         self._health = "ready"
 
     async def aclose(self, drain: bool = True, timeout_s: float = 30.0) -> None:
