@@ -431,7 +431,7 @@ class AsyncEngine:
         """Tokens to generate at most, or the typed error that says why the request cannot be served."""
         length, context = len(prompt_ids), model.max_model_len
         _check_length(length, context)
-        capacity = model.num_kv_blocks * model.block_size
+        capacity = model.kv_capacity_tokens
         max_tokens = params.max_tokens if params.max_tokens is not None else max(1, min(context, capacity) - length)
         if length + max_tokens > context:
             raise ContextLengthError(
