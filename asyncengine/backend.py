@@ -71,9 +71,9 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 def load_backend(config: EngineConfig, *, progress: bool) -> Backend:
     """Load the model that ``config`` names. Blocks; raises ModelError, ConfigError."""
-    if choose_device(config) == "cuda":
-        return _load_on_cuda(config, progress=progress)
-    return _load_on_cpu(config, progress=progress)
+    load = _load_on_cuda if choose_device(config) == "cuda" else _load_on_cpu
+    backend = load(config, progress=progress)
+    return replace(backend, model_info=_with_stop_of(backend.tokenizer, backend.model_info, config))
 
 
 def choose_device(config: EngineConfig) -> Literal["cpu", "cuda"]:
@@ -92,7 +92,6 @@ def _load_on_cpu(config: EngineConfig, *, progress: bool) -> Backend:
     ops = CpuOps(config.num_threads)
     runner = CpuModelRunner.load(config, progress=progress, ops=ops)
     tokenizer = load_tokenizer(config, runner.info.vocab_size)
-    info = _with_stop_of(tokenizer, runner.info, config)
 
     def forward(batch: _core.StepBatch) -> int:
         logits = runner.forward(batch)
@@ -101,7 +100,7 @@ def _load_on_cpu(config: EngineConfig, *, progress: bool) -> Backend:
     step_loop = _core.StepLoop.on_cpu(
         step_loop_config(config, runner.info), forward, ops.native, runner.info.vocab_size, runner.kv_block_regions()
     )
-    return Backend(info, tokenizer, step_loop, runner, runner.interrupt)
+    return Backend(runner.info, tokenizer, step_loop, runner, runner.interrupt)
 
 
 def _load_on_cuda(config: EngineConfig, *, progress: bool) -> Backend:
@@ -110,8 +109,7 @@ def _load_on_cuda(config: EngineConfig, *, progress: bool) -> Backend:
 
         runner = CudaRunner.load(config, progress=progress)
     tokenizer = load_tokenizer(config, runner.info.vocab_size)
-    info = _with_stop_of(tokenizer, runner.info, config)
-    return Backend(info, tokenizer, runner.make_step_loop(config, progress=progress), runner)
+    return Backend(runner.info, tokenizer, runner.make_step_loop(config, progress=progress), runner)
 
 
 def _with_stop_of(tokenizer: Tokenizer, info: ModelInfo, config: EngineConfig) -> ModelInfo:
