@@ -26,12 +26,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from asyncengine.kernels.cuda import can_stream
+from asyncengine.kernels.cuda import attend_stored, can_stream
 from asyncengine.kernels.device_step import DeviceStep, allocate_step
 from asyncengine.kernels.gluon_paged_decode import streamed_decode_attention
-from asyncengine.kernels.gluon_paged_prefill import streamed_prefill_attention
 from asyncengine.kernels.ops import HeadNorms, split_heads
-from asyncengine.kernels.triton_attention import paged_attention
 from asyncengine.kernels.triton_decode import decode_attention, longest_context
 from asyncengine.kernels.triton_paged_decode import paged_decode_attention
 from asyncengine.kernels.triton_rows import rotary_store_kv, store_kv
@@ -140,12 +138,17 @@ def lines(args: argparse.Namespace, timer: Timer) -> Lines:
                 yield build_line(label, Bench(Case(c, step), timer, args.pdl, copies=0), listed)
 
 
+def _streams(tiles: Tiles | None, device: torch.device, args: Any) -> bool:
+    """Whether the engine's choice of tiles is Gluon's, if that has some."""
+    return not tiles and can_stream(device) and not args.work.get("split_tokens")
+
+
 def allocate_work(
     c: ModelConfig, prefills: Sequence[Sequence[Row]], tiles: Tiles | None, device: torch.device, args: Any
 ) -> WorkList:
     """One for all cases, as an engine has it; its sizes are constants of the kernels, which are then compiled once."""
     shape = attention_shape(c)
-    if not tiles and can_stream(device) and not args.work.get("split_tokens"):
+    if _streams(tiles, device, args):
         tiles = choose_mixed_tiles(shape, BLOCK_SIZE, 0)
     rows = max([256, *args.decode_rows])
     tokens = max([2048, rows, *(sum(row.query for row in one) for one in prefills)])
@@ -158,7 +161,7 @@ def allocate_decode_work(
 ) -> WorkList:
     """That of steps of one-token rows, after so many tokens at most: as an engine has it, or as the options say."""
     shape, cut = attention_shape(c), None
-    if not tiles and can_stream(device) and not args.work.get("split_tokens"):
+    if _streams(tiles, device, args):
         cut = choose_cut(rows, context, shape, BLOCK_SIZE, multiprocessors(device))
     if cut is None:
         return allocate_work(c, [], tiles, device, args).decode_only
@@ -225,9 +228,7 @@ class Bench:
     def paged(self, work: WorkList, copy: int, pdl: bool | None = None) -> None:
         k, v = self.caches[copy]
         pdl = self.pdl if pdl is None else pdl
-        paged_attention(self.q, k, v, self.step, work, self.scale, 0, self.out, pdl=pdl)
-        if work.streams_prefill:
-            streamed_prefill_attention(self.q, k, v, self.step, work, self.scale, self.out, pdl=pdl)
+        attend_stored(self.q, k, v, self.step, work, self.scale, 0, self.out, pdl=pdl)
 
     def few(self, copy: int, pdl: bool | None = None) -> None:
         k, v = self.caches[copy]

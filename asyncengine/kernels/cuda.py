@@ -273,11 +273,7 @@ class CudaOps:
                 self._arrivals, stored=True, pdl=pdl,
             )  # fmt: skip
         else:
-            paged_attention(q, k_cache, v_cache, step, work, layer.scale, layer.window, out, pdl=pdl)
-            if work.streams_prefill:
-                gluon_paged_prefill.streamed_prefill_attention(
-                    q, k_cache, v_cache, step, work, layer.scale, out, pdl=pdl
-                )
+            attend_stored(q, k_cache, v_cache, step, work, layer.scale, layer.window, out, pdl=pdl)
         return out
 
     def keep_sampled(self, x: Tensor, stream: Stream, batch: CudaBatch) -> Tensor:
@@ -404,6 +400,16 @@ class CudaOps:
                 x, weight, plan, out=out, bias=bias, norm=norm, activation=activation, add=add, index=index,
                 arrivals=self._arrivals, pdl=pdl,
             )  # fmt: skip
+
+
+def attend_stored(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, step: DeviceStep, work: WorkList, scale: float, window: int,
+    out: Tensor, *, pdl: bool,
+) -> None:  # fmt: skip
+    """``paged_attention``, with rows of several tokens in Gluon if ``work`` has the tiles for that."""
+    paged_attention(q, k_cache, v_cache, step, work, scale, window, out, pdl=pdl)
+    if work.streams_prefill:
+        gluon_paged_prefill.streamed_prefill_attention(q, k_cache, v_cache, step, work, scale, out, pdl=pdl)
 
 
 def _join_biases(weights: Sequence[Tensor], biases: Sequence[Tensor | None], padding: int = 0) -> Tensor | None:

@@ -7,7 +7,7 @@ takes the l-th stretch of it, so that every lane reads the same count of tiles w
 (stream-K: Osama et al., 2023). A unit that a boundary between lanes cuts becomes several *items*, whose
 partial results the attention kernel combines. Decode rows are not cut where the longest lane is hardly longer
 without that, as it is if rows are about as long as one another: each goes to the lane that its middle lies in. Units of
-prefill are not either if they are no more than the lanes: each has one for itself.
+prefill are not either if they are no more than the lanes, and none is much longer: each has one for itself.
 
 Multiprocessors do not get equal shares of the memory: of programs with as much to do the first ends when the last has a
 quarter left. So steps of many rows have *late* lanes too, as many again, each about as long as a unit, whose programs

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from asyncengine.errors import ConfigError
+from asyncengine.kernels.cuda import attend_stored
 from asyncengine.kernels.gluon_paged_prefill import streamed_prefill_attention
-from asyncengine.kernels.triton_attention import paged_attention
 from asyncengine.kernels.work_items import BEGIN, PIECES
 from asyncengine.kernels.work_list import WorkList, choose_mixed_tiles, choose_tiles
 from tests.gpu.conftest import needs_hopper
@@ -53,12 +53,10 @@ def make(model: str, rows: tuple[tuple[int, int], ...], **case: Any) -> tuple[Wo
 
 
 def attend(world: World, work: WorkList, pdl: bool = True) -> Tensor:
-    """As ``World.attend``, with both kernels."""
+    """As ``World.attend``, with the engine's choice of kernels."""
     case = world.case
     out = torch.full((len(world.q), case.shape.num_heads * case.head_dim), math.nan, dtype=case.dtype, device="cuda")
-    tensors, scale = (world.q, world.k, world.v, world.step, work), case.head_dim**-0.5
-    paged_attention(*tensors, scale, 0, out, pdl=pdl)
-    streamed_prefill_attention(*tensors, scale, out, pdl=pdl)
+    attend_stored(world.q, world.k, world.v, world.step, work, case.head_dim**-0.5, 0, out, pdl=pdl)
     for section in work.sections:
         assert not section.arrivals.any()
     return out.cpu()
