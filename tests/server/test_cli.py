@@ -26,6 +26,11 @@ from asyncengine.testing import SimulatedEngine
 ROOT = Path(__file__).parents[2]
 
 
+def with_fake_engine() -> dict[str, str]:
+    """The environment of a process that imports it."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])}
+
+
 def parse(*argv: str, cls: type = EngineConfig) -> dict[str, Any]:
     parser = argparse.ArgumentParser()
     flags.add_dataclass(parser, cls, "title")
@@ -176,10 +181,9 @@ def test_interrupt_ends_the_answer_and_not_the_chat() -> None:
         "chat.engine_from = lambda args: fake_engine.FakeEngine('ab', step_s=0.01, max_model_len=1000000)\n"
         "sys.exit(m.main(['chat']))"
     )
-    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
     process = subprocess.Popen(
         [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": path},
+        env=with_fake_engine(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -210,7 +214,7 @@ def test_standard_streams_may_be_closed(argv: list[str], closed: str) -> None:
     )
     done = subprocess.run(
         ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])},
+        env=with_fake_engine(),
         input=b"hello\n",
         capture_output=True,
         timeout=60,
@@ -230,10 +234,9 @@ def test_interrupt_ends_a_start_at_once(argv: list[str]) -> None:
         "command.engine_from = lambda args: Slow()\n"
         f"sys.exit(m.main({argv}))"
     )
-    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
     process = subprocess.Popen(
         [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": path},
+        env=with_fake_engine(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
