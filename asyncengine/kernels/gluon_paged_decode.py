@@ -6,11 +6,12 @@ asks for one tile after another, as far ahead as shared memory holds, whatever t
 while the projection that makes queries still runs (see pdl.py). It reads what earlier steps wrote, and nobody reads in
 the cache what this step writes there.
 
-The copies are the tensor memory accelerator's, a block of the cache each, or half a block where a row's last one has no
-more. Of a tile each of four warps takes a block, with a softmax of its own until the item ends: so a tile costs them no
-meeting but the one that frees its memory. The new token, which is in no tile, comes last. Queries are made, and new
-keys and values written, by two warps that are an item ahead of the four: an item of a few hundred keys would take half
-as long again if it began with them.
+The copies are the tensor memory accelerator's, a block of the cache each. Of a block that a row fills in part only the
+tokens that are there are read: the copy begins before the block, whose last lines it leaves out, and lines from beyond
+a block are zeros. Of a tile each of four warps takes a block, with a softmax of its own until the item ends: so a tile
+costs them no meeting but the one that frees its memory. The new token, which is in no tile, comes last. Queries are
+made, and new keys and values written, by two warps that are an item ahead of the four: an item of a few hundred keys
+would take half as long again if it began with them.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
 # mypy: disable-error-code="assignment, var-annotated, unreachable, misc"
@@ -23,14 +24,15 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from asyncengine.errors import ConfigError
-from asyncengine.kernels.cache_policy import EVICT_FIRST, NO_POLICY
+from asyncengine.kernels.cache_policy import EVICT_FIRST, NO_POLICY, mark_copies
 from asyncengine.kernels.device_step import DeviceStep
 from asyncengine.kernels.gluon_paged_results import BLOCKS, GROUP_ROWS, finish, join_warps
-from asyncengine.kernels.gluon_tiles import GluonKernel, copy_tile, next_power_of_2, stretches, tiles_of
+from asyncengine.kernels.gluon_tiles import GluonKernel, next_power_of_2, stretches
 from asyncengine.kernels.ops import HeadNorms
 from asyncengine.kernels.pdl import launch_options
 from asyncengine.kernels.triton_decode import check_heads, surroundings
@@ -52,8 +54,6 @@ from asyncengine.kernels.work_items import (
 from asyncengine.kernels.work_list import NO_WINDOW, AttentionShape, WorkList, choose_streamed_tile
 
 BLOCK = gl.constexpr(16)  # tokens of a block of the cache
-HALF_BLOCK = gl.constexpr(8)
-SPAN = gl.constexpr(64)  # elements of a token that lie side by side in shared memory: 128 bytes
 KEYS = gl.constexpr(64)
 PREPARING = gl.constexpr(2)  # warps that make queries
 
@@ -92,10 +92,8 @@ def streamed_decode_attention(
     streamed = work.takes_heads and tile.streamed and tile.keys == KEYS.value
     if (shape, window) != (work.shape, work.window) or not streamed:
         raise ConfigError(f"the work list is of window {work.window} and {work.shape}, not {window} and {shape}")
-    k_lines, v_lines = (cache.view(-1, dim) for cache in (k_cache, v_cache))
     _streamed_decode_kernel[(section.lanes * kv_heads,)](
-        *(tiles_of(lines, BLOCK.value, dim) for lines in (k_lines, v_lines)),
-        *(tiles_of(lines, HALF_BLOCK.value, SPAN.value) for lines in (k_lines, v_lines)),
+        *(_blocks_of(cache.view(-1, block_size, dim)) for cache in (k_cache, v_cache)),
         k_cache,
         v_cache,
         heads,
@@ -121,6 +119,12 @@ def streamed_decode_attention(
         maxnreg=128,  # on average: the warps that compute take 200, two programs a multiprocessor have them
         **launch_options(pdl),
     )
+
+
+def _blocks_of(cache: Tensor) -> TensorDescriptor:
+    """A cache [N, BLOCK, D] as the accelerator copies it, a block at a time, with zeros for lines beyond its own."""
+    shape = [1, *cache.shape[1:]]
+    return TensorDescriptor.from_tensor(cache, shape, gl.NVMMASharedLayout.get_default_for(shape, gl.bfloat16))
 
 
 @gluon.constexpr_function
@@ -159,31 +163,20 @@ def _tile_blocks(table, tile, context, window):
 
 
 @gluon.jit
-def _copy(cache, block, index, first, last, head, KV_HEADS: gl.constexpr, ready, tiles, slot, MARK: gl.constexpr):
-    wanted = (index >= first) & (index < last)
-    copy_tile(cache, (block * KV_HEADS + head) * BLOCK, 0, ready, tiles.index(slot * BLOCKS + index), MARK, wanted)
-
-
-@gluon.jit
-def _copy_half(
-    halves, block, head, KV_HEADS: gl.constexpr, D: gl.constexpr, ready, tiles, place, MARK: gl.constexpr
+def _copy(
+    cache, block, index, past, first, last, head, KV_HEADS: gl.constexpr, ready, tiles, slot, MARK: gl.constexpr
 ):  # fmt: skip
-    """The first half of a block, and the same in place of the second, so that as many bytes come as of a whole one.
-
-    So the half that nobody has written yet is not read: the second time the first one is in the L2 cache.
-    """
-    line = (block * KV_HEADS + head) * BLOCK
-    PARTS: gl.constexpr = D // SPAN
-    parts = tiles._reinterpret(gl.bfloat16, [tiles.shape[0] * 2 * PARTS, HALF_BLOCK, SPAN], halves.layout)
-    for i in gl.static_range(2 * PARTS):
-        copy_tile(halves, line, i // 2 * SPAN, ready, parts.index(place * (2 * PARTS) + i), MARK, True)
+    """Ask for a block of a tile in which the row has ``past`` tokens. Of one that it fills in part, these come last."""
+    mark_copies(MARK)
+    line = gl.minimum(past - (index + 1) * BLOCK, 0)
+    to, wanted = tiles.index(slot * BLOCKS + index), (index >= first) & (index < last)
+    tma.async_copy_global_to_shared(cache, [block * KV_HEADS + head, line, 0], ready, to, pred=wanted)
 
 
 @gluon.jit
 def _fill(
-    k_blocks, v_blocks, k_halves, v_halves, ks, vs, ready, free, items, first_item, last_item, row, context, begin,
-    end, block_tables, stride_table, window, head, KV_HEADS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    MARK: gl.constexpr,
+    k_blocks, v_blocks, ks, vs, ready, free, items, first_item, last_item, row, context, begin, end, block_tables,
+    stride_table, window, head, KV_HEADS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, MARK: gl.constexpr,
 ):  # fmt: skip
     """The warp that asks for all tiles. Where they are it reads one turn ahead, across items."""
     table = block_tables + row.to(gl.int64) * stride_table
@@ -206,19 +199,15 @@ def _fill(
             count = gl.maximum(last - first, 0)
             for blocks in gl.static_range(BLOCKS + 1):  # the bytes to expect are part of the instruction
                 mbarrier.expect(filled, blocks * BLOCK * D * 4, pred=count == blocks)
-            whole = gl.minimum(last, (context + HALF_BLOCK - 1) // BLOCK - tile * BLOCKS)
-            _copy(k_blocks, a, 0, first, whole, head, KV_HEADS, filled, ks, slot, MARK)
-            _copy(k_blocks, b, 1, first, whole, head, KV_HEADS, filled, ks, slot, MARK)
-            _copy(k_blocks, c, 2, first, whole, head, KV_HEADS, filled, ks, slot, MARK)
-            _copy(k_blocks, d, 3, first, whole, head, KV_HEADS, filled, ks, slot, MARK)
-            _copy(v_blocks, a, 0, first, whole, head, KV_HEADS, filled, vs, slot, MARK)
-            _copy(v_blocks, b, 1, first, whole, head, KV_HEADS, filled, vs, slot, MARK)
-            _copy(v_blocks, c, 2, first, whole, head, KV_HEADS, filled, vs, slot, MARK)
-            _copy(v_blocks, d, 3, first, whole, head, KV_HEADS, filled, vs, slot, MARK)
-            if (first < last) & (whole < last):
-                block = gl.where(whole == 0, a, gl.where(whole == 1, b, gl.where(whole == 2, c, d)))
-                _copy_half(k_halves, block, head, KV_HEADS, D, filled, ks, slot * BLOCKS + whole, MARK)
-                _copy_half(v_halves, block, head, KV_HEADS, D, filled, vs, slot * BLOCKS + whole, MARK)
+            past = context - tile * KEYS
+            _copy(k_blocks, a, 0, past, first, last, head, KV_HEADS, filled, ks, slot, MARK)
+            _copy(k_blocks, b, 1, past, first, last, head, KV_HEADS, filled, ks, slot, MARK)
+            _copy(k_blocks, c, 2, past, first, last, head, KV_HEADS, filled, ks, slot, MARK)
+            _copy(k_blocks, d, 3, past, first, last, head, KV_HEADS, filled, ks, slot, MARK)
+            _copy(v_blocks, a, 0, past, first, last, head, KV_HEADS, filled, vs, slot, MARK)
+            _copy(v_blocks, b, 1, past, first, last, head, KV_HEADS, filled, vs, slot, MARK)
+            _copy(v_blocks, c, 2, past, first, last, head, KV_HEADS, filled, vs, slot, MARK)
+            _copy(v_blocks, d, 3, past, first, last, head, KV_HEADS, filled, vs, slot, MARK)
             first, last, a, b, c, d = next_first, next_last, next_a, next_b, next_c, next_d
             turn += 1
         table, context, begin, end = next_table, next_context, next_begin, next_end
@@ -226,10 +215,11 @@ def _fill(
 
 @gluon.jit
 def _sees(tile, first, context, LAYOUT: gl.constexpr):
-    """[BLOCKS, BLOCK]: which tokens of a tile the new one sees."""
-    block = gl.arange(0, BLOCKS, gl.SliceLayout(1, LAYOUT))[:, None] * BLOCK
-    token = tile * KEYS + block + gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))[None, :]
-    return (token >= first) & (token < context)
+    """[BLOCKS, BLOCK]: which lines of a tile hold tokens that the new one sees. See ``_copy``."""
+    block = tile * KEYS + gl.arange(0, BLOCKS, gl.SliceLayout(1, LAYOUT))[:, None] * BLOCK
+    line = gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))[None, :]
+    token = gl.minimum(block, context - BLOCK) + line
+    return token >= gl.maximum(block, first)
 
 
 @gluon.jit
@@ -414,9 +404,9 @@ def _attend(
 
 @GluonKernel
 def _streamed_decode_kernel(
-    k_blocks, v_blocks, k_halves, v_halves, k_cache, v_cache, heads, q_norm, k_norm, eps, cos_sin, slot_mapping, out,
-    block_tables, items, lane_items, partials, stats, arrivals, scale, window, stride_heads, stride_out, stride_table,
-    stats_size, NORM: gl.constexpr, ROTARY: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr,
+    k_blocks, v_blocks, k_cache, v_cache, heads, q_norm, k_norm, eps, cos_sin, slot_mapping, out, block_tables, items,
+    lane_items, partials, stats, arrivals, scale, window, stride_heads, stride_out, stride_table, stats_size,
+    NORM: gl.constexpr, ROTARY: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, MARK: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Grid: lanes x KV heads, heads of a lane side by side, since their KV lies side by side in a block."""
@@ -438,8 +428,8 @@ def _streamed_decode_kernel(
     for i in gl.static_range(AHEAD):
         mbarrier.init(asked.index(i), count=1)
         mbarrier.init(answered.index(i), count=1)
-    ks = gl.allocate_shared_memory(gl.bfloat16, [STAGES * BLOCKS, BLOCK, D], k_blocks.layout)
-    vs = gl.allocate_shared_memory(gl.bfloat16, [STAGES * BLOCKS, BLOCK, D], v_blocks.layout)
+    ks = gl.allocate_shared_memory(gl.bfloat16, [STAGES * BLOCKS, 1, BLOCK, D], k_blocks.layout)
+    vs = gl.allocate_shared_memory(gl.bfloat16, [STAGES * BLOCKS, 1, BLOCK, D], v_blocks.layout)
     QUERIES: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     queries = gl.allocate_shared_memory(gl.bfloat16, [AHEAD, 2 * GROUP_ROWS, D], QUERIES)
@@ -454,8 +444,8 @@ def _streamed_decode_kernel(
                 stats_size, head, GROUP, KV_HEADS, D, STAGES, AHEAD,
             )),
             (_fill, (
-                k_blocks, v_blocks, k_halves, v_halves, ks, vs, ready, free, items, first_item, last_item, row,
-                context, begin, end, block_tables, stride_table, window, head, KV_HEADS, D, STAGES, MARK,
+                k_blocks, v_blocks, ks, vs, ready, free, items, first_item, last_item, row, context, begin, end,
+                block_tables, stride_table, window, head, KV_HEADS, D, STAGES, MARK,
             )),
             (_prepare, (
                 k_cache, v_cache, heads, q_norm, k_norm, eps, cos_sin, slot_mapping, queries, new_scores, new_values,
