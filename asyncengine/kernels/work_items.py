@@ -1,4 +1,4 @@
-"""The kernels that build work lists, and the items that they write (see work_list.py)."""
+"""The items of work lists, and the kernels that write those of decode (see work_list.py)."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LATE_SHARE = tl.constexpr(12)
 
 
 @triton.jit
-def _kv_tiles(context, length, index, window, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+def kv_tiles(context, length, index, window, QUERIES: tl.constexpr, KEYS: tl.constexpr):
     """First and one past the last KV tile that the queries of tile ``index`` of a row see."""
     begin = tl.maximum(context + index * QUERIES - window + 1, 0)
     end = context + tl.minimum((index + 1) * QUERIES, length)
@@ -43,9 +43,9 @@ def _kv_tiles(context, length, index, window, QUERIES: tl.constexpr, KEYS: tl.co
 
 
 @triton.jit
-def _units(length, MIN_QUERY: tl.constexpr, MAX_QUERY: tl.constexpr, QUERIES: tl.constexpr):
+def _units(length, MAX_QUERY: tl.constexpr, QUERIES: tl.constexpr):
     """Tiles of queries of a row of this length, 0 if it is not of the section."""
-    return tl.where((length >= MIN_QUERY) & (length <= MAX_QUERY), tl.cdiv(length, QUERIES), 0)
+    return tl.where(length <= MAX_QUERY, tl.cdiv(length, QUERIES), 0)
 
 
 @triton.jit
@@ -55,7 +55,6 @@ def _sum_rows(
     num_rows,
     row,
     window,
-    MIN_QUERY: tl.constexpr,
     MAX_QUERY: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
@@ -63,23 +62,21 @@ def _sum_rows(
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Items and cost of the rows before ``row``, then of all, and the longest unit's tiles.
+    """Items and cost of the rows before ``row``, then of all.
 
     With adaptive splits a unit counts as one item.
     """
-    items_before, cost_before, items, cost, longest = 0, 0, 0, 0, 0
+    items_before, cost_before, items, cost = 0, 0, 0, 0
     for first in range(0, num_rows, ROWS):
         r = first + tl.arange(0, ROWS)
         length = tl.load(row_query_len + r, mask=r < num_rows, other=0)
         context = tl.load(row_context_len + r, mask=r < num_rows, other=0)
-        units = _units(length, MIN_QUERY, MAX_QUERY, QUERIES)
+        units = _units(length, MAX_QUERY, QUERIES)
         row_cost = tl.zeros([ROWS], tl.int32)
         row_items = tl.zeros([ROWS], tl.int32)
-        row_longest = tl.zeros([ROWS], tl.int32)
         for index in range(0, tl.max(units, 0)):
-            begin, end = _kv_tiles(context, length, index, window, QUERIES, KEYS)
+            begin, end = kv_tiles(context, length, index, window, QUERIES, KEYS)
             tiles = tl.where(index < units, end - begin, 0)
-            row_longest = tl.maximum(row_longest, tiles)
             row_cost += tl.where(index < units, tiles + ITEM_COST, 0)
             if SPLIT == 0:
                 row_items += tl.where(index < units, 1, 0)
@@ -89,18 +86,17 @@ def _sum_rows(
         cost_before += tl.sum(tl.where(r < row, row_cost, 0), 0)
         items += tl.sum(row_items, 0)
         cost += tl.sum(row_cost, 0)
-        longest = tl.maximum(longest, tl.max(row_longest, 0))
-    return items_before, cost_before, items, cost, longest
+    return items_before, cost_before, items, cost
 
 
 @triton.jit
-def _store_lanes(lane_items, lane, first, last, opens, closes):
+def store_lanes(lane_items, lane, first, last, opens, closes):
     tl.store(lane_items + lane * LANE + FIRST, first, mask=opens)
     tl.store(lane_items + lane * LANE + LAST, last, mask=closes)
 
 
 @triton.jit
-def _lane_costs(total, units, LANES: tl.constexpr, LATE: tl.constexpr, MIN_COST: tl.constexpr):
+def lane_costs(total, units, LANES: tl.constexpr, LATE: tl.constexpr, MIN_COST: tl.constexpr):
     """The stretches of the line that an early lane and a late one take.
 
     A late one takes what a unit does on average, so that there is one for each of units that are alike.
@@ -123,7 +119,7 @@ def _lane_at(cost, lane_cost, late_cost, LANES: tl.constexpr):
 
 
 @triton.jit
-def _cut_line(
+def cut_line(
     lane_items, item, start, begin, end, total, lane_cost, late_cost, piece, LANES: tl.constexpr,
     ITEM_COST: tl.constexpr,
 ):  # fmt: skip
@@ -131,10 +127,10 @@ def _cut_line(
     whether these are the lanes' first.
 
     As a lane is longer than the gap that ITEM_COST leaves between two units, every lane up to the last one in use has
-    a tile.
+    a tile. Without tiles there is no unit, and no pieces.
     """
     first_lane = _lane_at(start, lane_cost, late_cost, LANES)
-    pieces = _lane_at(start + end - begin - 1, lane_cost, late_cost, LANES) - first_lane + 1
+    pieces = tl.where(end > begin, _lane_at(start + end - begin - 1, lane_cost, late_cost, LANES) - first_lane + 1, 0)
     lane = first_lane + piece
     opening = _lane_begin(lane, lane_cost, late_cost, LANES)
     closing = _lane_begin(lane + 1, lane_cost, late_cost, LANES)
@@ -144,7 +140,7 @@ def _cut_line(
     following = start + end - begin + ITEM_COST
     opens = (piece < pieces) & (opening >= start - ITEM_COST)
     closes = (piece < pieces) & ((closing <= following) | (following == total))
-    _store_lanes(lane_items, lane, to, to + 1, opens, closes)
+    store_lanes(lane_items, lane, to, to + 1, opens, closes)
     return pieces, low, high, 2 * first_lane, to, lane, opens
 
 
@@ -176,7 +172,7 @@ def _share_whole(
         r = first + tl.arange(0, ROWS)
         length = tl.load(row_query_len + r, mask=r < num_rows, other=0)
         context = tl.load(row_context_len + r, mask=r < num_rows, other=0)
-        begin, end = _kv_tiles(context, length, 0, window, 1, KEYS)
+        begin, end = kv_tiles(context, length, 0, window, 1, KEYS)
         cost = tl.where(length == 1, end - begin + ITEM_COST, 0)
         lane = _lane_of(before + tl.cumsum(cost, 0) - cost, cost, lane_cost, late_cost, LANES)
         taken += tl.sum(tl.where(lane[None, :] == lanes[:, None], cost[None, :], 0), 1)
@@ -189,26 +185,18 @@ def _keep_whole(
     lane_items, item, start, begin, end, lane_cost, late_cost, taken, piece, LANES: tl.constexpr,
     ITEM_COST: tl.constexpr,
 ):  # fmt: skip
-    """What _cut_line gives, for a unit that is not cut; ``taken`` is what each lane takes of such units."""
+    """What cut_line gives, for a unit that is not cut; ``taken`` is what each lane takes of such units."""
     lane = _lane_of(start, end - begin + ITEM_COST, lane_cost, late_cost, LANES)
     before = tl.sum(tl.where(piece < lane, taken, 0), 0)
     with_lane = before + tl.sum(tl.where(piece == lane, taken, 0), 0)
     to = item + lane + piece
     opens, closes = start == before, start + end - begin + ITEM_COST == with_lane
-    _store_lanes(lane_items, lane, item + lane, item + lane + 1, opens, closes)
+    store_lanes(lane_items, lane, item + lane, item + lane + 1, opens, closes)
     return lane * 0 + 1, begin + piece * 0, end + piece * 0, lane * 2, to, lane + piece, opens & (piece == 0)
 
 
 @triton.jit
-def _keep_alone(lane_items, item, begin, end, piece):
-    """What _cut_line gives, for a unit that has a lane for itself."""
-    to = 2 * item
-    _store_lanes(lane_items, item + piece, to, to + 1, piece == 0, piece == 0)
-    return item * 0 + 1, begin + piece * 0, end + piece * 0, to, to + piece, item + piece, piece == 0
-
-
-@triton.jit
-def _store_place(to, slot, query, count, position, low, high, there):
+def store_place(to, slot, query, count, position, low, high, there):
     tl.store(to + SLOT, slot, mask=there)
     tl.store(to + QUERY, query, mask=there)
     tl.store(to + COUNT, count, mask=there)
@@ -218,15 +206,15 @@ def _store_place(to, slot, query, count, position, low, high, there):
 
 
 @triton.jit
-def _store_items(
+def store_items(
     items, lane_items, to, lane, opens, slot, query, count, position, low, high, partial, piece, pieces
 ):  # fmt: skip
     there = piece < pieces
-    _store_place(items + to * ITEM, slot, query, count, position, low, high, there)
+    store_place(items + to * ITEM, slot, query, count, position, low, high, there)
     tl.store(items + to * ITEM + PARTIAL, partial, mask=there)
     tl.store(items + to * ITEM + PIECE, piece, mask=there)
     tl.store(items + to * ITEM + PIECES, pieces, mask=there)
-    _store_place(lane_items + lane * LANE, slot, query, count, position, low, high, opens)
+    store_place(lane_items + lane * LANE, slot, query, count, position, low, high, opens)
 
 
 @kernel(do_not_specialize=["num_rows", "window"])
@@ -239,7 +227,6 @@ def build_kernel(
     lane_items,
     num_rows,
     window,
-    MIN_QUERY: tl.constexpr,
     MAX_QUERY: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
@@ -253,22 +240,25 @@ def build_kernel(
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per row. Each sums up the rows before it for itself: cheaper than a second launch."""
+    """Of rows of one token, or of any with fixed splits. One program per row.
+
+    Each sums up the rows before it for itself: cheaper than a second launch.
+    """
     wait(PDL)
     row = tl.program_id(0)
     length = tl.load(row_query_len + row)
-    units = _units(length, MIN_QUERY, MAX_QUERY, QUERIES)
+    units = _units(length, MAX_QUERY, QUERIES)
     piece = tl.arange(0, WIDTH)
     if (units > 0) | (row == 0):
-        item, start, all_items, total, longest = _sum_rows(
+        item, start, all_items, total = _sum_rows(
             row_query_len, row_context_len, num_rows, row, window,
-            MIN_QUERY, MAX_QUERY, QUERIES, KEYS, ITEM_COST, SPLIT, ROWS,
+            MAX_QUERY, QUERIES, KEYS, ITEM_COST, SPLIT, ROWS,
         )  # fmt: skip
-        lane_cost, late_cost = _lane_costs(total, all_items, LANES, LATE, MIN_COST)
+        lane_cost, late_cost = lane_costs(total, all_items, LANES, LATE, MIN_COST)
         # Lanes past the last tile are idle; what follows that tile on the line is the cost of its item.
         idle, whole = _lane_begin(piece, lane_cost, late_cost, LANES) >= total - ITEM_COST, False
         taken = tl.zeros([WIDTH], tl.int32)
-        if SPLIT == 0 and MAX_QUERY == 1:
+        if SPLIT == 0:
             taken = _share_whole(
                 row_query_len, row_context_len, num_rows, window, lane_cost, late_cost, KEYS, LANES, ITEM_COST, ROWS,
                 WIDTH,
@@ -278,31 +268,25 @@ def build_kernel(
             most = tl.where(piece < LANES, lane_cost + LINE_COST + spare, 2 * late_cost)
             whole = tl.max(taken - most, 0) <= 0
             idle = tl.where(whole, taken == 0, idle)
-        elif SPLIT == 0:
-            whole = (all_items <= LANES) & (longest + ITEM_COST <= lane_cost + LINE_COST)
-            idle = tl.where(whole, piece >= all_items, idle)
         if row == 0:
             if SPLIT == 0:
                 idle &= piece < LANES + LATE
-                _store_lanes(lane_items, piece, 0, 0, idle, idle)
+                store_lanes(lane_items, piece, 0, 0, idle, idle)
             else:
-                _store_lanes(lane_items, piece, piece, all_items, piece < LANES, piece < LANES)
+                store_lanes(lane_items, piece, piece, all_items, piece < LANES, piece < LANES)
 
         slot = tl.load(row_slot + row)
         query = tl.load(row_query_start + row)
         context = tl.load(row_context_len + row)
         for index in range(0, units):
-            begin, end = _kv_tiles(context, length, index, window, QUERIES, KEYS)
+            begin, end = kv_tiles(context, length, index, window, QUERIES, KEYS)
             if SPLIT == 0:
                 if whole:
-                    if MAX_QUERY == 1:
-                        pieces, low, high, partial, to, lane, opens = _keep_whole(
-                            lane_items, item, start, begin, end, lane_cost, late_cost, taken, piece, LANES, ITEM_COST
-                        )
-                    else:
-                        pieces, low, high, partial, to, lane, opens = _keep_alone(lane_items, item, begin, end, piece)
+                    pieces, low, high, partial, to, lane, opens = _keep_whole(
+                        lane_items, item, start, begin, end, lane_cost, late_cost, taken, piece, LANES, ITEM_COST
+                    )
                 else:
-                    pieces, low, high, partial, to, lane, opens = _cut_line(
+                    pieces, low, high, partial, to, lane, opens = cut_line(
                         lane_items, item, start, begin, end, total, lane_cost, late_cost, piece, LANES, ITEM_COST
                     )
                 start += end - begin + ITEM_COST
@@ -317,7 +301,7 @@ def build_kernel(
                 lane, opens = to, (piece < pieces) & (to < LANES)
                 item += pieces
             count = tl.minimum(length - index * QUERIES, QUERIES)
-            _store_items(
+            store_items(
                 items, lane_items, to, lane, opens, slot, query + index * QUERIES, count, context + index * QUERIES,
                 low, high, partial, piece, pieces,
             )  # fmt: skip
@@ -348,11 +332,11 @@ def build_apart_kernel(
     index = tl.arange(0, WIDTH)
     length = tl.load(row_query_len + index, mask=index < num_rows, other=0)
     context = tl.load(row_context_len + index, mask=index < num_rows, other=0)
-    begin, end = _kv_tiles(context, length, 0, window, 1, KEYS)
+    begin, end = kv_tiles(context, length, 0, window, 1, KEYS)
     tiles = tl.where(length == 1, end - begin, 0)
     cost = tl.where(tiles > 0, tiles + ITEM_COST, 0)
     total = tl.sum(cost, 0)
-    lane_cost, late_cost = _lane_costs(total, num_rows, LANES, 0, MIN_COST)
+    lane_cost, late_cost = lane_costs(total, num_rows, LANES, 0, MIN_COST)
     # Longer pieces are fewer. With the longest row's length each unit is one piece, and there is a lane for it.
     most = tl.where(tiles > WHOLE_TILES, tiles, tl.minimum(tiles, 1))
     longest, enough = tl.maximum(tl.cdiv(tl.sum(tiles, 0), LANES), 1), tl.max(tiles, 0)
@@ -373,18 +357,18 @@ def build_apart_kernel(
             to = partial + index
             low, high = unit_tiles * index // pieces + unit_begin, unit_tiles * (index + 1) // pieces + unit_begin
             lane, opens = to, index < pieces
-            _store_lanes(lane_items, lane, to, to + 1, opens, opens)
+            store_lanes(lane_items, lane, to, to + 1, opens, opens)
         else:
             item, start = tl.sum(tl.where(before & (tiles > 0), 1, 0), 0), tl.sum(tl.where(before, cost, 0), 0)
-            pieces, low, high, partial, to, lane, opens = _cut_line(
+            pieces, low, high, partial, to, lane, opens = cut_line(
                 lane_items, item, start, unit_begin, unit_end, total, lane_cost, late_cost, index, LANES, ITEM_COST
             )
         slot, query = tl.load(row_slot + row), tl.load(row_query_start + row)
         position = tl.load(row_context_len + row)
-        _store_items(
+        store_items(
             items, lane_items, to, lane, opens, slot, query, 1, position, low, high, partial, index, pieces
         )  # fmt: skip
     if row == 0:
         used = tl.where(apart, tl.sum(all_pieces, 0), tl.cdiv(total - ITEM_COST, lane_cost))
         idle = (index >= used) & (index < LANES)
-        _store_lanes(lane_items, index, 0, 0, idle, idle)
+        store_lanes(lane_items, index, 0, 0, idle, idle)

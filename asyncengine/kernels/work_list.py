@@ -7,7 +7,9 @@ takes the l-th stretch of it, so that every lane reads the same count of tiles w
 (stream-K: Osama et al., 2023). A unit that a boundary between lanes cuts becomes several *items*, whose
 partial results the attention kernel combines. Decode rows are not cut where the longest lane is hardly longer
 without that, as it is if rows are about as long as one another: each goes to the lane that its middle lies in. Units of
-prefill are not either if they are no more than the lanes, and none is much longer: each has one for itself.
+prefill are not either if lanes get about the same without it, when the longest ones left go in turn to a lane each, the
+first of them to the one that has least: then all lanes begin with long ones, whose keys meet in the L2 cache, and
+nothing is combined.
 
 Multiprocessors do not get equal shares of the memory: of programs with as much to do the first ends when the last has a
 quarter left. So steps of many rows have *late* lanes too, as many again, each about as long as a unit, whose programs
@@ -17,7 +19,8 @@ Bounds, for R rows, T tokens and L lanes, that no content of a step exceeds:
   units     decode: R. Prefill: with Q queries to a tile a row of n tokens has at most 1 + (n - 1) / Q, so r
             rows have at most r + (T - r) / Q, and r <= min(R, T / 2) since such a row has two tokens or more.
   items     unit u in lane l is item u + l (both only ever grow along the line): units + L. An index that no
-            pair (u, l) has stays unused; the items of one lane are neighbours.
+            pair (u, l) has stays unused; the items of one lane are neighbours. Taken in turn, a lane's items are as
+            many as there are turns, fewer than 1 + units / L.
   partials  2 L: a unit cut over the lanes f to e > f uses the slots 2f to f+e < 2e, and the next unit that is
             cut begins in lane e or later.
 With fixed splits decode and prefill are one section, so that a token's result is the same in whatever step it is
@@ -44,6 +47,7 @@ from torch import Tensor
 from asyncengine.errors import ConfigError
 from asyncengine.kernels.device_step import DeviceStep
 from asyncengine.kernels.pdl import launch_options
+from asyncengine.kernels.prefill_items import UNIT, WHOLE_GAIN, build_prefill_kernel
 from asyncengine.kernels.work_items import ITEM, ITEM_COST, LANE, LINE_COST, build_apart_kernel, build_kernel
 
 NO_WINDOW = 1 << 30
@@ -224,6 +228,8 @@ class Section:
     """int32 [max_items, ITEM]"""
     lane_items: Tensor
     """int32 [lanes, LANE]"""
+    units: Tensor
+    """int32 [max_units, UNIT], of prefill with adaptive splits: what the items are made of"""
     partials: Tensor
     """float32 [slots, Hk, queries * group, D]: sums of values, each relative to the peak of its row"""
     stats: Tensor
@@ -255,9 +261,24 @@ class Section:
                 **launch_options(pdl),
             )
             return
+        if self.row_lengths.start > 1:
+            build_prefill_kernel[(1,)](
+                *arguments[:6],
+                self.units,
+                *arguments[6:],
+                QUERIES=self.queries,
+                KEYS=self.tile.keys,
+                LANES=self.lanes,
+                MIN_COST=self.min_split_tiles + ITEM_COST,
+                ITEM_COST=ITEM_COST,
+                WHOLE_GAIN=WHOLE_GAIN,
+                WIDTH=triton.next_power_of_2(self.lanes),
+                num_warps=8,
+                **launch_options(pdl),
+            )
+            return
         build_kernel[(step.num_rows,)](
             *arguments,
-            MIN_QUERY=self.row_lengths.start,
             MAX_QUERY=self.row_lengths.stop - 1,
             QUERIES=self.queries,
             KEYS=self.tile.keys,
@@ -357,6 +378,7 @@ class WorkList:
                 item_step=lanes if split_tiles else 1,
                 items=ints((max_items, ITEM.value)),
                 lane_items=ints((lanes, LANE.value)),
+                units=ints((max_units if row_lengths.start > 1 else 0, UNIT.value)),
                 partials=floats((slots, *per_slot, shape.head_dim)),
                 stats=floats((2, slots, *per_slot)),
                 arrivals=ints((slots, shape.num_kv_heads)),

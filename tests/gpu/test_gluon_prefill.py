@@ -102,9 +102,9 @@ def test_units_in_pieces(model: str, rows: tuple[tuple[int, int], ...]) -> None:
 
 def test_pieces_in_which_some_rows_see_nothing() -> None:
     """The last piece begins behind the first tokens."""
-    world, work = make("gpt2", ((128, 1000),), programs=9, min_split_tokens=128)
+    world, work = make("gpt2", ((128, 2000),), programs=9, min_split_tokens=7 * 128)
     assert work.prefill is not None
-    assert work.prefill.items[:, BEGIN.value].max() * work.prefill.tile.keys > 1000
+    assert work.prefill.items[:, BEGIN.value].max() * work.prefill.tile.keys > 2000
     check(world, attend(world, work))
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from asyncengine.errors import ConfigError
+from asyncengine.kernels.prefill_items import WHOLE_GAIN
 from asyncengine.kernels.work_items import (
     BEGIN,
     COUNT,
@@ -58,8 +59,9 @@ def items_of(section: Section) -> Iterator[tuple[int, Tensor]]:
 def built_over_another(world: World) -> WorkList:
     """The list of its step, where one of an earlier step was, with every pair in it."""
     work = world.work()
-    work.decode.items.fill_(77)
-    work.decode.lane_items.fill_(77)
+    for section in work.sections:
+        for ints in (section.items, section.lane_items, section.units):
+            ints.fill_(77)
     work.build(world.step)
     check_every_pair(world, work)
     return work
@@ -150,25 +152,64 @@ def test_rows_are_cut_where_a_lane_would_be_much_longer(device: torch.device) ->
     assert max(item.tolist()[PIECES] for _, item in items_of(section)) > 1
 
 
-@pytest.mark.parametrize(
-    ("rows", "alone"),
-    [
-        (((64, 0),), True),
-        (((64, 0), (1, 500), (0, 0), (32, 32)), True),
-        (((64, 0), (64, 0)), False),  # more units than lanes
-        (((48, 48), (16, 200)), False),  # one of them much longer
-    ],
-)
-def test_few_units_of_prompts_have_lanes_of_their_own(
-    device: torch.device, rows: tuple[tuple[int, int], ...], alone: bool
-) -> None:
-    world = make_world(Case(rows, num_kv_heads=1, group=1, head_dim=16, programs=6), device)
-    work = world.work()
-    work.build(world.step)
-    check_every_pair(world, work)
-    assert work.prefill is not None
-    items = [(lane, item.tolist()[PIECES]) for lane, item in items_of(work.prefill)]
-    assert (items == [(lane, 1) for lane in range(len(items))]) == alone
+@st.composite
+def prompt_cases(draw: st.DrawFn) -> Case:
+    """Prompts, alike or not, some chunks of long ones, and a few rows of one token or none."""
+    context = draw(st.sampled_from([st.just(0), st.integers(0, 60), st.sampled_from([0, 40, 1500])]))
+    prompt = st.tuples(st.integers(2, 90), context)
+    others = st.lists(st.one_of(prompt, st.sampled_from([(1, 70), (0, 0)])), max_size=8)
+    return prompt_case(draw(prompt), *draw(others), programs=draw(st.integers(1, 9)))
+
+
+def prompt_case(*rows: tuple[int, int], programs: int) -> Case:
+    return Case(rows, num_kv_heads=1, group=1, head_dim=16, programs=programs)
+
+
+def in_turn(tiles: list[int], lanes: int) -> list[list[int]]:
+    """Which units each lane takes: in each turn the longest ones left, the first of them whoever has least."""
+    order = sorted(range(len(tiles)), key=lambda unit: -tiles[unit])
+    taken: list[list[int]] = [[] for _ in range(lanes)]
+    for first in range(0, len(order), lanes):
+        by_load = sorted(taken, key=lambda units: sum(tiles[unit] + ITEM_COST for unit in units))
+        for lane, unit in zip(by_load, order[first : first + lanes], strict=False):
+            lane.append(unit)
+    return taken
+
+
+@settings(max_examples=40)
+@given(prompt_cases())
+@example(prompt_case((64, 0), (1, 500), (0, 0), (32, 32), programs=6))
+@example(prompt_case(*[(90, 0)] * 40, programs=7))  # more units than are looked at at once
+@example(prompt_case((80, 1200), (16, 0), programs=4))
+def test_units_of_prompts_are_taken_in_turn(device: torch.device, case: Case) -> None:
+    """Whole, the longest first; they are cut along the line if a lane would be much longer than its share of it."""
+    world = make_world(case, device)
+    section = built_over_another(world).prefill
+    assert section is not None
+    units = [
+        (row, first, -(-(context + min(first + section.queries, length)) // section.tile.keys))
+        for row, (length, context) in enumerate(case.rows)
+        if length > 1
+        for first in range(0, length, section.queries)
+    ]
+    tiles = [tiles for *_, tiles in units]
+    turns = in_turn(tiles, section.lanes)
+    share = -(-sum(n + ITEM_COST for n in tiles) // section.lanes)
+    most = max(sum(tiles[unit] + ITEM_COST for unit in taken) for taken in turns)
+    whole = most <= max(share, section.min_split_tiles + ITEM_COST) + WHOLE_GAIN
+    items = [(lane, item.tolist()) for lane, item in items_of(section)]
+    event("whole" if whole else "along the line")
+    if not whole:
+        assert [lane for lane, _ in items] == sorted(lane for lane, _ in items)
+        assert [item[QUERY] for _, item in items] == sorted(item[QUERY] for _, item in items)
+        return
+    expected = []
+    for lane, taken in enumerate(turns):
+        for unit in taken:
+            row, first, end = units[unit]
+            query = int(world.step.row_query_start[row]) + first
+            expected.append((lane, (query, 0, end, 1)))
+    assert [(lane, (item[QUERY], item[BEGIN], item[END], item[PIECES])) for lane, item in items] == expected
 
 
 @st.composite
@@ -246,7 +287,7 @@ def check_every_pair(world: World, work: WorkList) -> None:
             share = max(-(-(total - section.late_lanes * late_share) // early), least)
             is_decode = section.row_lengths.stop == 2
             spare = late_share if section.late_lanes else 0
-            assert max(lane_costs[:early]) <= share + (LINE_COST + ITEM_COST + spare if is_decode else LINE_COST)
+            assert max(lane_costs[:early]) <= share + (LINE_COST + ITEM_COST + spare if is_decode else WHOLE_GAIN)
             assert max(lane_costs[early:], default=0) <= 2 * late_share
 
     for row, (length, context) in enumerate(case.rows):
