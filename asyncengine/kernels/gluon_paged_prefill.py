@@ -114,9 +114,9 @@ def _item(fields):
 
 @gluon.jit
 def _fill(
-    cache, tiles, ready, free, q_boxes, qs, q_ready, q_free, items, its_lane, first_item, last_item, block_tables,
-    stride_table, head, OF_KEYS: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, PDL: gl.constexpr,
+    cache, tiles, ready, free, k_ready, k_free, q_boxes, qs, q_ready, q_free, items, its_lane, first_item, last_item,
+    block_tables, stride_table, head, OF_KEYS: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A warp that copies keys, and queries, or one that copies values. It reads a tile ahead where blocks are."""
     PARTS: gl.constexpr = D // SPAN
@@ -143,6 +143,9 @@ def _fill(
             next_blocks = _blocks(table, gl.minimum(tile + 1, end - 1), last, index)
             stage = turn % STAGES
             mbarrier.wait(free.index(stage), (turn // STAGES & 1) ^ 1)
+            if not OF_KEYS:  # values are needed later, and would come as early: behind the tile's keys
+                mbarrier.wait(k_ready.index(stage), turn // STAGES & 1)
+                mbarrier.arrive(k_free.index(stage))
             mbarrier.expect(ready.index(stage), KEYS * D * 2)
             _copy_tile(cache, blocks, index, head, KV_HEADS, ready.index(stage), parts, stage, PARTS)
             blocks = next_blocks
@@ -376,7 +379,7 @@ def _streamed_prefill_kernel(
     ks = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, D], TILE)
     vs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, D], TILE)
     q_ready, q_free = _barriers(QUEUED, 1), _barriers(QUEUED, 2)
-    k_ready, k_free = _barriers(STAGES, 1), _barriers(STAGES, 2)
+    k_ready, k_free = _barriers(STAGES, 1), _barriers(STAGES, 3)  # to be freed by whoever waits for it
     v_ready, v_free = _barriers(STAGES, 1), _barriers(STAGES, 2)
     # Tuples in variables would lose their constants.
     gl.warp_specialize(
@@ -392,12 +395,12 @@ def _streamed_prefill_kernel(
                 STAGES,
             )),
             (_fill, (
-                k_blocks, ks, k_ready, k_free, q_boxes, qs, q_ready, q_free, items, its_lane, first_item, last_item,
-                block_tables, stride_table, head, True, GROUP, KV_HEADS, D, STAGES, PDL,
+                k_blocks, ks, k_ready, k_free, k_ready, k_free, q_boxes, qs, q_ready, q_free, items, its_lane,
+                first_item, last_item, block_tables, stride_table, head, True, GROUP, KV_HEADS, D, STAGES, PDL,
             )),
             (_fill, (
-                v_blocks, vs, v_ready, v_free, q_boxes, qs, q_ready, q_free, items, its_lane, first_item, last_item,
-                block_tables, stride_table, head, False, GROUP, KV_HEADS, D, STAGES, PDL,
+                v_blocks, vs, v_ready, v_free, k_ready, k_free, q_boxes, qs, q_ready, q_free, items, its_lane,
+                first_item, last_item, block_tables, stride_table, head, False, GROUP, KV_HEADS, D, STAGES, PDL,
             )),
         ],
         [4, 1, 1],
