@@ -51,7 +51,7 @@ DECODE_ROWS = "1,8,64,256"
 RAGGED = "2,4,8,16"
 LONG, SHORT = 32768, 256
 """Contexts of the one long row of a ragged batch, and of its others."""
-PREFILLS = "1x2048+0,1x2048+14336,1x512+0,16x128+0,1x64+32704"
+PREFILLS = "1x2048+0,1x2048+14336,1x512+0,4x512+0,16x128+0,1x64+32704"
 TARGETS = {(64, 2048): 0.75, (1, LONG): 0.55}
 """Shares of the bandwidth by rows and context."""
 MAX_CACHE_BYTES = 40e9
