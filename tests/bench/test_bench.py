@@ -91,15 +91,23 @@ def labels(block: str) -> str:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--num-prompts", "0"],
-        ["--request-rate", "0"],
-        ["--input-len", "9-3", "--url", "http://127.0.0.1:9", "--model", "m"],
-        ["--url", "ftp://127.0.0.1"],
-        ["--url", "http://127.0.0.1:9", "--", "model"],
+        ["serve", "--num-prompts", "0"],
+        ["serve", "--num-warmups", "-1"],
+        ["serve", "--request-rate", "0"],
+        ["serve", "--input-len", "9-3", "--url", "http://127.0.0.1:9", "--model", "m"],
+        ["serve", "--url", "ftp://127.0.0.1"],
+        ["serve", "--url", "http://127.0.0.1:9", "--", "model"],
+        ["latency", "--num-prompts", "0"],
+        ["latency", "--num-warmups", "-1"],
+        ["throughput", "--num-prompts", "-3"],
+        ["throughput", "--repeats", "0"],
+        ["core", "--num-seqs", "16", "--num-seqs", "0"],
+        ["core", "--steps", "0"],
+        ["core", "--repeats", "0"],
     ],
 )
 def test_wrong_options_are_usage_errors(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "serve", *arguments]) == 2
+    assert main(["bench", *arguments]) == 2
     assert "asyncengine: error:" in capsys.readouterr().err
 
 

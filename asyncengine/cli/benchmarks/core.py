@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncengine.cli import flags
+from asyncengine.cli.benchmarks.lengths import check_counts
 from asyncengine.cli.benchmarks.report import Figure, median, print_figures, record
 
 HELP = "microseconds of scheduling, packing and committing a decode step, and of a prefix match"
@@ -22,13 +23,18 @@ _MATCH_TARGET_US = 100.0
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Flags of ``asyncengine bench core``."""
+    """Flags of ``asyncengine bench core``. Wrong values raise ConfigError."""
 
     num_seqs: Sequence[int] = (64, 256, 1024, 2048, 4096)
     """Sequences that decode at the same time."""
     steps: int = 16
     """Decode steps per repeat; 16 fill one block of every sequence."""
     repeats: int = 100
+
+    def __post_init__(self) -> None:
+        for num_seqs in self.num_seqs:
+            check_counts(num_seqs=num_seqs)
+        check_counts(steps=self.steps, repeats=self.repeats)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

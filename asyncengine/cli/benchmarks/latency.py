@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.cli import flags
-from asyncengine.cli.benchmarks.lengths import Lengths
+from asyncengine.cli.benchmarks.lengths import Lengths, check_counts
 from asyncengine.cli.benchmarks.report import Figure, mean, percentile, print_figures, record
 from asyncengine.cli.embed import MODEL_HELP, engine_from, loop_factory, running
 from asyncengine.config import EngineConfig
@@ -25,7 +25,7 @@ HELP = "one request at a time through the embedded API: time to first token, tim
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Flags of ``asyncengine bench latency``."""
+    """Flags of ``asyncengine bench latency``. Wrong values raise ConfigError."""
 
     num_prompts: int = 20
     """Requests to time."""
@@ -35,6 +35,10 @@ class Options:
     """Tokens in a prompt: a number, or a range such as 16-128 drawn from evenly."""
     output_len: str = "64"
     """Tokens to generate, likewise."""
+
+    def __post_init__(self) -> None:
+        check_counts(num_prompts=self.num_prompts)
+        check_counts(least=0, num_warmups=self.num_warmups)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

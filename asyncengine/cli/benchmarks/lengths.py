@@ -1,4 +1,4 @@
-"""How long prompts and outputs of a benchmark are."""
+"""How long prompts and outputs of a benchmark are, and how many."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ from dataclasses import dataclass
 from typing import Self
 
 from asyncengine.errors import ConfigError
+
+
+def check_counts(*, least: int = 1, **counts: int | None) -> None:
+    """Raises ConfigError that names the first count below ``least``."""
+    for name, count in counts.items():
+        if count is not None and count < least:
+            raise ConfigError(f"{name} must be at least {least}, got {count}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from time import perf_counter
 from typing import Any, Literal
 
 from asyncengine.cli import flags
-from asyncengine.cli.benchmarks.lengths import Lengths
+from asyncengine.cli.benchmarks.lengths import Lengths, check_counts
 from asyncengine.cli.benchmarks.report import Figure, mean, median, percentile, record
 from asyncengine.cli.embed import loop_factory
 from asyncengine.errors import ConfigError
@@ -57,9 +57,8 @@ class Options:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("num_prompts", "max_concurrency"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
+        check_counts(num_prompts=self.num_prompts, max_concurrency=self.max_concurrency)
+        check_counts(least=0, num_warmups=self.num_warmups)
         if self.request_rate is not None and not self.request_rate > 0:
             raise ConfigError(f"request_rate must be positive, got {self.request_rate}")
 

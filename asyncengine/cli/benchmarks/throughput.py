@@ -11,7 +11,7 @@ from typing import Any
 
 from asyncengine.cli import flags
 from asyncengine.cli.benchmarks.latency import describe
-from asyncengine.cli.benchmarks.lengths import Lengths
+from asyncengine.cli.benchmarks.lengths import Lengths, check_counts
 from asyncengine.cli.benchmarks.report import Figure, median, print_figures, record
 from asyncengine.cli.embed import MODEL_HELP, engine_from, loop_factory, running
 from asyncengine.config import EngineConfig
@@ -22,7 +22,7 @@ HELP = "many requests of mixed lengths at once through the embedded API: useful 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Flags of ``asyncengine bench throughput``."""
+    """Flags of ``asyncengine bench throughput``. Wrong values raise ConfigError."""
 
     num_prompts: int = 64
     """Requests, all submitted at once."""
@@ -32,6 +32,9 @@ class Options:
     """Tokens to generate, likewise."""
     repeats: int = 3
     """Rounds, each with prompts of its own."""
+
+    def __post_init__(self) -> None:
+        check_counts(num_prompts=self.num_prompts, repeats=self.repeats)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
