@@ -89,9 +89,9 @@ def _load_on_cpu(config: EngineConfig, *, progress: bool) -> Backend:
     from asyncengine.kernels.cpu import CpuOps
     from asyncengine.runner.model_runner import CpuModelRunner
 
+    tokenizer = load_tokenizer(config)
     ops = CpuOps(config.num_threads)
     runner = CpuModelRunner.load(config, progress=progress, ops=ops)
-    tokenizer = load_tokenizer(config, runner.info.vocab_size)
 
     def forward(batch: _core.StepBatch) -> int:
         logits = runner.forward(batch)
@@ -107,8 +107,8 @@ def _load_on_cuda(config: EngineConfig, *, progress: bool) -> Backend:
     with compile_processes(config.num_threads if config.compile_processes else 0):
         from asyncengine.runner.cuda_runner import CudaRunner
 
+        tokenizer = load_tokenizer(config)
         runner = CudaRunner.load(config, progress=progress)
-    tokenizer = load_tokenizer(config, runner.info.vocab_size)
     return Backend(runner.info, tokenizer, runner.make_step_loop(config, progress=progress), runner)
 
 
@@ -120,10 +120,15 @@ def _with_stop_of(tokenizer: Tokenizer, info: ModelInfo, config: EngineConfig) -
     return replace(info, eos_token_ids=(*info.eos_token_ids, eos))
 
 
-def load_tokenizer(config: EngineConfig, vocab_size: int) -> Tokenizer:
-    """The configured tokenizer; random weights without one get the placeholder of their vocabulary."""
+def load_tokenizer(config: EngineConfig) -> Tokenizer:
+    """The configured tokenizer; random weights without one get the placeholder of their vocabulary.
+
+    To be loaded before the weights, which take longer: a mistake here, or in the model's configuration, shows at once.
+    """
+    from asyncengine.runner.model_runner import read_model_config
     from asyncengine.tokenization import Tokenizer, placeholder_tokenizer
 
+    vocab_size = read_model_config(config).vocab_size
     name = config.tokenizer or config.model
     revision = config.revision if name == config.model else None
     try:

@@ -64,6 +64,12 @@ class LoadedModel:
         return kv_cache.block_bytes(self.config, config.block_size, self.dtype)
 
 
+def read_model_config(config: EngineConfig) -> ModelConfig:
+    """What the model's directory says of it, without the weights. Raises ModelError or a subclass."""
+    raw = RawConfig.load(resolve_model(config.model, revision=config.revision, weights=False))
+    return find_family(raw)[1].read_config(raw)
+
+
 def load_model(
     config: EngineConfig, ops: Ops, attention: AttentionBackend, *, progress: bool = False
 ) -> LoadedModel:

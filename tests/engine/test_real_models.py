@@ -11,7 +11,15 @@ from typing import Any
 
 import pytest
 
-from asyncengine import AsyncEngine, InvalidRequestError, KVCapacityError, RequestOutput, SamplingParams, testing
+from asyncengine import (
+    AsyncEngine,
+    AsyncEngineError,
+    InvalidRequestError,
+    KVCapacityError,
+    RequestOutput,
+    SamplingParams,
+    testing,
+)
 from asyncengine.tokenization import placeholder_tokenizer
 from tests.models import tiny
 
@@ -183,6 +191,20 @@ def test_tokens_that_the_model_lacks_are_refused(checkpoints, tmp_path, prompt):
                 await engine.generate(prompt, SamplingParams(max_tokens=4))
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"), [("config.json", r"config\.json"), ("tokenizer.json", "tokenizer"), (None, "no.jinja")]
+)
+def test_small_files_are_read_before_weights(checkpoints, tmp_path, broken, message):
+    """Which take long: whoever has mistaken a template's name is told at once. Here weights would fail, too."""
+    path, _ = checkpoints("llama")
+    for file in path.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    for name in filter(None, ("model.safetensors", broken)):
+        (tmp_path / name).write_text("{")
+    with pytest.raises(AsyncEngineError, match=message):
+        asyncio.run(AsyncEngine.from_pretrained(str(tmp_path), chat_template="no.jinja").start())
 
 
 def test_the_end_that_only_the_tokenizer_names_ends_a_sequence(checkpoints, tmp_path):

@@ -41,7 +41,7 @@ def load(config: EngineConfig) -> Backend:
     step_loop = _core.StepLoop.on_cuda(
         step_loop_config(config, info, token_buckets(buckets)), native, buffers.staging, graphs, None, 0, 50.0
     )
-    return Backend(info, load_tokenizer(config, info.vocab_size), step_loop, (steps, device))
+    return Backend(info, load_tokenizer(config), step_loop, (steps, device))
 
 
 def _quietly(run, *args) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import transformers
@@ -14,6 +15,7 @@ from asyncengine.backend import load_tokenizer
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError, InvalidRequestError, ModelError, ModelNotFoundError
 from asyncengine.request import LONG_TEXT
+from asyncengine.runner import model_runner
 from asyncengine.tokenization import Tokenizer
 from tests.models import tiny
 
@@ -170,8 +172,9 @@ def test_a_revision_of_the_model_is_none_of_another_tokenizers(tmp_path, monkeyp
         return tiny.save_tokenizer(tiny.byte_level_tokenizer(), tmp_path)
 
     monkeypatch.setattr(tokenization, "resolve_model", resolve)
+    monkeypatch.setattr(model_runner, "read_model_config", lambda config: SimpleNamespace(vocab_size=400))
     for tokenizer in (None, "a/model", "a/tokenizer"):
-        load_tokenizer(EngineConfig(model="a/model", tokenizer=tokenizer, revision="c0ffee"), 400)
+        load_tokenizer(EngineConfig(model="a/model", tokenizer=tokenizer, revision="c0ffee"))
     assert asked == [("a/model", "c0ffee"), ("a/model", "c0ffee"), ("a/tokenizer", None)]
 
 
