@@ -96,7 +96,7 @@ def test_options() -> None:
     assert args.json == "bench/results/kernels.json"
     assert args.parts == ["rows", "linear", "attention", "sampler"]
     assert args.prefill[1] == [Row(2048, 14336)]
-    assert args.prefill[3] == [Row(128, 0)] * 16
+    assert args.prefill[4] == [Row(128, 0)] * 16
     quick = kernels.parse(["attention", "--quick", "--contexts", "128", "--work", "split_tokens=1024"])
     assert (quick.json, quick.contexts, quick.shape) == (None, [128], ["llama-3.1-8b"])
     assert quick.work == {"split_tokens": 1024}
