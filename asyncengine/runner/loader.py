@@ -60,9 +60,14 @@ class Progress:
 
 
 def find_shards(directory: Path) -> dict[str, Path]:
-    """Which file holds which tensor. Raises MissingWeightError naming the first file that is not there."""
+    """Which file holds which tensor. Raises MissingWeightError naming the first file that is not there.
+
+    A single file counts before an index, as transformers has it: shards that are stale may lie beside it.
+    """
     index = directory / INDEX_FILE
     single = directory / SINGLE_FILE
+    if single.is_file():
+        return dict.fromkeys(_open_shard(single).keys(), single)
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
@@ -71,8 +76,6 @@ def find_shards(directory: Path) -> dict[str, Path]:
             if not (directory / file).is_file():
                 raise MissingWeightError(f"shard {file}, which {index} names, is not there")
         return {name: directory / file for name, file in weight_map.items()}
-    if single.is_file():
-        return dict.fromkeys(_open_shard(single).keys(), single)
     hint = ""
     if any(directory.glob("*.bin")) or any(directory.glob("*.pt*")):
         hint = "; only safetensors files are read: convert it with transformers' save_pretrained"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from asyncengine.config import EngineConfig
@@ -28,7 +29,6 @@ from asyncengine.errors import (
 from asyncengine.kernels.reference import ReferenceOps
 from asyncengine.models.config import RawConfig
 from asyncengine.models.registry import find_family
-from asyncengine.runner import hub
 from asyncengine.runner.loader import DummyWeights
 from asyncengine.runner.model_runner import CpuModelRunner
 from tests.models import tiny
@@ -329,49 +329,6 @@ def test_no_such_model(tmp_path, monkeypatch):
             load(name)
 
 
-@pytest.mark.parametrize("kind", ["repository", "offline", "revision", "connection"])
-def test_hub_failures(monkeypatch, kind):
-    import huggingface_hub
-    from huggingface_hub import errors
-
-    def fail(*args: object, **kwargs: object) -> str:
-        if kind == "offline":
-            raise errors.LocalEntryNotFoundError("no connection")
-        if kind == "connection":
-            raise Exception("peer closed connection")  # as httpx does, whose errors are no OSError
-        raise OSError(f"404 for {kind}")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(ModelNotFoundError, match="there is no directory 'some/model'") as info:
-        hub.resolve_model("some/model", revision="v2" if kind == "revision" else None)
-    assert info.value.__cause__ is not None
-    assert ("v2" in str(info.value)) == (kind == "revision")
-
-
-def test_hub_download(llama, monkeypatch):
-    import huggingface_hub
-    from huggingface_hub.utils import filter_repo_objects
-
-    asked = {}
-
-    def download(name: str, *, revision: str | None, **patterns: list[str]) -> str:
-        asked.update(name=name, revision=revision)
-        asked["files"] = list(filter_repo_objects(files, **patterns))
-        return str(llama)
-
-    small = ["config.json", "tokenizer.model", "chat_template.jinja"]
-    weights = ["model.safetensors", "model-00001-of-00002.safetensors"]
-    files = [
-        *small, *weights, "pytorch_model.bin", "consolidated.safetensors", "original/consolidated.00.safetensors",
-        "checkpoint-500/model.safetensors", "onnx/config.json",
-    ]  # fmt: skip
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert hub.resolve_model("owner/name", revision="main") == llama
-    assert asked == {"name": "owner/name", "revision": "main", "files": small + weights}
-    hub.resolve_model("owner/name", weights=False)
-    assert asked["files"] == small
-
-
 ROPE = {"rope_theta": 1e4, "factor": 2.0}
 
 
@@ -443,6 +400,16 @@ def test_config_that_is_no_object(llama, text):
     (llama / "config.json").write_text(text)
     with pytest.raises(ModelError, match=r"config\.json"):
         load(llama)
+
+
+def test_a_single_file_counts_before_shards(llama, tmp_path_factory):
+    """As with transformers; here these are another model's, and not all there."""
+    shards = tmp_path_factory.mktemp("shards")
+    tiny.build_model("llama", seed=1).save_pretrained(shards, max_shard_size="50KB")
+    for file in (*shards.glob("*.json"), *shards.glob("*-00001-*")):
+        shutil.copy(file, llama)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(llama)
+    assert continuation(load(llama)) == tiny.generate(theirs, PROMPT, 12)
 
 
 def test_missing_shard(models, tmp_path):
