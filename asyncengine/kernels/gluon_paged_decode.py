@@ -25,14 +25,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from asyncengine.errors import ConfigError
 from asyncengine.kernels.cache_policy import EVICT_FIRST, NO_POLICY, mark_copies
 from asyncengine.kernels.device_step import DeviceStep
 from asyncengine.kernels.gluon_paged_results import BLOCKS, GROUP_ROWS, finish, join_warps
-from asyncengine.kernels.gluon_tiles import GluonKernel, next_power_of_2, stretches
+from asyncengine.kernels.gluon_tiles import GluonKernel, next_power_of_2, stretches, tiles_of
 from asyncengine.kernels.ops import HeadNorms
 from asyncengine.kernels.pdl import launch_options
 from asyncengine.kernels.triton_decode import check_heads, surroundings
@@ -93,7 +92,7 @@ def streamed_decode_attention(
     if (shape, window) != (work.shape, work.window) or not streamed:
         raise ConfigError(f"the work list is of window {work.window} and {work.shape}, not {window} and {shape}")
     _streamed_decode_kernel[(section.lanes * kv_heads,)](
-        *(_blocks_of(cache.view(-1, block_size, dim)) for cache in (k_cache, v_cache)),
+        *(tiles_of(cache.view(-1, block_size, dim), 1, block_size, dim) for cache in (k_cache, v_cache)),
         k_cache,
         v_cache,
         heads,
@@ -119,12 +118,6 @@ def streamed_decode_attention(
         maxnreg=128,  # on average: the warps that compute take 200, two programs a multiprocessor have them
         **launch_options(pdl),
     )
-
-
-def _blocks_of(cache: Tensor) -> TensorDescriptor:
-    """A cache [N, BLOCK, D] as the accelerator copies it, a block at a time, with zeros for lines beyond its own."""
-    shape = [1, *cache.shape[1:]]
-    return TensorDescriptor.from_tensor(cache, shape, gl.NVMMASharedLayout.get_default_for(shape, gl.bfloat16))
 
 
 @gluon.constexpr_function

@@ -22,16 +22,16 @@ class GluonKernel(Kernel, GluonJITFunction):
 
 
 @cache
-def _tile_layout(rows: int, inner: int) -> gl.NVMMASharedLayout:
+def _tile_layout(*shape: int) -> gl.NVMMASharedLayout:
     """How a tile lies in shared memory. Kept: Triton takes 5 us for it, of some 50 for a launch."""
-    return gl.NVMMASharedLayout.get_default_for([rows, inner], gl.bfloat16)
+    return gl.NVMMASharedLayout.get_default_for(list(shape), gl.bfloat16)
 
 
-def tiles_of(x: Tensor, rows: int, inner: int) -> TensorDescriptor:
-    """x [M, K] as the accelerator copies it, in tiles of so many rows and elements of K. ValueError if it cannot."""
+def tiles_of(x: Tensor, *shape: int) -> TensorDescriptor:
+    """x as the accelerator copies it, in tiles of this shape, zeros for what lies beyond x. ValueError if it cannot."""
     if x.stride(0) % 8 or x.data_ptr() % 16:
         raise ValueError(f"rows of {list(x.shape)} with stride {x.stride(0)} are not aligned to 16 bytes")
-    return TensorDescriptor.from_tensor(x, [rows, inner], _tile_layout(rows, inner))
+    return TensorDescriptor.from_tensor(x, list(shape), _tile_layout(*shape))
 
 
 @gluon.jit
