@@ -183,5 +183,5 @@ def build_prefill_kernel(
     if tl.max(taken, 0) > lane_cost + WHOLE_GAIN:
         tl.debug_barrier()
         _cut_units(
-            items, lane_items, units, all_units, total, lane_cost, late_cost, LANES, ITEM_COST, AT_ONCE, WIDTH
+            items, lane_items, units, all_units, total, lane_cost, late_cost, LANES, ITEM_COST, 2048 // WIDTH, WIDTH
         )
