@@ -28,8 +28,10 @@ RANKED = tl.constexpr(6)  # of unit u: which unit so many are longer than, or as
 UNIT = tl.constexpr(8)
 
 WHOLE_GAIN = 6
-"""What lanes that begin and end anywhere cost a step, in tiles: pieces leave 64 KiB each to be combined, and lanes are
-at keys of their own. 5 to 8 tiles at 2,048 tokens."""
+"""What lanes that begin and end anywhere cost a step at least, in tiles, since pieces leave 64 KiB each to be combined:
+5 to 8 at 2,048 tokens."""
+WHOLE_SHARE = tl.constexpr(10)
+"""And as a part of a long lane, since lanes are at keys of their own: 11% after 14,336 tokens."""
 
 
 @triton.jit
@@ -180,7 +182,7 @@ def build_prefill_kernel(
     tl.debug_barrier()
     taken = _share_whole(items, lane_items, units, all_units, LANES, ITEM_COST, WIDTH)
     lane_cost, late_cost = lane_costs(total, all_units, LANES, 0, MIN_COST)
-    if tl.max(taken, 0) > lane_cost + WHOLE_GAIN:
+    if tl.max(taken, 0) > lane_cost + tl.maximum(WHOLE_GAIN, lane_cost // WHOLE_SHARE):
         tl.debug_barrier()
         _cut_units(
             items, lane_items, units, all_units, total, lane_cost, late_cost, LANES, ITEM_COST, 2048 // WIDTH, WIDTH

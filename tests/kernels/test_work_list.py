@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from asyncengine.errors import ConfigError
-from asyncengine.kernels.prefill_items import WHOLE_GAIN
+from asyncengine.kernels.prefill_items import WHOLE_GAIN, WHOLE_SHARE
 from asyncengine.kernels.work_items import (
     BEGIN,
     COUNT,
@@ -181,6 +181,7 @@ def in_turn(tiles: list[int], lanes: int) -> list[list[int]]:
 @example(prompt_case((64, 0), (1, 500), (0, 0), (32, 32), programs=6))
 @example(prompt_case(*[(90, 0)] * 40, programs=7))  # more units than are looked at at once
 @example(prompt_case((80, 1200), (16, 0), programs=4))
+@example(prompt_case(*[(64, 1500)] * 7, (48, 1500), programs=4))  # more than 6 tiles too many, but less than a tenth
 def test_units_of_prompts_are_taken_in_turn(device: torch.device, case: Case) -> None:
     """Whole, the longest first; they are cut along the line if a lane would be much longer than its share of it."""
     world = make_world(case, device)
@@ -194,9 +195,9 @@ def test_units_of_prompts_are_taken_in_turn(device: torch.device, case: Case) ->
     ]
     tiles = [tiles for *_, tiles in units]
     turns = in_turn(tiles, section.lanes)
-    share = -(-sum(n + ITEM_COST for n in tiles) // section.lanes)
+    share = max(-(-sum(n + ITEM_COST for n in tiles) // section.lanes), section.min_split_tiles + ITEM_COST)
     most = max(sum(tiles[unit] + ITEM_COST for unit in taken) for taken in turns)
-    whole = most <= max(share, section.min_split_tiles + ITEM_COST) + WHOLE_GAIN
+    whole = most <= share + max(WHOLE_GAIN, share // WHOLE_SHARE.value)
     items = [(lane, item.tolist()) for lane, item in items_of(section)]
     event("whole" if whole else "along the line")
     if not whole:
@@ -287,7 +288,8 @@ def check_every_pair(world: World, work: WorkList) -> None:
             share = max(-(-(total - section.late_lanes * late_share) // early), least)
             is_decode = section.row_lengths.stop == 2
             spare = late_share if section.late_lanes else 0
-            assert max(lane_costs[:early]) <= share + (LINE_COST + ITEM_COST + spare if is_decode else WHOLE_GAIN)
+            whole_gain = max(WHOLE_GAIN, share // WHOLE_SHARE.value)
+            assert max(lane_costs[:early]) <= share + (LINE_COST + ITEM_COST + spare if is_decode else whole_gain)
             assert max(lane_costs[early:], default=0) <= 2 * late_share
 
     for row, (length, context) in enumerate(case.rows):
