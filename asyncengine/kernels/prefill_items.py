@@ -27,7 +27,7 @@ from asyncengine.kernels.work_items import (
 RANKED = tl.constexpr(6)  # of unit u: which unit so many are longer than, or as long and before it
 UNIT = tl.constexpr(8)
 
-WHOLE_GAIN = 6
+WHOLE_GAIN = tl.constexpr(6)
 """What lanes that begin and end anywhere cost a step at least, in tiles, since pieces leave 64 KiB each to be combined:
 5 to 8 at 2,048 tokens."""
 WHOLE_SHARE = tl.constexpr(10)
@@ -163,7 +163,6 @@ def build_prefill_kernel(
     LANES: tl.constexpr,
     MIN_COST: tl.constexpr,
     ITEM_COST: tl.constexpr,
-    WHOLE_GAIN: tl.constexpr,
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):

@@ -47,7 +47,7 @@ from torch import Tensor
 from asyncengine.errors import ConfigError
 from asyncengine.kernels.device_step import DeviceStep
 from asyncengine.kernels.pdl import launch_options
-from asyncengine.kernels.prefill_items import UNIT, WHOLE_GAIN, build_prefill_kernel
+from asyncengine.kernels.prefill_items import UNIT, build_prefill_kernel
 from asyncengine.kernels.work_items import ITEM, ITEM_COST, LANE, LINE_COST, build_apart_kernel, build_kernel
 
 NO_WINDOW = 1 << 30
@@ -271,7 +271,6 @@ class Section:
                 LANES=self.lanes,
                 MIN_COST=self.min_split_tiles + ITEM_COST,
                 ITEM_COST=ITEM_COST,
-                WHOLE_GAIN=WHOLE_GAIN,
                 WIDTH=triton.next_power_of_2(self.lanes),
                 num_warps=8,
                 **launch_options(pdl),

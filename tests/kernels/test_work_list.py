@@ -197,7 +197,7 @@ def test_units_of_prompts_are_taken_in_turn(device: torch.device, case: Case) ->
     turns = in_turn(tiles, section.lanes)
     share = max(-(-sum(n + ITEM_COST for n in tiles) // section.lanes), section.min_split_tiles + ITEM_COST)
     most = max(sum(tiles[unit] + ITEM_COST for unit in taken) for taken in turns)
-    whole = most <= share + max(WHOLE_GAIN, share // WHOLE_SHARE.value)
+    whole = most <= share + max(WHOLE_GAIN.value, share // WHOLE_SHARE.value)
     items = [(lane, item.tolist()) for lane, item in items_of(section)]
     event("whole" if whole else "along the line")
     if not whole:
@@ -288,7 +288,7 @@ def check_every_pair(world: World, work: WorkList) -> None:
             share = max(-(-(total - section.late_lanes * late_share) // early), least)
             is_decode = section.row_lengths.stop == 2
             spare = late_share if section.late_lanes else 0
-            whole_gain = max(WHOLE_GAIN, share // WHOLE_SHARE.value)
+            whole_gain = max(WHOLE_GAIN.value, share // WHOLE_SHARE.value)
             assert max(lane_costs[:early]) <= share + (LINE_COST + ITEM_COST + spare if is_decode else whole_gain)
             assert max(lane_costs[early:], default=0) <= 2 * late_share
 
