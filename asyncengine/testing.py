@@ -128,13 +128,13 @@ async def settle(engine: AsyncEngine, timeout_s: float = 30.0) -> None:
 
 @asynccontextmanager
 async def no_leaks(engine: AsyncEngine | None = None, timeout_s: float = 30.0) -> AsyncIterator[None]:
-    """Check that the block leaves no task, thread or file descriptor behind, and ``engine`` empty.
+    """Check that the block leaves no task, thread or file descriptor behind, and ``engine`` empty or closed.
 
     Raises AssertionError that names what is left after ``timeout_s`` seconds.
     """
     tasks, threads, descriptors = asyncio.all_tasks(), _own_threads(), _open_descriptors()
     yield
-    if engine is not None:
+    if engine is not None and engine.health != "closed":
         await settle(engine, timeout_s)
     try:
         async with asyncio.timeout(timeout_s):

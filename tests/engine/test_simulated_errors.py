@@ -389,6 +389,15 @@ async def test_no_leaks_catches_what_is_planted() -> None:
             await task
 
 
+async def test_no_leaks_of_an_engine_that_the_block_closes() -> None:
+    engine = SimulatedEngine()
+    async with no_leaks(engine), engine:
+        await engine.generate(CANARY, SamplingParams(max_tokens=2))
+    async with SimulatedEngine() as engine, no_leaks(engine):
+        await engine.generate(CANARY, SamplingParams(max_tokens=2))
+        await engine.aclose()
+
+
 async def test_no_leaks_lets_the_bodys_error_through() -> None:
     async with SimulatedEngine(step_latency_us=1000) as engine:
         with pytest.raises(ZeroDivisionError):  # noqa: PT012
