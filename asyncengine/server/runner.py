@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import socket
 import time
@@ -84,6 +85,16 @@ class _Server(web.Server):
         )
 
 
+async def _check_unused(path: str) -> None:
+    """Raises OSError if somebody listens there, whose socket a second server would put its own in place of."""
+    try:
+        _, writer = await asyncio.open_unix_connection(path)
+    except OSError:
+        return  # there is none, or it is left over
+    writer.close()
+    raise OSError(errno.EADDRINUSE, "address already in use: another server listens there", path)
+
+
 class HttpServer:
     """An App behind a listening socket."""
 
@@ -93,14 +104,15 @@ class HttpServer:
         self._runner = web.ServerRunner(_Server(self.app), shutdown_timeout=_CUT_TIMEOUT_S)
 
     async def start(self) -> None:
-        """Listen. Raises OSError, for one when the port is taken."""
+        """Listen. Raises OSError, for one when the port or the socket is taken."""
         await self._runner.setup()
         site: web.BaseSite
-        if self._config.uds is not None:
-            site = web.UnixSite(self._runner, self._config.uds, backlog=_BACKLOG)
-        else:
-            site = web.TCPSite(self._runner, self._config.host, self._config.port, backlog=_BACKLOG)
         try:
+            if self._config.uds is not None:
+                await _check_unused(self._config.uds)
+                site = web.UnixSite(self._runner, self._config.uds, backlog=_BACKLOG)
+            else:
+                site = web.TCPSite(self._runner, self._config.host, self._config.port, backlog=_BACKLOG)
             await site.start()
         except BaseException:
             await self._runner.cleanup()

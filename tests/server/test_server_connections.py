@@ -15,6 +15,8 @@ from fake_engine import FakeEngine
 from harness import CHAT, COMPLETIONS, USER, raw_post, read_all, serving
 
 from asyncengine.errors import EngineDeadError, RequestAbortedError
+from asyncengine.server.config import ServerConfig
+from asyncengine.server.runner import HttpServer
 
 LONG = {"prompt": "x", "max_tokens": 200}
 
@@ -269,6 +271,10 @@ async def test_unix_socket(tmp_path: Path) -> None:
             aiohttp.ClientSession(connector=aiohttp.UnixConnector(path)) as session,
         ):
             assert site.url == f"unix:{path}"
+            async with session.get("http://localhost/health") as reply:
+                assert reply.status == 200
+            with pytest.raises(OSError, match="in use"):  # and a server that listens keeps its socket
+                await HttpServer(ServerConfig(uds=path)).start()
             async with session.get("http://localhost/health") as reply:
                 assert reply.status == 200
 
