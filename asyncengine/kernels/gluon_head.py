@@ -141,14 +141,14 @@ def _head_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
         tile, k = program + i // STEPS * count, (i + turn) % STEPS * BK
-        copy_tile(weight, tile * BN, k, ready.index(i), ws.index(i), W_MARK, tile < tiles)
+        copy_tile(weight, (tile * BN, k), ready.index(i), ws.index(i), W_MARK, tile < tiles)
     for i in gl.static_range(STAGES):
         mbarrier.expect(ready.index(i), BYTES, pred=program + i // STEPS * count < tiles)
     if PDL:
         gdc_wait()
     for i in gl.static_range(STAGES):
         there = program + i // STEPS * count < tiles
-        copy_tile(x, row, (i + turn) % STEPS * BK, ready.index(i), xs.index(i), X_MARK, there)
+        copy_tile(x, (row, (i + turn) % STEPS * BK), ready.index(i), xs.index(i), X_MARK, there)
 
     at = 0
     for tile in range(program, tiles, count):
@@ -170,8 +170,8 @@ def _head_kernel(
             then, k = tile + ahead // STEPS * count, (ahead + turn) % STEPS * BK
             wanted = (at > 0) & (then < tiles)
             mbarrier.expect(ready.index(free), BYTES, pred=wanted)
-            copy_tile(weight, then * BN, k, ready.index(free), ws.index(free), W_MARK, wanted)
-            copy_tile(x, row, k, ready.index(free), xs.index(free), X_MARK, wanted)
+            copy_tile(weight, (then * BN, k), ready.index(free), ws.index(free), W_MARK, wanted)
+            copy_tile(x, (row, k), ready.index(free), xs.index(free), X_MARK, wanted)
             at += 1
         acc = warpgroup_mma_wait(0, (acc,))
         if BIAS:

@@ -30,11 +30,11 @@ from triton import TritonError
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from asyncengine.kernels.cache_policy import mark_copies, marks_of_operands
+from asyncengine.kernels.cache_policy import marks_of_operands
 from asyncengine.kernels.gluon_tiles import GluonKernel, copy_tile, next_power_of_2, stretches, sums_layout, tiles_of
 from asyncengine.kernels.linear_plans import Plan
 from asyncengine.kernels.ops import Activation, Norm
@@ -185,10 +185,9 @@ def _gate_and_up(weight: Tensor, rows: int, inner: int) -> TensorDescriptor:
 @gluon.jit
 def _copy_weights(weight, column, k, ready, to, GATED: gl.constexpr, MARK: gl.constexpr, wanted):
     if GATED:
-        mark_copies(MARK)
-        tma.async_copy_global_to_shared(weight, [column // 8, 0, 0, k], ready, to, pred=wanted)
+        copy_tile(weight, (column // 8, 0, 0, k), ready, to, MARK, wanted)
     else:
-        copy_tile(weight, column, k, ready, to, MARK, wanted)
+        copy_tile(weight, (column, k), ready, to, MARK, wanted)
 
 
 @gluon.jit
@@ -337,7 +336,7 @@ def _streamed_kernel(
     if PDL:
         gdc_wait()
     for i in gl.static_range(AHEAD):
-        copy_tile(x, row, first + (i + turn) % STEPS * BK, ready.index(i), xs.index(i), X_MARK, True)
+        copy_tile(x, (row, first + (i + turn) % STEPS * BK), ready.index(i), xs.index(i), X_MARK, True)
     if ADD:
         added = gl.load(at, mask=there, other=0.0)
     if READS > 0:  # and nobody waits for them until the products are made
@@ -354,7 +353,7 @@ def _streamed_kernel(
             k = first + (following + turn) % STEPS * BK
             mbarrier.expect(ready.index(free), BYTES, pred=wanted)
             _copy_weights(weight, column, k, ready.index(free), ws.index(free), GATED, W_MARK, wanted)
-            copy_tile(x, row, k, ready.index(free), xs.index(free), X_MARK, wanted)
+            copy_tile(x, (row, k), ready.index(free), xs.index(free), X_MARK, wanted)
     if READS > 0:
         _store_norm(norms, squares, values, eps, K)
     acc = gl.sum(gl.convert_layout(acc, TOGETHER), 0) if NARROW else warpgroup_mma_wait(0, (acc,))

@@ -24,14 +24,14 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from asyncengine.errors import ConfigError
-from asyncengine.kernels.cache_policy import EVICT_FIRST, NO_POLICY, mark_copies
+from asyncengine.kernels.cache_policy import EVICT_FIRST, NO_POLICY
 from asyncengine.kernels.device_step import DeviceStep
 from asyncengine.kernels.gluon_paged_results import BLOCKS, GROUP_ROWS, finish, join_warps
-from asyncengine.kernels.gluon_tiles import GluonKernel, next_power_of_2, stretches, tiles_of
+from asyncengine.kernels.gluon_tiles import GluonKernel, copy_tile, next_power_of_2, stretches, tiles_of
 from asyncengine.kernels.ops import HeadNorms
 from asyncengine.kernels.pdl import launch_options
 from asyncengine.kernels.triton_decode import check_heads, surroundings
@@ -160,10 +160,9 @@ def _copy(
     cache, block, index, past, first, last, head, KV_HEADS: gl.constexpr, ready, tiles, slot, MARK: gl.constexpr
 ):  # fmt: skip
     """Ask for a block of a tile in which the row has ``past`` tokens. Of one that it fills in part, these come last."""
-    mark_copies(MARK)
     line = gl.minimum(past - (index + 1) * BLOCK, 0)
     to, wanted = tiles.index(slot * BLOCKS + index), (index >= first) & (index < last)
-    tma.async_copy_global_to_shared(cache, [block * KV_HEADS + head, line, 0], ready, to, pred=wanted)
+    copy_tile(cache, (block * KV_HEADS + head, line, 0), ready, to, MARK, wanted)
 
 
 @gluon.jit

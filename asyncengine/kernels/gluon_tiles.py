@@ -35,9 +35,10 @@ def tiles_of(x: Tensor, *shape: int) -> TensorDescriptor:
 
 
 @gluon.jit
-def copy_tile(x, row, k, ready, to, MARK: gl.constexpr, wanted):
+def copy_tile(x, at, ready, to, MARK: gl.constexpr, wanted):
+    """Ask for the tile of x that begins with element ``at``, a place in each dimension."""
     mark_copies(MARK)
-    tma.async_copy_global_to_shared(x, [row, k], ready, to, pred=wanted)
+    tma.async_copy_global_to_shared(x, at, ready, to, pred=wanted)
 
 
 @gluon.constexpr_function
