@@ -62,28 +62,24 @@ def _list_units(
 
 
 @triton.jit
-def _unit_cost(units, unit, all_units, ITEM_COST: tl.constexpr):
-    begin = tl.load(units + unit * UNIT + BEGIN, mask=unit < all_units, other=0)
-    end = tl.load(units + unit * UNIT + END, mask=unit < all_units, other=0)
-    return tl.where(unit < all_units, end - begin + ITEM_COST, 0)
+def _unit_tiles(units, unit, there):
+    begin = tl.load(units + unit * UNIT + BEGIN, mask=there, other=0)
+    return tl.load(units + unit * UNIT + END, mask=there, other=0) - begin
 
 
 @triton.jit
-def _rank_units(units, all_units, ITEM_COST: tl.constexpr, AT_ONCE: tl.constexpr):
-    """Find the order of units by their length, the longest first; what all cost."""
-    total = 0
+def _rank_units(units, all_units, AT_ONCE: tl.constexpr):
+    """Find the order of units by their length, the longest first."""
     for first in range(0, all_units, AT_ONCE):
         unit = first + tl.arange(0, AT_ONCE)
-        cost = _unit_cost(units, unit, all_units, ITEM_COST)
+        tiles = _unit_tiles(units, unit, unit < all_units)[:, None]
         rank = tl.zeros([AT_ONCE], tl.int32)
         for some in range(0, all_units, AT_ONCE):
             other = some + tl.arange(0, AT_ONCE)
-            others = _unit_cost(units, other, all_units, ITEM_COST)[None, :]
-            as_long = (others == cost[:, None]) & (other[None, :] < unit[:, None])
-            rank += tl.sum(((others > cost[:, None]) | as_long).to(tl.int32), 1)
+            others = _unit_tiles(units, other, other < all_units)[None, :]
+            as_long = (others == tiles) & (other[None, :] < unit[:, None])
+            rank += tl.sum(((others > tiles) | as_long).to(tl.int32), 1)
         tl.store(units + rank * UNIT + RANKED, unit, mask=unit < all_units)
-        total += tl.sum(cost, 0)
-    return total
 
 
 @triton.jit
@@ -96,7 +92,7 @@ def _load_units(units, unit, there):
 
 
 @triton.jit
-def _share_whole(
+def _take_turns(
     items, lane_items, units, all_units, LANES: tl.constexpr, ITEM_COST: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     """Make every unit an item: in each turn the longest ones left go to a lane each, the first to who has least.
@@ -155,9 +151,9 @@ def build_prefill_kernel(
     row_context_len,
     items,
     lane_items,
-    units,
     num_rows,
     window,
+    units,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     LANES: tl.constexpr,
@@ -177,9 +173,10 @@ def build_prefill_kernel(
         row_slot, row_query_start, row_query_len, row_context_len, units, num_rows, window, QUERIES, KEYS, AT_ONCE, 16
     )
     tl.debug_barrier()
-    total = _rank_units(units, all_units, ITEM_COST, AT_ONCE)
+    _rank_units(units, all_units, AT_ONCE)
     tl.debug_barrier()
-    taken = _share_whole(items, lane_items, units, all_units, LANES, ITEM_COST, WIDTH)
+    taken = _take_turns(items, lane_items, units, all_units, LANES, ITEM_COST, WIDTH)
+    total = tl.sum(taken, 0)
     lane_cost, late_cost = lane_costs(total, all_units, LANES, 0, MIN_COST)
     if tl.max(taken, 0) > lane_cost + tl.maximum(WHOLE_GAIN, lane_cost // WHOLE_SHARE):
         tl.debug_barrier()

@@ -263,9 +263,8 @@ class Section:
             return
         if self.row_lengths.start > 1:
             build_prefill_kernel[(1,)](
-                *arguments[:6],
+                *arguments,
                 self.units,
-                *arguments[6:],
                 QUERIES=self.queries,
                 KEYS=self.tile.keys,
                 LANES=self.lanes,
