@@ -5,22 +5,23 @@ prefill row one per tile of its queries. The programs of the attention grid are 
 a lane is the same for every head. All KV tiles of the step, in the order of rows, form one line; lane l
 takes the l-th stretch of it, so that every lane reads the same count of tiles whatever the lengths are
 (stream-K: Osama et al., 2023). A unit that a boundary between lanes cuts becomes several *items*, whose
-partial results the attention kernel combines. Decode rows are not cut where the longest lane is hardly longer
-without that, as it is if rows are about as long as one another: each goes to the lane that its middle lies in. Units of
-prefill are not either if lanes get about the same without it, when the longest ones left go in turn to a lane each, the
-first of them to the one that has least: then all lanes begin with long ones, whose keys meet in the L2 cache, and
-nothing is combined.
+partial results the attention kernel combines.
+
+Units stay whole where lanes get about the same without a cut. Prefill's longest ones left go in turn to a lane each,
+the first of them to the one that has least: then all lanes begin with long ones, whose keys meet in the L2 cache.
+Decode rows, by their length, are dealt to the lanes from the first to the last and back: so in every two turns a lane
+gets a longer one and a shorter one. It reads the shortest first.
 
 Multiprocessors do not get equal shares of the memory: of programs with as much to do the first ends when the last has a
-quarter left. So steps of many rows have *late* lanes too, as many again, each about as long as a unit, whose programs
-find no room until others end: they run wherever that is first.
+quarter left. So steps of many rows have *late* lanes too, as many again, which take a unit each, the shortest, and
+whose programs find no room until others end: they run wherever that is first.
 
 Bounds, for R rows, T tokens and L lanes, that no content of a step exceeds:
   units     decode: R. Prefill: with Q queries to a tile a row of n tokens has at most 1 + (n - 1) / Q, so r
             rows have at most r + (T - r) / Q, and r <= min(R, T / 2) since such a row has two tokens or more.
   items     unit u in lane l is item u + l (both only ever grow along the line): units + L. An index that no
-            pair (u, l) has stays unused; the items of one lane are neighbours. Taken in turn, a lane's items are as
-            many as there are turns, fewer than 1 + units / L.
+            pair (u, l) has stays unused; the items of one lane are neighbours. Units that stay whole take as many
+            items a lane as there are turns, fewer than 1 + units / L.
   partials  2 L: a unit cut over the lanes f to e > f uses the slots 2f to f+e < 2e, and the next unit that is
             cut begins in lane e or later.
 With fixed splits decode and prefill are one section, so that a token's result is the same in whatever step it is
@@ -45,10 +46,12 @@ import triton
 from torch import Tensor
 
 from asyncengine.errors import ConfigError
+from asyncengine.kernels.decode_items import PROGRAMS, build_apart_kernel, build_decode_kernel
 from asyncengine.kernels.device_step import DeviceStep
 from asyncengine.kernels.pdl import launch_options
 from asyncengine.kernels.prefill_items import UNIT, build_prefill_kernel
-from asyncengine.kernels.work_items import ITEM, ITEM_COST, LANE, LINE_COST, build_apart_kernel, build_kernel
+from asyncengine.kernels.split_items import build_split_kernel
+from asyncengine.kernels.work_items import ITEM, ITEM_COST, LANE, LINE_COST
 
 NO_WINDOW = 1 << 30
 """A window that no position reaches."""
@@ -275,19 +278,30 @@ class Section:
                 **launch_options(pdl),
             )
             return
-        build_kernel[(step.num_rows,)](
+        if self.split_tiles:
+            build_split_kernel[(step.num_rows,)](
+                *arguments,
+                QUERIES=self.queries,
+                KEYS=self.tile.keys,
+                LANES=self.lanes,
+                SPLIT=self.split_tiles,
+                ROWS=256,
+                WIDTH=triton.next_power_of_2(max(self.lanes, self.max_splits)),
+                num_warps=8,
+                **launch_options(pdl),
+            )
+            return
+        build_decode_kernel[(min(step.num_rows, PROGRAMS),)](
             *arguments,
-            MAX_QUERY=self.row_lengths.stop - 1,
-            QUERIES=self.queries,
             KEYS=self.tile.keys,
             LANES=self.lanes - self.late_lanes,
             LATE=self.late_lanes,
             MIN_COST=self.min_split_tiles + ITEM_COST,
             ITEM_COST=ITEM_COST,
             LINE_COST=LINE_COST,
-            SPLIT=self.split_tiles,
             ROWS=256,
-            WIDTH=triton.next_power_of_2(max(self.lanes, self.max_splits)),
+            DEALT=triton.next_power_of_2(self.lanes - self.late_lanes),
+            WIDTH=triton.next_power_of_2(self.lanes),
             num_warps=8,
             **launch_options(pdl),
         )

@@ -37,7 +37,7 @@ def test_every_kernel_of_a_step_compiles(tmp_path):
     assert compiled.count("_streamed_prefill_kernel") == 1
     assert compiled.count("_tiles_kernel") == 2  # greedy and full sampling
     for name in (
-        "_fetch", "_ingest", "build_kernel", "build_apart_kernel", "build_prefill_kernel", "_decode_kernel",
+        "_fetch", "_ingest", "build_decode_kernel", "build_apart_kernel", "build_prefill_kernel", "_decode_kernel",
         "_paged_decode_kernel", "_streamed_decode_kernel", "_norm_kernel", "_rotary_store_kernel", "_copy_blocks",
         "_collect_kernel", "finish_kernel", "_streamed_kernel", "_head_kernel", "_first_kernel",
     ):  # fmt: skip
