@@ -35,14 +35,17 @@ def _key(cost, row, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _deal(rank, early, LANES: tl.constexpr):
-    """The lane and the turn in which it gets the unit of this rank.
+def _across(turn, place, LANES: tl.constexpr):
+    """Whose turn it is at a place in a turn, and at which place it is a lane's: even turns go from the first to the
+    last, odd ones back."""
+    return tl.where(turn % 2 == 0, place, LANES - 1 - place)
 
-    Lanes are dealt a unit each from the first to the last, then from the last to the first, and so on; what is left
-    then, the shortest, goes to late lanes.
-    """
-    turn, place = rank // LANES, rank % LANES
-    lane = tl.where(turn % 2 == 0, place, LANES - 1 - place)
+
+@triton.jit
+def _deal(rank, early, LANES: tl.constexpr):
+    """The lane and the turn in which it gets the unit of this rank. The last ones, the shortest, go to late lanes."""
+    turn = rank // LANES
+    lane = _across(turn, rank % LANES, LANES)
     return tl.where(rank < early, lane, LANES + rank - early), tl.where(rank < early, turn, 0)
 
 
@@ -50,8 +53,7 @@ def _deal(rank, early, LANES: tl.constexpr):
 def _dealt(lane, early, LANES: tl.constexpr):
     """How many units a lane is dealt, and where its items begin."""
     turns, left = early // LANES, early % LANES
-    place = tl.where(turns % 2 == 0, lane, LANES - 1 - lane)
-    count = turns + tl.where(place < left, 1, 0)
+    count = turns + tl.where(_across(turns, lane, LANES) < left, 1, 0)
     most = tl.cdiv(early, LANES)
     return tl.where(lane < LANES, count, 1), tl.minimum(lane, LANES) * most + tl.maximum(lane - LANES, 0)
 
