@@ -273,7 +273,8 @@ class CudaOps:
                 self._arrivals, stored=True, pdl=pdl,
             )  # fmt: skip
         else:
-            attend_stored(q, k_cache, v_cache, step, work, layer.scale, layer.window, out, pdl=pdl)
+            how = self.options.for_streaming
+            attend_stored(q, k_cache, v_cache, step, work, layer.scale, layer.window, out, **how)
         return out
 
     def keep_sampled(self, x: Tensor, stream: Stream, batch: CudaBatch) -> Tensor:
@@ -404,10 +405,14 @@ class CudaOps:
 
 def attend_stored(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, step: DeviceStep, work: WorkList, scale: float, window: int,
-    out: Tensor, *, pdl: bool,
+    out: Tensor, *, pdl: bool, l2_cache_hints: bool = True,
 ) -> None:  # fmt: skip
-    """``paged_attention``, with rows of several tokens in Gluon if ``work`` has the tiles for that."""
+    """``paged_attention``, in Gluon where ``work`` has the tiles for that."""
     paged_attention(q, k_cache, v_cache, step, work, scale, window, out, pdl=pdl)
+    if work.decode.tile.streamed:
+        gluon_paged_decode.streamed_stored_attention(
+            q, k_cache, v_cache, step, work, scale, window, out, pdl=pdl, l2_cache_hints=l2_cache_hints
+        )
     if work.streams_prefill:
         gluon_paged_prefill.streamed_prefill_attention(q, k_cache, v_cache, step, work, scale, out, pdl=pdl)
 

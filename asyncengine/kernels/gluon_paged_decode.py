@@ -34,6 +34,7 @@ from asyncengine.kernels.gluon_paged_results import BLOCKS, GROUP_ROWS, finish, 
 from asyncengine.kernels.gluon_tiles import GluonKernel, copy_tile, next_power_of_2, stretches, tiles_of
 from asyncengine.kernels.ops import HeadNorms
 from asyncengine.kernels.pdl import launch_options
+from asyncengine.kernels.triton_attention import check_layout
 from asyncengine.kernels.triton_decode import check_heads, surroundings
 from asyncengine.kernels.triton_paged_decode import norm_and_rotate
 from asyncengine.kernels.work_items import (
@@ -84,11 +85,49 @@ def streamed_decode_attention(
     Raises ConfigError if ``work`` was allocated for something else, ValueError if the other tensors do not fit.
     """
     check_heads(heads, num_heads, norms, cos_sin, k_cache, v_cache, out)
+    if not work.takes_heads:
+        raise ConfigError("the work list has rows of several tokens, or splits that are fixed")
+    shape = AttentionShape(num_heads, k_cache.shape[1], k_cache.shape[3], heads.dtype)
+    _launch(heads, shape, norms, cos_sin, k_cache, v_cache, step, work, scale, window, out, False, pdl, l2_cache_hints)
+
+
+def streamed_stored_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    step: DeviceStep,
+    work: WorkList,
+    scale: float,
+    window: int,
+    out: Tensor,
+    *,
+    pdl: bool = False,
+    l2_cache_hints: bool = True,
+) -> None:
+    """What ``paged_attention`` does, for the rows of one token of any step; others are left as they are.
+
+    Tensors are those of ``paged_attention``, heads of a token side by side in q. The kernel before wrote the new keys
+    and values where ``step.slot_mapping`` says. ``streamed_prefill_attention``, which comes next, begins beside this:
+    if there are such rows, as soon as that kernel is over.
+
+    Raises ConfigError if a tensor or ``work`` was made for something else.
+    """
+    check_layout(q, k_cache, v_cache, work.shape, out)
+    if q.stride(1) != q.shape[2]:
+        raise ConfigError(f"heads of a token lie {q.stride(1)} elements apart, not {q.shape[2]}")
+    _launch(q, work.shape, None, None, k_cache, v_cache, step, work, scale, window, out, True, pdl, l2_cache_hints)
+
+
+def _launch(
+    heads: Tensor, shape: AttentionShape, norms: HeadNorms | None, cos_sin: Tensor | None, k_cache: Tensor,
+    v_cache: Tensor, step: DeviceStep, work: WorkList, scale: float, window: int, out: Tensor, stored: bool, pdl: bool,
+    l2_cache_hints: bool,
+) -> None:  # fmt: skip
     _, kv_heads, block_size, dim = k_cache.shape
-    shape, section, tile = AttentionShape(num_heads, kv_heads, dim, heads.dtype), work.decode, work.decode.tile
+    section, tile = work.decode, work.decode.tile
     if choose_streamed_tile(shape, block_size) is None:
         raise ValueError(f"{shape} with blocks of {block_size} tokens is for another kernel")
-    streamed = work.takes_heads and tile.streamed and tile.keys == KEYS.value
+    streamed = section.split_tiles == 0 and tile.streamed and tile.keys == KEYS.value
     if (shape, window) != (work.shape, work.window) or not streamed:
         raise ConfigError(f"the work list is of window {work.window} and {work.shape}, not {window} and {shape}")
     _streamed_decode_kernel[(section.lanes * kv_heads,)](
@@ -107,6 +146,7 @@ def streamed_decode_attention(
         out.stride(0),
         step.slots.block_tables.stride(0),
         section.stats.stride(0),
+        STORED=stored,
         NORM=norms is not None,
         ROTARY=cos_sin is not None,
         GROUP=shape.group,
@@ -271,13 +311,22 @@ def _take(
 
 
 @gluon.jit
+def _cell(cache_slot, head, KV_HEADS: gl.constexpr, D: gl.constexpr):
+    """Where a cache has a token's key or value."""
+    return (cache_slot // BLOCK * KV_HEADS + head) * (BLOCK * D) + cache_slot % BLOCK * D
+
+
+@gluon.jit
 def _prepare(
     k_cache, v_cache, heads, q_norm, k_norm, eps, cos_sin, slot_mapping, queries, new_scores, new_values, asked,
-    answered, items, first_item, last_item, query, context, takes_new, scale, stride_heads, head, NORM: gl.constexpr,
-    ROTARY: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, AHEAD: gl.constexpr,
-    PDL: gl.constexpr,
+    answered, items, first_item, last_item, query, context, takes_new, scale, stride_heads, head, STORED: gl.constexpr,
+    NORM: gl.constexpr, ROTARY: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr,
+    AHEAD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The warps that make queries, an item ahead, and write new keys and values to the cache."""
+    """The warps that make queries, an item ahead, and write new keys and values to the cache.
+
+    With STORED that was done before, and new keys and values come from the cache.
+    """
     COPIES: gl.constexpr = gl.BlockedLayout([1, 1, D // 32], [1, 1, 32], [1, PREPARING, 1], [2, 1, 0])
     HEADS: gl.constexpr = gl.SliceLayout(0, COPIES)
     MEMBERS: gl.constexpr = next_power_of_2(GROUP)
@@ -291,8 +340,13 @@ def _prepare(
         q_gain, q_gain_across = gl.load(q_norm + column), gl.load(q_norm + across)
         k_gain, k_gain_across = gl.load(k_norm + column), gl.load(k_norm + across)
     if PDL and first_item == last_item:
-        gdc_wait()
-        gdc_launch_dependents()
+        if not STORED:
+            gdc_wait()
+            gdc_launch_dependents()
+        else:
+            gdc_launch_dependents()
+            if gl.program_id(0) == 0:  # nobody has an item, and somebody has to wait
+                gdc_wait()
     for item in range(first_item, last_item):
         following = gl.minimum(item + 1, last_item - 1)
         _, next_query, next_context, _, _, next_takes_new = _item(items + following * ITEM)
@@ -308,21 +362,27 @@ def _prepare(
             gdc_launch_dependents()
 
         q_new = heads + query * stride_heads + (head * GROUP + member) * D
-        k_new = heads + query * stride_heads + (KV_HEADS * GROUP + head) * D
         there = (member < GROUP) & (column >= 0)
         is_new = takes_new & (column >= 0)
+        if STORED:
+            k_new = k_cache + _cell(cache_slot, head, KV_HEADS, D)
+            v_new = v_cache + _cell(cache_slot, head, KV_HEADS, D)
+        else:
+            k_new = heads + query * stride_heads + (KV_HEADS * GROUP + head) * D
+            v_new = k_new + KV_HEADS * D
         q = gl.load(q_new + column, mask=there, other=0.0)
         key = gl.load(k_new + column, mask=is_new, other=0.0)
-        value = gl.load(k_new + KV_HEADS * D + column, mask=is_new, other=0.0)
+        value = gl.load(v_new + column, mask=is_new, other=0.0)
         q_across, key_across = q, key
         if ROTARY:
             q_across = gl.load(q_new + across, mask=there, other=0.0)
             key_across = gl.load(k_new + across, mask=is_new, other=0.0)
         q = _norm_and_rotate(q, q_across, q_gain, q_gain_across, cosine, sine, eps, NORM, ROTARY, D)
         key = _norm_and_rotate(key, key_across, k_gain, k_gain_across, cosine, sine, eps, NORM, ROTARY, D)
-        at = (cache_slot // BLOCK * KV_HEADS + head) * (BLOCK * D) + cache_slot % BLOCK * D + column
-        gl.store(k_cache + at, key, mask=is_new & (cache_slot >= 0))
-        gl.store(v_cache + at, value, mask=is_new & (cache_slot >= 0))
+        if not STORED:
+            at = _cell(cache_slot, head, KV_HEADS, D) + column
+            gl.store(k_cache + at, key, mask=is_new & (cache_slot >= 0))
+            gl.store(v_cache + at, value, mask=is_new & (cache_slot >= 0))
         score = gl.sum(q.to(gl.float32) * key.to(gl.float32), 1) * scale
 
         turn = item - first_item
@@ -398,8 +458,8 @@ def _attend(
 def _streamed_decode_kernel(
     k_blocks, v_blocks, k_cache, v_cache, heads, q_norm, k_norm, eps, cos_sin, slot_mapping, out, block_tables, items,
     lane_items, partials, stats, arrivals, scale, window, stride_heads, stride_out, stride_table, stats_size,
-    NORM: gl.constexpr, ROTARY: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, MARK: gl.constexpr, PDL: gl.constexpr,
+    STORED: gl.constexpr, NORM: gl.constexpr, ROTARY: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr, MARK: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Grid: lanes x KV heads, heads of a lane side by side, since their KV lies side by side in a block."""
     head = gl.program_id(0) % KV_HEADS
@@ -442,7 +502,7 @@ def _streamed_decode_kernel(
             (_prepare, (
                 k_cache, v_cache, heads, q_norm, k_norm, eps, cos_sin, slot_mapping, queries, new_scores, new_values,
                 asked, answered, items, first_item, last_item, query, context, takes_new, scale, stride_heads, head,
-                NORM, ROTARY, GROUP, KV_HEADS, D, AHEAD, PDL,
+                STORED, NORM, ROTARY, GROUP, KV_HEADS, D, AHEAD, PDL,
             )),
         ],
         [1, PREPARING],

@@ -74,7 +74,8 @@ def streamed_prefill_attention(
     """What ``paged_attention`` does, for the section of prefill whose tile ``choose_mixed_tiles`` gave.
 
     Tensors are those of ``paged_attention``, heads of a token side by side in q. Rows of one token are left as they
-    are.
+    are. If ``work`` has them for Gluon too, the kernel before must be ``streamed_stored_attention``, beside which this
+    one runs (see pdl.py).
 
     Raises ConfigError if a tensor or ``work`` was made for something else.
     """
@@ -91,6 +92,7 @@ def streamed_prefill_attention(
         out,
         step.slots.block_tables,
         *section.operands,
+        work.decode.lane_items,
         scale * math.log2(math.e),
         out.stride(0),
         step.slots.block_tables.stride(0),
@@ -99,6 +101,7 @@ def streamed_prefill_attention(
         KV_HEADS=kv_heads,
         D=dim,
         STAGES=section.tile.stages,
+        BESIDE=work.decode.tile.streamed,
         num_warps=4,
         maxnreg=168,  # on average: the warp groups that compute take 232
         **launch_options(pdl),
@@ -115,7 +118,7 @@ def _item(fields):
 @gluon.jit
 def _fill(
     cache, tiles, ready, free, k_ready, k_free, q_boxes, qs, q_ready, q_free, items, its_lane, first_item, last_item,
-    block_tables, stride_table, head, OF_KEYS: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr,
+    beside, block_tables, stride_table, head, OF_KEYS: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A warp that copies keys, and queries, or one that copies values. It reads a tile ahead where blocks are."""
@@ -123,8 +126,7 @@ def _fill(
     parts = tiles._reinterpret(gl.bfloat16, [STAGES * PARTS * BLOCKS, BLOCK, SPAN], cache.layout)
     index = gl.arange(0, BLOCKS, gl.BlockedLayout([1], [32], [1], [0]))
     if PDL and first_item == last_item:
-        gdc_wait()
-        gdc_launch_dependents()
+        _begin(beside)
     turn = 0
     row, query, count, first, begin, end = _item(its_lane)
     for item in range(first_item, last_item):
@@ -134,8 +136,7 @@ def _fill(
         table = block_tables + row.to(gl.int64) * stride_table
         blocks = _blocks(table, begin, last, index)
         if PDL and item == first_item:
-            gdc_wait()
-            gdc_launch_dependents()
+            _begin(beside)
         if OF_KEYS:
             _copy_queries(q_boxes, qs, q_ready, q_free, item - first_item, query, head, GROUP, D)
         for tile in range(begin, end):
@@ -151,6 +152,16 @@ def _fill(
             blocks = next_blocks
             turn += 1
         row, query, count, first, begin, end = next_row, next_query, next_count, next_first, next_begin, next_end
+    if PDL:
+        gdc_wait()
+
+
+@gluon.jit
+def _begin(beside):
+    """Wait for the kernel before. The one of rows of one token lets this start when there is nothing to wait for."""
+    if not beside:
+        gdc_wait()
+    gdc_launch_dependents()
 
 
 @gluon.jit
@@ -365,15 +376,18 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @GluonKernel
 def _streamed_prefill_kernel(
-    q_boxes, k_blocks, v_blocks, out, block_tables, items, lane_items, partials, stats, arrivals, scale, stride_out,
-    stride_table, stats_size, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    PDL: gl.constexpr,
+    q_boxes, k_blocks, v_blocks, out, block_tables, items, lane_items, partials, stats, arrivals, decode_lanes, scale,
+    stride_out, stride_table, stats_size, BESIDE: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Grid: lanes x KV heads, heads of a lane side by side, since their KV lies side by side in a block."""
     head = gl.program_id(0) % KV_HEADS
     lane = gl.program_id(0) // KV_HEADS
     its_lane = lane_items + lane * LANE
     first_item, last_item = gl.load(its_lane + FIRST), gl.load(its_lane + LAST)
+    beside = False
+    if BESIDE:  # if any lane has a row of one token the first one has
+        beside = gl.load(decode_lanes + FIRST) < gl.load(decode_lanes + LAST)
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     qs = gl.allocate_shared_memory(gl.bfloat16, [QUEUED * 2, HALF, D], TILE)
     ks = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, D], TILE)
@@ -396,11 +410,11 @@ def _streamed_prefill_kernel(
             )),
             (_fill, (
                 k_blocks, ks, k_ready, k_free, k_ready, k_free, q_boxes, qs, q_ready, q_free, items, its_lane,
-                first_item, last_item, block_tables, stride_table, head, True, GROUP, KV_HEADS, D, STAGES, PDL,
+                first_item, last_item, beside, block_tables, stride_table, head, True, GROUP, KV_HEADS, D, STAGES, PDL,
             )),
             (_fill, (
                 v_blocks, vs, v_ready, v_free, k_ready, k_free, q_boxes, qs, q_ready, q_free, items, its_lane,
-                first_item, last_item, block_tables, stride_table, head, False, GROUP, KV_HEADS, D, STAGES, PDL,
+                first_item, last_item, beside, block_tables, stride_table, head, False, GROUP, KV_HEADS, D, STAGES, PDL,
             )),
         ],
         [4, 1, 1],

@@ -9,6 +9,10 @@ returns, so what was written two kernels before may be read; with ``start_next``
 start with it, and a run of such kernels may all be there at once. So a step's first kernels, which spread its input,
 never call ``start_next``: that input and the keys and values of earlier steps, like weights, may always be read ahead.
 
+Attention of prompts needs nothing of the kernel before it, which computes rows of one token, but of the one before
+that, which is over when it starts. So it waits at its end, and who comes next may read nothing of both ahead. If there
+are no such rows it starts early, and waits as others do.
+
 A kernel that knows of none of this (cuBLAS) neither starts early nor lets others: it is ordered as ever.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"

@@ -61,7 +61,7 @@ def paged_attention(
     q is [T, Hq, D], any view with adjacent elements of a head; out [T, Hq * D] is contiguous within a token.
     k_cache and v_cache are [num_blocks, Hk, block_size, D], contiguous. The token at position i sees position
     j if j <= i and, with a window > 0, i - window < j. ``work`` was built from ``step`` for this window.
-    Tokens of no row are left as they are, and those of a prefill that gluon_paged_prefill computes. ``pdl``: see
+    Tokens of no row are left as they are, and those of sections whose tiles are streamed. ``pdl``: see
     asyncengine.kernels.pdl.
 
     Raises ConfigError if a tensor's shape, dtype or layout is not what ``work`` was allocated for.
@@ -69,8 +69,9 @@ def paged_attention(
     check_layout(q, k_cache, v_cache, work.shape, out)
     if window != work.window:
         raise ConfigError(f"the work list is of window {work.window}, not {window}")
-    for section in (work.decode,) if work.streams_prefill else work.sections:
-        _launch(q, k_cache, v_cache, step, section, scale, window, out, pdl)
+    for section in work.sections:
+        if not section.tile.streamed:
+            _launch(q, k_cache, v_cache, step, section, scale, window, out, pdl)
 
 
 def check_layout(q: Tensor, k_cache: Tensor, v_cache: Tensor, shape: AttentionShape, out: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Attention of prompts by two warp groups and the accelerator's copies, which Triton's interpreter cannot run.
+"""Attention of prompts, and of rows of one token beside them, in Gluon, which Triton's interpreter cannot run.
 
 Against a float64 twin, over caches that are NaN wherever no row looks; see tests/kernels/test_triton_attention.py.
 """
@@ -15,10 +15,15 @@ from torch import Tensor
 
 from asyncengine.errors import ConfigError
 from asyncengine.kernels.cuda import attend_stored
+from asyncengine.kernels.gluon_linear import streamed_linear
+from asyncengine.kernels.gluon_paged_decode import streamed_stored_attention
 from asyncengine.kernels.gluon_paged_prefill import streamed_prefill_attention
+from asyncengine.kernels.linear_plans import Plan
+from asyncengine.kernels.triton_rows import rotary_store_kv
 from asyncengine.kernels.work_items import BEGIN, PIECES
 from asyncengine.kernels.work_list import WorkList, choose_mixed_tiles, choose_tiles
 from tests.gpu.conftest import needs_hopper
+from tests.gpu.test_gluon_attention import EDGES
 from tests.kernels.poison import poison_new_memory
 from tests.kernels.test_triton_attention import Case, World, check, make_world
 
@@ -80,6 +85,48 @@ def test_a_step_of_prompts_and_rows_of_one_token(model: str) -> None:
     check(world, attend(world, work))
 
 
+@pytest.mark.parametrize("pdl", [True, False])
+@pytest.mark.parametrize("model", MODELS)
+def test_rows_of_one_token_beside_prompts(model: str, pdl: bool) -> None:
+    """About the ends of blocks and tiles, and in pieces."""
+    world, work = make(model, (*((1, context) for context in (*EDGES, 5000)), (0, 0), (40, 30)))
+    assert int(work.decode.items[:, PIECES.value].max()) > 1
+    check(world, attend(world, work, pdl))
+
+
+@pytest.mark.parametrize("rows", [
+    ((1, 700), (400, 0)), (*((1, 300 + 7 * i) for i in range(40)), (90, 200)), ((500, 0), (0, 0)), ((1, 90), (0, 0)),
+], ids=["one row", "many", "none", "no prompt"])  # fmt: skip
+@pytest.mark.parametrize("model", ["gpt2", "qwen3", "llama"])
+def test_kernels_beside_one_another(model: str, rows: tuple[tuple[int, int], ...]) -> None:
+    """Prompts begin before rows of one token are over: what is before both and behind them is in order all the same."""
+    world, work = make(model, rows)
+    step, shape, count = world.step, world.case.shape, world.case.num_tokens
+    dim, width = shape.head_dim, shape.num_heads * shape.head_dim
+    heads = torch.randn(count, shape.num_heads + 2 * shape.num_kv_heads, dim, device="cuda").bfloat16()
+    step.positions.copy_(torch.cat([context + torch.arange(length) for length, context in rows]))
+    cos_sin = torch.randn(world.case.max_context, dim, device="cuda")
+    weight, plan = torch.randn(64, width, device="cuda").bfloat16(), Plan("streamed", 64, 64, 4, 64, stages=3)
+    k, v, slots = world.k, world.v, step.slot_mapping[:count]
+
+    def run(pdl: bool) -> tuple[Tensor, Tensor]:
+        x = heads.clone()
+        out, y = heads.new_full((count, width), math.nan), heads.new_full((count, 64), math.nan)
+        for cache in (k, v):
+            cache[slots // 16, :, slots % 16] = math.nan
+        torch.cuda.synchronize()
+        rotary_store_kv(x, shape.num_heads, None, None, 0.0, cos_sin, step.positions, slots, k, v, pdl=pdl)
+        attend_stored(x[:, : shape.num_heads], k, v, step, work, dim**-0.5, 0, out, pdl=pdl)
+        streamed_linear(out, weight, plan, out=y, pdl=pdl)
+        return out, y
+
+    expected = run(pdl=False)
+    assert not expected[1].isnan().any()
+    for _ in range(20):
+        for got, wanted in zip(run(pdl=True), expected, strict=True):
+            assert torch.equal(got, wanted)
+
+
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("programs", [1, 6, 24])
 def test_programs_of_many_items(model: str, programs: int) -> None:
@@ -120,7 +167,14 @@ def test_a_step_leaves_nothing_to_the_next() -> None:
 def test_lists_for_other_kernels_are_refused() -> None:
     world, work = make("llama", ((40, 0),))
     out = torch.empty_like(world.q.flatten(1))
+    apart = torch.empty(*world.q.shape[:2], 2 * world.q.shape[2], dtype=world.q.dtype, device="cuda")
+    apart = apart[:, :, : world.q.shape[2]]
     plain = replace(world, case=replace(world.case, tiles=choose_tiles(world.case.shape))).work()
     for other in (plain, work.decode_only, replace(work, window=64)):
         with pytest.raises(ConfigError, match="another kernel"):
             streamed_prefill_attention(world.q, world.k, world.v, world.step, other, 1.0, out)
+    for other in (plain, replace(work, window=64)):
+        with pytest.raises(ConfigError, match="work list is of window"):
+            streamed_stored_attention(world.q, world.k, world.v, world.step, other, 1.0, 0, out)
+    with pytest.raises(ConfigError, match="elements apart"):
+        streamed_stored_attention(apart, world.k, world.v, world.step, work, 1.0, 0, out)

@@ -193,9 +193,11 @@ from tests.kernels.compile_for_hopper import install, policies, spills, stale_bo
 compiled = install()
 import torch
 from asyncengine.kernels.device_step import allocate_step
-from asyncengine.kernels.gluon_paged_decode import streamed_decode_attention
+from asyncengine.kernels.gluon_paged_decode import streamed_decode_attention, streamed_stored_attention
 from asyncengine.kernels.ops import HeadNorms
-from asyncengine.kernels.work_list import AttentionShape, WorkList, choose_apart, choose_streamed_tile
+from asyncengine.kernels.work_list import (
+    AttentionShape, WorkList, choose_apart, choose_mixed_tiles, choose_streamed_tile
+)
 
 def random(*shape): return torch.empty(shape, dtype=torch.bfloat16)
 
@@ -214,6 +216,14 @@ for heads, kv_heads, dim, rotary, norm in (
             torch.empty(512, dim) if rotary else None, random(8, kv_heads, 16, dim), random(8, kv_heads, 16, dim),
             allocate_step(4, 32, 4, 4, cpu), work, dim**-0.5, 0, random(4, heads * dim), pdl=True,
         )
+    work = WorkList.allocate(
+        shape, max_rows=4, max_tokens=64, max_context=512, device=cpu, tiles=choose_mixed_tiles(shape, 16, 0),
+        num_programs=264,
+    )
+    streamed_stored_attention(
+        random(64, heads + 2 * kv_heads, dim)[:, :heads], random(8, kv_heads, 16, dim), random(8, kv_heads, 16, dim),
+        allocate_step(4, 32, 4, 64, cpu), work, dim**-0.5, 0, random(64, heads * dim), pdl=True,
+    )
 for name, kernel in compiled.items():
     words = [word for word in ("mma.sync", "griddepcontrol.wait", "cp.async.bulk.tensor") if word in kernel.asm["ptx"]]
     print(":".join([name.split()[0], *words, *policies(kernel), *spills(kernel), *stale_bounds(kernel)]))
@@ -221,13 +231,13 @@ for name, kernel in compiled.items():
 
 
 def test_streamed_decode_attention_compiles(tmp_path):
-    """For the heads of three models, gpt2, qwen3-0.6b, llama-3.1-8b; a lone row, few, many.
+    """For the heads of three models, gpt2, qwen3-0.6b, llama-3.1-8b; a lone row, few, many, some beside prompts.
 
     What registers have no room for comes back from memory when that is busiest, microseconds later.
     """
     compiled = run(tmp_path, "-c", STREAMED_ATTENTION)
     words = "mma.sync:griddepcontrol.wait:cp.async.bulk.tensor:evict_first"
-    assert compiled == [f"_streamed_decode_kernel:{words}"] * 9
+    assert compiled == [f"_streamed_decode_kernel:{words}"] * 12
 
 
 STREAMED_PREFILL = """

@@ -139,6 +139,9 @@ def make_world(case: Case, device: torch.device, spare_tokens: int = 3) -> World
     start = 0
     for row, (length, context) in enumerate(case.rows):
         step.row_query_start[row], step.row_query_len[row], step.row_context_len[row] = start, length, context
+        position = torch.arange(context, context + length)
+        block = step.slots.block_tables[int(step.row_slot[row]), position // case.block_size]
+        step.slot_mapping[start : start + length] = block.long() * case.block_size + position % case.block_size
         start += length
         if length == 0:
             step.row_slot[row] = -1

@@ -103,12 +103,8 @@ def make_decode(case: Case, device: torch.device, norm: bool = True, rotary: boo
     step, shape = world.step, case.shape
     generator = torch.Generator().manual_seed(case.seed + 1000)
     heads = torch.randn(len(world.q), shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim, generator=generator)
-    for row, (length, context) in enumerate(case.rows):
-        if not length:
-            continue
-        block, offset = context // case.block_size, context % case.block_size
-        block = int(step.slots.block_tables[int(step.row_slot[row]), block])
-        step.slot_mapping[int(step.row_query_start[row])] = block * case.block_size + offset
+    for slot in step.slot_mapping[step.slot_mapping >= 0].tolist():
+        block, offset = divmod(slot, case.block_size)
         world.k[block, :, offset] = math.nan
         world.v[block, :, offset] = math.nan
     norms, cos_sin = None, None

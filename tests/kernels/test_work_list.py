@@ -324,6 +324,8 @@ def check_every_pair(world: World, work: WorkList) -> None:
             assert len({values[PARTIAL] for values in pieces}) == 1
         assert len(set(partials)) == len(partials)
         assert all(0 <= slot < len(section.partials) for slot in partials)
+        first, last = section.lane_items[0, [FIRST.value, LAST.value]].tolist()
+        assert (first < last) == bool(units)  # by which attention of prompts knows
         if case.split_tokens or not units:
             continue
         is_decode = section.row_lengths.stop == 2
@@ -384,12 +386,14 @@ def test_whom_the_streamed_tile_is_for() -> None:
 
 def test_whom_streamed_prefill_is_for() -> None:
     shape = AttentionShape(32, 8, 128, torch.bfloat16)
-    decode, prefill = choose_tiles(shape)
-    assert choose_mixed_tiles(shape, 16, 0) == (decode, Tile(128, 128, 8, 2, 1, streamed=True))
-    narrow = choose_mixed_tiles(replace(shape, head_dim=64), 16, 0)
-    assert narrow is not None
-    assert narrow[1] == Tile(128, 128, 8, 4, 1, streamed=True)
-    assert not prefill.streamed
+    wide, narrow = (choose_streamed_tile(replace(shape, head_dim=dim), 16) for dim in (128, 64))
+    assert choose_mixed_tiles(shape, 16, 0) == (wide, Tile(128, 128, 8, 2, 1, streamed=True))
+    both = choose_mixed_tiles(replace(shape, head_dim=64), 16, 0)
+    assert both == (narrow, Tile(128, 128, 8, 4, 1, streamed=True))
+    many_heads = replace(shape, num_heads=128)
+    both = choose_mixed_tiles(many_heads, 16, 0)
+    assert both == (choose_tiles(many_heads)[0], Tile(128, 128, 8, 2, 1, streamed=True))
+    assert not any(tile.streamed for tile in choose_tiles(shape))
     for other in ({"dtype": torch.float32}, {"head_dim": 80}, {"num_heads": 24}, {"num_heads": 256}):
         assert choose_mixed_tiles(replace(shape, **other), 16, 0) is None
     assert choose_mixed_tiles(shape, 32, 0) is None
