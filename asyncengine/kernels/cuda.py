@@ -27,6 +27,7 @@ from asyncengine.kernels.linear_plans import (
     default_plan,
     fallback,
     norm_kind,
+    plan_for_many_rows,
     round_rows,
 )
 from asyncengine.kernels.ops import Activation, AttentionLayer, Norm, split_heads
@@ -322,7 +323,7 @@ class CudaOps:
             handle.bias is not None, add, "fp8" if isinstance(handle.weight, Quantized) else "bf16",
         )  # fmt: skip
         if len(x) > MAX_ROWS:
-            return fallback(site)
+            return plan_for_many_rows(site._replace(rows=len(x))) if self.options.streamed else fallback(site)
         plan = self.options.plans.find(site)
         if plan is None:
             self.missing.add(site)

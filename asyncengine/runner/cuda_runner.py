@@ -171,16 +171,19 @@ def prepare_kernels(
 
 def _compile(steps: DeviceSteps, buckets: list[Bucket], device: torch.device, threads: int) -> None:
     started = time.monotonic()
-    few = [bucket for bucket in buckets if bucket.max_tokens <= MAX_ROWS or bucket == buckets[-1]]
-    # Steps of about the same size launch the same, and so do all beyond MAX_ROWS tokens. For counts that are multiples
-    # of 16 Triton compiles kernels of their own.
-    chosen = {
-        ((b.max_rows - 1).bit_length(), (b.max_tokens - 1).bit_length(), b.max_rows % 16, b.max_tokens % 16, *b[2:]): b
-        for b in few
-    }
+    chosen = {_launches(bucket): bucket for bucket in buckets}
     runs = [partial(steps.run, bucket, variant) for bucket in chosen.values() for variant in (FULL, GREEDY)]
     compile_launches([*runs, steps.copy_blocks], device, threads)
     logger.info("compiled kernels, or found them in Triton's cache, in %.1f s", time.monotonic() - started)
+
+
+def _launches(bucket: Bucket) -> tuple[int, ...]:
+    """The same for steps that launch the same kernels: of about the same size, and of as many tokens beyond MAX_ROWS.
+
+    For counts that are multiples of 16 Triton compiles kernels of their own.
+    """
+    rows, tokens = (((count - 1).bit_length(), count % 16) for count in bucket[:2])
+    return (bucket.max_tokens,) if bucket.max_tokens > MAX_ROWS else (*rows, *tokens, *bucket[2:])
 
 
 def _too_little_memory() -> str:

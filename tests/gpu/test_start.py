@@ -31,7 +31,7 @@ triton.knobs.compilation.listener = lambda src, cache_hit, **_: compiled.append(
     (threading.current_thread().name.partition("_")[0], src.name, cache_hit))
 
 async def main():
-    config = dict(load_format="dummy", device="cuda", dtype=sys.argv[2], max_num_seqs=20, max_num_batched_tokens=300,
+    config = dict(load_format="dummy", device="cuda", dtype=sys.argv[2], max_num_seqs=20, max_num_batched_tokens=700,
                   max_model_len=96, enforce_eager="eager" in sys.argv, compile_processes="processes" in sys.argv)
     async with AsyncEngine.from_pretrained(sys.argv[1], **config) as engine:
         ways = [dict(temperature=0), dict(temperature=1, top_k=7, top_p=0.9, seed=3)]

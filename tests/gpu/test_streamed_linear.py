@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncengine.kernels import gluon_linear
+from asyncengine.kernels.cuda import CudaOps, CudaOptions, Stream
 from asyncengine.kernels.gluon_linear import streamed_linear, streamed_parts, streamed_sum
-from asyncengine.kernels.linear_plans import Plan, PlanTable, Site
+from asyncengine.kernels.linear_plans import CUBLAS, MAX_ROWS, Plan, PlanTable, Site, plan_for_many_rows
 from asyncengine.kernels.ops import Norm
 from asyncengine.kernels.unnormed import Unnormed, fold_norm
 from tests.gpu.conftest import needs_hopper
@@ -155,10 +156,12 @@ SHIPPED = [
     for site, plan in PlanTable.shipped().items()
     if plan.kind == "streamed" and site.activation != "argmax"  # see test_streamed_ranks.py
 ]
+LARGE = [site._replace(rows=rows) for rows in (320, 1000, 2048) for site, _ in SHIPPED if site.rows == MAX_ROWS]
+PLANNED = SHIPPED + [(site, plan_for_many_rows(site)) for site in LARGE if plan_for_many_rows(site) != CUBLAS]
 
 
-@pytest.mark.parametrize(("site", "plan"), SHIPPED, ids=[f"{s.weight_rows}x{s.inner}-{s.rows}" for s, _ in SHIPPED])
-def test_shipped_plans(device: torch.device, site: Site, plan: Plan) -> None:
+@pytest.mark.parametrize(("site", "plan"), PLANNED, ids=[f"{s.weight_rows}x{s.inner}-{s.rows}" for s, _ in PLANNED])
+def test_plans_of_known_models(device: torch.device, site: Site, plan: Plan) -> None:
     """At their own sizes, against torch; a row fewer than the site has, where that is of the same site."""
     rows = site.rows - 1
     x = torch.randn(rows, site.inner, device=device).to(torch.bfloat16)
@@ -239,3 +242,34 @@ def test_what_is_not_of_a_norm_is_refused(device: torch.device) -> None:
         streamed_sum(x, weight, plan, out=out, norm=Norm(out[0, :32], None, 1e-5))
     with pytest.raises(ValueError, match="leaves parts"):
         streamed_sum(x, weight, Plan("streamed", 64, 32, 4, 8, 2, 2), out=out, norm=norm)
+
+
+@pytest.mark.parametrize("rows", [300, 1000])
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+def test_many_rows_as_a_model_calls_them(device: torch.device, family: str, rows: int) -> None:
+    """Additions, norms and activations beside products: streamed what pays, against cuBLAS and kernels for the rest."""
+    torch.manual_seed(rows)
+    layer, hidden, inner = family == "gpt2", 768 if family == "gpt2" else 1024, 3072
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=device).to(torch.bfloat16)
+
+    norms = [Norm(random(hidden), random(hidden) if layer else None, 1e-5) for _ in range(2)]
+    up_rows, scale = inner if layer else 2 * inner, 0.5 * hidden**-0.5
+    weights = [random(n, k) * scale for n, k in ((hidden, hidden), (up_rows, hidden), (hidden, inner), (2304, hidden))]
+    biases = [random(len(weight)) if layer else None for weight in weights]
+    x, stream = random(rows, hidden), random(rows, hidden)
+
+    def run(streamed: bool) -> list[torch.Tensor]:
+        ops = CudaOps(device, CudaOptions(pdl=True, streamed=streamed))
+        o, up, down, qkv = (ops.make_linear([w], [b]) for w, b in zip(weights, biases, strict=True))
+        residual = Stream(stream.clone())
+        ops.linear_add_(x, o, residual)
+        assert (residual.pending is not None) == streamed
+        wide = ops.norm_linear(residual, norms[0], up, "gelu_tanh" if layer else "silu_mul")
+        ops.linear_add_(wide, down, residual)
+        heads = ops.norm_linear(residual, norms[1], qkv)
+        return [heads, residual.settle()]
+
+    for got, expected in zip(run(streamed=True), run(streamed=False), strict=True):
+        assert float((got.float() - expected.float()).norm() / expected.float().norm()) < 1e-2

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import asyncengine.kernels
@@ -27,6 +27,7 @@ from asyncengine.kernels.linear_plans import (
     default_plan,
     fallback,
     keep,
+    plan_for_many_rows,
     round_rows,
     table_name,
 )
@@ -247,6 +248,45 @@ def test_shipped_plans_can_run(path: Path) -> None:
     for site, plan in entries:
         assert site.rows == round_rows(site.rows) <= MAX_ROWS
         assert_can_run(plan, site)
+
+
+# ---- many rows ----
+
+GPT2 = {
+    "qkv": Site(2304, 768, 0, "layer", None, True, False),
+    "o": Site(768, 768, 0, "none", None, True, True),
+    "up": Site(3072, 768, 0, "layer", "gelu_tanh", True, False),
+    "down": Site(768, 3072, 0, "none", None, True, True),
+}
+
+
+def tiles_of(rows: int) -> dict[str, tuple[int, int] | None]:
+    plans = {name: plan_for_many_rows(site._replace(rows=rows)) for name, site in GPT2.items()}
+    return {name: None if plan == CUBLAS else (plan.columns, plan.rows) for name, plan in plans.items()}
+
+
+def test_tiles_of_many_rows() -> None:
+    """Measured to be the fastest of four, in steps; a norm alone does not pay for a second round of programs."""
+    assert tiles_of(512) == {"qkv": (128, 128), "o": (64, 64), "up": (128, 128), "down": (64, 64)}
+    assert tiles_of(1024) == {"qkv": None, "o": (64, 128), "up": (128, 256), "down": (64, 128)}
+    assert tiles_of(2048) == {"qkv": None, "o": (128, 128), "up": (128, 128), "down": (128, 128)}
+
+
+@given(sites, st.integers(MAX_ROWS + 1, 20_000))
+@example(GPT2["up"]._replace(columns=3001), 700)
+@example(GPT2["o"]._replace(inner=64), 700)
+@example(Site(3004, 768, 0, "rms", "silu_mul", False, False), 700)
+def test_plans_of_many_rows_can_run(site: Site, rows: int) -> None:
+    site = site._replace(rows=rows)
+    plan = plan_for_many_rows(site)
+    assert_can_run(plan, site)
+    assert not plan.leaves_parts
+
+
+@pytest.mark.parametrize("change", [{"inner": 4096}, {"weight": "fp8"}, {"activation": "argmax"}, {"inner": 100}])
+def test_what_is_never_streamed_for_many_rows(change: dict[str, Any]) -> None:
+    assert plan_for_many_rows(GPT2["up"]._replace(rows=700)).kind == "streamed"
+    assert plan_for_many_rows(GPT2["up"]._replace(rows=700, **change)) == CUBLAS
 
 
 # ---- plans ----

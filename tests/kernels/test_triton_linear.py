@@ -466,7 +466,7 @@ def test_streamed_plans_of_a_table_are_not_taken_where_they_do_not_run(device: t
 def test_only_what_a_table_could_know_is_missing(device: torch.device) -> None:
     ops = make_ops(device)
     Model(device, 2, 48, dtype=torch.float32).linear_add(ops)
-    Model(device, MAX_ROWS + 1, 48).linear_add(ops)
+    Model(device, MAX_ROWS + 1, 48, inner=4096).linear_add(ops)
     assert not ops.missing
     for rows in (MAX_ROWS, 5, 6, 1):
         Model(device, rows, 48).linear_add(ops)
