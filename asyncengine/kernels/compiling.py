@@ -12,10 +12,13 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
 from functools import partial
+from threading import Lock
+from types import ModuleType
 from typing import Any, Self
 
 import torch
 import triton
+from triton.runtime import build
 from triton.runtime.jit import JITCallable, JITFunction
 
 from asyncengine.kernels.compile_processes import compile_kernel
@@ -23,6 +26,26 @@ from asyncengine.kernels.pdl import INTERPRETED
 
 _dry: ContextVar[set[Any] | None] = ContextVar("asyncengine_dry_launches", default=None)
 """The launches of a dry run so far; none outside of one."""
+
+
+_loading = Lock()
+
+
+def _load_apart(load: Callable[[str, str], ModuleType], name: str, path: str) -> ModuleType:
+    """What Triton loads to launch a kernel, as a module that stays what it is.
+
+    All launchers have one name, and many kernels share a file. CPython, when it loads a file once more, puts what is in
+    it into whichever module of that name was loaded last: maybe the launcher of another kernel, that another thread has
+    just been given.
+    """
+    module = ModuleType(name)
+    with _loading:
+        vars(module).update(vars(load(name, path)))
+    return module
+
+
+if hasattr(build, "_load_module_from_path"):
+    build._load_module_from_path = partial(_load_apart, build._load_module_from_path)
 
 
 class Kernel(JITFunction):

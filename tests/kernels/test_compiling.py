@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import ast
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from triton.runtime.build import compile_module_from_src
+
+import asyncengine.kernels.compiling  # noqa: F401 - which has Triton load apart
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -76,3 +80,20 @@ def is_launched(tree: ast.Module, name: str) -> bool:
     takers = ("gl.warp_specialize", "gl.reduce")
     called |= {id(n) for call in calls if ast.unparse(call.func) in takers for n in ast.walk(call)}
     return any(isinstance(node, ast.Name) and node.id == name and id(node) not in called for node in ast.walk(tree))
+
+
+MODULE = """
+#include <Python.h>
+static PyObject *value(PyObject *self, PyObject *none) { return PyLong_FromLong(%d); }
+static PyMethodDef methods[] = {{"value", value, METH_NOARGS, 0}, {0}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "__same", 0, -1, methods};
+PyMODINIT_FUNC PyInit___same(void) { return PyModule_Create(&module); }
+"""
+
+
+@pytest.mark.skipif(not (shutil.which("gcc") or shutil.which("clang")), reason="Triton finds no compiler")
+def test_a_launcher_stays_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When another of the same name is loaded once more, as threads do that load kernels side by side."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    one, two, again = (compile_module_from_src(MODULE % i, "__same") for i in (1, 2, 1))
+    assert [module.value() for module in (one, two, again)] == [1, 2, 1]
