@@ -1,4 +1,4 @@
-"""Projections of 8 to 256 rows on Hopper, whose weights flow through shared memory without a pause between kernels.
+"""Projections on Hopper, from 8 rows on, whose weights flow through shared memory without a pause between kernels.
 
 The kernels of ``triton_linear`` for many rows begin to read weights when they may read x, and so leave the memory idle
 from one kernel's last product to the next one's first. Here a program asks for its first weights, as much as its

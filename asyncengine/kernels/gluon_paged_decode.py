@@ -11,7 +11,7 @@ tokens that are there are read: the copy begins before the block, whose last lin
 a block are zeros. Of a tile each of four warps takes a block, with a softmax of its own until the item ends: so a tile
 costs them no meeting but the one that frees its memory. The new token, which is in no tile, comes last. Queries are
 made, and new keys and values written, by two warps that are an item ahead of the four: an item of a few hundred keys
-would take half as long again if it began with them.
+would take half as long again if it began with them. Beside prompts another kernel has made and written them before.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
 # mypy: disable-error-code="assignment, var-annotated, unreachable, misc"

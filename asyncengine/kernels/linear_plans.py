@@ -2,7 +2,7 @@
 
 A *site* is what a projection is: its shape, what is fused with it, and how many rows it has, rounded up. A table gives
 the plan that was fastest there. Tables come with the package for cards that it was measured on, and from the cache
-directory for others.
+directory for others. Where there are more rows than in any table, a formula says it.
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ MULTIPROCESSORS = 132
 """Of the H200, for whose size plans are offered."""
 HALF_OF_SHARED = 110_000
 """Bytes of shared memory, at most, of programs of which a multiprocessor has two."""
+FEW_PRODUCTS = 3072
+"""Of an element of the result. With streamed plans Qwen3 and GPT-2, which have no more, take 2 to 15% less for steps of
+300 to 2,000 tokens, the 8B, which has 4,096 and more, 0 to 4% longer."""
+LARGE_TILES = ((128, 256, 8), (128, 128, 8), (64, 128, 4), (64, 64, 4))
+"""Of more than MAX_ROWS rows: the weight's rows, those of x, warps."""
 
 
 NormKind = Literal["none", "rms", "layer"]
@@ -171,23 +176,16 @@ def plan_for_many_rows(site: Site) -> Plan:
     where few products make an element. A norm alone weighs little: what has no more than that is streamed if its
     programs have room at once. Of tiles that one is taken whose programs should be over first.
     """
-    if site.weight != "bf16" or site.inner > _FEW_PRODUCTS or site.activation == "argmax":
+    if site.weight != "bf16" or site.inner > FEW_PRODUCTS or site.activation == "argmax":
         return fallback(site)
     if not (site.activation or site.add) and _programs(site, 128, 128) > MULTIPROCESSORS:
         return CUBLAS
     plans = (
         Plan("streamed", columns, 64, warps, rows, 1, 220_000 // ((columns + rows) * 128), fused_norm=False)
-        for columns, rows, warps in _LARGE_TILES
+        for columns, rows, warps in LARGE_TILES
     )
     fitting = (plan for plan in plans if plan.fits(site.columns, site.inner, site.activation == "silu_mul"))
     return min(fitting, key=partial(_clocks, site), default=CUBLAS)
-
-
-_FEW_PRODUCTS = 3072
-"""Of an element of the result: Qwen3 and GPT-2 gain 5 to 15% of their steps of 300 to 2,000 tokens, the 8B, whose
-sums have 4,096 products and more, loses 0 to 4%."""
-_LARGE_TILES = ((128, 256, 8), (128, 128, 8), (64, 128, 4), (64, 64, 4))
-"""(of the weight's rows, of x's, warps)"""
 
 
 def _programs(site: Site, columns: int, rows: int) -> int:
