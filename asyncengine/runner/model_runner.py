@@ -125,11 +125,16 @@ class CpuModelRunner:
 
     @classmethod
     def load(cls, config: EngineConfig, *, progress: bool = False, ops: HostOps | None = None) -> Self:
-        """``load_model`` with a KV cache in host memory; the same errors, and ConfigError if that does not fit."""
+        """``load_model`` with a KV cache in host memory; the same errors, and ConfigError if either does not fit."""
         if config.quantization != "none":
             raise ConfigError(f"quantization={config.quantization} needs a GPU, and there is none or device is cpu")
         ops = ops or CpuOps(config.num_threads)
-        loaded = load_model(config, ops, make_attention(config.prefill_attention, ops), progress=progress)
+        try:
+            loaded = load_model(config, ops, make_attention(config.prefill_attention, ops), progress=progress)
+        except RuntimeError as e:
+            if "can't allocate memory" not in str(e):  # torch has an error of its own for GPUs alone
+                raise
+            raise ConfigError(f"the weights do not fit into memory; bfloat16 takes half of float32 ({e})") from e
         num_blocks = kv_cache.choose_num_blocks(
             config,
             loaded.max_model_len,

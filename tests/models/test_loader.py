@@ -538,6 +538,12 @@ def test_context_longer_than_the_models(llama):
         load(llama, max_model_len=129)
 
 
+def test_weights_that_do_not_fit_into_memory(llama):
+    edit_json(llama / "config.json", vocab_size=1 << 45)
+    with pytest.raises(ConfigError, match=r"weights do not fit .* tried to allocate \d+ bytes"):
+        load(llama, load_format="dummy")
+
+
 def test_float8_weights_are_for_gpus(llama):
     with pytest.raises(ConfigError, match="quantization=fp8 needs a GPU"):
         load(llama, quantization="fp8")
