@@ -23,11 +23,11 @@ from triton.runtime.jit import JITCallable
 
 from asyncengine import _core
 from asyncengine.config import EngineConfig
-from asyncengine.kernels import compile_processes
+from asyncengine.kernels import compile_processes, compiling, cuda
 from asyncengine.kernels.compiling import Kernel, compile_launches, kernel
 from asyncengine.kernels.cuda import CudaOps, CudaOptions
 from asyncengine.kernels.gluon_linear import streamed_linear
-from asyncengine.kernels.linear_plans import CUBLAS, Plan, PlanTable, Site
+from asyncengine.kernels.linear_plans import CUBLAS, MAX_ROWS, Plan, PlanTable, Site
 from asyncengine.layers.attention import NativeAttention
 from asyncengine.runner.buckets import Bucket
 from asyncengine.runner.cuda_runner import make_steps, prepare_kernels
@@ -232,10 +232,8 @@ class Start:
     """As much of an engine's start as prepares its kernels, with projections that the H200's table knows."""
 
     def __init__(self, directory: Path, plans: PlanTable, **config: Any) -> None:
-        self.config = EngineConfig(
-            model=str(directory), dtype="bfloat16", load_format="dummy", max_num_seqs=4, max_num_batched_tokens=16,
-            num_kv_blocks=8, max_model_len=128, **config,
-        )  # fmt: skip
+        small = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_kv_blocks": 8, "max_model_len": 128}
+        self.config = EngineConfig(model=str(directory), dtype="bfloat16", load_format="dummy", **small | config)
         invariant = self.config.batch_invariant
         self.ops = CudaOps(CPU, CudaOptions(plans, pdl=True, batch_invariant=invariant, streamed=True))
         self.loaded = load_model(self.config, self.ops, NativeAttention(self.ops))
@@ -270,10 +268,11 @@ class FakeTuner:
         return [(1.0, second), (2.0, first)]
 
 
-def one_layer(directory: Path, vocab: int) -> Path:
-    config = json.loads((ROOT / "bench/shapes/qwen3-0.6b/config.json").read_text())
+def one_layer(directory: Path, vocab: int, shape: str = "qwen3-0.6b") -> Path:
+    config = json.loads((ROOT / "bench/shapes" / shape / "config.json").read_text())
     config = {key: value for key, value in config.items() if key not in ("layer_types", "max_window_layers")}
-    (directory / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1, "vocab_size": vocab}))
+    layers = "n_layer" if "n_layer" in config else "num_hidden_layers"
+    (directory / "config.json").write_text(json.dumps(config | {layers: 1, "vocab_size": vocab}))
     return directory
 
 
@@ -282,6 +281,27 @@ def run_all(steps: DeviceSteps, buckets: list[Bucket]) -> None:
         for variant in (GREEDY, FULL):
             steps.run(bucket, variant)
     steps.copy_blocks()
+
+
+def large_steps_launch_what_was_compiled(driver: Counting, directory: Path) -> None:
+    """Each count of tokens has tiles of its own. Nothing is compiled here: kernels are what Triton tells apart."""
+    directory = one_layer(directory, 1000, "gpt2")
+    start = Start(directory, PlanTable.load(GPU), tune_linear=False, max_num_seqs=80, max_num_batched_tokens=1100)
+    launches: set[Any] = set()
+
+    def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> None:
+        kinds = (None if p.do_not_specialize else compiling._kind(x) for p, x in zip(kernel.params, args, strict=False))
+        launches.add((kernel, *kinds, *constants.items()))
+
+    compiling.Kernel.run = launch
+    cuda._product = lambda x, weight, bias, dtype: torch.empty(len(x), len(weight), dtype=dtype)  # cuBLAS's
+    torch.addmm = lambda to, x, weight, out: out
+    start.prepare()
+    compiled = launches.copy()
+    run_all(start.steps(1), start.buckets)
+    assert len({bucket.max_tokens for bucket in start.buckets if bucket.max_tokens > MAX_ROWS}) > 8
+    assert len(compiled) > 40
+    assert launches == compiled
 
 
 def steps_find_their_kernels(driver: Counting, directory: Path) -> None:
