@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
 from functools import partial
-from threading import Lock
+from threading import RLock
 from types import ModuleType
 from typing import Any, Self
 
@@ -28,7 +28,7 @@ _dry: ContextVar[set[Any] | None] = ContextVar("asyncengine_dry_launches", defau
 """The launches of a dry run so far; none outside of one."""
 
 
-_loading = Lock()
+_loading = RLock()
 
 
 def _load_apart(load: Callable[[str, str], ModuleType], name: str, path: str) -> ModuleType:

@@ -126,7 +126,7 @@ class CudaOptions:
     quantization: Quantization = "none"
     """of what ``make_linear`` is given, which must be bfloat16; never of heads"""
     streamed: bool = False
-    """kernels in Gluon run here (see can_stream): streamed plans, and attention of one token a row"""
+    """kernels in Gluon run here (see can_stream): streamed plans, and attention"""
     l2_cache_hints: bool = True
     """these say what is to leave the L2 cache first (see kernels/cache_policy.py)"""
 

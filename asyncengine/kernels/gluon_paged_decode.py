@@ -127,8 +127,9 @@ def _launch(
     section, tile = work.decode, work.decode.tile
     if choose_streamed_tile(shape, block_size) is None:
         raise ValueError(f"{shape} with blocks of {block_size} tokens is for another kernel")
-    streamed = section.split_tiles == 0 and tile.streamed and tile.keys == KEYS.value
-    if (shape, window) != (work.shape, work.window) or not streamed:
+    if section.split_tiles or not tile.streamed or tile.keys != KEYS.value:
+        raise ConfigError(f"the work list is for another kernel, with {tile} and splits of {section.split_tiles} tiles")
+    if (shape, window) != (work.shape, work.window):
         raise ConfigError(f"the work list is of window {work.window} and {work.shape}, not {window} and {shape}")
     _streamed_decode_kernel[(section.lanes * kv_heads,)](
         *(tiles_of(cache.view(-1, block_size, dim), 1, block_size, dim) for cache in (k_cache, v_cache)),

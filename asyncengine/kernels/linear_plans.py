@@ -36,7 +36,8 @@ FEW_PRODUCTS = 3072
 """Of an element of the result. With streamed plans Qwen3 and GPT-2, which have no more, take 2 to 15% less for steps of
 300 to 2,000 tokens, the 8B, which has 4,096 and more, 0 to 4% longer."""
 LARGE_TILES = ((128, 256, 8), (128, 128, 8), (64, 128, 4), (64, 64, 4))
-"""Of more than MAX_ROWS rows: the weight's rows, those of x, warps."""
+"""Of more than MAX_ROWS rows: the weight's rows, those of x, warps. For the first one registers do not do if there is
+something to add to, or with the exact GELU."""
 
 
 NormKind = Literal["none", "rms", "layer"]
@@ -182,7 +183,7 @@ def plan_for_many_rows(site: Site) -> Plan:
         return CUBLAS
     plans = (
         Plan("streamed", columns, 64, warps, rows, 1, 220_000 // ((columns + rows) * 128), fused_norm=False)
-        for columns, rows, warps in LARGE_TILES
+        for columns, rows, warps in LARGE_TILES[1 if site.add or site.activation == "gelu" else 0 :]
     )
     fitting = (plan for plan in plans if plan.fits(site.columns, site.inner, site.activation == "silu_mul"))
     return min(fitting, key=partial(_clocks, site), default=CUBLAS)

@@ -3,7 +3,7 @@
 Between two kernels of a graph lie about 1.5 us until the second has launched and fetched its first weights. Launched
 early it spends them while the first still works.
 
-The rule: a kernel calls ``wait`` once, before it reads what this step has computed and before it writes anything. What
+The rule: a kernel calls ``wait`` before it reads what this step has computed and before it writes anything. What
 may be read ahead of that depends on how far the kernels before have come. ``wait`` lets the next kernel start when it
 returns, so what was written two kernels before may be read; with ``start_next`` at its top a kernel lets the next one
 start with it, and a run of such kernels may all be there at once. So a step's first kernels, which spread its input,

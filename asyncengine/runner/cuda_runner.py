@@ -183,7 +183,7 @@ def _launches(bucket: Bucket) -> tuple[int, ...]:
     For counts that are multiples of 16 Triton compiles kernels of their own.
     """
     rows, tokens = (((count - 1).bit_length(), count % 16) for count in bucket[:2])
-    return (bucket.max_tokens,) if bucket.max_tokens > MAX_ROWS else (*rows, *tokens, *bucket[2:])
+    return (bucket.max_tokens, *bucket[2:]) if bucket.max_tokens > MAX_ROWS else (*rows, *tokens, *bucket[2:])
 
 
 def _too_little_memory() -> str:

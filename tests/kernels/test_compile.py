@@ -135,6 +135,44 @@ def test_streamed_plans_compile(tmp_path):
     assert compiled[43:] == ["skinny_kernel:mma.sync:griddepcontrol.wait"] * 2
 
 
+MANY_ROWS = """
+from tests.kernels.compile_for_hopper import install, spills
+compiled = install()
+import torch
+from asyncengine.kernels.cuda import CudaOps, CudaOptions, Stream
+from asyncengine.kernels.ops import Norm
+
+def random(*shape): return torch.empty(shape, dtype=torch.bfloat16)
+
+ops = CudaOps(torch.device("cpu"), CudaOptions(pdl=True, streamed=True))
+for rows, hidden, width, heads, layer, activation in (
+    (512, 768, 768, 2304, True, "gelu_tanh"), (1024, 768, 768, None, True, "gelu_tanh"),
+    (512, 1024, 2048, 4096, False, "silu_mul"), (2048, 1024, 2048, None, False, "silu_mul"),
+):
+    norm = Norm(random(hidden), random(hidden) if layer else None, 1e-5)
+    up_rows = 3072 if layer else 6144
+
+    def linear(n, k): return ops.make_linear([random(n, k)], [random(n) if layer else None])
+
+    stream = Stream(random(rows, hidden))
+    ops.linear_add_(random(rows, width), linear(hidden, width), stream)
+    y = ops.norm_linear(stream, norm, linear(up_rows, hidden), activation)
+    ops.linear_add_(y, linear(hidden, 3072), stream)
+    if heads:  # of more rows it is cuBLAS's
+        ops.norm_linear(stream, norm, linear(heads, hidden))
+    stream.settle()
+for name, kernel in compiled.items():
+    print(":".join([name.split()[0], *spills(kernel)]))
+"""
+
+
+def test_plans_of_many_rows_compile(tmp_path):
+    """What a layer of GPT-2 and of Qwen3 takes; registers do for it."""
+    compiled = run(tmp_path, "-c", MANY_ROWS)
+    assert len(compiled) > 10
+    assert set(compiled) == {"_streamed_kernel"}
+
+
 POLICIES = """
 from tests.kernels.compile_for_hopper import install, policies
 compiled = install()
