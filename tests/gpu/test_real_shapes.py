@@ -25,7 +25,7 @@ from asyncengine.runner.device_steps import step_buckets
 from asyncengine.runner.model_runner import LoadedModel
 from tests.gpu.conftest import SHAPES
 
-PROMPT, COUNT = 300, 4
+PROMPT, CHUNK, COUNT = 700, 512, 4
 
 
 class StateDict:
@@ -56,20 +56,20 @@ class Recorder:
 
 
 def our_logits(directory: str, source: StateDict, prompt: list[int]) -> tuple[list[Tensor], list[int]]:
-    """Of the last token of the prompt and of COUNT - 1 tokens after it, which are returned too. In chunks of 128."""
+    """Of the last token of the prompt and of COUNT - 1 tokens after it, which are returned too. In chunks."""
     device = torch.device("cuda", 0)
     plans = PlanTable.load(torch.cuda.get_device_name(device))
     ops = CudaOps(device, CudaOptions(plans, pdl.works(device), streamed=can_stream(device)))
     raw = RawConfig.load(SHAPES / directory)
     architecture, family = find_family(raw)
     config = EngineConfig(
-        model=directory, dtype="bfloat16", max_num_seqs=2, max_num_batched_tokens=128, num_kv_blocks=64,
-        max_model_len=512, enforce_eager=True,
+        model=directory, dtype="bfloat16", max_num_seqs=2, max_num_batched_tokens=CHUNK, num_kv_blocks=64,
+        max_model_len=1024, enforce_eager=True,
     )  # fmt: skip
     model_config = family.read_config(raw)
-    recorder = Recorder(family.build(model_config, source, ops, NativeAttention(ops), 512))
+    recorder = Recorder(family.build(model_config, source, ops, NativeAttention(ops), 1024))
     loaded = LoadedModel(
-        SHAPES / directory, architecture, model_config, torch.bfloat16, "cuda", 512, recorder, 0, 0, 0, ()
+        SHAPES / directory, architecture, model_config, torch.bfloat16, "cuda", 1024, recorder, 0, 0, 0, ()
     )
     native = _core.CudaDevice(loaded_libcudart(), 0)
     steps, buffers = make_steps(config, loaded, ops, native, 64)
@@ -86,7 +86,7 @@ def our_logits(directory: str, source: StateDict, prompt: list[int]) -> tuple[li
         for news in loop.drain()[0]:
             tokens += news[2]
     assert loop.stop(5.0)
-    chunks = -(-PROMPT // 128)
+    chunks = -(-PROMPT // CHUNK)
     return recorder.logits[chunks - 1 : chunks - 1 + COUNT], tokens
 
 
