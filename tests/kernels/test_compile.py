@@ -22,7 +22,8 @@ def compiled_for(directory: Path, *quantization: str) -> list[str]:
 def run(directory: Path, *arguments: str) -> list[str]:
     """The lines that Python prints, run without the interpreter of kernels."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(directory / "cache"), "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    cache = directory.parent / "triton-cache"  # what several tests compile is compiled once
+    environment |= {"TRITON_CACHE_DIR": str(cache), "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
     )
