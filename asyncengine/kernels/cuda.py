@@ -25,7 +25,6 @@ from asyncengine.kernels.linear_plans import (
     PlanTable,
     Site,
     default_plan,
-    fallback,
     norm_kind,
     plan_for_many_rows,
     round_rows,
@@ -318,13 +317,12 @@ class CudaOps:
             return INVARIANT
         if isinstance(x, Tensor) and x.dtype != torch.bfloat16:
             return CUBLAS
+        many = len(x) > MAX_ROWS
         site = Site(
-            handle.columns(activation), x.shape[1], round_rows(len(x)), norm_kind(norm), activation,
+            handle.columns(activation), x.shape[1], len(x) if many else round_rows(len(x)), norm_kind(norm), activation,
             handle.bias is not None, add, "fp8" if isinstance(handle.weight, Quantized) else "bf16",
         )  # fmt: skip
-        if len(x) > MAX_ROWS:
-            return plan_for_many_rows(site._replace(rows=len(x))) if self.options.streamed else fallback(site)
-        plan = self.options.plans.find(site)
+        plan = plan_for_many_rows(site) if many else self.options.plans.find(site)
         if plan is None:
             self.missing.add(site)
         if plan is None or (plan.kind == "streamed" and not self.options.streamed):

@@ -30,8 +30,8 @@ MAX_ROWS = 256
 SKINNY_ROWS = 32
 MULTIPROCESSORS = 132
 """Of the H200, for whose size plans are offered."""
-HALF_OF_SHARED = 110_000
-"""Bytes of shared memory, at most, of programs of which a multiprocessor has two."""
+HALF_OF_SHARED, ALL_OF_SHARED = 110_000, 220_000
+"""Bytes of shared memory, at most, of programs of which a multiprocessor has two, or one."""
 FEW_PRODUCTS = 3072
 """Of an element of the result. With streamed plans Qwen3 and GPT-2, which have no more, take 2 to 15% less for steps of
 300 to 2,000 tokens, the 8B, which has 4,096 and more, 0 to 4% longer."""
@@ -182,7 +182,7 @@ def plan_for_many_rows(site: Site) -> Plan:
     if not (site.activation or site.add) and _programs(site, 128, 128) > MULTIPROCESSORS:
         return CUBLAS
     plans = (
-        Plan("streamed", columns, 64, warps, rows, 1, 220_000 // ((columns + rows) * 128), fused_norm=False)
+        Plan("streamed", columns, 64, warps, rows, 1, ALL_OF_SHARED // ((columns + rows) * 128), fused_norm=False)
         for columns, rows, warps in LARGE_TILES[1 if site.add or site.activation == "gelu" else 0 :]
     )
     fitting = (plan for plan in plans if plan.fits(site.columns, site.inner, site.activation == "silu_mul"))
@@ -270,7 +270,7 @@ def _tiled(site: Site) -> Iterator[Plan]:
                         accumulators = rows * columns / (32 * warps)
                         for stages in (3, 4, 6):
                             shared = (rows + columns) * inner * (1 if site.weight == "fp8" else 2) * stages
-                            if 4 <= accumulators <= 128 and 30_000 <= shared <= 220_000 and stages <= steps + 2:
+                            if 4 <= accumulators <= 128 and 30_000 <= shared <= ALL_OF_SHARED and stages <= steps + 2:
                                 yield Plan("tiled", columns, inner, warps, rows, split, stages, fused_norm=False)
 
 
@@ -326,7 +326,7 @@ def _stages(size: int, steps: int) -> list[int]:
 
     What else a program keeps there may leave too little for the last, which then does not compile.
     """
-    return [n for n in sorted({min(steps, room // size) for room in (HALF_OF_SHARED, 220_000, 228_000)}) if n > 1]
+    return [n for n in sorted({min(steps, room // size) for room in (HALF_OF_SHARED, ALL_OF_SHARED, 228_000)}) if n > 1]
 
 
 # ---- tables ----
