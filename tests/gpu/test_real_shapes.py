@@ -25,7 +25,9 @@ from asyncengine.runner.device_steps import step_buckets
 from asyncengine.runner.model_runner import LoadedModel
 from tests.gpu.conftest import SHAPES
 
-PROMPT, CHUNK, COUNT = 700, 512, 4
+PROMPT, COUNT = 700, 4
+CHUNKS = (128, 512)
+"""Tokens of a step: with plans of the table, and with those for many rows."""
 
 
 class StateDict:
@@ -55,15 +57,15 @@ class Recorder:
         return logits
 
 
-def our_logits(directory: str, source: StateDict, prompt: list[int]) -> tuple[list[Tensor], list[int]]:
-    """Of the last token of the prompt and of COUNT - 1 tokens after it, which are returned too. In chunks."""
+def our_logits(directory: str, source: StateDict, prompt: list[int], chunk: int) -> tuple[list[Tensor], list[int]]:
+    """Of the last token of the prompt and of COUNT - 1 after it, which are returned too. ``chunk`` tokens a step."""
     device = torch.device("cuda", 0)
     plans = PlanTable.load(torch.cuda.get_device_name(device))
     ops = CudaOps(device, CudaOptions(plans, pdl.works(device), streamed=can_stream(device)))
     raw = RawConfig.load(SHAPES / directory)
     architecture, family = find_family(raw)
     config = EngineConfig(
-        model=directory, dtype="bfloat16", max_num_seqs=2, max_num_batched_tokens=CHUNK, num_kv_blocks=64,
+        model=directory, dtype="bfloat16", max_num_seqs=2, max_num_batched_tokens=chunk, num_kv_blocks=64,
         max_model_len=1024, enforce_eager=True,
     )  # fmt: skip
     model_config = family.read_config(raw)
@@ -86,7 +88,7 @@ def our_logits(directory: str, source: StateDict, prompt: list[int]) -> tuple[li
         for news in loop.drain()[0]:
             tokens += news[2]
     assert loop.stop(5.0)
-    chunks = -(-PROMPT // CHUNK)
+    chunks = -(-PROMPT // chunk)
     return recorder.logits[chunks - 1 : chunks - 1 + COUNT], tokens
 
 
@@ -97,15 +99,17 @@ def test_logits_are_as_close_as_transformers_own(directory):
     with torch.device("cuda"):
         theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     prompt = torch.randint(config.vocab_size, (PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()
-    logits, tokens = our_logits(directory, StateDict(theirs), prompt)
-    ids = torch.tensor([prompt + tokens[:-1]], device="cuda")
+    results = [our_logits(directory, StateDict(theirs), prompt, chunk) for chunk in CHUNKS]
+    ids = [torch.tensor([prompt + tokens[:-1]], device="cuda") for _, tokens in results]
     with torch.inference_mode():
-        rounded = theirs(ids).logits[0, -COUNT:].float()
-        exact = theirs.float()(ids).logits[0, -COUNT:].float()
-    ours = torch.stack(logits).float()
-    error, their_error = ((x - exact).norm() / exact.norm() for x in (ours, rounded))
-    print(f"{directory}: relative error {error:.4f}, of transformers in bfloat16 {their_error:.4f}")
-    assert error < 1.5 * their_error + 1e-3
+        rounded = [theirs(x).logits[0, -COUNT:].float() for x in ids]
+        theirs.float()
+        exact = [theirs(x).logits[0, -COUNT:].float() for x in ids]
+    for (logits, _), their, wanted, chunk in zip(results, rounded, exact, CHUNKS, strict=True):
+        ours = torch.stack(logits).float()
+        error, their_error = ((x - wanted).norm() / wanted.norm() for x in (ours, their))
+        print(f"{directory}, {chunk}: relative error {error:.4f}, of transformers in bfloat16 {their_error:.4f}")
+        assert error < 1.5 * their_error + 1e-3
     del theirs
     gc.collect()
     torch.cuda.empty_cache()
