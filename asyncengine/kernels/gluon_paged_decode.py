@@ -107,7 +107,7 @@ def streamed_stored_attention(
     """What ``paged_attention`` does, for the rows of one token of any step; others are left as they are.
 
     Tensors are those of ``paged_attention``, heads of a token side by side in q. The kernel before wrote the new keys
-    and values where ``step.slot_mapping`` says. ``streamed_prefill_attention``, which comes next, begins beside this:
+    and values where ``step.slot_mapping`` says. ``streamed_prefill_attention``, if it comes next, begins beside this:
     if there are such rows, as soon as that kernel is over.
 
     Raises ConfigError if a tensor or ``work`` was made for something else.

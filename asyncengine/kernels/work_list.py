@@ -144,17 +144,17 @@ def choose_streamed_tile(shape: AttentionShape, block_size: int, programs_per_sm
 
 
 def choose_mixed_tiles(shape: AttentionShape, block_size: int, window: int) -> tuple[Tile, Tile] | None:
-    """As ``choose_tiles``, with prefill by gluon_paged_prefill.py; None if that is not for these heads or blocks.
+    """As ``choose_tiles``, with rows of one token by gluon_paged_decode.py, prefill by gluon_paged_prefill.py, or both.
 
-    Rows of one token are gluon_paged_decode.py's if it takes such heads. Prefill has as many stages of keys and values
-    as shared memory holds beside the queries of two units.
+    Each for the heads, blocks and windows that it takes; None if neither does. Prefill has as many stages of keys and
+    values as shared memory holds beside the queries of two units.
     """
-    if shape.dtype != torch.bfloat16 or shape.head_dim not in (64, 128) or block_size != 16 or window:
-        return None
-    if shape.group not in (1, 2, 4, 8, 16):  # of a unit's rows each head has as many, eight at least
-        return None
-    decode = choose_streamed_tile(shape, block_size) or choose_tiles(shape)[0]
-    return decode, Tile(128, 128, 8, 256 // shape.head_dim, 1, streamed=True)
+    decode, prefill = choose_tiles(shape)
+    streamed = choose_streamed_tile(shape, block_size)
+    divides = shape.group in (1, 2, 4, 8, 16)  # of a unit's rows each head has as many, eight at least
+    if divides and shape.dtype == torch.bfloat16 and shape.head_dim in (64, 128) and block_size == 16 and not window:
+        return streamed or decode, Tile(128, 128, 8, 256 // shape.head_dim, 1, streamed=True)
+    return (streamed, prefill) if streamed else None
 
 
 class Apart(NamedTuple):

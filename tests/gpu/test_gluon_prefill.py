@@ -36,8 +36,10 @@ MODELS: dict[str, dict[str, int]] = {
     "llama": {"num_kv_heads": 2, "group": 4, "head_dim": 128},
     "eight heads": {"num_kv_heads": 3, "group": 8, "head_dim": 64},
     "sixteen heads": {"num_kv_heads": 1, "group": 16, "head_dim": 128},
+    "seven heads": {"num_kv_heads": 2, "group": 7, "head_dim": 64},
+    "window": {"num_kv_heads": 2, "group": 4, "head_dim": 128, "window": 700},
 }
-"""Heads like those of models, fewer groups of them; and of other sizes."""
+"""Heads like those of models, fewer groups of them; and of other sizes. Prompts of the last two are Triton's."""
 LENGTHS = ((2, 0), (7, 0), (8, 8), (15, 0), (16, 0), (17, 0), (31, 1), (33, 31), (64, 0), (65, 63), (129, 127))
 """(tokens, tokens before them), about the ends of blocks, tiles and units."""
 
@@ -50,7 +52,7 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def make(model: str, rows: tuple[tuple[int, int], ...], **case: Any) -> tuple[World, WorkList]:
     fields = {"dtype": torch.bfloat16, "programs": None, "min_split_tokens": 256, **MODELS[model], **case}
     made = Case(rows, **fields)
-    tiles = choose_mixed_tiles(made.shape, 16, 0)
+    tiles = choose_mixed_tiles(made.shape, 16, made.window)
     assert tiles is not None
     world = make_world(replace(made, tiles=tiles), torch.device("cuda"))
     work = world.work()
@@ -62,7 +64,7 @@ def attend(world: World, work: WorkList, pdl: bool = True) -> Tensor:
     """As ``World.attend``, with the engine's choice of kernels."""
     case = world.case
     out = torch.full((len(world.q), case.shape.num_heads * case.head_dim), math.nan, dtype=case.dtype, device="cuda")
-    attend_stored(world.q, world.k, world.v, world.step, work, case.head_dim**-0.5, 0, out, pdl=pdl)
+    attend_stored(world.q, world.k, world.v, world.step, work, case.head_dim**-0.5, case.window, out, pdl=pdl)
     for section in work.sections:
         assert not section.arrivals.any()
     return out.cpu()

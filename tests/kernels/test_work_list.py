@@ -384,7 +384,7 @@ def test_whom_the_streamed_tile_is_for() -> None:
         assert choose_streamed_tile(replace(shape, **other), 16) is None
 
 
-def test_whom_streamed_prefill_is_for() -> None:
+def test_whom_mixed_tiles_are_for() -> None:
     shape = AttentionShape(32, 8, 128, torch.bfloat16)
     wide, narrow = (choose_streamed_tile(replace(shape, head_dim=dim), 16) for dim in (128, 64))
     assert choose_mixed_tiles(shape, 16, 0) == (wide, Tile(128, 128, 8, 2, 1, streamed=True))
@@ -394,10 +394,13 @@ def test_whom_streamed_prefill_is_for() -> None:
     both = choose_mixed_tiles(many_heads, 16, 0)
     assert both == (choose_tiles(many_heads)[0], Tile(128, 128, 8, 2, 1, streamed=True))
     assert not any(tile.streamed for tile in choose_tiles(shape))
-    for other in ({"dtype": torch.float32}, {"head_dim": 80}, {"num_heads": 24}, {"num_heads": 256}):
+    odd_heads = replace(shape, num_heads=24)
+    assert choose_mixed_tiles(odd_heads, 16, 0) == (wide, choose_tiles(odd_heads)[1])
+    assert choose_mixed_tiles(shape, 16, 1024) == (wide, choose_tiles(shape)[1])
+    for other in ({"dtype": torch.float32}, {"head_dim": 80}, {"num_heads": 256}):
         assert choose_mixed_tiles(replace(shape, **other), 16, 0) is None
     assert choose_mixed_tiles(shape, 32, 0) is None
-    assert choose_mixed_tiles(shape, 16, 1024) is None
+    assert choose_mixed_tiles(many_heads, 16, 1024) is None
 
 
 @pytest.mark.parametrize(("heads", "dim", "fewest", "tokens"), [(8, 128, 198, 192), (12, 64, 132, 128)])
