@@ -242,7 +242,7 @@ class CudaOps:
         step, pdl = batch.step, self.options.pdl
         heads = heads.view(heads.shape[0], -1, v_cache.shape[3])
         q, k, v = split_heads(heads, layer.num_heads)
-        out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
+        out = rows.empty_rows(len(q), q.shape[1] * q.shape[2], q.dtype, q.device)
         work = batch.work[layer.window]
         if batch.few_keys and work.takes_heads:
             decode_attention(
@@ -349,7 +349,7 @@ class CudaOps:
                 return make_rows(y, activation, pdl=pdl)
         else:
             num_rows = len(x) if index is None else len(index)
-            y = torch.empty((num_rows, handle.columns(activation)), dtype=dtype, device=self.device)
+            y = rows.empty_rows(num_rows, handle.columns(activation), dtype, self.device)
             self._launch(x, handle, plan, out=y, norm=norm, activation=activation, index=index)
         return y[:, : handle.out_features]  # a gate's result is half as wide, and never padded
 
@@ -367,7 +367,7 @@ class CudaOps:
         weight = handle.weight
         assert isinstance(weight, Tensor)
         bias, shift = self._fold(norm, weight, handle.bias)
-        y = torch.empty((len(x.x), handle.columns(activation)), dtype=x.x.dtype, device=self.device)
+        y = rows.empty_rows(len(x.x), handle.columns(activation), x.x.dtype, self.device)
         gluon_linear.streamed_linear(
             x, weight, plan, out=y, bias=bias, shift=shift, activation=activation, **self.options.for_streaming
         )

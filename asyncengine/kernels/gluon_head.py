@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from asyncengine.kernels.cache_policy import marks_of_operands
-from asyncengine.kernels.gluon_tiles import GluonKernel, copy_tile, sums_layout, tiles_of
+from asyncengine.kernels.gluon_tiles import GluonKernel, copy_tile, sums_layout, tiles_of, whole_tiles_of
 from asyncengine.kernels.linear_plans import HALF_OF_SHARED, Plan
 from asyncengine.kernels.pdl import launch_options
 from asyncengine.kernels.triton_filters import LAST_INDEX, MAX_VOCAB, rank_of
@@ -54,7 +54,7 @@ def streamed_ranks(
     tiles, blocks = triton.cdiv(columns, plan.columns), triton.cdiv(rows, plan.rows)
     ranks = torch.empty((rows, tiles), dtype=torch.int64, device=x.device)
     _head_kernel[(blocks, min(tiles, max(1, num_programs(x.device, plan) // blocks)))](
-        tiles_of(x, plan.rows, plan.inner),
+        whole_tiles_of(x, plan.rows, plan.inner),
         tiles_of(weight, plan.columns, plan.inner),
         weight if bias is None else bias,
         ranks,

@@ -35,7 +35,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from asyncengine.kernels.cache_policy import marks_of_operands
-from asyncengine.kernels.gluon_tiles import GluonKernel, copy_tile, next_power_of_2, stretches, sums_layout, tiles_of
+from asyncengine.kernels.gluon_tiles import (
+    GluonKernel,
+    copy_tile,
+    next_power_of_2,
+    stretches,
+    sums_layout,
+    tiles_of,
+    whole_tiles_of,
+)
 from asyncengine.kernels.linear_plans import Plan
 from asyncengine.kernels.ops import Activation, Norm
 from asyncengine.kernels.pdl import StreamingOptions, launch_options
@@ -139,7 +147,7 @@ def _launch(
     if strided or out.shape[-2:] != (rows, columns) or weight.shape != (columns * (1 + gated), inner):
         raise ValueError(f"x {list(x.shape)}, weight {list(weight.shape)} and out {list(out.shape)} do not fit")
     _streamed_kernel[(blocks, programs, plan.split)](
-        tiles_of(x, plan.rows, plan.inner),
+        whole_tiles_of(x, plan.rows, plan.inner),
         _gate_and_up(weight, plan.columns, plan.inner) if gated else tiles_of(weight, plan.columns, plan.inner),
         weight if bias is None else bias,
         out,

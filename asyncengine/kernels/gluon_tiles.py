@@ -34,6 +34,17 @@ def tiles_of(x: Tensor, *shape: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x, list(shape), _tile_layout(*shape))
 
 
+def whole_tiles_of(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """As ``tiles_of``, but what lies beyond the rows of x is whatever memory has there, if x has some behind it.
+
+    See ``empty_rows``. Zeros take the accelerator longer than a copy: gate and up of a model with 2,048 inputs take 62
+    us with 16 rows of x in their last tile of 128, and 47 with 128.
+    """
+    whole = -(-len(x) // rows) * rows
+    there = (x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()) // x.stride(0)
+    return tiles_of(x.as_strided((whole, x.shape[1]), x.stride()) if whole <= there else x, rows, columns)
+
+
 @gluon.jit
 def copy_tile(x, at, ready, to, MARK: gl.constexpr, wanted):
     """Ask for the tile of x that begins with element ``at``, a place in each dimension."""

@@ -23,6 +23,12 @@ _HEAD_TILE = 1024
 """Elements of a half head tile: 16 heads of 128. With 128 threads each access is of 16 bytes in bfloat16."""
 
 
+def empty_rows(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[rows, columns], and behind it memory for the rest of the last tile of whatever plan multiplies these rows."""
+    tile = min(256, 1 << (rows - 1).bit_length())
+    return torch.empty((-(-rows // tile) * tile, columns), dtype=dtype, device=device)[:rows]
+
+
 # ---- norms ----
 
 
@@ -89,7 +95,7 @@ def norm(
     if index is not None:
         _check(index, torch.int64, (len(index),), "index")
     rows = len(x) if index is None else len(index)
-    out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    out = empty_rows(rows, width, x.dtype, x.device)
     tile = triton.next_power_of_2(width)
     _norm_kernel[(rows,)](
         x,
@@ -239,7 +245,7 @@ def activation(x: Tensor, kind: Activation, *, pdl: bool = False) -> Tensor:
     if kind == "silu_mul" and x.shape[1] % 2:
         raise ValueError(f"x must have an even last axis, got {list(x.shape)}")
     width = x.shape[1] // 2 if kind == "silu_mul" else x.shape[1]
-    out = torch.empty((x.shape[0], width), dtype=x.dtype, device=x.device)
+    out = empty_rows(len(x), width, x.dtype, x.device)
     _activation_kernel[(x.shape[0], triton.cdiv(width, _ELEMENTWISE_TILE))](
         x, out, x.stride(0), KIND=kind, WIDTH=width, TILE=_ELEMENTWISE_TILE, num_warps=4, **launch_options(pdl)
     )

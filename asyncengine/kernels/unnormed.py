@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from asyncengine.kernels.ops import Norm
+from asyncengine.kernels.triton_rows import empty_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Unnormed:
         if norm.weight.shape != out.shape[1:] or out.dtype != torch.bfloat16:
             raise ValueError(f"a norm of {len(norm.weight)} does not fit {out.dtype} {list(out.shape)}")
         sums = torch.empty((1 if norm.bias is None else 2, tiles, len(out)), dtype=torch.float32, device=out.device)
-        return cls(torch.empty(out.shape, dtype=out.dtype, device=out.device), sums, norm.eps)
+        return cls(empty_rows(len(out), out.shape[1], out.dtype, out.device), sums, norm.eps)
 
 
 def fold_norm(norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:

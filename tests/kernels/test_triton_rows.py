@@ -14,6 +14,7 @@ from torch import Tensor
 
 from asyncengine.kernels import triton_rows
 from asyncengine.kernels.cpu import CpuOps
+from asyncengine.kernels.gluon_tiles import whole_tiles_of
 from asyncengine.kernels.ops import Norm
 from asyncengine.kernels.reference import ReferenceOps
 from tests.kernels.poison import poison_new_memory
@@ -124,6 +125,21 @@ def test_poison_stays_in_its_row(device: torch.device, dtype: torch.dtype, name:
     got = KERNELS[name](x, w, b)
     assert_same(got[::2], clean[::2])
     assert got[1::2].isnan().all()
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16, 40, 129, 300])
+def test_rows_have_memory_for_whole_tiles(rows: int) -> None:
+    """As a copy sees them; rows that end where their memory does get zeros there."""
+    made = triton_rows.empty_rows(rows, 64, torch.bfloat16, torch.device("cpu"))
+    assert made.shape == (rows, 64)
+    assert made.is_contiguous()
+    for tile in (1, 16, 64, 256):
+        if tile < 2 * rows:
+            assert list(whole_tiles_of(made, tile, 64).shape) == [-(-rows // tile) * tile, 64]
+    alone = torch.empty(rows, 64, dtype=torch.bfloat16)
+    assert list(whole_tiles_of(alone, 256, 64).shape) == [rows, 64]
+    last = torch.empty(rows + 256, 3, 64, dtype=torch.bfloat16)[256:, 2]
+    assert list(whole_tiles_of(last, 256, 64).shape) == [rows, 64]
 
 
 @pytest.mark.parametrize("name", KERNELS)
