@@ -19,12 +19,12 @@ from asyncengine.kernels.device_step import DeviceStep
 from asyncengine.kernels.linear_plans import (
     CUBLAS,
     INVARIANT,
-    MAX_ROWS,
     Fused,
     Plan,
     PlanTable,
     Site,
     default_plan,
+    is_for_formula,
     norm_kind,
     plan_for_many_rows,
     round_rows,
@@ -317,12 +317,16 @@ class CudaOps:
             return INVARIANT
         if isinstance(x, Tensor) and x.dtype != torch.bfloat16:
             return CUBLAS
-        many = len(x) > MAX_ROWS
         site = Site(
-            handle.columns(activation), x.shape[1], len(x) if many else round_rows(len(x)), norm_kind(norm), activation,
-            handle.bias is not None, add, "fp8" if isinstance(handle.weight, Quantized) else "bf16",
+            handle.columns(activation), x.shape[1], len(x), norm_kind(norm), activation, handle.bias is not None, add,
+            "fp8" if isinstance(handle.weight, Quantized) else "bf16",
         )  # fmt: skip
-        plan = plan_for_many_rows(site) if many else self.options.plans.find(site)
+        plan: Plan | None
+        if is_for_formula(site):
+            plan = plan_for_many_rows(site)
+        else:
+            site = site._replace(rows=round_rows(len(x)))
+            plan = self.options.plans.find(site)
         if plan is None:
             self.missing.add(site)
         if plan is None or (plan.kind == "streamed" and not self.options.streamed):

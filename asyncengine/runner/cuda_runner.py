@@ -17,7 +17,7 @@ from asyncengine.kernels import pdl
 from asyncengine.kernels.compile_processes import MAX_COMPILATIONS
 from asyncengine.kernels.compiling import compile_launches
 from asyncengine.kernels.cuda import CudaOps, CudaOptions, can_stream
-from asyncengine.kernels.linear_plans import MAX_ROWS, PlanTable
+from asyncengine.kernels.linear_plans import MAX_ROWS, ROWS_OF_CUBLAS, PlanTable
 from asyncengine.layers.attention import NativeAttention
 from asyncengine.model_info import ModelInfo
 from asyncengine.runner import kv_cache
@@ -182,7 +182,7 @@ def _launches(bucket: Bucket) -> tuple[int, ...]:
 
     For counts that are multiples of 16 Triton compiles kernels of their own.
     """
-    rows, tokens = (((count - 1).bit_length(), count % 16) for count in bucket[:2])
+    rows, tokens = (((count - 1).bit_length(), count > ROWS_OF_CUBLAS, count % 16) for count in bucket[:2])
     return (bucket.max_tokens, *bucket[2:]) if bucket.max_tokens > MAX_ROWS else (*rows, *tokens, *bucket[2:])
 
 

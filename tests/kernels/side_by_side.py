@@ -284,9 +284,21 @@ def run_all(steps: DeviceSteps, buckets: list[Bucket]) -> None:
 
 
 def large_steps_launch_what_was_compiled(driver: Counting, directory: Path) -> None:
-    """Each count of tokens has tiles of its own. Nothing is compiled here: kernels are what Triton tells apart."""
-    directory = one_layer(directory, 1000, "gpt2")
-    start = Start(directory, PlanTable.load(GPU), tune_linear=False, max_num_seqs=80, max_num_batched_tokens=1100)
+    """Each count of tokens has tiles of its own."""
+    buckets = launch_what_was_compiled(one_layer(directory, 1000, "gpt2"), max_num_seqs=80, max_num_batched_tokens=1100)
+    assert len({bucket.max_tokens for bucket in buckets if bucket.max_tokens > MAX_ROWS}) > 8
+
+
+def many_rows_launch_what_was_compiled(driver: Counting, directory: Path) -> None:
+    """Of many products, which some counts of rows up to 256 leave to cuBLAS, and what surrounds them to kernels."""
+    directory = one_layer(directory, 1000, "llama-3.1-8b")
+    buckets = launch_what_was_compiled(directory, max_num_seqs=256, max_num_batched_tokens=256)
+    assert {160, 192, 224, 256} <= {bucket.max_rows for bucket in buckets if bucket.single_token_rows}
+
+
+def launch_what_was_compiled(directory: Path, **config: int) -> list[Bucket]:
+    """The buckets. Nothing is compiled here: kernels are what Triton tells apart."""
+    start = Start(directory, PlanTable.load(GPU), tune_linear=False, **config)
     launches: set[Any] = set()
 
     def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> None:
@@ -299,9 +311,9 @@ def large_steps_launch_what_was_compiled(driver: Counting, directory: Path) -> N
     start.prepare()
     compiled = launches.copy()
     run_all(start.steps(1), start.buckets)
-    assert len({bucket.max_tokens for bucket in start.buckets if bucket.max_tokens > MAX_ROWS}) > 8
     assert len(compiled) > 40
     assert launches == compiled
+    return start.buckets
 
 
 def steps_find_their_kernels(driver: Counting, directory: Path) -> None:

@@ -38,7 +38,12 @@ def test_launches(tmp_path: Path, case: str) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    ["large_steps_launch_what_was_compiled", "steps_find_their_kernels", "a_second_start_measures_nothing"],
+    [
+        "large_steps_launch_what_was_compiled",
+        "many_rows_launch_what_was_compiled",
+        "steps_find_their_kernels",
+        "a_second_start_measures_nothing",
+    ],
 )
 def test_steps(tmp_path: Path, case: str) -> None:
     run(tmp_path, case, str(tmp_path))
