@@ -35,7 +35,7 @@ native: install
 	$(call SANITIZED,tsan,thread)
 
 pytest: install
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses auto --dist worksteal
 
 clean:
 	rm -rf build $(VENV)
