@@ -1,7 +1,7 @@
 """Milliseconds per decode step, and start-up, beside other engines on the same GPU.
 
-    python bench/decode.py [--model gpt2] [--batches 1,8,64,256] [--contexts 256,2k,16k] [--cache cold|warm]
-        [--batch-invariant] [--json FILE]
+    python bench/decode.py [--model gpt2] [--batches 1,8,64,256] [--contexts 256,2k,16k] [--between 24,48,96,160]
+        [--cache cold|warm] [--batch-invariant] [--json FILE]
 
 A step is (time of 256 tokens - time of 64) / 192: prompts of 128 random ids, greedy, no end of sequence, text out,
 all requests gathered at once; medians of the repeats. Every shape has a process of its own. Start-up is from the start
@@ -10,8 +10,9 @@ of that process to a ready engine and to its first token, by default with an emp
 The floor is the time to read weights, keys and values once, at the bandwidth that the card was seen to reach.
 
 For every batch and context, bare replay of the step's graph over keys and values of random numbers, which takes no
-prefill: whole steps, greedy sampling included, back to back. ``--batch-invariant`` measures all of it a second time, on
-an engine of that mode beside the first one in the same process, their repeats in alternation.
+prefill: whole steps, greedy sampling included, back to back. At the first context also for batches between, whose rows
+are no power of two, as most are that a server has. ``--batch-invariant`` measures all of it a second time, on an engine
+of that mode beside the first one in the same process, their repeats in alternation.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ def main() -> None:
     parser.add_argument("--model", action="append", help=f"a shape or a directory (default: {', '.join(SHAPES)})")
     parser.add_argument("--batches", default="1,8,64,256", help="(default: %(default)s)")
     parser.add_argument("--contexts", default="256,2k,16k", help="of the replays, '' for none (default: %(default)s)")
+    parser.add_argument("--between", default="24,48,96,160", help="more batches of the replays (default: %(default)s)")
     parser.add_argument("--replays", type=int, default=20, help="of a batch and context")
     parser.add_argument("--batch-invariant", action="store_true", help="and what that mode costs")
     parser.add_argument("--short", type=int, default=64)
@@ -91,8 +93,7 @@ def main() -> None:
     parser.add_argument("--worker", nargs=2, metavar=("MODEL", "STARTED"), help=argparse.SUPPRESS)
     add_engine_options(parser)
     args = parser.parse_args()
-    args.batches = [int(batch) for batch in args.batches.split(",")]
-    args.contexts = parse_contexts(args.contexts)
+    args.batches, args.between, args.contexts = map(parse_counts, (args.batches, args.between, args.contexts))
     if args.worker:
         model, started = args.worker
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
@@ -107,8 +108,8 @@ def main() -> None:
             save(results, args)
 
 
-def parse_contexts(text: str) -> list[int]:
-    """Counts of tokens, a k being 1,024."""
+def parse_counts(text: str) -> list[int]:
+    """A k is 1,024."""
     return [int(word.removesuffix("k")) * (1024 if word.endswith("k") else 1) for word in filter(None, text.split(","))]
 
 
@@ -218,7 +219,7 @@ async def sweep(engine: AsyncEngine, c: ModelConfig, args: argparse.Namespace) -
         layer.normal_()
     points = []
     for context in args.contexts:
-        for batch in args.batches:
+        for batch in batches_at(context, args):
             point: dict[str, Any] = {"batch": batch, "context": context}
             left_out = reason_to_skip(c, engine.model_info, batch, context)
             if left_out is None:
@@ -230,6 +231,12 @@ async def sweep(engine: AsyncEngine, c: ModelConfig, args: argparse.Namespace) -
                 point["skipped"] = left_out
             points.append(point)
     return points
+
+
+def batches_at(context: int, args: argparse.Namespace) -> list[int]:
+    """Those of the replays. The engine has room for the largest of ``args.batches``."""
+    between = args.between if context == args.contexts[0] else []
+    return sorted({*args.batches, *(batch for batch in between if batch < max(args.batches))})
 
 
 def reason_to_skip(c: ModelConfig, info: ModelInfo, batch: int, context: int) -> str | None:

@@ -64,7 +64,8 @@ def decode_bandwidth(record: Record) -> list[Panel]:
     """Share of the bandwidth by context, a curve for each batch."""
     panels = []
     for model, result in record["results"].items():
-        measured = [point for point in result.get("contexts", ()) if "ms" in point]
+        batches = by_batch(result["step_ms"])
+        measured = [point for point in result.get("contexts", ()) if "ms" in point and point["batch"] in batches]
         if measured:
             found = [(point["batch"], point["context"], 100 * point["share"]) for point in measured]
             curves = by_first(found, "batch")

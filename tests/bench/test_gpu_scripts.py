@@ -211,8 +211,8 @@ def test_decode_generates_and_reports_beside_the_others(capsys: pytest.CaptureFi
 
 
 def test_contexts_that_do_not_fit_are_left_out() -> None:
-    assert decode.parse_contexts("256,2k") == [256, 2048]
-    assert decode.parse_contexts("") == []
+    assert decode.parse_counts("256,2k") == [256, 2048]
+    assert decode.parse_counts("") == []
     info = SimpleNamespace(num_kv_blocks=1000, block_size=16, kv_capacity_tokens=16000)
     gpt2, llama = read_model("gpt2"), read_model("llama-3.1-8b")
     assert decode.reason_to_skip(gpt2, info, 1, 1024) is None  # type: ignore[arg-type]
@@ -237,17 +237,19 @@ def test_decode_sweeps_batches_and_contexts(monkeypatch: pytest.MonkeyPatch) -> 
         async with simulated() as engine:
             loaded = replace(engine._loaded(), keep_alive=runner)
             monkeypatch.setattr(engine, "_loaded", lambda: loaded)
-            args = argparse.Namespace(contexts=[256, 2048], batches=[1, 8], replays=5, quantization="none")
+            args = argparse.Namespace(
+                contexts=[256, 2048], batches=[1, 8], between=[3, 8, 9], replays=5, quantization="none"
+            )
             return await decode.sweep(engine, read_model("gpt2"), args)
 
     monkeypatch.setattr(replay, "bare_step_us", bare)
     points = asyncio.run(main())
-    assert [rows for rows, _, _ in replayed] == [[(1, 255)], [(1, 255)] * 8]
+    assert [rows for rows, _, _ in replayed] == [[(1, 255)] * batch for batch in (1, 3, 8)]
     assert [(p["batch"], p["context"], "skipped" in p) for p in points] == [
-        (1, 256, False), (8, 256, False), (1, 2048, True), (8, 2048, True)
+        (1, 256, False), (3, 256, False), (8, 256, False), (1, 2048, True), (8, 2048, True)
     ]  # fmt: skip
-    assert points[1]["tokens/s"] == 4000
-    assert points[1]["TB/s"] == pytest.approx((247e6 + 8 * 256 * 36864) / 2e-3 / 1e12, rel=0.01)
+    assert points[2]["tokens/s"] == 4000
+    assert points[2]["TB/s"] == pytest.approx((247e6 + 8 * 256 * 36864) / 2e-3 / 1e12, rel=0.01)
 
 
 def test_decode_measures_both_modes_in_alternation(monkeypatch: pytest.MonkeyPatch) -> None:
