@@ -35,7 +35,7 @@ native: install
 	$(call SANITIZED,tsan,thread)
 
 pytest: install
-	$(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
+	$(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 clean:
 	rm -rf build $(VENV)

@@ -61,10 +61,10 @@ def decode_steps(record: Record) -> list[Panel]:
 
 
 def decode_bandwidth(record: Record) -> list[Panel]:
-    """Share of the bandwidth by context, a curve for each batch."""
+    """Share of the bandwidth by context, a curve for each batch but those between, which have one context."""
     panels = []
     for model, result in record["results"].items():
-        batches = by_batch(result["step_ms"])
+        batches = by_batch(result.get("step_ms", {}))
         measured = [point for point in result.get("contexts", ()) if "ms" in point and point["batch"] in batches]
         if measured:
             found = [(point["batch"], point["context"], 100 * point["share"]) for point in measured]

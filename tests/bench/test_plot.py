@@ -16,9 +16,10 @@ DECODE: dict[str, Any] = {
             "step_ms": {"64": 0.7, "1": 0.2}, "floor_ms": {"1": 0.06, "64": 0.2},
             "batch-invariant": {"step_ms": {"1": 0.3}},
             "contexts": [
-                {"batch": 8, "context": 256, "ms": 1.0, "share": 0.5},
+                {"batch": 64, "context": 256, "ms": 1.0, "share": 0.5},
                 {"batch": 1, "context": 256, "ms": 1.0, "share": 0.25},
-                {"batch": 8, "context": 2048, "skipped": "no room"},
+                {"batch": 48, "context": 256, "ms": 1.0, "share": 0.4},
+                {"batch": 64, "context": 2048, "skipped": "no room"},
             ],
         }
     },
@@ -59,7 +60,7 @@ def test_decode_panels() -> None:
     assert dict(found["target"])[256] == 0.95
     assert dict(found["vLLM 0.26.0"])[64] == 2.20
     (panel,) = plot.decode_bandwidth(DECODE)
-    assert curves(panel) == {"batch 1": [(256, 25)], "batch 8": [(256, 50)]}
+    assert curves(panel) == {"batch 1": [(256, 25)], "batch 64": [(256, 50)]}
     assert plot.decode_bandwidth({"results": {"x": {}}}) == []
 
 
