@@ -81,8 +81,8 @@ def streamed_prefill_attention(
     """
     check_layout(q, k_cache, v_cache, work.shape, out)
     section, (_, kv_heads, block_size, dim) = work.prefill, k_cache.shape
-    tiles = choose_mixed_tiles(work.shape, block_size, work.window) or ()
-    if section is None or not section.tile.streamed or section.tile not in tiles or q.stride(1) != dim:
+    _, tile = choose_mixed_tiles(work.shape, block_size, work.window) or (None, None)
+    if section is None or not section.tile.streamed or section.tile != tile or q.stride(1) != dim:
         raise ConfigError(f"prefill of {work.shape}, blocks of {block_size}, window {work.window} is another kernel's")
     group = work.shape.group
     lines = q.as_strided((len(q), work.shape.num_heads * dim), (q.stride(0), 1))

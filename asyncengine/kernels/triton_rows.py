@@ -25,8 +25,8 @@ _HEAD_TILE = 1024
 
 def empty_rows(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[rows, columns], and behind it memory for the rest of the last tile of whatever plan multiplies these rows."""
-    tile = min(256, 1 << (rows - 1).bit_length())
-    return torch.empty((-(-rows // tile) * tile, columns), dtype=dtype, device=device)[:rows]
+    tile = min(256, triton.next_power_of_2(rows))
+    return torch.empty((triton.cdiv(rows, tile) * tile, columns), dtype=dtype, device=device)[:rows]
 
 
 # ---- norms ----

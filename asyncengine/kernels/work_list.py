@@ -130,6 +130,11 @@ def choose_fixed_tile(shape: AttentionShape) -> Tile:
     return replace(prefill, rows=max(64, triton.next_power_of_2(shape.group)), warps=4, programs_per_sm=2)
 
 
+def _fits_gluon(shape: AttentionShape, block_size: int) -> bool:
+    """Whether attention in Gluon is for such heads and blocks; each kernel has groups of its own."""
+    return shape.dtype == torch.bfloat16 and shape.head_dim in (64, 128) and block_size == 16
+
+
 def choose_streamed_tile(shape: AttentionShape, block_size: int, programs_per_sm: int = 2) -> Tile | None:
     """The tile of gluon_paged_decode.py, four blocks of the cache; None if that is not for such heads or blocks.
 
@@ -137,7 +142,7 @@ def choose_streamed_tile(shape: AttentionShape, block_size: int, programs_per_sm
     but no more than six tiles: at 8 rows of 288 tokens GPT-2 takes 4.8 us with them and 6.3 with twelve, Qwen3 4.7 and
     with three 6.2.
     """
-    if shape.dtype != torch.bfloat16 or shape.head_dim not in (64, 128) or shape.group > 8 or block_size != 16:
+    if not _fits_gluon(shape, block_size) or shape.group > 8:
         return None
     stages = min(6, (192 << 10) // programs_per_sm // (64 * shape.head_dim * 4))
     return Tile(16, 64, 4, stages, programs_per_sm, streamed=True)
@@ -152,7 +157,7 @@ def choose_mixed_tiles(shape: AttentionShape, block_size: int, window: int) -> t
     decode, prefill = choose_tiles(shape)
     streamed = choose_streamed_tile(shape, block_size)
     divides = shape.group in (1, 2, 4, 8, 16)  # of a unit's rows each head has as many, eight at least
-    if divides and shape.dtype == torch.bfloat16 and shape.head_dim in (64, 128) and block_size == 16 and not window:
+    if _fits_gluon(shape, block_size) and divides and not window:
         return streamed or decode, Tile(128, 128, 8, 256 // shape.head_dim, 1, streamed=True)
     return (streamed, prefill) if streamed else None
 

@@ -189,11 +189,13 @@ def test_lists_for_other_kernels_are_refused() -> None:
     apart = torch.empty(*world.q.shape[:2], 2 * world.q.shape[2], dtype=world.q.dtype, device="cuda")
     apart = apart[:, :, : world.q.shape[2]]
     plain = replace(world, case=replace(world.case, tiles=choose_tiles(world.case.shape))).work()
-    for other in (plain, work.decode_only, replace(work, window=64)):
+    assert work.prefill is not None
+    of_decode = replace(work, prefill=replace(work.prefill, tile=work.decode.tile))
+    for other in (plain, work.decode_only, replace(work, window=64), of_decode):
         with pytest.raises(ConfigError, match="another kernel"):
             streamed_prefill_attention(world.q, world.k, world.v, world.step, other, 1.0, out)
-    for other in (plain, replace(work, window=64)):
-        with pytest.raises(ConfigError, match="the work list is"):
+    for match, other in (("is for another kernel", plain), ("is of window 64", replace(work, window=64))):
+        with pytest.raises(ConfigError, match="the work list " + match):
             streamed_stored_attention(world.q, world.k, world.v, world.step, other, 1.0, 0, out)
     with pytest.raises(ConfigError, match="elements apart"):
         streamed_stored_attention(apart, world.k, world.v, world.step, work, 1.0, 0, out)

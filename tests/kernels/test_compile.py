@@ -147,8 +147,8 @@ def random(*shape): return torch.empty(shape, dtype=torch.bfloat16)
 
 ops = CudaOps(torch.device("cpu"), CudaOptions(pdl=True, streamed=True))
 for rows, hidden, width, heads, layer, activation in (
-    (512, 768, 768, 2304, True, "gelu_tanh"), (1024, 768, 768, None, True, "gelu_tanh"),
-    (512, 1024, 2048, 4096, False, "silu_mul"), (2048, 1024, 2048, None, False, "silu_mul"),
+    (512, 768, 768, 2304, True, "gelu_tanh"), (1024, 768, 768, 2304, True, "gelu_tanh"),
+    (512, 1024, 2048, 4096, False, "silu_mul"), (2048, 1024, 2048, 4096, False, "silu_mul"),
 ):
     norm = Norm(random(hidden), random(hidden) if layer else None, 1e-5)
     up_rows = 3072 if layer else 6144
@@ -159,8 +159,7 @@ for rows, hidden, width, heads, layer, activation in (
     ops.linear_add_(random(rows, width), linear(hidden, width), stream)
     y = ops.norm_linear(stream, norm, linear(up_rows, hidden), activation)
     ops.linear_add_(y, linear(hidden, 3072), stream)
-    if heads:  # of more rows it is cuBLAS's
-        ops.norm_linear(stream, norm, linear(heads, hidden))
+    ops.norm_linear(stream, norm, linear(heads, hidden))
     stream.settle()
 for name, kernel in compiled.items():
     print(":".join([name.split()[0], *spills(kernel)]))
