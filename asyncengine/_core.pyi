@@ -454,8 +454,14 @@ class StepLoop:
         salt: int,
         sampling: tuple[float, int, float, float, int],
         stop_tokens: Sequence[int],
+        delay_ns: int = 0,
+        reserved: bool = False,
     ) -> SubmitResult:
-        """sampling: (temperature, top_k, top_p, min_p, seed); sequence i of n samples with seed + i."""
+        """sampling: (temperature, top_k, top_p, min_p, seed); sequence i of n samples with seed + i.
+
+        The request is served as if it had arrived delay_ns later. A reserved one may use an eighth more than the
+        limits of the queue.
+        """
     def abort(self, id: int, index: int = -1) -> None:
         """One sequence of a request, or all; no-op for a request that has ended."""
     def drain(self) -> tuple[list[tuple[int, int, list[int], int, int, int, int, int]], bool]:

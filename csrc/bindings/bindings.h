@@ -35,10 +35,11 @@ inline void require(bool condition, const char* message) {
 }
 
 inline RequestSpec make_spec(uint64_t id, std::vector<int32_t> prompt, int32_t n, int32_t max_tokens, int32_t priority,
-                             uint64_t salt, const SamplingTuple& sampling, std::vector<int32_t> stop_tokens) {
+                             uint64_t salt, const SamplingTuple& sampling, std::vector<int32_t> stop_tokens,
+                             int64_t delay_ns = 0, bool reserved = false) {
   require(n >= 1 && max_tokens >= 1, "n and max_tokens must be at least 1");
   const auto& [temperature, top_k, top_p, min_p, seed] = sampling;
-  return {id, std::move(prompt), n, max_tokens, priority, salt, {temperature, top_p, min_p, top_k, seed}, std::move(stop_tokens)};
+  return {id, std::move(prompt), n, max_tokens, priority, delay_ns, reserved, salt, {temperature, top_p, min_p, top_k, seed}, std::move(stop_tokens)};
 }
 
 void bind_cpu_kernels(py::module_& m);

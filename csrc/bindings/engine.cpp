@@ -136,10 +136,12 @@ void bind_engine(py::module_& m) {
         return self.stop(std::chrono::nanoseconds(static_cast<int64_t>(limit_s * 1e9)));
       }, py::arg("limit_s"), NoGil())
       .def("submit", [](StepLoop& self, uint64_t id, std::vector<int32_t> prompt, int32_t n, int32_t max_tokens, int32_t priority,
-                        uint64_t salt, const SamplingTuple& sampling, std::vector<int32_t> stop_tokens) {
-        return self.submit(make_spec(id, std::move(prompt), n, max_tokens, priority, salt, sampling, std::move(stop_tokens)));
+                        uint64_t salt, const SamplingTuple& sampling, std::vector<int32_t> stop_tokens, int64_t delay_ns,
+                        bool reserved) {
+        return self.submit(make_spec(id, std::move(prompt), n, max_tokens, priority, salt, sampling, std::move(stop_tokens),
+                                     delay_ns, reserved));
       }, py::arg("id"), py::arg("prompt"), py::arg("n"), py::arg("max_tokens"), py::arg("priority"), py::arg("salt"),
-           py::arg("sampling"), py::arg("stop_tokens"))
+           py::arg("sampling"), py::arg("stop_tokens"), py::arg("delay_ns") = 0, py::arg("reserved") = false)
       .def("abort", &StepLoop::abort, py::arg("id"), py::arg("index") = -1)
       .def("drain", &drain)
       .def("stats", &StepLoop::stats)

@@ -78,6 +78,8 @@ struct RequestSpec {
   int32_t n = 1;
   int32_t max_tokens = 0;
   int32_t priority = 0;  // smaller runs sooner
+  int64_t delay_ns = 0;  // it is served as if it had arrived so much later
+  bool reserved = false;  // it may take of what the queue's limits keep back for such requests
   uint64_t salt = 0;
   SamplingState sampling;  // sequence i samples with seed + i
   std::vector<int32_t> stop_tokens;

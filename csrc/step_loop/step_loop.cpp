@@ -17,6 +17,9 @@ namespace {
 
 using std::chrono::nanoseconds;
 
+// Beyond the queue's limits, an eighth of them is kept for requests that say so.
+constexpr int64_t kReservedShare = 8;
+
 constexpr nanoseconds kIdle = std::chrono::milliseconds(200);  // nothing waits without a limit
 
 // A stack that many may push to and one empties; `Next` is the intrusive link.
@@ -298,12 +301,14 @@ SubmitResult StepLoop::submit(const RequestSpec& spec) {
     return SubmitResult::kTooLarge;
   }
   const int64_t waiting = queued_tokens_.load(std::memory_order_relaxed);
-  if (queued_requests_.load(std::memory_order_relaxed) >= config_.max_queued_requests ||
-      (waiting > 0 && waiting + prompt_len > config_.max_queued_tokens)) {
+  const auto limit = [&](int64_t most) { return spec.reserved ? most + most / kReservedShare + 1 : most; };
+  if (queued_requests_.load(std::memory_order_relaxed) >= limit(config_.max_queued_requests) ||
+      (waiting > 0 && waiting + prompt_len > limit(config_.max_queued_tokens))) {
     return SubmitResult::kQueueFull;
   }
   const int64_t arrived_ns = now_ns();
-  auto request = make_request(spec, arrived_ns + int64_t{spec.priority} * config_.priority_ageing.count(), next_sequence_number_++);
+  const int64_t order = arrived_ns + spec.delay_ns + int64_t{spec.priority} * config_.priority_ageing.count();
+  auto request = make_request(spec, order, next_sequence_number_++);
   queued_requests_.fetch_add(1, std::memory_order_relaxed);
   queued_tokens_.fetch_add(prompt_len, std::memory_order_relaxed);
   live_requests_.fetch_add(1, std::memory_order_relaxed);
