@@ -25,13 +25,14 @@ from asyncengine.errors import (
     EngineDeadError,
     EngineError,
     EngineOverloadedError,
+    InternalError,
     InvalidRequestError,
     KVCapacityError,
     RequestAbortedError,
     WrongLoopError,
 )
 from asyncengine.request import LONG_TEXT, Prompt, RequestDelta, RequestOutput, SamplingParams
-from asyncengine.stream import FAILED, RequestStream, warn_unclosed
+from asyncengine.stream import RequestStream, warn_unclosed
 
 if TYPE_CHECKING:
     from asyncengine.model_info import ModelInfo
@@ -358,17 +359,16 @@ class AsyncEngine:
             stream = self._by_key.get(key)
             if stream is None:
                 continue  # aborted; its last tokens were under way
-            if finish == FAILED:
-                stream.fail(EngineError("the model returned logits that are not finite for this request"))
-                continue
             try:
                 stream.feed(index, tokens, finish, first_ns, last_ns, scheduled_ns, cached_tokens)
             except Exception as e:  # a bug while handling one request must not cost the others theirs
                 logger.exception("request %s failed", stream.request_id)
                 self._abort_in_core(key)
-                error = EngineError(f"request {stream.request_id} failed: {e!r}")
+                error = InternalError(f"request {stream.request_id} failed: {e!r}")
                 error.__cause__ = e
                 stream.fail(error)
+        for line in self._backend.step_loop.take_step_error().splitlines():
+            logger.error("a step failed, and its requests with it: %s", line)
         if not alive:
             self._die(self._backend.step_loop.error)
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import warnings
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Self
 
 from asyncengine.detokenizer import IncrementalDetokenizer, StopStringMatcher
-from asyncengine.errors import EngineError, RequestAbortedError
+from asyncengine.errors import EngineError, NonFiniteLogitsError, RequestAbortedError, StepFailedError, UsageError
 from asyncengine.request import (
     CompletionOutput,
     FinishReason,
@@ -29,7 +29,11 @@ if TYPE_CHECKING:
     from asyncengine.tokenization import Tokenizer
 
 # FinishReason of csrc/core/sequence.h.
-NOT_FINISHED, STOPPED, LENGTH, ABORTED, FAILED = range(5)
+NOT_FINISHED, STOPPED, LENGTH, ABORTED, FAILED, STEP_FAILED = range(6)
+_FAILURES: dict[int, Callable[[], EngineError]] = {
+    FAILED: lambda: NonFiniteLogitsError("the model returned logits that are not finite for this request"),
+    STEP_FAILED: lambda: StepFailedError("a step that computed this request failed; the log says how"),
+}
 _WHOLE_AT_ONCE = 32
 """Tokens whose text is made together when only the end is waited for: few enough that the loop is not held up."""
 
@@ -130,7 +134,7 @@ class RequestStream:
 
     Ends after the last delta of its last sequence. Raises EngineDeadError or RequestAbortedError when the request
     cannot be finished. Cancelling the task that iterates, or ``aclose()``, aborts the request; so does leaving an
-    ``async with`` block. One consumer at a time: another that comes while one waits gets RuntimeError.
+    ``async with`` block. One consumer at a time: another that comes while one waits gets UsageError.
     """
 
     def __init__(
@@ -175,6 +179,9 @@ class RequestStream:
     ) -> None:
         """Take in what the step thread delivered for one sequence. Called by the engine only."""
         if self._done:
+            return
+        if finish in _FAILURES:
+            self.fail(_FAILURES[finish]())
             return
         if not self._first_token and tokens:
             self._first_token = first_ns * 1e-9
@@ -248,7 +255,7 @@ class RequestStream:
     def _check_consumer(self) -> None:
         self._engine._check_loop()
         if self._waiter is not None:  # a second one would take its place, and the first would wait for ever
-            raise RuntimeError(f"another task is reading request {self.request_id}")
+            raise UsageError(f"another task is reading request {self.request_id}")
 
     async def _news(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()

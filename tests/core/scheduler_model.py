@@ -17,7 +17,9 @@ from asyncengine import _core
 
 BLOCK_SIZE = 16
 VOCAB = 8
-STOP, LENGTH, FAILED = 1, 2, 4
+STOP, LENGTH, FAILED, STEP_FAILED = 1, 2, 4, 5
+FED_IN_PLACE = 0
+"""What executors feed where logits were not finite: no_row_is_fed_a_negative_token in tests/native holds them to it."""
 
 Copy = tuple[int, int]
 
@@ -172,15 +174,20 @@ class CheckedScheduler:
         self.requests[request.id] = request
         return request.id
 
-    def abort(self, request_id: int) -> None:
+    def abort(self, request_id: int, index: int | None = None) -> None:
+        """All sequences of a request, or one."""
         self.operations += 1
         request = self.requests[request_id]
-        self.native.abort(request_id)
+        self.native.abort(request_id, -1 if index is None else index)
         told, released = self.native.news()
         assert not told, "who aborts needs no telling"
         for sequence in request.sequences:
-            if sequence.alive:
+            if sequence.alive and index in (None, sequence.index):
                 self._finish(sequence)
+        if not request.sequences[0].alive:  # its siblings wait for nothing any more
+            for sequence in request.sequences:
+                if sequence.state is State.DORMANT:
+                    sequence.state = State.WAITING
         assert sorted(released) == self._release()
         self.saw["abort"] += 1
         self._check_holders()
@@ -219,6 +226,26 @@ class CheckedScheduler:
             self._settle(row.sequence)
         assert told == expected
         assert sorted(released) == self._release()
+        self._check_holders()
+
+    def fail_step(self) -> None:
+        """The oldest step failed: each request with a row in it ends, and nobody else."""
+        self.operations += 1
+        step = self.flight.popleft()
+        told, released = self.native.commit(None)
+        expected: list[tuple[int, int, int, int]] = []
+        for row in step.rows:
+            row.sequence.in_flight -= 1
+            if row.sequence.alive:
+                live = [s for s in row.sequence.request.sequences if s.alive]
+                for s in live:
+                    self._finish(s)
+                expected += [(s.request.id, s.index, -1, STEP_FAILED) for s in live]
+        for row in step.rows:
+            self._settle(row.sequence)
+        assert told == expected
+        assert sorted(released) == self._release()
+        self.saw["failed step"] += 1
         self._check_holders()
 
     def finish(self) -> None:
@@ -279,7 +306,7 @@ class CheckedScheduler:
         for row in step.rows:  # samples last: a fork reads what its source has written in earlier steps only
             if row.sample:
                 row.token = row.sequence.sample()
-                row.sequence.append(max(row.token, 0))
+                row.sequence.append(row.token if row.token >= 0 else FED_IN_PLACE)
                 row.sequence.on_device = True
                 for sibling in row.sequence.request.sequences[1:] if row.sequence.index == 0 else ():
                     if sibling.state is State.DORMANT:

@@ -157,10 +157,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
 
     @precondition(lambda self: self.scheduler.requests)
-    @rule(which=st.integers(0, 99))
-    def abort(self, which: int) -> None:
+    @rule(which=st.integers(0, 99), index=st.sampled_from([None, None, 0, 1, 3]))
+    def abort(self, which: int, index: int | None) -> None:
         requests = list(self.scheduler.requests)
-        self.scheduler.abort(requests[which % len(requests)])
+        self.scheduler.abort(requests[which % len(requests)], index)
 
     @rule()
     def schedule(self) -> None:
@@ -170,6 +170,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def commit(self) -> None:
         self.scheduler.commit()
+
+    @precondition(lambda self: self.scheduler.flight)
+    @rule()
+    def fail_step(self) -> None:
+        self.scheduler.fail_step()
 
     @rule(rounds=st.integers(1, 8))
     def run(self, rounds: int) -> None:
@@ -257,9 +262,11 @@ def test_scheduler_on_a_random_walk(name: str) -> None:
                 arrival += 1
                 random_request(scheduler, rng, arrival)
             case 1 if scheduler.requests and rng.random() < 0.15:
-                scheduler.abort(rng.choice(list(scheduler.requests)))
+                scheduler.abort(rng.choice(list(scheduler.requests)), rng.choice([None, 0, 1, 2]))
             case 2 | 3 | 4:
                 scheduler.schedule()
+            case _ if scheduler.flight and rng.random() < 0.01:
+                scheduler.fail_step()
             case _ if scheduler.flight:
                 scheduler.commit()
         if rng.random() < 0.002:
@@ -271,6 +278,7 @@ def test_scheduler_on_a_random_walk(name: str) -> None:
     assert saw["abort"]
     assert saw["mixed step"] or scheduler.limits.max_num_seqs == 1
     assert saw["failure"]
+    assert saw["failed step"]
     assert saw["surplus row"] or scheduler.limits.steps_in_flight == 1
     assert saw["cached prefix"] or not scheduler.limits.prefix_caching
     assert (saw["fork"] and saw["copy"]) or scheduler.limits.max_num_seqs == 1
