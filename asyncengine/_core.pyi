@@ -264,7 +264,7 @@ class SchedulerHarness:
     def schedule(self) -> tuple[list[_Row], list[tuple[int, int]]] | None:
         """Rows and block copies (source, target) of the next step, which is then in flight; None if nothing can run."""
     def commit(self, tokens: Sequence[int] | None, /) -> _News:
-        """Retire the oldest step: one token per sampled row, negative if its logits were not finite; None: it failed."""
+        """Retires a step: a token for each sampled row, negative where logits were not finite. None: it failed."""
     def news(self) -> _News: ...
     @property
     def in_flight(self) -> int: ...
