@@ -2,7 +2,7 @@
 
 from asyncengine.bundled import path as bundled_model
 from asyncengine.config import EngineConfig
-from asyncengine.engine import AsyncEngine, EngineStats
+from asyncengine.engine import AsyncEngine
 from asyncengine.errors import (
     AsyncEngineError,
     ConfigError,
@@ -35,6 +35,7 @@ from asyncengine.request import (
     SamplingParams,
     Usage,
 )
+from asyncengine.stats import DebugStats, EngineStats
 from asyncengine.stream import RequestStream
 
 __version__ = "0.1.0"  # and in pyproject.toml
@@ -46,6 +47,7 @@ __all__ = [
     "CompletionOutput",
     "ConfigError",
     "ContextLengthError",
+    "DebugStats",
     "EngineClosedError",
     "EngineConfig",
     "EngineDeadError",

@@ -12,7 +12,6 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -32,6 +31,7 @@ from asyncengine.errors import (
     WrongLoopError,
 )
 from asyncengine.request import LONG_TEXT, Prompt, RequestDelta, RequestOutput, SamplingParams
+from asyncengine.stats import DebugStats, EngineStats
 from asyncengine.stream import RequestStream, warn_unclosed
 
 if TYPE_CHECKING:
@@ -45,31 +45,6 @@ _PER_MESSAGE = 16
 """Characters that a message counts for beside its content."""
 
 Health = Literal["loading", "ready", "draining", "closed", "dead"]
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """What the engine is doing now, and what it has done since it started."""
-
-    num_requests_running: int
-    """Sequences that have a slot."""
-    num_requests_waiting: int
-    kv_cache_usage: float
-    """Share of the KV blocks that sequences hold, 0..1; blocks that only the prefix cache keeps count as free."""
-    num_preemptions: int
-    prefix_cache_queries: int
-    """Prompt tokens looked up in the prefix cache."""
-    prefix_cache_hits: int
-    """Prompt tokens found there."""
-    prompt_tokens: int
-    generation_tokens: int
-    num_kv_blocks: int
-    num_free_blocks: int
-    num_free_slots: int
-    num_steps: int
-    num_late_launches: int
-    """Steps that late_launch held back until the GPU had nothing left to do, or as good as nothing."""
-    num_steps_in_flight: int
 
 
 async def _drive(step_loop: _core.StepLoop) -> None:
@@ -309,23 +284,11 @@ class AsyncEngine:
 
     def stats(self) -> EngineStats:
         """Counters and gauges. Raises EngineClosedError like ``model_info``."""
-        s = self._loaded().step_loop.stats()
-        return EngineStats(
-            num_requests_running=s.running,
-            num_requests_waiting=max(s.waiting, s.queued_requests),
-            kv_cache_usage=1 - s.free_blocks / s.num_blocks,
-            num_preemptions=s.preemptions,
-            prefix_cache_queries=s.prefix_queries,
-            prefix_cache_hits=s.prefix_hits,
-            prompt_tokens=s.prompt_tokens,
-            generation_tokens=s.generated_tokens,
-            num_kv_blocks=s.num_blocks,
-            num_free_blocks=s.free_blocks,
-            num_free_slots=s.free_slots,
-            num_steps=s.steps,
-            num_late_launches=s.late_launches,
-            num_steps_in_flight=s.leases,
-        )
+        return EngineStats.of(self._loaded().step_loop.stats())
+
+    def debug_stats(self) -> DebugStats:
+        """What the engine holds, to look for leaks. Raises EngineClosedError like ``model_info``."""
+        return DebugStats.of(self._loaded().step_loop, self.config.max_num_seqs, len(self._by_key))
 
     def __repr__(self) -> str:
         return f"<AsyncEngine {self.config.model} {self._health}>"

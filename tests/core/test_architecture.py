@@ -20,7 +20,7 @@ CSRC = ROOT / "csrc"
 # From the bottom up. A module imports from lower layers, and within its own.
 LAYERS: list[set[str]] = [
     {"errors", "_core", "bundled"},
-    {"config", "request", "model_info"},
+    {"config", "request", "model_info", "stats"},
     {"kernels"},
     {"layers"},
     {"models"},

@@ -202,12 +202,12 @@ def test_a_process_that_was_stopped_goes_on() -> None:
         from asyncengine import AsyncEngine, SamplingParams, bundled_model
 
         async def main():
-            async with AsyncEngine.from_pretrained(bundled_model(), step_timeout_s=3.0, num_kv_blocks=64) as engine:
+            async with AsyncEngine.from_pretrained(bundled_model(), step_timeout_s=4.0, num_kv_blocks=64) as engine:
                 model = engine._loaded().keep_alive._model
                 forward = model.forward
 
                 def slow(*args):
-                    end = time.process_time() + 0.3  # time that stands still while the process does
+                    end = time.process_time() + 0.1  # time that stands still while the process does
                     while time.process_time() < end:
                         time.sleep(0.001) if time.process_time() % 0.01 < 0.001 else None
                     return forward(*args)
@@ -215,7 +215,7 @@ def test_a_process_that_was_stopped_goes_on() -> None:
                 model.forward = slow
                 params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
                 task = asyncio.ensure_future(engine.generate([1, 2, 3], params))
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(0.05)
                 subprocess.Popen(["sh", "-c", f"sleep 6; kill -CONT {os.getpid()}"])
                 os.kill(os.getpid(), signal.SIGSTOP)
                 assert len((await task).token_ids) == 3
