@@ -7,9 +7,11 @@ import errno
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 from aiohttp import web
 
+from asyncengine.errors import EngineDeadError
 from asyncengine.server.app import App
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.connection import Connection, Watch
@@ -19,6 +21,8 @@ logger = logging.getLogger("asyncengine.server")
 
 _BACKLOG = 2048
 _LOG_INTERVAL_S = 10.0
+_DEATH_CHECK_S = 0.5
+_DEATH_DRAIN_S = 2.0
 _CUT_TIMEOUT_S = 2.0
 
 
@@ -120,7 +124,7 @@ async def serve(config: ServerConfig, load: Callable[[], Awaitable[Engine]], sto
     """Listen, load the engine, serve until ``stop`` is set, drain, close.
 
     The port opens before the model is loaded, so that /health can say so. Raises what ``load`` raises,
-    and OSError when the address cannot be bound.
+    OSError when the address cannot be bound, and EngineDeadError if the engine dies and ``exit_on_death`` is set.
     """
     server = HttpServer(config)
     await server.start()
@@ -130,7 +134,13 @@ async def serve(config: ServerConfig, load: Callable[[], Awaitable[Engine]], sto
         server.app.engine = engine = await load()
         try:
             _log_ready(server, engine, time.monotonic() - started)
-            await _until(stop, engine)
+            await _until(stop, engine, config.exit_on_death)
+            if not stop.is_set():
+                logger.critical("the engine is dead: the process ends, so that a supervisor can start it anew")
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_DEATH_DRAIN_S):
+                        await server.app.idle()
+                raise EngineDeadError("the engine is dead")
             logger.info("shutting down: running requests get %g s to finish", config.shutdown_timeout_s)
             drained = await server.drain()
             if not drained:
@@ -157,17 +167,20 @@ def _log_ready(server: HttpServer, engine: Engine, seconds: float) -> None:
     logger.info("ready on %s", server.url)
 
 
-async def _until(stop: asyncio.Event, engine: Engine) -> None:
-    """Wait for ``stop``; meanwhile log the load every ten seconds in which there was any."""
+async def _until(stop: asyncio.Event, engine: Engine, exit_on_death: bool) -> None:
+    """Wait for ``stop``, or for the engine's death; meanwhile log the load every ten seconds in which there was any."""
     before, then = engine.stats(), time.monotonic()
-    while True:
+    while not (exit_on_death and engine.health == "dead"):
         try:
-            async with asyncio.timeout(_LOG_INTERVAL_S):
+            async with asyncio.timeout(_DEATH_CHECK_S):
                 await stop.wait()
                 return
         except TimeoutError:
             pass
-        after, now = engine.stats(), time.monotonic()
+        now = time.monotonic()
+        if now - then < _LOG_INTERVAL_S:
+            continue
+        after = engine.stats()
         prompt = (after.prompt_tokens - before.prompt_tokens) / (now - then)
         generated = (after.generation_tokens - before.generation_tokens) / (now - then)
         if prompt or generated or after.num_requests_running or after.num_requests_waiting:

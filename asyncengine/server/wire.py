@@ -84,6 +84,7 @@ class EventStream:
             self.response.force_close()  # the end of the connection is all that tells where the events end
         self.response.headers["Cache-Control"] = "no-cache"
         self.response.headers["X-Accel-Buffering"] = "no"  # nginx would hold events back
+        self.request_id = headers["X-Request-Id"]
         self._request = request
         self._protocol = _connection(request)
         self._limit_s = limit_s
