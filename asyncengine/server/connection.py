@@ -35,7 +35,7 @@ class Connection(web.RequestHandler):
     """aiohttp's connection with error responses in OpenAI's shape."""
 
     __slots__ = (
-        "_broken", "_descriptor", "_discarding", "_ended", "_half_closed", "_newest", "_unacknowledged_ms", "_watch",
+        "_broken", "_descriptor", "_ended", "_half_closed", "_newest", "_unacknowledged_ms", "_unanswered", "_watch",
         "ping",
     )  # fmt: skip
 
@@ -45,10 +45,10 @@ class Connection(web.RequestHandler):
         self._unacknowledged_ms = int(unacknowledged_s * 1000)
         self._descriptor = -1
         self._newest: StreamReader | None = None  # the body of the last request that began to arrive
+        self._unanswered = 0  # requests
         self._ended = False  # whatever may still arrive is no request
         self._half_closed = False
         self._broken = False  # the last request's body is malformed
-        self._discarding = False
         self.ping: bytes | None = None
         """While a stream of events runs: an event that clients skip."""
 
@@ -85,19 +85,20 @@ class Connection(web.RequestHandler):
 
     async def finish(self, response: web.StreamResponse) -> None:
         """To be called when ``response`` has been sent, before the connection is closed or serves its next request."""
+        self._unanswered -= 1
         if self._broken or self._half_closed or response.status == HTTPStatus.REQUEST_TIMEOUT:
             self._lingering_time = 0.0  # the rest of the body will not come, or has had its time
         transport = self.transport
         if self._broken and not self._half_closed and transport is not None and not transport.is_closing():
             # The reset that a close causes while the client is still sending would take the response with it.
             transport.write_eof()
-            self._resume_transport_reading()
-            self._discarding = True
+            transport.resume_reading()
             await asyncio.sleep(_DISCARD_S)  # unless it closes, which cancels this task
 
     def data_received(self, data: bytes) -> None:
         if self._ended:
             return
+        before = len(self._messages)
         super().data_received(data)
         while self._upgraded:  # to a protocol that nobody speaks here: the rest is requests as before
             assert self._parser is not None
@@ -105,31 +106,43 @@ class Connection(web.RequestHandler):
             self._upgraded = False
             data, self._message_tail = self._message_tail, b""
             super().data_received(data)
-        if not self._messages:
-            return
-        message, payload = self._messages[-1]
+        if len(self._messages) > before:
+            self._unanswered += len(self._messages) - before
+            self._look_at(*self._messages[-1])
+
+    def _look_at(self, message: object, payload: StreamReader) -> None:
+        """The newest message is a request that may still lack its body, or a note that what came is malformed."""
         if isinstance(message, RawRequestMessage):
             self._newest = payload
             return
         self._ended = True
-        self._pause_reading_for_buffer()
+        if self.transport is not None:
+            self.transport.pause_reading()
         if self._newest is not None and not self._newest.is_eof():
             # What is malformed is the body of a request that has its handler, which answers.
             self._messages.pop()
-            self._newest.set_exception(web.RequestPayloadError(message.message))
+            self._unanswered -= 1
             self._broken = True
+            self._fail_body("it is malformed")
+
+    def _fail_body(self, reason: str) -> None:
+        """The newest request gets no more of its body."""
+        assert self._newest is not None
+        if self._unanswered:
+            self._newest.set_exception(web.RequestPayloadError(reason))
+        elif self.transport is not None:
+            self.transport.close()
 
     def eof_received(self) -> bool:  # type: ignore[override]  # aiohttp's closes always
         """Keep the connection for the answers that the client may wait for. False closes it."""
-        waiting = self._waiter is not None and not self._waiter.done()
-        if waiting or self._discarding or self._newest is None or not self._watch.works:
+        if not self._unanswered or not self._watch.works:
             return False
         request = self._current_request
         if request is not None and self._cannot_be_probed(request):
             return False
         self._ended = self._half_closed = True
-        if not self._newest.is_eof():
-            self._newest.set_exception(web.RequestPayloadError("the client closed the connection before its end"))
+        if self._newest is not None and not self._newest.is_eof():
+            self._fail_body("the client closed the connection before its end")
         if not self._messages:
             self.close()
         self.probe()

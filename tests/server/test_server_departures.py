@@ -283,6 +283,22 @@ async def test_a_malformed_chunk_is_answered_at_once_and_closes(size: int, half_
                 await asyncio.sleep(0.01)
 
 
+@pytest.mark.parametrize("rest", [b"", b"helloworld"])
+async def test_an_answered_request_whose_body_ends_early_is_no_fault(
+    rest: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(FakeEngine()) as site:
+        client = Client(site, None)
+        await client.send(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n")
+        await asyncio.sleep(0.1)  # it has been answered; the server lingers for the body
+        await client.send(rest)
+        if not rest:
+            client.sock.shutdown(socket.SHUT_WR)
+        async with asyncio.timeout(5):
+            assert [status for status, _ in answers(await client.read())] == [404]
+    assert not caplog.text
+
+
 async def test_a_body_that_does_not_come_closes_the_connection_in_its_time() -> None:
     async with serving(FakeEngine(), read_timeout_s=0.2) as site:
         client = Client(site, None)
