@@ -117,15 +117,16 @@ class _Listener(logging.handlers.QueueListener):
 
 
 class _Stderr(logging.Handler):
-    """Writes to the descriptor: sys.stderr and this handler have no lock that a blocked write keeps from the exit."""
+    """Writes to the descriptor. A blocked write holds no lock that the end of the process waits for."""
 
     def __init__(self) -> None:
         super().__init__()
         self.setFormatter(logging.Formatter(_FORMAT))
         self._descriptor = sys.stderr.fileno()
 
-    def createLock(self) -> None:
-        self.lock = None  # one thread writes
+    def handle(self, record: logging.LogRecord) -> bool:
+        self.emit(record)  # without the handler's lock, as one thread writes
+        return True
 
     def emit(self, record: logging.LogRecord) -> None:
         data = (self.format(record) + "\n").encode(errors="backslashreplace")
