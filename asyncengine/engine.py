@@ -121,8 +121,8 @@ class AsyncEngine:
         With ``drain``, requests under way may finish for ``timeout_s`` seconds; what is left then, or at once
         without it, ends with EngineClosedError.
         """
-        if self._backend is None:
-            self._health = "closed"  # never started, still loading, or closed before
+        if self._backend is None or self._backend.forked:
+            self._health = "closed"  # never started, still loading, closed before, or the parent process's
             return
         self._check_loop()
         if self._health == "ready":

@@ -23,7 +23,7 @@ from asyncengine.server.chat import Chat
 from asyncengine.server.completions import Completions
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.engine_api import Engine
-from asyncengine.server.errors import ApiError, bad_request, from_engine, unavailable
+from asyncengine.server.errors import ApiError, bad_request, failure, unavailable
 from asyncengine.server.generation import Endpoint, Job, generate, stream
 from asyncengine.server.metrics import Metrics
 from asyncengine.server.protocol import (
@@ -94,7 +94,7 @@ class App:
             try:
                 response = await self._dispatch(request, headers)
             except Exception as exc:
-                response = self._failed(request, exc).response()
+                response = _failed(exc, headers).response(headers["X-Request-Id"])
             if not response.prepared:
                 response.headers.update(headers)
                 if self.draining:
@@ -141,15 +141,6 @@ class App:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-
-    def _failed(self, request: web.BaseRequest, exc: Exception) -> ApiError:
-        error = exc if isinstance(exc, ApiError) else from_engine(exc)
-        if isinstance(exc, ConnectionError):
-            return bad_request("the connection was lost")  # nobody is left to read this
-        if error is None:
-            logger.error("%s %s failed", request.method, request.path, exc_info=exc)
-            error = ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "internal server error")
-        return error
 
     def _ready_engine(self) -> Engine:
         if self.engine is None:
@@ -251,10 +242,15 @@ def _too_large(limit: int) -> ApiError:
     )
 
 
+def _failed(exc: Exception, headers: dict[str, str]) -> ApiError:
+    if isinstance(exc, ConnectionError):
+        return bad_request("the connection was lost")  # nobody is left to read this
+    return failure(exc, headers["X-Request-Id"])
+
+
 def _base_headers(request: web.BaseRequest) -> dict[str, str]:
-    """Headers of every response: X-Request-Id comes back when it can be sent back unchanged."""
-    headers = {"Server": "asyncengine"}
+    """Headers of every response: X-Request-Id comes back when it can be sent back unchanged; else one is made."""
     given = request.headers.get("X-Request-Id", "")
-    if 0 < len(given) <= _MAX_REQUEST_ID and given.isascii() and given.isprintable():
-        headers["X-Request-Id"] = given
-    return headers
+    if not (0 < len(given) <= _MAX_REQUEST_ID and given.isascii() and given.isprintable()):
+        given = uuid.uuid4().hex
+    return {"Server": "asyncengine", "X-Request-Id": given}

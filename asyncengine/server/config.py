@@ -31,6 +31,8 @@ class ServerConfig:
     """Seconds after which an idle connection, or one that has not finished its headers, is closed."""
     shutdown_timeout_s: float = 30.0
     """Seconds that running requests get to finish after SIGTERM."""
+    exit_on_death: bool = True
+    """End the process with code 1 when the engine has died, so that a supervisor starts it anew."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

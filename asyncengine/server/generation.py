@@ -15,7 +15,7 @@ import msgspec
 from asyncengine.errors import EngineDeadError, RequestAbortedError
 from asyncengine.request import FinishReason, Prompt, RequestDelta, RequestOutput, SamplingParams, Usage
 from asyncengine.server.engine_api import Engine, RequestStream
-from asyncengine.server.errors import ApiError, from_engine
+from asyncengine.server.errors import failure
 from asyncengine.server.metrics import Metrics
 from asyncengine.server.protocol import GenerationBody, UsageBody
 from asyncengine.server.sse import NO_USAGE, NULL_USAGE, ChunkFormat, usage_field
@@ -106,12 +106,9 @@ async def stream(engine: Engine, job: Job, metrics: Metrics, events: EventStream
 
 
 async def _fail(events: EventStream, job: Job, exc: Exception) -> None:
-    error = from_engine(exc)
-    if error is None:
-        logger.error("request %s failed", job.id, exc_info=exc)
-        error = ApiError(500, "internal server error")
+    error = failure(exc, events.request_id)
     try:
-        await events.fail(error.body())
+        await events.fail(error.body(events.request_id))
     except ConnectionError as gone:
         logger.info("request %s: %s", job.id, gone)
 
