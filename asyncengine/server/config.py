@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from asyncengine.config import check_types
 from asyncengine.errors import ConfigError
 
 
@@ -33,6 +34,7 @@ class ServerConfig:
     """Seconds that running requests get to finish after SIGTERM."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be in [0, 65535], got {self.port}")
         if self.max_request_bytes < 1:
