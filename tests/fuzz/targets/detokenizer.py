@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+
 from asyncengine.detokenizer import IncrementalDetokenizer
 from asyncengine.tokenization import Tokenizer
 from tests.fuzz.source import Source
@@ -16,9 +19,22 @@ from tests.models.test_detokenizer import (
 )
 
 
+def tokenizer_with(decoder: decoders.Decoder, *tokens: str) -> Tokenizer:
+    backend = Backend(models.WordLevel({token: i for i, token in enumerate(("<unk>", *tokens))}, "<unk>"))
+    backend.decoder = decoder
+    backend.add_special_tokens(["<s>"])
+    return Tokenizer(backend)
+
+
+SPACES = tokenizer_with(decoders.Metaspace(), "▁the", "▁", "▁▁", "a", "é▁b", "😀")
+SUFFIXES = tokenizer_with(decoders.BPEDecoder(suffix="</w>"), "the</w>", "th", "e</w>", "</w>", "é")
+JOINED = tokenizer_with(decoders.Fuse(), "the", " ", "  ", "é", "😀")
+TOKENIZERS = (BYTE_LEVEL, PREFIX_SPACE, METASPACE, WORDS, SPACES, SUFFIXES, JOINED)
+
+
 def one_input(data: bytes) -> None:
     source = Source(data)
-    tokenizer = source.pick((BYTE_LEVEL, PREFIX_SPACE, METASPACE, WORDS))
+    tokenizer = source.pick(TOKENIZERS)
     skip = source.flag()
     stream = IncrementalDetokenizer(tokenizer, skip)
     ids: list[int] = []
@@ -41,4 +57,6 @@ def expected(tokenizer: Tokenizer, ids: list[int], skip: bool) -> str:
     if tokenizer is METASPACE:
         return decode_with_fallback(tokenizer, ids, skip)
     whole = tokenizer.decode(ids, skip)
-    return whole[:-1] if tokenizer is not WORDS and ends_unfinished(tokenizer, ids, skip) else whole
+    if tokenizer in (BYTE_LEVEL, PREFIX_SPACE) and ends_unfinished(tokenizer, ids, skip):
+        return whole[:-1]
+    return whole
