@@ -86,7 +86,7 @@ def load_model(
     model_config = family.read_config(raw)
     eos_token_ids = read_eos_token_ids(path, raw, model_config.vocab_size)
     max_model_len = choose_max_model_len(config, model_config)
-    _check_rotary_memory(model_config, max_model_len)
+    _check_context_memory(config, model_config, max_model_len)
     dtype = choose_dtype(config.dtype, raw.dtype, ops.device)
     if config.quantization != "none":
         if not family.quantizable:
@@ -183,19 +183,20 @@ def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_model_len
 
 
-def _check_rotary_memory(model: ModelConfig, max_model_len: int) -> None:
-    """Raises ConfigError if rotary positions take more memory than there is: the system would end the process.
+def _check_context_memory(config: EngineConfig, model: ModelConfig, max_model_len: int) -> None:
+    """Raises ConfigError if a context of ``max_model_len`` takes more than half the memory beside the KV cache.
 
-    The table of cosines and sines is joined from its halves, which are computed from the angles.
+    That is block tables, and for rotary positions a table of cosines and sines, joined from its halves, which are
+    computed from the angles. Without this check the system may end the process.
     """
-    if model.rope is None:
-        return
-    needed = max_model_len * model.head_dim * (2 * 4 + 2)
-    available = kv_cache.available_memory()
-    if needed > available:
+    needed = 4 * config.max_num_seqs * -(-max_model_len // config.block_size)
+    if model.rope is not None:
+        needed += max_model_len * model.head_dim * (2 * 4 + 2)
+    total = kv_cache.total_memory()
+    if needed > total // 2:
         raise ConfigError(
-            f"rotary positions of {max_model_len:,} tokens take {needed:,} bytes, and {available:,} are available: "
-            "lower max_model_len"
+            f"a context of {max_model_len:,} tokens takes {needed:,} bytes beside the KV cache, more than half of "
+            f"{total:,}: lower max_model_len"
         )
 
 
