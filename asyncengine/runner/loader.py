@@ -24,6 +24,8 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 MAX_INDEX_BYTES = 64 << 20
 """Largest index; that of a model with 700 billion parameters has 9 MB."""
+MAX_HEADER_BYTES = 32 << 20
+"""Largest header of a weight file, of some 300,000 tensors. The library takes three times as much, and 6 s for it."""
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # Buffers that old checkpoints carry along, and heads that are tied to the embedding.
@@ -112,6 +114,13 @@ def _is_file_name(name: str) -> bool:
 def _open_shard(path: Path) -> Any:
     checked_size(path)
     try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+        if length > MAX_HEADER_BYTES:
+            raise ModelError(
+                f"{path} is damaged or incomplete: its header has {length:,} bytes, and at most {MAX_HEADER_BYTES:,} "
+                "are read"
+            )
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as e:
         raise ModelError(f"{path} is damaged or incomplete: {_brief(e)}") from e
