@@ -108,7 +108,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 def _is_file_name(name: str) -> bool:
     """Whether ``name`` is that of a file in a directory, on any system: no path, no drive, nothing hidden."""
-    return re.fullmatch(r"\w[^/\\:\0]{0,254}", name) is not None
+    return re.fullmatch(r"\w[^/\\:\x00-\x1f]{0,254}", name) is not None
 
 
 def _open_shard(path: Path) -> Any:

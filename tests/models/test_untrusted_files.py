@@ -318,7 +318,7 @@ def test_any_value_of_any_key(config: dict[str, Any]) -> None:
     [
         "../model/shard.safetensors", "./shard.safetensors", "sub/shard.safetensors", "..", ".", "", ".hidden",
         "/etc/hostname", "\\\\server\\share", "..\\shard.safetensors", "C:shard.safetensors", "shard.safetensors\0",
-        "x" * 300,
+        "shard\n.safetensors", "x" * 300,
     ],
 )  # fmt: skip
 def test_an_index_names_files_of_its_directory(sharded: Path, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
