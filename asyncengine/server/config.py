@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from asyncengine.config import check_types
 from asyncengine.errors import ConfigError
 
 
@@ -35,6 +36,7 @@ class ServerConfig:
     """End the process with code 1 when the engine has died, so that a supervisor starts it anew."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be in [0, 65535], got {self.port}")
         if self.max_request_bytes < 1:
