@@ -175,7 +175,7 @@ def test_stop_tokens_of_an_array() -> None:
 
 
 def test_integers_that_python_does_not_print() -> None:
-    with pytest.raises(InvalidRequestError, match=r"max_tokens must be in .* one of 16610 bits"):
+    with pytest.raises(InvalidRequestError, match=r"max_tokens must be in .* a number of 16610 bits"):
         SamplingParams(max_tokens=10**5000)
 
 
