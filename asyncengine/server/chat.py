@@ -9,15 +9,7 @@ from asyncengine.server import protocol
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.errors import bad_request
 from asyncengine.server.generation import Endpoint, Job
-from asyncengine.server.protocol import (
-    NOT_GIVEN,
-    NOTHING,
-    BodyDecoder,
-    GenerationBody,
-    UsageBody,
-    asks_for_nothing,
-    unsupported,
-)
+from asyncengine.server.protocol import NOTHING, BodyDecoder, GenerationBody, UsageBody, unsupported
 from asyncengine.server.sse import NOT_FINISHED, ChunkFormat
 
 _UNIMPLEMENTED: dict[str, tuple[object, ...]] = protocol.UNIMPLEMENTED | {
@@ -53,8 +45,8 @@ class ContentPart(msgspec.Struct):
 class Message(msgspec.Struct):
     role: str
     content: str | list[ContentPart] | None = None
-    tool_calls: msgspec.Raw = NOT_GIVEN
-    function_call: msgspec.Raw = NOT_GIVEN
+    tool_calls: list[msgspec.Raw] | None = None
+    function_call: dict[str, msgspec.Raw] | None = None
 
 
 class ChatBody(GenerationBody, kw_only=True):
@@ -143,9 +135,8 @@ def _message(i: int, message: Message) -> ChatMessage:
     if role is None:
         known, path = ", ".join(_ROLES), f"messages[{i}].role"
         raise bad_request(f"{path} must be one of {known}, got {quoted(message.role)}", path)
-    for name, value in (("tool_calls", message.tool_calls), ("function_call", message.function_call)):
-        if value is not NOT_GIVEN and not asks_for_nothing(value, NOTHING):
-            raise unsupported(f"messages[{i}].{name}")
+    if message.tool_calls or message.function_call:
+        raise unsupported(f"messages[{i}].{'tool_calls' if message.tool_calls else 'function_call'}")
     if content is None:
         raise bad_request(f"messages[{i}].content is required", f"messages[{i}].content")
     if isinstance(content, list):

@@ -29,7 +29,8 @@ class ServerConfig:
     max_request_bytes: int = 32 * 2**20
     """Largest request body."""
     max_request_values: int = 500_000
-    """Most values in a request body: numbers, strings, arrays and so on, each token id of a prompt among them."""
+    """Most values in a request body. A number counts once, so that a token id does; a string, a field's name, an array
+    and an object count twice."""
     max_inflight_body_bytes: int = 256 * 2**20
     """Bytes of request bodies that all clients together may have in the server before they are parsed; over it, bodies
     of more than 64 KiB are refused with 503."""

@@ -73,8 +73,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
 
 
-NOT_GIVEN = msgspec.Raw()
-"""The value of a Raw field that the request lacks."""
+_NOT_GIVEN = msgspec.Raw()
 _LONGEST_NEUTRAL = 64  # bytes of JSON that can ask for nothing
 _PATH = re.compile(r"^(?P<message>.*) - at `\$\.?(?P<path>.*)`$", re.DOTALL)
 
@@ -84,7 +83,7 @@ class BodyDecoder(Generic[T]):
 
     def __init__(self, kind: type[T], unimplemented: Mapping[str, tuple[object, ...]]) -> None:
         self._unimplemented = unimplemented
-        refused = [(name, msgspec.Raw, NOT_GIVEN) for name in unimplemented]
+        refused = [(name, msgspec.Raw, _NOT_GIVEN) for name in unimplemented]
         full = msgspec.defstruct(kind.__name__, refused, bases=(kind,), kw_only=True)
         self._decoder = cast("msgspec.json.Decoder[T]", msgspec.json.Decoder(full))
 
@@ -101,9 +100,9 @@ class BodyDecoder(Generic[T]):
             raise bad_request(f"the request body is not valid JSON: {exc}") from None
         for name, neutral in self._unimplemented.items():
             value = getattr(body, name)
-            if value is not NOT_GIVEN:
-                setattr(body, name, NOT_GIVEN)
-                if not asks_for_nothing(value, neutral):
+            if value is not _NOT_GIVEN:
+                setattr(body, name, _NOT_GIVEN)
+                if not _asks_for_nothing(value, neutral):
                     raise unsupported(name)
         if body.best_of is not None and body.best_of != (body.n or 1):
             raise bad_request("best_of is supported only where it equals n", "best_of", "unsupported_parameter")
@@ -119,7 +118,7 @@ def _wrong_type(message: str) -> ApiError:
     return bad_request(f"{match['path']}: {match['message']}", match["path"])
 
 
-def asks_for_nothing(value: msgspec.Raw, neutral: tuple[object, ...]) -> bool:
+def _asks_for_nothing(value: msgspec.Raw, neutral: tuple[object, ...]) -> bool:
     """Whether the JSON of a field that is not implemented is one of the values that ask for nothing."""
     if len(value) > _LONGEST_NEUTRAL:
         return False

@@ -39,21 +39,22 @@ const char* skip_string(const char* p, const char* end) {
 
 JsonExtent scan_json(const char* data, size_t size) {
   const char *p = data, *const end = data + size;
-  int64_t separators = 0, depth = 0, deepest = 0;
+  int64_t marks = 0, depth = 0, deepest = 0;
   while (p < end) {
     const char c = *p++;
     if (c == '"') {
+      ++marks;
       p = skip_string(p, end);
       continue;
     }
     // Without branches: a hostile document would have each of them guessed wrong.
     const char bracket = static_cast<char>(c | 0x20);  // [ and ] differ from { and } in this bit
     const int64_t opens = bracket == '{', closes = bracket == '}';
-    separators += opens + (c == ',');
+    marks += opens + (c == ',');
     depth += opens - closes;
     deepest = std::max(deepest, depth);
   }
-  return {separators + 1, deepest};
+  return {marks + 1, deepest};
 }
 
 }  // namespace asyncengine

@@ -7,7 +7,7 @@
 namespace asyncengine {
 
 struct JsonExtent {
-  int64_t values = 0;  // at least as many as the document has: an empty array or object counts twice
+  int64_t values = 0;  // a number counts once, a string, also a member's name, an array and an object twice
   int64_t depth = 0;   // of nested arrays and objects
 };
 

@@ -62,7 +62,7 @@ TOO_LONG: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt": ["x"] * 1025}, "prompt"),
     (COMPLETIONS, {"prompt": [[1]] * 1025}, "prompt"),
     (COMPLETIONS, {"prompt": [5] * 400_000}, "prompt"),
-    (COMPLETIONS, {"prompt": "x", "stop": ["x"] * 400_000}, "stop"),
+    (COMPLETIONS, {"prompt": "x", "stop": ["x"] * 150_000}, "stop"),
     (COMPLETIONS, {"prompt": "x", "stop_token_ids": [1] * 1025}, "stop_token_ids"),
     (COMPLETIONS, {"prompt": "x", "stop_token_ids": [1] * 400_000}, "stop_token_ids"),
     (CHAT, {"messages": USER * 16_385}, "messages"),
