@@ -216,7 +216,8 @@ class RequestStream:
     async def __anext__(self) -> RequestDelta:
         self._check_consumer()
         while not self._untaken:
-            self._raise_error()
+            if self._error is not None:
+                raise _copy(self._error) from self._error.__cause__
             if self._done:
                 raise StopAsyncIteration
             await self._news()
@@ -234,7 +235,8 @@ class RequestStream:
         self._whole = True
         while not self._done:
             await self._news()
-        self._raise_error()
+        if self._error is not None:
+            raise _copy(self._error) from self._error.__cause__
         self._untaken.clear()
         outputs = tuple(
             CompletionOutput(i, "".join(s.texts), tuple(s.token_ids), s.finish_reason, s.stop_reason)
@@ -242,10 +244,6 @@ class RequestStream:
             if s.finish_reason is not None
         )
         return RequestOutput(self.request_id, tuple(self.prompt_token_ids), outputs, self._usage(), self._timing())
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise _copy(self._error) from self._error.__cause__
 
     def _check_consumer(self) -> None:
         self._engine._check_loop()

@@ -53,6 +53,11 @@ class ServerConfig:
         for name in ("request_bytes", "request_values", "inflight_body_bytes", "sequences_per_request"):
             if getattr(self, f"max_{name}") < 1:
                 raise ConfigError(f"max_{name} must be at least 1, got {getattr(self, f'max_{name}')}")
+        if self.max_inflight_body_bytes < self.max_request_bytes:
+            raise ConfigError(
+                f"max_inflight_body_bytes ({self.max_inflight_body_bytes}) must be at least "
+                f"max_request_bytes ({self.max_request_bytes}): a body of that size could never be received"
+            )
         for name in ("read_timeout_s", "write_timeout_s", "keep_alive_s", "shutdown_timeout_s"):
             if not 0 < getattr(self, name) <= 1e6:
                 raise ConfigError(f"{name} must be in (0, 1e6] seconds, got {getattr(self, name)}")

@@ -138,12 +138,11 @@ async def _admit(engine: Engine, job: Job) -> list[RequestStream]:
 async def _all(work: Callable[[int], Coroutine[Any, Any, T]], count: int) -> list[T]:
     """Results of ``work(0)`` to ``work(count - 1)`` in order; the first failure cancels the rest and is raised.
 
-    Each begins in a turn of the event loop of its own: the first steps of thousands would hold up everybody else.
+    Each is a task, since what wakes up for every token should not lie under all frames of the request's handler, and
+    begins in a turn of the event loop of its own: the first steps of thousands would hold up everybody else.
     Not a TaskGroup: its exceptions are parts of cycles with tracebacks, frames and tasks, so what failed requests held
     would live until the garbage collector comes.
     """
-    if count == 1:
-        return [await work(0)]
     tasks: list[asyncio.Task[T]] = []
     try:
         for p in range(count):
@@ -153,11 +152,14 @@ async def _all(work: Callable[[int], Coroutine[Any, Any, T]], count: int) -> lis
                 break  # it was refused at once: the others would only be made to be cancelled
         return await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        del task  # this frame is part of the exception's traceback, which is part of the task
-        tasks.clear()
+        await _end(tasks)
+        tasks.clear()  # this frame is in the traceback of the exception that a task holds
+
+
+async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _Streaming:

@@ -126,7 +126,7 @@ def half_sent(total: int, part: int) -> bytes:
 
 async def test_half_sent_bodies_hold_no_more_than_the_budget() -> None:
     budget, size = 4 * 2**20, 3 * 2**20
-    async with serving(FakeEngine(), max_inflight_body_bytes=budget) as site:
+    async with serving(FakeEngine(), max_inflight_body_bytes=budget, max_request_bytes=budget) as site:
         bodies = site.server.app.bodies
         connections = [await site.connect() for _ in range(20)]
         refused: list[tuple[bytes, Any]] = []
