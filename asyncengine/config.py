@@ -80,6 +80,9 @@ class EngineConfig:
     """Prompt tokens that wait at most, over all requests; a longer prompt waits alone."""
     priority_ageing_s: float = 30.0
     """Seconds of waiting that outweigh one priority class, so that nothing starves."""
+    fair_share_s: float = 1.0
+    """Seconds by which each live sequence of a client puts back that client's next request in favour of others'; 0
+    serves all in the order of their arrival."""
 
     block_size: int = 16
     """Tokens per KV block, a multiple of 16."""
@@ -158,6 +161,8 @@ class EngineConfig:
         for field in ("priority_ageing_s", "step_timeout_s"):
             if not 0 < getattr(self, field) <= 1e6:
                 raise ConfigError(f"{field} must be in (0, 1e6] seconds, got {getattr(self, field)}")
+        if not 0 <= self.fair_share_s <= 1000:
+            raise ConfigError(f"fair_share_s must be in [0, 1000] seconds, got {self.fair_share_s}")
 
     @classmethod
     def from_kwargs(cls, model: str, kwargs: dict[str, Any]) -> Self:
