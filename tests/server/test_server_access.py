@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from pathlib import Path
@@ -13,6 +14,7 @@ from harness import CHAT, COMPLETIONS, USER, Site, raw_post, serving
 
 from asyncengine.errors import ConfigError
 from asyncengine.server.config import ServerConfig
+from asyncengine.testing import SimulatedEngine, settle
 
 REQUEST = {"prompt": "x", "max_tokens": 1}
 
@@ -88,6 +90,25 @@ async def test_without_keys_a_connection_is_a_tenant() -> None:
             writer.close()
     assert engine.tenants[:2] == engine.tenants[2:]
     assert len(set(engine.tenants)) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_small_request_does_not_wait_for_anothers_large_one(stream: bool) -> None:
+    async with (
+        SimulatedEngine(max_num_seqs=16, num_kv_blocks=4096, step_latency_us=2000) as engine,
+        serving(engine, max_sequences_per_request=2048) as site,
+    ):
+        _, writer = await site.connect()
+        large = {"prompt": [[300, 301]] * 512, "n": 4, "max_tokens": 16, "ignore_eos": True, "stream": stream}
+        writer.write(raw_post(COMPLETIONS, large))
+        while len(engine._by_id) < 400:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        small = await site.post(COMPLETIONS, prompt=[302], max_tokens=4, ignore_eos=True)
+        assert small.status == 200
+        assert len(engine._by_id) > 100  # the large one is far from its end
+        writer.close()
+        await settle(engine)
+        assert len(engine._fair_share) == 0
 
 
 async def test_priority_only_where_the_operator_allows_it() -> None:
