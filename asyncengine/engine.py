@@ -30,7 +30,8 @@ from asyncengine.errors import (
     RequestAbortedError,
     WrongLoopError,
 )
-from asyncengine.request import LONG_TEXT, Prompt, RequestDelta, RequestOutput, SamplingParams
+from asyncengine.fairness import FairShare
+from asyncengine.request import LONG_TEXT, Prompt, RequestDelta, RequestOutput, SamplingParams, quoted
 from asyncengine.stats import DebugStats, EngineStats
 from asyncengine.stream import RequestStream, warn_unclosed
 
@@ -74,6 +75,7 @@ class AsyncEngine:
         self._keys = itertools.count(1)
         self._by_key: dict[int, RequestStream] = {}
         self._by_id: dict[str, RequestStream] = {}
+        self._fair_share = FairShare(config.fair_share_s)
         self._seeds = random.Random(config.seed)
         self._idle: asyncio.Event = asyncio.Event()
         self._idle.set()
@@ -172,9 +174,12 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: str | None = None,
     ) -> RequestOutput:
         """Generate to the end. Arguments and errors are those of ``submit``; cancelling the task aborts."""
-        stream = await self.submit(prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt)
+        stream = await self.submit(
+            prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt, tenant=tenant
+        )
         return await stream.collect()
 
     async def stream(
@@ -185,9 +190,12 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: str | None = None,
     ) -> AsyncIterator[RequestDelta]:
         """Generate piece by piece. Arguments and errors are those of ``submit``; leaving the loop aborts."""
-        request = await self.submit(prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt)
+        request = await self.submit(
+            prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt, tenant=tenant
+        )
         async with aclosing(request):
             async for delta in request:
                 yield delta
@@ -200,12 +208,14 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: str | None = None,
     ) -> RequestStream:
         """Check and enqueue a request; its errors are raised here, before anything is allocated.
 
         ``prompt`` is text, token ids, or chat messages for the model's template. A smaller ``priority`` runs sooner,
         in [-1000, 1000]; waiting makes up for it (EngineConfig.priority_ageing_s). Requests with different
-        ``cache_salt`` share no KV through the prefix cache.
+        ``cache_salt`` share no KV through the prefix cache. Requests of different ``tenant`` share the engine fairly
+        (EngineConfig.fair_share_s); those without one are served as they come.
 
         Raises InvalidRequestError (ContextLengthError, KVCapacityError), EngineOverloadedError, EngineClosedError,
         EngineDeadError, WrongLoopError.
@@ -217,11 +227,12 @@ class AsyncEngine:
             raise InvalidRequestError(f"params must be SamplingParams, got {type(params).__name__}", param="params")
         if isinstance(priority, bool) or not isinstance(priority, int) or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
             raise InvalidRequestError(
-                f"priority must be an integer in [-{MAX_PRIORITY}, {MAX_PRIORITY}], got {priority!r}", param="priority"
+                f"priority must be an integer in [-{MAX_PRIORITY}, {MAX_PRIORITY}], got {quoted(priority)}",
+                param="priority",
             )
-        for name, value in (("request_id", request_id), ("cache_salt", cache_salt)):
+        for name, value in (("request_id", request_id), ("cache_salt", cache_salt), ("tenant", tenant)):
             if value is not None and not isinstance(value, str):
-                raise InvalidRequestError(f"{name} must be a string, got {value!r}", param=name)
+                raise InvalidRequestError(f"{name} must be a string, got {quoted(value)}", param=name)
         prompt_ids = await self._tokenize(backend, prompt)
         backend = self._serving()  # tokenizing may have taken a while
         max_tokens = self._check_size(backend.model_info, prompt_ids, params)
@@ -233,9 +244,10 @@ class AsyncEngine:
                 key = next(self._keys)
             request_id = f"req-{key}"
         elif request_id in self._by_id:
-            raise InvalidRequestError(f"request_id {request_id!r} is in use", param="request_id")
+            raise InvalidRequestError(f"request_id {quoted(request_id)} is in use", param="request_id")
 
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+        place = self._fair_share.place(tenant, priority)
         result = backend.step_loop.submit(
             id=key,
             prompt=prompt_ids,
@@ -245,11 +257,14 @@ class AsyncEngine:
             salt=_hash_salt(cache_salt),
             sampling=(params.temperature, params.top_k, params.top_p, params.min_p, seed % 2**64),
             stop_tokens=stop_tokens,
+            delay_ns=place.delay_ns,
+            reserved=place.reserved,
         )
         if result == _core.SubmitResult.queue_full:
             raise EngineOverloadedError("the queue is full: too many requests or prompt tokens are waiting")
         if result != _core.SubmitResult.accepted:
             raise self._dead_or_closed()
+        self._fair_share.enter(key, tenant, priority, params.n, place)
         stream = RequestStream(self, backend.tokenizer, key, request_id, prompt_ids, params, arrived)
         self._by_key[key] = self._by_id[request_id] = stream
         self._idle.clear()
@@ -299,6 +314,7 @@ class AsyncEngine:
         """The request has ended; nothing more is delivered for it."""
         if self._by_key.pop(key, None) is not None:
             del self._by_id[stream.request_id]
+            self._fair_share.leave(key)
             if not self._by_key:
                 self._idle.set()
 

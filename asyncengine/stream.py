@@ -224,7 +224,7 @@ class RequestStream:
         self._check_consumer()
         while not self._untaken:
             if self._error is not None:
-                raise self._error
+                raise _copy(self._error) from self._error.__cause__
             if self._done:
                 raise StopAsyncIteration
             await self._news()
@@ -243,7 +243,7 @@ class RequestStream:
         while not self._done:
             await self._news()
         if self._error is not None:
-            raise self._error
+            raise _copy(self._error) from self._error.__cause__
         self._untaken.clear()
         outputs = tuple(
             CompletionOutput(i, "".join(s.texts), tuple(s.token_ids), s.finish_reason, s.stop_reason)
@@ -293,6 +293,14 @@ class RequestStream:
     def _timing(self) -> RequestTiming:
         tokens = max(len(s.token_ids) for s in self._sequences)
         return RequestTiming(self._arrived, self._scheduled, self._first_token, self._finished, tokens)
+
+
+def _copy(error: EngineError) -> EngineError:
+    """For raising. The traceback of a stream's own error would hold the frames that hold the stream, and only the
+    garbage collector would free them, prompt and all."""
+    copy = type(error).__new__(type(error), *error.args)
+    copy.__dict__.update(error.__dict__)
+    return copy
 
 
 def warn_unclosed(engine: object) -> None:

@@ -22,6 +22,8 @@ from asyncengine.errors import (
 logger = logging.getLogger("asyncengine.server")
 
 RETRY_AFTER = {"Retry-After": "1"}
+SERVER = {"Server": "asyncengine"}  # on every response: without it, aiohttp names its version and Python's
+_MAX_MESSAGE = 1000  # characters; an error does not send back all that a client sent
 
 
 class ApiError(Exception):
@@ -35,13 +37,16 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: dict[str, str] | None = None,
+        close: bool = False,
     ) -> None:
+        """With ``close``, the connection is closed after the response."""
         super().__init__(message)
         self.status = status
-        self.message = message
+        self.message = message if len(message) <= _MAX_MESSAGE else message[:_MAX_MESSAGE] + " …"
         self.param = param
         self.code = code
-        self.headers = headers or {}
+        self.headers = SERVER | (headers or {})
+        self.close = close
 
     @property
     def type(self) -> str:
@@ -58,16 +63,20 @@ class ApiError(Exception):
         return msgspec.json.encode({"error": fields})
 
     def response(self, request_id: str = "") -> web.Response:
-        body = self.body(request_id)
-        return web.Response(status=self.status, body=body, content_type="application/json", headers=self.headers)
+        response = web.Response(
+            status=self.status, body=self.body(request_id), content_type="application/json", headers=self.headers
+        )
+        if self.close:
+            response.force_close()
+        return response
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     return ApiError(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
 
 
-def unavailable(message: str, code: str) -> ApiError:
-    return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code=code, headers=RETRY_AFTER)
+def unavailable(message: str, code: str, *, close: bool = False) -> ApiError:
+    return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code=code, headers=RETRY_AFTER, close=close)
 
 
 def from_engine(exc: Exception) -> ApiError | None:

@@ -1,4 +1,5 @@
-// Block manager and scheduler without their thread: what property tests and the core benchmark drive.
+// Block manager and scheduler without their thread, which property tests and the core benchmark drive; and the size of
+// a JSON document, which the server asks for.
 #include "bindings/bindings.h"
 
 #include <algorithm>
@@ -11,6 +12,7 @@
 
 #include "core/batch_packer.h"
 #include "core/scheduler.h"
+#include "platform/json_scan.h"
 
 namespace asyncengine {
 namespace {
@@ -208,6 +210,17 @@ void bind_core(py::module_& m) {
       .def_property_readonly("ref_counts", &SchedulerHarness::ref_counts)
       .def("consistent", &SchedulerHarness::consistent)
       .def("time_steps", &SchedulerHarness::time_steps, NoGil());
+
+  m.def("json_extent", [](const py::buffer& document) {
+    const py::buffer_info bytes = document.request();  // while it is held, a bytearray cannot be resized
+    require(bytes.itemsize == 1 && bytes.ndim == 1, "bytes are needed");
+    JsonExtent extent;
+    {
+      py::gil_scoped_release unlocked;
+      extent = scan_json(static_cast<const char*>(bytes.ptr), static_cast<size_t>(bytes.size));
+    }
+    return std::make_pair(extent.values, extent.depth);
+  }, py::arg("document"), py::pos_only());
 }
 
 }  // namespace asyncengine

@@ -98,6 +98,12 @@ class ModelRequest:
     stop_tokens: tuple[int, ...]
     fails_at: int | None
     sequences: list[ModelSequence] = field(default_factory=list)
+    steps: int = 0  # retired since it was added
+    allowed: int = 0  # steps that it may take: see CheckedScheduler._allow
+
+    @property
+    def tokens(self) -> int:
+        return len(self.sequences) * (self.max_total + 2)
 
     def kv_of(self, token: int) -> int:
         return self.salt * 1000 + token  # another tenant's KV is wrong even where the tokens are the same
@@ -146,6 +152,7 @@ class CheckedScheduler:
         self.next_id = 0
         self.preemptions = 0
         self.operations = 0
+        self.longest_share = 0.0  # of the steps that a request may take, those that it took
         self.saw: Counter[str] = Counter()  # how often the interesting things came up
 
     # ---- operations ----
@@ -171,6 +178,7 @@ class CheckedScheduler:
             state = State.DORMANT if i else State.WAITING
             kv = [request.kv_of(token) for token in prompt]
             request.sequences.append(ModelSequence(request, i, list(prompt), kv, state))
+        self._allow(request)
         self.requests[request.id] = request
         return request.id
 
@@ -224,6 +232,7 @@ class CheckedScheduler:
                 expected += self._take(row.sequence, row.token)
         for row in step.rows:
             self._settle(row.sequence)
+        self._count_step()
         assert told == expected
         assert sorted(released) == self._release()
         self._check_holders()
@@ -266,6 +275,28 @@ class CheckedScheduler:
 
     def _sequences(self) -> list[ModelSequence]:
         return [s for r in self.requests.values() for s in r.sequences]
+
+    def _allow(self, new: ModelRequest) -> None:
+        """How many steps it may take until a request ends.
+
+        The first in order gains a token at least in each round of the steps in flight: decode rows leave room for its
+        prompt, and the others give way to it. While it has no slot, those that have one run to their end. So a request
+        may take the rounds for all tokens that are before it, and for those of a full batch, and again for each
+        request that is added later but goes before it.
+        """
+        limits = self.limits
+        overtaken = new.tokens + limits.max_num_seqs * (limits.longest + 2)
+        rounds = limits.steps_in_flight + 1
+        new.allowed = rounds * (overtaken + sum(request.tokens for request in self.requests.values()))
+        for request in self.requests.values():
+            if new.order < request.order:
+                request.allowed += rounds * overtaken
+
+    def _count_step(self) -> None:
+        for request in self.requests.values():
+            request.steps += 1
+            assert request.steps <= request.allowed, f"request {request.id} starves"
+            self.longest_share = max(self.longest_share, request.steps / request.allowed)
 
     def _row(
         self, request: int, index: int, query: int, context: int, sample: bool, from_device: bool, blocks: list[int]
