@@ -25,7 +25,8 @@ from asyncengine.errors import ConfigError, MissingWeightError, ModelError, Unsu
 from asyncengine.kernels.cpu import CpuOps
 from asyncengine.kernels.reference import ReferenceOps
 from asyncengine.layers.rotary import rotary_table
-from asyncengine.models.config import MAX_CONFIG_BYTES, RawConfig, read_json
+from asyncengine.models.config import RawConfig
+from asyncengine.models.files import MAX_CONFIG_BYTES, read_json, read_optional_json
 from asyncengine.models.registry import find_family
 from asyncengine.runner import loader
 from asyncengine.runner.loader import Checkpoint, find_shards
@@ -148,6 +149,7 @@ def test_large_json_is_not_read(llama: Path, monkeypatch: pytest.MonkeyPatch) ->
         os.truncate(llama / name, MAX_CONFIG_BYTES + 1)
         with pytest.raises(ModelError, match=rf"{name} has 1,048,577 bytes"):
             read_json(llama / name)
+    assert read_optional_json(llama / "nothing.json") == {}
     (llama / "model.safetensors").unlink()
     with (llama / loader.INDEX_FILE).open("w") as file:
         file.truncate(loader.MAX_INDEX_BYTES + 1)
