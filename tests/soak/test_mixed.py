@@ -1,0 +1,33 @@
+"""Some seconds of the soak, so that it works when it is needed. Memory is not judged in so short a time."""
+
+from __future__ import annotations
+
+import asyncio
+
+import uvloop
+
+from tests.soak.mixed import Samples, soak
+
+LIMIT_S = 120.0
+
+
+def test_some_seconds_of_mixed_traffic() -> None:
+    async def main() -> dict[str, object]:
+        async with asyncio.timeout(LIMIT_S):
+            return await soak(seconds=8, warm_up_s=3, seed=1, clients=8, interval_s=1)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        summary = runner.run(main())
+    assert summary["failures"] == []
+    requests = summary["requests"]
+    assert isinstance(requests, dict)
+    assert sum(requests.values()) > 20
+    assert any(kind.endswith(", left") for kind in requests)
+
+
+def test_the_slope_is_of_the_samples_after_the_warm_up() -> None:
+    samples = Samples(seconds=[0, 60, 120, 180], resident_mb=[0, 500, 501, 502])
+    slope = samples.slope_mb(after_s=60)
+    assert slope is not None
+    assert abs(slope - 10) < 1e-9
+    assert Samples().slope_mb(0) is None
