@@ -1,15 +1,12 @@
 """config.json, read without transformers: its import alone would cost seconds at start-up.
 
-Files of a model directory are untrusted. Sizes and values are checked before anything is computed from them, and a
-wrong one raises ModelError that names the file and the key.
+A model directory is untrusted. Values are checked before anything is computed from them, and a wrong one raises
+ModelError that names the file and the key.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import reprlib
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +15,10 @@ from typing import Any
 from asyncengine.errors import ModelError, ModelNotFoundError, UnsupportedModelError
 from asyncengine.kernels.ops import Activation
 from asyncengine.layers.rotary import RopeConfig, yarn_attention_factor
+from asyncengine.models.files import excerpt, read_json
 
 _MISSING: Any = object()
 
-MAX_CONFIG_BYTES = 1 << 20
-"""Largest config.json and generation_config.json; those of real models have a few kilobytes."""
 MAX_POSITIONS = 1 << 24
 MAX_EOS_TOKENS = 64
 
@@ -45,48 +41,6 @@ _RANGE = {
 }
 """Of numbers: (lowest, which is excluded, and highest)."""
 _ANY_NUMBER = (1e-6, 1e6)
-
-
-class _Excerpt(reprlib.Repr):
-    """repr of a value from a file: a short one, whatever its length and depth."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxstring = self.maxlong = self.maxother = 80
-
-
-excerpt = _Excerpt().repr
-
-
-def checked_size(path: Path, max_bytes: int | None = None) -> int:
-    """Bytes of ``path``. Raises ModelError unless it is a regular file of at most ``max_bytes``.
-
-    To open a FIFO would wait for ever, and devices may have no end. Links are followed: the hub's cache consists of
-    them.
-    """
-    try:
-        status = path.stat()
-    except (OSError, ValueError) as e:
-        raise ModelError(f"cannot read {path}: {e}") from e
-    if not stat.S_ISREG(status.st_mode):
-        raise ModelError(f"{path} is not a regular file")
-    if max_bytes is not None and status.st_size > max_bytes:
-        raise ModelError(f"{path} has {status.st_size:,} bytes; at most {max_bytes:,} are read")
-    return status.st_size
-
-
-def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """The JSON object in ``path``; raises ModelError if it is not one, or larger than ``max_bytes``."""
-    checked_size(path, max_bytes)
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except RecursionError:
-        raise ModelError(f"cannot read {path}: it is nested too deeply") from None
-    except (OSError, ValueError) as e:
-        raise ModelError(f"cannot read {path}: {e}") from e
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} must hold a JSON object, found {type(value).__name__}")
-    return value
 
 
 class RawConfig:

@@ -7,7 +7,8 @@ from typing import Any
 
 from asyncengine.kernels.ops import Activation, AttentionLayer, Norm, Ops
 from asyncengine.layers.attention import AttentionBackend, LayerKVCache
-from asyncengine.models.config import ModelConfig, RawConfig, excerpt
+from asyncengine.models.config import ModelConfig, RawConfig
+from asyncengine.models.files import excerpt
 from asyncengine.models.weights import WeightSource
 
 # The names under which transformers knows the exact GELU and its tanh approximation.

@@ -13,7 +13,8 @@ from torch import Tensor
 from asyncengine.kernels.ops import AttentionLayer, HeadNorms, Norm, Ops
 from asyncengine.layers.attention import AttentionBackend, LayerKVCache
 from asyncengine.layers.rotary import rotary_table
-from asyncengine.models.config import ModelConfig, RawConfig, excerpt, read_rope
+from asyncengine.models.config import ModelConfig, RawConfig, read_rope
+from asyncengine.models.files import excerpt
 from asyncengine.models.weights import WeightSource
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from asyncengine.models.config import ModelConfig, RawConfig, excerpt
+from asyncengine.models.config import ModelConfig, RawConfig
+from asyncengine.models.files import excerpt
 from asyncengine.models.llama import LlamaForCausalLM, read_decoder_config
 
 

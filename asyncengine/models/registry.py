@@ -9,7 +9,8 @@ from asyncengine.errors import UnsupportedModelError
 from asyncengine.kernels.ops import Ops
 from asyncengine.layers.attention import AttentionBackend, LayerKVCache
 from asyncengine.models import gpt2, llama, mistral, qwen2, qwen3
-from asyncengine.models.config import ModelConfig, RawConfig, excerpt
+from asyncengine.models.config import ModelConfig, RawConfig
+from asyncengine.models.files import excerpt
 from asyncengine.models.weights import WeightSource
 
 

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from asyncengine.errors import ConfigError, MissingWeightError, ModelError, UnsupportedModelError, WeightMismatchError
-from asyncengine.models.config import checked_size, excerpt
+from asyncengine.models.files import checked_size, excerpt
 from asyncengine.runner.kv_cache import total_memory
 
 logger = logging.getLogger(__name__)

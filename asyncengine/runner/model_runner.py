@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,8 @@ from asyncengine.kernels.host import HostOps
 from asyncengine.kernels.ops import Ops
 from asyncengine.layers.attention import AttentionBackend, LayerKVCache, make_attention
 from asyncengine.model_info import ModelInfo
-from asyncengine.models.config import ModelConfig, RawConfig, read_json
+from asyncengine.models.config import ModelConfig, RawConfig
+from asyncengine.models.files import read_optional_json
 from asyncengine.models.registry import CausalLM, find_family
 from asyncengine.runner import kv_cache
 from asyncengine.runner.hub import resolve_model
@@ -207,6 +207,5 @@ def read_eos_token_ids(directory: Path, raw: RawConfig, vocab_size: int) -> tupl
     """
     ids = raw.token_ids("eos_token_id", vocab_size)
     path = directory / "generation_config.json"
-    if os.path.lexists(path):
-        ids += RawConfig(read_json(path), str(path)).token_ids("eos_token_id", vocab_size)
+    ids += RawConfig(read_optional_json(path), str(path)).token_ids("eos_token_id", vocab_size)
     return tuple(dict.fromkeys(ids))

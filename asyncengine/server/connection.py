@@ -66,6 +66,7 @@ class Connection(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         self._watch.remove(self, self._descriptor)
         super().connection_lost(exc)
+        self._newest = None  # it refers to this connection
 
     @property
     def ends(self) -> bool:

@@ -149,8 +149,10 @@ async def _all(work: Callable[[int], Coroutine[Any, Any, T]], count: int) -> lis
                 break  # it was refused at once: the others would only be made to be cancelled
         return await asyncio.gather(*tasks)
     finally:
-        await _end(tasks)
-        tasks.clear()  # this frame is in the traceback of the exception that a task holds
+        try:
+            await _end(tasks)
+        finally:  # also if the client leaves meanwhile
+            tasks.clear()  # this frame is in the traceback of the exception that a task holds
 
 
 async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 
 import atheris
@@ -12,6 +13,7 @@ def main() -> None:
     name = sys.argv[1]
     with atheris.instrument_imports(include=["asyncengine"]):
         target = importlib.import_module(f"tests.fuzz.targets.{name}")
+    logging.disable()  # the log is the fuzzer's
     atheris.Setup([sys.argv[0], *sys.argv[2:]], target.one_input)
     atheris.Fuzz()
 

@@ -22,9 +22,11 @@ from safetensors.torch import save_file
 import asyncengine
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError, MissingWeightError, ModelError, UnsupportedModelError, WeightMismatchError
+from asyncengine.kernels.cpu import CpuOps
 from asyncengine.kernels.reference import ReferenceOps
 from asyncengine.layers.rotary import rotary_table
-from asyncengine.models.config import MAX_CONFIG_BYTES, RawConfig, read_json
+from asyncengine.models.config import RawConfig
+from asyncengine.models.files import MAX_CONFIG_BYTES, read_json, read_optional_json
 from asyncengine.models.registry import find_family
 from asyncengine.runner import loader
 from asyncengine.runner.loader import Checkpoint, find_shards
@@ -147,6 +149,7 @@ def test_large_json_is_not_read(llama: Path, monkeypatch: pytest.MonkeyPatch) ->
         os.truncate(llama / name, MAX_CONFIG_BYTES + 1)
         with pytest.raises(ModelError, match=rf"{name} has 1,048,577 bytes"):
             read_json(llama / name)
+    assert read_optional_json(llama / "nothing.json") == {}
     (llama / "model.safetensors").unlink()
     with (llama / loader.INDEX_FILE).open("w") as file:
         file.truncate(loader.MAX_INDEX_BYTES + 1)
@@ -308,6 +311,49 @@ def test_any_value_of_any_key(config: dict[str, Any]) -> None:
         if model.rope is not None:
             rotary_table(model.rope, model.head_dim, min(model.max_positions, 64))
     assert time.monotonic() - start < 10
+
+
+SHAPE_KEYS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim",
+    "num_key_value_heads", "max_position_embeddings", "sliding_window", "n_embd", "n_head", "n_inner", "n_positions",
+)  # fmt: skip
+sizes = st.sampled_from([1, 2, 3, 4, 5, 6, 8, 10, 14, 16, 18, 33, 34, 62, 66, 96, 126, 130, 200, 258, 514])
+
+
+@pytest.fixture(scope="module")
+def kernels() -> CpuOps:
+    return CpuOps(1)
+
+
+@settings(max_examples=100)
+@given(
+    name=st.sampled_from(sorted(CONFIGS)),
+    changes=st.dictionaries(st.sampled_from(SHAPE_KEYS), sizes, max_size=3),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    chunk=st.sampled_from([1, 7, 64]),
+)
+def test_any_shape_runs_in_the_native_kernels_or_is_refused(
+    tmp_path_factory: pytest.TempPathFactory,
+    kernels: CpuOps,
+    name: str,
+    changes: dict[str, int],
+    dtype: str,
+    chunk: int,
+) -> None:
+    directory = tmp_path_factory.mktemp("shape")
+    write(directory / "config.json", CONFIGS[name] | {"eos_token_id": None} | changes)
+    config = EngineConfig(model=str(directory), load_format="dummy", dtype=dtype, num_kv_blocks=64)  # type: ignore[arg-type]
+    try:
+        runner = CpuModelRunner.load(config, ops=kernels)
+    except UnsupportedModelError:
+        return
+    driver = tiny.Driver(runner, native=True)
+    longest, vocabulary = runner.info.max_model_len, runner.info.vocab_size
+    prompt = [i % vocabulary for i in range(min(20, longest - 1))]
+    if prompt:
+        count = min(5, longest - len(prompt))
+        driver.run([driver.add(prompt, len(prompt) + count)], count, chunk)
+        assert len(driver.logits) == count
 
 
 # Weights

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from asyncengine import _core
 from asyncengine.errors import InvalidRequestError
 from asyncengine.request import SamplingParams
 from asyncengine.server import protocol
+from asyncengine.server.bodies import MAX_DEPTH
 from asyncengine.server.chat import Chat, ChatBody
 from asyncengine.server.completions import CompletionBody, Completions
+from asyncengine.server.config import ServerConfig
 from asyncengine.server.errors import ApiError, from_engine
 from tests.fuzz.source import Source
 
+CONFIG = ServerConfig()
 ENDPOINTS = (Completions(), Chat())
 FIELDS = sorted({*CompletionBody.__struct_fields__, *ChatBody.__struct_fields__, *protocol.UNIMPLEMENTED, "logprobs"})
 SAMPLING = sorted(SamplingParams.__dataclass_fields__)
@@ -35,8 +39,10 @@ def one_input(data: bytes) -> None:
 
 def parse(endpoint: Completions | Chat, raw: bytes) -> None:
     """What the server does with a body before the engine sees it."""
+    if _core.json_extent(raw)[1] > MAX_DEPTH:
+        return
     try:
-        parsed, prompts = endpoint.parse(protocol.decode_object(raw))
+        parsed, prompts = endpoint.parse(raw, CONFIG)
         protocol.sampling_params(parsed)
         assert prompts
     except ApiError as e:
