@@ -28,7 +28,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -228,10 +228,26 @@ class Watch:
         self._collecting = 0.0
         self._stack: list[str] = []
         self._stack_lag = 0.0
+        self._closed = False
         gc.callbacks.append(self._on_collection)
         threading.Thread(target=self._look, daemon=True).start()
-        threading.Thread(target=self._obey, args=(asyncio.get_running_loop(),), daemon=True).start()
         self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def obey(self, commands: Iterable[str]) -> None:
+        """Answer each line of ``commands`` on standard output, in a thread."""
+        loop = asyncio.get_running_loop()
+
+        def read() -> None:
+            for line in commands:
+                # On the loop, so that a lag that lasts is over, and counted, before it is reported.
+                loop.call_soon_threadsafe(self.answer, line.strip())
+
+        threading.Thread(target=read, daemon=True).start()
+
+    def close(self) -> None:
+        self._closed = True
+        self._task.cancel()
+        gc.callbacks.remove(self._on_collection)
 
     async def _run(self) -> None:
         while True:
@@ -246,19 +262,15 @@ class Watch:
             self._max_collection = max(self._max_collection, time.perf_counter() - self._collecting)
 
     def _look(self) -> None:
-        while True:
+        while not self._closed:
             time.sleep(0.01)
             lag = time.perf_counter() - self._tick - TICK_S
             if lag > max(0.03, self._stack_lag):
                 self._stack_lag = lag
                 self._stack = traceback.format_stack(sys._current_frames()[self._loop_thread])
 
-    def _obey(self, loop: asyncio.AbstractEventLoop) -> None:
-        for line in sys.stdin:
-            # On the loop, so that a lag that lasts is over, and counted, before it is reported.
-            loop.call_soon_threadsafe(self._answer, line.strip())
-
-    def _answer(self, command: str) -> None:
+    def answer(self, command: str) -> None:
+        """Print what was seen; after "reset" it is forgotten."""
         lag = max(self._max_lag, time.perf_counter() - self._tick - TICK_S)
         seen = {"max_lag_ms": lag * 1e3, "max_collection_ms": self._max_collection * 1e3, "stack": self._stack}
         if command == "reset":
@@ -282,6 +294,7 @@ def serve(kind: str, model: str) -> None:
             engine = testing.SimulatedEngine(read_kv=False, step_latency_us=STEP_US, max_num_seqs=STALLED + NORMAL)
         await engine.start()
         watch.append(Watch())
+        watch[0].obey(sys.stdin)
         return engine
 
     if kind == "bundled":
