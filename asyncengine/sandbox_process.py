@@ -45,7 +45,6 @@ class _Job:
     subject: str
     """How an error names the program that ran."""
     future: asyncio.Future[bytes]
-    retried: bool = False
 
 
 class SandboxProcess:
@@ -153,6 +152,8 @@ class SandboxProcess:
             if job.future.done():
                 continue
             self._current = job
+            if self._ready and self._has_ended():  # killed while it was idle: no job's fault
+                self._end_process()
             try:
                 if self._process is None:
                     self._start()
@@ -162,6 +163,15 @@ class SandboxProcess:
                 self._current = None
                 self._end_process()
                 _fail(job, EngineError(f"no process could be started for chat templates: {e}"))
+
+    def _has_ended(self) -> bool:
+        assert self._channel is not None
+        try:
+            return not self._channel.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def _next(self) -> _Job | None:
         if self._small and (self._small_in_a_row < _SMALL_IN_A_ROW or not self._large):
@@ -286,10 +296,6 @@ class SandboxProcess:
         except OSError:
             data = b""
         if not data:
-            job = self._current
-            if self._ready and job is not None and not job.retried:  # it may have ended before the job reached it
-                job.retried, self._current = True, None
-                self._small.appendleft(job)
             self._lose("ended without an answer, for lack of memory perhaps")
             return
         self._received += data

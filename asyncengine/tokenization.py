@@ -17,6 +17,7 @@ import tokenizers
 
 from asyncengine import sandbox
 from asyncengine.errors import (
+    AsyncEngineError,
     ConfigError,
     ContextLengthError,
     EngineError,
@@ -97,15 +98,14 @@ class Tokenizer:
         most of the work, if it is long and has far more than ``limit`` tokens.
         """
         check_unicode(text)
-        with _reported("prompt"):
-            if len(text) <= LONG_TEXT:
+        try:
+            with _typed_failures():
+                if len(text) > LONG_TEXT:
+                    return sandbox.encode(self.backend, text, add_special_tokens, limit)
                 ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
                 return ids
-            try:
-                return sandbox.encode(self.backend, text, add_special_tokens, limit)
-            except sandbox.TooLongError as e:
-                assert limit is not None
-                raise too_many_tokens(e.count, limit) from None
+        except sandbox.TooLongError as e:
+            raise too_many_tokens(e.count, limit or 0) from None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ``ids``; ids that are not in the vocabulary are left out, invalid bytes become U+FFFD."""
@@ -207,14 +207,16 @@ def decode_with(backend: tokenizers.Tokenizer, ids: list[int], skip_special_toke
 
 
 @contextlib.contextmanager
-def _reported(param: str) -> Iterator[None]:
-    """A panic of tokenizers, which ``except Exception`` does not see, becomes InvalidRequestError."""
+def _typed_failures() -> Iterator[None]:
+    """Whatever tokenizers raises on a text, a panic included, becomes InvalidRequestError."""
     try:
         yield
+    except (AsyncEngineError, sandbox.TooLongError):
+        raise
     except BaseException as e:
-        if not _is_panic(e):
+        if not isinstance(e, Exception) and not _is_panic(e):
             raise
-        raise InvalidRequestError(f"the tokenizer failed on this text: {e}", param=param) from None
+        raise InvalidRequestError(f"the tokenizer failed: {sandbox.failure(e)}", param="prompt") from None
 
 
 def _is_panic(error: BaseException) -> bool:

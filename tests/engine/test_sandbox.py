@@ -195,11 +195,11 @@ async def test_a_process_that_dies_is_replaced() -> None:
         await engine.generate(CHAT, SHORT)
         assert engine.process is not None
         os.kill(engine.process.pid, signal.SIGKILL)  # while it is idle: nobody notices
+        os.waitid(os.P_PID, engine.process.pid, os.WEXITED | os.WNOWAIT)
         await engine.generate(CHAT, SHORT)
         hanging = asyncio.ensure_future(engine.generate([{"role": "user", "content": "hang"}], SHORT))
-        for _ in range(2):
-            await asyncio.sleep(0.5)
-            os.kill(engine.process.pid, signal.SIGKILL)
+        await asyncio.sleep(0.5)
+        os.kill(engine.process.pid, signal.SIGKILL)
         with pytest.raises(InvalidRequestError, match="ended without an answer"):
             await hanging
         await engine.generate(CHAT, SHORT)
