@@ -28,9 +28,10 @@ class EngineConfig:
     model: str
     """Directory in Hugging Face layout, or a hub id."""
     tokenizer: str | None = None
-    """Directory or hub id of the tokenizer; None: the model's. The word none means skip_tokenizer_init."""
+    """Directory or hub id of the tokenizer; None: the model's."""
     skip_tokenizer_init: bool = False
-    """Load no tokenizer: requests bring token ids and get token ids, and no text."""
+    """Load no tokenizer: requests bring token ids and get token ids, and no text. In a program tokenizer="none" says
+    the same."""
     revision: str | None = None
     """Branch, tag or commit of the model on the hub."""
     chat_template: str | None = None

@@ -61,6 +61,10 @@ class Endpoint(ABC):
     def parse(self, fields: dict[str, Any]) -> tuple[GenerationBody, list[Prompt]]:
         """Typed body and prompts of a JSON object. Raises ApiError 400."""
 
+    def chunks(self, job: Job) -> ChunkFormat:
+        """How the response is streamed."""
+        return self.chunk_format(job.id, job.created, job.model)
+
     @abstractmethod
     def document(self, job: Job, outputs: list[RequestOutput]) -> msgspec.Struct:
         """The response without streaming; outputs in the order of the prompts."""
@@ -90,6 +94,7 @@ async def stream(engine: Engine, job: Job, metrics: Metrics, events: EventStream
     try:
         streaming.streams = await _admit(engine, job)
         streaming.open_choices = job.num_choices
+        chunks.streams = streaming.streams
         await _all(streaming.pump(p) for p in range(len(job.prompts)))
         await streaming.end()
     except ConnectionError as exc:

@@ -194,15 +194,20 @@ async def test_a_process_that_dies_is_replaced() -> None:
     async with ChatEngine(HANGS_WHEN_ASKED) as engine, no_leaks(engine):
         await engine.generate(CHAT, SHORT)
         assert engine.process is not None
-        os.kill(engine.process.pid, signal.SIGKILL)  # while it is idle: nobody notices
-        os.waitid(os.P_PID, engine.process.pid, os.WEXITED | os.WNOWAIT)
+        kill(engine.process.pid)  # while it is idle: nobody notices
         await engine.generate(CHAT, SHORT)
         hanging = asyncio.ensure_future(engine.generate([{"role": "user", "content": "hang"}], SHORT))
         await asyncio.sleep(0.5)
-        os.kill(engine.process.pid, signal.SIGKILL)
+        kill(engine.process.pid)
         with pytest.raises(InvalidRequestError, match="ended without an answer"):
             await hanging
         await engine.generate(CHAT, SHORT)
+
+
+def kill(pid: int) -> None:
+    """It has ended when this returns, and the event loop has not turned."""
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
 @pytest.mark.parametrize(
