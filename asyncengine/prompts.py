@@ -111,16 +111,17 @@ class Prompts:
                 f"The prompt has {len(messages)} messages.",
                 param="messages",
             )
-        characters = sum(_characters(m.get("content")) for m in messages if isinstance(m, dict))
+        characters, simple = _measure(messages)
         self._check_characters(characters)
         size = characters + _PER_MESSAGE * len(messages)
+        short = simple and size <= LONG_TEXT
         if self._sandbox is None:
-            if size <= LONG_TEXT:
+            if short:
                 return self._chat_here(messages, tokenizer)
             with self._hold(size):
                 return await self._threads.run(size, self._chat_here, messages, tokenizer)
         with self._hold(size):
-            if size <= LONG_TEXT:
+            if short:
                 message = self._render_message(messages, tokenizer)
             else:
                 message = await self._threads.run(size, self._render_message, messages, tokenizer)
@@ -175,15 +176,15 @@ def release_idle() -> None:
             prompts.release()
 
 
-def _characters(content: Any) -> int:
-    """Of a message's content: text, or parts of any depth."""
-    if isinstance(content, str):
-        return len(content)
-    if isinstance(content, dict):
-        return sum(map(_characters, content.values()))
-    if isinstance(content, list | tuple):
-        return sum(map(_characters, content))
-    return 0
+def _measure(messages: Sequence[Mapping[str, Any]]) -> tuple[int, bool]:
+    """Characters of the messages' text, and whether that is all they hold: other values may have any size."""
+    characters, simple = 0, True
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, str):
+            characters += len(content)
+        simple = simple and isinstance(content, str) and len(message) == 2
+    return characters, simple
 
 
 # ---- checks of what the prompt and its parameters ask for ----
