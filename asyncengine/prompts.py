@@ -41,10 +41,15 @@ class Prompts:
         self._max_held = config.max_queued_characters
         self._held = 0
         self._threads = TextThreads()
-        # The process is started by the first prompt that needs it.
-        unknown = None if tokenizer is None or tokenizer.is_linear else tokenizer.backend.to_str()
-        self._sandbox = SandboxProcess(unknown, config.sandbox_timeout_s) if config.sandbox else None
+        self._sandbox: SandboxProcess | None = None
+        if config.sandbox and tokenizer is not None:  # the first prompt that needs the process starts it
+            self._sandbox = SandboxProcess(tokenizer.description, config.sandbox_timeout_s)
         _live.add(self)
+
+    @property
+    def held_characters(self) -> int:
+        """Of prompts that are being tokenized, or wait for it."""
+        return self._held
 
     async def token_ids(self, prompt: Prompt) -> list[int]:
         """Raises InvalidRequestError, ContextLengthError, EngineOverloadedError, EngineClosedError."""

@@ -13,6 +13,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 import weakref
 from array import array
 from collections import deque
@@ -25,12 +26,13 @@ from asyncengine import sandbox
 from asyncengine.errors import EngineClosedError, EngineError, InvalidRequestError
 from asyncengine.request import LONG_TEXT
 
-_PROGRAM = Path(sandbox.__file__)
+_PROGRAM = Path(sandbox.__file__).resolve()
 _MEMORY_BYTES = 1 << 30
 _PER_TOKENIZER_BYTE = 16
 """Memory that ``tokenizers`` takes for a byte of tokenizer.json, at most."""
 _START_TIMEOUT_S = 60.0
 """A start takes a tenth of a second, and longer on a machine that is busy."""
+_END_TIMEOUT_S = 5.0
 _SMALL_IN_A_ROW = 8
 _CHUNK = 1 << 18
 _INHERITED = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "TZ")
@@ -113,7 +115,8 @@ class SandboxProcess:
         self._end_process()
         for job in jobs:
             _fail(job, EngineClosedError("the engine was closed before the request was finished"))
-        while self._ending:
+        deadline = time.monotonic() + _END_TIMEOUT_S
+        while self._ending and time.monotonic() < deadline:
             self._reap()
             await asyncio.sleep(0.001)
 
@@ -223,7 +226,7 @@ class SandboxProcess:
                 self._process = subprocess.Popen(
                     [sys.executable, "-I", "-S", str(_PROGRAM)],
                     stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                    env=_environment(), start_new_session=True,
+                    env=_environment(), cwd="/", start_new_session=True,
                 )  # fmt: skip
         except BaseException:
             ours.close()
@@ -312,8 +315,11 @@ class SandboxProcess:
             else:
                 self._set_timer(None)
                 self._ready = True
-                if self._current is not None:
+                if self._current is not None and not self._current.future.done():
                     self._begin()
+                else:  # it was cancelled meanwhile
+                    self._current = None
+                    self._advance()
 
 
 def render_message(source: str, variables: Mapping[str, Any], limit: int) -> bytes:
@@ -374,6 +380,7 @@ def _leave_to_parent() -> None:
         if sandbox_process._process is not None:
             sandbox_process._process.returncode = 0  # nothing to wait for here
         sandbox_process._channel = sandbox_process._process = None
+        sandbox_process._ending.clear()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows

@@ -117,6 +117,7 @@ async def settle(engine: AsyncEngine, timeout_s: float = 30.0) -> None:
                     "requests": stats.live_requests + len(engine._by_key) + len(engine._by_id),
                     "queued requests": stats.queued_requests,
                     "queued tokens": stats.queued_tokens,
+                    "queued characters": engine._prompts.held_characters if engine._prompts is not None else 0,
                     "unfinished steps": 0 if step_loop.quiescent else 1,
                 }
                 if not any(left.values()):

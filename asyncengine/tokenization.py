@@ -53,6 +53,8 @@ class Tokenizer:
         """Characters of the longest token: no text of more than so many times the context fits in it."""
         self.is_linear = encodes_in_proportion(backend, self.longest_token)
         """Whether time and memory are known to be in proportion to a text's length."""
+        self.description = None if self.is_linear else backend.to_str()
+        """What another process makes the same tokenizer of, if it should; as long as tokenizer.json."""
 
     @classmethod
     def from_pretrained(

@@ -122,6 +122,18 @@ async def test_cancelling_leaves_the_others_alone() -> None:
         assert all(task.cancelled() for task in tasks[:2])
 
 
+async def test_cancelling_while_the_process_starts() -> None:
+    async with ChatEngine("{{ messages[0].content }}") as engine, no_leaks(engine):
+        first = asyncio.ensure_future(engine.generate(CHAT, SHORT))
+        await asyncio.sleep(0)
+        first.cancel()
+        await engine.generate(CHAT, SHORT)
+        assert first.cancelled()
+        assert engine._prompts is not None
+        assert engine._prompts._sandbox is not None
+        assert engine._prompts._sandbox.num_starts == 1
+
+
 async def test_small_conversations_go_before_large_ones() -> None:
     sandbox = SandboxProcess(None, 30.0)
     done: list[int] = []
