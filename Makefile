@@ -1,9 +1,11 @@
 # make serve   a server with the bundled model on http://127.0.0.1:8000
 # make test    everything CI runs
+# make fuzz    coverage-guided fuzzing of what others write, FUZZ_SECONDS for each target (default: 600)
 # Both set up .venv first: the package, editable, with its development tools.
 
 PYTHON ?= python3
 VENV := .venv
+FUZZ_SECONDS ?= 600
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 NATIVE := $(wildcard csrc/*/*) CMakeLists.txt pyproject.toml constraints.txt
@@ -11,7 +13,7 @@ SANITIZED = $(BIN)/cmake -S . -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(absp
 	-DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS=-O1 -DASYNCENGINE_TESTS=ON -DASYNCENGINE_WERROR=ON \
 	-DASYNCENGINE_SANITIZE=$(2) >/dev/null && $(BIN)/cmake --build build/$(1) && build/$(1)/core_tests
 
-.PHONY: install serve test lint native pytest clean
+.PHONY: install serve test lint native pytest fuzz clean
 
 install: $(INSTALLED)
 
@@ -36,6 +38,10 @@ native: install
 
 pytest: install
 	$(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+
+fuzz: install
+	$(BIN)/pip install --quiet --constraint constraints.txt atheris
+	$(BIN)/python -m tests.fuzz.run all --seconds $(FUZZ_SECONDS)
 
 clean:
 	rm -rf build $(VENV)

@@ -2,7 +2,7 @@
 
 from asyncengine.bundled import path as bundled_model
 from asyncengine.config import EngineConfig
-from asyncengine.engine import AsyncEngine, EngineStats
+from asyncengine.engine import AsyncEngine
 from asyncengine.errors import (
     AsyncEngineError,
     ConfigError,
@@ -11,13 +11,17 @@ from asyncengine.errors import (
     EngineDeadError,
     EngineError,
     EngineOverloadedError,
+    InternalError,
     InvalidRequestError,
     KVCapacityError,
     MissingWeightError,
     ModelError,
     ModelNotFoundError,
+    NonFiniteLogitsError,
     RequestAbortedError,
+    StepFailedError,
     UnsupportedModelError,
+    UsageError,
     WeightMismatchError,
     WrongLoopError,
 )
@@ -31,6 +35,7 @@ from asyncengine.request import (
     SamplingParams,
     Usage,
 )
+from asyncengine.stats import DebugStats, EngineStats
 from asyncengine.stream import RequestStream
 
 __version__ = "0.1.0"  # and in pyproject.toml
@@ -42,6 +47,7 @@ __all__ = [
     "CompletionOutput",
     "ConfigError",
     "ContextLengthError",
+    "DebugStats",
     "EngineClosedError",
     "EngineConfig",
     "EngineDeadError",
@@ -49,19 +55,23 @@ __all__ = [
     "EngineOverloadedError",
     "EngineStats",
     "FinishReason",
+    "InternalError",
     "InvalidRequestError",
     "KVCapacityError",
     "MissingWeightError",
     "ModelError",
     "ModelNotFoundError",
+    "NonFiniteLogitsError",
     "RequestAbortedError",
     "RequestDelta",
     "RequestOutput",
     "RequestStream",
     "RequestTiming",
     "SamplingParams",
+    "StepFailedError",
     "UnsupportedModelError",
     "Usage",
+    "UsageError",
     "WeightMismatchError",
     "WrongLoopError",
     "bundled_model",

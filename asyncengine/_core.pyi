@@ -246,7 +246,8 @@ _Row = tuple[int, int, int, int, bool, bool, list[int]]
 _News = tuple[list[tuple[int, int, int, int]], list[int]]
 
 class SchedulerHarness:
-    """A scheduler whose caller plays executor and event loop. finish: 0 none, 1 stop, 2 length, 3 aborted, 4 failed."""
+    """A scheduler whose caller plays executor and event loop. finish: 0 none, 1 stop, 2 length, 3 aborted,
+    4 failed, 5 step failed."""
 
     def __init__(self, config: SchedulerConfig, steps_in_flight: int) -> None: ...
     def add(
@@ -259,11 +260,11 @@ class SchedulerHarness:
         order: int,
         salt: int,
     ) -> None: ...
-    def abort(self, id: int, /) -> None: ...
+    def abort(self, id: int, index: int = -1) -> None: ...
     def schedule(self) -> tuple[list[_Row], list[tuple[int, int]]] | None:
         """Rows and block copies (source, target) of the next step, which is then in flight; None if nothing can run."""
-    def commit(self, tokens: Sequence[int], /) -> _News:
-        """Retire the oldest step; one token per sampled row, negative if its logits were not finite."""
+    def commit(self, tokens: Sequence[int] | None, /) -> _News:
+        """Retires a step: a token for each sampled row, negative where logits were not finite. None: it failed."""
     def news(self) -> _News: ...
     @property
     def in_flight(self) -> int: ...
@@ -279,6 +280,15 @@ class SchedulerHarness:
     def time_steps(self, steps: int, /) -> float:
         """Nanoseconds of schedule + pack + commit per step."""
 
+# ---- server ----
+
+def json_extent(document: bytes | bytearray, /) -> tuple[int, int]:
+    """Count of values and greatest depth. The GIL is released.
+
+    By its cost to a parser, a number counts once, a string, also a member's name, an array and an object twice. A
+    document that is not JSON gets numbers too: no parser that stops at its first mistake makes more of it.
+    """
+
 # ---- engine ----
 
 class SubmitResult(enum.Enum):
@@ -286,6 +296,7 @@ class SubmitResult(enum.Enum):
     queue_full = 1
     too_large = 2
     closed = 3
+    duplicate = 4
 
 class StepLoopStats:
     @property
@@ -321,6 +332,14 @@ class StepLoopStats:
     def queued_tokens(self) -> int: ...
     @property
     def live_requests(self) -> int: ...
+    @property
+    def cached_blocks(self) -> int:
+        """Of the free blocks, those that a prompt may find."""
+    @property
+    def block_references(self) -> int:
+        """The sum of the reference counts of all blocks."""
+    @property
+    def failed_steps(self) -> int: ...
 
 class StepLoopConfig:
     def __init__(
@@ -355,6 +374,11 @@ class SimulatedDevice:
         """The n-th graph launch from now fails with an illegal memory access, and so does all that follows."""
     def hang_at(self, nth_launch: int) -> None:
         """The n-th graph launch from now does not end before resume()."""
+    def fail_call(self, call: str, nth: int = 0, error: int = 2) -> None:
+        """The n-th call from now does nothing but answer ``error``, out of memory unless it says otherwise.
+
+        call: copy, graph_launch, event_record or wait_event.
+        """
     def resume(self) -> None: ...
     def next_token(self, tokens: Sequence[int], temperature: float = 0.0, seed: int = 0) -> int:
         """What the model answers: the reference for tests."""
@@ -468,8 +492,11 @@ class StepLoop:
         """All that is ready, one entry per sequence with news, and whether the engine is alive.
 
         (request, index, tokens, finish, first_ns, last_ns, scheduled_ns, cached_tokens); first and last are when the
-        first and the last of this news came about. Times of time.monotonic_ns().
+        first and the last of this news came about. Times of time.monotonic_ns(). Raises MemoryError only if there is no
+        memory for any entry; what it did not return comes with the next wake-up.
         """
+    def take_step_error(self) -> str:
+        """Why steps failed whose requests drain() has given with finish 5 since the last call, one line each."""
     def stats(self) -> StepLoopStats: ...
     @property
     def wake_fd(self) -> int:

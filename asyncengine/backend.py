@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import ctypes
 import os
+import select
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -35,22 +37,27 @@ class Backend:
     """Where Python computes the steps: ends the one under way early. The process must not end before it has."""
     process: int = field(default_factory=os.getpid)
 
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a fork of the one that has the step loop's threads."""
+        return self.process != os.getpid()
+
     def stop(self, limit_s: float) -> bool:
         """Stop the step loop, with the step under way if it can be interrupted. False: that still runs."""
-        if self.process != os.getpid():
-            return True  # its threads are not in this one, which was forked
+        if self.forked:
+            return True
         if self.interrupt is not None and not self.step_loop.stop(0.0):
             self.interrupt()
         return self.step_loop.stop(limit_s)
 
 
 # Their threads must be gone before the interpreter is.
-_running: weakref.WeakSet[Backend] = weakref.WeakSet()
+_running: weakref.WeakKeyDictionary[Backend, asyncio.AbstractEventLoop] = weakref.WeakKeyDictionary()
 
 
 def stop_at_exit(backend: Backend) -> None:
-    """To be called when its step loop starts."""
-    _running.add(backend)
+    """To be called in its event loop when its step loop starts."""
+    _running[backend] = asyncio.get_running_loop()
 
 
 @atexit.register
@@ -62,8 +69,27 @@ def _stop_all() -> None:
 
 def _leave_to_parent() -> None:
     """In a forked process: freeing a step loop would wait for threads that only the parent has."""
-    for backend in list(_running):
+    for backend, loop in list(_running.items()):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
+        if not loop.is_closed():
+            _leave_poller_to_parent(loop)
+
+
+def _leave_poller_to_parent(loop: asyncio.AbstractEventLoop) -> None:
+    """Give the forked process a poller of its own in place of the loop's, which it shares with the parent.
+
+    Closing the loop here, as asyncio.run does, would otherwise remove the parent's descriptors from the parent's
+    poller: the parent's loop would sleep for ever.
+    """
+    if hasattr(loop, "_selector"):
+        descriptor = loop._selector.fileno()  # asyncio's
+    elif hasattr(loop, "_get_backend_id"):
+        descriptor = loop._get_backend_id()  # uvloop's
+    else:
+        return
+    if hasattr(select, "epoll"):  # the kernel gives a forked process no other pollers
+        with select.epoll() as fresh:
+            os.dup2(fresh.fileno(), descriptor, inheritable=False)
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows

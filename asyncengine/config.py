@@ -21,6 +21,28 @@ _HIGHEST = {
 """What integers of the core and of torch hold; of threads, more than any machine has cores."""
 
 
+def check_types(config: object) -> None:
+    """Raises ConfigError unless every field of a dataclass holds what its annotation says."""
+    for field, hint in get_type_hints(type(config)).items():
+        _check_type(field, getattr(config, field), hint)
+
+
+def _check_type(field: str, value: Any, hint: Any) -> None:
+    options = get_args(hint)
+    if get_origin(hint) is Literal:
+        if value not in options:
+            raise ConfigError(f"{field} must be one of {', '.join(options)}, got {value!r}")
+        return
+    allowed = options or (hint,)
+    if bool not in allowed and isinstance(value, bool):
+        raise ConfigError(f"{field} must not be a boolean, got {value!r}")
+    if float in allowed:
+        allowed = (*allowed, int)
+    if not isinstance(value, allowed):
+        wanted = " or ".join(t.__name__ for t in allowed)
+        raise ConfigError(f"{field} must be {wanted}, got {value!r}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Everything that shapes an engine. Unknown keywords and wrong values raise ConfigError."""
@@ -69,6 +91,9 @@ class EngineConfig:
     """Characters that wait to be tokenized at most, over all requests; a longer prompt waits alone."""
     priority_ageing_s: float = 30.0
     """Seconds of waiting that outweigh one priority class, so that nothing starves."""
+    fair_share_s: float = 1.0
+    """Seconds by which each live sequence of a client puts back that client's next request in favour of others'; 0
+    serves all in the order of their arrival."""
 
     block_size: int = 16
     """Tokens per KV block, a multiple of 16."""
@@ -117,8 +142,7 @@ class EngineConfig:
     """CPU prefill. native is bit-exact whatever the chunking; sdpa is torch's scaled_dot_product_attention."""
 
     def __post_init__(self) -> None:
-        for field, hint in get_type_hints(type(self)).items():
-            self._check_type(field, getattr(self, field), hint)
+        check_types(self)
         for field in ("max_num_seqs", "max_num_batched_tokens", *_QUEUED):
             self._at_least(field, 1)
         for field in ("max_model_len", "prefill_chunk_size", "num_kv_blocks", "kv_cache_memory_bytes", "cpu_threads"):
@@ -151,11 +175,13 @@ class EngineConfig:
         for field in ("priority_ageing_s", "step_timeout_s", "sandbox_timeout_s"):
             if not 0 < getattr(self, field) <= 1e6:
                 raise ConfigError(f"{field} must be in (0, 1e6] seconds, got {getattr(self, field)}")
+        if not 0 <= self.fair_share_s <= 1000:
+            raise ConfigError(f"fair_share_s must be in [0, 1000] seconds, got {self.fair_share_s}")
 
     @classmethod
     def from_kwargs(cls, model: str, kwargs: dict[str, Any]) -> Self:
         """Build from keywords as users type them; an unknown one raises ConfigError with the nearest name."""
-        names = [f.name for f in dataclasses.fields(cls)]
+        names = [f.name for f in dataclasses.fields(cls) if f.name != "model"]
         for key in kwargs:
             if key not in names:
                 near = difflib.get_close_matches(key, names, n=1)
@@ -176,19 +202,3 @@ class EngineConfig:
     def _at_least(self, field: str, low: int) -> None:
         if getattr(self, field) < low:
             raise ConfigError(f"{field} must be at least {low}, got {getattr(self, field)}")
-
-    @staticmethod
-    def _check_type(field: str, value: Any, hint: Any) -> None:
-        options = get_args(hint)
-        if get_origin(hint) is Literal:
-            if value not in options:
-                raise ConfigError(f"{field} must be one of {', '.join(options)}, got {value!r}")
-            return
-        allowed = options or (hint,)
-        if bool not in allowed and isinstance(value, bool):
-            raise ConfigError(f"{field} must not be a boolean, got {value!r}")
-        if float in allowed:
-            allowed = (*allowed, int)
-        if not isinstance(value, allowed):
-            wanted = " or ".join(t.__name__ for t in allowed)
-            raise ConfigError(f"{field} must be {wanted}, got {value!r}")

@@ -10,7 +10,6 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -23,13 +22,16 @@ from asyncengine.errors import (
     EngineDeadError,
     EngineError,
     EngineOverloadedError,
+    InternalError,
     InvalidRequestError,
     RequestAbortedError,
     WrongLoopError,
 )
+from asyncengine.fairness import FairShare
 from asyncengine.prompts import Prompts, check_size, check_vocabulary, hash_salt, stop_tokens
-from asyncengine.request import Prompt, RequestDelta, RequestOutput, SamplingParams
-from asyncengine.stream import FAILED, RequestStream, warn_unclosed
+from asyncengine.request import Prompt, RequestDelta, RequestOutput, SamplingParams, quoted
+from asyncengine.stats import DebugStats, EngineStats
+from asyncengine.stream import RequestStream, warn_unclosed
 
 if TYPE_CHECKING:
     from asyncengine.model_info import ModelInfo
@@ -40,31 +42,6 @@ logger = logging.getLogger(__name__)
 MAX_PRIORITY = 1000
 
 Health = Literal["loading", "ready", "draining", "closed", "dead"]
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """What the engine is doing now, and what it has done since it started."""
-
-    num_requests_running: int
-    """Sequences that have a slot."""
-    num_requests_waiting: int
-    kv_cache_usage: float
-    """Share of the KV blocks that sequences hold, 0..1; blocks that only the prefix cache keeps count as free."""
-    num_preemptions: int
-    prefix_cache_queries: int
-    """Prompt tokens looked up in the prefix cache."""
-    prefix_cache_hits: int
-    """Prompt tokens found there."""
-    prompt_tokens: int
-    generation_tokens: int
-    num_kv_blocks: int
-    num_free_blocks: int
-    num_free_slots: int
-    num_steps: int
-    num_late_launches: int
-    """Steps that late_launch held back until the GPU had nothing left to do, or as good as nothing."""
-    num_steps_in_flight: int
 
 
 async def _drive(step_loop: _core.StepLoop) -> None:
@@ -97,6 +74,7 @@ class AsyncEngine:
         self._keys = itertools.count(1)
         self._by_key: dict[int, RequestStream] = {}
         self._by_id: dict[str, RequestStream] = {}
+        self._fair_share = FairShare(config.fair_share_s)
         self._seeds = random.Random(config.seed)
         self._idle: asyncio.Event = asyncio.Event()
         self._idle.set()
@@ -145,8 +123,8 @@ class AsyncEngine:
         With ``drain``, requests under way may finish for ``timeout_s`` seconds; what is left then, or at once
         without it, ends with EngineClosedError.
         """
-        if self._backend is None:
-            self._health = "closed"  # never started, still loading, or closed before
+        if self._backend is None or self._backend.forked:
+            self._health = "closed"  # never started, still loading, closed before, or the parent process's
             return
         self._check_loop()
         if self._health == "ready":
@@ -204,9 +182,12 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: str | None = None,
     ) -> RequestOutput:
         """Generate to the end. Arguments and errors are those of ``submit``; cancelling the task aborts."""
-        stream = await self.submit(prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt)
+        stream = await self.submit(
+            prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt, tenant=tenant
+        )
         return await stream.collect()
 
     async def stream(
@@ -217,9 +198,12 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: str | None = None,
     ) -> AsyncIterator[RequestDelta]:
         """Generate piece by piece. Arguments and errors are those of ``submit``; leaving the loop aborts."""
-        request = await self.submit(prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt)
+        request = await self.submit(
+            prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt, tenant=tenant
+        )
         async with aclosing(request):
             async for delta in request:
                 yield delta
@@ -232,12 +216,14 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: str | None = None,
     ) -> RequestStream:
         """Check and enqueue a request; its errors are raised here, before anything is allocated.
 
         ``prompt`` is text, token ids, or chat messages for the model's template. A smaller ``priority`` runs sooner,
         in [-1000, 1000]; waiting makes up for it (EngineConfig.priority_ageing_s). Requests with different
-        ``cache_salt`` share no KV through the prefix cache.
+        ``cache_salt`` share no KV through the prefix cache. Requests of different ``tenant`` share the engine fairly
+        (EngineConfig.fair_share_s); those without one are served as they come.
 
         Raises InvalidRequestError (ContextLengthError, KVCapacityError), EngineOverloadedError, EngineClosedError,
         EngineDeadError, WrongLoopError.
@@ -249,11 +235,12 @@ class AsyncEngine:
             raise InvalidRequestError(f"params must be SamplingParams, got {type(params).__name__}", param="params")
         if isinstance(priority, bool) or not isinstance(priority, int) or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
             raise InvalidRequestError(
-                f"priority must be an integer in [-{MAX_PRIORITY}, {MAX_PRIORITY}], got {priority!r}", param="priority"
+                f"priority must be an integer in [-{MAX_PRIORITY}, {MAX_PRIORITY}], got {quoted(priority)}",
+                param="priority",
             )
-        for name, value in (("request_id", request_id), ("cache_salt", cache_salt)):
+        for name, value in (("request_id", request_id), ("cache_salt", cache_salt), ("tenant", tenant)):
             if value is not None and not isinstance(value, str):
-                raise InvalidRequestError(f"{name} must be a string, got {value!r}", param=name)
+                raise InvalidRequestError(f"{name} must be a string, got {quoted(value)}", param=name)
         assert self._prompts is not None
         self._prompts.check_stop_strings(params)
         prompt_ids = await self._prompts.token_ids(prompt)
@@ -267,9 +254,10 @@ class AsyncEngine:
                 key = next(self._keys)
             request_id = f"req-{key}"
         elif request_id in self._by_id:
-            raise InvalidRequestError(f"request_id {request_id!r} is in use", param="request_id")
+            raise InvalidRequestError(f"request_id {quoted(request_id)} is in use", param="request_id")
 
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+        place = self._fair_share.place(tenant, priority)
         result = backend.step_loop.submit(
             id=key,
             prompt=prompt_ids,
@@ -279,11 +267,14 @@ class AsyncEngine:
             salt=hash_salt(cache_salt),
             sampling=(params.temperature, params.top_k, params.top_p, params.min_p, seed % 2**64),
             stop_tokens=ends,
+            delay_ns=place.delay_ns,
+            reserved=place.reserved,
         )
         if result == _core.SubmitResult.queue_full:
             raise EngineOverloadedError("the queue is full: too many requests or prompt tokens are waiting")
         if result != _core.SubmitResult.accepted:
             raise self._dead_or_closed()
+        self._fair_share.enter(key, tenant, priority, params.n, place)
         stream = RequestStream(self, backend.tokenizer, key, request_id, prompt_ids, params, arrived)
         self._by_key[key] = self._by_id[request_id] = stream
         self._idle.clear()
@@ -321,23 +312,12 @@ class AsyncEngine:
 
     def stats(self) -> EngineStats:
         """Counters and gauges. Raises EngineClosedError like ``model_info``."""
-        s = self._loaded().step_loop.stats()
-        return EngineStats(
-            num_requests_running=s.running,
-            num_requests_waiting=max(s.waiting, s.queued_requests),
-            kv_cache_usage=1 - s.free_blocks / s.num_blocks,
-            num_preemptions=s.preemptions,
-            prefix_cache_queries=s.prefix_queries,
-            prefix_cache_hits=s.prefix_hits,
-            prompt_tokens=s.prompt_tokens,
-            generation_tokens=s.generated_tokens,
-            num_kv_blocks=s.num_blocks,
-            num_free_blocks=s.free_blocks,
-            num_free_slots=s.free_slots,
-            num_steps=s.steps,
-            num_late_launches=s.late_launches,
-            num_steps_in_flight=s.leases,
-        )
+        return EngineStats.of(self._loaded().step_loop.stats())
+
+    def debug_stats(self) -> DebugStats:
+        """What the engine holds, to look for leaks. Raises EngineClosedError like ``model_info``."""
+        held = 0 if self._prompts is None else self._prompts.held_characters
+        return DebugStats.of(self._loaded().step_loop, self.config.max_num_seqs, len(self._by_key), held)
 
     def __repr__(self) -> str:
         return f"<AsyncEngine {self.config.model} {self._health}>"
@@ -348,6 +328,7 @@ class AsyncEngine:
         """The request has ended; nothing more is delivered for it."""
         if self._by_key.pop(key, None) is not None:
             del self._by_id[stream.request_id]
+            self._fair_share.leave(key)
             if not self._by_key:
                 self._idle.set()
 
@@ -371,17 +352,16 @@ class AsyncEngine:
             stream = self._by_key.get(key)
             if stream is None:
                 continue  # aborted; its last tokens were under way
-            if finish == FAILED:
-                stream.fail(EngineError("the model returned logits that are not finite for this request"))
-                continue
             try:
                 stream.feed(index, tokens, finish, first_ns, last_ns, scheduled_ns, cached_tokens)
             except Exception as e:  # a bug while handling one request must not cost the others theirs
                 logger.exception("request %s failed", stream.request_id)
                 self._abort_in_core(key)
-                error = EngineError(f"request {stream.request_id} failed: {e!r}")
+                error = InternalError(f"request {stream.request_id} failed: {e!r}")
                 error.__cause__ = e
                 stream.fail(error)
+        for line in self._backend.step_loop.take_step_error().splitlines():
+            logger.error("a step failed, and its requests with it: %s", line)
         if not alive:
             self._die(self._backend.step_loop.error)
 

@@ -10,12 +10,16 @@ AsyncEngineError
 ├── InvalidRequestError (ValueError)    the request is wrong; raised before anything is allocated
 │   ├── ContextLengthError              prompt, or prompt + max_tokens, exceeds the context
 │   └── KVCapacityError                 the request can never fit in the KV cache of this engine
-└── EngineError                         the request was fine, the engine could not serve it
-    ├── EngineOverloadedError           the queue is full; try again later
-    ├── RequestAbortedError             somebody else aborted the request
-    ├── EngineClosedError               submitted after aclose(), or before the engine was started
-    ├── EngineDeadError                 the executor failed or hung; every request of the engine fails
-    └── WrongLoopError (RuntimeError)   called from another event loop than the one that started it
+├── EngineError                         the request was fine, the engine could not serve it
+│   ├── EngineOverloadedError           the queue is full; try again later
+│   ├── RequestAbortedError             somebody else aborted the request
+│   ├── NonFiniteLogitsError            the model computed no probabilities for this request
+│   ├── StepFailedError                 one step failed, and with it the requests that were part of it
+│   ├── EngineClosedError               submitted after aclose(), or before the engine was started
+│   ├── EngineDeadError                 the executor failed or hung; every request of the engine fails
+│   └── InternalError                   a fault of asyncengine itself: please report it
+└── UsageError (RuntimeError)           the program around the engine calls what it may not call there or then
+    └── WrongLoopError                  called from another event loop than the one that started the engine
 """
 
 from __future__ import annotations
@@ -77,6 +81,14 @@ class RequestAbortedError(EngineError):
     """The request was aborted by another caller than the one that waits for it."""
 
 
+class NonFiniteLogitsError(EngineError):
+    """The model's logits for this request were not finite: there was nothing to sample from."""
+
+
+class StepFailedError(EngineError):
+    """The step that computed this request failed; its log says how. Other requests and the engine go on."""
+
+
 class EngineClosedError(EngineError):
     """The engine is not accepting requests: not started, draining or closed."""
 
@@ -85,5 +97,13 @@ class EngineDeadError(EngineError):
     """The executor failed or hung; the message says how. The engine must be created anew."""
 
 
-class WrongLoopError(EngineError, RuntimeError):
+class InternalError(EngineError):
+    """A fault of asyncengine itself: neither the request nor the program is to blame. Please report it."""
+
+
+class UsageError(AsyncEngineError, RuntimeError):
+    """The program calls what it may not call there or then: a mistake in its code, not in the request's values."""
+
+
+class WrongLoopError(UsageError):
     """An engine belongs to the event loop that started it; another loop called it."""

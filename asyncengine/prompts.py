@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from asyncengine.errors import ContextLengthError, EngineOverloadedError, InvalidRequestError, KVCapacityError
-from asyncengine.request import LONG_TEXT, Prompt, SamplingParams
+from asyncengine.request import LONG_TEXT, Prompt, SamplingParams, quoted
 from asyncengine.sandbox import TooLongError
 from asyncengine.sandbox_process import SandboxProcess, render_message
 from asyncengine.text_threads import TextThreads
@@ -262,10 +262,10 @@ def _checked_ids(ids: Sequence[Any], vocab_size: int) -> list[int]:
         except TypeError:
             token = None
         if token is None:
-            raise InvalidRequestError(f"the prompt must hold token ids, got {value!r} at {i}", param="prompt")
+            raise InvalidRequestError(f"the prompt must hold token ids, got {quoted(value)} at {i}", param="prompt")
         if not 0 <= token < vocab_size:
             raise InvalidRequestError(
-                f"token id {token} at {i} is outside the vocabulary of {vocab_size}", param="prompt"
+                f"token id {quoted(token)} at {i} is outside the vocabulary of {vocab_size}", param="prompt"
             )
         checked.append(token)
     return checked

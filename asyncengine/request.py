@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import numbers
+import reprlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -14,6 +16,7 @@ from asyncengine.errors import InvalidRequestError
 MAX_N = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
+MAX_STOP_TOKENS = 1024
 LONG_TEXT = 8192
 """Longer text is tokenized on a thread, without the interpreter's lock: about 1 ms of the event loop's time."""
 MAX_SEED = 2**63 - 1
@@ -37,9 +40,22 @@ class FinishReason(StrEnum):
     LENGTH = "length"  #: max_tokens, or the end of the context or of the KV cache
 
 
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
+
+
+def quoted(value: object) -> str:
+    """A user's value for an error text: its ``repr`` if that is short, with its middle left out if it is not."""
+    if isinstance(value, int) and value.bit_length() > 256:  # Python prints 4,300 digits at most
+        return f"a number of {value.bit_length()} bits"
+    if isinstance(value, str | bytes | int | float | None):
+        return _SHORT.repr(value)
+    return f"an object of type {type(value).__name__}"  # whose repr may be long, slow, or fail
+
+
 def _number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise InvalidRequestError(f"{name} must be a number, got {value!r}", param=name)
+        raise InvalidRequestError(f"{name} must be a number, got {quoted(value)}", param=name)
     try:
         x = float(value)
     except OverflowError:
@@ -53,18 +69,21 @@ def _number(name: str, value: object, low: float, high: float, *, open_low: bool
 
 def _integer(name: str, value: object, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise InvalidRequestError(f"{name} must be an integer, got {value!r}", param=name)
+        raise InvalidRequestError(f"{name} must be an integer, got {quoted(value)}", param=name)
     x = int(value)
     if not low <= x <= high:
-        got = x if x.bit_length() <= 256 else f"one of {x.bit_length()} bits"  # Python prints 4,300 digits at most
-        raise InvalidRequestError(f"{name} must be in [{low}, {high}], got {got}", param=name)
+        raise InvalidRequestError(f"{name} must be in [{low}, {high}], got {quoted(x)}", param=name)
     return x
 
 
-def _sequence(name: str, value: object) -> tuple[Any, ...]:
+def _sequence(name: str, value: object, limit: int, unit: str) -> tuple[Any, ...]:
+    """At most ``limit`` items, however many ``value`` would give."""
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
-        raise InvalidRequestError(f"{name} must be a list, got {value!r}", param=name)
-    return tuple(value)
+        raise InvalidRequestError(f"{name} must be a list, got {quoted(value)}", param=name)
+    items = tuple(itertools.islice(value, limit + 1))
+    if len(items) > limit:
+        raise InvalidRequestError(f"{name}: at most {limit} {unit} are allowed", param=name)
+    return items
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +109,9 @@ class SamplingParams:
     seed: int | None = None
     """Same seed, same prompt, same output, whatever else runs. Sequence i of n uses seed + i. None: drawn anew."""
     stop: str | Sequence[str] | None = None
-    """Strings that end the sequence; not part of the text."""
+    """Strings that end the sequence, at most 16 of 1,024 characters; not part of the text."""
     stop_token_ids: Sequence[int] = ()
-    """Tokens that end the sequence, besides the model's end-of-sequence tokens."""
+    """Tokens that end the sequence, at most 1,024 besides the model's end-of-sequence tokens."""
     ignore_eos: bool = False
     """Go on after an end-of-sequence token (stop and stop_token_ids still end it)."""
     skip_special_tokens: bool = True
@@ -112,21 +131,22 @@ class SamplingParams:
         if self.seed is not None:
             put(self, "seed", _integer("seed", self.seed, -(2**63), MAX_SEED))
         put(self, "stop", self._checked_stop())
-        stop_ids = () if self.stop_token_ids is None else _sequence("stop_token_ids", self.stop_token_ids)
+        given = () if self.stop_token_ids is None else self.stop_token_ids
+        stop_ids = _sequence("stop_token_ids", given, MAX_STOP_TOKENS, "tokens")
         put(self, "stop_token_ids", tuple(_integer("stop_token_ids", t, 0, 2**31 - 1) for t in stop_ids))
         for flag in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             value = getattr(self, flag)
             if not isinstance(value, bool):
-                raise InvalidRequestError(f"{flag} must be a boolean, got {value!r}", param=flag)
+                raise InvalidRequestError(f"{flag} must be a boolean, got {quoted(value)}", param=flag)
 
     def _checked_stop(self) -> tuple[str, ...]:
         stop = self.stop
-        strings = () if stop is None else (stop,) if isinstance(stop, str) else _sequence("stop", stop)
-        if len(strings) > MAX_STOP_STRINGS:
-            raise InvalidRequestError(f"stop: at most {MAX_STOP_STRINGS} strings, got {len(strings)}", param="stop")
+        if stop is None:
+            return ()
+        strings = (stop,) if isinstance(stop, str) else _sequence("stop", stop, MAX_STOP_STRINGS, "strings")
         for s in strings:
             if not isinstance(s, str) or not s:
-                raise InvalidRequestError(f"stop must hold non-empty strings, got {s!r}", param="stop")
+                raise InvalidRequestError(f"stop must hold non-empty strings, got {quoted(s)}", param="stop")
             if len(s) > MAX_STOP_LENGTH:
                 raise InvalidRequestError(
                     f"stop: at most {MAX_STOP_LENGTH} characters a string, got {len(s)}", param="stop"

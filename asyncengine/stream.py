@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import warnings
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Self
 
 from asyncengine.detokenizer import IncrementalDetokenizer, StopStringMatcher
-from asyncengine.errors import EngineError, RequestAbortedError
+from asyncengine.errors import EngineError, NonFiniteLogitsError, RequestAbortedError, StepFailedError, UsageError
 from asyncengine.request import (
     CompletionOutput,
     FinishReason,
@@ -29,7 +29,11 @@ if TYPE_CHECKING:
     from asyncengine.tokenization import Tokenizer
 
 # FinishReason of csrc/core/sequence.h.
-NOT_FINISHED, STOPPED, LENGTH, ABORTED, FAILED = range(5)
+NOT_FINISHED, STOPPED, LENGTH, ABORTED, FAILED, STEP_FAILED = range(6)
+_FAILURES: dict[int, Callable[[], EngineError]] = {
+    FAILED: lambda: NonFiniteLogitsError("the model returned logits that are not finite for this request"),
+    STEP_FAILED: lambda: StepFailedError("a step that computed this request failed; the log says how"),
+}
 _WHOLE_AT_ONCE = 32
 """Tokens whose text is made together when only the end is waited for: few enough that the loop is not held up."""
 
@@ -130,7 +134,7 @@ class RequestStream:
 
     Ends after the last delta of its last sequence. Raises EngineDeadError or RequestAbortedError when the request
     cannot be finished. Cancelling the task that iterates, or ``aclose()``, aborts the request; so does leaving an
-    ``async with`` block. One consumer at a time: another that comes while one waits gets RuntimeError.
+    ``async with`` block. One consumer at a time: another that comes while one waits gets UsageError.
     """
 
     def __init__(
@@ -176,6 +180,9 @@ class RequestStream:
         """Take in what the step thread delivered for one sequence. Called by the engine only."""
         if self._done:
             return
+        if finish in _FAILURES:
+            self.fail(_FAILURES[finish]())
+            return
         if not self._first_token and tokens:
             self._first_token = first_ns * 1e-9
             self._scheduled = scheduled_ns * 1e-9
@@ -217,7 +224,7 @@ class RequestStream:
         self._check_consumer()
         while not self._untaken:
             if self._error is not None:
-                raise self._error
+                raise _copy(self._error) from self._error.__cause__
             if self._done:
                 raise StopAsyncIteration
             await self._news()
@@ -236,7 +243,7 @@ class RequestStream:
         while not self._done:
             await self._news()
         if self._error is not None:
-            raise self._error
+            raise _copy(self._error) from self._error.__cause__
         self._untaken.clear()
         outputs = tuple(
             CompletionOutput(i, "".join(s.texts), tuple(s.token_ids), s.finish_reason, s.stop_reason)
@@ -248,7 +255,7 @@ class RequestStream:
     def _check_consumer(self) -> None:
         self._engine._check_loop()
         if self._waiter is not None:  # a second one would take its place, and the first would wait for ever
-            raise RuntimeError(f"another task is reading request {self.request_id}")
+            raise UsageError(f"another task is reading request {self.request_id}")
 
     async def _news(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()
@@ -286,6 +293,14 @@ class RequestStream:
     def _timing(self) -> RequestTiming:
         tokens = max(len(s.token_ids) for s in self._sequences)
         return RequestTiming(self._arrived, self._scheduled, self._first_token, self._finished, tokens)
+
+
+def _copy(error: EngineError) -> EngineError:
+    """For raising. The traceback of a stream's own error would hold the frames that hold the stream, and only the
+    garbage collector would free them, prompt and all."""
+    copy = type(error).__new__(type(error), *error.args)
+    copy.__dict__.update(error.__dict__)
+    return copy
 
 
 def warn_unclosed(engine: object) -> None:

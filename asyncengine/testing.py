@@ -105,28 +105,27 @@ class SimulatedEngine(AsyncEngine):
 
 async def settle(engine: AsyncEngine, timeout_s: float = 30.0) -> None:
     """Wait until the engine holds nothing: no block, slot, lease or request. AssertionError with what is left."""
-    step_loop = engine._loaded().step_loop
     try:
         async with asyncio.timeout(timeout_s):
-            while True:
-                stats = step_loop.stats()
-                left = {
-                    "blocks": stats.num_blocks - stats.free_blocks,
-                    "slots": engine.config.max_num_seqs - stats.free_slots,
-                    "leases": stats.leases,
-                    "requests": stats.live_requests + len(engine._by_key) + len(engine._by_id),
-                    "queued requests": stats.queued_requests,
-                    "queued tokens": stats.queued_tokens,
-                    "queued characters": engine._prompts.held_characters if engine._prompts is not None else 0,
-                    "unfinished steps": 0 if step_loop.quiescent else 1,
-                }
-                if not any(left.values()):
-                    return
+            while left := engine.debug_stats().held:
                 engine._on_wake()  # frees what was released since the last delivery
                 await asyncio.sleep(0.005)
     except TimeoutError:
-        held = ", ".join(f"{count} {name}" for name, count in left.items() if count)
+        held = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in left.items())
         raise AssertionError(f"the engine still holds {held}") from None
+    stats = engine.debug_stats()
+    assert stats.free_blocks + stats.cached_blocks == stats.num_kv_blocks, stats
+
+
+async def check_at_rest(engine: AsyncEngine, timeout_s: float = 30.0) -> None:
+    """``settle``, and if the model is a simulated one, a request that gives what it must."""
+    await settle(engine, timeout_s)
+    limits = engine.model_info
+    if isinstance(engine, SimulatedEngine) and min(limits.max_model_len, limits.kv_capacity_tokens) >= 12:
+        prompt, params = [300, 301, 302, 303], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+        output = await engine.generate(prompt, params)
+        assert list(output.token_ids) == engine.expected_token_ids(prompt, params)
+        await settle(engine, timeout_s)
 
 
 @asynccontextmanager

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import gc
 import logging
+import os
 import resource
 import signal
 from collections.abc import Awaitable, Callable
@@ -14,7 +16,9 @@ from typing import TYPE_CHECKING
 from asyncengine import __version__
 from asyncengine.cli import flags
 from asyncengine.cli.embed import BUNDLED_MODEL_NAME, MODEL_HELP, engine_from, loop_factory
+from asyncengine.cli.log import Log
 from asyncengine.config import EngineConfig
+from asyncengine.errors import EngineDeadError
 from asyncengine.server.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -51,16 +55,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_server(config: ServerConfig, load: Callable[[], Awaitable[Engine]], log_level: str = "info") -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit code."""
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logger.info("asyncengine %s", __version__)
-    _raise_file_limit()
-    # Until the model is loaded there is nothing to drain and a loading thread cannot be interrupted:
-    # let the signal end the process.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        runner.run(_serve(config, load))
-    return 0
+    """Serve until SIGTERM, SIGINT or SIGHUP; returns the exit code. A dead engine ends the process with 1."""
+    log = Log(log_level)
+    try:
+        logger.info("asyncengine %s", __version__)
+        _raise_file_limit()
+        # Until the model is loaded there is nothing to drain and a loading thread cannot be interrupted:
+        # let the signal end the process.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            try:
+                runner.run(_serve(config, load))
+            except EngineDeadError:
+                log.stop()
+                os._exit(1)  # leaving the usual way waits for threads, and some may hang with the engine
+        return 0
+    finally:
+        log.stop()
 
 
 async def _serve(config: ServerConfig, load: Callable[[], Awaitable[Engine]]) -> None:
@@ -74,22 +85,42 @@ async def _serve(config: ServerConfig, load: Callable[[], Awaitable[Engine]]) ->
         # stream only for as long as the garbage of requests deserves.
         gc.collect()
         gc.freeze()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, _on_signal, number, stop)
+        _handle_signals(stop)
         return engine
 
     await serve(config, load_and_settle, stop)
 
 
-def _on_signal(number: signal.Signals, stop: asyncio.Event) -> None:
-    """The first signal drains; a second one of either kind ends the process at once."""
-    logger.info("%s received", number.name)
-    stop.set()
+def _handle_signals(stop: asyncio.Event) -> None:
+    """The first signal drains; a second one ends the process at once, whatever the event loop does meanwhile."""
     loop = asyncio.get_running_loop()
-    for n in (signal.SIGINT, signal.SIGTERM):
-        loop.remove_signal_handler(n)
-        signal.signal(n, signal.SIG_DFL)
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # which nohup sets
+        numbers.append(signal.SIGHUP)
+
+    def on_signal(number: signal.Signals) -> None:
+        logger.info("%s received", number.name)
+        stop.set()
+        for n in numbers:
+            loop.remove_signal_handler(n)
+            signal.signal(n, signal.SIG_DFL)
+
+    for number in numbers:
+        loop.add_signal_handler(number, on_signal, number)
+        _only_once(number)
+
+
+def _only_once(number: signal.Signals) -> None:
+    """Have the kernel restore the default action as it delivers the signal.
+
+    Python runs handlers between bytecodes of the main thread: a loop that hangs would never get to ``on_signal``.
+    Where the C library has no ``sysv_signal`` that remains so.
+    """
+    sysv_signal = getattr(ctypes.CDLL(None), "sysv_signal", None)
+    if sysv_signal is not None:
+        sysv_signal.argtypes, sysv_signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+        sysv_signal(number, sysv_signal(number, None))  # which returns Python's own handler
+        signal.siginterrupt(number, False)
 
 
 def _raise_file_limit() -> None:

@@ -1,9 +1,15 @@
-"""config.json, read without transformers: its import alone would cost seconds at start-up."""
+"""config.json, read without transformers: its import alone would cost seconds at start-up.
+
+Files of a model directory are untrusted. Sizes and values are checked before anything is computed from them, and a
+wrong one raises ModelError that names the file and the key.
+"""
 
 from __future__ import annotations
 
 import json
-import math
+import os
+import reprlib
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +21,67 @@ from asyncengine.layers.rotary import RopeConfig, yarn_attention_factor
 
 _MISSING: Any = object()
 
+MAX_CONFIG_BYTES = 1 << 20
+"""Largest config.json and generation_config.json; those of real models have a few kilobytes."""
+MAX_POSITIONS = 1 << 24
+MAX_EOS_TOKENS = 64
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in ``path``; raises ModelError if it is not one."""
+_HIGHEST = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer"), 1 << 12),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "head_dim"), 1 << 12),
+    **dict.fromkeys(("hidden_size", "n_embd"), 1 << 17),
+    **dict.fromkeys(("intermediate_size", "n_inner"), 1 << 20),
+    "vocab_size": 1 << 22,
+    **dict.fromkeys(
+        ("max_position_embeddings", "n_positions", "original_max_position_embeddings"), MAX_POSITIONS
+    ),
+    "sliding_window": 2**31 - 1,
+}
+"""Largest plausible integers: several times those of any published model. Products of three stay below 2**63."""
+_RANGE = {
+    "rope_theta": (2.0, 1e30),  # yarn divides by its logarithm; float32 must hold it
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_epsilon"), (0.0, 1.0)),
+    "initializer_range": (0.0, 1e3),
+}
+"""Of numbers: (lowest, which is excluded, and highest)."""
+_ANY_NUMBER = (1e-6, 1e6)
+
+
+class _Excerpt(reprlib.Repr):
+    """repr of a value from a file: a short one, whatever its length and depth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxlong = self.maxother = 80
+
+
+excerpt = _Excerpt().repr
+
+
+def checked_size(path: Path, max_bytes: int | None = None) -> int:
+    """Bytes of ``path``. Raises ModelError unless it is a regular file of at most ``max_bytes``.
+
+    To open a FIFO would wait for ever, and devices may have no end. Links are followed: the hub's cache consists of
+    them.
+    """
+    try:
+        status = path.stat()
+    except (OSError, ValueError) as e:
+        raise ModelError(f"cannot read {path}: {e}") from e
+    if not stat.S_ISREG(status.st_mode):
+        raise ModelError(f"{path} is not a regular file")
+    if max_bytes is not None and status.st_size > max_bytes:
+        raise ModelError(f"{path} has {status.st_size:,} bytes; at most {max_bytes:,} are read")
+    return status.st_size
+
+
+def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """The JSON object in ``path``; raises ModelError if it is not one, or larger than ``max_bytes``."""
+    checked_size(path, max_bytes)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ModelError(f"cannot read {path}: it is nested too deeply") from None
     except (OSError, ValueError) as e:
         raise ModelError(f"cannot read {path}: {e}") from e
     if not isinstance(value, dict):
@@ -37,7 +99,7 @@ class RawConfig:
     @classmethod
     def load(cls, directory: Path) -> RawConfig:
         path = directory / "config.json"
-        if not path.is_file():
+        if not os.path.lexists(path):
             raise ModelNotFoundError(f"{directory} has no config.json: it is not a model directory")
         return cls(read_json(path), str(path))
 
@@ -51,22 +113,29 @@ class RawConfig:
         kinds = kind if isinstance(kind, tuple) else (kind,)
         if (isinstance(value, bool) and bool not in kinds) or not isinstance(value, kinds):
             wanted = " or ".join(k.__name__ for k in kinds)
-            raise ModelError(f"{self.source}: {key!r} must be {wanted}, found {value!r}")
+            raise ModelError(f"{self.source}: {key!r} must be {wanted}, found {excerpt(value)}")
         return value
 
     def integer(self, key: str, default: int = _MISSING) -> int:
-        """A positive integer."""
+        """A positive integer, at most the highest that is plausible for ``key``."""
         value = self.get(key, int, default)
         if value < 1:
-            raise ModelError(f"{self.source}: {key!r} must be positive, found {value}")
+            raise ModelError(f"{self.source}: {key!r} must be positive, found {excerpt(value)}")
+        if value > _HIGHEST[key]:
+            raise ModelError(f"{self.source}: {key!r} must be at most {_HIGHEST[key]}, found {excerpt(value)}")
         return int(value)
 
     def number(self, key: str, default: float = _MISSING) -> float:
-        """A positive, finite number."""
-        value = float(self.get(key, (int, float), default))
-        if not 0 < value < math.inf:
-            raise ModelError(f"{self.source}: {key!r} must be positive, found {value}")
-        return value
+        """A positive number in the range that is plausible for ``key``."""
+        value = self.get(key, (int, float), default)
+        low, high = _RANGE.get(key, _ANY_NUMBER)
+        if not value > 0:  # NaN as well
+            raise ModelError(f"{self.source}: {key!r} must be positive, found {excerpt(value)}")
+        if not low < value <= high:
+            raise ModelError(
+                f"{self.source}: {key!r} must be above {low:g} and at most {high:g}, found {excerpt(value)}"
+            )
+        return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
         return bool(self.get(key, bool, default))
@@ -77,7 +146,7 @@ class RawConfig:
     def require(self, key: str, value: Any) -> None:
         """Raises UnsupportedModelError unless ``key`` is absent or has the one value that is implemented."""
         if self.values.get(key, value) != value:
-            raise self.unsupported(f"{key} = {self.values[key]!r}")
+            raise self.unsupported(f"{key} = {excerpt(self.values[key])}")
 
     @property
     def dtype(self) -> str:
@@ -85,12 +154,18 @@ class RawConfig:
         name = self.get("dtype", str, None) or self.get("torch_dtype", str, "float32")
         return str(name).removeprefix("torch.")
 
-    def token_ids(self, key: str) -> tuple[int, ...]:
-        """None, one id or a list of ids, as a tuple."""
+    def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
+        """None, one id or a list of ids, as a tuple. Each must be below ``vocab_size``."""
         value = self.get(key, (int, list), [])
         ids = value if isinstance(value, list) else [value]
         if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-            raise ModelError(f"{self.source}: {key!r} must hold token ids, found {value!r}")
+            raise ModelError(f"{self.source}: {key!r} must hold token ids, found {excerpt(value)}")
+        if len(ids) > MAX_EOS_TOKENS:
+            raise ModelError(f"{self.source}: {key!r} must hold at most {MAX_EOS_TOKENS} ids, found {len(ids)}")
+        if outside := [i for i in ids if not 0 <= i < vocab_size]:
+            raise ModelError(
+                f"{self.source}: {key!r} must hold ids from 0 to {vocab_size - 1}, found {excerpt(outside[0])}"
+            )
         return tuple(ids)
 
 
@@ -129,7 +204,7 @@ def read_rope(raw: RawConfig, max_positions: int) -> RopeConfig:
     rope = RawConfig(scaling, f"{raw.source}, rope scaling")
     kind = rope.get("rope_type", str, None) or rope.get("type", str, "default")
     if kind not in ("default", "linear", "dynamic", "llama3", "yarn"):
-        raise raw.unsupported(f"rope scaling {kind!r}")
+        raise raw.unsupported(f"rope scaling {excerpt(kind)}")
     for source in (raw, rope):
         if source.number("partial_rotary_factor", 1.0) != 1.0:
             raise raw.unsupported("partial_rotary_factor")
@@ -159,9 +234,14 @@ def read_rope(raw: RawConfig, max_positions: int) -> RopeConfig:
 
 def _read_yarn(rope: RawConfig, theta: float, original: int, max_positions: int) -> RopeConfig:
     factor = rope.number("factor", max_positions / original)
-    inferred = yarn_attention_factor(
-        factor, rope.get("mscale", (int, float), None), rope.get("mscale_all_dim", (int, float), None)
-    )
+    if factor * original > MAX_POSITIONS:
+        raise ModelError(
+            f"{rope.source}: 'factor' times the original positions must be at most {MAX_POSITIONS}, "
+            f"found {factor:g} times {original}"
+        )
+    # Files also write 0 for a scale that they do not have.
+    scales = [rope.number(key) if rope.get(key, (int, float), 0) else None for key in ("mscale", "mscale_all_dim")]
+    inferred = yarn_attention_factor(factor, *scales)
     return RopeConfig(
         theta=theta,
         kind="yarn",

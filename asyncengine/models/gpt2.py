@@ -7,7 +7,7 @@ from typing import Any
 
 from asyncengine.kernels.ops import Activation, AttentionLayer, Norm, Ops
 from asyncengine.layers.attention import AttentionBackend, LayerKVCache
-from asyncengine.models.config import ModelConfig, RawConfig
+from asyncengine.models.config import ModelConfig, RawConfig, excerpt
 from asyncengine.models.weights import WeightSource
 
 # The names under which transformers knows the exact GELU and its tanh approximation.
@@ -22,7 +22,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 def read_config(raw: RawConfig) -> ModelConfig:
     activation = raw.get("activation_function", str, "gelu_new")
     if activation not in _ACTIVATIONS:
-        raise raw.unsupported(f"activation_function = {activation!r}")
+        raise raw.unsupported(f"activation_function = {excerpt(activation)}")
     raw.require("add_cross_attention", False)
     hidden_size = raw.integer("n_embd", 768)
     num_layers = raw.integer("n_layer", 12)

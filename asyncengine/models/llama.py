@@ -13,7 +13,7 @@ from torch import Tensor
 from asyncengine.kernels.ops import AttentionLayer, HeadNorms, Norm, Ops
 from asyncengine.layers.attention import AttentionBackend, LayerKVCache
 from asyncengine.layers.rotary import rotary_table
-from asyncengine.models.config import ModelConfig, RawConfig, read_rope
+from asyncengine.models.config import ModelConfig, RawConfig, excerpt, read_rope
 from asyncengine.models.weights import WeightSource
 
 
@@ -31,7 +31,7 @@ def read_decoder_config(
     """What the relatives of Llama have in common; keywords are the points in which they differ."""
     activation = raw.get("hidden_act", str, "silu")
     if activation not in ("silu", "swish"):
-        raise raw.unsupported(f"hidden_act = {activation!r}")
+        raise raw.unsupported(f"hidden_act = {excerpt(activation)}")
     hidden_size = raw.integer("hidden_size")
     num_layers = raw.integer("num_hidden_layers")
     num_heads = raw.integer("num_attention_heads")
@@ -40,6 +40,8 @@ def read_decoder_config(
     num_kv_heads = raw.integer(
         "num_key_value_heads", default_kv_heads if absent and default_kv_heads else num_heads
     )
+    if head_dim is None and raw.values.get("head_dim") is None and hidden_size % num_heads:
+        raise raw.unsupported(f"hidden_size = {hidden_size} over {num_heads} heads without head_dim")
     head_dim = raw.integer("head_dim", head_dim or hidden_size // num_heads)
     if num_heads % num_kv_heads:
         raise raw.unsupported(f"{num_heads} attention heads over {num_kv_heads} key-value heads")

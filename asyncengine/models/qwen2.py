@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncengine.models.config import ModelConfig, RawConfig
+from asyncengine.models.config import ModelConfig, RawConfig, excerpt
 from asyncengine.models.llama import LlamaForCausalLM, read_decoder_config
 
 
@@ -18,8 +18,8 @@ def read_layer_windows(raw: RawConfig) -> tuple[int, ...]:
         return tuple(window if i >= first else 0 for i in range(num_layers))
     windows = {"full_attention": 0, "sliding_attention": window}
     for kind in types:
-        if kind not in windows:
-            raise raw.unsupported(f"layer type {kind!r}")
+        if not isinstance(kind, str) or kind not in windows:
+            raise raw.unsupported(f"layer type {excerpt(kind)}")
     if len(types) != num_layers:
         raise raw.unsupported(f"layer_types with {len(types)} entries for {num_layers} layers")
     return tuple(windows[kind] for kind in types)

@@ -9,7 +9,7 @@ from asyncengine.errors import UnsupportedModelError
 from asyncengine.kernels.ops import Ops
 from asyncengine.layers.attention import AttentionBackend, LayerKVCache
 from asyncengine.models import gpt2, llama, mistral, qwen2, qwen3
-from asyncengine.models.config import ModelConfig, RawConfig
+from asyncengine.models.config import ModelConfig, RawConfig, excerpt
 from asyncengine.models.weights import WeightSource
 
 
@@ -43,7 +43,7 @@ def find_family(raw: RawConfig) -> tuple[str, Family]:
     for name in architectures:
         if isinstance(name, str) and name in FAMILIES:
             return name, FAMILIES[name]
-    found = ", ".join(map(str, architectures)) or "none"
+    found = excerpt(architectures) if architectures else "none"
     raise UnsupportedModelError(
         f"{raw.source}: architecture {found} is not supported; supported are {', '.join(FAMILIES)}"
     )

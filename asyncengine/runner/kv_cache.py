@@ -29,6 +29,15 @@ def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * block_size * dtype.itemsize
 
 
+def total_memory() -> int:
+    """Bytes that this process could have if nobody used any: the system's, or its control group's limit."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # no such control group, or its limit is "max"
+            limits.append(int((Path("/sys/fs/cgroup") / limit).read_text()))
+    return min(limits)
+
+
 def available_memory() -> int:
     """Bytes that this process can still use: what the system has to give and the control group allows."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]

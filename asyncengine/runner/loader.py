@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from asyncengine.errors import MissingWeightError, ModelError, UnsupportedModelError, WeightMismatchError
-from asyncengine.models.config import read_json
+from asyncengine.errors import ConfigError, MissingWeightError, ModelError, UnsupportedModelError, WeightMismatchError
+from asyncengine.models.config import checked_size, excerpt
+from asyncengine.runner.kv_cache import total_memory
 
 logger = logging.getLogger(__name__)
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+MAX_INDEX_BYTES = 64 << 20
+"""Largest index; that of a model with 700 billion parameters has 9 MB."""
+MAX_HEADER_BYTES = 32 << 20
+"""Largest header of a weight file, of some 300,000 tensors. The library takes three times as much, and 6 s for it."""
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # Buffers that old checkpoints carry along, and heads that are tied to the embedding.
@@ -62,31 +69,71 @@ class Progress:
 def find_shards(directory: Path) -> dict[str, Path]:
     """Which file holds which tensor. Raises MissingWeightError naming the first file that is not there.
 
-    A single file counts before an index, as transformers has it: shards that are stale may lie beside it.
+    A single file counts before an index, as transformers has it: shards that are stale may lie beside it. An index
+    that names anything but files of the directory is refused (ModelError).
     """
     index = directory / INDEX_FILE
     single = directory / SINGLE_FILE
-    if single.is_file():
+    if os.path.lexists(single):
         return dict.fromkeys(_open_shard(single).keys(), single)
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
-            raise ModelError(f"{index} has no weight_map from tensor names to file names")
-        for file in sorted(set(weight_map.values())):
-            if not (directory / file).is_file():
+    if os.path.lexists(index):
+        weight_map = _read_index(index)
+        paths = {file: directory / file for file in sorted(set(weight_map.values()))}
+        for file, path in paths.items():
+            if not _is_file_name(file):
+                raise ModelError(f"{index}: 'weight_map' must name files of its directory, found {excerpt(file)}")
+            if not os.path.lexists(path):
                 raise MissingWeightError(f"shard {file}, which {index} names, is not there")
-        return {name: directory / file for name, file in weight_map.items()}
+        return {name: paths[file] for name, file in weight_map.items()}
     hint = ""
     if any(directory.glob("*.bin")) or any(directory.glob("*.pt*")):
         hint = "; only safetensors files are read: convert it with transformers' save_pretrained"
     raise MissingWeightError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
 
 
-def _open_shard(path: Path) -> Any:
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """File names by tensor. No objects are made of anything else: 64 MB of [] would take 1.6 GB and 18 seconds."""
+    checked_size(path, MAX_INDEX_BYTES)
     try:
+        return msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
+    except RecursionError:
+        raise ModelError(f"cannot read {path}: it is nested too deeply") from None
+    except (OSError, ValueError) as e:
+        raise ModelError(f"cannot read {path}: {_brief(e)}") from e
+
+
+def _is_file_name(name: str) -> bool:
+    """Whether ``name`` is that of a file in a directory, on any system: no path, no drive, nothing hidden."""
+    return re.fullmatch(r"\w[^/\\:\x00-\x1f]{0,254}", name) is not None
+
+
+def _open_shard(path: Path) -> Any:
+    checked_size(path)
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+        if length > MAX_HEADER_BYTES:
+            raise ModelError(
+                f"{path} is damaged or incomplete: its header has {length:,} bytes, and at most {MAX_HEADER_BYTES:,} "
+                "are read"
+            )
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as e:
-        raise ModelError(f"{path} is damaged or incomplete: {e}") from e
+        raise ModelError(f"{path} is damaged or incomplete: {_brief(e)}") from e
+
+
+def _brief(error: Exception) -> str:
+    """The start of its message: the libraries' messages repeat whole values of the file."""
+    return str(error)[:300]
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """``tensor``, or a copy if its address is no multiple of its element's size: a header may have any length."""
+    return tensor if tensor.data_ptr() % tensor.itemsize == 0 else tensor.clone()
 
 
 class Checkpoint:
@@ -114,12 +161,13 @@ class Checkpoint:
         self._open: dict[Path, Any] = {}
         self._used: set[str] = set()
         self._progress = Progress(
-            sum(path.stat().st_size for path in set(self._shard_of.values())), enabled=progress
+            sum(checked_size(path) for path in set(self._shard_of.values())), enabled=progress
         )
 
     def get(self, name: str, *shape: int) -> Tensor:
-        stored = self._read(name, shape)
-        if stored.dtype == self._dtype and self._device == _CPU:
+        in_file = self._read(name, shape)
+        stored = _aligned(in_file)
+        if stored is in_file and stored.dtype == self._dtype and self._device == _CPU:
             # Reads the pages now: the bar tells the truth, and the first request does not wait for the disk.
             stored.flatten().view(torch.uint8)[::_PAGE].sum()
             self.mapped_bytes += stored.nbytes
@@ -127,7 +175,7 @@ class Checkpoint:
         return self._own(stored.to(self._device).to(self._dtype))
 
     def get_transposed(self, name: str, *shape: int) -> Tensor:
-        stored = self._read(name, shape[::-1]).to(self._device)
+        stored = _aligned(self._read(name, shape[::-1])).to(self._device)
         self.owned_bytes += stored.numel() * self._dtype.itemsize
         return stored.to(self._dtype).T
 
@@ -141,7 +189,8 @@ class Checkpoint:
         self._progress.complete()
         extra = [n for n in self._shard_of if n not in self._used and not _HARMLESS.search(n)]
         if extra:
-            shown = ", ".join(sorted(extra)[:5]) + (", ..." if len(extra) > 5 else "")
+            names = (n if n.isprintable() and len(n) < 100 else excerpt(n) for n in sorted(extra)[:5])
+            shown = ", ".join(names) + (", ..." if len(extra) > 5 else "")
             logger.warning(
                 "%s holds %d tensors that the model does not use: %s", self._directory, len(extra), shown
             )
@@ -162,11 +211,13 @@ class Checkpoint:
             self._open[path] = _open_shard(path)
         try:
             tensor: Tensor = self._open[path].get_tensor(key)
-        except SafetensorError as e:
-            raise MissingWeightError(f"tensor {key} is not in {path}, where the index places it: {e}") from e
+        except Exception as e:  # torch's errors as well, for shapes and types that it does not have
+            if key in self._open[path].keys():  # noqa: SIM118  # a safetensors file is no mapping
+                raise WeightMismatchError(f"tensor {key} in {path} cannot be read: {_brief(e)}") from e
+            raise MissingWeightError(f"tensor {key} is not in {path}, where the index places it: {_brief(e)}") from e
         if tensor.shape != shape:
             raise WeightMismatchError(
-                f"tensor {key} in {path}: expected shape {shape}, found {tuple(tensor.shape)}"
+                f"tensor {key} in {path}: expected shape {shape}, found {excerpt(tuple(tensor.shape))}"
             )
         if tensor.dtype not in _FLOATS:
             raise WeightMismatchError(f"tensor {key} in {path}: expected floats, found {tensor.dtype}")
@@ -189,10 +240,14 @@ class DummyWeights:
         self.num_parameters = 0
         self.mapped_bytes = 0
         self.owned_bytes = 0
+        self._room = total_memory() if device == _CPU else None
         self._generator = torch.Generator().manual_seed(seed)
         self._pool = torch.empty(self._POOL).normal_(0, std, generator=self._generator).to(device, dtype)
 
     def get(self, name: str, *shape: int) -> Tensor:
+        needed = self.owned_bytes + math.prod(shape) * self._pool.itemsize
+        if self._room is not None and needed > self._room:
+            raise ConfigError(f"the weights do not fit into memory: {needed:,} bytes of {self._room:,}, up to {name}")
         tensor = torch.empty(shape, dtype=self._pool.dtype, device=self._pool.device)
         if name.endswith(".bias"):
             tensor.zero_()
@@ -233,6 +288,6 @@ def choose_dtype(wanted: str, stored: str, device: torch.device = _CPU) -> torch
     dtypes = {"float32": torch.float32, "float16": half, "bfloat16": torch.bfloat16}
     if name not in dtypes:
         raise UnsupportedModelError(
-            f"the checkpoint's dtype {name!r} is not supported: choose another with dtype="
+            f"the checkpoint's dtype {excerpt(name)} is not supported: choose another with dtype="
         )
     return dtypes[name]

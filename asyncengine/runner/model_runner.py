@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +84,9 @@ def load_model(
     raw = RawConfig.load(path)
     architecture, family = find_family(raw)
     model_config = family.read_config(raw)
+    eos_token_ids = read_eos_token_ids(path, raw, model_config.vocab_size)
     max_model_len = choose_max_model_len(config, model_config)
+    _check_context_memory(config, model_config, max_model_len)
     dtype = choose_dtype(config.dtype, raw.dtype, ops.device)
     if config.quantization != "none":
         if not family.quantizable:
@@ -109,7 +112,7 @@ def load_model(
         weights.num_parameters,
         weights.mapped_bytes,
         weights.owned_bytes,
-        read_eos_token_ids(path, raw),
+        eos_token_ids,
     )
 
 
@@ -180,10 +183,30 @@ def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_model_len
 
 
-def read_eos_token_ids(directory: Path, raw: RawConfig) -> tuple[int, ...]:
-    """End-of-sequence tokens of config.json and generation_config.json together, in that order."""
-    ids = raw.token_ids("eos_token_id")
+def _check_context_memory(config: EngineConfig, model: ModelConfig, max_model_len: int) -> None:
+    """Raises ConfigError if a context of ``max_model_len`` takes more than half the memory beside the KV cache.
+
+    That is block tables, and for rotary positions a table of cosines and sines, joined from its halves, which are
+    computed from the angles. Without this check the system may end the process.
+    """
+    needed = 4 * config.max_num_seqs * -(-max_model_len // config.block_size)
+    if model.rope is not None:
+        needed += max_model_len * model.head_dim * (2 * 4 + 2)
+    total = kv_cache.total_memory()
+    if needed > total // 2:
+        raise ConfigError(
+            f"a context of {max_model_len:,} tokens takes {needed:,} bytes beside the KV cache, more than half of "
+            f"{total:,}: lower max_model_len"
+        )
+
+
+def read_eos_token_ids(directory: Path, raw: RawConfig, vocab_size: int) -> tuple[int, ...]:
+    """End-of-sequence tokens of config.json and generation_config.json together, in that order.
+
+    Raises ModelError if one is outside the vocabulary.
+    """
+    ids = raw.token_ids("eos_token_id", vocab_size)
     path = directory / "generation_config.json"
-    if path.is_file():
-        ids += RawConfig(read_json(path), str(path)).token_ids("eos_token_id")
+    if os.path.lexists(path):
+        ids += RawConfig(read_json(path), str(path)).token_ids("eos_token_id", vocab_size)
     return tuple(dict.fromkeys(ids))

@@ -7,6 +7,7 @@ wrong path, method or malformed HTTP, leaves through ``App.handle`` or ``Protoco
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import logging
 import time
@@ -17,20 +18,23 @@ from http import HTTPStatus
 
 import msgspec
 from aiohttp import web
+from aiohttp.http import HttpVersion10, HttpVersion11
 
 from asyncengine.errors import InvalidRequestError
+from asyncengine.request import Prompt, quoted
+from asyncengine.server.bodies import Bodies
 from asyncengine.server.chat import Chat
 from asyncengine.server.completions import Completions
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.engine_api import Engine
-from asyncengine.server.errors import ApiError, bad_request, from_engine, unavailable
+from asyncengine.server.errors import SERVER, ApiError, bad_request, failure, unavailable
 from asyncengine.server.generation import Endpoint, Job, generate, stream
 from asyncengine.server.metrics import Metrics
 from asyncengine.server.protocol import (
+    GenerationBody,
     ModelCard,
     ModelList,
     check_model,
-    decode_object,
     name_as_asked,
     sampling_params,
 )
@@ -51,7 +55,9 @@ class App:
         self.config = config
         self.engine: Engine | None = None
         self.draining = False
+        self.bodies = Bodies(config)
         self.metrics = Metrics(lambda: self.engine, lambda: self.model_name)
+        self._key_digests = [_digest(key) for key in config.api_keys]
         self._created = int(time.time())
         self._in_progress = 0
         self._idle = asyncio.Event()
@@ -94,7 +100,7 @@ class App:
             try:
                 response = await self._dispatch(request, headers)
             except Exception as exc:
-                response = self._failed(request, exc).response()
+                response = _failed(exc, headers).response(headers["X-Request-Id"])
             if not response.prepared:
                 response.headers.update(headers)
                 if self.draining:
@@ -109,47 +115,51 @@ class App:
         return response
 
     async def _dispatch(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
+        if request._version not in (HttpVersion10, HttpVersion11):
+            # aiohttp answers in the version of the request, and keeps the one that it is asked for first.
+            request._version = HttpVersion11
+            raise ApiError(
+                HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, "only HTTP/1.0 and HTTP/1.1 are spoken here", close=True
+            )
         path = request.path
-        if path != "/health":
-            self._authenticate(request)
+        if path != "/health" and self._key_digests:
+            self._check_key(request)
         route = self._routes.get(_MODEL if path.startswith(_MODEL) else path)
         if route is None:
-            raise ApiError(HTTPStatus.NOT_FOUND, f"there is no route {path!r}", code="not_found")
+            raise ApiError(HTTPStatus.NOT_FOUND, f"there is no route {quoted(path)}", code="not_found")
         method, handler = route
         asked = "GET" if request.method == "HEAD" else request.method
         if asked != method:
             allowed = "GET, HEAD" if method == "GET" else method
             raise ApiError(
                 HTTPStatus.METHOD_NOT_ALLOWED,
-                f"{path} allows {allowed}, not {request.method}",
+                f"{quoted(path)} allows {allowed}, not {quoted(request.method)}",
                 code="method_not_allowed",
                 headers={"Allow": allowed},
             )
         return await handler(request, headers)
 
-    def _authenticate(self, request: web.BaseRequest) -> None:
-        key = self.config.api_key
-        if key is None:
-            return
+    def _check_key(self, request: web.BaseRequest) -> bytes:
+        """Digest of the key that the request brings. Raises ApiError 401 if it brings none of ours."""
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        # surrogateescape: a header may hold any byte, and compare_digest takes bytes or ASCII
-        same = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), key.encode())
-        if scheme.lower() != "bearer" or not same:
+        # surrogateescape: a header may hold any byte
+        digest = _digest(given.strip(" \t").encode(errors="surrogateescape"))
+        # All of them, so that the time it takes tells nothing.
+        same = [hmac.compare_digest(digest, known) for known in self._key_digests]
+        if scheme.lower() != "bearer" or not any(same):
             raise ApiError(
                 HTTPStatus.UNAUTHORIZED,
                 "a valid API key is needed: send the header 'Authorization: Bearer KEY'",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+        return digest
 
-    def _failed(self, request: web.BaseRequest, exc: Exception) -> ApiError:
-        error = exc if isinstance(exc, ApiError) else from_engine(exc)
-        if isinstance(exc, ConnectionError):
-            return bad_request("the connection was lost")  # nobody is left to read this
-        if error is None:
-            logger.error("%s %s failed", request.method, request.path, exc_info=exc)
-            error = ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "internal server error")
-        return error
+    def _tenant(self, request: web.BaseRequest) -> str:
+        """Clients with keys share the engine by key; without, each connection counts as a client."""
+        if self._key_digests:
+            return f"key {self._check_key(request).hex()}"
+        return f"connection {id(request.protocol):x}"
 
     def _ready_engine(self) -> Engine:
         if self.engine is None:
@@ -186,8 +196,7 @@ class App:
         self, endpoint: Endpoint, request: web.BaseRequest, headers: dict[str, str]
     ) -> web.StreamResponse:
         engine = self._ready_engine()
-        body, prompts = endpoint.parse(decode_object(await self._body(request)))
-        check_model(body.model, self.model_name)
+        body, prompts = await self._parse(endpoint, request)
         try:
             job = Job(
                 id=endpoint.id_prefix + uuid.uuid4().hex,
@@ -196,7 +205,9 @@ class App:
                 prompts=prompts,
                 params=sampling_params(body),
                 body=body,
+                tenant=self._tenant(request),
             )
+            self._check_allowed(job)
             if not body.stream:
                 return _json(endpoint.document(job, await generate(engine, job, self.metrics)))
             events = EventStream(request, headers, self.config.write_timeout_s)
@@ -207,54 +218,42 @@ class App:
             name_as_asked(exc, body)
             raise
 
-    async def _body(self, request: web.BaseRequest) -> bytearray:
-        limit = self.config.max_request_bytes
-        encoding = request.headers.get("Content-Encoding", "identity")
-        if encoding.lower() != "identity":
-            raise ApiError(
-                HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-                f"the request body must not be compressed, got Content-Encoding: {encoding}",
-                code="unsupported_media_type",
+    async def _parse(self, endpoint: Endpoint, request: web.BaseRequest) -> tuple[GenerationBody, list[Prompt]]:
+        async with self.bodies.receive(request) as raw:  # a frame of its own: it ends, and the bytes are freed
+            body, prompts = endpoint.parse(raw, self.config)
+        check_model(body.model, self.model_name)
+        return body, prompts
+
+    def _check_allowed(self, job: Job) -> None:
+        limit, n = self.config.max_sequences_per_request, job.params.n
+        if job.num_choices > limit:
+            raise bad_request(
+                f"n: {len(job.prompts)} prompts with n = {n} are {job.num_choices} sequences, "
+                f"and a request may ask for {limit}",
+                "n",
             )
-        if (request.content_length or 0) > limit:
-            raise _too_large(limit)
-        if request.headers.get("Expect", "").lower() == "100-continue":
-            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            request.writer.output_size = 0  # the response proper has not begun
-        body = bytearray()
-        try:
-            async with asyncio.timeout(self.config.read_timeout_s):
-                async for chunk in request.content.iter_any():
-                    body += chunk
-                    if len(body) > limit:
-                        raise _too_large(limit)
-        except TimeoutError:
-            raise ApiError(
-                HTTPStatus.REQUEST_TIMEOUT,
-                f"the request body did not arrive within {self.config.read_timeout_s:g} s",
-                code="request_timeout",
-            ) from None
-        except web.RequestPayloadError as exc:
-            raise bad_request(f"the request body could not be read: {exc}") from None
-        return body
+        if job.body.priority and not self.config.allow_priority:
+            raise bad_request("priority is not allowed by this server: start it with --allow-priority", "priority")
 
 
 def _json(value: object) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), content_type="application/json")
 
 
-def _too_large(limit: int) -> ApiError:
-    return ApiError(
-        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-        f"the request body is larger than {limit} bytes",
-        code="request_too_large",
-    )
+def _digest(key: bytes) -> bytes:
+    """Of the same length for every key, and no secret in the engine's records."""
+    return hashlib.blake2b(key, digest_size=16).digest()
+
+
+def _failed(exc: Exception, headers: dict[str, str]) -> ApiError:
+    if isinstance(exc, ConnectionError):
+        return bad_request("the connection was lost")  # nobody is left to read this
+    return failure(exc, headers["X-Request-Id"])
 
 
 def _base_headers(request: web.BaseRequest) -> dict[str, str]:
-    """Headers of every response: X-Request-Id comes back when it can be sent back unchanged."""
-    headers = {"Server": "asyncengine"}
+    """Headers of every response: X-Request-Id comes back when it can be sent back unchanged; else one is made."""
     given = request.headers.get("X-Request-Id", "")
-    if 0 < len(given) <= _MAX_REQUEST_ID and given.isascii() and given.isprintable():
-        headers["X-Request-Id"] = given
-    return headers
+    if not (0 < len(given) <= _MAX_REQUEST_ID and given.isascii() and given.isprintable()):
+        given = uuid.uuid4().hex
+    return SERVER | {"X-Request-Id": given}

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
-from asyncengine.request import ChatMessage, Prompt, RequestDelta, RequestOutput
+from asyncengine.request import ChatMessage, Prompt, RequestDelta, RequestOutput, quoted
 from asyncengine.server import protocol
+from asyncengine.server.config import ServerConfig
 from asyncengine.server.errors import bad_request
 from asyncengine.server.generation import Endpoint, Job
-from asyncengine.server.protocol import NOTHING, GenerationBody, UsageBody, unsupported
+from asyncengine.server.protocol import NOTHING, BodyDecoder, GenerationBody, UsageBody, unsupported
 from asyncengine.server.sse import NOT_FINISHED, ChunkFormat
 
 _UNIMPLEMENTED: dict[str, tuple[object, ...]] = protocol.UNIMPLEMENTED | {
@@ -33,6 +32,8 @@ _UNIMPLEMENTED: dict[str, tuple[object, ...]] = protocol.UNIMPLEMENTED | {
     "chat_template_kwargs": NOTHING,
     "documents": NOTHING,
 }
+_MAX_PARTS = 16_384
+"""Messages of a conversation, and parts of their contents, together at most."""
 #: OpenAI renamed system to developer; chat templates know the old name.
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
@@ -45,12 +46,15 @@ class ContentPart(msgspec.Struct):
 class Message(msgspec.Struct):
     role: str
     content: str | list[ContentPart] | None = None
-    tool_calls: list[Any] | None = None
-    function_call: Any = None
+    tool_calls: list[msgspec.Raw] | None = None
+    function_call: dict[str, msgspec.Raw] | None = None
 
 
 class ChatBody(GenerationBody, kw_only=True):
     messages: list[Message] | None = None
+
+
+_DECODER = BodyDecoder(ChatBody, _UNIMPLEMENTED)
 
 
 class AssistantMessage(msgspec.Struct, kw_only=True):
@@ -101,11 +105,15 @@ class Chat(Endpoint):
     id_prefix = "chatcmpl-"
     chunk_format = ChatFormat
 
-    def parse(self, fields: dict[str, Any]) -> tuple[GenerationBody, list[Prompt]]:
-        body = protocol.parse(fields, ChatBody, _UNIMPLEMENTED)
-        if not body.messages:
+    def parse(self, raw: bytes | bytearray, config: ServerConfig) -> tuple[GenerationBody, list[Prompt]]:
+        body = _DECODER.decode(raw)
+        messages, body.messages = body.messages, None  # they would live as long as the request
+        if not messages:
             raise bad_request("messages is required and must not be empty", "messages")
-        return body, [[_message(m, f"messages[{i}]") for i, m in enumerate(body.messages)]]
+        parts = len(messages) + sum([len(m.content) for m in messages if type(m.content) is list])
+        if parts > _MAX_PARTS:
+            raise bad_request(f"messages: at most {_MAX_PARTS} messages and content parts, got {parts}", "messages")
+        return body, [[_message(i, m) for i, m in enumerate(messages)]]
 
     def document(self, job: Job, outputs: list[RequestOutput]) -> ChatCompletion:
         sequences = [s for output in outputs for s in output.outputs]
@@ -121,26 +129,29 @@ class Chat(Endpoint):
         )
 
 
-def _message(message: Message, path: str) -> ChatMessage:
-    """A turn with its content parts joined. Raises ApiError 400."""
+def _message(i: int, message: Message) -> ChatMessage:
+    """Turn ``i`` with its content parts joined. Raises ApiError 400."""
     role = _ROLES.get(message.role)
-    if role is None:
-        known = ", ".join(_ROLES)
-        raise bad_request(f"{path}.role must be one of {known}, got {message.role!r}", f"{path}.role")
-    for name in ("tool_calls", "function_call"):
-        if getattr(message, name):
-            raise unsupported(f"{path}.{name}")
     content = message.content
+    if role is None:
+        known, path = ", ".join(_ROLES), f"messages[{i}].role"
+        raise bad_request(f"{path} must be one of {known}, got {quoted(message.role)}", path)
+    if message.tool_calls or message.function_call:
+        raise unsupported(f"messages[{i}].{'tool_calls' if message.tool_calls else 'function_call'}")
     if content is None:
-        raise bad_request(f"{path}.content is required", f"{path}.content")
+        raise bad_request(f"messages[{i}].content is required", f"messages[{i}].content")
     if isinstance(content, list):
-        content = "".join(_text(part, f"{path}.content[{i}]") for i, part in enumerate(content))
+        if not content:
+            raise bad_request(f"messages[{i}].content must have at least one part", f"messages[{i}].content")
+        content = "".join([_text(i, k, part) for k, part in enumerate(content)])
     return {"role": role, "content": content}
 
 
-def _text(part: ContentPart, path: str) -> str:
+def _text(i: int, k: int, part: ContentPart) -> str:
     if part.type != "text":
-        raise bad_request(f"{path}.type: only text is supported, got {part.type!r}", f"{path}.type")
+        path = f"messages[{i}].content[{k}].type"
+        raise bad_request(f"{path}: only text is supported, got {quoted(part.type)}", path)
     if part.text is None:
-        raise bad_request(f"{path}.text is required", f"{path}.text")
+        path = f"messages[{i}].content[{k}].text"
+        raise bad_request(f"{path} is required", path)
     return part.text

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from asyncengine.request import Prompt, RequestDelta, RequestOutput
 from asyncengine.server import protocol
+from asyncengine.server.config import ServerConfig
 from asyncengine.server.errors import bad_request
 from asyncengine.server.generation import Endpoint, Job
-from asyncengine.server.protocol import GenerationBody, UsageBody
+from asyncengine.server.protocol import BodyDecoder, GenerationBody, UsageBody
 from asyncengine.server.sse import NOT_FINISHED, ChunkFormat, encode
 
 _UNIMPLEMENTED: dict[str, tuple[object, ...]] = protocol.UNIMPLEMENTED | {
@@ -21,12 +21,14 @@ _UNIMPLEMENTED: dict[str, tuple[object, ...]] = protocol.UNIMPLEMENTED | {
     "add_special_tokens": (None, True),
 }
 _DEFAULT_MAX_TOKENS = 16
-_MAX_PROMPTS = 2048
 
 
 class CompletionBody(GenerationBody, kw_only=True):
     prompt: str | list[str | int | list[int]] | None = None
     return_token_ids: bool | None = None
+
+
+_DECODER = BodyDecoder(CompletionBody, _UNIMPLEMENTED)
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
@@ -85,11 +87,12 @@ class Completions(Endpoint):
     def chunks(self, job: Job) -> ChunkFormat:
         return TokenIdFormat(job) if _wants_token_ids(job) else super().chunks(job)
 
-    def parse(self, fields: dict[str, Any]) -> tuple[GenerationBody, list[Prompt]]:
-        body = protocol.parse(fields, CompletionBody, _UNIMPLEMENTED)
+    def parse(self, raw: bytes | bytearray, config: ServerConfig) -> tuple[GenerationBody, list[Prompt]]:
+        body = _DECODER.decode(raw)
         if body.max_tokens is None:
             body.max_tokens = _DEFAULT_MAX_TOKENS
-        return body, _prompts(body)
+        prompts, body.prompt = _prompts(body, config.max_sequences_per_request), None
+        return body, prompts
 
     def document(self, job: Job, outputs: list[RequestOutput]) -> Completion:
         sequences = [(output, s) for output in outputs for s in output.outputs]
@@ -116,16 +119,16 @@ def _wants_token_ids(job: Job) -> bool:
     return isinstance(job.body, CompletionBody) and bool(job.body.return_token_ids)
 
 
-def _prompts(body: CompletionBody) -> list[Prompt]:
-    """Text, token ids, or an array of either, as a list of prompts. Raises ApiError 400."""
+def _prompts(body: CompletionBody, limit: int) -> list[Prompt]:
+    """Text, token ids, or an array of either, as a list of prompts. Raises ApiError 400 for more than ``limit``."""
     prompt = body.prompt
     if prompt is None or prompt == "" or prompt == []:
         raise bad_request("prompt is required and must not be empty", "prompt")
     if isinstance(prompt, str):
         return [prompt]
     kinds = set(map(type, prompt))
-    if kinds != {int} and len(prompt) > _MAX_PROMPTS:
-        raise bad_request(f"prompt: at most {_MAX_PROMPTS} prompts in a request, got {len(prompt)}", "prompt")
+    if kinds != {int} and len(prompt) > limit:
+        raise bad_request(f"prompt: at most {limit} prompts in a request, got {len(prompt)}", "prompt")
     if len(kinds) > 1:
         raise bad_request("prompt must hold strings, token ids or arrays of ids, not a mixture", "prompt")
     if kinds == {int}:

@@ -81,6 +81,7 @@ class Engine(Protocol):
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: str | None = None,
     ) -> RequestStream: ...
     async def generate(
         self,
@@ -90,5 +91,6 @@ class Engine(Protocol):
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: str | None = None,
     ) -> RequestOutput: ...
     async def aclose(self, drain: bool = True, timeout_s: float = 30.0) -> None: ...

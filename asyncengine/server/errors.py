@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from http import HTTPStatus
 
 import msgspec
@@ -18,7 +19,11 @@ from asyncengine.errors import (
     RequestAbortedError,
 )
 
+logger = logging.getLogger("asyncengine.server")
+
 RETRY_AFTER = {"Retry-After": "1"}
+SERVER = {"Server": "asyncengine"}  # on every response: without it, aiohttp names its version and Python's
+_MAX_MESSAGE = 1000  # characters; an error does not send back all that a client sent
 
 
 class ApiError(Exception):
@@ -32,13 +37,16 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: dict[str, str] | None = None,
+        close: bool = False,
     ) -> None:
+        """With ``close``, the connection is closed after the response."""
         super().__init__(message)
         self.status = status
-        self.message = message
+        self.message = message if len(message) <= _MAX_MESSAGE else message[:_MAX_MESSAGE] + " …"
         self.param = param
         self.code = code
-        self.headers = headers or {}
+        self.headers = SERVER | (headers or {})
+        self.close = close
 
     @property
     def type(self) -> str:
@@ -46,25 +54,36 @@ class ApiError(Exception):
             return "invalid_request_error"
         return "service_unavailable" if self.status == HTTPStatus.SERVICE_UNAVAILABLE else "server_error"
 
-    def body(self) -> bytes:
-        """The JSON document."""
-        fields = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+    def body(self, request_id: str = "") -> bytes:
+        """The JSON document. A fault of the server names the request, by which its log says more."""
+        message = self.message
+        if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR and request_id:
+            message += f" (request id {request_id})"
+        fields = {"message": message, "type": self.type, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": fields})
 
-    def response(self) -> web.Response:
-        return web.Response(status=self.status, body=self.body(), content_type="application/json", headers=self.headers)
+    def response(self, request_id: str = "") -> web.Response:
+        response = web.Response(
+            status=self.status, body=self.body(request_id), content_type="application/json", headers=self.headers
+        )
+        if self.close:
+            response.force_close()
+        return response
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     return ApiError(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
 
 
-def unavailable(message: str, code: str) -> ApiError:
-    return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code=code, headers=RETRY_AFTER)
+def unavailable(message: str, code: str, *, close: bool = False) -> ApiError:
+    return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code=code, headers=RETRY_AFTER, close=close)
 
 
 def from_engine(exc: Exception) -> ApiError | None:
-    """The response for an exception of asyncengine.errors; None for one that nobody foresaw."""
+    """The response for an exception of asyncengine.errors; None for one that nobody foresaw.
+
+    What went wrong inside the engine is for the log: clients get a fixed text.
+    """
     match exc:
         case ContextLengthError():
             return bad_request(str(exc), exc.param, "context_length_exceeded")
@@ -73,13 +92,29 @@ def from_engine(exc: Exception) -> ApiError | None:
         case InvalidRequestError():
             return bad_request(str(exc), exc.param)
         case EngineOverloadedError():
-            return unavailable(str(exc), "overloaded")
+            return unavailable("the server is overloaded, its queue is full; try again later", "overloaded")
         case EngineClosedError():
-            return unavailable(str(exc), "closed")
+            return unavailable("the server is shutting down", "closed")
         case RequestAbortedError():
-            return unavailable(str(exc), "aborted")
+            return unavailable("the request was aborted", "aborted")
         case EngineDeadError():
-            return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, str(exc), code="engine_dead")
+            return _internal("the engine has failed and must be restarted", "engine_dead")
         case EngineError():
-            return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, str(exc), code="engine_error")
+            return _internal("the engine failed on this request", "engine_error")
     return None
+
+
+def failure(exc: Exception, request_id: str) -> ApiError:
+    """The response for any exception that ends a request; the log gets what it does not say."""
+    error = exc if isinstance(exc, ApiError) else from_engine(exc)
+    if error is None:
+        logger.error("request %s failed", request_id, exc_info=exc)
+        return _internal("internal server error")
+    if error is not exc and error.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        level = logging.ERROR if error.status == HTTPStatus.INTERNAL_SERVER_ERROR else logging.INFO
+        logger.log(level, "request %s failed: %s: %s", request_id, type(exc).__name__, exc)
+    return error
+
+
+def _internal(message: str, code: str | None = None) -> ApiError:
+    return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message, code=code)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,8 +14,9 @@ import msgspec
 
 from asyncengine.errors import EngineDeadError, RequestAbortedError
 from asyncengine.request import FinishReason, Prompt, RequestDelta, RequestOutput, SamplingParams, Usage
+from asyncengine.server.config import ServerConfig
 from asyncengine.server.engine_api import Engine, RequestStream
-from asyncengine.server.errors import ApiError, from_engine
+from asyncengine.server.errors import failure
 from asyncengine.server.metrics import Metrics
 from asyncengine.server.protocol import GenerationBody, UsageBody
 from asyncengine.server.sse import NO_USAGE, NULL_USAGE, ChunkFormat, usage_field
@@ -35,6 +36,8 @@ class Job:
     prompts: Sequence[Prompt]
     params: SamplingParams
     body: GenerationBody
+    tenant: str
+    """Who asks: requests of different tenants share the engine fairly."""
 
     @property
     def num_choices(self) -> int:
@@ -48,6 +51,7 @@ class Job:
             "request_id": self.id if len(self.prompts) == 1 else f"{self.id}-{p}",
             "priority": self.body.priority or 0,
             "cache_salt": self.body.cache_salt,
+            "tenant": self.tenant,
         }
 
 
@@ -58,8 +62,8 @@ class Endpoint(ABC):
     chunk_format: type[ChunkFormat]
 
     @abstractmethod
-    def parse(self, fields: dict[str, Any]) -> tuple[GenerationBody, list[Prompt]]:
-        """Typed body and prompts of a JSON object. Raises ApiError 400."""
+    def parse(self, raw: bytes | bytearray, config: ServerConfig) -> tuple[GenerationBody, list[Prompt]]:
+        """Typed body, without its prompts, and prompts; neither refers to ``raw``. Raises ApiError 400."""
 
     def chunks(self, job: Job) -> ChunkFormat:
         """How the response is streamed."""
@@ -73,7 +77,7 @@ class Endpoint(ABC):
 async def generate(engine: Engine, job: Job, metrics: Metrics) -> list[RequestOutput]:
     """All outputs, in the order of the prompts. A failure of one prompt aborts the others."""
     try:
-        outputs = await _all(engine.generate(**job.submission(p)) for p in range(len(job.prompts)))
+        outputs = await _all(lambda p: engine.generate(**job.submission(p)), len(job.prompts))
     except asyncio.CancelledError:
         metrics.finished["abort"] += job.num_choices
         raise
@@ -95,7 +99,7 @@ async def stream(engine: Engine, job: Job, metrics: Metrics, events: EventStream
         streaming.streams = await _admit(engine, job)
         streaming.open_choices = job.num_choices
         chunks.streams = streaming.streams
-        await _all(streaming.pump(p) for p in range(len(job.prompts)))
+        await _all(streaming.pump, len(job.prompts))
         await streaming.end()
     except ConnectionError as exc:
         logger.info("request %s aborted: %s", job.id, exc)
@@ -111,12 +115,9 @@ async def stream(engine: Engine, job: Job, metrics: Metrics, events: EventStream
 
 
 async def _fail(events: EventStream, job: Job, exc: Exception) -> None:
-    error = from_engine(exc)
-    if error is None:
-        logger.error("request %s failed", job.id, exc_info=exc)
-        error = ApiError(500, "internal server error")
+    error = failure(exc, events.request_id)
     try:
-        await events.fail(error.body())
+        await events.fail(error.body(events.request_id))
     except ConnectionError as gone:
         logger.info("request %s: %s", job.id, gone)
 
@@ -136,20 +137,33 @@ async def _admit(engine: Engine, job: Job) -> list[RequestStream]:
     return streams
 
 
-async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results in order; the first failure cancels the rest and is raised bare.
+async def _all(work: Callable[[int], Coroutine[Any, Any, T]], count: int) -> list[T]:
+    """Results of ``work(0)`` to ``work(count - 1)`` in order; the first failure cancels the rest and is raised.
 
-    Each begins in a turn of the event loop of its own: the first steps of thousands would hold up everybody else.
+    Each is a task, since what wakes up for every token should not lie under all frames of the request's handler, and
+    begins in a turn of the event loop of its own: the first steps of thousands would hold up everybody else.
+    Not a TaskGroup: its exceptions are parts of cycles with tracebacks, frames and tasks, so what failed requests held
+    would live until the garbage collector comes.
     """
     tasks: list[asyncio.Task[T]] = []
     try:
-        async with asyncio.TaskGroup() as group:
-            for w in work:
-                tasks.append(group.create_task(w))
-                await asyncio.sleep(0)
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-    return [t.result() for t in tasks]
+        for p in range(count):
+            tasks.append(asyncio.create_task(work(p)))
+            await asyncio.sleep(0)
+            if tasks[-1].done() and (tasks[-1].cancelled() or tasks[-1].exception() is not None):
+                break  # it was refused at once: the others would only be made to be cancelled
+        return await asyncio.gather(*tasks)
+    finally:
+        try:
+            await _end(tasks)
+        finally:  # also if the client leaves meanwhile
+            tasks.clear()  # this frame is in the traceback of the exception that a task holds
+
+
+async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _Streaming:
@@ -165,7 +179,7 @@ class _Streaming:
         self._chunks = chunks
         self._events = events
         self._include_usage = bool(options and options.include_usage)
-        self._continuous_usage = bool(options and options.continuous_usage_stats)
+        self._continuous_usage = bool(self._include_usage and options and options.continuous_usage_stats)
         self._usage = NULL_USAGE if self._include_usage else NO_USAGE
         self._usages: list[Usage] = []
         self._generated = 0

@@ -1,19 +1,20 @@
 """The OpenAI wire format: what requests may contain, and what responses look like.
 
 Ranges are SamplingParams' business; this module checks shapes. Fields that neither this server nor
-OpenAI knows are ignored, fields that would change the output but are not implemented are refused.
+OpenAI knows are skipped without objects being made of them. Fields that would change the output but are
+not implemented are refused.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Generic, TypeVar, cast
 
 import msgspec
 
 from asyncengine.errors import InvalidRequestError
-from asyncengine.request import SamplingParams, Usage
+from asyncengine.request import SamplingParams, Usage, quoted
 from asyncengine.server.errors import ApiError, bad_request
 
 T = TypeVar("T", bound="GenerationBody")
@@ -72,45 +73,60 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
 
 
-def decode_object(raw: bytes | bytearray) -> dict[str, Any]:
-    """Strict JSON (no NaN, no trailing bytes) whose top level is an object. Raises ApiError 400."""
-    try:
-        value = _decoder.decode(raw)
-    except RecursionError:
-        raise bad_request("the request body is nested too deeply") from None
-    except ValueError as exc:  # msgspec.DecodeError, UnicodeDecodeError
-        raise bad_request(f"the request body is not valid JSON: {exc}") from None
-    if not isinstance(value, dict):
-        raise bad_request(f"the request body must be a JSON object, got {_json_type(value)}")
-    return value
-
-
-_decoder = msgspec.json.Decoder()
-_JSON_TYPES = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "an array"}
+_NOT_GIVEN = msgspec.Raw()
+_LONGEST_NEUTRAL = 64  # bytes of JSON that can ask for nothing
 _PATH = re.compile(r"^(?P<message>.*) - at `\$\.?(?P<path>.*)`$", re.DOTALL)
 
 
-def _json_type(value: object) -> str:
-    return _JSON_TYPES.get(type(value), "null")
+class BodyDecoder(Generic[T]):
+    """From JSON to a body of type ``kind``; ``unimplemented`` is a table like UNIMPLEMENTED."""
+
+    def __init__(self, kind: type[T], unimplemented: Mapping[str, tuple[object, ...]]) -> None:
+        self._unimplemented = unimplemented
+        refused = [(name, msgspec.Raw, _NOT_GIVEN) for name in unimplemented]
+        full = msgspec.defstruct(kind.__name__, refused, bases=(kind,), kw_only=True)
+        self._decoder = cast("msgspec.json.Decoder[T]", msgspec.json.Decoder(full))
+
+    def decode(self, raw: bytes | bytearray) -> T:
+        """Typed body, which does not refer to ``raw``. Takes strict JSON: no NaN, no trailing bytes.
+
+        Raises ApiError 400 whose param is the path of the first wrong field.
+        """
+        try:
+            body = self._decoder.decode(raw)
+        except msgspec.ValidationError as exc:
+            raise _wrong_type(str(exc)) from None
+        except ValueError as exc:  # msgspec.DecodeError, UnicodeDecodeError
+            raise bad_request(f"the request body is not valid JSON: {exc}") from None
+        for name, neutral in self._unimplemented.items():
+            value = getattr(body, name)
+            if value is not _NOT_GIVEN:
+                setattr(body, name, _NOT_GIVEN)
+                if not _asks_for_nothing(value, neutral):
+                    raise unsupported(name)
+        if body.best_of is not None and body.best_of != (body.n or 1):
+            raise bad_request("best_of is supported only where it equals n", "best_of", "unsupported_parameter")
+        if body.stream_options is not None and not body.stream:
+            raise bad_request("stream_options is allowed only with stream: true", "stream_options")
+        return body
 
 
-def parse(fields: dict[str, Any], kind: type[T], unimplemented: Mapping[str, tuple[object, ...]]) -> T:
-    """Typed body. Raises ApiError 400 whose param is the path of the first wrong field."""
+def _wrong_type(message: str) -> ApiError:
+    match = _PATH.match(message)
+    if match is None:  # the top level has no path
+        return bad_request(f"the request body: {message}")
+    return bad_request(f"{match['path']}: {match['message']}", match["path"])
+
+
+def _asks_for_nothing(value: msgspec.Raw, neutral: tuple[object, ...]) -> bool:
+    """Whether the JSON of a field that is not implemented is one of the values that ask for nothing."""
+    if len(value) > _LONGEST_NEUTRAL:
+        return False
     try:
-        body = msgspec.convert(fields, kind)
-    except msgspec.ValidationError as exc:
-        match = _PATH.match(str(exc))
-        if match is None:
-            raise bad_request(str(exc)) from None
-        raise bad_request(f"{match['path']}: {match['message']}", match["path"]) from None
-    for name in fields.keys() & unimplemented.keys():
-        if not any(_same(fields[name], neutral) for neutral in unimplemented[name]):
-            raise unsupported(name)
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise bad_request("best_of is supported only where it equals n", "best_of", "unsupported_parameter")
-    if body.stream_options is not None and not body.stream:
-        raise bad_request("stream_options is allowed only with stream: true", "stream_options")
-    return body
+        decoded = msgspec.json.decode(value)
+    except ValueError:  # numbers and characters that were only skipped so far
+        return False
+    return any(_same(decoded, each) for each in neutral)
 
 
 def unsupported(param: str) -> ApiError:
@@ -182,7 +198,7 @@ def check_model(asked: str | None, served: str) -> None:
     if asked is not None and asked != served:
         raise ApiError(
             404,
-            f"the model {asked!r} does not exist; this server has {served!r}",
+            f"the model {quoted(asked)} does not exist; this server has {served!r}",
             param="model",
             code="model_not_found",
         )

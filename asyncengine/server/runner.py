@@ -5,84 +5,56 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import socket
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from contextlib import suppress
 
 from aiohttp import web
 
+from asyncengine.errors import EngineDeadError
 from asyncengine.server.app import App
 from asyncengine.server.config import ServerConfig
+from asyncengine.server.connection import Connection, Watch
 from asyncengine.server.engine_api import Engine
-from asyncengine.server.errors import ApiError
 
 logger = logging.getLogger("asyncengine.server")
 
 _BACKLOG = 2048
-_SEND_BUFFER = 128 * 1024
 _LOG_INTERVAL_S = 10.0
+_DEATH_CHECK_S = 0.5
+_DEATH_DRAIN_S = 2.0
 _CUT_TIMEOUT_S = 2.0
 
 
-class _Protocol(web.RequestHandler):
-    """aiohttp's connection with error responses in OpenAI's shape."""
-
-    __slots__ = ("_unacknowledged_ms",)
-
-    def __init__(self, *args: Any, unacknowledged_s: float, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._unacknowledged_ms = int(unacknowledged_s * 1000)
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        sock = transport.get_extra_info("socket")
-        # The kernel would take 4 MiB for a client that does not read, and hide from us that it does not.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
-        if sock.family in (socket.AF_INET, socket.AF_INET6) and hasattr(socket, "TCP_USER_TIMEOUT"):
-            # A client whose machine vanished acknowledges nothing and would hold its request for
-            # the quarter of an hour that TCP retransmits by default.
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, self._unacknowledged_ms)
-
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        """The response to HTTP that does not parse, and the last resort for a fault of the server."""
-        if request.writer.output_size > 0:
-            raise ConnectionError("the response has begun; the connection must be cut")
-        if status >= 500:
-            logger.error("%s %s failed", request.method, request.path, exc_info=exc)
-            message = "internal server error"
-        else:
-            reason = message.splitlines()[0] if message else "malformed"
-            message = f"the request is not valid HTTP: {reason}"
-        response = ApiError(status, message).response()
-        response.force_close()
-        return response
-
-
 class _Server(web.Server):
-    """aiohttp's connection factory for ``_Protocol``."""
+    """aiohttp's connection factory for ``Connection``."""
 
     def __init__(self, app: App) -> None:
         # Without cancellation, a request whose client left would run to its end.
-        super().__init__(app.handle, handler_cancellation=True)
+        super().__init__(self._handle, handler_cancellation=True)
         self._app = app
+        self.watch = Watch(self)
 
     def __call__(self) -> web.RequestHandler:
         config = self._app.config
-        return _Protocol(
+        return Connection(
             self,
             loop=asyncio.get_running_loop(),
             access_log=None,
             auto_decompress=False,  # on the event loop, and before anybody has looked at the API key
             keepalive_timeout=config.keep_alive_s,
+            watch=self.watch,
+            read_timeout_s=config.read_timeout_s,
             unacknowledged_s=config.write_timeout_s,
         )
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        connection = request.protocol
+        assert isinstance(connection, Connection)
+        connection.begin(request)
+        response = await self._app.handle(request)
+        await connection.finish(response)
+        return response
 
 
 async def _check_unused(path: str) -> None:
@@ -101,7 +73,8 @@ class HttpServer:
     def __init__(self, config: ServerConfig) -> None:
         self.app = App(config)
         self._config = config
-        self._runner = web.ServerRunner(_Server(self.app), shutdown_timeout=_CUT_TIMEOUT_S)
+        self._server = _Server(self.app)
+        self._runner = web.ServerRunner(self._server, shutdown_timeout=_CUT_TIMEOUT_S)
 
     async def start(self) -> None:
         """Listen. Raises OSError, for one when the port or the socket is taken."""
@@ -115,7 +88,7 @@ class HttpServer:
                 site = web.TCPSite(self._runner, self._config.host, self._config.port, backlog=_BACKLOG)
             await site.start()
         except BaseException:
-            await self._runner.cleanup()
+            await self.aclose()
             raise
 
     @property
@@ -141,14 +114,17 @@ class HttpServer:
 
     async def aclose(self) -> None:
         """Stop listening and cut what is left."""
-        await self._runner.cleanup()
+        try:
+            await self._runner.cleanup()
+        finally:
+            self._server.watch.close()
 
 
 async def serve(config: ServerConfig, load: Callable[[], Awaitable[Engine]], stop: asyncio.Event) -> None:
     """Listen, load the engine, serve until ``stop`` is set, drain, close.
 
     The port opens before the model is loaded, so that /health can say so. Raises what ``load`` raises,
-    and OSError when the address cannot be bound.
+    OSError when the address cannot be bound, and EngineDeadError if the engine dies and ``exit_on_death`` is set.
     """
     server = HttpServer(config)
     await server.start()
@@ -158,7 +134,13 @@ async def serve(config: ServerConfig, load: Callable[[], Awaitable[Engine]], sto
         server.app.engine = engine = await load()
         try:
             _log_ready(server, engine, time.monotonic() - started)
-            await _until(stop, engine)
+            await _until(stop, engine, config.exit_on_death)
+            if not stop.is_set():
+                logger.critical("the engine is dead: the process ends, so that a supervisor can start it anew")
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_DEATH_DRAIN_S):
+                        await server.app.idle()
+                raise EngineDeadError("the engine is dead")
             logger.info("shutting down: running requests get %g s to finish", config.shutdown_timeout_s)
             drained = await server.drain()
             if not drained:
@@ -185,17 +167,20 @@ def _log_ready(server: HttpServer, engine: Engine, seconds: float) -> None:
     logger.info("ready on %s", server.url)
 
 
-async def _until(stop: asyncio.Event, engine: Engine) -> None:
-    """Wait for ``stop``; meanwhile log the load every ten seconds in which there was any."""
+async def _until(stop: asyncio.Event, engine: Engine, exit_on_death: bool) -> None:
+    """Wait for ``stop``, or for the engine's death; meanwhile log the load every ten seconds in which there was any."""
     before, then = engine.stats(), time.monotonic()
-    while True:
+    while not (exit_on_death and engine.health == "dead"):
         try:
-            async with asyncio.timeout(_LOG_INTERVAL_S):
+            async with asyncio.timeout(_DEATH_CHECK_S):
                 await stop.wait()
                 return
         except TimeoutError:
             pass
-        after, now = engine.stats(), time.monotonic()
+        now = time.monotonic()
+        if now - then < _LOG_INTERVAL_S:
+            continue
+        after = engine.stats()
         prompt = (after.prompt_tokens - before.prompt_tokens) / (now - then)
         generated = (after.generation_tokens - before.generation_tokens) / (now - then)
         if prompt or generated or after.num_requests_running or after.num_requests_waiting:

@@ -13,6 +13,10 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http import HttpVersion11, StreamWriter
 
+from asyncengine.server.connection import Connection
+
+_PING = b": ping\n\n"
+
 
 class ClientStalledError(ConnectionError):
     """The client did not read within the time limit; its connection has been aborted."""
@@ -42,6 +46,12 @@ def _transport(request: web.BaseRequest) -> asyncio.WriteTransport:
     return transport
 
 
+def _connection(request: web.BaseRequest) -> Connection:
+    connection = request.protocol
+    assert isinstance(connection, Connection)
+    return connection
+
+
 async def _finish(request: web.BaseRequest, response: web.StreamResponse, limit_s: float, last: bytes = b"") -> None:
     """End the response and wait until the kernel has all of it.
 
@@ -57,6 +67,8 @@ async def _finish(request: web.BaseRequest, response: web.StreamResponse, limit_
 
 async def send_response(request: web.BaseRequest, response: web.StreamResponse, limit_s: float) -> None:
     """Send a whole response. Raises ConnectionError when the client is gone or stalls."""
+    if _connection(request).ends:
+        response.force_close()
     await response.prepare(request)
     await _finish(request, response, limit_s)
 
@@ -72,8 +84,9 @@ class EventStream:
             self.response.force_close()  # the end of the connection is all that tells where the events end
         self.response.headers["Cache-Control"] = "no-cache"
         self.response.headers["X-Accel-Buffering"] = "no"  # nginx would hold events back
+        self.request_id = headers["X-Request-Id"]
         self._request = request
-        self._protocol = request.protocol
+        self._protocol = _connection(request)
         self._limit_s = limit_s
         self._writer: StreamWriter | None = None
 
@@ -92,6 +105,7 @@ class EventStream:
             assert isinstance(writer, StreamWriter)
             self._writer = writer
             await writer.write(events, drain=False)
+            self._protocol.ping = b"%x\r\n%b\r\n" % (len(_PING), _PING) if writer.chunked else _PING
         else:
             # What the writer would do, without three calls per token.
             transport = self._protocol.transport
@@ -103,11 +117,13 @@ class EventStream:
 
     async def done(self) -> None:
         """End the stream cleanly."""
+        self._protocol.ping = None
         await _finish(self._request, self.response, self._limit_s, b"data: [DONE]\n\n")
 
     async def fail(self, error: bytes) -> None:
         """Send an error event and cut the connection, so that nobody takes this for a clean end."""
         await self.send(b"data: " + error + b"\n\n")
+        self._protocol.ping = None
         transport = _transport(self._request)
         transport.close()
         asyncio.get_running_loop().call_later(self._limit_s, transport.abort)

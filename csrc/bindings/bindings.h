@@ -39,7 +39,7 @@ inline RequestSpec make_spec(uint64_t id, std::vector<int32_t> prompt, int32_t n
                              int64_t delay_ns = 0, bool reserved = false) {
   require(n >= 1 && max_tokens >= 1, "n and max_tokens must be at least 1");
   const auto& [temperature, top_k, top_p, min_p, seed] = sampling;
-  return {id, std::move(prompt), n, max_tokens, priority, delay_ns, reserved, salt, {temperature, top_p, min_p, top_k, seed}, std::move(stop_tokens)};
+  return {id, std::move(prompt), n, max_tokens, priority, salt, {temperature, top_p, min_p, top_k, seed}, std::move(stop_tokens), delay_ns, reserved};
 }
 
 void bind_cpu_kernels(py::module_& m);

@@ -1,15 +1,18 @@
-// Block manager and scheduler without their thread: what property tests and the core benchmark drive.
+// Block manager and scheduler without their thread, which property tests and the core benchmark drive; and the size of
+// a JSON document, which the server asks for.
 #include "bindings/bindings.h"
 
 #include <algorithm>
 #include <chrono>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <unordered_map>
 #include <vector>
 
 #include "core/batch_packer.h"
 #include "core/scheduler.h"
+#include "platform/json_scan.h"
 
 namespace asyncengine {
 namespace {
@@ -27,24 +30,37 @@ SchedulerConfig make_scheduler_config(int32_t num_blocks, int32_t block_size, in
           std::move(token_buckets)};
 }
 
+// Python has chains as integers: a root's is 2**64 and its salt.
+py::int_ to_python(Chain chain) {
+  const py::int_ id(chain.id);
+  return chain.root ? py::int_(id + (py::int_(1) << py::int_(64))) : id;
+}
+
+Chain to_chain(const py::int_& value) {
+  const bool root = !py::int_(value >> py::int_(64)).equal(py::int_(0));
+  return {(value & py::int_(UINT64_MAX)).cast<uint64_t>(), root};
+}
+
 // The scheduler without its thread: tests and bench/core play executor and event loop.
 class SchedulerHarness {
  public:
   SchedulerHarness(const SchedulerConfig& config, int steps_in_flight)
-      : scheduler_(config), outbox_(1024), staging_(scheduler_.limits().max_bytes()) {
+      : block_size_(config.block_size), scheduler_(config), outbox_(1024), staging_(scheduler_.limits().max_bytes()) {
     for (int i = 0; i < steps_in_flight; ++i) spare_.push_back(std::make_unique<StepPlan>());
   }
   void add(const RequestSpec& spec, int64_t order) {
-    auto request = make_request(spec, order, ++sequence_number_);
+    auto request = make_request(spec, order, ++sequence_number_, block_size_);
     Request* raw = request.get();
     requests_[spec.id] = std::move(request);
     scheduler_.add(raw);
   }
-  void abort(uint64_t id) { 
+  // Sequence `index` of the request, or all of them.
+  void abort(uint64_t id, int32_t index) {
     Request* request = requests_.at(id).get();
-    for (Sequence& sequence : request->sequences) sequence.abort_requested = true;
+    for (Sequence& sequence : request->sequences) sequence.abort_requested = index < 0 || sequence.index == index;
     scheduler_.abort(request, outbox_);
-   }
+    scheduler_.after_aborts();
+  }
   // Rows (request, index, query_len, context_len, sample, from_device, blocks) and copies of the next step; None when
   // nothing can run.
   py::object schedule() {
@@ -65,12 +81,17 @@ class SchedulerHarness {
     spare_.pop_back();
     return py::make_tuple(rows, copies);
   }
-  // Retires the oldest step; returns [(request, index, token, finish)] and the requests released.
-  std::pair<py::list, std::vector<uint64_t>> commit(const std::vector<int32_t>& tokens) {
+  // Retires the oldest step, which failed if there are no tokens; returns [(request, index, token, finish)] and the
+  // requests released.
+  std::pair<py::list, std::vector<uint64_t>> commit(const std::optional<std::vector<int32_t>>& tokens) {
     require(!flight_.empty(), "no step is in flight");
     StepPlan& plan = *flight_.front();
-    require(static_cast<int32_t>(tokens.size()) == plan.num_samples, "one token per sampled row");
-    scheduler_.commit(plan, tokens.data(), outbox_, 2);
+    if (tokens) {
+      require(static_cast<int32_t>(tokens->size()) == plan.num_samples, "one token per sampled row");
+      scheduler_.commit(plan, tokens->data(), outbox_, 2);
+    } else {
+      scheduler_.fail_step(plan, outbox_, 2);
+    }
     plan.clear();
     spare_.push_back(std::move(flight_.front()));
     flight_.pop_front();
@@ -118,6 +139,7 @@ class SchedulerHarness {
   }
 
  private:
+  int32_t block_size_;
   Scheduler scheduler_;
   Outbox outbox_;
   std::vector<std::byte> staging_;
@@ -150,22 +172,25 @@ void bind_core(py::module_& m) {
         require(self.ref_count(block) > 0, "the block is not held");
         self.release(block);
       })
-      .def("publish", [](BlockManager& self, int32_t block, uint64_t parent, const std::vector<int32_t>& tokens) {
+      .def("publish", [](BlockManager& self, int32_t block, const py::int_& parent, const std::vector<int32_t>& tokens) {
         require(static_cast<int32_t>(tokens.size()) == self.block_size(), "tokens of exactly one block");
-        return self.publish(block, parent, tokens.data(), self.prefetch(block, parent, tokens.data()));
+        const Chain chain = to_chain(parent);
+        return to_python(self.publish(block, chain, tokens.data(), self.prefetch(block, chain, tokens.data())));
       })
       .def("match_prefix", [](const BlockManager& self, const std::vector<int32_t>& tokens, uint64_t salt) {
         std::vector<int32_t> blocks(tokens.size() / static_cast<size_t>(self.block_size()));
-        blocks.resize(static_cast<size_t>(self.match_prefix(tokens.data(), static_cast<int32_t>(blocks.size()), salt, blocks.data())));
+        const auto tokens_at = [&](int32_t position) { return tokens.data() + position; };
+        blocks.resize(static_cast<size_t>(self.match_prefix(tokens_at, static_cast<int32_t>(blocks.size()), salt, blocks.data())));
         return blocks;
       })
       .def("time_match_prefix", [](const BlockManager& self, const std::vector<int32_t>& tokens, int repeats) {
         std::vector<int32_t> blocks(tokens.size() / static_cast<size_t>(self.block_size()));
+        const auto tokens_at = [&](int32_t position) { return tokens.data() + position; };
         const int64_t start = now_ns();
-        for (int i = 0; i < repeats; ++i) self.match_prefix(tokens.data(), static_cast<int32_t>(blocks.size()), 0, blocks.data());
+        for (int i = 0; i < repeats; ++i) self.match_prefix(tokens_at, static_cast<int32_t>(blocks.size()), 0, blocks.data());
         return static_cast<double>(now_ns() - start) / repeats;
       }, NoGil())
-      .def_static("root_chain", &BlockManager::root_chain)
+      .def_static("root_chain", [](uint64_t salt) { return to_python({salt, /*root=*/true}); })
       .def("consistent", &BlockManager::consistent);
 
   py::class_<SchedulerHarness>(m, "SchedulerHarness")
@@ -174,7 +199,7 @@ void bind_core(py::module_& m) {
                      std::vector<int32_t> stop_tokens, int64_t order, uint64_t salt) {
         self.add(make_spec(id, std::move(prompt), n, max_tokens, 0, salt, {}, std::move(stop_tokens)), order);
       }, py::arg("id"), py::arg("prompt"), py::arg("n"), py::arg("max_tokens"), py::arg("stop_tokens"), py::arg("order"), py::arg("salt"))
-      .def("abort", &SchedulerHarness::abort)
+      .def("abort", &SchedulerHarness::abort, py::arg("id"), py::arg("index") = -1)
       .def("schedule", &SchedulerHarness::schedule)
       .def("commit", &SchedulerHarness::commit)
       .def("news", &SchedulerHarness::news)
@@ -185,6 +210,17 @@ void bind_core(py::module_& m) {
       .def_property_readonly("ref_counts", &SchedulerHarness::ref_counts)
       .def("consistent", &SchedulerHarness::consistent)
       .def("time_steps", &SchedulerHarness::time_steps, NoGil());
+
+  m.def("json_extent", [](const py::buffer& document) {
+    const py::buffer_info bytes = document.request();  // while it is held, a bytearray cannot be resized
+    require(bytes.itemsize == 1 && bytes.ndim == 1, "bytes are needed");
+    JsonExtent extent;
+    {
+      py::gil_scoped_release unlocked;
+      extent = scan_json(static_cast<const char*>(bytes.ptr), static_cast<size_t>(bytes.size));
+    }
+    return std::make_pair(extent.values, extent.depth);
+  }, py::arg("document"), py::pos_only());
 }
 
 }  // namespace asyncengine

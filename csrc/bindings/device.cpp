@@ -114,6 +114,14 @@ void bind_device(py::module_& m) {
       .def("refuse_pinning", [](Simulation& self) { self.device.refuse_pinning(); })
       .def("fail_at", [](Simulation& self, int64_t nth_launch) { self.device.fail_at(nth_launch); }, py::arg("nth_launch"), NoGil())
       .def("hang_at", [](Simulation& self, int64_t nth_launch) { self.device.hang_at(nth_launch); }, py::arg("nth_launch"), NoGil())
+      .def("fail_call", [](Simulation& self, const std::string& call, int64_t nth, int error) {
+        static const std::map<std::string, SimulatedDevice::Call> calls{
+            {"copy", SimulatedDevice::Call::kCopy}, {"graph_launch", SimulatedDevice::Call::kGraphLaunch},
+            {"event_record", SimulatedDevice::Call::kEventRecord}, {"wait_event", SimulatedDevice::Call::kWaitEvent}};
+        const auto found = calls.find(call);
+        require(found != calls.end(), "call must be copy, graph_launch, event_record or wait_event");
+        self.device.fail_call(found->second, nth, error);
+      }, py::arg("call"), py::arg("nth") = 0, py::arg("error") = kCudaErrorMemoryAllocation, NoGil())
       .def("resume", [](Simulation& self) { self.device.resume(); }, NoGil())
       .def("next_token", [](const Simulation& self, const std::vector<int32_t>& tokens, float temperature, uint64_t seed) {
         SamplingState sampling;

@@ -20,6 +20,15 @@ struct WithoutGil {
   }
 };
 
+// A step loop whose thread hangs is leaked: waiting for it would take for ever.
+struct DisposeWithoutGil {
+  void operator()(StepLoop* loop) const {
+    py::gil_scoped_release release;
+    StepLoop::dispose(loop, std::chrono::seconds(5));
+  }
+};
+using OwnedStepLoop = std::unique_ptr<StepLoop, DisposeWithoutGil>;
+
 // A simulated device and the model that runs on it. Its thread stops before anything that its graphs use is freed.
 struct Simulation {
   explicit Simulation(const SimulatedModelConfig& model_config) : config(model_config) {}

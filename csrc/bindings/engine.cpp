@@ -1,8 +1,11 @@
 // The step loop on its executors.
 #include "bindings/device.h"
 
+#include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <memory>
+#include <thread>
 #include <vector>
 
 #include "platform/cpu_kernels.h"
@@ -17,17 +20,17 @@ int32_t max_blocks(const SchedulerConfig& config) {
 
 std::chrono::nanoseconds microseconds(double us) { return std::chrono::nanoseconds(static_cast<int64_t>(us * 1000)); }
 
-std::unique_ptr<StepLoop, WithoutGil> make_simulated_loop(const StepLoopConfig& config, Simulation& simulation,
+OwnedStepLoop make_simulated_loop(const StepLoopConfig& config, Simulation& simulation,
                                                           double poll_interval_us) {
   require(simulation.model == nullptr, "a simulated device runs one step loop in its life");
   const SchedulerConfig& s = config.scheduler;
   simulation.model = std::make_unique<SimulatedModel>(simulation.device, simulation.config, StepLoop::limits(config),
                                                       s.num_blocks, s.block_size, max_blocks(s));
   auto executor = simulation.model->make_executor(config.steps_in_flight, microseconds(poll_interval_us));
-  return std::unique_ptr<StepLoop, WithoutGil>(new StepLoop(config, std::move(executor)));
+  return OwnedStepLoop(new StepLoop(config, std::move(executor)));
 }
 
-std::unique_ptr<StepLoop, WithoutGil> make_cuda_loop(const StepLoopConfig& config, const CudaDevice& device,
+OwnedStepLoop make_cuda_loop(const StepLoopConfig& config, const CudaDevice& device,
                                                      std::shared_ptr<Staging> staging, std::shared_ptr<CudaGraphs> graphs,
                                                      py::object eager, Address stream, double poll_interval_us) {
   require(staging->num_steps() == config.steps_in_flight, "staging is for another number of steps in flight");
@@ -39,12 +42,38 @@ std::unique_ptr<StepLoop, WithoutGil> make_cuda_loop(const StepLoopConfig& confi
           "the last bucket must fit every step");
   auto executor = std::make_unique<GraphExecutor>(device.cuda, device.ordinal, std::move(staging), limits.max_rows,
                                                   executor_graphs(std::move(graphs), std::move(eager), stream), microseconds(poll_interval_us));
-  return std::unique_ptr<StepLoop, WithoutGil>(new StepLoop(config, std::move(executor)));
+  return OwnedStepLoop(new StepLoop(config, std::move(executor)));
 }
+
+// For how long Python could not run: while one call of C holds the GIL, a forward in Python stands still and is not hung.
+class GilProbe : public std::enable_shared_from_this<GilProbe> {
+ public:
+  // In all, up to `now`. Each call that finds no probe under way sends one: a thread that asks for the GIL.
+  int64_t held_up_ns(int64_t now) {
+    if (!asking_.exchange(true, std::memory_order_acq_rel)) {
+      asked_ns_.store(now, std::memory_order_relaxed);
+      std::thread([self = shared_from_this()] { self->ask(); }).detach();
+      return total_ns_.load(std::memory_order_relaxed);
+    }
+    return total_ns_.load(std::memory_order_relaxed) + std::max<int64_t>(0, now - asked_ns_.load(std::memory_order_relaxed));
+  }
+
+ private:
+  void ask() {
+    { py::gil_scoped_acquire gil; }
+    const int64_t waited = steady_now_ns() - asked_ns_.load(std::memory_order_relaxed);
+    if (waited > kContention) total_ns_.fetch_add(waited, std::memory_order_relaxed);
+    asking_.store(false, std::memory_order_release);
+  }
+  static constexpr int64_t kContention = 100'000'000;  // others that run Python as well hand the GIL over sooner
+
+  std::atomic<bool> asking_{false};
+  std::atomic<int64_t> asked_ns_{0}, total_ns_{0};
+};
 
 // `forward(batch)` returns the address of float32 logits [num_samples, vocab_size]. It is the only Python that a step
 // runs, on the executor's thread; sampling follows without the GIL.
-std::unique_ptr<StepLoop, WithoutGil> make_cpu_loop(const StepLoopConfig& config, py::function forward,
+OwnedStepLoop make_cpu_loop(const StepLoopConfig& config, py::function forward,
                                                     std::shared_ptr<CpuKernels> kernels, int64_t vocab_size,
                                                     const std::vector<std::pair<Address, size_t>>& kv_regions) {
   const std::shared_ptr<py::function> callback(new py::function(std::move(forward)), [](py::function* f) {
@@ -67,18 +96,26 @@ std::unique_ptr<StepLoop, WithoutGil> make_cpu_loop(const StepLoopConfig& config
   for (const auto& [base, bytes_per_block] : kv_regions) regions.push_back({pointer<std::byte>(base), bytes_per_block});
   auto executor = std::make_unique<CallbackExecutor>(StepLoop::limits(config), max_blocks(config.scheduler),
                                                      config.scheduler.block_size, config.steps_in_flight,
-                                                     std::move(regions), std::move(step));
-  return std::unique_ptr<StepLoop, WithoutGil>(new StepLoop(config, std::move(executor)));
+                                                     std::move(regions), std::move(step),
+                                                     [probe = std::make_shared<GilProbe>()](int64_t now) { return probe->held_up_ns(now); });
+  return OwnedStepLoop(new StepLoop(config, std::move(executor)));
 }
 
 // [(request, index, tokens, finish, first_ns, last_ns, scheduled_ns, cached_tokens), ...], one per sequence with news.
+// If memory runs out, this is what there was memory for, and another wake-up brings the rest.
 std::pair<py::list, bool> drain(StepLoop& loop) {
   py::list news;
-  const bool alive = loop.drain([&](const StepLoop::News& n) {
-    const Request& request = *n.sequence->request;
-    news.append(py::make_tuple(request.id, n.sequence->index, n.tokens, static_cast<int>(n.finish), n.first_ns, n.last_ns,
-                               request.scheduled_ns, request.cached_tokens));
-  });
+  bool alive = true;
+  try {
+    alive = loop.drain([&](const StepLoop::News& n) {
+      const Request& request = *n.sequence->request;
+      news.append(py::make_tuple(request.id, n.sequence->index, n.tokens, static_cast<int>(n.finish), n.first_ns, n.last_ns,
+                                 request.scheduled_ns, request.cached_tokens));
+    });
+  } catch (...) {
+    loop.wake();
+    if (news.empty()) throw;
+  }
   return {std::move(news), alive};
 }
 
@@ -98,7 +135,8 @@ void bind_engine(py::module_& m) {
       .value("accepted", SubmitResult::kAccepted)
       .value("queue_full", SubmitResult::kQueueFull)
       .value("too_large", SubmitResult::kTooLarge)
-      .value("closed", SubmitResult::kClosed);
+      .value("closed", SubmitResult::kClosed)
+      .value("duplicate", SubmitResult::kDuplicate);
 
   using Stats = StepLoopStats;
   py::class_<Stats>(m, "StepLoopStats")
@@ -117,13 +155,16 @@ void bind_engine(py::module_& m) {
       .def_readonly("leases", &Stats::leases)
       .def_readonly("queued_requests", &Stats::queued_requests)
       .def_readonly("queued_tokens", &Stats::queued_tokens)
-      .def_readonly("live_requests", &Stats::live_requests);
+      .def_readonly("live_requests", &Stats::live_requests)
+      .def_readonly("cached_blocks", &Stats::cached_blocks)
+      .def_readonly("block_references", &Stats::block_references)
+      .def_readonly("failed_steps", &Stats::failed_steps);
 
   py::class_<StepLoopConfig>(m, "StepLoopConfig")
       .def(py::init(&make_loop_config), py::kw_only(), py::arg("scheduler"), py::arg("steps_in_flight"), py::arg("max_queued_requests"),
            py::arg("max_queued_tokens"), py::arg("priority_ageing_s"), py::arg("step_timeout_s"), py::arg("late_launch"));
 
-  py::class_<StepLoop, std::unique_ptr<StepLoop, WithoutGil>>(m, "StepLoop")
+  py::class_<StepLoop, OwnedStepLoop>(m, "StepLoop")
       .def_static("on_simulated_device", &make_simulated_loop, py::arg("config"), py::arg("device"),
                   py::arg("poll_interval_us"), py::keep_alive<0, 2>())
       .def_static("on_cpu", &make_cpu_loop, py::arg("config"), py::arg("forward"), py::arg("kernels"), py::arg("vocab_size"),
@@ -144,6 +185,7 @@ void bind_engine(py::module_& m) {
            py::arg("sampling"), py::arg("stop_tokens"), py::arg("delay_ns") = 0, py::arg("reserved") = false)
       .def("abort", &StepLoop::abort, py::arg("id"), py::arg("index") = -1)
       .def("drain", &drain)
+      .def("take_step_error", &StepLoop::take_step_error)
       .def("stats", &StepLoop::stats)
       .def_property_readonly("wake_fd", &StepLoop::wake_fd)
       .def_property_readonly("error", &StepLoop::error)

@@ -19,15 +19,18 @@ int32_t BlockManager::allocate() {
   unlink(block);
   if (index_.contains(block)) index_.erase(block);
   state(block).ref_count = 1;
+  ++num_references_;
   return block;
 }
 
 void BlockManager::retain(int32_t block) {
   if (state(block).ref_count++ == 0) unlink(block);
+  ++num_references_;
 }
 
 void BlockManager::release(int32_t block) {
   assert(ref_count(block) > 0);
+  --num_references_;
   if (--state(block).ref_count > 0) return;
   const int32_t sentinel = num_blocks();
   if (index_.contains(block)) {
@@ -37,31 +40,22 @@ void BlockManager::release(int32_t block) {
   }
 }
 
-int32_t BlockManager::match_prefix(const int32_t* tokens, int32_t max_blocks, uint64_t salt, int32_t* out) const {
-  if (!prefix_caching_) return 0;
-  uint64_t chain = PrefixIndex::root(salt);
-  int32_t matched = 0;
-  for (; matched < max_blocks; ++matched) {
-    const int32_t block = index_.find(chain, tokens + int64_t{matched} * block_size_);
-    if (block < 0) break;
-    out[matched] = block;
-    chain = index_.chain_of(block);
-  }
-  return matched;
-}
-
 bool BlockManager::consistent() const {
   const int32_t sentinel = num_blocks();
   std::vector<bool> queued(static_cast<size_t>(sentinel), false);
-  int32_t count = 0;
+  int32_t count = 0, cached = 0;
   for (int32_t b = states_.back().next; b != sentinel; b = state(b).next) {
     if (count++ > sentinel || queued[static_cast<size_t>(b)]) return false;
     queued[static_cast<size_t>(b)] = true;
+    cached += index_.contains(b);
   }
-  if (count != num_free_) return false;
+  if (count != num_free_ || cached != num_cached_) return false;
+  int64_t references = 0;
   for (int32_t b = 0; b < sentinel; ++b) {
     if (queued[static_cast<size_t>(b)] != (ref_count(b) == 0)) return false;
+    references += ref_count(b);
   }
+  if (references != num_references_) return false;
   return index_.consistent();
 }
 
@@ -70,6 +64,7 @@ void BlockManager::link(int32_t block, int32_t prev, int32_t next) {
   state(block).next = next;
   state(prev).next = state(next).prev = block;
   ++num_free_;
+  num_cached_ += index_.contains(block);
 }
 
 void BlockManager::unlink(int32_t block) {
@@ -77,6 +72,7 @@ void BlockManager::unlink(int32_t block) {
   state(prev).next = next;
   state(next).prev = prev;
   --num_free_;
+  num_cached_ -= index_.contains(block);
 }
 
 }  // namespace asyncengine

@@ -22,6 +22,10 @@ class BlockManager {
   int32_t num_blocks() const { return static_cast<int32_t>(states_.size()) - 1; }
   int32_t block_size() const { return block_size_; }
   int32_t num_free() const { return num_free_; }
+  // Of the free ones, those that match_prefix may find.
+  int32_t num_cached() const { return num_cached_; }
+  // The sum of all reference counts.
+  int64_t num_references() const { return num_references_; }
   int32_t ref_count(int32_t block) const { return state(block).ref_count; }
   int32_t blocks_for(int64_t num_tokens) const {
     return static_cast<int32_t>((num_tokens + block_size_ - 1) / block_size_);
@@ -36,23 +40,35 @@ class BlockManager {
   bool writable(int32_t block) const { return ref_count(block) == 1 && !index_.contains(block); }
 
   // The longest chain of cached blocks that holds the first tokens, as block ids in `out`; at most `max_blocks`.
+  // `tokens_at(p)` are the tokens of the block that begins at position p.
   // Takes no reference: the caller retains what it uses before anything else is allocated.
-  int32_t match_prefix(const int32_t* tokens, int32_t max_blocks, uint64_t salt, int32_t* out) const;
+  template <typename TokensAt>
+  int32_t match_prefix(TokensAt&& tokens_at, int32_t max_blocks, uint64_t salt, int32_t* out) const {
+    if (!prefix_caching_) return 0;
+    Chain chain{salt, /*root=*/true};
+    int32_t matched = 0;
+    for (; matched < max_blocks; ++matched) {
+      const int32_t block = index_.find(chain, tokens_at(matched * block_size_));
+      if (block < 0) break;
+      out[matched] = block;
+      chain = index_.chain_of(block);
+    }
+    return matched;
+  }
 
-  // Makes a full block, whose KV is in memory, findable. `parent` is the chain so far: root_chain() or the value
+  // Makes a full block, whose KV is in memory, findable. `parent` is the chain so far: the salt as root, or the value
   // this returned for the block before. When an equal block is cached already, that one stays and its chain is returned.
   // `hash` is what prefetch() of the same returned.
-  uint64_t publish(int32_t block, uint64_t parent, const int32_t* tokens, uint64_t hash) {
+  Chain publish(int32_t block, Chain parent, const int32_t* tokens, uint64_t hash) {
     return index_.chain_of(index_.find_or_insert(block, parent, tokens, hash));
   }
   // The tokens of a block that was published since it was allocated.
   const int32_t* tokens_of(int32_t block) const { return index_.tokens_of(block); }
   // Asks for the memory that publish() is about to touch, and returns the hash.
-  uint64_t prefetch(int32_t block, uint64_t parent, const int32_t* tokens) const {
+  uint64_t prefetch(int32_t block, Chain parent, const int32_t* tokens) const {
     return index_.prefetch(block, parent, tokens);
   }
-  static uint64_t root_chain(uint64_t salt) { return PrefixIndex::root(salt); }
-  uint64_t chain_of(int32_t block) const { return index_.chain_of(block); }
+  Chain chain_of(int32_t block) const { return index_.chain_of(block); }
 
   bool prefix_caching() const { return prefix_caching_; }
   // Every block is in exactly one state and the queue agrees with the counts; O(num_blocks), for tests and idle checks.
@@ -70,7 +86,8 @@ class BlockManager {
 
   int32_t block_size_;
   bool prefix_caching_;
-  int32_t num_free_ = 0;
+  int32_t num_free_ = 0, num_cached_ = 0;
+  int64_t num_references_ = 0;
   HugeVector<State> states_;  // by block; the last one is the sentinel of the free queue
   PrefixIndex index_;
 };

@@ -47,6 +47,20 @@ void WakeUp::clear() {
   }
 }
 
+void Delivery::append(const Delivery& later) {
+  // Room first: an append that fails leaves the delivery whole.
+  const auto make_room = [](auto& list, size_t more) {
+    if (list.size() + more > list.capacity()) list.reserve(2 * (list.size() + more));
+  };
+  make_room(events, later.events.size());
+  make_room(released, later.released.size());
+  make_room(step_error, later.step_error.size());
+  events.insert(events.end(), later.events.begin(), later.events.end());
+  released.insert(released.end(), later.released.begin(), later.released.end());
+  step_error += later.step_error;
+  engine_failed |= later.engine_failed;
+}
+
 Outbox::Outbox(size_t capacity_hint) {
   for (auto& buffer : buffers_) {
     buffer = std::make_unique<Delivery>();
@@ -58,18 +72,23 @@ Outbox::Outbox(size_t capacity_hint) {
   taken_ = buffers_[2].get();
 }
 
+// Every access to the three atomics is sequentially consistent. take() may then conclude from a spare buffer that was not
+// its own that nothing is on offer, and publish() from a signal that was not taken back that take() will still look.
 void Outbox::publish() {
   if (filling_->empty()) return;
-  if (Delivery* behind = offered_.exchange(nullptr, std::memory_order_acq_rel)) {
-    behind->events.insert(behind->events.end(), filling_->events.begin(), filling_->events.end());
-    behind->released.insert(behind->released.end(), filling_->released.begin(), filling_->released.end());
-    behind->engine_failed |= filling_->engine_failed;
+  if (Delivery* behind = offered_.exchange(nullptr, std::memory_order_seq_cst)) {
+    try {
+      behind->append(*filling_);
+    } catch (...) {
+      offered_.store(behind, std::memory_order_seq_cst);
+      throw;
+    }
     filling_->clear();
     offered_.store(behind, std::memory_order_seq_cst);
   } else {
     // Three buffers: this one is being filled, nothing is on offer, and take() gives the consumer's old buffer back
     // before it takes a new one. So there is a spare.
-    Delivery* spare = spare_.exchange(nullptr, std::memory_order_acq_rel);
+    Delivery* spare = spare_.exchange(nullptr, std::memory_order_seq_cst);
     assert(spare != nullptr);
     offered_.store(std::exchange(filling_, spare), std::memory_order_seq_cst);
   }
@@ -84,7 +103,7 @@ Delivery* Outbox::take() {
     taken_->clear();
     Delivery* none = nullptr;
     // With one buffer here, one being filled and one spare, nothing can be on offer.
-    if (!spare_.compare_exchange_strong(none, taken_, std::memory_order_acq_rel)) return nullptr;
+    if (!spare_.compare_exchange_strong(none, taken_, std::memory_order_seq_cst)) return nullptr;
     taken_ = nullptr;
   }
   return taken_ = offered_.exchange(nullptr, std::memory_order_seq_cst);

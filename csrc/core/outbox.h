@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "core/sequence.h"
@@ -37,14 +38,17 @@ struct OutputEvent {
 struct Delivery {
   std::vector<OutputEvent> events;
   std::vector<Request*> released;  // requests that nothing refers to any more: the loop frees them
+  std::string step_error;          // why steps failed whose requests end with kStepFailed
   bool engine_failed = false;
 
   bool empty() const { return events.empty() && released.empty() && !engine_failed; }
   void clear() {
     events.clear();
     released.clear();
+    step_error.clear();
     engine_failed = false;
   }
+  void append(const Delivery& later);
 };
 
 // Single producer, single consumer, lock-free. The producer fills a delivery of its own and, at publish, exchanges it
@@ -57,6 +61,7 @@ class Outbox {
   // Step thread.
   Delivery& filling() { return *filling_; }
   void publish();  // no-op when nothing was filled in
+  void wake() { wake_.signal(); }  // without a delivery: what the consumer has to hear is elsewhere
 
   // Event loop. `take` returns null when nothing is on offer; what it returns stays valid until the next take.
   Delivery* take();

@@ -28,13 +28,9 @@ PrefixIndex::PrefixIndex(int32_t num_blocks, int32_t block_size)
   shift_ = 32 - std::countr_zero(cells_.size());
 }
 
-uint64_t PrefixIndex::root(uint64_t salt) {
-  return fold_multiply(salt ^ kOffset, kMultiplier) | (uint64_t{1} << 63);
-}
-
-uint64_t PrefixIndex::hash(uint64_t parent, const int32_t* tokens) const {
+uint64_t PrefixIndex::hash(Chain parent, const int32_t* tokens) const {
   // Two lanes, so that the multiplications of one block overlap.
-  uint64_t a = parent ^ kOffset, b = parent + kMultiplier;
+  uint64_t a = parent.id ^ kOffset, b = (parent.root ? ~parent.id : parent.id) + kMultiplier;
   for (int32_t i = 0; i < block_size_; i += 4) {  // block_size is a multiple of 16
     uint64_t words[2];
     std::memcpy(words, tokens + i, sizeof(words));
@@ -44,11 +40,11 @@ uint64_t PrefixIndex::hash(uint64_t parent, const int32_t* tokens) const {
   return fold_multiply(a ^ std::rotl(b, 32), kMultiplier);
 }
 
-int32_t PrefixIndex::find(uint64_t parent, const int32_t* tokens) const {
+int32_t PrefixIndex::find(Chain parent, const int32_t* tokens) const {
   return find(parent, tokens, hash(parent, tokens));
 }
 
-int32_t PrefixIndex::find(uint64_t parent, const int32_t* tokens, uint64_t h) const {
+int32_t PrefixIndex::find(Chain parent, const int32_t* tokens, uint64_t h) const {
   const size_t mask = cells_.size() - 1;
   for (size_t cell = home(tag(h)); cells_[cell].block >= 0; cell = (cell + 1) & mask) {
     if (cells_[cell].tag != tag(h)) continue;
@@ -61,7 +57,7 @@ int32_t PrefixIndex::find(uint64_t parent, const int32_t* tokens, uint64_t h) co
   return -1;
 }
 
-int32_t PrefixIndex::find_or_insert(int32_t block, uint64_t parent, const int32_t* tokens, uint64_t h) {
+int32_t PrefixIndex::find_or_insert(int32_t block, Chain parent, const int32_t* tokens, uint64_t h) {
   assert(h == hash(parent, tokens));
   const int32_t known = find(parent, tokens, h);
   if (known >= 0 && contains(block)) return known;
@@ -77,7 +73,7 @@ int32_t PrefixIndex::find_or_insert(int32_t block, uint64_t parent, const int32_
   return block;
 }
 
-uint64_t PrefixIndex::prefetch(int32_t block, uint64_t parent, const int32_t* tokens) const {
+uint64_t PrefixIndex::prefetch(int32_t block, Chain parent, const int32_t* tokens) const {
   __builtin_prefetch(&entries_[static_cast<size_t>(block)], /*write=*/1);
   __builtin_prefetch(tokens_of(block), /*write=*/1);
   const uint64_t h = hash(parent, tokens);

@@ -1,6 +1,7 @@
 // Which block holds which tokens after which prefix: an open-addressing table that never allocates after construction.
 #pragma once
 
+#include <compare>
 #include <cstddef>
 #include <cstdint>
 
@@ -8,27 +9,32 @@
 
 namespace asyncengine {
 
-// Every entry has a chain id that is never used again. An entry is keyed by (chain id of the entry before it, tokens of
-// the block), so equality of one block implies, by induction, equality of the whole prefix: the hash only finds
-// candidates, and a collision can never hand out another prompt's KV.
+// What precedes a block: another block, by the chain id of its entry, or nothing but the salt that separates tenants.
+struct Chain {
+  uint64_t id = 0;
+  bool root = true;  // id is a salt
+
+  auto operator<=>(const Chain&) const = default;
+};
+
+// Every entry has a chain id that is never used again. An entry is keyed by (chain before it, tokens of the block), so
+// equality of one block implies, by induction, equality of the whole prefix and of the salt: the hash only finds
+// candidates, and a collision cannot hand out another prompt's KV.
 class PrefixIndex {
  public:
   PrefixIndex(int32_t num_blocks, int32_t block_size);
 
-  // Chain before the first block. The salt separates tenants; the top bit keeps roots apart from entries.
-  static uint64_t root(uint64_t salt);
-
-  int32_t find(uint64_t parent, const int32_t* tokens) const;  // block, or -1
+  int32_t find(Chain parent, const int32_t* tokens) const;  // block, or -1
   // The block that is known for this key: an older one, or `block`, which is then entered (and forgotten under any other
   // key: shared by forks, it may be known under a chain whose beginning was evicted, where nobody can find it).
   // Either way the tokens are kept with `block`. The hash is what prefetch() of the same returned.
-  int32_t find_or_insert(int32_t block, uint64_t parent, const int32_t* tokens, uint64_t hash_value);
+  int32_t find_or_insert(int32_t block, Chain parent, const int32_t* tokens, uint64_t hash_value);
   const int32_t* tokens_of(int32_t block) const { return tokens_.data() + int64_t{block} * block_size_; }
   void erase(int32_t block);
   // Asks for the memory that find_or_insert() is about to touch, and returns the hash.
-  uint64_t prefetch(int32_t block, uint64_t parent, const int32_t* tokens) const;
+  uint64_t prefetch(int32_t block, Chain parent, const int32_t* tokens) const;
   bool contains(int32_t block) const { return entries_[static_cast<size_t>(block)].chain != 0; }
-  uint64_t chain_of(int32_t block) const { return entries_[static_cast<size_t>(block)].chain; }
+  Chain chain_of(int32_t block) const { return {entries_[static_cast<size_t>(block)].chain, false}; }
   bool consistent() const;
 
  private:
@@ -38,14 +44,14 @@ class PrefixIndex {
   };
   struct Entry {
     uint64_t hash = 0;
-    uint64_t parent = 0;
+    Chain parent;
     uint64_t chain = 0;  // 0: no entry
   };
-  uint64_t hash(uint64_t parent, const int32_t* tokens) const;
+  uint64_t hash(Chain parent, const int32_t* tokens) const;
   // A cell's tag is enough to tell where it wants to be: the table has at most 2^32 cells.
   static uint32_t tag(uint64_t hash_value) { return static_cast<uint32_t>(hash_value >> 32); }
   size_t home(uint32_t tag_value) const { return static_cast<size_t>(uint64_t{tag_value} >> shift_); }
-  int32_t find(uint64_t parent, const int32_t* tokens, uint64_t hash_value) const;
+  int32_t find(Chain parent, const int32_t* tokens, uint64_t hash_value) const;
   size_t find_cell(int32_t block) const;
 
   int32_t block_size_;

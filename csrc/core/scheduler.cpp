@@ -1,24 +1,14 @@
 #include "core/scheduler.h"
 
 #include <algorithm>
-#include <array>
 #include <cassert>
 #include <utility>
 
 namespace asyncengine {
 namespace {
 
-bool runs_later(const Sequence* a, const Sequence* b) {
-  if (a->request != b->request) return b->request->before(*a->request);
-  return a->index > b->index;
-}
-
 // Admission of long cached prefixes may fill this many block-table entries per step beside what running rows need.
 constexpr int32_t kDeltaBlocksForPrefixes = 4096;
-
-// A walk over many slots asks for the one that comes so many rows later: some 250 ns of decode rows.
-constexpr size_t kAhead = 16;
-inline void prefetch(const void* address) { __builtin_prefetch(address, /*write=*/1); }
 
 }  // namespace
 
@@ -34,6 +24,7 @@ Scheduler::Scheduler(const SchedulerConfig& config)
   running_.reserve(num_seqs);
   forking_.reserve(num_seqs);
   prefix_.resize(static_cast<size_t>(max_blocks_per_sequence_));
+  copied_from_.assign(static_cast<size_t>(config.num_blocks), -1);
   for (int32_t slot = config.max_num_seqs - 1; slot >= 0; --slot) free_slots_.push_back(slot);
 }
 
@@ -59,6 +50,9 @@ void Scheduler::abort(Request* request, Outbox& outbox) {
     if (!in_flight(sequence)) settle(sequence, &outbox);
   }
   if (!any_left) leave_queue(*request);
+}
+
+void Scheduler::after_aborts() {
   wake_siblings();
   compact_running();
 }
@@ -73,6 +67,7 @@ void Scheduler::schedule(StepPlan& plan, int64_t now_ns) {
   if (stats_.preemptions == preemptions) admit(plan, now_ns);
   compact_running();
   wake_siblings();
+  for (const BlockCopy& copy : plan.copies) copied_from_[static_cast<size_t>(copy.target)] = -1;
 }
 
 void Scheduler::wake_siblings() {
@@ -150,34 +145,40 @@ int32_t Scheduler::prefill_chunk(const Slot& slot, const StepPlan& plan) const {
   return static_cast<int32_t>(chunk);
 }
 
-// Makes positions [computed, num_tokens) of the sequence writable: own blocks, copied if they are shared.
-bool Scheduler::reserve_blocks(Slot& slot, int32_t num_tokens, StepPlan& plan) {
+// Blocks that positions [computed, num_tokens) of the sequence need: for new entries, and for copies of shared ones.
+int32_t Scheduler::count_missing(const Slot& slot, int32_t num_tokens) const {
   const int32_t row = index(slot), held = tables_.length(row), wanted = blocks_.blocks_for(num_tokens);
-  const int32_t first = slot.computed / config_.block_size;
-  int32_t shared = 0;
-  for (int32_t i = first; i < std::min(held, wanted); ++i) shared += !blocks_.writable(tables_.at(row, i));
-  const int32_t missing = std::max(0, wanted - held) + shared;
-  if (missing == 0) {
-    slot.forked = false;
-    return true;
+  int32_t missing = std::max(0, wanted - held);
+  for (int32_t i = slot.computed / config_.block_size; i < std::min(held, wanted); ++i) {
+    missing += !blocks_.writable(tables_.at(row, i));
   }
-  if (blocks_.num_free() < missing && !make_room(*slot.sequence, missing, plan)) return false;
-  for (int32_t i = first; shared > 0; ++i) {
-    const int32_t source = tables_.at(row, i);
-    if (blocks_.writable(source)) continue;
-    const int32_t target = blocks_.allocate();
-    tables_.replace(row, i, target);
-    // A sibling may have copied the block in this very step: both then copy from where it came from.
-    const auto made = std::find_if(plan.copies.begin(), plan.copies.end(),
-                                   [source](const BlockCopy& copy) { return copy.target == source; });
-    plan.copies.push_back({made == plan.copies.end() ? source : made->source, target});
-    plan.held_blocks.push_back(source);
-    --shared;
+  return missing;
+}
+
+// Makes these positions writable: own blocks, copied if they are shared.
+bool Scheduler::reserve_blocks(Slot& slot, int32_t num_tokens, StepPlan& plan) {
+  // A sibling that gives way may leave a shared block to this sequence alone: fewer are missing then.
+  for (int32_t missing; (missing = count_missing(slot, num_tokens)) > blocks_.num_free();) {
+    if (!make_room(*slot.sequence, missing, plan)) return false;
+  }
+  const int32_t row = index(slot), held = tables_.length(row), wanted = blocks_.blocks_for(num_tokens);
+  for (int32_t i = slot.computed / config_.block_size; i < std::min(held, wanted); ++i) {
+    if (!blocks_.writable(tables_.at(row, i))) copy_shared(slot, i, plan);
   }
   for (int32_t i = held; i < wanted; ++i) tables_.append(row, blocks_.allocate());
-  slot.capacity = std::max(held, wanted) * config_.block_size;
+  if (wanted > held) slot.capacity = wanted * config_.block_size;
   slot.forked = false;
   return true;
+}
+
+void Scheduler::copy_shared(const Slot& slot, int32_t entry, StepPlan& plan) {
+  const int32_t source = tables_.at(index(slot), entry), target = blocks_.allocate();
+  tables_.replace(index(slot), entry, target);
+  // A sibling may have copied the block in this very step: both then copy from where it came from.
+  const int32_t origin = copied_from_[static_cast<size_t>(source)];
+  copied_from_[static_cast<size_t>(target)] = origin < 0 ? source : origin;
+  plan.copies.push_back({copied_from_[static_cast<size_t>(target)], target});
+  plan.held_blocks.push_back(source);
 }
 
 bool Scheduler::make_room(const Sequence& sequence, int32_t num_blocks, const StepPlan& plan) {
@@ -187,7 +188,7 @@ bool Scheduler::make_room(const Sequence& sequence, int32_t num_blocks, const St
       return slot.state != SequenceState::kRunning || slot.planned_step == static_cast<uint32_t>(plan.step);
     };
     while (i > 0 && stays(*running_[i - 1])) --i;
-    if (i == 0 || !runs_later(running_[i - 1]->sequence, &sequence)) return false;
+    if (i == 0 || !runs_before(&sequence, running_[i - 1]->sequence)) return false;
     preempt(*running_[i - 1]->sequence);
   }
   return true;
@@ -201,7 +202,7 @@ void Scheduler::preempt(Sequence& sequence) {
 
 void Scheduler::admit(StepPlan& plan, int64_t now_ns) {
   while (!waiting_.empty() && !free_slots_.empty() && plan.num_tokens < config_.max_num_batched_tokens) {
-    if (!admit_one(*waiting_.back(), plan, now_ns)) return;  // nobody overtakes: the order is first come, first served
+    if (!admit_one(waiting_.front(), plan, now_ns)) return;  // nobody overtakes: the order is first come, first served
   }
 }
 
@@ -209,7 +210,7 @@ bool Scheduler::admit_one(Sequence& sequence, StepPlan& plan, int64_t now_ns) {
   // Matching a long prompt again at every step would be wasted while no block has come back.
   if (&sequence == blocked_ && blocks_.num_free() <= blocked_free_ && !running_.empty()) return false;
   // Not before there is room for all of it (apart from what it shares): half a prompt would only be preempted again.
-  const int32_t whole = blocks_.blocks_for(static_cast<int64_t>(sequence.tokens.size()));
+  const int32_t whole = blocks_.blocks_for(sequence.num_tokens());
   Sequence* source = fork_source(sequence, plan);
   const int32_t shared = find_prefix(sequence, source);
   int32_t unused = 0;
@@ -223,7 +224,7 @@ bool Scheduler::admit_one(Sequence& sequence, StepPlan& plan, int64_t now_ns) {
   const int32_t deltas_left = max_delta_blocks_ - plan.num_delta_blocks;
   if (!plan.empty() && std::min(whole, shared + config_.max_num_batched_tokens / config_.block_size + 2) > deltas_left) return false;
 
-  waiting_.pop_back();
+  waiting_.remove(&sequence);
   blocked_ = nullptr;
   sequence.slot = free_slots_.back();
   free_slots_.pop_back();
@@ -239,7 +240,7 @@ bool Scheduler::admit_one(Sequence& sequence, StepPlan& plan, int64_t now_ns) {
   start_chain(slot, source, shared);
   sequence.state = SequenceState::kRunning;
   running_.insert(std::upper_bound(running_.begin(), running_.end(), &slot,
-                                   [](const Slot* a, const Slot* b) { return runs_later(b->sequence, a->sequence); }),
+                                   [](const Slot* a, const Slot* b) { return runs_before(a->sequence, b->sequence); }),
                   &slot);
 
   Request& request = *sequence.request;
@@ -261,7 +262,7 @@ Sequence* Scheduler::fork_source(const Sequence& sequence, const StepPlan& plan)
   Sequence& first = sequence.request->sequences[0];
   const bool usable = &first != &sequence && first.state == SequenceState::kRunning && slot_of(first).on_device &&
                       first.first_sample_step < plan.step &&  // copies run before this step's own writes
-                      std::ssize(sequence.tokens) == sequence.request->prompt_len &&
+                      sequence.num_tokens() == sequence.request->prompt_len &&
                       sequence.request->prompt_len > 1;
   return usable ? &first : nullptr;
 }
@@ -274,16 +275,17 @@ int32_t Scheduler::find_prefix(const Sequence& sequence, const Sequence* source)
     std::copy_n(tables_.blocks(source->slot).begin(), shared, prefix_.begin());
     return shared;
   }
-  const int32_t most = (static_cast<int32_t>(sequence.tokens.size()) - 1) / config_.block_size;
-  return blocks_.match_prefix(sequence.tokens.data(), most, sequence.request->salt, prefix_.data());
+  const int32_t most = (sequence.num_tokens() - 1) / config_.block_size;
+  const auto tokens_at = [&](int32_t position) { return sequence.tokens_at(position); };
+  return blocks_.match_prefix(tokens_at, most, sequence.request->salt, prefix_.data());
 }
 
 void Scheduler::start_chain(Slot& slot, const Sequence* source, int32_t shared_blocks) {
   const Request& request = *slot.sequence->request;
-  slot.chain = BlockManager::root_chain(request.salt);
+  slot.chain = request.salt;
   if (source == nullptr && shared_blocks > 0) {
     slot.published_end = shared_blocks * config_.block_size;
-    slot.chain = blocks_.chain_of(prefix_[static_cast<size_t>(shared_blocks) - 1]);
+    slot.chain = blocks_.chain_of(prefix_[static_cast<size_t>(shared_blocks) - 1]).id;
   } else if (source != nullptr && slot_of(*source).published_end < request.prompt_len) {
     slot.published_end = slot_of(*source).published_end;
     slot.chain = slot_of(*source).chain;
@@ -294,121 +296,12 @@ void Scheduler::start_chain(Slot& slot, const Sequence* source, int32_t shared_b
 void Scheduler::note_first_sample(Sequence& sequence, const StepPlan& plan) {
   sequence.first_sample_step = plan.step;
   Request& request = *sequence.request;
-  if (request.sequences.size() > 1 && sequence.index == 0 && request.sequences[1].state == SequenceState::kDormant) {
-    forking_.push_back(&request);
-  }
+  if (sequence.index > 0 || request.sequences.size() == 1) return;
+  const auto dormant = [](const Sequence& sibling) { return sibling.state == SequenceState::kDormant; };
+  if (std::ranges::any_of(request.sequences, dormant)) forking_.push_back(&request);
 }
 
-// ---- commit --------------------------------------------------------------------------------------------------------
-
-inline void Scheduler::take_token(Slot& slot, int32_t token, Outbox& outbox, int64_t now_ns) {
-  Sequence& sequence = *slot.sequence;
-  if (token < 0) return fail(sequence, outbox, now_ns);
-  if (slot.num_tail == Slot::kTail) update_tokens(slot);
-  slot.append(token);
-  ++stats_.generated_tokens;
-  FinishReason reason = FinishReason::kNone;
-  if (slot.stops_at(token)) {
-    reason = FinishReason::kStop;
-  } else if (slot.num_tokens >= slot.max_total) {
-    reason = FinishReason::kLength;
-  }
-  outbox.filling().events.push_back({&sequence, token, reason, now_ns});
-  if (reason != FinishReason::kNone) finish(sequence, reason);
-}
-
-void Scheduler::commit(StepPlan& plan, const int32_t* tokens, Outbox& outbox, int64_t now_ns) {
-  publish_blocks(plan);
-  for (size_t i = 0; i < plan.rows.size(); ++i) {
-    if (i + kAhead < plan.rows.size()) prefetch_slot(plan.rows[i + kAhead].slot);
-    const PlanRow& row = plan.rows[i];
-    Slot& slot = slots_[static_cast<size_t>(row.slot)];
-    --slot.in_flight;
-    const bool alive = slot.alive();
-    if (row.sample) {
-      --slot.pending;
-      const int32_t token = *tokens++;
-      // A sequence that ended, or was aborted, while this step was under way: the surplus row never shows.
-      if (alive) take_token(slot, token, outbox, now_ns);
-    }
-    if (slot.in_flight == 0 && slot.state != SequenceState::kRunning) settle(*slot.sequence, &outbox);
-  }
-  for (const int32_t block : plan.held_blocks) blocks_.release(block);
-  compact_running();
-}
-
-// Non-finite logits concern this request alone. Its other sequences may have rows later in the plan being committed.
-void Scheduler::fail(Sequence& sequence, Outbox& outbox, int64_t now_ns) {
-  for (Sequence& other : sequence.request->sequences) {
-    if (other.state == SequenceState::kFinished || other.state == SequenceState::kReleased) continue;
-    outbox.filling().events.push_back({&other, -1, FinishReason::kFailed, now_ns});
-    finish(other, FinishReason::kFailed);
-    if (&other != &sequence && !in_flight(other)) settle(other, &outbox);
-  }
-}
-
-// Blocks that the step has filled may be shared from now on. What that touches is scattered in memory: two stages of
-// prefetching go ahead of it, the first for what the second one needs.
-void Scheduler::publish_blocks(const StepPlan& plan) {
-  const size_t count = plan.full_rows.size();
-  const auto full_row = [&](size_t i) -> const PlanRow& { return plan.rows[static_cast<size_t>(plan.full_rows[i])]; };
-  std::array<uint64_t, kAhead> hashes;
-  for (size_t i = 0; i < count + kAhead; ++i) {
-    if (i < count) {
-      const PlanRow& row = full_row(i);
-      prefetch_slot(row.slot);
-      prefetch(tables_.blocks(row.slot).data() + row.context_len / config_.block_size);
-    }
-    if (const size_t soon = i - kAhead / 2; soon < count) {  // wraps at first
-      Slot& slot = slots_[static_cast<size_t>(full_row(soon).slot)];
-      if (has_full_block(slot, full_row(soon))) {
-        hashes[soon % kAhead] = prefetch_block(slot);
-      } else {
-        update_tokens(slot);
-      }
-    }
-    if (const size_t now = i - kAhead; now < count) publish_blocks(full_row(now), hashes[now % kAhead]);
-  }
-}
-
-// `hash` is of the first of them.
-void Scheduler::publish_blocks(const PlanRow& row, uint64_t hash) {
-  Slot& slot = slots_[static_cast<size_t>(row.slot)];
-  if (!slot.alive()) return;
-  while (has_full_block(slot, row)) {
-    const int32_t* tokens = tokens_to_publish(slot);
-    slot.chain = blocks_.publish(block_to_publish(slot), slot.chain, tokens, hash);
-    slot.published_end += config_.block_size;
-    if (tokens == slot.tail) slot.num_tail = 0;  // they are with the block now: update_tokens() finds them there
-    if (has_full_block(slot, row)) hash = prefetch_block(slot);
-  }
-}
-
-uint64_t Scheduler::prefetch_block(Slot& slot) {
-  return blocks_.prefetch(block_to_publish(slot), slot.chain, tokens_to_publish(slot));
-}
-
-// Of the first block that the prefix cache does not know. With blocks as large as a tail it mostly is the tail.
-const int32_t* Scheduler::tokens_to_publish(Slot& slot) {
-  const int32_t begin = slot.num_tokens - slot.num_tail;
-  if (slot.published_end == begin && slot.num_tail == config_.block_size) return slot.tail;
-  update_tokens(slot);
-  return slot.sequence->tokens.data() + slot.published_end;
-}
-
-// Brings the sequence's own tokens up to date and empties the tail. What they lack before it are whole blocks: only
-// such have gone from the tail to the index.
-void Scheduler::update_tokens(Slot& slot) {
-  std::vector<int32_t>& tokens = slot.sequence->tokens;
-  for (const int32_t begin = slot.num_tokens - slot.num_tail; std::ssize(tokens) < begin;) {
-    const auto position = static_cast<int32_t>(tokens.size());
-    assert(position % config_.block_size == 0);
-    const int32_t* block = blocks_.tokens_of(tables_.at(index(slot), position / config_.block_size));
-    tokens.insert(tokens.end(), block, block + config_.block_size);
-  }
-  tokens.insert(tokens.end(), slot.tail, slot.tail + slot.num_tail);
-  slot.num_tail = 0;
-}
+// ---- ends and queues -----------------------------------------------------------------------------------------------
 
 // The sequence runs no more. What it holds comes back in settle().
 void Scheduler::finish(Sequence& sequence, FinishReason reason) {
@@ -451,17 +344,13 @@ void Scheduler::settle(Sequence& sequence, Outbox* outbox) {
   if (--sequence.request->unreleased == 0) outbox->filling().released.push_back(sequence.request);
 }
 
-// ---- queues --------------------------------------------------------------------------------------------------------
-
 void Scheduler::enqueue(Sequence* sequence) {
   sequence->state = SequenceState::kWaiting;
-  waiting_.insert(std::lower_bound(waiting_.begin(), waiting_.end(), sequence, runs_later), sequence);
+  waiting_.push(sequence);
 }
 
 void Scheduler::dequeue(const Sequence* sequence) {
-  const auto place = std::lower_bound(waiting_.begin(), waiting_.end(), sequence, runs_later);
-  assert(place != waiting_.end() && *place == sequence);
-  waiting_.erase(place);
+  waiting_.remove(sequence);
   if (sequence == blocked_) blocked_ = nullptr;  // a new sequence may come to lie at its address
 }
 
@@ -480,6 +369,8 @@ const SchedulerStats& Scheduler::stats() {
   stats_.running = static_cast<int64_t>(running_.size());
   stats_.waiting = static_cast<int64_t>(waiting_.size());
   stats_.free_blocks = blocks_.num_free();
+  stats_.cached_blocks = blocks_.num_cached();
+  stats_.block_references = blocks_.num_references();
   stats_.free_slots = static_cast<int64_t>(free_slots_.size());
   return stats_;
 }

@@ -11,6 +11,7 @@
 #include "core/slot.h"
 #include "core/step_input.h"
 #include "core/step_plan.h"
+#include "core/waiting_queue.h"
 
 namespace asyncengine {
 
@@ -32,6 +33,7 @@ struct SchedulerStats {
   int64_t preemptions = 0, prefix_queries = 0, prefix_hits = 0;  // prefix counts are tokens
   int64_t prompt_tokens = 0, generated_tokens = 0;
   int64_t free_blocks = 0, free_slots = 0;
+  int64_t cached_blocks = 0, block_references = 0;  // free blocks that a prompt may find; sum of all reference counts
 };
 
 // Single-threaded: everything happens on the step thread. schedule() may run ahead of commit(): the values of
@@ -45,14 +47,19 @@ class Scheduler {
   explicit Scheduler(const SchedulerConfig& config);
 
   void add(Request* request);
-  // Ends the sequences whose abort is requested; blocks come back when no step in flight touches them.
+  // Ends the sequences whose abort is requested; blocks come back when no step in flight touches them. To be followed,
+  // after as many as there are, by one after_aborts().
   void abort(Request* request, Outbox& outbox);
+  void after_aborts();
 
   // Fills `plan` (empty when nothing can run). The plan's rows count as in flight until commit() sees it.
   void schedule(StepPlan& plan, int64_t now_ns);
   // Takes in the results of the oldest step in flight: `tokens` has plan.num_samples entries, a negative one
   // meaning that the logits of the row were not finite.
   void commit(StepPlan& plan, const int32_t* tokens, Outbox& outbox, int64_t now_ns);
+  // Instead of commit(): the step computed nothing, and every request with a row in it ends with kStepFailed. What later
+  // steps in flight compute for other requests stands: a request shares blocks with others once a commit published them.
+  void fail_step(StepPlan& plan, Outbox& outbox, int64_t now_ns);
 
   bool idle() const { return running_.empty() && waiting_.empty() && retiring_ == 0; }
   BlockTables& tables() { return tables_; }
@@ -71,6 +78,10 @@ class Scheduler {
   void observe(QueueObserver* observer) { observer_ = observer; }
 
  private:
+  // A walk over many slots asks for the one that comes so many rows later: some 250 ns of decode rows.
+  static constexpr size_t kAhead = 16;
+  static void prefetch(const void* address) { __builtin_prefetch(address, /*write=*/1); }
+
   // schedule()
   void schedule_decodes(StepPlan& plan);
   void schedule_prefills(StepPlan& plan);
@@ -83,6 +94,8 @@ class Scheduler {
     return (num_tokens <= slot.capacity && !slot.forked) || reserve_blocks(slot, num_tokens, plan);
   }
   bool reserve_blocks(Slot& slot, int32_t num_tokens, StepPlan& plan);
+  int32_t count_missing(const Slot& slot, int32_t num_tokens) const;
+  void copy_shared(const Slot& slot, int32_t entry, StepPlan& plan);
   int32_t prefill_chunk(const Slot& slot, const StepPlan& plan) const;
   bool add_chunk(Slot& slot, StepPlan& plan);
   void add_row(Slot& slot, int32_t query_len, bool from_device, StepPlan& plan);
@@ -92,8 +105,10 @@ class Scheduler {
   void note_first_sample(Sequence& sequence, const StepPlan& plan);
 
   // commit()
+  template <typename OnRow>
+  void retire_rows(const StepPlan& plan, Outbox& outbox, OnRow&& on_row);
   void take_token(Slot& slot, int32_t token, Outbox& outbox, int64_t now_ns);
-  void fail(Sequence& sequence, Outbox& outbox, int64_t now_ns);
+  void fail(Sequence& sequence, FinishReason reason, Outbox& outbox, int64_t now_ns);
   void publish_blocks(const StepPlan& plan);
   void publish_blocks(const PlanRow& row, uint64_t hash);
   uint64_t prefetch_block(Slot& slot);
@@ -128,9 +143,10 @@ class Scheduler {
   BlockTables tables_;
   std::vector<Slot> slots_;
   std::vector<Slot*> running_;      // in order
-  std::vector<Sequence*> waiting_;  // in reverse order: the next one is at the back
+  WaitingQueue waiting_;
   std::vector<int32_t> free_slots_;
   std::vector<int32_t> prefix_;     // scratch: blocks that a new sequence starts with
+  HugeVector<int32_t> copied_from_;  // scratch, by block: where a copy of the step being planned takes it from, or -1
   std::vector<Request*> forking_;   // scratch: their siblings join in the next step
   int32_t max_blocks_per_sequence_;
   int32_t max_delta_blocks_;

@@ -14,7 +14,14 @@ namespace asyncengine {
 
 struct Request;
 
-enum class FinishReason : int32_t { kNone = 0, kStop = 1, kLength = 2, kAborted = 3, kFailed = 4 };
+enum class FinishReason : int32_t {
+  kNone = 0,
+  kStop = 1,
+  kLength = 2,
+  kAborted = 3,
+  kFailed = 4,      // its logits were not finite
+  kStepFailed = 5,  // a step that it was part of failed
+};
 
 enum class SequenceState : uint8_t {
   kDormant,     // n > 1: waits for its sibling's prompt to be computed
@@ -34,7 +41,8 @@ struct alignas(64) Sequence {
   int32_t slot = -1;
   SequenceState state = SequenceState::kDormant;
   FinishReason finish = FinishReason::kNone;
-  std::vector<int32_t> tokens;     // prompt and output, reserved for all there can be; lags behind while it has a slot
+  int32_t shared = 0;              // so many tokens of the prompt are the first sibling's: whole blocks, kept once
+  std::vector<int32_t> tokens;     // those after them, reserved for all there can be; lags behind while it has a slot
   int32_t max_total = 0;           // prompt and output tokens at most
   int32_t num_stops = 0;           // the first few are here, all of them with the request
   int32_t stops[kInlineStops] = {};
@@ -42,8 +50,14 @@ struct alignas(64) Sequence {
   uint64_t first_sample_step = 0;  // the step that computed the last of its prompt, since it has its slot
   int32_t blocks_coming = 0;       // while retiring: blocks that settling will give back
   std::atomic<bool> abort_requested{false};  // set by the loop, read by the step thread
+  size_t queue_place = 0;          // in the heap of those that wait, while it does
   uint64_t drain_epoch = 0;        // loop side: the drain that last saw this sequence, and its place in it
   size_t drain_place = 0;
+
+  int32_t num_tokens() const { return shared + static_cast<int32_t>(tokens.size()); }
+  // The token at `position` and those after it: to the end of its block at least.
+  inline const int32_t* tokens_at(int32_t position) const;
+  void copy_tokens(int32_t position, int32_t count, int32_t* out) const;
 };
 
 // Built on the loop's thread, then owned by it throughout: the step thread never allocates or frees one.
@@ -71,6 +85,15 @@ struct Request {
   }
 };
 
+inline const int32_t* Sequence::tokens_at(int32_t position) const {
+  return position < shared ? request->sequences[0].tokens.data() + position : tokens.data() + (position - shared);
+}
+
+// Whether `a` comes before `b` in the order of service.
+inline bool runs_before(const Sequence* a, const Sequence* b) {
+  return a->request != b->request ? a->request->before(*b->request) : a->index < b->index;
+}
+
 // A request as it is submitted.
 struct RequestSpec {
   uint64_t id = 0;
@@ -78,13 +101,14 @@ struct RequestSpec {
   int32_t n = 1;
   int32_t max_tokens = 0;
   int32_t priority = 0;  // smaller runs sooner
-  int64_t delay_ns = 0;  // it is served as if it had arrived so much later
-  bool reserved = false;  // it may take of what the queue's limits keep back for such requests
   uint64_t salt = 0;
   SamplingState sampling;  // sequence i samples with seed + i
   std::vector<int32_t> stop_tokens;
+  int64_t delay_ns = 0;   // it is served as if it had arrived so much later
+  bool reserved = false;  // it may take of what the queue's limits keep back for such requests
 };
 
-std::unique_ptr<Request> make_request(const RequestSpec& spec, int64_t order, uint64_t sequence_number);
+// Costs what one copy of the prompt does, whatever n is.
+std::unique_ptr<Request> make_request(const RequestSpec& spec, int64_t order, uint64_t sequence_number, int32_t block_size);
 
 }  // namespace asyncengine

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "core/prefix_index.h"
 #include "core/sequence.h"
 
 namespace asyncengine {
@@ -18,7 +19,7 @@ struct alignas(64) Slot {
   static constexpr int kTail = 16;
 
   Sequence* sequence = nullptr;
-  uint64_t chain = 0;         // prefix chain of its published blocks
+  uint64_t chain = 0;         // prefix chain of its published blocks, or its salt while it has none
   int32_t num_tokens = 0;     // known: prompt and output, those of the tail included
   int32_t computed = 0;       // tokens whose KV a launched step writes
   int32_t max_total = 0;      // prompt and output tokens at most
@@ -39,13 +40,14 @@ struct alignas(64) Slot {
   Slot() = default;
   explicit Slot(Sequence& owner)
       : sequence(&owner),
-        num_tokens(static_cast<int32_t>(owner.tokens.size())),
+        num_tokens(owner.num_tokens()),
         max_total(owner.max_total),
         more_stops(owner.num_stops > Sequence::kInlineStops),
         greedy(owner.sampling.temperature <= 0.f) {
     std::copy_n(owner.stops, std::min(owner.num_stops, Sequence::kInlineStops), stops);
   }
 
+  Chain prefix() const { return {chain, published_end == 0}; }
   // What steps in flight compute for it still counts.
   bool alive() const { return state == SequenceState::kRunning || state == SequenceState::kPreempting; }
   int32_t total() const { return num_tokens + pending; }

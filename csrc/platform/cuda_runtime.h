@@ -17,6 +17,7 @@ using CudaGraphExec = struct CudaGraphExecHandle*;
 
 // Values of cudaError_t that the step path tells apart.
 inline constexpr int kCudaSuccess = 0;
+inline constexpr int kCudaErrorMemoryAllocation = 2;  // not sticky: the call did nothing, the device goes on
 inline constexpr int kCudaErrorNotReady = 600;
 
 // cudaMemcpyKind, cudaEventCreateWithFlags, cudaStreamCreateWithFlags, cudaHostAlloc.

@@ -29,6 +29,7 @@ struct CudaEventHandle {
 struct CudaStreamHandle {
   SimulatedDevice* device;
   std::deque<SimulatedDevice::Operation> queue{};  // guarded by the device
+  int64_t enqueued = 0, executed = 0;
 };
 struct CudaGraphExecHandle {
   std::function<void()> body;
@@ -36,6 +37,8 @@ struct CudaGraphExecHandle {
 };
 
 struct SimulatedRuntime {
+  using Call = SimulatedDevice::Call;
+
   static int set_device(int ordinal) {
     std::lock_guard lock(registry_mutex);
     if (ordinal < 0 || static_cast<size_t>(ordinal) >= registry.size() || registry[static_cast<size_t>(ordinal)] == nullptr) {
@@ -65,7 +68,21 @@ struct SimulatedRuntime {
     return kCudaSuccess;
   }
   static int allocate_host(void** pointer, size_t bytes, unsigned) {
-    return device()->pinning_fails_ ? 2 : allocate(pointer, bytes);
+    SimulatedDevice* owner = device();
+    if (owner->pinning_fails_) return kCudaErrorMemoryAllocation;
+    const int error = allocate(pointer, bytes);
+    std::lock_guard lock(owner->mutex_);
+    if (error == kCudaSuccess) owner->pinned_.insert({static_cast<std::byte*>(*pointer), bytes});
+    return error;
+  }
+  static int release_host(void* pointer) {
+    SimulatedDevice* owner = nullptr;
+    std::memcpy(&owner, static_cast<std::byte*>(pointer) - kAllocationHeader, sizeof(owner));
+    {
+      std::lock_guard lock(owner->mutex_);
+      std::erase_if(owner->pinned_, [&](const auto& range) { return range.first == pointer; });
+    }
+    return release(pointer);
   }
   static int release(void* pointer) {
     auto* base = static_cast<std::byte*>(pointer) - kAllocationHeader;
@@ -75,9 +92,13 @@ struct SimulatedRuntime {
     std::free(base);
     return kCudaSuccess;
   }
-  static int memcpy_async(void* target, const void* source, size_t bytes, int, CudaStream stream) {
-    stream->device->enqueue(stream, {SimulatedDevice::Operation::kCopy, target, source, bytes});
-    return kCudaSuccess;
+  static int memcpy_async(void* target, const void* source, size_t bytes, int kind, CudaStream stream) {
+    SimulatedDevice& device = *stream->device;
+    const int error = device.enqueue(stream, {SimulatedDevice::Operation::kCopy, target, source, bytes}, Call::kCopy);
+    std::unique_lock lock(device.mutex_);
+    const bool waits = !device.is_pinned(kind == kCudaMemcpyHostToDevice ? source : target);
+    if (error == kCudaSuccess && waits) device.wait_until_run(stream, stream->enqueued, lock);
+    return error;
   }
   static int stream_create(CudaStream* stream, unsigned) {
     *stream = new CudaStreamHandle{device()};
@@ -97,8 +118,7 @@ struct SimulatedRuntime {
   }
   static int stream_wait_event(CudaStream stream, CudaEvent event, unsigned) {
     const auto records = static_cast<size_t>(event->recorded.load(std::memory_order_relaxed));
-    stream->device->enqueue(stream, {SimulatedDevice::Operation::kWait, event, nullptr, records});
-    return kCudaSuccess;
+    return stream->device->enqueue(stream, {SimulatedDevice::Operation::kWait, event, nullptr, records}, Call::kWaitEvent);
   }
   static int event_create(CudaEvent* event, unsigned) {
     *event = new CudaEventHandle{device()};
@@ -112,8 +132,9 @@ struct SimulatedRuntime {
   }
   static int event_record(CudaEvent event, CudaStream stream) {
     event->recorded.fetch_add(1, std::memory_order_relaxed);
-    stream->device->enqueue(stream, {SimulatedDevice::Operation::kRecord, event, nullptr, 0});
-    return kCudaSuccess;
+    const int error = stream->device->enqueue(stream, {SimulatedDevice::Operation::kRecord, event, nullptr, 0}, Call::kEventRecord);
+    if (error != kCudaSuccess) event->recorded.fetch_sub(1, std::memory_order_relaxed);
+    return error;
   }
   static int event_query(CudaEvent event) {
     {
@@ -131,15 +152,14 @@ struct SimulatedRuntime {
   static int graph_upload(CudaGraphExec, CudaStream) { return kCudaSuccess; }
   static int graph_exec_destroy(CudaGraphExec) { return kCudaSuccess; }  // the device owns it
   static int graph_launch(CudaGraphExec graph, CudaStream stream) {
-    stream->device->enqueue(stream, {SimulatedDevice::Operation::kGraph, graph, nullptr, 0});
-    return kCudaSuccess;
+    return stream->device->enqueue(stream, {SimulatedDevice::Operation::kGraph, graph, nullptr, 0}, Call::kGraphLaunch);
   }
 };
 
 const CudaRuntime& SimulatedDevice::runtime() {
   using R = SimulatedRuntime;
   static constexpr CudaRuntime table = {
-      R::set_device, R::get_error_string, R::allocate, R::release, R::allocate_host, R::release, R::memcpy_async,
+      R::set_device, R::get_error_string, R::allocate, R::release, R::allocate_host, R::release_host, R::memcpy_async,
       R::stream_create, R::stream_destroy, R::stream_wait_event, R::event_create, R::event_destroy, R::event_record, R::event_query,
       R::graph_instantiate, R::graph_upload, R::graph_exec_destroy, R::graph_launch};
   return table;
@@ -197,12 +217,31 @@ void SimulatedDevice::resume() {
   changed_.notify_all();
 }
 
-void SimulatedDevice::enqueue(CudaStream stream, const Operation& operation) {
+void SimulatedDevice::fail_call(Call call, int64_t nth, int error) {
+  std::lock_guard lock(mutex_);
+  failing_[static_cast<size_t>(call)] = {nth, error};
+}
+
+int SimulatedDevice::enqueue(CudaStream stream, const Operation& operation, Call call) {
   {
     std::lock_guard lock(mutex_);
+    if (error_ != kCudaSuccess) return error_;
+    auto& failing = failing_[static_cast<size_t>(call)];
+    if (failing.in >= 0 && failing.in-- == 0) return failing.error;
     stream->queue.push_back(operation);
+    ++stream->enqueued;
   }
-  changed_.notify_one();
+  changed_.notify_all();
+  return kCudaSuccess;
+}
+
+void SimulatedDevice::wait_until_run(CudaStream stream, int64_t ticket, std::unique_lock<std::mutex>& lock) {
+  changed_.wait(lock, [&] { return closing_ || error_ != kCudaSuccess || stream->executed >= ticket; });
+}
+
+bool SimulatedDevice::is_pinned(const void* address) const {
+  const auto* byte = static_cast<const std::byte*>(address);
+  return std::ranges::any_of(pinned_, [&](const auto& range) { return range.first <= byte && byte < range.first + range.second; });
 }
 
 // The oldest stream that waits for nothing, or none.
@@ -224,19 +263,21 @@ void SimulatedDevice::run() {
     if (closing_) return;
     const Operation operation = stream->queue.front();
     stream->queue.pop_front();
-    if (error_ != kCudaSuccess) continue;  // nothing runs after a sticky error
-    if (operation.kind == Operation::kGraph) {
-      run_graph(static_cast<CudaGraphExec>(operation.target), lock);
-      continue;
-    }
-    lock.unlock();
-    if (operation.kind == Operation::kCopy) {
-      std::memcpy(operation.target, operation.source, operation.bytes);
-    } else if (operation.kind == Operation::kRecord) {
-      static_cast<CudaEvent>(operation.target)->done.fetch_add(1, std::memory_order_release);
-    }
-    lock.lock();
+    if (error_ == kCudaSuccess) run_operation(operation, lock);  // nothing runs after a sticky error
+    ++stream->executed;
+    changed_.notify_all();
   }
+}
+
+void SimulatedDevice::run_operation(const Operation& operation, std::unique_lock<std::mutex>& lock) {
+  if (operation.kind == Operation::kGraph) return run_graph(static_cast<CudaGraphExec>(operation.target), lock);
+  lock.unlock();
+  if (operation.kind == Operation::kCopy) {
+    std::memcpy(operation.target, operation.source, operation.bytes);
+  } else if (operation.kind == Operation::kRecord) {
+    static_cast<CudaEvent>(operation.target)->done.fetch_add(1, std::memory_order_release);
+  }
+  lock.lock();
 }
 
 void SimulatedDevice::run_graph(CudaGraphExec graph, std::unique_lock<std::mutex>& lock) {

@@ -8,6 +8,7 @@
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <set>
 #include <thread>
 #include <vector>
 
@@ -17,7 +18,8 @@ namespace asyncengine {
 
 // Executes copies and graphs on a thread of its own, each graph taking at least its latency. A stream's work runs in order.
 // Of several streams the oldest goes first whenever it can, so that what should have waited for another meets what is old.
-// As on a real device, work is enqueued and forgotten: the caller learns of completion, and of errors, from events only.
+// As on a real device, work is enqueued and forgotten: the caller learns of completion, and of errors, from events only;
+// and a copy from or to host memory that is not pinned makes its caller wait until the device has made it.
 class SimulatedDevice {
  public:
   SimulatedDevice();
@@ -38,6 +40,9 @@ class SimulatedDevice {
   void fail_at(int64_t nth_launch, int error = 700);  // cudaErrorIllegalAddress; sticky, as on the real device
   void hang_at(int64_t nth_launch);
   void resume();  // ends a hang
+  // The n-th call of this kind from now (0: the next one) does nothing but answer `error`.
+  enum class Call : uint8_t { kCopy, kGraphLaunch, kEventRecord, kWaitEvent };
+  void fail_call(Call call, int64_t nth, int error);
   void refuse_pinning() { pinning_fails_ = true; }  // cudaHostAlloc answers out of memory from now on
 
   // Allocations, streams and events that are still alive: leak check.
@@ -52,9 +57,12 @@ class SimulatedDevice {
     const void* source;
     size_t bytes;  // of a wait: how often its event must have been recorded
   };
-  void enqueue(CudaStream stream, const Operation& operation);
+  int enqueue(CudaStream stream, const Operation& operation, Call call);
+  void wait_until_run(CudaStream stream, int64_t ticket, std::unique_lock<std::mutex>& lock);
+  bool is_pinned(const void* address) const;
   CudaStream runnable() const;
   void run();
+  void run_operation(const Operation& operation, std::unique_lock<std::mutex>& lock);
   void run_graph(CudaGraphExec graph, std::unique_lock<std::mutex>& lock);
 
   int ordinal_;
@@ -64,6 +72,11 @@ class SimulatedDevice {
   std::vector<CudaGraphExec> graphs_;
   int64_t launches_ = 0, fail_launch_ = -1, hang_launch_ = -1;
   int fault_ = kCudaSuccess, error_ = kCudaSuccess;
+  struct {
+    int64_t in = -1;  // calls before it
+    int error = kCudaSuccess;
+  } failing_[4];      // by Call
+  std::set<std::pair<const std::byte*, size_t>> pinned_;  // ranges
   bool closing_ = false;
   std::atomic<bool> pinning_fails_{false};
   std::atomic<int64_t> live_objects_{0};

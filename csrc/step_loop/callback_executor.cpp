@@ -2,15 +2,17 @@
 
 #include <cstring>
 #include <exception>
+#include <new>
 
 namespace asyncengine {
 
 CallbackExecutor::CallbackExecutor(const StepLimits& limits, int32_t max_blocks, int32_t block_size, int steps_in_flight,
-                                   std::vector<BlockRegion> regions, Forward forward)
+                                   std::vector<BlockRegion> regions, Forward forward, HeldUp held_up)
     : slots_(limits, max_blocks, block_size),
       steps_(static_cast<size_t>(steps_in_flight)),
       regions_(std::move(regions)),
-      forward_(std::move(forward)) {
+      forward_(std::move(forward)),
+      held_up_(std::move(held_up)) {
   for (Step& step : steps_) {
     step.input.resize(limits.max_bytes());
     step.tokens.resize(static_cast<size_t>(limits.max_rows));
@@ -22,15 +24,14 @@ CallbackExecutor::~CallbackExecutor() {
   close(std::chrono::nanoseconds::max());
 }
 
-bool CallbackExecutor::launch(int i, size_t) {
+LaunchStatus CallbackExecutor::launch(int i, size_t) {
   steps_[static_cast<size_t>(i)].status.store(StepStatus::kPending, std::memory_order_relaxed);
   {
     std::lock_guard lock(mutex_);
-    if (!error_.empty()) return false;
     queue_.push_back(i);
   }
   work_.notify_one();
-  return true;
+  return LaunchStatus::kLaunched;
 }
 
 StepStatus CallbackExecutor::poll(int i) {
@@ -73,26 +74,41 @@ void CallbackExecutor::run() {
 }
 
 void CallbackExecutor::execute(Step& step) {
-  StepStatus status = StepStatus::kReady;
-  try {
-    const StepInputView input(step.input.data());
-    for (const BlockCopy& copy : input.copies()) {
-      for (const BlockRegion& region : regions_) {
-        std::memcpy(region.base + static_cast<size_t>(copy.target) * region.bytes_per_block,
-                    region.base + static_cast<size_t>(copy.source) * region.bytes_per_block, region.bytes_per_block);
-      }
-    }
-    const StepBatch& batch = slots_.ingest(input);
-    forward_(batch, step.tokens.data());
-    slots_.remember(input, step.tokens.data());
-  } catch (const std::exception& e) {
-    std::lock_guard lock(mutex_);
-    error_ = e.what();
-    queue_.clear();  // later steps depend on this one's tokens and KV
-    status = StepStatus::kFailed;
-  }
+  const StepStatus status = compute(step);
   step.status.store(status, std::memory_order_release);
   if (notifier_ != nullptr) notifier_->notify();
+}
+
+StepStatus CallbackExecutor::compute(Step& step) {
+  const StepInputView input(step.input.data());
+  for (const BlockCopy& copy : input.copies()) {
+    for (const BlockRegion& region : regions_) {
+      std::memcpy(region.base + static_cast<size_t>(copy.target) * region.bytes_per_block,
+                  region.base + static_cast<size_t>(copy.source) * region.bytes_per_block, region.bytes_per_block);
+    }
+  }
+  // What has been taken in and copied stays right for the steps behind this one, whatever comes of the forward.
+  const StepBatch& batch = slots_.ingest(input);
+  try {
+    forward_(batch, step.tokens.data());
+  } catch (const std::exception& e) {
+    keep_error(e.what());
+    return StepStatus::kStepFailed;
+  } catch (...) {
+    keep_error("an exception that is no std::exception");
+    return StepStatus::kStepFailed;
+  }
+  slots_.remember(input, step.tokens.data());
+  return StepStatus::kReady;
+}
+
+void CallbackExecutor::keep_error(const char* what) noexcept {
+  std::lock_guard lock(mutex_);
+  try {
+    error_ = what;
+  } catch (const std::bad_alloc&) {
+    error_ = "out of memory";  // short enough to need none
+  }
 }
 
 }  // namespace asyncengine

@@ -16,8 +16,8 @@ namespace asyncengine {
 
 class CallbackExecutor final : public Executor {
  public:
-  // Computes the batch and writes one token per sampled row (negative: its logits were not finite). An exception is an
-  // engine failure; its what() becomes error().
+  // Computes the batch and writes one token per sampled row (negative: its logits were not finite). An exception fails the
+  // step; its what() becomes error().
   using Forward = std::function<void(const StepBatch& batch, int32_t* tokens)>;
   // Memory of which each block occupies `bytes_per_block` consecutive bytes: where block copies take place.
   struct BlockRegion {
@@ -25,16 +25,20 @@ class CallbackExecutor final : public Executor {
     size_t bytes_per_block;
   };
 
+  // held_up_ns() asks `held_up`, if there is one.
+  using HeldUp = std::function<int64_t(int64_t now)>;
+
   CallbackExecutor(const StepLimits& limits, int32_t max_blocks, int32_t block_size, int steps_in_flight,
-                   std::vector<BlockRegion> regions, Forward forward);
+                   std::vector<BlockRegion> regions, Forward forward, HeldUp held_up = {});
   ~CallbackExecutor() override;
 
   int num_staging() const override { return static_cast<int>(steps_.size()); }
   std::span<std::byte> staging(int i) override { return steps_[static_cast<size_t>(i)].input; }
   const int32_t* tokens(int i) const override { return steps_[static_cast<size_t>(i)].tokens.data(); }
-  bool launch(int i, size_t bytes) override;
+  LaunchStatus launch(int i, size_t bytes) override;
   StepStatus poll(int i) override;
   std::string error() const override;
+  int64_t held_up_ns(int64_t now) override { return held_up_ ? held_up_(now) : 0; }
   std::chrono::nanoseconds poll_interval() const override { return std::chrono::seconds(1); }
   bool close(std::chrono::nanoseconds limit) override;
 
@@ -46,11 +50,14 @@ class CallbackExecutor final : public Executor {
   };
   void run();
   void execute(Step& step);
+  StepStatus compute(Step& step);
+  void keep_error(const char* what) noexcept;
 
   SlotState slots_;
   std::vector<Step> steps_;
   std::vector<BlockRegion> regions_;
   Forward forward_;
+  HeldUp held_up_;
 
   mutable std::mutex mutex_;
   std::condition_variable work_, idle_;

@@ -14,9 +14,24 @@
 
 namespace asyncengine {
 
-enum class StepStatus { kPending, kReady, kFailed };
+enum class StepStatus {
+  kPending,
+  kReady,
+  // The step computed nothing that counts. Those before it stand; those that were launched behind it may have failed with
+  // it, and nothing may be launched before they are over.
+  kStepFailed,
+  kFailed,      // the executor has failed, and every step with it
+};
 
-// The step loop leases staging buffer i from pack until poll(i) has answered kReady; then i is free again.
+enum class LaunchStatus {
+  kLaunched,
+  // The step will not run, for a reason that leaves the executor as it was. Nothing may be launched before poll() has
+  // answered kStepFailed for it, and then its number is the next step's.
+  kRefused,
+  kFailed,  // the executor has failed
+};
+
+// The step loop leases staging buffer i from pack until poll(i) has answered kReady or kStepFailed; then i is free again.
 // Steps run in the order of their launch and none overtakes another. All calls come from the step thread.
 class Executor {
  public:
@@ -28,10 +43,15 @@ class Executor {
   // Sampled tokens of the step in buffer i, in row order; valid while poll(i) is kReady and i is leased.
   virtual const int32_t* tokens(int i) const = 0;
 
-  // Enqueues the step; never waits for it. False: the executor has failed, see error().
-  virtual bool launch(int i, size_t bytes) = 0;
+  // Enqueues the step; never waits for it, nor for any other.
+  virtual LaunchStatus launch(int i, size_t bytes) = 0;
   virtual StepStatus poll(int i) = 0;
+  // Why the executor has failed, or the step that poll() has just called failed.
   virtual std::string error() const = 0;
+
+  // Nanoseconds, in all and up to `now`, for which no step could go on though nothing was wrong with it. They do not count
+  // against its time limit.
+  virtual int64_t held_up_ns(int64_t /*now*/) { return 0; }
 
   // Steps of one kind take the same time, apart from attention. 0: how long a step takes cannot be told beforehand.
   virtual int num_kinds() const { return 0; }

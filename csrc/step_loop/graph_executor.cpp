@@ -3,8 +3,14 @@
 #include <algorithm>
 #include <cassert>
 #include <thread>
+#include <utility>
 
 namespace asyncengine {
+namespace {
+
+constexpr int kEagerFailed = -1;  // in place of a CUDA error
+
+}  // namespace
 
 GraphExecutor::GraphExecutor(const CudaRuntime& cuda, int device, std::shared_ptr<Staging> staging, int32_t max_rows,
                              Graphs graphs, std::chrono::nanoseconds poll_interval)
@@ -26,9 +32,16 @@ GraphExecutor::GraphExecutor(const CudaRuntime& cuda, int device, std::shared_pt
     check_cuda(cuda_, cuda_.event_create(&step.done, kCudaEventDisableTiming), "cudaEventCreateWithFlags");
     if (ahead) check_cuda(cuda_, cuda_.event_create(&step.arrived, kCudaEventDisableTiming), "cudaEventCreateWithFlags");
   }
+  if (staging_->mode() == StagingMode::kPageable) {
+    launch_thread_ = std::make_unique<LaunchThread>([this](int i, size_t bytes) {
+      (void)start(i, bytes);  // poll() tells
+      if (notifier_ != nullptr) notifier_->notify();
+    });
+  }
 }
 
 GraphExecutor::~GraphExecutor() {
+  launch_thread_.reset();
   for (Step& step : steps_) {
     if (step.done != nullptr) cuda_.event_destroy(step.done);
     if (step.arrived != nullptr) cuda_.event_destroy(step.arrived);
@@ -39,18 +52,66 @@ GraphExecutor::~GraphExecutor() {
 
 bool GraphExecutor::ok(int error, const char* call) {
   if (error == kCudaSuccess) return true;
-  if (error_.empty()) error_ = describe_cuda_error(cuda_, error, call);
+  failed_code_ = error;
+  keep_error(describe_cuda_error(cuda_, error, call));
   return false;
 }
 
-bool GraphExecutor::launch(int i, size_t bytes) {
+void GraphExecutor::keep_error(std::string text) {
+  std::lock_guard lock(error_mutex_);
+  if (error_.empty()) error_ = std::move(text);  // the first one is the cause of the others
+}
+
+std::string GraphExecutor::take_error() {
+  std::lock_guard lock(error_mutex_);
+  return std::exchange(error_, {});
+}
+
+std::string GraphExecutor::error() const {
+  std::lock_guard lock(error_mutex_);
+  return error_.empty() ? step_error_ : error_;
+}
+
+LaunchStatus GraphExecutor::launch(int i, size_t bytes) {
+  if (launch_thread_ == nullptr) return start(i, bytes);
+  const auto is_free = [](const Step& step) { return step.state.load(std::memory_order_acquire) == StepState::kFree; };
+  if (std::ranges::all_of(steps_, is_free)) refusing_ = false;
+  steps_[static_cast<size_t>(i)].state.store(StepState::kQueued, std::memory_order_relaxed);
+  launch_thread_->push(i, bytes);
+  return LaunchStatus::kLaunched;
+}
+
+LaunchStatus GraphExecutor::start(int i, size_t bytes) {
+  Step& step = steps_[static_cast<size_t>(i)];
+  failed_code_ = kCudaSuccess;
   if (!device_set_) {
-    if (!ok(cuda_.set_device(device_), "cudaSetDevice")) return false;
+    if (!ok(cuda_.set_device(device_), "cudaSetDevice")) {
+      step.state.store(StepState::kUnknown, std::memory_order_release);
+      return LaunchStatus::kFailed;
+    }
     device_set_ = true;
   }
-  Step& step = steps_[static_cast<size_t>(i)];
-  step.in_flight = enqueue(i, bytes) && ok(cuda_.event_record(step.done, stream_), "cudaEventRecord");
-  return step.in_flight;
+  const bool enqueued = !refusing_ && enqueue(i, bytes);
+  const bool intact = enqueued || refusing_ || failed_code_ == kCudaErrorMemoryAllocation;
+  if (!enqueued && intact) step.error = refusing_ ? "the step before it was not launched" : take_error();
+  // Whatever became of the step, the event is to say when nothing uses its buffers any more.
+  if (!record_done(i, enqueued) || !intact) {
+    step.state.store(StepState::kUnknown, std::memory_order_release);
+    return LaunchStatus::kFailed;
+  }
+  // What the launch thread still has to launch was planned upon this step: the device would miss its block tables.
+  if (!enqueued && launch_thread_ != nullptr) refusing_ = true;
+  step.state.store(enqueued ? StepState::kRunning : StepState::kRefused, std::memory_order_release);
+  return enqueued ? LaunchStatus::kLaunched : LaunchStatus::kRefused;
+}
+
+bool GraphExecutor::record_done(int i, bool enqueued) {
+  const Step& step = steps_[static_cast<size_t>(i)];
+  // The copy ahead of a step that was not enqueued is on a stream that the step's own may not have been told to wait for.
+  const bool ordered = enqueued || step.arrived == nullptr ||
+                       (ok(cuda_.event_record(step.arrived, copy_stream_), "cudaEventRecord") &&
+                        ok(cuda_.stream_wait_event(stream_, step.arrived, 0), "cudaStreamWaitEvent"));
+  return ordered && ok(cuda_.event_record(step.done, stream_), "cudaEventRecord");
 }
 
 bool GraphExecutor::enqueue(int i, size_t bytes) {
@@ -80,8 +141,11 @@ bool GraphExecutor::send_input(int i, size_t bytes) {
 
 bool GraphExecutor::run(int bucket, GraphVariant variant, CudaGraphExec graph) {
   if (graphs_.eager) {
-    error_ = graphs_.eager(bucket, variant, stream_);
-    return error_.empty();
+    std::string error = graphs_.eager(bucket, variant, stream_);
+    if (error.empty()) return true;
+    failed_code_ = kEagerFailed;
+    keep_error(std::move(error));
+    return false;
   }
   return ok(cuda_.graph_launch(graph, stream_), "cudaGraphLaunch");
 }
@@ -103,10 +167,20 @@ int GraphExecutor::kind(int i) const {
 
 StepStatus GraphExecutor::poll(int i) {
   Step& step = steps_[static_cast<size_t>(i)];
+  const StepState state = step.state.load(std::memory_order_acquire);
+  if (state == StepState::kQueued) return StepStatus::kPending;
+  if (state == StepState::kUnknown) return StepStatus::kFailed;
   const int error = cuda_.event_query(step.done);
   if (error == kCudaErrorNotReady) return StepStatus::kPending;
-  if (!ok(error, "cudaEventQuery")) return StepStatus::kFailed;
-  step.in_flight = false;
+  if (error != kCudaSuccess) {
+    keep_error(describe_cuda_error(cuda_, error, "cudaEventQuery"));
+    return StepStatus::kFailed;
+  }
+  step.state.store(StepState::kFree, std::memory_order_relaxed);
+  if (state == StepState::kRefused) {
+    step_error_ = std::move(step.error);
+    return StepStatus::kStepFailed;
+  }
   return take_tokens(i) ? StepStatus::kReady : StepStatus::kFailed;
 }
 
@@ -118,7 +192,7 @@ bool GraphExecutor::take_tokens(int i) {
   for (int32_t row = 0; row < header.num_samples; ++row) {
     const auto word = static_cast<uint64_t>(words[row]);
     if (static_cast<uint32_t>(word >> 32) != static_cast<uint32_t>(header.step)) {
-      error_ = "step " + std::to_string(header.step) + " left no token for row " + std::to_string(row);
+      keep_error("step " + std::to_string(header.step) + " left no token for row " + std::to_string(row));
       return false;
     }
     tokens[static_cast<size_t>(row)] = static_cast<int32_t>(static_cast<uint32_t>(word));
@@ -126,17 +200,26 @@ bool GraphExecutor::take_tokens(int i) {
   return true;
 }
 
+bool GraphExecutor::is_busy(Step& step) {
+  const StepState state = step.state.load(std::memory_order_acquire);
+  if (state == StepState::kFree || state == StepState::kQueued) return false;
+  if (state == StepState::kUnknown && cuda_.event_record(step.done, stream_) == kCudaSuccess) {
+    step.state.store(StepState::kRunning, std::memory_order_release);  // the event comes after all that was enqueued
+  }
+  const int error = cuda_.event_query(step.done);
+  // A failed device runs nothing any more; a busy one may still write to the buffers.
+  if (error != kCudaSuccess && error != kCudaErrorNotReady) return false;
+  return error == kCudaErrorNotReady || step.state.load(std::memory_order_relaxed) == StepState::kUnknown;
+}
+
 bool GraphExecutor::close(std::chrono::nanoseconds limit) {
   const auto start = std::chrono::steady_clock::now();
-  while (true) {
-    // A failed device runs nothing any more; a busy one may still write to the buffers.
-    const bool busy = std::any_of(steps_.begin(), steps_.end(), [&](const Step& step) {
-      return step.in_flight && cuda_.event_query(step.done) == kCudaErrorNotReady;
-    });
-    if (!busy) return true;
+  if (launch_thread_ != nullptr && !launch_thread_->close(limit)) return false;
+  while (std::ranges::any_of(steps_, [this](Step& step) { return is_busy(step); })) {
     if (std::chrono::steady_clock::now() - start >= limit) return false;
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
+  return true;
 }
 
 }  // namespace asyncengine

@@ -1,15 +1,18 @@
 // Runs steps on a device by launching graphs through the CUDA function table: no Python, no GIL, no wait.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <limits>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
 #include "platform/cuda_runtime.h"
 #include "step_loop/executor.h"
+#include "step_loop/launch_thread.h"
 #include "step_loop/staging.h"
 
 namespace asyncengine {
@@ -30,6 +33,9 @@ struct GraphBucket {
 // Per step: have the StepInput where the graph reads it (Staging), launch the graph of the smallest bucket that fits,
 // have the tokens on the host, record the event. One stream, so steps are ordered behind each other; copies ahead have
 // another, and the step waits for its own.
+//
+// A launch that runs out of memory fails its step alone. Any other error of a call leaves open what the device will do, and
+// ends the executor.
 class GraphExecutor final : public Executor {
  public:
   // Enqueues a bucket's kernels one by one instead of its graph: for debugging, and to measure what graphs are worth.
@@ -52,21 +58,34 @@ class GraphExecutor final : public Executor {
   int num_staging() const override { return staging_->num_steps(); }
   std::span<std::byte> staging(int i) override { return staging_->input(i); }
   const int32_t* tokens(int i) const override { return steps_[static_cast<size_t>(i)].tokens.data(); }
-  bool launch(int i, size_t bytes) override;
+  LaunchStatus launch(int i, size_t bytes) override;
   StepStatus poll(int i) override;
-  std::string error() const override { return error_; }
+  std::string error() const override;
   int num_kinds() const override { return static_cast<int>(graphs_.buckets.size()) * kNumVariants; }
   int kind(int i) const override;  // one per graph
   std::chrono::nanoseconds poll_interval() const override { return poll_interval_; }
   bool close(std::chrono::nanoseconds limit) override;
 
  private:
+  enum class StepState : uint8_t {
+    kFree,
+    kQueued,   // handed to the launch thread
+    kRunning,  // behind its event all is over
+    kRefused,  // likewise, but its graph was not launched
+    kUnknown,  // something of it may run, and no event says when it is over
+  };
   struct Step {
     std::vector<int32_t> tokens;
     CudaEvent done = nullptr, arrived = nullptr;  // the latter: its input, if that is copied ahead
-    bool in_flight = false;
+    std::atomic<StepState> state{StepState::kFree};
+    std::string error;  // why it was refused
   };
+  LaunchStatus start(int i, size_t bytes);
+  bool record_done(int i, bool enqueued);
+  bool is_busy(Step& step);
   bool ok(int error, const char* call);
+  void keep_error(std::string text);
+  std::string take_error();
   bool enqueue(int i, size_t bytes);
   bool send_input(int i, size_t bytes);
   bool run(int bucket, GraphVariant variant, CudaGraphExec graph);
@@ -84,7 +103,12 @@ class GraphExecutor final : public Executor {
   std::chrono::nanoseconds poll_interval_;
   CudaStream stream_ = nullptr, own_stream_ = nullptr, copy_stream_ = nullptr;
   std::vector<Step> steps_;
+  int failed_code_ = kCudaSuccess;  // of the last call that failed, for the thread that launches
+  mutable std::mutex error_mutex_;
   std::string error_;
+  std::string step_error_;  // of the last step that poll() has called failed
+  std::atomic<bool> refusing_{false};  // a launch by that thread was refused, and so are those queued behind it
+  std::unique_ptr<LaunchThread> launch_thread_;  // for copies of plain memory, which wait; last: it uses the rest
 };
 
 }  // namespace asyncengine

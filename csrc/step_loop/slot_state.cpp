@@ -47,7 +47,8 @@ StepBatch& SlotState::ingest(const StepInputView& input) {
     std::ranges::copy(input.delta_blocks(row), blocks + row.delta_first);
     for (int32_t i = 0; i < row.query_len; ++i) {
       const int32_t position = row.context_len + i;
-      b.input_ids.push_back(row.flags & kRowFromDevice ? last_token_[static_cast<size_t>(row.slot)]
+      // A negative token says that the logits were not finite. The rows launched meanwhile are surplus, but they run.
+      b.input_ids.push_back(row.flags & kRowFromDevice ? std::max(0, last_token_[static_cast<size_t>(row.slot)])
                                                        : input.prompt_ids()[static_cast<size_t>(row.prompt_start + i)]);
       b.positions.push_back(position);
       b.slot_mapping.push_back(int64_t{blocks[position / block_size_]} * block_size_ + position % block_size_);

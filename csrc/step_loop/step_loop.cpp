@@ -21,6 +21,10 @@ using std::chrono::nanoseconds;
 constexpr int64_t kReservedShare = 8;
 
 constexpr nanoseconds kIdle = std::chrono::milliseconds(200);  // nothing waits without a limit
+// Rounds that are further apart say that the process was stopped, or its machine was: the thread sleeps no longer than kIdle.
+constexpr nanoseconds kStopped = 2 * kIdle;
+// Steps that fail one by one are their requests' affair, until nothing else happens any more.
+constexpr int kMostFailedSteps = 16;
 
 // A stack that many may push to and one empties; `Next` is the intrusive link.
 template <Request* Request::*Next>
@@ -79,22 +83,37 @@ StepLoop::StepLoop(const StepLoopConfig& config, std::unique_ptr<Executor> execu
 }
 
 StepLoop::~StepLoop() {
-  if (!stop(std::chrono::seconds(hangs_ ? 0 : 5))) (void)executor_.release();
+  const bool stopped = stop(std::chrono::seconds(hangs_ ? 0 : 5));
+  if (thread_.joinable()) thread_.join();
+  if (!stopped) (void)executor_.release();
+}
+
+void StepLoop::dispose(StepLoop* loop, nanoseconds limit) {
+  const bool stopped = loop->stop(limit);
+  if (stopped || loop->ended_.load(std::memory_order_acquire)) delete loop;
 }
 
 void StepLoop::start(int cpu) {
+  ended_.store(false, std::memory_order_relaxed);
   thread_ = std::thread([this, cpu] {
     if (cpu >= 0) pin_this_thread(cpu);
     sleep_no_longer_than_asked();
     run();
+    ended_.store(true, std::memory_order_release);
+    end_.notify();
   });
 }
 
 bool StepLoop::stop(nanoseconds limit) {
   stopping_.store(true, std::memory_order_release);
   notifier_->notify();
-  if (thread_.joinable()) thread_.join();  // the thread never waits longer than kIdle
-  hangs_ = !executor_->close(limit);
+  const int64_t deadline = steady_now_ns() + limit.count();
+  const auto left = [&] { return nanoseconds(std::max<int64_t>(0, deadline - steady_now_ns())); };
+  // A thread that does not hang ends within kIdle, whatever the limit for the executor.
+  if (!ended_.load(std::memory_order_acquire)) end_.wait(std::max<nanoseconds>(left(), 2 * kIdle));
+  hangs_ = !ended_.load(std::memory_order_acquire);
+  if (!hangs_ && thread_.joinable()) thread_.join();
+  hangs_ = hangs_ || !executor_->close(left());
   return !hangs_;
 }
 
@@ -106,10 +125,23 @@ void StepLoop::run() {
   }
 }
 
-// Hear what is new, take in results, launch.
-bool StepLoop::advance() {
+// Whatever is thrown here leaves the state unknown: the engine ends, the process around it goes on.
+bool StepLoop::advance() noexcept {
   if (stopping_.load(std::memory_order_acquire) || failed_.load(std::memory_order_relaxed)) return false;
+  try {
+    return round();
+  } catch (const std::exception& e) {
+    die(e.what());
+  } catch (...) {
+    die("an exception that is no std::exception");
+  }
+  return true;
+}
+
+// Hear what is new, take in results, launch.
+bool StepLoop::round() {
   const int64_t now = now_ns();
+  note_gap(now);
   receive();
   bool moved = retire_oldest(now);
   moved |= launch_next(now);
@@ -126,8 +158,10 @@ bool StepLoop::retire_oldest(int64_t now) {
     case StepStatus::kFailed:
       fail(executor_->error());
       return true;
+    case StepStatus::kStepFailed:
+      return fail_oldest(step, now);
     case StepStatus::kPending:
-      if (now - std::max(step.launched_ns, oldest_since_ns_) > config_.step_timeout.count()) {
+      if (overdue(step, now)) {
         fail("step " + std::to_string(step.plan.step) + " did not finish within " +
              std::to_string(std::chrono::duration<double>(config_.step_timeout).count()) + " s");
         return true;
@@ -138,17 +172,65 @@ bool StepLoop::retire_oldest(int64_t now) {
       break;
   }
   saw_end(step, now);
-  oldest_since_ns_ = now;
+  restart_clock(now);
   scheduler_.commit(step.plan, executor_->tokens(i), outbox_, now);
   step.plan.clear();
   step.leased = false;
+  failed_in_a_row_ = 0;
   ++oldest_step_;
   return true;
 }
 
+bool StepLoop::fail_oldest(InFlightStep& step, int64_t now) {
+  const std::string why = executor_->error();
+  outbox_.filling().step_error += "step " + std::to_string(step.plan.step) + ": " + why + "\n";
+  ++failed_steps_;
+  draining_ = true;
+  restart_clock(now);
+  scheduler_.fail_step(step.plan, outbox_, now);
+  step.plan.clear();
+  step.leased = false;
+  if (std::exchange(step.refused, false)) {
+    assert(next_step_ == oldest_step_ + 1);  // nothing was launched behind it
+    next_step_ = oldest_step_;
+  } else {
+    ++oldest_step_;
+  }
+  if (++failed_in_a_row_ == kMostFailedSteps) {
+    fail(std::to_string(kMostFailedSteps) + " steps failed one after another, the last one with: " + why);
+  }
+  return true;
+}
+
+// ---- time limit ----------------------------------------------------------------------------------------------------
+
+// The next step in flight is the oldest from now on.
+void StepLoop::restart_clock(int64_t now) {
+  oldest_since_ns_ = now;
+  stopped_ns_ = 0;
+  held_up_from_ns_ = -1;
+}
+
+void StepLoop::note_gap(int64_t now) {
+  const int64_t gap = now - std::exchange(last_round_ns_, now);
+  if (gap > kStopped.count()) stopped_ns_ += gap - kIdle.count();
+}
+
+// Whether the step has had its time, that for which it could not go on left out.
+bool StepLoop::overdue(const InFlightStep& step, int64_t now) {
+  const int64_t limit = config_.step_timeout.count();
+  const int64_t waited = now - std::max(step.launched_ns, oldest_since_ns_) - stopped_ns_;
+  if (waited <= limit / 4) return false;
+  // Only now: looking may cost the executor something.
+  const int64_t held_up = executor_->held_up_ns(now);
+  if (held_up_from_ns_ < 0) held_up_from_ns_ = held_up;
+  return waited - (held_up - held_up_from_ns_) > limit;
+}
+
 bool StepLoop::launch_next(int64_t now) {
   if (failed_.load(std::memory_order_relaxed) || next_step_ - oldest_step_ == ring_.size()) return false;
-  if (hold_back(now)) return false;
+  draining_ = draining_ && oldest_step_ != next_step_;
+  if (draining_ || hold_back(now)) return false;
   const bool held = std::exchange(held_, false);
   const int64_t due_ns = held ? std::max(hold_.due_ns, hold_.looked_ns) : now_ns();
   const auto i = static_cast<int>(next_step_ % ring_.size());
@@ -163,8 +245,11 @@ bool StepLoop::launch_next(int64_t now) {
   step.launched_ns = now_ns();
   watched_step_ = held ? next_step_ : 0;
   if (held && oldest_step_ == next_step_) launched_late(now);
+  if (oldest_step_ == next_step_) restart_clock(step.launched_ns);
   ++next_step_;
-  if (!executor_->launch(i, bytes)) fail(executor_->error());
+  const LaunchStatus status = executor_->launch(i, bytes);
+  step.refused = draining_ = status == LaunchStatus::kRefused;
+  if (status == LaunchStatus::kFailed) fail(executor_->error());
   timing_.launched(now_ns() - due_ns);
   return true;
 }
@@ -245,6 +330,7 @@ void StepLoop::receive() {
     aborted->inbox_references.fetch_sub(1, std::memory_order_release);
     aborted = next;
   }
+  scheduler_.after_aborts();
 }
 
 // The engine is dead: the loop hears it once, and the thread ends.
@@ -255,11 +341,24 @@ void StepLoop::fail(std::string why) {
   outbox_.publish();
 }
 
+void StepLoop::die(const char* what) noexcept {
+  try {
+    fail(std::string("the step thread failed: ") + what);
+  } catch (...) {  // no memory, not even for that
+    if (!failed_.load(std::memory_order_relaxed)) error_ = "out of memory";  // short enough to need none
+    failed_.store(true, std::memory_order_release);
+    outbox_.wake();
+  }
+}
+
 nanoseconds StepLoop::patience() const {
   if (oldest_step_ == next_step_) return kIdle;
   const int64_t now = now_ns();
   const int64_t started = std::max(ring_[oldest_step_ % ring_.size()].launched_ns, oldest_since_ns_);
-  const nanoseconds left = config_.step_timeout - nanoseconds(now - started) + std::chrono::microseconds(100);
+  const nanoseconds to_limit = config_.step_timeout - nanoseconds(now - started - stopped_ns_) + std::chrono::microseconds(100);
+  // Past it, only the time for which the step could not go on keeps it alive.
+  // Before it, overdue() wants to look when a quarter of it is over.
+  const nanoseconds left = to_limit > nanoseconds(0) ? std::min(to_limit, config_.step_timeout / 4) : std::chrono::milliseconds(10);
   const nanoseconds held = held_ ? nanoseconds(hold_.due_ns - now) : nanoseconds::max();
   // What takes long past that is looked at less and less: half a percent of what it takes is how late that may be.
   const int64_t past = now - foresee_news();
@@ -287,6 +386,9 @@ void StepLoop::publish_stats() {
   put(stats_.steps, static_cast<int64_t>(next_step_ - 1));
   put(stats_.late_launches, late_launches_);
   put(stats_.leases, static_cast<int64_t>(next_step_ - oldest_step_));
+  put(stats_.cached_blocks, s.cached_blocks);
+  put(stats_.block_references, s.block_references);
+  put(stats_.failed_steps, failed_steps_);
   quiescent_.store(oldest_step_ == next_step_ && scheduler_.idle(), std::memory_order_release);
 }
 
@@ -294,6 +396,7 @@ void StepLoop::publish_stats() {
 
 SubmitResult StepLoop::submit(const RequestSpec& spec) {
   if (stopping_.load(std::memory_order_relaxed) || failed_.load(std::memory_order_acquire)) return SubmitResult::kClosed;
+  if (requests_.contains(spec.id)) return SubmitResult::kDuplicate;
   const auto prompt_len = static_cast<int32_t>(spec.prompt.size());
   const int64_t total = int64_t{prompt_len} + spec.max_tokens;
   const int64_t capacity = int64_t{config_.scheduler.num_blocks} * config_.scheduler.block_size;
@@ -308,12 +411,12 @@ SubmitResult StepLoop::submit(const RequestSpec& spec) {
   }
   const int64_t arrived_ns = now_ns();
   const int64_t order = arrived_ns + spec.delay_ns + int64_t{spec.priority} * config_.priority_ageing.count();
-  auto request = make_request(spec, order, next_sequence_number_++);
+  auto request = make_request(spec, order, next_sequence_number_++, config_.scheduler.block_size);
+  Request* raw = request.get();
+  requests_.emplace(spec.id, std::move(request));  // the last thing that may run out of memory
   queued_requests_.fetch_add(1, std::memory_order_relaxed);
   queued_tokens_.fetch_add(prompt_len, std::memory_order_relaxed);
   live_requests_.fetch_add(1, std::memory_order_relaxed);
-  Request* raw = request.get();
-  requests_[spec.id] = std::move(request);
   push<&Request::next_submitted>(submitted_, raw);
   notifier_->notify();
   return SubmitResult::kAccepted;
@@ -331,15 +434,28 @@ void StepLoop::abort(uint64_t id, int32_t index) {
   notifier_->notify();
 }
 
-void StepLoop::group(const Delivery& delivery) {
+void StepLoop::accept() {
+  if (next_news_ < num_news_) return;
+  if (delivery_ == nullptr) delivery_ = outbox_.take();
+  if (delivery_ == nullptr) return;
+  next_news_ = num_news_ = 0;
+  const size_t grouped = group(*delivery_);
+  released_.reserve(released_.size() + delivery_->released.size());
+  step_error_ += delivery_->step_error;
+  // Up to here all may be done again. From here on nothing is thrown.
+  collect(*std::exchange(delivery_, nullptr));
+  num_news_ = grouped;
+}
+
+size_t StepLoop::group(const Delivery& delivery) {
   ++drain_epoch_;
-  num_news_ = 0;
+  size_t count = 0;
   for (const OutputEvent& event : delivery.events) {
     Sequence& sequence = *event.sequence;
     if (sequence.drain_epoch != drain_epoch_) {
       sequence.drain_epoch = drain_epoch_;
-      sequence.drain_place = num_news_++;
-      if (news_.size() < num_news_) news_.emplace_back();
+      sequence.drain_place = count++;
+      if (news_.size() < count) news_.emplace_back();
       News& fresh = news_[sequence.drain_place];
       fresh.sequence = &sequence;
       fresh.tokens.clear();
@@ -351,6 +467,7 @@ void StepLoop::group(const Delivery& delivery) {
     if (event.finish != FinishReason::kNone) news.finish = event.finish;
     news.last_ns = event.time_ns;
   }
+  return count;
 }
 
 void StepLoop::collect(const Delivery& delivery) {
@@ -373,7 +490,8 @@ StepLoopStats StepLoop::stats() const {
   return {get(stats_.running), get(stats_.waiting), get(stats_.preemptions), get(stats_.prefix_queries),
           get(stats_.prefix_hits), get(stats_.prompt_tokens), get(stats_.generated_tokens), get(stats_.free_blocks),
           get(stats_.free_slots), config_.scheduler.num_blocks, get(stats_.steps), get(stats_.late_launches),
-          get(stats_.leases), get(queued_requests_), get(queued_tokens_), get(live_requests_)};
+          get(stats_.leases), get(queued_requests_), get(queued_tokens_), get(live_requests_), get(stats_.cached_blocks),
+          get(stats_.block_references), get(stats_.failed_steps)};
 }
 
 }  // namespace asyncengine

@@ -7,6 +7,7 @@
 #include <string>
 #include <thread>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "core/outbox.h"
@@ -33,12 +34,13 @@ struct StepLoopConfig {
   int64_t (*clock)() = &steady_now_ns;  // tests bring their own
 };
 
-enum class SubmitResult { kAccepted, kQueueFull, kTooLarge, kClosed };
+enum class SubmitResult { kAccepted, kQueueFull, kTooLarge, kClosed, kDuplicate };
 
 // Snapshot, safe from any thread.
 struct StepLoopStats {
   int64_t running, waiting, preemptions, prefix_queries, prefix_hits, prompt_tokens, generated_tokens, free_blocks,
-      free_slots, num_blocks, steps, late_launches, leases, queued_requests, queued_tokens, live_requests;
+      free_slots, num_blocks, steps, late_launches, leases, queued_requests, queued_tokens, live_requests, cached_blocks,
+      block_references, failed_steps;
 };
 
 // submit, abort and drain belong to one thread, the event loop's; nothing they do makes the step thread wait, and
@@ -54,12 +56,14 @@ class StepLoop {
   void start(int cpu = -1);
   // Instead of start(): one round of the step thread's work, by whoever calls. Never waits; true when anything moved.
   // It exists to measure what the thread is worth.
-  bool advance();
+  bool advance() noexcept;
   // How long the thread sleeps when advance() moved nothing, unless something arrives.
   std::chrono::nanoseconds patience() const;
-  // Stops the thread; requests still under way are gone without a word. False: the executor hangs, its memory is leaked
-  // on purpose because a device may still write to it.
+  // Stops the thread; requests still under way are gone without a word. False: after `limit` the executor still runs, or the
+  // thread hangs in a call of it. May be called again. Memory that a device may still write to is leaked on purpose.
   bool stop(std::chrono::nanoseconds limit);
+  // Frees a loop that must not wait: one whose thread hangs is leaked whole. The destructor would wait for the thread.
+  static void dispose(StepLoop* loop, std::chrono::nanoseconds limit);
 
   SubmitResult submit(const RequestSpec& spec);
   // Aborts sequence `index` of the request, or all of them.
@@ -67,17 +71,21 @@ class StepLoop {
 
   // Calls visit(news) once per sequence that has some, in the order of their first event,
   // then frees what is released. Returns false once the engine has failed: error() says why.
+  // If memory runs out, here or in a visit, the exception passes through and nothing is lost: the next drain() goes on where
+  // this one ended, with the same news. wake() asks for it.
   template <typename Visit>
   bool drain(Visit&& visit) {
-    Delivery* delivery = outbox_.take();
-    if (delivery != nullptr) {
-      group(*delivery);
-      for (size_t i = 0; i < num_news_; ++i) visit(static_cast<const News&>(news_[i]));
-      collect(*delivery);
+    accept();  // of a drain that was interrupted, or else what is on offer
+    while (next_news_ < num_news_) {
+      visit(static_cast<const News&>(news_[next_news_]));
+      ++next_news_;
     }
     free_released();
     return !failed_.load(std::memory_order_acquire);
   }
+  void wake() { outbox_.wake(); }
+  // Why steps have failed since the last call, one line each. For the thread that drains.
+  std::string take_step_error() { return std::exchange(step_error_, {}); }
   struct News {
     const Sequence* sequence = nullptr;
     std::vector<int32_t> tokens;
@@ -96,6 +104,7 @@ class StepLoop {
     int64_t launched_ns = 0;
     int kind = 0;
     bool leased = false;
+    bool refused = false;  // its launch was
   };
   struct LeftQueue final : Scheduler::QueueObserver {
     explicit LeftQueue(StepLoop& step_loop) : loop(step_loop) {}
@@ -105,6 +114,12 @@ class StepLoop {
 
   // Step thread.
   void run();
+  bool round();
+  void note_gap(int64_t now);
+  bool overdue(const InFlightStep& step, int64_t now);
+  void die(const char* what) noexcept;
+  bool fail_oldest(InFlightStep& step, int64_t now);
+  void restart_clock(int64_t now);
   bool retire_oldest(int64_t now);
   bool launch_next(int64_t now);
   bool hold_back(int64_t now);
@@ -119,7 +134,8 @@ class StepLoop {
   void publish_stats();
 
   // Event loop.
-  void group(const Delivery& delivery);
+  void accept();
+  size_t group(const Delivery& delivery);
   void collect(const Delivery& delivery);
   void free_released();
 
@@ -132,6 +148,14 @@ class StepLoop {
   std::vector<InFlightStep> ring_;  // step k lives in ring_[k % size], and so does its staging buffer
   uint64_t next_step_ = 1, oldest_step_ = 1;
   int64_t oldest_since_ns_ = 0;     // when the oldest step in flight began to run, as far as polling shows: a little later
+  int failed_in_a_row_ = 0;         // steps
+  int64_t failed_steps_ = 0;
+  bool draining_ = false;           // a step failed: no launch before those in flight are over
+
+  // What does not count against the oldest step's time limit.
+  int64_t last_round_ns_ = 0;
+  int64_t stopped_ns_ = 0;          // this thread did not run either
+  int64_t held_up_from_ns_ = -1;    // Executor::held_up_ns() when somebody first asked about this step
 
   // Late launch, and when to look whether a step is over.
   LaunchTiming timing_;
@@ -146,19 +170,24 @@ class StepLoop {
 
   std::atomic<Request*> submitted_{nullptr}, aborted_{nullptr};  // lock-free stacks; the step thread takes all at once
   std::atomic<bool> stopping_{false}, failed_{false}, quiescent_{true};
-  bool hangs_ = false;  // stop() has waited for the executor in vain
+  std::atomic<bool> ended_{true};  // the step thread does not run
+  bool hangs_ = false;  // stop() has waited in vain
+  Notifier end_;
   std::atomic<int64_t> queued_requests_{0}, queued_tokens_{0}, live_requests_{0};
   std::string error_;  // written before failed_ is set, never after
 
   std::unordered_map<uint64_t, std::unique_ptr<Request>> requests_;  // event loop only
   std::vector<std::unique_ptr<Request>> released_;  // released, but still named by a message under way
+  Delivery* delivery_ = nullptr;    // taken, and not yet in news_ and released_
   std::vector<News> news_;
-  size_t num_news_ = 0;
+  size_t num_news_ = 0, next_news_ = 0;  // the next one to be visited
+  std::string step_error_;
   uint64_t drain_epoch_ = 0, next_sequence_number_ = 0;
 
   struct AtomicStats {
     std::atomic<int64_t> running{0}, waiting{0}, preemptions{0}, prefix_queries{0}, prefix_hits{0}, prompt_tokens{0},
-        generated_tokens{0}, free_blocks{0}, free_slots{0}, steps{0}, late_launches{0}, leases{0};
+        generated_tokens{0}, free_blocks{0}, free_slots{0}, steps{0}, late_launches{0}, leases{0}, cached_blocks{0},
+        block_references{0}, failed_steps{0};
   } stats_;
   std::thread thread_;
 };

@@ -260,6 +260,20 @@ def test_outcome_against_a_calculation_by_hand(capsys: pytest.CaptureFixture[str
     assert labels(capsys.readouterr().out) == BLOCK.replace("\n", " ")
 
 
+@pytest.mark.parametrize("seconds", [0.05, 0.3, 0.999, 1.0, 1.5, 2.999, 7.3])
+def test_the_peak_is_no_less_than_the_mean(seconds: float) -> None:
+    for places in ([0.0], [0.999], [0.0, 0.999], [i / 40 for i in range(40)], []):
+        times = [100 + seconds * place for place in places]
+        stream = StreamResult(100.0, times, ["x"] * len(times), 100 + seconds, completion_tokens=80)
+        stream.done, stream.finish_reason = True, "length"
+        values = {f.name: f.value for f in Outcome([stream], seconds).figures()}
+        mean, peak = (values[f"{name} token throughput (tok/s)"] for name in ("Output", "Peak output"))
+        assert mean == pytest.approx(80 / seconds)
+        assert peak >= mean * (1 - 1e-9)
+        if seconds >= 1 and len(places) == 1:
+            assert 80 / 2 < peak <= 80  # of a part that is at least a second long
+
+
 def test_outcome_of_nothing_but_failures_is_still_a_report(tmp_path: Path) -> None:
     figures = Outcome([StreamResult(0.0, ended=1.0)], 1.0).figures()
     report.write(tmp_path / "x.json", report.record("x", figures, repeats=1, settings={}))

@@ -17,7 +17,9 @@ from asyncengine import _core
 
 BLOCK_SIZE = 16
 VOCAB = 8
-STOP, LENGTH, FAILED = 1, 2, 4
+STOP, LENGTH, FAILED, STEP_FAILED = 1, 2, 4, 5
+FED_IN_PLACE = 0
+"""What executors feed where logits were not finite: no_row_is_fed_a_negative_token in tests/native holds them to it."""
 
 Copy = tuple[int, int]
 
@@ -96,6 +98,12 @@ class ModelRequest:
     stop_tokens: tuple[int, ...]
     fails_at: int | None
     sequences: list[ModelSequence] = field(default_factory=list)
+    steps: int = 0  # retired since it was added
+    allowed: int = 0  # steps that it may take: see CheckedScheduler._allow
+
+    @property
+    def tokens(self) -> int:
+        return len(self.sequences) * (self.max_total + 2)
 
     def kv_of(self, token: int) -> int:
         return self.salt * 1000 + token  # another tenant's KV is wrong even where the tokens are the same
@@ -144,6 +152,7 @@ class CheckedScheduler:
         self.next_id = 0
         self.preemptions = 0
         self.operations = 0
+        self.longest_share = 0.0  # of the steps that a request may take, those that it took
         self.saw: Counter[str] = Counter()  # how often the interesting things came up
 
     # ---- operations ----
@@ -169,18 +178,24 @@ class CheckedScheduler:
             state = State.DORMANT if i else State.WAITING
             kv = [request.kv_of(token) for token in prompt]
             request.sequences.append(ModelSequence(request, i, list(prompt), kv, state))
+        self._allow(request)
         self.requests[request.id] = request
         return request.id
 
-    def abort(self, request_id: int) -> None:
+    def abort(self, request_id: int, index: int | None = None) -> None:
+        """All sequences of a request, or one."""
         self.operations += 1
         request = self.requests[request_id]
-        self.native.abort(request_id)
+        self.native.abort(request_id, -1 if index is None else index)
         told, released = self.native.news()
         assert not told, "who aborts needs no telling"
         for sequence in request.sequences:
-            if sequence.alive:
+            if sequence.alive and index in (None, sequence.index):
                 self._finish(sequence)
+        if not request.sequences[0].alive:  # its siblings wait for nothing any more
+            for sequence in request.sequences:
+                if sequence.state is State.DORMANT:
+                    sequence.state = State.WAITING
         assert sorted(released) == self._release()
         self.saw["abort"] += 1
         self._check_holders()
@@ -217,8 +232,29 @@ class CheckedScheduler:
                 expected += self._take(row.sequence, row.token)
         for row in step.rows:
             self._settle(row.sequence)
+        self._count_step()
         assert told == expected
         assert sorted(released) == self._release()
+        self._check_holders()
+
+    def fail_step(self) -> None:
+        """The oldest step failed: each request with a row in it ends, and nobody else."""
+        self.operations += 1
+        step = self.flight.popleft()
+        told, released = self.native.commit(None)
+        expected: list[tuple[int, int, int, int]] = []
+        for row in step.rows:
+            row.sequence.in_flight -= 1
+            if row.sequence.alive:
+                live = [s for s in row.sequence.request.sequences if s.alive]
+                for s in live:
+                    self._finish(s)
+                expected += [(s.request.id, s.index, -1, STEP_FAILED) for s in live]
+        for row in step.rows:
+            self._settle(row.sequence)
+        assert told == expected
+        assert sorted(released) == self._release()
+        self.saw["failed step"] += 1
         self._check_holders()
 
     def finish(self) -> None:
@@ -239,6 +275,28 @@ class CheckedScheduler:
 
     def _sequences(self) -> list[ModelSequence]:
         return [s for r in self.requests.values() for s in r.sequences]
+
+    def _allow(self, new: ModelRequest) -> None:
+        """How many steps it may take until a request ends.
+
+        The first in order gains a token at least in each round of the steps in flight: decode rows leave room for its
+        prompt, and the others give way to it. While it has no slot, those that have one run to their end. So a request
+        may take the rounds for all tokens that are before it, and for those of a full batch, and again for each
+        request that is added later but goes before it.
+        """
+        limits = self.limits
+        overtaken = new.tokens + limits.max_num_seqs * (limits.longest + 2)
+        rounds = limits.steps_in_flight + 1
+        new.allowed = rounds * (overtaken + sum(request.tokens for request in self.requests.values()))
+        for request in self.requests.values():
+            if new.order < request.order:
+                request.allowed += rounds * overtaken
+
+    def _count_step(self) -> None:
+        for request in self.requests.values():
+            request.steps += 1
+            assert request.steps <= request.allowed, f"request {request.id} starves"
+            self.longest_share = max(self.longest_share, request.steps / request.allowed)
 
     def _row(
         self, request: int, index: int, query: int, context: int, sample: bool, from_device: bool, blocks: list[int]
@@ -279,7 +337,7 @@ class CheckedScheduler:
         for row in step.rows:  # samples last: a fork reads what its source has written in earlier steps only
             if row.sample:
                 row.token = row.sequence.sample()
-                row.sequence.append(max(row.token, 0))
+                row.sequence.append(row.token if row.token >= 0 else FED_IN_PLACE)
                 row.sequence.on_device = True
                 for sibling in row.sequence.request.sequences[1:] if row.sequence.index == 0 else ():
                     if sibling.state is State.DORMANT:

@@ -1,7 +1,7 @@
 """Block manager and scheduler against plain Python models, over more than 100,000 operations.
 
-Hypothesis looks for short counterexamples; the random walks go long and far. Both drive the same checked objects, which
-compare every operation with their model (block_model.py, scheduler_model.py).
+Hypothesis looks for short counterexamples; the random walks of long_run.py go long and far. Both drive the same checked
+objects, which compare every operation with their model (block_model.py, scheduler_model.py).
 """
 
 from __future__ import annotations
@@ -14,49 +14,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from .block_model import BLOCK_SIZE, CheckedBlocks
+from . import long_run
+from .block_model import CheckedBlocks
+from .long_run import SALTS, WALKS, CachedChain, block_tokens, prefix_tokens, walk_blocks, walk_scheduler
 from .scheduler_model import VOCAB, CheckedScheduler, Limits
 
-SALTS = 3
 ENOUGH = 100_000
 operations: Counter[str] = Counter()  # of all tests in this file
-
-
-def block_tokens(kind: int) -> tuple[int, ...]:
-    """One block of few kinds, the last of which differs from the first in one token only."""
-    return (0,) * (BLOCK_SIZE - 1) + (7,) if kind == 3 else (kind,) * BLOCK_SIZE
-
-
-def prefix_tokens(kinds: list[int]) -> tuple[int, ...]:
-    return tuple(token for kind in kinds for token in block_tokens(kind))
-
-
-class CachedChain:
-    """A sequence as the scheduler would run it: matched prefix, own blocks after it, published in order."""
-
-    def __init__(self, blocks: CheckedBlocks, kinds: list[int], salt: int) -> None:
-        self.kinds = kinds
-        self.held = blocks.match(prefix_tokens(kinds), salt)
-        for block in self.held:
-            blocks.retain(block)
-        self.published = len(self.held)
-        self.chain = blocks.native.root_chain(salt)
-        for i in range(self.published):
-            self.chain = blocks.index[self.chain, block_tokens(kinds[i])][1]
-
-    def grow(self, blocks: CheckedBlocks) -> None:
-        if len(self.held) < len(self.kinds) and blocks.native.num_free > 0:
-            self.held.append(blocks.allocate())
-
-    def publish(self, blocks: CheckedBlocks) -> None:
-        if self.published < len(self.held):
-            tokens = block_tokens(self.kinds[self.published])
-            self.chain = blocks.publish(self.held[self.published], self.chain, tokens)
-            self.published += 1
-
-    def release(self, blocks: CheckedBlocks) -> None:
-        for block in reversed(self.held):
-            blocks.release(block)
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
@@ -157,10 +121,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
 
     @precondition(lambda self: self.scheduler.requests)
-    @rule(which=st.integers(0, 99))
-    def abort(self, which: int) -> None:
+    @rule(which=st.integers(0, 99), index=st.sampled_from([None, None, 0, 1, 3]))
+    def abort(self, which: int, index: int | None) -> None:
         requests = list(self.scheduler.requests)
-        self.scheduler.abort(requests[which % len(requests)])
+        self.scheduler.abort(requests[which % len(requests)], index)
 
     @rule()
     def schedule(self) -> None:
@@ -170,6 +134,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def commit(self) -> None:
         self.scheduler.commit()
+
+    @precondition(lambda self: self.scheduler.flight)
+    @rule()
+    def fail_step(self) -> None:
+        self.scheduler.fail_step()
 
     @rule(rounds=st.integers(1, 8))
     def run(self, rounds: int) -> None:
@@ -192,93 +161,52 @@ TestSchedulerMachine.settings = settings(max_examples=100, stateful_step_count=4
 
 @pytest.mark.parametrize("num_blocks", [1, 5, 40])
 def test_block_manager_on_a_random_walk(num_blocks: int) -> None:
-    rng = random.Random(num_blocks)
-    blocks = CheckedBlocks(num_blocks)
-    running: list[CachedChain] = []
-    while blocks.operations < 12_000:
-        match rng.randrange(10):
-            case 0 | 1:
-                kinds = [rng.randrange(4) for _ in range(rng.randrange(7))]
-                running.append(CachedChain(blocks, kinds, rng.randrange(SALTS)))
-            case 2 if running:
-                running.pop(rng.randrange(len(running))).release(blocks)
-            case 3 if blocks.held:
-                blocks.publish(rng.choice(list(blocks.held)), rng.randrange(1, 50), block_tokens(rng.randrange(4)))
-            case 4 | 5 | 6 if running:
-                rng.choice(running).grow(blocks)
-            case _ if running:
-                rng.choice(running).publish(blocks)
-        blocks.check()
-    for chain in running:
-        chain.release(blocks)
-    blocks.check()
-    assert blocks.native.num_free == num_blocks
-    operations["blocks, random walk"] += blocks.operations
-
-
-def random_request(scheduler: CheckedScheduler, rng: random.Random, arrival: int) -> None:
-    longest = scheduler.limits.longest
-    family, length = rng.randrange(3), min(rng.choice([3, 17, 40, 90]) + rng.randrange(8), longest - 1)
-    prompt = [(family + i) % VOCAB for i in range(length)]
-    if rng.random() < 0.5:
-        prompt[rng.randrange(length)] = rng.randrange(VOCAB)
-    scheduler.add(
-        prompt,
-        n=rng.choice([1, 1, 1, 2, 4]),
-        max_tokens=rng.randint(1, min(60, longest - length)),
-        stop_tokens=[rng.randrange(VOCAB)] if rng.random() < 0.3 else [],
-        order=arrival + 20 * rng.randrange(-1, 2),
-        salt=rng.randrange(SALTS),
-        fails_at=rng.randrange(6) if rng.random() < 0.05 else None,
-    )
-
-
-WALKS = {
-    "roomy": Limits(num_blocks=64, max_num_seqs=8, max_num_batched_tokens=64),
-    "tiny pool": Limits(num_blocks=7, max_num_seqs=6, max_num_batched_tokens=40),
-    "one sequence": Limits(num_blocks=6, max_num_seqs=1, max_num_batched_tokens=16),
-    "serial": Limits(num_blocks=14, steps_in_flight=1),
-    "three in flight": Limits(num_blocks=9, steps_in_flight=3, max_num_seqs=5),
-    "chunks of one": Limits(num_blocks=20, prefill_chunk_size=1, max_num_seqs=6),
-    "chunks of seven": Limits(num_blocks=10, prefill_chunk_size=7, max_num_batched_tokens=33),
-    "no prefix cache": Limits(num_blocks=11, prefix_caching=False),
-}
+    operations["blocks, random walk"] += walk_blocks(num_blocks, random.Random(num_blocks), 12_000).operations
 
 
 @pytest.mark.parametrize("name", WALKS)
 def test_scheduler_on_a_random_walk(name: str) -> None:
-    rng = random.Random(name)
-    scheduler = CheckedScheduler(WALKS[name])
-    arrival = 0
-    while scheduler.operations < 9_000:
-        crowded = len(scheduler.requests) > 2 * scheduler.limits.max_num_seqs
-        match rng.randrange(8):
-            case 0 if not crowded:
-                arrival += 1
-                random_request(scheduler, rng, arrival)
-            case 1 if scheduler.requests and rng.random() < 0.15:
-                scheduler.abort(rng.choice(list(scheduler.requests)))
-            case 2 | 3 | 4:
-                scheduler.schedule()
-            case _ if scheduler.flight:
-                scheduler.commit()
-        if rng.random() < 0.002:
-            scheduler.finish()
-    scheduler.finish()
+    scheduler = walk_scheduler(WALKS[name], random.Random(name), 9_000)
     operations["scheduler, random walk"] += scheduler.operations
     # The walk went where it was meant to go.
     saw = scheduler.saw
     assert saw["abort"]
     assert saw["mixed step"] or scheduler.limits.max_num_seqs == 1
     assert saw["failure"]
+    assert saw["failed step"]
     assert saw["surplus row"] or scheduler.limits.steps_in_flight == 1
     assert saw["cached prefix"] or not scheduler.limits.prefix_caching
     assert (saw["fork"] and saw["copy"]) or scheduler.limits.max_num_seqs == 1
     assert saw["preemption"] or scheduler.limits.num_blocks > 12 or scheduler.limits.max_num_seqs == 1
 
 
+def test_a_long_run_says_what_it_did(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["long_run", "--operations", "5000", "--seed", "3"])
+    monkeypatch.setattr(long_run, "OPERATIONS_OF_A_WALK", 1000)
+    assert long_run.main() == 0
+    *walks, summary = capsys.readouterr().out.splitlines()
+    assert len(walks) >= 4
+    assert any(" blocks" in walk for walk in walks)
+    assert int(summary.split()[0].replace(",", "")) >= 5000
+
+
+def test_a_request_that_starves_is_noticed() -> None:
+    scheduler = CheckedScheduler(Limits(max_num_seqs=1))
+    scheduler.add([1] * 5, max_tokens=30, order=1)
+    starved = scheduler.requests[scheduler.add([2] * 5, max_tokens=30, order=1)]
+    before = starved.allowed
+    for order in (1, 2):
+        scheduler.add([3], order=order)
+    assert starved.allowed == before, "those that come after it are no excuse"
+    scheduler.add([3], order=0)
+    assert starved.allowed > before
+    starved.allowed = 3
+    with pytest.raises(AssertionError, match="request 2 starves"):
+        scheduler.finish()
+
+
 def test_enough_operations_were_checked(request: pytest.FixtureRequest) -> None:
     mine = [item for item in request.session.items if item.path == request.path]
-    if len(mine) < 4 + len(WALKS) or request.session.testsfailed:
+    if len(mine) < 8 + len(WALKS) or request.session.testsfailed:
         pytest.skip("only a part of the file ran")
     assert operations.total() >= ENOUGH, dict(operations)

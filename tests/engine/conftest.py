@@ -8,6 +8,8 @@ import inspect
 import pytest
 import uvloop
 
+from tests.at_rest import engines_close_at_rest  # noqa: F401  # for every test here
+
 TIME_LIMIT_S = 100.0
 
 

@@ -109,17 +109,28 @@ def test_launching_never_waits(tiny_llama, staging, eager):
     assert backend.step_loop.stop(5.0)
 
 
-def test_the_sleep_test_catches_what_waits(tiny_llama):
-    """Tokens copied to memory that is not pinned make the launching thread wait: that is what the mode is slow for."""
+def test_pageable_staging_makes_another_thread_wait(tiny_llama):
+    """Copies from and to memory that is not pinned wait for the device: that is what the mode is slow for."""
     backend = load_backend(EngineConfig(model=tiny_llama, **SMALL, staging="pageable"), progress=False)
-    waits = watch(backend, 5)
-    assert waits.waited > 0
+    loop, draw = backend.step_loop, random.Random(1)
+    submit(loop, 1, draw)
+    asleep = slept(backend.keep_alive.stream, 200)
+    for _ in range(20):
+        loop.advance()
+    assert loop.stats().steps > 0
+    assert not asleep.query()
     assert backend.step_loop.stop(5.0)
+
+
+def test_the_sleep_test_catches_what_waits(tiny_llama):
+    backend = load_backend(EngineConfig(model=tiny_llama, **SMALL), progress=False)
     asleep = slept(backend.keep_alive.stream, 50)
     backend.keep_alive.steps.state.input_ids.cpu()  # on another stream: does not wait
+    assert not asleep.query()
     with torch.cuda.stream(backend.keep_alive.stream):
         backend.keep_alive.steps.state.input_ids.cpu()
     assert asleep.query()
+    assert backend.step_loop.stop(5.0)
 
 
 @contextmanager

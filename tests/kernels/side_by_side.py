@@ -272,7 +272,7 @@ def one_layer(directory: Path, vocab: int, shape: str = "qwen3-0.6b") -> Path:
     config = json.loads((ROOT / "bench/shapes" / shape / "config.json").read_text())
     config = {key: value for key, value in config.items() if key not in ("layer_types", "max_window_layers")}
     layers = "n_layer" if "n_layer" in config else "num_hidden_layers"
-    (directory / "config.json").write_text(json.dumps(config | {layers: 1, "vocab_size": vocab}))
+    (directory / "config.json").write_text(json.dumps(config | {layers: 1, "vocab_size": vocab, "eos_token_id": None}))
     return directory
 
 

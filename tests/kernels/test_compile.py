@@ -15,7 +15,8 @@ def compiled_for(directory: Path, *quantization: str) -> list[str]:
     """The kernels of Qwen3, which has the most of them. Its real heads and widths, one layer, few words."""
     config = json.loads((ROOT / "bench/shapes/qwen3-0.6b/config.json").read_text())
     config = {key: value for key, value in config.items() if key not in ("layer_types", "max_window_layers")}
-    (directory / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1, "vocab_size": 32000}))
+    config |= {"num_hidden_layers": 1, "vocab_size": 32000, "eos_token_id": None}
+    (directory / "config.json").write_text(json.dumps(config))
     return run(directory, "-m", "tests.kernels.compile_for_hopper", str(directory), "bfloat16", *quantization)
 
 

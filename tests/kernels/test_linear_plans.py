@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pwd
 from itertools import islice
 from pathlib import Path
@@ -133,6 +134,12 @@ ENTRY: list[Any] = [list(SITE), {"kind": "vector"}]
         json.dumps([[ENTRY[0], {}]]),
         json.dumps([[ENTRY[0], {"kind": "vector", "colour": 3}]]),
         json.dumps([[ENTRY[0], {"kind": "matrix"}]]),
+        json.dumps([[ENTRY[0], {"kind": ["vector"]}]]),
+        json.dumps([[ENTRY[0], {"kind": "vector", "columns": "8"}]]),
+        json.dumps([[["7", *ENTRY[0][1:]], ENTRY[1]]]),
+        json.dumps([[[[7], *ENTRY[0][1:]], ENTRY[1]]]),
+        "[" * 100_000,
+        "[" * 100_000 + "]" * 100_000,
     ],
 )
 def test_what_is_no_table_is_refused(text: str) -> None:
@@ -218,6 +225,20 @@ def test_kept_plans_join_those_that_are_there(monkeypatch: pytest.MonkeyPatch, t
     path.write_text("[")
     keep("a card", PlanTable({second: CUBLAS}))
     assert dict(PlanTable.load("a card").items()) == {second: CUBLAS}
+
+
+@pytest.mark.parametrize("damage", [b"\xff", b"[" * 100_000, b'[[[[7], 7, 1, "none", null, true, true], {}]]', None])
+def test_a_damaged_cache_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, damage: bytes | None) -> None:
+    monkeypatch.setenv("ASYNCENGINE_CACHE", str(tmp_path))
+    path = cache_path("a card")
+    path.parent.mkdir()
+    if damage is None:
+        os.mkfifo(path)
+    else:
+        path.write_bytes(damage)
+    assert len(PlanTable.load("a card")) == 0
+    keep("a card", PlanTable({SITE: PLAN}))
+    assert dict(PlanTable.load("a card").items()) == {SITE: PLAN}
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(

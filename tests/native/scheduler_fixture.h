@@ -13,7 +13,8 @@ namespace asyncengine::testing {
 
 class Bench {
  public:
-  Bench(const SchedulerConfig& config, int steps_in_flight) : scheduler(config), outbox(1024) {
+  Bench(const SchedulerConfig& config, int steps_in_flight)
+      : scheduler(config), outbox(1024), block_size_(config.block_size) {
     staging.resize(scheduler.limits().max_bytes());
     flight_.reserve(static_cast<size_t>(steps_in_flight));
     for (int i = 0; i < steps_in_flight; ++i) {
@@ -23,15 +24,16 @@ class Bench {
   }
 
   Request& add(const RequestSpec& spec, int64_t order = 0) {
-    auto request = make_request(spec, order, spec.id);
+    auto request = make_request(spec, order, spec.id, block_size_);
     Request& raw = *request;
     requests[spec.id] = std::move(request);
     scheduler.add(&raw);
     return raw;
   }
-  void abort(Request& request) {
-    for (Sequence& sequence : request.sequences) sequence.abort_requested = true;
+  void abort(Request& request, int32_t index = -1) {
+    for (Sequence& sequence : request.sequences) sequence.abort_requested = index < 0 || sequence.index == index;
     scheduler.abort(&request, outbox);
+    scheduler.after_aborts();
     collect();
   }
   // Schedules a step and packs it; null if there is none or enough are in flight.
@@ -57,6 +59,15 @@ class Bench {
     flight_.erase(flight_.begin());
     return true;
   }
+  // Retires it as one that failed.
+  bool fail() {
+    if (flight_.empty()) return false;
+    scheduler.fail_step(*flight_.front(), outbox, 2);
+    flight_.front()->clear();
+    spare_.push_back(std::move(flight_.front()));
+    flight_.erase(flight_.begin());
+    return true;
+  }
   // Frees what is released. Not part of the step path: the event loop does it.
   void collect() {
     for (const Request* request : outbox.filling().released) requests.erase(request->id);
@@ -69,6 +80,7 @@ class Bench {
   std::map<uint64_t, std::unique_ptr<Request>> requests;
 
  private:
+  int32_t block_size_;
   std::vector<std::unique_ptr<StepPlan>> spare_;
   std::vector<std::unique_ptr<StepPlan>> flight_;  // oldest first
   std::vector<int32_t> tokens_;

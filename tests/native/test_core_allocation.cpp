@@ -49,11 +49,11 @@ class CountingExecutor final : public Executor {
   int num_staging() const override { return static_cast<int>(staging_.size()); }
   std::span<std::byte> staging(int i) override { return staging_[static_cast<size_t>(i)]; }
   const int32_t* tokens(int) const override { return tokens_.data(); }
-  bool launch(int, size_t) override {
+  LaunchStatus launch(int, size_t) override {
     const int64_t n = launches_.fetch_add(1) + 1;
     if (n == 100) warm_ = allocations;
     if (n == 400) counted_ = allocations - warm_;
-    return true;
+    return LaunchStatus::kLaunched;
   }
   StepStatus poll(int) override { return launches_ <= allowed_ ? StepStatus::kReady : StepStatus::kPending; }
   std::string error() const override { return {}; }

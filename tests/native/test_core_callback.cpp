@@ -106,19 +106,106 @@ TEST(the_host_executor_computes_what_the_device_does) {
   }
 }
 
-TEST(an_exception_in_the_forward_kills_the_engine_with_its_text) {
+TEST(an_exception_in_the_forward_fails_the_requests_of_its_step) {
   Options options;
-  std::atomic<int> calls{0};
+  options.max_num_seqs = 2;
+  std::atomic<bool> poisoned{false};
   auto loop = make_loop(options, {}, [&](const StepBatch& batch, int32_t* tokens) {
-    if (++calls == 3) throw std::runtime_error("the weights melted");
+    for (const int64_t id : batch.input_ids) {
+      if (id == 49 && !poisoned.exchange(true)) throw std::runtime_error("the weights melted");
+    }
     std::fill_n(tokens, batch.num_samples, 1);
   });
   loop->start();
-  CHECK(loop->submit({1, {1, 2, 3}, 1, 100, 0, 0, {}, {}}) == SubmitResult::kAccepted);
-  CHECK(eventually(*loop, [&] { return !loop->drain([](const StepLoop::News&) {}); }));
-  CHECK_EQ(loop->error(), std::string("the weights melted"));
+  // Two run: the poison, of which a sibling waits, and one beside it. The third comes when they have failed.
+  CHECK(loop->submit({1, {1, 2, 49}, 2, 50, 0, 0, {}, {}}) == SubmitResult::kAccepted);
+  CHECK(loop->submit({2, {1, 2, 3}, 1, 50, 0, 0, {}, {}}) == SubmitResult::kAccepted);
+  CHECK(loop->submit({3, {1, 2, 4}, 1, 50, 0, 0, {}, {}}) == SubmitResult::kAccepted);
+  std::map<std::pair<uint64_t, int32_t>, FinishReason> ends;
+  std::string why;
+  CHECK(eventually(*loop, [&] {
+    CHECK(loop->drain([&](const StepLoop::News& news) {
+      if (news.finish != FinishReason::kNone) ends[{news.sequence->request->id, news.sequence->index}] = news.finish;
+    }));
+    why += loop->take_step_error();
+    return ends.size() == 4;
+  }));
+  CHECK((ends[{1, 0}] == FinishReason::kStepFailed));
+  CHECK((ends[{1, 1}] == FinishReason::kStepFailed));
+  CHECK((ends[{3, 0}] == FinishReason::kLength));
+  CHECK(why.find("the weights melted") != std::string::npos);
+  CHECK_EQ(loop->stats().failed_steps, 1);
+  CHECK_EQ(loop->error(), std::string());
+  CHECK(eventually(*loop, [&] {
+    loop->drain([](const StepLoop::News&) {});
+    return loop->stats().live_requests == 0 && loop->stats().free_blocks == options.num_blocks && loop->quiescent();
+  }));
   CHECK(loop->stop(5s));
-  CHECK_EQ(calls.load(), 3);  // a step that was launched behind the failed one never runs
+}
+
+TEST(a_forward_that_always_throws_ends_the_engine) {
+  Options options;
+  auto loop = make_loop(options, {}, [](const StepBatch&, int32_t*) { throw 7; });
+  loop->start();
+  uint64_t id = 0;
+  CHECK(eventually(*loop, [&] {
+    loop->submit({++id, {1, 2, 3}, 1, 50, 0, 0, {}, {}});
+    return !loop->drain([](const StepLoop::News&) {});
+  }));
+  CHECK(loop->error().find("steps failed one after another") != std::string::npos);
+  CHECK(loop->stop(5s));
+}
+
+// The row of the failed sequence that was launched behind it runs, and reads its token back as an index.
+TEST(no_row_is_fed_a_negative_token) {
+  Options options;
+  std::atomic<int64_t> least{0};
+  std::atomic<int> calls{0};
+  auto loop = make_loop(options, {}, [&](const StepBatch& batch, int32_t* tokens) {
+    for (const int64_t id : batch.input_ids) least = std::min(least.load(), id);
+    ++calls;
+    std::this_thread::sleep_for(5ms);  // the next step is launched meanwhile
+    std::fill_n(tokens, batch.num_samples, -1);
+  });
+  loop->start();
+  for (uint64_t id = 1; id <= 3; ++id) CHECK(loop->submit({id, {1, 2, 3}, 1, 20, 0, 0, {}, {}}) == SubmitResult::kAccepted);
+  size_t ends = 0;
+  CHECK(eventually(*loop, [&] {
+    loop->drain([&](const StepLoop::News& news) { ends += news.finish == FinishReason::kFailed; });
+    return ends == 3 && loop->quiescent();
+  }));
+  CHECK(calls >= 2);  // there was such a row
+  CHECK_EQ(least.load(), 0);
+  CHECK(loop->stop(5s));
+}
+
+TEST(time_for_which_the_executor_was_held_up_does_not_count) {
+  Options options;
+  options.step_timeout = 100ms;
+  std::atomic<bool> held{true};
+  std::atomic<int64_t> released_ns{0};
+  const int64_t start_ns = steady_now_ns();
+  const auto config = options.loop();
+  StepLoop loop(config, std::make_unique<CallbackExecutor>(
+      StepLoop::limits(config), 17, options.block_size, 2, std::vector<CallbackExecutor::BlockRegion>{},
+      [&](const StepBatch& batch, int32_t* tokens) {
+        while (held) std::this_thread::sleep_for(1ms);
+        std::fill_n(tokens, batch.num_samples, 1);
+      },
+      [&](int64_t now) { return (released_ns ? released_ns.load() : now) - start_ns; }));
+  loop.start();
+  CHECK(loop.submit({1, {1, 2, 3}, 1, 3, 0, 0, {}, {}}) == SubmitResult::kAccepted);
+  std::this_thread::sleep_for(500ms);
+  CHECK(loop.drain([](const StepLoop::News&) {}));
+  held = false;
+  released_ns = steady_now_ns();
+  bool ended = false;
+  CHECK(eventually(loop, [&] {
+    const bool alive = loop.drain([&](const StepLoop::News& news) { ended |= news.finish == FinishReason::kLength; });
+    return ended || !alive;
+  }));
+  CHECK_EQ(loop.error(), std::string());
+  CHECK(loop.stop(5s));
 }
 
 TEST(a_negative_token_fails_its_request_only) {

@@ -38,7 +38,9 @@ void check_row(const StepInputRow& row, const PlanRow& planned, const StepInputV
   CHECK_EQ((row.flags & kRowFromDevice) != 0, planned.from_device);
   if (!planned.from_device) {
     const auto ids = input.prompt_ids().subspan(static_cast<size_t>(row.prompt_start), static_cast<size_t>(row.query_len));
-    CHECK(std::equal(ids.begin(), ids.end(), sequence.tokens.begin() + row.context_len));
+    std::vector<int32_t> tokens(ids.size());
+    sequence.copy_tokens(row.context_len, row.query_len, tokens.data());
+    CHECK(std::ranges::equal(ids, tokens));
   }
   // A table may be longer on the device: entries of the slot's last sequence, which this one never reads.
   const auto blocks = tables.blocks(row.slot);

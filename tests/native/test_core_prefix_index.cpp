@@ -13,7 +13,9 @@ using namespace asyncengine;
 
 constexpr int32_t kBlockSize = 16;
 using Tokens = std::vector<int32_t>;
-using Key = std::pair<uint64_t, Tokens>;
+using Key = std::pair<Chain, Tokens>;
+
+Chain root(uint64_t salt) { return {salt, /*root=*/true}; }
 
 Tokens tokens_of(int32_t kind) {
   Tokens tokens(kBlockSize, kind / 16);
@@ -21,7 +23,7 @@ Tokens tokens_of(int32_t kind) {
   return tokens;
 }
 
-int32_t insert(PrefixIndex& index, int32_t block, uint64_t parent, const Tokens& tokens) {
+int32_t insert(PrefixIndex& index, int32_t block, Chain parent, const Tokens& tokens) {
   return index.find_or_insert(block, parent, tokens.data(), index.prefetch(block, parent, tokens.data()));
 }
 
@@ -32,7 +34,7 @@ void fuzz(int32_t num_blocks, int32_t num_kinds, int operations, unsigned seed) 
   std::map<Key, int32_t> model;
   std::map<int32_t, Key> key_of;
   std::set<uint64_t> chains;
-  std::vector<uint64_t> parents = {PrefixIndex::root(0), PrefixIndex::root(1)};
+  std::vector<Chain> parents = {root(0), root(1)};
 
   for (int i = 0; i < operations; ++i) {
     const int32_t block = pick(num_blocks);
@@ -48,8 +50,8 @@ void fuzz(int32_t num_blocks, int32_t num_kinds, int operations, unsigned seed) 
       CHECK_EQ(insert(index, block, key.first, key.second), block);
       model[key] = block;
       key_of[block] = key;
-      const uint64_t chain = index.chain_of(block);
-      CHECK(chain != 0 && chains.insert(chain).second);
+      const Chain chain = index.chain_of(block);
+      CHECK(chain.id != 0 && !chain.root && chains.insert(chain.id).second);
       if (parents.size() < 6) {
         parents.push_back(chain);
       } else {
@@ -77,26 +79,33 @@ TEST(prefix_index_agrees_with_a_map) {
 }
 
 TEST(prefix_index_tells_roots_from_entries_and_salts_from_each_other) {
-  std::set<uint64_t> roots;
-  for (uint64_t salt = 0; salt < 10'000; ++salt) {
-    const uint64_t root = PrefixIndex::root(salt);
-    CHECK(root >> 63 == 1);  // chains of entries count up from 1
-    roots.insert(root);
-  }
-  CHECK_EQ(roots.size(), size_t{10'000});
+  // Salts that differ in their highest bit alone, and one that is the chain id of an entry.
+  PrefixIndex index(8, kBlockSize);
+  const Tokens tokens(kBlockSize, 5);
+  const uint64_t high = uint64_t{1} << 63;
+  CHECK_EQ(insert(index, 0, root(3), tokens), 0);
+  CHECK_EQ(index.find(root(3 | high), tokens.data()), -1);
+  CHECK_EQ(insert(index, 1, root(3 | high), tokens), 1);
+  const Chain entry = index.chain_of(0);
+  CHECK_EQ(insert(index, 2, entry, tokens), 2);
+  CHECK_EQ(index.find(root(entry.id), tokens.data()), -1);
+  CHECK_EQ(insert(index, 3, root(entry.id), tokens), 3);
+  CHECK_EQ(index.find(entry, tokens.data()), 2);
+  CHECK_EQ(index.find(root(3), tokens.data()), 0);
+  CHECK(index.consistent());
 }
 
 TEST(prefix_index_compares_every_token) {
   PrefixIndex index(4, kBlockSize);
-  const uint64_t root = PrefixIndex::root(7);
+  const Chain chain = root(7);
   const Tokens tokens(kBlockSize, 5);
-  CHECK_EQ(insert(index, 2, root, tokens), 2);
-  CHECK_EQ(index.find(root, tokens.data()), 2);
-  CHECK_EQ(index.find(PrefixIndex::root(8), tokens.data()), -1);
+  CHECK_EQ(insert(index, 2, chain, tokens), 2);
+  CHECK_EQ(index.find(chain, tokens.data()), 2);
+  CHECK_EQ(index.find(root(8), tokens.data()), -1);
   for (size_t i = 0; i < tokens.size(); ++i) {
     Tokens other = tokens;
     other[i] ^= 1;
-    CHECK_EQ(index.find(root, other.data()), -1);
+    CHECK_EQ(index.find(chain, other.data()), -1);
   }
 }
 
@@ -108,7 +117,8 @@ TEST(prefix_index_survives_equal_hashes) {
     const uint128 product = uint128{a} * 0x9E3779B97F4A7C15;
     return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
   };
-  const uint64_t root = PrefixIndex::root(3), start = root ^ 0xD1B54A32D192ED03;
+  const Chain chain = root(3);
+  const uint64_t start = chain.id ^ 0xD1B54A32D192ED03;
   const auto with_words = [](uint64_t w0, uint64_t w1) {
     Tokens tokens(kBlockSize, 9);
     for (const auto& [place, word] : {std::pair{0, w0}, std::pair{4, w1}}) {
@@ -124,14 +134,14 @@ TEST(prefix_index_survives_equal_hashes) {
   PrefixIndex index(16, kBlockSize);
   for (int32_t block = 0; block < 8; ++block) {
     for (int32_t other = 0; other < 8; ++other) {
-      CHECK_EQ(index.find(root, colliding[static_cast<size_t>(other)].data()), other < block ? other : -1);
+      CHECK_EQ(index.find(chain, colliding[static_cast<size_t>(other)].data()), other < block ? other : -1);
     }
-    CHECK_EQ(insert(index, block, root, colliding[static_cast<size_t>(block)]), block);
+    CHECK_EQ(insert(index, block, chain, colliding[static_cast<size_t>(block)]), block);
   }
   CHECK(index.consistent());
   for (const int32_t gone : {3, 0, 7}) {
     index.erase(gone);
-    CHECK_EQ(index.find(root, colliding[static_cast<size_t>(gone)].data()), -1);
+    CHECK_EQ(index.find(chain, colliding[static_cast<size_t>(gone)].data()), -1);
   }
-  for (const int32_t left : {1, 2, 4, 5, 6}) CHECK_EQ(index.find(root, colliding[static_cast<size_t>(left)].data()), left);
+  for (const int32_t left : {1, 2, 4, 5, 6}) CHECK_EQ(index.find(chain, colliding[static_cast<size_t>(left)].data()), left);
 }

@@ -24,6 +24,7 @@ TEST(a_sequence_at_the_address_of_a_blocked_one_is_not_blocked) {
   // It goes, and the memory of its only sequence becomes that of another one.
   for (Sequence& sequence : large.sequences) sequence.abort_requested = true;
   bench.scheduler.abort(&large, bench.outbox);
+  bench.scheduler.after_aborts();
   CHECK_EQ(bench.outbox.filling().released.size(), size_t{1});
   bench.outbox.filling().clear();
   Sequence& sequence = large.sequences[0];

@@ -23,7 +23,7 @@ class SuspiciousExecutor final : public Executor {
     violations_ += steps_[static_cast<size_t>(i)].running;
     return tokens_.data();
   }
-  bool launch(int i, size_t bytes) override {
+  LaunchStatus launch(int i, size_t bytes) override {
     Step& step = at(i);
     violations_ += step.running;
     step.launched.assign(step.input.begin(), step.input.begin() + static_cast<std::ptrdiff_t>(bytes));
@@ -31,7 +31,7 @@ class SuspiciousExecutor final : public Executor {
     step.running = true;
     order_.push_back(i);
     deepest_ = std::max(deepest_.load(), static_cast<int>(order_.size()));
-    return ++launches_ != fail_launch;
+    return ++launches_ == fail_launch ? LaunchStatus::kFailed : LaunchStatus::kLaunched;
   }
   StepStatus poll(int i) override {
     Step& step = at(i);

@@ -31,13 +31,13 @@ class TimedExecutor final : public Executor {
   int num_staging() const override { return static_cast<int>(inputs_.size()); }
   std::span<std::byte> staging(int i) override { return inputs_[static_cast<size_t>(i)]; }
   const int32_t* tokens(int) const override { return tokens_.data(); }
-  bool launch(int i, size_t) override {
+  LaunchStatus launch(int i, size_t) override {
     clock_ns += launch_cost;
     const StepInputHeader& h = header(i);
     const int64_t begin = runs.empty() ? clock_ns : std::max(clock_ns, runs.back().end);
     latest_[static_cast<size_t>(i)] = runs.size();
     runs.push_back({h.num_rows, h.num_tokens, clock_ns, begin, begin + duration(h)});
-    return true;
+    return LaunchStatus::kLaunched;
   }
   StepStatus poll(int i) override {
     ++polls;

@@ -135,10 +135,14 @@ TEST(aborts_give_everything_back) {
   CHECK(engine.settles());
 }
 
+// Also with staging that makes its caller wait for the device.
+constexpr StagingMode kAllStaging[] = {StagingMode::kPageable, StagingMode::kPinned, StagingMode::kMapped, StagingMode::kAhead};
+
 TEST(a_device_fault_fails_the_engine_with_its_error) {
-  for (const auto latency : {0us, 1000us}) {  // with steps that take their time, launches are held back
+  for (const StagingMode staging : kAllStaging) for (const auto latency : {0us, 1000us}) {  // with latency, launches are held back
     Options options;
     options.latency = latency;
+    options.staging = staging;
     Engine engine(options);
     engine.device.fail_at(10);
     RequestSpec spec;
@@ -153,9 +157,10 @@ TEST(a_device_fault_fails_the_engine_with_its_error) {
 }
 
 TEST(a_hung_kernel_becomes_an_error_within_the_time_limit) {
-  for (const auto latency : {0us, 1000us}) {
+  for (const StagingMode staging : kAllStaging) for (const auto latency : {0us, 1000us}) {
     Options options;
     options.latency = latency;
+    options.staging = staging;
     options.step_timeout = 50ms;
     Engine engine(options);
     engine.device.hang_at(10);
@@ -235,7 +240,7 @@ TEST(a_step_waits_for_its_input_which_is_copied_while_the_one_before_runs) {
     StepInputHeader header{};
     header.step = i + 1;
     std::memcpy(executor.staging(i).data(), &header, sizeof(header));
-    CHECK(executor.launch(i, sizeof(header)));
+    CHECK(executor.launch(i, sizeof(header)) == LaunchStatus::kLaunched);
   }
   both_launched = true;
   while (executor.poll(1) == StepStatus::kPending) std::this_thread::sleep_for(1ms);
@@ -265,7 +270,7 @@ TEST(a_step_that_leaves_no_token_is_an_error) {
   header.step = 7;
   header.num_rows = header.num_tokens = header.num_samples = 1;
   std::memcpy(executor.staging(1).data(), &header, sizeof(header));
-  CHECK(executor.launch(1, sizeof(header)));
+  CHECK(executor.launch(1, sizeof(header)) == LaunchStatus::kLaunched);
   StepStatus status;
   while ((status = executor.poll(1)) == StepStatus::kPending) std::this_thread::sleep_for(1ms);
   CHECK(status == StepStatus::kFailed);

@@ -8,6 +8,8 @@ import inspect
 import pytest
 import uvloop
 
+from tests.at_rest import engines_close_at_rest  # noqa: F401  # for every test here
+
 TEST_TIMEOUT_S = 30.0
 SETTLING_TICKS = 100  # connections and generators that were just closed end their tasks
 

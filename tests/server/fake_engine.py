@@ -86,6 +86,7 @@ class FakeEngine:
         self.overloaded = False
         self.open: dict[str, FakeStream] = {}
         self.submitted: list[tuple[str, SamplingParams, int, str | None]] = []
+        self.tenants: list[str | None] = []
         self.aborted: list[str] = []
         self.changed = asyncio.Condition()
         self.hold_at: int | None = None
@@ -140,6 +141,7 @@ class FakeEngine:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: str | None = None,
     ) -> FakeStream:
         self._check_health()
         ids = self._tokenize(prompt)
@@ -154,6 +156,7 @@ class FakeEngine:
         stream = FakeStream(self, request_id, ids, params, limit or context - len(ids))
         self.open[request_id] = stream
         self.submitted.append((request_id, params, priority, cache_salt))
+        self.tenants.append(tenant)
         self.prompts.append(list(prompt) if not isinstance(prompt, str) else prompt)
         self.prompt_tokens += len(ids)
         await self._notify()
@@ -167,8 +170,11 @@ class FakeEngine:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: str | None = None,
     ) -> RequestOutput:
-        stream = await self.submit(prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt)
+        stream = await self.submit(
+            prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt, tenant=tenant
+        )
         texts = [""] * params.n
         tokens: list[list[int]] = [[] for _ in texts]
         reasons = [FinishReason.LENGTH] * params.n

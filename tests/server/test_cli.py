@@ -19,6 +19,7 @@ from fake_engine import FakeEngine
 from asyncengine.cli import flags
 from asyncengine.cli.main import COMMANDS, main
 from asyncengine.config import EngineConfig
+from asyncengine.errors import ConfigError
 from asyncengine.request import SamplingParams
 from asyncengine.server.config import ServerConfig
 from asyncengine.testing import SimulatedEngine
@@ -253,6 +254,18 @@ def test_interrupt_ends_a_start_at_once(argv: list[str]) -> None:
 
 def run(*argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("keywords", [{"port": "80"}, {"port": 80.5}, {"host": None}, {"write_timeout_s": [1]}])
+def test_server_configuration_of_wrong_types(keywords: dict[str, Any]) -> None:
+    """As with EngineConfig: no TypeError of a comparison, and nothing that fails only when it is used."""
+    with pytest.raises(ConfigError, match=next(iter(keywords))):
+        ServerConfig(**keywords)
+
+
+def test_the_model_is_no_keyword_of_the_configuration() -> None:
+    with pytest.raises(ConfigError, match="'model'"):
+        EngineConfig.from_kwargs("a", {"model": "b"})
 
 
 def test_port_in_use_is_one_line_without_traceback() -> None:

@@ -2,64 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import json
-import os
 import re
 import signal
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
 
 import aiohttp
 import pytest
 from harness import COMPLETIONS, read_all
+from server_process import FAKE, REAL, process
 
-FAKE = [sys.executable, str(Path(__file__).with_name("serve_fake.py"))]
-REAL = [sys.executable, "-m", "asyncengine.cli.main", "serve", "--port", "0"]
 HAS_ENGINE = importlib.util.find_spec("asyncengine._core") is not None
 SIGNALS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 ENGINES = pytest.mark.parametrize("command", [FAKE, REAL] if HAS_ENGINE else [FAKE])
-
-
-@dataclass
-class Process:
-    """A server process that listens."""
-
-    process: asyncio.subprocess.Process
-    url: str
-    log: list[str] = field(default_factory=list)
-
-    async def read_log(self, pattern: str) -> re.Match[str]:
-        """The first line that matches, among those to come."""
-        assert self.process.stderr is not None
-        async for line in self.process.stderr:
-            self.log.append(line.decode())
-            if match := re.search(pattern, self.log[-1]):
-                return match
-        raise AssertionError(f"no {pattern!r} in: {''.join(self.log)}")
-
-
-@asynccontextmanager
-async def process(command: list[str], *options: str) -> AsyncIterator[Process]:
-    root = Path(__file__).parents[2]
-    child = await asyncio.create_subprocess_exec(
-        *command,
-        *options,
-        stderr=asyncio.subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(root), *sys.path])},
-    )
-    server = Process(child, "")
-    try:
-        server.url = (await server.read_log(r"listening on (http://\S+),"))[1]
-        yield server
-    finally:
-        if child.returncode is None:
-            child.kill()
-        await child.communicate()
 
 
 @ENGINES

@@ -154,7 +154,7 @@ async def test_sampling_fields_reach_the_engine() -> None:
         "stop": ["x", "yz"], "stop_token_ids": [5], "ignore_eos": True, "skip_special_tokens": False,
         "include_stop_str_in_output": True, "n": 2,
     }  # fmt: skip
-    async with serving(engine) as site:
+    async with serving(engine, allow_priority=True) as site:
         await site.post(COMPLETIONS, prompt="Hello", priority=3, cache_salt="tenant", **fields)
     ((_, params, priority, salt),) = engine.submitted
     assert {name: getattr(params, name) for name in fields} == fields | {

@@ -90,9 +90,13 @@ def test_two_thousand_disconnects(make_engine):
         request = raw_post(COMPLETIONS, fields | {"stream": draw.random() < 0.7})
         if draw.random() < 0.1:
             request = request[: draw.randrange(len(request))]  # gone before the request is complete
+        elif draw.random() < 0.1:
+            request *= 400  # more than the server reads while the first runs
         reader, writer = await site.connect()
         try:
             writer.write(request)
+            if draw.random() < 0.1:
+                writer.write_eof()
             async with asyncio.timeout(draw.random() * 0.5):
                 for _ in range(draw.randrange(4)):  # at once, after the headers, after some events
                     await reader.readuntil(b"\n\r\n" if draw.random() < 0.3 else b"\n\n")

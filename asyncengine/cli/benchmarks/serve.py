@@ -186,15 +186,20 @@ class Outcome:
         return figures
 
     def _peak_throughput(self) -> float:
-        """Tokens in the best of the run's seconds; an event of several tokens counts as so many."""
+        """Tokens per second in the best second; an event of several tokens counts as so many.
+
+        The run is cut into as many equal parts as it has whole seconds, so that none is too short to tell, and the
+        best of them is at least as good as their mean.
+        """
         start = min((r.started for r in self._all), default=0.0)
-        per_second: dict[int, float] = {}
+        parts = max(1, int(self._seconds))
+        per_part = [0.0] * parts
         for result in self._good:
-            weight = result.completion_tokens / max(1, len(result.text_times))
-            for time in result.text_times:
-                second = int(time - start)
-                per_second[second] = per_second.get(second, 0.0) + weight
-        return max(per_second.values(), default=0.0)
+            times = result.text_times or [result.ended]
+            for time in times:
+                place = int((time - start) / self._seconds * parts)
+                per_part[min(max(place, 0), parts - 1)] += result.completion_tokens / len(times)
+        return max(per_part) * parts / self._seconds
 
     def _peak_concurrency(self) -> int:
         changes = sorted([(r.started, 1) for r in self._all] + [(r.ended, -1) for r in self._all])

@@ -1,0 +1,132 @@
+// What the results of a step mean for its sequences: tokens, ends, and blocks that the prefix cache may know.
+#include <algorithm>
+#include <array>
+#include <cassert>
+
+#include "core/scheduler.h"
+
+namespace asyncengine {
+
+inline void Scheduler::take_token(Slot& slot, int32_t token, Outbox& outbox, int64_t now_ns) {
+  Sequence& sequence = *slot.sequence;
+  if (token < 0) return fail(sequence, FinishReason::kFailed, outbox, now_ns);
+  if (slot.num_tail == Slot::kTail) update_tokens(slot);
+  slot.append(token);
+  ++stats_.generated_tokens;
+  FinishReason reason = FinishReason::kNone;
+  if (slot.stops_at(token)) {
+    reason = FinishReason::kStop;
+  } else if (slot.num_tokens >= slot.max_total) {
+    reason = FinishReason::kLength;
+  }
+  outbox.filling().events.push_back({&sequence, token, reason, now_ns});
+  if (reason != FinishReason::kNone) finish(sequence, reason);
+}
+
+void Scheduler::commit(StepPlan& plan, const int32_t* tokens, Outbox& outbox, int64_t now_ns) {
+  publish_blocks(plan);
+  retire_rows(plan, outbox, [&](const PlanRow& row, Slot& slot) {
+    if (!row.sample) return;
+    const int32_t token = *tokens++;
+    // A sequence that ended, or was aborted, while this step was under way: the surplus row never shows.
+    if (slot.alive()) take_token(slot, token, outbox, now_ns);
+  });
+}
+
+void Scheduler::fail_step(StepPlan& plan, Outbox& outbox, int64_t now_ns) {
+  retire_rows(plan, outbox, [&](const PlanRow&, Slot& slot) {
+    if (slot.alive()) fail(*slot.sequence, FinishReason::kStepFailed, outbox, now_ns);
+  });
+}
+
+template <typename OnRow>
+inline void Scheduler::retire_rows(const StepPlan& plan, Outbox& outbox, OnRow&& on_row) {
+  for (size_t i = 0; i < plan.rows.size(); ++i) {
+    if (i + kAhead < plan.rows.size()) prefetch_slot(plan.rows[i + kAhead].slot);
+    const PlanRow& row = plan.rows[i];
+    Slot& slot = slots_[static_cast<size_t>(row.slot)];
+    --slot.in_flight;
+    slot.pending = static_cast<int8_t>(slot.pending - row.sample);
+    on_row(row, slot);
+    if (slot.in_flight == 0 && slot.state != SequenceState::kRunning) settle(*slot.sequence, &outbox);
+  }
+  for (const int32_t block : plan.held_blocks) blocks_.release(block);
+  compact_running();
+}
+
+// Concerns this request alone. Its other sequences may have rows later in the plan being committed.
+void Scheduler::fail(Sequence& sequence, FinishReason reason, Outbox& outbox, int64_t now_ns) {
+  for (Sequence& other : sequence.request->sequences) {
+    if (other.state == SequenceState::kFinished || other.state == SequenceState::kReleased) continue;
+    outbox.filling().events.push_back({&other, -1, reason, now_ns});
+    finish(other, reason);
+    if (&other != &sequence && !in_flight(other)) settle(other, &outbox);
+  }
+}
+
+// Blocks that the step has filled may be shared from now on. What that touches is scattered in memory: two stages of
+// prefetching go ahead of it, the first for what the second one needs.
+void Scheduler::publish_blocks(const StepPlan& plan) {
+  const size_t count = plan.full_rows.size();
+  const auto full_row = [&](size_t i) -> const PlanRow& { return plan.rows[static_cast<size_t>(plan.full_rows[i])]; };
+  std::array<uint64_t, kAhead> hashes;
+  for (size_t i = 0; i < count + kAhead; ++i) {
+    if (i < count) {
+      const PlanRow& row = full_row(i);
+      prefetch_slot(row.slot);
+      prefetch(tables_.blocks(row.slot).data() + row.context_len / config_.block_size);
+    }
+    if (const size_t soon = i - kAhead / 2; soon < count) {  // wraps at first
+      Slot& slot = slots_[static_cast<size_t>(full_row(soon).slot)];
+      if (slot.alive()) {  // of one that has ended, surplus rows have computed more than it has tokens
+        if (has_full_block(slot, full_row(soon))) {
+          hashes[soon % kAhead] = prefetch_block(slot);
+        } else {
+          update_tokens(slot);
+        }
+      }
+    }
+    if (const size_t now = i - kAhead; now < count) publish_blocks(full_row(now), hashes[now % kAhead]);
+  }
+}
+
+// `hash` is of the first of them.
+void Scheduler::publish_blocks(const PlanRow& row, uint64_t hash) {
+  Slot& slot = slots_[static_cast<size_t>(row.slot)];
+  if (!slot.alive()) return;
+  while (has_full_block(slot, row)) {
+    const int32_t* tokens = tokens_to_publish(slot);
+    slot.chain = blocks_.publish(block_to_publish(slot), slot.prefix(), tokens, hash).id;
+    slot.published_end += config_.block_size;
+    if (tokens == slot.tail) slot.num_tail = 0;  // they are with the block now: update_tokens() finds them there
+    if (has_full_block(slot, row)) hash = prefetch_block(slot);
+  }
+}
+
+uint64_t Scheduler::prefetch_block(Slot& slot) {
+  return blocks_.prefetch(block_to_publish(slot), slot.prefix(), tokens_to_publish(slot));
+}
+
+// Of the first block that the prefix cache does not know. With blocks as large as a tail it mostly is the tail.
+const int32_t* Scheduler::tokens_to_publish(Slot& slot) {
+  const int32_t begin = slot.num_tokens - slot.num_tail;
+  if (slot.published_end == begin && slot.num_tail == config_.block_size) return slot.tail;
+  update_tokens(slot);
+  return slot.sequence->tokens_at(slot.published_end);
+}
+
+// Brings the sequence's own tokens up to date and empties the tail. What they lack before it are whole blocks: only
+// such have gone from the tail to the index.
+void Scheduler::update_tokens(Slot& slot) {
+  std::vector<int32_t>& tokens = slot.sequence->tokens;
+  for (const int32_t begin = slot.num_tokens - slot.num_tail; slot.sequence->num_tokens() < begin;) {
+    const int32_t position = slot.sequence->num_tokens();
+    assert(position % config_.block_size == 0);
+    const int32_t* block = blocks_.tokens_of(tables_.at(index(slot), position / config_.block_size));
+    tokens.insert(tokens.end(), block, block + config_.block_size);
+  }
+  tokens.insert(tokens.end(), slot.tail, slot.tail + slot.num_tail);
+  slot.num_tail = 0;
+}
+
+}  // namespace asyncengine

@@ -1,0 +1,185 @@
+"""Random walks of block manager and scheduler beside their models, as long as one likes:
+
+    python -m tests.core.long_run [--operations 1000000] [--seed 1]
+
+Every operation is compared and every invariant checked; no request may take more steps than the model allows. The walks
+that the tests take are run first, then others whose limits are drawn from the seed. Exits with a traceback at the first
+difference; its last line before that names the walk and the seed that repeat it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections import Counter
+
+from .block_model import BLOCK_SIZE, CheckedBlocks
+from .scheduler_model import VOCAB, CheckedScheduler, Limits
+
+SALTS = 3
+OPERATIONS_OF_A_WALK = 20_000
+
+WALKS = {
+    "roomy": Limits(num_blocks=64, max_num_seqs=8, max_num_batched_tokens=64),
+    "tiny pool": Limits(num_blocks=7, max_num_seqs=6, max_num_batched_tokens=40),
+    "one sequence": Limits(num_blocks=6, max_num_seqs=1, max_num_batched_tokens=16),
+    "serial": Limits(num_blocks=14, steps_in_flight=1),
+    "three in flight": Limits(num_blocks=9, steps_in_flight=3, max_num_seqs=5),
+    "chunks of one": Limits(num_blocks=20, prefill_chunk_size=1, max_num_seqs=6),
+    "chunks of seven": Limits(num_blocks=10, prefill_chunk_size=7, max_num_batched_tokens=33),
+    "no prefix cache": Limits(num_blocks=11, prefix_caching=False),
+}
+
+
+def block_tokens(kind: int) -> tuple[int, ...]:
+    """One block of few kinds, the last of which differs from the first in one token only."""
+    return (0,) * (BLOCK_SIZE - 1) + (7,) if kind == 3 else (kind,) * BLOCK_SIZE
+
+
+def prefix_tokens(kinds: list[int]) -> tuple[int, ...]:
+    return tuple(token for kind in kinds for token in block_tokens(kind))
+
+
+class CachedChain:
+    """A sequence as the scheduler would run it: matched prefix, own blocks after it, published in order."""
+
+    def __init__(self, blocks: CheckedBlocks, kinds: list[int], salt: int) -> None:
+        self.kinds = kinds
+        self.held = blocks.match(prefix_tokens(kinds), salt)
+        for block in self.held:
+            blocks.retain(block)
+        self.published = len(self.held)
+        self.chain = blocks.native.root_chain(salt)
+        for i in range(self.published):
+            self.chain = blocks.index[self.chain, block_tokens(kinds[i])][1]
+
+    def grow(self, blocks: CheckedBlocks) -> None:
+        if len(self.held) < len(self.kinds) and blocks.native.num_free > 0:
+            self.held.append(blocks.allocate())
+
+    def publish(self, blocks: CheckedBlocks) -> None:
+        if self.published < len(self.held):
+            tokens = block_tokens(self.kinds[self.published])
+            self.chain = blocks.publish(self.held[self.published], self.chain, tokens)
+            self.published += 1
+
+    def release(self, blocks: CheckedBlocks) -> None:
+        for block in reversed(self.held):
+            blocks.release(block)
+
+
+def walk_blocks(num_blocks: int, rng: random.Random, operations: int) -> CheckedBlocks:
+    """Sequences that come, share prefixes, grow, publish and go; at the end all is free."""
+    blocks = CheckedBlocks(num_blocks)
+    running: list[CachedChain] = []
+    while blocks.operations < operations:
+        match rng.randrange(10):
+            case 0 | 1:
+                kinds = [rng.randrange(4) for _ in range(rng.randrange(7))]
+                running.append(CachedChain(blocks, kinds, rng.randrange(SALTS)))
+            case 2 if running:
+                running.pop(rng.randrange(len(running))).release(blocks)
+            case 3 if blocks.held:
+                blocks.publish(rng.choice(list(blocks.held)), rng.randrange(1, 50), block_tokens(rng.randrange(4)))
+            case 4 | 5 | 6 if running:
+                rng.choice(running).grow(blocks)
+            case _ if running:
+                rng.choice(running).publish(blocks)
+        blocks.check()
+    for chain in running:
+        chain.release(blocks)
+    blocks.check()
+    assert blocks.native.num_free == num_blocks
+    return blocks
+
+
+def random_request(scheduler: CheckedScheduler, rng: random.Random, arrival: int) -> None:
+    longest = scheduler.limits.longest
+    family, length = rng.randrange(3), min(rng.choice([3, 17, 40, 90]) + rng.randrange(8), longest - 1)
+    prompt = [(family + i) % VOCAB for i in range(length)]
+    if rng.random() < 0.5:
+        prompt[rng.randrange(length)] = rng.randrange(VOCAB)
+    scheduler.add(
+        prompt,
+        n=rng.choice([1, 1, 1, 2, 4]),
+        max_tokens=rng.randint(1, min(60, longest - length)),
+        stop_tokens=[rng.randrange(VOCAB)] if rng.random() < 0.3 else [],
+        order=arrival + 20 * rng.randrange(-1, 2),
+        salt=rng.randrange(SALTS),
+        fails_at=rng.randrange(6) if rng.random() < 0.05 else None,
+    )
+
+
+def walk_scheduler(limits: Limits, rng: random.Random, operations: int) -> CheckedScheduler:
+    """Requests and aborts at any moment, steps in any rhythm; now and then, and at the end, all is finished."""
+    scheduler = CheckedScheduler(limits)
+    arrival = 0
+    while scheduler.operations < operations:
+        crowded = len(scheduler.requests) > 2 * limits.max_num_seqs
+        match rng.randrange(8):
+            case 0 if not crowded:
+                arrival += 1
+                random_request(scheduler, rng, arrival)
+            case 1 if scheduler.requests and rng.random() < 0.15:
+                scheduler.abort(rng.choice(list(scheduler.requests)), rng.choice([None, 0, 1, 2]))
+            case 2 | 3 | 4:
+                scheduler.schedule()
+            case _ if scheduler.flight and rng.random() < 0.01:
+                scheduler.fail_step()
+            case _ if scheduler.flight:
+                scheduler.commit()
+        if rng.random() < 0.002:
+            scheduler.finish()
+    scheduler.finish()
+    return scheduler
+
+
+def random_limits(rng: random.Random) -> Limits:
+    max_num_seqs = rng.randint(1, 8)
+    return Limits(
+        num_blocks=rng.randint(2, 40),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + rng.randint(1, 56),
+        prefill_chunk_size=rng.choice([0, 0, 1, 7, 16, 33]),
+        max_model_len=rng.choice([40, 96, 150]),
+        prefix_caching=rng.random() < 0.8,
+        steps_in_flight=rng.randint(1, 4),
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--operations", type=int, default=1_000_000, help="in all (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="(default: %(default)s)")
+    args = parser.parse_args()
+    done, number, started = 0, 0, time.monotonic()
+    saw: Counter[str] = Counter()
+    share = 0.0
+    while done < args.operations:
+        rng = random.Random(f"{args.seed}, {number}")
+        operations = min(OPERATIONS_OF_A_WALK, args.operations - done)
+        if number % 4 == 3:
+            num_blocks = rng.randint(1, 60)
+            print(f"walk {number} of seed {args.seed}: {operations} operations of {num_blocks} blocks", flush=True)
+            done += walk_blocks(num_blocks, rng, operations).operations
+        else:
+            known = list(WALKS.values())
+            scheduled = number - number // 4
+            limits = known[scheduled] if scheduled < len(known) else random_limits(rng)
+            print(f"walk {number} of seed {args.seed}: {operations} operations of {limits}", flush=True)
+            scheduler = walk_scheduler(limits, rng, operations)
+            done += scheduler.operations
+            saw += scheduler.saw
+            share = max(share, scheduler.longest_share)
+        number += 1
+    print(
+        f"{done:,} operations in {time.monotonic() - started:.0f} s; {dict(saw)}; the slowest request took "
+        f"{share:.0%} of the steps that it may take"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

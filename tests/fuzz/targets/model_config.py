@@ -1,0 +1,73 @@
+"""config.json and generation_config.json: a model's shape with its rotary table, or ModelError."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import Any
+
+from asyncengine.errors import ModelError
+from asyncengine.layers.rotary import rotary_table
+from asyncengine.models.config import RawConfig
+from asyncengine.models.registry import FAMILIES, find_family
+from asyncengine.runner.loader import choose_dtype
+from asyncengine.runner.model_runner import read_eos_token_ids
+from tests.fuzz.source import Source, scratch_directory
+
+GPT2 = {"vocab_size": 199, "n_positions": 128, "n_embd": 60, "n_layer": 3, "n_head": 5}
+DECODER = {
+    "vocab_size": 199, "hidden_size": 48, "intermediate_size": 88, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "max_position_embeddings": 128,
+}  # fmt: skip
+KEYS = (
+    *GPT2, *DECODER, "architectures", "quantization_config", "hidden_act", "activation_function", "head_dim",
+    "n_inner", "rms_norm_eps", "layer_norm_epsilon", "initializer_range", "tie_word_embeddings", "attention_bias",
+    "mlp_bias", "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention", "sliding_window",
+    "use_sliding_window", "max_window_layers", "layer_types", "rope_theta", "rope_scaling", "rope_parameters",
+    "partial_rotary_factor", "original_max_position_embeddings", "eos_token_id", "dtype", "torch_dtype",
+)  # fmt: skip
+ROPE_KEYS = (
+    "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor",
+    "high_freq_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate",
+    "partial_rotary_factor",
+)  # fmt: skip
+WORDS = ("default", "linear", "dynamic", "llama3", "yarn", "silu", "gelu", "full_attention", "sliding_attention")
+
+DIRECTORY = scratch_directory()
+
+
+def one_input(data: bytes) -> None:
+    source = Source(data)
+    raw = source.byte() % 4 == 0
+    (DIRECTORY / "config.json").write_bytes(source.rest() if raw else json.dumps(config(source)).encode())
+    generation = {"eos_token_id": source.value()}
+    (DIRECTORY / "generation_config.json").write_text(json.dumps(generation if source.flag() else {}))
+    with suppress(ModelError):
+        read()
+
+
+def read() -> None:
+    """All that is read and computed from it before the weights are."""
+    raw = RawConfig.load(DIRECTORY)
+    _, family = find_family(raw)
+    model = family.read_config(raw)
+    read_eos_token_ids(DIRECTORY, raw, model.vocab_size)
+    choose_dtype("auto", raw.dtype)
+    if model.rope is not None:
+        rotary_table(model.rope, model.head_dim, min(model.max_positions, 16))
+
+
+def config(source: Source) -> dict[str, Any]:
+    name = source.pick(sorted(FAMILIES))
+    values: dict[str, Any] = {"architectures": [name], **(GPT2 if name.startswith("GPT2") else DECODER)}
+    for _ in range(source.integer(0, 8)):
+        values[source.pick(KEYS)] = value(source)
+    if source.flag():
+        values["rope_parameters"] = {source.pick(ROPE_KEYS): value(source) for _ in range(source.integer(0, 6))}
+    if source.flag():
+        values["layer_types"] = [value(source) for _ in range(3)]
+    return values
+
+
+def value(source: Source) -> Any:
+    return source.pick(WORDS) if source.byte() % 4 == 3 else source.value()
