@@ -59,7 +59,8 @@ def _read_status(sock: socket.socket) -> str:
         while piece := sock.recv(1 << 16):
             received += piece[: 4096 - len(received)] if len(received) < 4096 else b""
     except TimeoutError:
-        return "no answer"
+        if not received:
+            return "no answer"
     except OSError:
         pass
     match = re.match(rb"HTTP/1\.[01] (\d+)", received)
@@ -141,12 +142,14 @@ def loads() -> dict[str, Callable[[], Load]]:
             [request(CHAT, _filled(b'{"messages": [', b"{}", 1_000_000, b"]}"))], 1),
         "a million messages without text": lambda: at_once(
             [request(CHAT, _filled(b'{"messages": [', b'{"role":"user"}', 1_000_000, b"]}"))], 1),
-        "80,000 messages, three times": lambda: at_once(
-            [request(CHAT, _filled(b'{"messages": [', b'{"role":"user","content":""}', 80_000, b"]}"))] * 3, 1),
+        "16,000 short messages, four times": lambda: at_once(
+            [request(CHAT, _filled(b'{"messages": [', b'{"role":"user","content":"hi"}', 16_000, b"]}"))] * 4, 4),
         "60 bodies of 31 MB, half sent": lambda: half_sent(completion(b" " * size), 60, 2.0),
         "2,048 prompts × n = 128": lambda: at_once(
             [completion(_filled(b'{"n": 128, "max_tokens": 400, "prompt": [', b'"x"', 2048, b"]}"))], 1),
-        "16 requests of 1,024 sequences": lambda: at_once(
+        "1,024 sequences, three times": lambda: at_once(
+            [completion(_filled(b'{"max_tokens": 30, "prompt": [', b'"One day"', 1024, b"]}"))] * 3, 3),
+        "1,024 sequences, 16 times": lambda: at_once(
             [completion(_filled(b'{"max_tokens": 30, "prompt": [', b'"One day"', 1024, b"]}"))] * 16, 16),
         "1,000 prompts of 240 token ids, four times": lambda: at_once(
             [completion(json.dumps({"prompt": [[5] * 240] * 1000, "max_tokens": 1}).encode())] * 4, 4),

@@ -1,0 +1,153 @@
+"""An OpenAPI 3.1 description of the served operations, for tests that make requests from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Schema = dict[str, Any]
+
+
+def _or_null(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _object(required: list[str], /, **properties: Schema) -> Schema:
+    return {"type": "object", "required": required, "properties": properties}
+
+
+def _closed(**properties: Schema) -> Schema:
+    """An object of responses: all of its fields are there, and no others."""
+    return _object(list(properties), **properties) | {"additionalProperties": False}
+
+
+def _json(schema: Schema) -> Schema:
+    return {"application/json": {"schema": schema}}
+
+
+STRING, BOOLEAN = {"type": "string"}, {"type": "boolean"}
+COUNT = {"type": "integer", "minimum": 0}
+ERROR = _closed(
+    error=_closed(
+        message=STRING | {"minLength": 1},
+        type={"enum": ["invalid_request_error", "server_error", "service_unavailable"]},
+        param=_or_null(STRING),
+        code=_or_null(STRING),
+    )
+)
+USAGE = _closed(
+    prompt_tokens=COUNT,
+    completion_tokens=COUNT,
+    total_tokens=COUNT,
+    prompt_tokens_details=_closed(cached_tokens=COUNT),
+)
+CARD = _closed(id=STRING, object={"const": "model"}, created=COUNT, owned_by=STRING, max_model_len=COUNT)
+
+#: Both generation routes. Generations are short, so that many fit into a test.
+_COMMON: Schema = {
+    name: _or_null(schema)
+    for name, schema in {
+        "model": {"const": "stories"},
+        "stream": BOOLEAN,
+        "n": {"type": "integer", "minimum": 1, "maximum": 4},
+        "max_tokens": {"type": "integer", "minimum": 1, "maximum": 8},
+        "max_completion_tokens": {"type": "integer", "minimum": 1, "maximum": 8},
+        "temperature": {"type": "number", "minimum": 0, "maximum": 2},
+        "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+        "top_k": {"type": "integer", "minimum": -1, "maximum": 2000},
+        "min_p": {"type": "number", "minimum": 0, "maximum": 1},
+        "seed": {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+        "stop": {"anyOf": [STRING | {"minLength": 1, "maxLength": 100},
+                           {"type": "array", "maxItems": 4, "items": STRING | {"minLength": 1}}]},
+        "stop_token_ids": {"type": "array", "maxItems": 10, "items": {"type": "integer", "minimum": 0, "maximum": 999}},
+        "ignore_eos": BOOLEAN,
+        "skip_special_tokens": BOOLEAN,
+        "include_stop_str_in_output": BOOLEAN,
+        "cache_salt": STRING,
+        "user": STRING,
+    }.items()
+}  # fmt: skip
+_TOKEN_ID = {"type": "integer", "minimum": 3, "maximum": 999}
+_TOKEN_IDS = {"type": "array", "minItems": 1, "maxItems": 50, "items": _TOKEN_ID}
+_TEXT = STRING | {"minLength": 1, "maxLength": 50}
+_PROMPT = {"anyOf": [_TEXT, _TOKEN_IDS] + [{"type": "array", "minItems": 1, "maxItems": 3, "items": each}
+                                          for each in (_TEXT, _TOKEN_IDS)]}  # fmt: skip
+_CONTENT = {"anyOf": [_TEXT, {"type": "array", "minItems": 1, "maxItems": 3,
+                              "items": _object(["type", "text"], type={"const": "text"}, text=_TEXT)}]}  # fmt: skip
+_MESSAGE = _object(["role", "content"], role={"enum": ["system", "developer", "user", "assistant"]}, content=_CONTENT)
+
+_ERRORS = {
+    status: {"description": text, "content": _json(_ref("Error"))}
+    for status, text in {
+        "400": "The request is malformed, or has a field with a wrong value.",
+        "404": "There is no such route or model.",
+        "405": "The route has other methods.",
+        "408": "The body did not arrive in time.",
+        "413": "The body is too large, too deep or has too many values.",
+        "415": "The body is compressed.",
+        "503": "The server is loading, draining or overloaded.",
+    }.items()
+}
+
+
+def _get(operation: str, content: Schema, *statuses: str, **more: Any) -> Schema:
+    responses = {"200": {"description": "OK", "content": content}} | {s: _ERRORS[s] for s in ("400", *statuses)}
+    return {"get": {"operationId": operation, "responses": responses, **more}}
+
+
+def _post(operation: str, body: str, response: str) -> Schema:
+    ok = {"description": "A document, or events.", "content": _json(_ref(response)) | {"text/event-stream": {}}}
+    return {
+        "post": {
+            "operationId": operation,
+            "requestBody": {"required": True, "content": _json(_ref(body))},
+            "responses": {"200": ok} | _ERRORS,
+        }
+    }
+
+
+def _document(kind: str, **choice: Schema) -> Schema:
+    reason = {"enum": ["stop", "length"]}
+    choices = _closed(index=COUNT, **choice, logprobs={"type": "null"}, finish_reason=reason)
+    return _closed(
+        id=STRING, object={"const": kind}, created=COUNT, model={"const": "stories"},
+        choices={"type": "array", "minItems": 1, "items": choices}, usage=_ref("Usage"),
+    )  # fmt: skip
+
+
+DESCRIPTION: Schema = {
+    "openapi": "3.1.0",
+    "info": {"title": "asyncengine", "version": "1"},
+    "paths": {
+        "/health": _get("health", _json(_closed(status={"const": "ready"})), "503"),
+        "/metrics": _get("metrics", {"text/plain": {"schema": STRING}}),
+        "/v1/models": _get(
+            "models", _json(_closed(object={"const": "list"}, data={"type": "array", "items": _ref("Card")})), "503"
+        ),
+        "/v1/models/{id}": _get(
+            "model", _json(_ref("Card")), "404", "503",
+            parameters=[{"name": "id", "in": "path", "required": True, "schema": STRING}],
+        ),
+        "/v1/completions": _post("completion", "CompletionBody", "Completion"),
+        "/v1/chat/completions": _post("chat", "ChatBody", "ChatCompletion"),
+    },
+    "components": {
+        "schemas": {
+            "Error": ERROR,
+            "Usage": USAGE,
+            "Card": CARD,
+            "CompletionBody": _object(["prompt"], prompt=_PROMPT, **_COMMON),
+            "ChatBody": _object(
+                ["messages"], messages={"type": "array", "minItems": 1, "maxItems": 4, "items": _MESSAGE}, **_COMMON
+            ),
+            "Completion": _document("text_completion", text=STRING),
+            "ChatCompletion": _document(
+                "chat.completion",
+                message=_closed(role={"const": "assistant"}, content=STRING, refusal={"type": "null"}),
+            ),
+        }
+    },
+}  # fmt: skip
