@@ -28,7 +28,8 @@ class Backend:
     """A loaded model, ready to step. What AsyncEngine runs on; asyncengine.testing makes simulated ones."""
 
     model_info: ModelInfo
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
+    """None: token ids in and out, no text."""
     step_loop: _core.StepLoop
     keep_alive: object = None
     """Whatever owns the memory that the step loop uses."""
@@ -138,16 +139,16 @@ def _load_on_cuda(config: EngineConfig, *, progress: bool) -> Backend:
     return Backend(runner.info, tokenizer, runner.make_step_loop(config, progress=progress), runner)
 
 
-def _with_stop_of(tokenizer: Tokenizer, info: ModelInfo, config: EngineConfig) -> ModelInfo:
+def _with_stop_of(tokenizer: Tokenizer | None, info: ModelInfo, config: EngineConfig) -> ModelInfo:
     """Sequences end with the tokenizer's end as well: fine-tuned models may name theirs nowhere else."""
-    eos = tokenizer.eos_token_id
+    eos = None if tokenizer is None else tokenizer.eos_token_id
     if eos is None or eos >= info.vocab_size or eos in info.eos_token_ids or config.load_format == "dummy":
         return info
     return replace(info, eos_token_ids=(*info.eos_token_ids, eos))
 
 
-def load_tokenizer(config: EngineConfig) -> Tokenizer:
-    """The configured tokenizer; random weights without one get the placeholder of their vocabulary.
+def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
+    """The configured tokenizer, if any; random weights without one get the placeholder of their vocabulary.
 
     To be loaded before the weights, which take longer: a mistake here, or in the model's configuration, shows at once.
     """
@@ -155,6 +156,8 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer:
     from asyncengine.tokenization import Tokenizer, placeholder_tokenizer
 
     vocab_size = read_model_config(config).vocab_size
+    if config.skip_tokenizer_init:
+        return None
     name = config.tokenizer or config.model
     revision = config.revision if name == config.model else None
     try:

@@ -11,9 +11,10 @@ from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 from asyncengine.errors import ConfigError
 
 _BLOCKS_AND_TOKENS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "prefill_chunk_size", "num_kv_blocks")
+_QUEUED = ("max_queued_requests", "max_queued_tokens", "max_queued_characters")
 _HIGHEST = {
     **dict.fromkeys(("block_size", *_BLOCKS_AND_TOKENS), 2**31 - 1),
-    **dict.fromkeys(("max_queued_requests", "max_queued_tokens", "kv_cache_memory_bytes"), 2**63 - 1),
+    **dict.fromkeys((*_QUEUED, "kv_cache_memory_bytes"), 2**63 - 1),
     "seed": 2**64 - 1,
     "cpu_threads": 4096,
 }
@@ -50,10 +51,18 @@ class EngineConfig:
     """Directory in Hugging Face layout, or a hub id."""
     tokenizer: str | None = None
     """Directory or hub id of the tokenizer; None: the model's."""
+    skip_tokenizer_init: bool = False
+    """Load no tokenizer: requests bring token ids and get token ids, and no text. In a program tokenizer="none" says
+    the same."""
     revision: str | None = None
     """Branch, tag or commit of the model on the hub."""
     chat_template: str | None = None
     """Path of a Jinja file that replaces the model's chat template."""
+    sandbox: bool = True
+    """Render chat templates, and tokenize by rules that are not known to be quick, in a process of their own, which
+    can be ended; off: in this process, for models whose author is trusted not to hold it up."""
+    sandbox_timeout_s: float = 5.0
+    """A request whose template or tokenizer takes longer in that process is refused."""
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     """dummy fills the model with random weights from config.json alone."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -78,6 +87,8 @@ class EngineConfig:
     max_queued_requests: int = 4096
     max_queued_tokens: int = 4_194_304
     """Prompt tokens that wait at most, over all requests; a longer prompt waits alone."""
+    max_queued_characters: int = 67_108_864
+    """Characters that wait to be tokenized at most, over all requests; a longer prompt waits alone."""
     priority_ageing_s: float = 30.0
     """Seconds of waiting that outweigh one priority class, so that nothing starves."""
     fair_share_s: float = 1.0
@@ -132,7 +143,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for field in ("max_num_seqs", "max_num_batched_tokens", "max_queued_requests", "max_queued_tokens"):
+        for field in ("max_num_seqs", "max_num_batched_tokens", *_QUEUED):
             self._at_least(field, 1)
         for field in ("max_model_len", "prefill_chunk_size", "num_kv_blocks", "kv_cache_memory_bytes", "cpu_threads"):
             if getattr(self, field) is not None:
@@ -158,7 +169,10 @@ class EngineConfig:
             cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
             if self.cpu_affinity not in cores:
                 raise ConfigError(f"cpu_affinity must be a core that this process may use, got {self.cpu_affinity}")
-        for field in ("priority_ageing_s", "step_timeout_s"):
+        if self.tokenizer == "none":
+            object.__setattr__(self, "tokenizer", None)
+            object.__setattr__(self, "skip_tokenizer_init", True)
+        for field in ("priority_ageing_s", "step_timeout_s", "sandbox_timeout_s"):
             if not 0 < getattr(self, field) <= 1e6:
                 raise ConfigError(f"{field} must be in (0, 1e6] seconds, got {getattr(self, field)}")
         if not 0 <= self.fair_share_s <= 1000:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from asyncengine.tokenization import Tokenizer
+from asyncengine.tokenization import Tokenizer, decode_with
 
 _REPLACEMENT = "\ufffd"
 # A character has at most four bytes: a window that ends in U+FFFD after so many tokens is invalid for good.
@@ -28,8 +28,9 @@ class IncrementalDetokenizer:
     complete before the invalid byte stay.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
-        self._decoder = _make_decoder(tokenizer, skip_special_tokens)
+    def __init__(self, tokenizer: Tokenizer | None, skip_special_tokens: bool = True) -> None:
+        """Without a tokenizer there is no text."""
+        self._decoder = _NO_TEXT if tokenizer is None else _make_decoder(tokenizer, skip_special_tokens)
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that ``ids`` complete: at times without their last character, or with earlier bytes."""
@@ -43,6 +44,17 @@ class IncrementalDetokenizer:
 class _Decoder(Protocol):
     def push(self, ids: Sequence[int]) -> str: ...
     def flush(self) -> str: ...
+
+
+class _NoText:
+    def push(self, ids: Sequence[int]) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+_NO_TEXT = _NoText()
 
 
 class _Pieces(dict[int, Any]):
@@ -91,7 +103,7 @@ def _decoder_factory(tokenizer: Tokenizer, skip: bool) -> Callable[[], _Decoder]
             fallback_pieces = _Pieces(tokenizer, skip, lambda token: _fallback_piece(token, old, new))
             return lambda: _ByteFallbackDecoder(fallback_pieces, *strip)
     # The backend, not the tokenizer: what is kept for a tokenizer may not keep it alive.
-    decode = functools.partial(tokenizer.backend.decode, skip_special_tokens=skip)
+    decode = functools.partial(decode_with, tokenizer.backend, skip_special_tokens=skip)
     silent = tokenizer.special_token_ids if skip else frozenset()
     id_to_token = tokenizer.backend.id_to_token
     return lambda: _WindowDecoder(decode, lambda i: i in silent or id_to_token(i) is None)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
 import logging
-import operator
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -19,19 +17,19 @@ from asyncengine import _core
 from asyncengine.backend import Backend, load_backend, stop_at_exit
 from asyncengine.config import EngineConfig
 from asyncengine.errors import (
-    ContextLengthError,
+    ConfigError,
     EngineClosedError,
     EngineDeadError,
     EngineError,
     EngineOverloadedError,
     InternalError,
     InvalidRequestError,
-    KVCapacityError,
     RequestAbortedError,
     WrongLoopError,
 )
 from asyncengine.fairness import FairShare
-from asyncengine.request import LONG_TEXT, Prompt, RequestDelta, RequestOutput, SamplingParams, quoted
+from asyncengine.prompts import Prompts, check_size, check_vocabulary, hash_salt, stop_tokens
+from asyncengine.request import Prompt, RequestDelta, RequestOutput, SamplingParams, quoted
 from asyncengine.stats import DebugStats, EngineStats
 from asyncengine.stream import RequestStream, warn_unclosed
 
@@ -42,8 +40,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_PRIORITY = 1000
-_PER_MESSAGE = 16
-"""Characters that a message counts for beside its content."""
 
 Health = Literal["loading", "ready", "draining", "closed", "dead"]
 
@@ -62,7 +58,9 @@ class AsyncEngine:
             output = await engine.generate("Once upon a time", SamplingParams(max_tokens=64))
 
     All methods belong to that loop and its thread; another loop gets WrongLoopError. The engine installs no signal
-    handlers and starts no processes. Several engines may live in one process.
+    handlers. It starts a process that renders chat templates at the first conversation (``sandbox=False``: none), and
+    on a GPU processes that compile kernels while it starts (``compile_processes=False``: none); none outlives it.
+    Several engines may live in one process.
     """
 
     def __init__(self, config: EngineConfig, load: Callable[[EngineConfig], Backend]) -> None:
@@ -72,6 +70,7 @@ class AsyncEngine:
         self._health: Health = "loading"
         self._loop: asyncio.AbstractEventLoop | None = None
         self._backend: Backend | None = None
+        self._prompts: Prompts | None = None
         self._keys = itertools.count(1)
         self._by_key: dict[int, RequestStream] = {}
         self._by_id: dict[str, RequestStream] = {}
@@ -107,6 +106,7 @@ class AsyncEngine:
         if self.health != "loading":  # aclose() came first
             self._backend = None
             raise EngineClosedError("the engine was closed while it was loading")
+        self._prompts = Prompts(self.config, self._backend.tokenizer, self._backend.model_info)
         step_loop = self._backend.step_loop
         self._loop.add_reader(step_loop.wake_fd, self._on_wake)
         if self.config.step_driver == "loop":
@@ -148,9 +148,14 @@ class AsyncEngine:
             self._loop.remove_reader(self._backend.step_loop.wake_fd)
             if self._driver is not None:
                 self._driver.cancel()
-            self._stopping = asyncio.ensure_future(asyncio.to_thread(self._backend.stop, 5.0))
+            self._stopping = asyncio.ensure_future(self._stop(self._backend))
         if await asyncio.shield(self._stopping):
             self._backend = None
+
+    async def _stop(self, backend: Backend) -> bool:
+        if self._prompts is not None:
+            await self._prompts.aclose()
+        return await asyncio.to_thread(backend.stop, 5.0)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -162,7 +167,10 @@ class AsyncEngine:
     def __del__(self) -> None:
         if getattr(self, "_health", "closed") in ("ready", "draining"):
             warn_unclosed(self)
-            self._loaded().stop(5.0)
+            backend = self._loaded()
+            if self._prompts is not None and backend.process == os.getpid():
+                self._prompts.release()
+            backend.stop(5.0)
 
     # ---- requests ----
 
@@ -233,11 +241,13 @@ class AsyncEngine:
         for name, value in (("request_id", request_id), ("cache_salt", cache_salt), ("tenant", tenant)):
             if value is not None and not isinstance(value, str):
                 raise InvalidRequestError(f"{name} must be a string, got {quoted(value)}", param=name)
-        prompt_ids = await self._tokenize(backend, prompt)
+        assert self._prompts is not None
+        self._prompts.check_stop_strings(params)
+        prompt_ids = await self._prompts.token_ids(prompt)
         backend = self._serving()  # tokenizing may have taken a while
-        max_tokens = self._check_size(backend.model_info, prompt_ids, params)
-        _check_vocabulary(prompt_ids, backend.model_info.vocab_size)
-        stop_tokens = self._stop_tokens(backend.model_info, params)
+        max_tokens = check_size(backend.model_info, prompt_ids, params)
+        check_vocabulary(prompt_ids, backend.model_info.vocab_size)
+        ends = stop_tokens(backend.model_info, params)
         key = next(self._keys)
         if request_id is None:
             while f"req-{key}" in self._by_id:  # somebody chose such a name
@@ -254,9 +264,9 @@ class AsyncEngine:
             n=params.n,
             max_tokens=max_tokens,
             priority=priority,
-            salt=_hash_salt(cache_salt),
+            salt=hash_salt(cache_salt),
             sampling=(params.temperature, params.top_k, params.top_p, params.min_p, seed % 2**64),
-            stop_tokens=stop_tokens,
+            stop_tokens=ends,
             delay_ns=place.delay_ns,
             reserved=place.reserved,
         )
@@ -294,8 +304,11 @@ class AsyncEngine:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. Raises EngineClosedError like ``model_info``."""
-        return self._loaded().tokenizer
+        """The model's tokenizer. Raises EngineClosedError like ``model_info``, ConfigError where it was left out."""
+        tokenizer = self._loaded().tokenizer
+        if tokenizer is None:
+            raise ConfigError("the engine was created with skip_tokenizer_init: it has no tokenizer")
+        return tokenizer
 
     def stats(self) -> EngineStats:
         """Counters and gauges. Raises EngineClosedError like ``model_info``."""
@@ -303,7 +316,8 @@ class AsyncEngine:
 
     def debug_stats(self) -> DebugStats:
         """What the engine holds, to look for leaks. Raises EngineClosedError like ``model_info``."""
-        return DebugStats.of(self._loaded().step_loop, self.config.max_num_seqs, len(self._by_key))
+        held = 0 if self._prompts is None else self._prompts.held_characters
+        return DebugStats.of(self._loaded().step_loop, self.config.max_num_seqs, len(self._by_key), held)
 
     def __repr__(self) -> str:
         return f"<AsyncEngine {self.config.model} {self._health}>"
@@ -384,95 +398,3 @@ class AsyncEngine:
         if self._backend is None:
             raise EngineClosedError(f"no model is loaded: the engine is {self._health}")
         return self._backend
-
-    async def _tokenize(self, backend: Backend, prompt: Prompt) -> list[int]:
-        tokenizer = backend.tokenizer
-        if isinstance(prompt, str):
-            if not prompt:
-                raise InvalidRequestError("the prompt is empty", param="prompt")
-            if len(prompt) <= LONG_TEXT:
-                return tokenizer.encode(prompt)
-            return await asyncio.to_thread(tokenizer.encode, prompt)
-        if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
-            raise InvalidRequestError(
-                f"the prompt must be text, token ids or messages, got {type(prompt).__name__}", param="prompt"
-            )
-        if len(prompt) > 0 and isinstance(prompt[0], dict):
-            size = sum(_PER_MESSAGE + len(str(m.get("content"))) for m in prompt if isinstance(m, dict))
-            if size <= LONG_TEXT:
-                return tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
-            return await asyncio.to_thread(tokenizer.encode_chat, prompt)  # type: ignore[arg-type]
-        _check_length(len(prompt), backend.model_info.max_model_len)  # before looking at each of millions
-        return _checked_ids(prompt, backend.model_info.vocab_size)
-
-    @staticmethod
-    def _check_size(model: ModelInfo, prompt_ids: list[int], params: SamplingParams) -> int:
-        """Tokens to generate at most, or the typed error that says why the request cannot be served."""
-        length, context = len(prompt_ids), model.max_model_len
-        _check_length(length, context)
-        capacity = model.kv_capacity_tokens
-        max_tokens = params.max_tokens if params.max_tokens is not None else max(1, min(context, capacity) - length)
-        if length + max_tokens > context:
-            raise ContextLengthError(
-                f"prompt ({length} tokens) and max_tokens ({max_tokens}) are {length + max_tokens} tokens together, "
-                f"more than the context of {context} tokens",
-                param="max_tokens",
-            )
-        if length + max_tokens > capacity:
-            raise KVCapacityError(
-                f"the request needs KV for {length + max_tokens} tokens, the cache holds {capacity}; "
-                "raise kv_cache_memory_bytes or lower max_tokens",
-                param="max_tokens",
-            )
-        return max_tokens
-
-    @staticmethod
-    def _stop_tokens(model: ModelInfo, params: SamplingParams) -> list[int]:
-        for token in params.stop_token_ids:
-            if token >= model.vocab_size:
-                raise InvalidRequestError(
-                    f"stop_token_ids: {token} is outside the vocabulary of {model.vocab_size}", param="stop_token_ids"
-                )
-        eos = () if params.ignore_eos else model.eos_token_ids
-        return list(dict.fromkeys((*eos, *params.stop_token_ids)))
-
-
-def _check_length(length: int, context: int) -> None:
-    if length == 0:
-        raise InvalidRequestError("the prompt has no tokens", param="prompt")
-    if length >= context:
-        raise ContextLengthError(
-            f"the prompt has {length} tokens, and the context of {context} tokens must hold the output too",
-            param="prompt",
-        )
-
-
-def _check_vocabulary(ids: list[int], vocab_size: int) -> None:
-    """A tokenizer may have tokens that the model has no embedding for."""
-    if (highest := max(ids, default=0)) >= vocab_size:
-        raise InvalidRequestError(
-            f"token id {highest} is outside the vocabulary of {vocab_size}: the tokenizer is larger", param="prompt"
-        )
-
-
-def _checked_ids(ids: Sequence[Any], vocab_size: int) -> list[int]:
-    checked = []
-    for i, value in enumerate(ids):
-        try:
-            token = None if isinstance(value, bool) else operator.index(value)
-        except TypeError:
-            token = None
-        if token is None:
-            raise InvalidRequestError(f"the prompt must hold token ids, got {value!r} at {i}", param="prompt")
-        if not 0 <= token < vocab_size:
-            raise InvalidRequestError(
-                f"token id {token} at {i} is outside the vocabulary of {vocab_size}", param="prompt"
-            )
-        checked.append(token)
-    return checked
-
-
-def _hash_salt(cache_salt: str | None) -> int:
-    if cache_salt is None:
-        return 0
-    return int.from_bytes(hashlib.blake2b(cache_salt.encode(errors="surrogatepass"), digest_size=8).digest(), "little")

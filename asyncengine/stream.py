@@ -55,7 +55,7 @@ class _SequenceState:
         "untaken",
     )
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
         self._params = params
         self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
         self._matcher = (
@@ -140,7 +140,7 @@ class RequestStream:
     def __init__(
         self,
         engine: AsyncEngine,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         key: int,
         request_id: str,
         prompt_token_ids: list[int],

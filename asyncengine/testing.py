@@ -22,6 +22,7 @@ from asyncengine.backend import Backend
 from asyncengine.config import EngineConfig
 from asyncengine.engine import AsyncEngine
 from asyncengine.model_info import ModelInfo
+from asyncengine.prompts import release_idle
 from asyncengine.request import SamplingParams
 from asyncengine.runner.loop_config import step_loop_config
 from asyncengine.tokenization import PLACEHOLDER_EOS_TOKEN_ID, placeholder_tokenizer
@@ -86,7 +87,8 @@ class SimulatedEngine(AsyncEngine):
         step_loop = _core.StepLoop.on_simulated_device(
             step_loop_config(config, info), self.device, self._poll_interval_us
         )
-        return Backend(info, placeholder_tokenizer(VOCAB_SIZE), step_loop)
+        tokenizer = None if config.skip_tokenizer_init else placeholder_tokenizer(VOCAB_SIZE)
+        return Backend(info, tokenizer, step_loop)
 
     def expected_token_ids(self, prompt: Sequence[int], params: SamplingParams, index: int = 0) -> list[int]:
         """The tokens that sequence ``index`` must get, stop strings left aside; needs max_tokens, and a seed."""
@@ -139,6 +141,7 @@ async def no_leaks(engine: AsyncEngine | None = None, timeout_s: float = 30.0) -
     try:
         async with asyncio.timeout(timeout_s):
             while True:
+                release_idle()  # threads and a process that wait for the next prompt are no leak
                 left = {
                     "tasks": len(asyncio.all_tasks() - tasks),
                     "threads": len(_own_threads() - threads),

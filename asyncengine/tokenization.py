@@ -6,18 +6,28 @@ needed only for directories that lack it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import tokenizers
 
-from asyncengine.errors import ConfigError, InvalidRequestError, ModelError, ModelNotFoundError
+from asyncengine import sandbox
+from asyncengine.errors import (
+    AsyncEngineError,
+    ConfigError,
+    ContextLengthError,
+    EngineError,
+    InvalidRequestError,
+    ModelError,
+    ModelNotFoundError,
+)
 from asyncengine.request import LONG_TEXT
 from asyncengine.runner.hub import resolve_model
+from asyncengine.tokenizer_trust import check_decoder, encodes_in_proportion
 
 _NAMED_SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -36,6 +46,15 @@ class Tokenizer:
         self.backend = backend
         self.specials = dict(specials or {})
         self._templates = dict(chat_templates or {})
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        """One more than the highest token id, added tokens included."""
+        self.longest_token = max(map(len, vocabulary), default=1)
+        """Characters of the longest token: no text of more than so many times the context fits in it."""
+        self.is_linear = encodes_in_proportion(backend, self.longest_token)
+        """Whether time and memory are known to be in proportion to a text's length."""
+        self.description = None if self.is_linear else backend.to_str()
+        """What another process makes the same tokenizer of, if it should; as long as tokenizer.json."""
 
     @classmethod
     def from_pretrained(
@@ -57,11 +76,6 @@ class Tokenizer:
         return cls(backend, specials=specials, chat_templates=templates)
 
     @functools.cached_property
-    def vocab_size(self) -> int:
-        """One more than the highest token id, added tokens included."""
-        return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-
-    @functools.cached_property
     def special_token_ids(self) -> frozenset[int]:
         """The tokens that ``skip_special_tokens`` leaves out."""
         added = self.backend.get_added_tokens_decoder()
@@ -79,24 +93,25 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._templates)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
         """Token ids of ``text``, with the beginning-of-sequence token where the tokenizer adds one.
 
-        Raises InvalidRequestError if ``text`` is not valid Unicode (lone surrogates).
+        Raises InvalidRequestError if ``text`` is not valid Unicode (lone surrogates), and ContextLengthError, before
+        most of the work, if it is long and has far more than ``limit`` tokens.
         """
+        check_unicode(text)
         try:
-            text.encode()
-        except UnicodeEncodeError as e:
-            raise InvalidRequestError(f"the prompt is not valid Unicode: {e}", param="prompt") from e
-        if len(text) <= LONG_TEXT:
-            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        else:  # a single one is encoded under the interpreter's lock
-            ids = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        return ids
+            with _typed_failures():
+                if len(text) > LONG_TEXT:
+                    return sandbox.encode(self.backend, text, add_special_tokens, limit)
+                ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+                return ids
+        except sandbox.TooLongError as e:
+            raise too_many_tokens(e.count, limit or 0) from None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ``ids``; ids that are not in the vocabulary are left out, invalid bytes become U+FFFD."""
-        return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        return decode_with(self.backend, list(ids), skip_special_tokens)
 
     def apply_chat_template(
         self,
@@ -111,20 +126,29 @@ class Tokenizer:
         ``variables`` are passed on to the template (enable_thinking and the like). Raises InvalidRequestError
         if there is no template, or if it fails on or rejects the messages.
         """
-        messages = _checked_messages(messages)
+        source, values = self.chat(messages, add_generation_prompt, tools=tools, **variables)
         try:
-            text: str = self._template(bool(tools)).render(
-                messages=messages,
-                tools=tools or None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **(self.specials | variables),
-            )
-            return text
-        except InvalidRequestError:
-            raise
+            return sandbox.render(source, values)
         except Exception as e:  # a template is a program: it may raise anything
-            raise InvalidRequestError(f"the chat template failed: {e}", param="messages") from e
+            raise InvalidRequestError(f"the chat template failed: {sandbox.failure(e)}", param="messages") from e
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> tuple[str, dict[str, Any]]:
+        """The template's source and the variables to render it with. Raises InvalidRequestError."""
+        checked = _checked_messages(messages)
+        return self._template(bool(tools)), {
+            "messages": checked,
+            "tools": tools or None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **(self.specials | variables),
+        }
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
@@ -139,14 +163,30 @@ class Tokenizer:
         found: int | None = None if token is None else self.backend.token_to_id(token)
         return found
 
-    def _template(self, with_tools: bool) -> Any:
+    def _template(self, with_tools: bool) -> str:
         for name in ("tool_use", "default") if with_tools else ("default",):
             if name in self._templates:
-                return _compile(self._templates[name])
+                return self._templates[name]
         raise InvalidRequestError(
             "the model has no chat template: send a plain prompt, or give one with chat_template=FILE",
             param="messages",
         )
+
+
+def check_unicode(text: str) -> None:
+    """Raises InvalidRequestError if ``text`` has lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise InvalidRequestError(f"the prompt is not valid Unicode: {e}", param="prompt") from e
+
+
+def too_many_tokens(count: int, context: int) -> ContextLengthError:
+    """For a prompt of at least ``count`` tokens, more than the context of so many."""
+    return ContextLengthError(
+        f"This model's maximum context length is {context} tokens. The prompt has {count} tokens or more.",
+        param="prompt",
+    )
 
 
 def _checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -158,41 +198,31 @@ def _checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
     return [dict(message) for message in messages]
 
 
-@functools.lru_cache(maxsize=32)
-def _compile(source: str) -> Any:
-    """A Jinja template in the environment that chat templates are written for.
+def decode_with(backend: tokenizers.Tokenizer, ids: list[int], skip_special_tokens: bool) -> str:
+    """``backend.decode``; a panic, which ``except Exception`` does not see, becomes EngineError."""
+    try:
+        return str(backend.decode(ids, skip_special_tokens=skip_special_tokens))
+    except BaseException as e:
+        if not _is_panic(e):
+            raise
+        raise EngineError(f"the tokenizer failed on these tokens: {e}") from None
 
-    Sandboxed, since a template comes with the model: it reaches no attribute that starts with an underscore
-    and changes no value that it was given.
-    """
-    import jinja2
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    class Generation(Extension):
-        """{% generation %} marks what the assistant wrote, for training; here it is its content."""
+@contextlib.contextmanager
+def _typed_failures() -> Iterator[None]:
+    """Whatever tokenizers raises on a text, a panic included, becomes InvalidRequestError."""
+    try:
+        yield
+    except (AsyncEngineError, sandbox.TooLongError):
+        raise
+    except BaseException as e:
+        if not isinstance(e, Exception) and not _is_panic(e):
+            raise
+        raise InvalidRequestError(f"the tokenizer failed: {sandbox.failure(e)}", param="prompt") from None
 
-        tags = {"generation"}  # noqa: RUF012  # jinja2 declares it so
 
-        def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.Scope(body, lineno=line)
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        """json.dumps; Jinja's own filter escapes HTML, which no model expects."""
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(source)
+def _is_panic(error: BaseException) -> bool:
+    return type(error).__name__ == "PanicException"  # pyo3 makes the class when it first panics
 
 
 def _load_backend(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
@@ -201,7 +231,9 @@ def _load_backend(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]
     if path.is_file():
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as e:  # the library raises bare Exception
+        except BaseException as e:  # the library raises bare Exception, and panics
+            if not isinstance(e, Exception) and not _is_panic(e):
+                raise
             raise ModelError(f"cannot read {path}: {e}") from e
         specials: dict[str, str] = {}
     else:
@@ -209,20 +241,26 @@ def _load_backend(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]
     # Either may be stored in the file as a left-over of training.
     backend.no_truncation()
     backend.no_padding()
+    check_decoder(backend, str(path))
     return backend, specials
 
 
 def _load_with_transformers(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     names = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "tokenizer_config.json")
     if not any((directory / name).is_file() for name in names):
-        raise ModelNotFoundError(f"{directory} has no tokenizer: neither tokenizer.json nor an older form")
+        raise ModelNotFoundError(
+            f"{directory} has no tokenizer: neither tokenizer.json nor an older form; with skip_tokenizer_init the "
+            "engine takes and gives token ids alone"
+        )
 
     from transformers import AutoTokenizer
 
     try:
         slow = AutoTokenizer.from_pretrained(directory)
         backend = slow.backend_tokenizer
-    except Exception as e:  # whatever an arbitrary tokenizer class raises
+    except BaseException as e:  # whatever an arbitrary tokenizer class raises, and panics
+        if not isinstance(e, Exception) and not _is_panic(e):
+            raise
         raise ModelError(f"{directory} has no tokenizer.json, and transformers cannot convert it: {e}") from e
     return backend, {
         name: str(token) for name, token in slow.special_tokens_map.items() if isinstance(token, str)
@@ -234,7 +272,7 @@ def _read_optional_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise ModelError(f"cannot read {path}: {e}") from e
     if not isinstance(value, dict):
         raise ModelError(f"{path} must hold a JSON object")
@@ -257,9 +295,14 @@ def _read_chat_templates(directory: Path, config: dict[str, Any]) -> dict[str, s
     """Templates by name: chat_template.jinja, or else the one or the list in tokenizer_config.json."""
     stored = config.get("chat_template")
     templates = {"default": stored} if isinstance(stored, str) else {}
-    if isinstance(stored, list):
-        named = [t for t in stored if isinstance(t, dict) and "template" in t]
-        templates = {t.get("name", "default"): t["template"] for t in named}
+    for i, entry in enumerate(stored if isinstance(stored, list) else []):
+        if isinstance(entry, dict) and "template" in entry:
+            name, source = entry.get("name", "default"), entry["template"]
+            for key, value in (("name", name), ("template", source)):
+                if not isinstance(value, str):
+                    path = directory / "tokenizer_config.json"
+                    raise ModelError(f"{path}: chat_template[{i}].{key} must be a string, found {value!r:.100}")
+            templates[name] = source
     file = directory / "chat_template.jinja"
     if file.is_file():
         try:
@@ -274,7 +317,7 @@ def _read_template_file(path: Path) -> str:
 
     try:
         source = path.read_text(encoding="utf-8")
-        _compile(source)
+        sandbox.compile_template(source)
     except (OSError, UnicodeDecodeError, jinja2.TemplateSyntaxError) as e:
         raise ConfigError(f"cannot use the chat template {path}: {e}") from e
     return source

@@ -211,7 +211,7 @@ class App:
             if not body.stream:
                 return _json(endpoint.document(job, await generate(engine, job, self.metrics)))
             events = EventStream(request, headers, self.config.write_timeout_s)
-            chunks = endpoint.chunk_format(job.id, job.created, job.model)
+            chunks = endpoint.chunks(job)
             await stream(engine, job, self.metrics, events, chunks)
             return events.response
         except InvalidRequestError as exc:

@@ -27,6 +27,7 @@ _UNIMPLEMENTED: dict[str, tuple[object, ...]] = protocol.UNIMPLEMENTED | {
     "add_generation_prompt": (None, True),
     "continue_final_message": (None, False),
     "add_special_tokens": (None, False),
+    "return_token_ids": (None, False),
     "chat_template": (None,),
     "chat_template_kwargs": NOTHING,
     "documents": NOTHING,

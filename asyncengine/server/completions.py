@@ -1,8 +1,11 @@
-"""/v1/completions: text or token ids in, text out."""
+"""/v1/completions: text or token ids in, text out, and with ``return_token_ids`` ids beside it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from asyncengine.request import Prompt, RequestDelta, RequestOutput
 from asyncengine.server import protocol
@@ -10,7 +13,7 @@ from asyncengine.server.config import ServerConfig
 from asyncengine.server.errors import bad_request
 from asyncengine.server.generation import Endpoint, Job
 from asyncengine.server.protocol import BodyDecoder, GenerationBody, UsageBody
-from asyncengine.server.sse import ChunkFormat, encode
+from asyncengine.server.sse import NOT_FINISHED, ChunkFormat, encode
 
 _UNIMPLEMENTED: dict[str, tuple[object, ...]] = protocol.UNIMPLEMENTED | {
     "logprobs": (None, False),
@@ -22,6 +25,7 @@ _DEFAULT_MAX_TOKENS = 16
 
 class CompletionBody(GenerationBody, kw_only=True):
     prompt: str | list[str | int | list[int]] | None = None
+    return_token_ids: bool | None = None
 
 
 _DECODER = BodyDecoder(CompletionBody, _UNIMPLEMENTED)
@@ -32,6 +36,8 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     text: str
     logprobs: None = None
     finish_reason: str
+    token_ids: Sequence[int] | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -56,9 +62,30 @@ class CompletionFormat(ChunkFormat):
         return self.text(index, delta.text, usage) if delta.text else b""
 
 
+class TokenIdFormat(CompletionFormat):
+    """Every chunk has the token ids that it stands for, the first of a choice those of its prompt too."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job.id, job.created, job.model)
+        self._n = job.params.n
+        self._opened: set[int] = set()
+
+    def events(self, index: int, delta: RequestDelta, usage: bytes) -> bytes:
+        payload = b'"text":' + encode(delta.text) + b',"token_ids":' + encode(delta.token_ids)
+        if index not in self._opened:
+            self._opened.add(index)
+            payload += b',"prompt_token_ids":' + encode(self.streams[index // self._n].prompt_token_ids)
+        if delta.finish_reason is not None:
+            return self._last(index, payload, delta.finish_reason, usage)
+        return self._choice(index) + payload + NOT_FINISHED + usage + b"}\n\n"
+
+
 class Completions(Endpoint):
     id_prefix = "cmpl-"
     chunk_format = CompletionFormat
+
+    def chunks(self, job: Job) -> ChunkFormat:
+        return TokenIdFormat(job) if _wants_token_ids(job) else super().chunks(job)
 
     def parse(self, raw: bytes | bytearray, config: ServerConfig) -> tuple[GenerationBody, list[Prompt]]:
         body = _DECODER.decode(raw)
@@ -68,16 +95,28 @@ class Completions(Endpoint):
         return body, prompts
 
     def document(self, job: Job, outputs: list[RequestOutput]) -> Completion:
-        sequences = [s for output in outputs for s in output.outputs]
+        sequences = [(output, s) for output in outputs for s in output.outputs]
+        with_ids = _wants_token_ids(job)
         return Completion(
             id=job.id,
             created=job.created,
             model=job.model,
             choices=[
-                CompletionChoice(index=i, text=s.text, finish_reason=s.finish_reason) for i, s in enumerate(sequences)
+                CompletionChoice(
+                    index=i,
+                    text=s.text,
+                    finish_reason=s.finish_reason,
+                    token_ids=s.token_ids if with_ids else UNSET,
+                    prompt_token_ids=output.prompt_token_ids if with_ids else UNSET,
+                )
+                for i, (output, s) in enumerate(sequences)
             ],
             usage=UsageBody.of([output.usage for output in outputs]),
         )
+
+
+def _wants_token_ids(job: Job) -> bool:
+    return isinstance(job.body, CompletionBody) and bool(job.body.return_token_ids)
 
 
 def _prompts(body: CompletionBody, limit: int) -> list[Prompt]:

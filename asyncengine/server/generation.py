@@ -65,6 +65,10 @@ class Endpoint(ABC):
     def parse(self, raw: bytes | bytearray, config: ServerConfig) -> tuple[GenerationBody, list[Prompt]]:
         """Typed body, without its prompts, and prompts; neither refers to ``raw``. Raises ApiError 400."""
 
+    def chunks(self, job: Job) -> ChunkFormat:
+        """How the response is streamed."""
+        return self.chunk_format(job.id, job.created, job.model)
+
     @abstractmethod
     def document(self, job: Job, outputs: list[RequestOutput]) -> msgspec.Struct:
         """The response without streaming; outputs in the order of the prompts."""
@@ -94,6 +98,7 @@ async def stream(engine: Engine, job: Job, metrics: Metrics, events: EventStream
     try:
         streaming.streams = await _admit(engine, job)
         streaming.open_choices = job.num_choices
+        chunks.streams = streaming.streams
         await _all(streaming.pump, len(job.prompts))
         await streaming.end()
     except ConnectionError as exc:

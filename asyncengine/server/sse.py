@@ -7,10 +7,12 @@ and two concatenations (about 0.3 µs), not an object graph.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import msgspec
 
 from asyncengine.request import RequestDelta
+from asyncengine.server.engine_api import RequestStream
 from asyncengine.server.protocol import UsageBody
 
 encode = msgspec.json.Encoder().encode
@@ -35,6 +37,8 @@ class ChunkFormat(ABC):
         head = {"id": response_id, "object": self.object, "created": created, "model": model}
         self._head = b"data: " + encode(head)[:-1] + b',"choices":['
         self._text_heads: dict[int, bytes] = {}
+        self.streams: Sequence[RequestStream] = ()
+        """Those of the prompts, in their order, once the engine has taken them all."""
 
     def text(self, index: int, text: str, usage: bytes) -> bytes:
         """A chunk of text of one choice."""

@@ -19,14 +19,15 @@ CSRC = ROOT / "csrc"
 
 # From the bottom up. A module imports from lower layers, and within its own.
 LAYERS: list[set[str]] = [
-    {"errors", "_core", "bundled"},
+    {"errors", "_core", "bundled", "sandbox"},
     {"config", "request", "model_info", "stats", "fairness"},
     {"kernels"},
     {"layers"},
     {"models"},
     {"runner"},
+    {"tokenizer_trust", "text_threads", "sandbox_process"},
     {"tokenization"},
-    {"detokenizer"},
+    {"detokenizer", "prompts"},
     {"backend"},
     {"stream"},
     {"engine"},

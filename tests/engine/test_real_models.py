@@ -16,6 +16,7 @@ from asyncengine import (
     AsyncEngineError,
     InvalidRequestError,
     KVCapacityError,
+    ModelNotFoundError,
     RequestOutput,
     SamplingParams,
     testing,
@@ -205,6 +206,22 @@ def test_small_files_are_read_before_weights(checkpoints, tmp_path, broken, mess
         (tmp_path / name).write_text("{")
     with pytest.raises(AsyncEngineError, match=message):
         asyncio.run(AsyncEngine.from_pretrained(str(tmp_path), chat_template="no.jinja").start())
+
+
+@pytest.mark.parametrize("without", [{"skip_tokenizer_init": True}, {"tokenizer": "none"}])
+def test_a_directory_without_a_tokenizer(checkpoints, tmp_path, without):
+    path, _ = checkpoints("llama")
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(path / name)
+    greedy = SamplingParams(max_tokens=8, temperature=0)
+
+    async def ids(directory: Path, **config: Any) -> tuple[int, ...]:
+        async with AsyncEngine.from_pretrained(str(directory), cpu_threads=1, num_kv_blocks=4, **config) as engine:
+            return (await engine.generate([1, 2, 3], greedy)).token_ids
+
+    with pytest.raises(ModelNotFoundError, match="skip_tokenizer_init"):
+        asyncio.run(ids(tmp_path))
+    assert asyncio.run(ids(tmp_path, **without)) == asyncio.run(ids(path))
 
 
 def test_the_end_that_only_the_tokenizer_names_ends_a_sequence(checkpoints, tmp_path):

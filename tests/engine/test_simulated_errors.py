@@ -43,8 +43,8 @@ PROMPTS: list[tuple[Any, str]] = [
     ([1, True], "True at 1"),
     ([1, None], "None at 1"),
     (["a", "b"], "'a' at 0"),
-    ([[1, 2]], r"\[1, 2\] at 0"),
-    (list(np.array([[1, 2]])), r"array\(\[1, 2\]\) at 0"),
+    ([[1, 2]], "an object of type list at 0"),
+    (list(np.array([[1, 2]])), "an object of type ndarray at 0"),
     (None, "NoneType"),
     (5, "int"),
     (b"bytes", "bytes"),
@@ -73,11 +73,11 @@ async def test_bad_prompts(prompt: Any, message: str) -> None:
 
 async def test_sizes_are_checked_and_both_numbers_stated() -> None:
     async with SimulatedEngine(max_model_len=64, num_kv_blocks=3) as engine, no_leaks(engine):
-        with pytest.raises(ContextLengthError, match=r"64 tokens.*context of 64"):
+        with pytest.raises(ContextLengthError, match=r"maximum context length is 64 tokens.*64 tokens"):
             await engine.generate([300] * 64, SHORT)
-        with pytest.raises(ContextLengthError, match=r"200 tokens.*context of 64"):
+        with pytest.raises(ContextLengthError, match=r"maximum context length is 64 tokens.*200 tokens"):
             await engine.generate([300] * 200, SamplingParams(max_tokens=None))
-        with pytest.raises(ContextLengthError, match=r"40 tokens.*\(25\).*65 tokens.*context of 64"):
+        with pytest.raises(ContextLengthError, match=r"maximum context length is 64 tokens.* 65 tokens: 40 .* 25 "):
             await engine.generate([300] * 40, SamplingParams(max_tokens=25))
         with pytest.raises(KVCapacityError, match=r"for 49 tokens.*holds 48"):
             await engine.generate([300] * 40, SamplingParams(max_tokens=9))

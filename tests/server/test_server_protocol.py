@@ -296,3 +296,24 @@ async def test_metrics_count_requests_and_tokens() -> None:
         success = await site.metric("asyncengine:request_success_total")
         assert success['{finished_reason="length",model_name="fake"}'] == 2
         assert success['{finished_reason="abort",model_name="fake"}'] == 1
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_token_ids_are_returned_on_request(n: int) -> None:
+    fields = {"prompt": [[1, 2, 3], [4, 5]], "n": n, "max_tokens": 5, "return_token_ids": True}
+    async with serving(FakeEngine("abc")) as site:
+        plain = (await site.post(COMPLETIONS, **fields | {"return_token_ids": False})).json
+        whole = (await site.post(COMPLETIONS, **fields)).json
+        events = await site.events(COMPLETIONS, **fields)
+        refused = await site.post(CHAT, messages=USER, return_token_ids=True)
+    assert all(choice.keys() == {"index", "text", "logprobs", "finish_reason"} for choice in plain["choices"])
+    assert refused.error["param"] == "return_token_ids"
+    for choice in whole["choices"]:
+        assert choice["token_ids"] == [ord(c) for c in choice["text"]]
+        assert choice["prompt_token_ids"] == fields["prompt"][choice["index"] // n]
+    for index, chunks in choices_of(events).items():
+        assert [t for c in chunks for t in c["token_ids"]] == whole["choices"][index]["token_ids"]
+        assert chunks[0]["prompt_token_ids"] == whole["choices"][index]["prompt_token_ids"]
+        assert not any("prompt_token_ids" in c for c in chunks[1:])
+        assert "".join(map(text_of, chunks)) == whole["choices"][index]["text"]
+    assert len(choices_of(events)) == 2 * n

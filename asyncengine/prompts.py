@@ -1,0 +1,271 @@
+"""From a prompt, whatever its form, to checked token ids, without holding up the event loop.
+
+A short text is tokenized at once. A longer one goes to the engine's own threads, a conversation to the process that
+renders chat templates. All of them together hold a limited amount of text, and none is tokenized that cannot fit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+from asyncengine.errors import ContextLengthError, EngineOverloadedError, InvalidRequestError, KVCapacityError
+from asyncengine.request import LONG_TEXT, Prompt, SamplingParams, quoted
+from asyncengine.sandbox import TooLongError
+from asyncengine.sandbox_process import SandboxProcess, render_message
+from asyncengine.text_threads import TextThreads
+from asyncengine.tokenization import Tokenizer, check_unicode, too_many_tokens
+
+if TYPE_CHECKING:
+    from asyncengine.config import EngineConfig
+    from asyncengine.model_info import ModelInfo
+
+_PER_MESSAGE = 16
+"""Characters that a message counts for beside its content."""
+
+
+class Prompts:
+    """What turns one engine's prompts into token ids. All methods belong to the engine's event loop."""
+
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None, model: ModelInfo) -> None:
+        self._tokenizer = tokenizer
+        self._loop = asyncio.get_running_loop()
+        self._context = model.max_model_len
+        self._vocab_size = model.vocab_size
+        self._max_characters = self._context * (tokenizer.longest_token if tokenizer is not None else 0)
+        self._max_held = config.max_queued_characters
+        self._held = 0
+        self._threads = TextThreads()
+        self._sandbox: SandboxProcess | None = None
+        if config.sandbox and tokenizer is not None:  # the first prompt that needs the process starts it
+            self._sandbox = SandboxProcess(tokenizer.description, config.sandbox_timeout_s)
+        _live.add(self)
+
+    @property
+    def held_characters(self) -> int:
+        """Of prompts that are being tokenized, or wait for it."""
+        return self._held
+
+    async def token_ids(self, prompt: Prompt) -> list[int]:
+        """Raises InvalidRequestError, ContextLengthError, EngineOverloadedError, EngineClosedError."""
+        if isinstance(prompt, str):
+            if not prompt:
+                raise InvalidRequestError("the prompt is empty", param="prompt")
+            return await self._encode(prompt, self._text_tokenizer("prompt"))
+        if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
+            raise InvalidRequestError(
+                f"the prompt must be text, token ids or messages, got {type(prompt).__name__}", param="prompt"
+            )
+        if len(prompt) > 0 and isinstance(prompt[0], dict):
+            return await self._encode_chat(prompt, self._text_tokenizer("messages"))  # type: ignore[arg-type]
+        check_length(len(prompt), self._context)  # before looking at each of millions
+        return _checked_ids(prompt, self._vocab_size)
+
+    def check_stop_strings(self, params: SamplingParams) -> None:
+        """Raises InvalidRequestError for stop strings where there is no text to search."""
+        if params.stop_strings:
+            self._text_tokenizer("stop")
+
+    def release(self) -> None:
+        """End idle threads and the idle process; the next prompt that needs them starts others."""
+        self._threads.release()
+        if self._sandbox is not None:
+            self._sandbox.release()
+
+    async def aclose(self) -> None:
+        """End the process and let the threads end; prompts under way fail with EngineClosedError. Idempotent."""
+        self._threads.close()
+        if self._sandbox is not None:
+            await self._sandbox.aclose()
+
+    # ---- inside ----
+
+    def _text_tokenizer(self, param: str) -> Tokenizer:
+        if self._tokenizer is None:
+            raise InvalidRequestError(
+                f"{param}: this engine has no tokenizer (skip_tokenizer_init): it takes and gives token ids alone",
+                param=param,
+            )
+        return self._tokenizer
+
+    async def _encode(self, text: str, tokenizer: Tokenizer) -> list[int]:
+        self._check_characters(len(text))
+        if len(text) <= LONG_TEXT and (tokenizer.is_linear or self._sandbox is None):
+            return tokenizer.encode(text)
+        with self._hold(len(text)):
+            return await self._encode_elsewhere(text, tokenizer, True)
+
+    async def _encode_elsewhere(self, text: str, tokenizer: Tokenizer, add_special_tokens: bool) -> list[int]:
+        if self._sandbox is None or tokenizer.is_linear:
+            return await self._threads.run(len(text), tokenizer.encode, text, add_special_tokens, self._context)
+        check_unicode(text)
+        try:
+            return await self._sandbox.encode(text, add_special_tokens, self._context)
+        except TooLongError as e:
+            raise too_many_tokens(e.count, self._context) from None
+
+    async def _encode_chat(self, messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list[int]:
+        if len(messages) > self._context:
+            raise ContextLengthError(
+                f"This model's maximum context length is {self._context} tokens. "
+                f"The prompt has {len(messages)} messages.",
+                param="messages",
+            )
+        characters, simple = _measure(messages)
+        self._check_characters(characters)
+        size = characters + _PER_MESSAGE * len(messages)
+        short = simple and size <= LONG_TEXT
+        if self._sandbox is None:
+            if short:
+                return self._chat_here(messages, tokenizer)
+            with self._hold(size):
+                return await self._threads.run(size, self._chat_here, messages, tokenizer)
+        with self._hold(size):
+            if short:
+                message = self._render_message(messages, tokenizer)
+            else:
+                message = await self._threads.run(size, self._render_message, messages, tokenizer)
+            try:
+                text = await self._sandbox.render(message, self._max_characters)
+            except TooLongError as e:
+                raise self._too_many_characters(e.count) from None
+            # Templates write all special tokens themselves, so none is added.
+            if len(text) <= LONG_TEXT and tokenizer.is_linear:
+                return tokenizer.encode(text, add_special_tokens=False)
+            return await self._encode_elsewhere(text, tokenizer, False)
+
+    def _render_message(self, messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> bytes:
+        return render_message(*tokenizer.chat(messages), self._max_characters)
+
+    def _chat_here(self, messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list[int]:
+        text = tokenizer.apply_chat_template(messages)
+        self._check_characters(len(text))
+        return tokenizer.encode(text, add_special_tokens=False, limit=self._context)
+
+    def _check_characters(self, count: int) -> None:
+        if count > self._max_characters:
+            raise self._too_many_characters(count)
+
+    def _too_many_characters(self, count: int) -> ContextLengthError:
+        return ContextLengthError(
+            f"This model's maximum context length is {self._context} tokens, which are {self._max_characters} "
+            f"characters at the very most. The prompt has {count} characters or more.",
+            param="prompt",
+        )
+
+    @contextmanager
+    def _hold(self, characters: int) -> Iterator[None]:
+        """Count a text that waits. A text longer than the limit waits alone."""
+        if self._held and self._held + characters > self._max_held:
+            raise EngineOverloadedError("the queue is full: too much text is waiting to be tokenized")
+        self._held += characters
+        try:
+            yield
+        finally:
+            self._held -= characters
+
+
+_live: WeakSet[Prompts] = WeakSet()
+
+
+def release_idle() -> None:
+    """``release`` for every engine of the running event loop."""
+    loop = asyncio.get_running_loop()
+    for prompts in list(_live):
+        if prompts._loop is loop:
+            prompts.release()
+
+
+def _measure(messages: Sequence[Mapping[str, Any]]) -> tuple[int, bool]:
+    """Characters of the messages' text, and whether that is all they hold: other values may have any size."""
+    characters, simple = 0, True
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, str):
+            characters += len(content)
+        simple = simple and isinstance(content, str) and len(message) == 2
+    return characters, simple
+
+
+# ---- checks of what the prompt and its parameters ask for ----
+
+
+def check_length(length: int, context: int) -> None:
+    """Raises InvalidRequestError for no tokens, ContextLengthError for as many as the context or more."""
+    if length == 0:
+        raise InvalidRequestError("the prompt has no tokens", param="prompt")
+    if length >= context:
+        raise ContextLengthError(
+            f"This model's maximum context length is {context} tokens. The prompt has {length} tokens, "
+            "which leaves no room for the output.",
+            param="prompt",
+        )
+
+
+def check_size(model: ModelInfo, prompt_ids: list[int], params: SamplingParams) -> int:
+    """Tokens to generate at most, or the typed error that says why the request cannot be served."""
+    length, context = len(prompt_ids), model.max_model_len
+    check_length(length, context)
+    capacity = model.kv_capacity_tokens
+    max_tokens = params.max_tokens if params.max_tokens is not None else max(1, min(context, capacity) - length)
+    if length + max_tokens > context:
+        raise ContextLengthError(
+            f"This model's maximum context length is {context} tokens. The request asks for {length + max_tokens} "
+            f"tokens: {length} of the prompt and {max_tokens} of the output (max_tokens).",
+            param="max_tokens",
+        )
+    if length + max_tokens > capacity:
+        raise KVCapacityError(
+            f"the request needs KV for {length + max_tokens} tokens, the cache holds {capacity}; "
+            "raise kv_cache_memory_bytes or lower max_tokens",
+            param="max_tokens",
+        )
+    return max_tokens
+
+
+def check_vocabulary(ids: list[int], vocab_size: int) -> None:
+    """A tokenizer may have tokens that the model has no embedding for: InvalidRequestError."""
+    if (highest := max(ids, default=0)) >= vocab_size:
+        raise InvalidRequestError(
+            f"token id {highest} is outside the vocabulary of {vocab_size}: the tokenizer is larger", param="prompt"
+        )
+
+
+def stop_tokens(model: ModelInfo, params: SamplingParams) -> list[int]:
+    """Tokens that end a sequence, each once. Raises InvalidRequestError for one outside the vocabulary."""
+    for token in params.stop_token_ids:
+        if token >= model.vocab_size:
+            raise InvalidRequestError(
+                f"stop_token_ids: {token} is outside the vocabulary of {model.vocab_size}", param="stop_token_ids"
+            )
+    eos = () if params.ignore_eos else model.eos_token_ids
+    return list(dict.fromkeys((*eos, *params.stop_token_ids)))
+
+
+def hash_salt(cache_salt: str | None) -> int:
+    """64 bits for the prefix index; 0 without a salt."""
+    if cache_salt is None:
+        return 0
+    return int.from_bytes(hashlib.blake2b(cache_salt.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
+
+
+def _checked_ids(ids: Sequence[Any], vocab_size: int) -> list[int]:
+    checked = []
+    for i, value in enumerate(ids):
+        try:
+            token = None if isinstance(value, bool) else operator.index(value)
+        except TypeError:
+            token = None
+        if token is None:
+            raise InvalidRequestError(f"the prompt must hold token ids, got {quoted(value)} at {i}", param="prompt")
+        if not 0 <= token < vocab_size:
+            raise InvalidRequestError(
+                f"token id {quoted(token)} at {i} is outside the vocabulary of {vocab_size}", param="prompt"
+            )
+        checked.append(token)
+    return checked
