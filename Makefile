@@ -1,6 +1,7 @@
 # make serve   a server with the bundled model on http://127.0.0.1:8000
 # make test    everything CI runs
 # make fuzz    coverage-guided fuzzing of what others write, FUZZ_SECONDS for each target (default: 600)
+# make soak    mixed traffic for SOAK_MINUTES (default: 30), memory and descriptors watched
 # Both set up .venv first: the package, editable, with its development tools.
 
 PYTHON ?= python3
@@ -13,7 +14,7 @@ SANITIZED = $(BIN)/cmake -S . -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(absp
 	-DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS=-O1 -DASYNCENGINE_TESTS=ON -DASYNCENGINE_WERROR=ON \
 	-DASYNCENGINE_SANITIZE=$(2) >/dev/null && $(BIN)/cmake --build build/$(1) && build/$(1)/core_tests
 
-.PHONY: install serve test lint native pytest fuzz clean
+.PHONY: install serve test lint native pytest fuzz soak clean
 
 install: $(INSTALLED)
 
@@ -42,6 +43,10 @@ pytest: install
 fuzz: install
 	$(BIN)/pip install --quiet --constraint constraints.txt atheris
 	$(BIN)/python -m tests.fuzz.run all --seconds $(FUZZ_SECONDS)
+
+SOAK_MINUTES ?= 30
+soak: install
+	$(BIN)/python -m tests.soak.mixed --minutes $(SOAK_MINUTES) --seed 1
 
 clean:
 	rm -rf build $(VENV)
