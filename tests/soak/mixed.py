@@ -2,7 +2,9 @@
 
     python -m tests.soak.mixed --minutes 30 --seed 1
 
-The server is a process of its own, started like a user's. A line is fitted to its resident memory after a warm-up.
+The server is a process of its own, started like a user's. A line is fitted to its resident memory after a warm-up,
+in which the KV cache fills for the first time: 402 MB with the bundled model, whose pages the kernel gives when they
+are written.
 Traffic stops at the end of the warm-up and at the end of the run, and both times the server must have come to rest:
 gauges at zero, the canary's text the golden one, descriptors no more than before. Prints a summary as JSON; exits
 with 1 if something failed. Linux only.
