@@ -60,6 +60,7 @@ class App:
         self._key_digests = [_digest(key) for key in config.api_keys]
         self._created = int(time.time())
         self._in_progress = 0
+        self._admission = asyncio.Lock()
         self._idle = asyncio.Event()
         self._idle.set()
         self._routes: dict[str, tuple[str, Handler]] = {
@@ -206,6 +207,7 @@ class App:
                 params=sampling_params(body),
                 body=body,
                 tenant=self._tenant(request),
+                admission=self._admission,
             )
             self._check_allowed(job)
             if not body.stream:

@@ -27,6 +27,7 @@ class Bodies:
 
     def __init__(self, config: ServerConfig) -> None:
         self.held = 0
+        self._parsing = asyncio.Lock()
         self._config = config
 
     @asynccontextmanager
@@ -43,7 +44,12 @@ class Bodies:
         try:
             await self._read(request, body)
             await self._check_shape(body)
-            yield body
+            if len(body) <= ALWAYS_ADMITTED:
+                yield body
+                return
+            async with self._parsing:  # in a turn of the event loop of its own: many at once would hold it up
+                await asyncio.sleep(0)
+                yield body
         finally:
             self.held -= len(body)
 
