@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -25,10 +25,14 @@ from asyncengine.errors import (
     ModelError,
     ModelNotFoundError,
 )
+from asyncengine.models.files import checked_size, read_optional_json
 from asyncengine.request import LONG_TEXT
 from asyncengine.runner.hub import resolve_model
 from asyncengine.tokenizer_trust import check_decoder, encodes_in_proportion
 
+_MAX_CONFIG_BYTES = 8 << 20
+_MAX_TOKENIZER_BYTES = 256 << 20
+"""Of tokenizer.json; those of the largest vocabularies have some 35 MB."""
 _NAMED_SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -67,7 +71,7 @@ class Tokenizer:
         template file cannot be used.
         """
         directory = resolve_model(path_or_id, revision=revision, weights=False)
-        config = _read_optional_json(directory / "tokenizer_config.json")
+        config = read_optional_json(directory / "tokenizer_config.json", _MAX_CONFIG_BYTES)
         backend, specials = _load_backend(directory)
         specials |= _read_specials(directory, config)
         templates = _read_chat_templates(directory, config)
@@ -229,6 +233,7 @@ def _load_backend(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]
     """The tokenizer proper, and special tokens that only its class knows."""
     path = directory / "tokenizer.json"
     if path.is_file():
+        checked_size(path, _MAX_TOKENIZER_BYTES)
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except BaseException as e:  # the library raises bare Exception, and panics
@@ -256,7 +261,7 @@ def _load_with_transformers(directory: Path) -> tuple[tokenizers.Tokenizer, dict
     from transformers import AutoTokenizer
 
     try:
-        slow = AutoTokenizer.from_pretrained(directory)
+        slow = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
         backend = slow.backend_tokenizer
     except BaseException as e:  # whatever an arbitrary tokenizer class raises, and panics
         if not isinstance(e, Exception) and not _is_panic(e):
@@ -267,21 +272,9 @@ def _load_with_transformers(directory: Path) -> tuple[tokenizers.Tokenizer, dict
     }
 
 
-def _read_optional_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as e:
-        raise ModelError(f"cannot read {path}: {e}") from e
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} must hold a JSON object")
-    return value
-
-
 def _read_specials(directory: Path, config: dict[str, Any]) -> dict[str, str]:
     """Named special tokens; each is a string or an object with "content"."""
-    values = _read_optional_json(directory / "special_tokens_map.json") | config
+    values = read_optional_json(directory / "special_tokens_map.json", _MAX_CONFIG_BYTES) | config
     specials = {}
     for name in _NAMED_SPECIALS:
         value = values.get(name)
@@ -304,7 +297,8 @@ def _read_chat_templates(directory: Path, config: dict[str, Any]) -> dict[str, s
                     raise ModelError(f"{path}: chat_template[{i}].{key} must be a string, found {value!r:.100}")
             templates[name] = source
     file = directory / "chat_template.jinja"
-    if file.is_file():
+    if os.path.lexists(file):
+        checked_size(file, _MAX_CONFIG_BYTES)
         try:
             templates["default"] = file.read_text(encoding="utf-8")
         except (OSError, ValueError) as e:

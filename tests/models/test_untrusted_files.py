@@ -469,11 +469,11 @@ def shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
 
 
 def test_nothing_that_runs_code_from_a_file_is_used() -> None:
-    """pickle and its relatives; the parent's own compile processes get their work through a socket pair."""
+    """pickle and its relatives. Our own processes get their work through socket pairs; they answer with plain bytes."""
     forbidden = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
     calls = {"eval", "exec", "torch.load", "np.load", "numpy.load", "torch.jit.load", "torch.hub.load"}
     package = Path(asyncengine.__file__).parent
-    allowed = {("kernels/compile_processes.py", "pickle")}
+    allowed = {("kernels/compile_processes.py", "pickle"), ("sandbox.py", "marshal"), ("sandbox_process.py", "marshal")}
     found = set()
     for path in sorted(package.rglob("*.py")):
         here = path.relative_to(package).as_posix()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import os
 import re
 import signal
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -79,3 +82,40 @@ async def test_health_answers_while_the_model_loads() -> None:
             assert (await reply.json())["error"]["code"] == "loading"
         server.process.terminate()
         assert await server.process.wait() == -signal.SIGTERM
+
+
+def sockets_of(pid: int) -> tuple[set[int], set[int]]:
+    """Local ports on which a process listens, and those of its other TCP sockets."""
+    inodes = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            target = os.readlink(descriptor)
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
+    listening, others = set(), set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[9] in inodes:
+                port = int(fields[1].rpartition(":")[2], 16)
+                (listening if fields[3] == "0A" else others).add(port)
+    return listening, others
+
+
+async def test_serving_listens_on_one_socket_and_opens_none_outward() -> None:
+    async with process(REAL) as server:
+        await server.read_log("ready on")
+        port = int(server.url.rpartition(":")[2])
+        seen: set[int] = set()
+        async with aiohttp.ClientSession() as session:
+            for path, body in (
+                ("/v1/completions", {"prompt": "Once", "max_tokens": 30, "stream": True}),
+                ("/v1/chat/completions", {"messages": [{"role": "user", "content": "A fox"}], "max_tokens": 30}),
+            ):
+                async with session.post(server.url + path, json=body) as response:
+                    assert response.status == 200
+                    seen |= sockets_of(server.process.pid)[1]
+                    await response.read()
+        listening, others = sockets_of(server.process.pid)
+        assert listening == {port}
+        assert others | seen <= {port}  # accepted, not opened
