@@ -1,12 +1,15 @@
 # make serve   a server with the bundled model on http://127.0.0.1:8000
 # make test    everything CI runs
 # make fuzz    coverage-guided fuzzing of what others write, FUZZ_SECONDS for each target (default: 600)
-# make soak    mixed traffic for SOAK_MINUTES (default: 30), memory and descriptors watched
-# Both set up .venv first: the package, editable, with its development tools.
+# make soak    mixed traffic for SOAK_MINUTES (default: 30), memory and descriptors watched; the scheduler beside its
+#              model for a million operations
+# make sanitize  the tests of cancellation, preemption and the scheduler over a core with sanitizers
+# All set up .venv first: the package, editable, with its development tools.
 
 PYTHON ?= python3
 VENV := .venv
 FUZZ_SECONDS ?= 600
+SOAK_MINUTES ?= 30
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 NATIVE := $(wildcard csrc/*/*) CMakeLists.txt pyproject.toml constraints.txt
@@ -14,7 +17,7 @@ SANITIZED = $(BIN)/cmake -S . -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(absp
 	-DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS=-O1 -DASYNCENGINE_TESTS=ON -DASYNCENGINE_WERROR=ON \
 	-DASYNCENGINE_SANITIZE=$(2) >/dev/null && $(BIN)/cmake --build build/$(1) && build/$(1)/core_tests
 
-.PHONY: install serve test lint native pytest fuzz soak clean
+.PHONY: install serve test lint native pytest fuzz soak sanitize clean
 
 install: $(INSTALLED)
 
@@ -44,9 +47,14 @@ fuzz: install
 	$(BIN)/pip install --quiet --constraint constraints.txt atheris
 	$(BIN)/python -m tests.fuzz.run all --seconds $(FUZZ_SECONDS)
 
-SOAK_MINUTES ?= 30
 soak: install
+	$(BIN)/python -m tests.core.long_run --operations 1000000 --seed 1
 	$(BIN)/python -m tests.soak.mixed --minutes $(SOAK_MINUTES) --seed 1
+
+sanitize: install
+	$(BIN)/pip install --quiet --constraint constraints.txt pybind11
+	$(BIN)/python tests/sanitized.py address
+	$(BIN)/python tests/sanitized.py thread
 
 clean:
 	rm -rf build $(VENV)

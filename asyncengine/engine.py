@@ -317,7 +317,9 @@ class AsyncEngine:
     def debug_stats(self) -> DebugStats:
         """What the engine holds, to look for leaks. Raises EngineClosedError like ``model_info``."""
         held = 0 if self._prompts is None else self._prompts.held_characters
-        return DebugStats.of(self._loaded().step_loop, self.config.max_num_seqs, len(self._by_key), held)
+        streams = self._by_key.values()
+        waiting = sum(stream.awaited for stream in streams)
+        return DebugStats.of(self._loaded().step_loop, self.config.max_num_seqs, len(streams), waiting, held)
 
     def __repr__(self) -> str:
         return f"<AsyncEngine {self.config.model} {self._health}>"

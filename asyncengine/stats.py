@@ -72,13 +72,15 @@ class DebugStats:
     """Requests that the core still has in memory."""
     streams: int
     """Requests whose consumer has not seen their end."""
+    tasks: int
+    """Tasks that wait for a delta or for the end of a request."""
     queued_requests: int
     queued_tokens: int
     queued_characters: int
     """Of prompts that are being tokenized, or wait for it."""
 
     @classmethod
-    def of(cls, step_loop: _core.StepLoop, max_num_seqs: int, streams: int, queued_characters: int) -> Self:
+    def of(cls, step_loop: _core.StepLoop, max_num_seqs: int, streams: int, tasks: int, queued_characters: int) -> Self:
         s = step_loop.stats()
         return cls(
             free_blocks=s.free_blocks - s.cached_blocks,
@@ -90,6 +92,7 @@ class DebugStats:
             leases=s.leases,
             live_requests=s.live_requests,
             streams=streams,
+            tasks=tasks,
             queued_requests=s.queued_requests,
             queued_tokens=s.queued_tokens,
             queued_characters=queued_characters,

@@ -167,6 +167,11 @@ class RequestStream:
 
     # ---- the engine's side ----
 
+    @property
+    def awaited(self) -> bool:
+        """Whether a task waits for what comes next."""
+        return self._waiter is not None
+
     def feed(
         self,
         index: int,

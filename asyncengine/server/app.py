@@ -56,7 +56,7 @@ class App:
         self.engine: Engine | None = None
         self.draining = False
         self.bodies = Bodies(config)
-        self.metrics = Metrics(lambda: self.engine, lambda: self.model_name)
+        self.metrics = Metrics(lambda: self.engine, lambda: self.model_name, lambda: self.bodies.held)
         self._key_digests = [_digest(key) for key in config.api_keys]
         self._created = int(time.time())
         self._in_progress = 0

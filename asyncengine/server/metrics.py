@@ -51,8 +51,11 @@ class Histogram:
 class Metrics(Collector):
     """What one server exports. ``engine`` answers None until the model is loaded."""
 
-    def __init__(self, engine: Callable[[], Engine | None], model_name: Callable[[], str]) -> None:
+    def __init__(
+        self, engine: Callable[[], Engine | None], model_name: Callable[[], str], body_bytes: Callable[[], int]
+    ) -> None:
         self._engine = engine
+        self._body_bytes = body_bytes
         self._model_name = model_name
         self.time_to_first_token = Histogram(_FIRST_TOKEN_SECONDS)
         self.inter_token_latency = Histogram(_TOKEN_SECONDS)
@@ -87,6 +90,10 @@ class Metrics(Collector):
         engine = self._engine()
         if engine is not None:
             yield from _engine_metrics(engine.stats(), label)
+        text = "Bytes of request bodies that are being received or parsed."
+        held = GaugeMetricFamily("asyncengine:request_body_bytes", text, labels=_LABELS)
+        held.add_metric(label, self._body_bytes())
+        yield held
         labels = [*_LABELS, "finished_reason"]
         success = CounterMetricFamily("asyncengine:request_success", "Sequences by ending.", labels=labels)
         for reason, count in self.finished.items():

@@ -49,6 +49,21 @@ async def test_outputs_do_not_depend_on_the_machinery(machinery: str) -> None:
             assert engine.stats().num_preemptions > 0
 
 
+async def test_a_tenth_of_the_kv_with_priorities_loses_nobody() -> None:
+    """200 requests at once. Their tokens are what the model says of each alone, as those of a roomy engine are."""
+    jobs = random_jobs(200, seed=11, longest_prompt=90, longest_output=60)
+    rng = random.Random(12)
+    needed = 32 * 2 * 150 // 16  # blocks of as many sequences as may run, siblings counted
+    async with SimulatedEngine(num_kv_blocks=needed // 10, max_num_seqs=32, max_model_len=160) as engine:
+        async with no_leaks(engine):
+            outputs = await asyncio.gather(
+                *(engine.generate(job.prompt, job.params, priority=rng.randint(-3, 3)) for job in jobs)
+            )
+        for job, output in zip(jobs, outputs, strict=True):
+            check_output(engine, job, output)
+        assert engine.stats().num_preemptions > 0
+
+
 @pytest.mark.parametrize("loop_name", BOTH_LOOPS)
 async def test_one_after_the_other(loop_name: str) -> None:
     async with SimulatedEngine(ends=True) as engine, no_leaks(engine):

@@ -44,7 +44,7 @@ async def observed(engine: AsyncEngine) -> AsyncIterator[Site]:
         await testing.settle(engine)
         async with testing.no_leaks(engine):
             yield site
-        for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "request_body_bytes"):
             assert set((await site.metric(f"asyncengine:{gauge}")).values()) == {0.0}, gauge
         assert (await site.post(COMPLETIONS, **CANARY)).json["choices"][0]["text"] == golden
 

@@ -29,7 +29,7 @@ from tests.soak.server import Server, serving
 from tests.soak.traffic import COMPLETIONS, Traffic
 
 CANARY = {"prompt": "Once upon a time", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
-GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "request_body_bytes")
 MAX_SLOPE_MB = 1.0  # in ten minutes
 SETTLE_S = 10.0
 
