@@ -91,7 +91,7 @@ def _decoder_factory(tokenizer: Tokenizer, skip: bool) -> Callable[[], _Decoder]
     spec = json.loads(decoder.__getstate__()) if decoder is not None else {"type": None}
     steps = spec["decoders"] if spec["type"] == "Sequence" else [spec]
     match steps:
-        case [{"type": "ByteLevel"}]:
+        case [{"type": "ByteLevel"}] | [{"type": "ByteLevel"}, {"type": "Fuse"}]:
             byte_pieces = _Pieces(tokenizer, skip, _byte_level_piece)
             return lambda: _ByteLevelDecoder(byte_pieces)
         case [

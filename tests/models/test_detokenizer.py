@@ -16,7 +16,7 @@ from tokenizers import decoders, models
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from asyncengine.detokenizer import IncrementalDetokenizer, StopStringMatcher
-from asyncengine.tokenization import Tokenizer
+from asyncengine.tokenization import Tokenizer, placeholder_tokenizer
 from tests.models import tiny
 
 
@@ -239,3 +239,14 @@ def test_no_stop_strings_hold_nothing_back():
     matcher = StopStringMatcher([])
     assert matcher.push("text") == ("text", None)
     assert matcher.flush() == ""
+
+
+def test_a_decoder_that_fuses_after_byte_level_is_byte_level() -> None:
+    """Characters of many tokens are never split: a window of few tokens would do that."""
+    backend = placeholder_tokenizer(300).backend
+    backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
+    tokenizer = Tokenizer(backend)
+    text = "ǷǷ 🦊" * 5
+    ids = backend.encode(text).ids
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    assert "".join(detokenizer.push([i]) for i in ids) + detokenizer.flush() == text == tokenizer.decode(ids)
