@@ -311,19 +311,21 @@ TEST(a_launch_that_runs_out_of_memory_fails_its_step_alone) {
   }
 }
 
-// The graph runs, and no event says when it will be over: its buffers may not be freed.
+// The graph runs, and no event says when it will be over: its buffers may not be freed. (Pageable staging has the thread
+// that launches wait for the graph before the event: a_hung_kernel_becomes_an_error_within_the_time_limit.)
 TEST(a_launch_that_fails_halfway_keeps_its_buffers) {
   using enum StagingMode;
-  for (const StagingMode staging : {kPageable, kPinned, kMapped, kAhead}) {
+  for (const StagingMode staging : {kPinned, kMapped, kAhead}) {
     Options options;
     options.staging = staging;
-    options.latency = 300ms;
     Engine engine(options);
+    engine.device.hang_at(0);
     engine.device.fail_call(SimulatedDevice::Call::kEventRecord, staging == kAhead ? 1 : 0, 999);
     CHECK(engine.submit(make_spec(0, 20, 5)) == SubmitResult::kAccepted);
     CHECK(!engine.run());
     CHECK(engine.loop->error().find("cudaEventRecord") != std::string::npos);
     CHECK(!engine.loop->stop(1ms));
+    engine.device.resume();
     CHECK(engine.loop->stop(5s));
   }
 }
