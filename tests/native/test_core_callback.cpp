@@ -181,7 +181,7 @@ TEST(no_row_is_fed_a_negative_token) {
 
 TEST(time_for_which_the_executor_was_held_up_does_not_count) {
   Options options;
-  options.step_timeout = 100ms;
+  options.step_timeout = 400ms;
   std::atomic<bool> held{true};
   std::atomic<int64_t> released_ns{0};
   const int64_t start_ns = steady_now_ns();
@@ -195,7 +195,7 @@ TEST(time_for_which_the_executor_was_held_up_does_not_count) {
       [&](int64_t now) { return (released_ns ? released_ns.load() : now) - start_ns; }));
   loop.start();
   CHECK(loop.submit({1, {1, 2, 3}, 1, 3, 0, 0, {}, {}}) == SubmitResult::kAccepted);
-  std::this_thread::sleep_for(500ms);
+  std::this_thread::sleep_for(1200ms);
   CHECK(loop.drain([](const StepLoop::News&) {}));
   held = false;
   released_ns = steady_now_ns();
