@@ -218,7 +218,8 @@ async def test_timing() -> None:
             assert timing.e2e >= timing.ttft >= timing.queue_time >= 0
             assert timing.e2e >= 10 * 0.002
             assert timing.tpot >= 0.002 * 0.9
-        assert second.timing.queue_time >= 10 * 0.002  # one slot: it waited for all of the first
+        # One slot: it waited for what the first had left, which on a busy machine began before this one arrived.
+        assert second.timing.queue_time >= 5 * 0.002
 
 
 # ---- streams ----
