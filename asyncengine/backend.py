@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from asyncengine import _core
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFoundError
-from asyncengine.kernels.compile_processes import compile_processes
+from asyncengine.kernels.cuda.launch.compile_processes import compile_processes
 from asyncengine.runner.loop_config import step_loop_config
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def choose_device(config: EngineConfig) -> Literal["cpu", "cuda"]:
 
 
 def _load_on_cpu(config: EngineConfig, *, progress: bool) -> Backend:
-    from asyncengine.kernels.cpu import CpuOps
+    from asyncengine.kernels.cpu.ops import CpuOps
     from asyncengine.runner.model_runner import CpuModelRunner
 
     tokenizer = load_tokenizer(config)

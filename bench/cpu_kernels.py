@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from asyncengine import _core
-from asyncengine.kernels.cpu import CpuOps
+from asyncengine.kernels.cpu.ops import CpuOps
 
 T = TypeVar("T")
 

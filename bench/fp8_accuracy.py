@@ -8,7 +8,7 @@ once; each count of rows has kernels of its own. Then both continue the first ha
 all logits together, KL the mean divergence of the two distributions (nats).
 
 The noise beside them is bfloat16 against itself: token by token against prompts. With --device cpu both are plain torch
-in float32 (asyncengine.kernels.reference), which shows what quantising alone does.
+in float32 (asyncengine.kernels.cpu.reference), which shows what quantising alone does.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from asyncengine.bundled.grammar import generate
 from asyncengine.cli.benchmarks import report
 from asyncengine.cli.benchmarks.report import Figure
 from asyncengine.config import EngineConfig
-from asyncengine.kernels.host import HostOps
+from asyncengine.kernels.attention import NativeAttention
+from asyncengine.kernels.cpu.host import HostOps
+from asyncengine.kernels.float8 import Quantization
 from asyncengine.kernels.ops import Ops
-from asyncengine.kernels.quantize import Quantization
-from asyncengine.layers.attention import NativeAttention
-from asyncengine.runner import kv_cache
+from asyncengine.runner import memory as kv_cache
 from asyncengine.runner.model_runner import LoadedModel, load_model
 from asyncengine.tokenization import Tokenizer
 
@@ -79,9 +79,9 @@ class Sequences:
         )  # fmt: skip
 
     def _device_batch(self, ids: Tensor, positions: Tensor, slots: Tensor, rows: int, context: int) -> Any:
-        from asyncengine.kernels.cuda import CudaBatch
-        from asyncengine.kernels.device_step import allocate_step
-        from asyncengine.kernels.work_list import AttentionShape, WorkList
+        from asyncengine.kernels.cuda.attention.work.lists import AttentionShape, WorkList
+        from asyncengine.kernels.cuda.ops import CudaBatch
+        from asyncengine.kernels.cuda.step.tensors import allocate_step
 
         config, device = self._loaded.config, self._ops.device
         count = len(ids) // rows
@@ -118,12 +118,12 @@ def load(directory: Path, quantization: Quantization, args: argparse.Namespace, 
     )  # fmt: skip
     ops: Ops
     if args.device == "cpu":
-        from asyncengine.kernels.reference import Float8ReferenceOps, ReferenceOps
+        from asyncengine.kernels.cpu.reference import Float8ReferenceOps, ReferenceOps
 
         ops = Float8ReferenceOps() if quantization == "fp8" else ReferenceOps()
     else:
-        from asyncengine.kernels.cuda import CudaOps, CudaOptions, can_stream
-        from asyncengine.kernels.linear_plans import PlanTable
+        from asyncengine.kernels.cuda.linear.choose import PlanTable
+        from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions, can_stream
 
         device = torch.device("cuda", 0)
         plans = PlanTable.load(torch.cuda.get_device_name(device))

@@ -26,14 +26,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from asyncengine.kernels.cuda import attend_stored, can_stream
-from asyncengine.kernels.device_step import DeviceStep, allocate_step
-from asyncengine.kernels.gluon_paged_decode import streamed_decode_attention
-from asyncengine.kernels.ops import HeadNorms, split_heads
-from asyncengine.kernels.triton_decode import decode_attention, longest_context
-from asyncengine.kernels.triton_paged_decode import paged_decode_attention
-from asyncengine.kernels.triton_rows import rotary_store_kv, store_kv
-from asyncengine.kernels.work_list import (
+from asyncengine.kernels.cuda.attention.few_keys import decode_attention, longest_context
+from asyncengine.kernels.cuda.attention.paged_decode import paged_decode_attention
+from asyncengine.kernels.cuda.attention.tma_decode import streamed_decode_attention
+from asyncengine.kernels.cuda.attention.work.lists import (
     AttentionShape,
     Tile,
     WorkList,
@@ -42,6 +38,10 @@ from asyncengine.kernels.work_list import (
     choose_tiles,
     multiprocessors,
 )
+from asyncengine.kernels.cuda.ops import attend_stored, can_stream
+from asyncengine.kernels.cuda.rows.rows import rotary_store_kv, store_kv
+from asyncengine.kernels.cuda.step.tensors import DeviceStep, allocate_step
+from asyncengine.kernels.ops import HeadNorms, split_heads
 from asyncengine.models.config import ModelConfig
 
 DTYPE = torch.bfloat16

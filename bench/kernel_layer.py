@@ -28,8 +28,8 @@ from kernel_attention import (
 from kernel_timing import Call, Line, Lines, Timer
 from replay import decode_rows
 
-from asyncengine.kernels import pdl as pdl_kernels
-from asyncengine.kernels.work_list import WorkList
+from asyncengine.kernels.cuda.attention.work.lists import WorkList
+from asyncengine.kernels.cuda.launch import programmatic as pdl_kernels
 
 LAYERS = "1x128,1x288,1x2048,8x288,64x288,256x288,256x2048"
 """rows x context, which the new token ends"""

@@ -18,11 +18,11 @@ from kernel_timing import Line, Lines, Timer, copies_for
 from torch import Tensor
 from tune_linear import THREADS, sites
 
-from asyncengine.kernels.cuda import CudaBatch, CudaLinear, CudaOps, CudaOptions, Stream, can_stream
-from asyncengine.kernels.device_step import allocate_step
-from asyncengine.kernels.linear_plans import CUBLAS, MAX_ROWS, Plan, PlanTable, Site, round_rows
+from asyncengine.kernels.cuda.linear.choose import CUBLAS, MAX_ROWS, Plan, PlanTable, Site, round_rows
+from asyncengine.kernels.cuda.ops import CudaBatch, CudaLinear, CudaOps, CudaOptions, Stream, can_stream
+from asyncengine.kernels.cuda.sampling.sample import sample
+from asyncengine.kernels.cuda.step.tensors import allocate_step
 from asyncengine.kernels.ops import Activation, Norm
-from asyncengine.kernels.triton_sampler import sample
 from asyncengine.models.config import ModelConfig
 from asyncengine.runner.tuning import Tuner, norm_behind
 

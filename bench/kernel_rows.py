@@ -13,9 +13,9 @@ from kernel_timing import Call, Line, Lines, Timer, copies_for
 from replay import Row, step_input
 from torch import Tensor
 
-from asyncengine.kernels import triton_rows
-from asyncengine.kernels.device_step import allocate_step
-from asyncengine.kernels.ingest import ingest, make_source
+from asyncengine.kernels.cuda.rows import rows as triton_rows
+from asyncengine.kernels.cuda.step.ingest import ingest, make_source
+from asyncengine.kernels.cuda.step.tensors import allocate_step
 from asyncengine.kernels.ops import Norm, split_heads
 from asyncengine.models.config import ModelConfig
 

@@ -15,8 +15,8 @@ from gpu_common import read_model
 from kernel_timing import Call, Line, Lines, Timer, copies_for
 from torch import Tensor
 
-from asyncengine.kernels import triton_sampler
-from asyncengine.kernels.device_step import allocate_step
+from asyncengine.kernels.cuda.sampling import sample as triton_sampler
+from asyncengine.kernels.cuda.step.tensors import allocate_step
 
 KINDS = ("peaked", "normal", "flat")
 MAX_COPIES_OF_TORCH = 3

@@ -33,7 +33,7 @@ from kernel_timing import Line, Timer, header, matrix_rate, row
 
 from asyncengine.cli.benchmarks import report
 from asyncengine.cli.benchmarks.report import Figure
-from asyncengine.kernels import pdl
+from asyncengine.kernels.cuda.launch import programmatic as pdl
 
 PARTS: dict[str, ModuleType] = {
     "rows": kernel_rows,

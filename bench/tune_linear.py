@@ -20,8 +20,7 @@ from pathlib import Path
 import torch
 from gpu_common import BANDWIDTH, SHAPES, projection_biases, projections, read_model
 
-from asyncengine.kernels.cuda import can_stream
-from asyncengine.kernels.linear_plans import (
+from asyncengine.kernels.cuda.linear.choose import (
     NormKind,
     Plan,
     PlanTable,
@@ -31,6 +30,7 @@ from asyncengine.kernels.linear_plans import (
     candidates,
     fallback,
 )
+from asyncengine.kernels.cuda.ops import can_stream
 from asyncengine.runner.tuning import Tuner, allowed, worth_trying
 
 ROWS = "1,8,16,32,64,128,256"

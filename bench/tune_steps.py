@@ -36,8 +36,8 @@ from tune_linear import read_table, sites
 
 from asyncengine import AsyncEngine
 from asyncengine.cli.embed import loop_factory
-from asyncengine.kernels.compiling import compile_launches
-from asyncengine.kernels.linear_plans import MULTIPROCESSORS, Plan, PlanTable, Site, candidates, default_plan
+from asyncengine.kernels.cuda.launch.compiling import compile_launches
+from asyncengine.kernels.cuda.linear.choose import MULTIPROCESSORS, Plan, PlanTable, Site, candidates, default_plan
 from asyncengine.runner.device_steps import GREEDY
 from asyncengine.runner.tuning import FAILURES
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from asyncengine.errors import ModelError, ModelNotFoundError, UnsupportedModelError
 from asyncengine.kernels.ops import Activation
-from asyncengine.layers.rotary import RopeConfig, yarn_attention_factor
 from asyncengine.models.files import excerpt, read_json
+from asyncengine.models.rotary import RopeConfig, yarn_attention_factor
 
 _MISSING: Any = object()
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from asyncengine.kernels.attention import AttentionBackend, LayerKVCache
 from asyncengine.kernels.ops import Activation, AttentionLayer, Norm, Ops
-from asyncengine.layers.attention import AttentionBackend, LayerKVCache
 from asyncengine.models.config import ModelConfig, RawConfig
 from asyncengine.models.files import excerpt
 from asyncengine.models.weights import WeightSource

@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
+from asyncengine.kernels.attention import AttentionBackend, LayerKVCache
 from asyncengine.kernels.ops import AttentionLayer, HeadNorms, Norm, Ops
-from asyncengine.layers.attention import AttentionBackend, LayerKVCache
-from asyncengine.layers.rotary import rotary_table
 from asyncengine.models.config import ModelConfig, RawConfig, read_rope
 from asyncengine.models.files import excerpt
+from asyncengine.models.rotary import rotary_table
 from asyncengine.models.weights import WeightSource
 
 

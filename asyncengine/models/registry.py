@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 from asyncengine.errors import UnsupportedModelError
+from asyncengine.kernels.attention import AttentionBackend, LayerKVCache
 from asyncengine.kernels.ops import Ops
-from asyncengine.layers.attention import AttentionBackend, LayerKVCache
 from asyncengine.models import gpt2, llama, mistral, qwen2, qwen3
 from asyncengine.models.config import ModelConfig, RawConfig
 from asyncengine.models.files import excerpt

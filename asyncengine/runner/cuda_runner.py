@@ -13,17 +13,17 @@ import torch
 from asyncengine import _core
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
-from asyncengine.kernels import pdl
-from asyncengine.kernels.compile_processes import MAX_COMPILATIONS
-from asyncengine.kernels.compiling import compile_launches
-from asyncengine.kernels.cuda import CudaOps, CudaOptions, can_stream
-from asyncengine.kernels.linear_plans import MAX_ROWS, ROWS_OF_CUBLAS, PlanTable
-from asyncengine.layers.attention import NativeAttention
+from asyncengine.kernels.attention import NativeAttention
+from asyncengine.kernels.cuda.launch import programmatic as pdl
+from asyncengine.kernels.cuda.launch.compile_processes import MAX_COMPILATIONS
+from asyncengine.kernels.cuda.launch.compiling import compile_launches
+from asyncengine.kernels.cuda.linear.choose import MAX_ROWS, ROWS_OF_CUBLAS, PlanTable
+from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions, can_stream
 from asyncengine.model_info import ModelInfo
-from asyncengine.runner import kv_cache
+from asyncengine.runner import memory as kv_cache
 from asyncengine.runner.buckets import Bucket, token_buckets
-from asyncengine.runner.cuda_graphs import CapturedSteps, loaded_libcudart
 from asyncengine.runner.device_steps import FULL, GREEDY, DeviceSteps, StepBuffers, step_buckets
+from asyncengine.runner.graphs import CapturedSteps, loaded_libcudart
 from asyncengine.runner.loop_config import step_loop_config
 from asyncengine.runner.model_runner import LoadedModel, load_model
 from asyncengine.runner.tuning import Measuring, Tuner, tune_missing

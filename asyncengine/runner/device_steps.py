@@ -11,12 +11,8 @@ from torch import Tensor
 
 from asyncengine import _core
 from asyncengine.config import EngineConfig
-from asyncengine.kernels.cuda import CudaBatch, CudaOps
-from asyncengine.kernels.device_step import DeviceStep, allocate_step
-from asyncengine.kernels.ingest import StepSource, copy_blocks, ingest, make_source
-from asyncengine.kernels.triton_decode import longest_context
-from asyncengine.kernels.triton_sampler import sample
-from asyncengine.kernels.work_list import (
+from asyncengine.kernels.cuda.attention.few_keys import longest_context
+from asyncengine.kernels.cuda.attention.work.lists import (
     AttentionShape,
     Cut,
     Tile,
@@ -27,8 +23,12 @@ from asyncengine.kernels.work_list import (
     choose_streamed_tile,
     multiprocessors,
 )
+from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps
+from asyncengine.kernels.cuda.sampling.sample import sample
+from asyncengine.kernels.cuda.step.ingest import StepSource, copy_blocks, ingest, make_source
+from asyncengine.kernels.cuda.step.tensors import DeviceStep, allocate_step
 from asyncengine.runner.buckets import ANY_CONTEXT, Bucket, choose_buckets
-from asyncengine.runner.kv_cache import KVCache
+from asyncengine.runner.memory import KVCache
 from asyncengine.runner.model_runner import LoadedModel
 
 _INVARIANT_SPLITS = 8

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from asyncengine.errors import ConfigError, MissingWeightError, ModelError, UnsupportedModelError, WeightMismatchError
 from asyncengine.models.files import checked_size, excerpt
-from asyncengine.runner.kv_cache import total_memory
+from asyncengine.runner.memory import total_memory
 
 logger = logging.getLogger(__name__)
 

@@ -14,18 +14,18 @@ from torch import Tensor
 from asyncengine._core import StepBatch
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
-from asyncengine.kernels.cpu import CpuOps
-from asyncengine.kernels.host import HostOps
+from asyncengine.kernels.attention import AttentionBackend, LayerKVCache, make_attention
+from asyncengine.kernels.cpu.host import HostOps
+from asyncengine.kernels.cpu.ops import CpuOps
 from asyncengine.kernels.ops import Ops
-from asyncengine.layers.attention import AttentionBackend, LayerKVCache, make_attention
 from asyncengine.model_info import ModelInfo
 from asyncengine.models.config import ModelConfig, RawConfig
 from asyncengine.models.files import read_optional_json
 from asyncengine.models.registry import CausalLM, find_family
-from asyncengine.runner import kv_cache
+from asyncengine.runner import memory as kv_cache
 from asyncengine.runner.hub import resolve_model
-from asyncengine.runner.kv_cache import KVCache
 from asyncengine.runner.loader import Checkpoint, DummyWeights, choose_dtype
+from asyncengine.runner.memory import KVCache
 
 
 @dataclass(frozen=True, slots=True)

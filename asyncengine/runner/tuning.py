@@ -21,11 +21,9 @@ import torch
 from torch import Tensor
 from triton import TritonError
 
-from asyncengine.kernels import triton_rows as rows
-from asyncengine.kernels.compiling import compile_launches
-from asyncengine.kernels.cuda import CudaBatch, CudaLinear, CudaOps, CudaOptions, Stream
-from asyncengine.kernels.device_step import DeviceStep, allocate_step
-from asyncengine.kernels.linear_plans import (
+from asyncengine.kernels.cuda.launch.compiling import compile_launches
+from asyncengine.kernels.cuda.launch.programmatic import StreamingOptions
+from asyncengine.kernels.cuda.linear.choose import (
     Plan,
     PlanTable,
     Site,
@@ -34,11 +32,13 @@ from asyncengine.kernels.linear_plans import (
     fallback,
     keep,
 )
+from asyncengine.kernels.cuda.linear.residual import Unnormed
+from asyncengine.kernels.cuda.ops import CudaBatch, CudaLinear, CudaOps, CudaOptions, Stream
+from asyncengine.kernels.cuda.rows import rows
+from asyncengine.kernels.cuda.sampling.sample import sample
+from asyncengine.kernels.cuda.step.tensors import DeviceStep, allocate_step
+from asyncengine.kernels.float8 import quantize_weights
 from asyncengine.kernels.ops import Norm
-from asyncengine.kernels.pdl import StreamingOptions
-from asyncengine.kernels.quantize import quantize_weights
-from asyncengine.kernels.triton_sampler import sample
-from asyncengine.kernels.unnormed import Unnormed
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@
 //
 // One buffer means one copy to a device. Everything else a step needs (last tokens, block tables, sampling state)
 // already lives with the executor, one row per slot. A row names all that concerns its slot, so that a device can take
-// in every row independently of the others. asyncengine/kernels/ingest.py reads the same layout.
+// in every row independently of the others. asyncengine/kernels/cuda/step/ingest.py reads the same layout.
 #pragma once
 
 #include <cstddef>

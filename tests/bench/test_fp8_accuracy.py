@@ -14,10 +14,10 @@ from torch import Tensor
 
 from asyncengine import bundled_model
 from asyncengine.config import EngineConfig
-from asyncengine.kernels.cuda import CudaOps, CudaOptions
+from asyncengine.kernels.attention import NativeAttention
+from asyncengine.kernels.cpu.reference import Float8ReferenceOps, ReferenceOps
+from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
 from asyncengine.kernels.ops import Ops
-from asyncengine.kernels.reference import Float8ReferenceOps, ReferenceOps
-from asyncengine.layers.attention import NativeAttention
 from asyncengine.runner.model_runner import load_model
 from tests.kernels.interpreter import repair_interpreter
 from tests.models import tiny

@@ -11,7 +11,7 @@ import pytest
 import tune_steps
 from gpu_common import SHAPES, read_model
 
-from asyncengine.kernels.linear_plans import CUBLAS, Plan, PlanTable, Site, candidates
+from asyncengine.kernels.cuda.linear.choose import CUBLAS, Plan, PlanTable, Site, candidates
 
 A, B = (Site(columns, 64, 8, "none", None, False, True) for columns in (64, 128))
 SLOW, FAST, FASTER = (Plan("streamed", 64, 64, 4, 8, 1, stages) for stages in (2, 3, 4))

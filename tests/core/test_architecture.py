@@ -22,7 +22,6 @@ LAYERS: list[set[str]] = [
     {"errors", "_core", "bundled", "sandbox"},
     {"config", "request", "model_info", "stats", "fairness"},
     {"kernels"},
-    {"layers"},
     {"models"},
     {"runner"},
     {"tokenizer_trust", "text_threads", "sandbox_process"},

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from asyncengine.errors import ConfigError
-from asyncengine.kernels.work_items import FIRST, LAST, PIECES
-from asyncengine.kernels.work_list import WorkList, choose_streamed_tile
+from asyncengine.kernels.cuda.attention.work.items import FIRST, LAST, PIECES
+from asyncengine.kernels.cuda.attention.work.lists import WorkList, choose_streamed_tile
 from tests.gpu.conftest import needs_hopper
 from tests.kernels.poison import poison_new_memory
 from tests.kernels.test_triton_attention import Case

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from asyncengine.errors import ConfigError
-from asyncengine.kernels.cuda import attend_stored
-from asyncengine.kernels.gluon_linear import streamed_linear
-from asyncengine.kernels.gluon_paged_decode import streamed_stored_attention
-from asyncengine.kernels.gluon_paged_prefill import streamed_prefill_attention
-from asyncengine.kernels.linear_plans import Plan
+from asyncengine.kernels.cuda.attention.tma_decode import streamed_stored_attention
+from asyncengine.kernels.cuda.attention.tma_prefill import streamed_prefill_attention
+from asyncengine.kernels.cuda.attention.work.items import BEGIN, PIECES
+from asyncengine.kernels.cuda.attention.work.lists import WorkList, choose_mixed_tiles, choose_tiles
+from asyncengine.kernels.cuda.linear.choose import Plan
+from asyncengine.kernels.cuda.linear.tma import streamed_linear
+from asyncengine.kernels.cuda.ops import attend_stored
+from asyncengine.kernels.cuda.rows.rows import rotary_store_kv, store_kv
 from asyncengine.kernels.ops import split_heads
-from asyncengine.kernels.triton_rows import rotary_store_kv, store_kv
-from asyncengine.kernels.work_items import BEGIN, PIECES
-from asyncengine.kernels.work_list import WorkList, choose_mixed_tiles, choose_tiles
 from tests.gpu.conftest import needs_hopper
 from tests.gpu.test_gluon_attention import EDGES
 from tests.kernels.poison import poison_new_memory

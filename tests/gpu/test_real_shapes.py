@@ -13,15 +13,15 @@ from torch import Tensor
 
 from asyncengine import _core
 from asyncengine.config import EngineConfig
-from asyncengine.kernels import pdl
-from asyncengine.kernels.cuda import CudaOps, CudaOptions, can_stream
-from asyncengine.kernels.linear_plans import PlanTable
-from asyncengine.layers.attention import NativeAttention
+from asyncengine.kernels.attention import NativeAttention
+from asyncengine.kernels.cuda.launch import programmatic as pdl
+from asyncengine.kernels.cuda.linear.choose import PlanTable
+from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions, can_stream
 from asyncengine.models.config import RawConfig
 from asyncengine.models.registry import find_family
-from asyncengine.runner.cuda_graphs import loaded_libcudart
 from asyncengine.runner.cuda_runner import CudaRunner, make_steps
 from asyncengine.runner.device_steps import step_buckets
+from asyncengine.runner.graphs import loaded_libcudart
 from asyncengine.runner.model_runner import LoadedModel
 from tests.gpu.conftest import SHAPES
 

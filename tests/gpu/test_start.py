@@ -14,8 +14,8 @@ import torch
 
 from asyncengine.backend import load_backend
 from asyncengine.config import EngineConfig
-from asyncengine.kernels.cuda import can_stream
-from asyncengine.kernels.linear_plans import PlanTable, cache_path
+from asyncengine.kernels.cuda.linear.choose import PlanTable, cache_path
+from asyncengine.kernels.cuda.ops import can_stream
 from asyncengine.runner import tuning
 from tests.models import tiny
 

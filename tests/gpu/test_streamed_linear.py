@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncengine.kernels import gluon_linear
-from asyncengine.kernels.cuda import CudaOps, CudaOptions, Stream
-from asyncengine.kernels.gluon_linear import streamed_linear, streamed_parts, streamed_sum
-from asyncengine.kernels.linear_plans import CUBLAS, MAX_ROWS, Plan, PlanTable, Site, plan_for_many_rows
+from asyncengine.kernels.cuda.linear import tma as gluon_linear
+from asyncengine.kernels.cuda.linear.choose import CUBLAS, MAX_ROWS, Plan, PlanTable, Site, plan_for_many_rows
+from asyncengine.kernels.cuda.linear.residual import Unnormed, fold_norm
+from asyncengine.kernels.cuda.linear.tma import streamed_linear, streamed_parts, streamed_sum
+from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions, Stream
 from asyncengine.kernels.ops import Norm
-from asyncengine.kernels.unnormed import Unnormed, fold_norm
 from tests.gpu.conftest import needs_hopper
 from tests.kernels.poison import poison_new_memory, surrounded, taken
 from tests.kernels.test_triton_linear import Case

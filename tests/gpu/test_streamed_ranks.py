@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncengine.kernels import gluon_head
-from asyncengine.kernels.cuda import CudaBatch, CudaLinear, CudaOps, CudaOptions, Stream
-from asyncengine.kernels.device_step import DeviceStep, allocate_step
-from asyncengine.kernels.gluon_head import streamed_ranks
-from asyncengine.kernels.gluon_linear import streamed_linear
-from asyncengine.kernels.linear_plans import CUBLAS, Plan, PlanTable, Site, round_rows
+from asyncengine.kernels.cuda.linear import tma_ranks as gluon_head
+from asyncengine.kernels.cuda.linear.choose import CUBLAS, Plan, PlanTable, Site, round_rows
+from asyncengine.kernels.cuda.linear.tma import streamed_linear
+from asyncengine.kernels.cuda.linear.tma_ranks import streamed_ranks
+from asyncengine.kernels.cuda.ops import CudaBatch, CudaLinear, CudaOps, CudaOptions, Stream
+from asyncengine.kernels.cuda.sampling.filters import MAX_VOCAB
+from asyncengine.kernels.cuda.sampling.sample import Ranks, sample
+from asyncengine.kernels.cuda.step.tensors import DeviceStep, allocate_step
 from asyncengine.kernels.ops import Norm
-from asyncengine.kernels.triton_filters import MAX_VOCAB
-from asyncengine.kernels.triton_sampler import Ranks, sample
 from tests.gpu.conftest import needs_hopper
 from tests.kernels.poison import poison_new_memory, surrounded
 from tests.kernels.twins import greatest_ranks

@@ -19,7 +19,7 @@ from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
 if TYPE_CHECKING:
-    from asyncengine.kernels.quantize import Quantization
+    from asyncengine.kernels.float8 import Quantization
 
 
 class CompileOnly(DriverBase):
@@ -145,9 +145,9 @@ def _changes(name: str, made: dict[str, list[str]], handed: dict[str, str], indu
 def main(directory: str, dtype: str, quantization: Quantization = "none") -> None:
     from asyncengine import _core
     from asyncengine.config import EngineConfig
-    from asyncengine.kernels.cuda import CudaOps, CudaOptions
-    from asyncengine.kernels.linear_plans import Plan, PlanTable, Site
-    from asyncengine.layers.attention import NativeAttention
+    from asyncengine.kernels.attention import NativeAttention
+    from asyncengine.kernels.cuda.linear.choose import Plan, PlanTable, Site
+    from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
     from asyncengine.runner.buckets import Bucket
     from asyncengine.runner.cuda_runner import make_steps
     from asyncengine.runner.device_steps import FULL, GREEDY

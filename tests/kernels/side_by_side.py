@@ -23,12 +23,13 @@ from triton.runtime.jit import JITCallable
 
 from asyncengine import _core
 from asyncengine.config import EngineConfig
-from asyncengine.kernels import compile_processes, compiling, cuda
-from asyncengine.kernels.compiling import Kernel, compile_launches, kernel
-from asyncengine.kernels.cuda import CudaOps, CudaOptions
-from asyncengine.kernels.gluon_linear import streamed_linear
-from asyncengine.kernels.linear_plans import CUBLAS, MAX_ROWS, Plan, PlanTable, Site
-from asyncengine.layers.attention import NativeAttention
+from asyncengine.kernels.attention import NativeAttention
+from asyncengine.kernels.cuda import ops as cuda
+from asyncengine.kernels.cuda.launch import compile_processes, compiling
+from asyncengine.kernels.cuda.launch.compiling import Kernel, compile_launches, kernel
+from asyncengine.kernels.cuda.linear.choose import CUBLAS, MAX_ROWS, Plan, PlanTable, Site
+from asyncengine.kernels.cuda.linear.tma import streamed_linear
+from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
 from asyncengine.runner.buckets import Bucket
 from asyncengine.runner.cuda_runner import make_steps, prepare_kernels
 from asyncengine.runner.device_steps import FULL, GREEDY, DeviceSteps, step_buckets

@@ -14,8 +14,8 @@ import torch
 from asyncengine import AsyncEngine, _core
 from asyncengine.backend import Backend, load_tokenizer
 from asyncengine.config import EngineConfig
-from asyncengine.kernels.cuda import CudaOps, CudaOptions
-from asyncengine.layers.attention import NativeAttention
+from asyncengine.kernels.attention import NativeAttention
+from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
 from asyncengine.runner.buckets import token_buckets
 from asyncengine.runner.cuda_runner import make_steps
 from asyncengine.runner.device_steps import FULL, GREEDY, step_buckets

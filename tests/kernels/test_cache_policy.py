@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from triton import knobs
 
-from asyncengine.kernels import cache_policy
-from asyncengine.kernels.cache_policy import EVICT_FIRST, EVICT_LAST, NO_POLICY, with_policies
+from asyncengine.kernels.cuda.launch import cache_policy
+from asyncengine.kernels.cuda.launch.cache_policy import EVICT_FIRST, EVICT_LAST, NO_POLICY, with_policies
 
 COPY = (
     "\t@%p2 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "

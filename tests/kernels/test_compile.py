@@ -64,9 +64,9 @@ FLOAT8_PLANS = """
 from tests.kernels.compile_for_hopper import install
 compiled = install()
 import torch
-from asyncengine.kernels.linear_plans import Plan
-from asyncengine.kernels.quantize import FLOAT8, Quantized
-from asyncengine.kernels.triton_linear import linear
+from asyncengine.kernels.cuda.linear.choose import Plan
+from asyncengine.kernels.float8 import FLOAT8, Quantized
+from asyncengine.kernels.cuda.linear.tiled import linear
 
 def float8(rows): return Quantized(torch.empty(rows, 80, dtype=FLOAT8), torch.empty(rows))
 
@@ -96,11 +96,11 @@ STREAMED_PLANS = """
 from tests.kernels.compile_for_hopper import install
 compiled = install()
 import torch
-from asyncengine.kernels.gluon_linear import streamed_linear, streamed_parts, streamed_sum
-from asyncengine.kernels.linear_plans import Plan
+from asyncengine.kernels.cuda.linear.tma import streamed_linear, streamed_parts, streamed_sum
+from asyncengine.kernels.cuda.linear.choose import Plan
 from asyncengine.kernels.ops import Norm
-from asyncengine.kernels.triton_linear import linear
-from asyncengine.kernels.unnormed import fold_norm
+from asyncengine.kernels.cuda.linear.tiled import linear
+from asyncengine.kernels.cuda.linear.residual import fold_norm
 
 def random(*shape): return torch.empty(shape, dtype=torch.bfloat16)
 
@@ -141,7 +141,7 @@ MANY_ROWS = """
 from tests.kernels.compile_for_hopper import install, spills
 compiled = install()
 import torch
-from asyncengine.kernels.cuda import CudaOps, CudaOptions, Stream
+from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions, Stream
 from asyncengine.kernels.ops import Norm
 
 def random(*shape): return torch.empty(shape, dtype=torch.bfloat16)
@@ -178,8 +178,8 @@ POLICIES = """
 from tests.kernels.compile_for_hopper import install, policies
 compiled = install()
 import torch
-from asyncengine.kernels.gluon_linear import streamed_linear
-from asyncengine.kernels.linear_plans import Plan
+from asyncengine.kernels.cuda.linear.tma import streamed_linear
+from asyncengine.kernels.cuda.linear.choose import Plan
 
 def random(*shape): return torch.empty(shape, dtype=torch.bfloat16)
 
@@ -204,8 +204,8 @@ STREAMED_RANKS = """
 from tests.kernels.compile_for_hopper import install, spills
 compiled = install()
 import torch
-from asyncengine.kernels.gluon_head import streamed_ranks
-from asyncengine.kernels.linear_plans import Plan, PlanTable
+from asyncengine.kernels.cuda.linear.tma_ranks import streamed_ranks
+from asyncengine.kernels.cuda.linear.choose import Plan, PlanTable
 
 def random(*shape): return torch.empty(shape, dtype=torch.bfloat16)
 
@@ -231,10 +231,10 @@ STREAMED_ATTENTION = """
 from tests.kernels.compile_for_hopper import install, policies, spills, stale_bounds
 compiled = install()
 import torch
-from asyncengine.kernels.device_step import allocate_step
-from asyncengine.kernels.gluon_paged_decode import streamed_decode_attention, streamed_stored_attention
+from asyncengine.kernels.cuda.step.tensors import allocate_step
+from asyncengine.kernels.cuda.attention.tma_decode import streamed_decode_attention, streamed_stored_attention
 from asyncengine.kernels.ops import HeadNorms
-from asyncengine.kernels.work_list import (
+from asyncengine.kernels.cuda.attention.work.lists import (
     AttentionShape, WorkList, choose_apart, choose_mixed_tiles, choose_streamed_tile
 )
 
@@ -283,9 +283,9 @@ STREAMED_PREFILL = """
 from tests.kernels.compile_for_hopper import install, policies, spills, stale_bounds
 compiled = install()
 import torch
-from asyncengine.kernels.device_step import allocate_step
-from asyncengine.kernels.gluon_paged_prefill import streamed_prefill_attention
-from asyncengine.kernels.work_list import AttentionShape, WorkList, choose_mixed_tiles
+from asyncengine.kernels.cuda.step.tensors import allocate_step
+from asyncengine.kernels.cuda.attention.tma_prefill import streamed_prefill_attention
+from asyncengine.kernels.cuda.attention.work.lists import AttentionShape, WorkList, choose_mixed_tiles
 
 def random(*shape): return torch.empty(shape, dtype=torch.bfloat16)
 

@@ -16,8 +16,8 @@ import torch
 
 from asyncengine import ConfigError, SamplingParams, testing
 from asyncengine.config import EngineConfig
-from asyncengine.kernels import work_list
-from asyncengine.kernels.cuda import CudaOps, CudaOptions
+from asyncengine.kernels.cuda.attention.work import lists as work_list
+from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
 from asyncengine.runner import device_steps
 from asyncengine.runner.buckets import ANY_CONTEXT
 from asyncengine.tokenization import placeholder_tokenizer

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncengine.kernels.cuda import CudaLinear, CudaOps, CudaOptions, Stream
-from asyncengine.kernels.linear_plans import INVARIANT, MAX_ROWS, Plan, PlanTable, Site, default_plan, round_rows
+from asyncengine.kernels.cuda.linear.choose import INVARIANT, MAX_ROWS, Plan, PlanTable, Site, default_plan, round_rows
+from asyncengine.kernels.cuda.linear.tiled import linear
+from asyncengine.kernels.cuda.ops import CudaLinear, CudaOps, CudaOptions, Stream
+from asyncengine.kernels.cuda.rows.quantise import quantize_rows
+from asyncengine.kernels.float8 import FLOAT8, FLOAT8_MAX, Quantized, quantize, quantize_weights, scaled_product
 from asyncengine.kernels.ops import Activation, Norm
-from asyncengine.kernels.quantize import FLOAT8, FLOAT8_MAX, Quantized, quantize, quantize_weights, scaled_product
-from asyncengine.kernels.triton_linear import linear
-from asyncengine.kernels.triton_quantize import quantize_rows
 from tests.kernels.poison import poison_new_memory, surrounded, taken
 from tests.kernels.twins import activated, assert_within
 

@@ -20,8 +20,8 @@ from kernel_timing import Line
 from replay import Row, choose_bucket, decode_rows
 
 from asyncengine.config import EngineConfig
-from asyncengine.kernels import work_list
-from asyncengine.kernels.cuda import CudaOps, CudaOptions
+from asyncengine.kernels.cuda.attention.work import lists as work_list
+from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
 from asyncengine.runner import device_steps
 
 QWEN3 = {

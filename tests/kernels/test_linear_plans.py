@@ -13,9 +13,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-import asyncengine.kernels
-from asyncengine.kernels.compile_processes import compile_processes
-from asyncengine.kernels.linear_plans import (
+import asyncengine.kernels.cuda.linear
+from asyncengine.kernels.cuda.launch.compile_processes import compile_processes
+from asyncengine.kernels.cuda.linear.choose import (
     CUBLAS,
     INVARIANT,
     MAX_ROWS,
@@ -34,7 +34,7 @@ from asyncengine.kernels.linear_plans import (
     table_name,
 )
 
-SHIPPED = sorted((Path(asyncengine.kernels.__file__).parent / "plans").glob("*.json"))
+SHIPPED = sorted((Path(asyncengine.kernels.cuda.linear.__file__).parent / "plans").glob("*.json"))
 SITE = Site(1024, 2048, 1, "rms", "silu_mul", False, False)
 PLAN = Plan("skinny", 16, 64, 8, ahead=2, fused_norm=False)
 

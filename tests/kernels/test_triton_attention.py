@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from asyncengine.errors import ConfigError
-from asyncengine.kernels.device_step import DeviceStep, allocate_step
-from asyncengine.kernels.triton_attention import paged_attention
-from asyncengine.kernels.work_list import (
+from asyncengine.kernels.cuda.attention.paged import paged_attention
+from asyncengine.kernels.cuda.attention.work.lists import (
     AttentionShape,
     Tile,
     WorkList,
 )
+from asyncengine.kernels.cuda.step.tensors import DeviceStep, allocate_step
 
 SMALL = (Tile(16, 16, 4, 2, 1), Tile(16, 16, 4, 2, 1))
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from asyncengine.errors import ConfigError
-from asyncengine.kernels.device_step import allocate_step
-from asyncengine.kernels.gluon_paged_decode import streamed_decode_attention
+from asyncengine.kernels.cuda.attention.few_keys import choose_pieces, decode_attention, longest_context
+from asyncengine.kernels.cuda.attention.paged import paged_attention
+from asyncengine.kernels.cuda.attention.paged_decode import paged_decode_attention
+from asyncengine.kernels.cuda.attention.tma_decode import streamed_decode_attention
+from asyncengine.kernels.cuda.attention.work.lists import AttentionShape, WorkList
+from asyncengine.kernels.cuda.rows.rows import rotary_store_kv
+from asyncengine.kernels.cuda.step.tensors import allocate_step
 from asyncengine.kernels.ops import HeadNorms
-from asyncengine.kernels.triton_attention import paged_attention
-from asyncengine.kernels.triton_decode import choose_pieces, decode_attention, longest_context
-from asyncengine.kernels.triton_paged_decode import paged_decode_attention
-from asyncengine.kernels.triton_rows import rotary_store_kv
-from asyncengine.kernels.work_list import AttentionShape, WorkList
 from tests.kernels.test_triton_attention import SMALL, TOLERANCE, Case, World, backwards, check, make_world, to_device
 from tests.kernels.test_triton_attention import cases as attention_cases
 

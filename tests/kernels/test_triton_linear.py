@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncengine.kernels.cuda import CudaBatch, CudaLinear, CudaOps, CudaOptions, Stream
-from asyncengine.kernels.device_step import allocate_step
-from asyncengine.kernels.linear_plans import CUBLAS, INVARIANT, MAX_ROWS, Plan, PlanTable, Site, round_rows
+from asyncengine.kernels.cuda.linear.choose import CUBLAS, INVARIANT, MAX_ROWS, Plan, PlanTable, Site, round_rows
+from asyncengine.kernels.cuda.linear.tiled import linear
+from asyncengine.kernels.cuda.ops import CudaBatch, CudaLinear, CudaOps, CudaOptions, Stream
+from asyncengine.kernels.cuda.sampling.sample import Ranks
+from asyncengine.kernels.cuda.step.tensors import allocate_step
 from asyncengine.kernels.ops import Activation, Norm
-from asyncengine.kernels.triton_linear import linear
-from asyncengine.kernels.triton_sampler import Ranks
 from tests.kernels.poison import poison_new_memory, surrounded, taken
 from tests.kernels.twins import activated, assert_within, greatest_ranks
 
@@ -386,7 +386,7 @@ def test_parts_are_added_by_whoever_reads_the_stream(
 ) -> None:
     """Two additions, a norm with its projection, a third addition and the logits, which read some rows twice."""
     if device.type == "cpu":
-        monkeypatch.setattr("asyncengine.kernels.gluon_linear.streamed_parts", left_in_parts)
+        monkeypatch.setattr("asyncengine.kernels.cuda.linear.tma.streamed_parts", left_in_parts)
     model = Model(device, 6, 128, 128, layer=False)
     projected = Site(128, 128, 8, "rms", "gelu", True, False)
     plans = {
@@ -423,7 +423,7 @@ RANKING = Plan("streamed", 64, 64, 4, 8, 1, 2, fused_norm=False)
 def test_greedy_heads_leave_ranks(device: torch.device, out_features: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only of greedy batches of more than one row, and where kernels in Gluon run."""
     if device.type == "cpu":
-        monkeypatch.setattr("asyncengine.kernels.gluon_head.streamed_ranks", ranked)
+        monkeypatch.setattr("asyncengine.kernels.cuda.linear.tma_ranks.streamed_ranks", ranked)
     model = Model(device, 6, out_features, 64)
     site = Site(128, 64, 8, "rms", "argmax", True, False)
     index = [5, 0, 0, 3]

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncengine.kernels import triton_rows
-from asyncengine.kernels.cpu import CpuOps
-from asyncengine.kernels.gluon_tiles import whole_tiles_of
+from asyncengine.kernels.cpu.ops import CpuOps
+from asyncengine.kernels.cpu.reference import ReferenceOps
+from asyncengine.kernels.cuda.launch.gluon import whole_tiles_of
+from asyncengine.kernels.cuda.rows import rows as triton_rows
 from asyncengine.kernels.ops import Norm
-from asyncengine.kernels.reference import ReferenceOps
 from tests.kernels.poison import poison_new_memory
 
 # As on the GPU, exp overflows to infinity in the tail of a sigmoid.

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from asyncengine import _core
-from asyncengine.kernels import triton_sampler
-from asyncengine.kernels.cpu import CpuOps
-from asyncengine.kernels.device_step import DeviceStep, allocate_step
-from asyncengine.kernels.triton_sampler import Ranks
+from asyncengine.kernels.cpu.ops import CpuOps
+from asyncengine.kernels.cuda.sampling import sample as triton_sampler
+from asyncengine.kernels.cuda.sampling.sample import Ranks
+from asyncengine.kernels.cuda.step.tensors import DeviceStep, allocate_step
 from tests.chi_square import check_draws
 from tests.kernels.poison import poison_new_memory
 from tests.kernels.twins import greatest_ranks

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from asyncengine.kernels.cuda import CudaOps, CudaOptions
-from asyncengine.kernels.linear_plans import CUBLAS, Plan, PlanTable, Site, cache_path, candidates
+from asyncengine.kernels.cuda.linear.choose import CUBLAS, Plan, PlanTable, Site, cache_path, candidates
+from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
 from asyncengine.runner.tuning import likely, measure, tune_missing
 
 KNOWN = PlanTable.shipped()

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncengine.kernels import gluon_linear
-from asyncengine.kernels.cuda import CudaBatch, CudaOps, Stream
-from asyncengine.kernels.device_step import allocate_step
-from asyncengine.kernels.linear_plans import Plan, Site
+from asyncengine.kernels.cuda.linear import tma as gluon_linear
+from asyncengine.kernels.cuda.linear.choose import Plan, Site
+from asyncengine.kernels.cuda.linear.residual import Unnormed
+from asyncengine.kernels.cuda.linear.tiled import linear
+from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps, Stream
+from asyncengine.kernels.cuda.step.tensors import allocate_step
 from asyncengine.kernels.ops import Norm
-from asyncengine.kernels.triton_linear import linear
-from asyncengine.kernels.unnormed import Unnormed
 from tests.kernels.poison import poison_new_memory, surrounded, taken
 from tests.kernels.test_triton_linear import COMPILED, PLANS, Model, make_ops
 

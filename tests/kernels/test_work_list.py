@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from asyncengine.errors import ConfigError
-from asyncengine.kernels.prefill_items import WHOLE_GAIN, WHOLE_SHARE
-from asyncengine.kernels.work_items import (
+from asyncengine.kernels.cuda.attention.work.items import (
     BEGIN,
     COUNT,
     END,
@@ -29,7 +28,7 @@ from asyncengine.kernels.work_items import (
     QUERY,
     SLOT,
 )
-from asyncengine.kernels.work_list import (
+from asyncengine.kernels.cuda.attention.work.lists import (
     LATE_ROWS,
     AttentionShape,
     Section,
@@ -41,6 +40,7 @@ from asyncengine.kernels.work_list import (
     choose_streamed_tile,
     choose_tiles,
 )
+from asyncengine.kernels.cuda.attention.work.prefill import WHOLE_GAIN, WHOLE_SHARE
 from tests.kernels.test_triton_attention import SMALL, Case, World, cases, check, make_world
 
 

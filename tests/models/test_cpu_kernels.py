@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from asyncengine import _core
-from asyncengine.kernels.cpu import CpuOps
-from asyncengine.kernels.host import Stream
+from asyncengine.kernels.cpu.host import Stream
+from asyncengine.kernels.cpu.ops import CpuOps
 from asyncengine.kernels.ops import Activation, AttentionLayer, Norm, split_heads
 
 ISAS = _core.CpuKernels.available_isas()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from asyncengine import _core
-from asyncengine.kernels.cpu import CpuOps
+from asyncengine.kernels.cpu.ops import CpuOps
 from tests.chi_square import check_draws
 
 ISAS = _core.CpuKernels.available_isas()

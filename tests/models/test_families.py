@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from asyncengine.config import EngineConfig
-from asyncengine.kernels.reference import ReferenceOps
+from asyncengine.kernels.cpu.reference import ReferenceOps
 from asyncengine.runner.model_runner import CpuModelRunner
 from tests.models import tiny
 

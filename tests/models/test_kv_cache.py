@@ -8,7 +8,7 @@ import pytest
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
-from asyncengine.runner import kv_cache
+from asyncengine.runner import memory as kv_cache
 
 
 def engine(**config: object) -> EngineConfig:

@@ -26,7 +26,7 @@ from asyncengine.errors import (
     UnsupportedModelError,
     WeightMismatchError,
 )
-from asyncengine.kernels.reference import ReferenceOps
+from asyncengine.kernels.cpu.reference import ReferenceOps
 from asyncengine.models.config import RawConfig
 from asyncengine.models.registry import find_family
 from asyncengine.runner.loader import DummyWeights
@@ -200,7 +200,7 @@ def test_weights_are_used_where_the_file_is_mapped(tmp_path):
     script = (
         "import sys, re\n"
         "from asyncengine.config import EngineConfig\n"
-        "from asyncengine.kernels.reference import ReferenceOps\n"
+        "from asyncengine.kernels.cpu.reference import ReferenceOps\n"
         "from asyncengine.runner.model_runner import CpuModelRunner\n"
         "def anonymous():\n"
         "    status = open('/proc/self/status').read()\n"

@@ -7,9 +7,9 @@ from contextlib import suppress
 from typing import Any
 
 from asyncengine.errors import ModelError
-from asyncengine.layers.rotary import rotary_table
 from asyncengine.models.config import RawConfig
 from asyncengine.models.registry import FAMILIES, find_family
+from asyncengine.models.rotary import rotary_table
 from asyncengine.runner.loader import choose_dtype
 from asyncengine.runner.model_runner import read_eos_token_ids
 from tests.fuzz.source import Source, scratch_directory

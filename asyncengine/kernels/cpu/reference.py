@@ -1,0 +1,122 @@
+"""ReferenceOps: every operation in plain torch, the twin that native kernels are tested against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from asyncengine._core import StepBatch
+from asyncengine.kernels.cpu.host import HostOps, Stream
+from asyncengine.kernels.cpu.paging import gather_kv, visible
+from asyncengine.kernels.float8 import quantize
+from asyncengine.kernels.ops import Activation, Norm
+
+
+@dataclass(frozen=True)
+class ReferenceLinear:
+    weights: tuple[Tensor, ...]
+    biases: tuple[Tensor | None, ...]
+
+
+class ReferenceOps(HostOps):
+    """Implements ``asyncengine.kernels.ops.Ops``."""
+
+    def make_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> ReferenceLinear:
+        return ReferenceLinear(tuple(weights), tuple(biases))
+
+    def embed(
+        self, batch: StepBatch, embedding: ReferenceLinear, position_table: Tensor | None = None
+    ) -> Stream:
+        residual = F.embedding(torch.from_numpy(batch.input_ids), embedding.weights[0])
+        if position_table is not None:
+            residual += F.embedding(torch.from_numpy(batch.positions), position_table)
+        return Stream(residual)
+
+    def linear(self, x: Tensor, handle: ReferenceLinear, out_dtype: torch.dtype | None = None) -> Tensor:
+        dtype = out_dtype or x.dtype
+        parts = [
+            F.linear(x.to(dtype), w.to(dtype), None if b is None else b.to(dtype))
+            for w, b in zip(handle.weights, handle.biases, strict=True)
+        ]
+        return torch.cat(parts, dim=-1)
+
+    def norm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
+        if residual is not None:
+            residual += x
+            x = residual
+        if norm.bias is None:
+            return _rms_norm(x, norm.weight, norm.eps)
+        weight, bias = norm.weight.float(), norm.bias.float()
+        return F.layer_norm(x.float(), weight.shape, weight, bias, norm.eps).to(x.dtype)
+
+    def activate(self, x: Tensor, activation: Activation) -> Tensor:
+        if activation == "silu_mul":
+            gate, up = x.float().chunk(2, dim=-1)
+            return (F.silu(gate) * up).to(x.dtype)
+        return F.gelu(x.float(), approximate="tanh" if activation == "gelu_tanh" else "none").to(x.dtype)
+
+    def head_rms_norm_(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        x.copy_(_rms_norm(x, weight, eps))
+
+    def rotary_(self, q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> None:
+        cos, sin = cos_sin[positions][:, None, :].chunk(2, dim=-1)
+        for x in (q, k):
+            a, b = x.float().chunk(2, dim=-1)
+            x.copy_(torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1))
+
+    def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: StepBatch) -> None:
+        slots = torch.from_numpy(batch.slot_mapping)
+        block_size = v_cache.shape[2]
+        block, offset = slots // block_size, slots % block_size
+        k_cache[block, :, :, offset] = k
+        v_cache[block, :, offset, :] = v
+
+    def paged_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: StepBatch, scale: float, window: int
+    ) -> Tensor:
+        group = q.shape[1] // k_cache.shape[1]
+        block_size = v_cache.shape[2]
+        out = q.new_empty(q.shape)
+        for row in range(batch.num_rows):
+            first, last = int(batch.query_start[row]), int(batch.query_start[row + 1])
+            if last > len(q):
+                break
+            end = int(batch.context_len[row]) + last - first
+            k, v = gather_kv(
+                k_cache, v_cache, torch.from_numpy(batch.block_table(row, -(-end // block_size))), 0, end
+            )
+            k = k.float().repeat_interleave(group, dim=0)
+            v = v.float().repeat_interleave(group, dim=0)
+            scores = torch.einsum("qhd,hkd->hqk", q[first:last].float(), k) * scale
+            scores.masked_fill_(~visible(last - first, 0, end, window), float("-inf"))
+            out[first:last] = torch.einsum("hqk,hkd->qhd", scores.softmax(-1), v)
+        return out.flatten(1)
+
+
+@dataclass(frozen=True)
+class Float8Linear(ReferenceLinear):
+    """Weights that were quantised and are float32 again."""
+
+
+class Float8ReferenceOps(ReferenceOps):
+    """The twin of CudaOps with float8 weights: the same numbers quantised, a row or a channel at a time."""
+
+    def make_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> ReferenceLinear:
+        return Float8Linear(tuple(quantize(w).dequantize() for w in weights), tuple(biases))
+
+    def make_head(self, weight: Tensor) -> ReferenceLinear:
+        return super().make_linear([weight], [None])
+
+    def linear(self, x: Tensor, handle: ReferenceLinear, out_dtype: torch.dtype | None = None) -> Tensor:
+        if not isinstance(handle, Float8Linear):
+            return super().linear(x, handle, out_dtype)
+        return super().linear(quantize(x).dequantize(), handle).to(out_dtype or x.dtype)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x32 = x.float()
+    return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)

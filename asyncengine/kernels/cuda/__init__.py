@@ -1,0 +1,1 @@
+"""Kernels for CUDA: Triton, Gluon and torch."""

@@ -1,0 +1,1 @@
+"""Paged attention: which kernel attends, and the kernels."""

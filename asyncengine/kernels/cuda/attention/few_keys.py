@@ -1,0 +1,368 @@
+"""Attention of a few one-token rows with all that surrounds it: QK-norm, rotary embedding, the write to the KV cache.
+
+Where rows are few, a layer's attention is bound by the length of its chain of loads and not by bytes. So everything is
+one launch of many small programs without a work list: a row's keys are dealt out in equal pieces to PIECES programs a
+query head, whatever its length, and the program that finishes last combines them in their order. Past keys and values
+lie in the cache since earlier steps, so a program has its first tile in registers before the QKV projection has ended
+(programmatic.py). Query heads that share keys each read them, all but the first from the L2 cache, which costs less
+than to have a program go through the group: 5.8 us a layer of the 8B shape at one row, where two heads in a program
+take 8.5 and four take 14.
+
+There are no dots: a tile's scores are sums over threads, and each of its lines has a softmax of its own until the end.
+What all lines share, the new token's heads, is loaded once for each of them: so it is where the tile's elements are,
+and no barrier is needed to bring it there.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
+# mypy: disable-error-code="assignment, var-annotated, unreachable, misc"
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from asyncengine.kernels.cuda.attention.work.lists import NO_WINDOW, AttentionShape, multiprocessors
+from asyncengine.kernels.cuda.launch.compiling import kernel
+from asyncengine.kernels.cuda.launch.programmatic import launch_options, wait
+from asyncengine.kernels.cuda.step.tensors import DeviceStep
+from asyncengine.kernels.ops import HeadNorms
+
+_MAX_PIECES = 32
+MIN_TILES = tl.constexpr(2)
+"""A piece has no fewer tiles of keys than this, if its row has as many."""
+_LONG_PIECE = 16
+"""Tiles of a piece, one behind another at a microsecond each, for which the work list's even shares are not worth its
+launch. Twice as many where keys are no query heads' in common, which that kernel would read only once."""
+
+
+def choose_pieces(rows: int, num_heads: int, head_dim: int, sms: int) -> int:
+    """Programs that share a row's query head, at most: a power of two.
+
+    As many as have room at once: then each has loaded its first tile when the projection ends. Half as many of heads
+    of 64, whose tiles have twice the keys.
+    """
+    room = sms * (8 if head_dim > 64 else 4)
+    return min(_MAX_PIECES, 1 << max(0, (room // (rows * num_heads)).bit_length() - 1))
+
+
+def longest_context(rows: int, shape: AttentionShape, sms: int) -> int:
+    """Tokens of a row's context up to which this kernel is faster than the work list; 0 if it never is.
+
+    A KV head's keys are read by each of its query heads, mostly from the L2 cache, and a row's programs are as many
+    however long it is: with more programs than fit, or long rows, even shares and keys read once are worth more.
+    """
+    fits = rows * shape.num_heads <= sms * (4 if shape.head_dim > 64 else 8)
+    if shape.head_dim % 2 or not (fits or shape.group == 1):
+        return 0
+    piece = _LONG_PIECE * _keys(shape.dtype, shape.head_dim) * (2 if shape.group == 1 else 1)
+    return piece * choose_pieces(rows, shape.num_heads, shape.head_dim, sms)
+
+
+def _keys(dtype: torch.dtype, head_dim: int) -> int:
+    """Of a tile: two times 16 bytes of each half a thread. With once, Triton lays out heads and tiles differently."""
+    elements = 2048 if dtype == torch.bfloat16 else 1024
+    return max(8, elements // (2 * int(triton.next_power_of_2(head_dim // 2))))
+
+
+def decode_attention(
+    heads: Tensor,
+    num_heads: int,
+    norms: HeadNorms | None,
+    cos_sin: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    step: DeviceStep,
+    scale: float,
+    window: int,
+    out: Tensor,
+    arrivals: Tensor,
+    *,
+    stored: bool = False,
+    pieces: int | None = None,
+    pdl: bool = False,
+) -> None:
+    """What ``rotary_store_kv`` (or ``store_kv``) and ``paged_attention`` do, for rows of one token.
+
+    heads is [T, num_heads + 2 Hk, D]: queries, keys and values as the QKV projection gave them; it is left as it was.
+    norms and cos_sin are those of ``AttentionLayer``. A row's token is at position ``step.row_context_len``; its key
+    and value are written where ``step.slot_mapping`` says (-1: nowhere). The token at position i sees position j if
+    j <= i and, with a window > 0, i - window < j. out is [T, num_heads * D]; tokens of no row are left as they are.
+    No row may read what another one writes in the same step; the core shares blocks from the commit of their step on.
+
+    With ``stored`` every token is a row, those of prompts as well: all keys and values are in the cache, and queries as
+    ``rotary_store_kv`` leaves them (norms and cos_sin are None).
+    ``arrivals`` are int32 counters, num_heads for each row at least, that are 0 between launches.
+    """
+    _, kv_heads, block_size, dim = k_cache.shape
+    rows = step.num_tokens if stored else step.num_rows
+    check_heads(heads, num_heads, norms, cos_sin, k_cache, v_cache, out)
+    if dim % 2:
+        raise ValueError(f"decode_attention: heads of {dim}, which have no halves")
+    if len(arrivals) < rows * num_heads:
+        raise ValueError(f"{rows * num_heads} counters of arrivals are needed")
+    pieces = pieces or choose_pieces(rows, num_heads, dim, multiprocessors(heads.device))
+    half = triton.next_power_of_2(dim // 2)
+    stats = torch.empty((2, rows * num_heads * pieces), dtype=torch.float32, device=heads.device)
+    partials = torch.empty((stats.shape[1], 2, half), dtype=torch.float32, device=heads.device)
+    _decode_kernel[(pieces, num_heads, rows)](
+        heads,
+        *surroundings(heads, norms, cos_sin),
+        step.token_slot if stored else step.row_slot,
+        step.row_query_start,
+        step.row_query_len,
+        step.positions if stored else step.row_context_len,
+        step.slot_mapping,
+        step.slots.block_tables,
+        k_cache,
+        v_cache,
+        out,
+        partials,
+        stats,
+        arrivals,
+        scale * math.log2(math.e),
+        window or NO_WINDOW,
+        heads.stride(0),
+        out.stride(0),
+        step.slots.block_tables.stride(0),
+        NORM=norms is not None,
+        ROTARY=cos_sin is not None,
+        STORED=stored,
+        GROUP=num_heads // kv_heads,
+        KV_HEADS=kv_heads,
+        HALF=dim // 2,
+        H=half,
+        BLOCK_SIZE=block_size,
+        PIECES=pieces,
+        N=_keys(heads.dtype, dim),
+        num_warps=2,
+        num_stages=1,
+        **launch_options(pdl),
+    )
+
+
+def surroundings(
+    heads: Tensor, norms: HeadNorms | None, cos_sin: Tensor | None
+) -> tuple[Tensor, Tensor, float, Tensor]:
+    """Norms of queries and keys, their eps, cosines and sines, as a kernel takes them: heads where there are none."""
+    return *(norms or (heads, heads, 0.0)), heads if cos_sin is None else cos_sin
+
+
+def check_heads(
+    heads: Tensor, num_heads: int, norms: HeadNorms | None, cos_sin: Tensor | None, k_cache: Tensor, v_cache: Tensor,
+    out: Tensor,
+) -> None:  # fmt: skip
+    tokens, all_heads, dim = heads.shape
+    kv_heads = k_cache.shape[1]
+    expected = (
+        (all_heads == num_heads + 2 * kv_heads and num_heads % kv_heads == 0, "heads"),
+        (heads.stride()[1:] == (dim, 1), "heads"),
+        (k_cache.is_contiguous() and k_cache.shape[3] == dim and k_cache.dtype == heads.dtype, "k_cache"),
+        (v_cache.is_contiguous() and v_cache.shape == k_cache.shape and v_cache.dtype == heads.dtype, "v_cache"),
+        (out.shape == (tokens, num_heads * dim) and out.stride(1) == 1 and out.dtype == heads.dtype, "out"),
+        (norms is None or all(w.shape == (dim,) and w.is_contiguous() for w in norms[:2]), "norms"),
+        (cos_sin is None or (cos_sin.shape[1] == dim and dim % 2 == 0 and cos_sin.dtype == torch.float32), "cos_sin"),
+    )
+    for ok, name in expected:
+        if not ok:
+            raise ValueError(f"{name} does not suit heads {list(heads.shape)} {heads.dtype}")
+
+
+@triton.jit
+def _halves(pointer, inside, HALF: tl.constexpr):
+    return tl.load(pointer, mask=inside, other=0.0), tl.load(pointer + HALF, mask=inside, other=0.0)
+
+
+@triton.jit
+def _norm_and_rotate(
+    low, high, gain_low, gain_high, cosine, sine, eps, NORM: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr
+):
+    """One head, in halves [N, H], the same in all lines; rounded to its dtype wherever separate operations would be."""
+    dtype: tl.constexpr = low.dtype
+    if NORM:
+        a, b = low.to(tl.float32), high.to(tl.float32)
+        factor = tl.rsqrt(tl.sum(a * a + b * b, 1) / (2 * HALF) + eps)[:, None]
+        a, b = a * factor * gain_low.to(tl.float32), b * factor * gain_high.to(tl.float32)
+        low, high = a.to(dtype), b.to(dtype)
+    if ROTARY:
+        a, b = low.to(tl.float32), high.to(tl.float32)
+        low, high = (a * cosine - b * sine).to(dtype), (b * cosine + a * sine).to(dtype)
+    return low, high
+
+
+@triton.jit
+def _load_tile(k_head, v_head, table, tile, first, context, i, BLOCK_SIZE, HALF, KV_HEADS, N: tl.constexpr):
+    """Halves of the keys and values of a tile, as far as they are past and in the window, and which those are."""
+    token = tile * N + tl.arange(0, N)
+    there = (token >= first) & (token < context)
+    block = tl.load(table + token // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
+    at = (block * (KV_HEADS * BLOCK_SIZE) + token % BLOCK_SIZE)[:, None] * (2 * HALF) + i[None, :]
+    inside = there[:, None] & (i < HALF)[None, :]
+    k_low, k_high = _halves(k_head + at, inside, HALF)
+    v_low, v_high = _halves(v_head + at, inside, HALF)
+    return k_low, k_high, v_low, v_high, there
+
+
+@kernel(do_not_specialize=["window", "stride_table"])
+def _decode_kernel(
+    heads,
+    q_norm,
+    k_norm,
+    eps,
+    cos_sin,
+    row_slot,
+    row_query_start,
+    row_query_len,
+    row_context_len,
+    slot_mapping,
+    block_tables,
+    k_cache,
+    v_cache,
+    out,
+    partials,
+    stats,
+    arrivals,
+    scale,
+    window,
+    stride_heads,
+    stride_out,
+    stride_table,
+    NORM: tl.constexpr,
+    ROTARY: tl.constexpr,
+    STORED: tl.constexpr,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    H: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PIECES: tl.constexpr,
+    N: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid: pieces, query heads, rows. The first piece of a row also takes the new token."""
+    piece, q_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    head = q_head // GROUP
+    context = tl.load(row_context_len + row)
+    slot = tl.load(row_slot + row).to(tl.int64)
+    if STORED:
+        token, empty = row.to(tl.int64), slot < 0
+    else:
+        token, empty = tl.load(row_query_start + row).to(tl.int64), tl.load(row_query_len + row) == 0
+    first = tl.maximum(context - window + 1, 0)
+    if STORED:
+        context += 1  # the new token is one of those in the cache
+    first_tile = first // N
+    tiles = tl.maximum(tl.cdiv(context, N) - first_tile, 1)
+    share = tl.maximum(tl.cdiv(tiles, PIECES), MIN_TILES)
+    used = tl.cdiv(tiles, share)
+    if piece >= used:
+        return  # without waiting: the first piece does
+    if empty:
+        wait(PDL)
+        return
+    begin = first_tile + piece * share
+    end = tl.minimum(begin + share, first_tile + tiles)
+    cache_slot = tl.load(slot_mapping + token)
+    table = block_tables + slot * stride_table
+    line = tl.arange(0, N)
+    i = tl.arange(0, H)
+    all_i = line[:, None] * 0 + i[None, :]
+    inside = all_i < HALF
+    k_head = k_cache + head * (BLOCK_SIZE * 2 * HALF)
+    v_head = v_cache + head * (BLOCK_SIZE * 2 * HALF)
+    if STORED:  # the tile may hold keys of this very step
+        wait(PDL)
+    tile = _load_tile(k_head, v_head, table, begin, first, context, i, BLOCK_SIZE, HALF, KV_HEADS, N)
+    cosine, sine = 1.0, 0.0
+    q_gain_low, q_gain_high, k_gain_low, k_gain_high = 1.0, 1.0, 1.0, 1.0
+    if ROTARY:
+        cosine, sine = _halves(cos_sin + context.to(tl.int64) * (2 * HALF) + all_i, inside, HALF)
+    if NORM:
+        q_gain_low, q_gain_high = _halves(q_norm + all_i, inside, HALF)
+        k_gain_low, k_gain_high = _halves(k_norm + all_i, inside, HALF)
+    if not STORED:
+        wait(PDL)
+
+    new = heads + token * stride_heads + all_i
+    q_low, q_high = _halves(new + q_head * (2 * HALF), inside, HALF)
+    if not STORED:
+        new += (KV_HEADS * GROUP + head) * (2 * HALF)
+        k_low, k_high = _halves(new, inside, HALF)
+        v_low, v_high = _halves(new + KV_HEADS * (2 * HALF), inside, HALF)
+    q_low, q_high = _norm_and_rotate(
+        q_low, q_high, q_gain_low, q_gain_high, cosine, sine, eps, NORM, ROTARY, HALF
+    )  # fmt: skip
+    if STORED:
+        q_low, q_high = q_low.to(tl.float32), q_high.to(tl.float32)
+        low, high = tl.zeros([N, H], tl.float32), tl.zeros([N, H], tl.float32)
+        peak, total = tl.full([N], -float("inf"), tl.float32), tl.zeros([N], tl.float32)
+    else:
+        k_low, k_high = _norm_and_rotate(
+            k_low, k_high, k_gain_low, k_gain_high, cosine, sine, eps, NORM, ROTARY, HALF
+        )  # fmt: skip
+        is_new = (line == 0) & (piece == 0)
+        written = inside & is_new[:, None] & (cache_slot >= 0) & (q_head % GROUP == 0)
+        at = (cache_slot // BLOCK_SIZE * (KV_HEADS * BLOCK_SIZE) + cache_slot % BLOCK_SIZE) * (2 * HALF) + all_i
+        tl.store(k_head + at, k_low, mask=written)
+        tl.store(k_head + at + HALF, k_high, mask=written)
+        tl.store(v_head + at, v_low, mask=written)
+        tl.store(v_head + at + HALF, v_high, mask=written)
+        # The new token is the state that the first line of the first piece begins with.
+        q_low, q_high = q_low.to(tl.float32), q_high.to(tl.float32)
+        score = tl.sum(q_low * k_low.to(tl.float32) + q_high * k_high.to(tl.float32), 1) * scale
+        low = tl.where(is_new[:, None], v_low.to(tl.float32), 0.0)
+        high = tl.where(is_new[:, None], v_high.to(tl.float32), 0.0)
+        peak, total = tl.where(is_new, score, -float("inf")), tl.where(is_new, 1.0, 0.0)
+    for index in range(begin, end):
+        last = index + 1 == end
+        following = _load_tile(
+            k_head, v_head, table, index + 1, first, tl.where(last, 0, context), i, BLOCK_SIZE, HALF, KV_HEADS, N
+        )
+        k_low, k_high, v_low, v_high, there = tile
+        score = tl.sum(k_low.to(tl.float32) * q_low + k_high.to(tl.float32) * q_high, 1) * scale
+        score = tl.where(there, score, -float("inf"))
+        new_peak = tl.maximum(peak, score)
+        base = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+        weight, shrink = tl.exp2(score - base), tl.exp2(peak - base)
+        low = low * shrink[:, None] + weight[:, None] * v_low.to(tl.float32)
+        high = high * shrink[:, None] + weight[:, None] * v_high.to(tl.float32)
+        peak, total = new_peak, total * shrink + weight
+        tile = following
+
+    # Lines into one. A piece may hold nothing but what is out of the window.
+    whole_peak = tl.max(peak, 0)
+    weight = tl.exp2(peak - tl.where(whole_peak == -float("inf"), 0.0, whole_peak))
+    acc = tl.sum(tl.join(low * weight[:, None], high * weight[:, None]), 0)  # [H, 2], both halves in one pass
+    whole_total = tl.sum(total * weight, 0)
+    half = tl.arange(0, 2)[None, :]
+    kept = (i < HALF)[:, None] & (half >= 0)
+    to = out + token * stride_out + q_head * (2 * HALF)
+    if used == 1:
+        tl.store(to + half * HALF + i[:, None], (acc / whole_total).to(out.dtype.element_ty), mask=kept)
+        return
+    unit = row * (KV_HEADS * GROUP) + q_head
+    mine = unit * PIECES + piece
+    size = tl.num_programs(2) * (KV_HEADS * GROUP * PIECES)
+    tl.store(stats + mine, whole_peak)
+    tl.store(stats + size + mine, whole_total)
+    tl.store(partials + mine * (2 * H) + half * H + i[:, None], acc, mask=kept)
+    # Release: the barrier puts every thread's stores before the one thread that counts.
+    tl.debug_barrier()
+    if tl.atomic_add(arrivals + unit, 1, sem="acq_rel") == used - 1:
+        tl.store(arrivals + unit, 0)  # for the next launch: nobody else will come in this one
+        theirs = unit * PIECES + tl.arange(0, PIECES)
+        there = tl.arange(0, PIECES) < used
+        peaks = tl.load(stats + theirs, mask=there, other=-float("inf"), cache_modifier=".cg")
+        totals = tl.load(stats + size + theirs, mask=there, other=0.0, cache_modifier=".cg")
+        columns = tl.arange(0, 2 * H)
+        parts = tl.load(
+            partials + theirs[:, None] * (2 * H) + columns[None, :],
+            mask=there[:, None] & (columns % H < HALF)[None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        weights = tl.exp2(peaks - tl.max(peaks, 0))
+        whole = tl.sum(parts * weights[:, None], 0) / tl.sum(totals * weights, 0)
+        tl.store(to + columns // H * HALF + columns % H, whole.to(out.dtype.element_ty), mask=columns % H < HALF)

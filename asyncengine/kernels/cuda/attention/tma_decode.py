@@ -1,0 +1,511 @@
+"""Attention of one-token rows over a WorkList on Hopper, whose keys flow through shared memory without a pause.
+
+What ``triton_paged_decode`` does, for heads of 64 and 128 in bfloat16. An item of a few hundred keys is over before
+Triton's pipelining has the memory busy, which starts anew with each. Here a warp of its own walks a program's items
+and asks for one tile after another, as far ahead as shared memory holds, whatever the others are at: across items, and
+while the projection that makes queries still runs (programmatic.py). It reads what earlier steps wrote, and nobody
+reads in the cache what this step writes there.
+
+The copies are the tensor memory accelerator's, a block of the cache each. Of a block that a row fills in part only the
+tokens that are there are read: the copy begins before the block, whose last lines it leaves out, and lines from beyond
+a block are zeros. Of a tile each of four warps takes a block, with a softmax of its own until the item ends: so a tile
+costs them no meeting but the one that frees its memory. The new token, which is in no tile, comes last. Queries are
+made, and new keys and values written, by two warps that are an item ahead of the four: an item of a few hundred keys
+would take half as long again if it began with them. Beside prompts another kernel has made and written them before.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
+# mypy: disable-error-code="assignment, var-annotated, unreachable, misc"
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from asyncengine.errors import ConfigError
+from asyncengine.kernels.cuda.attention.few_keys import check_heads, surroundings
+from asyncengine.kernels.cuda.attention.paged import check_layout
+from asyncengine.kernels.cuda.attention.paged_decode import norm_and_rotate
+from asyncengine.kernels.cuda.attention.tma_results import BLOCKS, GROUP_ROWS, finish, join_warps
+from asyncengine.kernels.cuda.attention.work.items import (
+    BEGIN,
+    END,
+    FIRST,
+    ITEM,
+    LANE,
+    LAST,
+    PARTIAL,
+    PIECE,
+    PIECES,
+    POSITION,
+    QUERY,
+    SLOT,
+)
+from asyncengine.kernels.cuda.attention.work.lists import NO_WINDOW, AttentionShape, WorkList, choose_streamed_tile
+from asyncengine.kernels.cuda.launch.cache_policy import EVICT_FIRST, NO_POLICY
+from asyncengine.kernels.cuda.launch.gluon import GluonKernel, copy_tile, next_power_of_2, stretches, tiles_of
+from asyncengine.kernels.cuda.launch.programmatic import launch_options
+from asyncengine.kernels.cuda.step.tensors import DeviceStep
+from asyncengine.kernels.ops import HeadNorms
+
+BLOCK = gl.constexpr(16)  # tokens of a block of the cache
+KEYS = gl.constexpr(64)
+PREPARING = gl.constexpr(2)  # warps that make queries
+
+_norm_and_rotate = gluon.jit(norm_and_rotate.fn)
+
+
+def streamed_decode_attention(
+    heads: Tensor,
+    num_heads: int,
+    norms: HeadNorms | None,
+    cos_sin: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    step: DeviceStep,
+    work: WorkList,
+    scale: float,
+    window: int,
+    out: Tensor,
+    *,
+    pdl: bool = False,
+    l2_cache_hints: bool = True,
+) -> None:
+    """What ``rotary_store_kv`` (or ``store_kv``) and ``paged_attention`` do, for rows of one token.
+
+    As ``decode_attention``, but for ``work``, which was built from ``step`` for this window, has no prefill and was
+    allocated with the tile that ``choose_streamed_tile`` gives. ``l2_cache_hints``: see ``cache_policy``; results are
+    the same.
+
+    Raises ConfigError if ``work`` was allocated for something else, ValueError if the other tensors do not fit.
+    """
+    check_heads(heads, num_heads, norms, cos_sin, k_cache, v_cache, out)
+    if not work.takes_heads:
+        raise ConfigError("the work list has rows of several tokens, or splits that are fixed")
+    shape = AttentionShape(num_heads, k_cache.shape[1], k_cache.shape[3], heads.dtype)
+    _launch(heads, shape, norms, cos_sin, k_cache, v_cache, step, work, scale, window, out, False, pdl, l2_cache_hints)
+
+
+def streamed_stored_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    step: DeviceStep,
+    work: WorkList,
+    scale: float,
+    window: int,
+    out: Tensor,
+    *,
+    pdl: bool = False,
+    l2_cache_hints: bool = True,
+) -> None:
+    """What ``paged_attention`` does, for the rows of one token of any step; others are left as they are.
+
+    Tensors are those of ``paged_attention``, heads of a token side by side in q. The kernel before wrote the new keys
+    and values where ``step.slot_mapping`` says. ``streamed_prefill_attention``, if it comes next, begins beside this:
+    if there are such rows, as soon as that kernel is over.
+
+    Raises ConfigError if a tensor or ``work`` was made for something else.
+    """
+    check_layout(q, k_cache, v_cache, work.shape, out)
+    if q.stride(1) != q.shape[2]:
+        raise ConfigError(f"heads of a token lie {q.stride(1)} elements apart, not {q.shape[2]}")
+    _launch(q, work.shape, None, None, k_cache, v_cache, step, work, scale, window, out, True, pdl, l2_cache_hints)
+
+
+def _launch(
+    heads: Tensor, shape: AttentionShape, norms: HeadNorms | None, cos_sin: Tensor | None, k_cache: Tensor,
+    v_cache: Tensor, step: DeviceStep, work: WorkList, scale: float, window: int, out: Tensor, stored: bool, pdl: bool,
+    l2_cache_hints: bool,
+) -> None:  # fmt: skip
+    _, kv_heads, block_size, dim = k_cache.shape
+    section, tile = work.decode, work.decode.tile
+    if choose_streamed_tile(shape, block_size) is None:
+        raise ValueError(f"{shape} with blocks of {block_size} tokens is for another kernel")
+    if section.split_tiles or not tile.streamed or tile.keys != KEYS.value:
+        raise ConfigError(f"the work list is for another kernel, with {tile} and splits of {section.split_tiles} tiles")
+    if (shape, window) != (work.shape, work.window):
+        raise ConfigError(f"the work list is of window {work.window} and {work.shape}, not {window} and {shape}")
+    _streamed_decode_kernel[(section.lanes * kv_heads,)](
+        *(tiles_of(cache.view(-1, block_size, dim), 1, block_size, dim) for cache in (k_cache, v_cache)),
+        k_cache,
+        v_cache,
+        heads,
+        *surroundings(heads, norms, cos_sin),
+        step.slot_mapping,
+        out,
+        step.slots.block_tables,
+        *section.operands,
+        scale * math.log2(math.e),
+        window or NO_WINDOW,
+        heads.stride(0),
+        out.stride(0),
+        step.slots.block_tables.stride(0),
+        section.stats.stride(0),
+        STORED=stored,
+        NORM=norms is not None,
+        ROTARY=cos_sin is not None,
+        GROUP=shape.group,
+        KV_HEADS=kv_heads,
+        D=dim,
+        STAGES=tile.stages,
+        MARK=EVICT_FIRST if l2_cache_hints else NO_POLICY,
+        num_warps=BLOCKS.value,
+        maxnreg=128,  # on average: the warps that compute take 200, two programs a multiprocessor have them
+        **launch_options(pdl),
+    )
+
+
+@gluon.constexpr_function
+def _tile_layout(dim):
+    """[BLOCKS, BLOCK, D] as four such copies lie in shared memory, one behind another."""
+    return gl.SharedLinearLayout([*stretches(BLOCK.value, dim, 1).offset_bases, [1, 0, 0], [2, 0, 0]], alignment=1024)
+
+
+@gluon.jit
+def _item(fields):
+    """An item's row, its query, its past tokens, the tiles that it has a turn for, whether the new token is its.
+
+    Every item has a turn, even if all of its tile is to come. While tiles stream these loads take microseconds, so they
+    are for the item that is next. The first one's are found with the lane: a look further would put off its first tile.
+    """
+    slot = gl.load(fields + SLOT)
+    query = gl.load(fields + QUERY).to(gl.int64)
+    context = gl.load(fields + POSITION)
+    begin = gl.load(fields + BEGIN)
+    end = gl.load(fields + END)
+    past = gl.maximum(gl.minimum(end, (context + KEYS - 1) // KEYS), begin + 1)
+    return slot, query, context, begin, past, end * KEYS > context
+
+
+@gluon.jit
+def _tile_blocks(table, tile, context, window):
+    """The blocks of a tile in which the new token sees something: the first, one past the last, where each is."""
+    first = gl.maximum(context - window + 1, 0) // BLOCK
+    last = (context + BLOCK - 1) // BLOCK
+    block = tile * BLOCKS
+    a = gl.load(table + block, mask=(block >= first) & (block < last), other=0)
+    b = gl.load(table + block + 1, mask=(block + 1 >= first) & (block + 1 < last), other=0)
+    c = gl.load(table + block + 2, mask=(block + 2 >= first) & (block + 2 < last), other=0)
+    d = gl.load(table + block + 3, mask=(block + 3 >= first) & (block + 3 < last), other=0)
+    return gl.maximum(first - block, 0), gl.minimum(last - block, BLOCKS), a, b, c, d
+
+
+@gluon.jit
+def _copy(
+    cache, block, index, past, first, last, head, KV_HEADS: gl.constexpr, ready, tiles, slot, MARK: gl.constexpr
+):  # fmt: skip
+    """Ask for a block of a tile in which the row has ``past`` tokens. Of one that it fills in part, these come last."""
+    line = gl.minimum(past - (index + 1) * BLOCK, 0)
+    to, wanted = tiles.index(slot * BLOCKS + index), (index >= first) & (index < last)
+    copy_tile(cache, (block * KV_HEADS + head, line, 0), ready, to, MARK, wanted)
+
+
+@gluon.jit
+def _fill(
+    k_blocks, v_blocks, ks, vs, ready, free, items, first_item, last_item, row, context, begin, end, block_tables,
+    stride_table, window, head, KV_HEADS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, MARK: gl.constexpr,
+):  # fmt: skip
+    """The warp that asks for all tiles. Where they are it reads one turn ahead, across items."""
+    table = block_tables + row.to(gl.int64) * stride_table
+    first, last, a, b, c, d = _tile_blocks(table, begin, context, window)
+    turn = 0
+    for item in range(first_item, last_item):
+        following = gl.minimum(item + 1, last_item - 1)
+        next_row, _, next_context, next_begin, next_end, _ = _item(items + following * ITEM)
+        next_table = block_tables + next_row.to(gl.int64) * stride_table
+        for tile in range(begin, end):
+            if tile + 1 < end:
+                next_first, next_last, next_a, next_b, next_c, next_d = _tile_blocks(table, tile + 1, context, window)
+            else:
+                next_first, next_last, next_a, next_b, next_c, next_d = _tile_blocks(
+                    next_table, next_begin, next_context, window
+                )
+            slot = turn % STAGES
+            filled = ready.index(slot)
+            mbarrier.wait(free.index(slot), (turn // STAGES & 1) ^ 1)
+            count = gl.maximum(last - first, 0)
+            for blocks in gl.static_range(BLOCKS + 1):  # the bytes to expect are part of the instruction
+                mbarrier.expect(filled, blocks * BLOCK * D * 4, pred=count == blocks)
+            past = context - tile * KEYS
+            _copy(k_blocks, a, 0, past, first, last, head, KV_HEADS, filled, ks, slot, MARK)
+            _copy(k_blocks, b, 1, past, first, last, head, KV_HEADS, filled, ks, slot, MARK)
+            _copy(k_blocks, c, 2, past, first, last, head, KV_HEADS, filled, ks, slot, MARK)
+            _copy(k_blocks, d, 3, past, first, last, head, KV_HEADS, filled, ks, slot, MARK)
+            _copy(v_blocks, a, 0, past, first, last, head, KV_HEADS, filled, vs, slot, MARK)
+            _copy(v_blocks, b, 1, past, first, last, head, KV_HEADS, filled, vs, slot, MARK)
+            _copy(v_blocks, c, 2, past, first, last, head, KV_HEADS, filled, vs, slot, MARK)
+            _copy(v_blocks, d, 3, past, first, last, head, KV_HEADS, filled, vs, slot, MARK)
+            first, last, a, b, c, d = next_first, next_last, next_a, next_b, next_c, next_d
+            turn += 1
+        table, context, begin, end = next_table, next_context, next_begin, next_end
+
+
+@gluon.jit
+def _sees(tile, first, context, LAYOUT: gl.constexpr):
+    """[BLOCKS, BLOCK]: which lines of a tile hold tokens that the new one sees. See ``_copy``."""
+    block = tile * KEYS + gl.arange(0, BLOCKS, gl.SliceLayout(1, LAYOUT))[:, None] * BLOCK
+    line = gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))[None, :]
+    token = gl.minimum(block, context - BLOCK) + line
+    return token >= gl.maximum(block, first)
+
+
+@gluon.jit
+def _hide_scores(score, tile, first, context, MMA: gl.constexpr):
+    return gl.where(_sees(tile, first, context, gl.SliceLayout(1, MMA))[:, None, :], score, -float("inf"))
+
+
+@gluon.jit
+def _hide_values(v, tile, first, context):
+    """What is not there may be anything, and 0 * NaN is NaN."""
+    return gl.where(_sees(tile, first, context, gl.SliceLayout(2, v.type.layout))[:, :, None], v, 0.0)
+
+
+@gluon.jit
+def _take(
+    acc, peak, total, q, k_tiles, v_tiles, ready, free, turn, first, context, tile, scale, MMA: gl.constexpr,
+    RIGHT: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
+):  # fmt: skip
+    """Fold one or two tiles into acc [BLOCKS, 16, D], peak and total [BLOCKS, 16]: of each block of its own.
+
+    Two at once take little longer than one: the chain of products and exchanges between threads is as long.
+    """
+    slot, other = turn % STAGES, (turn + 1) % STAGES
+    mbarrier.wait(ready.index(slot), turn // STAGES & 1)
+    k = k_tiles.index(slot).permute((0, 2, 1)).load(RIGHT)
+    score = mma_v2(q, k, gl.zeros([BLOCKS, 16, BLOCK], gl.float32, MMA)) * scale
+    if TILES == 2:
+        mbarrier.wait(ready.index(other), (turn + 1) // STAGES & 1)
+        k = k_tiles.index(other).permute((0, 2, 1)).load(RIGHT)
+        score_2 = mma_v2(q, k, gl.zeros([BLOCKS, 16, BLOCK], gl.float32, MMA)) * scale
+    v = v_tiles.index(slot).load(RIGHT)
+    mbarrier.arrive(free.index(slot))
+    partial = (tile * KEYS < first) | ((tile + TILES) * KEYS > context)
+    if partial:
+        score, v = _hide_scores(score, tile, first, context, MMA), _hide_values(v, tile, first, context)
+        if TILES == 2:
+            score_2 = _hide_scores(score_2, tile + 1, first, context, MMA)
+    if TILES == 2:
+        new_peak = gl.maximum(peak, gl.max(gl.maximum(score, score_2), 2))
+    else:
+        new_peak = gl.maximum(peak, gl.max(score, 2))
+    base = gl.where(new_peak == -float("inf"), 0.0, new_peak)  # a warp that has seen no key yet
+    shrink = gl.exp2(peak - base)
+    weight = gl.exp2(score - base[:, :, None])
+    acc = acc * shrink[:, :, None]
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    acc = mma_v2(gl.convert_layout(weight.to(gl.bfloat16), LEFT), v, acc)
+    if TILES == 2:  # registers have no room for two tiles of values
+        v_2 = v_tiles.index(other).load(RIGHT)
+        mbarrier.arrive(free.index(other))
+        if partial:
+            v_2 = _hide_values(v_2, tile + 1, first, context)
+        weight_2 = gl.exp2(score_2 - base[:, :, None])
+        acc = mma_v2(gl.convert_layout(weight_2.to(gl.bfloat16), LEFT), v_2, acc)
+        weight += weight_2
+    return acc, new_peak, total * shrink + gl.sum(weight, 2)
+
+
+@gluon.jit
+def _cell(cache_slot, head, KV_HEADS: gl.constexpr, D: gl.constexpr):
+    """Where a cache has a token's key or value."""
+    return (cache_slot // BLOCK * KV_HEADS + head) * (BLOCK * D) + cache_slot % BLOCK * D
+
+
+@gluon.jit
+def _prepare(
+    k_cache, v_cache, heads, q_norm, k_norm, eps, cos_sin, slot_mapping, queries, new_scores, new_values, asked,
+    answered, items, first_item, last_item, query, context, takes_new, scale, stride_heads, head, STORED: gl.constexpr,
+    NORM: gl.constexpr, ROTARY: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr,
+    AHEAD: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """The warps that make queries, an item ahead, and write new keys and values to the cache.
+
+    With STORED that was done before, and new keys and values come from the cache.
+    """
+    COPIES: gl.constexpr = gl.BlockedLayout([1, 1, D // 32], [1, 1, 32], [1, PREPARING, 1], [2, 1, 0])
+    HEADS: gl.constexpr = gl.SliceLayout(0, COPIES)
+    MEMBERS: gl.constexpr = next_power_of_2(GROUP)
+    ROWS: gl.constexpr = 2 * GROUP_ROWS
+    HALF: gl.constexpr = D // 2
+    member = gl.arange(0, MEMBERS, gl.SliceLayout(1, HEADS))[:, None]
+    column = gl.arange(0, D, gl.SliceLayout(0, HEADS))[None, :]
+    in_half, across = column % HALF, (column + HALF) % D
+    q_gain, q_gain_across, k_gain, k_gain_across = 1.0, 1.0, 1.0, 1.0
+    if NORM:
+        q_gain, q_gain_across = gl.load(q_norm + column), gl.load(q_norm + across)
+        k_gain, k_gain_across = gl.load(k_norm + column), gl.load(k_norm + across)
+    if PDL and first_item == last_item:
+        if not STORED:
+            gdc_wait()
+            gdc_launch_dependents()
+        else:
+            gdc_launch_dependents()
+            if gl.program_id(0) == 0:  # nobody has an item, and somebody has to wait
+                gdc_wait()
+    for item in range(first_item, last_item):
+        following = gl.minimum(item + 1, last_item - 1)
+        _, next_query, next_context, _, _, next_takes_new = _item(items + following * ITEM)
+        cache_slot = gl.load(slot_mapping + query)
+        cosine, sine = 1.0, 0.0
+        if ROTARY:
+            angle = cos_sin + context.to(gl.int64) * D + in_half
+            cosine = gl.load(angle)
+            sine = gl.load(angle + HALF)
+            sine = gl.where(column < HALF, -sine, sine)
+        if PDL and item == first_item:
+            gdc_wait()
+            gdc_launch_dependents()
+
+        q_new = heads + query * stride_heads + (head * GROUP + member) * D
+        there = (member < GROUP) & (column >= 0)
+        is_new = takes_new & (column >= 0)
+        if STORED:
+            k_new = k_cache + _cell(cache_slot, head, KV_HEADS, D)
+            v_new = v_cache + _cell(cache_slot, head, KV_HEADS, D)
+        else:
+            k_new = heads + query * stride_heads + (KV_HEADS * GROUP + head) * D
+            v_new = k_new + KV_HEADS * D
+        q = gl.load(q_new + column, mask=there, other=0.0)
+        key = gl.load(k_new + column, mask=is_new, other=0.0)
+        value = gl.load(v_new + column, mask=is_new, other=0.0)
+        q_across, key_across = q, key
+        if ROTARY:
+            q_across = gl.load(q_new + across, mask=there, other=0.0)
+            key_across = gl.load(k_new + across, mask=is_new, other=0.0)
+        q = _norm_and_rotate(q, q_across, q_gain, q_gain_across, cosine, sine, eps, NORM, ROTARY, D)
+        key = _norm_and_rotate(key, key_across, k_gain, k_gain_across, cosine, sine, eps, NORM, ROTARY, D)
+        if not STORED:
+            at = _cell(cache_slot, head, KV_HEADS, D) + column
+            gl.store(k_cache + at, key, mask=is_new & (cache_slot >= 0))
+            gl.store(v_cache + at, value, mask=is_new & (cache_slot >= 0))
+        score = gl.sum(q.to(gl.float32) * key.to(gl.float32), 1) * scale
+
+        turn = item - first_item
+        place = turn % AHEAD
+        mbarrier.wait(answered.index(place), (turn // AHEAD & 1) ^ 1)
+        q = q[None, :, :].broadcast_to([ROWS // MEMBERS, MEMBERS, D])
+        queries.index(place).store(gl.reshape(q, [ROWS, D]))
+        new_scores.index(place).slice(0, MEMBERS).store(score)
+        new_values.index(place).store(gl.sum(value.to(gl.float32), 0).to(gl.bfloat16))
+        gl.thread_barrier()
+        mbarrier.arrive(asked.index(place))
+        query, context, takes_new = next_query, next_context, next_takes_new
+
+
+@gluon.jit
+def _attend(
+    out, ks, vs, ready, free, queries, new_scores, new_values, asked, answered, items, first_item, last_item,
+    query, context, begin, end, takes_new, partials, stats, arrivals, scale, window, stride_out, stats_size, head,
+    GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    """The warps that compute. They free a tile's memory as soon as they have it in registers."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [BLOCKS, 1, 1], [1, 16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    PARTS: gl.constexpr = gl.BlockedLayout([BLOCKS, 1, D // 16], [1, 2, 16], [1, 4, 1], [2, 1, 0])
+    HEADS: gl.constexpr = gl.SliceLayout(0, PARTS)
+    TILE: gl.constexpr = _tile_layout(D)
+    k_tiles = ks._reinterpret(gl.bfloat16, [STAGES, BLOCKS, BLOCK, D], TILE)
+    v_tiles = vs._reinterpret(gl.bfloat16, [STAGES, BLOCKS, BLOCK, D], TILE)
+    turn = 0
+    for item in range(first_item, last_item):
+        following = gl.minimum(item + 1, last_item - 1)
+        _, next_query, next_context, next_begin, next_end, next_takes_new = _item(items + following * ITEM)
+        fields, number = items + item * ITEM, item - first_item
+        place = number % AHEAD
+        slot = gl.load(fields + PARTIAL).to(gl.int64)
+        piece, pieces = gl.load(fields + PIECE), gl.load(fields + PIECES)
+        first = gl.maximum(context - window + 1, 0)
+        acc = gl.zeros([BLOCKS, 2 * GROUP_ROWS, D], gl.float32, MMA)
+        peak = gl.full([BLOCKS, 2 * GROUP_ROWS], -float("inf"), gl.float32, gl.SliceLayout(2, MMA))
+        total = gl.zeros([BLOCKS, 2 * GROUP_ROWS], gl.float32, gl.SliceLayout(2, MMA))
+        mbarrier.wait(asked.index(place), number // AHEAD & 1)
+        q = queries.index(place).load(gl.SliceLayout(0, LEFT))[None, :, :]
+        q = q.broadcast_to([BLOCKS, 2 * GROUP_ROWS, D])
+        # Triton 3.6 takes what only bounds an inner loop for dead, and hands on what it was at first.
+        turn_of = turn - begin
+        alone = begin
+        if STAGES > 1:
+            alone = end - (end - begin) % 2
+            for tile in range(begin, alone, 2):
+                acc, peak, total = _take(
+                    acc, peak, total, q, k_tiles, v_tiles, ready, free, turn_of + tile, first, context, tile, scale,
+                    MMA, RIGHT, STAGES, 2,
+                )  # fmt: skip
+        for tile in range(alone, end):
+            acc, peak, total = _take(
+                acc, peak, total, q, k_tiles, v_tiles, ready, free, turn_of + tile, first, context, tile, scale, MMA,
+                RIGHT, STAGES, 1,
+            )  # fmt: skip
+        turn = turn_of + end
+        new_score = new_scores.index(place).load(gl.SliceLayout(1, HEADS))
+        value = new_values.index(place).load(gl.SliceLayout(0, HEADS))[None, :]
+        mbarrier.arrive(answered.index(place))
+        acc, peak, total = join_warps(acc, peak, total, new_score, value, takes_new, PARTS)
+        finish(
+            acc, peak, total, slot, piece, pieces, query, head, out, partials, stats, arrivals, stride_out, stats_size,
+            GROUP, KV_HEADS, D,
+        )  # fmt: skip
+        query, context, begin, end, takes_new = next_query, next_context, next_begin, next_end, next_takes_new
+
+
+@GluonKernel
+def _streamed_decode_kernel(
+    k_blocks, v_blocks, k_cache, v_cache, heads, q_norm, k_norm, eps, cos_sin, slot_mapping, out, block_tables, items,
+    lane_items, partials, stats, arrivals, scale, window, stride_heads, stride_out, stride_table, stats_size,
+    STORED: gl.constexpr, NORM: gl.constexpr, ROTARY: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr, MARK: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Grid: lanes x KV heads, heads of a lane side by side, since their KV lies side by side in a block."""
+    head = gl.program_id(0) % KV_HEADS
+    lane = gl.program_id(0) // KV_HEADS
+    its_lane = lane_items + lane * LANE
+    first_item = gl.load(its_lane + FIRST)
+    last_item = gl.load(its_lane + LAST)
+    row, query, context, begin, end, takes_new = _item(its_lane)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    # A program of one tile has an item or few, and is to take little memory (see choose_apart).
+    AHEAD: gl.constexpr = 2 if STAGES > 1 else 1
+    asked = gl.allocate_shared_memory(gl.int64, [AHEAD, 1], mbarrier.MBarrierLayout())
+    answered = gl.allocate_shared_memory(gl.int64, [AHEAD, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(AHEAD):
+        mbarrier.init(asked.index(i), count=1)
+        mbarrier.init(answered.index(i), count=1)
+    ks = gl.allocate_shared_memory(gl.bfloat16, [STAGES * BLOCKS, 1, BLOCK, D], k_blocks.layout)
+    vs = gl.allocate_shared_memory(gl.bfloat16, [STAGES * BLOCKS, 1, BLOCK, D], v_blocks.layout)
+    QUERIES: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    queries = gl.allocate_shared_memory(gl.bfloat16, [AHEAD, 2 * GROUP_ROWS, D], QUERIES)
+    new_scores = gl.allocate_shared_memory(gl.float32, [AHEAD, GROUP_ROWS], PLAIN)
+    new_values = gl.allocate_shared_memory(gl.bfloat16, [AHEAD, D], PLAIN)
+    # Tuples in variables would lose their constants.
+    gl.warp_specialize(
+        [
+            (_attend, (
+                out, ks, vs, ready, free, queries, new_scores, new_values, asked, answered, items, first_item,
+                last_item, query, context, begin, end, takes_new, partials, stats, arrivals, scale, window, stride_out,
+                stats_size, head, GROUP, KV_HEADS, D, STAGES, AHEAD,
+            )),
+            (_fill, (
+                k_blocks, v_blocks, ks, vs, ready, free, items, first_item, last_item, row, context, begin, end,
+                block_tables, stride_table, window, head, KV_HEADS, D, STAGES, MARK,
+            )),
+            (_prepare, (
+                k_cache, v_cache, heads, q_norm, k_norm, eps, cos_sin, slot_mapping, queries, new_scores, new_values,
+                asked, answered, items, first_item, last_item, query, context, takes_new, scale, stride_heads, head,
+                STORED, NORM, ROTARY, GROUP, KV_HEADS, D, AHEAD, PDL,
+            )),
+        ],
+        [1, PREPARING],
+        [48, 56],
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Work lists: attention cut into even shares on the device."""

@@ -1,0 +1,116 @@
+"""The items of work lists, and how a line of units is cut into them (see work/lists.py)."""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Columns of an item.
+SLOT = tl.constexpr(0)
+QUERY = tl.constexpr(1)  # first token of the tile among the step's
+COUNT = tl.constexpr(2)  # tokens of the tile
+POSITION = tl.constexpr(3)  # position of the first
+BEGIN = tl.constexpr(4)  # first KV tile
+END = tl.constexpr(5)  # one past the last
+PARTIAL = tl.constexpr(6)  # partial slot of the unit's first piece
+PIECE = tl.constexpr(7)
+PIECES = tl.constexpr(8)  # 1: the result goes straight to the output
+# Of a lane; before them are those of its first item, so that one look finds all that its program begins with.
+FIRST = tl.constexpr(6)
+LAST = tl.constexpr(7)  # one past its last item
+LANE = tl.constexpr(8)
+ITEM = tl.constexpr(16)
+
+ITEM_COST = 1
+"""What starting an item costs beside its KV tiles, in tiles."""
+LINE_COST = 3
+"""What lanes that begin and end anywhere cost a step, in tiles: second items, and combinations of what need not be
+cut."""
+LATE_SHARE = tl.constexpr(12)
+"""Early lanes are at most about so many times as long as late ones."""
+
+
+@triton.jit
+def kv_tiles(context, length, index, window, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+    """First and one past the last KV tile that the queries of tile ``index`` of a row see."""
+    begin = tl.maximum(context + index * QUERIES - window + 1, 0)
+    end = context + tl.minimum((index + 1) * QUERIES, length)
+    return begin // KEYS, (end + KEYS - 1) // KEYS
+
+
+@triton.jit
+def store_lanes(lane_items, lane, first, last, opens, closes):
+    tl.store(lane_items + lane * LANE + FIRST, first, mask=opens)
+    tl.store(lane_items + lane * LANE + LAST, last, mask=closes)
+
+
+@triton.jit
+def lane_costs(total, units, LANES: tl.constexpr, LATE: tl.constexpr, MIN_COST: tl.constexpr):
+    """The stretches of the line that an early lane and a late one take.
+
+    A late one takes what a unit does on average, so that there is one for each of units that are alike.
+    """
+    late_cost = tl.maximum(tl.cdiv(total, tl.maximum(units, 1)), tl.cdiv(total, LANES * LATE_SHARE))
+    late_cost = tl.maximum(late_cost, 1)
+    return tl.maximum(tl.cdiv(total - LATE * late_cost, LANES), MIN_COST), late_cost
+
+
+@triton.jit
+def lane_begin(lane, lane_cost, late_cost, LANES: tl.constexpr):
+    return tl.minimum(lane, LANES) * lane_cost + tl.maximum(lane - LANES, 0) * late_cost
+
+
+@triton.jit
+def _lane_at(cost, lane_cost, late_cost, LANES: tl.constexpr):
+    """In which stretch a place on the line lies."""
+    late = cost - LANES * lane_cost
+    return tl.where(late < 0, cost // lane_cost, LANES + late // late_cost)
+
+
+@triton.jit
+def cut_line(
+    lane_items, item, start, begin, end, total, lane_cost, late_cost, piece, LANES: tl.constexpr,
+    ITEM_COST: tl.constexpr,
+):  # fmt: skip
+    """Unit number ``item``, whose tile t lies at start + t on the line: pieces, low, high, partial slot, items, lanes,
+    whether these are the lanes' first.
+
+    As a lane is longer than the gap that ITEM_COST leaves between two units, every lane up to the last one in use has
+    a tile. Without tiles there is no unit, and no pieces.
+    """
+    first_lane = _lane_at(start, lane_cost, late_cost, LANES)
+    pieces = tl.where(end > begin, _lane_at(start + end - begin - 1, lane_cost, late_cost, LANES) - first_lane + 1, 0)
+    lane = first_lane + piece
+    opening = lane_begin(lane, lane_cost, late_cost, LANES)
+    closing = lane_begin(lane + 1, lane_cost, late_cost, LANES)
+    low = begin + tl.maximum(opening - start, 0)
+    high = tl.minimum(begin + closing - start, end)
+    to = item + lane
+    following = start + end - begin + ITEM_COST
+    opens = (piece < pieces) & (opening >= start - ITEM_COST)
+    closes = (piece < pieces) & ((closing <= following) | (following == total))
+    store_lanes(lane_items, lane, to, to + 1, opens, closes)
+    return pieces, low, high, 2 * first_lane, to, lane, opens
+
+
+@triton.jit
+def store_place(to, slot, query, count, position, low, high, there):
+    tl.store(to + SLOT, slot, mask=there)
+    tl.store(to + QUERY, query, mask=there)
+    tl.store(to + COUNT, count, mask=there)
+    tl.store(to + POSITION, position, mask=there)
+    tl.store(to + BEGIN, low, mask=there)
+    tl.store(to + END, high, mask=there)
+
+
+@triton.jit
+def store_items(
+    items, lane_items, to, lane, opens, slot, query, count, position, low, high, partial, piece, pieces
+):  # fmt: skip
+    there = piece < pieces
+    store_place(items + to * ITEM, slot, query, count, position, low, high, there)
+    tl.store(items + to * ITEM + PARTIAL, partial, mask=there)
+    tl.store(items + to * ITEM + PIECE, piece, mask=there)
+    tl.store(items + to * ITEM + PIECES, pieces, mask=there)
+    store_place(lane_items + lane * LANE, slot, query, count, position, low, high, opens)

@@ -1,0 +1,1 @@
+"""Projections: which kernel multiplies, and the kernels."""

@@ -1,0 +1,1 @@
+"""A step on the device: its tensors, and how it gets there."""

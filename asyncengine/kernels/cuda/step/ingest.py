@@ -1,0 +1,286 @@
+"""Ingest: the first kernel of a step takes a StepInput apart, on the device.
+
+It reads the bytes that csrc/core/step_input.h lays out, brings the slots up to date and writes the step's
+tensors (DeviceStep). Every row names all that concerns its slot, so rows are taken in independently.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from asyncengine.kernels.cuda.launch.compiling import kernel
+from asyncengine.kernels.cuda.launch.programmatic import launch_options, wait
+from asyncengine.kernels.cuda.step.tensors import MAX_STOPS, DeviceStep
+
+# csrc/core/step_input.h, in 32-bit words. The native tests hold the two to each other through whole steps.
+_HEADER_WORDS = tl.constexpr(16)
+_ROW_WORDS = tl.constexpr(12)
+_UPDATE_WORDS = tl.constexpr(12)
+_MAX_STOPS = tl.constexpr(MAX_STOPS)
+_CHUNK = 128
+_FETCH_WORDS = 1024
+_EAGER_WORDS = tl.constexpr(4096)
+"""Fetched before it is known how long the StepInput is: asking first takes a trip over the bus, 1.5 us."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSource:
+    """Where StepInputs come from and where tokens go: a ring of buffers whose next place each launch takes."""
+
+    inputs: Tensor
+    """int32 [ring, words]: on the device, or host memory that the device can read; a ring of one where copies share the
+    steps' stream"""
+    fetched: Tensor | None
+    """int32 [words] on the device, where a StepInput in host memory is fetched to"""
+    outputs: Tensor
+    """int64 [ring, max_rows]: number of the step << 32 | token, in row order"""
+    state: Tensor
+    """int64 [4]: number of the running step, its place in the ring, number of the next step, and how many programs of
+    ingest have read that"""
+
+    @property
+    def header(self) -> Tensor:
+        """int64 [2]: number of the running step and its place in the ring, for the kernels after ingest."""
+        return self.state[:2]
+
+    def restart(self, next_step: int = 1) -> None:
+        """Forget launches that the host did not count: the next one is its step ``next_step``, from 1."""
+        self.state.copy_(torch.tensor([0, 0, next_step, 0], dtype=torch.int64))
+
+
+def make_source(inputs: Tensor, outputs: Tensor, device: torch.device, *, fetch: bool) -> StepSource:
+    """A source whose next step is the first. ``fetch``: the inputs lie on the host."""
+    fetched = torch.zeros(inputs.shape[1], dtype=torch.int32, device=device) if fetch else None
+    source = StepSource(inputs, fetched, outputs, torch.zeros(4, dtype=torch.int64, device=device))
+    source.restart()
+    return source
+
+
+def ingest(source: StepSource, step: DeviceStep, block_size: int, pdl: bool = False) -> None:
+    """Take in the next StepInput, which must fit the step's bucket. One launch, or two if it lies on the host."""
+    slots = step.slots
+    ring, words = source.inputs.shape
+    if source.fetched is not None:
+        grid = (triton.cdiv(words, _FETCH_WORDS),)
+        _fetch[grid](
+            source.inputs, source.state, source.fetched, words, RING=ring, CHUNK=_FETCH_WORDS, num_warps=4,
+            **launch_options(pdl),
+        )  # fmt: skip
+    rows, tokens = step.num_rows, step.num_tokens
+    _ingest[(rows + triton.cdiv(tokens, _CHUNK),)](
+        source.inputs if source.fetched is None else source.fetched,
+        source.state,
+        slots.block_tables,
+        slots.last_token,
+        slots.finished,
+        slots.temperature,
+        slots.top_p,
+        slots.min_p,
+        slots.top_k,
+        slots.seed,
+        slots.stops,
+        step.input_ids,
+        step.positions,
+        step.slot_mapping,
+        step.token_slot,
+        step.row_slot,
+        step.row_query_start,
+        step.row_query_len,
+        step.row_context_len,
+        step.sample_index,
+        step.sample_slot,
+        step.sample_position,
+        slots.block_tables.shape[1],
+        words if source.fetched is None else 0,
+        rows,
+        tokens,
+        RING=ring,
+        BLOCK_SIZE=block_size,
+        CHUNK=_CHUNK,
+        num_warps=4,
+        **launch_options(pdl),
+    )
+
+
+def copy_blocks(source: StepSource, kv: Tensor) -> None:
+    """Run the block copies of the next StepInput, which stays the next one.
+
+    kv is [planes, num_blocks, ...]: a block is copied in every plane (layers times keys and values).
+    """
+    ring, words = source.inputs.shape
+    block_words = kv[0, 0].nbytes // 4
+    _copy_blocks[(64, len(kv))](
+        source.inputs, source.state, kv.view(torch.int32), words, kv.shape[1], block_words, RING=ring, CHUNK=1024
+    )
+
+
+@kernel
+def _fetch(inputs, state, fetched, words, RING: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    wait(PDL)
+    source = inputs + (tl.load(state + 2) % RING) * words
+    word = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    if tl.program_id(0) * CHUNK < _EAGER_WORDS:
+        tl.store(fetched + word, tl.load(source + word, mask=word < words), mask=word < words)
+    else:
+        there = word < tl.load(source + 1)
+        tl.store(fetched + word, tl.load(source + word, mask=there), mask=there)
+
+
+@kernel(do_not_specialize=["R", "T"])  # one compilation for all buckets
+def _ingest(
+    source,
+    state,
+    block_tables,
+    last_token,
+    finished,
+    temperature,
+    top_p,
+    min_p,
+    top_k,
+    seed,
+    stops,
+    input_ids,
+    positions,
+    slot_mapping,
+    token_slot,
+    row_slot,
+    row_query_start,
+    row_query_len,
+    row_context_len,
+    sample_index,
+    sample_slot,
+    sample_position,
+    max_blocks,
+    stride,
+    R,
+    T,
+    RING: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait(PDL)
+    pid = tl.program_id(0)
+    next_step = tl.load(state + 2)
+    source += next_step % RING * stride
+    num_rows = tl.load(source + 4)
+    num_tokens = tl.load(source + 6)
+    num_samples = tl.load(source + 7)
+    offsets = tl.arange(0, CHUNK)
+    # The last program to know which step this is may say which is next. All threads do: their loads wait for it.
+    tl.debug_barrier()
+    arrived = tl.atomic_add(state + 3 + offsets, tl.full([CHUNK], 1, tl.int64), mask=offsets == 0, sem="relaxed")
+
+    if pid >= R:
+        # Tokens and samples that the step does not use.
+        token = (pid - R) * CHUNK + offsets
+        unused = (token >= num_tokens) & (token < T)
+        tl.store(input_ids + token, 0, mask=unused)
+        tl.store(positions + token, 0, mask=unused)
+        tl.store(slot_mapping + token, -1, mask=unused)
+        tl.store(token_slot + token, -1, mask=unused)
+    elif pid >= num_rows:
+        tl.store(row_slot + pid, -1)
+        tl.store(row_query_start + pid, 0)
+        tl.store(row_query_len + pid, 0)
+        tl.store(row_context_len + pid, 0)
+    else:
+        row = source + _HEADER_WORDS + pid * _ROW_WORDS
+        slot = tl.load(row)
+        query_start = tl.load(row + 1)
+        query_len = tl.load(row + 2)
+        context_len = tl.load(row + 3)
+        flags = tl.load(row + 4)
+        prompt_start = tl.load(row + 5)
+        sample_row = tl.load(row + 6)
+        update = tl.load(row + 7)
+        delta_first = tl.load(row + 8)
+        delta_count = tl.load(row + 9)
+        delta_offset = tl.load(row + 10)
+
+        prompt_ids = source + _HEADER_WORDS + num_rows * _ROW_WORDS
+        updates = prompt_ids + tl.load(source + 8) + 2 * tl.load(source + 9)
+        delta_blocks = updates + tl.load(source + 10) * _UPDATE_WORDS + delta_offset
+        table = block_tables + slot.to(tl.int64) * max_blocks
+
+        # A sequence that met a stop token keeps its row until the host has heard of it; the row does nothing.
+        from_device = (flags & 2) != 0
+        inert = from_device & (tl.load(finished + slot) != 0)
+
+        if update >= 0:
+            changed = updates + update * _UPDATE_WORDS
+            tl.store(temperature + slot, tl.load(changed + 1).to(tl.float32, bitcast=True))
+            tl.store(top_p + slot, tl.load(changed + 2).to(tl.float32, bitcast=True))
+            tl.store(min_p + slot, tl.load(changed + 3).to(tl.float32, bitcast=True))
+            tl.store(top_k + slot, tl.load(changed + 4))
+            low = tl.load(changed + 5).to(tl.int64) & 0xFFFFFFFF
+            tl.store(seed + slot, (tl.load(changed + 6).to(tl.int64) << 32) | low)
+            stop = tl.arange(0, _MAX_STOPS)
+            tl.store(stops + slot * _MAX_STOPS + stop, tl.load(changed + 8 + stop))
+            tl.store(finished + slot, 0)
+
+        for start in range(0, delta_count, CHUNK):
+            entry = start + offsets
+            fresh = entry < delta_count
+            tl.store(table + delta_first + entry, tl.load(delta_blocks + entry, mask=fresh), mask=fresh)
+
+        last = tl.load(last_token + slot)
+        for start in range(0, query_len, CHUNK):
+            i = start + offsets
+            valid = i < query_len
+            position = context_len + i
+            entry = position // BLOCK_SIZE
+            # What was just written to the table is taken from where it came: no barrier between the two.
+            fresh = (entry >= delta_first) & (entry < delta_first + delta_count)
+            block = tl.load(table + entry, mask=valid & (fresh == 0), other=0)
+            block = tl.where(fresh, tl.load(delta_blocks + entry - delta_first, mask=valid & fresh, other=0), block)
+            kv_slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+            prompt = tl.load(prompt_ids + prompt_start + i, mask=valid & (from_device == 0), other=0)
+            token = query_start + i
+            tl.store(input_ids + token, tl.where(from_device, last, prompt), mask=valid)
+            tl.store(positions + token, position, mask=valid)
+            tl.store(slot_mapping + token, tl.where(inert, -1, kv_slot), mask=valid)
+            tl.store(token_slot + token, tl.where(inert, -1, slot), mask=valid)
+
+        tl.store(row_slot + pid, slot)
+        tl.store(row_query_start + pid, query_start)
+        tl.store(row_query_len + pid, tl.where(inert, 0, query_len))
+        tl.store(row_context_len + pid, context_len)
+        if sample_row >= 0:
+            tl.store(sample_index + sample_row, (query_start + query_len - 1).to(tl.int64))
+            tl.store(sample_slot + sample_row, slot)
+            tl.store(sample_position + sample_row, context_len + query_len)
+
+    if (pid < R) & (pid >= num_samples):  # place pid of the samples is no row's
+        tl.store(sample_index + pid, tl.zeros((), tl.int64))
+        tl.store(sample_slot + pid, -1)
+        tl.store(sample_position + pid, 0)
+
+    if pid == 0:
+        low = tl.load(source + 2).to(tl.int64) & 0xFFFFFFFF
+        tl.store(state, (tl.load(source + 3).to(tl.int64) << 32) | low)
+        tl.store(state + 1, next_step % RING)
+    if tl.max(tl.where(offsets == 0, arrived, 0), 0) == tl.num_programs(0) - 1:
+        tl.store(state + 2, next_step + 1)
+        tl.store(state + 3, tl.zeros((), tl.int64))
+
+
+@kernel(do_not_specialize=["num_blocks"])  # compiled before it is known
+def _copy_blocks(
+    inputs, state, kv, words, num_blocks, block_words, RING: tl.constexpr, CHUNK: tl.constexpr
+):
+    source = inputs + (tl.load(state + 2) % RING) * words
+    copies = source + _HEADER_WORDS + tl.load(source + 4) * _ROW_WORDS + tl.load(source + 8)
+    plane = kv + tl.program_id(1).to(tl.int64) * num_blocks * block_words
+    for copy in range(tl.program_id(0), tl.load(source + 9), tl.num_programs(0)):
+        origin = plane + tl.load(copies + 2 * copy).to(tl.int64) * block_words
+        target = plane + tl.load(copies + 2 * copy + 1).to(tl.int64) * block_words
+        for start in range(0, block_words, CHUNK):
+            word = start + tl.arange(0, CHUNK)
+            tl.store(target + word, tl.load(origin + word, mask=word < block_words), mask=word < block_words)

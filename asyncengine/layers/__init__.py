@@ -1,1 +1,0 @@
-"""Parts that the models share."""

@@ -1,0 +1,123 @@
+"""The KV cache: how many blocks there are, and the memory they live in."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from asyncengine.config import EngineConfig
+from asyncengine.errors import ConfigError
+from asyncengine.kernels.attention import LayerKVCache
+from asyncengine.kernels.ops import Ops
+from asyncengine.models.config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_LIMIT_BYTES = 4 << 30
+DEFAULT_SHARE = 0.4
+
+
+def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block: keys and values of all layers."""
+    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * block_size * dtype.itemsize
+
+
+def total_memory() -> int:
+    """Bytes that this process could have if nobody used any: the system's, or its control group's limit."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # no such control group, or its limit is "max"
+            limits.append(int((Path("/sys/fs/cgroup") / limit).read_text()))
+    return min(limits)
+
+
+def available_memory() -> int:
+    """Bytes that this process can still use: what the system has to give and the control group allows."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    with contextlib.suppress(OSError):  # not Linux
+        available = re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+        limits += [int(available[1]) * 1024] if available else []
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            group = Path("/sys/fs/cgroup")
+            limits.append(int((group / limit).read_text()) - int((group / used).read_text()))
+        except (OSError, ValueError):  # no such control group, or its limit is "max"
+            continue
+    return max(0, min(limits))
+
+
+def choose_num_blocks(config: EngineConfig, max_model_len: int, bytes_per_block: int, budget: int) -> int:
+    """Blocks to allocate: as configured, or what max_num_seqs sequences can use within ``budget`` bytes.
+
+    Raises ConfigError if not even one sequence of the configured max_model_len fits. The model's own context may be
+    larger than the cache: a request that can never fit is refused at its admission (KVCapacityError).
+    """
+    per_sequence = -(-max_model_len // config.block_size)
+    if config.num_kv_blocks is not None:
+        blocks, origin = config.num_kv_blocks, "num_kv_blocks"
+    elif config.kv_cache_memory_bytes is not None:
+        blocks, origin = config.kv_cache_memory_bytes // bytes_per_block, "kv_cache_memory_bytes"
+    else:
+        blocks = min(max(0, budget) // bytes_per_block, config.max_num_seqs * per_sequence)
+        origin = f"the default budget of {max(0, budget):,} bytes"
+    if blocks < per_sequence:
+        what = (
+            f"the KV cache ({origin}) holds {blocks * config.block_size:,} tokens, but one sequence of "
+            f"max_model_len takes {max_model_len:,} ({per_sequence:,} blocks, "
+            f"{per_sequence * bytes_per_block:,} bytes): lower max_model_len, or raise "
+            "kv_cache_memory_bytes or num_kv_blocks"
+        )
+        if config.max_model_len is not None or blocks < 1:
+            raise ConfigError(what)
+        logger.warning("%s; longer requests will be refused", what)
+    return blocks
+
+
+def host_budget(reserved_bytes: int) -> int:
+    """Bytes for a KV cache in host memory that nobody sized.
+
+    ``reserved_bytes`` are spoken for although the system calls them available (mapped weights).
+    """
+    return min(DEFAULT_LIMIT_BYTES, int(DEFAULT_SHARE * max(0, available_memory() - reserved_bytes)))
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """One allocation with a view per layer."""
+
+    memory: Tensor
+    """[layers, 2, num_blocks, elements of a block]: keys and values"""
+    layers: list[LayerKVCache]
+
+    def block_regions(self) -> list[tuple[int, int]]:
+        """(address of block 0, bytes per block) of every layer's keys and values, for copying blocks."""
+        return [(t.data_ptr(), t[0].nbytes) for cache in self.layers for t in cache]
+
+
+def allocate(model: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, ops: Ops) -> KVCache:
+    """The cache in the layout and on the device of ``ops``.
+
+    Host memory is not touched, so pages become real as blocks get used. Raises ConfigError if there is not enough.
+    """
+    heads, dim = model.num_kv_heads, model.head_dim
+    shape = (model.num_layers, 2, num_blocks, heads * dim * block_size)
+    try:
+        memory = torch.empty(shape, dtype=dtype, device=ops.device)
+    except RuntimeError as e:
+        raise ConfigError(
+            f"cannot allocate {num_blocks:,} KV blocks of {block_bytes(model, block_size, dtype):,} bytes: "
+            "lower num_kv_blocks, kv_cache_memory_bytes or gpu_memory_utilization"
+        ) from e
+    by_token = (num_blocks, heads, block_size, dim)
+    keys = (num_blocks, heads, dim, block_size) if ops.transposed_keys else by_token
+    return KVCache(memory, [LayerKVCache(layer[0].view(keys), layer[1].view(by_token)) for layer in memory])
