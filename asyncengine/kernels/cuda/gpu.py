@@ -1,0 +1,55 @@
+"""What a card has: every limit that a choice of a kernel or of a tile depends on."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A card, or the interpreter in its place. Choices take one as a value, so that any card can be planned for."""
+
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_bytes: int
+    """of shared memory that one program may have"""
+    l2_bytes: int
+    dependent_launch: bool = False
+    """Kernels may start before the one ahead of them ends (see launch/programmatic.py)."""
+    tma: bool = False
+    """Kernels in Gluon run: the tensor memory accelerator copies their tiles."""
+
+    @property
+    def has_float8(self) -> bool:
+        """Tensor cores multiply float8."""
+        return self.capability >= (8, 9)
+
+
+A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 163 << 10, 40 << 20)
+L40S = Gpu("NVIDIA L40S", (8, 9), 142, 99 << 10, 96 << 20)
+H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 227 << 10, 50 << 20, dependent_launch=True, tma=True)
+H200 = replace(H100, name="NVIDIA H200")
+B200 = Gpu("NVIDIA B200", (10, 0), 148, 227 << 10, 126 << 20, dependent_launch=True)
+KNOWN = (A100, L40S, H100, H200, B200)
+
+INTERPRETER = Gpu("interpreter", (0, 0), 8, 227 << 10, 1 << 20)
+"""Of multiprocessors as many as a test can wait for."""
+
+
+@functools.cache
+def describe(device: torch.device) -> Gpu:
+    """The card as the driver describes it. ``dependent_launch`` and ``tma`` are for whoever has tried them to say."""
+    if device.type != "cuda":
+        return INTERPRETER
+    properties = torch.cuda.get_device_properties(device)
+    return Gpu(
+        properties.name,
+        (properties.major, properties.minor),
+        properties.multi_processor_count,
+        properties.shared_memory_per_block_optin,
+        properties.L2_cache_size,
+    )
