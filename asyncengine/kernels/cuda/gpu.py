@@ -50,6 +50,6 @@ def describe(device: torch.device) -> Gpu:
         properties.name,
         (properties.major, properties.minor),
         properties.multi_processor_count,
-        properties.shared_memory_per_block_optin,
+        properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
         properties.L2_cache_size,
     )
