@@ -116,7 +116,8 @@ class CompileProcesses:
                 with theirs:
                     arguments = [str(theirs.fileno()), str(self._count), self._kernels, *sys.path]
                     self._process = subprocess.Popen(
-                        [sys.executable, "-c", _COMMAND, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                        [sys.executable, "-c", _COMMAND, *arguments],
+                        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                         pass_fds=[theirs.fileno()], start_new_session=True,
                     )  # fmt: skip
             except OSError as e:
