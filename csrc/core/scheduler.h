@@ -115,8 +115,10 @@ class Scheduler {
   int32_t block_to_publish(const Slot& slot) const {
     return tables_.at(index(slot), slot.published_end / config_.block_size);
   }
-  const int32_t* tokens_to_publish(Slot& slot);
-  void update_tokens(Slot& slot);
+  PublishedBlocks published(const Slot& slot) const { return {blocks_, tables_, index(slot)}; }
+  const int32_t* tokens_to_publish(Slot& slot) {
+    return slot.sequence->tokens.unpublished(slot.tail, slot.published_end, published(slot));
+  }
   // Once the row's step has retired: whether the prefix cache could know a block more.
   bool has_full_block(const Slot& slot, const PlanRow& row) const {
     return blocks_.prefix_caching() && row.context_len + row.query_len - slot.published_end >= config_.block_size;
@@ -131,7 +133,7 @@ class Scheduler {
   void compact_running();
   void prefetch_slot(int32_t slot) const {
     __builtin_prefetch(&slots_[static_cast<size_t>(slot)], /*write=*/1);
-    __builtin_prefetch(slots_[static_cast<size_t>(slot)].tail, /*write=*/1);
+    slots_[static_cast<size_t>(slot)].tail.prefetch();
   }
   int32_t index(const Slot& slot) const { return static_cast<int32_t>(&slot - slots_.data()); }
   Slot& slot_of(const Sequence& sequence) { return slots_[static_cast<size_t>(sequence.slot)]; }

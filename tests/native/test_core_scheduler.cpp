@@ -31,7 +31,7 @@ TEST(a_sequence_at_the_address_of_a_blocked_one_is_not_blocked) {
   std::destroy_at(&sequence);
   ::new (&sequence) Sequence;
   sequence.request = &large;
-  sequence.tokens.assign(10, 7);
+  sequence.tokens = Tokens(std::vector<int32_t>(10, 7), 12);
   large.prompt_len = 10;
   sequence.max_total = 12;
   large.unreleased = 1;
@@ -87,8 +87,10 @@ TEST(a_preempted_sequence_knows_all_its_tokens) {
         for (const auto& [id, request] : bench.requests) {
           const Sequence& sequence = request->sequences[0];
           if (sequence.state != SequenceState::kWaiting) continue;
-          CHECK(sequence.tokens == said[&sequence]);
-          checked += std::ssize(sequence.tokens) > request->prompt_len + block_size;
+          std::vector<int32_t> tokens(static_cast<size_t>(sequence.tokens.size()));
+          sequence.tokens.copy(0, sequence.tokens.size(), tokens.data());
+          CHECK(tokens == said[&sequence]);
+          checked += sequence.tokens.size() > request->prompt_len + block_size;
         }
         more = bench.commit(++token);
         for (const OutputEvent& event : bench.outbox.filling().events) said[event.sequence].push_back(event.token);
