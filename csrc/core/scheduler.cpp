@@ -60,11 +60,11 @@ void Scheduler::after_aborts() {
 // ---- schedule ------------------------------------------------------------------------------------------------------
 
 void Scheduler::schedule(StepPlan& plan, int64_t now_ns) {
-  const int64_t preemptions = stats_.preemptions;
+  const int64_t preemptions = stats_.num_preemptions;
   schedule_decodes(plan);
   if (prefilling_) schedule_prefills(plan);
   // Who was just preempted for lack of blocks must not take them back in the same breath.
-  if (stats_.preemptions == preemptions) admit(plan, now_ns);
+  if (stats_.num_preemptions == preemptions) admit(plan, now_ns);
   compact_running();
   wake_siblings();
   for (const BlockCopy& copy : plan.copies) copied_from_[static_cast<size_t>(copy.target)] = -1;
@@ -195,7 +195,7 @@ bool Scheduler::make_room(const Sequence& sequence, int32_t num_blocks, const St
 }
 
 void Scheduler::preempt(Sequence& sequence) {
-  ++stats_.preemptions;
+  ++stats_.num_preemptions;
   retire(sequence, SequenceState::kPreempting);
   if (!in_flight(sequence)) settle(sequence, nullptr);
 }
@@ -247,8 +247,8 @@ bool Scheduler::admit_one(Sequence& sequence, StepPlan& plan, int64_t now_ns) {
   if (request.scheduled_ns == 0) {
     request.scheduled_ns = now_ns;
     request.cached_tokens = slot.computed;
-    stats_.prefix_queries += request.prompt_len;
-    stats_.prefix_hits += request.cached_tokens;
+    stats_.prefix_cache_queries += request.prompt_len;
+    stats_.prefix_cache_hits += request.cached_tokens;
   }
   leave_queue(request);
   plan.filled_slots.push_back(sequence.slot);
@@ -365,13 +365,14 @@ void Scheduler::compact_running() {
   std::erase_if(running_, [](const Slot* slot) { return slot->state != SequenceState::kRunning; });
 }
 
-const SchedulerStats& Scheduler::stats() {
-  stats_.running = static_cast<int64_t>(running_.size());
-  stats_.waiting = static_cast<int64_t>(waiting_.size());
-  stats_.free_blocks = blocks_.num_free();
+const Stats& Scheduler::stats() {
+  stats_.num_requests_running = static_cast<int64_t>(running_.size());
+  stats_.num_requests_waiting = static_cast<int64_t>(waiting_.size());
+  stats_.num_kv_blocks = blocks_.num_blocks();
+  stats_.num_free_blocks = blocks_.num_free();
+  stats_.num_free_slots = static_cast<int64_t>(free_slots_.size());
   stats_.cached_blocks = blocks_.num_cached();
   stats_.block_references = blocks_.num_references();
-  stats_.free_slots = static_cast<int64_t>(free_slots_.size());
   return stats_;
 }
 

@@ -9,6 +9,7 @@
 #include "core/outbox.h"
 #include "core/sequence.h"
 #include "core/slot.h"
+#include "core/stats.h"
 #include "core/step_input.h"
 #include "core/step_plan.h"
 #include "core/waiting_queue.h"
@@ -26,14 +27,6 @@ struct SchedulerConfig {
   // Sizes of step that the executor has graphs for, ascending. A chunk that does not finish its prompt ends where it
   // fills one of them. Empty: any size is as good as another.
   std::vector<int32_t> token_buckets = {};
-};
-
-struct SchedulerStats {
-  int64_t running = 0, waiting = 0;  // sequences
-  int64_t preemptions = 0, prefix_queries = 0, prefix_hits = 0;  // prefix counts are tokens
-  int64_t prompt_tokens = 0, generated_tokens = 0;
-  int64_t free_blocks = 0, free_slots = 0;
-  int64_t cached_blocks = 0, block_references = 0;  // free blocks that a prompt may find; sum of all reference counts
 };
 
 // Single-threaded: everything happens on the step thread. schedule() may run ahead of commit(): the values of
@@ -64,7 +57,8 @@ class Scheduler {
   bool idle() const { return running_.empty() && waiting_.empty() && retiring_ == 0; }
   BlockTables& tables() { return tables_; }
   BlockManager& blocks() { return blocks_; }
-  const SchedulerStats& stats();
+  // The scheduler's own are up to date.
+  const Stats& stats();
   StepLimits limits() const;
   // Nothing runs: every block and slot is back. For tests and leak checks.
   bool quiescent() const;
@@ -158,7 +152,7 @@ class Scheduler {
   bool prefilling_ = false;    // a running sequence has prompt left to compute
   bool running_changed_ = false;  // some of running_ run no more
   int32_t retiring_ = 0;       // sequences that still hold something but run no more
-  SchedulerStats stats_;
+  Stats stats_;
   QueueObserver* observer_ = nullptr;
 };
 

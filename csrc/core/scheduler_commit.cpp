@@ -11,7 +11,7 @@ inline void Scheduler::take_token(Slot& slot, int32_t token, Outbox& outbox, int
   Sequence& sequence = *slot.sequence;
   if (token < 0) return fail(sequence, FinishReason::kFailed, outbox, now_ns);
   sequence.tokens.append(slot.tail, token, published(slot));
-  ++stats_.generated_tokens;
+  ++stats_.generation_tokens;
   FinishReason reason = FinishReason::kNone;
   if (slot.stops_at(token)) {
     reason = FinishReason::kStop;

@@ -186,34 +186,23 @@ nanoseconds StepLoop::patience() const {
 }
 
 void StepLoop::publish_stats() {
-  const SchedulerStats& s = scheduler_.stats();
-  const auto put = [](std::atomic<int64_t>& to, int64_t value) { to.store(value, std::memory_order_relaxed); };
-  put(stats_.running, s.running);
-  put(stats_.waiting, s.waiting);
-  put(stats_.preemptions, s.preemptions);
-  put(stats_.prefix_queries, s.prefix_queries);
-  put(stats_.prefix_hits, s.prefix_hits);
-  put(stats_.prompt_tokens, s.prompt_tokens);
-  put(stats_.generated_tokens, s.generated_tokens);
-  put(stats_.free_blocks, s.free_blocks);
-  put(stats_.free_slots, s.free_slots);
-  put(stats_.steps, static_cast<int64_t>(next_step_ - 1));
-  put(stats_.late_launches, late_launch_.count());
-  put(stats_.leases, static_cast<int64_t>(next_step_ - oldest_step_));
-  put(stats_.cached_blocks, s.cached_blocks);
-  put(stats_.block_references, s.block_references);
-  put(stats_.failed_steps, failed_steps_);
+  Stats stats = scheduler_.stats();
+  stats.num_steps = static_cast<int64_t>(next_step_ - 1);
+  stats.num_steps_in_flight = static_cast<int64_t>(next_step_ - oldest_step_);
+  stats.num_late_launches = late_launch_.count();
+  stats.failed_steps = failed_steps_;
+  stats_.store(stats);
   quiescent_.store(none_in_flight() && scheduler_.idle(), std::memory_order_release);
 }
 
-StepLoopStats StepLoop::stats() const {
-  const auto get = [](const std::atomic<int64_t>& from) { return from.load(std::memory_order_relaxed); };
-  return {get(stats_.running), get(stats_.waiting), get(stats_.preemptions), get(stats_.prefix_queries),
-          get(stats_.prefix_hits), get(stats_.prompt_tokens), get(stats_.generated_tokens), get(stats_.free_blocks),
-          get(stats_.free_slots), config_.scheduler.num_blocks, get(stats_.steps), get(stats_.late_launches),
-          get(stats_.leases), registry_.queued_requests(), registry_.queued_tokens(),
-          registry_.live_requests(), get(stats_.cached_blocks),
-          get(stats_.block_references), get(stats_.failed_steps)};
+Stats StepLoop::stats() const {
+  Stats stats = stats_.load();
+  stats.queued_requests = registry_.queued_requests();
+  stats.queued_tokens = registry_.queued_tokens();
+  stats.live_requests = registry_.live_requests();
+  // The scheduler has not heard of those that were submitted since the last round.
+  stats.num_requests_waiting = std::max(stats.num_requests_waiting, stats.queued_requests);
+  return stats;
 }
 
 }  // namespace asyncengine

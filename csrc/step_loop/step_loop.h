@@ -36,13 +36,6 @@ struct StepLoopConfig {
   int64_t (*clock)() = &steady_now_ns;  // tests bring their own
 };
 
-// Snapshot, safe from any thread.
-struct StepLoopStats {
-  int64_t running, waiting, preemptions, prefix_queries, prefix_hits, prompt_tokens, generated_tokens, free_blocks,
-      free_slots, num_blocks, steps, late_launches, leases, queued_requests, queued_tokens, live_requests, cached_blocks,
-      block_references, failed_steps;
-};
-
 // The round: hear what is new, take in results, launch. The requests are the RequestRegistry's, the thread is the
 // LifeCycle's, the time of a launch is LateLaunch's, and the longest time of a step is TimeLimit's.
 //
@@ -85,7 +78,7 @@ class StepLoop {
 
   int wake_fd() const { return outbox_.wake_fd(); }
   std::string error() const { return life_.error(); }
-  StepLoopStats stats() const;
+  Stats stats() const;  // for any thread
   bool quiescent() const { return quiescent_.load(std::memory_order_acquire); }
 
  private:
@@ -119,12 +112,7 @@ class StepLoop {
   int64_t failed_steps_ = 0;
   bool draining_ = false;           // a step failed: no launch before those in flight are over
   std::atomic<bool> quiescent_{true};
-
-  struct AtomicStats {
-    std::atomic<int64_t> running{0}, waiting{0}, preemptions{0}, prefix_queries{0}, prefix_hits{0}, prompt_tokens{0},
-        generated_tokens{0}, free_blocks{0}, free_slots{0}, steps{0}, late_launches{0}, leases{0}, cached_blocks{0},
-        block_references{0}, failed_steps{0};
-  } stats_;
+  PublishedStats stats_;
 };
 
 }  // namespace asyncengine

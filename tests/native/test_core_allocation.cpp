@@ -91,9 +91,9 @@ TEST(preemption_allocates_nothing) {
   Bench bench({20, 16, 8, 64, 0, 256, true}, 2);
   for (int round = 0; round < 2; ++round) {
     for (uint64_t i = 0; i < 12; ++i) bench.add(make_spec(i + 1, 30, 100, 1, static_cast<int32_t>(i)));
-    const int64_t before = bench.scheduler.stats().preemptions;
+    const int64_t before = bench.scheduler.stats().num_preemptions;
     const int64_t counted = run_counted(bench);
-    CHECK(bench.scheduler.stats().preemptions > before);
+    CHECK(bench.scheduler.stats().num_preemptions > before);
     if (round > 0) CHECK_EQ(counted, 0);
   }
 }

@@ -166,7 +166,7 @@ TEST(siblings_are_preempted_and_computed_again_from_the_shared_prompt) {
     }
     CHECK(engine.run());
     CHECK_EQ(engine.mismatches(), 0);
-    CHECK(engine.loop->stats().preemptions > 0);
+    CHECK(engine.loop->stats().num_preemptions > 0);
     CHECK(engine.settles());
   }
 }
@@ -359,7 +359,7 @@ TEST(many_requests_take_time_in_proportion) {
   Bench bench(config, 1);
   std::vector<Request*> all;
   for (uint64_t id = 1; id <= 65'536; ++id) all.push_back(&bench.add(make_spec(id, 1, 5), static_cast<int64_t>((id * 7919) % 65'537)));
-  CHECK_EQ(bench.scheduler.stats().waiting, 65'536);
+  CHECK_EQ(bench.scheduler.stats().num_requests_waiting, 65'536);
   int64_t previous = -1;
   const StepPlan* plan = bench.launch();
   CHECK_EQ(plan->rows.size(), size_t{4096});

@@ -53,7 +53,7 @@ TEST(a_request_leaves_the_queue_once) {
   do {
     while (bench.launch() != nullptr) bench.pack();
   } while (bench.commit(1));
-  CHECK(bench.scheduler.stats().preemptions > 0);
+  CHECK(bench.scheduler.stats().num_preemptions > 0);
   for (uint64_t id = 1; id <= 8; ++id) CHECK_EQ(observer.left[id], 1);
 }
 
@@ -126,10 +126,10 @@ TEST(nobody_is_preempted_for_blocks_that_are_on_their_way) {
   // Two blocks each, none left: the first to need a third one takes the last sequence's, which a step in flight still uses.
   while (true) {
     while (bench.launch() != nullptr) bench.pack();
-    if (bench.scheduler.stats().preemptions > 0) break;
+    if (bench.scheduler.stats().num_preemptions > 0) break;
     CHECK(bench.commit(1));
   }
-  CHECK_EQ(bench.scheduler.stats().preemptions, 1);
+  CHECK_EQ(bench.scheduler.stats().num_preemptions, 1);
   CHECK(bench.requests.at(3)->sequences[0].state == SequenceState::kPreempting);
 }
 

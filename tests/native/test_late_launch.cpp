@@ -85,7 +85,7 @@ struct TimedEngine {
   // As the step thread does it: again at once while anything moves, else after a sleep. An idle one sleeps until the test
   // submits something.
   void look() {
-    if (!loop->advance()) clock_ns += loop->stats().leases > 0 ? loop->patience().count() + oversleep_ns : 5 * kUs;
+    if (!loop->advance()) clock_ns += loop->stats().num_steps_in_flight > 0 ? loop->patience().count() + oversleep_ns : 5 * kUs;
     loop->drain([](const StepLoop::News&) {});
   }
   void run_steps(size_t count) {
@@ -110,7 +110,7 @@ struct TimedEngine {
     }
     return result;
   }
-  int64_t late_launches() const { return loop->stats().late_launches; }
+  int64_t late_launches() const { return loop->stats().num_late_launches; }
 
   TimedExecutor* device;
   std::unique_ptr<StepLoop> loop;
