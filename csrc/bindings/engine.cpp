@@ -76,16 +76,12 @@ class GilProbe : public std::enable_shared_from_this<GilProbe> {
 OwnedStepLoop make_cpu_loop(const StepLoopConfig& config, py::function forward,
                                                     std::shared_ptr<CpuKernels> kernels, int64_t vocab_size,
                                                     const std::vector<std::pair<Address, size_t>>& kv_regions) {
-  const std::shared_ptr<py::function> callback(new py::function(std::move(forward)), [](py::function* f) {
-    py::gil_scoped_acquire gil;
-    delete f;
-  });
-  auto step = [callback, kernels = std::move(kernels), vocab_size](const StepBatch& batch, int32_t* tokens) {
+  auto step = [run = callback(std::move(forward)), kernels = std::move(kernels), vocab_size](const StepBatch& batch, int32_t* tokens) {
     Address logits = 0;
     {
       py::gil_scoped_acquire gil;
       try {
-        logits = (*callback)(py::cast(&batch, py::return_value_policy::reference)).cast<Address>();
+        logits = (*run)(py::cast(&batch, py::return_value_policy::reference)).cast<Address>();
       } catch (const py::error_already_set& error) {
         throw std::runtime_error(error.what());  // a plain string: the Python error may not leave the GIL's scope
       }
