@@ -319,7 +319,7 @@ class AsyncEngine:
         held = 0 if self._prompts is None else self._prompts.held_characters
         streams = self._by_key.values()
         waiting = sum(stream.awaited for stream in streams)
-        return DebugStats.of(self._loaded().step_loop, self.config.max_num_seqs, len(streams), waiting, held)
+        return DebugStats.of(self._loaded().step_loop.stats(), self.config.max_num_seqs, len(streams), waiting, held)
 
     def __repr__(self) -> str:
         return f"<AsyncEngine {self.config.model} {self._health}>"
