@@ -41,11 +41,21 @@ def prose(document: str) -> str:
     return FENCE.sub("", (ROOT / document).read_text())
 
 
+def words(document: str) -> list[str]:
+    """What the document has in backticks, in words: a command's script is one of them."""
+    return [word for text in QUOTED.findall(prose(document)) for word in text.split()]
+
+
 def repository_paths(document: str) -> list[str]:
     """What the document has in backticks that looks like a file or a folder of the repository."""
-    quoted = (text.removesuffix("/") for text in QUOTED.findall(prose(document)) if FOLDER.fullmatch(text))
-    files = [text for text in QUOTED.findall(prose(document)) if FILE.fullmatch(text)]
-    return [*quoted, *files]
+    return [word.removesuffix("/") for word in words(document) if FILE.fullmatch(word) or FOLDER.fullmatch(word)]
+
+
+@cache
+def sources(*folders: str) -> str:
+    suffixes = {".py", ".cpp", ".h"}
+    files = (path for folder in folders for path in sorted((ROOT / folder).rglob("*")) if path.suffix in suffixes)
+    return "\n".join(path.read_text() for path in files)
 
 
 def test_readers_find_what_they_are_promised() -> None:
@@ -85,3 +95,32 @@ def test_named_files_exist(document: str) -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "bench/log").glob("*.md")), ids=lambda path: path.name)
 def test_the_log_has_an_index(path: Path) -> None:
     assert f"(log/{path.name})" in (ROOT / "bench/NOTES.md").read_text()
+
+
+def test_named_tests_exist() -> None:
+    text = sources("tests")
+    named = {name for name in words("csrc/README.md") if re.fullmatch(r"[a-z0-9]+(_[a-z0-9]+){3,}", name)}
+    assert len(named) > 15
+    for name in named:
+        assert re.search(rf"(def |TEST\(){name}\(?", text), f"csrc/README.md names {name}"
+
+
+def test_named_functions_exist() -> None:
+    native, python = sources("csrc"), sources("asyncengine")
+    named = set(words("csrc/README.md"))
+    for name in named:
+        if match := re.fullmatch(r"(\w+)::(\w+)", name):
+            assert re.search(rf"(class|struct) {match[1]}\b", native), name
+            assert re.search(rf"\b{match[2]}\(", native), name
+        elif match := re.fullmatch(r"([A-Z]\w+)\.(\w+)", name):
+            assert re.search(rf"class {match[1]}\b", python), name
+            assert re.search(rf"def {match[2]}\(", python), name
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_named_flags_exist(document: str) -> None:
+    text = sources("asyncengine", "bench", "tests")
+    for flag in words(document):
+        if flag.startswith("--"):
+            field = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+            assert flag in text or re.search(rf"\b{field}: ", text), f"{document} names {flag}"
