@@ -34,7 +34,7 @@ struct alignas(64) Slot {
   bool on_device = false;     // last_token[slot] is, or will be, this sequence's latest token
   bool forked = false;        // the block it writes next may be shared with a sibling
   bool more_stops = false;    // than there is room for here
-  bool greedy = false;        // temperature 0
+  uint8_t needs = 0;          // Need bits
   alignas(64) int32_t tail[kTail];  // the newest tokens
 
   Slot() = default;
@@ -43,7 +43,7 @@ struct alignas(64) Slot {
         num_tokens(owner.num_tokens()),
         max_total(owner.max_total),
         more_stops(owner.num_stops > Sequence::kInlineStops),
-        greedy(owner.sampling.temperature <= 0.f) {
+        needs(static_cast<uint8_t>(owner.needs)) {
     std::copy_n(owner.stops, std::min(owner.num_stops, Sequence::kInlineStops), stops);
   }
 

@@ -403,6 +403,7 @@ SubmitResult StepLoop::submit(const RequestSpec& spec) {
   if (prompt_len == 0 || spec.max_tokens < 1 || total > config_.scheduler.max_model_len || total > capacity) {
     return SubmitResult::kTooLarge;
   }
+  if ((spec.all_needs() & ~executor_->needs()) != 0) return SubmitResult::kUnserved;
   const int64_t waiting = queued_tokens_.load(std::memory_order_relaxed);
   const auto limit = [&](int64_t most) { return spec.reserved ? most + most / kReservedShare + 1 : most; };
   if (queued_requests_.load(std::memory_order_relaxed) >= limit(config_.max_queued_requests) ||

@@ -34,7 +34,7 @@ struct StepLoopConfig {
   int64_t (*clock)() = &steady_now_ns;  // tests bring their own
 };
 
-enum class SubmitResult { kAccepted, kQueueFull, kTooLarge, kClosed, kDuplicate };
+enum class SubmitResult { kAccepted, kQueueFull, kTooLarge, kClosed, kDuplicate, kUnserved };
 
 // Snapshot, safe from any thread.
 struct StepLoopStats {
