@@ -34,8 +34,10 @@ from asyncengine.runner.model_runner import LoadedModel
 _INVARIANT_SPLITS = 8
 """Pieces of the longest context in batch-invariant mode: more would take more memory, fewer leave the GPU idle."""
 
-GREEDY, FULL = 0, 1
-"""Variants of sampling, as csrc/step_loop/graph_executor.h numbers them."""
+ARGMAX = _core.Need(0)
+SAMPLING = _core.Need.temperature | _core.Need.filters
+VARIANTS = (ARGMAX, SAMPLING)
+"""Needs that steps have variants for, the cheapest first; the last serves those of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,18 +196,17 @@ class DeviceSteps:
         """The largest bucket's tensors."""
         return self._step
 
-    def run(self, bucket: Bucket, variant: int) -> None:
-        """Enqueue the next step, which must fit ``bucket``; with GREEDY its rows must all have temperature 0."""
+    def run(self, bucket: Bucket, needs: int) -> None:
+        """Enqueue the next step, which must fit ``bucket`` and whose rows may need no more than ``needs``."""
         source = self._buffers.source
         step = self._step.bucket(bucket.max_rows, bucket.max_tokens)
-        greedy = variant == GREEDY
-        batch = CudaBatch(step, self._work.of(bucket), self._work.has_few_keys(bucket), greedy)
+        batch = CudaBatch(step, self._work.of(bucket), self._work.has_few_keys(bucket), needs)
         with torch.inference_mode():
             ingest(source, step, self._block_size, pdl=self._pdl)
             batch.build_work(pdl=self._pdl)
             logits = self._model.forward(batch, self.cache.layers)
             assert logits is not None
-            sample(logits, step, source.header, source.outputs, greedy_only=greedy, pdl=self._pdl)
+            sample(logits, step, source.header, source.outputs, needs=needs, pdl=self._pdl)
 
     def copy_blocks(self) -> None:
         """Enqueue the block copies of the next step, which comes after them."""

@@ -150,7 +150,7 @@ def main(directory: str, dtype: str, quantization: Quantization = "none") -> Non
     from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
     from asyncengine.runner.buckets import Bucket
     from asyncengine.runner.cuda_runner import make_steps
-    from asyncengine.runner.device_steps import FULL, GREEDY
+    from asyncengine.runner.device_steps import ARGMAX, SAMPLING
     from asyncengine.runner.model_runner import load_model
 
     compiled = install()
@@ -166,12 +166,12 @@ def main(directory: str, dtype: str, quantization: Quantization = "none") -> Non
     steps.state.input_ids.zero_()
     if quantization == "fp8":  # which has kernels of ours for few rows, whatever the card
         for rows in (1, 4):
-            steps.run(Bucket(rows, rows, True), GREEDY)
-    steps.run(Bucket(4, 64, False), GREEDY)
-    steps.run(Bucket(4, 64, False), FULL)
-    steps.run(Bucket(4, 4, True, 64), GREEDY)
-    steps.run(Bucket(4, 8, False, 64), GREEDY)
-    steps.run(Bucket(4, 4, True), GREEDY)
+            steps.run(Bucket(rows, rows, True), ARGMAX)
+    steps.run(Bucket(4, 64, False), ARGMAX)
+    steps.run(Bucket(4, 64, False), SAMPLING)
+    steps.run(Bucket(4, 4, True, 64), ARGMAX)
+    steps.run(Bucket(4, 8, False, 64), ARGMAX)
+    steps.run(Bucket(4, 4, True), ARGMAX)
     steps.copy_blocks()
     if quantization == "none":  # and what Hopper takes instead, where there is something
         c, plan = loaded.config, Plan("streamed", 128, 64, 4, 8, stages=4, fused_norm=False)
@@ -183,9 +183,9 @@ def main(directory: str, dtype: str, quantization: Quantization = "none") -> Non
             loaded = load_model(config, streaming, NativeAttention(streaming))
             steps, _ = make_steps(config, loaded, streaming, native, 8)
             steps.state.input_ids.zero_()
-            steps.run(Bucket(4, 4, True), GREEDY)
-            steps.run(Bucket(1, 1, True), GREEDY)
-            steps.run(Bucket(4, 64, False), GREEDY)
+            steps.run(Bucket(4, 4, True), ARGMAX)
+            steps.run(Bucket(1, 1, True), ARGMAX)
+            steps.run(Bucket(4, 64, False), ARGMAX)
     for name, kernel in compiled.items():
         size = f"shared {kernel.metadata.shared} bytes, {kernel.metadata.num_warps} warps"
         print(f"{name}: {size}, copies {', '.join(sorted(policies(kernel))) or 'none'}")

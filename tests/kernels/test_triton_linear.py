@@ -430,12 +430,12 @@ def test_greedy_heads_leave_ranks(device: torch.device, out_features: int, monke
     step = allocate_step(1, 1, len(index), model.rows, device)
     step.sample_index.copy_(torch.tensor(index))
 
-    def head(ops: CudaOps, greedy: bool = True, rows: int = 4) -> Tensor | Ranks:
-        batch = CudaBatch(step.bucket(rows, model.rows), {}, greedy=greedy)
+    def head(ops: CudaOps, needs: int = 0, rows: int = 4) -> Tensor | Ranks:
+        batch = CudaBatch(step.bucket(rows, model.rows), {}, needs=needs)
         return ops.logits(Stream(model.x), model.norm, model.handle(ops), batch)
 
     ops = make_ops(device, {site: RANKING})
-    ranks, logits = head(ops), head(ops, greedy=False)
+    ranks, logits = head(ops), head(ops, needs=1)
     assert isinstance(ranks, Ranks)
     assert isinstance(logits, Tensor)
     assert ranks.tiles.shape == (4, 2)

@@ -63,8 +63,8 @@ class CudaBatch:
     """by sliding window; 0 is none"""
     few_keys: bool = False
     """Tokens are few, and every row has few enough keys, for decode_attention, which needs no work list."""
-    greedy: bool = False
-    """Every row that is sampled has temperature 0."""
+    needs: int = 0
+    """Bits of _core.Need: what the sampled rows may need beyond the greatest logit."""
 
     def build_work(self, *, pdl: bool) -> None:
         """After ingest, before the model."""
@@ -285,10 +285,10 @@ class CudaOps:
         return x
 
     def logits(self, stream: Stream, norm: Norm, handle: CudaLinear, batch: CudaBatch) -> Tensor | Ranks:
-        """For ``triton_sampler.sample``: of a greedy batch ranks, where there is a plan for that."""
+        """For ``triton_sampler.sample``: of a batch without needs ranks, where there is a plan for that."""
         stream.add_pending()
         index = batch.step.sample_index
-        if batch.greedy and self.options.streamed and len(index) > 1:
+        if not batch.needs and self.options.streamed and len(index) > 1:
             plan = self._choose(stream.x[: len(index)], handle, norm, "argmax")
             if plan.kind == "streamed":
                 x, exact = rows.norm(stream.x, norm, index, stream.parts, pdl=self.options.pdl), handle.exact()
