@@ -20,7 +20,7 @@ from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions, can_stream
 from asyncengine.models.config import RawConfig
 from asyncengine.models.registry import find_family
 from asyncengine.runner.cuda_runner import CudaRunner, make_steps
-from asyncengine.runner.device_steps import step_buckets
+from asyncengine.runner.device_steps import SAMPLING, step_buckets
 from asyncengine.runner.graphs import loaded_libcudart
 from asyncengine.runner.model_runner import LoadedModel
 from tests.gpu.conftest import SHAPES
@@ -52,7 +52,7 @@ class Recorder:
         self.logits: list[Tensor] = []
 
     def forward(self, batch: Any, caches: Any) -> Tensor:
-        logits = self._model.forward(replace(batch, greedy=False), caches)
+        logits = self._model.forward(replace(batch, needs=SAMPLING), caches)
         self.logits.append(logits[0].clone())
         return logits
 

@@ -35,7 +35,7 @@ from asyncengine.runner.cuda_runner import make_steps, prepare_kernels
 from asyncengine.runner.device_steps import VARIANTS, DeviceSteps, step_buckets
 from asyncengine.runner.model_runner import load_model
 from asyncengine.runner.tuning import Tuner, _Case, likely
-from tests.kernels.compile_for_hopper import Counting
+from tests.kernels.compile_for import Counting
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
