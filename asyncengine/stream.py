@@ -10,8 +10,10 @@ import asyncio
 import contextlib
 import warnings
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
+from asyncengine._core import FinishReason as Ended
+from asyncengine._core import SequenceNews
 from asyncengine.detokenizer import IncrementalDetokenizer, StopStringMatcher
 from asyncengine.errors import EngineError, NonFiniteLogitsError, RequestAbortedError, StepFailedError, UsageError
 from asyncengine.request import (
@@ -25,14 +27,11 @@ from asyncengine.request import (
 )
 
 if TYPE_CHECKING:
-    from asyncengine.engine import AsyncEngine
     from asyncengine.tokenization import Tokenizer
 
-# FinishReason of csrc/core/sequence.h.
-NOT_FINISHED, STOPPED, LENGTH, ABORTED, FAILED, STEP_FAILED = range(6)
-_FAILURES: dict[int, Callable[[], EngineError]] = {
-    FAILED: lambda: NonFiniteLogitsError("the model returned logits that are not finite for this request"),
-    STEP_FAILED: lambda: StepFailedError("a step that computed this request failed; the log says how"),
+_FAILURES: dict[Ended, Callable[[], EngineError]] = {
+    Ended.failed: lambda: NonFiniteLogitsError("the model returned logits that are not finite for this request"),
+    Ended.step_failed: lambda: StepFailedError("a step that computed this request failed; the log says how"),
 }
 _WHOLE_AT_ONCE = 32
 """Tokens whose text is made together when only the end is waited for: few enough that the loop is not held up."""
@@ -69,7 +68,7 @@ class _SequenceState:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
 
-    def feed(self, tokens: list[int], finish: int, whole: bool) -> bool:
+    def feed(self, tokens: list[int], finish: Ended, whole: bool) -> bool:
         """Take in tokens and perhaps the end; True if a stop string ended the sequence before the core did.
 
         With ``whole`` nobody looks at the text before the end, so it is made of many tokens at a time.
@@ -79,22 +78,22 @@ class _SequenceState:
         if self._matcher is not None:
             return self._feed_matcher(self._matcher, tokens, finish)
         self.token_ids += tokens
-        if whole and finish == NOT_FINISHED and len(self.token_ids) - self._decoded < _WHOLE_AT_ONCE:
+        if whole and finish is Ended.none and len(self.token_ids) - self._decoded < _WHOLE_AT_ONCE:
             return False
         self._decode(finish)
-        if finish != NOT_FINISHED:
+        if finish is not Ended.none:
             self._end(finish, self._detokenizer.flush())
         return False
 
-    def _feed_matcher(self, matcher: StopStringMatcher, tokens: list[int], finish: int) -> bool:
+    def _feed_matcher(self, matcher: StopStringMatcher, tokens: list[int], finish: Ended) -> bool:
         for i, token in enumerate(tokens):
             self.token_ids.append(token)
-            text, stop = matcher.push(self._text_of([token], finish if i == len(tokens) - 1 else NOT_FINISHED))
+            text, stop = matcher.push(self._text_of([token], finish if i == len(tokens) - 1 else Ended.none))
             self._append(text)
             if stop is not None:
                 self.finish_reason, self.stop_reason = FinishReason.STOP, stop
-                return finish == NOT_FINISHED
-        if finish != NOT_FINISHED:
+                return finish is Ended.none
+        if finish is not Ended.none:
             rest, stop = matcher.push(self._detokenizer.flush())
             if stop is None:
                 self._end(finish, rest + matcher.flush())
@@ -109,24 +108,40 @@ class _SequenceState:
         self._taken_texts, self._taken_tokens, self.untaken = len(self.texts), len(self.token_ids), False
         return text, tokens
 
-    def _decode(self, finish: int) -> None:
+    def _decode(self, finish: Ended) -> None:
         self._append(self._text_of(self.token_ids[self._decoded :], finish))
         self._decoded = len(self.token_ids)
 
-    def _text_of(self, tokens: list[int], finish: int) -> str:
-        if finish == STOPPED and not self._params.include_stop_str_in_output:
+    def _text_of(self, tokens: list[int], finish: Ended) -> str:
+        if finish is Ended.stop and not self._params.include_stop_str_in_output:
             tokens = tokens[:-1]  # the token that ended it is not part of the text
         return self._detokenizer.push(tokens)
 
-    def _end(self, finish: int, rest: str) -> None:
+    def _end(self, finish: Ended, rest: str) -> None:
         self._append(rest)
-        self.finish_reason = FinishReason.STOP if finish == STOPPED else FinishReason.LENGTH
-        if finish == STOPPED and self.token_ids[-1] in self._params.stop_token_ids:
+        self.finish_reason = FinishReason.STOP if finish is Ended.stop else FinishReason.LENGTH
+        if finish is Ended.stop and self.token_ids[-1] in self._params.stop_token_ids:
             self.stop_reason = self.token_ids[-1]
 
     def _append(self, text: str) -> None:
         if text:
             self.texts.append(text)
+
+
+class Owner(Protocol):
+    """The engine, as far as a stream knows it. ``key`` is the core's number of the request."""
+
+    def check_loop(self) -> None:
+        """Raise WrongLoopError unless the caller runs in the engine's event loop."""
+
+    def forget(self, key: int) -> None:
+        """The request has ended."""
+
+    def drop(self, key: int) -> None:
+        """The consumer has gone before the request's end."""
+
+    def stop_sequence(self, key: int, index: int) -> None:
+        """A stop string ended sequence ``index`` of the request before the core did."""
 
 
 class RequestStream:
@@ -139,7 +154,7 @@ class RequestStream:
 
     def __init__(
         self,
-        engine: AsyncEngine,
+        owner: Owner,
         tokenizer: Tokenizer | None,
         key: int,
         request_id: str,
@@ -149,7 +164,7 @@ class RequestStream:
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
-        self._engine = engine
+        self._owner = owner
         self._key = key
         self._arrived = arrived
         self._sequences = [_SequenceState(tokenizer, params) for _ in range(params.n)]
@@ -172,39 +187,31 @@ class RequestStream:
         """Whether a task waits for what comes next."""
         return self._waiter is not None
 
-    def feed(
-        self,
-        index: int,
-        tokens: list[int],
-        finish: int,
-        first_ns: int,
-        last_ns: int,
-        scheduled_ns: int,
-        cached_tokens: int,
-    ) -> None:
+    def feed(self, news: SequenceNews) -> None:
         """Take in what the step thread delivered for one sequence. Called by the engine only."""
         if self._done:
             return
-        if finish in _FAILURES:
-            self.fail(_FAILURES[finish]())
+        index, tokens = news.index, news.tokens
+        if news.finish in _FAILURES:
+            self.fail(_FAILURES[news.finish]())
             return
         if not self._first_token and tokens:
-            self._first_token = first_ns * 1e-9
-            self._scheduled = scheduled_ns * 1e-9
-            self.cached_tokens = cached_tokens
+            self._first_token = news.first_ns * 1e-9
+            self._scheduled = news.scheduled_ns * 1e-9
+            self.cached_tokens = news.cached_tokens
         sequence = self._sequences[index]
         was_finished = sequence.finish_reason is not None
-        if sequence.feed(tokens, finish, self._whole):
-            self._engine.stop_sequence(self._key, index)
+        if sequence.feed(tokens, news.finish, self._whole):
+            self._owner.stop_sequence(self._key, index)
         if not sequence.untaken and not was_finished:
             sequence.untaken = True
             self._untaken.append(index)
         if sequence.finish_reason is not None and not was_finished:
             self._unfinished -= 1
-            self._finished = max(self._finished, last_ns * 1e-9)
+            self._finished = max(self._finished, news.last_ns * 1e-9)
             if self._unfinished == 0:
                 self._done = True
-                self._engine.forget(self._key, self)
+                self._owner.forget(self._key)
         if not self._whole or self._done:
             self._wake()
 
@@ -213,7 +220,7 @@ class RequestStream:
         if not self._done:
             self._error = error
             self._done = True
-            self._engine.forget(self._key, self)
+            self._owner.forget(self._key)
             self._wake()
 
     def _wake(self) -> None:
@@ -258,7 +265,7 @@ class RequestStream:
         return RequestOutput(self.request_id, tuple(self.prompt_token_ids), outputs, self._usage(), self._timing())
 
     def _check_consumer(self) -> None:
-        self._engine._check_loop()
+        self._owner.check_loop()
         if self._waiter is not None:  # a second one would take its place, and the first would wait for ever
             raise UsageError(f"another task is reading request {self.request_id}")
 
@@ -278,7 +285,7 @@ class RequestStream:
             self._done = True
             self._error = RequestAbortedError(f"request {self.request_id} was closed before its end")
             self._untaken.clear()
-            self._engine.drop(self._key, self)
+            self._owner.drop(self._key)
             self._wake()  # another task may be waiting
 
     async def aclose(self) -> None:

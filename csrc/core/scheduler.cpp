@@ -95,7 +95,7 @@ inline void Scheduler::add_row(Slot& slot, int32_t query_len, bool from_device, 
   ++slot.in_flight;
   if (sample) {
     ++slot.pending;
-    plan.all_greedy &= slot.greedy;
+    plan.needs |= slot.needs;
     if (!from_device) note_first_sample(*slot.sequence, plan);
     slot.on_device = true;
   }
