@@ -365,7 +365,7 @@ void Scheduler::compact_running() {
   std::erase_if(running_, [](const Slot* slot) { return slot->state != SequenceState::kRunning; });
 }
 
-const Stats& Scheduler::stats() {
+Stats& Scheduler::stats() {
   stats_.num_requests_running = static_cast<int64_t>(running_.size());
   stats_.num_requests_waiting = static_cast<int64_t>(waiting_.size());
   stats_.num_kv_blocks = blocks_.num_blocks();
