@@ -39,7 +39,7 @@ from asyncengine.kernels.cuda.attention.work.lists import (
     multiprocessors,
 )
 from asyncengine.kernels.cuda.ops import attend_stored, can_stream
-from asyncengine.kernels.cuda.rows.rows import rotary_store_kv, store_kv
+from asyncengine.kernels.cuda.rows.rotary import rotary_store_kv, store_kv
 from asyncengine.kernels.cuda.step.tensors import DeviceStep, allocate_step
 from asyncengine.kernels.ops import HeadNorms, split_heads
 from asyncengine.models.config import ModelConfig

@@ -34,7 +34,7 @@ from asyncengine.kernels.cuda.linear.choose import (
 )
 from asyncengine.kernels.cuda.linear.residual import Unnormed
 from asyncengine.kernels.cuda.ops import CudaBatch, CudaLinear, CudaOps, CudaOptions, Stream
-from asyncengine.kernels.cuda.rows import rows
+from asyncengine.kernels.cuda.rows.norms import norm_rows
 from asyncengine.kernels.cuda.sampling.sample import sample
 from asyncengine.kernels.cuda.step.tensors import DeviceStep, allocate_step
 from asyncengine.kernels.float8 import quantize_weights
@@ -166,7 +166,7 @@ class _Case:
 
 def norm_behind(stream: Stream, norm: Norm, *, pdl: bool) -> Tensor | Unnormed:
     """What a norm that reads an addition takes before its projection runs, which may do the rest of it."""
-    return stream.add_pending(norm) or rows.norm(stream.x, norm, parts=stream.parts, pdl=pdl)
+    return stream.add_pending(norm) or norm_rows(stream.x, norm, parts=stream.parts, pdl=pdl)
 
 
 def _try(call: Callable[[], None]) -> None:

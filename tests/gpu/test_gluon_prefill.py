@@ -21,7 +21,7 @@ from asyncengine.kernels.cuda.attention.work.lists import WorkList, choose_mixed
 from asyncengine.kernels.cuda.linear.choose import Plan
 from asyncengine.kernels.cuda.linear.tma import streamed_linear
 from asyncengine.kernels.cuda.ops import attend_stored
-from asyncengine.kernels.cuda.rows.rows import rotary_store_kv, store_kv
+from asyncengine.kernels.cuda.rows.rotary import rotary_store_kv, store_kv
 from asyncengine.kernels.ops import split_heads
 from tests.gpu.conftest import needs_hopper
 from tests.gpu.test_gluon_attention import EDGES

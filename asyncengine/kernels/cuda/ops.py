@@ -33,8 +33,12 @@ from asyncengine.kernels.cuda.linear.choose import (
     round_rows,
 )
 from asyncengine.kernels.cuda.linear.residual import Unnormed, fold_norm
-from asyncengine.kernels.cuda.rows import rows
+from asyncengine.kernels.cuda.rows.activation import activate_rows
+from asyncengine.kernels.cuda.rows.embedding import embed
+from asyncengine.kernels.cuda.rows.norms import norm_rows
 from asyncengine.kernels.cuda.rows.quantise import quantize_rows
+from asyncengine.kernels.cuda.rows.rotary import rotary_store_kv, store_kv
+from asyncengine.kernels.cuda.rows.tensors import empty_rows
 from asyncengine.kernels.cuda.sampling.sample import Ranks
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
 from asyncengine.kernels.float8 import Quantization, Quantized, quantize_weights, scaled_product
@@ -184,7 +188,7 @@ class CudaOps:
     def embed(self, batch: CudaBatch, embedding: CudaLinear, position_table: Tensor | None = None) -> Stream:
         step, table = batch.step, embedding.weight
         assert isinstance(table, Tensor)
-        return Stream(rows.embed(step.input_ids, table, step.positions, position_table, pdl=self.options.pdl))
+        return Stream(embed(step.input_ids, table, step.positions, position_table, pdl=self.options.pdl))
 
     def norm_linear(
         self, stream: Stream, norm: Norm, handle: CudaLinear, activation: Activation | None = None
@@ -204,7 +208,7 @@ class CudaOps:
             return self._project(stream.x, handle, plan, norm, activation)
         if quantized:
             return self._project(quantize_rows(stream.x, norm, pdl=self.options.pdl), handle, plan, None, activation)
-        x = rows.norm(stream.x, norm, parts=stream.parts, pdl=self.options.pdl)
+        x = norm_rows(stream.x, norm, parts=stream.parts, pdl=self.options.pdl)
         stream.parts = None
         return self._project(x, handle, plan, None, activation)
 
@@ -245,7 +249,7 @@ class CudaOps:
         step, pdl = batch.step, self.options.pdl
         heads = heads.view(heads.shape[0], -1, v_cache.shape[3])
         q, k, v = split_heads(heads, layer.num_heads)
-        out = rows.empty_rows(len(q), q.shape[1] * q.shape[2], q.dtype, q.device)
+        out = empty_rows(len(q), q.shape[1] * q.shape[2], q.dtype, q.device)
         work = batch.work[layer.window]
         if batch.few_keys and work.takes_heads:
             decode_attention(
@@ -263,10 +267,10 @@ class CudaOps:
             )  # fmt: skip
             return out
         if layer.cos_sin is None:
-            rows.store_kv(k, v, step.slot_mapping, k_cache, v_cache, pdl=pdl)
+            store_kv(k, v, step.slot_mapping, k_cache, v_cache, pdl=pdl)
         else:
             q_norm, k_norm, eps = layer.norms or (None, None, 0.0)
-            rows.rotary_store_kv(
+            rotary_store_kv(
                 heads, layer.num_heads, q_norm, k_norm, eps, layer.cos_sin, step.positions, step.slot_mapping,
                 k_cache, v_cache, pdl=pdl,
             )  # fmt: skip
@@ -291,7 +295,7 @@ class CudaOps:
         if batch.greedy and self.options.streamed and len(index) > 1:
             plan = self._choose(stream.x[: len(index)], handle, norm, "argmax")
             if plan.kind == "streamed":
-                x, exact = rows.norm(stream.x, norm, index, stream.parts, pdl=self.options.pdl), handle.exact()
+                x, exact = norm_rows(stream.x, norm, index, stream.parts, pdl=self.options.pdl), handle.exact()
                 assert isinstance(exact.weight, Tensor)
                 return Ranks(
                     gluon_head.streamed_ranks(x, exact.weight, plan, bias=exact.bias, **self.options.for_streaming)
@@ -300,7 +304,7 @@ class CudaOps:
         if plan.fused_norm and stream.parts is None:
             y = self._project(stream.x, handle, plan, norm, None, index=index, dtype=torch.float32)
         else:
-            x = rows.norm(stream.x, norm, index, stream.parts, pdl=self.options.pdl)
+            x = norm_rows(stream.x, norm, index, stream.parts, pdl=self.options.pdl)
             y = self._project(x, handle, plan, None, None, dtype=torch.float32)
         assert isinstance(y, Tensor)
         return y
@@ -352,11 +356,11 @@ class CudaOps:
         if plan.kind == "cublas":
             y = _product(x, weight, bias, dtype)
             if activation is not None:
-                make_rows = _quantized_activation if isinstance(weight, Quantized) else rows.activation
+                make_rows = _quantized_activation if isinstance(weight, Quantized) else activate_rows
                 return make_rows(y, activation, pdl=pdl)
         else:
             num_rows = len(x) if index is None else len(index)
-            y = rows.empty_rows(num_rows, handle.columns(activation), dtype, self.device)
+            y = empty_rows(num_rows, handle.columns(activation), dtype, self.device)
             self._launch(x, handle, plan, out=y, norm=norm, activation=activation, index=index)
         return y[:, : handle.out_features]  # a gate's result is half as wide, and never padded
 
@@ -374,7 +378,7 @@ class CudaOps:
         weight = handle.weight
         assert isinstance(weight, Tensor)
         bias, shift = self._fold(norm, weight, handle.bias)
-        y = rows.empty_rows(len(x.x), handle.columns(activation), x.x.dtype, self.device)
+        y = empty_rows(len(x.x), handle.columns(activation), x.x.dtype, self.device)
         gluon_linear.streamed_linear(
             x, weight, plan, out=y, bias=bias, shift=shift, activation=activation, **self.options.for_streaming
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from asyncengine.kernels.cuda.rows.rows import empty_rows
+from asyncengine.kernels.cuda.rows.tensors import empty_rows
 from asyncengine.kernels.ops import Norm
 
 

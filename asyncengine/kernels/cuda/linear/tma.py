@@ -10,7 +10,7 @@ bytes. Weights are the left operand, since the tensor cores want 64 rows there a
 leave multiprocessors idle there are tiles of 16 or 32 rows, by the small instruction and each warp with its own K.
 
 Where K is split, the parts are left for whoever reads the sum: adding them up here takes a program that waits for the
-others, 2 us, and the norm that follows reads as fast from several places as from one (``triton_rows.norm``). Where it
+others, 2 us, and the norm that follows reads as fast from several places as from one (``rows/norms.py``). Where it
 is not, that norm may have no kernel (see residual.py).
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
@@ -47,7 +47,8 @@ from asyncengine.kernels.cuda.launch.gluon import (
 from asyncengine.kernels.cuda.launch.programmatic import StreamingOptions, launch_options
 from asyncengine.kernels.cuda.linear.choose import Plan
 from asyncengine.kernels.cuda.linear.residual import Unnormed
-from asyncengine.kernels.cuda.rows.rows import activate, gelu_gate, store_unnormed
+from asyncengine.kernels.cuda.rows.activation import activate, gelu_gate
+from asyncengine.kernels.cuda.rows.norms import store_unnormed
 from asyncengine.kernels.ops import Activation, Norm
 
 logger = logging.getLogger(__name__)
