@@ -21,7 +21,6 @@ from asyncengine.kernels.cuda.attention.work.lists import (
     choose_late,
     choose_mixed_tiles,
     choose_streamed_tile,
-    multiprocessors,
 )
 from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps
 from asyncengine.kernels.cuda.sampling.sample import sample
@@ -79,7 +78,7 @@ def _split_tokens(max_model_len: int) -> int:
 
 def _may_stream(config: EngineConfig, ops: CudaOps) -> bool:
     """Whether Gluon may compute attention."""
-    return ops.options.streamed and not config.batch_invariant
+    return ops.gpu.tma and not config.batch_invariant
 
 
 def _is_streamed(config: EngineConfig, loaded: LoadedModel, ops: CudaOps) -> bool:
@@ -95,7 +94,7 @@ def step_buckets(config: EngineConfig, loaded: LoadedModel, ops: CudaOps) -> lis
     of the 8B 3,755 instead of 3,812) only if query heads share keys (of GPT-2 199 us instead of 194). There the short
     contexts of many rows have buckets of their own too, without late lanes (see ``choose_late``).
     """
-    shape, sms = attention_shape(loaded), multiprocessors(ops.device)
+    shape, sms = attention_shape(loaded), ops.gpu.multiprocessors
     streamed = _is_streamed(config, loaded, ops)
 
     def few_keys(tokens: int) -> int:
@@ -115,7 +114,7 @@ class _StepWork:
     """The work lists of steps, by sliding window. Buckets of a kind share their memory."""
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel, ops: CudaOps) -> None:
-        shape, sms = attention_shape(loaded), multiprocessors(ops.device)
+        shape, sms = attention_shape(loaded), ops.gpu.multiprocessors
         windows = sorted(set(loaded.config.layer_windows))
 
         def tiles_for(window: int) -> tuple[Tile, Tile] | None:

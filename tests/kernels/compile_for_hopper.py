@@ -146,12 +146,14 @@ def main(directory: str, dtype: str, quantization: Quantization = "none") -> Non
     from asyncengine import _core
     from asyncengine.config import EngineConfig
     from asyncengine.kernels.attention import NativeAttention
-    from asyncengine.kernels.cuda.linear.choose import Plan, PlanTable, Site
+    from asyncengine.kernels.cuda.gpu import H200
+    from asyncengine.kernels.cuda.linear.plan import Plan, Site
+    from asyncengine.kernels.cuda.linear.tables import PlanTable
     from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
     from asyncengine.runner.buckets import Bucket
-    from asyncengine.runner.cuda_runner import make_steps
     from asyncengine.runner.device_steps import FULL, GREEDY
     from asyncengine.runner.model_runner import load_model
+    from asyncengine.runner.prepare import make_steps
 
     compiled = install()
     config = EngineConfig(
@@ -174,12 +176,12 @@ def main(directory: str, dtype: str, quantization: Quantization = "none") -> Non
     steps.run(Bucket(4, 4, True), GREEDY)
     steps.copy_blocks()
     if quantization == "none":  # and what Hopper takes instead, where there is something
-        c, plan = loaded.config, Plan("streamed", 128, 64, 4, 8, stages=4, fused_norm=False)
+        c, plan = loaded.config, Plan("tma", 128, 64, 4, 8, stages=4, fused_norm=False)
         head = Site(c.vocab_size, c.hidden_size, 8, "rms", "argmax", False, False)
         up = head._replace(columns=c.intermediate_size, activation="silu_mul")
         plans = PlanTable({head: plan, up: plan})
         for hints in (True, False):
-            streaming = CudaOps(ops.device, CudaOptions(plans, streamed=True, l2_cache_hints=hints))
+            streaming = CudaOps(ops.device, CudaOptions(plans, gpu=H200, l2_cache_hints=hints))
             loaded = load_model(config, streaming, NativeAttention(streaming))
             steps, _ = make_steps(config, loaded, streaming, native, 8)
             steps.state.input_ids.zero_()

@@ -17,10 +17,10 @@ from asyncengine.config import EngineConfig
 from asyncengine.kernels.attention import NativeAttention
 from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
 from asyncengine.runner.buckets import token_buckets
-from asyncengine.runner.cuda_runner import make_steps
 from asyncengine.runner.device_steps import FULL, GREEDY, step_buckets
 from asyncengine.runner.loop_config import step_loop_config
 from asyncengine.runner.model_runner import load_model
+from asyncengine.runner.prepare import make_steps
 
 
 def load(config: EngineConfig) -> Backend:

@@ -1,8 +1,9 @@
-"""SiLU with a gate and GELU on the GPU: for products' own kernels, and as a kernel between two products."""
+"""SiLU with a gate, GELU and the soft cap of logits on the GPU. Kernels of products call the first two."""
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -62,3 +63,27 @@ def activate_rows(x: Tensor, kind: Activation, *, pdl: bool = False) -> Tensor:
         x, out, x.stride(0), KIND=kind, WIDTH=width, TILE=ELEMENTWISE_TILE, num_warps=4, **launch_options(pdl)
     )
     return out
+
+
+@kernel
+def _soft_cap_kernel(
+    x: tl.tensor, x_stride: tl.tensor, cap: tl.tensor, WIDTH: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr
+) -> None:
+    start_next(PDL)
+    wait(PDL)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    at = x + tl.program_id(0).to(tl.int64) * x_stride + column
+    value = tl.load(at, mask=column < WIDTH, other=0.0)
+    # tanh(u) = 2 sigmoid(2u) - 1; its error of 1e-7 is small beside a cap's.
+    tl.store(at, cap * (2.0 * tl.sigmoid(2.0 * value / cap) - 1.0), mask=column < WIDTH)
+
+
+def soft_cap_(x: Tensor, cap: float, *, pdl: bool = False) -> None:
+    """x float32 [M, N], whose rows may be strided, becomes cap tanh(x / cap)."""
+    check_rows(x, "x")
+    if x.dtype != torch.float32 or cap <= 0:
+        raise ValueError(f"a cap is positive and of float32, got {cap} and {x.dtype}")
+    rows, width = x.shape
+    _soft_cap_kernel[(rows, triton.cdiv(width, ELEMENTWISE_TILE))](
+        x, x.stride(0), float(cap), WIDTH=width, TILE=ELEMENTWISE_TILE, num_warps=4, **launch_options(pdl)
+    )

@@ -21,6 +21,7 @@ def _embed_kernel(
     position_table: tl.tensor,
     out: tl.tensor,
     POSITIONS: tl.constexpr,
+    SCALE: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
     PDL: tl.constexpr,
@@ -30,6 +31,8 @@ def _embed_kernel(
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = column < WIDTH
     value = tl.load(table + tl.load(ids + token).to(tl.int64) * WIDTH + column, mask=inside)
+    if SCALE != 1.0:
+        value = (value.to(tl.float32) * SCALE).to(value.dtype)
     if POSITIONS:
         row = tl.load(position_table + tl.load(positions + token).to(tl.int64) * WIDTH + column, mask=inside)
         value = (value.to(tl.float32) + row.to(tl.float32)).to(value.dtype)
@@ -37,9 +40,15 @@ def _embed_kernel(
 
 
 def embed(
-    ids: Tensor, table: Tensor, positions: Tensor, position_table: Tensor | None, *, pdl: bool = False
+    ids: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    position_table: Tensor | None,
+    *,
+    scale: float = 1.0,
+    pdl: bool = False,
 ) -> Tensor:
-    """Rows ids int32 [T] of table [V, H], plus rows positions int32 [T] of position_table [P, H]: [T, H].
+    """Rows ids int32 [T] of table [V, H] times scale, plus rows positions int32 [T] of position_table [P, H]: [T, H].
 
     Ids and positions are not checked.
     """
@@ -57,6 +66,7 @@ def embed(
         table if position_table is None else position_table,
         out,
         POSITIONS=position_table is not None,
+        SCALE=scale,
         WIDTH=width,
         TILE=ELEMENTWISE_TILE,
         num_warps=4,
