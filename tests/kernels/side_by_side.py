@@ -37,7 +37,7 @@ from asyncengine.runner.device_steps import FULL, GREEDY, DeviceSteps, step_buck
 from asyncengine.runner.model_runner import load_model
 from asyncengine.runner.prepare import likely, make_steps, prepare_kernels
 from asyncengine.runner.tuning import Tuner, _Case
-from tests.kernels.compile_for_hopper import Counting
+from tests.kernels.compile_for import Counting
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
