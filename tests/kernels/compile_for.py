@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -151,7 +152,7 @@ def main(target: str, directory: str, dtype: str, quantization: Quantization = "
     from asyncengine import _core
     from asyncengine.config import EngineConfig
     from asyncengine.kernels.attention import NativeAttention
-    from asyncengine.kernels.cuda.gpu import H200
+    from asyncengine.kernels.cuda.gpu import INTERPRETER
     from asyncengine.kernels.cuda.linear.plan import Plan, Site
     from asyncengine.kernels.cuda.linear.tables import PlanTable
     from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
@@ -186,7 +187,7 @@ def main(target: str, directory: str, dtype: str, quantization: Quantization = "
         up = head._replace(columns=c.intermediate_size, activation="silu_mul")
         plans = PlanTable({head: plan, up: plan})
         for hints in (True, False):
-            streaming = CudaOps(ops.device, CudaOptions(plans, gpu=H200, l2_cache_hints=hints))
+            streaming = CudaOps(ops.device, CudaOptions(plans, gpu=replace(INTERPRETER, tma=True), l2_cache_hints=hints))
             loaded = load_model(config, streaming, NativeAttention(streaming))
             steps, _ = make_steps(config, loaded, streaming, native, 8)
             steps.state.input_ids.zero_()

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -24,7 +25,7 @@ from triton.runtime.jit import JITCallable
 from asyncengine import _core
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.attention import NativeAttention
-from asyncengine.kernels.cuda.gpu import H200
+from asyncengine.kernels.cuda.gpu import INTERPRETER
 from asyncengine.kernels.cuda.launch import compile_processes, compiling
 from asyncengine.kernels.cuda.launch.compiling import Kernel, compile_launches, kernel
 from asyncengine.kernels.cuda.linear import project
@@ -41,6 +42,7 @@ from tests.kernels.compile_for import Counting
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
+GPU = replace(INTERPRETER, name="NVIDIA H200", tma=True)
 
 
 @kernel
@@ -231,13 +233,13 @@ def a_process_that_dies_is_done_without(driver: Counting) -> None:
 
 
 class Start:
-    """As much of an engine's start as prepares its kernels, with projections that the H200's table knows."""
+    """As much of an engine's start as prepares its kernels, with projections that the GPU's table knows."""
 
     def __init__(self, directory: Path, plans: PlanTable, **config: Any) -> None:
         small = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_kv_blocks": 8, "max_model_len": 128}
         self.config = EngineConfig(model=str(directory), dtype="bfloat16", load_format="dummy", **small | config)
         invariant = self.config.batch_invariant
-        self.ops = CudaOps(CPU, CudaOptions(plans, pdl=True, batch_invariant=invariant, gpu=H200))
+        self.ops = CudaOps(CPU, CudaOptions(plans, pdl=True, batch_invariant=invariant, gpu=GPU))
         self.loaded = load_model(self.config, self.ops, NativeAttention(self.ops))
         self.buckets = step_buckets(self.config, self.loaded, self.ops)
         self.device = _core.SimulatedDevice(vocab_size=2)
@@ -300,7 +302,7 @@ def many_rows_launch_what_was_compiled(driver: Counting, directory: Path) -> Non
 
 def launch_what_was_compiled(directory: Path, **config: int) -> list[Bucket]:
     """The buckets. Nothing is compiled here: kernels are what Triton tells apart."""
-    start = Start(directory, PlanTable.load(H200.name), tune_linear=False, **config)
+    start = Start(directory, PlanTable.load(GPU.name), tune_linear=False, **config)
     launches: set[Any] = set()
 
     def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> None:
@@ -320,7 +322,7 @@ def launch_what_was_compiled(directory: Path, **config: int) -> list[Bucket]:
 
 def steps_find_their_kernels(driver: Counting, directory: Path) -> None:
     """With another cache, of a size of its own, in the other order."""
-    start = Start(one_layer(directory, vocab=1000), PlanTable.load(H200.name), tune_linear=False)
+    start = Start(one_layer(directory, vocab=1000), PlanTable.load(GPU.name), tune_linear=False)
     start.prepare()
     assert driver.launched == []
     compiled = sorted(driver.compiled)
@@ -333,7 +335,7 @@ def steps_find_their_kernels(driver: Counting, directory: Path) -> None:
 
 def a_second_start_measures_nothing(driver: Counting, directory: Path) -> None:
     def start(**config: Any) -> Start:
-        start = Start(directory, PlanTable.load(H200.name), **config)
+        start = Start(directory, PlanTable.load(GPU.name), **config)
         start.prepare()
         return start
 
@@ -373,8 +375,8 @@ def plans_compile_without_operands(driver: Counting) -> None:
     sites = [Site(2048, 1536, rows, "rms", "silu_mul", False, False) for rows in (1, 16)]
     sites += [Site(1536, 2048, rows, "none", None, True, True) for rows in (1, 32)]
     sites += [Site(1536, 2048, 8, "layer", None, True, False), Site(32000, 1536, 64, "rms", "argmax", False, False)]
-    plans = {site: likely(site, PlanTable.shipped(), H200, 2) for site in sites}
-    tuner = Tuner(CPU, H200, pdl=True)
+    plans = {site: likely(site, PlanTable.shipped(), GPU, 2) for site in sites}
+    tuner = Tuner(CPU, GPU, pdl=True)
     tuner.compile({site: [CUBLAS, *some] for site, some in plans.items()}, 2)
     compiled = len(driver.compiled)
     assert compiled >= 8
