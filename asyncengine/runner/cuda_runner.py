@@ -13,7 +13,6 @@ import torch
 from asyncengine import _core
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
-from asyncengine.kernels.attention import NativeAttention
 from asyncengine.kernels.cuda.launch import programmatic as pdl
 from asyncengine.kernels.cuda.launch.compile_processes import MAX_COMPILATIONS
 from asyncengine.kernels.cuda.launch.compiling import compile_launches
@@ -77,7 +76,7 @@ class CudaRunner:
         )
         ops = CudaOps(device, options)
         try:
-            loaded = load_model(config, ops, NativeAttention(ops), progress=progress)
+            loaded = load_model(config, ops, progress=progress)
             loaded = replace(loaded, owned_bytes=loaded.owned_bytes - ops.saved_bytes)
             buckets = step_buckets(config, loaded, ops)
             budget = _kv_budget(config, loaded, ops, native, buckets)
@@ -127,7 +126,7 @@ class CudaRunner:
 def make_steps(
     config: EngineConfig, loaded: LoadedModel, ops: CudaOps, native: _core.CudaDevice, num_blocks: int
 ) -> tuple[DeviceSteps, StepBuffers]:
-    cache = kv_cache.allocate(loaded.config, num_blocks, config.block_size, loaded.dtype, ops)
+    cache = kv_cache.allocate(config, loaded.config, num_blocks, loaded.dtype, ops)
     staging = _core.Staging(native, step_loop_config(config, loaded.info(config, num_blocks)), config.staging)
     buffers = StepBuffers.allocate(staging, config.max_num_seqs, ops.device)
     return DeviceSteps(config, loaded, ops, buffers, cache), buffers

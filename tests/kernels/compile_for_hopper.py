@@ -145,7 +145,6 @@ def _changes(name: str, made: dict[str, list[str]], handed: dict[str, str], indu
 def main(directory: str, dtype: str, quantization: Quantization = "none") -> None:
     from asyncengine import _core
     from asyncengine.config import EngineConfig
-    from asyncengine.kernels.attention import NativeAttention
     from asyncengine.kernels.cuda.linear.choose import Plan, PlanTable, Site
     from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
     from asyncengine.runner.buckets import Bucket
@@ -159,7 +158,7 @@ def main(directory: str, dtype: str, quantization: Quantization = "none") -> Non
         max_model_len=128, quantization=quantization, staging="mapped",  # which has a kernel more
     )  # fmt: skip
     ops = CudaOps(torch.device("cpu"), CudaOptions(quantization=quantization))
-    loaded = load_model(config, ops, NativeAttention(ops))
+    loaded = load_model(config, ops)
     device = _core.SimulatedDevice(vocab_size=2)
     native = _core.CudaDevice.simulated(device)
     steps, _ = make_steps(config, loaded, ops, native, 8)
@@ -180,7 +179,7 @@ def main(directory: str, dtype: str, quantization: Quantization = "none") -> Non
         plans = PlanTable({head: plan, up: plan})
         for hints in (True, False):
             streaming = CudaOps(ops.device, CudaOptions(plans, streamed=True, l2_cache_hints=hints))
-            loaded = load_model(config, streaming, NativeAttention(streaming))
+            loaded = load_model(config, streaming)
             steps, _ = make_steps(config, loaded, streaming, native, 8)
             steps.state.input_ids.zero_()
             steps.run(Bucket(4, 4, True), GREEDY)

@@ -23,7 +23,6 @@ from triton.runtime.jit import JITCallable
 
 from asyncengine import _core
 from asyncengine.config import EngineConfig
-from asyncengine.kernels.attention import NativeAttention
 from asyncengine.kernels.cuda import ops as cuda
 from asyncengine.kernels.cuda.launch import compile_processes, compiling
 from asyncengine.kernels.cuda.launch.compiling import Kernel, compile_launches, kernel
@@ -237,7 +236,7 @@ class Start:
         self.config = EngineConfig(model=str(directory), dtype="bfloat16", load_format="dummy", **small | config)
         invariant = self.config.batch_invariant
         self.ops = CudaOps(CPU, CudaOptions(plans, pdl=True, batch_invariant=invariant, streamed=True))
-        self.loaded = load_model(self.config, self.ops, NativeAttention(self.ops))
+        self.loaded = load_model(self.config, self.ops)
         self.buckets = step_buckets(self.config, self.loaded, self.ops)
         self.device = _core.SimulatedDevice(vocab_size=2)
         self.tuner = FakeTuner()

@@ -38,7 +38,7 @@ from asyncengine.kernels.cuda.rows.quantise import quantize_rows
 from asyncengine.kernels.cuda.sampling.sample import Ranks
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
 from asyncengine.kernels.float8 import Quantization, Quantized, quantize_weights, scaled_product
-from asyncengine.kernels.ops import Activation, AttentionLayer, Norm, split_heads
+from asyncengine.kernels.ops import Activation, AttentionLayer, LayerKVCache, Norm, split_heads
 
 try:
     from asyncengine.kernels.cuda.attention import tma_decode as gluon_paged_decode
@@ -181,35 +181,41 @@ class CudaOps:
             weight = torch.cat((*weights, weight.new_zeros(padding, weight.shape[1])))
         return CudaLinear(weight.contiguous(), _join_biases(weights, biases, padding), out_features)
 
-    def embed(self, batch: CudaBatch, embedding: CudaLinear, position_table: Tensor | None = None) -> Stream:
+    def embed(
+        self, batch: CudaBatch, embedding: CudaLinear, position_table: Tensor | None = None, scale: float = 1.0
+    ) -> Stream:
         step, table = batch.step, embedding.weight
         assert isinstance(table, Tensor)
+        assert scale == 1.0
         return Stream(rows.embed(step.input_ids, table, step.positions, position_table, pdl=self.options.pdl))
 
     def norm_linear(
-        self, stream: Stream, norm: Norm, handle: CudaLinear, activation: Activation | None = None
+        self, residual: Stream, norm: Norm, handle: CudaLinear, activation: Activation | None = None
     ) -> Tensor | Quantized:
         """Quantised after an activation, if the next to read it is a product in float8 that does not do it itself."""
         handle = handle if activation is None else handle.exact()
-        plan = self._choose(stream.x, handle, norm, activation)
+        plan = self._choose(residual.x, handle, norm, activation)
         quantized = isinstance(handle.weight, Quantized)
-        if stream.pending and plan.kind == "streamed":
-            unnormed = stream.add_pending(norm)
+        if residual.pending and plan.kind == "streamed":
+            unnormed = residual.add_pending(norm)
             assert unnormed is not None
             return self._project_unnormed(unnormed, norm, handle, plan, activation)
-        stream.add_pending()
+        residual.add_pending()
         if quantized:
-            stream.settle()
-        if plan.fused_norm and stream.parts is None:
-            return self._project(stream.x, handle, plan, norm, activation)
+            residual.settle()
+        if plan.fused_norm and residual.parts is None:
+            return self._project(residual.x, handle, plan, norm, activation)
         if quantized:
-            return self._project(quantize_rows(stream.x, norm, pdl=self.options.pdl), handle, plan, None, activation)
-        x = rows.norm(stream.x, norm, parts=stream.parts, pdl=self.options.pdl)
-        stream.parts = None
+            return self._project(quantize_rows(residual.x, norm, pdl=self.options.pdl), handle, plan, None, activation)
+        x = rows.norm(residual.x, norm, parts=residual.parts, pdl=self.options.pdl)
+        residual.parts = None
         return self._project(x, handle, plan, None, activation)
 
-    def linear_add_(self, x: Tensor | Quantized, handle: CudaLinear, stream: Stream) -> None:
-        handle, to, pdl = handle.exact(), stream.settle(), self.options.pdl
+    def linear_add_(
+        self, x: Tensor | Quantized, handle: CudaLinear, residual: Stream, norm: Norm | None = None
+    ) -> None:
+        assert norm is None
+        handle, to, pdl = handle.exact(), residual.settle(), self.options.pdl
         weight, bias = handle.weight, handle.bias
         plan = self._choose(x, handle, None, None, add=True)
         if isinstance(weight, Quantized) and isinstance(x, Tensor) and not plan.fused_norm:
@@ -217,10 +223,10 @@ class CudaOps:
         if plan.leaves_parts:
             assert isinstance(x, Tensor)
             assert isinstance(weight, Tensor)
-            stream.parts = gluon_linear.streamed_parts(x, weight, plan, bias=bias, **self.options.for_streaming)
+            residual.parts = gluon_linear.streamed_parts(x, weight, plan, bias=bias, **self.options.for_streaming)
         elif self.options.streamed and plan.kind in ("streamed", "skinny") and not isinstance(weight, Quantized):
             assert isinstance(x, Tensor)
-            stream.pending = partial(self._add, x, handle, plan, to)
+            residual.pending = partial(self._add, x, handle, plan, to)
         elif plan.kind != "cublas":
             self._launch(x, handle, plan, out=to, add=True)
         elif bias is None and isinstance(weight, Tensor) and isinstance(x, Tensor):
@@ -240,8 +246,9 @@ class CudaOps:
         return triton_linear.linear(x, weight, plan, out=to, bias=bias, add=True, reader=norm, pdl=options.pdl)
 
     def attention(
-        self, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, batch: CudaBatch
+        self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: CudaBatch
     ) -> Tensor:
+        k_cache, v_cache = cache
         step, pdl = batch.step, self.options.pdl
         heads = heads.view(heads.shape[0], -1, v_cache.shape[3])
         q, k, v = split_heads(heads, layer.num_heads)
@@ -280,27 +287,34 @@ class CudaOps:
             attend_stored(q, k_cache, v_cache, step, work, layer.scale, layer.window, out, **how)
         return out
 
-    def keep_sampled(self, x: Tensor, stream: Stream, batch: CudaBatch) -> Tensor:
+    def keep_sampled(self, x: Tensor, residual: Stream, batch: CudaBatch) -> Tensor:
         """Drops nothing: a decode step is sampled from in every row, and ``logits`` reads but the rows it needs."""
         return x
 
-    def logits(self, stream: Stream, norm: Norm, handle: CudaLinear, batch: CudaBatch) -> Tensor | Ranks:
+    def hidden(self, residual: Stream, norm: Norm, batch: CudaBatch) -> Tensor:
+        residual.add_pending()
+        return rows.norm(residual.x, norm, batch.step.sample_index, residual.parts, pdl=self.options.pdl)
+
+    def logits(
+        self, residual: Stream, norm: Norm, handle: CudaLinear, batch: CudaBatch, softcap: float = 0.0
+    ) -> Tensor | Ranks:
         """For ``triton_sampler.sample``: of a greedy batch ranks, where there is a plan for that."""
-        stream.add_pending()
+        assert not softcap
+        residual.add_pending()
         index = batch.step.sample_index
         if batch.greedy and self.options.streamed and len(index) > 1:
-            plan = self._choose(stream.x[: len(index)], handle, norm, "argmax")
+            plan = self._choose(residual.x[: len(index)], handle, norm, "argmax")
             if plan.kind == "streamed":
-                x, exact = rows.norm(stream.x, norm, index, stream.parts, pdl=self.options.pdl), handle.exact()
+                x, exact = self.hidden(residual, norm, batch), handle.exact()
                 assert isinstance(exact.weight, Tensor)
                 return Ranks(
                     gluon_head.streamed_ranks(x, exact.weight, plan, bias=exact.bias, **self.options.for_streaming)
                 )
-        plan = self._choose(stream.x[: len(index)], handle, norm, None)
-        if plan.fused_norm and stream.parts is None:
-            y = self._project(stream.x, handle, plan, norm, None, index=index, dtype=torch.float32)
+        plan = self._choose(residual.x[: len(index)], handle, norm, None)
+        if plan.fused_norm and residual.parts is None:
+            y = self._project(residual.x, handle, plan, norm, None, index=index, dtype=torch.float32)
         else:
-            x = rows.norm(stream.x, norm, index, stream.parts, pdl=self.options.pdl)
+            x = self.hidden(residual, norm, batch)
             y = self._project(x, handle, plan, None, None, dtype=torch.float32)
         assert isinstance(y, Tensor)
         return y
