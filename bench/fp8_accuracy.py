@@ -31,7 +31,6 @@ from asyncengine.bundled.grammar import generate
 from asyncengine.cli.benchmarks import report
 from asyncengine.cli.benchmarks.report import Figure
 from asyncengine.config import EngineConfig
-from asyncengine.kernels.attention import NativeAttention
 from asyncengine.kernels.cpu.host import HostOps
 from asyncengine.kernels.cuda.trials import examine
 from asyncengine.kernels.float8 import Quantization
@@ -54,7 +53,8 @@ class Sequences:
         self._rows = rows
         self._length = length
         self._blocks = -(-length // _BLOCK)
-        self._cache = kv_cache.allocate(loaded.config, rows * self._blocks, _BLOCK, loaded.dtype, ops)
+        config = EngineConfig.from_kwargs("", {"block_size": _BLOCK, "max_num_seqs": rows})
+        self._cache = kv_cache.allocate(config, loaded.config, rows * self._blocks, loaded.dtype, ops)
         self._work: dict[int, Any] = {}
 
     def advance(self, ids: Tensor, context: int) -> Tensor:
@@ -130,7 +130,7 @@ def load(directory: Path, quantization: Quantization, args: argparse.Namespace, 
         plans = PlanTable.load(torch.cuda.get_device_name(device))
         ops = CudaOps(device, CudaOptions(plans, quantization=quantization, gpu=examine(device)))
         config = replace(config, quantization=quantization)
-    return load_model(config, ops, NativeAttention(ops)), ops
+    return load_model(config, ops), ops
 
 
 def read_texts(directory: Path, count: int, tokens: int) -> Tensor:

@@ -11,7 +11,6 @@ import torch
 from asyncengine import _core
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
-from asyncengine.kernels.attention import NativeAttention
 from asyncengine.kernels.cuda.gpu import Gpu
 from asyncengine.kernels.cuda.linear.tables import PlanTable
 from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
@@ -58,7 +57,7 @@ class CudaRunner:
         native = _core.CudaDevice(loaded_libcudart(), device.index)
         ops = CudaOps(device, cuda_options(config, examine(device)))
         try:
-            loaded = load_model(config, ops, NativeAttention(ops), progress=progress)
+            loaded = load_model(config, ops, progress=progress)
             loaded = replace(loaded, owned_bytes=loaded.owned_bytes - ops.saved_bytes)
             buckets = step_buckets(config, loaded, ops)
             state_bytes, step_bytes = prepare(config, loaded, ops, native, buckets)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from asyncengine import _core
 from asyncengine.config import EngineConfig
-from asyncengine.kernels.attention import NativeAttention
 from asyncengine.kernels.cuda.linear.tables import PlanTable
 from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
 from asyncengine.kernels.cuda.trials import examine
@@ -71,7 +70,7 @@ def our_logits(directory: str, source: StateDict, prompt: list[int], chunk: int)
         max_model_len=1024, enforce_eager=True,
     )  # fmt: skip
     model_config = family.read_config(raw)
-    recorder = Recorder(family.build(model_config, source, ops, NativeAttention(ops), 1024))
+    recorder = Recorder(family.build(model_config, source, ops, 1024))
     loaded = LoadedModel(
         SHAPES / directory, architecture, model_config, torch.bfloat16, "cuda", 1024, recorder, 0, 0, 0, ()
     )

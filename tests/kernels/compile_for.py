@@ -151,7 +151,6 @@ def _changes(name: str, made: dict[str, list[str]], handed: dict[str, str], indu
 def main(target: str, directory: str, dtype: str, quantization: Quantization = "none") -> None:
     from asyncengine import _core
     from asyncengine.config import EngineConfig
-    from asyncengine.kernels.attention import NativeAttention
     from asyncengine.kernels.cuda.gpu import INTERPRETER
     from asyncengine.kernels.cuda.linear.plan import Plan, Site
     from asyncengine.kernels.cuda.linear.tables import PlanTable
@@ -167,7 +166,7 @@ def main(target: str, directory: str, dtype: str, quantization: Quantization = "
         max_model_len=128, quantization=quantization, staging="mapped",  # which has a kernel more
     )  # fmt: skip
     ops = CudaOps(torch.device("cpu"), CudaOptions(quantization=quantization))
-    loaded = load_model(config, ops, NativeAttention(ops))
+    loaded = load_model(config, ops)
     device = _core.SimulatedDevice(vocab_size=2)
     native = _core.CudaDevice.simulated(device)
     steps, _ = make_steps(config, loaded, ops, native, 8)
@@ -187,8 +186,9 @@ def main(target: str, directory: str, dtype: str, quantization: Quantization = "
         up = head._replace(columns=c.intermediate_size, activation="silu_mul")
         plans = PlanTable({head: plan, up: plan})
         for hints in (True, False):
-            streaming = CudaOps(ops.device, CudaOptions(plans, gpu=replace(INTERPRETER, tma=True), l2_cache_hints=hints))
-            loaded = load_model(config, streaming, NativeAttention(streaming))
+            options = CudaOptions(plans, gpu=replace(INTERPRETER, tma=True), l2_cache_hints=hints)
+            streaming = CudaOps(ops.device, options)
+            loaded = load_model(config, streaming)
             steps, _ = make_steps(config, loaded, streaming, native, 8)
             steps.state.input_ids.zero_()
             steps.run(Bucket(4, 4, True), GREEDY)

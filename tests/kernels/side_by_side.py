@@ -24,8 +24,7 @@ from triton.runtime.jit import JITCallable
 
 from asyncengine import _core
 from asyncengine.config import EngineConfig
-from asyncengine.kernels.attention import NativeAttention
-from asyncengine.kernels.cuda.gpu import INTERPRETER
+from asyncengine.kernels.cuda.gpu import H200, INTERPRETER
 from asyncengine.kernels.cuda.launch import compile_processes, compiling
 from asyncengine.kernels.cuda.launch.compiling import Kernel, compile_launches, kernel
 from asyncengine.kernels.cuda.linear import project
@@ -233,14 +232,14 @@ def a_process_that_dies_is_done_without(driver: Counting) -> None:
 
 
 class Start:
-    """As much of an engine's start as prepares its kernels, with projections that the GPU's table knows."""
+    """As much of an engine's start as prepares its kernels, with projections that the H200's table knows."""
 
     def __init__(self, directory: Path, plans: PlanTable, **config: Any) -> None:
         small = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_kv_blocks": 8, "max_model_len": 128}
         self.config = EngineConfig(model=str(directory), dtype="bfloat16", load_format="dummy", **small | config)
         invariant = self.config.batch_invariant
         self.ops = CudaOps(CPU, CudaOptions(plans, pdl=True, batch_invariant=invariant, gpu=GPU))
-        self.loaded = load_model(self.config, self.ops, NativeAttention(self.ops))
+        self.loaded = load_model(self.config, self.ops)
         self.buckets = step_buckets(self.config, self.loaded, self.ops)
         self.device = _core.SimulatedDevice(vocab_size=2)
         self.tuner = FakeTuner()
@@ -375,8 +374,8 @@ def plans_compile_without_operands(driver: Counting) -> None:
     sites = [Site(2048, 1536, rows, "rms", "silu_mul", False, False) for rows in (1, 16)]
     sites += [Site(1536, 2048, rows, "none", None, True, True) for rows in (1, 32)]
     sites += [Site(1536, 2048, 8, "layer", None, True, False), Site(32000, 1536, 64, "rms", "argmax", False, False)]
-    plans = {site: likely(site, PlanTable.shipped(), GPU, 2) for site in sites}
-    tuner = Tuner(CPU, GPU, pdl=True)
+    plans = {site: likely(site, PlanTable.shipped(), H200, 2) for site in sites}
+    tuner = Tuner(CPU, H200, pdl=True)
     tuner.compile({site: [CUBLAS, *some] for site, some in plans.items()}, 2)
     compiled = len(driver.compiled)
     assert compiled >= 8

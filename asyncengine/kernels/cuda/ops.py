@@ -21,6 +21,7 @@ from asyncengine.kernels.cuda.gpu import Gpu, describe
 from asyncengine.kernels.cuda.launch.programmatic import TmaOptions
 from asyncengine.kernels.cuda.linear.choose import Choices
 from asyncengine.kernels.cuda.linear.handle import CudaLinear, make_plain, make_quantized
+from asyncengine.kernels.cuda.linear.plan import fused_activation
 from asyncengine.kernels.cuda.linear.project import Projections
 from asyncengine.kernels.cuda.linear.residual import Residual
 from asyncengine.kernels.cuda.linear.tables import PlanTable
@@ -32,7 +33,7 @@ from asyncengine.kernels.cuda.rows.tensors import empty_rows
 from asyncengine.kernels.cuda.sampling.sample import Ranks
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
 from asyncengine.kernels.float8 import Quantization, Quantized
-from asyncengine.kernels.ops import Activation, AttentionLayer, Norm, split_heads
+from asyncengine.kernels.ops import Activation, AttentionLayer, LayerKVCache, Norm, split_heads
 
 try:
     from asyncengine.kernels.cuda.attention import tma_decode as gluon_paged_decode
@@ -124,7 +125,8 @@ class CudaOps:
     ) -> Tensor | Quantized:
         """Quantised after an activation, if the next to read it is a product in float8 that does not do it itself."""
         handle = handle if activation is None else handle.exact()
-        plan = self.choices.plan(handle.site(len(residual.x), residual.x.dtype, norm, activation))
+        fused = fused_activation(activation)
+        plan = self.choices.plan(handle.site(len(residual.x), residual.x.dtype, norm, fused))
         operand = residual.read(norm, plan, quantized=handle.quantized, pdl=self.options.pdl)
         return self._projections.project(operand, handle, plan, activation)
 
@@ -142,8 +144,9 @@ class CudaOps:
         residual.settle().add_(norm_rows(y, norm, pdl=self.options.pdl))
 
     def attention(
-        self, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, batch: CudaBatch
+        self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: CudaBatch
     ) -> Tensor:
+        k_cache, v_cache = cache
         step, pdl = batch.step, self.options.pdl
         heads = heads.view(heads.shape[0], -1, v_cache.shape[3])
         q, k, v = split_heads(heads, layer.num_heads)
@@ -186,6 +189,9 @@ class CudaOps:
         """Drops nothing: a decode step is sampled from in every row, and ``logits`` reads but the rows it needs."""
         return x
 
+    def hidden(self, residual: Residual, norm: Norm, batch: CudaBatch) -> Tensor:
+        return residual.read_by_kernel(norm, batch.step.sample_index, pdl=self.options.pdl)
+
     def logits(
         self, residual: Residual, norm: Norm, handle: CudaLinear, batch: CudaBatch, softcap: float = 0.0
     ) -> Tensor | Ranks:
@@ -194,7 +200,7 @@ class CudaOps:
         if batch.greedy and self.gpu.tma and len(index) > 1:
             plan = self.choices.plan(handle.site(len(index), dtype, norm, "argmax"))
             if plan.kind == "tma":
-                return Ranks(self._projections.ranks(residual.read_by_kernel(norm, index, pdl=pdl), handle, plan))
+                return Ranks(self._projections.ranks(self.hidden(residual, norm, batch), handle, plan))
         plan = self.choices.plan(handle.site(len(index), dtype, norm))
         operand = residual.read(norm, plan, index=index, pdl=pdl)
         y = self._projections.project(operand, handle, plan, dtype=torch.float32)

@@ -19,9 +19,17 @@ SKINNY_ROWS = 32
 NormKind = Literal["none", "rms", "layer"]
 PlanKind = Literal["vector", "skinny", "tiled", "tma", "cublas"]
 WeightKind = Literal["bf16", "fp8", "fp32"]
-Fused = Activation | Literal["argmax"]
+FusedActivation = Literal["silu_mul", "gelu", "gelu_tanh"]
+Fused = FusedActivation | Literal["argmax"]
 """argmax is of a head whose rows are all sampled greedily. A tma plan gives the ranks of its tiles (see tma_ranks.py).
 Without a tma plan the head gives logits, by the plan of its site without argmax."""
+
+
+
+def fused_activation(activation: Activation | None) -> FusedActivation | None:
+    """The activation, if the kernels of products compute it; None if it is a kernel of its own behind the product."""
+    return None if activation == "gelu_tanh_mul" else activation
+
 
 _ELEMENT_BYTES: dict[WeightKind, int] = {"fp8": 1, "bf16": 2, "fp32": 4}
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from asyncengine.kernels.cuda.gpu import Gpu
 from asyncengine.kernels.cuda.launch.programmatic import TmaOptions
 from asyncengine.kernels.cuda.linear.handle import CudaLinear
-from asyncengine.kernels.cuda.linear.plan import Plan
+from asyncengine.kernels.cuda.linear.plan import FusedActivation, Plan, fused_activation
 from asyncengine.kernels.cuda.linear.residual import Operand, Residual, Unnormed, fold_norm
 from asyncengine.kernels.cuda.linear.tiled import MAX_ARRIVALS, linear
 from asyncengine.kernels.cuda.rows.activation import activate_rows
@@ -55,10 +55,15 @@ class Projections:
 
         An activation that is a kernel of its own behind float8 weights gives quantised rows.
         """
+        fused = fused_activation(activation)
+        if activation is not None and fused is None:
+            y = self.project(operand, handle, plan, dtype=dtype)
+            assert isinstance(y, Tensor)
+            return activate_rows(y, activation, pdl=self._pdl)
         x, norm, index = operand
         if isinstance(x, Unnormed):
             assert norm is not None
-            y = self._end_norm(x, norm, handle, plan, activation)
+            y = self._end_norm(x, norm, handle, plan, fused)
             return y[:, : handle.out_features]
         dtype = dtype or (torch.bfloat16 if isinstance(x, Quantized) else x.dtype)
         if plan.kind == "cublas":
@@ -69,8 +74,8 @@ class Projections:
                 return activate_rows(y, activation, pdl=self._pdl)
         else:
             rows = len(x) if index is None else len(index)
-            y = empty_rows(rows, handle.columns(activation), dtype, self._device)
-            self._launch(operand, handle, plan, out=y, activation=activation)
+            y = empty_rows(rows, handle.columns(fused), dtype, self._device)
+            self._launch(operand, handle, plan, out=y, activation=fused)
         return y[:, : handle.out_features]  # a gate's result is half as wide, and never padded
 
     def operand(self, x: Tensor | Quantized, handle: CudaLinear, plan: Plan) -> Operand:
@@ -118,7 +123,7 @@ class Projections:
         return linear(x, weight, plan, out=to, bias=bias, add=True, reader=norm, pdl=self._pdl)
 
     def _end_norm(
-        self, x: Unnormed, norm: Norm, handle: CudaLinear, plan: Plan, activation: Activation | None
+        self, x: Unnormed, norm: Norm, handle: CudaLinear, plan: Plan, activation: FusedActivation | None
     ) -> Tensor:
         assert isinstance(handle.weight, Tensor)
         bias, shift = self._fold(norm, handle.weight, handle.bias)
@@ -143,7 +148,7 @@ class Projections:
         plan: Plan,
         *,
         out: Tensor,
-        activation: Activation | None = None,
+        activation: FusedActivation | None = None,
         add: bool = False,
     ) -> None:
         """The plan's kernel. A tma kernel takes neither a norm nor an index."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options, start_next, wait
 from asyncengine.kernels.cuda.rows.tensors import ELEMENTWISE_TILE, check_rows, empty_rows
-from asyncengine.kernels.ops import Activation
+from asyncengine.kernels.ops import Activation, is_gated
 
 
 @triton.jit
@@ -47,17 +47,20 @@ def _activation_kernel(
     if KIND == "silu_mul":
         up = tl.load(x + row * x_stride + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
         value = value * tl.sigmoid(value) * up
+    elif KIND == "gelu_tanh_mul":
+        up = tl.load(x + row * x_stride + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+        value = activate(value, "gelu_tanh") * up
     else:
         value = activate(value, KIND)
     tl.store(out + row * WIDTH + column, value.to(out.dtype.element_ty), mask=inside)
 
 
 def activate_rows(x: Tensor, kind: Activation, *, pdl: bool = False) -> Tensor:
-    """x [M, N] activated, its rows may be strided; silu_mul takes an even N and halves it."""
+    """x [M, N] activated, its rows may be strided. A gated activation takes an even N and halves it."""
     check_rows(x, "x")
-    if kind == "silu_mul" and x.shape[1] % 2:
+    if is_gated(kind) and x.shape[1] % 2:
         raise ValueError(f"x must have an even last axis, got {list(x.shape)}")
-    width = x.shape[1] // 2 if kind == "silu_mul" else x.shape[1]
+    width = x.shape[1] // 2 if is_gated(kind) else x.shape[1]
     out = empty_rows(len(x), width, x.dtype, x.device)
     _activation_kernel[(x.shape[0], triton.cdiv(width, ELEMENTWISE_TILE))](
         x, out, x.stride(0), KIND=kind, WIDTH=width, TILE=ELEMENTWISE_TILE, num_warps=4, **launch_options(pdl)
