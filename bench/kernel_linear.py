@@ -117,7 +117,7 @@ def allocate(ops: CudaOps, p: Projection, rows: int) -> Operands:
     width = p.inner if p.normed else p.columns
     norm = Norm(random(width), random(width) if p.layer_norm else None, 1e-5)
     residual = random(rows, p.columns if not p.normed else 1)
-    return Operands(random(rows, p.inner), residual, norm, handle, CudaBatch(step, {}))
+    return Operands(random(rows, p.inner), residual, norm, handle, CudaBatch(step))
 
 
 def ours(ops: CudaOps, p: Projection, a: Operands) -> object:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
+from asyncengine.kernels.cuda.attention.choose import describe as describe_attention
 from asyncengine.kernels.cuda.gpu import H200, KNOWN, Gpu
 from asyncengine.kernels.cuda.linear.choose import Choice
 from asyncengine.kernels.cuda.linear.handle import CudaLinear
@@ -21,7 +22,7 @@ from asyncengine.kernels.cuda.trials import examine
 from asyncengine.kernels.ops import Activation, AttentionLayer, LayerKVCache, Norm
 from asyncengine.runner.buckets import ANY_CONTEXT, Bucket
 from asyncengine.runner.cuda_runner import cuda_options
-from asyncengine.runner.device_steps import step_buckets
+from asyncengine.runner.device_steps import attention_kinds, attention_limits, step_buckets
 from asyncengine.runner.model_runner import load_model
 
 _NOWHERE = torch.device("meta")
@@ -67,12 +68,12 @@ class BucketPlan:
     bucket: Bucket
     projections: list[Projection] = field(default_factory=list)
     attention: list[str] = field(default_factory=list)
-    """of each distinct layer"""
+    """of each kind of layer"""
 
     @property
     def title(self) -> str:
         rows, tokens, single, context = self.bucket
-        kind = f"{rows} rows of a token" if single else f"{tokens} tokens of {rows} rows"
+        kind = f"{rows} {'rows' if rows > 1 else 'row'} of one token" if single else f"{tokens} tokens of {rows} rows"
         return f"{kind}, contexts of at most {context:,}" if context < ANY_CONTEXT else kind
 
     def as_dict(self) -> dict[str, Any]:
@@ -106,11 +107,12 @@ def plan_steps(config: EngineConfig, gpu: Gpu) -> list[BucketPlan]:
     loaded = load_model(config, ops)
     steps = []
     caches = [LayerKVCache(torch.empty(0, device=_NOWHERE), torch.empty(0, device=_NOWHERE))] * loaded.config.num_layers
+    kinds, limits = attention_kinds(loaded.config, loaded.dtype), attention_limits(config, loaded.max_model_len)
     for bucket in step_buckets(config, loaded, ops):
-        ops.step = BucketPlan(bucket)
+        ops.step = BucketPlan(bucket, attention=[str(describe_attention(bucket, kind, gpu, limits)) for kind in kinds])
         step = allocate_step(bucket.max_rows, 1, bucket.max_rows, bucket.max_tokens, _NOWHERE)
         for greedy in (False, True):
-            loaded.model.forward(CudaBatch(step, {}, greedy=greedy), iter(caches))
+            loaded.model.forward(CudaBatch(step, greedy=greedy), iter(caches))
         steps.append(ops.step)
     return steps
 

@@ -317,7 +317,7 @@ class Model:
     def logits(self, ops: CudaOps, index: list[int]) -> Tensor:
         step = allocate_step(1, 1, len(index), self.rows, self.device)
         step.sample_index.copy_(torch.tensor(index))
-        got = ops.logits(Residual(self.x), self.norm, self.handle(ops), CudaBatch(step, {}))
+        got = ops.logits(Residual(self.x), self.norm, self.handle(ops), CudaBatch(step))
         assert got.dtype == torch.float32
         return got
 
@@ -409,7 +409,7 @@ def test_parts_are_added_by_the_norm_that_reads_the_residual(
         ops.linear_add_(hidden, handle, residual)
         step = allocate_step(1, 1, 4, model.rows, device)
         step.sample_index.copy_(torch.tensor([5, 0, 0, 3]))
-        logits = ops.logits(residual, model.norm, handle, CudaBatch(step, {}))
+        logits = ops.logits(residual, model.norm, handle, CudaBatch(step))
         results.append((after, hidden, logits, residual.settle()))
     for got, expected in zip(*results, strict=True):
         assert_near(got, expected)
@@ -436,7 +436,7 @@ def test_greedy_heads_leave_ranks(device: torch.device, out_features: int, monke
     step.sample_index.copy_(torch.tensor(index))
 
     def head(ops: CudaOps, greedy: bool = True, rows: int = 4) -> Tensor | Ranks:
-        batch = CudaBatch(step.bucket(rows, model.rows), {}, greedy=greedy)
+        batch = CudaBatch(step.bucket(rows, model.rows), greedy=greedy)
         return ops.logits(Residual(model.x), model.norm, model.handle(ops), batch)
 
     ops = make_ops(device, {site: RANKING})

@@ -78,7 +78,7 @@ def run(ops: CudaOps, model: Model) -> tuple[list[Tensor], list[bool]]:
         assert residual.state == "plain"
         results += [residual.x.clone(), hidden]
     ops.linear_add_(hidden, handle, residual)
-    logits = ops.logits(residual, model.norm, handle, CudaBatch(step, {}))
+    logits = ops.logits(residual, model.norm, handle, CudaBatch(step))
     assert residual.state == "plain"
     return [*results, logits, residual.settle()], waited
 

@@ -8,15 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from asyncengine.kernels.cuda.attention.few_keys import decode_attention
-from asyncengine.kernels.cuda.attention.paged import paged_attention
-from asyncengine.kernels.cuda.attention.paged_decode import paged_decode_attention
-from asyncengine.kernels.cuda.attention.work.lists import WorkList
+from asyncengine.kernels.cuda.attention.run import BucketAttention
 from asyncengine.kernels.cuda.gpu import Gpu, describe
 from asyncengine.kernels.cuda.launch.programmatic import TmaOptions
 from asyncengine.kernels.cuda.linear.choose import Choices
@@ -28,37 +24,20 @@ from asyncengine.kernels.cuda.linear.tables import PlanTable
 from asyncengine.kernels.cuda.rows.activation import soft_cap_
 from asyncengine.kernels.cuda.rows.embedding import embed
 from asyncengine.kernels.cuda.rows.norms import norm_rows
-from asyncengine.kernels.cuda.rows.rotary import rotary_store_kv, store_kv
-from asyncengine.kernels.cuda.rows.tensors import empty_rows
 from asyncengine.kernels.cuda.sampling.sample import Ranks
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
 from asyncengine.kernels.float8 import Quantization, Quantized
-from asyncengine.kernels.ops import Activation, AttentionLayer, LayerKVCache, Norm, split_heads
-
-try:
-    from asyncengine.kernels.cuda.attention import tma_decode as gluon_paged_decode
-    from asyncengine.kernels.cuda.attention import tma_prefill as gluon_paged_prefill
-except ImportError:  # an experimental part of Triton, which another version may have elsewhere
-    gluon_paged_decode = gluon_paged_prefill = None  # type: ignore[assignment]
+from asyncengine.kernels.ops import Activation, AttentionLayer, LayerKVCache, Norm
 
 
 @dataclass(frozen=True, slots=True)
 class CudaBatch:
-    """A step on the device, with the work of its attention cut into shares."""
+    """A step on the device, and how layers attend in it."""
 
     step: DeviceStep
-    work: dict[int, WorkList]
-    """by sliding window; 0 is none"""
-    few_keys: bool = False
-    """Tokens are few, and every row has few enough keys, for decode_attention, which needs no work list."""
+    attention: BucketAttention = field(default_factory=BucketAttention)
     greedy: bool = False
     """Every row that is sampled has temperature 0."""
-
-    def build_work(self, *, pdl: bool) -> None:
-        """After ingest, before the model."""
-        if not self.few_keys:
-            for work in self.work.values():
-                work.build(self.step, pdl=pdl)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,47 +122,9 @@ class CudaOps:
         assert isinstance(y, Tensor)
         residual.settle().add_(norm_rows(y, norm, pdl=self.options.pdl))
 
-    def attention(
-        self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: CudaBatch
-    ) -> Tensor:
-        k_cache, v_cache = cache
-        step, pdl = batch.step, self.options.pdl
-        heads = heads.view(heads.shape[0], -1, v_cache.shape[3])
-        q, k, v = split_heads(heads, layer.num_heads)
-        out = empty_rows(len(q), q.shape[1] * q.shape[2], q.dtype, q.device)
-        work = batch.work[layer.window]
-        if batch.few_keys and work.takes_heads:
-            decode_attention(
-                heads, layer.num_heads, layer.norms, layer.cos_sin, k_cache, v_cache, step, layer.scale, layer.window,
-                out, self._projections.arrivals, pdl=pdl,
-            )  # fmt: skip
-            return out
-        if work.takes_heads:
-            attend = partial(paged_decode_attention, pdl=pdl)
-            if work.decode.tile.streamed:
-                attend = partial(gluon_paged_decode.streamed_decode_attention, **self.options.for_tma)
-            attend(
-                heads, layer.num_heads, layer.norms, layer.cos_sin, k_cache, v_cache, step, work, layer.scale,
-                layer.window, out,
-            )  # fmt: skip
-            return out
-        if layer.cos_sin is None:
-            store_kv(k, v, step.slot_mapping, k_cache, v_cache, pdl=pdl)
-        else:
-            q_norm, k_norm, eps = layer.norms or (None, None, 0.0)
-            rotary_store_kv(
-                heads, layer.num_heads, q_norm, k_norm, eps, layer.cos_sin, step.positions, step.slot_mapping,
-                k_cache, v_cache, pdl=pdl,
-            )  # fmt: skip
-        if batch.few_keys:
-            decode_attention(
-                heads, layer.num_heads, None, None, k_cache, v_cache, step, layer.scale, layer.window, out,
-                self._projections.arrivals, stored=True, pdl=pdl,
-            )  # fmt: skip
-        else:
-            how = self.options.for_tma
-            attend_stored(q, k_cache, v_cache, step, work, layer.scale, layer.window, out, **how)
-        return out
+    def attention(self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: CudaBatch) -> Tensor:
+        attend = batch.attention.of(layer)
+        return attend(heads, layer, cache.k, cache.v, batch.step, **self.options.for_tma)
 
     def keep_sampled(self, x: Tensor, residual: Residual, batch: CudaBatch) -> Tensor:
         """Drops nothing: a decode step is sampled from in every row, and ``logits`` reads but the rows it needs."""
@@ -208,17 +149,3 @@ class CudaOps:
         if softcap and not batch.greedy:
             soft_cap_(y, softcap, pdl=pdl)
         return y
-
-
-def attend_stored(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, step: DeviceStep, work: WorkList, scale: float, window: int,
-    out: Tensor, *, pdl: bool, l2_cache_hints: bool = True,
-) -> None:  # fmt: skip
-    """``paged_attention``, in Gluon where ``work`` has the tiles for that."""
-    paged_attention(q, k_cache, v_cache, step, work, scale, window, out, pdl=pdl)
-    if work.decode.tile.streamed:
-        gluon_paged_decode.streamed_stored_attention(
-            q, k_cache, v_cache, step, work, scale, window, out, pdl=pdl, l2_cache_hints=l2_cache_hints
-        )
-    if work.streams_prefill:
-        gluon_paged_prefill.streamed_prefill_attention(q, k_cache, v_cache, step, work, scale, out, pdl=pdl)

@@ -38,11 +38,6 @@ class Projections:
         """By address: weights that follow a LayerNorm, and what ``fold_norm`` makes of them."""
         self._arrivals = torch.zeros(MAX_ARRIVALS, dtype=torch.int32, device=device)
 
-    @property
-    def arrivals(self) -> Tensor:
-        """int32 counters, 0 between launches, for kernels that do not overlap."""
-        return self._arrivals
-
     def project(
         self,
         operand: Operand,
