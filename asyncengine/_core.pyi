@@ -61,8 +61,8 @@ class Dtype(enum.Enum):
     float32 = 0
     bfloat16 = 1
 
-class Activation(enum.Enum):
-    silu_mul = 0
+class ActivationFunction(enum.Enum):
+    silu = 0
     gelu_tanh = 1
     gelu = 2
 
@@ -171,17 +171,15 @@ class CpuKernels:
         rows: int,
         y: int,
         y_float32: bool,
-        activation: Activation | None,
+        activation: ActivationFunction | None,
         /,
     ) -> None:
-        """linear of the norm of x, or with a residual (0: none) of residual += x, activated.
-
-        ValueError for silu_mul.
-        """
+        """linear of the norm of x, or with a residual (0: none) of residual += x, activated."""
     def pack_panels(
         self, dtype: Dtype, weight: int, transposed: bool, rows: int, k: int, panels: int, /
     ) -> None: ...
-    def embed(self, table: CpuLinear, position_table: int, batch: StepBatch, y: int, /) -> None: ...
+    def embed(self, table: CpuLinear, position_table: int, batch: StepBatch, y: int, scale: float, /) -> None:
+        """y = the tokens' rows of the table times scale, plus those of their positions (0: none)."""
     def norm(
         self,
         dtype: Dtype,
@@ -199,8 +197,9 @@ class CpuKernels:
         /,
     ) -> None: ...
     def activation(
-        self, dtype: Dtype, kind: Activation, x: int, y: int, rows: int, width: int, /
-    ) -> None: ...
+        self, dtype: Dtype, function: ActivationFunction, gated: bool, x: int, y: int, rows: int, width: int, /
+    ) -> None:
+        """y [rows, width] = function(x); gated: of x [rows, 2 * width], function(first half) * second half."""
     def rotary(
         self,
         dtype: Dtype,
@@ -228,6 +227,7 @@ class CpuKernels:
         batch: StepBatch,
         scale: float,
         window: int,
+        softcap: float,
         /,
     ) -> None: ...
     def attention(
@@ -241,9 +241,12 @@ class CpuKernels:
         batch: StepBatch,
         scale: float,
         window: int,
+        softcap: float,
         /,
     ) -> None:
         """ValueError unless tokens are the batch's."""
+    def soft_cap(self, x: int, rows: int, width: int, cap: float, /) -> None:
+        """float32 x = cap * tanh(x / cap), in place."""
     def sample(self, logits: int, vocab: int, batch: StepBatch, tokens: int, /) -> None: ...
 
 # ---- block manager and scheduler, without their thread: for tests and bench/core ----

@@ -31,8 +31,8 @@ from asyncengine.bundled.grammar import generate
 from asyncengine.cli.benchmarks import report
 from asyncengine.cli.benchmarks.report import Figure
 from asyncengine.config import EngineConfig
-from asyncengine.kernels.attention import NativeAttention
 from asyncengine.kernels.cpu.host import HostOps
+from asyncengine.kernels.cuda.trials import examine
 from asyncengine.kernels.float8 import Quantization
 from asyncengine.kernels.ops import Ops
 from asyncengine.runner import memory as kv_cache
@@ -53,7 +53,8 @@ class Sequences:
         self._rows = rows
         self._length = length
         self._blocks = -(-length // _BLOCK)
-        self._cache = kv_cache.allocate(loaded.config, rows * self._blocks, _BLOCK, loaded.dtype, ops)
+        config = EngineConfig.from_kwargs("", {"block_size": _BLOCK, "max_num_seqs": rows})
+        self._cache = kv_cache.allocate(config, loaded.config, rows * self._blocks, loaded.dtype, ops)
         self._work: dict[int, Any] = {}
 
     def advance(self, ids: Tensor, context: int) -> Tensor:
@@ -123,13 +124,13 @@ def load(directory: Path, quantization: Quantization, args: argparse.Namespace, 
         ops = Float8ReferenceOps() if quantization == "fp8" else ReferenceOps()
     else:
         from asyncengine.kernels.cuda.linear.choose import PlanTable
-        from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions, can_stream
+        from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
 
         device = torch.device("cuda", 0)
         plans = PlanTable.load(torch.cuda.get_device_name(device))
-        ops = CudaOps(device, CudaOptions(plans, quantization=quantization, streamed=can_stream(device)))
+        ops = CudaOps(device, CudaOptions(plans, quantization=quantization, gpu=examine(device)))
         config = replace(config, quantization=quantization)
-    return load_model(config, ops, NativeAttention(ops)), ops
+    return load_model(config, ops), ops
 
 
 def read_texts(directory: Path, count: int, tokens: int) -> Tensor:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor, device
 
-Activation = Literal["silu_mul", "gelu", "gelu_tanh"]
-"""silu_mul takes gate and up side by side, [M, 2I], and gives silu(gate) * up, [M, I]."""
+Activation = Literal["silu_mul", "gelu_tanh_mul", "gelu", "gelu_tanh"]
+"""Names that end in _mul are gated: of gate and up side by side, [M, 2I], silu_mul gives silu(gate) * up, [M, I]."""
+
+
+def is_gated(activation: str | None) -> bool:
+    """Whether the activation makes one column of two."""
+    return activation is not None and activation.endswith("_mul")
 
 
 class Norm(NamedTuple):
@@ -44,73 +49,127 @@ class AttentionLayer(NamedTuple):
     """Scores become softcap * tanh(score / softcap); 0: they stay as they are."""
 
 
+class KVSpec(NamedTuple):
+    """A layer that keeps the keys and values of every token, in blocks."""
+
+    num_heads: int
+    head_dim: int
+
+
+CacheSpec: TypeAlias = KVSpec
+"""What a layer keeps between steps; a kind of cache is a member of this union, and one of ``LayerCache``."""
+
+
+class LayerKVCache(NamedTuple):
+    """Keys and values of one layer; their layout inside a block is the kernel package's own (``transposed_keys``)."""
+
+    k: Tensor
+    v: Tensor
+
+
+LayerCache: TypeAlias = LayerKVCache
+"""The memory of what a layer keeps, as ``CacheSpec`` describes it."""
+
+
 def split_heads(heads: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Views of the queries, keys and values in heads [T, num_heads + 2 Hk, D]."""
     last = num_heads + (heads.shape[1] - num_heads) // 2
     return heads[:, :num_heads], heads[:, num_heads:last], heads[:, last:]
 
 
-class Ops(Protocol):
-    """A pre-norm transformer as its machine sees it: a residual stream, read through norms and added to.
+class Batch:
+    """A step. This and the next two are what a model sees of a package's own types: it only hands them on."""
 
-    Activations are [tokens, features] in the model's dtype. ``batch`` is a step and ``stream`` its residual stream,
-    both in the form that the package works with; models only hand them on. The KV cache of a layer is a pair of
-    tensors whose layout inside a block is the package's own (``transposed_keys``). What an operation returns is good
-    until it is called again.
+
+class Residual:
+    """The residual of a step's tokens, [T, H]: every block of a model reads it and adds to it."""
+
+
+class Handle:
+    """Weights, in the form that a package multiplies with or looks up."""
+
+
+BatchT = TypeVar("BatchT", contravariant=True)
+ResidualT = TypeVar("ResidualT")
+HandleT = TypeVar("HandleT")
+
+
+class Ops(Protocol[BatchT, ResidualT, HandleT]):
+    """A transformer as its machine sees it: a residual, read through norms and added to.
+
+    A package names its own types for a step, a residual and the handle of a weight; models use ``ModelOps``, in which
+    these are opaque. Activations are [tokens, features] in the model's dtype. What an operation returns is good until
+    it is called again.
     """
 
     device: device
     transposed_keys: bool
     """Keys are [num_blocks, Hk, D, block_size] instead of, like the values, [num_blocks, Hk, block_size, D]."""
 
-    def make_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Any:
+    def make_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> HandleT:
         """A handle for weights [N_i, K] that share their input, and whose results lie side by side: N = sum of N_i.
 
         The CPU copies no contiguous weight; a transposed view may be copied.
         """
 
-    def make_head(self, weight: Tensor) -> Any:
+    def make_head(self, weight: Tensor) -> HandleT:
         """A handle for the weight [V, K] of ``logits``, which nobody quantises."""
 
-    def make_embedding(self, table: Tensor, *, tied: bool, copy: bool = False) -> Any:
+    def make_embedding(self, table: Tensor, *, tied: bool, copy: bool = False) -> HandleT:
         """A handle for the table [V, H] of ``embed``; if tied, it is one for ``logits`` as well.
 
         With ``copy`` a tied table may be laid out anew on the CPU, for both its uses: for models whose other matrices
         are copied there anyway. Otherwise it is read where the file is mapped.
         """
 
-    def embed(self, batch: Any, embedding: Any, position_table: Tensor | None = None) -> Any:
-        """The stream of a step's tokens: their rows of the embedding, plus those of their positions.
+    def embed(
+        self, batch: BatchT, embedding: HandleT, position_table: Tensor | None = None, scale: float = 1.0
+    ) -> ResidualT:
+        """The residual that a step begins with: its tokens' rows of the embedding, plus those of their positions.
 
-        Ids and positions are not checked.
+        Rows of the embedding are multiplied by ``scale``, and rounded. Ids and positions are not checked.
         """
 
-    def norm_linear(self, stream: Any, norm: Norm, handle: Any, activation: Activation | None = None) -> Any:
-        """The normed stream times the handle's weights, transposed: a Tensor [T, N].
+    def norm_linear(
+        self, residual: ResidualT, norm: Norm, handle: HandleT, activation: Activation | None = None
+    ) -> Any:
+        """The normed residual times the handle's weights, transposed: a Tensor [T, N].
 
-        Activated, if so said, it is [T, N] in a form of the package's own, which only ``linear_add_`` reads.
+        Activated, if so said, it is [T, N] (gated: [T, N / 2]) in a form of the package's own, which only
+        ``linear_add_`` reads.
         """
 
-    def linear_add_(self, x: Any, handle: Any, stream: Any) -> None:
-        """stream += x times the handle's weights, transposed; x [T, K] may be what ``norm_linear`` activated."""
+    def linear_add_(self, x: Any, handle: HandleT, residual: ResidualT, norm: Norm | None = None) -> None:
+        """residual += x times the handle's weights, transposed; x [T, K] may be what ``norm_linear`` activated.
 
-    def attention(
-        self, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, batch: Any
-    ) -> Tensor:
+        With a norm the residual grows by the norm of the product.
+        """
+
+    def attention(self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: BatchT) -> Tensor:
         """Causal attention of a step over the cache, its own tokens included: [T, num_heads * D].
 
         heads [T, (num_heads + 2 Hk) * D] holds queries, keys and values side by side. Queries and keys are normed and
         rotated, keys and values stored in the cache's slots of the step. May overwrite ``heads``.
         """
 
-    def keep_sampled(self, x: Tensor, stream: Any, batch: Any) -> Tensor:
+    def keep_sampled(self, x: Tensor, residual: ResidualT, batch: BatchT) -> Tensor:
         """After the last layer's attention x [T, K]: the rest of the model needs only the tokens that are sampled from.
 
-        The package may drop the others from the stream, and returns the rows of x that are still in it.
+        The package may drop the others from the residual, and returns the rows of x that are still in it.
         """
 
-    def logits(self, stream: Any, norm: Norm, handle: Any, batch: Any) -> Any:
+    def hidden(self, residual: ResidualT, norm: Norm, batch: BatchT) -> Tensor:
+        """[num_samples, H]: the normed residual of the tokens that are sampled from, the input of ``logits``."""
+
+    def logits(
+        self, residual: ResidualT, norm: Norm, handle: HandleT, batch: BatchT, softcap: float = 0.0
+    ) -> Any:
         """float32 [num_samples, N] of the tokens whose logits the step wants; None if it wants none.
 
-        Of a step that does not need all of them it may be what does, in the form of the package's own sampler.
+        With a ``softcap`` > 0 they are softcap * tanh(logit / softcap). Of a step that does not need all of them the
+        result may be what does, in the form of the package's own sampler.
         """
+
+
+ModelOps: TypeAlias = Ops[Batch, Residual, Handle]
+"""``Ops`` as models see them."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncengine.errors import ModelError, ModelNotFoundError, UnsupportedModelError
-from asyncengine.kernels.ops import Activation
+from asyncengine.kernels.ops import Activation, CacheSpec
 from asyncengine.models.files import excerpt, read_json
 from asyncengine.models.rotary import RopeConfig, yarn_attention_factor
 
@@ -143,11 +143,22 @@ class ModelConfig:
     """Sliding window of each layer in tokens; 0: none."""
     layer_scales: tuple[float, ...]
     """Factor on the attention scores of each layer."""
+    layer_caches: tuple[CacheSpec, ...]
+    """What each layer keeps between steps."""
     rope: RopeConfig | None = None
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    sandwich_norms: bool = False
+    """The output of a block is normed before it is added to the residual."""
+    norm_weight_offset: float = 0.0
+    """What the checkpoint's weights of norms lack."""
+    embedding_scale: float = 1.0
+    score_softcap: float = 0.0
+    """0: scores of attention are not capped."""
+    logit_softcap: float = 0.0
+    """0: logits are not capped."""
 
 
 def read_rope(raw: RawConfig, max_positions: int) -> RopeConfig:

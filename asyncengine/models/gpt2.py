@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
-from asyncengine.kernels.attention import AttentionBackend, LayerKVCache
-from asyncengine.kernels.ops import Activation, AttentionLayer, Norm, Ops
+from asyncengine.kernels.ops import Activation, AttentionLayer, Handle, KVSpec, ModelOps, Norm
 from asyncengine.models.config import ModelConfig, RawConfig
+from asyncengine.models.decoder import AttentionBlock, Decoder, DecoderLayer, MLPBlock
 from asyncengine.models.files import excerpt
 from asyncengine.models.weights import WeightSource
 
@@ -48,42 +45,31 @@ def read_config(raw: RawConfig) -> ModelConfig:
         initializer_range=raw.number("initializer_range", 0.02),
         layer_windows=(0,) * num_layers,
         layer_scales=tuple(scale / (i + 1) if by_layer else scale for i in range(num_layers)),
+        layer_caches=(KVSpec(num_heads, head_dim),) * num_layers,
     )
 
 
-class GPT2Layer:
-    def __init__(
-        self, config: ModelConfig, index: int, weights: WeightSource, ops: Ops, attention: AttentionBackend
-    ) -> None:
-        self._ops = ops
-        self._attention = attention
-        self._is_last = index == config.num_layers - 1
-        self._layer = AttentionLayer(config.num_heads, None, None, config.layer_scales[index], 0)
-        self._activation = config.activation
+def _layer(config: ModelConfig, index: int, weights: WeightSource, ops: ModelOps) -> DecoderLayer:
+    prefix = f"transformer.h.{index}"
+    hidden, inner = config.hidden_size, config.intermediate_size
 
-        prefix = f"transformer.h.{index}"
-        hidden, inner = config.hidden_size, config.intermediate_size
+    def linear(name: str, out_size: int, in_size: int) -> Handle:
+        weight = weights.get_transposed(f"{prefix}.{name}.weight", out_size, in_size)
+        return ops.make_linear([weight], [weights.get(f"{prefix}.{name}.bias", out_size)])
 
-        def linear(name: str, out_size: int, in_size: int) -> object:
-            weight = weights.get_transposed(f"{prefix}.{name}.weight", out_size, in_size)
-            return ops.make_linear([weight], [weights.get(f"{prefix}.{name}.bias", out_size)])
-
-        self._input_norm = _norm(config, weights, f"{prefix}.ln_1")
-        self._qkv = linear("attn.c_attn", 3 * hidden, hidden)
-        self._output = linear("attn.c_proj", hidden, hidden)
-        self._mlp_norm = _norm(config, weights, f"{prefix}.ln_2")
-        self._up = linear("mlp.c_fc", inner, hidden)
-        self._down = linear("mlp.c_proj", hidden, inner)
-
-    def forward(self, stream: Any, cache: LayerKVCache, batch: Any) -> None:
-        ops = self._ops
-        heads = ops.norm_linear(stream, self._input_norm, self._qkv)
-        x = self._attention(heads, self._layer, cache, batch)
-        if self._is_last:
-            x = ops.keep_sampled(x, stream, batch)
-        ops.linear_add_(x, self._output, stream)
-        x = ops.norm_linear(stream, self._mlp_norm, self._up, self._activation)
-        ops.linear_add_(x, self._down, stream)
+    attention = AttentionBlock(
+        norm=_norm(config, weights, f"{prefix}.ln_1"),
+        qkv=linear("attn.c_attn", 3 * hidden, hidden),
+        layer=AttentionLayer(config.num_heads, None, None, config.layer_scales[index], 0),
+        output=linear("attn.c_proj", hidden, hidden),
+    )
+    mlp = MLPBlock(
+        norm=_norm(config, weights, f"{prefix}.ln_2"),
+        up=linear("mlp.c_fc", inner, hidden),
+        activation=config.activation,
+        down=linear("mlp.c_proj", hidden, inner),
+    )
+    return DecoderLayer(attention, mlp)
 
 
 def _norm(config: ModelConfig, weights: WeightSource, name: str) -> Norm:
@@ -91,31 +77,17 @@ def _norm(config: ModelConfig, weights: WeightSource, name: str) -> Norm:
     return Norm(weight, bias, config.norm_eps)
 
 
-class GPT2LMHeadModel:
+class GPT2LMHeadModel(Decoder):
     """Loaded while it is built. ``max_positions`` is not needed: the table of positions is a weight."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        weights: WeightSource,
-        ops: Ops,
-        attention: AttentionBackend,
-        max_positions: int,
-    ) -> None:
+    def __init__(self, config: ModelConfig, weights: WeightSource, ops: ModelOps, max_positions: int) -> None:
         hidden = config.hidden_size
-        self._ops = ops
         table = weights.get("transformer.wte.weight", config.vocab_size, hidden)
-        self._embedding = ops.make_embedding(table, tied=config.tie_word_embeddings, copy=True)
-        self._position_embedding = weights.get("transformer.wpe.weight", config.max_positions, hidden)
-        self._layers = [GPT2Layer(config, i, weights, ops, attention) for i in range(config.num_layers)]
-        self._norm = _norm(config, weights, "transformer.ln_f")
-        self._head = self._embedding
+        embedding = ops.make_embedding(table, tied=config.tie_word_embeddings, copy=True)
+        position_table = weights.get("transformer.wpe.weight", config.max_positions, hidden)
+        layers = [_layer(config, i, weights, ops) for i in range(config.num_layers)]
+        norm = _norm(config, weights, "transformer.ln_f")
+        head = embedding
         if not config.tie_word_embeddings:
-            self._head = ops.make_head(weights.get("lm_head.weight", config.vocab_size, hidden))
-
-    def forward(self, batch: Any, caches: Iterable[LayerKVCache]) -> Any:
-        """Run the step and write its KV; what ``Ops.logits`` gives, float32 [num_samples, vocab_size] as a rule."""
-        stream = self._ops.embed(batch, self._embedding, self._position_embedding)
-        for layer, cache in zip(self._layers, caches, strict=True):
-            layer.forward(stream, cache, batch)
-        return self._ops.logits(stream, self._norm, self._head, batch)
+            head = ops.make_head(weights.get("lm_head.weight", config.vocab_size, hidden))
+        super().__init__(ops, layers, embedding=embedding, norm=norm, head=head, position_table=position_table)

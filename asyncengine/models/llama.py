@@ -5,22 +5,24 @@ Touvron et al. 2023: RMS norm before each block, rotary positions, grouped queri
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Mapping
 
 from torch import Tensor
 
-from asyncengine.kernels.attention import AttentionBackend, LayerKVCache
-from asyncengine.kernels.ops import AttentionLayer, HeadNorms, Norm, Ops
+from asyncengine.kernels.ops import Activation, AttentionLayer, Handle, HeadNorms, KVSpec, ModelOps, Norm
 from asyncengine.models.config import ModelConfig, RawConfig, read_rope
+from asyncengine.models.decoder import AttentionBlock, Decoder, DecoderLayer, FeedForward, MLPBlock
 from asyncengine.models.files import excerpt
 from asyncengine.models.rotary import rotary_table
 from asyncengine.models.weights import WeightSource
+
+_SILU: Mapping[str, Activation] = {"silu": "silu_mul", "swish": "silu_mul"}
 
 
 def read_decoder_config(
     raw: RawConfig,
     *,
+    activations: Mapping[str, Activation] = _SILU,
     default_kv_heads: int | None = None,
     layer_windows: tuple[int, ...] | None = None,
     head_dim: int | None = None,
@@ -29,9 +31,12 @@ def read_decoder_config(
     mlp_bias: bool = False,
     qk_norm: bool = False,
 ) -> ModelConfig:
-    """What the relatives of Llama have in common; keywords are the points in which they differ."""
-    activation = raw.get("hidden_act", str, "silu")
-    if activation not in ("silu", "swish"):
+    """What the relatives of Llama have in common; keywords are the points in which they differ.
+
+    ``activations`` maps the values of hidden_act, the first of which an absent key means.
+    """
+    activation = raw.get("hidden_act", str, next(iter(activations)))
+    if activation not in activations:
         raise raw.unsupported(f"hidden_act = {excerpt(activation)}")
     hidden_size = raw.integer("hidden_size")
     num_layers = raw.integer("num_hidden_layers")
@@ -62,11 +67,12 @@ def read_decoder_config(
         head_dim=head_dim,
         max_positions=max_positions,
         norm_eps=raw.number("rms_norm_eps", 1e-6),
-        activation="silu_mul",
+        activation=activations[activation],
         tie_word_embeddings=raw.flag("tie_word_embeddings", False),
         initializer_range=raw.number("initializer_range", 0.02),
         layer_windows=layer_windows or (0,) * num_layers,
         layer_scales=(head_dim**-0.5,) * num_layers,
+        layer_caches=(KVSpec(num_kv_heads, head_dim),) * num_layers,
         rope=rope,
         qkv_bias=qkv_bias,
         output_bias=output_bias,
@@ -82,89 +88,91 @@ def read_config(raw: RawConfig) -> ModelConfig:
     )
 
 
-class DecoderLayer:
-    """One block: attention and MLP, each reads the residual stream through an RMS norm and adds to it."""
+class LayerWeights:
+    """The weights of one layer, in the names of Llama's checkpoints."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        index: int,
-        weights: WeightSource,
-        ops: Ops,
-        attention: AttentionBackend,
-        cos_sin: Tensor,
-    ) -> None:
+    def __init__(self, config: ModelConfig, index: int, weights: WeightSource, ops: ModelOps) -> None:
+        self.config = config
+        self.index = index
+        self._weights = weights
         self._ops = ops
-        self._attention = attention
-        self._is_last = index == config.num_layers - 1
 
-        prefix = f"model.layers.{index}"
-        hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
-        q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
+    def get(self, name: str, *shape: int) -> Tensor:
+        return self._weights.get(f"model.layers.{self.index}.{name}", *shape)
 
-        def linear(block: str, sizes: dict[str, int], in_size: int, bias: bool) -> object:
-            full = {f"{prefix}.{block}.{name}_proj": size for name, size in sizes.items()}
-            matrices = [weights.get(f"{name}.weight", size, in_size) for name, size in full.items()]
-            biases = [weights.get(f"{name}.bias", size) if bias else None for name, size in full.items()]
-            return ops.make_linear(matrices, biases)
+    def linear(self, block: str, sizes: Mapping[str, int], in_size: int, *, bias: bool) -> Handle:
+        """Projections ``sizes`` of one input, by name; side by side."""
+        full = {f"{block}.{name}_proj": size for name, size in sizes.items()}
+        matrices = [self.get(f"{name}.weight", size, in_size) for name, size in full.items()]
+        biases = [self.get(f"{name}.bias", size) if bias else None for name, size in full.items()]
+        return self._ops.make_linear(matrices, biases)
 
-        def norm(name: str) -> Norm:
-            return Norm(weights.get(f"{prefix}.{name}.weight", hidden), None, config.norm_eps)
-
-        self._input_norm = norm("input_layernorm")
-        self._qkv = linear("self_attn", {"q": q_size, "k": kv_size, "v": kv_size}, hidden, config.qkv_bias)
-        head_norms: HeadNorms | None = None
-        if config.qk_norm:
-            q, k = (weights.get(f"{prefix}.self_attn.{x}_norm.weight", dim) for x in "qk")
-            head_norms = HeadNorms(q, k, config.norm_eps)
-        scale, window = config.layer_scales[index], config.layer_windows[index]
-        self._layer = AttentionLayer(config.num_heads, head_norms, cos_sin, scale, window)
-        self._output = linear("self_attn", {"o": hidden}, q_size, config.output_bias)
-        self._mlp_norm = norm("post_attention_layernorm")
-        self._gate_up = linear("mlp", {"gate": inner, "up": inner}, hidden, config.mlp_bias)
-        self._down = linear("mlp", {"down": hidden}, inner, config.mlp_bias)
-
-    def forward(self, stream: Any, cache: LayerKVCache, batch: Any) -> None:
-        ops = self._ops
-        heads = ops.norm_linear(stream, self._input_norm, self._qkv)
-        x = self._attention(heads, self._layer, cache, batch)
-        if self._is_last:
-            x = ops.keep_sampled(x, stream, batch)
-        ops.linear_add_(x, self._output, stream)
-        x = ops.norm_linear(stream, self._mlp_norm, self._gate_up, "silu_mul")
-        ops.linear_add_(x, self._down, stream)
+    def norm(self, name: str) -> Norm:
+        return rms_norm(self.config, self.get(f"{name}.weight", self.config.hidden_size))
 
 
-class LlamaForCausalLM:
+def rms_norm(config: ModelConfig, weight: Tensor) -> Norm:
+    if config.norm_weight_offset:
+        weight = weight + config.norm_weight_offset
+    return Norm(weight, None, config.norm_eps)
+
+
+def attention_block(layer: LayerWeights, cos_sin: Tensor) -> AttentionBlock:
+    config, dim = layer.config, layer.config.head_dim
+    hidden, q_size, kv_size = config.hidden_size, config.num_heads * dim, config.num_kv_heads * dim
+    norm = layer.norm("input_layernorm")
+    qkv = layer.linear("self_attn", {"q": q_size, "k": kv_size, "v": kv_size}, hidden, bias=config.qkv_bias)
+    head_norms: HeadNorms | None = None
+    if config.qk_norm:
+        q, k = (rms_norm(config, layer.get(f"self_attn.{x}_norm.weight", dim)) for x in "qk")
+        head_norms = HeadNorms(q.weight, k.weight, config.norm_eps)
+    scale, window = config.layer_scales[layer.index], config.layer_windows[layer.index]
+    attention = AttentionLayer(config.num_heads, head_norms, cos_sin, scale, window, config.score_softcap)
+    output = layer.linear("self_attn", {"o": hidden}, q_size, bias=config.output_bias)
+    output_norm = layer.norm("post_attention_layernorm") if config.sandwich_norms else None
+    return AttentionBlock(norm, qkv, attention, output, output_norm)
+
+
+def mlp_block(layer: LayerWeights) -> MLPBlock:
+    config = layer.config
+    hidden, inner = config.hidden_size, config.intermediate_size
+    # A family without sandwich norms calls the norm before the MLP by its place after the attention.
+    norm = layer.norm("pre_feedforward_layernorm" if config.sandwich_norms else "post_attention_layernorm")
+    up = layer.linear("mlp", {"gate": inner, "up": inner}, hidden, bias=config.mlp_bias)
+    down = layer.linear("mlp", {"down": hidden}, inner, bias=config.mlp_bias)
+    output_norm = layer.norm("post_feedforward_layernorm") if config.sandwich_norms else None
+    return MLPBlock(norm, up, config.activation, down, output_norm)
+
+
+class LlamaForCausalLM(Decoder):
     """The decoder with its embedding and its head, loaded while it is built.
 
     ``max_positions`` bounds the rotary table, so it is the longest sequence that can be run.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        weights: WeightSource,
-        ops: Ops,
-        attention: AttentionBackend,
-        max_positions: int,
-    ) -> None:
+    def __init__(self, config: ModelConfig, weights: WeightSource, ops: ModelOps, max_positions: int) -> None:
         assert config.rope is not None
-        self._ops = ops
         cos_sin = rotary_table(config.rope, config.head_dim, max_positions).to(ops.device)
         table = weights.get("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        self._embedding = ops.make_embedding(table, tied=config.tie_word_embeddings)
-        self._layers = [
-            DecoderLayer(config, i, weights, ops, attention, cos_sin) for i in range(config.num_layers)
-        ]
-        self._norm = Norm(weights.get("model.norm.weight", config.hidden_size), None, config.norm_eps)
-        self._head = self._embedding
+        embedding = ops.make_embedding(table, tied=config.tie_word_embeddings)
+        layers = []
+        for index in range(config.num_layers):
+            layer = LayerWeights(config, index, weights, ops)
+            layers.append(DecoderLayer(attention_block(layer, cos_sin), self.feed_forward(layer)))
+        norm = rms_norm(config, weights.get("model.norm.weight", config.hidden_size))
+        head = embedding
         if not config.tie_word_embeddings:
-            self._head = ops.make_head(weights.get("lm_head.weight", config.vocab_size, config.hidden_size))
+            head = ops.make_head(weights.get("lm_head.weight", config.vocab_size, config.hidden_size))
+        super().__init__(
+            ops,
+            layers,
+            embedding=embedding,
+            norm=norm,
+            head=head,
+            embedding_scale=config.embedding_scale,
+            logit_softcap=config.logit_softcap,
+        )
 
-    def forward(self, batch: Any, caches: Iterable[LayerKVCache]) -> Any:
-        """Run the step and write its KV; what ``Ops.logits`` gives, float32 [num_samples, vocab_size] as a rule."""
-        stream = self._ops.embed(batch, self._embedding)
-        for layer, cache in zip(self._layers, caches, strict=True):
-            layer.forward(stream, cache, batch)
-        return self._ops.logits(stream, self._norm, self._head, batch)
+    def feed_forward(self, layer: LayerWeights) -> FeedForward:
+        """The feed-forward block of a layer; for relatives that have another."""
+        return mlp_block(layer)

@@ -6,24 +6,23 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 from asyncengine.errors import UnsupportedModelError
-from asyncengine.kernels.attention import AttentionBackend, LayerKVCache
-from asyncengine.kernels.ops import Ops
+from asyncengine.kernels.ops import Batch, BatchT, LayerCache, ModelOps
 from asyncengine.models import gpt2, llama, mistral, qwen2, qwen3
 from asyncengine.models.config import ModelConfig, RawConfig
 from asyncengine.models.files import excerpt
 from asyncengine.models.weights import WeightSource
 
 
-class CausalLM(Protocol):
-    """A loaded model."""
+class CausalLM(Protocol[BatchT]):
+    """A loaded model, for steps in the form of the kernel package that it was built over."""
 
-    def forward(self, batch: Any, caches: Iterable[LayerKVCache]) -> Any:
-        """Run the step and write its KV; what ``Ops.logits`` gives, float32 [num_samples, vocab_size] as a rule."""
+    def forward(self, batch: BatchT, caches: Iterable[LayerCache]) -> Any:
+        """Run the step and write its caches; what ``Ops.logits`` gives, float32 [num_samples, vocab_size] as a rule."""
 
 
 class Family(NamedTuple):
     read_config: Callable[[RawConfig], ModelConfig]
-    build: Callable[[ModelConfig, WeightSource, Ops, AttentionBackend, int], CausalLM]
+    build: Callable[[ModelConfig, WeightSource, ModelOps, int], CausalLM[Batch]]
     quantizable: bool = True
     """Its norms are RMS norms and its activation silu_mul, which is what float8 kernels know."""
 

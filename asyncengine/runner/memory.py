@@ -8,25 +8,39 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
-from asyncengine.kernels.attention import LayerKVCache
-from asyncengine.kernels.ops import Ops
+from asyncengine.kernels.ops import KVSpec, LayerCache, LayerKVCache, Ops
 from asyncengine.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_LIMIT_BYTES = 4 << 30
 DEFAULT_SHARE = 0.4
+_BYTES_PER_GRAPH = 2 << 20
+"""Reserved beside the graphs' tensors; a graph of 300 kernels takes about half of it."""
 
 
 def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block: keys and values of all layers."""
-    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * block_size * dtype.itemsize
+    """Bytes of one block: keys and values of all layers that keep them."""
+    layers, spec = _kv_layers(model)
+    return 2 * layers * _block_elements(spec, block_size) * dtype.itemsize
+
+
+def _kv_layers(model: ModelConfig) -> tuple[int, KVSpec]:
+    """How many layers keep keys and values, and of which shape: the same for all, so that blocks are copied as one."""
+    specs = [spec for spec in model.layer_caches if isinstance(spec, KVSpec)]
+    assert len(set(specs)) == 1
+    return len(specs), specs[0]
+
+
+def _block_elements(spec: KVSpec, block_size: int) -> int:
+    return spec.num_heads * spec.head_dim * block_size
 
 
 def total_memory() -> int:
@@ -91,26 +105,42 @@ def host_budget(reserved_bytes: int) -> int:
     return min(DEFAULT_LIMIT_BYTES, int(DEFAULT_SHARE * max(0, available_memory() - reserved_bytes)))
 
 
+def device_budget(config: EngineConfig, state_bytes: int, step_bytes: int, num_buckets: int) -> int:
+    """Bytes of the GPU's memory for a KV cache: the configured share, less what is taken and what steps will take.
+
+    ``state_bytes`` is what every step shares, ``step_bytes`` what the largest step takes beside, in the graphs' pool
+    and again while it warms up.
+    """
+    free, total = torch.cuda.mem_get_info()
+    graphs = 0 if config.enforce_eager else 2 * num_buckets * _BYTES_PER_GRAPH
+    fixed = state_bytes + 2 * step_bytes + graphs + (64 << 20)
+    return int(total * config.gpu_memory_utilization) - (total - free) - fixed
+
+
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """One allocation with a view per layer."""
+    """One allocation for the blocks of all layers, and what each layer sees."""
 
     memory: Tensor
-    """[layers, 2, num_blocks, elements of a block]: keys and values"""
-    layers: list[LayerKVCache]
+    """[layers that keep keys and values, 2, num_blocks, elements of a block]: keys and values"""
+    layers: list[LayerCache]
+    """as ModelConfig.layer_caches says"""
 
     def block_regions(self) -> list[tuple[int, int]]:
         """(address of block 0, bytes per block) of every layer's keys and values, for copying blocks."""
-        return [(t.data_ptr(), t[0].nbytes) for cache in self.layers for t in cache]
+        return [(plane.data_ptr(), plane[0].nbytes) for plane in self.memory.flatten(0, 1)]
 
 
-def allocate(model: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, ops: Ops) -> KVCache:
-    """The cache in the layout and on the device of ``ops``.
+def allocate(
+    config: EngineConfig, model: ModelConfig, num_blocks: int, dtype: torch.dtype, ops: Ops[Any, Any, Any]
+) -> KVCache:
+    """The cache in the layout and on the device of ``ops``, for config.max_num_seqs slots.
 
     Host memory is not touched, so pages become real as blocks get used. Raises ConfigError if there is not enough.
     """
-    heads, dim = model.num_kv_heads, model.head_dim
-    shape = (model.num_layers, 2, num_blocks, heads * dim * block_size)
+    num_layers, spec = _kv_layers(model)
+    block_size = config.block_size
+    shape = (num_layers, 2, num_blocks, _block_elements(spec, block_size))
     try:
         memory = torch.empty(shape, dtype=dtype, device=ops.device)
     except RuntimeError as e:
@@ -118,6 +148,11 @@ def allocate(model: ModelConfig, num_blocks: int, block_size: int, dtype: torch.
             f"cannot allocate {num_blocks:,} KV blocks of {block_bytes(model, block_size, dtype):,} bytes: "
             "lower num_kv_blocks, kv_cache_memory_bytes or gpu_memory_utilization"
         ) from e
-    by_token = (num_blocks, heads, block_size, dim)
-    keys = (num_blocks, heads, dim, block_size) if ops.transposed_keys else by_token
-    return KVCache(memory, [LayerKVCache(layer[0].view(keys), layer[1].view(by_token)) for layer in memory])
+    by_token = (num_blocks, spec.num_heads, block_size, spec.head_dim)
+    keys = (num_blocks, spec.num_heads, spec.head_dim, block_size) if ops.transposed_keys else by_token
+    planes = iter(memory)
+    layers: list[LayerCache] = []
+    for _ in model.layer_caches:  # each a KVSpec
+        k, v = next(planes)
+        layers.append(LayerKVCache(k.view(keys), v.view(by_token)))
+    return KVCache(memory, layers)

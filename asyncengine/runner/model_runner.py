@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -14,10 +14,9 @@ from torch import Tensor
 from asyncengine._core import StepBatch
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
-from asyncengine.kernels.attention import AttentionBackend, LayerKVCache, make_attention
 from asyncengine.kernels.cpu.host import HostOps
 from asyncengine.kernels.cpu.ops import CpuOps
-from asyncengine.kernels.ops import Ops
+from asyncengine.kernels.ops import LayerCache, Ops
 from asyncengine.model_info import ModelInfo
 from asyncengine.models.config import ModelConfig, RawConfig
 from asyncengine.models.files import read_optional_json
@@ -38,7 +37,8 @@ class LoadedModel:
     dtype: torch.dtype
     device: str
     max_model_len: int
-    model: CausalLM
+    model: CausalLM[Any]
+    """for steps in the form of the ops that it was loaded with"""
     num_parameters: int
     mapped_bytes: int
     owned_bytes: int
@@ -71,9 +71,7 @@ def read_model_config(config: EngineConfig) -> ModelConfig:
     return find_family(raw)[1].read_config(raw)
 
 
-def load_model(
-    config: EngineConfig, ops: Ops, attention: AttentionBackend, *, progress: bool = False
-) -> LoadedModel:
+def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool = False) -> LoadedModel:
     """Read, check and build the model; blocks for as long as the weights take.
 
     Raises ModelError or a subclass if the directory cannot be used, ConfigError if the configuration does not fit the
@@ -99,7 +97,7 @@ def load_model(
         else Checkpoint(path, dtype, device=ops.device, progress=progress)
     )
     with contextlib.closing(weights):
-        model = family.build(model_config, weights, ops, attention, max_model_len)
+        model = family.build(model_config, weights, ops, max_model_len)
         weights.finish()
     return LoadedModel(
         path,
@@ -119,7 +117,7 @@ def load_model(
 class CpuModelRunner:
     """A loaded model with its KV cache. One step at a time, from any one thread."""
 
-    def __init__(self, info: ModelInfo, model: CausalLM, cache: KVCache) -> None:
+    def __init__(self, info: ModelInfo, model: CausalLM[StepBatch], cache: KVCache) -> None:
         self.info = info
         self._model = model
         self._cache = cache
@@ -127,13 +125,16 @@ class CpuModelRunner:
         self._interrupted = False
 
     @classmethod
-    def load(cls, config: EngineConfig, *, progress: bool = False, ops: HostOps | None = None) -> Self:
-        """``load_model`` with a KV cache in host memory; the same errors, and ConfigError if either does not fit."""
+    def load(cls, config: EngineConfig, *, progress: bool = False, ops: HostOps[Any] | None = None) -> Self:
+        """``load_model`` with a KV cache in host memory; the same errors, and ConfigError if either does not fit.
+
+        ``ops`` replaces the native kernels, their number of threads and ``prefill_attention``.
+        """
         if config.quantization != "none":
             raise ConfigError(f"quantization={config.quantization} needs a GPU, and there is none or device is cpu")
-        ops = ops or CpuOps(config.num_threads)
+        ops = ops or CpuOps(config.num_threads, prefill_attention=config.prefill_attention)
         try:
-            loaded = load_model(config, ops, make_attention(config.prefill_attention, ops), progress=progress)
+            loaded = load_model(config, ops, progress=progress)
         except RuntimeError as e:
             if "can't allocate memory" not in str(e):  # torch has an error of its own for GPUs alone
                 raise
@@ -144,7 +145,7 @@ class CpuModelRunner:
             loaded.kv_bytes_per_block(config),
             kv_cache.host_budget(loaded.mapped_bytes),
         )
-        cache = kv_cache.allocate(loaded.config, num_blocks, config.block_size, loaded.dtype, ops)
+        cache = kv_cache.allocate(config, loaded.config, num_blocks, loaded.dtype, ops)
         return cls(loaded.info(config, num_blocks), loaded.model, cache)
 
     def forward(self, batch: StepBatch) -> Tensor | None:
@@ -160,7 +161,7 @@ class CpuModelRunner:
         """From any thread: the step under way fails at its next layer, and so does every later one."""
         self._interrupted = True
 
-    def _layer_caches(self) -> Iterator[LayerKVCache]:
+    def _layer_caches(self) -> Iterator[LayerCache]:
         for cache in self._cache.layers:
             if self._interrupted:
                 raise RuntimeError("the engine was closed during the step")

@@ -108,10 +108,10 @@ void bind_cpu_kernels(py::module_& m) {
   bind_step_batch(m);
 
   py::enum_<Dtype>(m, "Dtype").value("float32", Dtype::kFloat32).value("bfloat16", Dtype::kBFloat16);
-  py::enum_<Activation>(m, "Activation")
-      .value("silu_mul", Activation::kSiluMul)
-      .value("gelu_tanh", Activation::kGeluTanh)
-      .value("gelu", Activation::kGelu);
+  py::enum_<ActivationFunction>(m, "ActivationFunction")
+      .value("silu", ActivationFunction::kSilu)
+      .value("gelu_tanh", ActivationFunction::kGeluTanh)
+      .value("gelu", ActivationFunction::kGelu);
 
   py::class_<CpuLinear, std::shared_ptr<CpuLinear>>(m, "CpuLinear")
       .def(py::init(&make_linear), py::arg("weights"), py::arg("rows"), py::arg("biases"), py::arg("k"),
@@ -148,7 +148,9 @@ void bind_cpu_kernels(py::module_& m) {
       .def(
           "norm_linear",
           [](CpuKernels& self, const CpuNorm& norm, const CpuLinear& weights, Address x, Address residual, int64_t rows,
-             Address y, bool y_float32, std::optional<Activation> activation) {
+             Address y, bool y_float32, std::optional<ActivationFunction> activated) {
+            std::optional<Activation> activation;
+            if (activated) activation = Activation{*activated, false};
             self.norm_linear(norm, weights, pointer(x), pointer(residual), rows, pointer(y), y_float32, activation);
           },
           NoGil())
@@ -160,9 +162,8 @@ void bind_cpu_kernels(py::module_& m) {
           NoGil())
       .def(
           "embed",
-          [](CpuKernels& self, const CpuLinear& table, Address position_table, const StepBatch& batch, Address y) {
-            self.embed(table, pointer(position_table), batch, pointer(y));
-          },
+          [](CpuKernels& self, const CpuLinear& table, Address position_table, const StepBatch& batch, Address y,
+             float scale) { self.embed(table, pointer(position_table), batch, pointer(y), scale); },
           NoGil())
       .def(
           "norm",
@@ -177,8 +178,9 @@ void bind_cpu_kernels(py::module_& m) {
           NoGil())
       .def(
           "activation",
-          [](CpuKernels& self, Dtype dtype, Activation kind, Address x, Address y, int64_t rows, int64_t width) {
-            self.activation(dtype, kind, pointer(x), pointer(y), rows, width);
+          [](CpuKernels& self, Dtype dtype, ActivationFunction function, bool gated, Address x, Address y, int64_t rows,
+             int64_t width) {
+            self.activation(dtype, {function, gated}, pointer(x), pointer(y), rows, width);
           },
           NoGil())
       .def(
@@ -201,17 +203,23 @@ void bind_cpu_kernels(py::module_& m) {
       .def(
           "paged_attention",
           [](CpuKernels& self, Dtype dtype, Address q, int64_t q_stride, int64_t tokens, int64_t num_q_heads,
-             Address out, const PagedKV& cache, const StepBatch& batch, float scale, int64_t window) {
+             Address out, const PagedKV& cache, const StepBatch& batch, float scale, int64_t window, float softcap) {
             self.paged_attention(dtype, pointer(q), q_stride, tokens, num_q_heads, pointer(out), cache, batch, scale,
-                                 window);
+                                 window, softcap);
           },
           NoGil())
       .def(
           "attention",
           [](CpuKernels& self, Dtype dtype, Address heads, int64_t tokens, int64_t num_q_heads, Address out,
-             const PagedKV& cache, const StepBatch& batch, float scale, int64_t window) {
+             const PagedKV& cache, const StepBatch& batch, float scale, int64_t window, float softcap) {
             require(tokens == batch.num_tokens, "heads must be of the batch's tokens");
-            self.attention(dtype, pointer(heads), num_q_heads, pointer(out), cache, batch, scale, window);
+            self.attention(dtype, pointer(heads), num_q_heads, pointer(out), cache, batch, scale, window, softcap);
+          },
+          NoGil())
+      .def(
+          "soft_cap",
+          [](CpuKernels& self, Address x, int64_t rows, int64_t width, float cap) {
+            self.soft_cap(pointer<float>(x), rows, width, cap);
           },
           NoGil())
       .def(

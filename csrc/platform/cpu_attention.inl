@@ -1,7 +1,7 @@
 // Attention over a paged KV cache, for decode rows and prefill chunks alike.
 //
 // The result of one (query, head) is defined as follows and depends on nothing else. Keys are taken in partitions of
-// kPartitionKeys absolute positions, ascending. Within a partition: scores, their maximum, e^(score - maximum), the sum
+// kPartitionKeys absolute positions, ascending. Within a partition: scores, capped if asked, their maximum, e^(score - maximum), the sum
 // of these by lane of the absolute position, and the weighted sum of values, one key after the other. Partitions are
 // folded in order by fold(). A key outside the query's window is skipped, not weighted with zero: what its cell holds
 // (NaN, another sequence) cannot matter.
@@ -121,6 +121,12 @@ void score_keys(const KeyValues<T>& kv, const AttentionScratch& s, int64_t rows,
     if constexpr (kScoreRows >= 2) pass(Count<2>{});
     pass(Count<1>{});
   }
+}
+
+void isa_soft_cap(float* x, int64_t count, float cap) {
+  for_each_vector(count, [&](int64_t i, int64_t lanes) __attribute__((always_inline)) {
+    store_lanes(x + i, cap * tanh(load_lanes(x + i, lanes) / cap), lanes);
+  });
 }
 
 struct Moments {
@@ -300,7 +306,11 @@ void attend_item(const AttentionTask& task, const AttentionItem& item, float* me
     for (int64_t r = 0; r < rows; ++r) {
       const Range keys = range_of(r);
       moments[r] = Moments{0.f, 0.f};
-      if (keys.begin < keys.end) moments[r] = softmax_keys(s.weights + r * kPartitionKeys, keys, origin);
+      if (keys.begin < keys.end) {
+        float* scores = s.weights + r * kPartitionKeys;
+        if (task.softcap > 0.f) isa_soft_cap(scores + (keys.begin - origin), keys.end - keys.begin, task.softcap);
+        moments[r] = softmax_keys(scores, keys, origin);
+      }
       memset(s.values + r * s.padded_dim, 0, static_cast<size_t>(s.padded_dim) * sizeof(float));
     }
     weigh_values(kv, s, rows, origin, all.end - 1, range_of);

@@ -61,9 +61,15 @@ struct EmbedTask {
   const void* position_table;  // [positions, width] or null
   void* y;                     // [tokens, width]
   int64_t width;
+  float scale;  // of the rows of `table`
 };
 
-enum class Activation : int { kSiluMul = 0, kGeluTanh = 1, kGelu = 2 };
+enum class ActivationFunction : int { kSilu = 0, kGeluTanh = 1, kGelu = 2 };
+
+struct Activation {
+  ActivationFunction function;
+  bool gated;  // x [rows, 2 * width] -> function(first half) * second half [rows, width]; else [rows, width] -> as many
+};
 
 struct RotaryTask {
   void* x;              // [tokens, heads, head_dim], heads contiguous
@@ -87,6 +93,7 @@ struct AttentionTask {
   int64_t num_q_heads, num_kv_heads, head_dim, block_size;
   int64_t window;  // keys visible to a query, itself included; 0: all before it
   float scale;
+  float softcap;  // scores become softcap * tanh(score / softcap); 0: as they are
 };
 
 // Queries [first_token, first_token + num_queries) of one row against partitions of one KV head's keys.
@@ -143,9 +150,11 @@ struct CpuIsa {
 
   void (*embed)(Dtype, const EmbedTask&, int64_t token_begin, int64_t token_end);
   void (*norm)(Dtype, const NormTask&, int64_t row_begin, int64_t row_end);
-  // kSiluMul: x [rows, 2 * width] -> y [rows, width]; the others: x [rows, width] -> y [rows, width].
+  // y [rows, width].
   void (*activation)(Dtype, Activation, const void* x, void* y, int64_t width, int64_t row_begin, int64_t row_end);
   void (*rotary)(Dtype, const RotaryTask&, int64_t token_begin, int64_t token_end);
+  // x = cap * tanh(x / cap), in place
+  void (*soft_cap)(float* x, int64_t count, float cap);
 
   void (*attend)(Dtype, const AttentionTask&, const AttentionItem&, float* scratch);
   // Folds the partials of one (query token, head), stored `stride` floats apart, and writes its out.

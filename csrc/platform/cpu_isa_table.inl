@@ -20,6 +20,7 @@ constexpr CpuIsa make_isa(const char* name) {
       .norm = isa_norm,
       .activation = isa_activation,
       .rotary = isa_rotary,
+      .soft_cap = isa_soft_cap,
       .attend = isa_attend,
       .combine = isa_combine,
       .logit_stats = isa_logit_stats,

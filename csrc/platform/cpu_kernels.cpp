@@ -122,7 +122,7 @@ void CpuKernels::linear(const CpuLinear& weights, const void* x, int64_t x_strid
 
 void CpuKernels::norm_linear(const CpuNorm& norm, const CpuLinear& weights, const void* x, void* residual, int64_t rows,
                              void* y, bool y_float32, std::optional<Activation> activation) {
-  if (activation == Activation::kSiluMul) throw std::invalid_argument("silu_mul takes two columns for one");
+  if (activation && activation->gated) throw std::invalid_argument("a gated activation takes two columns for one");
   void* normed = normed_.reserve(ceil_div(rows * weights.k * dtype_size(weights.dtype), 4));
   const NormTask task{.x = x, .residual = residual, .weight = norm.weight, .bias = norm.bias, .y = normed,
                       .x_stride = weights.k, .y_stride = weights.k, .heads = 1, .width = weights.k, .eps = norm.eps};
@@ -204,7 +204,7 @@ void CpuKernels::pack_panels(Dtype dtype, const void* weight, bool transposed, i
   });
 }
 
-void CpuKernels::embed(const CpuLinear& table, const void* position_table, const StepBatch& batch, void* y) {
+void CpuKernels::embed(const CpuLinear& table, const void* position_table, const StepBatch& batch, void* y, float scale) {
   const EmbedTask task{
       .ids = batch.input_ids.data(),
       .table = table.matrices.front().weight,
@@ -213,6 +213,7 @@ void CpuKernels::embed(const CpuLinear& table, const void* position_table, const
       .position_table = position_table,
       .y = y,
       .width = table.k,
+      .scale = scale,
   };
   // In panels each element of a row is in a cache line of its own.
   for_row_chunks(batch.num_tokens, table.k * (table.panels ? kElementsPerCacheMiss : 1),
@@ -330,21 +331,21 @@ void CpuKernels::plan_attention(const AttentionTask& task, const StepBatch& batc
 
 void CpuKernels::paged_attention(Dtype dtype, const void* q, int64_t q_stride, int64_t tokens, int64_t num_q_heads,
                                  void* out, const PagedKV& cache, const StepBatch& batch, float scale,
-                                 int64_t window) {
+                                 int64_t window, float softcap) {
   attend(dtype,
          {q, q_stride, out, cache.k, cache.v, num_q_heads, cache.num_kv_heads, cache.head_dim, cache.block_size, window,
-          scale},
+          scale, softcap},
          tokens, cache, batch, nullptr);
 }
 
 void CpuKernels::attention(Dtype dtype, const void* heads, int64_t num_q_heads, void* out, const PagedKV& cache,
-                           const StepBatch& batch, float scale, int64_t window) {
+                           const StepBatch& batch, float scale, int64_t window, float softcap) {
   const int64_t k = num_q_heads * cache.head_dim, v = k + cache.num_kv_heads * cache.head_dim;
   const int64_t stride = v + cache.num_kv_heads * cache.head_dim;
   const NewKV fresh{offset(heads, k, dtype), offset(heads, v, dtype), stride, stride};
   attend(dtype,
          {heads, stride, out, cache.k, cache.v, num_q_heads, cache.num_kv_heads, cache.head_dim, cache.block_size,
-          window, scale},
+          window, scale, softcap},
          batch.num_tokens, cache, batch, &fresh);
 }
 
@@ -368,6 +369,11 @@ void CpuKernels::attend(Dtype dtype, const AttentionTask& task, int64_t tokens, 
                    row.partitions, row.heads * partial, scratch(0));
     }
   }
+}
+
+void CpuKernels::soft_cap(float* x, int64_t rows, int64_t width, float cap) {
+  for_row_chunks(rows, width,
+                 [&](int64_t begin, int64_t end) { isa_.soft_cap(x + begin * width, (end - begin) * width, cap); });
 }
 
 void CpuKernels::sample(const float* logits, int64_t vocab, const StepBatch& batch, int32_t* tokens) {

@@ -75,14 +75,14 @@ class CpuKernels {
   // y [rows, Σ N_i] = x [rows, k] · Wᵀ + bias, in the dtype of the weights, or in float32 if y_float32.
   void linear(const CpuLinear& weights, const void* x, int64_t x_stride, int64_t rows, void* y, bool y_float32);
   // The same of the norm of x, or, with a residual, of residual += x, which is in place; both are contiguous. Then the
-  // activation (any but kSiluMul) of y.
+  // activation of y, which is not gated.
   void norm_linear(const CpuNorm& norm, const CpuLinear& weights, const void* x, void* residual, int64_t rows, void* y,
                    bool y_float32, std::optional<Activation> activation = std::nullopt);
   // weight [rows, k], or if transposed [k, rows], into panels (see CpuLinear), filled up with zeros.
   void pack_panels(Dtype dtype, const void* weight, bool transposed, int64_t rows, int64_t k, void* panels);
-  // y [tokens, k] = the tokens' rows of the first matrix of `table`, plus, if there is such a table, those of their
-  // positions. No id or position is checked.
-  void embed(const CpuLinear& table, const void* position_table, const StepBatch& batch, void* y);
+  // y [tokens, k] = the tokens' rows of the first matrix of `table` times scale, plus, if there is such a table, those of
+  // their positions. No id or position is checked.
+  void embed(const CpuLinear& table, const void* position_table, const StepBatch& batch, void* y, float scale = 1.f);
   void norm(Dtype dtype, const NormTask& task, int64_t tokens);
   void activation(Dtype dtype, Activation kind, const void* x, void* y, int64_t rows, int64_t width);
   void rotary(Dtype dtype, const RotaryTask& task, int64_t tokens);
@@ -92,10 +92,13 @@ class CpuKernels {
   // q [tokens, num_q_heads, head_dim] -> out [tokens, num_q_heads * head_dim], for the leading rows of the batch that
   // `tokens` holds: all of them, or those that decode.
   void paged_attention(Dtype dtype, const void* q, int64_t q_stride, int64_t tokens, int64_t num_q_heads, void* out,
-                       const PagedKV& cache, const StepBatch& batch, float scale, int64_t window);
+                       const PagedKV& cache, const StepBatch& batch, float scale, int64_t window,
+                       float softcap = 0.f);
   // store_kv and paged_attention of all rows: heads [tokens, num_q_heads + 2 * num_kv_heads, head_dim], contiguous.
   void attention(Dtype dtype, const void* heads, int64_t num_q_heads, void* out, const PagedKV& cache,
-                 const StepBatch& batch, float scale, int64_t window);
+                 const StepBatch& batch, float scale, int64_t window, float softcap = 0.f);
+  // x [rows, width] = cap * tanh(x / cap), in place.
+  void soft_cap(float* x, int64_t rows, int64_t width, float cap);
   // logits [num_samples, vocab] float32 -> tokens [num_samples]; -1: see sample_token.
   void sample(const float* logits, int64_t vocab, const StepBatch& batch, int32_t* tokens);
 

@@ -77,6 +77,13 @@ void norm_rows(const NormTask& task, int64_t row_begin, int64_t row_end) {
 // ---- embedding ----
 
 template <class T>
+void scale_row(T* y, int64_t width, float scale) {
+  for_each_vector(width, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+    store_lanes(y + i, load_lanes(y + i, count) * scale, count);
+  });
+}
+
+template <class T>
 void embed_tokens(const EmbedTask& task, int64_t token_begin, int64_t token_end) {
   const int64_t whole = task.width / kPartsPerWord<T>, left = task.width % kPartsPerWord<T>;
   for (int64_t token = token_begin; token < token_end; ++token) {
@@ -90,6 +97,7 @@ void embed_tokens(const EmbedTask& task, int64_t token_begin, int64_t token_end)
       for (int64_t i = 0; i < whole; ++i, word += kLanes) memcpy(y + i * kPartsPerWord<T>, word, sizeof(*word));
       if (left > 0) memcpy(y + whole * kPartsPerWord<T>, word, static_cast<size_t>(left) * sizeof(T));
     }
+    if (task.scale != 1.f) scale_row(y, task.width, task.scale);
     if (task.position_table != nullptr) {
       add_row(static_cast<const T*>(task.position_table) + task.positions[token] * task.width, y, task.width);
     }
@@ -113,28 +121,33 @@ AE_INLINE Vec gelu(Vec x) {
   return 0.5f * x * (x < 0.f ? tail : 2.f - tail);
 }
 
-template <class T>
-void activation_rows(Activation kind, const T* x, T* y, int64_t width, int64_t row_begin, int64_t row_end) {
+template <class T, class Function>
+AE_INLINE void activate_rows(bool gated, const T* x, T* y, int64_t width, int64_t row_begin, int64_t row_end,
+                             Function&& function) {
   for (int64_t row = row_begin; row < row_end; ++row) {
     T* out = y + row * width;
-    const T* in = x + row * width * (kind == Activation::kSiluMul ? 2 : 1);
-    switch (kind) {
-      case Activation::kSiluMul:
-        for_each_vector(width, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
-          store_lanes(out + i, silu(load_lanes(in + i, count)) * load_lanes(in + width + i, count), count);
-        });
-        break;
-      case Activation::kGeluTanh:
-        for_each_vector(width, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
-          store_lanes(out + i, gelu_tanh(load_lanes(in + i, count)), count);
-        });
-        break;
-      case Activation::kGelu:
-        for_each_vector(width, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
-          store_lanes(out + i, gelu(load_lanes(in + i, count)), count);
-        });
-        break;
+    const T* in = x + row * width * (gated ? 2 : 1);
+    if (gated) {
+      for_each_vector(width, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+        store_lanes(out + i, function(load_lanes(in + i, count)) * load_lanes(in + width + i, count), count);
+      });
+    } else {
+      for_each_vector(width, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+        store_lanes(out + i, function(load_lanes(in + i, count)), count);
+      });
     }
+  }
+}
+
+template <class T>
+void activation_rows(Activation kind, const T* x, T* y, int64_t width, int64_t row_begin, int64_t row_end) {
+  auto rows = [&](auto&& function) __attribute__((always_inline)) {
+    activate_rows(kind.gated, x, y, width, row_begin, row_end, function);
+  };
+  switch (kind.function) {
+    case ActivationFunction::kSilu: return rows([](Vec v) __attribute__((always_inline)) { return silu(v); });
+    case ActivationFunction::kGeluTanh: return rows([](Vec v) __attribute__((always_inline)) { return gelu_tanh(v); });
+    case ActivationFunction::kGelu: return rows([](Vec v) __attribute__((always_inline)) { return gelu(v); });
   }
 }
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from asyncengine import bundled_model
 from asyncengine.config import EngineConfig
-from asyncengine.kernels.attention import NativeAttention
 from asyncengine.kernels.cpu.reference import Float8ReferenceOps, ReferenceOps
 from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
 from asyncengine.kernels.ops import Ops
@@ -62,7 +61,7 @@ def test_kernels_are_as_exact_as_the_twin(qwen3: Path, rows: int, tokens: int, c
         config = EngineConfig(
             model=str(qwen3), load_format="dummy", dtype="bfloat16", max_model_len=tokens, quantization=quantization
         )
-        model = Sequences(load_model(config, ops, NativeAttention(ops)), ops, rows, tokens)
+        model = Sequences(load_model(config, ops), ops, rows, tokens)
         return given(model, ids, chunk)
 
     cpu = torch.device("cpu")
@@ -78,7 +77,7 @@ def test_kernels_are_as_exact_as_the_twin(qwen3: Path, rows: int, tokens: int, c
 def test_greedy_continuations_are_what_logits_say(qwen3: Path) -> None:
     ops = ReferenceOps()
     config = EngineConfig(model=str(qwen3), load_format="dummy", dtype="float32", max_model_len=9)
-    model = Sequences(load_model(config, ops, NativeAttention(ops)), ops, 3, 9)
+    model = Sequences(load_model(config, ops), ops, 3, 9)
     ids = torch.randint(tiny.VOCAB_SIZE, (3, 5), generator=torch.Generator().manual_seed(2))
     tokens = continued(model, ids, 4)
     assert tokens.shape == (3, 4)

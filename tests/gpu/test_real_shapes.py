@@ -13,16 +13,16 @@ from torch import Tensor
 
 from asyncengine import _core
 from asyncengine.config import EngineConfig
-from asyncengine.kernels.attention import NativeAttention
-from asyncengine.kernels.cuda.launch import programmatic as pdl
-from asyncengine.kernels.cuda.linear.choose import PlanTable
-from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions, can_stream
+from asyncengine.kernels.cuda.linear.tables import PlanTable
+from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
+from asyncengine.kernels.cuda.trials import examine
 from asyncengine.models.config import RawConfig
 from asyncengine.models.registry import find_family
-from asyncengine.runner.cuda_runner import CudaRunner, make_steps
+from asyncengine.runner.cuda_runner import CudaRunner
 from asyncengine.runner.device_steps import SAMPLING, step_buckets
 from asyncengine.runner.graphs import loaded_libcudart
 from asyncengine.runner.model_runner import LoadedModel
+from asyncengine.runner.prepare import make_steps
 from tests.gpu.conftest import SHAPES
 
 PROMPT, COUNT = 700, 4
@@ -60,8 +60,9 @@ class Recorder:
 def our_logits(directory: str, source: StateDict, prompt: list[int], chunk: int) -> tuple[list[Tensor], list[int]]:
     """Of the last token of the prompt and of COUNT - 1 after it, which are returned too. ``chunk`` tokens a step."""
     device = torch.device("cuda", 0)
-    plans = PlanTable.load(torch.cuda.get_device_name(device))
-    ops = CudaOps(device, CudaOptions(plans, pdl.works(device), streamed=can_stream(device)))
+    gpu = examine(device)
+    plans = PlanTable.load(gpu.name)
+    ops = CudaOps(device, CudaOptions(plans, gpu.dependent_launch, gpu=gpu))
     raw = RawConfig.load(SHAPES / directory)
     architecture, family = find_family(raw)
     config = EngineConfig(
@@ -69,7 +70,7 @@ def our_logits(directory: str, source: StateDict, prompt: list[int], chunk: int)
         max_model_len=1024, enforce_eager=True,
     )  # fmt: skip
     model_config = family.read_config(raw)
-    recorder = Recorder(family.build(model_config, source, ops, NativeAttention(ops), 1024))
+    recorder = Recorder(family.build(model_config, source, ops, 1024))
     loaded = LoadedModel(
         SHAPES / directory, architecture, model_config, torch.bfloat16, "cuda", 1024, recorder, 0, 0, 0, ()
     )

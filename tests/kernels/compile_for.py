@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -150,13 +151,14 @@ def _changes(name: str, made: dict[str, list[str]], handed: dict[str, str], indu
 def main(target: str, directory: str, dtype: str, quantization: Quantization = "none") -> None:
     from asyncengine import _core
     from asyncengine.config import EngineConfig
-    from asyncengine.kernels.attention import NativeAttention
-    from asyncengine.kernels.cuda.linear.choose import Plan, PlanTable, Site
+    from asyncengine.kernels.cuda.gpu import INTERPRETER
+    from asyncengine.kernels.cuda.linear.plan import Plan, Site
+    from asyncengine.kernels.cuda.linear.tables import PlanTable
     from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
     from asyncengine.runner.buckets import Bucket
-    from asyncengine.runner.cuda_runner import make_steps
     from asyncengine.runner.device_steps import ARGMAX, SAMPLING
     from asyncengine.runner.model_runner import load_model
+    from asyncengine.runner.prepare import make_steps
 
     compiled = install(int(target))
     config = EngineConfig(
@@ -164,7 +166,7 @@ def main(target: str, directory: str, dtype: str, quantization: Quantization = "
         max_model_len=128, quantization=quantization, staging="mapped",  # which has a kernel more
     )  # fmt: skip
     ops = CudaOps(torch.device("cpu"), CudaOptions(quantization=quantization))
-    loaded = load_model(config, ops, NativeAttention(ops))
+    loaded = load_model(config, ops)
     device = _core.SimulatedDevice(vocab_size=2)
     native = _core.CudaDevice.simulated(device)
     steps, _ = make_steps(config, loaded, ops, native, 8)
@@ -179,13 +181,14 @@ def main(target: str, directory: str, dtype: str, quantization: Quantization = "
     steps.run(Bucket(4, 4, True), ARGMAX)
     steps.copy_blocks()
     if quantization == "none" and int(target) == HOPPER:  # and what Hopper takes instead, where there is something
-        c, plan = loaded.config, Plan("streamed", 128, 64, 4, 8, stages=4, fused_norm=False)
+        c, plan = loaded.config, Plan("tma", 128, 64, 4, 8, stages=4, fused_norm=False)
         head = Site(c.vocab_size, c.hidden_size, 8, "rms", "argmax", False, False)
         up = head._replace(columns=c.intermediate_size, activation="silu_mul")
         plans = PlanTable({head: plan, up: plan})
         for hints in (True, False):
-            streaming = CudaOps(ops.device, CudaOptions(plans, streamed=True, l2_cache_hints=hints))
-            loaded = load_model(config, streaming, NativeAttention(streaming))
+            options = CudaOptions(plans, gpu=replace(INTERPRETER, tma=True), l2_cache_hints=hints)
+            streaming = CudaOps(ops.device, options)
+            loaded = load_model(config, streaming)
             steps, _ = make_steps(config, loaded, streaming, native, 8)
             steps.state.input_ids.zero_()
             steps.run(Bucket(4, 4, True), ARGMAX)

@@ -14,13 +14,12 @@ import torch
 from asyncengine import AsyncEngine, _core
 from asyncengine.backend import Backend, load_tokenizer
 from asyncengine.config import EngineConfig
-from asyncengine.kernels.attention import NativeAttention
 from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
 from asyncengine.runner.buckets import token_buckets
-from asyncengine.runner.cuda_runner import make_steps
 from asyncengine.runner.device_steps import VARIANTS, step_buckets
 from asyncengine.runner.loop_config import step_loop_config
 from asyncengine.runner.model_runner import load_model
+from asyncengine.runner.prepare import make_steps
 
 
 def load(config: EngineConfig) -> Backend:
@@ -28,7 +27,7 @@ def load(config: EngineConfig) -> Backend:
     device = _core.SimulatedDevice(vocab_size=2)
     native = _core.CudaDevice.simulated(device)
     ops = CudaOps(torch.device("cpu"), CudaOptions(quantization=config.quantization))
-    loaded = load_model(config, ops, NativeAttention(ops))
+    loaded = load_model(config, ops)
     info = loaded.info(config, config.num_kv_blocks)
     steps, buffers = make_steps(config, loaded, ops, native, config.num_kv_blocks)
     buckets = step_buckets(config, loaded, ops)

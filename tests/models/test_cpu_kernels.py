@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from asyncengine import _core
-from asyncengine.kernels.cpu.host import Stream
+from asyncengine.kernels.cpu.host import Residual
 from asyncengine.kernels.cpu.ops import CpuOps
-from asyncengine.kernels.ops import Activation, AttentionLayer, Norm, split_heads
+from asyncengine.kernels.ops import Activation, AttentionLayer, LayerKVCache, Norm, split_heads
 
 ISAS = _core.CpuKernels.available_isas()
 DTYPES = [torch.float32, torch.bfloat16]
@@ -97,8 +97,8 @@ def test_embedding_that_is_the_head_too(ops: CpuOps, dtype: torch.dtype, k: int,
     ids, places = list(range(300, -1, -7)), list(range(43))
     batch = _core.StepBatch(ids, places, places, [0, 43], [0], [[0]], [])
     embedding = ops.make_embedding(table.clone(), tied=True, copy=copy)
-    assert_same(ops.embed(batch, embedding).residual, table[ids])
-    assert_same(ops.embed(batch, embedding, positions).residual, table[ids] + positions[places])
+    assert_same(ops.embed(batch, embedding).x, table[ids])
+    assert_same(ops.embed(batch, embedding, positions).x, table[ids] + positions[places])
     x = random(16, k, dtype=dtype, seed=9)
     assert_same(ops.linear(x, embedding, torch.float32), ops.linear(x, ops.make_head(table), torch.float32))
 
@@ -118,7 +118,7 @@ def test_linear_does_not_depend_on_batch_or_threads(ops: CpuOps, dtype: torch.dt
 
 
 @pytest.mark.parametrize("rows", [1, 16, 40])
-@pytest.mark.parametrize("activation", [None, "gelu", "gelu_tanh", "silu_mul"])
+@pytest.mark.parametrize("activation", [None, "gelu", "gelu_tanh", "silu_mul", "gelu_tanh_mul"])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_norm_linear_is_all_its_parts(
     ops: CpuOps, dtype: torch.dtype, activation: Activation | None, rows: int, has_bias: bool
@@ -132,13 +132,13 @@ def test_norm_linear_is_all_its_parts(
         y = ops.linear(ops.norm(x, norm, residual), handle)
         return y if activation is None else ops.activate(y, activation)
 
-    stream = Stream(x.clone())
-    assert_same(ops.norm_linear(stream, norm, handle, activation), parts(x, None))
-    assert_same(stream.residual, x)
-    stream.pending = pending
-    assert_same(ops.norm_linear(stream, norm, handle, activation), parts(pending, x))
-    assert_same(stream.residual, x)
-    assert stream.pending is None
+    residual = Residual(x.clone())
+    assert_same(ops.norm_linear(residual, norm, handle, activation), parts(x, None))
+    assert_same(residual.x, x)
+    residual.pending = pending
+    assert_same(ops.norm_linear(residual, norm, handle, activation), parts(pending, x))
+    assert_same(residual.x, x)
+    assert residual.pending is None
 
 
 def test_what_an_operation_returned_is_read_like_any_tensor(ops: CpuOps, dtype: torch.dtype) -> None:
@@ -148,22 +148,22 @@ def test_what_an_operation_returned_is_read_like_any_tensor(ops: CpuOps, dtype: 
     norm = Norm(random(48, dtype=dtype, seed=2), None, 1e-5)
     for rows in (3, 20, 1, 3):
         x = random(rows, 48, dtype=dtype, seed=rows)
-        stream = Stream(x.clone())
-        inner = ops.norm_linear(stream, norm, up)
+        residual = Residual(x.clone())
+        inner = ops.norm_linear(residual, norm, up)
         expected = ops.linear(ops.linear(ops.norm(x, norm), up), down)
         for read in (inner, inner.clone(), inner):
-            stream.pending = None
-            ops.linear_add_(read, down, stream)
-            assert stream.pending is not None
-            assert_same(stream.pending, expected)
-    with pytest.raises(ValueError, match="the stream must be"):
-        ops.norm_linear(Stream(random(2, 47, dtype=dtype)), norm, up)
+            residual.pending = None
+            ops.linear_add_(read, down, residual)
+            assert residual.pending is not None
+            assert_same(residual.pending, expected)
+    with pytest.raises(ValueError, match="the residual must be"):
+        ops.norm_linear(Residual(random(2, 47, dtype=dtype)), norm, up)
     with pytest.raises(ValueError, match="what is added must be"):
-        ops.norm_linear(Stream(x, x[:1]), norm, up)
+        ops.norm_linear(Residual(x, x[:1]), norm, up)
     with pytest.raises(ValueError, match="weight must be"):
-        ops.norm_linear(Stream(x), Norm(random(47, dtype=dtype), None, 1e-5), up)
+        ops.norm_linear(Residual(x), Norm(random(47, dtype=dtype), None, 1e-5), up)
     with pytest.raises(ValueError, match="x must be"):
-        ops.linear_add_(ops.norm_linear(Stream(x), norm, up)[:, 1:], down, Stream(x))
+        ops.linear_add_(ops.norm_linear(Residual(x), norm, up)[:, 1:], down, Residual(x))
 
 
 def test_bfloat16_of_every_size_is_summed_in_order(ops: CpuOps) -> None:
@@ -214,6 +214,7 @@ ROW_KERNELS: dict[str, Callable[[CpuOps, Tensor, Tensor, Tensor], Tensor]] = {
     "add_rms_norm": lambda ops, x, w, b: ops.norm(x, Norm(w, None, 1e-6), x.flip(1).contiguous()),
     "add_layer_norm": lambda ops, x, w, b: ops.norm(x, Norm(w, b, 1e-5), x.flip(1).contiguous()),
     "silu_mul": lambda ops, x, w, b: ops.activate(torch.cat((x, x.flip(1)), 1), "silu_mul"),
+    "gelu_tanh_mul": lambda ops, x, w, b: ops.activate(torch.cat((x, x.flip(1)), 1), "gelu_tanh_mul"),
     "gelu_tanh": lambda ops, x, w, b: ops.activate(x, "gelu_tanh"),
     "gelu": lambda ops, x, w, b: ops.activate(x, "gelu"),
 }
@@ -233,6 +234,8 @@ def row_twin(name: str, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
             return F.layer_norm(added, w.shape, w, b, 1e-5)
         case "silu_mul":
             return F.silu(x) * x.flip(1)
+        case "gelu_tanh_mul":
+            return F.gelu(x, approximate="tanh") * x.flip(1)
         case "gelu_tanh":
             return F.gelu(x, approximate="tanh")
     return F.gelu(x)
@@ -290,6 +293,16 @@ def test_activations_over_the_whole_range(ops: CpuOps) -> None:
         assert ops.activate(nan, kind).isnan().all()
 
 
+def test_soft_caps_over_the_whole_range(ops: CpuOps) -> None:
+    x = torch.cat((torch.linspace(-25, 25, 8001), torch.tensor([0.0, 1e-30, 1.5, -1.5, 3e38, -math.inf, math.nan])))
+    for cap in (1.0, 30.0):
+        capped, expected = ops.soft_cap_(x[None].clone(), cap)[0], cap * torch.tanh(x.double() / cap)
+        assert_near(capped[:-1], expected[:-1])
+        assert capped[-1].isnan()
+        alone = torch.cat([ops.soft_cap_(x[None, i : i + 1].clone(), cap)[0] for i in range(len(x))])
+        assert_same(alone, capped)
+
+
 # ---- attention inputs: head norm and rotary on strided views ----
 
 
@@ -328,9 +341,15 @@ class Paged:
     """Sequences with random q, k, v and a NaN-filled cache whose blocks are handed out in random order."""
 
     def __init__(
-        self, lengths: list[int], heads: tuple[int, int], dim: int, dtype: torch.dtype, block_size: int = 16
+        self,
+        lengths: list[int],
+        heads: tuple[int, int],
+        dim: int,
+        dtype: torch.dtype,
+        block_size: int = 16,
+        softcap: float = 0.0,
     ) -> None:
-        self.lengths, self.block_size = lengths, block_size
+        self.lengths, self.block_size, self.softcap = lengths, block_size, softcap
         q_heads, kv_heads = heads
         self.q, self.k, self.v = (
             [random(n, h, dim, dtype=dtype, seed=10 * i + s) for i, n in enumerate(lengths)]
@@ -361,19 +380,21 @@ class Paged:
         heads, num_heads, scale = torch.cat(parts, 1), parts[0].shape[1], parts[0].shape[2] ** -0.5
         caches = (self.k_cache, self.v_cache)
         before = [cache.clone() for cache in caches]
-        layer = AttentionLayer(num_heads, None, None, scale, window)
-        out = ops.attention(heads.flatten(1), layer, *caches, batch).clone()
+        layer = AttentionLayer(num_heads, None, None, scale, window, self.softcap)
+        out = ops.attention(heads.flatten(1), layer, LayerKVCache(*caches), batch).clone()
         q, k, v = split_heads(heads, num_heads)
         ops.store_kv(k, v, before[0], before[1], batch)
         for cache, expected in zip(caches, before, strict=True):
             assert_same(cache, expected)
-        assert_same(out, ops.paged_attention(q, *caches, batch, scale, window))
+        assert_same(out, ops.paged_attention(q, *caches, batch, scale, window, self.softcap))
         return list(out.split([b - a for _, a, b in rows]))
 
     def twin(self, sequence: int, window: int) -> Tensor:
         q, k, v = (x[sequence].double() for x in (self.q, self.k, self.v))
         group = q.shape[1] // k.shape[1]
         scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * q.shape[2] ** -0.5
+        if self.softcap:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
         i, j = torch.arange(len(q))[:, None], torch.arange(len(q))[None]
         hidden = (j > i) | ((j <= i - window) if window else torch.zeros(()).bool())
         weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
@@ -385,8 +406,11 @@ SHAPES = [((1, 1), 64), ((3, 3), 40), ((7, 1), 80), ((6, 2), 128), ((4, 4), 96),
 
 @pytest.mark.parametrize(("heads", "dim"), SHAPES)
 @pytest.mark.parametrize("window", [0, 5, 70])
-def test_attention(ops: CpuOps, dtype: torch.dtype, heads: tuple[int, int], dim: int, window: int) -> None:
-    paged = Paged([1, 15, 16, 17, 190], heads, dim, dtype)
+@pytest.mark.parametrize("softcap", [0.0, 0.7])
+def test_attention(
+    ops: CpuOps, dtype: torch.dtype, heads: tuple[int, int], dim: int, window: int, softcap: float
+) -> None:
+    paged = Paged([1, 15, 16, 17, 190], heads, dim, dtype, softcap=softcap)
     got = paged.step(ops, [(s, 0, n) for s, n in enumerate(paged.lengths)], window)
     for s, out in enumerate(got):
         assert_near(out, paged.twin(s, window), 1.0)
@@ -399,12 +423,12 @@ def test_attention_over_partitions(ops: CpuOps, window: int) -> None:
 
 
 @pytest.mark.parametrize("window", [0, 9, 540])
-@pytest.mark.parametrize("heads", [(2, 2), (5, 1)])
+@pytest.mark.parametrize(("heads", "softcap"), [((2, 2), 0.0), ((5, 1), 0.0), ((2, 1), 2.0)])
 def test_attention_does_not_depend_on_chunking_batch_or_threads(
-    ops: CpuOps, dtype: torch.dtype, heads: tuple[int, int], window: int
+    ops: CpuOps, dtype: torch.dtype, heads: tuple[int, int], window: int, softcap: float
 ) -> None:
     length, other_length = 1100, 40
-    paged = Paged([length, other_length], heads, 48, dtype)
+    paged = Paged([length, other_length], heads, 48, dtype, softcap=softcap)
     whole = paged.step(make_ops(ops.isa, 1), [(0, 0, length), (1, 0, other_length)], window)
     for threads in (1, 2, 3):
         pool = make_ops(ops.isa, threads)
@@ -448,9 +472,9 @@ def test_wrong_arguments_raise(ops: CpuOps) -> None:
     caches = torch.zeros(2, 2, 8, 16), torch.zeros(2, 2, 16, 8)
     batch = _core.StepBatch([0], [0], [0], [0, 1], [0], [[0]], [0])
     with pytest.raises(ValueError, match="heads must be"):
-        ops.attention(random(1, 40), AttentionLayer(2, None, None, 1.0, 0), *caches, batch)
+        ops.attention(random(1, 40), AttentionLayer(2, None, None, 1.0, 0), LayerKVCache(*caches), batch)
     with pytest.raises(ValueError, match="3 query heads"):
-        ops.attention(random(1, 56), AttentionLayer(3, None, None, 1.0, 0), *caches, batch)
+        ops.attention(random(1, 56), AttentionLayer(3, None, None, 1.0, 0), LayerKVCache(*caches), batch)
     with pytest.raises(ValueError, match="weight"):
         ops.norm(random(2, 8), Norm(random(9), None, 1e-6))
     with pytest.raises(ValueError, match="float32 and bfloat16"):

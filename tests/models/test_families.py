@@ -21,7 +21,7 @@ KERNELS = ["reference", "native"] if importlib.util.find_spec("asyncengine._core
 
 def load(path: Path, kernels: str, **config: object) -> CpuModelRunner:
     settings = {"num_kv_blocks": 64, "cpu_threads": 2, **config}
-    ops = ReferenceOps() if kernels == "reference" else None
+    ops = ReferenceOps(settings.get("prefill_attention", "native")) if kernels == "reference" else None
     return CpuModelRunner.load(EngineConfig.from_kwargs(str(path), settings), ops=ops)
 
 

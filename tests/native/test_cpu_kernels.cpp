@@ -136,13 +136,13 @@ TEST(cpu_linear_norms_its_input_and_activates) {
                             .eps = norm.eps};
         one.norm(dtype, task, rows);
         one.linear(linear, normed.at(0), k, rows, product.at(0), false);
-        one.activation(dtype, Activation::kGelu, product.at(0), activated.at(0), rows, n);
+        one.activation(dtype, {ActivationFunction::kGelu, false}, product.at(0), activated.at(0), rows, n);
         Array stream = start;
         three.norm_linear(norm, linear, x.at(0), adds ? stream.at(0) : nullptr, rows, both.at(0), false);
         CHECK(both.same(0, product, 0, rows * n) && stream.same(0, residual, 0, rows * k));
         stream = start;
         three.norm_linear(norm, linear, x.at(0), adds ? stream.at(0) : nullptr, rows, both.at(0), false,
-                          Activation::kGelu);
+                          Activation{ActivationFunction::kGelu, false});
         CHECK(both.same(0, activated, 0, rows * n));
       }
     }
@@ -211,9 +211,10 @@ TEST(cpu_rows_are_right_and_batch_invariant) {
                             std::sqrt(squares / static_cast<double>(width) + 1e-6);
     CHECK(std::abs(static_cast<double>(y.value(5)) - expected) <= static_cast<double>(tolerance(dtype)) * (1 + std::abs(expected)));
 
-    for (const Activation kind : {Activation::kGelu, Activation::kGeluTanh, Activation::kSiluMul}) {
-      const int64_t out_width = kind == Activation::kSiluMul ? width / 2 : width;
-      const int64_t in_width = kind == Activation::kSiluMul ? out_width * 2 : width;
+    for (const Activation kind : {Activation{ActivationFunction::kGelu, false}, {ActivationFunction::kGeluTanh, false},
+                                  {ActivationFunction::kGeluTanh, true}, {ActivationFunction::kSilu, true}}) {
+      const int64_t out_width = kind.gated ? width / 2 : width;
+      const int64_t in_width = kind.gated ? out_width * 2 : width;
       three.activation(dtype, kind, x.at(0), y.at(0), rows, out_width);
       for (int64_t row = 0; row < rows; ++row) {
         one.activation(dtype, kind, x.at(row * in_width), single.at(0), 1, out_width);
@@ -248,11 +249,12 @@ TEST(cpu_attention_is_right_and_chunk_invariant) {
       batch.block_tables = {table.data()};
       return batch;
     };
+    float softcap = 0.f;
     auto run = [&](CpuKernels& kernels, int64_t begin, int64_t end, int64_t window, Array& out) {
       const StepBatch batch = make_batch(begin, end);
       kernels.store_kv(dtype, k.at(begin * dim), dim, v.at(begin * dim), dim, cache, batch);
       kernels.paged_attention(dtype, q.at(begin * heads * dim), heads * dim, end - begin, heads, out.at(0), cache,
-                              batch, 0.25f, window);
+                              batch, 0.25f, window, softcap);
     };
     auto run_fused = [&](CpuKernels& kernels, int64_t begin, int64_t end, int64_t window, Array& out) {
       Array qkv(dtype, (end - begin) * (heads + 2) * dim);
@@ -263,9 +265,11 @@ TEST(cpu_attention_is_right_and_chunk_invariant) {
         std::memcpy(row + heads * head, k.at(p * dim), head);
         std::memcpy(row + (heads + 1) * head, v.at(p * dim), head);
       }
-      kernels.attention(dtype, qkv.at(0), heads, out.at(0), cache, make_batch(begin, end), 0.25f, window);
+      kernels.attention(dtype, qkv.at(0), heads, out.at(0), cache, make_batch(begin, end), 0.25f, window, softcap);
     };
-    for (const int64_t window : {0, 6, 515}) {
+    const std::pair<int64_t, float> kinds[] = {{0, 0.f}, {6, 0.f}, {515, 0.f}, {0, 1.5f}, {515, 0.4f}};
+    for (const auto& [window, cap] : kinds) {
+      softcap = cap;
       Array whole(dtype, length * heads * dim), part(dtype, 9 * heads * dim);
       run(three, 0, length, window, whole);
       for (int64_t begin = length - 27; begin < length; begin += 9) {
@@ -286,8 +290,10 @@ TEST(cpu_attention_is_right_and_chunk_invariant) {
         for (int64_t d = 0; d < dim; ++d) {
           score += static_cast<double>(q.value(last * heads * dim + d)) * static_cast<double>(k.value(key * dim + d));
         }
-        sum += std::exp(0.25 * score);
-        value += std::exp(0.25 * score) * static_cast<double>(v.value(key * dim));
+        score *= 0.25;
+        if (cap > 0.f) score = static_cast<double>(cap) * std::tanh(score / static_cast<double>(cap));
+        sum += std::exp(score);
+        value += std::exp(score) * static_cast<double>(v.value(key * dim));
       }
       CHECK(std::abs(static_cast<double>(whole.value(last * heads * dim)) - value / sum) <=
             static_cast<double>(tolerance(dtype)));

@@ -2,55 +2,60 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from asyncengine._core import StepBatch
-from asyncengine.kernels.ops import Activation, AttentionLayer, Norm, split_heads
+from asyncengine.kernels.cpu import sdpa
+from asyncengine.kernels.ops import Activation, AttentionLayer, HandleT, LayerKVCache, Norm, Ops, split_heads
+
+PrefillAttention = Literal["native", "sdpa"]
 
 
 @dataclass(slots=True)
-class Stream:
-    """A residual stream, and what is still to be added to it: whoever norms it next does both in one pass."""
+class Residual:
+    """The residual of a step, and what is still to be added to it: whoever norms it next does both in one pass."""
 
-    residual: Tensor
+    x: Tensor
+    """[T, H]"""
     pending: Tensor | None = None
+    """[T, H]"""
 
 
-def sampled(stream: Stream, batch: StepBatch) -> Stream:
+def sampled(residual: Residual, batch: StepBatch) -> Residual:
     """Only the tokens that are sampled from."""
-    index, pending = torch.from_numpy(batch.sample_index), stream.pending
-    return Stream(stream.residual[index], None if pending is None else pending[index])
+    index, pending = torch.from_numpy(batch.sample_index), residual.pending
+    return Residual(residual.x[index], None if pending is None else pending[index])
 
 
-class HostOps(ABC):
+class HostOps(Ops[StepBatch, Residual, HandleT]):
     """The part of Ops that follows from a StepBatch and from simpler operations."""
 
     device = torch.device("cpu")
     # Scores of neighbouring tokens are neighbours, and so a vector.
     transposed_keys = True
 
+    def __init__(self, prefill_attention: PrefillAttention = "native") -> None:
+        """``prefill_attention`` is as in EngineConfig: which kernel attends for rows of several tokens."""
+        self._by_sdpa = prefill_attention == "sdpa"
+
     @abstractmethod
-    def make_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Any:
+    def make_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> HandleT:
         """A handle for ``linear`` over weights [N_i, K] that share their input. It copies none of them."""
 
-    def make_head(self, weight: Tensor) -> Any:
+    def make_head(self, weight: Tensor) -> HandleT:
         return self.make_linear([weight], [None])
 
-    def make_embedding(self, table: Tensor, *, tied: bool, copy: bool = False) -> Any:
+    def make_embedding(self, table: Tensor, *, tied: bool, copy: bool = False) -> HandleT:
         return self.make_head(table)
 
     @abstractmethod
-    def embed(self, batch: StepBatch, embedding: Any, position_table: Tensor | None = None) -> Stream:
-        """The stream of a step's tokens."""
-
-    @abstractmethod
-    def linear(self, x: Tensor, handle: Any, out_dtype: torch.dtype | None = None) -> Tensor:
+    def linear(self, x: Tensor, handle: HandleT, out_dtype: torch.dtype | None = None) -> Tensor:
         """x [M, K] times every weight of the handle, transposed, side by side: [M, N]."""
 
     @abstractmethod
@@ -58,7 +63,12 @@ class HostOps(ABC):
         """The norm of x [M, H], or of residual += x, which is in place."""
 
     @abstractmethod
-    def activate(self, x: Tensor, activation: Activation) -> Tensor: ...
+    def activate(self, x: Tensor, activation: Activation) -> Tensor:
+        """x [M, N] activated; a gated activation halves N."""
+
+    @abstractmethod
+    def soft_cap_(self, x: Tensor, cap: float) -> Tensor:
+        """x [M, N] in float32 = cap * tanh(x / cap), in place."""
 
     @abstractmethod
     def head_rms_norm_(self, x: Tensor, weight: Tensor, eps: float) -> None:
@@ -74,36 +84,55 @@ class HostOps(ABC):
 
     @abstractmethod
     def paged_attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: StepBatch, scale: float, window: int
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: StepBatch,
+        scale: float,
+        window: int,
+        softcap: float = 0.0,
     ) -> Tensor:
         """Causal attention of the view q [T, Hq, D] over the rows' KV in the cache: [T, Hq * D].
 
         q may also hold just the tokens of the leading rows; the other rows are then left out.
         """
 
-    def norm_linear(self, stream: Stream, norm: Norm, handle: Any, activation: Activation | None = None) -> Tensor:
-        y = self.linear(self._normed(stream.residual, stream.pending, norm), handle)
-        stream.pending = None
+    def norm_linear(
+        self, residual: Residual, norm: Norm, handle: HandleT, activation: Activation | None = None
+    ) -> Tensor:
+        y = self.linear(self._normed(residual, norm), handle)
         return y if activation is None else self.activate(y, activation)
 
-    def linear_add_(self, x: Tensor, handle: Any, stream: Stream) -> None:
-        assert stream.pending is None
-        stream.pending = self.linear(x, handle)
+    def linear_add_(self, x: Tensor, handle: HandleT, residual: Residual, norm: Norm | None = None) -> None:
+        assert residual.pending is None
+        y = self.linear(x, handle)
+        residual.pending = y if norm is None else self.norm(y, norm)
 
-    def attention(
-        self, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, batch: StepBatch
-    ) -> Tensor:
-        q = self.store_heads(heads, layer, k_cache, v_cache, batch)
-        return self.paged_attention(q, k_cache, v_cache, batch, layer.scale, layer.window)
+    def attention(self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: StepBatch) -> Tensor:
+        q = self.store_heads(heads, layer, cache, batch)
+        if not self._by_sdpa or layer.softcap:  # torch's kernel caps no scores
+            return self._attend(q, layer, cache, batch)
+        decodes = sdpa.count_decodes(batch)
+        if decodes == batch.num_rows:
+            return self._attend(q, layer, cache, batch)
+        out = q.new_empty(len(q), q.shape[1] * q.shape[2])
+        if decodes:
+            out[:decodes] = self._attend(q[:decodes], layer, cache, batch)
+        sdpa.attend_prompts(q, layer, cache, batch, decodes, out)
+        return out
+
+    def _attend(self, q: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: StepBatch) -> Tensor:
+        return self.paged_attention(q, cache.k, cache.v, batch, layer.scale, layer.window, layer.softcap)
 
     def store_heads(
-        self, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, batch: StepBatch
+        self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: StepBatch
     ) -> Tensor:
         """Everything of ``attention`` that precedes it; the queries [T, Hq, D], normed and rotated."""
-        head_dim = v_cache.shape[3]
+        head_dim = cache.v.shape[3]
         self.prepare_heads(heads, head_dim, layer, batch)
         q, k, v = split_heads(heads.view(heads.shape[0], -1, head_dim), layer.num_heads)
-        self.store_kv(k, v, k_cache, v_cache, batch)
+        self.store_kv(k, v, cache.k, cache.v, batch)
         return q
 
     def prepare_heads(self, heads: Tensor, head_dim: int, layer: AttentionLayer, batch: StepBatch) -> None:
@@ -117,23 +146,33 @@ class HostOps(ABC):
         if layer.cos_sin is not None:
             self.rotary_(q, k, layer.cos_sin, torch.from_numpy(batch.positions))
 
-    def keep_sampled(self, x: Tensor, stream: Stream, batch: StepBatch) -> Tensor:
+    def keep_sampled(self, x: Tensor, residual: Residual, batch: StepBatch) -> Tensor:
         if batch.num_samples == batch.num_tokens:  # every token is sampled from, in order
             return x
-        assert stream.pending is None
-        stream.residual = sampled(stream, batch).residual
+        assert residual.pending is None
+        residual.x = sampled(residual, batch).x
         return x[torch.from_numpy(batch.sample_index)]
 
-    def logits(self, stream: Stream, norm: Norm, handle: Any, batch: StepBatch) -> Tensor | None:
+    def hidden(self, residual: Residual, norm: Norm, batch: StepBatch) -> Tensor:
+        return self._normed(self._sampled(residual, batch), norm)
+
+    def logits(
+        self, residual: Residual, norm: Norm, handle: HandleT, batch: StepBatch, softcap: float = 0.0
+    ) -> Tensor | None:
         if not batch.num_samples:
             return None
-        if batch.num_samples < stream.residual.shape[0]:
-            stream = sampled(stream, batch)
-        return self._logits(stream, norm, handle)
+        y = self._logits(self._sampled(residual, batch), norm, handle)
+        return self.soft_cap_(y, softcap) if softcap else y
 
-    def _logits(self, stream: Stream, norm: Norm, handle: Any) -> Tensor:
-        """Of every token of the stream."""
-        return self.linear(self._normed(stream.residual, stream.pending, norm), handle, torch.float32)
+    def _logits(self, residual: Residual, norm: Norm, handle: HandleT) -> Tensor:
+        """Of every token of the residual."""
+        return self.linear(self._normed(residual, norm), handle, torch.float32)
 
-    def _normed(self, residual: Tensor, pending: Tensor | None, norm: Norm) -> Tensor:
-        return self.norm(residual, norm) if pending is None else self.norm(pending, norm, residual)
+    def _sampled(self, residual: Residual, batch: StepBatch) -> Residual:
+        """``sampled``, unless ``keep_sampled`` has left no others."""
+        return sampled(residual, batch) if batch.num_samples < residual.x.shape[0] else residual
+
+    def _normed(self, residual: Residual, norm: Norm) -> Tensor:
+        """The norm of the residual, to which is added what was pending."""
+        pending, residual.pending = residual.pending, None
+        return self.norm(residual.x, norm) if pending is None else self.norm(pending, norm, residual.x)

@@ -8,20 +8,19 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from asyncengine import _core
-from asyncengine.kernels.cpu.host import HostOps, Stream
+from asyncengine.kernels.cpu.host import HostOps, PrefillAttention, Residual
 from asyncengine.kernels.cpu.memory import HugePages, Result, ResultPool
-from asyncengine.kernels.ops import Activation, AttentionLayer, Norm
+from asyncengine.kernels.ops import Activation, AttentionLayer, LayerKVCache, Norm, is_gated
 
 _DTYPES = {torch.float32: _core.Dtype.float32, torch.bfloat16: _core.Dtype.bfloat16}
-_ACTIVATIONS: dict[Activation, _core.Activation] = {
-    "silu_mul": _core.Activation.silu_mul,
-    "gelu": _core.Activation.gelu,
-    "gelu_tanh": _core.Activation.gelu_tanh,
+_FUNCTIONS: dict[Activation, _core.ActivationFunction] = {
+    name: _core.ActivationFunction.__members__[name.removesuffix("_mul")] for name in get_args(Activation)
 }
 
 
@@ -58,20 +57,23 @@ class _Cache:
     attended: Result | None = None
 
 
-class CpuOps(HostOps):
+class CpuOps(HostOps[CpuLinearHandle]):
     """One thread pool and its scratch memory; not for two threads at the same time.
 
     Tensors are float32 or bfloat16, all of one call in the same dtype, their last axis contiguous.
     A tensor of another dtype, shape or layout raises ValueError.
     """
 
-    def __init__(self, num_threads: int, isa: str = "auto") -> None:
+    def __init__(
+        self, num_threads: int, isa: str = "auto", *, prefill_attention: PrefillAttention = "native"
+    ) -> None:
+        super().__init__(prefill_attention)
         self._native = _core.CpuKernels(num_threads, isa)
         self._caches: dict[int, _Cache] = {}  # by the id of the keys
         self._results = ResultPool()
         self._shared: dict[tuple[str, int, torch.dtype], Result] = {}
-        # What a model got last and hands back next, and the parts of its stream: they need no checks.
-        self._last = self._residual = self._added = Result(0, torch.float32)
+        # What a model got last and hands back next, and the parts of its residual: they need no checks.
+        self._last = self._embedded = self._added = Result(0, torch.float32)
         self._panel_memory = HugePages()
 
     @property
@@ -148,8 +150,12 @@ class CpuOps(HostOps):
         return panels
 
     def embed(
-        self, batch: _core.StepBatch, embedding: CpuLinearHandle, position_table: Tensor | None = None
-    ) -> Stream:
+        self,
+        batch: _core.StepBatch,
+        embedding: CpuLinearHandle,
+        position_table: Tensor | None = None,
+        scale: float = 1.0,
+    ) -> Residual:
         if position_table is not embedding.position_table and position_table is not None:
             shape = (position_table.shape[0], embedding.in_features)
             _check(position_table, embedding.dtype, shape, "position_table")
@@ -158,9 +164,9 @@ class CpuOps(HostOps):
         result, rows = self._result("residual", embedding.in_features, embedding.dtype), batch.num_tokens
         if result.rows != rows:
             result.resize(rows)
-        self._native.embed(embedding.native, positions, batch, result.address)
-        self._residual = result
-        return Stream(result.tensor)
+        self._native.embed(embedding.native, positions, batch, result.address, scale)
+        self._embedded = result
+        return Residual(result.tensor)
 
     def linear(self, x: Tensor, handle: CpuLinearHandle, out_dtype: torch.dtype | None = None) -> Tensor:
         """x [M, K] (rows may be strided) -> [M, ΣN_i] in x's dtype, or in float32 if out_dtype says so."""
@@ -174,31 +180,36 @@ class CpuOps(HostOps):
         return y
 
     def norm_linear(
-        self, stream: Stream, norm: Norm, handle: CpuLinearHandle, activation: Activation | None = None
+        self, residual: Residual, norm: Norm, handle: CpuLinearHandle, activation: Activation | None = None
     ) -> Tensor:
-        """The next call for as many features writes the same memory, unless the activation is silu_mul."""
-        if activation == "silu_mul":
-            return self.activate(self._norm_linear(stream, norm, handle, handle.product, None), activation)
-        fused = None if activation is None else _ACTIVATIONS[activation]
-        y = self._norm_linear(stream, norm, handle, handle.product, fused)
+        """The next call for as many features writes the same memory, unless the activation is gated."""
+        if activation is not None and is_gated(activation):
+            return self.activate(self._norm_linear(residual, norm, handle, handle.product, None), activation)
+        fused = None if activation is None else _FUNCTIONS[activation]
+        y = self._norm_linear(residual, norm, handle, handle.product, fused)
         self._last = handle.product
         return y
 
-    def _logits(self, stream: Stream, norm: Norm, handle: CpuLinearHandle) -> Tensor:
+    def _logits(self, residual: Residual, norm: Norm, handle: CpuLinearHandle) -> Tensor:
         result = self._result("logits", handle.out_features, torch.float32)
-        return self._norm_linear(stream, norm, handle, result, None)
+        return self._norm_linear(residual, norm, handle, result, None)
 
     def _norm_linear(
-        self, stream: Stream, norm: Norm, handle: CpuLinearHandle, result: Result, activation: _core.Activation | None
+        self,
+        residual: Residual,
+        norm: Norm,
+        handle: CpuLinearHandle,
+        result: Result,
+        activation: _core.ActivationFunction | None,
     ) -> Tensor:
         if handle.norm is not norm:
             self._put_norm(norm, handle)
-        residual, pending, start, added = stream.residual, stream.pending, self._residual, self._added
-        if residual is start.tensor and start.width == handle.in_features and start.dtype is handle.dtype:
-            rows, x = start.rows, start.address
+        tensor, pending, embedded, added = residual.x, residual.pending, self._embedded, self._added
+        if tensor is embedded.tensor and embedded.width == handle.in_features and embedded.dtype is handle.dtype:
+            rows, x = embedded.rows, embedded.address
         else:
-            rows, x = residual.shape[0], residual.data_ptr()
-            _check(residual, handle.dtype, (rows, handle.in_features), "the stream")
+            rows, x = tensor.shape[0], tensor.data_ptr()
+            _check(tensor, handle.dtype, (rows, handle.in_features), "the residual")
         to = 0
         if pending is not None:
             to = x
@@ -207,7 +218,7 @@ class CpuOps(HostOps):
             else:
                 _check(pending, handle.dtype, (rows, handle.in_features), "what is added")
                 x = pending.data_ptr()
-            stream.pending = None
+            residual.pending = None
         if result.rows != rows:
             result.resize(rows)
         assert handle.native_norm is not None
@@ -224,8 +235,10 @@ class CpuOps(HostOps):
         bias = 0 if norm.bias is None else norm.bias.data_ptr()
         handle.norm, handle.native_norm = norm, _core.CpuNorm(norm.weight.data_ptr(), bias, norm.eps)
 
-    def linear_add_(self, x: Tensor, handle: CpuLinearHandle, stream: Stream) -> None:
-        assert stream.pending is None
+    def linear_add_(
+        self, x: Tensor, handle: CpuLinearHandle, residual: Residual, norm: Norm | None = None
+    ) -> None:
+        assert residual.pending is None
         last, result = self._last, handle.added
         if x is last.tensor and last.width == handle.in_features and last.dtype is handle.dtype:
             address, stride, rows = last.address, last.width, last.rows
@@ -235,11 +248,19 @@ class CpuOps(HostOps):
         if result.rows != rows:
             result.resize(rows)
         self._native.linear(handle.native, address, stride, rows, result.address, False)
+        if norm is not None:
+            self._norm_rows(result.tensor, norm, None, result.tensor)
         self._added = result
-        stream.pending = result.tensor
+        residual.pending = result.tensor
 
     def norm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
         """The norm of the rows of x [M, H], which may be strided; or of residual += x, which is in place."""
+        y = self._results.empty((x.shape[0], x.shape[1]), x.dtype)
+        self._norm_rows(x, norm, residual, y)
+        return y
+
+    def _norm_rows(self, x: Tensor, norm: Norm, residual: Tensor | None, y: Tensor) -> None:
+        """``norm`` to y [M, H], which may be x."""
         rows, width = x.shape
         if x.stride(1) != 1:
             raise ValueError(f"x must have contiguous rows, got strides {x.stride()}")
@@ -248,7 +269,6 @@ class CpuOps(HostOps):
             _check(norm.bias, x.dtype, (width,), "bias")
         if residual is not None:
             _check(residual, x.dtype, (rows, width), "residual")
-        y = self._results.empty((rows, width), x.dtype)
         self._native.norm(
             _dtype(x),
             x.data_ptr(),
@@ -263,7 +283,6 @@ class CpuOps(HostOps):
             width,
             norm.eps,
         )
-        return y
 
     def head_rms_norm_(self, x: Tensor, weight: Tensor, eps: float) -> None:
         """RMS norm over the last axis of the view x [T, H, D], in place."""
@@ -274,13 +293,21 @@ class CpuOps(HostOps):
         self._native.norm(_dtype(x), p, stride, 0, weight.data_ptr(), 0, p, stride, tokens, heads, dim, eps)
 
     def activate(self, x: Tensor, activation: Activation) -> Tensor:
-        """x [M, N] activated; silu_mul takes an even N and halves it."""
-        width = x.shape[-1] // (2 if activation == "silu_mul" else 1)
-        if not x.is_contiguous() or (activation == "silu_mul" and x.shape[-1] % 2):
+        """x [M, N] activated; a gated activation takes an even N and halves it."""
+        gated = is_gated(activation)
+        width = x.shape[-1] // (2 if gated else 1)
+        if not x.is_contiguous() or (gated and x.shape[-1] % 2):
             raise ValueError(f"{activation} does not take {list(x.shape)} with strides {x.stride()}")
         y = self._results.empty((x.shape[0], width), x.dtype)
-        self._native.activation(_dtype(x), _ACTIVATIONS[activation], x.data_ptr(), y.data_ptr(), x.shape[0], width)
+        function = _FUNCTIONS[activation]
+        self._native.activation(_dtype(x), function, gated, x.data_ptr(), y.data_ptr(), x.shape[0], width)
         return y
+
+    def soft_cap_(self, x: Tensor, cap: float) -> Tensor:
+        rows, width = x.shape
+        _check(x, torch.float32, (rows, width), "x")
+        self._native.soft_cap(x.data_ptr(), rows, width, cap)
+        return x
 
     def rotary_(self, q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> None:
         """Rotate the views q [T, Hq, D] and k [T, Hk, D] in place, element i paired with element i + D/2.
@@ -319,7 +346,14 @@ class CpuOps(HostOps):
         self._native.store_kv(_dtype(k), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), cache, batch)
 
     def paged_attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: _core.StepBatch, scale: float, window: int
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: _core.StepBatch,
+        scale: float,
+        window: int,
+        softcap: float = 0.0,
     ) -> Tensor:
         """Causal attention of the view q [T, Hq, D] over the cached KV, their own included: [T, Hq * D].
 
@@ -331,34 +365,36 @@ class CpuOps(HostOps):
         tokens, heads, dim = q.shape
         if dim != k_cache.shape[2] or heads % k_cache.shape[1] or tokens > batch.num_tokens:
             raise ValueError(f"q {list(q.shape)} does not fit the cache {list(k_cache.shape)} and the batch")
-        if window < 0:
-            raise ValueError(f"window must be at least 0, got {window}")
+        if window < 0 or softcap < 0:
+            raise ValueError(f"window and softcap must be at least 0, got {window} and {softcap}")
         out = self._results.empty((tokens, heads * dim), q.dtype)
         self._native.paged_attention(
-            _dtype(q), q.data_ptr(), q.stride(0), tokens, heads, out.data_ptr(), cache, batch, scale, window
+            _dtype(q), q.data_ptr(), q.stride(0), tokens, heads, out.data_ptr(), cache, batch, scale, window, softcap
         )
         return out
 
     def attention(
-        self, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, batch: _core.StepBatch
+        self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: _core.StepBatch
     ) -> Tensor:
         """``store_heads`` and ``paged_attention`` of contiguous heads. The next call writes the same memory."""
-        cache = self._cache(k_cache, v_cache)
-        if cache.layer is not layer:
-            self._put_layer(layer, cache)
-        last, result = self._last, cache.attended
+        if self._by_sdpa:
+            return super().attention(heads, layer, cache, batch)
+        seen = self._cache(cache.k, cache.v)
+        if seen.layer is not layer:
+            self._put_layer(layer, seen)
+        last, result = self._last, seen.attended
         assert result is not None
-        if heads is last.tensor and last.width == cache.heads_width and last.dtype is cache.dtype:
+        if heads is last.tensor and last.width == seen.heads_width and last.dtype is seen.dtype:
             address, rows = last.address, last.rows
         else:
-            _check(heads, cache.dtype, (batch.num_tokens, cache.heads_width), "heads")
+            _check(heads, seen.dtype, (batch.num_tokens, seen.heads_width), "heads")
             address, rows = heads.data_ptr(), heads.shape[0]
-        self.prepare_heads(heads, cache.head_dim, layer, batch)
+        self.prepare_heads(heads, seen.head_dim, layer, batch)
         if result.rows != rows:
             result.resize(rows)
         self._native.attention(
-            cache.native_dtype, address, rows, layer.num_heads, result.address, cache.native, batch, layer.scale,
-            layer.window,
+            seen.native_dtype, address, rows, layer.num_heads, result.address, seen.native, batch, layer.scale,
+            layer.window, layer.softcap,
         )  # fmt: skip
         self._last = result
         return result.tensor

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from asyncengine._core import StepBatch
-from asyncengine.kernels.cpu.host import HostOps, Stream
+from asyncengine.kernels.cpu.host import HostOps, Residual
 from asyncengine.kernels.cpu.paging import gather_kv, visible
 from asyncengine.kernels.float8 import quantize
-from asyncengine.kernels.ops import Activation, Norm
+from asyncengine.kernels.ops import Activation, Norm, is_gated
 
 
 @dataclass(frozen=True)
@@ -22,19 +22,24 @@ class ReferenceLinear:
     biases: tuple[Tensor | None, ...]
 
 
-class ReferenceOps(HostOps):
+class ReferenceOps(HostOps[ReferenceLinear]):
     """Implements ``asyncengine.kernels.ops.Ops``."""
 
     def make_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> ReferenceLinear:
         return ReferenceLinear(tuple(weights), tuple(biases))
 
     def embed(
-        self, batch: StepBatch, embedding: ReferenceLinear, position_table: Tensor | None = None
-    ) -> Stream:
-        residual = F.embedding(torch.from_numpy(batch.input_ids), embedding.weights[0])
+        self,
+        batch: StepBatch,
+        embedding: ReferenceLinear,
+        position_table: Tensor | None = None,
+        scale: float = 1.0,
+    ) -> Residual:
+        x = F.embedding(torch.from_numpy(batch.input_ids), embedding.weights[0])
+        x = (x.float() * scale).to(x.dtype)
         if position_table is not None:
-            residual += F.embedding(torch.from_numpy(batch.positions), position_table)
-        return Stream(residual)
+            x += F.embedding(torch.from_numpy(batch.positions), position_table)
+        return Residual(x)
 
     def linear(self, x: Tensor, handle: ReferenceLinear, out_dtype: torch.dtype | None = None) -> Tensor:
         dtype = out_dtype or x.dtype
@@ -54,10 +59,18 @@ class ReferenceOps(HostOps):
         return F.layer_norm(x.float(), weight.shape, weight, bias, norm.eps).to(x.dtype)
 
     def activate(self, x: Tensor, activation: Activation) -> Tensor:
-        if activation == "silu_mul":
-            gate, up = x.float().chunk(2, dim=-1)
-            return (F.silu(gate) * up).to(x.dtype)
-        return F.gelu(x.float(), approximate="tanh" if activation == "gelu_tanh" else "none").to(x.dtype)
+        x32, up = x.float().chunk(2, dim=-1) if is_gated(activation) else (x.float(), None)
+        match activation.removesuffix("_mul"):
+            case "silu":
+                y = F.silu(x32)
+            case "gelu_tanh":
+                y = F.gelu(x32, approximate="tanh")
+            case _:
+                y = F.gelu(x32)
+        return (y if up is None else y * up).to(x.dtype)
+
+    def soft_cap_(self, x: Tensor, cap: float) -> Tensor:
+        return x.div_(cap).tanh_().mul_(cap)
 
     def head_rms_norm_(self, x: Tensor, weight: Tensor, eps: float) -> None:
         x.copy_(_rms_norm(x, weight, eps))
@@ -76,7 +89,14 @@ class ReferenceOps(HostOps):
         v_cache[block, :, offset, :] = v
 
     def paged_attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: StepBatch, scale: float, window: int
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: StepBatch,
+        scale: float,
+        window: int,
+        softcap: float = 0.0,
     ) -> Tensor:
         group = q.shape[1] // k_cache.shape[1]
         block_size = v_cache.shape[2]
@@ -92,6 +112,8 @@ class ReferenceOps(HostOps):
             k = k.float().repeat_interleave(group, dim=0)
             v = v.float().repeat_interleave(group, dim=0)
             scores = torch.einsum("qhd,hkd->hqk", q[first:last].float(), k) * scale
+            if softcap:
+                self.soft_cap_(scores, softcap)
             scores.masked_fill_(~visible(last - first, 0, end, window), float("-inf"))
             out[first:last] = torch.einsum("hqk,hkd->qhd", scores.softmax(-1), v)
         return out.flatten(1)

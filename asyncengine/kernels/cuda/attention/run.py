@@ -22,7 +22,8 @@ from asyncengine.kernels.cuda.attention.choose import Limits, describe, describe
 from asyncengine.kernels.cuda.attention.plan import AttentionPlan, Kernel, Launch, LayerKind
 from asyncengine.kernels.cuda.attention.work.lists import StepWork, Work
 from asyncengine.kernels.cuda.gpu import Gpu
-from asyncengine.kernels.cuda.rows import rows
+from asyncengine.kernels.cuda.rows.rotary import rotary_store_kv, store_kv
+from asyncengine.kernels.cuda.rows.tensors import empty_rows
 from asyncengine.kernels.cuda.step.bucket import Bucket
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
 from asyncengine.kernels.ops import AttentionLayer, split_heads
@@ -59,7 +60,7 @@ class PlannedAttention:
     ) -> Tensor:  # fmt: skip
         """Attention of a step: [T, num_heads * D]. Of heads [T, (num_heads + 2 Hk) * D] it may rotate queries."""
         heads = heads.view(len(heads), -1, v_cache.shape[3])
-        out = rows.empty_rows(len(heads), layer.num_heads * heads.shape[2], heads.dtype, heads.device)
+        out = empty_rows(len(heads), layer.num_heads * heads.shape[2], heads.dtype, heads.device)
         if self.plan.prepares:
             prepare(heads, layer, k_cache, v_cache, step, pdl=pdl)
         launch_all(
@@ -75,10 +76,10 @@ def prepare(
     """Norm and rotate queries and keys, the queries in place, and store keys and values in the cache."""
     if layer.cos_sin is None:
         _, k, v = split_heads(heads, layer.num_heads)
-        rows.store_kv(k, v, step.slot_mapping, k_cache, v_cache, pdl=pdl)
+        store_kv(k, v, step.slot_mapping, k_cache, v_cache, pdl=pdl)
         return
     q_norm, k_norm, eps = layer.norms or (None, None, 0.0)
-    rows.rotary_store_kv(
+    rotary_store_kv(
         heads, layer.num_heads, q_norm, k_norm, eps, layer.cos_sin, step.positions, step.slot_mapping, k_cache,
         v_cache, pdl=pdl,
     )  # fmt: skip

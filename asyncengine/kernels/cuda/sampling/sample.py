@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from asyncengine.kernels.cuda.gpu import describe
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options, wait
 from asyncengine.kernels.cuda.sampling.filters import (
@@ -61,8 +62,8 @@ _LIST = 16384
 _CHUNK = 1024
 _FEW = 64
 _ROWS = 256
-_PROGRAMS = 396
-"""Of the second pass: what an H200 runs at once, three on each of its 132 multiprocessors."""
+_PROGRAMS = 3
+"""Of the second pass, on each multiprocessor: what an H200 runs at once."""
 _COLLECT_REGISTERS = 80
 _FINISH_REGISTERS = 128
 """Per thread, so that three and two programs fit on a multiprocessor; what is spilled is used once."""
@@ -407,7 +408,7 @@ def sample(
         return
     above, kept = scratch(num_tiles, torch.int64), scratch(num_tiles, torch.int64)
     listed, chosen = scratch(_LIST, torch.int32), scratch(_LIST, torch.int32)
-    programs = min(rows * num_tiles, _PROGRAMS)
+    programs = min(rows * num_tiles, _PROGRAMS * describe(logits.device).multiprocessors)
     _collect_kernel[(programs,)](
         logits, logits.stride(0), vocab, rows, num_tiles, step.sample_slot, slots.min_p,
         tile_rank, bounds, row_state, counts, masses, above, kept, listed,

@@ -1,0 +1,60 @@
+"""Attention of prompts by torch's scaled_dot_product_attention, over the paged KV cache.
+
+Faster than the native kernel on long prompts. How a prompt is cut into chunks may change its last bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from asyncengine._core import StepBatch
+from asyncengine.kernels.cpu.paging import gather_kv, visible
+from asyncengine.kernels.ops import AttentionLayer, LayerKVCache
+
+
+def count_decodes(batch: StepBatch) -> int:
+    """How many rows have one token; they come first."""
+    starts = batch.query_start.tolist()
+    decodes = 0
+    while decodes < batch.num_rows and starts[decodes + 1] == decodes + 1:
+        decodes += 1
+    return decodes
+
+
+def attend_prompts(
+    q: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: StepBatch, first_row: int, out: Tensor
+) -> None:
+    """Attention of the rows from ``first_row`` on: q [T, Hq, D], of all rows, to their part of out [T, Hq * D].
+
+    The layer caps no scores.
+    """
+    starts = batch.query_start.tolist()
+    for row in range(first_row, batch.num_rows):
+        first, last = starts[row], starts[row + 1]
+        context = int(batch.context_len[row])
+        num_blocks = -(-(context + last - first) // cache.v.shape[2])
+        blocks = torch.from_numpy(batch.block_table(row, num_blocks))
+        out[first:last] = _attend_row(q[first:last], cache, blocks, context, layer.scale, layer.window)
+
+
+def _attend_row(
+    q: Tensor, cache: LayerKVCache, blocks: Tensor, context: int, scale: float, window: int
+) -> Tensor:
+    """Attention of one row's query q [n, Hq, D], which follows ``context`` cached tokens: [n, Hq * D]."""
+    end = context + len(q)
+    start = max(0, context - window + 1) if window else 0
+    k, v = gather_kv(cache.k, cache.v, blocks, start, end)
+    plain = start == 0 and context == 0 and (not window or end <= window)
+    mask = None if plain else visible(len(q), start, end, window)
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None],
+        k[None],
+        v[None],
+        attn_mask=mask,
+        is_causal=plain,
+        scale=scale,
+        enable_gqa=True,
+    )
+    return out[0].transpose(0, 1).flatten(1)

@@ -1,0 +1,120 @@
+"""What decoders are made of: blocks that read a residual through a norm and add to it, and the model around them.
+
+A family reads its config and its weights, and composes blocks. A mixture of experts is another feed-forward block, a
+recurrent layer another mixer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from asyncengine.kernels.ops import (
+    Activation,
+    AttentionLayer,
+    Batch,
+    Handle,
+    LayerCache,
+    LayerKVCache,
+    ModelOps,
+    Norm,
+    Residual,
+)
+
+
+class Mixer(Protocol):
+    """The block of a layer in which tokens meet. ``residual`` is [T, H]."""
+
+    def forward(self, ops: ModelOps, residual: Residual, cache: Any, batch: Batch, *, is_last: bool) -> None:
+        """Add to the residual; what later steps need goes to the cache, the layer's ``LayerCache``.
+
+        In the model's last layer it calls ``Ops.keep_sampled`` before it adds.
+        """
+
+
+class FeedForward(Protocol):
+    """The block of a layer in which each token is by itself."""
+
+    def forward(self, ops: ModelOps, residual: Residual) -> None:
+        """Add to the residual."""
+
+
+class AttentionBlock(NamedTuple):
+    """residual += output · attention(qkv · norm(residual)); with an output norm, the norm of that product."""
+
+    norm: Norm
+    qkv: Handle
+    layer: AttentionLayer
+    output: Handle
+    output_norm: Norm | None = None
+
+    def forward(self, ops: ModelOps, residual: Residual, cache: LayerKVCache, batch: Batch, *, is_last: bool) -> None:
+        heads = ops.norm_linear(residual, self.norm, self.qkv)
+        x = ops.attention(heads, self.layer, cache, batch)
+        if is_last:
+            x = ops.keep_sampled(x, residual, batch)
+        ops.linear_add_(x, self.output, residual, self.output_norm)
+
+
+class MLPBlock(NamedTuple):
+    """residual += down · activation(up · norm(residual)); with an output norm, the norm of that product."""
+
+    norm: Norm
+    up: Handle
+    activation: Activation
+    down: Handle
+    output_norm: Norm | None = None
+
+    def forward(self, ops: ModelOps, residual: Residual) -> None:
+        x = ops.norm_linear(residual, self.norm, self.up, self.activation)
+        ops.linear_add_(x, self.down, residual, self.output_norm)
+
+
+class DecoderLayer(NamedTuple):
+    mixer: Mixer
+    feed_forward: FeedForward
+
+
+class Decoder:
+    """Layers with an embedding before them and a head behind.
+
+    Embedded tokens are multiplied by ``embedding_scale``; logits are capped at ± ``logit_softcap``, unless it is 0.
+    """
+
+    def __init__(
+        self,
+        ops: ModelOps,
+        layers: Sequence[DecoderLayer],
+        *,
+        embedding: Handle,
+        norm: Norm,
+        head: Handle,
+        position_table: Tensor | None = None,
+        embedding_scale: float = 1.0,
+        logit_softcap: float = 0.0,
+    ) -> None:
+        self._ops = ops
+        self._layers = tuple(layers)
+        self._embedding = embedding
+        self._norm = norm
+        self._head = head
+        self._position_table = position_table
+        self._embedding_scale = embedding_scale
+        self._logit_softcap = logit_softcap
+
+    def forward(self, batch: Batch, caches: Iterable[LayerCache]) -> Any:
+        """Run the step and write its caches; what ``Ops.logits`` gives, float32 [num_samples, vocab_size] as a rule."""
+        # A model that returns vectors ends in Ops.hidden.
+        residual = self._run(batch, caches)
+        return self._ops.logits(residual, self._norm, self._head, batch, self._logit_softcap)
+
+    def _run(self, batch: Batch, caches: Iterable[LayerCache]) -> Residual:
+        ops = self._ops
+        residual = ops.embed(batch, self._embedding, self._position_table, self._embedding_scale)
+        last = len(self._layers) - 1
+        for index, (layer, cache) in enumerate(zip(self._layers, caches, strict=True)):
+            layer.mixer.forward(ops, residual, cache, batch, is_last=index == last)
+            layer.feed_forward.forward(ops, residual)
+        return residual
