@@ -24,6 +24,7 @@ from asyncengine.kernels.cuda.sampling.sample import sample
 from asyncengine.kernels.cuda.step.tensors import allocate_step
 from asyncengine.kernels.ops import Activation, Norm
 from asyncengine.models.config import ModelConfig
+from asyncengine.runner.device_steps import SAMPLING
 from asyncengine.runner.tuning import Tuner, norm_behind
 
 DTYPE = torch.bfloat16
@@ -112,7 +113,7 @@ def allocate(ops: CudaOps, p: Projection, rows: int) -> Operands:
     width = p.inner if p.normed else p.columns
     norm = Norm(random(width), random(width) if p.layer_norm else None, 1e-5)
     stream = random(rows, p.columns if not p.normed else 1)
-    return Operands(random(rows, p.inner), stream, norm, handle, CudaBatch(step, {}))
+    return Operands(random(rows, p.inner), stream, norm, handle, CudaBatch(step))
 
 
 def ours(ops: CudaOps, p: Projection, a: Operands) -> object:
@@ -131,9 +132,9 @@ def greedy_lines(ops: CudaOps, p: Projection, shape: str, rows: int, timer: Time
     header, words = (torch.zeros(n, dtype=torch.int64, device=ops.device) for n in (2, rows))
 
     def tokens(a: Operands, greedy: bool) -> None:
-        batch = replace(a.batch, greedy=greedy)
+        batch = replace(a.batch, needs=0 if greedy else SAMPLING)
         logits = ops.logits(Stream(a.x), a.norm, a.handle, batch)
-        sample(logits, batch.step, header, words[None], greedy_only=True, pdl=ops.options.pdl)
+        sample(logits, batch.step, header, words[None], needs=0, pdl=ops.options.pdl)
 
     with torch.inference_mode():
         torch_us = timer.us([lambda a=a: theirs(p, a).argmax(-1) for a in copies])

@@ -38,7 +38,7 @@ from asyncengine import AsyncEngine
 from asyncengine.cli.embed import loop_factory
 from asyncengine.kernels.cuda.launch.compiling import compile_launches
 from asyncengine.kernels.cuda.linear.choose import MULTIPROCESSORS, Plan, PlanTable, Site, candidates, default_plan
-from asyncengine.runner.device_steps import GREEDY
+from asyncengine.runner.device_steps import ARGMAX
 from asyncengine.runner.tuning import FAILURES
 
 GAIN = 0.997
@@ -276,7 +276,7 @@ class Steps:
         for site, plan in plans.items():
             self.plans.add(site, plan)
         try:
-            self._steps.run(bucket, GREEDY)
+            self._steps.run(bucket, ARGMAX)
         finally:
             for site, was in before.items():
                 self.plans.add(site, was)

@@ -40,6 +40,8 @@ class AttentionLayer(NamedTuple):
     scale: float
     window: int
     """The token at position i sees position j if j <= i and, with a window > 0, i - window < j."""
+    softcap: float = 0.0
+    """Scores become softcap * tanh(score / softcap); 0: they stay as they are."""
 
 
 def split_heads(heads: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:

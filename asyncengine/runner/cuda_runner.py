@@ -22,7 +22,7 @@ from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions, can_stream
 from asyncengine.model_info import ModelInfo
 from asyncengine.runner import memory as kv_cache
 from asyncengine.runner.buckets import Bucket, token_buckets
-from asyncengine.runner.device_steps import FULL, GREEDY, DeviceSteps, StepBuffers, step_buckets
+from asyncengine.runner.device_steps import VARIANTS, DeviceSteps, StepBuffers, step_buckets
 from asyncengine.runner.graphs import CapturedSteps, loaded_libcudart
 from asyncengine.runner.loop_config import step_loop_config
 from asyncengine.runner.model_runner import LoadedModel, load_model
@@ -96,8 +96,8 @@ class CudaRunner:
         try:
             if config.enforce_eager:
                 for bucket in self.buckets:
-                    self.graphs.native.add_bucket(*bucket, [])
-                self.steps.run(self.buckets[-1], FULL)
+                    self.graphs.native.add_bucket(*bucket, [(needs, 0) for needs in VARIANTS])
+                self.steps.run(self.buckets[-1], VARIANTS[-1])
             else:
                 self.graphs.capture(self.steps, self.buckets, self.stream, progress=progress)
         except torch.OutOfMemoryError as e:
@@ -115,13 +115,13 @@ class CudaRunner:
             POLL_INTERVAL_US,
         )
 
-    def _launch(self, bucket: int, variant: int, stream: int) -> None:
+    def _launch(self, bucket: int, needs: int, stream: int) -> None:
         """A step's kernels one by one; bucket -1 is block copies. Called by the step thread."""
         with torch.cuda.device(self.stream.device), torch.cuda.stream(self.stream):
             if bucket < 0:
                 self.steps.copy_blocks()
             else:
-                self.steps.run(self.buckets[bucket], variant)
+                self.steps.run(self.buckets[bucket], needs)
 
 
 def make_steps(
@@ -147,13 +147,13 @@ def _kv_budget(
     prepare_kernels(config, loaded.device, ops, steps, buckets, Tuner(ops.device, **ops.options.for_streaming))
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    steps.run(buckets[-1], FULL)
+    steps.run(buckets[-1], VARIANTS[-1])
     torch.cuda.synchronize()
     step_bytes = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
     del steps, buffers
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
-    graphs = 0 if config.enforce_eager else 2 * len(buckets) * _BYTES_PER_GRAPH
+    graphs = 0 if config.enforce_eager else len(VARIANTS) * len(buckets) * _BYTES_PER_GRAPH
     fixed = state_bytes + 2 * step_bytes + graphs + (64 << 20)  # the step's tensors, in the pool and while warming up
     return int(total * config.gpu_memory_utilization) - (total - free) - fixed
 
@@ -172,7 +172,7 @@ def prepare_kernels(
 def _compile(steps: DeviceSteps, buckets: list[Bucket], device: torch.device, threads: int) -> None:
     started = time.monotonic()
     chosen = {_launches(bucket): bucket for bucket in buckets}
-    runs = [partial(steps.run, bucket, variant) for bucket in chosen.values() for variant in (FULL, GREEDY)]
+    runs = [partial(steps.run, bucket, needs) for bucket in chosen.values() for needs in reversed(VARIANTS)]
     compile_launches([*runs, steps.copy_blocks], device, threads)
     logger.info("compiled kernels, or found them in Triton's cache, in %.1f s", time.monotonic() - started)
 

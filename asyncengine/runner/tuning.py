@@ -151,9 +151,9 @@ class _Case:
     def call(self, ops: CudaOps, handle: CudaLinear) -> None:
         """With the norm that adds up parts, or the sampler that reads ranks, whether a plan leaves some or not."""
         if self.site.activation == "argmax":
-            batch, pdl = CudaBatch(self._step, {}, greedy=True), ops.options.pdl
+            batch, pdl = CudaBatch(self._step), ops.options.pdl
             logits = ops.logits(Stream(self._x), self._norm, handle, batch)
-            sample(logits, self._step, self._header, self._words, greedy_only=True, pdl=pdl)
+            sample(logits, self._step, self._header, self._words, needs=0, pdl=pdl)
             return
         if not self.site.add:
             ops.norm_linear(Stream(self._x), self._norm, handle, self.site.activation)

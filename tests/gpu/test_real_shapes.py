@@ -20,7 +20,7 @@ from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions, can_stream
 from asyncengine.models.config import RawConfig
 from asyncengine.models.registry import find_family
 from asyncengine.runner.cuda_runner import CudaRunner, make_steps
-from asyncengine.runner.device_steps import step_buckets
+from asyncengine.runner.device_steps import SAMPLING, step_buckets
 from asyncengine.runner.graphs import loaded_libcudart
 from asyncengine.runner.model_runner import LoadedModel
 from tests.gpu.conftest import SHAPES
@@ -52,7 +52,7 @@ class Recorder:
         self.logits: list[Tensor] = []
 
     def forward(self, batch: Any, caches: Any) -> Tensor:
-        logits = self._model.forward(replace(batch, greedy=False), caches)
+        logits = self._model.forward(replace(batch, needs=SAMPLING), caches)
         self.logits.append(logits[0].clone())
         return logits
 
@@ -78,7 +78,7 @@ def our_logits(directory: str, source: StateDict, prompt: list[int], chunk: int)
     runner = CudaRunner(loaded.info(config, 64), steps, native, buffers, step_buckets(config, loaded, ops))
     loop = runner.make_step_loop(config, progress=False)
     recorder.logits.clear()
-    greedy = (0.0, 0, 1.0, 0.0, 0)
+    greedy = _core.SamplingState()
     loop.submit(
         id=1, prompt=prompt, n=1, max_tokens=COUNT, priority=0, salt=0, sampling=greedy, stop_tokens=[]
     )
@@ -86,7 +86,7 @@ def our_logits(directory: str, source: StateDict, prompt: list[int], chunk: int)
     while len(tokens) < COUNT:
         loop.advance()
         for news in loop.drain()[0]:
-            tokens += news[2]
+            tokens += news.tokens
     assert loop.stop(5.0)
     chunks = -(-PROMPT // chunk)
     return recorder.logits[chunks - 1 : chunks - 1 + COUNT], tokens

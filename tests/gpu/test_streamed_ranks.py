@@ -135,9 +135,9 @@ class Head:
         return CudaOps(self.device, CudaOptions(PlanTable(plans), pdl=True, streamed=True))
 
     def run(self, ops: CudaOps, handle: CudaLinear) -> Tensor | Ranks:
-        batch = CudaBatch(self.step, {}, greedy=True)
+        batch = CudaBatch(self.step)
         logits = ops.logits(Stream(self.x), self.norm, handle, batch)
-        sample(logits, self.step, self.header, self.words, greedy_only=True, pdl=True)
+        sample(logits, self.step, self.header, self.words, needs=0, pdl=True)
         return logits
 
 

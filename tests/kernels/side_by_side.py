@@ -32,10 +32,10 @@ from asyncengine.kernels.cuda.linear.tma import streamed_linear
 from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
 from asyncengine.runner.buckets import Bucket
 from asyncengine.runner.cuda_runner import make_steps, prepare_kernels
-from asyncengine.runner.device_steps import FULL, GREEDY, DeviceSteps, step_buckets
+from asyncengine.runner.device_steps import VARIANTS, DeviceSteps, step_buckets
 from asyncengine.runner.model_runner import load_model
 from asyncengine.runner.tuning import Tuner, _Case, likely
-from tests.kernels.compile_for_hopper import Counting
+from tests.kernels.compile_for import Counting
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -280,7 +280,7 @@ def one_layer(directory: Path, vocab: int, shape: str = "qwen3-0.6b") -> Path:
 
 def run_all(steps: DeviceSteps, buckets: list[Bucket]) -> None:
     for bucket in reversed(buckets):
-        for variant in (GREEDY, FULL):
+        for variant in VARIANTS:
             steps.run(bucket, variant)
     steps.copy_blocks()
 

@@ -11,13 +11,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def compiled_for(directory: Path, *quantization: str) -> list[str]:
+def compiled_for(directory: Path, *quantization: str, target: int = 90) -> list[str]:
     """The kernels of Qwen3, which has the most of them. Its real heads and widths, one layer, few words."""
     config = json.loads((ROOT / "bench/shapes/qwen3-0.6b/config.json").read_text())
     config = {key: value for key, value in config.items() if key not in ("layer_types", "max_window_layers")}
     config |= {"num_hidden_layers": 1, "vocab_size": 32000, "eos_token_id": None}
     (directory / "config.json").write_text(json.dumps(config))
-    return run(directory, "-m", "tests.kernels.compile_for_hopper", str(directory), "bfloat16", *quantization)
+    return run(directory, "-m", "tests.kernels.compile_for", str(target), str(directory), "bfloat16", *quantization)
 
 
 def run(directory: Path, *arguments: str) -> list[str]:
@@ -61,7 +61,7 @@ def test_every_kernel_of_a_step_with_float8_weights_compiles(tmp_path):
 
 
 FLOAT8_PLANS = """
-from tests.kernels.compile_for_hopper import install
+from tests.kernels.compile_for import install
 compiled = install()
 import torch
 from asyncengine.kernels.cuda.linear.choose import Plan
@@ -93,7 +93,7 @@ def test_plans_for_float8_rows_compile(tmp_path):
 
 
 STREAMED_PLANS = """
-from tests.kernels.compile_for_hopper import install
+from tests.kernels.compile_for import install
 compiled = install()
 import torch
 from asyncengine.kernels.cuda.linear.tma import streamed_linear, streamed_parts, streamed_sum
@@ -138,7 +138,7 @@ def test_streamed_plans_compile(tmp_path):
 
 
 MANY_ROWS = """
-from tests.kernels.compile_for_hopper import install, spills
+from tests.kernels.compile_for import install, spills
 compiled = install()
 import torch
 from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions, Stream
@@ -175,7 +175,7 @@ def test_plans_of_many_rows_compile(tmp_path):
 
 
 POLICIES = """
-from tests.kernels.compile_for_hopper import install, policies
+from tests.kernels.compile_for import install, policies
 compiled = install()
 import torch
 from asyncengine.kernels.cuda.linear.tma import streamed_linear
@@ -201,7 +201,7 @@ def test_weights_that_one_program_reads_leave_the_cache_first(tmp_path):
 
 
 STREAMED_RANKS = """
-from tests.kernels.compile_for_hopper import install, spills
+from tests.kernels.compile_for import install, spills
 compiled = install()
 import torch
 from asyncengine.kernels.cuda.linear.tma_ranks import streamed_ranks
@@ -228,7 +228,7 @@ def test_streamed_ranks_compile(tmp_path):
 
 
 STREAMED_ATTENTION = """
-from tests.kernels.compile_for_hopper import install, policies, spills, stale_bounds
+from tests.kernels.compile_for import install, policies, spills, stale_bounds
 compiled = install()
 import torch
 from asyncengine.kernels.cuda.step.tensors import allocate_step
@@ -280,7 +280,7 @@ def test_streamed_decode_attention_compiles(tmp_path):
 
 
 STREAMED_PREFILL = """
-from tests.kernels.compile_for_hopper import install, policies, spills, stale_bounds
+from tests.kernels.compile_for import install, policies, spills, stale_bounds
 compiled = install()
 import torch
 from asyncengine.kernels.cuda.step.tensors import allocate_step

@@ -313,7 +313,7 @@ class Model:
     def logits(self, ops: CudaOps, index: list[int]) -> Tensor:
         step = allocate_step(1, 1, len(index), self.rows, self.device)
         step.sample_index.copy_(torch.tensor(index))
-        got = ops.logits(Stream(self.x), self.norm, self.handle(ops), CudaBatch(step, {}))
+        got = ops.logits(Stream(self.x), self.norm, self.handle(ops), CudaBatch(step))
         assert got.dtype == torch.float32
         return got
 
@@ -405,7 +405,7 @@ def test_parts_are_added_by_whoever_reads_the_stream(
         ops.linear_add_(hidden, handle, stream)
         step = allocate_step(1, 1, 4, model.rows, device)
         step.sample_index.copy_(torch.tensor([5, 0, 0, 3]))
-        results.append((after, hidden, ops.logits(stream, model.norm, handle, CudaBatch(step, {})), stream.settle()))
+        results.append((after, hidden, ops.logits(stream, model.norm, handle, CudaBatch(step)), stream.settle()))
     for got, expected in zip(*results, strict=True):
         assert_near(got, expected)
 
@@ -430,12 +430,12 @@ def test_greedy_heads_leave_ranks(device: torch.device, out_features: int, monke
     step = allocate_step(1, 1, len(index), model.rows, device)
     step.sample_index.copy_(torch.tensor(index))
 
-    def head(ops: CudaOps, greedy: bool = True, rows: int = 4) -> Tensor | Ranks:
-        batch = CudaBatch(step.bucket(rows, model.rows), {}, greedy=greedy)
+    def head(ops: CudaOps, needs: int = 0, rows: int = 4) -> Tensor | Ranks:
+        batch = CudaBatch(step.bucket(rows, model.rows), needs=needs)
         return ops.logits(Stream(model.x), model.norm, model.handle(ops), batch)
 
     ops = make_ops(device, {site: RANKING})
-    ranks, logits = head(ops), head(ops, greedy=False)
+    ranks, logits = head(ops), head(ops, needs=1)
     assert isinstance(ranks, Ranks)
     assert isinstance(logits, Tensor)
     assert ranks.tiles.shape == (4, 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -54,8 +54,13 @@ class Sampling(NamedTuple):
     seed: int = 0
     position: int = 0
 
+    def wire(self) -> dict[str, Any]:
+        """For _core.SamplingState."""
+        return {name: value for name, value in self._asdict().items() if name != "position"}
+
 
 GREEDY = Sampling(0.0)
+SAMPLING = _core.Need.temperature | _core.Need.filters
 
 
 class Case:
@@ -87,7 +92,8 @@ class Case:
         before = self.step.slots.finished[self.unused].tolist()
         device = self.step.input_ids.device
         moved = Ranks(greatest_ranks(logits, ranks_of).to(device)) if ranks_of else logits.to(device)
-        triton_sampler.sample(moved, self.step, self.header, self.words, greedy_only=greedy_only, pdl=COMPILED)
+        needs = 0 if greedy_only else SAMPLING
+        triton_sampler.sample(moved, self.step, self.header, self.words, needs=needs, pdl=COMPILED)
         assert (self.words[:RING] == POISON).all()
         assert (self.step.sample_arrivals == 0).all()
         words, state = self.words[RING].tolist(), self.step.slots
@@ -122,7 +128,7 @@ def draw_on_cpu(logits: Tensor, sampling: list[Sampling]) -> list[int]:
         [[0]] * rows,
         list(range(rows)),
         [one.position for one in sampling],
-        [(one.temperature, one.top_k, one.top_p, one.min_p, one.seed) for one in sampling],
+        [_core.SamplingState(**one.wire()) for one in sampling],
     )
     return CpuOps(1).sample(logits, batch).tolist()
 
@@ -380,7 +386,7 @@ def test_a_stop_token_finishes_its_slot(device: torch.device, greedy_only: bool,
     state.last_token[case.slots] = torch.where(torch.tensor(ended, device=device), 5, -77).int()
     finished = state.finished.clone()
     given = Ranks(greatest_ranks(logits, ranks_of).to(device)) if ranks_of else logits.to(device)
-    triton_sampler.sample(given, case.step, case.header, case.words, greedy_only=greedy_only)
+    triton_sampler.sample(given, case.step, case.header, case.words, needs=0 if greedy_only else SAMPLING)
     words = case.words[RING, :4].tolist()
     assert [w & 0xFFFFFFFF for w in words] == [0xFFFFFFFF if e else t for e, t in zip(ended, expected, strict=True)]
     assert {w >> 32 for w in words} == {STEP_NUMBER}
@@ -409,7 +415,7 @@ def test_broken_logits_fail_their_row_only(device: torch.device, bad: float | st
 def test_step_numbers_keep_all_their_bits(device: torch.device) -> None:
     case = Case(device, [GREEDY])
     case.header[0] = (1 << 31) - 1
-    triton_sampler.sample(torch.zeros(1, 9, device=device), case.step, case.header, case.words, greedy_only=True)
+    triton_sampler.sample(torch.zeros(1, 9, device=device), case.step, case.header, case.words, needs=0)
     assert case.words[RING, 0] == ((1 << 31) - 1) << 32
 
 
@@ -423,7 +429,7 @@ def test_wrong_arguments_raise(device: torch.device) -> None:
     def refused(match: str, logits: Tensor | Ranks = logits, **changed: Tensor) -> None:
         arguments = {"header": case.header, "out_words": case.words, **changed}
         with pytest.raises(ValueError, match=match):
-            triton_sampler.sample(logits, case.step, arguments["header"], arguments["out_words"], greedy_only=True)
+            triton_sampler.sample(logits, case.step, arguments["header"], arguments["out_words"], needs=0)
 
     ranks = torch.zeros(2, 3, dtype=torch.int64, device=device)
     refused("logits must be", logits.bfloat16())
@@ -431,7 +437,7 @@ def test_wrong_arguments_raise(device: torch.device) -> None:
     refused("ranks must be", Ranks(ranks[:, :2]))
     refused("samples 3", Ranks(ranks.repeat(2, 1)))
     with pytest.raises(ValueError, match="greedy sampling alone"):
-        triton_sampler.sample(Ranks(ranks), case.step, case.header, case.words, greedy_only=False)
+        triton_sampler.sample(Ranks(ranks), case.step, case.header, case.words, needs=SAMPLING)
     refused("contiguous rows", torch.zeros(9, 2, device=device).T)
     refused("vocabulary", torch.zeros(2, 0, device=device))
     refused("samples 3", torch.zeros(4, 9, device=device))
@@ -439,4 +445,4 @@ def test_wrong_arguments_raise(device: torch.device) -> None:
     refused("out_words", out_words=case.words[:, :1])
     step = replace(case.step, sample_slot=case.step.sample_slot[:1])
     with pytest.raises(ValueError, match="rows of logits"):
-        triton_sampler.sample(logits, step, case.header, case.words, greedy_only=True)
+        triton_sampler.sample(logits, step, case.header, case.words, needs=0)

@@ -78,7 +78,7 @@ def run(ops: CudaOps, model: Model) -> tuple[list[Tensor], list[bool]]:
         assert stream.pending is None
         results += [stream.x.clone(), hidden]
     ops.linear_add_(hidden, handle, stream)
-    logits = ops.logits(stream, model.norm, handle, CudaBatch(step, {}))
+    logits = ops.logits(stream, model.norm, handle, CudaBatch(step))
     assert stream.pending is None
     return [*results, logits, stream.settle()], waited
 

@@ -46,7 +46,7 @@ std::unique_ptr<StepLoop> make_loop(const Options& options, std::vector<Callback
   return std::make_unique<StepLoop>(
       config, std::make_unique<CallbackExecutor>(StepLoop::limits(config), options.max_model_len / options.block_size + 1,
                                                  options.block_size, options.steps_in_flight, std::move(regions),
-                                                 std::move(forward)));
+                                                 kSamplingNeeds, std::move(forward)));
 }
 
 template <typename Condition>
@@ -138,7 +138,7 @@ TEST(an_exception_in_the_forward_fails_the_requests_of_its_step) {
   CHECK_EQ(loop->error(), std::string());
   CHECK(eventually(*loop, [&] {
     loop->drain([](const StepLoop::News&) {});
-    return loop->stats().live_requests == 0 && loop->stats().free_blocks == options.num_blocks && loop->quiescent();
+    return loop->stats().live_requests == 0 && loop->stats().num_free_blocks == options.num_blocks && loop->quiescent();
   }));
   CHECK(loop->stop(5s));
 }
@@ -187,7 +187,7 @@ TEST(time_for_which_the_executor_was_held_up_does_not_count) {
   const int64_t start_ns = steady_now_ns();
   const auto config = options.loop();
   StepLoop loop(config, std::make_unique<CallbackExecutor>(
-      StepLoop::limits(config), 17, options.block_size, 2, std::vector<CallbackExecutor::BlockRegion>{},
+      StepLoop::limits(config), 17, options.block_size, 2, std::vector<CallbackExecutor::BlockRegion>{}, kSamplingNeeds,
       [&](const StepBatch& batch, int32_t* tokens) {
         while (held) std::this_thread::sleep_for(1ms);
         std::fill_n(tokens, batch.num_samples, 1);
@@ -233,7 +233,7 @@ TEST(a_negative_token_fails_its_request_only) {
   CHECK((ends[{2, 1}] == FinishReason::kFailed));
   CHECK(eventually(*loop, [&] {
     loop->drain([](const StepLoop::News&) {});
-    return loop->stats().live_requests == 0 && loop->stats().free_blocks == options.num_blocks;
+    return loop->stats().live_requests == 0 && loop->stats().num_free_blocks == options.num_blocks;
   }));
   CHECK(loop->stop(5s));
 }

@@ -6,17 +6,15 @@ Everything is enqueued on torch's current stream and nothing waits, so that a st
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncengine.kernels.cuda.attention.few_keys import decode_attention
-from asyncengine.kernels.cuda.attention.paged import paged_attention
-from asyncengine.kernels.cuda.attention.paged_decode import paged_decode_attention
-from asyncengine.kernels.cuda.attention.work.lists import WorkList
+from asyncengine.kernels.cuda.attention.run import BucketAttention
+from asyncengine.kernels.cuda.gpu import Gpu, describe
 from asyncengine.kernels.cuda.launch.programmatic import StreamingOptions
 from asyncengine.kernels.cuda.linear import tiled as triton_linear
 from asyncengine.kernels.cuda.linear.choose import (
@@ -38,15 +36,13 @@ from asyncengine.kernels.cuda.rows.quantise import quantize_rows
 from asyncengine.kernels.cuda.sampling.sample import Ranks
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
 from asyncengine.kernels.float8 import Quantization, Quantized, quantize_weights, scaled_product
-from asyncengine.kernels.ops import Activation, AttentionLayer, Norm, split_heads
+from asyncengine.kernels.ops import Activation, AttentionLayer, Norm
 
 try:
-    from asyncengine.kernels.cuda.attention import tma_decode as gluon_paged_decode
-    from asyncengine.kernels.cuda.attention import tma_prefill as gluon_paged_prefill
     from asyncengine.kernels.cuda.linear import tma as gluon_linear
     from asyncengine.kernels.cuda.linear import tma_ranks as gluon_head
 except ImportError:  # an experimental part of Triton, which another version may have elsewhere
-    gluon_head = gluon_linear = gluon_paged_decode = gluon_paged_prefill = None  # type: ignore[assignment]
+    gluon_head = gluon_linear = None  # type: ignore[assignment]
 
 
 def can_stream(device: torch.device) -> bool:
@@ -56,21 +52,12 @@ def can_stream(device: torch.device) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CudaBatch:
-    """A step on the device, with the work of its attention cut into shares."""
+    """A step on the device, and how layers attend in it."""
 
     step: DeviceStep
-    work: dict[int, WorkList]
-    """by sliding window; 0 is none"""
-    few_keys: bool = False
-    """Tokens are few, and every row has few enough keys, for decode_attention, which needs no work list."""
-    greedy: bool = False
-    """Every row that is sampled has temperature 0."""
-
-    def build_work(self, *, pdl: bool) -> None:
-        """After ingest, before the model."""
-        if not self.few_keys:
-            for work in self.work.values():
-                work.build(self.step, pdl=pdl)
+    attention: BucketAttention = field(default_factory=BucketAttention)
+    needs: int = 0
+    """Bits of _core.Need: what the sampled rows may need beyond the greatest logit."""
 
 
 @dataclass(slots=True)
@@ -129,6 +116,8 @@ class CudaOptions:
     """of what ``make_linear`` is given, which must be bfloat16; never of heads"""
     streamed: bool = False
     """kernels in Gluon run here (see can_stream): streamed plans, and attention"""
+    gpu: Gpu | None = None
+    """The card that choices are made for; without one what ``describe`` says of the device."""
     l2_cache_hints: bool = True
     """these say what is to leave the L2 cache first (see kernels/cuda/launch/cache_policy.py)"""
 
@@ -145,6 +134,9 @@ class CudaOps:
     def __init__(self, device: torch.device, options: CudaOptions | None = None) -> None:
         self.device = device
         self.options = options or CudaOptions()
+        described = describe(device)
+        tried = replace(described, dependent_launch=self.options.pdl, tma=self.options.streamed)
+        self.gpu = self.options.gpu or tried
         self.missing: set[Site] = set()
         """Kinds of projection that were asked for and that the table does not know."""
         self.saved_bytes = 0
@@ -242,53 +234,18 @@ class CudaOps:
     def attention(
         self, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, batch: CudaBatch
     ) -> Tensor:
-        step, pdl = batch.step, self.options.pdl
-        heads = heads.view(heads.shape[0], -1, v_cache.shape[3])
-        q, k, v = split_heads(heads, layer.num_heads)
-        out = rows.empty_rows(len(q), q.shape[1] * q.shape[2], q.dtype, q.device)
-        work = batch.work[layer.window]
-        if batch.few_keys and work.takes_heads:
-            decode_attention(
-                heads, layer.num_heads, layer.norms, layer.cos_sin, k_cache, v_cache, step, layer.scale, layer.window,
-                out, self._arrivals, pdl=pdl,
-            )  # fmt: skip
-            return out
-        if work.takes_heads:
-            attend = partial(paged_decode_attention, pdl=pdl)
-            if work.decode.tile.streamed:
-                attend = partial(gluon_paged_decode.streamed_decode_attention, **self.options.for_streaming)
-            attend(
-                heads, layer.num_heads, layer.norms, layer.cos_sin, k_cache, v_cache, step, work, layer.scale,
-                layer.window, out,
-            )  # fmt: skip
-            return out
-        if layer.cos_sin is None:
-            rows.store_kv(k, v, step.slot_mapping, k_cache, v_cache, pdl=pdl)
-        else:
-            q_norm, k_norm, eps = layer.norms or (None, None, 0.0)
-            rows.rotary_store_kv(
-                heads, layer.num_heads, q_norm, k_norm, eps, layer.cos_sin, step.positions, step.slot_mapping,
-                k_cache, v_cache, pdl=pdl,
-            )  # fmt: skip
-        if batch.few_keys:
-            decode_attention(
-                heads, layer.num_heads, None, None, k_cache, v_cache, step, layer.scale, layer.window, out,
-                self._arrivals, stored=True, pdl=pdl,
-            )  # fmt: skip
-        else:
-            how = self.options.for_streaming
-            attend_stored(q, k_cache, v_cache, step, work, layer.scale, layer.window, out, **how)
-        return out
+        attend = batch.attention.of(layer)
+        return attend(heads, layer, k_cache, v_cache, batch.step, **self.options.for_streaming)
 
     def keep_sampled(self, x: Tensor, stream: Stream, batch: CudaBatch) -> Tensor:
         """Drops nothing: a decode step is sampled from in every row, and ``logits`` reads but the rows it needs."""
         return x
 
     def logits(self, stream: Stream, norm: Norm, handle: CudaLinear, batch: CudaBatch) -> Tensor | Ranks:
-        """For ``triton_sampler.sample``: of a greedy batch ranks, where there is a plan for that."""
+        """For ``triton_sampler.sample``: of a batch without needs ranks, where there is a plan for that."""
         stream.add_pending()
         index = batch.step.sample_index
-        if batch.greedy and self.options.streamed and len(index) > 1:
+        if not batch.needs and self.options.streamed and len(index) > 1:
             plan = self._choose(stream.x[: len(index)], handle, norm, "argmax")
             if plan.kind == "streamed":
                 x, exact = rows.norm(stream.x, norm, index, stream.parts, pdl=self.options.pdl), handle.exact()
@@ -407,20 +364,6 @@ class CudaOps:
                 x, weight, plan, out=out, bias=bias, norm=norm, activation=activation, add=add, index=index,
                 arrivals=self._arrivals, pdl=pdl,
             )  # fmt: skip
-
-
-def attend_stored(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, step: DeviceStep, work: WorkList, scale: float, window: int,
-    out: Tensor, *, pdl: bool, l2_cache_hints: bool = True,
-) -> None:  # fmt: skip
-    """``paged_attention``, in Gluon where ``work`` has the tiles for that."""
-    paged_attention(q, k_cache, v_cache, step, work, scale, window, out, pdl=pdl)
-    if work.decode.tile.streamed:
-        gluon_paged_decode.streamed_stored_attention(
-            q, k_cache, v_cache, step, work, scale, window, out, pdl=pdl, l2_cache_hints=l2_cache_hints
-        )
-    if work.streams_prefill:
-        gluon_paged_prefill.streamed_prefill_attention(q, k_cache, v_cache, step, work, scale, out, pdl=pdl)
 
 
 def _join_biases(weights: Sequence[Tensor], biases: Sequence[Tensor | None], padding: int = 0) -> Tensor | None:

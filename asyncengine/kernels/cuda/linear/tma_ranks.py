@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from asyncengine.kernels.cuda.attention.work.lists import multiprocessors
+from asyncengine.kernels.cuda.gpu import describe
 from asyncengine.kernels.cuda.launch.cache_policy import marks_of_operands
 from asyncengine.kernels.cuda.launch.gluon import GluonKernel, copy_tile, sums_layout, tiles_of, whole_tiles_of
 from asyncengine.kernels.cuda.launch.programmatic import launch_options
@@ -76,7 +76,7 @@ def streamed_ranks(
 
 def num_programs(device: torch.device, plan: Plan) -> int:
     """As many as the device has room for at once."""
-    return multiprocessors(device) * (2 if plan.shared_bytes <= HALF_OF_SHARED else 1)
+    return describe(device).multiprocessors * (2 if plan.shared_bytes <= HALF_OF_SHARED else 1)
 
 
 @gluon.jit
