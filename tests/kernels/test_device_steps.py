@@ -112,13 +112,18 @@ def test_tokens_equal_transformers_with_work_lists(checkpoint, variant, monkeypa
     assert outputs == [[tuple(tiny.generate(model, prompt, COUNT))] for prompt in PROMPTS]
 
 
+@pytest.fixture(scope="module")
+def as_configured_by_default(checkpoint):
+    return generate(checkpoint("qwen3")[0], mixed_jobs(), alone=GPU)[0]
+
+
 @pytest.mark.parametrize(
     "config", [{"staging": "pageable"}, {"staging": "mapped"}, {"staging": "pinned", "steps_in_flight": 1}], ids=str
 )
-def test_staging_and_depth_change_nothing(checkpoint, config):
+def test_staging_and_depth_change_nothing(checkpoint, as_configured_by_default, config):
     """Bit for bit: the same kernels run on the same numbers in the same order of rows."""
     path, _ = checkpoint("qwen3")
-    assert generate(path, mixed_jobs(), alone=GPU, **config)[0] == generate(path, mixed_jobs(), alone=GPU)[0]
+    assert generate(path, mixed_jobs(), alone=GPU, **config)[0] == as_configured_by_default
 
 
 @on_gpu

@@ -232,42 +232,42 @@ def test_real_tiles(device: torch.device, one: Sampling, monkeypatch: pytest.Mon
     assert draw(device, logits, sampling) == draw_on_cpu(logits, sampling)
 
 
-@pytest.mark.parametrize("scale", [3.0, 0.3])
-def test_a_real_vocabulary(device: torch.device, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Normal logits, and flat ones, whose candidates are many."""
+@pytest.mark.parametrize("flat", [0, 2, 7] if COMPILED else [2])
+def test_a_real_vocabulary(device: torch.device, flat: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Normal logits, and ``flat`` rows of flat ones, whose candidates are many."""
     monkeypatch.undo()
     poison_new_memory(monkeypatch)
     sampling = [
+        Sampling(0.8, 0, 0.95),
+        Sampling(1.5, 0, 0.9999),
         Sampling(0.8),
         Sampling(0.8, 50),
-        Sampling(0.8, 0, 0.95),
         Sampling(1.0, 1000, 0.9, 0.001),
         Sampling(1.0, 0, 1.0, 0.05),
-        Sampling(1.5, 0, 0.9999),
         GREEDY,
     ]
     sampling = [one._replace(seed=3 * i + 1, position=i) for i, one in enumerate(sampling)]
-    logits = random_logits(len(sampling), 151_936, 2, "normal") * (scale / 3)
+    logits = random_logits(len(sampling), 151_936, 2, "normal")
+    logits[:flat] *= 0.1
     assert draw(device, logits, sampling) == draw_on_cpu(logits, sampling)
 
 
 # ---- what is kept, and how often it is drawn ----
 
 
+@pytest.mark.skipif(not COMPILED, reason="few draws show nothing: there the tokens are the CPU's")
 @pytest.mark.parametrize(
     ("one", "draws"),
     [
-        (Sampling(0.7), 120),
-        (Sampling(1.6, top_k=9), 30),
-        (Sampling(1.0, top_p=0.6), 30),
-        (Sampling(1.0, min_p=0.1), 60),
-        (Sampling(1.3, top_k=12, top_p=0.9, min_p=0.05), 30),
+        (Sampling(0.7), 6000),
+        (Sampling(1.6, top_k=9), 1500),
+        (Sampling(1.0, top_p=0.6), 1500),
+        (Sampling(1.0, min_p=0.1), 3000),
+        (Sampling(1.3, top_k=12, top_p=0.9, min_p=0.05), 1500),
     ],
 )
 def test_distribution(device: torch.device, one: Sampling, draws: int) -> None:
-    draws *= 50 if COMPILED else 1
-    vocab = 1000 if COMPILED else 43
-    logits = random_logits(1, vocab, 4, "normal")[0] * 0.4
+    logits = random_logits(1, 1000, 4, "normal")[0] * 0.4
     sampling = [one._replace(seed=11, position=i) for i in range(draws)]
     tokens = draw(device, logits.expand(draws, -1).contiguous(), sampling)
     check_draws(tokens, filtered(logits, one), least=5)
@@ -276,7 +276,7 @@ def test_distribution(device: torch.device, one: Sampling, draws: int) -> None:
 @pytest.mark.parametrize("kind", ["equal", "zeros"])
 def test_top_k_keeps_exactly_k_of_equals(device: torch.device, kind: str) -> None:
     logits = random_logits(1, 70, 3, kind)
-    for k in (1, 4 if COMPILED else 2):
+    for k in (1, 4) if COMPILED else (2,):
         kept = (-logits[0] + 0.0).sort(stable=True).indices[:k].tolist()
         sampling = [Sampling(50.0, top_k=k, seed=k, position=i) for i in range(4 * k)]
         assert set(draw(device, logits.expand(len(sampling), -1).contiguous(), sampling)) == set(kept)
@@ -397,18 +397,19 @@ def test_a_stop_token_finishes_its_slot(device: torch.device, greedy_only: bool,
 @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, "none"])
 @pytest.mark.parametrize("one", [GREEDY, Sampling(1.0), Sampling(0.7, 10, 0.9), Sampling(1.0, min_p=0.1)])
 def test_broken_logits_fail_their_row_only(device: torch.device, bad: float | str, one: Sampling) -> None:
-    logits = random_logits(4, 133, 2, "normal")
-    sampling = [one._replace(position=i) for i in range(4)]
+    logits = random_logits(3, 133, 2, "normal")
+    sampling = [one._replace(position=i) for i in range(3)]
     healthy = draw_on_cpu(logits, sampling)
     if isinstance(bad, float):
-        logits[2, 132] = bad
+        logits[1, 132] = bad
     else:
-        logits[2] = -math.inf
+        logits[1] = -math.inf
     for greedy_only, ranks_of in [(False, 0), (True, 0), (True, 64)][: 3 if one == GREEDY else 1]:
         case = Case(device, sampling)
-        assert case.run(logits, greedy_only, ranks_of) == [*healthy[:2], -1, healthy[3]]
+        case.step.slots.stops.fill_(200)  # none is unused, which an invalid token equals
+        assert case.run(logits, greedy_only, ranks_of) == [healthy[0], -1, healthy[2]]
         # What is in flight of the sequence must not run on a token that is none.
-        assert case.step.slots.finished[case.slots].tolist() == [0, 0, 1, 0]
+        assert case.step.slots.finished[case.slots].tolist() == [0, 1, 0]
 
 
 def test_step_numbers_keep_all_their_bits(device: torch.device) -> None:
