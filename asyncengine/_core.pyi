@@ -301,49 +301,6 @@ class SubmitResult(enum.Enum):
     closed = 3
     duplicate = 4
 
-class StepLoopStats:
-    @property
-    def running(self) -> int: ...
-    @property
-    def waiting(self) -> int: ...
-    @property
-    def preemptions(self) -> int: ...
-    @property
-    def prefix_queries(self) -> int: ...
-    @property
-    def prefix_hits(self) -> int: ...
-    @property
-    def prompt_tokens(self) -> int: ...
-    @property
-    def generated_tokens(self) -> int: ...
-    @property
-    def free_blocks(self) -> int: ...
-    @property
-    def free_slots(self) -> int: ...
-    @property
-    def num_blocks(self) -> int: ...
-    @property
-    def steps(self) -> int: ...
-    @property
-    def late_launches(self) -> int:
-        """Steps that were held back too long: at the first look after their launch, the one before was over."""
-    @property
-    def leases(self) -> int: ...
-    @property
-    def queued_requests(self) -> int: ...
-    @property
-    def queued_tokens(self) -> int: ...
-    @property
-    def live_requests(self) -> int: ...
-    @property
-    def cached_blocks(self) -> int:
-        """Of the free blocks, those that a prompt may find."""
-    @property
-    def block_references(self) -> int:
-        """The sum of the reference counts of all blocks."""
-    @property
-    def failed_steps(self) -> int: ...
-
 class StepLoopConfig:
     def __init__(
         self,
@@ -500,7 +457,8 @@ class StepLoop:
         """
     def take_step_error(self) -> str:
         """Why steps failed whose requests drain() has given with finish 5 since the last call, one line each."""
-    def stats(self) -> StepLoopStats: ...
+    def stats(self) -> dict[str, int]:
+        """Every statistic by its name: csrc/core/stats.inl lists them."""
     @property
     def wake_fd(self) -> int:
         """Readable when drain() has something."""

@@ -131,7 +131,8 @@ def _load_on_cpu(config: EngineConfig, *, progress: bool) -> Backend:
 
 
 def _load_on_cuda(config: EngineConfig, *, progress: bool) -> Backend:
-    with compile_processes(config.num_threads if config.compile_processes else 0):
+    count = config.num_threads if config.compile_processes else 0
+    with compile_processes(count, kernels="asyncengine.runner.device_steps"):
         from asyncengine.runner.cuda_runner import CudaRunner
 
         tokenizer = load_tokenizer(config)

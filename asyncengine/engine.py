@@ -73,7 +73,7 @@ class AsyncEngine:
         self._prompts: Prompts | None = None
         self._keys = itertools.count(1)
         self._by_key: dict[int, RequestStream] = {}
-        self._by_id: dict[str, RequestStream] = {}
+        self._by_id: dict[str, int] = {}  # keys
         self._fair_share = FairShare(config.fair_share_s)
         self._seeds = random.Random(config.seed)
         self._idle: asyncio.Event = asyncio.Event()
@@ -126,7 +126,7 @@ class AsyncEngine:
         if self._backend is None or self._backend.forked:
             self._health = "closed"  # never started, still loading, closed before, or the parent process's
             return
-        self._check_loop()
+        self.check_loop()
         if self._health == "ready":
             self._health = "draining"
         try:
@@ -276,18 +276,18 @@ class AsyncEngine:
             raise self._dead_or_closed()
         self._fair_share.enter(key, tenant, priority, params.n, place)
         stream = RequestStream(self, backend.tokenizer, key, request_id, prompt_ids, params, arrived)
-        self._by_key[key] = self._by_id[request_id] = stream
+        self._by_key[key], self._by_id[request_id] = stream, key
         self._idle.clear()
         return stream
 
     def abort(self, request_id: str) -> bool:
         """Abort somebody's request, which gets RequestAbortedError. False if there is no such request."""
-        self._check_loop()
-        stream = self._by_id.get(request_id)
-        if stream is None:
+        self.check_loop()
+        key = self._by_id.get(request_id)
+        if key is None:
             return False
-        self._abort_in_core(stream._key)
-        stream.fail(RequestAbortedError(f"request {request_id} was aborted"))
+        self._abort_in_core(key)
+        self._by_key[key].fail(RequestAbortedError(f"request {request_id} was aborted"))
         return True
 
     # ---- what the engine tells of itself ----
@@ -319,25 +319,31 @@ class AsyncEngine:
         held = 0 if self._prompts is None else self._prompts.held_characters
         streams = self._by_key.values()
         waiting = sum(stream.awaited for stream in streams)
-        return DebugStats.of(self._loaded().step_loop, self.config.max_num_seqs, len(streams), waiting, held)
+        return DebugStats.of(self._loaded().step_loop.stats(), self.config.max_num_seqs, len(streams), waiting, held)
 
     def __repr__(self) -> str:
         return f"<AsyncEngine {self.config.model} {self._health}>"
 
-    # ---- for RequestStream ----
+    # ---- for RequestStream: its Owner ----
 
-    def forget(self, key: int, stream: RequestStream) -> None:
+    def check_loop(self) -> None:
+        """Raise WrongLoopError unless the caller runs in the engine's event loop."""
+        if self._loop is not asyncio._get_running_loop():  # None in a thread without a loop
+            raise WrongLoopError("this engine belongs to the event loop that started it")
+
+    def forget(self, key: int) -> None:
         """The request has ended; nothing more is delivered for it."""
-        if self._by_key.pop(key, None) is not None:
+        stream = self._by_key.pop(key, None)
+        if stream is not None:
             del self._by_id[stream.request_id]
             self._fair_share.leave(key)
             if not self._by_key:
                 self._idle.set()
 
-    def drop(self, key: int, stream: RequestStream) -> None:
+    def drop(self, key: int) -> None:
         """The consumer has gone: abort the request."""
         self._abort_in_core(key)
-        self.forget(key, stream)
+        self.forget(key)
 
     def stop_sequence(self, key: int, index: int) -> None:
         """A stop string ended one sequence of a request."""
@@ -385,13 +391,9 @@ class AsyncEngine:
         if self._backend is not None:
             self._backend.step_loop.abort(key)
 
-    def _check_loop(self) -> None:
-        if self._loop is not asyncio._get_running_loop():  # None in a thread without a loop
-            raise WrongLoopError("this engine belongs to the event loop that started it")
-
     def _serving(self) -> Backend:
         if self._loop is not None:
-            self._check_loop()
+            self.check_loop()
         if self._health != "ready" or self._backend is None:
             raise self._dead_or_closed()
         return self._backend

@@ -1,30 +1,44 @@
-"""Counters and gauges of an engine: what it does, and what it holds."""
+"""Counters and gauges of an engine: what it does, and what it holds.
+
+The core counts (csrc/core/stats.inl), and its snapshot has a value by name. A field of that name takes the value.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Literal, NamedTuple, Self
 
-if TYPE_CHECKING:
-    from asyncengine import _core
+
+class Exported(NamedTuple):
+    """How the server exports a statistic: by its own name, or by ``name``, with this help text."""
+
+    kind: Literal["gauge", "counter"]
+    text: str
+    name: str = ""
+
+
+def _counted(cls: type, snapshot: Mapping[str, int]) -> dict[str, int]:
+    """The fields of a class that the snapshot has."""
+    return {field.name: snapshot[field.name] for field in fields(cls) if field.name in snapshot}
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """What the engine is doing now, and what it has done since it started."""
 
-    num_requests_running: int
+    num_requests_running: Annotated[int, Exported("gauge", "Requests that hold a slot.")]
     """Sequences that have a slot."""
-    num_requests_waiting: int
-    kv_cache_usage: float
+    num_requests_waiting: Annotated[int, Exported("gauge", "Requests in the queue.")]
+    kv_cache_usage: Annotated[float, Exported("gauge", "Share of the KV blocks in use, 0 to 1.", "kv_cache_usage_perc")]
     """Share of the KV blocks that sequences hold, 0..1; blocks that only the prefix cache keeps count as free."""
-    num_preemptions: int
-    prefix_cache_queries: int
+    num_preemptions: Annotated[int, Exported("counter", "Sequences that had to be recomputed.")]
+    prefix_cache_queries: Annotated[int, Exported("counter", "Tokens sought in the prefix cache.")]
     """Prompt tokens looked up in the prefix cache."""
-    prefix_cache_hits: int
+    prefix_cache_hits: Annotated[int, Exported("counter", "Tokens found in the prefix cache.")]
     """Prompt tokens found there."""
-    prompt_tokens: int
-    generation_tokens: int
+    prompt_tokens: Annotated[int, Exported("counter", "Prompt tokens of admitted requests.")]
+    generation_tokens: Annotated[int, Exported("counter", "Tokens generated.")]
     num_kv_blocks: int
     num_free_blocks: int
     num_free_slots: int
@@ -34,23 +48,9 @@ class EngineStats:
     num_steps_in_flight: int
 
     @classmethod
-    def of(cls, s: _core.StepLoopStats) -> Self:
-        return cls(
-            num_requests_running=s.running,
-            num_requests_waiting=max(s.waiting, s.queued_requests),
-            kv_cache_usage=1 - s.free_blocks / s.num_blocks,
-            num_preemptions=s.preemptions,
-            prefix_cache_queries=s.prefix_queries,
-            prefix_cache_hits=s.prefix_hits,
-            prompt_tokens=s.prompt_tokens,
-            generation_tokens=s.generated_tokens,
-            num_kv_blocks=s.num_blocks,
-            num_free_blocks=s.free_blocks,
-            num_free_slots=s.free_slots,
-            num_steps=s.steps,
-            num_late_launches=s.late_launches,
-            num_steps_in_flight=s.leases,
-        )
+    def of(cls, snapshot: Mapping[str, int]) -> Self:
+        usage = 1 - snapshot["num_free_blocks"] / snapshot["num_kv_blocks"]
+        return cls(kv_cache_usage=usage, **_counted(cls, snapshot))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,22 +80,18 @@ class DebugStats:
     """Of prompts that are being tokenized, or wait for it."""
 
     @classmethod
-    def of(cls, step_loop: _core.StepLoop, max_num_seqs: int, streams: int, tasks: int, queued_characters: int) -> Self:
-        s = step_loop.stats()
+    def of(
+        cls, snapshot: Mapping[str, int], max_num_seqs: int, streams: int, tasks: int, queued_characters: int
+    ) -> Self:
         return cls(
-            free_blocks=s.free_blocks - s.cached_blocks,
-            cached_blocks=s.cached_blocks,
-            num_kv_blocks=s.num_blocks,
-            held_blocks=s.num_blocks - s.free_blocks,
-            block_references=s.block_references,
-            held_slots=max_num_seqs - s.free_slots,
-            leases=s.leases,
-            live_requests=s.live_requests,
+            free_blocks=snapshot["num_free_blocks"] - snapshot["cached_blocks"],
+            held_blocks=snapshot["num_kv_blocks"] - snapshot["num_free_blocks"],
+            held_slots=max_num_seqs - snapshot["num_free_slots"],
+            leases=snapshot["num_steps_in_flight"],
             streams=streams,
             tasks=tasks,
-            queued_requests=s.queued_requests,
-            queued_tokens=s.queued_tokens,
             queued_characters=queued_characters,
+            **_counted(cls, snapshot),
         )
 
     @property

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import warnings
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from asyncengine.detokenizer import IncrementalDetokenizer, StopStringMatcher
 from asyncengine.errors import EngineError, NonFiniteLogitsError, RequestAbortedError, StepFailedError, UsageError
@@ -25,7 +25,6 @@ from asyncengine.request import (
 )
 
 if TYPE_CHECKING:
-    from asyncengine.engine import AsyncEngine
     from asyncengine.tokenization import Tokenizer
 
 # FinishReason of csrc/core/sequence.h.
@@ -129,6 +128,22 @@ class _SequenceState:
             self.texts.append(text)
 
 
+class Owner(Protocol):
+    """The engine, as far as a stream knows it. ``key`` is the core's number of the request."""
+
+    def check_loop(self) -> None:
+        """Raise WrongLoopError unless the caller runs in the engine's event loop."""
+
+    def forget(self, key: int) -> None:
+        """The request has ended."""
+
+    def drop(self, key: int) -> None:
+        """The consumer has gone before the request's end."""
+
+    def stop_sequence(self, key: int, index: int) -> None:
+        """A stop string ended sequence ``index`` of the request before the core did."""
+
+
 class RequestStream:
     """Async iterator of RequestDelta; made by AsyncEngine.submit.
 
@@ -139,7 +154,7 @@ class RequestStream:
 
     def __init__(
         self,
-        engine: AsyncEngine,
+        owner: Owner,
         tokenizer: Tokenizer | None,
         key: int,
         request_id: str,
@@ -149,7 +164,7 @@ class RequestStream:
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
-        self._engine = engine
+        self._owner = owner
         self._key = key
         self._arrived = arrived
         self._sequences = [_SequenceState(tokenizer, params) for _ in range(params.n)]
@@ -195,7 +210,7 @@ class RequestStream:
         sequence = self._sequences[index]
         was_finished = sequence.finish_reason is not None
         if sequence.feed(tokens, finish, self._whole):
-            self._engine.stop_sequence(self._key, index)
+            self._owner.stop_sequence(self._key, index)
         if not sequence.untaken and not was_finished:
             sequence.untaken = True
             self._untaken.append(index)
@@ -204,7 +219,7 @@ class RequestStream:
             self._finished = max(self._finished, last_ns * 1e-9)
             if self._unfinished == 0:
                 self._done = True
-                self._engine.forget(self._key, self)
+                self._owner.forget(self._key)
         if not self._whole or self._done:
             self._wake()
 
@@ -213,7 +228,7 @@ class RequestStream:
         if not self._done:
             self._error = error
             self._done = True
-            self._engine.forget(self._key, self)
+            self._owner.forget(self._key)
             self._wake()
 
     def _wake(self) -> None:
@@ -258,7 +273,7 @@ class RequestStream:
         return RequestOutput(self.request_id, tuple(self.prompt_token_ids), outputs, self._usage(), self._timing())
 
     def _check_consumer(self) -> None:
-        self._engine._check_loop()
+        self._owner.check_loop()
         if self._waiter is not None:  # a second one would take its place, and the first would wait for ever
             raise UsageError(f"another task is reading request {self.request_id}")
 
@@ -278,7 +293,7 @@ class RequestStream:
             self._done = True
             self._error = RequestAbortedError(f"request {self.request_id} was closed before its end")
             self._untaken.clear()
-            self._engine.drop(self._key, self)
+            self._owner.drop(self._key)
             self._wake()  # another task may be waiting
 
     async def aclose(self) -> None:

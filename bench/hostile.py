@@ -40,7 +40,7 @@ from hostile_requests import NESTED_LOOPS, Address, Load, Outcome, completion, l
 from asyncengine import bundled_model, testing
 from asyncengine.cli.benchmarks import report
 from asyncengine.cli.benchmarks.report import Figure, median, percentile
-from asyncengine.cli.benchmarks.sse_client import StreamResult, Target, stream
+from asyncengine.cli.benchmarks.sse_client import SseResult, Target, read_sse
 
 MAX_LAG_MS = 100.0
 TICK_S = 0.005
@@ -336,11 +336,11 @@ def _stalled_run(stalled: int) -> dict[str, Any]:
         }
 
 
-async def _streams(target: Target) -> list[StreamResult]:
+async def _streams(target: Target) -> list[SseResult]:
     fields = {"max_tokens": STREAM_TOKENS, "temperature": 0, "ignore_eos": True} | {
         "stream": True, "stream_options": {"include_usage": True}}  # fmt: skip
     requests = [target.request(fields | {"prompt": [300 + i]}) for i in range(NORMAL)]
-    return await asyncio.gather(*(stream(target, request, 120.0) for request in requests))
+    return await asyncio.gather(*(read_sse(target, request, 120.0) for request in requests))
 
 
 def _was_cut(sock: socket.socket) -> bool:

@@ -27,7 +27,7 @@ from quiet import wait_for_quiet
 from asyncengine import SamplingParams, testing
 from asyncengine.cli.benchmarks import report
 from asyncengine.cli.benchmarks.report import Figure, median
-from asyncengine.cli.benchmarks.sse_client import StreamResult, Target, stream
+from asyncengine.cli.benchmarks.sse_client import SseResult, Target, read_sse
 
 TARGET_TOKENS_PER_S = 30_000
 LOADS = {"flat out": 2000.0, "paced": 7000.0}  # microseconds per step
@@ -124,7 +124,7 @@ async def measure(args: argparse.Namespace, step_us: float, quiet: bool = False)
     )
 
 
-async def _round(target: Target, streams: int, prompt_tokens: int, tokens: int) -> list[StreamResult]:
+async def _round(target: Target, streams: int, prompt_tokens: int, tokens: int) -> list[SseResult]:
     requests = [
         target.request(
             {
@@ -137,14 +137,14 @@ async def _round(target: Target, streams: int, prompt_tokens: int, tokens: int) 
         )
         for i in range(streams)
     ]
-    return await asyncio.gather(*(stream(target, request, _TIMEOUT_S) for request in requests))
+    return await asyncio.gather(*(read_sse(target, request, _TIMEOUT_S) for request in requests))
 
 
 def _prompt(stream_number: int, tokens: int) -> list[int]:
     return [300 + stream_number, *range(300, 299 + tokens)]
 
 
-def _failures(results: list[StreamResult], prompt_tokens: int, tokens: int) -> list[str]:
+def _failures(results: list[SseResult], prompt_tokens: int, tokens: int) -> list[str]:
     """What is wrong with each stream that is not complete to the last character."""
     model = testing.SimulatedEngine()
     tokenizer = testing.placeholder_tokenizer(testing.VOCAB_SIZE)

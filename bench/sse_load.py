@@ -14,7 +14,7 @@ import json
 import random
 import sys
 
-from asyncengine.cli.benchmarks.sse_client import StreamResult, Target, stream
+from asyncengine.cli.benchmarks.sse_client import SseResult, Target, read_sse
 from asyncengine.cli.embed import loop_factory
 
 _TIMEOUT_S = 120.0
@@ -49,11 +49,11 @@ def main() -> None:
     print(json.dumps({"events": sum(len(r.text_times) for r in results), "failures": failures}))
 
 
-async def _all(target: Target, requests: list[bytes]) -> list[StreamResult]:
-    return await asyncio.gather(*(stream(target, request, _TIMEOUT_S) for request in requests))
+async def _all(target: Target, requests: list[bytes]) -> list[SseResult]:
+    return await asyncio.gather(*(read_sse(target, request, _TIMEOUT_S) for request in requests))
 
 
-def _failure(result: StreamResult, tokens: int) -> str | None:
+def _failure(result: SseResult, tokens: int) -> str | None:
     if result.failure is None and result.completion_tokens != tokens:
         return f"{result.completion_tokens} of {tokens} tokens"
     return result.failure

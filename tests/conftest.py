@@ -1,6 +1,8 @@
 """Hypothesis: the same examples in every run unless HYPOTHESIS_PROFILE=explore asks for new ones.
 
 Without a GPU the Triton kernels run in Triton's interpreter, which is decided when a kernel's module is imported.
+
+Torch gets one thread, here and in processes that tests start: there is a worker of pytest for every core.
 """
 
 import os
@@ -10,6 +12,9 @@ from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _common = {
     "deadline": None,  # a busy machine is no failure

@@ -28,7 +28,7 @@ from asyncengine.server.completions import Completions
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.engine_api import Engine
 from asyncengine.server.errors import SERVER, ApiError, bad_request, failure, unavailable
-from asyncengine.server.generation import Endpoint, Job, generate, stream
+from asyncengine.server.generation import Endpoint, Job, generate, send_sse
 from asyncengine.server.metrics import Metrics
 from asyncengine.server.protocol import (
     GenerationBody,
@@ -38,7 +38,7 @@ from asyncengine.server.protocol import (
     name_as_asked,
     sampling_params,
 )
-from asyncengine.server.wire import EventStream, send_response
+from asyncengine.server.wire import SseResponse, send_response
 
 logger = logging.getLogger("asyncengine.server")
 
@@ -212,9 +212,9 @@ class App:
             self._check_allowed(job)
             if not body.stream:
                 return _json(endpoint.document(job, await generate(engine, job, self.metrics)))
-            events = EventStream(request, headers, self.config.write_timeout_s)
+            events = SseResponse(request, headers, self.config.write_timeout_s)
             chunks = endpoint.chunks(job)
-            await stream(engine, job, self.metrics, events, chunks)
+            await send_sse(engine, job, self.metrics, events, chunks)
             return events.response
         except InvalidRequestError as exc:
             name_as_asked(exc, body)

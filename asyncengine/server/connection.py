@@ -50,7 +50,7 @@ class Connection(web.RequestHandler):
         self._half_closed = False
         self._broken = False  # the last request's body is malformed
         self.ping: bytes | None = None
-        """While a stream of events runs: an event that clients skip."""
+        """While a response of server-sent events runs: an event that clients skip."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)

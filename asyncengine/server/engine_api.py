@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 from asyncengine.request import Prompt, RequestDelta, RequestOutput, SamplingParams
+from asyncengine.stats import EngineStats
 
 
 class ModelInfo(Protocol):
@@ -31,27 +32,6 @@ class ModelInfo(Protocol):
     def block_size(self) -> int: ...
     @property
     def num_parameters(self) -> int: ...
-
-
-class EngineStats(Protocol):
-    """Counters of the engine; totals only ever grow."""
-
-    @property
-    def num_requests_running(self) -> int: ...
-    @property
-    def num_requests_waiting(self) -> int: ...
-    @property
-    def kv_cache_usage(self) -> float: ...
-    @property
-    def num_preemptions(self) -> int: ...
-    @property
-    def prefix_cache_queries(self) -> int: ...
-    @property
-    def prefix_cache_hits(self) -> int: ...
-    @property
-    def prompt_tokens(self) -> int: ...
-    @property
-    def generation_tokens(self) -> int: ...
 
 
 class RequestStream(Protocol):

@@ -21,7 +21,7 @@ from asyncengine.server.errors import failure
 from asyncengine.server.metrics import Metrics
 from asyncengine.server.protocol import GenerationBody, UsageBody
 from asyncengine.server.sse import NO_USAGE, NULL_USAGE, ChunkFormat, usage_field
-from asyncengine.server.wire import EventStream
+from asyncengine.server.wire import SseResponse
 
 logger = logging.getLogger("asyncengine.server")
 T = TypeVar("T")
@@ -104,7 +104,7 @@ async def generate(engine: Engine, job: Job, metrics: Metrics) -> list[RequestOu
     return outputs
 
 
-async def stream(engine: Engine, job: Job, metrics: Metrics, events: EventStream, chunks: ChunkFormat) -> None:
+async def send_sse(engine: Engine, job: Job, metrics: Metrics, events: SseResponse, chunks: ChunkFormat) -> None:
     """Write all deltas as events. Raises only before the first event: after it, errors are events too."""
     streaming = _Streaming(job, metrics, events, chunks)
     try:
@@ -125,7 +125,7 @@ async def stream(engine: Engine, job: Job, metrics: Metrics, events: EventStream
         await _close(streaming.streams)
 
 
-async def _fail(events: EventStream, job: Job, exc: Exception) -> None:
+async def _fail(events: SseResponse, job: Job, exc: Exception) -> None:
     error = failure(exc, events.request_id)
     try:
         await events.fail(error.body(events.request_id))
@@ -206,7 +206,7 @@ async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
 class _Streaming:
     """State of one streamed response."""
 
-    def __init__(self, job: Job, metrics: Metrics, events: EventStream, chunks: ChunkFormat) -> None:
+    def __init__(self, job: Job, metrics: Metrics, events: SseResponse, chunks: ChunkFormat) -> None:
         options = job.body.stream_options
         self.streams: list[RequestStream] = []
         self.open_choices = 0

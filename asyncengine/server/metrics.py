@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from typing import get_type_hints
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from asyncengine.request import FinishReason, RequestTiming
-from asyncengine.server.engine_api import Engine, EngineStats
+from asyncengine.server.engine_api import Engine
+from asyncengine.stats import EngineStats, Exported
 
 _LABELS = ["model_name"]
 # fmt: off
@@ -22,6 +24,12 @@ _TOKEN_SECONDS = (.0005, .001, .0025, .005, .01, .025, .05, .075, .1, .15, .2, .
 _FIRST_TOKEN_SECONDS = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1., 2.5, 5., 10., 40.)
 _REQUEST_SECONDS = (.001, .01, .05, .1, .3, .5, .8, 1., 1.5, 2.5, 5., 10., 20., 30., 60., 120., 600.)
 # fmt: on
+
+_EXPORTED: list[tuple[str, Exported]] = [
+    (field, mark)
+    for field, hint in get_type_hints(EngineStats, include_extras=True).items()
+    for mark in getattr(hint, "__metadata__", ())
+]
 
 
 class Histogram:
@@ -114,21 +122,8 @@ class Metrics(Collector):
 
 
 def _engine_metrics(stats: EngineStats, label: list[str]) -> Iterator[Metric]:
-    for name, text, value in (
-        ("num_requests_running", "Requests that hold a slot.", stats.num_requests_running),
-        ("num_requests_waiting", "Requests in the queue.", stats.num_requests_waiting),
-        ("kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1.", stats.kv_cache_usage),
-    ):
-        gauge = GaugeMetricFamily(f"asyncengine:{name}", text, labels=_LABELS)
-        gauge.add_metric(label, value)
-        yield gauge
-    for name, text, value in (
-        ("num_preemptions", "Sequences that had to be recomputed.", stats.num_preemptions),
-        ("prompt_tokens", "Prompt tokens of admitted requests.", stats.prompt_tokens),
-        ("generation_tokens", "Tokens generated.", stats.generation_tokens),
-        ("prefix_cache_queries", "Tokens sought in the prefix cache.", stats.prefix_cache_queries),
-        ("prefix_cache_hits", "Tokens found in the prefix cache.", stats.prefix_cache_hits),
-    ):
-        counter = CounterMetricFamily(f"asyncengine:{name}", text, labels=_LABELS)
-        counter.add_metric(label, value)
-        yield counter
+    for field, exported in _EXPORTED:
+        family = CounterMetricFamily if exported.kind == "counter" else GaugeMetricFamily
+        metric = family(f"asyncengine:{exported.name or field}", exported.text, labels=_LABELS)
+        metric.add_metric(label, getattr(stats, field))
+        yield metric

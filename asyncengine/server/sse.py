@@ -1,4 +1,4 @@
-"""Chunks of a stream as bytes.
+"""A request's deltas as server-sent events (SSE).
 
 Everything but the text is constant for a choice, so it is encoded once: a chunk costs one JSON string
 and two concatenations (about 0.3 µs), not an object graph.

@@ -73,7 +73,7 @@ async def send_response(request: web.BaseRequest, response: web.StreamResponse, 
     await _finish(request, response, limit_s)
 
 
-class EventStream:
+class SseResponse:
     """A response of server-sent events. Its headers leave together with the first event."""
 
     def __init__(self, request: web.BaseRequest, headers: dict[str, str], limit_s: float) -> None:
@@ -116,7 +116,7 @@ class EventStream:
             await _wait_for_client(self._writer.drain(), _transport(self._request), self._limit_s)
 
     async def done(self) -> None:
-        """End the stream cleanly."""
+        """End the response cleanly."""
         self._protocol.ping = None
         await _finish(self._request, self.response, self._limit_s, b"data: [DONE]\n\n")
 

@@ -7,6 +7,7 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <memory>
 #include <stdexcept>
 #include <tuple>
 #include <utility>
@@ -28,6 +29,14 @@ T* pointer(Address address) {
 }
 
 using SamplingTuple = std::tuple<float, int32_t, float, float, uint64_t>;  // temperature, top_k, top_p, min_p, seed
+
+// A Python function that is called from threads without the GIL, and let go of there too.
+inline std::shared_ptr<py::function> callback(py::function function) {
+  return {new py::function(std::move(function)), [](py::function* f) {
+            py::gil_scoped_acquire gil;
+            delete f;
+          }};
+}
 
 // Becomes a ValueError.
 inline void require(bool condition, const char* message) {

@@ -113,8 +113,8 @@ class SchedulerHarness {
   }
   int in_flight() const { return static_cast<int>(flight_.size()); }
   bool quiescent() const { return scheduler_.quiescent(); }
-  int64_t free_blocks() { return scheduler_.stats().free_blocks; }
-  int64_t preemptions() { return scheduler_.stats().preemptions; }
+  int64_t free_blocks() { return scheduler_.stats().num_free_blocks; }
+  int64_t preemptions() { return scheduler_.stats().num_preemptions; }
   std::vector<int32_t> ref_counts() {
     std::vector<int32_t> counts;
     for (int32_t b = 0; b < scheduler_.blocks().num_blocks(); ++b) counts.push_back(scheduler_.blocks().ref_count(b));

@@ -31,14 +31,6 @@ std::shared_ptr<Staging> make_staging(const CudaDevice& device, const StepLoopCo
                                    staging_mode(mode));
 }
 
-// A Python object that is called from threads without the GIL, and let go of there too.
-std::shared_ptr<py::function> callback(py::function function) {
-  return {new py::function(std::move(function)), [](py::function* f) {
-            py::gil_scoped_acquire gil;
-            delete f;
-          }};
-}
-
 Address add_simulated_graph(Simulation& simulation, py::function body) {
   return reinterpret_cast<Address>(simulation.device.add_graph(
       [body = callback(std::move(body))] {

@@ -76,16 +76,12 @@ class GilProbe : public std::enable_shared_from_this<GilProbe> {
 OwnedStepLoop make_cpu_loop(const StepLoopConfig& config, py::function forward,
                                                     std::shared_ptr<CpuKernels> kernels, int64_t vocab_size,
                                                     const std::vector<std::pair<Address, size_t>>& kv_regions) {
-  const std::shared_ptr<py::function> callback(new py::function(std::move(forward)), [](py::function* f) {
-    py::gil_scoped_acquire gil;
-    delete f;
-  });
-  auto step = [callback, kernels = std::move(kernels), vocab_size](const StepBatch& batch, int32_t* tokens) {
+  auto step = [run = callback(std::move(forward)), kernels = std::move(kernels), vocab_size](const StepBatch& batch, int32_t* tokens) {
     Address logits = 0;
     {
       py::gil_scoped_acquire gil;
       try {
-        logits = (*callback)(py::cast(&batch, py::return_value_policy::reference)).cast<Address>();
+        logits = (*run)(py::cast(&batch, py::return_value_policy::reference)).cast<Address>();
       } catch (const py::error_already_set& error) {
         throw std::runtime_error(error.what());  // a plain string: the Python error may not leave the GIL's scope
       }
@@ -119,6 +115,13 @@ std::pair<py::list, bool> drain(StepLoop& loop) {
   return {std::move(news), alive};
 }
 
+// Every statistic by its name (core/stats.inl).
+py::dict snapshot(const StepLoop& loop) {
+  py::dict values;
+  visit_stats(loop.stats(), [&](const char* name, int64_t value) { values[name] = value; });
+  return values;
+}
+
 StepLoopConfig make_loop_config(const SchedulerConfig& scheduler, int steps_in_flight, int64_t max_queued_requests,
                                 int64_t max_queued_tokens, double priority_ageing_s, double step_timeout_s,
                                 bool late_launch) {
@@ -137,28 +140,6 @@ void bind_engine(py::module_& m) {
       .value("too_large", SubmitResult::kTooLarge)
       .value("closed", SubmitResult::kClosed)
       .value("duplicate", SubmitResult::kDuplicate);
-
-  using Stats = StepLoopStats;
-  py::class_<Stats>(m, "StepLoopStats")
-      .def_readonly("running", &Stats::running)
-      .def_readonly("waiting", &Stats::waiting)
-      .def_readonly("preemptions", &Stats::preemptions)
-      .def_readonly("prefix_queries", &Stats::prefix_queries)
-      .def_readonly("prefix_hits", &Stats::prefix_hits)
-      .def_readonly("prompt_tokens", &Stats::prompt_tokens)
-      .def_readonly("generated_tokens", &Stats::generated_tokens)
-      .def_readonly("free_blocks", &Stats::free_blocks)
-      .def_readonly("free_slots", &Stats::free_slots)
-      .def_readonly("num_blocks", &Stats::num_blocks)
-      .def_readonly("steps", &Stats::steps)
-      .def_readonly("late_launches", &Stats::late_launches)
-      .def_readonly("leases", &Stats::leases)
-      .def_readonly("queued_requests", &Stats::queued_requests)
-      .def_readonly("queued_tokens", &Stats::queued_tokens)
-      .def_readonly("live_requests", &Stats::live_requests)
-      .def_readonly("cached_blocks", &Stats::cached_blocks)
-      .def_readonly("block_references", &Stats::block_references)
-      .def_readonly("failed_steps", &Stats::failed_steps);
 
   py::class_<StepLoopConfig>(m, "StepLoopConfig")
       .def(py::init(&make_loop_config), py::kw_only(), py::arg("scheduler"), py::arg("steps_in_flight"), py::arg("max_queued_requests"),
@@ -186,7 +167,7 @@ void bind_engine(py::module_& m) {
       .def("abort", &StepLoop::abort, py::arg("id"), py::arg("index") = -1)
       .def("drain", &drain)
       .def("take_step_error", &StepLoop::take_step_error)
-      .def("stats", &StepLoop::stats)
+      .def("stats", &snapshot)
       .def_property_readonly("wake_fd", &StepLoop::wake_fd)
       .def_property_readonly("error", &StepLoop::error)
       .def_property_readonly("quiescent", &StepLoop::quiescent);

@@ -58,7 +58,7 @@ size_t pack_step(const StepPlan& plan, BlockTables& tables, std::span<std::byte>
     max_context = std::max(max_context, row.context_len);
     sample_row += row.sample;
     if (!row.from_device) {
-      row.sequence->copy_tokens(row.context_len, row.query_len, prompt_ids + prompt_start);
+      row.sequence->tokens.copy(row.context_len, row.query_len, prompt_ids + prompt_start);
       prompt_start += row.query_len;
     }
     if (fills) {

@@ -60,11 +60,11 @@ void Scheduler::after_aborts() {
 // ---- schedule ------------------------------------------------------------------------------------------------------
 
 void Scheduler::schedule(StepPlan& plan, int64_t now_ns) {
-  const int64_t preemptions = stats_.preemptions;
+  const int64_t preemptions = stats_.num_preemptions;
   schedule_decodes(plan);
   if (prefilling_) schedule_prefills(plan);
   // Who was just preempted for lack of blocks must not take them back in the same breath.
-  if (stats_.preemptions == preemptions) admit(plan, now_ns);
+  if (stats_.num_preemptions == preemptions) admit(plan, now_ns);
   compact_running();
   wake_siblings();
   for (const BlockCopy& copy : plan.copies) copied_from_[static_cast<size_t>(copy.target)] = -1;
@@ -195,7 +195,7 @@ bool Scheduler::make_room(const Sequence& sequence, int32_t num_blocks, const St
 }
 
 void Scheduler::preempt(Sequence& sequence) {
-  ++stats_.preemptions;
+  ++stats_.num_preemptions;
   retire(sequence, SequenceState::kPreempting);
   if (!in_flight(sequence)) settle(sequence, nullptr);
 }
@@ -210,7 +210,7 @@ bool Scheduler::admit_one(Sequence& sequence, StepPlan& plan, int64_t now_ns) {
   // Matching a long prompt again at every step would be wasted while no block has come back.
   if (&sequence == blocked_ && blocks_.num_free() <= blocked_free_ && !running_.empty()) return false;
   // Not before there is room for all of it (apart from what it shares): half a prompt would only be preempted again.
-  const int32_t whole = blocks_.blocks_for(sequence.num_tokens());
+  const int32_t whole = blocks_.blocks_for(sequence.tokens.size());
   Sequence* source = fork_source(sequence, plan);
   const int32_t shared = find_prefix(sequence, source);
   int32_t unused = 0;
@@ -247,8 +247,8 @@ bool Scheduler::admit_one(Sequence& sequence, StepPlan& plan, int64_t now_ns) {
   if (request.scheduled_ns == 0) {
     request.scheduled_ns = now_ns;
     request.cached_tokens = slot.computed;
-    stats_.prefix_queries += request.prompt_len;
-    stats_.prefix_hits += request.cached_tokens;
+    stats_.prefix_cache_queries += request.prompt_len;
+    stats_.prefix_cache_hits += request.cached_tokens;
   }
   leave_queue(request);
   plan.filled_slots.push_back(sequence.slot);
@@ -262,7 +262,7 @@ Sequence* Scheduler::fork_source(const Sequence& sequence, const StepPlan& plan)
   Sequence& first = sequence.request->sequences[0];
   const bool usable = &first != &sequence && first.state == SequenceState::kRunning && slot_of(first).on_device &&
                       first.first_sample_step < plan.step &&  // copies run before this step's own writes
-                      sequence.num_tokens() == sequence.request->prompt_len &&
+                      sequence.tokens.size() == sequence.request->prompt_len &&
                       sequence.request->prompt_len > 1;
   return usable ? &first : nullptr;
 }
@@ -275,8 +275,8 @@ int32_t Scheduler::find_prefix(const Sequence& sequence, const Sequence* source)
     std::copy_n(tables_.blocks(source->slot).begin(), shared, prefix_.begin());
     return shared;
   }
-  const int32_t most = (sequence.num_tokens() - 1) / config_.block_size;
-  const auto tokens_at = [&](int32_t position) { return sequence.tokens_at(position); };
+  const int32_t most = (sequence.tokens.size() - 1) / config_.block_size;
+  const auto tokens_at = [&](int32_t position) { return sequence.tokens.at(position); };
   return blocks_.match_prefix(tokens_at, most, sequence.request->salt, prefix_.data());
 }
 
@@ -331,7 +331,7 @@ void Scheduler::settle(Sequence& sequence, Outbox* outbox) {
   if (sequence.slot >= 0) {
     Slot& slot = slot_of(sequence);
     assert(slot.in_flight == 0 && slot.pending == 0);
-    if (sequence.state == SequenceState::kPreempting) update_tokens(slot);  // before its blocks go
+    if (sequence.state == SequenceState::kPreempting) sequence.tokens.settle(slot.tail, published(slot));
     // Deepest block first: of a cached prefix the end is evicted before the beginning.
     const auto held = tables_.blocks(sequence.slot);
     for (auto block = held.rbegin(); block != held.rend(); ++block) blocks_.release(*block);
@@ -365,13 +365,14 @@ void Scheduler::compact_running() {
   std::erase_if(running_, [](const Slot* slot) { return slot->state != SequenceState::kRunning; });
 }
 
-const SchedulerStats& Scheduler::stats() {
-  stats_.running = static_cast<int64_t>(running_.size());
-  stats_.waiting = static_cast<int64_t>(waiting_.size());
-  stats_.free_blocks = blocks_.num_free();
+const Stats& Scheduler::stats() {
+  stats_.num_requests_running = static_cast<int64_t>(running_.size());
+  stats_.num_requests_waiting = static_cast<int64_t>(waiting_.size());
+  stats_.num_kv_blocks = blocks_.num_blocks();
+  stats_.num_free_blocks = blocks_.num_free();
+  stats_.num_free_slots = static_cast<int64_t>(free_slots_.size());
   stats_.cached_blocks = blocks_.num_cached();
   stats_.block_references = blocks_.num_references();
-  stats_.free_slots = static_cast<int64_t>(free_slots_.size());
   return stats_;
 }
 

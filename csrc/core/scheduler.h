@@ -9,6 +9,7 @@
 #include "core/outbox.h"
 #include "core/sequence.h"
 #include "core/slot.h"
+#include "core/stats.h"
 #include "core/step_input.h"
 #include "core/step_plan.h"
 #include "core/waiting_queue.h"
@@ -26,14 +27,6 @@ struct SchedulerConfig {
   // Sizes of step that the executor has graphs for, ascending. A chunk that does not finish its prompt ends where it
   // fills one of them. Empty: any size is as good as another.
   std::vector<int32_t> token_buckets = {};
-};
-
-struct SchedulerStats {
-  int64_t running = 0, waiting = 0;  // sequences
-  int64_t preemptions = 0, prefix_queries = 0, prefix_hits = 0;  // prefix counts are tokens
-  int64_t prompt_tokens = 0, generated_tokens = 0;
-  int64_t free_blocks = 0, free_slots = 0;
-  int64_t cached_blocks = 0, block_references = 0;  // free blocks that a prompt may find; sum of all reference counts
 };
 
 // Single-threaded: everything happens on the step thread. schedule() may run ahead of commit(): the values of
@@ -64,7 +57,8 @@ class Scheduler {
   bool idle() const { return running_.empty() && waiting_.empty() && retiring_ == 0; }
   BlockTables& tables() { return tables_; }
   BlockManager& blocks() { return blocks_; }
-  const SchedulerStats& stats();
+  // The scheduler's own are up to date.
+  const Stats& stats();
   StepLimits limits() const;
   // Nothing runs: every block and slot is back. For tests and leak checks.
   bool quiescent() const;
@@ -115,8 +109,10 @@ class Scheduler {
   int32_t block_to_publish(const Slot& slot) const {
     return tables_.at(index(slot), slot.published_end / config_.block_size);
   }
-  const int32_t* tokens_to_publish(Slot& slot);
-  void update_tokens(Slot& slot);
+  PublishedBlocks published(const Slot& slot) const { return {blocks_, tables_, index(slot)}; }
+  const int32_t* tokens_to_publish(Slot& slot) {
+    return slot.sequence->tokens.unpublished(slot.tail, slot.published_end, published(slot));
+  }
   // Once the row's step has retired: whether the prefix cache could know a block more.
   bool has_full_block(const Slot& slot, const PlanRow& row) const {
     return blocks_.prefix_caching() && row.context_len + row.query_len - slot.published_end >= config_.block_size;
@@ -131,7 +127,7 @@ class Scheduler {
   void compact_running();
   void prefetch_slot(int32_t slot) const {
     __builtin_prefetch(&slots_[static_cast<size_t>(slot)], /*write=*/1);
-    __builtin_prefetch(slots_[static_cast<size_t>(slot)].tail, /*write=*/1);
+    slots_[static_cast<size_t>(slot)].tail.prefetch();
   }
   int32_t index(const Slot& slot) const { return static_cast<int32_t>(&slot - slots_.data()); }
   Slot& slot_of(const Sequence& sequence) { return slots_[static_cast<size_t>(sequence.slot)]; }
@@ -156,7 +152,7 @@ class Scheduler {
   bool prefilling_ = false;    // a running sequence has prompt left to compute
   bool running_changed_ = false;  // some of running_ run no more
   int32_t retiring_ = 0;       // sequences that still hold something but run no more
-  SchedulerStats stats_;
+  Stats stats_;
   QueueObserver* observer_ = nullptr;
 };
 

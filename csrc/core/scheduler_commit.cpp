@@ -10,13 +10,12 @@ namespace asyncengine {
 inline void Scheduler::take_token(Slot& slot, int32_t token, Outbox& outbox, int64_t now_ns) {
   Sequence& sequence = *slot.sequence;
   if (token < 0) return fail(sequence, FinishReason::kFailed, outbox, now_ns);
-  if (slot.num_tail == Slot::kTail) update_tokens(slot);
-  slot.append(token);
-  ++stats_.generated_tokens;
+  sequence.tokens.append(slot.tail, token, published(slot));
+  ++stats_.generation_tokens;
   FinishReason reason = FinishReason::kNone;
   if (slot.stops_at(token)) {
     reason = FinishReason::kStop;
-  } else if (slot.num_tokens >= slot.max_total) {
+  } else if (slot.num_tokens() >= slot.max_total) {
     reason = FinishReason::kLength;
   }
   outbox.filling().events.push_back({&sequence, token, reason, now_ns});
@@ -82,7 +81,7 @@ void Scheduler::publish_blocks(const StepPlan& plan) {
         if (has_full_block(slot, full_row(soon))) {
           hashes[soon % kAhead] = prefetch_block(slot);
         } else {
-          update_tokens(slot);
+          slot.sequence->tokens.settle(slot.tail, published(slot));
         }
       }
     }
@@ -98,35 +97,13 @@ void Scheduler::publish_blocks(const PlanRow& row, uint64_t hash) {
     const int32_t* tokens = tokens_to_publish(slot);
     slot.chain = blocks_.publish(block_to_publish(slot), slot.prefix(), tokens, hash).id;
     slot.published_end += config_.block_size;
-    if (tokens == slot.tail) slot.num_tail = 0;  // they are with the block now: update_tokens() finds them there
+    slot.sequence->tokens.was_published(slot.tail, tokens);
     if (has_full_block(slot, row)) hash = prefetch_block(slot);
   }
 }
 
 uint64_t Scheduler::prefetch_block(Slot& slot) {
   return blocks_.prefetch(block_to_publish(slot), slot.prefix(), tokens_to_publish(slot));
-}
-
-// Of the first block that the prefix cache does not know. With blocks as large as a tail it mostly is the tail.
-const int32_t* Scheduler::tokens_to_publish(Slot& slot) {
-  const int32_t begin = slot.num_tokens - slot.num_tail;
-  if (slot.published_end == begin && slot.num_tail == config_.block_size) return slot.tail;
-  update_tokens(slot);
-  return slot.sequence->tokens_at(slot.published_end);
-}
-
-// Brings the sequence's own tokens up to date and empties the tail. What they lack before it are whole blocks: only
-// such have gone from the tail to the index.
-void Scheduler::update_tokens(Slot& slot) {
-  std::vector<int32_t>& tokens = slot.sequence->tokens;
-  for (const int32_t begin = slot.num_tokens - slot.num_tail; slot.sequence->num_tokens() < begin;) {
-    const int32_t position = slot.sequence->num_tokens();
-    assert(position % config_.block_size == 0);
-    const int32_t* block = blocks_.tokens_of(tables_.at(index(slot), position / config_.block_size));
-    tokens.insert(tokens.end(), block, block + config_.block_size);
-  }
-  tokens.insert(tokens.end(), slot.tail, slot.tail + slot.num_tail);
-  slot.num_tail = 0;
 }
 
 }  // namespace asyncengine

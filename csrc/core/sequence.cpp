@@ -4,12 +4,6 @@
 
 namespace asyncengine {
 
-void Sequence::copy_tokens(int32_t position, int32_t count, int32_t* out) const {
-  const int32_t of_sibling = std::clamp(shared - position, 0, count);
-  if (of_sibling > 0) out = std::copy_n(tokens_at(position), of_sibling, out);
-  std::copy_n(tokens_at(position + of_sibling), count - of_sibling, out);
-}
-
 std::unique_ptr<Request> make_request(const RequestSpec& spec, int64_t order, uint64_t sequence_number, int32_t block_size) {
   auto request = std::make_unique<Request>();
   request->id = spec.id;
@@ -26,9 +20,8 @@ std::unique_ptr<Request> make_request(const RequestSpec& spec, int64_t order, ui
     sequence.request = request.get();
     sequence.index = i;
     sequence.max_total = request->prompt_len + spec.max_tokens;
-    sequence.shared = i == 0 ? 0 : request->prompt_len / block_size * block_size;
-    sequence.tokens.reserve(static_cast<size_t>(sequence.max_total - sequence.shared));
-    sequence.tokens.assign(spec.prompt.begin() + sequence.shared, spec.prompt.end());
+    const int32_t shared = i == 0 ? 0 : request->prompt_len / block_size * block_size;
+    sequence.tokens = Tokens(spec.prompt, sequence.max_total, i == 0 ? nullptr : &request->sequences[0].tokens, shared);
     sequence.num_stops = static_cast<int32_t>(spec.stop_tokens.size());
     std::copy_n(spec.stop_tokens.begin(), std::min(sequence.num_stops, Sequence::kInlineStops), sequence.stops);
     sequence.sampling = spec.sampling;

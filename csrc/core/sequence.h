@@ -1,7 +1,6 @@
 // Request and Sequence: what the scheduler knows of the work.
 #pragma once
 
-#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -9,6 +8,7 @@
 #include <vector>
 
 #include "core/step_batch.h"
+#include "core/tokens.h"
 
 namespace asyncengine {
 
@@ -41,8 +41,7 @@ struct alignas(64) Sequence {
   int32_t slot = -1;
   SequenceState state = SequenceState::kDormant;
   FinishReason finish = FinishReason::kNone;
-  int32_t shared = 0;              // so many tokens of the prompt are the first sibling's: whole blocks, kept once
-  std::vector<int32_t> tokens;     // those after them, reserved for all there can be; lags behind while it has a slot
+  Tokens tokens;
   int32_t max_total = 0;           // prompt and output tokens at most
   int32_t num_stops = 0;           // the first few are here, all of them with the request
   int32_t stops[kInlineStops] = {};
@@ -53,11 +52,6 @@ struct alignas(64) Sequence {
   size_t queue_place = 0;          // in the heap of those that wait, while it does
   uint64_t drain_epoch = 0;        // loop side: the drain that last saw this sequence, and its place in it
   size_t drain_place = 0;
-
-  int32_t num_tokens() const { return shared + static_cast<int32_t>(tokens.size()); }
-  // The token at `position` and those after it: to the end of its block at least.
-  inline const int32_t* tokens_at(int32_t position) const;
-  void copy_tokens(int32_t position, int32_t count, int32_t* out) const;
 };
 
 // Built on the loop's thread, then owned by it throughout: the step thread never allocates or frees one.
@@ -84,10 +78,6 @@ struct Request {
     return order != other.order ? order < other.order : sequence_number < other.sequence_number;
   }
 };
-
-inline const int32_t* Sequence::tokens_at(int32_t position) const {
-  return position < shared ? request->sequences[0].tokens.data() + position : tokens.data() + (position - shared);
-}
 
 // Whether `a` comes before `b` in the order of service.
 inline bool runs_before(const Sequence* a, const Sequence* b) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 
 #include "core/prefix_index.h"
@@ -9,18 +10,14 @@
 
 namespace asyncengine {
 
-// Counts of tokens, in order:  computed <= total = num_tokens + pending;  published_end <= what retired steps computed.
+// Counts of tokens, in order:  computed <= total = num_tokens() + pending;  published_end <= what retired steps computed.
 //
 // Slots lie side by side, and a decode step touches nothing else of a sequence: the first cache line to schedule it, both
 // to commit its token. The Sequence, somewhere in the heap, is needed when it ends or leaves its slot, and when the tail is
-// full but is not a block that the prefix cache takes. Its own tokens lag behind meanwhile: what they lack is kept with
-// its published blocks, and after those in the tail.
+// full but is not a block that the prefix cache takes.
 struct alignas(64) Slot {
-  static constexpr int kTail = 16;
-
   Sequence* sequence = nullptr;
   uint64_t chain = 0;         // prefix chain of its published blocks, or its salt while it has none
-  int32_t num_tokens = 0;     // known: prompt and output, those of the tail included
   int32_t computed = 0;       // tokens whose KV a launched step writes
   int32_t max_total = 0;      // prompt and output tokens at most
   int32_t capacity = 0;       // tokens that the blocks it holds have room for
@@ -29,28 +26,28 @@ struct alignas(64) Slot {
   uint32_t planned_step = 0;  // the last step that has a row of this sequence, its low half
   int8_t pending = 0;         // tokens being sampled by steps in flight: placeholders
   int8_t in_flight = 0;       // rows of this sequence in steps in flight
-  SequenceState state = SequenceState::kRunning;  // the sequence's, kept here too
-  uint8_t num_tail = 0;
-  bool on_device = false;     // last_token[slot] is, or will be, this sequence's latest token
-  bool forked = false;        // the block it writes next may be shared with a sibling
-  bool more_stops = false;    // than there is room for here
   bool greedy = false;        // temperature 0
-  alignas(64) int32_t tail[kTail];  // the newest tokens
+  SequenceState state : 3 = SequenceState::kRunning;  // the sequence's, kept here too
+  bool on_device : 1 = false;   // last_token[slot] is, or will be, this sequence's latest token
+  bool forked : 1 = false;      // the block it writes next may be shared with a sibling
+  bool more_stops : 1 = false;  // than there is room for here
+  Tokens::Tail tail;            // the newest tokens
 
   Slot() = default;
   explicit Slot(Sequence& owner)
       : sequence(&owner),
-        num_tokens(owner.num_tokens()),
         max_total(owner.max_total),
+        greedy(owner.sampling.temperature <= 0.f),
         more_stops(owner.num_stops > Sequence::kInlineStops),
-        greedy(owner.sampling.temperature <= 0.f) {
+        tail(owner.tokens) {
     std::copy_n(owner.stops, std::min(owner.num_stops, Sequence::kInlineStops), stops);
   }
 
   Chain prefix() const { return {chain, published_end == 0}; }
   // What steps in flight compute for it still counts.
   bool alive() const { return state == SequenceState::kRunning || state == SequenceState::kPreempting; }
-  int32_t total() const { return num_tokens + pending; }
+  int32_t num_tokens() const { return tail.num_tokens(); }  // known: prompt and output
+  int32_t total() const { return num_tokens() + pending; }
   bool decodes() const { return on_device && total() - computed == 1; }
   bool wants_more() const { return computed < total() && total() < max_total; }
   bool stops_at(int32_t token) const {
@@ -60,11 +57,7 @@ struct alignas(64) Slot {
     const auto& all = sequence->request->stop_tokens;
     return std::find(all.begin(), all.end(), token) != all.end();
   }
-  void append(int32_t token) {
-    tail[num_tail++] = token;
-    ++num_tokens;
-  }
 };
-static_assert(sizeof(Slot) == 128);
+static_assert(sizeof(Slot) == 128 && offsetof(Slot, tail) + sizeof(Tokens::Tail) == sizeof(Slot));
 
 }  // namespace asyncengine

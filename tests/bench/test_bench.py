@@ -16,7 +16,7 @@ from asyncengine.cli.benchmarks import report
 from asyncengine.cli.benchmarks.lengths import Lengths
 from asyncengine.cli.benchmarks.report import Figure
 from asyncengine.cli.benchmarks.serve import Options, Outcome, measure, print_block
-from asyncengine.cli.benchmarks.sse_client import StreamResult, Target, stream
+from asyncengine.cli.benchmarks.sse_client import SseResult, Target, read_sse
 from asyncengine.cli.main import main
 from asyncengine.errors import ConfigError
 
@@ -135,7 +135,7 @@ def chunked(body: bytes, size: int) -> bytes:
     return b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
 
 
-def answered_with(response: bytes, piece: int = 1 << 16) -> StreamResult:
+def answered_with(response: bytes, piece: int = 1 << 16) -> SseResult:
     """What the client makes of a response that arrives in pieces."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -146,7 +146,7 @@ def answered_with(response: bytes, piece: int = 1 << 16) -> StreamResult:
             if piece < len(response):
                 await asyncio.sleep(0)
 
-    return asyncio.run(with_server(serve, lambda url: stream(Target.parse(url, "/v1/completions"), b"\r\n\r\n", 5)))
+    return asyncio.run(with_server(serve, lambda url: read_sse(Target.parse(url, "/v1/completions"), b"\r\n\r\n", 5)))
 
 
 async def with_server(serve: Callable[..., Any], use: Callable[[str], Any]) -> Any:
@@ -210,7 +210,7 @@ def test_client_gives_up_on_a_stream_that_does_not_end() -> None:
         writer.write(HEAD)
         await reader.read()
 
-    result = asyncio.run(with_server(serve, lambda url: stream(Target.parse(url, "/"), b"\r\n\r\n", 0.05)))
+    result = asyncio.run(with_server(serve, lambda url: read_sse(Target.parse(url, "/"), b"\r\n\r\n", 0.05)))
     assert "did not end within 0.05 s" in (result.failure or "")
 
 
@@ -232,13 +232,13 @@ def test_serve_counts_short_streams_as_failed() -> None:
 
 
 def test_outcome_against_a_calculation_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
-    def good(start: float, times: list[float], tokens: int) -> StreamResult:
-        return StreamResult(
+    def good(start: float, times: list[float], tokens: int) -> SseResult:
+        return SseResult(
             start, times, ["x"] * len(times), times[-1], prompt_tokens=10, completion_tokens=tokens,
             finish_reason="length", done=True,
         )  # fmt: skip
 
-    lost = StreamResult(0.5, ended=0.6, error="lost")
+    lost = SseResult(0.5, ended=0.6, error="lost")
     # Two tokens in the last event of the second stream.
     outcome = Outcome([good(0.0, [0.1, 0.2, 0.4], 3), good(0.3, [0.5, 1.3], 3), lost], 2.0)
     figures = outcome.figures()
@@ -264,7 +264,7 @@ def test_outcome_against_a_calculation_by_hand(capsys: pytest.CaptureFixture[str
 def test_the_peak_is_no_less_than_the_mean(seconds: float) -> None:
     for places in ([0.0], [0.999], [0.0, 0.999], [i / 40 for i in range(40)], []):
         times = [100 + seconds * place for place in places]
-        stream = StreamResult(100.0, times, ["x"] * len(times), 100 + seconds, completion_tokens=80)
+        stream = SseResult(100.0, times, ["x"] * len(times), 100 + seconds, completion_tokens=80)
         stream.done, stream.finish_reason = True, "length"
         values = {f.name: f.value for f in Outcome([stream], seconds).figures()}
         mean, peak = (values[f"{name} token throughput (tok/s)"] for name in ("Output", "Peak output"))
@@ -275,7 +275,7 @@ def test_the_peak_is_no_less_than_the_mean(seconds: float) -> None:
 
 
 def test_outcome_of_nothing_but_failures_is_still_a_report(tmp_path: Path) -> None:
-    figures = Outcome([StreamResult(0.0, ended=1.0)], 1.0).figures()
+    figures = Outcome([SseResult(0.0, ended=1.0)], 1.0).figures()
     report.write(tmp_path / "x.json", report.record("x", figures, repeats=1, settings={}))
     assert figures_of(tmp_path / "x.json")["Mean TTFT (ms)"] is None
 

@@ -89,7 +89,7 @@ async def test_an_exception_in_a_forward_fails_that_steps_requests(
         assert engine.health == "ready"
         assert all(str(error) not in str(f) for f in failed)
         assert any(str(error) in record.getMessage() for record in caplog.records)
-        assert engine._loaded().step_loop.stats().failed_steps == 1
+        assert engine._loaded().step_loop.stats()["failed_steps"] == 1
 
 
 async def test_a_forward_that_always_raises_ends_the_engine(

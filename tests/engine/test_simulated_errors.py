@@ -266,7 +266,7 @@ async def test_queue_limits() -> None:
             queued[0].cancel()
             with pytest.raises(asyncio.CancelledError):
                 await queued.pop(0)
-            while engine._loaded().step_loop.stats().queued_requests > 2:  # noqa: ASYNC110
+            while engine._loaded().step_loop.stats()["queued_requests"] > 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
             queued.append(asyncio.create_task(engine.generate(CANARY, SHORT)))
             await running.aclose()

@@ -57,14 +57,14 @@ class Waits:
         """Until this many rounds have launched something, or nothing is left to launch."""
         asleep = slept(self.runner.stream, self.sleep_ms)
         for _ in range(rounds):
-            before = self.loop.stats().steps
+            before = self.loop.stats()["num_steps"]
             while True:
                 if asleep.query():
                     asleep = slept(self.runner.stream, self.sleep_ms)
                 self.loop.advance()
-                if self.loop.stats().steps > before or self.loop.quiescent:
+                if self.loop.stats()["num_steps"] > before or self.loop.quiescent:
                     break
-            if self.loop.stats().steps > before:
+            if self.loop.stats()["num_steps"] > before:
                 self.launches += 1
                 self.waited += asleep.query()
             self.loop.drain()
@@ -105,7 +105,7 @@ def test_launching_never_waits(tiny_llama, staging, eager):
     waits = watch(backend, 40, sleep_ms=25 if eager else 5)
     assert waits.launches >= 40
     assert waits.waited == 0
-    assert backend.step_loop.stats().preemptions > 0
+    assert backend.step_loop.stats()["num_preemptions"] > 0
     assert backend.step_loop.stop(5.0)
 
 
@@ -117,7 +117,7 @@ def test_pageable_staging_makes_another_thread_wait(tiny_llama):
     asleep = slept(backend.keep_alive.stream, 200)
     for _ in range(20):
         loop.advance()
-    assert loop.stats().steps > 0
+    assert loop.stats()["num_steps"] > 0
     assert not asleep.query()
     assert backend.step_loop.stop(5.0)
 

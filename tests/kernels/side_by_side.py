@@ -39,6 +39,7 @@ from tests.kernels.compile_for_hopper import Counting
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 GPU = "NVIDIA H200"
+KERNELS = "asyncengine.runner.device_steps"
 
 
 @kernel
@@ -158,7 +159,7 @@ def processes_compile(driver: Counting) -> None:
     here = import_module("tests.kernels.side_by_side")
     x, found = torch.zeros(64, dtype=torch.int32), []
     triton.knobs.compilation.listener = lambda src, cache_hit, **_: found.append((src.name, cache_hit))
-    with compile_processes.compile_processes(2) as processes:
+    with compile_processes.compile_processes(2, KERNELS) as processes:
         processes.start()
         assert processes.ready(60)
         calls = [partial(here.fine[(1,)], x, N=n) for n in range(6)]
@@ -178,32 +179,32 @@ def processes_compile(driver: Counting) -> None:
 def a_compilation_starts_processes(driver: Counting) -> None:
     here = import_module("tests.kernels.side_by_side")
     x = torch.zeros(64, dtype=torch.int32)
-    with compile_processes.compile_processes(2) as processes:
+    with compile_processes.compile_processes(2, KERNELS) as processes:
         assert processes._socket is not None, "the cache is empty"
         assert processes.ready(60)
         compile_launches([partial(here.fine[(1,)], x, N=0)], CPU, 2)
         assert processes.compiled == 1
     for path in Path(os.environ["TRITON_CACHE_DIR"]).rglob("*"):
         os.utime(path, (0, 0))
-    with compile_processes.compile_processes(2) as processes:
+    with compile_processes.compile_processes(2, KERNELS) as processes:
         here.fine.device_caches.clear()
         here.fine[(1,)](x, N=0)
         assert driver.compiled == ["fine", "fine"]
         assert processes._socket is None, "it was in the cache"
         here.fine[(1,)](x, N=1)
         assert processes.ready(60)
-        with compile_processes.compile_processes(2) as others:
+        with compile_processes.compile_processes(2, KERNELS) as others:
             assert others is None, "one engine's start has them"
         here.fine[(1,)](x, N=2)
         assert processes.compiled == 1
-    with compile_processes.compile_processes(1) as processes:
+    with compile_processes.compile_processes(1, KERNELS) as processes:
         assert processes is None
 
 
 def a_process_that_dies_is_done_without(driver: Counting) -> None:
     here = import_module("tests.kernels.side_by_side")
     x = torch.zeros(64, dtype=torch.int32)
-    with compile_processes.compile_processes(2) as processes:
+    with compile_processes.compile_processes(2, KERNELS) as processes:
         processes.start()
         assert processes.ready(60)
         for _ in range(2):
@@ -218,7 +219,7 @@ def a_process_that_dies_is_done_without(driver: Counting) -> None:
     assert driver.compiled == ["fine"] * 6
     assert driver.launched == ["fine"] * 6
     sys.executable = "/is/not/there"
-    with compile_processes.compile_processes(2) as processes:
+    with compile_processes.compile_processes(2, KERNELS) as processes:
         processes.start()
         compile_launches([partial(here.fine[(1,)], x, N=7)], CPU, 4)
     assert driver.compiled == ["fine"] * 7

@@ -95,9 +95,9 @@ class Engine {
   bool settles() {
     for (int i = 0; i < 500; ++i) {
       receive(10ms);
-      const StepLoopStats s = loop->stats();
-      if (loop->quiescent() && s.leases == 0 && s.live_requests == 0 && s.free_blocks == options_.num_blocks &&
-          s.free_slots == options_.max_num_seqs && s.queued_requests == 0 && s.queued_tokens == 0) {
+      const Stats s = loop->stats();
+      if (loop->quiescent() && s.num_steps_in_flight == 0 && s.live_requests == 0 && s.num_free_blocks == options_.num_blocks &&
+          s.num_free_slots == options_.max_num_seqs && s.queued_requests == 0 && s.queued_tokens == 0) {
         return true;
       }
     }

@@ -5,6 +5,7 @@
 #include "check.h"
 #include "engine_fixture.h"
 #include "scheduler_fixture.h"
+#include "scripted_executor.h"
 
 namespace {
 thread_local int64_t allocations = 0;  // by operator new, of this thread
@@ -39,36 +40,6 @@ int64_t run_counted(Bench& bench) {
   return counted;
 }
 
-// Answers as soon as the consumer has kept up; what the step thread has allocated is looked at whenever it launches.
-class CountingExecutor final : public Executor {
- public:
-  CountingExecutor(const StepLimits& limits, int steps_in_flight)
-      : tokens_(static_cast<size_t>(limits.max_rows), 3), staging_(static_cast<size_t>(steps_in_flight)) {
-    for (auto& buffer : staging_) buffer.resize(limits.max_bytes());
-  }
-  int num_staging() const override { return static_cast<int>(staging_.size()); }
-  std::span<std::byte> staging(int i) override { return staging_[static_cast<size_t>(i)]; }
-  const int32_t* tokens(int) const override { return tokens_.data(); }
-  LaunchStatus launch(int, size_t) override {
-    const int64_t n = launches_.fetch_add(1) + 1;
-    if (n == 100) warm_ = allocations;
-    if (n == 400) counted_ = allocations - warm_;
-    return LaunchStatus::kLaunched;
-  }
-  StepStatus poll(int) override { return launches_ <= allowed_ ? StepStatus::kReady : StepStatus::kPending; }
-  std::string error() const override { return {}; }
-  int num_kinds() const override { return 1; }
-  std::chrono::nanoseconds poll_interval() const override { return std::chrono::microseconds(50); }
-  bool close(std::chrono::nanoseconds) override { return true; }
-
-  std::atomic<int64_t> launches_{0}, allowed_{0}, counted_{-1};
-
- private:
-  int64_t warm_ = 0;
-  std::vector<int32_t> tokens_;
-  std::vector<std::vector<std::byte>> staging_;
-};
-
 }  // namespace
 
 TEST(the_counter_counts) {
@@ -91,9 +62,9 @@ TEST(preemption_allocates_nothing) {
   Bench bench({20, 16, 8, 64, 0, 256, true}, 2);
   for (int round = 0; round < 2; ++round) {
     for (uint64_t i = 0; i < 12; ++i) bench.add(make_spec(i + 1, 30, 100, 1, static_cast<int32_t>(i)));
-    const int64_t before = bench.scheduler.stats().preemptions;
+    const int64_t before = bench.scheduler.stats().num_preemptions;
     const int64_t counted = run_counted(bench);
-    CHECK(bench.scheduler.stats().preemptions > before);
+    CHECK(bench.scheduler.stats().num_preemptions > before);
     if (round > 0) CHECK_EQ(counted, 0);
   }
 }
@@ -103,18 +74,25 @@ TEST(the_step_thread_allocates_nothing) {
   options.num_blocks = 512;
   options.max_num_seqs = 32;
   options.max_model_len = 1024;
-  const auto config = options.loop();
-  auto owned = std::make_unique<CountingExecutor>(StepLoop::limits(config), config.steps_in_flight);
-  CountingExecutor& executor = *owned;
-  StepLoop loop(config, std::move(owned));
+  Scripted scripted(options.loop());
+  ScriptedExecutor& executor = *scripted.executor;
+  StepLoop& loop = *scripted.loop;
+  // A step is over as soon as the consumer has kept up. At each launch the test looks at what the thread has allocated.
+  std::atomic<int64_t> allowed{0}, counted{-1};
+  int64_t warm = 0;
+  executor.on_launch = [&] {
+    if (executor.launches == 100) warm = allocations;
+    if (executor.launches == 400) counted = allocations - warm;
+  };
+  executor.on_poll = [&] { executor.pending = executor.launches > allowed; };
   for (uint64_t i = 1; i <= 8; ++i) CHECK(loop.submit(make_spec(i, 20, 600)) == SubmitResult::kAccepted);
   loop.start();
-  for (int i = 0; i < 100'000 && executor.counted_ < 0; ++i) {
+  for (int i = 0; i < 100'000 && counted < 0; ++i) {
     loop.drain([](const StepLoop::News&) {});
-    executor.allowed_ = executor.launches_ + 1;
+    allowed = executor.launches + 1;
     std::this_thread::sleep_for(100us);
   }
   // The consumer keeps up. For one that does not, deliveries grow.
-  CHECK_EQ(executor.counted_.load(), 0);
+  CHECK_EQ(counted.load(), 0);
   CHECK(loop.stop(1s));
 }

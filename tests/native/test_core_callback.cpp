@@ -138,7 +138,7 @@ TEST(an_exception_in_the_forward_fails_the_requests_of_its_step) {
   CHECK_EQ(loop->error(), std::string());
   CHECK(eventually(*loop, [&] {
     loop->drain([](const StepLoop::News&) {});
-    return loop->stats().live_requests == 0 && loop->stats().free_blocks == options.num_blocks && loop->quiescent();
+    return loop->stats().live_requests == 0 && loop->stats().num_free_blocks == options.num_blocks && loop->quiescent();
   }));
   CHECK(loop->stop(5s));
 }
@@ -233,7 +233,7 @@ TEST(a_negative_token_fails_its_request_only) {
   CHECK((ends[{2, 1}] == FinishReason::kFailed));
   CHECK(eventually(*loop, [&] {
     loop->drain([](const StepLoop::News&) {});
-    return loop->stats().live_requests == 0 && loop->stats().free_blocks == options.num_blocks;
+    return loop->stats().live_requests == 0 && loop->stats().num_free_blocks == options.num_blocks;
   }));
   CHECK(loop->stop(5s));
 }

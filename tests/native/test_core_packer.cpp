@@ -39,7 +39,7 @@ void check_row(const StepInputRow& row, const PlanRow& planned, const StepInputV
   if (!planned.from_device) {
     const auto ids = input.prompt_ids().subspan(static_cast<size_t>(row.prompt_start), static_cast<size_t>(row.query_len));
     std::vector<int32_t> tokens(ids.size());
-    sequence.copy_tokens(row.context_len, row.query_len, tokens.data());
+    sequence.tokens.copy(row.context_len, row.query_len, tokens.data());
     CHECK(std::ranges::equal(ids, tokens));
   }
   // A table may be longer on the device: entries of the slot's last sequence, which this one never reads.

@@ -31,7 +31,7 @@ TEST(a_sequence_at_the_address_of_a_blocked_one_is_not_blocked) {
   std::destroy_at(&sequence);
   ::new (&sequence) Sequence;
   sequence.request = &large;
-  sequence.tokens.assign(10, 7);
+  sequence.tokens = Tokens(std::vector<int32_t>(10, 7), 12);
   large.prompt_len = 10;
   sequence.max_total = 12;
   large.unreleased = 1;
@@ -53,7 +53,7 @@ TEST(a_request_leaves_the_queue_once) {
   do {
     while (bench.launch() != nullptr) bench.pack();
   } while (bench.commit(1));
-  CHECK(bench.scheduler.stats().preemptions > 0);
+  CHECK(bench.scheduler.stats().num_preemptions > 0);
   for (uint64_t id = 1; id <= 8; ++id) CHECK_EQ(observer.left[id], 1);
 }
 
@@ -87,8 +87,10 @@ TEST(a_preempted_sequence_knows_all_its_tokens) {
         for (const auto& [id, request] : bench.requests) {
           const Sequence& sequence = request->sequences[0];
           if (sequence.state != SequenceState::kWaiting) continue;
-          CHECK(sequence.tokens == said[&sequence]);
-          checked += std::ssize(sequence.tokens) > request->prompt_len + block_size;
+          std::vector<int32_t> tokens(static_cast<size_t>(sequence.tokens.size()));
+          sequence.tokens.copy(0, sequence.tokens.size(), tokens.data());
+          CHECK(tokens == said[&sequence]);
+          checked += sequence.tokens.size() > request->prompt_len + block_size;
         }
         more = bench.commit(++token);
         for (const OutputEvent& event : bench.outbox.filling().events) said[event.sequence].push_back(event.token);
@@ -124,10 +126,10 @@ TEST(nobody_is_preempted_for_blocks_that_are_on_their_way) {
   // Two blocks each, none left: the first to need a third one takes the last sequence's, which a step in flight still uses.
   while (true) {
     while (bench.launch() != nullptr) bench.pack();
-    if (bench.scheduler.stats().preemptions > 0) break;
+    if (bench.scheduler.stats().num_preemptions > 0) break;
     CHECK(bench.commit(1));
   }
-  CHECK_EQ(bench.scheduler.stats().preemptions, 1);
+  CHECK_EQ(bench.scheduler.stats().num_preemptions, 1);
   CHECK(bench.requests.at(3)->sequences[0].state == SequenceState::kPreempting);
 }
 

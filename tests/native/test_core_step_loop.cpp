@@ -135,8 +135,8 @@ TEST(submit_and_abort_race_with_the_step_thread) {
     // Snapshots may be taken from any thread.
     std::thread watcher([&] {
       while (!done) {
-        const StepLoopStats s = engine.loop->stats();
-        CHECK(s.free_blocks >= 0 && s.free_blocks <= options.num_blocks && s.leases <= depth && s.live_requests >= 0);
+        const Stats s = engine.loop->stats();
+        CHECK(s.num_free_blocks >= 0 && s.num_free_blocks <= options.num_blocks && s.num_steps_in_flight <= depth && s.live_requests >= 0);
         std::this_thread::sleep_for(50us);
       }
     });
@@ -266,7 +266,7 @@ TEST(sequences_of_a_request_are_aborted_one_after_the_other) {
   const auto running = [&](int64_t count) {
     return eventually([&] {
       engine.receive(0ms);
-      return engine.loop->stats().running == count;
+      return engine.loop->stats().num_requests_running == count;
     });
   };
   CHECK(running(3));

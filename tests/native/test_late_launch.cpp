@@ -5,6 +5,7 @@
 
 #include "check.h"
 #include "engine_fixture.h"
+#include "scripted_executor.h"
 #include "step_loop/launch_timing.h"
 
 namespace {
@@ -18,19 +19,14 @@ int64_t clock_ns = 0;
 int64_t read_clock() { return clock_ns; }
 
 // Runs steps back to back, each from its launch or the end of the one before.
-class TimedExecutor final : public Executor {
+class TimedExecutor final : public ScriptedExecutor {
  public:
   struct Run {
     int32_t rows, tokens;
     int64_t launched, begin, end;
   };
   TimedExecutor(const StepLimits& limits, int steps_in_flight)
-      : inputs_(static_cast<size_t>(steps_in_flight)), latest_(inputs_.size()), tokens_(static_cast<size_t>(limits.max_rows), 1) {
-    for (auto& input : inputs_) input.resize(limits.max_bytes());
-  }
-  int num_staging() const override { return static_cast<int>(inputs_.size()); }
-  std::span<std::byte> staging(int i) override { return inputs_[static_cast<size_t>(i)]; }
-  const int32_t* tokens(int) const override { return tokens_.data(); }
+      : ScriptedExecutor(limits, steps_in_flight), latest_(static_cast<size_t>(steps_in_flight)) {}
   LaunchStatus launch(int i, size_t) override {
     clock_ns += launch_cost;
     const StepInputHeader& h = header(i);
@@ -43,11 +39,9 @@ class TimedExecutor final : public Executor {
     ++polls;
     return clock_ns >= runs[latest_[static_cast<size_t>(i)]].end ? StepStatus::kReady : StepStatus::kPending;
   }
-  std::string error() const override { return {}; }
   int num_kinds() const override { return 2; }
   int kind(int i) const override { return header(i).num_tokens > header(i).num_rows; }
   std::chrono::nanoseconds poll_interval() const override { return 5us; }
-  bool close(std::chrono::nanoseconds) override { return true; }
 
   std::function<int64_t(const StepInputHeader&)> duration = [](const StepInputHeader&) { return 1000 * kUs; };
   int64_t launch_cost = 20 * kUs;
@@ -55,10 +49,8 @@ class TimedExecutor final : public Executor {
   size_t polls = 0;
 
  private:
-  const StepInputHeader& header(int i) const { return StepInputView(inputs_[static_cast<size_t>(i)].data()).header(); }
-  std::vector<std::vector<std::byte>> inputs_;
+  const StepInputHeader& header(int i) const { return StepInputView(staging_[static_cast<size_t>(i)].data()).header(); }
   std::vector<size_t> latest_;
-  std::vector<int32_t> tokens_;
 };
 
 struct TimedEngine {
@@ -85,7 +77,7 @@ struct TimedEngine {
   // As the step thread does it: again at once while anything moves, else after a sleep. An idle one sleeps until the test
   // submits something.
   void look() {
-    if (!loop->advance()) clock_ns += loop->stats().leases > 0 ? loop->patience().count() + oversleep_ns : 5 * kUs;
+    if (!loop->advance()) clock_ns += loop->stats().num_steps_in_flight > 0 ? loop->patience().count() + oversleep_ns : 5 * kUs;
     loop->drain([](const StepLoop::News&) {});
   }
   void run_steps(size_t count) {
@@ -110,7 +102,7 @@ struct TimedEngine {
     }
     return result;
   }
-  int64_t late_launches() const { return loop->stats().late_launches; }
+  int64_t late_launches() const { return loop->stats().num_late_launches; }
 
   TimedExecutor* device;
   std::unique_ptr<StepLoop> loop;

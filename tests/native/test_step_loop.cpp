@@ -80,7 +80,7 @@ TEST(preemption_happens_when_blocks_run_out) {
   }
   CHECK(engine.run());
   CHECK_EQ(engine.mismatches(), 0);
-  CHECK(engine.loop->stats().preemptions > 0);
+  CHECK(engine.loop->stats().num_preemptions > 0);
   CHECK(engine.settles());
 }
 
@@ -108,14 +108,14 @@ TEST(shared_prompts_hit_the_prefix_cache) {
   spec.max_tokens = 4;
   CHECK(engine.submit(spec) == SubmitResult::kAccepted);
   CHECK(engine.run());
-  CHECK_EQ(engine.loop->stats().prefix_hits, 0);
+  CHECK_EQ(engine.loop->stats().prefix_cache_hits, 0);
   CHECK(engine.submit(spec) == SubmitResult::kAccepted);
   CHECK(engine.run());
-  CHECK_EQ(engine.loop->stats().prefix_hits, 96);
+  CHECK_EQ(engine.loop->stats().prefix_cache_hits, 96);
   spec.salt = 99;  // another tenant sees nothing of it
   CHECK(engine.submit(spec) == SubmitResult::kAccepted);
   CHECK(engine.run());
-  CHECK_EQ(engine.loop->stats().prefix_hits, 96);
+  CHECK_EQ(engine.loop->stats().prefix_cache_hits, 96);
   CHECK_EQ(engine.mismatches(), 0);
   CHECK(engine.settles());
 }

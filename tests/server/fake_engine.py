@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from asyncengine.errors import (
     ContextLengthError,
@@ -31,6 +31,7 @@ from asyncengine.request import (
     SamplingParams,
     Usage,
 )
+from asyncengine.stats import EngineStats
 
 END = -1
 VOCABULARY = 0x110000
@@ -47,20 +48,6 @@ class ModelInfo:
     num_kv_blocks: int = 64
     block_size: int = 16
     num_parameters: int = 1_000_000
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    num_requests_running: int
-    num_requests_waiting: int
-    kv_cache_usage: float
-    num_preemptions: int
-    prefix_cache_queries: int
-    prefix_cache_hits: int
-    prompt_tokens: int
-    generation_tokens: int
-    num_kv_blocks: int
-    num_free_blocks: int
 
 
 class FakeEngine:
@@ -128,10 +115,16 @@ class FakeEngine:
     def stats(self) -> EngineStats:
         blocks = self.model_info.num_kv_blocks
         used = len(self.open)
-        return EngineStats(
-            used, 0, used / blocks, 0, self.prompt_tokens, 0, self.prompt_tokens, self.generation_tokens,
-            blocks, blocks - used,
-        )  # fmt: skip
+        counts = {field.name: 0 for field in fields(EngineStats)} | {
+            "num_requests_running": used,
+            "prefix_cache_queries": self.prompt_tokens,
+            "prompt_tokens": self.prompt_tokens,
+            "generation_tokens": self.generation_tokens,
+            "num_kv_blocks": blocks,
+            "num_free_blocks": blocks - used,
+        }
+        del counts["kv_cache_usage"]  # of the blocks
+        return EngineStats.of(counts)
 
     async def submit(
         self,

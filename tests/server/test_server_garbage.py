@@ -81,8 +81,8 @@ async def aborted(site: Site, engine: SimulatedEngine, stream: bool) -> None:
 
 async def failed(site: Site, engine: SimulatedEngine, stream: bool) -> None:
     def fail(writer: asyncio.StreamWriter) -> None:
-        for request in list(engine._by_id.values()):
-            engine._abort_in_core(request._key)
+        for key, request in list(engine._by_key.items()):
+            engine._abort_in_core(key)
             request.fail(EngineDeadError("it failed"))
 
     await cut_short(site, engine, stream, fail)

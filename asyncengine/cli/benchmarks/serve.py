@@ -96,7 +96,7 @@ async def _run(options: Options, serve_arguments: list[str], api_key: str | None
 
 async def measure(options: Options, url: str, api_key: str | None) -> Outcome:
     """Put the load on ``url``. Raises OSError if nothing answers there, ConfigError for a URL that is none."""
-    from asyncengine.cli.benchmarks.sse_client import StreamResult, Target, stream
+    from asyncengine.cli.benchmarks.sse_client import SseResult, Target, read_sse
 
     path = "/v1/completions" if options.endpoint == "completions" else "/v1/chat/completions"
     try:
@@ -108,13 +108,13 @@ async def measure(options: Options, url: str, api_key: str | None) -> Outcome:
     requests = [_fields(options, model, rng) for _ in range(options.num_prompts)]
     limit = asyncio.Semaphore(options.max_concurrency or options.num_prompts)
     for fields in requests[: options.num_warmups]:
-        warm = await stream(target, target.request(fields), options.timeout)
+        warm = await read_sse(target, target.request(fields), options.timeout)
         if warm.failure:
             raise OSError(f"the first request to {url} failed: {warm.failure}")
 
-    async def send(fields: dict[str, Any]) -> StreamResult:
+    async def send(fields: dict[str, Any]) -> SseResult:
         async with limit:
-            result = await stream(target, target.request(fields), options.timeout)
+            result = await read_sse(target, target.request(fields), options.timeout)
         asked, got = fields["max_tokens"], result.completion_tokens
         if result.failure is None and options.ignore_eos and got != asked:
             result.error = f"the stream is short: {got} of {asked} tokens"

@@ -1,4 +1,4 @@
-"""A cheap HTTP/1.1 client for event streams, so that a benchmark measures the server and not itself.
+"""A cheap HTTP/1.1 client for server-sent events, so that a benchmark measures the server and not itself.
 
 One request per connection, one callback per read of the socket, and of every event only the fields that are counted:
 about a tenth of what a general client costs per token.
@@ -43,7 +43,7 @@ _DONE = b"[DONE]"
 
 
 @dataclass(slots=True)
-class StreamResult:
+class SseResult:
     """What came back for one request. Times are of time.perf_counter()."""
 
     started: float
@@ -100,11 +100,11 @@ class Target:
         return head.encode() + body
 
 
-async def stream(target: Target, request: bytes, timeout_s: float) -> StreamResult:
+async def read_sse(target: Target, request: bytes, timeout_s: float) -> SseResult:
     """Send ``request`` and read the events to the end. Never raises for what a server may do: see ``failure``."""
     loop = asyncio.get_running_loop()
     finished: asyncio.Future[None] = loop.create_future()
-    result = StreamResult(perf_counter())
+    result = SseResult(perf_counter())
     transport: asyncio.BaseTransport | None = None
     try:
         async with asyncio.timeout(timeout_s):
@@ -126,7 +126,7 @@ async def stream(target: Target, request: bytes, timeout_s: float) -> StreamResu
 class _EventReader(asyncio.Protocol):
     """Status line, chunked encoding and events of one response."""
 
-    def __init__(self, request: bytes, result: StreamResult, finished: asyncio.Future[None]) -> None:
+    def __init__(self, request: bytes, result: SseResult, finished: asyncio.Future[None]) -> None:
         self._request = request
         self._result = result
         self._finished = finished

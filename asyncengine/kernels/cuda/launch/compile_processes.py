@@ -35,22 +35,25 @@ MAX_COMPILATIONS = 16
 _LARGEST = 1 << 17
 """Bytes of a message; a kernel is described by two thousand."""
 _COMMAND = (
-    "import sys; sys.path[:] = sys.argv[3:]; from asyncengine.kernels.cuda.launch.compile_processes import serve; "
-    "serve(int(sys.argv[1]), int(sys.argv[2]))"
+    "import sys; sys.path[:] = sys.argv[4:]; from asyncengine.kernels.cuda.launch.compile_processes import serve; "
+    "serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])"
 )
 
 _active: CompileProcesses | None = None
 
 
 @contextmanager
-def compile_processes(count: int) -> Iterator[CompileProcesses | None]:
-    """Have kernels compiled by so many processes until this ends, if any have to be; None if it can't be done."""
+def compile_processes(count: int, kernels: str) -> Iterator[CompileProcesses | None]:
+    """Have kernels compiled by so many processes until this ends, if any have to be; None if it can't be done.
+
+    ``kernels`` names the module whose import imports every kernel.
+    """
     global _active
     interpreter = sys.executable and not getattr(sys, "frozen", False)  # a frozen program would start itself
     if count < 2 or _active is not None or not interpreter or not hasattr(socket, "SOCK_SEQPACKET"):
         yield None
         return
-    _active = processes = CompileProcesses(min(count, MAX_COMPILATIONS))
+    _active = processes = CompileProcesses(min(count, MAX_COMPILATIONS), kernels)
     try:
         if _cache_is_empty():
             processes.start()
@@ -95,8 +98,9 @@ class CompileProcesses:
     nobody waits for one that has died.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, kernels: str) -> None:
         self._count = count
+        self._kernels = kernels
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -110,9 +114,10 @@ class CompileProcesses:
             try:
                 self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 with theirs:
-                    command = [sys.executable, "-c", _COMMAND, str(theirs.fileno()), str(self._count), *sys.path]
+                    arguments = [str(theirs.fileno()), str(self._count), self._kernels, *sys.path]
                     self._process = subprocess.Popen(
-                        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                        [sys.executable, "-c", _COMMAND, *arguments],
+                        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                         pass_fds=[theirs.fileno()], start_new_session=True,
                     )  # fmt: skip
             except OSError as e:
@@ -159,9 +164,9 @@ class CompileProcesses:
 # ---- in the processes ----
 
 
-def serve(connection: int, count: int) -> None:
+def serve(connection: int, count: int, kernels: str) -> None:
     """Fork so many processes that compile what comes over a socket, until the other end is closed."""
-    import_module("asyncengine.runner.device_steps")  # every kernel
+    import_module(kernels)
     with socket.socket(fileno=connection) as shared:
         shared.send(b"ready")
         children = [child for _ in range(count) if (child := _fork(shared))]

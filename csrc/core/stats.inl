@@ -1,0 +1,27 @@
+// The statistics of a step loop, one a line: the struct, its published copy and Python's snapshot come from this list. Names
+// are those of asyncengine.EngineStats where it has them. A value is a count of now, or a sum since the start.
+
+// The scheduler's.
+STAT(num_requests_running)  // sequences that have a slot
+STAT(num_requests_waiting)  // sequences in the queue; at least queued_requests
+STAT(num_preemptions)       // sum
+STAT(prefix_cache_queries)  // sum: prompt tokens looked up in the prefix cache
+STAT(prefix_cache_hits)     // sum: prompt tokens found there
+STAT(prompt_tokens)         // sum
+STAT(generation_tokens)     // sum
+STAT(num_kv_blocks)
+STAT(num_free_blocks)       // blocks that no sequence holds
+STAT(num_free_slots)
+STAT(cached_blocks)         // free blocks that a prompt may find
+STAT(block_references)      // of all blocks
+
+// The step thread's.
+STAT(num_steps)             // sum: steps launched
+STAT(num_steps_in_flight)   // as many staging buffers are leased
+STAT(num_late_launches)     // sum: steps held back until nothing was left to do for the device, or as good as nothing
+STAT(failed_steps)          // sum
+
+// The event loop's.
+STAT(queued_requests)       // submitted and not yet scheduled
+STAT(queued_tokens)         // their prompts'
+STAT(live_requests)         // requests in memory

@@ -1,0 +1,126 @@
+"""Documents stay short, and name what exists."""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMITS = {"README.md": 110, "bench/NOTES.md": 200}
+DOCUMENTS = sorted(
+    {*LIMITS, "SECURITY.md", "csrc/README.md", "bench/log/README.md"}
+    | {str(path.relative_to(ROOT)) for path in (ROOT / "asyncengine").rglob("README.md")}
+)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+QUOTED = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"[\w./*-]+\.(?:py|pyi|cpp|h|inl|md|json|svg|toml|txt)")
+FOLDER = re.compile(r"(?:asyncengine|csrc|tests|bench)(?:/[\w-]+)+/?|(?:[\w-]+/)+")
+
+
+@cache
+def tree() -> list[str]:
+    """Files and folders of the repository, relative to its root, each with a slash before it."""
+    found = []
+    for folder, folders, files in os.walk(ROOT):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in {"build", "__pycache__"}]
+        base = "/" + os.path.relpath(folder, ROOT) + "/" if folder != str(ROOT) else "/"
+        found += [base + name for name in (*folders, *files)]
+    return found
+
+
+def lines_of(document: str) -> list[str]:
+    return (ROOT / document).read_text().splitlines()
+
+
+def prose(document: str) -> str:
+    return FENCE.sub("", (ROOT / document).read_text())
+
+
+def words(document: str) -> list[str]:
+    """What the document has in backticks, in words: a command's script is one of them."""
+    return [word for text in QUOTED.findall(prose(document)) for word in text.split()]
+
+
+def repository_paths(document: str) -> list[str]:
+    """What the document has in backticks that looks like a file or a folder of the repository."""
+    return [word.removesuffix("/") for word in words(document) if FILE.fullmatch(word) or FOLDER.fullmatch(word)]
+
+
+@cache
+def sources(*folders: str) -> str:
+    suffixes = {".py", ".cpp", ".h"}
+    files = (path for folder in folders for path in sorted((ROOT / folder).rglob("*")) if path.suffix in suffixes)
+    return "\n".join(path.read_text() for path in files)
+
+
+def test_readers_find_what_they_are_promised() -> None:
+    assert set(DOCUMENTS) >= {"asyncengine/kernels/README.md", "asyncengine/server/README.md"}
+
+
+@pytest.mark.parametrize("document", LIMITS)
+def test_documents_are_short(document: str) -> None:
+    assert len(lines_of(document)) <= LIMITS[document]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_somewhere(document: str) -> None:
+    for target in LINK.findall(prose(document)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (ROOT / document).parent / path if path else ROOT / document
+        assert file.exists(), f"{document}: there is no {target}"
+        assert not anchor or anchor in anchors(file), f"{document}: {target} names no heading"
+
+
+def anchors(file: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_named_files_exist(document: str) -> None:
+    if document == "bench/log/README.md":  # its table has names of the past
+        return
+    for path in repository_paths(document):
+        pattern = re.escape(path.removeprefix("/")).replace(r"\*", r"[^/]*")
+        assert any(re.search(f"/{pattern}$", known) for known in tree()), f"{document} names {path}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "bench/log").glob("*.md")), ids=lambda path: path.name)
+def test_the_log_has_an_index(path: Path) -> None:
+    assert f"(log/{path.name})" in (ROOT / "bench/NOTES.md").read_text()
+
+
+def test_named_tests_exist() -> None:
+    text = sources("tests")
+    named = {name for name in words("csrc/README.md") if re.fullmatch(r"[a-z0-9]+(_[a-z0-9]+){3,}", name)}
+    assert len(named) > 15
+    for name in named:
+        assert re.search(rf"(def |TEST\(){name}\(?", text), f"csrc/README.md names {name}"
+
+
+def test_named_functions_exist() -> None:
+    native, python = sources("csrc"), sources("asyncengine")
+    named = set(words("csrc/README.md"))
+    for name in named:
+        if match := re.fullmatch(r"(\w+)::(\w+)", name):
+            assert re.search(rf"(class|struct) {match[1]}\b", native), name
+            assert re.search(rf"\b{match[2]}\(", native), name
+        elif match := re.fullmatch(r"([A-Z]\w+)\.(\w+)", name):
+            assert re.search(rf"class {match[1]}\b", python), name
+            assert re.search(rf"def {match[2]}\(", python), name
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_named_flags_exist(document: str) -> None:
+    text = sources("asyncengine", "bench", "tests")
+    for flag in words(document):
+        if flag.startswith("--"):
+            field = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+            assert flag in text or re.search(rf"\b{field}: ", text), f"{document} names {flag}"
