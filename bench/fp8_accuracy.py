@@ -47,7 +47,7 @@ _PIECE = 512
 class Sequences:
     """A model over sequences that are equally long, each with blocks of its own; logits of every token."""
 
-    def __init__(self, loaded: LoadedModel, ops: Ops, rows: int, length: int) -> None:
+    def __init__(self, loaded: LoadedModel, ops: Ops[Any, Any, Any], rows: int, length: int) -> None:
         self._loaded = loaded
         self._ops = ops
         self._rows = rows
@@ -111,13 +111,15 @@ class Sequences:
         return batch
 
 
-def load(directory: Path, quantization: Quantization, args: argparse.Namespace, tokens: int) -> tuple[LoadedModel, Ops]:
+def load(
+    directory: Path, quantization: Quantization, args: argparse.Namespace, tokens: int
+) -> tuple[LoadedModel, Ops[Any, Any, Any]]:
     dummy = not any(directory.glob("*.safetensors"))
     config = EngineConfig(
         model=str(directory), load_format="dummy" if dummy else "auto", max_model_len=tokens,
         dtype="float32" if args.device == "cpu" else "bfloat16",
     )  # fmt: skip
-    ops: Ops
+    ops: Ops[Any, Any, Any]
     if args.device == "cpu":
         from asyncengine.kernels.cpu.reference import Float8ReferenceOps, ReferenceOps
 

@@ -153,8 +153,9 @@ class ModelConfig:
     sandwich_norms: bool = False
     """The output of a block is normed before it is added to the residual."""
     norm_weight_offset: float = 0.0
-    """What the checkpoint's weights of norms lack."""
+    """Added to the weights of RMS norms when they are read, in the model's dtype."""
     embedding_scale: float = 1.0
+    """Factor on the rows of the embedding."""
     score_softcap: float = 0.0
     """0: scores of attention are not capped."""
     logit_softcap: float = 0.0

@@ -27,7 +27,7 @@ from asyncengine.kernels.ops import (
 class Mixer(Protocol):
     """The block of a layer in which tokens meet. ``residual`` is [T, H]."""
 
-    def forward(self, ops: ModelOps, residual: Residual, cache: Any, batch: Batch, *, is_last: bool) -> None:
+    def forward(self, ops: ModelOps, residual: Residual, cache: Any, batch: Batch, is_last: bool) -> None:
         """Add to the residual; what later steps need goes to the cache, the layer's ``LayerCache``.
 
         In the model's last layer it calls ``Ops.keep_sampled`` before it adds.
@@ -50,7 +50,7 @@ class AttentionBlock(NamedTuple):
     output: Handle
     output_norm: Norm | None = None
 
-    def forward(self, ops: ModelOps, residual: Residual, cache: LayerKVCache, batch: Batch, *, is_last: bool) -> None:
+    def forward(self, ops: ModelOps, residual: Residual, cache: LayerKVCache, batch: Batch, is_last: bool) -> None:
         heads = ops.norm_linear(residual, self.norm, self.qkv)
         x = ops.attention(heads, self.layer, cache, batch)
         if is_last:
@@ -115,6 +115,6 @@ class Decoder:
         residual = ops.embed(batch, self._embedding, self._position_table, self._embedding_scale)
         last = len(self._layers) - 1
         for index, (layer, cache) in enumerate(zip(self._layers, caches, strict=True)):
-            layer.mixer.forward(ops, residual, cache, batch, is_last=index == last)
+            layer.mixer.forward(ops, residual, cache, batch, index == last)
             layer.feed_forward.forward(ops, residual)
         return residual

@@ -150,9 +150,4 @@ def allocate(
         ) from e
     by_token = (num_blocks, spec.num_heads, block_size, spec.head_dim)
     keys = (num_blocks, spec.num_heads, spec.head_dim, block_size) if ops.transposed_keys else by_token
-    planes = iter(memory)
-    layers: list[LayerCache] = []
-    for _ in model.layer_caches:  # each a KVSpec
-        k, v = next(planes)
-        layers.append(LayerKVCache(k.view(keys), v.view(by_token)))
-    return KVCache(memory, layers)
+    return KVCache(memory, [LayerKVCache(k.view(keys), v.view(by_token)) for k, v in memory])

@@ -24,7 +24,7 @@ LAYERS: list[set[str]] = [
     {"config", "request", "model_info", "stats", "fairness"},
     {"kernels/ops", "kernels/float8"},
     {"kernels/cpu", "kernels/cuda/gpu"},
-    {"kernels/attention", "kernels/cuda/launch"},
+    {"kernels/cuda/launch"},
     {"kernels/cuda/step"},
     {"kernels/cuda/rows", "kernels/cuda/sampling", "kernels/cuda/attention/plan", "kernels/cuda/linear/plan"},
     {"kernels/cuda/attention/work"},

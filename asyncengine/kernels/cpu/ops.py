@@ -19,8 +19,10 @@ from asyncengine.kernels.cpu.memory import HugePages, Result, ResultPool
 from asyncengine.kernels.ops import Activation, AttentionLayer, LayerKVCache, Norm, is_gated
 
 _DTYPES = {torch.float32: _core.Dtype.float32, torch.bfloat16: _core.Dtype.bfloat16}
-_FUNCTIONS: dict[Activation, _core.ActivationFunction] = {
-    name: _core.ActivationFunction.__members__[name.removesuffix("_mul")] for name in get_args(Activation)
+# The function, and whether it is gated.
+_ACTIVATIONS: dict[Activation, tuple[_core.ActivationFunction, bool]] = {
+    name: (_core.ActivationFunction.__members__[name.removesuffix("_mul")], is_gated(name))
+    for name in get_args(Activation)
 }
 
 
@@ -183,10 +185,10 @@ class CpuOps(HostOps[CpuLinearHandle]):
         self, residual: Residual, norm: Norm, handle: CpuLinearHandle, activation: Activation | None = None
     ) -> Tensor:
         """The next call for as many features writes the same memory, unless the activation is gated."""
-        if activation is not None and is_gated(activation):
-            return self.activate(self._norm_linear(residual, norm, handle, handle.product, None), activation)
-        fused = None if activation is None else _FUNCTIONS[activation]
-        y = self._norm_linear(residual, norm, handle, handle.product, fused)
+        function, gated = (None, False) if activation is None else _ACTIVATIONS[activation]
+        y = self._norm_linear(residual, norm, handle, handle.product, None if gated else function)
+        if activation is not None and gated:
+            return self.activate(y, activation)
         self._last = handle.product
         return y
 
@@ -294,12 +296,11 @@ class CpuOps(HostOps[CpuLinearHandle]):
 
     def activate(self, x: Tensor, activation: Activation) -> Tensor:
         """x [M, N] activated; a gated activation takes an even N and halves it."""
-        gated = is_gated(activation)
+        function, gated = _ACTIVATIONS[activation]
         width = x.shape[-1] // (2 if gated else 1)
         if not x.is_contiguous() or (gated and x.shape[-1] % 2):
             raise ValueError(f"{activation} does not take {list(x.shape)} with strides {x.stride()}")
         y = self._results.empty((x.shape[0], width), x.dtype)
-        function = _FUNCTIONS[activation]
         self._native.activation(_dtype(x), function, gated, x.data_ptr(), y.data_ptr(), x.shape[0], width)
         return y
 
