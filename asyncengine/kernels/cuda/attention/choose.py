@@ -240,7 +240,7 @@ def tma_decode_tile(layer: LayerKind, gpu: Gpu, block_size: int) -> Tile | None:
 
 
 def _tma_decode_tile(shape: AttentionShape, programs_per_sm: int) -> Tile:
-    """Two programs with 96 KiB of tiles in flight fill a multiprocessor's shared memory. A lone one may have twice that,
+    """Two programs with 96 KiB of tiles in flight fill a multiprocessor's shared memory. A lone one may have twice,
     but no more than six tiles: at 8 rows of 288 tokens GPT-2 takes 4.8 us with them and 6.3 with twelve, Qwen3 4.7 and
     with three 6.2.
     """

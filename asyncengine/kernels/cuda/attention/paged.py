@@ -433,12 +433,14 @@ def _attention_kernel(
                 full_begin = tl.minimum(tl.cdiv(tl.maximum(last_position - window + 1, begin * N), N), end)
                 acc, peak, total = _attend(
                     acc, peak, total, queries, k_head, v_head, table, position, begin, full_begin, kv_begin,
-                    kv_end, scale, window, True, WINDOWED, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, N, D, STAGES, SOFTCAP, WIDEN,
+                    kv_end, scale, window, True, WINDOWED, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, N, D, STAGES, SOFTCAP,
+                    WIDEN,
                 )  # fmt: skip
             full_end = tl.maximum(tl.minimum((first_position + 1) // N, end), full_begin)
             acc, peak, total = _attend(
                 acc, peak, total, queries, k_head, v_head, table, position, full_begin, full_end, kv_begin,
-                kv_end, scale, window, False, WINDOWED, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, N, D, STAGES, SOFTCAP, WIDEN,
+                kv_end, scale, window, False, WINDOWED, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, N, D, STAGES, SOFTCAP,
+                WIDEN,
             )  # fmt: skip
         acc, peak, total = _attend(
             acc, peak, total, queries, k_head, v_head, table, position, full_end, end, kv_begin, kv_end, scale, window,
