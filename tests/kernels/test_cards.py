@@ -1,0 +1,75 @@
+"""The kernels that plans name for a card compile for it, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncengine.kernels.cuda.gpu import A100, H200, KNOWN, L40S, Gpu
+from tests.kernels.test_compile import run
+
+LAYER = """
+import sys
+from tests.kernels.compile_for import install
+name, quantization = sys.argv[1:]
+import torch
+from asyncengine.kernels.cuda.gpu import KNOWN
+[gpu] = [gpu for gpu in KNOWN if gpu.name == name]
+compiled = install(10 * gpu.capability[0] + gpu.capability[1])
+from asyncengine.kernels.cuda.linear.residual import Residual
+from asyncengine.kernels.cuda.linear.tables import PlanTable
+from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps, CudaOptions
+from asyncengine.kernels.cuda.step.tensors import allocate_step
+from asyncengine.kernels.ops import Norm
+
+def random(*shape): return torch.empty(shape, dtype=torch.bfloat16)
+
+options = CudaOptions(PlanTable.load(name), gpu.dependent_launch, gpu=gpu, quantization=quantization)
+ops = CudaOps(torch.device("cpu"), options)
+for hidden, width, heads, up, layer, activation in (
+    (768, 768, 2304, 3072, True, "gelu_tanh"), (1024, 2048, 4096, 6144, False, "silu_mul")
+)[quantization == "fp8" :]:
+    def linear(n, k): return ops.make_linear([random(n, k)], [random(n) if layer else None])
+
+    norm = Norm(random(hidden), random(hidden) if layer else None, 1e-5)
+    qkv, o, wide, down = linear(heads, hidden), linear(hidden, width), linear(up, hidden), linear(hidden, 3072)
+    table = random(1024, hidden)
+    embedding, head = ops.make_embedding(table, tied=False), ops.make_head(table)
+    for rows in (1, 8, 64) if quantization == "fp8" else (1, 8, 64, 320):
+        batch = CudaBatch(allocate_step(1, 1, min(rows, 8), rows, ops.device))
+        residual = ops.embed(batch, embedding, random(8, hidden) if layer else None)
+        ops.norm_linear(residual, norm, qkv)
+        ops.linear_add_(random(rows, width), o, residual)
+        y = ops.norm_linear(residual, norm, wide, activation)
+        ops.linear_add_(y, down, residual)
+        ops.logits(residual, norm, head, batch, softcap=30.0)
+for name, kernel in compiled.items():
+    assert kernel.metadata.shared <= gpu.shared_bytes, name
+    print(name.split()[0])
+"""
+
+
+@pytest.mark.parametrize(
+    ("gpu", "quantization"), [(A100, "none"), (L40S, "fp8"), (H200, "none"), (H200, "fp8")], ids=str
+)
+def test_a_layer_compiles(tmp_path, gpu: Gpu, quantization: str) -> None:
+    compiled = set(run(tmp_path, "-c", LAYER, gpu.name, quantization))
+    rows = {"_embed_kernel", "_norm_kernel", "_soft_cap_kernel"}
+    products = {"vector_kernel", "skinny_kernel", "_tiled_kernel"}
+    assert rows <= compiled
+    if quantization == "fp8":
+        assert products | {"_quantize_kernel"} <= compiled
+    elif gpu.tma:
+        assert {"vector_kernel", "skinny_kernel", "_tma_kernel"} <= compiled
+    else:
+        assert "_activation_kernel" in compiled
+        assert not compiled & {*products, "_tma_kernel"}, "cuBLAS multiplies, until plans are measured"
+
+
+def test_known_cards_have_the_names_of_their_drivers() -> None:
+    assert len({gpu.name for gpu in KNOWN}) == len(KNOWN)
+    assert [gpu.name for gpu in KNOWN if gpu.has_float8] == [gpu.name for gpu in KNOWN if gpu is not A100]
+    assert {gpu.name for gpu in KNOWN if gpu.tma} <= {gpu.name for gpu in KNOWN if gpu.may_use_tma}
+    assert {gpu.name for gpu in KNOWN if gpu.dependent_launch} <= {g.name for g in KNOWN if g.may_launch_dependently}
+    assert H200.tile_bytes == 220_000
+    assert H200.tile_bytes_of_two == 110_000
+    assert H200.most_tile_bytes == 228_000
