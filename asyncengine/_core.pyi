@@ -9,6 +9,52 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+# ---- enums, layouts and parameters that csrc/core/ defines ----
+
+class Need(enum.IntFlag):
+    """What the sampled rows of a step need of its end beyond the greatest logit; 0 is argmax."""
+
+    temperature = 1
+    filters = 2
+    penalties = 4
+    bias = 8
+    logprobs = 16
+    mask = 32
+
+class FinishReason(enum.IntEnum):
+    none = 0
+    stop = 1
+    length = 2
+    aborted = 3
+    failed = 4
+    """The logits of the sequence were not finite."""
+    step_failed = 5
+    """A step that the sequence was part of failed."""
+
+STEP_INPUT_LAYOUT: dict[str, int]
+"""csrc/core/step_input.h by name: "magic", "max_stops", "flag.NAME", and in 32-bit words the size "TYPE_words" of each
+structure and the offset "TYPE.FIELD" of each field. TYPE: header, row, copy, update."""
+
+class SamplingState:
+    """How a sequence samples. temperature 0 is argmax; top_k 0 is all."""
+
+    def __init__(
+        self, *, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 0
+    ) -> None: ...
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def min_p(self) -> float: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def needs(self) -> int:
+        """Bits of Need."""
+
 # ---- CPU kernels ----
 
 class Dtype(enum.Enum):
@@ -33,9 +79,9 @@ class StepBatch:
         block_tables: Sequence[Sequence[int]],
         sample_index: Sequence[int],
         sample_position: Sequence[int] = ...,
-        sampling: Sequence[tuple[float, int, float, float, int]] = ...,
+        sampling: Sequence[SamplingState] = ...,
     ) -> None:
-        """For tests: owns copies. sampling: (temperature, top_k, top_p, min_p, seed) per sampled row.
+        """For tests: owns copies. sampling: per sampled row.
 
         Raises ValueError where lengths contradict each other.
         """
@@ -246,11 +292,10 @@ class BlockManager:
 #: request, index, query_len, context_len, sample, from_device, blocks
 _Row = tuple[int, int, int, int, bool, bool, list[int]]
 #: [(request, index, token or -1, finish)], requests released
-_News = tuple[list[tuple[int, int, int, int]], list[int]]
+_News = tuple[list[tuple[int, int, int, FinishReason]], list[int]]
 
 class SchedulerHarness:
-    """A scheduler whose caller plays executor and event loop. finish: 0 none, 1 stop, 2 length, 3 aborted,
-    4 failed, 5 step failed."""
+    """A scheduler whose caller plays executor and event loop."""
 
     def __init__(self, config: SchedulerConfig, steps_in_flight: int) -> None: ...
     def add(
@@ -300,6 +345,8 @@ class SubmitResult(enum.Enum):
     too_large = 2
     closed = 3
     duplicate = 4
+    unserved = 5
+    """The executor does not serve what the request needs."""
 
 class StepLoopConfig:
     def __init__(
@@ -381,16 +428,42 @@ class CudaGraphs:
 
     def __init__(self, device: CudaDevice) -> None: ...
     def add_bucket(
-        self, max_rows: int, max_tokens: int, single_token_rows: bool, max_context: int, graphs: Sequence[int]
+        self,
+        max_rows: int,
+        max_tokens: int,
+        single_token_rows: bool,
+        max_context: int,
+        variants: Sequence[tuple[int, int]],
     ) -> None:
         """Ascending: a step takes the first that fits; a max_context of 2**31 - 1 is any.
 
-        graphs: the captured graphs for greedy and for full sampling; none if all run eagerly.
+        variants: (Need bits, captured graph or 0 if all run eagerly), the cheapest first. A step takes the first that
+        serves its needs. ValueError unless the last one serves the needs of all.
         """
     def set_copy_blocks(self, graph: int) -> None:
         """What runs before a step that has block copies."""
     def upload(self, stream: int) -> None: ...
-    def launch(self, bucket: int, variant: int, stream: int) -> None: ...
+    def launch(self, bucket: int, needs: int, stream: int) -> None:
+        """The first variant that serves these Need bits."""
+
+class SequenceNews(tuple[int, int, list[int], FinishReason, int, int, int, int]):
+    """What is new of a sequence, as a named tuple. Times are those of time.monotonic_ns()."""
+
+    n_fields: int
+    n_sequence_fields: int
+    n_unnamed_fields: int
+    request: int
+    index: int  # type: ignore[assignment]
+    """Of the sequence among the n of its request."""
+    tokens: list[int]
+    finish: FinishReason
+    first_ns: int
+    """When the first of this news came about."""
+    last_ns: int
+    scheduled_ns: int
+    """When the request first ran."""
+    cached_tokens: int
+    """Of the prompt, found in the prefix cache."""
 
 class StepLoop:
     """submit, abort and drain belong to the event loop's thread. No call waits for the step thread but stop()."""
@@ -420,7 +493,8 @@ class StepLoop:
     ) -> StepLoop:
         """Steps run on ``stream``, or with 0 on one of their own.
 
-        eager(bucket or -1 for block copies, variant, stream) enqueues a step's kernels in place of its graph.
+        eager(bucket or -1 for block copies, Need bits of the variant, stream) enqueues a step's kernels in place of its
+        graph.
         """
     def start(self, cpu: int = -1) -> None:
         """On core ``cpu``, if that is one that this process may use."""
@@ -436,27 +510,26 @@ class StepLoop:
         max_tokens: int,
         priority: int,
         salt: int,
-        sampling: tuple[float, int, float, float, int],
+        sampling: SamplingState,
         stop_tokens: Sequence[int],
         delay_ns: int = 0,
         reserved: bool = False,
+        needs: int = 0,
     ) -> SubmitResult:
-        """sampling: (temperature, top_k, top_p, min_p, seed); sequence i of n samples with seed + i.
+        """Sequence i of n samples with seed + i. needs: bits of Need beside those of ``sampling``.
 
         The request is served as if it had arrived delay_ns later. A reserved one may use an eighth more than the
         limits of the queue.
         """
     def abort(self, id: int, index: int = -1) -> None:
         """One sequence of a request, or all; no-op for a request that has ended."""
-    def drain(self) -> tuple[list[tuple[int, int, list[int], int, int, int, int, int]], bool]:
+    def drain(self) -> tuple[list[SequenceNews], bool]:
         """All that is ready, one entry per sequence with news, and whether the engine is alive.
 
-        (request, index, tokens, finish, first_ns, last_ns, scheduled_ns, cached_tokens); first and last are when the
-        first and the last of this news came about. Times of time.monotonic_ns(). Raises MemoryError only if there is no
-        memory for any entry; what it did not return comes with the next wake-up.
+        Raises MemoryError only if there is no memory for any entry; what it did not return comes with the next wake-up.
         """
     def take_step_error(self) -> str:
-        """Why steps failed whose requests drain() has given with finish 5 since the last call, one line each."""
+        """Why steps failed whose requests drain() has given with step_failed since the last call, one line each."""
     def stats(self) -> dict[str, int]:
         """Every statistic by its name: csrc/core/stats.inl lists them."""
     @property

@@ -265,13 +265,21 @@ class AsyncEngine:
             max_tokens=max_tokens,
             priority=priority,
             salt=hash_salt(cache_salt),
-            sampling=(params.temperature, params.top_k, params.top_p, params.min_p, seed % 2**64),
+            sampling=_core.SamplingState(
+                temperature=params.temperature,
+                top_k=params.top_k,
+                top_p=params.top_p,
+                min_p=params.min_p,
+                seed=seed % 2**64,
+            ),
             stop_tokens=ends,
             delay_ns=place.delay_ns,
             reserved=place.reserved,
         )
         if result == _core.SubmitResult.queue_full:
             raise EngineOverloadedError("the queue is full: too many requests or prompt tokens are waiting")
+        if result == _core.SubmitResult.unserved:
+            raise InvalidRequestError("this engine does not serve what the parameters ask for", param="params")
         if result != _core.SubmitResult.accepted:
             raise self._dead_or_closed()
         self._fair_share.enter(key, tenant, priority, params.n, place)
@@ -356,15 +364,15 @@ class AsyncEngine:
         if self._backend is None:
             return
         news, alive = self._backend.step_loop.drain()
-        for key, index, tokens, finish, first_ns, last_ns, scheduled_ns, cached_tokens in news:
-            stream = self._by_key.get(key)
+        for fresh in news:
+            stream = self._by_key.get(fresh.request)
             if stream is None:
                 continue  # aborted; its last tokens were under way
             try:
-                stream.feed(index, tokens, finish, first_ns, last_ns, scheduled_ns, cached_tokens)
+                stream.feed(fresh)
             except Exception as e:  # a bug while handling one request must not cost the others theirs
                 logger.exception("request %s failed", stream.request_id)
-                self._abort_in_core(key)
+                self._abort_in_core(fresh.request)
                 error = InternalError(f"request {stream.request_id} failed: {e!r}")
                 error.__cause__ = e
                 stream.fail(error)

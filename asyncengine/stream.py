@@ -12,6 +12,8 @@ import warnings
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Protocol, Self
 
+from asyncengine._core import FinishReason as Ended
+from asyncengine._core import SequenceNews
 from asyncengine.detokenizer import IncrementalDetokenizer, StopStringMatcher
 from asyncengine.errors import EngineError, NonFiniteLogitsError, RequestAbortedError, StepFailedError, UsageError
 from asyncengine.request import (
@@ -27,11 +29,9 @@ from asyncengine.request import (
 if TYPE_CHECKING:
     from asyncengine.tokenization import Tokenizer
 
-# FinishReason of csrc/core/sequence.h.
-NOT_FINISHED, STOPPED, LENGTH, ABORTED, FAILED, STEP_FAILED = range(6)
-_FAILURES: dict[int, Callable[[], EngineError]] = {
-    FAILED: lambda: NonFiniteLogitsError("the model returned logits that are not finite for this request"),
-    STEP_FAILED: lambda: StepFailedError("a step that computed this request failed; the log says how"),
+_FAILURES: dict[Ended, Callable[[], EngineError]] = {
+    Ended.failed: lambda: NonFiniteLogitsError("the model returned logits that are not finite for this request"),
+    Ended.step_failed: lambda: StepFailedError("a step that computed this request failed; the log says how"),
 }
 _WHOLE_AT_ONCE = 32
 """Tokens whose text is made together when only the end is waited for: few enough that the loop is not held up."""
@@ -68,7 +68,7 @@ class _SequenceState:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
 
-    def feed(self, tokens: list[int], finish: int, whole: bool) -> bool:
+    def feed(self, tokens: list[int], finish: Ended, whole: bool) -> bool:
         """Take in tokens and perhaps the end; True if a stop string ended the sequence before the core did.
 
         With ``whole`` nobody looks at the text before the end, so it is made of many tokens at a time.
@@ -78,22 +78,22 @@ class _SequenceState:
         if self._matcher is not None:
             return self._feed_matcher(self._matcher, tokens, finish)
         self.token_ids += tokens
-        if whole and finish == NOT_FINISHED and len(self.token_ids) - self._decoded < _WHOLE_AT_ONCE:
+        if whole and finish is Ended.none and len(self.token_ids) - self._decoded < _WHOLE_AT_ONCE:
             return False
         self._decode(finish)
-        if finish != NOT_FINISHED:
+        if finish is not Ended.none:
             self._end(finish, self._detokenizer.flush())
         return False
 
-    def _feed_matcher(self, matcher: StopStringMatcher, tokens: list[int], finish: int) -> bool:
+    def _feed_matcher(self, matcher: StopStringMatcher, tokens: list[int], finish: Ended) -> bool:
         for i, token in enumerate(tokens):
             self.token_ids.append(token)
-            text, stop = matcher.push(self._text_of([token], finish if i == len(tokens) - 1 else NOT_FINISHED))
+            text, stop = matcher.push(self._text_of([token], finish if i == len(tokens) - 1 else Ended.none))
             self._append(text)
             if stop is not None:
                 self.finish_reason, self.stop_reason = FinishReason.STOP, stop
-                return finish == NOT_FINISHED
-        if finish != NOT_FINISHED:
+                return finish is Ended.none
+        if finish is not Ended.none:
             rest, stop = matcher.push(self._detokenizer.flush())
             if stop is None:
                 self._end(finish, rest + matcher.flush())
@@ -108,19 +108,19 @@ class _SequenceState:
         self._taken_texts, self._taken_tokens, self.untaken = len(self.texts), len(self.token_ids), False
         return text, tokens
 
-    def _decode(self, finish: int) -> None:
+    def _decode(self, finish: Ended) -> None:
         self._append(self._text_of(self.token_ids[self._decoded :], finish))
         self._decoded = len(self.token_ids)
 
-    def _text_of(self, tokens: list[int], finish: int) -> str:
-        if finish == STOPPED and not self._params.include_stop_str_in_output:
+    def _text_of(self, tokens: list[int], finish: Ended) -> str:
+        if finish is Ended.stop and not self._params.include_stop_str_in_output:
             tokens = tokens[:-1]  # the token that ended it is not part of the text
         return self._detokenizer.push(tokens)
 
-    def _end(self, finish: int, rest: str) -> None:
+    def _end(self, finish: Ended, rest: str) -> None:
         self._append(rest)
-        self.finish_reason = FinishReason.STOP if finish == STOPPED else FinishReason.LENGTH
-        if finish == STOPPED and self.token_ids[-1] in self._params.stop_token_ids:
+        self.finish_reason = FinishReason.STOP if finish is Ended.stop else FinishReason.LENGTH
+        if finish is Ended.stop and self.token_ids[-1] in self._params.stop_token_ids:
             self.stop_reason = self.token_ids[-1]
 
     def _append(self, text: str) -> None:
@@ -187,36 +187,28 @@ class RequestStream:
         """Whether a task waits for what comes next."""
         return self._waiter is not None
 
-    def feed(
-        self,
-        index: int,
-        tokens: list[int],
-        finish: int,
-        first_ns: int,
-        last_ns: int,
-        scheduled_ns: int,
-        cached_tokens: int,
-    ) -> None:
+    def feed(self, news: SequenceNews) -> None:
         """Take in what the step thread delivered for one sequence. Called by the engine only."""
         if self._done:
             return
-        if finish in _FAILURES:
-            self.fail(_FAILURES[finish]())
+        index, tokens = news.index, news.tokens
+        if news.finish in _FAILURES:
+            self.fail(_FAILURES[news.finish]())
             return
         if not self._first_token and tokens:
-            self._first_token = first_ns * 1e-9
-            self._scheduled = scheduled_ns * 1e-9
-            self.cached_tokens = cached_tokens
+            self._first_token = news.first_ns * 1e-9
+            self._scheduled = news.scheduled_ns * 1e-9
+            self.cached_tokens = news.cached_tokens
         sequence = self._sequences[index]
         was_finished = sequence.finish_reason is not None
-        if sequence.feed(tokens, finish, self._whole):
+        if sequence.feed(tokens, news.finish, self._whole):
             self._owner.stop_sequence(self._key, index)
         if not sequence.untaken and not was_finished:
             sequence.untaken = True
             self._untaken.append(index)
         if sequence.finish_reason is not None and not was_finished:
             self._unfinished -= 1
-            self._finished = max(self._finished, last_ns * 1e-9)
+            self._finished = max(self._finished, news.last_ns * 1e-9)
             if self._unfinished == 0:
                 self._done = True
                 self._owner.forget(self._key)

@@ -122,11 +122,11 @@ def bench_attention(ops: CpuOps, repeats: int) -> Iterator[dict[str, object]]:
 
 def bench_sample(ops: CpuOps, repeats: int) -> Iterator[dict[str, object]]:
     cases = {
-        "greedy": (0.0, 0, 1.0, 0.0, 1),
-        "temperature": (0.8, 0, 1.0, 0.0, 1),
-        "top_k": (0.8, 50, 1.0, 0.0, 1),
-        "top_p": (0.8, 0, 0.95, 0.0, 1),
-        "all": (0.8, 50, 0.95, 0.05, 1),
+        "greedy": _core.SamplingState(seed=1),
+        "temperature": _core.SamplingState(temperature=0.8, seed=1),
+        "top_k": _core.SamplingState(temperature=0.8, top_k=50, seed=1),
+        "top_p": _core.SamplingState(temperature=0.8, top_p=0.95, seed=1),
+        "all": _core.SamplingState(temperature=0.8, top_k=50, top_p=0.95, min_p=0.05, seed=1),
     }
     logits = torch.randn(1, 150_000) * 3
     for name, sampling in cases.items():

@@ -32,6 +32,7 @@ from asyncengine.cli.benchmarks import report
 from asyncengine.cli.benchmarks.report import Figure
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.cpu.host import HostOps
+from asyncengine.kernels.cuda.trials import examine
 from asyncengine.kernels.float8 import Quantization
 from asyncengine.kernels.ops import Ops
 from asyncengine.runner import memory as kv_cache
@@ -125,11 +126,11 @@ def load(
         ops = Float8ReferenceOps() if quantization == "fp8" else ReferenceOps()
     else:
         from asyncengine.kernels.cuda.linear.choose import PlanTable
-        from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions, can_stream
+        from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
 
         device = torch.device("cuda", 0)
         plans = PlanTable.load(torch.cuda.get_device_name(device))
-        ops = CudaOps(device, CudaOptions(plans, quantization=quantization, streamed=can_stream(device)))
+        ops = CudaOps(device, CudaOptions(plans, quantization=quantization, gpu=examine(device)))
         config = replace(config, quantization=quantization)
     return load_model(config, ops), ops
 

@@ -38,9 +38,10 @@ from asyncengine.kernels.cuda.attention.work.lists import (
     choose_tiles,
     multiprocessors,
 )
-from asyncengine.kernels.cuda.ops import attend_stored, can_stream
-from asyncengine.kernels.cuda.rows.rows import rotary_store_kv, store_kv
+from asyncengine.kernels.cuda.ops import attend_stored
+from asyncengine.kernels.cuda.rows.rotary import rotary_store_kv, store_kv
 from asyncengine.kernels.cuda.step.tensors import DeviceStep, allocate_step
+from asyncengine.kernels.cuda.trials import examine
 from asyncengine.kernels.ops import HeadNorms, split_heads
 from asyncengine.models.config import ModelConfig
 
@@ -140,7 +141,7 @@ def lines(args: argparse.Namespace, timer: Timer) -> Lines:
 
 def _streams(tiles: Tiles | None, device: torch.device, args: Any) -> bool:
     """Whether the engine's choice of tiles is Gluon's, if that has some."""
-    return not tiles and can_stream(device) and not args.work.get("split_tokens")
+    return not tiles and examine(device).tma and not args.work.get("split_tokens")
 
 
 def allocate_work(

@@ -2,7 +2,7 @@
 
 A layer's four and the head, which gives the logits; and the head with greedy sampling, by ranks where there is a plan
 for that, and by logits. Beside them what torch has for the same: F.rms_norm or
-F.layer_norm, F.linear, which is cuBLAS, the activation, and the addition to the stream.
+F.layer_norm, F.linear, which is cuBLAS, the activation, and the addition to the residual.
 """
 
 from __future__ import annotations
@@ -18,12 +18,17 @@ from kernel_timing import Line, Lines, Timer, copies_for
 from torch import Tensor
 from tune_linear import THREADS, sites
 
-from asyncengine.kernels.cuda.linear.choose import CUBLAS, MAX_ROWS, Plan, PlanTable, Site, round_rows
-from asyncengine.kernels.cuda.ops import CudaBatch, CudaLinear, CudaOps, CudaOptions, Stream, can_stream
+from asyncengine.kernels.cuda.linear.handle import CudaLinear
+from asyncengine.kernels.cuda.linear.plan import CUBLAS, MAX_ROWS, Plan, Site, round_rows
+from asyncengine.kernels.cuda.linear.residual import Residual
+from asyncengine.kernels.cuda.linear.tables import PlanTable
+from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps, CudaOptions
 from asyncengine.kernels.cuda.sampling.sample import sample
 from asyncengine.kernels.cuda.step.tensors import allocate_step
+from asyncengine.kernels.cuda.trials import examine
 from asyncengine.kernels.ops import Activation, Norm
 from asyncengine.models.config import ModelConfig
+from asyncengine.runner.device_steps import SAMPLING
 from asyncengine.runner.tuning import Tuner, norm_behind
 
 DTYPE = torch.bfloat16
@@ -32,9 +37,10 @@ DTYPE = torch.bfloat16
 def lines(args: argparse.Namespace, timer: Timer) -> Lines:
     on_gpu = timer.device.type == "cuda"
     table = PlanTable.load(torch.cuda.get_device_name()) if on_gpu else PlanTable()
+    gpu = examine(timer.device)
     if on_gpu and (plans := planned(args.shape, args.rows, table)):
-        Tuner(timer.device, pdl=args.pdl).compile({site: [plan] for site, plan in plans.items()}, THREADS)
-    ops = CudaOps(timer.device, CudaOptions(table, args.pdl, streamed=can_stream(timer.device)))
+        Tuner(timer.device, gpu, pdl=args.pdl).compile({site: [plan] for site, plan in plans.items()}, THREADS)
+    ops = CudaOps(timer.device, CudaOptions(table, args.pdl, gpu=gpu))
     for shape in args.shape:
         c = read_model(shape)
         for name in (*projections(c), "head"):
@@ -86,13 +92,13 @@ class Projection:
     def moved(self, rows: int) -> int:
         """Bytes of the weights, of what is read and of what is written."""
         out = self.columns // (2 if self.activation == "silu_mul" else 1)
-        written = 2 if self.name == "head" else 1 if self.normed else 3  # float32; the stream is read, too, and normed
+        written = 2 if self.name == "head" else 1 if self.normed else 3  # float32; the residual is read and normed
         return ELEMENT_BYTES * (self.columns * self.inner + rows * (self.inner + written * out))
 
 
 class Operands(NamedTuple):
     x: Tensor
-    stream: Tensor
+    residual: Tensor
     """what the projection is added to"""
     norm: Norm
     """before the projection, or after it"""
@@ -111,18 +117,18 @@ def allocate(ops: CudaOps, p: Projection, rows: int) -> Operands:
     step.sample_slot.copy_(torch.arange(rows))
     width = p.inner if p.normed else p.columns
     norm = Norm(random(width), random(width) if p.layer_norm else None, 1e-5)
-    stream = random(rows, p.columns if not p.normed else 1)
-    return Operands(random(rows, p.inner), stream, norm, handle, CudaBatch(step, {}))
+    residual = random(rows, p.columns if not p.normed else 1)
+    return Operands(random(rows, p.inner), residual, norm, handle, CudaBatch(step))
 
 
 def ours(ops: CudaOps, p: Projection, a: Operands) -> object:
     if p.name == "head":
-        return ops.logits(Stream(a.x), a.norm, a.handle, a.batch)
+        return ops.logits(Residual(a.x), a.norm, a.handle, a.batch)
     if p.normed:
-        return ops.norm_linear(Stream(a.x), a.norm, a.handle, p.activation)
-    stream = Stream(a.stream)
-    ops.linear_add_(a.x, a.handle, stream)
-    return norm_behind(stream, a.norm, pdl=ops.options.pdl)  # adds up what a plan leaves
+        return ops.norm_linear(Residual(a.x), a.norm, a.handle, p.activation)
+    residual = Residual(a.residual)
+    ops.linear_add_(a.x, a.handle, residual)
+    return norm_behind(residual, a.norm, pdl=ops.options.pdl)  # adds up what a plan leaves
 
 
 def greedy_lines(ops: CudaOps, p: Projection, shape: str, rows: int, timer: Timer) -> Lines:
@@ -131,9 +137,9 @@ def greedy_lines(ops: CudaOps, p: Projection, shape: str, rows: int, timer: Time
     header, words = (torch.zeros(n, dtype=torch.int64, device=ops.device) for n in (2, rows))
 
     def tokens(a: Operands, greedy: bool) -> None:
-        batch = replace(a.batch, greedy=greedy)
-        logits = ops.logits(Stream(a.x), a.norm, a.handle, batch)
-        sample(logits, batch.step, header, words[None], greedy_only=True, pdl=ops.options.pdl)
+        batch = replace(a.batch, needs=0 if greedy else SAMPLING)
+        logits = ops.logits(Residual(a.x), a.norm, a.handle, batch)
+        sample(logits, batch.step, header, words[None], needs=0, pdl=ops.options.pdl)
 
     with torch.inference_mode():
         torch_us = timer.us([lambda a=a: theirs(p, a).argmax(-1) for a in copies])
@@ -162,10 +168,10 @@ def theirs(p: Projection, a: Operands) -> Tensor:
     if p.normed:
         return y
     size = (p.columns,)
-    a.stream.add_(y)
+    a.residual.add_(y)
     if norm.bias is not None:
-        return F.layer_norm(a.stream, size, norm.weight, norm.bias, norm.eps)
-    return F.rms_norm(a.stream, size, norm.weight, norm.eps)
+        return F.layer_norm(a.residual, size, norm.weight, norm.bias, norm.eps)
+    return F.rms_norm(a.residual, size, norm.weight, norm.eps)
 
 
 def line(ops: CudaOps, p: Projection, shape: str, rows: int, timer: Timer) -> Line:

@@ -13,7 +13,10 @@ from kernel_timing import Call, Line, Lines, Timer, copies_for
 from replay import Row, step_input
 from torch import Tensor
 
-from asyncengine.kernels.cuda.rows import rows as triton_rows
+from asyncengine.kernels.cuda.rows.activation import activate_rows
+from asyncengine.kernels.cuda.rows.embedding import embed
+from asyncengine.kernels.cuda.rows.norms import norm_rows
+from asyncengine.kernels.cuda.rows.rotary import rotary_store_kv, store_kv
 from asyncengine.kernels.cuda.step.ingest import ingest, make_source
 from asyncengine.kernels.cuda.step.tensors import allocate_step
 from asyncengine.kernels.ops import Norm, split_heads
@@ -73,7 +76,7 @@ class Cases:
             def theirs() -> Tensor:
                 return F.layer_norm(x, (width,), w, b, 1e-5) if layered else F.rms_norm(x, (width,), w, 1e-5)
 
-            return lambda: triton_rows.norm(x, norm, pdl=pdl), theirs
+            return lambda: norm_rows(x, norm, pdl=pdl), theirs
 
         name, way = ("layer norm", "F.layer_norm") if layered else ("RMS norm", "F.rms_norm")
         return Case(name, self.rows, 2 * self.rows * width * DTYPE.itemsize, make, way)
@@ -90,7 +93,7 @@ class Cases:
                 return table[ids] + positions_table[positions] if learned else table[ids]
 
             of_positions = positions_table if learned else None
-            return lambda: triton_rows.embed(ids, table, positions, of_positions, pdl=pdl), theirs
+            return lambda: embed(ids, table, positions, of_positions, pdl=pdl), theirs
 
         moved = (3 if learned else 2) * self.rows * c.hidden_size * DTYPE.itemsize
         return Case("embedding", self.rows, moved, make, "indexing")
@@ -105,7 +108,7 @@ class Cases:
             def theirs() -> Tensor:
                 return F.silu(x[:, :inner]) * x[:, inner:] if gated else F.gelu(x, approximate="tanh")
 
-            return lambda: triton_rows.activation(x, kind, pdl=pdl), theirs
+            return lambda: activate_rows(x, kind, pdl=pdl), theirs
 
         moved = (3 if gated else 2) * self.rows * inner * DTYPE.itemsize
         return Case(kind, self.rows, moved, make, "F.silu and a product" if gated else "F.gelu")
@@ -138,7 +141,7 @@ class Cases:
         pdl = self.pdl
 
         def ours() -> None:
-            triton_rows.store_kv(k, v, slots, k_cache, v_cache, pdl=pdl)
+            store_kv(k, v, slots, k_cache, v_cache, pdl=pdl)
 
         return ours, lambda: write(k, v, slots, k_cache, v_cache)
 
@@ -152,7 +155,7 @@ class Cases:
         q_norm, k_norm = (self.random(c.head_dim), self.random(c.head_dim)) if c.qk_norm else (None, None)
 
         def ours() -> None:
-            triton_rows.rotary_store_kv(
+            rotary_store_kv(
                 heads, c.num_heads, q_norm, k_norm, 1e-6, table, positions, slots, k_cache, v_cache, pdl=pdl
             )
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from asyncengine.kernels.cuda.sampling import sample as triton_sampler
 from asyncengine.kernels.cuda.step.tensors import allocate_step
+from asyncengine.runner import device_steps
 
 KINDS = ("peaked", "normal", "flat")
 MAX_COPIES_OF_TORCH = 3
@@ -64,7 +65,8 @@ def our_call(logits: Tensor, one: Sampling, pdl: bool) -> Call:
     header = torch.zeros(2, dtype=torch.int64, device=device)
     words = torch.zeros(1, rows, dtype=torch.int64, device=device)
     greedy = one.temperature == 0
-    return lambda: triton_sampler.sample(logits, step, header, words, greedy_only=greedy, pdl=pdl)
+    needs = device_steps.ARGMAX if greedy else device_steps.SAMPLING
+    return lambda: triton_sampler.sample(logits, step, header, words, needs=needs, pdl=pdl)
 
 
 def torch_sample(logits: Tensor, one: Sampling) -> Tensor:

@@ -33,7 +33,7 @@ from kernel_timing import Line, Timer, header, matrix_rate, row
 
 from asyncengine.cli.benchmarks import report
 from asyncengine.cli.benchmarks.report import Figure
-from asyncengine.kernels.cuda.launch import programmatic as pdl
+from asyncengine.kernels.cuda.trials import examine
 
 PARTS: dict[str, ModuleType] = {
     "rows": kernel_rows,
@@ -117,7 +117,7 @@ def main() -> None:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a GPU")
     torch.manual_seed(0)
-    args.pdl = not args.no_pdl and pdl.works(device)
+    args.pdl = not args.no_pdl and examine(device).dependent_launch
     timer = Timer(device, args.repeats)
     rate = matrix_rate(timer, 8192 if device.type == "cuda" else 256)
     print(f"{device_name(device)}, medians of {args.repeats}, programmatic launch {'on' if args.pdl else 'off'}")

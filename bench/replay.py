@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from asyncengine import _core
 from asyncengine.runner.buckets import Bucket
-from asyncengine.runner.device_steps import GREEDY, DeviceSteps
+from asyncengine.runner.device_steps import ARGMAX, DeviceSteps
 
 if TYPE_CHECKING:
     from asyncengine.runner.cuda_runner import CudaRunner
 
-MAGIC = 0x53744932
-SAMPLE, FROM_DEVICE = 1, 2
+LAYOUT = _core.STEP_INPUT_LAYOUT
+SAMPLE, FROM_DEVICE = LAYOUT["flag.sample"], LAYOUT["flag.from_device"]
 STEP = 2**31 - 1
 """Number of the replayed step; an engine would run for a month before it got there."""
 PROMPT_IDS = 64
@@ -48,13 +49,27 @@ def step_input(rows: Sequence[Row]) -> list[int]:
     start = 0
     for i, (query, context) in enumerate(rows):
         flags = SAMPLE | FROM_DEVICE if query == 1 else SAMPLE
-        words += [i, start, query, context, flags, prompt_ids, i, -1, 0, 0, 0, 0]
+        words += _structure(
+            "row", slot=i, query_start=start, query_len=query, context_len=context, flags=flags,
+            prompt_start=prompt_ids, sample_row=i, update=-1,
+        )  # fmt: skip
         start += query
         prompt_ids += query if query > 1 else 0
-    total = 16 + len(words) + prompt_ids
-    header = [MAGIC, total, STEP, 0, len(rows), decodes, tokens, len(rows), prompt_ids, 0, 0, 0]
-    header += [1, max(row.context for row in rows), 0, 0]
+    header = _structure(
+        "header", total_words=LAYOUT["header_words"] + len(words) + prompt_ids, step=STEP, num_rows=len(rows),
+        num_decode_rows=decodes, num_tokens=tokens, num_samples=len(rows), num_prompt_ids=prompt_ids,
+        max_context=max(row.context for row in rows),
+    )  # fmt: skip
+    header[0] = LAYOUT["magic"]
     return [*header, *words, *(i % PROMPT_IDS for i in range(prompt_ids))]
+
+
+def _structure(kind: str, **fields: int) -> list[int]:
+    """A structure of the StepInput; a field that is not named is 0."""
+    words = [0] * LAYOUT[f"{kind}_words"]
+    for field, value in fields.items():
+        words[LAYOUT[f"{kind}.{field}"]] = value
+    return words
 
 
 def choose_bucket(buckets: Sequence[Bucket], rows: Sequence[Row]) -> int:
@@ -145,7 +160,7 @@ def bare_step_us(
 
     def launch(count: int) -> None:
         for _ in range(count):
-            runner.graphs.native.launch(bucket, GREEDY, stream.cuda_stream)
+            runner.graphs.native.launch(bucket, ARGMAX, stream.cuda_stream)
 
     with staged(steps, rows, next_step, torch.cuda.synchronize, own_tables=own_tables):
         return launch_us(launch, replays, stream)

@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from asyncengine import AsyncEngine
-from asyncengine.stream import NOT_FINISHED, RequestStream
+from asyncengine import AsyncEngine, _core
+from asyncengine.stream import RequestStream
 
 T = TypeVar("T")
 _SKIP_TOKENS = 16
@@ -100,12 +100,12 @@ async def _follow(stream: RequestStream) -> list[Point]:
     ended = asyncio.get_running_loop().create_future()
     feed, tokens_before = stream.feed, _generated(stream)
 
-    def recording(index: int, tokens: list[int], finish: int, first_ns: int, last_ns: int, *rest: int) -> None:
-        have = (points[-1].tokens if points else tokens_before) + len(tokens)
-        points.append(Point(have, last_ns))
-        if finish != NOT_FINISHED and not ended.done():
+    def recording(news: _core.SequenceNews) -> None:
+        have = (points[-1].tokens if points else tokens_before) + len(news.tokens)
+        points.append(Point(have, news.last_ns))
+        if news.finish is not _core.FinishReason.none and not ended.done():
             ended.set_result(None)
-        feed(index, tokens, finish, first_ns, last_ns, *rest)
+        feed(news)
 
     stream.feed = recording  # type: ignore[method-assign]
     await ended

@@ -20,18 +20,13 @@ from pathlib import Path
 import torch
 from gpu_common import BANDWIDTH, SHAPES, projection_biases, projections, read_model
 
-from asyncengine.kernels.cuda.linear.choose import (
-    NormKind,
-    Plan,
-    PlanTable,
-    Site,
-    WeightKind,
-    cache_path,
-    candidates,
-    fallback,
-)
-from asyncengine.kernels.cuda.ops import can_stream
-from asyncengine.runner.tuning import Tuner, allowed, worth_trying
+from asyncengine.kernels.cuda.linear.candidates import candidates
+from asyncengine.kernels.cuda.linear.choose import fallback
+from asyncengine.kernels.cuda.linear.plan import NormKind, Plan, Site, WeightKind
+from asyncengine.kernels.cuda.linear.tables import PlanTable, cache_path
+from asyncengine.kernels.cuda.trials import examine
+from asyncengine.runner.prepare import allowed, worth_trying
+from asyncengine.runner.tuning import Tuner
 
 ROWS = "1,8,16,32,64,128,256"
 THREADS = min(16, os.cpu_count() or 1)
@@ -60,8 +55,8 @@ def sites(model: str, rows: int, weight: WeightKind = "bf16") -> Iterator[tuple[
 
 
 def plans_for(site: Site, kinds: list[str], count: int | None) -> Iterator[Plan]:
-    known, streamed = PlanTable.shipped(), can_stream(torch.device("cuda", 0))
-    found = worth_trying(site, known, count, streamed=streamed) if count else candidates(site, streamed=streamed)
+    known, gpu = PlanTable.shipped(), examine(torch.device("cuda", 0))
+    found = worth_trying(site, known, gpu, count) if count else candidates(site, gpu)
     for plan in found:
         if plan.kind in kinds or plan in (fallback(site), known.find(site)):
             yield plan
@@ -94,11 +89,12 @@ def main() -> None:
         )
         if name in args.sites
     ]
-    kinds = args.kinds or ["vector", "skinny", "tiled", "streamed"]
+    kinds = args.kinds or ["vector", "skinny", "tiled", "tma"]
     plans = {site: [*plans_for(site, kinds, args.likely)] for _, site in named}
     started = time.monotonic()
     print(f"{sum(map(len, plans.values()))} plans of {len(plans)} sites", flush=True)
-    tuner = Tuner(torch.device("cuda", 0), pdl=not args.no_pdl)
+    device = torch.device("cuda", 0)
+    tuner = Tuner(device, examine(device), pdl=not args.no_pdl)
     tuner.compile(plans, THREADS)
     print(f"compiled in {time.monotonic() - started:.0f} s", flush=True)
     out = Path(args.out or cache_path(torch.cuda.get_device_name()))

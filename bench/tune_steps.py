@@ -36,9 +36,13 @@ from tune_linear import read_table, sites
 
 from asyncengine import AsyncEngine
 from asyncengine.cli.embed import loop_factory
+from asyncengine.kernels.cuda.gpu import H200
 from asyncengine.kernels.cuda.launch.compiling import compile_launches
-from asyncengine.kernels.cuda.linear.choose import MULTIPROCESSORS, Plan, PlanTable, Site, candidates, default_plan
-from asyncengine.runner.device_steps import GREEDY
+from asyncengine.kernels.cuda.linear.candidates import candidates
+from asyncengine.kernels.cuda.linear.choose import Choices
+from asyncengine.kernels.cuda.linear.plan import Plan, Site
+from asyncengine.kernels.cuda.linear.tables import PlanTable
+from asyncengine.runner.device_steps import ARGMAX
 from asyncengine.runner.tuning import FAILURES
 
 GAIN = 0.997
@@ -149,16 +153,16 @@ def candidate_plans(model: str, rows: int, most: int) -> dict[Site, list[Plan]]:
     chosen = {}
     for name, site in sites(model, rows):
         if name != "head" or rows == 1:
-            plans = [plan for plan in candidates(site) if plan.kind != "tiled" and plan.warps in (4, 8)]
+            plans = [plan for plan in candidates(site, H200) if plan.kind != "tiled" and plan.warps in (4, 8)]
             random.Random(0).shuffle(plans)
-            streamed = [plan for plan in plans if plan.kind == "streamed"]
-            likely = sorted(streamed, key=partial(expected_us, site))[: most // 2]
+            by_tma = [plan for plan in plans if plan.kind == "tma"]
+            likely = sorted(by_tma, key=partial(expected_us, site))[: most // 2]
             chosen[site] = list(dict.fromkeys((*likely, *plans)))[:most]
     return dict(sorted(chosen.items(), key=lambda entry: -entry[0].weight_bytes))
 
 
 def expected_us(site: Site, plan: Plan) -> float:
-    """What a streamed plan takes once it may read x, very roughly: good for an order, not for a figure.
+    """What a tma plan takes once it may read x, very roughly: good for an order, not for a figure.
 
     Its programs have as many weights by then as their shared memory holds, or half as many if there is hardly a
     multiprocessor to start on early; the rest, and x, come from L2.
@@ -167,13 +171,13 @@ def expected_us(site: Site, plan: Plan) -> float:
     weights, x = 2 * plan.columns * span, 2 * plan.rows * span
     programs = -(-site.weight_rows // plan.columns) * -(-site.rows // plan.rows) * plan.split
     ahead = min(weights, 2 * plan.columns * plan.inner * plan.stages) * (1 if programs <= EARLY_PROGRAMS else 0.5)
-    turns = -(-programs // MULTIPROCESSORS)
+    turns = -(-programs // H200.multiprocessors)
     copied = weights - ahead + x + (turns - 1) * (weights + x)
     return copied / L2_BYTES_US + STEP_US * (span // plan.inner) + (NORM_US if plan.split > 1 else 0)
 
 
 def norm_between(model: str, rows: int) -> list[tuple[Site, Site]]:
-    """Which projection reads through a norm what another has added to the stream."""
+    """Which projection reads through a norm what another has added to the residual."""
     named = dict(sites(model, rows))
     return [(named["o"], named["up"]), (named["down"], named["qkv"])]
 
@@ -193,8 +197,8 @@ def search(
             shares = zip(improve(steps, rows, now, [{site: plan} for plan in others], turn), others, strict=True)
             ranked[site] = [plan for _, plan in sorted([(1.0, was), *shares], key=itemgetter(0)) if plan]
         for adder, reader in pairs:
-            first = [plan for plan in ranked[adder] if plan.kind in ("streamed", "skinny") and not plan.leaves_parts]
-            second = [plan for plan in ranked[reader] if plan.kind == "streamed"]
+            first = [plan for plan in ranked[adder] if plan.prepares_norm]
+            second = [plan for plan in ranked[reader] if plan.kind == "tma"]
             both = [{adder: one, reader: other} for one in first[:BEST] for other in second[:BEST]]
             improve(steps, rows, now, both, turn)
     return now
@@ -227,7 +231,8 @@ class Steps:
         runner: Any = engine._loaded().keep_alive
         self._steps, self._stream, self._buckets = runner.steps, runner.stream, runner.buckets
         self._context = context
-        self.plans: PlanTable = runner.steps._model._ops.options.plans
+        self._choices: Choices = runner.steps._model._ops.choices
+        self.plans = self._choices.table
 
     def compile(self, cases: Sequence[tuple[int, Site, Plan]], threads: int) -> None:
         """What steps of so many rows launch, with another plan of one site each."""
@@ -272,14 +277,12 @@ class Steps:
 
     def _run(self, rows: int, plans: Plans) -> None:
         bucket = self._buckets[choose_bucket(self._buckets, decode_rows([self._context] * rows))]
-        before = {site: self.plans.find(site) or default_plan(site) for site in plans}
-        for site, plan in plans.items():
-            self.plans.add(site, plan)
+        before = {site: self._choices.plan(site) for site in plans}
+        self._choices.learn(PlanTable(plans))
         try:
-            self._steps.run(bucket, GREEDY)
+            self._steps.run(bucket, ARGMAX)
         finally:
-            for site, was in before.items():
-                self.plans.add(site, was)
+            self._choices.learn(PlanTable(before))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ COMMANDS = (
     ("generate", "asyncengine.cli.generate", "continue a prompt on the terminal"),
     ("chat", "asyncengine.cli.chat", "talk to a model on the terminal"),
     ("bench", "asyncengine.cli.bench", "measure the core, a model or a server"),
+    ("plan", "asyncengine.cli.plan", "print which kernels a model's steps take on a GPU"),
     ("collect-env", "asyncengine.cli.collect_env", "print what a bug report needs"),
 )
 

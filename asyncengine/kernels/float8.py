@@ -49,7 +49,7 @@ class Quantized:
 
 
 def quantize(x: Tensor) -> Quantized:
-    """x [M, K] by plain operations of torch: for weights, and the twin of ``triton_quantize.quantize_rows``."""
+    """x [M, K] by plain operations of torch: for weights, and the twin of the GPU's ``quantize_rows``."""
     values = torch.empty(x.shape, dtype=FLOAT8, device=x.device)
     scale = torch.empty(len(x), dtype=torch.float32, device=x.device)
     _quantize_into(x, values, scale)

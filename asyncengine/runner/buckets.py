@@ -1,23 +1,12 @@
-"""Buckets: the sizes of step that graphs are captured for."""
+"""Which buckets there are."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
-ANY_CONTEXT = 2**31 - 1
+from asyncengine.kernels.cuda.step.bucket import ANY_CONTEXT, Bucket
 
-
-class Bucket(NamedTuple):
-    """Steps of at most this many rows and tokens."""
-
-    max_rows: int
-    max_tokens: int
-    single_token_rows: bool
-    """Only for steps whose every row has one token."""
-    max_context: int = ANY_CONTEXT
-    """Only for steps whose rows have at most this many tokens before their new ones."""
-
+__all__ = ["ANY_CONTEXT", "Bucket", "choose_buckets", "token_buckets"]
 
 # Rows of a mixed step beyond which all of max_num_seqs are assumed: rows cost little but their logits.
 _MIXED_ROWS = 64

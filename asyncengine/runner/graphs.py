@@ -14,7 +14,7 @@ import torch
 from asyncengine import _core
 from asyncengine.errors import ConfigError
 from asyncengine.runner.buckets import Bucket
-from asyncengine.runner.device_steps import FULL, GREEDY, DeviceSteps
+from asyncengine.runner.device_steps import VARIANTS, DeviceSteps
 
 logger = logging.getLogger(__name__)
 
@@ -36,26 +36,27 @@ class CapturedSteps:
         self._captured: list[torch.cuda.CUDAGraph] = []
 
     def capture(self, steps: DeviceSteps, buckets: list[Bucket], stream: torch.cuda.Stream, *, progress: bool) -> None:
-        """Warm up and capture each bucket for each variant of sampling; they share one pool of memory.
+        """Warm up and capture each bucket for each variant; they share one pool of memory.
 
         The kernels of all steps must be compiled and loaded, and the next StepInput an empty one. Raises
         torch.OutOfMemoryError.
         """
         started, pool = time.monotonic(), torch.cuda.graph_pool_handle()
         before = torch.cuda.mem_get_info()[0]
-        raw: dict[Bucket, list[int]] = {}
-        with torch.cuda.stream(stream), _bar(2 * len(buckets), progress) as bar:
+        variants: dict[Bucket, list[tuple[int, int]]] = {}
+        with torch.cuda.stream(stream), _bar(len(VARIANTS) * len(buckets), progress) as bar:
             # The largest first: what it takes of the pool serves all others.
             for bucket in reversed(buckets):
-                raw[bucket] = []
-                steps.run(bucket, FULL)  # loads what libraries have, which a capture must not
-                for variant in (GREEDY, FULL):
-                    raw[bucket].append(self._capture(partial(steps.run, bucket, variant), stream, pool))
+                variants[bucket] = []
+                steps.run(bucket, VARIANTS[-1])  # loads what libraries have, which a capture must not
+                for needs in VARIANTS:
+                    graph = self._capture(partial(steps.run, bucket, needs), stream, pool)
+                    variants[bucket].append((needs, graph))
                     bar.update(1)
             steps.copy_blocks()
             self.native.set_copy_blocks(self._capture(steps.copy_blocks, stream, pool))
         for bucket in buckets:
-            self.native.add_bucket(*bucket, raw[bucket])
+            self.native.add_bucket(*bucket, variants[bucket])
         self.native.upload(stream.cuda_stream)
         stream.synchronize()
         logger.info(

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_LIMIT_BYTES = 4 << 30
 DEFAULT_SHARE = 0.4
+_BYTES_PER_GRAPH = 2 << 20
+"""Reserved beside the graphs' tensors; a graph of 300 kernels takes about half of it."""
 
 
 def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -101,6 +103,18 @@ def host_budget(reserved_bytes: int) -> int:
     ``reserved_bytes`` are spoken for although the system calls them available (mapped weights).
     """
     return min(DEFAULT_LIMIT_BYTES, int(DEFAULT_SHARE * max(0, available_memory() - reserved_bytes)))
+
+
+def device_budget(config: EngineConfig, state_bytes: int, step_bytes: int, num_buckets: int) -> int:
+    """Bytes of the GPU's memory for a KV cache: the configured share, less what is taken and what steps will take.
+
+    ``state_bytes`` is what every step shares, ``step_bytes`` what the largest step takes beside, in the graphs' pool
+    and again while it warms up.
+    """
+    free, total = torch.cuda.mem_get_info()
+    graphs = 0 if config.enforce_eager else 2 * num_buckets * _BYTES_PER_GRAPH
+    fixed = state_bytes + 2 * step_bytes + graphs + (64 << 20)
+    return int(total * config.gpu_memory_utilization) - (total - free) - fixed
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@
 #include <cstdint>
 #include <memory>
 #include <stdexcept>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -28,8 +27,6 @@ T* pointer(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
-using SamplingTuple = std::tuple<float, int32_t, float, float, uint64_t>;  // temperature, top_k, top_p, min_p, seed
-
 // A Python function that is called from threads without the GIL, and let go of there too.
 inline std::shared_ptr<py::function> callback(py::function function) {
   return {new py::function(std::move(function)), [](py::function* f) {
@@ -44,13 +41,16 @@ inline void require(bool condition, const char* message) {
 }
 
 inline RequestSpec make_spec(uint64_t id, std::vector<int32_t> prompt, int32_t n, int32_t max_tokens, int32_t priority,
-                             uint64_t salt, const SamplingTuple& sampling, std::vector<int32_t> stop_tokens,
-                             int64_t delay_ns = 0, bool reserved = false) {
+                             uint64_t salt, const SamplingState& sampling, std::vector<int32_t> stop_tokens,
+                             int64_t delay_ns = 0, bool reserved = false, Needs needs = 0) {
   require(n >= 1 && max_tokens >= 1, "n and max_tokens must be at least 1");
-  const auto& [temperature, top_k, top_p, min_p, seed] = sampling;
-  return {id, std::move(prompt), n, max_tokens, priority, salt, {temperature, top_p, min_p, top_k, seed}, std::move(stop_tokens), delay_ns, reserved};
+  return {id, std::move(prompt), n, max_tokens, priority, salt, sampling, std::move(stop_tokens), delay_ns, reserved, needs};
 }
 
+// A member of FinishReason, borrowed.
+py::handle to_python(FinishReason reason);
+
+void bind_wire(py::module_& m);
 void bind_cpu_kernels(py::module_& m);
 void bind_core(py::module_& m);
 void bind_device(py::module_& m);

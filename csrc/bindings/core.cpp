@@ -102,7 +102,7 @@ class SchedulerHarness {
     std::vector<uint64_t> released;
     Delivery& delivery = outbox_.filling();
     for (const OutputEvent& event : delivery.events) {
-      events.append(py::make_tuple(event.sequence->request->id, event.sequence->index, event.token, static_cast<int>(event.finish)));
+      events.append(py::make_tuple(event.sequence->request->id, event.sequence->index, event.token, to_python(event.finish)));
     }
     for (const Request* request : delivery.released) {
       released.push_back(request->id);

@@ -63,26 +63,30 @@ void CudaGraphs::upload(Address stream) {
   }
 }
 
-void CudaGraphs::launch(size_t bucket, size_t variant, Address stream) const {
-  require(bucket < buckets.size() && variant < kNumVariants, "no such bucket or variant");
-  check_cuda(cuda_, cuda_.graph_launch(buckets[bucket].graphs[variant], reinterpret_cast<CudaStream>(stream)), "cudaGraphLaunch");
+void CudaGraphs::launch(size_t bucket, Needs needs, Address stream) const {
+  require(bucket < buckets.size() && buckets[bucket].variants.back().serves(needs), "no such bucket, or none for these needs");
+  const GraphVariant& variant = buckets[bucket].variants[buckets[bucket].variant_for(needs)];
+  check_cuda(cuda_, cuda_.graph_launch(variant.graph, reinterpret_cast<CudaStream>(stream)), "cudaGraphLaunch");
 }
 
 void CudaGraphs::add_bucket(int32_t max_rows, int32_t max_tokens, bool single_token_rows, int32_t max_context,
-                            const std::vector<Address>& graphs) {
-  require(graphs.empty() || graphs.size() == kNumVariants, "one graph for each variant of sampling, or none");
+                            const std::vector<std::pair<Needs, Address>>& variants) {
+  require(!variants.empty(), "a bucket needs a variant");
   GraphBucket bucket{max_rows, max_tokens, single_token_rows, max_context, {}};
-  for (size_t variant = 0; variant < graphs.size(); ++variant) bucket.graphs[variant] = instantiate(graphs[variant]);
-  buckets.push_back(bucket);
+  for (const auto& [needs, graph] : variants) {
+    require(GraphVariant{variants.back().first}.serves(needs), "the last variant must serve all needs of the others");
+    bucket.variants.push_back({needs, graph == 0 ? nullptr : instantiate(graph)});
+  }
+  buckets.push_back(std::move(bucket));
 }
 
 GraphExecutor::Graphs executor_graphs(std::shared_ptr<CudaGraphs> graphs, py::object eager, Address stream) {
   GraphExecutor::Graphs result{graphs->buckets, graphs->copy_blocks, {}, reinterpret_cast<CudaStream>(stream), graphs};
   if (!eager.is_none()) {
-    result.eager = [launch = callback(eager.cast<py::function>())](int bucket, GraphVariant variant, CudaStream stream) {
+    result.eager = [launch = callback(eager.cast<py::function>())](int bucket, Needs needs, CudaStream stream) {
       py::gil_scoped_acquire gil;
       try {
-        (*launch)(bucket, static_cast<int>(variant), reinterpret_cast<Address>(stream));
+        (*launch)(bucket, needs, reinterpret_cast<Address>(stream));
         return std::string();
       } catch (const py::error_already_set& error) {
         return std::string(error.what());
@@ -146,10 +150,10 @@ void bind_device(py::module_& m) {
       .def(py::init([](const CudaDevice& device) { return std::make_shared<CudaGraphs>(device.cuda); }), py::arg("device"),
            py::keep_alive<1, 2>())
       .def("add_bucket", &CudaGraphs::add_bucket, py::arg("max_rows"), py::arg("max_tokens"), py::arg("single_token_rows"),
-           py::arg("max_context"), py::arg("graphs"))
+           py::arg("max_context"), py::arg("variants"))
       .def("set_copy_blocks", [](CudaGraphs& self, Address graph) { self.copy_blocks = self.instantiate(graph); }, py::arg("graph"))
       .def("upload", &CudaGraphs::upload, py::arg("stream"), NoGil())
-      .def("launch", &CudaGraphs::launch, py::arg("bucket"), py::arg("variant"), py::arg("stream"), NoGil());
+      .def("launch", &CudaGraphs::launch, py::arg("bucket"), py::arg("needs"), py::arg("stream"), NoGil());
 }
 
 }  // namespace asyncengine

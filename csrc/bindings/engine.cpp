@@ -92,22 +92,55 @@ OwnedStepLoop make_cpu_loop(const StepLoopConfig& config, py::function forward,
   for (const auto& [base, bytes_per_block] : kv_regions) regions.push_back({pointer<std::byte>(base), bytes_per_block});
   auto executor = std::make_unique<CallbackExecutor>(StepLoop::limits(config), max_blocks(config.scheduler),
                                                      config.scheduler.block_size, config.steps_in_flight,
-                                                     std::move(regions), std::move(step),
+                                                     std::move(regions), kCpuSamplerNeeds, std::move(step),
                                                      [probe = std::make_shared<GilProbe>()](int64_t now) { return probe->held_up_ns(now); });
   return OwnedStepLoop(new StepLoop(config, std::move(executor)));
 }
 
-// [(request, index, tokens, finish, first_ns, last_ns, scheduled_ns, cached_tokens), ...], one per sequence with news.
+PyTypeObject* sequence_news_type;  // a named tuple of the fields below
+
+void bind_sequence_news(py::module_& m) {
+  static PyStructSequence_Field fields[] = {
+      {"request", "the request's id"},
+      {"index", "of the sequence among the n of its request"},
+      {"tokens", "sampled since the last news"},
+      {"finish", "FinishReason"},
+      {"first_ns", "when the first of this news came about; times are those of time.monotonic_ns()"},
+      {"last_ns", "when the last of it did"},
+      {"scheduled_ns", "when the request first ran"},
+      {"cached_tokens", "of the prompt, found in the prefix cache"},
+      {nullptr, nullptr},
+  };
+  static PyStructSequence_Desc description{"asyncengine._core.SequenceNews", "What is new of a sequence.", fields, 8};
+  sequence_news_type = PyStructSequence_NewType(&description);
+  if (sequence_news_type == nullptr) throw py::error_already_set();
+  m.attr("SequenceNews") = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(sequence_news_type));
+}
+
+py::object to_python(const StepLoop::News& news) {
+  const Request& request = *news.sequence->request;
+  const auto record = py::reinterpret_steal<py::object>(PyStructSequence_New(sequence_news_type));
+  if (!record) throw py::error_already_set();
+  Py_ssize_t field = 0;
+  const auto put = [&](py::object value) { PyStructSequence_SetItem(record.ptr(), field++, value.release().ptr()); };
+  put(py::int_(request.id));
+  put(py::int_(news.sequence->index));
+  put(py::cast(news.tokens));
+  put(py::reinterpret_borrow<py::object>(to_python(news.finish)));
+  put(py::int_(news.first_ns));
+  put(py::int_(news.last_ns));
+  put(py::int_(request.scheduled_ns));
+  put(py::int_(request.cached_tokens));
+  return record;
+}
+
+// A SequenceNews per sequence that has some.
 // If memory runs out, this is what there was memory for, and another wake-up brings the rest.
 std::pair<py::list, bool> drain(StepLoop& loop) {
   py::list news;
   bool alive = true;
   try {
-    alive = loop.drain([&](const StepLoop::News& n) {
-      const Request& request = *n.sequence->request;
-      news.append(py::make_tuple(request.id, n.sequence->index, n.tokens, static_cast<int>(n.finish), n.first_ns, n.last_ns,
-                                 request.scheduled_ns, request.cached_tokens));
-    });
+    alive = loop.drain([&](const StepLoop::News& n) { news.append(to_python(n)); });
   } catch (...) {
     loop.wake();
     if (news.empty()) throw;
@@ -134,12 +167,14 @@ StepLoopConfig make_loop_config(const SchedulerConfig& scheduler, int steps_in_f
 }  // namespace
 
 void bind_engine(py::module_& m) {
+  bind_sequence_news(m);
   py::enum_<SubmitResult>(m, "SubmitResult")
       .value("accepted", SubmitResult::kAccepted)
       .value("queue_full", SubmitResult::kQueueFull)
       .value("too_large", SubmitResult::kTooLarge)
       .value("closed", SubmitResult::kClosed)
-      .value("duplicate", SubmitResult::kDuplicate);
+      .value("duplicate", SubmitResult::kDuplicate)
+      .value("unserved", SubmitResult::kUnserved);
 
   py::class_<StepLoopConfig>(m, "StepLoopConfig")
       .def(py::init(&make_loop_config), py::kw_only(), py::arg("scheduler"), py::arg("steps_in_flight"), py::arg("max_queued_requests"),
@@ -158,12 +193,13 @@ void bind_engine(py::module_& m) {
         return self.stop(std::chrono::nanoseconds(static_cast<int64_t>(limit_s * 1e9)));
       }, py::arg("limit_s"), NoGil())
       .def("submit", [](StepLoop& self, uint64_t id, std::vector<int32_t> prompt, int32_t n, int32_t max_tokens, int32_t priority,
-                        uint64_t salt, const SamplingTuple& sampling, std::vector<int32_t> stop_tokens, int64_t delay_ns,
-                        bool reserved) {
+                        uint64_t salt, const SamplingState& sampling, std::vector<int32_t> stop_tokens, int64_t delay_ns,
+                        bool reserved, Needs needs) {
         return self.submit(make_spec(id, std::move(prompt), n, max_tokens, priority, salt, sampling, std::move(stop_tokens),
-                                     delay_ns, reserved));
+                                     delay_ns, reserved, needs));
       }, py::arg("id"), py::arg("prompt"), py::arg("n"), py::arg("max_tokens"), py::arg("priority"), py::arg("salt"),
-           py::arg("sampling"), py::arg("stop_tokens"), py::arg("delay_ns") = 0, py::arg("reserved") = false)
+           py::arg("sampling"), py::arg("stop_tokens"), py::arg("delay_ns") = 0, py::arg("reserved") = false,
+           py::arg("needs") = 0)
       .def("abort", &StepLoop::abort, py::arg("id"), py::arg("index") = -1)
       .def("drain", &drain)
       .def("take_step_error", &StepLoop::take_step_error)

@@ -24,7 +24,7 @@ std::shared_ptr<StepBatch> make_step_batch(std::vector<int64_t> input_ids, std::
                                            std::vector<int32_t> context_len,
                                            std::vector<std::vector<int32_t>> block_tables,
                                            std::vector<int64_t> sample_index, std::vector<int64_t> sample_position,
-                                           const std::vector<SamplingTuple>& sampling) {
+                                           std::vector<SamplingState> sampling) {
   const size_t tokens = input_ids.size(), rows = context_len.size();
   require(positions.size() == tokens && slot_mapping.size() == tokens,
           "input_ids, positions and slot_mapping must have one entry per token");
@@ -47,9 +47,7 @@ std::shared_ptr<StepBatch> make_step_batch(std::vector<int64_t> input_ids, std::
   batch->sample_position = std::move(sample_position);
   batch->owned_tables = std::move(block_tables);
   for (const std::vector<int32_t>& table : batch->owned_tables) batch->block_tables.push_back(table.data());
-  for (const auto& [temperature, top_k, top_p, min_p, seed] : sampling) {
-    batch->owned_states.push_back({temperature, top_p, min_p, top_k, seed});
-  }
+  batch->owned_states = std::move(sampling);
   for (const SamplingState& state : batch->owned_states) batch->sample_state.push_back(&state);
   return batch;
 }
@@ -84,7 +82,7 @@ void bind_step_batch(py::module_& m) {
   py::class_<StepBatch, std::shared_ptr<StepBatch>>(m, "StepBatch")
       .def(py::init(&make_step_batch), py::arg("input_ids"), py::arg("positions"), py::arg("slot_mapping"),
            py::arg("query_start"), py::arg("context_len"), py::arg("block_tables"), py::arg("sample_index"),
-           py::arg("sample_position") = std::vector<int64_t>{}, py::arg("sampling") = std::vector<SamplingTuple>{})
+           py::arg("sample_position") = std::vector<int64_t>{}, py::arg("sampling") = std::vector<SamplingState>{})
       .def_readonly("num_tokens", &StepBatch::num_tokens)
       .def_readonly("num_rows", &StepBatch::num_rows)
       .def_readonly("num_samples", &StepBatch::num_samples)

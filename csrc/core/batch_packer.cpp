@@ -27,7 +27,7 @@ class Cursor {
 SlotUpdate slot_update(const Sequence& sequence) {
   const SamplingState& s = sequence.sampling;
   SlotUpdate update{sequence.slot, s.temperature, s.top_p, s.min_p, s.top_k,
-                    static_cast<uint32_t>(s.seed), static_cast<uint32_t>(s.seed >> 32), 0, {}};
+                    static_cast<uint32_t>(s.seed), static_cast<uint32_t>(s.seed >> 32), sequence.needs, {}};
   for (int i = 0; i < Sequence::kInlineStops; ++i) update.stops[i] = i < sequence.num_stops ? sequence.stops[i] : -1;
   return update;
 }
@@ -76,7 +76,7 @@ size_t pack_step(const StepPlan& plan, BlockTables& tables, std::span<std::byte>
   *header = {StepInputView::kMagic, static_cast<uint32_t>(cursor.used() / sizeof(int32_t)), plan.step,
              static_cast<int32_t>(plan.rows.size()), plan.num_decode_rows, plan.num_tokens, sample_row,
              num_prompt_ids, static_cast<int32_t>(plan.copies.size()), num_updates, plan.num_delta_blocks,
-             plan.all_greedy, max_context, {}};
+             plan.needs, max_context, {}};
   return cursor.used();
 }
 

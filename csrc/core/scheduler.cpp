@@ -95,7 +95,7 @@ inline void Scheduler::add_row(Slot& slot, int32_t query_len, bool from_device, 
   ++slot.in_flight;
   if (sample) {
     ++slot.pending;
-    plan.all_greedy &= slot.greedy;
+    plan.needs |= slot.needs;
     if (!from_device) note_first_sample(*slot.sequence, plan);
     slot.on_device = true;
   }
@@ -365,7 +365,7 @@ void Scheduler::compact_running() {
   std::erase_if(running_, [](const Slot* slot) { return slot->state != SequenceState::kRunning; });
 }
 
-const Stats& Scheduler::stats() {
+Stats& Scheduler::stats() {
   stats_.num_requests_running = static_cast<int64_t>(running_.size());
   stats_.num_requests_waiting = static_cast<int64_t>(waiting_.size());
   stats_.num_kv_blocks = blocks_.num_blocks();

@@ -57,8 +57,8 @@ class Scheduler {
   bool idle() const { return running_.empty() && waiting_.empty() && retiring_ == 0; }
   BlockTables& tables() { return tables_; }
   BlockManager& blocks() { return blocks_; }
-  // The scheduler's own are up to date.
-  const Stats& stats();
+  // The scheduler's own are up to date. The others are the caller's.
+  Stats& stats();
   StepLimits limits() const;
   // Nothing runs: every block and slot is back. For tests and leak checks.
   bool quiescent() const;

@@ -46,6 +46,7 @@ struct alignas(64) Sequence {
   int32_t num_stops = 0;           // the first few are here, all of them with the request
   int32_t stops[kInlineStops] = {};
   SamplingState sampling;
+  Needs needs = 0;                 // those of `sampling` included
   uint64_t first_sample_step = 0;  // the step that computed the last of its prompt, since it has its slot
   int32_t blocks_coming = 0;       // while retiring: blocks that settling will give back
   std::atomic<bool> abort_requested{false};  // set by the loop, read by the step thread
@@ -96,6 +97,9 @@ struct RequestSpec {
   std::vector<int32_t> stop_tokens;
   int64_t delay_ns = 0;   // it is served as if it had arrived so much later
   bool reserved = false;  // it may take of what the queue's limits keep back for such requests
+  Needs needs = 0;        // beyond those of `sampling`
+
+  Needs all_needs() const { return needs | sampling.needs(); }
 };
 
 // Costs what one copy of the prompt does, whatever n is.

@@ -26,7 +26,7 @@ struct alignas(64) Slot {
   uint32_t planned_step = 0;  // the last step that has a row of this sequence, its low half
   int8_t pending = 0;         // tokens being sampled by steps in flight: placeholders
   int8_t in_flight = 0;       // rows of this sequence in steps in flight
-  bool greedy = false;        // temperature 0
+  uint8_t needs = 0;          // Need bits
   SequenceState state : 3 = SequenceState::kRunning;  // the sequence's, kept here too
   bool on_device : 1 = false;   // last_token[slot] is, or will be, this sequence's latest token
   bool forked : 1 = false;      // the block it writes next may be shared with a sibling
@@ -37,7 +37,7 @@ struct alignas(64) Slot {
   explicit Slot(Sequence& owner)
       : sequence(&owner),
         max_total(owner.max_total),
-        greedy(owner.sampling.temperature <= 0.f),
+        needs(static_cast<uint8_t>(owner.needs)),
         more_stops(owner.num_stops > Sequence::kInlineStops),
         tail(owner.tokens) {
     std::copy_n(owner.stops, std::min(owner.num_stops, Sequence::kInlineStops), stops);

@@ -1,9 +1,7 @@
 // The statistics of a step loop; stats.inl lists them.
 #pragma once
 
-#include <array>
 #include <atomic>
-#include <cstddef>
 #include <cstdint>
 
 namespace asyncengine {
@@ -15,8 +13,8 @@ struct Stats {
 };
 
 // Calls visit(name, value) for each statistic.
-template <typename AnyStats, typename Visit>
-void visit_stats(AnyStats&& stats, Visit&& visit) {
+template <typename Visit>
+void visit_stats(const Stats& stats, Visit&& visit) {
 #define STAT(name) visit(#name, stats.name);
 #include "core/stats.inl"
 #undef STAT
@@ -27,18 +25,22 @@ void visit_stats(AnyStats&& stats, Visit&& visit) {
 class PublishedStats {
  public:
   void store(const Stats& stats) {
-    auto* value = values_.data();
-    visit_stats(stats, [&](const char*, int64_t now) { (value++)->store(now, std::memory_order_relaxed); });
+#define STAT(name) name##_.store(stats.name, std::memory_order_relaxed);
+#include "core/stats.inl"
+#undef STAT
   }
   Stats load() const {
     Stats stats;
-    const auto* value = values_.data();
-    visit_stats(stats, [&](const char*, int64_t& now) { now = (value++)->load(std::memory_order_relaxed); });
+#define STAT(name) stats.name = name##_.load(std::memory_order_relaxed);
+#include "core/stats.inl"
+#undef STAT
     return stats;
   }
 
  private:
-  std::array<std::atomic<int64_t>, sizeof(Stats) / sizeof(int64_t)> values_{};
+#define STAT(name) std::atomic<int64_t> name##_{0};
+#include "core/stats.inl"
+#undef STAT
 };
 
 }  // namespace asyncengine

@@ -6,6 +6,19 @@
 
 namespace asyncengine {
 
+// What a sampled row needs of the end of a step beyond the greatest logit, one bit each. The graph of a step is chosen by
+// the needs of its rows, and an executor says which of them it can serve.
+enum Need : uint32_t {
+  kNeedTemperature = 1,
+  kNeedFilters = 2,  // top-k, top-p, min-p
+  kNeedPenalties = 4,
+  kNeedBias = 8,
+  kNeedLogprobs = 16,
+  kNeedMask = 32,
+};
+using Needs = uint32_t;  // 0: argmax
+constexpr Needs kSamplingNeeds = kNeedTemperature | kNeedFilters;  // every executor serves these
+
 // Sampling state of one slot, sent once when the slot is filled.
 struct SamplingState {
   float temperature = 0.f;  // 0: greedy
@@ -13,6 +26,12 @@ struct SamplingState {
   float min_p = 0.f;
   int32_t top_k = 0;  // 0: all
   uint64_t seed = 0;
+
+  // Without a temperature there is nothing to filter.
+  Needs needs() const {
+    if (temperature <= 0.f) return 0;
+    return kNeedTemperature | (top_k > 0 || top_p < 1.f || min_p > 0.f ? kNeedFilters : 0u);
+  }
 };
 
 struct StepBatch {

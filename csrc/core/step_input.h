@@ -21,7 +21,7 @@ struct StepInputHeader {
   uint64_t step;
   int32_t num_rows, num_decode_rows, num_tokens, num_samples;
   int32_t num_prompt_ids, num_copies, num_slot_updates, num_delta_blocks;
-  int32_t all_greedy;   // 1: every sampled row has temperature 0
+  uint32_t needs;       // of the sampled rows together
   int32_t max_context;  // the largest context_len of a row
   int32_t reserved[2];
 };
@@ -49,7 +49,7 @@ struct SlotUpdate {
   float temperature, top_p, min_p;
   int32_t top_k;
   uint32_t seed_low, seed_high;
-  int32_t reserved;
+  uint32_t needs;
   int32_t stops[Sequence::kInlineStops];  // -1: none; a request may have more, which the host checks alone
 };
 static_assert(sizeof(SlotUpdate) == 48);

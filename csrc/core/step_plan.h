@@ -32,7 +32,7 @@ struct StepPlan {
   int32_t num_tokens = 0;
   int32_t num_decode_rows = 0;
   int32_t num_samples = 0;
-  bool all_greedy = true;             // every sampled row has temperature 0
+  Needs needs = 0;                    // of the sampled rows together
   int32_t num_delta_blocks = 0;       // block-table entries of its rows that the executor has not seen
   int64_t attended = 0;               // pairs of a token and one that it may attend to, or a few more
 
@@ -51,7 +51,7 @@ struct StepPlan {
     held_blocks.clear();
     num_tokens = num_decode_rows = num_samples = num_delta_blocks = 0;
     attended = 0;
-    all_greedy = true;
+    needs = 0;
   }
 };
 

@@ -9,6 +9,8 @@
 
 namespace asyncengine {
 
+constexpr Needs kCpuSamplerNeeds = kSamplingNeeds;  // what sample_token serves
+
 struct SamplerScratch {
   void reserve(int64_t vocab);  // sample_token of this vocabulary then allocates nothing
 

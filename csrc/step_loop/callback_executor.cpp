@@ -7,10 +7,11 @@
 namespace asyncengine {
 
 CallbackExecutor::CallbackExecutor(const StepLimits& limits, int32_t max_blocks, int32_t block_size, int steps_in_flight,
-                                   std::vector<BlockRegion> regions, Forward forward, HeldUp held_up)
+                                   std::vector<BlockRegion> regions, Needs needs, Forward forward, HeldUp held_up)
     : slots_(limits, max_blocks, block_size),
       steps_(static_cast<size_t>(steps_in_flight)),
       regions_(std::move(regions)),
+      needs_(needs),
       forward_(std::move(forward)),
       held_up_(std::move(held_up)) {
   for (Step& step : steps_) {

@@ -28,13 +28,15 @@ class CallbackExecutor final : public Executor {
   // held_up_ns() asks `held_up`, if there is one.
   using HeldUp = std::function<int64_t(int64_t now)>;
 
+  // `needs`: those that `forward` serves.
   CallbackExecutor(const StepLimits& limits, int32_t max_blocks, int32_t block_size, int steps_in_flight,
-                   std::vector<BlockRegion> regions, Forward forward, HeldUp held_up = {});
+                   std::vector<BlockRegion> regions, Needs needs, Forward forward, HeldUp held_up = {});
   ~CallbackExecutor() override;
 
   int num_staging() const override { return static_cast<int>(steps_.size()); }
   std::span<std::byte> staging(int i) override { return steps_[static_cast<size_t>(i)].input; }
   const int32_t* tokens(int i) const override { return steps_[static_cast<size_t>(i)].tokens.data(); }
+  Needs needs() const override { return needs_; }
   LaunchStatus launch(int i, size_t bytes) override;
   StepStatus poll(int i) override;
   std::string error() const override;
@@ -56,6 +58,7 @@ class CallbackExecutor final : public Executor {
   SlotState slots_;
   std::vector<Step> steps_;
   std::vector<BlockRegion> regions_;
+  Needs needs_;
   Forward forward_;
   HeldUp held_up_;
 

@@ -43,6 +43,9 @@ class Executor {
   // Sampled tokens of the step in buffer i, in row order; valid while poll(i) is kReady and i is leased.
   virtual const int32_t* tokens(int i) const = 0;
 
+  // Of the rows that it can run; submit refuses a request that needs more. From any thread, always the same.
+  virtual Needs needs() const { return kSamplingNeeds; }
+
   // Enqueues the step; never waits for it, nor for any other.
   virtual LaunchStatus launch(int i, size_t bytes) = 0;
   virtual StepStatus poll(int i) = 0;

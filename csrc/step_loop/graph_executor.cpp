@@ -20,6 +20,11 @@ GraphExecutor::GraphExecutor(const CudaRuntime& cuda, int device, std::shared_pt
       graphs_(std::move(graphs)),
       poll_interval_(poll_interval),
       steps_(static_cast<size_t>(staging_->num_steps())) {
+  for (const GraphBucket& bucket : graphs_.buckets) {
+    first_kind_.push_back(num_kinds_);
+    num_kinds_ += static_cast<int>(bucket.variants.size());
+    needs_ &= bucket.variants.back().needs;
+  }
   check_cuda(cuda_, cuda_.set_device(device_), "cudaSetDevice");
   if (graphs_.stream == nullptr) {
     check_cuda(cuda_, cuda_.stream_create(&own_stream_, kCudaStreamNonBlocking), "cudaStreamCreateWithFlags");
@@ -117,10 +122,10 @@ bool GraphExecutor::record_done(int i, bool enqueued) {
 bool GraphExecutor::enqueue(int i, size_t bytes) {
   const StepInputHeader& header = StepInputView(staging_->input(i).data()).header();
   if (staging_->mode() != StagingMode::kMapped && !send_input(i, bytes)) return false;
-  const GraphVariant variant = variant_for(header);
-  if (header.num_copies > 0 && !run(-1, variant, graphs_.copy_blocks)) return false;
-  const int bucket = bucket_for(header);
-  if (!run(bucket, variant, graphs_.buckets[static_cast<size_t>(bucket)].graphs[variant])) return false;
+  if (header.num_copies > 0 && !run(-1, {0, graphs_.copy_blocks})) return false;
+  const int number = bucket_for(header);
+  const GraphBucket& bucket = graphs_.buckets[static_cast<size_t>(number)];
+  if (!run(number, bucket.variants[bucket.variant_for(header.needs)])) return false;
   const size_t output_bytes = static_cast<size_t>(header.num_samples) * sizeof(int64_t);
   return staging_->writes_output() || output_bytes == 0 ||
          ok(cuda_.memcpy_async(staging_->output(i), staging_->device_buffers().output, output_bytes,
@@ -139,15 +144,15 @@ bool GraphExecutor::send_input(int i, size_t bytes) {
                      ok(cuda_.stream_wait_event(stream_, arrived, 0), "cudaStreamWaitEvent")));
 }
 
-bool GraphExecutor::run(int bucket, GraphVariant variant, CudaGraphExec graph) {
+bool GraphExecutor::run(int bucket, const GraphVariant& variant) {
   if (graphs_.eager) {
-    std::string error = graphs_.eager(bucket, variant, stream_);
+    std::string error = graphs_.eager(bucket, variant.needs, stream_);
     if (error.empty()) return true;
     failed_code_ = kEagerFailed;
     keep_error(std::move(error));
     return false;
   }
-  return ok(cuda_.graph_launch(graph, stream_), "cudaGraphLaunch");
+  return ok(cuda_.graph_launch(variant.graph, stream_), "cudaGraphLaunch");
 }
 
 int GraphExecutor::bucket_for(const StepInputHeader& header) const {
@@ -162,7 +167,8 @@ int GraphExecutor::bucket_for(const StepInputHeader& header) const {
 
 int GraphExecutor::kind(int i) const {
   const StepInputHeader& header = StepInputView(staging_->input(i).data()).header();
-  return bucket_for(header) * kNumVariants + variant_for(header);
+  const auto bucket = static_cast<size_t>(bucket_for(header));
+  return first_kind_[bucket] + static_cast<int>(graphs_.buckets[bucket].variant_for(header.needs));
 }
 
 StepStatus GraphExecutor::poll(int i) {

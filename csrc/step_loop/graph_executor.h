@@ -17,17 +17,29 @@
 
 namespace asyncengine {
 
-// Sampling that a graph was captured with: the cheapest that a step can do with is launched.
-enum GraphVariant { kGreedySampling, kFullSampling, kNumVariants };
-
 constexpr int32_t kAnyContext = std::numeric_limits<int32_t>::max();
+
+// A graph whose end serves these needs.
+struct GraphVariant {
+  Needs needs = 0;
+  CudaGraphExec graph = nullptr;  // none where kernels are launched one by one
+
+  bool serves(Needs wanted) const { return (wanted & ~needs) == 0; }
+};
 
 // Captured graphs for steps of at most this many rows and tokens.
 struct GraphBucket {
   int32_t max_rows, max_tokens;
   bool single_token_rows;  // fits only steps whose every row has one token
   int32_t max_context;     // of a row
-  CudaGraphExec graphs[kNumVariants];
+  std::vector<GraphVariant> variants;  // the cheapest first: the first that serves a step's needs is launched
+
+  // Precondition: one of them serves these needs.
+  size_t variant_for(Needs needs) const {
+    size_t variant = 0;
+    while (!variants[variant].serves(needs)) ++variant;
+    return variant;
+  }
 };
 
 // Per step: have the StepInput where the graph reads it (Staging), launch the graph of the smallest bucket that fits,
@@ -40,10 +52,10 @@ class GraphExecutor final : public Executor {
  public:
   // Enqueues a bucket's kernels one by one instead of its graph: for debugging, and to measure what graphs are worth.
   // Returns what went wrong, or nothing.
-  using EagerLaunch = std::function<std::string(int bucket, GraphVariant variant, CudaStream stream)>;
+  using EagerLaunch = std::function<std::string(int bucket, Needs needs, CudaStream stream)>;
 
   struct Graphs {
-    std::vector<GraphBucket> buckets;  // ascending; the last one fits every step
+    std::vector<GraphBucket> buckets;  // ascending; the last one fits every step; the last variant of each serves the most
     CudaGraphExec copy_blocks = nullptr;  // runs before a step that has block copies
     EagerLaunch eager;                 // if set, what runs in place of graphs; bucket -1 is copy_blocks
     CudaStream stream = nullptr;       // where it all runs; none: one of the executor's own
@@ -61,7 +73,8 @@ class GraphExecutor final : public Executor {
   LaunchStatus launch(int i, size_t bytes) override;
   StepStatus poll(int i) override;
   std::string error() const override;
-  int num_kinds() const override { return static_cast<int>(graphs_.buckets.size()) * kNumVariants; }
+  Needs needs() const override { return needs_; }
+  int num_kinds() const override { return num_kinds_; }
   int kind(int i) const override;  // one per graph
   std::chrono::nanoseconds poll_interval() const override { return poll_interval_; }
   bool close(std::chrono::nanoseconds limit) override;
@@ -88,11 +101,8 @@ class GraphExecutor final : public Executor {
   std::string take_error();
   bool enqueue(int i, size_t bytes);
   bool send_input(int i, size_t bytes);
-  bool run(int bucket, GraphVariant variant, CudaGraphExec graph);
+  bool run(int bucket, const GraphVariant& variant);
   int bucket_for(const StepInputHeader& header) const;
-  static GraphVariant variant_for(const StepInputHeader& header) {
-    return header.all_greedy ? kGreedySampling : kFullSampling;
-  }
   bool take_tokens(int i);
 
   const CudaRuntime& cuda_;
@@ -100,6 +110,9 @@ class GraphExecutor final : public Executor {
   bool device_set_ = false;  // cudaSetDevice is per thread: the first launch makes it for the step thread
   std::shared_ptr<Staging> staging_;
   Graphs graphs_;
+  std::vector<int> first_kind_;  // of each bucket: its variants have kinds that follow each other
+  int num_kinds_ = 0;
+  Needs needs_ = ~Needs{0};  // that every bucket has a variant for
   std::chrono::nanoseconds poll_interval_;
   CudaStream stream_ = nullptr, own_stream_ = nullptr, copy_stream_ = nullptr;
   std::vector<Step> steps_;

@@ -17,11 +17,12 @@
 
 namespace asyncengine {
 
-enum class SubmitResult { kAccepted, kQueueFull, kTooLarge, kClosed, kDuplicate };
+enum class SubmitResult { kAccepted, kQueueFull, kTooLarge, kClosed, kDuplicate, kUnserved };
 
 struct RegistryConfig {
   int64_t max_total = 0;   // prompt and output tokens of a sequence
   int32_t block_size = 0;
+  Needs needs = 0;         // that the executor serves
   int64_t max_queued_requests = 0;
   int64_t max_queued_tokens = 0;  // of prompts
   std::chrono::nanoseconds priority_ageing{};

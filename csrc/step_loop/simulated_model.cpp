@@ -52,7 +52,7 @@ std::unique_ptr<GraphExecutor> SimulatedModel::make_executor(int steps_in_flight
     GraphBucket bucket{std::max(1, limits_.max_rows / share), std::max(1, limits_.max_tokens / share), false, kAnyContext, {}};
     const CudaGraphExec graph =
         device_.add_graph([this] { step(); }, config_.step_latency + config_.token_latency * bucket.max_tokens);
-    std::ranges::fill(bucket.graphs, graph);
+    bucket.variants = {{0, graph}, {config_.needs, graph}};
     graphs.buckets.push_back(bucket);
   }
   graphs.copy_blocks = device_.add_graph([this] { copy_blocks(); }, std::chrono::nanoseconds(0));

@@ -22,6 +22,8 @@ struct SimulatedModelConfig {
   // Read every token of the context back from the KV cache, at every step. A block that was reused too early, a missing
   // copy or a wrong block-table delta then changes the output. Off: O(1) per decode row, for benchmarks.
   bool read_kv = true;
+  // That its graphs serve: argmax has one of its own, and all of these together another.
+  Needs needs = kSamplingNeeds;
 };
 
 class SimulatedModel {

@@ -45,14 +45,14 @@ def test_the_bundled_model_in_plain_torch() -> None:
 
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One layer, whose widths are multiples of 16: 300 rows are the scaled product's."""
+    """One layer, whose widths are multiples of 16: 261 rows are the scaled product's."""
     path = tmp_path_factory.mktemp("qwen3")
     config = tiny.DECODER | {"num_hidden_layers": 1, "intermediate_size": 80, "head_dim": 16}
     (path / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], **config}))
     return path
 
 
-@pytest.mark.parametrize(("rows", "tokens", "chunk"), [(20, 15, 15), (1, 6, 1), (5, 4, 1), (3, 12, 4)])
+@pytest.mark.parametrize(("rows", "tokens", "chunk"), [(3, 87, 87), (1, 4, 1), (5, 4, 1), (3, 12, 4)])
 def test_kernels_are_as_exact_as_the_twin(qwen3: Path, rows: int, tokens: int, chunk: int) -> None:
     """A whole model. Not the same numbers: what bfloat16 rounds differently gets another float8, an eighth away."""
     ids = torch.randint(tiny.VOCAB_SIZE, (rows, tokens), generator=torch.Generator().manual_seed(1))

@@ -11,10 +11,13 @@ import pytest
 import tune_steps
 from gpu_common import SHAPES, read_model
 
-from asyncengine.kernels.cuda.linear.choose import CUBLAS, Plan, PlanTable, Site, candidates
+from asyncengine.kernels.cuda.gpu import H200
+from asyncengine.kernels.cuda.linear.candidates import candidates
+from asyncengine.kernels.cuda.linear.plan import CUBLAS, Plan, Site
+from asyncengine.kernels.cuda.linear.tables import PlanTable
 
 A, B = (Site(columns, 64, 8, "none", None, False, True) for columns in (64, 128))
-SLOW, FAST, FASTER = (Plan("streamed", 64, 64, 4, 8, 1, stages) for stages in (2, 3, 4))
+SLOW, FAST, FASTER = (Plan("tma", 64, 64, 4, 8, 1, stages) for stages in (2, 3, 4))
 
 
 @pytest.mark.parametrize("model", SHAPES)
@@ -35,19 +38,19 @@ def test_most_plans_of_the_package_are_likely() -> None:
     """Twenty of up to 180 hold five of six; chance would hold half."""
     found, by_chance = [], 0.0
     for site, plan in PlanTable.shipped().items():
-        if plan.kind == "streamed":
-            streamed = [other for other in candidates(site) if other.kind == "streamed"]
-            ordered = sorted(streamed, key=lambda other: tune_steps.expected_us(site, other))
+        if plan.kind == "tma":
+            by_tma = [other for other in candidates(site, H200) if other.kind == "tma"]
+            ordered = sorted(by_tma, key=lambda other: tune_steps.expected_us(site, other))
             found.append(plan in ordered[:20])
-            by_chance += min(1, 20 / len(streamed))
+            by_chance += min(1, 20 / len(by_tma))
     assert len(found) > 50
     assert sum(found) > 0.8 * len(found) > 1.4 * by_chance
 
 
 def test_half_of_what_is_tried_is_likely() -> None:
     [(site, plans), *_] = tune_steps.candidate_plans("qwen3-0.6b", 64, most=8).items()
-    streamed = [plan for plan in candidates(site) if plan.kind == "streamed"]
-    assert set(sorted(streamed, key=lambda plan: tune_steps.expected_us(site, plan))[:4]) <= set(plans)
+    by_tma = [plan for plan in candidates(site, H200) if plan.kind == "tma"]
+    assert set(sorted(by_tma, key=lambda plan: tune_steps.expected_us(site, plan))[:4]) <= set(plans)
     assert len(set(plans)) == 8
 
 
@@ -120,7 +123,7 @@ def test_two_sites_change_together_if_only_that_spares_a_norm() -> None:
 
 
 def test_a_plan_that_leaves_parts_is_no_half_of_a_pair() -> None:
-    parts = Plan("streamed", 64, 64, 4, 8, 2, 3)
+    parts = Plan("tma", 64, 64, 4, 8, 2, 3)
     cost = {(A, SLOW): 10, (A, parts): 11, (B, SLOW): 10, (B, FASTER): 11}
     steps = FakeNorm(cost)
     assert search(steps, {A: [parts], B: [FASTER]}, pairs=[(A, B)]) == {A: SLOW, B: SLOW}

@@ -17,7 +17,8 @@ from asyncengine import _core
 
 BLOCK_SIZE = 16
 VOCAB = 8
-STOP, LENGTH, FAILED, STEP_FAILED = 1, 2, 4, 5
+STOP, LENGTH = _core.FinishReason.stop, _core.FinishReason.length
+FAILED, STEP_FAILED = _core.FinishReason.failed, _core.FinishReason.step_failed
 FED_IN_PLACE = 0
 """What executors feed where logits were not finite: no_row_is_fed_a_negative_token in tests/native holds them to it."""
 

@@ -78,6 +78,11 @@ def test_links_lead_somewhere(document: str) -> None:
         assert not anchor or anchor in anchors(file), f"{document}: {target} names no heading"
 
 
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_quotes_end_on_their_line(document: str) -> None:
+    assert not [line for line in prose(document).splitlines() if line.count("`") % 2]
+
+
 def anchors(file: Path) -> set[str]:
     headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}

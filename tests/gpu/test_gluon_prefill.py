@@ -18,10 +18,10 @@ from asyncengine.kernels.cuda.attention.tma_decode import streamed_stored_attent
 from asyncengine.kernels.cuda.attention.tma_prefill import streamed_prefill_attention
 from asyncengine.kernels.cuda.attention.work.items import BEGIN, PIECES
 from asyncengine.kernels.cuda.attention.work.lists import WorkList, choose_mixed_tiles, choose_tiles
-from asyncengine.kernels.cuda.linear.choose import Plan
-from asyncengine.kernels.cuda.linear.tma import streamed_linear
+from asyncengine.kernels.cuda.linear.plan import Plan
+from asyncengine.kernels.cuda.linear.tma import tma_linear
 from asyncengine.kernels.cuda.ops import attend_stored
-from asyncengine.kernels.cuda.rows.rows import rotary_store_kv, store_kv
+from asyncengine.kernels.cuda.rows.rotary import rotary_store_kv, store_kv
 from asyncengine.kernels.ops import split_heads
 from tests.gpu.conftest import needs_hopper
 from tests.gpu.test_gluon_attention import EDGES
@@ -112,7 +112,7 @@ def test_kernels_beside_one_another(model: str, rows: tuple[tuple[int, int], ...
     heads = torch.randn(count, shape.num_heads + 2 * shape.num_kv_heads, dim, device="cuda").bfloat16()
     step.positions.copy_(torch.cat([context + torch.arange(length) for length, context in rows]))
     cos_sin = torch.randn(world.case.max_context, dim, device="cuda")
-    weight, plan = torch.randn(64, width, device="cuda").bfloat16(), Plan("streamed", 64, 64, 4, 64, stages=3)
+    weight, plan = torch.randn(64, width, device="cuda").bfloat16(), Plan("tma", 64, 64, 4, 64, stages=3)
     k, v, slots = world.k, world.v, step.slot_mapping[:count]
     block, offset = slots // 16, slots % 16
     nothing = k.new_full((count, shape.num_kv_heads, dim), math.nan)
@@ -128,7 +128,7 @@ def test_kernels_beside_one_another(model: str, rows: tuple[tuple[int, int], ...
         else:
             rotary_store_kv(x, shape.num_heads, None, None, 0.0, cos_sin, step.positions, slots, k, v, pdl=pdl)
         attend_stored(q, k, v, step, work, dim**-0.5, 0, out, pdl=pdl)
-        streamed_linear(out, weight, plan, out=y, pdl=pdl)
+        tma_linear(out, weight, plan, out=y, pdl=pdl)
         return out, y
 
     expected = layer(pdl=False)

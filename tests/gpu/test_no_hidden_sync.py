@@ -25,7 +25,8 @@ SMALL: dict[str, Any] = {
     "load_format": "dummy", "dtype": "float32", "device": "cuda", "max_num_seqs": 8, "max_num_batched_tokens": 48,
     "num_kv_blocks": 9, "max_model_len": 96,
 }  # fmt: skip
-GREEDY, SAMPLED = (0.0, 0, 1.0, 0.0, 1), (1.0, 20, 0.9, 0.01, 5)  # temperature, top_k, top_p, min_p, seed
+GREEDY = _core.SamplingState(seed=1)
+SAMPLED = _core.SamplingState(temperature=1.0, top_k=20, top_p=0.9, min_p=0.01, seed=5)
 
 
 @pytest.fixture(autouse=True)

@@ -13,15 +13,16 @@ from torch import Tensor
 
 from asyncengine import _core
 from asyncengine.config import EngineConfig
-from asyncengine.kernels.cuda.launch import programmatic as pdl
-from asyncengine.kernels.cuda.linear.choose import PlanTable
-from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions, can_stream
+from asyncengine.kernels.cuda.linear.tables import PlanTable
+from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
+from asyncengine.kernels.cuda.trials import examine
 from asyncengine.models.config import RawConfig
 from asyncengine.models.registry import find_family
-from asyncengine.runner.cuda_runner import CudaRunner, make_steps
-from asyncengine.runner.device_steps import step_buckets
+from asyncengine.runner.cuda_runner import CudaRunner
+from asyncengine.runner.device_steps import SAMPLING, step_buckets
 from asyncengine.runner.graphs import loaded_libcudart
 from asyncengine.runner.model_runner import LoadedModel
+from asyncengine.runner.prepare import make_steps
 from tests.gpu.conftest import SHAPES
 
 PROMPT, COUNT = 700, 4
@@ -51,7 +52,7 @@ class Recorder:
         self.logits: list[Tensor] = []
 
     def forward(self, batch: Any, caches: Any) -> Tensor:
-        logits = self._model.forward(replace(batch, greedy=False), caches)
+        logits = self._model.forward(replace(batch, needs=SAMPLING), caches)
         self.logits.append(logits[0].clone())
         return logits
 
@@ -59,8 +60,9 @@ class Recorder:
 def our_logits(directory: str, source: StateDict, prompt: list[int], chunk: int) -> tuple[list[Tensor], list[int]]:
     """Of the last token of the prompt and of COUNT - 1 after it, which are returned too. ``chunk`` tokens a step."""
     device = torch.device("cuda", 0)
-    plans = PlanTable.load(torch.cuda.get_device_name(device))
-    ops = CudaOps(device, CudaOptions(plans, pdl.works(device), streamed=can_stream(device)))
+    gpu = examine(device)
+    plans = PlanTable.load(gpu.name)
+    ops = CudaOps(device, CudaOptions(plans, gpu.dependent_launch, gpu=gpu))
     raw = RawConfig.load(SHAPES / directory)
     architecture, family = find_family(raw)
     config = EngineConfig(
@@ -77,7 +79,7 @@ def our_logits(directory: str, source: StateDict, prompt: list[int], chunk: int)
     runner = CudaRunner(loaded.info(config, 64), steps, native, buffers, step_buckets(config, loaded, ops))
     loop = runner.make_step_loop(config, progress=False)
     recorder.logits.clear()
-    greedy = (0.0, 0, 1.0, 0.0, 0)
+    greedy = _core.SamplingState()
     loop.submit(
         id=1, prompt=prompt, n=1, max_tokens=COUNT, priority=0, salt=0, sampling=greedy, stop_tokens=[]
     )
@@ -85,7 +87,7 @@ def our_logits(directory: str, source: StateDict, prompt: list[int], chunk: int)
     while len(tokens) < COUNT:
         loop.advance()
         for news in loop.drain()[0]:
-            tokens += news[2]
+            tokens += news.tokens
     assert loop.stop(5.0)
     chunks = -(-PROMPT // chunk)
     return recorder.logits[chunks - 1 : chunks - 1 + COUNT], tokens

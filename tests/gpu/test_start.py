@@ -14,8 +14,8 @@ import torch
 
 from asyncengine.backend import load_backend
 from asyncengine.config import EngineConfig
-from asyncengine.kernels.cuda.linear.choose import PlanTable, cache_path
-from asyncengine.kernels.cuda.ops import can_stream
+from asyncengine.kernels.cuda.linear.tables import PlanTable, cache_path
+from asyncengine.kernels.cuda.trials import examine
 from asyncengine.runner import tuning
 from tests.models import tiny
 
@@ -73,7 +73,7 @@ def test_a_cold_start_compiles_all_kernels_beforehand(tiny_llama: str, tmp_path:
         assert int(cached) < int(count), "none was there before one was missing"
     else:
         assert cached == "0"
-    probe = " _streamed_kernel" if can_stream(torch.device("cuda", 0)) else ""
+    probe = " _tma_kernel" if examine(torch.device("cuda", 0)).tma else ""
     assert late == "late:" + probe
     tokens_again, kernels, late = start()
     assert tokens_again == tokens
@@ -116,7 +116,7 @@ def test_a_first_start_measures_what_no_table_knows(
     assert not path.exists()
     (message,) = start(tune_linear=True)
     # 4 projections of 1, 8 and 16 rows, the head of 1 and 8, and of 8 where it may leave ranks.
-    count = 14 + can_stream(torch.device("cuda", 0))
+    count = 14 + examine(torch.device("cuda", 0)).tma
     assert f"measured plans for {count} of {count} kinds" in message
     measured = PlanTable.from_json(path.read_text())
     assert len(measured) == count

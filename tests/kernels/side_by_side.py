@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -23,22 +24,24 @@ from triton.runtime.jit import JITCallable
 
 from asyncengine import _core
 from asyncengine.config import EngineConfig
-from asyncengine.kernels.cuda import ops as cuda
+from asyncengine.kernels.cuda.gpu import H200, INTERPRETER
 from asyncengine.kernels.cuda.launch import compile_processes, compiling
 from asyncengine.kernels.cuda.launch.compiling import Kernel, compile_launches, kernel
-from asyncengine.kernels.cuda.linear.choose import CUBLAS, MAX_ROWS, Plan, PlanTable, Site
-from asyncengine.kernels.cuda.linear.tma import streamed_linear
+from asyncengine.kernels.cuda.linear import project
+from asyncengine.kernels.cuda.linear.plan import CUBLAS, MAX_ROWS, Plan, Site
+from asyncengine.kernels.cuda.linear.tables import PlanTable
+from asyncengine.kernels.cuda.linear.tma import tma_linear
 from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
 from asyncengine.runner.buckets import Bucket
-from asyncengine.runner.cuda_runner import make_steps, prepare_kernels
-from asyncengine.runner.device_steps import FULL, GREEDY, DeviceSteps, step_buckets
+from asyncengine.runner.device_steps import VARIANTS, DeviceSteps, step_buckets
 from asyncengine.runner.model_runner import load_model
-from asyncengine.runner.tuning import Tuner, _Case, likely
-from tests.kernels.compile_for_hopper import Counting
+from asyncengine.runner.prepare import likely, make_steps, prepare_kernels
+from asyncengine.runner.tuning import Tuner, _Case
+from tests.kernels.compile_for import Counting
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
-GPU = "NVIDIA H200"
+GPU = replace(INTERPRETER, name="NVIDIA H200", tma=True)
 KERNELS = "asyncengine.runner.device_steps"
 
 
@@ -236,7 +239,7 @@ class Start:
         small = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_kv_blocks": 8, "max_model_len": 128}
         self.config = EngineConfig(model=str(directory), dtype="bfloat16", load_format="dummy", **small | config)
         invariant = self.config.batch_invariant
-        self.ops = CudaOps(CPU, CudaOptions(plans, pdl=True, batch_invariant=invariant, streamed=True))
+        self.ops = CudaOps(CPU, CudaOptions(plans, pdl=True, batch_invariant=invariant, gpu=GPU))
         self.loaded = load_model(self.config, self.ops)
         self.buckets = step_buckets(self.config, self.loaded, self.ops)
         self.device = _core.SimulatedDevice(vocab_size=2)
@@ -249,7 +252,7 @@ class Start:
         return steps
 
     def prepare(self) -> None:
-        prepare_kernels(self.config, GPU, self.ops, self.steps(1), self.buckets, self.tuner)
+        prepare_kernels(self.config, self.ops, self.steps(1), self.buckets, self.tuner)
 
 
 class FakeTuner:
@@ -279,7 +282,7 @@ def one_layer(directory: Path, vocab: int, shape: str = "qwen3-0.6b") -> Path:
 
 def run_all(steps: DeviceSteps, buckets: list[Bucket]) -> None:
     for bucket in reversed(buckets):
-        for variant in (GREEDY, FULL):
+        for variant in VARIANTS:
             steps.run(bucket, variant)
     steps.copy_blocks()
 
@@ -299,7 +302,7 @@ def many_rows_launch_what_was_compiled(driver: Counting, directory: Path) -> Non
 
 def launch_what_was_compiled(directory: Path, **config: int) -> list[Bucket]:
     """The buckets. Nothing is compiled here: kernels are what Triton tells apart."""
-    start = Start(directory, PlanTable.load(GPU), tune_linear=False, **config)
+    start = Start(directory, PlanTable.load(GPU.name), tune_linear=False, **config)
     launches: set[Any] = set()
 
     def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> None:
@@ -307,7 +310,7 @@ def launch_what_was_compiled(directory: Path, **config: int) -> list[Bucket]:
         launches.add((kernel, *kinds, *constants.items()))
 
     compiling.Kernel.run = launch
-    cuda._product = lambda x, weight, bias, dtype: torch.empty(len(x), len(weight), dtype=dtype)  # cuBLAS's
+    project.product = lambda x, weight, bias, dtype: torch.empty(len(x), len(weight), dtype=dtype)  # cuBLAS's
     torch.addmm = lambda to, x, weight, out: out
     start.prepare()
     compiled = launches.copy()
@@ -319,11 +322,11 @@ def launch_what_was_compiled(directory: Path, **config: int) -> list[Bucket]:
 
 def steps_find_their_kernels(driver: Counting, directory: Path) -> None:
     """With another cache, of a size of its own, in the other order."""
-    start = Start(one_layer(directory, vocab=1000), PlanTable.load(GPU), tune_linear=False)
+    start = Start(one_layer(directory, vocab=1000), PlanTable.load(GPU.name), tune_linear=False)
     start.prepare()
     assert driver.launched == []
     compiled = sorted(driver.compiled)
-    assert {"_ingest", "_streamed_decode_kernel", "vector_kernel", "_streamed_kernel",
+    assert {"_ingest", "_streamed_decode_kernel", "vector_kernel", "_tma_kernel",
             "finish_kernel", "_copy_blocks"} <= set(compiled)  # fmt: skip
     run_all(start.steps(8), start.buckets)
     assert sorted(driver.compiled) == compiled, "a launch needed a kernel that had not been compiled"
@@ -332,7 +335,7 @@ def steps_find_their_kernels(driver: Counting, directory: Path) -> None:
 
 def a_second_start_measures_nothing(driver: Counting, directory: Path) -> None:
     def start(**config: Any) -> Start:
-        start = Start(directory, PlanTable.load(GPU), **config)
+        start = Start(directory, PlanTable.load(GPU.name), **config)
         start.prepare()
         return start
 
@@ -342,7 +345,7 @@ def a_second_start_measures_nothing(driver: Counting, directory: Path) -> None:
     first = start()
     assert {site.columns for site in first.tuner.measured} == {20_000}
     assert [(site.rows, site.activation) for site in first.tuner.measured] == [(1, None), (8, "argmax"), (8, None)]
-    assert not first.ops.missing
+    assert not first.ops.choices.missing
     compiled = len(driver.compiled)
     run_all(first.steps(8), first.buckets)
     assert len(driver.compiled) == compiled, "steps use the new plans, whose kernels are compiled too"
@@ -372,8 +375,8 @@ def plans_compile_without_operands(driver: Counting) -> None:
     sites = [Site(2048, 1536, rows, "rms", "silu_mul", False, False) for rows in (1, 16)]
     sites += [Site(1536, 2048, rows, "none", None, True, True) for rows in (1, 32)]
     sites += [Site(1536, 2048, 8, "layer", None, True, False), Site(32000, 1536, 64, "rms", "argmax", False, False)]
-    plans = {site: likely(site, PlanTable.shipped(), 2) for site in sites}
-    tuner = Tuner(CPU, pdl=True)
+    plans = {site: likely(site, PlanTable.shipped(), H200, 2) for site in sites}
+    tuner = Tuner(CPU, H200, pdl=True)
     tuner.compile({site: [CUBLAS, *some] for site, some in plans.items()}, 2)
     compiled = len(driver.compiled)
     assert compiled >= 8
@@ -388,11 +391,11 @@ def plans_compile_without_operands(driver: Counting) -> None:
 
 def a_plan_compiles_once(driver: Counting) -> None:
     """For all counts of rows that it is for, multiples of 16 or not."""
-    plan = Plan("streamed", 64, 64, 4, 32, stages=2, fused_norm=False)
+    plan = Plan("tma", 64, 64, 4, 32, stages=2, fused_norm=False)
     for rows in (17, 24, 32):
         x, weight, out = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((rows, 128), (96, 128), (rows, 96)))
-        streamed_linear(x, weight, plan, out=out)
-    assert driver.compiled == ["_streamed_kernel"]
+        tma_linear(x, weight, plan, out=out)
+    assert driver.compiled == ["_tma_kernel"]
     assert len(driver.launched) == 3
 
 

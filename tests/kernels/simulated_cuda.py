@@ -16,10 +16,10 @@ from asyncengine.backend import Backend, load_tokenizer
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
 from asyncengine.runner.buckets import token_buckets
-from asyncengine.runner.cuda_runner import make_steps
-from asyncengine.runner.device_steps import FULL, GREEDY, step_buckets
+from asyncengine.runner.device_steps import VARIANTS, step_buckets
 from asyncengine.runner.loop_config import step_loop_config
 from asyncengine.runner.model_runner import load_model
+from asyncengine.runner.prepare import make_steps
 
 
 def load(config: EngineConfig) -> Backend:
@@ -33,8 +33,8 @@ def load(config: EngineConfig) -> Backend:
     buckets = step_buckets(config, loaded, ops)
     graphs = _core.CudaGraphs(native)
     for bucket in buckets:
-        bodies = [partial(_quietly, steps.run, bucket, variant) for variant in (GREEDY, FULL)]
-        graphs.add_bucket(*bucket, [device.add_graph(body) for body in bodies])
+        variants = [(needs, device.add_graph(partial(_quietly, steps.run, bucket, needs))) for needs in VARIANTS]
+        graphs.add_bucket(*bucket, variants)
     graphs.set_copy_blocks(device.add_graph(steps.copy_blocks))
     poison(steps)
     step_loop = _core.StepLoop.on_cuda(

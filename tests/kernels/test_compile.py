@@ -11,13 +11,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def compiled_for(directory: Path, *quantization: str) -> list[str]:
+def compiled_for(directory: Path, *quantization: str, target: int = 90) -> list[str]:
     """The kernels of Qwen3, which has the most of them. Its real heads and widths, one layer, few words."""
     config = json.loads((ROOT / "bench/shapes/qwen3-0.6b/config.json").read_text())
     config = {key: value for key, value in config.items() if key not in ("layer_types", "max_window_layers")}
     config |= {"num_hidden_layers": 1, "vocab_size": 32000, "eos_token_id": None}
     (directory / "config.json").write_text(json.dumps(config))
-    return run(directory, "-m", "tests.kernels.compile_for_hopper", str(directory), "bfloat16", *quantization)
+    return run(directory, "-m", "tests.kernels.compile_for", str(target), str(directory), "bfloat16", *quantization)
 
 
 def run(directory: Path, *arguments: str) -> list[str]:
@@ -41,11 +41,11 @@ def test_every_kernel_of_a_step_compiles(tmp_path):
     for name in (
         "_fetch", "_ingest", "build_decode_kernel", "build_apart_kernel", "build_prefill_kernel", "_decode_kernel",
         "_paged_decode_kernel", "_streamed_decode_kernel", "_norm_kernel", "_rotary_store_kernel", "_copy_blocks",
-        "_collect_kernel", "finish_kernel", "_streamed_kernel", "_head_kernel", "_first_kernel",
+        "_collect_kernel", "finish_kernel", "_tma_kernel", "_head_kernel", "_first_kernel",
     ):  # fmt: skip
         assert name in compiled
     hinted = [line.split()[0] for line in lines if "copies evict_" in line]
-    assert set(hinted) == {"_streamed_kernel", "_head_kernel", "_streamed_decode_kernel"}
+    assert set(hinted) == {"_tma_kernel", "_head_kernel", "_streamed_decode_kernel"}
     without_hints = [line.split()[0] for line in lines if line.endswith("copies as usual")]
     without_hints.remove("_streamed_prefill_kernel")  # which never has any
     assert sorted(without_hints) == sorted(hinted), "each is there once more, and none of its copies has a policy"
@@ -61,10 +61,10 @@ def test_every_kernel_of_a_step_with_float8_weights_compiles(tmp_path):
 
 
 FLOAT8_PLANS = """
-from tests.kernels.compile_for_hopper import install
+from tests.kernels.compile_for import install
 compiled = install()
 import torch
-from asyncengine.kernels.cuda.linear.choose import Plan
+from asyncengine.kernels.cuda.linear.plan import Plan
 from asyncengine.kernels.float8 import FLOAT8, Quantized
 from asyncengine.kernels.cuda.linear.tiled import linear
 
@@ -92,12 +92,12 @@ def test_plans_for_float8_rows_compile(tmp_path):
     assert compiled.count("_tiled_kernel:wgmma") == 4, "64 channels are Hopper's own"
 
 
-STREAMED_PLANS = """
-from tests.kernels.compile_for_hopper import install
+TMA_PLANS = """
+from tests.kernels.compile_for import install
 compiled = install()
 import torch
-from asyncengine.kernels.cuda.linear.tma import streamed_linear, streamed_parts, streamed_sum
-from asyncengine.kernels.cuda.linear.choose import Plan
+from asyncengine.kernels.cuda.linear.tma import tma_linear, tma_parts, tma_sum
+from asyncengine.kernels.cuda.linear.plan import Plan
 from asyncengine.kernels.ops import Norm
 from asyncengine.kernels.cuda.linear.tiled import linear
 from asyncengine.kernels.cuda.linear.residual import fold_norm
@@ -105,21 +105,21 @@ from asyncengine.kernels.cuda.linear.residual import fold_norm
 def random(*shape): return torch.empty(shape, dtype=torch.bfloat16)
 
 for plan in (
-    Plan("streamed", 64, 128, 4, 8, stages=4), Plan("streamed", 128, 64, 4, 64, stages=4),
-    Plan("streamed", 256, 64, 8, 128, stages=4), Plan("streamed", 128, 64, 8, 256, stages=3),
-    Plan("streamed", 16, 64, 4, 8, stages=2), Plan("streamed", 32, 128, 8, 64, stages=4),
+    Plan("tma", 64, 128, 4, 8, stages=4), Plan("tma", 128, 64, 4, 64, stages=4),
+    Plan("tma", 256, 64, 8, 128, stages=4), Plan("tma", 128, 64, 8, 256, stages=3),
+    Plan("tma", 16, 64, 4, 8, stages=2), Plan("tma", 32, 128, 8, 64, stages=4),
 ):
     x, out = random(5, 200), random(5, 48)
-    streamed_linear(x, random(96, 200), plan, out=out, activation="silu_mul", bias=random(96), pdl=True)
-    streamed_linear(x, random(48, 200), plan, out=out, activation="gelu_tanh", pdl=True)
-    streamed_linear(x, random(48, 200), plan, out=out, add=True, pdl=True)
+    tma_linear(x, random(96, 200), plan, out=out, activation="silu_mul", bias=random(96), pdl=True)
+    tma_linear(x, random(48, 200), plan, out=out, activation="gelu_tanh", pdl=True)
+    tma_linear(x, random(48, 200), plan, out=out, add=True, pdl=True)
     for norm in (Norm(random(48), None, 1e-5), Norm(random(48), random(48), 1e-5)):
-        unnormed = streamed_sum(x, random(48, 200), plan, out=out, norm=norm, pdl=True)
+        unnormed = tma_sum(x, random(48, 200), plan, out=out, norm=norm, pdl=True)
         bias, shift = (None, None) if norm.bias is None else fold_norm(norm, random(96, 48), None)
-        streamed_linear(
+        tma_linear(
             unnormed, random(96, 48), plan, out=random(5, 48), bias=bias, shift=shift, activation="silu_mul", pdl=True
         )
-streamed_parts(random(5, 256), random(48, 256), Plan("streamed", 64, 64, 4, 16, 2, 2), bias=random(48), pdl=True)
+tma_parts(random(5, 256), random(48, 256), Plan("tma", 64, 64, 4, 16, 2, 2), bias=random(48), pdl=True)
 for norm in (Norm(random(48), None, 1e-5), Norm(random(48), random(48), 1e-5)):
     linear(random(5, 200), random(48, 200), Plan("skinny", 16, 32, 2), out=out, add=True, reader=norm, pdl=True)
 words = ("wgmma", "mma.sync", "griddepcontrol.wait", "cp.async.bulk.tensor")
@@ -128,25 +128,27 @@ for name, kernel in compiled.items():
 """
 
 
-def test_streamed_plans_compile(tmp_path):
-    """In lengths that no tile divides, with whatever is fused; and additions of few rows that streamed plans read."""
-    compiled = run(tmp_path, "-c", STREAMED_PLANS)
-    kernel = "_streamed_kernel:{}:griddepcontrol.wait:cp.async.bulk.tensor"
+def test_tma_plans_compile(tmp_path):
+    """In lengths that no tile divides, with whatever is fused; and additions of few rows that tma plans read."""
+    compiled = run(tmp_path, "-c", TMA_PLANS)
+    kernel = "_tma_kernel:{}:griddepcontrol.wait:cp.async.bulk.tensor"
     wide, narrow = kernel.format("wgmma"), kernel.format("mma.sync")
     assert compiled[:43] == [wide] * 28 + [narrow] * 14 + [wide]
     assert compiled[43:] == ["skinny_kernel:mma.sync:griddepcontrol.wait"] * 2
 
 
 MANY_ROWS = """
-from tests.kernels.compile_for_hopper import install, spills
+from tests.kernels.compile_for import install, spills
 compiled = install()
 import torch
-from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions, Stream
+from asyncengine.kernels.cuda.gpu import H200
+from asyncengine.kernels.cuda.linear.residual import Residual
+from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
 from asyncengine.kernels.ops import Norm
 
 def random(*shape): return torch.empty(shape, dtype=torch.bfloat16)
 
-ops = CudaOps(torch.device("cpu"), CudaOptions(pdl=True, streamed=True))
+ops = CudaOps(torch.device("cpu"), CudaOptions(pdl=True, gpu=H200))
 for rows, hidden, width, heads, layer, activation in (
     (512, 768, 768, 2304, True, "gelu_tanh"), (1024, 768, 768, 2304, True, "gelu_tanh"),
     (512, 1024, 2048, 4096, False, "silu_mul"), (2048, 1024, 2048, 4096, False, "silu_mul"),
@@ -156,7 +158,7 @@ for rows, hidden, width, heads, layer, activation in (
 
     def linear(n, k): return ops.make_linear([random(n, k)], [random(n) if layer else None])
 
-    stream = Stream(random(rows, hidden))
+    stream = Residual(random(rows, hidden))
     ops.linear_add_(random(rows, width), linear(hidden, width), stream)
     y = ops.norm_linear(stream, norm, linear(up_rows, hidden), activation)
     ops.linear_add_(y, linear(hidden, 3072), stream)
@@ -171,22 +173,22 @@ def test_plans_of_many_rows_compile(tmp_path):
     """What a layer of GPT-2 and of Qwen3 takes; registers do for it."""
     compiled = run(tmp_path, "-c", MANY_ROWS)
     assert len(compiled) > 10
-    assert set(compiled) == {"_streamed_kernel"}
+    assert set(compiled) == {"_tma_kernel"}
 
 
 POLICIES = """
-from tests.kernels.compile_for_hopper import install, policies
+from tests.kernels.compile_for import install, policies
 compiled = install()
 import torch
-from asyncengine.kernels.cuda.linear.tma import streamed_linear
-from asyncengine.kernels.cuda.linear.choose import Plan
+from asyncengine.kernels.cuda.linear.tma import tma_linear
+from asyncengine.kernels.cuda.linear.plan import Plan
 
 def random(*shape): return torch.empty(shape, dtype=torch.bfloat16)
 
-plan = Plan("streamed", 64, 64, 4, 16, stages=2)
+plan = Plan("tma", 64, 64, 4, 16, stages=2)
 for rows, hints in ((16, True), (17, True), (17, False)):
     for activation, columns in ((None, 48), ("silu_mul", 96)):
-        streamed_linear(
+        tma_linear(
             random(rows, 200), random(columns, 200), plan, out=random(rows, 48), activation=activation,
             l2_cache_hints=hints,
         )
@@ -200,35 +202,37 @@ def test_weights_that_one_program_reads_leave_the_cache_first(tmp_path):
     assert run(tmp_path, "-c", POLICIES) == whole + shared + unmarked
 
 
-STREAMED_RANKS = """
-from tests.kernels.compile_for_hopper import install, spills
+TMA_RANKS = """
+from tests.kernels.compile_for import install, spills
 compiled = install()
 import torch
-from asyncengine.kernels.cuda.linear.tma_ranks import streamed_ranks
-from asyncengine.kernels.cuda.linear.choose import Plan, PlanTable
+from asyncengine.kernels.cuda.gpu import H200
+from asyncengine.kernels.cuda.linear.tma_ranks import tma_ranks
+from asyncengine.kernels.cuda.linear.plan import Plan
+from asyncengine.kernels.cuda.linear.tables import PlanTable
 
 def random(*shape): return torch.empty(shape, dtype=torch.bfloat16)
 
 plans = {plan: site for site, plan in PlanTable.shipped().items() if site.activation == "argmax"}
-assert all(plan.kind in ("streamed", "cublas") for plan in plans)
-for plan in (*(plan for plan in plans if plan.kind == "streamed"), Plan("streamed", 256, 64, 8, 128, stages=4)):
-    streamed_ranks(random(plan.rows, 1024), random(300, 1024), plan, pdl=True)
-streamed_ranks(random(5, 200), random(301, 200), Plan("streamed", 64, 64, 4, 16, stages=2), bias=random(301), pdl=True)
-streamed_ranks(random(5, 200), random(301, 200), Plan("streamed", 64, 64, 4, 64, stages=2), bias=random(301), pdl=True)
+assert all(plan.kind in ("tma", "cublas") for plan in plans)
+for plan in (*(plan for plan in plans if plan.kind == "tma"), Plan("tma", 256, 64, 8, 128, stages=4)):
+    tma_ranks(random(plan.rows, 1024), random(300, 1024), plan, gpu=H200, pdl=True)
+tma_ranks(random(5, 200), random(301, 200), Plan("tma", 64, 64, 4, 16, stages=2), bias=random(301), gpu=H200, pdl=True)
+tma_ranks(random(5, 200), random(301, 200), Plan("tma", 64, 64, 4, 64, stages=2), bias=random(301), gpu=H200, pdl=True)
 for name, kernel in compiled.items():
     print(":".join([name.split()[0], *(word for word in ("wgmma",) if word in kernel.asm["ptx"]), *spills(kernel)]))
 """
 
 
-def test_streamed_ranks_compile(tmp_path):
+def test_tma_ranks_compile(tmp_path):
     """With weights as either operand, and by all plans that come with the package."""
-    compiled = run(tmp_path, "-c", STREAMED_RANKS)
+    compiled = run(tmp_path, "-c", TMA_RANKS)
     assert len(compiled) > 6
     assert set(compiled) == {"_head_kernel:wgmma"}
 
 
 STREAMED_ATTENTION = """
-from tests.kernels.compile_for_hopper import install, policies, spills, stale_bounds
+from tests.kernels.compile_for import install, policies, spills, stale_bounds
 compiled = install()
 import torch
 from asyncengine.kernels.cuda.step.tensors import allocate_step
@@ -280,7 +284,7 @@ def test_streamed_decode_attention_compiles(tmp_path):
 
 
 STREAMED_PREFILL = """
-from tests.kernels.compile_for_hopper import install, policies, spills, stale_bounds
+from tests.kernels.compile_for import install, policies, spills, stale_bounds
 compiled = install()
 import torch
 from asyncengine.kernels.cuda.step.tensors import allocate_step

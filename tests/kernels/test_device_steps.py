@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from asyncengine import ConfigError, SamplingParams, testing
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.cuda.attention.work import lists as work_list
+from asyncengine.kernels.cuda.gpu import H200
 from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
 from asyncengine.runner import device_steps
 from asyncengine.runner.buckets import ANY_CONTEXT
@@ -110,13 +112,18 @@ def test_tokens_equal_transformers_with_work_lists(checkpoint, variant, monkeypa
     assert outputs == [[tuple(tiny.generate(model, prompt, COUNT))] for prompt in PROMPTS]
 
 
+@pytest.fixture(scope="module")
+def as_configured_by_default(checkpoint):
+    return generate(checkpoint("qwen3")[0], mixed_jobs(), alone=GPU)[0]
+
+
 @pytest.mark.parametrize(
     "config", [{"staging": "pageable"}, {"staging": "mapped"}, {"staging": "pinned", "steps_in_flight": 1}], ids=str
 )
-def test_staging_and_depth_change_nothing(checkpoint, config):
+def test_staging_and_depth_change_nothing(checkpoint, as_configured_by_default, config):
     """Bit for bit: the same kernels run on the same numbers in the same order of rows."""
     path, _ = checkpoint("qwen3")
-    assert generate(path, mixed_jobs(), alone=GPU, **config)[0] == generate(path, mixed_jobs(), alone=GPU)[0]
+    assert generate(path, mixed_jobs(), alone=GPU, **config)[0] == as_configured_by_default
 
 
 @on_gpu
@@ -192,15 +199,14 @@ def test_stop_tokens_end_a_sequence_on_the_device_too(checkpoint):
     assert outputs == [[tuple(expected[0][: first + 1])], *([tuple(e)] for e in expected[1:])]
 
 
-@pytest.mark.parametrize("streamed", [True, False])
-def test_which_steps_have_no_work_list(streamed, monkeypatch):
+@pytest.mark.parametrize("tma", [True, False])
+def test_which_steps_have_no_work_list(tma):
     """Those of few keys; where Gluon runs only of a lone row whose heads share no keys."""
-    monkeypatch.setattr(device_steps, "multiprocessors", lambda device: 132)
-    ops = CudaOps(torch.device("cpu"), CudaOptions(streamed=streamed))
+    ops = CudaOps(torch.device("cpu"), CudaOptions(gpu=replace(H200, tma=tma)))
     config = EngineConfig(model="", dtype="bfloat16", max_num_seqs=40, max_num_batched_tokens=64)
     for shape, expected in (
-        ((16, 8, 128), [] if streamed else [1, 2, 4, 8, 16, 24, 32]),
-        ((12, 12, 64), [1] if streamed else [1, 2, 4, 8, 16, 24, 32, 40]),
+        ((16, 8, 128), [] if tma else [1, 2, 4, 8, 16, 24, 32]),
+        ((12, 12, 64), [1] if tma else [1, 2, 4, 8, 16, 24, 32, 40]),
     ):
         model = SimpleNamespace(**dict(zip(("num_heads", "num_kv_heads", "head_dim"), shape, strict=True)))
         loaded = SimpleNamespace(config=model, dtype=torch.bfloat16, max_model_len=1 << 20)
@@ -210,9 +216,8 @@ def test_which_steps_have_no_work_list(streamed, monkeypatch):
 
 
 def test_short_contexts_of_many_rows_have_buckets_without_late_lanes(monkeypatch):
-    for module in (device_steps, work_list):
-        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
-    ops = CudaOps(torch.device("cpu"), CudaOptions(streamed=True))
+    monkeypatch.setattr(work_list, "multiprocessors", lambda device: 132)
+    ops = CudaOps(torch.device("cpu"), CudaOptions(gpu=H200))
     config = EngineConfig(model="", dtype="bfloat16", max_num_seqs=256, max_num_batched_tokens=256)
     model = SimpleNamespace(num_heads=12, num_kv_heads=12, head_dim=64, layer_windows=(0,))
     loaded = SimpleNamespace(config=model, dtype=torch.bfloat16, max_model_len=1024)

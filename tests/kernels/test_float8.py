@@ -13,9 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncengine.kernels.cuda.linear.choose import INVARIANT, MAX_ROWS, Plan, PlanTable, Site, default_plan, round_rows
+from asyncengine.kernels.cuda.gpu import B200, H200, L40S, Gpu
+from asyncengine.kernels.cuda.linear.choose import default_plan
+from asyncengine.kernels.cuda.linear.handle import CudaLinear
+from asyncengine.kernels.cuda.linear.plan import INVARIANT, MAX_ROWS, Plan, Site, round_rows
+from asyncengine.kernels.cuda.linear.residual import Residual
+from asyncengine.kernels.cuda.linear.tables import PlanTable
 from asyncengine.kernels.cuda.linear.tiled import linear
-from asyncengine.kernels.cuda.ops import CudaLinear, CudaOps, CudaOptions, Stream
+from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
 from asyncengine.kernels.cuda.rows.quantise import quantize_rows
 from asyncengine.kernels.float8 import FLOAT8, FLOAT8_MAX, Quantized, quantize, quantize_weights, scaled_product
 from asyncengine.kernels.ops import Activation, Norm
@@ -310,14 +315,14 @@ class Mlp:
             return None if t is None else t.to(self.device)
 
         gate_up, down, biases, bias, norm = self.weights()
-        stream = Stream(x.to(self.device, copy=True))
+        residual = Residual(x.to(self.device, copy=True))
         first = ops.make_linear([w.to(self.device) for w in gate_up], [moved(b) for b in biases])
         second = ops.make_linear([down.to(self.device)], [moved(bias)])
         assert isinstance(first.weight, Quantized)
-        hidden = ops.norm_linear(stream, Norm(norm.weight.to(self.device), None, norm.eps), first, "silu_mul")
+        hidden = ops.norm_linear(residual, Norm(norm.weight.to(self.device), None, norm.eps), first, "silu_mul")
         assert hidden.shape == (len(x), self.inner)
-        ops.linear_add_(hidden, second, stream)
-        return stream.x.cpu()
+        ops.linear_add_(hidden, second, residual)
+        return residual.x.cpu()
 
     def twin(self, x: Tensor) -> Tensor:
         gate_up, down, biases, bias, norm = self.weights()
@@ -360,7 +365,7 @@ def test_an_mlp(device: torch.device, first: str, second: str, rows: int) -> Non
     ops = make_ops(device, chosen)
     x = make_random(3)(rows, mlp.hidden)
     got = mlp.run(ops, x)
-    assert ops.missing == set(sites) - set(chosen)
+    assert ops.choices.missing == set(sites) - set(chosen)
     assert_near(got, mlp.twin(x))
 
 
@@ -371,7 +376,7 @@ def test_many_rows_and_odd_shapes(device: torch.device, hidden: int, inner: int)
     ops = make_ops(device)
     x = make_random(5)(MAX_ROWS + 1, hidden)
     assert_near(mlp.run(ops, x), mlp.twin(x))
-    assert not ops.missing
+    assert not ops.choices.missing
     assert ops.saved_bytes > 0
 
 
@@ -391,11 +396,12 @@ def test_a_head_is_not_quantised(device: torch.device) -> None:
 
 
 @given(columns=st.integers(1, 1 << 16), inner=st.integers(1, 1 << 15), rows=st.integers(1, MAX_ROWS),
-       gated=st.booleans())  # fmt: skip
-def test_default_plans_fit(columns: int, inner: int, rows: int, gated: bool) -> None:
+       gated=st.booleans(), gpu=st.sampled_from([L40S, H200, B200]))  # fmt: skip
+def test_default_plans_fit(columns: int, inner: int, rows: int, gated: bool, gpu: Gpu) -> None:
     site = Site(columns, inner, round_rows(rows), "none", "silu_mul" if gated else None, False, not gated, "fp8")
-    plan = default_plan(site)
+    plan = default_plan(site, gpu)
     assert plan.fits(columns, inner, gated)
+    assert plan.runs_on(gpu, "fp8")
     if plan.kind == "cublas":
         assert site.weight_rows % 16 == 0
         assert inner % 16 == 0

@@ -21,6 +21,7 @@ from replay import Row, choose_bucket, decode_rows
 
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.cuda.attention.work import lists as work_list
+from asyncengine.kernels.cuda.gpu import H200
 from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
 from asyncengine.runner import device_steps
 
@@ -117,11 +118,11 @@ def test_targets_are_measured_whatever_the_contexts() -> None:
 @pytest.mark.parametrize("shape", ["gpt2", "qwen3-0.6b"])
 def test_work_lists_are_the_engine_s(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is measured by itself is what runs in a step, for a row, a few, many, and many with late lanes."""
-    for module in (device_steps, work_list, kernel_attention):
+    for module in (work_list, kernel_attention):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(kernel_attention, "can_stream", lambda device: True)
+    monkeypatch.setattr(kernel_attention, "examine", lambda device: H200)
     device, args = torch.device("cpu"), kernels.parse(["attention"])
-    ops = CudaOps(device, CudaOptions(streamed=True))
+    ops = CudaOps(device, CudaOptions(gpu=H200))
     config = EngineConfig(model="", dtype="bfloat16", max_num_seqs=256, max_num_batched_tokens=256)
     loaded = SimpleNamespace(config=(c := read_model(shape)), dtype=torch.bfloat16, max_model_len=1024)
     buckets, work = device_steps.step_buckets(config, loaded, ops), device_steps._StepWork(config, loaded, ops)

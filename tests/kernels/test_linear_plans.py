@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pwd
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,25 +15,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import asyncengine.kernels.cuda.linear
+from asyncengine.kernels.cuda.gpu import H200
 from asyncengine.kernels.cuda.launch.compile_processes import compile_processes
-from asyncengine.kernels.cuda.linear.choose import (
-    CUBLAS,
-    INVARIANT,
-    MAX_ROWS,
-    SKINNY_ROWS,
-    Plan,
-    PlanTable,
-    Site,
-    cache_path,
-    candidates,
-    default_plan,
-    fallback,
-    is_for_formula,
-    keep,
-    plan_for_many_rows,
-    round_rows,
-    table_name,
-)
+from asyncengine.kernels.cuda.linear.candidates import candidates
+from asyncengine.kernels.cuda.linear.choose import default_plan, fallback, is_for_formula, plan_for_many_rows
+from asyncengine.kernels.cuda.linear.plan import CUBLAS, INVARIANT, MAX_ROWS, SKINNY_ROWS, Plan, Site, round_rows
+from asyncengine.kernels.cuda.linear.tables import PlanTable, cache_path, keep, table_name
 
 SHIPPED = sorted((Path(asyncengine.kernels.cuda.linear.__file__).parent / "plans").glob("*.json"))
 SITE = Site(1024, 2048, 1, "rms", "silu_mul", False, False)
@@ -52,7 +40,7 @@ sites = st.builds(
 )
 plans = st.builds(
     Plan,
-    kind=st.sampled_from(["vector", "skinny", "tiled", "streamed", "cublas"]),
+    kind=st.sampled_from(["vector", "skinny", "tiled", "tma", "cublas"]),
     columns=powers,
     inner=powers,
     warps=powers,
@@ -83,7 +71,7 @@ def assert_can_run(plan: Plan, site: Site) -> None:
         case "tiled":
             assert plan.rows >= 16
             assert not plan.fused_norm
-        case "streamed":
+        case "tma":
             assert site.weight == "bf16"
             assert site.inner % 8 == 0
             assert plan.rows >= 8
@@ -291,7 +279,7 @@ LLAMA_3B = {
 
 
 def tiles_of(model: dict[str, Site], rows: int) -> dict[str, tuple[int, int] | None]:
-    plans = {name: plan_for_many_rows(site._replace(rows=rows)) for name, site in model.items()}
+    plans = {name: plan_for_many_rows(site._replace(rows=rows), H200) for name, site in model.items()}
     return {name: None if plan == CUBLAS else (plan.columns, plan.rows) for name, plan in plans.items()}
 
 
@@ -311,7 +299,7 @@ def test_rows_that_are_for_the_formula() -> None:
     assert for_formula == [*range(129, 193), *range(257, 400)]
     for site in (LLAMA_3B["up"], down._replace(weight="fp8"), down._replace(activation="argmax")):
         assert [rows for rows in (129, 160, 192, 256, 257) if is_for_formula(site._replace(rows=rows))] == [257]
-    assert plan_for_many_rows(down._replace(rows=160)) == CUBLAS
+    assert plan_for_many_rows(down._replace(rows=160), H200) == CUBLAS
 
 
 @given(sites, st.integers(MAX_ROWS + 1, 20_000))
@@ -320,15 +308,15 @@ def test_rows_that_are_for_the_formula() -> None:
 @example(Site(3004, 768, 0, "rms", "silu_mul", False, False), 700)
 def test_plans_of_many_rows_can_run(site: Site, rows: int) -> None:
     site = site._replace(rows=rows)
-    plan = plan_for_many_rows(site)
+    plan = plan_for_many_rows(site, H200)
     assert_can_run(plan, site)
     assert not plan.leaves_parts
 
 
 @pytest.mark.parametrize("change", [{"inner": 4096}, {"weight": "fp8"}, {"activation": "argmax"}, {"inner": 100}])
-def test_what_is_never_streamed_for_many_rows(change: dict[str, Any]) -> None:
-    assert plan_for_many_rows(GPT2["up"]._replace(rows=700)).kind == "streamed"
-    assert plan_for_many_rows(GPT2["up"]._replace(rows=700, **change)) == CUBLAS
+def test_what_takes_no_tma_plan_for_many_rows(change: dict[str, Any]) -> None:
+    assert plan_for_many_rows(GPT2["up"]._replace(rows=700), H200).kind == "tma"
+    assert plan_for_many_rows(GPT2["up"]._replace(rows=700, **change), H200) == CUBLAS
 
 
 # ---- plans ----
@@ -352,7 +340,7 @@ def test_what_is_never_streamed_for_many_rows(change: dict[str, Any]) -> None:
 )
 def test_candidates_can_run(columns: int, inner: int, rows: int, norm: Any, activation: Any, add: bool) -> None:
     site = Site(columns, inner, rows, norm, activation, add, add)
-    found = list(candidates(site))
+    found = list(candidates(site, H200))
     assert found[0] == CUBLAS
     assert len(set(found)) == len(found)
     assert [plan.kind for plan in found].count("cublas") == 1
@@ -366,8 +354,8 @@ def test_narrow_tiles_are_for_multiprocessors_that_would_be_idle() -> None:
     """A matrix of 1,024 rows has 16 tiles of 64; one of 28,672 has plenty."""
 
     def narrow(columns: int, rows: int, activation: Any = None) -> set[int]:
-        plans = candidates(Site(columns, 4096, rows, "none", activation, False, activation is None))
-        return {plan.columns for plan in plans if plan.kind == "streamed" and plan.columns < 64}
+        plans = candidates(Site(columns, 4096, rows, "none", activation, False, activation is None), H200)
+        return {plan.columns for plan in plans if plan.kind == "tma" and plan.columns < 64}
 
     assert narrow(1024, 8) == narrow(1024, 64) == {16, 32}
     assert not narrow(14336, 8, "silu_mul")
@@ -389,10 +377,10 @@ def test_candidates_of_float8_can_run(
     columns: int, inner: int, rows: int, norm: Any, activation: Any, add: bool, scalable: bool
 ) -> None:
     site = Site(columns, inner, rows, norm, activation, False, add, "fp8")
-    found = list(candidates(site))
+    found = list(candidates(site, H200))
     assert found[0] == fallback(site) == (CUBLAS if scalable else INVARIANT)
     assert len(set(found)) == len(found)
-    for plan in (*found, default_plan(site)):
+    for plan in (*found, default_plan(site, H200)):
         assert_can_run(plan, site)
         assert plan.ahead == 0 or not plan.fused_norm, "who loads ahead knows no row's largest element"
     if columns > 4000:
@@ -401,32 +389,32 @@ def test_candidates_of_float8_can_run(
         assert {plan.fused_norm for plan in found if plan.kind == "vector"} == {True, False}
 
 
-def test_streamed_candidates_are_left_out_where_they_do_not_run() -> None:
+def test_tma_candidates_are_left_out_where_they_do_not_run() -> None:
     site = Site(3072, 1024, 64, "rms", "silu_mul", False, False)
-    some, all_of_them = list(candidates(site, streamed=False)), list(candidates(site))
-    assert [plan for plan in all_of_them if plan.kind != "streamed"] == some != all_of_them
+    some, all_of_them = list(candidates(site, replace(H200, tma=False))), list(candidates(site, H200))
+    assert [plan for plan in all_of_them if plan.kind != "tma"] == some != all_of_them
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64, 256])
 @pytest.mark.parametrize(("columns", "inner", "norm"), [(151936, 1024, "rms"), (50304, 768, "layer")])
-def test_heads_that_leave_ranks_are_streamed_or_not_at_all(columns: int, inner: int, norm: Any, rows: int) -> None:
+def test_heads_that_leave_ranks_are_tma_or_not_at_all(columns: int, inner: int, norm: Any, rows: int) -> None:
     site = Site(columns, inner, rows, norm, "argmax", False, False)
-    assert default_plan(site) == fallback(site) == CUBLAS
-    first, *rest = candidates(site)
+    assert default_plan(site, H200) == fallback(site) == CUBLAS
+    first, *rest = candidates(site, H200)
     assert first == CUBLAS
     assert (len(rest) > 5) == (rows >= 8)
-    assert {plan.kind for plan in rest} <= {"streamed"}
+    assert {plan.kind for plan in rest} <= {"tma"}
     assert not any(plan.leaves_parts for plan in rest)
     for plan in rest:
         assert_can_run(plan, site)
-    assert set(rest) >= {plan for plan in candidates(site._replace(activation=None)) if plan.kind == "streamed"}
-    assert list(candidates(site, streamed=False)) == [CUBLAS]
+    assert set(rest) >= {plan for plan in candidates(site._replace(activation=None), H200) if plan.kind == "tma"}
+    assert list(candidates(site, replace(H200, tma=False))) == [CUBLAS]
 
 
 def test_norms_are_apart_if_no_plan_that_reads_them_holds_them() -> None:
     down = Site(1024, 3072, 8, "none", None, False, True)
     qkv, up = Site(4096, 1024, 8, "rms", None, False, False), Site(3072, 1024, 8, "rms", "silu_mul", False, False)
-    fused, apart = Plan("skinny", 16, 64), Plan("streamed", 64, 64, rows=8, fused_norm=False)
+    fused, apart = Plan("skinny", 16, 64), Plan("tma", 64, 64, rows=8, fused_norm=False)
     assert PlanTable({down: fused, qkv._replace(rows=16): fused, qkv._replace(inner=512): fused}).norms_are_apart(down)
     assert PlanTable({qkv: apart, up: apart}).norms_are_apart(down)
     assert not PlanTable({qkv: apart, up: fused}).norms_are_apart(down)
@@ -446,13 +434,13 @@ def test_what_does_not_fit() -> None:
     assert Plan("skinny", 16, 32, 4, ahead=2).fits(32, 256, False)
     assert not Plan("skinny", 16, 32, 4, ahead=3).fits(32, 256, False), "would load beyond the weight's end"
     assert Plan("tiled", 64, 64, rows=16).fits(33, 100, False)
-    assert Plan("streamed", 64, 64, rows=16).fits(33, 104, False)
-    assert not Plan("streamed", 64, 64, rows=16).fits(33, 100, False), "rows of x are not aligned"
-    assert not Plan("streamed", 64, 64, rows=16).fits(36, 104, True)
-    assert not Plan("streamed", 64, 32, rows=16).fits(64, 128, False), "tiles are of 128 bytes"
-    assert not Plan("streamed", 64, 64, rows=16, split=2).fits(64, 192, False)
-    assert Plan("streamed", 16, 128, 8, 16).fits(33, 104, False)
-    assert not Plan("streamed", 16, 64, 8, 16).fits(33, 104, False), "no K for each of eight warps"
+    assert Plan("tma", 64, 64, rows=16).fits(33, 104, False)
+    assert not Plan("tma", 64, 64, rows=16).fits(33, 100, False), "rows of x are not aligned"
+    assert not Plan("tma", 64, 64, rows=16).fits(36, 104, True)
+    assert not Plan("tma", 64, 32, rows=16).fits(64, 128, False), "tiles are of 128 bytes"
+    assert not Plan("tma", 64, 64, rows=16, split=2).fits(64, 192, False)
+    assert Plan("tma", 16, 128, 8, 16).fits(33, 104, False)
+    assert not Plan("tma", 16, 64, 8, 16).fits(33, 104, False), "no K for each of eight warps"
     assert Plan("tiled", 64, 32, rows=16, split=2).fits(33, 128, False)
     assert not Plan("tiled", 64, 32, rows=16, split=2).fits(33, 96, False)
 

@@ -13,7 +13,7 @@ import torch
 
 from asyncengine import SamplingParams, testing
 from asyncengine.runner.buckets import ANY_CONTEXT, Bucket, choose_buckets
-from asyncengine.runner.device_steps import GREEDY, DeviceSteps
+from asyncengine.runner.device_steps import ARGMAX, DeviceSteps
 from asyncengine.tokenization import placeholder_tokenizer
 from tests.kernels.simulated_cuda import make_engine
 from tests.models import tiny
@@ -66,7 +66,7 @@ def replayed(backend: Any, next_step: int) -> None:
         assert bucket is buckets[2]
         with replay.staged(steps, rows, next_step, lambda: None), np.errstate(all="ignore"):
             for _ in range(len(steps.source.inputs)):
-                steps.run(bucket, GREEDY)
+                steps.run(bucket, ARGMAX)
     expect_decode_step(steps)
     assert steps.source.state.tolist() == [0, 0, next_step, 0]
 
@@ -120,7 +120,7 @@ def test_a_replayed_step_may_compute_prompts(checkpoint: Path) -> None:
                 assert not chosen.single_token_rows
                 with replay.staged(steps, rows, 1, lambda: None, own_tables=True), np.errstate(all="ignore"):
                     for _ in range(len(steps.source.inputs)):
-                        steps.run(chosen, GREEDY)
+                        steps.run(chosen, ARGMAX)
             state = steps.state
             assert state.row_query_len[:3].tolist() == [1, 7, 3]
             assert state.row_context_len[:3].tolist() == [17, 16, 0]

@@ -20,7 +20,7 @@ from asyncengine.kernels.cuda.attention.paged import paged_attention
 from asyncengine.kernels.cuda.attention.paged_decode import paged_decode_attention
 from asyncengine.kernels.cuda.attention.tma_decode import streamed_decode_attention
 from asyncengine.kernels.cuda.attention.work.lists import AttentionShape, WorkList
-from asyncengine.kernels.cuda.rows.rows import rotary_store_kv
+from asyncengine.kernels.cuda.rows.rotary import rotary_store_kv
 from asyncengine.kernels.cuda.step.tensors import allocate_step
 from asyncengine.kernels.ops import HeadNorms
 from tests.kernels.test_triton_attention import SMALL, TOLERANCE, Case, World, backwards, check, make_world, to_device

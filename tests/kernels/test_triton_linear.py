@@ -14,9 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncengine.kernels.cuda.linear.choose import CUBLAS, INVARIANT, MAX_ROWS, Plan, PlanTable, Site, round_rows
+from asyncengine.kernels.cuda.gpu import H200
+from asyncengine.kernels.cuda.linear.handle import CudaLinear
+from asyncengine.kernels.cuda.linear.plan import CUBLAS, INVARIANT, MAX_ROWS, Plan, Site, round_rows
+from asyncengine.kernels.cuda.linear.residual import Residual
+from asyncengine.kernels.cuda.linear.tables import PlanTable
 from asyncengine.kernels.cuda.linear.tiled import linear
-from asyncengine.kernels.cuda.ops import CudaBatch, CudaLinear, CudaOps, CudaOptions, Stream
+from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps, CudaOptions
 from asyncengine.kernels.cuda.sampling.sample import Ranks
 from asyncengine.kernels.cuda.step.tensors import allocate_step
 from asyncengine.kernels.ops import Activation, Norm
@@ -268,7 +272,7 @@ def test_wrong_arguments_raise(device: torch.device) -> None:
 
 
 def make_ops(device: torch.device, plans: dict[Site, Plan] | None = None, *, invariant: bool = False) -> CudaOps:
-    return CudaOps(device, CudaOptions(PlanTable(plans), COMPILED, invariant, streamed=True))
+    return CudaOps(device, CudaOptions(PlanTable(plans), COMPILED, invariant, gpu=H200))
 
 
 @dataclass(frozen=True)
@@ -303,17 +307,17 @@ class Model:
         return ops.make_linear(weights, [self.random(parts[0], seed=6) if self.bias else None, None])
 
     def norm_linear(self, ops: CudaOps, activation: Activation | None = None) -> Tensor:
-        return ops.norm_linear(Stream(self.x), self.norm, self.handle(ops), activation)
+        return ops.norm_linear(Residual(self.x), self.norm, self.handle(ops), activation)
 
     def linear_add(self, ops: CudaOps) -> Tensor:
-        stream = Stream(self.random(MAX_ROWS + 1, self.out_features, seed=9)[: self.rows])
-        ops.linear_add_(self.x, self.handle(ops), stream)
-        return stream.settle()
+        residual = Residual(self.random(MAX_ROWS + 1, self.out_features, seed=9)[: self.rows])
+        ops.linear_add_(self.x, self.handle(ops), residual)
+        return residual.settle()
 
     def logits(self, ops: CudaOps, index: list[int]) -> Tensor:
         step = allocate_step(1, 1, len(index), self.rows, self.device)
         step.sample_index.copy_(torch.tensor(index))
-        got = ops.logits(Stream(self.x), self.norm, self.handle(ops), CudaBatch(step, {}))
+        got = ops.logits(Residual(self.x), self.norm, self.handle(ops), CudaBatch(step))
         assert got.dtype == torch.float32
         return got
 
@@ -341,8 +345,8 @@ def test_norm_linear(
     expected, got = model.norm_linear(cublas, activation), model.norm_linear(planned, activation)
     assert got.shape[1] == (out_features // 2 if activation == "silu_mul" else out_features)
     assert_near(got, expected)
-    assert cublas.missing == {site}
-    assert not planned.missing
+    assert cublas.choices.missing == {site}
+    assert not planned.choices.missing
 
 
 @plan_names
@@ -354,8 +358,8 @@ def test_linear_add(device: torch.device, name: str, out_features: int, bias: bo
     site = Site(out_features, model.inner, round_rows(model.rows), "none", None, bias, True)
     cublas, planned = make_ops(device), make_ops(device, {site: plan})
     assert_near(model.linear_add(planned), model.linear_add(cublas))
-    assert cublas.missing == {site}
-    assert not planned.missing
+    assert cublas.choices.missing == {site}
+    assert not planned.choices.missing
 
 
 @plan_names
@@ -369,108 +373,109 @@ def test_logits(device: torch.device, name: str, out_features: int) -> None:
     expected, got = model.logits(cublas, index), model.logits(planned, index)
     assert got.shape == (len(index), out_features)
     assert_near(got, expected)
-    assert cublas.missing == {site}
-    assert not planned.missing
+    assert cublas.choices.missing == {site}
+    assert not planned.choices.missing
 
 
 def left_in_parts(x: Tensor, weight: Tensor, plan: Plan, *, bias: Tensor | None, **how: bool) -> Tensor:
-    """What gluon_linear.streamed_parts does, which only a Hopper GPU can."""
+    """What tma_parts does, which only a Hopper GPU can."""
     spans = zip(x.float().chunk(plan.split, 1), weight.float().chunk(plan.split, 1), strict=True)
     parts = torch.stack([a @ b.T for a, b in spans])
     return parts if bias is None else torch.cat((parts[:1] + bias.float(), parts[1:]))
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_parts_are_added_by_whoever_reads_the_stream(
+def test_parts_are_added_by_the_norm_that_reads_the_residual(
     device: torch.device, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two additions, a norm with its projection, a third addition and the logits, which read some rows twice."""
     if device.type == "cpu":
-        monkeypatch.setattr("asyncengine.kernels.cuda.linear.tma.streamed_parts", left_in_parts)
+        monkeypatch.setattr("asyncengine.kernels.cuda.linear.tma.tma_parts", left_in_parts)
     model = Model(device, 6, 128, 128, layer=False)
     projected = Site(128, 128, 8, "rms", "gelu", True, False)
     plans = {
-        Site(128, 128, 8, "none", None, True, True): Plan("streamed", 64, 64, 4, 8, 2, 2, fused_norm=False),
+        Site(128, 128, 8, "none", None, True, True): Plan("tma", 64, 64, 4, 8, 2, 2, fused_norm=False),
         projected: replace(PLANS["skinny"], fused_norm=fused),
     }
     results = []
     for ops in (make_ops(device, plans), make_ops(device)):
-        handle, stream = model.handle(ops), Stream(model.x.clone())
+        handle, residual = model.handle(ops), Residual(model.x.clone())
         for _ in range(2):
-            ops.linear_add_(model.x, handle, stream)
-        assert (stream.parts is not None) == (ops.options.plans.find(projected) is not None)
-        hidden = ops.norm_linear(stream, model.norm, handle, "gelu")
-        assert stream.parts is None
-        after = stream.x.clone()
-        ops.linear_add_(hidden, handle, stream)
+            ops.linear_add_(model.x, handle, residual)
+        assert (residual.state == "parts") == (ops.options.plans.find(projected) is not None)
+        hidden = ops.norm_linear(residual, model.norm, handle, "gelu")
+        assert residual.state == "plain"
+        after = residual.x.clone()
+        ops.linear_add_(hidden, handle, residual)
         step = allocate_step(1, 1, 4, model.rows, device)
         step.sample_index.copy_(torch.tensor([5, 0, 0, 3]))
-        results.append((after, hidden, ops.logits(stream, model.norm, handle, CudaBatch(step, {})), stream.settle()))
+        logits = ops.logits(residual, model.norm, handle, CudaBatch(step))
+        results.append((after, hidden, logits, residual.settle()))
     for got, expected in zip(*results, strict=True):
         assert_near(got, expected)
 
 
 def ranked(x: Tensor, weight: Tensor, plan: Plan, *, bias: Tensor | None, **how: bool) -> Tensor:
-    """What gluon_head.streamed_ranks does, which only a Hopper GPU can."""
+    """What tma_ranks does, which only a Hopper GPU can."""
     assert plan == RANKING
     return greatest_ranks(F.linear(x.float(), weight.float(), None if bias is None else bias.float()), plan.columns)
 
 
-RANKING = Plan("streamed", 64, 64, 4, 8, 1, 2, fused_norm=False)
+RANKING = Plan("tma", 64, 64, 4, 8, 1, 2, fused_norm=False)
 
 
 @pytest.mark.parametrize("out_features", [128, 100])  # 100 is padded to 128
 def test_greedy_heads_leave_ranks(device: torch.device, out_features: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only of greedy batches of more than one row, and where kernels in Gluon run."""
     if device.type == "cpu":
-        monkeypatch.setattr("asyncengine.kernels.cuda.linear.tma_ranks.streamed_ranks", ranked)
+        monkeypatch.setattr("asyncengine.kernels.cuda.linear.tma_ranks.tma_ranks", ranked)
     model = Model(device, 6, out_features, 64)
     site = Site(128, 64, 8, "rms", "argmax", True, False)
     index = [5, 0, 0, 3]
     step = allocate_step(1, 1, len(index), model.rows, device)
     step.sample_index.copy_(torch.tensor(index))
 
-    def head(ops: CudaOps, greedy: bool = True, rows: int = 4) -> Tensor | Ranks:
-        batch = CudaBatch(step.bucket(rows, model.rows), {}, greedy=greedy)
-        return ops.logits(Stream(model.x), model.norm, model.handle(ops), batch)
+    def head(ops: CudaOps, needs: int = 0, rows: int = 4) -> Tensor | Ranks:
+        batch = CudaBatch(step.bucket(rows, model.rows), needs=needs)
+        return ops.logits(Residual(model.x), model.norm, model.handle(ops), batch)
 
     ops = make_ops(device, {site: RANKING})
-    ranks, logits = head(ops), head(ops, greedy=False)
+    ranks, logits = head(ops), head(ops, needs=1)
     assert isinstance(ranks, Ranks)
     assert isinstance(logits, Tensor)
     assert ranks.tiles.shape == (4, 2)
     found = ~ranks.tiles.amax(1).cpu() & (2**20 - 1)
     assert torch.equal(found, logits.argmax(1).cpu())
-    assert ops.missing == {site._replace(activation=None)}
+    assert ops.choices.missing == {site._replace(activation=None)}
     assert isinstance(head(ops, rows=1), Tensor)
     assert isinstance(head(make_ops(device, {site: RANKING}, invariant=True)), Tensor)
-    unstreamed = CudaOps(device, CudaOptions(PlanTable({site: RANKING}), COMPILED))
-    assert isinstance(head(unstreamed), Tensor)
+    without_tma = CudaOps(device, CudaOptions(PlanTable({site: RANKING}), COMPILED))
+    assert isinstance(head(without_tma), Tensor)
     unknown = make_ops(device)
     assert isinstance(head(unknown), Tensor), "until it is measured"
-    assert unknown.missing == {site, site._replace(activation=None)}
+    assert unknown.choices.missing == {site, site._replace(activation=None)}
     known = make_ops(device, {site: CUBLAS})
     assert isinstance(head(known), Tensor)
-    assert known.missing == {site._replace(activation=None)}
+    assert known.choices.missing == {site._replace(activation=None)}
 
 
-def test_streamed_plans_of_a_table_are_not_taken_where_they_do_not_run(device: torch.device) -> None:
+def test_tma_plans_of_a_table_are_not_taken_where_they_do_not_run(device: torch.device) -> None:
     model = Model(device, 6, 48)
     site = Site(48, 48, 8, "none", None, True, True)
-    plans = PlanTable({site: Plan("streamed", 64, 64, 4, 8, 1, 2, fused_norm=False)})
+    plans = PlanTable({site: Plan("tma", 64, 64, 4, 8, 1, 2, fused_norm=False)})
     ops = CudaOps(device, CudaOptions(plans, COMPILED))
     assert torch.equal(model.linear_add(ops), model.linear_add(make_ops(device)))
-    assert not ops.missing
+    assert not ops.choices.missing
 
 
 def test_only_what_a_table_could_know_is_missing(device: torch.device) -> None:
     ops = make_ops(device)
     Model(device, 2, 48, dtype=torch.float32).linear_add(ops)
     Model(device, MAX_ROWS + 1, 48, inner=4096).linear_add(ops)
-    assert not ops.missing
+    assert not ops.choices.missing
     for rows in (MAX_ROWS, 5, 6, 1):
         Model(device, rows, 48).linear_add(ops)
-    assert ops.missing == {Site(48, 48, rows, "none", None, True, True) for rows in (MAX_ROWS, 8, 1)}
+    assert ops.choices.missing == {Site(48, 48, rows, "none", None, True, True) for rows in (MAX_ROWS, 8, 1)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -494,4 +499,4 @@ def test_batch_invariant(device: torch.device, dtype: torch.dtype) -> None:
         assert_near(together, near)
         for fewer in alone:
             assert torch.equal(call(fewer), together[: fewer.rows])
-    assert not ops.missing
+    assert not ops.choices.missing

@@ -15,7 +15,11 @@ from torch import Tensor
 from asyncengine.kernels.cpu.ops import CpuOps
 from asyncengine.kernels.cpu.reference import ReferenceOps
 from asyncengine.kernels.cuda.launch.gluon import whole_tiles_of
-from asyncengine.kernels.cuda.rows import rows as triton_rows
+from asyncengine.kernels.cuda.rows.activation import activate_rows
+from asyncengine.kernels.cuda.rows.embedding import embed
+from asyncengine.kernels.cuda.rows.norms import norm_rows
+from asyncengine.kernels.cuda.rows.rotary import rotary_store_kv, store_kv
+from asyncengine.kernels.cuda.rows.tensors import empty_rows
 from asyncengine.kernels.ops import Norm
 from tests.kernels.poison import poison_new_memory
 
@@ -57,11 +61,11 @@ def assert_same(a: Tensor, b: Tensor) -> None:
 
 Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]  # x, weight, bias
 KERNELS: dict[str, Kernel] = {
-    "rms_norm": lambda x, w, b: triton_rows.norm(x, Norm(w, None, 1e-6)),
-    "layer_norm": lambda x, w, b: triton_rows.norm(x, Norm(w, b, 1e-5)),
-    "silu_mul": lambda x, w, b: triton_rows.activation(torch.cat((x, x.flip(1)), 1), "silu_mul"),
-    "gelu_tanh": lambda x, w, b: triton_rows.activation(x, "gelu_tanh"),
-    "gelu": lambda x, w, b: triton_rows.activation(x, "gelu"),
+    "rms_norm": lambda x, w, b: norm_rows(x, Norm(w, None, 1e-6)),
+    "layer_norm": lambda x, w, b: norm_rows(x, Norm(w, b, 1e-5)),
+    "silu_mul": lambda x, w, b: activate_rows(torch.cat((x, x.flip(1)), 1), "silu_mul"),
+    "gelu_tanh": lambda x, w, b: activate_rows(x, "gelu_tanh"),
+    "gelu": lambda x, w, b: activate_rows(x, "gelu"),
 }
 
 
@@ -130,7 +134,7 @@ def test_poison_stays_in_its_row(device: torch.device, dtype: torch.dtype, name:
 @pytest.mark.parametrize("rows", [1, 5, 16, 40, 129, 300])
 def test_rows_have_memory_for_whole_tiles(rows: int) -> None:
     """As a copy sees them; rows that end where their memory does get zeros there."""
-    made = triton_rows.empty_rows(rows, 64, torch.bfloat16, torch.device("cpu"))
+    made = empty_rows(rows, 64, torch.bfloat16, torch.device("cpu"))
     assert made.shape == (rows, 64)
     assert made.is_contiguous()
     for tile in (1, 16, 64, 256):
@@ -149,8 +153,8 @@ def test_strided_rows_end_where_they_end(device: torch.device, dtype: torch.dtyp
     x = wide[:, :50]
     w, b = (random(50, dtype=dtype, seed=s).to(device) for s in (2, 3))
     if name == "silu_mul":
-        expected = triton_rows.activation(x.contiguous(), "silu_mul")
-        assert_same(triton_rows.activation(x, "silu_mul"), expected)
+        expected = activate_rows(x.contiguous(), "silu_mul")
+        assert_same(activate_rows(x, "silu_mul"), expected)
         return
     assert_same(KERNELS[name](x, w, b), KERNELS[name](x.contiguous(), w, b))
 
@@ -159,7 +163,7 @@ def test_a_norm_of_chosen_rows(device: torch.device, dtype: torch.dtype) -> None
     x, w = random(6, 70, dtype=dtype).to(device), random(70, dtype=dtype, seed=2).to(device)
     index = torch.tensor([5, 0, 0, 3], device=device)
     norm = Norm(w, None, 1e-6)
-    assert_same(triton_rows.norm(x, norm, index), triton_rows.norm(x, norm)[index])
+    assert_same(norm_rows(x, norm, index), norm_rows(x, norm)[index])
 
 
 @given(rows=st.integers(1, 5), width=st.integers(1, 70) | st.sampled_from([768, 1600]), parts=st.integers(1, 8),
@@ -183,10 +187,10 @@ def test_a_norm_adds_up_parts(
     expected = expected.to(dtype)
     if chosen:
         index = torch.tensor([rows - 1, 0, rows - 1], device=device)
-        assert_same(triton_rows.norm(x, norm, index, added), triton_rows.norm(expected, norm, index))
+        assert_same(norm_rows(x, norm, index, added), norm_rows(expected, norm, index))
         assert_same(wide, before)
     else:
-        assert_same(triton_rows.norm(x, norm, parts=added), triton_rows.norm(expected, norm))
+        assert_same(norm_rows(x, norm, parts=added), norm_rows(expected, norm))
         assert_same(x, expected)
         assert wide[:, width:].isnan().all()
 
@@ -200,7 +204,7 @@ def test_embedding(device: torch.device, tokens: int, width: int, positions: boo
     dtype = DTYPES[bfloat16]
     table, places = random(11, width, dtype=dtype, seed=seed), random(9, width, dtype=dtype, seed=seed + 1)
     ids, where = torch.arange(tokens).int() * 2 % 11, torch.arange(tokens).int() * 5 % 9
-    got = triton_rows.embed(
+    got = embed(
         ids.to(device), table.to(device), where.to(device), places.to(device) if positions else None
     )
     expected = table[ids].float() + places[where].float() if positions else table[ids]
@@ -209,9 +213,9 @@ def test_embedding(device: torch.device, tokens: int, width: int, positions: boo
 
 def test_activations_of_extreme_values(device: torch.device, dtype: torch.dtype) -> None:
     x = torch.tensor([[-100.0, -30.0, -9.0, -0.0, 0.0, 1e-20, 9.0, 30.0, 100.0, 3e38]], device=device).to(dtype)
-    gelu = triton_rows.activation(x, "gelu")
-    silu = triton_rows.activation(torch.cat((x, x / x.abs()), 1), "silu_mul")
-    for got in (gelu, triton_rows.activation(x, "gelu_tanh"), silu):
+    gelu = activate_rows(x, "gelu")
+    silu = activate_rows(torch.cat((x, x / x.abs()), 1), "silu_mul")
+    for got in (gelu, activate_rows(x, "gelu_tanh"), silu):
         assert got[0, 6:].equal(x[0, 6:]) or got[0, 6] < x[0, 6]
         assert got[0, 7:].equal(x[0, 7:])
         assert got[0, :3].abs().max() < 2e-3
@@ -302,7 +306,7 @@ def test_rotary_store_kv(
     k_cache, v_cache = (cache.to(device).clone() for cache in caches)
     q_norm, k_norm = (n.to(device) for n in norms) if norms else (None, None)
     table, moved_positions, moved_slots = (x.to(device) for x in (cos_sin, positions, slots))
-    triton_rows.rotary_store_kv(
+    rotary_store_kv(
         view, q_heads, q_norm, k_norm, 1e-6, table, moved_positions, moved_slots, k_cache, v_cache
     )
     q[missing] = math.nan
@@ -330,7 +334,7 @@ def test_store_kv(
     k, v = qkv[:, heads : 2 * heads], qkv[:, 2 * heads :]
     moved = qkv.to(device)
     k_cache, v_cache = (cache.to(device).clone() for cache in caches)
-    triton_rows.store_kv(moved[:, heads : 2 * heads], moved[:, 2 * heads :], slots.to(device), k_cache, v_cache)
+    store_kv(moved[:, heads : 2 * heads], moved[:, 2 * heads :], slots.to(device), k_cache, v_cache)
     assert_same(k_cache, expected_cache(caches[0], slots, k))
     assert_same(v_cache, expected_cache(caches[1], slots, v))
 
@@ -341,23 +345,23 @@ def test_store_kv(
 def test_wrong_arguments_raise(device: torch.device) -> None:
     x, w = torch.zeros(2, 8, device=device), torch.zeros(8, device=device)
     with pytest.raises(ValueError, match="weight"):
-        triton_rows.norm(x, Norm(w[:7], None, 1e-6))
+        norm_rows(x, Norm(w[:7], None, 1e-6))
     with pytest.raises(ValueError, match="position_table"):
-        triton_rows.embed(torch.zeros(1, dtype=torch.int32), x, torch.zeros(1, dtype=torch.int32), x.bfloat16())
+        embed(torch.zeros(1, dtype=torch.int32), x, torch.zeros(1, dtype=torch.int32), x.bfloat16())
     with pytest.raises(ValueError, match="contiguous rows"):
-        triton_rows.activation(x.T, "gelu")
+        activate_rows(x.T, "gelu")
     with pytest.raises(ValueError, match="float32 or bfloat16"):
-        triton_rows.activation(x.half(), "gelu")
+        activate_rows(x.half(), "gelu")
     with pytest.raises(ValueError, match="even"):
-        triton_rows.activation(x[:, :7], "silu_mul")
+        activate_rows(x[:, :7], "silu_mul")
     cache = torch.zeros(2, 1, 16, 8, device=device)
     slots = torch.zeros(2, dtype=torch.int64, device=device)
     heads, table = torch.zeros(2, 3, 8, device=device), torch.zeros(4, 8, device=device)
     with pytest.raises(ValueError, match="q heads"):
-        triton_rows.rotary_store_kv(heads, 2, None, None, 1e-6, table, slots.int(), slots, cache, cache)
+        rotary_store_kv(heads, 2, None, None, 1e-6, table, slots.int(), slots, cache, cache)
     with pytest.raises(ValueError, match="together"):
-        triton_rows.rotary_store_kv(heads, 1, w, None, 1e-6, table, slots.int(), slots, cache, cache)
+        rotary_store_kv(heads, 1, w, None, 1e-6, table, slots.int(), slots, cache, cache)
     with pytest.raises(ValueError, match="positions"):
-        triton_rows.rotary_store_kv(heads, 1, None, None, 1e-6, table, slots, slots, cache, cache)
+        rotary_store_kv(heads, 1, None, None, 1e-6, table, slots, slots, cache, cache)
     with pytest.raises(ValueError, match="slot_mapping"):
-        triton_rows.store_kv(heads[:, :1], heads[:, 1:2], slots.int(), cache, cache)
+        store_kv(heads[:, :1], heads[:, 1:2], slots.int(), cache, cache)

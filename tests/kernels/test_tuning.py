@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from asyncengine.kernels.cuda.linear.choose import CUBLAS, Plan, PlanTable, Site, cache_path, candidates
-from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
-from asyncengine.runner.tuning import likely, measure, tune_missing
+from asyncengine.kernels.cuda.gpu import H200
+from asyncengine.kernels.cuda.linear.candidates import candidates
+from asyncengine.kernels.cuda.linear.choose import Choice, Choices
+from asyncengine.kernels.cuda.linear.plan import CUBLAS, Plan, Site
+from asyncengine.kernels.cuda.linear.tables import PlanTable, cache_path
+from asyncengine.runner.prepare import likely, measure, tune_missing
 
 KNOWN = PlanTable.shipped()
 CARD = "a card that nobody measured"
@@ -64,7 +67,7 @@ class Card:
         return [(1.0 + i, plan) for i, plan in enumerate(reversed(self.offered[site]))]
 
     def measure(self, sites: Iterable[Site], budget_s: float = 1e9) -> dict[Site, Plan]:
-        return dict(measure(sites, KNOWN, self, budget_s=budget_s, threads=3, clock=self.clock).items())
+        return dict(measure(sites, KNOWN, self, H200, budget_s=budget_s, threads=3, clock=self.clock).items())
 
 
 def test_every_site_gets_the_fastest_of_a_few_plans() -> None:
@@ -75,7 +78,7 @@ def test_every_site_gets_the_fastest_of_a_few_plans() -> None:
         offered = card.offered[site]
         assert offered[0] == CUBLAS
         assert 4 <= len(offered) <= 9
-        assert set(offered) <= set(candidates(site))
+        assert set(offered) <= set(candidates(site, H200))
         assert measured[site] == offered[-1] != CUBLAS
     assert [site.rows for site in card.offered] == [1, 1, 8, 64, 64], "few rows first"
 
@@ -110,7 +113,7 @@ def test_what_cannot_be_measured_is_left_out() -> None:
 
 def test_without_a_choice_nothing_is_timed() -> None:
     tiny, card = Site(64, 32, 1, "rms", None, False, False), Card()
-    assert list(candidates(tiny)) == [CUBLAS]
+    assert list(candidates(tiny, H200)) == [CUBLAS]
     assert card.measure([tiny]) == {tiny: CUBLAS}
     assert card.offered == {}
 
@@ -124,7 +127,7 @@ def model(site: Site) -> str:
 
 def test_known_plans_are_likely() -> None:
     for site, plan in KNOWN.items():
-        assert plan == CUBLAS or likely(site, KNOWN, 1) == [plan]
+        assert plan == CUBLAS or likely(site, KNOWN, H200, 1) == [plan]
 
 
 @pytest.mark.parametrize(("weight", "share"), [("bf16", 0.6), ("fp8", 0.4)])
@@ -134,12 +137,12 @@ def test_the_best_plans_of_one_model_are_likely_given_those_of_others(weight: st
     for site, plan in KNOWN.items():
         if plan != CUBLAS and site.weight == weight:
             others = PlanTable({s: p for s, p in KNOWN.items() if model(s) != model(site)})
-            found.append(plan in likely(site, others, 8))
+            found.append(plan in likely(site, others, H200, 8))
     assert sum(found) > share * len(found) > 20
 
 
 def test_without_any_known_plan_there_are_still_candidates() -> None:
-    found = likely(up(1), PlanTable(), 5)
+    found = likely(up(1), PlanTable(), H200, 5)
     assert len(set(found)) == 5
     assert CUBLAS not in found
 
@@ -153,25 +156,26 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return cache_path(CARD)
 
 
-def ops_that_miss(sites: Iterable[Site]) -> CudaOps:
-    ops = CudaOps(torch.device("cpu"), CudaOptions(PlanTable.load(CARD)))
-    ops.missing = {site for site in sites if ops.options.plans.find(site) is None}
-    return ops
+def choices_that_miss(sites: Iterable[Site]) -> Choices:
+    choices = Choices(PlanTable.load(CARD), replace(H200, name=CARD))
+    for site in sites:
+        choices.plan(site)
+    return choices
 
 
 def test_measured_plans_are_used_and_kept(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    card, ops = Card(), ops_that_miss([up(1), down(8)])
-    tune_missing(ops, CARD, card, threads=3)
+    card, choices = Card(), choices_that_miss([up(1), down(8)])
+    tune_missing(choices, card, threads=3)
     for site in (up(1), down(8)):
         best = card.offered[site][-1]
-        assert ops.options.plans.find(site) == best
+        assert choices.choice(site) == Choice(best, "measured")
         assert PlanTable.load(CARD).find(site) == best
-    assert not ops.missing
+    assert not choices.missing
     (message,) = [record.getMessage() for record in caplog.records]
     assert "2 of 2" in message
     assert "tune_linear=False" in message
-    assert not ops_that_miss([up(1), down(8)]).missing, "the next start knows them"
+    assert not choices_that_miss([up(1), down(8)]).missing, "the next start knows them"
 
 
 @pytest.mark.parametrize("obstacle", ["a file in place of the directory", "a directory in place of the file"])
@@ -183,15 +187,15 @@ def test_plans_that_cannot_be_kept_are_used_all_the_same(
         cache.parent.write_text("")
     else:
         cache.mkdir(parents=True)
-    ops = ops_that_miss([up(1)])
-    tune_missing(ops, CARD, Card(), threads=3)
-    assert ops.options.plans.find(up(1)) is not None
+    choices = choices_that_miss([up(1)])
+    tune_missing(choices, Card(), threads=3)
+    assert choices.choice(up(1)).source == "measured"
     assert any(r.levelno == logging.WARNING and "cannot be kept" in r.getMessage() for r in caplog.records)
     assert not list(cache.parent.glob("*")) or list(cache.parent.iterdir()) == [cache]
 
 
 def test_what_was_not_measured_is_still_missing(cache: Path) -> None:
-    ops: Any = ops_that_miss([up(1), up(8)])
-    tune_missing(ops, CARD, Card(too_large=[up(8)]), threads=3)
-    assert ops.missing == {up(8)}
-    assert ops_that_miss([up(1), up(8)]).missing == {up(8)}
+    choices = choices_that_miss([up(1), up(8)])
+    tune_missing(choices, Card(too_large=[up(8)]), threads=3)
+    assert choices.missing == {up(8)}
+    assert choices_that_miss([up(1), up(8)]).missing == {up(8)}

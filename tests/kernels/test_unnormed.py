@@ -11,24 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncengine.kernels.cuda.linear import tma as gluon_linear
-from asyncengine.kernels.cuda.linear.choose import Plan, Site
-from asyncengine.kernels.cuda.linear.residual import Unnormed
+from asyncengine.kernels.cuda.linear import tma
+from asyncengine.kernels.cuda.linear.plan import Plan, Site
+from asyncengine.kernels.cuda.linear.residual import Residual, Unnormed
 from asyncengine.kernels.cuda.linear.tiled import linear
-from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps, Stream
+from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps
 from asyncengine.kernels.cuda.step.tensors import allocate_step
 from asyncengine.kernels.ops import Norm
 from tests.kernels.poison import poison_new_memory, surrounded, taken
 from tests.kernels.test_triton_linear import COMPILED, PLANS, Model, make_ops
 
-STREAMED = Plan("streamed", 64, 64, 4, 8, 1, 2, fused_norm=False)
+TMA = Plan("tma", 64, 64, 4, 8, 1, 2, fused_norm=False)
 ADDED = Site(128, 128, 8, "none", None, True, True)
 
 
 def add_up(
     x: Tensor, weight: Tensor, plan: Plan, *, out: Tensor, norm: Norm, bias: Tensor | None, **how: bool
 ) -> Unnormed:
-    """What gluon_linear.streamed_sum does, which only a Hopper GPU can."""
+    """What tma_sum does, which only a Hopper GPU can."""
     out += (x.float() @ weight.float().T + (0 if bias is None else bias.float())).to(out.dtype)
     tiles = out.float().T.reshape(-1, plan.columns, len(x))
     sums = [tiles.square().sum(1), tiles.sum(1)][: 1 if norm.bias is None else 2]
@@ -39,7 +39,7 @@ def multiplied(
     x: Unnormed | Tensor, weight: Tensor, plan: Plan, *, out: Tensor, bias: Tensor | None = None,
     shift: Tensor | None = None, activation: Any = None, add: bool = False, **how: bool,
 ) -> None:  # fmt: skip
-    """What gluon_linear.streamed_linear does."""
+    """What tma_linear does."""
     if isinstance(x, Unnormed):
         square, *means = x.sums.sum(1) / weight.shape[1]
         y = x.x.float() @ weight.float().T
@@ -59,55 +59,55 @@ def multiplied(
 def hopper(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     poison_new_memory(monkeypatch)
     if device.type == "cpu":
-        monkeypatch.setattr(gluon_linear, "streamed_sum", add_up)
-        monkeypatch.setattr(gluon_linear, "streamed_linear", multiplied)
+        monkeypatch.setattr(tma, "tma_sum", add_up)
+        monkeypatch.setattr(tma, "tma_linear", multiplied)
 
 
 def run(ops: CudaOps, model: Model) -> tuple[list[Tensor], list[bool]]:
     """Additions, one and two in a row, before projections and before logits; what they leave, and who waited."""
-    handle, stream = model.handle(ops), Stream(model.x.clone())
+    handle, residual = model.handle(ops), Residual(model.x.clone())
     step = allocate_step(1, 1, 4, model.rows, model.device)
     step.sample_index.copy_(torch.tensor([5, 0, 0, 3]))
     results, waited = [], []
     hidden = model.x
     for additions, activation in ((1, "gelu"), (2, None), (1, "gelu")):
         for _ in range(additions):
-            ops.linear_add_(hidden, handle, stream)
-        waited.append(stream.pending is not None)
-        hidden = ops.norm_linear(stream, model.norm, handle, activation)
-        assert stream.pending is None
-        results += [stream.x.clone(), hidden]
-    ops.linear_add_(hidden, handle, stream)
-    logits = ops.logits(stream, model.norm, handle, CudaBatch(step, {}))
-    assert stream.pending is None
-    return [*results, logits, stream.settle()], waited
+            ops.linear_add_(hidden, handle, residual)
+        waited.append(residual.state == "put off")
+        hidden = ops.norm_linear(residual, model.norm, handle, activation)
+        assert residual.state == "plain"
+        results += [residual.x.clone(), hidden]
+    ops.linear_add_(hidden, handle, residual)
+    logits = ops.logits(residual, model.norm, handle, CudaBatch(step))
+    assert residual.state == "plain"
+    return [*results, logits, residual.settle()], waited
 
 
-@pytest.mark.parametrize("adder", ["streamed", "skinny"])
-@pytest.mark.parametrize("reader", ["streamed", "skinny", "cublas"])
+@pytest.mark.parametrize("adder", ["tma", "skinny"])
+@pytest.mark.parametrize("reader", ["tma", "skinny", "cublas"])
 @pytest.mark.parametrize("layer", [False, True])
 def test_what_reads_a_sum_decides_how_it_is_made(
     device: torch.device, layer: bool, reader: str, adder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Model(device, 6, 128, 128, layer=layer)
     kind = "layer" if layer else "rms"
-    plans = {ADDED: STREAMED if adder == "streamed" else PLANS["skinny"]}
+    plans = {ADDED: TMA if adder == "tma" else PLANS["skinny"]}
     if reader != "cublas":
-        plan = STREAMED if reader == "streamed" else PLANS["skinny"]
+        plan = TMA if reader == "tma" else PLANS["skinny"]
         plans |= {Site(128, 128, 8, kind, activation, True, False): plan for activation in ("gelu", None)}  # type: ignore[arg-type]
     launched: list[str] = []
-    for name in ("streamed_sum", "streamed_linear"):
-        monkeypatch.setattr(gluon_linear, name, partial(_count, launched, name, getattr(gluon_linear, name)))
+    for name in ("tma_sum", "tma_linear"):
+        monkeypatch.setattr(tma, name, partial(_count, launched, name, getattr(tma, name)))
     got, waited = run(make_ops(device, plans), model)
     expected, _ = run(make_ops(device), model)
     assert all(waited)
     # Five additions: the first of two in a row and that before the logits have no projection to wait for.
-    summed, projections = (3, 4) if reader == "streamed" else (0, 0)
-    streams = adder == "streamed"
-    assert launched.count("streamed_sum") == streams * summed
-    assert launched.count("streamed_linear") == streams * (5 - summed) + projections
+    summed, projections = (3, 4) if reader == "tma" else (0, 0)
+    by_tma = adder == "tma"
+    assert launched.count("tma_sum") == by_tma * summed
+    assert launched.count("tma_linear") == by_tma * (5 - summed) + projections
     for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a.float(), b.float(), rtol=3e-2, atol=6e-2)  # a stream rounded six times
+        torch.testing.assert_close(a.float(), b.float(), rtol=3e-2, atol=6e-2)  # a residual rounded six times
 
 
 def _count(launched: list[str], name: str, launch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +121,7 @@ def _count(launched: list[str], name: str, launch: Any, *args: Any, **kwargs: An
 def test_a_skinny_plan_that_adds(
     device: torch.device, rows: int, tiles: int, inner: int, layer: bool, bias: bool, ahead: int, seed: int
 ) -> None:
-    """The stream is what it is without a reader, to the bit; the rest follows from it."""
+    """The residual is what it is without a reader, to the bit; the rest follows from it."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
@@ -129,14 +129,14 @@ def test_a_skinny_plan_that_adds(
 
     columns = 16 * tiles
     plan = Plan("skinny", 16, 16, 2, ahead=ahead, fused_norm=not ahead)
-    x, weight, stream = random(rows, inner), random(columns, inner) * inner**-0.5, random(rows, columns)
+    x, weight, residual = random(rows, inner), random(columns, inner) * inner**-0.5, random(rows, columns)
     norm = Norm(random(columns), random(columns) if layer else None, 1e-5)
     b = surrounded(random(columns), device)[0] if bias else None
     how: dict[str, Any] = {"bias": b, "add": True, "pdl": COMPILED}
     operands = surrounded(x, device)[0], surrounded(weight, device)[0], plan
-    plain, _ = surrounded(stream, device)
+    plain, _ = surrounded(residual, device)
     linear(*operands, out=plain, **how)
-    out, memory = surrounded(stream, device)
+    out, memory = surrounded(residual, device)
     moved = Norm(*(None if part is None else surrounded(part, device)[0] for part in norm[:2]), norm.eps)  # type: ignore[arg-type]
     unnormed = linear(*operands, out=out, reader=moved, **how)
     got = taken(out, memory)
@@ -164,14 +164,14 @@ def test_who_cannot_write_for_a_reader(device: torch.device) -> None:
 
 def test_layer_norms_are_folded_once(device: torch.device) -> None:
     """And of each weight: a captured step holds on to what was made."""
-    plans = {ADDED: STREAMED, Site(128, 128, 8, "layer", None, True, False): STREAMED}
+    plans = {ADDED: TMA, Site(128, 128, 8, "layer", None, True, False): TMA}
     ops, model = make_ops(device, plans), Model(device, 6, 128, 128, layer=True)
     first, second = model.handle(ops), model.handle(ops)
     results = []
     for handle in (first, second, first):
-        stream = Stream(model.x.clone())
-        ops.linear_add_(model.x, first, stream)
-        results.append(ops.norm_linear(stream, model.norm, handle))
-    assert len(ops._folded) == 2
+        residual = Residual(model.x.clone())
+        ops.linear_add_(model.x, first, residual)
+        results.append(ops.norm_linear(residual, model.norm, handle))
+    assert len(ops._projections._folded) == 2
     assert torch.equal(results[0], results[2])
     assert torch.equal(results[0], results[1]), "the same numbers at another place"

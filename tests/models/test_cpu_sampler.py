@@ -39,7 +39,10 @@ def sample(ops: CpuOps, logits: Tensor, positions: list[int], sampling: list[Sam
         [[0]] * rows,
         list(range(rows)),
         positions,
-        sampling,
+        [
+            _core.SamplingState(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+            for temperature, top_k, top_p, min_p, seed in sampling
+        ],
     )
     return ops.sample(logits, batch).tolist()
 

@@ -46,7 +46,7 @@ std::unique_ptr<StepLoop> make_loop(const Options& options, std::vector<Callback
   return std::make_unique<StepLoop>(
       config, std::make_unique<CallbackExecutor>(StepLoop::limits(config), options.max_model_len / options.block_size + 1,
                                                  options.block_size, options.steps_in_flight, std::move(regions),
-                                                 std::move(forward)));
+                                                 kSamplingNeeds, std::move(forward)));
 }
 
 template <typename Condition>
@@ -187,7 +187,7 @@ TEST(time_for_which_the_executor_was_held_up_does_not_count) {
   const int64_t start_ns = steady_now_ns();
   const auto config = options.loop();
   StepLoop loop(config, std::make_unique<CallbackExecutor>(
-      StepLoop::limits(config), 17, options.block_size, 2, std::vector<CallbackExecutor::BlockRegion>{},
+      StepLoop::limits(config), 17, options.block_size, 2, std::vector<CallbackExecutor::BlockRegion>{}, kSamplingNeeds,
       [&](const StepBatch& batch, int32_t* tokens) {
         while (held) std::this_thread::sleep_for(1ms);
         std::fill_n(tokens, batch.num_samples, 1);

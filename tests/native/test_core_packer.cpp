@@ -156,7 +156,7 @@ TEST(the_largest_step_fits_its_buffer) {
   CHECK_EQ(most_rows, size_t{kSeqs});
 }
 
-TEST(a_step_is_greedy_when_all_its_samples_are) {
+TEST(a_step_needs_what_its_samples_need) {
   for (const uint64_t hot : {0, 1, 2, 3}) {  // which of three requests has a temperature, if any
     Bench bench({64, 16, 8, 64, 0, 256, true}, 1);
     for (uint64_t id = 1; id <= 3; ++id) {
@@ -167,7 +167,7 @@ TEST(a_step_is_greedy_when_all_its_samples_are) {
     for (int step = 0; step < 3; ++step) {
       CHECK(bench.launch() != nullptr);
       bench.pack();
-      CHECK_EQ(StepInputView(bench.staging.data()).header().all_greedy, hot == 0 ? 1 : 0);
+      CHECK_EQ(StepInputView(bench.staging.data()).header().needs, hot == 0 ? Needs{0} : kSamplingNeeds);
       bench.commit(1);
     }
   }

@@ -231,10 +231,10 @@ TEST(a_step_waits_for_its_input_which_is_copied_while_the_one_before_runs) {
   std::vector<int64_t> seen;
   GraphExecutor::Graphs graphs;
   graphs.buckets.push_back({4, 64, false, kAnyContext, {}});
-  std::ranges::fill(graphs.buckets[0].graphs, device.add_graph([&] {
+  graphs.buckets[0].variants.push_back({0, device.add_graph([&] {
     while (!both_launched) std::this_thread::sleep_for(100us);  // the second step's copy is enqueued, and not yet made
     seen.push_back(StepInputView(staging->device_input(static_cast<int>(seen.size()))).header().step);
-  }, 0ns));
+  }, 0ns)});
   GraphExecutor executor(SimulatedDevice::runtime(), device.ordinal(), staging, 4, graphs, 20us);
   for (const int i : {0, 1}) {
     StepInputHeader header{};
@@ -264,7 +264,7 @@ TEST(a_step_that_leaves_no_token_is_an_error) {
   const auto staging = std::make_shared<Staging>(SimulatedDevice::runtime(), device.ordinal(), limits, 2, StagingMode::kMapped);
   GraphExecutor::Graphs graphs;
   graphs.buckets.push_back({4, 64, false, kAnyContext, {}});
-  std::ranges::fill(graphs.buckets[0].graphs, device.add_graph([] {}, 0ns));
+  graphs.buckets[0].variants.push_back({0, device.add_graph([] {}, 0ns)});
   GraphExecutor executor(SimulatedDevice::runtime(), device.ordinal(), staging, 4, graphs, 20us);
   StepInputHeader header{};
   header.step = 7;
@@ -283,7 +283,7 @@ TEST(a_step_takes_the_first_bucket_that_its_rows_tokens_and_contexts_fit) {
   const auto staging = std::make_shared<Staging>(SimulatedDevice::runtime(), device.ordinal(), limits, 2, StagingMode::kMapped);
   GraphExecutor::Graphs graphs;
   graphs.buckets = {{2, 2, true, 100, {}}, {2, 2, true, kAnyContext, {}}, {4, 4, true, 50, {}}, {4, 64, false, kAnyContext, {}}};
-  for (GraphBucket& bucket : graphs.buckets) std::ranges::fill(bucket.graphs, device.add_graph([] {}, 0ns));
+  for (GraphBucket& bucket : graphs.buckets) bucket.variants.push_back({0, device.add_graph([] {}, 0ns)});
   GraphExecutor executor(SimulatedDevice::runtime(), device.ordinal(), staging, 4, graphs, 20us);
   const auto bucket_of = [&](int32_t rows, int32_t tokens, int32_t max_context) {
     StepInputHeader header{};
@@ -291,11 +291,58 @@ TEST(a_step_takes_the_first_bucket_that_its_rows_tokens_and_contexts_fit) {
     header.num_tokens = tokens;
     header.max_context = max_context;
     std::memcpy(executor.staging(0).data(), &header, sizeof(header));
-    return executor.kind(0) / kNumVariants;
+    return executor.kind(0);
   };
   CHECK_EQ(bucket_of(2, 2, 100), 0);
   CHECK_EQ(bucket_of(2, 2, 101), 1);
   CHECK_EQ(bucket_of(3, 3, 50), 2);
   CHECK_EQ(bucket_of(3, 3, 51), 3);
   CHECK_EQ(bucket_of(1, 2, 0), 3);
+}
+
+TEST(a_step_takes_the_first_variant_that_serves_its_needs) {
+  SimulatedDevice device;
+  const StepLimits limits{4, 64, 16};
+  const auto staging = std::make_shared<Staging>(SimulatedDevice::runtime(), device.ordinal(), limits, 2, StagingMode::kMapped);
+  std::vector<Needs> launched;
+  const auto variants = [&](std::vector<Needs> all) {
+    std::vector<GraphVariant> result;
+    for (const Needs needs : all) result.push_back({needs, device.add_graph([&launched, needs] { launched.push_back(needs); }, 0ns)});
+    return result;
+  };
+  GraphExecutor::Graphs graphs;
+  graphs.buckets = {{2, 2, true, kAnyContext, variants({0, kSamplingNeeds, kSamplingNeeds | kNeedLogprobs})},
+                    {4, 64, false, kAnyContext, variants({0, kSamplingNeeds | kNeedLogprobs | kNeedBias})}};
+  GraphExecutor executor(SimulatedDevice::runtime(), device.ordinal(), staging, 4, graphs, 20us);
+  CHECK_EQ(executor.needs(), kSamplingNeeds | kNeedLogprobs);  // what every bucket has a variant for
+  CHECK_EQ(executor.num_kinds(), 5);
+  const auto run = [&](int32_t tokens, Needs needs) {
+    StepInputHeader header{};
+    header.num_rows = 1;
+    header.num_tokens = tokens;
+    header.needs = needs;
+    std::memcpy(executor.staging(0).data(), &header, sizeof(header));
+    const int kind = executor.kind(0);
+    CHECK(executor.launch(0, sizeof(header)) == LaunchStatus::kLaunched);
+    while (executor.poll(0) == StepStatus::kPending) std::this_thread::sleep_for(100us);
+    return std::pair(kind, launched.back());
+  };
+  CHECK(run(1, 0) == std::pair(0, Needs{0}));
+  CHECK(run(1, kNeedTemperature) == std::pair(1, kSamplingNeeds));
+  CHECK(run(1, kNeedLogprobs) == std::pair(2, kSamplingNeeds | kNeedLogprobs));
+  CHECK(run(2, 0) == std::pair(3, Needs{0}));
+  CHECK(run(2, kNeedFilters) == std::pair(4, kSamplingNeeds | kNeedLogprobs | kNeedBias));
+}
+
+TEST(a_request_whose_needs_nothing_serves_is_refused) {
+  Engine engine{Options()};
+  RequestSpec spec;
+  spec.prompt = {1, 2, 3};
+  spec.max_tokens = 4;
+  spec.needs = kNeedLogprobs;
+  CHECK(engine.submit(spec) == SubmitResult::kUnserved);
+  spec.needs = kNeedTemperature;  // though it has none
+  CHECK(engine.submit(spec) == SubmitResult::kAccepted);
+  CHECK(engine.run());
+  CHECK(engine.settles());
 }

@@ -28,6 +28,34 @@ class Gpu:
         """Tensor cores multiply float8."""
         return self.capability >= (8, 9)
 
+    @property
+    def may_launch_dependently(self) -> bool:
+        """The hardware can; whether the driver and Triton can, a trial shows."""
+        return self.capability >= (9, 0)
+
+    @property
+    def may_use_tma(self) -> bool:
+        """The hardware has Hopper's instructions, which the kernels in Gluon are written in; Blackwell has others."""
+        return self.capability[0] == 9
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of shared memory for the tiles of a program that has a multiprocessor to itself.
+
+        A program keeps barriers and sums there, too: 12 KB are left for these.
+        """
+        return self.shared_bytes - 12_448
+
+    @property
+    def tile_bytes_of_two(self) -> int:
+        """Bytes of shared memory for the tiles of each of two programs that share a multiprocessor."""
+        return self.tile_bytes // 2
+
+    @property
+    def most_tile_bytes(self) -> int:
+        """Bytes of shared memory for tiles beside next to nothing else."""
+        return self.shared_bytes - 4_448
+
 
 A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 163 << 10, 40 << 20)
 L40S = Gpu("NVIDIA L40S", (8, 9), 142, 99 << 10, 96 << 20)

@@ -1,119 +1,43 @@
 """CudaOps: Triton kernels, cuBLAS and torch's scaled product. Implements ``asyncengine.kernels.ops.Ops``.
 
-Everything is enqueued on torch's current stream and nothing waits, so that a step can be captured.
+Everything is enqueued on torch's current stream and nothing waits, so that a step can be captured. An operation asks
+for a plan and launches it; linear/choose.py chooses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from asyncengine.kernels.cuda.attention.few_keys import decode_attention
-from asyncengine.kernels.cuda.attention.paged import paged_attention
-from asyncengine.kernels.cuda.attention.paged_decode import paged_decode_attention
-from asyncengine.kernels.cuda.attention.work.lists import WorkList
-from asyncengine.kernels.cuda.launch.programmatic import StreamingOptions
-from asyncengine.kernels.cuda.linear import tiled as triton_linear
-from asyncengine.kernels.cuda.linear.choose import (
-    CUBLAS,
-    INVARIANT,
-    Fused,
-    Plan,
-    PlanTable,
-    Site,
-    default_plan,
-    is_for_formula,
-    norm_kind,
-    plan_for_many_rows,
-    round_rows,
-)
-from asyncengine.kernels.cuda.linear.residual import Unnormed, fold_norm
-from asyncengine.kernels.cuda.rows import rows
-from asyncengine.kernels.cuda.rows.quantise import quantize_rows
+from asyncengine.kernels.cuda.attention.run import BucketAttention
+from asyncengine.kernels.cuda.gpu import Gpu, describe
+from asyncengine.kernels.cuda.launch.programmatic import TmaOptions
+from asyncengine.kernels.cuda.linear.choose import Choices
+from asyncengine.kernels.cuda.linear.handle import CudaLinear, make_plain, make_quantized
+from asyncengine.kernels.cuda.linear.plan import fused_activation
+from asyncengine.kernels.cuda.linear.project import Projections
+from asyncengine.kernels.cuda.linear.residual import Residual
+from asyncengine.kernels.cuda.linear.tables import PlanTable
+from asyncengine.kernels.cuda.rows.activation import soft_cap_
+from asyncengine.kernels.cuda.rows.embedding import embed
+from asyncengine.kernels.cuda.rows.norms import norm_rows
 from asyncengine.kernels.cuda.sampling.sample import Ranks
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
-from asyncengine.kernels.float8 import Quantization, Quantized, quantize_weights, scaled_product
-from asyncengine.kernels.ops import Activation, AttentionLayer, LayerKVCache, Norm, split_heads
-
-try:
-    from asyncengine.kernels.cuda.attention import tma_decode as gluon_paged_decode
-    from asyncengine.kernels.cuda.attention import tma_prefill as gluon_paged_prefill
-    from asyncengine.kernels.cuda.linear import tma as gluon_linear
-    from asyncengine.kernels.cuda.linear import tma_ranks as gluon_head
-except ImportError:  # an experimental part of Triton, which another version may have elsewhere
-    gluon_head = gluon_linear = gluon_paged_decode = gluon_paged_prefill = None  # type: ignore[assignment]
-
-
-def can_stream(device: torch.device) -> bool:
-    """Whether this GPU and this Triton run kernels in Gluon; tries one."""
-    return gluon_linear is not None and gluon_linear.works(device)
+from asyncengine.kernels.float8 import Quantization, Quantized
+from asyncengine.kernels.ops import Activation, AttentionLayer, LayerKVCache, Norm
 
 
 @dataclass(frozen=True, slots=True)
 class CudaBatch:
-    """A step on the device, with the work of its attention cut into shares."""
+    """A step on the device, and how layers attend in it."""
 
     step: DeviceStep
-    work: dict[int, WorkList]
-    """by sliding window; 0 is none"""
-    few_keys: bool = False
-    """Tokens are few, and every row has few enough keys, for decode_attention, which needs no work list."""
-    greedy: bool = False
-    """Every row that is sampled has temperature 0."""
-
-    def build_work(self, *, pdl: bool) -> None:
-        """After ingest, before the model."""
-        if not self.few_keys:
-            for work in self.work.values():
-                work.build(self.step, pdl=pdl)
-
-
-@dataclass(slots=True)
-class Stream:
-    """A step's residual stream."""
-
-    x: Tensor
-    """[T, H]"""
-    parts: Tensor | None = None
-    """float32 [P, T, H], to be added to x by the norm that reads it next"""
-    pending: Callable[[Norm | None], Unnormed | None] | None = None
-    """Adds to x, and makes it ready for a projection that reads it through the norm."""
-
-    def add_pending(self, norm: Norm | None = None) -> Unnormed | None:
-        pending, self.pending = self.pending, None
-        return None if pending is None else pending(norm)
-
-    def settle(self) -> Tensor:
-        """x, with what was to be added."""
-        self.add_pending()
-        if self.parts is not None:
-            self.x.copy_(self.x.float() + self.parts.sum(0))
-            self.parts = None
-        return self.x
-
-
-@dataclass(frozen=True, slots=True)
-class CudaLinear:
-    weight: Tensor | Quantized
-    """[N, K]; a Tensor with rows of zeros after the out_features that there are"""
-    bias: Tensor | None
-    out_features: int
-
-    def columns(self, activation: Fused | None) -> int:
-        """Of the result, padding included."""
-        return len(self.weight) // (2 if activation == "silu_mul" else 1)
-
-    def exact(self) -> CudaLinear:
-        """Without the padding, for whoever splits the result, adds it to something or looks for its maximum."""
-        if isinstance(self.weight, Quantized) or len(self.weight) == self.out_features:
-            return self
-        bias = None if self.bias is None else self.bias[: self.out_features]
-        return CudaLinear(self.weight[: self.out_features], bias, self.out_features)
+    attention: BucketAttention = field(default_factory=BucketAttention)
+    needs: int = 0
+    """Bits of _core.Need: what the sampled rows may need beyond the greatest logit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +51,13 @@ class CudaOptions:
     """every sum is in an order that does not depend on the number of rows"""
     quantization: Quantization = "none"
     """of what ``make_linear`` is given, which must be bfloat16; never of heads"""
-    streamed: bool = False
-    """kernels in Gluon run here (see can_stream): streamed plans, and attention"""
+    gpu: Gpu | None = None
+    """The card that choices are made for; without one what ``describe`` says of the device, and no tma kernels."""
     l2_cache_hints: bool = True
-    """these say what is to leave the L2 cache first (see kernels/cuda/launch/cache_policy.py)"""
+    """tma kernels say what is to leave the L2 cache first (see kernels/cuda/launch/cache_policy.py)"""
 
     @property
-    def for_streaming(self) -> StreamingOptions:
+    def for_tma(self) -> TmaOptions:
         return {"pdl": self.pdl, "l2_cache_hints": self.l2_cache_hints}
 
 
@@ -145,319 +69,83 @@ class CudaOps:
     def __init__(self, device: torch.device, options: CudaOptions | None = None) -> None:
         self.device = device
         self.options = options or CudaOptions()
-        self.missing: set[Site] = set()
-        """Kinds of projection that were asked for and that the table does not know."""
+        self.gpu = self.options.gpu or describe(device)
+        self.choices = Choices(self.options.plans, self.gpu, batch_invariant=self.options.batch_invariant)
+        """of plans for projections"""
         self.saved_bytes = 0
         """What quantising has taken off the weights."""
-        self._folded: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-        """By address: weights that follow a LayerNorm, and what ``fold_norm`` makes of them."""
-        self._arrivals = torch.zeros(triton_linear.MAX_ARRIVALS, dtype=torch.int32, device=device)
+        self._projections = Projections(device, self.gpu, self.options.for_tma)
 
     def make_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> CudaLinear:
         """Weights that share their input become one matrix, which copies them if there are several, or quantised."""
         if self.options.quantization == "none":
-            return self._make_plain(weights, biases)
-        quantized = quantize_weights(weights)
-        self.saved_bytes += sum(w.nbytes for w in weights) - quantized.nbytes
-        return CudaLinear(quantized, _join_biases(weights, biases), len(quantized))
+            return make_plain(weights, biases)
+        handle = make_quantized(weights, biases)
+        self.saved_bytes += sum(w.nbytes for w in weights) - handle.weight.nbytes
+        return handle
 
     def make_head(self, weight: Tensor) -> CudaLinear:
-        return self._make_plain([weight], [None])
+        return make_plain([weight], [None])
 
     def make_embedding(self, table: Tensor, *, tied: bool, copy: bool = False) -> CudaLinear:
         """A tied table is there once: if the head has to be padded, rows are looked up in what is padded."""
         return self.make_head(table) if tied else CudaLinear(table, None, len(table))
 
-    def _make_plain(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> CudaLinear:
-        """Padded to rows that are aligned, which copies them.
-
-        Otherwise cuBLAS falls back to kernels of Turing's time: a vocabulary of 50,257 took 214 us instead of 36 at 256
-        rows on an H200.
-        """
-        out_features = sum(len(w) for w in weights)
-        padding = -out_features % 64 if out_features % 8 else 0
-        weight = weights[0]
-        if len(weights) > 1 or padding:
-            weight = torch.cat((*weights, weight.new_zeros(padding, weight.shape[1])))
-        return CudaLinear(weight.contiguous(), _join_biases(weights, biases, padding), out_features)
-
     def embed(
         self, batch: CudaBatch, embedding: CudaLinear, position_table: Tensor | None = None, scale: float = 1.0
-    ) -> Stream:
+    ) -> Residual:
         step, table = batch.step, embedding.weight
         assert isinstance(table, Tensor)
-        assert scale == 1.0
-        return Stream(rows.embed(step.input_ids, table, step.positions, position_table, pdl=self.options.pdl))
+        x = embed(step.input_ids, table, step.positions, position_table, scale=scale, pdl=self.options.pdl)
+        return Residual(x)
 
     def norm_linear(
-        self, residual: Stream, norm: Norm, handle: CudaLinear, activation: Activation | None = None
+        self, residual: Residual, norm: Norm, handle: CudaLinear, activation: Activation | None = None
     ) -> Tensor | Quantized:
         """Quantised after an activation, if the next to read it is a product in float8 that does not do it itself."""
         handle = handle if activation is None else handle.exact()
-        plan = self._choose(residual.x, handle, norm, activation)
-        quantized = isinstance(handle.weight, Quantized)
-        if residual.pending and plan.kind == "streamed":
-            unnormed = residual.add_pending(norm)
-            assert unnormed is not None
-            return self._project_unnormed(unnormed, norm, handle, plan, activation)
-        residual.add_pending()
-        if quantized:
-            residual.settle()
-        if plan.fused_norm and residual.parts is None:
-            return self._project(residual.x, handle, plan, norm, activation)
-        if quantized:
-            return self._project(quantize_rows(residual.x, norm, pdl=self.options.pdl), handle, plan, None, activation)
-        x = rows.norm(residual.x, norm, parts=residual.parts, pdl=self.options.pdl)
-        residual.parts = None
-        return self._project(x, handle, plan, None, activation)
+        fused = fused_activation(activation)
+        plan = self.choices.plan(handle.site(len(residual.x), residual.x.dtype, norm, fused))
+        operand = residual.read(norm, plan, quantized=handle.quantized, pdl=self.options.pdl)
+        return self._projections.project(operand, handle, plan, activation)
 
     def linear_add_(
-        self, x: Tensor | Quantized, handle: CudaLinear, residual: Stream, norm: Norm | None = None
+        self, x: Tensor | Quantized, handle: CudaLinear, residual: Residual, norm: Norm | None = None
     ) -> None:
-        assert norm is None
-        handle, to, pdl = handle.exact(), residual.settle(), self.options.pdl
-        weight, bias = handle.weight, handle.bias
-        plan = self._choose(x, handle, None, None, add=True)
-        if isinstance(weight, Quantized) and isinstance(x, Tensor) and not plan.fused_norm:
-            x = quantize_rows(x, pdl=pdl)
-        if plan.leaves_parts:
-            assert isinstance(x, Tensor)
-            assert isinstance(weight, Tensor)
-            residual.parts = gluon_linear.streamed_parts(x, weight, plan, bias=bias, **self.options.for_streaming)
-        elif self.options.streamed and plan.kind in ("streamed", "skinny") and not isinstance(weight, Quantized):
-            assert isinstance(x, Tensor)
-            residual.pending = partial(self._add, x, handle, plan, to)
-        elif plan.kind != "cublas":
-            self._launch(x, handle, plan, out=to, add=True)
-        elif bias is None and isinstance(weight, Tensor) and isinstance(x, Tensor):
-            torch.addmm(to, x, weight.T, out=to)
-        else:
-            to += _product(x, weight, bias, to.dtype)
-
-    def _add(self, x: Tensor, handle: CudaLinear, plan: Plan, to: Tensor, norm: Norm | None) -> Unnormed | None:
-        """What was put off in ``linear_add_``, by a plan that can do a part of the norm which reads the sum."""
-        weight, bias, options = handle.weight, handle.bias, self.options
+        """With a norm, that of the product, the product and its norm are kernels before the addition."""
+        handle = handle.exact()
+        plan = self.choices.plan(handle.site(len(x), residual.x.dtype, add=norm is None))
         if norm is None:
-            self._launch(x, handle, plan, out=to, add=True)
-            return None
-        assert isinstance(weight, Tensor)
-        if plan.kind == "streamed":
-            return gluon_linear.streamed_sum(x, weight, plan, out=to, norm=norm, bias=bias, **options.for_streaming)
-        return triton_linear.linear(x, weight, plan, out=to, bias=bias, add=True, reader=norm, pdl=options.pdl)
+            self._projections.add(x, handle, plan, residual)
+            return
+        y = self._projections.project(self._projections.operand(x, handle, plan), handle, plan)
+        assert isinstance(y, Tensor)
+        residual.settle().add_(norm_rows(y, norm, pdl=self.options.pdl))
 
-    def attention(
-        self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: CudaBatch
-    ) -> Tensor:
-        k_cache, v_cache = cache
-        step, pdl = batch.step, self.options.pdl
-        heads = heads.view(heads.shape[0], -1, v_cache.shape[3])
-        q, k, v = split_heads(heads, layer.num_heads)
-        out = rows.empty_rows(len(q), q.shape[1] * q.shape[2], q.dtype, q.device)
-        work = batch.work[layer.window]
-        if batch.few_keys and work.takes_heads:
-            decode_attention(
-                heads, layer.num_heads, layer.norms, layer.cos_sin, k_cache, v_cache, step, layer.scale, layer.window,
-                out, self._arrivals, pdl=pdl,
-            )  # fmt: skip
-            return out
-        if work.takes_heads:
-            attend = partial(paged_decode_attention, pdl=pdl)
-            if work.decode.tile.streamed:
-                attend = partial(gluon_paged_decode.streamed_decode_attention, **self.options.for_streaming)
-            attend(
-                heads, layer.num_heads, layer.norms, layer.cos_sin, k_cache, v_cache, step, work, layer.scale,
-                layer.window, out,
-            )  # fmt: skip
-            return out
-        if layer.cos_sin is None:
-            rows.store_kv(k, v, step.slot_mapping, k_cache, v_cache, pdl=pdl)
-        else:
-            q_norm, k_norm, eps = layer.norms or (None, None, 0.0)
-            rows.rotary_store_kv(
-                heads, layer.num_heads, q_norm, k_norm, eps, layer.cos_sin, step.positions, step.slot_mapping,
-                k_cache, v_cache, pdl=pdl,
-            )  # fmt: skip
-        if batch.few_keys:
-            decode_attention(
-                heads, layer.num_heads, None, None, k_cache, v_cache, step, layer.scale, layer.window, out,
-                self._arrivals, stored=True, pdl=pdl,
-            )  # fmt: skip
-        else:
-            how = self.options.for_streaming
-            attend_stored(q, k_cache, v_cache, step, work, layer.scale, layer.window, out, **how)
-        return out
+    def attention(self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: CudaBatch) -> Tensor:
+        attend = batch.attention.of(layer)
+        return attend(heads, layer, cache.k, cache.v, batch.step, **self.options.for_tma)
 
-    def keep_sampled(self, x: Tensor, residual: Stream, batch: CudaBatch) -> Tensor:
+    def keep_sampled(self, x: Tensor, residual: Residual, batch: CudaBatch) -> Tensor:
         """Drops nothing: a decode step is sampled from in every row, and ``logits`` reads but the rows it needs."""
         return x
 
-    def hidden(self, residual: Stream, norm: Norm, batch: CudaBatch) -> Tensor:
-        residual.add_pending()
-        return rows.norm(residual.x, norm, batch.step.sample_index, residual.parts, pdl=self.options.pdl)
+    def hidden(self, residual: Residual, norm: Norm, batch: CudaBatch) -> Tensor:
+        return residual.read_by_kernel(norm, batch.step.sample_index, pdl=self.options.pdl)
 
     def logits(
-        self, residual: Stream, norm: Norm, handle: CudaLinear, batch: CudaBatch, softcap: float = 0.0
+        self, residual: Residual, norm: Norm, handle: CudaLinear, batch: CudaBatch, softcap: float = 0.0
     ) -> Tensor | Ranks:
-        """For ``triton_sampler.sample``: of a greedy batch ranks, where there is a plan for that."""
-        assert not softcap
-        residual.add_pending()
-        index = batch.step.sample_index
-        if batch.greedy and self.options.streamed and len(index) > 1:
-            plan = self._choose(residual.x[: len(index)], handle, norm, "argmax")
-            if plan.kind == "streamed":
-                x, exact = self.hidden(residual, norm, batch), handle.exact()
-                assert isinstance(exact.weight, Tensor)
-                return Ranks(
-                    gluon_head.streamed_ranks(x, exact.weight, plan, bias=exact.bias, **self.options.for_streaming)
-                )
-        plan = self._choose(residual.x[: len(index)], handle, norm, None)
-        if plan.fused_norm and residual.parts is None:
-            y = self._project(residual.x, handle, plan, norm, None, index=index, dtype=torch.float32)
-        else:
-            x = self.hidden(residual, norm, batch)
-            y = self._project(x, handle, plan, None, None, dtype=torch.float32)
+        """For ``sample``. A greedy batch gets ranks, if there is a plan for them, and no cap, which keeps the order."""
+        index, dtype, pdl = batch.step.sample_index, residual.x.dtype, self.options.pdl
+        if not batch.needs and self.gpu.tma and len(index) > 1:
+            plan = self.choices.plan(handle.site(len(index), dtype, norm, "argmax"))
+            if plan.kind == "tma":
+                return Ranks(self._projections.ranks(self.hidden(residual, norm, batch), handle, plan))
+        plan = self.choices.plan(handle.site(len(index), dtype, norm))
+        operand = residual.read(norm, plan, index=index, pdl=pdl)
+        y = self._projections.project(operand, handle, plan, dtype=torch.float32)
         assert isinstance(y, Tensor)
+        if softcap and batch.needs:
+            soft_cap_(y, softcap, pdl=pdl)
         return y
-
-    # ---- projections ----
-
-    def _choose(
-        self,
-        x: Tensor | Quantized,
-        handle: CudaLinear,
-        norm: Norm | None,
-        activation: Fused | None,
-        *,
-        add: bool = False,
-    ) -> Plan:
-        if self.options.batch_invariant:
-            return INVARIANT
-        if isinstance(x, Tensor) and x.dtype != torch.bfloat16:
-            return CUBLAS
-        site = Site(
-            handle.columns(activation), x.shape[1], len(x), norm_kind(norm), activation, handle.bias is not None, add,
-            "fp8" if isinstance(handle.weight, Quantized) else "bf16",
-        )  # fmt: skip
-        plan: Plan | None
-        if is_for_formula(site):
-            plan = plan_for_many_rows(site)
-        else:
-            site = site._replace(rows=round_rows(len(x)))
-            plan = self.options.plans.find(site)
-        if plan is None:
-            self.missing.add(site)
-        if plan is None or (plan.kind == "streamed" and not self.options.streamed):
-            return default_plan(site)
-        return plan
-
-    def _project(
-        self,
-        x: Tensor | Quantized,
-        handle: CudaLinear,
-        plan: Plan,
-        norm: Norm | None,
-        activation: Activation | None,
-        *,
-        index: Tensor | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor | Quantized:
-        weight, bias, pdl = handle.weight, handle.bias, self.options.pdl
-        dtype = dtype or (torch.bfloat16 if isinstance(x, Quantized) else x.dtype)
-        if plan.kind == "cublas":
-            y = _product(x, weight, bias, dtype)
-            if activation is not None:
-                make_rows = _quantized_activation if isinstance(weight, Quantized) else rows.activation
-                return make_rows(y, activation, pdl=pdl)
-        else:
-            num_rows = len(x) if index is None else len(index)
-            y = rows.empty_rows(num_rows, handle.columns(activation), dtype, self.device)
-            self._launch(x, handle, plan, out=y, norm=norm, activation=activation, index=index)
-        return y[:, : handle.out_features]  # a gate's result is half as wide, and never padded
-
-    def _fold(self, norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        if norm.bias is None:
-            return bias, None
-        address = weight.data_ptr()
-        if address not in self._folded:  # when a step first runs, before any is captured
-            self._folded[address] = weight, *fold_norm(norm, weight, bias)
-        return self._folded[address][1:]
-
-    def _project_unnormed(
-        self, x: Unnormed, norm: Norm, handle: CudaLinear, plan: Plan, activation: Activation | None
-    ) -> Tensor:
-        weight = handle.weight
-        assert isinstance(weight, Tensor)
-        bias, shift = self._fold(norm, weight, handle.bias)
-        y = rows.empty_rows(len(x.x), handle.columns(activation), x.x.dtype, self.device)
-        gluon_linear.streamed_linear(
-            x, weight, plan, out=y, bias=bias, shift=shift, activation=activation, **self.options.for_streaming
-        )
-        return y[:, : handle.out_features]
-
-    def _launch(
-        self,
-        x: Tensor | Quantized,
-        handle: CudaLinear,
-        plan: Plan,
-        *,
-        out: Tensor,
-        norm: Norm | None = None,
-        activation: Activation | None = None,
-        add: bool = False,
-        index: Tensor | None = None,
-    ) -> None:
-        """``triton_linear.linear`` by whichever kernel the plan is for. Streamed plans take neither norm nor index."""
-        weight, bias, pdl = handle.weight, handle.bias, self.options.pdl
-        if plan.kind == "streamed":
-            assert isinstance(x, Tensor)
-            assert isinstance(weight, Tensor)
-            assert norm is None
-            assert index is None
-            gluon_linear.streamed_linear(
-                x, weight, plan, out=out, bias=bias, activation=activation, add=add, **self.options.for_streaming
-            )
-        else:
-            triton_linear.linear(
-                x, weight, plan, out=out, bias=bias, norm=norm, activation=activation, add=add, index=index,
-                arrivals=self._arrivals, pdl=pdl,
-            )  # fmt: skip
-
-
-def attend_stored(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, step: DeviceStep, work: WorkList, scale: float, window: int,
-    out: Tensor, *, pdl: bool, l2_cache_hints: bool = True,
-) -> None:  # fmt: skip
-    """``paged_attention``, in Gluon where ``work`` has the tiles for that."""
-    paged_attention(q, k_cache, v_cache, step, work, scale, window, out, pdl=pdl)
-    if work.decode.tile.streamed:
-        gluon_paged_decode.streamed_stored_attention(
-            q, k_cache, v_cache, step, work, scale, window, out, pdl=pdl, l2_cache_hints=l2_cache_hints
-        )
-    if work.streams_prefill:
-        gluon_paged_prefill.streamed_prefill_attention(q, k_cache, v_cache, step, work, scale, out, pdl=pdl)
-
-
-def _join_biases(weights: Sequence[Tensor], biases: Sequence[Tensor | None], padding: int = 0) -> Tensor | None:
-    """With zeros for those that are missing; None if all are."""
-    if all(bias is None for bias in biases):
-        return None
-    filled = [w.new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)]
-    return torch.cat((*filled, weights[0].new_zeros(padding)))
-
-
-def _quantized_activation(x: Tensor, activation: Activation, *, pdl: bool) -> Quantized:
-    return quantize_rows(x, activation=activation, pdl=pdl)
-
-
-def _product(x: Tensor | Quantized, weight: Tensor | Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """x [M, K] times weight [N, K], transposed, plus the bias: [M, N]. Both are quantised, or neither."""
-    if isinstance(weight, Quantized):
-        assert isinstance(x, Quantized)
-        return scaled_product(x, weight, bias)
-    assert isinstance(x, Tensor)
-    if dtype == x.dtype:
-        return F.linear(x, weight, bias)
-    if x.device.type == "cpu":  # no such product there
-        return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-    y = torch.mm(x, weight.T, out_dtype=dtype)
-    return y if bias is None else y + bias

@@ -17,93 +17,58 @@ and no barrier is needed to bring it there.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncengine.kernels.cuda.attention.work.lists import NO_WINDOW, AttentionShape, multiprocessors
+from asyncengine.errors import ConfigError
+from asyncengine.kernels.cuda.attention.plan import Launch
+from asyncengine.kernels.cuda.attention.scores import base2_scale, score_constants, transform_scores
+from asyncengine.kernels.cuda.attention.work.lists import NO_WINDOW, Counters, Work
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options, wait
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
-from asyncengine.kernels.ops import HeadNorms
+from asyncengine.kernels.ops import AttentionLayer, HeadNorms
 
-_MAX_PIECES = 32
 MIN_TILES = tl.constexpr(2)
 """A piece has no fewer tiles of keys than this, if its row has as many."""
-_LONG_PIECE = 16
-"""Tiles of a piece, one behind another at a microsecond each, for which the work list's even shares are not worth its
-launch. Twice as many where keys are no query heads' in common, which that kernel would read only once."""
 
 
-def choose_pieces(rows: int, num_heads: int, head_dim: int, sms: int) -> int:
-    """Programs that share a row's query head, at most: a power of two.
-
-    As many as have room at once: then each has loaded its first tile when the projection ends. Half as many of heads
-    of 64, whose tiles have twice the keys.
-    """
-    room = sms * (8 if head_dim > 64 else 4)
-    return min(_MAX_PIECES, 1 << max(0, (room // (rows * num_heads)).bit_length() - 1))
-
-
-def longest_context(rows: int, shape: AttentionShape, sms: int) -> int:
-    """Tokens of a row's context up to which this kernel is faster than the work list; 0 if it never is.
-
-    A KV head's keys are read by each of its query heads, mostly from the L2 cache, and a row's programs are as many
-    however long it is: with more programs than fit, or long rows, even shares and keys read once are worth more.
-    """
-    fits = rows * shape.num_heads <= sms * (4 if shape.head_dim > 64 else 8)
-    if shape.head_dim % 2 or not (fits or shape.group == 1):
-        return 0
-    piece = _LONG_PIECE * _keys(shape.dtype, shape.head_dim) * (2 if shape.group == 1 else 1)
-    return piece * choose_pieces(rows, shape.num_heads, shape.head_dim, sms)
-
-
-def _keys(dtype: torch.dtype, head_dim: int) -> int:
-    """Of a tile: two times 16 bytes of each half a thread. With once, Triton lays out heads and tiles differently."""
-    elements = 2048 if dtype == torch.bfloat16 else 1024
-    return max(8, elements // (2 * int(triton.next_power_of_2(head_dim // 2))))
-
-
-def decode_attention(
+def run(
+    launch: Launch,
     heads: Tensor,
-    num_heads: int,
-    norms: HeadNorms | None,
-    cos_sin: Tensor | None,
+    layer: AttentionLayer,
     k_cache: Tensor,
     v_cache: Tensor,
     step: DeviceStep,
-    scale: float,
-    window: int,
+    work: Work,
     out: Tensor,
-    arrivals: Tensor,
     *,
-    stored: bool = False,
-    pieces: int | None = None,
     pdl: bool = False,
+    l2_cache_hints: bool = True,
 ) -> None:
-    """What ``rotary_store_kv`` (or ``store_kv``) and ``paged_attention`` do, for rows of one token.
+    """As ``run`` of run.py says, for rows of one token; if the heads are stored, every token is a row.
 
-    heads is [T, num_heads + 2 Hk, D]: queries, keys and values as the QKV projection gave them; it is left as it was.
-    norms and cos_sin are those of ``AttentionLayer``. A row's token is at position ``step.row_context_len``; its key
-    and value are written where ``step.slot_mapping`` says (-1: nowhere). The token at position i sees position j if
-    j <= i and, with a window > 0, i - window < j. out is [T, num_heads * D]; tokens of no row are left as they are.
-    No row may read what another one writes in the same step; the core shares blocks from the commit of their step on.
+    The heads are left as they were. A row's token is at position ``step.row_context_len``; its key and value are
+    written where ``step.slot_mapping`` says (-1: nowhere). No row may read what another one writes in the same step;
+    the core shares blocks from the commit of their step on. Of stored heads the tokens of prompts are rows as well.
 
-    With ``stored`` every token is a row, those of prompts as well: all keys and values are in the cache, and queries as
-    ``rotary_store_kv`` leaves them (norms and cos_sin are None).
-    ``arrivals`` are int32 counters, num_heads for each row at least, that are 0 between launches.
+    ``work`` has num_heads counters for each row at least.
     """
+    if not isinstance(work, Counters):
+        raise ConfigError("the work list is for another kernel: few_keys takes counters")
     _, kv_heads, block_size, dim = k_cache.shape
+    stored, num_heads, norms, cos_sin = launch.stored, layer.num_heads, layer.norms, layer.cos_sin
+    if stored:
+        norms = cos_sin = None
     rows = step.num_tokens if stored else step.num_rows
     check_heads(heads, num_heads, norms, cos_sin, k_cache, v_cache, out)
     if dim % 2:
-        raise ValueError(f"decode_attention: heads of {dim}, which have no halves")
-    if len(arrivals) < rows * num_heads:
+        raise ValueError(f"few_keys: heads of {dim}, which have no halves")
+    if len(work.arrivals) < rows * num_heads:
         raise ValueError(f"{rows * num_heads} counters of arrivals are needed")
-    pieces = pieces or choose_pieces(rows, num_heads, dim, multiprocessors(heads.device))
+    pieces = launch.pieces
     half = triton.next_power_of_2(dim // 2)
     stats = torch.empty((2, rows * num_heads * pieces), dtype=torch.float32, device=heads.device)
     partials = torch.empty((stats.shape[1], 2, half), dtype=torch.float32, device=heads.device)
@@ -121,9 +86,9 @@ def decode_attention(
         out,
         partials,
         stats,
-        arrivals,
-        scale * math.log2(math.e),
-        window or NO_WINDOW,
+        work.arrivals,
+        base2_scale(layer),
+        layer.window or NO_WINDOW,
         heads.stride(0),
         out.stride(0),
         step.slots.block_tables.stride(0),
@@ -136,9 +101,10 @@ def decode_attention(
         H=half,
         BLOCK_SIZE=block_size,
         PIECES=pieces,
-        N=_keys(heads.dtype, dim),
-        num_warps=2,
-        num_stages=1,
+        N=launch.tile.keys,
+        **score_constants(layer),
+        num_warps=launch.tile.warps,
+        num_stages=launch.tile.stages,
         **launch_options(pdl),
     )
 
@@ -239,6 +205,7 @@ def _decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     PIECES: tl.constexpr,
     N: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid: pieces, query heads, rows. The first piece of a row also takes the new token."""
@@ -311,7 +278,8 @@ def _decode_kernel(
         tl.store(v_head + at + HALF, v_high, mask=written)
         # The new token is the state that the first line of the first piece begins with.
         q_low, q_high = q_low.to(tl.float32), q_high.to(tl.float32)
-        score = tl.sum(q_low * k_low.to(tl.float32) + q_high * k_high.to(tl.float32), 1) * scale
+        score = tl.sum(q_low * k_low.to(tl.float32) + q_high * k_high.to(tl.float32), 1)
+        score = transform_scores(score, scale, SOFTCAP)
         low = tl.where(is_new[:, None], v_low.to(tl.float32), 0.0)
         high = tl.where(is_new[:, None], v_high.to(tl.float32), 0.0)
         peak, total = tl.where(is_new, score, -float("inf")), tl.where(is_new, 1.0, 0.0)
@@ -321,7 +289,8 @@ def _decode_kernel(
             k_head, v_head, table, index + 1, first, tl.where(last, 0, context), i, BLOCK_SIZE, HALF, KV_HEADS, N
         )
         k_low, k_high, v_low, v_high, there = tile
-        score = tl.sum(k_low.to(tl.float32) * q_low + k_high.to(tl.float32) * q_high, 1) * scale
+        score = tl.sum(k_low.to(tl.float32) * q_low + k_high.to(tl.float32) * q_high, 1)
+        score = transform_scores(score, scale, SOFTCAP)
         score = tl.where(there, score, -float("inf"))
         new_peak = tl.maximum(peak, score)
         base = tl.where(new_peak == -float("inf"), 0.0, new_peak)

@@ -11,13 +11,13 @@ extra launch matters.
 
 from __future__ import annotations
 
-import math
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from asyncengine.errors import ConfigError
+from asyncengine.kernels.cuda.attention.plan import AttentionShape, Launch, LayerKind
+from asyncengine.kernels.cuda.attention.scores import base2_scale, score_constants, transform_scores
 from asyncengine.kernels.cuda.attention.work.items import (
     BEGIN,
     COUNT,
@@ -33,10 +33,11 @@ from asyncengine.kernels.cuda.attention.work.items import (
     QUERY,
     SLOT,
 )
-from asyncengine.kernels.cuda.attention.work.lists import NO_WINDOW, AttentionShape, Section, WorkList
+from asyncengine.kernels.cuda.attention.work.lists import NO_WINDOW, Section, Work, WorkList
 from asyncengine.kernels.cuda.launch import programmatic as pdl_kernels
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
+from asyncengine.kernels.ops import AttentionLayer
 
 COMBINE_ELEMENTS = (16, 64)
 """Partial results that a thread of a combining program loads at once, in decode and in prefill. All 128 rows of a piece
@@ -44,34 +45,38 @@ of prefill are in flight together; decode has no registers for more, whose progr
 MAX_COMBINE_PIECES = 32
 
 
-def paged_attention(
-    q: Tensor,
+def run(
+    launch: Launch,
+    heads: Tensor,
+    layer: AttentionLayer,
     k_cache: Tensor,
     v_cache: Tensor,
     step: DeviceStep,
-    work: WorkList,
-    scale: float,
-    window: int,
+    work: Work,
     out: Tensor,
     *,
     pdl: bool = False,
+    l2_cache_hints: bool = True,
 ) -> None:
-    """Causal attention of a step's queries over KV that is already in the cache.
+    """As ``run`` of run.py says, for the launch's rows, over keys and values that are in the cache.
 
-    q is [T, Hq, D], any view with adjacent elements of a head; out [T, Hq * D] is contiguous within a token.
-    k_cache and v_cache are [num_blocks, Hk, block_size, D], contiguous. The token at position i sees position
-    j if j <= i and, with a window > 0, i - window < j. ``work`` was built from ``step`` for this window.
-    Tokens of no row are left as they are, and those of sections whose tiles are streamed. ``pdl``: see
-    asyncengine.kernels.cuda.launch.programmatic.
-
-    Raises ConfigError if a tensor's shape, dtype or layout is not what ``work`` was allocated for.
+    Of the heads it reads the queries. Raises ConfigError if a tensor's shape, dtype or layout is not what ``work`` was
+    allocated for.
     """
+    q = heads[:, : layer.num_heads]
+    section = section_for(launch, q, layer, k_cache, v_cache, work, out)
+    if section:
+        _launch(q, k_cache, v_cache, step, section, layer, out, pdl)
+
+
+def section_for(
+    launch: Launch, q: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, work: Work, out: Tensor
+) -> Section | None:
+    """What the kernel walks. Raises ConfigError if ``work`` was allocated for another kernel or other tensors."""
+    if not isinstance(work, WorkList):
+        raise ConfigError("a work list is needed")
     check_layout(q, k_cache, v_cache, work.shape, out)
-    if window != work.window:
-        raise ConfigError(f"the work list is of window {work.window}, not {window}")
-    for section in work.sections:
-        if not section.tile.streamed:
-            _launch(q, k_cache, v_cache, step, section, scale, window, out, pdl)
+    return work.section(launch, LayerKind(work.shape, layer.window))
 
 
 def check_layout(q: Tensor, k_cache: Tensor, v_cache: Tensor, shape: AttentionShape, out: Tensor) -> None:
@@ -84,9 +89,9 @@ def check_layout(q: Tensor, k_cache: Tensor, v_cache: Tensor, shape: AttentionSh
     )
     for ok, name in expected:
         if not ok:
-            raise ConfigError(f"paged_attention: the layout of {name} does not suit {shape}")
+            raise ConfigError(f"paged: the layout of {name} does not suit {shape}")
     if not q.dtype == k_cache.dtype == v_cache.dtype == out.dtype == shape.dtype:
-        raise ConfigError(f"paged_attention: {q.dtype}, {k_cache.dtype}, {v_cache.dtype} and {out.dtype} for {shape}")
+        raise ConfigError(f"paged: {q.dtype}, {k_cache.dtype}, {v_cache.dtype} and {out.dtype} for {shape}")
 
 
 def _launch(
@@ -95,8 +100,7 @@ def _launch(
     v_cache: Tensor,
     step: DeviceStep,
     section: Section,
-    scale: float,
-    window: int,
+    layer: AttentionLayer,
     out: Tensor,
     pdl: bool,
 ) -> None:
@@ -110,8 +114,8 @@ def _launch(
         out,
         step.slots.block_tables,
         *section.operands,
-        scale * math.log2(math.e),
-        window or NO_WINDOW,
+        base2_scale(layer),
+        layer.window or NO_WINDOW,
         q.stride(0),
         q.stride(1),
         out.stride(0),
@@ -121,7 +125,7 @@ def _launch(
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
-        WINDOWED=window > 0,
+        WINDOWED=layer.window > 0,
         # Where the last tile is most of the work, or no tile may be treated differently from others.
         ONE_LOOP=section.queries == 1 or section.split_tiles > 0,
         QUERIES=section.queries,
@@ -131,6 +135,7 @@ def _launch(
         D=width,
         STAGES=tile.stages,
         **combine_options(section, group, width),
+        **score_constants(layer),
         WIDEN=pdl_kernels.must_widen(q.dtype),
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -166,9 +171,11 @@ def load_blocks(table, tile, kv_end, BLOCK_SIZE: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def fold(acc, peak, total, q, k, v, visible, scale, MASKED: tl.constexpr, WIDEN: tl.constexpr):
+def fold(
+    acc, peak, total, q, k, v, visible, scale, MASKED: tl.constexpr, SOFTCAP: tl.constexpr, WIDEN: tl.constexpr
+):  # fmt: skip
     """Fold a tile of keys and values [N, D] into acc [M, D], peak [M] and total [M]."""
-    score = _dot(q, tl.trans(k), WIDEN) * scale
+    score = transform_scores(_dot(q, tl.trans(k), WIDEN), scale, SOFTCAP)
     if MASKED:
         score = tl.where(visible, score, -float("inf"))
     new_peak = tl.maximum(peak, tl.max(score, 1))
@@ -207,6 +214,7 @@ def _attend(
     N: tl.constexpr,
     D: tl.constexpr,
     STAGES: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """Fold the KV tiles first to last, into acc [M, D], peak [M] and total [M].
@@ -242,7 +250,7 @@ def _attend(
             visible = token[None, :] <= position[:, None]
             if WINDOWED:
                 visible = visible & (token[None, :] > position[:, None] - window)
-        acc, peak, total = fold(acc, peak, total, q, k, v, visible, scale, MASKED, WIDEN)
+        acc, peak, total = fold(acc, peak, total, q, k, v, visible, scale, MASKED, SOFTCAP, WIDEN)
     return acc, peak, total
 
 
@@ -382,6 +390,7 @@ def _attention_kernel(
     STAGES: tl.constexpr,
     COMBINE_ROWS: tl.constexpr,
     COMBINE_PIECES: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     WIDEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -424,16 +433,16 @@ def _attention_kernel(
                 full_begin = tl.minimum(tl.cdiv(tl.maximum(last_position - window + 1, begin * N), N), end)
                 acc, peak, total = _attend(
                     acc, peak, total, queries, k_head, v_head, table, position, begin, full_begin, kv_begin,
-                    kv_end, scale, window, True, WINDOWED, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, N, D, STAGES, WIDEN,
+                    kv_end, scale, window, True, WINDOWED, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, N, D, STAGES, SOFTCAP, WIDEN,
                 )  # fmt: skip
             full_end = tl.maximum(tl.minimum((first_position + 1) // N, end), full_begin)
             acc, peak, total = _attend(
                 acc, peak, total, queries, k_head, v_head, table, position, full_begin, full_end, kv_begin,
-                kv_end, scale, window, False, WINDOWED, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, N, D, STAGES, WIDEN,
+                kv_end, scale, window, False, WINDOWED, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, N, D, STAGES, SOFTCAP, WIDEN,
             )  # fmt: skip
         acc, peak, total = _attend(
             acc, peak, total, queries, k_head, v_head, table, position, full_end, end, kv_begin, kv_end, scale, window,
-            True, WINDOWED, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, N, D, STAGES, WIDEN,
+            True, WINDOWED, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, N, D, STAGES, SOFTCAP, WIDEN,
         )  # fmt: skip
 
         finish(

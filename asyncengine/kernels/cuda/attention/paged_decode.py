@@ -21,41 +21,37 @@ from torch import Tensor
 from asyncengine.errors import ConfigError
 from asyncengine.kernels.cuda.attention.few_keys import check_heads, surroundings
 from asyncengine.kernels.cuda.attention.paged import combine_options, finish, fold, load_blocks
+from asyncengine.kernels.cuda.attention.plan import AttentionShape, Launch, LayerKind, Tile
+from asyncengine.kernels.cuda.attention.scores import base2_scale, score_constants, transform_scores
 from asyncengine.kernels.cuda.attention.work.items import BEGIN, END, FIRST, ITEM, LANE, LAST, POSITION, QUERY, SLOT
-from asyncengine.kernels.cuda.attention.work.lists import NO_WINDOW, AttentionShape, Tile, WorkList
+from asyncengine.kernels.cuda.attention.work.lists import NO_WINDOW, Section, Work, WorkList
 from asyncengine.kernels.cuda.launch import programmatic as pdl_kernels
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
-from asyncengine.kernels.ops import HeadNorms
+from asyncengine.kernels.ops import AttentionLayer
 
 
-def paged_decode_attention(
+def run(
+    launch: Launch,
     heads: Tensor,
-    num_heads: int,
-    norms: HeadNorms | None,
-    cos_sin: Tensor | None,
+    layer: AttentionLayer,
     k_cache: Tensor,
     v_cache: Tensor,
     step: DeviceStep,
-    work: WorkList,
-    scale: float,
-    window: int,
+    work: Work,
     out: Tensor,
     *,
     pdl: bool = False,
+    l2_cache_hints: bool = True,
 ) -> None:
-    """What ``rotary_store_kv`` (or ``store_kv``) and ``paged_attention`` do, for rows of one token.
-
-    As ``decode_attention``, but for ``work``, which was built from ``step`` for this window and is ``decode_only``.
+    """As ``run`` of run.py says, for rows of one token, whose heads it prepares as few_keys does.
 
     Raises ConfigError if ``work`` was allocated for something else, ValueError if the other tensors do not fit.
     """
-    check_heads(heads, num_heads, norms, cos_sin, k_cache, v_cache, out)
+    norms, cos_sin = layer.norms, layer.cos_sin
+    section = section_of_heads(launch, heads, layer, k_cache, v_cache, work, out)
     _, kv_heads, block_size, head_dim = k_cache.shape
-    shape = AttentionShape(num_heads, kv_heads, head_dim, heads.dtype)
-    if (shape, window) != (work.shape, work.window) or not work.takes_heads:
-        raise ConfigError(f"the work list is of window {work.window} and {work.shape}, not {window} and {shape}")
-    section = work.decode
+    group = layer.num_heads // kv_heads
     tile = section.tile
     width = max(16, triton.next_power_of_2(head_dim))  # what a dot takes at least
     _paged_decode_kernel[(section.lanes * kv_heads,)](
@@ -67,20 +63,20 @@ def paged_decode_attention(
         out,
         step.slots.block_tables,
         *section.operands,
-        scale * math.log2(math.e),
-        window or NO_WINDOW,
+        base2_scale(layer),
+        layer.window or NO_WINDOW,
         heads.stride(0),
         out.stride(0),
         step.slots.block_tables.stride(0),
         section.stats.stride(0),
         NORM=norms is not None,
         ROTARY=cos_sin is not None,
-        GROUP=shape.group,
-        G=triton.next_power_of_2(shape.group),
+        GROUP=group,
+        G=triton.next_power_of_2(group),
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
-        WINDOWED=window > 0,
+        WINDOWED=layer.window > 0,
         PREFETCH=_PREFETCH,
         THREADS=32 * tile.warps,
         M=tile.rows,
@@ -88,13 +84,26 @@ def paged_decode_attention(
         RUN=math.gcd(tile.keys, block_size),
         D=width,
         STAGES=tile.stages,
-        **combine_options(section, shape.group, width),
+        **combine_options(section, group, width),
+        **score_constants(layer),
         WIDEN=pdl_kernels.must_widen(heads.dtype),
         num_warps=tile.warps,
         maxnreg=_registers(tile),
         num_stages=tile.stages,
         **pdl_kernels.launch_options(pdl),
     )
+
+
+def section_of_heads(
+    launch: Launch, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, work: Work, out: Tensor
+) -> Section:
+    """What a kernel that prepares heads walks. Raises as ``run`` does."""
+    check_heads(heads, layer.num_heads, layer.norms, layer.cos_sin, k_cache, v_cache, out)
+    shape = AttentionShape(layer.num_heads, k_cache.shape[1], k_cache.shape[3], heads.dtype)
+    section = work.section(launch, LayerKind(shape, layer.window)) if isinstance(work, WorkList) else None
+    if section is None:
+        raise ConfigError("a work list with rows of one token is needed")
+    return section
 
 
 def _registers(tile: Tile) -> int:
@@ -203,6 +212,7 @@ def _paged_decode_kernel(
     STAGES: tl.constexpr,
     COMBINE_ROWS: tl.constexpr,
     COMBINE_PIECES: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     WIDEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -271,7 +281,7 @@ def _paged_decode_kernel(
         tl.store(v_head + at, value, mask=written)
 
         # The new token is the state that the softmax begins with. What the dot has too many rows for are copies.
-        score = tl.sum(q.to(tl.float32) * key.to(tl.float32), 1) * scale
+        score = transform_scores(tl.sum(q.to(tl.float32) * key.to(tl.float32), 1), scale, SOFTCAP)
         peak = tl.where(takes_new, score, -float("inf"))
         peak = tl.reshape(tl.broadcast_to(peak[None, :], [M // G, G]), [M])
         q = tl.reshape(tl.broadcast_to(q[None, :, :], [M // G, G, D]), [M, D])
@@ -283,7 +293,7 @@ def _paged_decode_kernel(
             )
             # One turn ahead: were it loaded with its tile, half of the stages would go to hiding its latency.
             block = load_blocks(table, tile + 1, context, BLOCK_SIZE, N)
-            acc, peak, total = fold(acc, peak, total, q, k, v, there, scale, True, WIDEN)
+            acc, peak, total = fold(acc, peak, total, q, k, v, there, scale, True, SOFTCAP, WIDEN)
 
         finish(
             acc, peak, total, fields, query, 1, head, out, partials, stats, arrivals, stride_out, stats_size,

@@ -1,6 +1,6 @@
 """Attention of one-token rows over a WorkList on Hopper, whose keys flow through shared memory without a pause.
 
-What ``triton_paged_decode`` does, for heads of 64 and 128 in bfloat16. An item of a few hundred keys is over before
+What paged_decode.py does, for heads of 64 and 128 in bfloat16. An item of a few hundred keys is over before
 Triton's pipelining has the memory busy, which starts anew with each. Here a warp of its own walks a program's items
 and asks for one tile after another, as far ahead as shared memory holds, whatever the others are at: across items, and
 while the projection that makes queries still runs (programmatic.py). It reads what earlier steps wrote, and nobody
@@ -18,8 +18,7 @@ would take half as long again if it began with them. Beside prompts another kern
 
 from __future__ import annotations
 
-import math
-
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -28,9 +27,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from asyncengine.errors import ConfigError
-from asyncengine.kernels.cuda.attention.few_keys import check_heads, surroundings
-from asyncengine.kernels.cuda.attention.paged import check_layout
-from asyncengine.kernels.cuda.attention.paged_decode import norm_and_rotate
+from asyncengine.kernels.cuda.attention.few_keys import surroundings
+from asyncengine.kernels.cuda.attention.paged import section_for
+from asyncengine.kernels.cuda.attention.paged_decode import norm_and_rotate, section_of_heads
+from asyncengine.kernels.cuda.attention.plan import Launch
+from asyncengine.kernels.cuda.attention.scores import base2_scale
 from asyncengine.kernels.cuda.attention.tma_results import BLOCKS, GROUP_ROWS, finish, join_warps
 from asyncengine.kernels.cuda.attention.work.items import (
     BEGIN,
@@ -46,12 +47,12 @@ from asyncengine.kernels.cuda.attention.work.items import (
     QUERY,
     SLOT,
 )
-from asyncengine.kernels.cuda.attention.work.lists import NO_WINDOW, AttentionShape, WorkList, choose_streamed_tile
+from asyncengine.kernels.cuda.attention.work.lists import NO_WINDOW, Section, Work
 from asyncengine.kernels.cuda.launch.cache_policy import EVICT_FIRST, NO_POLICY
 from asyncengine.kernels.cuda.launch.gluon import GluonKernel, copy_tile, next_power_of_2, stretches, tiles_of
 from asyncengine.kernels.cuda.launch.programmatic import launch_options
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
-from asyncengine.kernels.ops import HeadNorms
+from asyncengine.kernels.ops import AttentionLayer
 
 BLOCK = gl.constexpr(16)  # tokens of a block of the cache
 KEYS = gl.constexpr(64)
@@ -60,97 +61,68 @@ PREPARING = gl.constexpr(2)  # warps that make queries
 _norm_and_rotate = gluon.jit(norm_and_rotate.fn)
 
 
-def streamed_decode_attention(
+def run(
+    launch: Launch,
     heads: Tensor,
-    num_heads: int,
-    norms: HeadNorms | None,
-    cos_sin: Tensor | None,
+    layer: AttentionLayer,
     k_cache: Tensor,
     v_cache: Tensor,
     step: DeviceStep,
-    work: WorkList,
-    scale: float,
-    window: int,
+    work: Work,
     out: Tensor,
     *,
     pdl: bool = False,
     l2_cache_hints: bool = True,
 ) -> None:
-    """What ``rotary_store_kv`` (or ``store_kv``) and ``paged_attention`` do, for rows of one token.
+    """As ``run`` of run.py says, for rows of one token. ``l2_cache_hints``: see ``cache_policy``; results are the same.
 
-    As ``decode_attention``, but for ``work``, which was built from ``step`` for this window, has no prefill and was
-    allocated with the tile that ``choose_streamed_tile`` gives. ``l2_cache_hints``: see ``cache_policy``; results are
-    the same.
+    If the heads are not stored it prepares them, as few_keys does. If they are, the step may have other rows, and the
+    kernel before stored them: tma_prefill, if it comes next, begins beside this one, and if there are rows of one token
+    as soon as that kernel is over.
 
-    Raises ConfigError if ``work`` was allocated for something else, ValueError if the other tensors do not fit.
+    Raises ConfigError if ``work`` was allocated for something else, ConfigError or ValueError if the other tensors do
+    not fit.
     """
-    check_heads(heads, num_heads, norms, cos_sin, k_cache, v_cache, out)
-    if not work.takes_heads:
-        raise ConfigError("the work list has rows of several tokens, or splits that are fixed")
-    shape = AttentionShape(num_heads, k_cache.shape[1], k_cache.shape[3], heads.dtype)
-    _launch(heads, shape, norms, cos_sin, k_cache, v_cache, step, work, scale, window, out, False, pdl, l2_cache_hints)
-
-
-def streamed_stored_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    step: DeviceStep,
-    work: WorkList,
-    scale: float,
-    window: int,
-    out: Tensor,
-    *,
-    pdl: bool = False,
-    l2_cache_hints: bool = True,
-) -> None:
-    """What ``paged_attention`` does, for the rows of one token of any step; others are left as they are.
-
-    Tensors are those of ``paged_attention``, heads of a token side by side in q. The kernel before wrote the new keys
-    and values where ``step.slot_mapping`` says. ``streamed_prefill_attention``, if it comes next, begins beside this:
-    if there are such rows, as soon as that kernel is over.
-
-    Raises ConfigError if a tensor or ``work`` was made for something else.
-    """
-    check_layout(q, k_cache, v_cache, work.shape, out)
+    if not launch.stored:
+        section = section_of_heads(launch, heads, layer, k_cache, v_cache, work, out)
+        _launch(launch, heads, layer, k_cache, v_cache, step, section, out, pdl, l2_cache_hints)
+        return
+    q, layer = heads[:, : layer.num_heads], layer._replace(norms=None, cos_sin=None)
     if q.stride(1) != q.shape[2]:
         raise ConfigError(f"heads of a token lie {q.stride(1)} elements apart, not {q.shape[2]}")
-    _launch(q, work.shape, None, None, k_cache, v_cache, step, work, scale, window, out, True, pdl, l2_cache_hints)
+    if section := section_for(launch, q, layer, k_cache, v_cache, work, out):
+        _launch(launch, q, layer, k_cache, v_cache, step, section, out, pdl, l2_cache_hints)
 
 
 def _launch(
-    heads: Tensor, shape: AttentionShape, norms: HeadNorms | None, cos_sin: Tensor | None, k_cache: Tensor,
-    v_cache: Tensor, step: DeviceStep, work: WorkList, scale: float, window: int, out: Tensor, stored: bool, pdl: bool,
-    l2_cache_hints: bool,
+    launch: Launch, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, step: DeviceStep,
+    section: Section, out: Tensor, pdl: bool, l2_cache_hints: bool,
 ) -> None:  # fmt: skip
     _, kv_heads, block_size, dim = k_cache.shape
-    section, tile = work.decode, work.decode.tile
-    if choose_streamed_tile(shape, block_size) is None:
-        raise ValueError(f"{shape} with blocks of {block_size} tokens is for another kernel")
-    if section.split_tiles or not tile.streamed or tile.keys != KEYS.value:
-        raise ConfigError(f"the work list is for another kernel, with {tile} and splits of {section.split_tiles} tiles")
-    if (shape, window) != (work.shape, work.window):
-        raise ConfigError(f"the work list is of window {work.window} and {work.shape}, not {window} and {shape}")
-    _streamed_decode_kernel[(section.lanes * kv_heads,)](
+    tile, group = section.tile, layer.num_heads // kv_heads
+    suits = block_size == BLOCK.value and dim in (64, 128) and group <= GROUP_ROWS.value and not layer.softcap
+    if not suits or heads.dtype != torch.bfloat16 or section.split_tiles or tile.keys != KEYS.value:
+        raise ValueError(f"{layer.num_heads} heads of {dim}, blocks of {block_size} and {tile} are for another kernel")
+    _tma_decode_kernel[(section.lanes * kv_heads,)](
         *(tiles_of(cache.view(-1, block_size, dim), 1, block_size, dim) for cache in (k_cache, v_cache)),
         k_cache,
         v_cache,
         heads,
-        *surroundings(heads, norms, cos_sin),
+        *surroundings(heads, layer.norms, layer.cos_sin),
         step.slot_mapping,
         out,
         step.slots.block_tables,
         *section.operands,
-        scale * math.log2(math.e),
-        window or NO_WINDOW,
+        base2_scale(layer),
+        layer.window or NO_WINDOW,
         heads.stride(0),
         out.stride(0),
         step.slots.block_tables.stride(0),
         section.stats.stride(0),
-        STORED=stored,
-        NORM=norms is not None,
-        ROTARY=cos_sin is not None,
-        GROUP=shape.group,
+        STORED=launch.stored,
+        NORM=layer.norms is not None,
+        ROTARY=layer.cos_sin is not None,
+        GROUP=group,
         KV_HEADS=kv_heads,
         D=dim,
         STAGES=tile.stages,
@@ -456,7 +428,7 @@ def _attend(
 
 
 @GluonKernel
-def _streamed_decode_kernel(
+def _tma_decode_kernel(
     k_blocks, v_blocks, k_cache, v_cache, heads, q_norm, k_norm, eps, cos_sin, slot_mapping, out, block_tables, items,
     lane_items, partials, stats, arrivals, scale, window, stride_heads, stride_out, stride_table, stats_size,
     STORED: gl.constexpr, NORM: gl.constexpr, ROTARY: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr,

@@ -1,6 +1,6 @@
 """Attention of prompts over a WorkList on Hopper: two warps that copy, and two warp groups that compute.
 
-What ``triton_attention`` does for its section of prefill, for heads of 64 and 128 in bfloat16 without a window. The 128
+What paged.py does for rows of several tokens, for heads of 64 and 128 in bfloat16 without a window. The 128
 rows of a unit are two halves, one a warp group, so that one multiplies while the other has its softmax; and within each
 the next scores are made beside the product of the last weights and values, as in FlashAttention-3 (Shah et al., 2024).
 Each group has a partition of its own: as one of eight warps, which meet whenever memory is freed, they multiply at the
@@ -15,8 +15,7 @@ room, across items; a warp for each, since copies of 2 KiB keep one warp as busy
 
 from __future__ import annotations
 
-import math
-
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -30,7 +29,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from asyncengine.errors import ConfigError
-from asyncengine.kernels.cuda.attention.paged import check_layout
+from asyncengine.kernels.cuda.attention.paged import section_for
+from asyncengine.kernels.cuda.attention.plan import Launch
+from asyncengine.kernels.cuda.attention.scores import base2_scale
 from asyncengine.kernels.cuda.attention.work.items import (
     BEGIN,
     COUNT,
@@ -46,10 +47,11 @@ from asyncengine.kernels.cuda.attention.work.items import (
     QUERY,
     SLOT,
 )
-from asyncengine.kernels.cuda.attention.work.lists import WorkList, choose_mixed_tiles
+from asyncengine.kernels.cuda.attention.work.lists import Work, WorkList
 from asyncengine.kernels.cuda.launch.gluon import GluonKernel, tiles_of
 from asyncengine.kernels.cuda.launch.programmatic import launch_options
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
+from asyncengine.kernels.ops import AttentionLayer
 
 ROWS = gl.constexpr(128)  # of a unit
 HALF = gl.constexpr(64)  # of them, a warp group's
@@ -60,40 +62,44 @@ SPAN = gl.constexpr(64)  # elements of a token that lie side by side in shared m
 QUEUED = gl.constexpr(2)  # items whose queries are in shared memory
 
 
-def streamed_prefill_attention(
-    q: Tensor,
+def run(
+    launch: Launch,
+    heads: Tensor,
+    layer: AttentionLayer,
     k_cache: Tensor,
     v_cache: Tensor,
     step: DeviceStep,
-    work: WorkList,
-    scale: float,
+    work: Work,
     out: Tensor,
     *,
     pdl: bool = False,
+    l2_cache_hints: bool = True,
 ) -> None:
-    """What ``paged_attention`` does, for the section of prefill whose tile ``choose_mixed_tiles`` gave.
+    """As ``run`` of run.py says, for rows of several tokens, over keys and values that are in the cache.
 
-    Tensors are those of ``paged_attention``, heads of a token side by side in q. Rows of one token are left as they
-    are. If ``work`` has them for Gluon too, the kernel before must be ``streamed_stored_attention``, beside which this
-    one runs (see programmatic.py).
+    If it runs ``beside`` tma_decode, that must be the kernel before (see programmatic.py).
 
     Raises ConfigError if a tensor or ``work`` was made for something else.
     """
-    check_layout(q, k_cache, v_cache, work.shape, out)
-    section, (_, kv_heads, block_size, dim) = work.prefill, k_cache.shape
-    _, tile = choose_mixed_tiles(work.shape, block_size, work.window) or (None, None)
-    if section is None or not section.tile.streamed or section.tile != tile or q.stride(1) != dim:
-        raise ConfigError(f"prefill of {work.shape}, blocks of {block_size}, window {work.window} is another kernel's")
+    q, (_, kv_heads, block_size, dim) = heads[:, : layer.num_heads], k_cache.shape
+    section = section_for(launch, q, layer, k_cache, v_cache, work, out)
+    if section is None:
+        return
+    assert isinstance(work, WorkList)
     group = work.shape.group
+    tile_suits = (section.tile.rows, section.tile.keys) == (ROWS.value, KEYS.value) and ROWS.value % group == 0
+    suits = block_size == BLOCK.value and dim in (64, 128) and q.dtype == torch.bfloat16 and q.stride(1) == dim
+    if not tile_suits or not suits or layer.window or layer.softcap:
+        raise ConfigError(f"prefill of {work.shape}, blocks of {block_size}, {layer} is another kernel's")
     lines = q.as_strided((len(q), work.shape.num_heads * dim), (q.stride(0), 1))
-    _streamed_prefill_kernel[(section.lanes * kv_heads,)](
+    _tma_prefill_kernel[(section.lanes * kv_heads,)](
         tiles_of(lines, min(ROWS.value // group, HALF.value), SPAN.value),
         *(tiles_of(cache.view(-1, dim), BLOCK.value, SPAN.value) for cache in (k_cache, v_cache)),
         out,
         step.slots.block_tables,
         *section.operands,
         work.decode.lane_items,
-        scale * math.log2(math.e),
+        base2_scale(layer),
         out.stride(0),
         step.slots.block_tables.stride(0),
         section.stats.stride(0),
@@ -101,7 +107,7 @@ def streamed_prefill_attention(
         KV_HEADS=kv_heads,
         D=dim,
         STAGES=section.tile.stages,
-        BESIDE=work.decode.tile.streamed,
+        BESIDE=launch.beside,
         num_warps=4,
         maxnreg=168,  # on average: the warp groups that compute take 232
         **launch_options(pdl),
@@ -375,7 +381,7 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @GluonKernel
-def _streamed_prefill_kernel(
+def _tma_prefill_kernel(
     q_boxes, k_blocks, v_blocks, out, block_tables, items, lane_items, partials, stats, arrivals, decode_lanes, scale,
     stride_out, stride_table, stats_size, BESIDE: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,

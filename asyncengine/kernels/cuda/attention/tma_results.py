@@ -1,4 +1,4 @@
-"""An item's result in ``gluon_paged_decode``: its warps' parts are joined, and a unit's pieces combined."""
+"""An item's result in tma_decode.py: its warps' parts are joined, and a unit's pieces combined."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
 # mypy: disable-error-code="assignment, var-annotated, unreachable, misc"
 

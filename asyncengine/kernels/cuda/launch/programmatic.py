@@ -50,8 +50,8 @@ def wait(PDL: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
-class StreamingOptions(TypedDict, total=False):
-    """How a projection in Gluon is launched; results are the same."""
+class TmaOptions(TypedDict, total=False):
+    """How a tma kernel is launched. Results are the same."""
 
     pdl: bool
     l2_cache_hints: bool
@@ -61,30 +61,3 @@ class StreamingOptions(TypedDict, total=False):
 def launch_options(pdl: bool) -> dict[str, Any]:
     """Keywords for the launch of a kernel with a constant ``PDL``."""
     return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
-
-
-@triton.jit
-def _increment(x, PDL: tl.constexpr):
-    start_next(PDL)
-    wait(PDL)
-    tl.store(x, tl.load(x) + 1)
-
-
-def works(device: torch.device) -> bool:
-    """Whether this GPU and driver capture and replay dependent launches; runs a graph of some."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
-        return False
-    x, count = torch.zeros(1, dtype=torch.int32, device=device), 8
-    stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
-        try:
-            _increment[(1,)](x, **launch_options(True))
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                for _ in range(count):
-                    _increment[(1,)](x, **launch_options(True))
-            graph.replay()
-            stream.synchronize()
-        except (RuntimeError, TypeError):  # a driver or a Triton that knows nothing of it
-            return False
-    return int(x) == count + 1

@@ -10,8 +10,9 @@ import triton.language as tl
 
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import start_next, wait
+from asyncengine.kernels.cuda.rows.activation import activate
+from asyncengine.kernels.cuda.rows.norms import store_unnormed
 from asyncengine.kernels.cuda.rows.quantise import row_scale
-from asyncengine.kernels.cuda.rows.rows import activate, store_unnormed
 
 # ---- what they share ----
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options, must_widen, start_next, wait
-from asyncengine.kernels.cuda.linear.choose import Plan, norm_kind
+from asyncengine.kernels.cuda.linear.plan import Plan, norm_kind
 from asyncengine.kernels.cuda.linear.residual import Unnormed
 from asyncengine.kernels.cuda.linear.skinny import (
     columns_of,

@@ -1,17 +1,17 @@
-"""Projections on Hopper, from 8 rows on, whose weights flow through shared memory without a pause between kernels.
+"""Projections of 8 rows and more on Hopper: weights are copied without a pause between kernels.
 
-The kernels of ``triton_linear`` for many rows begin to read weights when they may read x, and so leave the memory idle
-from one kernel's last product to the next one's first. Here a program asks for its first weights, as much as its
-shared memory holds, before it waits for the kernel that makes x (programmatic.py). Written in Gluon, because Triton's
-own pipelining starts behind the wait.
+The tiled kernel begins to read weights when it may read x. The memory is idle from the last product of one kernel to
+the first product of the next. Here a program asks for its first weights, as much as its shared memory holds, before it
+waits for the kernel that makes x (see launch/programmatic.py). The kernel is written in Gluon, because Triton's own
+pipelining starts behind the wait.
 
-The copies are the tensor memory accelerator's: a thread asks for a tile, and a barrier in shared memory counts its
-bytes. Weights are the left operand, since the tensor cores want 64 rows there and x may have 8. Where such tiles would
-leave multiprocessors idle there are tiles of 16 or 32 rows, by the small instruction and each warp with its own K.
+A thread asks the accelerator for a tile, and a barrier in shared memory counts the tile's bytes. Weights are the left
+operand: the tensor cores want 64 rows there, and x may have 8. Where tiles of 64 rows would leave multiprocessors idle,
+tiles have 16 or 32 rows. These use the small instruction, and each warp has its own stretch of K.
 
-Where K is split, the parts are left for whoever reads the sum: adding them up here takes a program that waits for the
-others, 2 us, and the norm that follows reads as fast from several places as from one (``triton_rows.norm``). Where it
-is not, that norm may have no kernel (see residual.py).
+Where K is split, the parts of a sum are left for the norm that reads the sum. A program that adds the parts up here
+would wait for the others, 2 us; the norm reads several places as fast as one (see rows/norms.py). Where K is not split,
+the norm may have no kernel of its own (see residual.py).
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
 # mypy: disable-error-code="assignment, var-annotated, unreachable, misc, no-redef"
@@ -19,14 +19,12 @@ is not, that norm may have no kernel (see residual.py).
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from typing import Unpack
 
 import torch
 import triton
 from torch import Tensor
-from triton import TritonError
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
@@ -44,35 +42,19 @@ from asyncengine.kernels.cuda.launch.gluon import (
     tiles_of,
     whole_tiles_of,
 )
-from asyncengine.kernels.cuda.launch.programmatic import StreamingOptions, launch_options
-from asyncengine.kernels.cuda.linear.choose import Plan
+from asyncengine.kernels.cuda.launch.programmatic import TmaOptions, launch_options
+from asyncengine.kernels.cuda.linear.plan import Plan
 from asyncengine.kernels.cuda.linear.residual import Unnormed
-from asyncengine.kernels.cuda.rows.rows import activate, gelu_gate, store_unnormed
+from asyncengine.kernels.cuda.rows.activation import activate, gelu_gate
+from asyncengine.kernels.cuda.rows.norms import store_unnormed
 from asyncengine.kernels.ops import Activation, Norm
-
-logger = logging.getLogger(__name__)
 
 _activate = gluon.jit(activate.fn)
 _gelu_gate = gluon.jit(gelu_gate.fn)
 _store_unnormed = gluon.jit(store_unnormed.fn)
 
 
-def works(device: torch.device) -> bool:
-    """Whether this GPU and this Triton, of which Gluon is an experimental part, run streamed plans; runs one."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        return False
-    x, weight = (torch.ones(rows, 128, dtype=torch.bfloat16, device=device) for rows in (8, 64))
-    out = torch.zeros(8, 64, dtype=torch.bfloat16, device=device)
-    try:
-        streamed_linear(x, weight, Plan("streamed", 64, 64, 4, 8, stages=2), out=out)
-        torch.cuda.synchronize(device)
-    except (RuntimeError, TypeError, AttributeError, TritonError) as e:
-        logger.warning("projections do not stream their weights, which is slower: %s", e)
-        return False
-    return bool((out == 128).all())
-
-
-def streamed_linear(
+def tma_linear(
     x: Tensor | Unnormed,
     weight: Tensor,
     plan: Plan,
@@ -82,7 +64,7 @@ def streamed_linear(
     shift: Tensor | None = None,
     activation: Activation | None = None,
     add: bool = False,
-    **how: Unpack[StreamingOptions],
+    **how: Unpack[TmaOptions],
 ) -> None:
     """out [M, N] = activation(x [M, K] weight^T + bias), or with ``add`` out += that.
 
@@ -100,7 +82,7 @@ def streamed_linear(
     _launch(x.x, weight, plan, out, bias, activation, add, reads=x, vector=shift, **how)
 
 
-def streamed_sum(
+def tma_sum(
     x: Tensor,
     weight: Tensor,
     plan: Plan,
@@ -108,19 +90,19 @@ def streamed_sum(
     out: Tensor,
     norm: Norm,
     bias: Tensor | None = None,
-    **how: Unpack[StreamingOptions],
+    **how: Unpack[TmaOptions],
 ) -> Unnormed:
     """out [M, N] += x [M, K] weight [N, K]^T + bias [N], bfloat16, for the projection that reads it through ``norm``.
 
-    Raises ValueError as ``streamed_linear`` does.
+    Raises ValueError as ``tma_linear`` does.
     """
     result = Unnormed.allocate(out, triton.cdiv(len(weight), plan.columns), norm)
     _launch(x, weight, plan, out, bias, None, True, writes=result, vector=norm.weight, **how)
     return result
 
 
-def streamed_parts(
-    x: Tensor, weight: Tensor, plan: Plan, *, bias: Tensor | None = None, **how: Unpack[StreamingOptions]
+def tma_parts(
+    x: Tensor, weight: Tensor, plan: Plan, *, bias: Tensor | None = None, **how: Unpack[TmaOptions]
 ) -> Tensor:
     """float32 [plan.split, M, N], the sum of whose parts is x [M, K] weight [N, K]^T + bias [N]."""
     parts = torch.empty((plan.split, len(x), len(weight)), dtype=torch.float32, device=x.device)
@@ -140,13 +122,13 @@ def _launch(
     columns = len(weight) // (1 + gated)
     if plan.leaves_parts and out.ndim < 3:
         raise ValueError(f"{plan} leaves parts")
-    if plan.kind != "streamed" or not plan.fits(columns, inner, gated):
+    if plan.kind != "tma" or not plan.fits(columns, inner, gated):
         raise ValueError(f"{plan} does not fit a weight {list(weight.shape)}")
     blocks, programs = triton.cdiv(rows, plan.rows), triton.cdiv(columns, plan.columns // (1 + gated))
     strided = x.stride(1) != 1 or out.stride(-1) != 1 or not weight.is_contiguous()
     if strided or out.shape[-2:] != (rows, columns) or weight.shape != (columns * (1 + gated), inner):
         raise ValueError(f"x {list(x.shape)}, weight {list(weight.shape)} and out {list(out.shape)} do not fit")
-    _streamed_kernel[(blocks, programs, plan.split)](
+    _tma_kernel[(blocks, programs, plan.split)](
         whole_tiles_of(x, plan.rows, plan.inner),
         _gate_and_up(weight, plan.columns, plan.inner) if gated else tiles_of(weight, plan.columns, plan.inner),
         weight if bias is None else bias,
@@ -255,7 +237,7 @@ def _multiply(acc, w, x, ready, phase, BN: gl.constexpr, GATED: gl.constexpr):
 
 
 @partial(GluonKernel, do_not_specialize=["rows"])  # one compilation for all that a plan is for
-def _streamed_kernel(
+def _tma_kernel(
     x,
     weight,
     bias,

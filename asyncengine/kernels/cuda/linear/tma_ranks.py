@@ -19,30 +19,31 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from asyncengine.kernels.cuda.attention.work.lists import multiprocessors
+from asyncengine.kernels.cuda.gpu import Gpu
 from asyncengine.kernels.cuda.launch.cache_policy import marks_of_operands
 from asyncengine.kernels.cuda.launch.gluon import GluonKernel, copy_tile, sums_layout, tiles_of, whole_tiles_of
 from asyncengine.kernels.cuda.launch.programmatic import launch_options
-from asyncengine.kernels.cuda.linear.choose import HALF_OF_SHARED, Plan
+from asyncengine.kernels.cuda.linear.plan import Plan
 from asyncengine.kernels.cuda.sampling.filters import LAST_INDEX, MAX_VOCAB, rank_of
 
 _rank_of = gluon.jit(rank_of.fn)
 
 
-def streamed_ranks(
+def tma_ranks(
     x: Tensor,
     weight: Tensor,
     plan: Plan,
     *,
+    gpu: Gpu,
     bias: Tensor | None = None,
     pdl: bool = False,
     l2_cache_hints: bool = True,
 ) -> Tensor:
     """Of the logits x [M, K] weight [N, K]^T + bias [N], the greatest rank in each ``plan.columns`` of a row.
 
-    int64 [M, tiles]; see ``triton_filters.rank_of``. NaN has the rank of +inf, and its index may be any. x and weight
-    are bfloat16, the rows of x aligned to 16 bytes. Raises ValueError if anything does not fit, or if a rank cannot
-    tell N columns apart. ``l2_cache_hints``: see ``cache_policy``; results are the same.
+    int64 [M, tiles]; see ``rank_of`` of sampling/filters.py. NaN has the rank of +inf, and its index may be any. x and
+    weight are bfloat16, the rows of x aligned to 16 bytes. Raises ValueError if anything does not fit, or if a rank
+    cannot tell N columns apart. ``l2_cache_hints``: see ``cache_policy``; results are the same.
     """
     (rows, inner), columns = x.shape, len(weight)
     if columns > MAX_VOCAB:
@@ -53,7 +54,7 @@ def streamed_ranks(
         raise ValueError(f"x {list(x.shape)} and weight {list(weight.shape)} do not fit")
     tiles, blocks = triton.cdiv(columns, plan.columns), triton.cdiv(rows, plan.rows)
     ranks = torch.empty((rows, tiles), dtype=torch.int64, device=x.device)
-    _head_kernel[(blocks, min(tiles, max(1, num_programs(x.device, plan) // blocks)))](
+    _head_kernel[(blocks, min(tiles, max(1, num_programs(gpu, plan) // blocks)))](
         whole_tiles_of(x, plan.rows, plan.inner),
         tiles_of(weight, plan.columns, plan.inner),
         weight if bias is None else bias,
@@ -74,9 +75,9 @@ def streamed_ranks(
     return ranks
 
 
-def num_programs(device: torch.device, plan: Plan) -> int:
-    """As many as the device has room for at once."""
-    return multiprocessors(device) * (2 if plan.shared_bytes <= HALF_OF_SHARED else 1)
+def num_programs(gpu: Gpu, plan: Plan) -> int:
+    """As many as the card has room for at once."""
+    return gpu.multiprocessors * (2 if plan.shared_bytes("bf16") <= gpu.tile_bytes_of_two else 1)
 
 
 @gluon.jit

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from asyncengine.kernels.cuda.gpu import describe
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options, wait
 from asyncengine.kernels.cuda.sampling.filters import (
@@ -49,7 +50,8 @@ from asyncengine.kernels.cuda.sampling.filters import (
     weigh,
 )
 from asyncengine.kernels.cuda.sampling.finish import finish_kernel, hand_on, token_of
-from asyncengine.kernels.cuda.step.tensors import MAX_STOPS, DeviceStep
+from asyncengine.kernels.cuda.step.layout import MAX_STOPS
+from asyncengine.kernels.cuda.step.tensors import DeviceStep
 
 _TILE = 4096
 _BINS = 64
@@ -60,8 +62,8 @@ _LIST = 16384
 _CHUNK = 1024
 _FEW = 64
 _ROWS = 256
-_PROGRAMS = 396
-"""Of the second pass: what an H200 runs at once, three on each of its 132 multiprocessors."""
+_PROGRAMS = 3
+"""Of the second pass, on each multiprocessor: what an H200 runs at once."""
 _COLLECT_REGISTERS = 80
 _FINISH_REGISTERS = 128
 """Per thread, so that three and two programs fit on a multiprocessor; what is spilled is used once."""
@@ -114,7 +116,7 @@ def _tiles_kernel(
     header: tl.tensor,
     out_words: tl.tensor,
     ring_stride: tl.tensor,
-    GREEDY: tl.constexpr,
+    ARGMAX: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
     BINS: tl.constexpr,
@@ -131,7 +133,7 @@ def _tiles_kernel(
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     num_tiles = tl.num_programs(0)
     slot = tl.load(sample_slot + row)
-    if not GREEDY:
+    if not ARGMAX:
         state = row_state + row * STATE
         if tile == 0:
             tl.store(state + IS_FILTERED, 0)
@@ -144,7 +146,7 @@ def _tiles_kernel(
     out = row * num_tiles + tile
     tl.store(tile_rank + out, rank_of(maximum, tl.min(tl.where(logit == maximum, index, LAST_INDEX), 0)))
     is_last = False
-    if GREEDY:
+    if ARGMAX:
         is_last = _arrive(arrivals + row, num_tiles)
     else:
         heat, k, p, least = load_parameters(slot, temperature, top_k, top_p, min_p)
@@ -166,7 +168,7 @@ def _tiles_kernel(
                 is_last = _arrive(arrivals + row, num_tiles)
     if is_last:
         first_tile = row * num_tiles
-        if GREEDY:
+        if ARGMAX:
             tiles = tl.arange(0, TILES)
             ranks = tl.load(
                 tile_rank + first_tile + tiles, mask=tiles < num_tiles, other=NO_RANK, cache_modifier=".cg"
@@ -350,7 +352,7 @@ def sample(
     header: Tensor,
     out_words: Tensor,
     *,
-    greedy_only: bool,
+    needs: int,
     pdl: bool = False,
 ) -> None:
     """Draw a token for each row s with a slot = step.sample_slot[s] ≥ 0 from logits float32 [R, V].
@@ -365,11 +367,11 @@ def sample(
     once and whole, at out_words[header[1], s]. header is int64 [2]: number of the step, and where in the ring its
     words go. out_words is int64 [ring, at least R], which may be host memory mapped into the device.
 
-    greedy_only: the temperatures of all rows are 0 (not checked); the parameters are not looked at. Only then ranks do
-    in place of the logits.
+    needs: bits of _core.Need, those that rows may have (not checked). With 0 the temperatures of all rows are 0, and
+    the parameters are not looked at; only then ranks do in place of the logits.
     """
     if isinstance(logits, Ranks):
-        if not greedy_only:
+        if needs:
             raise ValueError("ranks are for greedy sampling alone")
         _sample_first(logits.tiles, step, header, out_words, pdl)
         return
@@ -387,7 +389,7 @@ def sample(
     slots = step.slots
 
     def scratch(width: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty((rows, 1 if greedy_only else width), dtype=dtype, device=logits.device)
+        return torch.empty((rows, width if needs else 1), dtype=dtype, device=logits.device)
 
     tile_rank = torch.empty((rows, num_tiles), dtype=torch.int64, device=logits.device)
     tile_min, tile_mass = scratch(num_tiles, torch.float32), scratch(num_tiles, torch.float32)
@@ -399,14 +401,14 @@ def sample(
         slots.stops, slots.last_token, slots.finished, step.sample_arrivals,
         tile_rank, tile_min, tile_mass, tile_bins, bounds, row_state, counts, masses,
         header, out_words, out_words.stride(0),
-        GREEDY=greedy_only, TILE=_TILE, TILES=tiles, BINS=_BINS, FINE=_FINE, STOPS=MAX_STOPS,
+        ARGMAX=needs == 0, TILE=_TILE, TILES=tiles, BINS=_BINS, FINE=_FINE, STOPS=MAX_STOPS,
         num_warps=8, **launch_options(pdl),
     )  # fmt: skip
-    if greedy_only:
+    if not needs:
         return
     above, kept = scratch(num_tiles, torch.int64), scratch(num_tiles, torch.int64)
     listed, chosen = scratch(_LIST, torch.int32), scratch(_LIST, torch.int32)
-    programs = min(rows * num_tiles, _PROGRAMS)
+    programs = min(rows * num_tiles, _PROGRAMS * describe(logits.device).multiprocessors)
     _collect_kernel[(programs,)](
         logits, logits.stride(0), vocab, rows, num_tiles, step.sample_slot, slots.min_p,
         tile_rank, bounds, row_state, counts, masses, above, kept, listed,

@@ -16,12 +16,43 @@ from torch import Tensor
 
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options, wait
-from asyncengine.kernels.cuda.step.tensors import MAX_STOPS, DeviceStep
+from asyncengine.kernels.cuda.step.layout import (
+    COPY_SOURCE,
+    COPY_TARGET,
+    COPY_WORDS,
+    FROM_DEVICE,
+    HEADER_WORDS,
+    MAX_STOPS,
+    NUM_COPIES,
+    NUM_PROMPT_IDS,
+    NUM_ROWS,
+    NUM_SAMPLES,
+    NUM_SLOT_UPDATES,
+    NUM_TOKENS,
+    ROW_CONTEXT_LEN,
+    ROW_DELTA_COUNT,
+    ROW_DELTA_FIRST,
+    ROW_DELTA_OFFSET,
+    ROW_FLAGS,
+    ROW_PROMPT_START,
+    ROW_QUERY_LEN,
+    ROW_QUERY_START,
+    ROW_SAMPLE_ROW,
+    ROW_SLOT,
+    ROW_UPDATE,
+    ROW_WORDS,
+    STEP,
+    TOTAL_WORDS,
+    UPDATE_MIN_P,
+    UPDATE_SEED,
+    UPDATE_STOPS,
+    UPDATE_TEMPERATURE,
+    UPDATE_TOP_K,
+    UPDATE_TOP_P,
+    UPDATE_WORDS,
+)
+from asyncengine.kernels.cuda.step.tensors import DeviceStep
 
-# csrc/core/step_input.h, in 32-bit words. The native tests hold the two to each other through whole steps.
-_HEADER_WORDS = tl.constexpr(16)
-_ROW_WORDS = tl.constexpr(12)
-_UPDATE_WORDS = tl.constexpr(12)
 _MAX_STOPS = tl.constexpr(MAX_STOPS)
 _CHUNK = 128
 _FETCH_WORDS = 1024
@@ -128,7 +159,7 @@ def _fetch(inputs, state, fetched, words, RING: tl.constexpr, CHUNK: tl.constexp
     if tl.program_id(0) * CHUNK < _EAGER_WORDS:
         tl.store(fetched + word, tl.load(source + word, mask=word < words), mask=word < words)
     else:
-        there = word < tl.load(source + 1)
+        there = word < tl.load(source + TOTAL_WORDS)
         tl.store(fetched + word, tl.load(source + word, mask=there), mask=there)
 
 
@@ -169,9 +200,9 @@ def _ingest(
     pid = tl.program_id(0)
     next_step = tl.load(state + 2)
     source += next_step % RING * stride
-    num_rows = tl.load(source + 4)
-    num_tokens = tl.load(source + 6)
-    num_samples = tl.load(source + 7)
+    num_rows = tl.load(source + NUM_ROWS)
+    num_tokens = tl.load(source + NUM_TOKENS)
+    num_samples = tl.load(source + NUM_SAMPLES)
     offsets = tl.arange(0, CHUNK)
     # The last program to know which step this is may say which is next. All threads do: their loads wait for it.
     tl.debug_barrier()
@@ -191,38 +222,38 @@ def _ingest(
         tl.store(row_query_len + pid, 0)
         tl.store(row_context_len + pid, 0)
     else:
-        row = source + _HEADER_WORDS + pid * _ROW_WORDS
-        slot = tl.load(row)
-        query_start = tl.load(row + 1)
-        query_len = tl.load(row + 2)
-        context_len = tl.load(row + 3)
-        flags = tl.load(row + 4)
-        prompt_start = tl.load(row + 5)
-        sample_row = tl.load(row + 6)
-        update = tl.load(row + 7)
-        delta_first = tl.load(row + 8)
-        delta_count = tl.load(row + 9)
-        delta_offset = tl.load(row + 10)
+        row = source + HEADER_WORDS + pid * ROW_WORDS
+        slot = tl.load(row + ROW_SLOT)
+        query_start = tl.load(row + ROW_QUERY_START)
+        query_len = tl.load(row + ROW_QUERY_LEN)
+        context_len = tl.load(row + ROW_CONTEXT_LEN)
+        flags = tl.load(row + ROW_FLAGS)
+        prompt_start = tl.load(row + ROW_PROMPT_START)
+        sample_row = tl.load(row + ROW_SAMPLE_ROW)
+        update = tl.load(row + ROW_UPDATE)
+        delta_first = tl.load(row + ROW_DELTA_FIRST)
+        delta_count = tl.load(row + ROW_DELTA_COUNT)
+        delta_offset = tl.load(row + ROW_DELTA_OFFSET)
 
-        prompt_ids = source + _HEADER_WORDS + num_rows * _ROW_WORDS
-        updates = prompt_ids + tl.load(source + 8) + 2 * tl.load(source + 9)
-        delta_blocks = updates + tl.load(source + 10) * _UPDATE_WORDS + delta_offset
+        prompt_ids = source + HEADER_WORDS + num_rows * ROW_WORDS
+        updates = prompt_ids + tl.load(source + NUM_PROMPT_IDS) + COPY_WORDS * tl.load(source + NUM_COPIES)
+        delta_blocks = updates + tl.load(source + NUM_SLOT_UPDATES) * UPDATE_WORDS + delta_offset
         table = block_tables + slot.to(tl.int64) * max_blocks
 
         # A sequence that met a stop token keeps its row until the host has heard of it; the row does nothing.
-        from_device = (flags & 2) != 0
+        from_device = (flags & FROM_DEVICE) != 0
         inert = from_device & (tl.load(finished + slot) != 0)
 
         if update >= 0:
-            changed = updates + update * _UPDATE_WORDS
-            tl.store(temperature + slot, tl.load(changed + 1).to(tl.float32, bitcast=True))
-            tl.store(top_p + slot, tl.load(changed + 2).to(tl.float32, bitcast=True))
-            tl.store(min_p + slot, tl.load(changed + 3).to(tl.float32, bitcast=True))
-            tl.store(top_k + slot, tl.load(changed + 4))
-            low = tl.load(changed + 5).to(tl.int64) & 0xFFFFFFFF
-            tl.store(seed + slot, (tl.load(changed + 6).to(tl.int64) << 32) | low)
+            changed = updates + update * UPDATE_WORDS
+            tl.store(temperature + slot, tl.load(changed + UPDATE_TEMPERATURE).to(tl.float32, bitcast=True))
+            tl.store(top_p + slot, tl.load(changed + UPDATE_TOP_P).to(tl.float32, bitcast=True))
+            tl.store(min_p + slot, tl.load(changed + UPDATE_MIN_P).to(tl.float32, bitcast=True))
+            tl.store(top_k + slot, tl.load(changed + UPDATE_TOP_K))
+            low = tl.load(changed + UPDATE_SEED).to(tl.int64) & 0xFFFFFFFF
+            tl.store(seed + slot, (tl.load(changed + UPDATE_SEED + 1).to(tl.int64) << 32) | low)
             stop = tl.arange(0, _MAX_STOPS)
-            tl.store(stops + slot * _MAX_STOPS + stop, tl.load(changed + 8 + stop))
+            tl.store(stops + slot * _MAX_STOPS + stop, tl.load(changed + UPDATE_STOPS + stop))
             tl.store(finished + slot, 0)
 
         for start in range(0, delta_count, CHUNK):
@@ -263,8 +294,8 @@ def _ingest(
         tl.store(sample_position + pid, 0)
 
     if pid == 0:
-        low = tl.load(source + 2).to(tl.int64) & 0xFFFFFFFF
-        tl.store(state, (tl.load(source + 3).to(tl.int64) << 32) | low)
+        low = tl.load(source + STEP).to(tl.int64) & 0xFFFFFFFF
+        tl.store(state, (tl.load(source + STEP + 1).to(tl.int64) << 32) | low)
         tl.store(state + 1, next_step % RING)
     if tl.max(tl.where(offsets == 0, arrived, 0), 0) == tl.num_programs(0) - 1:
         tl.store(state + 2, next_step + 1)
@@ -276,11 +307,11 @@ def _copy_blocks(
     inputs, state, kv, words, num_blocks, block_words, RING: tl.constexpr, CHUNK: tl.constexpr
 ):
     source = inputs + (tl.load(state + 2) % RING) * words
-    copies = source + _HEADER_WORDS + tl.load(source + 4) * _ROW_WORDS + tl.load(source + 8)
+    copies = source + HEADER_WORDS + tl.load(source + NUM_ROWS) * ROW_WORDS + tl.load(source + NUM_PROMPT_IDS)
     plane = kv + tl.program_id(1).to(tl.int64) * num_blocks * block_words
-    for copy in range(tl.program_id(0), tl.load(source + 9), tl.num_programs(0)):
-        origin = plane + tl.load(copies + 2 * copy).to(tl.int64) * block_words
-        target = plane + tl.load(copies + 2 * copy + 1).to(tl.int64) * block_words
+    for copy in range(tl.program_id(0), tl.load(source + NUM_COPIES), tl.num_programs(0)):
+        origin = plane + tl.load(copies + COPY_WORDS * copy + COPY_SOURCE).to(tl.int64) * block_words
+        target = plane + tl.load(copies + COPY_WORDS * copy + COPY_TARGET).to(tl.int64) * block_words
         for start in range(0, block_words, CHUNK):
             word = start + tl.arange(0, CHUNK)
             tl.store(target + word, tl.load(origin + word, mask=word < block_words), mask=word < block_words)

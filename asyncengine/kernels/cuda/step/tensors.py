@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MAX_STOPS = 4
-"""Stop tokens per slot that the device knows; more are checked at commit, by the host alone."""
+from asyncengine.kernels.cuda.step.layout import MAX_STOPS
 
 
 @dataclass(frozen=True, slots=True)

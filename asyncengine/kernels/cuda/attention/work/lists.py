@@ -38,18 +38,20 @@ be, because of a row that is much longer than the others, the step is cut along 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from asyncengine.errors import ConfigError
+from asyncengine.kernels.cuda.attention.plan import AttentionPlan, AttentionShape, Launch, LayerKind, Rows, Tile
 from asyncengine.kernels.cuda.attention.work.decode import PROGRAMS, build_apart_kernel, build_decode_kernel
 from asyncengine.kernels.cuda.attention.work.items import ITEM, ITEM_COST, LANE, LINE_COST
 from asyncengine.kernels.cuda.attention.work.prefill import UNIT, build_prefill_kernel
 from asyncengine.kernels.cuda.attention.work.splits import build_split_kernel
+from asyncengine.kernels.cuda.gpu import Gpu, describe
 from asyncengine.kernels.cuda.launch.programmatic import launch_options
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
 
@@ -57,160 +59,6 @@ NO_WINDOW = 1 << 30
 """A window that no position reaches."""
 MIN_SPLIT_TOKENS = 256
 """A unit is not cut into pieces much shorter than this: combining would cost more than the split gains."""
-_WHOLE_TOKENS = 512
-"""A unit of so many tokens is not cut apart, if several rows are: steps of Qwen3 take 626 us instead of 677 at 8 x 384,
-643 instead of 683 at 8 x 448, and the same in pieces from 512 on. Longer ones are cut as small as lanes allow."""
-LATE_ROWS = 6
-_LATE_COST = 36
-"""Late lanes are for steps of so many rows a lane, and so many tiles, what starting their items costs included. Below,
-their programs' first loads take longer than they gain: GPT-2 at 256 x 64 tokens 507 us and 535, at 256 x 200 830 and
-808."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionShape:
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-
-    @property
-    def group(self) -> int:
-        """Query heads that share a KV head."""
-        return self.num_heads // self.num_kv_heads
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """How one variant of the attention kernel is laid out."""
-
-    rows: int
-    """packed (token, head of the group) rows of a dot: a power of two, 16 at least"""
-    keys: int
-    """KV tokens of one turn of the loop: a power of two, 16 at least"""
-    warps: int
-    stages: int
-    programs_per_sm: int
-    streamed: bool = False
-    """of tma_decode.py, where rows have one token, or of tma_prefill.py"""
-
-    def count_lanes(self, shape: AttentionShape, sms: int) -> int:
-        """Lanes whose programs, one for each KV head, have room at once on so many multiprocessors."""
-        return max(1, self.programs_per_sm * sms // shape.num_kv_heads)
-
-
-def choose_tiles(shape: AttentionShape) -> tuple[Tile, Tile]:
-    """The tiles of decode and of prefill, by the bytes of a KV tile.
-
-    Decode waits for memory: small programs, of two warps, hide each other's first loads. At 64 sequences of 288 tokens
-    four of them a multiprocessor, with two tiles of 32 keys of heads of 128 in flight each, take 24.7 us, where one of
-    64 keys takes 26 and three programs of four warps with twice the keys take 32.
-    Prefill waits for the tensor cores: two warp groups of 64 rows each, whose registers (250 a thread) leave
-    no room for a second program. float32 is multiplied exactly, without tensor cores: small tiles.
-    """
-    width = max(16, triton.next_power_of_2(shape.head_dim))
-    group = triton.next_power_of_2(shape.group)
-    if shape.dtype == torch.float32:
-        keys = min(32, max(16, 4096 // width))
-        return Tile(max(16, group), keys, 4, 2, 2), Tile(max(32, group), keys, 4, 1, 2)
-    few, keys = (min(64, max(16, elements // width)) for elements in (4096, 8192))
-    programs = 4 if width > 64 else 6
-    # Triton keeps one stage less than it is told.
-    return Tile(max(16, group), few, 2, 3, programs), Tile(max(128, group), keys, 8, 3, 1)
-
-
-def choose_fixed_tile(shape: AttentionShape) -> Tile:
-    """The tile of fixed splits, for decode and prefill alike.
-
-    A decode row wastes most of its 64 rows, but tensor cores with 64 rows still keep up with memory.
-    """
-    prefill = choose_tiles(shape)[1]
-    if shape.dtype == torch.float32:
-        return prefill
-    return replace(prefill, rows=max(64, triton.next_power_of_2(shape.group)), warps=4, programs_per_sm=2)
-
-
-def _fits_gluon(shape: AttentionShape, block_size: int) -> bool:
-    """Whether attention in Gluon is for such heads and blocks; each kernel has groups of its own."""
-    return shape.dtype == torch.bfloat16 and shape.head_dim in (64, 128) and block_size == 16
-
-
-def choose_streamed_tile(shape: AttentionShape, block_size: int, programs_per_sm: int = 2) -> Tile | None:
-    """The tile of tma_decode.py, four blocks of the cache; None if that is not for such heads or blocks.
-
-    Two programs with 96 KiB of tiles in flight fill a multiprocessor's shared memory. A lone one may have twice that,
-    but no more than six tiles: at 8 rows of 288 tokens GPT-2 takes 4.8 us with them and 6.3 with twelve, Qwen3 4.7 and
-    with three 6.2.
-    """
-    if not _fits_gluon(shape, block_size) or shape.group > 8:
-        return None
-    stages = min(6, (192 << 10) // programs_per_sm // (64 * shape.head_dim * 4))
-    return Tile(16, 64, 4, stages, programs_per_sm, streamed=True)
-
-
-def choose_mixed_tiles(shape: AttentionShape, block_size: int, window: int) -> tuple[Tile, Tile] | None:
-    """As ``choose_tiles``, with rows of one token by tma_decode.py, prefill by tma_prefill.py, or both.
-
-    Each for the heads, blocks and windows that it takes; None if neither does. Prefill has as many stages of keys and
-    values as shared memory holds beside the queries of two units.
-    """
-    decode, prefill = choose_tiles(shape)
-    streamed = choose_streamed_tile(shape, block_size)
-    divides = shape.group in (1, 2, 4, 8, 16)  # of a unit's rows each head has as many, eight at least
-    if _fits_gluon(shape, block_size) and divides and not window:
-        return streamed or decode, Tile(128, 128, 8, 256 // shape.head_dim, 1, streamed=True)
-    return (streamed, prefill) if streamed else None
-
-
-class Apart(NamedTuple):
-    """How decode rows are cut apart."""
-
-    tile: Tile
-    whole_tokens: int
-    """of the longest unit that is not cut"""
-
-
-def choose_apart(rows: int, shape: AttentionShape, block_size: int, sms: int) -> Apart | None:
-    """For decode steps of so many rows; None if they are not to be cut apart.
-
-    A lone row has a tile a program, 33 KiB at most. Its projections use no shared memory, and a multiprocessor has to
-    be empty before it divides cache and shared memory another way: with 96 KiB a layer of the 8B took 10 us longer.
-    """
-    if tile := choose_streamed_tile(shape, block_size):
-        if rows == 1:
-            return Apart(replace(tile, stages=1), tile.keys)
-        for programs_per_sm in (1, 2):
-            tile = choose_streamed_tile(shape, block_size, programs_per_sm)
-            if tile and rows <= tile.count_lanes(shape, sms):
-                return Apart(tile, _WHOLE_TOKENS)
-    return None
-
-
-def choose_late(rows: int, shape: AttentionShape, block_size: int, sms: int) -> int | None:
-    """Decode steps of so many rows are to have late lanes if one has more tokens than this; None if never."""
-    tile = choose_streamed_tile(shape, block_size)
-    lanes = tile.count_lanes(shape, sms) if tile else 0
-    if not tile or rows < LATE_ROWS * lanes:
-        return None
-    return max(0, _LATE_COST * lanes // rows - ITEM_COST) * tile.keys
-
-
-class Cut(NamedTuple):
-    """How a work list for tma_decode.py cuts the rows of a decode step."""
-
-    tile: Tile
-    whole_tokens: int
-    """of the longest unit that is not cut apart; 0 if units are cut along the line"""
-    late: bool
-    """There are late lanes."""
-
-
-def choose_cut(rows: int, context: int, shape: AttentionShape, block_size: int, sms: int) -> Cut | None:
-    """For decode steps of so many rows, after so many tokens at most; None if they are for another kernel."""
-    if apart := choose_apart(rows, shape, block_size, sms):
-        return Cut(*apart, late=False)
-    tile, short = choose_streamed_tile(shape, block_size), choose_late(rows, shape, block_size, sms)
-    return Cut(tile, 0, short is not None and context > short) if tile else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +68,8 @@ class Section:
     tile: Tile
     queries: int
     """tokens of a full tile"""
-    row_lengths: range
-    """query_len of the rows that are of this section"""
+    rows: Rows
+    """that are of this section"""
     lanes: int
     late_lanes: int
     """the last of them, which are short, and whose programs begin when others end"""
@@ -271,7 +119,7 @@ class Section:
                 **launch_options(pdl),
             )
             return
-        if self.row_lengths.start > 1:
+        if self.rows == "several":
             build_prefill_kernel[(1,)](
                 *arguments,
                 self.units,
@@ -334,6 +182,7 @@ class WorkList:
     def allocate(
         cls,
         shape: AttentionShape,
+        tiles: tuple[Tile, Tile | None],
         *,
         max_rows: int,
         max_tokens: int,
@@ -345,7 +194,7 @@ class WorkList:
         whole_tokens: int = 0,
         late: bool = False,
         num_programs: int | None = None,
-        tiles: tuple[Tile, Tile | None] | None = None,
+        gpu: Gpu | None = None,
     ) -> WorkList:
         """Room for every step of at most ``max_rows`` rows and ``max_tokens`` tokens.
 
@@ -355,24 +204,24 @@ class WorkList:
         costs balance, and room for a partial result of every unit and split. With ``whole_tokens`` units of more than
         so many tokens are cut apart, which is for rows of one token, no more than there are lanes. With ``late`` there
         are as many short lanes behind those that have room at once; not with prefill, fixed splits or units cut apart.
-        ``num_programs`` (default: what fits on the device) sizes the grids. ``tiles`` are those of decode and of
-        prefill; fixed splits take the latter, which is None if no row will have more than one token.
+        ``num_programs`` sizes the grids (default: what fits on ``gpu``, which is the device's unless it is given).
+        ``tiles`` are those of decode and of prefill; fixed splits take the latter, which is None if no row will have
+        more than one token.
 
         Raises ConfigError if ``split_tokens`` is no multiple of the tile, the heads do not divide, or units
         that are not for it are to be cut apart or to have late lanes.
         """
         if shape.num_heads % shape.num_kv_heads:
             raise ConfigError(f"{shape.num_heads} query heads do not divide into {shape.num_kv_heads} KV heads")
-        decode, prefill = tiles or choose_tiles(shape)
-        fixed = prefill if tiles else choose_fixed_tile(shape)
-        keys = fixed.keys if fixed else 0
+        decode, prefill = tiles
+        keys = prefill.keys if prefill else 0
+        sms = (gpu or describe(device)).multiprocessors
         if split_tokens < 0 or (split_tokens and (not keys or split_tokens % keys)):
             raise ConfigError(f"split_tokens {split_tokens} is not a multiple of the KV tile of {keys} tokens")
         if late and (prefill or split_tokens or whole_tokens):
             raise ConfigError("late lanes are for rows of one token that are cut along the line")
 
-        def section(tile: Tile, queries: int, row_lengths: range, max_units: int, split_tiles: int = 0) -> Section:
-            sms = multiprocessors(device)
+        def section(tile: Tile, queries: int, of: Rows, max_units: int, split_tiles: int = 0) -> Section:
             lanes = max(1, num_programs // shape.num_kv_heads) if num_programs else tile.count_lanes(shape, sms)
             late_lanes = lanes if late else 0
             lanes += late_lanes
@@ -387,7 +236,7 @@ class WorkList:
             return Section(
                 tile,
                 queries,
-                row_lengths,
+                of,
                 lanes,
                 late_lanes,
                 split_tiles,
@@ -397,7 +246,7 @@ class WorkList:
                 item_step=lanes if split_tiles else 1,
                 items=ints((max_items, ITEM.value)),
                 lane_items=ints((lanes, LANE.value)),
-                units=ints((max_units if row_lengths.start > 1 else 0, UNIT.value)),
+                units=ints((max_units if of == "several" else 0, UNIT.value)),
                 partials=floats((slots, *per_slot, shape.head_dim)),
                 stats=floats((2, slots, *per_slot)),
                 arrivals=ints((slots, shape.num_kv_heads)),
@@ -406,17 +255,17 @@ class WorkList:
         def units(rows: int, queries: int) -> int:
             return rows + (max_tokens - rows) // queries
 
-        if split_tokens and fixed:
-            queries = fixed.rows // shape.group
+        if split_tokens and prefill:
+            queries = prefill.rows // shape.group
             most = units(min(max_rows, max_tokens), queries)
-            all_rows = section(fixed, queries, range(1, max_tokens + 1), most, split_tokens // fixed.keys)
+            all_rows = section(prefill, queries, "any", most, split_tokens // prefill.keys)
             return cls(shape, window, max_rows, max_tokens, all_rows, None)
-        decodes, prefills = section(decode, 1, range(1, 2), max_rows), None
+        decodes, prefills = section(decode, 1, "one", max_rows), None
         if whole_tokens and (prefill or split_tokens or max_rows > decodes.lanes):
             raise ConfigError(f"{max_rows} rows are not cut apart on {decodes.lanes} lanes, nor with prefill or splits")
         if prefill and (rows := min(max_rows, max_tokens // 2)):
             queries = prefill.rows // shape.group
-            prefills = section(prefill, queries, range(2, max_tokens + 1), units(rows, queries))
+            prefills = section(prefill, queries, "several", units(rows, queries))
         return cls(shape, window, max_rows, max_tokens, decodes, prefills)
 
     @property
@@ -424,15 +273,19 @@ class WorkList:
         """The same memory for steps in which no row has more than one token: nothing of prefill is launched."""
         return replace(self, prefill=None)
 
-    @property
-    def takes_heads(self) -> bool:
-        """Whether its steps may go through paged_decode_attention: all rows are of one token, cut wherever it suits."""
-        return self.prefill is None and self.decode.split_tiles == 0
+    def section(self, launch: Launch, layer: LayerKind) -> Section | None:
+        """What a kernel of a plan for such layers walks; None if no step that this has room for has such rows.
 
-    @property
-    def streams_prefill(self) -> bool:
-        """Whether gluon_paged_prefill computes its rows of several tokens."""
-        return self.prefill is not None and self.prefill.tile.streamed
+        Raises ConfigError if this was allocated for another kernel.
+        """
+        if (layer.shape, layer.window) != (self.shape, self.window):
+            raise ConfigError(
+                f"the work list is of window {self.window} and {self.shape}, not {layer.window} and {layer.shape}"
+            )
+        section = self.prefill if launch.rows == "several" else self.decode
+        if section and (section.tile, section.rows) != (launch.tile, launch.rows):
+            raise ConfigError(f"the work list is for another kernel, of {section.rows} rows in {section.tile}")
+        return section
 
     @property
     def sections(self) -> tuple[Section, ...]:
@@ -449,9 +302,58 @@ class WorkList:
             section.build(step, self.window, pdl)
 
 
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; of the interpreter as many as a test can wait for."""
-    if device.type != "cuda":
-        return 8
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What few_keys has in place of a work list."""
+
+    arrivals: Tensor
+    """int32: pieces of a row's query head that are ready, 0 between launches"""
+
+    def build(self, step: DeviceStep, pdl: bool = False) -> None:
+        """Nothing has to be built."""
+
+
+Work = WorkList | Counters
+"""The memory that a plan's kernels share, layer after layer and step after step."""
+
+
+class StepWork:
+    """The memory of all plans of an engine, allocated once. Plans with the same tiles and cut have the same."""
+
+    def __init__(
+        self, plans: Sequence[AttentionPlan], *, max_rows: int, max_tokens: int, max_context: int, gpu: Gpu,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        def allocate(plan: AttentionPlan) -> WorkList:
+            (shape, window, _), cut = plan.layer, plan.cut
+            decode, prefill = plan.tile("one") or plan.tile("any"), plan.tile("several") or plan.tile("any")
+            assert cut
+            assert decode
+            apart, fixed = (cut.tokens if cut.kind == kind else 0 for kind in ("apart", "fixed"))
+            rows = min(max_rows, decode.count_lanes(shape, gpu.multiprocessors)) if apart else max_rows
+            return WorkList.allocate(
+                shape, (decode, prefill), max_rows=rows, max_tokens=max_tokens, max_context=max_context, device=device,
+                window=window, split_tokens=fixed, whole_tokens=apart, late=cut.kind == "late", gpu=gpu,
+            )  # fmt: skip
+
+        self._lists: dict[tuple[object, ...], WorkList] = {}
+        unlike = {self._key(plan): plan for plan in plans if plan.cut}
+        for key, plan in unlike.items():
+            if plan.tile("several"):  # whose list has one for rows of one token in it
+                work = allocate(plan)
+                self._lists |= {key: work, self._key(plan, decode_only=True): work.decode_only}
+        for key, plan in unlike.items():
+            if key not in self._lists:
+                self._lists[key] = allocate(plan)
+        heads = max((plan.layer.shape.num_heads for plan in plans), default=0)
+        self._counters = Counters(
+            torch.zeros(max(max_rows, max_tokens) * heads, dtype=torch.int32, device=device)
+        )
+
+    def of(self, plan: AttentionPlan) -> Work:
+        return self._lists[self._key(plan)] if plan.cut else self._counters
+
+    @staticmethod
+    def _key(plan: AttentionPlan, *, decode_only: bool = False) -> tuple[object, ...]:
+        several = None if decode_only else plan.tile("several")
+        return plan.layer.shape, plan.layer.window, plan.cut, plan.tile("one"), several, plan.tile("any")

@@ -1,6 +1,7 @@
 """Compiles a kernel whenever it would be launched, for a GPU that is not there: ``python -m`` runs a step of a model.
 
-Nothing is computed. It shows on any machine that kernels compile, and with what registers and memory.
+Nothing is computed. It shows on any machine that kernels compile, and with what registers and memory. The target is a
+compute capability without its point: 80 is Ampere (A100), 89 Ada (L40S), 90 Hopper (H100, H200).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +24,14 @@ if TYPE_CHECKING:
     from asyncengine.kernels.float8 import Quantization
 
 
+HOPPER = 90
+
+
 class CompileOnly(DriverBase):
     """A driver that names its target and has nothing else."""
 
-    def __init__(self) -> None:
+    def __init__(self, target: int = HOPPER) -> None:
+        self._target = GPUTarget("cuda", target, 32)
         self.get_current_device = lambda: 0
         self.get_current_stream = lambda device: 0
 
@@ -37,7 +43,7 @@ class CompileOnly(DriverBase):
         return ty
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return self._target
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
@@ -68,9 +74,9 @@ class Counting(CompileOnly):
         return 1, 1, 0, 0, 1024
 
 
-def install() -> dict[str, Any]:
-    """From now on a launch compiles; the kernels compiled so far, by name and constants."""
-    triton.runtime.driver.set_active(CompileOnly())
+def install(target: int = HOPPER) -> dict[str, Any]:
+    """From now on a launch compiles for ``target``; the kernels compiled so far, by name and constants."""
+    triton.runtime.driver.set_active(CompileOnly(target))
     launch, compiled = JITFunction.run, {}
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -142,17 +148,19 @@ def _changes(name: str, made: dict[str, list[str]], handed: dict[str, str], indu
     return name in induction or any(_changes(operand, made, handed, induction) for operand in made.get(name, ()))
 
 
-def main(directory: str, dtype: str, quantization: Quantization = "none") -> None:
+def main(target: str, directory: str, dtype: str, quantization: Quantization = "none") -> None:
     from asyncengine import _core
     from asyncengine.config import EngineConfig
-    from asyncengine.kernels.cuda.linear.choose import Plan, PlanTable, Site
+    from asyncengine.kernels.cuda.gpu import INTERPRETER
+    from asyncengine.kernels.cuda.linear.plan import Plan, Site
+    from asyncengine.kernels.cuda.linear.tables import PlanTable
     from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
     from asyncengine.runner.buckets import Bucket
-    from asyncengine.runner.cuda_runner import make_steps
-    from asyncengine.runner.device_steps import FULL, GREEDY
+    from asyncengine.runner.device_steps import ARGMAX, SAMPLING
     from asyncengine.runner.model_runner import load_model
+    from asyncengine.runner.prepare import make_steps
 
-    compiled = install()
+    compiled = install(int(target))
     config = EngineConfig(
         model=directory, dtype=dtype, load_format="dummy", max_num_seqs=4, max_num_batched_tokens=64, num_kv_blocks=8,
         max_model_len=128, quantization=quantization, staging="mapped",  # which has a kernel more
@@ -165,26 +173,27 @@ def main(directory: str, dtype: str, quantization: Quantization = "none") -> Non
     steps.state.input_ids.zero_()
     if quantization == "fp8":  # which has kernels of ours for few rows, whatever the card
         for rows in (1, 4):
-            steps.run(Bucket(rows, rows, True), GREEDY)
-    steps.run(Bucket(4, 64, False), GREEDY)
-    steps.run(Bucket(4, 64, False), FULL)
-    steps.run(Bucket(4, 4, True, 64), GREEDY)
-    steps.run(Bucket(4, 8, False, 64), GREEDY)
-    steps.run(Bucket(4, 4, True), GREEDY)
+            steps.run(Bucket(rows, rows, True), ARGMAX)
+    steps.run(Bucket(4, 64, False), ARGMAX)
+    steps.run(Bucket(4, 64, False), SAMPLING)
+    steps.run(Bucket(4, 4, True, 64), ARGMAX)
+    steps.run(Bucket(4, 8, False, 64), ARGMAX)
+    steps.run(Bucket(4, 4, True), ARGMAX)
     steps.copy_blocks()
-    if quantization == "none":  # and what Hopper takes instead, where there is something
-        c, plan = loaded.config, Plan("streamed", 128, 64, 4, 8, stages=4, fused_norm=False)
+    if quantization == "none" and int(target) == HOPPER:  # and what Hopper takes instead, where there is something
+        c, plan = loaded.config, Plan("tma", 128, 64, 4, 8, stages=4, fused_norm=False)
         head = Site(c.vocab_size, c.hidden_size, 8, "rms", "argmax", False, False)
         up = head._replace(columns=c.intermediate_size, activation="silu_mul")
         plans = PlanTable({head: plan, up: plan})
         for hints in (True, False):
-            streaming = CudaOps(ops.device, CudaOptions(plans, streamed=True, l2_cache_hints=hints))
+            options = CudaOptions(plans, gpu=replace(INTERPRETER, tma=True), l2_cache_hints=hints)
+            streaming = CudaOps(ops.device, options)
             loaded = load_model(config, streaming)
             steps, _ = make_steps(config, loaded, streaming, native, 8)
             steps.state.input_ids.zero_()
-            steps.run(Bucket(4, 4, True), GREEDY)
-            steps.run(Bucket(1, 1, True), GREEDY)
-            steps.run(Bucket(4, 64, False), GREEDY)
+            steps.run(Bucket(4, 4, True), ARGMAX)
+            steps.run(Bucket(1, 1, True), ARGMAX)
+            steps.run(Bucket(4, 64, False), ARGMAX)
     for name, kernel in compiled.items():
         size = f"shared {kernel.metadata.shared} bytes, {kernel.metadata.num_warps} warps"
         print(f"{name}: {size}, copies {', '.join(sorted(policies(kernel))) or 'none'}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,11 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncengine.kernels.cuda.linear import tma as gluon_linear
-from asyncengine.kernels.cuda.linear.choose import CUBLAS, MAX_ROWS, Plan, PlanTable, Site, plan_for_many_rows
-from asyncengine.kernels.cuda.linear.residual import Unnormed, fold_norm
-from asyncengine.kernels.cuda.linear.tma import streamed_linear, streamed_parts, streamed_sum
-from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions, Stream
+from asyncengine.kernels.cuda.linear import tma
+from asyncengine.kernels.cuda.linear.choose import plan_for_many_rows
+from asyncengine.kernels.cuda.linear.plan import CUBLAS, MAX_ROWS, Plan, Site
+from asyncengine.kernels.cuda.linear.residual import Residual, Unnormed, fold_norm
+from asyncengine.kernels.cuda.linear.tables import PlanTable
+from asyncengine.kernels.cuda.linear.tma import tma_linear, tma_parts, tma_sum
+from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
+from asyncengine.kernels.cuda.trials import examine, runs_tma
 from asyncengine.kernels.ops import Norm
 from tests.gpu.conftest import needs_hopper
 from tests.kernels.poison import poison_new_memory, surrounded, taken
@@ -57,13 +61,13 @@ def plan_of(tile: tuple[int, int], rows: int, inner: int, split: int = 1, stages
     inner *= 2 if columns < 64 else 1
     if (columns + rows) * inner * 2 * stages > 220_000:
         stages = 2
-    return Plan("streamed", columns, inner, warps, rows, split, stages, fused_norm=False)
+    return Plan("tma", columns, inner, warps, rows, split, stages, fused_norm=False)
 
 
 @given(case=CASES, tile=TILES, rows=ROWS, inner=st.sampled_from([64, 128]), stages=st.integers(2, 4))
 @settings(max_examples=60)
-def test_streamed(device: torch.device, case: Case, tile: tuple[int, int], rows: int, inner: int, stages: int) -> None:
-    case.run(plan_of(tile, rows, inner, stages=stages), device, multiply=streamed_linear)
+def test_tma(device: torch.device, case: Case, tile: tuple[int, int], rows: int, inner: int, stages: int) -> None:
+    case.run(plan_of(tile, rows, inner, stages=stages), device, multiply=tma_linear)
 
 
 @given(rows=st.integers(1, 70), columns=st.integers(1, 300), spans=st.integers(1, 6), split=st.sampled_from([2, 4, 8]),
@@ -82,7 +86,7 @@ def test_parts(
         return torch.randn(*shape, generator=generator).to(torch.bfloat16)
 
     x, weight, b = random(rows, inner), random(columns, inner) * inner**-0.5, random(columns)
-    got = streamed_parts(
+    got = tma_parts(
         surrounded(x, device)[0], surrounded(weight, device)[0], plan,
         bias=surrounded(b, device)[0] if bias else None, pdl=True,
     )  # fmt: skip
@@ -97,42 +101,42 @@ def test_parts(
 
 def test_a_row_is_the_same_in_any_batch_of_a_plan(device: torch.device) -> None:
     """Nothing is added up in an order that depends on what else runs."""
-    plan = Plan("streamed", 64, 128, 4, 64, 1, 4, fused_norm=False)
+    plan = Plan("tma", 64, 128, 4, 64, 1, 4, fused_norm=False)
     case = Case(130, 200, 768, 5, bfloat16=True, bias=True, activation="gelu", add=True)
-    whole = case.run(plan, device, multiply=streamed_linear)
+    whole = case.run(plan, device, multiply=tma_linear)
     for row in (0, 63, 64, 129):
-        assert torch.equal(case.run(plan, device, only=row, multiply=streamed_linear), whole[row : row + 1])
+        assert torch.equal(case.run(plan, device, only=row, multiply=tma_linear), whole[row : row + 1])
 
 
 def test_cache_hints_change_no_result(device: torch.device) -> None:
     case = Case(70, 200, 768, 5, bfloat16=True, bias=True, activation="gelu", add=True)
     for rows in (16, 128):  # several blocks share weights, and one reads them
-        plan = Plan("streamed", 64, 128, 4, rows, 1, 3, fused_norm=False)
+        plan = Plan("tma", 64, 128, 4, rows, 1, 3, fused_norm=False)
         hinted, plain = (
-            case.run(plan, device, multiply=partial(streamed_linear, l2_cache_hints=hints)) for hints in (True, False)
+            case.run(plan, device, multiply=partial(tma_linear, l2_cache_hints=hints)) for hints in (True, False)
         )
         assert torch.equal(hinted, plain)
 
 
 def test_poison_stays_in_its_row(device: torch.device) -> None:
     x, weight = (torch.randn(n, 256, device=device).to(torch.bfloat16) for n in (9, 64))
-    plan = Plan("streamed", 64, 64, 4, 16, 1, 3, fused_norm=False)
+    plan = Plan("tma", 64, 64, 4, 16, 1, 3, fused_norm=False)
     clean, got = (torch.empty(9, 64, dtype=torch.bfloat16, device=device) for _ in range(2))
-    streamed_linear(x, weight, plan, out=clean)
+    tma_linear(x, weight, plan, out=clean)
     x[4] = math.nan
-    streamed_linear(x, weight, plan, out=got)
+    tma_linear(x, weight, plan, out=got)
     others = [row for row in range(9) if row != 4]
     assert torch.equal(got[others], clean[others])
     assert got[4].isnan().all()
 
 
 def test_what_does_not_fit_raises(device: torch.device) -> None:
-    plan = Plan("streamed", 64, 64, 4, 16, 1, 2, fused_norm=False)
+    plan = Plan("tma", 64, 64, 4, 16, 1, 2, fused_norm=False)
     x, weight, out = (
         torch.zeros(shape, dtype=torch.bfloat16, device=device) for shape in ((2, 128), (64, 128), (2, 64))
     )
     for match, change in (
-        ("leaves parts", {"plan": Plan("streamed", 64, 64, 4, 16, 2, 2)}),
+        ("leaves parts", {"plan": Plan("tma", 64, 64, 4, 16, 2, 2)}),
         ("does not fit", {"plan": Plan("tiled", 64, 64, 4, 16)}),
         ("does not fit", {"x": x[:, :100].contiguous(), "weight": weight[:, :100].contiguous()}),
         ("do not fit", {"out": out[:, :32]}),
@@ -141,20 +145,20 @@ def test_what_does_not_fit_raises(device: torch.device) -> None:
     ):
         arguments = {"x": x, "weight": weight, "plan": plan, "out": out} | change
         with pytest.raises(ValueError, match=match):
-            streamed_linear(**arguments)
+            tma_linear(**arguments)
 
 
 def test_the_probe(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert gluon_linear.works(torch.device("cuda", 0))
-    assert not gluon_linear.works(torch.device("cpu"))
-    monkeypatch.setattr(gluon_linear, "_launch", lambda *args, **how: None)
-    assert not gluon_linear.works(device), "it wrote nothing"
+    assert runs_tma(torch.device("cuda", 0))
+    assert not examine(torch.device("cpu")).tma
+    monkeypatch.setattr(tma, "_launch", lambda *args, **how: None)
+    assert not runs_tma(device), "it wrote nothing"
 
 
 SHIPPED = [
     (site, plan)
     for site, plan in PlanTable.shipped().items()
-    if plan.kind == "streamed" and site.activation != "argmax"  # see test_streamed_ranks.py
+    if plan.kind == "tma" and site.activation != "argmax"  # see test_tma_ranks.py
 ]
 LARGE = [site._replace(rows=rows) for rows in (320, 1000, 2048) for site, _ in SHIPPED if site.rows == MAX_ROWS]
 PLANNED = SHIPPED + [(site, plan_for_many_rows(site)) for site in LARGE if plan_for_many_rows(site) != CUBLAS]
@@ -169,7 +173,7 @@ def test_plans_of_known_models(device: torch.device, site: Site, plan: Plan) -> 
     bias = torch.randn(site.weight_rows, device=device).to(torch.bfloat16) if site.bias else None
     expected = torch.mm(x, weight.T, out_dtype=torch.float32) + (0 if bias is None else bias.float())
     if plan.split > 1:
-        got = streamed_parts(x, weight, plan, bias=bias, pdl=True).sum(0)
+        got = tma_parts(x, weight, plan, bias=bias, pdl=True).sum(0)
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
         return
     if site.activation == "silu_mul":
@@ -180,7 +184,7 @@ def test_plans_of_known_models(device: torch.device, site: Site, plan: Plan) -> 
         expected = torch.nn.functional.gelu(expected, approximate=approximate)
     before = torch.randn(rows, site.columns, device=device).to(torch.bfloat16)
     out, memory = surrounded(before, device)
-    streamed_linear(x, weight, plan, out=out, bias=bias, activation=site.activation, add=site.add, pdl=True)
+    tma_linear(x, weight, plan, out=out, bias=bias, activation=site.activation, add=site.add, pdl=True)
     if site.add:
         expected = expected + before.float()
     torch.testing.assert_close(taken(out, memory), expected.to(torch.bfloat16).cpu(), rtol=2e-2, atol=2e-2)
@@ -204,8 +208,8 @@ def test_a_norm_between_two_projections(
     plan = plan_of(writing, tile, 64, stages=3)
     b = random(columns) if bias else None
     plain, out = stream.clone(), stream.clone()
-    streamed_linear(x, weight, plan, out=plain, bias=b, add=True, pdl=True)
-    unnormed = streamed_sum(x, weight, plan, out=out, norm=norm, bias=b, pdl=True)
+    tma_linear(x, weight, plan, out=plain, bias=b, add=True, pdl=True)
+    unnormed = tma_sum(x, weight, plan, out=out, norm=norm, bias=b, pdl=True)
     assert torch.equal(out, plain)
     assert torch.equal(unnormed.x, (out.float() * norm.weight.float()).to(torch.bfloat16))
 
@@ -214,7 +218,7 @@ def test_a_norm_between_two_projections(
     offset = random(len(second)) if bias else None
     got = torch.empty(rows, width, dtype=torch.bfloat16, device=device)
     folded, shift = fold_norm(norm, second, offset) if layer else (offset, None)
-    streamed_linear(
+    tma_linear(
         unnormed, second, plan_of(reading, tile, 64), out=got, bias=folded, shift=shift,
         activation="silu_mul" if gated else None, pdl=True,
     )  # fmt: skip
@@ -230,24 +234,24 @@ def test_a_norm_between_two_projections(
 
 
 def test_what_is_not_of_a_norm_is_refused(device: torch.device) -> None:
-    plan = Plan("streamed", 64, 64, 4, 8, 1, 2, fused_norm=False)
+    plan = Plan("tma", 64, 64, 4, 8, 1, 2, fused_norm=False)
     x, weight, out = (torch.zeros(n, 64, dtype=torch.bfloat16, device=device) for n in (4, 64, 4))
     norm = Norm(out[0], None, 1e-5)
-    unnormed = streamed_sum(x, weight, plan, out=out, norm=norm)
+    unnormed = tma_sum(x, weight, plan, out=out, norm=norm)
     with pytest.raises(ValueError, match="not those of a norm"):
-        streamed_linear(unnormed, weight, plan, out=out, shift=torch.zeros(64, device=device))
+        tma_linear(unnormed, weight, plan, out=out, shift=torch.zeros(64, device=device))
     with pytest.raises(ValueError, match="not those of a norm"):
-        streamed_linear(Unnormed(x[:2], unnormed.sums, 1e-5), weight, plan, out=out[:2])
+        tma_linear(Unnormed(x[:2], unnormed.sums, 1e-5), weight, plan, out=out[:2])
     with pytest.raises(ValueError, match="does not fit"):
-        streamed_sum(x, weight, plan, out=out, norm=Norm(out[0, :32], None, 1e-5))
+        tma_sum(x, weight, plan, out=out, norm=Norm(out[0, :32], None, 1e-5))
     with pytest.raises(ValueError, match="leaves parts"):
-        streamed_sum(x, weight, Plan("streamed", 64, 32, 4, 8, 2, 2), out=out, norm=norm)
+        tma_sum(x, weight, Plan("tma", 64, 32, 4, 8, 2, 2), out=out, norm=norm)
 
 
 @pytest.mark.parametrize("rows", [300, 1000])
 @pytest.mark.parametrize("family", ["gpt2", "qwen3"])
 def test_many_rows_as_a_model_calls_them(device: torch.device, family: str, rows: int) -> None:
-    """Additions, norms and activations beside products: streamed what pays, against cuBLAS and kernels for the rest."""
+    """Additions, norms and activations beside products: tma kernels where these pay, against cuBLAS and others."""
     torch.manual_seed(rows)
     layer, hidden, inner = family == "gpt2", 768 if family == "gpt2" else 1024, 3072
 
@@ -260,16 +264,16 @@ def test_many_rows_as_a_model_calls_them(device: torch.device, family: str, rows
     biases = [random(len(weight)) if layer else None for weight in weights]
     x, stream = random(rows, hidden), random(rows, hidden)
 
-    def run(streamed: bool) -> list[torch.Tensor]:
-        ops = CudaOps(device, CudaOptions(pdl=True, streamed=streamed))
+    def run(tma: bool) -> list[torch.Tensor]:
+        ops = CudaOps(device, CudaOptions(pdl=True, gpu=replace(examine(device), tma=tma)))
         o, up, down, qkv = (ops.make_linear([w], [b]) for w, b in zip(weights, biases, strict=True))
-        residual = Stream(stream.clone())
+        residual = Residual(stream.clone())
         ops.linear_add_(x, o, residual)
-        assert (residual.pending is not None) == streamed
+        assert (residual.state == "put off") == tma
         wide = ops.norm_linear(residual, norms[0], up, "gelu_tanh" if layer else "silu_mul")
         ops.linear_add_(wide, down, residual)
         heads = ops.norm_linear(residual, norms[1], qkv)
         return [heads, residual.settle()]
 
-    for got, expected in zip(run(streamed=True), run(streamed=False), strict=True):
+    for got, expected in zip(run(tma=True), run(tma=False), strict=True):
         assert float((got.float() - expected.float()).norm() / expected.float().norm()) < 1e-2

@@ -14,14 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncengine.kernels.cuda.linear import tma_ranks as gluon_head
-from asyncengine.kernels.cuda.linear.choose import CUBLAS, Plan, PlanTable, Site, round_rows
-from asyncengine.kernels.cuda.linear.tma import streamed_linear
-from asyncengine.kernels.cuda.linear.tma_ranks import streamed_ranks
-from asyncengine.kernels.cuda.ops import CudaBatch, CudaLinear, CudaOps, CudaOptions, Stream
+from asyncengine.kernels.cuda.gpu import describe
+from asyncengine.kernels.cuda.linear import tma_ranks as room
+from asyncengine.kernels.cuda.linear.handle import CudaLinear
+from asyncengine.kernels.cuda.linear.plan import CUBLAS, Plan, Site, round_rows
+from asyncengine.kernels.cuda.linear.residual import Residual
+from asyncengine.kernels.cuda.linear.tables import PlanTable
+from asyncengine.kernels.cuda.linear.tma import tma_linear
+from asyncengine.kernels.cuda.linear.tma_ranks import tma_ranks
+from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps, CudaOptions
 from asyncengine.kernels.cuda.sampling.filters import MAX_VOCAB
 from asyncengine.kernels.cuda.sampling.sample import Ranks, sample
 from asyncengine.kernels.cuda.step.tensors import DeviceStep, allocate_step
+from asyncengine.kernels.cuda.trials import examine
 from asyncengine.kernels.ops import Norm
 from tests.gpu.conftest import needs_hopper
 from tests.kernels.poison import poison_new_memory, surrounded
@@ -56,7 +61,7 @@ def integers(*shape: int, seed: int, largest: int = 2) -> Tensor:
 
 def plan_of(tile: tuple[int, int, int], stages: int = 2) -> Plan:
     columns, warps, rows = tile
-    return Plan("streamed", columns, 64, warps, rows, 1, stages, fused_norm=False)
+    return Plan("tma", columns, 64, warps, rows, 1, stages, fused_norm=False)
 
 
 def assert_same_ranks(got: Tensor, logits: Tensor, width: int) -> None:
@@ -96,9 +101,9 @@ def test_ranks_are_those_of_the_logits(
         case "one inf":
             x[:, 0], weight[column, 0] = 1.0, math.inf
     stages = stages if (tile[0] + tile[2]) * 128 * stages < 220_000 else 2
-    with mock.patch.object(gluon_head, "num_programs", return_value=programs):
-        got = streamed_ranks(
-            surrounded(x, device)[0], surrounded(weight, device)[0], plan_of(tile, stages),
+    with mock.patch.object(room, "num_programs", return_value=programs):
+        got = tma_ranks(
+            surrounded(x, device)[0], surrounded(weight, device)[0], plan_of(tile, stages), gpu=describe(device),
             bias=None if b is None else surrounded(b, device)[0], pdl=True,
         )  # fmt: skip
     logits = x.double() @ weight.double().T
@@ -132,12 +137,12 @@ class Head:
         site = Site(1024, self.INNER, round_rows(self.rows), "rms", None, False, False)
         ranking = site._replace(activation="argmax")
         plans = {ranking: plan} if fused else {ranking: CUBLAS, site: plan}
-        return CudaOps(self.device, CudaOptions(PlanTable(plans), pdl=True, streamed=True))
+        return CudaOps(self.device, CudaOptions(PlanTable(plans), pdl=True, gpu=examine(self.device)))
 
     def run(self, ops: CudaOps, handle: CudaLinear) -> Tensor | Ranks:
-        batch = CudaBatch(self.step, {}, greedy=True)
-        logits = ops.logits(Stream(self.x), self.norm, handle, batch)
-        sample(logits, self.step, self.header, self.words, greedy_only=True, pdl=True)
+        batch = CudaBatch(self.step)
+        logits = ops.logits(Residual(self.x), self.norm, handle, batch)
+        sample(logits, self.step, self.header, self.words, needs=0, pdl=True)
         return logits
 
 
@@ -176,7 +181,7 @@ def test_tokens_are_those_of_logits_by_the_same_plan(
 @pytest.mark.parametrize(("rows", "tile"), [(8, TILES[0]), (64, TILES[4]), (256, TILES[11])])
 def test_replays(device: torch.device, rows: int, tile: tuple[int, int, int]) -> None:
     """Kernels that start early, one step behind another: each reads what its own step has written."""
-    head, stream = Head(device, rows), torch.cuda.Stream(device)
+    head, stream = Head(device, rows), torch.cuda.Residual(device)
     ops = head.ops(plan_of(tile), fused=True)
     handle = ops.make_head(head.weight)
     inputs = [integers(rows, head.INNER, seed=seed, largest=1).to(device) for seed in range(6)]
@@ -203,7 +208,7 @@ def test_replays(device: torch.device, rows: int, tile: tuple[int, int, int]) ->
 SHIPPED = [
     (site, plan)
     for site, plan in PlanTable.shipped().items()
-    if site.activation == "argmax" and plan.kind == "streamed"
+    if site.activation == "argmax" and plan.kind == "tma"
 ]
 
 
@@ -214,8 +219,8 @@ def test_shipped_plans(device: torch.device, site: Site, plan: Plan) -> None:
     x = torch.randn(rows, site.inner, device=device).to(torch.bfloat16)
     weight = (torch.randn(site.columns, site.inner, device=device) * site.inner**-0.5).to(torch.bfloat16)
     logits = torch.zeros(rows, site.columns, device=device)
-    streamed_linear(x, weight, plan, out=logits, pdl=True)
-    got = streamed_ranks(x, weight, plan, pdl=True)
+    tma_linear(x, weight, plan, out=logits, pdl=True)
+    got = tma_ranks(x, weight, plan, gpu=describe(x.device), pdl=True)
     expected = greatest_ranks(logits, plan.columns)
     near = logits.gather(1, ~got & (MAX_VOCAB - 1))
     torch.testing.assert_close(near, logits.gather(1, ~expected & (MAX_VOCAB - 1)), rtol=1e-4, atol=1e-4)
@@ -228,11 +233,11 @@ def test_shipped_plans(device: torch.device, site: Site, plan: Plan) -> None:
 
 def test_what_does_not_fit_raises(device: torch.device) -> None:
     x, weight = (torch.zeros(n, 128, dtype=torch.bfloat16, device=device) for n in (2, 64))
-    parts, narrow = Plan("streamed", 64, 64, 4, 16, 2, 2), Plan("streamed", 32, 64, 4, 16, stages=2)
-    for plan in (parts, narrow, Plan("streamed", 64, 64, 4, 16), Plan("tiled", 64, 64, 4, 16, stages=2)):
+    parts, narrow = Plan("tma", 64, 64, 4, 16, 2, 2), Plan("tma", 32, 64, 4, 16, stages=2)
+    for plan in (parts, narrow, Plan("tma", 64, 64, 4, 16), Plan("tiled", 64, 64, 4, 16, stages=2)):
         with pytest.raises(ValueError, match="does not fit"):
-            streamed_ranks(x, weight, plan)
+            tma_ranks(x, weight, plan, gpu=describe(x.device))
     with pytest.raises(ValueError, match="do not fit"):
-        streamed_ranks(x[:, :64], weight, plan_of(TILES[0]))
+        tma_ranks(x[:, :64], weight, plan_of(TILES[0]), gpu=describe(x.device))
     with pytest.raises(ValueError, match="tell"):
-        streamed_ranks(x, weight[:1].expand(MAX_VOCAB + 1, -1), plan_of(TILES[0]))
+        tma_ranks(x, weight[:1].expand(MAX_VOCAB + 1, -1), plan_of(TILES[0]), gpu=describe(x.device))

@@ -1,0 +1,71 @@
+"""``asyncengine plan``: which kernel computes what in which step, without running one."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from asyncengine.cli import flags
+from asyncengine.cli.embed import MODEL_HELP
+from asyncengine.config import EngineConfig
+
+if TYPE_CHECKING:
+    from asyncengine.runner.plans import BucketPlan
+
+_FLAGS = (
+    "revision", "dtype", "quantization", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
+    "batch_invariant",
+)  # fmt: skip
+"""Of the engine: those that a plan depends on."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [MODEL] [options]"
+    parser.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=MODEL_HELP)
+    parser.add_argument(
+        "--gpu",
+        metavar="NAME",
+        default=argparse.SUPPRESS,
+        help="plan for this card, part of its name is enough (default: this machine's, or without one the H200)",
+    )
+    parser.add_argument("--json", action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help="for programs")
+    others = {field.name for field in dataclasses.fields(EngineConfig)} - set(_FLAGS)
+    flags.add_dataclass(parser, EngineConfig, "engine", exclude=others)
+
+
+def run(args: argparse.Namespace) -> int:
+    from asyncengine.bundled import path as bundled_path
+    from asyncengine.runner.plans import choose_gpu, plan_steps
+
+    options: dict[str, Any] = flags.values(args, EngineConfig)
+    model = options.pop("model", None) or str(bundled_path())
+    config = EngineConfig(model=model, load_format="dummy", **options)
+    gpu = choose_gpu(getattr(args, "gpu", None))
+    steps = plan_steps(config, gpu)
+    if getattr(args, "json", False):
+        print(json.dumps({"model": model, "gpu": gpu.name, "steps": [step.as_dict() for step in steps]}, indent=1))
+    else:
+        print(f"{model} on {gpu.name}")
+        for step in steps:
+            print(f"\n{step.title}")
+            print("\n".join(_table(step)))
+    return 0
+
+
+def _table(step: BucketPlan) -> Iterable[str]:
+    lines = [
+        ("  " + p.name, f"{p.site.weight_rows} x {p.site.inner}", p.fused, p.choice.plan.kind, p.tile, p.choice.source)
+        for p in step.projections
+    ]
+    yield from _aligned([("  projection", "weight", "fused", "kernel", "tile", "source"), *lines])
+    for attention in step.attention:
+        yield f"  attention   {attention}"
+
+
+def _aligned(lines: Sequence[Sequence[str]]) -> Iterable[str]:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        yield "  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip()

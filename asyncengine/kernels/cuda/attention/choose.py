@@ -1,0 +1,287 @@
+"""Which attention kernels run for a kind of layer in a bucket of steps, in which tiles, and how their work is cut.
+
+``describe`` decides, once, and gives an ``AttentionPlan``; ``str`` of one is a line for people. Nothing else asks for a
+card, a batch-invariant engine or a block size. The kernels:
+
+  few_keys      rows that are few or short: no work list, a row's keys are dealt to a fixed count of programs
+  tma_decode    rows of one token, on a card with Hopper's tensor memory accelerator
+  tma_prefill   rows of several tokens, likewise
+  paged_decode  rows of one token, in steps that have no others
+  paged         everything else; with fixed splits, in which alone results do not depend on the batch, all rows
+
+A mixed step has a kernel for its rows of one token and one for the others. Only few_keys, paged_decode and paged cap
+scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from asyncengine.kernels.cuda.attention.plan import AttentionPlan, AttentionShape, Cut, Launch, LayerKind, Tile
+from asyncengine.kernels.cuda.attention.work.items import ITEM_COST
+from asyncengine.kernels.cuda.gpu import Gpu
+from asyncengine.kernels.cuda.step.bucket import ANY_CONTEXT, Bucket
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What an engine's steps never exceed, and how they are computed."""
+
+    max_rows: int
+    max_tokens: int
+    max_context: int
+    """of context and query of a row together"""
+    block_size: int
+    batch_invariant: bool = False
+
+
+_WHOLE_TOKENS = 512
+"""A row of so many tokens is not cut apart, if there are several: steps of Qwen3 take 626 us instead of 677 at 8 x 384,
+643 instead of 683 at 8 x 448, and the same in pieces from 512 on. Longer ones are cut as small as lanes allow."""
+LATE_ROWS = 6
+_LATE_COST = 36
+"""Late lanes are for steps of so many rows a lane, and so many tiles, what starting their items costs included. Below,
+their programs' first loads take longer than they gain: GPT-2 at 256 x 64 tokens 507 us and 535, at 256 x 200 830 and
+808."""
+_MAX_PIECES = 32
+_LONG_PIECE = 16
+"""Tiles of a piece of few_keys, one behind another at a microsecond each, for which a work list's even shares are not
+worth its launch. Twice as many where keys are no query heads' in common, which paged_decode would read only once."""
+_INVARIANT_SPLITS = 8
+"""Pieces of the longest context in batch-invariant mode: more would take more memory, fewer leave the GPU idle."""
+
+
+def describe(bucket: Bucket, layer: LayerKind, gpu: Gpu, limits: Limits) -> AttentionPlan:
+    """The plan for such layers in the steps of ``bucket`` on ``gpu``."""
+    if limits.batch_invariant:
+        launch = Launch("paged", fixed_tile(layer.shape), "any", stored=True)
+        return AttentionPlan(layer, (launch,), Cut("fixed", _split_tokens(limits.max_context)))
+    if bucket.single_token_rows:
+        return _describe_decode(bucket.max_rows, bucket.max_context, layer, gpu, limits.block_size)
+    if 0 < bucket.max_context + bucket.max_tokens <= few_keys_context(bucket.max_tokens, layer.shape, gpu):
+        return AttentionPlan(layer, (_few_keys(bucket.max_tokens, layer.shape, gpu, stored=True),), None)
+    return _describe_mixed(layer, gpu, limits.block_size)
+
+
+def describe_all(layer: LayerKind, gpu: Gpu, limits: Limits) -> set[AttentionPlan]:
+    """The plans of all buckets that an engine may have."""
+    rows = range(1, limits.max_rows + 1)
+    buckets = [Bucket(n, n, True, context) for n in rows for context in (0, ANY_CONTEXT)]
+    buckets += [Bucket(limits.max_rows, limits.max_tokens, False)]
+    return {describe(bucket, layer, gpu, limits) for bucket in buckets}
+
+
+def _describe_decode(rows: int, context: int, layer: LayerKind, gpu: Gpu, block_size: int) -> AttentionPlan:
+    """For steps of one-token rows, after so many tokens at most."""
+    shape, tma = layer.shape, tma_decode_tile(layer, gpu, block_size) is not None
+    if not _prefers_tma(rows, tma, shape) and context <= few_keys_context(rows, shape, gpu):
+        return AttentionPlan(layer, (_few_keys(rows, shape, gpu, stored=False),), None)
+    if not tma:
+        launch = Launch("paged_decode", paged_tiles(shape)[0], "one", stored=False)
+        return AttentionPlan(layer, (launch,), Cut("line"))
+    tile, cut = _cut_tma_decode(rows, context, layer, gpu, block_size)
+    return AttentionPlan(layer, (Launch("tma_decode", tile, "one", stored=False),), cut)
+
+
+def _prefers_tma(rows: int, tma: bool, shape: AttentionShape) -> bool:
+    """Whether tma_decode is there, and faster than few_keys for rows of any length.
+
+    Of a lone row it is (a step of Qwen3 at 288 tokens 532 us instead of 577, of the 8B 3,755 instead of 3,812) only if
+    query heads share keys (of GPT-2 199 us instead of 194).
+    """
+    return tma and (rows > 1 or shape.group > 1)
+
+
+def _describe_mixed(layer: LayerKind, gpu: Gpu, block_size: int) -> AttentionPlan:
+    """For steps with rows of several tokens. Kernels in Triton come first; tma_prefill runs beside tma_decode."""
+    decode, prefill = paged_tiles(layer.shape)
+    tma_one, tma_several = tma_decode_tile(layer, gpu, block_size), tma_prefill_tile(layer, gpu, block_size)
+    launches = []
+    if not tma_one:
+        launches.append(Launch("paged", decode, "one", stored=True))
+    if not tma_several:
+        launches.append(Launch("paged", prefill, "several", stored=True))
+    if tma_one:
+        launches.append(Launch("tma_decode", tma_one, "one", stored=True))
+    if tma_several:
+        launches.append(Launch("tma_prefill", tma_several, "several", stored=True, beside=tma_one is not None))
+    return AttentionPlan(layer, tuple(launches), Cut("line"))
+
+
+# ---- contexts that have buckets of their own ----
+
+
+def short_context(rows: int, layers: Sequence[LayerKind], gpu: Gpu, limits: Limits) -> int:
+    """Decode steps of so many rows have another plan while no row has more tokens than this; 0 if they never do.
+
+    They take few_keys, or tma_decode without late lanes.
+    """
+    return min(_short_context(rows, layer, gpu, limits) for layer in layers)
+
+
+def _short_context(rows: int, layer: LayerKind, gpu: Gpu, limits: Limits) -> int:
+    if limits.batch_invariant:
+        return 0
+    if _prefers_tma(rows, tma_decode_tile(layer, gpu, limits.block_size) is not None, layer.shape):
+        return late_context(rows, layer, gpu, limits.block_size) or 0
+    return few_keys_context(rows, layer.shape, gpu)
+
+
+def short_mixed_context(tokens: int, layers: Sequence[LayerKind], gpu: Gpu, limits: Limits) -> int:
+    """Mixed steps of so many tokens take few_keys while no row has more tokens than this, its new ones included."""
+    return 0 if limits.batch_invariant else min(few_keys_context(tokens, layer.shape, gpu) for layer in layers)
+
+
+# ---- few_keys ----
+
+
+def _few_keys(rows: int, shape: AttentionShape, gpu: Gpu, *, stored: bool) -> Launch:
+    pieces = few_keys_pieces(rows, shape.num_heads, shape.head_dim, gpu.multiprocessors)
+    return Launch("few_keys", few_keys_tile(shape), "any" if stored else "one", stored, pieces)
+
+
+def few_keys_tile(shape: AttentionShape) -> Tile:
+    """Keys of a tile: two times 16 bytes of each half a thread. With once, Triton lays out heads and tiles differently.
+
+    Heads of 64, whose tiles have twice the keys, have half as many programs.
+    """
+    elements = 2048 if shape.dtype == torch.bfloat16 else 1024
+    keys = max(8, elements // (2 * _power_of_2(shape.head_dim // 2)))
+    return Tile(1, keys, 2, 1, 8 if shape.head_dim > 64 else 4)
+
+
+def few_keys_pieces(rows: int, num_heads: int, head_dim: int, sms: int) -> int:
+    """Programs that share a row's query head, at most: a power of two.
+
+    As many as have room at once: then each has loaded its first tile when the projection ends. Half as many of heads
+    of 64, whose tiles have twice the keys.
+    """
+    room = sms * (8 if head_dim > 64 else 4)
+    return min(_MAX_PIECES, 1 << max(0, (room // (rows * num_heads)).bit_length() - 1))
+
+
+def few_keys_context(rows: int, shape: AttentionShape, gpu: Gpu) -> int:
+    """Tokens of a row's context up to which few_keys is faster than a work list; 0 if it never is.
+
+    A KV head's keys are read by each of its query heads, mostly from the L2 cache, and a row's programs are as many
+    however long it is: with more programs than fit, or long rows, even shares and keys read once are worth more.
+    """
+    sms = gpu.multiprocessors
+    fits = rows * shape.num_heads <= sms * (4 if shape.head_dim > 64 else 8)
+    if shape.head_dim % 2 or not (fits or shape.group == 1):
+        return 0
+    piece = _LONG_PIECE * few_keys_tile(shape).keys * (2 if shape.group == 1 else 1)
+    return piece * few_keys_pieces(rows, shape.num_heads, shape.head_dim, sms)
+
+
+# ---- paged and paged_decode ----
+
+
+def paged_tiles(shape: AttentionShape) -> tuple[Tile, Tile]:
+    """The tiles of rows of one token and of several, by the bytes of a KV tile.
+
+    Decode waits for memory: small programs, of two warps, hide each other's first loads. At 64 sequences of 288 tokens
+    four of them a multiprocessor, with two tiles of 32 keys of heads of 128 in flight each, take 24.7 us, where one of
+    64 keys takes 26 and three programs of four warps with twice the keys take 32.
+    Prefill waits for the tensor cores: two warp groups of 64 rows each, whose registers (250 a thread) leave
+    no room for a second program. float32 is multiplied exactly, without tensor cores: small tiles.
+    """
+    width = max(16, _power_of_2(shape.head_dim))
+    group = _power_of_2(shape.group)
+    if shape.dtype == torch.float32:
+        keys = min(32, max(16, 4096 // width))
+        return Tile(max(16, group), keys, 4, 2, 2), Tile(max(32, group), keys, 4, 1, 2)
+    few, keys = (min(64, max(16, elements // width)) for elements in (4096, 8192))
+    programs = 4 if width > 64 else 6
+    # Triton keeps one stage less than it is told.
+    return Tile(max(16, group), few, 2, 3, programs), Tile(max(128, group), keys, 8, 3, 1)
+
+
+def fixed_tile(shape: AttentionShape) -> Tile:
+    """The tile of fixed splits, for all rows alike.
+
+    A decode row wastes most of its 64 rows, but tensor cores with 64 rows still keep up with memory.
+    """
+    prefill = paged_tiles(shape)[1]
+    if shape.dtype == torch.float32:
+        return prefill
+    return replace(prefill, rows=max(64, _power_of_2(shape.group)), warps=4, programs_per_sm=2)
+
+
+def _split_tokens(max_context: int) -> int:
+    return max(1, -(-max_context // (1024 * _INVARIANT_SPLITS))) * 1024
+
+
+def _power_of_2(n: int) -> int:
+    """The next one."""
+    return 1 << (n - 1).bit_length()
+
+
+# ---- tma_decode and tma_prefill ----
+
+
+def _suits_tma(layer: LayerKind, gpu: Gpu, block_size: int) -> bool:
+    """Whether kernels in Gluon are for such layers and blocks; each kernel has groups of its own."""
+    shape = layer.shape
+    return (
+        gpu.tma and shape.dtype == torch.bfloat16 and shape.head_dim in (64, 128) and block_size == 16
+        and not layer.softcap
+    )  # fmt: skip
+
+
+def tma_decode_tile(layer: LayerKind, gpu: Gpu, block_size: int) -> Tile | None:
+    """The tile of tma_decode for many rows, four blocks of the cache; None if it is not for such layers or blocks."""
+    if not _suits_tma(layer, gpu, block_size) or layer.shape.group > 8:
+        return None
+    return _tma_decode_tile(layer.shape, 2)
+
+
+def _tma_decode_tile(shape: AttentionShape, programs_per_sm: int) -> Tile:
+    """Two programs with 96 KiB of tiles in flight fill a multiprocessor's shared memory. A lone one may have twice that,
+    but no more than six tiles: at 8 rows of 288 tokens GPT-2 takes 4.8 us with them and 6.3 with twelve, Qwen3 4.7 and
+    with three 6.2.
+    """
+    stages = min(6, (192 << 10) // programs_per_sm // (64 * shape.head_dim * 4))
+    return Tile(16, 64, 4, stages, programs_per_sm)
+
+
+def tma_prefill_tile(layer: LayerKind, gpu: Gpu, block_size: int) -> Tile | None:
+    """The tile of tma_prefill; None if that is not for such layers or blocks.
+
+    It has as many stages of keys and values as shared memory holds beside the queries of two units.
+    """
+    divides = layer.shape.group in (1, 2, 4, 8, 16)  # of a unit's rows each head has as many, eight at least
+    if not _suits_tma(layer, gpu, block_size) or not divides or layer.window:
+        return None
+    return Tile(128, 128, 8, 256 // layer.shape.head_dim, 1)
+
+
+def _cut_tma_decode(
+    rows: int, context: int, layer: LayerKind, gpu: Gpu, block_size: int
+) -> tuple[Tile, Cut]:
+    """For decode steps of so many rows, after so many tokens at most, which tma_decode computes.
+
+    Rows that have a lane each are cut apart, with as few programs as do. A lone row has a tile a program, 33 KiB at
+    most: its projections use no shared memory, and a multiprocessor has to be empty before it divides cache and shared
+    memory another way; with 96 KiB a layer of the 8B took 10 us longer.
+    """
+    alone, shared = (_tma_decode_tile(layer.shape, programs_per_sm) for programs_per_sm in (1, 2))
+    if rows == 1:
+        return replace(shared, stages=1), Cut("apart", shared.keys)
+    for tile in (alone, shared):
+        if rows <= tile.count_lanes(layer.shape, gpu.multiprocessors):
+            return tile, Cut("apart", _WHOLE_TOKENS)
+    short = late_context(rows, layer, gpu, block_size)
+    return shared, Cut("late" if short is not None and context > short else "line")
+
+
+def late_context(rows: int, layer: LayerKind, gpu: Gpu, block_size: int) -> int | None:
+    """Decode steps of so many rows are to have late lanes if one has more tokens than this; None if never."""
+    tile = tma_decode_tile(layer, gpu, block_size)
+    lanes = tile.count_lanes(layer.shape, gpu.multiprocessors) if tile else 0
+    if not tile or rows < LATE_ROWS * lanes:
+        return None
+    return max(0, _LATE_COST * lanes // rows - ITEM_COST) * tile.keys

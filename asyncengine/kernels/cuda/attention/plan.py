@@ -1,0 +1,122 @@
+"""The value that says how a kind of layer attends in the steps of a bucket. choose.py makes it, kernels obey it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+Kernel = Literal["few_keys", "paged", "paged_decode", "tma_decode", "tma_prefill"]
+"""A file of this folder, which has a function ``run`` (see run.py)."""
+Rows = Literal["one", "several", "any"]
+"""Rows of a step by their tokens: those of one token, those of several, all of them."""
+Source = Literal["table", "measured", "formula"]
+"""Where a choice comes from: a table that was measured before, a measurement at start-up, a formula."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
+class LayerKind(NamedTuple):
+    """Layers that attend alike: one plan and one work list are for all of them."""
+
+    shape: AttentionShape
+    window: int = 0
+    """of ``AttentionLayer``; 0 is none"""
+    softcap: float = 0.0
+    """of ``AttentionLayer``; 0 is none"""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How one variant of an attention kernel is laid out."""
+
+    rows: int
+    """packed (token, head of the group) rows of a dot: a power of two, 16 at least; 1 where there are no dots"""
+    keys: int
+    """KV tokens of one turn of the loop: a power of two"""
+    warps: int
+    stages: int
+    programs_per_sm: int
+
+    def count_lanes(self, shape: AttentionShape, sms: int) -> int:
+        """Lanes whose programs, one for each KV head, have room at once on so many multiprocessors."""
+        return max(1, self.programs_per_sm * sms // shape.num_kv_heads)
+
+
+class Cut(NamedTuple):
+    """How a work list shares the keys of a step's rows among programs (see work/lists.py)."""
+
+    kind: Literal["line", "late", "apart", "fixed"]
+    """along the line, along the line with late lanes behind it, each row apart, or in splits of fixed length"""
+    tokens: int = 0
+    """apart: of the longest row that is not cut; fixed: of a split"""
+
+
+class Launch(NamedTuple):
+    """One kernel, and the rows whose attention it computes."""
+
+    kernel: Kernel
+    tile: Tile
+    rows: Rows
+    stored: bool
+    """Another kernel has normed and rotated the heads and stored keys and values before. Otherwise this one does."""
+    pieces: int = 1
+    """of few_keys: programs that share a row's query head, at most; a power of two"""
+    beside: bool = False
+    """of tma_prefill: the kernel before is tma_decode, beside which this one runs"""
+
+    def __str__(self) -> str:
+        tile = self.tile
+        words = [f"{tile.rows} x {tile.keys}", f"{tile.warps} warps", f"{tile.stages} stages"]
+        if self.kernel == "few_keys":
+            words[0], words[2] = f"{tile.keys} keys", f"{self.pieces} pieces"
+        return f"{self.kernel} [{', '.join(words)}] for {_ROWS[self.rows]}"
+
+
+_ROWS = {"one": "rows of one token", "several": "rows of several tokens", "any": "all rows"}
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """How a kind of layer attends in the steps of a bucket."""
+
+    layer: LayerKind
+    launches: tuple[Launch, ...]
+    """in this order"""
+    cut: Cut | None
+    """None: the kernel needs no work list."""
+    source: Source = "formula"
+
+    @property
+    def prepares(self) -> bool:
+        """A kernel of its own norms and rotates the heads and stores keys and values, before all others."""
+        return any(launch.stored for launch in self.launches)
+
+    def tile(self, rows: Rows) -> Tile | None:
+        """Of the launch for such rows; None if there is none."""
+        return next((launch.tile for launch in self.launches if launch.rows == rows), None)
+
+    def __str__(self) -> str:
+        cut = "no work list" if self.cut is None else _CUTS[self.cut.kind].format(self.cut.tokens)
+        prepared = ["rotary and store"] if self.prepares else []
+        return f"{'; '.join([*prepared, *map(str, self.launches)])}; {cut} ({self.source})"
+
+
+_CUTS = {
+    "line": "cut along the line",
+    "late": "cut along the line, late lanes",
+    "apart": "cut apart beyond {} tokens",
+    "fixed": "splits of {} tokens",
+}

@@ -1,0 +1,127 @@
+"""Runs attention as a plan says: the heads are prepared, if the plan says so, then its kernels are launched in order.
+
+Each kernel's file has a function with the signature of ``KernelRun``. All compute causal attention of a step's rows:
+the token at position i sees position j if j <= i and, with a window > 0, i - window < j. ``heads`` is
+[T, num_heads + 2 Hk, D], queries, keys and values side by side; ``out`` [T, num_heads * D] is contiguous within a
+token. Caches are [num_blocks, Hk, block_size, D], contiguous. Tokens of no row, and of rows that the launch is not for,
+are left as they are. ``work`` was built from ``step``. ``pdl``: see launch/programmatic.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from asyncengine.kernels.cuda.attention import few_keys, paged, paged_decode
+from asyncengine.kernels.cuda.attention.choose import Limits, describe, describe_all
+from asyncengine.kernels.cuda.attention.plan import AttentionPlan, Kernel, Launch, LayerKind
+from asyncengine.kernels.cuda.attention.work.lists import StepWork, Work
+from asyncengine.kernels.cuda.gpu import Gpu
+from asyncengine.kernels.cuda.rows.rotary import rotary_store_kv, store_kv
+from asyncengine.kernels.cuda.rows.tensors import empty_rows
+from asyncengine.kernels.cuda.step.bucket import Bucket
+from asyncengine.kernels.cuda.step.tensors import DeviceStep
+from asyncengine.kernels.ops import AttentionLayer, split_heads
+
+
+class KernelRun(Protocol):
+    def __call__(
+        self, launch: Launch, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, step: DeviceStep,
+        work: Work, out: Tensor, *, pdl: bool = False, l2_cache_hints: bool = True,
+    ) -> None: ...  # fmt: skip
+
+
+_KERNELS: dict[Kernel, KernelRun] = {
+    "few_keys": few_keys.run, "paged": paged.run, "paged_decode": paged_decode.run
+}  # fmt: skip
+try:
+    from asyncengine.kernels.cuda.attention import tma_decode, tma_prefill
+
+    _KERNELS |= {"tma_decode": tma_decode.run, "tma_prefill": tma_prefill.run}
+except ImportError:  # an experimental part of Triton, which another version may have elsewhere
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedAttention:
+    """A plan, and the memory that its kernels share."""
+
+    plan: AttentionPlan
+    work: Work
+
+    def __call__(
+        self, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, step: DeviceStep, *,
+        pdl: bool = False, l2_cache_hints: bool = True,
+    ) -> Tensor:  # fmt: skip
+        """Attention of a step: [T, num_heads * D]. Of heads [T, (num_heads + 2 Hk) * D] it may rotate queries."""
+        heads = heads.view(len(heads), -1, v_cache.shape[3])
+        out = empty_rows(len(heads), layer.num_heads * heads.shape[2], heads.dtype, heads.device)
+        if self.plan.prepares:
+            prepare(heads, layer, k_cache, v_cache, step, pdl=pdl)
+        launch_all(
+            self.plan.launches, heads, layer, k_cache, v_cache, step, self.work, out, pdl=pdl,
+            l2_cache_hints=l2_cache_hints,
+        )  # fmt: skip
+        return out
+
+
+def prepare(
+    heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, step: DeviceStep, *, pdl: bool = False
+) -> None:
+    """Norm and rotate queries and keys, the queries in place, and store keys and values in the cache."""
+    if layer.cos_sin is None:
+        _, k, v = split_heads(heads, layer.num_heads)
+        store_kv(k, v, step.slot_mapping, k_cache, v_cache, pdl=pdl)
+        return
+    q_norm, k_norm, eps = layer.norms or (None, None, 0.0)
+    rotary_store_kv(
+        heads, layer.num_heads, q_norm, k_norm, eps, layer.cos_sin, step.positions, step.slot_mapping, k_cache,
+        v_cache, pdl=pdl,
+    )  # fmt: skip
+
+
+def launch_all(
+    launches: Sequence[Launch], heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor,
+    step: DeviceStep, work: Work, out: Tensor, *, pdl: bool = False, l2_cache_hints: bool = True,
+) -> None:  # fmt: skip
+    """The kernels of a plan, one after the other."""
+    for launch in launches:
+        attend = _KERNELS[launch.kernel]
+        attend(launch, heads, layer, k_cache, v_cache, step, work, out, pdl=pdl, l2_cache_hints=l2_cache_hints)
+
+
+class BucketAttention:
+    """How a model's layers attend in the steps of one bucket."""
+
+    def __init__(self, planned: Iterable[PlannedAttention] = ()) -> None:
+        self._planned = {(one.plan.layer.window, one.plan.layer.softcap): one for one in planned}
+
+    def of(self, layer: AttentionLayer) -> PlannedAttention:
+        return self._planned[layer.window, layer.softcap]
+
+    def build(self, step: DeviceStep, *, pdl: bool) -> None:
+        """After ingest, before the model: the work lists of the step."""
+        for work in {id(one.work): one.work for one in self._planned.values()}.values():
+            work.build(step, pdl)
+
+
+class StepAttention:
+    """How a model's layers attend in the steps of any bucket. All memory is allocated here."""
+
+    def __init__(self, kinds: Sequence[LayerKind], limits: Limits, gpu: Gpu, device: torch.device) -> None:
+        self._describe = partial(describe, gpu=gpu, limits=limits)
+        self._kinds = kinds
+        plans = [plan for kind in kinds for plan in describe_all(kind, gpu, limits)]
+        self._work = StepWork(
+            plans, max_rows=limits.max_rows, max_tokens=limits.max_tokens, max_context=limits.max_context, gpu=gpu,
+            device=device,
+        )  # fmt: skip
+
+    def of(self, bucket: Bucket) -> BucketAttention:
+        plans = [self._describe(bucket, kind) for kind in self._kinds]
+        return BucketAttention(PlannedAttention(plan, self._work.of(plan)) for plan in plans)

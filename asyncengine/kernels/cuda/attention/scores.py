@@ -1,0 +1,37 @@
+"""What becomes of scores before the softmax, in every attention kernel in Triton.
+
+The softmax is in base 2: scores are multiplied by log2(e), which ``base2_scale`` puts into their scale. A transform of
+scores is a constant of ``score_constants`` and lines of ``transform_scores``; kernels only pass them on.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+from asyncengine.kernels.ops import AttentionLayer
+
+LOG2_E = math.log2(math.e)
+_LOG2_E = tl.constexpr(LOG2_E)
+
+
+def base2_scale(layer: AttentionLayer) -> float:
+    return layer.scale * LOG2_E
+
+
+def score_constants(layer: AttentionLayer) -> dict[str, float]:
+    """Constants of a kernel that calls ``transform_scores``; SOFTCAP is in base 2."""
+    return {"SOFTCAP": layer.softcap * LOG2_E}
+
+
+@triton.jit
+def transform_scores(product, scale, SOFTCAP: tl.constexpr):
+    """Scores of base 2 from the products of queries and keys."""
+    score = product * scale
+    if SOFTCAP != 0.0:
+        # tanh(x) is 1 - 2 / (e^2x + 1): right for any x, since e^2x may be 0 or inf.
+        score = SOFTCAP * (1.0 - 2.0 / (tl.exp2(score * (2.0 * _LOG2_E / SOFTCAP)) + 1.0))
+    return score

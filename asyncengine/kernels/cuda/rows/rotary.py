@@ -1,0 +1,207 @@
+"""Norms and rotation of a step's heads, and the write of its keys and values to the cache, on the GPU."""
+# mypy: disable-error-code="import-untyped, untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from asyncengine.kernels.cuda.launch.compiling import kernel
+from asyncengine.kernels.cuda.launch.programmatic import launch_options, start_next, wait
+from asyncengine.kernels.cuda.rows.tensors import check, check_caches, check_heads
+
+_HEAD_TILE = 1024
+"""Elements of a half head tile: 16 heads of 128. With 128 threads each access is of 16 bytes in bfloat16."""
+
+
+@kernel
+def _rotary_store_kernel(
+    heads: tl.tensor,
+    q_norm: tl.tensor,
+    k_norm: tl.tensor,
+    eps: tl.tensor,
+    cos_sin: tl.tensor,
+    positions: tl.tensor,
+    slot_mapping: tl.tensor,
+    k_cache: tl.tensor,
+    v_cache: tl.tensor,
+    token_stride: tl.tensor,
+    NORM: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    HALF_TILE: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    start_next(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token)
+    position = tl.where(slot < 0, 0, tl.load(positions + token)).to(tl.int64)
+    dtype: tl.constexpr = heads.dtype.element_ty
+    head = tl.program_id(1) * HEAD_TILE + tl.arange(0, HEAD_TILE)[:, None]
+    i = tl.arange(0, HALF_TILE)[None, :]
+    inside = (head < Q_HEADS + 2 * KV_HEADS) & (i < HALF)
+    is_q = head < Q_HEADS
+    is_v = head >= Q_HEADS + KV_HEADS
+    table = cos_sin + position * (2 * HALF) + i
+    cosine = tl.load(table, mask=i < HALF, other=0.0)
+    sine = tl.load(table + HALF, mask=i < HALF, other=0.0)
+    if NORM:
+        q_low = tl.load(q_norm + i, mask=i < HALF, other=0.0).to(tl.float32)
+        q_high = tl.load(q_norm + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
+        k_low = tl.load(k_norm + i, mask=i < HALF, other=0.0).to(tl.float32)
+        k_high = tl.load(k_norm + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
+    wait(PDL)
+    source = heads + token * token_stride + head * (2 * HALF) + i
+    low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+
+    a, b = low, high
+    if NORM:
+        scale = tl.rsqrt(tl.sum(a * a + b * b, 1) / (2 * HALF) + eps)[:, None]
+        # Rounded between norm and rotation, as they are where the two are separate operations.
+        a = (a * scale * tl.where(is_q, q_low, k_low)).to(dtype).to(tl.float32)
+        b = (b * scale * tl.where(is_q, q_high, k_high)).to(dtype).to(tl.float32)
+    rotated_low = tl.where(is_v, low, a * cosine - b * sine).to(dtype)
+    rotated_high = tl.where(is_v, high, b * cosine + a * sine).to(dtype)
+
+    inside &= slot >= 0
+    tl.store(source, rotated_low, mask=inside & is_q)
+    tl.store(source + HALF, rotated_high, mask=inside & is_q)
+    kv_head = tl.where(is_v, head - (Q_HEADS + KV_HEADS), head - Q_HEADS)
+    base = (slot // BLOCK_SIZE) * (KV_HEADS * BLOCK_SIZE) + slot % BLOCK_SIZE
+    target = (base + kv_head * BLOCK_SIZE) * (2 * HALF) + i
+    is_k = inside & (head >= Q_HEADS) & (head < Q_HEADS + KV_HEADS)
+    tl.store(k_cache + target, rotated_low, mask=is_k)
+    tl.store(k_cache + target + HALF, rotated_high, mask=is_k)
+    tl.store(v_cache + target, rotated_low, mask=inside & is_v)
+    tl.store(v_cache + target + HALF, rotated_high, mask=inside & is_v)
+
+
+def rotary_store_kv(
+    heads: Tensor,
+    num_q_heads: int,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    pdl: bool = False,
+) -> None:
+    """QK-norm, rotary embedding and the write to the KV cache.
+
+    heads [T, Hq + 2Hk, D] is what the QKV projection gave, its tokens may be strided. q is rotated in place; k and v
+    are left as they were and go to the caches [num_blocks, Hk, block_size, D]. q_norm and k_norm are [D], or both
+    None. cos_sin is float32 [max_positions, D]: D/2 cosines, then D/2 sines; element i is paired with element
+    i + D/2. positions is int32 [T], each below max_positions (not checked). slot_mapping is int64 [T]: block *
+    block_size + offset, or -1 for a token that is not there, for which nothing is written.
+    """
+    tokens, num_heads, dim = heads.shape
+    kv_heads, block_size = check_caches(k_cache, v_cache, heads.dtype, dim)
+    check_heads(heads, "heads")
+    if num_heads != num_q_heads + 2 * kv_heads or dim % 2:
+        raise ValueError(f"heads {list(heads.shape)} do not fit {num_q_heads} q heads and {kv_heads} KV heads")
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError("q_norm and k_norm go together")
+    for norm in (q_norm, k_norm):
+        if norm is not None:
+            check(norm, heads.dtype, (dim,), "q_norm and k_norm")
+    check(cos_sin, torch.float32, (cos_sin.shape[0], dim), "cos_sin")
+    check(positions, torch.int32, (tokens,), "positions")
+    check(slot_mapping, torch.int64, (tokens,), "slot_mapping")
+    half_tile = triton.next_power_of_2(dim // 2)
+    head_tile = min(triton.next_power_of_2(num_heads), max(1, _HEAD_TILE // half_tile))
+    _rotary_store_kernel[(tokens, triton.cdiv(num_heads, head_tile))](
+        heads,
+        heads if q_norm is None else q_norm,
+        heads if k_norm is None else k_norm,
+        eps,
+        cos_sin,
+        positions,
+        slot_mapping,
+        k_cache,
+        v_cache,
+        heads.stride(0),
+        NORM=q_norm is not None,
+        Q_HEADS=num_q_heads,
+        KV_HEADS=kv_heads,
+        HALF=dim // 2,
+        BLOCK_SIZE=block_size,
+        HEAD_TILE=head_tile,
+        HALF_TILE=half_tile,
+        num_warps=4,
+        **launch_options(pdl),
+    )
+
+
+@kernel
+def _store_kernel(
+    k: tl.tensor,
+    v: tl.tensor,
+    slot_mapping: tl.tensor,
+    k_cache: tl.tensor,
+    v_cache: tl.tensor,
+    k_stride: tl.tensor,
+    v_stride: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    wait(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token)
+    head = tl.program_id(1) * HEAD_TILE + tl.arange(0, HEAD_TILE)[:, None]
+    i = tl.arange(0, DIM_TILE)[None, :]
+    inside = (head < KV_HEADS) & (i < DIM)
+    base = (slot // BLOCK_SIZE) * (KV_HEADS * BLOCK_SIZE) + slot % BLOCK_SIZE
+    target = (base + head * BLOCK_SIZE) * DIM + i
+    key = tl.load(k + token * k_stride + head * DIM + i, mask=inside)
+    value = tl.load(v + token * v_stride + head * DIM + i, mask=inside)
+    tl.store(k_cache + target, key, mask=inside & (slot >= 0))
+    tl.store(v_cache + target, value, mask=inside & (slot >= 0))
+
+
+def store_kv(
+    k: Tensor, v: Tensor, slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor, *, pdl: bool = False
+) -> None:
+    """Write the views k, v [T, Hk, D] to the caches [num_blocks, Hk, block_size, D].
+
+    slot_mapping is int64 [T]: block * block_size + offset, or -1 for a token that is not there.
+    """
+    tokens, heads, dim = k.shape
+    kv_heads, block_size = check_caches(k_cache, v_cache, k.dtype, dim)
+    for x in (k, v):
+        check_heads(x, "k and v")
+        if x.shape != (tokens, kv_heads, dim) or x.dtype != k_cache.dtype:
+            wanted = [tokens, kv_heads, dim]
+            raise ValueError(f"k and v must be {k_cache.dtype} {wanted}, got {x.dtype} {list(x.shape)}")
+    check(slot_mapping, torch.int64, (tokens,), "slot_mapping")
+    dim_tile = triton.next_power_of_2(dim)
+    head_tile = min(triton.next_power_of_2(heads), max(1, _HEAD_TILE // dim_tile))
+    _store_kernel[(tokens, triton.cdiv(heads, head_tile))](
+        k,
+        v,
+        slot_mapping,
+        k_cache,
+        v_cache,
+        k.stride(0),
+        v.stride(0),
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        BLOCK_SIZE=block_size,
+        HEAD_TILE=head_tile,
+        DIM_TILE=dim_tile,
+        num_warps=4,
+        **launch_options(pdl),
+    )

@@ -1,0 +1,166 @@
+"""The plans of a model's steps, for any card and without its weights."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncengine.config import EngineConfig
+from asyncengine.errors import ConfigError
+from asyncengine.kernels.cuda.attention.choose import describe as describe_attention
+from asyncengine.kernels.cuda.gpu import H200, KNOWN, Gpu
+from asyncengine.kernels.cuda.linear.choose import Choice
+from asyncengine.kernels.cuda.linear.handle import CudaLinear
+from asyncengine.kernels.cuda.linear.plan import Fused, Plan, Site, fused_activation
+from asyncengine.kernels.cuda.linear.residual import Residual
+from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps
+from asyncengine.kernels.cuda.step.tensors import allocate_step
+from asyncengine.kernels.cuda.trials import examine
+from asyncengine.kernels.ops import Activation, AttentionLayer, LayerKVCache, Norm
+from asyncengine.runner.buckets import ANY_CONTEXT, Bucket
+from asyncengine.runner.cuda_runner import cuda_options
+from asyncengine.runner.device_steps import VARIANTS, attention_kinds, attention_limits, step_buckets
+from asyncengine.runner.model_runner import load_model
+
+_NOWHERE = torch.device("meta")
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """A kind of projection of a step, and how it is computed."""
+
+    name: str
+    """qkv, o, up, down, head; greedy head, of a step whose rows are all sampled greedily"""
+    site: Site
+    choice: Choice
+
+    @property
+    def fused(self) -> str:
+        """The operations around the product."""
+        site = self.site
+        norm = f"{site.norm} norm" if site.norm != "none" else ""
+        words = (norm, site.activation, "bias" if site.bias else "", "add" if site.add else "")
+        return ", ".join(word for word in words if word)
+
+    @property
+    def tile(self) -> str:
+        """Of the weight's rows, those of x and K, with the rest of the plan where it is not the default."""
+        plan, default = self.choice.plan, Plan("cublas")
+        if plan.kind == "cublas":
+            return "-"
+        sizes = " x ".join(str(size) for size in (plan.columns, plan.rows, plan.inner) if size)
+        others = ("stages", "split", "ahead")
+        words = [f"{name} {getattr(plan, name)}" for name in others if getattr(plan, name) != getattr(default, name)]
+        return ", ".join((sizes, f"{plan.warps} warps", *words))
+
+    def as_dict(self) -> dict[str, Any]:
+        plan, source = self.choice
+        return {"name": self.name, **self.site._asdict(), "plan": asdict(plan), "source": source}
+
+
+@dataclass(slots=True)
+class BucketPlan:
+    """The plans of a bucket's steps."""
+
+    bucket: Bucket
+    projections: list[Projection] = field(default_factory=list)
+    attention: list[str] = field(default_factory=list)
+    """of each kind of layer"""
+
+    @property
+    def title(self) -> str:
+        rows, tokens, single, context = self.bucket
+        kind = f"{rows} {'rows' if rows > 1 else 'row'} of one token" if single else f"{tokens} tokens of {rows} rows"
+        return f"{kind}, contexts of at most {context:,}" if context < ANY_CONTEXT else kind
+
+    def as_dict(self) -> dict[str, Any]:
+        rows, tokens, single, context = self.bucket
+        return {
+            "max_rows": rows,
+            "max_tokens": tokens,
+            "single_token_rows": single,
+            "max_context": context if context < ANY_CONTEXT else None,
+            "projections": [projection.as_dict() for projection in self.projections],
+            "attention": self.attention,
+        }
+
+
+def choose_gpu(name: str | None) -> Gpu:
+    """The known card whose name has these letters; without a name this machine's, or the H200. Raises ConfigError."""
+    if name is None:
+        return examine(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else H200
+    for gpu in KNOWN:
+        if name.lower() in gpu.name.lower():
+            return gpu
+    raise ConfigError(f"no card named {name!r} is known, but {', '.join(gpu.name for gpu in KNOWN)}")
+
+
+def plan_steps(config: EngineConfig, gpu: Gpu) -> list[BucketPlan]:
+    """Of all buckets, ascending. ``config`` has load_format="dummy": the model's config.json is read, and no weights.
+
+    Raises ModelError if the directory cannot be used, ConfigError if the configuration fits neither model nor card.
+    """
+    ops = _PlanOps(_NOWHERE, cuda_options(config, gpu))
+    loaded = load_model(config, ops)
+    steps = []
+    caches = [LayerKVCache(torch.empty(0, device=_NOWHERE), torch.empty(0, device=_NOWHERE))] * loaded.config.num_layers
+    kinds, limits = attention_kinds(loaded.config, loaded.dtype), attention_limits(config, loaded.max_model_len)
+    for bucket in step_buckets(config, loaded, ops):
+        ops.step = BucketPlan(bucket, attention=[str(describe_attention(bucket, kind, gpu, limits)) for kind in kinds])
+        step = allocate_step(bucket.max_rows, 1, bucket.max_rows, bucket.max_tokens, _NOWHERE)
+        for needs in reversed(VARIANTS):
+            loaded.model.forward(CudaBatch(step, needs=needs), iter(caches))
+        steps.append(ops.step)
+    return steps
+
+
+class _PlanOps(CudaOps):
+    """Operations that choose, note the choice in ``step``, and compute nothing."""
+
+    step: BucketPlan
+    _heads: Tensor | None = None
+    """of the attention before"""
+
+    def embed(
+        self, batch: CudaBatch, embedding: CudaLinear, position_table: Tensor | None = None, scale: float = 1.0
+    ) -> Residual:
+        assert isinstance(embedding.weight, Tensor)
+        return Residual(embedding.weight.new_empty(len(batch.step.input_ids), embedding.weight.shape[1]))
+
+    def norm_linear(
+        self, residual: Residual, norm: Norm, handle: CudaLinear, activation: Activation | None = None
+    ) -> Tensor:
+        handle = handle if activation is None else handle.exact()
+        fused = fused_activation(activation)
+        self._note("up" if activation else "qkv", handle, residual, len(residual.x), norm, fused)
+        return residual.x.new_empty(len(residual.x), min(handle.columns(fused), handle.out_features))
+
+    def linear_add_(self, x: Any, handle: CudaLinear, residual: Residual, norm: Norm | None = None) -> None:
+        name = "o" if x is self._heads else "down"
+        self._note(name, handle.exact(), residual, len(residual.x), None, None, add=norm is None)
+
+    def attention(self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: CudaBatch) -> Tensor:
+        self._heads = heads.new_empty(len(heads), 1)
+        return self._heads
+
+    def logits(
+        self, residual: Residual, norm: Norm, handle: CudaLinear, batch: CudaBatch, softcap: float = 0.0
+    ) -> Tensor:
+        rows = len(batch.step.sample_index)
+        if not batch.needs and rows > 1 and self.gpu.tma:
+            self._note("greedy head", handle, residual, rows, norm, "argmax")
+        else:
+            self._note("head", handle, residual, rows, norm, None)
+        return residual.x
+
+    def _note(
+        self, name: str, handle: CudaLinear, residual: Residual, rows: int, norm: Norm | None, fused: Fused | None,
+        *, add: bool = False,
+    ) -> None:  # fmt: skip
+        site = handle.site(rows, residual.x.dtype, norm, fused, add=add)
+        projection = Projection(name, site, self.choices.choice(site))
+        if projection not in self.step.projections:
+            self.step.projections.append(projection)

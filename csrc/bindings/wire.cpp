@@ -1,0 +1,108 @@
+// What crosses between Python, the core and the device by number: enums, the layout of a StepInput, sampling parameters.
+// Each number is written once, in csrc/core/; Python and Triton read it from here.
+#include <cstddef>
+#include <utility>
+
+#include "bindings/bindings.h"
+#include "core/step_input.h"
+
+namespace asyncengine {
+namespace {
+
+using Members = std::initializer_list<std::pair<const char*, uint32_t>>;
+
+// A subclass of enum.IntEnum or enum.IntFlag.
+py::object make_enum(py::module_& m, const char* base, const char* name, const Members& members) {
+  py::dict values;
+  for (const auto& [member, value] : members) values[member] = value;
+  const py::module_ enums = py::module_::import("enum");
+  py::object type = enums.attr(base)(name, values, py::arg("module") = "asyncengine._core");
+  m.attr(name) = type;
+  return type;
+}
+
+constexpr Members kFinishReasons = {
+    {"none", static_cast<uint32_t>(FinishReason::kNone)},       {"stop", static_cast<uint32_t>(FinishReason::kStop)},
+    {"length", static_cast<uint32_t>(FinishReason::kLength)},   {"aborted", static_cast<uint32_t>(FinishReason::kAborted)},
+    {"failed", static_cast<uint32_t>(FinishReason::kFailed)},   {"step_failed", static_cast<uint32_t>(FinishReason::kStepFailed)},
+};
+PyObject* finish_members[kFinishReasons.size()];  // for the life of the process, as the module
+
+// Offsets and sizes count 32-bit words.
+#define WORD(type, field) static_cast<int64_t>(offsetof(type, field) / sizeof(int32_t))
+#define WORDS(type) static_cast<int64_t>(sizeof(type) / sizeof(int32_t))
+
+py::dict step_input_layout() {
+  py::dict d;
+  const auto put = [&d](const char* name, int64_t value) { d[name] = value; };
+  put("magic", StepInputView::kMagic);
+  put("header_words", WORDS(StepInputHeader));
+  put("header.total_words", WORD(StepInputHeader, total_words));
+  put("header.step", WORD(StepInputHeader, step));
+  put("header.num_rows", WORD(StepInputHeader, num_rows));
+  put("header.num_decode_rows", WORD(StepInputHeader, num_decode_rows));
+  put("header.num_tokens", WORD(StepInputHeader, num_tokens));
+  put("header.num_samples", WORD(StepInputHeader, num_samples));
+  put("header.num_prompt_ids", WORD(StepInputHeader, num_prompt_ids));
+  put("header.num_copies", WORD(StepInputHeader, num_copies));
+  put("header.num_slot_updates", WORD(StepInputHeader, num_slot_updates));
+  put("header.num_delta_blocks", WORD(StepInputHeader, num_delta_blocks));
+  put("header.needs", WORD(StepInputHeader, needs));
+  put("header.max_context", WORD(StepInputHeader, max_context));
+  put("row_words", WORDS(StepInputRow));
+  put("row.slot", WORD(StepInputRow, slot));
+  put("row.query_start", WORD(StepInputRow, query_start));
+  put("row.query_len", WORD(StepInputRow, query_len));
+  put("row.context_len", WORD(StepInputRow, context_len));
+  put("row.flags", WORD(StepInputRow, flags));
+  put("row.prompt_start", WORD(StepInputRow, prompt_start));
+  put("row.sample_row", WORD(StepInputRow, sample_row));
+  put("row.update", WORD(StepInputRow, update));
+  put("row.delta_first", WORD(StepInputRow, delta_first));
+  put("row.delta_count", WORD(StepInputRow, delta_count));
+  put("row.delta_offset", WORD(StepInputRow, delta_offset));
+  put("flag.sample", kRowSample);
+  put("flag.from_device", kRowFromDevice);
+  put("copy_words", WORDS(BlockCopy));
+  put("copy.source", WORD(BlockCopy, source));
+  put("copy.target", WORD(BlockCopy, target));
+  put("update_words", WORDS(SlotUpdate));
+  put("update.slot", WORD(SlotUpdate, slot));
+  put("update.temperature", WORD(SlotUpdate, temperature));
+  put("update.top_p", WORD(SlotUpdate, top_p));
+  put("update.min_p", WORD(SlotUpdate, min_p));
+  put("update.top_k", WORD(SlotUpdate, top_k));
+  put("update.seed", WORD(SlotUpdate, seed_low));
+  put("update.needs", WORD(SlotUpdate, needs));
+  put("update.stops", WORD(SlotUpdate, stops));
+  put("max_stops", Sequence::kInlineStops);
+  return d;
+}
+
+}  // namespace
+
+py::handle to_python(FinishReason reason) { return finish_members[static_cast<size_t>(reason)]; }
+
+void bind_wire(py::module_& m) {
+  make_enum(m, "IntFlag", "Need",
+            {{"temperature", kNeedTemperature}, {"filters", kNeedFilters}, {"penalties", kNeedPenalties},
+             {"bias", kNeedBias}, {"logprobs", kNeedLogprobs}, {"mask", kNeedMask}});
+  const py::object finish = make_enum(m, "IntEnum", "FinishReason", kFinishReasons);
+  for (const auto& [name, value] : kFinishReasons) finish_members[value] = py::object(finish.attr(name)).release().ptr();
+  m.attr("STEP_INPUT_LAYOUT") = step_input_layout();
+
+  py::class_<SamplingState>(m, "SamplingState")
+      .def(py::init([](float temperature, int32_t top_k, float top_p, float min_p, uint64_t seed) {
+             return SamplingState{temperature, top_p, min_p, top_k, seed};
+           }),
+           py::kw_only(), py::arg("temperature") = 0.f, py::arg("top_k") = 0, py::arg("top_p") = 1.f,
+           py::arg("min_p") = 0.f, py::arg("seed") = 0)
+      .def_readonly("temperature", &SamplingState::temperature)
+      .def_readonly("top_k", &SamplingState::top_k)
+      .def_readonly("top_p", &SamplingState::top_p)
+      .def_readonly("min_p", &SamplingState::min_p)
+      .def_readonly("seed", &SamplingState::seed)
+      .def_property_readonly("needs", &SamplingState::needs);
+}
+
+}  // namespace asyncengine
