@@ -76,6 +76,10 @@ class DecoderLayer(NamedTuple):
     mixer: Mixer
     feed_forward: FeedForward
 
+    def forward(self, ops: ModelOps, residual: Residual, cache: LayerCache, batch: Batch, is_last: bool) -> None:
+        self.mixer.forward(ops, residual, cache, batch, is_last)
+        self.feed_forward.forward(ops, residual)
+
 
 class Decoder:
     """Layers with an embedding before them and a head behind.
@@ -115,6 +119,5 @@ class Decoder:
         residual = ops.embed(batch, self._embedding, self._position_table, self._embedding_scale)
         last = len(self._layers) - 1
         for index, (layer, cache) in enumerate(zip(self._layers, caches, strict=True)):
-            layer.mixer.forward(ops, residual, cache, batch, index == last)
-            layer.feed_forward.forward(ops, residual)
+            layer.forward(ops, residual, cache, batch, index == last)
         return residual

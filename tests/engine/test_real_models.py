@@ -278,7 +278,7 @@ def test_a_process_may_end_during_a_long_step(how):
     code = f"""
         import asyncio, time
         from asyncengine import AsyncEngine, SamplingParams, bundled_model
-        from asyncengine.models.llama import DecoderLayer
+        from asyncengine.models.decoder import DecoderLayer
         forward = DecoderLayer.forward
         def slow_forward(*arguments):
             print("layer", flush=True)

@@ -193,7 +193,7 @@ def test_weights_are_used_where_the_file_is_mapped(tmp_path):
     raw = RawConfig.load(tmp_path)
     model = find_family(raw)[1]
     recorder = Recorder(DummyWeights(torch.float32, 0.02, 0))
-    model.build(model.read_config(raw), recorder, ReferenceOps(), None, 16)
+    model.build(model.read_config(raw), recorder, ReferenceOps(), 16)
     save_file(recorder.tensors, tmp_path / "model.safetensors")
     del recorder
 
@@ -269,7 +269,7 @@ def test_real_shapes(tmp_path, name):
     raw = RawConfig.load(tmp_path)
     family = find_family(raw)[1]
     counter = Counter()
-    family.build(family.read_config(raw), counter, ReferenceOps(), None, 16)
+    family.build(family.read_config(raw), counter, ReferenceOps(), 16)
     assert counter.total == parameters
 
 
