@@ -54,11 +54,7 @@ LAYERS: list[set[str]] = [
 ]
 RANK = {entry: rank for rank, entries in enumerate(LAYERS) for entry in entries}
 # Imports that do not go downwards yet. The list only gets shorter.
-UPWARDS = {
-    ("kernels/cuda/linear/tiled", "kernels/cuda/linear/choose"),
-    ("kernels/cuda/linear/tma", "kernels/cuda/linear/choose"),
-    ("kernels/cuda/linear/tma_ranks", "kernels/cuda/linear/choose"),
-}
+UPWARDS: set[tuple[str, str]] = set()
 # Modules that import what somebody else names: a program's commands, and the kernels that a process compiles.
 IMPORTS_BY_VARIABLE = {"cli/main", "kernels/cuda/launch/compile_processes"}
 
