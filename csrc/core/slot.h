@@ -10,6 +10,7 @@
 namespace asyncengine {
 
 // Counts of tokens, in order:  computed <= total = num_tokens + pending;  published_end <= what retired steps computed.
+// Where a step may append several tokens, pending, total and computed are upper bounds until it is committed.
 //
 // Slots lie side by side, and a decode step touches nothing else of a sequence: the first cache line to schedule it, both
 // to commit its token. The Sequence, somewhere in the heap, is needed when it ends or leaves its slot, and when the tail is
@@ -27,14 +28,17 @@ struct alignas(64) Slot {
   int32_t published_end = 0;  // tokens in blocks that the prefix cache knows
   int32_t stops[Sequence::kInlineStops] = {-1, -1, -1, -1};  // the first few, or -1
   uint32_t planned_step = 0;  // the last step that has a row of this sequence, its low half
-  int8_t pending = 0;         // tokens being sampled by steps in flight: placeholders
+  int16_t pending = 0;        // tokens being sampled by steps in flight: placeholders, as many as there can be
   int8_t in_flight = 0;       // rows of this sequence in steps in flight
   SequenceState state = SequenceState::kRunning;  // the sequence's, kept here too
   uint8_t num_tail = 0;
-  bool on_device = false;     // last_token[slot] is, or will be, this sequence's latest token
-  bool forked = false;        // the block it writes next may be shared with a sibling
-  bool more_stops = false;    // than there is room for here
   uint8_t needs = 0;          // Need bits
+  uint8_t step_tokens = 1;    // that a decode step may append
+  bool on_device : 1 = false;   // last_token[slot] is, or will be, this sequence's latest token
+  bool forked : 1 = false;      // the block it writes next may be shared with a sibling
+  bool more_stops : 1 = false;  // than there is room for here
+  bool extras : 1 = false;      // its request has RequestExtras beyond needs and entries
+  bool results : 1 = false;     // and among them records
   alignas(64) int32_t tail[kTail];  // the newest tokens
 
   Slot() = default;
@@ -42,8 +46,11 @@ struct alignas(64) Slot {
       : sequence(&owner),
         num_tokens(owner.num_tokens()),
         max_total(owner.max_total),
+        needs(static_cast<uint8_t>(owner.needs)),
+        step_tokens(static_cast<uint8_t>(owner.request->extras.tokens_per_step)),
         more_stops(owner.num_stops > Sequence::kInlineStops),
-        needs(static_cast<uint8_t>(owner.needs)) {
+        extras(owner.request->extras.any()),
+        results(owner.request->extras.result_words > 0) {
     std::copy_n(owner.stops, std::min(owner.num_stops, Sequence::kInlineStops), stops);
   }
 

@@ -173,7 +173,7 @@ bool StepLoop::retire_oldest(int64_t now) {
   }
   saw_end(step, now);
   restart_clock(now);
-  scheduler_.commit(step.plan, executor_->tokens(i), outbox_, now);
+  scheduler_.commit(step.plan, executor_->results(i), outbox_, now);
   step.plan.clear();
   step.leased = false;
   failed_in_a_row_ = 0;
@@ -403,7 +403,8 @@ SubmitResult StepLoop::submit(const RequestSpec& spec) {
   if (prompt_len == 0 || spec.max_tokens < 1 || total > config_.scheduler.max_model_len || total > capacity) {
     return SubmitResult::kTooLarge;
   }
-  if ((spec.all_needs() & ~executor_->needs()) != 0) return SubmitResult::kUnserved;
+  if (!scheduler_.can_fit(spec)) return SubmitResult::kTooLarge;
+  if ((spec.needs() & ~executor_->needs()) != 0) return SubmitResult::kUnserved;
   const int64_t waiting = queued_tokens_.load(std::memory_order_relaxed);
   const auto limit = [&](int64_t most) { return spec.reserved ? most + most / kReservedShare + 1 : most; };
   if (queued_requests_.load(std::memory_order_relaxed) >= limit(config_.max_queued_requests) ||
@@ -450,7 +451,9 @@ void StepLoop::accept() {
 
 size_t StepLoop::group(const Delivery& delivery) {
   ++drain_epoch_;
-  size_t count = 0;
+  size_t count = 0, event_index = 0;
+  auto records = delivery.records.begin();
+  const int32_t* words = delivery.record_words.data();
   for (const OutputEvent& event : delivery.events) {
     Sequence& sequence = *event.sequence;
     if (sequence.drain_epoch != drain_epoch_) {
@@ -460,15 +463,28 @@ size_t StepLoop::group(const Delivery& delivery) {
       News& fresh = news_[sequence.drain_place];
       fresh.sequence = &sequence;
       fresh.tokens.clear();
+      fresh.records.clear();
+      fresh.record_words.clear();
       fresh.finish = FinishReason::kNone;
       fresh.first_ns = event.time_ns;
     }
     News& news = news_[sequence.drain_place];
+    if (records != delivery.records.end() && records->event == event_index++) {
+      news.add_records(std::span(words, records->words), event.token >= 0);
+      words += (records++)->words;
+    }
     if (event.token >= 0) news.tokens.push_back(event.token);
     if (event.finish != FinishReason::kNone) news.finish = event.finish;
     news.last_ns = event.time_ns;
   }
   return count;
+}
+
+void StepLoop::News::add_records(std::span<const int32_t> words, bool of_next_token) {
+  for_each_entry(words, [&](uint32_t kind, std::span<const int32_t> data) {
+    records.push_back({kind, of_next_token ? static_cast<int32_t>(tokens.size()) : -1, record_words.size(), data.size()});
+    record_words.insert(record_words.end(), data.begin(), data.end());
+  });
 }
 
 void StepLoop::collect(const Delivery& delivery) {

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <memory>
+#include <span>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -88,9 +89,19 @@ class StepLoop {
   std::string take_step_error() { return std::exchange(step_error_, {}); }
   struct News {
     const Sequence* sequence = nullptr;
+    struct Record {
+      uint32_t kind;
+      int32_t token;  // its place among `tokens`; -1: it is of none of them
+      size_t begin, words;
+    };
     std::vector<int32_t> tokens;
+    std::vector<Record> records;
+    std::vector<int32_t> record_words;  // where their payload is
     FinishReason finish = FinishReason::kNone;
     int64_t first_ns = 0, last_ns = 0;  // of its first and last event in this delivery
+
+    std::span<const int32_t> payload(const Record& r) const { return std::span(record_words).subspan(r.begin, r.words); }
+    void add_records(std::span<const int32_t> words, bool of_next_token);
   };
 
   int wake_fd() const { return outbox_.wake_fd(); }

@@ -30,7 +30,7 @@ class TimedExecutor final : public Executor {
   }
   int num_staging() const override { return static_cast<int>(inputs_.size()); }
   std::span<std::byte> staging(int i) override { return inputs_[static_cast<size_t>(i)]; }
-  const int32_t* tokens(int) const override { return tokens_.data(); }
+  StepResults results(int) const override { return {tokens_.data(), nullptr}; }
   LaunchStatus launch(int i, size_t) override {
     clock_ns += launch_cost;
     const StepInputHeader& h = header(i);
