@@ -5,6 +5,7 @@ Calls that compute release the GIL.
 
 import enum
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,26 @@ class Need(enum.IntFlag):
     bias = 8
     logprobs = 16
     mask = 32
+    drafts = 64
+    """Several tokens a step, verified on the device."""
+    vector = 128
+    """A record of the hidden state."""
+
+class EntryKind(enum.IntEnum):
+    """Of the entries that a slot is filled with."""
+
+    token_history = 1
+    bias = 2
+    banned_words = 3
+    grammar = 4
+    adapter = 5
+    parameters = 6
+
+class RecordKind(enum.IntEnum):
+    logprobs = 1
+    """Pairs: token, bits of its log probability as a float32."""
+    vector = 2
+    """Bits of float32 numbers."""
 
 class FinishReason(enum.IntEnum):
     none = 0
@@ -41,19 +62,31 @@ class SamplingState:
     def __init__(
         self, *, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 0
     ) -> None: ...
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def top_k(self) -> int: ...
-    @property
-    def top_p(self) -> float: ...
-    @property
-    def min_p(self) -> float: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def needs(self) -> int:
-        """Bits of Need."""
+    temperature: Final[float]
+    top_k: Final[int]
+    top_p: Final[float]
+    min_p: Final[float]
+    seed: Final[int]
+    needs: Final[int]
+    """Bits of Need."""
+
+class RequestExtras:
+    """What a request may want beyond one token a step; the defaults cost nothing."""
+
+    def __init__(
+        self,
+        *,
+        needs: int = 0,
+        entries: Sequence[tuple[int, Sequence[int]]] = ...,
+        history: bool = False,
+        result_words: int = 0,
+        score_from: int = -1,
+        tokens_per_step: int = 1,
+    ) -> None:
+        """needs: bits of Need beside those of the SamplingState. entries: (EntryKind, int32 words), for a slot whenever
+        it is filled; with ``history`` also its tokens so far. result_words: room for records, for each sample.
+        score_from: prompt tokens from this one on give records too. tokens_per_step: that a decode step may append.
+        """
 
 # ---- CPU kernels ----
 
@@ -85,12 +118,9 @@ class StepBatch:
 
         Raises ValueError where lengths contradict each other.
         """
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def num_rows(self) -> int: ...
-    @property
-    def num_samples(self) -> int: ...
+    num_tokens: Final[int]
+    num_rows: Final[int]
+    num_samples: Final[int]
     @property
     def input_ids(self) -> npt.NDArray[np.int64]:
         """[T] token ids."""
@@ -145,12 +175,9 @@ class CpuKernels:
     def __init__(self, num_threads: int, isa: str = "auto") -> None: ...
     @staticmethod
     def available_isas() -> list[str]: ...
-    @property
-    def isa(self) -> str: ...
-    @property
-    def num_threads(self) -> int: ...
-    @property
-    def lanes(self) -> int: ...
+    isa: Final[str]
+    num_threads: Final[int]
+    lanes: Final[int]
     def panel_steps(self, dtype: Dtype, /) -> int: ...
     def linear(
         self,
@@ -265,13 +292,18 @@ class SchedulerConfig:
         max_model_len: int,
         prefix_caching: bool,
         token_buckets: Sequence[int] = (),
+        max_samples: int = 0,
+        max_update_words: int = 0,
+        max_result_words: int = 0,
     ) -> None:
-        """token_buckets: ascending sizes of step; a chunk that does not finish its prompt fills one of them."""
+        """token_buckets: ascending sizes of step; a chunk that does not finish its prompt fills one of them.
+
+        The last three are budgets of a step: samples (0 is max_num_seqs), words of entries and words of records.
+        """
 
 class BlockManager:
     def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool) -> None: ...
-    @property
-    def num_free(self) -> int: ...
+    num_free: Final[int]
     def ref_count(self, block: int, /) -> int: ...
     def writable(self, block: int, /) -> bool: ...
     def allocate(self) -> int:
@@ -307,6 +339,7 @@ class SchedulerHarness:
         stop_tokens: Sequence[int],
         order: int,
         salt: int,
+        extras: RequestExtras = ...,
     ) -> None: ...
     def abort(self, id: int, index: int = -1) -> None: ...
     def schedule(self) -> tuple[list[_Row], list[tuple[int, int]]] | None:
@@ -314,16 +347,13 @@ class SchedulerHarness:
     def commit(self, tokens: Sequence[int] | None, /) -> _News:
         """Retires a step: a token for each sampled row, negative where logits were not finite. None: it failed."""
     def news(self) -> _News: ...
-    @property
-    def in_flight(self) -> int: ...
-    @property
-    def quiescent(self) -> bool: ...
-    @property
-    def free_blocks(self) -> int: ...
-    @property
-    def preemptions(self) -> int: ...
-    @property
-    def ref_counts(self) -> list[int]: ...
+    step_input: Final[bytes]
+    """The StepInput of the step that was scheduled last."""
+    in_flight: Final[int]
+    quiescent: Final[bool]
+    free_blocks: Final[int]
+    preemptions: Final[int]
+    ref_counts: Final[list[int]]
     def consistent(self) -> bool: ...
     def time_steps(self, steps: int, /) -> float:
         """Nanoseconds of schedule + pack + commit per step."""
@@ -399,27 +429,25 @@ class CudaDevice:
     def simulated(device: SimulatedDevice) -> CudaDevice: ...
 
 class Staging:
-    """StepInputs and sampled tokens on their way, a pair of buffers per step in flight."""
+    """StepInputs and results on their way, a pair of buffers per step in flight."""
 
     def __init__(self, device: CudaDevice, config: StepLoopConfig, mode: str) -> None:
         """mode: that of EngineConfig.staging. Raises RuntimeError for a CUDA error, ValueError for another mode."""
-    @property
-    def mode(self) -> str:
-        """pageable where memory could not be pinned."""
-    @property
-    def num_steps(self) -> int: ...
-    @property
-    def input_stride(self) -> int:
-        """Bytes of a StepInput's buffer."""
-    @property
-    def output_stride(self) -> int:
-        """Bytes of a buffer of tokens, an int64 word each."""
-    @property
-    def input(self) -> int:
-        """Host address of the first input buffer; the others follow."""
-    @property
-    def output(self) -> int:
-        """Host address of the first output buffer; the others follow."""
+    mode: Final[str]
+    """pageable where memory could not be pinned."""
+    num_steps: Final[int]
+    input_stride: Final[int]
+    """Bytes of a StepInput's buffer."""
+    output_stride: Final[int]
+    """Bytes of a buffer of results, int64 words."""
+    output_words: Final[int]
+    """Words of it in use: heads, then records."""
+    records_begin: Final[int]
+    """The first word of the records, and so the samples that there can be."""
+    input: Final[int]
+    """Host address of the first input buffer; the others follow."""
+    output: Final[int]
+    """Host address of the first output buffer; the others follow."""
     def set_device_buffers(self, input: int, output: int) -> None:
         """Where the copying modes copy to and from."""
 
@@ -446,7 +474,19 @@ class CudaGraphs:
     def launch(self, bucket: int, needs: int, stream: int) -> None:
         """The first variant that serves these Need bits."""
 
-class SequenceNews(tuple[int, int, list[int], FinishReason, int, int, int, int]):
+class Record(tuple[RecordKind, int, bytes]):
+    """What a step tells of a token or a row beside it, as a named tuple."""
+
+    n_fields: int
+    n_sequence_fields: int
+    n_unnamed_fields: int
+    kind: RecordKind
+    token: int
+    """Place among the tokens of the token that it is of, or -1."""
+    payload: bytes
+    """32-bit words."""
+
+class SequenceNews(tuple[int, int, list[int], FinishReason, int, int, int, int, tuple[Record, ...]]):
     """What is new of a sequence, as a named tuple. Times are those of time.monotonic_ns()."""
 
     n_fields: int
@@ -464,6 +504,7 @@ class SequenceNews(tuple[int, int, list[int], FinishReason, int, int, int, int])
     """When the request first ran."""
     cached_tokens: int
     """Of the prompt, found in the prefix cache."""
+    records: tuple[Record, ...]
 
 class StepLoop:
     """submit, abort and drain belong to the event loop's thread. No call waits for the step thread but stop()."""
@@ -514,9 +555,9 @@ class StepLoop:
         stop_tokens: Sequence[int],
         delay_ns: int = 0,
         reserved: bool = False,
-        needs: int = 0,
+        extras: RequestExtras = ...,
     ) -> SubmitResult:
-        """Sequence i of n samples with seed + i. needs: bits of Need beside those of ``sampling``.
+        """Sequence i of n samples with seed + i.
 
         The request is served as if it had arrived delay_ns later. A reserved one may use an eighth more than the
         limits of the queue.
@@ -532,11 +573,8 @@ class StepLoop:
         """Why steps failed whose requests drain() has given with step_failed since the last call, one line each."""
     def stats(self) -> dict[str, int]:
         """Every statistic by its name: csrc/core/stats.inl lists them."""
-    @property
-    def wake_fd(self) -> int:
-        """Readable when drain() has something."""
-    @property
-    def error(self) -> str:
-        """Why the engine is dead; empty while it lives."""
-    @property
-    def quiescent(self) -> bool: ...
+    wake_fd: Final[int]
+    """Readable when drain() has something."""
+    error: Final[str]
+    """Why the engine is dead; empty while it lives."""
+    quiescent: Final[bool]

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from asyncengine.runner.cuda_runner import CudaRunner
 
 LAYOUT = _core.STEP_INPUT_LAYOUT
-SAMPLE, FROM_DEVICE = LAYOUT["flag.sample"], LAYOUT["flag.from_device"]
 STEP = 2**31 - 1
 """Number of the replayed step; an engine would run for a month before it got there."""
 PROMPT_IDS = 64
@@ -48,17 +47,17 @@ def step_input(rows: Sequence[Row]) -> list[int]:
     words, prompt_ids = [], 0
     start = 0
     for i, (query, context) in enumerate(rows):
-        flags = SAMPLE | FROM_DEVICE if query == 1 else SAMPLE
+        flags = LAYOUT["flag.from_device"] if query == 1 else 0
         words += _structure(
             "row", slot=i, query_start=start, query_len=query, context_len=context, flags=flags,
-            prompt_start=prompt_ids, sample_row=i, update=-1,
+            prompt_start=prompt_ids, sample_row=i, num_samples=1, num_appends=1, update=-1,
         )  # fmt: skip
         start += query
         prompt_ids += query if query > 1 else 0
     header = _structure(
         "header", total_words=LAYOUT["header_words"] + len(words) + prompt_ids, step=STEP, num_rows=len(rows),
-        num_decode_rows=decodes, num_tokens=tokens, num_samples=len(rows), num_prompt_ids=prompt_ids,
-        max_context=max(row.context for row in rows),
+        num_decode_rows=decodes, num_tokens=tokens, num_samples=len(rows), num_heads=len(rows),
+        num_prompt_ids=prompt_ids, max_context=max(row.context for row in rows),
     )  # fmt: skip
     header[0] = LAYOUT["magic"]
     return [*header, *words, *(i % PROMPT_IDS for i in range(prompt_ids))]

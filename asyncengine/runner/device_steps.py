@@ -38,7 +38,7 @@ class StepBuffers:
 
     @classmethod
     def allocate(
-        cls, staging: _core.Staging, max_rows: int, device: torch.device
+        cls, staging: _core.Staging, device: torch.device
     ) -> StepBuffers:
         """Views of the staging rings, or what is copied to and from on the device: a buffer, of inputs also a ring."""
         words, ring = staging.input_stride // 4, staging.num_steps
@@ -49,7 +49,7 @@ class StepBuffers:
             return cls(staging, make_source(host_inputs, host_outputs, device, fetch=True))
         ahead = staging.mode == "ahead"
         inputs = torch.zeros(ring if ahead else 1, words, dtype=torch.int32, device=device)
-        outputs = host_outputs if ahead else torch.zeros(1, max_rows, dtype=torch.int64, device=device)
+        outputs = host_outputs if ahead else torch.zeros(1, staging.output_words, dtype=torch.int64, device=device)
         staging.set_device_buffers(inputs.data_ptr(), outputs.data_ptr())
         return cls(staging, make_source(inputs, outputs, device, fetch=False))
 

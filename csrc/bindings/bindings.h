@@ -42,13 +42,16 @@ inline void require(bool condition, const char* message) {
 
 inline RequestSpec make_spec(uint64_t id, std::vector<int32_t> prompt, int32_t n, int32_t max_tokens, int32_t priority,
                              uint64_t salt, const SamplingState& sampling, std::vector<int32_t> stop_tokens,
-                             int64_t delay_ns = 0, bool reserved = false, Needs needs = 0) {
+                             RequestExtras extras = {}, int64_t delay_ns = 0, bool reserved = false) {
   require(n >= 1 && max_tokens >= 1, "n and max_tokens must be at least 1");
-  return {id, std::move(prompt), n, max_tokens, priority, salt, sampling, std::move(stop_tokens), delay_ns, reserved, needs};
+  return {id, std::move(prompt), n, max_tokens, priority, salt, sampling, std::move(stop_tokens), delay_ns, reserved,
+          std::move(extras)};
 }
 
 // A member of FinishReason, borrowed.
 py::handle to_python(FinishReason reason);
+// A member of RecordKind, borrowed.
+py::handle record_kind(uint32_t kind);
 
 void bind_wire(py::module_& m);
 void bind_cpu_kernels(py::module_& m);

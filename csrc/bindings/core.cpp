@@ -21,13 +21,15 @@ int64_t now_ns() { return std::chrono::steady_clock::now().time_since_epoch() / 
 
 SchedulerConfig make_scheduler_config(int32_t num_blocks, int32_t block_size, int32_t max_num_seqs,
                                       int32_t max_num_batched_tokens, int32_t prefill_chunk_size, int32_t max_model_len,
-                                      bool prefix_caching, std::vector<int32_t> token_buckets) {
+                                      bool prefix_caching, std::vector<int32_t> token_buckets, int32_t max_samples,
+                                      int32_t max_update_words, int32_t max_result_words) {
   require(num_blocks >= 1 && max_num_seqs >= 1 && max_model_len >= 1 && prefill_chunk_size >= 0, "counts must be positive");
   require(block_size >= 16 && block_size % 16 == 0, "block_size must be a multiple of 16");
   require(max_num_batched_tokens >= max_num_seqs, "max_num_batched_tokens must be at least max_num_seqs");
   require(std::ranges::is_sorted(token_buckets), "token_buckets must ascend");
+  require(max_samples >= 0 && max_update_words >= 0 && max_result_words >= 0, "budgets must not be negative");
   return {num_blocks, block_size, max_num_seqs, max_num_batched_tokens, prefill_chunk_size, max_model_len, prefix_caching,
-          std::move(token_buckets)};
+          std::move(token_buckets), max_samples, max_update_words, max_result_words};
 }
 
 // Python has chains as integers: a root's is 2**64 and its salt.
@@ -45,7 +47,8 @@ Chain to_chain(const py::int_& value) {
 class SchedulerHarness {
  public:
   SchedulerHarness(const SchedulerConfig& config, int steps_in_flight)
-      : block_size_(config.block_size), scheduler_(config), outbox_(1024), staging_(scheduler_.limits().max_bytes()) {
+      : block_size_(config.block_size), scheduler_(config), outbox_(1024), staging_(scheduler_.limits().max_bytes()),
+        records_(static_cast<size_t>(scheduler_.limits().max_result_words)) {
     for (int i = 0; i < steps_in_flight; ++i) spare_.push_back(std::make_unique<StepPlan>());
   }
   void add(const RequestSpec& spec, int64_t order) {
@@ -72,11 +75,11 @@ class SchedulerHarness {
     py::list rows, copies;
     for (const PlanRow& row : plan.rows) {
       const auto blocks = scheduler_.tables().blocks(row.slot);
-      rows.append(py::make_tuple(row.sequence->request->id, row.sequence->index, row.query_len, row.context_len, row.sample,
+      rows.append(py::make_tuple(row.sequence->request->id, row.sequence->index, row.query_len, row.context_len, row.num_appends > 0,
                                  row.from_device, std::vector<int32_t>(blocks.begin(), blocks.end())));
     }
     for (const BlockCopy& copy : plan.copies) copies.append(py::make_tuple(copy.source, copy.target));
-    pack_step(plan, scheduler_.tables(), staging_);
+    packed_ = pack_step(plan, scheduler_.tables(), staging_);
     flight_.push_back(std::move(spare_.back()));
     spare_.pop_back();
     return py::make_tuple(rows, copies);
@@ -87,8 +90,8 @@ class SchedulerHarness {
     require(!flight_.empty(), "no step is in flight");
     StepPlan& plan = *flight_.front();
     if (tokens) {
-      require(static_cast<int32_t>(tokens->size()) == plan.num_samples, "one token per sampled row");
-      scheduler_.commit(plan, tokens->data(), outbox_, 2);
+      require(static_cast<int32_t>(tokens->size()) == plan.num_samples, "one token per sample");
+      scheduler_.commit(plan, {tokens->data(), records_.data()}, outbox_, 2);
     } else {
       scheduler_.fail_step(plan, outbox_, 2);
     }
@@ -111,6 +114,8 @@ class SchedulerHarness {
     delivery.clear();
     return {std::move(events), std::move(released)};
   }
+  // Of the step that was scheduled last.
+  py::bytes step_input() const { return {reinterpret_cast<const char*>(staging_.data()), packed_}; }
   int in_flight() const { return static_cast<int>(flight_.size()); }
   bool quiescent() const { return scheduler_.quiescent(); }
   int64_t free_blocks() { return scheduler_.stats().num_free_blocks; }
@@ -125,13 +130,13 @@ class SchedulerHarness {
   // Nanoseconds of schedule + pack + commit, averaged over `steps` steady decode steps.
   double time_steps(int steps) {
     StepPlan& plan = *spare_.at(0);
-    std::vector<int32_t> tokens(static_cast<size_t>(scheduler_.limits().max_rows), 1);
+    std::vector<int32_t> tokens(static_cast<size_t>(scheduler_.limits().samples()), 1);
     const int64_t start = now_ns();
     for (int i = 0; i < steps; ++i) {
       plan.step = ++step_;
       scheduler_.schedule(plan, 1);
       pack_step(plan, scheduler_.tables(), staging_);
-      scheduler_.commit(plan, tokens.data(), outbox_, 2);
+      scheduler_.commit(plan, {tokens.data(), records_.data()}, outbox_, 2);
       plan.clear();
       outbox_.filling().clear();
     }
@@ -143,6 +148,8 @@ class SchedulerHarness {
   Scheduler scheduler_;
   Outbox outbox_;
   std::vector<std::byte> staging_;
+  std::vector<int32_t> records_;  // none
+  size_t packed_ = 0;             // bytes of the last step
   std::vector<std::unique_ptr<StepPlan>> spare_;
   std::deque<std::unique_ptr<StepPlan>> flight_;
   std::unordered_map<uint64_t, std::unique_ptr<Request>> requests_;
@@ -156,7 +163,8 @@ void bind_core(py::module_& m) {
   py::class_<Config>(m, "SchedulerConfig")
       .def(py::init(&make_scheduler_config), py::kw_only(), py::arg("num_blocks"), py::arg("block_size"), py::arg("max_num_seqs"),
            py::arg("max_num_batched_tokens"), py::arg("prefill_chunk_size"), py::arg("max_model_len"), py::arg("prefix_caching"),
-           py::arg("token_buckets") = std::vector<int32_t>());
+           py::arg("token_buckets") = std::vector<int32_t>(), py::arg("max_samples") = 0, py::arg("max_update_words") = 0,
+           py::arg("max_result_words") = 0);
 
   py::class_<BlockManager>(m, "BlockManager")
       .def(py::init<int32_t, int32_t, bool>(), py::arg("num_blocks"), py::arg("block_size"), py::arg("prefix_caching"))
@@ -196,13 +204,15 @@ void bind_core(py::module_& m) {
   py::class_<SchedulerHarness>(m, "SchedulerHarness")
       .def(py::init<const Config&, int>(), py::arg("config"), py::arg("steps_in_flight"))
       .def("add", [](SchedulerHarness& self, uint64_t id, std::vector<int32_t> prompt, int32_t n, int32_t max_tokens,
-                     std::vector<int32_t> stop_tokens, int64_t order, uint64_t salt) {
-        self.add(make_spec(id, std::move(prompt), n, max_tokens, 0, salt, {}, std::move(stop_tokens)), order);
-      }, py::arg("id"), py::arg("prompt"), py::arg("n"), py::arg("max_tokens"), py::arg("stop_tokens"), py::arg("order"), py::arg("salt"))
+                     std::vector<int32_t> stop_tokens, int64_t order, uint64_t salt, RequestExtras extras) {
+        self.add(make_spec(id, std::move(prompt), n, max_tokens, 0, salt, {}, std::move(stop_tokens), std::move(extras)), order);
+      }, py::arg("id"), py::arg("prompt"), py::arg("n"), py::arg("max_tokens"), py::arg("stop_tokens"), py::arg("order"), py::arg("salt"),
+           py::arg("extras") = RequestExtras())
       .def("abort", &SchedulerHarness::abort, py::arg("id"), py::arg("index") = -1)
       .def("schedule", &SchedulerHarness::schedule)
       .def("commit", &SchedulerHarness::commit)
       .def("news", &SchedulerHarness::news)
+      .def_property_readonly("step_input", &SchedulerHarness::step_input)
       .def_property_readonly("in_flight", &SchedulerHarness::in_flight)
       .def_property_readonly("quiescent", &SchedulerHarness::quiescent)
       .def_property_readonly("free_blocks", &SchedulerHarness::free_blocks)

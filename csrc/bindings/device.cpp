@@ -140,6 +140,8 @@ void bind_device(py::module_& m) {
       .def_property_readonly("num_steps", &Staging::num_steps)
       .def_property_readonly("input_stride", &Staging::input_stride)
       .def_property_readonly("output_stride", &Staging::output_stride)
+      .def_property_readonly("output_words", &Staging::output_words)
+      .def_property_readonly("records_begin", &Staging::records_begin)
       .def_property_readonly("input", [](const Staging& s) { return reinterpret_cast<Address>(s.input(0).data()); })
       .def_property_readonly("output", [](const Staging& s) { return reinterpret_cast<Address>(s.output(0)); })
       .def("set_device_buffers", [](Staging& s, Address input, Address output) {

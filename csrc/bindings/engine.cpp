@@ -40,7 +40,7 @@ OwnedStepLoop make_cuda_loop(const StepLoopConfig& config, const CudaDevice& dev
   require(!largest.single_token_rows && largest.max_rows >= limits.max_rows &&
               largest.max_tokens >= limits.max_tokens && largest.max_context == kAnyContext,
           "the last bucket must fit every step");
-  auto executor = std::make_unique<GraphExecutor>(device.cuda, device.ordinal, std::move(staging), limits.max_rows,
+  auto executor = std::make_unique<GraphExecutor>(device.cuda, device.ordinal, std::move(staging),
                                                   executor_graphs(std::move(graphs), std::move(eager), stream), microseconds(poll_interval_us));
   return OwnedStepLoop(new StepLoop(config, std::move(executor)));
 }
@@ -97,9 +97,16 @@ OwnedStepLoop make_cpu_loop(const StepLoopConfig& config, py::function forward,
   return OwnedStepLoop(new StepLoop(config, std::move(executor)));
 }
 
-PyTypeObject* sequence_news_type;  // a named tuple of the fields below
+PyTypeObject *sequence_news_type, *record_type;  // for the life of the process, as the module
 
-void bind_sequence_news(py::module_& m) {
+PyTypeObject* add_named_tuple(py::module_& m, const char* name, PyStructSequence_Desc& description) {
+  PyTypeObject* type = PyStructSequence_NewType(&description);
+  if (type == nullptr) throw py::error_already_set();
+  m.attr(name) = py::handle(reinterpret_cast<PyObject*>(type));
+  return type;
+}
+
+void bind_news(py::module_& m) {
   static PyStructSequence_Field fields[] = {
       {"request", "the request's id"},
       {"index", "of the sequence among the n of its request"},
@@ -109,29 +116,66 @@ void bind_sequence_news(py::module_& m) {
       {"last_ns", "when the last of it did"},
       {"scheduled_ns", "when the request first ran"},
       {"cached_tokens", "of the prompt, found in the prefix cache"},
+      {"records", "Records, mostly none"},
       {nullptr, nullptr},
   };
-  static PyStructSequence_Desc description{"asyncengine._core.SequenceNews", "What is new of a sequence.", fields, 8};
-  sequence_news_type = PyStructSequence_NewType(&description);
-  if (sequence_news_type == nullptr) throw py::error_already_set();
-  m.attr("SequenceNews") = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(sequence_news_type));
+  static PyStructSequence_Desc description{"asyncengine._core.SequenceNews", "What is new of a sequence.", fields, 9};
+  sequence_news_type = add_named_tuple(m, "SequenceNews", description);
+
+  static PyStructSequence_Field record_fields[] = {
+      {"kind", "RecordKind"},
+      {"token", "place among the tokens of the token that it is of, or -1"},
+      {"payload", "bytes: 32-bit words"},
+      {nullptr, nullptr},
+  };
+  static PyStructSequence_Desc record_description{"asyncengine._core.Record", "What a step tells of a token or a row beside it.",
+                                                  record_fields, 3};
+  record_type = add_named_tuple(m, "Record", record_description);
+}
+
+// Fills a named tuple, field by field.
+class NamedTuple {
+ public:
+  explicit NamedTuple(PyTypeObject* type) : tuple_(py::reinterpret_steal<py::object>(PyStructSequence_New(type))) {
+    if (!tuple_) throw py::error_already_set();
+  }
+  void put(py::object value) { PyStructSequence_SetItem(tuple_.ptr(), field_++, value.release().ptr()); }
+  void put(py::handle value) { put(py::reinterpret_borrow<py::object>(value)); }
+  py::object take() { return std::move(tuple_); }
+
+ private:
+  py::object tuple_;
+  Py_ssize_t field_ = 0;
+};
+
+// Mostly the empty tuple, of which there is one.
+py::tuple records_of(const StepLoop::News& news) {
+  py::tuple all(news.records.size());
+  for (size_t i = 0; i < news.records.size(); ++i) {
+    const StepLoop::News::Record& r = news.records[i];
+    const auto payload = std::as_bytes(news.payload(r));
+    NamedTuple record(record_type);
+    record.put(record_kind(r.kind));
+    record.put(py::int_(r.token));
+    record.put(py::bytes(reinterpret_cast<const char*>(payload.data()), payload.size()));
+    all[i] = record.take();
+  }
+  return all;
 }
 
 py::object to_python(const StepLoop::News& news) {
   const Request& request = *news.sequence->request;
-  const auto record = py::reinterpret_steal<py::object>(PyStructSequence_New(sequence_news_type));
-  if (!record) throw py::error_already_set();
-  Py_ssize_t field = 0;
-  const auto put = [&](py::object value) { PyStructSequence_SetItem(record.ptr(), field++, value.release().ptr()); };
-  put(py::int_(request.id));
-  put(py::int_(news.sequence->index));
-  put(py::cast(news.tokens));
-  put(py::reinterpret_borrow<py::object>(to_python(news.finish)));
-  put(py::int_(news.first_ns));
-  put(py::int_(news.last_ns));
-  put(py::int_(request.scheduled_ns));
-  put(py::int_(request.cached_tokens));
-  return record;
+  NamedTuple result(sequence_news_type);
+  result.put(py::int_(request.id));
+  result.put(py::int_(news.sequence->index));
+  result.put(py::cast(news.tokens));
+  result.put(to_python(news.finish));
+  result.put(py::int_(news.first_ns));
+  result.put(py::int_(news.last_ns));
+  result.put(py::int_(request.scheduled_ns));
+  result.put(py::int_(request.cached_tokens));
+  result.put(records_of(news));
+  return result.take();
 }
 
 // A SequenceNews per sequence that has some.
@@ -158,7 +202,7 @@ py::dict snapshot(const StepLoop& loop) {
 StepLoopConfig make_loop_config(const SchedulerConfig& scheduler, int steps_in_flight, int64_t max_queued_requests,
                                 int64_t max_queued_tokens, double priority_ageing_s, double step_timeout_s,
                                 bool late_launch) {
-  require(steps_in_flight >= 1, "steps_in_flight must be at least 1");
+  require(steps_in_flight >= 1 && steps_in_flight <= SchedulerConfig::kMostStepsInFlight, "steps_in_flight must be 1 to 8");
   const auto nanoseconds = [](double s) { return std::chrono::nanoseconds(static_cast<int64_t>(s * 1e9)); };
   return {scheduler, steps_in_flight, max_queued_requests, max_queued_tokens, nanoseconds(priority_ageing_s),
           nanoseconds(step_timeout_s), late_launch};
@@ -167,7 +211,7 @@ StepLoopConfig make_loop_config(const SchedulerConfig& scheduler, int steps_in_f
 }  // namespace
 
 void bind_engine(py::module_& m) {
-  bind_sequence_news(m);
+  bind_news(m);
   py::enum_<SubmitResult>(m, "SubmitResult")
       .value("accepted", SubmitResult::kAccepted)
       .value("queue_full", SubmitResult::kQueueFull)
@@ -194,12 +238,12 @@ void bind_engine(py::module_& m) {
       }, py::arg("limit_s"), NoGil())
       .def("submit", [](StepLoop& self, uint64_t id, std::vector<int32_t> prompt, int32_t n, int32_t max_tokens, int32_t priority,
                         uint64_t salt, const SamplingState& sampling, std::vector<int32_t> stop_tokens, int64_t delay_ns,
-                        bool reserved, Needs needs) {
+                        bool reserved, RequestExtras extras) {
         return self.submit(make_spec(id, std::move(prompt), n, max_tokens, priority, salt, sampling, std::move(stop_tokens),
-                                     delay_ns, reserved, needs));
+                                     std::move(extras), delay_ns, reserved));
       }, py::arg("id"), py::arg("prompt"), py::arg("n"), py::arg("max_tokens"), py::arg("priority"), py::arg("salt"),
            py::arg("sampling"), py::arg("stop_tokens"), py::arg("delay_ns") = 0, py::arg("reserved") = false,
-           py::arg("needs") = 0)
+           py::arg("extras") = RequestExtras())
       .def("abort", &StepLoop::abort, py::arg("id"), py::arg("index") = -1)
       .def("drain", &drain)
       .def("take_step_error", &StepLoop::take_step_error)

@@ -28,6 +28,8 @@ constexpr Members kFinishReasons = {
 };
 PyObject* finish_members[kFinishReasons.size()];  // for the life of the process, as the module
 
+PyObject* record_members[kVector + 1];
+
 // Offsets and sizes count 32-bit words.
 #define WORD(type, field) static_cast<int64_t>(offsetof(type, field) / sizeof(int32_t))
 #define WORDS(type) static_cast<int64_t>(sizeof(type) / sizeof(int32_t))
@@ -49,6 +51,8 @@ py::dict step_input_layout() {
   put("header.num_delta_blocks", WORD(StepInputHeader, num_delta_blocks));
   put("header.needs", WORD(StepInputHeader, needs));
   put("header.max_context", WORD(StepInputHeader, max_context));
+  put("header.num_heads", WORD(StepInputHeader, num_heads));
+  put("header.num_result_words", WORD(StepInputHeader, num_result_words));
   put("row_words", WORDS(StepInputRow));
   put("row.slot", WORD(StepInputRow, slot));
   put("row.query_start", WORD(StepInputRow, query_start));
@@ -61,8 +65,12 @@ py::dict step_input_layout() {
   put("row.delta_first", WORD(StepInputRow, delta_first));
   put("row.delta_count", WORD(StepInputRow, delta_count));
   put("row.delta_offset", WORD(StepInputRow, delta_offset));
-  put("flag.sample", kRowSample);
+  put("row.num_samples", WORD(StepInputRow, num_samples));
+  put("row.num_appends", WORD(StepInputRow, num_appends));
+  put("row.result_offset", WORD(StepInputRow, result_offset));
+  put("row.result_words", WORD(StepInputRow, result_words));
   put("flag.from_device", kRowFromDevice);
+  put("flag.device_length", kRowDeviceLength);
   put("copy_words", WORDS(BlockCopy));
   put("copy.source", WORD(BlockCopy, source));
   put("copy.target", WORD(BlockCopy, target));
@@ -75,18 +83,45 @@ py::dict step_input_layout() {
   put("update.seed", WORD(SlotUpdate, seed_low));
   put("update.needs", WORD(SlotUpdate, needs));
   put("update.stops", WORD(SlotUpdate, stops));
+  put("update.entries", WORD(SlotUpdate, entries));
+  put("update.entry_words", WORD(SlotUpdate, entry_words));
+  put("not_finite", kNotFinite);
+  put("no_token", kNoToken);
+  put("end_of_records", kEndOfRecords);
   put("max_stops", Sequence::kInlineStops);
   return d;
+}
+
+using Entries = std::vector<std::pair<uint32_t, std::vector<int32_t>>>;
+
+RequestExtras make_extras(Needs needs, const Entries& entries, bool history, int32_t result_words, int32_t score_from,
+                          int32_t tokens_per_step) {
+  RequestExtras extras{needs, {}, history, result_words, score_from, tokens_per_step};
+  for (const auto& [kind, words] : entries) {
+    require(kind > 0 && kind < 256 && words.size() <= kMaxEntryWords, "an entry's kind or length is out of range");
+    extras.entries.push_back(entry_header(kind, words.size()));
+    extras.entries.insert(extras.entries.end(), words.begin(), words.end());
+  }
+  return extras;
 }
 
 }  // namespace
 
 py::handle to_python(FinishReason reason) { return finish_members[static_cast<size_t>(reason)]; }
 
+py::handle record_kind(uint32_t kind) { return kind <= kVector ? record_members[kind] : Py_None; }
+
 void bind_wire(py::module_& m) {
   make_enum(m, "IntFlag", "Need",
             {{"temperature", kNeedTemperature}, {"filters", kNeedFilters}, {"penalties", kNeedPenalties},
-             {"bias", kNeedBias}, {"logprobs", kNeedLogprobs}, {"mask", kNeedMask}});
+             {"bias", kNeedBias}, {"logprobs", kNeedLogprobs}, {"mask", kNeedMask}, {"drafts", kNeedDrafts},
+             {"vector", kNeedVector}});
+  make_enum(m, "IntEnum", "EntryKind",
+            {{"token_history", kTokenHistory}, {"bias", kBias}, {"banned_words", kBannedWords}, {"grammar", kGrammar},
+             {"adapter", kAdapter}, {"parameters", kParameters}});
+  const py::object records = make_enum(m, "IntEnum", "RecordKind", {{"logprobs", kLogprobs}, {"vector", kVector}});
+  record_members[kLogprobs] = py::object(records.attr("logprobs")).release().ptr();
+  record_members[kVector] = py::object(records.attr("vector")).release().ptr();
   const py::object finish = make_enum(m, "IntEnum", "FinishReason", kFinishReasons);
   for (const auto& [name, value] : kFinishReasons) finish_members[value] = py::object(finish.attr(name)).release().ptr();
   m.attr("STEP_INPUT_LAYOUT") = step_input_layout();
@@ -103,6 +138,11 @@ void bind_wire(py::module_& m) {
       .def_readonly("min_p", &SamplingState::min_p)
       .def_readonly("seed", &SamplingState::seed)
       .def_property_readonly("needs", &SamplingState::needs);
+
+  py::class_<RequestExtras>(m, "RequestExtras")
+      .def(py::init(&make_extras), py::kw_only(), py::arg("needs") = 0, py::arg("entries") = Entries(),
+           py::arg("history") = false, py::arg("result_words") = 0, py::arg("score_from") = -1,
+           py::arg("tokens_per_step") = 1);
 }
 
 }  // namespace asyncengine

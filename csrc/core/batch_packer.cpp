@@ -24,12 +24,30 @@ class Cursor {
   std::byte *base_, *end_, *next_;
 };
 
-SlotUpdate slot_update(const Sequence& sequence) {
+SlotUpdate slot_update(const Sequence& sequence, size_t entries) {
   const SamplingState& s = sequence.sampling;
   SlotUpdate update{sequence.slot, s.temperature, s.top_p, s.min_p, s.top_k,
-                    static_cast<uint32_t>(s.seed), static_cast<uint32_t>(s.seed >> 32), sequence.needs, {}};
+                    static_cast<uint32_t>(s.seed), static_cast<uint32_t>(s.seed >> 32), sequence.needs, {},
+                    static_cast<int32_t>(entries), sequence.update_words()};
   for (int i = 0; i < Sequence::kInlineStops; ++i) update.stops[i] = i < sequence.num_stops ? sequence.stops[i] : -1;
   return update;
+}
+
+// Where the entries end.
+int32_t* write_entries(const Sequence& sequence, int32_t* out) {
+  const RequestExtras& extras = sequence.request->extras;
+  if (extras.history) {
+    *out++ = entry_header(kTokenHistory, static_cast<size_t>(sequence.tokens.size()));
+    sequence.tokens.copy(0, sequence.tokens.size(), out);
+    out += sequence.tokens.size();
+  }
+  return std::copy(extras.entries.begin(), extras.entries.end(), out);
+}
+
+int32_t row_flags(const PlanRow& row) {
+  int32_t flags = row.from_device ? kRowFromDevice : 0;
+  if (row.extras && row.sequence->request->extras.tokens_per_step > 1) flags |= kRowDeviceLength;
+  return flags;
 }
 
 }  // namespace
@@ -44,6 +62,7 @@ size_t pack_step(const StepPlan& plan, BlockTables& tables, std::span<std::byte>
   auto* copies = cursor.take<BlockCopy>(plan.copies.size());
   auto* updates = cursor.take<SlotUpdate>(plan.filled_slots.size());
   auto* delta_blocks = cursor.take<int32_t>(static_cast<size_t>(plan.num_delta_blocks));
+  auto* entries = cursor.take<int32_t>(static_cast<size_t>(plan.num_update_words));
 
   std::copy(plan.copies.begin(), plan.copies.end(), copies);
   auto filled = plan.filled_slots.begin();
@@ -51,18 +70,21 @@ size_t pack_step(const StepPlan& plan, BlockTables& tables, std::span<std::byte>
   for (const PlanRow& row : plan.rows) {
     const bool fills = filled != plan.filled_slots.end() && *filled == row.slot;  // filled_slots is in row order
     const int32_t first = tables.dirty_begin(row.slot), dirty = std::max(0, tables.length(row.slot) - first);
-    *rows++ = {row.slot, query_start, row.query_len, row.context_len,
-               (row.sample ? kRowSample : 0) | (row.from_device ? kRowFromDevice : 0),
-               prompt_start, row.sample ? sample_row : -1, fills ? num_updates : -1, first, dirty, offset, 0};
+    *rows++ = {row.slot, query_start, row.query_len, row.context_len, row_flags(row),
+               prompt_start, row.num_samples > 0 ? sample_row : -1, fills ? num_updates : -1, first, dirty, offset,
+               row.num_samples, row.num_appends, row.result_offset,
+               row.extras ? row.sequence->request->extras.result_words : 0, 0};
     query_start += row.query_len;
     max_context = std::max(max_context, row.context_len);
-    sample_row += row.sample;
+    sample_row += row.num_samples;
     if (!row.from_device) {
       row.sequence->tokens.copy(row.context_len, row.query_len, prompt_ids + prompt_start);
       prompt_start += row.query_len;
     }
     if (fills) {
-      updates[num_updates++] = slot_update(*row.sequence);
+      const auto* start = reinterpret_cast<const int32_t*>(buffer.data());
+      updates[num_updates++] = slot_update(*row.sequence, static_cast<size_t>(entries - start));
+      entries = write_entries(*row.sequence, entries);
       ++filled;
     }
     if (dirty > 0) {
@@ -76,7 +98,7 @@ size_t pack_step(const StepPlan& plan, BlockTables& tables, std::span<std::byte>
   *header = {StepInputView::kMagic, static_cast<uint32_t>(cursor.used() / sizeof(int32_t)), plan.step,
              static_cast<int32_t>(plan.rows.size()), plan.num_decode_rows, plan.num_tokens, sample_row,
              num_prompt_ids, static_cast<int32_t>(plan.copies.size()), num_updates, plan.num_delta_blocks,
-             plan.needs, max_context, {}};
+             plan.needs, max_context, plan.num_heads, plan.num_result_words};
   return cursor.used();
 }
 

@@ -53,8 +53,12 @@ void Delivery::append(const Delivery& later) {
     if (list.size() + more > list.capacity()) list.reserve(2 * (list.size() + more));
   };
   make_room(events, later.events.size());
+  make_room(records, later.records.size());
+  make_room(record_words, later.record_words.size());
   make_room(released, later.released.size());
   make_room(step_error, later.step_error.size());
+  for (const EventRecords& r : later.records) records.push_back({events.size() + r.event, r.words});
+  record_words.insert(record_words.end(), later.record_words.begin(), later.record_words.end());
   events.insert(events.end(), later.events.begin(), later.events.end());
   released.insert(released.end(), later.released.begin(), later.released.end());
   step_error += later.step_error;

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -30,13 +31,21 @@ class WakeUp {
 
 struct OutputEvent {
   Sequence* sequence = nullptr;
-  int32_t token = -1;  // -1: an end without a token
+  int32_t token = -1;  // -1: an end, or records, without a token
   FinishReason finish = FinishReason::kNone;
   int64_t time_ns = 0;
 };
 
+// Records (step_output.h) of one event.
+struct EventRecords {
+  size_t event = 0;  // its place in the delivery
+  size_t words = 0;  // that follow those of the event before
+};
+
 struct Delivery {
   std::vector<OutputEvent> events;
+  std::vector<EventRecords> records;  // of the events that have some, in order
+  std::vector<int32_t> record_words;
   std::vector<Request*> released;  // requests that nothing refers to any more: the loop frees them
   std::string step_error;          // why steps failed whose requests end with kStepFailed
   bool engine_failed = false;
@@ -44,11 +53,18 @@ struct Delivery {
   bool empty() const { return events.empty() && released.empty() && !engine_failed; }
   void clear() {
     events.clear();
+    records.clear();
+    record_words.clear();
     released.clear();
     step_error.clear();
     engine_failed = false;
   }
   void append(const Delivery& later);
+  // Of the event that is pushed next.
+  void add_records(std::span<const int32_t> words) {
+    records.push_back({events.size(), words.size()});
+    record_words.insert(record_words.end(), words.begin(), words.end());
+  }
 };
 
 // Single producer, single consumer, lock-free. The producer fills a delivery of its own and, at publish, exchanges it

@@ -23,13 +23,15 @@ Scheduler::Scheduler(const SchedulerConfig& config)
   const auto num_seqs = static_cast<size_t>(config.max_num_seqs);
   running_.reserve(num_seqs);
   forking_.reserve(num_seqs);
+  deferred_.reserve(num_seqs);
   prefix_.resize(static_cast<size_t>(max_blocks_per_sequence_));
   copied_from_.assign(static_cast<size_t>(config.num_blocks), -1);
   for (int32_t slot = config.max_num_seqs - 1; slot >= 0; --slot) free_slots_.push_back(slot);
 }
 
 StepLimits Scheduler::limits() const {
-  return {config_.max_num_seqs, config_.max_num_batched_tokens, max_delta_blocks_};
+  return {config_.max_num_seqs, config_.max_num_batched_tokens, max_delta_blocks_, config_.max_samples,
+          config_.max_update_words, config_.max_result_words};
 }
 
 void Scheduler::add(Request* request) {
@@ -82,37 +84,74 @@ void Scheduler::wake_siblings() {
 inline void Scheduler::add_row(Slot& slot, int32_t query_len, bool from_device, StepPlan& plan) {
   const int32_t row = index(slot), context_len = slot.computed;
   slot.computed += query_len;
-  const bool sample = slot.computed == slot.total();
-  if (slot.computed == slot.capacity || !from_device) plan.full_rows.push_back(static_cast<int32_t>(plan.rows.size()));
-  plan.rows.push_back({slot.sequence, row, query_len, context_len, sample, from_device});
+  const bool sample = slot.computed >= slot.total();
+  PlanRow planned{slot.sequence, row, query_len, context_len, sample, 0, sample, from_device, slot.extras};
+  if (slot.extras) add_extras(slot, planned, plan);
+  if (slot.computed == slot.capacity || !from_device || slot.extras) {
+    plan.full_rows.push_back(static_cast<int32_t>(plan.rows.size()));
+  }
+  plan.rows.push_back(planned);
   plan.num_tokens += query_len;
   plan.attended += int64_t{query_len} * (context_len + query_len);
   plan.num_decode_rows += from_device;
-  plan.num_samples += sample;
+  plan.num_samples += planned.num_samples;
+  plan.num_heads += planned.num_appends;
   const int32_t dirty = tables_.length(row) - tables_.dirty_begin(row);
   plan.num_delta_blocks += std::max(0, dirty);
   slot.planned_step = static_cast<uint32_t>(plan.step);
   ++slot.in_flight;
+  if (planned.num_samples > 0) plan.needs |= slot.needs;
   if (sample) {
-    ++slot.pending;
-    plan.needs |= slot.needs;
+    slot.pending = static_cast<int8_t>(slot.pending + planned.num_appends);
     if (!from_device) note_first_sample(*slot.sequence, plan);
     slot.on_device = true;
   }
 }
 
+inline bool Scheduler::add_decode(Slot& slot, StepPlan& plan) {
+  const int32_t count = std::min<int32_t>(slot.step_tokens, slot.max_total - slot.total());
+  if (!reserve(slot, slot.computed + count, plan)) return false;
+  add_row(slot, count, /*from_device=*/true, plan);
+  return true;
+}
+
 void Scheduler::schedule_decodes(StepPlan& plan) {
   prefilling_ = false;
+  bool results = false;
   for (size_t i = 0; i < running_.size() && plan.num_tokens < config_.max_num_batched_tokens; ++i) {
     if (i + kAhead < running_.size()) prefetch(running_[i + kAhead]);
     Slot& slot = *running_[i];
     if (slot.state != SequenceState::kRunning || !slot.wants_more()) continue;
     if (!slot.decodes()) {
       prefilling_ = true;
-    } else if (reserve(slot, slot.computed + 1, plan)) {
-      add_row(slot, 1, /*from_device=*/true, plan);
+    } else if (slot.results) {
+      results = true;
+    } else {
+      add_decode(slot, plan);
     }
   }
+  if (results) schedule_decodes_with_results(plan);
+}
+
+// Sequences that want records take turns where there is no room for those of all. Some words are kept for the end of a
+// prompt that has waited for them.
+void Scheduler::schedule_decodes_with_results(StepPlan& plan) {
+  const size_t count = running_.size(), first = results_from_ < count ? results_from_ : 0;
+  const int32_t budget = config_.max_result_words - std::exchange(results_wanted_, 0);
+  bool left_out = false;
+  for (size_t k = 0; k < count; ++k) {
+    const size_t i = first + k < count ? first + k : first + k - count;
+    Slot& slot = *running_[i];
+    if (!slot.results || slot.state != SequenceState::kRunning || !slot.wants_more() || !slot.decodes()) continue;
+    const int32_t samples = std::min<int32_t>(slot.step_tokens, slot.max_total - slot.total());
+    const int32_t words = samples * slot.sequence->request->extras.result_words;
+    if (words <= budget - plan.num_result_words) {
+      add_decode(slot, plan);
+    } else if (!std::exchange(left_out, true)) {
+      results_from_ = i;
+    }
+  }
+  if (!left_out) results_from_ = 0;
 }
 
 void Scheduler::schedule_prefills(StepPlan& plan) {
@@ -126,13 +165,14 @@ void Scheduler::schedule_prefills(StepPlan& plan) {
 // The next part of a prompt; false if there is no room for it.
 bool Scheduler::add_chunk(Slot& slot, StepPlan& plan) {
   const int32_t query_len = prefill_chunk(slot, plan);
-  if (!reserve(slot, slot.computed + query_len, plan)) return false;
+  if (query_len == 0 || !reserve(slot, slot.computed + query_len, plan)) return false;
   add_row(slot, query_len, /*from_device=*/false, plan);
   return true;
 }
 
-// As much of the prompt as the step has tokens for and the free blocks can hold, down to a bucket; at least one token.
-int32_t Scheduler::prefill_chunk(const Slot& slot, const StepPlan& plan) const {
+// As much of the prompt as the step has tokens for and the free blocks can hold, down to a bucket; at least one token,
+// unless there is no room for the samples or the records of one.
+int32_t Scheduler::prefill_chunk(const Slot& slot, const StepPlan& plan) {
   const int32_t left = slot.total() - slot.computed;
   int64_t chunk = std::min(left, config_.max_num_batched_tokens - plan.num_tokens);
   if (config_.prefill_chunk_size > 0) chunk = std::min<int64_t>(chunk, config_.prefill_chunk_size);
@@ -142,7 +182,7 @@ int32_t Scheduler::prefill_chunk(const Slot& slot, const StepPlan& plan) const {
     const auto above = std::ranges::upper_bound(config_.token_buckets, plan.num_tokens + chunk);
     if (above != config_.token_buckets.begin() && *(above - 1) > plan.num_tokens) chunk = *(above - 1) - plan.num_tokens;
   }
-  return static_cast<int32_t>(chunk);
+  return slot.extras ? fit_samples(slot, static_cast<int32_t>(chunk), plan) : static_cast<int32_t>(chunk);
 }
 
 // Blocks that positions [computed, num_tokens) of the sequence need: for new entries, and for copies of shared ones.
@@ -202,8 +242,17 @@ void Scheduler::preempt(Sequence& sequence) {
 
 void Scheduler::admit(StepPlan& plan, int64_t now_ns) {
   while (!waiting_.empty() && !free_slots_.empty() && plan.num_tokens < config_.max_num_batched_tokens) {
-    if (!admit_one(waiting_.front(), plan, now_ns)) return;  // nobody overtakes: the order is first come, first served
+    Sequence& next = waiting_.front();
+    if (!fits_budgets(next, plan)) {
+      if (deferred_.size() == deferred_.capacity()) break;  // a step's work has a bound
+      waiting_.remove(&next);
+      deferred_.push_back(&next);
+    } else if (!admit_one(next, plan, now_ns)) {
+      break;  // nobody overtakes: the order is first come, first served
+    }
   }
+  for (Sequence* sequence : deferred_) waiting_.push(sequence);
+  deferred_.clear();
 }
 
 bool Scheduler::admit_one(Sequence& sequence, StepPlan& plan, int64_t now_ns) {
@@ -252,6 +301,10 @@ bool Scheduler::admit_one(Sequence& sequence, StepPlan& plan, int64_t now_ns) {
   }
   leave_queue(request);
   plan.filled_slots.push_back(sequence.slot);
+  if (const int32_t words = sequence.update_words(); words > 0) {
+    plan.num_update_words += words;
+    plan.needs |= sequence.needs;  // whoever reads the entries is in the graph of these needs
+  }
   [[maybe_unused]] const bool added = add_chunk(slot, plan);
   assert(added);
   return true;
@@ -275,7 +328,8 @@ int32_t Scheduler::find_prefix(const Sequence& sequence, const Sequence* source)
     std::copy_n(tables_.blocks(source->slot).begin(), shared, prefix_.begin());
     return shared;
   }
-  const int32_t most = (sequence.tokens.size() - 1) / config_.block_size;
+  int32_t most = (sequence.tokens.size() - 1) / config_.block_size;
+  if (const int32_t from = sequence.scores_from(); from >= 0) most = std::min(most, from / config_.block_size);
   const auto tokens_at = [&](int32_t position) { return sequence.tokens.at(position); };
   return blocks_.match_prefix(tokens_at, most, sequence.request->salt, prefix_.data());
 }

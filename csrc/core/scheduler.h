@@ -1,6 +1,7 @@
 // Which sequences run in the next step, with which blocks; and what the results of a step mean for them.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -27,6 +28,17 @@ struct SchedulerConfig {
   // Sizes of step that the executor has graphs for, ascending. A chunk that does not finish its prompt ends where it
   // fills one of them. Empty: any size is as good as another.
   std::vector<int32_t> token_buckets = {};
+  // Budgets of a step: samples (0: one for each sequence), words of slot updates' entries and words of records.
+  int32_t max_samples = 0;
+  int32_t max_update_words = 0;
+  int32_t max_result_words = 0;
+
+  // The most that a request may have as tokens_per_step: then every sequence may decode in one step. A slot has a byte for
+  // all that kMostStepsInFlight may append.
+  static constexpr int kMostStepsInFlight = 8, kMostStepTokens = 15;
+  int32_t max_step_tokens() const {
+    return std::clamp(std::min(max_samples, max_num_batched_tokens) / max_num_seqs, 1, kMostStepTokens);
+  }
 };
 
 // Single-threaded: everything happens on the step thread. schedule() may run ahead of commit(): the values of
@@ -47,9 +59,8 @@ class Scheduler {
 
   // Fills `plan` (empty when nothing can run). The plan's rows count as in flight until commit() sees it.
   void schedule(StepPlan& plan, int64_t now_ns);
-  // Takes in the results of the oldest step in flight: `tokens` has plan.num_samples entries, a negative one
-  // meaning that the logits of the row were not finite.
-  void commit(StepPlan& plan, const int32_t* tokens, Outbox& outbox, int64_t now_ns);
+  // Takes in the results of the oldest step in flight.
+  void commit(StepPlan& plan, StepResults results, Outbox& outbox, int64_t now_ns);
   // Instead of commit(): the step computed nothing, and every request with a row in it ends with kStepFailed. What later
   // steps in flight compute for other requests stands: a request shares blocks with others once a commit published them.
   void fail_step(StepPlan& plan, Outbox& outbox, int64_t now_ns);
@@ -60,6 +71,8 @@ class Scheduler {
   // The scheduler's own are up to date. The others are the caller's.
   Stats& stats();
   StepLimits limits() const;
+  // Whether what the request wants beyond tokens fits into a step that has nothing else. From any thread.
+  bool can_fit(const RequestSpec& spec) const;
   // Nothing runs: every block and slot is back. For tests and leak checks.
   bool quiescent() const;
 
@@ -78,9 +91,12 @@ class Scheduler {
 
   // schedule()
   void schedule_decodes(StepPlan& plan);
+  void schedule_decodes_with_results(StepPlan& plan);
   void schedule_prefills(StepPlan& plan);
   void admit(StepPlan& plan, int64_t now_ns);
   bool admit_one(Sequence& sequence, StepPlan& plan, int64_t now_ns);
+  bool fits_budgets(const Sequence& sequence, const StepPlan& plan);
+  bool add_decode(Slot& slot, StepPlan& plan);
   Sequence* fork_source(const Sequence& sequence, const StepPlan& plan) const;
   int32_t find_prefix(const Sequence& sequence, const Sequence* source);
   void start_chain(Slot& slot, const Sequence* source, int32_t shared_blocks);
@@ -90,7 +106,10 @@ class Scheduler {
   bool reserve_blocks(Slot& slot, int32_t num_tokens, StepPlan& plan);
   int32_t count_missing(const Slot& slot, int32_t num_tokens) const;
   void copy_shared(const Slot& slot, int32_t entry, StepPlan& plan);
-  int32_t prefill_chunk(const Slot& slot, const StepPlan& plan) const;
+  int32_t prefill_chunk(const Slot& slot, const StepPlan& plan);
+  int32_t count_samples(const Slot& slot, int32_t begin, int32_t query_len) const;
+  int32_t fit_samples(const Slot& slot, int32_t query_len, const StepPlan& plan);
+  void add_extras(const Slot& slot, PlanRow& row, StepPlan& plan) const;
   bool add_chunk(Slot& slot, StepPlan& plan);
   void add_row(Slot& slot, int32_t query_len, bool from_device, StepPlan& plan);
   bool make_room(const Sequence& sequence, int32_t num_blocks, const StepPlan& plan);
@@ -102,6 +121,8 @@ class Scheduler {
   template <typename OnRow>
   void retire_rows(const StepPlan& plan, Outbox& outbox, OnRow&& on_row);
   void take_token(Slot& slot, int32_t token, Outbox& outbox, int64_t now_ns);
+  void take_samples(const PlanRow& row, Slot& slot, const int32_t* tokens, const int32_t* records, Outbox& outbox,
+                    int64_t now_ns);
   void fail(Sequence& sequence, FinishReason reason, Outbox& outbox, int64_t now_ns);
   void publish_blocks(const StepPlan& plan);
   void publish_blocks(const PlanRow& row, uint64_t hash);
@@ -115,7 +136,8 @@ class Scheduler {
   }
   // Once the row's step has retired: whether the prefix cache could know a block more.
   bool has_full_block(const Slot& slot, const PlanRow& row) const {
-    return blocks_.prefix_caching() && row.context_len + row.query_len - slot.published_end >= config_.block_size;
+    const int32_t end = std::min(row.context_len + row.query_len, slot.num_tokens());  // the former is an upper bound
+    return blocks_.prefix_caching() && end - slot.published_end >= config_.block_size;
   }
   void finish(Sequence& sequence, FinishReason reason);
   void retire(Sequence& sequence, SequenceState state);
@@ -146,6 +168,9 @@ class Scheduler {
   std::vector<Request*> forking_;   // scratch: their siblings join in the next step
   int32_t max_blocks_per_sequence_;
   int32_t max_delta_blocks_;
+  std::vector<Sequence*> deferred_;  // scratch: they wait for the next step, and those behind them do not
+  size_t results_from_ = 0;     // place in running_ of the first that the last step had no room for the records of
+  int32_t results_wanted_ = 0;  // words of records that a prompt's end waits for
   const Sequence* blocked_ = nullptr;  // head of the queue that did not fit, and the free blocks it saw
   int32_t blocked_free_ = 0;
   int32_t blocks_coming_ = 0;  // given back as steps in flight retire: no need to preempt more for these

@@ -22,13 +22,45 @@ inline void Scheduler::take_token(Slot& slot, int32_t token, Outbox& outbox, int
   if (reason != FinishReason::kNone) finish(sequence, reason);
 }
 
-void Scheduler::commit(StepPlan& plan, const int32_t* tokens, Outbox& outbox, int64_t now_ns) {
+// Takes in the samples of a row that has extras. A row that was to append a token and gives none ends its sequence: its
+// records are the answer.
+void Scheduler::take_samples(const PlanRow& row, Slot& slot, const int32_t* tokens, const int32_t* records, Outbox& outbox,
+                             int64_t now_ns) {
+  Sequence& sequence = *slot.sequence;
+  const int32_t first = row.num_samples - row.num_appends;
+  int32_t accepted = 0;
+  while (accepted < row.num_appends && tokens[first + accepted] >= 0) ++accepted;
+  if (row.from_device) slot.computed -= row.num_appends - accepted;
+  if (!row.from_device) sequence.scored = std::max(sequence.scored, row.context_len + row.query_len);
+  const int32_t words = sequence.request->extras.result_words;
+  for (int32_t i = 0; i < row.num_samples && slot.alive(); ++i) {
+    if (i > first && i >= first + accepted) return;
+    size_t length = 0;
+    if (words > 0 && has_records(i, row.num_samples, row.num_appends, tokens)) {
+      const std::span region(records + row.result_offset + i * words, static_cast<size_t>(words));
+      length = entries_length(region);
+      if (length > 0) outbox.filling().add_records(region.first(length));
+    }
+    if (i < first) {
+      if (length > 0) outbox.filling().events.push_back({&sequence, -1, FinishReason::kNone, now_ns});
+    } else if (tokens[i] != kNoToken) {
+      take_token(slot, tokens[i], outbox, now_ns);
+    } else {
+      outbox.filling().events.push_back({&sequence, -1, FinishReason::kStop, now_ns});
+      finish(sequence, FinishReason::kStop);
+    }
+  }
+}
+
+void Scheduler::commit(StepPlan& plan, StepResults results, Outbox& outbox, int64_t now_ns) {
   publish_blocks(plan);
   retire_rows(plan, outbox, [&](const PlanRow& row, Slot& slot) {
-    if (!row.sample) return;
-    const int32_t token = *tokens++;
+    const int32_t* tokens = results.tokens;
+    results.tokens += row.num_samples;
     // A sequence that ended, or was aborted, while this step was under way: the surplus row never shows.
-    if (slot.alive()) take_token(slot, token, outbox, now_ns);
+    if (row.num_samples == 0 || !slot.alive()) return;
+    if (row.extras) return take_samples(row, slot, tokens, results.records, outbox, now_ns);
+    take_token(slot, *tokens, outbox, now_ns);
   });
 }
 
@@ -45,7 +77,7 @@ inline void Scheduler::retire_rows(const StepPlan& plan, Outbox& outbox, OnRow&&
     const PlanRow& row = plan.rows[i];
     Slot& slot = slots_[static_cast<size_t>(row.slot)];
     --slot.in_flight;
-    slot.pending = static_cast<int8_t>(slot.pending - row.sample);
+    slot.pending = static_cast<int8_t>(slot.pending - row.num_appends);
     on_row(row, slot);
     if (slot.in_flight == 0 && slot.state != SequenceState::kRunning) settle(*slot.sequence, &outbox);
   }

@@ -12,6 +12,7 @@ std::unique_ptr<Request> make_request(const RequestSpec& spec, int64_t order, ui
   request->salt = spec.salt;
   request->prompt_len = static_cast<int32_t>(spec.prompt.size());
   request->stop_tokens = spec.stop_tokens;
+  request->extras = spec.extras;
   request->unreleased = spec.n;
   request->queued = true;
   request->sequences = std::vector<Sequence>(static_cast<size_t>(spec.n));
@@ -25,7 +26,7 @@ std::unique_ptr<Request> make_request(const RequestSpec& spec, int64_t order, ui
     sequence.num_stops = static_cast<int32_t>(spec.stop_tokens.size());
     std::copy_n(spec.stop_tokens.begin(), std::min(sequence.num_stops, Sequence::kInlineStops), sequence.stops);
     sequence.sampling = spec.sampling;
-    sequence.needs = spec.all_needs();
+    sequence.needs = spec.needs();
     sequence.sampling.seed += static_cast<uint64_t>(i);
   }
   return request;

@@ -32,6 +32,19 @@ enum class SequenceState : uint8_t {
   kReleased,
 };
 
+// What a request may want beyond one token a step. The defaults cost nothing.
+struct RequestExtras {
+  Needs needs = 0;                // beyond those of its SamplingState
+  std::vector<int32_t> entries;   // EntryKind, for its slot whenever that is filled (step_input.h)
+  bool history = false;           // the slot also gets its tokens so far, as an entry
+  int32_t result_words = 0;       // of records, for each sample
+  int32_t score_from = -1;        // prompt tokens from this one on are sampled too, for records; -1: none
+  int32_t tokens_per_step = 1;    // that a decode step may append
+
+  bool any() const { return result_words > 0 || score_from >= 0 || tokens_per_step > 1; }
+  Needs all_needs() const { return needs | (tokens_per_step > 1 ? kNeedDrafts : 0u); }
+};
+
 // While it runs, most of what changes is with its Slot (slot.h).
 struct alignas(64) Sequence {
   static constexpr int kInlineStops = 4;
@@ -48,11 +61,17 @@ struct alignas(64) Sequence {
   SamplingState sampling;
   Needs needs = 0;                 // those of `sampling` included
   uint64_t first_sample_step = 0;  // the step that computed the last of its prompt, since it has its slot
+  int32_t scored = 0;              // tokens of the prompt that need no scoring any more
   int32_t blocks_coming = 0;       // while retiring: blocks that settling will give back
   std::atomic<bool> abort_requested{false};  // set by the loop, read by the step thread
   size_t queue_place = 0;          // in the heap of those that wait, while it does
   uint64_t drain_epoch = 0;        // loop side: the drain that last saw this sequence, and its place in it
   size_t drain_place = 0;
+
+  // The first token of the prompt that is still to be scored, or -1.
+  inline int32_t scores_from() const;
+  // Of the entries that its slot is filled with.
+  inline int32_t update_words() const;
 };
 
 // Built on the loop's thread, then owned by it throughout: the step thread never allocates or frees one.
@@ -63,6 +82,7 @@ struct Request {
   uint64_t salt = 0;
   int32_t prompt_len = 0;
   std::vector<int32_t> stop_tokens;
+  RequestExtras extras;
   std::vector<Sequence> sequences;  // n of them, fixed at construction
   int32_t unreleased = 0;
   int32_t cached_tokens = 0;
@@ -79,6 +99,16 @@ struct Request {
     return order != other.order ? order < other.order : sequence_number < other.sequence_number;
   }
 };
+
+inline int32_t Sequence::scores_from() const {
+  const int32_t from = index == 0 ? request->extras.score_from : -1;
+  return from < 0 || scored >= request->prompt_len ? -1 : std::max(from, scored);
+}
+
+inline int32_t Sequence::update_words() const {
+  const RequestExtras& extras = request->extras;
+  return static_cast<int32_t>(extras.entries.size()) + (extras.history ? 1 + tokens.size() : 0);
+}
 
 // Whether `a` comes before `b` in the order of service.
 inline bool runs_before(const Sequence* a, const Sequence* b) {
@@ -97,9 +127,9 @@ struct RequestSpec {
   std::vector<int32_t> stop_tokens;
   int64_t delay_ns = 0;   // it is served as if it had arrived so much later
   bool reserved = false;  // it may take of what the queue's limits keep back for such requests
-  Needs needs = 0;        // beyond those of `sampling`
+  RequestExtras extras = {};
 
-  Needs all_needs() const { return needs | sampling.needs(); }
+  Needs needs() const { return extras.all_needs() | sampling.needs(); }
 };
 
 // Costs what one copy of the prompt does, whatever n is.

@@ -11,6 +11,7 @@
 namespace asyncengine {
 
 // Counts of tokens, in order:  computed <= total = num_tokens() + pending;  published_end <= what retired steps computed.
+// Where a step may append several tokens, pending, total and computed are upper bounds until it is committed.
 //
 // Slots lie side by side, and a decode step touches nothing else of a sequence: the first cache line to schedule it, both
 // to commit its token. The Sequence, somewhere in the heap, is needed when it ends or leaves its slot, and when the tail is
@@ -24,13 +25,16 @@ struct alignas(64) Slot {
   int32_t published_end = 0;  // tokens in blocks that the prefix cache knows
   int32_t stops[Sequence::kInlineStops] = {-1, -1, -1, -1};  // the first few, or -1
   uint32_t planned_step = 0;  // the last step that has a row of this sequence, its low half
-  int8_t pending = 0;         // tokens being sampled by steps in flight: placeholders
-  int8_t in_flight = 0;       // rows of this sequence in steps in flight
+  int8_t pending = 0;         // tokens being sampled by steps in flight: placeholders, as many as there can be
   uint8_t needs = 0;          // Need bits
+  uint8_t in_flight : 4 = 0;    // rows of this sequence in steps in flight
+  uint8_t step_tokens : 4 = 1;  // that a decode step may append
   SequenceState state : 3 = SequenceState::kRunning;  // the sequence's, kept here too
   bool on_device : 1 = false;   // last_token[slot] is, or will be, this sequence's latest token
   bool forked : 1 = false;      // the block it writes next may be shared with a sibling
   bool more_stops : 1 = false;  // than there is room for here
+  bool extras : 1 = false;      // its request has RequestExtras beyond needs and entries
+  bool results : 1 = false;     // and among them records
   Tokens::Tail tail;            // the newest tokens
 
   Slot() = default;
@@ -38,7 +42,10 @@ struct alignas(64) Slot {
       : sequence(&owner),
         max_total(owner.max_total),
         needs(static_cast<uint8_t>(owner.needs)),
+        step_tokens(static_cast<uint8_t>(owner.request->extras.tokens_per_step & 15)),
         more_stops(owner.num_stops > Sequence::kInlineStops),
+        extras(owner.request->extras.any()),
+        results(owner.request->extras.result_words > 0),
         tail(owner.tokens) {
     std::copy_n(owner.stops, std::min(owner.num_stops, Sequence::kInlineStops), stops);
   }

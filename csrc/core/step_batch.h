@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 namespace asyncengine {
@@ -15,6 +16,8 @@ enum Need : uint32_t {
   kNeedBias = 8,
   kNeedLogprobs = 16,
   kNeedMask = 32,
+  kNeedDrafts = 64,   // several tokens a step, verified on the device
+  kNeedVector = 128,  // a record of the hidden state
 };
 using Needs = uint32_t;  // 0: argmax
 constexpr Needs kSamplingNeeds = kNeedTemperature | kNeedFilters;  // every executor serves these
@@ -34,10 +37,17 @@ struct SamplingState {
   }
 };
 
+// Entries of a slot update (step_input.h), which begin a new life of the slot.
+struct SlotEntries {
+  int32_t slot = -1;
+  std::span<const int32_t> words;  // of the StepInput: valid as long as that is
+};
+
 struct StepBatch {
   int32_t num_tokens = 0;
   int32_t num_rows = 0;     // sequences in this step
-  int32_t num_samples = 0;  // rows whose last token gets sampled
+  int32_t num_samples = 0;  // tokens whose logits are wanted
+  Needs needs = 0;          // of the sampled rows, and of those with entries
 
   // One entry per token, in row order.
   std::vector<int64_t> input_ids;
@@ -49,10 +59,14 @@ struct StepBatch {
   std::vector<int32_t> context_len;          // tokens of KV that precede the query
   std::vector<const int32_t*> block_tables;  // block ids of the row's sequence, by position / block_size
 
-  // One entry per sampled row.
+  // One entry per sample.
   std::vector<int64_t> sample_index;              // token whose hidden state gives the logits
   std::vector<int64_t> sample_position;           // position of the token being sampled: the generator's counter
   std::vector<const SamplingState*> sample_state;
+  std::vector<int32_t> sample_slot;
+  std::vector<std::span<int32_t>> sample_records;  // where its records go; empty: none are wanted
+
+  std::vector<SlotEntries> entries;  // of slots that are newly filled and have some
 };
 
 }  // namespace asyncengine

@@ -1,16 +1,19 @@
 // StepInput: a step as one contiguous buffer of 32-bit words, and a view that reads it.
 //
-//   header | rows | prompt token ids | block copies | slot updates | delta blocks
+//   header | rows | prompt token ids | block copies | slot updates | delta blocks | entries
 //
 // One buffer means one copy to a device. Everything else a step needs (last tokens, block tables, sampling state)
 // already lives with the executor, one row per slot. A row names all that concerns its slot, so that a device can take
-// in every row independently of the others. asyncengine/kernels/cuda/step/ingest.py reads the same layout.
+// in every row independently of the others. What a slot's new sequence brings beside the fixed part of its SlotUpdate is a
+// chain of typed entries, as records are in step_output.h; a step has room for StepLimits::max_update_words of them.
+// asyncengine/kernels/cuda/step/ingest.py reads the same layout.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <span>
 
+#include "core/step_output.h"
 #include "core/step_plan.h"
 
 namespace asyncengine {
@@ -21,13 +24,19 @@ struct StepInputHeader {
   uint64_t step;
   int32_t num_rows, num_decode_rows, num_tokens, num_samples;
   int32_t num_prompt_ids, num_copies, num_slot_updates, num_delta_blocks;
-  uint32_t needs;       // of the sampled rows together
+  uint32_t needs;       // of the sampled rows, and of those with entries
   int32_t max_context;  // the largest context_len of a row
-  int32_t reserved[2];
+  int32_t num_heads;    // samples that may append a token: the others have no head word
+  int32_t num_result_words;
 };
 static_assert(sizeof(StepInputHeader) == 64);
 
-enum RowFlags : int32_t { kRowSample = 1, kRowFromDevice = 2 };
+enum RowFlags : int32_t {
+  kRowFromDevice = 1,    // its first token is last_token[slot], the others draft_tokens[slot]
+  // The device keeps length[slot], the tokens of KV before the slot's next row. A row with its tokens from the device
+  // begins there, and context_len is an upper bound. A row that ends a prompt sets it.
+  kRowDeviceLength = 2,
+};
 
 struct StepInputRow {
   int32_t slot;
@@ -36,13 +45,26 @@ struct StepInputRow {
   int32_t context_len;
   int32_t flags;
   int32_t prompt_start;  // first of query_len prompt token ids; unused with kRowFromDevice
-  int32_t sample_row;    // place of the sampled token in the step's output, or -1
+  int32_t sample_row;    // place of its first sample in the step's output, or -1
   int32_t update;        // the slot update of a newly filled slot, or -1
   // Entries [delta_first, delta_first + delta_count) of the slot's block table become delta_blocks[delta_offset ...].
   int32_t delta_first, delta_count, delta_offset;
+  int32_t num_samples;    // of its last tokens
+  int32_t num_appends;    // the last so many samples may append a token each to the sequence
+  int32_t result_offset;  // the region of its first sample in the record section; the others follow
+  int32_t result_words;   // words of each region; 0: no records are wanted
   int32_t reserved;
 };
-static_assert(sizeof(StepInputRow) == 48);
+static_assert(sizeof(StepInputRow) == 64);
+
+enum EntryKind : uint32_t {
+  kTokenHistory = 1,  // prompt and output so far
+  kBias = 2,          // pairs: token, bits of what is added to its logit
+  kBannedWords = 3,
+  kGrammar = 4,
+  kAdapter = 5,
+  kParameters = 6,    // of sampling, beyond SamplingState
+};
 
 struct SlotUpdate {
   int32_t slot;
@@ -51,25 +73,34 @@ struct SlotUpdate {
   uint32_t seed_low, seed_high;
   uint32_t needs;
   int32_t stops[Sequence::kInlineStops];  // -1: none; a request may have more, which the host checks alone
+  int32_t entries, entry_words;           // words [entries, entries + entry_words) of the StepInput
 };
-static_assert(sizeof(SlotUpdate) == 48);
+static_assert(sizeof(SlotUpdate) == 56);
 
 // The largest StepInput that a configuration can produce.
 struct StepLimits {
   int32_t max_rows = 0;
   int32_t max_tokens = 0;
   int32_t max_delta_blocks = 0;
+  int32_t max_samples = 0;  // 0: one a row
+  int32_t max_update_words = 0;
+  int32_t max_result_words = 0;
 
+  int32_t samples() const { return max_samples > max_rows ? max_samples : max_rows; }
+  // Beyond the first token of a row that decodes.
+  int32_t max_drafts() const { return samples() / max_rows - 1; }
+  size_t output_words() const { return static_cast<size_t>(samples()) + static_cast<size_t>(max_result_words); }
   size_t max_bytes() const {
     const auto rows = static_cast<size_t>(max_rows);
     return sizeof(StepInputHeader) + rows * (sizeof(StepInputRow) + sizeof(BlockCopy) + sizeof(SlotUpdate)) +
-           (static_cast<size_t>(max_tokens) + static_cast<size_t>(max_delta_blocks)) * sizeof(int32_t);
+           (static_cast<size_t>(max_tokens) + static_cast<size_t>(max_delta_blocks) + static_cast<size_t>(max_update_words)) *
+               sizeof(int32_t);
   }
 };
 
 class StepInputView {
  public:
-  static constexpr uint32_t kMagic = 0x53744932;  // "StI2"
+  static constexpr uint32_t kMagic = 0x53744933;  // "StI3"
 
   explicit StepInputView(const std::byte* bytes) : bytes_(bytes) {}
   const StepInputHeader& header() const { return *reinterpret_cast<const StepInputHeader*>(bytes_); }
@@ -81,6 +112,9 @@ class StepInputView {
   std::span<const int32_t> delta_blocks() const { return section<int32_t>(end(slot_updates()), header().num_delta_blocks); }
   std::span<const int32_t> delta_blocks(const StepInputRow& row) const {
     return delta_blocks().subspan(static_cast<size_t>(row.delta_offset), static_cast<size_t>(row.delta_count));
+  }
+  std::span<const int32_t> entries(const SlotUpdate& update) const {
+    return section<int32_t>(static_cast<size_t>(update.entries) * sizeof(int32_t), update.entry_words);
   }
 
  private:

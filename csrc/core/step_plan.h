@@ -12,9 +12,12 @@ struct PlanRow {
   Sequence* sequence = nullptr;
   int32_t slot = -1;
   int32_t query_len = 0;
-  int32_t context_len = 0;   // tokens whose KV precedes the query
-  bool sample = false;       // the query reaches the end of what is known: sample the next token
-  bool from_device = false;  // the single input token is last_token[slot]
+  int32_t context_len = 0;   // tokens whose KV precedes the query, at most: the device may know of fewer
+  int32_t num_samples = 0;   // of its last tokens; where the query reaches the end of what is known, one at least
+  int32_t result_offset = 0; // of its records, if its sequence wants some
+  int8_t num_appends = 0;    // the last so many samples may give a token each: placeholders until commit
+  bool from_device = false;  // its tokens are on the device: last_token[slot], then drafts
+  bool extras = false;       // its sequence has RequestExtras
 };
 
 struct BlockCopy {
@@ -32,7 +35,10 @@ struct StepPlan {
   int32_t num_tokens = 0;
   int32_t num_decode_rows = 0;
   int32_t num_samples = 0;
-  Needs needs = 0;                    // of the sampled rows together
+  int32_t num_heads = 0;              // samples that may append a token
+  int32_t num_result_words = 0;
+  int32_t num_update_words = 0;
+  Needs needs = 0;                    // of the sampled rows, and of those with entries
   int32_t num_delta_blocks = 0;       // block-table entries of its rows that the executor has not seen
   int64_t attended = 0;               // pairs of a token and one that it may attend to, or a few more
 
@@ -49,7 +55,8 @@ struct StepPlan {
     filled_slots.clear();
     full_rows.clear();
     held_blocks.clear();
-    num_tokens = num_decode_rows = num_samples = num_delta_blocks = 0;
+    num_tokens = num_decode_rows = num_samples = num_heads = num_delta_blocks = 0;
+    num_result_words = num_update_words = 0;
     attended = 0;
     needs = 0;
   }

@@ -16,7 +16,8 @@ CallbackExecutor::CallbackExecutor(const StepLimits& limits, int32_t max_blocks,
       held_up_(std::move(held_up)) {
   for (Step& step : steps_) {
     step.input.resize(limits.max_bytes());
-    step.tokens.resize(static_cast<size_t>(limits.max_rows));
+    step.tokens.resize(static_cast<size_t>(limits.samples()));
+    step.records.resize(static_cast<size_t>(limits.max_result_words));
   }
   thread_ = std::thread([this] { run(); });
 }
@@ -89,7 +90,7 @@ StepStatus CallbackExecutor::compute(Step& step) {
     }
   }
   // What has been taken in and copied stays right for the steps behind this one, whatever comes of the forward.
-  const StepBatch& batch = slots_.ingest(input);
+  const StepBatch& batch = slots_.ingest(input, step.records);
   try {
     forward_(batch, step.tokens.data());
   } catch (const std::exception& e) {

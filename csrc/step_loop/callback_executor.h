@@ -16,8 +16,8 @@ namespace asyncengine {
 
 class CallbackExecutor final : public Executor {
  public:
-  // Computes the batch and writes one token per sampled row (negative: its logits were not finite). An exception fails the
-  // step; its what() becomes error().
+  // Computes the batch and writes one token per sample, or kNotFinite or kNoToken, and the records of samples that want
+  // some. An exception fails the step; its what() becomes error().
   using Forward = std::function<void(const StepBatch& batch, int32_t* tokens)>;
   // Memory of which each block occupies `bytes_per_block` consecutive bytes: where block copies take place.
   struct BlockRegion {
@@ -35,7 +35,10 @@ class CallbackExecutor final : public Executor {
 
   int num_staging() const override { return static_cast<int>(steps_.size()); }
   std::span<std::byte> staging(int i) override { return steps_[static_cast<size_t>(i)].input; }
-  const int32_t* tokens(int i) const override { return steps_[static_cast<size_t>(i)].tokens.data(); }
+  StepResults results(int i) const override {
+    const Step& step = steps_[static_cast<size_t>(i)];
+    return {step.tokens.data(), step.records.data()};
+  }
   Needs needs() const override { return needs_; }
   LaunchStatus launch(int i, size_t bytes) override;
   StepStatus poll(int i) override;
@@ -47,7 +50,7 @@ class CallbackExecutor final : public Executor {
  private:
   struct Step {
     std::vector<std::byte> input;
-    std::vector<int32_t> tokens;
+    std::vector<int32_t> tokens, records;
     std::atomic<StepStatus> status{StepStatus::kPending};
   };
   void run();

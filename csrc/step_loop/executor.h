@@ -40,8 +40,8 @@ class Executor {
   // One buffer per step in flight; allocated before the loop starts.
   virtual int num_staging() const = 0;
   virtual std::span<std::byte> staging(int i) = 0;
-  // Sampled tokens of the step in buffer i, in row order; valid while poll(i) is kReady and i is leased.
-  virtual const int32_t* tokens(int i) const = 0;
+  // Of the step in buffer i, its samples in row order; valid while poll(i) is kReady and i is leased.
+  virtual StepResults results(int i) const = 0;
 
   // Of the rows that it can run; submit refuses a request that needs more. From any thread, always the same.
   virtual Needs needs() const { return kSamplingNeeds; }

@@ -12,8 +12,8 @@ constexpr int kEagerFailed = -1;  // in place of a CUDA error
 
 }  // namespace
 
-GraphExecutor::GraphExecutor(const CudaRuntime& cuda, int device, std::shared_ptr<Staging> staging, int32_t max_rows,
-                             Graphs graphs, std::chrono::nanoseconds poll_interval)
+GraphExecutor::GraphExecutor(const CudaRuntime& cuda, int device, std::shared_ptr<Staging> staging, Graphs graphs,
+                             std::chrono::nanoseconds poll_interval)
     : cuda_(cuda),
       device_(device),
       staging_(std::move(staging)),
@@ -33,7 +33,8 @@ GraphExecutor::GraphExecutor(const CudaRuntime& cuda, int device, std::shared_pt
   const bool ahead = staging_->mode() == StagingMode::kAhead;
   if (ahead) check_cuda(cuda_, cuda_.stream_create(&copy_stream_, kCudaStreamNonBlocking), "cudaStreamCreateWithFlags");
   for (Step& step : steps_) {
-    step.tokens.resize(static_cast<size_t>(max_rows));
+    step.tokens.resize(staging_->records_begin());
+    step.records.resize(staging_->output_words() - staging_->records_begin());
     check_cuda(cuda_, cuda_.event_create(&step.done, kCudaEventDisableTiming), "cudaEventCreateWithFlags");
     if (ahead) check_cuda(cuda_, cuda_.event_create(&step.arrived, kCudaEventDisableTiming), "cudaEventCreateWithFlags");
   }
@@ -126,11 +127,16 @@ bool GraphExecutor::enqueue(int i, size_t bytes) {
   const int number = bucket_for(header);
   const GraphBucket& bucket = graphs_.buckets[static_cast<size_t>(number)];
   if (!run(number, bucket.variants[bucket.variant_for(header.needs)])) return false;
-  const size_t output_bytes = static_cast<size_t>(header.num_samples) * sizeof(int64_t);
-  return staging_->writes_output() || output_bytes == 0 ||
-         ok(cuda_.memcpy_async(staging_->output(i), staging_->device_buffers().output, output_bytes,
-                               kCudaMemcpyDeviceToHost, stream_),
-            "cudaMemcpyAsync");
+  return staging_->writes_output() || copy_output(i, header);
+}
+
+bool GraphExecutor::copy_output(int i, const StepInputHeader& header) {
+  const auto copy = [&](size_t begin, int32_t words) {
+    return words == 0 || ok(cuda_.memcpy_async(staging_->output(i) + begin, staging_->device_buffers().output + begin,
+                                               static_cast<size_t>(words) * sizeof(int64_t), kCudaMemcpyDeviceToHost, stream_),
+                            "cudaMemcpyAsync");
+  };
+  return copy(0, header.num_samples) && copy(staging_->records_begin(), header.num_result_words);
 }
 
 bool GraphExecutor::send_input(int i, size_t bytes) {
@@ -187,21 +193,74 @@ StepStatus GraphExecutor::poll(int i) {
     step_error_ = std::move(step.error);
     return StepStatus::kStepFailed;
   }
-  return take_tokens(i) ? StepStatus::kReady : StepStatus::kFailed;
+  return take_results(i) ? StepStatus::kReady : StepStatus::kFailed;
+}
+
+namespace {
+
+// The payload of a word, if the word is of that step.
+bool take_word(int64_t word, uint32_t step, int32_t& payload) {
+  payload = static_cast<int32_t>(static_cast<uint32_t>(static_cast<uint64_t>(word)));
+  return static_cast<uint32_t>(static_cast<uint64_t>(word) >> 32) == step;
+}
+
+}  // namespace
+
+bool GraphExecutor::found_stale(const StepInputHeader& header, const std::string& missing) {
+  keep_error("step " + std::to_string(header.step) + " left no " + missing);
+  return false;
 }
 
 // Every word names its step: one left over from another step would be a token nobody sampled.
-bool GraphExecutor::take_tokens(int i) {
-  const StepInputHeader& header = StepInputView(staging_->input(i).data()).header();
+bool GraphExecutor::take_results(int i) {
+  const StepInputView input(staging_->input(i).data());
+  const StepInputHeader& header = input.header();
+  if (header.num_heads != header.num_samples || header.num_result_words > 0) {
+    return std::ranges::all_of(input.rows(), [&](const StepInputRow& row) { return take_row(i, row); });
+  }
   const int64_t* words = staging_->output(i);
   std::vector<int32_t>& tokens = steps_[static_cast<size_t>(i)].tokens;
-  for (int32_t row = 0; row < header.num_samples; ++row) {
-    const auto word = static_cast<uint64_t>(words[row]);
-    if (static_cast<uint32_t>(word >> 32) != static_cast<uint32_t>(header.step)) {
-      keep_error("step " + std::to_string(header.step) + " left no token for row " + std::to_string(row));
-      return false;
+  for (int32_t sample = 0; sample < header.num_samples; ++sample) {
+    if (!take_word(words[sample], static_cast<uint32_t>(header.step), tokens[static_cast<size_t>(sample)])) {
+      return found_stale(header, "token for sample " + std::to_string(sample));
     }
-    tokens[static_cast<size_t>(row)] = static_cast<int32_t>(static_cast<uint32_t>(word));
+  }
+  return true;
+}
+
+bool GraphExecutor::take_row(int i, const StepInputRow& row) {
+  const StepInputHeader& header = StepInputView(staging_->input(i).data()).header();
+  const auto number = static_cast<uint32_t>(header.step);
+  const int64_t* words = staging_->output(i);
+  Step& step = steps_[static_cast<size_t>(i)];
+  int32_t* tokens = step.tokens.data() + row.sample_row;
+  for (int32_t k = row.num_samples - row.num_appends; k < row.num_samples; ++k) {
+    if (!take_word(words[row.sample_row + k], number, tokens[k])) {
+      return found_stale(header, "token for sample " + std::to_string(row.sample_row + k));
+    }
+  }
+  if (row.result_words == 0) return true;
+  const auto length = static_cast<size_t>(row.result_words);
+  for (int32_t k = 0; k < row.num_samples; ++k) {
+    if (!has_records(k, row.num_samples, row.num_appends, tokens)) continue;
+    const size_t offset = static_cast<size_t>(row.result_offset) + static_cast<size_t>(k) * length;
+    if (!take_records(words + staging_->records_begin() + offset, std::span(step.records).subspan(offset, length), number)) {
+      return found_stale(header, "whole records for sample " + std::to_string(row.sample_row + k));
+    }
+  }
+  return true;
+}
+
+// The chain to its end; what lies behind it is left from other steps.
+bool GraphExecutor::take_records(const int64_t* words, std::span<int32_t> region, uint32_t step) {
+  for (size_t k = 0; k < region.size();) {
+    if (!take_word(words[k], step, region[k])) return false;
+    if (entry_kind(region[k]) == kEndOfRecords) return true;
+    const size_t end = k + 1 + entry_count(region[k]);
+    if (end > region.size()) return false;
+    for (++k; k < end; ++k) {
+      if (!take_word(words[k], step, region[k])) return false;
+    }
   }
   return true;
 }

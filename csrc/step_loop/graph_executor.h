@@ -63,13 +63,16 @@ class GraphExecutor final : public Executor {
   };
 
   // Throws CudaError when stream or events cannot be had.
-  GraphExecutor(const CudaRuntime& cuda, int device, std::shared_ptr<Staging> staging, int32_t max_rows, Graphs graphs,
+  GraphExecutor(const CudaRuntime& cuda, int device, std::shared_ptr<Staging> staging, Graphs graphs,
                 std::chrono::nanoseconds poll_interval);
   ~GraphExecutor() override;
 
   int num_staging() const override { return staging_->num_steps(); }
   std::span<std::byte> staging(int i) override { return staging_->input(i); }
-  const int32_t* tokens(int i) const override { return steps_[static_cast<size_t>(i)].tokens.data(); }
+  StepResults results(int i) const override {
+    const Step& step = steps_[static_cast<size_t>(i)];
+    return {step.tokens.data(), step.records.data()};
+  }
   LaunchStatus launch(int i, size_t bytes) override;
   StepStatus poll(int i) override;
   std::string error() const override;
@@ -88,7 +91,7 @@ class GraphExecutor final : public Executor {
     kUnknown,  // something of it may run, and no event says when it is over
   };
   struct Step {
-    std::vector<int32_t> tokens;
+    std::vector<int32_t> tokens, records;  // payloads of its output
     CudaEvent done = nullptr, arrived = nullptr;  // the latter: its input, if that is copied ahead
     std::atomic<StepState> state{StepState::kFree};
     std::string error;  // why it was refused
@@ -103,7 +106,11 @@ class GraphExecutor final : public Executor {
   bool send_input(int i, size_t bytes);
   bool run(int bucket, const GraphVariant& variant);
   int bucket_for(const StepInputHeader& header) const;
-  bool take_tokens(int i);
+  bool copy_output(int i, const StepInputHeader& header);
+  bool take_results(int i);
+  bool take_row(int i, const StepInputRow& row);
+  bool take_records(const int64_t* words, std::span<int32_t> region, uint32_t step);
+  bool found_stale(const StepInputHeader& header, const std::string& missing);
 
   const CudaRuntime& cuda_;
   int device_;

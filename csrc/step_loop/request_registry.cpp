@@ -34,12 +34,13 @@ Request* take_all(std::atomic<Request*>& head) {
 
 // ---- event loop ----------------------------------------------------------------------------------------------------
 
-SubmitResult RequestRegistry::submit(const RequestSpec& spec, int64_t now_ns) {
+SubmitResult RequestRegistry::submit(const RequestSpec& spec, const Scheduler& scheduler, int64_t now_ns) {
   if (requests_.contains(spec.id)) return SubmitResult::kDuplicate;
   const auto prompt_len = static_cast<int32_t>(spec.prompt.size());
   const int64_t total = int64_t{prompt_len} + spec.max_tokens;
   if (prompt_len == 0 || spec.max_tokens < 1 || total > config_.max_total) return SubmitResult::kTooLarge;
-  if ((spec.all_needs() & ~config_.needs) != 0) return SubmitResult::kUnserved;
+  if (!scheduler.can_fit(spec)) return SubmitResult::kTooLarge;
+  if ((spec.needs() & ~config_.needs) != 0) return SubmitResult::kUnserved;
   const int64_t waiting = queued_tokens();
   const auto limit = [&](int64_t most) { return spec.reserved ? most + most / kReservedShare + 1 : most; };
   if (queued_requests() >= limit(config_.max_queued_requests) ||
@@ -84,7 +85,9 @@ void RequestRegistry::accept(Outbox& outbox) {
 
 size_t RequestRegistry::group(const Delivery& delivery) {
   ++drain_epoch_;
-  size_t count = 0;
+  size_t count = 0, event_index = 0;
+  auto records = delivery.records.begin();
+  const int32_t* words = delivery.record_words.data();
   for (const OutputEvent& event : delivery.events) {
     Sequence& sequence = *event.sequence;
     if (sequence.drain_epoch != drain_epoch_) {
@@ -94,15 +97,28 @@ size_t RequestRegistry::group(const Delivery& delivery) {
       News& fresh = news_[sequence.drain_place];
       fresh.sequence = &sequence;
       fresh.tokens.clear();
+      fresh.records.clear();
+      fresh.record_words.clear();
       fresh.finish = FinishReason::kNone;
       fresh.first_ns = event.time_ns;
     }
     News& news = news_[sequence.drain_place];
+    if (records != delivery.records.end() && records->event == event_index++) {
+      news.add_records(std::span(words, records->words), event.token >= 0);
+      words += (records++)->words;
+    }
     if (event.token >= 0) news.tokens.push_back(event.token);
     if (event.finish != FinishReason::kNone) news.finish = event.finish;
     news.last_ns = event.time_ns;
   }
   return count;
+}
+
+void RequestRegistry::News::add_records(std::span<const int32_t> words, bool of_next_token) {
+  for_each_entry(words, [&](uint32_t kind, std::span<const int32_t> data) {
+    records.push_back({kind, of_next_token ? static_cast<int32_t>(tokens.size()) : -1, record_words.size(), data.size()});
+    record_words.insert(record_words.end(), data.begin(), data.end());
+  });
 }
 
 void RequestRegistry::collect(const Delivery& delivery) {

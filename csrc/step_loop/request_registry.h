@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -35,16 +36,26 @@ class RequestRegistry final : public Scheduler::QueueObserver {
 
   // ---- the event loop's side
 
-  // kAccepted: the step thread finds the request at its next receive().
-  SubmitResult submit(const RequestSpec& spec, int64_t now_ns);
+  // kAccepted: the step thread finds the request at its next receive(). `scheduler` says whether the request can ever run.
+  SubmitResult submit(const RequestSpec& spec, const Scheduler& scheduler, int64_t now_ns);
   // Aborts sequence `index` of the request, or all of them. True: the step thread has to receive() that.
   bool abort(uint64_t id, int32_t index);
 
   struct News {
     const Sequence* sequence = nullptr;
+    struct Record {
+      uint32_t kind;
+      int32_t token;  // its place among `tokens`; -1: it is of none of them
+      size_t begin, words;
+    };
     std::vector<int32_t> tokens;
+    std::vector<Record> records;
+    std::vector<int32_t> record_words;  // where their payload is
     FinishReason finish = FinishReason::kNone;
     int64_t first_ns = 0, last_ns = 0;  // of its first and last event in this delivery
+
+    std::span<const int32_t> payload(const Record& r) const { return std::span(record_words).subspan(r.begin, r.words); }
+    void add_records(std::span<const int32_t> words, bool of_next_token);
   };
   // Calls visit(news) once per sequence that has some, in the order of their first event, then frees what is released.
   // If memory runs out, here or in a visit, the exception passes through and nothing is lost: the next drain() goes on where

@@ -17,6 +17,9 @@ uint64_t mix(uint64_t x) {
 
 uint64_t extend(uint64_t hash, int64_t token) { return mix(hash + 0x9E3779B97F4A7C15 * (static_cast<uint64_t>(token) + 1)); }
 
+size_t record_length(uint64_t hash, size_t room) { return std::min<size_t>(hash >> 8 & 3, room); }
+int32_t record_word(uint64_t hash, size_t i) { return static_cast<int32_t>(static_cast<uint32_t>(mix(hash + i))); }
+
 int32_t pick(const SimulatedModelConfig& config, uint64_t hash, const SamplingState& sampling) {
   if (sampling.temperature > 0) hash = mix(hash ^ mix(sampling.seed + 1));
   const auto range = static_cast<uint64_t>(config.vocab_size - config.first_token);
@@ -33,10 +36,11 @@ SimulatedModel::SimulatedModel(SimulatedDevice& device, const SimulatedModelConf
       block_size_(block_size),
       slots_(limits, max_blocks, block_size),
       slot_hash_(static_cast<size_t>(limits.max_rows)),
-      sampled_hash_(static_cast<size_t>(limits.max_rows)) {
+      sampled_hash_(static_cast<size_t>(limits.samples())),
+      tokens_(static_cast<size_t>(limits.samples())) {
   const CudaRuntime& cuda = SimulatedDevice::runtime();
   check_cuda(cuda, cuda.set_device(device.ordinal()), "cudaSetDevice");
-  output_ = allocate_device(cuda, static_cast<size_t>(limits.max_rows) * sizeof(int64_t));
+  output_ = allocate_device(cuda, limits.output_words() * sizeof(int64_t));
   kv_ = allocate_device(cuda, static_cast<size_t>(num_blocks) * static_cast<size_t>(block_size) * sizeof(int32_t));
 }
 
@@ -56,7 +60,7 @@ std::unique_ptr<GraphExecutor> SimulatedModel::make_executor(int steps_in_flight
     graphs.buckets.push_back(bucket);
   }
   graphs.copy_blocks = device_.add_graph([this] { copy_blocks(); }, std::chrono::nanoseconds(0));
-  return std::make_unique<GraphExecutor>(cuda, device_.ordinal(), staging_, limits_.max_rows, std::move(graphs), poll_interval);
+  return std::make_unique<GraphExecutor>(cuda, device_.ordinal(), staging_, std::move(graphs), poll_interval);
 }
 
 int32_t SimulatedModel::next_token(const SimulatedModelConfig& config, std::span<const int32_t> tokens,
@@ -64,6 +68,14 @@ int32_t SimulatedModel::next_token(const SimulatedModelConfig& config, std::span
   uint64_t hash = kEmpty;
   for (const int32_t token : tokens) hash = extend(hash, token);
   return pick(config, hash, sampling);
+}
+
+std::vector<int32_t> SimulatedModel::record(std::span<const int32_t> tokens, size_t room) {
+  uint64_t hash = kEmpty;
+  for (const int32_t token : tokens) hash = extend(hash, token);
+  std::vector<int32_t> payload(record_length(hash, room));
+  for (size_t i = 0; i < payload.size(); ++i) payload[i] = record_word(hash, i);
+  return payload;
 }
 
 int SimulatedModel::place() const { return static_cast<int>(launch_ % static_cast<size_t>(staging_->num_steps())); }
@@ -87,14 +99,50 @@ void SimulatedModel::copy_blocks() {
 void SimulatedModel::step() {
   const StepInputView view(input());
   const StepBatch& batch = slots_.ingest(view);
+  for (const SlotEntries& e : batch.entries) entries_.emplace_back(e.words.begin(), e.words.end());
   forward(view, batch);
-  std::vector<int32_t> tokens(static_cast<size_t>(batch.num_samples));
-  for (size_t s = 0; s < tokens.size(); ++s) {
-    tokens[s] = pick(config_, sampled_hash_[s], *batch.sample_state[s]);
-    output()[s] = static_cast<int64_t>(view.header().step << 32 | static_cast<uint32_t>(tokens[s]));
+  for (const StepInputRow& row : view.rows()) sample(row, batch, view.header().step);
+  slots_.remember(view, tokens_.data());
+  for (const StepInputRow& row : view.rows()) {
+    if (row.num_appends > 0) propose(row, *batch.sample_state[static_cast<size_t>(row.sample_row)]);
   }
-  slots_.remember(view, tokens.data());
   ++launch_;
+}
+
+// Heads and records of a row. A draft is right if it is what was sampled before it; behind a wrong one nothing counts.
+void SimulatedModel::sample(const StepInputRow& row, const StepBatch& batch, uint64_t step) {
+  const auto put = [&](size_t place, int32_t payload) {
+    output()[place] = static_cast<int64_t>(step << 32 | static_cast<uint32_t>(payload));
+  };
+  const int32_t first = row.num_samples - row.num_appends;
+  bool accepted = true;
+  for (int32_t i = 0; i < row.num_samples; ++i) {
+    const auto s = static_cast<size_t>(row.sample_row + i);
+    if (i > first) accepted = accepted && batch.input_ids[static_cast<size_t>(batch.sample_index[s])] == tokens_[s - 1];
+    tokens_[s] = accepted ? pick(config_, sampled_hash_[s], *batch.sample_state[s]) : kNoToken;
+    if (i >= first) put(s, tokens_[s]);
+    if (!accepted || row.result_words == 0) continue;
+    const size_t place = static_cast<size_t>(limits_.samples() + row.result_offset + i * row.result_words);
+    const auto room = static_cast<size_t>(row.result_words);
+    const size_t length = record_length(sampled_hash_[s], room - 1);
+    put(place, entry_header(kLogprobs, length));
+    for (size_t k = 0; k < length; ++k) put(place + 1 + k, record_word(sampled_hash_[s], k));
+    if (1 + length < room) put(place + 1 + length, kEndOfRecords);
+  }
+}
+
+// Of the drafts for the next row a pseudo-random count is right.
+void SimulatedModel::propose(const StepInputRow& row, const SamplingState& sampling) {
+  const auto drafts = slots_.drafts(row.slot);
+  size_t last = static_cast<size_t>(row.sample_row + row.num_samples) - 1;
+  while (tokens_[last] < 0) --last;  // the first head is a token
+  uint64_t hash = extend(sampled_hash_[last], tokens_[last]);
+  const size_t right = drafts.empty() ? 0 : mix(hash) % (drafts.size() + 1);
+  for (size_t i = 0; i < drafts.size(); ++i) {
+    const int32_t next = pick(config_, hash, sampling);
+    drafts[i] = i < right ? next : (next + 1) % config_.vocab_size;
+    hash = extend(hash, next);
+  }
 }
 
 void SimulatedModel::forward(const StepInputView& input, const StepBatch& batch) {
@@ -105,12 +153,13 @@ void SimulatedModel::forward(const StepInputView& input, const StepBatch& batch)
   for (size_t r = 0; r < input.rows().size(); ++r) {
     const StepInputRow& row = input.rows()[r];
     uint64_t& hash = slot_hash_[static_cast<size_t>(row.slot)];
-    const bool from_start = config_.read_kv || !(row.flags & kRowFromDevice);
+    const bool from_start = config_.read_kv || !(row.flags & kRowFromDevice) || (row.flags & kRowDeviceLength);
     if (from_start) hash = kEmpty;
-    for (int32_t p = from_start ? 0 : row.context_len; p < row.context_len + row.query_len; ++p) {
+    const int32_t context = batch.context_len[r], end = context + row.query_len;
+    for (int32_t p = from_start ? 0 : context; p < end; ++p) {
       hash = extend(hash, kv[int64_t{batch.block_tables[r][p / block_size_]} * block_size_ + p % block_size_]);
+      if (p >= end - row.num_samples) sampled_hash_[static_cast<size_t>(row.sample_row + row.num_samples - (end - p))] = hash;
     }
-    if (row.sample_row >= 0) sampled_hash_[static_cast<size_t>(row.sample_row)] = hash;
   }
 }
 

@@ -1,4 +1,5 @@
 // A language model for the simulated device whose next token is a hash of all tokens before it, read through the KV cache.
+// Where a step may append several tokens it drafts them for itself, right ones and wrong ones, and verifies them.
 #pragma once
 
 #include <chrono>
@@ -37,6 +38,11 @@ class SimulatedModel {
 
   // What the model answers to these tokens: the reference for tests.
   static int32_t next_token(const SimulatedModelConfig& config, std::span<const int32_t> tokens, const SamplingState& sampling);
+  // The payload of the record that it gives of a sample after these tokens, of as many words as a hash says, or of as many
+  // as there is room for.
+  static std::vector<int32_t> record(std::span<const int32_t> tokens, size_t room);
+  // Entries that the slots were filled with, in order. To be looked at when nothing runs.
+  const std::vector<std::vector<int32_t>>& entries() const { return entries_; }
 
  private:
   int place() const;  // of the running step in the rings
@@ -45,6 +51,8 @@ class SimulatedModel {
   void copy_blocks();
   void step();
   void forward(const StepInputView& input, const StepBatch& batch);
+  void sample(const StepInputRow& row, const StepBatch& batch, uint64_t step);
+  void propose(const StepInputRow& row, const SamplingState& sampling);
 
   SimulatedDevice& device_;
   SimulatedModelConfig config_;
@@ -55,7 +63,9 @@ class SimulatedModel {
   size_t launch_ = 1;  // steps count from 1
   SlotState slots_;
   std::vector<uint64_t> slot_hash_;
-  std::vector<uint64_t> sampled_hash_;
+  std::vector<uint64_t> sampled_hash_;  // of the tokens up to each sample
+  std::vector<int32_t> tokens_;
+  std::vector<std::vector<int32_t>> entries_;
 };
 
 }  // namespace asyncengine

@@ -7,32 +7,43 @@ namespace asyncengine {
 SlotState::SlotState(const StepLimits& limits, int32_t max_blocks, int32_t block_size)
     : max_blocks_(max_blocks),
       block_size_(block_size),
+      max_drafts_(static_cast<size_t>(limits.max_drafts())),
       last_token_(static_cast<size_t>(limits.max_rows), -1),
+      length_(max_drafts_ > 0 ? static_cast<size_t>(limits.max_rows) : 0, 0),
+      drafts_(static_cast<size_t>(limits.max_rows) * max_drafts_, 0),
       tables_(static_cast<size_t>(limits.max_rows) * static_cast<size_t>(max_blocks), -1),
       sampling_(static_cast<size_t>(limits.max_rows)) {
   const auto tokens = static_cast<size_t>(limits.max_tokens), rows = static_cast<size_t>(limits.max_rows);
+  const auto samples = static_cast<size_t>(limits.samples());
   batch_.input_ids.reserve(tokens);
   batch_.positions.reserve(tokens);
   batch_.slot_mapping.reserve(tokens);
   batch_.query_start.reserve(rows + 1);
   batch_.context_len.reserve(rows);
   batch_.block_tables.reserve(rows);
-  batch_.sample_index.reserve(rows);
-  batch_.sample_position.reserve(rows);
-  batch_.sample_state.reserve(rows);
+  batch_.sample_index.reserve(samples);
+  batch_.sample_position.reserve(samples);
+  batch_.sample_state.reserve(samples);
+  batch_.sample_slot.reserve(samples);
+  batch_.sample_records.reserve(samples);
+  batch_.entries.reserve(rows);
 }
 
-StepBatch& SlotState::ingest(const StepInputView& input) {
+StepBatch& SlotState::ingest(const StepInputView& input, std::span<int32_t> records) {
+  StepBatch& b = batch_;
+  b.entries.clear();
   for (const SlotUpdate& u : input.slot_updates()) {
     sampling_[static_cast<size_t>(u.slot)] = {u.temperature, u.top_p, u.min_p, u.top_k,
                                               uint64_t{u.seed_high} << 32 | u.seed_low};
+    if (u.entry_words > 0) b.entries.push_back({u.slot, input.entries(u)});
   }
+  std::ranges::fill(records.first(std::min(records.size(), static_cast<size_t>(input.header().num_result_words))), 0);
 
   const auto rows = input.rows();
-  StepBatch& b = batch_;
   b.num_rows = static_cast<int32_t>(rows.size());
   b.num_tokens = input.header().num_tokens;
   b.num_samples = input.header().num_samples;
+  b.needs = input.header().needs;
   b.input_ids.clear();
   b.positions.clear();
   b.slot_mapping.clear();
@@ -42,33 +53,55 @@ StepBatch& SlotState::ingest(const StepInputView& input) {
   b.sample_index.clear();
   b.sample_position.clear();
   b.sample_state.clear();
-  for (const StepInputRow& row : rows) {
-    int32_t* blocks = table(row.slot);
-    std::ranges::copy(input.delta_blocks(row), blocks + row.delta_first);
-    for (int32_t i = 0; i < row.query_len; ++i) {
-      const int32_t position = row.context_len + i;
-      // A negative token says that the logits were not finite. The rows launched meanwhile are surplus, but they run.
-      b.input_ids.push_back(row.flags & kRowFromDevice ? std::max(0, last_token_[static_cast<size_t>(row.slot)])
-                                                       : input.prompt_ids()[static_cast<size_t>(row.prompt_start + i)]);
-      b.positions.push_back(position);
-      b.slot_mapping.push_back(int64_t{blocks[position / block_size_]} * block_size_ + position % block_size_);
-    }
-    const int32_t end = row.query_start + row.query_len;
-    b.query_start.push_back(end);
-    b.context_len.push_back(row.context_len);
-    b.block_tables.push_back(blocks);
-    if (row.flags & kRowSample) {
-      b.sample_index.push_back(end - 1);
-      b.sample_position.push_back(row.context_len + row.query_len);
-      b.sample_state.push_back(&sampling_[static_cast<size_t>(row.slot)]);
-    }
-  }
+  b.sample_slot.clear();
+  b.sample_records.clear();
+  for (const StepInputRow& row : rows) add_row(input, row, records);
   return b;
+}
+
+void SlotState::add_row(const StepInputView& input, const StepInputRow& row, std::span<int32_t> records) {
+  StepBatch& b = batch_;
+  const auto slot = static_cast<size_t>(row.slot);
+  const bool from_device = (row.flags & kRowFromDevice) != 0, keeps_length = (row.flags & kRowDeviceLength) != 0;
+  const int32_t context = from_device && keeps_length ? length_[slot] : row.context_len;
+  if (!from_device && keeps_length) length_[slot] = context + row.query_len;
+  int32_t* blocks = table(row.slot);
+  std::ranges::copy(input.delta_blocks(row), blocks + row.delta_first);
+  for (int32_t i = 0; i < row.query_len; ++i) {
+    const int32_t position = context + i;
+    if (from_device) {
+      // A negative token says that the logits were not finite. The rows launched meanwhile are surplus, but they run.
+      b.input_ids.push_back(std::max(0, i == 0 ? last_token_[slot] : drafts(row.slot)[static_cast<size_t>(i - 1)]));
+    } else {
+      b.input_ids.push_back(input.prompt_ids()[static_cast<size_t>(row.prompt_start + i)]);
+    }
+    b.positions.push_back(position);
+    b.slot_mapping.push_back(int64_t{blocks[position / block_size_]} * block_size_ + position % block_size_);
+  }
+  const int32_t end = row.query_start + row.query_len;
+  b.query_start.push_back(end);
+  b.context_len.push_back(context);
+  b.block_tables.push_back(blocks);
+  for (int32_t i = 0; i < row.num_samples; ++i) {
+    const int32_t back = row.num_samples - i;
+    b.sample_index.push_back(end - back);
+    b.sample_position.push_back(context + row.query_len - back + 1);
+    b.sample_state.push_back(&sampling_[slot]);
+    b.sample_slot.push_back(row.slot);
+    b.sample_records.push_back(records.empty() ? records : records.subspan(
+        static_cast<size_t>(row.result_offset + i * row.result_words), static_cast<size_t>(row.result_words)));
+  }
 }
 
 void SlotState::remember(const StepInputView& input, const int32_t* tokens) {
   for (const StepInputRow& row : input.rows()) {
-    if (row.sample_row >= 0) last_token_[static_cast<size_t>(row.slot)] = tokens[row.sample_row];
+    if (row.num_appends == 0) continue;
+    const auto slot = static_cast<size_t>(row.slot);
+    const int32_t first = row.sample_row + row.num_samples - row.num_appends;
+    int32_t appended = 1;  // if there is none, the first head says why
+    while (appended < row.num_appends && tokens[first + appended] >= 0) ++appended;
+    last_token_[slot] = tokens[first + appended - 1];
+    if ((row.flags & kRowFromDevice) && (row.flags & kRowDeviceLength)) length_[slot] += appended;
   }
 }
 

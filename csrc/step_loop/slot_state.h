@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "core/step_batch.h"
@@ -9,21 +10,31 @@
 
 namespace asyncengine {
 
-// Host twin of the device-resident rows: last token, block table and sampling state of every slot.
+// Host twin of the device-resident rows: last token, block table and sampling state of every slot; and where a step may
+// append several tokens, its length and drafts.
 class SlotState {
  public:
   SlotState(const StepLimits& limits, int32_t max_blocks, int32_t block_size);
 
   // Applies the updates in `input` and describes the step as flat arrays. The returned batch is reused by the next call.
-  StepBatch& ingest(const StepInputView& input);
-  // After sampling: remembers the new last tokens. `tokens` has one entry per sampled row.
+  // `records`: the record section of the step's output, of which it empties what the step may use.
+  StepBatch& ingest(const StepInputView& input, std::span<int32_t> records = {});
+  // After sampling: remembers the new last tokens, and how many there are. `tokens` has one entry per sample.
   void remember(const StepInputView& input, const int32_t* tokens);
 
+  // The tokens that follow last_token[slot] in the slot's next row. Whoever samples writes them.
+  std::span<int32_t> drafts(int32_t slot) {
+    return std::span(drafts_).subspan(static_cast<size_t>(slot) * max_drafts_, max_drafts_);
+  }
+
  private:
+  void add_row(const StepInputView& input, const StepInputRow& row, std::span<int32_t> records);
   int32_t* table(int32_t slot) { return tables_.data() + int64_t{slot} * max_blocks_; }
 
   int32_t max_blocks_, block_size_;
+  size_t max_drafts_;
   std::vector<int32_t> last_token_;
+  std::vector<int32_t> length_, drafts_;  // where there are drafts
   std::vector<int32_t> tables_;
   std::vector<SamplingState> sampling_;
   StepBatch batch_;

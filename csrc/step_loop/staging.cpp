@@ -13,8 +13,10 @@ size_t whole_pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 Staging::Staging(const CudaRuntime& cuda, int device, const StepLimits& limits, int num_steps, StagingMode mode)
     : mode_(mode),
       num_steps_(num_steps),
+      output_words_(limits.output_words()),
+      records_begin_(static_cast<size_t>(limits.samples())),
       input_stride_(whole_pages(limits.max_bytes())),
-      output_stride_(whole_pages(static_cast<size_t>(limits.max_rows) * sizeof(int64_t))) {
+      output_stride_(whole_pages(output_words_ * sizeof(int64_t))) {
   check_cuda(cuda, cuda.set_device(device), "cudaSetDevice");
   const size_t bytes = static_cast<size_t>(num_steps) * (input_stride_ + output_stride_);
   if (mode_ != StagingMode::kPageable) {

@@ -1,4 +1,4 @@
-// Where the host and the device hand each other a step: StepInputs one way, sampled tokens the other.
+// Where the host and the device hand each other a step: StepInputs one way, results the other.
 #pragma once
 
 #include <cstddef>
@@ -16,8 +16,8 @@ namespace asyncengine {
 // How a StepInput reaches the device.
 //   kPageable  one asynchronous copy from plain memory: CUDA stages it, and the launching thread waits for that
 //   kPinned    one asynchronous copy from page-locked memory
-//   kMapped    no copy: the step's first kernel reads page-locked memory, and its last writes tokens there
-//   kAhead     one copy from page-locked memory on a stream of its own, while the step before still runs; tokens as mapped
+//   kMapped    no copy: the step's first kernel reads page-locked memory, and its last ones write results there
+//   kAhead     one copy from page-locked memory on a stream of its own, while the step before still runs; results as mapped
 // What is sent once, before the first step, is not staged: weights, tables and the kernels' own state may be pageable.
 enum class StagingMode { kPageable, kPinned, kMapped, kAhead };
 
@@ -32,7 +32,7 @@ class Staging {
  public:
   struct DeviceBuffers {
     std::byte* input = nullptr;   // StepLimits::max_bytes(); of kAhead num_steps() of them, input_stride() apart
-    int64_t* output = nullptr;    // StepLimits::max_rows words; unused where the device writes tokens to the host
+    int64_t* output = nullptr;    // output_words(); unused where the device writes results to the host
   };
 
   // Throws CudaError where nothing can be had. Memory that cannot be pinned is replaced by plain memory, and the mode
@@ -44,7 +44,7 @@ class Staging {
 
   StagingMode mode() const { return mode_; }
   int num_steps() const { return num_steps_; }
-  // Whether the device writes tokens to output(i) itself.
+  // Whether the device writes results to output(i) itself.
   bool writes_output() const { return mode_ == StagingMode::kMapped || mode_ == StagingMode::kAhead; }
   // Needed in the modes that copy, before the first step.
   void set_device_buffers(const DeviceBuffers& buffers) { device_ = buffers; }
@@ -55,11 +55,14 @@ class Staging {
   }
 
   std::span<std::byte> input(int i) const { return {memory_ + static_cast<size_t>(i) * input_stride_, input_stride_}; }
-  // One word per sampled row: number of the step << 32 | token.
+  // Heads and records: step_output.h.
   int64_t* output(int i) const {
     return reinterpret_cast<int64_t*>(memory_ + static_cast<size_t>(num_steps_) * input_stride_ +
                                       static_cast<size_t>(i) * output_stride_);
   }
+  size_t output_words() const { return output_words_; }
+  // The first word of the records.
+  size_t records_begin() const { return records_begin_; }
   // Bytes from one buffer of a ring to the next.
   size_t input_stride() const { return input_stride_; }
   size_t output_stride() const { return output_stride_; }
@@ -67,6 +70,7 @@ class Staging {
  private:
   StagingMode mode_;
   int num_steps_;
+  size_t output_words_, records_begin_;
   size_t input_stride_, output_stride_;
   PinnedBuffer pinned_;
   void* plain_ = nullptr;

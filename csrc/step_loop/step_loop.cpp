@@ -60,7 +60,7 @@ void StepLoop::start(int cpu) {
 
 SubmitResult StepLoop::submit(const RequestSpec& spec) {
   if (!life_.running()) return SubmitResult::kClosed;
-  const SubmitResult result = registry_.submit(spec, now_ns());
+  const SubmitResult result = registry_.submit(spec, scheduler_, now_ns());
   if (result == SubmitResult::kAccepted) notifier_->notify();
   return result;
 }
@@ -124,7 +124,7 @@ bool StepLoop::retire_oldest(int64_t now) {
   }
   late_launch_.ended(limit_.since(), now);
   limit_.restart(now);
-  scheduler_.commit(step.plan, executor_->tokens(i), outbox_, now);
+  scheduler_.commit(step.plan, executor_->results(i), outbox_, now);
   step.plan.clear();
   step.leased = false;
   failed_in_a_row_ = 0;

@@ -10,6 +10,7 @@
 #include <set>
 #include <vector>
 
+#include "check.h"
 #include "step_loop/simulated_model.h"
 #include "step_loop/step_loop.h"
 
@@ -24,11 +25,12 @@ struct Options {
   std::chrono::nanoseconds step_timeout = 10s, latency = 0ns;
   int64_t max_queued_requests = 1 << 20;
   StagingMode staging = StagingMode::kAhead;
+  int32_t max_samples = 0, max_update_words = 0, max_result_words = 0;
 
   StepLoopConfig loop() const {
     StepLoopConfig c;
     c.scheduler = {num_blocks, block_size, max_num_seqs, max_num_batched_tokens, prefill_chunk_size, max_model_len,
-                   prefix_caching, {}};
+                   prefix_caching, {}, max_samples, max_update_words, max_result_words};
     c.steps_in_flight = steps_in_flight;
     c.step_timeout = step_timeout;
     c.late_launch = late_launch;
@@ -40,6 +42,7 @@ struct Options {
 struct Result {
   std::vector<int32_t> tokens;
   FinishReason finish = FinishReason::kNone;
+  std::vector<std::vector<int32_t>> records = {};  // of scored prompt tokens, then of the tokens
   bool operator==(const Result&) const = default;
 };
 
@@ -48,6 +51,7 @@ class Engine {
   explicit Engine(const Options& options) : options_(options) {
     model_config_.vocab_size = options.vocab_size;
     model_config_.step_latency = options.latency;
+    model_config_.needs = 0xFF;
     const auto config = options.loop();
     model_ = std::make_unique<SimulatedModel>(device, model_config_, StepLoop::limits(config), options.num_blocks,
                                               options.block_size, options.max_model_len / options.block_size + 1);
@@ -84,6 +88,13 @@ class Engine {
       const std::pair key{news.sequence->request->id, news.sequence->index};
       if (!open_.contains(key)) return;  // aborted: what still arrives is of no interest
       Result& result = results[key];
+      for (const auto& record : news.records) {
+        CHECK_EQ(record.kind, uint32_t{kLogprobs});
+        // In order: those without a token are of the prompt.
+        CHECK_EQ(record.token < 0, result.records.size() < scored(specs_[key.first], key.second));
+        const auto payload = news.payload(record);
+        result.records.emplace_back(payload.begin(), payload.end());
+      }
       result.tokens.insert(result.tokens.end(), news.tokens.begin(), news.tokens.end());
       if (news.finish != FinishReason::kNone) {
         result.finish = news.finish;
@@ -109,7 +120,13 @@ class Engine {
     SamplingState sampling = spec.sampling;
     sampling.seed += static_cast<uint64_t>(index);
     Result result;
+    const auto room = static_cast<size_t>(std::max(0, spec.extras.result_words - 1));
+    const auto record = [&](size_t length) {
+      if (spec.extras.result_words > 0) result.records.push_back(SimulatedModel::record(std::span(tokens).first(length), room));
+    };
+    for (size_t i = 0; i < scored(spec, index); ++i) record(static_cast<size_t>(spec.extras.score_from) + i + 1);
     while (result.finish == FinishReason::kNone) {
+      record(tokens.size());
       const int32_t token = SimulatedModel::next_token(model_config_, tokens, sampling);
       tokens.push_back(token);
       result.tokens.push_back(token);
@@ -129,6 +146,12 @@ class Engine {
     }
     return wrong;
   }
+
+  // Prompt tokens that have records of their own.
+  static size_t scored(const RequestSpec& spec, int32_t index) {
+    return index > 0 || spec.extras.score_from < 0 ? 0 : spec.prompt.size() - 1 - static_cast<size_t>(spec.extras.score_from);
+  }
+  const SimulatedModel& model() const { return *model_; }
 
   SimulatedDevice device;
   std::unique_ptr<StepLoop> loop;

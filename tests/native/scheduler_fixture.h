@@ -16,6 +16,7 @@ class Bench {
   Bench(const SchedulerConfig& config, int steps_in_flight)
       : scheduler(config), outbox(1024), block_size_(config.block_size) {
     staging.resize(scheduler.limits().max_bytes());
+    records_.resize(static_cast<size_t>(config.max_result_words));
     flight_.reserve(static_cast<size_t>(steps_in_flight));
     for (int i = 0; i < steps_in_flight; ++i) {
       spare_.push_back(std::make_unique<StepPlan>());
@@ -53,7 +54,7 @@ class Bench {
     if (flight_.empty()) return false;
     StepPlan& plan = *flight_.front();
     tokens_.assign(static_cast<size_t>(plan.num_samples), token);
-    scheduler.commit(plan, tokens_.data(), outbox, 2);
+    scheduler.commit(plan, {tokens_.data(), records_.data()}, outbox, 2);
     plan.clear();
     spare_.push_back(std::move(flight_.front()));
     flight_.erase(flight_.begin());
@@ -84,6 +85,7 @@ class Bench {
   std::vector<std::unique_ptr<StepPlan>> spare_;
   std::vector<std::unique_ptr<StepPlan>> flight_;  // oldest first
   std::vector<int32_t> tokens_;
+  std::vector<int32_t> records_;  // none
   uint64_t step_ = 0;
 };
 

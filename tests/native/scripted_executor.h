@@ -24,7 +24,7 @@ class ScriptedExecutor : public Executor {
   }
   int num_staging() const override { return static_cast<int>(staging_.size()); }
   std::span<std::byte> staging(int i) override { return staging_[static_cast<size_t>(i)]; }
-  const int32_t* tokens(int) const override { return tokens_.data(); }
+  StepResults results(int) const override { return {tokens_.data(), nullptr}; }
   LaunchStatus launch(int, size_t) override {
     ++launches;
     if (on_launch) on_launch();

@@ -34,7 +34,8 @@ void check_row(const StepInputRow& row, const PlanRow& planned, const StepInputV
   CHECK_EQ(row.slot, planned.slot);
   CHECK_EQ(row.query_len, planned.query_len);
   CHECK_EQ(row.context_len, planned.context_len);
-  CHECK_EQ((row.flags & kRowSample) != 0, planned.sample);
+  CHECK_EQ(row.num_samples, planned.num_samples);
+  CHECK_EQ(row.num_appends, planned.num_appends);
   CHECK_EQ((row.flags & kRowFromDevice) != 0, planned.from_device);
   if (!planned.from_device) {
     const auto ids = input.prompt_ids().subspan(static_cast<size_t>(row.prompt_start), static_cast<size_t>(row.query_len));
@@ -77,12 +78,12 @@ void check_step(Bench& bench, const StepPlan& plan, Device& device) {
   for (size_t i = 0; i < plan.rows.size(); ++i) {
     const StepInputRow& row = input.rows()[i];
     CHECK_EQ(row.query_start, tokens);
-    CHECK_EQ(row.sample_row, plan.rows[i].sample ? samples : -1);
+    CHECK_EQ(row.sample_row, plan.rows[i].num_samples > 0 ? samples : -1);
     if (!plan.rows[i].from_device) CHECK_EQ(row.prompt_start, prompt_ids);
     check_row(row, plan.rows[i], input, device, bench.scheduler.tables());
     CHECK_EQ(bench.scheduler.tables().dirty_begin(row.slot), bench.scheduler.tables().length(row.slot));
     tokens += row.query_len;
-    samples += plan.rows[i].sample;
+    samples += plan.rows[i].num_samples;
     max_context = std::max(max_context, plan.rows[i].context_len);
     prompt_ids += plan.rows[i].from_device ? 0 : row.query_len;
   }

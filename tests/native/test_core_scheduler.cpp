@@ -164,7 +164,7 @@ TEST(chunks_fill_buckets) {
     sizes.push_back(plan->num_tokens);
     chunks.push_back(plan->rows.back().query_len);
     CHECK(bench.commit(1));
-    if (plan->rows.back().sample && plan->rows.size() == 4) break;
+    if (plan->rows.back().num_samples > 0 && plan->rows.size() == 4) break;
   }
   // 3 decode rows and at most 70 tokens of prompt: 64 in all, three times; the last 17 of the prompt need not fill any.
   CHECK((sizes == std::vector<int32_t>{64, 64, 64, 20}));

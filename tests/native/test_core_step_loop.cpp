@@ -19,9 +19,9 @@ class SuspiciousExecutor final : public Executor {
   }
   int num_staging() const override { return static_cast<int>(steps_.size()); }
   std::span<std::byte> staging(int i) override { return at(i).input; }
-  const int32_t* tokens(int i) const override {
+  StepResults results(int i) const override {
     violations_ += steps_[static_cast<size_t>(i)].running;
-    return tokens_.data();
+    return {tokens_.data(), nullptr};
   }
   LaunchStatus launch(int i, size_t bytes) override {
     Step& step = at(i);

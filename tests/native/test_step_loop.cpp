@@ -235,7 +235,7 @@ TEST(a_step_waits_for_its_input_which_is_copied_while_the_one_before_runs) {
     while (!both_launched) std::this_thread::sleep_for(100us);  // the second step's copy is enqueued, and not yet made
     seen.push_back(StepInputView(staging->device_input(static_cast<int>(seen.size()))).header().step);
   }, 0ns)});
-  GraphExecutor executor(SimulatedDevice::runtime(), device.ordinal(), staging, 4, graphs, 20us);
+  GraphExecutor executor(SimulatedDevice::runtime(), device.ordinal(), staging, graphs, 20us);
   for (const int i : {0, 1}) {
     StepInputHeader header{};
     header.step = i + 1;
@@ -265,10 +265,10 @@ TEST(a_step_that_leaves_no_token_is_an_error) {
   GraphExecutor::Graphs graphs;
   graphs.buckets.push_back({4, 64, false, kAnyContext, {}});
   graphs.buckets[0].variants.push_back({0, device.add_graph([] {}, 0ns)});
-  GraphExecutor executor(SimulatedDevice::runtime(), device.ordinal(), staging, 4, graphs, 20us);
+  GraphExecutor executor(SimulatedDevice::runtime(), device.ordinal(), staging, graphs, 20us);
   StepInputHeader header{};
   header.step = 7;
-  header.num_rows = header.num_tokens = header.num_samples = 1;
+  header.num_rows = header.num_tokens = header.num_samples = header.num_heads = 1;
   std::memcpy(executor.staging(1).data(), &header, sizeof(header));
   CHECK(executor.launch(1, sizeof(header)) == LaunchStatus::kLaunched);
   StepStatus status;
@@ -284,7 +284,7 @@ TEST(a_step_takes_the_first_bucket_that_its_rows_tokens_and_contexts_fit) {
   GraphExecutor::Graphs graphs;
   graphs.buckets = {{2, 2, true, 100, {}}, {2, 2, true, kAnyContext, {}}, {4, 4, true, 50, {}}, {4, 64, false, kAnyContext, {}}};
   for (GraphBucket& bucket : graphs.buckets) bucket.variants.push_back({0, device.add_graph([] {}, 0ns)});
-  GraphExecutor executor(SimulatedDevice::runtime(), device.ordinal(), staging, 4, graphs, 20us);
+  GraphExecutor executor(SimulatedDevice::runtime(), device.ordinal(), staging, graphs, 20us);
   const auto bucket_of = [&](int32_t rows, int32_t tokens, int32_t max_context) {
     StepInputHeader header{};
     header.num_rows = rows;
@@ -313,7 +313,7 @@ TEST(a_step_takes_the_first_variant_that_serves_its_needs) {
   GraphExecutor::Graphs graphs;
   graphs.buckets = {{2, 2, true, kAnyContext, variants({0, kSamplingNeeds, kSamplingNeeds | kNeedLogprobs})},
                     {4, 64, false, kAnyContext, variants({0, kSamplingNeeds | kNeedLogprobs | kNeedBias})}};
-  GraphExecutor executor(SimulatedDevice::runtime(), device.ordinal(), staging, 4, graphs, 20us);
+  GraphExecutor executor(SimulatedDevice::runtime(), device.ordinal(), staging, graphs, 20us);
   CHECK_EQ(executor.needs(), kSamplingNeeds | kNeedLogprobs);  // what every bucket has a variant for
   CHECK_EQ(executor.num_kinds(), 5);
   const auto run = [&](int32_t tokens, Needs needs) {
@@ -339,9 +339,9 @@ TEST(a_request_whose_needs_nothing_serves_is_refused) {
   RequestSpec spec;
   spec.prompt = {1, 2, 3};
   spec.max_tokens = 4;
-  spec.needs = kNeedLogprobs;
+  spec.extras.needs = Needs{1} << 8;  // no executor's
   CHECK(engine.submit(spec) == SubmitResult::kUnserved);
-  spec.needs = kNeedTemperature;  // though it has none
+  spec.extras.needs = kNeedTemperature;  // though it has none
   CHECK(engine.submit(spec) == SubmitResult::kAccepted);
   CHECK(engine.run());
   CHECK(engine.settles());
