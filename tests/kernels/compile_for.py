@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
+
+from asyncengine.kernels.cuda.gpu import A100, H200, L40S, Gpu
 
 if TYPE_CHECKING:
     from asyncengine.kernels.float8 import Quantization
@@ -85,6 +88,11 @@ def install(target: int = HOPPER) -> dict[str, Any]:
 
     JITFunction.run = run
     return compiled
+
+
+def card_for(target: int) -> Gpu:
+    """A card that has this compute capability."""
+    return {80: A100, 89: L40S, HOPPER: H200}[target]
 
 
 def spills(kernel: Any) -> list[str]:
@@ -163,7 +171,8 @@ def main(target: str, directory: str, dtype: str, quantization: Quantization = "
         model=directory, dtype=dtype, load_format="dummy", max_num_seqs=4, max_num_batched_tokens=64, num_kv_blocks=8,
         max_model_len=128, quantization=quantization, staging="mapped",  # which has a kernel more
     )  # fmt: skip
-    ops = CudaOps(torch.device("cpu"), CudaOptions(quantization=quantization))
+    card = card_for(int(target))
+    ops = CudaOps(torch.device("cpu"), CudaOptions(quantization=quantization, gpu=replace(card, tma=False)))
     loaded = load_model(config, ops, NativeAttention(ops))
     device = _core.SimulatedDevice(vocab_size=2)
     native = _core.CudaDevice.simulated(device)
@@ -184,7 +193,7 @@ def main(target: str, directory: str, dtype: str, quantization: Quantization = "
         up = head._replace(columns=c.intermediate_size, activation="silu_mul")
         plans = PlanTable({head: plan, up: plan})
         for hints in (True, False):
-            streaming = CudaOps(ops.device, CudaOptions(plans, streamed=True, l2_cache_hints=hints))
+            streaming = CudaOps(ops.device, CudaOptions(plans, streamed=True, gpu=card, l2_cache_hints=hints))
             loaded = load_model(config, streaming, NativeAttention(streaming))
             steps, _ = make_steps(config, loaded, streaming, native, 8)
             steps.state.input_ids.zero_()
