@@ -17,7 +17,8 @@ import torch
 
 from asyncengine import ConfigError, SamplingParams, testing
 from asyncengine.config import EngineConfig
-from asyncengine.kernels.cuda.attention.work import lists as work_list
+from asyncengine.kernels.cuda.attention import choose
+from asyncengine.kernels.cuda.attention.choose import describe
 from asyncengine.kernels.cuda.gpu import H200
 from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
 from asyncengine.runner import device_steps
@@ -106,7 +107,7 @@ def test_tokens_equal_transformers(checkpoint, variant):
 @pytest.mark.parametrize("variant", tiny.VARIANTS if GPU else ["gpt2", "llama-odd-heads-biased", "qwen3-window-biased"])
 def test_tokens_equal_transformers_with_work_lists(checkpoint, variant, monkeypatch):
     """In decode steps too, as those of many rows or long ones."""
-    monkeypatch.setattr(device_steps, "longest_context", lambda rows, shape, sms: 0)
+    monkeypatch.setattr(choose, "few_keys_context", lambda rows, shape, gpu: 0)
     path, model = checkpoint(variant)
     outputs, _ = generate(path, [(prompt, greedy()) for prompt in PROMPTS])
     assert outputs == [[tuple(tiny.generate(model, prompt, COUNT))] for prompt in PROMPTS]
@@ -196,30 +197,32 @@ def test_stop_tokens_end_a_sequence_on_the_device_too(checkpoint):
 
 @pytest.mark.parametrize("tma", [True, False])
 def test_which_steps_have_no_work_list(tma):
-    """Those of few keys; where Gluon runs only of a lone row whose heads share no keys."""
+    """Those of few keys; with kernels that use the accelerator only those of a lone row whose heads share no keys."""
     ops = CudaOps(torch.device("cpu"), CudaOptions(gpu=replace(H200, tma=tma)))
     config = EngineConfig(model="", dtype="bfloat16", max_num_seqs=40, max_num_batched_tokens=64)
     for shape, expected in (
         ((16, 8, 128), [] if tma else [1, 2, 4, 8, 16, 24, 32]),
         ((12, 12, 64), [1] if tma else [1, 2, 4, 8, 16, 24, 32, 40]),
     ):
-        model = SimpleNamespace(**dict(zip(("num_heads", "num_kv_heads", "head_dim"), shape, strict=True)))
+        model = SimpleNamespace(
+            **dict(zip(("num_heads", "num_kv_heads", "head_dim"), shape, strict=True)), layer_windows=(0,)
+        )
         loaded = SimpleNamespace(config=model, dtype=torch.bfloat16, max_model_len=1 << 20)
         buckets = [b for b in device_steps.step_buckets(config, loaded, ops) if b.single_token_rows]
         assert [b.max_rows for b in buckets if b.max_context < ANY_CONTEXT] == expected
         assert [b.max_rows for b in buckets if b.max_context == ANY_CONTEXT] == [1, 2, 4, 8, 16, 24, 32, 40]
 
 
-def test_short_contexts_of_many_rows_have_buckets_without_late_lanes(monkeypatch):
-    monkeypatch.setattr(work_list, "multiprocessors", lambda device: 132)
+def test_short_contexts_of_many_rows_have_buckets_without_late_lanes():
     ops = CudaOps(torch.device("cpu"), CudaOptions(gpu=H200))
     config = EngineConfig(model="", dtype="bfloat16", max_num_seqs=256, max_num_batched_tokens=256)
     model = SimpleNamespace(num_heads=12, num_kv_heads=12, head_dim=64, layer_windows=(0,))
     loaded = SimpleNamespace(config=model, dtype=torch.bfloat16, max_model_len=1024)
     buckets = [b for b in device_steps.step_buckets(config, loaded, ops) if b.single_token_rows and b.max_rows > 1]
-    work = device_steps._StepWork(config, loaded, ops)
-    late = [(b.max_rows, b.max_context) for b in buckets if work.of(b)[0].decode.late_lanes]
+    [kind] = device_steps.attention_kinds(model, torch.bfloat16)
+    limits = device_steps.attention_limits(config, 1024)
+    cuts = {b: describe(b, kind, H200, limits).cut for b in buckets}
+    late = [(b.max_rows, b.max_context) for b, cut in cuts.items() if cut.kind == "late"]
     short = [(b.max_rows, b.max_context) for b in buckets if b.max_context < ANY_CONTEXT]
     assert late == [(rows, ANY_CONTEXT) for rows in (160, 192, 224, 256)]
     assert short == [(160, 192), (192, 192), (224, 128), (256, 128)]
-    assert not any(work.has_few_keys(b) for b in buckets)

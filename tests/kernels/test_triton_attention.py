@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from asyncengine.errors import ConfigError
-from asyncengine.kernels.cuda.attention.paged import paged_attention
-from asyncengine.kernels.cuda.attention.work.lists import (
-    AttentionShape,
-    Tile,
-    WorkList,
-)
+from asyncengine.kernels.cuda.attention import paged
+from asyncengine.kernels.cuda.attention.choose import fixed_tile, paged_tiles
+from asyncengine.kernels.cuda.attention.plan import AttentionShape, Launch, Tile
+from asyncengine.kernels.cuda.attention.run import launch_all
+from asyncengine.kernels.cuda.attention.work.lists import WorkList
 from asyncengine.kernels.cuda.step.tensors import DeviceStep, allocate_step
+from asyncengine.kernels.ops import AttentionLayer
 
 SMALL = (Tile(16, 16, 4, 2, 1), Tile(16, 16, 4, 2, 1))
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -42,11 +42,24 @@ class Case:
     whole_tokens: int = 0
     tiles: tuple[Tile, Tile | None] | None = SMALL
     late: bool = False
+    softcap: float = 0.0
     seed: int = 0
 
     @property
     def shape(self) -> AttentionShape:
         return AttentionShape(self.group * self.num_kv_heads, self.num_kv_heads, self.head_dim, self.dtype)
+
+    @property
+    def layer(self) -> AttentionLayer:
+        """With neither norms nor rotary embedding."""
+        return AttentionLayer(self.shape.num_heads, None, None, self.head_dim**-0.5, self.window, self.softcap)
+
+    @property
+    def tiles_taken(self) -> tuple[Tile, Tile | None]:
+        """Those of the case, or of a GPU."""
+        if self.tiles:
+            return self.tiles
+        return (fixed_tile(self.shape),) * 2 if self.split_tokens else paged_tiles(self.shape)
 
     @property
     def num_tokens(self) -> int:
@@ -84,6 +97,7 @@ class World:
         room = {"max_rows": len(case.rows), "max_tokens": max(1, case.num_tokens), "max_context": case.max_context}
         return WorkList.allocate(
             case.shape,
+            case.tiles_taken,
             **(room | overrides),
             device=self.q.device,
             window=case.window,
@@ -92,14 +106,14 @@ class World:
             whole_tokens=case.whole_tokens,
             late=case.late,
             num_programs=case.programs,
-            tiles=case.tiles,
         )
 
     def attend(self, work: WorkList) -> Tensor:
         case = self.case
         out = torch.full((len(self.q), case.shape.num_heads * case.head_dim), math.nan, device=self.q.device)
         out = out.to(case.dtype)
-        paged_attention(self.q, self.k, self.v, self.step, work, case.head_dim**-0.5, case.window, out)
+        launches = [Launch("paged", section.tile, section.rows, stored=True) for section in work.sections]
+        launch_all(launches, self.q, case.layer, self.k, self.v, self.step, work, out)
         for section in work.sections:
             assert not section.arrivals.any()
         return out.cpu()
@@ -121,6 +135,8 @@ class World:
             if case.window:
                 hidden |= j <= i - case.window
             score = torch.einsum("qhd,khd->hqk", q[first : first + length], k) * case.head_dim**-0.5
+            if case.softcap:
+                score = case.softcap * torch.tanh(score / case.softcap)
             weight = score.masked_fill(hidden, -math.inf).softmax(-1)
             out[first : first + length] = torch.einsum("hqk,khd->qhd", weight, v).flatten(1)
         return out
@@ -217,6 +233,21 @@ def test_the_default_tiles(device: torch.device, dtype: torch.dtype) -> None:
     check(world, world.attend(work))
 
 
+@pytest.mark.parametrize("softcap", [0.3, 50.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_soft_caps(device: torch.device, dtype: torch.dtype, softcap: float) -> None:
+    """Of scores of either sign, small and large beside the cap; with rows in pieces, masks and a window."""
+    case = Case(((1, 70), (20, 33), (0, 0), (1, 0)), softcap=softcap, dtype=dtype, window=40, head_dim=16)
+    world = make_world(case, device)
+    world.q.mul_(4)
+    work = world.work()
+    work.build(world.step)
+    out = world.attend(work)
+    check(world, out)
+    uncapped = replace(world, case=replace(case, softcap=0.0)).expected()
+    assert softcap > 1 or not torch.allclose(out.nan_to_num().double(), uncapped.nan_to_num(), atol=0.1)
+
+
 @pytest.mark.parametrize("room", ["shared", "of its own"])
 def test_decode_only_touches_no_prefill_row(device: torch.device, room: str) -> None:
     case = Case(((1, 40), (1, 0), (1, 77)))
@@ -311,12 +342,21 @@ def test_misuse_is_reported(device: torch.device) -> None:
     work = world.work()
     work.build(world.step)
     out = torch.empty(len(world.q), 4 * 32, device=device)
-    args = (world.q, world.k, world.v, world.step, work, 1.0)
+    launch, layer = Launch("paged", work.decode.tile, "one", stored=True), world.case.layer
+
+    def call(launch=launch, layer=layer, k=world.k, work=work, out=out):
+        paged.run(launch, world.q, layer, k, world.v, world.step, work, out)
+
+    call()
     with pytest.raises(ConfigError, match="window"):
-        paged_attention(*args, 8, out)
+        call(layer=layer._replace(window=8))
     with pytest.raises(ConfigError, match="out"):
-        paged_attention(*args, 0, out[:, :64])
+        call(out=out[:, :64])
     with pytest.raises(ConfigError, match="bfloat16"):
-        paged_attention(*args, 0, out.bfloat16())
+        call(out=out.bfloat16())
     with pytest.raises(ConfigError, match="k_cache"):
-        paged_attention(world.q, world.k.transpose(2, 3), world.v, *args[3:], 0, out)
+        call(k=world.k.transpose(2, 3))
+    with pytest.raises(ConfigError, match="another kernel"):
+        call(launch._replace(tile=replace(launch.tile, warps=8)))
+    with pytest.raises(ConfigError, match="another kernel"):
+        call(launch._replace(rows="any"))

@@ -15,19 +15,29 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from asyncengine.errors import ConfigError
-from asyncengine.kernels.cuda.attention.few_keys import choose_pieces, decode_attention, longest_context
-from asyncengine.kernels.cuda.attention.paged import paged_attention
-from asyncengine.kernels.cuda.attention.paged_decode import paged_decode_attention
-from asyncengine.kernels.cuda.attention.tma_decode import streamed_decode_attention
-from asyncengine.kernels.cuda.attention.work.lists import AttentionShape, WorkList
+from asyncengine.kernels.cuda.attention import few_keys, paged, paged_decode
+from asyncengine.kernels.cuda.attention.choose import few_keys_context, few_keys_pieces, few_keys_tile
+from asyncengine.kernels.cuda.attention.plan import AttentionShape, Kernel, Launch
+from asyncengine.kernels.cuda.attention.run import launch_all
+from asyncengine.kernels.cuda.attention.work.lists import Counters, WorkList
+from asyncengine.kernels.cuda.gpu import H200
 from asyncengine.kernels.cuda.rows.rotary import rotary_store_kv
 from asyncengine.kernels.cuda.step.tensors import allocate_step
-from asyncengine.kernels.ops import HeadNorms
+from asyncengine.kernels.ops import AttentionLayer, HeadNorms
 from tests.kernels.test_triton_attention import SMALL, TOLERANCE, Case, World, backwards, check, make_world, to_device
 from tests.kernels.test_triton_attention import cases as attention_cases
 
 Way = WorkList | int | None
 """A work list, or how many pieces at most without one."""
+
+
+def few_launch(shape: AttentionShape, rows: int, pieces: int | None = None, *, stored: bool = False) -> Launch:
+    pieces = pieces or few_keys_pieces(rows, shape.num_heads, shape.head_dim, 8)
+    return Launch("few_keys", few_keys_tile(shape), "any" if stored else "one", stored, pieces)
+
+
+def counters(device: torch.device, count: int = 128) -> Counters:
+    return Counters(torch.zeros(count, dtype=torch.int32, device=device))
 
 
 @dataclass(frozen=True)
@@ -38,21 +48,25 @@ class Decode:
     heads: Tensor
     norms: HeadNorms | None
     cos_sin: Tensor | None
+    kernel: Kernel = "paged_decode"
+    """with a work list"""
+
+    @property
+    def layer(self) -> AttentionLayer:
+        return self.world.case.layer._replace(norms=self.norms, cos_sin=self.cos_sin)
 
     def attend(self, k: Tensor, v: Tensor, way: Way = None, pdl: bool = False, **how: bool) -> Tensor:
         case, step = self.world.case, self.world.step
         out = torch.full((len(self.heads), case.shape.num_heads * case.head_dim), math.nan, device=self.heads.device)
         out, before = out.to(case.dtype), self.heads.clone()
-        args = (self.heads, case.shape.num_heads, self.norms, self.cos_sin, k, v, step)
-        scale = case.head_dim**-0.5
         if isinstance(way, WorkList):
             arrivals = way.decode.arrivals
             way.build(step)
-            attend = streamed_decode_attention if way.decode.tile.streamed else paged_decode_attention
-            attend(*args, way, scale, case.window, out, pdl=pdl, **how)
+            launch, work = Launch(self.kernel, way.decode.tile, "one", stored=False), way
         else:
-            arrivals = torch.zeros(128, dtype=torch.int32, device=self.heads.device)
-            decode_attention(*args, scale, case.window, out, arrivals, pieces=way, pdl=pdl)
+            launch, work = few_launch(case.shape, len(case.rows), way), counters(self.heads.device)
+            arrivals = work.arrivals
+        launch_all([launch], self.heads, self.layer, k, v, step, work, out, pdl=pdl, **how)
         assert torch.equal(self.heads, before)
         assert not arrivals.any()
         return out.cpu()
@@ -175,6 +189,10 @@ def test_a_work_list_matches_separate_operations(
 @example(Case(((7, 60), (0, 0), (1, 33)), window=33, block_size=48), 2, 1)
 def test_tokens_of_prompts_as_rows(device: torch.device, case: Case, pieces: int, spare: int) -> None:
     """Whose keys and values are in the cache before, and stay as they are; tokens of no row stay unwritten."""
+    check_prompts_as_rows(case, device, pieces, spare)
+
+
+def check_prompts_as_rows(case: Case, device: torch.device, pieces: int, spare: int = 0) -> None:
     world = make_world(case, device)
     tokens, shape = max(1, case.num_tokens), case.shape
     step = to_device(allocate_step(8, world.step.slots.block_tables.shape[1], 8, tokens + spare, device), device)
@@ -187,14 +205,12 @@ def test_tokens_of_prompts_as_rows(device: torch.device, case: Case, pieces: int
         step.token_slot[token : token + length] = world.step.row_slot[row]
         token += length
     out = torch.full((len(heads), shape.num_heads * shape.head_dim), math.nan).to(heads)
-    arrivals = torch.zeros((tokens + spare) * shape.num_heads, dtype=torch.int32, device=device)
+    work = counters(device, (tokens + spare) * shape.num_heads)
     before = world.k.clone(), world.v.clone()
-    decode_attention(
-        heads, shape.num_heads, None, None, world.k, world.v, step, case.head_dim**-0.5, case.window, out, arrivals,
-        stored=True, pieces=pieces,
-    )  # fmt: skip
+    launch = few_launch(shape, tokens, pieces, stored=True)
+    few_keys.run(launch, heads, case.layer, world.k, world.v, step, work, out)
     check(world, out.cpu())
-    assert not arrivals.any()
+    assert not work.arrivals.any()
     for cache, was in zip((world.k, world.v), before, strict=True):
         torch.testing.assert_close(cache, was, rtol=0, atol=0, equal_nan=True)
 
@@ -210,6 +226,20 @@ def test_units_cut_apart_match_separate_operations(device: torch.device, drawn: 
     case = replace(case, whole_tokens=16, programs=programs, tiles=(SMALL[0], None))
     decode = make_decode(case, device, norm, rotary)
     decode.check(decode.world.work())
+
+
+@pytest.mark.parametrize("softcap", [0.3, 50.0])
+@pytest.mark.parametrize("way", ["few keys", "few keys, stored", "work list"])
+def test_soft_caps(device: torch.device, way: str, softcap: float) -> None:
+    """The new token's score is capped as well, alone and beside others."""
+    case = Case(((1, 60), (0, 0), (1, 0), (1, 1)), softcap=softcap, head_dim=16)
+    if way == "few keys, stored":
+        stored = replace(case, rows=((1, 60), (3, 0)))
+        check_prompts_as_rows(stored, device, pieces=2)
+        return
+    decode = make_decode(case, device)
+    decode.heads.mul_(3)
+    decode.check(decode.world.work().decode_only if way == "work list" else 2)
 
 
 def test_a_work_list_comes_to_what_separate_kernels_do(device: torch.device) -> None:
@@ -229,8 +259,8 @@ def test_a_work_list_comes_to_what_separate_kernels_do(device: torch.device) -> 
         separate_v,
     )  # fmt: skip
     out = torch.empty(len(heads), case.shape.num_heads * case.head_dim, dtype=case.dtype, device=device)
-    q = heads[:, : case.shape.num_heads]
-    paged_attention(q, separate_k, separate_v, step, work, case.head_dim**-0.5, 0, out)
+    launch = Launch("paged", work.decode.tile, "one", stored=True)
+    paged.run(launch, heads, case.layer, separate_k, separate_v, step, work, out)
     assert torch.equal(k.nan_to_num(), separate_k.nan_to_num())
     assert torch.equal(v.nan_to_num(), separate_v.nan_to_num())
     apart = (fused[: len(heads)].float() - out.cpu().float()).abs()
@@ -262,30 +292,29 @@ def test_results_do_not_depend_on_the_order_of_arrival(device: torch.device, lis
 
 def test_a_long_row_is_cut_whatever_else_is_there() -> None:
     """Into as many pieces as have room at once, so that a longer context is for the work list."""
-    sms = 132
+    sms = H200.multiprocessors
     for heads, kv_heads, dim in ((12, 12, 64), (16, 8, 128), (32, 8, 128), (64, 8, 64), (28, 4, 128), (14, 2, 80)):
         shape = AttentionShape(heads, kv_heads, dim, torch.bfloat16)
-        limits = [longest_context(rows, shape, sms) for rows in range(1, 257)]
+        limits = [few_keys_context(rows, shape, H200) for rows in range(1, 257)]
         assert limits == sorted(limits, reverse=True)
         assert limits[0] >= 4096
         assert (limits[-1] > 0) == (heads == kv_heads)
         for rows, limit in enumerate(limits, 1):
-            pieces = choose_pieces(rows, heads, dim, sms)
+            pieces = few_keys_pieces(rows, heads, dim, sms)
             assert pieces == 1 or rows * heads * pieces <= 8 * sms
             assert limit in (0, pieces * limits[-1]) or heads != kv_heads
-    assert longest_context(1, AttentionShape(2, 1, 33, torch.bfloat16), sms) == 0
+    assert few_keys_context(1, AttentionShape(2, 1, 33, torch.bfloat16), H200) == 0
 
 
 def test_misuse_is_reported(device: torch.device) -> None:
     decode = make_decode(Case(((1, 20),)), device)
     world, shape = decode.world, decode.world.case.shape
     out = torch.empty(len(decode.heads), shape.num_heads * shape.head_dim, device=device)
-    counters = torch.zeros(8, dtype=torch.int32, device=device)
+    launch, enough = few_launch(shape, 1), counters(device, 8)
 
-    def call(heads=decode.heads, norms=decode.norms, cos_sin=decode.cos_sin, arrivals=counters):
-        decode_attention(
-            heads, shape.num_heads, norms, cos_sin, world.k, world.v, world.step, 1.0, 0, out, arrivals
-        )
+    def call(heads=decode.heads, norms=decode.norms, cos_sin=decode.cos_sin, work=enough):
+        layer = decode.layer._replace(norms=norms, cos_sin=cos_sin)
+        few_keys.run(launch, heads, layer, world.k, world.v, world.step, work, out)
 
     with pytest.raises(ValueError, match="heads"):
         call(decode.heads[:, :-1])
@@ -294,7 +323,9 @@ def test_misuse_is_reported(device: torch.device) -> None:
     with pytest.raises(ValueError, match="cos_sin"):
         call(cos_sin=decode.cos_sin.double())
     with pytest.raises(ValueError, match="counters"):
-        call(arrivals=counters[:1])
+        call(work=counters(device, 1))
+    with pytest.raises(ConfigError, match="another kernel"):
+        call(work=world.work())
     odd = make_decode(Case(((1, 20),), head_dim=15), device, rotary=False)
     with pytest.raises(ValueError, match="no halves"):
         odd.attend(odd.world.k, odd.world.v)
@@ -305,16 +336,17 @@ def test_misuse_with_a_work_list_is_reported(device: torch.device) -> None:
     world, shape = decode.world, decode.world.case.shape
     out = torch.empty(len(decode.heads), shape.num_heads * shape.head_dim, device=device)
     right, fixed = world.work().decode_only, replace(world, case=replace(world.case, split_tokens=32)).work()
+    launch = Launch("paged_decode", right.decode.tile, "one", stored=False)
 
     def call(work, window=0, heads=decode.heads):
-        paged_decode_attention(
-            heads, shape.num_heads, decode.norms, decode.cos_sin, world.k, world.v, world.step, work, 1.0, window, out
-        )
+        layer = decode.layer._replace(window=window)
+        paged_decode.run(launch, heads, layer, world.k, world.v, world.step, work, out)
 
+    call(right)
     with pytest.raises(ValueError, match="heads"):
         call(right, heads=decode.heads[:, :-1])
     with pytest.raises(ConfigError, match="window"):
         call(right, window=8)
-    for work in (world.work(max_tokens=4), fixed, replace(world.work(), shape=AttentionShape(2, 2, 32, torch.float32))):
+    for work in (counters(device), fixed, replace(world.work(), shape=AttentionShape(2, 2, 32, torch.float32))):
         with pytest.raises(ConfigError, match="work list"):
             call(work)

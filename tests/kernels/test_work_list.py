@@ -1,9 +1,8 @@
-"""How the work of a step's attention is cut into items and lanes, and which kernels and tiles it is for."""
+"""How the work of a step's attention is cut into items and lanes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from asyncengine.errors import ConfigError
+from asyncengine.kernels.cuda.attention.choose import LATE_ROWS
+from asyncengine.kernels.cuda.attention.plan import AttentionShape
 from asyncengine.kernels.cuda.attention.work.items import (
     BEGIN,
     COUNT,
@@ -28,18 +29,7 @@ from asyncengine.kernels.cuda.attention.work.items import (
     QUERY,
     SLOT,
 )
-from asyncengine.kernels.cuda.attention.work.lists import (
-    LATE_ROWS,
-    AttentionShape,
-    Section,
-    Tile,
-    WorkList,
-    choose_apart,
-    choose_late,
-    choose_mixed_tiles,
-    choose_streamed_tile,
-    choose_tiles,
-)
+from asyncengine.kernels.cuda.attention.work.lists import Section, WorkList
 from asyncengine.kernels.cuda.attention.work.prefill import WHOLE_GAIN, WHOLE_SHARE
 from tests.kernels.test_triton_attention import SMALL, Case, World, cases, check, make_world
 
@@ -328,7 +318,7 @@ def check_every_pair(world: World, work: WorkList) -> None:
         assert (first < last) == bool(units)  # by which attention of prompts knows
         if case.split_tokens or not units:
             continue
-        is_decode = section.row_lengths.stop == 2
+        is_decode = section.rows == "one"
         whole = not section.whole_tiles and all(len(pieces) == 1 for pieces in units.values())
         if is_decode and whole and may_stay_whole(section, lane_grains, len(units)):
             continue
@@ -369,63 +359,5 @@ def test_misuse_is_reported(device: torch.device) -> None:
             make_world(Case(((1, 20),), late=True, **fields), device).work()
     with pytest.raises(ConfigError, match="divide"):
         WorkList.allocate(
-            AttentionShape(3, 2, 16, torch.float32), max_rows=1, max_tokens=1, max_context=1, device=device
+            AttentionShape(3, 2, 16, torch.float32), SMALL, max_rows=1, max_tokens=1, max_context=1, device=device
         )
-
-
-def test_whom_the_streamed_tile_is_for() -> None:
-    shape = AttentionShape(16, 8, 128, torch.bfloat16)
-    assert choose_streamed_tile(shape, 16) == Tile(16, 64, 4, 3, 2, streamed=True)
-    assert choose_streamed_tile(replace(shape, head_dim=64), 16) == Tile(16, 64, 4, 6, 2, streamed=True)
-    assert choose_streamed_tile(shape, 16, 1) == Tile(16, 64, 4, 6, 1, streamed=True)
-    assert choose_streamed_tile(replace(shape, head_dim=64), 16, 1) == Tile(16, 64, 4, 6, 1, streamed=True)
-    assert choose_streamed_tile(shape, 32) is None
-    for other in ({"dtype": torch.float32}, {"head_dim": 80}, {"num_heads": 80}):
-        assert choose_streamed_tile(replace(shape, **other), 16) is None
-
-
-def test_whom_mixed_tiles_are_for() -> None:
-    shape = AttentionShape(32, 8, 128, torch.bfloat16)
-    wide, narrow = (choose_streamed_tile(replace(shape, head_dim=dim), 16) for dim in (128, 64))
-    assert choose_mixed_tiles(shape, 16, 0) == (wide, Tile(128, 128, 8, 2, 1, streamed=True))
-    both = choose_mixed_tiles(replace(shape, head_dim=64), 16, 0)
-    assert both == (narrow, Tile(128, 128, 8, 4, 1, streamed=True))
-    many_heads = replace(shape, num_heads=128)
-    both = choose_mixed_tiles(many_heads, 16, 0)
-    assert both == (choose_tiles(many_heads)[0], Tile(128, 128, 8, 2, 1, streamed=True))
-    assert not any(tile.streamed for tile in choose_tiles(shape))
-    odd_heads = replace(shape, num_heads=24)
-    assert choose_mixed_tiles(odd_heads, 16, 0) == (wide, choose_tiles(odd_heads)[1])
-    assert choose_mixed_tiles(shape, 16, 1024) == (wide, choose_tiles(shape)[1])
-    for other in ({"dtype": torch.float32}, {"head_dim": 80}, {"num_heads": 256}):
-        assert choose_mixed_tiles(replace(shape, **other), 16, 0) is None
-    assert choose_mixed_tiles(shape, 32, 0) is None
-    assert choose_mixed_tiles(many_heads, 16, 1024) is None
-
-
-@pytest.mark.parametrize(("heads", "dim", "fewest", "tokens"), [(8, 128, 198, 192), (12, 64, 132, 128)])
-def test_which_steps_have_late_lanes(heads: int, dim: int, fewest: int, tokens: int) -> None:
-    """Of many rows a lane, and of so many tokens that lanes are long."""
-    shape = AttentionShape(2 * heads, heads, dim, torch.bfloat16)
-    assert choose_late(fewest - 1, shape, 16, 132) is None
-    assert choose_late(fewest, shape, 16, 132) == 320
-    assert choose_late(256, shape, 16, 132) == tokens
-    assert choose_late(4096, shape, 16, 132) == 0
-
-
-def test_whose_rows_are_cut_apart() -> None:
-    """Those that have a lane each, with as few programs as do; a lone one by small programs."""
-    sms = 132
-    for heads, kv_heads, dim, one, two in ((16, 8, 128, 16, 33), (32, 8, 128, 16, 33), (12, 12, 64, 11, 22)):
-        shape = AttentionShape(heads, kv_heads, dim, torch.bfloat16)
-        lone, *ways = (choose_apart(rows, shape, 16, sms) for rows in range(1, 64))
-        assert lone == (Tile(16, 64, 4, 1, 2, streamed=True), 64)
-        assert all(way.whole_tokens == 512 for way in ways if way)
-        tiles = [way and way.tile for way in ways]
-        programs = [1] * (one - 1) + [2] * (two - one)
-        assert [tile.programs_per_sm for tile in tiles if tile] == programs
-        assert [tile is None for tile in tiles] == [False] * (two - 1) + [True] * (63 - two)
-        assert [tile.count_lanes(shape, sms) for tile in tiles if tile] == [(one, two)[n - 1] for n in programs]
-        assert choose_apart(1, shape, 32, sms) is None
-        assert choose_late(256, shape, 32, sms) is None
-        assert choose_apart(1, replace(shape, dtype=torch.float32), 16, sms) is None

@@ -59,7 +59,7 @@ def describe(bucket: Bucket, layer: LayerKind, gpu: Gpu, limits: Limits) -> Atte
     if limits.batch_invariant:
         launch = Launch("paged", fixed_tile(layer.shape), "any", stored=True)
         return AttentionPlan(layer, (launch,), Cut("fixed", _split_tokens(limits.max_context)))
-    if bucket.single_token_rows:
+    if bucket.single_token_rows or bucket.max_tokens == 1:
         return _describe_decode(bucket.max_rows, bucket.max_context, layer, gpu, limits.block_size)
     if 0 < bucket.max_context + bucket.max_tokens <= few_keys_context(bucket.max_tokens, layer.shape, gpu):
         return AttentionPlan(layer, (_few_keys(bucket.max_tokens, layer.shape, gpu, stored=True),), None)
@@ -240,9 +240,10 @@ def tma_decode_tile(layer: LayerKind, gpu: Gpu, block_size: int) -> Tile | None:
 
 
 def _tma_decode_tile(shape: AttentionShape, programs_per_sm: int) -> Tile:
-    """Two programs with 96 KiB of tiles in flight fill a multiprocessor's shared memory. A lone one may have twice,
-    but no more than six tiles: at 8 rows of 288 tokens GPT-2 takes 4.8 us with them and 6.3 with twelve, Qwen3 4.7 and
-    with three 6.2.
+    """Two programs with 96 KiB of tiles in flight fill a multiprocessor's shared memory.
+
+    A lone one may have twice that, but no more than six tiles: at 8 rows of 288 tokens GPT-2 takes 4.8 us with them and
+    6.3 with twelve, Qwen3 4.7 and with three 6.2.
     """
     stages = min(6, (192 << 10) // programs_per_sm // (64 * shape.head_dim * 4))
     return Tile(16, 64, 4, stages, programs_per_sm)

@@ -32,6 +32,8 @@ def transform_scores(product, scale, SOFTCAP: tl.constexpr):
     """Scores of base 2 from the products of queries and keys."""
     score = product * scale
     if SOFTCAP != 0.0:
-        # tanh(x) is 1 - 2 / (e^2x + 1): right for any x, since e^2x may be 0 or inf.
-        score = SOFTCAP * (1.0 - 2.0 / (tl.exp2(score * (2.0 * _LOG2_E / SOFTCAP)) + 1.0))
+        # tanh(|x|) is (1 - e^-2|x|) / (1 + e^-2|x|), which overflows for no x.
+        decay = tl.exp2(tl.abs(score) * (-2.0 * _LOG2_E / SOFTCAP))
+        capped = SOFTCAP * ((1.0 - decay) / (1.0 + decay))
+        score = tl.where(score < 0, -capped, capped)
     return score
