@@ -55,7 +55,7 @@ class Sequences:
         self._blocks = -(-length // _BLOCK)
         config = EngineConfig.from_kwargs("", {"block_size": _BLOCK, "max_num_seqs": rows})
         self._cache = kv_cache.allocate(config, loaded.config, rows * self._blocks, loaded.dtype, ops)
-        self._work: dict[int, Any] = {}
+        self._attention: Any = None
 
     def advance(self, ids: Tensor, context: int) -> Tensor:
         """ids [R, C] behind ``context`` tokens, for the first R sequences: float32 logits [R, C, V]."""
@@ -80,9 +80,12 @@ class Sequences:
         )  # fmt: skip
 
     def _device_batch(self, ids: Tensor, positions: Tensor, slots: Tensor, rows: int, context: int) -> Any:
-        from asyncengine.kernels.cuda.attention.work.lists import AttentionShape, WorkList
+        from asyncengine.kernels.cuda.attention.choose import Limits
+        from asyncengine.kernels.cuda.attention.run import StepAttention
         from asyncengine.kernels.cuda.ops import CudaBatch
+        from asyncengine.kernels.cuda.step.bucket import Bucket
         from asyncengine.kernels.cuda.step.tensors import allocate_step
+        from asyncengine.runner.device_steps import attention_kinds
 
         config, device = self._loaded.config, self._ops.device
         count = len(ids) // rows
@@ -99,15 +102,12 @@ class Sequences:
             (step.row_context_len, torch.tensor(context)),
         ):
             field.copy_(values)
-        if not self._work:
-            shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, self._loaded.dtype)
-            for window in set(config.layer_windows):
-                self._work[window] = WorkList.allocate(
-                    shape, max_rows=self._rows, max_tokens=self._rows * self._length, max_context=self._length,
-                    device=device, window=window,
-                )  # fmt: skip
-        batch = CudaBatch(step, {w: work.decode_only if count == 1 else work for w, work in self._work.items()})
-        batch.build_work(pdl=False)
+        if self._attention is None:
+            limits = Limits(self._rows, self._rows * self._length, self._length, _BLOCK)
+            kinds = attention_kinds(config, self._loaded.dtype)
+            self._attention = StepAttention(kinds, limits, replace(self._ops.gpu, tma=False), device)
+        batch = CudaBatch(step, self._attention.of(Bucket(rows, len(ids), count == 1)))
+        batch.attention.build(step, pdl=False)
         return batch
 
 

@@ -13,7 +13,7 @@ import argparse
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -26,23 +26,23 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from asyncengine.kernels.cuda.attention.few_keys import decode_attention, longest_context
-from asyncengine.kernels.cuda.attention.paged_decode import paged_decode_attention
-from asyncengine.kernels.cuda.attention.tma_decode import streamed_decode_attention
-from asyncengine.kernels.cuda.attention.work.lists import (
-    AttentionShape,
-    Tile,
-    WorkList,
-    choose_cut,
-    choose_mixed_tiles,
-    choose_tiles,
-    multiprocessors,
+from asyncengine.kernels.cuda.attention.choose import (
+    Limits,
+    describe,
+    few_keys_context,
+    few_keys_pieces,
+    few_keys_tile,
+    fixed_tile,
+    paged_tiles,
 )
-from asyncengine.kernels.cuda.ops import attend_stored
-from asyncengine.kernels.cuda.rows.rotary import rotary_store_kv, store_kv
+from asyncengine.kernels.cuda.attention.plan import AttentionPlan, AttentionShape, Cut, Launch, LayerKind, Tile
+from asyncengine.kernels.cuda.attention.run import launch_all, prepare
+from asyncengine.kernels.cuda.attention.work.lists import Counters, WorkList
+from asyncengine.kernels.cuda.gpu import Gpu
+from asyncengine.kernels.cuda.step.bucket import ANY_CONTEXT, Bucket
 from asyncengine.kernels.cuda.step.tensors import DeviceStep, allocate_step
 from asyncengine.kernels.cuda.trials import examine
-from asyncengine.kernels.ops import HeadNorms, split_heads
+from asyncengine.kernels.ops import AttentionLayer, HeadNorms
 from asyncengine.models.config import ModelConfig
 
 DTYPE = torch.bfloat16
@@ -139,37 +139,76 @@ def lines(args: argparse.Namespace, timer: Timer) -> Lines:
                 yield build_line(label, Bench(Case(c, step), timer, args.pdl, copies=0), listed)
 
 
-def _streams(tiles: Tiles | None, device: torch.device, args: Any) -> bool:
-    """Whether the engine's choice of tiles is Gluon's, if that has some."""
-    return not tiles and examine(device).tma and not args.work.get("split_tokens")
+@dataclass(frozen=True)
+class Listed:
+    """A plan with a work list."""
+
+    launches: tuple[Launch, ...]
+    work: WorkList
+
+    @property
+    def prepares(self) -> bool:
+        """The kernels leave it to others to norm, rotate and store."""
+        return any(launch.stored for launch in self.launches)
+
+    @property
+    def stored(self) -> list[Launch]:
+        """The same rows, and those of several tokens, after another kernel has stored their heads."""
+        if self.launches[0].kernel != "paged_decode":
+            return [launch._replace(stored=True) for launch in self.launches]
+        return [Launch("paged", launch.tile, launch.rows, stored=True) for launch in self.launches]
+
+
+def plan_for(c: ModelConfig, bucket: Bucket, tiles: Tiles | None, gpu: Gpu, args: Any) -> AttentionPlan:
+    """The engine's, with a work list; in other tiles, if any are given, or in fixed splits, if the options say so."""
+    layer, fixed = LayerKind(attention_shape(c)), args.work.get("split_tokens", 0)
+    if fixed:
+        tile = (tiles and tiles[1]) or fixed_tile(layer.shape)
+        return AttentionPlan(layer, (Launch("paged", tile, "any", stored=True),), Cut("fixed", fixed))
+    limits = Limits(max(256, bucket.max_rows), max(2048, bucket.max_tokens), 131072, BLOCK_SIZE)
+    capable = replace(gpu, tma=gpu.tma and not tiles)
+    plan = describe(bucket, layer, capable, limits)
+    if plan.cut is None:  # what longer rows take
+        plan = describe(bucket._replace(max_context=ANY_CONTEXT), layer, capable, limits)
+    if not tiles:
+        return plan
+    by_rows = {"one": tiles[0], "several": tiles[1]}
+    launches = (launch._replace(tile=by_rows[launch.rows] or launch.tile) for launch in plan.launches)
+    return replace(plan, launches=tuple(launches))
 
 
 def allocate_work(
     c: ModelConfig, prefills: Sequence[Sequence[Row]], tiles: Tiles | None, device: torch.device, args: Any
-) -> WorkList:
+) -> Listed:
     """One for all cases, as an engine has it; its sizes are constants of the kernels, which are then compiled once."""
-    shape = attention_shape(c)
-    if _streams(tiles, device, args):
-        tiles = choose_mixed_tiles(shape, BLOCK_SIZE, 0)
     rows = max([256, *args.decode_rows])
     tokens = max([2048, rows, *(sum(row.query for row in one) for one in prefills)])
-    room = {"max_rows": rows, "max_tokens": tokens, "max_context": 131072}
-    return WorkList.allocate(shape, device=device, tiles=tiles, **room, **args.work)
+    gpu = examine(device)
+    return _allocate(plan_for(c, Bucket(rows, tokens, False), tiles, gpu, args), rows, tokens, gpu, device, args)
 
 
 def allocate_decode_work(
     c: ModelConfig, tiles: Tiles | None, device: torch.device, args: Any, rows: int, context: int
-) -> WorkList:
+) -> Listed:
     """That of steps of one-token rows, after so many tokens at most: as an engine has it, or as the options say."""
-    shape, cut = attention_shape(c), None
-    if _streams(tiles, device, args):
-        cut = choose_cut(rows, context, shape, BLOCK_SIZE, multiprocessors(device))
-    if cut is None:
-        return allocate_work(c, [], tiles, device, args).decode_only
-    max_rows, max_tokens = (rows, rows) if cut.whole_tokens else (max(256, rows), max(2048, rows))
-    room = {"max_rows": max_rows, "max_tokens": max_tokens, "max_context": 131072}
-    options = {"whole_tokens": cut.whole_tokens, "late": cut.late} | args.work
-    return WorkList.allocate(shape, device=device, tiles=(cut.tile, None), **room, **options)
+    gpu = examine(device)
+    plan = plan_for(c, Bucket(rows, rows, True, context), tiles, gpu, args)
+    apart = plan.cut and plan.cut.kind == "apart"
+    max_rows, max_tokens = (rows, rows) if apart else (max(256, rows), max(2048, rows))
+    return _allocate(plan, max_rows, max_tokens, gpu, device, args)
+
+
+def _allocate(plan: AttentionPlan, rows: int, tokens: int, gpu: Gpu, device: torch.device, args: Any) -> Listed:
+    (shape, window, _), cut = plan.layer, plan.cut
+    assert cut
+    decode, prefill = plan.tile("one") or plan.tile("any"), plan.tile("several") or plan.tile("any")
+    assert decode
+    options = {"whole_tokens": cut.tokens if cut.kind == "apart" else 0, "late": cut.kind == "late"} | args.work
+    work = WorkList.allocate(
+        shape, (decode, prefill), max_rows=rows, max_tokens=tokens, max_context=131072, device=device, window=window,
+        gpu=gpu, **options,
+    )  # fmt: skip
+    return Listed(plan.launches, work)
 
 
 def attention_shape(c: ModelConfig) -> AttentionShape:
@@ -180,7 +219,7 @@ def tile_pairs(c: ModelConfig, args: argparse.Namespace) -> Iterable[Tiles | Non
     """Those of the options, each with every other; None is what the engine takes."""
     if not args.decode_tile and not args.prefill_tile:
         return [None]
-    decode, prefill = choose_tiles(attention_shape(c))
+    decode, prefill = paged_tiles(attention_shape(c))
     decodes, prefills = ([parse_tile(text) for text in texts or ()] for texts in (args.decode_tile, args.prefill_tile))
     return itertools.product(decodes or [decode], prefills or [prefill])
 
@@ -218,46 +257,34 @@ class Bench:
         ]
         tokens = sum(row.query for row in case.rows)
         self.heads = torch.randn(tokens, c.num_heads + 2 * c.num_kv_heads, c.head_dim, dtype=DTYPE, device=device)
-        self.q, self.k, self.v = split_heads(self.heads, c.num_heads)
+        self.q = self.heads[:, : c.num_heads]
         self.out = torch.full((tokens, c.num_heads * c.head_dim), torch.nan, dtype=DTYPE, device=device)
         ones = torch.ones(c.head_dim, dtype=DTYPE, device=device)
-        self.norms = HeadNorms(ones, ones, 1e-6) if c.qk_norm else None
-        self.cos_sin = None if c.rope is None else torch.randn(case.longest, c.head_dim, device=device)
-        self.arrivals = torch.zeros(rows * c.num_heads, dtype=torch.int32, device=device)
+        norms = HeadNorms(ones, ones, 1e-6) if c.qk_norm else None
+        cos_sin = None if c.rope is None else torch.randn(case.longest, c.head_dim, device=device)
         self.scale = c.head_dim**-0.5
+        self.layer = AttentionLayer(c.num_heads, norms, cos_sin, self.scale, 0)
+        self.counters = Counters(torch.zeros(rows * c.num_heads, dtype=torch.int32, device=device))
 
-    def paged(self, work: WorkList, copy: int, pdl: bool | None = None) -> None:
-        k, v = self.caches[copy]
-        pdl = self.pdl if pdl is None else pdl
-        attend_stored(self.q, k, v, self.step, work, self.scale, 0, self.out, pdl=pdl)
+    def paged(self, listed: Listed, copy: int, pdl: bool | None = None) -> None:
+        """Over keys and values that are in the cache."""
+        self._launch(listed.stored, listed.work, copy, pdl)
 
     def few(self, copy: int, pdl: bool | None = None) -> None:
-        k, v = self.caches[copy]
-        decode_attention(
-            self.heads, self.case.c.num_heads, self.norms, self.cos_sin, k, v, self.step, self.scale, 0, self.out,
-            self.arrivals, pdl=self.pdl if pdl is None else pdl,
-        )  # fmt: skip
+        shape, sms = attention_shape(self.case.c), examine(self.timer.device).multiprocessors
+        pieces = few_keys_pieces(len(self.case.rows), shape.num_heads, shape.head_dim, sms)
+        self._launch([Launch("few_keys", few_keys_tile(shape), "one", False, pieces)], self.counters, copy, pdl)
 
-    def listed(self, work: WorkList, copy: int, pdl: bool | None = None) -> None:
-        k, v = self.caches[copy]
-        attend = streamed_decode_attention if work.decode.tile.streamed else paged_decode_attention
-        attend(
-            self.heads, self.case.c.num_heads, self.norms, self.cos_sin, k, v, self.step, work, self.scale, 0,
-            self.out, pdl=self.pdl if pdl is None else pdl,
-        )  # fmt: skip
+    def listed(self, listed: Listed, copy: int, pdl: bool | None = None) -> None:
+        self._launch(listed.launches, listed.work, copy, pdl)
+
+    def _launch(self, launches: Sequence[Launch], work: WorkList | Counters, copy: int, pdl: bool | None) -> None:
+        pdl = self.pdl if pdl is None else pdl
+        launch_all(launches, self.heads, self.layer, *self.caches[copy], self.step, work, self.out, pdl=pdl)
 
     def store(self, copy: int, pdl: bool | None = None) -> None:
         """What ``few`` and ``listed`` do before attention; rotates the queries in place."""
-        k, v = self.caches[copy]
-        pdl = self.pdl if pdl is None else pdl
-        if self.cos_sin is None:
-            store_kv(self.k, self.v, self.step.slot_mapping, k, v, pdl=pdl)
-            return
-        q_norm, k_norm, eps = self.norms or (None, None, 0.0)
-        rotary_store_kv(
-            self.heads, self.case.c.num_heads, q_norm, k_norm, eps, self.cos_sin, self.step.positions,
-            self.step.slot_mapping, k, v, pdl=pdl,
-        )  # fmt: skip
+        prepare(self.heads, self.layer, *self.caches[copy], self.step, pdl=self.pdl if pdl is None else pdl)
 
     def torch_calls(self) -> list[Call]:
         """scaled_dot_product_attention, over the memory of the caches as if it were contiguous."""
@@ -306,17 +333,17 @@ def make_step(rows: Sequence[Row], per_row: int, device: torch.device) -> Device
     return step
 
 
-def decode_lines(shape: str, size: str, bench: Bench, work: WorkList, target: float | None) -> Lines:
+def decode_lines(shape: str, size: str, bench: Bench, listed: Listed, target: float | None) -> Lines:
     case, copies = bench.case, range(len(bench.caches))
-    short = longest_context(len(case.rows), work.shape, multiprocessors(bench.timer.device))
-    work.build(bench.step)
-    verify(bench, work, f"{shape} {size}")
+    short = few_keys_context(len(case.rows), attention_shape(case.c), examine(bench.timer.device))
+    listed.work.build(bench.step)
+    verify(bench, listed, f"{shape} {size}")
     torch_us = bench.torch_us()
-    fused: Ways = {"paged": partial(bench.listed, work)} if work.takes_heads else {}
+    fused: Ways = {"paged": partial(bench.listed, listed)} if not listed.prepares else {}
     if short:
         fused["few keys"] = bench.few
-    verify_fused(bench, work, fused, f"{shape} {size}")
-    for kernel, attend in ({"paged": partial(bench.paged, work)} | fused).items():
+    verify_fused(bench, listed, fused, f"{shape} {size}")
+    for kernel, attend in ({"paged": partial(bench.paged, listed)} | fused).items():
         taken = (case.longest - 1 <= short) == (kernel == "few keys")
         yield Line(
             "attention", f"decode, {kernel}", shape, size, bench.timer.us([partial(attend, copy) for copy in copies]),
@@ -324,21 +351,21 @@ def decode_lines(shape: str, size: str, bench: Bench, work: WorkList, target: fl
         )  # fmt: skip
 
 
-def prefill_lines(shape: str, bench: Bench, work: WorkList) -> Lines:
+def prefill_lines(shape: str, bench: Bench, listed: Listed) -> Lines:
     case, (query, context) = bench.case, bench.case.rows[0]
     size = f"{len(case.rows)} x {query} after {context}"
-    work.build(bench.step)
-    verify(bench, work, f"{shape} {size}")
-    us = bench.timer.us([partial(bench.paged, work, copy) for copy in range(len(bench.caches))])
+    listed.work.build(bench.step)
+    verify(bench, listed, f"{shape} {size}")
+    us = bench.timer.us([partial(bench.paged, listed, copy) for copy in range(len(bench.caches))])
     torch_us = bench.torch_us()
     way = "scaled_dot_product_attention"
     yield Line("attention", "prefill", shape, size, us, case.kv_bytes, case.flops, torch_us, way)
 
 
-def build_line(shape: str, bench: Bench, work: WorkList) -> Line:
+def build_line(shape: str, bench: Bench, listed: Listed) -> Line:
     """Once per step. It reads the rows, and writes about an item for each."""
     rows = bench.case.rows
-    us = bench.timer.us([partial(work.build, bench.step, bench.pdl)] * 16)
+    us = bench.timer.us([partial(listed.work.build, bench.step, bench.pdl)] * 16)
     size = f"{len(rows)} rows of {rows[0].query}"
     return Line("attention", "work list", shape, size, us, len(rows) * (16 + 64))
 
@@ -346,10 +373,10 @@ def build_line(shape: str, bench: Bench, work: WorkList) -> Line:
 # ---- checks ----
 
 
-def verify(bench: Bench, work: WorkList, label: str) -> None:
+def verify(bench: Bench, listed: Listed, label: str) -> None:
     """The last row of the first cache in float32, by torch. SystemExit if it is wrong."""
     c, (query, context) = bench.case.c, bench.case.rows[-1]
-    bench.paged(work, 0)
+    bench.paged(listed, 0)
     position = torch.arange(query + context, device=bench.q.device)
     blocks = bench.step.slots.block_tables[-1].long()[position // BLOCK_SIZE]
     k, v = (cache[blocks, :, position % BLOCK_SIZE].float() for cache in bench.caches[0])
@@ -362,7 +389,7 @@ def verify(bench: Bench, work: WorkList, label: str) -> None:
         raise SystemExit(f"wrong result: {label}, error {error:.2e}, {bench.out.isnan().sum()} elements not written")
 
 
-def verify_fused(bench: Bench, work: WorkList, ways: Ways, label: str) -> None:
+def verify_fused(bench: Bench, listed: Listed, ways: Ways, label: str) -> None:
     """Outputs and new keys and values of kernels that do everything, beside those of the separate ones."""
     heads, (k, v) = bench.heads.clone(), bench.caches[0]
     new = bench.step.slot_mapping
@@ -377,7 +404,7 @@ def verify_fused(bench: Bench, work: WorkList, ways: Ways, label: str) -> None:
 
     def separate() -> None:
         bench.store(0)
-        bench.paged(work, 0)
+        bench.paged(listed, 0)
 
     expected = results(separate)
     for way, attend in ways.items():

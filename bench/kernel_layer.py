@@ -20,6 +20,7 @@ from kernel_attention import (
     DTYPE,
     Bench,
     Case,
+    Listed,
     allocate_decode_work,
     as_text,
     tile_pairs,
@@ -28,7 +29,6 @@ from kernel_attention import (
 from kernel_timing import Call, Line, Lines, Timer
 from replay import decode_rows
 
-from asyncengine.kernels.cuda.attention.work.lists import WorkList
 from asyncengine.kernels.cuda.launch import programmatic as pdl_kernels
 
 LAYERS = "1x128,1x288,1x2048,8x288,64x288,256x288,256x2048"
@@ -68,14 +68,14 @@ def lines(args: argparse.Namespace, timer: Timer) -> Lines:
             for rows, context in args.layer:
                 if context <= c.max_positions:
                     bench = Bench(Case(c, decode_rows([context - 1] * rows)), timer, args.pdl)
-                    work = allocate_decode_work(c, tiles, timer.device, args, rows, context - 1)
-                    work.build(bench.step)
-                    ways = {"few keys": bench.few, "paged": partial(bench.listed, work)}
-                    verify_fused(bench, work, ways, f"{label} layer {rows} x {context}")
-                    yield from layer_lines(label, f"{rows} x {context}", bench, work)
+                    listed = allocate_decode_work(c, tiles, timer.device, args, rows, context - 1)
+                    listed.work.build(bench.step)
+                    ways = {"few keys": bench.few, "paged": partial(bench.listed, listed)}
+                    verify_fused(bench, listed, ways, f"{label} layer {rows} x {context}")
+                    yield from layer_lines(label, f"{rows} x {context}", bench, listed)
 
 
-def layer_lines(shape: str, size: str, bench: Bench, work: WorkList) -> Lines:
+def layer_lines(shape: str, size: str, bench: Bench, listed: Listed) -> Lines:
     product, copies, case = Product(bench), range(len(bench.caches)), bench.case
 
     def chain(attend: Callable[[int], object] | None, pdl: bool = False) -> float:
@@ -88,11 +88,11 @@ def layer_lines(shape: str, size: str, bench: Bench, work: WorkList) -> Lines:
 
     def separate(copy: int, pdl: bool) -> None:
         bench.store(copy, pdl)
-        bench.paged(work, copy, pdl)
+        bench.paged(listed, copy, pdl)
 
     alone, torch_calls = chain(None), bench.torch_calls()
     torch_us = chain(lambda copy: torch_calls[copy]()) - alone
-    for kernel, attend in (("few keys", bench.few), ("paged", partial(bench.listed, work)), ("separate", separate)):
+    for kernel, attend in (("few keys", bench.few), ("paged", partial(bench.listed, listed)), ("separate", separate)):
         for pdl in (True, False) if bench.pdl else (False,):
             us = chain(partial(attend, pdl=pdl), pdl) - alone
             yield Line(

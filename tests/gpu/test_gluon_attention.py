@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from asyncengine.errors import ConfigError
+from asyncengine.kernels.cuda.attention.choose import tma_decode_tile
+from asyncengine.kernels.cuda.attention.plan import LayerKind
 from asyncengine.kernels.cuda.attention.work.items import FIRST, LAST, PIECES
-from asyncengine.kernels.cuda.attention.work.lists import WorkList, choose_streamed_tile
+from asyncengine.kernels.cuda.attention.work.lists import WorkList
+from asyncengine.kernels.cuda.gpu import H200
 from tests.gpu.conftest import needs_hopper
 from tests.kernels.poison import poison_new_memory
 from tests.kernels.test_triton_attention import Case
@@ -47,10 +50,12 @@ def make(
     norm, rotary = fields.pop("norm", True), fields.pop("rotary", True)
     rows = tuple((0, 0) if context is None else (1, context) for context in contexts)
     made = Case(rows, **fields)
-    tile = choose_streamed_tile(made.shape, 16, programs_per_sm)
+    tile = tma_decode_tile(LayerKind(made.shape), H200, 16)
     assert tile is not None
-    tile = replace(tile, stages=stages or tile.stages)
-    return make_decode(replace(made, tiles=(tile, None)), torch.device("cuda"), norm, rotary)
+    most = 6 if programs_per_sm == 1 else tile.stages
+    tile = replace(tile, stages=stages or most, programs_per_sm=programs_per_sm)
+    decode = make_decode(replace(made, tiles=(tile, None)), torch.device("cuda"), norm, rotary)
+    return replace(decode, kernel="tma_decode")
 
 
 def most_pieces(work: WorkList) -> int:
@@ -221,10 +226,14 @@ def test_cache_hints_change_no_result() -> None:
 def test_what_is_for_another_kernel_is_refused() -> None:
     decode = make("qwen3", (20,))
     right = decode.world.work()
-    other_tile = replace(right.decode, tile=replace(right.decode.tile, keys=32))
-    for work in (replace(right, decode=other_tile), replace(right, window=8)):
-        with pytest.raises(ConfigError, match="work list"):
-            decode.attend(decode.world.k, decode.world.v, work)
+    with pytest.raises(ConfigError, match="work list"):
+        decode.attend(decode.world.k, decode.world.v, replace(right, window=8))
+    other_tile = replace(right, decode=replace(right.decode, tile=replace(right.decode.tile, keys=32)))
+    with pytest.raises(ValueError, match="another kernel"):
+        decode.attend(decode.world.k, decode.world.v, other_tile)
+    capped = replace(decode, world=replace(decode.world, case=replace(decode.world.case, softcap=50.0)))
+    with pytest.raises(ValueError, match="another kernel"):
+        capped.attend(decode.world.k, decode.world.v, right)
     large_blocks = make("qwen3", (20,), block_size=32)
     with pytest.raises(ValueError, match="another kernel"):
         large_blocks.attend(large_blocks.world.k, large_blocks.world.v, large_blocks.world.work())

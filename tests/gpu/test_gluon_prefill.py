@@ -14,14 +14,17 @@ import torch
 from torch import Tensor
 
 from asyncengine.errors import ConfigError
-from asyncengine.kernels.cuda.attention.tma_decode import streamed_stored_attention
-from asyncengine.kernels.cuda.attention.tma_prefill import streamed_prefill_attention
+from asyncengine.kernels.cuda.attention import tma_decode, tma_prefill
+from asyncengine.kernels.cuda.attention.choose import Limits, describe, paged_tiles
+from asyncengine.kernels.cuda.attention.plan import AttentionPlan, LayerKind
+from asyncengine.kernels.cuda.attention.run import launch_all
 from asyncengine.kernels.cuda.attention.work.items import BEGIN, PIECES
-from asyncengine.kernels.cuda.attention.work.lists import WorkList, choose_mixed_tiles, choose_tiles
+from asyncengine.kernels.cuda.attention.work.lists import WorkList
+from asyncengine.kernels.cuda.gpu import H200
 from asyncengine.kernels.cuda.linear.plan import Plan
 from asyncengine.kernels.cuda.linear.tma import tma_linear
-from asyncengine.kernels.cuda.ops import attend_stored
 from asyncengine.kernels.cuda.rows.rotary import rotary_store_kv, store_kv
+from asyncengine.kernels.cuda.step.bucket import Bucket
 from asyncengine.kernels.ops import split_heads
 from tests.gpu.conftest import needs_hopper
 from tests.gpu.test_gluon_attention import EDGES
@@ -49,12 +52,20 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     poison_new_memory(monkeypatch)
 
 
+def plan_for(case: Case) -> AttentionPlan:
+    """Of mixed steps."""
+    layer = LayerKind(case.shape, case.window)
+    return describe(Bucket(64, 2048, False), layer, H200, Limits(64, 2048, 1 << 20, 16))
+
+
 def make(model: str, rows: tuple[tuple[int, int], ...], **case: Any) -> tuple[World, WorkList]:
     fields = {"dtype": torch.bfloat16, "programs": None, "min_split_tokens": 256, **MODELS[model], **case}
     made = Case(rows, **fields)
-    tiles = choose_mixed_tiles(made.shape, 16, made.window)
-    assert tiles is not None
-    world = make_world(replace(made, tiles=tiles), torch.device("cuda"))
+    plan = plan_for(made)
+    assert any(launch.kernel.startswith("tma") for launch in plan.launches)
+    one, several = plan.tile("one"), plan.tile("several")
+    assert one
+    world = make_world(replace(made, tiles=(one, several)), torch.device("cuda"))
     work = world.work()
     work.build(world.step)
     return world, work
@@ -64,7 +75,8 @@ def attend(world: World, work: WorkList, pdl: bool = True) -> Tensor:
     """As ``World.attend``, with the engine's choice of kernels."""
     case = world.case
     out = torch.full((len(world.q), case.shape.num_heads * case.head_dim), math.nan, dtype=case.dtype, device="cuda")
-    attend_stored(world.q, world.k, world.v, world.step, work, case.head_dim**-0.5, case.window, out, pdl=pdl)
+    launches = plan_for(case).launches
+    launch_all(launches, world.q, case.layer, world.k, world.v, world.step, work, out, pdl=pdl)
     for section in work.sections:
         assert not section.arrivals.any()
     return out.cpu()
@@ -119,7 +131,7 @@ def test_kernels_beside_one_another(model: str, rows: tuple[tuple[int, int], ...
 
     def layer(pdl: bool) -> tuple[Tensor, Tensor]:
         x = heads.clone()
-        q, new_k, new_v = split_heads(x, shape.num_heads)
+        _, new_k, new_v = split_heads(x, shape.num_heads)
         out, y = heads.new_full((count, width), math.nan), heads.new_full((count, 64), math.nan)
         k[block, :, offset] = nothing
         v[block, :, offset] = nothing
@@ -127,7 +139,7 @@ def test_kernels_beside_one_another(model: str, rows: tuple[tuple[int, int], ...
             store_kv(new_k, new_v, slots, k, v, pdl=pdl)
         else:
             rotary_store_kv(x, shape.num_heads, None, None, 0.0, cos_sin, step.positions, slots, k, v, pdl=pdl)
-        attend_stored(q, k, v, step, work, dim**-0.5, 0, out, pdl=pdl)
+        launch_all(plan_for(world.case).launches, x, world.case.layer, k, v, step, work, out, pdl=pdl)
         tma_linear(out, weight, plan, out=y, pdl=pdl)
         return out, y
 
@@ -188,14 +200,22 @@ def test_lists_for_other_kernels_are_refused() -> None:
     out = torch.empty_like(world.q.flatten(1))
     apart = torch.empty(*world.q.shape[:2], 2 * world.q.shape[2], dtype=world.q.dtype, device="cuda")
     apart = apart[:, :, : world.q.shape[2]]
-    plain = replace(world, case=replace(world.case, tiles=choose_tiles(world.case.shape))).work()
-    assert work.prefill is not None
-    of_decode = replace(work, prefill=replace(work.prefill, tile=work.decode.tile))
-    for other in (plain, work.decode_only, replace(work, window=64), of_decode):
+    plain = replace(world, case=replace(world.case, tiles=paged_tiles(world.case.shape))).work()
+    one, several = plan_for(world.case).launches
+    layer = world.case.layer
+
+    def call(run, launch, heads=world.q, layer=layer, work=work):
+        run(launch, heads, layer, world.k, world.v, world.step, work, out)
+
+    for other in (plain, replace(work, prefill=work.decode)):
         with pytest.raises(ConfigError, match="another kernel"):
-            streamed_prefill_attention(world.q, world.k, world.v, world.step, other, 1.0, out)
-    for match, other in (("is for another kernel", plain), ("is of window 64", replace(work, window=64))):
-        with pytest.raises(ConfigError, match="the work list " + match):
-            streamed_stored_attention(world.q, world.k, world.v, world.step, other, 1.0, 0, out)
+            call(tma_prefill.run, several, work=other)
+    with pytest.raises(ConfigError, match="another kernel"):
+        call(tma_prefill.run, several, layer=layer._replace(softcap=50.0))
+    with pytest.raises(ConfigError, match="the work list is for another kernel"):
+        call(tma_decode.run, one, work=plain)
+    for run, launch in ((tma_decode.run, one), (tma_prefill.run, several)):
+        with pytest.raises(ConfigError, match="the work list is of window 64"):
+            call(run, launch, work=replace(work, window=64))
     with pytest.raises(ConfigError, match="elements apart"):
-        streamed_stored_attention(apart, world.k, world.v, world.step, work, 1.0, 0, out)
+        call(tma_decode.run, one, heads=apart)

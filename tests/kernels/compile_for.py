@@ -20,6 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
+from asyncengine.kernels.cuda.gpu import A100, H200, L40S, Gpu
+
 if TYPE_CHECKING:
     from asyncengine.kernels.float8 import Quantization
 
@@ -88,6 +90,11 @@ def install(target: int = HOPPER) -> dict[str, Any]:
     return compiled
 
 
+def card_for(target: int) -> Gpu:
+    """A card that has this compute capability."""
+    return {80: A100, 89: L40S, HOPPER: H200}[target]
+
+
 def spills(kernel: Any) -> list[str]:
     """A word for it if registers do not do for what install() compiled, and it keeps something in memory."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -151,7 +158,6 @@ def _changes(name: str, made: dict[str, list[str]], handed: dict[str, str], indu
 def main(target: str, directory: str, dtype: str, quantization: Quantization = "none") -> None:
     from asyncengine import _core
     from asyncengine.config import EngineConfig
-    from asyncengine.kernels.cuda.gpu import INTERPRETER
     from asyncengine.kernels.cuda.linear.plan import Plan, Site
     from asyncengine.kernels.cuda.linear.tables import PlanTable
     from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
@@ -165,7 +171,8 @@ def main(target: str, directory: str, dtype: str, quantization: Quantization = "
         model=directory, dtype=dtype, load_format="dummy", max_num_seqs=4, max_num_batched_tokens=64, num_kv_blocks=8,
         max_model_len=128, quantization=quantization, staging="mapped",  # which has a kernel more
     )  # fmt: skip
-    ops = CudaOps(torch.device("cpu"), CudaOptions(quantization=quantization))
+    card = card_for(int(target))
+    ops = CudaOps(torch.device("cpu"), CudaOptions(quantization=quantization, gpu=replace(card, tma=False)))
     loaded = load_model(config, ops)
     device = _core.SimulatedDevice(vocab_size=2)
     native = _core.CudaDevice.simulated(device)
@@ -186,8 +193,7 @@ def main(target: str, directory: str, dtype: str, quantization: Quantization = "
         up = head._replace(columns=c.intermediate_size, activation="silu_mul")
         plans = PlanTable({head: plan, up: plan})
         for hints in (True, False):
-            options = CudaOptions(plans, gpu=replace(INTERPRETER, tma=True), l2_cache_hints=hints)
-            streaming = CudaOps(ops.device, options)
+            streaming = CudaOps(ops.device, CudaOptions(plans, gpu=card, l2_cache_hints=hints))
             loaded = load_model(config, streaming)
             steps, _ = make_steps(config, loaded, streaming, native, 8)
             steps.state.input_ids.zero_()

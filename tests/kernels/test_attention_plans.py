@@ -94,8 +94,9 @@ def test_capped_scores_are_for_kernels_that_cap_them() -> None:
 
 def test_a_plan_in_words() -> None:
     layer = LayerKind(LLAMA)
-    words = str(decode(256, layer))
-    assert words == "tma_decode [16 x 64, 4 warps, 3 stages] for rows of one token; cut along the line, late lanes (formula)"
+    tile = "[16 x 64, 4 warps, 3 stages]"
+    words = f"tma_decode {tile} for rows of one token; cut along the line, late lanes (formula)"
+    assert str(decode(256, layer)) == words
     mixed = str(plan_for(Bucket(64, 512, False), layer))
     assert mixed.startswith("rotary and store; tma_decode [")
     assert "tma_prefill [128 x 128, 8 warps, 2 stages] for rows of several tokens; cut along the line" in mixed

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -36,18 +38,18 @@ def test_every_kernel_of_a_step_compiles(tmp_path):
     lines = compiled_for(tmp_path)
     compiled = [line.split()[0] for line in lines]
     assert compiled.count("_attention_kernel") == 2  # decode and prefill
-    assert compiled.count("_streamed_prefill_kernel") == 1
+    assert compiled.count("_tma_prefill_kernel") == 1
     assert compiled.count("_tiles_kernel") == 2  # greedy and full sampling
     for name in (
         "_fetch", "_ingest", "build_decode_kernel", "build_apart_kernel", "build_prefill_kernel", "_decode_kernel",
-        "_paged_decode_kernel", "_streamed_decode_kernel", "_norm_kernel", "_rotary_store_kernel", "_copy_blocks",
+        "_paged_decode_kernel", "_tma_decode_kernel", "_norm_kernel", "_rotary_store_kernel", "_copy_blocks",
         "_collect_kernel", "finish_kernel", "_tma_kernel", "_head_kernel", "_first_kernel",
     ):  # fmt: skip
         assert name in compiled
     hinted = [line.split()[0] for line in lines if "copies evict_" in line]
-    assert set(hinted) == {"_tma_kernel", "_head_kernel", "_streamed_decode_kernel"}
+    assert set(hinted) == {"_tma_kernel", "_head_kernel", "_tma_decode_kernel"}
     without_hints = [line.split()[0] for line in lines if line.endswith("copies as usual")]
-    without_hints.remove("_streamed_prefill_kernel")  # which never has any
+    without_hints.remove("_tma_prefill_kernel")  # which never has any
     assert sorted(without_hints) == sorted(hinted), "each is there once more, and none of its copies has a policy"
 
 
@@ -231,86 +233,77 @@ def test_tma_ranks_compile(tmp_path):
     assert set(compiled) == {"_head_kernel:wgmma"}
 
 
-STREAMED_ATTENTION = """
-from tests.kernels.compile_for import install, policies, spills, stale_bounds
-compiled = install()
+ATTENTION = """
+import sys
+from dataclasses import replace
+from tests.kernels.compile_for import card_for, install, policies, spills, stale_bounds
+compiled = install(target := int(sys.argv[1]))
 import torch
+from asyncengine.kernels.cuda.attention.choose import Limits
+from asyncengine.kernels.cuda.attention.plan import AttentionShape, LayerKind
+from asyncengine.kernels.cuda.attention.run import StepAttention
 from asyncengine.kernels.cuda.step.tensors import allocate_step
-from asyncengine.kernels.cuda.attention.tma_decode import streamed_decode_attention, streamed_stored_attention
-from asyncengine.kernels.ops import HeadNorms
-from asyncengine.kernels.cuda.attention.work.lists import (
-    AttentionShape, WorkList, choose_apart, choose_mixed_tiles, choose_streamed_tile
-)
+from asyncengine.kernels.ops import AttentionLayer, HeadNorms
+from asyncengine.runner.buckets import Bucket
 
+card, cpu = card_for(target), torch.device("cpu")
 def random(*shape): return torch.empty(shape, dtype=torch.bfloat16)
 
-for heads, kv_heads, dim, rotary, norm in (
-    (12, 12, 64, False, False), (16, 8, 128, True, True), (32, 8, 128, True, False)
-):
-    shape, cpu = AttentionShape(heads, kv_heads, dim, torch.bfloat16), torch.device("cpu")
-    apart = (choose_apart(rows, shape, 16, 132).tile for rows in (1, 4))
-    for tile in (*apart, choose_streamed_tile(shape, 16)):
-        work = WorkList.allocate(
-            shape, max_rows=4, max_tokens=4, max_context=512, device=cpu, tiles=(tile, None),
-            num_programs=132 * tile.programs_per_sm,
-        )
-        streamed_decode_attention(
-            random(4, heads + 2 * kv_heads, dim), heads, HeadNorms(random(dim), random(dim), 1e-6) if norm else None,
-            torch.empty(512, dim) if rotary else None, random(8, kv_heads, 16, dim), random(8, kv_heads, 16, dim),
-            allocate_step(4, 32, 4, 4, cpu), work, dim**-0.5, 0, random(4, heads * dim), pdl=True,
-        )
-    work = WorkList.allocate(
-        shape, max_rows=4, max_tokens=64, max_context=512, device=cpu, tiles=choose_mixed_tiles(shape, 16, 0),
-        num_programs=264,
-    )
-    streamed_stored_attention(
-        random(64, heads + 2 * kv_heads, dim)[:, :heads], random(8, kv_heads, 16, dim), random(8, kv_heads, 16, dim),
-        allocate_step(4, 32, 4, 64, cpu), work, dim**-0.5, 0, random(64, heads * dim), pdl=True,
-    )
+for heads, kv_heads, dim, rotary, norm in eval(sys.argv[2]):
+    shape = AttentionShape(heads, kv_heads, dim, torch.bfloat16)
+    for softcap in (0.0, 50.0) if "softcap" in sys.argv else (0.0,):
+        for invariant in (False, True) if "invariant" in sys.argv else (False,):
+            limits = Limits(64, 64, 512, 16, invariant)
+            attention = StepAttention([LayerKind(shape, 0, softcap)], limits, card, cpu)
+            layer = AttentionLayer(
+                heads, HeadNorms(random(dim), random(dim), 1e-6) if norm else None,
+                torch.empty(512, dim) if rotary else None, dim**-0.5, 0, softcap,
+            )
+            buckets = Bucket(4, 4, True, 64), Bucket(4, 8, False, 64), Bucket(4, 4, True), Bucket(4, 64, False)
+            if "softcap" not in sys.argv:
+                buckets += Bucket(1, 1, True), Bucket(64, 64, True)
+            for bucket in buckets:
+                step = allocate_step(64, 32, 64, 64, cpu).bucket(bucket.max_rows, bucket.max_tokens)
+                attend = attention.of(bucket).of(layer)
+                attend(
+                    random(bucket.max_tokens, (heads + 2 * kv_heads) * dim), layer, random(8, kv_heads, 16, dim),
+                    random(8, kv_heads, 16, dim), step, pdl=card.dependent_launch,
+                )
 for name, kernel in compiled.items():
-    words = [word for word in ("mma.sync", "griddepcontrol.wait", "cp.async.bulk.tensor") if word in kernel.asm["ptx"]]
-    print(":".join([name.split()[0], *words, *policies(kernel), *spills(kernel), *stale_bounds(kernel)]))
+    assert kernel.metadata.shared <= card.shared_bytes, (name, kernel.metadata.shared, card)
+    words = [word for word in ("wgmma", "griddepcontrol.wait", "cp.async.bulk.tensor") if word in kernel.asm["ptx"]]
+    if name.startswith("_tma"):
+        words += [*policies(kernel), *spills(kernel), *stale_bounds(kernel)]
+    print(":".join([name.split()[0], *words]))
 """
+MODELS = "((12, 12, 64, False, False), (16, 8, 128, True, True), (32, 8, 128, True, False))"
+"""Heads of gpt2, qwen3-0.6b and llama-3.1-8b."""
 
 
-def test_streamed_decode_attention_compiles(tmp_path):
-    """For the heads of three models, gpt2, qwen3-0.6b, llama-3.1-8b; a lone row, few, many, some beside prompts.
+def test_attention_with_the_accelerator_compiles(tmp_path):
+    """A lone row, few, many, some beside prompts. Registers do for it.
 
     What registers have no room for comes back from memory when that is busiest, microseconds later.
     """
-    compiled = run(tmp_path, "-c", STREAMED_ATTENTION)
-    words = "mma.sync:griddepcontrol.wait:cp.async.bulk.tensor:evict_first"
-    assert compiled == [f"_streamed_decode_kernel:{words}"] * 12
+    compiled = run(tmp_path, "-c", ATTENTION, "90", MODELS)
+    words = "griddepcontrol.wait:cp.async.bulk.tensor"
+    assert compiled.count(f"_tma_decode_kernel:{words}:evict_first") == 12
+    assert compiled.count(f"_tma_prefill_kernel:wgmma:{words}:as usual") == 3
+    assert {line.split(":")[0] for line in compiled} == {
+        "_tma_decode_kernel", "_tma_prefill_kernel", "_decode_kernel", "_store_kernel", "_rotary_store_kernel"
+    }  # fmt: skip
 
 
-STREAMED_PREFILL = """
-from tests.kernels.compile_for import install, policies, spills, stale_bounds
-compiled = install()
-import torch
-from asyncengine.kernels.cuda.step.tensors import allocate_step
-from asyncengine.kernels.cuda.attention.tma_prefill import streamed_prefill_attention
-from asyncengine.kernels.cuda.attention.work.lists import AttentionShape, WorkList, choose_mixed_tiles
-
-def random(*shape): return torch.empty(shape, dtype=torch.bfloat16)
-
-for heads, kv_heads, dim in (12, 12, 64), (16, 8, 128), (32, 8, 128), (64, 8, 64), (16, 1, 128):
-    shape, cpu = AttentionShape(heads, kv_heads, dim, torch.bfloat16), torch.device("cpu")
-    work = WorkList.allocate(
-        shape, max_rows=4, max_tokens=64, max_context=512, device=cpu, num_programs=132,
-        tiles=choose_mixed_tiles(shape, 16, 0),
-    )
-    streamed_prefill_attention(
-        random(64, heads + 2 * kv_heads, dim)[:, :heads], random(8, kv_heads, 16, dim), random(8, kv_heads, 16, dim),
-        allocate_step(4, 32, 4, 64, cpu), work, dim**-0.5, random(64, heads * dim), pdl=True,
-    )
-for name, kernel in compiled.items():
-    words = [word for word in ("wgmma", "griddepcontrol.wait", "cp.async.bulk.tensor") if word in kernel.asm["ptx"]]
-    print(":".join([name.split()[0], *words, *policies(kernel), *spills(kernel), *stale_bounds(kernel)]))
-"""
-
-
-def test_streamed_prefill_attention_compiles(tmp_path):
-    """For the heads of three models and others. Registers do for it."""
-    compiled = run(tmp_path, "-c", STREAMED_PREFILL)
+def test_prompts_of_other_groups_compile(tmp_path):
+    compiled = run(tmp_path, "-c", ATTENTION, "90", "((64, 8, 64, False, False), (16, 1, 128, False, False))")
     words = "wgmma:griddepcontrol.wait:cp.async.bulk.tensor:as usual"
-    assert compiled == [f"_streamed_prefill_kernel:{words}"] * 5
+    assert compiled.count(f"_tma_prefill_kernel:{words}") == 2
+
+
+@pytest.mark.parametrize("target", [80, 89, 90])
+def test_attention_compiles_for_every_card(tmp_path, target):
+    """All kernels in Triton, with soft caps and without; their tiles have room in shared memory."""
+    compiled = run(tmp_path, "-c", ATTENTION, str(target), "((16, 8, 128, True, True),)", "softcap", "invariant")
+    names = [line.split(":")[0] for line in compiled]
+    assert {"_attention_kernel", "_paged_decode_kernel", "_decode_kernel"} <= set(names)
+    assert ("_tma_decode_kernel" in names) == (target == 90)

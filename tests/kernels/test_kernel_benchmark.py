@@ -20,9 +20,10 @@ from kernel_timing import Line
 from replay import Row, choose_bucket, decode_rows
 
 from asyncengine.config import EngineConfig
-from asyncengine.kernels.cuda.attention.work import lists as work_list
+from asyncengine.kernels.cuda.attention.run import StepAttention
 from asyncengine.kernels.cuda.gpu import H200
 from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
+from asyncengine.kernels.ops import AttentionLayer
 from asyncengine.runner import device_steps
 
 QWEN3 = {
@@ -75,7 +76,7 @@ def test_all_parts(
 
 def test_a_wrong_result_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
-    monkeypatch.setattr(kernel_attention, "attend_stored", lambda *args, pdl: args[-1].zero_())
+    monkeypatch.setattr(kernel_attention, "launch_all", lambda *args, pdl: args[-1].zero_())
     where = ["--device", device.type, "--shape", str(tmp_path)]
     monkeypatch.setattr("sys.argv", ["bench/kernels.py", "attention", *SIZES, *where])
     with pytest.raises(SystemExit, match="wrong result"):
@@ -118,19 +119,24 @@ def test_targets_are_measured_whatever_the_contexts() -> None:
 @pytest.mark.parametrize("shape", ["gpt2", "qwen3-0.6b"])
 def test_work_lists_are_the_engine_s(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is measured by itself is what runs in a step, for a row, a few, many, and many with late lanes."""
-    for module in (work_list, kernel_attention):
-        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(kernel_attention, "examine", lambda device: H200)
     device, args = torch.device("cpu"), kernels.parse(["attention"])
     ops = CudaOps(device, CudaOptions(gpu=H200))
     config = EngineConfig(model="", dtype="bfloat16", max_num_seqs=256, max_num_batched_tokens=256)
     loaded = SimpleNamespace(config=(c := read_model(shape)), dtype=torch.bfloat16, max_model_len=1024)
-    buckets, work = device_steps.step_buckets(config, loaded, ops), device_steps._StepWork(config, loaded, ops)
+    buckets = device_steps.step_buckets(config, loaded, ops)
+    [kind], limits = device_steps.attention_kinds(c, loaded.dtype), device_steps.attention_limits(config, 1024)
+    attention = StepAttention([kind], limits, H200, device)
     late = []
     for rows in (1, 8, 24, 64, 128, 160, 256):
         for context in (100, 192, 193, 900):
-            [section] = work.of(buckets[choose_bucket(buckets, decode_rows([context] * rows))])[0].sections
-            [ours] = kernel_attention.allocate_decode_work(c, None, device, args, rows, context).sections
+            bucket = buckets[choose_bucket(buckets, decode_rows([context] * rows))]
+            planned = attention.of(bucket).of(AttentionLayer(c.num_heads, None, None, 1.0, 0))
+            listed = kernel_attention.allocate_decode_work(c, None, device, args, rows, context)
+            if planned.plan.cut is None:
+                continue
+            assert listed.launches == planned.plan.launches
+            [section], [ours] = planned.work.sections, listed.work.sections
             names = ("tile", "lanes", "late_lanes", "whole_tiles", "min_split_tiles", "split_tiles", "item_step")
             assert [getattr(ours, name) for name in names] == [getattr(section, name) for name in names]
             late.append(ours.late_lanes > 0)

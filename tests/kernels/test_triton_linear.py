@@ -409,8 +409,7 @@ def test_parts_are_added_by_the_norm_that_reads_the_residual(
         ops.linear_add_(hidden, handle, residual)
         step = allocate_step(1, 1, 4, model.rows, device)
         step.sample_index.copy_(torch.tensor([5, 0, 0, 3]))
-        logits = ops.logits(residual, model.norm, handle, CudaBatch(step))
-        results.append((after, hidden, logits, residual.settle()))
+        results.append((after, hidden, ops.logits(residual, model.norm, handle, CudaBatch(step)), residual.settle()))
     for got, expected in zip(*results, strict=True):
         assert_near(got, expected)
 
@@ -454,8 +453,7 @@ def test_greedy_heads_leave_ranks(device: torch.device, out_features: int, monke
     unknown = make_ops(device)
     assert isinstance(head(unknown), Tensor), "until it is measured"
     assert unknown.choices.missing == {site, site._replace(activation=None)}
-    known = make_ops(device, {site: CUBLAS})
-    assert isinstance(head(known), Tensor)
+    assert isinstance(head(known := make_ops(device, {site: CUBLAS})), Tensor)
     assert known.choices.missing == {site._replace(activation=None)}
 
 

@@ -64,8 +64,8 @@ H200 = replace(H100, name="NVIDIA H200")
 B200 = Gpu("NVIDIA B200", (10, 0), 148, 227 << 10, 126 << 20, dependent_launch=True)
 KNOWN = (A100, L40S, H100, H200, B200)
 
-INTERPRETER = Gpu("interpreter", (0, 0), 8, 227 << 10, 1 << 20)
-"""Of multiprocessors as many as a test can wait for."""
+INTERPRETER = Gpu("interpreter", (8, 9), 8, 227 << 10, 1 << 20)
+"""Float8 as on Ada; of multiprocessors as many as a test can wait for."""
 
 
 @functools.cache
