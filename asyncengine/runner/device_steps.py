@@ -62,7 +62,7 @@ def _view(address: int, num_bytes: int, dtype: torch.dtype) -> Tensor:
 def attention_kinds(model: ModelConfig, dtype: torch.dtype) -> list[LayerKind]:
     """The kinds of layer that a model has, by their attention."""
     shape = AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim, dtype)
-    return [LayerKind(shape, window) for window in sorted(set(model.layer_windows))]
+    return [LayerKind(shape, window, model.score_softcap) for window in sorted(set(model.layer_windows))]
 
 
 def attention_limits(config: EngineConfig, max_model_len: int) -> Limits:

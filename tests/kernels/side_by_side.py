@@ -326,7 +326,7 @@ def steps_find_their_kernels(driver: Counting, directory: Path) -> None:
     start.prepare()
     assert driver.launched == []
     compiled = sorted(driver.compiled)
-    assert {"_ingest", "_streamed_decode_kernel", "vector_kernel", "_tma_kernel",
+    assert {"_ingest", "_tma_decode_kernel", "vector_kernel", "_tma_kernel",
             "finish_kernel", "_copy_blocks"} <= set(compiled)  # fmt: skip
     run_all(start.steps(8), start.buckets)
     assert sorted(driver.compiled) == compiled, "a launch needed a kernel that had not been compiled"
