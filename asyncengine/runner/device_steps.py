@@ -182,6 +182,7 @@ class DeviceSteps:
             config.max_num_seqs,
             config.max_num_batched_tokens,
             ops.device,
+            buffers.staging.records_begin,
         )
         self._work = _StepWork(config, loaded, ops)
         self._planes = cache.memory.flatten(0, 1)
@@ -202,7 +203,7 @@ class DeviceSteps:
         step = self._step.bucket(bucket.max_rows, bucket.max_tokens)
         batch = CudaBatch(step, self._work.of(bucket), self._work.has_few_keys(bucket), needs)
         with torch.inference_mode():
-            ingest(source, step, self._block_size, pdl=self._pdl)
+            ingest(source, step, self._block_size, pdl=self._pdl, needs=needs)
             batch.build_work(pdl=self._pdl)
             logits = self._model.forward(batch, self.cache.layers)
             assert logits is not None
