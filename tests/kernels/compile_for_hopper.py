@@ -148,6 +148,8 @@ def main(directory: str, dtype: str, quantization: Quantization = "none") -> Non
     from asyncengine.kernels.attention import NativeAttention
     from asyncengine.kernels.cuda.linear.choose import Plan, PlanTable, Site
     from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
+    from asyncengine.kernels.cuda.step.ingest import ingest
+    from asyncengine.kernels.cuda.step.tensors import allocate_step
     from asyncengine.runner.buckets import Bucket
     from asyncengine.runner.cuda_runner import make_steps
     from asyncengine.runner.device_steps import ARGMAX, SAMPLING
@@ -164,6 +166,8 @@ def main(directory: str, dtype: str, quantization: Quantization = "none") -> Non
     native = _core.CudaDevice.simulated(device)
     steps, _ = make_steps(config, loaded, ops, native, 8)
     steps.state.input_ids.zero_()
+    # Rows with several samples, records and entries, which no captured variant has.
+    ingest(steps.source, allocate_step(4, 8, 4, 64, ops.device, 12), config.block_size, needs=int(~_core.Need(0)))
     if quantization == "fp8":  # which has kernels of ours for few rows, whatever the card
         for rows in (1, 4):
             steps.run(Bucket(rows, rows, True), ARGMAX)
