@@ -101,6 +101,7 @@ class DeviceSteps:
             config.max_num_seqs,
             config.max_num_batched_tokens,
             ops.device,
+            buffers.staging.records_begin,
         )
         self._attention = StepAttention(
             attention_kinds(loaded.config, loaded.dtype),
@@ -126,7 +127,7 @@ class DeviceSteps:
         step = self._step.bucket(bucket.max_rows, bucket.max_tokens)
         batch = CudaBatch(step, self._attention.of(bucket), needs)
         with torch.inference_mode():
-            ingest(source, step, self._block_size, pdl=self._pdl)
+            ingest(source, step, self._block_size, pdl=self._pdl, needs=needs)
             batch.attention.build(step, pdl=self._pdl)
             logits = self._model.forward(batch, self.cache.layers)
             assert logits is not None

@@ -8,6 +8,10 @@ from asyncengine import _core
 from asyncengine.config import EngineConfig
 from asyncengine.model_info import ModelInfo
 
+UPDATE_WORDS = RESULT_WORDS = 1 << 13
+"""Budgets of a step, in words: entries of newly filled slots, and records. They cost memory alone, until a request asks
+for some."""
+
 
 def scheduler_config(
     config: EngineConfig, model_info: ModelInfo, token_buckets: Sequence[int] = ()
@@ -21,6 +25,8 @@ def scheduler_config(
         max_model_len=model_info.max_model_len,
         prefix_caching=config.enable_prefix_caching,
         token_buckets=token_buckets,
+        max_update_words=UPDATE_WORDS,
+        max_result_words=RESULT_WORDS,
     )
 
 

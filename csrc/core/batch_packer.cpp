@@ -98,7 +98,7 @@ size_t pack_step(const StepPlan& plan, BlockTables& tables, std::span<std::byte>
   *header = {StepInputView::kMagic, static_cast<uint32_t>(cursor.used() / sizeof(int32_t)), plan.step,
              static_cast<int32_t>(plan.rows.size()), plan.num_decode_rows, plan.num_tokens, sample_row,
              num_prompt_ids, static_cast<int32_t>(plan.copies.size()), num_updates, plan.num_delta_blocks,
-             plan.needs, max_context, plan.num_heads, plan.num_result_words};
+             plan.needs, max_context, sample_row - plan.num_scored, plan.num_result_words};
   return cursor.used();
 }
 

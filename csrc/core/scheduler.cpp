@@ -81,34 +81,36 @@ void Scheduler::wake_siblings() {
   forking_.clear();
 }
 
-inline void Scheduler::add_row(Slot& slot, int32_t query_len, bool from_device, StepPlan& plan) {
+[[gnu::always_inline]] inline void Scheduler::add_row(Slot& slot, int32_t query_len, bool from_device, StepPlan& plan) {
   const int32_t row = index(slot), context_len = slot.computed;
   slot.computed += query_len;
   const bool sample = slot.computed >= slot.total();
-  PlanRow planned{slot.sequence, row, query_len, context_len, sample, 0, sample, from_device, slot.extras};
-  if (slot.extras) add_extras(slot, planned, plan);
   if (slot.computed == slot.capacity || !from_device || slot.extras) {
     plan.full_rows.push_back(static_cast<int32_t>(plan.rows.size()));
   }
-  plan.rows.push_back(planned);
+  // In place: a copy of what was just stored piece by piece would wait for the pieces.
+  PlanRow& planned = plan.rows.emplace_back(slot.sequence, row, query_len, context_len, int32_t{sample}, 0,
+                                            static_cast<int8_t>(sample), from_device, bool{slot.extras});
   plan.num_tokens += query_len;
   plan.attended += int64_t{query_len} * (context_len + query_len);
   plan.num_decode_rows += from_device;
-  plan.num_samples += planned.num_samples;
-  plan.num_heads += planned.num_appends;
+  plan.num_samples += sample;
   const int32_t dirty = tables_.length(row) - tables_.dirty_begin(row);
   plan.num_delta_blocks += std::max(0, dirty);
   slot.planned_step = static_cast<uint32_t>(plan.step);
   ++slot.in_flight;
-  if (planned.num_samples > 0) plan.needs |= slot.needs;
   if (sample) {
-    slot.pending = static_cast<int8_t>(slot.pending + planned.num_appends);
-    if (!from_device) note_first_sample(*slot.sequence, plan);
-    slot.on_device = true;
+    ++slot.pending;
+    plan.needs |= slot.needs;
+    if (!from_device) {
+      note_first_sample(*slot.sequence, plan);
+      slot.on_device = true;
+    }
   }
+  if (slot.extras) add_extras(slot, planned, plan);
 }
 
-inline bool Scheduler::add_decode(Slot& slot, StepPlan& plan) {
+[[gnu::always_inline]] inline bool Scheduler::add_decode(Slot& slot, StepPlan& plan) {
   const int32_t count = std::min<int32_t>(slot.step_tokens, slot.max_total - slot.total());
   if (!reserve(slot, slot.computed + count, plan)) return false;
   add_row(slot, count, /*from_device=*/true, plan);

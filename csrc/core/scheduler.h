@@ -107,9 +107,9 @@ class Scheduler {
   int32_t count_missing(const Slot& slot, int32_t num_tokens) const;
   void copy_shared(const Slot& slot, int32_t entry, StepPlan& plan);
   int32_t prefill_chunk(const Slot& slot, const StepPlan& plan);
-  int32_t count_samples(const Slot& slot, int32_t begin, int32_t query_len) const;
+  int32_t count_samples(const Slot& slot, int32_t begin, int32_t query_len, bool last) const;
   int32_t fit_samples(const Slot& slot, int32_t query_len, const StepPlan& plan);
-  void add_extras(const Slot& slot, PlanRow& row, StepPlan& plan) const;
+  void add_extras(Slot& slot, PlanRow& row, StepPlan& plan) const;
   bool add_chunk(Slot& slot, StepPlan& plan);
   void add_row(Slot& slot, int32_t query_len, bool from_device, StepPlan& plan);
   bool make_room(const Sequence& sequence, int32_t num_blocks, const StepPlan& plan);

@@ -27,11 +27,10 @@ bool Scheduler::fits_budgets(const Sequence& sequence, const StepPlan& plan) {
   return sequence.update_words() <= config_.max_update_words - plan.num_update_words;
 }
 
-// Of `query_len` tokens of the prompt.
-int32_t Scheduler::count_samples(const Slot& slot, int32_t begin, int32_t query_len) const {
+// Of `query_len` tokens of the prompt; `last`: they reach its end.
+int32_t Scheduler::count_samples(const Slot& slot, int32_t begin, int32_t query_len, bool last) const {
   const int32_t end = begin + query_len, from = slot.sequence->scores_from();
-  const int32_t last = end >= slot.total();
-  return from < 0 ? last : std::max(last, std::min(query_len, end - from));
+  return from < 0 ? int32_t{last} : std::max(int32_t{last}, std::min(query_len, end - from));
 }
 
 // So many of these tokens as there is room for their samples and records. Each row that the step may still get keeps one
@@ -42,19 +41,21 @@ int32_t Scheduler::fit_samples(const Slot& slot, int32_t query_len, const StepPl
   int32_t room = limits().samples() - plan.num_samples - other_rows;
   assert(room >= 1);
   if (words > 0) room = std::min(room, (config_.max_result_words - plan.num_result_words) / words);
-  const int32_t samples = count_samples(slot, slot.computed, query_len);
+  const int32_t samples = count_samples(slot, slot.computed, query_len, slot.computed + query_len >= slot.total());
   if (samples <= room) return query_len;
   if (room == 0) results_wanted_ = std::max(results_wanted_, words);
   return query_len - samples + room;
 }
 
-void Scheduler::add_extras(const Slot& slot, PlanRow& row, StepPlan& plan) const {
-  if (row.from_device) {
-    row.num_samples = row.query_len;
-    row.num_appends = static_cast<int8_t>(row.query_len);
-  } else {
-    row.num_samples = count_samples(slot, row.context_len, row.query_len);
-  }
+// What add_row() has counted as a row of one sample, or of none.
+void Scheduler::add_extras(Slot& slot, PlanRow& row, StepPlan& plan) const {
+  const int32_t counted = row.num_samples;
+  row.num_samples = row.from_device ? row.query_len : count_samples(slot, row.context_len, row.query_len, counted > 0);
+  if (row.from_device) row.num_appends = static_cast<int8_t>(row.query_len);
+  slot.pending = static_cast<int8_t>(slot.pending + row.num_appends - counted);
+  plan.num_samples += row.num_samples - counted;
+  plan.num_scored += row.num_samples - row.num_appends;
+  if (row.num_samples > 0) plan.needs |= slot.needs;
   row.result_offset = plan.num_result_words;
   plan.num_result_words += row.num_samples * slot.sequence->request->extras.result_words;
 }

@@ -35,7 +35,7 @@ struct StepPlan {
   int32_t num_tokens = 0;
   int32_t num_decode_rows = 0;
   int32_t num_samples = 0;
-  int32_t num_heads = 0;              // samples that may append a token
+  int32_t num_scored = 0;             // samples that may not append a token
   int32_t num_result_words = 0;
   int32_t num_update_words = 0;
   Needs needs = 0;                    // of the sampled rows, and of those with entries
@@ -55,7 +55,7 @@ struct StepPlan {
     filled_slots.clear();
     full_rows.clear();
     held_blocks.clear();
-    num_tokens = num_decode_rows = num_samples = num_heads = num_delta_blocks = 0;
+    num_tokens = num_decode_rows = num_samples = num_scored = num_delta_blocks = 0;
     num_result_words = num_update_words = 0;
     attended = 0;
     needs = 0;

@@ -30,6 +30,7 @@ from asyncengine.kernels.cuda.sampling.filters import (
     share,
     weight_of,
 )
+from asyncengine.kernels.cuda.sampling.results import NOT_FINITE, store_word
 
 
 @triton.jit
@@ -48,13 +49,12 @@ def hand_on(
 ) -> None:
     is_running = tl.load(finished + slot) == 0
     is_new = is_running & is_valid
-    token = tl.where(is_new, token, -1)
+    token = tl.where(is_new, token, NOT_FINITE)
     # A broken row ends its sequence as a stop token does: what is in flight of it must not run on an invalid token.
     ended = tl.max((tl.load(stops + slot * STOPS + tl.arange(0, STOPS)) == token).to(tl.int32), 0) > 0
     tl.store(last_token + slot, token, mask=is_new)
     tl.store(finished + slot, 1, mask=is_running & (ended | (is_valid == 0)))
-    step, ring = tl.load(header), tl.load(header + 1)
-    tl.store(out_words + ring * ring_stride + row, (step << 32) | (token.to(tl.int64) & 0xFFFFFFFF))
+    store_word(header, out_words, ring_stride, row, token)
 
 
 @triton.jit

@@ -20,6 +20,8 @@ from asyncengine.kernels.cuda.step.layout import (
     COPY_SOURCE,
     COPY_TARGET,
     COPY_WORDS,
+    DEVICE_LENGTH,
+    ENTRY_NEEDS,
     FROM_DEVICE,
     HEADER_WORDS,
     MAX_STOPS,
@@ -29,21 +31,29 @@ from asyncengine.kernels.cuda.step.layout import (
     NUM_SAMPLES,
     NUM_SLOT_UPDATES,
     NUM_TOKENS,
+    RECORD_NEEDS,
     ROW_CONTEXT_LEN,
     ROW_DELTA_COUNT,
     ROW_DELTA_FIRST,
     ROW_DELTA_OFFSET,
     ROW_FLAGS,
+    ROW_NUM_APPENDS,
+    ROW_NUM_SAMPLES,
     ROW_PROMPT_START,
     ROW_QUERY_LEN,
     ROW_QUERY_START,
+    ROW_RESULT_OFFSET,
+    ROW_RESULT_WORDS,
     ROW_SAMPLE_ROW,
     ROW_SLOT,
     ROW_UPDATE,
     ROW_WORDS,
     STEP,
     TOTAL_WORDS,
+    UPDATE_ENTRIES,
+    UPDATE_ENTRY_WORDS,
     UPDATE_MIN_P,
+    UPDATE_NEEDS,
     UPDATE_SEED,
     UPDATE_STOPS,
     UPDATE_TEMPERATURE,
@@ -70,7 +80,7 @@ class StepSource:
     fetched: Tensor | None
     """int32 [words] on the device, where a StepInput in host memory is fetched to"""
     outputs: Tensor
-    """int64 [ring, max_rows]: number of the step << 32 | token, in row order"""
+    """int64 [ring, words]: what csrc/core/step_output.h says, number of the step << 32 | payload"""
     state: Tensor
     """int64 [4]: number of the running step, its place in the ring, number of the next step, and how many programs of
     ingest have read that"""
@@ -79,6 +89,14 @@ class StepSource:
     def header(self) -> Tensor:
         """int64 [2]: number of the running step and its place in the ring, for the kernels after ingest."""
         return self.state[:2]
+
+    @property
+    def running(self) -> tuple[Tensor, int]:
+        """Where kernels after ingest find the running StepInput: words int32, and the stride of places in the ring.
+
+        It begins at words + header[1] * stride; DeviceStep.row_entries count from there.
+        """
+        return (self.inputs, self.inputs.shape[1]) if self.fetched is None else (self.fetched, 0)
 
     def restart(self, next_step: int = 1) -> None:
         """Forget launches that the host did not count: the next one is its step ``next_step``, from 1."""
@@ -93,8 +111,11 @@ def make_source(inputs: Tensor, outputs: Tensor, device: torch.device, *, fetch:
     return source
 
 
-def ingest(source: StepSource, step: DeviceStep, block_size: int, pdl: bool = False) -> None:
-    """Take in the next StepInput, which must fit the step's bucket. One launch, or two if it lies on the host."""
+def ingest(source: StepSource, step: DeviceStep, block_size: int, pdl: bool = False, needs: int = 0) -> None:
+    """Take in the next StepInput, which must fit the step's bucket. One launch, or two if it lies on the host.
+
+    needs: bits of _core.Need that its rows may have.
+    """
     slots = step.slots
     ring, words = source.inputs.shape
     if source.fetched is not None:
@@ -116,6 +137,9 @@ def ingest(source: StepSource, step: DeviceStep, block_size: int, pdl: bool = Fa
         slots.top_k,
         slots.seed,
         slots.stops,
+        slots.needs,
+        slots.length,
+        slots.draft_tokens,
         step.input_ids,
         step.positions,
         step.slot_mapping,
@@ -127,10 +151,17 @@ def ingest(source: StepSource, step: DeviceStep, block_size: int, pdl: bool = Fa
         step.sample_index,
         step.sample_slot,
         step.sample_position,
+        step.sample_records,
+        step.row_entries,
         slots.block_tables.shape[1],
         words if source.fetched is None else 0,
         rows,
         tokens,
+        step.num_samples,
+        MULTI=step.num_samples > rows,
+        DRAFTS=0 if slots.draft_tokens is None else slots.draft_tokens.shape[1],
+        RECORDS=bool(needs & RECORD_NEEDS),
+        ENTRIES=bool(needs & ENTRY_NEEDS),
         RING=ring,
         BLOCK_SIZE=block_size,
         CHUNK=_CHUNK,
@@ -163,7 +194,7 @@ def _fetch(inputs, state, fetched, words, RING: tl.constexpr, CHUNK: tl.constexp
         tl.store(fetched + word, tl.load(source + word, mask=there), mask=there)
 
 
-@kernel(do_not_specialize=["R", "T"])  # one compilation for all buckets
+@kernel(do_not_specialize=["R", "T", "N"])  # one compilation for all buckets
 def _ingest(
     source,
     state,
@@ -176,6 +207,9 @@ def _ingest(
     top_k,
     seed,
     stops,
+    needs,
+    length,
+    draft_tokens,
     input_ids,
     positions,
     slot_mapping,
@@ -187,10 +221,17 @@ def _ingest(
     sample_index,
     sample_slot,
     sample_position,
+    sample_records,
+    row_entries,
     max_blocks,
     stride,
     R,
     T,
+    N,
+    MULTI: tl.constexpr,
+    DRAFTS: tl.constexpr,
+    RECORDS: tl.constexpr,
+    ENTRIES: tl.constexpr,
     RING: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -216,11 +257,20 @@ def _ingest(
         tl.store(positions + token, 0, mask=unused)
         tl.store(slot_mapping + token, -1, mask=unused)
         tl.store(token_slot + token, -1, mask=unused)
+        if MULTI:  # N is no more than T
+            unused = (token >= num_samples) & (token < N)
+            tl.store(sample_index + token, tl.zeros([CHUNK], tl.int64), mask=unused)
+            tl.store(sample_slot + token, -1, mask=unused)
+            tl.store(sample_position + token, 0, mask=unused)
+            if RECORDS:
+                tl.store(sample_records + 2 * token + 1, 0, mask=unused)
     elif pid >= num_rows:
         tl.store(row_slot + pid, -1)
         tl.store(row_query_start + pid, 0)
         tl.store(row_query_len + pid, 0)
         tl.store(row_context_len + pid, 0)
+        if ENTRIES:
+            tl.store(row_entries + 2 * pid + 1, 0)
     else:
         row = source + HEADER_WORDS + pid * ROW_WORDS
         slot = tl.load(row + ROW_SLOT)
@@ -255,6 +305,19 @@ def _ingest(
             stop = tl.arange(0, _MAX_STOPS)
             tl.store(stops + slot * _MAX_STOPS + stop, tl.load(changed + UPDATE_STOPS + stop))
             tl.store(finished + slot, 0)
+            tl.store(needs + slot, tl.load(changed + UPDATE_NEEDS))
+            if ENTRIES:
+                tl.store(row_entries + 2 * pid, tl.load(changed + UPDATE_ENTRIES))
+                tl.store(row_entries + 2 * pid + 1, tl.load(changed + UPDATE_ENTRY_WORDS))
+        elif ENTRIES:
+            tl.store(row_entries + 2 * pid + 1, 0)
+
+        if DRAFTS > 0:
+            # The slot's context is known here alone; a prompt's end is where it begins to be.
+            is_behind = (flags & DEVICE_LENGTH) != 0
+            known = tl.load(length + slot, mask=is_behind & from_device, other=0)
+            context_len = tl.where(is_behind & from_device, known, context_len)
+            tl.store(length + slot, context_len + query_len, mask=is_behind & (from_device == 0))
 
         for start in range(0, delta_count, CHUNK):
             entry = start + offsets
@@ -274,7 +337,11 @@ def _ingest(
             kv_slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
             prompt = tl.load(prompt_ids + prompt_start + i, mask=valid & (from_device == 0), other=0)
             token = query_start + i
-            tl.store(input_ids + token, tl.where(from_device, last, prompt), mask=valid)
+            given = last
+            if DRAFTS > 0:
+                draft = tl.load(draft_tokens + slot * DRAFTS + i - 1, mask=valid & from_device & (i > 0), other=0)
+                given = tl.where(i > 0, draft, last)
+            tl.store(input_ids + token, tl.where(from_device, given, prompt), mask=valid)
             tl.store(positions + token, position, mask=valid)
             tl.store(slot_mapping + token, tl.where(inert, -1, kv_slot), mask=valid)
             tl.store(token_slot + token, tl.where(inert, -1, slot), mask=valid)
@@ -283,15 +350,35 @@ def _ingest(
         tl.store(row_query_start + pid, query_start)
         tl.store(row_query_len + pid, tl.where(inert, 0, query_len))
         tl.store(row_context_len + pid, context_len)
-        if sample_row >= 0:
+        if MULTI:
+            row_samples = tl.load(row + ROW_NUM_SAMPLES)
+            first = row_samples - tl.load(row + ROW_NUM_APPENDS)
+            for start in range(0, row_samples, CHUNK):
+                i = start + offsets
+                valid = i < row_samples
+                end = query_len - row_samples + i
+                tl.store(sample_index + sample_row + i, (query_start + end).to(tl.int64), mask=valid)
+                tl.store(sample_slot + sample_row + i, tl.where(i < first, -1, slot), mask=valid)
+                tl.store(sample_position + sample_row + i, context_len + end + 1, mask=valid)
+                if RECORDS:
+                    words = tl.load(row + ROW_RESULT_WORDS)
+                    place = sample_records + 2 * (sample_row + i)
+                    tl.store(place, tl.load(row + ROW_RESULT_OFFSET) + i * words, mask=valid)
+                    tl.store(place + 1, tl.where(valid, words, 0), mask=valid)
+        elif sample_row >= 0:
+            if RECORDS:
+                tl.store(sample_records + 2 * sample_row, tl.load(row + ROW_RESULT_OFFSET))
+                tl.store(sample_records + 2 * sample_row + 1, tl.load(row + ROW_RESULT_WORDS))
             tl.store(sample_index + sample_row, (query_start + query_len - 1).to(tl.int64))
             tl.store(sample_slot + sample_row, slot)
             tl.store(sample_position + sample_row, context_len + query_len)
 
-    if (pid < R) & (pid >= num_samples):  # place pid of the samples is no row's
+    if (pid < R) & (pid >= num_samples) & (MULTI == 0):  # place pid of the samples is no row's
         tl.store(sample_index + pid, tl.zeros((), tl.int64))
         tl.store(sample_slot + pid, -1)
         tl.store(sample_position + pid, 0)
+        if RECORDS:
+            tl.store(sample_records + 2 * pid + 1, 0)
 
     if pid == 0:
         low = tl.load(source + STEP).to(tl.int64) & 0xFFFFFFFF

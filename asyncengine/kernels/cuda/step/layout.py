@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from asyncengine._core import STEP_INPUT_LAYOUT
+from asyncengine._core import STEP_INPUT_LAYOUT, Need
 
 MAX_STOPS = STEP_INPUT_LAYOUT["max_stops"]
 """Stop tokens per slot that the device knows; more are checked at commit, by the host alone."""
@@ -36,7 +36,12 @@ ROW_UPDATE = _word("row.update")
 ROW_DELTA_FIRST = _word("row.delta_first")
 ROW_DELTA_COUNT = _word("row.delta_count")
 ROW_DELTA_OFFSET = _word("row.delta_offset")
+ROW_NUM_SAMPLES = _word("row.num_samples")
+ROW_NUM_APPENDS = _word("row.num_appends")
+ROW_RESULT_OFFSET = _word("row.result_offset")
+ROW_RESULT_WORDS = _word("row.result_words")
 FROM_DEVICE = _word("flag.from_device")
+DEVICE_LENGTH = _word("flag.device_length")
 
 COPY_WORDS = _word("copy_words")
 COPY_SOURCE = _word("copy.source")
@@ -48,4 +53,12 @@ UPDATE_TOP_P = _word("update.top_p")
 UPDATE_MIN_P = _word("update.min_p")
 UPDATE_TOP_K = _word("update.top_k")
 UPDATE_SEED = _word("update.seed")
+UPDATE_NEEDS = _word("update.needs")
 UPDATE_STOPS = _word("update.stops")
+UPDATE_ENTRIES = _word("update.entries")
+UPDATE_ENTRY_WORDS = _word("update.entry_words")
+
+RECORD_NEEDS = Need.logprobs | Need.vector
+"""Rows with one of these needs may have records: ingest then says where those of each sample go."""
+ENTRY_NEEDS = Need.penalties | Need.bias | Need.mask
+"""Slots of rows with one of these needs may be filled with entries: ingest then says where those of each row lie."""

@@ -30,11 +30,20 @@ class Slots:
     """int64 [S], the bits of an unsigned number"""
     stops: Tensor
     """int32 [S, MAX_STOPS]; -1 is none"""
+    needs: Tensor
+    """int32 [S]: bits of _core.Need"""
+    length: Tensor | None = None
+    """int32 [S], where steps may append several tokens: tokens of KV before the next row of a slot that does so. Ingest
+    sets it at the end of a prompt, and the kernel that samples adds the tokens it appends."""
+    draft_tokens: Tensor | None = None
+    """int32 [S, D], likewise: the tokens after last_token in that row. The kernel that samples writes them."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
-    """One step of at most T tokens and R rows; ingest writes it, every later kernel of the step reads it.
+    """One step of at most T tokens, R rows and N samples; ingest writes it, every later kernel of the step reads it.
+
+    N is R, unless steps may have more samples than rows.
 
     Rows and tokens that a step does not use are inert: row_slot, token_slot and sample_slot -1, row_query_len 0,
     slot_mapping -1, indices 0.
@@ -58,13 +67,18 @@ class DeviceStep:
     row_context_len: Tensor
     """int32 [R]: tokens of KV that precede the query"""
     sample_index: Tensor
-    """int64 [R]: the token whose hidden state gives the logits"""
+    """int64 [N]: the token whose hidden state gives the logits"""
     sample_slot: Tensor
-    """int32 [R]"""
+    """int32 [N]; -1 also where a token of a prompt is only scored"""
     sample_position: Tensor
-    """int32 [R]: position of the token to be sampled, the generator's counter"""
+    """int32 [N]: position of the token to be sampled, the generator's counter"""
     sample_arrivals: Tensor
-    """int32 [R]: programs of a row's sampling that are done; 0 between launches"""
+    """int32 [N]: programs of a row's sampling that are done; 0 between launches"""
+    sample_records: Tensor
+    """int32 [N, 2]: offset of its region in the record section, and words; written in steps with RECORD_NEEDS alone"""
+    row_entries: Tensor
+    """int32 [R, 2]: offset in the StepInput of the entries that the slot of the row is filled with, and words, or 0;
+    written in steps with ENTRY_NEEDS alone"""
 
     @property
     def num_tokens(self) -> int:
@@ -74,8 +88,14 @@ class DeviceStep:
     def num_rows(self) -> int:
         return len(self.row_slot)
 
+    @property
+    def num_samples(self) -> int:
+        return len(self.sample_index)
+
     def bucket(self, num_rows: int, num_tokens: int) -> DeviceStep:
         """The same memory, seen through a smaller bucket."""
+        several = self.num_samples > self.num_rows
+        num_samples = min(self.num_samples, num_tokens) if several else num_rows
         return DeviceStep(
             self.slots,
             self.input_ids[:num_tokens],
@@ -86,17 +106,21 @@ class DeviceStep:
             self.row_query_start[:num_rows],
             self.row_query_len[:num_rows],
             self.row_context_len[:num_rows],
-            self.sample_index[:num_rows],
-            self.sample_slot[:num_rows],
-            self.sample_position[:num_rows],
-            self.sample_arrivals[:num_rows],
+            self.sample_index[:num_samples],
+            self.sample_slot[:num_samples],
+            self.sample_position[:num_samples],
+            self.sample_arrivals[:num_samples],
+            self.sample_records[:num_samples],
+            self.row_entries[:num_rows],
         )
 
 
 def allocate_step(
-    num_slots: int, max_blocks: int, max_rows: int, max_tokens: int, device: torch.device
+    num_slots: int, max_blocks: int, max_rows: int, max_tokens: int, device: torch.device, max_samples: int = 0
 ) -> DeviceStep:
-    """An inert step of the largest bucket, with empty slots."""
+    """An inert step of the largest bucket, with empty slots. max_samples: 0 is one a row."""
+    max_samples = max(max_samples, max_rows)
+    drafts = max_samples // max_rows - 1
 
     def ints(*shape: int, fill: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.full(shape, fill, dtype=dtype, device=device)
@@ -114,6 +138,9 @@ def allocate_step(
         top_k=ints(num_slots),
         seed=ints(num_slots, dtype=torch.int64),
         stops=ints(num_slots, MAX_STOPS, fill=-1),
+        needs=ints(num_slots),
+        length=ints(num_slots) if drafts else None,
+        draft_tokens=ints(num_slots, drafts) if drafts else None,
     )
     return DeviceStep(
         slots,
@@ -125,8 +152,10 @@ def allocate_step(
         row_query_start=ints(max_rows),
         row_query_len=ints(max_rows),
         row_context_len=ints(max_rows),
-        sample_index=ints(max_rows, dtype=torch.int64),
-        sample_slot=ints(max_rows, fill=-1),
-        sample_position=ints(max_rows),
-        sample_arrivals=ints(max_rows),
+        sample_index=ints(max_samples, dtype=torch.int64),
+        sample_slot=ints(max_samples, fill=-1),
+        sample_position=ints(max_samples),
+        sample_arrivals=ints(max_samples),
+        sample_records=ints(max_samples, 2),
+        row_entries=ints(max_rows, 2),
     )
