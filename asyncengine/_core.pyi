@@ -404,7 +404,7 @@ class SimulatedDevice:
         read_kv: bool = True,
     ) -> None: ...
     def add_graph(self, body: Callable[[], None]) -> int:
-        """A graph whose launch calls ``body`` on the device's thread, in the order of the stream."""
+        """A graph whose launch calls ``body`` on the device's thread, in the order of the CUDA stream."""
     def refuse_pinning(self) -> None:
         """No host memory can be pinned from now on."""
     def fail_at(self, nth_launch: int) -> None:
@@ -470,8 +470,8 @@ class CudaGraphs:
         """
     def set_copy_blocks(self, graph: int) -> None:
         """What runs before a step that has block copies."""
-    def upload(self, stream: int) -> None: ...
-    def launch(self, bucket: int, needs: int, stream: int) -> None:
+    def upload(self, cuda_stream: int) -> None: ...
+    def launch(self, bucket: int, needs: int, cuda_stream: int) -> None:
         """The first variant that serves these Need bits."""
 
 class Record(tuple[RecordKind, int, bytes]):
@@ -529,13 +529,12 @@ class StepLoop:
         staging: Staging,
         graphs: CudaGraphs,
         eager: Callable[[int, int, int], None] | None,
-        stream: int,
+        cuda_stream: int,
         poll_interval_us: float,
     ) -> StepLoop:
-        """Steps run on ``stream``, or with 0 on one of their own.
+        """Steps run on ``cuda_stream``, or with 0 on one of their own.
 
-        eager(bucket or -1 for block copies, Need bits of the variant, stream) enqueues a step's kernels in place of its
-        graph.
+        eager(bucket or -1 for block copies, Need bits of the variant, cuda_stream) enqueues a step's kernels, no graph.
         """
     def start(self, cpu: int = -1) -> None:
         """On core ``cpu``, if that is one that this process may use."""

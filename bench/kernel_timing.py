@@ -30,7 +30,7 @@ class Timer:
         self.device = device
         self.repeats = repeats
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)
+            self._cuda_stream = torch.cuda.Stream(device)
             self._flush = torch.zeros(FLUSH_BYTES // 4, dtype=torch.int32, device=device)
 
     def us(self, calls: Sequence[Call]) -> float:
@@ -40,13 +40,13 @@ class Timer:
             for call in some:
                 call()
             return 1e6 * (time.perf_counter() - started) / len(some)
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))  # where the buffers are filled
-        with torch.cuda.stream(self._stream):
+        self._cuda_stream.wait_stream(torch.cuda.current_stream(self.device))  # where the buffers are filled
+        with torch.cuda.stream(self._cuda_stream):
             for call in calls[:2]:  # compiles
                 call()
-            self._stream.synchronize()
+            self._cuda_stream.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=self._stream):
+            with torch.cuda.graph(graph, stream=self._cuda_stream):
                 for call in calls:
                     call()
             return median([self._replay(graph, len(calls)) for _ in range(self.repeats + 2)][2:])

@@ -133,7 +133,7 @@ def staged(
 ) -> Iterator[None]:
     """Launches inside are steps of ``rows``, checked at the end; afterwards the engine's ``next_step`` is next.
 
-    ``synchronize`` waits for the device: torch's stream and the runner's do not wait for each other.
+    ``synchronize`` waits for the device: torch's CUDA stream and the runner's do not wait for each other.
     """
     synchronize()
     stage(steps, rows, own_tables=own_tables)
@@ -154,25 +154,25 @@ def bare_step_us(
 
     The engine must be idle; ``next_step`` is the number of its next step, which finds the ring as it expects it.
     """
-    steps, stream = runner.steps, runner.stream
+    steps, cuda_stream = runner.steps, runner.cuda_stream
     bucket = choose_bucket(runner.buckets, rows)
 
     def launch(count: int) -> None:
         for _ in range(count):
-            runner.graphs.native.launch(bucket, ARGMAX, stream.cuda_stream)
+            runner.graphs.native.launch(bucket, ARGMAX, cuda_stream.cuda_stream)
 
     with staged(steps, rows, next_step, torch.cuda.synchronize, own_tables=own_tables):
-        return launch_us(launch, replays, stream)
+        return launch_us(launch, replays, cuda_stream)
 
 
 def launch_us(
-    launch: Callable[[int], None], replays: int, stream: torch.cuda.Stream, *, warm_up: int = _WARM_UP
+    launch: Callable[[int], None], replays: int, cuda_stream: torch.cuda.Stream, *, warm_up: int = _WARM_UP
 ) -> float:
-    """Microseconds of each of ``replays`` that ``launch``, called with their number, enqueues on the stream."""
+    """Microseconds of each of ``replays`` that ``launch``, called with their number, enqueues on the CUDA stream."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     launch(warm_up)
-    begin.record(stream)  # while the GPU is still busy: the first launch has no latency to show
+    begin.record(cuda_stream)  # while the GPU is still busy: the first launch has no latency to show
     launch(replays)
-    end.record(stream)
+    end.record(cuda_stream)
     end.synchronize()
     return begin.elapsed_time(end) * 1e3 / replays

@@ -229,7 +229,7 @@ class Steps:
         self.name = name
         self._engine = engine
         runner: Any = engine._loaded().keep_alive
-        self._steps, self._stream, self._buckets = runner.steps, runner.stream, runner.buckets
+        self._steps, self._cuda_stream, self._buckets = runner.steps, runner.cuda_stream, runner.buckets
         self._context = context
         self._choices: Choices = runner.steps._model._ops.choices
         self.plans = self._choices.table
@@ -238,7 +238,7 @@ class Steps:
         """What steps of so many rows launch, with another plan of one site each."""
         started = time.monotonic()
         calls = [partial(self._run, rows, {site: plan}) for rows, site, plan in cases]
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._cuda_stream):
             compile_launches(calls, torch.device("cuda", torch.cuda.current_device()), threads)
         torch.cuda.synchronize()
         print(f"{self.name}: compiled {len(calls)} steps in {time.monotonic() - started:.0f} s", flush=True)
@@ -249,7 +249,7 @@ class Steps:
         with staged(
             self._steps, decode_rows([self._context] * rows), self._engine.stats().num_steps + 1,
             torch.cuda.synchronize, own_tables=True,
-        ), torch.cuda.stream(self._stream):  # fmt: skip
+        ), torch.cuda.stream(self._cuda_stream):  # fmt: skip
             graphs = [self._capture(rows, plans) for plans in some]
             for _ in range(repeats):
                 for graph, times in zip(graphs, samples, strict=True):
@@ -261,14 +261,14 @@ class Steps:
             for _ in range(count):
                 graph.replay()
 
-        return launch_us(launch, replays, self._stream, warm_up=2)
+        return launch_us(launch, replays, self._cuda_stream, warm_up=2)
 
     def _capture(self, rows: int, plans: Plans) -> torch.cuda.CUDAGraph | None:
         try:
             self._run(rows, plans)  # compiles and loads what is not there yet
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, stream=self._cuda_stream, capture_error_mode="thread_local"):
                 self._run(rows, plans)
         except FAILURES as e:
             print(f"  {plans}: {e}", flush=True)

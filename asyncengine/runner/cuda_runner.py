@@ -42,7 +42,7 @@ class CudaRunner:
         self.graphs = CapturedSteps(device)
         self._device = device
         self._buffers = buffers
-        self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self.cuda_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     @classmethod
     def load(cls, config: EngineConfig, *, progress: bool = False) -> Self:
@@ -80,7 +80,7 @@ class CudaRunner:
                     self.graphs.native.add_bucket(*bucket, [(needs, 0) for needs in VARIANTS])
                 self.steps.run(self.buckets[-1], VARIANTS[-1])
             else:
-                self.graphs.capture(self.steps, self.buckets, self.stream, progress=progress)
+                self.graphs.capture(self.steps, self.buckets, self.cuda_stream, progress=progress)
         except torch.OutOfMemoryError as e:
             raise ConfigError(f"{_too_little_memory()} ({e})") from e
         torch.cuda.synchronize()
@@ -92,13 +92,13 @@ class CudaRunner:
             self._buffers.staging,
             self.graphs.native,
             self._launch if config.enforce_eager else None,
-            self.stream.cuda_stream,
+            self.cuda_stream.cuda_stream,
             POLL_INTERVAL_US,
         )
 
-    def _launch(self, bucket: int, needs: int, stream: int) -> None:
+    def _launch(self, bucket: int, needs: int, cuda_stream: int) -> None:
         """A step's kernels one by one; bucket -1 is block copies. Called by the step thread."""
-        with torch.cuda.device(self.stream.device), torch.cuda.stream(self.stream):
+        with torch.cuda.device(self.cuda_stream.device), torch.cuda.stream(self.cuda_stream):
             if bucket < 0:
                 self.steps.copy_blocks()
             else:

@@ -35,7 +35,9 @@ class CapturedSteps:
         self.native = _core.CudaGraphs(device)
         self._captured: list[torch.cuda.CUDAGraph] = []
 
-    def capture(self, steps: DeviceSteps, buckets: list[Bucket], stream: torch.cuda.Stream, *, progress: bool) -> None:
+    def capture(
+        self, steps: DeviceSteps, buckets: list[Bucket], cuda_stream: torch.cuda.Stream, *, progress: bool
+    ) -> None:
         """Warm up and capture each bucket for each variant; they share one pool of memory.
 
         The kernels of all steps must be compiled and loaded, and the next StepInput an empty one. Raises
@@ -44,21 +46,21 @@ class CapturedSteps:
         started, pool = time.monotonic(), torch.cuda.graph_pool_handle()
         before = torch.cuda.mem_get_info()[0]
         variants: dict[Bucket, list[tuple[int, int]]] = {}
-        with torch.cuda.stream(stream), _bar(len(VARIANTS) * len(buckets), progress) as bar:
+        with torch.cuda.stream(cuda_stream), _bar(len(VARIANTS) * len(buckets), progress) as bar:
             # The largest first: what it takes of the pool serves all others.
             for bucket in reversed(buckets):
                 variants[bucket] = []
                 steps.run(bucket, VARIANTS[-1])  # loads what libraries have, which a capture must not
                 for needs in VARIANTS:
-                    graph = self._capture(partial(steps.run, bucket, needs), stream, pool)
+                    graph = self._capture(partial(steps.run, bucket, needs), cuda_stream, pool)
                     variants[bucket].append((needs, graph))
                     bar.update(1)
             steps.copy_blocks()
-            self.native.set_copy_blocks(self._capture(steps.copy_blocks, stream, pool))
+            self.native.set_copy_blocks(self._capture(steps.copy_blocks, cuda_stream, pool))
         for bucket in buckets:
             self.native.add_bucket(*bucket, variants[bucket])
-        self.native.upload(stream.cuda_stream)
-        stream.synchronize()
+        self.native.upload(cuda_stream.cuda_stream)
+        cuda_stream.synchronize()
         logger.info(
             "captured %d graphs in %.1f s; they take %s MiB",
             len(self._captured),
@@ -66,9 +68,9 @@ class CapturedSteps:
             f"{(before - torch.cuda.mem_get_info()[0]) >> 20:,}",
         )
 
-    def _capture(self, enqueue: Callable[[], None], stream: torch.cuda.Stream, pool: Any) -> int:
+    def _capture(self, enqueue: Callable[[], None], cuda_stream: torch.cuda.Stream, pool: Any) -> int:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        stream.synchronize()
+        cuda_stream.synchronize()
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             enqueue()

@@ -139,7 +139,7 @@ class _Case:
     def call(self, ops: CudaOps, handle: CudaLinear) -> None:
         """With the norm that adds up parts, or the sampler that reads ranks, whether a plan leaves some or not."""
         if self.site.activation == "argmax":
-            batch, pdl = CudaBatch(self._step), ops.options.pdl
+            batch, pdl = CudaBatch(self._step, needs=0), ops.options.pdl
             logits = ops.logits(Residual(self._x), self._norm, handle, batch)
             sample(logits, self._step, self._header, self._words, needs=0, pdl=pdl)
             return

@@ -57,16 +57,16 @@ CudaGraphExec CudaGraphs::instantiate(Address graph) {
   return exec;
 }
 
-void CudaGraphs::upload(Address stream) {
+void CudaGraphs::upload(Address cuda_stream) {
   for (const CudaGraphExec exec : execs_) {
-    check_cuda(cuda_, cuda_.graph_upload(exec, reinterpret_cast<CudaStream>(stream)), "cudaGraphUpload");
+    check_cuda(cuda_, cuda_.graph_upload(exec, reinterpret_cast<CudaStream>(cuda_stream)), "cudaGraphUpload");
   }
 }
 
-void CudaGraphs::launch(size_t bucket, Needs needs, Address stream) const {
+void CudaGraphs::launch(size_t bucket, Needs needs, Address cuda_stream) const {
   require(bucket < buckets.size() && buckets[bucket].variants.back().serves(needs), "no such bucket, or none for these needs");
   const GraphVariant& variant = buckets[bucket].variants[buckets[bucket].variant_for(needs)];
-  check_cuda(cuda_, cuda_.graph_launch(variant.graph, reinterpret_cast<CudaStream>(stream)), "cudaGraphLaunch");
+  check_cuda(cuda_, cuda_.graph_launch(variant.graph, reinterpret_cast<CudaStream>(cuda_stream)), "cudaGraphLaunch");
 }
 
 void CudaGraphs::add_bucket(int32_t max_rows, int32_t max_tokens, bool single_token_rows, int32_t max_context,
@@ -80,13 +80,13 @@ void CudaGraphs::add_bucket(int32_t max_rows, int32_t max_tokens, bool single_to
   buckets.push_back(std::move(bucket));
 }
 
-GraphExecutor::Graphs executor_graphs(std::shared_ptr<CudaGraphs> graphs, py::object eager, Address stream) {
-  GraphExecutor::Graphs result{graphs->buckets, graphs->copy_blocks, {}, reinterpret_cast<CudaStream>(stream), graphs};
+GraphExecutor::Graphs executor_graphs(std::shared_ptr<CudaGraphs> graphs, py::object eager, Address cuda_stream) {
+  GraphExecutor::Graphs result{graphs->buckets, graphs->copy_blocks, {}, reinterpret_cast<CudaStream>(cuda_stream), graphs};
   if (!eager.is_none()) {
-    result.eager = [launch = callback(eager.cast<py::function>())](int bucket, Needs needs, CudaStream stream) {
+    result.eager = [launch = callback(eager.cast<py::function>())](int bucket, Needs needs, CudaStream cuda_stream) {
       py::gil_scoped_acquire gil;
       try {
-        (*launch)(bucket, needs, reinterpret_cast<Address>(stream));
+        (*launch)(bucket, needs, reinterpret_cast<Address>(cuda_stream));
         return std::string();
       } catch (const py::error_already_set& error) {
         return std::string(error.what());
@@ -154,8 +154,8 @@ void bind_device(py::module_& m) {
       .def("add_bucket", &CudaGraphs::add_bucket, py::arg("max_rows"), py::arg("max_tokens"), py::arg("single_token_rows"),
            py::arg("max_context"), py::arg("variants"))
       .def("set_copy_blocks", [](CudaGraphs& self, Address graph) { self.copy_blocks = self.instantiate(graph); }, py::arg("graph"))
-      .def("upload", &CudaGraphs::upload, py::arg("stream"), NoGil())
-      .def("launch", &CudaGraphs::launch, py::arg("bucket"), py::arg("needs"), py::arg("stream"), NoGil());
+      .def("upload", &CudaGraphs::upload, py::arg("cuda_stream"), NoGil())
+      .def("launch", &CudaGraphs::launch, py::arg("bucket"), py::arg("needs"), py::arg("cuda_stream"), NoGil());
 }
 
 }  // namespace asyncengine

@@ -55,8 +55,8 @@ class CudaGraphs {
   CudaGraphExec instantiate(Address graph);
   void add_bucket(int32_t max_rows, int32_t max_tokens, bool single_token_rows, int32_t max_context,
                   const std::vector<std::pair<Needs, Address>>& variants);
-  void upload(Address stream);
-  void launch(size_t bucket, Needs needs, Address stream) const;
+  void upload(Address cuda_stream);
+  void launch(size_t bucket, Needs needs, Address cuda_stream) const;
 
   std::vector<GraphBucket> buckets;
   CudaGraphExec copy_blocks = nullptr;
@@ -66,7 +66,7 @@ class CudaGraphs {
   std::vector<CudaGraphExec> execs_;
 };
 
-// What an executor takes of them; `eager` is None or a callable of bucket, needs and stream that runs in their place.
-GraphExecutor::Graphs executor_graphs(std::shared_ptr<CudaGraphs> graphs, py::object eager, Address stream);
+// What an executor takes of them; `eager` is None or a callable of bucket, needs and CUDA stream that runs in their place.
+GraphExecutor::Graphs executor_graphs(std::shared_ptr<CudaGraphs> graphs, py::object eager, Address cuda_stream);
 
 }  // namespace asyncengine

@@ -32,7 +32,7 @@ OwnedStepLoop make_simulated_loop(const StepLoopConfig& config, Simulation& simu
 
 OwnedStepLoop make_cuda_loop(const StepLoopConfig& config, const CudaDevice& device,
                                                      std::shared_ptr<Staging> staging, std::shared_ptr<CudaGraphs> graphs,
-                                                     py::object eager, Address stream, double poll_interval_us) {
+                                                     py::object eager, Address cuda_stream, double poll_interval_us) {
   require(staging->num_steps() == config.steps_in_flight, "staging is for another number of steps in flight");
   require(!graphs->buckets.empty(), "there is no bucket");
   const GraphBucket& largest = graphs->buckets.back();
@@ -41,7 +41,7 @@ OwnedStepLoop make_cuda_loop(const StepLoopConfig& config, const CudaDevice& dev
               largest.max_tokens >= limits.max_tokens && largest.max_context == kAnyContext,
           "the last bucket must fit every step");
   auto executor = std::make_unique<GraphExecutor>(device.cuda, device.ordinal, std::move(staging),
-                                                  executor_graphs(std::move(graphs), std::move(eager), stream), microseconds(poll_interval_us));
+                                                  executor_graphs(std::move(graphs), std::move(eager), cuda_stream), microseconds(poll_interval_us));
   return OwnedStepLoop(new StepLoop(config, std::move(executor)));
 }
 
@@ -230,7 +230,7 @@ void bind_engine(py::module_& m) {
       .def_static("on_cpu", &make_cpu_loop, py::arg("config"), py::arg("forward"), py::arg("kernels"), py::arg("vocab_size"),
                   py::arg("kv_regions"))
       .def_static("on_cuda", &make_cuda_loop, py::arg("config"), py::arg("device"), py::arg("staging"), py::arg("graphs"),
-                  py::arg("eager"), py::arg("stream"), py::arg("poll_interval_us"), py::keep_alive<0, 2>())
+                  py::arg("eager"), py::arg("cuda_stream"), py::arg("poll_interval_us"), py::keep_alive<0, 2>())
       .def("start", &StepLoop::start, py::arg("cpu") = -1)
       .def("advance", &StepLoop::advance, NoGil())
       .def("stop", [](StepLoop& self, double limit_s) {

@@ -34,18 +34,18 @@ struct CudaRuntime {
   int (*free)(void* pointer);
   int (*host_alloc)(void** pointer, size_t bytes, unsigned flags);
   int (*free_host)(void* pointer);
-  int (*memcpy_async)(void* target, const void* source, size_t bytes, int kind, CudaStream stream);
-  int (*stream_create)(CudaStream* stream, unsigned flags);
-  int (*stream_destroy)(CudaStream stream);
-  int (*stream_wait_event)(CudaStream stream, CudaEvent event, unsigned flags);
+  int (*memcpy_async)(void* target, const void* source, size_t bytes, int kind, CudaStream cuda_stream);
+  int (*stream_create)(CudaStream* cuda_stream, unsigned flags);
+  int (*stream_destroy)(CudaStream cuda_stream);
+  int (*stream_wait_event)(CudaStream cuda_stream, CudaEvent event, unsigned flags);
   int (*event_create)(CudaEvent* event, unsigned flags);
   int (*event_destroy)(CudaEvent event);
-  int (*event_record)(CudaEvent event, CudaStream stream);
+  int (*event_record)(CudaEvent event, CudaStream cuda_stream);
   int (*event_query)(CudaEvent event);
   int (*graph_instantiate)(CudaGraphExec* exec, CudaGraph graph, unsigned long long flags);
-  int (*graph_upload)(CudaGraphExec exec, CudaStream stream);
+  int (*graph_upload)(CudaGraphExec exec, CudaStream cuda_stream);
   int (*graph_exec_destroy)(CudaGraphExec exec);
-  int (*graph_launch)(CudaGraphExec exec, CudaStream stream);
+  int (*graph_launch)(CudaGraphExec exec, CudaStream cuda_stream);
 };
 
 struct CudaError : std::runtime_error {

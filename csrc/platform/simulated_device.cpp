@@ -92,33 +92,33 @@ struct SimulatedRuntime {
     std::free(base);
     return kCudaSuccess;
   }
-  static int memcpy_async(void* target, const void* source, size_t bytes, int kind, CudaStream stream) {
-    SimulatedDevice& device = *stream->device;
-    const int error = device.enqueue(stream, {SimulatedDevice::Operation::kCopy, target, source, bytes}, Call::kCopy);
+  static int memcpy_async(void* target, const void* source, size_t bytes, int kind, CudaStream cuda_stream) {
+    SimulatedDevice& device = *cuda_stream->device;
+    const int error = device.enqueue(cuda_stream, {SimulatedDevice::Operation::kCopy, target, source, bytes}, Call::kCopy);
     std::unique_lock lock(device.mutex_);
     const bool waits = !device.is_pinned(kind == kCudaMemcpyHostToDevice ? source : target);
-    if (error == kCudaSuccess && waits) device.wait_until_run(stream, stream->enqueued, lock);
+    if (error == kCudaSuccess && waits) device.wait_until_run(cuda_stream, cuda_stream->enqueued, lock);
     return error;
   }
-  static int stream_create(CudaStream* stream, unsigned) {
-    *stream = new CudaStreamHandle{device()};
-    ++(*stream)->device->live_objects_;
-    std::lock_guard lock((*stream)->device->mutex_);
-    (*stream)->device->streams_.push_back(*stream);
+  static int stream_create(CudaStream* cuda_stream, unsigned) {
+    *cuda_stream = new CudaStreamHandle{device()};
+    ++(*cuda_stream)->device->live_objects_;
+    std::lock_guard lock((*cuda_stream)->device->mutex_);
+    (*cuda_stream)->device->cuda_streams_.push_back(*cuda_stream);
     return kCudaSuccess;
   }
-  static int stream_destroy(CudaStream stream) {
+  static int stream_destroy(CudaStream cuda_stream) {
     {
-      std::lock_guard lock(stream->device->mutex_);
-      std::erase(stream->device->streams_, stream);
+      std::lock_guard lock(cuda_stream->device->mutex_);
+      std::erase(cuda_stream->device->cuda_streams_, cuda_stream);
     }
-    --stream->device->live_objects_;
-    delete stream;
+    --cuda_stream->device->live_objects_;
+    delete cuda_stream;
     return kCudaSuccess;
   }
-  static int stream_wait_event(CudaStream stream, CudaEvent event, unsigned) {
+  static int stream_wait_event(CudaStream cuda_stream, CudaEvent event, unsigned) {
     const auto records = static_cast<size_t>(event->recorded.load(std::memory_order_relaxed));
-    return stream->device->enqueue(stream, {SimulatedDevice::Operation::kWait, event, nullptr, records}, Call::kWaitEvent);
+    return cuda_stream->device->enqueue(cuda_stream, {SimulatedDevice::Operation::kWait, event, nullptr, records}, Call::kWaitEvent);
   }
   static int event_create(CudaEvent* event, unsigned) {
     *event = new CudaEventHandle{device()};
@@ -130,9 +130,9 @@ struct SimulatedRuntime {
     delete event;
     return kCudaSuccess;
   }
-  static int event_record(CudaEvent event, CudaStream stream) {
+  static int event_record(CudaEvent event, CudaStream cuda_stream) {
     event->recorded.fetch_add(1, std::memory_order_relaxed);
-    const int error = stream->device->enqueue(stream, {SimulatedDevice::Operation::kRecord, event, nullptr, 0}, Call::kEventRecord);
+    const int error = cuda_stream->device->enqueue(cuda_stream, {SimulatedDevice::Operation::kRecord, event, nullptr, 0}, Call::kEventRecord);
     if (error != kCudaSuccess) event->recorded.fetch_sub(1, std::memory_order_relaxed);
     return error;
   }
@@ -151,8 +151,8 @@ struct SimulatedRuntime {
   }
   static int graph_upload(CudaGraphExec, CudaStream) { return kCudaSuccess; }
   static int graph_exec_destroy(CudaGraphExec) { return kCudaSuccess; }  // the device owns it
-  static int graph_launch(CudaGraphExec graph, CudaStream stream) {
-    return stream->device->enqueue(stream, {SimulatedDevice::Operation::kGraph, graph, nullptr, 0}, Call::kGraphLaunch);
+  static int graph_launch(CudaGraphExec graph, CudaStream cuda_stream) {
+    return cuda_stream->device->enqueue(cuda_stream, {SimulatedDevice::Operation::kGraph, graph, nullptr, 0}, Call::kGraphLaunch);
   }
 };
 
@@ -222,21 +222,21 @@ void SimulatedDevice::fail_call(Call call, int64_t nth, int error) {
   failing_[static_cast<size_t>(call)] = {nth, error};
 }
 
-int SimulatedDevice::enqueue(CudaStream stream, const Operation& operation, Call call) {
+int SimulatedDevice::enqueue(CudaStream cuda_stream, const Operation& operation, Call call) {
   {
     std::lock_guard lock(mutex_);
     if (error_ != kCudaSuccess) return error_;
     auto& failing = failing_[static_cast<size_t>(call)];
     if (failing.in >= 0 && failing.in-- == 0) return failing.error;
-    stream->queue.push_back(operation);
-    ++stream->enqueued;
+    cuda_stream->queue.push_back(operation);
+    ++cuda_stream->enqueued;
   }
   changed_.notify_all();
   return kCudaSuccess;
 }
 
-void SimulatedDevice::wait_until_run(CudaStream stream, int64_t ticket, std::unique_lock<std::mutex>& lock) {
-  changed_.wait(lock, [&] { return closing_ || error_ != kCudaSuccess || stream->executed >= ticket; });
+void SimulatedDevice::wait_until_run(CudaStream cuda_stream, int64_t ticket, std::unique_lock<std::mutex>& lock) {
+  changed_.wait(lock, [&] { return closing_ || error_ != kCudaSuccess || cuda_stream->executed >= ticket; });
 }
 
 bool SimulatedDevice::is_pinned(const void* address) const {
@@ -244,27 +244,27 @@ bool SimulatedDevice::is_pinned(const void* address) const {
   return std::ranges::any_of(pinned_, [&](const auto& range) { return range.first <= byte && byte < range.first + range.second; });
 }
 
-// The oldest stream that waits for nothing, or none.
+// The oldest CUDA stream that waits for nothing, or none.
 CudaStream SimulatedDevice::runnable() const {
-  const auto found = std::find_if(streams_.begin(), streams_.end(), [](CudaStream stream) {
-    if (stream->queue.empty()) return false;
-    const Operation& next = stream->queue.front();
+  const auto found = std::find_if(cuda_streams_.begin(), cuda_streams_.end(), [](CudaStream cuda_stream) {
+    if (cuda_stream->queue.empty()) return false;
+    const Operation& next = cuda_stream->queue.front();
     return next.kind != Operation::kWait ||
            static_cast<CudaEvent>(next.target)->done.load(std::memory_order_acquire) >= static_cast<int64_t>(next.bytes);
   });
-  return found == streams_.end() ? nullptr : *found;
+  return found == cuda_streams_.end() ? nullptr : *found;
 }
 
 void SimulatedDevice::run() {
   std::unique_lock lock(mutex_);
   while (true) {
-    CudaStream stream = nullptr;
-    changed_.wait(lock, [&] { return closing_ || (stream = runnable()) != nullptr; });
+    CudaStream cuda_stream = nullptr;
+    changed_.wait(lock, [&] { return closing_ || (cuda_stream = runnable()) != nullptr; });
     if (closing_) return;
-    const Operation operation = stream->queue.front();
-    stream->queue.pop_front();
+    const Operation operation = cuda_stream->queue.front();
+    cuda_stream->queue.pop_front();
     if (error_ == kCudaSuccess) run_operation(operation, lock);  // nothing runs after a sticky error
-    ++stream->executed;
+    ++cuda_stream->executed;
     changed_.notify_all();
   }
 }

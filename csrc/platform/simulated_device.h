@@ -16,8 +16,8 @@
 
 namespace asyncengine {
 
-// Executes copies and graphs on a thread of its own, each graph taking at least its latency. A stream's work runs in order.
-// Of several streams the oldest goes first whenever it can, so that what should have waited for another meets what is old.
+// Executes copies and graphs on a thread of its own, each graph taking at least its latency. A CUDA stream's work runs in order.
+// Of several CUDA streams the oldest goes first whenever it can, so that what should have waited for another meets what is old.
 // As on a real device, work is enqueued and forgotten: the caller learns of completion, and of errors, from events only;
 // and a copy from or to host memory that is not pinned makes its caller wait until the device has made it.
 class SimulatedDevice {
@@ -45,7 +45,7 @@ class SimulatedDevice {
   void fail_call(Call call, int64_t nth, int error);
   void refuse_pinning() { pinning_fails_ = true; }  // cudaHostAlloc answers out of memory from now on
 
-  // Allocations, streams and events that are still alive: leak check.
+  // Allocations, CUDA streams and events that are still alive: leak check.
   int64_t live_objects() const { return live_objects_; }
 
  private:
@@ -57,8 +57,8 @@ class SimulatedDevice {
     const void* source;
     size_t bytes;  // of a wait: how often its event must have been recorded
   };
-  int enqueue(CudaStream stream, const Operation& operation, Call call);
-  void wait_until_run(CudaStream stream, int64_t ticket, std::unique_lock<std::mutex>& lock);
+  int enqueue(CudaStream cuda_stream, const Operation& operation, Call call);
+  void wait_until_run(CudaStream cuda_stream, int64_t ticket, std::unique_lock<std::mutex>& lock);
   bool is_pinned(const void* address) const;
   CudaStream runnable() const;
   void run();
@@ -68,7 +68,7 @@ class SimulatedDevice {
   int ordinal_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::vector<CudaStream> streams_;
+  std::vector<CudaStream> cuda_streams_;
   std::vector<CudaGraphExec> graphs_;
   int64_t launches_ = 0, fail_launch_ = -1, hang_launch_ = -1;
   int fault_ = kCudaSuccess, error_ = kCudaSuccess;

@@ -26,12 +26,12 @@ GraphExecutor::GraphExecutor(const CudaRuntime& cuda, int device, std::shared_pt
     needs_ &= bucket.variants.back().needs;
   }
   check_cuda(cuda_, cuda_.set_device(device_), "cudaSetDevice");
-  if (graphs_.stream == nullptr) {
-    check_cuda(cuda_, cuda_.stream_create(&own_stream_, kCudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+  if (graphs_.cuda_stream == nullptr) {
+    check_cuda(cuda_, cuda_.stream_create(&own_cuda_stream_, kCudaStreamNonBlocking), "cudaStreamCreateWithFlags");
   }
-  stream_ = graphs_.stream != nullptr ? graphs_.stream : own_stream_;
+  cuda_stream_ = graphs_.cuda_stream != nullptr ? graphs_.cuda_stream : own_cuda_stream_;
   const bool ahead = staging_->mode() == StagingMode::kAhead;
-  if (ahead) check_cuda(cuda_, cuda_.stream_create(&copy_stream_, kCudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+  if (ahead) check_cuda(cuda_, cuda_.stream_create(&copy_cuda_stream_, kCudaStreamNonBlocking), "cudaStreamCreateWithFlags");
   for (Step& step : steps_) {
     step.tokens.resize(staging_->records_begin());
     step.records.resize(staging_->output_words() - staging_->records_begin());
@@ -52,8 +52,8 @@ GraphExecutor::~GraphExecutor() {
     if (step.done != nullptr) cuda_.event_destroy(step.done);
     if (step.arrived != nullptr) cuda_.event_destroy(step.arrived);
   }
-  if (copy_stream_ != nullptr) cuda_.stream_destroy(copy_stream_);
-  if (own_stream_ != nullptr) cuda_.stream_destroy(own_stream_);
+  if (copy_cuda_stream_ != nullptr) cuda_.stream_destroy(copy_cuda_stream_);
+  if (own_cuda_stream_ != nullptr) cuda_.stream_destroy(own_cuda_stream_);
 }
 
 bool GraphExecutor::ok(int error, const char* call) {
@@ -113,11 +113,11 @@ LaunchStatus GraphExecutor::start(int i, size_t bytes) {
 
 bool GraphExecutor::record_done(int i, bool enqueued) {
   const Step& step = steps_[static_cast<size_t>(i)];
-  // The copy ahead of a step that was not enqueued is on a stream that the step's own may not have been told to wait for.
+  // The copy ahead of a step that was not enqueued is on a CUDA stream that the step's own may not have been told to wait for.
   const bool ordered = enqueued || step.arrived == nullptr ||
-                       (ok(cuda_.event_record(step.arrived, copy_stream_), "cudaEventRecord") &&
-                        ok(cuda_.stream_wait_event(stream_, step.arrived, 0), "cudaStreamWaitEvent"));
-  return ordered && ok(cuda_.event_record(step.done, stream_), "cudaEventRecord");
+                       (ok(cuda_.event_record(step.arrived, copy_cuda_stream_), "cudaEventRecord") &&
+                        ok(cuda_.stream_wait_event(cuda_stream_, step.arrived, 0), "cudaStreamWaitEvent"));
+  return ordered && ok(cuda_.event_record(step.done, cuda_stream_), "cudaEventRecord");
 }
 
 bool GraphExecutor::enqueue(int i, size_t bytes) {
@@ -133,7 +133,7 @@ bool GraphExecutor::enqueue(int i, size_t bytes) {
 bool GraphExecutor::copy_output(int i, const StepInputHeader& header) {
   const auto copy = [&](size_t begin, int32_t words) {
     return words == 0 || ok(cuda_.memcpy_async(staging_->output(i) + begin, staging_->device_buffers().output + begin,
-                                               static_cast<size_t>(words) * sizeof(int64_t), kCudaMemcpyDeviceToHost, stream_),
+                                               static_cast<size_t>(words) * sizeof(int64_t), kCudaMemcpyDeviceToHost, cuda_stream_),
                             "cudaMemcpyAsync");
   };
   return copy(0, header.num_samples) && copy(staging_->records_begin(), header.num_result_words);
@@ -144,21 +144,21 @@ bool GraphExecutor::send_input(int i, size_t bytes) {
   const CudaEvent arrived = steps_[static_cast<size_t>(i)].arrived;
   // Nobody reads that place of the ring any more: the step that did is over, or the buffer would not be ours.
   return ok(cuda_.memcpy_async(staging_->device_input(i), staging_->input(i).data(), bytes, kCudaMemcpyHostToDevice,
-                               ahead ? copy_stream_ : stream_),
+                               ahead ? copy_cuda_stream_ : cuda_stream_),
             "cudaMemcpyAsync") &&
-         (!ahead || (ok(cuda_.event_record(arrived, copy_stream_), "cudaEventRecord") &&
-                     ok(cuda_.stream_wait_event(stream_, arrived, 0), "cudaStreamWaitEvent")));
+         (!ahead || (ok(cuda_.event_record(arrived, copy_cuda_stream_), "cudaEventRecord") &&
+                     ok(cuda_.stream_wait_event(cuda_stream_, arrived, 0), "cudaStreamWaitEvent")));
 }
 
 bool GraphExecutor::run(int bucket, const GraphVariant& variant) {
   if (graphs_.eager) {
-    std::string error = graphs_.eager(bucket, variant.needs, stream_);
+    std::string error = graphs_.eager(bucket, variant.needs, cuda_stream_);
     if (error.empty()) return true;
     failed_code_ = kEagerFailed;
     keep_error(std::move(error));
     return false;
   }
-  return ok(cuda_.graph_launch(variant.graph, stream_), "cudaGraphLaunch");
+  return ok(cuda_.graph_launch(variant.graph, cuda_stream_), "cudaGraphLaunch");
 }
 
 int GraphExecutor::bucket_for(const StepInputHeader& header) const {
@@ -268,7 +268,7 @@ bool GraphExecutor::take_records(const int64_t* words, std::span<int32_t> region
 bool GraphExecutor::is_busy(Step& step) {
   const StepState state = step.state.load(std::memory_order_acquire);
   if (state == StepState::kFree || state == StepState::kQueued) return false;
-  if (state == StepState::kUnknown && cuda_.event_record(step.done, stream_) == kCudaSuccess) {
+  if (state == StepState::kUnknown && cuda_.event_record(step.done, cuda_stream_) == kCudaSuccess) {
     step.state.store(StepState::kRunning, std::memory_order_release);  // the event comes after all that was enqueued
   }
   const int error = cuda_.event_query(step.done);

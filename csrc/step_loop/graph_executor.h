@@ -43,7 +43,7 @@ struct GraphBucket {
 };
 
 // Per step: have the StepInput where the graph reads it (Staging), launch the graph of the smallest bucket that fits,
-// have the tokens on the host, record the event. One stream, so steps are ordered behind each other; copies ahead have
+// have the tokens on the host, record the event. One CUDA stream, so steps are ordered behind each other; copies ahead have
 // another, and the step waits for its own.
 //
 // A launch that runs out of memory fails its step alone. Any other error of a call leaves open what the device will do, and
@@ -52,17 +52,17 @@ class GraphExecutor final : public Executor {
  public:
   // Enqueues a bucket's kernels one by one instead of its graph: for debugging, and to measure what graphs are worth.
   // Returns what went wrong, or nothing.
-  using EagerLaunch = std::function<std::string(int bucket, Needs needs, CudaStream stream)>;
+  using EagerLaunch = std::function<std::string(int bucket, Needs needs, CudaStream cuda_stream)>;
 
   struct Graphs {
     std::vector<GraphBucket> buckets;  // ascending; the last one fits every step; the last variant of each serves the most
     CudaGraphExec copy_blocks = nullptr;  // runs before a step that has block copies
     EagerLaunch eager;                 // if set, what runs in place of graphs; bucket -1 is copy_blocks
-    CudaStream stream = nullptr;       // where it all runs; none: one of the executor's own
+    CudaStream cuda_stream = nullptr;  // where it all runs; none: one of the executor's own
     std::shared_ptr<void> keep_alive;  // whatever owns the graphs
   };
 
-  // Throws CudaError when stream or events cannot be had.
+  // Throws CudaError when a CUDA stream or events cannot be had.
   GraphExecutor(const CudaRuntime& cuda, int device, std::shared_ptr<Staging> staging, Graphs graphs,
                 std::chrono::nanoseconds poll_interval);
   ~GraphExecutor() override;
@@ -121,7 +121,7 @@ class GraphExecutor final : public Executor {
   int num_kinds_ = 0;
   Needs needs_ = ~Needs{0};  // that every bucket has a variant for
   std::chrono::nanoseconds poll_interval_;
-  CudaStream stream_ = nullptr, own_stream_ = nullptr, copy_stream_ = nullptr;
+  CudaStream cuda_stream_ = nullptr, own_cuda_stream_ = nullptr, copy_cuda_stream_ = nullptr;
   std::vector<Step> steps_;
   int failed_code_ = kCudaSuccess;  // of the last call that failed, for the thread that launches
   mutable std::mutex error_mutex_;

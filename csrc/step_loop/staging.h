@@ -17,7 +17,7 @@ namespace asyncengine {
 //   kPageable  one asynchronous copy from plain memory: CUDA stages it, and the launching thread waits for that
 //   kPinned    one asynchronous copy from page-locked memory
 //   kMapped    no copy: the step's first kernel reads page-locked memory, and its last ones write results there
-//   kAhead     one copy from page-locked memory on a stream of its own, while the step before still runs; results as mapped
+//   kAhead     one copy from page-locked memory on a CUDA stream of its own, while the step before still runs; results as mapped
 // What is sent once, before the first step, is not staged: weights, tables and the kernels' own state may be pageable.
 enum class StagingMode { kPageable, kPinned, kMapped, kAhead };
 

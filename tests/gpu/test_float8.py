@@ -13,6 +13,8 @@ import torch
 from asyncengine import AsyncEngine, ConfigError, SamplingParams, bundled_model
 from asyncengine.bundled.grammar import parse
 from asyncengine.config import EngineConfig
+from asyncengine.kernels.cuda.gpu import A100
+from asyncengine.runner import cuda_runner
 from asyncengine.runner.cuda_runner import CudaRunner
 from tests.gpu.conftest import SHAPES
 
@@ -77,7 +79,7 @@ def test_gpt2_is_refused() -> None:
 
 
 def test_an_older_card_is_refused(monkeypatch: pytest.MonkeyPatch, tiny_llama: str) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    monkeypatch.setattr(cuda_runner, "examine", lambda device: A100)
     config = EngineConfig(model=tiny_llama, load_format="dummy", device="cuda", dtype="bfloat16", quantization="fp8")
     with pytest.raises(ConfigError, match=r"compute capability 8\.9"):
         CudaRunner.load(config)

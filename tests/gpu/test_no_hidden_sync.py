@@ -56,12 +56,12 @@ class Waits:
 
     def run(self, rounds: int) -> None:
         """Until this many rounds have launched something, or nothing is left to launch."""
-        asleep = slept(self.runner.stream, self.sleep_ms)
+        asleep = slept(self.runner.cuda_stream, self.sleep_ms)
         for _ in range(rounds):
             before = self.loop.stats()["num_steps"]
             while True:
                 if asleep.query():
-                    asleep = slept(self.runner.stream, self.sleep_ms)
+                    asleep = slept(self.runner.cuda_stream, self.sleep_ms)
                 self.loop.advance()
                 if self.loop.stats()["num_steps"] > before or self.loop.quiescent:
                     break
@@ -115,7 +115,7 @@ def test_pageable_staging_makes_another_thread_wait(tiny_llama):
     backend = load_backend(EngineConfig(model=tiny_llama, **SMALL, staging="pageable"), progress=False)
     loop, draw = backend.step_loop, random.Random(1)
     submit(loop, 1, draw)
-    asleep = slept(backend.keep_alive.stream, 200)
+    asleep = slept(backend.keep_alive.cuda_stream, 200)
     for _ in range(20):
         loop.advance()
     assert loop.stats()["num_steps"] > 0
@@ -125,10 +125,10 @@ def test_pageable_staging_makes_another_thread_wait(tiny_llama):
 
 def test_the_sleep_test_catches_what_waits(tiny_llama):
     backend = load_backend(EngineConfig(model=tiny_llama, **SMALL), progress=False)
-    asleep = slept(backend.keep_alive.stream, 50)
+    asleep = slept(backend.keep_alive.cuda_stream, 50)
     backend.keep_alive.steps.state.input_ids.cpu()  # on another stream: does not wait
     assert not asleep.query()
-    with torch.cuda.stream(backend.keep_alive.stream):
+    with torch.cuda.stream(backend.keep_alive.cuda_stream):
         backend.keep_alive.steps.state.input_ids.cpu()
     assert asleep.query()
     assert backend.step_loop.stop(5.0)

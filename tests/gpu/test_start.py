@@ -16,7 +16,7 @@ from asyncengine.backend import load_backend
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.cuda.linear.tables import PlanTable, cache_path
 from asyncengine.kernels.cuda.trials import examine
-from asyncengine.runner import tuning
+from asyncengine.runner import prepare
 from tests.models import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,9 +25,9 @@ PROGRAM = """
 import asyncio, sys, threading
 import triton
 from asyncengine import AsyncEngine, SamplingParams
-from asyncengine.runner import tuning
+from asyncengine.runner import prepare
 
-tuning._BUDGET_S = 1e9  # the second start would go on where the first ended
+prepare._BUDGET_S = 1e9  # the second start would go on where the first ended
 compiled = []
 triton.knobs.compilation.listener = lambda src, cache_hit, **_: compiled.append(
     (threading.current_thread().name.partition("_")[0], src.name, cache_hit))
@@ -98,7 +98,7 @@ def test_a_first_start_measures_what_no_table_knows(
     unknown_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("ASYNCENGINE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(tuning, "_BUDGET_S", 1e9)
+    monkeypatch.setattr(prepare, "_BUDGET_S", 1e9)
     caplog.set_level(logging.INFO)
     path = cache_path(torch.cuda.get_device_name())
 

@@ -140,7 +140,7 @@ class Head:
         return CudaOps(self.device, CudaOptions(PlanTable(plans), pdl=True, gpu=examine(self.device)))
 
     def run(self, ops: CudaOps, handle: CudaLinear) -> Tensor | Ranks:
-        batch = CudaBatch(self.step)
+        batch = CudaBatch(self.step, needs=0)
         logits = ops.logits(Residual(self.x), self.norm, handle, batch)
         sample(logits, self.step, self.header, self.words, needs=0, pdl=True)
         return logits
@@ -181,7 +181,7 @@ def test_tokens_are_those_of_logits_by_the_same_plan(
 @pytest.mark.parametrize(("rows", "tile"), [(8, TILES[0]), (64, TILES[4]), (256, TILES[11])])
 def test_replays(device: torch.device, rows: int, tile: tuple[int, int, int]) -> None:
     """Kernels that start early, one step behind another: each reads what its own step has written."""
-    head, stream = Head(device, rows), torch.cuda.Residual(device)
+    head, stream = Head(device, rows), torch.cuda.Stream(device)
     ops = head.ops(plan_of(tile), fused=True)
     handle = ops.make_head(head.weight)
     inputs = [integers(rows, head.INNER, seed=seed, largest=1).to(device) for seed in range(6)]

@@ -16,7 +16,6 @@ from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps, CudaOptions
 from asyncengine.kernels.cuda.rows.activation import activate_rows, soft_cap_
 from asyncengine.kernels.cuda.step.tensors import allocate_step
 from asyncengine.kernels.ops import Norm
-from asyncengine.runner.device_steps import SAMPLING
 from tests.kernels.poison import poison_new_memory
 
 
@@ -75,10 +74,11 @@ def test_a_cap_of_logits(device: torch.device, out_features: int) -> None:
     x, norm = random(device, 4, 64), Norm(random(device, 64, seed=1), None, 1e-5)
     head = ops.make_head(random(device, out_features, 64, seed=2))
     plain = ops.logits(Residual(x), norm, head, CudaBatch(step))
-    capped = ops.logits(Residual(x), norm, head, CudaBatch(step, needs=SAMPLING), softcap=5.0)
+    capped = ops.logits(Residual(x), norm, head, CudaBatch(step), softcap=5.0)
     assert plain.abs().max() > 5
     torch.testing.assert_close(capped, 5.0 * torch.tanh(plain / 5.0), rtol=1e-5, atol=1e-5)
-    assert torch.equal(ops.logits(Residual(x), norm, head, CudaBatch(step), softcap=5.0), plain)
+    greedy = CudaBatch(step, needs=0)
+    assert torch.equal(ops.logits(Residual(x), norm, head, greedy, softcap=5.0), plain)
 
 
 def test_a_cap_leaves_what_lies_between_rows(device: torch.device) -> None:

@@ -36,8 +36,8 @@ class CudaBatch:
 
     step: DeviceStep
     attention: BucketAttention = field(default_factory=BucketAttention)
-    needs: int = 0
-    """Bits of _core.Need: what the sampled rows may need beyond the greatest logit."""
+    needs: int = ~0
+    """Bits of _core.Need: what the sampled rows may need beyond the greatest logit; all of them by default."""
 
 
 @dataclass(frozen=True, slots=True)
