@@ -19,6 +19,7 @@ from asyncengine.kernels.cuda.attention.choose import fixed_tile, paged_tiles
 from asyncengine.kernels.cuda.attention.plan import AttentionShape, Launch, Tile
 from asyncengine.kernels.cuda.attention.run import launch_all
 from asyncengine.kernels.cuda.attention.work.lists import WorkList
+from asyncengine.kernels.cuda.gpu import H200
 from asyncengine.kernels.cuda.step.tensors import DeviceStep, allocate_step
 from asyncengine.kernels.ops import AttentionLayer
 
@@ -59,7 +60,8 @@ class Case:
         """Those of the case, or of a GPU."""
         if self.tiles:
             return self.tiles
-        return (fixed_tile(self.shape),) * 2 if self.split_tokens else paged_tiles(self.shape)
+        shape = self.shape
+        return (fixed_tile(shape, H200),) * 2 if self.split_tokens else paged_tiles(shape, H200)
 
     @property
     def num_tokens(self) -> int:
