@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -179,9 +179,12 @@ def make_world(case: Case, device: torch.device, spare_tokens: int = 3) -> World
 
 
 def to_device(step: DeviceStep, device: torch.device) -> DeviceStep:
-    slots = replace(step.slots, **{name: getattr(step.slots, name).to(device) for name in step.slots.__slots__})
-    fields = {name: getattr(step, name).to(device) for name in step.__slots__ if name != "slots"}
-    return replace(step, slots=slots, **fields)
+    def moved(tensors: object, names: Iterable[str]) -> dict[str, Tensor]:
+        there = {name: getattr(tensors, name) for name in names}
+        return {name: tensor.to(device) for name, tensor in there.items() if tensor is not None}
+
+    slots = replace(step.slots, **moved(step.slots, step.slots.__slots__))
+    return replace(step, slots=slots, **moved(step, set(step.__slots__) - {"slots"}))
 
 
 def check(world: World, out: Tensor) -> None:
