@@ -123,7 +123,7 @@ def lines(args: argparse.Namespace, timer: Timer) -> Lines:
     for shape in args.shape:
         c = read_model(shape)
         prefills = [rows for rows in args.prefill if rows[0].query + rows[0].context <= c.max_positions]
-        for tiles in tile_pairs(c, args):
+        for tiles in tile_pairs(c, timer.device, args):
             work = allocate_work(c, prefills, tiles, timer.device, args)
             decode_work = functools.cache(partial(allocate_decode_work, c, tiles, timer.device, args))
             label = shape if tiles is None else f"{shape} {as_text(tiles)}"
@@ -163,7 +163,7 @@ def plan_for(c: ModelConfig, bucket: Bucket, tiles: Tiles | None, gpu: Gpu, args
     """The engine's, with a work list; in other tiles, if any are given, or in fixed splits, if the options say so."""
     layer, fixed = LayerKind(attention_shape(c)), args.work.get("split_tokens", 0)
     if fixed:
-        tile = (tiles and tiles[1]) or fixed_tile(layer.shape)
+        tile = (tiles and tiles[1]) or fixed_tile(layer.shape, gpu)
         return AttentionPlan(layer, (Launch("paged", tile, "any", stored=True),), Cut("fixed", fixed))
     limits = Limits(max(256, bucket.max_rows), max(2048, bucket.max_tokens), 131072, BLOCK_SIZE)
     capable = replace(gpu, tma=gpu.tma and not tiles)
@@ -215,11 +215,11 @@ def attention_shape(c: ModelConfig) -> AttentionShape:
     return AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, DTYPE)
 
 
-def tile_pairs(c: ModelConfig, args: argparse.Namespace) -> Iterable[Tiles | None]:
+def tile_pairs(c: ModelConfig, device: torch.device, args: argparse.Namespace) -> Iterable[Tiles | None]:
     """Those of the options, each with every other; None is what the engine takes."""
     if not args.decode_tile and not args.prefill_tile:
         return [None]
-    decode, prefill = paged_tiles(attention_shape(c))
+    decode, prefill = paged_tiles(attention_shape(c), examine(device))
     decodes, prefills = ([parse_tile(text) for text in texts or ()] for texts in (args.decode_tile, args.prefill_tile))
     return itertools.product(decodes or [decode], prefills or [prefill])
 

@@ -63,7 +63,7 @@ def parse_sizes(text: str) -> list[tuple[int, int]]:
 def lines(args: argparse.Namespace, timer: Timer) -> Lines:
     for shape in args.shape:
         c = read_model(shape)
-        for tiles in tile_pairs(c, args):
+        for tiles in tile_pairs(c, timer.device, args):
             label = shape if tiles is None else f"{shape} {as_text(tiles)}"
             for rows, context in args.layer:
                 if context <= c.max_positions:

@@ -33,12 +33,13 @@ std::shared_ptr<Staging> make_staging(const CudaDevice& device, const StepLoopCo
 
 Address add_simulated_graph(Simulation& simulation, py::function body) {
   return reinterpret_cast<Address>(simulation.device.add_graph(
-      [body = callback(std::move(body))] {
+      [&device = simulation.device, body = callback(std::move(body))] {
         py::gil_scoped_acquire gil;
         try {
           (*body)();
         } catch (py::error_already_set& error) {
-          error.discard_as_unraisable("a simulated graph");  // its step then leaves no tokens, which is an engine failure
+          error.discard_as_unraisable("a simulated graph");
+          device.fault();  // no later graph reads what this one did not write
         }
       },
       std::chrono::nanoseconds(0)));

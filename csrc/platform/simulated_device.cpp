@@ -217,6 +217,11 @@ void SimulatedDevice::resume() {
   changed_.notify_all();
 }
 
+void SimulatedDevice::fault(int error) {
+  std::lock_guard lock(mutex_);
+  if (error_ == kCudaSuccess) error_ = error;
+}
+
 void SimulatedDevice::fail_call(Call call, int64_t nth, int error) {
   std::lock_guard lock(mutex_);
   failing_[static_cast<size_t>(call)] = {nth, error};

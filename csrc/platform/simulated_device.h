@@ -40,6 +40,7 @@ class SimulatedDevice {
   void fail_at(int64_t nth_launch, int error = 700);  // cudaErrorIllegalAddress; sticky, as on the real device
   void hang_at(int64_t nth_launch);
   void resume();  // ends a hang
+  void fault(int error = 700);  // as from fail_at, at once; for a graph's body that cannot do its work
   // The n-th call of this kind from now (0: the next one) does nothing but answer `error`.
   enum class Call : uint8_t { kCopy, kGraphLaunch, kEventRecord, kWaitEvent };
   void fail_call(Call call, int64_t nth, int error);

@@ -200,7 +200,7 @@ def test_lists_for_other_kernels_are_refused() -> None:
     out = torch.empty_like(world.q.flatten(1))
     apart = torch.empty(*world.q.shape[:2], 2 * world.q.shape[2], dtype=world.q.dtype, device="cuda")
     apart = apart[:, :, : world.q.shape[2]]
-    plain = replace(world, case=replace(world.case, tiles=paged_tiles(world.case.shape))).work()
+    plain = replace(world, case=replace(world.case, tiles=paged_tiles(world.case.shape, H200))).work()
     one, several = plan_for(world.case).launches
     layer = world.case.layer
 

@@ -20,10 +20,12 @@ from asyncengine.runner.device_steps import VARIANTS, step_buckets
 from asyncengine.runner.loop_config import step_loop_config
 from asyncengine.runner.model_runner import load_model
 from asyncengine.runner.prepare import make_steps
+from tests.kernels.interpreter import repair_interpreter
 
 
 def load(config: EngineConfig) -> Backend:
     assert config.num_kv_blocks is not None
+    repair_interpreter()
     device = _core.SimulatedDevice(vocab_size=2)
     native = _core.CudaDevice.simulated(device)
     ops = CudaOps(torch.device("cpu"), CudaOptions(quantization=config.quantization))

@@ -13,6 +13,7 @@ from asyncengine.kernels.cuda.attention.choose import (
     describe,
     describe_all,
     few_keys_context,
+    fixed_tile,
     late_context,
     paged_tiles,
     short_context,
@@ -90,6 +91,18 @@ def test_capped_scores_are_for_kernels_that_cap_them() -> None:
         assert {launch.kernel for launch in decode(rows, layer).launches} <= {"few_keys", "paged_decode"}
     assert {launch.kernel for launch in plan_for(Bucket(64, 512, False), layer).launches} == {"paged"}
     assert buckets_for(layer, H200, LIMITS) == buckets_for(LayerKind(LLAMA), plain, LIMITS)
+
+
+@pytest.mark.parametrize("card", gpu.KNOWN, ids=lambda card: card.name)
+def test_tiles_of_wide_heads_shrink_where_shared_memory_is_small(card: Gpu) -> None:
+    """test_compile.py shows that these have room, and the tiles of other heads as they are."""
+    wide = AttentionShape(8, 4, 256, BF16)
+    small = card == gpu.L40S
+    assert paged_tiles(wide, card)[1] == (Tile(64, 16, 4, 3, 1) if small else Tile(128, 32, 8, 3, 1))
+    assert fixed_tile(wide, card) == Tile(64, 16 if small else 32, 4, 3, 2)
+    for shape in SHAPES.values():
+        assert paged_tiles(shape, card) == paged_tiles(shape, H200)
+        assert fixed_tile(shape, card) == fixed_tile(shape, H200)
 
 
 def test_a_plan_in_words() -> None:
@@ -182,4 +195,4 @@ def test_a_lone_row_takes_few_keys_where_heads_share_none() -> None:
     assert decode(1, gpt2, max_context=short).launches[0].kernel == "few_keys"
     assert decode(1, gpt2, max_context=short + 1).launches[0].kernel == "tma_decode"
     assert decode(1, llama, max_context=64).launches[0].kernel == "tma_decode"
-    assert paged_tiles(LLAMA)[0].rows == 16
+    assert paged_tiles(LLAMA, H200)[0].rows == 16

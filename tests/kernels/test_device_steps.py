@@ -15,14 +15,15 @@ from typing import Any
 import pytest
 import torch
 
-from asyncengine import ConfigError, SamplingParams, testing
+from asyncengine import ConfigError, EngineDeadError, SamplingParams, testing
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.cuda.attention import choose
 from asyncengine.kernels.cuda.attention.choose import describe
 from asyncengine.kernels.cuda.gpu import H200
 from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
 from asyncengine.runner import device_steps
-from asyncengine.runner.buckets import ANY_CONTEXT
+from asyncengine.runner.buckets import ANY_CONTEXT, Bucket
+from asyncengine.runner.device_steps import DeviceSteps
 from asyncengine.tokenization import placeholder_tokenizer
 from tests.kernels.simulated_cuda import make_engine
 from tests.models import tiny
@@ -198,6 +199,30 @@ def test_stop_tokens_end_a_sequence_on_the_device_too(checkpoint):
     outputs, _ = generate(path, jobs, rounds=1 if not GPU else 3)
     first = expected[0].index(stop)
     assert outputs == [[tuple(expected[0][: first + 1])], *([tuple(e)] for e in expected[1:])]
+
+
+@pytest.mark.skipif(GPU, reason="a GPU has faults of its own")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_step_that_fails_is_an_error_and_the_last_step(checkpoint, monkeypatch):
+    """As with a kernel that faults: no step behind it reads what it did not write."""
+    runs = []
+
+    def fail(steps: DeviceSteps, bucket: Bucket, needs: int) -> None:
+        runs.append(bucket)
+        raise RuntimeError("a kernel failed")
+
+    monkeypatch.setattr(DeviceSteps, "run", fail)
+    path, _ = checkpoint("gpt2")
+
+    async def main() -> None:
+        async with make_engine(str(path), **SMALL) as engine:
+            jobs = (engine.generate(prompt, greedy()) for prompt in PROMPTS)
+            outputs = await asyncio.gather(*jobs, return_exceptions=True)
+        assert [type(output) for output in outputs] == [EngineDeadError] * len(PROMPTS)
+        assert "illegal memory access" in str(outputs[0])
+
+    asyncio.run(main())
+    assert len(runs) == 1
 
 
 @pytest.mark.parametrize("tma", [True, False])

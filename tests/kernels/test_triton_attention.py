@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -19,6 +19,7 @@ from asyncengine.kernels.cuda.attention.choose import fixed_tile, paged_tiles
 from asyncengine.kernels.cuda.attention.plan import AttentionShape, Launch, Tile
 from asyncengine.kernels.cuda.attention.run import launch_all
 from asyncengine.kernels.cuda.attention.work.lists import WorkList
+from asyncengine.kernels.cuda.gpu import H200
 from asyncengine.kernels.cuda.step.tensors import DeviceStep, allocate_step
 from asyncengine.kernels.ops import AttentionLayer
 
@@ -59,7 +60,8 @@ class Case:
         """Those of the case, or of a GPU."""
         if self.tiles:
             return self.tiles
-        return (fixed_tile(self.shape),) * 2 if self.split_tokens else paged_tiles(self.shape)
+        shape = self.shape
+        return (fixed_tile(shape, H200),) * 2 if self.split_tokens else paged_tiles(shape, H200)
 
     @property
     def num_tokens(self) -> int:
@@ -177,9 +179,12 @@ def make_world(case: Case, device: torch.device, spare_tokens: int = 3) -> World
 
 
 def to_device(step: DeviceStep, device: torch.device) -> DeviceStep:
-    slots = replace(step.slots, **{name: getattr(step.slots, name).to(device) for name in step.slots.__slots__})
-    fields = {name: getattr(step, name).to(device) for name in step.__slots__ if name != "slots"}
-    return replace(step, slots=slots, **fields)
+    def moved(tensors: object, names: Iterable[str]) -> dict[str, Tensor]:
+        there = {name: getattr(tensors, name) for name in names}
+        return {name: tensor.to(device) for name, tensor in there.items() if tensor is not None}
+
+    slots = replace(step.slots, **moved(step.slots, step.slots.__slots__))
+    return replace(step, slots=slots, **moved(step, set(step.__slots__) - {"slots"}))
 
 
 def check(world: World, out: Tensor) -> None:

@@ -57,7 +57,7 @@ _INVARIANT_SPLITS = 8
 def describe(bucket: Bucket, layer: LayerKind, gpu: Gpu, limits: Limits) -> AttentionPlan:
     """The plan for such layers in the steps of ``bucket`` on ``gpu``."""
     if limits.batch_invariant:
-        launch = Launch("paged", fixed_tile(layer.shape), "any", stored=True)
+        launch = Launch("paged", fixed_tile(layer.shape, gpu), "any", stored=True)
         return AttentionPlan(layer, (launch,), Cut("fixed", _split_tokens(limits.max_context)))
     if bucket.single_token_rows or bucket.max_tokens == 1:
         return _describe_decode(bucket.max_rows, bucket.max_context, layer, gpu, limits.block_size)
@@ -80,7 +80,7 @@ def _describe_decode(rows: int, context: int, layer: LayerKind, gpu: Gpu, block_
     if not _prefers_tma(rows, tma, shape) and context <= few_keys_context(rows, shape, gpu):
         return AttentionPlan(layer, (_few_keys(rows, shape, gpu, stored=False),), None)
     if not tma:
-        launch = Launch("paged_decode", paged_tiles(shape)[0], "one", stored=False)
+        launch = Launch("paged_decode", paged_tiles(shape, gpu)[0], "one", stored=False)
         return AttentionPlan(layer, (launch,), Cut("line"))
     tile, cut = _cut_tma_decode(rows, context, layer, gpu, block_size)
     return AttentionPlan(layer, (Launch("tma_decode", tile, "one", stored=False),), cut)
@@ -97,7 +97,7 @@ def _prefers_tma(rows: int, tma: bool, shape: AttentionShape) -> bool:
 
 def _describe_mixed(layer: LayerKind, gpu: Gpu, block_size: int) -> AttentionPlan:
     """For steps with rows of several tokens. Kernels in Triton come first; tma_prefill runs beside tma_decode."""
-    decode, prefill = paged_tiles(layer.shape)
+    decode, prefill = paged_tiles(layer.shape, gpu)
     tma_one, tma_several = tma_decode_tile(layer, gpu, block_size), tma_prefill_tile(layer, gpu, block_size)
     launches = []
     if not tma_one:
@@ -180,7 +180,7 @@ def few_keys_context(rows: int, shape: AttentionShape, gpu: Gpu) -> int:
 # ---- paged and paged_decode ----
 
 
-def paged_tiles(shape: AttentionShape) -> tuple[Tile, Tile]:
+def paged_tiles(shape: AttentionShape, gpu: Gpu) -> tuple[Tile, Tile]:
     """The tiles of rows of one token and of several, by the bytes of a KV tile.
 
     Decode waits for memory: small programs, of two warps, hide each other's first loads. At 64 sequences of 288 tokens
@@ -197,18 +197,39 @@ def paged_tiles(shape: AttentionShape) -> tuple[Tile, Tile]:
     few, keys = (min(64, max(16, elements // width)) for elements in (4096, 8192))
     programs = 4 if width > 64 else 6
     # Triton keeps one stage less than it is told.
-    return Tile(max(16, group), few, 2, 3, programs), Tile(max(128, group), keys, 8, 3, 1)
+    prefill = _that_fits(Tile(max(128, group), keys, 8, 3, 1), shape, gpu)
+    return Tile(max(16, group), few, 2, 3, programs), prefill
 
 
-def fixed_tile(shape: AttentionShape) -> Tile:
+def fixed_tile(shape: AttentionShape, gpu: Gpu) -> Tile:
     """The tile of fixed splits, for all rows alike.
 
     A decode row wastes most of its 64 rows, but tensor cores with 64 rows still keep up with memory.
     """
-    prefill = paged_tiles(shape)[1]
+    prefill = paged_tiles(shape, gpu)[1]
     if shape.dtype == torch.float32:
         return prefill
-    return replace(prefill, rows=max(64, _power_of_2(shape.group)), warps=4, programs_per_sm=2)
+    tile = replace(prefill, rows=max(64, _power_of_2(shape.group)), warps=4, programs_per_sm=2)
+    return _that_fits(tile, shape, gpu)
+
+
+def _that_fits(tile: Tile, shape: AttentionShape, gpu: Gpu) -> Tile:
+    """The tile, or half its rows, or half its keys as well, whichever the shared memory of ``gpu`` holds first."""
+    if _shared_bytes(tile, shape) > gpu.shared_bytes and tile.rows >= 2 * max(64, shape.group):
+        tile = replace(tile, rows=tile.rows // 2, warps=tile.warps // 2)
+    if _shared_bytes(tile, shape) > gpu.shared_bytes and tile.keys > 16:
+        tile = replace(tile, keys=tile.keys // 2)
+    return tile
+
+
+def _shared_bytes(tile: Tile, shape: AttentionShape) -> int:
+    """Shared memory of a program of bfloat16 on Ampere and Ada. Hopper takes a stage more, and has room for it.
+
+    It holds queries, keys and values. The weights of wide heads cross it from warp to warp.
+    """
+    width = _power_of_2(shape.head_dim)
+    weights = tile.rows * tile.keys if width > 128 else 0
+    return 2 * ((tile.rows + 2 * (tile.stages - 1) * tile.keys) * width + weights)
 
 
 def _split_tokens(max_context: int) -> int:
