@@ -185,7 +185,7 @@ async def test_a_python_forward_that_waits_for_the_interpreter_is_not_hung(monke
             return forward(*args)
 
         monkeypatch.setattr(model, "forward", at_call(3, forward, slow))
-        values = np.random.default_rng(1).random(3_000_000).tolist()
+        values = np.random.default_rng(1).random(6_000_000).tolist()
         task = asyncio.ensure_future(engine.generate(PROMPTS[1], PARAMS))
         await asyncio.to_thread(began.wait, LIMIT_S)
         start = time.monotonic()
