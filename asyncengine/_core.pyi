@@ -84,9 +84,8 @@ class RequestExtras:
         tokens_per_step: int = 1,
     ) -> None:
         """needs: bits of Need beside those of the SamplingState. entries: (EntryKind, int32 words), for a slot whenever
-        it is filled; with ``history`` also its tokens so far. result_words: room for records, for each sample;
-        one of the needs logprobs and vector writes them. score_from: prompt tokens from this one on give records too.
-        tokens_per_step: that a decode step may append.
+        it is filled; with ``history`` also its tokens so far. result_words: room for a sample's records, for which it
+        needs logprobs or vector. score_from: the first prompt token with records. tokens_per_step: appended at most.
         """
 
 # ---- CPU kernels ----
