@@ -84,8 +84,8 @@ class RequestExtras:
         tokens_per_step: int = 1,
     ) -> None:
         """needs: bits of Need beside those of the SamplingState. entries: (EntryKind, int32 words), for a slot whenever
-        it is filled; with ``history`` also its tokens so far. result_words: room for records, for each sample.
-        score_from: prompt tokens from this one on give records too. tokens_per_step: that a decode step may append.
+        it is filled; with ``history`` also its tokens so far. result_words: room for a sample's records, for which it
+        needs logprobs or vector. score_from: the first prompt token with records. tokens_per_step: appended at most.
         """
 
 # ---- CPU kernels ----
@@ -376,7 +376,7 @@ class SubmitResult(enum.Enum):
     closed = 3
     duplicate = 4
     unserved = 5
-    """The executor does not serve what the request needs."""
+    """The executor does not serve what the request needs, or nothing that it needs writes the records that it wants."""
 
 class StepLoopConfig:
     def __init__(

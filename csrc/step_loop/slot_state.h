@@ -37,6 +37,7 @@ class SlotState {
   std::vector<int32_t> length_, drafts_;  // where there are drafts
   std::vector<int32_t> tables_;
   std::vector<SamplingState> sampling_;
+  std::vector<Needs> needs_;
   StepBatch batch_;
 };
 
