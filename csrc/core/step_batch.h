@@ -64,6 +64,7 @@ struct StepBatch {
   std::vector<int64_t> sample_position;           // position of the token being sampled: the generator's counter
   std::vector<const SamplingState*> sample_state;
   std::vector<int32_t> sample_slot;
+  std::vector<Needs> sample_needs;
   std::vector<std::span<int32_t>> sample_records;  // where its records go; empty: none are wanted
 
   std::vector<SlotEntries> entries;  // of slots that are newly filled and have some

@@ -12,7 +12,8 @@ SlotState::SlotState(const StepLimits& limits, int32_t max_blocks, int32_t block
       length_(max_drafts_ > 0 ? static_cast<size_t>(limits.max_rows) : 0, 0),
       drafts_(static_cast<size_t>(limits.max_rows) * max_drafts_, 0),
       tables_(static_cast<size_t>(limits.max_rows) * static_cast<size_t>(max_blocks), -1),
-      sampling_(static_cast<size_t>(limits.max_rows)) {
+      sampling_(static_cast<size_t>(limits.max_rows)),
+      needs_(static_cast<size_t>(limits.max_rows), 0) {
   const auto tokens = static_cast<size_t>(limits.max_tokens), rows = static_cast<size_t>(limits.max_rows);
   const auto samples = static_cast<size_t>(limits.samples());
   batch_.input_ids.reserve(tokens);
@@ -25,6 +26,7 @@ SlotState::SlotState(const StepLimits& limits, int32_t max_blocks, int32_t block
   batch_.sample_position.reserve(samples);
   batch_.sample_state.reserve(samples);
   batch_.sample_slot.reserve(samples);
+  batch_.sample_needs.reserve(samples);
   batch_.sample_records.reserve(samples);
   batch_.entries.reserve(rows);
 }
@@ -35,6 +37,7 @@ StepBatch& SlotState::ingest(const StepInputView& input, std::span<int32_t> reco
   for (const SlotUpdate& u : input.slot_updates()) {
     sampling_[static_cast<size_t>(u.slot)] = {u.temperature, u.top_p, u.min_p, u.top_k,
                                               uint64_t{u.seed_high} << 32 | u.seed_low};
+    needs_[static_cast<size_t>(u.slot)] = u.needs;
     if (u.entry_words > 0) b.entries.push_back({u.slot, input.entries(u)});
   }
   std::ranges::fill(records.first(std::min(records.size(), static_cast<size_t>(input.header().num_result_words))), 0);
@@ -54,6 +57,7 @@ StepBatch& SlotState::ingest(const StepInputView& input, std::span<int32_t> reco
   b.sample_position.clear();
   b.sample_state.clear();
   b.sample_slot.clear();
+  b.sample_needs.clear();
   b.sample_records.clear();
   for (const StepInputRow& row : rows) add_row(input, row, records);
   return b;
@@ -88,6 +92,7 @@ void SlotState::add_row(const StepInputView& input, const StepInputRow& row, std
     b.sample_position.push_back(context + row.query_len - back + 1);
     b.sample_state.push_back(&sampling_[slot]);
     b.sample_slot.push_back(row.slot);
+    b.sample_needs.push_back(needs_[slot]);
     b.sample_records.push_back(records.empty() ? records : records.subspan(
         static_cast<size_t>(row.result_offset + i * row.result_words), static_cast<size_t>(row.result_words)));
   }

@@ -10,7 +10,7 @@
 
 namespace asyncengine {
 
-// Host twin of the device-resident rows: last token, block table and sampling state of every slot; and where a step may
+// Host twin of the device-resident rows: last token, block table, sampling state and needs of every slot; and where a step may
 // append several tokens, its length and drafts.
 class SlotState {
  public:
@@ -37,6 +37,7 @@ class SlotState {
   std::vector<int32_t> length_, drafts_;  // where there are drafts
   std::vector<int32_t> tables_;
   std::vector<SamplingState> sampling_;
+  std::vector<Needs> needs_;
   StepBatch batch_;
 };
 
