@@ -280,6 +280,8 @@ class AsyncEngine:
             raise EngineOverloadedError("the queue is full: too many requests or prompt tokens are waiting")
         if result == _core.SubmitResult.unserved:
             raise InvalidRequestError("this engine does not serve what the parameters ask for", param="params")
+        if result == _core.SubmitResult.too_large:  # check_size has checked the tokens
+            raise InvalidRequestError("the parameters ask for more than a step has room for", param="params")
         if result != _core.SubmitResult.accepted:
             raise self._dead_or_closed()
         self._fair_share.enter(key, tenant, priority, params.n, place)

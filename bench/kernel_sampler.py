@@ -1,6 +1,6 @@
 """bench/kernels.py sampler: sampling beside torch's operations and the time that reading the logits once takes.
 
-Logits come from memory, as those of a large step do. --set measures with constants of triton_sampler changed.
+Logits come from memory, as those of a large step do. --set measures with constants of sampler changed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gpu_common import read_model
 from kernel_timing import Call, Line, Lines, Timer, copies_for
 from torch import Tensor
 
-from asyncengine.kernels.cuda.sampling import sample as triton_sampler
+from asyncengine.kernels.cuda.sampling import sample as sampler
 from asyncengine.kernels.cuda.step.tensors import allocate_step
 from asyncengine.runner import device_steps
 
@@ -66,7 +66,7 @@ def our_call(logits: Tensor, one: Sampling, pdl: bool) -> Call:
     words = torch.zeros(1, rows, dtype=torch.int64, device=device)
     greedy = one.temperature == 0
     needs = device_steps.ARGMAX if greedy else device_steps.SAMPLING
-    return lambda: triton_sampler.sample(logits, step, header, words, needs=needs, pdl=pdl)
+    return lambda: sampler.sample(logits, step, header, words, needs=needs, pdl=pdl)
 
 
 def torch_sample(logits: Tensor, one: Sampling) -> Tensor:
@@ -88,16 +88,16 @@ def torch_sample(logits: Tensor, one: Sampling) -> Tensor:
 
 @contextmanager
 def constants(variant: str) -> Iterator[None]:
-    """``_NAME=number,...`` of triton_sampler, for as long."""
-    before = dict(vars(triton_sampler))
+    """``_NAME=number,...`` of sampler, for as long."""
+    before = dict(vars(sampler))
     changes = {name: int(value) for name, _, value in (pair.partition("=") for pair in variant.split(",") if pair)}
     if unknown := changes.keys() - before.keys():
-        raise SystemExit(f"triton_sampler has no {', '.join(sorted(unknown))}")
-    vars(triton_sampler).update(changes)
+        raise SystemExit(f"sampler has no {', '.join(sorted(unknown))}")
+    vars(sampler).update(changes)
     try:
         yield
     finally:
-        vars(triton_sampler).update({name: before[name] for name in changes})
+        vars(sampler).update({name: before[name] for name in changes})
 
 
 def lines(args: argparse.Namespace, timer: Timer) -> Lines:

@@ -44,11 +44,13 @@ std::shared_ptr<StepBatch> make_step_batch(std::vector<int64_t> input_ids, std::
   batch->query_start = std::move(query_start);
   batch->context_len = std::move(context_len);
   batch->sample_index = std::move(sample_index);
-  batch->sample_position = std::move(sample_position);
   batch->owned_tables = std::move(block_tables);
   for (const std::vector<int32_t>& table : batch->owned_tables) batch->block_tables.push_back(table.data());
   batch->owned_states = std::move(sampling);
-  for (const SamplingState& state : batch->owned_states) batch->sample_state.push_back(&state);
+  for (size_t i = 0; i < batch->owned_states.size(); ++i) {
+    const SamplingState& state = batch->owned_states[i];
+    batch->samples.push_back({.position = sample_position[i], .state = &state, .records = {}, .needs = state.needs()});
+  }
   return batch;
 }
 

@@ -88,6 +88,7 @@ py::dict step_input_layout() {
   put("not_finite", kNotFinite);
   put("no_token", kNoToken);
   put("end_of_records", kEndOfRecords);
+  put("record_needs", kRecordNeeds);
   put("max_stops", Sequence::kInlineStops);
   return d;
 }

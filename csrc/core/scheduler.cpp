@@ -111,6 +111,13 @@ void Scheduler::wake_siblings() {
 }
 
 [[gnu::always_inline]] inline bool Scheduler::add_decode(Slot& slot, StepPlan& plan) {
+  if (slot.extras) [[unlikely]] return add_decode_extras(slot, plan);
+  if (!reserve(slot, slot.computed + 1, plan)) return false;
+  add_row(slot, 1, /*from_device=*/true, plan);
+  return true;
+}
+
+bool Scheduler::add_decode_extras(Slot& slot, StepPlan& plan) {
   const int32_t count = std::min<int32_t>(slot.step_tokens, slot.max_total - slot.total());
   if (!reserve(slot, slot.computed + count, plan)) return false;
   add_row(slot, count, /*from_device=*/true, plan);

@@ -97,6 +97,7 @@ class Scheduler {
   bool admit_one(Sequence& sequence, StepPlan& plan, int64_t now_ns);
   bool fits_budgets(const Sequence& sequence, const StepPlan& plan);
   bool add_decode(Slot& slot, StepPlan& plan);
+  bool add_decode_extras(Slot& slot, StepPlan& plan);
   Sequence* fork_source(const Sequence& sequence, const StepPlan& plan) const;
   int32_t find_prefix(const Sequence& sequence, const Sequence* source);
   void start_chain(Slot& slot, const Sequence* source, int32_t shared_blocks);

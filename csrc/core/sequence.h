@@ -42,6 +42,8 @@ struct RequestExtras {
   int32_t tokens_per_step = 1;    // that a decode step may append
 
   bool any() const { return result_words > 0 || score_from >= 0 || tokens_per_step > 1; }
+  // Whether records that it has room for are written: a missing one fails the engine.
+  bool writes_records() const { return result_words == 0 || (needs & kRecordNeeds) != 0; }
   Needs all_needs() const { return needs | (tokens_per_step > 1 ? kNeedDrafts : 0u); }
 };
 

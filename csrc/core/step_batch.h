@@ -21,6 +21,7 @@ enum Need : uint32_t {
 };
 using Needs = uint32_t;  // 0: argmax
 constexpr Needs kSamplingNeeds = kNeedTemperature | kNeedFilters;  // every executor serves these
+constexpr Needs kRecordNeeds = kNeedLogprobs | kNeedVector;        // records are written for rows with one of these
 
 // Sampling state of one slot, sent once when the slot is filled.
 struct SamplingState {
@@ -35,6 +36,16 @@ struct SamplingState {
     if (temperature <= 0.f) return 0;
     return kNeedTemperature | (top_k > 0 || top_p < 1.f || min_p > 0.f ? kNeedFilters : 0u);
   }
+};
+
+// A token whose logits are wanted, and all that its slot and its row say of it.
+struct Sample {
+  int64_t position = 0;  // of the token being sampled: the generator's counter
+  const SamplingState* state = nullptr;
+  std::span<int32_t> records;  // where its records go; empty: none are wanted
+  int32_t slot = -1;
+  Needs needs = 0;       // of the slot
+  bool appends = true;   // the token to its sequence; false: it is a token of the prompt that is only scored
 };
 
 // Entries of a slot update (step_input.h), which begin a new life of the slot.
@@ -60,12 +71,8 @@ struct StepBatch {
   std::vector<const int32_t*> block_tables;  // block ids of the row's sequence, by position / block_size
 
   // One entry per sample.
-  std::vector<int64_t> sample_index;              // token whose hidden state gives the logits
-  std::vector<int64_t> sample_position;           // position of the token being sampled: the generator's counter
-  std::vector<const SamplingState*> sample_state;
-  std::vector<int32_t> sample_slot;
-  std::vector<Needs> sample_needs;
-  std::vector<std::span<int32_t>> sample_records;  // where its records go; empty: none are wanted
+  std::vector<int64_t> sample_index;  // token whose hidden state gives the logits
+  std::vector<Sample> samples;
 
   std::vector<SlotEntries> entries;  // of slots that are newly filled and have some
 };

@@ -100,7 +100,7 @@ CpuKernels::CpuKernels(int num_threads, std::string_view isa)
     : isa_(select_cpu_isa(isa)),
       pool_(num_threads),
       thread_scratch_(static_cast<size_t>(num_threads)),
-      sampler_scratch_(static_cast<size_t>(num_threads)) {}
+      sampler_(isa_, num_threads) {}
 
 void CpuKernels::reserve_scratch(int64_t floats) {
   for (ScratchBuffer& buffer : thread_scratch_) buffer.reserve(floats);
@@ -377,11 +377,9 @@ void CpuKernels::soft_cap(float* x, int64_t rows, int64_t width, float cap) {
 }
 
 void CpuKernels::sample(const float* logits, int64_t vocab, const StepBatch& batch, int32_t* tokens) {
-  for (SamplerScratch& buffers : sampler_scratch_) buffers.reserve(vocab);
+  sampler_.begin(batch, vocab);
   pool_.parallel_for(batch.num_samples, [&](int64_t row, int thread) {
-    const size_t r = static_cast<size_t>(row);
-    tokens[row] = sample_token(isa_, logits + row * vocab, vocab, *batch.sample_state[r], batch.sample_position[r],
-                               sampler_scratch_[static_cast<size_t>(thread)]);
+    tokens[row] = sampler_.draw(batch.samples[static_cast<size_t>(row)], logits + row * vocab, vocab, thread);
   });
 }
 

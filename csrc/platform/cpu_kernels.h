@@ -99,7 +99,8 @@ class CpuKernels {
                  const StepBatch& batch, float scale, int64_t window, float softcap = 0.f);
   // x [rows, width] = cap * tanh(x / cap), in place.
   void soft_cap(float* x, int64_t rows, int64_t width, float cap);
-  // logits [num_samples, vocab] float32 -> tokens [num_samples]; -1: see sample_token.
+  // logits [num_samples, vocab] float32 -> tokens [num_samples], and the records that samples want; see CpuSampler. To be
+  // called for every step of a step loop, with or without samples.
   void sample(const float* logits, int64_t vocab, const StepBatch& batch, int32_t* tokens);
 
  private:
@@ -147,7 +148,7 @@ class CpuKernels {
   ThreadPool pool_;
   ScratchBuffer normed_, packed_x_;
   std::vector<ScratchBuffer> thread_scratch_;
-  std::vector<SamplerScratch> sampler_scratch_;
+  CpuSampler sampler_;
   std::vector<PlannedItem> items_;
   std::vector<SplitRow> split_rows_;
   std::vector<TokenRange> stored_apart_;  // rows whose keys and values are there before any item starts

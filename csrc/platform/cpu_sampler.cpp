@@ -172,20 +172,25 @@ double philox_uniform(uint64_t seed, uint64_t position) {
   return static_cast<double>(bits) * 0x1p-53;
 }
 
-int32_t sample_token(const CpuIsa& isa, const float* logits, int64_t count, const SamplingState& state,
-                     int64_t position, SamplerScratch& scratch) {
-  const LogitStats stats = isa.logit_stats(logits, count);
+void CpuSampler::begin(const StepBatch&, int64_t vocab) {
+  for (SamplerScratch& buffers : scratch_) buffers.reserve(vocab);
+}
+
+int32_t CpuSampler::draw(const Sample& sample, const float* logits, int64_t count, int thread) {
+  const SamplingState& state = *sample.state;
+  SamplerScratch& scratch = scratch_[static_cast<size_t>(thread)];
+  const LogitStats stats = isa_.logit_stats(logits, count);
   if (!stats.valid) return -1;
   if (state.temperature == 0.f) return static_cast<int32_t>(stats.argmax);
 
   scratch.mass.resize(static_cast<size_t>(count));
   scratch.sums.resize(static_cast<size_t>((count + kMassBlock - 1) / kMassBlock));
-  isa.sampling_mass(logits, count, stats.max, state.temperature, scratch.mass.data());
+  isa_.sampling_mass(logits, count, stats.max, state.temperature, scratch.mass.data());
   drop_filtered(logits, count, state, stats, scratch);
-  isa.block_sums(scratch.mass.data(), count, scratch.sums.data());
+  isa_.block_sums(scratch.mass.data(), count, scratch.sums.data());
   double total = 0.;
   for (const double sum : scratch.sums) total += sum;
-  const double uniform = philox_uniform(state.seed, static_cast<uint64_t>(position));
+  const double uniform = philox_uniform(state.seed, static_cast<uint64_t>(sample.position));
   return pick(scratch.mass.data(), count, scratch.sums, uniform * total);
 }
 

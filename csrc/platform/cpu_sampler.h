@@ -1,4 +1,4 @@
-// Draws one token from one row of logits.
+// The end of a step on the CPU: a token, and where they are wanted records, from each row of logits.
 #pragma once
 
 #include <cstdint>
@@ -9,10 +9,8 @@
 
 namespace asyncengine {
 
-constexpr Needs kCpuSamplerNeeds = kSamplingNeeds;  // what sample_token serves
-
 struct SamplerScratch {
-  void reserve(int64_t vocab);  // sample_token of this vocabulary then allocates nothing
+  void reserve(int64_t vocab);  // draw() of this vocabulary then allocates nothing
 
   std::vector<float> mass;
   std::vector<double> sums;
@@ -20,12 +18,28 @@ struct SamplerScratch {
   std::vector<int32_t> candidates;
 };
 
-// Temperature 0 takes the maximum (lowest index of equals). Otherwise temperature, then top-k, top-p and min-p in this
-// order, each on what the one before left; equal logits rank by index, so top-k keeps exactly k. One uniform number,
-// Philox4x32-10 keyed by the seed at counter `position`, picks by inverse cumulative mass in index order. The result
-// depends on nothing but the arguments. A logit of -inf has no mass. -1: NaN or +inf among the logits, or none finite.
-int32_t sample_token(const CpuIsa& isa, const float* logits, int64_t count, const SamplingState& state,
-                     int64_t position, SamplerScratch& scratch);
+// Serves one step loop, whose slots it may keep state of from step to step.
+class CpuSampler {
+ public:
+  static constexpr Needs kNeeds = kSamplingNeeds;  // those that draw() serves
+
+  CpuSampler(const CpuIsa& isa, int num_threads) : isa_(isa), scratch_(static_cast<size_t>(num_threads)) {}
+
+  // Once a step, before its samples, of which there may be none. The batch's entries begin new lives of their slots. What
+  // has to be allocated is allocated here, in the caller: draw() must not throw.
+  void begin(const StepBatch& batch, int64_t vocab);
+
+  // The token of a sample, whose row of logits has `count` elements; -1 if NaN or +inf is among them, or none is finite.
+  // Temperature 0 takes the maximum (lowest index of equals). Otherwise temperature, then top-k, top-p and min-p in this
+  // order, each on what the one before left; equal logits rank by index, so top-k keeps exactly k. One uniform number,
+  // Philox4x32-10 keyed by the seed at counter `position`, picks by inverse cumulative mass in index order. The token
+  // depends on nothing but the logits and the sample. A logit of -inf has no mass. Threads draw at the same time.
+  int32_t draw(const Sample& sample, const float* logits, int64_t count, int thread);
+
+ private:
+  const CpuIsa& isa_;
+  std::vector<SamplerScratch> scratch_;  // by thread
+};
 
 // Uniform in [0, 1) with 53 bits: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 double philox_uniform(uint64_t seed, uint64_t position);

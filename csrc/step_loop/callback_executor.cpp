@@ -10,13 +10,13 @@ namespace asyncengine {
 
 void give_vectors(const StepBatch& batch, const float* vectors, size_t width, int32_t* tokens) {
   for (size_t i = 0; i < static_cast<size_t>(batch.num_samples); ++i) {
-    if ((batch.sample_needs[i] & kNeedVector) == 0) continue;
+    const Sample& sample = batch.samples[i];
+    if ((sample.needs & kNeedVector) == 0) continue;
     tokens[i] = kNotFinite;
-    const std::span<int32_t> region = batch.sample_records[i];
-    if (vectors == nullptr || region.size() < 1 + width) continue;
+    if (vectors == nullptr || sample.records.size() < 1 + width) continue;
     const std::span row(vectors + i * width, width);
     if (!std::ranges::all_of(row, [](float x) { return std::isfinite(x); })) continue;
-    std::memcpy(RecordWriter(region).add(kVector, width).data(), row.data(), row.size_bytes());
+    std::memcpy(RecordWriter(sample.records).add(kVector, width).data(), row.data(), row.size_bytes());
     tokens[i] = kNoToken;
   }
 }

@@ -40,7 +40,7 @@ SubmitResult RequestRegistry::submit(const RequestSpec& spec, const Scheduler& s
   const int64_t total = int64_t{prompt_len} + spec.max_tokens;
   if (prompt_len == 0 || spec.max_tokens < 1 || total > config_.max_total) return SubmitResult::kTooLarge;
   if (!scheduler.can_fit(spec)) return SubmitResult::kTooLarge;
-  if ((spec.needs() & ~config_.needs) != 0) return SubmitResult::kUnserved;
+  if ((spec.needs() & ~config_.needs) != 0 || !spec.extras.writes_records()) return SubmitResult::kUnserved;
   const int64_t waiting = queued_tokens();
   const auto limit = [&](int64_t most) { return spec.reserved ? most + most / kReservedShare + 1 : most; };
   if (queued_requests() >= limit(config_.max_queued_requests) ||

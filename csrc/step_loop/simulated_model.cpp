@@ -104,7 +104,7 @@ void SimulatedModel::step() {
   for (const StepInputRow& row : view.rows()) sample(row, batch, view.header().step);
   slots_.remember(view, tokens_.data());
   for (const StepInputRow& row : view.rows()) {
-    if (row.num_appends > 0) propose(row, *batch.sample_state[static_cast<size_t>(row.sample_row)]);
+    if (row.num_appends > 0) propose(row, *batch.samples[static_cast<size_t>(row.sample_row)].state);
   }
   ++launch_;
 }
@@ -119,7 +119,7 @@ void SimulatedModel::sample(const StepInputRow& row, const StepBatch& batch, uin
   for (int32_t i = 0; i < row.num_samples; ++i) {
     const auto s = static_cast<size_t>(row.sample_row + i);
     if (i > first) accepted = accepted && batch.input_ids[static_cast<size_t>(batch.sample_index[s])] == tokens_[s - 1];
-    tokens_[s] = accepted ? pick(config_, sampled_hash_[s], *batch.sample_state[s]) : kNoToken;
+    tokens_[s] = accepted ? pick(config_, sampled_hash_[s], *batch.samples[s].state) : kNoToken;
     if (i >= first) put(s, tokens_[s]);
     if (!accepted || row.result_words == 0) continue;
     const size_t place = static_cast<size_t>(limits_.samples() + row.result_offset + i * row.result_words);

@@ -23,11 +23,7 @@ SlotState::SlotState(const StepLimits& limits, int32_t max_blocks, int32_t block
   batch_.context_len.reserve(rows);
   batch_.block_tables.reserve(rows);
   batch_.sample_index.reserve(samples);
-  batch_.sample_position.reserve(samples);
-  batch_.sample_state.reserve(samples);
-  batch_.sample_slot.reserve(samples);
-  batch_.sample_needs.reserve(samples);
-  batch_.sample_records.reserve(samples);
+  batch_.samples.reserve(samples);
   batch_.entries.reserve(rows);
 }
 
@@ -54,11 +50,7 @@ StepBatch& SlotState::ingest(const StepInputView& input, std::span<int32_t> reco
   b.context_len.clear();
   b.block_tables.clear();
   b.sample_index.clear();
-  b.sample_position.clear();
-  b.sample_state.clear();
-  b.sample_slot.clear();
-  b.sample_needs.clear();
-  b.sample_records.clear();
+  b.samples.clear();
   for (const StepInputRow& row : rows) add_row(input, row, records);
   return b;
 }
@@ -89,12 +81,15 @@ void SlotState::add_row(const StepInputView& input, const StepInputRow& row, std
   for (int32_t i = 0; i < row.num_samples; ++i) {
     const int32_t back = row.num_samples - i;
     b.sample_index.push_back(end - back);
-    b.sample_position.push_back(context + row.query_len - back + 1);
-    b.sample_state.push_back(&sampling_[slot]);
-    b.sample_slot.push_back(row.slot);
-    b.sample_needs.push_back(needs_[slot]);
-    b.sample_records.push_back(records.empty() ? records : records.subspan(
-        static_cast<size_t>(row.result_offset + i * row.result_words), static_cast<size_t>(row.result_words)));
+    b.samples.push_back({
+        .position = context + row.query_len - back + 1,
+        .state = &sampling_[slot],
+        .records = records.empty() ? records : records.subspan(
+            static_cast<size_t>(row.result_offset + i * row.result_words), static_cast<size_t>(row.result_words)),
+        .slot = row.slot,
+        .needs = needs_[slot],
+        .appends = back <= row.num_appends,
+    });
   }
 }
 

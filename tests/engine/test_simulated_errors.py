@@ -7,6 +7,7 @@ import itertools
 import os
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from asyncengine import (
     InvalidRequestError,
     KVCapacityError,
     SamplingParams,
+    _core,
 )
 from asyncengine.engine import MAX_PRIORITY
 from asyncengine.testing import VOCAB_SIZE, SimulatedEngine, no_leaks, settle
@@ -248,6 +250,31 @@ async def test_ids_that_are_made_keep_clear_of_those_that_were_chosen() -> None:
             await asyncio.sleep(0)
             assert (await engine.generate(CANARY, SHORT)).request_id != chosen
             assert (await task).request_id == chosen
+
+
+@pytest.mark.parametrize(
+    ("result", "message"), [("unserved", "does not serve"), ("too_large", "more than a step has room for")]
+)
+async def test_what_the_core_refuses_is_the_requests_fault(
+    monkeypatch: pytest.MonkeyPatch, result: str, message: str
+) -> None:
+    class Refusing:
+        def __init__(self, step_loop: _core.StepLoop) -> None:
+            self._step_loop = step_loop
+
+        def submit(self, **_: object) -> _core.SubmitResult:
+            return getattr(_core.SubmitResult, result)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._step_loop, name)
+
+    async with SimulatedEngine() as engine, no_leaks(engine):
+        backend = engine._backend
+        with monkeypatch.context() as patched:
+            patched.setattr(engine, "_backend", replace(backend, step_loop=Refusing(backend.step_loop)))
+            with pytest.raises(InvalidRequestError, match=message):
+                await engine.generate([1, 2, 3], SHORT)
+        await engine.generate([1, 2, 3], SHORT)
 
 
 # ---- full queues and priorities ----

@@ -158,10 +158,18 @@ def test_words_are_stored_as_the_core_reads_them(device: torch.device) -> None:
     assert (words[1, [0, 7, 12, 13]] == -1).all()
     _store[(1,)](header, words, words.stride(0), payload, 2, 2, KIND=1)  # no room: nothing is stored
     assert words[1, 8] & 0xFFFFFFFF == low[8]
+    _store_constant[(1,)](header, words, words.stride(0), payload, KIND=_core.RecordKind.logprobs.value)
+    assert (words[1, 12:] & 0xFFFFFFFF).tolist() == [_core.RecordKind.logprobs << 24 | 2, *low[9:11], 0]
 
 
 @triton.jit
 def _store(header, words, stride, payload, count, room, KIND: tl.constexpr):
-    results.store_word(header, words, stride, 4, count * 0 + results.NOT_FINITE)
+    results.store_word(header, words, stride, 4, results.NOT_FINITE)
     values = tl.load(payload + tl.arange(0, 4))
     results.store_record(header, words, stride, count + 6, room, KIND, values, count, 4)
+
+
+@triton.jit
+def _store_constant(header, words, stride, payload, KIND: tl.constexpr):
+    """A record whose place, room and length are constants."""
+    results.store_record(header, words, stride, 12, 4, KIND, tl.load(payload + tl.arange(0, 2)), 2, 2)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from asyncengine import _core
 from asyncengine.kernels.cpu.ops import CpuOps
-from asyncengine.kernels.cuda.sampling import sample as triton_sampler
+from asyncengine.kernels.cuda.sampling import sample as sampler
 from asyncengine.kernels.cuda.sampling.sample import Ranks
 from asyncengine.kernels.cuda.step.tensors import DeviceStep, allocate_step
 from tests.chi_square import check_draws
@@ -38,12 +38,12 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles, chunks and an overflow of the list at vocabularies that the interpreter can bear."""
-    monkeypatch.setattr(triton_sampler, "_TILE", 64)
-    monkeypatch.setattr(triton_sampler, "_BINS", 32)
-    monkeypatch.setattr(triton_sampler, "_FINE", 16)
-    monkeypatch.setattr(triton_sampler, "_CHUNK", 64)
-    monkeypatch.setattr(triton_sampler, "_FEW", 16)
-    monkeypatch.setattr(triton_sampler, "_LIST", 48)
+    monkeypatch.setattr(sampler, "_TILE", 64)
+    monkeypatch.setattr(sampler, "_BINS", 32)
+    monkeypatch.setattr(sampler, "_FINE", 16)
+    monkeypatch.setattr(sampler, "_CHUNK", 64)
+    monkeypatch.setattr(sampler, "_FEW", 16)
+    monkeypatch.setattr(sampler, "_LIST", 48)
 
 
 class Sampling(NamedTuple):
@@ -93,7 +93,7 @@ class Case:
         device = self.step.input_ids.device
         moved = Ranks(greatest_ranks(logits, ranks_of).to(device)) if ranks_of else logits.to(device)
         needs = 0 if greedy_only else SAMPLING
-        triton_sampler.sample(moved, self.step, self.header, self.words, needs=needs, pdl=COMPILED)
+        sampler.sample(moved, self.step, self.header, self.words, needs=needs, pdl=COMPILED)
         assert (self.words[:RING] == POISON).all()
         assert (self.step.sample_arrivals == 0).all()
         words, state = self.words[RING].tolist(), self.step.slots
@@ -226,7 +226,7 @@ def test_greedy_takes_the_first_maximum(
 def test_real_tiles(device: torch.device, one: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     poison_new_memory(monkeypatch)
-    assert triton_sampler._TILE == 4096
+    assert sampler._TILE == 4096
     sampling = [one._replace(seed=5 * i, position=i) for i in range(2)]
     logits = random_logits(2, 9001, 1, "normal")
     assert draw(device, logits, sampling) == draw_on_cpu(logits, sampling)
@@ -309,12 +309,12 @@ def test_bounds_enclose_where_filters_end(
     """Whatever is certain after the first read is so: else a filter would end beyond the candidates, or before them."""
     logits = random_logits(1, vocab, seed, kind)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_sampler, "_BINS", 64)
+        patch.setattr(sampler, "_BINS", 64)
         coarse = draw(device, logits, [one])
-        patch.setattr(triton_sampler, "_BINS", 256)
-        patch.setattr(triton_sampler, "_FINE", 64)
-        patch.setattr(triton_sampler, "_LIST", 1024)
-        patch.setattr(triton_sampler, "_TILE", 128)
+        patch.setattr(sampler, "_BINS", 256)
+        patch.setattr(sampler, "_FINE", 64)
+        patch.setattr(sampler, "_LIST", 1024)
+        patch.setattr(sampler, "_TILE", 128)
         assert draw(device, logits, [one]) == coarse
 
 
@@ -386,7 +386,7 @@ def test_a_stop_token_finishes_its_slot(device: torch.device, greedy_only: bool,
     state.last_token[case.slots] = torch.where(torch.tensor(ended, device=device), 5, -77).int()
     finished = state.finished.clone()
     given = Ranks(greatest_ranks(logits, ranks_of).to(device)) if ranks_of else logits.to(device)
-    triton_sampler.sample(given, case.step, case.header, case.words, needs=0 if greedy_only else SAMPLING)
+    sampler.sample(given, case.step, case.header, case.words, needs=0 if greedy_only else SAMPLING)
     words = case.words[RING, :4].tolist()
     assert [w & 0xFFFFFFFF for w in words] == [0xFFFFFFFF if e else t for e, t in zip(ended, expected, strict=True)]
     assert {w >> 32 for w in words} == {STEP_NUMBER}
@@ -415,7 +415,7 @@ def test_broken_logits_fail_their_row_only(device: torch.device, bad: float | st
 def test_step_numbers_keep_all_their_bits(device: torch.device) -> None:
     case = Case(device, [GREEDY])
     case.header[0] = (1 << 31) - 1
-    triton_sampler.sample(torch.zeros(1, 9, device=device), case.step, case.header, case.words, needs=0)
+    sampler.sample(torch.zeros(1, 9, device=device), case.step, case.header, case.words, needs=0)
     assert case.words[RING, 0] == ((1 << 31) - 1) << 32
 
 
@@ -429,7 +429,7 @@ def test_wrong_arguments_raise(device: torch.device) -> None:
     def refused(match: str, logits: Tensor | Ranks = logits, **changed: Tensor) -> None:
         arguments = {"header": case.header, "out_words": case.words, **changed}
         with pytest.raises(ValueError, match=match):
-            triton_sampler.sample(logits, case.step, arguments["header"], arguments["out_words"], needs=0)
+            sampler.sample(logits, case.step, arguments["header"], arguments["out_words"], needs=0)
 
     ranks = torch.zeros(2, 3, dtype=torch.int64, device=device)
     refused("logits must be", logits.bfloat16())
@@ -437,7 +437,7 @@ def test_wrong_arguments_raise(device: torch.device) -> None:
     refused("ranks must be", Ranks(ranks[:, :2]))
     refused("samples 3", Ranks(ranks.repeat(2, 1)))
     with pytest.raises(ValueError, match="greedy sampling alone"):
-        triton_sampler.sample(Ranks(ranks), case.step, case.header, case.words, needs=SAMPLING)
+        sampler.sample(Ranks(ranks), case.step, case.header, case.words, needs=SAMPLING)
     refused("contiguous rows", torch.zeros(9, 2, device=device).T)
     refused("vocabulary", torch.zeros(2, 0, device=device))
     refused("samples 3", torch.zeros(4, 9, device=device))
@@ -445,4 +445,4 @@ def test_wrong_arguments_raise(device: torch.device) -> None:
     refused("out_words", out_words=case.words[:, :1])
     step = replace(case.step, sample_slot=case.step.sample_slot[:1])
     with pytest.raises(ValueError, match="rows of logits"):
-        triton_sampler.sample(logits, step, case.header, case.words, needs=0)
+        sampler.sample(logits, step, case.header, case.words, needs=0)

@@ -31,8 +31,8 @@ struct HostModel {
       for (int32_t p = 0; p <= batch.positions[static_cast<size_t>(last)]; ++p) {
         context.push_back(kv[static_cast<size_t>(batch.block_tables[r][p / block_size] * block_size + p % block_size)]);
       }
-      CHECK_EQ(batch.sample_position[sampled], static_cast<int64_t>(context.size()));
-      tokens[sampled] = SimulatedModel::next_token(config, context, *batch.sample_state[sampled]);
+      CHECK_EQ(batch.samples[sampled].position, static_cast<int64_t>(context.size()));
+      tokens[sampled] = SimulatedModel::next_token(config, context, *batch.samples[sampled].state);
       ++sampled;
     }
     CHECK_EQ(sampled, static_cast<size_t>(batch.num_samples));
@@ -48,7 +48,7 @@ std::unique_ptr<StepLoop> make_loop(const Options& options, std::vector<Callback
   return std::make_unique<StepLoop>(
       config, std::make_unique<CallbackExecutor>(StepLoop::limits(config), options.max_model_len / options.block_size + 1,
                                                  options.block_size, options.steps_in_flight, std::move(regions),
-                                                 kSamplingNeeds, std::move(forward)));
+                                                 kSamplingNeeds | kRecordNeeds, std::move(forward)));
 }
 
 template <typename Condition>
@@ -106,6 +106,54 @@ TEST(the_host_executor_computes_what_the_device_does) {
     }
     CHECK(loop->stop(5s));
   }
+}
+
+TEST(a_sample_says_all_that_its_slot_and_its_row_do) {
+  Options options;
+  options.prefill_chunk_size = 4;
+  options.max_samples = 2 * options.max_num_seqs;
+  options.max_update_words = options.max_result_words = 8;
+  int steps = 0;
+  auto loop = make_loop(options, {}, [&](const StepBatch& batch, int32_t* tokens) {
+    ++steps;
+    if (batch.num_tokens == 4) {  // the prompt's beginning: its slot is filled, and nothing is sampled
+      CHECK(batch.samples.empty() && batch.entries.size() == 1);
+      CHECK_EQ(batch.entries[0].words.back(), 77);
+      return;
+    }
+    CHECK(batch.entries.empty());
+    CHECK_EQ(batch.samples.size(), static_cast<size_t>(batch.num_samples));
+    const bool scores = batch.num_tokens == 2;
+    for (size_t i = 0; i < batch.samples.size(); ++i) {
+      const Sample& sample = batch.samples[i];
+      CHECK_EQ(sample.appends, !scores || i == 1);
+      CHECK_EQ(sample.position, batch.positions[i] + 1);
+      CHECK_EQ(sample.needs, kNeedLogprobs | kNeedTemperature);
+      CHECK_EQ(sample.state->temperature, 0.5f);
+      CHECK_EQ(sample.records.size(), size_t{2});
+      RecordWriter(sample.records).add(kLogprobs, 1)[0] = static_cast<int32_t>(sample.position);
+      tokens[i] = 9;
+    }
+  });
+  loop->start();
+  RequestSpec spec{1, {1, 2, 3, 4, 5, 6}, 1, 2, 0, 0, {.temperature = 0.5f}, {}};
+  spec.extras.needs = kNeedLogprobs;
+  spec.extras.entries = {entry_header(kParameters, 1), 77};
+  spec.extras.score_from = 4;
+  spec.extras.result_words = 2;
+  CHECK(loop->submit(spec) == SubmitResult::kAccepted);
+  std::vector<int32_t> positions;
+  CHECK(eventually(*loop, [&] {
+    bool ended = false;
+    loop->drain([&](const StepLoop::News& news) {
+      for (const auto& record : news.records) positions.push_back(news.payload(record)[0]);
+      ended = news.finish == FinishReason::kLength;
+    });
+    return ended;
+  }));
+  CHECK(positions == std::vector<int32_t>({5, 6, 7}));
+  CHECK_EQ(steps, 3);
+  CHECK(loop->stop(5s));
 }
 
 TEST(an_exception_in_the_forward_fails_the_requests_of_its_step) {
@@ -215,7 +263,7 @@ TEST(a_negative_token_fails_its_request_only) {
   auto loop = make_loop(options, {}, [&](const StepBatch& batch, int32_t* tokens) {
     std::fill_n(tokens, batch.num_samples, 1);
     for (size_t s = 0; s < static_cast<size_t>(batch.num_samples); ++s) {
-      if (batch.sample_state[s]->seed == 77 && batch.sample_position[s] == 8) tokens[s] = -1;
+      if (batch.samples[s].state->seed == 77 && batch.samples[s].position == 8) tokens[s] = -1;
     }
   });
   loop->start();
@@ -264,8 +312,10 @@ TEST(a_sample_that_needs_a_vector_gives_a_record_and_no_token) {
   const std::span<int32_t> all(records);
   batch.num_samples = 4;
   batch.needs = kNeedVector;
-  batch.sample_needs = {kNeedVector, 0, kNeedVector, kNeedVector};
-  batch.sample_records = {all.first(4), {}, all.subspan(4, 2), all.subspan(6, 3)};
+  batch.samples = {{.records = all.first(4), .needs = kNeedVector},
+                   {.records = {}, .needs = 0},
+                   {.records = all.subspan(4, 2), .needs = kNeedVector},
+                   {.records = all.subspan(6, 3), .needs = kNeedVector}};
   std::vector<int32_t> tokens = {10, 11, 12, 13};
   give_vectors(batch, vectors.data(), 2, tokens.data());
   CHECK(tokens == std::vector<int32_t>({kNoToken, 11, kNotFinite, kNotFinite}));  // the third has no room

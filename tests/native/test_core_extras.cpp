@@ -103,10 +103,31 @@ TEST(what_can_never_fit_is_refused) {
   CHECK(refused([](RequestExtras& e) { e.score_from = 3; }));
   CHECK(!refused([](RequestExtras& e) {
     e.history = true;
+    e.needs = kNeedLogprobs;
     e.result_words = 2;
     e.tokens_per_step = 2;
     e.score_from = 2;
   }));
+  CHECK(engine.run());
+  CHECK_EQ(engine.mismatches(), 0);
+  CHECK(engine.settles());
+}
+
+TEST(records_that_no_kernel_writes_are_refused) {
+  Options options;
+  options.max_result_words = 4;
+  Engine engine(options);
+  RequestSpec spec;
+  spec.prompt = {1, 2, 3};
+  spec.max_tokens = 4;
+  spec.extras.result_words = 2;
+  CHECK(engine.submit(spec) == SubmitResult::kUnserved);
+  spec.extras.needs = kNeedPenalties | kNeedDrafts;
+  CHECK(engine.submit(spec) == SubmitResult::kUnserved);
+  for (const Needs needs : {kNeedLogprobs, kNeedVector}) {
+    spec.extras.needs = needs;
+    CHECK(engine.submit(spec) == SubmitResult::kAccepted);
+  }
   CHECK(engine.run());
   CHECK_EQ(engine.mismatches(), 0);
   CHECK(engine.settles());
@@ -163,7 +184,10 @@ namespace {
 RequestSpec random_extras(RequestSpec spec, std::mt19937& rng, int32_t id) {
   const auto pick = [&](int32_t low, int32_t high) { return std::uniform_int_distribution<int32_t>(low, high)(rng); };
   RequestExtras& e = spec.extras;
-  if (pick(0, 2) == 0) e.result_words = pick(1, 5);
+  if (pick(0, 2) == 0) {
+    e.needs = kNeedVector;
+    e.result_words = pick(1, 5);
+  }
   if (pick(0, 2) == 0) e.score_from = pick(0, static_cast<int32_t>(spec.prompt.size()) - 1);
   if (pick(0, 1) == 0) e.tokens_per_step = pick(1, 4);
   if (pick(0, 1) == 0) {

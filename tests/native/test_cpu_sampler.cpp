@@ -12,10 +12,11 @@ namespace {
 
 std::vector<int> draw(const std::vector<float>& logits, SamplingState state, int draws) {
   std::vector<int> counts(logits.size());
-  SamplerScratch scratch;
-  const CpuIsa& isa = select_cpu_isa("auto");
+  CpuSampler sampler(select_cpu_isa("auto"), 1);
+  sampler.begin({}, static_cast<int64_t>(logits.size()));
   for (int position = 0; position < draws; ++position) {
-    const int32_t token = sample_token(isa, logits.data(), static_cast<int64_t>(logits.size()), state, position, scratch);
+    const Sample sample{.position = position, .state = &state, .records = {}};
+    const int32_t token = sampler.draw(sample, logits.data(), static_cast<int64_t>(logits.size()), 0);
     CHECK(token >= 0);
     ++counts[static_cast<size_t>(token)];
   }
@@ -23,11 +24,12 @@ std::vector<int> draw(const std::vector<float>& logits, SamplingState state, int
 }
 
 int32_t draw_one(const std::vector<float>& logits, SamplingState state) {
-  SamplerScratch scratch;
+  const Sample sample{.position = 0, .state = &state, .records = {}};
   int32_t token = -2;
   for (const std::string& name : available_cpu_isas()) {
-    const int32_t now =
-        sample_token(select_cpu_isa(name), logits.data(), static_cast<int64_t>(logits.size()), state, 0, scratch);
+    CpuSampler sampler(select_cpu_isa(name), 1);
+    sampler.begin({}, static_cast<int64_t>(logits.size()));
+    const int32_t now = sampler.draw(sample, logits.data(), static_cast<int64_t>(logits.size()), 0);
     CHECK(token == -2 || token == now);
     token = now;
   }

@@ -1,7 +1,7 @@
 """CudaOps: Triton kernels, cuBLAS and torch's scaled product. Implements ``asyncengine.kernels.ops.Ops``.
 
-Everything is enqueued on torch's current stream and nothing waits, so that a step can be captured. An operation asks
-for a plan and launches it; linear/choose.py chooses.
+Everything is enqueued on torch's current CUDA stream and nothing waits, so that a step can be captured. An operation
+asks for a plan and launches it; linear/choose.py chooses.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ END_OF_RECORDS = tl.constexpr(STEP_INPUT_LAYOUT["end_of_records"])
 def store_word(
     header: tl.tensor, out_words: tl.tensor, ring_stride: tl.tensor, place: tl.tensor, payload: tl.tensor
 ) -> None:
-    """Payload int32 at a place of the step's output: a head at the place of its sample."""
+    """Payload int32, which may be a constant, at a place of the step's output: a head at the place of its sample."""
     step, ring = tl.load(header), tl.load(header + 1)
-    tl.store(out_words + ring * ring_stride + place, (step << 32) | (payload.to(tl.int64) & 0xFFFFFFFF))
+    tl.store(out_words + ring * ring_stride + place, (step << 32) | (tl.cast(payload, tl.int64) & 0xFFFFFFFF))
 
 
 @triton.jit
@@ -57,7 +57,8 @@ def store_record(
     count: tl.tensor,
     CHUNK: tl.constexpr,
 ) -> None:
-    """The only record of a region of ``room`` words at ``begin``: the first ``count`` of CHUNK payloads.
+    """The only record of a region of ``room`` words at ``begin``: the first ``count`` of CHUNK payloads, a number that
+    may be a constant.
 
     ``begin`` counts from the first head: the records begin there at Staging.records_begin. Nothing is stored where the
     region has no room for it all.
@@ -67,4 +68,4 @@ def store_record(
         i = tl.arange(0, CHUNK)
         store_words(header, out_words, ring_stride, begin + 1 + i, payload, i < count)
         if room > count + 1:
-            store_word(header, out_words, ring_stride, begin + 1 + count, count * 0 + END_OF_RECORDS)
+            store_word(header, out_words, ring_stride, begin + 1 + count, END_OF_RECORDS)

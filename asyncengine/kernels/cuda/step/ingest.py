@@ -76,7 +76,7 @@ class StepSource:
 
     inputs: Tensor
     """int32 [ring, words]: on the device, or host memory that the device can read; a ring of one where copies share the
-    steps' stream"""
+    steps' CUDA stream"""
     fetched: Tensor | None
     """int32 [words] on the device, where a StepInput in host memory is fetched to"""
     outputs: Tensor
