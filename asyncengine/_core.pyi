@@ -121,6 +121,8 @@ class StepBatch:
     num_tokens: Final[int]
     num_rows: Final[int]
     num_samples: Final[int]
+    needs: Final[int]
+    """Bits of Need of the sampled rows."""
     @property
     def input_ids(self) -> npt.NDArray[np.int64]:
         """[T] token ids."""
@@ -179,16 +181,7 @@ class CpuKernels:
     num_threads: Final[int]
     lanes: Final[int]
     def panel_steps(self, dtype: Dtype, /) -> int: ...
-    def linear(
-        self,
-        weights: CpuLinear,
-        x: int,
-        x_stride: int,
-        rows: int,
-        y: int,
-        y_float32: bool,
-        /,
-    ) -> None: ...
+    def linear(self, weights: CpuLinear, x: int, x_stride: int, rows: int, y: int, y_float32: bool, /) -> None: ...
     def norm_linear(
         self,
         norm: CpuNorm,
@@ -514,13 +507,14 @@ class StepLoop:
     @staticmethod
     def on_cpu(
         config: StepLoopConfig,
-        forward: Callable[[StepBatch], int],
+        forward: Callable[[StepBatch], tuple[int, int, int]],
         kernels: CpuKernels,
         vocab_size: int,
         kv_regions: Sequence[tuple[int, int]],
     ) -> StepLoop:
-        """forward returns the address of float32 logits [num_samples, vocab_size], valid until its next call; it runs
-        on the executor's thread. kv_regions: (address, bytes per block) of all memory that block copies concern.
+        """forward returns the address of float32 logits [num_samples, vocab_size], and the address and the width of
+        vectors [num_samples, width], or 0 where no sample has Need.vector. Addresses are valid until its next call; it
+        runs on the executor's thread. kv_regions: (address, bytes per block) of all memory that block copies concern.
         """
     @staticmethod
     def on_cuda(

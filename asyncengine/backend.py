@@ -120,9 +120,8 @@ def _load_on_cpu(config: EngineConfig, *, progress: bool) -> Backend:
     ops = CpuOps(config.num_threads)
     runner = CpuModelRunner.load(config, progress=progress, ops=ops)
 
-    def forward(batch: _core.StepBatch) -> int:
-        logits = runner.forward(batch)
-        return 0 if logits is None else logits.data_ptr()
+    def forward(batch: _core.StepBatch) -> tuple[int, int, int]:
+        return runner.forward(batch).addresses()
 
     step_loop = _core.StepLoop.on_cpu(
         step_loop_config(config, runner.info), forward, ops.native, runner.info.vocab_size, runner.kv_block_regions()

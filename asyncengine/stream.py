@@ -120,7 +120,7 @@ class _SequenceState:
     def _end(self, finish: Ended, rest: str) -> None:
         self._append(rest)
         self.finish_reason = FinishReason.STOP if finish is Ended.stop else FinishReason.LENGTH
-        if finish is Ended.stop and self.token_ids[-1] in self._params.stop_token_ids:
+        if finish is Ended.stop and self.token_ids and self.token_ids[-1] in self._params.stop_token_ids:
             self.stop_reason = self.token_ids[-1]
 
     def _append(self, text: str) -> None:

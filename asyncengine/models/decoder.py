@@ -109,15 +109,22 @@ class Decoder:
         self._logit_softcap = logit_softcap
 
     def forward(self, batch: Batch, caches: Iterable[LayerCache]) -> Any:
-        """Run the step and write its caches; what ``Ops.logits`` gives, float32 [num_samples, vocab_size] as a rule."""
-        # A model that returns vectors ends in Ops.hidden.
-        residual = self._run(batch, caches)
-        return self._ops.logits(residual, self._norm, self._head, batch, self._logit_softcap)
+        """``run``, then ``logits``."""
+        return self.logits(self.run(batch, caches), batch)
 
-    def _run(self, batch: Batch, caches: Iterable[LayerCache]) -> Residual:
+    def run(self, batch: Batch, caches: Iterable[LayerCache]) -> Residual:
+        """The layers of the step, which write its caches."""
         ops = self._ops
         residual = ops.embed(batch, self._embedding, self._position_table, self._embedding_scale)
         last = len(self._layers) - 1
         for index, (layer, cache) in enumerate(zip(self._layers, caches, strict=True)):
             layer.forward(ops, residual, cache, batch, index == last)
         return residual
+
+    def logits(self, residual: Residual, batch: Batch) -> Any:
+        """What ``Ops.logits`` gives of what ``run`` left, float32 [num_samples, vocab_size] as a rule."""
+        return self._ops.logits(residual, self._norm, self._head, batch, self._logit_softcap)
+
+    def hidden(self, residual: Residual, batch: Batch) -> Tensor:
+        """The normed states of what ``run`` left, [num_samples, H] in the model's dtype; ``logits`` may come before."""
+        return self._ops.hidden(residual, self._norm, batch)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
+from torch import Tensor
+
 from asyncengine.errors import UnsupportedModelError
 from asyncengine.kernels.ops import Batch, BatchT, LayerCache, ModelOps
 from asyncengine.models import gpt2, llama, mistral, qwen2, qwen3
@@ -17,7 +19,16 @@ class CausalLM(Protocol[BatchT]):
     """A loaded model, for steps in the form of the kernel package that it was built over."""
 
     def forward(self, batch: BatchT, caches: Iterable[LayerCache]) -> Any:
-        """Run the step and write its caches; what ``Ops.logits`` gives, float32 [num_samples, vocab_size] as a rule."""
+        """``run``, then ``logits``."""
+
+    def run(self, batch: BatchT, caches: Iterable[LayerCache]) -> Any:
+        """The layers of the step, which write its caches: a residual for the next two."""
+
+    def logits(self, residual: Any, batch: BatchT) -> Any:
+        """What ``Ops.logits`` gives, float32 [num_samples, vocab_size] as a rule."""
+
+    def hidden(self, residual: Any, batch: BatchT) -> Tensor:
+        """The normed states of the samples, [num_samples, H] in the model's dtype; ``logits`` may come before."""
 
 
 class Family(NamedTuple):

@@ -6,12 +6,12 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from asyncengine._core import StepBatch
+from asyncengine._core import Need, StepBatch
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
 from asyncengine.kernels.cpu.host import HostOps
@@ -114,6 +114,20 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
     )
 
 
+class Answers(NamedTuple):
+    """What a step tells of its samples, float32 and contiguous."""
+
+    logits: Tensor | None
+    """[num_samples, vocab_size]; None without samples"""
+    vectors: Tensor | None = None
+    """[num_samples, H]: the normed hidden states; None where no sample needs its vector"""
+
+    def addresses(self) -> tuple[int, int, int]:
+        """Of the logits and the vectors, 0 where there are none, and the vectors' width."""
+        logits = 0 if self.logits is None else self.logits.data_ptr()
+        return (logits, 0, 0) if self.vectors is None else (logits, self.vectors.data_ptr(), self.vectors.shape[1])
+
+
 class CpuModelRunner:
     """A loaded model with its KV cache. One step at a time, from any one thread."""
 
@@ -121,7 +135,7 @@ class CpuModelRunner:
         self.info = info
         self._model = model
         self._cache = cache
-        self._logits: Tensor | None = None
+        self._answers = Answers(None)
         self._interrupted = False
 
     @classmethod
@@ -148,14 +162,15 @@ class CpuModelRunner:
         cache = kv_cache.allocate(config, loaded.config, num_blocks, loaded.dtype, ops)
         return cls(loaded.info(config, num_blocks), loaded.model, cache)
 
-    def forward(self, batch: StepBatch) -> Tensor | None:
-        """Run one step: float32 logits [num_samples, vocab_size], contiguous, or None without samples.
-
-        The logits stay alive until the next call, so native code may read them through their address.
-        """
+    def forward(self, batch: StepBatch) -> Answers:
+        """Run one step. What it returns stays alive until the next call: native code may read it by its address."""
+        model = self._model
         with torch.inference_mode():
-            self._logits = self._model.forward(batch, self._layer_caches())
-        return self._logits
+            residual = model.run(batch, self._layer_caches())
+            logits = model.logits(residual, batch)
+            vectors = model.hidden(residual, batch).float() if batch.needs & Need.vector else None
+            self._answers = Answers(logits, vectors)
+        return self._answers
 
     def interrupt(self) -> None:
         """From any thread: the step under way fails at its next layer, and so does every later one."""

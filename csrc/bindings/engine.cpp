@@ -6,6 +6,7 @@
 #include <chrono>
 #include <memory>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #include "platform/cpu_kernels.h"
@@ -71,28 +72,31 @@ class GilProbe : public std::enable_shared_from_this<GilProbe> {
   std::atomic<int64_t> asked_ns_{0}, total_ns_{0};
 };
 
-// `forward(batch)` returns the address of float32 logits [num_samples, vocab_size]. It is the only Python that a step
-// runs, on the executor's thread; sampling follows without the GIL.
+// `forward(batch)` returns the address of float32 logits [num_samples, vocab_size], then the address and the width of
+// float32 vectors [num_samples, width], for samples that need one. It is the only Python that a step runs, on the
+// executor's thread; sampling follows without the GIL.
 OwnedStepLoop make_cpu_loop(const StepLoopConfig& config, py::function forward,
                                                     std::shared_ptr<CpuKernels> kernels, int64_t vocab_size,
                                                     const std::vector<std::pair<Address, size_t>>& kv_regions) {
   auto step = [run = callback(std::move(forward)), kernels = std::move(kernels), vocab_size](const StepBatch& batch, int32_t* tokens) {
-    Address logits = 0;
+    std::tuple<Address, Address, size_t> answer;
     {
       py::gil_scoped_acquire gil;
       try {
-        logits = (*run)(py::cast(&batch, py::return_value_policy::reference)).cast<Address>();
+        answer = (*run)(py::cast(&batch, py::return_value_policy::reference)).cast<decltype(answer)>();
       } catch (const py::error_already_set& error) {
         throw std::runtime_error(error.what());  // a plain string: the Python error may not leave the GIL's scope
       }
     }
+    const auto [logits, vectors, width] = answer;
     kernels->sample(pointer<const float>(logits), vocab_size, batch, tokens);
+    if (batch.needs & kNeedVector) give_vectors(batch, pointer<const float>(vectors), width, tokens);
   };
   std::vector<CallbackExecutor::BlockRegion> regions;
   for (const auto& [base, bytes_per_block] : kv_regions) regions.push_back({pointer<std::byte>(base), bytes_per_block});
   auto executor = std::make_unique<CallbackExecutor>(StepLoop::limits(config), max_blocks(config.scheduler),
                                                      config.scheduler.block_size, config.steps_in_flight,
-                                                     std::move(regions), CpuSampler::kNeeds, std::move(step),
+                                                     std::move(regions), CpuSampler::kNeeds | kNeedVector, std::move(step),
                                                      [probe = std::make_shared<GilProbe>()](int64_t now) { return probe->held_up_ns(now); });
   return OwnedStepLoop(new StepLoop(config, std::move(executor)));
 }

@@ -1,10 +1,25 @@
 #include "step_loop/callback_executor.h"
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <exception>
 #include <new>
 
 namespace asyncengine {
+
+void give_vectors(const StepBatch& batch, const float* vectors, size_t width, int32_t* tokens) {
+  for (size_t i = 0; i < static_cast<size_t>(batch.num_samples); ++i) {
+    const Sample& sample = batch.samples[i];
+    if ((sample.needs & kNeedVector) == 0) continue;
+    tokens[i] = kNotFinite;
+    if (vectors == nullptr || sample.records.size() < 1 + width) continue;
+    const std::span row(vectors + i * width, width);
+    if (!std::ranges::all_of(row, [](float x) { return std::isfinite(x); })) continue;
+    std::memcpy(RecordWriter(sample.records).add(kVector, width).data(), row.data(), row.size_bytes());
+    tokens[i] = kNoToken;
+  }
+}
 
 CallbackExecutor::CallbackExecutor(const StepLimits& limits, int32_t max_blocks, int32_t block_size, int steps_in_flight,
                                    std::vector<BlockRegion> regions, Needs needs, Forward forward, HeldUp held_up)

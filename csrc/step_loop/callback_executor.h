@@ -14,6 +14,10 @@
 
 namespace asyncengine {
 
+// Ends the samples that need a vector: row i of `vectors` [num_samples, width] becomes the record of sample i, whose token
+// becomes kNoToken; or kNotFinite where a number is not finite, or the record has no room for the row.
+void give_vectors(const StepBatch& batch, const float* vectors, size_t width, int32_t* tokens);
+
 class CallbackExecutor final : public Executor {
  public:
   // Computes the batch and writes one token per sample, or kNotFinite or kNoToken, and the records of samples that want

@@ -10,8 +10,8 @@
 
 namespace asyncengine {
 
-// Host twin of the device-resident rows: last token, block table and sampling state of every slot; and where a step may
-// append several tokens, its length and drafts.
+// Host twin of the device-resident rows: last token, block table, sampling state and needs of every slot; and where a
+// step may append several tokens, its length and drafts.
 class SlotState {
  public:
   SlotState(const StepLimits& limits, int32_t max_blocks, int32_t block_size);

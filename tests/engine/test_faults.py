@@ -204,15 +204,15 @@ def test_a_process_that_was_stopped_goes_on() -> None:
         async def main():
             async with AsyncEngine.from_pretrained(bundled_model(), step_timeout_s=4.0, num_kv_blocks=64) as engine:
                 model = engine._loaded().keep_alive._model
-                forward = model.forward
+                run = model.run
 
                 def slow(*args):
                     end = time.process_time() + 0.1  # time that stands still while the process does
                     while time.process_time() < end:
                         time.sleep(0.001) if time.process_time() % 0.01 < 0.001 else None
-                    return forward(*args)
+                    return run(*args)
 
-                model.forward = slow
+                model.run = slow
                 params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
                 task = asyncio.ensure_future(engine.generate([1, 2, 3], params))
                 await asyncio.sleep(0.05)

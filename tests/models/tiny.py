@@ -129,6 +129,7 @@ class Batch:
     context_len: npt.NDArray[np.int32]
     sample_index: npt.NDArray[np.int64]
     tables: list[npt.NDArray[np.int32]]
+    needs: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -213,7 +214,7 @@ class Driver:
             np.array(starts, np.int32), np.array(contexts, np.int32), np.array(samples, np.int64),
             [sequence.table for sequence, _ in chunks],
         )  # fmt: skip
-        logits = self.runner.forward(native_batch(batch) if self.native else batch)
+        logits = self.runner.forward(native_batch(batch) if self.native else batch).logits
         if logits is None:
             assert not sampled
             return

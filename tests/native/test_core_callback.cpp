@@ -1,5 +1,7 @@
 // The host executor: steps in order on its own thread, block copies, exceptions, and a forward that never returns.
+#include <algorithm>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 
 #include "check.h"
@@ -300,4 +302,27 @@ TEST(a_forward_that_hangs_is_a_failure_and_stop_does_not_wait_for_it) {
   CHECK(!loop->stop(10ms));
   hang = false;
   CHECK(loop->stop(5s));
+}
+
+TEST(a_sample_that_needs_a_vector_gives_a_record_and_no_token) {
+  constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+  const std::vector<float> vectors = {1.f, 2.f, 3.f, 4.f, 5.f, 6.f, 7.f, kNaN};  // four samples
+  StepBatch batch;
+  std::vector<int32_t> records(10, 0);
+  const std::span<int32_t> all(records);
+  batch.num_samples = 4;
+  batch.needs = kNeedVector;
+  batch.samples = {{.records = all.first(4), .needs = kNeedVector},
+                   {.records = {}, .needs = 0},
+                   {.records = all.subspan(4, 2), .needs = kNeedVector},
+                   {.records = all.subspan(6, 3), .needs = kNeedVector}};
+  std::vector<int32_t> tokens = {10, 11, 12, 13};
+  give_vectors(batch, vectors.data(), 2, tokens.data());
+  CHECK(tokens == std::vector<int32_t>({kNoToken, 11, kNotFinite, kNotFinite}));  // the third has no room
+  CHECK_EQ(records[0], entry_header(kVector, 2));
+  CHECK(std::memcmp(&records[1], vectors.data(), 2 * sizeof(float)) == 0);
+  CHECK_EQ(std::ranges::count(records, 0), int64_t{7});
+  tokens.assign(4, 10);
+  give_vectors(batch, nullptr, 0, tokens.data());
+  CHECK(tokens == std::vector<int32_t>({kNotFinite, 10, kNotFinite, kNotFinite}));
 }

@@ -1,0 +1,77 @@
+"""Requests whose answer is a vector: the step loop's part of an embedding, on the CPU."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from asyncengine import _core
+from asyncengine.backend import Backend, load_backend
+from asyncengine.config import EngineConfig
+from tests.models import tiny
+
+PROMPTS = [list(range(3, 40)), [7], list(range(50, 66))]
+COUNT = 6
+
+
+def submit(backend: Backend, key: int, prompt: list[int], max_tokens: int, extras: _core.RequestExtras) -> None:
+    accepted = backend.step_loop.submit(
+        id=key, prompt=prompt, n=1, max_tokens=max_tokens, priority=0, salt=0,
+        sampling=_core.SamplingState(), stop_tokens=[], extras=extras,
+    )  # fmt: skip
+    assert accepted == _core.SubmitResult.accepted
+
+
+def drive(backend: Backend, count: int) -> dict[int, list[_core.SequenceNews]]:
+    """News by request, until ``count`` requests have ended."""
+    news: dict[int, list[_core.SequenceNews]] = {}
+    ended, deadline = 0, time.monotonic() + 60
+    while ended < count:
+        assert time.monotonic() < deadline
+        backend.step_loop.advance()
+        fresh, alive = backend.step_loop.drain()
+        assert alive, backend.step_loop.error
+        for one in fresh:
+            news.setdefault(one.request, []).append(one)
+            ended += one.finish != _core.FinishReason.none
+    return news
+
+
+@pytest.mark.parametrize("chunk", [None, 16])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_vectors_beside_tokens(tmp_path: Path, dtype: str, chunk: int | None) -> None:
+    model = tiny.build_model("llama")
+    model.save_pretrained(tmp_path)
+    settings = {"dtype": dtype, "num_kv_blocks": 32, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    config = EngineConfig.from_kwargs(
+        str(tmp_path), {**settings, "skip_tokenizer_init": True, "prefill_chunk_size": chunk}
+    )
+    backend = load_backend(config, progress=False)
+    width = model.config.hidden_size
+    vector = _core.RequestExtras(needs=_core.Need.vector, result_words=1 + width)
+    submit(backend, 1, PROMPTS[1], COUNT, _core.RequestExtras())
+    for key, prompt in enumerate(PROMPTS, 2):
+        submit(backend, key, prompt, 1, vector)
+    submit(backend, 5, PROMPTS[1], 1, _core.RequestExtras(needs=_core.Need.vector, result_words=width))
+    try:
+        news = drive(backend, 5)
+    finally:
+        assert backend.stop(10.0)
+    tokens = [token for one in news[1] for token in one.tokens]
+    assert len(tokens) == COUNT
+    if dtype == "float32":
+        assert tokens == tiny.generate(model, PROMPTS[1], COUNT)
+    for key, prompt in enumerate(PROMPTS, 2):
+        (one,) = news[key]
+        assert (one.tokens, one.finish) == ([], _core.FinishReason.stop)
+        (record,) = one.records
+        assert (record.kind, record.token) == (_core.RecordKind.vector, -1)
+        with torch.no_grad():
+            expected = model.model(torch.tensor([prompt])).last_hidden_state[0, -1].numpy()
+        error = np.linalg.norm(np.frombuffer(record.payload, np.float32) - expected)
+        assert error < (1e-5 if dtype == "float32" else 0.15) * np.linalg.norm(expected)
+    assert [one.finish for one in news[5]] == [_core.FinishReason.failed]  # its record had no room
