@@ -80,7 +80,7 @@ async def test_an_exception_in_a_forward_fails_that_steps_requests(
     async with cpu_engine(steps_in_flight=steps_in_flight, max_num_seqs=4) as engine:
         expected = [(await engine.generate(p, PARAMS)).token_ids for p in PROMPTS]
         model = engine._loaded().keep_alive._model  # type: ignore[attr-defined]
-        monkeypatch.setattr(model, "forward", at_call(k, model.forward, raises(error)))
+        monkeypatch.setattr(model, "run", at_call(k, model.run, raises(error)))
         outputs = await run_all(engine)
         failed = [o for o in outputs if isinstance(o, StepFailedError)]
         assert 1 <= len(failed) <= 4  # those that ran; the others waited
@@ -98,7 +98,7 @@ async def test_a_forward_that_always_raises_ends_the_engine(
     caplog.set_level(logging.CRITICAL, "asyncengine.engine")
     async with AsyncEngine.from_pretrained(bundled_model(), max_num_seqs=1, num_kv_blocks=64) as engine:
         model = engine._loaded().keep_alive._model  # type: ignore[attr-defined]
-        monkeypatch.setattr(model, "forward", raises(RuntimeError("the weights melted")))
+        monkeypatch.setattr(model, "run", raises(RuntimeError("the weights melted")))
         failures = []
         while engine.health == "ready":
             with pytest.raises((StepFailedError, EngineDeadError)) as info:
@@ -112,14 +112,14 @@ async def test_a_forward_that_always_raises_ends_the_engine(
 async def test_logits_that_are_not_finite_fail_their_request(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     async with cpu_engine() as engine:
         model = engine._loaded().keep_alive._model  # type: ignore[attr-defined]
-        forward = model.forward
+        of_residual = model.logits
 
         def spoilt(*args: Any) -> Any:
-            logits = forward(*args)
+            logits = of_residual(*args)
             logits[0, 0] = float("nan")
             return logits
 
-        monkeypatch.setattr(model, "forward", at_call(k, forward, spoilt))
+        monkeypatch.setattr(model, "logits", at_call(k, of_residual, spoilt))
         outputs = await run_all(engine)
         assert [type(o) for o in outputs].count(NonFiniteLogitsError) == 1
         assert [type(o) for o in outputs].count(RequestOutput) == len(outputs) - 1
@@ -177,14 +177,14 @@ async def test_a_python_forward_that_waits_for_the_interpreter_is_not_hung(monke
     """One call of C that keeps the interpreter's lock for longer than a step may take."""
     async with cpu_engine(step_timeout_s=0.5) as engine:
         model = engine._loaded().keep_alive._model  # type: ignore[attr-defined]
-        forward, began = model.forward, threading.Event()
+        run, began = model.run, threading.Event()
 
         def slow(*args: Any) -> Any:
             began.set()
             time.sleep(0.05)  # lets the loop's thread take the lock
-            return forward(*args)
+            return run(*args)
 
-        monkeypatch.setattr(model, "forward", at_call(3, forward, slow))
+        monkeypatch.setattr(model, "run", at_call(3, run, slow))
         values = np.random.default_rng(1).random(6_000_000).tolist()
         task = asyncio.ensure_future(engine.generate(PROMPTS[1], PARAMS))
         await asyncio.to_thread(began.wait, LIMIT_S)
