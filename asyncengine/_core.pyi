@@ -35,10 +35,13 @@ class EntryKind(enum.IntEnum):
     grammar = 4
     adapter = 5
     parameters = 6
+    end_tokens = 7
+    allowed_tokens = 8
+    named_tokens = 9
 
 class RecordKind(enum.IntEnum):
     logprobs = 1
-    """Pairs: token, bits of its log probability as a float32."""
+    """Rank of the token, then pairs of a token and the bits of its log probability: the chosen, top and named ones."""
     vector = 2
     """Bits of float32 numbers."""
 

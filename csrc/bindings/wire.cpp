@@ -69,6 +69,7 @@ py::dict step_input_layout() {
   put("row.num_appends", WORD(StepInputRow, num_appends));
   put("row.result_offset", WORD(StepInputRow, result_offset));
   put("row.result_words", WORD(StepInputRow, result_words));
+  put("row.mask", WORD(StepInputRow, mask));
   put("flag.from_device", kRowFromDevice);
   put("flag.device_length", kRowDeviceLength);
   put("copy_words", WORDS(BlockCopy));
@@ -85,6 +86,17 @@ py::dict step_input_layout() {
   put("update.stops", WORD(SlotUpdate, stops));
   put("update.entries", WORD(SlotUpdate, entries));
   put("update.entry_words", WORD(SlotUpdate, entry_words));
+  put("parameter_words", WORDS(SlotParameters));
+  put("parameter.presence_penalty", WORD(SlotParameters, presence_penalty));
+  put("parameter.frequency_penalty", WORD(SlotParameters, frequency_penalty));
+  put("parameter.repetition_penalty", WORD(SlotParameters, repetition_penalty));
+  put("parameter.prompt_len", WORD(SlotParameters, prompt_len));
+  put("parameter.min_tokens", WORD(SlotParameters, min_tokens));
+  put("parameter.no_repeat_ngram", WORD(SlotParameters, no_repeat_ngram));
+  put("parameter.top_logprobs", WORD(SlotParameters, top_logprobs));
+  put("parameter.flags", WORD(SlotParameters, flags));
+  put("parameter.processed_logprobs", kProcessedLogprobs);
+  put("parameter.score_only", kScoreOnly);
   put("not_finite", kNotFinite);
   put("no_token", kNoToken);
   put("end_of_records", kEndOfRecords);
@@ -119,7 +131,8 @@ void bind_wire(py::module_& m) {
              {"vector", kNeedVector}});
   make_enum(m, "IntEnum", "EntryKind",
             {{"token_history", kTokenHistory}, {"bias", kBias}, {"banned_words", kBannedWords}, {"grammar", kGrammar},
-             {"adapter", kAdapter}, {"parameters", kParameters}});
+             {"adapter", kAdapter}, {"parameters", kParameters}, {"end_tokens", kEndTokens},
+             {"allowed_tokens", kAllowedTokens}, {"named_tokens", kNamedTokens}});
   const py::object records = make_enum(m, "IntEnum", "RecordKind", {{"logprobs", kLogprobs}, {"vector", kVector}});
   record_members[kLogprobs] = py::object(records.attr("logprobs")).release().ptr();
   record_members[kVector] = py::object(records.attr("vector")).release().ptr();

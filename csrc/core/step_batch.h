@@ -45,6 +45,7 @@ struct Sample {
   std::span<int32_t> records;  // where its records go; empty: none are wanted
   int32_t slot = -1;
   Needs needs = 0;       // of the slot
+  const int32_t* mask = nullptr;  // a bit per token that is allowed (step_input.h), of the StepInput; none: all are
   bool appends = true;   // the token to its sequence; false: it is a token of the prompt that is only scored
 };
 

@@ -53,17 +53,36 @@ struct StepInputRow {
   int32_t num_appends;    // the last so many samples may append a token each to the sequence
   int32_t result_offset;  // the region of its first sample in the record section; the others follow
   int32_t result_words;   // words of each region; 0: no records are wanted
-  int32_t reserved;
+  int32_t mask;           // words [mask, mask + ceil(vocabulary / 32)) of the StepInput are its last sample's allowed tokens; or 0
 };
 static_assert(sizeof(StepInputRow) == 64);
 
 enum EntryKind : uint32_t {
-  kTokenHistory = 1,  // prompt and output so far
-  kBias = 2,          // pairs: token, bits of what is added to its logit
-  kBannedWords = 3,
+  kTokenHistory = 1,   // prompt and output so far; SlotParameters::prompt_len says where the output begins
+  kBias = 2,           // pairs: token, bits of what is added to its logit; no token twice
+  kBannedWords = 3,    // of each word its length, then its tokens
   kGrammar = 4,
   kAdapter = 5,
-  kParameters = 6,    // of sampling, beyond SamplingState
+  kParameters = 6,     // SlotParameters
+  kEndTokens = 7,      // tokens that may not come among the first min_tokens of the output
+  kAllowedTokens = 8,  // a bit per token of the vocabulary, 32 a word from the lowest
+  kNamedTokens = 9,    // tokens whose log probabilities are wanted
+};
+
+// Of sampling, beyond SamplingState: the payload of a kParameters entry.
+struct SlotParameters {
+  float presence_penalty = 0.f, frequency_penalty = 0.f, repetition_penalty = 1.f;
+  int32_t prompt_len = 0;
+  int32_t min_tokens = 0;
+  int32_t no_repeat_ngram = 0;   // 0: none
+  int32_t top_logprobs = -1;     // how many beside the chosen one; -1: no log probabilities
+  int32_t flags = 0;             // ParameterFlags
+};
+static_assert(sizeof(SlotParameters) == 32);
+
+enum ParameterFlags : int32_t {
+  kProcessedLogprobs = 1,  // of the logits after penalties, biases and masks, over the temperature
+  kScoreOnly = 2,          // the prompt is scored: its last sample gives no token
 };
 
 struct SlotUpdate {
@@ -112,6 +131,10 @@ class StepInputView {
   std::span<const int32_t> delta_blocks() const { return section<int32_t>(end(slot_updates()), header().num_delta_blocks); }
   std::span<const int32_t> delta_blocks(const StepInputRow& row) const {
     return delta_blocks().subspan(static_cast<size_t>(row.delta_offset), static_cast<size_t>(row.delta_count));
+  }
+  // None: a row without a mask.
+  const int32_t* mask(const StepInputRow& row) const {
+    return row.mask == 0 ? nullptr : reinterpret_cast<const int32_t*>(bytes_) + row.mask;
   }
   std::span<const int32_t> entries(const SlotUpdate& update) const {
     return section<int32_t>(static_cast<size_t>(update.entries) * sizeof(int32_t), update.entry_words);

@@ -27,7 +27,9 @@ constexpr int32_t kNoToken = -2;    // instead of a token: none was sampled here
 
 enum RecordKind : uint32_t {
   kEndOfRecords = 0,
-  kLogprobs = 1,  // pairs: token, bits of its log probability
+  // Rank of the chosen token, from 1; then pairs of a token and the bits of its log probability: the chosen one, the most
+  // probable ones in order, the named ones in theirs.
+  kLogprobs = 1,
   kVector = 2,    // bits of floats
 };
 

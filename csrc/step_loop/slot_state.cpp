@@ -88,6 +88,7 @@ void SlotState::add_row(const StepInputView& input, const StepInputRow& row, std
             static_cast<size_t>(row.result_offset + i * row.result_words), static_cast<size_t>(row.result_words)),
         .slot = row.slot,
         .needs = needs_[slot],
+        .mask = back == 1 ? input.mask(row) : nullptr,
         .appends = back <= row.num_appends,
     });
   }

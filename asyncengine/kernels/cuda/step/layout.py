@@ -60,5 +60,5 @@ UPDATE_ENTRY_WORDS = _word("update.entry_words")
 
 RECORD_NEEDS = Need(STEP_INPUT_LAYOUT["record_needs"])
 """Rows with one of these needs may have records: ingest then says where those of each sample go."""
-ENTRY_NEEDS = Need.penalties | Need.bias | Need.mask
+ENTRY_NEEDS = Need.penalties | Need.bias | Need.logprobs
 """Slots of rows with one of these needs may be filled with entries: ingest then says where those of each row lie."""
