@@ -8,7 +8,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -16,6 +16,20 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from asyncengine import _core
 from asyncengine.backend import Backend, load_backend, stop_at_exit
 from asyncengine.config import EngineConfig
+from asyncengine.embedding import (
+    PARAMS,
+    ClassificationOutput,
+    EmbeddingOutput,
+    PairScores,
+    Pooling,
+    Terms,
+    VectorStream,
+    check_generates,
+    classify,
+    embed,
+    score_pairs,
+    vector_extras,
+)
 from asyncengine.errors import (
     ConfigError,
     EngineClosedError,
@@ -28,7 +42,7 @@ from asyncengine.errors import (
     WrongLoopError,
 )
 from asyncengine.fairness import FairShare
-from asyncengine.prompts import Prompts, check_size, check_vocabulary, hash_salt, stop_tokens
+from asyncengine.prompts import Prompts, check_size, check_terms, check_vocabulary, hash_salt, stop_tokens
 from asyncengine.request import Prompt, RequestDelta, RequestOutput, SamplingParams, quoted
 from asyncengine.stats import DebugStats, EngineStats
 from asyncengine.stream import RequestStream, warn_unclosed
@@ -38,8 +52,6 @@ if TYPE_CHECKING:
     from asyncengine.tokenization import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-MAX_PRIORITY = 1000
 
 Health = Literal["loading", "ready", "draining", "closed", "dead"]
 
@@ -233,16 +245,10 @@ class AsyncEngine:
         params = params if params is not None else SamplingParams()
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(f"params must be SamplingParams, got {type(params).__name__}", param="params")
-        if isinstance(priority, bool) or not isinstance(priority, int) or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
-            raise InvalidRequestError(
-                f"priority must be an integer in [-{MAX_PRIORITY}, {MAX_PRIORITY}], got {quoted(priority)}",
-                param="priority",
-            )
-        for name, value in (("request_id", request_id), ("cache_salt", cache_salt), ("tenant", tenant)):
-            if value is not None and not isinstance(value, str):
-                raise InvalidRequestError(f"{name} must be a string, got {quoted(value)}", param=name)
+        check_terms(priority, request_id=request_id, cache_salt=cache_salt, tenant=tenant)
         assert self._prompts is not None
         self._prompts.check_stop_strings(params)
+        check_generates(backend.model_info)
         prompt_ids = await self._prompts.token_ids(prompt)
         backend = self._serving()  # tokenizing may have taken a while
         max_tokens = check_size(backend.model_info, prompt_ids, params)
@@ -276,17 +282,69 @@ class AsyncEngine:
             delay_ns=place.delay_ns,
             reserved=place.reserved,
         )
-        if result == _core.SubmitResult.queue_full:
-            raise EngineOverloadedError("the queue is full: too many requests or prompt tokens are waiting")
-        if result == _core.SubmitResult.unserved:
-            raise InvalidRequestError("this engine does not serve what the parameters ask for", param="params")
-        if result == _core.SubmitResult.too_large:  # check_size has checked the tokens
-            raise InvalidRequestError("the parameters ask for more than a step has room for", param="params")
-        if result != _core.SubmitResult.accepted:
-            raise self._dead_or_closed()
+        self._check_result(result)
         self._fair_share.enter(key, tenant, priority, params.n, place)
         stream = RequestStream(self, backend.tokenizer, key, request_id, prompt_ids, params, arrived)
         self._by_key[key], self._by_id[request_id] = stream, key
+        self._idle.clear()
+        return stream
+
+    async def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: Pooling = "last",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        **terms: Any,
+    ) -> EmbeddingOutput:
+        """The model's last hidden states, after its final norm, pooled to a vector for each prompt.
+
+        The first ``dimensions`` numbers are kept, then scaled to length 1 with ``normalize``. A single prompt that is
+        no text goes into a list. ``terms``: priority, cache_salt and tenant. The errors are those of ``submit``.
+        """
+        return await embed(self, prompts, pooling, normalize, dimensions, Terms(**terms))
+
+    async def classify(self, prompts: Prompt | Sequence[Prompt], **terms: Any) -> ClassificationOutput:
+        """Logits and probabilities of a classification model's labels; otherwise as ``embed``."""
+        return await classify(self, prompts, Terms(**terms))
+
+    async def score_pairs(self, queries: Sequence[str], documents: Sequence[str], **terms: Any) -> PairScores:
+        """How well each document fits its query: the probability of the model's one label, for the query and the
+        document on lines of their own; without labels the cosine of their embeddings. Otherwise as ``embed``."""
+        return await score_pairs(self, queries, documents, Terms(**terms))
+
+    async def submit_vector(self, prompt: Prompt, terms: Terms, *, first: bool = False) -> VectorStream:
+        """``submit``, for the vector of a prompt in place of tokens: what ``embed`` and ``classify`` are made of.
+
+        With ``first`` it is that of the prompt's first token, which sees no other: nothing else is computed.
+        """
+        arrived = time.monotonic()
+        self._serving()
+        assert self._prompts is not None
+        prompt_ids = await self._prompts.token_ids(prompt)
+        backend = self._serving()
+        check_size(backend.model_info, prompt_ids, PARAMS)
+        check_vocabulary(prompt_ids, backend.model_info.vocab_size)
+        key = next(self._keys)
+        place = self._fair_share.place(terms.tenant, terms.priority)
+        result = backend.step_loop.submit(
+            id=key,
+            prompt=prompt_ids[:1] if first else prompt_ids,
+            n=1,
+            max_tokens=1,
+            priority=terms.priority,
+            salt=hash_salt(terms.cache_salt),
+            sampling=_core.SamplingState(),
+            stop_tokens=[],
+            delay_ns=place.delay_ns,
+            reserved=place.reserved,
+            extras=vector_extras(backend.model_info),
+        )
+        self._check_result(result)
+        self._fair_share.enter(key, terms.tenant, terms.priority, 1, place)
+        stream = VectorStream(self, backend.tokenizer, key, f"vector-{key}", prompt_ids, PARAMS, arrived)
+        self._by_key[key], self._by_id[stream.request_id] = stream, key
         self._idle.clear()
         return stream
 
@@ -400,6 +458,16 @@ class AsyncEngine:
     def _abort_in_core(self, key: int) -> None:
         if self._backend is not None:
             self._backend.step_loop.abort(key)
+
+    def _check_result(self, result: _core.SubmitResult) -> None:
+        if result == _core.SubmitResult.queue_full:
+            raise EngineOverloadedError("the queue is full: too many requests or prompt tokens are waiting")
+        if result == _core.SubmitResult.unserved:
+            raise InvalidRequestError("this engine does not serve what the parameters ask for", param="params")
+        if result == _core.SubmitResult.too_large:  # check_size has checked the tokens
+            raise InvalidRequestError("the parameters ask for more than a step has room for", param="params")
+        if result != _core.SubmitResult.accepted:
+            raise self._dead_or_closed()
 
     def _serving(self) -> Backend:
         if self._loop is not None:

@@ -46,6 +46,7 @@ LAYERS: list[set[str]] = [
     {"detokenizer", "prompts"},
     {"backend"},
     {"stream"},
+    {"embedding"},
     {"engine"},
     {"__init__", "testing"},
     {"server"},
