@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from asyncengine.model_info import ModelInfo
 
-Pooling = Literal["last", "cls"]
+Pooling = Literal["last", "cls", "mean"]
 MAX_PROMPTS = 2048
 PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
 """Of a request for a vector. The one token is a place in the context: nothing is sampled."""
@@ -94,13 +94,14 @@ class VectorEngine(Protocol):
     def model_info(self) -> ModelInfo:
         """The loaded model."""
 
-    async def submit_vector(self, prompt: Prompt, terms: Terms, *, first: bool) -> VectorStream:
-        """Check and enqueue a request for the vector of one prompt's last token, or of its first."""
+    async def submit_vector(self, prompt: Prompt, terms: Terms, pooling: Pooling) -> VectorStream:
+        """Check and enqueue a request for the vector of one prompt."""
 
 
-def vector_extras(model: ModelInfo) -> _core.RequestExtras:
+def vector_extras(model: ModelInfo, pooling: Pooling) -> _core.RequestExtras:
     """What a request for a vector asks of the core."""
-    return _core.RequestExtras(needs=_core.Need.vector, result_words=1 + model.vector_size)
+    needs = _core.Need.vector | (_core.Need.mean if pooling == "mean" else _core.Need(0))
+    return _core.RequestExtras(needs=needs, result_words=1 + model.vector_size)
 
 
 def check_generates(model: ModelInfo) -> None:
@@ -110,7 +111,7 @@ def check_generates(model: ModelInfo) -> None:
 
 
 async def embed(
-    engine: VectorEngine, prompts: Prompt | Sequence[Prompt], pooling: str, normalize: bool, dimensions: int | None,
+    engine: VectorEngine, prompts: Prompt | Sequence[Prompt], pooling: Pooling, normalize: bool, dimensions: int | None,
     terms: Terms,
 ) -> EmbeddingOutput:  # fmt: skip
     """``AsyncEngine.embed``."""
@@ -126,7 +127,7 @@ async def embed(
         raise InvalidRequestError(
             f"dimensions must be an integer in [1, {model.vector_size}], got {quoted(dimensions)}", param="dimensions"
         )
-    vectors, usage = await _vectors(engine, checked_prompts(prompts, "prompts"), terms, first=pooling == "cls")
+    vectors, usage = await _vectors(engine, checked_prompts(prompts, "prompts"), terms, pooling)
     vectors = vectors[:, :dimensions].copy()
     return EmbeddingOutput(_unit(vectors) if normalize else vectors, usage)
 
@@ -180,7 +181,7 @@ def checked_prompts(prompts: Prompt | Sequence[Prompt], param: str) -> list[Prom
 
 
 async def _vectors(
-    engine: VectorEngine, prompts: list[Prompt], terms: Terms, *, first: bool = False
+    engine: VectorEngine, prompts: list[Prompt], terms: Terms, pooling: Pooling = "last"
 ) -> tuple[npt.NDArray[np.float32], Usage]:
     """[prompts, width], all of them or an error."""
     import numpy as np
@@ -188,7 +189,7 @@ async def _vectors(
     streams: list[VectorStream] = []
     try:
         for prompt in prompts:
-            streams.append(await engine.submit_vector(prompt, terms, first=first))  # noqa: PERF401  # for ``finally``
+            streams.append(await engine.submit_vector(prompt, terms, pooling))  # noqa: PERF401  # for ``finally``
         payloads = [await stream.vector() for stream in streams]
     finally:
         for stream in streams:

@@ -314,10 +314,10 @@ class AsyncEngine:
         document on lines of their own; without labels the cosine of their embeddings. Otherwise as ``embed``."""
         return await score_pairs(self, queries, documents, Terms(**terms))
 
-    async def submit_vector(self, prompt: Prompt, terms: Terms, *, first: bool = False) -> VectorStream:
+    async def submit_vector(self, prompt: Prompt, terms: Terms, pooling: Pooling) -> VectorStream:
         """``submit``, for the vector of a prompt in place of tokens: what ``embed`` and ``classify`` are made of.
 
-        With ``first`` it is that of the prompt's first token, which sees no other: nothing else is computed.
+        The first token sees no other: for ``cls`` nothing else is computed.
         """
         arrived = time.monotonic()
         self._serving()
@@ -330,7 +330,7 @@ class AsyncEngine:
         place = self._fair_share.place(terms.tenant, terms.priority)
         result = backend.step_loop.submit(
             id=key,
-            prompt=prompt_ids[:1] if first else prompt_ids,
+            prompt=prompt_ids[:1] if pooling == "cls" else prompt_ids,
             n=1,
             max_tokens=1,
             priority=terms.priority,
@@ -339,7 +339,7 @@ class AsyncEngine:
             stop_tokens=[],
             delay_ns=place.delay_ns,
             reserved=place.reserved,
-            extras=vector_extras(backend.model_info),
+            extras=vector_extras(backend.model_info, pooling),
         )
         self._check_result(result)
         self._fair_share.enter(key, terms.tenant, terms.priority, 1, place)

@@ -25,6 +25,7 @@ from asyncengine.runner import memory as kv_cache
 from asyncengine.runner.hub import resolve_model
 from asyncengine.runner.loader import Checkpoint, DummyWeights, choose_dtype
 from asyncengine.runner.memory import KVCache
+from asyncengine.runner.pooling import Means
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +142,7 @@ class CpuModelRunner:
         self._model = model
         self._cache = cache
         self._answers = Answers(None)
+        self._means = Means()
         self._interrupted = False
 
     @classmethod
@@ -173,13 +175,16 @@ class CpuModelRunner:
         with torch.inference_mode():
             residual = model.run(batch, self._layer_caches())
             logits = model.logits(residual, batch)
-            vectors = self._vectors(residual, logits, batch) if batch.needs & Need.vector else None
+            vectors = self._vectors(residual, logits, batch) if batch.needs & (Need.vector | Need.mean) else None
             self._answers = Answers(logits, vectors)
         return self._answers
 
     def _vectors(self, residual: Any, logits: Tensor | None, batch: StepBatch) -> Tensor | None:
         """A classification model's vectors are its logits."""
-        return logits if self.info.labels else self._model.hidden(residual, batch).float()
+        if self.info.labels:
+            return logits
+        states = self._model.hidden(residual, batch).float()
+        return self._means.pool(states, batch) if batch.needs & Need.mean else states
 
     def interrupt(self) -> None:
         """From any thread: the step under way fails at its next layer, and so does every later one."""

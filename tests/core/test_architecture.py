@@ -33,7 +33,7 @@ LAYERS: list[set[str]] = [
     {"kernels/cuda/attention/run", "kernels/cuda/linear/candidates"},
     {"kernels/cuda/ops"},
     {"models"},
-    {"runner/buckets", "runner/hub", "runner/loop_config", "runner/memory"},
+    {"runner/buckets", "runner/hub", "runner/loop_config", "runner/memory", "runner/pooling"},
     {"runner/loader"},
     {"runner/model_runner"},
     {"runner/device_steps"},

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from asyncengine import AsyncEngine, InvalidRequestError, SamplingParams
+from asyncengine import AsyncEngine, InvalidRequestError, SamplingParams, bundled_model
 from tests.models import tiny
 
 PROMPTS = [list(range(3, 70)), [7], list(range(50, 66)), list(range(3, 40)), list(range(3, 70))]
@@ -19,7 +19,7 @@ SETTINGS: dict[str, Any] = {
     "dtype": "float32", "num_kv_blocks": 40, "max_num_seqs": 3, "max_num_batched_tokens": 64,
     "skip_tokenizer_init": True,
 }  # fmt: skip
-POOLINGS = ["last", "cls"]
+POOLINGS = ["last", "cls", "mean"]
 
 
 def expected(model: transformers.PreTrainedModel, pooling: str) -> np.ndarray[Any, Any]:
@@ -46,11 +46,64 @@ async def test_embeddings_are_those_of_transformers(tmp_path: Path, variant: str
     async with AsyncEngine.from_pretrained(tmp_path, progress=False, **settings) as engine:
         generated = asyncio.ensure_future(engine.generate([7, 8, 9], SamplingParams(max_tokens=20, temperature=0.0)))
         for pooling in POOLINGS:
-            for _ in range(2):  # the second time with prefix hits
+            for hits in (False, True):
                 output = await engine.embed(PROMPTS, pooling=pooling, normalize=False)
                 assert_close(output.vectors, expected(model, pooling))
                 assert output.usage.prompt_tokens == sum(map(len, PROMPTS))
+                if pooling == "mean" or hits:
+                    assert (output.usage.cached_tokens > 0) == (pooling == "last")
         assert list((await generated).outputs[0].token_ids) == tiny.generate(model, [7, 8, 9], 20)
+
+
+async def test_a_preempted_prompt_is_summed_up_anew(tmp_path: Path) -> None:
+    model = tiny.build_model("llama")
+    model.save_pretrained(tmp_path)
+    settings = SETTINGS | {"num_kv_blocks": 8, "prefill_chunk_size": 1}
+    async with AsyncEngine.from_pretrained(tmp_path, progress=False, **settings) as engine:
+        params = SamplingParams(max_tokens=110, temperature=0.0)
+        generated = asyncio.ensure_future(engine.generate([7, 8, 9], params))
+        output = await engine.embed(PROMPTS, pooling="mean", normalize=False)
+        assert engine.stats().num_preemptions > 0
+        assert_close(output.vectors, expected(model, "mean"))
+        assert list((await generated).outputs[0].token_ids) == tiny.generate(model, [7, 8, 9], 110)
+
+
+async def test_cancelling_gives_everything_back(tmp_path: Path) -> None:
+    tiny.build_model("llama").save_pretrained(tmp_path)
+    async with AsyncEngine.from_pretrained(tmp_path, progress=False, **SETTINGS) as engine:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.embed([PROMPTS[0]] * 200), 0.001)
+        while engine.stats().num_free_blocks < SETTINGS["num_kv_blocks"]:
+            await asyncio.sleep(0.001)
+        assert (await engine.embed([[1]])).vectors.shape == (1, 48)
+
+
+async def test_texts_and_pairs_of_the_bundled_model() -> None:
+    queries, documents = ["Once upon a time", "the cat"], ["there was a dog", "the cat"]
+    async with AsyncEngine.from_pretrained(bundled_model(), progress=False) as engine:
+        one = await engine.embed(queries[0], pooling="mean")
+        assert one.vectors.shape == (1, engine.model_info.vector_size)
+        sides = [(await engine.embed(texts)).vectors.astype(np.float64) for texts in (queries, documents)]
+        scores = (await engine.score_pairs(queries, documents)).scores
+        np.testing.assert_allclose(scores, (sides[0] * sides[1]).sum(1), atol=1e-5)
+        assert scores[1] == pytest.approx(1.0, abs=1e-5)
+        for wrong in (("a", ["b"]), (["a"], ["b", "c"]), ([], []), ([1], ["b"])):
+            with pytest.raises(InvalidRequestError):
+                await engine.score_pairs(*wrong)  # type: ignore[arg-type]
+
+
+async def test_pairs_by_the_one_label(tmp_path: Path) -> None:
+    model = build_classifier("llama", num_labels=1)
+    model.config.vocab_size = 4096
+    model.resize_token_embeddings(4096)
+    model.save_pretrained(tmp_path)
+    settings = SETTINGS | {"skip_tokenizer_init": False, "tokenizer": str(bundled_model())}
+    async with AsyncEngine.from_pretrained(tmp_path, progress=False, **settings) as engine:
+        scores = (await engine.score_pairs(["the cat", "a"], ["sat", "dog"])).scores
+        with torch.no_grad():
+            ids = [engine.tokenizer.encode(text) for text in ("the cat\nsat", "a\ndog")]
+            wanted = torch.cat([model(torch.tensor([i])).logits for i in ids]).sigmoid()[:, 0]
+        assert_close(scores, wanted.numpy())
 
 
 async def test_vectors_are_cut_and_then_scaled(tmp_path: Path) -> None:
