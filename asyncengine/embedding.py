@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from asyncengine import _core
 from asyncengine.errors import InternalError, InvalidRequestError
@@ -87,17 +88,6 @@ class Terms:
         check_terms(self.priority, cache_salt=self.cache_salt, tenant=self.tenant)
 
 
-class VectorEngine(Protocol):
-    """The engine, as far as this module knows it."""
-
-    @property
-    def model_info(self) -> ModelInfo:
-        """The loaded model."""
-
-    async def submit_vector(self, prompt: Prompt, terms: Terms, pooling: Pooling) -> VectorStream:
-        """Check and enqueue a request for the vector of one prompt."""
-
-
 def vector_extras(model: ModelInfo, pooling: Pooling) -> _core.RequestExtras:
     """What a request for a vector asks of the core."""
     needs = _core.Need.vector | (_core.Need.mean if pooling == "mean" else _core.Need(0))
@@ -110,63 +100,80 @@ def check_generates(model: ModelInfo) -> None:
         raise InvalidRequestError(f"{model.architecture} classifies and generates no text: use classify()")
 
 
-async def embed(
-    engine: VectorEngine, prompts: Prompt | Sequence[Prompt], pooling: Pooling, normalize: bool, dimensions: int | None,
-    terms: Terms,
-) -> EmbeddingOutput:  # fmt: skip
-    """``AsyncEngine.embed``."""
-    model = engine.model_info
-    if model.labels:
-        raise InvalidRequestError(f"{model.architecture} classifies and gives no embeddings: use classify()")
-    if pooling not in get_args(Pooling):
-        known = ", ".join(get_args(Pooling))
-        raise InvalidRequestError(f"pooling must be one of {known}, got {quoted(pooling)}", param="pooling")
-    if dimensions is not None and (
-        isinstance(dimensions, bool) or not isinstance(dimensions, int) or not 1 <= dimensions <= model.vector_size
-    ):
-        raise InvalidRequestError(
-            f"dimensions must be an integer in [1, {model.vector_size}], got {quoted(dimensions)}", param="dimensions"
-        )
-    vectors, usage = await _vectors(engine, checked_prompts(prompts, "prompts"), terms, pooling)
-    vectors = vectors[:, :dimensions].copy()
-    return EmbeddingOutput(_unit(vectors) if normalize else vectors, usage)
+class VectorMethods(ABC):
+    """The engine's methods that give vectors."""
 
+    @property
+    @abstractmethod
+    def model_info(self) -> ModelInfo:
+        """The loaded model."""
 
-async def classify(
-    engine: VectorEngine, prompts: Prompt | Sequence[Prompt], terms: Terms
-) -> ClassificationOutput:
-    """``AsyncEngine.classify``."""
-    model = engine.model_info
-    if not model.labels:
-        raise InvalidRequestError(f"{model.architecture} is no classification model: it has no labels")
-    logits, usage = await _vectors(engine, checked_prompts(prompts, "prompts"), terms)
-    return ClassificationOutput(logits, _probabilities(logits, model.exclusive_labels), model.labels, usage)
+    @abstractmethod
+    async def submit_vector(self, prompt: Prompt, terms: Terms, pooling: Pooling) -> VectorStream:
+        """Check and enqueue a request for the vector of one prompt."""
 
+    async def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: Pooling = "last",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        **terms: Any,
+    ) -> EmbeddingOutput:
+        """The model's last hidden states, after its final norm, pooled to a vector for each prompt.
 
-async def score_pairs(
-    engine: VectorEngine, queries: Sequence[str], documents: Sequence[str], terms: Terms
-) -> PairScores:
-    """``AsyncEngine.score_pairs``."""
-    import numpy as np
+        The first ``dimensions`` numbers are kept, then scaled to length 1 with ``normalize``. A single prompt that is
+        no text goes into a list. ``terms``: priority, cache_salt and tenant. The errors are those of ``submit``.
+        """
+        model = self.model_info
+        if model.labels:
+            raise InvalidRequestError(f"{model.architecture} classifies and gives no embeddings: use classify()")
+        if pooling not in get_args(Pooling):
+            known = ", ".join(get_args(Pooling))
+            raise InvalidRequestError(f"pooling must be one of {known}, got {quoted(pooling)}", param="pooling")
+        if dimensions is not None and (
+            isinstance(dimensions, bool) or not isinstance(dimensions, int) or not 1 <= dimensions <= model.vector_size
+        ):
+            raise InvalidRequestError(
+                f"dimensions must be an integer in [1, {model.vector_size}], got {quoted(dimensions)}",
+                param="dimensions",
+            )
+        vectors, usage = await _vectors(self, checked_prompts(prompts, "prompts"), Terms(**terms), pooling)
+        vectors = vectors[:, :dimensions].copy()
+        return EmbeddingOutput(_unit(vectors) if normalize else vectors, usage)
 
-    model = engine.model_info
-    if len(model.labels) > 1:
-        raise InvalidRequestError(f"{model.architecture} has {len(model.labels)} labels: pairs are scored by one label")
-    for name, texts in (("queries", queries), ("documents", documents)):
-        if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
-            raise InvalidRequestError(f"{name} must be a sequence of texts", param=name)
-    checked_prompts(queries, "queries")
-    if len(queries) != len(documents):
-        raise InvalidRequestError(
-            f"{len(queries)} queries and {len(documents)} documents are no pairs", param="documents"
-        )
-    if model.labels:
-        pairs = [f"{query}\n{document}" for query, document in zip(queries, documents, strict=True)]
-        answer = await classify(engine, pairs, terms)
-        return PairScores(answer.probabilities[:, 0], answer.usage)
-    both = await embed(engine, [*queries, *documents], "last", True, None, terms)
-    left, right = np.split(both.vectors, 2)
-    return PairScores((left * right).sum(1, dtype=np.float32), both.usage)
+    async def classify(self, prompts: Prompt | Sequence[Prompt], **terms: Any) -> ClassificationOutput:
+        """Logits and probabilities of a classification model's labels; otherwise as ``embed``."""
+        model = self.model_info
+        if not model.labels:
+            raise InvalidRequestError(f"{model.architecture} is no classification model: it has no labels")
+        logits, usage = await _vectors(self, checked_prompts(prompts, "prompts"), Terms(**terms))
+        return ClassificationOutput(logits, _probabilities(logits, model.exclusive_labels), model.labels, usage)
+
+    async def score_pairs(self, queries: Sequence[str], documents: Sequence[str], **terms: Any) -> PairScores:
+        """How well each document fits its query: the probability of the model's one label, for the query and the
+        document on lines of their own; without labels the cosine of their embeddings. Otherwise as ``embed``."""
+        import numpy as np
+
+        model = self.model_info
+        if len(model.labels) > 1:
+            raise InvalidRequestError(f"{model.architecture} has {len(model.labels)} labels: a score takes one")
+        for name, texts in (("queries", queries), ("documents", documents)):
+            checked_prompts(texts, name)
+            if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+                raise InvalidRequestError(f"{name} must be a sequence of texts", param=name)
+        if len(queries) != len(documents):
+            raise InvalidRequestError(
+                f"{len(queries)} queries and {len(documents)} documents are no pairs", param="documents"
+            )
+        if model.labels:
+            pairs = [f"{query}\n{document}" for query, document in zip(queries, documents, strict=True)]
+            answer = await self.classify(pairs, **terms)
+            return PairScores(answer.probabilities[:, 0], answer.usage)
+        both, usage = await _vectors(self, [*queries, *documents], Terms(**terms))
+        left, right = np.split(_unit(both), 2)
+        return PairScores((left * right).sum(1, dtype=np.float32), usage)
 
 
 def checked_prompts(prompts: Prompt | Sequence[Prompt], param: str) -> list[Prompt]:
@@ -181,7 +188,7 @@ def checked_prompts(prompts: Prompt | Sequence[Prompt], param: str) -> list[Prom
 
 
 async def _vectors(
-    engine: VectorEngine, prompts: list[Prompt], terms: Terms, pooling: Pooling = "last"
+    engine: VectorMethods, prompts: list[Prompt], terms: Terms, pooling: Pooling = "last"
 ) -> tuple[npt.NDArray[np.float32], Usage]:
     """[prompts, width], all of them or an error."""
     import numpy as np

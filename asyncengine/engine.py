@@ -8,7 +8,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -16,20 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from asyncengine import _core
 from asyncengine.backend import Backend, load_backend, stop_at_exit
 from asyncengine.config import EngineConfig
-from asyncengine.embedding import (
-    PARAMS,
-    ClassificationOutput,
-    EmbeddingOutput,
-    PairScores,
-    Pooling,
-    Terms,
-    VectorStream,
-    check_generates,
-    classify,
-    embed,
-    score_pairs,
-    vector_extras,
-)
+from asyncengine.embedding import PARAMS, Pooling, Terms, VectorMethods, VectorStream, check_generates, vector_extras
 from asyncengine.errors import (
     ConfigError,
     EngineClosedError,
@@ -63,7 +50,7 @@ async def _drive(step_loop: _core.StepLoop) -> None:
         await asyncio.sleep(0 if moved or not step_loop.quiescent else 0.0005)
 
 
-class AsyncEngine:
+class AsyncEngine(VectorMethods):
     """Generates text from many prompts at once, inside the event loop that started it.
 
         async with AsyncEngine.from_pretrained("path/or/hub-id") as engine:
@@ -254,10 +241,8 @@ class AsyncEngine:
         max_tokens = check_size(backend.model_info, prompt_ids, params)
         check_vocabulary(prompt_ids, backend.model_info.vocab_size)
         ends = stop_tokens(backend.model_info, params)
-        key = next(self._keys)
+        key = self._free_key()
         if request_id is None:
-            while f"req-{key}" in self._by_id:  # somebody chose such a name
-                key = next(self._keys)
             request_id = f"req-{key}"
         elif request_id in self._by_id:
             raise InvalidRequestError(f"request_id {quoted(request_id)} is in use", param="request_id")
@@ -289,31 +274,6 @@ class AsyncEngine:
         self._idle.clear()
         return stream
 
-    async def embed(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        pooling: Pooling = "last",
-        normalize: bool = True,
-        dimensions: int | None = None,
-        **terms: Any,
-    ) -> EmbeddingOutput:
-        """The model's last hidden states, after its final norm, pooled to a vector for each prompt.
-
-        The first ``dimensions`` numbers are kept, then scaled to length 1 with ``normalize``. A single prompt that is
-        no text goes into a list. ``terms``: priority, cache_salt and tenant. The errors are those of ``submit``.
-        """
-        return await embed(self, prompts, pooling, normalize, dimensions, Terms(**terms))
-
-    async def classify(self, prompts: Prompt | Sequence[Prompt], **terms: Any) -> ClassificationOutput:
-        """Logits and probabilities of a classification model's labels; otherwise as ``embed``."""
-        return await classify(self, prompts, Terms(**terms))
-
-    async def score_pairs(self, queries: Sequence[str], documents: Sequence[str], **terms: Any) -> PairScores:
-        """How well each document fits its query: the probability of the model's one label, for the query and the
-        document on lines of their own; without labels the cosine of their embeddings. Otherwise as ``embed``."""
-        return await score_pairs(self, queries, documents, Terms(**terms))
-
     async def submit_vector(self, prompt: Prompt, terms: Terms, pooling: Pooling) -> VectorStream:
         """``submit``, for the vector of a prompt in place of tokens: what ``embed`` and ``classify`` are made of.
 
@@ -326,7 +286,7 @@ class AsyncEngine:
         backend = self._serving()
         check_size(backend.model_info, prompt_ids, PARAMS)
         check_vocabulary(prompt_ids, backend.model_info.vocab_size)
-        key = next(self._keys)
+        key = self._free_key()
         place = self._fair_share.place(terms.tenant, terms.priority)
         result = backend.step_loop.submit(
             id=key,
@@ -343,7 +303,7 @@ class AsyncEngine:
         )
         self._check_result(result)
         self._fair_share.enter(key, terms.tenant, terms.priority, 1, place)
-        stream = VectorStream(self, backend.tokenizer, key, f"vector-{key}", prompt_ids, PARAMS, arrived)
+        stream = VectorStream(self, backend.tokenizer, key, f"req-{key}", prompt_ids, PARAMS, arrived)
         self._by_key[key], self._by_id[stream.request_id] = stream, key
         self._idle.clear()
         return stream
@@ -458,6 +418,12 @@ class AsyncEngine:
     def _abort_in_core(self, key: int) -> None:
         if self._backend is not None:
             self._backend.step_loop.abort(key)
+
+    def _free_key(self) -> int:
+        """Of a request that may be called by it."""
+        while f"req-{(key := next(self._keys))}" in self._by_id:  # somebody chose such a name
+            pass
+        return key
 
     def _check_result(self, result: _core.SubmitResult) -> None:
         if result == _core.SubmitResult.queue_full:

@@ -87,7 +87,7 @@ async def test_texts_and_pairs_of_the_bundled_model() -> None:
         scores = (await engine.score_pairs(queries, documents)).scores
         np.testing.assert_allclose(scores, (sides[0] * sides[1]).sum(1), atol=1e-5)
         assert scores[1] == pytest.approx(1.0, abs=1e-5)
-        for wrong in (("a", ["b"]), (["a"], ["b", "c"]), ([], []), ([1], ["b"])):
+        for wrong in (("a", ["b"]), (["a"], ["b", "c"]), ([], []), (["a"], 3), ([1], ["b"])):
             with pytest.raises(InvalidRequestError):
                 await engine.score_pairs(*wrong)  # type: ignore[arg-type]
 
