@@ -2,6 +2,7 @@
 
 from asyncengine.bundled import path as bundled_model
 from asyncengine.config import EngineConfig
+from asyncengine.embedding import ClassificationOutput, EmbeddingOutput, PairScores
 from asyncengine.engine import AsyncEngine
 from asyncengine.errors import (
     AsyncEngineError,
@@ -44,10 +45,12 @@ __all__ = [
     "AsyncEngine",
     "AsyncEngineError",
     "ChatMessage",
+    "ClassificationOutput",
     "CompletionOutput",
     "ConfigError",
     "ContextLengthError",
     "DebugStats",
+    "EmbeddingOutput",
     "EngineClosedError",
     "EngineConfig",
     "EngineDeadError",
@@ -62,6 +65,7 @@ __all__ = [
     "ModelError",
     "ModelNotFoundError",
     "NonFiniteLogitsError",
+    "PairScores",
     "RequestAbortedError",
     "RequestDelta",
     "RequestOutput",

@@ -25,6 +25,7 @@ class Need(enum.IntFlag):
     """Several tokens a step, verified on the device."""
     vector = 128
     """A record of the hidden state."""
+    mean = 256  # beside vector: of the mean over the prompt, which is computed whole; of any of a step's rows
 
 class EntryKind(enum.IntEnum):
     """Of the entries that a slot is filled with."""
@@ -144,6 +145,8 @@ class StepBatch:
     @property
     def sample_index(self) -> npt.NDArray[np.int64]:
         """[S] tokens whose logits are wanted."""
+    means: Final[list[tuple[int, int, int]]]
+    """Rows of Need.mean: row, slot, and the sample that gives the mean, or -1: more of the prompt is to come."""
     def block_table(self, row: int, num_blocks: int) -> npt.NDArray[np.int32]:
         """The first num_blocks block ids of a row; how many there are, the caller knows from its length."""
 

@@ -124,7 +124,11 @@ def _load_on_cpu(config: EngineConfig, *, progress: bool) -> Backend:
         return runner.forward(batch).addresses()
 
     step_loop = _core.StepLoop.on_cpu(
-        step_loop_config(config, runner.info), forward, ops.native, runner.info.vocab_size, runner.kv_block_regions()
+        step_loop_config(config, runner.info),
+        forward,
+        ops.native,
+        len(runner.info.labels) or runner.info.vocab_size,
+        runner.kv_block_regions(),
     )
     return Backend(runner.info, tokenizer, step_loop, runner, runner.interrupt)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from asyncengine import _core
 from asyncengine.backend import Backend, load_backend, stop_at_exit
 from asyncengine.config import EngineConfig
+from asyncengine.embedding import PARAMS, Pooling, Terms, VectorMethods, VectorStream, check_generates, vector_extras
 from asyncengine.errors import (
     ConfigError,
     EngineClosedError,
@@ -28,7 +29,7 @@ from asyncengine.errors import (
     WrongLoopError,
 )
 from asyncengine.fairness import FairShare
-from asyncengine.prompts import Prompts, check_size, check_vocabulary, hash_salt, stop_tokens
+from asyncengine.prompts import Prompts, check_size, check_terms, check_vocabulary, hash_salt, stop_tokens
 from asyncengine.request import Prompt, RequestDelta, RequestOutput, SamplingParams, quoted
 from asyncengine.stats import DebugStats, EngineStats
 from asyncengine.stream import RequestStream, warn_unclosed
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
     from asyncengine.tokenization import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-MAX_PRIORITY = 1000
 
 Health = Literal["loading", "ready", "draining", "closed", "dead"]
 
@@ -51,7 +50,7 @@ async def _drive(step_loop: _core.StepLoop) -> None:
         await asyncio.sleep(0 if moved or not step_loop.quiescent else 0.0005)
 
 
-class AsyncEngine:
+class AsyncEngine(VectorMethods):
     """Generates text from many prompts at once, inside the event loop that started it.
 
         async with AsyncEngine.from_pretrained("path/or/hub-id") as engine:
@@ -233,25 +232,17 @@ class AsyncEngine:
         params = params if params is not None else SamplingParams()
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(f"params must be SamplingParams, got {type(params).__name__}", param="params")
-        if isinstance(priority, bool) or not isinstance(priority, int) or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
-            raise InvalidRequestError(
-                f"priority must be an integer in [-{MAX_PRIORITY}, {MAX_PRIORITY}], got {quoted(priority)}",
-                param="priority",
-            )
-        for name, value in (("request_id", request_id), ("cache_salt", cache_salt), ("tenant", tenant)):
-            if value is not None and not isinstance(value, str):
-                raise InvalidRequestError(f"{name} must be a string, got {quoted(value)}", param=name)
+        check_terms(priority, request_id=request_id, cache_salt=cache_salt, tenant=tenant)
         assert self._prompts is not None
         self._prompts.check_stop_strings(params)
+        check_generates(backend.model_info)
         prompt_ids = await self._prompts.token_ids(prompt)
         backend = self._serving()  # tokenizing may have taken a while
         max_tokens = check_size(backend.model_info, prompt_ids, params)
         check_vocabulary(prompt_ids, backend.model_info.vocab_size)
         ends = stop_tokens(backend.model_info, params)
-        key = next(self._keys)
+        key = self._free_key()
         if request_id is None:
-            while f"req-{key}" in self._by_id:  # somebody chose such a name
-                key = next(self._keys)
             request_id = f"req-{key}"
         elif request_id in self._by_id:
             raise InvalidRequestError(f"request_id {quoted(request_id)} is in use", param="request_id")
@@ -276,17 +267,44 @@ class AsyncEngine:
             delay_ns=place.delay_ns,
             reserved=place.reserved,
         )
-        if result == _core.SubmitResult.queue_full:
-            raise EngineOverloadedError("the queue is full: too many requests or prompt tokens are waiting")
-        if result == _core.SubmitResult.unserved:
-            raise InvalidRequestError("this engine does not serve what the parameters ask for", param="params")
-        if result == _core.SubmitResult.too_large:  # check_size has checked the tokens
-            raise InvalidRequestError("the parameters ask for more than a step has room for", param="params")
-        if result != _core.SubmitResult.accepted:
-            raise self._dead_or_closed()
+        self._check_result(result)
         self._fair_share.enter(key, tenant, priority, params.n, place)
         stream = RequestStream(self, backend.tokenizer, key, request_id, prompt_ids, params, arrived)
         self._by_key[key], self._by_id[request_id] = stream, key
+        self._idle.clear()
+        return stream
+
+    async def submit_vector(self, prompt: Prompt, terms: Terms, pooling: Pooling) -> VectorStream:
+        """``submit``, for the vector of a prompt in place of tokens: what ``embed`` and ``classify`` are made of.
+
+        The first token sees no other: for ``cls`` nothing else is computed.
+        """
+        arrived = time.monotonic()
+        self._serving()
+        assert self._prompts is not None
+        prompt_ids = await self._prompts.token_ids(prompt)
+        backend = self._serving()
+        check_size(backend.model_info, prompt_ids, PARAMS)
+        check_vocabulary(prompt_ids, backend.model_info.vocab_size)
+        key = self._free_key()
+        place = self._fair_share.place(terms.tenant, terms.priority)
+        result = backend.step_loop.submit(
+            id=key,
+            prompt=prompt_ids[:1] if pooling == "cls" else prompt_ids,
+            n=1,
+            max_tokens=1,
+            priority=terms.priority,
+            salt=hash_salt(terms.cache_salt),
+            sampling=_core.SamplingState(),
+            stop_tokens=[],
+            delay_ns=place.delay_ns,
+            reserved=place.reserved,
+            extras=vector_extras(backend.model_info, pooling),
+        )
+        self._check_result(result)
+        self._fair_share.enter(key, terms.tenant, terms.priority, 1, place)
+        stream = VectorStream(self, backend.tokenizer, key, f"req-{key}", prompt_ids, PARAMS, arrived)
+        self._by_key[key], self._by_id[stream.request_id] = stream, key
         self._idle.clear()
         return stream
 
@@ -400,6 +418,22 @@ class AsyncEngine:
     def _abort_in_core(self, key: int) -> None:
         if self._backend is not None:
             self._backend.step_loop.abort(key)
+
+    def _free_key(self) -> int:
+        """Of a request that may be called by it."""
+        while f"req-{(key := next(self._keys))}" in self._by_id:  # somebody chose such a name
+            pass
+        return key
+
+    def _check_result(self, result: _core.SubmitResult) -> None:
+        if result == _core.SubmitResult.queue_full:
+            raise EngineOverloadedError("the queue is full: too many requests or prompt tokens are waiting")
+        if result == _core.SubmitResult.unserved:
+            raise InvalidRequestError("this engine does not serve what the parameters ask for", param="params")
+        if result == _core.SubmitResult.too_large:  # check_size has checked the tokens
+            raise InvalidRequestError("the parameters ask for more than a step has room for", param="params")
+        if result != _core.SubmitResult.accepted:
+            raise self._dead_or_closed()
 
     def _serving(self) -> Backend:
         if self._loop is not None:

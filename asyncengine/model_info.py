@@ -26,6 +26,12 @@ class ModelInfo:
     num_kv_blocks: int
     block_size: int
     kv_bytes_per_block: int
+    vector_size: int = 0
+    """Numbers of the vector that the model gives of a prompt: its hidden size, or its labels."""
+    labels: tuple[str, ...] = ()
+    """Of a classification model, which generates nothing."""
+    exclusive_labels: bool = True
+    """A prompt has one of the labels, not any number of them."""
 
     @property
     def kv_capacity_tokens(self) -> int:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from asyncengine.config import EngineConfig
     from asyncengine.model_info import ModelInfo
 
+MAX_PRIORITY = 1000
 _PER_MESSAGE = 16
 """Characters that a message counts for beside its content."""
 
@@ -226,6 +227,18 @@ def check_size(model: ModelInfo, prompt_ids: list[int], params: SamplingParams) 
             param="max_tokens",
         )
     return max_tokens
+
+
+def check_terms(priority: object, **names: object) -> None:
+    """Raises InvalidRequestError unless the priority is in its range and each of the names a string or None."""
+    if isinstance(priority, bool) or not isinstance(priority, int) or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+        raise InvalidRequestError(
+            f"priority must be an integer in [-{MAX_PRIORITY}, {MAX_PRIORITY}], got {quoted(priority)}",
+            param="priority",
+        )
+    for name, value in names.items():
+        if value is not None and not isinstance(value, str):
+            raise InvalidRequestError(f"{name} must be a string, got {quoted(value)}", param=name)
 
 
 def check_vocabulary(ids: list[int], vocab_size: int) -> None:

@@ -160,6 +160,17 @@ class ModelConfig:
     """0: scores of attention are not capped."""
     logit_softcap: float = 0.0
     """0: logits are not capped."""
+    labels: tuple[str, ...] = ()
+    """Of a classification model, whose head gives a logit for each in place of one for each token."""
+    exclusive_labels: bool = True
+    """A text has one of the labels, not any number of them."""
+
+    @property
+    def head_shape(self) -> tuple[str, int, int]:
+        """Name and shape of the head's weight, where it is not the embedding."""
+        if self.labels:
+            return "score.weight", len(self.labels), self.hidden_size
+        return "lm_head.weight", self.vocab_size, self.hidden_size
 
 
 def read_rope(raw: RawConfig, max_positions: int) -> RopeConfig:

@@ -89,5 +89,5 @@ class GPT2LMHeadModel(Decoder):
         norm = _norm(config, weights, "transformer.ln_f")
         head = embedding
         if not config.tie_word_embeddings:
-            head = ops.make_head(weights.get("lm_head.weight", config.vocab_size, hidden))
+            head = ops.make_head(weights.get(*config.head_shape))
         super().__init__(ops, layers, embedding=embedding, norm=norm, head=head, position_table=position_table)

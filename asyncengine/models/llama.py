@@ -162,7 +162,7 @@ class LlamaForCausalLM(Decoder):
         norm = rms_norm(config, weights.get("model.norm.weight", config.hidden_size))
         head = embedding
         if not config.tie_word_embeddings:
-            head = ops.make_head(weights.get("lm_head.weight", config.vocab_size, config.hidden_size))
+            head = ops.make_head(weights.get(*config.head_shape))
         super().__init__(
             ops,
             layers,

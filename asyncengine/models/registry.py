@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from asyncengine.errors import UnsupportedModelError
+from asyncengine.errors import ModelError, UnsupportedModelError
 from asyncengine.kernels.ops import Batch, BatchT, LayerCache, ModelOps
 from asyncengine.models import gpt2, llama, mistral, qwen2, qwen3
 from asyncengine.models.config import ModelConfig, RawConfig
@@ -44,6 +45,45 @@ FAMILIES = {
     "MistralForCausalLM": Family(mistral.read_config, mistral.MistralForCausalLM),
     "Qwen2ForCausalLM": Family(qwen2.read_config, qwen2.Qwen2ForCausalLM),
     "Qwen3ForCausalLM": Family(qwen3.read_config, qwen3.Qwen3ForCausalLM),
+}
+
+
+MAX_LABELS = 1 << 12
+
+
+def _classifier(family: Family) -> Family:
+    """The family's models with a head for labels."""
+    return family._replace(read_config=lambda raw: _with_labels(raw, family.read_config(raw)))
+
+
+def _with_labels(raw: RawConfig, config: ModelConfig) -> ModelConfig:
+    """Labels by id2label; without it num_labels of them, two by default, as transformers has it."""
+    named = raw.get("id2label", dict, None)
+    if named is None:
+        count = raw.get("num_labels", int, 2)
+        if not 1 <= count <= MAX_LABELS:
+            raise ModelError(f"{raw.source}: 'num_labels' must be in [1, {MAX_LABELS}], found {excerpt(count)}")
+        labels = tuple(f"LABEL_{i}" for i in range(count))
+    else:
+        labels = tuple(named.get(str(i)) for i in range(len(named)))
+        if not 1 <= len(labels) <= MAX_LABELS or not all(isinstance(label, str) for label in labels):
+            raise ModelError(f"{raw.source}: 'id2label' must name 1 to {MAX_LABELS} labels by 0, 1, ...")
+    kind = raw.get("problem_type", str, None)
+    if kind == "regression":
+        raise raw.unsupported("problem_type = regression")
+    exclusive = len(labels) > 1 and kind != "multi_label_classification"
+    return replace(config, labels=labels, exclusive_labels=exclusive, tie_word_embeddings=False)
+
+
+FAMILIES |= {
+    f"{name}ForSequenceClassification": _classifier(FAMILIES[causal])
+    for name, causal in (
+        ("GPT2", "GPT2LMHeadModel"),
+        ("Llama", "LlamaForCausalLM"),
+        ("Mistral", "MistralForCausalLM"),
+        ("Qwen2", "Qwen2ForCausalLM"),
+        ("Qwen3", "Qwen3ForCausalLM"),
+    )
 }
 
 

@@ -16,6 +16,7 @@ from asyncengine.kernels.cuda.attention.plan import AttentionShape, LayerKind
 from asyncengine.kernels.cuda.attention.run import StepAttention
 from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps
 from asyncengine.kernels.cuda.sampling.sample import sample
+from asyncengine.kernels.cuda.sampling.vectors import store_vectors
 from asyncengine.kernels.cuda.step.ingest import StepSource, copy_blocks, ingest, make_source
 from asyncengine.kernels.cuda.step.tensors import DeviceStep, allocate_step
 from asyncengine.models.config import ModelConfig
@@ -129,8 +130,13 @@ class DeviceSteps:
         with torch.inference_mode():
             ingest(source, step, self._block_size, pdl=self._pdl, needs=needs)
             batch.attention.build(step, pdl=self._pdl)
-            logits = self._model.forward(batch, self.cache.layers)
+            residual = self._model.run(batch, self.cache.layers)
+            logits = self._model.logits(residual, batch)
             assert logits is not None
+            if needs & _core.Need.vector:
+                hidden = self._model.hidden(residual, batch)
+                begin = self._buffers.staging.records_begin
+                store_vectors(hidden, step, source.header, source.outputs, begin, pdl=self._pdl)
             sample(logits, step, source.header, source.outputs, needs=needs, pdl=self._pdl)
 
     def copy_blocks(self) -> None:

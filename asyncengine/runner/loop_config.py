@@ -11,6 +11,8 @@ from asyncengine.model_info import ModelInfo
 UPDATE_WORDS = RESULT_WORDS = 1 << 13
 """Budgets of a step, in words: entries of newly filled slots, and records. They cost memory alone, until a request asks
 for some."""
+VECTORS = 4
+"""A step has room for so many vectors at least."""
 
 
 def scheduler_config(
@@ -26,7 +28,7 @@ def scheduler_config(
         prefix_caching=config.enable_prefix_caching,
         token_buckets=token_buckets,
         max_update_words=UPDATE_WORDS,
-        max_result_words=RESULT_WORDS,
+        max_result_words=max(RESULT_WORDS, VECTORS * (1 + model_info.vector_size)),
     )
 
 

@@ -25,6 +25,7 @@ from asyncengine.runner import memory as kv_cache
 from asyncengine.runner.hub import resolve_model
 from asyncengine.runner.loader import Checkpoint, DummyWeights, choose_dtype
 from asyncengine.runner.memory import KVCache
+from asyncengine.runner.pooling import Means
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,9 @@ class LoadedModel:
             num_kv_blocks=num_blocks,
             block_size=config.block_size,
             kv_bytes_per_block=self.kv_bytes_per_block(config),
+            vector_size=len(self.config.labels) or self.config.hidden_size,
+            labels=self.config.labels,
+            exclusive_labels=self.config.exclusive_labels,
         )
 
     def kv_bytes_per_block(self, config: EngineConfig) -> int:
@@ -91,6 +95,8 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
             raise ConfigError(f"quantization={config.quantization} is not implemented for {architecture}")
         if dtype != torch.bfloat16:
             raise ConfigError(f"quantization={config.quantization} needs dtype=bfloat16, and not {dtype}")
+    if model_config.labels and ops.device.type != "cpu":
+        raise ConfigError(f"{architecture} runs on the CPU alone: set device=cpu")
     weights = (
         DummyWeights(dtype, model_config.initializer_range, config.seed, device=ops.device)
         if dummy
@@ -118,9 +124,9 @@ class Answers(NamedTuple):
     """What a step tells of its samples, float32 and contiguous."""
 
     logits: Tensor | None
-    """[num_samples, vocab_size]; None without samples"""
+    """[num_samples, vocab_size], or of a classification model [num_samples, labels]; None without samples"""
     vectors: Tensor | None = None
-    """[num_samples, H]: the normed hidden states; None where no sample needs its vector"""
+    """[num_samples, H]: the normed hidden states, or the logits; None where no sample needs its vector"""
 
     def addresses(self) -> tuple[int, int, int]:
         """Of the logits and the vectors, 0 where there are none, and the vectors' width."""
@@ -136,6 +142,7 @@ class CpuModelRunner:
         self._model = model
         self._cache = cache
         self._answers = Answers(None)
+        self._means = Means()
         self._interrupted = False
 
     @classmethod
@@ -168,9 +175,16 @@ class CpuModelRunner:
         with torch.inference_mode():
             residual = model.run(batch, self._layer_caches())
             logits = model.logits(residual, batch)
-            vectors = model.hidden(residual, batch).float() if batch.needs & Need.vector else None
+            vectors = self._vectors(residual, logits, batch) if batch.needs & (Need.vector | Need.mean) else None
             self._answers = Answers(logits, vectors)
         return self._answers
+
+    def _vectors(self, residual: Any, logits: Tensor | None, batch: StepBatch) -> Tensor | None:
+        """A classification model's vectors are its logits."""
+        if self.info.labels:
+            return logits
+        states = self._model.hidden(residual, batch).float()
+        return self._means.pool(states, batch) if batch.needs & Need.mean else states
 
     def interrupt(self) -> None:
         """From any thread: the step under way fails at its next layer, and so does every later one."""

@@ -96,7 +96,7 @@ OwnedStepLoop make_cpu_loop(const StepLoopConfig& config, py::function forward,
   for (const auto& [base, bytes_per_block] : kv_regions) regions.push_back({pointer<std::byte>(base), bytes_per_block});
   auto executor = std::make_unique<CallbackExecutor>(StepLoop::limits(config), max_blocks(config.scheduler),
                                                      config.scheduler.block_size, config.steps_in_flight,
-                                                     std::move(regions), CpuSampler::kNeeds | kNeedVector, std::move(step),
+                                                     std::move(regions), CpuSampler::kNeeds | kNeedVector | kNeedMean, std::move(step),
                                                      [probe = std::make_shared<GilProbe>()](int64_t now) { return probe->held_up_ns(now); });
   return OwnedStepLoop(new StepLoop(config, std::move(executor)));
 }

@@ -95,6 +95,12 @@ void bind_step_batch(py::module_& m) {
       .def_property_readonly("query_start", array_property(&StepBatch::query_start, &StepBatch::num_rows, 1))
       .def_property_readonly("context_len", array_property(&StepBatch::context_len, &StepBatch::num_rows))
       .def_property_readonly("sample_index", array_property(&StepBatch::sample_index, &StepBatch::num_samples))
+      .def_property_readonly("means",
+                             [](const StepBatch& batch) {
+                               py::list rows;
+                               for (const MeanRow& mean : batch.means) rows.append(py::make_tuple(mean.row, mean.slot, mean.sample));
+                               return rows;
+                             })
       .def(
           "block_table",
           [](const py::object& owner, int32_t row, py::ssize_t num_blocks) {

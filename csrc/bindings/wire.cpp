@@ -128,7 +128,7 @@ void bind_wire(py::module_& m) {
   make_enum(m, "IntFlag", "Need",
             {{"temperature", kNeedTemperature}, {"filters", kNeedFilters}, {"penalties", kNeedPenalties},
              {"bias", kNeedBias}, {"logprobs", kNeedLogprobs}, {"mask", kNeedMask}, {"drafts", kNeedDrafts},
-             {"vector", kNeedVector}});
+             {"vector", kNeedVector}, {"mean", kNeedMean}});
   make_enum(m, "IntEnum", "EntryKind",
             {{"token_history", kTokenHistory}, {"bias", kBias}, {"banned_words", kBannedWords}, {"grammar", kGrammar},
              {"adapter", kAdapter}, {"parameters", kParameters}, {"end_tokens", kEndTokens},

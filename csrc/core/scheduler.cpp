@@ -337,6 +337,7 @@ int32_t Scheduler::find_prefix(const Sequence& sequence, const Sequence* source)
     std::copy_n(tables_.blocks(source->slot).begin(), shared, prefix_.begin());
     return shared;
   }
+  if ((sequence.needs & kNeedMean) != 0) return 0;
   int32_t most = (sequence.tokens.size() - 1) / config_.block_size;
   if (const int32_t from = sequence.scores_from(); from >= 0) most = std::min(most, from / config_.block_size);
   const auto tokens_at = [&](int32_t position) { return sequence.tokens.at(position); };

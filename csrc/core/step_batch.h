@@ -18,6 +18,9 @@ enum Need : uint32_t {
   kNeedMask = 32,
   kNeedDrafts = 64,   // several tokens a step, verified on the device
   kNeedVector = 128,  // a record of the hidden state
+  // Beside kNeedVector: that of the whole prompt, of which no part may come from the prefix cache. Steps have it where a row
+  // has it, sampled or not.
+  kNeedMean = 256,
 };
 using Needs = uint32_t;  // 0: argmax
 constexpr Needs kSamplingNeeds = kNeedTemperature | kNeedFilters;  // every executor serves these
@@ -55,6 +58,12 @@ struct SlotEntries {
   std::span<const int32_t> words;  // of the StepInput: valid as long as that is
 };
 
+// A row whose prompt's states are summed up, from step to step.
+struct MeanRow {
+  int32_t row, slot;
+  int32_t sample;  // the one that gives the mean, or -1: there is more of the prompt to come
+};
+
 struct StepBatch {
   int32_t num_tokens = 0;
   int32_t num_rows = 0;     // sequences in this step
@@ -75,6 +84,7 @@ struct StepBatch {
   std::vector<int64_t> sample_index;  // token whose hidden state gives the logits
   std::vector<Sample> samples;
 
+  std::vector<MeanRow> means;
   std::vector<SlotEntries> entries;  // of slots that are newly filled and have some
 };
 

@@ -24,6 +24,7 @@ SlotState::SlotState(const StepLimits& limits, int32_t max_blocks, int32_t block
   batch_.block_tables.reserve(rows);
   batch_.sample_index.reserve(samples);
   batch_.samples.reserve(samples);
+  batch_.means.reserve(rows);
   batch_.entries.reserve(rows);
 }
 
@@ -51,6 +52,7 @@ StepBatch& SlotState::ingest(const StepInputView& input, std::span<int32_t> reco
   b.block_tables.clear();
   b.sample_index.clear();
   b.samples.clear();
+  b.means.clear();
   for (const StepInputRow& row : rows) add_row(input, row, records);
   return b;
 }
@@ -76,6 +78,10 @@ void SlotState::add_row(const StepInputView& input, const StepInputRow& row, std
   }
   const int32_t end = row.query_start + row.query_len;
   b.query_start.push_back(end);
+  if ((needs_[slot] & kNeedMean) != 0) {
+    b.needs |= kNeedMean;
+    b.means.push_back({static_cast<int32_t>(b.context_len.size()), row.slot, row.num_samples > 0 ? row.sample_row : -1});
+  }
   b.context_len.push_back(context);
   b.block_tables.push_back(blocks);
   for (int32_t i = 0; i < row.num_samples; ++i) {

@@ -24,7 +24,7 @@ from asyncengine import (
     SamplingParams,
     _core,
 )
-from asyncengine.engine import MAX_PRIORITY
+from asyncengine.prompts import MAX_PRIORITY
 from asyncengine.testing import VOCAB_SIZE, SimulatedEngine, no_leaks, settle
 
 from .support import BOTH_LOOPS, CANARY, Job, check_canary, check_output

@@ -161,6 +161,7 @@ def main(target: str, directory: str, dtype: str, quantization: Quantization = "
     from asyncengine.kernels.cuda.linear.plan import Plan, Site
     from asyncengine.kernels.cuda.linear.tables import PlanTable
     from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
+    from asyncengine.kernels.cuda.sampling.vectors import store_vectors
     from asyncengine.kernels.cuda.step.ingest import ingest
     from asyncengine.kernels.cuda.step.tensors import allocate_step
     from asyncengine.runner.buckets import Bucket
@@ -181,7 +182,10 @@ def main(target: str, directory: str, dtype: str, quantization: Quantization = "
     steps, _ = make_steps(config, loaded, ops, native, 8)
     steps.state.input_ids.zero_()
     # Rows with several samples, records and entries, which no captured variant has.
-    ingest(steps.source, allocate_step(4, 8, 4, 64, ops.device, 12), config.block_size, needs=int(~_core.Need(0)))
+    several = allocate_step(4, 8, 4, 64, ops.device, 12)
+    ingest(steps.source, several, config.block_size, needs=int(~_core.Need(0)))
+    hidden = torch.zeros(4, 64, dtype=loaded.dtype)
+    store_vectors(hidden, several, steps.source.header, steps.source.outputs, 12, pdl=ops.options.pdl)
     if quantization == "fp8":  # which has kernels of ours for few rows, whatever the card
         for rows in (1, 4):
             steps.run(Bucket(rows, rows, True), ARGMAX)

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from asyncengine._core import StepBatch
+from asyncengine._core import Need, StepBatch
 from asyncengine.kernels.cpu import sdpa
 from asyncengine.kernels.ops import Activation, AttentionLayer, HandleT, LayerKVCache, Norm, Ops, split_heads
 
@@ -147,14 +147,14 @@ class HostOps(Ops[StepBatch, Residual, HandleT]):
             self.rotary_(q, k, layer.cos_sin, torch.from_numpy(batch.positions))
 
     def keep_sampled(self, x: Tensor, residual: Residual, batch: StepBatch) -> Tensor:
-        if batch.num_samples == batch.num_tokens:  # every token is sampled from, in order
+        if batch.num_samples == batch.num_tokens or batch.needs & Need.mean:  # in order, or all are wanted
             return x
         assert residual.pending is None
         residual.x = sampled(residual, batch).x
         return x[torch.from_numpy(batch.sample_index)]
 
     def hidden(self, residual: Residual, norm: Norm, batch: StepBatch) -> Tensor:
-        return self._normed(self._sampled(residual, batch), norm)
+        return self._normed(residual if batch.needs & Need.mean else self._sampled(residual, batch), norm)
 
     def logits(
         self, residual: Residual, norm: Norm, handle: HandleT, batch: StepBatch, softcap: float = 0.0
