@@ -30,10 +30,12 @@ from asyncengine.request import (
     ChatMessage,
     CompletionOutput,
     FinishReason,
+    LogProb,
     RequestDelta,
     RequestOutput,
     RequestTiming,
     SamplingParams,
+    TokenLogProbs,
     Usage,
 )
 from asyncengine.stats import DebugStats, EngineStats
@@ -61,6 +63,7 @@ __all__ = [
     "InternalError",
     "InvalidRequestError",
     "KVCapacityError",
+    "LogProb",
     "MissingWeightError",
     "ModelError",
     "ModelNotFoundError",
@@ -73,6 +76,7 @@ __all__ = [
     "RequestTiming",
     "SamplingParams",
     "StepFailedError",
+    "TokenLogProbs",
     "UnsupportedModelError",
     "Usage",
     "UsageError",

@@ -201,9 +201,7 @@ class CpuKernels:
         /,
     ) -> None:
         """linear of the norm of x, or with a residual (0: none) of residual += x, activated."""
-    def pack_panels(
-        self, dtype: Dtype, weight: int, transposed: bool, rows: int, k: int, panels: int, /
-    ) -> None: ...
+    def pack_panels(self, dtype: Dtype, weight: int, transposed: bool, rows: int, k: int, panels: int, /) -> None: ...
     def embed(self, table: CpuLinear, position_table: int, batch: StepBatch, y: int, scale: float, /) -> None:
         """y = the tokens' rows of the table times scale, plus those of their positions (0: none)."""
     def norm(

@@ -60,9 +60,7 @@ _NO_TEXT = _NoText()
 class _Pieces(dict[int, Any]):
     """Token id → what the token adds to the text, computed when first asked for."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, skip_special_tokens: bool, convert: Callable[[str], Any]
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, convert: Callable[[str], Any]) -> None:
         super().__init__()
         self._id_to_token = tokenizer.backend.id_to_token
         self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()

@@ -8,7 +8,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -31,6 +31,7 @@ from asyncengine.errors import (
 from asyncengine.fairness import FairShare
 from asyncengine.prompts import Prompts, check_size, check_terms, check_vocabulary, hash_salt, stop_tokens
 from asyncengine.request import Prompt, RequestDelta, RequestOutput, SamplingParams, quoted
+from asyncengine.request_extras import request_extras
 from asyncengine.stats import DebugStats, EngineStats
 from asyncengine.stream import RequestStream, warn_unclosed
 
@@ -241,6 +242,7 @@ class AsyncEngine(VectorMethods):
         max_tokens = check_size(backend.model_info, prompt_ids, params)
         check_vocabulary(prompt_ids, backend.model_info.vocab_size)
         ends = stop_tokens(backend.model_info, params)
+        extras = request_extras(params, len(prompt_ids), ends, backend.model_info, backend.tokenizer)
         key = self._free_key()
         if request_id is None:
             request_id = f"req-{key}"
@@ -266,8 +268,9 @@ class AsyncEngine(VectorMethods):
             stop_tokens=ends,
             delay_ns=place.delay_ns,
             reserved=place.reserved,
+            extras=extras,
         )
-        self._check_result(result)
+        self._check_result(result, params.features)
         self._fair_share.enter(key, tenant, priority, params.n, place)
         stream = RequestStream(self, backend.tokenizer, key, request_id, prompt_ids, params, arrived)
         self._by_key[key], self._by_id[request_id] = stream, key
@@ -425,11 +428,14 @@ class AsyncEngine(VectorMethods):
             pass
         return key
 
-    def _check_result(self, result: _core.SubmitResult) -> None:
+    def _check_result(self, result: _core.SubmitResult, asked: Sequence[str] = ()) -> None:
+        """``asked``: the fields that ask for more than plain sampling."""
         if result == _core.SubmitResult.queue_full:
             raise EngineOverloadedError("the queue is full: too many requests or prompt tokens are waiting")
         if result == _core.SubmitResult.unserved:
-            raise InvalidRequestError("this engine does not serve what the parameters ask for", param="params")
+            what, device = ", ".join(asked) or "this kind of request", self.model_info.device
+            param = asked[0] if asked else "params"
+            raise InvalidRequestError(f"{what}: not served on this device ({device}) yet", param=param)
         if result == _core.SubmitResult.too_large:  # check_size has checked the tokens
             raise InvalidRequestError("the parameters ask for more than a step has room for", param="params")
         if result != _core.SubmitResult.accepted:

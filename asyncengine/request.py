@@ -6,10 +6,10 @@ import itertools
 import math
 import numbers
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 from asyncengine.errors import InvalidRequestError
 
@@ -17,6 +17,25 @@ MAX_N = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKENS = 1024
+MAX_BIASES = 1024
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_TOKENS = 1024
+MAX_NGRAM = 1024
+MAX_LOGPROBS = 20
+MAX_NAMED_TOKENS = 32
+_FEATURES = (
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "min_tokens",
+    "no_repeat_ngram_size",
+    "logprobs",
+    "logprob_token_ids",
+)
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 LONG_TEXT = 8192
 """Longer text is tokenized on a thread, without the interpreter's lock: about 1 ms of the event loop's time."""
 MAX_SEED = 2**63 - 1
@@ -118,6 +137,30 @@ class SamplingParams:
     """Leave special tokens out of the text."""
     include_stop_str_in_output: bool = False
     """Keep the stop string that ended the sequence in its text."""
+    presence_penalty: float = 0.0
+    """Taken off the logit of each token of the output so far, in [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """Likewise, as often as the output has the token, in [-2, 2]."""
+    repetition_penalty: float = 1.0
+    """Positive logits of tokens of prompt and output are divided by it, negative ones multiplied; in (0, 2]. Keskar et
+    al. 2019. Comes before the other penalties, and they before biases."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of tokens, at most 1,024 of them, each in [-100, 100]."""
+    allowed_token_ids: Sequence[int] | None = None
+    """No other token may be sampled; None allows all."""
+    bad_words: Sequence[str] = ()
+    """Words that may not be completed, at most 256; each also as it follows a space."""
+    min_tokens: int = 0
+    """No token or string ends the sequence before it has so many."""
+    no_repeat_ngram_size: int = 0
+    """No so many tokens come twice in a row in prompt and output; 0 allows that, at most 1,024."""
+    logprobs: int | None = None
+    """Log probabilities of each sampled token and of so many most probable ones, 0..20; None: none."""
+    logprob_token_ids: Sequence[int] = ()
+    """Further tokens, at most 32, whose log probabilities are wanted at each place."""
+    logprobs_mode: str = "raw_logprobs"
+    """raw_logprobs: of the model's logits. processed_logprobs: after penalties, biases, bans and temperature, before
+    top_k, top_p and min_p."""
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -134,10 +177,76 @@ class SamplingParams:
         given = () if self.stop_token_ids is None else self.stop_token_ids
         stop_ids = _sequence("stop_token_ids", given, MAX_STOP_TOKENS, "tokens")
         put(self, "stop_token_ids", tuple(_integer("stop_token_ids", t, 0, 2**31 - 1) for t in stop_ids))
+        self._check_edits()
+        self._check_logprobs()
         for flag in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             value = getattr(self, flag)
             if not isinstance(value, bool):
                 raise InvalidRequestError(f"{flag} must be a boolean, got {quoted(value)}", param=flag)
+
+    def _check_edits(self) -> None:
+        put = object.__setattr__
+        for name in ("presence_penalty", "frequency_penalty"):
+            put(self, name, _number(name, getattr(self, name), -2, 2))
+        put(self, "repetition_penalty", _number("repetition_penalty", self.repetition_penalty, 0, 2, open_low=True))
+        put(self, "logit_bias", self._checked_bias())
+        if self.allowed_token_ids is not None:
+            allowed = _sequence("allowed_token_ids", self.allowed_token_ids, 2**20, "tokens")
+            if not allowed:
+                raise InvalidRequestError("allowed_token_ids must not be empty", param="allowed_token_ids")
+            tokens = tuple(_integer("allowed_token_ids", token, 0, 2**31 - 1) for token in allowed)
+            put(self, "allowed_token_ids", tokens)
+        words = _sequence("bad_words", () if self.bad_words is None else self.bad_words, MAX_BAD_WORDS, "words")
+        for word in words:
+            if not isinstance(word, str) or not 0 < len(word) <= MAX_STOP_LENGTH:
+                raise InvalidRequestError(
+                    f"bad_words must hold strings of 1 to {MAX_STOP_LENGTH} characters, got {quoted(word)}",
+                    param="bad_words",
+                )
+        put(self, "bad_words", words)
+        put(self, "min_tokens", _integer("min_tokens", self.min_tokens, 0, 2**31 - 1))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens ({self.min_tokens}) must be at most max_tokens ({self.max_tokens})", param="min_tokens"
+            )
+        put(self, "no_repeat_ngram_size", _integer("no_repeat_ngram_size", self.no_repeat_ngram_size, 0, MAX_NGRAM))
+
+    def _checked_bias(self) -> dict[int, float]:
+        bias = {} if self.logit_bias is None else self.logit_bias
+        if not isinstance(bias, Mapping):
+            raise InvalidRequestError(f"logit_bias must be a mapping, got {quoted(bias)}", param="logit_bias")
+        if len(bias) > MAX_BIASES:
+            raise InvalidRequestError(f"logit_bias: at most {MAX_BIASES} tokens are allowed", param="logit_bias")
+        tokens = [_integer("logit_bias", token, 0, 2**31 - 1) for token in bias]
+        return {t: _number("logit_bias", v, -100, 100) for t, v in zip(tokens, bias.values(), strict=True)}
+
+    def _check_logprobs(self) -> None:
+        put = object.__setattr__
+        if self.logprobs is not None:
+            put(self, "logprobs", _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS))
+        given = () if self.logprob_token_ids is None else self.logprob_token_ids
+        named = _sequence("logprob_token_ids", given, MAX_NAMED_TOKENS, "tokens")
+        put(self, "logprob_token_ids", tuple(_integer("logprob_token_ids", token, 0, 2**31 - 1) for token in named))
+        if self.logprobs_mode not in LOGPROBS_MODES:
+            known = " or ".join(LOGPROBS_MODES)
+            raise InvalidRequestError(
+                f"logprobs_mode must be {known}, got {quoted(self.logprobs_mode)}", param="logprobs_mode"
+            )
+
+    @property
+    def penalized(self) -> bool:
+        """Whether a penalty changes logits."""
+        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The fields that ask for more than plain sampling and that not every device serves."""
+        neutral = {"repetition_penalty": 1.0, "allowed_token_ids": None, "logprobs": None}  # of the others 0 or nothing
+        return tuple(name for name in _FEATURES if getattr(self, name) not in (neutral.get(name, 0), (), {}))
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None or bool(self.logprob_token_ids)
 
     def _checked_stop(self) -> tuple[str, ...]:
         stop = self.stop
@@ -204,6 +313,28 @@ class RequestTiming:
         return (self.finished - self.first_token) / max(1, self.completion_tokens - 1)
 
 
+class LogProb(NamedTuple):
+    """Of a token at one place of a sequence."""
+
+    token_id: int
+    logprob: float
+    """Natural logarithm of its probability; -inf for a token that cannot come."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogProbs:
+    """Log probabilities at the place of a sampled token."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """1 and how many tokens are more probable."""
+    top: tuple[LogProb, ...] = ()
+    """The most probable tokens, the most probable first; the lower id first of equals."""
+    named: tuple[LogProb, ...] = ()
+    """Of SamplingParams.logprob_token_ids, in their order."""
+
+
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """One finished sequence of a request."""
@@ -215,6 +346,8 @@ class CompletionOutput:
     finish_reason: FinishReason
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended it; None for the model's own end-of-sequence token."""
+    logprobs: tuple[TokenLogProbs, ...] | None = None
+    """One for each token, if they were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,3 +390,5 @@ class RequestDelta:
     stop_reason: str | int | None = None
     usage: Usage | None = None
     timing: RequestTiming | None = None
+    logprobs: list[TokenLogProbs] | None = None
+    """One for each of ``token_ids``, if they were asked for."""

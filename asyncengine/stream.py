@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import struct
 import warnings
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Protocol, Self
 
 from asyncengine._core import FinishReason as Ended
-from asyncengine._core import SequenceNews
+from asyncengine._core import Record, RecordKind, SequenceNews
 from asyncengine.detokenizer import IncrementalDetokenizer, StopStringMatcher
 from asyncengine.errors import EngineError, NonFiniteLogitsError, RequestAbortedError, StepFailedError, UsageError
 from asyncengine.request import (
     CompletionOutput,
     FinishReason,
+    LogProb,
     RequestDelta,
     RequestOutput,
     RequestTiming,
     SamplingParams,
+    TokenLogProbs,
     Usage,
 )
 
@@ -48,6 +51,7 @@ class _SequenceState:
         "_taken_texts",
         "_taken_tokens",
         "finish_reason",
+        "logprobs",
         "stop_reason",
         "texts",
         "token_ids",
@@ -62,6 +66,7 @@ class _SequenceState:
         )
         self.token_ids: list[int] = []
         self.texts: list[str] = []
+        self.logprobs: list[TokenLogProbs] = []
         self._decoded = 0  # tokens whose text is made
         self._taken_tokens = self._taken_texts = 0
         self.untaken = False
@@ -88,7 +93,11 @@ class _SequenceState:
     def _feed_matcher(self, matcher: StopStringMatcher, tokens: list[int], finish: Ended) -> bool:
         for i, token in enumerate(tokens):
             self.token_ids.append(token)
-            text, stop = matcher.push(self._text_of([token], finish if i == len(tokens) - 1 else Ended.none))
+            text = self._text_of([token], finish if i == len(tokens) - 1 else Ended.none)
+            if len(self.token_ids) < self._params.min_tokens:
+                self._append(text)  # no stop string may end it, or begin to
+                continue
+            text, stop = matcher.push(text)
             self._append(text)
             if stop is not None:
                 self.finish_reason, self.stop_reason = FinishReason.STOP, stop
@@ -102,11 +111,16 @@ class _SequenceState:
                 self.finish_reason, self.stop_reason = FinishReason.STOP, stop
         return False
 
-    def take(self) -> tuple[str, list[int]]:
+    def take(self) -> tuple[str, list[int], list[TokenLogProbs] | None]:
         """What is new since the last call."""
         text, tokens = "".join(self.texts[self._taken_texts :]), self.token_ids[self._taken_tokens :]
+        logprobs = self.logprobs_of(self._taken_tokens) if self._params.wants_logprobs else None
         self._taken_texts, self._taken_tokens, self.untaken = len(self.texts), len(self.token_ids), False
-        return text, tokens
+        return text, tokens, logprobs
+
+    def logprobs_of(self, first: int) -> list[TokenLogProbs]:
+        """Of the tokens from ``first``; a stop string may have left out the last of those that came."""
+        return self.logprobs[first : len(self.token_ids)]
 
     def _decode(self, finish: Ended) -> None:
         self._append(self._text_of(self.token_ids[self._decoded :], finish))
@@ -167,6 +181,7 @@ class RequestStream:
         self._owner = owner
         self._key = key
         self._arrived = arrived
+        self._params = params
         self._sequences = [_SequenceState(tokenizer, params) for _ in range(params.n)]
         self._unfinished = params.n
         self._untaken: list[int] = []  # indices of sequences with something new, in order of arrival
@@ -201,6 +216,8 @@ class RequestStream:
             self.cached_tokens = news.cached_tokens
         sequence = self._sequences[index]
         was_finished = sequence.finish_reason is not None
+        if news.records and not was_finished:
+            sequence.logprobs += (r for r in map(self._logprobs, news.records) if r is not None)
         if sequence.feed(tokens, news.finish, self._whole):
             self._owner.stop_sequence(self._key, index)
         if not sequence.untaken and not was_finished:
@@ -214,6 +231,9 @@ class RequestStream:
                 self._owner.forget(self._key)
         if not self._whole or self._done:
             self._wake()
+
+    def _logprobs(self, record: Record) -> TokenLogProbs | None:
+        return token_logprobs(record.payload, self._params) if record.kind is RecordKind.logprobs else None
 
     def fail(self, error: EngineError) -> None:
         """End the request with an error. Called by the engine only."""
@@ -242,8 +262,10 @@ class RequestStream:
             await self._news()
         index = self._untaken.pop(0)
         sequence = self._sequences[index]
-        text, tokens = sequence.take()
-        delta = RequestDelta(self.request_id, index, text, tokens, sequence.finish_reason, sequence.stop_reason)
+        text, tokens, logprobs = sequence.take()
+        delta = RequestDelta(
+            self.request_id, index, text, tokens, sequence.finish_reason, sequence.stop_reason, logprobs=logprobs
+        )
         if self._done and self._error is None and not self._untaken:
             delta.usage, delta.timing = self._usage(), self._timing()
         return delta
@@ -258,7 +280,14 @@ class RequestStream:
             raise _copy(self._error) from self._error.__cause__
         self._untaken.clear()
         outputs = tuple(
-            CompletionOutput(i, "".join(s.texts), tuple(s.token_ids), s.finish_reason, s.stop_reason)
+            CompletionOutput(
+                i,
+                "".join(s.texts),
+                tuple(s.token_ids),
+                s.finish_reason,
+                s.stop_reason,
+                tuple(s.logprobs_of(0)) if self._params.wants_logprobs else None,
+            )
             for i, s in enumerate(self._sequences)
             if s.finish_reason is not None
         )
@@ -305,6 +334,14 @@ class RequestStream:
     def _timing(self) -> RequestTiming:
         tokens = max(len(s.token_ids) for s in self._sequences)
         return RequestTiming(self._arrived, self._scheduled, self._first_token, self._finished, tokens)
+
+
+def token_logprobs(payload: bytes, params: SamplingParams) -> TokenLogProbs:
+    """A record of ``csrc/core/step_output.h``: rank, then pairs of a token and the bits of its log probability."""
+    (rank,) = struct.unpack_from("<i", payload)
+    (token, logprob), *others = (LogProb(*pair) for pair in struct.iter_unpack("<if", payload[4:]))
+    top = len(others) - len(params.logprob_token_ids)
+    return TokenLogProbs(token, logprob, rank, tuple(others[:top]), tuple(others[top:]))
 
 
 def _copy(error: EngineError) -> EngineError:

@@ -61,9 +61,7 @@ class Tokenizer:
         """What another process makes the same tokenizer of, if it should; as long as tokenizer.json."""
 
     @classmethod
-    def from_pretrained(
-        cls, path_or_id: str, *, revision: str | None = None, chat_template: str | None = None
-    ) -> Self:
+    def from_pretrained(cls, path_or_id: str, *, revision: str | None = None, chat_template: str | None = None) -> Self:
         """Read a directory or a hub repository.
 
         ``chat_template`` is the path of a Jinja file that replaces the model's own template. Raises
@@ -267,9 +265,7 @@ def _load_with_transformers(directory: Path) -> tuple[tokenizers.Tokenizer, dict
         if not isinstance(e, Exception) and not _is_panic(e):
             raise
         raise ModelError(f"{directory} has no tokenizer.json, and transformers cannot convert it: {e}") from e
-    return backend, {
-        name: str(token) for name, token in slow.special_tokens_map.items() if isinstance(token, str)
-    }
+    return backend, {name: str(token) for name, token in slow.special_tokens_map.items() if isinstance(token, str)}
 
 
 def _read_specials(directory: Path, config: dict[str, Any]) -> dict[str, str]:

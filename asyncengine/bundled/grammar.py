@@ -145,9 +145,7 @@ def _values(rng: random.Random, hole: _Hole, story: Story, anyone: bool) -> Iter
         yield from _shuffled(rng, VALUES[hole.variable])
 
 
-def _write(
-    rng: random.Random, pieces: tuple[_Piece, ...], story: Story, anyone: bool
-) -> tuple[str, Story] | None:
+def _write(rng: random.Random, pieces: tuple[_Piece, ...], story: Story, anyone: bool) -> tuple[str, Story] | None:
     """A random text for the pieces, and the story with what the text fixes; None if the story allows none."""
     text = ""
     for piece in pieces:

@@ -164,9 +164,7 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
         Of a step with Need.mean, which the CPU alone serves, it is [T, H]: that of all tokens.
         """
 
-    def logits(
-        self, residual: ResidualT, norm: Norm, handle: HandleT, batch: BatchT, softcap: float = 0.0
-    ) -> Any:
+    def logits(self, residual: ResidualT, norm: Norm, handle: HandleT, batch: BatchT, softcap: float = 0.0) -> Any:
         """float32 [num_samples, N] of the tokens whose logits the step wants; None if it wants none.
 
         With a ``softcap`` > 0 they are softcap * tanh(logit / softcap). Of a step that does not need all of them the

@@ -28,9 +28,7 @@ _HIGHEST = {
     **dict.fromkeys(("hidden_size", "n_embd"), 1 << 17),
     **dict.fromkeys(("intermediate_size", "n_inner"), 1 << 20),
     "vocab_size": 1 << 22,
-    **dict.fromkeys(
-        ("max_position_embeddings", "n_positions", "original_max_position_embeddings"), MAX_POSITIONS
-    ),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "original_max_position_embeddings"), MAX_POSITIONS),
     "sliding_window": 2**31 - 1,
 }
 """Largest plausible integers: several times those of any published model. Products of three stay below 2**63."""

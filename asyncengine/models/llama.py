@@ -43,9 +43,7 @@ def read_decoder_config(
     num_heads = raw.integer("num_attention_heads")
     # As in transformers: absent means the family's default, null means as many as query heads.
     absent = "num_key_value_heads" not in raw.values
-    num_kv_heads = raw.integer(
-        "num_key_value_heads", default_kv_heads if absent and default_kv_heads else num_heads
-    )
+    num_kv_heads = raw.integer("num_key_value_heads", default_kv_heads if absent and default_kv_heads else num_heads)
     if head_dim is None and raw.values.get("head_dim") is None and hidden_size % num_heads:
         raise raw.unsupported(f"hidden_size = {hidden_size} over {num_heads} heads without head_dim")
     head_dim = raw.integer("head_dim", head_dim or hidden_size // num_heads)

@@ -9,9 +9,7 @@ from asyncengine.models.llama import LlamaForCausalLM, read_decoder_config
 def read_config(raw: RawConfig) -> ModelConfig:
     # Absent keys mean transformers' defaults; a null sliding_window means no window.
     window = 0 if raw.values.get("sliding_window", 4096) is None else raw.integer("sliding_window", 4096)
-    return read_decoder_config(
-        raw, default_kv_heads=8, layer_windows=(window,) * raw.integer("num_hidden_layers")
-    )
+    return read_decoder_config(raw, default_kv_heads=8, layer_windows=(window,) * raw.integer("num_hidden_layers"))
 
 
 class MistralForCausalLM(LlamaForCausalLM):

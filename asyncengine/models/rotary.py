@@ -60,9 +60,7 @@ def _yarn(rope: RopeConfig, plain: Tensor, dim: int) -> Tensor:
     """YaRN (Peng et al. 2023), "NTK by parts": a ramp over the dimensions instead of over the frequencies."""
 
     def dimension_with(turns: float) -> float:
-        return (
-            dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
-        )
+        return dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dimension_with(rope.beta_fast), dimension_with(rope.beta_slow)
     if rope.truncate:

@@ -38,9 +38,7 @@ class StepBuffers:
     source: StepSource
 
     @classmethod
-    def allocate(
-        cls, staging: _core.Staging, device: torch.device
-    ) -> StepBuffers:
+    def allocate(cls, staging: _core.Staging, device: torch.device) -> StepBuffers:
         """Views of the staging rings, or what is copied to and from on the device: a buffer, of inputs also a ring."""
         words, ring = staging.input_stride // 4, staging.num_steps
         host_inputs = _view(staging.input, ring * staging.input_stride, torch.int32).view(ring, words)

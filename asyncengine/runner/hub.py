@@ -30,9 +30,7 @@ def resolve_model(path_or_id: str, *, revision: str | None = None, weights: bool
     if is_file:
         raise ModelNotFoundError(f"{path} is a file; a model is a directory with config.json in it")
     if not _HUB_ID.fullmatch(path_or_id):
-        raise ModelNotFoundError(
-            f"there is no directory {path_or_id!r}, nor can that be a hub id (owner/name)"
-        )
+        raise ModelNotFoundError(f"there is no directory {path_or_id!r}, nor can that be a hub id (owner/name)")
 
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -40,9 +38,7 @@ def resolve_model(path_or_id: str, *, revision: str | None = None, weights: bool
     patterns = [*_SMALL_FILES, "*.safetensors"] if weights else list(_SMALL_FILES)
     try:
         return Path(
-            snapshot_download(
-                path_or_id, revision=revision, allow_patterns=patterns, ignore_patterns=list(_NEVER_READ)
-            )
+            snapshot_download(path_or_id, revision=revision, allow_patterns=patterns, ignore_patterns=list(_NEVER_READ))
         )
     except LocalEntryNotFoundError as e:
         reason = "the hub cannot be reached and the model is not in the local cache"

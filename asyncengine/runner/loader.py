@@ -160,9 +160,7 @@ class Checkpoint:
         self._directory = directory
         self._open: dict[Path, Any] = {}
         self._used: set[str] = set()
-        self._progress = Progress(
-            sum(checked_size(path) for path in set(self._shard_of.values())), enabled=progress
-        )
+        self._progress = Progress(sum(checked_size(path) for path in set(self._shard_of.values())), enabled=progress)
 
     def get(self, name: str, *shape: int) -> Tensor:
         in_file = self._read(name, shape)
@@ -191,9 +189,7 @@ class Checkpoint:
         if extra:
             names = (n if n.isprintable() and len(n) < 100 else excerpt(n) for n in sorted(extra)[:5])
             shown = ", ".join(names) + (", ..." if len(extra) > 5 else "")
-            logger.warning(
-                "%s holds %d tensors that the model does not use: %s", self._directory, len(extra), shown
-            )
+            logger.warning("%s holds %d tensors that the model does not use: %s", self._directory, len(extra), shown)
 
     def _own(self, tensor: Tensor) -> Tensor:
         self.owned_bytes += tensor.nbytes

@@ -9,8 +9,8 @@ from asyncengine.config import EngineConfig
 from asyncengine.model_info import ModelInfo
 
 UPDATE_WORDS = RESULT_WORDS = 1 << 13
-"""Budgets of a step, in words: entries of newly filled slots, and records. They cost memory alone, until a request asks
-for some."""
+"""Budgets of a step, in words: entries of newly filled slots, beside one history and one bit per token; and records.
+They cost memory alone, until a request asks for some."""
 VECTORS = 4
 """A step has room for so many vectors at least."""
 
@@ -27,7 +27,7 @@ def scheduler_config(
         max_model_len=model_info.max_model_len,
         prefix_caching=config.enable_prefix_caching,
         token_buckets=token_buckets,
-        max_update_words=UPDATE_WORDS,
+        max_update_words=UPDATE_WORDS + model_info.max_model_len + model_info.vocab_size // 32,
         max_result_words=max(RESULT_WORDS, VECTORS * (1 + model_info.vector_size)),
     )
 

@@ -207,8 +207,7 @@ def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
         return model.max_positions
     if config.max_model_len > model.max_positions:
         raise ConfigError(
-            f"max_model_len ({config.max_model_len}) exceeds the model's context "
-            f"of {model.max_positions} tokens"
+            f"max_model_len ({config.max_model_len}) exceeds the model's context of {model.max_positions} tokens"
         )
     return config.max_model_len
 

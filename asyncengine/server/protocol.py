@@ -22,14 +22,16 @@ T = TypeVar("T", bound="GenerationBody")
 NOTHING: tuple[object, ...] = (None, False, 0, "", [], {})
 #: Known fields that would change the output, each with the values that ask for nothing.
 UNIMPLEMENTED: dict[str, tuple[object, ...]] = {
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
     "length_penalty": (None, 1),
-    "logit_bias": NOTHING,
-    "min_tokens": (None, 0),
-    "bad_words": NOTHING,
-    "allowed_token_ids": (None,),
+    "typical_p": (None, 1),
+    "top_a": (None, 0),
+    "tfs": (None, 1),
+    "mirostat": (None, 0),
+    "mirostat_mode": (None, 0),
+    "dry_multiplier": (None, 0),
+    "xtc_probability": (None, 0),
+    "epsilon_cutoff": (None, 0),
+    "eta_cutoff": (None, 0),
     "logits_processors": NOTHING,
     "use_beam_search": (None, False),
     "prompt_logprobs": (None,),
@@ -69,11 +71,20 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    min_tokens: int | None = None
+    no_repeat_ngram_size: int | None = None
     priority: int | None = None
     cache_salt: str | None = None
 
 
 _NOT_GIVEN = msgspec.Raw()
+_LONGEST_TOKEN = 10  # digits
 _LONGEST_NEUTRAL = 64  # bytes of JSON that can ask for nothing
 _PATH = re.compile(r"^(?P<message>.*) - at `\$\.?(?P<path>.*)`$", re.DOTALL)
 
@@ -146,9 +157,20 @@ def sampling_params(body: GenerationBody) -> SamplingParams:
     """Validated parameters; without max_tokens, to the end of the context. Raises InvalidRequestError."""
     values = {name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
     values.setdefault("max_tokens", None)
+    if body.logit_bias is not None:
+        values["logit_bias"] = _token_biases(body.logit_bias)
     if body.max_completion_tokens is not None:
         values["max_tokens"] = body.max_completion_tokens
     return SamplingParams(**values)
+
+
+def _token_biases(biases: Mapping[str, float]) -> dict[int, float]:
+    """JSON has no integers as keys. Raises InvalidRequestError that names those that are none."""
+    wrong = [key for key in biases if not (key.isascii() and key.isdecimal() and len(key) <= _LONGEST_TOKEN)]
+    if wrong:
+        named = ", ".join(quoted(key) for key in wrong[:10])
+        raise InvalidRequestError(f"logit_bias: the keys must be token ids, got {named}", param="logit_bias")
+    return {int(key): value for key, value in biases.items()}
 
 
 def name_as_asked(exc: InvalidRequestError, body: GenerationBody) -> None:

@@ -5,6 +5,8 @@
 #include <cmath>
 #include <numeric>
 
+#include "platform/logprobs.h"
+
 namespace asyncengine {
 namespace {
 
@@ -154,6 +156,7 @@ void SamplerScratch::reserve(int64_t vocab) {
   sums.reserve(count / kMassBlock + 1);
   bins.reserve(count);
   candidates.reserve(count);
+  edited.reserve(count);
 }
 
 double philox_uniform(uint64_t seed, uint64_t position) {
@@ -172,13 +175,54 @@ double philox_uniform(uint64_t seed, uint64_t position) {
   return static_cast<double>(bits) * 0x1p-53;
 }
 
-void CpuSampler::begin(const StepBatch&, int64_t vocab) {
+void CpuSampler::begin(const StepBatch& batch, int64_t vocab) {
   for (SamplerScratch& buffers : scratch_) buffers.reserve(vocab);
+  for (const SlotEntries& entries : batch.entries) {
+    const auto slot = static_cast<size_t>(entries.slot);
+    if (slot >= slots_.size()) slots_.resize(slot + 1);
+    slots_[slot].begin(entries.words, vocab);
+  }
+  for (const Sample& sample : batch.samples) {
+    if (sample.needs & (kEditNeeds | kNeedLogprobs)) slots_[static_cast<size_t>(sample.slot)].make_room();
+  }
 }
 
 int32_t CpuSampler::draw(const Sample& sample, const float* logits, int64_t count, int thread) {
-  const SamplingState& state = *sample.state;
   SamplerScratch& scratch = scratch_[static_cast<size_t>(thread)];
+  if ((sample.needs & (kEditNeeds | kNeedLogprobs)) == 0) return draw_plain(sample, logits, count, scratch);
+  return draw_edited(sample, logits, count, scratch);
+}
+
+int32_t CpuSampler::draw_edited(const Sample& sample, const float* logits, int64_t count, SamplerScratch& scratch) {
+  SlotEdits& slot = slots_[static_cast<size_t>(sample.slot)];
+  const bool records = (sample.needs & kNeedLogprobs) != 0;
+  if (!isa_.logit_stats(logits, count).valid) return kNotFinite;
+  if (!sample.appends) {
+    if (records && sample.position < slot.parameters.prompt_len) {
+      write_logprobs({logits, static_cast<size_t>(count)}, 1.f, slot.history.data()[sample.position], slot, sample.records, scratch.candidates);
+    }
+    return kNoToken;
+  }
+  if (slot.parameters.flags & kScoreOnly) return kNoToken;
+  const float* edited = logits;
+  if (sample.needs & kEditNeeds) {
+    scratch.edited.assign(logits, logits + count);
+    slot.apply(scratch.edited, sample.needs, sample.position);
+    edited = scratch.edited.data();
+  }
+  const int32_t token = draw_plain(sample, edited, count, scratch);
+  if (token < 0) return token;
+  if (records) {
+    const bool processed = (slot.parameters.flags & kProcessedLogprobs) != 0;
+    const float heat = processed && sample.state->temperature > 0.f ? sample.state->temperature : 1.f;
+    write_logprobs({processed ? edited : logits, static_cast<size_t>(count)}, heat, token, slot, sample.records, scratch.candidates);
+  }
+  if (sample.needs & kNeedPenalties) slot.append(token);
+  return token;
+}
+
+int32_t CpuSampler::draw_plain(const Sample& sample, const float* logits, int64_t count, SamplerScratch& scratch) const {
+  const SamplingState& state = *sample.state;
   const LogitStats stats = isa_.logit_stats(logits, count);
   if (!stats.valid) return -1;
   if (state.temperature == 0.f) return static_cast<int32_t>(stats.argmax);

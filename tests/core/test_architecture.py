@@ -43,7 +43,7 @@ LAYERS: list[set[str]] = [
     {"runner/plans"},
     {"tokenizer_trust", "text_threads", "sandbox_process"},
     {"tokenization"},
-    {"detokenizer", "prompts"},
+    {"detokenizer", "prompts", "request_extras"},
     {"backend"},
     {"stream"},
     {"embedding"},

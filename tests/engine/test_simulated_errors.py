@@ -253,7 +253,7 @@ async def test_ids_that_are_made_keep_clear_of_those_that_were_chosen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("result", "message"), [("unserved", "does not serve"), ("too_large", "more than a step has room for")]
+    ("result", "message"), [("unserved", "not served"), ("too_large", "more than a step has room for")]
 )
 async def test_what_the_core_refuses_is_the_requests_fault(
     monkeypatch: pytest.MonkeyPatch, result: str, message: str

@@ -67,7 +67,7 @@ TOO_LONG: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt": "x", "stop_token_ids": [1] * 400_000}, "stop_token_ids"),
     (CHAT, {"messages": USER * 16_385}, "messages"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 16_384}]}, "messages"),
-    (CHAT, {"messages": USER, "logit_bias": {"5": 1}, "tools": [{}] * 100_000}, "logit_bias"),
+    (CHAT, {"messages": USER, "tools": [{}] * 100_000}, "tools"),
     (CHAT, {"messages": [*USER, {"role": "user", "tool_calls": [[]] * 100_000}]}, "messages[1].tool_calls"),
 ]  # fmt: skip
 

@@ -125,9 +125,7 @@ class HostOps(Ops[StepBatch, Residual, HandleT]):
     def _attend(self, q: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: StepBatch) -> Tensor:
         return self.paged_attention(q, cache.k, cache.v, batch, layer.scale, layer.window, layer.softcap)
 
-    def store_heads(
-        self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: StepBatch
-    ) -> Tensor:
+    def store_heads(self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: StepBatch) -> Tensor:
         """Everything of ``attention`` that precedes it; the queries [T, Hq, D], normed and rotated."""
         head_dim = cache.v.shape[3]
         self.prepare_heads(heads, head_dim, layer, batch)

@@ -66,9 +66,7 @@ class CpuOps(HostOps[CpuLinearHandle]):
     A tensor of another dtype, shape or layout raises ValueError.
     """
 
-    def __init__(
-        self, num_threads: int, isa: str = "auto", *, prefill_attention: PrefillAttention = "native"
-    ) -> None:
+    def __init__(self, num_threads: int, isa: str = "auto", *, prefill_attention: PrefillAttention = "native") -> None:
         super().__init__(prefill_attention)
         self._native = _core.CpuKernels(num_threads, isa)
         self._caches: dict[int, _Cache] = {}  # by the id of the keys
@@ -225,9 +223,7 @@ class CpuOps(HostOps[CpuLinearHandle]):
             result.resize(rows)
         assert handle.native_norm is not None
         in_float32 = result.dtype is torch.float32
-        self._native.norm_linear(
-            handle.native_norm, handle.native, x, to, rows, result.address, in_float32, activation
-        )
+        self._native.norm_linear(handle.native_norm, handle.native, x, to, rows, result.address, in_float32, activation)
         return result.tensor
 
     def _put_norm(self, norm: Norm, handle: CpuLinearHandle) -> None:
@@ -237,9 +233,7 @@ class CpuOps(HostOps[CpuLinearHandle]):
         bias = 0 if norm.bias is None else norm.bias.data_ptr()
         handle.norm, handle.native_norm = norm, _core.CpuNorm(norm.weight.data_ptr(), bias, norm.eps)
 
-    def linear_add_(
-        self, x: Tensor, handle: CpuLinearHandle, residual: Residual, norm: Norm | None = None
-    ) -> None:
+    def linear_add_(self, x: Tensor, handle: CpuLinearHandle, residual: Residual, norm: Norm | None = None) -> None:
         assert residual.pending is None
         last, result = self._last, handle.added
         if x is last.tensor and last.width == handle.in_features and last.dtype is handle.dtype:
@@ -334,9 +328,7 @@ class CpuOps(HostOps[CpuLinearHandle]):
                 positions.data_ptr(),
             )
 
-    def store_kv(
-        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: _core.StepBatch
-    ) -> None:
+    def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: _core.StepBatch) -> None:
         """Write the views k, v [T, Hk, D] to the cache slots of batch.slot_mapping."""
         cache = self._cache(k_cache, v_cache).native
         expected = (batch.num_tokens, k_cache.shape[1], k_cache.shape[2])
@@ -374,9 +366,7 @@ class CpuOps(HostOps[CpuLinearHandle]):
         )
         return out
 
-    def attention(
-        self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: _core.StepBatch
-    ) -> Tensor:
+    def attention(self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: _core.StepBatch) -> Tensor:
         """``store_heads`` and ``paged_attention`` of contiguous heads. The next call writes the same memory."""
         if self._by_sdpa:
             return super().attention(heads, layer, cache, batch)
@@ -445,8 +435,7 @@ def _dtype(x: Tensor) -> _core.Dtype:
 def _check(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], name: str) -> None:
     if x.dtype != dtype or x.shape != shape or not x.is_contiguous():
         raise ValueError(
-            f"{name} must be contiguous {dtype} {list(shape)}, got {x.dtype} {list(x.shape)} "
-            f"with strides {x.stride()}"
+            f"{name} must be contiguous {dtype} {list(shape)}, got {x.dtype} {list(x.shape)} with strides {x.stride()}"
         )
 
 

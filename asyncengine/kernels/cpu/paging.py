@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 
-def gather_kv(
-    k_cache: Tensor, v_cache: Tensor, blocks: Tensor, start: int, end: int
-) -> tuple[Tensor, Tensor]:
+def gather_kv(k_cache: Tensor, v_cache: Tensor, blocks: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
     """Keys and values [Hk, end - start, D] of the positions start to end of one sequence."""
     block_size = v_cache.shape[2]
     first = start // block_size

@@ -106,9 +106,7 @@ class ReferenceOps(HostOps[ReferenceLinear]):
             if last > len(q):
                 break
             end = int(batch.context_len[row]) + last - first
-            k, v = gather_kv(
-                k_cache, v_cache, torch.from_numpy(batch.block_table(row, -(-end // block_size))), 0, end
-            )
+            k, v = gather_kv(k_cache, v_cache, torch.from_numpy(batch.block_table(row, -(-end // block_size))), 0, end)
             k = k.float().repeat_interleave(group, dim=0)
             v = v.float().repeat_interleave(group, dim=0)
             scores = torch.einsum("qhd,hkd->hqk", q[first:last].float(), k) * scale

@@ -39,9 +39,7 @@ def attend_prompts(
         out[first:last] = _attend_row(q[first:last], cache, blocks, context, layer.scale, layer.window)
 
 
-def _attend_row(
-    q: Tensor, cache: LayerKVCache, blocks: Tensor, context: int, scale: float, window: int
-) -> Tensor:
+def _attend_row(q: Tensor, cache: LayerKVCache, blocks: Tensor, context: int, scale: float, window: int) -> Tensor:
     """Attention of one row's query q [n, Hq, D], which follows ``context`` cached tokens: [n, Hq * D]."""
     end = context + len(q)
     start = max(0, context - window + 1) if window else 0

@@ -281,9 +281,7 @@ def tma_prefill_tile(layer: LayerKind, gpu: Gpu, block_size: int) -> Tile | None
     return Tile(128, 128, 8, 256 // layer.shape.head_dim, 1)
 
 
-def _cut_tma_decode(
-    rows: int, context: int, layer: LayerKind, gpu: Gpu, block_size: int
-) -> tuple[Tile, Cut]:
+def _cut_tma_decode(rows: int, context: int, layer: LayerKind, gpu: Gpu, block_size: int) -> tuple[Tile, Cut]:
     """For decode steps of so many rows, after so many tokens at most, which tma_decode computes.
 
     Rows that have a lane each are cut apart, with as few programs as do. A lone row has a tile a program, 33 KiB at

@@ -103,9 +103,7 @@ class Projections:
         assert isinstance(exact.weight, Tensor)
         return tma_ranks.tma_ranks(x, exact.weight, plan, gpu=self._gpu, bias=exact.bias, **self._options)
 
-    def _add(
-        self, operand: Operand, handle: CudaLinear, plan: Plan, to: Tensor, norm: Norm | None
-    ) -> Unnormed | None:
+    def _add(self, operand: Operand, handle: CudaLinear, plan: Plan, to: Tensor, norm: Norm | None) -> Unnormed | None:
         """An addition that was put off, by a plan that can prepare the norm which reads the sum."""
         x, weight, bias = operand.x, handle.weight, handle.bias
         if norm is None:
@@ -123,9 +121,7 @@ class Projections:
         assert isinstance(handle.weight, Tensor)
         bias, shift = self._fold(norm, handle.weight, handle.bias)
         y = empty_rows(len(x.x), handle.columns(activation), x.x.dtype, self._device)
-        tma.tma_linear(
-            x, handle.weight, plan, out=y, bias=bias, shift=shift, activation=activation, **self._options
-        )
+        tma.tma_linear(x, handle.weight, plan, out=y, bias=bias, shift=shift, activation=activation, **self._options)
         return y
 
     def _fold(self, norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

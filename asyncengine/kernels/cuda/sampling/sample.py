@@ -170,9 +170,7 @@ def _tiles_kernel(
         first_tile = row * num_tiles
         if ARGMAX:
             tiles = tl.arange(0, TILES)
-            ranks = tl.load(
-                tile_rank + first_tile + tiles, mask=tiles < num_tiles, other=NO_RANK, cache_modifier=".cg"
-            )
+            ranks = tl.load(tile_rank + first_tile + tiles, mask=tiles < num_tiles, other=NO_RANK, cache_modifier=".cg")
             first = tl.max(ranks, 0)
             hand_on(
                 row, slot, token_of(first), is_finite(first), stops, last_token, finished, header, out_words,

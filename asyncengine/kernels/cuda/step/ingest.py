@@ -390,9 +390,7 @@ def _ingest(
 
 
 @kernel(do_not_specialize=["num_blocks"])  # compiled before it is known
-def _copy_blocks(
-    inputs, state, kv, words, num_blocks, block_words, RING: tl.constexpr, CHUNK: tl.constexpr
-):
+def _copy_blocks(inputs, state, kv, words, num_blocks, block_words, RING: tl.constexpr, CHUNK: tl.constexpr):
     source = inputs + (tl.load(state + 2) % RING) * words
     copies = source + HEADER_WORDS + tl.load(source + NUM_ROWS) * ROW_WORDS + tl.load(source + NUM_PROMPT_IDS)
     plane = kv + tl.program_id(1).to(tl.int64) * num_blocks * block_words

@@ -155,9 +155,7 @@ def _write_dealt(
             lane, turn = _deal(rank, early, LANES)
             count, at = _dealt(lane, early, LANES)
             index = count - 1 - turn  # the shortest first
-            store_items(
-                items, lane_items, at + index, lane, index == 0, slot, query, 1, context, begin, end, 0, 0, 1
-            )
+            store_items(items, lane_items, at + index, lane, index == 0, slot, query, 1, context, begin, end, 0, 0, 1)
     if tl.program_id(0) == 0:
         lanes = tl.arange(0, WIDTH)
         count, at = _dealt(lanes, early, LANES)
@@ -182,9 +180,7 @@ def _write_cut(
             pieces, low, high, partial, to, lane, opens = cut_line(
                 lane_items, item, start, begin, end, total, lane_cost, late_cost, lanes, LANES, ITEM_COST
             )
-            store_items(
-                items, lane_items, to, lane, opens, slot, query, 1, context, low, high, partial, lanes, pieces
-            )
+            store_items(items, lane_items, to, lane, opens, slot, query, 1, context, low, high, partial, lanes, pieces)
         if row == 0:
             # Lanes past the last tile are idle; what follows that tile on the line is the cost of its item.
             idle = lane_begin(lanes, lane_cost, late_cost, LANES) >= total - ITEM_COST

@@ -346,9 +346,7 @@ class StepWork:
             if key not in self._lists:
                 self._lists[key] = allocate(plan)
         heads = max((plan.layer.shape.num_heads for plan in plans), default=0)
-        self._counters = Counters(
-            torch.zeros(max(max_rows, max_tokens) * heads, dtype=torch.int32, device=device)
-        )
+        self._counters = Counters(torch.zeros(max(max_rows, max_tokens) * heads, dtype=torch.int32, device=device))
 
     def of(self, plan: AttentionPlan) -> Work:
         return self._lists[self._key(plan)] if plan.cut else self._counters

@@ -55,9 +55,7 @@ def build_split_kernel(
     row = tl.program_id(0)
     piece = tl.arange(0, WIDTH)
     length = tl.load(row_query_len + row)
-    item, all_items = _count_items(
-        row_query_len, row_context_len, num_rows, row, window, QUERIES, KEYS, SPLIT, ROWS
-    )
+    item, all_items = _count_items(row_query_len, row_context_len, num_rows, row, window, QUERIES, KEYS, SPLIT, ROWS)
     if row == 0:
         store_lanes(lane_items, piece, piece, all_items, piece < LANES, piece < LANES)
     slot = tl.load(row_slot + row)

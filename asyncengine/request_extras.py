@@ -1,0 +1,118 @@
+"""What a request asks of the core beyond plain sampling: SamplingParams as entries of a slot update.
+
+``csrc/core/step_input.h`` says what the entries hold.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from asyncengine import _core
+from asyncengine.errors import InvalidRequestError
+from asyncengine.request import MAX_BAD_WORD_TOKENS, SamplingParams
+
+if TYPE_CHECKING:
+    from asyncengine.model_info import ModelInfo
+    from asyncengine.tokenization import Tokenizer
+
+_NAMED = 10
+"""Offending tokens that an error names."""
+
+
+def request_extras(
+    params: SamplingParams,
+    prompt_len: int,
+    ends: Sequence[int],
+    model: ModelInfo,
+    tokenizer: Tokenizer | None,
+) -> _core.RequestExtras:
+    """``ends``: the tokens that end the sequence. Raises InvalidRequestError for a token outside the vocabulary."""
+    vocab = model.vocab_size
+    _check_tokens("logit_bias", params.logit_bias, vocab)
+    _check_tokens("allowed_token_ids", params.allowed_token_ids or (), vocab)
+    _check_tokens("logprob_token_ids", params.logprob_token_ids, vocab)
+    words = _banned_words(params, tokenizer)
+    history = params.penalized or bool(words) or params.no_repeat_ngram_size > 0
+    lists = bool(params.logit_bias) or params.allowed_token_ids is not None or params.min_tokens > 0
+    needs = (_core.Need.penalties if history else 0) | (_core.Need.bias if lists else 0)
+    needs |= _core.Need.logprobs if params.wants_logprobs else 0
+    if not needs:
+        return _core.RequestExtras()
+    entries = [(_core.EntryKind.parameters, _parameters(params, prompt_len))]
+    if params.logit_bias:
+        bias = [word for token, value in params.logit_bias.items() for word in (token, _bits(value))]
+        entries.append((_core.EntryKind.bias, bias))
+    if words:
+        entries.append((_core.EntryKind.banned_words, [x for word in words for x in (len(word), *word)]))
+    if params.min_tokens and ends:
+        entries.append((_core.EntryKind.end_tokens, list(ends)))
+    if params.allowed_token_ids is not None:
+        entries.append((_core.EntryKind.allowed_tokens, _bitmap(params.allowed_token_ids, vocab)))
+    if params.logprob_token_ids:
+        entries.append((_core.EntryKind.named_tokens, list(params.logprob_token_ids)))
+    return _core.RequestExtras(
+        needs=needs, entries=entries, history=history, result_words=record_words(params) if params.wants_logprobs else 0
+    )
+
+
+def record_words(params: SamplingParams) -> int:
+    """Of a record of log probabilities, with its header: rank, then a token and its number for each."""
+    return 2 + 2 * (1 + (params.logprobs or 0) + len(params.logprob_token_ids))
+
+
+def _parameters(params: SamplingParams, prompt_len: int) -> list[int]:
+    layout = _core.STEP_INPUT_LAYOUT
+    values = {
+        "presence_penalty": _bits(params.presence_penalty),
+        "frequency_penalty": _bits(params.frequency_penalty),
+        "repetition_penalty": _bits(params.repetition_penalty),
+        "prompt_len": prompt_len,
+        "min_tokens": params.min_tokens,
+        "no_repeat_ngram": params.no_repeat_ngram_size,
+        "top_logprobs": (params.logprobs or 0) if params.wants_logprobs else -1,
+        "flags": layout["parameter.processed_logprobs"] if params.logprobs_mode == "processed_logprobs" else 0,
+    }
+    words = [0] * layout["parameter_words"]
+    for name, value in values.items():
+        words[layout[f"parameter.{name}"]] = value
+    return words
+
+
+def _bits(value: float) -> int:
+    """Of a float32, as a signed word."""
+    return int(struct.unpack("<i", struct.pack("<f", value))[0])
+
+
+def _bitmap(tokens: Iterable[int], vocab: int) -> list[int]:
+    words = [0] * -(-vocab // 32)
+    for token in tokens:
+        words[token // 32] |= 1 << token % 32
+    return [word - (1 << 32) if word >> 31 else word for word in words]
+
+
+def _check_tokens(param: str, tokens: Iterable[int], vocab: int) -> None:
+    wrong = [token for token in tokens if token >= vocab]
+    if wrong:
+        named = ", ".join(map(str, wrong[:_NAMED])) + (", ..." if len(wrong) > _NAMED else "")
+        raise InvalidRequestError(f"{param}: {named} are outside the vocabulary of {vocab}", param=param)
+
+
+def _banned_words(params: SamplingParams, tokenizer: Tokenizer | None) -> list[list[int]]:
+    """Token ids of each word, as it begins a text and as it follows a space."""
+    if not params.bad_words:
+        return []
+    if tokenizer is None:
+        raise InvalidRequestError("bad_words: this engine has no tokenizer (skip_tokenizer_init)", param="bad_words")
+    found: dict[tuple[int, ...], None] = {}
+    for word in params.bad_words:
+        bare = word.lstrip(" ")
+        for text in (bare, " " + bare) if bare else (word,):
+            found[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
+    if sum(1 + len(word) for word in found) > MAX_BAD_WORD_TOKENS:
+        raise InvalidRequestError(
+            f"bad_words: at most {MAX_BAD_WORD_TOKENS} tokens in all are allowed, a word counting one more",
+            param="bad_words",
+        )
+    return [list(word) for word in found if word]
