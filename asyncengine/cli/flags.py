@@ -93,6 +93,10 @@ def _add_field(group: argparse._ArgumentGroup, name: str, hint: Any, doc: str, d
         group.add_argument(flag, choices=get_args(hint), **options)
         return
     kinds = list(get_args(hint)) or [hint]
+    if get_origin(hint) is Mapping:
+        entry = _entry(*get_args(hint))
+        group.add_argument(flag, type=entry, action=_AddEntry, metavar="KEY=VALUE", **options)
+        return
     if hint_of_items := next((kind for kind in [hint, *kinds] if get_origin(kind) is Sequence), None):
         (kind,) = get_args(hint_of_items)
         options |= {"action": "append", "help": f"{text} May be repeated.".strip()}
@@ -103,6 +107,21 @@ def _add_field(group: argparse._ArgumentGroup, name: str, hint: Any, doc: str, d
 
 
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
+
+
+class _AddEntry(argparse.Action):
+    """Adds one entry to the mapping of the flag, which may be repeated."""
+
+    def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, option: object = None) -> None:
+        setattr(namespace, self.dest, {**getattr(namespace, self.dest, {}), **values})
+
+
+def _entry(key: Callable[[str], Any], value: Callable[[str], Any]) -> Callable[[str], dict[Any, Any]]:
+    def entry(text: str) -> dict[Any, Any]:
+        left, _, right = text.partition("=")
+        return {key(left): value(right)}
+
+    return entry
 
 
 def _or_none(kind: Callable[[str], Any]) -> Callable[[str], Any]:

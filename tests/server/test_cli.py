@@ -74,6 +74,14 @@ def test_sequences_may_be_repeated() -> None:
     }
 
 
+def test_mappings_are_given_by_entries(capsys: pytest.CaptureFixture[str]) -> None:
+    given = parse("--logit-bias", "5=1", "--logit-bias", "7=-2.5", cls=SamplingParams)
+    assert given == {"logit_bias": {5: 1.0, 7: -2.5}}
+    with pytest.raises(SystemExit):
+        parse("--logit-bias", "5", cls=SamplingParams)
+    assert "--logit-bias" in capsys.readouterr().err
+
+
 def test_environment_stands_in_for_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASYNCENGINE_MAX_NUM_SEQS", "8")
     monkeypatch.setenv("ASYNCENGINE_DTYPE", "float32")

@@ -5,11 +5,11 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from asyncengine._core import Need, RecordKind
+from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options, wait
 from asyncengine.kernels.cuda.sampling.results import END_OF_RECORDS, NO_TOKEN, NOT_FINITE, store_word, store_words
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
@@ -19,7 +19,7 @@ KIND = tl.constexpr(int(RecordKind.vector))
 _CHUNK = 1024
 
 
-@triton.jit
+@kernel
 def _vectors_kernel(
     hidden: tl.tensor,
     stride: tl.tensor,
