@@ -61,7 +61,7 @@ class CudaRunner:
             loaded = replace(loaded, owned_bytes=loaded.owned_bytes - ops.saved_bytes)
             buckets = step_buckets(config, loaded, ops)
             state_bytes, step_bytes = prepare(config, loaded, ops, native, buckets)
-            budget = memory.device_budget(config, state_bytes, step_bytes, len(buckets))
+            budget = memory.device_budget(config, state_bytes, step_bytes, len(VARIANTS) * len(buckets))
             num_blocks = memory.choose_num_blocks(
                 config, loaded.max_model_len, loaded.kv_bytes_per_block(config), budget
             )

@@ -15,18 +15,24 @@ from asyncengine.kernels.cuda.attention.choose import Limits, short_context, sho
 from asyncengine.kernels.cuda.attention.plan import AttentionShape, LayerKind
 from asyncengine.kernels.cuda.attention.run import StepAttention
 from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps
+from asyncengine.kernels.cuda.sampling.edits import edit
+from asyncengine.kernels.cuda.sampling.features import allocate_features, follow
+from asyncengine.kernels.cuda.sampling.logprobs import store_logprobs
 from asyncengine.kernels.cuda.sampling.sample import sample
 from asyncengine.kernels.cuda.sampling.vectors import store_vectors
 from asyncengine.kernels.cuda.step.ingest import StepSource, copy_blocks, ingest, make_source
 from asyncengine.kernels.cuda.step.tensors import DeviceStep, allocate_step
 from asyncengine.models.config import ModelConfig
 from asyncengine.runner.buckets import Bucket, choose_buckets
+from asyncengine.runner.loop_config import UPDATE_WORDS
 from asyncengine.runner.memory import KVCache
 from asyncengine.runner.model_runner import LoadedModel
 
 ARGMAX = _core.Need(0)
 SAMPLING = _core.Need.temperature | _core.Need.filters
-VARIANTS = (ARGMAX, SAMPLING)
+FEATURES = _core.Need.penalties | _core.Need.bias | _core.Need.logprobs | _core.Need.mask
+EVERYTHING = SAMPLING | FEATURES | _core.Need.vector
+VARIANTS = (ARGMAX, SAMPLING, EVERYTHING)
 """Needs that steps have variants for, the cheapest first; the last serves those of all."""
 
 
@@ -102,6 +108,13 @@ class DeviceSteps:
             ops.device,
             buffers.staging.records_begin,
         )
+        self._features = allocate_features(
+            config.max_num_seqs,
+            UPDATE_WORDS + loaded.config.vocab_size // 32,
+            loaded.max_model_len,
+            loaded.config.vocab_size,
+            ops.device,
+        )
         self._attention = StepAttention(
             attention_kinds(loaded.config, loaded.dtype),
             attention_limits(config, loaded.max_model_len),
@@ -132,10 +145,19 @@ class DeviceSteps:
             logits = self._model.logits(residual, batch)
             assert logits is not None
             if needs & _core.Need.vector:
-                hidden = self._model.hidden(residual, batch)
-                begin = self._buffers.staging.records_begin
+                hidden, begin = self._model.hidden(residual, batch), self._buffers.staging.records_begin
                 store_vectors(hidden, step, source.header, source.outputs, begin, pdl=self._pdl)
-            sample(logits, step, source.header, source.outputs, needs=needs, pdl=self._pdl)
+            if needs & FEATURES:
+                self._sample_with_features(logits, step, needs)
+            else:
+                sample(logits, step, source.header, source.outputs, needs=needs, pdl=self._pdl)
+
+    def _sample_with_features(self, logits: Tensor, step: DeviceStep, needs: int) -> None:
+        source, features, pdl = self._buffers.source, self._features, self._pdl
+        follow(source, step, features, pdl=pdl)
+        raw = edit(logits, source, step, features, pdl=pdl)
+        sample(logits, step, source.header, source.outputs, needs=needs, pdl=pdl)
+        store_logprobs(logits, raw, source, step, features, self._buffers.staging.records_begin, pdl=pdl)
 
     def copy_blocks(self) -> None:
         """Enqueue the block copies of the next step, which comes after them."""

@@ -165,7 +165,7 @@ def main(target: str, directory: str, dtype: str, quantization: Quantization = "
     from asyncengine.kernels.cuda.step.ingest import ingest
     from asyncengine.kernels.cuda.step.tensors import allocate_step
     from asyncengine.runner.buckets import Bucket
-    from asyncengine.runner.device_steps import ARGMAX, SAMPLING
+    from asyncengine.runner.device_steps import ARGMAX, EVERYTHING, SAMPLING
     from asyncengine.runner.model_runner import load_model
     from asyncengine.runner.prepare import make_steps
 
@@ -191,6 +191,7 @@ def main(target: str, directory: str, dtype: str, quantization: Quantization = "
             steps.run(Bucket(rows, rows, True), ARGMAX)
     steps.run(Bucket(4, 64, False), ARGMAX)
     steps.run(Bucket(4, 64, False), SAMPLING)
+    steps.run(Bucket(4, 64, False), EVERYTHING)
     steps.run(Bucket(4, 4, True, 64), ARGMAX)
     steps.run(Bucket(4, 8, False, 64), ARGMAX)
     steps.run(Bucket(4, 4, True), ARGMAX)

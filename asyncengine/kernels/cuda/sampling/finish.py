@@ -34,6 +34,17 @@ from asyncengine.kernels.cuda.sampling.results import NOT_FINITE, store_word
 
 
 @triton.jit
+def arrive(arrivals: tl.tensor, count: tl.tensor) -> tl.tensor:
+    """Whether this program is the last of ``count`` to come here, and sees what the others stored before."""
+    # The barrier puts every thread's stores before the one thread that counts.
+    tl.debug_barrier()
+    is_last = tl.atomic_add(arrivals, 1, sem="acq_rel") == count - 1
+    if is_last:
+        tl.store(arrivals, 0)  # for the next launch: nobody else will come in this one
+    return is_last
+
+
+@triton.jit
 def hand_on(
     row: tl.tensor,
     slot: tl.tensor,

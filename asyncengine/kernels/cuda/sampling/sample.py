@@ -49,7 +49,7 @@ from asyncengine.kernels.cuda.sampling.filters import (
     rank_of,
     weigh,
 )
-from asyncengine.kernels.cuda.sampling.finish import finish_kernel, hand_on, token_of
+from asyncengine.kernels.cuda.sampling.finish import arrive, finish_kernel, hand_on, token_of
 from asyncengine.kernels.cuda.step.layout import MAX_STOPS
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
 
@@ -75,17 +75,6 @@ class Ranks:
 
     tiles: Tensor
     """int64 [R, tiles]: the greatest ``rank_of`` a logit in each tile of a row"""
-
-
-@triton.jit
-def _arrive(arrivals: tl.tensor, count: tl.tensor) -> tl.tensor:
-    """Whether this program is the last of ``count`` to come here, and sees what the others stored before."""
-    # The barrier puts every thread's stores before the one thread that counts.
-    tl.debug_barrier()
-    is_last = tl.atomic_add(arrivals, 1, sem="acq_rel") == count - 1
-    if is_last:
-        tl.store(arrivals, 0)  # for the next launch: nobody else will come in this one
-    return is_last
 
 
 # ---- passes over the logits, split over tiles ----
@@ -147,7 +136,7 @@ def _tiles_kernel(
     tl.store(tile_rank + out, rank_of(maximum, tl.min(tl.where(logit == maximum, index, LAST_INDEX), 0)))
     is_last = False
     if ARGMAX:
-        is_last = _arrive(arrivals + row, num_tiles)
+        is_last = arrive(arrivals + row, num_tiles)
     else:
         heat, k, p, least = load_parameters(slot, temperature, top_k, top_p, min_p)
         if heat > 0:
@@ -165,7 +154,7 @@ def _tiles_kernel(
                     tl.store(counts + row * FINE + fine, tl.zeros((FINE,), tl.int32))
                     tl.store(masses + row * FINE + fine, tl.zeros((FINE,), tl.int64))
                     tl.store(state + NUM_LISTED, 0)
-                is_last = _arrive(arrivals + row, num_tiles)
+                is_last = arrive(arrivals + row, num_tiles)
     if is_last:
         first_tile = row * num_tiles
         if ARGMAX:

@@ -38,6 +38,7 @@ ROW_DELTA_COUNT = _word("row.delta_count")
 ROW_DELTA_OFFSET = _word("row.delta_offset")
 ROW_NUM_SAMPLES = _word("row.num_samples")
 ROW_NUM_APPENDS = _word("row.num_appends")
+ROW_MASK = _word("row.mask")
 ROW_RESULT_OFFSET = _word("row.result_offset")
 ROW_RESULT_WORDS = _word("row.result_words")
 FROM_DEVICE = _word("flag.from_device")
@@ -60,5 +61,5 @@ UPDATE_ENTRY_WORDS = _word("update.entry_words")
 
 RECORD_NEEDS = Need(STEP_INPUT_LAYOUT["record_needs"])
 """Rows with one of these needs may have records: ingest then says where those of each sample go."""
-ENTRY_NEEDS = Need.penalties | Need.bias | Need.logprobs
+ENTRY_NEEDS = Need.penalties | Need.bias | Need.logprobs | Need.mask
 """Slots of rows with one of these needs may be filled with entries: ingest then says where those of each row lie."""

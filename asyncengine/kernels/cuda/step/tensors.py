@@ -76,6 +76,9 @@ class DeviceStep:
     """int32 [N]: programs of a row's sampling that are done; 0 between launches"""
     sample_records: Tensor
     """int32 [N, 2]: offset of its region in the record section, and words; written in steps with RECORD_NEEDS alone"""
+    sample_mask: Tensor
+    """int32 [N]: offset in the StepInput of the bitmap of tokens that the sample may give, or 0;
+    written in steps with ENTRY_NEEDS alone"""
     row_entries: Tensor
     """int32 [R, 2]: offset in the StepInput of the entries that the slot of the row is filled with, and words, or 0;
     written in steps with ENTRY_NEEDS alone"""
@@ -111,6 +114,7 @@ class DeviceStep:
             self.sample_position[:num_samples],
             self.sample_arrivals[:num_samples],
             self.sample_records[:num_samples],
+            self.sample_mask[:num_samples],
             self.row_entries[:num_rows],
         )
 
@@ -157,5 +161,6 @@ def allocate_step(
         sample_position=ints(max_samples),
         sample_arrivals=ints(max_samples),
         sample_records=ints(max_samples, 2),
+        sample_mask=ints(max_samples),
         row_entries=ints(max_rows, 2),
     )
