@@ -20,6 +20,8 @@ import torch
 from asyncengine import AsyncEngine, SamplingParams, _core
 from asyncengine.backend import Backend, load_backend
 from asyncengine.config import EngineConfig
+from asyncengine.model_info import ModelInfo
+from asyncengine.request_extras import request_extras
 
 SMALL: dict[str, Any] = {
     "load_format": "dummy", "dtype": "float32", "device": "cuda", "max_num_seqs": 8, "max_num_batched_tokens": 48,
@@ -71,25 +73,42 @@ class Waits:
             self.loop.drain()
 
 
-def submit(loop: _core.StepLoop, key: int, draw: random.Random) -> None:
+FEATURES: list[dict[str, Any]] = [
+    {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
+    {"logit_bias": {5: 1.0}, "min_tokens": 3},
+    {"allowed_token_ids": list(range(60))},
+    {"no_repeat_ngram_size": 2},
+    {"logprobs": 20, "logprob_token_ids": [1, 2]},
+    {"logprobs": 3, "logprobs_mode": "processed_logprobs", "presence_penalty": 0.5},
+]
+
+
+def submit(loop: _core.StepLoop, key: int, draw: random.Random, info: ModelInfo | None = None) -> None:
+    """With the model's ``info`` every other request has a feature of FEATURES, each in turn."""
+    prompt = [draw.randrange(199) for _ in range(draw.randrange(1, 60))]
+    extras = _core.RequestExtras()
+    if info is not None and key % 2:
+        params = SamplingParams(max_tokens=10, **FEATURES[key // 2 % len(FEATURES)])
+        extras = request_extras(params, len(prompt), [1], info, None)
     accepted = loop.submit(
         id=key,
-        prompt=[draw.randrange(199) for _ in range(draw.randrange(1, 60))],
+        prompt=prompt,
         n=draw.choice([1, 1, 2]),
         max_tokens=draw.randrange(10, 36),
         priority=draw.randrange(3),
         salt=0,
         sampling=draw.choice([GREEDY, SAMPLED]),
         stop_tokens=[draw.randrange(199)],
+        extras=extras,
     )
     assert accepted == _core.SubmitResult.accepted
 
 
-def watch(backend: Backend, requests: int, sleep_ms: int = 5) -> Waits:
-    """Greedy and sampled requests, forks, aborts, preemption and mixed steps."""
+def watch(backend: Backend, requests: int, sleep_ms: int = 5, *, features: bool = False) -> Waits:
+    """Greedy and sampled requests, forks, aborts, preemption and mixed steps; with ``features``, each of these too."""
     draw, waits = random.Random(1), Waits(backend, sleep_ms)
     for key in range(1, requests + 1):
-        submit(backend.step_loop, key, draw)
+        submit(backend.step_loop, key, draw, backend.model_info if features else None)
         if draw.random() < 0.2:
             backend.step_loop.abort(draw.randrange(1, key + 1))
         waits.run(5)
@@ -99,11 +118,12 @@ def watch(backend: Backend, requests: int, sleep_ms: int = 5) -> Waits:
 
 @pytest.mark.parametrize("staging", ["ahead", "mapped", "pinned"])
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
-def test_launching_never_waits(tiny_llama, staging, eager):
+@pytest.mark.parametrize("features", [False, True], ids=["plain", "features"])
+def test_launching_never_waits(tiny_llama, staging, eager, features):
     config = EngineConfig(model=tiny_llama, **SMALL, staging=staging, enforce_eager=eager)
     backend = load_backend(config, progress=False)
     # A step's kernels one by one take a millisecond to launch, several if the machine is busy.
-    waits = watch(backend, 40, sleep_ms=25 if eager else 5)
+    waits = watch(backend, 40, sleep_ms=25 if eager else 5, features=features)
     assert waits.launches >= 40
     assert waits.waited == 0
     assert backend.step_loop.stats()["num_preemptions"] > 0
@@ -151,7 +171,10 @@ def test_torch_sees_no_synchronization(tiny_llama):
             with sync_is_an_error():
                 jobs = []
                 for i in range(30):
-                    params = SamplingParams(max_tokens=12, temperature=i % 2, seed=i, top_k=5 * (i % 3), n=1 + i % 2)
+                    feature = FEATURES[i // 2 % len(FEATURES)] if i % 2 else {}
+                    params = SamplingParams(
+                        max_tokens=12, temperature=i % 2, seed=i, top_k=5 * (i % 3), n=1 + i % 2, **feature
+                    )
                     jobs.append(asyncio.ensure_future(engine.generate([i + 1] * (1 + 2 * i), params)))
                 await asyncio.sleep(0.05)
                 for job in jobs[::5]:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncengine import ConfigError, EngineDeadError, SamplingParams, testing
+from asyncengine import AsyncEngine, ConfigError, EngineDeadError, SamplingParams, testing
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.cuda.attention import choose
 from asyncengine.kernels.cuda.attention.choose import describe
@@ -146,6 +146,35 @@ def test_staging_and_depth_change_nothing(checkpoint, as_configured_by_default, 
 def test_outputs_do_not_depend_on_the_machinery(checkpoint, config):
     path, _ = checkpoint("qwen3")
     assert generate(path, mixed_jobs(), **config)[0] == generate(path, mixed_jobs(), alone=True)[0]
+
+
+FEATURES: list[dict[str, Any]] = [
+    {"presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.5, "logprobs": 3},
+    {"logit_bias": {5: 4.0, 9: 4.0}, "no_repeat_ngram_size": 1, "temperature": 1.0, "seed": 4},
+    {"allowed_token_ids": [4, 9, 31, 60], "logprobs": 2, "logprobs_mode": "processed_logprobs"},
+    {},
+]
+
+
+def test_features_give_the_cpus_tokens(checkpoint):
+    """And its log probabilities, beside a row that asks for nothing."""
+    path, _ = checkpoint("qwen3")
+    base = {"max_tokens": COUNT, "temperature": 0.0, "ignore_eos": True}
+    jobs = [(PROMPTS[i % 3], SamplingParams(**base | feature)) for i, feature in enumerate(FEATURES)]
+
+    async def run(engine: AsyncEngine) -> list[Any]:
+        async with engine:
+            return await asyncio.gather(*(engine.generate(prompt, params) for prompt, params in jobs))
+
+    ours = asyncio.run(run(make_engine(str(path), **SMALL)))
+    theirs = asyncio.run(run(AsyncEngine.from_pretrained(str(path), device="cpu", progress=False, **SMALL)))
+    assert [output.token_ids for output in ours] == [output.token_ids for output in theirs]
+    for one, other in zip(ours, theirs, strict=True):
+        for a, b in zip(one.outputs[0].logprobs or (), other.outputs[0].logprobs or (), strict=True):
+            assert a.rank == b.rank
+            assert [v.token_id for v in a.top] == [v.token_id for v in b.top]
+            assert [v.logprob for v in a.top] == pytest.approx([v.logprob for v in b.top], abs=1e-4)
+    assert [output.outputs[0].logprobs is not None for output in ours] == ["logprobs" in f for f in FEATURES]
 
 
 @on_gpu
