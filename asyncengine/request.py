@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import numbers
+import operator
 import reprlib
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict, overload
 
 from asyncengine.errors import InvalidRequestError
 
@@ -335,6 +337,41 @@ class TokenLogProbs:
     """Of SamplingParams.logprob_token_ids, in their order."""
 
 
+class LogProbs(Sequence[TokenLogProbs]):
+    """Log probabilities of consecutive tokens. Each is decoded when it is looked at: most are read once, or never."""
+
+    __slots__ = ("_num_named", "_records")
+
+    def __init__(self, records: Sequence[bytes], num_named: int) -> None:
+        """``records`` as ``csrc/core/step_output.h`` says; ``num_named``: of SamplingParams.logprob_token_ids."""
+        self._records = records
+        self._num_named = num_named
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogProbs: ...
+    @overload
+    def __getitem__(self, index: slice) -> LogProbs: ...
+    def __getitem__(self, index: int | slice) -> TokenLogProbs | LogProbs:
+        if isinstance(index, slice):
+            return LogProbs(self._records[index], self._num_named)
+        record = self._records[index]
+        (rank,) = struct.unpack_from("<i", record)
+        (token, logprob), *others = (LogProb(*pair) for pair in struct.iter_unpack("<if", record[4:]))
+        top = len(others) - self._num_named
+        return TokenLogProbs(token, logprob, rank, tuple(others[:top]), tuple(others[top:]))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(operator.eq, self, other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """One finished sequence of a request."""
@@ -346,7 +383,7 @@ class CompletionOutput:
     finish_reason: FinishReason
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended it; None for the model's own end-of-sequence token."""
-    logprobs: tuple[TokenLogProbs, ...] | None = None
+    logprobs: Sequence[TokenLogProbs] | None = None
     """One for each token, if they were asked for."""
 
 
@@ -390,5 +427,5 @@ class RequestDelta:
     stop_reason: str | int | None = None
     usage: Usage | None = None
     timing: RequestTiming | None = None
-    logprobs: list[TokenLogProbs] | None = None
+    logprobs: Sequence[TokenLogProbs] | None = None
     """One for each of ``token_ids``, if they were asked for."""

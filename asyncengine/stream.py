@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import struct
 import warnings
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Protocol, Self
 
 from asyncengine._core import FinishReason as Ended
-from asyncengine._core import Record, RecordKind, SequenceNews
+from asyncengine._core import RecordKind, SequenceNews
 from asyncengine.detokenizer import IncrementalDetokenizer, StopStringMatcher
 from asyncengine.errors import EngineError, NonFiniteLogitsError, RequestAbortedError, StepFailedError, UsageError
 from asyncengine.request import (
     CompletionOutput,
     FinishReason,
-    LogProb,
+    LogProbs,
     RequestDelta,
     RequestOutput,
     RequestTiming,
     SamplingParams,
-    TokenLogProbs,
     Usage,
 )
 
@@ -51,7 +49,7 @@ class _SequenceState:
         "_taken_texts",
         "_taken_tokens",
         "finish_reason",
-        "logprobs",
+        "records",
         "stop_reason",
         "texts",
         "token_ids",
@@ -66,7 +64,7 @@ class _SequenceState:
         )
         self.token_ids: list[int] = []
         self.texts: list[str] = []
-        self.logprobs: list[TokenLogProbs] = []
+        self.records: list[bytes] = []
         self._decoded = 0  # tokens whose text is made
         self._taken_tokens = self._taken_texts = 0
         self.untaken = False
@@ -111,16 +109,16 @@ class _SequenceState:
                 self.finish_reason, self.stop_reason = FinishReason.STOP, stop
         return False
 
-    def take(self) -> tuple[str, list[int], list[TokenLogProbs] | None]:
+    def take(self) -> tuple[str, list[int], LogProbs | None]:
         """What is new since the last call."""
         text, tokens = "".join(self.texts[self._taken_texts :]), self.token_ids[self._taken_tokens :]
         logprobs = self.logprobs_of(self._taken_tokens) if self._params.wants_logprobs else None
         self._taken_texts, self._taken_tokens, self.untaken = len(self.texts), len(self.token_ids), False
         return text, tokens, logprobs
 
-    def logprobs_of(self, first: int) -> list[TokenLogProbs]:
+    def logprobs_of(self, first: int) -> LogProbs:
         """Of the tokens from ``first``; a stop string may have left out the last of those that came."""
-        return self.logprobs[first : len(self.token_ids)]
+        return LogProbs(self.records[first : len(self.token_ids)], len(self._params.logprob_token_ids))
 
     def _decode(self, finish: Ended) -> None:
         self._append(self._text_of(self.token_ids[self._decoded :], finish))
@@ -217,7 +215,7 @@ class RequestStream:
         sequence = self._sequences[index]
         was_finished = sequence.finish_reason is not None
         if news.records and not was_finished:
-            sequence.logprobs += (r for r in map(self._logprobs, news.records) if r is not None)
+            sequence.records += (r.payload for r in news.records if r.kind is RecordKind.logprobs)
         if sequence.feed(tokens, news.finish, self._whole):
             self._owner.stop_sequence(self._key, index)
         if not sequence.untaken and not was_finished:
@@ -231,9 +229,6 @@ class RequestStream:
                 self._owner.forget(self._key)
         if not self._whole or self._done:
             self._wake()
-
-    def _logprobs(self, record: Record) -> TokenLogProbs | None:
-        return token_logprobs(record.payload, self._params) if record.kind is RecordKind.logprobs else None
 
     def fail(self, error: EngineError) -> None:
         """End the request with an error. Called by the engine only."""
@@ -286,7 +281,7 @@ class RequestStream:
                 tuple(s.token_ids),
                 s.finish_reason,
                 s.stop_reason,
-                tuple(s.logprobs_of(0)) if self._params.wants_logprobs else None,
+                s.logprobs_of(0) if self._params.wants_logprobs else None,
             )
             for i, s in enumerate(self._sequences)
             if s.finish_reason is not None
@@ -334,14 +329,6 @@ class RequestStream:
     def _timing(self) -> RequestTiming:
         tokens = max(len(s.token_ids) for s in self._sequences)
         return RequestTiming(self._arrived, self._scheduled, self._first_token, self._finished, tokens)
-
-
-def token_logprobs(payload: bytes, params: SamplingParams) -> TokenLogProbs:
-    """A record of ``csrc/core/step_output.h``: rank, then pairs of a token and the bits of its log probability."""
-    (rank,) = struct.unpack_from("<i", payload)
-    (token, logprob), *others = (LogProb(*pair) for pair in struct.iter_unpack("<if", payload[4:]))
-    top = len(others) - len(params.logprob_token_ids)
-    return TokenLogProbs(token, logprob, rank, tuple(others[:top]), tuple(others[top:]))
 
 
 def _copy(error: EngineError) -> EngineError:

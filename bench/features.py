@@ -100,14 +100,14 @@ async def step_ms(
     """Milliseconds between tokens of a row, the median over all rows' whole runs. SystemExit if one is short."""
 
     async def one(prompt: list[int], params: SamplingParams) -> float:
-        seen, begin, last = 0, 0.0, 0.0
+        seen, start, begin, last = 0, 0, 0.0, 0.0
         async for delta in engine.stream(prompt, params):
             if seen < WARM_UP <= seen + len(delta.token_ids):
                 begin, start = time.perf_counter(), seen + len(delta.token_ids)
             seen += len(delta.token_ids)
             last = time.perf_counter()
-        if seen != args.tokens:
-            raise SystemExit("a request came back short")
+        if seen != args.tokens or seen == start:
+            raise SystemExit("a request came back short, or at once: the event loop cannot follow")
         return (last - begin) * 1e3 / (seen - start)
 
     prompts = random_prompts(rng, engine, args.rows)

@@ -49,11 +49,14 @@ class Recorder:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self.logits: list[Tensor] = []
+        self.kept: list[Tensor] = []
 
-    def forward(self, batch: Any, caches: Any) -> Tensor:
-        logits = self._model.forward(replace(batch, needs=SAMPLING), caches)
-        self.logits.append(logits[0].clone())
+    def run(self, batch: Any, caches: Any) -> Any:
+        return self._model.run(batch, caches)
+
+    def logits(self, residual: Any, batch: Any) -> Tensor:
+        logits = self._model.logits(residual, replace(batch, needs=SAMPLING))
+        self.kept.append(logits[0].clone())
         return logits
 
 
@@ -78,7 +81,7 @@ def our_logits(directory: str, source: StateDict, prompt: list[int], chunk: int)
     steps, buffers = make_steps(config, loaded, ops, native, 64)
     runner = CudaRunner(loaded.info(config, 64), steps, native, buffers, step_buckets(config, loaded, ops))
     loop = runner.make_step_loop(config, progress=False)
-    recorder.logits.clear()
+    recorder.kept.clear()
     greedy = _core.SamplingState()
     loop.submit(
         id=1, prompt=prompt, n=1, max_tokens=COUNT, priority=0, salt=0, sampling=greedy, stop_tokens=[]
@@ -90,7 +93,7 @@ def our_logits(directory: str, source: StateDict, prompt: list[int], chunk: int)
             tokens += news.tokens
     assert loop.stop(5.0)
     chunks = -(-PROMPT // chunk)
-    return recorder.logits[chunks - 1 : chunks - 1 + COUNT], tokens
+    return recorder.kept[chunks - 1 : chunks - 1 + COUNT], tokens
 
 
 @pytest.mark.parametrize("directory", ["gpt2", "qwen3-0.6b", "llama-3.1-8b"])
