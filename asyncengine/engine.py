@@ -304,7 +304,7 @@ class AsyncEngine(VectorMethods):
             reserved=place.reserved,
             extras=vector_extras(backend.model_info, pooling),
         )
-        self._check_result(result)
+        self._check_result(result, ("classification" if backend.model_info.labels else f"pooling={pooling!r}",))
         self._fair_share.enter(key, terms.tenant, terms.priority, 1, place)
         stream = VectorStream(self, backend.tokenizer, key, f"req-{key}", prompt_ids, PARAMS, arrived)
         self._by_key[key], self._by_id[stream.request_id] = stream, key
@@ -434,7 +434,7 @@ class AsyncEngine(VectorMethods):
             raise EngineOverloadedError("the queue is full: too many requests or prompt tokens are waiting")
         if result == _core.SubmitResult.unserved:
             what, device = ", ".join(asked) or "this kind of request", self.model_info.device
-            param = asked[0] if asked else "params"
+            param = asked[0].partition("=")[0] if asked else "params"
             raise InvalidRequestError(f"{what}: not served on this device ({device}) yet", param=param)
         if result == _core.SubmitResult.too_large:  # check_size has checked the tokens
             raise InvalidRequestError("the parameters ask for more than a step has room for", param="params")

@@ -54,6 +54,9 @@ class Recorder:
     def run(self, batch: Any, caches: Any) -> Any:
         return self._model.run(batch, caches)
 
+    def hidden(self, residual: Any, batch: Any) -> Tensor:
+        return self._model.hidden(residual, batch)
+
     def logits(self, residual: Any, batch: Any) -> Tensor:
         logits = self._model.logits(residual, replace(batch, needs=SAMPLING))
         self.kept.append(logits[0].clone())
