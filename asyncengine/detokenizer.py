@@ -83,12 +83,15 @@ def _make_decoder(tokenizer: Tokenizer, skip: bool) -> _Decoder:
     return factories[skip]()
 
 
+def _decoder_steps(tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    decoder = tokenizer.backend.decoder
+    spec: dict[str, Any] = json.loads(decoder.__getstate__()) if decoder is not None else {"type": None}
+    return list(spec["decoders"]) if spec["type"] == "Sequence" else [spec]
+
+
 def _decoder_factory(tokenizer: Tokenizer, skip: bool) -> Callable[[], _Decoder]:
     """How to decode, read from the tokenizer's own decoder."""
-    decoder = tokenizer.backend.decoder
-    spec = json.loads(decoder.__getstate__()) if decoder is not None else {"type": None}
-    steps = spec["decoders"] if spec["type"] == "Sequence" else [spec]
-    match steps:
+    match _decoder_steps(tokenizer):
         case [{"type": "ByteLevel"}] | [{"type": "ByteLevel"}, {"type": "Fuse"}]:
             byte_pieces = _Pieces(tokenizer, skip, _byte_level_piece)
             return lambda: _ByteLevelDecoder(byte_pieces)
@@ -105,6 +108,31 @@ def _decoder_factory(tokenizer: Tokenizer, skip: bool) -> Callable[[], _Decoder]
     silent = tokenizer.special_token_ids if skip else frozenset()
     id_to_token = tokenizer.backend.id_to_token
     return lambda: _WindowDecoder(decode, lambda i: i in silent or id_to_token(i) is None)
+
+
+_bytes_of_tokens: WeakKeyDictionary[Tokenizer, Callable[[int], bytes]] = WeakKeyDictionary()
+
+
+def token_bytes(tokenizer: Tokenizer) -> Callable[[int], bytes]:
+    """Of a token id: the bytes that it adds to a text that others have begun, special tokens written out."""
+    found = _bytes_of_tokens.get(tokenizer)
+    if found is None:
+        found = _bytes_of_tokens[tokenizer] = _make_token_bytes(tokenizer)
+    return found
+
+
+def _make_token_bytes(tokenizer: Tokenizer) -> Callable[[int], bytes]:
+    match _decoder_steps(tokenizer):
+        case [{"type": "ByteLevel"}, *_]:
+            return _Pieces(tokenizer, False, _byte_level_piece).__getitem__
+        case [{"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}, {"type": "ByteFallback"}, *_]:
+            return _Pieces(tokenizer, False, lambda token: _piece_bytes(_fallback_piece(token, old, new))).__getitem__
+    decode = functools.partial(decode_with, tokenizer.backend, skip_special_tokens=False)
+    return lambda token_id: decode([token_id, token_id])[len(decode([token_id])) :].encode()
+
+
+def _piece_bytes(piece: str | int) -> bytes:
+    return bytes((piece,)) if isinstance(piece, int) else piece.encode()
 
 
 def _left_strip(steps: list[dict[str, Any]]) -> tuple[str, int] | None:

@@ -20,8 +20,8 @@ import msgspec
 from aiohttp import web
 from aiohttp.http import HttpVersion10, HttpVersion11
 
-from asyncengine.errors import InvalidRequestError
-from asyncengine.request import Prompt, quoted
+from asyncengine.errors import ConfigError, InvalidRequestError
+from asyncengine.request import Prompt, SamplingParams, quoted
 from asyncengine.server.bodies import Bodies
 from asyncengine.server.chat import Chat
 from asyncengine.server.completions import Completions
@@ -29,6 +29,7 @@ from asyncengine.server.config import ServerConfig
 from asyncengine.server.engine_api import Engine
 from asyncengine.server.errors import SERVER, ApiError, bad_request, failure, unavailable
 from asyncengine.server.generation import Endpoint, Job, generate, send_sse
+from asyncengine.server.logprobs import JobLogProbs
 from asyncengine.server.metrics import Metrics
 from asyncengine.server.protocol import (
     GenerationBody,
@@ -36,7 +37,6 @@ from asyncengine.server.protocol import (
     ModelList,
     check_model,
     name_as_asked,
-    sampling_params,
 )
 from asyncengine.server.wire import SseResponse, send_response
 
@@ -199,15 +199,17 @@ class App:
         engine = self._ready_engine()
         body, prompts = await self._parse(endpoint, request)
         try:
+            params = endpoint.params(body)
             job = Job(
                 id=endpoint.id_prefix + uuid.uuid4().hex,
                 created=int(time.time()),
                 model=self.model_name,
                 prompts=prompts,
-                params=sampling_params(body),
+                params=params,
                 body=body,
                 tenant=self._tenant(request),
                 admission=self._admission,
+                logprobs=_logprobs(engine, params, body) if params.wants_logprobs else None,
             )
             self._check_allowed(job)
             if not body.stream:
@@ -236,6 +238,14 @@ class App:
             )
         if job.body.priority and not self.config.allow_priority:
             raise bad_request("priority is not allowed by this server: start it with --allow-priority", "priority")
+
+
+def _logprobs(engine: Engine, params: SamplingParams, body: GenerationBody) -> JobLogProbs:
+    try:
+        tokenizer = engine.tokenizer
+    except ConfigError:  # skip_tokenizer_init
+        tokenizer = None
+    return JobLogProbs(tokenizer, params, bool(body.return_tokens_as_token_ids))
 
 
 def _json(value: object) -> web.Response:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-import msgspec
+from collections.abc import Sequence
 
-from asyncengine.request import ChatMessage, Prompt, RequestDelta, RequestOutput, quoted
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from asyncengine.request import ChatMessage, Prompt, RequestDelta, RequestOutput, SamplingParams, quoted
 from asyncengine.server import protocol
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.errors import bad_request
 from asyncengine.server.generation import Endpoint, Job
-from asyncengine.server.protocol import NOTHING, BodyDecoder, GenerationBody, UsageBody, unsupported
-from asyncengine.server.sse import NOT_FINISHED, ChunkFormat
+from asyncengine.server.logprobs import ChatLogProbs
+from asyncengine.server.protocol import (
+    NOTHING,
+    BodyDecoder,
+    GenerationBody,
+    UsageBody,
+    sampling_params,
+    unsupported,
+)
+from asyncengine.server.sse import ChunkFormat, encode
 
 _UNIMPLEMENTED: dict[str, tuple[object, ...]] = protocol.UNIMPLEMENTED | {
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
     "tools": NOTHING,
     "tool_choice": (None, "none", "auto"),
     "functions": NOTHING,
@@ -27,7 +36,6 @@ _UNIMPLEMENTED: dict[str, tuple[object, ...]] = protocol.UNIMPLEMENTED | {
     "add_generation_prompt": (None, True),
     "continue_final_message": (None, False),
     "add_special_tokens": (None, False),
-    "return_token_ids": (None, False),
     "chat_template": (None,),
     "chat_template_kwargs": NOTHING,
     "documents": NOTHING,
@@ -52,6 +60,8 @@ class Message(msgspec.Struct):
 
 class ChatBody(GenerationBody, kw_only=True):
     messages: list[Message] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
 
 
 _DECODER = BodyDecoder(ChatBody, _UNIMPLEMENTED)
@@ -66,8 +76,9 @@ class AssistantMessage(msgspec.Struct, kw_only=True):
 class ChatChoice(msgspec.Struct, kw_only=True):
     index: int
     message: AssistantMessage
-    logprobs: None = None
+    logprobs: ChatLogProbs | None = None
     finish_reason: str
+    token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
@@ -77,6 +88,10 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: UsageBody
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
+
+
+_ROLE = b'"delta":{"role":"assistant","content":""}'
 
 
 class ChatFormat(ChunkFormat):
@@ -94,16 +109,53 @@ class ChatFormat(ChunkFormat):
         out = self.text(index, delta.text, usage) if delta.text else b""
         if index not in self._opened:
             self._opened.add(index)
-            role = b'"delta":{"role":"assistant","content":""}'
-            out = self._choice(index) + role + NOT_FINISHED + usage + b"}\n\n" + out
+            out = self._chunk(index, _ROLE, usage) + out
         if delta.finish_reason is not None:
-            out += self._last(index, b'"delta":{}', delta.finish_reason, usage)
+            out += self._chunk(index, b'"delta":{}', usage, delta.finish_reason)
+        return out
+
+
+class DetailedFormat(ChatFormat):
+    """Chunks with log probabilities, with the token ids that they stand for, or with both.
+
+    The first chunk of the response also has the token ids of the prompt.
+    """
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job.id, job.created, job.model)
+        self._with_ids = bool(job.body.return_token_ids)
+        self._logprobs = job.logprobs
+
+    def events(self, index: int, delta: RequestDelta, usage: bytes) -> bytes:
+        out = b""
+        if index not in self._opened:
+            first = self._with_ids and not self._opened
+            prompt = b',"prompt_token_ids":' + encode(self.streams[0].prompt_token_ids) if first else b""
+            self._opened.add(index)
+            out = self._chunk(index, _ROLE, usage + prompt)
+        logprobs = None if self._logprobs is None else self._logprobs.chat(index, delta)
+        if delta.text or logprobs is not None or (self._with_ids and delta.token_ids):
+            payload = self.before_text + encode(delta.text) + self.after_text
+            if self._with_ids:
+                payload += b',"token_ids":' + encode(delta.token_ids)
+            out += self._chunk(index, payload, usage, logprobs=encode(logprobs))
+        if delta.finish_reason is not None:
+            out += self._chunk(index, b'"delta":{}', usage, delta.finish_reason)
         return out
 
 
 class Chat(Endpoint):
     id_prefix = "chatcmpl-"
     chunk_format = ChatFormat
+
+    def chunks(self, job: Job) -> ChunkFormat:
+        return DetailedFormat(job) if job.detailed else super().chunks(job)
+
+    def params(self, body: GenerationBody) -> SamplingParams:
+        assert isinstance(body, ChatBody)
+        if body.top_logprobs and not body.logprobs:
+            raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
+        return sampling_params(body, logprobs=body.top_logprobs or 0 if body.logprobs else None)
 
     def parse(self, raw: bytes | bytearray, config: ServerConfig) -> tuple[GenerationBody, list[Prompt]]:
         body = _DECODER.decode(raw)
@@ -117,15 +169,23 @@ class Chat(Endpoint):
 
     def document(self, job: Job, outputs: list[RequestOutput]) -> ChatCompletion:
         sequences = [s for output in outputs for s in output.outputs]
+        with_ids, logprobs = job.body.return_token_ids, job.logprobs
         return ChatCompletion(
             id=job.id,
             created=job.created,
             model=job.model,
             choices=[
-                ChatChoice(index=i, message=AssistantMessage(content=s.text), finish_reason=s.finish_reason)
+                ChatChoice(
+                    index=i,
+                    message=AssistantMessage(content=s.text),
+                    logprobs=None if logprobs is None else logprobs.chat(i, s) or ChatLogProbs([]),
+                    finish_reason=s.finish_reason,
+                    token_ids=s.token_ids if with_ids else UNSET,
+                )
                 for i, s in enumerate(sequences)
             ],
             usage=UsageBody.of([output.usage for output in outputs]),
+            prompt_token_ids=outputs[0].prompt_token_ids if with_ids else UNSET,
         )
 
 

@@ -1,4 +1,4 @@
-"""/v1/completions: text or token ids in, text out, and with ``return_token_ids`` ids beside it."""
+"""/v1/completions: text or token ids in, text out; on request with token ids and log probabilities beside it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from asyncengine.request import Prompt, RequestDelta, RequestOutput
+from asyncengine.request import Prompt, RequestDelta, RequestOutput, SamplingParams
 from asyncengine.server import protocol
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.errors import bad_request
 from asyncengine.server.generation import Endpoint, Job
-from asyncengine.server.protocol import BodyDecoder, GenerationBody, UsageBody
-from asyncengine.server.sse import NOT_FINISHED, ChunkFormat, encode
+from asyncengine.server.logprobs import CompletionLogProbs
+from asyncengine.server.protocol import BodyDecoder, GenerationBody, UsageBody, sampling_params
+from asyncengine.server.sse import ChunkFormat, encode
 
 _UNIMPLEMENTED: dict[str, tuple[object, ...]] = protocol.UNIMPLEMENTED | {
-    "logprobs": (None, False),
     "suffix": (None, ""),
     "add_special_tokens": (None, True),
 }
@@ -25,7 +25,7 @@ _DEFAULT_MAX_TOKENS = 16
 
 class CompletionBody(GenerationBody, kw_only=True):
     prompt: str | list[str | int | list[int]] | None = None
-    return_token_ids: bool | None = None
+    logprobs: int | bool | None = None
 
 
 _DECODER = BodyDecoder(CompletionBody, _UNIMPLEMENTED)
@@ -34,7 +34,7 @@ _DECODER = BodyDecoder(CompletionBody, _UNIMPLEMENTED)
 class CompletionChoice(msgspec.Struct, kw_only=True):
     index: int
     text: str
-    logprobs: None = None
+    logprobs: CompletionLogProbs | None = None
     finish_reason: str
     token_ids: Sequence[int] | UnsetType = UNSET
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
@@ -58,26 +58,34 @@ class CompletionFormat(ChunkFormat):
 
     def events(self, index: int, delta: RequestDelta, usage: bytes) -> bytes:
         if delta.finish_reason is not None:
-            return self._last(index, b'"text":' + encode(delta.text), delta.finish_reason, usage)
+            return self._chunk(index, b'"text":' + encode(delta.text), usage, delta.finish_reason)
         return self.text(index, delta.text, usage) if delta.text else b""
 
 
-class TokenIdFormat(CompletionFormat):
-    """Every chunk has the token ids that it stands for, the first of a choice those of its prompt too."""
+class DetailedFormat(CompletionFormat):
+    """Chunks with log probabilities, with the token ids that they stand for, or with both.
+
+    The first chunk of a choice also has the token ids of its prompt.
+    """
 
     def __init__(self, job: Job) -> None:
         super().__init__(job.id, job.created, job.model)
         self._n = job.params.n
+        self._with_ids = bool(job.body.return_token_ids)
+        self._logprobs = job.logprobs
         self._opened: set[int] = set()
 
     def events(self, index: int, delta: RequestDelta, usage: bytes) -> bytes:
-        payload = b'"text":' + encode(delta.text) + b',"token_ids":' + encode(delta.token_ids)
-        if index not in self._opened:
-            self._opened.add(index)
-            payload += b',"prompt_token_ids":' + encode(self.streams[index // self._n].prompt_token_ids)
-        if delta.finish_reason is not None:
-            return self._last(index, payload, delta.finish_reason, usage)
-        return self._choice(index) + payload + NOT_FINISHED + usage + b"}\n\n"
+        logprobs = None if self._logprobs is None else self._logprobs.completion(index, delta)
+        payload = b'"text":' + encode(delta.text)
+        if self._with_ids:
+            payload += b',"token_ids":' + encode(delta.token_ids)
+            if index not in self._opened:
+                self._opened.add(index)
+                payload += b',"prompt_token_ids":' + encode(self.streams[index // self._n].prompt_token_ids)
+        elif not delta.text and logprobs is None and delta.finish_reason is None:
+            return b""
+        return self._chunk(index, payload, usage, delta.finish_reason, encode(logprobs))
 
 
 class Completions(Endpoint):
@@ -85,18 +93,24 @@ class Completions(Endpoint):
     chunk_format = CompletionFormat
 
     def chunks(self, job: Job) -> ChunkFormat:
-        return TokenIdFormat(job) if _wants_token_ids(job) else super().chunks(job)
+        return DetailedFormat(job) if job.detailed else super().chunks(job)
 
     def parse(self, raw: bytes | bytearray, config: ServerConfig) -> tuple[GenerationBody, list[Prompt]]:
         body = _DECODER.decode(raw)
         if body.max_tokens is None:
             body.max_tokens = _DEFAULT_MAX_TOKENS
+        if body.logprobs is True:
+            raise bad_request("logprobs must be an integer: how many tokens at each place", "logprobs")
         prompts, body.prompt = _prompts(body, config.max_sequences_per_request), None
         return body, prompts
 
+    def params(self, body: GenerationBody) -> SamplingParams:
+        assert isinstance(body, CompletionBody)
+        return sampling_params(body, logprobs=None if body.logprobs is False else body.logprobs)
+
     def document(self, job: Job, outputs: list[RequestOutput]) -> Completion:
         sequences = [(output, s) for output in outputs for s in output.outputs]
-        with_ids = _wants_token_ids(job)
+        with_ids, logprobs = job.body.return_token_ids, job.logprobs
         return Completion(
             id=job.id,
             created=job.created,
@@ -105,6 +119,7 @@ class Completions(Endpoint):
                 CompletionChoice(
                     index=i,
                     text=s.text,
+                    logprobs=None if logprobs is None else logprobs.completion(i, s) or CompletionLogProbs(),
                     finish_reason=s.finish_reason,
                     token_ids=s.token_ids if with_ids else UNSET,
                     prompt_token_ids=output.prompt_token_ids if with_ids else UNSET,
@@ -113,10 +128,6 @@ class Completions(Endpoint):
             ],
             usage=UsageBody.of([output.usage for output in outputs]),
         )
-
-
-def _wants_token_ids(job: Job) -> bool:
-    return isinstance(job.body, CompletionBody) and bool(job.body.return_token_ids)
 
 
 def _prompts(body: CompletionBody, limit: int) -> list[Prompt]:

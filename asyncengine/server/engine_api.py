@@ -11,6 +11,7 @@ from typing import Protocol
 
 from asyncengine.request import Prompt, RequestDelta, RequestOutput, SamplingParams
 from asyncengine.stats import EngineStats
+from asyncengine.tokenization import Tokenizer
 
 
 class ModelInfo(Protocol):
@@ -52,6 +53,10 @@ class Engine(Protocol):
     def health(self) -> str: ...
     @property
     def model_info(self) -> ModelInfo: ...
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises ConfigError where there is none."""
+
     def stats(self) -> EngineStats: ...
     async def submit(
         self,

@@ -18,6 +18,7 @@ from asyncengine.request import LONG_TEXT, FinishReason, Prompt, RequestDelta, R
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.engine_api import Engine, RequestStream
 from asyncengine.server.errors import failure
+from asyncengine.server.logprobs import JobLogProbs
 from asyncengine.server.metrics import Metrics
 from asyncengine.server.protocol import GenerationBody, UsageBody
 from asyncengine.server.sse import NO_USAGE, NULL_USAGE, ChunkFormat, usage_field
@@ -45,6 +46,13 @@ class Job:
     admission: asyncio.Lock
     """The server's: requests of several prompts enter the engine's queue one after the other. If they all did at once,
     they could fill it between them, and none would have all of its prompts in it."""
+    logprobs: JobLogProbs | None
+    """Of the choices, if the request asks for any."""
+
+    @property
+    def detailed(self) -> bool:
+        """Whether the response has more than text."""
+        return self.logprobs is not None or bool(self.body.return_token_ids)
 
     def turn(self) -> AbstractAsyncContextManager[Any]:
         """To be held while its prompts are submitted. Prompts that take long to tokenize hold up no other request."""
@@ -76,6 +84,10 @@ class Endpoint(ABC):
     @abstractmethod
     def parse(self, raw: bytes | bytearray, config: ServerConfig) -> tuple[GenerationBody, list[Prompt]]:
         """Typed body, without its prompts, and prompts; neither refers to ``raw``. Raises ApiError 400."""
+
+    @abstractmethod
+    def params(self, body: GenerationBody) -> SamplingParams:
+        """What the engine is asked for. Raises InvalidRequestError, ApiError 400."""
 
     def chunks(self, job: Job) -> ChunkFormat:
         """How the response is streamed."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
@@ -79,6 +79,10 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     bad_words: list[str] | None = None
     min_tokens: int | None = None
     no_repeat_ngram_size: int | None = None
+    logprob_token_ids: list[int] | None = None
+    logprobs_mode: str | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
 
@@ -153,15 +157,15 @@ def _same(value: object, neutral: object) -> bool:
 _SAMPLING_FIELDS = tuple(SamplingParams.__dataclass_fields__.keys() & set(GenerationBody.__struct_fields__))
 
 
-def sampling_params(body: GenerationBody) -> SamplingParams:
-    """Validated parameters; without max_tokens, to the end of the context. Raises InvalidRequestError."""
+def sampling_params(body: GenerationBody, **more: Any) -> SamplingParams:
+    """Those of ``body`` and ``more``; without max_tokens, to the end of the context. Raises InvalidRequestError."""
     values = {name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
     values.setdefault("max_tokens", None)
     if body.logit_bias is not None:
         values["logit_bias"] = _token_biases(body.logit_bias)
     if body.max_completion_tokens is not None:
         values["max_tokens"] = body.max_completion_tokens
-    return SamplingParams(**values)
+    return SamplingParams(**values, **more)
 
 
 def _token_biases(biases: Mapping[str, float]) -> dict[int, float]:
@@ -178,6 +182,9 @@ def name_as_asked(exc: InvalidRequestError, body: GenerationBody) -> None:
     if exc.param == "max_tokens" and body.max_completion_tokens is not None:
         exc.param = "max_completion_tokens"
         exc.args = (str(exc).replace("max_tokens", "max_completion_tokens"),)
+    elif exc.param == "logprobs" and hasattr(body, "top_logprobs"):
+        exc.param = "top_logprobs"
+        exc.args = (str(exc).replace("logprobs", "top_logprobs", 1),)
     elif exc.param == "prompt" and not hasattr(body, "prompt"):
         exc.param = "messages"
         exc.args = (str(exc).replace("the prompt", "the prompt of these messages"),)

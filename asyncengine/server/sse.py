@@ -16,7 +16,7 @@ from asyncengine.server.engine_api import RequestStream
 from asyncengine.server.protocol import UsageBody
 
 encode = msgspec.json.Encoder().encode
-NOT_FINISHED = b',"logprobs":null,"finish_reason":null}]'
+_NOT_FINISHED = b',"logprobs":null,"finish_reason":null}]'
 NO_USAGE = b""
 NULL_USAGE = b',"usage":null'
 
@@ -45,7 +45,7 @@ class ChunkFormat(ABC):
         head = self._text_heads.get(index)
         if head is None:
             head = self._text_heads[index] = self._choice(index) + self.before_text
-        return head + encode(text) + self.after_text + NOT_FINISHED + usage + b"}\n\n"
+        return head + encode(text) + self.after_text + _NOT_FINISHED + usage + b"}\n\n"
 
     def usage(self, usage: bytes) -> bytes:
         """The chunk without choices that carries the final usage."""
@@ -58,6 +58,8 @@ class ChunkFormat(ABC):
     def _choice(self, index: int) -> bytes:
         return self._head + b'{"index":%d,' % index
 
-    def _last(self, index: int, payload: bytes, reason: str, usage: bytes) -> bytes:
-        end = b',"logprobs":null,"finish_reason":"%b"}]' % reason.encode()
+    def _chunk(
+        self, index: int, payload: bytes, usage: bytes, reason: str | None = None, logprobs: bytes = b"null"
+    ) -> bytes:
+        end = b',"logprobs":%b,"finish_reason":%b}]' % (logprobs, encode(reason))
         return self._choice(index) + payload + end + usage + b"}\n\n"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, fields
@@ -24,11 +25,13 @@ from asyncengine.errors import (
 from asyncengine.request import (
     CompletionOutput,
     FinishReason,
+    LogProb,
     Prompt,
     RequestDelta,
     RequestOutput,
     RequestTiming,
     SamplingParams,
+    TokenLogProbs,
     Usage,
 )
 from asyncengine.stats import EngineStats
@@ -50,6 +53,25 @@ class ModelInfo:
     num_parameters: int = 1_000_000
 
 
+class Characters:
+    """In place of a tokenizers.Tokenizer."""
+
+    decoder = None
+
+    def id_to_token(self, token_id: int) -> str:
+        return chr(token_id)
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return "".join(map(chr, ids))
+
+
+class CharacterTokenizer:
+    """In place of a Tokenizer."""
+
+    backend = Characters()
+    special_token_ids: frozenset[int] = frozenset()
+
+
 class FakeEngine:
     """``answer`` ends with end-of-sequence when ``ends`` is set, and goes round otherwise.
 
@@ -69,6 +91,7 @@ class FakeEngine:
         self.step_s = step_s
         self.repeat = repeat
         self.model_info = ModelInfo(max_model_len=max_model_len)
+        self.tokenizer = CharacterTokenizer()
         self.health = "ready"
         self.overloaded = False
         self.open: dict[str, FakeStream] = {}
@@ -170,17 +193,24 @@ class FakeEngine:
         )
         texts = [""] * params.n
         tokens: list[list[int]] = [[] for _ in texts]
+        logprobs: list[list[TokenLogProbs]] = [[] for _ in texts]
         reasons = [FinishReason.LENGTH] * params.n
         try:
             async for delta in stream:
                 texts[delta.index] += delta.text
                 tokens[delta.index] += delta.token_ids
+                logprobs[delta.index] += delta.logprobs or ()
                 reasons[delta.index] = delta.finish_reason or FinishReason.LENGTH
         finally:
             await stream.aclose()
         assert delta.usage is not None
         assert delta.timing is not None
-        outputs = tuple(CompletionOutput(i, texts[i], tuple(tokens[i]), reasons[i]) for i in range(params.n))
+        outputs = tuple(
+            CompletionOutput(
+                i, texts[i], tuple(tokens[i]), reasons[i], logprobs=logprobs[i] if params.wants_logprobs else None
+            )
+            for i in range(params.n)
+        )
         return RequestOutput(stream.request_id, tuple(stream.prompt_token_ids), outputs, delta.usage, delta.timing)
 
     async def aclose(self, drain: bool = True, timeout_s: float = 30.0) -> None:
@@ -230,6 +260,13 @@ class FakeEngine:
         return list(prompt)
 
 
+def fake_logprobs(token: int, params: SamplingParams) -> TokenLogProbs:
+    """The token is the second of the most probable ones; a token that cannot come is the last."""
+    others = (LogProb(token + 1, -0.5), LogProb(token, -1.0), LogProb(token + 2, -math.inf))
+    named = tuple(LogProb(t, -3.0) for t in params.logprob_token_ids)
+    return TokenLogProbs(token, -1.0, 2, others[: params.logprobs or 0], named)
+
+
 class FakeStream:
     """Sequence i of a request starts at character i of the answer, so that n samples differ."""
 
@@ -269,6 +306,8 @@ class FakeStream:
                 generated += 1
                 engine.generation_tokens += 1
                 delta = RequestDelta(self.request_id, index, text, [max(token, 0)], reason)
+                if self._params.wants_logprobs:
+                    delta.logprobs = [fake_logprobs(max(token, 0), self._params)]
                 if reason is not None:
                     del running[index]
                     if not running:

@@ -70,6 +70,7 @@ _COMMON: Schema = {
         "user": STRING,
     }.items()
 }  # fmt: skip
+_TOP = _or_null({"type": "integer", "minimum": 0, "maximum": 20})
 _TOKEN_ID = {"type": "integer", "minimum": 3, "maximum": 999}
 _TOKEN_IDS = {"type": "array", "minItems": 1, "maxItems": 50, "items": _TOKEN_ID}
 _TEXT = STRING | {"minLength": 1, "maxLength": 50}
@@ -109,9 +110,27 @@ def _post(operation: str, body: str, response: str) -> Schema:
     }
 
 
-def _document(kind: str, **choice: Schema) -> Schema:
+def _many(schema: Schema) -> Schema:
+    return {"type": "array", "items": schema}
+
+
+_LOGPROB = {"type": "number", "maximum": 0}
+_COMPLETION_LOGPROBS = _closed(
+    tokens=_many(STRING),
+    token_logprobs=_many(_LOGPROB),
+    top_logprobs=_many({"type": "object", "additionalProperties": _LOGPROB}),
+    text_offset=_many(COUNT),
+)
+_BYTES = _or_null(_many({"type": "integer", "minimum": 0, "maximum": 255}))
+_ENTRY = {"token": STRING, "logprob": _LOGPROB, "bytes": _BYTES}
+_CHAT_LOGPROBS = _closed(
+    content=_many(_closed(**_ENTRY, top_logprobs=_many(_closed(**_ENTRY)))), refusal={"type": "null"}
+)
+
+
+def _document(kind: str, logprobs: Schema, **choice: Schema) -> Schema:
     reason = {"enum": ["stop", "length"]}
-    choices = _closed(index=COUNT, **choice, logprobs={"type": "null"}, finish_reason=reason)
+    choices = _closed(index=COUNT, **choice, logprobs=_or_null(logprobs), finish_reason=reason)
     return _closed(
         id=STRING, object={"const": kind}, created=COUNT, model={"const": "stories"},
         choices={"type": "array", "minItems": 1, "items": choices}, usage=_ref("Usage"),
@@ -139,13 +158,15 @@ DESCRIPTION: Schema = {
             "Error": ERROR,
             "Usage": USAGE,
             "Card": CARD,
-            "CompletionBody": _object(["prompt"], prompt=_PROMPT, **_COMMON),
+            "CompletionBody": _object(["prompt"], prompt=_PROMPT, logprobs=_TOP, **_COMMON),
             "ChatBody": _object(
-                ["messages"], messages={"type": "array", "minItems": 1, "maxItems": 4, "items": _MESSAGE}, **_COMMON
+                ["messages"], messages={"type": "array", "minItems": 1, "maxItems": 4, "items": _MESSAGE},
+                logprobs=_or_null(BOOLEAN), **_COMMON
             ),
-            "Completion": _document("text_completion", text=STRING),
+            "Completion": _document("text_completion", _COMPLETION_LOGPROBS, text=STRING),
             "ChatCompletion": _document(
                 "chat.completion",
+                _CHAT_LOGPROBS,
                 message=_closed(role={"const": "assistant"}, content=STRING, refusal={"type": "null"}),
             ),
         }

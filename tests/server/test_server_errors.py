@@ -124,8 +124,6 @@ COMMON: list[tuple[str, Any, str]] = [
     ("typical_p", 0.5, "typical_p"),
     ("mirostat", 2, "mirostat"),
     ("dry_multiplier", 0.8, "dry_multiplier"),
-    ("logprobs", 0, "logprobs"),
-    ("logprobs", True, "logprobs"),
     ("response_format", {"type": "json_object"}, "response_format"),
     ("best_of", 2, "best_of"),
     ("truncate_prompt_tokens", 5, "truncate_prompt_tokens"),

@@ -305,9 +305,15 @@ async def test_token_ids_are_returned_on_request(n: int) -> None:
         plain = (await site.post(COMPLETIONS, **fields | {"return_token_ids": False})).json
         whole = (await site.post(COMPLETIONS, **fields)).json
         events = await site.events(COMPLETIONS, **fields)
-        refused = await site.post(CHAT, messages=USER, return_token_ids=True)
+        chat = (await site.post(CHAT, messages=USER, n=n, max_tokens=5, return_token_ids=True)).json
+        chunks = await site.events(CHAT, messages=USER, n=n, max_tokens=5, return_token_ids=True)
     assert all(choice.keys() == {"index", "text", "logprobs", "finish_reason"} for choice in plain["choices"])
-    assert refused.error["param"] == "return_token_ids"
+    for choice in chat["choices"]:
+        assert choice["token_ids"] == [ord(c) for c in choice["message"]["content"]]
+        streamed = [t for c in choices_of(chunks)[choice["index"]] for t in c.get("token_ids", [])]
+        assert streamed == choice["token_ids"]
+    assert len(chat["prompt_token_ids"]) == chat["usage"]["prompt_tokens"]
+    assert [e["prompt_token_ids"] for e in chunks if "prompt_token_ids" in e] == [chat["prompt_token_ids"]]
     for choice in whole["choices"]:
         assert choice["token_ids"] == [ord(c) for c in choice["text"]]
         assert choice["prompt_token_ids"] == fields["prompt"][choice["index"] // n]

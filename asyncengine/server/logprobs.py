@@ -1,0 +1,210 @@
+"""Log probabilities as OpenAI's clients read them: each leaves with the text that its token adds."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from asyncengine.detokenizer import IncrementalDetokenizer, token_bytes
+from asyncengine.request import FinishReason, LogProb, SamplingParams, TokenLogProbs
+from asyncengine.tokenization import Tokenizer
+
+_LOWEST = -9999.0
+"""In place of -inf, which JSON lacks; OpenAI's value."""
+
+
+class CompletionLogProbs(msgspec.Struct):
+    """Lists with an element for each token."""
+
+    tokens: list[str] = msgspec.field(default_factory=list)
+    token_logprobs: list[float | None] = msgspec.field(default_factory=list)
+    top_logprobs: list[dict[str, float] | None] = msgspec.field(default_factory=list)
+    text_offset: list[int] = msgspec.field(default_factory=list)
+    """Characters before the token in the text of the choice."""
+
+
+class ChatLogProb(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatTokenLogProbs(ChatLogProb):
+    top_logprobs: list[ChatLogProb]
+
+
+class ChatLogProbs(msgspec.Struct):
+    content: list[ChatTokenLogProbs]
+    refusal: None = None
+
+
+class TokenNames:
+    """What tokens are called in a response: by their text, or by their numbers."""
+
+    def __init__(self, tokenizer: Tokenizer | None, by_number: bool) -> None:
+        self._bytes = None if tokenizer is None or by_number else token_bytes(tokenizer)
+
+    def alone(self, token_id: int) -> str:
+        """The token's own text, in the form ``bytes:\\xe2\\x82`` where it is a part of a character."""
+        if self._bytes is None:
+            return f"token_id:{token_id}"
+        raw = self._bytes(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def in_place(self, token_id: int, text: str) -> str:
+        """Of a token that adds ``text``: the names of all tokens make up the text of the choice."""
+        return f"token_id:{token_id}" if self._bytes is None else text
+
+    def bytes_alone(self, token_id: int) -> list[int] | None:
+        return None if self._bytes is None else list(self._bytes(token_id))
+
+    def bytes_in_place(self, token_id: int, text: str) -> list[int] | None:
+        """Those that the token adds: of a part of a character its own, else those of ``text``."""
+        if self._bytes is None:
+            return None
+        raw = self._bytes(token_id)
+        try:
+            raw.decode()
+        except UnicodeDecodeError:
+            return list(raw)
+        return list(text.encode())
+
+
+@dataclass(slots=True)
+class PlacedToken:
+    """A token in the text of a choice."""
+
+    text: str
+    """Which it adds."""
+    offset: int
+    data: TokenLogProbs
+
+
+class News(Protocol):
+    """A RequestDelta or a CompletionOutput."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def finish_reason(self) -> FinishReason | None: ...
+    @property
+    def stop_reason(self) -> str | int | None: ...
+    @property
+    def logprobs(self) -> Sequence[TokenLogProbs] | None: ...
+
+
+class ChoiceLogProbs:
+    """One choice. A token is held back while its text is; tokens of a stop string that is left out are left out."""
+
+    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
+        self._keeps_end = params.include_stop_str_in_output
+        self._held: deque[PlacedToken] = deque()
+        self._offset = 0  # of the next token
+        self._length = 0  # of the text so far
+
+    def push(self, news: News) -> list[PlacedToken]:
+        """The tokens whose text is out with these news."""
+        self._place(news)
+        self._length += len(news.text)
+        ended_by_string = isinstance(news.stop_reason, str)
+        out = []
+        while self._held and self._is_out(self._held[0], news.finish_reason is not None, ended_by_string):
+            token = self._held.popleft()
+            if ended_by_string:
+                token.text = token.text[: self._length - token.offset]
+            out.append(token)
+        return out
+
+    def _is_out(self, token: PlacedToken, last: bool, ended_by_string: bool) -> bool:
+        if last:
+            return not ended_by_string or token.offset < self._length
+        return token.offset + len(token.text) <= self._length
+
+    def _place(self, news: News) -> None:
+        tokens = news.logprobs or ()
+        by_token = news.finish_reason is FinishReason.STOP and not isinstance(news.stop_reason, str)
+        for left, data in zip(range(len(tokens) - 1, -1, -1), tokens, strict=True):
+            last = left == 0 and news.finish_reason is not None
+            # The token that ended the sequence is not part of its text.
+            silent = last and by_token and not self._keeps_end
+            text = "" if silent else self._detokenizer.push([data.token_id])
+            if last:
+                text += self._detokenizer.flush()
+            self._held.append(PlacedToken(text, self._offset, data))
+            self._offset += len(text)
+
+
+class JobLogProbs:
+    """Those of all choices of a response."""
+
+    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams, by_number: bool) -> None:
+        self._tokenizer = tokenizer
+        self._params = params
+        self._choices: dict[int, ChoiceLogProbs] = {}
+        self._names = TokenNames(tokenizer, by_number)
+
+    def completion(self, index: int, news: News) -> CompletionLogProbs | None:
+        """None if no token's text is out with these news."""
+        tokens = self._push(index, news)
+        return completion_logprobs(tokens, self._names) if tokens else None
+
+    def chat(self, index: int, news: News) -> ChatLogProbs | None:
+        """Likewise."""
+        tokens = self._push(index, news)
+        return chat_logprobs(tokens, self._names) if tokens else None
+
+    def _push(self, index: int, news: News) -> list[PlacedToken]:
+        choice = self._choices.get(index)
+        if choice is None:
+            choice = self._choices[index] = ChoiceLogProbs(self._tokenizer, self._params)
+        return choice.push(news)
+
+
+def completion_logprobs(tokens: Iterable[PlacedToken], names: TokenNames) -> CompletionLogProbs:
+    """For /v1/completions. The chosen token is one of the top ones, by the same name."""
+    out = CompletionLogProbs()
+    for token in tokens:
+        data = token.data
+        name = names.in_place(data.token_id, token.text)
+        top = {name: _finite(data.logprob)}
+        for other in _others(data):
+            top.setdefault(names.alone(other.token_id), _finite(other.logprob))
+        out.tokens.append(name)
+        out.token_logprobs.append(_finite(data.logprob))
+        out.top_logprobs.append(top)
+        out.text_offset.append(token.offset)
+    return out
+
+
+def chat_logprobs(tokens: Iterable[PlacedToken], names: TokenNames) -> ChatLogProbs:
+    """For /v1/chat/completions."""
+    return ChatLogProbs(
+        [
+            ChatTokenLogProbs(
+                names.in_place(t.data.token_id, t.text),
+                _finite(t.data.logprob),
+                names.bytes_in_place(t.data.token_id, t.text),
+                [
+                    ChatLogProb(names.alone(x.token_id), _finite(x.logprob), names.bytes_alone(x.token_id))
+                    for x in (*t.data.top, *t.data.named)
+                ],
+            )
+            for t in tokens
+        ]
+    )
+
+
+def _others(data: TokenLogProbs) -> Iterator[LogProb]:
+    return (other for other in (*data.top, *data.named) if other.token_id != data.token_id)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LOWEST)

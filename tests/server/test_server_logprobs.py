@@ -1,0 +1,203 @@
+"""Log probabilities over HTTP: the real client, the real server, the bundled model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import openai
+import pytest
+from fake_engine import FakeEngine
+from harness import CHAT, COMPLETIONS, USER, serving
+from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob
+
+from asyncengine import AsyncEngine, SamplingParams, bundled_model
+from asyncengine.request import FinishReason, LogProb, TokenLogProbs
+from asyncengine.server.logprobs import ChoiceLogProbs, JobLogProbs
+
+PROMPT = "Once upon a time"
+MODEL = "bundled"
+#: With and without strings that end the text in the midst of tokens, of one token and of several.
+ENDS: list[dict[str, Any]] = [
+    {},
+    {"stop": ["e wa"]},
+    {"stop": ["s"]},
+    {"stop": ["e wa"], "extra_body": {"include_stop_str_in_output": True}},
+]
+
+
+@asynccontextmanager
+async def client(**config: Any) -> AsyncIterator[tuple[openai.AsyncOpenAI, AsyncEngine]]:
+    async with (
+        AsyncEngine.from_pretrained(bundled_model(), progress=False, **config) as engine,
+        serving(engine, served_model_name=MODEL) as site,  # type: ignore[arg-type]
+        openai.AsyncOpenAI(base_url=f"{site.url}/v1", api_key="none", max_retries=0) as api,
+    ):
+        yield api, engine
+
+
+@pytest.mark.parametrize("ends", ENDS)
+async def test_of_completions(ends: dict[str, Any]) -> None:
+    async with client() as (api, engine):
+        asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 24, "temperature": 0.8, "seed": 4, "n": 2} | ends
+        answer = await api.completions.create(logprobs=3, **asked)
+        plain = await api.completions.create(**asked)
+        stream = await api.completions.create(logprobs=3, stream=True, **asked)
+        chunks = [choice async for chunk in stream for choice in chunk.choices]
+        more = {"stop": ends.get("stop"), **ends.get("extra_body", {})}
+        params = SamplingParams(max_tokens=24, temperature=0.8, seed=4, n=2, logprobs=3, **more)
+        wanted = await engine.generate(PROMPT, params)
+    for i, choice in enumerate(answer.choices):
+        assert choice.text == plain.choices[i].text == wanted.outputs[i].text
+        assert plain.choices[i].logprobs is None
+        found = choice.logprobs
+        assert found is not None
+        assert "".join(found.tokens) == choice.text
+        assert [choice.text[:offset] for offset in found.text_offset] == [
+            "".join(found.tokens[:k]) for k in range(len(found.tokens))
+        ]
+        engines = wanted.outputs[i].logprobs
+        assert engines is not None
+        assert found.token_logprobs == [data.logprob for data in engines[: len(found.tokens)]]
+        for token, top, data in zip(found.tokens, found.top_logprobs, engines, strict=False):
+            assert 3 <= len(top) <= 4
+            assert top[token] == data.logprob <= max(top.values()) == data.top[0].logprob
+        streamed = [c.logprobs for c in chunks if c.index == i and c.logprobs is not None]
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            assert [x for part in streamed for x in getattr(part, name)] == getattr(found, name)
+        for c in chunks:
+            assert ends or c.logprobs is None or "".join(c.logprobs.tokens) == c.text
+
+
+@pytest.mark.parametrize("ends", ENDS)
+async def test_of_chat(ends: dict[str, Any]) -> None:
+    async with client() as (api, _):
+        asked = {"model": MODEL, "messages": USER, "max_tokens": 24, "temperature": 0.0} | ends
+        answer = await api.chat.completions.create(logprobs=True, top_logprobs=2, **asked)
+        chosen = await api.chat.completions.create(logprobs=True, **asked)
+        stream = await api.chat.completions.create(logprobs=True, top_logprobs=2, stream=True, **asked)
+        chunks = [choice async for chunk in stream for choice in chunk.choices]
+    found = of_chat(answer.choices[0])
+    text = answer.choices[0].message.content
+    assert "".join(entry.token for entry in found) == text
+    assert bytes(b for entry in found for b in entry.bytes or ()).decode().startswith(text or "")
+    for entry in found:
+        whole = entry.top_logprobs[0].token  # greedy; a stop string may have cut it
+        assert whole.startswith(entry.token)
+        assert ends or whole == entry.token
+        assert entry.top_logprobs[0].logprob == entry.logprob <= 0
+        assert len(entry.top_logprobs) == 2
+    assert [(e.token, e.logprob, e.top_logprobs) for e in of_chat(chosen.choices[0])] == [
+        (e.token, e.logprob, []) for e in found
+    ]
+    assert [entry for c in chunks if c.logprobs for entry in c.logprobs.content or ()] == found
+
+
+def of_chat(choice: Any) -> list[ChatCompletionTokenLogprob]:
+    assert choice.logprobs.refusal is None
+    return list(choice.logprobs.content)
+
+
+async def test_numbers_in_place_of_names_and_named_tokens() -> None:
+    async with client() as (api, _):
+        more = {"return_tokens_as_token_ids": True, "logprob_token_ids": [7, 9], "return_token_ids": True}
+        answer = await api.completions.create(
+            model=MODEL, prompt=PROMPT, max_tokens=4, logprobs=0, temperature=0, extra_body=more
+        )
+        chat = await api.chat.completions.create(
+            model=MODEL, messages=USER, max_tokens=3, logprobs=True, temperature=0, extra_body=more
+        )
+    choice = answer.choices[0]
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens == [f"token_id:{t}" for t in choice.model_extra["token_ids"]]
+    assert all({"token_id:7", "token_id:9"} < set(top) and len(top) == 3 for top in choice.logprobs.top_logprobs)
+    entries = of_chat(chat.choices[0])
+    assert [e.token for e in entries] == [f"token_id:{t}" for t in chat.choices[0].model_extra["token_ids"]]
+    assert all([x.token for x in e.top_logprobs] == ["token_id:7", "token_id:9"] for e in entries)
+    assert all(e.bytes is None for e in entries)
+    assert len(chat.model_extra["prompt_token_ids"]) == chat.usage.prompt_tokens
+
+
+async def test_an_engine_without_tokenizer_names_numbers() -> None:
+    async with client(skip_tokenizer_init=True) as (api, _):
+        answer = await api.completions.create(model=MODEL, prompt=[5, 6, 7], max_tokens=2, logprobs=1, temperature=0)
+    assert answer.choices[0].logprobs is not None
+    assert all(token.startswith("token_id:") for token in answer.choices[0].logprobs.tokens)
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "param"),
+    [
+        (COMPLETIONS, {"logprobs": 21}, "logprobs"),
+        (COMPLETIONS, {"logprobs": -1}, "logprobs"),
+        (COMPLETIONS, {"logprobs": True}, "logprobs"),
+        (COMPLETIONS, {"logprob_token_ids": [99999, 77777]}, "logprob_token_ids"),
+        (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (CHAT, {"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        (CHAT, {"top_logprobs": 2}, "top_logprobs"),
+        (CHAT, {"logprobs": 2}, "logprobs"),
+    ],
+)
+async def test_wrong_counts_are_refused(route: str, fields: dict[str, Any], param: str) -> None:
+    async with (
+        AsyncEngine.from_pretrained(bundled_model(), progress=False) as engine,
+        serving(engine) as site,  # type: ignore[arg-type]
+    ):
+        prompt: dict[str, Any] = {"prompt": "x"} if route == COMPLETIONS else {"messages": USER}
+        reply = await site.post(route, **prompt | fields)
+        assert (reply.status, reply.error["param"]) == (400, param)
+        assert (await site.post(route, **prompt, max_tokens=1)).status == 200
+
+
+async def test_what_cannot_come_is_a_finite_number() -> None:
+    async with serving(FakeEngine("ab")) as site:
+        reply = await site.post(COMPLETIONS, prompt="x", max_tokens=2, logprobs=3)
+        chat = await site.post(CHAT, messages=USER, max_tokens=2, logprobs=True, top_logprobs=3)
+    assert reply.json["choices"][0]["logprobs"]["top_logprobs"][0] == {"a": -1.0, "b": -0.5, "c": -9999.0}
+    assert [x["logprob"] for x in chat.json["choices"][0]["logprobs"]["content"][0]["top_logprobs"]][2] == -9999.0
+
+
+class Part:
+    """A piece of news with given text and tokens."""
+
+    def __init__(self, text: str, tokens: list[int], finish: FinishReason | None = None) -> None:
+        self.text, self.finish_reason, self.stop_reason = text, finish, None
+        self.logprobs = [TokenLogProbs(t, -0.1, 1, (LogProb(t, -0.1),)) for t in tokens]
+
+
+async def test_parts_of_characters_have_their_bytes() -> None:
+    """An emoji of several tokens: the last of them has its text, each has its own bytes."""
+    async with client() as (_, engine):
+        tokenizer = engine.tokenizer
+        text = "a😀b"
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        params = SamplingParams(logprobs=1)
+        job = JobLogProbs(tokenizer, params, by_number=False)
+        found = job.chat(0, Part(tokenizer.decode(tokens), tokens, FinishReason.LENGTH))
+        completion = JobLogProbs(tokenizer, params, by_number=False).completion(
+            0, Part(tokenizer.decode(tokens), tokens, FinishReason.LENGTH)
+        )
+    assert found is not None
+    assert completion is not None
+    assert len(tokens) > 3
+    assert "".join(entry.token for entry in found.content).strip() == text
+    assert bytes(b for entry in found.content for b in entry.bytes or ()).decode().strip() == text
+    assert any(name.startswith("bytes:\\x") for top in completion.top_logprobs for name in top or ()) is False
+    assert "bytes:\\xf0" in [x.token for entry in found.content for x in entry.top_logprobs]
+
+
+async def test_held_text_holds_its_tokens() -> None:
+    async with client() as (_, engine):
+        tokenizer = engine.tokenizer
+        tokens = tokenizer.encode("time was", add_special_tokens=False)
+        whole = tokenizer.decode(tokens)
+        choice = ChoiceLogProbs(tokenizer, SamplingParams(logprobs=0, stop="wasp"))
+        cut = len(whole) - 3
+        early = choice.push(Part(whole[:cut], tokens))
+        late = choice.push(Part(whole[cut:], [], FinishReason.LENGTH))
+    assert [t.data.token_id for t in early + late] == tokens
+    assert "".join(t.text for t in early) == whole[: len("".join(t.text for t in early))]
+    assert late
+    assert math.isfinite(late[0].data.logprob)
