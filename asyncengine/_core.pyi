@@ -86,11 +86,27 @@ class RequestExtras:
         result_words: int = 0,
         score_from: int = -1,
         tokens_per_step: int = 1,
+        masks: Sequence[MaskChannel] = (),
     ) -> None:
         """needs: bits of Need beside those of the SamplingState. entries: (EntryKind, int32 words), for a slot whenever
         it is filled; with ``history`` also its tokens so far. result_words: room for a sample's records, for which it
         needs logprobs or vector. score_from: the first prompt token with records. tokens_per_step: appended at most.
+        masks: one for each sequence.
         """
+
+class MaskChannel:
+    """Masks of a sequence, one at a time: a bit for each token, 1 if it may come, 32 a word from the lowest."""
+
+    def __init__(self, mask_words: int) -> None: ...
+    address: Final[int]
+    """Of the mask, int32 [mask_words]."""
+    def write(self, position: int, allows_all: bool = False, forced: Sequence[int] = ()) -> None:
+        """Say which token the mask is for, and which come before it without being sampled, from ``position``.
+
+        ``allows_all``: the mask is not looked at. The first mask comes with the request.
+        """
+    def post(self) -> None:
+        """Hand it on, from any thread. The next one is written once a token that came of this one is known."""
 
 # ---- CPU kernels ----
 
@@ -292,10 +308,11 @@ class SchedulerConfig:
         max_samples: int = 0,
         max_update_words: int = 0,
         max_result_words: int = 0,
+        mask_words: int = 0,
     ) -> None:
         """token_buckets: ascending sizes of step; a chunk that does not finish its prompt fills one of them.
 
-        The last three are budgets of a step: samples (0 is max_num_seqs), words of entries and words of records.
+        Budgets of a step: samples (0 is max_num_seqs), words of entries and of records. mask_words 0: no masks.
         """
 
 class BlockManager:
@@ -445,6 +462,10 @@ class Staging:
     """Host address of the first input buffer; the others follow."""
     output: Final[int]
     """Host address of the first output buffer; the others follow."""
+    masks: Final[int]
+    """Host address of the masks, a row per slot: mask_head_words, then a bit per token."""
+    mask_stride: Final[int]
+    """Words from one row to the next; 0: there are none."""
     def set_device_buffers(self, input: int, output: int) -> None:
         """Where the copying modes copy to and from."""
 

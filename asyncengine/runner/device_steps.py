@@ -15,7 +15,7 @@ from asyncengine.kernels.cuda.attention.choose import Limits, short_context, sho
 from asyncengine.kernels.cuda.attention.plan import AttentionShape, LayerKind
 from asyncengine.kernels.cuda.attention.run import StepAttention
 from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps
-from asyncengine.kernels.cuda.sampling.edits import edit
+from asyncengine.kernels.cuda.sampling.edits import edit, wait_for_masks
 from asyncengine.kernels.cuda.sampling.features import allocate_features, follow
 from asyncengine.kernels.cuda.sampling.logprobs import store_logprobs
 from asyncengine.kernels.cuda.sampling.sample import sample
@@ -42,21 +42,27 @@ class StepBuffers:
 
     staging: _core.Staging
     source: StepSource
+    board: Tensor
+    """int32 [slots, words]: masks (csrc/core/mask_board.h); on the host, where the device can read that"""
 
     @classmethod
-    def allocate(cls, staging: _core.Staging, device: torch.device) -> StepBuffers:
+    def allocate(cls, staging: _core.Staging, slots: int, device: torch.device) -> StepBuffers:
         """Views of the staging rings, or what is copied to and from on the device: a buffer, of inputs also a ring."""
         words, ring = staging.input_stride // 4, staging.num_steps
         host_inputs = _view(staging.input, ring * staging.input_stride, torch.int32).view(ring, words)
         host_inputs.zero_()  # an empty step: what warm-up and capture run
         host_outputs = _view(staging.output, ring * staging.output_stride, torch.int64).view(ring, -1)
+        if staging.mode == "pageable":  # where the device cannot read the host's memory, no row has a mask
+            board = torch.full((slots, staging.mask_stride), -1, dtype=torch.int32, device=device)
+        else:
+            board = _view(staging.masks, slots * staging.mask_stride * 4, torch.int32).view(slots, -1)
         if staging.mode == "mapped":
-            return cls(staging, make_source(host_inputs, host_outputs, device, fetch=True))
+            return cls(staging, make_source(host_inputs, host_outputs, device, fetch=True), board)
         ahead = staging.mode == "ahead"
         inputs = torch.zeros(ring if ahead else 1, words, dtype=torch.int32, device=device)
         outputs = host_outputs if ahead else torch.zeros(1, staging.output_words, dtype=torch.int64, device=device)
         staging.set_device_buffers(inputs.data_ptr(), outputs.data_ptr())
-        return cls(staging, make_source(inputs, outputs, device, fetch=False))
+        return cls(staging, make_source(inputs, outputs, device, fetch=False), board)
 
 
 def _view(address: int, num_bytes: int, dtype: torch.dtype) -> Tensor:
@@ -155,8 +161,9 @@ class DeviceSteps:
     def _sample_with_features(self, logits: Tensor, step: DeviceStep, needs: int) -> None:
         source, features, pdl = self._buffers.source, self._features, self._pdl
         follow(source, step, features, pdl=pdl)
-        raw = edit(logits, source, step, features, pdl=pdl)
+        raw = edit(logits, self._buffers.board, step, features, pdl=pdl)
         sample(logits, step, source.header, source.outputs, needs=needs, pdl=pdl)
+        wait_for_masks(source, step, pdl=pdl)
         store_logprobs(logits, raw, source, step, features, self._buffers.staging.records_begin, pdl=pdl)
 
     def copy_blocks(self) -> None:

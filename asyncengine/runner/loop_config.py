@@ -28,6 +28,7 @@ def scheduler_config(
         prefix_caching=config.enable_prefix_caching,
         token_buckets=token_buckets,
         max_update_words=UPDATE_WORDS + model_info.max_model_len + model_info.vocab_size // 32,
+        mask_words=-(-model_info.vocab_size // 32),
         max_result_words=max(RESULT_WORDS, VECTORS * (1 + model_info.vector_size)),
     )
 

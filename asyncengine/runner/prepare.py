@@ -42,7 +42,7 @@ def make_steps(
 ) -> tuple[DeviceSteps, StepBuffers]:
     cache = memory.allocate(config, loaded.config, num_blocks, loaded.dtype, ops)
     staging = _core.Staging(native, step_loop_config(config, loaded.info(config, num_blocks)), config.staging)
-    buffers = StepBuffers.allocate(staging, ops.device)
+    buffers = StepBuffers.allocate(staging, config.max_num_seqs, ops.device)
     return DeviceSteps(config, loaded, ops, buffers, cache), buffers
 
 

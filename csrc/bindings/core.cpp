@@ -22,14 +22,14 @@ int64_t now_ns() { return std::chrono::steady_clock::now().time_since_epoch() / 
 SchedulerConfig make_scheduler_config(int32_t num_blocks, int32_t block_size, int32_t max_num_seqs,
                                       int32_t max_num_batched_tokens, int32_t prefill_chunk_size, int32_t max_model_len,
                                       bool prefix_caching, std::vector<int32_t> token_buckets, int32_t max_samples,
-                                      int32_t max_update_words, int32_t max_result_words) {
+                                      int32_t max_update_words, int32_t max_result_words, int32_t mask_words) {
   require(num_blocks >= 1 && max_num_seqs >= 1 && max_model_len >= 1 && prefill_chunk_size >= 0, "counts must be positive");
   require(block_size >= 16 && block_size % 16 == 0, "block_size must be a multiple of 16");
   require(max_num_batched_tokens >= max_num_seqs, "max_num_batched_tokens must be at least max_num_seqs");
   require(std::ranges::is_sorted(token_buckets), "token_buckets must ascend");
-  require(max_samples >= 0 && max_update_words >= 0 && max_result_words >= 0, "budgets must not be negative");
+  require(max_samples >= 0 && max_update_words >= 0 && max_result_words >= 0 && mask_words >= 0, "budgets must not be negative");
   return {num_blocks, block_size, max_num_seqs, max_num_batched_tokens, prefill_chunk_size, max_model_len, prefix_caching,
-          std::move(token_buckets), max_samples, max_update_words, max_result_words};
+          std::move(token_buckets), max_samples, max_update_words, max_result_words, mask_words};
 }
 
 // Python has chains as integers: a root's is 2**64 and its salt.
@@ -164,7 +164,7 @@ void bind_core(py::module_& m) {
       .def(py::init(&make_scheduler_config), py::kw_only(), py::arg("num_blocks"), py::arg("block_size"), py::arg("max_num_seqs"),
            py::arg("max_num_batched_tokens"), py::arg("prefill_chunk_size"), py::arg("max_model_len"), py::arg("prefix_caching"),
            py::arg("token_buckets") = std::vector<int32_t>(), py::arg("max_samples") = 0, py::arg("max_update_words") = 0,
-           py::arg("max_result_words") = 0);
+           py::arg("max_result_words") = 0, py::arg("mask_words") = 0);
 
   py::class_<BlockManager>(m, "BlockManager")
       .def(py::init<int32_t, int32_t, bool>(), py::arg("num_blocks"), py::arg("block_size"), py::arg("prefix_caching"))

@@ -145,6 +145,8 @@ void bind_device(py::module_& m) {
       .def_property_readonly("records_begin", &Staging::records_begin)
       .def_property_readonly("input", [](const Staging& s) { return reinterpret_cast<Address>(s.input(0).data()); })
       .def_property_readonly("output", [](const Staging& s) { return reinterpret_cast<Address>(s.output(0)); })
+      .def_property_readonly("masks", [](const Staging& s) { return reinterpret_cast<Address>(s.masks().row(0)); })
+      .def_property_readonly("mask_stride", [](const Staging& s) { return MaskBoard::stride(s.masks().mask_words()); })
       .def("set_device_buffers", [](Staging& s, Address input, Address output) {
         s.set_device_buffers({pointer<std::byte>(input), pointer<int64_t>(output)});
       }, py::arg("input"), py::arg("output"));

@@ -69,7 +69,6 @@ py::dict step_input_layout() {
   put("row.num_appends", WORD(StepInputRow, num_appends));
   put("row.result_offset", WORD(StepInputRow, result_offset));
   put("row.result_words", WORD(StepInputRow, result_words));
-  put("row.mask", WORD(StepInputRow, mask));
   put("flag.from_device", kRowFromDevice);
   put("flag.device_length", kRowDeviceLength);
   put("copy_words", WORDS(BlockCopy));
@@ -99,6 +98,8 @@ py::dict step_input_layout() {
   put("parameter.score_only", kScoreOnly);
   put("not_finite", kNotFinite);
   put("no_token", kNoToken);
+  put("no_mask", kNoMask);
+  put("mask_head_words", MaskBoard::kHeadWords);
   put("end_of_records", kEndOfRecords);
   put("record_needs", kRecordNeeds);
   put("max_stops", Sequence::kInlineStops);
@@ -108,8 +109,8 @@ py::dict step_input_layout() {
 using Entries = std::vector<std::pair<uint32_t, std::vector<int32_t>>>;
 
 RequestExtras make_extras(Needs needs, const Entries& entries, bool history, int32_t result_words, int32_t score_from,
-                          int32_t tokens_per_step) {
-  RequestExtras extras{needs, {}, history, result_words, score_from, tokens_per_step};
+                          int32_t tokens_per_step, std::vector<std::shared_ptr<MaskChannel>> masks) {
+  RequestExtras extras{needs, {}, history, result_words, score_from, tokens_per_step, std::move(masks)};
   for (const auto& [kind, words] : entries) {
     require(kind > 0 && kind < 256 && words.size() <= kMaxEntryWords, "an entry's kind or length is out of range");
     extras.entries.push_back(entry_header(kind, words.size()));
@@ -156,7 +157,20 @@ void bind_wire(py::module_& m) {
   py::class_<RequestExtras>(m, "RequestExtras")
       .def(py::init(&make_extras), py::kw_only(), py::arg("needs") = 0, py::arg("entries") = Entries(),
            py::arg("history") = false, py::arg("result_words") = 0, py::arg("score_from") = -1,
-           py::arg("tokens_per_step") = 1);
+           py::arg("tokens_per_step") = 1, py::arg("masks") = std::vector<std::shared_ptr<MaskChannel>>());
+
+  py::class_<MaskChannel, std::shared_ptr<MaskChannel>>(m, "MaskChannel")
+      .def(py::init([](int32_t mask_words) {
+        require(mask_words >= 1, "mask_words must be at least 1");
+        return std::make_shared<MaskChannel>(mask_words);
+      }), py::arg("mask_words"))
+      .def_property_readonly("address", [](const MaskChannel& c) { return reinterpret_cast<uintptr_t>(c.words.data()); })
+      .def("write", [](MaskChannel& c, int32_t position, bool allows_all, std::vector<int32_t> forced) {
+        c.position = position;
+        c.allows_all = allows_all;
+        c.forced = std::move(forced);
+      }, py::arg("position"), py::arg("allows_all") = false, py::arg("forced") = std::vector<int32_t>())
+      .def("post", &MaskChannel::post, NoGil());
 }
 
 }  // namespace asyncengine

@@ -31,7 +31,7 @@ Scheduler::Scheduler(const SchedulerConfig& config)
 
 StepLimits Scheduler::limits() const {
   return {config_.max_num_seqs, config_.max_num_batched_tokens, max_delta_blocks_, config_.max_samples,
-          config_.max_update_words, config_.max_result_words};
+          config_.max_update_words, config_.max_result_words, config_.mask_words};
 }
 
 void Scheduler::add(Request* request) {
@@ -166,13 +166,14 @@ void Scheduler::schedule_decodes_with_results(StepPlan& plan) {
 void Scheduler::schedule_prefills(StepPlan& plan) {
   for (size_t i = 0; i < running_.size() && plan.num_tokens < config_.max_num_batched_tokens; ++i) {
     Slot& slot = *running_[i];
-    if (slot.state != SequenceState::kRunning || !slot.wants_more() || slot.decodes()) continue;
+    if (slot.state != SequenceState::kRunning || !slot.wants_more() || slot.decodes() || waits_for_mask(slot)) continue;
     add_chunk(slot, plan);
   }
 }
 
 // The next part of a prompt; false if there is no room for it.
 bool Scheduler::add_chunk(Slot& slot, StepPlan& plan) {
+  if (slot.needs & kNeedMask) slot.sequence->tokens.settle(slot.tail, published(slot));  // its row may bring new ones
   const int32_t query_len = prefill_chunk(slot, plan);
   if (query_len == 0 || !reserve(slot, slot.computed + query_len, plan)) return false;
   add_row(slot, query_len, /*from_device=*/false, plan);
@@ -296,6 +297,7 @@ bool Scheduler::admit_one(Sequence& sequence, StepPlan& plan, int64_t now_ns) {
   slot.capacity = shared * config_.block_size;
   if (source != nullptr) slot.forked = slot_of(*source).forked = true;
   start_chain(slot, source, shared);
+  if (sequence.masks != nullptr) begin_masks(slot);
   sequence.state = SequenceState::kRunning;
   running_.insert(std::upper_bound(running_.begin(), running_.end(), &slot,
                                    [](const Slot* a, const Slot* b) { return runs_before(a->sequence, b->sequence); }),
@@ -405,6 +407,7 @@ void Scheduler::settle(Sequence& sequence, Outbox* outbox) {
   }
   if (sequence.state == SequenceState::kPreempting) return enqueue(&sequence);
   sequence.state = SequenceState::kReleased;
+  if (sequence.masks != nullptr) sequence.masks->sequence = nullptr;
   if (--sequence.request->unreleased == 0) outbox->filling().released.push_back(sequence.request);
 }
 

@@ -7,6 +7,7 @@
 
 #include "core/block_manager.h"
 #include "core/block_table.h"
+#include "core/mask_board.h"
 #include "core/outbox.h"
 #include "core/sequence.h"
 #include "core/slot.h"
@@ -32,6 +33,7 @@ struct SchedulerConfig {
   int32_t max_samples = 0;
   int32_t max_update_words = 0;
   int32_t max_result_words = 0;
+  int32_t mask_words = 0;  // of a bit per token of the vocabulary; 0: no sequence has masks
 
   // The most that a request may have as tokens_per_step: then every sequence may decode in one step. A slot has a byte for
   // all that kMostStepsInFlight may append.
@@ -61,6 +63,10 @@ class Scheduler {
   void schedule(StepPlan& plan, int64_t now_ns);
   // Takes in the results of the oldest step in flight.
   void commit(StepPlan& plan, StepResults results, Outbox& outbox, int64_t now_ns);
+  // Takes in the masks, and the tokens that need no sampling, that were posted for its sequences.
+  void take_masks(MaskInbox& inbox, Outbox& outbox, int64_t now_ns);
+  // Where it writes masks: before the first sequence that has some.
+  void write_masks_to(const MaskBoard& board) { board_ = board; }
   // Instead of commit(): the step computed nothing, and every request with a row in it ends with kStepFailed. What later
   // steps in flight compute for other requests stands: a request shares blocks with others once a commit published them.
   void fail_step(StepPlan& plan, Outbox& outbox, int64_t now_ns);
@@ -112,6 +118,12 @@ class Scheduler {
   int32_t fit_samples(const Slot& slot, int32_t query_len, const StepPlan& plan);
   void add_extras(Slot& slot, PlanRow& row, StepPlan& plan) const;
   bool add_chunk(Slot& slot, StepPlan& plan);
+  // Its next row would find no mask.
+  bool waits_for_mask(const Slot& slot) const { return (slot.needs & kNeedMask) != 0 && slot.sequence->frozen; }
+  void begin_masks(Slot& slot);
+  void offer_mask(Slot& slot, Outbox& outbox, int64_t now_ns);
+  void force_tokens(Slot& slot, Outbox& outbox, int64_t now_ns);
+  void freeze(Slot& slot, uint64_t step, Outbox& outbox, int64_t now_ns);
   void add_row(Slot& slot, int32_t query_len, bool from_device, StepPlan& plan);
   bool make_room(const Sequence& sequence, int32_t num_blocks, const StepPlan& plan);
   void preempt(Sequence& sequence);
@@ -122,7 +134,7 @@ class Scheduler {
   template <typename OnRow>
   void retire_rows(const StepPlan& plan, Outbox& outbox, OnRow&& on_row);
   void take_token(Slot& slot, int32_t token, Outbox& outbox, int64_t now_ns);
-  void take_samples(const PlanRow& row, Slot& slot, const int32_t* tokens, const int32_t* records, Outbox& outbox,
+  void take_samples(const PlanRow& row, Slot& slot, uint64_t step, const int32_t* tokens, const int32_t* records, Outbox& outbox,
                     int64_t now_ns);
   void fail(Sequence& sequence, FinishReason reason, Outbox& outbox, int64_t now_ns);
   void publish_blocks(const StepPlan& plan);
@@ -172,6 +184,7 @@ class Scheduler {
   std::vector<Sequence*> deferred_;  // scratch: they wait for the next step, and those behind them do not
   size_t results_from_ = 0;     // place in running_ of the first that the last step had no room for the records of
   int32_t results_wanted_ = 0;  // words of records that a prompt's end waits for
+  MaskBoard board_;
   const Sequence* blocked_ = nullptr;  // head of the queue that did not fit, and the free blocks it saw
   int32_t blocked_free_ = 0;
   int32_t blocks_coming_ = 0;  // given back as steps in flight retire: no need to preempt more for these

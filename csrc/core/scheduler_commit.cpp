@@ -7,7 +7,7 @@
 
 namespace asyncengine {
 
-inline void Scheduler::take_token(Slot& slot, int32_t token, Outbox& outbox, int64_t now_ns) {
+void Scheduler::take_token(Slot& slot, int32_t token, Outbox& outbox, int64_t now_ns) {
   Sequence& sequence = *slot.sequence;
   if (token < 0) return fail(sequence, FinishReason::kFailed, outbox, now_ns);
   sequence.tokens.append(slot.tail, token, published(slot));
@@ -24,10 +24,12 @@ inline void Scheduler::take_token(Slot& slot, int32_t token, Outbox& outbox, int
 
 // Takes in the samples of a row that has extras. A row that was to append a token and gives none ends its sequence: its
 // records are the answer.
-void Scheduler::take_samples(const PlanRow& row, Slot& slot, const int32_t* tokens, const int32_t* records, Outbox& outbox,
+void Scheduler::take_samples(const PlanRow& row, Slot& slot, uint64_t step, const int32_t* tokens, const int32_t* records, Outbox& outbox,
                              int64_t now_ns) {
   Sequence& sequence = *slot.sequence;
+  if (step <= sequence.frozen_until) return;
   const int32_t first = row.num_samples - row.num_appends;
+  if (row.num_appends > 0 && tokens[first] == kNoMask) return freeze(slot, step, outbox, now_ns);
   int32_t accepted = 0;
   while (accepted < row.num_appends && tokens[first + accepted] >= 0) ++accepted;
   if (row.from_device) slot.computed -= row.num_appends - accepted;
@@ -44,6 +46,7 @@ void Scheduler::take_samples(const PlanRow& row, Slot& slot, const int32_t* toke
     if (i < first) {
       if (length > 0) outbox.filling().events.push_back({&sequence, -1, FinishReason::kNone, now_ns});
     } else if (tokens[i] != kNoToken) {
+      if (sequence.masks != nullptr) sequence.masks->arrived = false;
       take_token(slot, tokens[i], outbox, now_ns);
     } else {
       outbox.filling().events.push_back({&sequence, -1, FinishReason::kStop, now_ns});
@@ -59,7 +62,7 @@ void Scheduler::commit(StepPlan& plan, StepResults results, Outbox& outbox, int6
     results.tokens += row.num_samples;
     // A sequence that ended, or was aborted, while this step was under way: the surplus row never shows.
     if (row.num_samples == 0 || !slot.alive()) return;
-    if (row.extras) return take_samples(row, slot, tokens, results.records, outbox, now_ns);
+    if (row.extras) return take_samples(row, slot, plan.step, tokens, results.records, outbox, now_ns);
     take_token(slot, *tokens, outbox, now_ns);
   });
 }
@@ -77,7 +80,8 @@ inline void Scheduler::retire_rows(const StepPlan& plan, Outbox& outbox, OnRow&&
     const PlanRow& row = plan.rows[i];
     Slot& slot = slots_[static_cast<size_t>(row.slot)];
     --slot.in_flight;
-    slot.pending = static_cast<int8_t>(slot.pending - row.num_appends);
+    const bool came_to_nothing = row.extras && plan.step <= row.sequence->frozen_until;
+    if (!came_to_nothing) slot.pending = static_cast<int8_t>(slot.pending - row.num_appends);
     on_row(row, slot);
     if (slot.in_flight == 0 && slot.state != SequenceState::kRunning) settle(*slot.sequence, &outbox);
   }

@@ -1,10 +1,23 @@
-// What few requests want of a step beyond one token: records, scored prompts, several tokens, entries of a slot update.
+// What few requests want of a step beyond one token: records, scored prompts, several tokens, entries of a slot update,
+// masks.
 #include <algorithm>
 #include <cassert>
 
 #include "core/scheduler.h"
 
 namespace asyncengine {
+namespace {
+
+bool masks_fit(const RequestSpec& spec, int32_t mask_words) {
+  const RequestExtras& extras = spec.extras;
+  const auto fits = [&](const auto& channel) {
+    return channel != nullptr && channel->words.size() == static_cast<size_t>(mask_words) && channel->forced.empty();
+  };
+  return mask_words > 0 && extras.tokens_per_step == 1 && extras.masks.size() == static_cast<size_t>(spec.n) &&
+         std::ranges::all_of(extras.masks, fits);
+}
+
+}  // namespace
 
 bool Scheduler::can_fit(const RequestSpec& spec) const {
   const RequestExtras& extras = spec.extras;
@@ -14,6 +27,7 @@ bool Scheduler::can_fit(const RequestSpec& spec) const {
   return static_cast<int64_t>(extras.entries.size()) + history <= config_.max_update_words &&
          extras.result_words >= 0 && int64_t{extras.result_words} * extras.tokens_per_step <= config_.max_result_words &&
          extras.tokens_per_step >= 1 && extras.tokens_per_step <= config_.max_step_tokens() &&
+         (extras.masks.empty() || masks_fit(spec, config_.mask_words)) &&
          (!scores || (extras.score_from < prompt_len && config_.max_samples > config_.max_num_seqs));
 }
 
@@ -58,6 +72,71 @@ void Scheduler::add_extras(Slot& slot, PlanRow& row, StepPlan& plan) const {
   if (row.num_samples > 0) plan.needs |= slot.needs;
   row.result_offset = plan.num_result_words;
   plan.num_result_words += row.num_samples * slot.sequence->request->extras.result_words;
+}
+
+// ---- masks ---------------------------------------------------------------------------------------------------------
+
+// A sequence has just got its slot, perhaps again.
+void Scheduler::begin_masks(Slot& slot) {
+  Sequence& sequence = *slot.sequence;
+  const MaskChannel& channel = *sequence.masks;
+  sequence.frozen = false;
+  sequence.frozen_until = 0;
+  board_.clear(index(slot));
+  if (channel.arrived && channel.position == slot.num_tokens() && channel.forced.empty()) {
+    board_.put(index(slot), channel.position, channel.allows_all, channel.words);
+  }
+}
+
+void Scheduler::take_masks(MaskInbox& inbox, Outbox& outbox, int64_t now_ns) {
+  inbox.take([&](MaskChannel& channel) {
+    Sequence* sequence = channel.sequence;
+    channel.arrived = true;
+    if (sequence == nullptr || sequence->state != SequenceState::kRunning) return;
+    offer_mask(slot_of(*sequence), outbox, now_ns);
+    if (sequence->state == SequenceState::kFinished && !in_flight(*sequence)) settle(*sequence, &outbox);
+  });
+  compact_running();
+}
+
+// Uses the message of the sequence's channel, if it is there and may be used yet.
+void Scheduler::offer_mask(Slot& slot, Outbox& outbox, int64_t now_ns) {
+  Sequence& sequence = *slot.sequence;
+  MaskChannel& channel = *sequence.masks;
+  if (slot.state != SequenceState::kRunning || !channel.arrived || channel.position != slot.num_tokens()) return;
+  if (!channel.forced.empty()) {
+    if (slot.in_flight > 0 && !sequence.frozen) return;  // a row in flight is going to find no mask, and freezes it
+    force_tokens(slot, outbox, now_ns);
+    if (slot.state != SequenceState::kRunning) return;
+  }
+  board_.put(index(slot), channel.position, channel.allows_all, channel.words);
+  sequence.frozen = false;
+}
+
+// Appends tokens that were not sampled. The next row brings them, and samples behind the last one.
+void Scheduler::force_tokens(Slot& slot, Outbox& outbox, int64_t now_ns) {
+  MaskChannel& channel = *slot.sequence->masks;
+  for (const int32_t token : channel.forced) {
+    if (slot.state == SequenceState::kRunning) take_token(slot, token, outbox, now_ns);
+  }
+  channel.position += static_cast<int32_t>(channel.forced.size());
+  channel.forced.clear();
+  slot.on_device = false;
+  slot.forked = true;  // as in freeze()
+}
+
+// A row of the sequence has found no mask, so those in flight behind it come to nothing. Its last token is computed again
+// once the mask is there, which gives the logits once more. The block that it is in may have been published meanwhile: then
+// a copy of it is written.
+void Scheduler::freeze(Slot& slot, uint64_t step, Outbox& outbox, int64_t now_ns) {
+  Sequence& sequence = *slot.sequence;
+  sequence.frozen = true;
+  sequence.frozen_until = step + (slot.planned_step - static_cast<uint32_t>(step));
+  slot.pending = 0;
+  slot.computed = slot.num_tokens() - 1;
+  slot.on_device = false;
+  slot.forked = true;
+  offer_mask(slot, outbox, now_ns);
 }
 
 }  // namespace asyncengine

@@ -27,6 +27,10 @@ std::unique_ptr<Request> make_request(const RequestSpec& spec, int64_t order, ui
     std::copy_n(spec.stop_tokens.begin(), std::min(sequence.num_stops, Sequence::kInlineStops), sequence.stops);
     sequence.sampling = spec.sampling;
     sequence.needs = spec.needs();
+    if (!request->extras.masks.empty()) {
+      sequence.masks = request->extras.masks[static_cast<size_t>(i)].get();
+      sequence.masks->sequence = &sequence;
+    }
     sequence.sampling.seed += static_cast<uint64_t>(i);
   }
   return request;

@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "core/mask_board.h"
 #include "core/step_batch.h"
 #include "core/tokens.h"
 
@@ -40,11 +41,12 @@ struct RequestExtras {
   int32_t result_words = 0;       // of records, for each sample
   int32_t score_from = -1;        // prompt tokens from this one on are sampled too, for records; -1: none
   int32_t tokens_per_step = 1;    // that a decode step may append
+  std::vector<std::shared_ptr<MaskChannel>> masks = {};  // one for each sequence, or none
 
-  bool any() const { return result_words > 0 || score_from >= 0 || tokens_per_step > 1; }
+  bool any() const { return result_words > 0 || score_from >= 0 || tokens_per_step > 1 || !masks.empty(); }
   // Whether records that it has room for are written: a missing one fails the engine.
   bool writes_records() const { return result_words == 0 || (needs & kRecordNeeds) != 0; }
-  Needs all_needs() const { return needs | (tokens_per_step > 1 ? kNeedDrafts : 0u); }
+  Needs all_needs() const { return needs | (tokens_per_step > 1 ? kNeedDrafts : 0u) | (masks.empty() ? 0u : kNeedMask); }
 };
 
 // While it runs, most of what changes is with its Slot (slot.h).
@@ -64,6 +66,9 @@ struct alignas(64) Sequence {
   Needs needs = 0;                 // those of `sampling` included
   uint64_t first_sample_step = 0;  // the step that computed the last of its prompt, since it has its slot
   int32_t scored = 0;              // tokens of the prompt that need no scoring any more
+  MaskChannel* masks = nullptr;    // of one whose tokens have masks
+  bool frozen = false;             // it found no mask: until that comes, no row is planned
+  uint64_t frozen_until = 0;       // rows of steps up to this one came to nothing
   int32_t blocks_coming = 0;       // while retiring: blocks that settling will give back
   std::atomic<bool> abort_requested{false};  // set by the loop, read by the step thread
   size_t queue_place = 0;          // in the heap of those that wait, while it does

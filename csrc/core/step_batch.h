@@ -48,7 +48,7 @@ struct Sample {
   std::span<int32_t> records;  // where its records go; empty: none are wanted
   int32_t slot = -1;
   Needs needs = 0;       // of the slot
-  const int32_t* mask = nullptr;  // a bit per token that is allowed (step_input.h), of the StepInput; none: all are
+  int32_t* mask = nullptr;  // its slot's row of the MaskBoard, of a sequence with masks
   bool appends = true;   // the token to its sequence; false: it is a token of the prompt that is only scored
 };
 

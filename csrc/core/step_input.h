@@ -53,7 +53,7 @@ struct StepInputRow {
   int32_t num_appends;    // the last so many samples may append a token each to the sequence
   int32_t result_offset;  // the region of its first sample in the record section; the others follow
   int32_t result_words;   // words of each region; 0: no records are wanted
-  int32_t mask;           // words [mask, mask + ceil(vocabulary / 32)) of the StepInput are its last sample's allowed tokens; or 0
+  int32_t unused;
 };
 static_assert(sizeof(StepInputRow) == 64);
 
@@ -104,6 +104,7 @@ struct StepLimits {
   int32_t max_samples = 0;  // 0: one a row
   int32_t max_update_words = 0;
   int32_t max_result_words = 0;
+  int32_t mask_words = 0;  // of a row of the MaskBoard; 0: there is none
 
   int32_t samples() const { return max_samples > max_rows ? max_samples : max_rows; }
   // Beyond the first token of a row that decodes.
@@ -131,10 +132,6 @@ class StepInputView {
   std::span<const int32_t> delta_blocks() const { return section<int32_t>(end(slot_updates()), header().num_delta_blocks); }
   std::span<const int32_t> delta_blocks(const StepInputRow& row) const {
     return delta_blocks().subspan(static_cast<size_t>(row.delta_offset), static_cast<size_t>(row.delta_count));
-  }
-  // None: a row without a mask.
-  const int32_t* mask(const StepInputRow& row) const {
-    return row.mask == 0 ? nullptr : reinterpret_cast<const int32_t*>(bytes_) + row.mask;
   }
   std::span<const int32_t> entries(const SlotUpdate& update) const {
     return section<int32_t>(static_cast<size_t>(update.entries) * sizeof(int32_t), update.entry_words);

@@ -6,7 +6,7 @@
 // the step: a word left over from another step, or one that is not there yet, is found. Only words that the step asked for
 // are looked at.
 //
-// The payload of a head is a token, or kNotFinite, or kNoToken. Where a row may give several tokens and only the device
+// The payload of a head is a token, or kNotFinite, or kNoToken, or kNoMask. Where a row may give several tokens and only the device
 // knows how many, they are the heads of the row's first samples, and the next one has kNoToken.
 //
 // A sample whose row wants records has a region of the record section. It is a chain of records, each a header (kind and
@@ -24,6 +24,7 @@ namespace asyncengine {
 
 constexpr int32_t kNotFinite = -1;  // instead of a token: the logits of the row were not finite
 constexpr int32_t kNoToken = -2;    // instead of a token: none was sampled here
+constexpr int32_t kNoMask = -3;     // instead of a token: its mask has not come (mask_board.h)
 
 enum RecordKind : uint32_t {
   kEndOfRecords = 0,

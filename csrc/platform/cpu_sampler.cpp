@@ -5,6 +5,7 @@
 #include <cmath>
 #include <numeric>
 
+#include "core/mask_board.h"
 #include "platform/logprobs.h"
 
 namespace asyncengine {
@@ -183,7 +184,10 @@ void CpuSampler::begin(const StepBatch& batch, int64_t vocab) {
     slots_[slot].begin(entries.words, vocab);
   }
   for (const Sample& sample : batch.samples) {
-    if (sample.needs & (kEditNeeds | kNeedLogprobs)) slots_[static_cast<size_t>(sample.slot)].make_room();
+    if ((sample.needs & (kEditNeeds | kNeedLogprobs)) == 0) continue;
+    const auto slot = static_cast<size_t>(sample.slot);
+    if (slot >= slots_.size()) slots_.resize(slot + 1);
+    slots_[slot].make_room();
   }
 }
 
@@ -204,10 +208,13 @@ int32_t CpuSampler::draw_edited(const Sample& sample, const float* logits, int64
     return kNoToken;
   }
   if (slot.parameters.flags & kScoreOnly) return kNoToken;
+  const auto mask = sample.mask == nullptr ? MaskBoard::Found::kAllowsAll : MaskBoard::find(sample.mask, sample.position);
+  if (mask == MaskBoard::Found::kMissing) return kNoMask;
   const float* edited = logits;
   if (sample.needs & kEditNeeds) {
     scratch.edited.assign(logits, logits + count);
     slot.apply(scratch.edited, sample.needs, sample.position);
+    if (mask == MaskBoard::Found::kMask) apply_mask(scratch.edited, sample.mask + MaskBoard::kHeadWords);
     edited = scratch.edited.data();
   }
   const int32_t token = draw_plain(sample, edited, count, scratch);

@@ -14,13 +14,13 @@ void ban(std::span<float> logits, int32_t token) {
   if (static_cast<size_t>(token) < logits.size()) logits[static_cast<size_t>(token)] = kNever;
 }
 
+}  // namespace
+
 void apply_mask(std::span<float> logits, const int32_t* mask) {
   for (size_t i = 0; i < logits.size(); ++i) {
     if ((static_cast<uint32_t>(mask[i / 32]) >> (i % 32) & 1u) == 0) logits[i] = kNever;
   }
 }
-
-}  // namespace
 
 void SlotEdits::begin(std::span<const int32_t> entries, int64_t vocab) {
   *this = {};

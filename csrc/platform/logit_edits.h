@@ -10,7 +10,10 @@
 
 namespace asyncengine {
 
-constexpr Needs kEditNeeds = kNeedPenalties | kNeedBias;
+constexpr Needs kEditNeeds = kNeedPenalties | kNeedBias | kNeedMask;
+
+// `mask`: a bit per token, 32 a word from the lowest. Those without lose their logits.
+void apply_mask(std::span<float> logits, const int32_t* mask);
 
 // Of a slot's sequence, for as long as it has the slot.
 struct SlotEdits {

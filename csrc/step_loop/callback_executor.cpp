@@ -23,7 +23,9 @@ void give_vectors(const StepBatch& batch, const float* vectors, size_t width, in
 
 CallbackExecutor::CallbackExecutor(const StepLimits& limits, int32_t max_blocks, int32_t block_size, int steps_in_flight,
                                    std::vector<BlockRegion> regions, Needs needs, Forward forward, HeldUp held_up)
-    : slots_(limits, max_blocks, block_size),
+    : board_(static_cast<size_t>(limits.max_rows) * MaskBoard::stride(limits.mask_words), -1),
+      masks_(board_.data(), limits.mask_words),
+      slots_(limits, max_blocks, block_size, masks_),
       steps_(static_cast<size_t>(steps_in_flight)),
       regions_(std::move(regions)),
       needs_(needs),

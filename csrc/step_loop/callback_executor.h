@@ -44,6 +44,7 @@ class CallbackExecutor final : public Executor {
     return {step.tokens.data(), step.records.data()};
   }
   Needs needs() const override { return needs_; }
+  MaskBoard masks() override { return masks_; }
   LaunchStatus launch(int i, size_t bytes) override;
   StepStatus poll(int i) override;
   std::string error() const override;
@@ -62,6 +63,8 @@ class CallbackExecutor final : public Executor {
   StepStatus compute(Step& step);
   void keep_error(const char* what) noexcept;
 
+  std::vector<int32_t> board_;
+  MaskBoard masks_;
   SlotState slots_;
   std::vector<Step> steps_;
   std::vector<BlockRegion> regions_;

@@ -9,6 +9,7 @@
 #include <string>
 #include <utility>
 
+#include "core/mask_board.h"
 #include "core/step_input.h"
 #include "step_loop/notifier.h"
 
@@ -45,6 +46,8 @@ class Executor {
 
   // Of the rows that it can run; submit refuses a request that needs more. From any thread, always the same.
   virtual Needs needs() const { return kSamplingNeeds; }
+  // Where its sampler looks for masks. What is written there by the step thread is seen by steps under way.
+  virtual MaskBoard masks() { return {}; }
 
   // Enqueues the step; never waits for it, nor for any other.
   virtual LaunchStatus launch(int i, size_t bytes) = 0;

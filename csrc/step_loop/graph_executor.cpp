@@ -25,6 +25,7 @@ GraphExecutor::GraphExecutor(const CudaRuntime& cuda, int device, std::shared_pt
     num_kinds_ += static_cast<int>(bucket.variants.size());
     needs_ &= bucket.variants.back().needs;
   }
+  if (staging_->mode() == StagingMode::kPageable) needs_ &= ~Needs{kNeedMask};  // the device cannot read the host's memory
   check_cuda(cuda_, cuda_.set_device(device_), "cudaSetDevice");
   if (graphs_.cuda_stream == nullptr) {
     check_cuda(cuda_, cuda_.stream_create(&own_cuda_stream_, kCudaStreamNonBlocking), "cudaStreamCreateWithFlags");

@@ -76,6 +76,7 @@ class GraphExecutor final : public Executor {
   LaunchStatus launch(int i, size_t bytes) override;
   StepStatus poll(int i) override;
   std::string error() const override;
+  MaskBoard masks() override { return staging_->masks(); }
   Needs needs() const override { return needs_; }
   int num_kinds() const override { return num_kinds_; }
   int kind(int i) const override;  // one per graph

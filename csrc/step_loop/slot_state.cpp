@@ -4,9 +4,10 @@
 
 namespace asyncengine {
 
-SlotState::SlotState(const StepLimits& limits, int32_t max_blocks, int32_t block_size)
+SlotState::SlotState(const StepLimits& limits, int32_t max_blocks, int32_t block_size, const MaskBoard& masks)
     : max_blocks_(max_blocks),
       block_size_(block_size),
+      masks_(masks),
       max_drafts_(static_cast<size_t>(limits.max_drafts())),
       last_token_(static_cast<size_t>(limits.max_rows), -1),
       length_(max_drafts_ > 0 ? static_cast<size_t>(limits.max_rows) : 0, 0),
@@ -94,7 +95,7 @@ void SlotState::add_row(const StepInputView& input, const StepInputRow& row, std
             static_cast<size_t>(row.result_offset + i * row.result_words), static_cast<size_t>(row.result_words)),
         .slot = row.slot,
         .needs = needs_[slot],
-        .mask = back == 1 ? input.mask(row) : nullptr,
+        .mask = (needs_[slot] & kNeedMask) != 0 ? masks_.row(row.slot) : nullptr,
         .appends = back <= row.num_appends,
     });
   }

@@ -5,6 +5,7 @@
 #include <span>
 #include <vector>
 
+#include "core/mask_board.h"
 #include "core/step_batch.h"
 #include "core/step_input.h"
 
@@ -14,7 +15,7 @@ namespace asyncengine {
 // step may append several tokens, its length and drafts.
 class SlotState {
  public:
-  SlotState(const StepLimits& limits, int32_t max_blocks, int32_t block_size);
+  SlotState(const StepLimits& limits, int32_t max_blocks, int32_t block_size, const MaskBoard& masks = {});
 
   // Applies the updates in `input` and describes the step as flat arrays. The returned batch is reused by the next call.
   // `records`: the record section of the step's output, of which it empties what the step may use.
@@ -32,6 +33,7 @@ class SlotState {
   int32_t* table(int32_t slot) { return tables_.data() + int64_t{slot} * max_blocks_; }
 
   int32_t max_blocks_, block_size_;
+  MaskBoard masks_;
   size_t max_drafts_;
   std::vector<int32_t> last_token_;
   std::vector<int32_t> length_, drafts_;  // where there are drafts

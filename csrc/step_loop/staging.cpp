@@ -1,5 +1,6 @@
 #include "step_loop/staging.h"
 
+#include <algorithm>
 #include <new>
 
 namespace asyncengine {
@@ -18,7 +19,9 @@ Staging::Staging(const CudaRuntime& cuda, int device, const StepLimits& limits, 
       input_stride_(whole_pages(limits.max_bytes())),
       output_stride_(whole_pages(output_words_ * sizeof(int64_t))) {
   check_cuda(cuda, cuda.set_device(device), "cudaSetDevice");
-  const size_t bytes = static_cast<size_t>(num_steps) * (input_stride_ + output_stride_);
+  const size_t rings = static_cast<size_t>(num_steps) * (input_stride_ + output_stride_);
+  const size_t board = static_cast<size_t>(limits.max_rows) * MaskBoard::stride(limits.mask_words);
+  const size_t bytes = rings + whole_pages(board * sizeof(int32_t));
   if (mode_ != StagingMode::kPageable) {
     void* memory = nullptr;
     if (cuda.host_alloc(&memory, bytes, kCudaHostAllocMapped) == kCudaSuccess) {
@@ -33,6 +36,8 @@ Staging::Staging(const CudaRuntime& cuda, int device, const StepLimits& limits, 
     if (plain_ == nullptr) throw std::bad_alloc();
     memory_ = static_cast<std::byte*>(plain_);
   }
+  masks_ = MaskBoard(reinterpret_cast<int32_t*>(memory_ + rings), limits.mask_words);
+  std::fill_n(masks_.row(0), board, -1);
 }
 
 }  // namespace asyncengine

@@ -7,6 +7,7 @@
 #include <memory>
 #include <span>
 
+#include "core/mask_board.h"
 #include "core/step_input.h"
 #include "platform/cuda_runtime.h"
 #include "platform/pinned_memory.h"
@@ -63,6 +64,8 @@ class Staging {
   size_t output_words() const { return output_words_; }
   // The first word of the records.
   size_t records_begin() const { return records_begin_; }
+  // Of the rows of all slots, in memory that the device reads while steps run.
+  MaskBoard masks() const { return masks_; }
   // Bytes from one buffer of a ring to the next.
   size_t input_stride() const { return input_stride_; }
   size_t output_stride() const { return output_stride_; }
@@ -75,6 +78,7 @@ class Staging {
   PinnedBuffer pinned_;
   void* plain_ = nullptr;
   std::byte* memory_ = nullptr;
+  MaskBoard masks_;
   DeviceBuffers device_;
 };
 

@@ -33,17 +33,20 @@ StepLoop::StepLoop(const StepLoopConfig& config, std::unique_ptr<Executor> execu
       life_(*executor_, *notifier_, outbox_),
       registry_(registry_config(config, executor_->needs())),
       scheduler_(config.scheduler),
+      mask_inbox_(std::make_shared<MaskInbox>([notifier = notifier_] { notifier->notify(); })),
       limit_(config.step_timeout, LifeCycle::kIdle),
       late_launch_(config.late_launch, executor_->num_kinds(), config.steps_in_flight),
       ring_(static_cast<size_t>(config.steps_in_flight)) {
   assert(executor_->num_staging() >= config.steps_in_flight);
   for (InFlightStep& step : ring_) step.plan.reserve(scheduler_.limits().max_rows);
   scheduler_.observe(&registry_);
+  scheduler_.write_masks_to(executor_->masks());
   executor_->attach(notifier_);
   publish_stats();
 }
 
 StepLoop::~StepLoop() {
+  mask_inbox_->close();
   if (!life_.end()) (void)executor_.release();
 }
 
@@ -60,6 +63,7 @@ void StepLoop::start(int cpu) {
 
 SubmitResult StepLoop::submit(const RequestSpec& spec) {
   if (!life_.running()) return SubmitResult::kClosed;
+  for (const auto& channel : spec.extras.masks) channel->attach(mask_inbox_);
   const SubmitResult result = registry_.submit(spec, scheduler_, now_ns());
   if (result == SubmitResult::kAccepted) notifier_->notify();
   return result;
@@ -94,6 +98,7 @@ bool StepLoop::round() {
   const int64_t now = now_ns();
   limit_.look(now);
   registry_.receive(scheduler_, outbox_);
+  scheduler_.take_masks(*mask_inbox_, outbox_, now);
   bool moved = retire_oldest(now);
   moved |= launch_next(now);
   publish_stats();  // first: who got its last token finds it counted

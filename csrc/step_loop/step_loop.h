@@ -105,6 +105,7 @@ class StepLoop {
   LifeCycle life_;
   RequestRegistry registry_;
   Scheduler scheduler_;
+  std::shared_ptr<MaskInbox> mask_inbox_;
   TimeLimit limit_;
   LateLaunch late_launch_;
   std::vector<InFlightStep> ring_;  // step k lives in ring_[k % size], and so does its staging buffer

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from asyncengine._core import STEP_INPUT_LAYOUT, EntryKind, Need, RecordKind
 from asyncengine.kernels.cuda.sampling import edits, features, logprobs
-from asyncengine.kernels.cuda.sampling.edits import edit
+from asyncengine.kernels.cuda.sampling.edits import edit, wait_for_masks
 from asyncengine.kernels.cuda.sampling.features import SlotFeatures, allocate_features, follow
 from asyncengine.kernels.cuda.sampling.logprobs import store_logprobs
 from asyncengine.kernels.cuda.sampling.sample import sample
@@ -22,6 +22,7 @@ from asyncengine.kernels.cuda.step.tensors import allocate_step
 from tests.kernels.poison import poison_new_memory
 
 VOCAB, LONGEST, SLOTS, HEADS, REGION = 150, 96, 6, 4, 60
+HEAD_WORDS, NO_MASK = STEP_INPUT_LAYOUT["mask_head_words"], STEP_INPUT_LAYOUT["no_mask"]
 NEEDS = int(Need.temperature | Need.filters | Need.penalties | Need.bias | Need.logprobs | Need.mask)
 
 
@@ -135,6 +136,7 @@ class World:
         self.inputs = torch.zeros(1, 2048, dtype=torch.int32, device=device)
         self.outputs = torch.zeros(2, HEADS + HEADS * REGION, dtype=torch.int64, device=device)
         self.source = StepSource(self.inputs, None, self.outputs, torch.tensor([9, 0, 10, 0], device=device))
+        self.board = torch.full((SLOTS, HEAD_WORDS + 32), -1, dtype=torch.int32, device=device)
         rows = torch.arange(HEADS)
         self.step.row_slot.copy_(torch.tensor(self.slots))
         self.step.sample_slot.copy_(torch.tensor(self.slots))
@@ -159,12 +161,12 @@ class World:
             ids = one.prompt + one.output
             self.step.input_ids[row], self.step.row_context_len[row] = ids[-1], len(ids) - 1
             self.step.sample_position[row] = len(ids)
-            self.step.sample_mask[row] = 16 + 8 * row if one.mask else 0
             words = bitmap(one.mask)
-            self.inputs[0, 16 + 8 * row :][: len(words)] = torch.tensor(words, dtype=torch.int32)
+            self.board[self.slots[row], HEAD_WORDS:][: len(words)] = torch.tensor(words, dtype=torch.int32)
+            self.board[self.slots[row], 0] = 2 * len(ids)
         moved = logits.to(self.device, copy=True)
         follow(self.source, self.step, self.features)
-        raw = edit(moved, self.source, self.step, self.features)
+        raw = edit(moved, self.board, self.step, self.features)
         sample(moved, self.step, self.source.header, self.outputs, needs=NEEDS)
         store_logprobs(moved, raw, self.source, self.step, self.features, HEADS)
         words = self.outputs[0].tolist()
@@ -220,7 +222,7 @@ def test_what_is_not_finite_ends_the_row_whatever_is_banned(device: torch.device
     world.step.row_slot[1:] = -1
     moved = logits.to(device)
     follow(world.source, world.step, world.features)
-    edit(moved, world.source, world.step, world.features)
+    edit(moved, world.board, world.step, world.features)
     sample(moved, world.step, world.source.header, world.outputs, needs=NEEDS)
     assert int(world.outputs[0, 0]) & 0xFFFFFFFF == 0xFFFFFFFF
     assert world.step.slots.finished[world.slots[0]] == 1
@@ -235,13 +237,35 @@ def test_a_record_without_room_is_left_out(device: torch.device) -> None:
     world.step.sample_slot[1:] = -1
     moved = torch.randn(HEADS, VOCAB).to(device)
     follow(world.source, world.step, world.features)
-    raw = edit(moved, world.source, world.step, world.features)
+    raw = edit(moved, world.board, world.step, world.features)
     sample(moved, world.step, world.source.header, world.outputs, needs=NEEDS)
     store_logprobs(moved, raw, world.source, world.step, world.features, HEADS)
     assert world.outputs[0, HEADS:].tolist() == [0] * (HEADS * REGION)
 
 
+@pytest.mark.parametrize(("head", "waits"), [(-1, True), (2 * 4, True), (2 * 5, False), (2 * 5 + 1, False)])
+def test_a_row_waits_for_the_mask_of_its_position(device: torch.device, head: int, waits: bool) -> None:
+    world = World(device)
+    sequence = Sequence(random.Random(3))
+    sequence.needs, sequence.heat = int(Need.mask), 0.0
+    world.fill(0, sequence)
+    world.step.sample_slot[1:] = -1
+    world.step.sample_position[0] = 5
+    world.board[world.slots[0], HEAD_WORDS] = 1 << 9
+    world.board[world.slots[0], 0] = head
+    moved = torch.zeros(HEADS, VOCAB)
+    moved[0, 11] = 1.0
+    moved = moved.to(device)
+    follow(world.source, world.step, world.features)
+    edit(moved, world.board, world.step, world.features)
+    sample(moved, world.step, world.source.header, world.outputs, needs=NEEDS)
+    wait_for_masks(world.source, world.step)
+    token = int(world.outputs[0, 0]) & 0xFFFFFFFF
+    assert token == (NO_MASK & 0xFFFFFFFF if waits else 11 if head % 2 else 9)
+    assert world.step.slots.finished[world.slots[0]] == waits
+
+
 def test_logits_of_another_vocabulary_are_refused(device: torch.device) -> None:
     world = World(device)
     with pytest.raises(ValueError, match=str(VOCAB)):
-        edit(torch.zeros(HEADS, VOCAB + 1, device=device), world.source, world.step, world.features)
+        edit(torch.zeros(HEADS, VOCAB + 1, device=device), world.board, world.step, world.features)

@@ -17,6 +17,7 @@ from asyncengine._core import STEP_INPUT_LAYOUT, EntryKind, Need
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options, wait
 from asyncengine.kernels.cuda.sampling.features import KINDS, PENALTIES, SlotFeatures
+from asyncengine.kernels.cuda.sampling.results import store_word
 from asyncengine.kernels.cuda.step.ingest import StepSource
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
 
@@ -24,6 +25,8 @@ EDIT_NEEDS = Need.penalties | Need.bias | Need.mask
 EDITS = tl.constexpr(int(EDIT_NEEDS))
 PARAMETERS = tl.constexpr(int(EntryKind.parameters))
 PROCESSED = tl.constexpr(STEP_INPUT_LAYOUT["parameter.processed_logprobs"])
+HEAD_WORDS = tl.constexpr(STEP_INPUT_LAYOUT["mask_head_words"])
+NO_MASK = tl.constexpr(STEP_INPUT_LAYOUT["no_mask"])
 FLAGS = tl.constexpr(STEP_INPUT_LAYOUT["parameter.flags"])
 _LOGPROBS = tl.constexpr(int(Need.logprobs))
 _MASK = tl.constexpr(int(Need.mask))
@@ -134,6 +137,9 @@ def _edit_kernel(
     counts: tl.tensor,
     distinct: tl.tensor,
     num_distinct: tl.tensor,
+    board: tl.tensor,
+    board_stride: tl.tensor,
+    sample_mask: tl.tensor,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -146,6 +152,10 @@ def _edit_kernel(
     needs = tl.load(slot_needs + slot)
     if (needs & EDITS) == 0:
         return
+    if (needs & _MASK) != 0:
+        head = tl.load(board + slot * board_stride, volatile=True)  # on the host, which may write it right now
+        is_there = (head >= 0) & (head // 2 == tl.load(sample_position + row))
+        tl.store(sample_mask + row, tl.where(is_there, 1 - head % 2, NO_MASK))
     logits += row * row_stride
     words += slot * width
     places += slot * 2 * KINDS
@@ -181,7 +191,7 @@ def _edit_kernel(
 
 @triton.jit
 def _is_set(bitmap: tl.tensor, index: tl.tensor, vocab: tl.tensor) -> tl.tensor:
-    word = tl.load(bitmap + index // 32, mask=index < vocab, other=0)
+    word = tl.load(bitmap + index // 32, mask=index < vocab, other=0, volatile=True)
     return ((word >> (index % 32)) & 1) != 0
 
 
@@ -196,13 +206,12 @@ def _mask_kernel(
     words: tl.tensor,
     width: tl.tensor,
     places: tl.tensor,
-    running: tl.tensor,
-    stride: tl.tensor,
-    header: tl.tensor,
+    board: tl.tensor,
+    board_stride: tl.tensor,
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Ban what is not among the tokens that the slot allows, or that the StepInput allows the row."""
+    """Ban what is not among the tokens that the slot allows, or that its mask allows."""
     wait(PDL)
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(sample_slot + row).to(tl.int64)
@@ -217,11 +226,10 @@ def _mask_kernel(
         allowed, count = of_kind(words + slot * width, places + slot * 2 * KINDS, _ALLOWED)
         if count * 32 >= vocab:
             _ban(row_logits, vocab, index, _is_set(allowed, index, vocab) == 0)
-    if (needs & _MASK) != 0:
-        given = tl.load(sample_mask + row)
-        if given > 0:
-            bitmap = running + tl.load(header + 1) * stride + given
-            _ban(row_logits, vocab, index, _is_set(bitmap, index, vocab) == 0)
+    applies = tl.load(sample_mask + row, mask=(needs & _MASK) != 0, other=0) == 1
+    if applies:
+        bitmap = board + slot * board_stride + HEAD_WORDS
+        _ban(row_logits, vocab, index, _is_set(bitmap, index, vocab) == 0)
 
 
 @kernel
@@ -253,11 +261,42 @@ def _keep_raw_kernel(
         tl.store(raw + row * vocab + index, logit, mask=index < vocab)
 
 
+@kernel
+def _wait_for_masks_kernel(
+    sample_slot: tl.tensor,
+    sample_mask: tl.tensor,
+    slot_needs: tl.tensor,
+    finished: tl.tensor,
+    header: tl.tensor,
+    out_words: tl.tensor,
+    ring_stride: tl.tensor,
+    PDL: tl.constexpr,
+) -> None:
+    wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(sample_slot + row).to(tl.int64)
+    if slot < 0:
+        return
+    has_mask = (tl.load(slot_needs + slot) & _MASK) != 0
+    if tl.load(sample_mask + row, mask=has_mask, other=0) == NO_MASK:
+        tl.store(finished + slot, 1)
+        store_word(header, out_words, ring_stride, row, NO_MASK)
+
+
+def wait_for_masks(source: StepSource, step: DeviceStep, *, pdl: bool = False) -> None:
+    """After ``sample``: rows whose masks had not come give no token, and rest until the host brings their tokens."""
+    _wait_for_masks_kernel[(len(step.sample_slot),)](
+        step.sample_slot, step.sample_mask, step.slots.needs, step.slots.finished, source.header, source.outputs,
+        source.outputs.shape[1], num_warps=1, **launch_options(pdl),
+    )  # fmt: skip
+
+
 def edit(
-    logits: Tensor, source: StepSource, step: DeviceStep, features: SlotFeatures, *, pdl: bool = False
+    logits: Tensor, board: Tensor, step: DeviceStep, features: SlotFeatures, *, pdl: bool = False
 ) -> Tensor:
     """Edit logits float32 [N, V] in place as the slots of the step's samples ask, after ``follow``.
 
+    ``board``: int32 [S, words], masks as ``csrc/core/mask_board.h`` says, in memory that the host writes to meanwhile.
     Returns logits [N, V] before the edits, of those rows alone whose log probabilities are of them.
     """
     rows, vocab = logits.shape
@@ -279,11 +318,11 @@ def edit(
     _edit_kernel[(rows,)](
         logits, logits.stride(0), vocab, step.sample_slot, step.sample_position, slots.needs, features.words, width,
         features.places, features.history, features.history.shape[1], features.history_len, features.counts,
-        features.distinct, features.num_distinct, CHUNK=_CHUNK, num_warps=8, **launch_options(pdl),
+        features.distinct, features.num_distinct, board, board.stride(0), step.sample_mask, CHUNK=_CHUNK, num_warps=8,
+        **launch_options(pdl),
     )  # fmt: skip
-    running, stride = source.running
     _mask_kernel[tiles](
         logits, logits.stride(0), vocab, step.sample_slot, step.sample_mask, slots.needs, features.words, width,
-        features.places, running, stride, source.header, TILE=_TILE, num_warps=8, **launch_options(pdl),
+        features.places, board, board.stride(0), TILE=_TILE, num_warps=8, **launch_options(pdl),
     )  # fmt: skip
     return raw

@@ -37,7 +37,6 @@ from asyncengine.kernels.cuda.step.layout import (
     ROW_DELTA_FIRST,
     ROW_DELTA_OFFSET,
     ROW_FLAGS,
-    ROW_MASK,
     ROW_NUM_APPENDS,
     ROW_NUM_SAMPLES,
     ROW_PROMPT_START,
@@ -153,7 +152,6 @@ def ingest(source: StepSource, step: DeviceStep, block_size: int, pdl: bool = Fa
         step.sample_slot,
         step.sample_position,
         step.sample_records,
-        step.sample_mask,
         step.row_entries,
         slots.block_tables.shape[1],
         words if source.fetched is None else 0,
@@ -224,7 +222,6 @@ def _ingest(
     sample_slot,
     sample_position,
     sample_records,
-    sample_mask,
     row_entries,
     max_blocks,
     stride,
@@ -296,6 +293,7 @@ def _ingest(
         # A sequence that met a stop token keeps its row until the host has heard of it; the row does nothing.
         from_device = (flags & FROM_DEVICE) != 0
         inert = from_device & (tl.load(finished + slot) != 0)
+        tl.store(finished + slot, 0, mask=from_device == 0)  # of a sequence that begins, or goes on with its mask
 
         if update >= 0:
             changed = updates + update * UPDATE_WORDS
@@ -307,7 +305,6 @@ def _ingest(
             tl.store(seed + slot, (tl.load(changed + UPDATE_SEED + 1).to(tl.int64) << 32) | low)
             stop = tl.arange(0, _MAX_STOPS)
             tl.store(stops + slot * _MAX_STOPS + stop, tl.load(changed + UPDATE_STOPS + stop))
-            tl.store(finished + slot, 0)
             tl.store(needs + slot, tl.load(changed + UPDATE_NEEDS))
             if ENTRIES:
                 tl.store(row_entries + 2 * pid, tl.load(changed + UPDATE_ENTRIES))
@@ -368,15 +365,10 @@ def _ingest(
                     place = sample_records + 2 * (sample_row + i)
                     tl.store(place, tl.load(row + ROW_RESULT_OFFSET) + i * words, mask=valid)
                     tl.store(place + 1, tl.where(valid, words, 0), mask=valid)
-                if ENTRIES:
-                    given = tl.where(i == row_samples - 1, tl.load(row + ROW_MASK), 0)
-                    tl.store(sample_mask + sample_row + i, given, mask=valid)
         elif sample_row >= 0:
             if RECORDS:
                 tl.store(sample_records + 2 * sample_row, tl.load(row + ROW_RESULT_OFFSET))
                 tl.store(sample_records + 2 * sample_row + 1, tl.load(row + ROW_RESULT_WORDS))
-            if ENTRIES:
-                tl.store(sample_mask + sample_row, tl.load(row + ROW_MASK))
             tl.store(sample_index + sample_row, (query_start + query_len - 1).to(tl.int64))
             tl.store(sample_slot + sample_row, slot)
             tl.store(sample_position + sample_row, context_len + query_len)

@@ -77,8 +77,8 @@ class DeviceStep:
     sample_records: Tensor
     """int32 [N, 2]: offset of its region in the record section, and words; written in steps with RECORD_NEEDS alone"""
     sample_mask: Tensor
-    """int32 [N]: offset in the StepInput of the bitmap of tokens that the sample may give, or 0;
-    written in steps with ENTRY_NEEDS alone"""
+    """int32 [N]: of samples with Need.mask: 1: the slot's mask is applied, 0: all tokens may come, no_mask: it is not
+    there yet; scratch of the sampler"""
     row_entries: Tensor
     """int32 [R, 2]: offset in the StepInput of the entries that the slot of the row is filled with, and words, or 0;
     written in steps with ENTRY_NEEDS alone"""
