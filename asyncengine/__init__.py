@@ -26,16 +26,16 @@ from asyncengine.errors import (
     WeightMismatchError,
     WrongLoopError,
 )
+from asyncengine.logprobs import LogProb, TokenLogProbs
 from asyncengine.request import (
     ChatMessage,
     CompletionOutput,
     FinishReason,
-    LogProb,
     RequestDelta,
     RequestOutput,
     RequestTiming,
     SamplingParams,
-    TokenLogProbs,
+    StructuredOutputs,
     Usage,
 )
 from asyncengine.stats import DebugStats, EngineStats
@@ -76,6 +76,7 @@ __all__ = [
     "RequestTiming",
     "SamplingParams",
     "StepFailedError",
+    "StructuredOutputs",
     "TokenLogProbs",
     "UnsupportedModelError",
     "Usage",

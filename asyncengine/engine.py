@@ -34,6 +34,7 @@ from asyncengine.request import Prompt, RequestDelta, RequestOutput, SamplingPar
 from asyncengine.request_extras import request_extras
 from asyncengine.stats import DebugStats, EngineStats
 from asyncengine.stream import RequestStream, warn_unclosed
+from asyncengine.structured.requests import StructuredRequests
 
 if TYPE_CHECKING:
     from asyncengine.model_info import ModelInfo
@@ -71,6 +72,7 @@ class AsyncEngine(VectorMethods):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._backend: Backend | None = None
         self._prompts: Prompts | None = None
+        self._structured: StructuredRequests | None = None
         self._keys = itertools.count(1)
         self._by_key: dict[int, RequestStream] = {}
         self._by_id: dict[str, int] = {}  # keys
@@ -107,6 +109,7 @@ class AsyncEngine(VectorMethods):
             self._backend = None
             raise EngineClosedError("the engine was closed while it was loading")
         self._prompts = Prompts(self.config, self._backend.tokenizer, self._backend.model_info)
+        self._structured = StructuredRequests(self._backend.tokenizer, self._backend.model_info)
         step_loop = self._backend.step_loop
         self._loop.add_reader(step_loop.wake_fd, self._on_wake)
         if self.config.step_driver == "loop":
@@ -155,6 +158,8 @@ class AsyncEngine(VectorMethods):
     async def _stop(self, backend: Backend) -> bool:
         if self._prompts is not None:
             await self._prompts.aclose()
+        if self._structured is not None:
+            self._structured.close()
         return await asyncio.to_thread(backend.stop, 5.0)
 
     async def __aenter__(self) -> Self:
@@ -170,6 +175,8 @@ class AsyncEngine(VectorMethods):
             backend = self._loaded()
             if self._prompts is not None and backend.process == os.getpid():
                 self._prompts.release()
+                if self._structured is not None:
+                    self._structured.release()
             backend.stop(5.0)
 
     # ---- requests ----
@@ -235,14 +242,17 @@ class AsyncEngine(VectorMethods):
             raise InvalidRequestError(f"params must be SamplingParams, got {type(params).__name__}", param="params")
         check_terms(priority, request_id=request_id, cache_salt=cache_salt, tenant=tenant)
         assert self._prompts is not None
+        assert self._structured is not None
         self._prompts.check_stop_strings(params)
         check_generates(backend.model_info)
         prompt_ids = await self._prompts.token_ids(prompt)
-        backend = self._serving()  # tokenizing may have taken a while
         max_tokens = check_size(backend.model_info, prompt_ids, params)
         check_vocabulary(prompt_ids, backend.model_info.vocab_size)
+        constraints = await self._structured.constraints(params, prompt, prompt_ids)
+        backend = self._serving()  # that may have taken a while
         ends = stop_tokens(backend.model_info, params)
-        extras = request_extras(params, len(prompt_ids), ends, backend.model_info, backend.tokenizer)
+        masks = [constraint.channel for constraint in constraints]
+        extras = request_extras(params, len(prompt_ids), ends, backend.model_info, backend.tokenizer, masks)
         key = self._free_key()
         if request_id is None:
             request_id = f"req-{key}"
@@ -273,6 +283,8 @@ class AsyncEngine(VectorMethods):
         self._check_result(result, params.features)
         self._fair_share.enter(key, tenant, priority, params.n, place)
         stream = RequestStream(self, backend.tokenizer, key, request_id, prompt_ids, params, arrived)
+        if constraints:
+            stream.follow(constraints, self._structured.advance)
         self._by_key[key], self._by_id[request_id] = stream, key
         self._idle.clear()
         return stream
@@ -381,6 +393,13 @@ class AsyncEngine(VectorMethods):
         if self._backend is not None:
             self._backend.step_loop.abort(key, index)
 
+    def fail(self, key: int, error: EngineError) -> None:
+        """The request cannot go on."""
+        stream = self._by_key.get(key)
+        if stream is not None:
+            self._abort_in_core(key)
+            stream.fail(error)
+
     # ---- inside ----
 
     def _on_wake(self) -> None:
@@ -395,10 +414,9 @@ class AsyncEngine(VectorMethods):
                 stream.feed(fresh)
             except Exception as e:  # a bug while handling one request must not cost the others theirs
                 logger.exception("request %s failed", stream.request_id)
-                self._abort_in_core(fresh.request)
                 error = InternalError(f"request {stream.request_id} failed: {e!r}")
                 error.__cause__ = e
-                stream.fail(error)
+                self.fail(fresh.request, error)
         for line in self._backend.step_loop.take_step_error().splitlines():
             logger.error("a step failed, and its requests with it: %s", line)
         if not alive:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import numbers
-import operator
 import reprlib
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple, TypedDict, overload
+from typing import Any, TypedDict
 
 from asyncengine.errors import InvalidRequestError
+from asyncengine.logprobs import TokenLogProbs
 
 MAX_N = 128
 MAX_STOP_STRINGS = 16
@@ -25,6 +25,7 @@ MAX_BAD_WORD_TOKENS = 1024
 MAX_NGRAM = 1024
 MAX_LOGPROBS = 20
 MAX_NAMED_TOKENS = 32
+MAX_CHOICES = 4096
 _FEATURES = (
     "presence_penalty",
     "frequency_penalty",
@@ -36,6 +37,7 @@ _FEATURES = (
     "no_repeat_ngram_size",
     "logprobs",
     "logprob_token_ids",
+    "structured_outputs",
 )
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 LONG_TEXT = 8192
@@ -108,6 +110,63 @@ def _sequence(name: str, value: object, limit: int, unit: str) -> tuple[Any, ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputs:
+    """What the text of an output must be: exactly one of these. Names follow vLLM. Wrong ones: InvalidRequestError."""
+
+    json: str | Mapping[str, Any] | None = None
+    """A JSON Schema that the text satisfies."""
+    json_object: bool | None = None
+    """True: any JSON object."""
+    regex: str | None = None
+    """A regular expression that all of the text matches, without look-around and back-references."""
+    choice: Sequence[str] | None = None
+    """The text is one of these."""
+    grammar: str | None = None
+    """A context-free grammar, in the syntax of Lark or of GBNF."""
+
+    def __post_init__(self) -> None:
+        given = [name for name in self.__slots__ if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            got = " and ".join(given) or "none"
+            raise _wrong_structure(f"exactly one of {', '.join(self.__slots__)} is needed, got {got}")
+        if self.choice is not None:
+            texts = _sequence("structured_outputs", self.choice, MAX_CHOICES, "choices")
+            if not texts or not all(isinstance(text, str) and text for text in texts):
+                raise _wrong_structure("choice must hold non-empty strings")
+            object.__setattr__(self, "choice", texts)
+        for name in ("regex", "grammar"):
+            text = getattr(self, name)
+            if text is not None and (not isinstance(text, str) or not text):
+                raise _wrong_structure(f"{name} must be a non-empty string, got {quoted(text)}")
+        if self.json is not None and not isinstance(self.json, str | Mapping):
+            raise _wrong_structure(f"json must be a schema: an object, or its text, got {quoted(self.json)}")
+        if not isinstance(self.json_object, bool | None):
+            raise _wrong_structure(f"json_object must be a boolean, got {quoted(self.json_object)}")
+
+    @property
+    def kind(self) -> str:
+        """json, regex, choice or grammar."""
+        return next((name for name in ("regex", "choice", "grammar") if getattr(self, name) is not None), "json")
+
+    def source(self) -> str:
+        """As text: of choices and schemas JSON. Raises InvalidRequestError for a schema that is none."""
+        try:
+            match self.kind:
+                case "choice":
+                    return json.dumps(self.choice)
+                case "json":
+                    schema = {"type": "object"} if self.json is None else self.json
+                    return json.dumps(json.loads(schema) if isinstance(schema, str) else dict(schema))
+        except (ValueError, TypeError, RecursionError) as e:
+            raise _wrong_structure(f"json is no schema: {e!s:.200}") from None
+        return self.regex or self.grammar or ""
+
+
+def _wrong_structure(message: str) -> InvalidRequestError:
+    return InvalidRequestError(f"structured_outputs: {message}", param="structured_outputs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How tokens are chosen and when a sequence ends. Names follow OpenAI's API and vLLM.
 
@@ -163,6 +222,8 @@ class SamplingParams:
     logprobs_mode: str = "raw_logprobs"
     """raw_logprobs: of the model's logits. processed_logprobs: after penalties, biases, bans and temperature, before
     top_k, top_p and min_p."""
+    structured_outputs: StructuredOutputs | None = None
+    """What the text must be; of a model that reasons, the text after that part. A mapping of its fields does, too."""
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -181,6 +242,7 @@ class SamplingParams:
         put(self, "stop_token_ids", tuple(_integer("stop_token_ids", t, 0, 2**31 - 1) for t in stop_ids))
         self._check_edits()
         self._check_logprobs()
+        self._check_structure()
         for flag in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             value = getattr(self, flag)
             if not isinstance(value, bool):
@@ -235,6 +297,21 @@ class SamplingParams:
                 f"logprobs_mode must be {known}, got {quoted(self.logprobs_mode)}", param="logprobs_mode"
             )
 
+    def _check_structure(self) -> None:
+        asked: object = self.structured_outputs
+        if isinstance(asked, Mapping):
+            unknown = [name for name in asked if name not in StructuredOutputs.__slots__]
+            if unknown:
+                raise _wrong_structure(f"unknown field {quoted(unknown[0])}")
+            object.__setattr__(self, "structured_outputs", StructuredOutputs(**asked))
+        elif asked is not None and not isinstance(asked, StructuredOutputs):
+            raise _wrong_structure(f"StructuredOutputs or a mapping is needed, got {quoted(asked)}")
+        if asked is None:
+            return
+        for name, neutral in (("ignore_eos", False), ("min_tokens", 0), ("allowed_token_ids", None)):
+            if getattr(self, name) != neutral:
+                raise _wrong_structure(f"{name} conflicts with it: the grammar says what the text holds, and its end")
+
     @property
     def penalized(self) -> bool:
         """Whether a penalty changes logits."""
@@ -243,7 +320,7 @@ class SamplingParams:
     @property
     def features(self) -> tuple[str, ...]:
         """The fields that ask for more than plain sampling and that not every device serves."""
-        neutral = {"repetition_penalty": 1.0, "allowed_token_ids": None, "logprobs": None}  # of the others 0 or nothing
+        neutral = {"repetition_penalty": 1.0, "allowed_token_ids": None, "logprobs": None, "structured_outputs": None}
         return tuple(name for name in _FEATURES if getattr(self, name) not in (neutral.get(name, 0), (), {}))
 
     @property
@@ -313,63 +390,6 @@ class RequestTiming:
     def tpot(self) -> float:
         """Time per output token after the first, in seconds; 0 with one token."""
         return (self.finished - self.first_token) / max(1, self.completion_tokens - 1)
-
-
-class LogProb(NamedTuple):
-    """Of a token at one place of a sequence."""
-
-    token_id: int
-    logprob: float
-    """Natural logarithm of its probability; -inf for a token that cannot come."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogProbs:
-    """Log probabilities at the place of a sampled token."""
-
-    token_id: int
-    logprob: float
-    rank: int
-    """1 and how many tokens are more probable."""
-    top: tuple[LogProb, ...] = ()
-    """The most probable tokens, the most probable first; the lower id first of equals."""
-    named: tuple[LogProb, ...] = ()
-    """Of SamplingParams.logprob_token_ids, in their order."""
-
-
-class LogProbs(Sequence[TokenLogProbs]):
-    """Log probabilities of consecutive tokens. Each is decoded when it is looked at: most are read once, or never."""
-
-    __slots__ = ("_num_named", "_records")
-
-    def __init__(self, records: Sequence[bytes], num_named: int) -> None:
-        """``records`` as ``csrc/core/step_output.h`` says; ``num_named``: of SamplingParams.logprob_token_ids."""
-        self._records = records
-        self._num_named = num_named
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    @overload
-    def __getitem__(self, index: int) -> TokenLogProbs: ...
-    @overload
-    def __getitem__(self, index: slice) -> LogProbs: ...
-    def __getitem__(self, index: int | slice) -> TokenLogProbs | LogProbs:
-        if isinstance(index, slice):
-            return LogProbs(self._records[index], self._num_named)
-        record = self._records[index]
-        (rank,) = struct.unpack_from("<i", record)
-        (token, logprob), *others = (LogProb(*pair) for pair in struct.iter_unpack("<if", record[4:]))
-        top = len(others) - self._num_named
-        return TokenLogProbs(token, logprob, rank, tuple(others[:top]), tuple(others[top:]))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and len(self) == len(other) and all(map(operator.eq, self, other))
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return repr(list(self))
 
 
 @dataclass(frozen=True, slots=True)

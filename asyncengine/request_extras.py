@@ -27,6 +27,7 @@ def request_extras(
     ends: Sequence[int],
     model: ModelInfo,
     tokenizer: Tokenizer | None,
+    masks: Sequence[_core.MaskChannel] = (),
 ) -> _core.RequestExtras:
     """``ends``: the tokens that end the sequence. Raises InvalidRequestError for a token outside the vocabulary."""
     vocab = model.vocab_size
@@ -38,7 +39,7 @@ def request_extras(
     lists = bool(params.logit_bias) or params.allowed_token_ids is not None or params.min_tokens > 0
     needs = (_core.Need.penalties if history else 0) | (_core.Need.bias if lists else 0)
     needs |= _core.Need.logprobs if params.wants_logprobs else 0
-    if not needs:
+    if not needs and not masks:
         return _core.RequestExtras()
     entries = [(_core.EntryKind.parameters, _parameters(params, prompt_len))]
     if params.logit_bias:
@@ -53,7 +54,11 @@ def request_extras(
     if params.logprob_token_ids:
         entries.append((_core.EntryKind.named_tokens, list(params.logprob_token_ids)))
     return _core.RequestExtras(
-        needs=needs, entries=entries, history=history, result_words=record_words(params) if params.wants_logprobs else 0
+        needs=needs,
+        entries=entries,
+        history=history,
+        result_words=record_words(params) if params.wants_logprobs else 0,
+        masks=masks,
     )
 
 

@@ -9,17 +9,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import warnings
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, Self
 
 from asyncengine._core import FinishReason as Ended
 from asyncengine._core import RecordKind, SequenceNews
 from asyncengine.detokenizer import IncrementalDetokenizer, StopStringMatcher
 from asyncengine.errors import EngineError, NonFiniteLogitsError, RequestAbortedError, StepFailedError, UsageError
+from asyncengine.logprobs import LogProbs
 from asyncengine.request import (
     CompletionOutput,
     FinishReason,
-    LogProbs,
     RequestDelta,
     RequestOutput,
     RequestTiming,
@@ -28,7 +29,10 @@ from asyncengine.request import (
 )
 
 if TYPE_CHECKING:
+    from asyncengine.structured.masks import Constraint
     from asyncengine.tokenization import Tokenizer
+
+    Advance = Callable[[Constraint, Sequence[int], Callable[[EngineError], None]], None]
 
 _FAILURES: dict[Ended, Callable[[], EngineError]] = {
     Ended.failed: lambda: NonFiniteLogitsError("the model returned logits that are not finite for this request"),
@@ -155,6 +159,9 @@ class Owner(Protocol):
     def stop_sequence(self, key: int, index: int) -> None:
         """A stop string ended sequence ``index`` of the request before the core did."""
 
+    def fail(self, key: int, error: EngineError) -> None:
+        """The request cannot go on."""
+
 
 class RequestStream:
     """Async iterator of RequestDelta; made by AsyncEngine.submit.
@@ -190,6 +197,7 @@ class RequestStream:
         self._scheduled = 0.0
         self._first_token = 0.0
         self._finished = 0.0
+        self._constraints: Sequence[Constraint] = ()
         self.cached_tokens = 0
         """Of the prompt, found in the prefix cache; 0 until the request runs."""
 
@@ -199,6 +207,10 @@ class RequestStream:
     def awaited(self) -> bool:
         """Whether a task waits for what comes next."""
         return self._waiter is not None
+
+    def follow(self, constraints: Sequence[Constraint], advance: Advance) -> None:
+        """Have ``advance`` told of the tokens of each sequence that goes on. Called by the engine only."""
+        self._constraints, self._advance = constraints, advance
 
     def feed(self, news: SequenceNews) -> None:
         """Take in what the step thread delivered for one sequence. Called by the engine only."""
@@ -227,6 +239,8 @@ class RequestStream:
             if self._unfinished == 0:
                 self._done = True
                 self._owner.forget(self._key)
+        elif self._constraints and sequence.finish_reason is None:
+            self._advance(self._constraints[index], tokens, partial(self._owner.fail, self._key))
         if not self._whole or self._done:
             self._wake()
 

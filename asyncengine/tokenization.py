@@ -95,6 +95,10 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._templates)
 
+    def template_has(self, marker: str) -> bool:
+        """Whether a chat template mentions it."""
+        return any(marker in source for source in self._templates.values())
+
     def encode(self, text: str, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
         """Token ids of ``text``, with the beginning-of-sequence token where the tokenizer adds one.
 

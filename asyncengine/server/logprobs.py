@@ -10,7 +10,8 @@ from typing import Protocol
 import msgspec
 
 from asyncengine.detokenizer import IncrementalDetokenizer, token_bytes
-from asyncengine.request import FinishReason, LogProb, SamplingParams, TokenLogProbs
+from asyncengine.logprobs import LogProb, TokenLogProbs
+from asyncengine.request import FinishReason, SamplingParams
 from asyncengine.tokenization import Tokenizer
 
 _LOWEST = -9999.0

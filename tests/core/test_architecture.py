@@ -20,7 +20,7 @@ CSRC = ROOT / "csrc"
 # From the bottom up, by paths in the package: an entry is a folder or a module, and a module belongs to the longest
 # entry that its path begins with. A module imports from lower layers and within its own entry.
 LAYERS: list[set[str]] = [
-    {"errors", "_core", "bundled", "sandbox"},
+    {"errors", "_core", "bundled", "sandbox", "logprobs"},
     {"config", "request", "model_info", "stats", "fairness"},
     {"kernels/ops", "kernels/float8"},
     {"kernels/cpu", "kernels/cuda/gpu"},
@@ -45,6 +45,7 @@ LAYERS: list[set[str]] = [
     {"tokenization"},
     {"detokenizer", "prompts", "request_extras"},
     {"backend"},
+    {"structured"},
     {"stream"},
     {"embedding"},
     {"engine"},
@@ -198,7 +199,7 @@ def test_what_is_imported_by_a_variable_is_known() -> None:
 
 def test_the_server_uses_the_public_engine_api_only() -> None:
     public = {"__init__", "config", "errors", "request", "engine", "stats", "server", "model_info"}
-    public |= {"tokenization", "detokenizer"}
+    public |= {"tokenization", "detokenizer", "logprobs"}
     scans_json = {"bodies.py": {"_core"}}
     for path in sorted((PACKAGE / "server").rglob("*.py")):
         used = {entry_of(module) for module in imports(ast.parse(path.read_text()))}

@@ -22,16 +22,15 @@ from asyncengine.errors import (
     InvalidRequestError,
     RequestAbortedError,
 )
+from asyncengine.logprobs import LogProb, TokenLogProbs
 from asyncengine.request import (
     CompletionOutput,
     FinishReason,
-    LogProb,
     Prompt,
     RequestDelta,
     RequestOutput,
     RequestTiming,
     SamplingParams,
-    TokenLogProbs,
     Usage,
 )
 from asyncengine.stats import EngineStats

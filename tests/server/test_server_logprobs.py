@@ -14,7 +14,8 @@ from harness import CHAT, COMPLETIONS, USER, serving
 from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob
 
 from asyncengine import AsyncEngine, SamplingParams, bundled_model
-from asyncengine.request import FinishReason, LogProb, TokenLogProbs
+from asyncengine.logprobs import LogProb, TokenLogProbs
+from asyncengine.request import FinishReason
 from asyncengine.server.logprobs import ChoiceLogProbs, JobLogProbs
 
 PROMPT = "Once upon a time"

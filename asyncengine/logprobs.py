@@ -1,0 +1,66 @@
+"""Log probabilities of tokens, as an output has them."""
+
+from __future__ import annotations
+
+import operator
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, overload
+
+
+class LogProb(NamedTuple):
+    """Of a token at one place of a sequence."""
+
+    token_id: int
+    logprob: float
+    """Natural logarithm of its probability; -inf for a token that cannot come."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogProbs:
+    """Log probabilities at the place of a sampled token."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """1 and how many tokens are more probable."""
+    top: tuple[LogProb, ...] = ()
+    """The most probable tokens, the most probable first; the lower id first of equals."""
+    named: tuple[LogProb, ...] = ()
+    """Of SamplingParams.logprob_token_ids, in their order."""
+
+
+class LogProbs(Sequence[TokenLogProbs]):
+    """Log probabilities of consecutive tokens. Each is decoded when it is looked at: most are read once, or never."""
+
+    __slots__ = ("_num_named", "_records")
+
+    def __init__(self, records: Sequence[bytes], num_named: int) -> None:
+        """``records`` as ``csrc/core/step_output.h`` says; ``num_named``: of SamplingParams.logprob_token_ids."""
+        self._records = records
+        self._num_named = num_named
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogProbs: ...
+    @overload
+    def __getitem__(self, index: slice) -> LogProbs: ...
+    def __getitem__(self, index: int | slice) -> TokenLogProbs | LogProbs:
+        if isinstance(index, slice):
+            return LogProbs(self._records[index], self._num_named)
+        record = self._records[index]
+        (rank,) = struct.unpack_from("<i", record)
+        (token, logprob), *others = (LogProb(*pair) for pair in struct.iter_unpack("<if", record[4:]))
+        top = len(others) - self._num_named
+        return TokenLogProbs(token, logprob, rank, tuple(others[:top]), tuple(others[top:]))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(operator.eq, self, other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(list(self))

@@ -1,0 +1,80 @@
+"""The structured outputs of one engine: grammars in, constrained sequences out, and the threads of their masks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from asyncengine.errors import EngineError, InvalidRequestError
+from asyncengine.request import Prompt, SamplingParams
+from asyncengine.structured.grammars import PARAM, Grammars
+from asyncengine.structured.masks import Constraint, MaskWorkers
+from asyncengine.structured.reasoning import reasoning_at
+
+if TYPE_CHECKING:
+    from asyncengine.model_info import ModelInfo
+    from asyncengine.tokenization import Tokenizer
+
+
+class StructuredRequests:
+    """All methods belong to the engine's event loop. Nothing is made before the first request."""
+
+    def __init__(self, tokenizer: Tokenizer | None, model: ModelInfo) -> None:
+        self._tokenizer = tokenizer
+        self._model = model
+        self._grammars: Grammars | None = None
+        self._workers = MaskWorkers(asyncio.get_running_loop())
+
+    async def constraints(
+        self, params: SamplingParams, prompt: Prompt, prompt_ids: Sequence[int]
+    ) -> list[Constraint]:
+        """One for each of the n sequences, none without a grammar. Raises InvalidRequestError."""
+        asked = params.structured_outputs
+        if asked is None:
+            return []
+        if self._tokenizer is None:
+            raise InvalidRequestError(f"{PARAM}: this engine has no tokenizer (skip_tokenizer_init)", param=PARAM)
+        ends = self._model.eos_token_ids
+        if not ends:
+            raise InvalidRequestError(f"{PARAM}: this model has no end-of-sequence token", param=PARAM)
+        if self._grammars is None:
+            self._grammars = Grammars(self._tokenizer, self._model.vocab_size, ends)
+        matcher = await self._grammars.compile(asked)
+        is_chat = not isinstance(prompt, str) and isinstance(prompt[0], dict)
+        words = -(-self._model.vocab_size // 32)
+        # A token that nobody samples has no log probability, and is in no history of penalties.
+        forces = not (params.wants_logprobs or params.penalized or params.bad_words or params.no_repeat_ngram_size)
+
+        def make() -> list[Constraint]:
+            assert self._tokenizer is not None
+            return [
+                Constraint(
+                    matcher,
+                    words,
+                    len(prompt_ids),
+                    ends[0],
+                    reasoning_at(self._tokenizer, prompt_ids, is_chat=is_chat),
+                    forces=forces,
+                )
+                for _ in range(params.n)
+            ]
+
+        return await self._grammars.run(make)
+
+    def advance(self, constraint: Constraint, tokens: Sequence[int], fail: Callable[[EngineError], None]) -> None:
+        """Tokens have come: have the next mask computed. ``fail`` gets the error if there is none."""
+        if sampled := constraint.advance(tokens):
+            self._workers.submit(constraint, sampled, fail)
+
+    def release(self) -> None:
+        """Let the threads end that nobody needs."""
+        self._workers.close()
+        if self._grammars is not None:
+            self._grammars.release()
+
+    def close(self) -> None:
+        """Grammars that are being compiled fail with EngineClosedError. Idempotent."""
+        self._workers.close()
+        if self._grammars is not None:
+            self._grammars.close()
