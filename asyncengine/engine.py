@@ -18,6 +18,7 @@ from asyncengine.backend import Backend, load_backend, stop_at_exit
 from asyncengine.config import EngineConfig
 from asyncengine.embedding import PARAMS, Pooling, Terms, VectorMethods, VectorStream, check_generates, vector_extras
 from asyncengine.errors import (
+    AsyncEngineError,
     ConfigError,
     EngineClosedError,
     EngineDeadError,
@@ -393,7 +394,7 @@ class AsyncEngine(VectorMethods):
         if self._backend is not None:
             self._backend.step_loop.abort(key, index)
 
-    def fail(self, key: int, error: EngineError) -> None:
+    def fail(self, key: int, error: AsyncEngineError) -> None:
         """The request cannot go on."""
         stream = self._by_key.get(key)
         if stream is not None:

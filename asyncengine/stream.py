@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Protocol, Self
 from asyncengine._core import FinishReason as Ended
 from asyncengine._core import RecordKind, SequenceNews
 from asyncengine.detokenizer import IncrementalDetokenizer, StopStringMatcher
-from asyncengine.errors import EngineError, NonFiniteLogitsError, RequestAbortedError, StepFailedError, UsageError
+from asyncengine.errors import (
+    AsyncEngineError,
+    EngineError,
+    NonFiniteLogitsError,
+    RequestAbortedError,
+    StepFailedError,
+    UsageError,
+)
 from asyncengine.logprobs import LogProbs
 from asyncengine.request import (
     CompletionOutput,
@@ -32,7 +39,7 @@ if TYPE_CHECKING:
     from asyncengine.structured.masks import Constraint
     from asyncengine.tokenization import Tokenizer
 
-    Advance = Callable[[Constraint, Sequence[int], Callable[[EngineError], None]], None]
+    Advance = Callable[[Constraint, Sequence[int], Callable[[AsyncEngineError], None]], None]
 
 _FAILURES: dict[Ended, Callable[[], EngineError]] = {
     Ended.failed: lambda: NonFiniteLogitsError("the model returned logits that are not finite for this request"),
@@ -159,7 +166,7 @@ class Owner(Protocol):
     def stop_sequence(self, key: int, index: int) -> None:
         """A stop string ended sequence ``index`` of the request before the core did."""
 
-    def fail(self, key: int, error: EngineError) -> None:
+    def fail(self, key: int, error: AsyncEngineError) -> None:
         """The request cannot go on."""
 
 
@@ -192,7 +199,7 @@ class RequestStream:
         self._untaken: list[int] = []  # indices of sequences with something new, in order of arrival
         self._whole = False  # collect(): nobody looks before the end
         self._waiter: asyncio.Future[None] | None = None
-        self._error: EngineError | None = None
+        self._error: AsyncEngineError | None = None
         self._done = False  # nothing more will be fed
         self._scheduled = 0.0
         self._first_token = 0.0
@@ -244,7 +251,7 @@ class RequestStream:
         if not self._whole or self._done:
             self._wake()
 
-    def fail(self, error: EngineError) -> None:
+    def fail(self, error: AsyncEngineError) -> None:
         """End the request with an error. Called by the engine only."""
         if not self._done:
             self._error = error
@@ -345,7 +352,7 @@ class RequestStream:
         return RequestTiming(self._arrived, self._scheduled, self._first_token, self._finished, tokens)
 
 
-def _copy(error: EngineError) -> EngineError:
+def _copy(error: AsyncEngineError) -> AsyncEngineError:
     """For raising. The traceback of a stream's own error would hold the frames that hold the stream, and only the
     garbage collector would free them, prompt and all."""
     copy = type(error).__new__(type(error), *error.args)

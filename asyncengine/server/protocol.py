@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Literal, TypeVar, cast
 
 import msgspec
 
@@ -37,13 +37,21 @@ UNIMPLEMENTED: dict[str, tuple[object, ...]] = {
     "prompt_logprobs": (None,),
     "truncate_prompt_tokens": (None,),
     "echo": (None, False),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": NOTHING,
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
 }
+
+
+class JsonSchemaFormat(msgspec.Struct):
+    schema: dict[str, Any] | None = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    """OpenAI's way to ask for structured output."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
 
 
 class StreamOptions(msgspec.Struct):
@@ -81,6 +89,12 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     no_repeat_ngram_size: int | None = None
     logprob_token_ids: list[int] | None = None
     logprobs_mode: str | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     priority: int | None = None
@@ -154,7 +168,9 @@ def _same(value: object, neutral: object) -> bool:
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
-_SAMPLING_FIELDS = tuple(SamplingParams.__dataclass_fields__.keys() & set(GenerationBody.__struct_fields__))
+_SAMPLING_FIELDS = tuple(
+    SamplingParams.__dataclass_fields__.keys() & set(GenerationBody.__struct_fields__) - {"structured_outputs"}
+)
 
 
 def sampling_params(body: GenerationBody, **more: Any) -> SamplingParams:
@@ -165,7 +181,32 @@ def sampling_params(body: GenerationBody, **more: Any) -> SamplingParams:
         values["logit_bias"] = _token_biases(body.logit_bias)
     if body.max_completion_tokens is not None:
         values["max_tokens"] = body.max_completion_tokens
+    if asked := structures(body):
+        if len(asked) > 1:
+            raise bad_request(f"{' and '.join(asked)} ask for different forms of the output", list(asked)[1])
+        values["structured_outputs"] = next(iter(asked.values()))
     return SamplingParams(**values, **more)
+
+
+def structures(body: GenerationBody) -> dict[str, dict[str, Any]]:
+    """StructuredOutputs' fields, by the fields of the request that ask for them. Raises ApiError 400."""
+    asked = {}
+    if body.response_format is not None and body.response_format.type != "text":
+        asked["response_format"] = _response_format(body.response_format)
+    if body.structured_outputs:
+        asked["structured_outputs"] = body.structured_outputs
+    for name in ("json", "regex", "choice", "grammar"):
+        if (value := getattr(body, f"guided_{name}")) is not None:
+            asked[f"guided_{name}"] = {name: value}
+    return asked
+
+
+def _response_format(asked: ResponseFormat) -> dict[str, Any]:
+    if asked.type == "json_object":
+        return {"json_object": True}
+    if asked.json_schema is None or asked.json_schema.schema is None:
+        raise bad_request("response_format.json_schema.schema is required", "response_format.json_schema.schema")
+    return {"json": asked.json_schema.schema}
 
 
 def _token_biases(biases: Mapping[str, float]) -> dict[int, float]:
@@ -182,6 +223,9 @@ def name_as_asked(exc: InvalidRequestError, body: GenerationBody) -> None:
     if exc.param == "max_tokens" and body.max_completion_tokens is not None:
         exc.param = "max_completion_tokens"
         exc.args = (str(exc).replace("max_tokens", "max_completion_tokens"),)
+    elif exc.param == "structured_outputs" and (asked := structures(body)):
+        exc.param = next(iter(asked))
+        exc.args = (str(exc).replace("structured_outputs", exc.param, 1),)
     elif exc.param == "logprobs" and hasattr(body, "top_logprobs"):
         exc.param = "top_logprobs"
         exc.args = (str(exc).replace("logprobs", "top_logprobs", 1),)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from asyncengine import _core
-from asyncengine.errors import EngineError, InternalError, InvalidRequestError
+from asyncengine.errors import AsyncEngineError, InternalError, InvalidRequestError
 from asyncengine.structured.grammars import PARAM
 from asyncengine.structured.reasoning import Reasoning
 
@@ -94,7 +94,7 @@ def _failed(matcher: LLMatcher) -> InvalidRequestError:
     return InvalidRequestError(f"{PARAM}: the grammar failed: {matcher.get_error()[:500]}", param=PARAM)
 
 
-Work = tuple[Constraint, list[int], Callable[[EngineError], None]]
+Work = tuple[Constraint, list[int], Callable[[AsyncEngineError], None]]
 
 
 class MaskWorkers:
@@ -105,7 +105,7 @@ class MaskWorkers:
         self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
-    def submit(self, constraint: Constraint, tokens: list[int], fail: Callable[[EngineError], None]) -> None:
+    def submit(self, constraint: Constraint, tokens: list[int], fail: Callable[[AsyncEngineError], None]) -> None:
         """Have ``constraint.work(tokens)`` called; ``fail`` is called in the event loop if that raises."""
         if not self._threads:
             self._start()
@@ -129,12 +129,12 @@ class MaskWorkers:
             constraint, tokens, fail = work
             try:
                 constraint.work(tokens)
-            except EngineError as e:
+            except AsyncEngineError as e:
                 self._report(fail, e)
             except BaseException as e:  # a bug, or a panic of the library: it ends this request alone
                 self._report(fail, InternalError(f"a mask failed: {e!r}"))
             del work, constraint, tokens, fail
 
-    def _report(self, fail: Callable[[EngineError], None], error: EngineError) -> None:
+    def _report(self, fail: Callable[[AsyncEngineError], None], error: AsyncEngineError) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(fail, error)

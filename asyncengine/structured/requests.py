@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from asyncengine.errors import EngineError, InvalidRequestError
+from asyncengine.errors import AsyncEngineError, InvalidRequestError
 from asyncengine.request import Prompt, SamplingParams
 from asyncengine.structured.grammars import PARAM, Grammars
 from asyncengine.structured.masks import Constraint, MaskWorkers
@@ -62,7 +62,7 @@ class StructuredRequests:
 
         return await self._grammars.run(make)
 
-    def advance(self, constraint: Constraint, tokens: Sequence[int], fail: Callable[[EngineError], None]) -> None:
+    def advance(self, constraint: Constraint, tokens: Sequence[int], fail: Callable[[AsyncEngineError], None]) -> None:
         """Tokens have come: have the next mask computed. ``fail`` gets the error if there is none."""
         if sampled := constraint.advance(tokens):
             self._workers.submit(constraint, sampled, fail)

@@ -124,10 +124,13 @@ COMMON: list[tuple[str, Any, str]] = [
     ("typical_p", 0.5, "typical_p"),
     ("mirostat", 2, "mirostat"),
     ("dry_multiplier", 0.8, "dry_multiplier"),
-    ("response_format", {"type": "json_object"}, "response_format"),
+    ("response_format", {"type": "json"}, "response_format.type"),
+    ("response_format", {"type": "json_schema"}, "response_format.json_schema.schema"),
+    ("structured_outputs", {"jsn": {}}, "structured_outputs"),
+    ("guided_choice", [], "guided_choice"),
     ("best_of", 2, "best_of"),
     ("truncate_prompt_tokens", 5, "truncate_prompt_tokens"),
-    ("guided_regex", "a+", "guided_regex"),
+    ("guided_regex", "", "guided_regex"),
     ("echo", True, "echo"),
 ]
 ONLY: list[tuple[str, dict[str, Any], str]] = [
