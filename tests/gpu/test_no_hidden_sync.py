@@ -80,21 +80,27 @@ FEATURES: list[dict[str, Any]] = [
     {"no_repeat_ngram_size": 2},
     {"logprobs": 20, "logprob_token_ids": [1, 2]},
     {"logprobs": 3, "logprobs_mode": "processed_logprobs", "presence_penalty": 0.5},
+    {"structured_outputs": {"regex": "[a-z ]+"}},
 ]
 
 
 def submit(loop: _core.StepLoop, key: int, draw: random.Random, info: ModelInfo | None = None) -> None:
     """With the model's ``info`` every other request has a feature of FEATURES, each in turn."""
     prompt = [draw.randrange(199) for _ in range(draw.randrange(1, 60))]
-    extras = _core.RequestExtras()
+    extras, n, max_tokens = _core.RequestExtras(), draw.choice([1, 1, 2]), draw.randrange(10, 36)
     if info is not None and key % 2:
-        params = SamplingParams(max_tokens=10, **FEATURES[key // 2 % len(FEATURES)])
-        extras = request_extras(params, len(prompt), [1], info, None)
+        feature = FEATURES[key // 2 % len(FEATURES)]
+        masks = []
+        if "structured_outputs" in feature:  # nobody computes the mask after the first one
+            n = max_tokens = 1
+            masks = [_core.MaskChannel(-(-info.vocab_size // 32))]
+            masks[0].write(len(prompt), allows_all=True)
+        extras = request_extras(SamplingParams(max_tokens=10, **feature), len(prompt), [1], info, None, masks)
     accepted = loop.submit(
         id=key,
         prompt=prompt,
-        n=draw.choice([1, 1, 2]),
-        max_tokens=draw.randrange(10, 36),
+        n=n,
+        max_tokens=max_tokens,
         priority=draw.randrange(3),
         salt=0,
         sampling=draw.choice([GREEDY, SAMPLED]),
@@ -171,7 +177,7 @@ def test_torch_sees_no_synchronization(tiny_llama):
             with sync_is_an_error():
                 jobs = []
                 for i in range(30):
-                    feature = FEATURES[i // 2 % len(FEATURES)] if i % 2 else {}
+                    feature = FEATURES[i // 2 % (len(FEATURES) - 1)] if i % 2 else {}
                     params = SamplingParams(
                         max_tokens=12, temperature=i % 2, seed=i, top_k=5 * (i % 3), n=1 + i % 2, **feature
                     )
