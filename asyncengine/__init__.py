@@ -38,6 +38,7 @@ from asyncengine.request import (
     StructuredOutputs,
     Usage,
 )
+from asyncengine.scoring import ContinuationScore
 from asyncengine.stats import DebugStats, EngineStats
 from asyncengine.stream import RequestStream
 
@@ -51,6 +52,7 @@ __all__ = [
     "CompletionOutput",
     "ConfigError",
     "ContextLengthError",
+    "ContinuationScore",
     "DebugStats",
     "EmbeddingOutput",
     "EngineClosedError",

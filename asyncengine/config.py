@@ -84,6 +84,8 @@ class EngineConfig:
     prefill_chunk_size: int | None = 512
     """Prompt tokens that one sequence computes in one step at most; None: as many as the step has room for.
     Small chunks keep the inter-token latency of running streams even."""
+    max_logprobs: int = 20
+    """Tokens at each place, beside the chosen one, that a request may have log probabilities of; at most 128."""
     max_queued_requests: int = 4096
     max_queued_tokens: int = 4_194_304
     """Prompt tokens that wait at most, over all requests; a longer prompt waits alone."""
@@ -159,6 +161,8 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs}): every running sequence decodes in every step"
             )
+        if not 0 <= self.max_logprobs <= 128:
+            raise ConfigError(f"max_logprobs must be in [0, 128], got {self.max_logprobs}")
         if self.block_size < 16 or self.block_size % 16:
             raise ConfigError(f"block_size must be a multiple of 16, got {self.block_size}")
         if not 1 <= self.steps_in_flight <= 8:

@@ -30,9 +30,10 @@ from asyncengine.errors import (
     WrongLoopError,
 )
 from asyncengine.fairness import FairShare
-from asyncengine.prompts import Prompts, check_size, check_terms, check_vocabulary, hash_salt, stop_tokens
+from asyncengine.prompts import Prompts, check_size, check_terms, check_vocabulary, hash_salt, kept_tokens, stop_tokens
 from asyncengine.request import Prompt, RequestDelta, RequestOutput, SamplingParams, quoted
 from asyncengine.request_extras import request_extras
+from asyncengine.scoring import ScoringMethods
 from asyncengine.stats import DebugStats, EngineStats
 from asyncengine.stream import RequestStream, warn_unclosed
 from asyncengine.structured.requests import StructuredRequests
@@ -53,7 +54,7 @@ async def _drive(step_loop: _core.StepLoop) -> None:
         await asyncio.sleep(0 if moved or not step_loop.quiescent else 0.0005)
 
 
-class AsyncEngine(VectorMethods):
+class AsyncEngine(VectorMethods, ScoringMethods):
     """Generates text from many prompts at once, inside the event loop that started it.
 
         async with AsyncEngine.from_pretrained("path/or/hub-id") as engine:
@@ -244,9 +245,9 @@ class AsyncEngine(VectorMethods):
         check_terms(priority, request_id=request_id, cache_salt=cache_salt, tenant=tenant)
         assert self._prompts is not None
         assert self._structured is not None
-        self._prompts.check_stop_strings(params)
+        self._check_features(params)
         check_generates(backend.model_info)
-        prompt_ids = await self._prompts.token_ids(prompt)
+        prompt_ids = await self._prompts.token_ids(prompt, kept_tokens(params, backend.model_info))
         max_tokens = check_size(backend.model_info, prompt_ids, params)
         check_vocabulary(prompt_ids, backend.model_info.vocab_size)
         constraints = await self._structured.constraints(params, prompt, prompt_ids)
@@ -446,6 +447,14 @@ class AsyncEngine(VectorMethods):
         while f"req-{(key := next(self._keys))}" in self._by_id:  # somebody chose such a name
             pass
         return key
+
+    def _check_features(self, params: SamplingParams) -> None:
+        assert self._prompts is not None
+        self._prompts.check_stop_strings(params)
+        for name in ("logprobs", "prompt_logprobs"):
+            asked, limit = getattr(params, name), self.config.max_logprobs
+            if asked is not None and asked > limit:
+                raise InvalidRequestError(f"{name} must be in [0, {limit}] (max_logprobs), got {asked}", param=name)
 
     def _check_result(self, result: _core.SubmitResult, asked: Sequence[str] = ()) -> None:
         """``asked``: the fields that ask for more than plain sampling."""

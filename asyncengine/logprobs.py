@@ -34,11 +34,12 @@ class TokenLogProbs:
 class LogProbs(Sequence[TokenLogProbs]):
     """Log probabilities of consecutive tokens. Each is decoded when it is looked at: most are read once, or never."""
 
-    __slots__ = ("_num_named", "_records")
+    __slots__ = ("_num_named", "_num_top", "_records")
 
-    def __init__(self, records: Sequence[bytes], num_named: int) -> None:
-        """``records`` as ``csrc/core/step_output.h`` says; ``num_named``: of SamplingParams.logprob_token_ids."""
+    def __init__(self, records: Sequence[bytes], num_top: int, num_named: int) -> None:
+        """``records`` as ``csrc/core/step_output.h`` says, of which the first ``num_top`` and the named ones count."""
         self._records = records
+        self._num_top = num_top
         self._num_named = num_named
 
     def __len__(self) -> int:
@@ -50,12 +51,12 @@ class LogProbs(Sequence[TokenLogProbs]):
     def __getitem__(self, index: slice) -> LogProbs: ...
     def __getitem__(self, index: int | slice) -> TokenLogProbs | LogProbs:
         if isinstance(index, slice):
-            return LogProbs(self._records[index], self._num_named)
+            return LogProbs(self._records[index], self._num_top, self._num_named)
         record = self._records[index]
         (rank,) = struct.unpack_from("<i", record)
         (token, logprob), *others = (LogProb(*pair) for pair in struct.iter_unpack("<if", record[4:]))
         top = len(others) - self._num_named
-        return TokenLogProbs(token, logprob, rank, tuple(others[:top]), tuple(others[top:]))
+        return TokenLogProbs(token, logprob, rank, tuple(others[: min(top, self._num_top)]), tuple(others[top:]))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and len(self) == len(other) and all(map(operator.eq, self, other))

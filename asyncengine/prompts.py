@@ -52,8 +52,15 @@ class Prompts:
         """Of prompts that are being tokenized, or wait for it."""
         return self._held
 
-    async def token_ids(self, prompt: Prompt) -> list[int]:
-        """Raises InvalidRequestError, ContextLengthError, EngineOverloadedError, EngineClosedError."""
+    async def token_ids(self, prompt: Prompt, kept: int | None = None) -> list[int]:
+        """``kept``: the last so many. Raises InvalidRequestError, ContextLengthError, EngineOverloadedError,
+        EngineClosedError."""
+        if kept is None:
+            return await self._token_ids(prompt)
+        is_ids = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], int)
+        return (await self._token_ids(prompt[-kept:] if is_ids else prompt))[-kept:]
+
+    async def _token_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             if not prompt:
                 raise InvalidRequestError("the prompt is empty", param="prompt")
@@ -213,7 +220,7 @@ def check_size(model: ModelInfo, prompt_ids: list[int], params: SamplingParams) 
     length, context = len(prompt_ids), model.max_model_len
     check_length(length, context)
     capacity = model.kv_capacity_tokens
-    max_tokens = params.max_tokens if params.max_tokens is not None else max(1, min(context, capacity) - length)
+    max_tokens = max(1, params.max_tokens) if params.max_tokens is not None else max(1, min(context, capacity) - length)
     if length + max_tokens > context:
         raise ContextLengthError(
             f"This model's maximum context length is {context} tokens. The request asks for {length + max_tokens} "
@@ -227,6 +234,13 @@ def check_size(model: ModelInfo, prompt_ids: list[int], params: SamplingParams) 
             param="max_tokens",
         )
     return max_tokens
+
+
+def kept_tokens(params: SamplingParams, model: ModelInfo) -> int | None:
+    """Of a prompt, whose end they are; None: all."""
+    if params.truncate_prompt_tokens == -1:
+        return max(1, model.max_model_len - max(1, params.max_tokens or 1))
+    return params.truncate_prompt_tokens
 
 
 def check_terms(priority: object, **names: object) -> None:

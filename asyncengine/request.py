@@ -23,7 +23,7 @@ MAX_BIASES = 1024
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 1024
 MAX_NGRAM = 1024
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 128
 MAX_NAMED_TOKENS = 32
 MAX_CHOICES = 4096
 _FEATURES = (
@@ -37,7 +37,15 @@ _FEATURES = (
     "no_repeat_ngram_size",
     "logprobs",
     "logprob_token_ids",
+    "prompt_logprobs",
     "structured_outputs",
+)
+_FLAGS = (
+    "ignore_eos",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+    "detokenize",
 )
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 LONG_TEXT = 8192
@@ -177,7 +185,7 @@ class SamplingParams:
     """Sequences to sample from the prompt, 1..128."""
     max_tokens: int | None = 16
     """Tokens to generate at most, exactly so many unless a stop comes first; None: to the end of the context,
-    or of a KV cache that holds less."""
+    or of a KV cache that holds less. 0: the prompt is only computed, as for its log probabilities."""
     temperature: float = 1.0
     """0 is greedy; at most 2."""
     top_p: float = 1.0
@@ -198,6 +206,12 @@ class SamplingParams:
     """Leave special tokens out of the text."""
     include_stop_str_in_output: bool = False
     """Keep the stop string that ended the sequence in its text."""
+    spaces_between_special_tokens: bool = True
+    """Of no effect: tokenizers of the tokenizers library, which serve here, put no such spaces."""
+    detokenize: bool = True
+    """Make text of the tokens; without it the text is empty, and stop strings are refused."""
+    truncate_prompt_tokens: int | None = None
+    """Keep the last so many tokens of the prompt; -1: as many as the context has room for."""
     presence_penalty: float = 0.0
     """Taken off the logit of each token of the output so far, in [-2, 2]."""
     frequency_penalty: float = 0.0
@@ -216,7 +230,12 @@ class SamplingParams:
     no_repeat_ngram_size: int = 0
     """No so many tokens come twice in a row in prompt and output; 0 allows that, at most 1,024."""
     logprobs: int | None = None
-    """Log probabilities of each sampled token and of so many most probable ones, 0..20; None: none."""
+    """Log probabilities of each sampled token and of so many most probable ones, up to EngineConfig.max_logprobs; None:
+    none."""
+    prompt_logprobs: int | None = None
+    """Likewise of the tokens of the prompt, but for the first. What the prefix cache knows is computed again."""
+    logprob_start_len: int = 0
+    """Tokens of the prompt before this one have no log probabilities, and may come from the prefix cache."""
     logprob_token_ids: Sequence[int] = ()
     """Further tokens, at most 32, whose log probabilities are wanted at each place."""
     logprobs_mode: str = "raw_logprobs"
@@ -229,7 +248,7 @@ class SamplingParams:
         put = object.__setattr__
         put(self, "n", _integer("n", self.n, 1, MAX_N))
         if self.max_tokens is not None:
-            put(self, "max_tokens", _integer("max_tokens", self.max_tokens, 1, 2**31 - 1))
+            put(self, "max_tokens", _integer("max_tokens", self.max_tokens, 0, 2**31 - 1))
         put(self, "temperature", _number("temperature", self.temperature, 0, 2))
         put(self, "top_p", _number("top_p", self.top_p, 0, 1, open_low=True))
         put(self, "top_k", max(0, _integer("top_k", self.top_k, -1, 2**31 - 1)))
@@ -243,7 +262,15 @@ class SamplingParams:
         self._check_edits()
         self._check_logprobs()
         self._check_structure()
-        for flag in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+        if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
+            put(
+                self,
+                "truncate_prompt_tokens",
+                _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, 2**31 - 1),
+            )
+        if not self.detokenize and self.stop:
+            raise InvalidRequestError("stop needs text: it conflicts with detokenize=False", param="stop")
+        for flag in _FLAGS:
             value = getattr(self, flag)
             if not isinstance(value, bool):
                 raise InvalidRequestError(f"{flag} must be a boolean, got {quoted(value)}", param=flag)
@@ -286,8 +313,10 @@ class SamplingParams:
 
     def _check_logprobs(self) -> None:
         put = object.__setattr__
-        if self.logprobs is not None:
-            put(self, "logprobs", _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS))
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                put(self, name, _integer(name, getattr(self, name), 0, MAX_LOGPROBS))
+        put(self, "logprob_start_len", _integer("logprob_start_len", self.logprob_start_len, 0, 2**31 - 1))
         given = () if self.logprob_token_ids is None else self.logprob_token_ids
         named = _sequence("logprob_token_ids", given, MAX_NAMED_TOKENS, "tokens")
         put(self, "logprob_token_ids", tuple(_integer("logprob_token_ids", token, 0, 2**31 - 1) for token in named))
@@ -320,7 +349,8 @@ class SamplingParams:
     @property
     def features(self) -> tuple[str, ...]:
         """The fields that ask for more than plain sampling and that not every device serves."""
-        neutral = {"repetition_penalty": 1.0, "allowed_token_ids": None, "logprobs": None, "structured_outputs": None}
+        neutral: dict[str, Any] = dict.fromkeys(("allowed_token_ids", "logprobs", "prompt_logprobs"))
+        neutral |= {"structured_outputs": None, "repetition_penalty": 1.0}
         return tuple(name for name in _FEATURES if getattr(self, name) not in (neutral.get(name, 0), (), {}))
 
     @property
@@ -416,6 +446,8 @@ class RequestOutput:
     outputs: tuple[CompletionOutput, ...]
     usage: Usage
     timing: RequestTiming
+    prompt_logprobs: Sequence[TokenLogProbs | None] | None = None
+    """One for each token of the prompt, if they were asked for. The first one is None: nothing comes before it."""
 
     @property
     def text(self) -> str:

@@ -35,10 +35,14 @@ def request_extras(
     _check_tokens("allowed_token_ids", params.allowed_token_ids or (), vocab)
     _check_tokens("logprob_token_ids", params.logprob_token_ids, vocab)
     words = _banned_words(params, tokenizer)
-    history = params.penalized or bool(words) or params.no_repeat_ngram_size > 0
+    scores = params.prompt_logprobs is not None and prompt_len > 1
+    # A prompt that gives no token ends its sequence as those do whose records are the answer.
+    records = params.wants_logprobs or scores or params.max_tokens == 0
     lists = bool(params.logit_bias) or params.allowed_token_ids is not None or params.min_tokens > 0
-    needs = (_core.Need.penalties if history else 0) | (_core.Need.bias if lists else 0)
-    needs |= _core.Need.logprobs if params.wants_logprobs else 0
+    penalties = params.penalized or bool(words) or params.no_repeat_ngram_size > 0
+    history = penalties or scores
+    needs = (_core.Need.penalties if penalties else 0) | (_core.Need.bias if lists else 0)
+    needs |= _core.Need.logprobs if records else 0
     if not needs and not masks:
         return _core.RequestExtras()
     entries = [(_core.EntryKind.parameters, _parameters(params, prompt_len))]
@@ -57,18 +61,28 @@ def request_extras(
         needs=needs,
         entries=entries,
         history=history,
-        result_words=record_words(params) if params.wants_logprobs else 0,
+        result_words=record_words(params) if records else 0,
+        score_from=max(0, params.logprob_start_len - 1) if scores else -1,
         masks=masks,
     )
 
 
 def record_words(params: SamplingParams) -> int:
     """Of a record of log probabilities, with its header: rank, then a token and its number for each."""
-    return 2 + 2 * (1 + (params.logprobs or 0) + len(params.logprob_token_ids))
+    return 2 + 2 * (1 + _num_top(params) + len(params.logprob_token_ids))
+
+
+def _num_top(params: SamplingParams) -> int:
+    """Of sampled tokens and of those of the prompt alike."""
+    return max(params.logprobs or 0, params.prompt_logprobs or 0)
 
 
 def _parameters(params: SamplingParams, prompt_len: int) -> list[int]:
     layout = _core.STEP_INPUT_LAYOUT
+    flags = {
+        "processed_logprobs": params.logprobs_mode == "processed_logprobs",
+        "score_only": params.max_tokens == 0,
+    }
     values = {
         "presence_penalty": _bits(params.presence_penalty),
         "frequency_penalty": _bits(params.frequency_penalty),
@@ -76,8 +90,8 @@ def _parameters(params: SamplingParams, prompt_len: int) -> list[int]:
         "prompt_len": prompt_len,
         "min_tokens": params.min_tokens,
         "no_repeat_ngram": params.no_repeat_ngram_size,
-        "top_logprobs": (params.logprobs or 0) if params.wants_logprobs else -1,
-        "flags": layout["parameter.processed_logprobs"] if params.logprobs_mode == "processed_logprobs" else 0,
+        "top_logprobs": _num_top(params) if params.wants_logprobs or params.prompt_logprobs is not None else -1,
+        "flags": sum(layout[f"parameter.{name}"] for name, is_set in flags.items() if is_set),
     }
     words = [0] * layout["parameter_words"]
     for name, value in values.items():

@@ -24,7 +24,7 @@ from asyncengine.errors import (
     StepFailedError,
     UsageError,
 )
-from asyncengine.logprobs import LogProbs
+from asyncengine.logprobs import LogProbs, TokenLogProbs
 from asyncengine.request import (
     CompletionOutput,
     FinishReason,
@@ -69,7 +69,7 @@ class _SequenceState:
 
     def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
         self._params = params
-        self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
+        self._detokenizer = IncrementalDetokenizer(tokenizer if params.detokenize else None, params.skip_special_tokens)
         self._matcher = (
             StopStringMatcher(params.stop_strings, params.include_stop_str_in_output) if params.stop_strings else None
         )
@@ -129,7 +129,8 @@ class _SequenceState:
 
     def logprobs_of(self, first: int) -> LogProbs:
         """Of the tokens from ``first``; a stop string may have left out the last of those that came."""
-        return LogProbs(self.records[first : len(self.token_ids)], len(self._params.logprob_token_ids))
+        named = len(self._params.logprob_token_ids)
+        return LogProbs(self.records[first : len(self.token_ids)], self._params.logprobs or 0, named)
 
     def _decode(self, finish: Ended) -> None:
         self._append(self._text_of(self.token_ids[self._decoded :], finish))
@@ -142,7 +143,8 @@ class _SequenceState:
 
     def _end(self, finish: Ended, rest: str) -> None:
         self._append(rest)
-        self.finish_reason = FinishReason.STOP if finish is Ended.stop else FinishReason.LENGTH
+        stopped = finish is Ended.stop and self._params.max_tokens != 0
+        self.finish_reason = FinishReason.STOP if stopped else FinishReason.LENGTH
         if finish is Ended.stop and self.token_ids and self.token_ids[-1] in self._params.stop_token_ids:
             self.stop_reason = self.token_ids[-1]
 
@@ -205,6 +207,7 @@ class RequestStream:
         self._first_token = 0.0
         self._finished = 0.0
         self._constraints: Sequence[Constraint] = ()
+        self._prompt_records: list[bytes] = []
         self.cached_tokens = 0
         """Of the prompt, found in the prefix cache; 0 until the request runs."""
 
@@ -227,14 +230,16 @@ class RequestStream:
         if news.finish in _FAILURES:
             self.fail(_FAILURES[news.finish]())
             return
-        if not self._first_token and tokens:
+        if not self._first_token and (tokens or news.finish is not Ended.none):
             self._first_token = news.first_ns * 1e-9
             self._scheduled = news.scheduled_ns * 1e-9
             self.cached_tokens = news.cached_tokens
         sequence = self._sequences[index]
         was_finished = sequence.finish_reason is not None
         if news.records and not was_finished:
-            sequence.records += (r.payload for r in news.records if r.kind is RecordKind.logprobs)
+            for r in news.records:
+                if r.kind is RecordKind.logprobs:
+                    (sequence.records if r.token >= 0 else self._prompt_records).append(r.payload)
         if sequence.feed(tokens, news.finish, self._whole):
             self._owner.stop_sequence(self._key, index)
         if not sequence.untaken and not was_finished:
@@ -307,7 +312,24 @@ class RequestStream:
             for i, s in enumerate(self._sequences)
             if s.finish_reason is not None
         )
-        return RequestOutput(self.request_id, tuple(self.prompt_token_ids), outputs, self._usage(), self._timing())
+        return RequestOutput(
+            self.request_id,
+            tuple(self.prompt_token_ids),
+            outputs,
+            self._usage(),
+            self._timing(),
+            prompt_logprobs=self.prompt_logprobs,
+        )
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogProbs | None] | None:
+        """As RequestOutput has them; complete when the first delta is there."""
+        params = self._params
+        if params.prompt_logprobs is None:
+            return None
+        found = LogProbs(self._prompt_records, params.prompt_logprobs, len(params.logprob_token_ids))
+        missing = len(self.prompt_token_ids) - len(found)
+        return [*[None] * missing, *found]
 
     def _check_consumer(self) -> None:
         self._owner.check_loop()

@@ -15,7 +15,7 @@ from asyncengine.kernels.cuda.attention.choose import Limits, short_context, sho
 from asyncengine.kernels.cuda.attention.plan import AttentionShape, LayerKind
 from asyncengine.kernels.cuda.attention.run import StepAttention
 from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps
-from asyncengine.kernels.cuda.sampling.edits import edit, wait_for_masks
+from asyncengine.kernels.cuda.sampling.edits import edit, withhold
 from asyncengine.kernels.cuda.sampling.features import allocate_features, follow
 from asyncengine.kernels.cuda.sampling.logprobs import store_logprobs
 from asyncengine.kernels.cuda.sampling.sample import sample
@@ -103,6 +103,7 @@ class DeviceSteps:
     ) -> None:
         self._block_size = config.block_size
         self._pdl = ops.options.pdl
+        self._max_logprobs = config.max_logprobs
         self._model = loaded.model
         self._buffers = buffers
         self.cache = cache
@@ -142,7 +143,9 @@ class DeviceSteps:
     def run(self, bucket: Bucket, needs: int) -> None:
         """Enqueue the next step, which must fit ``bucket`` and whose rows may need no more than ``needs``."""
         source = self._buffers.source
-        step = self._step.bucket(bucket.max_rows, bucket.max_tokens)
+        # Prompts are scored in steps with log probabilities alone: the others compute no logits for that.
+        one_sample = not needs & _core.Need.logprobs
+        step = self._step.bucket(bucket.max_rows, bucket.max_tokens, one_sample=one_sample)
         batch = CudaBatch(step, self._attention.of(bucket), needs)
         with torch.inference_mode():
             ingest(source, step, self._block_size, pdl=self._pdl, needs=needs)
@@ -163,8 +166,9 @@ class DeviceSteps:
         follow(source, step, features, pdl=pdl)
         raw = edit(logits, self._buffers.board, step, features, pdl=pdl)
         sample(logits, step, source.header, source.outputs, needs=needs, pdl=pdl)
-        wait_for_masks(source, step, pdl=pdl)
-        store_logprobs(logits, raw, source, step, features, self._buffers.staging.records_begin, pdl=pdl)
+        withhold(source, step, features, pdl=pdl)
+        begin = self._buffers.staging.records_begin
+        store_logprobs(logits, raw, source, step, features, begin, most=self._max_logprobs, pdl=pdl)
 
     def copy_blocks(self) -> None:
         """Enqueue the block copies of the next step, which comes after them."""

@@ -11,6 +11,8 @@ from asyncengine.model_info import ModelInfo
 UPDATE_WORDS = RESULT_WORDS = 1 << 13
 """Budgets of a step, in words: entries of newly filled slots, beside one history and one bit per token; and records.
 They cost memory alone, until a request asks for some."""
+SCORED = 128
+"""Tokens of prompts that a step scores at most, beside the samples of its rows."""
 VECTORS = 4
 """A step has room for so many vectors at least."""
 
@@ -28,6 +30,7 @@ def scheduler_config(
         prefix_caching=config.enable_prefix_caching,
         token_buckets=token_buckets,
         max_update_words=UPDATE_WORDS + model_info.max_model_len + model_info.vocab_size // 32,
+        max_samples=config.max_num_seqs + SCORED,
         mask_words=-(-model_info.vocab_size // 32),
         max_result_words=max(RESULT_WORDS, VECTORS * (1 + model_info.vector_size)),
     )

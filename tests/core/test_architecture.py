@@ -47,7 +47,7 @@ LAYERS: list[set[str]] = [
     {"backend"},
     {"structured"},
     {"stream"},
-    {"embedding"},
+    {"embedding", "scoring"},
     {"engine"},
     {"__init__", "testing"},
     {"server"},

@@ -195,7 +195,7 @@ async def test_words_that_are_banned_and_strings_that_stop_too_soon() -> None:
         ({"bad_words": [""]}, "bad_words"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
         ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size"),
-        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": 129}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
         ({"logprob_token_ids": [1] * 33}, "logprob_token_ids"),
         ({"logprobs_mode": "raw"}, "logprobs_mode"),

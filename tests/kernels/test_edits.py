@@ -13,7 +13,7 @@ from torch import Tensor
 
 from asyncengine._core import STEP_INPUT_LAYOUT, EntryKind, Need, RecordKind
 from asyncengine.kernels.cuda.sampling import edits, features, logprobs
-from asyncengine.kernels.cuda.sampling.edits import edit, wait_for_masks
+from asyncengine.kernels.cuda.sampling.edits import edit, withhold
 from asyncengine.kernels.cuda.sampling.features import SlotFeatures, allocate_features, follow
 from asyncengine.kernels.cuda.sampling.logprobs import store_logprobs
 from asyncengine.kernels.cuda.sampling.sample import sample
@@ -259,7 +259,7 @@ def test_a_row_waits_for_the_mask_of_its_position(device: torch.device, head: in
     follow(world.source, world.step, world.features)
     edit(moved, world.board, world.step, world.features)
     sample(moved, world.step, world.source.header, world.outputs, needs=NEEDS)
-    wait_for_masks(world.source, world.step)
+    withhold(world.source, world.step, world.features)
     token = int(world.outputs[0, 0]) & 0xFFFFFFFF
     assert token == (NO_MASK & 0xFFFFFFFF if waits else 11 if head % 2 else 9)
     assert world.step.slots.finished[world.slots[0]] == waits

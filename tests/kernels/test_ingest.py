@@ -70,7 +70,7 @@ class Twin:
             scored = len(samples) - row["num_appends"]
             assert step.sample_index[mine].tolist() == [token + count - b for b in back]
             assert step.sample_position[mine].tolist() == [context + count - b + 1 for b in back]
-            assert step.sample_slot[mine].tolist() == [slot if j >= scored else -1 for j in samples]
+            assert step.sample_slot[mine].tolist() == [slot if j >= scored else -2 - slot for j in samples]
             region = row["result_words"]
             assert step.sample_records[mine].tolist() == [[row["result_offset"] + j * region, region] for j in samples]
             update = updates[row["update"]] if row["update"] >= 0 else None
@@ -126,7 +126,7 @@ def test_rows_with_several_samples_and_lengths_on_the_device(device: torch.devic
         )  # fmt: skip
         prompt = [draw.randrange(100) for _ in range(draw.randint(4, 50))]
         harness.add(id=i, prompt=prompt, n=1, max_tokens=12, stop_tokens=[], order=i, salt=0, extras=extras)
-    step = allocate_step(ROWS, BLOCKS, ROWS, TOKENS, device, SAMPLES)
+    step = allocate_step(ROWS, BLOCKS, ROWS, TOKENS, device, SAMPLES, SAMPLES // ROWS - 1)
     for poisoned in (step.sample_records, step.row_entries, step.slots.length, step.slots.draft_tokens):
         assert poisoned is not None
         poisoned.fill_(1 << 20)

@@ -17,7 +17,7 @@ from asyncengine._core import STEP_INPUT_LAYOUT, EntryKind, Need
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options, wait
 from asyncengine.kernels.cuda.sampling.features import KINDS, PENALTIES, SlotFeatures
-from asyncengine.kernels.cuda.sampling.results import store_word
+from asyncengine.kernels.cuda.sampling.results import NO_TOKEN, store_word
 from asyncengine.kernels.cuda.step.ingest import StepSource
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
 
@@ -25,6 +25,7 @@ EDIT_NEEDS = Need.penalties | Need.bias | Need.mask
 EDITS = tl.constexpr(int(EDIT_NEEDS))
 PARAMETERS = tl.constexpr(int(EntryKind.parameters))
 PROCESSED = tl.constexpr(STEP_INPUT_LAYOUT["parameter.processed_logprobs"])
+SCORE_ONLY = tl.constexpr(STEP_INPUT_LAYOUT["parameter.score_only"])
 HEAD_WORDS = tl.constexpr(STEP_INPUT_LAYOUT["mask_head_words"])
 NO_MASK = tl.constexpr(STEP_INPUT_LAYOUT["no_mask"])
 FLAGS = tl.constexpr(STEP_INPUT_LAYOUT["parameter.flags"])
@@ -262,10 +263,13 @@ def _keep_raw_kernel(
 
 
 @kernel
-def _wait_for_masks_kernel(
+def _withhold_kernel(
     sample_slot: tl.tensor,
     sample_mask: tl.tensor,
     slot_needs: tl.tensor,
+    words: tl.tensor,
+    width: tl.tensor,
+    places: tl.tensor,
     finished: tl.tensor,
     header: tl.tensor,
     out_words: tl.tensor,
@@ -277,17 +281,25 @@ def _wait_for_masks_kernel(
     slot = tl.load(sample_slot + row).to(tl.int64)
     if slot < 0:
         return
-    has_mask = (tl.load(slot_needs + slot) & _MASK) != 0
+    needs = tl.load(slot_needs + slot)
+    parameters, _ = of_kind(words + slot * width, places + slot * 2 * KINDS, PARAMETERS)
+    if (tl.load(parameters + FLAGS, mask=(needs & _LOGPROBS) != 0, other=0) & SCORE_ONLY) != 0:
+        tl.store(finished + slot, 1)
+        store_word(header, out_words, ring_stride, row, NO_TOKEN)
+    has_mask = (needs & _MASK) != 0
     if tl.load(sample_mask + row, mask=has_mask, other=0) == NO_MASK:
         tl.store(finished + slot, 1)
         store_word(header, out_words, ring_stride, row, NO_MASK)
 
 
-def wait_for_masks(source: StepSource, step: DeviceStep, *, pdl: bool = False) -> None:
-    """After ``sample``: rows whose masks had not come give no token, and rest until the host brings their tokens."""
-    _wait_for_masks_kernel[(len(step.sample_slot),)](
-        step.sample_slot, step.sample_mask, step.slots.needs, step.slots.finished, source.header, source.outputs,
-        source.outputs.shape[1], num_warps=1, **launch_options(pdl),
+def withhold(source: StepSource, step: DeviceStep, features: SlotFeatures, *, pdl: bool = False) -> None:
+    """After ``sample``: take back the tokens of rows that give none.
+
+    Rows whose masks had not come rest until the host brings their tokens; prompts that are only scored have ended.
+    """
+    _withhold_kernel[(len(step.sample_slot),)](
+        step.sample_slot, step.sample_mask, step.slots.needs, features.words, features.words.shape[1], features.places,
+        step.slots.finished, source.header, source.outputs, source.outputs.shape[1], num_warps=1, **launch_options(pdl),
     )  # fmt: skip
 
 

@@ -16,22 +16,20 @@ from torch import Tensor
 from asyncengine._core import STEP_INPUT_LAYOUT, EntryKind, Need, RecordKind
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options, wait
-from asyncengine.kernels.cuda.sampling.edits import FLAGS, PARAMETERS, PROCESSED, keeps_raw, of_kind
+from asyncengine.kernels.cuda.sampling.edits import FLAGS, PARAMETERS, PROCESSED, SCORE_ONLY, keeps_raw, of_kind
 from asyncengine.kernels.cuda.sampling.features import KINDS, SlotFeatures
 from asyncengine.kernels.cuda.sampling.filters import NO_RANK, inverse, rank_of
 from asyncengine.kernels.cuda.sampling.finish import arrive, token_of
 from asyncengine.kernels.cuda.sampling.results import END_OF_RECORDS, store_word, store_words
 from asyncengine.kernels.cuda.step.ingest import StepSource
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
-from asyncengine.request import MAX_LOGPROBS, MAX_NAMED_TOKENS
+from asyncengine.request import MAX_NAMED_TOKENS
 
 _LOGPROBS = tl.constexpr(int(Need.logprobs))
 _NAMED = tl.constexpr(int(EntryKind.named_tokens))
 _KIND = tl.constexpr(int(RecordKind.logprobs))
 _TOP_LOGPROBS = tl.constexpr(STEP_INPUT_LAYOUT["parameter.top_logprobs"])
 _TILE = 4096
-_TOP = triton.next_power_of_2(MAX_LOGPROBS)
-_PAIRS = triton.next_power_of_2(1 + MAX_LOGPROBS + MAX_NAMED_TOKENS)
 
 
 @triton.jit
@@ -107,6 +105,9 @@ def _logprobs_kernel(
     words: tl.tensor,
     width: tl.tensor,
     places: tl.tensor,
+    sample_position: tl.tensor,
+    history: tl.tensor,
+    max_len: tl.tensor,
     tile_max: tl.tensor,
     tile_sum: tl.tensor,
     tile_greater: tl.tensor,
@@ -125,8 +126,10 @@ def _logprobs_kernel(
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     num_tiles = tl.num_programs(0)
     slot = tl.load(sample_slot + row).to(tl.int64)
-    if slot < 0:
+    if slot == -1:
         return
+    is_scored = slot < 0
+    slot = tl.where(is_scored, -2 - slot, slot)
     needs = tl.load(slot_needs + slot)
     if (needs & _LOGPROBS) == 0:
         return
@@ -134,14 +137,22 @@ def _logprobs_kernel(
     places += slot * 2 * KINDS
     parameters, _ = of_kind(words, places, PARAMETERS)
     flags = tl.load(parameters + FLAGS)
+    place, room = records_begin + tl.load(sample_records + 2 * row), tl.load(sample_records + 2 * row + 1)
+    if ((flags & SCORE_ONLY) != 0) & (is_scored == 0):
+        if (tile == 0) & (room > 0):
+            store_word(header, out_words, ring_stride, place, END_OF_RECORDS)
+        return
     top = tl.minimum(tl.minimum(tl.maximum(tl.load(parameters + _TOP_LOGPROBS), 0), TOP), vocab)
     heat = tl.load(temperature + slot)
-    inverse_heat = inverse(tl.where(((flags & PROCESSED) != 0) & (heat > 0), heat, 1.0))
+    is_heated = ((flags & PROCESSED) != 0) & (heat > 0) & (is_scored == 0)
+    inverse_heat = inverse(tl.where(is_heated, heat, 1.0))
     row_logits = logits + row * row_stride
-    if keeps_raw(needs, flags):
+    if keeps_raw(needs, flags) & (is_scored == 0):
         row_logits = raw + row * vocab
     # A row that has given no token has no record either: what is made of its old token is not looked at.
-    chosen = tl.minimum(tl.maximum(tl.load(last_token + slot), 0), vocab - 1)
+    next_token = tl.load(history + slot * max_len + tl.load(sample_position + row), mask=is_scored, other=0)
+    chosen = tl.where(is_scored, next_token, tl.load(last_token + slot))
+    chosen = tl.minimum(tl.maximum(chosen, 0), vocab - 1)
 
     index = tile * TILE + tl.arange(0, TILE)
     logit = tl.load(row_logits + index, mask=index < vocab, other=float("-inf"))
@@ -162,8 +173,7 @@ def _logprobs_kernel(
         _store_logprobs(
             row_logits, vocab, inverse_heat, chosen, top, named, tl.minimum(num_named, PAIRS - 1 - TOP), num_tiles,
             tile_max + first, tile_sum + first, tile_greater + first, tile_top + first * TOP,
-            records_begin + tl.load(sample_records + 2 * row), tl.load(sample_records + 2 * row + 1),
-            header, out_words, ring_stride, TILES, TOP, PAIRS,
+            place, room, header, out_words, ring_stride, TILES, TOP, PAIRS,
         )  # fmt: skip
 
 
@@ -175,17 +185,20 @@ def store_logprobs(
     features: SlotFeatures,
     records_begin: int,
     *,
+    most: int = 20,
     pdl: bool = False,
 ) -> None:
     """Store the record of each sample whose slot has Need.logprobs, after ``sample`` has drawn its token.
 
     It is of log-softmax(logits / temperature) with the logits [N, V] that ``edit`` left if the slot asks for processed
     ones, else of log-softmax of those before: ``raw`` is what ``edit`` returned. The records begin at word
-    ``records_begin`` of the step's output. A region without room for the record stays as it is.
+    ``records_begin`` of the step's output. A region without room for the record stays as it is. ``most``: tokens beside
+    the chosen one and named ones. Tokens of a prompt that are scored have the raw ones of the prompt's next token.
     """
     rows, vocab = logits.shape
     num_tiles = triton.cdiv(vocab, _TILE)
     slots = step.slots
+    top_size = triton.next_power_of_2(max(1, most))
 
     def scratch(dtype: torch.dtype, width: int = 1) -> Tensor:
         return torch.empty((rows, num_tiles * width), dtype=dtype, device=logits.device)
@@ -193,8 +206,9 @@ def store_logprobs(
     _logprobs_kernel[(num_tiles, rows)](
         logits, logits.stride(0), vocab, raw, step.sample_slot, step.sample_records, step.sample_arrivals, slots.needs,
         slots.temperature, slots.last_token, features.words, features.words.shape[1], features.places,
-        scratch(torch.float32), scratch(torch.float32), scratch(torch.int32), scratch(torch.int64, _TOP),
+        step.sample_position, features.history, features.history.shape[1],
+        scratch(torch.float32), scratch(torch.float32), scratch(torch.int32), scratch(torch.int64, top_size),
         source.header, source.outputs, source.outputs.stride(0), records_begin,
-        TILE=_TILE, TILES=max(16, triton.next_power_of_2(num_tiles)), TOP=_TOP, PAIRS=_PAIRS, num_warps=8,
-        **launch_options(pdl),
+        TILE=_TILE, TILES=max(16, triton.next_power_of_2(num_tiles)), TOP=top_size,
+        PAIRS=triton.next_power_of_2(1 + top_size + MAX_NAMED_TOKENS), num_warps=8, **launch_options(pdl),
     )  # fmt: skip

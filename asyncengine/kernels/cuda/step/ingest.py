@@ -358,7 +358,7 @@ def _ingest(
                 valid = i < row_samples
                 end = query_len - row_samples + i
                 tl.store(sample_index + sample_row + i, (query_start + end).to(tl.int64), mask=valid)
-                tl.store(sample_slot + sample_row + i, tl.where(i < first, -1, slot), mask=valid)
+                tl.store(sample_slot + sample_row + i, tl.where(i < first, -2 - slot, slot), mask=valid)
                 tl.store(sample_position + sample_row + i, context_len + end + 1, mask=valid)
                 if RECORDS:
                     words = tl.load(row + ROW_RESULT_WORDS)

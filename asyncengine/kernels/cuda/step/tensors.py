@@ -69,7 +69,7 @@ class DeviceStep:
     sample_index: Tensor
     """int64 [N]: the token whose hidden state gives the logits"""
     sample_slot: Tensor
-    """int32 [N]; -1 also where a token of a prompt is only scored"""
+    """int32 [N]; -2 - slot where a token of a prompt is only scored"""
     sample_position: Tensor
     """int32 [N]: position of the token to be sampled, the generator's counter"""
     sample_arrivals: Tensor
@@ -95,9 +95,9 @@ class DeviceStep:
     def num_samples(self) -> int:
         return len(self.sample_index)
 
-    def bucket(self, num_rows: int, num_tokens: int) -> DeviceStep:
-        """The same memory, seen through a smaller bucket."""
-        several = self.num_samples > self.num_rows
+    def bucket(self, num_rows: int, num_tokens: int, *, one_sample: bool = False) -> DeviceStep:
+        """The same memory, seen through a smaller bucket; ``one_sample``: of steps with no more than one a row."""
+        several = self.num_samples > self.num_rows and not one_sample
         num_samples = min(self.num_samples, num_tokens) if several else num_rows
         return DeviceStep(
             self.slots,
@@ -120,11 +120,16 @@ class DeviceStep:
 
 
 def allocate_step(
-    num_slots: int, max_blocks: int, max_rows: int, max_tokens: int, device: torch.device, max_samples: int = 0
+    num_slots: int,
+    max_blocks: int,
+    max_rows: int,
+    max_tokens: int,
+    device: torch.device,
+    max_samples: int = 0,
+    drafts: int = 0,
 ) -> DeviceStep:
-    """An inert step of the largest bucket, with empty slots. max_samples: 0 is one a row."""
+    """An inert step of the largest bucket, with empty slots. max_samples: 0 is one a row. drafts: of a row at most."""
     max_samples = max(max_samples, max_rows)
-    drafts = max_samples // max_rows - 1
 
     def ints(*shape: int, fill: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.full(shape, fill, dtype=dtype, device=device)
