@@ -21,7 +21,7 @@ from aiohttp import web
 from aiohttp.http import HttpVersion10, HttpVersion11
 
 from asyncengine.errors import ConfigError, InvalidRequestError
-from asyncengine.request import Prompt, SamplingParams, quoted
+from asyncengine.request import Prompt, quoted
 from asyncengine.server.bodies import Bodies
 from asyncengine.server.chat import Chat
 from asyncengine.server.completions import Completions
@@ -39,6 +39,7 @@ from asyncengine.server.protocol import (
     name_as_asked,
 )
 from asyncengine.server.wire import SseResponse, send_response
+from asyncengine.tokenization import Tokenizer
 
 logger = logging.getLogger("asyncengine.server")
 
@@ -199,7 +200,9 @@ class App:
         engine = self._ready_engine()
         body, prompts = await self._parse(endpoint, request)
         try:
-            params = endpoint.params(body)
+            params, tokenizer = endpoint.params(body), _tokenizer(engine)
+            by_number = bool(body.return_tokens_as_token_ids)
+            wants_logprobs = params.wants_logprobs or params.prompt_logprobs is not None
             job = Job(
                 id=endpoint.id_prefix + uuid.uuid4().hex,
                 created=int(time.time()),
@@ -209,7 +212,8 @@ class App:
                 body=body,
                 tenant=self._tenant(request),
                 admission=self._admission,
-                logprobs=_logprobs(engine, params, body) if params.wants_logprobs else None,
+                logprobs=JobLogProbs(tokenizer, params, by_number) if wants_logprobs else None,
+                tokenizer=tokenizer,
             )
             self._check_allowed(job)
             if not body.stream:
@@ -240,12 +244,11 @@ class App:
             raise bad_request("priority is not allowed by this server: start it with --allow-priority", "priority")
 
 
-def _logprobs(engine: Engine, params: SamplingParams, body: GenerationBody) -> JobLogProbs:
+def _tokenizer(engine: Engine) -> Tokenizer | None:
     try:
-        tokenizer = engine.tokenizer
+        return engine.tokenizer
     except ConfigError:  # skip_tokenizer_init
-        tokenizer = None
-    return JobLogProbs(tokenizer, params, bool(body.return_tokens_as_token_ids))
+        return None
 
 
 def _json(value: object) -> web.Response:

@@ -12,7 +12,7 @@ from asyncengine.server import protocol
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.errors import bad_request
 from asyncengine.server.generation import Endpoint, Job
-from asyncengine.server.logprobs import ChatLogProbs
+from asyncengine.server.logprobs import ChatLogProbs, PromptLogProb
 from asyncengine.server.protocol import (
     NOTHING,
     BodyDecoder,
@@ -24,6 +24,7 @@ from asyncengine.server.protocol import (
 from asyncengine.server.sse import ChunkFormat, encode
 
 _UNIMPLEMENTED: dict[str, tuple[object, ...]] = protocol.UNIMPLEMENTED | {
+    "echo": (None, False),
     "tools": NOTHING,
     "tool_choice": (None, "none", "auto"),
     "functions": NOTHING,
@@ -89,6 +90,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: UsageBody
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
+    prompt_logprobs: list[PromptLogProb] | UnsetType = UNSET
 
 
 _ROLE = b'"delta":{"role":"assistant","content":""}'
@@ -124,7 +126,7 @@ class DetailedFormat(ChatFormat):
     def __init__(self, job: Job) -> None:
         super().__init__(job.id, job.created, job.model)
         self._with_ids = bool(job.body.return_token_ids)
-        self._logprobs = job.logprobs
+        self._logprobs = job.choice_logprobs
 
     def events(self, index: int, delta: RequestDelta, usage: bytes) -> bytes:
         out = b""
@@ -169,7 +171,7 @@ class Chat(Endpoint):
 
     def document(self, job: Job, outputs: list[RequestOutput]) -> ChatCompletion:
         sequences = [s for output in outputs for s in output.outputs]
-        with_ids, logprobs = job.body.return_token_ids, job.logprobs
+        with_ids, logprobs = job.body.return_token_ids, job.choice_logprobs
         return ChatCompletion(
             id=job.id,
             created=job.created,
@@ -186,6 +188,7 @@ class Chat(Endpoint):
             ],
             usage=UsageBody.of([output.usage for output in outputs]),
             prompt_token_ids=outputs[0].prompt_token_ids if with_ids else UNSET,
+            prompt_logprobs=job.prompt_logprobs(outputs[0]),
         )
 
 

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from asyncengine.detokenizer import IncrementalDetokenizer
+from asyncengine.logprobs import TokenLogProbs
 from asyncengine.request import Prompt, RequestDelta, RequestOutput, SamplingParams
 from asyncengine.server import protocol
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.errors import bad_request
 from asyncengine.server.generation import Endpoint, Job
-from asyncengine.server.logprobs import CompletionLogProbs
+from asyncengine.server.logprobs import CompletionLogProbs, PromptLogProb
 from asyncengine.server.protocol import BodyDecoder, GenerationBody, UsageBody, sampling_params
 from asyncengine.server.sse import ChunkFormat, encode
 
@@ -26,6 +28,7 @@ _DEFAULT_MAX_TOKENS = 16
 class CompletionBody(GenerationBody, kw_only=True):
     prompt: str | list[str | int | list[int]] | None = None
     logprobs: int | bool | None = None
+    echo: bool | None = None
 
 
 _DECODER = BodyDecoder(CompletionBody, _UNIMPLEMENTED)
@@ -38,6 +41,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     finish_reason: str
     token_ids: Sequence[int] | UnsetType = UNSET
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
+    prompt_logprobs: list[PromptLogProb] | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -63,27 +67,32 @@ class CompletionFormat(ChunkFormat):
 
 
 class DetailedFormat(CompletionFormat):
-    """Chunks with log probabilities, with the token ids that they stand for, or with both.
+    """Chunks with log probabilities, and with the token ids that they stand for.
 
-    The first chunk of a choice also has the token ids of its prompt.
+    The first chunk of a choice also has the token ids of its prompt, and its text where that is echoed.
     """
 
     def __init__(self, job: Job) -> None:
         super().__init__(job.id, job.created, job.model)
-        self._n = job.params.n
+        self._job = job
         self._with_ids = bool(job.body.return_token_ids)
-        self._logprobs = job.logprobs
+        self._logprobs = job.choice_logprobs
         self._opened: set[int] = set()
 
     def events(self, index: int, delta: RequestDelta, usage: bytes) -> bytes:
+        is_first = index not in self._opened
+        self._opened.add(index)
+        stream = self.streams[index // self._job.params.n]
+        text = delta.text
+        if is_first and _echoes(self._job):
+            text = _echo(self._job, index, stream.prompt_token_ids, stream.prompt_logprobs) + text
         logprobs = None if self._logprobs is None else self._logprobs.completion(index, delta)
-        payload = b'"text":' + encode(delta.text)
+        payload = b'"text":' + encode(text)
         if self._with_ids:
             payload += b',"token_ids":' + encode(delta.token_ids)
-            if index not in self._opened:
-                self._opened.add(index)
-                payload += b',"prompt_token_ids":' + encode(self.streams[index // self._n].prompt_token_ids)
-        elif not delta.text and logprobs is None and delta.finish_reason is None:
+            if is_first:
+                payload += b',"prompt_token_ids":' + encode(stream.prompt_token_ids)
+        elif not text and logprobs is None and delta.finish_reason is None:
             return b""
         return self._chunk(index, payload, usage, delta.finish_reason, encode(logprobs))
 
@@ -93,7 +102,7 @@ class Completions(Endpoint):
     chunk_format = CompletionFormat
 
     def chunks(self, job: Job) -> ChunkFormat:
-        return DetailedFormat(job) if job.detailed else super().chunks(job)
+        return DetailedFormat(job) if job.detailed or _echoes(job) else super().chunks(job)
 
     def parse(self, raw: bytes | bytearray, config: ServerConfig) -> tuple[GenerationBody, list[Prompt]]:
         body = _DECODER.decode(raw)
@@ -106,11 +115,14 @@ class Completions(Endpoint):
 
     def params(self, body: GenerationBody) -> SamplingParams:
         assert isinstance(body, CompletionBody)
-        return sampling_params(body, logprobs=None if body.logprobs is False else body.logprobs)
+        more = {"logprobs": None if body.logprobs is False else body.logprobs}
+        if body.echo and more["logprobs"] is not None and body.prompt_logprobs is None:
+            more["prompt_logprobs"] = more["logprobs"]
+        return sampling_params(body, **more)
 
     def document(self, job: Job, outputs: list[RequestOutput]) -> Completion:
         sequences = [(output, s) for output in outputs for s in output.outputs]
-        with_ids, logprobs = job.body.return_token_ids, job.logprobs
+        with_ids, logprobs, echoes = job.body.return_token_ids, job.choice_logprobs, _echoes(job)
         return Completion(
             id=job.id,
             created=job.created,
@@ -118,16 +130,34 @@ class Completions(Endpoint):
             choices=[
                 CompletionChoice(
                     index=i,
-                    text=s.text,
+                    text=_echo(job, i, output.prompt_token_ids, output.prompt_logprobs) + s.text if echoes else s.text,
                     logprobs=None if logprobs is None else logprobs.completion(i, s) or CompletionLogProbs(),
                     finish_reason=s.finish_reason,
                     token_ids=s.token_ids if with_ids else UNSET,
                     prompt_token_ids=output.prompt_token_ids if with_ids else UNSET,
+                    prompt_logprobs=job.prompt_logprobs(output),
                 )
                 for i, (output, s) in enumerate(sequences)
             ],
             usage=UsageBody.of([output.usage for output in outputs]),
         )
+
+
+def _echoes(job: Job) -> bool:
+    return isinstance(job.body, CompletionBody) and bool(job.body.echo)
+
+
+def _echo(job: Job, index: int, ids: Sequence[int], logprobs: Sequence[TokenLogProbs | None] | None) -> str:
+    """The prompt of choice ``index`` as text, for the beginning of the choice's; its tokens are noted with it."""
+    prompt = job.prompts[index // job.params.n]
+    if isinstance(prompt, str) and job.params.truncate_prompt_tokens is None:
+        text = prompt
+    else:
+        detokenizer = IncrementalDetokenizer(job.tokenizer, job.params.skip_special_tokens)
+        text = detokenizer.push(ids) + detokenizer.flush()
+    if job.choice_logprobs is not None:
+        job.choice_logprobs.echo(index, text, ids, logprobs)
+    return text
 
 
 def _prompts(body: CompletionBody, limit: int) -> list[Prompt]:

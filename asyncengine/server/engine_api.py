@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
+from asyncengine.logprobs import TokenLogProbs
 from asyncengine.request import Prompt, RequestDelta, RequestOutput, SamplingParams
 from asyncengine.stats import EngineStats
 from asyncengine.tokenization import Tokenizer
@@ -40,6 +41,8 @@ class RequestStream(Protocol):
 
     @property
     def prompt_token_ids(self) -> Sequence[int]: ...
+    @property
+    def prompt_logprobs(self) -> Sequence[TokenLogProbs | None] | None: ...
     @property
     def cached_tokens(self) -> int: ...
     def __aiter__(self) -> AsyncIterator[RequestDelta]: ...

@@ -12,17 +12,19 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from asyncengine.errors import EngineDeadError, RequestAbortedError
 from asyncengine.request import LONG_TEXT, FinishReason, Prompt, RequestDelta, RequestOutput, SamplingParams, Usage
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.engine_api import Engine, RequestStream
 from asyncengine.server.errors import failure
-from asyncengine.server.logprobs import JobLogProbs
+from asyncengine.server.logprobs import JobLogProbs, PromptLogProb
 from asyncengine.server.metrics import Metrics
 from asyncengine.server.protocol import GenerationBody, UsageBody
 from asyncengine.server.sse import NO_USAGE, NULL_USAGE, ChunkFormat, usage_field
 from asyncengine.server.wire import SseResponse
+from asyncengine.tokenization import Tokenizer
 
 logger = logging.getLogger("asyncengine.server")
 T = TypeVar("T")
@@ -46,13 +48,24 @@ class Job:
     admission: asyncio.Lock
     """The server's: requests of several prompts enter the engine's queue one after the other. If they all did at once,
     they could fill it between them, and none would have all of its prompts in it."""
-    logprobs: JobLogProbs | None
-    """Of the choices, if the request asks for any."""
+    logprobs: JobLogProbs | None = None
+    """Of the choices and prompts, if the request asks for any."""
+    tokenizer: Tokenizer | None = None
 
     @property
     def detailed(self) -> bool:
         """Whether the response has more than text."""
         return self.logprobs is not None or bool(self.body.return_token_ids)
+
+    @property
+    def choice_logprobs(self) -> JobLogProbs | None:
+        return self.logprobs if self.params.wants_logprobs else None
+
+    def prompt_logprobs(self, output: RequestOutput) -> list[PromptLogProb] | UnsetType:
+        """Those that ``prompt_logprobs`` asks for."""
+        if self.body.prompt_logprobs is None or self.logprobs is None or output.prompt_logprobs is None:
+            return UNSET
+        return self.logprobs.prompt(output.prompt_logprobs)
 
     def turn(self) -> AbstractAsyncContextManager[Any]:
         """To be held while its prompts are submitted. Prompts that take long to tokenize hold up no other request."""

@@ -43,6 +43,17 @@ class ChatLogProbs(msgspec.Struct):
     refusal: None = None
 
 
+class TokenLogProb(msgspec.Struct):
+    """Of a token at a place of a prompt, as vLLM has it."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogProb = dict[str, TokenLogProb] | None
+
+
 class TokenNames:
     """What tokens are called in a response: by their text, or by their numbers."""
 
@@ -82,10 +93,12 @@ class TokenNames:
 class PlacedToken:
     """A token in the text of a choice."""
 
+    token_id: int
     text: str
     """Which it adds."""
     offset: int
-    data: TokenLogProbs
+    data: TokenLogProbs | None
+    """None: of the first token of a prompt."""
 
 
 class News(Protocol):
@@ -105,11 +118,24 @@ class ChoiceLogProbs:
     """One choice. A token is held back while its text is; tokens of a stop string that is left out are left out."""
 
     def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
+        self._tokenizer = tokenizer
+        self._params = params
         self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
         self._keeps_end = params.include_stop_str_in_output
         self._held: deque[PlacedToken] = deque()
         self._offset = 0  # of the next token
         self._length = 0  # of the text so far
+
+    def begin(self, text: str, ids: Sequence[int], logprobs: Sequence[TokenLogProbs | None]) -> None:
+        """The text of the choice begins with the prompt, ``text``."""
+        detokenizer = IncrementalDetokenizer(self._tokenizer, self._params.skip_special_tokens)
+        for left, (token, data) in zip(range(len(ids) - 1, -1, -1), zip(ids, logprobs, strict=True), strict=True):
+            added = detokenizer.push([token])
+            if left == 0:
+                added += detokenizer.flush()
+            self._held.append(PlacedToken(token, added, self._offset, data))
+            self._offset += len(added)
+        self._offset = self._length = len(text)
 
     def push(self, news: News) -> list[PlacedToken]:
         """The tokens whose text is out with these news."""
@@ -139,7 +165,7 @@ class ChoiceLogProbs:
             text = "" if silent else self._detokenizer.push([data.token_id])
             if last:
                 text += self._detokenizer.flush()
-            self._held.append(PlacedToken(text, self._offset, data))
+            self._held.append(PlacedToken(data.token_id, text, self._offset, data))
             self._offset += len(text)
 
 
@@ -152,6 +178,14 @@ class JobLogProbs:
         self._choices: dict[int, ChoiceLogProbs] = {}
         self._names = TokenNames(tokenizer, by_number)
 
+    def echo(self, index: int, text: str, ids: Sequence[int], logprobs: Sequence[TokenLogProbs | None] | None) -> None:
+        """Choice ``index`` begins with its prompt."""
+        self._choice(index).begin(text, ids, logprobs or ())
+
+    def prompt(self, logprobs: Sequence[TokenLogProbs | None]) -> list[PromptLogProb]:
+        """As vLLM has them: for each token the log probabilities of some, by their ids."""
+        return [None if data is None else _of_prompt(data, self._names) for data in logprobs]
+
     def completion(self, index: int, news: News) -> CompletionLogProbs | None:
         """None if no token's text is out with these news."""
         tokens = self._push(index, news)
@@ -163,10 +197,13 @@ class JobLogProbs:
         return chat_logprobs(tokens, self._names) if tokens else None
 
     def _push(self, index: int, news: News) -> list[PlacedToken]:
+        return self._choice(index).push(news)
+
+    def _choice(self, index: int) -> ChoiceLogProbs:
         choice = self._choices.get(index)
         if choice is None:
             choice = self._choices[index] = ChoiceLogProbs(self._tokenizer, self._params)
-        return choice.push(news)
+        return choice
 
 
 def completion_logprobs(tokens: Iterable[PlacedToken], names: TokenNames) -> CompletionLogProbs:
@@ -174,14 +211,18 @@ def completion_logprobs(tokens: Iterable[PlacedToken], names: TokenNames) -> Com
     out = CompletionLogProbs()
     for token in tokens:
         data = token.data
-        name = names.in_place(data.token_id, token.text)
+        name = names.in_place(token.token_id, token.text)
+        out.tokens.append(name)
+        out.text_offset.append(token.offset)
+        if data is None:
+            out.token_logprobs.append(None)
+            out.top_logprobs.append(None)
+            continue
         top = {name: _finite(data.logprob)}
         for other in _others(data):
             top.setdefault(names.alone(other.token_id), _finite(other.logprob))
-        out.tokens.append(name)
         out.token_logprobs.append(_finite(data.logprob))
         out.top_logprobs.append(top)
-        out.text_offset.append(token.offset)
     return out
 
 
@@ -190,17 +231,27 @@ def chat_logprobs(tokens: Iterable[PlacedToken], names: TokenNames) -> ChatLogPr
     return ChatLogProbs(
         [
             ChatTokenLogProbs(
-                names.in_place(t.data.token_id, t.text),
+                names.in_place(t.token_id, t.text),
                 _finite(t.data.logprob),
-                names.bytes_in_place(t.data.token_id, t.text),
+                names.bytes_in_place(t.token_id, t.text),
                 [
                     ChatLogProb(names.alone(x.token_id), _finite(x.logprob), names.bytes_alone(x.token_id))
                     for x in (*t.data.top, *t.data.named)
                 ],
             )
             for t in tokens
+            if t.data is not None
         ]
     )
+
+
+def _of_prompt(data: TokenLogProbs, names: TokenNames) -> dict[str, TokenLogProb]:
+    rank = {token.token_id: place for place, token in enumerate(data.top, 1)} | {data.token_id: data.rank}
+    tokens = dict(((data.token_id, data.logprob), *data.top, *data.named))
+    return {
+        str(token): TokenLogProb(_finite(logprob), rank.get(token), names.alone(token))
+        for token, logprob in tokens.items()
+    }
 
 
 def _others(data: TokenLogProbs) -> Iterator[LogProb]:

@@ -34,9 +34,6 @@ UNIMPLEMENTED: dict[str, tuple[object, ...]] = {
     "eta_cutoff": (None, 0),
     "logits_processors": NOTHING,
     "use_beam_search": (None, False),
-    "prompt_logprobs": (None,),
-    "truncate_prompt_tokens": (None,),
-    "echo": (None, False),
 }
 
 
@@ -79,6 +76,9 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    detokenize: bool | None = None
+    truncate_prompt_tokens: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -87,6 +87,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     bad_words: list[str] | None = None
     min_tokens: int | None = None
     no_repeat_ngram_size: int | None = None
+    prompt_logprobs: int | None = None
     logprob_token_ids: list[int] | None = None
     logprobs_mode: str | None = None
     response_format: ResponseFormat | None = None
@@ -135,6 +136,8 @@ class BodyDecoder(Generic[T]):
                     raise unsupported(name)
         if body.best_of is not None and body.best_of != (body.n or 1):
             raise bad_request("best_of is supported only where it equals n", "best_of", "unsupported_parameter")
+        if body.prompt_logprobs is not None and body.stream:
+            raise bad_request("prompt_logprobs come with the whole response: not with stream: true", "prompt_logprobs")
         if body.stream_options is not None and not body.stream:
             raise bad_request("stream_options is allowed only with stream: true", "stream_options")
         return body

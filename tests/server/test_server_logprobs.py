@@ -202,3 +202,67 @@ async def test_held_text_holds_its_tokens() -> None:
     assert "".join(t.text for t in early) == whole[: len("".join(t.text for t in early))]
     assert late
     assert math.isfinite(late[0].data.logprob)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("as_ids", [False, True])
+async def test_echo(n: int, as_ids: bool) -> None:
+    """As evaluation harnesses ask: prompts as token ids, echoed, with log probabilities, and no token or one."""
+    texts = [PROMPT, "The sun was"]
+    async with client() as (api, engine):
+        prompts: Any = [engine.tokenizer.encode(text) for text in texts] if as_ids else texts
+        asked = {"model": MODEL, "prompt": prompts, "echo": True, "temperature": 0.0, "n": n}
+        for count in (0, 5):
+            answer = await api.completions.create(logprobs=2, max_tokens=count, **asked)
+            plain = await api.completions.create(max_tokens=count, **asked)
+            stream = await api.completions.create(logprobs=2, max_tokens=count, stream=True, **asked)
+            chunks = [choice async for chunk in stream for choice in chunk.choices]
+            for choice in answer.choices:
+                text = texts[choice.index // n]
+                found = choice.logprobs
+                assert found is not None
+                assert choice.text.startswith(text)
+                assert choice.text == plain.choices[choice.index].text == "".join(found.tokens)
+                assert (choice.text == text) == (count == 0)
+                assert found.token_logprobs[0] is found.top_logprobs[0] is None
+                assert all(x is not None and x <= 0 for x in found.token_logprobs[1:])
+                assert [choice.text[:offset] for offset in found.text_offset] == [
+                    "".join(found.tokens[:k]) for k in range(len(found.tokens))
+                ]
+                score = await engine.score(texts[choice.index // n][:4], texts[choice.index // n][4:])
+                last = len(engine.tokenizer.encode(text))
+                assert found.token_logprobs[last - 1] == pytest.approx(score.logprobs[-1].logprob, abs=1e-4)
+                for token, top in zip(found.tokens[1:], found.top_logprobs[1:], strict=True):
+                    assert token in top
+                mine = [c for c in chunks if c.index == choice.index]
+                assert "".join(c.text for c in mine) == choice.text
+                for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+                    streamed = [x for c in mine if c.logprobs for x in getattr(c.logprobs, name)]
+                    assert streamed == getattr(found, name)
+            assert answer.usage.completion_tokens == 2 * n * count
+
+
+async def test_log_probabilities_of_prompts() -> None:
+    async with client() as (api, engine):
+        extra = {"prompt_logprobs": 2, "truncate_prompt_tokens": 4}
+        asked = {"model": MODEL, "max_tokens": 2, "temperature": 0.0, "extra_body": extra}
+        answer = await api.completions.create(prompt=PROMPT + " there was", **asked)
+        chat = await api.chat.completions.create(messages=USER, **asked)
+        wanted = await engine.generate(
+            PROMPT + " there was",
+            SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=2, truncate_prompt_tokens=4),
+        )
+        with pytest.raises(openai.BadRequestError) as refused:
+            await api.completions.create(prompt="x", stream=True, **asked)
+    assert refused.value.param == "prompt_logprobs"
+    found = answer.choices[0].model_extra["prompt_logprobs"]
+    assert wanted.prompt_logprobs is not None
+    assert found[0] is None
+    for place, data in zip(found[1:], wanted.prompt_logprobs[1:], strict=True):
+        assert data is not None
+        assert place[str(data.token_id)]["logprob"] == data.logprob
+        assert place[str(data.token_id)]["rank"] == data.rank
+        assert {int(token) for token in place} == {data.token_id, *(x.token_id for x in data.top)}
+    assert answer.choices[0].logprobs is None
+    assert answer.usage.prompt_tokens == 4
+    assert len(chat.model_extra["prompt_logprobs"]) == 4
