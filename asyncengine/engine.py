@@ -285,6 +285,8 @@ class AsyncEngine(VectorMethods, ScoringMethods):
         self._check_result(result, params.features)
         self._fair_share.enter(key, tenant, priority, params.n, place)
         stream = RequestStream(self, backend.tokenizer, key, request_id, prompt_ids, params, arrived)
+        if params.timeout is not None:
+            stream.end_at(arrived + params.timeout)
         if constraints:
             stream.follow(constraints, self._structured.advance)
         self._by_key[key], self._by_id[request_id] = stream, key

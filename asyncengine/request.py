@@ -69,6 +69,7 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  #: end-of-sequence token, stop token or stop string
     LENGTH = "length"  #: max_tokens, or the end of the context or of the KV cache
+    TIMEOUT = "timeout"  #: the time that the request gave itself
 
 
 _SHORT = reprlib.Repr()
@@ -243,6 +244,9 @@ class SamplingParams:
     top_k, top_p and min_p."""
     structured_outputs: StructuredOutputs | None = None
     """What the text must be; of a model that reasons, the text after that part. A mapping of its fields does, too."""
+    timeout: float | None = None
+    """Seconds after which the request ends with what it has, the reason being "timeout". Without any token by then it
+    fails with RequestTimeoutError."""
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -268,6 +272,8 @@ class SamplingParams:
                 "truncate_prompt_tokens",
                 _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, 2**31 - 1),
             )
+        if self.timeout is not None:
+            put(self, "timeout", _number("timeout", self.timeout, 0, 1e6, open_low=True))
         if not self.detokenize and self.stop:
             raise InvalidRequestError("stop needs text: it conflicts with detokenize=False", param="stop")
         for flag in _FLAGS:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from asyncengine.errors import EngineDeadError, RequestAbortedError
+from asyncengine.errors import EngineDeadError, RequestAbortedError, RequestTimeoutError
 from asyncengine.request import LONG_TEXT, FinishReason, Prompt, RequestDelta, RequestOutput, SamplingParams, Usage
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.engine_api import Engine, RequestStream
@@ -118,7 +118,7 @@ async def generate(engine: Engine, job: Job, metrics: Metrics) -> list[RequestOu
     except asyncio.CancelledError:
         metrics.finished["abort"] += job.num_choices
         raise
-    except (EngineDeadError, RequestAbortedError):
+    except (EngineDeadError, RequestAbortedError, RequestTimeoutError):
         metrics.finished["error"] += job.num_choices
         raise
     for output in outputs:

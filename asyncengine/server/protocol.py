@@ -100,6 +100,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    timeout: float | None = None
 
 
 _NOT_GIVEN = msgspec.Raw()
