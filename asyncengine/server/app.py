@@ -15,20 +15,25 @@ import uuid
 from collections.abc import Awaitable, Callable
 from functools import partial
 from http import HTTPStatus
+from typing import Any
 
 import msgspec
 from aiohttp import web
 from aiohttp.http import HttpVersion10, HttpVersion11
 
+from asyncengine import __version__
 from asyncengine.errors import ConfigError, InvalidRequestError
 from asyncengine.request import Prompt, quoted
 from asyncengine.server.bodies import Bodies
+from asyncengine.server.calls import Call, CallBody, Context
 from asyncengine.server.chat import Chat
 from asyncengine.server.completions import Completions
 from asyncengine.server.config import ServerConfig
+from asyncengine.server.cors import Cors
 from asyncengine.server.engine_api import Engine
 from asyncengine.server.errors import SERVER, ApiError, bad_request, failure, unavailable
 from asyncengine.server.generation import Endpoint, Job, generate, send_sse
+from asyncengine.server.keys import ApiKey
 from asyncengine.server.logprobs import JobLogProbs
 from asyncengine.server.metrics import Metrics
 from asyncengine.server.protocol import (
@@ -38,6 +43,8 @@ from asyncengine.server.protocol import (
     check_model,
     name_as_asked,
 )
+from asyncengine.server.texts import Detokenize, Tokenize
+from asyncengine.server.vectors import Classify, Embeddings, Rerank, Scores
 from asyncengine.server.wire import SseResponse, send_response
 from asyncengine.tokenization import Tokenizer
 
@@ -46,6 +53,14 @@ logger = logging.getLogger("asyncengine.server")
 Handler = Callable[[web.BaseRequest, dict[str, str]], Awaitable[web.StreamResponse]]
 
 _MODEL = "/v1/models/"  # and the rest of the path is the model's name
+_CALLS: dict[str, Call[Any]] = {
+    "/v1/embeddings": Embeddings(),
+    **dict.fromkeys(("/score", "/v1/score"), Scores()),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), Rerank()),
+    "/classify": Classify(),
+    "/tokenize": Tokenize(),
+    "/detokenize": Detokenize(),
+}
 _MAX_REQUEST_ID = 256
 
 
@@ -58,7 +73,8 @@ class App:
         self.draining = False
         self.bodies = Bodies(config)
         self.metrics = Metrics(lambda: self.engine, lambda: self.model_name, lambda: self.bodies.held)
-        self._key_digests = [_digest(key) for key in config.api_keys]
+        self._keys = [(_digest(key.key), key) for key in config.api_keys]
+        self._cors = Cors(config.cors_origins)
         self._created = int(time.time())
         self._in_progress = 0
         self._admission = asyncio.Lock()
@@ -71,14 +87,20 @@ class App:
             _MODEL: ("GET", self._model),
             "/v1/completions": ("POST", partial(self._generate, Completions())),
             "/v1/chat/completions": ("POST", partial(self._generate, Chat())),
+            "/ping": ("GET", self._health),
+            "/version": ("GET", self._tell_version),
+            **{path: ("POST", partial(self._call, call)) for path, call in _CALLS.items()},
         }
 
     @property
     def model_name(self) -> str:
-        """The model's name in the API."""
-        if self.config.served_model_name is not None:
-            return self.config.served_model_name
-        return self.engine.model_info.name if self.engine is not None else ""
+        """The model's name in answers."""
+        return self.model_names[0]
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """All names that requests may use."""
+        return self.config.model_names or (self.engine.model_info.name if self.engine is not None else "",)
 
     @property
     def health(self) -> str:
@@ -96,7 +118,7 @@ class App:
         """Answer one request. Raises nothing but CancelledError, which means that the client left."""
         self._in_progress += 1
         self._idle.clear()
-        headers = _base_headers(request)
+        headers = _base_headers(request) | self._cors.headers(request)
         response: web.StreamResponse
         try:
             try:
@@ -123,8 +145,10 @@ class App:
             raise ApiError(
                 HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, "only HTTP/1.0 and HTTP/1.1 are spoken here", close=True
             )
-        path = request.path
-        if path != "/health" and self._key_digests:
+        if (preflight := self._cors.preflight(request)) is not None:
+            return preflight
+        path = self._path(request)
+        if path != "/health" and self._keys:
             self._check_key(request)
         route = self._routes.get(_MODEL if path.startswith(_MODEL) else path)
         if route is None:
@@ -141,27 +165,42 @@ class App:
             )
         return await handler(request, headers)
 
-    def _check_key(self, request: web.BaseRequest) -> bytes:
-        """Digest of the key that the request brings. Raises ApiError 401 if it brings none of ours."""
+    def _path(self, request: web.BaseRequest) -> str:
+        """Without the root path, where a proxy left it, and without a slash at the end."""
+        path, root = request.path, self.config.root_path
+        if root and (path == root or path.startswith(root + "/")):
+            path = path.removeprefix(root)
+        return path.rstrip("/") or "/"
+
+    def _check_key(self, request: web.BaseRequest) -> tuple[bytes, ApiKey]:
+        """The key that the request brings, and its digest. Raises ApiError 401 if it brings none of ours."""
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         # surrogateescape: a header may hold any byte
         digest = _digest(given.strip(" \t").encode(errors="surrogateescape"))
         # All of them, so that the time it takes tells nothing.
-        same = [hmac.compare_digest(digest, known) for known in self._key_digests]
-        if scheme.lower() != "bearer" or not any(same):
+        same = [key for known, key in self._keys if hmac.compare_digest(digest, known)]
+        if scheme.lower() != "bearer" or not same:
             raise ApiError(
                 HTTPStatus.UNAUTHORIZED,
                 "a valid API key is needed: send the header 'Authorization: Bearer KEY'",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        return digest
+        return digest, same[0]
 
-    def _tenant(self, request: web.BaseRequest) -> str:
-        """Clients with keys share the engine by key; without, each connection counts as a client."""
-        if self._key_digests:
-            return f"key {self._check_key(request).hex()}"
-        return f"connection {id(request.protocol):x}"
+    def _terms(self, request: web.BaseRequest, priority: int | None) -> tuple[int, str]:
+        """Priority and tenant of a request: clients with keys share the engine by key, others by connection.
+
+        A key's class bounds what its requests may ask for. Raises ApiError 400 for a priority that is not allowed.
+        """
+        if priority and not self.config.allow_priority:
+            raise bad_request("priority is not allowed by this server: start it with --allow-priority", "priority")
+        if not self._keys:
+            return priority or 0, f"connection {id(request.protocol):x}"
+        digest, key = self._check_key(request)
+        if key.priority is None:
+            return priority or 0, f"key {digest.hex()}"
+        return max(key.priority, priority if priority is not None else key.priority), f"key {digest.hex()}"
 
     def _ready_engine(self) -> Engine:
         if self.engine is None:
@@ -181,18 +220,22 @@ class App:
         )
 
     async def _models(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
-        return _json(ModelList(data=[self._card()]))
+        return _json(ModelList(data=self._cards()))
 
     async def _model(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
-        card = self._card()
-        check_model(request.path.removeprefix(_MODEL), card.id)
-        return _json(card)
+        cards = {card.id: card for card in self._cards()}
+        name = self._path(request).removeprefix(_MODEL)
+        check_model(name, list(cards))
+        return _json(cards[name])
 
-    def _card(self) -> ModelCard:
+    async def _tell_version(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
+        return _json({"version": __version__})
+
+    def _cards(self) -> list[ModelCard]:
         if self.engine is None:
             raise unavailable("the model is still loading", "loading")
         limit = self.engine.model_info.max_model_len
-        return ModelCard(id=self.model_name, created=self._created, max_model_len=limit)
+        return [ModelCard(id=name, created=self._created, max_model_len=limit) for name in self.model_names]
 
     async def _generate(
         self, endpoint: Endpoint, request: web.BaseRequest, headers: dict[str, str]
@@ -202,6 +245,7 @@ class App:
         try:
             params, tokenizer = endpoint.params(body), _tokenizer(engine)
             by_number = bool(body.return_tokens_as_token_ids)
+            priority, tenant = self._terms(request, body.priority)
             wants_logprobs = params.wants_logprobs or params.prompt_logprobs is not None
             job = Job(
                 id=endpoint.id_prefix + uuid.uuid4().hex,
@@ -210,7 +254,8 @@ class App:
                 prompts=prompts,
                 params=params,
                 body=body,
-                tenant=self._tenant(request),
+                priority=priority,
+                tenant=tenant,
                 admission=self._admission,
                 logprobs=JobLogProbs(tokenizer, params, by_number) if wants_logprobs else None,
                 tokenizer=tokenizer,
@@ -220,7 +265,7 @@ class App:
                 return _json(endpoint.document(job, await generate(engine, job, self.metrics)))
             events = SseResponse(request, headers, self.config.write_timeout_s)
             chunks = endpoint.chunks(job)
-            await send_sse(engine, job, self.metrics, events, chunks)
+            await send_sse(engine, job, self.metrics, events, chunks, self.config.ping_interval_s)
             return events.response
         except InvalidRequestError as exc:
             name_as_asked(exc, body)
@@ -229,8 +274,30 @@ class App:
     async def _parse(self, endpoint: Endpoint, request: web.BaseRequest) -> tuple[GenerationBody, list[Prompt]]:
         async with self.bodies.receive(request) as raw:  # a frame of its own: it ends, and the bytes are freed
             body, prompts = endpoint.parse(raw, self.config)
-        check_model(body.model, self.model_name)
+        self._check_model(body.model)
         return body, prompts
+
+    async def _call(self, call: Call[Any], request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
+        engine = self._ready_engine()
+        body = await self._parse_call(call, request)
+        priority, tenant = self._terms(request, body.priority)
+        terms = {"priority": priority, "cache_salt": body.cache_salt, "tenant": tenant}
+        context = Context(uuid.uuid4().hex, int(time.time()), self.model_name, terms)
+        try:
+            return _json(await call.answer(engine, body, context))
+        except InvalidRequestError as exc:
+            call.name_as_asked(exc)
+            raise
+
+    async def _parse_call(self, call: Call[Any], request: web.BaseRequest) -> CallBody:
+        async with self.bodies.receive(request) as raw:
+            body: CallBody = call.parse(raw, self.config)
+        self._check_model(body.model)
+        return body
+
+    def _check_model(self, asked: str | None) -> None:
+        if not self.config.accept_any_model_name:
+            check_model(asked, self.model_names)
 
     def _check_allowed(self, job: Job) -> None:
         limit, n = self.config.max_sequences_per_request, job.params.n
@@ -240,8 +307,6 @@ class App:
                 f"and a request may ask for {limit}",
                 "n",
             )
-        if job.body.priority and not self.config.allow_priority:
-            raise bad_request("priority is not allowed by this server: start it with --allow-priority", "priority")
 
 
 def _tokenizer(engine: Engine) -> Tokenizer | None:

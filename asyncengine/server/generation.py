@@ -43,6 +43,7 @@ class Job:
     prompts: Sequence[Prompt]
     params: SamplingParams
     body: GenerationBody
+    priority: int
     tenant: str
     """Who asks: requests of different tenants share the engine fairly."""
     admission: asyncio.Lock
@@ -82,7 +83,7 @@ class Job:
             "prompt": self.prompts[p],
             "params": self.params,
             "request_id": self.id if len(self.prompts) == 1 else f"{self.id}-{p}",
-            "priority": self.body.priority or 0,
+            "priority": self.priority,
             "cache_salt": self.body.cache_salt,
             "tenant": self.tenant,
         }
@@ -129,9 +130,12 @@ async def generate(engine: Engine, job: Job, metrics: Metrics) -> list[RequestOu
     return outputs
 
 
-async def send_sse(engine: Engine, job: Job, metrics: Metrics, events: SseResponse, chunks: ChunkFormat) -> None:
-    """Write all deltas as events. Raises only before the first event: after it, errors are events too."""
+async def send_sse(
+    engine: Engine, job: Job, metrics: Metrics, events: SseResponse, chunks: ChunkFormat, ping_interval_s: float
+) -> None:
+    """Write all deltas as events. Raises only before anything was sent: after that, errors are events too."""
     streaming = _Streaming(job, metrics, events, chunks)
+    events.begin_pings(ping_interval_s)
     try:
         streaming.streams = await _admit(engine, job)
         streaming.open_choices = job.num_choices
@@ -146,6 +150,7 @@ async def send_sse(engine: Engine, job: Job, metrics: Metrics, events: SseRespon
             raise
         await _fail(events, job, exc)
     finally:
+        events.end_pings()
         metrics.finished[streaming.ended_as] += streaming.open_choices
         await _close(streaming.streams)
 
