@@ -88,10 +88,10 @@ class ServerConfig:
         if self.root_path and not re.fullmatch(r"(/[\w.~-]+)+", self.root_path, re.ASCII):
             raise ConfigError(f"root_path must be like /llm, without a slash at its end, got {self.root_path!r}")
         for origin in self.cors_origins:
-            if isinstance(self.cors_origins, str) or not _ORIGIN.fullmatch(origin):
+            if isinstance(self.cors_origins, str) or not isinstance(origin, str) or not _ORIGIN.fullmatch(origin):
                 raise ConfigError(f"cors_origins must hold origins such as https://example.org, got {origin!r}")
-        if "" in self.model_names:
-            raise ConfigError("served_model_name must not be empty")
+        if not all(isinstance(name, str) and name for name in self.model_names):
+            raise ConfigError(f"served_model_name must be non-empty strings, got {self.served_model_name!r}")
         _ = self.api_keys  # read the file now
 
     @cached_property

@@ -14,7 +14,6 @@ from asyncengine.server.engine_api import Engine
 from asyncengine.server.errors import bad_request
 from asyncengine.server.protocol import JsonDecoder
 
-
 _NO_MESSAGES = msgspec.Raw(b"null")
 
 
