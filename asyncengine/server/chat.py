@@ -21,7 +21,7 @@ from asyncengine.server.protocol import (
     sampling_params,
     unsupported,
 )
-from asyncengine.server.sse import ChunkFormat, encode
+from asyncengine.server.sse import ChunkFormat, StreamFormat, encode
 
 _UNIMPLEMENTED: dict[str, tuple[object, ...]] = protocol.UNIMPLEMENTED | {
     "echo": (None, False),
@@ -150,7 +150,7 @@ class Chat(Endpoint):
     id_prefix = "chatcmpl-"
     chunk_format = ChatFormat
 
-    def chunks(self, job: Job) -> ChunkFormat:
+    def chunks(self, job: Job) -> StreamFormat:
         return DetailedFormat(job) if job.detailed else super().chunks(job)
 
     def params(self, body: GenerationBody) -> SamplingParams:

@@ -14,15 +14,15 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from asyncengine.errors import EngineDeadError, RequestAbortedError
+from asyncengine.errors import EngineDeadError, InvalidRequestError, RequestAbortedError
 from asyncengine.request import LONG_TEXT, FinishReason, Prompt, RequestDelta, RequestOutput, SamplingParams, Usage
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.engine_api import Engine, RequestStream
 from asyncengine.server.errors import failure
 from asyncengine.server.logprobs import JobLogProbs, PromptLogProb
 from asyncengine.server.metrics import Metrics
-from asyncengine.server.protocol import GenerationBody, UsageBody
-from asyncengine.server.sse import NO_USAGE, NULL_USAGE, ChunkFormat, usage_field
+from asyncengine.server.protocol import GenerationBody, UsageBody, name_as_asked
+from asyncengine.server.sse import NO_USAGE, NULL_USAGE, ChunkFormat, StreamFormat, usage_field
 from asyncengine.server.wire import SseResponse
 from asyncengine.tokenization import Tokenizer
 
@@ -102,9 +102,13 @@ class Endpoint(ABC):
     def params(self, body: GenerationBody) -> SamplingParams:
         """What the engine is asked for. Raises InvalidRequestError, ApiError 400."""
 
-    def chunks(self, job: Job) -> ChunkFormat:
+    def chunks(self, job: Job) -> StreamFormat:
         """How the response is streamed."""
         return self.chunk_format(job.id, job.created, job.model)
+
+    def name_as_asked(self, exc: InvalidRequestError, body: GenerationBody) -> None:
+        """Have ``exc`` name the field that the request has, where the engine knows it by another name."""
+        name_as_asked(exc, body)
 
     @abstractmethod
     def document(self, job: Job, outputs: list[RequestOutput]) -> msgspec.Struct:
@@ -129,7 +133,7 @@ async def generate(engine: Engine, job: Job, metrics: Metrics) -> list[RequestOu
     return outputs
 
 
-async def send_sse(engine: Engine, job: Job, metrics: Metrics, events: SseResponse, chunks: ChunkFormat) -> None:
+async def send_sse(engine: Engine, job: Job, metrics: Metrics, events: SseResponse, chunks: StreamFormat) -> None:
     """Write all deltas as events. Raises only before the first event: after it, errors are events too."""
     streaming = _Streaming(job, metrics, events, chunks)
     try:
@@ -144,16 +148,16 @@ async def send_sse(engine: Engine, job: Job, metrics: Metrics, events: SseRespon
         streaming.ended_as = "error"
         if not events.started:
             raise
-        await _fail(events, job, exc)
+        await _fail(events, job, chunks, exc)
     finally:
         metrics.finished[streaming.ended_as] += streaming.open_choices
         await _close(streaming.streams)
 
 
-async def _fail(events: SseResponse, job: Job, exc: Exception) -> None:
+async def _fail(events: SseResponse, job: Job, chunks: StreamFormat, exc: Exception) -> None:
     error = failure(exc, events.request_id)
     try:
-        await events.fail(error.body(events.request_id))
+        await events.fail(chunks.failed(error, events.request_id))
     except ConnectionError as gone:
         logger.info("request %s: %s", job.id, gone)
 
@@ -231,7 +235,7 @@ async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
 class _Streaming:
     """State of one streamed response."""
 
-    def __init__(self, job: Job, metrics: Metrics, events: SseResponse, chunks: ChunkFormat) -> None:
+    def __init__(self, job: Job, metrics: Metrics, events: SseResponse, chunks: StreamFormat) -> None:
         options = job.body.stream_options
         self.streams: list[RequestStream] = []
         self.open_choices = 0
@@ -281,7 +285,7 @@ class _Streaming:
         """The usage chunk, where asked for, and the clean end."""
         if self._include_usage:
             await self._events.send(self._chunks.usage(usage_field(UsageBody.of(self._usages))))
-        await self._events.done()
+        await self._events.done(self._chunks.end)
 
     def _finish(self, delta: RequestDelta, reason: FinishReason) -> None:
         self.open_choices -= 1
