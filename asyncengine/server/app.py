@@ -74,6 +74,7 @@ class App:
             "/v1/responses": ("POST", self._respond),
             _RESPONSE: ("GET, DELETE", self._response),
             _MESSAGES: ("POST", partial(self._generate, Messages())),
+            f"{_MESSAGES}/count_tokens": ("POST", self._count_tokens),
         }
 
     @property
@@ -216,6 +217,11 @@ class App:
         if request.method == "DELETE":
             return _json({"id": response_id, "object": "response", "deleted": True})
         return web.Response(body=stored.document, content_type="application/json")
+
+    async def _count_tokens(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
+        engine = self._ready_engine()
+        _, (prompt,) = await self._parse(Messages(counts=True), request)
+        return _json({"input_tokens": len(await engine.tokenize(prompt))})
 
     async def _generate(
         self, endpoint: Endpoint, request: web.BaseRequest, headers: dict[str, str]

@@ -117,8 +117,12 @@ def _arguments(text: str) -> dict[str, Any]:
 class Messages(Endpoint):
     id_prefix = "msg_"
 
+    def __init__(self, *, counts: bool = False) -> None:
+        """``counts``: the tokens of a request are asked for, and no output."""
+        self._counts = counts
+
     def parse(self, raw: bytes | bytearray, config: ServerConfig) -> tuple[GenerationBody, list[Prompt]]:
-        body = decode(raw)
+        body = decode(raw, counts=self._counts)
         messages, body.messages, body.system = conversation(body), None, None
         return body, [cast("Prompt", messages)]
 

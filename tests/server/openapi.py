@@ -206,6 +206,7 @@ DESCRIPTION: Schema = {
         "/v1/responses": _post("respond", "ResponseBody", "Response"),
         "/v1/responses/{id}": _get("response", _json(_ref("Response")), "404", "503", parameters=_ID),
         "/v1/messages": _post("message", "MessageBody", "Message", "MessagesError"),
+        "/v1/messages/count_tokens": _post("count", "CountBody", "Count", "MessagesError"),
     },
     "components": {
         "schemas": {
@@ -229,6 +230,11 @@ DESCRIPTION: Schema = {
                 messages={"type": "array", "minItems": 1, "maxItems": 4, "items": _TURN}, system=_or_null(_CONTENT),
                 **_common_without("n", "max_tokens", "max_completion_tokens"),
             ),
+            "CountBody": _object(
+                ["messages"], messages={"type": "array", "minItems": 1, "maxItems": 4, "items": _TURN},
+                system=_or_null(_CONTENT),
+            ),
+            "Count": _closed(input_tokens=COUNT),
             "Response": _RESPONSE,
             "Message": _REPLY,
             "Completion": _document("text_completion", _COMPLETION_LOGPROBS, text=STRING),

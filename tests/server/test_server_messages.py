@@ -76,6 +76,9 @@ async def test_31_messages_the_bundled_model_answers() -> None:
         assert usage.input_tokens + usage.cache_read_input_tokens == chat["usage"]["prompt_tokens"]
         assert usage.output_tokens == 40
 
+        counted = await api.messages.count_tokens(model=MODEL, messages=USER)
+        assert counted.input_tokens == chat["usage"]["prompt_tokens"]
+
         async with api.messages.stream(**asked) as stream:
             assert "".join([piece async for piece in stream.text_stream]) == text
             final = await stream.get_final_message()
@@ -209,6 +212,12 @@ async def test_31_messages_errors_have_anthropics_form() -> None:
         wrong = await site.get(MESSAGES)
         assert (wrong.status, wrong.headers["Allow"]) == (405, "POST")
         assert error_of(wrong)["type"] == "invalid_request_error"
+        for call in (
+            ask(model="fake", messages=USER, max_tokens=5),
+            api.messages.count_tokens(model="fake", messages=[]),
+        ):
+            with pytest.raises(anthropic.APIStatusError):
+                await call
         missing = await site.post(f"{MESSAGES}/batches")
         assert (missing.status, error_of(missing)["type"]) == (404, "not_found_error")
         assert error_of(await site.request("POST", MESSAGES, data=b"{"))["type"] == "invalid_request_error"
