@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from asyncengine.conversation import Conversation
 from asyncengine.errors import EngineDeadError, InvalidRequestError, RequestAbortedError
 from asyncengine.request import LONG_TEXT, FinishReason, Prompt, RequestDelta, RequestOutput, SamplingParams, Usage
 from asyncengine.server.config import ServerConfig
@@ -69,7 +70,7 @@ class Job:
 
     def turn(self) -> AbstractAsyncContextManager[Any]:
         """To be held while its prompts are submitted. Prompts that take long to tokenize hold up no other request."""
-        waits = len(self.prompts) == 1 or any(len(prompt) > LONG_TEXT for prompt in self.prompts)
+        waits = len(self.prompts) == 1 or any(map(_is_long, self.prompts))
         return nullcontext() if waits else self.admission
 
     @property
@@ -86,6 +87,10 @@ class Job:
             "cache_salt": self.body.cache_salt,
             "tenant": self.tenant,
         }
+
+
+def _is_long(prompt: Prompt) -> bool:
+    return isinstance(prompt, Conversation) or len(prompt) > LONG_TEXT
 
 
 class Endpoint(ABC):
