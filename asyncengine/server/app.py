@@ -32,7 +32,7 @@ from asyncengine.server.generation import Endpoint, Job, generate, send_sse
 from asyncengine.server.logprobs import JobLogProbs
 from asyncengine.server.messages import Messages
 from asyncengine.server.metrics import Metrics
-from asyncengine.server.protocol import GenerationBody, ModelCard, ModelList, check_model
+from asyncengine.server.protocol import GenerationBody, ModelCard, ModelList, check_model, unsupported
 from asyncengine.server.response_store import ResponseStore
 from asyncengine.server.responses import Responses, no_response
 from asyncengine.server.wire import SseResponse, send_response
@@ -210,6 +210,8 @@ class App:
         return await self._generate(Responses(self._responses.of(self._owner(request))), request, headers)
 
     async def _response(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
+        if request.query.get("stream", "false") != "false":
+            raise unsupported("stream")
         own, response_id = self._responses.of(self._owner(request)), request.path.removeprefix(_RESPONSE)
         stored = own.pop(response_id) if request.method == "DELETE" else own.get(response_id)
         if stored is None:

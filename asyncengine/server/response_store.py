@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
+MAX_SIZE = 2 * 2**20
+"""Bytes of a response and its conversation: reading them takes some milliseconds of the event loop's time."""
 _OVERHEAD = 512
 """Bytes of an entry beside its documents: its objects, its key and its place."""
 
@@ -40,7 +42,7 @@ class ResponseStore:
 
     def takes(self, size: int) -> bool:
         """Whether a response of so many bytes could be kept at all."""
-        return self._max_count > 0 and size <= self._max_bytes
+        return self._max_count > 0 and size <= min(self._max_bytes, MAX_SIZE)
 
     def put(self, key: tuple[str, str], response: StoredResponse) -> None:
         self.pop(key)
@@ -69,8 +71,8 @@ class OwnResponses:
     store: ResponseStore
     owner: str
 
-    def takes(self, response: StoredResponse) -> bool:
-        return self.store.takes(response.size)
+    def takes(self, size: int) -> bool:
+        return self.store.takes(size)
 
     def put(self, response_id: str, response: StoredResponse) -> None:
         self.store.put((self.owner, response_id), response)

@@ -166,7 +166,7 @@ class ResponseFormat(PartFormat):
                     assert part.call is not None
                     self._turns.call(part.call.id or "", part.call.name or "", part.text)
         stored = StoredResponse(encode(self.response), encode(self._turns.messages))
-        if self._own.takes(stored):
+        if self._own.takes(stored.size):
             self._own.put(self.response.id, stored)
         else:
             self.response.store = False
@@ -217,9 +217,11 @@ class Responses(Endpoint):
     def __init__(self, own: OwnResponses) -> None:
         self._own = own
         self._turns = Turns([])
+        self._size = 0  # bytes of the conversation, at most
 
     def parse(self, raw: bytes | bytearray, config: ServerConfig) -> tuple[GenerationBody, list[Prompt]]:
         body = decode(raw)
+        self._size = len(raw)
         if body.previous_response_id is not None:
             self._turns = Turns(self._earlier(body.previous_response_id))
         add_input(self._turns, body.input)
@@ -237,6 +239,7 @@ class Responses(Endpoint):
                 "previous_response_id",
                 "previous_response_not_found",
             )
+        self._size += len(stored.conversation)
         messages: list[dict[str, Any]] = msgspec.json.decode(stored.conversation)
         return messages
 
@@ -271,7 +274,7 @@ class Responses(Endpoint):
             model=job.model,
             previous_response_id=body.previous_response_id,
             reasoning={"effort": asked.effort if asked else None, "summary": asked.summary if asked else None},
-            store=body.store is not False,
+            store=body.store is not False and self._own.takes(self._size),
             temperature=params.temperature,
             text={"format": {"type": "text"} if form is None else form, "verbosity": "medium"},
             top_p=params.top_p,

@@ -18,7 +18,7 @@ from harness import Site, serving
 from asyncengine import AsyncEngine, bundled_model
 from asyncengine.errors import ConfigError
 from asyncengine.server.config import ServerConfig
-from asyncengine.server.response_store import ResponseStore, StoredResponse
+from asyncengine.server.response_store import MAX_SIZE, ResponseStore, StoredResponse
 
 RESPONSES = "/v1/responses"
 ANSWER = "Once upon a time 😀 there was a fox."
@@ -181,6 +181,8 @@ async def test_31_responses_are_kept_for_the_next_request() -> None:
         assert said(engine) == [*talk, ("user", "So?")]
         assert third.previous_response_id == second.id
         assert await api.responses.retrieve(third.id) == third
+        with pytest.raises(openai.BadRequestError, match="stream"):
+            await api.responses.retrieve(third.id, stream=True)
 
         unkept = await api.responses.create(model="fake", input="x", store=False)
         assert unkept.store is False
@@ -245,21 +247,26 @@ def test_31_responses_store_keeps_so_many_and_so_much() -> None:
     assert other.pop("5") == sized(10)
     assert other.pop("5") is None
     assert (len(store), store.held_bytes) == (0, 0)
-    assert store.of("a").takes(sized(2000))
-    assert not store.of("a").takes(sized(2 * overhead + 3001))
-    assert not ResponseStore(0, 10**6).of("a").takes(sized(1))
+    assert store.of("a").takes(3 * overhead + 3000)
+    assert not store.of("a").takes(3 * overhead + 3001)
+    assert not ResponseStore(3, 10**9).of("a").takes(MAX_SIZE + 1)
+    assert not ResponseStore(0, 10**6).of("a").takes(1)
     for field in ("max_stored_responses", "max_stored_response_bytes"):
         with pytest.raises(ConfigError, match=field):
             ServerConfig(**{field: -1})
 
 
 async def test_31_responses_that_cannot_be_kept_say_so() -> None:
-    for limits in ({"max_stored_responses": 0}, {"max_stored_response_bytes": 1000}):
-        async with client(FakeEngine("Fine.", ends=True), **limits) as (api, _):
-            response = await api.responses.create(model="fake", input="x")
-            assert response.store is False
-            with pytest.raises(openai.NotFoundError):
-                await api.responses.retrieve(response.id)
+    body = b'{"input": "x"}'
+    for limits, asked in (
+        ({"max_stored_responses": 0}, body),
+        ({"max_stored_response_bytes": 1000}, body),
+        ({}, body + b" " * MAX_SIZE),
+    ):
+        async with client(FakeEngine("Fine.", ends=True), **limits) as (_, site):  # type: ignore[arg-type]
+            response = (await site.request("POST", RESPONSES, data=asked)).json
+            assert response["store"] is False
+            assert (await site.get(f"{RESPONSES}/{response['id']}")).status == 404
 
 
 @pytest.mark.parametrize(
