@@ -30,7 +30,7 @@ from asyncengine.server.engine_api import Engine
 from asyncengine.server.errors import SERVER, ApiError, bad_request, failure, unavailable
 from asyncengine.server.generation import Endpoint, Job, generate, send_sse
 from asyncengine.server.logprobs import JobLogProbs
-from asyncengine.server.messages import Messages
+from asyncengine.server.messages_api import Messages
 from asyncengine.server.metrics import Metrics
 from asyncengine.server.protocol import GenerationBody, ModelCard, ModelList, check_model, unsupported
 from asyncengine.server.response_store import ResponseStore

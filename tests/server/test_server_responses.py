@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -264,7 +265,7 @@ async def test_31_responses_that_cannot_be_kept_say_so() -> None:
         ({}, body + b" " * MAX_SIZE),
     ):
         async with client(FakeEngine("Fine.", ends=True), **limits) as (_, site):  # type: ignore[arg-type]
-            response = (await site.request("POST", RESPONSES, data=asked)).json
+            response = (await site.request("POST", RESPONSES, data=io.BytesIO(asked))).json
             assert response["store"] is False
             assert (await site.get(f"{RESPONSES}/{response['id']}")).status == 404
 
