@@ -61,6 +61,12 @@ class Conversation:
             raise _wrong("chat_template_kwargs", f"must not hold {', '.join(taken)}: the request has fields for that")
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the list of its messages says the same."""
+        options = (self.tools, self.documents, self.chat_template, self.chat_template_kwargs)
+        return self.add_generation_prompt and not any(options)
+
+    @property
     def continued(self) -> str:
         """The text that the output continues, if it does."""
         return str(self.messages[-1]["content"]) if self.continue_final_message else ""

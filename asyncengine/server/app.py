@@ -230,8 +230,9 @@ class App:
     ) -> web.StreamResponse:
         engine = self._ready_engine()
         body, prompts = await self._parse(endpoint, request)
+        tokenizer, parsing = _tokenizer(engine), None
         try:
-            params, tokenizer = endpoint.params(body), _tokenizer(engine)
+            prompts, params, parsing = endpoint.prepare(body, prompts, tokenizer, self.config)
             by_number = bool(body.return_tokens_as_token_ids)
             wants_logprobs = params.wants_logprobs or params.prompt_logprobs is not None
             job = Job(
@@ -245,6 +246,7 @@ class App:
                 admission=self._admission,
                 logprobs=JobLogProbs(tokenizer, params, by_number) if wants_logprobs else None,
                 tokenizer=tokenizer,
+                parsing=parsing,
             )
             self._check_allowed(job)
             if not body.stream:
@@ -254,7 +256,7 @@ class App:
             await send_sse(engine, job, self.metrics, events, chunks)
             return events.response
         except InvalidRequestError as exc:
-            endpoint.name_as_asked(exc, body)
+            endpoint.name_as_asked(exc, body, None if parsing is None else parsing.param)
             raise
 
     async def _parse(self, endpoint: Endpoint, request: web.BaseRequest) -> tuple[GenerationBody, list[Prompt]]:

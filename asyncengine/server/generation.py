@@ -22,7 +22,8 @@ from asyncengine.server.engine_api import Engine, RequestStream
 from asyncengine.server.errors import failure
 from asyncengine.server.logprobs import JobLogProbs, PromptLogProb
 from asyncengine.server.metrics import Metrics
-from asyncengine.server.protocol import GenerationBody, UsageBody, name_as_asked
+from asyncengine.server.parsing.choose import Parsing
+from asyncengine.server.protocol import GenerationBody, name_as_asked
 from asyncengine.server.sse import NO_USAGE, NULL_USAGE, ChunkFormat, StreamFormat, usage_field
 from asyncengine.server.wire import SseResponse
 from asyncengine.tokenization import Tokenizer
@@ -52,6 +53,8 @@ class Job:
     logprobs: JobLogProbs | None = None
     """Of the choices and prompts, if the request asks for any."""
     tokenizer: Tokenizer | None = None
+    parsing: Parsing | None = None
+    """Of the outputs, which are plain text without."""
 
     @property
     def detailed(self) -> bool:
@@ -107,13 +110,22 @@ class Endpoint(ABC):
     def params(self, body: GenerationBody) -> SamplingParams:
         """What the engine is asked for. Raises InvalidRequestError, ApiError 400."""
 
+    def prepare(
+        self, body: GenerationBody, prompts: list[Prompt], tokenizer: Tokenizer | None, config: ServerConfig
+    ) -> tuple[list[Prompt], SamplingParams, Parsing | None]:
+        """The prompts as the engine takes them, what it is asked for, and how to read the outputs.
+
+        Raises InvalidRequestError, ApiError 400.
+        """
+        return prompts, self.params(body), None
+
     def chunks(self, job: Job) -> StreamFormat:
         """How the response is streamed."""
         return self.chunk_format(job.id, job.created, job.model)
 
-    def name_as_asked(self, exc: InvalidRequestError, body: GenerationBody) -> None:
-        """Have ``exc`` name the field that the request has, where the engine knows it by another name."""
-        name_as_asked(exc, body)
+    def name_as_asked(self, exc: InvalidRequestError, body: GenerationBody, grammar: str | None = None) -> None:
+        """``protocol.name_as_asked``, with this API's names of fields."""
+        name_as_asked(exc, body, grammar)
 
     @abstractmethod
     def document(self, job: Job, outputs: list[RequestOutput]) -> msgspec.Struct:
@@ -289,7 +301,7 @@ class _Streaming:
     async def end(self) -> None:
         """The usage chunk, where asked for, and the clean end."""
         if self._include_usage:
-            await self._events.send(self._chunks.usage(usage_field(UsageBody.of(self._usages))))
+            await self._events.send(self._chunks.usage(usage_field(self._chunks.usage_of(self._usages))))
         await self._events.done(self._chunks.end)
 
     def _finish(self, delta: RequestDelta, reason: FinishReason) -> None:
@@ -304,4 +316,4 @@ class _Streaming:
         self._generated += count
         prompt_tokens = sum(len(s.prompt_token_ids) for s in self.streams)
         cached_tokens = sum(s.cached_tokens for s in self.streams)
-        return usage_field(UsageBody.of([Usage(prompt_tokens, self._generated, cached_tokens)]))
+        return usage_field(self._chunks.usage_of([Usage(prompt_tokens, self._generated, cached_tokens)]))

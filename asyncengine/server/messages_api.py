@@ -129,8 +129,8 @@ class Messages(Endpoint):
     def params(self, body: GenerationBody) -> SamplingParams:
         return sampling_params(body)
 
-    def name_as_asked(self, exc: InvalidRequestError, body: GenerationBody) -> None:
-        super().name_as_asked(exc, body)
+    def name_as_asked(self, exc: InvalidRequestError, body: GenerationBody, grammar: str | None = None) -> None:
+        super().name_as_asked(exc, body, grammar)
         assert isinstance(body, MessagesBody)
         if exc.param == "stop" and body.stop_sequences is not None:
             exc.param = "stop_sequences"

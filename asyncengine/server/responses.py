@@ -246,8 +246,8 @@ class Responses(Endpoint):
     def params(self, body: GenerationBody) -> SamplingParams:
         return sampling_params(body)
 
-    def name_as_asked(self, exc: InvalidRequestError, body: GenerationBody) -> None:
-        super().name_as_asked(exc, body)
+    def name_as_asked(self, exc: InvalidRequestError, body: GenerationBody, grammar: str | None = None) -> None:
+        super().name_as_asked(exc, body, grammar)
         assert isinstance(body, ResponsesBody)
         if exc.param in _NAMES and not (exc.param == "response_format" and body.text is None):
             name, exc.param = exc.param, _NAMES[exc.param]

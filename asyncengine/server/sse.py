@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from asyncengine.request import RequestDelta
+from asyncengine.request import RequestDelta, Usage
 from asyncengine.server.engine_api import RequestStream
 from asyncengine.server.errors import ApiError
 from asyncengine.server.protocol import UsageBody
@@ -42,6 +42,10 @@ class StreamFormat(ABC):
     def usage(self, usage: bytes) -> bytes:
         """The event that carries the final usage, of formats that have one."""
         return b""
+
+    def usage_of(self, parts: list[Usage]) -> UsageBody:
+        """The sum over the prompts, so far or in the end."""
+        return UsageBody.of(parts)
 
     def failed(self, error: ApiError, request_id: str) -> bytes:
         """What a response that has begun ends with when it fails."""

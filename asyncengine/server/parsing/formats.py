@@ -11,7 +11,7 @@ from asyncengine.server.parsing.machine import State
 class Hermes(JsonCalls):
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Hermes, Qwen 2.5 and 3."""
 
-    triggers = ("<tool_call>", "</tool_call>")
+    triggers = markers = ("<tool_call>", "</tool_call>")
     _is_open = False
 
     def triggered(self, marker: str) -> None:
@@ -97,7 +97,7 @@ class Json(JsonCalls):
 class Llama3Json(Json):
     """Llama 3.1 to 3.3: ``{"name": ..., "parameters": {...}}``, at times after ``<|python_tag|>``."""
 
-    triggers = ("<|python_tag|>",)
+    triggers = markers = ("<|python_tag|>",)
 
     def triggered(self, marker: str) -> None:
         self._expect_after(marker)
@@ -107,8 +107,9 @@ class Mistral(Json):
     """``[TOOL_CALLS][{"name": ..., "arguments": {...}}]``; since 2025 ``[TOOL_CALLS]name[ARGS]{...}`` for each call."""
 
     triggers = ("[TOOL_CALLS]",)
-    _NAMED = re.compile(r"\s*([A-Za-z_][\w.\-]*)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\])?\s*(?=\{)")
-    _MAY_BE_NAMED = re.compile(r"\s*(?:[A-Za-z_][\w.\-]*\s*(?:\[[A-Z_\]]*\s*\w*\s*(?:\[[A-Z\]]*\s*)?)?)?\Z")
+    markers = (*triggers, "[ARGS]", "[CALL_ID]")
+    _NAMED = re.compile(r"\s*(\w[\w.\-]*)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\])?\s*(?=\{)")
+    _MAY_BE_NAMED = re.compile(r"\s*(?:\w[\w.\-]*\s*(?:\[[A-Z_\]]*\s*\w*\s*(?:\[[A-Z\]]*\s*)?)?)?\Z")
 
     def _at_content(self) -> bool:
         return self._in_text()

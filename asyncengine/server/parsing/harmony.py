@@ -8,7 +8,6 @@ from asyncengine.server.parsing.machine import Machine
 
 _MESSAGE = "<|message|>"
 _BEGINNINGS = ("<|start|>", "<|channel|>")
-_ENDINGS = ("<|end|>", "<|return|>", "<|call|>")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _FUNCTIONS = "functions."
@@ -17,7 +16,8 @@ _FUNCTIONS = "functions."
 class Harmony(Machine):
     """Analysis is reasoning; a message to a function is a call; all others are content."""
 
-    triggers = (*_BEGINNINGS, *_ENDINGS)
+    ends = ("<|end|>", "<|return|>", "<|call|>")
+    triggers = (*_BEGINNINGS, *ends)
     markers = (*triggers, _MESSAGE, "<|constrain|>")
 
     def __init__(self, *, calls: bool = True, most_calls: int | None = None) -> None:
@@ -74,7 +74,7 @@ class Harmony(Machine):
         self._at = stop
         if found is None:
             return False
-        if found.group() in _ENDINGS:
+        if found.group() in self.ends:
             self._at = found.end()
             self._state = self._between
         else:

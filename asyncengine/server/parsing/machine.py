@@ -23,6 +23,8 @@ class Machine(OutputParser):
 
     triggers: Sequence[str] = ()
     """Markers in the content that ``triggered`` is called for."""
+    markers: tuple[str, ...] = ()
+    """All texts of the format that may be special tokens."""
 
     def __init__(
         self, markers: Markers | None = None, inside: bool | None = None, most_calls: int | None = None
