@@ -222,7 +222,9 @@ class App:
 
     async def _count_tokens(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
         engine = self._ready_engine()
-        _, (prompt,) = await self._parse(Messages(counts=True), request)
+        endpoint = Messages(counts=True)
+        body, prompts = await self._parse(endpoint, request)
+        (prompt,), _, _ = endpoint.prepare(body, prompts, _tokenizer(engine), self.config)
         return _json({"input_tokens": len(await engine.tokenize(prompt))})
 
     async def _generate(

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
+from asyncengine.conversation import Conversation
 from asyncengine.errors import InvalidRequestError
 from asyncengine.request import FinishReason, Prompt, RequestOutput, SamplingParams, Usage
 from asyncengine.server.config import ServerConfig
+from asyncengine.server.effort import with_effort, with_thinking
 from asyncengine.server.errors import ApiError
 from asyncengine.server.generation import Endpoint, Job
-from asyncengine.server.messages_input import MessagesBody, conversation, decode
+from asyncengine.server.messages_input import TOOL_FIELDS, MessagesBody, conversation, decode, tools_of
+from asyncengine.server.parsing.choose import Parsing
 from asyncengine.server.parts import Ending, Kind, Part, PartFormat, event
+from asyncengine.server.preparing import prepare
 from asyncengine.server.protocol import GenerationBody, sampling_params
 from asyncengine.server.sse import StreamFormat, encode
+from asyncengine.server.turns import as_called
+from asyncengine.tokenization import Tokenizer
 
 _PING = event("ping", b"")
 _DELTAS = {
@@ -51,7 +57,7 @@ class MessageFormat(PartFormat):
     """Events with names."""
 
     def __init__(self, job: Job) -> None:
-        super().__init__(None)
+        super().__init__(job)
         self.message = Message(id=job.id, model=job.model, usage=MessageUsage(0, 0, 0))
         self._stops = job.params.stop_strings
 
@@ -123,15 +129,32 @@ class Messages(Endpoint):
 
     def parse(self, raw: bytes | bytearray, config: ServerConfig) -> tuple[GenerationBody, list[Prompt]]:
         body = decode(raw, counts=self._counts)
-        messages, body.messages, body.system = conversation(body), None, None
-        return body, [cast("Prompt", messages)]
+        chat, body.messages, body.system = conversation(body), None, None
+        return body, [chat]
 
     def params(self, body: GenerationBody) -> SamplingParams:
         return sampling_params(body)
 
+    def prepare(
+        self, body: GenerationBody, prompts: list[Prompt], tokenizer: Tokenizer | None, config: ServerConfig
+    ) -> tuple[list[Prompt], SamplingParams, Parsing | None]:
+        (chat,) = prompts
+        assert isinstance(body, MessagesBody)
+        assert isinstance(chat, Conversation)
+        if body.output_config is not None and body.output_config.effort is not None:
+            chat = with_effort(chat, body.output_config.effort, tokenizer, "output_config.effort")
+        if body.thinking is not None:
+            chat = with_thinking(chat, body.thinking.type != "disabled", tokenizer)
+        use = tools_of(body)
+        body.tools = None
+        prepared = prepare(chat, use, self.params(body), tokenizer, config)
+        return [prepared.prompt], prepared.params, prepared.parsing
+
     def name_as_asked(self, exc: InvalidRequestError, body: GenerationBody, grammar: str | None = None) -> None:
         super().name_as_asked(exc, body, grammar)
         assert isinstance(body, MessagesBody)
+        if grammar is not None:
+            exc.args = (as_called(TOOL_FIELDS, str(exc)),)
         if exc.param == "stop" and body.stop_sequences is not None:
             exc.param = "stop_sequences"
             exc.args = (str(exc).replace("stop", "stop_sequences", 1),)
@@ -141,5 +164,5 @@ class Messages(Endpoint):
 
     def document(self, job: Job, outputs: list[RequestOutput]) -> Message:
         form = MessageFormat(job)
-        form.take(outputs[0].outputs[0], outputs[0].usage)
+        form.take(outputs[0])
         return form.message

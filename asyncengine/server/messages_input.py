@@ -6,9 +6,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from asyncengine.conversation import Conversation
 from asyncengine.request import quoted
 from asyncengine.server import protocol
-from asyncengine.server.errors import bad_request
+from asyncengine.server.errors import ApiError, bad_request
 from asyncengine.server.protocol import (
     NOTHING,
     BodyDecoder,
@@ -17,7 +18,8 @@ from asyncengine.server.protocol import (
     ResponseFormat,
     unsupported,
 )
-from asyncengine.server.turns import Turns, check_count, required
+from asyncengine.server.tools import FunctionBody, NamedFunction, NamedTool, ToolBody, ToolUse, tool_use
+from asyncengine.server.turns import Turns, check_count, renamed, required
 
 _UNIMPLEMENTED: dict[str, tuple[object, ...]] = protocol.UNIMPLEMENTED | {
     "container": (None,),
@@ -25,13 +27,15 @@ _UNIMPLEMENTED: dict[str, tuple[object, ...]] = protocol.UNIMPLEMENTED | {
     "context_management": NOTHING,
     "logprobs": (None, False),
     "echo": (None, False),
-    "tools": NOTHING,
-    "tool_choice": (None, {"type": "auto"}, {"type": "none"}),
     "chat_template": (None,),
     "documents": NOTHING,
 }
 #: Of GenerationBody: they add to a response what this API has no place for.
 _NO_PLACE = ("n", "best_of", "prompt_logprobs", "logprob_token_ids", "return_token_ids", "return_tokens_as_token_ids")
+
+
+TOOL_FIELDS = {"].function.parameters": "].input_schema", "].function": "]"}
+"""Names that this API has for what chat completions have within a function."""
 
 
 class Block(msgspec.Struct):
@@ -53,6 +57,22 @@ class Turn(msgspec.Struct):
     content: str | list[Block]
 
 
+class Tool(msgspec.Struct):
+    """Tools with a type of their own are refused by it."""
+
+    name: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    type: str | None = None
+    strict: bool | None = None
+
+
+class ToolChoice(msgspec.Struct):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
 class Thinking(msgspec.Struct):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
@@ -72,6 +92,8 @@ class MessagesBody(GenerationBody, kw_only=True):
     messages: list[Turn] | None = None
     system: str | list[Block] | None = None
     stop_sequences: list[str] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
@@ -100,8 +122,30 @@ def decode(raw: bytes | bytearray, *, counts: bool = False) -> MessagesBody:
     return body
 
 
-def conversation(body: MessagesBody) -> list[dict[str, Any]]:
-    """Messages for a chat template. Raises ApiError 400 that names what is wrong."""
+def tools_of(body: MessagesBody) -> ToolUse | None:
+    """None without tools. Raises ApiError 400."""
+    tools = [
+        ToolBody(
+            "function" if tool.type in (None, "custom") else str(tool.type),
+            FunctionBody(tool.name, tool.description, tool.input_schema, tool.strict),
+        )
+        for tool in body.tools or ()
+    ]
+    asked = body.tool_choice or ToolChoice("auto")
+    choice: str | NamedTool = "required" if asked.type == "any" else asked.type
+    if choice == "tool":
+        choice = NamedTool("function", NamedFunction(asked.name))
+    try:
+        return tool_use(tools, choice, not asked.disable_parallel_tool_use)
+    except ApiError as exc:
+        raise renamed(exc, TOOL_FIELDS) from None
+
+
+def conversation(body: MessagesBody) -> Conversation:
+    """As chat templates take it. The output continues a final message of the assistant.
+
+    Raises ApiError 400 that names what is wrong.
+    """
     given = body.messages
     if not given:
         raise bad_request("messages is required and must not be empty", "messages")
@@ -121,7 +165,12 @@ def conversation(body: MessagesBody) -> list[dict[str, Any]]:
             case _:
                 known = "user, assistant, system"
                 raise bad_request(f"{path}.role must be one of {known}, got {quoted(turn.role)}", f"{path}.role")
-    return turns.messages
+    continues = turns.messages[-1]["role"] == "assistant"
+    if continues and "tool_calls" in turns.messages[-1]:
+        raise bad_request("messages: the last one calls tools, whose results must follow", "messages")
+    if continues and not turns.messages[-1]["content"]:
+        raise bad_request("messages: the last one is the assistant's, and has no text to continue", "messages")
+    return Conversation(messages=turns.messages, add_generation_prompt=not continues, continue_final_message=continues)
 
 
 def _nested(content: str | list[Block]) -> list[str | list[Block] | None]:

@@ -7,11 +7,14 @@ own, and a response without streaming is what its events add up to.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from asyncengine.request import CompletionOutput, FinishReason, RequestDelta, Usage
+from asyncengine.request import FinishReason, RequestDelta, RequestOutput, Usage
+from asyncengine.server.generation import Job
 from asyncengine.server.parsing import OutputParser, ParsedDelta, ToolCallDelta
+from asyncengine.server.parsing.choose import ReasoningTokens
 from asyncengine.server.sse import StreamFormat, encode
 
 
@@ -61,13 +64,14 @@ class PartFormat(StreamFormat):
 
     end = b""
 
-    def __init__(self, parser: OutputParser | None) -> None:
+    def __init__(self, job: Job) -> None:
+        self.job = job
         self.parts: list[Part] = []
-        self._parser = parser
+        self._parser: OutputParser | None = None
+        self._reasoning: ReasoningTokens | None = None
         self._open: Part | None = None
         self._call = -1  # the index of the call that the open part is
         self._begun = False
-        self._tokens = self._reasoning_tokens = 0
 
     @abstractmethod
     def begin(self) -> bytes:
@@ -92,9 +96,10 @@ class PartFormat(StreamFormat):
     def events(self, index: int, delta: RequestDelta, usage: bytes) -> bytes:
         out = b""
         if not self._begun:
-            self._begun = True
+            self._read_after(self.streams[0].prompt_token_ids)
             out = self.begin()
-        self._tokens += len(delta.token_ids)
+        if self._reasoning is not None:
+            self._reasoning.push(delta.token_ids)
         if self._parser is None:
             out += self._add_text(Kind.TEXT, delta.text)
         elif delta.text:
@@ -103,14 +108,23 @@ class PartFormat(StreamFormat):
             if self._parser is not None:
                 out += self._add(self._parser.finish())
             assert delta.usage is not None
-            out += self._end(Ending(delta.finish_reason, delta.stop_reason, delta.usage, self._reasoning_tokens))
+            reasoned = 0 if self._reasoning is None else self._reasoning.count
+            out += self._end(Ending(delta.finish_reason, delta.stop_reason, delta.usage, reasoned))
         return out
 
-    def take(self, output: CompletionOutput, usage: Usage) -> None:
+    def take(self, output: RequestOutput) -> None:
         """A whole output, in place of its deltas."""
-        ids = list(output.token_ids)
-        reason, stopped_by = output.finish_reason, output.stop_reason
-        self.events(0, RequestDelta("", 0, output.text, ids, reason, stopped_by, usage), b"")
+        (sequence,) = output.outputs
+        self._read_after(output.prompt_token_ids)
+        ids, reason, stopped_by = list(sequence.token_ids), sequence.finish_reason, sequence.stop_reason
+        self.events(0, RequestDelta("", 0, sequence.text, ids, reason, stopped_by, output.usage), b"")
+
+    def _read_after(self, prompt: Sequence[int]) -> None:
+        """The output is read as what comes after this prompt."""
+        self._begun = True
+        if self.job.parsing is not None:
+            self._parser = self.job.parsing.parser(self.job.tokenizer, prompt)
+            self._reasoning = self.job.parsing.reasoning_tokens(self.job.tokenizer, prompt)
 
     def empty_text(self) -> bytes:
         """A part of text with nothing in it."""
@@ -123,18 +137,15 @@ class PartFormat(StreamFormat):
 
     def _add(self, parsed: ParsedDelta) -> bytes:
         out = b""
-        if parsed.reasoning:
-            self._reasoning_tokens = self._tokens
-            out += self._add_text(Kind.REASONING, parsed.reasoning)
-        if parsed.content:
-            out += self._add_text(Kind.TEXT, parsed.content)
+        out += self._add_text(Kind.REASONING, parsed.reasoning)
+        out += self._add_text(Kind.TEXT, parsed.content)
         for call in parsed.tool_calls:
             if call.index != self._call:
                 out += self._close()
                 self._call = call.index
                 out += self._begin(Part(Kind.CALL, len(self.parts), call))
             assert self._open is not None
-            out += self._grow(self._open, call.arguments or "")
+            out += self._grow(self._open, call.arguments)
         return out
 
     def _add_text(self, kind: Kind, text: str) -> bytes:

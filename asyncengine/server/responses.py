@@ -4,21 +4,35 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
+from asyncengine.conversation import Conversation
 from asyncengine.errors import InvalidRequestError
 from asyncengine.request import FinishReason, Prompt, RequestOutput, SamplingParams, quoted
 from asyncengine.server.config import ServerConfig
+from asyncengine.server.effort import with_effort
 from asyncengine.server.errors import ApiError, bad_request
 from asyncengine.server.generation import Endpoint, Job
+from asyncengine.server.parsing.choose import Parsing
 from asyncengine.server.parts import Ending, Kind, Part, PartFormat, event
+from asyncengine.server.preparing import prepare
 from asyncengine.server.protocol import GenerationBody, sampling_params
 from asyncengine.server.response_store import OwnResponses, StoredResponse
-from asyncengine.server.responses_input import ResponsesBody, add_input, decode
+from asyncengine.server.responses_input import (
+    TOOL_FIELDS,
+    ChosenTool,
+    FunctionTool,
+    ResponsesBody,
+    add_input,
+    decode,
+    tools_of,
+)
 from asyncengine.server.sse import StreamFormat, encode
-from asyncengine.server.turns import Turns
+from asyncengine.server.turns import Turns, as_called
+from asyncengine.tokenization import Tokenizer
 
 _IN_PROGRESS, _COMPLETED, _INCOMPLETE = "in_progress", "completed", "incomplete"
 _PREFIXES = {Kind.REASONING: "rs_", Kind.TEXT: "msg_", Kind.CALL: "fc_"}
@@ -64,15 +78,15 @@ class Response(msgspec.Struct, kw_only=True):
     max_tool_calls: None = None
     model: str
     output: list[dict[str, Any]] = msgspec.field(default_factory=list)
-    parallel_tool_calls: bool = True
+    parallel_tool_calls: bool
     previous_response_id: str | None
     reasoning: dict[str, str | None]
     service_tier: str = "default"
     store: bool
     temperature: float
     text: dict[str, Any]
-    tool_choice: Any = "auto"
-    tools: list[Any] = msgspec.field(default_factory=list)
+    tool_choice: str | ChosenTool
+    tools: Sequence[FunctionTool]
     top_logprobs: int = 0
     top_p: float
     truncation: str = "disabled"
@@ -85,9 +99,8 @@ class ResponseFormat(PartFormat):
     """Typed events, numbered in order. The last one has the whole response, which is stored before it is sent."""
 
     def __init__(self, job: Job, response: Response, turns: Turns, own: OwnResponses) -> None:
-        super().__init__(None)
+        super().__init__(job)
         self.response = response
-        self._job = job
         self._turns = turns
         self._own = own
         self._number = 0
@@ -229,7 +242,7 @@ class Responses(Endpoint):
         messages = self._turns.messages
         if body.instructions:
             messages = [{"role": "system", "content": body.instructions}, *messages]
-        return body, [cast("Prompt", messages)]
+        return body, [Conversation(messages=messages)]
 
     def _earlier(self, response_id: str) -> list[dict[str, Any]]:
         stored = self._own.get(response_id)
@@ -246,10 +259,23 @@ class Responses(Endpoint):
     def params(self, body: GenerationBody) -> SamplingParams:
         return sampling_params(body)
 
+    def prepare(
+        self, body: GenerationBody, prompts: list[Prompt], tokenizer: Tokenizer | None, config: ServerConfig
+    ) -> tuple[list[Prompt], SamplingParams, Parsing | None]:
+        (chat,) = prompts
+        assert isinstance(body, ResponsesBody)
+        assert isinstance(chat, Conversation)
+        if body.reasoning is not None and body.reasoning.effort is not None:
+            chat = with_effort(chat, body.reasoning.effort, tokenizer, "reasoning.effort")
+        prepared = prepare(chat, tools_of(body), self.params(body), tokenizer, config)
+        return [prepared.prompt], prepared.params, prepared.parsing
+
     def name_as_asked(self, exc: InvalidRequestError, body: GenerationBody, grammar: str | None = None) -> None:
         super().name_as_asked(exc, body, grammar)
         assert isinstance(body, ResponsesBody)
-        if exc.param in _NAMES and not (exc.param == "response_format" and body.text is None):
+        if grammar is not None and exc.param == grammar:
+            exc.param, exc.args = as_called(TOOL_FIELDS, grammar), (as_called(TOOL_FIELDS, str(exc)),)
+        elif exc.param in _NAMES and not (exc.param == "response_format" and body.text is None):
             name, exc.param = exc.param, _NAMES[exc.param]
             exc.args = (str(exc).replace(name, exc.param, 1),)
 
@@ -258,7 +284,7 @@ class Responses(Endpoint):
 
     def document(self, job: Job, outputs: list[RequestOutput]) -> Response:
         form = self._format(job)
-        form.take(outputs[0].outputs[0], outputs[0].usage)
+        form.take(outputs[0])
         return form.response
 
     def _format(self, job: Job) -> ResponseFormat:
@@ -272,11 +298,14 @@ class Responses(Endpoint):
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
             model=job.model,
+            parallel_tool_calls=body.parallel_tool_calls is not False,
             previous_response_id=body.previous_response_id,
             reasoning={"effort": asked.effort if asked else None, "summary": asked.summary if asked else None},
             store=body.store is not False and self._own.takes(self._size),
             temperature=params.temperature,
             text={"format": {"type": "text"} if form is None else form, "verbosity": "medium"},
+            tool_choice=body.tool_choice or "auto",
+            tools=body.tools or (),
             top_p=params.top_p,
             user=body.user,
             metadata=body.metadata or {},

@@ -8,7 +8,7 @@ import msgspec
 
 from asyncengine.request import quoted
 from asyncengine.server import protocol
-from asyncengine.server.errors import bad_request
+from asyncengine.server.errors import ApiError, bad_request
 from asyncengine.server.protocol import (
     NOTHING,
     BodyDecoder,
@@ -17,7 +17,8 @@ from asyncengine.server.protocol import (
     ResponseFormat,
     unsupported,
 )
-from asyncengine.server.turns import Turns, check_count, required
+from asyncengine.server.tools import FunctionBody, NamedFunction, NamedTool, ToolBody, ToolUse, tool_use
+from asyncengine.server.turns import Turns, check_count, renamed, required
 
 _UNIMPLEMENTED: dict[str, tuple[object, ...]] = protocol.UNIMPLEMENTED | {
     "background": (None, False),
@@ -29,14 +30,14 @@ _UNIMPLEMENTED: dict[str, tuple[object, ...]] = protocol.UNIMPLEMENTED | {
     "top_logprobs": (None, 0),
     "logprobs": (None, False),
     "echo": (None, False),
-    "tools": NOTHING,
-    "tool_choice": (None, "none", "auto"),
     "chat_template": (None,),
     "documents": NOTHING,
 }
 #: Of GenerationBody: they add to a response what this API has no place for.
 _NO_PLACE = ("n", "best_of", "prompt_logprobs", "logprob_token_ids", "return_token_ids", "return_tokens_as_token_ids")
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_ROLES = ("system", "developer", "user", "assistant")
+TOOL_FIELDS = {"].function": "]"}
+"""Names that this API has for what chat completions have within a function."""
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 #: What `include` may ask for: the rest belongs to tools that are refused. Reasoning is never encrypted here.
 _INCLUDABLE = "reasoning.encrypted_content"
@@ -82,6 +83,21 @@ class Reasoning(msgspec.Struct):
     generate_summary: str | None = None
 
 
+class FunctionTool(msgspec.Struct):
+    """Tools of other types are refused by their name."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ChosenTool(msgspec.Struct):
+    type: str
+    name: str | None = None
+
+
 class ResponsesBody(GenerationBody, kw_only=True):
     input: str | list[Item] | None = None
     instructions: str | None = None
@@ -92,6 +108,9 @@ class ResponsesBody(GenerationBody, kw_only=True):
     include: list[str] | None = None
     store: bool | None = None
     previous_response_id: str | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: str | ChosenTool | None = None
+    parallel_tool_calls: bool | None = None
     user: str | None = None
 
 
@@ -141,6 +160,21 @@ def _check_metadata(metadata: dict[str, str]) -> None:
         )
 
 
+def tools_of(body: ResponsesBody) -> ToolUse | None:
+    """None without tools. Raises ApiError 400."""
+    functions = [FunctionBody(tool.name, tool.description, tool.parameters, tool.strict) for tool in body.tools or ()]
+    tools = [ToolBody(tool.type, function) for tool, function in zip(body.tools or (), functions, strict=True)]
+    asked = body.tool_choice
+    if isinstance(asked, ChosenTool) and asked.type != "function":
+        wrong = f"tool_choice: {quoted(asked.type)} is not supported by this server"
+        raise bad_request(wrong, "tool_choice", "unsupported_parameter")
+    choice = NamedTool("function", NamedFunction(asked.name)) if isinstance(asked, ChosenTool) else asked
+    try:
+        return tool_use(tools, choice, body.parallel_tool_calls)
+    except ApiError as exc:
+        raise renamed(exc, TOOL_FIELDS) from None
+
+
 def add_input(turns: Turns, given: str | list[Item] | None) -> None:
     """Have ``turns`` end with the input. Raises ApiError 400 that names the wrong item."""
     if not given:
@@ -156,11 +190,10 @@ def add_input(turns: Turns, given: str | list[Item] | None) -> None:
 def _add(turns: Turns, item: Item, path: str) -> None:
     match item.type:
         case None | "message":
-            role = _ROLES.get(item.role or "")
-            if role is None:
+            if item.role not in _ROLES:
                 known = ", ".join(_ROLES)
                 raise bad_request(f"{path}.role must be one of {known}, got {quoted(item.role)}", f"{path}.role")
-            turns.text(role, _joined(item.content, f"{path}.content"))
+            turns.text(item.role, _joined(item.content, f"{path}.content"))
         case "reasoning":
             if item.encrypted_content is not None and not item.content:
                 raise unsupported(f"{path}.encrypted_content")

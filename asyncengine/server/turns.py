@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
-from asyncengine.server.errors import bad_request
+from asyncengine.server.errors import ApiError, bad_request
 
 MAX_PARTS = 16_384
 """Items, messages and parts of their contents, together at most."""
@@ -26,6 +26,7 @@ class Turns:
         self._called = {call["id"] for message in messages for call in message.get("tool_calls", ())}
 
     def text(self, role: str, text: str) -> None:
+        """``role`` is that of a chat: developer, system, user or assistant."""
         turn = self._assistant() if role == "assistant" else None
         if turn is not None and not turn["content"] and "tool_calls" not in turn and "reasoning_content" in turn:
             turn["content"] = text
@@ -39,12 +40,12 @@ class Turns:
         if turn is not None and not turn["content"] and "tool_calls" not in turn:
             turn["reasoning_content"] = turn.get("reasoning_content", "") + text
         else:
-            self.messages.append({"role": "assistant", "content": "", "reasoning_content": text})
+            self.messages.append({"role": "assistant", "content": None, "reasoning_content": text})
 
     def call(self, call_id: str, name: str, arguments: str | dict[str, Any]) -> None:
         turn = self._assistant()
         if turn is None:
-            turn = {"role": "assistant", "content": ""}
+            turn = {"role": "assistant", "content": None}
             self.messages.append(turn)
         if isinstance(arguments, str):
             arguments = _parsed(arguments)
@@ -77,6 +78,19 @@ def check_count(name: str, contents: Iterable[object]) -> None:
     count = sum([1 + len(content) if isinstance(content, list) else 1 for content in contents])
     if count > MAX_PARTS:
         raise bad_request(f"{name}: at most {MAX_PARTS} items and parts of their contents, got {count}", name)
+
+
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """About a field of chat completions, as the same about the field of another API."""
+    error.message, error.param = as_called(names, error.message), error.param and as_called(names, error.param)
+    return error
+
+
+def as_called(names: Mapping[str, str], text: str) -> str:
+    """With one name in place of another."""
+    for name, other in names.items():
+        text = text.replace(name, other)
+    return text
 
 
 def required(value: str | None, path: str) -> str:
