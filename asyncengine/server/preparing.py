@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncengine.conversation import Conversation
+from asyncengine.errors import InvalidRequestError
 from asyncengine.request import Prompt, SamplingParams, StructuredOutputs
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.errors import bad_request
@@ -113,7 +114,10 @@ def _schema(params: SamplingParams) -> dict[str, Any] | None:
 
 
 def _with_grammar(params: SamplingParams, grammar: str) -> SamplingParams:
-    return replace(params, structured_outputs=StructuredOutputs(grammar=grammar))
+    try:
+        return replace(params, structured_outputs=StructuredOutputs(grammar=grammar))
+    except InvalidRequestError as exc:  # what no grammar goes with
+        raise bad_request(str(exc).replace("structured_outputs", "tool_choice", 1), "tool_choice") from None
 
 
 def _param(use: ToolUse) -> str:

@@ -6,7 +6,7 @@ They are in llguidance's form of Lark.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from keyword import iskeyword
 from typing import Any
@@ -40,7 +40,7 @@ def call_grammar(
     With ``blanks`` the output may begin with new lines, as it does after reasoning.
     """
 
-    atom = partial(_atom, tokenizer)
+    atom = _atoms(tokenizer)
     rules, several = _RULES[form](tools, single, atom)
     most = "" if single else f"{{0,{MOST_CALLS - 1}}}"
     calls = several.format(most=most)
@@ -52,8 +52,8 @@ def call_grammar(
 
 def content_grammar(form: str | None, content: dict[str, Any], tokenizer: Tokenizer) -> str:
     """Content that follows a schema, where the format has more around it than the content."""
-    rules = [f"start: {_content(form, content, partial(_atom, tokenizer))}"]
-    return "\n".join([*rules, *_analysis(partial(_atom, tokenizer))]) + "\n"
+    atom = _atoms(tokenizer)
+    return "\n".join([f"start: {_content(form, content, atom)}", *_analysis(atom)]) + "\n"
 
 
 def _content(form: str | None, schema: dict[str, Any], atom: Atom) -> str:
@@ -66,12 +66,14 @@ def serves(form: str, tools: Sequence[Tool]) -> str:
     return form if form != "pythonic" or all(map(_is_simple, tools)) else "json"
 
 
-def _atom(tokenizer: Tokenizer, text: str) -> str:
-    """A marker: a special token by its number, anything else as text."""
-    token = tokenizer.backend.token_to_id(text)
-    if token is not None and token in tokenizer.special_token_ids:
-        return f"<[{token}]>"
-    return _text(text)
+def _atom(added: Mapping[str, int], text: str) -> str:
+    """A marker: an added token by its number, since llguidance takes few of them for text, anything else as text."""
+    return _text(text) if (token := added.get(text)) is None else f"<[{token}]>"
+
+
+def _atoms(tokenizer: Tokenizer) -> Atom:
+    added = {token.content: i for i, token in tokenizer.backend.get_added_tokens_decoder().items()}
+    return partial(_atom, added)
 
 
 def _text(text: str) -> str:
