@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import collections.abc
 import dataclasses
 import difflib
 import inspect
@@ -43,7 +44,7 @@ def add_dataclass(
     docs = _field_docs(cls)
     hints = get_type_hints(cls)
     for field in dataclasses.fields(cls):
-        if field.name not in exclude:
+        if field.name not in exclude and not _is_callable(hints[field.name]):
             default = (defaults or {}).get(field.name, field.default)
             _add_field(group, field.name, hints[field.name], docs.get(field.name, ""), default)
 
@@ -134,6 +135,11 @@ def _add_field(group: argparse._ArgumentGroup, name: str, hint: Any, doc: str, d
         kind = json_object
     convert = _or_none(kind) if NoneType in kinds and "action" not in options else kind
     group.add_argument(flag, type=convert, metavar=_METAVARS[kind], **options)
+
+
+def _is_callable(hint: Any) -> bool:
+    """Whether a field takes a function, which no flag can give."""
+    return any(get_origin(kind) is collections.abc.Callable for kind in (hint, *get_args(hint)))
 
 
 def json_object(text: str) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from asyncengine.runner.model_runner import LoadedModel
 
 ARGMAX = _core.Need(0)
 SAMPLING = _core.Need.temperature | _core.Need.filters
-FEATURES = _core.Need.penalties | _core.Need.bias | _core.Need.logprobs | _core.Need.mask
+FEATURES = _core.Need.penalties | _core.Need.bias | _core.Need.logprobs | _core.Need.mask | _core.Need.logits
 EVERYTHING = SAMPLING | FEATURES | _core.Need.vector
 VARIANTS = (ARGMAX, SAMPLING, EVERYTHING)
 """Needs that steps have variants for, the cheapest first; the last serves those of all."""
@@ -166,9 +166,9 @@ class DeviceSteps:
         follow(source, step, features, pdl=pdl)
         raw = edit(logits, self._buffers.board, step, features, pdl=pdl)
         sample(logits, step, source.header, source.outputs, needs=needs, pdl=pdl)
-        withhold(source, step, features, pdl=pdl)
         begin = self._buffers.staging.records_begin
         store_logprobs(logits, raw, source, step, features, begin, most=self._max_logprobs, pdl=pdl)
+        withhold(logits, source, step, features, begin, pdl=pdl)  # which puts logits in the place of such records
 
     def copy_blocks(self) -> None:
         """Enqueue the block copies of the next step, which comes after them."""

@@ -25,6 +25,7 @@ from asyncengine.runner import device_steps
 from asyncengine.runner.buckets import ANY_CONTEXT, Bucket
 from asyncengine.runner.device_steps import DeviceSteps
 from asyncengine.tokenization import placeholder_tokenizer
+from tests.engine.test_logits_processor import no_neighbours
 from tests.kernels.simulated_cuda import make_engine
 from tests.models import tiny
 
@@ -152,6 +153,7 @@ FEATURES: list[dict[str, Any]] = [
     {"presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.5, "logprobs": 3},
     {"logit_bias": {5: 4.0, 9: 4.0}, "no_repeat_ngram_size": 1, "temperature": 1.0, "seed": 4},
     {"allowed_token_ids": [4, 9, 31, 60], "logprobs": 2, "logprobs_mode": "processed_logprobs"},
+    {"logits_processor": no_neighbours, "repetition_penalty": 1.5, "logprobs": 3},
     {},
 ]
 
