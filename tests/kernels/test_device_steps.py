@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,6 +26,7 @@ from asyncengine.runner import device_steps
 from asyncengine.runner.buckets import ANY_CONTEXT, Bucket
 from asyncengine.runner.device_steps import DeviceSteps
 from asyncengine.tokenization import placeholder_tokenizer
+from tests.engine.test_embedding import build_classifier
 from tests.engine.test_logits_processor import no_neighbours
 from tests.kernels.simulated_cuda import make_engine
 from tests.models import tiny
@@ -289,3 +291,34 @@ def test_short_contexts_of_many_rows_have_buckets_without_late_lanes():
     short = [(b.max_rows, b.max_context) for b in buckets if b.max_context < ANY_CONTEXT]
     assert late == [(rows, ANY_CONTEXT) for rows in (160, 192, 224, 256)]
     assert short == [(160, 192), (192, 192), (224, 128), (256, 128)]
+
+
+def test_vectors_are_the_cpus(checkpoint):
+    """Of prompts that come in chunks, beside a row that generates."""
+    path, _ = checkpoint("qwen3")
+
+    async def run(engine: AsyncEngine) -> list[Any]:
+        async with engine:
+            generated = asyncio.ensure_future(engine.generate(PROMPTS[1], greedy(2)))
+            vectors = [(await engine.embed(PROMPTS, pooling=pooling)).vectors for pooling in ("mean", "last")]
+            return [*vectors, (await generated).token_ids]
+
+    small = SMALL | {"prefill_chunk_size": 7}
+    ours = asyncio.run(run(make_engine(str(path), **small)))
+    theirs = asyncio.run(run(AsyncEngine.from_pretrained(str(path), device="cpu", progress=False, **small)))
+    assert ours[2] == theirs[2]
+    for mine, other in zip(ours[:2], theirs[:2], strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-5)
+
+
+def test_classes_are_the_cpus(tmp_path):
+    build_classifier("qwen3", num_hidden_layers=1, num_labels=3).save_pretrained(tmp_path)
+    small = SMALL | {"skip_tokenizer_init": True}
+
+    async def run(engine: AsyncEngine) -> Any:
+        async with engine:
+            return (await engine.classify(PROMPTS)).logits
+
+    ours = asyncio.run(run(make_engine(str(tmp_path), **small)))
+    theirs = asyncio.run(run(AsyncEngine.from_pretrained(str(tmp_path), device="cpu", progress=False, **small)))
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
