@@ -151,7 +151,7 @@ class DeviceSteps:
         step = self._step.bucket(bucket.max_rows, bucket.max_tokens, one_sample=one_sample)
         batch = CudaBatch(step, self._attention.of(bucket), needs)
         with torch.inference_mode():
-            ingest(source, step, self._block_size, pdl=self._pdl, needs=needs)
+            ingest(source, step, self._block_size, pdl=self._pdl, needs=needs, several=not one_sample)
             batch.attention.build(step, pdl=self._pdl)
             residual = self._model.run(batch, self.cache.layers)
             if needs & _core.Need.vector:

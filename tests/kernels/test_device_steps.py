@@ -322,3 +322,26 @@ def test_classes_are_the_cpus(tmp_path):
     ours = asyncio.run(run(make_engine(str(tmp_path), **small)))
     theirs = asyncio.run(run(AsyncEngine.from_pretrained(str(tmp_path), device="cpu", progress=False, **small)))
     np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_scores_of_prompts_are_the_cpus(checkpoint, chunk):
+    """Also in steps of as many rows as tokens, where a row may have several samples all the same."""
+    path, _ = checkpoint("qwen3")
+    given = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True, prompt_logprobs=2)
+    small = SMALL | {"prefill_chunk_size": chunk}
+
+    async def run(engine: AsyncEngine) -> list[Any]:
+        async with engine:
+            jobs = [(prompt, given) for prompt in ([5, 9, 2, 7], [100, 3, 77])] + [(PROMPTS[1], greedy(2))]
+            return await asyncio.gather(*(engine.generate(prompt, params) for prompt, params in jobs))
+
+    ours = asyncio.run(run(make_engine(str(path), **small)))
+    theirs = asyncio.run(run(AsyncEngine.from_pretrained(str(path), device="cpu", progress=False, **small)))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.token_ids == other.token_ids
+        for a, b in zip(mine.prompt_logprobs or (), other.prompt_logprobs or (), strict=True):
+            assert (a is None) == (b is None)
+            if a is not None and b is not None:
+                assert (a.token_id, a.rank) == (b.token_id, b.rank)
+                assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
