@@ -2,6 +2,7 @@
 
 from asyncengine.bundled import path as bundled_model
 from asyncengine.config import EngineConfig
+from asyncengine.conversation import Conversation
 from asyncengine.embedding import ClassificationOutput, EmbeddingOutput, PairScores
 from asyncengine.engine import AsyncEngine
 from asyncengine.errors import (
@@ -54,6 +55,7 @@ __all__ = [
     "ConfigError",
     "ContextLengthError",
     "ContinuationScore",
+    "Conversation",
     "DebugStats",
     "EmbeddingOutput",
     "EngineClosedError",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypedDict
 
+from asyncengine.conversation import Conversation
 from asyncengine.errors import InvalidRequestError
 from asyncengine.logprobs import TokenLogProbs
 
@@ -62,7 +63,7 @@ class ChatMessage(TypedDict):
 
 
 #: Text, token ids, or a conversation that the model's chat template turns into text.
-Prompt = str | Sequence[int] | Sequence[ChatMessage]
+Prompt = str | Sequence[int] | Sequence[ChatMessage] | Conversation
 
 
 class FinishReason(StrEnum):
@@ -210,6 +211,8 @@ class SamplingParams:
     """Go on after an end-of-sequence token (stop and stop_token_ids still end it)."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+    kept_special_tokens: Sequence[int] = ()
+    """But for these, at most 32, such as the markers of tool calls."""
     include_stop_str_in_output: bool = False
     """Keep the stop string that ended the sequence in its text."""
     spaces_between_special_tokens: bool = True
@@ -330,6 +333,8 @@ class SamplingParams:
         given = () if self.logprob_token_ids is None else self.logprob_token_ids
         named = _sequence("logprob_token_ids", given, MAX_NAMED_TOKENS, "tokens")
         put(self, "logprob_token_ids", tuple(_integer("logprob_token_ids", token, 0, 2**31 - 1) for token in named))
+        kept = _sequence("kept_special_tokens", self.kept_special_tokens, MAX_NAMED_TOKENS, "tokens")
+        put(self, "kept_special_tokens", tuple(_integer("kept_special_tokens", token, 0, 2**31 - 1) for token in kept))
         if self.logprobs_mode not in LOGPROBS_MODES:
             known = " or ".join(LOGPROBS_MODES)
             raise InvalidRequestError(

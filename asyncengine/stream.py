@@ -72,7 +72,9 @@ class _SequenceState:
 
     def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
         self._params = params
-        self._detokenizer = IncrementalDetokenizer(tokenizer if params.detokenize else None, params.skip_special_tokens)
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer if params.detokenize else None, params.skip_special_tokens, params.kept_special_tokens
+        )
         self._matcher = (
             StopStringMatcher(params.stop_strings, params.include_stop_str_in_output) if params.stop_strings else None
         )

@@ -199,8 +199,9 @@ class App:
     ) -> web.StreamResponse:
         engine = self._ready_engine()
         body, prompts = await self._parse(endpoint, request)
+        tokenizer, parsing = _tokenizer(engine), None
         try:
-            params, tokenizer = endpoint.params(body), _tokenizer(engine)
+            prompts, params, parsing = endpoint.prepare(body, prompts, tokenizer, self.config)
             by_number = bool(body.return_tokens_as_token_ids)
             wants_logprobs = params.wants_logprobs or params.prompt_logprobs is not None
             job = Job(
@@ -214,6 +215,7 @@ class App:
                 admission=self._admission,
                 logprobs=JobLogProbs(tokenizer, params, by_number) if wants_logprobs else None,
                 tokenizer=tokenizer,
+                parsing=parsing,
             )
             self._check_allowed(job)
             if not body.stream:
@@ -223,7 +225,7 @@ class App:
             await send_sse(engine, job, self.metrics, events, chunks)
             return events.response
         except InvalidRequestError as exc:
-            name_as_asked(exc, body)
+            name_as_asked(exc, body, None if parsing is None else parsing.param)
             raise
 
     async def _parse(self, endpoint: Endpoint, request: web.BaseRequest) -> tuple[GenerationBody, list[Prompt]]:

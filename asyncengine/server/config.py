@@ -8,6 +8,7 @@ from pathlib import Path
 
 from asyncengine.config import check_types
 from asyncengine.errors import ConfigError
+from asyncengine.server.parsing.names import checked_parser
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,14 @@ class ServerConfig:
     """Most sequences that one request may ask for: its prompts times n."""
     allow_priority: bool = False
     """Let clients choose the priority of their requests."""
+    tool_call_parser: str | None = None
+    """Format of the model's tool calls: hermes, json, llama3_json, pythonic, mistral, deepseek_v3 or harmony; None: as
+    its chat template shows."""
+    reasoning_parser: str | None = None
+    """How the model marks its reasoning: think, mistral, cohere, harmony, or none to leave it in the content; None: as
+    its chat template shows."""
+    trust_request_chat_template: bool = False
+    """Let requests bring a chat template of their own, which is a program."""
     read_timeout_s: float = 60.0
     """Seconds a client may take to send a request body."""
     write_timeout_s: float = 30.0
@@ -65,6 +74,8 @@ class ServerConfig:
         for name in ("read_timeout_s", "write_timeout_s", "keep_alive_s", "shutdown_timeout_s"):
             if not 0 < getattr(self, name) <= 1e6:
                 raise ConfigError(f"{name} must be in (0, 1e6] seconds, got {getattr(self, name)}")
+        for name in ("tool_call_parser", "reasoning_parser"):
+            object.__setattr__(self, name, checked_parser(name, getattr(self, name)))
         _ = self.api_keys  # read the file now
 
     @cached_property

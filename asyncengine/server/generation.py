@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from asyncengine.conversation import Conversation
 from asyncengine.errors import EngineDeadError, RequestAbortedError
 from asyncengine.request import LONG_TEXT, FinishReason, Prompt, RequestDelta, RequestOutput, SamplingParams, Usage
 from asyncengine.server.config import ServerConfig
@@ -21,7 +22,8 @@ from asyncengine.server.engine_api import Engine, RequestStream
 from asyncengine.server.errors import failure
 from asyncengine.server.logprobs import JobLogProbs, PromptLogProb
 from asyncengine.server.metrics import Metrics
-from asyncengine.server.protocol import GenerationBody, UsageBody
+from asyncengine.server.parsing.choose import Parsing
+from asyncengine.server.protocol import GenerationBody
 from asyncengine.server.sse import NO_USAGE, NULL_USAGE, ChunkFormat, usage_field
 from asyncengine.server.wire import SseResponse
 from asyncengine.tokenization import Tokenizer
@@ -51,6 +53,8 @@ class Job:
     logprobs: JobLogProbs | None = None
     """Of the choices and prompts, if the request asks for any."""
     tokenizer: Tokenizer | None = None
+    parsing: Parsing | None = None
+    """Of the outputs, which are plain text without."""
 
     @property
     def detailed(self) -> bool:
@@ -69,7 +73,7 @@ class Job:
 
     def turn(self) -> AbstractAsyncContextManager[Any]:
         """To be held while its prompts are submitted. Prompts that take long to tokenize hold up no other request."""
-        waits = len(self.prompts) == 1 or any(len(prompt) > LONG_TEXT for prompt in self.prompts)
+        waits = len(self.prompts) == 1 or any(map(_is_long, self.prompts))
         return nullcontext() if waits else self.admission
 
     @property
@@ -88,6 +92,10 @@ class Job:
         }
 
 
+def _is_long(prompt: Prompt) -> bool:
+    return isinstance(prompt, Conversation) or len(prompt) > LONG_TEXT
+
+
 class Endpoint(ABC):
     """What is particular to one route: its request, its response and its chunks."""
 
@@ -101,6 +109,15 @@ class Endpoint(ABC):
     @abstractmethod
     def params(self, body: GenerationBody) -> SamplingParams:
         """What the engine is asked for. Raises InvalidRequestError, ApiError 400."""
+
+    def prepare(
+        self, body: GenerationBody, prompts: list[Prompt], tokenizer: Tokenizer | None, config: ServerConfig
+    ) -> tuple[list[Prompt], SamplingParams, Parsing | None]:
+        """The prompts as the engine takes them, what it is asked for, and how to read the outputs.
+
+        Raises InvalidRequestError, ApiError 400.
+        """
+        return prompts, self.params(body), None
 
     def chunks(self, job: Job) -> ChunkFormat:
         """How the response is streamed."""
@@ -280,7 +297,7 @@ class _Streaming:
     async def end(self) -> None:
         """The usage chunk, where asked for, and the clean end."""
         if self._include_usage:
-            await self._events.send(self._chunks.usage(usage_field(UsageBody.of(self._usages))))
+            await self._events.send(self._chunks.usage(usage_field(self._chunks.usage_of(self._usages))))
         await self._events.done()
 
     def _finish(self, delta: RequestDelta, reason: FinishReason) -> None:
@@ -295,4 +312,4 @@ class _Streaming:
         self._generated += count
         prompt_tokens = sum(len(s.prompt_token_ids) for s in self.streams)
         cached_tokens = sum(s.cached_tokens for s in self.streams)
-        return usage_field(UsageBody.of([Usage(prompt_tokens, self._generated, cached_tokens)]))
+        return usage_field(self._chunks.usage_of([Usage(prompt_tokens, self._generated, cached_tokens)]))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from asyncengine.request import RequestDelta
+from asyncengine.request import RequestDelta, Usage
 from asyncengine.server.engine_api import RequestStream
 from asyncengine.server.protocol import UsageBody
 
@@ -50,6 +50,10 @@ class ChunkFormat(ABC):
     def usage(self, usage: bytes) -> bytes:
         """The chunk without choices that carries the final usage."""
         return self._head + b"]" + usage + b"}\n\n"
+
+    def usage_of(self, parts: list[Usage]) -> UsageBody:
+        """The sum over the prompts, so far or in the end."""
+        return UsageBody.of(parts)
 
     @abstractmethod
     def events(self, index: int, delta: RequestDelta, usage: bytes) -> bytes:

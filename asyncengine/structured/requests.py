@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from asyncengine.conversation import Conversation
 from asyncengine.errors import AsyncEngineError, InvalidRequestError
 from asyncengine.request import Prompt, SamplingParams
 from asyncengine.structured.grammars import PARAM, Grammars
@@ -30,9 +31,7 @@ class StructuredRequests:
         self._workers = MaskWorkers(asyncio.get_running_loop(), "masks")
         self._processors = MaskWorkers(asyncio.get_running_loop(), "logits")
 
-    async def constraints(
-        self, params: SamplingParams, prompt: Prompt, prompt_ids: Sequence[int]
-    ) -> list[Constraint]:
+    async def constraints(self, params: SamplingParams, prompt: Prompt, prompt_ids: Sequence[int]) -> list[Constraint]:
         """One for each of the n sequences, none without a grammar. Raises InvalidRequestError."""
         asked = params.structured_outputs
         if asked is None:
@@ -45,7 +44,8 @@ class StructuredRequests:
         if self._grammars is None:
             self._grammars = Grammars(self._tokenizer, self._model.vocab_size, ends)
         matcher = await self._grammars.compile(asked)
-        is_chat = not isinstance(prompt, str) and isinstance(prompt[0], dict)
+        continued = prompt.continued if isinstance(prompt, Conversation) else ""
+        is_chat = isinstance(prompt, Conversation) or (not isinstance(prompt, str) and isinstance(prompt[0], dict))
         words = -(-self._model.vocab_size // 32)
         # A token that nobody samples has no log probability, and is in no history of penalties.
         forces = not (params.wants_logprobs or params.penalized or params.bad_words or params.no_repeat_ngram_size)
@@ -58,7 +58,7 @@ class StructuredRequests:
                     words,
                     len(prompt_ids),
                     ends[0],
-                    reasoning_at(self._tokenizer, prompt_ids, is_chat=is_chat),
+                    reasoning_at(self._tokenizer, prompt_ids, is_chat=is_chat, continued=continued),
                     forces=forces,
                 )
                 for _ in range(params.n)

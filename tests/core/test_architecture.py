@@ -21,6 +21,7 @@ CSRC = ROOT / "csrc"
 # entry that its path begins with. A module imports from lower layers and within its own entry.
 LAYERS: list[set[str]] = [
     {"errors", "_core", "bundled", "sandbox", "logprobs"},
+    {"conversation", "markers"},
     {"config", "request", "model_info", "stats", "fairness"},
     {"kernels/ops", "kernels/float8"},
     {"kernels/cpu", "kernels/cuda/gpu"},
@@ -199,7 +200,7 @@ def test_what_is_imported_by_a_variable_is_known() -> None:
 
 def test_the_server_uses_the_public_engine_api_only() -> None:
     public = {"__init__", "config", "errors", "request", "engine", "stats", "server", "model_info"}
-    public |= {"tokenization", "detokenizer", "logprobs"}
+    public |= {"tokenization", "detokenizer", "logprobs", "conversation", "markers"}
     scans_json = {"bodies.py": {"_core"}}
     for path in sorted((PACKAGE / "server").rglob("*.py")):
         used = {entry_of(module) for module in imports(ast.parse(path.read_text()))}
