@@ -295,6 +295,12 @@ class AsyncEngine(VectorMethods, ScoringMethods):
         self._idle.clear()
         return stream
 
+    async def tokenize(self, prompt: Prompt) -> list[int]:
+        """Token ids of ``prompt``, as a request has them; nothing is computed. Errors are those of ``submit``."""
+        self._serving()
+        assert self._prompts is not None
+        return await self._prompts.token_ids(prompt)
+
     async def submit_vector(self, prompt: Prompt, terms: Terms, pooling: Pooling) -> VectorStream:
         """``submit``, for the vector of a prompt in place of tokens: what ``embed`` and ``classify`` are made of.
 
