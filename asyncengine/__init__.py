@@ -39,14 +39,16 @@ from asyncengine.request import (
     Usage,
 )
 from asyncengine.scoring import ContinuationScore
-from asyncengine.stats import DebugStats, EngineStats
+from asyncengine.stats import BlockMap, DebugStats, EngineSnapshot, EngineStats, StepRecord, WakeRecord
 from asyncengine.stream import RequestStream
+from asyncengine.watching import Watch
 
 __version__ = "0.1.0"  # and in pyproject.toml
 
 __all__ = [
     "AsyncEngine",
     "AsyncEngineError",
+    "BlockMap",
     "ChatMessage",
     "ClassificationOutput",
     "CompletionOutput",
@@ -60,6 +62,7 @@ __all__ = [
     "EngineDeadError",
     "EngineError",
     "EngineOverloadedError",
+    "EngineSnapshot",
     "EngineStats",
     "FinishReason",
     "InternalError",
@@ -78,11 +81,14 @@ __all__ = [
     "RequestTiming",
     "SamplingParams",
     "StepFailedError",
+    "StepRecord",
     "StructuredOutputs",
     "TokenLogProbs",
     "UnsupportedModelError",
     "Usage",
     "UsageError",
+    "WakeRecord",
+    "Watch",
     "WeightMismatchError",
     "WrongLoopError",
     "bundled_model",

@@ -37,6 +37,7 @@ from asyncengine.scoring import ScoringMethods
 from asyncengine.stats import DebugStats, EngineStats
 from asyncengine.stream import RequestStream, warn_unclosed
 from asyncengine.structured.requests import StructuredRequests
+from asyncengine.watching import WatchMethods
 
 if TYPE_CHECKING:
     from asyncengine.model_info import ModelInfo
@@ -54,7 +55,7 @@ async def _drive(step_loop: _core.StepLoop) -> None:
         await asyncio.sleep(0 if moved or not step_loop.quiescent else 0.0005)
 
 
-class AsyncEngine(VectorMethods, ScoringMethods):
+class AsyncEngine(VectorMethods, ScoringMethods, WatchMethods):
     """Generates text from many prompts at once, inside the event loop that started it.
 
         async with AsyncEngine.from_pretrained("path/or/hub-id") as engine:

@@ -47,7 +47,7 @@ LAYERS: list[set[str]] = [
     {"backend"},
     {"structured"},
     {"stream"},
-    {"embedding", "scoring"},
+    {"embedding", "scoring", "watching"},
     {"engine"},
     {"__init__", "testing"},
     {"server"},
