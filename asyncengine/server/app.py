@@ -31,6 +31,7 @@ from asyncengine.server.errors import SERVER, ApiError, bad_request, failure, un
 from asyncengine.server.generation import Endpoint, Job, generate, send_sse
 from asyncengine.server.logprobs import JobLogProbs
 from asyncengine.server.metrics import Metrics
+from asyncengine.server.page.routes import Page
 from asyncengine.server.protocol import (
     GenerationBody,
     ModelCard,
@@ -72,6 +73,11 @@ class App:
             "/v1/completions": ("POST", partial(self._generate, Completions())),
             "/v1/chat/completions": ("POST", partial(self._generate, Chat())),
         }
+        self._public = {"/health"}
+        if config.page:
+            page = Page(lambda: self.engine, lambda: self.model_name, lambda: self.health, self.metrics)
+            self._routes |= page.routes
+            self._public |= page.public
 
     @property
     def model_name(self) -> str:
@@ -124,7 +130,7 @@ class App:
                 HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, "only HTTP/1.0 and HTTP/1.1 are spoken here", close=True
             )
         path = request.path
-        if path != "/health" and self._key_digests:
+        if path not in self._public and self._key_digests:
             self._check_key(request)
         route = self._routes.get(_MODEL if path.startswith(_MODEL) else path)
         if route is None:

@@ -49,6 +49,8 @@ class ServerConfig:
     """Seconds that running requests get to finish after SIGTERM."""
     exit_on_death: bool = True
     """End the process with code 1 when the engine has died, so that a supervisor starts it anew."""
+    page: bool = True
+    """Serve a page at / with a chat and a view of the engine. It needs no key; what it asks for does."""
 
     def __post_init__(self) -> None:
         check_types(self)

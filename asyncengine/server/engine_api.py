@@ -11,7 +11,7 @@ from typing import Protocol
 
 from asyncengine.logprobs import TokenLogProbs
 from asyncengine.request import Prompt, RequestDelta, RequestOutput, SamplingParams
-from asyncengine.stats import EngineStats
+from asyncengine.stats import EngineSnapshot, EngineStats
 from asyncengine.tokenization import Tokenizer
 
 
@@ -49,6 +49,13 @@ class RequestStream(Protocol):
     async def aclose(self) -> None: ...
 
 
+class Watch(Protocol):
+    """Keeps an engine recording until it is closed."""
+
+    def snapshot(self) -> EngineSnapshot: ...
+    def close(self) -> None: ...
+
+
 class Engine(Protocol):
     """A started engine."""
 
@@ -61,6 +68,7 @@ class Engine(Protocol):
         """Raises ConfigError where there is none."""
 
     def stats(self) -> EngineStats: ...
+    def watch(self) -> Watch: ...
     async def submit(
         self,
         prompt: Prompt,

@@ -33,7 +33,7 @@ from asyncengine.request import (
     SamplingParams,
     Usage,
 )
-from asyncengine.stats import EngineStats
+from asyncengine.stats import BlockMap, EngineSnapshot, EngineStats, StepRecord, WakeRecord
 
 END = -1
 VOCABULARY = 0x110000
@@ -69,6 +69,7 @@ class CharacterTokenizer:
 
     backend = Characters()
     special_token_ids: frozenset[int] = frozenset()
+    has_chat_template = True
 
 
 class FakeEngine:
@@ -100,6 +101,7 @@ class FakeEngine:
         self.changed = asyncio.Condition()
         self.hold_at: int | None = None
         self.prompts: list[Prompt] = []
+        self.watches = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self._ids = itertools.count()
@@ -147,6 +149,10 @@ class FakeEngine:
         }
         del counts["kv_cache_usage"]  # of the blocks
         return EngineStats.of(counts)
+
+    def watch(self) -> FakeWatch:
+        self.watches += 1
+        return FakeWatch(self)
 
     async def submit(
         self,
@@ -264,6 +270,28 @@ def fake_logprobs(token: int, params: SamplingParams) -> TokenLogProbs:
     others = (LogProb(token + 1, -0.5), LogProb(token, -1.0), LogProb(token + 2, -math.inf))
     named = tuple(LogProb(t, -3.0) for t in params.logprob_token_ids)
     return TokenLogProbs(token, -1.0, 2, others[: params.logprobs or 0], named)
+
+
+class FakeWatch:
+    """Of an engine whose steps take a millisecond each."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self._engine = engine
+
+    def snapshot(self) -> EngineSnapshot:
+        now = time.monotonic_ns()
+        starts = range(now - 20_000_000, now - 2_000_000, 1_000_000)
+        steps = (
+            StepRecord(i, t - 900_000, t - 800_000, t - 700_000, t + 1_000_000, t + 1_100_000, 3, 3)
+            for i, t in enumerate(starts)
+        )
+        wakes = (WakeRecord(t + 100_000, t + 150_000, t + 300_000) for t in starts)
+        used = len(self._engine.open)
+        blocks = BlockMap(1, b"\xff" * used + bytes(64 - used), bytes(64), bytes(60) + b"\xff" * 4)
+        return EngineSnapshot(now, self._engine.stats(), tuple(steps), tuple(wakes), blocks)
+
+    def close(self) -> None:
+        self._engine.watches -= 1
 
 
 class FakeStream:
