@@ -41,7 +41,6 @@ from asyncengine.request import (
 from asyncengine.scoring import ContinuationScore
 from asyncengine.stats import BlockMap, DebugStats, EngineSnapshot, EngineStats, StepRecord, WakeRecord
 from asyncengine.stream import RequestStream
-from asyncengine.watching import Watch
 
 __version__ = "0.1.0"  # and in pyproject.toml
 
@@ -88,7 +87,6 @@ __all__ = [
     "Usage",
     "UsageError",
     "WakeRecord",
-    "Watch",
     "WeightMismatchError",
     "WrongLoopError",
     "bundled_model",

@@ -34,10 +34,10 @@ from asyncengine.prompts import Prompts, check_size, check_terms, check_vocabula
 from asyncengine.request import Prompt, RequestDelta, RequestOutput, SamplingParams, quoted
 from asyncengine.request_extras import request_extras
 from asyncengine.scoring import ScoringMethods
+from asyncengine.snapshots import SnapshotMethods
 from asyncengine.stats import DebugStats, EngineStats
 from asyncengine.stream import RequestStream, warn_unclosed
 from asyncengine.structured.requests import StructuredRequests
-from asyncengine.watching import WatchMethods
 
 if TYPE_CHECKING:
     from asyncengine.model_info import ModelInfo
@@ -55,7 +55,7 @@ async def _drive(step_loop: _core.StepLoop) -> None:
         await asyncio.sleep(0 if moved or not step_loop.quiescent else 0.0005)
 
 
-class AsyncEngine(VectorMethods, ScoringMethods, WatchMethods):
+class AsyncEngine(VectorMethods, ScoringMethods, SnapshotMethods):
     """Generates text from many prompts at once, inside the event loop that started it.
 
         async with AsyncEngine.from_pretrained("path/or/hub-id") as engine:

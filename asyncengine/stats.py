@@ -150,7 +150,7 @@ class BlockMap:
 
 @dataclass(frozen=True, slots=True)
 class EngineSnapshot:
-    """What Watch.snapshot() tells."""
+    """What AsyncEngine.snapshot() tells."""
 
     time_ns: int
     """time.monotonic_ns() when it was made."""

@@ -49,13 +49,6 @@ class RequestStream(Protocol):
     async def aclose(self) -> None: ...
 
 
-class Watch(Protocol):
-    """Keeps an engine recording until it is closed."""
-
-    def snapshot(self) -> EngineSnapshot: ...
-    def close(self) -> None: ...
-
-
 class Engine(Protocol):
     """A started engine."""
 
@@ -68,7 +61,7 @@ class Engine(Protocol):
         """Raises ConfigError where there is none."""
 
     def stats(self) -> EngineStats: ...
-    def watch(self) -> Watch: ...
+    def snapshot(self) -> EngineSnapshot: ...
     async def submit(
         self,
         prompt: Prompt,

@@ -47,7 +47,7 @@ LAYERS: list[set[str]] = [
     {"backend"},
     {"structured"},
     {"stream"},
-    {"embedding", "scoring", "watching"},
+    {"embedding", "scoring", "snapshots"},
     {"engine"},
     {"__init__", "testing"},
     {"server"},

@@ -101,7 +101,7 @@ class FakeEngine:
         self.changed = asyncio.Condition()
         self.hold_at: int | None = None
         self.prompts: list[Prompt] = []
-        self.watches = 0
+        self.snapshots = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self._ids = itertools.count()
@@ -150,9 +150,19 @@ class FakeEngine:
         del counts["kv_cache_usage"]  # of the blocks
         return EngineStats.of(counts)
 
-    def watch(self) -> FakeWatch:
-        self.watches += 1
-        return FakeWatch(self)
+    def snapshot(self) -> EngineSnapshot:
+        """Of an engine whose steps take a millisecond each."""
+        self.snapshots += 1
+        now = time.monotonic_ns()
+        starts = range(now - 20_000_000, now - 2_000_000, 1_000_000)
+        steps = (
+            StepRecord(i, t - 900_000, t - 800_000, t - 700_000, t + 1_000_000, t + 1_100_000, 3, 3)
+            for i, t in enumerate(starts)
+        )
+        wakes = (WakeRecord(t + 100_000, t + 150_000, t + 300_000) for t in starts)
+        used = len(self.open)
+        blocks = BlockMap(1, b"\xff" * used + bytes(64 - used), bytes(64), bytes(60) + b"\xff" * 4)
+        return EngineSnapshot(now, self.stats(), tuple(steps), tuple(wakes), blocks)
 
     async def submit(
         self,
@@ -270,28 +280,6 @@ def fake_logprobs(token: int, params: SamplingParams) -> TokenLogProbs:
     others = (LogProb(token + 1, -0.5), LogProb(token, -1.0), LogProb(token + 2, -math.inf))
     named = tuple(LogProb(t, -3.0) for t in params.logprob_token_ids)
     return TokenLogProbs(token, -1.0, 2, others[: params.logprobs or 0], named)
-
-
-class FakeWatch:
-    """Of an engine whose steps take a millisecond each."""
-
-    def __init__(self, engine: FakeEngine) -> None:
-        self._engine = engine
-
-    def snapshot(self) -> EngineSnapshot:
-        now = time.monotonic_ns()
-        starts = range(now - 20_000_000, now - 2_000_000, 1_000_000)
-        steps = (
-            StepRecord(i, t - 900_000, t - 800_000, t - 700_000, t + 1_000_000, t + 1_100_000, 3, 3)
-            for i, t in enumerate(starts)
-        )
-        wakes = (WakeRecord(t + 100_000, t + 150_000, t + 300_000) for t in starts)
-        used = len(self._engine.open)
-        blocks = BlockMap(1, b"\xff" * used + bytes(64 - used), bytes(64), bytes(60) + b"\xff" * 4)
-        return EngineSnapshot(now, self._engine.stats(), tuple(steps), tuple(wakes), blocks)
-
-    def close(self) -> None:
-        self._engine.watches -= 1
 
 
 class FakeStream:

@@ -1,12 +1,11 @@
 """The page at /: a chat, and a view of the engine at work. Its files need no build and load nothing from elsewhere.
 
-The files are public, their data is not: what the page asks for needs an API key like every other route. Figures are
-asked for by a page that somebody looks at; the engine records while answers are asked for, and stops soon after.
+The files are public, their data is not: what the page asks for needs an API key like every other route. A page asks for
+figures while it can be seen. Each answer has the engine record a few steps for the next one, and that is all it costs.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from importlib import resources
 import msgspec
 from aiohttp import web
 
-from asyncengine.server.engine_api import Engine, Watch
+from asyncengine.server.engine_api import Engine
 from asyncengine.server.metrics import Metrics
 from asyncengine.server.page.figures import Unready, figures, model
 
@@ -47,8 +46,6 @@ _FILE_HEADERS = _HEADERS | {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-cache",  # ask, and mostly hear 304
 }
-_RECORDING_S = 5.0
-"""After the last answer the engine records for so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +70,6 @@ class Page:
         self._health = health
         self._metrics = metrics
         self._files: dict[str, File] = {}
-        self._watch: Watch | None = None
-        self._end_of_watch: asyncio.TimerHandle | None = None
         self.public = frozenset(FILES)
         """The paths that need no API key."""
         self.routes: dict[str, tuple[str, Handler]] = {
@@ -106,20 +101,7 @@ class Page:
         health, engine = self._health(), self._engine()
         if engine is None or health == "closed":
             return _json(Unready(health))
-        return _json(figures(health, self._watching(engine).snapshot(), self._metrics))
-
-    def _watching(self, engine: Engine) -> Watch:
-        if self._end_of_watch is not None:
-            self._end_of_watch.cancel()
-        if self._watch is None:
-            self._watch = engine.watch()
-        self._end_of_watch = asyncio.get_running_loop().call_later(_RECORDING_S, self._stop_watching)
-        return self._watch
-
-    def _stop_watching(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-        self._watch = self._end_of_watch = None
+        return _json(figures(health, engine.snapshot(), self._metrics))
 
 
 def _json(value: msgspec.Struct) -> web.Response:

@@ -10,7 +10,7 @@ const LONGEST_PAUSE = 20;  // times the usual time between steps: what lies befo
 export function layOut({ steps, wakes }) {
   if (!steps.length) return null;
   const all = steps.map(([step, begun, packed, launched, ready, committed, rows, tokens], i) => {
-    const before = i > 0 ? -steps[i - 1][4] : -Infinity;
+    const before = i > 0 && steps[i - 1][0] === step - 1 ? -steps[i - 1][4] : -Infinity;
     return {
       step, rows, tokens, begun: -begun, packed: -packed, launched: -launched, ready: -ready, committed: -committed,
       ran: Math.max(-launched, before),
@@ -20,7 +20,8 @@ export function layOut({ steps, wakes }) {
   const gaps = all.slice(1).map((s, i) => s.ready - all[i].ready).sort((a, b) => a - b);
   const pause = LONGEST_PAUSE * (gaps[gaps.length >> 1] ?? Infinity);
   let first = all.length - 1;
-  while (first > 0 && all.length - first < MOST_STEPS && all[first].ready - all[first - 1].ready < pause) --first;
+  const follows = (i) => all[i].step === all[i - 1].step + 1 && all[i].ready - all[i - 1].ready < pause;
+  while (first > 0 && all.length - first < MOST_STEPS && follows(first)) --first;
   const chosen = all.slice(first);
   const handled = wakes.map(([begun, delivered, end]) => ({ begun: -begun, delivered: -delivered, end: -end }));
   const start = Math.min(chosen[0].ran, chosen.length > 2 ? Infinity : chosen[0].begun);
