@@ -34,6 +34,7 @@ from asyncengine.prompts import Prompts, check_size, check_terms, check_vocabula
 from asyncengine.request import Prompt, RequestDelta, RequestOutput, SamplingParams, quoted
 from asyncengine.request_extras import request_extras
 from asyncengine.scoring import ScoringMethods
+from asyncengine.snapshots import SnapshotMethods
 from asyncengine.stats import DebugStats, EngineStats
 from asyncengine.stream import RequestStream, warn_unclosed
 from asyncengine.structured.requests import StructuredRequests
@@ -60,7 +61,7 @@ def _sampling_state(params: SamplingParams, seed: int) -> _core.SamplingState:
     )
 
 
-class AsyncEngine(VectorMethods, ScoringMethods):
+class AsyncEngine(VectorMethods, ScoringMethods, SnapshotMethods):
     """Generates text from many prompts at once, inside the event loop that started it.
 
         async with AsyncEngine.from_pretrained("path/or/hub-id") as engine:

@@ -48,7 +48,7 @@ LAYERS: list[set[str]] = [
     {"backend"},
     {"structured"},
     {"stream"},
-    {"embedding", "scoring"},
+    {"embedding", "scoring", "snapshots"},
     {"engine"},
     {"__init__", "testing"},
     {"server"},
