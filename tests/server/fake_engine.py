@@ -69,6 +69,7 @@ class CharacterTokenizer:
 
     backend = Characters()
     special_token_ids: frozenset[int] = frozenset()
+    has_chat_template = True
 
 
 class FakeEngine:
