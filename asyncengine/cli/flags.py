@@ -69,12 +69,10 @@ def read_environment(parser: argparse.ArgumentParser, args: argparse.Namespace) 
 
 
 def value_of(cls: type, name: str, text: str) -> Any:
-    """The value of one field of ``cls`` as its flag would read it. Raises ConfigError."""
+    """The value of field ``name`` of ``cls`` as its flag would read it. Raises ConfigError."""
     parser = argparse.ArgumentParser(add_help=False)
     add_dataclass(parser, cls, "")
-    action = next((action for action in parser._actions if action.dest == name), None)
-    if action is None:
-        raise ConfigError(f"there is no {name!r}{did_you_mean(name, [action.dest for action in parser._actions])}")
+    action = next(action for action in parser._actions if action.dest == name)
     try:
         return _parse(action, text)
     except (ValueError, argparse.ArgumentTypeError):
