@@ -59,7 +59,7 @@ RANK = {entry: rank for rank, entries in enumerate(LAYERS) for entry in entries}
 # Imports that do not go downwards yet. The list only gets shorter.
 UPWARDS: set[tuple[str, str]] = set()
 # Modules that import what somebody else names: a program's commands, and the kernels that a process compiles.
-IMPORTS_BY_VARIABLE = {"cli/main", "kernels/cuda/launch/compile_processes"}
+IMPORTS_BY_VARIABLE = {"cli/parser", "kernels/cuda/launch/compile_processes"}
 
 NAME = re.compile(r"\basyncengine(?:\.\w+)+")
 PROGRAM = re.compile(r"(?:\bimport|\bfrom|-m)\s+asyncengine\b")
