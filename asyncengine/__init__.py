@@ -37,12 +37,12 @@ from asyncengine.request import (
     RequestOutput,
     RequestTiming,
     SamplingParams,
-    StructuredOutputs,
     Usage,
 )
 from asyncengine.scoring import ContinuationScore
 from asyncengine.stats import BlockMap, DebugStats, EngineSnapshot, EngineStats, StepRecord, WakeRecord
 from asyncengine.stream import RequestStream
+from asyncengine.structured_outputs import StructuredOutputs
 
 __version__ = "0.1.0"  # and in pyproject.toml
 

@@ -20,8 +20,9 @@ import msgspec
 from aiohttp import web
 from aiohttp.http import HttpVersion10, HttpVersion11
 
+from asyncengine.checks import quoted
 from asyncengine.errors import ConfigError, InvalidRequestError
-from asyncengine.request import Prompt, quoted
+from asyncengine.request import Prompt
 from asyncengine.server.bodies import Bodies
 from asyncengine.server.chat import Chat
 from asyncengine.server.completions import Completions

@@ -14,8 +14,9 @@ from typing import Any, Generic, Literal, TypeVar, cast
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from asyncengine.checks import quoted
 from asyncengine.errors import InvalidRequestError
-from asyncengine.request import SamplingParams, Usage, quoted
+from asyncengine.request import SamplingParams, Usage
 from asyncengine.server.errors import ApiError, bad_request
 
 T = TypeVar("T", bound="GenerationBody")

@@ -21,6 +21,8 @@ CSRC = ROOT / "csrc"
 # entry that its path begins with. A module imports from lower layers and within its own entry.
 LAYERS: list[set[str]] = [
     {"errors", "_core", "bundled", "sandbox", "logprobs"},
+    {"checks"},
+    {"structured_outputs"},
     {"conversation", "markers"},
     {"config", "request", "model_info", "stats", "fairness"},
     {"kernels/ops", "kernels/float8"},
