@@ -26,6 +26,7 @@ class Need(enum.IntFlag):
     vector = 128
     """A record of the hidden state."""
     mean = 256  # beside vector: of the mean over the prompt, which is computed whole; of any of a step's rows
+    logits = 512  # beside mask: a record of the logits where the mask is missing
 
 class EntryKind(enum.IntEnum):
     """Of the entries that a slot is filled with."""
@@ -45,6 +46,7 @@ class RecordKind(enum.IntEnum):
     """Rank of the token, then pairs of a token and the bits of its log probability: the chosen, top and named ones."""
     vector = 2
     """Bits of float32 numbers."""
+    logits = 3  # float32 [vocabulary], after penalties, biases and bans
 
 class FinishReason(enum.IntEnum):
     none = 0
@@ -192,6 +194,9 @@ class PagedKV:
     """A layer's cache: k [num_blocks, Hk, head_dim, block_size], v [num_blocks, Hk, block_size, head_dim]."""
 
     def __init__(self, k: int, v: int, num_kv_heads: int, head_dim: int, block_size: int) -> None: ...
+
+def draw_token(logits: npt.NDArray[np.float32], state: SamplingState, position: int) -> int:
+    """From float32 [vocabulary], as the CPU draws; -1 if NaN or +inf is among them, or none is finite."""
 
 class CpuKernels:
     """Kernels over num_threads threads; isa is "auto" or one of available_isas(). One caller at a time."""

@@ -54,6 +54,12 @@ async def _drive(step_loop: _core.StepLoop) -> None:
         await asyncio.sleep(0 if moved or not step_loop.quiescent else 0.0005)
 
 
+def _sampling_state(params: SamplingParams, seed: int) -> _core.SamplingState:
+    return _core.SamplingState(
+        temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p, seed=seed % 2**64
+    )
+
+
 class AsyncEngine(VectorMethods, ScoringMethods):
     """Generates text from many prompts at once, inside the event loop that started it.
 
@@ -253,7 +259,10 @@ class AsyncEngine(VectorMethods, ScoringMethods):
         constraints = await self._structured.constraints(params, prompt, prompt_ids)
         backend = self._serving()  # that may have taken a while
         ends = stop_tokens(backend.model_info, params)
-        masks = [constraint.channel for constraint in constraints]
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+        states = [_sampling_state(params, seed + i) for i in range(params.n if params.logits_processor else 1)]
+        processed = self._structured.processed(params, prompt_ids, states)
+        masks = [follower.channel for follower in constraints or processed]
         extras = request_extras(params, len(prompt_ids), ends, backend.model_info, backend.tokenizer, masks)
         key = self._free_key()
         if request_id is None:
@@ -261,7 +270,6 @@ class AsyncEngine(VectorMethods, ScoringMethods):
         elif request_id in self._by_id:
             raise InvalidRequestError(f"request_id {quoted(request_id)} is in use", param="request_id")
 
-        seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         place = self._fair_share.place(tenant, priority)
         result = backend.step_loop.submit(
             id=key,
@@ -270,13 +278,7 @@ class AsyncEngine(VectorMethods, ScoringMethods):
             max_tokens=max_tokens,
             priority=priority,
             salt=hash_salt(cache_salt),
-            sampling=_core.SamplingState(
-                temperature=params.temperature,
-                top_k=params.top_k,
-                top_p=params.top_p,
-                min_p=params.min_p,
-                seed=seed % 2**64,
-            ),
+            sampling=states[0],
             stop_tokens=ends,
             delay_ns=place.delay_ns,
             reserved=place.reserved,
@@ -287,9 +289,17 @@ class AsyncEngine(VectorMethods, ScoringMethods):
         stream = RequestStream(self, backend.tokenizer, key, request_id, prompt_ids, params, arrived)
         if constraints:
             stream.follow(constraints, self._structured.advance)
+        if processed:
+            stream.process(processed, self._structured.process)
         self._by_key[key], self._by_id[request_id] = stream, key
         self._idle.clear()
         return stream
+
+    async def tokenize(self, prompt: Prompt) -> list[int]:
+        """Token ids of ``prompt``, as a request has them; nothing is computed. Errors are those of ``submit``."""
+        self._serving()
+        assert self._prompts is not None
+        return await self._prompts.token_ids(prompt)
 
     async def submit_vector(self, prompt: Prompt, terms: Terms, pooling: Pooling) -> VectorStream:
         """``submit``, for the vector of a prompt in place of tokens: what ``embed`` and ``classify`` are made of.

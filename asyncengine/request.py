@@ -7,7 +7,7 @@ import json
 import math
 import numbers
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypedDict
@@ -40,6 +40,7 @@ _FEATURES = (
     "logprob_token_ids",
     "prompt_logprobs",
     "structured_outputs",
+    "logits_processor",
 )
 _FLAGS = (
     "ignore_eos",
@@ -70,6 +71,11 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  #: end-of-sequence token, stop token or stop string
     LENGTH = "length"  #: max_tokens, or the end of the context or of the KV cache
+
+
+#: Gets the token ids so far, prompt and output, and logits, a NumPy array float32 [vocabulary] to change in place, as
+#: they are after penalties, biases and bans. May return others in their place. Runs on a thread, as long as it likes.
+LogitsProcessor = Callable[[Sequence[int], Any], Any]
 
 
 _SHORT = reprlib.Repr()
@@ -246,6 +252,9 @@ class SamplingParams:
     top_k, top_p and min_p."""
     structured_outputs: StructuredOutputs | None = None
     """What the text must be; of a model that reasons, the text after that part. A mapping of its fields does, too."""
+    logits_processor: LogitsProcessor | None = None
+    """A callable that changes the logits of each token before it is drawn; see LogitsProcessor. Only this request waits
+    for it. Tokens that other fields ban stay banned. If it raises, its request ends with LogitsProcessorError."""
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -265,6 +274,7 @@ class SamplingParams:
         self._check_edits()
         self._check_logprobs()
         self._check_structure()
+        self._check_processor()
         if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
             put(
                 self,
@@ -346,6 +356,24 @@ class SamplingParams:
             if getattr(self, name) != neutral:
                 raise _wrong_structure(f"{name} conflicts with it: the grammar says what the text holds, and its end")
 
+    def _check_processor(self) -> None:
+        processor = self.logits_processor
+        if processor is None:
+            return
+        if not callable(processor):
+            raise InvalidRequestError(
+                f"logits_processor must be callable, got {quoted(processor)}", param="logits_processor"
+            )
+        conflicts = {
+            "structured_outputs": self.structured_outputs is not None,
+            "prompt_logprobs": self.prompt_logprobs is not None,
+            "max_tokens=0": self.max_tokens == 0,
+            "logprobs_mode='processed_logprobs'": self.wants_logprobs and self.logprobs_mode == "processed_logprobs",
+        }
+        for name, conflict in conflicts.items():
+            if conflict:
+                raise InvalidRequestError(f"logits_processor conflicts with {name}", param="logits_processor")
+
     @property
     def penalized(self) -> bool:
         """Whether a penalty changes logits."""
@@ -355,7 +383,7 @@ class SamplingParams:
     def features(self) -> tuple[str, ...]:
         """The fields that ask for more than plain sampling and that not every device serves."""
         neutral: dict[str, Any] = dict.fromkeys(("allowed_token_ids", "logprobs", "prompt_logprobs"))
-        neutral |= {"structured_outputs": None, "repetition_penalty": 1.0}
+        neutral |= {"structured_outputs": None, "logits_processor": None, "repetition_penalty": 1.0}
         return tuple(name for name in _FEATURES if getattr(self, name) not in (neutral.get(name, 0), (), {}))
 
     @property

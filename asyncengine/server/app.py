@@ -30,14 +30,11 @@ from asyncengine.server.engine_api import Engine
 from asyncengine.server.errors import SERVER, ApiError, bad_request, failure, unavailable
 from asyncengine.server.generation import Endpoint, Job, generate, send_sse
 from asyncengine.server.logprobs import JobLogProbs
+from asyncengine.server.messages_api import Messages
 from asyncengine.server.metrics import Metrics
-from asyncengine.server.protocol import (
-    GenerationBody,
-    ModelCard,
-    ModelList,
-    check_model,
-    name_as_asked,
-)
+from asyncengine.server.protocol import GenerationBody, ModelCard, ModelList, check_model, unsupported
+from asyncengine.server.response_store import ResponseStore
+from asyncengine.server.responses import Responses, no_response
 from asyncengine.server.wire import SseResponse, send_response
 from asyncengine.tokenization import Tokenizer
 
@@ -46,6 +43,8 @@ logger = logging.getLogger("asyncengine.server")
 Handler = Callable[[web.BaseRequest, dict[str, str]], Awaitable[web.StreamResponse]]
 
 _MODEL = "/v1/models/"  # and the rest of the path is the model's name
+_RESPONSE = "/v1/responses/"  # and the rest of the path is the response's id
+_MESSAGES = "/v1/messages"
 _MAX_REQUEST_ID = 256
 
 
@@ -58,6 +57,7 @@ class App:
         self.draining = False
         self.bodies = Bodies(config)
         self.metrics = Metrics(lambda: self.engine, lambda: self.model_name, lambda: self.bodies.held)
+        self._responses = ResponseStore(config.max_stored_responses, config.max_stored_response_bytes)
         self._key_digests = [_digest(key) for key in config.api_keys]
         self._created = int(time.time())
         self._in_progress = 0
@@ -71,6 +71,10 @@ class App:
             _MODEL: ("GET", self._model),
             "/v1/completions": ("POST", partial(self._generate, Completions())),
             "/v1/chat/completions": ("POST", partial(self._generate, Chat())),
+            "/v1/responses": ("POST", self._respond),
+            _RESPONSE: ("GET, DELETE", self._response),
+            _MESSAGES: ("POST", partial(self._generate, Messages())),
+            f"{_MESSAGES}/count_tokens": ("POST", self._count_tokens),
         }
 
     @property
@@ -102,7 +106,8 @@ class App:
             try:
                 response = await self._dispatch(request, headers)
             except Exception as exc:
-                response = _failed(exc, headers).response(headers["X-Request-Id"])
+                anthropic = request.path == _MESSAGES or request.path.startswith(f"{_MESSAGES}/")
+                response = _failed(exc, headers).response(headers["X-Request-Id"], anthropic=anthropic)
             if not response.prepared:
                 response.headers.update(headers)
                 if self.draining:
@@ -126,13 +131,14 @@ class App:
         path = request.path
         if path != "/health" and self._key_digests:
             self._check_key(request)
-        route = self._routes.get(_MODEL if path.startswith(_MODEL) else path)
+        prefix = next((each for each in (_MODEL, _RESPONSE) if path.startswith(each)), path)
+        route = self._routes.get(prefix)
         if route is None:
             raise ApiError(HTTPStatus.NOT_FOUND, f"there is no route {quoted(path)}", code="not_found")
-        method, handler = route
+        methods, handler = route
         asked = "GET" if request.method == "HEAD" else request.method
-        if asked != method:
-            allowed = "GET, HEAD" if method == "GET" else method
+        if asked not in methods.split(", "):
+            allowed = methods.replace("GET", "GET, HEAD")
             raise ApiError(
                 HTTPStatus.METHOD_NOT_ALLOWED,
                 f"{quoted(path)} allows {allowed}, not {quoted(request.method)}",
@@ -143,25 +149,31 @@ class App:
 
     def _check_key(self, request: web.BaseRequest) -> bytes:
         """Digest of the key that the request brings. Raises ApiError 401 if it brings none of ours."""
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        # surrogateescape: a header may hold any byte
-        digest = _digest(given.strip(" \t").encode(errors="surrogateescape"))
-        # All of them, so that the time it takes tells nothing.
-        same = [hmac.compare_digest(digest, known) for known in self._key_digests]
-        if scheme.lower() != "bearer" or not any(same):
-            raise ApiError(
-                HTTPStatus.UNAUTHORIZED,
-                "a valid API key is needed: send the header 'Authorization: Bearer KEY'",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-        return digest
+        scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
+        # Clients of Anthropic's API have a header of their own.
+        for given in (bearer if scheme.lower() == "bearer" else "", request.headers.get("X-Api-Key", "")):
+            # surrogateescape: a header may hold any byte
+            digest = _digest(given.strip(" \t").encode(errors="surrogateescape"))
+            # All of them, so that the time it takes tells nothing.
+            same = [hmac.compare_digest(digest, known) for known in self._key_digests]
+            if any(same):
+                return digest
+        raise ApiError(
+            HTTPStatus.UNAUTHORIZED,
+            "a valid API key is needed: send the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
 
     def _tenant(self, request: web.BaseRequest) -> str:
         """Clients with keys share the engine by key; without, each connection counts as a client."""
         if self._key_digests:
             return f"key {self._check_key(request).hex()}"
         return f"connection {id(request.protocol):x}"
+
+    def _owner(self, request: web.BaseRequest) -> str:
+        """Of stored responses: those who share a key, or without keys all clients."""
+        return self._check_key(request).hex() if self._key_digests else ""
 
     def _ready_engine(self) -> Engine:
         if self.engine is None:
@@ -194,6 +206,27 @@ class App:
         limit = self.engine.model_info.max_model_len
         return ModelCard(id=self.model_name, created=self._created, max_model_len=limit)
 
+    async def _respond(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
+        return await self._generate(Responses(self._responses.of(self._owner(request))), request, headers)
+
+    async def _response(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
+        if request.query.get("stream", "false") != "false":
+            raise unsupported("stream")
+        own, response_id = self._responses.of(self._owner(request)), request.path.removeprefix(_RESPONSE)
+        stored = own.pop(response_id) if request.method == "DELETE" else own.get(response_id)
+        if stored is None:
+            raise no_response(response_id)
+        if request.method == "DELETE":
+            return _json({"id": response_id, "object": "response", "deleted": True})
+        return web.Response(body=stored.document, content_type="application/json")
+
+    async def _count_tokens(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
+        engine = self._ready_engine()
+        endpoint = Messages(counts=True)
+        body, prompts = await self._parse(endpoint, request)
+        (prompt,), _, _ = endpoint.prepare(body, prompts, _tokenizer(engine), self.config)
+        return _json({"input_tokens": len(await engine.tokenize(prompt))})
+
     async def _generate(
         self, endpoint: Endpoint, request: web.BaseRequest, headers: dict[str, str]
     ) -> web.StreamResponse:
@@ -225,7 +258,7 @@ class App:
             await send_sse(engine, job, self.metrics, events, chunks)
             return events.response
         except InvalidRequestError as exc:
-            name_as_asked(exc, body, None if parsing is None else parsing.param)
+            endpoint.name_as_asked(exc, body, None if parsing is None else parsing.param)
             raise
 
     async def _parse(self, endpoint: Endpoint, request: web.BaseRequest) -> tuple[GenerationBody, list[Prompt]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -14,6 +13,7 @@ from asyncengine.request import CompletionOutput, Prompt, RequestOutput, Samplin
 from asyncengine.server import protocol
 from asyncengine.server.chat_chunks import ChatFormat, DetailedFormat, ParsedFormat
 from asyncengine.server.config import ServerConfig
+from asyncengine.server.effort import with_effort
 from asyncengine.server.errors import bad_request
 from asyncengine.server.generation import Endpoint, Job
 from asyncengine.server.logprobs import ChatLogProbs, PromptLogProb
@@ -22,7 +22,7 @@ from asyncengine.server.parsing import parse
 from asyncengine.server.parsing.choose import Parsing
 from asyncengine.server.preparing import prepare
 from asyncengine.server.protocol import NOTHING, BodyDecoder, GenerationBody, UsageBody, sampling_params
-from asyncengine.server.sse import ChunkFormat
+from asyncengine.server.sse import StreamFormat
 from asyncengine.server.tools import NamedTool, ToolBody, tool_use
 from asyncengine.tokenization import Tokenizer
 
@@ -87,7 +87,7 @@ class Chat(Endpoint):
     id_prefix = "chatcmpl-"
     chunk_format = ChatFormat
 
-    def chunks(self, job: Job) -> ChunkFormat:
+    def chunks(self, job: Job) -> StreamFormat:
         if job.parsing is not None:
             return ParsedFormat(job, job.parsing)
         return DetailedFormat(job) if job.detailed else super().chunks(job)
@@ -121,7 +121,7 @@ class Chat(Endpoint):
         (chat,) = prompts
         assert isinstance(chat, Conversation)
         if body.reasoning_effort is not None:
-            chat = _with_effort(chat, body.reasoning_effort, tokenizer)
+            chat = with_effort(chat, body.reasoning_effort, tokenizer, "reasoning_effort")
         use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
         body.tools = None
         prepared = prepare(chat, use, self.params(body), tokenizer, config)
@@ -178,15 +178,3 @@ def _reasoning_tokens(job: Job, outputs: list[RequestOutput]) -> int | None:
                 counter.push(sequence.token_ids)
                 total = (total or 0) + counter.count
     return total
-
-
-def _with_effort(chat: Conversation, effort: str, tokenizer: Tokenizer | None) -> Conversation:
-    """For the templates that know it."""
-    template = chat.chat_template or (tokenizer.template() if tokenizer is not None else None) or ""
-    if "reasoning_effort" in template:
-        return replace(chat, chat_template_kwargs={"reasoning_effort": effort, **chat.chat_template_kwargs})
-    if effort != "none":
-        raise bad_request(
-            "reasoning_effort: this model's chat template does not have it", "reasoning_effort", "unsupported_parameter"
-        )
-    return chat

@@ -38,6 +38,10 @@ class ServerConfig:
     of more than 64 KiB are refused with 503."""
     max_sequences_per_request: int = 1024
     """Most sequences that one request may ask for: its prompts times n."""
+    max_stored_responses: int = 1024
+    """Most responses that /v1/responses keeps for previous_response_id; 0 keeps none."""
+    max_stored_response_bytes: int = 64 * 2**20
+    """Bytes that they may have together; over either limit the least recently used ones go."""
     allow_priority: bool = False
     """Let clients choose the priority of their requests."""
     tool_call_parser: str | None = None
@@ -66,6 +70,9 @@ class ServerConfig:
         for name in ("request_bytes", "request_values", "inflight_body_bytes", "sequences_per_request"):
             if getattr(self, f"max_{name}") < 1:
                 raise ConfigError(f"max_{name} must be at least 1, got {getattr(self, f'max_{name}')}")
+        for name in ("max_stored_responses", "max_stored_response_bytes"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
         if self.max_inflight_body_bytes < self.max_request_bytes:
             raise ConfigError(
                 f"max_inflight_body_bytes ({self.max_inflight_body_bytes}) must be at least "

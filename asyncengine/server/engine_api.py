@@ -71,6 +71,7 @@ class Engine(Protocol):
         cache_salt: str | None = None,
         tenant: str | None = None,
     ) -> RequestStream: ...
+    async def tokenize(self, prompt: Prompt) -> list[int]: ...
     async def generate(
         self,
         prompt: Prompt,

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from asyncengine.conversation import Conversation
-from asyncengine.errors import EngineDeadError, RequestAbortedError
+from asyncengine.errors import EngineDeadError, InvalidRequestError, RequestAbortedError
 from asyncengine.request import LONG_TEXT, FinishReason, Prompt, RequestDelta, RequestOutput, SamplingParams, Usage
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.engine_api import Engine, RequestStream
@@ -23,8 +23,8 @@ from asyncengine.server.errors import failure
 from asyncengine.server.logprobs import JobLogProbs, PromptLogProb
 from asyncengine.server.metrics import Metrics
 from asyncengine.server.parsing.choose import Parsing
-from asyncengine.server.protocol import GenerationBody
-from asyncengine.server.sse import NO_USAGE, NULL_USAGE, ChunkFormat, usage_field
+from asyncengine.server.protocol import GenerationBody, name_as_asked
+from asyncengine.server.sse import NO_USAGE, NULL_USAGE, ChunkFormat, StreamFormat, usage_field
 from asyncengine.server.wire import SseResponse
 from asyncengine.tokenization import Tokenizer
 
@@ -119,9 +119,13 @@ class Endpoint(ABC):
         """
         return prompts, self.params(body), None
 
-    def chunks(self, job: Job) -> ChunkFormat:
+    def chunks(self, job: Job) -> StreamFormat:
         """How the response is streamed."""
         return self.chunk_format(job.id, job.created, job.model)
+
+    def name_as_asked(self, exc: InvalidRequestError, body: GenerationBody, grammar: str | None = None) -> None:
+        """``protocol.name_as_asked``, with this API's names of fields."""
+        name_as_asked(exc, body, grammar)
 
     @abstractmethod
     def document(self, job: Job, outputs: list[RequestOutput]) -> msgspec.Struct:
@@ -146,7 +150,7 @@ async def generate(engine: Engine, job: Job, metrics: Metrics) -> list[RequestOu
     return outputs
 
 
-async def send_sse(engine: Engine, job: Job, metrics: Metrics, events: SseResponse, chunks: ChunkFormat) -> None:
+async def send_sse(engine: Engine, job: Job, metrics: Metrics, events: SseResponse, chunks: StreamFormat) -> None:
     """Write all deltas as events. Raises only before the first event: after it, errors are events too."""
     streaming = _Streaming(job, metrics, events, chunks)
     try:
@@ -161,16 +165,16 @@ async def send_sse(engine: Engine, job: Job, metrics: Metrics, events: SseRespon
         streaming.ended_as = "error"
         if not events.started:
             raise
-        await _fail(events, job, exc)
+        await _fail(events, job, chunks, exc)
     finally:
         metrics.finished[streaming.ended_as] += streaming.open_choices
         await _close(streaming.streams)
 
 
-async def _fail(events: SseResponse, job: Job, exc: Exception) -> None:
+async def _fail(events: SseResponse, job: Job, chunks: StreamFormat, exc: Exception) -> None:
     error = failure(exc, events.request_id)
     try:
-        await events.fail(error.body(events.request_id))
+        await events.fail(chunks.failed(error, events.request_id))
     except ConnectionError as gone:
         logger.info("request %s: %s", job.id, gone)
 
@@ -248,7 +252,7 @@ async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
 class _Streaming:
     """State of one streamed response."""
 
-    def __init__(self, job: Job, metrics: Metrics, events: SseResponse, chunks: ChunkFormat) -> None:
+    def __init__(self, job: Job, metrics: Metrics, events: SseResponse, chunks: StreamFormat) -> None:
         options = job.body.stream_options
         self.streams: list[RequestStream] = []
         self.open_choices = 0
@@ -298,7 +302,7 @@ class _Streaming:
         """The usage chunk, where asked for, and the clean end."""
         if self._include_usage:
             await self._events.send(self._chunks.usage(usage_field(self._chunks.usage_of(self._usages))))
-        await self._events.done()
+        await self._events.done(self._chunks.end)
 
     def _finish(self, delta: RequestDelta, reason: FinishReason) -> None:
         self.open_choices -= 1

@@ -194,6 +194,10 @@ class FakeEngine:
         await self._notify()
         return stream
 
+    async def tokenize(self, prompt: Prompt) -> list[int]:
+        self._check_health()
+        return self._tokenize(prompt)
+
     async def generate(
         self,
         prompt: Prompt,

@@ -82,6 +82,14 @@ def test_mappings_are_given_by_entries(capsys: pytest.CaptureFixture[str]) -> No
     assert "--logit-bias" in capsys.readouterr().err
 
 
+def test_structures_are_given_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    given = parse("--structured-outputs", '{"regex": "a+"}', cls=SamplingParams)
+    assert given == {"structured_outputs": {"regex": "a+"}}
+    with pytest.raises(SystemExit):
+        parse("--structured-outputs", "[1]", cls=SamplingParams)
+    assert "invalid json_object value: '[1]'" in capsys.readouterr().err
+
+
 def test_environment_stands_in_for_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASYNCENGINE_MAX_NUM_SEQS", "8")
     monkeypatch.setenv("ASYNCENGINE_DTYPE", "float32")
