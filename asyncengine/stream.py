@@ -37,9 +37,12 @@ from asyncengine.request import (
 
 if TYPE_CHECKING:
     from asyncengine.structured.masks import Constraint
+    from asyncengine.structured.processors import ProcessedSequence
     from asyncengine.tokenization import Tokenizer
 
-    Advance = Callable[[Constraint, Sequence[int], Callable[[AsyncEngineError], None]], None]
+    Fail = Callable[[AsyncEngineError], None]
+    Advance = Callable[[Constraint, Sequence[int], Fail], None]
+    Process = Callable[[ProcessedSequence, Sequence[int], bytes, Fail], None]
 
 _FAILURES: dict[Ended, Callable[[], EngineError]] = {
     Ended.failed: lambda: NonFiniteLogitsError("the model returned logits that are not finite for this request"),
@@ -209,6 +212,7 @@ class RequestStream:
         self._first_token = 0.0
         self._finished = 0.0
         self._constraints: Sequence[Constraint] = ()
+        self._processed: Sequence[ProcessedSequence] = ()
         self._prompt_records: list[bytes] = []
         self.cached_tokens = 0
         """Of the prompt, found in the prefix cache; 0 until the request runs."""
@@ -224,6 +228,10 @@ class RequestStream:
         """Have ``advance`` told of the tokens of each sequence that goes on. Called by the engine only."""
         self._constraints, self._advance = constraints, advance
 
+    def process(self, sequences: Sequence[ProcessedSequence], process: Process) -> None:
+        """Have ``process`` get the logits of each token. Called by the engine only."""
+        self._processed, self._process = sequences, process
+
     def feed(self, news: SequenceNews) -> None:
         """Take in what the step thread delivered for one sequence. Called by the engine only."""
         if self._done:
@@ -238,13 +246,16 @@ class RequestStream:
             self.cached_tokens = news.cached_tokens
         sequence = self._sequences[index]
         was_finished = sequence.finish_reason is not None
+        logits = b""
         if news.records and not was_finished:
             for r in news.records:
                 if r.kind is RecordKind.logprobs:
                     (sequence.records if r.token >= 0 else self._prompt_records).append(r.payload)
+                elif r.kind is RecordKind.logits:
+                    logits = r.payload
         if sequence.feed(tokens, news.finish, self._whole):
             self._owner.stop_sequence(self._key, index)
-        if not sequence.untaken and not was_finished:
+        if not sequence.untaken and not was_finished and (tokens or not logits):
             sequence.untaken = True
             self._untaken.append(index)
         if sequence.finish_reason is not None and not was_finished:
@@ -255,6 +266,10 @@ class RequestStream:
                 self._owner.forget(self._key)
         elif self._constraints and sequence.finish_reason is None:
             self._advance(self._constraints[index], tokens, partial(self._owner.fail, self._key))
+        elif logits and sequence.finish_reason is None:
+            self._process(self._processed[index], sequence.token_ids, logits, partial(self._owner.fail, self._key))
+            if not tokens:
+                return  # nothing that anybody waits for
         if not self._whole or self._done:
             self._wake()
 

@@ -8,14 +8,15 @@ from typing import Any
 
 from asyncengine.conversation import Conversation
 from asyncengine.errors import InvalidRequestError
-from asyncengine.request import Prompt, SamplingParams, StructuredOutputs
+from asyncengine.request import Prompt, SamplingParams
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.errors import bad_request
 from asyncengine.server.messages import adapt, with_tools_listed
 from asyncengine.server.parsing.choose import Formats, Parsing, formats_of
-from asyncengine.server.parsing.grammars import call_grammar, content_grammar, form_in, serves
+from asyncengine.server.parsing.grammars import call_grammar, content_grammar, form_in, lazy_grammar, serves
 from asyncengine.server.parsing.names import HARMONY
 from asyncengine.server.tools import ToolUse
+from asyncengine.structured_outputs import StructuredOutputs
 from asyncengine.tokenization import Tokenizer
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -90,7 +91,11 @@ def _constrained(
             "tools",
         )
     if not use.forced and schema is None:
-        return formats.tools or "json", params
+        form = formats.tools or "json"
+        grammar = None
+        if any(tool.strict for tool in tools):
+            grammar = lazy_grammar(form_in(template, form), tools, single=not use.parallel, tokenizer=tokenizer)
+        return form, params if grammar is None else _with_grammar(params, grammar)
     chosen = serves(formats.tools or "json", tools)
     single = use.choice == "function" or not use.parallel
     grammar = call_grammar(

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from asyncengine.request import quoted
+from asyncengine.checks import quoted
 from asyncengine.server import protocol
 from asyncengine.server.errors import ApiError, bad_request
 from asyncengine.server.protocol import (

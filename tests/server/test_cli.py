@@ -17,7 +17,8 @@ import pytest
 from fake_engine import FakeEngine
 
 from asyncengine.cli import flags
-from asyncengine.cli.main import COMMANDS, main
+from asyncengine.cli.main import main
+from asyncengine.cli.parser import COMMANDS
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
 from asyncengine.request import SamplingParams
@@ -80,6 +81,14 @@ def test_mappings_are_given_by_entries(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit):
         parse("--logit-bias", "5", cls=SamplingParams)
     assert "--logit-bias" in capsys.readouterr().err
+
+
+def test_structures_are_given_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    given = parse("--structured-outputs", '{"regex": "a+"}', cls=SamplingParams)
+    assert given == {"structured_outputs": {"regex": "a+"}}
+    with pytest.raises(SystemExit):
+        parse("--structured-outputs", "[1]", cls=SamplingParams)
+    assert "invalid json_object value: '[1]'" in capsys.readouterr().err
 
 
 def test_environment_stands_in_for_flags(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,13 +15,13 @@ from harness import serving
 from tokenizers import AddedToken
 
 from asyncengine import AsyncEngine, bundled_model
-from asyncengine.request import StructuredOutputs
 from asyncengine.server.parsing import parse
 from asyncengine.server.parsing.choose import Parsing, ReasoningTokens
-from asyncengine.server.parsing.grammars import call_grammar
+from asyncengine.server.parsing.grammars import call_grammar, lazy_grammar
 from asyncengine.server.parsing.names import TOOL_PARSERS
 from asyncengine.server.tools import Tool
 from asyncengine.structured.grammars import Grammars
+from asyncengine.structured_outputs import StructuredOutputs
 from asyncengine.tokenization import Tokenizer
 from tests.models import tiny
 
@@ -104,6 +104,10 @@ async def test_22_required_calls_validate(name: str, tmp_path: Path) -> None:
                 streamed = (await stream.get_final_completion()).choices[0]
             alone = (await api.chat.completions.create(**options | {"n": 1})).choices[0]
             assert calls_of(streamed.message) == calls_of(alone.message)
+        strict: Any = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
+        free = {"model": MODEL, "messages": USER, "temperature": 0.0, "max_tokens": 40}
+        texts = [(await api.chat.completions.create(**free, **more)).choices[0] for more in ({}, {"tools": strict})]
+        assert texts[0].message.content == texts[1].message.content
 
 
 def calls_of(message: Any) -> list[tuple[str, str]]:
@@ -221,6 +225,34 @@ async def test_22_grammars_allow_what_parsers_read(special: bool) -> None:
             assert [(call.name, call.arguments) for call in parsed.tool_calls] == calls
     finally:
         grammars.close()
+
+
+@pytest.mark.parametrize("special", [True, False, None])
+async def test_22_strict_tools_hold_calls_in_free_text_to_their_schemas(special: bool | None) -> None:
+    """``special``: None where the markers are no tokens of their own."""
+    plain = Tokenizer(tiny.byte_level_tokenizer(bos=False), specials={"eos_token": "</s>"})
+    tokenizer = plain if special is None else tokenizer_with_markers(special=special)
+    tools = [Tool("move", parameters=MOVE, strict=True), Tool("now")]
+    arguments = '{"steps": 5, "where": "up"}'
+    texts = {
+        "hermes": f'I [x] <b\n<tool_call>\n{{"name": "move", "arguments": {arguments}}}\n</tool_call> and '
+        '<tool_call>\n{"name": "now", "arguments": {"q": [1]}}\n</tool_call>',
+        "mistral": f'I[TOOL_CALLS][{{"name": "move", "arguments": {arguments}}}]',
+        "mistral named": f"I[TOOL_CALLS]move[ARGS]{arguments}[TOOL_CALLS]now[ARGS]{{}}",
+        "deepseek_v3": f"I{DS[0]}{DS[1]}function{DS[2]}move\n```json\n{arguments}\n```{DS[3]}{DS[4]}",
+    }
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, [tokenizer.eos_token_id or 0])
+    try:
+        for form, text in texts.items():
+            grammar = lazy_grammar(form, tools, single=False, tokenizer=tokenizer)
+            matcher = await grammars.compile(StructuredOutputs(grammar=grammar))
+            for written in (text, text.replace("5", "0"), text.replace("move", "more"), "5 or more"):
+                ids = [*tokenizer.encode(written, add_special_tokens=False), tokenizer.eos_token_id or 0]
+                allowed = matcher.deep_copy().validate_tokens(ids)
+                assert (allowed == len(ids)) == (written in (text, "5 or more")), (form, written)
+    finally:
+        grammars.close()
+    assert lazy_grammar("json", tools, single=False, tokenizer=tokenizer) is None
 
 
 def test_22_markers_stay_in_the_text_and_other_special_tokens_do_not() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from keyword import iskeyword
 from typing import Any
@@ -47,6 +48,34 @@ def call_grammar(
     either = f"calls | {_content(form, content, atom)}" if content is not None else "calls"
     start = ["start: BLANKS? (either)", "BLANKS: /\\n{1,2}/"] if blanks else ["start: either"]
     lines = [*start, f"either: {either}", f"calls: {calls}", *rules]
+    return "\n".join(lines) + "\n"
+
+
+_TRIGGERS = {
+    "hermes": "<tool_call>",
+    "mistral": "[TOOL_CALLS]",
+    "mistral named": "[TOOL_CALLS]",
+    "deepseek_v3": "<｜tool▁calls▁begin｜>",
+    "deepseek_v3 named": "<｜tool▁calls▁begin｜>",
+}
+"""The text that no output has but where calls begin."""
+
+
+def lazy_grammar(form: str, tools: Sequence[Tool], *, single: bool, tokenizer: Tokenizer) -> str | None:
+    """Any text, in which calls follow the schemas of strict tools; None in a format whose calls nothing announces."""
+    trigger = _TRIGGERS.get(form)
+    if trigger is None:
+        return None
+    atom = _atoms(tokenizer)
+    loose = [tool if tool.strict else replace(tool, parameters={"type": "object"}) for tool in tools]
+    rules, several = _RULES[form](loose, single or form == "hermes", lambda text: "" if text == trigger else atom(text))
+    calls = several.format(most=f"{{0,{MOST_CALLS - 1}}}")
+    marker = atom(trigger)
+    if marker.startswith("<["):
+        begins = [f"tagged: TEXT {marker} calls"]
+    else:
+        begins = [f"announced[lazy]: TEXT {marker}", "tagged: announced calls"]
+    lines = ["start: tagged* rest", "rest: TEXT", "TEXT: /(.|\\n)*/", *begins, f"calls: {calls}", *rules]
     return "\n".join(lines) + "\n"
 
 
