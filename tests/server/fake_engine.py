@@ -61,11 +61,11 @@ class Characters:
     def id_to_token(self, token_id: int) -> str:
         return chr(token_id)
 
-    def get_added_tokens_decoder(self) -> dict[int, object]:
-        return {}
-
     def token_to_id(self, token: str) -> int | None:
         return ord(token) if len(token) == 1 else None
+
+    def get_added_tokens_decoder(self) -> dict[int, object]:
+        return {}
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return "".join(map(chr, ids))
