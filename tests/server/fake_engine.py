@@ -61,9 +61,6 @@ class Characters:
     def id_to_token(self, token_id: int) -> str:
         return chr(token_id)
 
-    def get_added_tokens_decoder(self) -> dict[int, object]:
-        return {}
-
     def token_to_id(self, token: str) -> int | None:
         return ord(token) if len(token) == 1 else None
 

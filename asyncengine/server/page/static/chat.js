@@ -148,6 +148,7 @@ function figures(start, first, tokens, reason) {
 
 async function answer() {
   notice("");
+  focus();  // the button that was pressed goes away
   const asked = question();
   const message = add("assistant");
   message.node.setAttribute("aria-busy", "true");  // a screen reader reads it when it is whole
@@ -234,6 +235,11 @@ function grow() {  // where field-sizing is not known
   if (CSS.supports("field-sizing", "content")) return;
   input.style.height = "auto";
   input.style.height = `${input.scrollHeight}px`;
+}
+
+/** The field, unless that would bring up a keyboard over the page. */
+export function focus() {
+  if (!matchMedia("(pointer: coarse)").matches) input.focus();
 }
 
 export function setUp() {

@@ -61,4 +61,4 @@ settings.onChange(() => { if (!model) meet(); engine.look(); });
 chat.setUp();
 engine.setUp(setHealth);
 meet();
-if (matchMedia("(pointer: fine)").matches) $("input").focus();  // else a keyboard would cover the page
+chat.focus();

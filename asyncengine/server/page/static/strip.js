@@ -31,7 +31,8 @@ export function layOut({ steps, wakes }) {
 }
 
 /** How much of the time the device computed, and how much of the CPU's work happened meanwhile: 0 to 1. */
-export function overlap({ start, end, steps, wakes }) {
+export function overlap({ start, steps, wakes }) {
+  const end = steps.at(-1).ready;  // of the steps behind it nothing is known yet
   const device = join(steps.map((s) => [Math.max(s.ran, start), s.ready]));
   const host = join([
     ...steps.flatMap((s) => [[s.begun, s.launched], [s.ready, s.committed]]),
@@ -40,7 +41,7 @@ export function overlap({ start, end, steps, wakes }) {
   const busy = length(device), work = length(host);
   let hidden = 0;
   for (const [a, b] of host) for (const [c, d] of device) hidden += Math.max(0, Math.min(b, d) - Math.max(a, c));
-  return { busy: busy / (steps.at(-1).ready - start || 1), hidden: work ? hidden / work : 1 };
+  return { busy: busy / (end - start || 1), hidden: work ? hidden / work : 1 };
 }
 
 function join(intervals) {
