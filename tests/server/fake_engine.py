@@ -64,6 +64,9 @@ class Characters:
     def token_to_id(self, token: str) -> int | None:
         return ord(token) if len(token) == 1 else None
 
+    def get_added_tokens_decoder(self) -> dict[int, object]:
+        return {}
+
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return "".join(map(chr, ids))
 
