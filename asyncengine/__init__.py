@@ -37,18 +37,19 @@ from asyncengine.request import (
     RequestOutput,
     RequestTiming,
     SamplingParams,
-    StructuredOutputs,
     Usage,
 )
 from asyncengine.scoring import ContinuationScore
-from asyncengine.stats import DebugStats, EngineStats
+from asyncengine.stats import BlockMap, DebugStats, EngineSnapshot, EngineStats, StepRecord, WakeRecord
 from asyncengine.stream import RequestStream
+from asyncengine.structured_outputs import StructuredOutputs
 
 __version__ = "0.1.0"  # and in pyproject.toml
 
 __all__ = [
     "AsyncEngine",
     "AsyncEngineError",
+    "BlockMap",
     "ChatMessage",
     "ClassificationOutput",
     "CompletionOutput",
@@ -63,6 +64,7 @@ __all__ = [
     "EngineDeadError",
     "EngineError",
     "EngineOverloadedError",
+    "EngineSnapshot",
     "EngineStats",
     "FinishReason",
     "InternalError",
@@ -82,11 +84,13 @@ __all__ = [
     "RequestTiming",
     "SamplingParams",
     "StepFailedError",
+    "StepRecord",
     "StructuredOutputs",
     "TokenLogProbs",
     "UnsupportedModelError",
     "Usage",
     "UsageError",
+    "WakeRecord",
     "WeightMismatchError",
     "WrongLoopError",
     "bundled_model",

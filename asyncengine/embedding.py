@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from asyncengine import _core
+from asyncengine.checks import quoted
 from asyncengine.conversation import Conversation
 from asyncengine.errors import InternalError, InvalidRequestError
 from asyncengine.prompts import check_terms
-from asyncengine.request import Prompt, SamplingParams, Usage, quoted
+from asyncengine.request import Prompt, SamplingParams, Usage
 from asyncengine.stream import RequestStream
 
 if TYPE_CHECKING:

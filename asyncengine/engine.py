@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from asyncengine import _core
 from asyncengine.backend import Backend, load_backend, stop_at_exit
+from asyncengine.checks import quoted
 from asyncengine.config import EngineConfig
 from asyncengine.embedding import PARAMS, Pooling, Terms, VectorMethods, VectorStream, check_generates, vector_extras
 from asyncengine.errors import (
@@ -31,9 +32,10 @@ from asyncengine.errors import (
 )
 from asyncengine.fairness import FairShare
 from asyncengine.prompts import Prompts, check_size, check_terms, check_vocabulary, hash_salt, kept_tokens, stop_tokens
-from asyncengine.request import Prompt, RequestDelta, RequestOutput, SamplingParams, quoted
+from asyncengine.request import Prompt, RequestDelta, RequestOutput, SamplingParams
 from asyncengine.request_extras import request_extras
 from asyncengine.scoring import ScoringMethods
+from asyncengine.snapshots import SnapshotMethods
 from asyncengine.stats import DebugStats, EngineStats
 from asyncengine.stream import RequestStream, warn_unclosed
 from asyncengine.structured.requests import StructuredRequests
@@ -60,7 +62,7 @@ def _sampling_state(params: SamplingParams, seed: int) -> _core.SamplingState:
     )
 
 
-class AsyncEngine(VectorMethods, ScoringMethods):
+class AsyncEngine(VectorMethods, ScoringMethods, SnapshotMethods):
     """Generates text from many prompts at once, inside the event loop that started it.
 
         async with AsyncEngine.from_pretrained("path/or/hub-id") as engine:

@@ -14,9 +14,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+from asyncengine.checks import quoted
 from asyncengine.conversation import Conversation
 from asyncengine.errors import ContextLengthError, EngineOverloadedError, InvalidRequestError, KVCapacityError
-from asyncengine.request import LONG_TEXT, Prompt, SamplingParams, quoted
+from asyncengine.request import LONG_TEXT, Prompt, SamplingParams
 from asyncengine.sandbox import TooLongError
 from asyncengine.sandbox_process import SandboxProcess, render_message
 from asyncengine.text_threads import TextThreads

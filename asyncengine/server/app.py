@@ -20,8 +20,9 @@ import msgspec
 from aiohttp import web
 from aiohttp.http import HttpVersion10, HttpVersion11
 
+from asyncengine.checks import quoted
 from asyncengine.errors import ConfigError, InvalidRequestError
-from asyncengine.request import Prompt, quoted
+from asyncengine.request import Prompt
 from asyncengine.server.bodies import Bodies
 from asyncengine.server.chat import Chat
 from asyncengine.server.completions import Completions
@@ -32,6 +33,7 @@ from asyncengine.server.generation import Endpoint, Job, generate, send_sse
 from asyncengine.server.logprobs import JobLogProbs
 from asyncengine.server.messages_api import Messages
 from asyncengine.server.metrics import Metrics
+from asyncengine.server.page.routes import Page
 from asyncengine.server.protocol import GenerationBody, ModelCard, ModelList, check_model, unsupported
 from asyncengine.server.response_store import ResponseStore
 from asyncengine.server.responses import Responses, no_response
@@ -76,6 +78,11 @@ class App:
             _MESSAGES: ("POST", partial(self._generate, Messages())),
             f"{_MESSAGES}/count_tokens": ("POST", self._count_tokens),
         }
+        self._public = {"/health"}
+        if config.page:
+            page = Page(lambda: self.engine, lambda: self.model_name, lambda: self.health, self.metrics)
+            self._routes |= page.routes
+            self._public |= page.public
 
     @property
     def model_name(self) -> str:
@@ -129,7 +136,7 @@ class App:
                 HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, "only HTTP/1.0 and HTTP/1.1 are spoken here", close=True
             )
         path = request.path
-        if path != "/health" and self._key_digests:
+        if path not in self._public and self._key_digests:
             self._check_key(request)
         prefix = next((each for each in (_MODEL, _RESPONSE) if path.startswith(each)), path)
         route = self._routes.get(prefix)

@@ -24,10 +24,10 @@ class ServerConfig:
     served_model_name: str | None = None
     """Name of the model in the API; None: the model's own."""
     api_key: str | None = field(default=None, repr=False)
-    """Key that every route but /health demands as `Authorization: Bearer KEY`. Other users of the machine can read it
-    in the list of processes: give it by api_key_file or the environment."""
+    """Key that every route but /health and the files of the page demands as `Authorization: Bearer KEY`. Other users of
+    the machine can read it in the list of processes: give it by api_key_file or the environment."""
     api_key_file: str | None = None
-    """File of keys, one a line, each of which every route but /health accepts."""
+    """File of keys, one a line, each of which those routes accept."""
     max_request_bytes: int = 32 * 2**20
     """Largest request body."""
     max_request_values: int = 500_000
@@ -62,6 +62,8 @@ class ServerConfig:
     """Seconds that running requests get to finish after SIGTERM."""
     exit_on_death: bool = True
     """End the process with code 1 when the engine has died, so that a supervisor starts it anew."""
+    page: bool = True
+    """Serve a page at / with a chat and a view of the engine. It needs no key; what it asks for does."""
 
     def __post_init__(self) -> None:
         check_types(self)

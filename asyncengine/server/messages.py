@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
+from asyncengine.checks import quoted
 from asyncengine.conversation import Conversation
-from asyncengine.request import quoted
 from asyncengine.server.errors import bad_request
 from asyncengine.server.parsing.names import HARMONY
 from asyncengine.server.protocol import unsupported

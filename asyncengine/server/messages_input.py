@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from asyncengine.checks import quoted
 from asyncengine.conversation import Conversation
-from asyncengine.request import quoted
 from asyncengine.server import protocol
 from asyncengine.server.errors import ApiError, bad_request
 from asyncengine.server.protocol import (

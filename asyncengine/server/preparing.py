@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncengine.conversation import Conversation
 from asyncengine.errors import InvalidRequestError
-from asyncengine.request import Prompt, SamplingParams, StructuredOutputs
+from asyncengine.request import Prompt, SamplingParams
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.errors import bad_request
 from asyncengine.server.messages import adapt, with_tools_listed
@@ -16,6 +16,7 @@ from asyncengine.server.parsing.choose import Formats, Parsing, formats_of
 from asyncengine.server.parsing.grammars import call_grammar, content_grammar, form_in, lazy_grammar, serves
 from asyncengine.server.parsing.names import HARMONY
 from asyncengine.server.tools import ToolUse
+from asyncengine.structured_outputs import StructuredOutputs
 from asyncengine.tokenization import Tokenizer
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}

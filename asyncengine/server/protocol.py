@@ -14,8 +14,9 @@ from typing import Any, Generic, Literal, TypeVar, cast
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from asyncengine.checks import quoted
 from asyncengine.errors import InvalidRequestError
-from asyncengine.request import SamplingParams, Usage, quoted
+from asyncengine.request import SamplingParams, Usage
 from asyncengine.server.errors import ApiError, bad_request
 
 T = TypeVar("T", bound="GenerationBody")
@@ -50,6 +51,10 @@ class ResponseFormat(msgspec.Struct):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+    schema: dict[str, Any] | None = None
+    """Of a json_object, in the dialect of llama.cpp's server."""
+    value: dict[str, Any] | None = None
+    """Likewise, in the dialect of Text Generation Inference, which Hugging Face's client speaks to every server."""
 
 
 class StreamOptions(msgspec.Struct):
@@ -207,7 +212,8 @@ def structures(body: GenerationBody) -> dict[str, dict[str, Any]]:
 
 def _response_format(asked: ResponseFormat) -> dict[str, Any]:
     if asked.type == "json_object":
-        return {"json_object": True}
+        schema = asked.value if asked.schema is None else asked.schema
+        return {"json_object": True} if schema is None else {"json": schema}
     if asked.json_schema is None or asked.json_schema.schema is None:
         raise bad_request("response_format.json_schema.schema is required", "response_format.json_schema.schema")
     return {"json": asked.json_schema.schema}

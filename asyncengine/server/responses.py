@@ -9,9 +9,10 @@ from typing import Any
 
 import msgspec
 
+from asyncengine.checks import quoted
 from asyncengine.conversation import Conversation
 from asyncengine.errors import InvalidRequestError
-from asyncengine.request import FinishReason, Prompt, RequestOutput, SamplingParams, quoted
+from asyncengine.request import FinishReason, Prompt, RequestOutput, SamplingParams
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.effort import with_effort
 from asyncengine.server.errors import ApiError, bad_request

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from asyncengine.request import quoted
+from asyncengine.checks import quoted
 from asyncengine.server import protocol
 from asyncengine.server.errors import ApiError, bad_request
 from asyncengine.server.protocol import (
@@ -185,6 +185,8 @@ def add_input(turns: Turns, given: str | list[Item] | None) -> None:
     check_count("input", (each for item in given for each in (item.content, item.output, item.summary)))
     for i, item in enumerate(given):
         _add(turns, item, f"input[{i}]")
+    if not turns.messages:
+        raise bad_request("input holds no text", "input")
 
 
 def _add(turns: Turns, item: Item, path: str) -> None:

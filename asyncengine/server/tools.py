@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from asyncengine.request import quoted
+from asyncengine.checks import quoted
 from asyncengine.server.errors import bad_request
 
 _NAME = re.compile(r"[A-Za-z0-9_][\w.\-]{0,127}", re.ASCII)

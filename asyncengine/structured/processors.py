@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from asyncengine import _core
+from asyncengine.checks import quoted
 from asyncengine.errors import LogitsProcessorError
-from asyncengine.request import LogitsProcessor, quoted
+from asyncengine.request import LogitsProcessor
 
 if TYPE_CHECKING:
     import numpy as np

@@ -327,8 +327,8 @@ async def test_explosive_grammars_end_in_time() -> None:
 
 
 async def test_grammars_are_kept_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncengine.request import StructuredOutputs
     from asyncengine.structured import grammars
+    from asyncengine.structured_outputs import StructuredOutputs
 
     tokenizer = Tokenizer.from_pretrained(str(bundled_model()))
     kept = Grammars(tokenizer, tokenizer.vocab_size, [tokenizer.eos_token_id or 0])

@@ -34,7 +34,7 @@ from asyncengine.request import (
     SamplingParams,
     Usage,
 )
-from asyncengine.stats import EngineStats
+from asyncengine.stats import BlockMap, EngineSnapshot, EngineStats, StepRecord, WakeRecord
 
 END = -1
 VOCABULARY = 0x110000
@@ -61,11 +61,11 @@ class Characters:
     def id_to_token(self, token_id: int) -> str:
         return chr(token_id)
 
-    def get_added_tokens_decoder(self) -> dict[int, object]:
-        return {}
-
     def token_to_id(self, token: str) -> int | None:
         return ord(token) if len(token) == 1 else None
+
+    def get_added_tokens_decoder(self) -> dict[int, object]:
+        return {}
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return "".join(map(chr, ids))
@@ -76,6 +76,7 @@ class CharacterTokenizer:
 
     backend = Characters()
     special_token_ids: frozenset[int] = frozenset()
+    has_chat_template = True
 
     def __init__(self, chat_template: str = "{{ messages }}") -> None:
         self.chat_template = chat_template
@@ -117,6 +118,7 @@ class FakeEngine:
         self.changed = asyncio.Condition()
         self.hold_at: int | None = None
         self.prompts: list[Prompt] = []
+        self.snapshots = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self._ids = itertools.count()
@@ -164,6 +166,20 @@ class FakeEngine:
         }
         del counts["kv_cache_usage"]  # of the blocks
         return EngineStats.of(counts)
+
+    def snapshot(self) -> EngineSnapshot:
+        """Of an engine whose steps take a millisecond each."""
+        self.snapshots += 1
+        now = time.monotonic_ns()
+        starts = range(now - 20_000_000, now - 2_000_000, 1_000_000)
+        steps = (
+            StepRecord(i, t - 900_000, t - 800_000, t - 700_000, t + 1_000_000, t + 1_100_000, 3, 3)
+            for i, t in enumerate(starts)
+        )
+        wakes = (WakeRecord(t + 100_000, t + 150_000, t + 300_000) for t in starts)
+        used = len(self.open)
+        blocks = BlockMap(1, b"\xff" * used + bytes(64 - used), bytes(64), bytes(60) + b"\xff" * 4)
+        return EngineSnapshot(now, self.stats(), tuple(steps), tuple(wakes), blocks)
 
     async def submit(
         self,

@@ -17,7 +17,8 @@ import pytest
 from fake_engine import FakeEngine
 
 from asyncengine.cli import flags
-from asyncengine.cli.main import COMMANDS, main
+from asyncengine.cli.main import main
+from asyncengine.cli.parser import COMMANDS
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
 from asyncengine.request import SamplingParams

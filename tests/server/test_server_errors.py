@@ -192,7 +192,7 @@ async def test_one_bad_prompt_of_several_aborts_the_others() -> None:
 async def test_routes_methods_models() -> None:
     async with serving(FakeEngine()) as site:
         for method, path in [
-            ("GET", "/"),
+            ("GET", "/page/"),
             ("GET", "/v1"),
             ("POST", "/v1/completions/"),
             ("GET", "/v2/models"),

@@ -276,6 +276,7 @@ async def test_31_responses_that_cannot_be_kept_say_so() -> None:
         ({}, "input", "required"),
         ({"input": []}, "input", "empty"),
         ({"input": [{"role": "user"}]}, "input[0].content", "required"),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "input", "no text"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role", "robot"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},

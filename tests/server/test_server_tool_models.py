@@ -15,13 +15,13 @@ from harness import serving
 from tokenizers import AddedToken
 
 from asyncengine import AsyncEngine, bundled_model
-from asyncengine.request import StructuredOutputs
 from asyncengine.server.parsing import parse
 from asyncengine.server.parsing.choose import Parsing, ReasoningTokens
 from asyncengine.server.parsing.grammars import call_grammar, content_grammar, lazy_grammar
 from asyncengine.server.parsing.names import HARMONY, TOOL_PARSERS
 from asyncengine.server.tools import Tool
 from asyncengine.structured.grammars import Grammars
+from asyncengine.structured_outputs import StructuredOutputs
 from asyncengine.tokenization import Tokenizer
 from tests.models import tiny
 
