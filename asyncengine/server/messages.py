@@ -161,7 +161,8 @@ def adapt(chat: Conversation, template: str, tool_format: str | None) -> Convers
             if call_id in names:
                 made.setdefault("name", names[call_id])
             made["tool_call_id"] = _call_id(call_id, tool_format)
-        if tool_format == HARMONY and "reasoning_content" in made:
+        # Its template refuses a call after both.
+        if tool_format == HARMONY and "reasoning_content" in made and not (calls and made["content"]):
             made["thinking"] = made["reasoning_content"]
         adapted.append(made)
     return replace(chat, messages=adapted)
@@ -184,15 +185,21 @@ def _call_id(call_id: str, tool_format: str | None) -> str:
     return hashlib.blake2b(call_id.encode(errors="surrogatepass"), digest_size=8).hexdigest()[:9]
 
 
-def with_tools_listed(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> list[Mapping[str, Any]]:
-    """For a template that does not show tools: a system message, or the one that is there, says what there is."""
+_HOW_TO_CALL = (
+    'To call one, answer with nothing but {"name": its name, "arguments": {its arguments}}, '
+    "to call several with an array of these."
+)
+
+
+def with_tools_listed(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], tool_format: str | None
+) -> list[Mapping[str, Any]]:
+    """For a template that does not show tools: a system message, or the one that is there, says what there is.
+
+    How to call them is said to models without a format of their own.
+    """
     lines = [json.dumps(tool.described()["function"], ensure_ascii=False) for tool in tools]
-    text = (
-        "You can call these functions:\n"
-        + "\n".join(lines)
-        + '\nTo call one, answer with nothing but {"name": its name, "arguments": {its arguments}}, '
-        "to call several with an array of these."
-    )
+    text = "\n".join(["You can call these functions:", *lines, *([_HOW_TO_CALL] if tool_format == "json" else [])])
     first = messages[0]
     if first["role"] == "system":
         return [{**first, "content": f"{first['content']}\n\n{text}"}, *messages[1:]]

@@ -72,7 +72,7 @@ def prepare(
 def _with_tools(chat: Conversation, use: ToolUse, formats: Formats) -> Conversation:
     if formats.shows_tools:
         return replace(chat, tools=[tool.described() for tool in use.tools])
-    return replace(chat, messages=with_tools_listed(chat.messages, use.tools))
+    return replace(chat, messages=with_tools_listed(chat.messages, use.tools, formats.tools))
 
 
 def _constrained(

@@ -17,8 +17,8 @@ from tokenizers import AddedToken
 from asyncengine import AsyncEngine, bundled_model
 from asyncengine.server.parsing import parse
 from asyncengine.server.parsing.choose import Parsing, ReasoningTokens
-from asyncengine.server.parsing.grammars import call_grammar, lazy_grammar
-from asyncengine.server.parsing.names import TOOL_PARSERS
+from asyncengine.server.parsing.grammars import call_grammar, content_grammar, lazy_grammar
+from asyncengine.server.parsing.names import HARMONY, TOOL_PARSERS
 from asyncengine.server.tools import Tool
 from asyncengine.structured.grammars import Grammars
 from asyncengine.structured_outputs import StructuredOutputs
@@ -225,6 +225,29 @@ async def test_22_grammars_allow_what_parsers_read(special: bool) -> None:
             assert [(call.name, call.arguments) for call in parsed.tool_calls] == calls
     finally:
         grammars.close()
+
+
+async def test_22_structured_content_of_harmony_is_on_its_channel() -> None:
+    tokenizer = tokenizer_with_markers(special=True)
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    alone = content_grammar(HARMONY, schema, tokenizer)
+    either = call_grammar(HARMONY, [Tool("now")], single=True, tokenizer=tokenizer, blanks=False, content=schema)
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    final = '<|channel|>final<|message|>{"a": 5}'
+    call = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}"
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, [tokenizer.eos_token_id or 0])
+    try:
+        for grammar, texts in (
+            (alone, {final: True, thought + final: True, call: False, '{"a": 5}': False}),
+            (either, {final: True, thought + final: True, call: True, thought + call: True, '{"a": 5}': False}),
+        ):
+            matcher = await grammars.compile(StructuredOutputs(grammar=grammar))
+            for text, right in texts.items():
+                ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id or 0]
+                assert (matcher.deep_copy().validate_tokens(ids) == len(ids)) is right, text
+    finally:
+        grammars.close()
+    assert parse(Parsing(None, HARMONY).parser(tokenizer, [1]), thought + final).content == '{"a": 5}'
 
 
 @pytest.mark.parametrize("special", [True, False, None])

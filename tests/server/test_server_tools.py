@@ -231,6 +231,8 @@ async def test_22_templates_with_ways_of_their_own() -> None:
     assert assistant["content"] is None
     assistant, _ = await second("{{ tools }}<|channel|><|message|>")
     assert assistant["thinking"] == assistant["reasoning_content"] == "Hm"
+    messages[1]["content"] = "So"
+    assert "thinking" not in (await second("{{ tools }}<|channel|><|message|>"))[0]
 
 
 async def test_22_a_template_without_tools_gets_them_listed() -> None:
@@ -244,6 +246,12 @@ async def test_22_a_template_without_tools_gets_them_listed() -> None:
     assert '"name": "weather"' in first[0]["content"]
     assert second[0]["content"] == "S\n\n" + first[0]["content"]
     assert first[1:] == second[1:] == USER
+    deepseek = FakeEngine(SCRIPTS[5][1], ends=True, max_model_len=4096, chat_template=f"{CALL}")
+    async with client(deepseek) as (_, site):  # it has calls, and no tools
+        reply = await site.post(CHAT, messages=USER, tools=TOOLS)
+        assert len(reply.json["choices"][0]["message"]["tool_calls"]) == 2
+    third: Any = deepseek.prompts[0]
+    assert third[0]["content"] == first[0]["content"].rpartition("\n")[0]
 
 
 def function(**fields: Any) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Formats:
 def formats_of(template: str, tool_parser: str | None = None, reasoning_parser: str | None = None) -> Formats:
     """By markers in a template's source, where no parser is named."""
     shows_tools = re.search(r"\btools\b", template) is not None
-    tools = tool_parser or (_tool_format(template) if shows_tools else "json")
+    tools = tool_parser or _tool_format(template) or (None if shows_tools else "json")
     reasoning = reasoning_parser or _reasoning_format(template)
     return Formats(tools, None if reasoning == "none" else reasoning, shows_tools)
 
