@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from asyncengine import EngineClosedError, SamplingParams, WrongLoopError
+from asyncengine import EngineClosedError, EngineDeadError, SamplingParams, WrongLoopError
 from asyncengine.snapshots import MOST_WAKES
 from asyncengine.testing import SimulatedEngine, no_leaks, settle
 
@@ -99,3 +99,14 @@ async def test_snapshots_belong_to_a_running_engine_and_its_loop() -> None:
         engine.snapshot()
     with pytest.raises(EngineClosedError):
         engine.snapshot()
+
+
+async def test_a_dead_engine_tells_what_it_did_last() -> None:
+    async with SimulatedEngine(step_latency_us=200) as engine:
+        engine.snapshot()
+        engine.device.fail_at(6)
+        with pytest.raises(EngineDeadError):
+            await engine.generate([300] * 8, PARAMS)
+        assert engine.health == "dead"
+        assert engine.snapshot().steps
+        assert engine.snapshot().wakes

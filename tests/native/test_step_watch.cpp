@@ -67,12 +67,12 @@ TEST(step_watch_gives_no_record_that_is_being_overwritten) {
 }
 
 TEST(block_map_tells_the_states_of_blocks_apart) {
-  BlockManager blocks(8, 2, /*prefix_caching=*/true);
+  BlockManager blocks(8, 16, /*prefix_caching=*/true);
   StepWatch watch(8);
   CHECK_EQ(watch.blocks_per_cell(), 1);
   const int32_t held = blocks.allocate(), shared = blocks.allocate(), cached = blocks.allocate(), freed = blocks.allocate();
   blocks.retain(shared);
-  const int32_t tokens[] = {1, 2};
+  const int32_t tokens[16] = {1, 2};
   const Chain root{7, true};
   (void)blocks.publish(cached, root, tokens, blocks.prefetch(cached, root, tokens));
   blocks.release(cached);

@@ -236,7 +236,8 @@ async def test_errors_are_shown(chromium: str) -> None:
         await say(page, "")
         await page.wait_for(f"{LAST}.innerText.includes('aaa')")
         engine.die()
-        await page.wait_for("document.getElementById('notice').textContent.includes('failed')")
+        # The server says why and cuts the connection; a browser that sees the cut first drops what was said.
+        await page.wait_for("/failed|lost/.test(document.getElementById('notice').textContent)")
         await page.wait_for("document.getElementById('model').textContent.includes('dead')")
 
 

@@ -52,13 +52,14 @@ export async function* stream(path, body, signal) {
 }
 
 async function* events(body) {
-  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  // Without a stream between: where the connection is cut, that would throw away the event that says why.
+  const reader = body.getReader(), decoder = new TextDecoder();
   let buffer = "";
   try {
     for (;;) {
       const { done, value } = await reader.read();
       if (done) return;
-      buffer += value;
+      buffer += decoder.decode(value, { stream: true });
       const parts = buffer.split("\n\n");
       buffer = parts.pop();
       for (const part of parts) {
