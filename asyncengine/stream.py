@@ -62,6 +62,7 @@ class _SequenceState:
         "_params",
         "_taken_texts",
         "_taken_tokens",
+        "_wants_logprobs",
         "finish_reason",
         "records",
         "stop_reason",
@@ -72,6 +73,7 @@ class _SequenceState:
 
     def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
         self._params = params
+        self._wants_logprobs = params.wants_logprobs
         self._detokenizer = IncrementalDetokenizer(
             tokenizer if params.detokenize else None, params.skip_special_tokens, params.kept_special_tokens
         )
@@ -128,7 +130,7 @@ class _SequenceState:
     def take(self) -> tuple[str, list[int], LogProbs | None]:
         """What is new since the last call."""
         text, tokens = "".join(self.texts[self._taken_texts :]), self.token_ids[self._taken_tokens :]
-        logprobs = self.logprobs_of(self._taken_tokens) if self._params.wants_logprobs else None
+        logprobs = self.logprobs_of(self._taken_tokens) if self._wants_logprobs else None
         self._taken_texts, self._taken_tokens, self.untaken = len(self.texts), len(self.token_ids), False
         return text, tokens, logprobs
 
@@ -301,9 +303,9 @@ class RequestStream:
         index = self._untaken.pop(0)
         sequence = self._sequences[index]
         text, tokens, logprobs = sequence.take()
-        delta = RequestDelta(
-            self.request_id, index, text, tokens, sequence.finish_reason, sequence.stop_reason, logprobs=logprobs
-        )
+        delta = RequestDelta(self.request_id, index, text, tokens, sequence.finish_reason, sequence.stop_reason)
+        if logprobs is not None:
+            delta.logprobs = logprobs
         if self._done and self._error is None and not self._untaken:
             delta.usage, delta.timing = self._usage(), self._timing()
         return delta
