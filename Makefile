@@ -4,10 +4,12 @@
 # make soak    mixed traffic for SOAK_MINUTES (default: 30), memory and descriptors watched; the scheduler beside its
 #              model for a million operations
 # make sanitize  the tests of cancellation, preemption and the scheduler over a core with sanitizers
+# make clients   other projects' clients (lm_eval, LiteLLM, LangChain and others) against a server with the bundled model
 # All set up .venv first: the package, editable, with its development tools.
 
 PYTHON ?= python3
 VENV := .venv
+CLIENTS := .venv-clients
 FUZZ_SECONDS ?= 600
 SOAK_MINUTES ?= 30
 BIN := $(VENV)/bin
@@ -17,7 +19,7 @@ SANITIZED = $(BIN)/cmake -S . -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(absp
 	-DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS=$(3) -DASYNCENGINE_TESTS=ON -DASYNCENGINE_WERROR=ON \
 	-DASYNCENGINE_SANITIZE=$(2) >/dev/null && $(BIN)/cmake --build build/$(1) && build/$(1)/core_tests
 
-.PHONY: install serve test lint native asan tsan pytest fuzz soak sanitize clean
+.PHONY: install serve test lint native asan tsan pytest fuzz soak sanitize clients clean
 
 install: $(INSTALLED)
 
@@ -62,7 +64,16 @@ sanitize: install
 	$(BIN)/python tests/sanitized.py address
 	$(BIN)/python tests/sanitized.py thread
 
+# In an environment of their own: they need other versions of what .venv has.
+clients: install $(CLIENTS)/.installed
+	$(CLIENTS)/bin/pytest -c tests/clients/pytest.ini tests/clients
+
+$(CLIENTS)/.installed: tests/clients/requirements.txt
+	test -d $(CLIENTS) || $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/pip install --quiet --requirement $<
+	touch $@
+
 clean:
-	rm -rf build $(VENV)
+	rm -rf build $(VENV) $(CLIENTS)
 
 COMMA := ,

@@ -2,6 +2,7 @@
 
 from asyncengine.bundled import path as bundled_model
 from asyncengine.config import EngineConfig
+from asyncengine.conversation import Conversation
 from asyncengine.embedding import ClassificationOutput, EmbeddingOutput, PairScores
 from asyncengine.engine import AsyncEngine
 from asyncengine.errors import (
@@ -15,6 +16,7 @@ from asyncengine.errors import (
     InternalError,
     InvalidRequestError,
     KVCapacityError,
+    LogitsProcessorError,
     MissingWeightError,
     ModelError,
     ModelNotFoundError,
@@ -36,24 +38,26 @@ from asyncengine.request import (
     RequestOutput,
     RequestTiming,
     SamplingParams,
-    StructuredOutputs,
     Usage,
 )
 from asyncengine.scoring import ContinuationScore
-from asyncengine.stats import DebugStats, EngineStats
+from asyncengine.stats import BlockMap, DebugStats, EngineSnapshot, EngineStats, StepRecord, WakeRecord
 from asyncengine.stream import RequestStream
+from asyncengine.structured_outputs import StructuredOutputs
 
 __version__ = "0.1.0"  # and in pyproject.toml
 
 __all__ = [
     "AsyncEngine",
     "AsyncEngineError",
+    "BlockMap",
     "ChatMessage",
     "ClassificationOutput",
     "CompletionOutput",
     "ConfigError",
     "ContextLengthError",
     "ContinuationScore",
+    "Conversation",
     "DebugStats",
     "EmbeddingOutput",
     "EngineClosedError",
@@ -61,12 +65,14 @@ __all__ = [
     "EngineDeadError",
     "EngineError",
     "EngineOverloadedError",
+    "EngineSnapshot",
     "EngineStats",
     "FinishReason",
     "InternalError",
     "InvalidRequestError",
     "KVCapacityError",
     "LogProb",
+    "LogitsProcessorError",
     "MissingWeightError",
     "ModelError",
     "ModelNotFoundError",
@@ -80,11 +86,13 @@ __all__ = [
     "RequestTiming",
     "SamplingParams",
     "StepFailedError",
+    "StepRecord",
     "StructuredOutputs",
     "TokenLogProbs",
     "UnsupportedModelError",
     "Usage",
     "UsageError",
+    "WakeRecord",
     "WeightMismatchError",
     "WrongLoopError",
     "bundled_model",

@@ -26,6 +26,7 @@ class Need(enum.IntFlag):
     vector = 128
     """A record of the hidden state."""
     mean = 256  # beside vector: of the mean over the prompt, which is computed whole; of any of a step's rows
+    logits = 512  # beside mask: a record of the logits where the mask is missing
 
 class EntryKind(enum.IntEnum):
     """Of the entries that a slot is filled with."""
@@ -45,6 +46,7 @@ class RecordKind(enum.IntEnum):
     """Rank of the token, then pairs of a token and the bits of its log probability: the chosen, top and named ones."""
     vector = 2
     """Bits of float32 numbers."""
+    logits = 3  # float32 [vocabulary], after penalties, biases and bans
 
 class FinishReason(enum.IntEnum):
     none = 0
@@ -134,10 +136,7 @@ class StepBatch:
         sample_position: Sequence[int] = ...,
         sampling: Sequence[SamplingState] = ...,
     ) -> None:
-        """For tests: owns copies. sampling: per sampled row.
-
-        Raises ValueError where lengths contradict each other.
-        """
+        """For tests: owns copies. sampling: per sampled row. Raises ValueError where lengths contradict each other."""
     num_tokens: Final[int]
     num_rows: Final[int]
     num_samples: Final[int]
@@ -192,6 +191,9 @@ class PagedKV:
     """A layer's cache: k [num_blocks, Hk, head_dim, block_size], v [num_blocks, Hk, block_size, head_dim]."""
 
     def __init__(self, k: int, v: int, num_kv_heads: int, head_dim: int, block_size: int) -> None: ...
+
+def draw_token(logits: npt.NDArray[np.float32], state: SamplingState, position: int) -> int:
+    """From float32 [vocabulary], as the CPU draws; -1 if NaN or +inf is among them, or none is finite."""
 
 class CpuKernels:
     """Kernels over num_threads threads; isa is "auto" or one of available_isas(). One caller at a time."""
@@ -426,10 +428,7 @@ class SimulatedDevice:
     def hang_at(self, nth_launch: int) -> None:
         """The n-th graph launch from now does not end before resume()."""
     def fail_call(self, call: str, nth: int = 0, error: int = 2) -> None:
-        """The n-th call from now does nothing but answer ``error``, out of memory unless it says otherwise.
-
-        call: copy, graph_launch, event_record or wait_event.
-        """
+        """The n-th copy, graph_launch, event_record or wait_event from now does nothing but answer ``error``."""
     def resume(self) -> None: ...
     def next_token(self, tokens: Sequence[int], temperature: float = 0.0, seed: int = 0) -> int:
         """What the model answers: the reference for tests."""
@@ -575,11 +574,9 @@ class StepLoop:
         reserved: bool = False,
         extras: RequestExtras = ...,
     ) -> SubmitResult:
-        """Sequence i of n samples with seed + i.
+        """Sequence i of n samples with seed + i. The request is served as if it had arrived delay_ns later.
 
-        The request is served as if it had arrived delay_ns later. A reserved one may use an eighth more than the
-        limits of the queue.
-        """
+        A reserved one may use an eighth more than the limits of the queue."""
     def abort(self, id: int, index: int = -1) -> None:
         """One sequence of a request, or all; no-op for a request that has ended."""
     def drain(self) -> tuple[list[SequenceNews], bool]:
@@ -591,6 +588,13 @@ class StepLoop:
         """Why steps failed whose requests drain() has given with step_failed since the last call, one line each."""
     def stats(self) -> dict[str, int]:
         """Every statistic by its name: csrc/core/stats.inl lists them."""
+    def watch(self, on: bool) -> None:
+        """Whether steps are recorded from now on."""
+    def last_steps(self, most: int) -> list[tuple[int, int, int, int, int, int, int, int]]:
+        """Of the last recorded ones, oldest first: the fields of StepRecord in csrc/step_loop/step_watch.h."""
+    def block_map(self) -> tuple[int, bytes, bytes, bytes]:
+        """Blocks per cell, then of each cell the share that one sequence holds, several hold, and only the prefix
+        cache keeps, 0..255. As they were when this was called before: the step thread looks meanwhile."""
     wake_fd: Final[int]
     """Readable when drain() has something."""
     error: Final[str]

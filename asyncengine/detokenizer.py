@@ -8,7 +8,7 @@ from __future__ import annotations
 import codecs
 import functools
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -28,9 +28,9 @@ class IncrementalDetokenizer:
     complete before the invalid byte stay.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, skip_special_tokens: bool = True) -> None:
-        """Without a tokenizer there is no text."""
-        self._decoder = _NO_TEXT if tokenizer is None else _make_decoder(tokenizer, skip_special_tokens)
+    def __init__(self, tokenizer: Tokenizer | None, skip_special_tokens: bool = True, kept: Sequence[int] = ()) -> None:
+        """Without a tokenizer there is no text. ``kept``: special tokens that are not skipped."""
+        self._decoder = _NO_TEXT if tokenizer is None else _make_decoder(tokenizer, skip_special_tokens, kept)
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that ``ids`` complete: at times without their last character, or with earlier bytes."""
@@ -60,10 +60,10 @@ _NO_TEXT = _NoText()
 class _Pieces(dict[int, Any]):
     """Token id → what the token adds to the text, computed when first asked for."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, convert: Callable[[str], Any]) -> None:
+    def __init__(self, tokenizer: Tokenizer, skipped: Set[int], convert: Callable[[str], Any]) -> None:
         super().__init__()
         self._id_to_token = tokenizer.backend.id_to_token
-        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._skipped = skipped
         self._convert = convert
 
     def __missing__(self, token_id: int) -> Any:
@@ -73,14 +73,20 @@ class _Pieces(dict[int, Any]):
         return piece
 
 
-_decoder_factories: WeakKeyDictionary[Tokenizer, dict[bool, Callable[[], _Decoder]]] = WeakKeyDictionary()
+_Factories = dict[tuple[bool, tuple[int, ...]], Callable[[], _Decoder]]
+_decoder_factories: WeakKeyDictionary[Tokenizer, _Factories] = WeakKeyDictionary()
+_MAX_FACTORIES = 16
+"""Of a tokenizer: one for each set of kept tokens, which are those of the model's own markers, or a user's choice."""
 
 
-def _make_decoder(tokenizer: Tokenizer, skip: bool) -> _Decoder:
+def _make_decoder(tokenizer: Tokenizer, skip: bool, kept: Sequence[int]) -> _Decoder:
     factories = _decoder_factories.setdefault(tokenizer, {})
-    if skip not in factories:
-        factories[skip] = _decoder_factory(tokenizer, skip)
-    return factories[skip]()
+    key = (skip, tuple(kept))
+    if key not in factories:
+        if len(factories) >= _MAX_FACTORIES:
+            factories.clear()
+        factories[key] = _decoder_factory(tokenizer, skip, kept)
+    return factories[key]()
 
 
 def _decoder_steps(tokenizer: Tokenizer) -> list[dict[str, Any]]:
@@ -89,11 +95,12 @@ def _decoder_steps(tokenizer: Tokenizer) -> list[dict[str, Any]]:
     return list(spec["decoders"]) if spec["type"] == "Sequence" else [spec]
 
 
-def _decoder_factory(tokenizer: Tokenizer, skip: bool) -> Callable[[], _Decoder]:
+def _decoder_factory(tokenizer: Tokenizer, skip: bool, kept: Sequence[int]) -> Callable[[], _Decoder]:
     """How to decode, read from the tokenizer's own decoder."""
+    silent = tokenizer.special_token_ids.difference(kept) if skip else frozenset()
     match _decoder_steps(tokenizer):
         case [{"type": "ByteLevel"}] | [{"type": "ByteLevel"}, {"type": "Fuse"}]:
-            byte_pieces = _Pieces(tokenizer, skip, _byte_level_piece)
+            byte_pieces = _Pieces(tokenizer, silent, _byte_level_piece)
             return lambda: _ByteLevelDecoder(byte_pieces)
         case [
             {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)},
@@ -101,11 +108,10 @@ def _decoder_factory(tokenizer: Tokenizer, skip: bool) -> Callable[[], _Decoder]
             {"type": "Fuse"},
             *rest,
         ] if (strip := _left_strip(rest)) is not None:
-            fallback_pieces = _Pieces(tokenizer, skip, lambda token: _fallback_piece(token, old, new))
+            fallback_pieces = _Pieces(tokenizer, silent, lambda token: _fallback_piece(token, old, new))
             return lambda: _ByteFallbackDecoder(fallback_pieces, *strip)
     # The backend, not the tokenizer: what is kept for a tokenizer may not keep it alive.
-    decode = functools.partial(decode_with, tokenizer.backend, skip_special_tokens=skip)
-    silent = tokenizer.special_token_ids if skip else frozenset()
+    decode = functools.partial(decode_with, tokenizer.backend, skip_special_tokens=skip and not kept)
     id_to_token = tokenizer.backend.id_to_token
     return lambda: _WindowDecoder(decode, lambda i: i in silent or id_to_token(i) is None)
 
@@ -124,9 +130,11 @@ def token_bytes(tokenizer: Tokenizer) -> Callable[[int], bytes]:
 def _make_token_bytes(tokenizer: Tokenizer) -> Callable[[int], bytes]:
     match _decoder_steps(tokenizer):
         case [{"type": "ByteLevel"}, *_]:
-            return _Pieces(tokenizer, False, _byte_level_piece).__getitem__
+            return _Pieces(tokenizer, frozenset(), _byte_level_piece).__getitem__
         case [{"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}, {"type": "ByteFallback"}, *_]:
-            return _Pieces(tokenizer, False, lambda token: _piece_bytes(_fallback_piece(token, old, new))).__getitem__
+            return _Pieces(
+                tokenizer, frozenset(), lambda token: _piece_bytes(_fallback_piece(token, old, new))
+            ).__getitem__
     decode = functools.partial(decode_with, tokenizer.backend, skip_special_tokens=False)
     return lambda token_id: decode([token_id, token_id])[len(decode([token_id])) :].encode()
 

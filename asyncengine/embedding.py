@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from asyncengine import _core
+from asyncengine.checks import quoted
+from asyncengine.conversation import Conversation
 from asyncengine.errors import InternalError, InvalidRequestError
 from asyncengine.prompts import check_terms
-from asyncengine.request import Prompt, SamplingParams, Usage, quoted
+from asyncengine.request import Prompt, SamplingParams, Usage
 from asyncengine.stream import RequestStream
 
 if TYPE_CHECKING:
@@ -179,7 +181,7 @@ class VectorMethods(ABC):
 
 def checked_prompts(prompts: Prompt | Sequence[Prompt], param: str) -> list[Prompt]:
     """A single text is a list of one. InvalidRequestError for none, too many, or no sequence."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | Conversation):
         return [prompts]
     if isinstance(prompts, bytes) or not isinstance(prompts, Sequence):
         raise InvalidRequestError(f"{param} must be a sequence of prompts, got {type(prompts).__name__}", param=param)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from asyncengine import _core
 from asyncengine.backend import Backend, load_backend, stop_at_exit
+from asyncengine.checks import quoted
 from asyncengine.config import EngineConfig
 from asyncengine.embedding import PARAMS, Pooling, Terms, VectorMethods, VectorStream, check_generates, vector_extras
 from asyncengine.errors import (
@@ -31,9 +32,10 @@ from asyncengine.errors import (
 )
 from asyncengine.fairness import FairShare
 from asyncengine.prompts import Prompts, check_size, check_terms, check_vocabulary, hash_salt, kept_tokens, stop_tokens
-from asyncengine.request import Prompt, RequestDelta, RequestOutput, SamplingParams, quoted
+from asyncengine.request import Prompt, RequestDelta, RequestOutput, SamplingParams
 from asyncengine.request_extras import request_extras
 from asyncengine.scoring import ScoringMethods
+from asyncengine.snapshots import SnapshotMethods
 from asyncengine.stats import DebugStats, EngineStats
 from asyncengine.stream import RequestStream, warn_unclosed
 from asyncengine.structured.requests import StructuredRequests
@@ -55,7 +57,13 @@ async def _drive(step_loop: _core.StepLoop) -> None:
         await asyncio.sleep(0 if moved or not step_loop.quiescent else 0.0005)
 
 
-class AsyncEngine(VectorMethods, ScoringMethods, TextMethods):
+def _sampling_state(params: SamplingParams, seed: int) -> _core.SamplingState:
+    return _core.SamplingState(
+        temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p, seed=seed % 2**64
+    )
+
+
+class AsyncEngine(VectorMethods, ScoringMethods, SnapshotMethods, TextMethods):
     """Generates text from many prompts at once, inside the event loop that started it.
 
         async with AsyncEngine.from_pretrained("path/or/hub-id") as engine:
@@ -254,7 +262,10 @@ class AsyncEngine(VectorMethods, ScoringMethods, TextMethods):
         constraints = await self._structured.constraints(params, prompt, prompt_ids)
         backend = self._serving()  # that may have taken a while
         ends = stop_tokens(backend.model_info, params)
-        masks = [constraint.channel for constraint in constraints]
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+        states = [_sampling_state(params, seed + i) for i in range(params.n if params.logits_processor else 1)]
+        processed = self._structured.processed(params, prompt_ids, states)
+        masks = [follower.channel for follower in constraints or processed]
         extras = request_extras(params, len(prompt_ids), ends, backend.model_info, backend.tokenizer, masks)
         key = self._free_key()
         if request_id is None:
@@ -262,7 +273,6 @@ class AsyncEngine(VectorMethods, ScoringMethods, TextMethods):
         elif request_id in self._by_id:
             raise InvalidRequestError(f"request_id {quoted(request_id)} is in use", param="request_id")
 
-        seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         place = self._fair_share.place(tenant, priority)
         result = backend.step_loop.submit(
             id=key,
@@ -271,13 +281,7 @@ class AsyncEngine(VectorMethods, ScoringMethods, TextMethods):
             max_tokens=max_tokens,
             priority=priority,
             salt=hash_salt(cache_salt),
-            sampling=_core.SamplingState(
-                temperature=params.temperature,
-                top_k=params.top_k,
-                top_p=params.top_p,
-                min_p=params.min_p,
-                seed=seed % 2**64,
-            ),
+            sampling=states[0],
             stop_tokens=ends,
             delay_ns=place.delay_ns,
             reserved=place.reserved,
@@ -290,6 +294,8 @@ class AsyncEngine(VectorMethods, ScoringMethods, TextMethods):
             stream.end_at(arrived + params.timeout)
         if constraints:
             stream.follow(constraints, self._structured.advance)
+        if processed:
+            stream.process(processed, self._structured.process)
         self._by_key[key], self._by_id[request_id] = stream, key
         self._idle.clear()
         return stream

@@ -20,6 +20,7 @@ AsyncEngineError
 │   ├── EngineDeadError                 the executor failed or hung; every request of the engine fails
 │   └── InternalError                   a fault of asyncengine itself: please report it
 └── UsageError (RuntimeError)           the program around the engine calls what it may not call there or then
+    ├── LogitsProcessorError            a logits_processor raised, or left no logits to draw from
     └── WrongLoopError                  called from another event loop than the one that started the engine
 """
 
@@ -108,6 +109,10 @@ class InternalError(EngineError):
 
 class UsageError(AsyncEngineError, RuntimeError):
     """The program calls what it may not call there or then: a mistake in its code, not in the request's values."""
+
+
+class LogitsProcessorError(UsageError):
+    """A logits_processor raised (``__cause__``), or left no logits to draw from. It ends its own request alone."""
 
 
 class WrongLoopError(UsageError):

@@ -9,17 +9,19 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+from asyncengine.checks import quoted
+from asyncengine.conversation import Conversation
 from asyncengine.errors import ContextLengthError, EngineOverloadedError, InvalidRequestError, KVCapacityError
-from asyncengine.request import LONG_TEXT, Prompt, SamplingParams, quoted
+from asyncengine.request import LONG_TEXT, Prompt, SamplingParams
 from asyncengine.sandbox import TooLongError
 from asyncengine.sandbox_process import SandboxProcess, render_message
 from asyncengine.text_threads import TextThreads
-from asyncengine.tokenization import Tokenizer, check_unicode, too_many_tokens
+from asyncengine.tokenization import Tokenizer, check_unicode, cut_open, too_many_tokens
 
 if TYPE_CHECKING:
     from asyncengine.config import EngineConfig
@@ -57,20 +59,24 @@ class Prompts:
         EngineClosedError."""
         if kept is None:
             return await self._token_ids(prompt, add_special_tokens)
-        is_ids = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], int)
-        return (await self._token_ids(prompt[-kept:] if is_ids else prompt, add_special_tokens))[-kept:]
+        if isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], int):
+            prompt = prompt[-kept:]
+        return (await self._token_ids(prompt, add_special_tokens))[-kept:]
 
     async def _token_ids(self, prompt: Prompt, add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, str):
             if not prompt:
                 raise InvalidRequestError("the prompt is empty", param="prompt")
             return await self._encode(prompt, self._text_tokenizer("prompt"), add_special_tokens)
+        if isinstance(prompt, Conversation):
+            return await self._encode_chat(prompt, self._text_tokenizer("messages"))
         if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
             raise InvalidRequestError(
                 f"the prompt must be text, token ids or messages, got {type(prompt).__name__}", param="prompt"
             )
         if len(prompt) > 0 and isinstance(prompt[0], dict):
-            return await self._encode_chat(prompt, self._text_tokenizer("messages"))  # type: ignore[arg-type]
+            chat = Conversation(messages=prompt)  # type: ignore[arg-type]
+            return await self._encode_chat(chat, self._text_tokenizer("messages"))
         check_length(len(prompt), self._context)  # before looking at each of millions
         return _checked_ids(prompt, self._vocab_size)
 
@@ -117,41 +123,44 @@ class Prompts:
         except TooLongError as e:
             raise too_many_tokens(e.count, self._context) from None
 
-    async def _encode_chat(self, messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list[int]:
+    async def _encode_chat(self, chat: Conversation, tokenizer: Tokenizer) -> list[int]:
+        messages = chat.messages
         if len(messages) > self._context:
             raise ContextLengthError(
                 f"This model's maximum context length is {self._context} tokens. "
                 f"The prompt has {len(messages)} messages.",
                 param="messages",
             )
-        characters, simple = _measure(messages)
+        characters, simple = _measure(chat)
         self._check_characters(characters)
         size = characters + _PER_MESSAGE * len(messages)
         short = simple and size <= LONG_TEXT
         if self._sandbox is None:
             if short:
-                return self._chat_here(messages, tokenizer)
+                return self._chat_here(chat, tokenizer)
             with self._hold(size):
-                return await self._threads.run(size, self._chat_here, messages, tokenizer)
+                return await self._threads.run(size, self._chat_here, chat, tokenizer)
         with self._hold(size):
             if short:
-                message = self._render_message(messages, tokenizer)
+                message = self._render_message(chat, tokenizer)
             else:
-                message = await self._threads.run(size, self._render_message, messages, tokenizer)
+                message = await self._threads.run(size, self._render_message, chat, tokenizer)
             try:
-                text = await self._sandbox.render(message, self._max_characters)
+                with self._hold(max(0, len(message) - size)):  # tools and the like
+                    text = await self._sandbox.render(message, self._max_characters)
             except TooLongError as e:
                 raise self._too_many_characters(e.count) from None
+            text = cut_open(chat, text)
             # Templates write all special tokens themselves, so none is added.
             if len(text) <= LONG_TEXT and tokenizer.is_linear:
                 return tokenizer.encode(text, add_special_tokens=False)
             return await self._encode_elsewhere(text, tokenizer, False)
 
-    def _render_message(self, messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> bytes:
-        return render_message(*tokenizer.chat(messages), self._max_characters)
+    def _render_message(self, chat: Conversation, tokenizer: Tokenizer) -> bytes:
+        return render_message(*tokenizer.chat(chat), self._max_characters)
 
-    def _chat_here(self, messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list[int]:
-        text = tokenizer.apply_chat_template(messages)
+    def _chat_here(self, chat: Conversation, tokenizer: Tokenizer) -> list[int]:
+        text = tokenizer.render(chat)
         self._check_characters(len(text))
         return tokenizer.encode(text, add_special_tokens=False, limit=self._context)
 
@@ -189,10 +198,11 @@ def release_idle() -> None:
             prompts.release()
 
 
-def _measure(messages: Sequence[Mapping[str, Any]]) -> tuple[int, bool]:
-    """Characters of the messages' text, and whether that is all they hold: other values may have any size."""
-    characters, simple = 0, True
-    for message in messages:
+def _measure(chat: Conversation) -> tuple[int, bool]:
+    """Characters of the messages' text, and whether that is all there is: other values may have any size."""
+    characters = 0
+    simple = not (chat.tools or chat.documents or chat.chat_template or chat.chat_template_kwargs)
+    for message in chat.messages:
         content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, str):
             characters += len(content)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-import json
-import math
-import numbers
-import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypedDict
 
+from asyncengine.checks import integer, number, quoted, sequence
+from asyncengine.conversation import Conversation
 from asyncengine.errors import InvalidRequestError
 from asyncengine.logprobs import TokenLogProbs
+from asyncengine.structured_outputs import StructuredOutputs, wrong_structure
 
 MAX_N = 128
 MAX_STOP_STRINGS = 16
@@ -25,7 +23,6 @@ MAX_BAD_WORD_TOKENS = 1024
 MAX_NGRAM = 1024
 MAX_LOGPROBS = 128
 MAX_NAMED_TOKENS = 32
-MAX_CHOICES = 4096
 _FEATURES = (
     "presence_penalty",
     "frequency_penalty",
@@ -39,6 +36,7 @@ _FEATURES = (
     "logprob_token_ids",
     "prompt_logprobs",
     "structured_outputs",
+    "logits_processor",
 )
 _FLAGS = (
     "ignore_eos",
@@ -61,7 +59,7 @@ class ChatMessage(TypedDict):
 
 
 #: Text, token ids, or a conversation that the model's chat template turns into text.
-Prompt = str | Sequence[int] | Sequence[ChatMessage]
+Prompt = str | Sequence[int] | Sequence[ChatMessage] | Conversation
 
 
 class FinishReason(StrEnum):
@@ -72,107 +70,9 @@ class FinishReason(StrEnum):
     TIMEOUT = "timeout"  #: the time that the request gave itself
 
 
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 80
-
-
-def quoted(value: object) -> str:
-    """A user's value for an error text: its ``repr`` if that is short, with its middle left out if it is not."""
-    if isinstance(value, int) and value.bit_length() > 256:  # Python prints 4,300 digits at most
-        return f"a number of {value.bit_length()} bits"
-    if isinstance(value, str | bytes | int | float | None):
-        return _SHORT.repr(value)
-    return f"an object of type {type(value).__name__}"  # whose repr may be long, slow, or fail
-
-
-def _number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise InvalidRequestError(f"{name} must be a number, got {quoted(value)}", param=name)
-    try:
-        x = float(value)
-    except OverflowError:
-        x = math.inf
-    inside = low < x <= high if open_low else low <= x <= high
-    if not math.isfinite(x) or not inside:
-        bracket = "(" if open_low else "["
-        raise InvalidRequestError(f"{name} must be in {bracket}{low:g}, {high:g}], got {x:g}", param=name)
-    return x
-
-
-def _integer(name: str, value: object, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise InvalidRequestError(f"{name} must be an integer, got {quoted(value)}", param=name)
-    x = int(value)
-    if not low <= x <= high:
-        raise InvalidRequestError(f"{name} must be in [{low}, {high}], got {quoted(x)}", param=name)
-    return x
-
-
-def _sequence(name: str, value: object, limit: int, unit: str) -> tuple[Any, ...]:
-    """At most ``limit`` items, however many ``value`` would give."""
-    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
-        raise InvalidRequestError(f"{name} must be a list, got {quoted(value)}", param=name)
-    items = tuple(itertools.islice(value, limit + 1))
-    if len(items) > limit:
-        raise InvalidRequestError(f"{name}: at most {limit} {unit} are allowed", param=name)
-    return items
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StructuredOutputs:
-    """What the text of an output must be: exactly one of these. Names follow vLLM. Wrong ones: InvalidRequestError."""
-
-    json: str | Mapping[str, Any] | None = None
-    """A JSON Schema that the text satisfies."""
-    json_object: bool | None = None
-    """True: any JSON object."""
-    regex: str | None = None
-    """A regular expression that all of the text matches, without look-around and back-references."""
-    choice: Sequence[str] | None = None
-    """The text is one of these."""
-    grammar: str | None = None
-    """A context-free grammar, in the syntax of Lark or of GBNF."""
-
-    def __post_init__(self) -> None:
-        given = [name for name in self.__slots__ if getattr(self, name) not in (None, False)]
-        if len(given) != 1:
-            got = " and ".join(given) or "none"
-            raise _wrong_structure(f"exactly one of {', '.join(self.__slots__)} is needed, got {got}")
-        if self.choice is not None:
-            texts = _sequence("structured_outputs", self.choice, MAX_CHOICES, "choices")
-            if not texts or not all(isinstance(text, str) and text for text in texts):
-                raise _wrong_structure("choice must hold non-empty strings")
-            object.__setattr__(self, "choice", texts)
-        for name in ("regex", "grammar"):
-            text = getattr(self, name)
-            if text is not None and (not isinstance(text, str) or not text):
-                raise _wrong_structure(f"{name} must be a non-empty string, got {quoted(text)}")
-        if self.json is not None and not isinstance(self.json, str | Mapping):
-            raise _wrong_structure(f"json must be a schema: an object, or its text, got {quoted(self.json)}")
-        if not isinstance(self.json_object, bool | None):
-            raise _wrong_structure(f"json_object must be a boolean, got {quoted(self.json_object)}")
-
-    @property
-    def kind(self) -> str:
-        """json, regex, choice or grammar."""
-        return next((name for name in ("regex", "choice", "grammar") if getattr(self, name) is not None), "json")
-
-    def source(self) -> str:
-        """As text: of choices and schemas JSON. Raises InvalidRequestError for a schema that is none."""
-        try:
-            match self.kind:
-                case "choice":
-                    return json.dumps(self.choice)
-                case "json":
-                    schema = {"type": "object"} if self.json is None else self.json
-                    return json.dumps(json.loads(schema) if isinstance(schema, str) else dict(schema))
-        except (ValueError, TypeError, RecursionError) as e:
-            raise _wrong_structure(f"json is no schema: {e!s:.200}") from None
-        return self.regex or self.grammar or ""
-
-
-def _wrong_structure(message: str) -> InvalidRequestError:
-    return InvalidRequestError(f"structured_outputs: {message}", param="structured_outputs")
+#: Gets the token ids so far, prompt and output, and logits, a NumPy array float32 [vocabulary] to change in place, as
+#: they are after penalties, biases and bans. May return others in their place. Runs on a thread, as long as it likes.
+LogitsProcessor = Callable[[Sequence[int], Any], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,6 +105,8 @@ class SamplingParams:
     """Go on after an end-of-sequence token (stop and stop_token_ids still end it)."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+    kept_special_tokens: Sequence[int] = ()
+    """But for these, at most 32, such as the markers of tool calls."""
     include_stop_str_in_output: bool = False
     """Keep the stop string that ended the sequence in its text."""
     spaces_between_special_tokens: bool = True
@@ -244,36 +146,40 @@ class SamplingParams:
     top_k, top_p and min_p."""
     structured_outputs: StructuredOutputs | None = None
     """What the text must be; of a model that reasons, the text after that part. A mapping of its fields does, too."""
+    logits_processor: LogitsProcessor | None = None
+    """A callable that changes the logits of each token before it is drawn; see LogitsProcessor. Only this request waits
+    for it. Tokens that other fields ban stay banned. If it raises, its request ends with LogitsProcessorError."""
     timeout: float | None = None
     """Seconds after which the request ends with what it has, the reason being "timeout". Without any token by then it
     fails with RequestTimeoutError."""
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        put(self, "n", _integer("n", self.n, 1, MAX_N))
+        put(self, "n", integer("n", self.n, 1, MAX_N))
         if self.max_tokens is not None:
-            put(self, "max_tokens", _integer("max_tokens", self.max_tokens, 0, 2**31 - 1))
-        put(self, "temperature", _number("temperature", self.temperature, 0, 2))
-        put(self, "top_p", _number("top_p", self.top_p, 0, 1, open_low=True))
-        put(self, "top_k", max(0, _integer("top_k", self.top_k, -1, 2**31 - 1)))
-        put(self, "min_p", _number("min_p", self.min_p, 0, 1))
+            put(self, "max_tokens", integer("max_tokens", self.max_tokens, 0, 2**31 - 1))
+        put(self, "temperature", number("temperature", self.temperature, 0, 2))
+        put(self, "top_p", number("top_p", self.top_p, 0, 1, open_low=True))
+        put(self, "top_k", max(0, integer("top_k", self.top_k, -1, 2**31 - 1)))
+        put(self, "min_p", number("min_p", self.min_p, 0, 1))
         if self.seed is not None:
-            put(self, "seed", _integer("seed", self.seed, -(2**63), MAX_SEED))
+            put(self, "seed", integer("seed", self.seed, -(2**63), MAX_SEED))
         put(self, "stop", self._checked_stop())
         given = () if self.stop_token_ids is None else self.stop_token_ids
-        stop_ids = _sequence("stop_token_ids", given, MAX_STOP_TOKENS, "tokens")
-        put(self, "stop_token_ids", tuple(_integer("stop_token_ids", t, 0, 2**31 - 1) for t in stop_ids))
+        stop_ids = sequence("stop_token_ids", given, MAX_STOP_TOKENS, "tokens")
+        put(self, "stop_token_ids", tuple(integer("stop_token_ids", t, 0, 2**31 - 1) for t in stop_ids))
         self._check_edits()
         self._check_logprobs()
         self._check_structure()
+        self._check_processor()
         if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
             put(
                 self,
                 "truncate_prompt_tokens",
-                _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, 2**31 - 1),
+                integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, 2**31 - 1),
             )
         if self.timeout is not None:
-            put(self, "timeout", _number("timeout", self.timeout, 0, 1e6, open_low=True))
+            put(self, "timeout", number("timeout", self.timeout, 0, 1e6, open_low=True))
         if not self.detokenize and self.stop:
             raise InvalidRequestError("stop needs text: it conflicts with detokenize=False", param="stop")
         for flag in _FLAGS:
@@ -284,16 +190,16 @@ class SamplingParams:
     def _check_edits(self) -> None:
         put = object.__setattr__
         for name in ("presence_penalty", "frequency_penalty"):
-            put(self, name, _number(name, getattr(self, name), -2, 2))
-        put(self, "repetition_penalty", _number("repetition_penalty", self.repetition_penalty, 0, 2, open_low=True))
+            put(self, name, number(name, getattr(self, name), -2, 2))
+        put(self, "repetition_penalty", number("repetition_penalty", self.repetition_penalty, 0, 2, open_low=True))
         put(self, "logit_bias", self._checked_bias())
         if self.allowed_token_ids is not None:
-            allowed = _sequence("allowed_token_ids", self.allowed_token_ids, 2**20, "tokens")
+            allowed = sequence("allowed_token_ids", self.allowed_token_ids, 2**20, "tokens")
             if not allowed:
                 raise InvalidRequestError("allowed_token_ids must not be empty", param="allowed_token_ids")
-            tokens = tuple(_integer("allowed_token_ids", token, 0, 2**31 - 1) for token in allowed)
+            tokens = tuple(integer("allowed_token_ids", token, 0, 2**31 - 1) for token in allowed)
             put(self, "allowed_token_ids", tokens)
-        words = _sequence("bad_words", () if self.bad_words is None else self.bad_words, MAX_BAD_WORDS, "words")
+        words = sequence("bad_words", () if self.bad_words is None else self.bad_words, MAX_BAD_WORDS, "words")
         for word in words:
             if not isinstance(word, str) or not 0 < len(word) <= MAX_STOP_LENGTH:
                 raise InvalidRequestError(
@@ -301,12 +207,12 @@ class SamplingParams:
                     param="bad_words",
                 )
         put(self, "bad_words", words)
-        put(self, "min_tokens", _integer("min_tokens", self.min_tokens, 0, 2**31 - 1))
+        put(self, "min_tokens", integer("min_tokens", self.min_tokens, 0, 2**31 - 1))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens ({self.min_tokens}) must be at most max_tokens ({self.max_tokens})", param="min_tokens"
             )
-        put(self, "no_repeat_ngram_size", _integer("no_repeat_ngram_size", self.no_repeat_ngram_size, 0, MAX_NGRAM))
+        put(self, "no_repeat_ngram_size", integer("no_repeat_ngram_size", self.no_repeat_ngram_size, 0, MAX_NGRAM))
 
     def _checked_bias(self) -> dict[int, float]:
         bias = {} if self.logit_bias is None else self.logit_bias
@@ -314,18 +220,20 @@ class SamplingParams:
             raise InvalidRequestError(f"logit_bias must be a mapping, got {quoted(bias)}", param="logit_bias")
         if len(bias) > MAX_BIASES:
             raise InvalidRequestError(f"logit_bias: at most {MAX_BIASES} tokens are allowed", param="logit_bias")
-        tokens = [_integer("logit_bias", token, 0, 2**31 - 1) for token in bias]
-        return {t: _number("logit_bias", v, -100, 100) for t, v in zip(tokens, bias.values(), strict=True)}
+        tokens = [integer("logit_bias", token, 0, 2**31 - 1) for token in bias]
+        return {t: number("logit_bias", v, -100, 100) for t, v in zip(tokens, bias.values(), strict=True)}
 
     def _check_logprobs(self) -> None:
         put = object.__setattr__
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                put(self, name, _integer(name, getattr(self, name), 0, MAX_LOGPROBS))
-        put(self, "logprob_start_len", _integer("logprob_start_len", self.logprob_start_len, 0, 2**31 - 1))
+                put(self, name, integer(name, getattr(self, name), 0, MAX_LOGPROBS))
+        put(self, "logprob_start_len", integer("logprob_start_len", self.logprob_start_len, 0, 2**31 - 1))
         given = () if self.logprob_token_ids is None else self.logprob_token_ids
-        named = _sequence("logprob_token_ids", given, MAX_NAMED_TOKENS, "tokens")
-        put(self, "logprob_token_ids", tuple(_integer("logprob_token_ids", token, 0, 2**31 - 1) for token in named))
+        named = sequence("logprob_token_ids", given, MAX_NAMED_TOKENS, "tokens")
+        put(self, "logprob_token_ids", tuple(integer("logprob_token_ids", token, 0, 2**31 - 1) for token in named))
+        kept = sequence("kept_special_tokens", self.kept_special_tokens, MAX_NAMED_TOKENS, "tokens")
+        put(self, "kept_special_tokens", tuple(integer("kept_special_tokens", token, 0, 2**31 - 1) for token in kept))
         if self.logprobs_mode not in LOGPROBS_MODES:
             known = " or ".join(LOGPROBS_MODES)
             raise InvalidRequestError(
@@ -337,15 +245,33 @@ class SamplingParams:
         if isinstance(asked, Mapping):
             unknown = [name for name in asked if name not in StructuredOutputs.__slots__]
             if unknown:
-                raise _wrong_structure(f"unknown field {quoted(unknown[0])}")
+                raise wrong_structure(f"unknown field {quoted(unknown[0])}")
             object.__setattr__(self, "structured_outputs", StructuredOutputs(**asked))
         elif asked is not None and not isinstance(asked, StructuredOutputs):
-            raise _wrong_structure(f"StructuredOutputs or a mapping is needed, got {quoted(asked)}")
+            raise wrong_structure(f"StructuredOutputs or a mapping is needed, got {quoted(asked)}")
         if asked is None:
             return
         for name, neutral in (("ignore_eos", False), ("min_tokens", 0), ("allowed_token_ids", None)):
             if getattr(self, name) != neutral:
-                raise _wrong_structure(f"{name} conflicts with it: the grammar says what the text holds, and its end")
+                raise wrong_structure(f"{name} conflicts with it: the grammar says what the text holds, and its end")
+
+    def _check_processor(self) -> None:
+        processor = self.logits_processor
+        if processor is None:
+            return
+        if not callable(processor):
+            raise InvalidRequestError(
+                f"logits_processor must be callable, got {quoted(processor)}", param="logits_processor"
+            )
+        conflicts = {
+            "structured_outputs": self.structured_outputs is not None,
+            "prompt_logprobs": self.prompt_logprobs is not None,
+            "max_tokens=0": self.max_tokens == 0,
+            "logprobs_mode='processed_logprobs'": self.wants_logprobs and self.logprobs_mode == "processed_logprobs",
+        }
+        for name, conflict in conflicts.items():
+            if conflict:
+                raise InvalidRequestError(f"logits_processor conflicts with {name}", param="logits_processor")
 
     @property
     def penalized(self) -> bool:
@@ -356,7 +282,7 @@ class SamplingParams:
     def features(self) -> tuple[str, ...]:
         """The fields that ask for more than plain sampling and that not every device serves."""
         neutral: dict[str, Any] = dict.fromkeys(("allowed_token_ids", "logprobs", "prompt_logprobs"))
-        neutral |= {"structured_outputs": None, "repetition_penalty": 1.0}
+        neutral |= {"structured_outputs": None, "logits_processor": None, "repetition_penalty": 1.0}
         return tuple(name for name in _FEATURES if getattr(self, name) not in (neutral.get(name, 0), (), {}))
 
     @property
@@ -367,7 +293,7 @@ class SamplingParams:
         stop = self.stop
         if stop is None:
             return ()
-        strings = (stop,) if isinstance(stop, str) else _sequence("stop", stop, MAX_STOP_STRINGS, "strings")
+        strings = (stop,) if isinstance(stop, str) else sequence("stop", stop, MAX_STOP_STRINGS, "strings")
         for s in strings:
             if not isinstance(s, str) or not s:
                 raise InvalidRequestError(f"stop must hold non-empty strings, got {quoted(s)}", param="stop")

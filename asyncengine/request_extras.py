@@ -43,6 +43,10 @@ def request_extras(
     history = penalties or scores
     needs = (_core.Need.penalties if penalties else 0) | (_core.Need.bias if lists else 0)
     needs |= _core.Need.logprobs if records else 0
+    result_words = record_words(params) if records else 0
+    if params.logits_processor is not None:
+        needs |= _core.Need.logits
+        result_words = max(result_words, 1 + vocab)
     if not needs and not masks:
         return _core.RequestExtras()
     entries = [(_core.EntryKind.parameters, _parameters(params, prompt_len))]
@@ -61,7 +65,7 @@ def request_extras(
         needs=needs,
         entries=entries,
         history=history,
-        result_words=record_words(params) if records else 0,
+        result_words=result_words,
         score_from=max(0, params.logprob_start_len - 1) if scores else -1,
         masks=masks,
     )

@@ -99,3 +99,64 @@ class DebugStats:
         """Everything that is 0 at rest and is not."""
         names = ("free_blocks", "cached_blocks", "num_kv_blocks")
         return {name: value for name in self.__slots__ if name not in names and (value := getattr(self, name))}
+
+
+class StepRecord(NamedTuple):
+    """A step that is over. Times are those of time.monotonic_ns()."""
+
+    step: int
+    begun_ns: int
+    """Scheduling began."""
+    packed_ns: int
+    """It was scheduled and packed, and the launch began."""
+    launched_ns: int
+    """The launch returned. The device runs the step from then on, or once the step before is over."""
+    ready_ns: int
+    """The step thread saw that the device was done."""
+    committed_ns: int
+    """Its tokens were taken in, and offered to the event loop."""
+    rows: int
+    """Sequences in it."""
+    tokens: int
+    """Computed in it, of prompts too."""
+
+
+class WakeRecord(NamedTuple):
+    """The event loop took in what steps gave. Times are those of time.monotonic_ns()."""
+
+    begun_ns: int
+    delivered_ns: int
+    """Every request had its tokens."""
+    handled_ns: int
+    """The tasks that this woke had run: a server has sent the text."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMap:
+    """The KV blocks in order, in cells of ``blocks_per_cell``, at most 1,024 cells.
+
+    A byte of ``held``, ``shared`` and ``cached`` says how many blocks of its cell are so, 0 to 255 for none to all. The
+    rest is free.
+    """
+
+    blocks_per_cell: int
+    held: bytes
+    """By one sequence."""
+    shared: bytes
+    """By several sequences."""
+    cached: bytes
+    """By the prefix cache alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """What AsyncEngine.snapshot() tells."""
+
+    time_ns: int
+    """time.monotonic_ns() when it was made."""
+    stats: EngineStats
+    steps: tuple[StepRecord, ...]
+    """The oldest first."""
+    wakes: tuple[WakeRecord, ...]
+    """The oldest first."""
+    blocks: BlockMap

@@ -39,9 +39,12 @@ from asyncengine.request import (
 
 if TYPE_CHECKING:
     from asyncengine.structured.masks import Constraint
+    from asyncengine.structured.processors import ProcessedSequence
     from asyncengine.tokenization import Tokenizer
 
-    Advance = Callable[[Constraint, Sequence[int], Callable[[AsyncEngineError], None]], None]
+    Fail = Callable[[AsyncEngineError], None]
+    Advance = Callable[[Constraint, Sequence[int], Fail], None]
+    Process = Callable[[ProcessedSequence, Sequence[int], bytes, Fail], None]
 
 _FAILURES: dict[Ended, Callable[[], EngineError]] = {
     Ended.failed: lambda: NonFiniteLogitsError("the model returned logits that are not finite for this request"),
@@ -61,6 +64,7 @@ class _SequenceState:
         "_params",
         "_taken_texts",
         "_taken_tokens",
+        "_wants_logprobs",
         "finish_reason",
         "records",
         "stop_reason",
@@ -71,7 +75,10 @@ class _SequenceState:
 
     def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
         self._params = params
-        self._detokenizer = IncrementalDetokenizer(tokenizer if params.detokenize else None, params.skip_special_tokens)
+        self._wants_logprobs = params.wants_logprobs
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer if params.detokenize else None, params.skip_special_tokens, params.kept_special_tokens
+        )
         self._matcher = (
             StopStringMatcher(params.stop_strings, params.include_stop_str_in_output) if params.stop_strings else None
         )
@@ -139,7 +146,7 @@ class _SequenceState:
     def take(self) -> tuple[str, list[int], LogProbs | None]:
         """What is new since the last call."""
         text, tokens = "".join(self.texts[self._taken_texts :]), self.token_ids[self._taken_tokens :]
-        logprobs = self.logprobs_of(self._taken_tokens) if self._params.wants_logprobs else None
+        logprobs = self.logprobs_of(self._taken_tokens) if self._wants_logprobs else None
         self._taken_texts, self._taken_tokens, self.untaken = len(self.texts), len(self.token_ids), False
         return text, tokens, logprobs
 
@@ -224,6 +231,7 @@ class RequestStream:
         self._first_token = 0.0
         self._finished = 0.0
         self._constraints: Sequence[Constraint] = ()
+        self._processed: Sequence[ProcessedSequence] = ()
         self._prompt_records: list[bytes] = []
         self.cached_tokens = 0
         """Of the prompt, found in the prefix cache; 0 until the request runs."""
@@ -238,6 +246,10 @@ class RequestStream:
     def follow(self, constraints: Sequence[Constraint], advance: Advance) -> None:
         """Have ``advance`` told of the tokens of each sequence that goes on. Called by the engine only."""
         self._constraints, self._advance = constraints, advance
+
+    def process(self, sequences: Sequence[ProcessedSequence], process: Process) -> None:
+        """Have ``process`` get the logits of each token. Called by the engine only."""
+        self._processed, self._process = sequences, process
 
     def end_at(self, when: float) -> None:
         """Give the request until ``when``, on the clock of time.monotonic(). Called by the engine only."""
@@ -280,13 +292,16 @@ class RequestStream:
             self.cached_tokens = news.cached_tokens
         sequence = self._sequences[index]
         was_finished = sequence.finish_reason is not None
+        logits = b""
         if news.records and not was_finished:
             for r in news.records:
                 if r.kind is RecordKind.logprobs:
                     (sequence.records if r.token >= 0 else self._prompt_records).append(r.payload)
+                elif r.kind is RecordKind.logits:
+                    logits = r.payload
         if sequence.feed(tokens, news.finish, self._whole):
             self._owner.stop_sequence(self._key, index)
-        if not sequence.untaken and not was_finished:
+        if not sequence.untaken and not was_finished and (tokens or not logits):
             sequence.untaken = True
             self._untaken.append(index)
         if sequence.finish_reason is not None and not was_finished:
@@ -297,6 +312,10 @@ class RequestStream:
                 self._owner.forget(self._key)
         elif self._constraints and sequence.finish_reason is None:
             self._advance(self._constraints[index], tokens, partial(self._owner.fail, self._key))
+        elif logits and sequence.finish_reason is None:
+            self._process(self._processed[index], sequence.token_ids, logits, partial(self._owner.fail, self._key))
+            if not tokens:
+                return  # nothing that anybody waits for
         if not self._whole or self._done:
             self._wake()
 
@@ -328,9 +347,9 @@ class RequestStream:
         index = self._untaken.pop(0)
         sequence = self._sequences[index]
         text, tokens, logprobs = sequence.take()
-        delta = RequestDelta(
-            self.request_id, index, text, tokens, sequence.finish_reason, sequence.stop_reason, logprobs=logprobs
-        )
+        delta = RequestDelta(self.request_id, index, text, tokens, sequence.finish_reason, sequence.stop_reason)
+        if logprobs is not None:
+            delta.logprobs = logprobs
         if self._done and self._error is None and not self._untaken:
             delta.usage, delta.timing = self._usage(), self._timing()
         return delta

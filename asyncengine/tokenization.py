@@ -16,6 +16,7 @@ from typing import Any, Self
 import tokenizers
 
 from asyncengine import sandbox
+from asyncengine.conversation import Conversation
 from asyncengine.errors import (
     AsyncEngineError,
     ConfigError,
@@ -95,6 +96,10 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._templates)
 
+    def template(self, *, with_tools: bool = False) -> str | None:
+        """The source of the chat template, if there is one: some models have another for conversations with tools."""
+        return (self._templates.get("tool_use") if with_tools else None) or self._templates.get("default")
+
     def template_has(self, marker: str) -> bool:
         """Whether a chat template mentions it."""
         return any(marker in source for source in self._templates.values())
@@ -132,28 +137,39 @@ class Tokenizer:
         ``variables`` are passed on to the template (enable_thinking and the like). Raises InvalidRequestError
         if there is no template, or if it fails on or rejects the messages.
         """
-        source, values = self.chat(messages, add_generation_prompt, tools=tools, **variables)
+        conversation = Conversation(
+            messages=messages,
+            tools=tools or (),
+            add_generation_prompt=add_generation_prompt,
+            chat_template_kwargs=variables,
+        )
+        return self.render(conversation)
+
+    def render(self, conversation: Conversation) -> str:
+        """As ``apply_chat_template``, for a conversation with everything that belongs to it."""
+        source, values = self.chat(conversation)
         try:
-            return sandbox.render(source, values)
+            text = sandbox.render(source, values)
         except Exception as e:  # a template is a program: it may raise anything
             raise InvalidRequestError(f"the chat template failed: {sandbox.failure(e)}", param="messages") from e
+        return cut_open(conversation, text)
 
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
-    ) -> tuple[str, dict[str, Any]]:
-        """The template's source and the variables to render it with. Raises InvalidRequestError."""
-        checked = _checked_messages(messages)
-        return self._template(bool(tools)), {
-            "messages": checked,
-            "tools": tools or None,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-            **(self.specials | variables),
+    def chat(self, conversation: Conversation) -> tuple[str, dict[str, Any]]:
+        """The template's source and the variables to render it with; ``cut_open`` makes the prompt of its text.
+
+        Raises InvalidRequestError.
+        """
+        messages = _checked_messages(conversation.messages)
+        if conversation.continue_final_message:
+            messages[-1]["content"] += _OPEN_END
+        source = conversation.chat_template
+        return self._template(bool(conversation.tools)) if source is None else source, {
+            "messages": messages,
+            "tools": list(conversation.tools) or None,
+            "documents": list(conversation.documents) or None,
+            "add_generation_prompt": conversation.add_generation_prompt,
+            **self.specials,
+            **conversation.chat_template_kwargs,
         }
 
     def encode_chat(
@@ -170,9 +186,8 @@ class Tokenizer:
         return found
 
     def _template(self, with_tools: bool) -> str:
-        for name in ("tool_use", "default") if with_tools else ("default",):
-            if name in self._templates:
-                return self._templates[name]
+        if (source := self.template(with_tools=with_tools)) is not None:
+            return source
         raise InvalidRequestError(
             "the model has no chat template: send a plain prompt, or give one with chat_template=FILE",
             param="messages",
@@ -193,6 +208,22 @@ def too_many_tokens(count: int, context: int) -> ContextLengthError:
         f"This model's maximum context length is {context} tokens. The prompt has {count} tokens or more.",
         param="prompt",
     )
+
+
+_OPEN_END = "<open-end-6f0d3c>"
+"""Stands where the output goes on in the final message; what the template puts after it is cut off."""
+
+
+def cut_open(conversation: Conversation, text: str) -> str:
+    """``text``, which the template made, up to where a message that is to be continued ends. InvalidRequestError."""
+    if not conversation.continue_final_message:
+        return text
+    end = text.rfind(_OPEN_END)
+    if end < 0:
+        raise InvalidRequestError(
+            "continue_final_message: the chat template does not show the final message", param="continue_final_message"
+        )
+    return text[:end]
 
 
 def _checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

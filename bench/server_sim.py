@@ -1,12 +1,13 @@
 """The server alone: SSE streams from a simulated device to a client in another process.
 
-    python bench/server_sim.py [--json FILE]
+    python bench/server_sim.py [--watched] [--json FILE]
 
 The engine, its step thread and the HTTP server are the real ones; only the model is simulated, and costs next to
 nothing. Two loads: *flat out*, where a step is due sooner than the server can stream the one before, and *paced*, where
 the device gives a token to every stream slightly faster than the target. What the event loop does not take in time is
 joined into bigger events, so tokens per event is printed too. Every stream's text is compared with what the model must
-have said. Processor time is read from /proc, so this needs Linux.
+have said. ``--watched`` repeats both loads while somebody looks at the page, which asks for figures at 4 Hz.
+Processor time is read from /proc, so this needs Linux.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import uvloop
 from quiet import wait_for_quiet
 
@@ -54,6 +56,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=512, help="per stream")
     parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--watched", action="store_true", help="also with the page's figures asked for at 4 Hz")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--wait", type=float, default=30, metavar="S", help="for a quiet machine, before each run")
     parser.add_argument("--json", default="bench/results/server_sim.json")
@@ -62,20 +65,25 @@ def main() -> None:
     if args.serve is not None:
         serve(args.serve, args.streams)
         return
-    runs: dict[str, list[Run]] = {name: [] for name in LOADS}
+    loads = {
+        (name, watched): us for name, us in LOADS.items() for watched in ([False, True] if args.watched else [False])
+    }
+    runs: dict[str, list[Run]] = {_title(*load): [] for load in loads}
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         for _ in range(args.repeats):
-            for name, step_us in LOADS.items():
+            for load, step_us in loads.items():
                 quiet = wait_for_quiet(args.wait)
-                runs[name].append(runner.run(measure(args, step_us, quiet)))
-    figures = [figure for name in LOADS for figure in summarize(name, runs[name])]
+                runs[_title(*load)].append(runner.run(measure(args, step_us, quiet, watched=load[1])))
+    figures = [figure for name in runs for figure in summarize(name, runs[name])]
     report.print_figures(f"Server on the simulated device, {args.streams} streams (medians)", figures)
     settings = {key: getattr(args, key) for key in ("streams", "tokens", "prompt_tokens")}
-    samples = {name: [vars(run) for run in runs[name]] for name in LOADS}
+    samples = {name: [vars(run) for run in runs[name]] for name in runs}
     settings |= {"step µs": LOADS}
-    report.write(
-        args.json, report.record("server_sim", figures, repeats=args.repeats, settings=settings, runs=samples)
-    )
+    report.write(args.json, report.record("server_sim", figures, repeats=args.repeats, settings=settings, runs=samples))
+
+
+def _title(name: str, watched: bool) -> str:
+    return f"{name}, watched" if watched else name
 
 
 def summarize(name: str, runs: list[Run]) -> list[Figure]:
@@ -94,17 +102,31 @@ def summarize(name: str, runs: list[Run]) -> list[Figure]:
     ]
 
 
-async def measure(args: argparse.Namespace, step_us: float, quiet: bool = False) -> Run:
+async def _look(url: str) -> None:
+    """As the page does."""
+    async with aiohttp.ClientSession() as session:
+        while True:
+            async with session.get(f"{url}/page/stats") as reply:
+                assert (await reply.json())["health"] == "ready"
+            await asyncio.sleep(0.25)
+
+
+async def measure(args: argparse.Namespace, step_us: float, quiet: bool = False, watched: bool = False) -> Run:
     """Start a server, warm it up, and time one round of streams."""
     command = [sys.executable, __file__, "--serve", str(step_us), "--streams", str(args.streams)]
     server = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
     try:
-        target = Target.parse(await _url(server), "/v1/completions")
+        url = await _url(server)
+        target = Target.parse(url, "/v1/completions")
         await _round(target, min(args.streams, 64), args.prompt_tokens, 32)
+        looking = asyncio.create_task(_look(url)) if watched else None
         before, start = _cpu_times(server.pid), time.perf_counter()
         results = await _round(target, args.streams, args.prompt_tokens, args.tokens)
         seconds = time.perf_counter() - start
         after = _cpu_times(server.pid)
+        if looking is not None:
+            assert not looking.done(), looking
+            looking.cancel()
     finally:
         server.terminate()
         await server.communicate()

@@ -5,79 +5,131 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, aclosing
+from typing import TYPE_CHECKING, Any, Protocol
 
 from asyncengine.cli import flags
-from asyncengine.cli.embed import add_model_option, engine_from, loop_factory, start
+from asyncengine.cli.batch import warn_of_idle_flags
+from asyncengine.cli.chat_commands import NOT_FOR_CHATS, Conversation, command, is_command
+from asyncengine.cli.chat_input import Typed
+from asyncengine.cli.embed import add_model_option, engine_from, loop_factory, running
 from asyncengine.config import EngineConfig
-from asyncengine.errors import ContextLengthError, KVCapacityError
+from asyncengine.errors import AsyncEngineError, ContextLengthError, EngineDeadError, KVCapacityError
 from asyncengine.request import ChatMessage, SamplingParams
 
 if TYPE_CHECKING:
+    from asyncengine.cli.remote import Remote
     from asyncengine.engine import AsyncEngine
 
 _DEFAULTS = {"max_tokens": None}
-_HELP = "Ctrl-D ends, Ctrl-C interrupts an answer, /clear forgets the conversation."
+
+
+class Partner(Protocol):
+    """Who answers."""
+
+    def answer(self, messages: list[ChatMessage], sampling: dict[str, Any]) -> AsyncGenerator[str, None]:
+        """The answer, piece by piece. Raises AsyncEngineError, OSError."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [options]"
     add_model_option(parser)
+    parser.add_argument(
+        "--url",
+        metavar="TEXT",
+        default=argparse.SUPPRESS,
+        help="server to talk to, http://HOST:PORT or unix:PATH, in place of an engine in this process; --model is then "
+        "the name that it knows the model by (default: the first that it lists)",
+    )
+    parser.add_argument("--api-key", metavar="TEXT", default=argparse.SUPPRESS, help="key of that server")
     parser.add_argument("--system", metavar="TEXT", default=argparse.SUPPRESS, help="system message")
-    flags.add_dataclass(parser, SamplingParams, "sampling", exclude=("n",), defaults=_DEFAULTS)
+    flags.add_dataclass(parser, SamplingParams, "sampling", exclude=NOT_FOR_CHATS, defaults=_DEFAULTS)
     flags.add_dataclass(parser, EngineConfig, "engine", exclude=("model", "seed"))
 
 
 def run(args: argparse.Namespace) -> int:
-    params = SamplingParams(**_DEFAULTS | flags.values(args, SamplingParams))
-    opening: list[ChatMessage] = []
-    if "system" in args:
-        opening.append({"role": "system", "content": args.system})
-    messages = list(opening)
+    sampling = flags.values(args, SamplingParams)
+    SamplingParams(**_DEFAULTS | sampling)  # or they are refused now
+    if "url" in args:
+        warn_of_idle_flags(args)
+    conversation = Conversation(system=getattr(args, "system", None), sampling=sampling)
     # The loop runs only while there is an answer to produce; in between, input() blocks the main
     # thread as in any terminal program, so Ctrl-C and line editing behave.
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        engine = engine_from(args)
-        runner.run(start(engine))
+        stack = AsyncExitStack()
         try:
-            for line in _lines():
-                if line == "/clear":
-                    messages = list(opening)
-                    continue
-                messages.append({"role": "user", "content": line})
-                try:
-                    answer = runner.run(_answer(engine, messages, params))
-                except (KeyboardInterrupt, ContextLengthError, KVCapacityError) as exc:
-                    messages.pop()
-                    print(f"\n[{str(exc) or 'interrupted'}]", file=sys.stderr)
-                    continue
-                messages.append({"role": "assistant", "content": answer})
+            partner = runner.run(_partner(args, stack))
+            with Typed() as typed:
+                for text in typed:
+                    if is_command(text):
+                        if not command(conversation, text):
+                            break
+                    else:
+                        conversation.ask(text.removeprefix("/"))
+                    if conversation.waits:
+                        _turn(runner, partner, conversation)
         finally:
-            runner.run(engine.aclose(drain=False))
+            runner.run(stack.aclose())
     return 0
 
 
-def _lines() -> Iterator[str]:
-    """What the user says, without empty lines."""
-    interactive = sys.stdin.isatty()
-    if interactive:
-        import readline  # noqa: F401  # gives input() its line editing and history
-
-        print(_HELP, file=sys.stderr)
-    while True:
-        try:
-            line = input("> " if interactive else "").strip()
-        except EOFError:
-            return
-        if line:
-            yield line
-
-
-async def _answer(engine: AsyncEngine, messages: list[ChatMessage], params: SamplingParams) -> str:
+def _turn(runner: asyncio.Runner, partner: Partner, conversation: Conversation) -> None:
+    """Print the answer. What came of it before an interruption stays in the conversation."""
     parts: list[str] = []
-    async for delta in await engine.submit(messages, params):
-        parts.append(delta.text)
-        print(delta.text, end="", flush=True)
+    try:
+        runner.run(_print(partner, conversation, parts))
+    except (KeyboardInterrupt, ContextLengthError, KVCapacityError) as exc:
+        _tell(exc)
+    except (AsyncEngineError, OSError) as exc:
+        if isinstance(exc, BrokenPipeError | EngineDeadError) or not sys.stdin.isatty():
+            raise
+        _tell(exc)
+    conversation.answered("".join(parts))
+
+
+def _tell(exc: BaseException) -> None:
+    print(f"\n[{str(exc) or 'interrupted'}]", file=sys.stderr)
+
+
+async def _print(partner: Partner, conversation: Conversation, parts: list[str]) -> None:
+    async with aclosing(partner.answer(conversation.messages, conversation.sampling)) as pieces:
+        async for text in pieces:
+            parts.append(text)
+            print(text, end="", flush=True)
     print()
-    return "".join(parts)
+
+
+async def _partner(args: argparse.Namespace, stack: AsyncExitStack) -> Partner:
+    if "url" not in args:
+        return _Local(await stack.enter_async_context(running(engine_from(args))))
+    from asyncengine.cli.remote import Remote
+
+    remote = await stack.enter_async_context(Remote(args.url, getattr(args, "api_key", None)))
+    return _Elsewhere(remote, getattr(args, "model", None) or await remote.first_model())
+
+
+class _Local:
+    """An engine of this process."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+
+    async def answer(self, messages: list[ChatMessage], sampling: dict[str, Any]) -> AsyncGenerator[str, None]:
+        stream = await self._engine.submit(messages, SamplingParams(**_DEFAULTS | sampling))
+        try:
+            async for delta in stream:
+                yield delta.text
+        finally:
+            await stream.aclose()
+
+
+class _Elsewhere:
+    """A server."""
+
+    def __init__(self, remote: Remote, model: str) -> None:
+        self._remote = remote
+        self._model = model
+
+    def answer(self, messages: list[ChatMessage], sampling: dict[str, Any]) -> AsyncGenerator[str, None]:
+        return self._remote.chat({"model": self._model, "messages": messages, **sampling})

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import argparse
 import ast
+import collections.abc
 import dataclasses
+import difflib
 import inspect
+import json
 import os
 import textwrap
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from asyncengine.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "ASYNCENGINE_"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
@@ -41,7 +46,7 @@ def add_dataclass(
     docs = _field_docs(cls)
     hints = get_type_hints(cls)
     for field in dataclasses.fields(cls):
-        if field.name not in exclude:
+        if field.name not in exclude and not _is_callable(hints[field.name]):
             default = (defaults or {}).get(field.name, field.default)
             many = field.name in several
             _add_field(group, field.name, hints[field.name], docs.get(field.name, ""), default, many)
@@ -65,6 +70,30 @@ def read_environment(parser: argparse.ArgumentParser, args: argparse.Namespace) 
             expected = f" (one of {', '.join(action.choices)})" if action.choices else ""
             parser.error(f"environment variable {environment_name(action.dest)}: invalid value {text!r}{expected}")
         setattr(args, action.dest, value)
+
+
+def value_of(cls: type, name: str, text: str) -> Any:
+    """The value of one field of ``cls`` as its flag would read it. Raises ConfigError."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_dataclass(parser, cls, "")
+    action = next((action for action in parser._actions if action.dest == name), None)
+    if action is None:
+        raise ConfigError(f"there is no {name!r}{did_you_mean(name, [action.dest for action in parser._actions])}")
+    try:
+        return _parse(action, text)
+    except (ValueError, argparse.ArgumentTypeError):
+        raise ConfigError(f"invalid value {text!r} for {name}") from None
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of an error text: the nearest of ``known``, or nothing if none is near."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def actions_of(parser: argparse.ArgumentParser) -> Sequence[argparse.Action]:
+    """Its options, positional arguments and, as one with parsers for ``choices``, subcommands."""
+    return parser._actions
 
 
 def _parse(action: argparse.Action, text: str) -> Any:
@@ -109,11 +138,25 @@ def _add_field(group: argparse._ArgumentGroup, name: str, hint: Any, doc: str, d
             options |= {"action": "extend", "nargs": "+"}
     else:
         (kind,) = (kind for kind in kinds if kind is not NoneType)
+    if dataclasses.is_dataclass(kind):
+        kind = json_object
     convert = _or_none(kind) if NoneType in kinds and "action" not in options else kind
     group.add_argument(flag, type=convert, metavar=_METAVARS[kind], **options)
 
 
-_METAVARS = {int: "N", float: "X", str: "TEXT"}
+def _is_callable(hint: Any) -> bool:
+    """Whether a field takes a function, which no flag can give."""
+    return any(get_origin(kind) is collections.abc.Callable for kind in (hint, *get_args(hint)))
+
+
+def json_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(text)
+    return value
+
+
+_METAVARS = {int: "N", float: "X", str: "TEXT", json_object: "JSON"}
 
 
 class _AddEntry(argparse.Action):

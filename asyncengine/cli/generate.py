@@ -1,31 +1,63 @@
-"""``asyncengine generate``: continue one prompt, streaming to stdout."""
+"""``asyncengine generate``: continue one prompt, streaming to stdout, or all prompts of a file."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import sys
+from typing import TYPE_CHECKING, Any
 
-from asyncengine.cli import flags
+from asyncengine.cli import batch, flags
 from asyncengine.cli.embed import add_model_option, engine_from, loop_factory, running
+from asyncengine.cli.jsonl import Request
 from asyncengine.config import EngineConfig
+from asyncengine.errors import ConfigError
 from asyncengine.request import SamplingParams
 
+if TYPE_CHECKING:
+    from asyncengine.cli.remote import Reply
+
 _DEFAULTS = {"max_tokens": None}  # until the model ends it, or the reader does with Ctrl-C
+_CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_PLAIN = {"index", "text", "message", "finish_reason"}
+"""Members of a choice that a short result has, or that say nothing where there is one choice."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "%(prog)s PROMPT [options]"
-    parser.add_argument("prompt", metavar="PROMPT", help="text to continue; - reads standard input")
+    parser.usage = "%(prog)s PROMPT [options]\n       %(prog)s -i FILE -o FILE [options]"
+    parser.add_argument(
+        "prompt",
+        metavar="PROMPT",
+        nargs="?",
+        default=argparse.SUPPRESS,
+        help="text to continue; - reads standard input",
+    )
     add_model_option(parser)
-    flags.add_dataclass(parser, SamplingParams, "sampling", exclude=("n",), defaults=_DEFAULTS)
+    batch.add_arguments(
+        parser,
+        "prompts, one a line: text, or JSON with prompt or messages, sampling parameters by the names of the HTTP API, "
+        "which also has the defaults (16 tokens for a prompt), and a custom_id (default: the number of the line)",
+    )
+    exclude = ("n", "logprob_start_len")
+    flags.add_dataclass(parser, SamplingParams, "sampling", exclude=exclude, defaults=_DEFAULTS)
     # --seed is the sampling seed here, the one that a single request is about.
     flags.add_dataclass(parser, EngineConfig, "engine", exclude=("model", "seed"))
 
 
 def run(args: argparse.Namespace) -> int:
+    sampling = flags.values(args, SamplingParams)
+    params = SamplingParams(**_DEFAULTS | sampling)
+    if "input" in args:
+        if "prompt" in args:
+            raise ConfigError("PROMPT and --input exclude each other")
+        return batch.run(args, PromptLines(sampling), None)
+    for name in ("output", "url"):
+        if name in args:
+            raise ConfigError(f"--{name} goes with --input FILE")
+    if "prompt" not in args:
+        raise ConfigError("a PROMPT, or --input FILE, is needed")
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-    params = SamplingParams(**_DEFAULTS | flags.values(args, SamplingParams))
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(_generate(args, prompt, params))
     return 0
@@ -38,3 +70,56 @@ async def _generate(args: argparse.Namespace, prompt: str, params: SamplingParam
         async for delta in stream:
             print(delta.text, end="", flush=True)
         print()
+
+
+class PromptLines(batch.Format):
+    """Prompts as text or JSON; results are the text, why it ended, and the count of tokens."""
+
+    def __init__(self, sampling: dict[str, Any]) -> None:
+        """``sampling`` holds for lines that say nothing else."""
+        self._sampling = sampling
+
+    def request(self, number: int, line: bytes) -> Request:
+        try:
+            text = line.decode()
+            fields = json.loads(text) if text.lstrip().startswith("{") else {"prompt": text}
+        except (ValueError, RecursionError) as exc:
+            return Request(number, problem=f"line {number} is not valid: {exc}; a prompt that begins with {{ is JSON")
+        key = fields.pop("custom_id", number)
+        if isinstance(key, bool) or not isinstance(key, str | int):
+            return Request(number, problem=f"line {number}: custom_id must be a string or an integer")
+        if ("prompt" in fields) == ("messages" in fields):
+            return Request(key, problem="either prompt or messages is needed")
+        if fields.get("stream"):
+            return Request(key, problem="stream is not possible in a file")
+        chat = "messages" in fields
+        defaults = _as_chat(self._sampling) if chat else self._sampling
+        return Request(key, _CHAT if chat else _COMPLETIONS, defaults | fields)
+
+    def result(self, request: Request, reply: Reply | None) -> dict[str, Any]:
+        head: dict[str, Any] = {"custom_id": request.key}
+        if reply is None:
+            return head | {"error": {"message": request.problem, "code": "invalid_line"}}
+        body = reply.body
+        choices = body.get("choices") if isinstance(body, dict) else None
+        if reply.status != 200 or not choices:
+            error = body.get("error", body) if isinstance(body, dict) else {"message": body}
+            return head | {"error": error or {"message": f"HTTP status {reply.status}"}}
+        first = choices[0]
+        text = first["text"] if "text" in first else first["message"]["content"]
+        head |= {"text": text, "finish_reason": first["finish_reason"], "usage": body.get("usage")}
+        return head if len(choices) == 1 and _is_plain(first) else head | {"choices": choices}
+
+
+def _as_chat(sampling: dict[str, Any]) -> dict[str, Any]:
+    """In the words of chat completions, which ask for log probabilities and for their count apart."""
+    if sampling.get("logprobs") is None:
+        return sampling
+    return sampling | {"logprobs": True, "top_logprobs": sampling["logprobs"]}
+
+
+def _is_plain(choice: dict[str, Any]) -> bool:
+    """Whether there is nothing in it but the text and why it ended."""
+    message = choice.get("message") or {}
+    more = {name for name, value in choice.items() if value is not None} - _PLAIN
+    return not more and not any(message[name] for name in message if name not in ("role", "content"))

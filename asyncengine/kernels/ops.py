@@ -161,7 +161,7 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
     def hidden(self, residual: ResidualT, norm: Norm, batch: BatchT) -> Tensor:
         """[num_samples, H]: the normed residual of the tokens that are sampled from, the input of ``logits``.
 
-        Of a step with Need.mean, which the CPU alone serves, it is [T, H]: that of all tokens.
+        Of a step with Need.mean it is [T, H]: that of all tokens.
         """
 
     def logits(self, residual: ResidualT, norm: Norm, handle: HandleT, batch: BatchT, softcap: float = 0.0) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from asyncengine.kernels.cuda.sampling.edits import edit, withhold
 from asyncengine.kernels.cuda.sampling.features import allocate_features, follow
 from asyncengine.kernels.cuda.sampling.logprobs import store_logprobs
 from asyncengine.kernels.cuda.sampling.sample import sample
-from asyncengine.kernels.cuda.sampling.vectors import store_vectors
+from asyncengine.kernels.cuda.sampling.vectors import add_up, store_vectors
 from asyncengine.kernels.cuda.step.ingest import StepSource, copy_blocks, ingest, make_source
 from asyncengine.kernels.cuda.step.tensors import DeviceStep, allocate_step
 from asyncengine.models.config import ModelConfig
@@ -30,8 +31,8 @@ from asyncengine.runner.model_runner import LoadedModel
 
 ARGMAX = _core.Need(0)
 SAMPLING = _core.Need.temperature | _core.Need.filters
-FEATURES = _core.Need.penalties | _core.Need.bias | _core.Need.logprobs | _core.Need.mask
-EVERYTHING = SAMPLING | FEATURES | _core.Need.vector
+FEATURES = _core.Need.penalties | _core.Need.bias | _core.Need.logprobs | _core.Need.mask | _core.Need.logits
+EVERYTHING = SAMPLING | FEATURES | _core.Need.vector | _core.Need.mean
 VARIANTS = (ARGMAX, SAMPLING, EVERYTHING)
 """Needs that steps have variants for, the cheapest first; the last serves those of all."""
 
@@ -104,6 +105,7 @@ class DeviceSteps:
         self._block_size = config.block_size
         self._pdl = ops.options.pdl
         self._max_logprobs = config.max_logprobs
+        self._classifies = bool(loaded.config.labels)
         self._model = loaded.model
         self._buffers = buffers
         self.cache = cache
@@ -122,6 +124,7 @@ class DeviceSteps:
             loaded.config.vocab_size,
             ops.device,
         )
+        self._sums = torch.zeros(config.max_num_seqs, loaded.config.hidden_size, device=ops.device)
         self._attention = StepAttention(
             attention_kinds(loaded.config, loaded.dtype),
             attention_limits(config, loaded.max_model_len),
@@ -148,27 +151,39 @@ class DeviceSteps:
         step = self._step.bucket(bucket.max_rows, bucket.max_tokens, one_sample=one_sample)
         batch = CudaBatch(step, self._attention.of(bucket), needs)
         with torch.inference_mode():
-            ingest(source, step, self._block_size, pdl=self._pdl, needs=needs)
+            ingest(source, step, self._block_size, pdl=self._pdl, needs=needs, several=not one_sample)
             batch.attention.build(step, pdl=self._pdl)
             residual = self._model.run(batch, self.cache.layers)
+            if needs & _core.Need.vector:
+                self._store_vectors(residual, batch)
+            if self._classifies:
+                return
             logits = self._model.logits(residual, batch)
             assert logits is not None
-            if needs & _core.Need.vector:
-                hidden, begin = self._model.hidden(residual, batch), self._buffers.staging.records_begin
-                store_vectors(hidden, step, source.header, source.outputs, begin, pdl=self._pdl)
             if needs & FEATURES:
                 self._sample_with_features(logits, step, needs)
             else:
                 sample(logits, step, source.header, source.outputs, needs=needs, pdl=self._pdl)
+
+    def _store_vectors(self, residual: Any, batch: CudaBatch) -> None:
+        """A classification model's vectors are its logits."""
+        source, step, begin = self._buffers.source, batch.step, self._buffers.staging.records_begin
+        if self._classifies:
+            vectors, sums = self._model.logits(residual, batch), None
+            assert vectors is not None
+        else:
+            vectors, sums = self._model.hidden(residual, batch), self._sums
+            add_up(vectors, step, sums, pdl=self._pdl)
+        store_vectors(vectors, step, source.header, source.outputs, begin, sums, pdl=self._pdl)
 
     def _sample_with_features(self, logits: Tensor, step: DeviceStep, needs: int) -> None:
         source, features, pdl = self._buffers.source, self._features, self._pdl
         follow(source, step, features, pdl=pdl)
         raw = edit(logits, self._buffers.board, step, features, pdl=pdl)
         sample(logits, step, source.header, source.outputs, needs=needs, pdl=pdl)
-        withhold(source, step, features, pdl=pdl)
         begin = self._buffers.staging.records_begin
         store_logprobs(logits, raw, source, step, features, begin, most=self._max_logprobs, pdl=pdl)
+        withhold(logits, source, step, features, begin, pdl=pdl)  # which puts logits in the place of such records
 
     def copy_blocks(self) -> None:
         """Enqueue the block copies of the next step, which comes after them."""

@@ -15,6 +15,8 @@ SCORED = 128
 """Tokens of prompts that a step scores at most, beside the samples of its rows."""
 VECTORS = 4
 """A step has room for so many vectors at least."""
+DEFERRED = 2
+"""And for the logits of so many rows, which a logits_processor gets."""
 
 
 def scheduler_config(
@@ -32,8 +34,15 @@ def scheduler_config(
         max_update_words=UPDATE_WORDS + model_info.max_model_len + model_info.vocab_size // 32,
         max_samples=config.max_num_seqs + SCORED,
         mask_words=-(-model_info.vocab_size // 32),
-        max_result_words=max(RESULT_WORDS, VECTORS * (1 + model_info.vector_size)),
+        max_result_words=_result_words(config, model_info),
     )
+
+
+def _result_words(config: EngineConfig, model_info: ModelInfo) -> int:
+    """Every row of a step has room for as many log probabilities as the configuration allows."""
+    logprobs = config.max_num_seqs * (2 + 2 * (1 + config.max_logprobs))
+    vectors, logits = VECTORS * (1 + model_info.vector_size), DEFERRED * (1 + model_info.vocab_size)
+    return max(RESULT_WORDS, logprobs, vectors, logits)
 
 
 def step_loop_config(

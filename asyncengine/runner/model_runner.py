@@ -95,8 +95,6 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
             raise ConfigError(f"quantization={config.quantization} is not implemented for {architecture}")
         if dtype != torch.bfloat16:
             raise ConfigError(f"quantization={config.quantization} needs dtype=bfloat16, and not {dtype}")
-    if model_config.labels and ops.device.type != "cpu":
-        raise ConfigError(f"{architecture} runs on the CPU alone: set device=cpu")
     weights = (
         DummyWeights(dtype, model_config.initializer_range, config.seed, device=ops.device)
         if dummy

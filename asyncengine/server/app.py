@@ -22,10 +22,11 @@ from aiohttp import web
 from aiohttp.http import HttpVersion10, HttpVersion11
 
 from asyncengine import __version__
-from asyncengine.errors import ConfigError, InvalidRequestError
-from asyncengine.request import Prompt, quoted
+from asyncengine.checks import quoted
+from asyncengine.errors import InvalidRequestError
+from asyncengine.request import Prompt
 from asyncengine.server.bodies import Bodies
-from asyncengine.server.calls import Call, CallBody, Context
+from asyncengine.server.calls import Call, CallBody, Context, tokenizer_of
 from asyncengine.server.chat import Chat
 from asyncengine.server.completions import Completions
 from asyncengine.server.config import ServerConfig
@@ -35,24 +36,23 @@ from asyncengine.server.errors import SERVER, ApiError, bad_request, failure, un
 from asyncengine.server.generation import Endpoint, Job, generate, send_sse
 from asyncengine.server.keys import ApiKey
 from asyncengine.server.logprobs import JobLogProbs
+from asyncengine.server.messages_api import Messages
 from asyncengine.server.metrics import Metrics
-from asyncengine.server.protocol import (
-    GenerationBody,
-    ModelCard,
-    ModelList,
-    check_model,
-    name_as_asked,
-)
+from asyncengine.server.page.routes import Page
+from asyncengine.server.protocol import GenerationBody, ModelCard, ModelList, check_model, unsupported
+from asyncengine.server.response_store import ResponseStore
+from asyncengine.server.responses import Responses, no_response
 from asyncengine.server.texts import Detokenize, Tokenize
 from asyncengine.server.vectors import Classify, Embeddings, Rerank, Scores
 from asyncengine.server.wire import SseResponse, send_response
-from asyncengine.tokenization import Tokenizer
 
 logger = logging.getLogger("asyncengine.server")
 
 Handler = Callable[[web.BaseRequest, dict[str, str]], Awaitable[web.StreamResponse]]
 
 _MODEL = "/v1/models/"  # and the rest of the path is the model's name
+_RESPONSE = "/v1/responses/"  # and the rest of the path is the response's id
+_MESSAGES = "/v1/messages"
 _CALLS: dict[str, Call[Any]] = {
     "/v1/embeddings": Embeddings(),
     **dict.fromkeys(("/score", "/v1/score"), Scores()),
@@ -73,6 +73,7 @@ class App:
         self.draining = False
         self.bodies = Bodies(config)
         self.metrics = Metrics(lambda: self.engine, lambda: self.model_name, lambda: self.bodies.held)
+        self._responses = ResponseStore(config.max_stored_responses, config.max_stored_response_bytes)
         self._keys = [(_digest(key.key), key) for key in config.api_keys]
         self._cors = Cors(config.cors_origins)
         self._created = int(time.time())
@@ -87,10 +88,19 @@ class App:
             _MODEL: ("GET", self._model),
             "/v1/completions": ("POST", partial(self._generate, Completions())),
             "/v1/chat/completions": ("POST", partial(self._generate, Chat())),
+            "/v1/responses": ("POST", self._respond),
+            _RESPONSE: ("GET, DELETE", self._response),
+            _MESSAGES: ("POST", partial(self._generate, Messages())),
+            f"{_MESSAGES}/count_tokens": ("POST", self._count_tokens),
             "/ping": ("GET", self._health),
             "/version": ("GET", self._tell_version),
             **{path: ("POST", partial(self._call, call)) for path, call in _CALLS.items()},
         }
+        self._public = {"/health"}
+        if config.page:
+            page = Page(lambda: self.engine, lambda: self.model_name, lambda: self.health, self.metrics)
+            self._routes |= page.routes
+            self._public |= page.public
 
     @property
     def model_name(self) -> str:
@@ -124,7 +134,8 @@ class App:
             try:
                 response = await self._dispatch(request, headers)
             except Exception as exc:
-                response = _failed(exc, headers).response(headers["X-Request-Id"])
+                anthropic = f"{self._path(request)}/".startswith(f"{_MESSAGES}/")
+                response = _failed(exc, headers).response(headers["X-Request-Id"], anthropic=anthropic)
             if not response.prepared:
                 response.headers.update(headers)
                 if self.draining:
@@ -148,15 +159,16 @@ class App:
         if (preflight := self._cors.preflight(request)) is not None:
             return preflight
         path = self._path(request)
-        if path != "/health" and self._keys:
+        if path not in self._public and self._keys:
             self._check_key(request)
-        route = self._routes.get(_MODEL if path.startswith(_MODEL) else path)
+        prefix = next((each for each in (_MODEL, _RESPONSE) if path.startswith(each)), path)
+        route = self._routes.get(prefix)
         if route is None:
             raise ApiError(HTTPStatus.NOT_FOUND, f"there is no route {quoted(path)}", code="not_found")
-        method, handler = route
+        methods, handler = route
         asked = "GET" if request.method == "HEAD" else request.method
-        if asked != method:
-            allowed = "GET, HEAD" if method == "GET" else method
+        if asked not in methods.split(", "):
+            allowed = methods.replace("GET", "GET, HEAD")
             raise ApiError(
                 HTTPStatus.METHOD_NOT_ALLOWED,
                 f"{quoted(path)} allows {allowed}, not {quoted(request.method)}",
@@ -174,19 +186,21 @@ class App:
 
     def _check_key(self, request: web.BaseRequest) -> tuple[bytes, ApiKey]:
         """The key that the request brings, and its digest. Raises ApiError 401 if it brings none of ours."""
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        # surrogateescape: a header may hold any byte
-        digest = _digest(given.strip(" \t").encode(errors="surrogateescape"))
-        # All of them, so that the time it takes tells nothing.
-        same = [key for known, key in self._keys if hmac.compare_digest(digest, known)]
-        if scheme.lower() != "bearer" or not same:
-            raise ApiError(
-                HTTPStatus.UNAUTHORIZED,
-                "a valid API key is needed: send the header 'Authorization: Bearer KEY'",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-        return digest, same[0]
+        scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
+        # Clients of Anthropic's API have a header of their own.
+        for given in (bearer if scheme.lower() == "bearer" else "", request.headers.get("X-Api-Key", "")):
+            # surrogateescape: a header may hold any byte
+            digest = _digest(given.strip(" \t").encode(errors="surrogateescape"))
+            # All of them, so that the time it takes tells nothing.
+            same = [key for known, key in self._keys if hmac.compare_digest(digest, known)]
+            if same:
+                return digest, same[0]
+        raise ApiError(
+            HTTPStatus.UNAUTHORIZED,
+            "a valid API key is needed: send the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
 
     def _terms(self, request: web.BaseRequest, priority: int | None) -> tuple[int, str]:
         """Priority and tenant of a request: clients with keys share the engine by key, others by connection.
@@ -201,6 +215,10 @@ class App:
         if key.priority is None:
             return priority or 0, f"key {digest.hex()}"
         return max(key.priority, priority if priority is not None else key.priority), f"key {digest.hex()}"
+
+    def _owner(self, request: web.BaseRequest) -> str:
+        """Of stored responses: those who share a key, or without keys all clients."""
+        return self._check_key(request)[0].hex() if self._keys else ""
 
     def _ready_engine(self) -> Engine:
         if self.engine is None:
@@ -237,13 +255,35 @@ class App:
         limit = self.engine.model_info.max_model_len
         return [ModelCard(id=name, created=self._created, max_model_len=limit) for name in self.model_names]
 
+    async def _respond(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
+        return await self._generate(Responses(self._responses.of(self._owner(request))), request, headers)
+
+    async def _response(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
+        if request.query.get("stream", "false") != "false":
+            raise unsupported("stream")
+        own, response_id = self._responses.of(self._owner(request)), self._path(request).removeprefix(_RESPONSE)
+        stored = own.pop(response_id) if request.method == "DELETE" else own.get(response_id)
+        if stored is None:
+            raise no_response(response_id)
+        if request.method == "DELETE":
+            return _json({"id": response_id, "object": "response", "deleted": True})
+        return web.Response(body=stored.document, content_type="application/json")
+
+    async def _count_tokens(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
+        engine = self._ready_engine()
+        endpoint = Messages(counts=True)
+        body, prompts = await self._parse(endpoint, request)
+        (prompt,), _, _ = endpoint.prepare(body, prompts, tokenizer_of(engine), self.config)
+        return _json({"input_tokens": len(await engine.tokenize(prompt))})
+
     async def _generate(
         self, endpoint: Endpoint, request: web.BaseRequest, headers: dict[str, str]
     ) -> web.StreamResponse:
         engine = self._ready_engine()
         body, prompts = await self._parse(endpoint, request)
+        tokenizer, parsing = tokenizer_of(engine), None
         try:
-            params, tokenizer = endpoint.params(body), _tokenizer(engine)
+            prompts, params, parsing = endpoint.prepare(body, prompts, tokenizer, self.config)
             by_number = bool(body.return_tokens_as_token_ids)
             priority, tenant = self._terms(request, body.priority)
             wants_logprobs = params.wants_logprobs or params.prompt_logprobs is not None
@@ -259,6 +299,7 @@ class App:
                 admission=self._admission,
                 logprobs=JobLogProbs(tokenizer, params, by_number) if wants_logprobs else None,
                 tokenizer=tokenizer,
+                parsing=parsing,
             )
             self._check_allowed(job)
             if not body.stream:
@@ -268,7 +309,7 @@ class App:
             await send_sse(engine, job, self.metrics, events, chunks, self.config.ping_interval_s)
             return events.response
         except InvalidRequestError as exc:
-            name_as_asked(exc, body)
+            endpoint.name_as_asked(exc, body, None if parsing is None else parsing.param)
             raise
 
     async def _parse(self, endpoint: Endpoint, request: web.BaseRequest) -> tuple[GenerationBody, list[Prompt]]:
@@ -282,7 +323,7 @@ class App:
         body = await self._parse_call(call, request)
         priority, tenant = self._terms(request, body.priority)
         terms = {"priority": priority, "cache_salt": body.cache_salt, "tenant": tenant}
-        context = Context(uuid.uuid4().hex, int(time.time()), self.model_name, terms)
+        context = Context(uuid.uuid4().hex, int(time.time()), self.model_name, terms, self.config)
         try:
             return _json(await call.answer(engine, body, context))
         except InvalidRequestError as exc:
@@ -307,13 +348,6 @@ class App:
                 f"and a request may ask for {limit}",
                 "n",
             )
-
-
-def _tokenizer(engine: Engine) -> Tokenizer | None:
-    try:
-        return engine.tokenizer
-    except ConfigError:  # skip_tokenizer_init
-        return None
 
 
 def _json(value: object) -> web.Response:

@@ -10,7 +10,7 @@ from http import HTTPStatus
 from aiohttp import web
 
 from asyncengine import _core
-from asyncengine.request import quoted
+from asyncengine.checks import quoted
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.errors import ApiError, bad_request, unavailable
 

@@ -16,7 +16,7 @@ from asyncengine.server.errors import bad_request
 from asyncengine.server.generation import Endpoint, Job
 from asyncengine.server.logprobs import CompletionLogProbs, PromptLogProb
 from asyncengine.server.protocol import BodyDecoder, GenerationBody, UsageBody, prompts_of, sampling_params
-from asyncengine.server.sse import ChunkFormat, encode
+from asyncengine.server.sse import ChunkFormat, StreamFormat, encode
 
 _UNIMPLEMENTED: dict[str, tuple[object, ...]] = protocol.UNIMPLEMENTED | {
     "suffix": (None, ""),
@@ -101,7 +101,7 @@ class Completions(Endpoint):
     id_prefix = "cmpl-"
     chunk_format = CompletionFormat
 
-    def chunks(self, job: Job) -> ChunkFormat:
+    def chunks(self, job: Job) -> StreamFormat:
         return DetailedFormat(job) if job.detailed or _echoes(job) else super().chunks(job)
 
     def parse(self, raw: bytes | bytearray, config: ServerConfig) -> tuple[GenerationBody, list[Prompt]]:

@@ -10,6 +10,7 @@ from functools import cached_property
 from asyncengine.config import check_types
 from asyncengine.errors import ConfigError
 from asyncengine.server.keys import ApiKey, check_key, read_keys
+from asyncengine.server.parsing.names import checked_parser
 
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")
 
@@ -29,11 +30,11 @@ class ServerConfig:
     accept_any_model_name: bool = False
     """Serve requests whatever model they name, for clients that cannot be told which one is here."""
     api_key: str | None = field(default=None, repr=False)
-    """Key that every route but /health demands as `Authorization: Bearer KEY`. Other users of the machine can read it
-    in the list of processes: give it by api_key_file or the environment."""
+    """Key that every route but /health and the files of the page demands as `Authorization: Bearer KEY`. Other users of
+    the machine can read it in the list of processes: give it by api_key_file or the environment."""
     api_key_file: str | None = None
-    """File of keys, one a line, each of which every route but /health accepts. Behind a key may stand priority=high,
-    normal or low, or an integer in [-1000, 1000] of which smaller ones run sooner: its requests have that priority."""
+    """File of keys, one a line, each of which those routes accept. Behind a key may stand priority=high, normal or low,
+    or an integer in [-1000, 1000] of which smaller ones run sooner: its requests have that priority."""
     cors_origins: Sequence[str] = ()
     """Origins of web pages that may read answers, such as https://example.org; * for all."""
     ssl_certfile: str | None = None
@@ -52,8 +53,20 @@ class ServerConfig:
     of more than 64 KiB are refused with 503."""
     max_sequences_per_request: int = 1024
     """Most sequences that one request may ask for: its prompts times n."""
+    max_stored_responses: int = 1024
+    """Most responses that /v1/responses keeps for previous_response_id; 0 keeps none."""
+    max_stored_response_bytes: int = 64 * 2**20
+    """Bytes that they may have together; over either limit the least recently used ones go."""
     allow_priority: bool = False
     """Let clients choose the priority of their requests."""
+    tool_call_parser: str | None = None
+    """Format of the model's tool calls: hermes, json, llama3_json, pythonic, mistral, deepseek_v3 or harmony; None: as
+    its chat template shows."""
+    reasoning_parser: str | None = None
+    """How the model marks its reasoning: think, mistral, cohere, harmony, or none to leave it in the content; None: as
+    its chat template shows."""
+    trust_request_chat_template: bool = False
+    """Let requests bring a chat template of their own, which is a program."""
     read_timeout_s: float = 60.0
     """Seconds a client may take to send a request body."""
     write_timeout_s: float = 30.0
@@ -67,6 +80,8 @@ class ServerConfig:
     """Seconds that running requests get to finish after SIGTERM."""
     exit_on_death: bool = True
     """End the process with code 1 when the engine has died, so that a supervisor starts it anew."""
+    page: bool = True
+    """Serve a page at / with a chat and a view of the engine. It needs no key; what it asks for does."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -75,6 +90,9 @@ class ServerConfig:
         for name in ("request_bytes", "request_values", "inflight_body_bytes", "sequences_per_request"):
             if getattr(self, f"max_{name}") < 1:
                 raise ConfigError(f"max_{name} must be at least 1, got {getattr(self, f'max_{name}')}")
+        for name in ("max_stored_responses", "max_stored_response_bytes"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
         if self.max_inflight_body_bytes < self.max_request_bytes:
             raise ConfigError(
                 f"max_inflight_body_bytes ({self.max_inflight_body_bytes}) must be at least "
@@ -92,6 +110,8 @@ class ServerConfig:
                 raise ConfigError(f"cors_origins must hold origins such as https://example.org, got {origin!r}")
         if not all(isinstance(name, str) and name for name in self.model_names):
             raise ConfigError(f"served_model_name must be non-empty strings, got {self.served_model_name!r}")
+        for name in ("tool_call_parser", "reasoning_parser"):
+            object.__setattr__(self, name, checked_parser(name, getattr(self, name)))
         _ = self.api_keys  # read the file now
 
     @cached_property

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from asyncengine.logprobs import TokenLogProbs
 from asyncengine.request import Prompt, RequestDelta, RequestOutput, SamplingParams
-from asyncengine.stats import EngineStats
+from asyncengine.stats import EngineSnapshot, EngineStats
 from asyncengine.tokenization import Tokenizer
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ class Engine(Protocol):
         """Raises ConfigError where there is none."""
 
     def stats(self) -> EngineStats: ...
+    def snapshot(self) -> EngineSnapshot: ...
     async def submit(
         self,
         prompt: Prompt,

@@ -24,6 +24,14 @@ logger = logging.getLogger("asyncengine.server")
 
 RETRY_AFTER = {"Retry-After": "1"}
 SERVER = {"Server": "asyncengine"}  # on every response: without it, aiohttp names its version and Python's
+#: By status; other errors are the request's, or the server's.
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
 _MAX_MESSAGE = 1000  # characters; an error does not send back all that a client sent
 
 
@@ -55,18 +63,26 @@ class ApiError(Exception):
             return "invalid_request_error"
         return "service_unavailable" if self.status == HTTPStatus.SERVICE_UNAVAILABLE else "server_error"
 
-    def body(self, request_id: str = "") -> bytes:
-        """The JSON document. A fault of the server names the request, by which its log says more."""
-        message = self.message
+    def message_for(self, request_id: str) -> str:
+        """Of a fault of the server it names the request, by which the server's log says more."""
         if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR and request_id:
-            message += f" (request id {request_id})"
-        fields = {"message": message, "type": self.type, "param": self.param, "code": self.code}
+            return f"{self.message} (request id {request_id})"
+        return self.message
+
+    def body(self, request_id: str = "") -> bytes:
+        """The JSON document."""
+        fields = {"message": self.message_for(request_id), "type": self.type, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": fields})
 
-    def response(self, request_id: str = "") -> web.Response:
-        response = web.Response(
-            status=self.status, body=self.body(request_id), content_type="application/json", headers=self.headers
-        )
+    def anthropic_body(self, request_id: str = "") -> bytes:
+        """The JSON document for clients of /v1/messages."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        fields = {"type": kind, "message": self.message_for(request_id)}
+        return msgspec.json.encode({"type": "error", "error": fields, "request_id": request_id})
+
+    def response(self, request_id: str = "", *, anthropic: bool = False) -> web.Response:
+        body = self.anthropic_body(request_id) if anthropic else self.body(request_id)
+        response = web.Response(status=self.status, body=body, content_type="application/json", headers=self.headers)
         if self.close:
             response.force_close()
         return response

@@ -14,15 +14,17 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from asyncengine.errors import EngineDeadError, RequestAbortedError, RequestTimeoutError
+from asyncengine.conversation import Conversation
+from asyncengine.errors import EngineDeadError, InvalidRequestError, RequestAbortedError, RequestTimeoutError
 from asyncengine.request import LONG_TEXT, FinishReason, Prompt, RequestDelta, RequestOutput, SamplingParams, Usage
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.engine_api import Engine, RequestStream
 from asyncengine.server.errors import failure
 from asyncengine.server.logprobs import JobLogProbs, PromptLogProb
 from asyncengine.server.metrics import Metrics
-from asyncengine.server.protocol import GenerationBody, UsageBody
-from asyncengine.server.sse import NO_USAGE, NULL_USAGE, ChunkFormat, usage_field
+from asyncengine.server.parsing.choose import Parsing
+from asyncengine.server.protocol import GenerationBody, name_as_asked
+from asyncengine.server.sse import NO_USAGE, NULL_USAGE, ChunkFormat, StreamFormat, usage_field
 from asyncengine.server.wire import SseResponse
 from asyncengine.tokenization import Tokenizer
 
@@ -52,6 +54,8 @@ class Job:
     logprobs: JobLogProbs | None = None
     """Of the choices and prompts, if the request asks for any."""
     tokenizer: Tokenizer | None = None
+    parsing: Parsing | None = None
+    """Of the outputs, which are plain text without."""
 
     @property
     def detailed(self) -> bool:
@@ -70,7 +74,7 @@ class Job:
 
     def turn(self) -> AbstractAsyncContextManager[Any]:
         """To be held while its prompts are submitted. Prompts that take long to tokenize hold up no other request."""
-        waits = len(self.prompts) == 1 or any(len(prompt) > LONG_TEXT for prompt in self.prompts)
+        waits = len(self.prompts) == 1 or any(map(_is_long, self.prompts))
         return nullcontext() if waits else self.admission
 
     @property
@@ -89,6 +93,10 @@ class Job:
         }
 
 
+def _is_long(prompt: Prompt) -> bool:
+    return isinstance(prompt, Conversation) or len(prompt) > LONG_TEXT
+
+
 class Endpoint(ABC):
     """What is particular to one route: its request, its response and its chunks."""
 
@@ -103,9 +111,22 @@ class Endpoint(ABC):
     def params(self, body: GenerationBody) -> SamplingParams:
         """What the engine is asked for. Raises InvalidRequestError, ApiError 400."""
 
-    def chunks(self, job: Job) -> ChunkFormat:
+    def prepare(
+        self, body: GenerationBody, prompts: list[Prompt], tokenizer: Tokenizer | None, config: ServerConfig
+    ) -> tuple[list[Prompt], SamplingParams, Parsing | None]:
+        """The prompts as the engine takes them, what it is asked for, and how to read the outputs.
+
+        Raises InvalidRequestError, ApiError 400.
+        """
+        return prompts, self.params(body), None
+
+    def chunks(self, job: Job) -> StreamFormat:
         """How the response is streamed."""
         return self.chunk_format(job.id, job.created, job.model)
+
+    def name_as_asked(self, exc: InvalidRequestError, body: GenerationBody, grammar: str | None = None) -> None:
+        """``protocol.name_as_asked``, with this API's names of fields."""
+        name_as_asked(exc, body, grammar)
 
     @abstractmethod
     def document(self, job: Job, outputs: list[RequestOutput]) -> msgspec.Struct:
@@ -131,7 +152,7 @@ async def generate(engine: Engine, job: Job, metrics: Metrics) -> list[RequestOu
 
 
 async def send_sse(
-    engine: Engine, job: Job, metrics: Metrics, events: SseResponse, chunks: ChunkFormat, ping_interval_s: float
+    engine: Engine, job: Job, metrics: Metrics, events: SseResponse, chunks: StreamFormat, ping_interval_s: float
 ) -> None:
     """Write all deltas as events. Raises only before anything was sent: after that, errors are events too."""
     streaming = _Streaming(job, metrics, events, chunks)
@@ -148,17 +169,17 @@ async def send_sse(
         streaming.ended_as = "error"
         if not events.started:
             raise
-        await _fail(events, job, exc)
+        await _fail(events, job, chunks, exc)
     finally:
         events.end_pings()
         metrics.finished[streaming.ended_as] += streaming.open_choices
         await _close(streaming.streams)
 
 
-async def _fail(events: SseResponse, job: Job, exc: Exception) -> None:
+async def _fail(events: SseResponse, job: Job, chunks: StreamFormat, exc: Exception) -> None:
     error = failure(exc, events.request_id)
     try:
-        await events.fail(error.body(events.request_id))
+        await events.fail(chunks.failed(error, events.request_id))
     except ConnectionError as gone:
         logger.info("request %s: %s", job.id, gone)
 
@@ -236,7 +257,7 @@ async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
 class _Streaming:
     """State of one streamed response."""
 
-    def __init__(self, job: Job, metrics: Metrics, events: SseResponse, chunks: ChunkFormat) -> None:
+    def __init__(self, job: Job, metrics: Metrics, events: SseResponse, chunks: StreamFormat) -> None:
         options = job.body.stream_options
         self.streams: list[RequestStream] = []
         self.open_choices = 0
@@ -285,8 +306,8 @@ class _Streaming:
     async def end(self) -> None:
         """The usage chunk, where asked for, and the clean end."""
         if self._include_usage:
-            await self._events.send(self._chunks.usage(usage_field(UsageBody.of(self._usages))))
-        await self._events.done()
+            await self._events.send(self._chunks.usage(usage_field(self._chunks.usage_of(self._usages))))
+        await self._events.done(self._chunks.end)
 
     def _finish(self, delta: RequestDelta, reason: FinishReason) -> None:
         self.open_choices -= 1
@@ -300,4 +321,4 @@ class _Streaming:
         self._generated += count
         prompt_tokens = sum(len(s.prompt_token_ids) for s in self.streams)
         cached_tokens = sum(s.cached_tokens for s in self.streams)
-        return usage_field(UsageBody.of([Usage(prompt_tokens, self._generated, cached_tokens)]))
+        return usage_field(self._chunks.usage_of([Usage(prompt_tokens, self._generated, cached_tokens)]))

@@ -120,7 +120,7 @@ class ChoiceLogProbs:
     def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
         self._tokenizer = tokenizer
         self._params = params
-        self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, params.kept_special_tokens)
         self._keeps_end = params.include_stop_str_in_output
         self._held: deque[PlacedToken] = deque()
         self._offset = 0  # of the next token

@@ -12,9 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Generic, Literal, TypeVar, cast
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
+from asyncengine.checks import quoted
 from asyncengine.errors import InvalidRequestError
-from asyncengine.request import Prompt, SamplingParams, Usage, quoted
+from asyncengine.request import Prompt, SamplingParams, Usage
 from asyncengine.server.errors import ApiError, bad_request
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -50,6 +52,10 @@ class ResponseFormat(msgspec.Struct):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+    schema: dict[str, Any] | None = None
+    """Of a json_object, in the dialect of llama.cpp's server."""
+    value: dict[str, Any] | None = None
+    """Likewise, in the dialect of Text Generation Inference, which Hugging Face's client speaks to every server."""
 
 
 class StreamOptions(msgspec.Struct):
@@ -217,7 +223,8 @@ def structures(body: GenerationBody) -> dict[str, dict[str, Any]]:
 
 def _response_format(asked: ResponseFormat) -> dict[str, Any]:
     if asked.type == "json_object":
-        return {"json_object": True}
+        schema = asked.value if asked.schema is None else asked.schema
+        return {"json_object": True} if schema is None else {"json": schema}
     if asked.json_schema is None or asked.json_schema.schema is None:
         raise bad_request("response_format.json_schema.schema is required", "response_format.json_schema.schema")
     return {"json": asked.json_schema.schema}
@@ -232,13 +239,16 @@ def _token_biases(biases: Mapping[str, float]) -> dict[int, float]:
     return {int(key): value for key, value in biases.items()}
 
 
-def name_as_asked(exc: InvalidRequestError, body: GenerationBody) -> None:
-    """Have ``exc`` name the field that the request has, where the engine knows it by another name."""
+def name_as_asked(exc: InvalidRequestError, body: GenerationBody, grammar: str | None = None) -> None:
+    """Have ``exc`` name the field that the request has, where the engine knows it by another name.
+
+    ``grammar``: the field that a grammar was made of that the request does not bring itself.
+    """
     if exc.param == "max_tokens" and body.max_completion_tokens is not None:
         exc.param = "max_completion_tokens"
         exc.args = (str(exc).replace("max_tokens", "max_completion_tokens"),)
-    elif exc.param == "structured_outputs" and (asked := structures(body)):
-        exc.param = next(iter(asked))
+    elif exc.param == "structured_outputs" and (asked := grammar or next(iter(structures(body)), None)):
+        exc.param = asked
         exc.args = (str(exc).replace("structured_outputs", exc.param, 1),)
     elif exc.param == "logprobs" and hasattr(body, "top_logprobs"):
         exc.param = "top_logprobs"
@@ -271,19 +281,25 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
 class UsageBody(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
     @classmethod
-    def of(cls, parts: list[Usage]) -> UsageBody:
+    def of(cls, parts: list[Usage], reasoning_tokens: int | None = None) -> UsageBody:
         """The sum over the prompts of one request."""
         prompt = sum(u.prompt_tokens for u in parts)
         completion = sum(u.completion_tokens for u in parts)
         cached = sum(u.cached_tokens for u in parts)
-        return cls(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+        details = UNSET if reasoning_tokens is None else CompletionTokensDetails(reasoning_tokens)
+        return cls(prompt, completion, prompt + completion, PromptTokensDetails(cached), details)
 
 
 class ModelCard(msgspec.Struct, kw_only=True):

@@ -17,6 +17,7 @@ from asyncengine.server.app import App
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.connection import Connection, Watch
 from asyncengine.server.engine_api import Engine
+from asyncengine.server.example import example_request
 
 if TYPE_CHECKING:
     from asyncengine.server.tls import Certificates
@@ -176,7 +177,10 @@ def _log_ready(server: HttpServer, engine: Engine, seconds: float) -> None:
         "KV cache: %d tokens, %.1f sequences of the full context of %d tokens",
         tokens, tokens / info.max_model_len, info.max_model_len,
     )  # fmt: skip
+    needs_key = bool(server.app.config.api_keys)
+    example = example_request(server.url, server.app.model_name, engine, needs_key=needs_key)
     logger.info("ready on %s", server.url)
+    logger.info("a request to try:\n%s", example)
 
 
 async def _until(stop: asyncio.Event, engine: Engine, exit_on_death: bool) -> None:

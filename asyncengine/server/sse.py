@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from asyncengine.request import RequestDelta
+from asyncengine.request import RequestDelta, Usage
 from asyncengine.server.engine_api import RequestStream
+from asyncengine.server.errors import ApiError
 from asyncengine.server.protocol import UsageBody
 
 encode = msgspec.json.Encoder().encode
@@ -26,8 +27,33 @@ def usage_field(usage: UsageBody) -> bytes:
     return b',"usage":' + encode(usage)
 
 
-class ChunkFormat(ABC):
+class StreamFormat(ABC):
     """Turns the deltas of one response into events. ``usage`` is a member built by this module."""
+
+    end = b"data: [DONE]\n\n"
+    """The event that a complete response ends with, whatever it holds."""
+    streams: Sequence[RequestStream] = ()
+    """Those of the prompts, in their order, once the engine has taken them all."""
+
+    @abstractmethod
+    def events(self, index: int, delta: RequestDelta, usage: bytes) -> bytes:
+        """The events of one delta; empty when there is nothing to say yet."""
+
+    def usage(self, usage: bytes) -> bytes:
+        """The event that carries the final usage, of formats that have one."""
+        return b""
+
+    def usage_of(self, parts: list[Usage]) -> UsageBody:
+        """The sum over the prompts, so far or in the end."""
+        return UsageBody.of(parts)
+
+    def failed(self, error: ApiError, request_id: str) -> bytes:
+        """What a response that has begun ends with when it fails."""
+        return b"data: " + error.body(request_id) + b"\n\n"
+
+
+class ChunkFormat(StreamFormat):
+    """OpenAI's chunks, one for each delta of a choice."""
 
     object: str
     before_text: bytes
@@ -37,8 +63,6 @@ class ChunkFormat(ABC):
         head = {"id": response_id, "object": self.object, "created": created, "model": model}
         self._head = b"data: " + encode(head)[:-1] + b',"choices":['
         self._text_heads: dict[int, bytes] = {}
-        self.streams: Sequence[RequestStream] = ()
-        """Those of the prompts, in their order, once the engine has taken them all."""
 
     def text(self, index: int, text: str, usage: bytes) -> bytes:
         """A chunk of text of one choice."""
@@ -50,10 +74,6 @@ class ChunkFormat(ABC):
     def usage(self, usage: bytes) -> bytes:
         """The chunk without choices that carries the final usage."""
         return self._head + b"]" + usage + b"}\n\n"
-
-    @abstractmethod
-    def events(self, index: int, delta: RequestDelta, usage: bytes) -> bytes:
-        """The events of one delta; empty when there is nothing to say yet."""
 
     def _choice(self, index: int) -> bytes:
         return self._head + b'{"index":%d,' % index

@@ -7,13 +7,14 @@ from msgspec import UNSET, UnsetType
 
 from asyncengine.errors import ConfigError
 from asyncengine.request import Prompt
-from asyncengine.server.calls import Call, CallBody, Context
+from asyncengine.server.calls import Call, CallBody, Context, tokenizer_of
 from asyncengine.server.chat import Chat
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.engine_api import Engine
 from asyncengine.server.errors import bad_request
-from asyncengine.server.protocol import JsonDecoder
+from asyncengine.server.protocol import GenerationBody, JsonDecoder
 
+_CHAT = Chat()
 _NO_MESSAGES = msgspec.Raw(b"null")
 
 
@@ -26,8 +27,9 @@ class TokenizeBody(CallBody, kw_only=True):
     return_token_strs: bool | None = None
 
 
-class _Tokenize(TokenizeBody, kw_only=True):
-    conversation: Prompt | None = None
+class _Chat(TokenizeBody, kw_only=True):
+    chat: GenerationBody
+    prompts: list[Prompt]
 
 
 class Tokens(msgspec.Struct, kw_only=True):
@@ -50,17 +52,13 @@ class Tokenize(Call[TokenizeBody]):
             raise bad_request("prompt must not be empty", "prompt")
         if not has_messages:
             return body
-        _, (conversation,) = Chat().parse(raw, config)
-        return _Tokenize(
-            model=body.model,
-            add_special_tokens=body.add_special_tokens,
-            return_token_strs=body.return_token_strs,
-            conversation=conversation,
-        )
+        chat, prompts = _CHAT.parse(raw, config)
+        return _Chat(model=body.model, return_token_strs=body.return_token_strs, chat=chat, prompts=prompts)
 
     async def answer(self, engine: Engine, body: TokenizeBody, context: Context) -> Tokens:
-        conversation = body.conversation if isinstance(body, _Tokenize) else None
-        prompt = body.prompt if conversation is None else conversation
+        prompt: Prompt | None = body.prompt
+        if isinstance(body, _Chat):
+            ((prompt,), _, _) = _CHAT.prepare(body.chat, body.prompts, tokenizer_of(engine), context.config)
         assert prompt is not None
         tokens = await engine.tokenize(prompt, add_special_tokens=body.add_special_tokens is not False)
         answer = Tokens(tokens=tokens, count=len(tokens), max_model_len=engine.model_info.max_model_len)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from asyncengine.request import quoted
+from asyncengine.checks import quoted
 from asyncengine.server.calls import Call, CallBody, Context, PromptUsage, numbers
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.engine_api import Engine

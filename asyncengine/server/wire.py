@@ -160,14 +160,14 @@ class SseResponse:
             await self._open(_PING)
             self.begin_pings(interval_s)
 
-    async def done(self) -> None:
-        """End the response cleanly."""
+    async def done(self, last: bytes) -> None:
+        """End the response cleanly, with the event ``last`` where there is one."""
         self._protocol.ping = None
-        await _finish(self._request, self.response, self._limit_s, b"data: [DONE]\n\n")
+        await _finish(self._request, self.response, self._limit_s, last)
 
     async def fail(self, error: bytes) -> None:
-        """Send an error event and cut the connection, so that nobody takes this for a clean end."""
-        await self.send(b"data: " + error + b"\n\n")
+        """Send an event that tells of an error and cut the connection, so that nobody takes this for a clean end."""
+        await self.send(error)
         self._protocol.ping = None
         transport = _transport(self._request)
         transport.close()

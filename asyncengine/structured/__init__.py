@@ -1,1 +1,1 @@
-"""Structured output: which tokens a grammar allows next, computed on worker threads while the device runs."""
+"""Tokens that wait for a thread while the device runs: what a grammar allows, or a callable makes of the logits."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncengine.errors import InvalidRequestError
-from asyncengine.request import StructuredOutputs
+from asyncengine.structured_outputs import StructuredOutputs
 from asyncengine.text_threads import TextThreads
 
 if TYPE_CHECKING:

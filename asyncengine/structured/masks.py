@@ -94,22 +94,23 @@ def _failed(matcher: LLMatcher) -> InvalidRequestError:
     return InvalidRequestError(f"{PARAM}: the grammar failed: {matcher.get_error()[:500]}", param=PARAM)
 
 
-Work = tuple[Constraint, list[int], Callable[[AsyncEngineError], None]]
+Work = tuple[Callable[[], None], Callable[[AsyncEngineError], None]]
 
 
 class MaskWorkers:
     """Daemon threads that compute masks, started with the first. A slow mask takes up one of them."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, name: str) -> None:
         self._loop = loop
+        self._name = name
         self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
-    def submit(self, constraint: Constraint, tokens: list[int], fail: Callable[[AsyncEngineError], None]) -> None:
-        """Have ``constraint.work(tokens)`` called; ``fail`` is called in the event loop if that raises."""
+    def submit(self, work: Callable[[], None], fail: Callable[[AsyncEngineError], None]) -> None:
+        """Have ``work()`` called; ``fail`` is called in the event loop if that raises."""
         if not self._threads:
             self._start()
-        self._queue.put((constraint, tokens, fail))
+        self._queue.put((work, fail))
 
     def close(self) -> None:
         """Let the threads end. Idempotent."""
@@ -120,20 +121,20 @@ class MaskWorkers:
     def _start(self) -> None:
         count = max(2, min(MAX_THREADS, (os.cpu_count() or 1) // 2))
         for i in range(count):
-            thread = threading.Thread(target=self._serve, name=f"asyncengine-masks-{i}", daemon=True)
+            thread = threading.Thread(target=self._serve, name=f"asyncengine-{self._name}-{i}", daemon=True)
             self._threads.append(thread)
             thread.start()
 
     def _serve(self) -> None:
-        while (work := self._queue.get()) is not None:
-            constraint, tokens, fail = work
+        while (item := self._queue.get()) is not None:
+            work, fail = item
             try:
-                constraint.work(tokens)
+                work()
             except AsyncEngineError as e:
                 self._report(fail, e)
             except BaseException as e:  # a bug, or a panic of the library: it ends this request alone
                 self._report(fail, InternalError(f"a mask failed: {e!r}"))
-            del work, constraint, tokens, fail
+            del item, work, fail
 
     def _report(self, fail: Callable[[AsyncEngineError], None], error: AsyncEngineError) -> None:
         if not self._loop.is_closed():

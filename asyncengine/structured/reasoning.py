@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from asyncengine.markers import REASONING, TAIL, under_way
+
 if TYPE_CHECKING:
     from asyncengine.tokenization import Tokenizer
-
-_MARKERS = (("<think>", "</think>"), ("<|START_THINKING|>", "<|END_THINKING|>"), ("[THINK]", "[/THINK]"))
-"""The first and last token of the part, by families of models."""
 
 
 @dataclass(slots=True)
@@ -42,18 +41,23 @@ class Reasoning:
         word.value |= 1 << self.begin % 32
 
 
-def reasoning_at(tokenizer: Tokenizer, prompt: Sequence[int], *, is_chat: bool) -> Reasoning:
+def reasoning_at(tokenizer: Tokenizer, prompt: Sequence[int], *, is_chat: bool, continued: str = "") -> Reasoning:
     """Where a sequence is that begins with ``prompt``, which the chat template made or did not.
 
     A prompt may have begun the part, or have ended it. Where it says neither, a model whose template knows the markers
-    may begin the part with its first token.
+    may begin the part with its first token. ``continued``: the message of a chat that the output continues, if any.
     """
-    for names in _MARKERS:
-        begin, end = (tokenizer.backend.token_to_id(name) for name in names)
+    for markers in REASONING.values():
+        begin, end = (tokenizer.backend.token_to_id(name) for name in markers)
         if begin is None or end is None:
             continue
+        if is_chat:
+            tail = tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False)
+            said = under_way(markers, tail, continued)
+            may_begin = said is None and tokenizer.template_has(markers.end)
+            return Reasoning(begin, end, under_way=bool(said), may_begin=may_begin)
         for token in reversed(prompt):
             if token in (begin, end):
                 return Reasoning(begin, end, under_way=token == begin)
-        return Reasoning(begin, end, may_begin=is_chat and tokenizer.template_has(names[1]))
+        return Reasoning(begin, end)
     return Reasoning()

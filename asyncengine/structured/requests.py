@@ -1,18 +1,22 @@
-"""The structured outputs of one engine: grammars in, constrained sequences out, and the threads of their masks."""
+"""Grammars and callables of one engine's requests in, sequences that follow them out, and the threads of both."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
+from asyncengine.conversation import Conversation
 from asyncengine.errors import AsyncEngineError, InvalidRequestError
 from asyncengine.request import Prompt, SamplingParams
 from asyncengine.structured.grammars import PARAM, Grammars
 from asyncengine.structured.masks import Constraint, MaskWorkers
+from asyncengine.structured.processors import ProcessedSequence
 from asyncengine.structured.reasoning import reasoning_at
 
 if TYPE_CHECKING:
+    from asyncengine import _core
     from asyncengine.model_info import ModelInfo
     from asyncengine.tokenization import Tokenizer
 
@@ -24,11 +28,10 @@ class StructuredRequests:
         self._tokenizer = tokenizer
         self._model = model
         self._grammars: Grammars | None = None
-        self._workers = MaskWorkers(asyncio.get_running_loop())
+        self._workers = MaskWorkers(asyncio.get_running_loop(), "masks")
+        self._processors = MaskWorkers(asyncio.get_running_loop(), "logits")
 
-    async def constraints(
-        self, params: SamplingParams, prompt: Prompt, prompt_ids: Sequence[int]
-    ) -> list[Constraint]:
+    async def constraints(self, params: SamplingParams, prompt: Prompt, prompt_ids: Sequence[int]) -> list[Constraint]:
         """One for each of the n sequences, none without a grammar. Raises InvalidRequestError."""
         asked = params.structured_outputs
         if asked is None:
@@ -41,7 +44,8 @@ class StructuredRequests:
         if self._grammars is None:
             self._grammars = Grammars(self._tokenizer, self._model.vocab_size, ends)
         matcher = await self._grammars.compile(asked)
-        is_chat = not isinstance(prompt, str) and isinstance(prompt[0], dict)
+        continued = prompt.continued if isinstance(prompt, Conversation) else ""
+        is_chat = isinstance(prompt, Conversation) or (not isinstance(prompt, str) and isinstance(prompt[0], dict))
         words = -(-self._model.vocab_size // 32)
         # A token that nobody samples has no log probability, and is in no history of penalties.
         forces = not (params.wants_logprobs or params.penalized or params.bad_words or params.no_repeat_ngram_size)
@@ -54,7 +58,7 @@ class StructuredRequests:
                     words,
                     len(prompt_ids),
                     ends[0],
-                    reasoning_at(self._tokenizer, prompt_ids, is_chat=is_chat),
+                    reasoning_at(self._tokenizer, prompt_ids, is_chat=is_chat, continued=continued),
                     forces=forces,
                 )
                 for _ in range(params.n)
@@ -65,16 +69,38 @@ class StructuredRequests:
     def advance(self, constraint: Constraint, tokens: Sequence[int], fail: Callable[[AsyncEngineError], None]) -> None:
         """Tokens have come: have the next mask computed. ``fail`` gets the error if there is none."""
         if sampled := constraint.advance(tokens):
-            self._workers.submit(constraint, sampled, fail)
+            self._workers.submit(partial(constraint.work, sampled), fail)
+
+    def processed(
+        self, params: SamplingParams, prompt_ids: Sequence[int], states: Sequence[_core.SamplingState]
+    ) -> list[ProcessedSequence]:
+        """One for each of the n sequences, none without a logits_processor."""
+        if params.logits_processor is None:
+            return []
+        vocab = self._model.vocab_size
+        return [ProcessedSequence(params.logits_processor, prompt_ids, vocab, state) for state in states]
+
+    def process(
+        self,
+        sequence: ProcessedSequence,
+        output: Sequence[int],
+        logits: bytes,
+        fail: Callable[[AsyncEngineError], None],
+    ) -> None:
+        """Logits of the token behind ``output`` have come. ``fail`` gets the error if no token comes of them."""
+        if sequence.is_news(len(output)):
+            self._processors.submit(partial(sequence.work, list(output), logits), fail)
 
     def release(self) -> None:
         """Let the threads end that nobody needs."""
         self._workers.close()
+        self._processors.close()
         if self._grammars is not None:
             self._grammars.release()
 
     def close(self) -> None:
         """Grammars that are being compiled fail with EngineClosedError. Idempotent."""
         self._workers.close()
+        self._processors.close()
         if self._grammars is not None:
             self._grammars.close()

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <chrono>
 #include <memory>
+#include <string>
 #include <thread>
 #include <tuple>
 #include <vector>
@@ -203,6 +204,26 @@ py::dict snapshot(const StepLoop& loop) {
   return values;
 }
 
+py::list last_steps(const StepLoop& loop, size_t most) {
+  py::list all;
+  for (const StepRecord& r : loop.last_steps(most)) {
+    all.append(py::make_tuple(r.step, r.begun_ns, r.packed_ns, r.launched_ns, r.ready_ns, r.committed_ns, r.rows, r.tokens));
+  }
+  return all;
+}
+
+// The shares of each kind, cell by cell.
+std::tuple<int32_t, py::bytes, py::bytes, py::bytes> block_map(StepLoop& loop) {
+  const auto [cells, blocks_per_cell] = loop.block_map();
+  std::string held, shared, cached;
+  for (const BlockCell& cell : cells) {
+    held.push_back(static_cast<char>(cell.held));
+    shared.push_back(static_cast<char>(cell.shared));
+    cached.push_back(static_cast<char>(cell.cached));
+  }
+  return {blocks_per_cell, held, shared, cached};
+}
+
 StepLoopConfig make_loop_config(const SchedulerConfig& scheduler, int steps_in_flight, int64_t max_queued_requests,
                                 int64_t max_queued_tokens, double priority_ageing_s, double step_timeout_s,
                                 bool late_launch) {
@@ -252,6 +273,9 @@ void bind_engine(py::module_& m) {
       .def("drain", &drain)
       .def("take_step_error", &StepLoop::take_step_error)
       .def("stats", &snapshot)
+      .def("watch", &StepLoop::watch, py::arg("on"))
+      .def("last_steps", &last_steps, py::arg("most"))
+      .def("block_map", &block_map)
       .def_property_readonly("wake_fd", &StepLoop::wake_fd)
       .def_property_readonly("error", &StepLoop::error)
       .def_property_readonly("quiescent", &StepLoop::quiescent);

@@ -9,6 +9,7 @@
 
 #include "core/step_batch.h"
 #include "platform/cpu_kernels.h"
+#include "platform/cpu_sampler.h"
 
 namespace asyncengine {
 namespace {
@@ -115,6 +116,18 @@ void bind_step_batch(py::module_& m) {
 
 void bind_cpu_kernels(py::module_& m) {
   bind_step_batch(m);
+  m.def(
+      "draw_token",
+      [](const py::array_t<float, py::array::c_style>& logits, const SamplingState& state, int64_t position) {
+        require(logits.ndim() == 1 && logits.size() > 0, "logits must be float32 [vocabulary]");
+        const float* row = logits.data();
+        const py::ssize_t count = logits.size();
+        const py::gil_scoped_release no_gil;
+        CpuSampler sampler(select_cpu_isa("auto"), 1);
+        sampler.begin({}, count);
+        return sampler.draw({.position = position, .state = &state, .records = {}, .needs = state.needs()}, row, count, 0);
+      },
+      py::arg("logits"), py::arg("state"), py::arg("position"));
 
   py::enum_<Dtype>(m, "Dtype").value("float32", Dtype::kFloat32).value("bfloat16", Dtype::kBFloat16);
   py::enum_<ActivationFunction>(m, "ActivationFunction")

@@ -28,7 +28,7 @@ constexpr Members kFinishReasons = {
 };
 PyObject* finish_members[kFinishReasons.size()];  // for the life of the process, as the module
 
-PyObject* record_members[kVector + 1];
+PyObject* record_members[kLogits + 1];
 
 // Offsets and sizes count 32-bit words.
 #define WORD(type, field) static_cast<int64_t>(offsetof(type, field) / sizeof(int32_t))
@@ -99,6 +99,7 @@ py::dict step_input_layout() {
   put("not_finite", kNotFinite);
   put("no_token", kNoToken);
   put("no_mask", kNoMask);
+  put("deferred", kDeferred);
   put("mask_head_words", MaskBoard::kHeadWords);
   put("end_of_records", kEndOfRecords);
   put("record_needs", kRecordNeeds);
@@ -123,19 +124,20 @@ RequestExtras make_extras(Needs needs, const Entries& entries, bool history, int
 
 py::handle to_python(FinishReason reason) { return finish_members[static_cast<size_t>(reason)]; }
 
-py::handle record_kind(uint32_t kind) { return kind <= kVector ? record_members[kind] : Py_None; }
+py::handle record_kind(uint32_t kind) { return kind <= kLogits ? record_members[kind] : Py_None; }
 
 void bind_wire(py::module_& m) {
   make_enum(m, "IntFlag", "Need",
             {{"temperature", kNeedTemperature}, {"filters", kNeedFilters}, {"penalties", kNeedPenalties},
              {"bias", kNeedBias}, {"logprobs", kNeedLogprobs}, {"mask", kNeedMask}, {"drafts", kNeedDrafts},
-             {"vector", kNeedVector}, {"mean", kNeedMean}});
+             {"vector", kNeedVector}, {"mean", kNeedMean}, {"logits", kNeedLogits}});
   make_enum(m, "IntEnum", "EntryKind",
             {{"token_history", kTokenHistory}, {"bias", kBias}, {"banned_words", kBannedWords}, {"grammar", kGrammar},
              {"adapter", kAdapter}, {"parameters", kParameters}, {"end_tokens", kEndTokens},
              {"allowed_tokens", kAllowedTokens}, {"named_tokens", kNamedTokens}});
-  const py::object records = make_enum(m, "IntEnum", "RecordKind", {{"logprobs", kLogprobs}, {"vector", kVector}});
+  const py::object records = make_enum(m, "IntEnum", "RecordKind", {{"logprobs", kLogprobs}, {"vector", kVector}, {"logits", kLogits}});
   record_members[kLogprobs] = py::object(records.attr("logprobs")).release().ptr();
+  record_members[kLogits] = py::object(records.attr("logits")).release().ptr();
   record_members[kVector] = py::object(records.attr("vector")).release().ptr();
   const py::object finish = make_enum(m, "IntEnum", "FinishReason", kFinishReasons);
   for (const auto& [name, value] : kFinishReasons) finish_members[value] = py::object(finish.attr(name)).release().ptr();

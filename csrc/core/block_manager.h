@@ -27,6 +27,8 @@ class BlockManager {
   // The sum of all reference counts.
   int64_t num_references() const { return num_references_; }
   int32_t ref_count(int32_t block) const { return state(block).ref_count; }
+  // Whether match_prefix may find it.
+  bool findable(int32_t block) const { return index_.contains(block); }
   int32_t blocks_for(int64_t num_tokens) const {
     return static_cast<int32_t>((num_tokens + block_size_ - 1) / block_size_);
   }

@@ -29,22 +29,28 @@ void Scheduler::take_samples(const PlanRow& row, Slot& slot, uint64_t step, cons
   Sequence& sequence = *slot.sequence;
   if (step <= sequence.frozen_until) return;
   const int32_t first = row.num_samples - row.num_appends;
-  if (row.num_appends > 0 && tokens[first] == kNoMask) return freeze(slot, step, outbox, now_ns);
+  const int32_t words = sequence.request->extras.result_words;
+  const auto add_records = [&](int32_t i) {
+    const std::span region(records + row.result_offset + i * words, static_cast<size_t>(words));
+    const size_t length = entries_length(region);
+    if (length > 0) outbox.filling().add_records(region.first(length));
+    return length > 0;
+  };
+  if (row.num_appends > 0 && (tokens[first] == kNoMask || tokens[first] == kDeferred)) {
+    if (tokens[first] == kDeferred && add_records(first)) {
+      outbox.filling().events.push_back({&sequence, -1, FinishReason::kNone, now_ns});
+    }
+    return freeze(slot, step, outbox, now_ns);
+  }
   int32_t accepted = 0;
   while (accepted < row.num_appends && tokens[first + accepted] >= 0) ++accepted;
   if (row.from_device) slot.computed -= row.num_appends - accepted;
   if (!row.from_device) sequence.scored = std::max(sequence.scored, row.context_len + row.query_len);
-  const int32_t words = sequence.request->extras.result_words;
   for (int32_t i = 0; i < row.num_samples && slot.alive(); ++i) {
     if (i > first && i >= first + accepted) return;
-    size_t length = 0;
-    if (words > 0 && has_records(i, row.num_samples, row.num_appends, tokens)) {
-      const std::span region(records + row.result_offset + i * words, static_cast<size_t>(words));
-      length = entries_length(region);
-      if (length > 0) outbox.filling().add_records(region.first(length));
-    }
+    const bool added = words > 0 && has_records(i, row.num_samples, row.num_appends, tokens) && add_records(i);
     if (i < first) {
-      if (length > 0) outbox.filling().events.push_back({&sequence, -1, FinishReason::kNone, now_ns});
+      if (added) outbox.filling().events.push_back({&sequence, -1, FinishReason::kNone, now_ns});
     } else if (tokens[i] != kNoToken) {
       if (sequence.masks != nullptr) sequence.masks->arrived = false;
       take_token(slot, tokens[i], outbox, now_ns);

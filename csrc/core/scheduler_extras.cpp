@@ -69,7 +69,8 @@ void Scheduler::add_extras(Slot& slot, PlanRow& row, StepPlan& plan) const {
   slot.pending = static_cast<int8_t>(slot.pending + row.num_appends - counted);
   plan.num_samples += row.num_samples - counted;
   plan.num_scored += row.num_samples - row.num_appends;
-  if (row.num_samples > 0) plan.needs |= slot.needs;
+  const Needs needs = slot.sequence->needs;
+  plan.needs |= row.num_samples > 0 ? needs : needs & kNeedMean;  // each part of a prompt adds to its mean
   row.result_offset = plan.num_result_words;
   plan.num_result_words += row.num_samples * slot.sequence->request->extras.result_words;
 }

@@ -26,7 +26,7 @@ struct alignas(64) Slot {
   int32_t stops[Sequence::kInlineStops] = {-1, -1, -1, -1};  // the first few, or -1
   uint32_t planned_step = 0;  // the last step that has a row of this sequence, its low half
   int8_t pending = 0;         // tokens being sampled by steps in flight: placeholders, as many as there can be
-  uint8_t needs = 0;          // Need bits, those of a graph
+  uint8_t needs = 0;          // Need bits, those below 256
   uint8_t in_flight : 4 = 0;    // rows of this sequence in steps in flight
   uint8_t step_tokens : 4 = 1;  // that a decode step may append
   SequenceState state : 3 = SequenceState::kRunning;  // the sequence's, kept here too

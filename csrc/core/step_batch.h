@@ -21,10 +21,12 @@ enum Need : uint32_t {
   // Beside kNeedVector: that of the whole prompt, of which no part may come from the prefix cache. Steps have it where a row
   // has it, sampled or not.
   kNeedMean = 256,
+  kNeedLogits = 512,  // beside kNeedMask: a record of the logits where the mask is missing
 };
 using Needs = uint32_t;  // 0: argmax
 constexpr Needs kSamplingNeeds = kNeedTemperature | kNeedFilters;  // every executor serves these
-constexpr Needs kRecordNeeds = kNeedLogprobs | kNeedVector;        // records are written for rows with one of these
+// Records are written for rows with one of these.
+constexpr Needs kRecordNeeds = kNeedLogprobs | kNeedVector | kNeedLogits;
 
 // Sampling state of one slot, sent once when the slot is filled.
 struct SamplingState {

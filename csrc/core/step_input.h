@@ -24,7 +24,7 @@ struct StepInputHeader {
   uint64_t step;
   int32_t num_rows, num_decode_rows, num_tokens, num_samples;
   int32_t num_prompt_ids, num_copies, num_slot_updates, num_delta_blocks;
-  uint32_t needs;       // of the sampled rows, and of those with entries
+  uint32_t needs;       // of the sampled rows, and of those with entries; kNeedMean of any row
   int32_t max_context;  // the largest context_len of a row
   int32_t num_heads;    // samples that may append a token: the others have no head word
   int32_t num_result_words;

@@ -6,8 +6,8 @@
 // the step: a word left over from another step, or one that is not there yet, is found. Only words that the step asked for
 // are looked at.
 //
-// The payload of a head is a token, or kNotFinite, or kNoToken, or kNoMask. Where a row may give several tokens and only the device
-// knows how many, they are the heads of the row's first samples, and the next one has kNoToken.
+// The payload of a head is a token, or one of the negative numbers below. Where a row may give several tokens and only the
+// device knows how many, they are the heads of the row's first samples, and the next one has kNoToken.
 //
 // A sample whose row wants records has a region of the record section. It is a chain of records, each a header (kind and
 // count) and so many payload words, up to the region's end or to kEndOfRecords. asyncengine/kernels/cuda/sampling/results.py
@@ -25,6 +25,7 @@ namespace asyncengine {
 constexpr int32_t kNotFinite = -1;  // instead of a token: the logits of the row were not finite
 constexpr int32_t kNoToken = -2;    // instead of a token: none was sampled here
 constexpr int32_t kNoMask = -3;     // instead of a token: its mask has not come (mask_board.h)
+constexpr int32_t kDeferred = -4;   // likewise, and the mask is made of the logits, which are in the records
 
 enum RecordKind : uint32_t {
   kEndOfRecords = 0,
@@ -32,6 +33,8 @@ enum RecordKind : uint32_t {
   // probable ones in order, the named ones in theirs.
   kLogprobs = 1,
   kVector = 2,    // bits of floats
+  // Bits of floats: the logits of a kDeferred head, a number per token of the vocabulary, after penalties, biases and bans.
+  kLogits = 3,
 };
 
 // Of a record, and of an entry of a slot update (step_input.h): kind in 8 bits, count of the words that follow in 24.
@@ -72,7 +75,7 @@ inline bool has_records(int32_t i, int32_t num_samples, int32_t num_appends, con
   for (int32_t k = first; k < i; ++k) {
     if (tokens[k] < 0) return false;
   }
-  return tokens[i] >= 0 || (i == first && tokens[i] == kNoToken);
+  return tokens[i] >= 0 || (i == first && (tokens[i] == kNoToken || tokens[i] == kDeferred));
 }
 
 // Fills the region of a sample. The region is empty to begin with: words of 0 end it.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstring>
 #include <numeric>
 
 #include "core/mask_board.h"
@@ -209,13 +210,20 @@ int32_t CpuSampler::draw_edited(const Sample& sample, const float* logits, int64
   }
   if (slot.parameters.flags & kScoreOnly) return kNoToken;
   const auto mask = sample.mask == nullptr ? MaskBoard::Found::kAllowsAll : MaskBoard::find(sample.mask, sample.position);
-  if (mask == MaskBoard::Found::kMissing) return kNoMask;
+  const bool missing = mask == MaskBoard::Found::kMissing;
+  if (missing && (sample.needs & kNeedLogits) == 0) return kNoMask;
   const float* edited = logits;
   if (sample.needs & kEditNeeds) {
     scratch.edited.assign(logits, logits + count);
     slot.apply(scratch.edited, sample.needs, sample.position);
     if (mask == MaskBoard::Found::kMask) apply_mask(scratch.edited, sample.mask + MaskBoard::kHeadWords);
     edited = scratch.edited.data();
+  }
+  if (missing) {
+    if (sample.records.size() < 1 + static_cast<size_t>(count)) return kNotFinite;
+    std::memcpy(RecordWriter(sample.records).add(kLogits, static_cast<size_t>(count)).data(), edited,
+                static_cast<size_t>(count) * sizeof(float));
+    return kDeferred;
   }
   const int32_t token = draw_plain(sample, edited, count, scratch);
   if (token < 0) return token;

@@ -23,7 +23,7 @@ struct SamplerScratch {
 // Serves one step loop, whose slots it may keep state of from step to step.
 class CpuSampler {
  public:
-  static constexpr Needs kNeeds = kSamplingNeeds | kEditNeeds | kNeedLogprobs;  // those that draw() serves
+  static constexpr Needs kNeeds = kSamplingNeeds | kEditNeeds | kNeedLogprobs | kNeedLogits;  // draw() serves them
 
   CpuSampler(const CpuIsa& isa, int num_threads) : isa_(isa), scratch_(static_cast<size_t>(num_threads)) {}
 

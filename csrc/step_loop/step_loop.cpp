@@ -36,7 +36,8 @@ StepLoop::StepLoop(const StepLoopConfig& config, std::unique_ptr<Executor> execu
       mask_inbox_(std::make_shared<MaskInbox>([notifier = notifier_] { notifier->notify(); })),
       limit_(config.step_timeout, LifeCycle::kIdle),
       late_launch_(config.late_launch, executor_->num_kinds(), config.steps_in_flight),
-      ring_(static_cast<size_t>(config.steps_in_flight)) {
+      ring_(static_cast<size_t>(config.steps_in_flight)),
+      watch_(config.scheduler.num_blocks) {
   assert(executor_->num_staging() >= config.steps_in_flight);
   for (InFlightStep& step : ring_) step.plan.reserve(scheduler_.limits().max_rows);
   scheduler_.observe(&registry_);
@@ -101,6 +102,7 @@ bool StepLoop::round() {
   scheduler_.take_masks(*mask_inbox_, outbox_, now);
   bool moved = retire_oldest(now);
   moved |= launch_next(now);
+  moved |= watch_.sweep(scheduler_.blocks());
   publish_stats();  // first: who got its last token finds it counted
   outbox_.publish();
   return moved;
@@ -130,11 +132,22 @@ bool StepLoop::retire_oldest(int64_t now) {
   late_launch_.ended(limit_.since(), now);
   limit_.restart(now);
   scheduler_.commit(step.plan, executor_->results(i), outbox_, now);
+  if (watch_.on()) record(step, now);
   step.plan.clear();
   step.leased = false;
   failed_in_a_row_ = 0;
   ++oldest_step_;
   return true;
+}
+
+void StepLoop::record(const InFlightStep& step, int64_t ready) {
+  StepRecord record = step.times;
+  record.step = static_cast<int64_t>(step.plan.step);
+  record.ready_ns = ready;
+  record.committed_ns = now_ns();
+  record.rows = static_cast<int64_t>(step.plan.rows.size());
+  record.tokens = step.plan.num_tokens;
+  watch_.add(record);
 }
 
 bool StepLoop::fail_oldest(InFlightStep& step, int64_t now) {
@@ -163,7 +176,8 @@ bool StepLoop::launch_next(int64_t now) {
   if (life_.failed() || next_step_ - oldest_step_ == ring_.size()) return false;
   draining_ = draining_ && !none_in_flight();
   if (draining_ || late_launch_.hold_back(now)) return false;
-  late_launch_.begin(now, now_ns());
+  const int64_t begun = now_ns();
+  late_launch_.begin(now, begun);
   const auto i = static_cast<int>(next_step_ % ring_.size());
   InFlightStep& step = ring_[static_cast<size_t>(i)];
   assert(!step.leased);
@@ -179,7 +193,11 @@ bool StepLoop::launch_next(int64_t now) {
   const LaunchStatus status = executor_->launch(i, bytes);
   step.refused = draining_ = status == LaunchStatus::kRefused;
   if (status == LaunchStatus::kFailed) life_.fail(executor_->error());
-  late_launch_.launched(now_ns());
+  const int64_t launched = now_ns();
+  late_launch_.launched(launched);
+  step.times.begun_ns = begun;
+  step.times.packed_ns = launching;
+  step.times.launched_ns = launched;
   return true;
 }
 
@@ -208,6 +226,13 @@ Stats StepLoop::stats() const {
   // The scheduler has not heard of those that were submitted since the last round.
   stats.num_requests_waiting = std::max(stats.num_requests_waiting, stats.queued_requests);
   return stats;
+}
+
+std::pair<std::vector<BlockCell>, int32_t> StepLoop::block_map() {
+  std::pair map{watch_.cells(), watch_.blocks_per_cell()};
+  watch_.ask_for_sweep();
+  notifier_->notify();
+  return map;
 }
 
 }  // namespace asyncengine

@@ -17,6 +17,7 @@
 #include "step_loop/life_cycle.h"
 #include "step_loop/notifier.h"
 #include "step_loop/request_registry.h"
+#include "step_loop/step_watch.h"
 #include "step_loop/time_limit.h"
 
 namespace asyncengine {
@@ -80,11 +81,18 @@ class StepLoop {
   int wake_fd() const { return outbox_.wake_fd(); }
   std::string error() const { return life_.error(); }
   Stats stats() const;  // for any thread
+  // Whether steps are recorded. For the thread that submits, as the next two.
+  void watch(bool on) { watch_.watch(on); }
+  // The last `most` steps that were recorded.
+  std::vector<StepRecord> last_steps(size_t most) const { return watch_.last(most); }
+  // The map as it was found last time, and how many blocks a cell has; the next one is made meanwhile.
+  std::pair<std::vector<BlockCell>, int32_t> block_map();
   bool quiescent() const { return quiescent_.load(std::memory_order_acquire); }
 
  private:
   struct InFlightStep {
     StepPlan plan;
+    StepRecord times;
     bool leased = false;
     bool refused = false;  // its launch was
   };
@@ -94,6 +102,7 @@ class StepLoop {
   bool retire_oldest(int64_t now);
   bool fail_oldest(InFlightStep& step, int64_t now);
   bool launch_next(int64_t now);
+  void record(const InFlightStep& step, int64_t ready);
   bool none_in_flight() const { return oldest_step_ == next_step_; }
   int64_t now_ns() const { return config_.clock(); }
   void publish_stats();
@@ -115,6 +124,7 @@ class StepLoop {
   bool draining_ = false;           // a step failed: no launch before those in flight are over
   std::atomic<bool> quiescent_{true};
   PublishedStats stats_;
+  StepWatch watch_;
 };
 
 }  // namespace asyncengine

@@ -40,10 +40,16 @@ def assert_close(vectors: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) ->
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 @pytest.mark.parametrize("variant", ["gpt2", "llama", "mistral-window", "qwen2", "qwen3"])
 async def test_embeddings_are_those_of_transformers(tmp_path: Path, variant: str, chunk: int, depth: int) -> None:
+    await embeddings_are_those_of_transformers(tmp_path, {}, variant, chunk, depth)
+
+
+async def embeddings_are_those_of_transformers(
+    path: Path, device: dict[str, Any], variant: str, chunk: int, depth: int
+) -> None:
     model = tiny.build_model(variant)
-    model.save_pretrained(tmp_path)
-    settings = SETTINGS | {"prefill_chunk_size": chunk, "steps_in_flight": depth}
-    async with AsyncEngine.from_pretrained(tmp_path, progress=False, **settings) as engine:
+    model.save_pretrained(path)
+    settings = SETTINGS | device | {"prefill_chunk_size": chunk, "steps_in_flight": depth}
+    async with AsyncEngine.from_pretrained(path, progress=False, **settings) as engine:
         generated = asyncio.ensure_future(engine.generate([7, 8, 9], SamplingParams(max_tokens=20, temperature=0.0)))
         for pooling in POOLINGS:
             for hits in (False, True):
@@ -56,10 +62,14 @@ async def test_embeddings_are_those_of_transformers(tmp_path: Path, variant: str
 
 
 async def test_a_preempted_prompt_is_summed_up_anew(tmp_path: Path) -> None:
+    await preempted_prompts_are_summed_up_anew(tmp_path, {})
+
+
+async def preempted_prompts_are_summed_up_anew(path: Path, device: dict[str, Any]) -> None:
     model = tiny.build_model("llama")
-    model.save_pretrained(tmp_path)
-    settings = SETTINGS | {"num_kv_blocks": 8, "prefill_chunk_size": 1}
-    async with AsyncEngine.from_pretrained(tmp_path, progress=False, **settings) as engine:
+    model.save_pretrained(path)
+    settings = SETTINGS | device | {"num_kv_blocks": 8, "prefill_chunk_size": 1}
+    async with AsyncEngine.from_pretrained(path, progress=False, **settings) as engine:
         params = SamplingParams(max_tokens=110, temperature=0.0)
         generated = asyncio.ensure_future(engine.generate([7, 8, 9], params))
         output = await engine.embed(PROMPTS, pooling="mean", normalize=False)
@@ -158,13 +168,17 @@ def build_classifier(variant: str, **settings: Any) -> transformers.PreTrainedMo
 @pytest.mark.parametrize("chunk", [7, 64])
 @pytest.mark.parametrize("variant", ["gpt2", "llama", "mistral-window", "qwen2", "qwen3"])
 async def test_classes_are_those_of_transformers(tmp_path: Path, variant: str, chunk: int) -> None:
+    await classes_are_those_of_transformers(tmp_path, {}, variant, chunk)
+
+
+async def classes_are_those_of_transformers(path: Path, device: dict[str, Any], variant: str, chunk: int) -> None:
     labels = {0: "good", 1: "bad", 2: "neither"}
     model = build_classifier(variant, id2label=labels)
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(path)
     with torch.no_grad():
         wanted = torch.cat([model(torch.tensor([prompt])).logits for prompt in PROMPTS])
-    settings = SETTINGS | {"prefill_chunk_size": chunk}
-    async with AsyncEngine.from_pretrained(tmp_path, progress=False, **settings) as engine:
+    settings = SETTINGS | device | {"prefill_chunk_size": chunk}
+    async with AsyncEngine.from_pretrained(path, progress=False, **settings) as engine:
         output = await engine.classify(PROMPTS)
         assert output.labels == tuple(labels.values())
         assert_close(output.logits, wanted.numpy())

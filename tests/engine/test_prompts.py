@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 
 from asyncengine import (
+    AsyncEngine,
     ConfigError,
     ContextLengthError,
+    Conversation,
     EngineClosedError,
     EngineOverloadedError,
     InvalidRequestError,
     SamplingParams,
+    bundled_model,
 )
+from asyncengine.conversation import MAX_TEMPLATE
 from asyncengine.request import LONG_TEXT
 from asyncengine.sandbox import PIECE
 from asyncengine.testing import SimulatedEngine, no_leaks
@@ -237,3 +241,54 @@ async def test_without_a_tokenizer_token_ids_go_in_and_out(loop_name: str) -> No
                 await engine.generate(CANARY, SamplingParams(stop="."))
             with pytest.raises(ConfigError, match="skip_tokenizer_init"):
                 _ = engine.tokenizer
+
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}[end]{% endfor %}{{ tools | tojson if tools }}"
+    "{{ documents[0].text if documents }}{{ mood }}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.mark.parametrize("sandbox", [True, False])
+async def test_a_conversation_with_everything(sandbox: bool) -> None:
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "It is "}]
+    async with AsyncEngine.from_pretrained(bundled_model(), progress=False, sandbox=sandbox) as engine:
+
+        async def text(**options: Any) -> str:
+            prompt = Conversation(messages=chat, **{"chat_template": TEMPLATE} | options)
+            output = await engine.generate(prompt, SamplingParams(max_tokens=1))
+            return engine.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
+
+        both = "[user]Hi[end][assistant]It is[end]"
+        assert await text() == f"{both}[assistant]"
+        assert await text(add_generation_prompt=False) == both
+        assert await text(chat_template_kwargs={"mood": "!"}) == f"{both}![assistant]"
+        assert await text(documents=[{"text": "paper"}]) == f"{both}paper[assistant]"
+        assert await text(tools=[{"name": "f"}]) == both + '[{"name": "f"}][assistant]'
+        going_on = {"add_generation_prompt": False, "continue_final_message": True}
+        assert await text(**going_on) == "[user]Hi[end][assistant]It is "
+        assert (await text(chat_template=None, **going_on)).endswith("<|assistant|>It is ")
+        with pytest.raises(InvalidRequestError, match="does not show the final message"):
+            await text(chat_template="{{ messages[0].content }}", **going_on)
+        with pytest.raises(InvalidRequestError, match="chat template failed"):
+            await text(chat_template="{{ messages[9].content.x }}")
+        assert engine.debug_stats().queued_characters == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": ["x"]}, "messages"),
+        ({"tools": "x"}, "tools"),
+        ({"documents": [1]}, "documents"),
+        ({"add_generation_prompt": 1}, "add_generation_prompt"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"chat_template": "x" * (MAX_TEMPLATE + 1)}, "chat_template"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ],
+)
+def test_wrong_conversations(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as error:
+        Conversation(**{"messages": [{"role": "user", "content": "x"}]} | fields)
+    assert error.value.param == param

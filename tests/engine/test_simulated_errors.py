@@ -124,7 +124,6 @@ BAD_PARAMS: list[dict[str, Any]] = [
     {"n": 129},
     {"n": 1.0},
     {"n": True},
-    {"max_tokens": 0},
     {"max_tokens": -1},
     {"max_tokens": 2.0},
     {"temperature": -0.1},

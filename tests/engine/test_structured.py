@@ -312,7 +312,7 @@ async def test_explosive_grammars_end_in_time() -> None:
         {"json": {"type": "array", "minItems": 10**9, "items": {"type": "string", "minLength": 10**9}}},
         {"json": deep},
         {"json": {"enum": [f"value {i} " * 9 for i in range(9000)]}},
-        {"grammar": "start: start start start | start start | \"a\"\n"},
+        {"grammar": 'start: start start start | start start | "a"\n'},
     ]
     async with engine_with() as engine:
         other = asyncio.create_task(engine.generate(PROMPT, params(max_tokens=100, ignore_eos=True)))
@@ -327,8 +327,8 @@ async def test_explosive_grammars_end_in_time() -> None:
 
 
 async def test_grammars_are_kept_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncengine.request import StructuredOutputs
     from asyncengine.structured import grammars
+    from asyncengine.structured_outputs import StructuredOutputs
 
     tokenizer = Tokenizer.from_pretrained(str(bundled_model()))
     kept = Grammars(tokenizer, tokenizer.vocab_size, [tokenizer.eos_token_id or 0])
@@ -355,6 +355,10 @@ class ThinkingTokenizer:
     def template_has(marker: str) -> bool:
         return marker == "</think>"
 
+    @staticmethod
+    def decode(ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return "".join({300: "<think>", 301: "</think>"}.get(i, chr(96 + i)) for i in ids)
+
 
 @pytest.mark.parametrize(
     ("prompt", "is_chat", "under_way", "may_begin"),
@@ -363,7 +367,9 @@ class ThinkingTokenizer:
         ([1, 2], True, False, True),
         ([1, 300], True, True, False),
         ([1, 300], False, True, False),
-        ([300, 5, 301, 9], True, False, False),
+        ([300, 5, 301], True, False, False),
+        ([300, 5, 301, 9], True, False, True),  # of an earlier turn
+        ([300, 9], True, False, True),  # a message speaks of it
     ],
 )
 def test_where_reasoning_begins(prompt: list[int], is_chat: bool, under_way: bool, may_begin: bool) -> None:

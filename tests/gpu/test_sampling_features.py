@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncengine import AsyncEngine, InvalidRequestError, RequestOutput, SamplingParams
+from asyncengine import AsyncEngine, RequestOutput, SamplingParams
 from tests.engine.test_sampling_features import FEATURES, PROMPTS, SETTINGS, assert_logprobs, params, reference
 from tests.models import tiny
 
@@ -64,21 +64,5 @@ def test_neighbours_change_nothing(tmp_path: Path) -> None:
             alone = [await tokens(given) for given in cases]
             assert await asyncio.gather(*map(tokens, cases)) == alone
             assert alone[0] != alone[1]
-
-    asyncio.run(main())
-
-
-def test_last_states_are_served(tmp_path: Path) -> None:
-    async def main() -> None:
-        """Vectors of the GPU are the CPU's; means over a prompt are refused by name."""
-        tiny.build_model("qwen3").save_pretrained(tmp_path)
-        vectors = {}
-        for device in ("cpu", "cuda"):
-            async with AsyncEngine.from_pretrained(tmp_path, progress=False, **SETTINGS | {"device": device}) as engine:
-                vectors[device] = (await engine.embed(PROMPTS, pooling="last")).vectors
-                if device == "cuda":
-                    with pytest.raises(InvalidRequestError, match="pooling"):
-                        await engine.embed(PROMPTS, pooling="mean")
-        assert vectors["cuda"] == pytest.approx(vectors["cpu"], abs=1e-4)
 
     asyncio.run(main())

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,6 +26,8 @@ from asyncengine.runner import device_steps
 from asyncengine.runner.buckets import ANY_CONTEXT, Bucket
 from asyncengine.runner.device_steps import DeviceSteps
 from asyncengine.tokenization import placeholder_tokenizer
+from tests.engine.test_embedding import build_classifier
+from tests.engine.test_logits_processor import no_neighbours
 from tests.kernels.simulated_cuda import make_engine
 from tests.models import tiny
 
@@ -152,6 +155,7 @@ FEATURES: list[dict[str, Any]] = [
     {"presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.5, "logprobs": 3},
     {"logit_bias": {5: 4.0, 9: 4.0}, "no_repeat_ngram_size": 1, "temperature": 1.0, "seed": 4},
     {"allowed_token_ids": [4, 9, 31, 60], "logprobs": 2, "logprobs_mode": "processed_logprobs"},
+    {"logits_processor": no_neighbours, "repetition_penalty": 1.5, "logprobs": 3},
     {},
 ]
 
@@ -287,3 +291,57 @@ def test_short_contexts_of_many_rows_have_buckets_without_late_lanes():
     short = [(b.max_rows, b.max_context) for b in buckets if b.max_context < ANY_CONTEXT]
     assert late == [(rows, ANY_CONTEXT) for rows in (160, 192, 224, 256)]
     assert short == [(160, 192), (192, 192), (224, 128), (256, 128)]
+
+
+def test_vectors_are_the_cpus(checkpoint):
+    """Of prompts that come in chunks, beside a row that generates."""
+    path, _ = checkpoint("qwen3")
+
+    async def run(engine: AsyncEngine) -> list[Any]:
+        async with engine:
+            generated = asyncio.ensure_future(engine.generate(PROMPTS[1], greedy(2)))
+            vectors = [(await engine.embed(PROMPTS, pooling=pooling)).vectors for pooling in ("mean", "last")]
+            return [*vectors, (await generated).token_ids]
+
+    small = SMALL | {"prefill_chunk_size": 7}
+    ours = asyncio.run(run(make_engine(str(path), **small)))
+    theirs = asyncio.run(run(AsyncEngine.from_pretrained(str(path), device="cpu", progress=False, **small)))
+    assert ours[2] == theirs[2]
+    for mine, other in zip(ours[:2], theirs[:2], strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-5)
+
+
+def test_classes_are_the_cpus(tmp_path):
+    build_classifier("qwen3", num_hidden_layers=1, num_labels=3).save_pretrained(tmp_path)
+    small = SMALL | {"skip_tokenizer_init": True}
+
+    async def run(engine: AsyncEngine) -> Any:
+        async with engine:
+            return (await engine.classify(PROMPTS)).logits
+
+    ours = asyncio.run(run(make_engine(str(tmp_path), **small)))
+    theirs = asyncio.run(run(AsyncEngine.from_pretrained(str(tmp_path), device="cpu", progress=False, **small)))
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_scores_of_prompts_are_the_cpus(checkpoint, chunk):
+    """Also in steps of as many rows as tokens, where a row may have several samples all the same."""
+    path, _ = checkpoint("qwen3")
+    given = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True, prompt_logprobs=2)
+    small = SMALL | {"prefill_chunk_size": chunk}
+
+    async def run(engine: AsyncEngine) -> list[Any]:
+        async with engine:
+            jobs = [(prompt, given) for prompt in ([5, 9, 2, 7], [100, 3, 77])] + [(PROMPTS[1], greedy(2))]
+            return await asyncio.gather(*(engine.generate(prompt, params) for prompt, params in jobs))
+
+    ours = asyncio.run(run(make_engine(str(path), **small)))
+    theirs = asyncio.run(run(AsyncEngine.from_pretrained(str(path), device="cpu", progress=False, **small)))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.token_ids == other.token_ids
+        for a, b in zip(mine.prompt_logprobs or (), other.prompt_logprobs or (), strict=True):
+            assert (a is None) == (b is None)
+            if a is not None and b is not None:
+                assert (a.token_id, a.rank) == (b.token_id, b.rank)
+                assert a.logprob == pytest.approx(b.logprob, abs=1e-4)

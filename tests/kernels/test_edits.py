@@ -243,6 +243,32 @@ def test_a_record_without_room_is_left_out(device: torch.device) -> None:
     assert world.outputs[0, HEADS:].tolist() == [0] * (HEADS * REGION)
 
 
+@pytest.mark.parametrize("room", [VOCAB + 1, VOCAB + 2, VOCAB])
+def test_a_row_whose_mask_is_made_of_its_logits_gives_them(device: torch.device, room: int) -> None:
+    world = World(device)
+    sequence = Sequence(random.Random(3))
+    sequence.needs, sequence.mask = int(Need.mask | Need.logits | Need.penalties | Need.bias), []
+    world.fill(0, sequence)
+    world.step.sample_slot[1:] = -1
+    world.step.sample_records[0, 0], world.step.sample_records[0, 1] = 7, room
+    world.step.sample_position[0] = len(sequence.prompt + sequence.output)
+    logits = torch.randn(HEADS, VOCAB).to(device)
+    wanted = sequence.edited(logits[0].cpu()).float()
+    follow(world.source, world.step, world.features)
+    edit(logits, world.board, world.step, world.features)
+    sample(logits, world.step, world.source.header, world.outputs, needs=NEEDS)
+    withhold(logits, world.source, world.step, world.features, HEADS)
+    words = (world.outputs[0] & 0xFFFFFFFF).to(torch.int32).cpu()
+    fits = room > VOCAB
+    assert int(words[0]) == STEP_INPUT_LAYOUT["deferred" if fits else "not_finite"]
+    if fits:
+        region = words[HEADS + 7 :]
+        assert int(region[0]) == int(RecordKind.logits) << 24 | VOCAB
+        torch.testing.assert_close(region[1 : 1 + VOCAB].view(torch.float32), wanted)
+        assert room == VOCAB + 1 or int(region[1 + VOCAB]) == 0
+    assert world.step.slots.finished[world.slots[0]]
+
+
 @pytest.mark.parametrize(("head", "waits"), [(-1, True), (2 * 4, True), (2 * 5, False), (2 * 5 + 1, False)])
 def test_a_row_waits_for_the_mask_of_its_position(device: torch.device, head: int, waits: bool) -> None:
     world = World(device)
@@ -259,7 +285,7 @@ def test_a_row_waits_for_the_mask_of_its_position(device: torch.device, head: in
     follow(world.source, world.step, world.features)
     edit(moved, world.board, world.step, world.features)
     sample(moved, world.step, world.source.header, world.outputs, needs=NEEDS)
-    withhold(world.source, world.step, world.features)
+    withhold(moved, world.source, world.step, world.features, HEADS)
     token = int(world.outputs[0, 0]) & 0xFFFFFFFF
     assert token == (NO_MASK & 0xFFFFFFFF if waits else 11 if head % 2 else 9)
     assert world.step.slots.finished[world.slots[0]] == waits

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, fields
 
+from asyncengine.conversation import Conversation
 from asyncengine.errors import (
     ContextLengthError,
     EngineClosedError,
@@ -33,7 +34,7 @@ from asyncengine.request import (
     SamplingParams,
     Usage,
 )
-from asyncengine.stats import EngineStats
+from asyncengine.stats import BlockMap, EngineSnapshot, EngineStats, StepRecord, WakeRecord
 
 END = -1
 VOCABULARY = 0x110000
@@ -60,15 +61,31 @@ class Characters:
     def id_to_token(self, token_id: int) -> str:
         return chr(token_id)
 
+    def token_to_id(self, token: str) -> int | None:
+        return ord(token) if len(token) == 1 else None
+
+    def get_added_tokens_decoder(self) -> dict[int, object]:
+        return {}
+
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return "".join(map(chr, ids))
 
 
 class CharacterTokenizer:
-    """In place of a Tokenizer."""
+    """In place of a Tokenizer. A conversation is shown as ``FakeEngine`` does, whatever the template says."""
 
     backend = Characters()
     special_token_ids: frozenset[int] = frozenset()
+    has_chat_template = True
+
+    def __init__(self, chat_template: str = "{{ messages }}") -> None:
+        self.chat_template = chat_template
+
+    def template(self, *, with_tools: bool = False) -> str | None:
+        return self.chat_template
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return "".join(map(chr, ids))
 
 
 class FakeEngine:
@@ -85,12 +102,13 @@ class FakeEngine:
         step_s: float = 0.0,
         max_model_len: int = 256,
         repeat: int = 1,
+        chat_template: str = "{{ messages }}",
     ) -> None:
         self.answer = [ord(c) for c in answer] + ([END] if ends else [])
         self.step_s = step_s
         self.repeat = repeat
         self.model_info = ModelInfo(max_model_len=max_model_len)
-        self.tokenizer = CharacterTokenizer()
+        self.tokenizer = CharacterTokenizer(chat_template)
         self.health = "ready"
         self.overloaded = False
         self.open: dict[str, FakeStream] = {}
@@ -100,6 +118,7 @@ class FakeEngine:
         self.changed = asyncio.Condition()
         self.hold_at: int | None = None
         self.prompts: list[Prompt] = []
+        self.snapshots = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self._ids = itertools.count()
@@ -148,6 +167,20 @@ class FakeEngine:
         del counts["kv_cache_usage"]  # of the blocks
         return EngineStats.of(counts)
 
+    def snapshot(self) -> EngineSnapshot:
+        """Of an engine whose steps take a millisecond each."""
+        self.snapshots += 1
+        now = time.monotonic_ns()
+        starts = range(now - 20_000_000, now - 2_000_000, 1_000_000)
+        steps = (
+            StepRecord(i, t - 900_000, t - 800_000, t - 700_000, t + 1_000_000, t + 1_100_000, 3, 3)
+            for i, t in enumerate(starts)
+        )
+        wakes = (WakeRecord(t + 100_000, t + 150_000, t + 300_000) for t in starts)
+        used = len(self.open)
+        blocks = BlockMap(1, b"\xff" * used + bytes(64 - used), bytes(64), bytes(60) + b"\xff" * 4)
+        return EngineSnapshot(now, self.stats(), tuple(steps), tuple(wakes), blocks)
+
     async def submit(
         self,
         prompt: Prompt,
@@ -172,10 +205,14 @@ class FakeEngine:
         self.open[request_id] = stream
         self.submitted.append((request_id, params, priority, cache_salt))
         self.tenants.append(tenant)
-        self.prompts.append(list(prompt) if not isinstance(prompt, str) else prompt)
+        self.prompts.append(prompt if isinstance(prompt, str | Conversation) else list(prompt))
         self.prompt_tokens += len(ids)
         await self._notify()
         return stream
+
+    async def tokenize(self, prompt: Prompt) -> list[int]:
+        self._check_health()
+        return self._tokenize(prompt)
 
     async def generate(
         self,
@@ -251,8 +288,9 @@ class FakeEngine:
     def _tokenize(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return [ord(c) for c in prompt]
-        if isinstance(prompt[0], dict):
-            return [ord(c) for m in prompt for c in f"{m['role']}: {m['content']}\n"]
+        if isinstance(prompt, Conversation) or isinstance(prompt[0], dict):
+            messages = prompt.messages if isinstance(prompt, Conversation) else prompt
+            return [ord(c) for m in messages for c in f"{m['role']}: {m['content']}\n"]
         for token in prompt:
             if not 0 <= token < VOCABULARY:
                 raise InvalidRequestError(f"prompt: token id {token} is not in the vocabulary", param="prompt")

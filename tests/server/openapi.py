@@ -38,6 +38,11 @@ ERROR = _closed(
         code=_or_null(STRING),
     )
 )
+MESSAGES_ERROR = _closed(
+    type={"const": "error"},
+    error=_closed(type=STRING, message=STRING | {"minLength": 1}),
+    request_id=STRING,
+)
 USAGE = _closed(
     prompt_tokens=COUNT,
     completion_tokens=COUNT,
@@ -99,15 +104,20 @@ def _get(operation: str, content: Schema, *statuses: str, **more: Any) -> Schema
     return {"get": {"operationId": operation, "responses": responses, **more}}
 
 
-def _post(operation: str, body: str, response: str) -> Schema:
+def _post(operation: str, body: str, response: str, error: str = "Error") -> Schema:
+    errors = {status: each | {"content": _json(_ref(error))} for status, each in _ERRORS.items()}
     ok = {"description": "A document, or events.", "content": _json(_ref(response)) | {"text/event-stream": {}}}
     return {
         "post": {
             "operationId": operation,
             "requestBody": {"required": True, "content": _json(_ref(body))},
-            "responses": {"200": ok} | _ERRORS,
+            "responses": {"200": ok} | errors,
         }
     }
+
+
+def _common_without(*names: str) -> Schema:
+    return {name: schema for name, schema in _COMMON.items() if name not in names}
 
 
 def _many(schema: Schema) -> Schema:
@@ -137,6 +147,48 @@ def _document(kind: str, logprobs: Schema, **choice: Schema) -> Schema:
     )  # fmt: skip
 
 
+_RESPONSE_ITEM = _closed(
+    id=STRING,
+    status={"enum": ["completed", "incomplete"]},
+    type={"const": "message"},
+    role={"const": "assistant"},
+    content=_many(_closed(type={"const": "output_text"}, text=STRING, annotations=_many({}), logprobs=_many({}))),
+)
+_RESPONSE = _object(
+    ["id", "object", "status", "output", "usage", "metadata"],
+    id=STRING,
+    object={"const": "response"},
+    status={"enum": ["completed", "incomplete"]},
+    output=_many(_RESPONSE_ITEM),
+    usage=_closed(
+        input_tokens=COUNT,
+        input_tokens_details=_closed(cached_tokens=COUNT, cache_write_tokens=COUNT),
+        output_tokens=COUNT,
+        output_tokens_details=_closed(reasoning_tokens=COUNT),
+        total_tokens=COUNT,
+    ),
+    metadata={"type": "object", "additionalProperties": STRING},
+)
+_INPUT_TEXT = _object(["type", "text"], type={"const": "input_text"}, text=_TEXT)
+_INPUT_ITEM = _object(
+    ["role", "content"], role={"enum": ["system", "developer", "user", "assistant"]},
+    content={"anyOf": [_TEXT, {"type": "array", "minItems": 1, "maxItems": 3, "items": _INPUT_TEXT}]},
+)  # fmt: skip
+_TURN = _object(["role", "content"], role={"enum": ["user", "assistant", "system"]}, content=_CONTENT)
+_REPLY = _closed(
+    id=STRING,
+    type={"const": "message"},
+    role={"const": "assistant"},
+    model={"const": "stories"},
+    content=_many(_closed(type={"const": "text"}, text=STRING)),
+    stop_reason={"enum": ["end_turn", "max_tokens", "stop_sequence"]},
+    stop_sequence=_or_null(STRING),
+    usage=_closed(
+        input_tokens=COUNT, output_tokens=COUNT, cache_read_input_tokens=COUNT, cache_creation_input_tokens=COUNT
+    ),
+)
+_ID = [{"name": "id", "in": "path", "required": True, "schema": STRING}]
+
 DESCRIPTION: Schema = {
     "openapi": "3.1.0",
     "info": {"title": "asyncengine", "version": "1"},
@@ -147,11 +199,14 @@ DESCRIPTION: Schema = {
             "models", _json(_closed(object={"const": "list"}, data={"type": "array", "items": _ref("Card")})), "503"
         ),
         "/v1/models/{id}": _get(
-            "model", _json(_ref("Card")), "404", "503",
-            parameters=[{"name": "id", "in": "path", "required": True, "schema": STRING}],
+            "model", _json(_ref("Card")), "404", "503", parameters=_ID,
         ),
         "/v1/completions": _post("completion", "CompletionBody", "Completion"),
         "/v1/chat/completions": _post("chat", "ChatBody", "ChatCompletion"),
+        "/v1/responses": _post("respond", "ResponseBody", "Response"),
+        "/v1/responses/{id}": _get("response", _json(_ref("Response")), "404", "503", parameters=_ID),
+        "/v1/messages": _post("message", "MessageBody", "Message", "MessagesError"),
+        "/v1/messages/count_tokens": _post("count", "CountBody", "Count", "MessagesError"),
     },
     "components": {
         "schemas": {
@@ -163,6 +218,25 @@ DESCRIPTION: Schema = {
                 ["messages"], messages={"type": "array", "minItems": 1, "maxItems": 4, "items": _MESSAGE},
                 logprobs=_or_null(BOOLEAN), **_COMMON
             ),
+            "MessagesError": MESSAGES_ERROR,
+            "ResponseBody": _object(
+                ["input"],
+                input={"anyOf": [_TEXT, {"type": "array", "minItems": 1, "maxItems": 3, "items": _INPUT_ITEM}]},
+                instructions=_or_null(STRING), max_output_tokens={"type": "integer", "minimum": 1, "maximum": 8},
+                store=_or_null(BOOLEAN), **_common_without("n", "max_tokens", "max_completion_tokens"),
+            ),
+            "MessageBody": _object(
+                ["messages", "max_tokens"], max_tokens={"type": "integer", "minimum": 1, "maximum": 8},
+                messages={"type": "array", "minItems": 1, "maxItems": 4, "items": _TURN}, system=_or_null(_CONTENT),
+                **_common_without("n", "max_tokens", "max_completion_tokens"),
+            ),
+            "CountBody": _object(
+                ["messages"], messages={"type": "array", "minItems": 1, "maxItems": 4, "items": _TURN},
+                system=_or_null(_CONTENT),
+            ),
+            "Count": _closed(input_tokens=COUNT),
+            "Response": _RESPONSE,
+            "Message": _REPLY,
             "Completion": _document("text_completion", _COMPLETION_LOGPROBS, text=STRING),
             "ChatCompletion": _document(
                 "chat.completion",

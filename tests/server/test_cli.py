@@ -17,7 +17,8 @@ import pytest
 from fake_engine import FakeEngine
 
 from asyncengine.cli import flags
-from asyncengine.cli.main import COMMANDS, main
+from asyncengine.cli.main import main
+from asyncengine.cli.parser import COMMANDS
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
 from asyncengine.request import SamplingParams
@@ -46,7 +47,8 @@ def test_every_field_is_a_flag(cls: type, capsys: pytest.CaptureFixture[str]) ->
         parse("--help", cls=cls)
     text = capsys.readouterr().out
     for field in dataclasses.fields(cls):
-        assert f"--{field.name.replace('_', '-')}" in text
+        takes_a_function = field.name == "logits_processor"
+        assert (f"--{field.name.replace('_', '-')}" in text) != takes_a_function
 
 
 def test_only_given_values_are_passed_on() -> None:
@@ -80,6 +82,14 @@ def test_mappings_are_given_by_entries(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit):
         parse("--logit-bias", "5", cls=SamplingParams)
     assert "--logit-bias" in capsys.readouterr().err
+
+
+def test_structures_are_given_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    given = parse("--structured-outputs", '{"regex": "a+"}', cls=SamplingParams)
+    assert given == {"structured_outputs": {"regex": "a+"}}
+    with pytest.raises(SystemExit):
+        parse("--structured-outputs", "[1]", cls=SamplingParams)
+    assert "invalid json_object value: '[1]'" in capsys.readouterr().err
 
 
 def test_environment_stands_in_for_flags(monkeypatch: pytest.MonkeyPatch) -> None:

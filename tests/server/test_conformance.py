@@ -299,7 +299,7 @@ def test_25_tokenize_and_detokenize(http: Client) -> None:
         ({"prompt": ""}, "prompt"),
         ({"prompt": "a", "messages": USER}, "prompt"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "nobody", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         ({"prompt": 3}, "prompt"),
         ({"prompt": "word " * 100_000}, "prompt"),
     ):

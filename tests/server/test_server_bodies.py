@@ -68,7 +68,8 @@ TOO_LONG: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": USER * 16_385}, "messages"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 16_384}]}, "messages"),
     (CHAT, {"messages": USER, "tools": [{}] * 100_000}, "tools"),
-    (CHAT, {"messages": [*USER, {"role": "user", "tool_calls": [[]] * 100_000}]}, "messages[1].tool_calls"),
+    (CHAT, {"messages": [*USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * 16_384}]},
+     "messages"),
 ]  # fmt: skip
 
 

@@ -57,8 +57,8 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": ["hi"]}, "messages[0]"),
     (CHAT, {"messages": [{"content": "hi"}]}, "messages[0]"),
     (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
-    (CHAT, {"messages": [*USER, {"role": "robot", "content": "x"}]}, "messages[1].role"),
-    (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    (CHAT, {"messages": [*USER, {"role": "", "content": "x"}]}, "messages[1].role"),
+    (CHAT, {"messages": [{"role": "tool", "tool_call_id": "x"}]}, "messages[0].content"),
     (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
     (CHAT, {"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
     (
@@ -76,7 +76,7 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
     (
         CHAT,
         {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
-        "messages[0].tool_calls",
+        "messages[0].tool_calls[0]",
     ),
 ]
 COMMON: list[tuple[str, Any, str]] = [
@@ -136,7 +136,7 @@ ONLY: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt": "x", "suffix": "y"}, "suffix"),
     (CHAT, {"messages": USER, "top_logprobs": 2}, "top_logprobs"),
     (CHAT, {"messages": USER, "echo": True}, "echo"),
-    (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, "tools"),
+    (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, "tools[0].function"),
     (CHAT, {"messages": USER, "tool_choice": "required"}, "tool_choice"),
     (CHAT, {"messages": USER, "functions": [{}]}, "functions"),
 ]
@@ -192,7 +192,7 @@ async def test_one_bad_prompt_of_several_aborts_the_others() -> None:
 async def test_routes_methods_models() -> None:
     async with serving(FakeEngine()) as site:
         for method, path in [
-            ("GET", "/"),
+            ("GET", "/page/"),
             ("GET", "/v1"),
             ("POST", "/v1/completions/x"),
             ("GET", "/v2/models"),

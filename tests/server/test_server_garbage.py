@@ -21,7 +21,7 @@ MESSAGES = USER * 50
 PROMPTS = ["hello"] * 5
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": [*MESSAGES, {"role": "user", "content": 5}]}),
-    (CHAT, {"messages": [*MESSAGES, {"role": "robot", "content": "x"}]}),
+    (CHAT, {"messages": [*MESSAGES, {"role": "", "content": "x"}]}),
     (CHAT, {"messages": [*MESSAGES, {"role": "user", "content": [{"type": "image"}]}]}),
     (CHAT, {"messages": MESSAGES, "temperature": 9}),
     (CHAT, {"messages": MESSAGES, "tools": [{}]}),

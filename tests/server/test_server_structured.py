@@ -81,6 +81,10 @@ async def test_extensions() -> None:
         jsonschema.validate(json.loads(await text(guided_json=json.dumps(SCHEMA))), SCHEMA)
         assert re.fullmatch("a{3,5}", await text(structured_outputs={"regex": "a{3,5}"}))
         assert (await text(response_format={"type": "json_object"})).startswith("{")
+        properties = {"properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
+        for dialect in ("schema", "value"):  # llama.cpp's, and Hugging Face's
+            answer = await text(response_format={"type": "json_object", dialect: {"type": "object"} | properties})
+            assert json.loads(answer).keys() == {"ok"}
 
 
 @pytest.mark.parametrize(

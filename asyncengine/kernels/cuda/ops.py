@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from asyncengine._core import Need
 from asyncengine.kernels.cuda.attention.run import BucketAttention
 from asyncengine.kernels.cuda.gpu import Gpu, describe
 from asyncengine.kernels.cuda.launch.programmatic import TmaOptions
@@ -131,7 +132,8 @@ class CudaOps:
         return x
 
     def hidden(self, residual: Residual, norm: Norm, batch: CudaBatch) -> Tensor:
-        return residual.read_by_kernel(norm, batch.step.sample_index, pdl=self.options.pdl)
+        index = None if batch.needs & Need.mean else batch.step.sample_index
+        return residual.read_by_kernel(norm, index, pdl=self.options.pdl)
 
     def logits(
         self, residual: Residual, norm: Norm, handle: CudaLinear, batch: CudaBatch, softcap: float = 0.0

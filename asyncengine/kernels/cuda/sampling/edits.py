@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncengine._core import STEP_INPUT_LAYOUT, EntryKind, Need
+from asyncengine._core import STEP_INPUT_LAYOUT, EntryKind, Need, RecordKind
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options, wait
 from asyncengine.kernels.cuda.sampling.features import KINDS, PENALTIES, SlotFeatures
-from asyncengine.kernels.cuda.sampling.results import NO_TOKEN, store_word
+from asyncengine.kernels.cuda.sampling.results import END_OF_RECORDS, NO_TOKEN, NOT_FINITE, store_word, store_words
 from asyncengine.kernels.cuda.step.ingest import StepSource
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
 
@@ -28,9 +28,12 @@ PROCESSED = tl.constexpr(STEP_INPUT_LAYOUT["parameter.processed_logprobs"])
 SCORE_ONLY = tl.constexpr(STEP_INPUT_LAYOUT["parameter.score_only"])
 HEAD_WORDS = tl.constexpr(STEP_INPUT_LAYOUT["mask_head_words"])
 NO_MASK = tl.constexpr(STEP_INPUT_LAYOUT["no_mask"])
+_DEFERRED = tl.constexpr(STEP_INPUT_LAYOUT["deferred"])
 FLAGS = tl.constexpr(STEP_INPUT_LAYOUT["parameter.flags"])
 _LOGPROBS = tl.constexpr(int(Need.logprobs))
 _MASK = tl.constexpr(int(Need.mask))
+_LOGITS = tl.constexpr(int(Need.logits))
+_LOGITS_RECORD = tl.constexpr(int(RecordKind.logits))
 _LISTS = tl.constexpr(int(Need.bias))
 _BIAS = tl.constexpr(int(EntryKind.bias))
 _BANNED = tl.constexpr(int(EntryKind.banned_words))
@@ -271,9 +274,15 @@ def _withhold_kernel(
     width: tl.tensor,
     places: tl.tensor,
     finished: tl.tensor,
+    logits: tl.tensor,
+    row_stride: tl.tensor,
+    vocab: tl.tensor,
+    sample_records: tl.tensor,
     header: tl.tensor,
     out_words: tl.tensor,
     ring_stride: tl.tensor,
+    records_begin: tl.tensor,
+    TILE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     wait(PDL)
@@ -289,17 +298,45 @@ def _withhold_kernel(
     has_mask = (needs & _MASK) != 0
     if tl.load(sample_mask + row, mask=has_mask, other=0) == NO_MASK:
         tl.store(finished + slot, 1)
-        store_word(header, out_words, ring_stride, row, NO_MASK)
+        if (needs & _LOGITS) == 0:
+            store_word(header, out_words, ring_stride, row, NO_MASK)
+        else:
+            begin = records_begin + tl.load(sample_records + 2 * row)
+            room = tl.load(sample_records + 2 * row + 1)
+            if room > vocab:
+                store_word(header, out_words, ring_stride, begin, vocab + (_LOGITS_RECORD << 24))
+                for start in range(0, vocab, TILE):
+                    i = start + tl.arange(0, TILE)
+                    logit = tl.load(logits + row * row_stride + i, mask=i < vocab, other=0.0)
+                    store_words(header, out_words, ring_stride, begin + 1 + i, logit, i < vocab)
+                if room > vocab + 1:
+                    store_word(header, out_words, ring_stride, begin + 1 + vocab, END_OF_RECORDS)
+                store_word(header, out_words, ring_stride, row, _DEFERRED)
+            else:
+                store_word(header, out_words, ring_stride, row, NOT_FINITE)
+    elif (needs & (_LOGITS | _LOGPROBS)) == _LOGITS:  # a token whose row has room for records, and that has none
+        begin = records_begin + tl.load(sample_records + 2 * row)
+        store_word(header, out_words, ring_stride, begin, END_OF_RECORDS)
 
 
-def withhold(source: StepSource, step: DeviceStep, features: SlotFeatures, *, pdl: bool = False) -> None:
+def withhold(
+    logits: Tensor,
+    source: StepSource,
+    step: DeviceStep,
+    features: SlotFeatures,
+    records_begin: int,
+    *,
+    pdl: bool = False,
+) -> None:
     """After ``sample``: take back the tokens of rows that give none.
 
-    Rows whose masks had not come rest until the host brings their tokens; prompts that are only scored have ended.
+    Rows whose masks had not come rest until the host brings their tokens; prompts that are only scored have ended. Rows
+    with Need.logits hand out their logits [N, V], float32, as a record behind word ``records_begin``.
     """
-    _withhold_kernel[(len(step.sample_slot),)](
+    _withhold_kernel[(len(logits),)](
         step.sample_slot, step.sample_mask, step.slots.needs, features.words, features.words.shape[1], features.places,
-        step.slots.finished, source.header, source.outputs, source.outputs.shape[1], num_warps=1, **launch_options(pdl),
+        step.slots.finished, logits, logits.stride(0), logits.shape[1], step.sample_records, source.header,
+        source.outputs, source.outputs.shape[1], records_begin, TILE=_TILE, num_warps=4, **launch_options(pdl),
     )  # fmt: skip
 
 

@@ -2,11 +2,17 @@
 
 One launch, after the sampler: each program leaves of its tile of a row what the last program of the row merges.
 ``csrc/platform/logprobs.h`` writes the same record on the CPU.
+
+The k most probable tokens are found in two steps. A row is cut into groups of neighbouring tokens, and each tile leaves
+the maximum of each of its groups. The k groups that rank first by their maxima have the k most probable tokens: a token
+in another group has k tokens before it, the maxima of these. So of a row the last program looks at k groups alone.
 """
 
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -18,7 +24,7 @@ from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options, wait
 from asyncengine.kernels.cuda.sampling.edits import FLAGS, PARAMETERS, PROCESSED, SCORE_ONLY, keeps_raw, of_kind
 from asyncengine.kernels.cuda.sampling.features import KINDS, SlotFeatures
-from asyncengine.kernels.cuda.sampling.filters import NO_RANK, inverse, rank_of
+from asyncengine.kernels.cuda.sampling.filters import LAST_INDEX, NO_RANK, inverse, rank_of
 from asyncengine.kernels.cuda.sampling.finish import arrive, token_of
 from asyncengine.kernels.cuda.sampling.results import END_OF_RECORDS, store_word, store_words
 from asyncengine.kernels.cuda.step.ingest import StepSource
@@ -30,6 +36,18 @@ _NAMED = tl.constexpr(int(EntryKind.named_tokens))
 _KIND = tl.constexpr(int(RecordKind.logprobs))
 _TOP_LOGPROBS = tl.constexpr(STEP_INPUT_LAYOUT["parameter.top_logprobs"])
 _TILE = 4096
+
+
+@triton.jit
+def _first(ranks: tl.tensor, count: tl.tensor, begin: tl.constexpr, SIZE: tl.constexpr) -> tl.tensor:
+    """Indices of the first ``count`` of ranks that differ, in order, at the places from ``begin`` of int32 [SIZE]."""
+    place = tl.arange(0, SIZE)
+    found = tl.full([SIZE], LAST_INDEX, tl.int32)
+    for i in range(0, count):
+        best = tl.max(ranks)
+        found = tl.where(place == begin + i, token_of(best), found)
+        ranks = tl.where(ranks == best, NO_RANK, ranks)
+    return found
 
 
 @triton.jit
@@ -45,13 +63,15 @@ def _store_logprobs(
     tile_max: tl.tensor,
     tile_sum: tl.tensor,
     tile_greater: tl.tensor,
-    tile_top: tl.tensor,
+    group_max: tl.tensor,
     begin: tl.tensor,
     room: tl.tensor,
     header: tl.tensor,
     out_words: tl.tensor,
     ring_stride: tl.tensor,
     TILES: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
     TOP: tl.constexpr,
     PAIRS: tl.constexpr,
 ) -> None:
@@ -65,15 +85,16 @@ def _store_logprobs(
     there = maxima > float("-inf")
     total = tl.sum(tl.where(there, sums * tl.exp((maxima - highest) * inverse_heat), 0.0), 0)
 
-    place = tl.arange(0, TILES * TOP)
-    candidate = (place // TOP < num_tiles) & (place % TOP < top)
-    ranks = tl.load(tile_top + place, mask=candidate, other=NO_RANK, cache_modifier=".cg")
+    group = tl.arange(0, GROUPS)
+    present = (group * GROUP < vocab) & (top > 0)
+    peaks = tl.load(group_max + group, mask=present, other=float("-inf"), cache_modifier=".cg")
+    groups = _first(tl.where(present, rank_of(peaks, group), NO_RANK), top, 0, TOP)
+    index = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    candidate = (tl.arange(0, TOP)[:, None] < top) & (index < vocab)
+    logit = tl.load(logits + index, mask=candidate, other=float("-inf"))
+    token = _first(tl.where(candidate, rank_of(logit, index), NO_RANK), top, 1, PAIRS)
     pair = tl.arange(0, PAIRS)
-    token = tl.zeros([PAIRS], tl.int32) + chosen
-    for i in range(0, top):
-        best = tl.max(ranks, 0)
-        token = tl.where(pair == 1 + i, token_of(best), token)
-        ranks = tl.where(ranks == best, NO_RANK, ranks)
+    token = tl.where(pair == 0, chosen, token)
     is_named = (pair > top) & (pair <= top + num_named)
     token = tl.where(is_named, tl.load(named + pair - 1 - top, mask=is_named, other=0), token)
     logit = tl.load(logits + token, mask=(token >= 0) & (token < vocab), other=float("-inf"))
@@ -111,13 +132,15 @@ def _logprobs_kernel(
     tile_max: tl.tensor,
     tile_sum: tl.tensor,
     tile_greater: tl.tensor,
-    tile_top: tl.tensor,
+    group_max: tl.tensor,
     header: tl.tensor,
     out_words: tl.tensor,
     ring_stride: tl.tensor,
     records_begin: tl.tensor,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
     TOP: tl.constexpr,
     PAIRS: tl.constexpr,
     PDL: tl.constexpr,
@@ -154,27 +177,31 @@ def _logprobs_kernel(
     chosen = tl.where(is_scored, next_token, tl.load(last_token + slot))
     chosen = tl.minimum(tl.maximum(chosen, 0), vocab - 1)
 
-    index = tile * TILE + tl.arange(0, TILE)
+    OF_TILE: tl.constexpr = TILE // GROUP
+    group = tile * OF_TILE + tl.arange(0, OF_TILE)
+    index = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     logit = tl.load(row_logits + index, mask=index < vocab, other=float("-inf"))
-    maximum = tl.max(logit, 0)
+    peaks = tl.max(logit, 1)
+    tl.store(group_max + row * num_tiles * OF_TILE + group, peaks, mask=(group * GROUP < vocab) & (top > 0))
+    maximum = tl.max(peaks, 0)
     reference = tl.where(maximum > float("-inf"), maximum, 0.0)
     out = row * num_tiles + tile
     tl.store(tile_max + out, maximum)
-    tl.store(tile_sum + out, tl.sum(tl.exp((logit - reference) * inverse_heat), 0))
-    tl.store(tile_greater + out, tl.sum((logit > tl.load(row_logits + chosen)).to(tl.int32), 0))
-    ranks = tl.where(index < vocab, rank_of(logit, index), NO_RANK)
-    for i in range(0, top):
-        best = tl.max(ranks, 0)
-        tl.store(tile_top + out * TOP + i, best)
-        ranks = tl.where(ranks == best, NO_RANK, ranks)
+    tl.store(tile_sum + out, tl.sum(tl.exp((logit - reference) * inverse_heat)))
+    tl.store(tile_greater + out, tl.sum((logit > tl.load(row_logits + chosen)).to(tl.int32)))
     if arrive(arrivals + row, num_tiles):
         named, num_named = of_kind(words, places, _NAMED)
         first = row * num_tiles
         _store_logprobs(
             row_logits, vocab, inverse_heat, chosen, top, named, tl.minimum(num_named, PAIRS - 1 - TOP), num_tiles,
-            tile_max + first, tile_sum + first, tile_greater + first, tile_top + first * TOP,
-            place, room, header, out_words, ring_stride, TILES, TOP, PAIRS,
+            tile_max + first, tile_sum + first, tile_greater + first, group_max + first * OF_TILE,
+            place, room, header, out_words, ring_stride, TILES, GROUP, GROUPS, TOP, PAIRS,
         )  # fmt: skip
+
+
+def _group_size(vocab: int, top: int) -> int:
+    """For about as many groups as there are tokens in ``top`` of them: the last program ranks both."""
+    return min(_TILE, max(16, 1 << round(math.log2(max(1, vocab / top)) / 2)))
 
 
 def store_logprobs(
@@ -199,6 +226,8 @@ def store_logprobs(
     num_tiles = triton.cdiv(vocab, _TILE)
     slots = step.slots
     top_size = triton.next_power_of_2(max(1, most))
+    group = _group_size(vocab, top_size)
+    groups = num_tiles * (_TILE // group)
 
     def scratch(dtype: torch.dtype, width: int = 1) -> Tensor:
         return torch.empty((rows, num_tiles * width), dtype=dtype, device=logits.device)
@@ -207,8 +236,9 @@ def store_logprobs(
         logits, logits.stride(0), vocab, raw, step.sample_slot, step.sample_records, step.sample_arrivals, slots.needs,
         slots.temperature, slots.last_token, features.words, features.words.shape[1], features.places,
         step.sample_position, features.history, features.history.shape[1],
-        scratch(torch.float32), scratch(torch.float32), scratch(torch.int32), scratch(torch.int64, top_size),
+        scratch(torch.float32), scratch(torch.float32), scratch(torch.int32), scratch(torch.float32, _TILE // group),
         source.header, source.outputs, source.outputs.stride(0), records_begin,
-        TILE=_TILE, TILES=max(16, triton.next_power_of_2(num_tiles)), TOP=top_size,
+        TILE=_TILE, TILES=max(16, triton.next_power_of_2(num_tiles)), GROUP=group,
+        GROUPS=triton.next_power_of_2(groups), TOP=top_size,
         PAIRS=triton.next_power_of_2(1 + top_size + MAX_NAMED_TOKENS), num_warps=8, **launch_options(pdl),
     )  # fmt: skip

@@ -111,10 +111,18 @@ def make_source(inputs: Tensor, outputs: Tensor, device: torch.device, *, fetch:
     return source
 
 
-def ingest(source: StepSource, step: DeviceStep, block_size: int, pdl: bool = False, needs: int = 0) -> None:
+def ingest(
+    source: StepSource,
+    step: DeviceStep,
+    block_size: int,
+    pdl: bool = False,
+    needs: int = 0,
+    several: bool = False,
+) -> None:
     """Take in the next StepInput, which must fit the step's bucket. One launch, or two if it lies on the host.
 
-    needs: bits of _core.Need that its rows may have.
+    needs: bits of _core.Need that its rows may have. several: a row may have several samples, or one that appends
+    nothing, also where the step has no more samples than rows.
     """
     slots = step.slots
     ring, words = source.inputs.shape
@@ -158,7 +166,7 @@ def ingest(source: StepSource, step: DeviceStep, block_size: int, pdl: bool = Fa
         rows,
         tokens,
         step.num_samples,
-        MULTI=step.num_samples > rows,
+        MULTI=several or step.num_samples > rows,
         DRAFTS=0 if slots.draft_tokens is None else slots.draft_tokens.shape[1],
         RECORDS=bool(needs & RECORD_NEEDS),
         ENTRIES=bool(needs & ENTRY_NEEDS),

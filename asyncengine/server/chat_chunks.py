@@ -1,0 +1,140 @@
+"""Deltas of chat completions as events."""
+
+from __future__ import annotations
+
+from asyncengine.request import RequestDelta, Usage
+from asyncengine.server.generation import Job
+from asyncengine.server.parsing import OutputParser, ParsedDelta, ToolCallDelta
+from asyncengine.server.parsing.choose import Parsing, ReasoningTokens
+from asyncengine.server.protocol import UsageBody
+from asyncengine.server.sse import ChunkFormat, encode
+
+_ROLE = b'"delta":{"role":"assistant","content":""}'
+
+
+class ChatFormat(ChunkFormat):
+    """Each choice opens with the role and closes with an empty delta and the finish reason."""
+
+    object = "chat.completion.chunk"
+    before_text = b'"delta":{"content":'
+    after_text = b"}"
+
+    def __init__(self, response_id: str, created: int, model: str) -> None:
+        super().__init__(response_id, created, model)
+        self._opened: set[int] = set()
+
+    def events(self, index: int, delta: RequestDelta, usage: bytes) -> bytes:
+        out = self.text(index, delta.text, usage) if delta.text else b""
+        if index not in self._opened:
+            self._opened.add(index)
+            out = self._chunk(index, _ROLE, usage) + out
+        if delta.finish_reason is not None:
+            out += self._chunk(index, b'"delta":{}', usage, delta.finish_reason)
+        return out
+
+
+class DetailedFormat(ChatFormat):
+    """Chunks with log probabilities, with the token ids that they stand for, or with both.
+
+    The first chunk of the response also has the token ids of the prompt.
+    """
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job.id, job.created, job.model)
+        self._with_ids = bool(job.body.return_token_ids)
+        self._logprobs = job.choice_logprobs
+
+    def events(self, index: int, delta: RequestDelta, usage: bytes) -> bytes:
+        out = b""
+        if index not in self._opened:
+            first = self._with_ids and not self._opened
+            prompt = b',"prompt_token_ids":' + encode(self.streams[0].prompt_token_ids) if first else b""
+            self._opened.add(index)
+            out = self._chunk(index, _ROLE, usage + prompt)
+        logprobs = None if self._logprobs is None else self._logprobs.chat(index, delta)
+        if delta.text or logprobs is not None or (self._with_ids and delta.token_ids):
+            payload = self.before_text + encode(delta.text) + self.after_text
+            if self._with_ids:
+                payload += b',"token_ids":' + encode(delta.token_ids)
+            out += self._chunk(index, payload, usage, logprobs=encode(logprobs))
+        if delta.finish_reason is not None:
+            out += self._chunk(index, b'"delta":{}', usage, delta.finish_reason)
+        return out
+
+
+class ParsedFormat(ChatFormat):
+    """Chunks with reasoning and tool calls, and with the details of ``DetailedFormat`` if they are asked for.
+
+    Details go with the first chunk of a delta: log probabilities are those of all tokens, of calls and reasoning too.
+    """
+
+    def __init__(self, job: Job, parsing: Parsing) -> None:
+        super().__init__(job.id, job.created, job.model)
+        self._job = job
+        self._parsing = parsing
+        self._parsers: dict[int, tuple[OutputParser, ReasoningTokens | None]] = {}
+        self._called: set[int] = set()
+        self._with_ids = bool(job.body.return_token_ids)
+        self._logprobs = job.choice_logprobs
+
+    def usage_of(self, parts: list[Usage]) -> UsageBody:
+        counts = [counter.count for _, counter in self._parsers.values() if counter is not None]
+        return UsageBody.of(parts, sum(counts) if counts else None)
+
+    def events(self, index: int, delta: RequestDelta, usage: bytes) -> bytes:
+        out = b""
+        if index not in self._parsers:
+            out = self._open(index, usage)
+        parser, counter = self._parsers[index]
+        if counter is not None:
+            counter.push(delta.token_ids)
+        parsed = [parser.push(delta.text)] if delta.text else []
+        if delta.finish_reason is not None:
+            parsed.append(parser.finish())
+        payloads = [payload for piece in parsed for payload in self._payloads(index, piece)]
+        details, logprobs = self._details(index, delta)
+        if details is not None and not payloads:
+            payloads.append(b'"delta":{"content":""}')
+        for payload in payloads:
+            out += self._chunk(index, payload + (details or b""), usage, logprobs=logprobs)
+            details, logprobs = None, b"null"
+        if delta.finish_reason is not None:
+            called = index in self._called and delta.finish_reason == "stop"
+            out += self._chunk(index, b'"delta":{}', usage, "tool_calls" if called else delta.finish_reason)
+        return out
+
+    def _open(self, index: int, usage: bytes) -> bytes:
+        prompt = self.streams[index // self._job.params.n].prompt_token_ids
+        ids = b',"prompt_token_ids":' + encode(prompt) if self._with_ids and not self._parsers else b""
+        tokenizer = self._job.tokenizer
+        self._parsers[index] = (
+            self._parsing.parser(tokenizer, prompt),
+            self._parsing.reasoning_tokens(tokenizer, prompt),
+        )
+        return self._chunk(index, _ROLE, usage + ids)
+
+    def _details(self, index: int, delta: RequestDelta) -> tuple[bytes | None, bytes]:
+        """Members beside those of the delta, None if nothing is asked for, and the log probabilities."""
+        logprobs = None if self._logprobs is None else self._logprobs.chat(index, delta)
+        with_ids = self._with_ids and delta.token_ids
+        if logprobs is None and not with_ids:
+            return None, b"null"
+        return (b',"token_ids":' + encode(delta.token_ids) if with_ids else b""), encode(logprobs)
+
+    def _payloads(self, index: int, parsed: ParsedDelta) -> list[bytes]:
+        payloads = []
+        if parsed.reasoning:
+            payloads.append(b'"delta":{"reasoning_content":%b}' % encode(parsed.reasoning))
+        if parsed.content:
+            payloads.append(self.before_text + encode(parsed.content) + self.after_text)
+        if parsed.tool_calls:
+            self._called.add(index)
+            payloads += [b'"delta":{"tool_calls":[%b]}' % encode(_call(piece)) for piece in parsed.tool_calls]
+        return payloads
+
+
+def _call(piece: ToolCallDelta) -> dict[str, object]:
+    if piece.name is None:
+        return {"index": piece.index, "function": {"arguments": piece.arguments}}
+    function = {"name": piece.name, "arguments": piece.arguments}
+    return {"index": piece.index, "id": piece.id, "type": "function", "function": function}

@@ -1,0 +1,64 @@
+// Brings the page to life: the model's name and health, and which of chat and engine a narrow screen shows.
+import * as chat from "./chat.js";
+import * as engine from "./engine.js";
+import * as settings from "./settings.js";
+
+const $ = (id) => document.getElementById(id);
+const RETRY_MS = 1500;
+const STATES = {
+  loading: "the model is loading", ready: "", draining: "the server is shutting down", closed: "the engine is closed",
+  dead: "the engine is dead", gone: "the server cannot be reached", locked: "an API key is needed",
+};
+
+let model = null, state = "loading", retry = 0;
+
+function size(parameters) {
+  if (!parameters) return "";
+  const unit = parameters >= 1e9 ? [1e9, "B"] : [1e6, "M"];
+  return `${Number((parameters / unit[0]).toPrecision(3))} ${unit[1]} parameters`;
+}
+
+function show() {
+  const about = model ? [model.name, size(model.num_parameters), `${model.dtype} on ${model.device}`] : [];
+  $("model").textContent = (STATES[state] ? [model?.name, STATES[state]] : about).filter(Boolean).join(" · ");
+  $("health").dataset.health = state;
+  document.title = model ? `${model.name} · asyncengine` : "asyncengine";
+}
+
+function setHealth(news) {
+  const back = state !== "ready" && news === "ready";
+  state = news;
+  show();
+  if (back && !model) meet();
+}
+
+async function meet() {
+  clearTimeout(retry);
+  try {
+    const news = await chat.askModel();
+    state = news.health;
+    if (news.name) {
+      model = news;
+      settings.setUp(model.talks);
+    }
+  } catch (error) {
+    state = error.status === 401 ? "locked" : "gone";
+    if (state === "locked" && !$("settings").open) settings.open("key");
+  }
+  show();
+  if (state === "loading" || state === "gone") retry = setTimeout(meet, RETRY_MS);
+}
+
+function view(name) {
+  document.body.dataset.view = name;
+  for (const other of ["chat", "engine"]) $(`show-${other}`).setAttribute("aria-pressed", String(other === name));
+  engine.look();
+}
+
+for (const name of ["chat", "engine"]) $(`show-${name}`).addEventListener("click", () => view(name));
+matchMedia("(max-width: 960px)").addEventListener("change", () => engine.look());
+settings.onChange(() => { if (!model) meet(); engine.look(); });
+chat.setUp();
+engine.setUp(setHealth);
+meet();
+chat.focus();

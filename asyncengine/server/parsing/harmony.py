@@ -1,0 +1,107 @@
+"""The format of gpt-oss: messages on channels, ``<|channel|>analysis<|message|>...<|end|>`` and so on."""
+
+from __future__ import annotations
+
+import re
+
+from asyncengine.server.parsing.machine import Machine
+
+_MESSAGE = "<|message|>"
+_BEGINNINGS = ("<|start|>", "<|channel|>")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_FUNCTIONS = "functions."
+
+
+class Harmony(Machine):
+    """Analysis is reasoning; a message to a function is a call; all others are content."""
+
+    ends = ("<|end|>", "<|return|>", "<|call|>")
+    triggers = (*_BEGINNINGS, *ends)
+    markers = (*triggers, _MESSAGE, "<|constrain|>")
+
+    def __init__(self, *, calls: bool = True, most_calls: int | None = None) -> None:
+        """Without ``calls``, messages to functions are content as well."""
+        super().__init__(most_calls=most_calls)
+        self._takes_calls = calls
+        self._kind = "content"
+        self._state = self._begin
+
+    def _begin(self) -> bool:
+        """The prompt has begun a message: its header goes on, with a recipient or a channel."""
+        starts = [self.starts(marker) for marker in (*_BEGINNINGS, " to=")]
+        if any(starts):
+            self._state = self._in_header
+        elif None in starts:
+            return False
+        else:
+            self._state = self._in_body
+        return True
+
+    def _in_header(self) -> bool:
+        head = self.head()
+        end = head.find(_MESSAGE)
+        if end < 0:
+            if not self.head_is_whole():
+                return False
+            if self._ended:
+                self._at = len(self._text)  # the output was cut in a header, which is no text
+                return False
+            self._kind, self._state = "content", self._in_raw_header
+            return True
+        header = head[:end]
+        self._at += end + len(_MESSAGE)
+        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        if recipient and recipient[1].startswith(_FUNCTIONS) and self._takes_calls:
+            self._kind = "call"
+            self.open_call(recipient[1].removeprefix(_FUNCTIONS))
+        else:
+            self._kind = "reasoning" if channel and channel[1] == "analysis" else "content"
+        self._state = self._in_body
+        return True
+
+    def _in_raw_header(self) -> bool:
+        """What seemed to be a header is too long for one: its first character is content, and what it begins too."""
+        self._take(self._text[self._at])
+        self._at += 1
+        self._state = self._in_body
+        return True
+
+    def _in_body(self) -> bool:
+        found = self._search.search(self._text, self._at)
+        stop = found.start() if found else self._cut(self._partial, self._longest)
+        self._take(self._text[self._at : stop])
+        self._at = stop
+        if found is None:
+            return False
+        if found.group() in self.ends:
+            self._at = found.end()
+            self._state = self._between
+        else:
+            self._state = self._in_header
+        return True
+
+    def _between(self) -> bool:
+        """After a message comes another one."""
+        start = self.skip_blanks()
+        if start < 0:
+            return False
+        self._at = start
+        starts = [self.starts(marker) for marker in _BEGINNINGS]
+        if any(starts):
+            self._state = self._in_header
+        elif None in starts:
+            return False
+        else:
+            self._kind, self._state = "content", self._in_body
+        return True
+
+    def _take(self, text: str) -> None:
+        if not text:
+            return
+        if self._kind == "content":
+            self.say(text)
+        elif self._kind == "reasoning":
+            self._out.reasoning += text
+        else:
+            self.argue(text)

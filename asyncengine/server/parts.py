@@ -1,0 +1,178 @@
+"""An output as a row of parts: reasoning, text and calls of tools, each open until the next one begins.
+
+/v1/responses calls them output items, /v1/messages content blocks. Both write the same parts, each in events of its
+own, and a response without streaming is what its events add up to.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from asyncengine.request import FinishReason, RequestDelta, RequestOutput, Usage
+from asyncengine.server.generation import Job
+from asyncengine.server.parsing import OutputParser, ParsedDelta, ToolCallDelta
+from asyncengine.server.parsing.choose import ReasoningTokens
+from asyncengine.server.sse import StreamFormat, encode
+
+
+class Kind(Enum):
+    REASONING = "reasoning"
+    TEXT = "text"
+    CALL = "call"
+
+
+@dataclass(slots=True)
+class Part:
+    """``text`` is the text so far, of a call its arguments."""
+
+    kind: Kind
+    index: int
+    """Its place in the output."""
+    call: ToolCallDelta | None = None
+    """The first news of a call, which has its id and name."""
+    pieces: list[str] = field(default_factory=list)
+    complete: bool = True
+    """False: the output ended in the middle of it."""
+    head: bytes = b""
+    """All of an event with news of this part that comes before the text."""
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How an output ended."""
+
+    reason: FinishReason
+    stop_reason: str | int | None
+    usage: Usage
+    reasoning_tokens: int
+
+
+def event(name: str, members: bytes) -> bytes:
+    """One event with a name, which its data repeats; ``members`` are those after the type, a comma before each."""
+    return b'event: %b\ndata: {"type":%b%b}\n\n' % (name.encode(), encode(name), members)
+
+
+class PartFormat(StreamFormat):
+    """Makes parts of a response's only choice, and has a subclass write them."""
+
+    end = b""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.parts: list[Part] = []
+        self._parser: OutputParser | None = None
+        self._reasoning: ReasoningTokens | None = None
+        self._open: Part | None = None
+        self._call = -1  # the index of the call that the open part is
+        self._begun = False
+
+    @abstractmethod
+    def begin(self) -> bytes:
+        """What comes before all parts."""
+
+    @abstractmethod
+    def opened(self, part: Part) -> bytes:
+        """A part begins. Sets its ``head``."""
+
+    @abstractmethod
+    def grown(self, part: Part, text: str) -> bytes:
+        """A part has more text."""
+
+    @abstractmethod
+    def closed(self, part: Part) -> bytes:
+        """A part is done."""
+
+    @abstractmethod
+    def ended(self, ending: Ending) -> bytes:
+        """All parts are done."""
+
+    def events(self, index: int, delta: RequestDelta, usage: bytes) -> bytes:
+        out = b""
+        if not self._begun:
+            self._read_after(self.streams[0].prompt_token_ids)
+            out = self.begin()
+        if self._reasoning is not None:
+            self._reasoning.push(delta.token_ids)
+        if self._parser is None:
+            out += self._add_text(Kind.TEXT, delta.text)
+        elif delta.text:
+            out += self._add(self._parser.push(delta.text))
+        if delta.finish_reason is not None:
+            if self._parser is not None:
+                out += self._add(self._parser.finish())
+            assert delta.usage is not None
+            reasoned = 0 if self._reasoning is None else self._reasoning.count
+            out += self._end(Ending(delta.finish_reason, delta.stop_reason, delta.usage, reasoned))
+        return out
+
+    def take(self, output: RequestOutput) -> None:
+        """A whole output, in place of its deltas."""
+        (sequence,) = output.outputs
+        self._read_after(output.prompt_token_ids)
+        ids, reason, stopped_by = list(sequence.token_ids), sequence.finish_reason, sequence.stop_reason
+        self.events(0, RequestDelta("", 0, sequence.text, ids, reason, stopped_by, output.usage), b"")
+
+    def _read_after(self, prompt: Sequence[int]) -> None:
+        """The output is read as what comes after this prompt."""
+        self._begun = True
+        if self.job.parsing is not None:
+            self._parser = self.job.parsing.parser(self.job.tokenizer, prompt)
+            self._reasoning = self.job.parsing.reasoning_tokens(self.job.tokenizer, prompt)
+
+    def empty_text(self) -> bytes:
+        """A part of text with nothing in it."""
+        return self._begin(Part(Kind.TEXT, len(self.parts))) + self._close()
+
+    def cut(self) -> None:
+        """The output has failed: the part that is open stays as it is."""
+        if self._open is not None:
+            self._open.complete = False
+
+    def _add(self, parsed: ParsedDelta) -> bytes:
+        out = b""
+        out += self._add_text(Kind.REASONING, parsed.reasoning)
+        out += self._add_text(Kind.TEXT, parsed.content)
+        for call in parsed.tool_calls:
+            if call.index != self._call:
+                out += self._close()
+                self._call = call.index
+                out += self._begin(Part(Kind.CALL, len(self.parts), call))
+            assert self._open is not None
+            out += self._grow(self._open, call.arguments)
+        return out
+
+    def _add_text(self, kind: Kind, text: str) -> bytes:
+        if not text:
+            return b""
+        out = b""
+        if self._open is None or self._open.kind is not kind:
+            out = self._close() + self._begin(Part(kind, len(self.parts)))
+        assert self._open is not None
+        return out + self._grow(self._open, text)
+
+    def _begin(self, part: Part) -> bytes:
+        self._open = part
+        self.parts.append(part)
+        return self.opened(part)
+
+    def _grow(self, part: Part, text: str) -> bytes:
+        if not text:
+            return b""
+        part.pieces.append(text)
+        return self.grown(part, text)
+
+    def _close(self) -> bytes:
+        part, self._open = self._open, None
+        return b"" if part is None else self.closed(part)
+
+    def _end(self, ending: Ending) -> bytes:
+        if self._open is not None:
+            self._open.complete = ending.reason is not FinishReason.LENGTH
+        return self._close() + self.ended(ending)
