@@ -94,9 +94,12 @@ class App:
             f"{_MESSAGES}/count_tokens": ("POST", self._count_tokens),
             "/ping": ("GET", self._health),
             "/version": ("GET", self._tell_version),
+            "/openapi.json": ("GET", self._openapi),
+            "/docs": ("GET", self._docs),
             **{path: ("POST", partial(self._call, call)) for path, call in _CALLS.items()},
         }
-        self._public = {"/health"}
+        self._public = {"/health", "/docs"}
+        self._description: asyncio.Future[bytes] | None = None
         if config.page:
             page = Page(lambda: self.engine, lambda: self.model_name, lambda: self.health, self.metrics)
             self._routes |= page.routes
@@ -248,6 +251,22 @@ class App:
 
     async def _tell_version(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
         return _json({"version": __version__})
+
+    async def _openapi(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
+        if self._description is None:  # made when it is first asked for, which takes a tenth of a second
+            self._description = asyncio.ensure_future(asyncio.to_thread(self._describe))
+        body = await asyncio.shield(self._description)
+        return web.Response(body=body, content_type="application/json")
+
+    def _describe(self) -> bytes:
+        from asyncengine.server.openapi import document
+
+        return document(keys=bool(self._keys), root_path=self.config.root_path)
+
+    async def _docs(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
+        from asyncengine.server.docs import docs_page
+
+        return docs_page()
 
     def _cards(self) -> list[ModelCard]:
         if self.engine is None:

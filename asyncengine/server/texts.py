@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 from msgspec import UNSET, UnsetType
 
@@ -22,7 +24,9 @@ class TokenizeBody(CallBody, kw_only=True):
     """A prompt, or messages with the other fields of a chat completion, which go through the chat template."""
 
     prompt: str | None = None
-    messages: msgspec.Raw = _NO_MESSAGES
+    messages: Annotated[msgspec.Raw, msgspec.Meta(extra_json_schema={"type": ["array", "null"]})] = msgspec.field(
+        default_factory=lambda: _NO_MESSAGES
+    )
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
