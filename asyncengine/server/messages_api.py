@@ -86,7 +86,7 @@ class MessageFormat(PartFormat):
         message = self.message
         message.content = [_block(part) for part in self.parts]
         message.usage = MessageUsage.of(ending.usage)
-        if ending.reason is FinishReason.LENGTH:
+        if ending.reason is not FinishReason.STOP:  # this API has no name for an end by timeout
             message.stop_reason = "max_tokens"
         elif ending.stop_reason in self._stops:
             message.stop_reason, message.stop_sequence = "stop_sequence", str(ending.stop_reason)

@@ -174,5 +174,5 @@ class PartFormat(StreamFormat):
 
     def _end(self, ending: Ending) -> bytes:
         if self._open is not None:
-            self._open.complete = ending.reason is not FinishReason.LENGTH
+            self._open.complete = ending.reason is FinishReason.STOP
         return self._close() + self.ended(ending)

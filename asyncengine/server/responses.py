@@ -144,8 +144,9 @@ class ResponseFormat(PartFormat):
     def ended(self, ending: Ending) -> bytes:
         out = self.empty_text() if not self.parts else b""
         response, usage = self.response, ending.usage
-        if ending.reason is FinishReason.LENGTH:
-            response.status, response.incomplete_details = _INCOMPLETE, {"reason": "max_output_tokens"}
+        if ending.reason is not FinishReason.STOP:
+            reason = "timeout" if ending.reason is FinishReason.TIMEOUT else "max_output_tokens"
+            response.status, response.incomplete_details = _INCOMPLETE, {"reason": reason}
         else:
             response.status, response.completed_at = _COMPLETED, int(time.time())
         response.output = [self._item(part) for part in self.parts]

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 from fake_engine import FakeEngine
-from harness import CHAT, COMPLETIONS, USER, read_all, serving
+from harness import CHAT, COMPLETIONS, USER, raw_post, read_all, serving
 from test_cli import parse
 
 from asyncengine import AsyncEngine, bundled_model
@@ -356,8 +356,12 @@ async def test_a_timeout_ends_with_what_is_there() -> None:
         chat = {"messages": USER, "timeout": 0.4, "ignore_eos": True}
         assert (await site.post(CHAT, **chat)).json["choices"][0]["finish_reason"] == "timeout"
         assert (await site.events(CHAT, **chat))[-1]["choices"][0]["finish_reason"] == "timeout"
+        response = (await site.post("/v1/responses", input="a", timeout=0.4, ignore_eos=True)).json
+        assert response["incomplete_details"] == {"reason": "timeout"}
+        message = {"messages": USER, "max_tokens": 1900, "timeout": 0.4, "ignore_eos": True}
+        assert (await site.post("/v1/messages", **message)).json["stop_reason"] == "max_tokens"
         success = await site.metric("asyncengine:request_success_total")
-        assert success['{finished_reason="timeout",model_name="simulated"}'] == 4
+        assert success['{finished_reason="timeout",model_name="simulated"}'] == 6
         for wrong in (0, -1, 1e9, "soon"):
             reply = await site.post(COMPLETIONS, timeout=wrong, **SLOW)
             assert (reply.status, reply.error["param"]) == (400, "timeout")
@@ -425,3 +429,50 @@ async def test_26_a_unix_socket(tmp_path: Path) -> None:
         session.post("http://localhost" + COMPLETIONS, json=REQUEST) as reply,
     ):
         assert reply.status == 200
+
+
+# ---- connections ----
+
+
+async def test_35_a_half_closed_client_gets_its_answer() -> None:
+    async with serving(FakeEngine("abc")) as site:
+        for fields in (REQUEST, REQUEST | {"stream": True}):
+            reader, writer = await site.connect()
+            writer.write(raw_post(COMPLETIONS, fields))
+            writer.write_eof()
+            answer = await reader.read()
+            assert b" 200 OK\r\n" in answer
+            assert b"length" in answer
+            writer.close()
+
+
+async def test_35_a_pipelining_client_that_goes_away_is_noticed() -> None:
+    engine = FakeEngine()
+    engine.hold(at=1)
+    async with serving(engine) as site:
+        _, writer = await site.connect()
+        writer.write(raw_post(COMPLETIONS, REQUEST | {"max_tokens": 200}) * 200)
+        await engine.wait_for(open=1)
+        writer.transport.abort()
+        await engine.wait_for(open=0, aborted=1)
+
+
+async def test_35_a_bad_chunk_size_gets_400_at_once() -> None:
+    async with serving(FakeEngine()) as site:
+        reader, writer = await site.connect()
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n")
+        assert b" 400 " in await reader.readuntil(b"\r\n")
+        writer.close()
+
+
+async def test_09_a_failure_in_mid_stream_is_an_error_frame_and_a_cut() -> None:
+    engine = FakeEngine()
+    engine.hold(at=1)
+    async with serving(engine) as site:
+        async with site.session.post(site.url + COMPLETIONS, json=REQUEST | {"stream": True}) as reply:
+            body = bytearray(await reply.content.readuntil(b"\n\n"))
+            engine.fail(RuntimeError("injected"))
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await read_all(reply.content, body)
+        assert b'data: {"error":' in body
+        assert b"[DONE]" not in body
