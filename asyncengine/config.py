@@ -6,7 +6,8 @@ import dataclasses
 import difflib
 import os
 from dataclasses import dataclass
-from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 from asyncengine.errors import ConfigError
 
@@ -28,12 +29,12 @@ def check_types(config: object) -> None:
 
 
 def _check_type(field: str, value: Any, hint: Any) -> None:
-    options = get_args(hint)
+    options = get_args(hint) if get_origin(hint) in (Literal, Union, UnionType) else ()
     if get_origin(hint) is Literal:
         if value not in options:
             raise ConfigError(f"{field} must be one of {', '.join(options)}, got {value!r}")
         return
-    allowed = options or (hint,)
+    allowed = tuple(get_origin(option) or option for option in options or (hint,))
     if bool not in allowed and isinstance(value, bool):
         raise ConfigError(f"{field} must not be a boolean, got {value!r}")
     if float in allowed:

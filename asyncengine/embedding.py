@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -198,7 +199,8 @@ async def _vectors(
     streams: list[VectorStream] = []
     try:
         for prompt in prompts:
-            streams.append(await engine.submit_vector(prompt, terms, pooling))  # noqa: PERF401  # for ``finally``
+            streams.append(await engine.submit_vector(prompt, terms, pooling))
+            await asyncio.sleep(0)  # submitting thousands at once would hold up the loop
         payloads = [await stream.vector() for stream in streams]
     finally:
         for stream in streams:

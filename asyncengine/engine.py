@@ -39,6 +39,7 @@ from asyncengine.snapshots import SnapshotMethods
 from asyncengine.stats import DebugStats, EngineStats
 from asyncengine.stream import RequestStream, warn_unclosed
 from asyncengine.structured.requests import StructuredRequests
+from asyncengine.texts import TextMethods
 
 if TYPE_CHECKING:
     from asyncengine.model_info import ModelInfo
@@ -62,7 +63,7 @@ def _sampling_state(params: SamplingParams, seed: int) -> _core.SamplingState:
     )
 
 
-class AsyncEngine(VectorMethods, ScoringMethods, SnapshotMethods):
+class AsyncEngine(VectorMethods, ScoringMethods, SnapshotMethods, TextMethods):
     """Generates text from many prompts at once, inside the event loop that started it.
 
         async with AsyncEngine.from_pretrained("path/or/hub-id") as engine:
@@ -289,6 +290,8 @@ class AsyncEngine(VectorMethods, ScoringMethods, SnapshotMethods):
         self._check_result(result, params.features)
         self._fair_share.enter(key, tenant, priority, params.n, place)
         stream = RequestStream(self, backend.tokenizer, key, request_id, prompt_ids, params, arrived)
+        if params.timeout is not None:
+            stream.end_at(arrived + params.timeout)
         if constraints:
             stream.follow(constraints, self._structured.advance)
         if processed:
@@ -296,12 +299,6 @@ class AsyncEngine(VectorMethods, ScoringMethods, SnapshotMethods):
         self._by_key[key], self._by_id[request_id] = stream, key
         self._idle.clear()
         return stream
-
-    async def tokenize(self, prompt: Prompt) -> list[int]:
-        """Token ids of ``prompt``, as a request has them; nothing is computed. Errors are those of ``submit``."""
-        self._serving()
-        assert self._prompts is not None
-        return await self._prompts.token_ids(prompt)
 
     async def submit_vector(self, prompt: Prompt, terms: Terms, pooling: Pooling) -> VectorStream:
         """``submit``, for the vector of a prompt in place of tokens: what ``embed`` and ``classify`` are made of.

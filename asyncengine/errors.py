@@ -13,6 +13,7 @@ AsyncEngineError
 ├── EngineError                         the request was fine, the engine could not serve it
 │   ├── EngineOverloadedError           the queue is full; try again later
 │   ├── RequestAbortedError             somebody else aborted the request
+│   ├── RequestTimeoutError             its timeout passed before it had a token
 │   ├── NonFiniteLogitsError            the model computed no probabilities for this request
 │   ├── StepFailedError                 one step failed, and with it the requests that were part of it
 │   ├── EngineClosedError               submitted after aclose(), or before the engine was started
@@ -80,6 +81,10 @@ class EngineOverloadedError(EngineError):
 
 class RequestAbortedError(EngineError):
     """The request was aborted by another caller than the one that waits for it."""
+
+
+class RequestTimeoutError(EngineError):
+    """The request's own timeout passed before it had a token; with tokens, it ends with what it has."""
 
 
 class NonFiniteLogitsError(EngineError):

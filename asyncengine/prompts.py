@@ -54,20 +54,20 @@ class Prompts:
         """Of prompts that are being tokenized, or wait for it."""
         return self._held
 
-    async def token_ids(self, prompt: Prompt, kept: int | None = None) -> list[int]:
+    async def token_ids(self, prompt: Prompt, kept: int | None = None, add_special_tokens: bool = True) -> list[int]:
         """``kept``: the last so many. Raises InvalidRequestError, ContextLengthError, EngineOverloadedError,
         EngineClosedError."""
         if kept is None:
-            return await self._token_ids(prompt)
+            return await self._token_ids(prompt, add_special_tokens)
         if isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], int):
             prompt = prompt[-kept:]
-        return (await self._token_ids(prompt))[-kept:]
+        return (await self._token_ids(prompt, add_special_tokens))[-kept:]
 
-    async def _token_ids(self, prompt: Prompt) -> list[int]:
+    async def _token_ids(self, prompt: Prompt, add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, str):
             if not prompt:
                 raise InvalidRequestError("the prompt is empty", param="prompt")
-            return await self._encode(prompt, self._text_tokenizer("prompt"))
+            return await self._encode(prompt, self._text_tokenizer("prompt"), add_special_tokens)
         if isinstance(prompt, Conversation):
             return await self._encode_chat(prompt, self._text_tokenizer("messages"))
         if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
@@ -107,12 +107,12 @@ class Prompts:
             )
         return self._tokenizer
 
-    async def _encode(self, text: str, tokenizer: Tokenizer) -> list[int]:
+    async def _encode(self, text: str, tokenizer: Tokenizer, add_special_tokens: bool) -> list[int]:
         self._check_characters(len(text))
         if len(text) <= LONG_TEXT and (tokenizer.is_linear or self._sandbox is None):
-            return tokenizer.encode(text)
+            return tokenizer.encode(text, add_special_tokens)
         with self._hold(len(text)):
-            return await self._encode_elsewhere(text, tokenizer, True)
+            return await self._encode_elsewhere(text, tokenizer, add_special_tokens)
 
     async def _encode_elsewhere(self, text: str, tokenizer: Tokenizer, add_special_tokens: bool) -> list[int]:
         if self._sandbox is None or tokenizer.is_linear:

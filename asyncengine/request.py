@@ -67,6 +67,7 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  #: end-of-sequence token, stop token or stop string
     LENGTH = "length"  #: max_tokens, or the end of the context or of the KV cache
+    TIMEOUT = "timeout"  #: the time that the request gave itself
 
 
 #: Gets the token ids so far, prompt and output, and logits, a NumPy array float32 [vocabulary] to change in place, as
@@ -148,6 +149,9 @@ class SamplingParams:
     logits_processor: LogitsProcessor | None = None
     """A callable that changes the logits of each token before it is drawn; see LogitsProcessor. Only this request waits
     for it. Tokens that other fields ban stay banned. If it raises, its request ends with LogitsProcessorError."""
+    timeout: float | None = None
+    """Seconds after which the request ends with what it has, the reason being "timeout". Without any token by then it
+    fails with RequestTimeoutError."""
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -174,6 +178,8 @@ class SamplingParams:
                 "truncate_prompt_tokens",
                 integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, 2**31 - 1),
             )
+        if self.timeout is not None:
+            put(self, "timeout", number("timeout", self.timeout, 0, 1e6, open_low=True))
         if not self.detokenize and self.stop:
             raise InvalidRequestError("stop needs text: it conflicts with detokenize=False", param="stop")
         for flag in _FLAGS:

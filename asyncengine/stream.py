@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 import warnings
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
@@ -21,6 +22,7 @@ from asyncengine.errors import (
     EngineError,
     NonFiniteLogitsError,
     RequestAbortedError,
+    RequestTimeoutError,
     StepFailedError,
     UsageError,
 )
@@ -118,14 +120,28 @@ class _SequenceState:
             if stop is not None:
                 self.finish_reason, self.stop_reason = FinishReason.STOP, stop
                 return finish is Ended.none
-        if finish is not Ended.none:
-            rest, stop = matcher.push(self._detokenizer.flush())
-            if stop is None:
-                self._end(finish, rest + matcher.flush())
-            else:
-                self._append(rest)
-                self.finish_reason, self.stop_reason = FinishReason.STOP, stop
+        if finish is not Ended.none and not self._stops_in_rest(matcher):
+            self._end(finish, matcher.flush())
         return False
+
+    def _stops_in_rest(self, matcher: StopStringMatcher) -> bool:
+        """Whether the last of the text, a character that is not whole, completes a stop string."""
+        rest, stop = matcher.push(self._detokenizer.flush())
+        self._append(rest)
+        if stop is not None:
+            self.finish_reason, self.stop_reason = FinishReason.STOP, stop
+        return stop is not None
+
+    def expire(self) -> None:
+        """The request's time is over: the sequence ends with what it has."""
+        if self._matcher is None:
+            self._decode(Ended.none)
+            self._append(self._detokenizer.flush())
+        elif self._stops_in_rest(self._matcher):
+            return
+        else:
+            self._append(self._matcher.flush())
+        self.finish_reason = FinishReason.TIMEOUT
 
     def take(self) -> tuple[str, list[int], LogProbs | None]:
         """What is new since the last call."""
@@ -208,6 +224,7 @@ class RequestStream:
         self._untaken: list[int] = []  # indices of sequences with something new, in order of arrival
         self._whole = False  # collect(): nobody looks before the end
         self._waiter: asyncio.Future[None] | None = None
+        self._deadline: asyncio.TimerHandle | None = None
         self._error: AsyncEngineError | None = None
         self._done = False  # nothing more will be fed
         self._scheduled = 0.0
@@ -233,6 +250,33 @@ class RequestStream:
     def process(self, sequences: Sequence[ProcessedSequence], process: Process) -> None:
         """Have ``process`` get the logits of each token. Called by the engine only."""
         self._processed, self._process = sequences, process
+
+    def end_at(self, when: float) -> None:
+        """Give the request until ``when``, on the clock of time.monotonic(). Called by the engine only."""
+        self._deadline = asyncio.get_running_loop().call_later(max(0.0, when - time.monotonic()), self._expire)
+
+    def _expire(self) -> None:
+        if not any(s.token_ids for s in self._sequences):
+            seconds = f"{self._params.timeout:g} s"
+            self._owner.fail(self._key, RequestTimeoutError(f"no token came within the timeout of {seconds}"))
+            return
+        for index, sequence in enumerate(self._sequences):
+            if sequence.finish_reason is None:
+                sequence.expire()
+                if not sequence.untaken:
+                    sequence.untaken = True
+                    self._untaken.append(index)
+        self._finished = time.monotonic()
+        self._end()
+        self._owner.drop(self._key)
+        self._wake()
+
+    def _end(self) -> None:
+        """Nothing more will be fed."""
+        self._done = True
+        if self._deadline is not None:
+            self._deadline.cancel()  # it would hold the request's memory until then
+            self._deadline = None
 
     def feed(self, news: SequenceNews) -> None:
         """Take in what the step thread delivered for one sequence. Called by the engine only."""
@@ -264,7 +308,7 @@ class RequestStream:
             self._unfinished -= 1
             self._finished = max(self._finished, news.last_ns * 1e-9)
             if self._unfinished == 0:
-                self._done = True
+                self._end()
                 self._owner.forget(self._key)
         elif self._constraints and sequence.finish_reason is None:
             self._advance(self._constraints[index], tokens, partial(self._owner.fail, self._key))
@@ -279,7 +323,7 @@ class RequestStream:
         """End the request with an error. Called by the engine only."""
         if not self._done:
             self._error = error
-            self._done = True
+            self._end()
             self._owner.forget(self._key)
             self._wake()
 
@@ -368,7 +412,7 @@ class RequestStream:
     def abort(self) -> None:
         """Give up: the request's blocks are free within two steps. Idempotent; nothing to do after the end."""
         if not self._done:
-            self._done = True
+            self._end()
             self._error = RequestAbortedError(f"request {self.request_id} was closed before its end")
             self._untaken.clear()
             self._owner.drop(self._key)

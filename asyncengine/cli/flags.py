@@ -38,15 +38,18 @@ def add_dataclass(
     *,
     exclude: Collection[str] = (),
     defaults: Mapping[str, object] | None = None,
+    several: Collection[str] = (),
 ) -> None:
-    """One flag per field of ``cls``, in a group of their own. ``defaults`` differ from the fields'."""
+    """One flag per field of ``cls``, in a group of their own. ``defaults`` differ from the fields'. A flag for a field
+    of ``several`` takes all values that follow it."""
     group = parser.add_argument_group(title)
     docs = _field_docs(cls)
     hints = get_type_hints(cls)
     for field in dataclasses.fields(cls):
         if field.name not in exclude and not _is_callable(hints[field.name]):
             default = (defaults or {}).get(field.name, field.default)
-            _add_field(group, field.name, hints[field.name], docs.get(field.name, ""), default)
+            many = field.name in several
+            _add_field(group, field.name, hints[field.name], docs.get(field.name, ""), default, many)
 
 
 def values(args: argparse.Namespace, cls: type) -> dict[str, Any]:
@@ -96,6 +99,8 @@ def actions_of(parser: argparse.ArgumentParser) -> Sequence[argparse.Action]:
 def _parse(action: argparse.Action, text: str) -> Any:
     if isinstance(action, argparse.BooleanOptionalAction):
         return _boolean(text)
+    if action.nargs == "+":
+        return text.split()
     value = action.type(text) if callable(action.type) else text
     if action.choices is not None and value not in action.choices:
         raise ValueError(text)
@@ -109,7 +114,7 @@ def _boolean(text: str) -> bool:
     return lower in _TRUE
 
 
-def _add_field(group: argparse._ArgumentGroup, name: str, hint: Any, doc: str, default: object) -> None:
+def _add_field(group: argparse._ArgumentGroup, name: str, hint: Any, doc: str, default: object, several: bool) -> None:
     flag = "--" + name.replace("_", "-")
     text = doc.replace("%", "%%")
     if default not in (None, (), dataclasses.MISSING):
@@ -129,6 +134,8 @@ def _add_field(group: argparse._ArgumentGroup, name: str, hint: Any, doc: str, d
     if hint_of_items := next((kind for kind in [hint, *kinds] if get_origin(kind) is Sequence), None):
         (kind,) = get_args(hint_of_items)
         options |= {"action": "append", "help": f"{text} May be repeated.".strip()}
+        if several:
+            options |= {"action": "extend", "nargs": "+"}
     else:
         (kind,) = (kind for kind in kinds if kind is not NoneType)
     if dataclasses.is_dataclass(kind):

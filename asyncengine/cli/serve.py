@@ -18,7 +18,7 @@ from asyncengine.cli import flags
 from asyncengine.cli.embed import BUNDLED_MODEL_NAME, MODEL_HELP, engine_from, loop_factory
 from asyncengine.cli.log import Log
 from asyncengine.config import EngineConfig
-from asyncengine.errors import EngineDeadError
+from asyncengine.errors import ConfigError, EngineDeadError
 from asyncengine.server.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -36,13 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help="(default: info)",
     )
-    flags.add_dataclass(parser, ServerConfig, "server")
+    flags.add_dataclass(parser, ServerConfig, "server", several=("served_model_name",))
     flags.add_dataclass(parser, EngineConfig, "engine", exclude=("model",))
 
 
 def run(args: argparse.Namespace) -> int:
     options = flags.values(args, ServerConfig)
     if "model" not in args:
+        if len(options.get("served_model_name", ())) > 1:
+            raise ConfigError("no MODEL is given: put it before --served-model-name, which takes all words behind it")
         options.setdefault("served_model_name", BUNDLED_MODEL_NAME)
     config = ServerConfig(**options)
 

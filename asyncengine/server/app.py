@@ -15,21 +15,26 @@ import uuid
 from collections.abc import Awaitable, Callable
 from functools import partial
 from http import HTTPStatus
+from typing import Any
 
 import msgspec
 from aiohttp import web
 from aiohttp.http import HttpVersion10, HttpVersion11
 
+from asyncengine import __version__
 from asyncengine.checks import quoted
 from asyncengine.errors import ConfigError, InvalidRequestError
 from asyncengine.request import Prompt
 from asyncengine.server.bodies import Bodies
+from asyncengine.server.calls import Call, CallBody, Context
 from asyncengine.server.chat import Chat
 from asyncengine.server.completions import Completions
 from asyncengine.server.config import ServerConfig
+from asyncengine.server.cors import Cors
 from asyncengine.server.engine_api import Engine
 from asyncengine.server.errors import SERVER, ApiError, bad_request, failure, unavailable
 from asyncengine.server.generation import Endpoint, Job, generate, send_sse
+from asyncengine.server.keys import ApiKey
 from asyncengine.server.logprobs import JobLogProbs
 from asyncengine.server.messages_api import Messages
 from asyncengine.server.metrics import Metrics
@@ -37,6 +42,8 @@ from asyncengine.server.page.routes import Page
 from asyncengine.server.protocol import GenerationBody, ModelCard, ModelList, check_model, unsupported
 from asyncengine.server.response_store import ResponseStore
 from asyncengine.server.responses import Responses, no_response
+from asyncengine.server.texts import Detokenize, Tokenize
+from asyncengine.server.vectors import Classify, Embeddings, Rerank, Scores
 from asyncengine.server.wire import SseResponse, send_response
 from asyncengine.tokenization import Tokenizer
 
@@ -47,6 +54,14 @@ Handler = Callable[[web.BaseRequest, dict[str, str]], Awaitable[web.StreamRespon
 _MODEL = "/v1/models/"  # and the rest of the path is the model's name
 _RESPONSE = "/v1/responses/"  # and the rest of the path is the response's id
 _MESSAGES = "/v1/messages"
+_CALLS: dict[str, Call[Any]] = {
+    "/v1/embeddings": Embeddings(),
+    **dict.fromkeys(("/score", "/v1/score"), Scores()),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), Rerank()),
+    "/classify": Classify(),
+    "/tokenize": Tokenize(),
+    "/detokenize": Detokenize(),
+}
 _MAX_REQUEST_ID = 256
 
 
@@ -60,7 +75,8 @@ class App:
         self.bodies = Bodies(config)
         self.metrics = Metrics(lambda: self.engine, lambda: self.model_name, lambda: self.bodies.held)
         self._responses = ResponseStore(config.max_stored_responses, config.max_stored_response_bytes)
-        self._key_digests = [_digest(key) for key in config.api_keys]
+        self._keys = [(_digest(key.key), key) for key in config.api_keys]
+        self._cors = Cors(config.cors_origins)
         self._created = int(time.time())
         self._in_progress = 0
         self._admission = asyncio.Lock()
@@ -77,6 +93,9 @@ class App:
             _RESPONSE: ("GET, DELETE", self._response),
             _MESSAGES: ("POST", partial(self._generate, Messages())),
             f"{_MESSAGES}/count_tokens": ("POST", self._count_tokens),
+            "/ping": ("GET", self._health),
+            "/version": ("GET", self._tell_version),
+            **{path: ("POST", partial(self._call, call)) for path, call in _CALLS.items()},
         }
         self._public = {"/health"}
         if config.page:
@@ -86,10 +105,13 @@ class App:
 
     @property
     def model_name(self) -> str:
-        """The model's name in the API."""
-        if self.config.served_model_name is not None:
-            return self.config.served_model_name
-        return self.engine.model_info.name if self.engine is not None else ""
+        """The model's name in answers."""
+        return self.model_names[0]
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """All names that requests may use."""
+        return self.config.model_names or (self.engine.model_info.name if self.engine is not None else "",)
 
     @property
     def health(self) -> str:
@@ -107,13 +129,13 @@ class App:
         """Answer one request. Raises nothing but CancelledError, which means that the client left."""
         self._in_progress += 1
         self._idle.clear()
-        headers = _base_headers(request)
+        headers = _base_headers(request) | self._cors.headers(request)
         response: web.StreamResponse
         try:
             try:
                 response = await self._dispatch(request, headers)
             except Exception as exc:
-                anthropic = request.path == _MESSAGES or request.path.startswith(f"{_MESSAGES}/")
+                anthropic = f"{self._path(request)}/".startswith(f"{_MESSAGES}/")
                 response = _failed(exc, headers).response(headers["X-Request-Id"], anthropic=anthropic)
             if not response.prepared:
                 response.headers.update(headers)
@@ -135,8 +157,10 @@ class App:
             raise ApiError(
                 HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, "only HTTP/1.0 and HTTP/1.1 are spoken here", close=True
             )
-        path = request.path
-        if path not in self._public and self._key_digests:
+        if (preflight := self._cors.preflight(request)) is not None:
+            return preflight
+        path = self._path(request)
+        if path not in self._public and self._keys:
             self._check_key(request)
         prefix = next((each for each in (_MODEL, _RESPONSE) if path.startswith(each)), path)
         route = self._routes.get(prefix)
@@ -154,17 +178,24 @@ class App:
             )
         return await handler(request, headers)
 
-    def _check_key(self, request: web.BaseRequest) -> bytes:
-        """Digest of the key that the request brings. Raises ApiError 401 if it brings none of ours."""
+    def _path(self, request: web.BaseRequest) -> str:
+        """Without the root path, where a proxy left it, and without a slash at the end."""
+        path, root = request.path, self.config.root_path
+        if root and (path == root or path.startswith(root + "/")):
+            path = path.removeprefix(root)
+        return path.rstrip("/") or "/"
+
+    def _check_key(self, request: web.BaseRequest) -> tuple[bytes, ApiKey]:
+        """The key that the request brings, and its digest. Raises ApiError 401 if it brings none of ours."""
         scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
         # Clients of Anthropic's API have a header of their own.
         for given in (bearer if scheme.lower() == "bearer" else "", request.headers.get("X-Api-Key", "")):
             # surrogateescape: a header may hold any byte
             digest = _digest(given.strip(" \t").encode(errors="surrogateescape"))
             # All of them, so that the time it takes tells nothing.
-            same = [hmac.compare_digest(digest, known) for known in self._key_digests]
-            if any(same):
-                return digest
+            same = [key for known, key in self._keys if hmac.compare_digest(digest, known)]
+            if same:
+                return digest, same[0]
         raise ApiError(
             HTTPStatus.UNAUTHORIZED,
             "a valid API key is needed: send the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
@@ -172,15 +203,23 @@ class App:
             headers={"WWW-Authenticate": "Bearer"},
         )
 
-    def _tenant(self, request: web.BaseRequest) -> str:
-        """Clients with keys share the engine by key; without, each connection counts as a client."""
-        if self._key_digests:
-            return f"key {self._check_key(request).hex()}"
-        return f"connection {id(request.protocol):x}"
+    def _terms(self, request: web.BaseRequest, priority: int | None) -> tuple[int, str]:
+        """Priority and tenant of a request: clients with keys share the engine by key, others by connection.
+
+        A key's class bounds what its requests may ask for. Raises ApiError 400 for a priority that is not allowed.
+        """
+        if priority and not self.config.allow_priority:
+            raise bad_request("priority is not allowed by this server: start it with --allow-priority", "priority")
+        if not self._keys:
+            return priority or 0, f"connection {id(request.protocol):x}"
+        digest, key = self._check_key(request)
+        if key.priority is None:
+            return priority or 0, f"key {digest.hex()}"
+        return max(key.priority, priority if priority is not None else key.priority), f"key {digest.hex()}"
 
     def _owner(self, request: web.BaseRequest) -> str:
         """Of stored responses: those who share a key, or without keys all clients."""
-        return self._check_key(request).hex() if self._key_digests else ""
+        return self._check_key(request)[0].hex() if self._keys else ""
 
     def _ready_engine(self) -> Engine:
         if self.engine is None:
@@ -200,18 +239,22 @@ class App:
         )
 
     async def _models(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
-        return _json(ModelList(data=[self._card()]))
+        return _json(ModelList(data=self._cards()))
 
     async def _model(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
-        card = self._card()
-        check_model(request.path.removeprefix(_MODEL), card.id)
-        return _json(card)
+        cards = {card.id: card for card in self._cards()}
+        name = self._path(request).removeprefix(_MODEL)
+        check_model(name, list(cards))
+        return _json(cards[name])
 
-    def _card(self) -> ModelCard:
+    async def _tell_version(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
+        return _json({"version": __version__})
+
+    def _cards(self) -> list[ModelCard]:
         if self.engine is None:
             raise unavailable("the model is still loading", "loading")
         limit = self.engine.model_info.max_model_len
-        return ModelCard(id=self.model_name, created=self._created, max_model_len=limit)
+        return [ModelCard(id=name, created=self._created, max_model_len=limit) for name in self.model_names]
 
     async def _respond(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
         return await self._generate(Responses(self._responses.of(self._owner(request))), request, headers)
@@ -219,7 +262,7 @@ class App:
     async def _response(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
         if request.query.get("stream", "false") != "false":
             raise unsupported("stream")
-        own, response_id = self._responses.of(self._owner(request)), request.path.removeprefix(_RESPONSE)
+        own, response_id = self._responses.of(self._owner(request)), self._path(request).removeprefix(_RESPONSE)
         stored = own.pop(response_id) if request.method == "DELETE" else own.get(response_id)
         if stored is None:
             raise no_response(response_id)
@@ -243,6 +286,7 @@ class App:
         try:
             prompts, params, parsing = endpoint.prepare(body, prompts, tokenizer, self.config)
             by_number = bool(body.return_tokens_as_token_ids)
+            priority, tenant = self._terms(request, body.priority)
             wants_logprobs = params.wants_logprobs or params.prompt_logprobs is not None
             job = Job(
                 id=endpoint.id_prefix + uuid.uuid4().hex,
@@ -251,7 +295,8 @@ class App:
                 prompts=prompts,
                 params=params,
                 body=body,
-                tenant=self._tenant(request),
+                priority=priority,
+                tenant=tenant,
                 admission=self._admission,
                 logprobs=JobLogProbs(tokenizer, params, by_number) if wants_logprobs else None,
                 tokenizer=tokenizer,
@@ -262,7 +307,7 @@ class App:
                 return _json(endpoint.document(job, await generate(engine, job, self.metrics)))
             events = SseResponse(request, headers, self.config.write_timeout_s)
             chunks = endpoint.chunks(job)
-            await send_sse(engine, job, self.metrics, events, chunks)
+            await send_sse(engine, job, self.metrics, events, chunks, self.config.ping_interval_s)
             return events.response
         except InvalidRequestError as exc:
             endpoint.name_as_asked(exc, body, None if parsing is None else parsing.param)
@@ -271,8 +316,30 @@ class App:
     async def _parse(self, endpoint: Endpoint, request: web.BaseRequest) -> tuple[GenerationBody, list[Prompt]]:
         async with self.bodies.receive(request) as raw:  # a frame of its own: it ends, and the bytes are freed
             body, prompts = endpoint.parse(raw, self.config)
-        check_model(body.model, self.model_name)
+        self._check_model(body.model)
         return body, prompts
+
+    async def _call(self, call: Call[Any], request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
+        engine = self._ready_engine()
+        body = await self._parse_call(call, request)
+        priority, tenant = self._terms(request, body.priority)
+        terms = {"priority": priority, "cache_salt": body.cache_salt, "tenant": tenant}
+        context = Context(uuid.uuid4().hex, int(time.time()), self.model_name, terms)
+        try:
+            return _json(await call.answer(engine, body, context))
+        except InvalidRequestError as exc:
+            call.name_as_asked(exc)
+            raise
+
+    async def _parse_call(self, call: Call[Any], request: web.BaseRequest) -> CallBody:
+        async with self.bodies.receive(request) as raw:
+            body: CallBody = call.parse(raw, self.config)
+        self._check_model(body.model)
+        return body
+
+    def _check_model(self, asked: str | None) -> None:
+        if not self.config.accept_any_model_name:
+            check_model(asked, self.model_names)
 
     def _check_allowed(self, job: Job) -> None:
         limit, n = self.config.max_sequences_per_request, job.params.n
@@ -282,8 +349,6 @@ class App:
                 f"and a request may ask for {limit}",
                 "n",
             )
-        if job.body.priority and not self.config.allow_priority:
-            raise bad_request("priority is not allowed by this server: start it with --allow-priority", "priority")
 
 
 def _tokenizer(engine: Engine) -> Tokenizer | None:

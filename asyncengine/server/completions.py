@@ -15,7 +15,7 @@ from asyncengine.server.config import ServerConfig
 from asyncengine.server.errors import bad_request
 from asyncengine.server.generation import Endpoint, Job
 from asyncengine.server.logprobs import CompletionLogProbs, PromptLogProb
-from asyncengine.server.protocol import BodyDecoder, GenerationBody, UsageBody, sampling_params
+from asyncengine.server.protocol import BodyDecoder, GenerationBody, UsageBody, prompts_of, sampling_params
 from asyncengine.server.sse import ChunkFormat, StreamFormat, encode
 
 _UNIMPLEMENTED: dict[str, tuple[object, ...]] = protocol.UNIMPLEMENTED | {
@@ -110,7 +110,7 @@ class Completions(Endpoint):
             body.max_tokens = _DEFAULT_MAX_TOKENS
         if body.logprobs is True:
             raise bad_request("logprobs must be an integer: how many tokens at each place", "logprobs")
-        prompts, body.prompt = _prompts(body, config.max_sequences_per_request), None
+        prompts, body.prompt = prompts_of(body.prompt, config.max_sequences_per_request, "prompt"), None
         return body, prompts
 
     def params(self, body: GenerationBody) -> SamplingParams:
@@ -158,23 +158,3 @@ def _echo(job: Job, index: int, ids: Sequence[int], logprobs: Sequence[TokenLogP
     if job.choice_logprobs is not None:
         job.choice_logprobs.echo(index, text, ids, logprobs)
     return text
-
-
-def _prompts(body: CompletionBody, limit: int) -> list[Prompt]:
-    """Text, token ids, or an array of either, as a list of prompts. Raises ApiError 400 for more than ``limit``."""
-    prompt = body.prompt
-    if prompt is None or prompt == "" or prompt == []:
-        raise bad_request("prompt is required and must not be empty", "prompt")
-    if isinstance(prompt, str):
-        return [prompt]
-    kinds = set(map(type, prompt))
-    if kinds != {int} and len(prompt) > limit:
-        raise bad_request(f"prompt: at most {limit} prompts in a request, got {len(prompt)}", "prompt")
-    if len(kinds) > 1:
-        raise bad_request("prompt must hold strings, token ids or arrays of ids, not a mixture", "prompt")
-    if kinds == {int}:
-        return [prompt]  # type: ignore[list-item]
-    for i, item in enumerate(prompt):
-        if not item:
-            raise bad_request(f"prompt[{i}] is empty", f"prompt[{i}]")
-    return prompt  # type: ignore[return-value]

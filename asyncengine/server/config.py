@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 
 from asyncengine.config import check_types
 from asyncengine.errors import ConfigError
+from asyncengine.server.keys import ApiKey, check_key, read_keys
 from asyncengine.server.parsing.names import checked_parser
+
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,13 +25,24 @@ class ServerConfig:
     """TCP port; 0 takes a free one."""
     uds: str | None = None
     """Listen on a Unix socket at this path instead of TCP."""
-    served_model_name: str | None = None
-    """Name of the model in the API; None: the model's own."""
+    served_model_name: str | Sequence[str] | None = None
+    """Names of the model in the API; answers carry the first. None: the model's own."""
+    accept_any_model_name: bool = False
+    """Serve requests whatever model they name, for clients that cannot be told which one is here."""
     api_key: str | None = field(default=None, repr=False)
     """Key that every route but /health and the files of the page demands as `Authorization: Bearer KEY`. Other users of
     the machine can read it in the list of processes: give it by api_key_file or the environment."""
     api_key_file: str | None = None
-    """File of keys, one a line, each of which those routes accept."""
+    """File of keys, one a line, each of which those routes accept. Behind a key may stand priority=high,
+    normal or low, or an integer in [-1000, 1000] of which smaller ones run sooner: its requests have that priority."""
+    cors_origins: Sequence[str] = ()
+    """Origins of web pages that may read answers, such as https://example.org; * for all."""
+    ssl_certfile: str | None = None
+    """Speak TLS alone, with the certificate chain in this PEM file. It is read again when it has changed."""
+    ssl_keyfile: str | None = None
+    """PEM file of the certificate's key, if it is not in ssl_certfile."""
+    root_path: str = ""
+    """Path under which a proxy shows the server, such as /llm; it may strip that or not."""
     max_request_bytes: int = 32 * 2**20
     """Largest request body."""
     max_request_values: int = 500_000
@@ -56,6 +71,9 @@ class ServerConfig:
     """Seconds a client may take to send a request body."""
     write_timeout_s: float = 30.0
     """Seconds a client may go without reading before it is cut and its request aborted."""
+    ping_interval_s: float = 5.0
+    """Seconds after which a stream without any event so far, since it waits or its prompt is long, gets its headers and
+    a comment, and again after as many: so that no proxy takes it for dead."""
     keep_alive_s: float = 75.0
     """Seconds after which an idle connection, or one that has not finished its headers, is closed."""
     shutdown_timeout_s: float = 30.0
@@ -80,36 +98,40 @@ class ServerConfig:
                 f"max_inflight_body_bytes ({self.max_inflight_body_bytes}) must be at least "
                 f"max_request_bytes ({self.max_request_bytes}): a body of that size could never be received"
             )
-        for name in ("read_timeout_s", "write_timeout_s", "keep_alive_s", "shutdown_timeout_s"):
+        for name in ("read_timeout_s", "write_timeout_s", "ping_interval_s", "keep_alive_s", "shutdown_timeout_s"):
             if not 0 < getattr(self, name) <= 1e6:
                 raise ConfigError(f"{name} must be in (0, 1e6] seconds, got {getattr(self, name)}")
         for name in ("tool_call_parser", "reasoning_parser"):
             object.__setattr__(self, name, checked_parser(name, getattr(self, name)))
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ConfigError("ssl_keyfile needs ssl_certfile")
+        if self.root_path and not re.fullmatch(r"(/[\w.~-]+)+", self.root_path, re.ASCII):
+            raise ConfigError(f"root_path must be like /llm, without a slash at its end, got {self.root_path!r}")
+        for origin in self.cors_origins:
+            if isinstance(self.cors_origins, str) or not _ORIGIN.fullmatch(origin):
+                raise ConfigError(f"cors_origins must hold origins such as https://example.org, got {origin!r}")
+        if "" in self.model_names:
+            raise ConfigError("served_model_name must not be empty")
         _ = self.api_keys  # read the file now
 
     @cached_property
-    def api_keys(self) -> tuple[bytes, ...]:
-        """The keys of ``api_key`` and ``api_key_file`` as they stand in a header; empty: none is demanded."""
+    def model_names(self) -> tuple[str, ...]:
+        """``served_model_name``, in order and each once; empty: the model's own."""
+        names = self.served_model_name
+        return tuple(dict.fromkeys([names] if isinstance(names, str) else names or ()))
+
+    @cached_property
+    def api_keys(self) -> tuple[ApiKey, ...]:
+        """The keys of ``api_key`` and ``api_key_file``; empty: none is demanded."""
         keys = []
         if self.api_key is not None:
             try:
                 # An argument that is not UTF-8 reaches Python with surrogates in place of its bytes.
-                keys.append(self.api_key.encode(errors="surrogateescape"))
+                key = self.api_key.encode(errors="surrogateescape")
             except UnicodeEncodeError:
                 raise ConfigError("api_key is not valid Unicode") from None
+            check_key(key)
+            keys.append(ApiKey(key))
         if self.api_key_file is not None:
-            try:
-                lines = Path(self.api_key_file).read_bytes().splitlines()
-            except (OSError, ValueError) as exc:
-                raise ConfigError(f"cannot read api_key_file: {exc}") from None
-            found = [key for line in lines if (key := line.strip())]
-            if not found:
-                raise ConfigError(f"api_key_file {self.api_key_file} holds no key")
-            keys += found
-        for key in keys:
-            if not key or key != key.strip() or any(byte < 32 or byte == 127 for byte in key):
-                raise ConfigError(
-                    "api_key must not be empty, begin or end with white space, or hold control characters: "
-                    "no header could bring it"
-                )
+            keys += read_keys(self.api_key_file)
         return tuple(keys)

@@ -92,7 +92,8 @@ class Connection(web.RequestHandler):
         transport = self.transport
         if self._broken and not self._half_closed and transport is not None and not transport.is_closing():
             # The reset that a close causes while the client is still sending would take the response with it.
-            transport.write_eof()
+            if transport.can_write_eof():  # which TLS cannot
+                transport.write_eof()
             transport.resume_reading()
             await asyncio.sleep(_DISCARD_S)  # unless it closes, which cancels this task
 
@@ -135,8 +136,12 @@ class Connection(web.RequestHandler):
             self.transport.close()
 
     def eof_received(self) -> bool:  # type: ignore[override]  # aiohttp's closes always
-        """Keep the connection for the answers that the client may wait for. False closes it."""
-        if not self._unanswered or not self._watch.works:
+        """Keep the connection for the answers that the client may wait for. False closes it.
+
+        TLS knows no half-closed connections here: a client that ends its data gets no answer.
+        """
+        transport = self.transport
+        if not self._unanswered or not self._watch.works or transport is None or not transport.can_write_eof():
             return False
         request = self._current_request
         if request is not None and self._cannot_be_probed(request):

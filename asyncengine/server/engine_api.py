@@ -7,12 +7,15 @@ and the server imports no torch.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from asyncengine.logprobs import TokenLogProbs
 from asyncengine.request import Prompt, RequestDelta, RequestOutput, SamplingParams
 from asyncengine.stats import EngineSnapshot, EngineStats
 from asyncengine.tokenization import Tokenizer
+
+if TYPE_CHECKING:
+    from asyncengine.embedding import ClassificationOutput, EmbeddingOutput, PairScores, Pooling
 
 
 class ModelInfo(Protocol):
@@ -72,7 +75,6 @@ class Engine(Protocol):
         cache_salt: str | None = None,
         tenant: str | None = None,
     ) -> RequestStream: ...
-    async def tokenize(self, prompt: Prompt) -> list[int]: ...
     async def generate(
         self,
         prompt: Prompt,
@@ -83,4 +85,17 @@ class Engine(Protocol):
         cache_salt: str | None = None,
         tenant: str | None = None,
     ) -> RequestOutput: ...
+    async def embed(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        pooling: Pooling = "last",
+        dimensions: int | None = None,
+        normalize: bool = True,
+        **terms: Any,
+    ) -> EmbeddingOutput: ...
+    async def classify(self, prompts: Sequence[Prompt], **terms: Any) -> ClassificationOutput: ...
+    async def score_pairs(self, queries: Sequence[str], documents: Sequence[str], **terms: Any) -> PairScores: ...
+    async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]: ...
+    async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
     async def aclose(self, drain: bool = True, timeout_s: float = 30.0) -> None: ...

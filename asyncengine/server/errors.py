@@ -17,6 +17,7 @@ from asyncengine.errors import (
     InvalidRequestError,
     KVCapacityError,
     RequestAbortedError,
+    RequestTimeoutError,
 )
 
 logger = logging.getLogger("asyncengine.server")
@@ -113,6 +114,8 @@ def from_engine(exc: Exception) -> ApiError | None:
             return unavailable("the server is shutting down", "closed")
         case RequestAbortedError():
             return unavailable("the request was aborted", "aborted")
+        case RequestTimeoutError():
+            return ApiError(HTTPStatus.GATEWAY_TIMEOUT, str(exc), param="timeout", code="timeout")
         case EngineDeadError():
             return _internal("the engine has failed and must be restarted", "engine_dead")
         case EngineError():

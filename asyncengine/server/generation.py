@@ -15,7 +15,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from asyncengine.conversation import Conversation
-from asyncengine.errors import EngineDeadError, InvalidRequestError, RequestAbortedError
+from asyncengine.errors import EngineDeadError, InvalidRequestError, RequestAbortedError, RequestTimeoutError
 from asyncengine.request import LONG_TEXT, FinishReason, Prompt, RequestDelta, RequestOutput, SamplingParams, Usage
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.engine_api import Engine, RequestStream
@@ -45,6 +45,7 @@ class Job:
     prompts: Sequence[Prompt]
     params: SamplingParams
     body: GenerationBody
+    priority: int
     tenant: str
     """Who asks: requests of different tenants share the engine fairly."""
     admission: asyncio.Lock
@@ -86,7 +87,7 @@ class Job:
             "prompt": self.prompts[p],
             "params": self.params,
             "request_id": self.id if len(self.prompts) == 1 else f"{self.id}-{p}",
-            "priority": self.body.priority or 0,
+            "priority": self.priority,
             "cache_salt": self.body.cache_salt,
             "tenant": self.tenant,
         }
@@ -139,7 +140,7 @@ async def generate(engine: Engine, job: Job, metrics: Metrics) -> list[RequestOu
     except asyncio.CancelledError:
         metrics.finished["abort"] += job.num_choices
         raise
-    except (EngineDeadError, RequestAbortedError):
+    except (EngineDeadError, RequestAbortedError, RequestTimeoutError):
         metrics.finished["error"] += job.num_choices
         raise
     for output in outputs:
@@ -150,9 +151,12 @@ async def generate(engine: Engine, job: Job, metrics: Metrics) -> list[RequestOu
     return outputs
 
 
-async def send_sse(engine: Engine, job: Job, metrics: Metrics, events: SseResponse, chunks: StreamFormat) -> None:
-    """Write all deltas as events. Raises only before the first event: after it, errors are events too."""
+async def send_sse(
+    engine: Engine, job: Job, metrics: Metrics, events: SseResponse, chunks: StreamFormat, ping_interval_s: float
+) -> None:
+    """Write all deltas as events. Raises only before anything was sent: after that, errors are events too."""
     streaming = _Streaming(job, metrics, events, chunks)
+    events.begin_pings(ping_interval_s)
     try:
         streaming.streams = await _admit(engine, job)
         streaming.open_choices = job.num_choices
@@ -167,6 +171,7 @@ async def send_sse(engine: Engine, job: Job, metrics: Metrics, events: SseRespon
             raise
         await _fail(events, job, chunks, exc)
     finally:
+        events.end_pings()
         metrics.finished[streaming.ended_as] += streaming.open_choices
         await _close(streaming.streams)
 

@@ -72,7 +72,7 @@ class Metrics(Collector):
         self.queue_time = Histogram(_REQUEST_SECONDS)
         self.prefill_time = Histogram(_REQUEST_SECONDS)
         self.decode_time = Histogram(_REQUEST_SECONDS)
-        self.finished: dict[str, int] = {FinishReason.STOP: 0, FinishReason.LENGTH: 0, "abort": 0, "error": 0}
+        self.finished: dict[str, int] = dict.fromkeys((*FinishReason, "abort", "error"), 0)
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)

@@ -8,7 +8,7 @@ not implemented are refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, Literal, TypeVar, cast
 
 import msgspec
@@ -16,9 +16,10 @@ from msgspec import UNSET, UnsetType
 
 from asyncengine.checks import quoted
 from asyncengine.errors import InvalidRequestError
-from asyncengine.request import SamplingParams, Usage
+from asyncengine.request import Prompt, SamplingParams, Usage
 from asyncengine.server.errors import ApiError, bad_request
 
+S = TypeVar("S", bound=msgspec.Struct)
 T = TypeVar("T", bound="GenerationBody")
 
 NOTHING: tuple[object, ...] = (None, False, 0, "", [], {})
@@ -106,6 +107,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    timeout: float | None = None
 
 
 _NOT_GIVEN = msgspec.Raw()
@@ -114,16 +116,16 @@ _LONGEST_NEUTRAL = 64  # bytes of JSON that can ask for nothing
 _PATH = re.compile(r"^(?P<message>.*) - at `\$\.?(?P<path>.*)`$", re.DOTALL)
 
 
-class BodyDecoder(Generic[T]):
+class JsonDecoder(Generic[S]):
     """From JSON to a body of type ``kind``; ``unimplemented`` is a table like UNIMPLEMENTED."""
 
-    def __init__(self, kind: type[T], unimplemented: Mapping[str, tuple[object, ...]]) -> None:
+    def __init__(self, kind: type[S], unimplemented: Mapping[str, tuple[object, ...]]) -> None:
         self._unimplemented = unimplemented
         refused = [(name, msgspec.Raw, _NOT_GIVEN) for name in unimplemented]
         full = msgspec.defstruct(kind.__name__, refused, bases=(kind,), kw_only=True)
-        self._decoder = cast("msgspec.json.Decoder[T]", msgspec.json.Decoder(full))
+        self._decoder = cast("msgspec.json.Decoder[S]", msgspec.json.Decoder(full))
 
-    def decode(self, raw: bytes | bytearray) -> T:
+    def decode(self, raw: bytes | bytearray) -> S:
         """Typed body, which does not refer to ``raw``. Takes strict JSON: no NaN, no trailing bytes.
 
         Raises ApiError 400 whose param is the path of the first wrong field.
@@ -140,6 +142,15 @@ class BodyDecoder(Generic[T]):
                 setattr(body, name, _NOT_GIVEN)
                 if not _asks_for_nothing(value, neutral):
                     raise unsupported(name)
+        return body
+
+
+class BodyDecoder(JsonDecoder[T]):
+    """For requests that generate."""
+
+    def decode(self, raw: bytes | bytearray) -> T:
+        """As JsonDecoder's; also checks fields that depend on each other."""
+        body = super().decode(raw)
         if body.best_of is not None and body.best_of != (body.n or 1):
             raise bad_request("best_of is supported only where it equals n", "best_of", "unsupported_parameter")
         if body.prompt_logprobs is not None and body.stream:
@@ -247,6 +258,25 @@ def name_as_asked(exc: InvalidRequestError, body: GenerationBody, grammar: str |
         exc.args = (str(exc).replace("the prompt", "the prompt of these messages"),)
 
 
+def prompts_of(given: str | list[Any] | None, limit: int, param: str) -> list[Prompt]:
+    """Text, token ids, or an array of either, as a list of prompts. Raises ApiError 400 for more than ``limit``."""
+    if given is None or given == "" or given == []:
+        raise bad_request(f"{param} is required and must not be empty", param)
+    if isinstance(given, str):
+        return [given]
+    kinds = set(map(type, given))
+    if kinds != {int} and len(given) > limit:
+        raise bad_request(f"{param}: at most {limit} prompts in a request, got {len(given)}", param)
+    if len(kinds) > 1:
+        raise bad_request(f"{param} must hold strings, token ids or arrays of ids, not a mixture", param)
+    if kinds == {int}:
+        return [given]
+    for i, item in enumerate(given):
+        if not item:
+            raise bad_request(f"{param}[{i}] is empty", f"{param}[{i}]")
+    return given
+
+
 class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
@@ -285,12 +315,12 @@ class ModelList(msgspec.Struct, kw_only=True):
     data: list[ModelCard]
 
 
-def check_model(asked: str | None, served: str) -> None:
+def check_model(asked: str | None, served: Sequence[str]) -> None:
     """404 for a model that is not served; a request that names none means the served one."""
-    if asked is not None and asked != served:
+    if asked is not None and asked not in served:
         raise ApiError(
             404,
-            f"the model {quoted(asked)} does not exist; this server has {served!r}",
+            f"the model {quoted(asked)} does not exist; this server has {', '.join(map(repr, served[:10]))}",
             param="model",
             code="model_not_found",
         )

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
@@ -17,6 +18,9 @@ from asyncengine.server.config import ServerConfig
 from asyncengine.server.connection import Connection, Watch
 from asyncengine.server.engine_api import Engine
 from asyncengine.server.example import example_request
+
+if TYPE_CHECKING:
+    from asyncengine.server.tls import Certificates
 
 logger = logging.getLogger("asyncengine.server")
 
@@ -74,6 +78,11 @@ class HttpServer:
     def __init__(self, config: ServerConfig) -> None:
         self.app = App(config)
         self._config = config
+        self._certificates: Certificates | None = None
+        if config.ssl_certfile is not None:
+            from asyncengine.server.tls import Certificates
+
+            self._certificates = Certificates(config.ssl_certfile, config.ssl_keyfile)
         self._server = _Server(self.app)
         self._runner = web.ServerRunner(self._server, shutdown_timeout=_CUT_TIMEOUT_S)
 
@@ -81,12 +90,14 @@ class HttpServer:
         """Listen. Raises OSError, for one when the port or the socket is taken."""
         await self._runner.setup()
         site: web.BaseSite
+        context = None if self._certificates is None else self._certificates.context
         try:
             if self._config.uds is not None:
                 await _check_unused(self._config.uds)
-                site = web.UnixSite(self._runner, self._config.uds, backlog=_BACKLOG)
+                site = web.UnixSite(self._runner, self._config.uds, backlog=_BACKLOG, ssl_context=context)
             else:
-                site = web.TCPSite(self._runner, self._config.host, self._config.port, backlog=_BACKLOG)
+                host, port = self._config.host, self._config.port
+                site = web.TCPSite(self._runner, host, port, backlog=_BACKLOG, ssl_context=context)
             await site.start()
         except BaseException:
             await self.aclose()
@@ -98,7 +109,8 @@ class HttpServer:
         if self._config.uds is not None:
             return f"unix:{self._config.uds}"
         host, port = self._runner.addresses[0][:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "http" if self._certificates is None else "https"
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     async def drain(self) -> bool:
         """Refuse new requests with 503 and let running ones finish; False when the time ran out.

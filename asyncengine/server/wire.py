@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any
 
 from aiohttp import web
@@ -89,6 +90,9 @@ class SseResponse:
         self._protocol = _connection(request)
         self._limit_s = limit_s
         self._writer: StreamWriter | None = None
+        self._has_event = self._chunked = False
+        self._opening = asyncio.Lock()
+        self._pinging: asyncio.TimerHandle | asyncio.Task[None] | None = None
 
     @property
     def started(self) -> bool:
@@ -100,20 +104,61 @@ class SseResponse:
 
         Raises ConnectionError when the client is gone or stalls.
         """
-        if self._writer is None:
-            writer = await self.response.prepare(self._request)
-            assert isinstance(writer, StreamWriter)
-            self._writer = writer
-            await writer.write(events, drain=False)
-            self._protocol.ping = b"%x\r\n%b\r\n" % (len(_PING), _PING) if writer.chunked else _PING
-        else:
+        if self._has_event or not await self._begin(events):
             # What the writer would do, without three calls per token.
             transport = self._protocol.transport
             if transport is None or transport.is_closing():
                 raise ConnectionResetError("the client closed the connection")
-            transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._writer.chunked else events)
+            transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._chunked else events)
         if self._protocol.writing_paused:
+            assert self._writer is not None
             await _wait_for_client(self._writer.drain(), _transport(self._request), self._limit_s)
+
+    async def _begin(self, first: bytes) -> bool:
+        """The first event is there. False if the headers have left before it, and it remains to be sent."""
+        self._has_event = True
+        opened = await self._open(first)
+        self.end_pings()
+        return opened
+
+    async def _open(self, first: bytes) -> bool:
+        """Send the headers and ``first``. False if somebody else was about to send them, and has."""
+        async with self._opening:
+            if self._writer is not None:
+                return False
+            writer = await self.response.prepare(self._request)
+            assert isinstance(writer, StreamWriter)
+            self._writer, self._chunked = writer, writer.chunked
+            await writer.write(first, drain=False)
+            self._protocol.ping = b"%x\r\n%b\r\n" % (len(_PING), _PING) if writer.chunked else _PING
+            return True
+
+    def begin_pings(self, interval_s: float) -> None:
+        """Until the first event, send a comment every ``interval_s``, the first one behind the headers."""
+        self._pinging = asyncio.get_running_loop().call_later(interval_s, self._ping, interval_s)
+
+    def end_pings(self) -> None:
+        """Idempotent."""
+        if self._pinging is not None:
+            self._pinging.cancel()
+            self._pinging = None
+
+    def _ping(self, interval_s: float) -> None:
+        if self._writer is None:
+            self._pinging = asyncio.ensure_future(self._first_ping(interval_s))
+            return
+        transport = self._protocol.transport
+        if transport is None or transport.is_closing():
+            self._pinging = None
+            return
+        if self._protocol.ping is not None and not transport.get_write_buffer_size():
+            transport.write(self._protocol.ping)
+        self.begin_pings(interval_s)
+
+    async def _first_ping(self, interval_s: float) -> None:
+        with suppress(ConnectionError):  # whoever waits for events finds the same
+            await self._open(_PING)
+            self.begin_pings(interval_s)
 
     async def done(self, last: bytes) -> None:
         """End the response cleanly, with the event ``last`` where there is one."""

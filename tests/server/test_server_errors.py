@@ -194,7 +194,7 @@ async def test_routes_methods_models() -> None:
         for method, path in [
             ("GET", "/page/"),
             ("GET", "/v1"),
-            ("POST", "/v1/completions/"),
+            ("POST", "/v1/completions/x"),
             ("GET", "/v2/models"),
         ]:
             reply = await site.request(method, path)

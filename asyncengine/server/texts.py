@@ -1,0 +1,106 @@
+"""/tokenize and /detokenize: the tokenizer's work alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from asyncengine.errors import ConfigError
+from asyncengine.request import Prompt
+from asyncengine.server.calls import Call, CallBody, Context
+from asyncengine.server.chat import Chat
+from asyncengine.server.config import ServerConfig
+from asyncengine.server.engine_api import Engine
+from asyncengine.server.errors import bad_request
+from asyncengine.server.protocol import JsonDecoder
+from asyncengine.tokenization import Tokenizer
+
+_NO_MESSAGES = msgspec.Raw(b"null")
+
+
+class TokenizeBody(CallBody, kw_only=True):
+    """A prompt, or messages with the other fields of a chat completion, which go through the chat template."""
+
+    prompt: str | None = None
+    messages: msgspec.Raw = _NO_MESSAGES
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class _Tokenize(TokenizeBody, kw_only=True):
+    conversation: Callable[[Tokenizer], Prompt]
+    """What the chat template gets."""
+
+
+class Tokens(msgspec.Struct, kw_only=True):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+    token_strs: list[str] | UnsetType = UNSET
+
+
+class Tokenize(Call[TokenizeBody]):
+    prompt_param = "prompt"
+    _decoder = JsonDecoder(TokenizeBody, {})
+
+    def parse(self, raw: bytes | bytearray, config: ServerConfig) -> TokenizeBody:
+        body = self._decoder.decode(raw)
+        has_messages, body.messages = bytes(body.messages) != b"null", _NO_MESSAGES  # they would hold ``raw``
+        if has_messages == (body.prompt is not None):
+            raise bad_request("either prompt or messages is required, and not both", "prompt")
+        if body.prompt == "":
+            raise bad_request("prompt must not be empty", "prompt")
+        if not has_messages:
+            return body
+        chat = Chat()
+        chat_body, prompts = chat.parse(raw, config)
+
+        def conversation(tokenizer: Tokenizer) -> Prompt:
+            return chat.prepare(chat_body, prompts, tokenizer, config)[0][0]
+
+        return _Tokenize(
+            model=body.model,
+            add_special_tokens=body.add_special_tokens,
+            return_token_strs=body.return_token_strs,
+            conversation=conversation,
+        )
+
+    async def answer(self, engine: Engine, body: TokenizeBody, context: Context) -> Tokens:
+        prompt = body.conversation(engine.tokenizer) if isinstance(body, _Tokenize) else body.prompt
+        assert prompt is not None
+        tokens = await engine.tokenize(prompt, add_special_tokens=body.add_special_tokens is not False)
+        answer = Tokens(tokens=tokens, count=len(tokens), max_model_len=engine.model_info.max_model_len)
+        if body.return_token_strs:
+            name = engine.tokenizer.backend.id_to_token
+            answer.token_strs = [name(token) or "" for token in tokens]
+        return answer
+
+
+class DetokenizeBody(CallBody, kw_only=True):
+    tokens: list[int] | None = None
+    skip_special_tokens: bool | None = None
+
+
+class Text(msgspec.Struct):
+    prompt: str
+
+
+class Detokenize(Call[DetokenizeBody]):
+    prompt_param = "tokens"
+    _decoder = JsonDecoder(DetokenizeBody, {})
+
+    def parse(self, raw: bytes | bytearray, config: ServerConfig) -> DetokenizeBody:
+        body = self._decoder.decode(raw)
+        if body.tokens is None:
+            raise bad_request("tokens is required", "tokens")
+        return body
+
+    async def answer(self, engine: Engine, body: DetokenizeBody, context: Context) -> Text:
+        assert body.tokens is not None
+        try:
+            text = await engine.detokenize(body.tokens, skip_special_tokens=bool(body.skip_special_tokens))
+        except ConfigError:  # skip_tokenizer_init
+            raise bad_request("this server's model has no tokenizer: it takes and gives token ids", "model") from None
+        return Text(text)

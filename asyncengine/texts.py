@@ -1,0 +1,56 @@
+"""Token ids of prompts without generating anything, and text of token ids."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from asyncengine.detokenizer import IncrementalDetokenizer
+from asyncengine.errors import EngineClosedError, InvalidRequestError
+from asyncengine.request import Prompt
+
+if TYPE_CHECKING:
+    from asyncengine.prompts import Prompts
+    from asyncengine.tokenization import Tokenizer
+
+_AT_ONCE = 2048
+"""Tokens whose text is made in one turn of the event loop: about a millisecond."""
+
+
+class TextMethods(ABC):
+    """The engine's methods that tokenize and make text."""
+
+    _prompts: Prompts | None
+
+    @property
+    @abstractmethod
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+
+    async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt, as ``submit`` makes them: of text, or of messages through the chat template.
+
+        Raises InvalidRequestError, ContextLengthError for more than the context, EngineOverloadedError and
+        EngineClosedError.
+        """
+        if self._prompts is None:
+            raise EngineClosedError("the engine takes no requests: it is not started")
+        return await self._prompts.token_ids(prompt, add_special_tokens=add_special_tokens)
+
+    async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of token ids. Raises InvalidRequestError for one that the tokenizer does not have, ConfigError without
+        a tokenizer."""
+        tokenizer = self.tokenizer
+        for i, token in enumerate(token_ids):
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < tokenizer.vocab_size:
+                raise InvalidRequestError(
+                    f"tokens[{i}] must be a token id in [0, {tokenizer.vocab_size}), got {token!r:.40}", param="tokens"
+                )
+        detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens)
+        pieces = []
+        for first in range(0, len(token_ids), _AT_ONCE):
+            pieces.append(detokenizer.push(token_ids[first : first + _AT_ONCE]))
+            await asyncio.sleep(0)
+        return "".join(pieces) + detokenizer.flush()
