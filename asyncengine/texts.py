@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from asyncengine.detokenizer import IncrementalDetokenizer
-from asyncengine.errors import EngineClosedError, InvalidRequestError
+from asyncengine.errors import InvalidRequestError
 from asyncengine.request import Prompt
 
 if TYPE_CHECKING:
@@ -29,14 +29,17 @@ class TextMethods(ABC):
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
 
-    async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt, as ``submit`` makes them: of text, or of messages through the chat template.
+    @abstractmethod
+    def _serving(self) -> object:
+        """Raises EngineClosedError and EngineDeadError where no request is served."""
 
-        Raises InvalidRequestError, ContextLengthError for more than the context, EngineOverloadedError and
-        EngineClosedError.
+    async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt, as a request has them; nothing is computed. Errors are those of ``submit``.
+
+        Chat templates write all special tokens themselves: ``add_special_tokens`` is for text.
         """
-        if self._prompts is None:
-            raise EngineClosedError("the engine takes no requests: it is not started")
+        self._serving()
+        assert self._prompts is not None
         return await self._prompts.token_ids(prompt, add_special_tokens=add_special_tokens)
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:

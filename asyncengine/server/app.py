@@ -23,10 +23,10 @@ from aiohttp.http import HttpVersion10, HttpVersion11
 
 from asyncengine import __version__
 from asyncengine.checks import quoted
-from asyncengine.errors import ConfigError, InvalidRequestError
+from asyncengine.errors import InvalidRequestError
 from asyncengine.request import Prompt
 from asyncengine.server.bodies import Bodies
-from asyncengine.server.calls import Call, CallBody, Context
+from asyncengine.server.calls import Call, CallBody, Context, tokenizer_of
 from asyncengine.server.chat import Chat
 from asyncengine.server.completions import Completions
 from asyncengine.server.config import ServerConfig
@@ -45,7 +45,6 @@ from asyncengine.server.responses import Responses, no_response
 from asyncengine.server.texts import Detokenize, Tokenize
 from asyncengine.server.vectors import Classify, Embeddings, Rerank, Scores
 from asyncengine.server.wire import SseResponse, send_response
-from asyncengine.tokenization import Tokenizer
 
 logger = logging.getLogger("asyncengine.server")
 
@@ -95,9 +94,12 @@ class App:
             f"{_MESSAGES}/count_tokens": ("POST", self._count_tokens),
             "/ping": ("GET", self._health),
             "/version": ("GET", self._tell_version),
+            "/openapi.json": ("GET", self._openapi),
+            "/docs": ("GET", self._docs),
             **{path: ("POST", partial(self._call, call)) for path, call in _CALLS.items()},
         }
-        self._public = {"/health"}
+        self._public = {"/health", "/docs"}
+        self._description: asyncio.Future[bytes] | None = None
         if config.page:
             page = Page(lambda: self.engine, lambda: self.model_name, lambda: self.health, self.metrics)
             self._routes |= page.routes
@@ -250,6 +252,22 @@ class App:
     async def _tell_version(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
         return _json({"version": __version__})
 
+    async def _openapi(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
+        if self._description is None:  # made when it is first asked for, which takes a tenth of a second
+            self._description = asyncio.ensure_future(asyncio.to_thread(self._describe))
+        body = await asyncio.shield(self._description)
+        return web.Response(body=body, content_type="application/json")
+
+    def _describe(self) -> bytes:
+        from asyncengine.server.openapi import document
+
+        return document(keys=bool(self._keys), root_path=self.config.root_path)
+
+    async def _docs(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
+        from asyncengine.server.docs import docs_page
+
+        return docs_page()
+
     def _cards(self) -> list[ModelCard]:
         if self.engine is None:
             raise unavailable("the model is still loading", "loading")
@@ -274,7 +292,7 @@ class App:
         engine = self._ready_engine()
         endpoint = Messages(counts=True)
         body, prompts = await self._parse(endpoint, request)
-        (prompt,), _, _ = endpoint.prepare(body, prompts, _tokenizer(engine), self.config)
+        (prompt,), _, _ = endpoint.prepare(body, prompts, tokenizer_of(engine), self.config)
         return _json({"input_tokens": len(await engine.tokenize(prompt))})
 
     async def _generate(
@@ -282,7 +300,7 @@ class App:
     ) -> web.StreamResponse:
         engine = self._ready_engine()
         body, prompts = await self._parse(endpoint, request)
-        tokenizer, parsing = _tokenizer(engine), None
+        tokenizer, parsing = tokenizer_of(engine), None
         try:
             prompts, params, parsing = endpoint.prepare(body, prompts, tokenizer, self.config)
             by_number = bool(body.return_tokens_as_token_ids)
@@ -324,7 +342,7 @@ class App:
         body = await self._parse_call(call, request)
         priority, tenant = self._terms(request, body.priority)
         terms = {"priority": priority, "cache_salt": body.cache_salt, "tenant": tenant}
-        context = Context(uuid.uuid4().hex, int(time.time()), self.model_name, terms)
+        context = Context(uuid.uuid4().hex, int(time.time()), self.model_name, terms, self.config)
         try:
             return _json(await call.answer(engine, body, context))
         except InvalidRequestError as exc:
@@ -349,13 +367,6 @@ class App:
                 f"and a request may ask for {limit}",
                 "n",
             )
-
-
-def _tokenizer(engine: Engine) -> Tokenizer | None:
-    try:
-        return engine.tokenizer
-    except ConfigError:  # skip_tokenizer_init
-        return None
 
 
 def _json(value: object) -> web.Response:

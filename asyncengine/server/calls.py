@@ -9,11 +9,12 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from asyncengine.errors import InvalidRequestError
+from asyncengine.errors import ConfigError, InvalidRequestError
 from asyncengine.request import Usage
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.engine_api import Engine
 from asyncengine.server.protocol import PromptTokensDetails
+from asyncengine.tokenization import Tokenizer
 
 
 class CallBody(msgspec.Struct, kw_only=True):
@@ -36,6 +37,7 @@ class Context:
     model: str
     terms: dict[str, Any]
     """priority, cache_salt and tenant, for the engine."""
+    config: ServerConfig
 
 
 class Call(ABC, Generic[B]):
@@ -70,6 +72,14 @@ class PromptUsage(msgspec.Struct):
     @classmethod
     def of(cls, usage: Usage) -> PromptUsage:
         return cls(usage.prompt_tokens, usage.prompt_tokens, PromptTokensDetails(usage.cached_tokens))
+
+
+def tokenizer_of(engine: Engine) -> Tokenizer | None:
+    """None where the engine was created without (skip_tokenizer_init)."""
+    try:
+        return engine.tokenizer
+    except ConfigError:
+        return None
 
 
 def numbers(values: Sequence[float]) -> msgspec.Raw:

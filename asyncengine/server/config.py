@@ -33,8 +33,8 @@ class ServerConfig:
     """Key that every route but /health and the files of the page demands as `Authorization: Bearer KEY`. Other users of
     the machine can read it in the list of processes: give it by api_key_file or the environment."""
     api_key_file: str | None = None
-    """File of keys, one a line, each of which those routes accept. Behind a key may stand priority=high,
-    normal or low, or an integer in [-1000, 1000] of which smaller ones run sooner: its requests have that priority."""
+    """File of keys, one a line, each of which those routes accept. Behind a key may stand priority=high, normal or low,
+    or an integer in [-1000, 1000] of which smaller ones run sooner: its requests have that priority."""
     cors_origins: Sequence[str] = ()
     """Origins of web pages that may read answers, such as https://example.org; * for all."""
     ssl_certfile: str | None = None
@@ -101,17 +101,17 @@ class ServerConfig:
         for name in ("read_timeout_s", "write_timeout_s", "ping_interval_s", "keep_alive_s", "shutdown_timeout_s"):
             if not 0 < getattr(self, name) <= 1e6:
                 raise ConfigError(f"{name} must be in (0, 1e6] seconds, got {getattr(self, name)}")
-        for name in ("tool_call_parser", "reasoning_parser"):
-            object.__setattr__(self, name, checked_parser(name, getattr(self, name)))
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError("ssl_keyfile needs ssl_certfile")
         if self.root_path and not re.fullmatch(r"(/[\w.~-]+)+", self.root_path, re.ASCII):
             raise ConfigError(f"root_path must be like /llm, without a slash at its end, got {self.root_path!r}")
         for origin in self.cors_origins:
-            if isinstance(self.cors_origins, str) or not _ORIGIN.fullmatch(origin):
+            if isinstance(self.cors_origins, str) or not isinstance(origin, str) or not _ORIGIN.fullmatch(origin):
                 raise ConfigError(f"cors_origins must hold origins such as https://example.org, got {origin!r}")
-        if "" in self.model_names:
-            raise ConfigError("served_model_name must not be empty")
+        if not all(isinstance(name, str) and name for name in self.model_names):
+            raise ConfigError(f"served_model_name must be non-empty strings, got {self.served_model_name!r}")
+        for name in ("tool_call_parser", "reasoning_parser"):
+            object.__setattr__(self, name, checked_parser(name, getattr(self, name)))
         _ = self.api_keys  # read the file now
 
     @cached_property

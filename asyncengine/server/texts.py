@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Annotated
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from asyncengine.errors import ConfigError
 from asyncengine.request import Prompt
-from asyncengine.server.calls import Call, CallBody, Context
+from asyncengine.server.calls import Call, CallBody, Context, tokenizer_of
 from asyncengine.server.chat import Chat
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.engine_api import Engine
 from asyncengine.server.errors import bad_request
-from asyncengine.server.protocol import JsonDecoder
-from asyncengine.tokenization import Tokenizer
+from asyncengine.server.protocol import GenerationBody, JsonDecoder
 
+_CHAT = Chat()
 _NO_MESSAGES = msgspec.Raw(b"null")
 
 
@@ -24,14 +24,16 @@ class TokenizeBody(CallBody, kw_only=True):
     """A prompt, or messages with the other fields of a chat completion, which go through the chat template."""
 
     prompt: str | None = None
-    messages: msgspec.Raw = _NO_MESSAGES
+    messages: Annotated[msgspec.Raw, msgspec.Meta(extra_json_schema={"type": ["array", "null"]})] = msgspec.field(
+        default_factory=lambda: _NO_MESSAGES
+    )
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
 
-class _Tokenize(TokenizeBody, kw_only=True):
-    conversation: Callable[[Tokenizer], Prompt]
-    """What the chat template gets."""
+class _Chat(TokenizeBody, kw_only=True):
+    chat: GenerationBody
+    prompts: list[Prompt]
 
 
 class Tokens(msgspec.Struct, kw_only=True):
@@ -54,21 +56,13 @@ class Tokenize(Call[TokenizeBody]):
             raise bad_request("prompt must not be empty", "prompt")
         if not has_messages:
             return body
-        chat = Chat()
-        chat_body, prompts = chat.parse(raw, config)
-
-        def conversation(tokenizer: Tokenizer) -> Prompt:
-            return chat.prepare(chat_body, prompts, tokenizer, config)[0][0]
-
-        return _Tokenize(
-            model=body.model,
-            add_special_tokens=body.add_special_tokens,
-            return_token_strs=body.return_token_strs,
-            conversation=conversation,
-        )
+        chat, prompts = _CHAT.parse(raw, config)
+        return _Chat(model=body.model, return_token_strs=body.return_token_strs, chat=chat, prompts=prompts)
 
     async def answer(self, engine: Engine, body: TokenizeBody, context: Context) -> Tokens:
-        prompt = body.conversation(engine.tokenizer) if isinstance(body, _Tokenize) else body.prompt
+        prompt: Prompt | None = body.prompt
+        if isinstance(body, _Chat):
+            ((prompt,), _, _) = _CHAT.prepare(body.chat, body.prompts, tokenizer_of(engine), context.config)
         assert prompt is not None
         tokens = await engine.tokenize(prompt, add_special_tokens=body.add_special_tokens is not False)
         answer = Tokens(tokens=tokens, count=len(tokens), max_model_len=engine.model_info.max_model_len)
