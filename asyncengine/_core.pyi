@@ -503,7 +503,7 @@ class Record(tuple[RecordKind, int, bytes]):
     payload: bytes
     """32-bit words."""
 
-class SequenceNews(tuple[int, int, list[int], FinishReason, int, int, int, int, tuple[Record, ...]]):
+class SequenceNews(tuple[int, int, list[int], FinishReason, int, int, int, int, tuple[bytes, ...], tuple[Record, ...]]):
     """What is new of a sequence, as a named tuple. Times are those of time.monotonic_ns()."""
 
     n_fields: int
@@ -521,7 +521,10 @@ class SequenceNews(tuple[int, int, list[int], FinishReason, int, int, int, int, 
     """When the request first ran."""
     cached_tokens: int
     """Of the prompt, found in the prefix cache."""
+    logprobs: tuple[bytes, ...]
+    """Payloads of the log probabilities of ``tokens``: one for each that has some, in order."""
     records: tuple[Record, ...]
+    """The others."""
 
 class StepLoop:
     """submit, abort and drain belong to the event loop's thread. No call waits for the step thread but stop()."""

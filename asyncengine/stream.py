@@ -50,6 +50,8 @@ _FAILURES: dict[Ended, Callable[[], EngineError]] = {
     Ended.failed: lambda: NonFiniteLogitsError("the model returned logits that are not finite for this request"),
     Ended.step_failed: lambda: StepFailedError("a step that computed this request failed; the log says how"),
 }
+# A look-up in an enum's class takes longer than most of what is done with a token.
+_GOES_ON, _STOPS, _LOGPROBS, _LOGITS = Ended.none, Ended.stop, RecordKind.logprobs, RecordKind.logits
 _WHOLE_AT_ONCE = 32
 """Tokens whose text is made together when only the end is waited for: few enough that the loop is not held up."""
 
@@ -61,6 +63,8 @@ class _SequenceState:
         "_decoded",
         "_detokenizer",
         "_matcher",
+        "_num_named",
+        "_num_top",
         "_params",
         "_taken_texts",
         "_taken_tokens",
@@ -76,6 +80,7 @@ class _SequenceState:
     def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
         self._params = params
         self._wants_logprobs = params.wants_logprobs
+        self._num_top, self._num_named = params.logprobs or 0, len(params.logprob_token_ids)
         self._detokenizer = IncrementalDetokenizer(
             tokenizer if params.detokenize else None, params.skip_special_tokens, params.kept_special_tokens
         )
@@ -101,17 +106,17 @@ class _SequenceState:
         if self._matcher is not None:
             return self._feed_matcher(self._matcher, tokens, finish)
         self.token_ids += tokens
-        if whole and finish is Ended.none and len(self.token_ids) - self._decoded < _WHOLE_AT_ONCE:
+        if whole and finish is _GOES_ON and len(self.token_ids) - self._decoded < _WHOLE_AT_ONCE:
             return False
         self._decode(finish)
-        if finish is not Ended.none:
+        if finish is not _GOES_ON:
             self._end(finish, self._detokenizer.flush())
         return False
 
     def _feed_matcher(self, matcher: StopStringMatcher, tokens: list[int], finish: Ended) -> bool:
         for i, token in enumerate(tokens):
             self.token_ids.append(token)
-            text = self._text_of([token], finish if i == len(tokens) - 1 else Ended.none)
+            text = self._text_of([token], finish if i == len(tokens) - 1 else _GOES_ON)
             if len(self.token_ids) < self._params.min_tokens:
                 self._append(text)  # no stop string may end it, or begin to
                 continue
@@ -119,8 +124,8 @@ class _SequenceState:
             self._append(text)
             if stop is not None:
                 self.finish_reason, self.stop_reason = FinishReason.STOP, stop
-                return finish is Ended.none
-        if finish is not Ended.none and not self._stops_in_rest(matcher):
+                return finish is _GOES_ON
+        if finish is not _GOES_ON and not self._stops_in_rest(matcher):
             self._end(finish, matcher.flush())
         return False
 
@@ -135,7 +140,7 @@ class _SequenceState:
     def expire(self) -> None:
         """The request's time is over: the sequence ends with what it has."""
         if self._matcher is None:
-            self._decode(Ended.none)
+            self._decode(_GOES_ON)
             self._append(self._detokenizer.flush())
         elif self._stops_in_rest(self._matcher):
             return
@@ -152,23 +157,22 @@ class _SequenceState:
 
     def logprobs_of(self, first: int) -> LogProbs:
         """Of the tokens from ``first``; a stop string may have left out the last of those that came."""
-        named = len(self._params.logprob_token_ids)
-        return LogProbs(self.records[first : len(self.token_ids)], self._params.logprobs or 0, named)
+        return LogProbs(self.records[first : len(self.token_ids)], self._num_top, self._num_named)
 
     def _decode(self, finish: Ended) -> None:
         self._append(self._text_of(self.token_ids[self._decoded :], finish))
         self._decoded = len(self.token_ids)
 
     def _text_of(self, tokens: list[int], finish: Ended) -> str:
-        if finish is Ended.stop and not self._params.include_stop_str_in_output:
+        if finish is _STOPS and not self._params.include_stop_str_in_output:
             tokens = tokens[:-1]  # the token that ended it is not part of the text
         return self._detokenizer.push(tokens)
 
     def _end(self, finish: Ended, rest: str) -> None:
         self._append(rest)
-        stopped = finish is Ended.stop and self._params.max_tokens != 0
+        stopped = finish is _STOPS and self._params.max_tokens != 0
         self.finish_reason = FinishReason.STOP if stopped else FinishReason.LENGTH
-        if finish is Ended.stop and self.token_ids and self.token_ids[-1] in self._params.stop_token_ids:
+        if finish is _STOPS and self.token_ids and self.token_ids[-1] in self._params.stop_token_ids:
             self.stop_reason = self.token_ids[-1]
 
     def _append(self, text: str) -> None:
@@ -286,18 +290,20 @@ class RequestStream:
         if news.finish in _FAILURES:
             self.fail(_FAILURES[news.finish]())
             return
-        if not self._first_token and (tokens or news.finish is not Ended.none):
+        if not self._first_token and (tokens or news.finish is not _GOES_ON):
             self._first_token = news.first_ns * 1e-9
             self._scheduled = news.scheduled_ns * 1e-9
             self.cached_tokens = news.cached_tokens
         sequence = self._sequences[index]
         was_finished = sequence.finish_reason is not None
         logits = b""
+        if news.logprobs and not was_finished:
+            sequence.records += news.logprobs
         if news.records and not was_finished:
             for r in news.records:
-                if r.kind is RecordKind.logprobs:
-                    (sequence.records if r.token >= 0 else self._prompt_records).append(r.payload)
-                elif r.kind is RecordKind.logits:
+                if r.kind is _LOGPROBS:
+                    self._prompt_records.append(r.payload)
+                elif r.kind is _LOGITS:
                     logits = r.payload
         if sequence.feed(tokens, news.finish, self._whole):
             self._owner.stop_sequence(self._key, index)
@@ -347,9 +353,9 @@ class RequestStream:
         index = self._untaken.pop(0)
         sequence = self._sequences[index]
         text, tokens, logprobs = sequence.take()
-        delta = RequestDelta(self.request_id, index, text, tokens, sequence.finish_reason, sequence.stop_reason)
-        if logprobs is not None:
-            delta.logprobs = logprobs
+        delta = RequestDelta(
+            self.request_id, index, text, tokens, sequence.finish_reason, sequence.stop_reason, None, None, logprobs
+        )
         if self._done and self._error is None and not self._untaken:
             delta.usage, delta.timing = self._usage(), self._timing()
         return delta

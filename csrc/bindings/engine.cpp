@@ -121,10 +121,11 @@ void bind_news(py::module_& m) {
       {"last_ns", "when the last of it did"},
       {"scheduled_ns", "when the request first ran"},
       {"cached_tokens", "of the prompt, found in the prefix cache"},
-      {"records", "Records, mostly none"},
+      {"logprobs", "payloads of kLogprobs records, one for each of the tokens that has one"},
+      {"records", "the other Records, mostly none"},
       {nullptr, nullptr},
   };
-  static PyStructSequence_Desc description{"asyncengine._core.SequenceNews", "What is new of a sequence.", fields, 9};
+  static PyStructSequence_Desc description{"asyncengine._core.SequenceNews", "What is new of a sequence.", fields, 10};
   sequence_news_type = add_named_tuple(m, "SequenceNews", description);
 
   static PyStructSequence_Field record_fields[] = {
@@ -153,17 +154,30 @@ class NamedTuple {
   Py_ssize_t field_ = 0;
 };
 
-// Mostly the empty tuple, of which there is one.
-py::tuple records_of(const StepLoop::News& news) {
-  py::tuple all(news.records.size());
-  for (size_t i = 0; i < news.records.size(); ++i) {
-    const StepLoop::News::Record& r = news.records[i];
-    const auto payload = std::as_bytes(news.payload(r));
+bool is_of_token(const StepLoop::News::Record& record) { return record.kind == kLogprobs && record.token >= 0; }
+
+py::bytes payload_of(const StepLoop::News& news, const StepLoop::News::Record& record) {
+  const auto payload = std::as_bytes(news.payload(record));
+  return {reinterpret_cast<const char*>(payload.data()), payload.size()};
+}
+
+// Those of tokens come with every token of a request that wants them: without an object around each. Both tuples are mostly
+// the empty one, of which there is one.
+std::pair<py::tuple, py::tuple> records_of(const StepLoop::News& news) {
+  const auto of_tokens = static_cast<size_t>(std::ranges::count_if(news.records, is_of_token));
+  std::pair<py::tuple, py::tuple> all(of_tokens, news.records.size() - of_tokens);
+  Py_ssize_t logprobs = 0, others = 0;
+  for (const StepLoop::News::Record& r : news.records) {
+    py::bytes payload = payload_of(news, r);
+    if (is_of_token(r)) {
+      PyTuple_SET_ITEM(all.first.ptr(), logprobs++, payload.release().ptr());
+      continue;
+    }
     NamedTuple record(record_type);
     record.put(record_kind(r.kind));
     record.put(py::int_(r.token));
-    record.put(py::bytes(reinterpret_cast<const char*>(payload.data()), payload.size()));
-    all[i] = record.take();
+    record.put(std::move(payload));
+    PyTuple_SET_ITEM(all.second.ptr(), others++, record.take().release().ptr());
   }
   return all;
 }
@@ -179,7 +193,9 @@ py::object to_python(const StepLoop::News& news) {
   result.put(py::int_(news.last_ns));
   result.put(py::int_(request.scheduled_ns));
   result.put(py::int_(request.cached_tokens));
-  result.put(records_of(news));
+  auto [logprobs, records] = records_of(news);
+  result.put(std::move(logprobs));
+  result.put(std::move(records));
   return result.take();
 }
 

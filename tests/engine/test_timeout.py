@@ -22,7 +22,7 @@ LONG: dict[str, Any] = {"max_tokens": 2000, "temperature": 0.0, "ignore_eos": Tr
 async def test_what_is_there_is_the_output(loop_name: str) -> None:
     async with SimulatedEngine(step_latency_us=1000) as engine:
         async with no_leaks(engine):
-            params = SamplingParams(n=2, timeout=0.1, seed=4, **LONG)
+            params = SamplingParams(n=2, timeout=0.7, seed=4, **LONG)
             output = await engine.generate(PROMPT, params)
             for i, sequence in enumerate(output.outputs):
                 count = len(sequence.token_ids)

@@ -1,7 +1,8 @@
-"""Requests whose answer is a vector: the step loop's part of an embedding, on the CPU."""
+"""What comes back of a step beside tokens: vectors and log probabilities, from the step loop on the CPU."""
 
 from __future__ import annotations
 
+import struct
 import time
 from pathlib import Path
 
@@ -9,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from asyncengine import _core
+from asyncengine import SamplingParams, _core
 from asyncengine.backend import Backend, load_backend
 from asyncengine.config import EngineConfig
+from asyncengine.request_extras import request_extras
 from tests.models import tiny
 
 PROMPTS = [list(range(3, 40)), [7], list(range(50, 66))]
@@ -75,3 +77,29 @@ def test_vectors_beside_tokens(tmp_path: Path, dtype: str, chunk: int | None) ->
         error = np.linalg.norm(np.frombuffer(record.payload, np.float32) - expected)
         assert error < (1e-5 if dtype == "float32" else 0.15) * np.linalg.norm(expected)
     assert [one.finish for one in news[5]] == [_core.FinishReason.failed]  # its record had no room
+
+
+def test_log_probabilities_come_beside_their_tokens(tmp_path: Path) -> None:
+    """Those of several tokens in one delivery, in order; those of the prompt are records that no token has."""
+    tiny.build_model("llama").save_pretrained(tmp_path)
+    settings = {"dtype": "float32", "num_kv_blocks": 32, "max_num_seqs": 4, "skip_tokenizer_init": True}
+    backend = load_backend(EngineConfig.from_kwargs(str(tmp_path), settings), progress=False)
+    params = SamplingParams(max_tokens=COUNT, temperature=0.0, logprobs=2, prompt_logprobs=1)
+    extras = request_extras(params, len(PROMPTS[0]), [], backend.model_info, None)
+    try:
+        submit(backend, 1, PROMPTS[0], COUNT, extras)
+        submit(backend, 2, PROMPTS[1], COUNT, _core.RequestExtras())
+        deadline = time.monotonic() + 60
+        backend.step_loop.advance()
+        while not backend.step_loop.quiescent:
+            assert time.monotonic() < deadline
+            backend.step_loop.advance()
+        (one, other), _ = backend.step_loop.drain()
+    finally:
+        assert backend.stop(10.0)
+    assert (len(one.tokens), len(other.tokens)) == (COUNT, COUNT)
+    assert (other.logprobs, other.records) == ((), ())
+    assert [struct.unpack_from("<ii", payload)[1] for payload in one.logprobs] == one.tokens
+    assert {len(payload) for payload in one.logprobs} == {4 * (1 + 2 * 3)}
+    assert [(r.kind, r.token) for r in one.records] == [(_core.RecordKind.logprobs, -1)] * (len(PROMPTS[0]) - 1)
+    assert [struct.unpack_from("<ii", r.payload)[1] for r in one.records] == PROMPTS[0][1:]
