@@ -159,7 +159,7 @@ async def test_wrong_arguments_are_refused(tmp_path: Path, arguments: dict[str, 
 def build_classifier(variant: str, **settings: Any) -> transformers.PreTrainedModel:
     family, shape = tiny.VARIANTS[variant]
     config = getattr(transformers, f"{family}Config")(
-        **shape, **settings, eos_token_id=None, bos_token_id=None, pad_token_id=0
+        **(shape | settings), eos_token_id=None, bos_token_id=None, pad_token_id=0
     )
     torch.manual_seed(1)
     return getattr(transformers, f"{family}ForSequenceClassification")(config).eval()

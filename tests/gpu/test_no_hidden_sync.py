@@ -20,6 +20,7 @@ import torch
 from asyncengine import AsyncEngine, SamplingParams, _core
 from asyncengine.backend import Backend, load_backend
 from asyncengine.config import EngineConfig
+from asyncengine.embedding import vector_extras
 from asyncengine.model_info import ModelInfo
 from asyncengine.request_extras import request_extras
 
@@ -85,7 +86,7 @@ FEATURES: list[dict[str, Any]] = [
 
 
 def submit(loop: _core.StepLoop, key: int, draw: random.Random, info: ModelInfo | None = None) -> None:
-    """With the model's ``info`` every other request has a feature of FEATURES, each in turn."""
+    """With the model's ``info`` every other request has a feature of FEATURES, each in turn, and some want vectors."""
     prompt = [draw.randrange(199) for _ in range(draw.randrange(1, 60))]
     extras, n, max_tokens = _core.RequestExtras(), draw.choice([1, 1, 2]), draw.randrange(10, 36)
     if info is not None and key % 2:
@@ -96,6 +97,9 @@ def submit(loop: _core.StepLoop, key: int, draw: random.Random, info: ModelInfo 
             masks = [_core.MaskChannel(-(-info.vocab_size // 32))]
             masks[0].write(len(prompt), allows_all=True)
         extras = request_extras(SamplingParams(max_tokens=10, **feature), len(prompt), [1], info, None, masks)
+    elif info is not None and key % 4 == 0:
+        n = max_tokens = 1
+        extras = vector_extras(info, "mean" if key % 8 else "last")
     accepted = loop.submit(
         id=key,
         prompt=prompt,

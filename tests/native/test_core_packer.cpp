@@ -173,3 +173,23 @@ TEST(a_step_needs_what_its_samples_need) {
     }
   }
 }
+
+TEST(a_step_needs_a_mean_where_any_of_its_rows_does) {
+  SchedulerConfig config{64, 16, 8, 64, 4, 256, true};
+  config.max_result_words = 8;
+  Bench bench(config, 1);
+  RequestSpec spec = make_spec(1, 10, 1);
+  spec.sampling.temperature = 0.f;
+  spec.extras.needs = kNeedVector | kNeedMean;
+  spec.extras.result_words = 3;
+  bench.add(spec, 1);
+  spec = make_spec(2, 3, 4);
+  spec.sampling.temperature = 0.f;
+  bench.add(spec, 2);
+  for (const Needs needs : {Needs{kNeedMean}, Needs{kNeedMean}, kNeedVector | kNeedMean, Needs{0}}) {
+    CHECK(bench.launch() != nullptr);
+    bench.pack();
+    CHECK_EQ(StepInputView(bench.staging.data()).header().needs, needs);
+    bench.commit(1);
+  }
+}
