@@ -289,6 +289,21 @@ def test_23_extensions(http: Client) -> None:
     assert post(http, COMPLETIONS, repetition_penalty=1.9, **fields)["choices"][0]["text"] != plain["text"]
 
 
+def test_24_characters_are_whole(http: Client) -> None:
+    """Each emoji takes several tokens of the bundled model, which a grammar makes it write."""
+    wanted = "🦊 naïve 日本 🙂"
+    fields = {"prompt": PROMPT, "structured_outputs": {"choice": [wanted]}, "max_tokens": 60, "temperature": 0}
+    answer = post(http, COMPLETIONS, **fields)
+    assert answer["choices"][0]["text"] == wanted
+    assert answer["usage"]["completion_tokens"] > len(wanted)
+    response = http.post(COMPLETIONS, json=fields | {"stream": True, "logprobs": 0})
+    events = [json.loads(line[6:]) for line in response.content.split(b"\n") if line.startswith(b"data: {")]
+    texts = [event["choices"][0]["text"] for event in events]
+    assert "".join(texts) == wanted
+    assert len(events) > 3
+    assert not any("\ufffd" in text for text in texts)
+
+
 def test_25_tokenize_and_detokenize(http: Client) -> None:
     answer = post(http, "/tokenize", prompt=PROMPT, return_token_strs=True)
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
