@@ -17,7 +17,6 @@ def client(server: Server) -> Any:
     return anthropic.Anthropic(base_url=server.url, auth_token=server.key, api_key=None, max_retries=0)
 
 
-@pytest.mark.xfail(raises=anthropic.NotFoundError, reason="there is no /v1/messages yet")
 def test_31_messages(client: Any, server: Server) -> None:
     reply = client.messages.create(model=server.model, messages=USER, system="You tell stories.", max_tokens=24)
     assert reply.role == "assistant"
@@ -26,7 +25,6 @@ def test_31_messages(client: Any, server: Server) -> None:
     assert reply.content[0].text
 
 
-@pytest.mark.xfail(raises=anthropic.NotFoundError, reason="there is no /v1/messages yet")
 def test_31_streamed_messages(client: Any, server: Server) -> None:
     with client.messages.stream(model=server.model, messages=USER, max_tokens=24) as stream:
         text = "".join(stream.text_stream)

@@ -38,6 +38,5 @@ def test_21_a_schema_in_the_prompt(roomy: Server) -> None:
     assert isinstance(ask(roomy, "JSON", extra_body=extra), Animal)
 
 
-@pytest.mark.xfail(raises=Exception, reason="tools are not served yet")
 def test_22_typed_answers_as_tool_calls(roomy: Server) -> None:
     assert isinstance(ask(roomy, "TOOLS"), Animal)

@@ -62,13 +62,11 @@ def test_21_structured_output(server: Server) -> None:
     assert isinstance(structured.invoke("Invent an animal."), Animal)
 
 
-@pytest.mark.xfail(raises=Exception, reason="tools are not served yet")
 def test_22_structured_output_as_a_tool_call(roomy: Server) -> None:
     structured = chat(roomy, max_tokens=100).with_structured_output(Animal, method="function_calling")
     assert isinstance(structured.invoke("Invent an animal."), Animal)
 
 
-@pytest.mark.xfail(raises=Exception, reason="tools are not served yet")
 def test_22_a_call_and_its_result(roomy: Server) -> None:
     from langchain_core.messages import HumanMessage, ToolMessage
 
@@ -82,7 +80,6 @@ def test_22_a_call_and_its_result(roomy: Server) -> None:
     assert isinstance(reply.content, str)
 
 
-@pytest.mark.xfail(raises=Exception, reason="there is no /v1/embeddings yet")
 def test_embeddings(server: Server) -> None:
     client = langchain_openai.OpenAIEmbeddings(
         model=server.model, base_url=server.v1, api_key=server.key, check_embedding_ctx_length=False

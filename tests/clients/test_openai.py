@@ -8,7 +8,6 @@ from conftest import Server
 openai = pytest.importorskip("openai")
 
 
-@pytest.mark.xfail(raises=openai.NotFoundError, reason="there is no /v1/responses yet")
 def test_31_responses(server: Server) -> None:
     client = openai.OpenAI(base_url=server.v1, api_key=server.key)
     reply = client.responses.create(model=server.model, input="Tell me a story.", max_output_tokens=24)
