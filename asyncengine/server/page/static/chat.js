@@ -125,7 +125,7 @@ function asText() {
 }
 
 export function question(text) {
-  const fields = { ...settings.parameters(), model: model.name };
+  const fields = { ...settings.parameters(), model: model.name || undefined };
   if (model.talks !== "chat") {
     fields.max_tokens ??= TEXT_TOKENS;
     const room = model.max_model_len - fields.max_tokens;
