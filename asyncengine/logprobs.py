@@ -9,6 +9,11 @@ from dataclasses import dataclass
 from typing import NamedTuple, overload
 
 
+def record_words(others: int) -> int:
+    """Of a token's record, with its header: rank, then a token and its number for the token and for each other one."""
+    return 2 + 2 * (1 + others)
+
+
 class LogProb(NamedTuple):
     """Of a token at one place of a sequence."""
 

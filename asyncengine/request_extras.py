@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from asyncengine import _core
 from asyncengine.errors import InvalidRequestError
+from asyncengine.logprobs import record_words
 from asyncengine.request import MAX_BAD_WORD_TOKENS, SamplingParams
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def request_extras(
     history = penalties or scores
     needs = (_core.Need.penalties if penalties else 0) | (_core.Need.bias if lists else 0)
     needs |= _core.Need.logprobs if records else 0
-    result_words = record_words(params) if records else 0
+    result_words = record_words(_num_top(params) + len(params.logprob_token_ids)) if records else 0
     if params.logits_processor is not None:
         needs |= _core.Need.logits
         result_words = max(result_words, 1 + vocab)
@@ -69,11 +70,6 @@ def request_extras(
         score_from=max(0, params.logprob_start_len - 1) if scores else -1,
         masks=masks,
     )
-
-
-def record_words(params: SamplingParams) -> int:
-    """Of a record of log probabilities, with its header: rank, then a token and its number for each."""
-    return 2 + 2 * (1 + _num_top(params) + len(params.logprob_token_ids))
 
 
 def _num_top(params: SamplingParams) -> int:

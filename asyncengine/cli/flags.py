@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import collections.abc
 import dataclasses
 import difflib
 import inspect
@@ -146,7 +145,7 @@ def _add_field(group: argparse._ArgumentGroup, name: str, hint: Any, doc: str, d
 
 def _is_callable(hint: Any) -> bool:
     """Whether a field takes a function, which no flag can give."""
-    return any(get_origin(kind) is collections.abc.Callable for kind in (hint, *get_args(hint)))
+    return any(get_origin(kind) is Callable for kind in (hint, *get_args(hint)))
 
 
 def json_object(text: str) -> dict[str, Any]:

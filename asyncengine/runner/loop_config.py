@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from asyncengine import _core
 from asyncengine.config import EngineConfig
+from asyncengine.logprobs import record_words
 from asyncengine.model_info import ModelInfo
 
 UPDATE_WORDS = RESULT_WORDS = 1 << 13
@@ -40,7 +41,7 @@ def scheduler_config(
 
 def _result_words(config: EngineConfig, model_info: ModelInfo) -> int:
     """Every row of a step has room for as many log probabilities as the configuration allows."""
-    logprobs = config.max_num_seqs * (2 + 2 * (1 + config.max_logprobs))
+    logprobs = config.max_num_seqs * record_words(config.max_logprobs)
     vectors, logits = VECTORS * (1 + model_info.vector_size), DEFERRED * (1 + model_info.vocab_size)
     return max(RESULT_WORDS, logprobs, vectors, logits)
 
