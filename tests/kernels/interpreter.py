@@ -22,8 +22,8 @@ def repair_interpreter() -> None:
 
     if not hasattr(interpreter, "unrepaired"):
         changed = interpreter._convert_float, interpreter._patch_lang_tensor, interpreter._patch_lang
-        interpreter.unrepaired = *changed, interpreter.InterpreterBuilder.create_dot
-    convert_float, patch_tensor, patch_language, create_dot = interpreter.unrepaired
+        interpreter.unrepaired = *changed, interpreter.InterpreterBuilder.create_dot, interpreter.ReduceOps.min_max
+    convert_float, patch_tensor, patch_language, create_dot, min_max = interpreter.unrepaired
 
     def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
         """Rounds float32 to bfloat16 and to float8, where the interpreter cuts it off or forgets to carry."""
@@ -60,5 +60,12 @@ def repair_interpreter() -> None:
             return create_dot(builder, a, b, d, *rest)
         return interpreter.TensorHandle(np.einsum("...ik,...kj->...ij", a.data, b.data) + d.data, d.dtype.scalar)
 
+    quiet = {np.nanmax: np.fmax.reduce, np.nanmin: np.fmin.reduce}
+
+    def reduce_quietly(reduction: Any, values: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
+        """Rows that a step does not use hold whatever memory held, and numpy warns where that is NaN throughout."""
+        return min_max(reduction, values, quiet.get(val_reduce_op, val_reduce_op), idx_reduce_op)
+
     interpreter._convert_float, interpreter._patch_lang_tensor, interpreter._patch_lang = convert, patch, patch_once
     interpreter.InterpreterBuilder.create_dot = dot
+    interpreter.ReduceOps.min_max = reduce_quietly
