@@ -5,7 +5,7 @@ Calls that compute release the GIL.
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -188,9 +188,14 @@ class CpuNorm:
     def __init__(self, weight: int, bias: int, eps: float) -> None: ...
 
 class PagedKV:
-    """A layer's cache: k [num_blocks, Hk, head_dim, block_size], v [num_blocks, Hk, block_size, head_dim]."""
+    """A layer's cache: k [num_blocks, Hk, head_dim, block_size], v [num_blocks, Hk, block_size, head_dim].
 
-    def __init__(self, k: int, v: int, num_kv_heads: int, head_dim: int, block_size: int) -> None: ...
+    With scales, float32 [2, 2, Hk] of keys and values, scales and inverses, it is in float8 (e4m3).
+    """
+
+    def __init__(
+        self, k: int, v: int, num_kv_heads: int, head_dim: int, block_size: int, scales: int = 0
+    ) -> None: ...
 
 def draw_token(logits: npt.NDArray[np.float32], state: SamplingState, position: int) -> int:
     """From float32 [vocabulary], as the CPU draws; -1 if NaN or +inf is among them, or none is finite."""
@@ -311,11 +316,40 @@ class SchedulerConfig:
         max_update_words: int = 0,
         max_result_words: int = 0,
         mask_words: int = 0,
+        num_host_blocks: int = 0,
+        costs: StepCosts = ...,
+        target_itl_ns: int = 0,
+        target_itl_ns_by_priority: Sequence[tuple[int, int]] = (),
+        paced_chunk_size: int = 0,
     ) -> None:
         """token_buckets: ascending sizes of step; a chunk that does not finish its prompt fills one of them.
 
         Budgets of a step: samples (0 is max_num_seqs), words of entries and of records. mask_words 0: no masks.
+        num_host_blocks: of a host tier, which needs prefix_caching.
+        Targets of (priority, nanoseconds): of steps with decode rows, if costs are known. paced_chunk_size: where a
+        target decides, in place of prefill_chunk_size.
         """
+
+class StepCosts:
+    """Times in nanoseconds; 0 where nothing is known."""
+
+    def __init__(
+        self,
+        decode: Sequence[tuple[int, float, float]] = (),
+        prompt: Sequence[tuple[int, float, float]] = (),
+        to_device: tuple[float, float] = ...,
+        to_host: tuple[float, float] = ...,
+        factors: tuple[float, float, float] = ...,
+    ) -> None:
+        """Points of (tokens, with no context, for each token of context), ascending; copies by (call, byte); factors of
+        steps that decode alone, and of the others' rest and attention. csrc/core/step_costs.h explains
+        them. Raises ValueError."""
+    known: Final[bool]
+    def decode_ns(self, rows: int, attended: int, /) -> int: ...
+    def mixed_ns(self, tokens: int, rows: int, attended: int, chunks_ns: float, /) -> int: ...
+    def attention_ns(self, tokens: int, context: int, /) -> float: ...
+    def recompute_ns(self, tokens: int, context: int, /) -> int: ...
+    def copy_ns(self, bytes: int, to_device: bool, /) -> int: ...
 
 class BlockManager:
     def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool) -> None: ...
@@ -371,6 +405,17 @@ class SchedulerHarness:
     preemptions: Final[int]
     ref_counts: Final[list[int]]
     def consistent(self) -> bool: ...
+    def move_blocks(self) -> bool:
+        """Of a host tier: takes in transfers that are over, and starts others."""
+    held_by_tier: Final[list[int]]
+    """Blocks, one for each reference of a transfer or a load."""
+    loading: Final[list[tuple[int, int]]]
+    """Request and index of each sequence that waits for blocks from the host."""
+    def moves(self) -> list[tuple[int, int, int]]:
+        """Transfer, block and host block of all that is under way."""
+    def finish_moves(self, transfer: int, done: bool) -> None: ...
+    def refuse_moves(self, count: int) -> None:
+        """The next transfers do not start."""
     def time_steps(self, steps: int, /) -> float:
         """Nanoseconds of schedule + pack + commit per step."""
 
@@ -405,7 +450,11 @@ class StepLoopConfig:
         priority_ageing_s: float,
         step_timeout_s: float,
         late_launch: bool,
-    ) -> None: ...
+        disk_path: str = "",
+        fingerprint: str = "",
+        disk_bytes: int = 0,
+    ) -> None:
+        """disk_path: for KV blocks behind a host tier. A step loop raises RuntimeError if it cannot be used."""
 
 class SimulatedDevice:
     """A device in software, and a model whose next token is a hash of all tokens before. Runs one step loop."""
@@ -468,6 +517,25 @@ class Staging:
     def set_device_buffers(self, input: int, output: int) -> None:
         """Where the copying modes copy to and from."""
 
+class HostPool:
+    """Pinned host memory for KV blocks.
+
+    Where the system does not pin all that is wanted, there are fewer. RuntimeError if not one transfer's are.
+    """
+
+    transfers: ClassVar[int]
+    def __init__(self, device: CudaDevice, block_bytes: int, num_blocks: int, max_moves: int) -> None: ...
+    num_blocks: Final[int]
+    @staticmethod
+    def brings_in(transfer: int) -> bool: ...
+    def list(self, transfer: int) -> int:
+        """Address of int32: how many blocks of the device, then which; mapped."""
+    list_words: Final[int]
+    def set_gathered(self, memory: int) -> None:
+        """Address of [transfers, max_moves, block_bytes] on the device, where blocks of a transfer lie side by side."""
+    def block(self, host: int) -> int:
+        """Address of block_bytes."""
+
 class CudaGraphs:
     """Executable graphs by bucket. Whoever captured them keeps the originals, which own the memory."""
 
@@ -487,6 +555,8 @@ class CudaGraphs:
         """
     def set_copy_blocks(self, graph: int) -> None:
         """What runs before a step that has block copies."""
+    def set_host_pool(self, pool: HostPool, moves: Sequence[int]) -> None:
+        """A graph for each transfer: it gathers the blocks of its list, or scatters them if it brings in."""
     def upload(self, cuda_stream: int) -> None: ...
     def launch(self, bucket: int, needs: int, cuda_stream: int) -> None:
         """The first variant that serves these Need bits."""
@@ -593,7 +663,7 @@ class StepLoop:
         """Every statistic by its name: csrc/core/stats.inl lists them."""
     def watch(self, on: bool) -> None:
         """Whether steps are recorded from now on."""
-    def last_steps(self, most: int) -> list[tuple[int, int, int, int, int, int, int, int]]:
+    def last_steps(self, most: int) -> list[tuple[int, int, int, int, int, int, int, int, int, int]]:
         """Of the last recorded ones, oldest first: the fields of StepRecord in csrc/step_loop/step_watch.h."""
     def block_map(self) -> tuple[int, bytes, bytes, bytes]:
         """Blocks per cell, then of each cell the share that one sequence holds, several hold, and only the prefix

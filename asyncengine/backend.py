@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Literal
 
 from asyncengine import _core
 from asyncengine.config import EngineConfig
-from asyncengine.errors import ModelNotFoundError
+from asyncengine.errors import ConfigError, ModelNotFoundError
 from asyncengine.kernels.cuda.launch.compile_processes import compile_processes
 from asyncengine.runner.loop_config import step_loop_config
 
 if TYPE_CHECKING:
     from asyncengine.model_info import ModelInfo
+    from asyncengine.runner.cost_table import KnownCosts
     from asyncengine.tokenization import Tokenizer
 
 
@@ -35,6 +36,8 @@ class Backend:
     """Whatever owns the memory that the step loop uses."""
     interrupt: Callable[[], None] | None = None
     """Where Python computes the steps: ends the one under way early. The process must not end before it has."""
+    costs: KnownCosts | None = None
+    """Of its steps, if the configuration needs to know; what was learned is kept in the end."""
     process: int = field(default_factory=os.getpid)
 
     @property
@@ -48,7 +51,11 @@ class Backend:
             return True
         if self.interrupt is not None and not self.step_loop.stop(0.0):
             self.interrupt()
-        return self.step_loop.stop(limit_s)
+        if not self.step_loop.stop(limit_s):
+            return False
+        if self.costs is not None:
+            self.costs.keep_learned(self.step_loop.stats())
+        return True
 
 
 # Their threads must be gone before the interpreter is.
@@ -96,10 +103,18 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_leave_to_parent)
 
 
-def load_backend(config: EngineConfig, *, progress: bool) -> Backend:
-    """Load the model that ``config`` names. Blocks; raises ModelError, ConfigError."""
+def load_backend(config: EngineConfig, *, progress: bool, measure: bool = False) -> Backend:
+    """Load the model that ``config`` names. Blocks; raises ModelError, ConfigError.
+
+    ``measure``: measure the costs of steps, whatever is kept of them and whether the configuration needs them or not.
+    """
     load = _load_on_cuda if choose_device(config) == "cuda" else _load_on_cpu
-    backend = load(config, progress=progress)
+    try:
+        backend = load(config, progress=progress, measure=measure)
+    except RuntimeError as e:
+        if config.disk_kv_path is None or config.disk_kv_path not in str(e):
+            raise
+        raise ConfigError(f"disk_kv_path cannot be used: {e}") from e
     return replace(backend, model_info=_with_stop_of(backend.tokenizer, backend.model_info, config))
 
 
@@ -112,35 +127,38 @@ def choose_device(config: EngineConfig) -> Literal["cpu", "cuda"]:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _load_on_cpu(config: EngineConfig, *, progress: bool) -> Backend:
+def _load_on_cpu(config: EngineConfig, *, progress: bool, measure: bool) -> Backend:
     from asyncengine.kernels.cpu.ops import CpuOps
+    from asyncengine.runner.costs import cpu_costs
     from asyncengine.runner.model_runner import CpuModelRunner
 
     tokenizer = load_tokenizer(config)
     ops = CpuOps(config.num_threads)
     runner = CpuModelRunner.load(config, progress=progress, ops=ops)
+    costs = cpu_costs(config, runner, anew=measure) if measure or config.needs_costs else None
 
     def forward(batch: _core.StepBatch) -> tuple[int, int, int]:
         return runner.forward(batch).addresses()
 
     step_loop = _core.StepLoop.on_cpu(
-        step_loop_config(config, runner.info),
+        step_loop_config(config, runner.info, costs=costs.native if costs else None),
         forward,
         ops.native,
         len(runner.info.labels) or runner.info.vocab_size,
         runner.kv_block_regions(),
     )
-    return Backend(runner.info, tokenizer, step_loop, runner, runner.interrupt)
+    return Backend(runner.info, tokenizer, step_loop, runner, runner.interrupt, costs)
 
 
-def _load_on_cuda(config: EngineConfig, *, progress: bool) -> Backend:
+def _load_on_cuda(config: EngineConfig, *, progress: bool, measure: bool) -> Backend:
     count = config.num_threads if config.compile_processes else 0
     with compile_processes(count, kernels="asyncengine.runner.device_steps"):
         from asyncengine.runner.cuda_runner import CudaRunner
 
         tokenizer = load_tokenizer(config)
         runner = CudaRunner.load(config, progress=progress)
-    return Backend(runner.info, tokenizer, runner.make_step_loop(config, progress=progress), runner)
+    step_loop = runner.make_step_loop(config, progress=progress, measure=measure)
+    return Backend(runner.info, tokenizer, step_loop, runner, costs=runner.costs)
 
 
 def _with_stop_of(tokenizer: Tokenizer | None, info: ModelInfo, config: EngineConfig) -> ModelInfo:

@@ -15,7 +15,7 @@ _BLOCKS_AND_TOKENS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens",
 _QUEUED = ("max_queued_requests", "max_queued_tokens", "max_queued_characters")
 _HIGHEST = {
     **dict.fromkeys(("block_size", *_BLOCKS_AND_TOKENS), 2**31 - 1),
-    **dict.fromkeys((*_QUEUED, "kv_cache_memory_bytes"), 2**63 - 1),
+    **dict.fromkeys((*_QUEUED, "kv_cache_memory_bytes", "host_kv_memory_bytes", "disk_kv_bytes"), 2**63 - 1),
     "seed": 2**64 - 1,
     "cpu_threads": 4096,
 }
@@ -85,6 +85,12 @@ class EngineConfig:
     prefill_chunk_size: int | None = 512
     """Prompt tokens that one sequence computes in one step at most; None: as many as the step has room for.
     Small chunks keep the inter-token latency of running streams even."""
+    target_itl_ms: float | None = None
+    """Milliseconds between two tokens of a stream: beside running streams, chunks of prompts are as large as measured
+    costs say fits into a step of that time, and the default prefill_chunk_size does not count. None: no target."""
+    target_itl_ms_by_priority: str | None = None
+    """Targets of priority classes, as in 0=20,1=50; others have target_itl_ms. The strictest of the running streams'
+    counts."""
     max_logprobs: int = 20
     """Tokens at each place, beside the chosen one, that a request may have log probabilities of; at most 128."""
     max_queued_requests: int = 4096
@@ -105,9 +111,22 @@ class EngineConfig:
     gpu_memory_utilization."""
     gpu_memory_utilization: float = 0.9
     """Share of the GPU's memory that the engine may use in all."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """auto keeps keys and values in the model's dtype. fp8 keeps them in float8 (e4m3), with a scale for each KV head
+    of a layer: twice the tokens of bfloat16 in the same memory, four times those of float32. Scales are fixed when the
+    model is loaded: the checkpoint's, or such that keys and values of a fixed prompt of random tokens have room to be
+    twice as large. A GPU needs compute capability 8.9 or newer."""
     num_kv_blocks: int | None = None
     """Count of KV blocks; overrides kv_cache_memory_bytes."""
     enable_prefix_caching: bool = True
+    host_kv_memory_bytes: int | None = None
+    """Host memory, pinned for a GPU, to which KV blocks are copied before the cache evicts them. They come back when a
+    prompt, or a sequence that was preempted, asks for them. None: no host tier. Needs enable_prefix_caching."""
+    disk_kv_path: str | None = None
+    """Directory to which the host tier's blocks are written, and from where they come back, also after a restart. It
+    holds what users wrote: files are readable to this user alone. None: no disk tier. Needs host_kv_memory_bytes."""
+    disk_kv_bytes: int = 64 << 30
+    """Size of that directory for this model; the blocks that were used least recently go first."""
     steps_in_flight: int = 2
     """2 hides the CPU's work behind the executor's; 1 is the serial engine to compare with."""
     late_launch: bool = True
@@ -148,7 +167,14 @@ class EngineConfig:
         check_types(self)
         for field in ("max_num_seqs", "max_num_batched_tokens", *_QUEUED):
             self._at_least(field, 1)
-        for field in ("max_model_len", "prefill_chunk_size", "num_kv_blocks", "kv_cache_memory_bytes", "cpu_threads"):
+        for field in (
+            "max_model_len",
+            "prefill_chunk_size",
+            "num_kv_blocks",
+            "kv_cache_memory_bytes",
+            "host_kv_memory_bytes",
+            "cpu_threads",
+        ):
             if getattr(self, field) is not None:
                 self._at_least(field, 1)
         for field, high in _HIGHEST.items():
@@ -157,11 +183,19 @@ class EngineConfig:
         if self.quantization != "none" and (self.device == "cpu" or self.dtype == "float32"):
             wrong = "device=cpu" if self.device == "cpu" else "dtype=float32"
             raise ConfigError(f"quantization={self.quantization} needs a GPU and dtype=bfloat16, got {wrong}")
+        if self.host_kv_memory_bytes is not None and not self.enable_prefix_caching:
+            raise ConfigError("host_kv_memory_bytes needs enable_prefix_caching: its blocks are found as prefixes")
+        if self.disk_kv_path is not None and self.host_kv_memory_bytes is None:
+            raise ConfigError("disk_kv_path needs host_kv_memory_bytes: blocks go to the disk from the host tier")
+        self._at_least("disk_kv_bytes", 1)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs}): every running sequence decodes in every step"
             )
+        if self.target_itl_ms is not None and not 0 < self.target_itl_ms <= 1e6:
+            raise ConfigError(f"target_itl_ms must be in (0, 1e6] milliseconds, got {self.target_itl_ms}")
+        _ = self.itl_targets_by_priority  # raises
         if not 0 <= self.max_logprobs <= 128:
             raise ConfigError(f"max_logprobs must be in [0, 128], got {self.max_logprobs}")
         if self.block_size < 16 or self.block_size % 16:
@@ -203,6 +237,29 @@ class EngineConfig:
             return len(os.sched_getaffinity(0))
         except AttributeError:  # not on this platform
             return os.cpu_count() or 1
+
+    @property
+    def itl_targets_by_priority(self) -> dict[int, float]:
+        """``target_itl_ms_by_priority`` as milliseconds by priority."""
+        text = self.target_itl_ms_by_priority
+        targets: dict[int, float] = {}
+        try:
+            for entry in filter(None, (text or "").split(",")):
+                priority, ms = entry.split("=")
+                targets[int(priority)] = float(ms)
+        except ValueError:
+            raise ConfigError(f"target_itl_ms_by_priority must be like 0=20,1=50, got {text!r}") from None
+        if wrong := [ms for ms in targets.values() if not 0 < ms <= 1e6]:
+            raise ConfigError(f"target_itl_ms_by_priority must have milliseconds in (0, 1e6], got {wrong[0]}")
+        if wrong_classes := [priority for priority in targets if not -(2**31) <= priority < 2**31]:
+            raise ConfigError(f"target_itl_ms_by_priority must have priorities of 32 bits, got {wrong_classes[0]}")
+        return targets
+
+    @property
+    def needs_costs(self) -> bool:
+        """Whether somebody asks what a step takes before it runs."""
+        targets = self.target_itl_ms is not None or bool(self.itl_targets_by_priority)
+        return targets or self.host_kv_memory_bytes is not None
 
     def _at_least(self, field: str, low: int) -> None:
         if getattr(self, field) < low:

@@ -26,6 +26,10 @@ class ModelInfo:
     num_kv_blocks: int
     block_size: int
     kv_bytes_per_block: int
+    num_host_kv_blocks: int = 0
+    """Of the host tier."""
+    fingerprint: str = ""
+    """Of all that keys and values depend on; empty where nothing outlives the process."""
     vector_size: int = 0
     """Numbers of the vector that the model gives of a prompt: its hidden size, or its labels."""
     labels: tuple[str, ...] = ()

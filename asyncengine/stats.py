@@ -46,6 +46,16 @@ class EngineStats:
     num_late_launches: int
     """Steps that late_launch held back until the GPU had nothing left to do, or as good as nothing."""
     num_steps_in_flight: int
+    num_host_blocks: int
+    """KV blocks of the host tier; 0 without one."""
+    host_cached_blocks: Annotated[int, Exported("gauge", "KV blocks that the host tier holds.")]
+    blocks_to_host: Annotated[int, Exported("counter", "KV blocks copied to the host.")]
+    blocks_from_host: Annotated[int, Exported("counter", "KV blocks copied back from the host.")]
+    failed_transfers: Annotated[int, Exported("counter", "Copies of KV blocks that came to nothing.")]
+    """What they were to bring was computed again."""
+    blocks_to_disk: Annotated[int, Exported("counter", "KV blocks written to the disk tier.")]
+    blocks_from_disk: Annotated[int, Exported("counter", "KV blocks read from the disk tier.")]
+    failed_disk_transfers: Annotated[int, Exported("counter", "Reads and writes of the disk tier that failed.")]
 
     @classmethod
     def of(cls, snapshot: Mapping[str, int]) -> Self:
@@ -119,6 +129,10 @@ class StepRecord(NamedTuple):
     """Sequences in it."""
     tokens: int
     """Computed in it, of prompts too."""
+    decode_rows: int = 0
+    """Sequences of which it computes one more token, and no prompt."""
+    predicted_ns: int = 0
+    """It was expected to take, from the end of the step before or its own launch; 0 where costs were not measured."""
 
 
 class WakeRecord(NamedTuple):

@@ -24,7 +24,7 @@ from asyncengine.engine import AsyncEngine
 from asyncengine.model_info import ModelInfo
 from asyncengine.prompts import release_idle
 from asyncengine.request import SamplingParams
-from asyncengine.runner.loop_config import step_loop_config
+from asyncengine.runner.loop_config import choose_num_host_blocks, step_loop_config
 from asyncengine.tokenization import PLACEHOLDER_EOS_TOKEN_ID, placeholder_tokenizer
 
 VOCAB_SIZE = 1024
@@ -63,6 +63,7 @@ class SimulatedEngine(AsyncEngine):
             read_kv=read_kv,
         )
         self._poll_interval_us = poll_interval_us
+        self._step_latency_us, self._token_latency_us = step_latency_us, token_latency_us
         defaults = {"max_model_len": 2048, "num_kv_blocks": 4096}
         super().__init__(EngineConfig.from_kwargs("simulated", defaults | config), self._load_simulated)
 
@@ -83,12 +84,20 @@ class SimulatedEngine(AsyncEngine):
             num_kv_blocks=config.num_kv_blocks,
             block_size=config.block_size,
             kv_bytes_per_block=4 * config.block_size,
+            num_host_kv_blocks=choose_num_host_blocks(config, 4 * config.block_size, config.num_kv_blocks),
         )
+        costs = self._costs(config) if config.needs_costs else None
         step_loop = _core.StepLoop.on_simulated_device(
-            step_loop_config(config, info), self.device, self._poll_interval_us
+            step_loop_config(config, info, costs=costs), self.device, self._poll_interval_us
         )
         tokenizer = None if config.skip_tokenizer_init else placeholder_tokenizer(VOCAB_SIZE)
         return Backend(info, tokenizer, step_loop)
+
+    def _costs(self, config: EngineConfig) -> _core.StepCosts:
+        """What was asked for: nobody needs to measure it. A token of context takes no time."""
+        most = max(2, config.max_num_batched_tokens)
+        points = [(n, 1e3 * (self._step_latency_us + n * self._token_latency_us), 0.0) for n in (1, most)]
+        return _core.StepCosts(points, points)
 
     def expected_token_ids(self, prompt: Sequence[int], params: SamplingParams, index: int = 0) -> list[int]:
         """The tokens that sequence ``index`` must get, stop strings left aside; needs max_tokens, and a seed."""

@@ -89,6 +89,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--cache", choices=("cold", "warm"), default="cold", help="of compiled kernels, at start-up")
     parser.add_argument("--quantization", choices=("none", "fp8"), default="none")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
     parser.add_argument("--json", default="bench/results/decode.json")
     parser.add_argument("--worker", nargs=2, metavar=("MODEL", "STARTED"), help=argparse.SUPPRESS)
     add_engine_options(parser)
@@ -148,7 +149,7 @@ async def work(model: str, started: float, args: argparse.Namespace) -> dict[str
         for i, mode in enumerate(modes):
             share = MEMORY_SHARE * (i + 1) / len(modes)  # of what the engines before it take, too
             config = {"batch_invariant": mode == INVARIANT, "gpu_memory_utilization": share}
-            config |= {"quantization": args.quantization}
+            config |= {"quantization": args.quantization, "kv_cache_dtype": args.kv_cache_dtype}
             engine = await stack.enter_async_context(opened(model, args, max_num_seqs=max(args.batches), **config))
             engines[mode] = engine
             if mode == DEFAULT:
@@ -159,7 +160,8 @@ async def work(model: str, started: float, args: argparse.Namespace) -> dict[str
         for mode, engine in engines.items():  # last: it leaves nothing that a prefix cache could use
             measured[mode]["contexts"] = await sweep(engine, c, args)
     context = PROMPT_LEN + (args.short + args.long) / 2
-    result["floor_ms"] = {b: floor_ms(c, b, context, args.quantization) for b in args.batches}
+    stored = args.quantization, args.kv_cache_dtype
+    result["floor_ms"] = {b: floor_ms(c, b, context, *stored) for b in args.batches}
     return result | measured[DEFAULT] | ({INVARIANT: measured[INVARIANT]} if INVARIANT in measured else {})
 
 
@@ -212,11 +214,10 @@ async def sweep(engine: AsyncEngine, c: ModelConfig, args: argparse.Namespace) -
     runner: Any = engine._loaded().keep_alive
     if not args.contexts or not hasattr(runner, "graphs"):
         return []
-    from replay import bare_step_us, decode_rows
+    from replay import bare_step_us, decode_rows, fill_cache
 
     await testing.settle(engine)
-    for layer in runner.steps.cache.memory:
-        layer.normal_()
+    fill_cache(runner.steps.cache.memory)
     points = []
     for context in args.contexts:
         for batch in batches_at(context, args):
@@ -226,7 +227,7 @@ async def sweep(engine: AsyncEngine, c: ModelConfig, args: argparse.Namespace) -
                 # The query's own key is the last of the context.
                 rows, step = decode_rows([context - 1] * batch), engine.stats().num_steps + 1
                 us = bare_step_us(runner, rows, args.replays, step, own_tables=True)
-                point |= achieved(c, batch, context, us / 1e3, args.quantization)
+                point |= achieved(c, batch, context, us / 1e3, args.quantization, args.kv_cache_dtype)
             else:
                 point["skipped"] = left_out
             points.append(point)
@@ -249,13 +250,13 @@ def reason_to_skip(c: ModelConfig, info: ModelInfo, batch: int, context: int) ->
 
 
 def achieved(
-    c: ModelConfig, batch: int, context: int, ms: float, quantization: str = "none"
+    c: ModelConfig, batch: int, context: int, ms: float, quantization: str = "none", kv_cache_dtype: str = "auto"
 ) -> dict[str, float]:
     """``share`` is of the bandwidth that the card was seen to reach."""
-    rate = decode_bytes(c, batch, context, quantization) / (ms * 1e-3)
+    rate = decode_bytes(c, batch, context, quantization, kv_cache_dtype) / (ms * 1e-3)
     return {
         "ms": ms,
-        "floor_ms": floor_ms(c, batch, context, quantization),
+        "floor_ms": floor_ms(c, batch, context, quantization, kv_cache_dtype),
         "tokens/s": batch / (ms * 1e-3),
         "TB/s": rate / 1e12,
         "share": rate / BANDWIDTH,

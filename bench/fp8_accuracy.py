@@ -1,6 +1,7 @@
-"""What float8 weights cost in accuracy: logits of a model with them beside those without.
+"""What float8 costs in accuracy: logits of a model with its weights, or its keys and values, in float8 beside those
+without.
 
-    python bench/fp8_accuracy.py [--model DIRECTORY ...] [--rows 1,8,64] [--tokens 64] [--json FILE]
+    python bench/fp8_accuracy.py [--of weights|kv-cache] [--model DIRECTORY ...] [--rows 1,8,64] [--tokens 64]
 
 Sequences are stories of the bundled grammar, or random ids where a directory has no weights (then these are random,
 too). All their tokens are given: as prompts of all sequences in one step, and token by token, so many sequences at
@@ -20,7 +21,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from gpu_common import SHAPES, SHAPES_DIR
@@ -34,12 +35,16 @@ from asyncengine.config import EngineConfig
 from asyncengine.kernels.cpu.host import HostOps
 from asyncengine.kernels.cuda.trials import examine
 from asyncengine.kernels.float8 import Quantization
+from asyncengine.kernels.float8_cache import with_inverses
 from asyncengine.kernels.ops import Ops
 from asyncengine.runner import memory as kv_cache
+from asyncengine.runner.kv_scales import calibrate_host
 from asyncengine.runner.model_runner import LoadedModel, load_model
 from asyncengine.tokenization import Tokenizer
 
 _BLOCK = 16
+Of = Literal["weights", "kv-cache"]
+"""What is in float8."""
 _PIECE = 512
 """Rows of logits that are compared at a time."""
 
@@ -54,7 +59,8 @@ class Sequences:
         self._length = length
         self._blocks = -(-length // _BLOCK)
         config = EngineConfig.from_kwargs("", {"block_size": _BLOCK, "max_num_seqs": rows})
-        self._cache = kv_cache.allocate(config, loaded.config, rows * self._blocks, loaded.dtype, ops)
+        blocks = rows * self._blocks
+        self._cache = kv_cache.allocate(config, loaded.config, blocks, loaded.dtype, ops, loaded.kv_scales)
         self._attention: Any = None
 
     def advance(self, ids: Tensor, context: int) -> Tensor:
@@ -104,7 +110,8 @@ class Sequences:
             field.copy_(values)
         if self._attention is None:
             limits = Limits(self._rows, self._rows * self._length, self._length, _BLOCK)
-            kinds = attention_kinds(config, self._loaded.dtype)
+            float8_cache = self._loaded.kv_scales is not None
+            kinds = attention_kinds(config, self._loaded.dtype, float8_cache=float8_cache)
             self._attention = StepAttention(kinds, limits, replace(self._ops.gpu, tma=False), device)
         batch = CudaBatch(step, self._attention.of(Bucket(rows, len(ids), count == 1)))
         batch.attention.build(step, pdl=False)
@@ -112,27 +119,34 @@ class Sequences:
 
 
 def load(
-    directory: Path, quantization: Quantization, args: argparse.Namespace, tokens: int
-) -> tuple[LoadedModel, Ops[Any, Any, Any]]:
+    directory: Path, quantization: Quantization, args: argparse.Namespace, tokens: int,
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto",
+) -> tuple[LoadedModel, Ops[Any, Any, Any]]:  # fmt: skip
     dummy = not any(directory.glob("*.safetensors"))
     config = EngineConfig(
         model=str(directory), load_format="dummy" if dummy else "auto", max_model_len=tokens,
-        dtype="float32" if args.device == "cpu" else "bfloat16",
+        dtype="float32" if args.device == "cpu" else "bfloat16", kv_cache_dtype=kv_cache_dtype,
     )  # fmt: skip
     ops: Ops[Any, Any, Any]
     if args.device == "cpu":
         from asyncengine.kernels.cpu.reference import Float8ReferenceOps, ReferenceOps
 
         ops = Float8ReferenceOps() if quantization == "fp8" else ReferenceOps()
+        loaded = load_model(config, ops)
+        if kv_cache_dtype == "fp8" and loaded.kv_scales is None:
+            scales = calibrate_host(loaded.model, loaded.config, loaded.dtype, loaded.max_model_len, ops)
+            loaded = replace(loaded, kv_scales=with_inverses(scales))
     else:
         from asyncengine.kernels.cuda.linear.choose import PlanTable
         from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
+        from asyncengine.runner.calibration import with_kv_scales
 
         device = torch.device("cuda", 0)
         plans = PlanTable.load(torch.cuda.get_device_name(device))
         ops = CudaOps(device, CudaOptions(plans, quantization=quantization, gpu=examine(device)))
         config = replace(config, quantization=quantization)
-    return load_model(config, ops), ops
+        loaded = with_kv_scales(config, load_model(config, ops), ops)
+    return loaded, ops
 
 
 def read_texts(directory: Path, count: int, tokens: int) -> Tensor:
@@ -193,12 +207,15 @@ def perplexity(logits: Tensor, ids: Tensor) -> float:
     return math.exp(loss / len(targets))
 
 
-def measure(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
+def measure(directory: Path, args: argparse.Namespace, of: Of = "weights") -> dict[str, Any]:
     most = max(args.rows)
     ids = read_texts(directory, most, args.tokens)
     models = {}
     for kind in ("none", "fp8"):
-        loaded, ops = load(directory, kind, args, args.tokens)
+        if of == "weights":
+            loaded, ops = load(directory, kind, args, args.tokens)
+        else:
+            loaded, ops = load(directory, "none", args, args.tokens, "fp8" if kind == "fp8" else "auto")
         models[kind] = Sequences(loaded, ops, most, args.tokens)
     exact, quantised = (given(model, ids, args.tokens) for model in models.values())
     result: dict[str, Any] = {
@@ -231,19 +248,21 @@ def figures_of(name: str, result: dict[str, Any]) -> Iterator[Figure]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--of", default="weights", choices=get_args(Of), help="what is in float8")
     parser.add_argument("--model", nargs="+", help="directories, or shapes of bench/shapes (default: the bundled one)")
     parser.add_argument("--rows", default="1,8,64", help="sequences at once; the largest also for prompts")
     parser.add_argument("--tokens", type=int, default=64, help="of a sequence")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--json", default="bench/results/fp8_accuracy.json")
+    parser.add_argument("--json", help="default: bench/results/fp8_accuracy.json, or fp8_kv_accuracy.json")
     args = parser.parse_args()
+    args.json = args.json or f"bench/results/fp8_{'kv_' if args.of == 'kv-cache' else ''}accuracy.json"
     args.rows = [int(rows) for rows in args.rows.split(",")]
     results = {}
     for model in args.model or [str(bundled_model())]:
         directory = SHAPES_DIR / model if model in SHAPES else Path(model)
-        results[directory.name] = measure(directory, args)
+        results[directory.name] = measure(directory, args, args.of)
     figures = [figure for name, result in results.items() for figure in figures_of(name, result)]
-    report.print_figures("Float8 weights against bfloat16", figures)
+    report.print_figures(f"Float8 {args.of} against bfloat16", figures)
     report.write(args.json, report.record("fp8_accuracy", figures, repeats=1, settings=vars(args), results=results))
 
 

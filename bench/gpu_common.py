@@ -74,21 +74,25 @@ def weight_bytes(c: ModelConfig, quantization: str = "none") -> int:
     return of_layers * layer_parameters(c) + ELEMENT_BYTES * c.vocab_size * c.hidden_size
 
 
-def kv_bytes_per_token(c: ModelConfig) -> int:
+def kv_bytes_per_token(c: ModelConfig, kv_cache_dtype: str = "auto") -> int:
     """Keys and values of all layers."""
-    return 2 * c.num_layers * c.num_kv_heads * c.head_dim * ELEMENT_BYTES
+    return 2 * c.num_layers * c.num_kv_heads * c.head_dim * (1 if kv_cache_dtype == "fp8" else ELEMENT_BYTES)
 
 
-def decode_bytes(c: ModelConfig, batch: int, context: float, quantization: str = "none") -> float:
+def decode_bytes(
+    c: ModelConfig, batch: int, context: float, quantization: str = "none", kv_cache_dtype: str = "auto"
+) -> float:
     """Of a decode step of ``batch`` rows that see ``context`` tokens each."""
-    per_layer = kv_bytes_per_token(c) / c.num_layers
+    per_layer = kv_bytes_per_token(c, kv_cache_dtype) / c.num_layers
     seen = sum(min(context, window or context) for window in c.layer_windows)
     return weight_bytes(c, quantization) + batch * per_layer * seen
 
 
-def floor_ms(c: ModelConfig, batch: int, context: float, quantization: str = "none") -> float:
+def floor_ms(
+    c: ModelConfig, batch: int, context: float, quantization: str = "none", kv_cache_dtype: str = "auto"
+) -> float:
     """Milliseconds to read the bytes of a decode step once, at the bandwidth that the card was seen to reach."""
-    return 1e3 * decode_bytes(c, batch, context, quantization) / BANDWIDTH
+    return 1e3 * decode_bytes(c, batch, context, quantization, kv_cache_dtype) / BANDWIDTH
 
 
 def pairs(query: int, context: int, window: int = 0) -> int:

@@ -4,7 +4,8 @@ One row of every case is compared with torch first. Bytes are those of the visib
 the visible pairs. Rows of one token take kernels of their own in a step, which also norm, rotate and store: one if they
 have few keys ("few keys"), else the one with a work list ("paged") that an engine takes on the device. Where a batch
 could take the first but for the length of its rows, both are measured. torch reads contiguous keys and values of the
-same sizes; it has nothing for rows of different lengths.
+same sizes; it has nothing for rows of different lengths. With ``--kv-cache-dtype auto fp8`` keys and
+values are in bfloat16, then in float8.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from asyncengine.kernels.cuda.gpu import Gpu
 from asyncengine.kernels.cuda.step.bucket import ANY_CONTEXT, Bucket
 from asyncengine.kernels.cuda.step.tensors import DeviceStep, allocate_step
 from asyncengine.kernels.cuda.trials import examine
+from asyncengine.kernels.float8 import FLOAT8
 from asyncengine.kernels.ops import AttentionLayer, HeadNorms
 from asyncengine.models.config import ModelConfig
 
@@ -73,11 +75,13 @@ Ways = dict[str, Callable[[int], None]]
 class Case:
     c: ModelConfig
     rows: list[Row]
+    float8: bool = False
+    """of keys and values"""
 
     @property
     def kv_bytes(self) -> int:
         tokens = sum(query + context for query, context in self.rows)
-        return 2 * tokens * self.c.num_kv_heads * self.c.head_dim * ELEMENT_BYTES
+        return 2 * tokens * self.c.num_kv_heads * self.c.head_dim * (1 if self.float8 else ELEMENT_BYTES)
 
     @property
     def flops(self) -> float:
@@ -113,30 +117,32 @@ def decode_cases(c: ModelConfig, args: argparse.Namespace) -> Iterable[tuple[str
     sizes = [(rows, context) for context in contexts for rows in args.decode_rows]
     for rows, context in dict.fromkeys([*sizes, *(size for size in TARGETS if args.targets)]):
         if context <= c.max_positions:
-            yield f"{rows} x {context}", Case(c, decode_rows([context - 1] * rows)), TARGETS.get((rows, context))
+            case = Case(c, decode_rows([context - 1] * rows), args.float8)
+            yield f"{rows} x {context}", case, TARGETS.get((rows, context))
     long = min(LONG, c.max_positions)
     for rows in args.ragged:
-        yield f"{rows - 1} x {SHORT}, 1 x {long}", Case(c, ragged(rows, long)), None
+        yield f"{rows - 1} x {SHORT}, 1 x {long}", Case(c, ragged(rows, long), args.float8), None
 
 
 def lines(args: argparse.Namespace, timer: Timer) -> Lines:
-    for shape in args.shape:
-        c = read_model(shape)
+    for shape, kind in itertools.product(args.shape, args.kv_cache_dtype):
+        c, args = read_model(shape), argparse.Namespace(**vars(args) | {"float8": kind == "fp8"})
         prefills = [rows for rows in args.prefill if rows[0].query + rows[0].context <= c.max_positions]
         for tiles in tile_pairs(c, timer.device, args):
             work = allocate_work(c, prefills, tiles, timer.device, args)
             decode_work = functools.cache(partial(allocate_decode_work, c, tiles, timer.device, args))
             label = shape if tiles is None else f"{shape} {as_text(tiles)}"
+            label += " fp8 cache" if args.float8 else ""
             for size, case, target in decode_cases(c, args):
                 if case.kv_bytes <= MAX_CACHE_BYTES:
                     listed = decode_work(len(case.rows), case.longest - 1)
                     yield from decode_lines(label, size, Bench(case, timer, args.pdl), listed, target)
             for rows in prefills:
-                yield from prefill_lines(label, Bench(Case(c, rows), timer, args.pdl), work)
+                yield from prefill_lines(label, Bench(Case(c, rows, args.float8), timer, args.pdl), work)
             decodes = [[Row(1, SHORT - 1)] * rows for rows in args.decode_rows]
             for step in (*decodes, *prefills[:1]):
                 listed = decode_work(len(step), step[0].context) if step[0].query == 1 else work
-                yield build_line(label, Bench(Case(c, step), timer, args.pdl, copies=0), listed)
+                yield build_line(label, Bench(Case(c, step, args.float8), timer, args.pdl, copies=0), listed)
 
 
 @dataclass(frozen=True)
@@ -161,7 +167,7 @@ class Listed:
 
 def plan_for(c: ModelConfig, bucket: Bucket, tiles: Tiles | None, gpu: Gpu, args: Any) -> AttentionPlan:
     """The engine's, with a work list; in other tiles, if any are given, or in fixed splits, if the options say so."""
-    layer, fixed = LayerKind(attention_shape(c)), args.work.get("split_tokens", 0)
+    layer, fixed = LayerKind(attention_shape(c, args.float8)), args.work.get("split_tokens", 0)
     if fixed:
         tile = (tiles and tiles[1]) or fixed_tile(layer.shape, gpu)
         return AttentionPlan(layer, (Launch("paged", tile, "any", stored=True),), Cut("fixed", fixed))
@@ -211,15 +217,15 @@ def _allocate(plan: AttentionPlan, rows: int, tokens: int, gpu: Gpu, device: tor
     return Listed(plan.launches, work)
 
 
-def attention_shape(c: ModelConfig) -> AttentionShape:
-    return AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, DTYPE)
+def attention_shape(c: ModelConfig, float8: bool) -> AttentionShape:
+    return AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, DTYPE, float8)
 
 
 def tile_pairs(c: ModelConfig, device: torch.device, args: argparse.Namespace) -> Iterable[Tiles | None]:
     """Those of the options, each with every other; None is what the engine takes."""
     if not args.decode_tile and not args.prefill_tile:
         return [None]
-    decode, prefill = paged_tiles(attention_shape(c), examine(device))
+    decode, prefill = paged_tiles(attention_shape(c, args.float8), examine(device))
     decodes, prefills = ([parse_tile(text) for text in texts or ()] for texts in (args.decode_tile, args.prefill_tile))
     return itertools.product(decodes or [decode], prefills or [prefill])
 
@@ -251,10 +257,11 @@ class Bench:
         if copies is None:
             copies = copies_for(case.kv_bytes, MAX_CALLS) if case.kv_bytes <= ALONE_BYTES else 1
         size = (rows * self.per_row, c.num_kv_heads, BLOCK_SIZE, c.head_dim)
+        dtype = FLOAT8 if case.float8 else DTYPE
         self.caches = [
-            (torch.randn(size, dtype=DTYPE, device=device), torch.randn(size, dtype=DTYPE, device=device))
-            for _ in range(copies)
+            tuple(torch.randn(size, dtype=DTYPE, device=device).to(dtype) for _ in "kv") for _ in range(copies)
         ]
+        self.scales = torch.ones(2, 2, c.num_kv_heads, device=device) if case.float8 else None
         tokens = sum(row.query for row in case.rows)
         self.heads = torch.randn(tokens, c.num_heads + 2 * c.num_kv_heads, c.head_dim, dtype=DTYPE, device=device)
         self.q = self.heads[:, : c.num_heads]
@@ -271,7 +278,7 @@ class Bench:
         self._launch(listed.stored, listed.work, copy, pdl)
 
     def few(self, copy: int, pdl: bool | None = None) -> None:
-        shape, sms = attention_shape(self.case.c), examine(self.timer.device).multiprocessors
+        shape, sms = attention_shape(self.case.c, self.case.float8), examine(self.timer.device).multiprocessors
         pieces = few_keys_pieces(len(self.case.rows), shape.num_heads, shape.head_dim, sms)
         self._launch([Launch("few_keys", few_keys_tile(shape), "one", False, pieces)], self.counters, copy, pdl)
 
@@ -280,11 +287,14 @@ class Bench:
 
     def _launch(self, launches: Sequence[Launch], work: WorkList | Counters, copy: int, pdl: bool | None) -> None:
         pdl = self.pdl if pdl is None else pdl
-        launch_all(launches, self.heads, self.layer, *self.caches[copy], self.step, work, self.out, pdl=pdl)
+        launch_all(
+            launches, self.heads, self.layer, *self.caches[copy], self.step, work, self.out, scales=self.scales, pdl=pdl
+        )
 
     def store(self, copy: int, pdl: bool | None = None) -> None:
         """What ``few`` and ``listed`` do before attention; rotates the queries in place."""
-        prepare(self.heads, self.layer, *self.caches[copy], self.step, pdl=self.pdl if pdl is None else pdl)
+        pdl = self.pdl if pdl is None else pdl
+        prepare(self.heads, self.layer, *self.caches[copy], self.step, scales=self.scales, pdl=pdl)
 
     def torch_calls(self) -> list[Call]:
         """scaled_dot_product_attention, over the memory of the caches as if it were contiguous."""
@@ -305,7 +315,7 @@ class Bench:
         return calls
 
     def torch_us(self) -> float | None:
-        if not self.case.is_even:
+        if not self.case.is_even or self.case.float8:  # torch reads no such keys and values
             return None
         # The plain kernel would copy every key for each head that shares it.
         kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
@@ -335,7 +345,7 @@ def make_step(rows: Sequence[Row], per_row: int, device: torch.device) -> Device
 
 def decode_lines(shape: str, size: str, bench: Bench, listed: Listed, target: float | None) -> Lines:
     case, copies = bench.case, range(len(bench.caches))
-    short = few_keys_context(len(case.rows), attention_shape(case.c), examine(bench.timer.device))
+    short = few_keys_context(len(case.rows), attention_shape(case.c, case.float8), examine(bench.timer.device))
     listed.work.build(bench.step)
     verify(bench, listed, f"{shape} {size}")
     torch_us = bench.torch_us()
@@ -373,13 +383,18 @@ def build_line(shape: str, bench: Bench, listed: Listed) -> Line:
 # ---- checks ----
 
 
+def read_cells(cache: Tensor, blocks: Tensor, offsets: Tensor) -> Tensor:
+    """float32 [tokens, Hk, D]. By bytes: torch does not index float8 everywhere."""
+    return cache.view(torch.uint8)[blocks, :, offsets].view(cache.dtype).float()
+
+
 def verify(bench: Bench, listed: Listed, label: str) -> None:
     """The last row of the first cache in float32, by torch. SystemExit if it is wrong."""
     c, (query, context) = bench.case.c, bench.case.rows[-1]
     bench.paged(listed, 0)
     position = torch.arange(query + context, device=bench.q.device)
     blocks = bench.step.slots.block_tables[-1].long()[position // BLOCK_SIZE]
-    k, v = (cache[blocks, :, position % BLOCK_SIZE].float() for cache in bench.caches[0])
+    k, v = (read_cells(cache, blocks, position % BLOCK_SIZE) for cache in bench.caches[0])
     q = bench.q[-query:].float().unflatten(1, (c.num_kv_heads, c.num_heads // c.num_kv_heads))
     score = torch.einsum("qhgd,khd->hgqk", q, k) * bench.scale
     score.masked_fill_(position > position[context:, None], -torch.inf)
@@ -397,10 +412,10 @@ def verify_fused(bench: Bench, listed: Listed, ways: Ways, label: str) -> None:
     def results(attend: Callable[[], None]) -> list[Tensor]:
         bench.heads.copy_(heads)
         for cache in (k, v):
-            cache[new // BLOCK_SIZE, :, new % BLOCK_SIZE] = torch.nan
+            cache.view(torch.uint8)[new // BLOCK_SIZE, :, new % BLOCK_SIZE] = 0xFF  # NaN
         bench.out.fill_(torch.nan)
         attend()
-        return [bench.out.float(), *(cache[new // BLOCK_SIZE, :, new % BLOCK_SIZE].float() for cache in (k, v))]
+        return [bench.out.float(), *(read_cells(cache, new // BLOCK_SIZE, new % BLOCK_SIZE) for cache in (k, v))]
 
     def separate() -> None:
         bench.store(0)

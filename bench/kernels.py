@@ -91,6 +91,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     prefills = kernel_attention.parse_prefills
     add("--prefill", type=prefills, help=f"ROWSxTOKENS+CONTEXT,... (default: {kernel_attention.PREFILLS})")
     add("--no-targets", dest="targets", action="store_false", help="leave out the sizes that have targets")
+    caches = "of keys and values, one after the other (default: auto)"
+    add("--kv-cache-dtype", nargs="+", choices=("auto", "fp8"), default=["auto"], help=caches)
+    parser.set_defaults(float8=False)
     add("--decode-tile", nargs="+", metavar="TILE", help=kernel_attention.TILE_FIELDS)
     add("--prefill-tile", nargs="+", metavar="TILE")
     add("--work", nargs="+", type=setting, default=[], metavar="NAME=N", help="keywords of WorkList.allocate")

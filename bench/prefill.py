@@ -121,11 +121,10 @@ async def replay_chunks(
     runner: Any = engine._loaded().keep_alive
     if not hasattr(runner, "graphs"):
         return []
-    from replay import Row, bare_step_us
+    from replay import Row, bare_step_us, fill_cache
 
     await testing.settle(engine)
-    for layer in runner.steps.cache.memory:
-        layer.normal_()
+    fill_cache(runner.steps.cache.memory)
     points = []
     chunk = min(CHUNK, engine.model_info.max_model_len)
     for context in CONTEXTS:

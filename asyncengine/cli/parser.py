@@ -18,6 +18,7 @@ COMMANDS = (
     ("chat", "asyncengine.cli.chat", "talk to a model on the terminal"),
     ("run-batch", "asyncengine.cli.run_batch", "answer a file of requests in the format of OpenAI's batches"),
     ("bench", "asyncengine.cli.bench", "measure the core, a model or a server"),
+    ("costs", "asyncengine.cli.costs", "measure what a model's steps take, and how well that is foreseen"),
     ("plan", "asyncengine.cli.plan", "print which kernels a model's steps take on a GPU"),
     ("collect-env", "asyncengine.cli.collect_env", "print what a bug report needs"),
     ("completion", "asyncengine.cli.completion", "print a script that completes commands in a shell"),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _FLAGS = (
     "revision", "dtype", "quantization", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
-    "batch_invariant",
+    "batch_invariant", "kv_cache_dtype",
 )  # fmt: skip
 """Of the engine: those that a plan depends on."""
 

@@ -65,6 +65,9 @@ class LayerKVCache(NamedTuple):
 
     k: Tensor
     v: Tensor
+    scales: Tensor | None = None
+    """float32 [2, 2, Hk], of keys and of values in float8 (float8_cache.py): scales, then their inverses. None: keys
+    and values are in the model's dtype."""
 
 
 LayerCache: TypeAlias = LayerKVCache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Self
 
@@ -16,10 +17,15 @@ from asyncengine.kernels.cuda.linear.tables import PlanTable
 from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
 from asyncengine.kernels.cuda.trials import examine
 from asyncengine.model_info import ModelInfo
+from asyncengine.models.config import ModelConfig
 from asyncengine.runner import memory
 from asyncengine.runner.buckets import Bucket, token_buckets
-from asyncengine.runner.device_steps import VARIANTS, DeviceSteps, StepBuffers, step_buckets
+from asyncengine.runner.calibration import with_kv_scales
+from asyncengine.runner.cost_table import KnownCosts
+from asyncengine.runner.cuda_costs import Machine, cuda_costs
+from asyncengine.runner.device_steps import ARGMAX, VARIANTS, DeviceSteps, StepBuffers, step_buckets
 from asyncengine.runner.graphs import CapturedSteps, loaded_libcudart
+from asyncengine.runner.host_tier import HostTier, gathered_bytes
 from asyncengine.runner.loop_config import step_loop_config
 from asyncengine.runner.model_runner import load_model
 from asyncengine.runner.prepare import make_steps, prepare
@@ -34,9 +40,19 @@ class CudaRunner:
     """A loaded model whose steps are graphs. Owns all that they use on the device."""
 
     def __init__(
-        self, info: ModelInfo, steps: DeviceSteps, device: _core.CudaDevice, buffers: StepBuffers, buckets: list[Bucket]
+        self,
+        info: ModelInfo,
+        model_config: ModelConfig,
+        steps: DeviceSteps,
+        device: _core.CudaDevice,
+        buffers: StepBuffers,
+        buckets: list[Bucket],
+        host_tier: HostTier | None,
     ) -> None:
         self.info = info
+        self.model_config = model_config
+        self.costs: KnownCosts | None = None
+        self._host_tier = host_tier
         self.steps = steps
         self.buckets = buckets
         self.graphs = CapturedSteps(device)
@@ -59,19 +75,26 @@ class CudaRunner:
         try:
             loaded = load_model(config, ops, progress=progress)
             loaded = replace(loaded, owned_bytes=loaded.owned_bytes - ops.saved_bytes)
+            loaded = with_kv_scales(config, loaded, ops)
             buckets = step_buckets(config, loaded, ops)
             state_bytes, step_bytes = prepare(config, loaded, ops, native, buckets)
+            state_bytes += gathered_bytes(config, loaded.kv_bytes_per_block(config))
             budget = memory.device_budget(config, state_bytes, step_bytes, len(VARIANTS) * len(buckets))
             num_blocks = memory.choose_num_blocks(
                 config, loaded.max_model_len, loaded.kv_bytes_per_block(config), budget
             )
             steps, buffers = make_steps(config, loaded, ops, native, num_blocks)
+            tier = HostTier.make(config, native, steps.cache.memory)
         except torch.OutOfMemoryError as e:
             raise ConfigError(f"{_too_little_memory()} ({e})") from e
-        return cls(loaded.info(config, num_blocks), steps, native, buffers, buckets)
+        info = loaded.info(config, num_blocks, 0 if tier is None else tier.pool.num_blocks)
+        return cls(info, loaded.config, steps, native, buffers, buckets, tier)
 
-    def make_step_loop(self, config: EngineConfig, *, progress: bool) -> _core.StepLoop:
-        """Capture the graphs, unless eager execution is enforced, and build the step loop that launches them."""
+    def make_step_loop(self, config: EngineConfig, *, progress: bool, measure: bool = False) -> _core.StepLoop:
+        """Capture the graphs, unless eager execution is enforced, and build the step loop that launches them.
+
+        ``measure``: measure what steps take, whatever is kept of that and whether the configuration needs it or not.
+        """
         if self._buffers.staging.mode != config.staging:
             logger.warning("host memory cannot be pinned: staging falls back to pageable copies, which are slower")
         try:
@@ -81,13 +104,18 @@ class CudaRunner:
                 self.steps.run(self.buckets[-1], VARIANTS[-1])
             else:
                 self.graphs.capture(self.steps, self.buckets, self.cuda_stream, progress=progress)
+            if self._host_tier is not None:
+                self.graphs.capture_moves(self._host_tier, self.cuda_stream)
         except torch.OutOfMemoryError as e:
             raise ConfigError(f"{_too_little_memory()} ({e})") from e
         torch.cuda.synchronize()
+        if measure or config.needs_costs:
+            machine = Machine(self.steps, self.buckets, self._launch_one(config), self.cuda_stream)
+            self.costs = cuda_costs(config, self.info, self.model_config, machine, anew=measure)
         self.steps.restart()
         torch.cuda.synchronize()
         return _core.StepLoop.on_cuda(
-            step_loop_config(config, self.info, token_buckets(self.buckets)),
+            step_loop_config(config, self.info, token_buckets(self.buckets), self.costs.native if self.costs else None),
             self._device,
             self._buffers.staging,
             self.graphs.native,
@@ -95,6 +123,13 @@ class CudaRunner:
             self.cuda_stream.cuda_stream,
             POLL_INTERVAL_US,
         )
+
+    def _launch_one(self, config: EngineConfig) -> Callable[[int], None]:
+        """Enqueues the cheapest variant of a bucket."""
+        address = self.cuda_stream.cuda_stream
+        if config.enforce_eager:
+            return lambda bucket: self._launch(bucket, ARGMAX, address)
+        return lambda bucket: self.graphs.native.launch(bucket, ARGMAX, address)
 
     def _launch(self, bucket: int, needs: int, cuda_stream: int) -> None:
         """A step's kernels one by one; bucket -1 is block copies. Called by the step thread."""
@@ -107,11 +142,12 @@ class CudaRunner:
 
 def cuda_options(config: EngineConfig, gpu: Gpu) -> CudaOptions:
     """What the configuration asks of the kernels on this card. Raises ConfigError if the card cannot."""
-    if config.quantization == "fp8" and not gpu.has_float8:
-        major, minor = gpu.capability
-        raise ConfigError(
-            f"quantization=fp8 needs a GPU of compute capability 8.9 or newer; {gpu.name} has {major}.{minor}"
-        )
+    for field in ("quantization", "kv_cache_dtype"):
+        if getattr(config, field) == "fp8" and not gpu.has_float8:
+            major, minor = gpu.capability
+            raise ConfigError(
+                f"{field}=fp8 needs a GPU of compute capability 8.9 or newer; {gpu.name} has {major}.{minor}"
+            )
     return CudaOptions(
         PlanTable.load(gpu.name),
         pdl=config.programmatic_launch and gpu.dependent_launch,

@@ -71,9 +71,9 @@ def _view(address: int, num_bytes: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=dtype)
 
 
-def attention_kinds(model: ModelConfig, dtype: torch.dtype) -> list[LayerKind]:
+def attention_kinds(model: ModelConfig, dtype: torch.dtype, *, float8_cache: bool = False) -> list[LayerKind]:
     """The kinds of layer that a model has, by their attention."""
-    shape = AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim, dtype)
+    shape = AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim, dtype, float8_cache)
     return [LayerKind(shape, window, model.score_softcap) for window in sorted(set(model.layer_windows))]
 
 
@@ -85,7 +85,7 @@ def attention_limits(config: EngineConfig, max_model_len: int) -> Limits:
 
 def step_buckets(config: EngineConfig, loaded: LoadedModel, ops: CudaOps) -> list[Bucket]:
     """The buckets of a model's steps: short contexts have their own where another plan of attention is for them."""
-    kinds = attention_kinds(loaded.config, loaded.dtype)
+    kinds = attention_kinds(loaded.config, loaded.dtype, float8_cache=config.kv_cache_dtype == "fp8")
     limits = attention_limits(config, loaded.max_model_len)
     return choose_buckets(
         config.max_num_seqs,
@@ -126,7 +126,7 @@ class DeviceSteps:
         )
         self._sums = torch.zeros(config.max_num_seqs, loaded.config.hidden_size, device=ops.device)
         self._attention = StepAttention(
-            attention_kinds(loaded.config, loaded.dtype),
+            attention_kinds(loaded.config, loaded.dtype, float8_cache=config.kv_cache_dtype == "fp8"),
             attention_limits(config, loaded.max_model_len),
             ops.gpu,
             ops.device,

@@ -15,6 +15,7 @@ from asyncengine import _core
 from asyncengine.errors import ConfigError
 from asyncengine.runner.buckets import Bucket
 from asyncengine.runner.device_steps import VARIANTS, DeviceSteps
+from asyncengine.runner.host_tier import HostTier
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,15 @@ class CapturedSteps:
             time.monotonic() - started,
             f"{(before - torch.cuda.mem_get_info()[0]) >> 20:,}",
         )
+
+    def capture_moves(self, tier: HostTier, cuda_stream: torch.cuda.Stream) -> None:
+        """The graphs of a host tier's transfers, whose lists are empty."""
+        pool, graphs = torch.cuda.graph_pool_handle(), []
+        with torch.cuda.stream(cuda_stream):
+            for transfer in range(_core.HostPool.transfers):
+                tier.enqueue(transfer)  # compiles and loads the kernel
+                graphs.append(self._capture(partial(tier.enqueue, transfer), cuda_stream, pool))
+        self.native.set_host_pool(tier.pool, graphs)
 
     def _capture(self, enqueue: Callable[[], None], cuda_stream: torch.cuda.Stream, pool: Any) -> int:
         graph = torch.cuda.CUDAGraph(keep_graph=True)

@@ -177,6 +177,18 @@ class Checkpoint:
         self.owned_bytes += stored.numel() * self._dtype.itemsize
         return stored.to(self._dtype).T
 
+    def scales(self, name: str, count: int) -> Tensor | None:
+        """float32 [count] on the CPU, of a tensor that has as many elements or one for all; None if there is none.
+
+        Raises WeightMismatchError if it has another shape, or not all are positive.
+        """
+        if name not in self._shard_of:
+            return None
+        stored = self._read(name, (), (1,), (count,)).float()
+        if not (stored.isfinite() & (stored > 0)).all():
+            raise WeightMismatchError(f"tensor {name} in {self._directory} is no scale: it is to be positive")
+        return stored.reshape(-1).expand(count).clone()
+
     def close(self) -> None:
         """Close the bar and the files; tensors that are mapped stay mapped."""
         self._progress.close()
@@ -195,7 +207,7 @@ class Checkpoint:
         self.owned_bytes += tensor.nbytes
         return tensor.contiguous()
 
-    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _read(self, name: str, *shapes: tuple[int, ...]) -> Tensor:
         key = name
         if key not in self._shard_of:
             # GPT-2's published files leave out the name of the trunk.
@@ -211,9 +223,10 @@ class Checkpoint:
             if key in self._open[path].keys():  # noqa: SIM118  # a safetensors file is no mapping
                 raise WeightMismatchError(f"tensor {key} in {path} cannot be read: {_brief(e)}") from e
             raise MissingWeightError(f"tensor {key} is not in {path}, where the index places it: {_brief(e)}") from e
-        if tensor.shape != shape:
+        if tuple(tensor.shape) not in shapes:
+            expected = " or ".join(map(str, shapes))
             raise WeightMismatchError(
-                f"tensor {key} in {path}: expected shape {shape}, found {excerpt(tuple(tensor.shape))}"
+                f"tensor {key} in {path}: expected shape {expected}, found {excerpt(tuple(tensor.shape))}"
             )
         if tensor.dtype not in _FLOATS:
             raise WeightMismatchError(f"tensor {key} in {path}: expected floats, found {tensor.dtype}")
@@ -257,6 +270,10 @@ class DummyWeights:
 
     def get_transposed(self, name: str, *shape: int) -> Tensor:
         return self.get(name, *shape[::-1]).T
+
+    def scales(self, name: str, count: int) -> Tensor | None:
+        """It has none."""
+        return None
 
     def close(self) -> None:
         """There is nothing to close."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from asyncengine import _core
 from asyncengine.config import EngineConfig
+from asyncengine.errors import ConfigError
 from asyncengine.logprobs import record_words
 from asyncengine.model_info import ModelInfo
 
@@ -20,9 +21,27 @@ DEFERRED = 2
 """And for the logits of so many rows, which a logits_processor gets."""
 
 
+def choose_num_host_blocks(config: EngineConfig, bytes_per_block: int, num_blocks: int, least: int = 1) -> int:
+    """Blocks of the host tier beside ``num_blocks`` of the cache; 0 if none is configured.
+
+    Raises ConfigError if the configured memory does not hold ``least`` blocks.
+    """
+    if config.host_kv_memory_bytes is None:
+        return 0
+    blocks = config.host_kv_memory_bytes // bytes_per_block
+    if blocks < least:
+        raise ConfigError(
+            f"host_kv_memory_bytes ({config.host_kv_memory_bytes:,}) must hold {least:,} KV blocks of "
+            f"{bytes_per_block:,} bytes"
+        )
+    return min(blocks, 2**31 - 1 - num_blocks)  # the core numbers both together
+
+
 def scheduler_config(
-    config: EngineConfig, model_info: ModelInfo, token_buckets: Sequence[int] = ()
+    config: EngineConfig, model_info: ModelInfo, token_buckets: Sequence[int] = (), costs: _core.StepCosts | None = None
 ) -> _core.SchedulerConfig:
+    """Without ``costs`` no chunk heeds the targets of the configuration."""
+    chunk, default = config.prefill_chunk_size, EngineConfig.prefill_chunk_size
     return _core.SchedulerConfig(
         num_blocks=model_info.num_kv_blocks,
         block_size=config.block_size,
@@ -36,6 +55,11 @@ def scheduler_config(
         max_samples=config.max_num_seqs + SCORED,
         mask_words=-(-model_info.vocab_size // 32),
         max_result_words=_result_words(config, model_info),
+        num_host_blocks=model_info.num_host_kv_blocks,
+        costs=costs or _core.StepCosts(),
+        target_itl_ns=round(1e6 * (config.target_itl_ms or 0)),
+        target_itl_ns_by_priority=[(p, max(1, round(1e6 * ms))) for p, ms in config.itl_targets_by_priority.items()],
+        paced_chunk_size=0 if chunk in (None, default) else chunk,
     )
 
 
@@ -47,10 +71,10 @@ def _result_words(config: EngineConfig, model_info: ModelInfo) -> int:
 
 
 def step_loop_config(
-    config: EngineConfig, model_info: ModelInfo, token_buckets: Sequence[int] = ()
+    config: EngineConfig, model_info: ModelInfo, token_buckets: Sequence[int] = (), costs: _core.StepCosts | None = None
 ) -> _core.StepLoopConfig:
     return _core.StepLoopConfig(
-        scheduler=scheduler_config(config, model_info, token_buckets),
+        scheduler=scheduler_config(config, model_info, token_buckets, costs),
         steps_in_flight=config.steps_in_flight,
         max_queued_requests=config.max_queued_requests,
         max_queued_tokens=config.max_queued_tokens,
@@ -58,4 +82,7 @@ def step_loop_config(
         step_timeout_s=config.step_timeout_s,
         # A busy event loop would miss the moment.
         late_launch=config.late_launch and config.step_driver == "thread",
+        disk_path=config.disk_kv_path or "" if model_info.num_host_kv_blocks else "",
+        fingerprint=model_info.fingerprint,
+        disk_bytes=config.disk_kv_bytes,
     )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
+from asyncengine.kernels.float8 import FLOAT8
 from asyncengine.kernels.ops import KVSpec, LayerCache, LayerKVCache, Ops
 from asyncengine.models.config import ModelConfig
 
@@ -26,8 +27,13 @@ _BYTES_PER_GRAPH = 2 << 20
 """Reserved beside the graphs' tensors; a graph of 300 kernels takes about half of it."""
 
 
+def kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    """Of keys and values in the cache, of a model in ``dtype``."""
+    return FLOAT8 if config.kv_cache_dtype == "fp8" else dtype
+
+
 def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block: keys and values of all layers that keep them."""
+    """Bytes of one block: keys and values in ``dtype`` of all layers that keep them."""
     layers, spec = _kv_layers(model)
     return 2 * layers * _block_elements(spec, block_size) * dtype.itemsize
 
@@ -132,14 +138,19 @@ class KVCache:
 
 
 def allocate(
-    config: EngineConfig, model: ModelConfig, num_blocks: int, dtype: torch.dtype, ops: Ops[Any, Any, Any]
-) -> KVCache:
+    config: EngineConfig, model: ModelConfig, num_blocks: int, dtype: torch.dtype, ops: Ops[Any, Any, Any],
+    scales: Tensor | None = None,
+) -> KVCache:  # fmt: skip
     """The cache in the layout and on the device of ``ops``, for config.max_num_seqs slots.
+
+    With ``scales`` [layers, 2, 2, Hk] (float8_cache.with_inverses) it is in float8, and otherwise in ``dtype``.
 
     Host memory is not touched, so pages become real as blocks get used. Raises ConfigError if there is not enough.
     """
     num_layers, spec = _kv_layers(model)
     block_size = config.block_size
+    if scales is not None:
+        dtype = FLOAT8
     shape = (num_layers, 2, num_blocks, _block_elements(spec, block_size))
     try:
         memory = torch.empty(shape, dtype=dtype, device=ops.device)
@@ -150,4 +161,8 @@ def allocate(
         ) from e
     by_token = (num_blocks, spec.num_heads, block_size, spec.head_dim)
     keys = (num_blocks, spec.num_heads, spec.head_dim, block_size) if ops.transposed_keys else by_token
-    return KVCache(memory, [LayerKVCache(k.view(keys), v.view(by_token)) for k, v in memory])
+    of_layers = [None] * num_layers if scales is None else list(scales)
+    return KVCache(
+        memory,
+        [LayerKVCache(k.view(keys), v.view(by_token), s) for (k, v), s in zip(memory, of_layers, strict=True)],
+    )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -16,14 +17,17 @@ from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
 from asyncengine.kernels.cpu.host import HostOps
 from asyncengine.kernels.cpu.ops import CpuOps
+from asyncengine.kernels.float8_cache import with_inverses
 from asyncengine.kernels.ops import LayerCache, Ops
 from asyncengine.model_info import ModelInfo
 from asyncengine.models.config import ModelConfig, RawConfig
 from asyncengine.models.files import read_optional_json
 from asyncengine.models.registry import CausalLM, find_family
+from asyncengine.runner import kv_scales
 from asyncengine.runner import memory as kv_cache
 from asyncengine.runner.hub import resolve_model
 from asyncengine.runner.loader import Checkpoint, DummyWeights, choose_dtype
+from asyncengine.runner.loop_config import choose_num_host_blocks
 from asyncengine.runner.memory import KVCache
 from asyncengine.runner.pooling import Means
 
@@ -44,8 +48,10 @@ class LoadedModel:
     mapped_bytes: int
     owned_bytes: int
     eos_token_ids: tuple[int, ...]
+    kv_scales: Tensor | None = None
+    """float32 [layers, 2, 2, Hk] on the device of its ops, as ``LayerKVCache.scales``: of a KV cache in float8"""
 
-    def info(self, config: EngineConfig, num_blocks: int) -> ModelInfo:
+    def info(self, config: EngineConfig, num_blocks: int, num_host_blocks: int = 0) -> ModelInfo:
         return ModelInfo(
             name=config.model,
             path=self.path,
@@ -58,6 +64,8 @@ class LoadedModel:
             num_parameters=self.num_parameters,
             weight_bytes=self.mapped_bytes + self.owned_bytes,
             num_kv_blocks=num_blocks,
+            num_host_kv_blocks=num_host_blocks,
+            fingerprint="" if config.disk_kv_path is None else self._fingerprint(config),
             block_size=config.block_size,
             kv_bytes_per_block=self.kv_bytes_per_block(config),
             vector_size=len(self.config.labels) or self.config.hidden_size,
@@ -65,8 +73,18 @@ class LoadedModel:
             exclusive_labels=self.config.exclusive_labels,
         )
 
+    def _fingerprint(self, config: EngineConfig) -> str:
+        """Of files by size and time: reading weights again would take as long as loading them."""
+        files = sorted(path for path in self.path.iterdir() if path.suffix in (".json", ".safetensors"))
+        stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+        settings = (config.load_format, config.seed, config.quantization, config.block_size, config.prefill_attention)
+        scales = () if self.kv_scales is None else self.kv_scales.flatten().tolist()
+        kernels = (self.device, torch.__version__, config.batch_invariant, config.kv_cache_dtype, scales)
+        parts = (str(self.path), self.architecture, str(self.dtype), stats, settings, kernels)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
     def kv_bytes_per_block(self, config: EngineConfig) -> int:
-        return kv_cache.block_bytes(self.config, config.block_size, self.dtype)
+        return kv_cache.block_bytes(self.config, config.block_size, kv_cache.kv_dtype(config, self.dtype))
 
 
 def read_model_config(config: EngineConfig) -> ModelConfig:
@@ -102,6 +120,7 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
     )
     with contextlib.closing(weights):
         model = family.build(model_config, weights, ops, max_model_len)
+        scales = kv_scales.stored(weights, model_config) if config.kv_cache_dtype == "fp8" else None
         weights.finish()
     return LoadedModel(
         path,
@@ -115,6 +134,7 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
         weights.mapped_bytes,
         weights.owned_bytes,
         eos_token_ids,
+        None if scales is None else with_inverses(scales).to(ops.device),
     )
 
 
@@ -135,8 +155,9 @@ class Answers(NamedTuple):
 class CpuModelRunner:
     """A loaded model with its KV cache. One step at a time, from any one thread."""
 
-    def __init__(self, info: ModelInfo, model: CausalLM[StepBatch], cache: KVCache) -> None:
+    def __init__(self, info: ModelInfo, config: ModelConfig, model: CausalLM[StepBatch], cache: KVCache) -> None:
         self.info = info
+        self.model_config = config
         self._model = model
         self._cache = cache
         self._answers = Answers(None)
@@ -158,14 +179,18 @@ class CpuModelRunner:
             if "can't allocate memory" not in str(e):  # torch has an error of its own for GPUs alone
                 raise
             raise ConfigError(f"the weights do not fit into memory; bfloat16 takes half of float32 ({e})") from e
+        if config.kv_cache_dtype == "fp8" and loaded.kv_scales is None:
+            scales = kv_scales.calibrate_host(loaded.model, loaded.config, loaded.dtype, loaded.max_model_len, ops)
+            loaded = replace(loaded, kv_scales=with_inverses(scales))
         num_blocks = kv_cache.choose_num_blocks(
             config,
             loaded.max_model_len,
             loaded.kv_bytes_per_block(config),
             kv_cache.host_budget(loaded.mapped_bytes),
         )
-        cache = kv_cache.allocate(config, loaded.config, num_blocks, loaded.dtype, ops)
-        return cls(loaded.info(config, num_blocks), loaded.model, cache)
+        cache = kv_cache.allocate(config, loaded.config, num_blocks, loaded.dtype, ops, loaded.kv_scales)
+        num_host_blocks = choose_num_host_blocks(config, loaded.kv_bytes_per_block(config), num_blocks)
+        return cls(loaded.info(config, num_blocks, num_host_blocks), loaded.config, loaded.model, cache)
 
     def forward(self, batch: StepBatch) -> Answers:
         """Run one step. What it returns stays alive until the next call: native code may read it by its address."""

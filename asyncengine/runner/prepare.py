@@ -40,7 +40,7 @@ fastest of the hundred candidates for the third in three cases of five."""
 def make_steps(
     config: EngineConfig, loaded: LoadedModel, ops: CudaOps, native: _core.CudaDevice, num_blocks: int
 ) -> tuple[DeviceSteps, StepBuffers]:
-    cache = memory.allocate(config, loaded.config, num_blocks, loaded.dtype, ops)
+    cache = memory.allocate(config, loaded.config, num_blocks, loaded.dtype, ops, loaded.kv_scales)
     staging = _core.Staging(native, step_loop_config(config, loaded.info(config, num_blocks)), config.staging)
     buffers = StepBuffers.allocate(staging, config.max_num_seqs, ops.device)
     return DeviceSteps(config, loaded, ops, buffers, cache), buffers

@@ -3,10 +3,12 @@
 #include "bindings/bindings.h"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <deque>
 #include <memory>
 #include <optional>
+#include <tuple>
 #include <unordered_map>
 #include <vector>
 
@@ -22,14 +24,41 @@ int64_t now_ns() { return std::chrono::steady_clock::now().time_since_epoch() / 
 SchedulerConfig make_scheduler_config(int32_t num_blocks, int32_t block_size, int32_t max_num_seqs,
                                       int32_t max_num_batched_tokens, int32_t prefill_chunk_size, int32_t max_model_len,
                                       bool prefix_caching, std::vector<int32_t> token_buckets, int32_t max_samples,
-                                      int32_t max_update_words, int32_t max_result_words, int32_t mask_words) {
+                                      int32_t max_update_words, int32_t max_result_words, int32_t mask_words,
+                                      int32_t num_host_blocks, const StepCosts& costs, int64_t target_itl_ns,
+                                      std::vector<std::pair<int32_t, int64_t>> target_itl_ns_by_priority, int32_t paced_chunk_size) {
   require(num_blocks >= 1 && max_num_seqs >= 1 && max_model_len >= 1 && prefill_chunk_size >= 0, "counts must be positive");
   require(block_size >= 16 && block_size % 16 == 0, "block_size must be a multiple of 16");
   require(max_num_batched_tokens >= max_num_seqs, "max_num_batched_tokens must be at least max_num_seqs");
   require(std::ranges::is_sorted(token_buckets), "token_buckets must ascend");
   require(max_samples >= 0 && max_update_words >= 0 && max_result_words >= 0 && mask_words >= 0, "budgets must not be negative");
+  require(num_host_blocks >= 0 && (num_host_blocks == 0 || prefix_caching), "a host tier needs prefix_caching");
+  require(target_itl_ns >= 0 && paced_chunk_size >= 0, "targets and chunks must not be negative");
+  require(std::ranges::all_of(target_itl_ns_by_priority, [](const auto& target) { return target.second > 0; }), "targets must be positive");
   return {num_blocks, block_size, max_num_seqs, max_num_batched_tokens, prefill_chunk_size, max_model_len, prefix_caching,
-          std::move(token_buckets), max_samples, max_update_words, max_result_words, mask_words};
+          std::move(token_buckets), max_samples, max_update_words, max_result_words, mask_words, num_host_blocks, costs,
+          {target_itl_ns, std::move(target_itl_ns_by_priority)}, paced_chunk_size};
+}
+
+using CostPoint = std::tuple<int32_t, double, double>;
+
+std::vector<StepCosts::Point> to_points(const std::vector<CostPoint>& tuples) {
+  std::vector<StepCosts::Point> points;
+  for (const auto& [tokens, base_ns, context_ns] : tuples) {
+    require(tokens > (points.empty() ? 0 : points.back().tokens), "tokens of points must ascend");
+    require(base_ns >= 0 && context_ns >= 0, "times must not be negative");
+    points.push_back({tokens, base_ns, context_ns});
+  }
+  return points;
+}
+
+StepCosts make_step_costs(const std::vector<CostPoint>& decode, const std::vector<CostPoint>& prompt,
+                          std::pair<double, double> to_device, std::pair<double, double> to_host,
+                          std::tuple<double, double, double> factors) {
+  const auto [of_decode, of_rest, of_attention] = factors;
+  require(of_decode > 0 && of_rest > 0 && of_attention > 0, "factors must be positive");
+  return {to_points(decode), to_points(prompt), {to_device.first, to_device.second}, {to_host.first, to_host.second},
+          {of_decode, of_rest, of_attention}};
 }
 
 // Python has chains as integers: a root's is 2**64 and its salt.
@@ -43,6 +72,50 @@ Chain to_chain(const py::int_& value) {
   return {(value & py::int_(UINT64_MAX)).cast<uint64_t>(), root};
 }
 
+// Transfers that end when the test says so.
+class HarnessMover final : public BlockMover {
+ public:
+  explicit HarnessMover(int32_t num_host_blocks) : num_host_blocks_(num_host_blocks) {}
+  int32_t num_host_blocks() const override { return num_host_blocks_; }
+  int32_t max_moves() const override { return 4; }
+  size_t block_bytes() const override { return 0; }
+  std::byte* host_block(int32_t) override { return nullptr; }
+  bool start(int transfer, std::span<const BlockMove> moves) override {
+    if (refuses > 0 && refuses-- > 0) return false;
+    Transfer& t = transfers_.at(static_cast<size_t>(transfer));
+    t.moves.assign(moves.begin(), moves.end());
+    t.status = MoveStatus::kPending;
+    return true;
+  }
+  MoveStatus poll(int transfer) override {
+    Transfer& t = transfers_.at(static_cast<size_t>(transfer));
+    if (t.status != MoveStatus::kPending) t.moves.clear();
+    return t.status;
+  }
+  // (transfer, block, host) of what is under way.
+  std::vector<std::tuple<int, int32_t, int32_t>> under_way() const {
+    std::vector<std::tuple<int, int32_t, int32_t>> all;
+    for (int i = 0; i < kTransfers; ++i) {
+      const Transfer& t = transfers_.at(static_cast<size_t>(i));
+      if (t.status != MoveStatus::kPending) continue;
+      for (const BlockMove& move : t.moves) all.emplace_back(i, move.block, move.host);
+    }
+    return all;
+  }
+  void finish(int transfer, bool done) {
+    transfers_.at(static_cast<size_t>(transfer)).status = done ? MoveStatus::kDone : MoveStatus::kFailed;
+  }
+  int refuses = 0;
+
+ private:
+  struct Transfer {
+    std::vector<BlockMove> moves;
+    MoveStatus status = MoveStatus::kDone;
+  };
+  int32_t num_host_blocks_;
+  std::array<Transfer, kTransfers> transfers_;
+};
+
 // The scheduler without its thread: tests and bench/core play executor and event loop.
 class SchedulerHarness {
  public:
@@ -50,6 +123,29 @@ class SchedulerHarness {
       : block_size_(config.block_size), scheduler_(config), outbox_(1024), staging_(scheduler_.limits().max_bytes()),
         records_(static_cast<size_t>(scheduler_.limits().max_result_words)) {
     for (int i = 0; i < steps_in_flight; ++i) spare_.push_back(std::make_unique<StepPlan>());
+    if (config.num_host_blocks == 0) return;
+    mover_ = std::make_unique<HarnessMover>(config.num_host_blocks);
+    scheduler_.move_blocks_with(*mover_);
+  }
+  bool move_blocks() { return scheduler_.move_blocks(outbox_); }
+  std::vector<int32_t> held_by_tier() const {
+    std::vector<int32_t> held;
+    if (scheduler_.tier() != nullptr) scheduler_.tier()->visit_held([&](int32_t block) { held.push_back(block); });
+    return held;
+  }
+  // Request and index of each.
+  std::vector<std::pair<uint64_t, int32_t>> loading() const {
+    std::vector<std::pair<uint64_t, int32_t>> all;
+    for (const auto& [id, request] : requests_) {
+      for (const Sequence& sequence : request->sequences) {
+        if (sequence.loading) all.emplace_back(id, sequence.index);
+      }
+    }
+    return all;
+  }
+  HarnessMover& mover() {
+    require(mover_ != nullptr, "there is no host tier");
+    return *mover_;
   }
   void add(const RequestSpec& spec, int64_t order) {
     auto request = make_request(spec, order, ++sequence_number_, block_size_);
@@ -145,6 +241,7 @@ class SchedulerHarness {
 
  private:
   int32_t block_size_;
+  std::unique_ptr<HarnessMover> mover_;  // of a host tier
   Scheduler scheduler_;
   Outbox outbox_;
   std::vector<std::byte> staging_;
@@ -159,12 +256,24 @@ class SchedulerHarness {
 }  // namespace
 
 void bind_core(py::module_& m) {
+  py::class_<StepCosts>(m, "StepCosts")
+      .def(py::init(&make_step_costs), py::arg("decode") = std::vector<CostPoint>(), py::arg("prompt") = std::vector<CostPoint>(),
+           py::arg("to_device") = std::pair(0.0, 0.0), py::arg("to_host") = std::pair(0.0, 0.0), py::arg("factors") = std::tuple(1.0, 1.0, 1.0))
+      .def_property_readonly("known", &StepCosts::known)
+      .def("decode_ns", &StepCosts::decode_ns)
+      .def("mixed_ns", &StepCosts::mixed_ns)
+      .def("attention_ns", &StepCosts::attention_ns)
+      .def("recompute_ns", &StepCosts::recompute_ns)
+      .def("copy_ns", &StepCosts::copy_ns);
+
   using Config = SchedulerConfig;
   py::class_<Config>(m, "SchedulerConfig")
       .def(py::init(&make_scheduler_config), py::kw_only(), py::arg("num_blocks"), py::arg("block_size"), py::arg("max_num_seqs"),
            py::arg("max_num_batched_tokens"), py::arg("prefill_chunk_size"), py::arg("max_model_len"), py::arg("prefix_caching"),
            py::arg("token_buckets") = std::vector<int32_t>(), py::arg("max_samples") = 0, py::arg("max_update_words") = 0,
-           py::arg("max_result_words") = 0, py::arg("mask_words") = 0);
+           py::arg("max_result_words") = 0, py::arg("mask_words") = 0, py::arg("num_host_blocks") = 0, py::arg("costs") = StepCosts(),
+           py::arg("target_itl_ns") = 0, py::arg("target_itl_ns_by_priority") = std::vector<std::pair<int32_t, int64_t>>(),
+           py::arg("paced_chunk_size") = 0);
 
   py::class_<BlockManager>(m, "BlockManager")
       .def(py::init<int32_t, int32_t, bool>(), py::arg("num_blocks"), py::arg("block_size"), py::arg("prefix_caching"))
@@ -219,6 +328,13 @@ void bind_core(py::module_& m) {
       .def_property_readonly("preemptions", &SchedulerHarness::preemptions)
       .def_property_readonly("ref_counts", &SchedulerHarness::ref_counts)
       .def("consistent", &SchedulerHarness::consistent)
+      .def("move_blocks", &SchedulerHarness::move_blocks)
+      .def_property_readonly("held_by_tier", &SchedulerHarness::held_by_tier)
+      .def_property_readonly("loading", &SchedulerHarness::loading)
+      .def("moves", [](SchedulerHarness& self) { return self.mover().under_way(); })
+      .def("finish_moves", [](SchedulerHarness& self, int transfer, bool done) { self.mover().finish(transfer, done); },
+           py::arg("transfer"), py::arg("done"))
+      .def("refuse_moves", [](SchedulerHarness& self, int count) { self.mover().refuses = count; }, py::arg("count"))
       .def("time_steps", &SchedulerHarness::time_steps, NoGil());
 
   m.def("json_extent", [](const py::buffer& document) {

@@ -81,8 +81,12 @@ void CudaGraphs::add_bucket(int32_t max_rows, int32_t max_tokens, bool single_to
   buckets.push_back(std::move(bucket));
 }
 
-GraphExecutor::Graphs executor_graphs(std::shared_ptr<CudaGraphs> graphs, py::object eager, Address cuda_stream) {
-  GraphExecutor::Graphs result{graphs->buckets, graphs->copy_blocks, {}, reinterpret_cast<CudaStream>(cuda_stream), graphs};
+GraphExecutor::Graphs executor_graphs(const CudaDevice& device, std::shared_ptr<CudaGraphs> graphs, py::object eager,
+                                      Address cuda_stream) {
+  GraphExecutor::Graphs result{graphs->buckets, graphs->copy_blocks, {}, reinterpret_cast<CudaStream>(cuda_stream), {}, graphs};
+  if (graphs->host_pool != nullptr) {
+    result.mover = std::make_unique<GraphMover>(device.cuda, device.ordinal, graphs->host_pool, graphs->moves);
+  }
   if (!eager.is_none()) {
     result.eager = [launch = callback(eager.cast<py::function>())](int bucket, Needs needs, CudaStream cuda_stream) {
       py::gil_scoped_acquire gil;
@@ -151,12 +155,30 @@ void bind_device(py::module_& m) {
         s.set_device_buffers({pointer<std::byte>(input), pointer<int64_t>(output)});
       }, py::arg("input"), py::arg("output"));
 
+  py::class_<HostPool, std::shared_ptr<HostPool>>(m, "HostPool")
+      .def(py::init([](const CudaDevice& device, size_t block_bytes, int32_t num_blocks, int32_t max_moves) {
+             require(block_bytes >= 1 && max_moves >= 1 && num_blocks >= max_moves, "a pool holds one transfer at least");
+             return std::make_shared<HostPool>(device.cuda, device.ordinal, block_bytes, num_blocks, max_moves);
+           }), py::arg("device"), py::arg("block_bytes"), py::arg("num_blocks"), py::arg("max_moves"), py::keep_alive<1, 2>(), NoGil())
+      .def_property_readonly("num_blocks", &HostPool::num_blocks)
+      .def_property_readonly_static("transfers", [](const py::object&) { return BlockMover::kTransfers; })
+      .def_static("brings_in", &BlockMover::brings_in, py::arg("transfer"))
+      .def_property_readonly("list_words", &HostPool::list_words)
+      .def("list", [](const HostPool& pool, int i) { return reinterpret_cast<Address>(pool.list(i)); }, py::arg("transfer"))
+      .def("set_gathered", [](HostPool& pool, Address memory) { pool.set_gathered(pointer<std::byte>(memory)); }, py::arg("memory"))
+      .def("block", [](const HostPool& pool, int32_t host) { return reinterpret_cast<Address>(pool.block(host)); }, py::arg("host"));
+
   py::class_<CudaGraphs, std::shared_ptr<CudaGraphs>>(m, "CudaGraphs")
       .def(py::init([](const CudaDevice& device) { return std::make_shared<CudaGraphs>(device.cuda); }), py::arg("device"),
            py::keep_alive<1, 2>())
       .def("add_bucket", &CudaGraphs::add_bucket, py::arg("max_rows"), py::arg("max_tokens"), py::arg("single_token_rows"),
            py::arg("max_context"), py::arg("variants"))
       .def("set_copy_blocks", [](CudaGraphs& self, Address graph) { self.copy_blocks = self.instantiate(graph); }, py::arg("graph"))
+      .def("set_host_pool", [](CudaGraphs& self, std::shared_ptr<HostPool> pool, const std::vector<Address>& moves) {
+        require(moves.size() == self.moves.size(), "a graph for each transfer");
+        self.host_pool = std::move(pool);
+        for (size_t i = 0; i < moves.size(); ++i) self.moves[i] = self.instantiate(moves[i]);
+      }, py::arg("pool"), py::arg("moves"))
       .def("upload", &CudaGraphs::upload, py::arg("cuda_stream"), NoGil())
       .def("launch", &CudaGraphs::launch, py::arg("bucket"), py::arg("needs"), py::arg("cuda_stream"), NoGil());
 }

@@ -60,6 +60,8 @@ class CudaGraphs {
 
   std::vector<GraphBucket> buckets;
   CudaGraphExec copy_blocks = nullptr;
+  std::shared_ptr<HostPool> host_pool;  // of a host tier, or none
+  GraphMover::Graphs moves{};       // its transfers'
 
  private:
   const CudaRuntime& cuda_;
@@ -67,6 +69,7 @@ class CudaGraphs {
 };
 
 // What an executor takes of them; `eager` is None or a callable of bucket, needs and CUDA stream that runs in their place.
-GraphExecutor::Graphs executor_graphs(std::shared_ptr<CudaGraphs> graphs, py::object eager, Address cuda_stream);
+GraphExecutor::Graphs executor_graphs(const CudaDevice& device, std::shared_ptr<CudaGraphs> graphs, py::object eager,
+                                      Address cuda_stream);
 
 }  // namespace asyncengine

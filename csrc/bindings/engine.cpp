@@ -28,7 +28,8 @@ OwnedStepLoop make_simulated_loop(const StepLoopConfig& config, Simulation& simu
   const SchedulerConfig& s = config.scheduler;
   simulation.model = std::make_unique<SimulatedModel>(simulation.device, simulation.config, StepLoop::limits(config),
                                                       s.num_blocks, s.block_size, max_blocks(s));
-  auto executor = simulation.model->make_executor(config.steps_in_flight, microseconds(poll_interval_us));
+  auto executor = simulation.model->make_executor(config.steps_in_flight, microseconds(poll_interval_us),
+                                                  StagingMode::kAhead, s.num_host_blocks);
   return OwnedStepLoop(new StepLoop(config, std::move(executor)));
 }
 
@@ -37,13 +38,15 @@ OwnedStepLoop make_cuda_loop(const StepLoopConfig& config, const CudaDevice& dev
                                                      py::object eager, Address cuda_stream, double poll_interval_us) {
   require(staging->num_steps() == config.steps_in_flight, "staging is for another number of steps in flight");
   require(!graphs->buckets.empty(), "there is no bucket");
+  const int32_t host_blocks = graphs->host_pool != nullptr ? graphs->host_pool->num_blocks() : 0;
+  require(config.scheduler.num_host_blocks == host_blocks, "num_host_blocks must be those of the graphs' host pool");
   const GraphBucket& largest = graphs->buckets.back();
   const StepLimits limits = StepLoop::limits(config);
   require(!largest.single_token_rows && largest.max_rows >= limits.max_rows &&
               largest.max_tokens >= limits.max_tokens && largest.max_context == kAnyContext,
           "the last bucket must fit every step");
   auto executor = std::make_unique<GraphExecutor>(device.cuda, device.ordinal, std::move(staging),
-                                                  executor_graphs(std::move(graphs), std::move(eager), cuda_stream), microseconds(poll_interval_us));
+                                                  executor_graphs(device, std::move(graphs), std::move(eager), cuda_stream), microseconds(poll_interval_us));
   return OwnedStepLoop(new StepLoop(config, std::move(executor)));
 }
 
@@ -98,7 +101,8 @@ OwnedStepLoop make_cpu_loop(const StepLoopConfig& config, py::function forward,
   auto executor = std::make_unique<CallbackExecutor>(StepLoop::limits(config), max_blocks(config.scheduler),
                                                      config.scheduler.block_size, config.steps_in_flight,
                                                      std::move(regions), CpuSampler::kNeeds | kNeedVector | kNeedMean, std::move(step),
-                                                     [probe = std::make_shared<GilProbe>()](int64_t now) { return probe->held_up_ns(now); });
+                                                     [probe = std::make_shared<GilProbe>()](int64_t now) { return probe->held_up_ns(now); },
+                                                     config.scheduler.num_host_blocks);
   return OwnedStepLoop(new StepLoop(config, std::move(executor)));
 }
 
@@ -223,7 +227,8 @@ py::dict snapshot(const StepLoop& loop) {
 py::list last_steps(const StepLoop& loop, size_t most) {
   py::list all;
   for (const StepRecord& r : loop.last_steps(most)) {
-    all.append(py::make_tuple(r.step, r.begun_ns, r.packed_ns, r.launched_ns, r.ready_ns, r.committed_ns, r.rows, r.tokens));
+    all.append(py::make_tuple(r.step, r.begun_ns, r.packed_ns, r.launched_ns, r.ready_ns, r.committed_ns, r.rows, r.tokens,
+                              r.decode_rows, r.predicted_ns));
   }
   return all;
 }
@@ -242,11 +247,11 @@ std::tuple<int32_t, py::bytes, py::bytes, py::bytes> block_map(StepLoop& loop) {
 
 StepLoopConfig make_loop_config(const SchedulerConfig& scheduler, int steps_in_flight, int64_t max_queued_requests,
                                 int64_t max_queued_tokens, double priority_ageing_s, double step_timeout_s,
-                                bool late_launch) {
+                                bool late_launch, std::string disk_path, std::string fingerprint, int64_t disk_bytes) {
   require(steps_in_flight >= 1 && steps_in_flight <= SchedulerConfig::kMostStepsInFlight, "steps_in_flight must be 1 to 8");
   const auto nanoseconds = [](double s) { return std::chrono::nanoseconds(static_cast<int64_t>(s * 1e9)); };
   return {scheduler, steps_in_flight, max_queued_requests, max_queued_tokens, nanoseconds(priority_ageing_s),
-          nanoseconds(step_timeout_s), late_launch};
+          nanoseconds(step_timeout_s), late_launch, std::move(disk_path), std::move(fingerprint), disk_bytes};
 }
 
 }  // namespace
@@ -263,7 +268,8 @@ void bind_engine(py::module_& m) {
 
   py::class_<StepLoopConfig>(m, "StepLoopConfig")
       .def(py::init(&make_loop_config), py::kw_only(), py::arg("scheduler"), py::arg("steps_in_flight"), py::arg("max_queued_requests"),
-           py::arg("max_queued_tokens"), py::arg("priority_ageing_s"), py::arg("step_timeout_s"), py::arg("late_launch"));
+           py::arg("max_queued_tokens"), py::arg("priority_ageing_s"), py::arg("step_timeout_s"), py::arg("late_launch"),
+           py::arg("disk_path") = "", py::arg("fingerprint") = "", py::arg("disk_bytes") = 0);
 
   py::class_<StepLoop, OwnedStepLoop>(m, "StepLoop")
       .def_static("on_simulated_device", &make_simulated_loop, py::arg("config"), py::arg("device"),

@@ -146,12 +146,14 @@ void bind_cpu_kernels(py::module_& m) {
            py::arg("weight"), py::arg("bias"), py::arg("eps"));
 
   py::class_<PagedKV>(m, "PagedKV")
-      .def(py::init([](Address k, Address v, int64_t num_kv_heads, int64_t head_dim, int64_t block_size) {
+      .def(py::init([](Address k, Address v, int64_t num_kv_heads, int64_t head_dim, int64_t block_size,
+                       Address scales) {
              require(block_size >= 16 && block_size % 16 == 0, "block_size must be a multiple of 16");
              require(num_kv_heads >= 1 && head_dim >= 1, "num_kv_heads and head_dim must be at least 1");
-             return PagedKV{pointer(k), pointer(v), num_kv_heads, head_dim, block_size};
+             return PagedKV{pointer(k), pointer(v), num_kv_heads, head_dim, block_size, pointer<const float>(scales)};
            }),
-           py::arg("k"), py::arg("v"), py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("block_size"));
+           py::arg("k"), py::arg("v"), py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("block_size"),
+           py::arg("scales") = 0);
 
   py::class_<CpuKernels, std::shared_ptr<CpuKernels>>(m, "CpuKernels")
       .def(py::init<int, std::string>(), py::arg("num_threads"), py::arg("isa") = "auto")

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/block_disk.h"
 #include "core/prefix_index.h"
 
 namespace asyncengine {
@@ -15,9 +16,13 @@ namespace asyncengine {
 //   cached   ref_count 0, at the back of the free queue, found by match_prefix until it is evicted
 // Both free and cached blocks count as free: allocate() evicts the least recently used cached block
 // when nothing worthless is left.
+//
+// With a host tier (host_tier.h) there are host blocks beside them, whose ids follow: block h of the host is num_blocks() + h
+// to the prefix cache. A host block is free, or holds what a cached block of the device held (known by its own id since that
+// was evicted), or a copy of a block that is still on the device. The last two are evicted by least recent use unless pinned.
 class BlockManager {
  public:
-  BlockManager(int32_t num_blocks, int32_t block_size, bool prefix_caching);
+  BlockManager(int32_t num_blocks, int32_t block_size, bool prefix_caching, int32_t num_host_blocks = 0);
 
   int32_t num_blocks() const { return static_cast<int32_t>(states_.size()) - 1; }
   int32_t block_size() const { return block_size_; }
@@ -43,15 +48,16 @@ class BlockManager {
 
   // The longest chain of cached blocks that holds the first tokens, as block ids in `out`; at most `max_blocks`.
   // `tokens_at(p)` are the tokens of the block that begins at position p.
-  // Takes no reference: the caller retains what it uses before anything else is allocated.
+  // Takes no reference: the caller retains what it uses before anything else is allocated. `with_host`: blocks of the host
+  // too; without, the chain ends before the first of them.
   template <typename TokensAt>
-  int32_t match_prefix(TokensAt&& tokens_at, int32_t max_blocks, uint64_t salt, int32_t* out) const {
+  int32_t match_prefix(TokensAt&& tokens_at, int32_t max_blocks, uint64_t salt, int32_t* out, bool with_host = false) const {
     if (!prefix_caching_) return 0;
     Chain chain{salt, /*root=*/true};
     int32_t matched = 0;
     for (; matched < max_blocks; ++matched) {
       const int32_t block = index_.find(chain, tokens_at(matched * block_size_));
-      if (block < 0) break;
+      if (block < 0 || (block >= num_blocks() && !with_host)) break;
       out[matched] = block;
       chain = index_.chain_of(block);
     }
@@ -62,7 +68,12 @@ class BlockManager {
   // this returned for the block before. When an equal block is cached already, that one stays and its chain is returned.
   // `hash` is what prefetch() of the same returned.
   Chain publish(int32_t block, Chain parent, const int32_t* tokens, uint64_t hash) {
-    return index_.chain_of(index_.find_or_insert(block, parent, tokens, hash));
+    const int32_t known = index_.find_or_insert(block, parent, tokens, hash);
+    if (known >= num_blocks() && !index_.contains(block)) [[unlikely]] {
+      moved_in(known - num_blocks(), block);
+      return index_.chain_of(block);
+    }
+    return index_.chain_of(known);
   }
   // The tokens of a block that was published since it was allocated.
   const int32_t* tokens_of(int32_t block) const { return index_.tokens_of(block); }
@@ -73,6 +84,47 @@ class BlockManager {
   Chain chain_of(int32_t block) const { return index_.chain_of(block); }
 
   bool prefix_caching() const { return prefix_caching_; }
+
+  // ---- the host tier's. A host block that is pinned keeps what it holds, or what a copy under way writes.
+
+  int32_t num_host_blocks() const { return static_cast<int32_t>(host_.size()) - (host_.empty() ? 0 : 1); }
+  // Of the host's blocks, those that hold something.
+  int32_t num_host_cached() const { return num_host_cached_; }
+  int32_t num_host_pinned() const { return num_host_pinned_; }
+  // Free blocks that can be evicted, or used, without losing what only the device knows.
+  int32_t num_spare() const { return num_free_ - num_cached_ + num_clean_; }
+  // The cached block that was released first among those without a copy, or -1: the same until it is retained.
+  int32_t next_without_copy();
+  // Pinned, and empty: a free one, or the least recently used is evicted. -1: all are pinned, or that one is a copy of a
+  // cached block.
+  int32_t take_host_block();
+  // The host block, taken for it, holds a copy of the block now. It is pinned no more.
+  void copied_out(int32_t block, int32_t host);
+  // It holds nothing after all.
+  void give_back_host_block(int32_t host);
+  void pin_host(int32_t host);
+  void unpin_host(int32_t host);
+  // The block holds a copy of the host block, and is known in its place.
+  void moved_in(int32_t host, int32_t block);
+  // As release(), but the block is the next one to be evicted.
+  void release_first(int32_t block);
+  // Of a host block that is pinned and empty: it holds the block with these tokens and this name now, which was read from a
+  // disk, unless that is known already. It is pinned no more. Returns the chain, as publish().
+  Chain enter_host(int32_t host, Chain parent, const int32_t* tokens, const BlockName& name);
+  bool host_holds(int32_t host) const { return host_state(host).cached; }
+  // By which match_prefix finds what the host block holds.
+  int32_t id_of_host(int32_t host) const {
+    return host_state(host).block >= 0 ? host_state(host).block : num_blocks() + host;
+  }
+
+  // With a disk behind the host, blocks have names: those of published blocks, and of host blocks that hold something.
+  void keep_names() { names_.resize(static_cast<size_t>(num_blocks() + num_host_blocks())); }
+  bool keeps_names() const { return !names_.empty(); }
+  BlockName& name_of(int32_t id) { return names_[static_cast<size_t>(id)]; }
+
+  // Whether match_prefix may find the host block, by its own id.
+  bool host_findable(int32_t host) const { return index_.contains(num_blocks() + host); }
+
   // Every block is in exactly one state and the queue agrees with the counts; O(num_blocks), for tests and idle checks.
   bool consistent() const;
 
@@ -80,18 +132,42 @@ class BlockManager {
   struct State {
     int32_t ref_count = 0;
     int32_t next = -1, prev = -1;  // in the free queue
+    bool without_copy = false;     // it is in that ring
+  };
+  struct HostState {
+    int32_t pins = 0;
+    int32_t next = -1, prev = -1;  // in the queue of those that are not pinned
+    int32_t block = -1;            // it is a copy of
+    bool cached = false;           // it holds something
   };
   State& state(int32_t block) { return states_[static_cast<size_t>(block)]; }
   const State& state(int32_t block) const { return states_[static_cast<size_t>(block)]; }
   void link(int32_t block, int32_t prev, int32_t next);
   void unlink(int32_t block);
+  void evict(int32_t block);
+  void note_without_copy(int32_t block);
+  HostState& host_state(int32_t host) { return host_[static_cast<size_t>(host)]; }
+  const HostState& host_state(int32_t host) const { return host_[static_cast<size_t>(host)]; }
+  int32_t& copy_of(int32_t block) { return copies_[static_cast<size_t>(block)]; }
+  bool has_copy(int32_t block) const { return !copies_.empty() && copies_[static_cast<size_t>(block)] >= 0; }
+  void set_copy(int32_t block, int32_t host);
+  void link_host(int32_t host, bool last);
+  void unlink_host(int32_t host);
+  bool host_consistent() const;
 
   int32_t block_size_;
   bool prefix_caching_;
-  int32_t num_free_ = 0, num_cached_ = 0;
+  int32_t num_free_ = 0, num_cached_ = 0, num_clean_ = 0;  // clean: cached, with a copy
   int64_t num_references_ = 0;
   HugeVector<State> states_;  // by block; the last one is the sentinel of the free queue
   PrefixIndex index_;
+
+  std::vector<HostState> host_;      // by host block; the last one is the sentinel of their queue, least recently used first
+  std::vector<int32_t> copies_;      // by block: the host block that holds a copy of it, or -1
+  std::vector<int32_t> without_copy_;  // a ring, in the order of release: blocks that were cached without a copy
+  size_t without_copy_begin_ = 0, without_copy_count_ = 0;
+  int32_t num_host_cached_ = 0, num_host_pinned_ = 0;
+  std::vector<BlockName> names_;     // by id
 };
 
 }  // namespace asyncengine

@@ -4,6 +4,7 @@
 #include <bit>
 #include <cassert>
 #include <cstring>
+#include <utility>
 
 namespace asyncengine {
 namespace {
@@ -94,6 +95,13 @@ void PrefixIndex::erase(int32_t block) {
     }
   }
   cells_[hole] = {};
+}
+
+void PrefixIndex::rename(int32_t from, int32_t to) {
+  assert(contains(from) && !contains(to));
+  cells_[find_cell(from)].block = to;
+  entries_[static_cast<size_t>(to)] = std::exchange(entries_[static_cast<size_t>(from)], {});
+  std::copy_n(tokens_of(from), block_size_, tokens_.begin() + int64_t{to} * block_size_);
 }
 
 size_t PrefixIndex::find_cell(int32_t block) const {

@@ -31,6 +31,8 @@ class PrefixIndex {
   int32_t find_or_insert(int32_t block, Chain parent, const int32_t* tokens, uint64_t hash_value);
   const int32_t* tokens_of(int32_t block) const { return tokens_.data() + int64_t{block} * block_size_; }
   void erase(int32_t block);
+  // What is known of `from` is known of `to` instead, chain and all: a copy of it, of which nothing was known.
+  void rename(int32_t from, int32_t to);
   // Asks for the memory that find_or_insert() is about to touch, and returns the hash.
   uint64_t prefetch(int32_t block, Chain parent, const int32_t* tokens) const;
   bool contains(int32_t block) const { return entries_[static_cast<size_t>(block)].chain != 0; }

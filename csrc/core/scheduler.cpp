@@ -14,7 +14,7 @@ constexpr int32_t kDeltaBlocksForPrefixes = 4096;
 
 Scheduler::Scheduler(const SchedulerConfig& config)
     : config_(config),
-      blocks_(config.num_blocks, config.block_size, config.prefix_caching),
+      blocks_(config.num_blocks, config.block_size, config.prefix_caching, config.num_host_blocks),
       tables_(config.max_num_seqs, (config.max_model_len + config.block_size - 1) / config.block_size),
       slots_(static_cast<size_t>(config.max_num_seqs)),
       max_blocks_per_sequence_((config.max_model_len + config.block_size - 1) / config.block_size) {
@@ -26,6 +26,7 @@ Scheduler::Scheduler(const SchedulerConfig& config)
   deferred_.reserve(num_seqs);
   prefix_.resize(static_cast<size_t>(max_blocks_per_sequence_));
   copied_from_.assign(static_cast<size_t>(config.num_blocks), -1);
+  if (config.costs.known() && !config.targets.of_class.empty()) slot_targets_.resize(num_seqs);
   for (int32_t slot = config.max_num_seqs - 1; slot >= 0; --slot) free_slots_.push_back(slot);
 }
 
@@ -64,12 +65,14 @@ void Scheduler::after_aborts() {
 void Scheduler::schedule(StepPlan& plan, int64_t now_ns) {
   const int64_t preemptions = stats_.num_preemptions;
   schedule_decodes(plan);
-  if (prefilling_) schedule_prefills(plan);
+  set_pace(plan);
+  if (prefilling_ > 0) schedule_prefills(plan);
   // Who was just preempted for lack of blocks must not take them back in the same breath.
   if (stats_.num_preemptions == preemptions) admit(plan, now_ns);
   compact_running();
   wake_siblings();
   for (const BlockCopy& copy : plan.copies) copied_from_[static_cast<size_t>(copy.target)] = -1;
+  if (config_.costs.known()) plan.predicted_ns = predict(0, 0, plan);
 }
 
 void Scheduler::wake_siblings() {
@@ -125,14 +128,14 @@ bool Scheduler::add_decode_extras(Slot& slot, StepPlan& plan) {
 }
 
 void Scheduler::schedule_decodes(StepPlan& plan) {
-  prefilling_ = false;
+  prefilling_ = 0;
   bool results = false;
   for (size_t i = 0; i < running_.size() && plan.num_tokens < config_.max_num_batched_tokens; ++i) {
     if (i + kAhead < running_.size()) prefetch(running_[i + kAhead]);
     Slot& slot = *running_[i];
     if (slot.state != SequenceState::kRunning || !slot.wants_more()) continue;
     if (!slot.decodes()) {
-      prefilling_ = true;
+      ++prefilling_;
     } else if (slot.results) {
       results = true;
     } else {
@@ -140,6 +143,7 @@ void Scheduler::schedule_decodes(StepPlan& plan) {
     }
   }
   if (results) schedule_decodes_with_results(plan);
+  plan.decode_attended = plan.attended;
 }
 
 // Sequences that want records take turns where there is no room for those of all. Some words are kept for the end of a
@@ -167,7 +171,7 @@ void Scheduler::schedule_prefills(StepPlan& plan) {
   for (size_t i = 0; i < running_.size() && plan.num_tokens < config_.max_num_batched_tokens; ++i) {
     Slot& slot = *running_[i];
     if (slot.state != SequenceState::kRunning || !slot.wants_more() || slot.decodes() || waits_for_mask(slot)) continue;
-    add_chunk(slot, plan);
+    if (has_time(slot.computed, plan)) add_chunk(slot, plan);
   }
 }
 
@@ -177,17 +181,21 @@ bool Scheduler::add_chunk(Slot& slot, StepPlan& plan) {
   const int32_t query_len = prefill_chunk(slot, plan);
   if (query_len == 0 || !reserve(slot, slot.computed + query_len, plan)) return false;
   add_row(slot, query_len, /*from_device=*/false, plan);
+  if (config_.costs.known()) plan.chunks_ns += config_.costs.attention_ns(query_len, slot.computed - query_len);
+  pace_.chunked = true;
   return true;
 }
 
-// As much of the prompt as the step has tokens for and the free blocks can hold, down to a bucket; at least one token,
+// As much of the prompt as the step has tokens and time for and the free blocks can hold, down to a bucket; at least one token,
 // unless there is no room for the samples or the records of one.
 int32_t Scheduler::prefill_chunk(const Slot& slot, const StepPlan& plan) {
   const int32_t left = slot.total() - slot.computed;
   int64_t chunk = std::min(left, config_.max_num_batched_tokens - plan.num_tokens);
-  if (config_.prefill_chunk_size > 0) chunk = std::min<int64_t>(chunk, config_.prefill_chunk_size);
+  const int32_t size = pace_.target_ns > 0 ? config_.paced_chunk_size : config_.prefill_chunk_size;
+  if (size > 0) chunk = std::min<int64_t>(chunk, size);
   const int64_t room = int64_t{tables_.length(index(slot)) + blocks_.num_free()} * config_.block_size - slot.computed;
   chunk = std::max<int64_t>(1, std::min(chunk, room));
+  if (pace_.target_ns > 0) chunk = paced_chunk(slot.computed, static_cast<int32_t>(chunk), plan);
   if (chunk < left) {
     const auto above = std::ranges::upper_bound(config_.token_buckets, plan.num_tokens + chunk);
     if (above != config_.token_buckets.begin() && *(above - 1) > plan.num_tokens) chunk = *(above - 1) - plan.num_tokens;
@@ -233,7 +241,7 @@ void Scheduler::copy_shared(const Slot& slot, int32_t entry, StepPlan& plan) {
 
 bool Scheduler::make_room(const Sequence& sequence, int32_t num_blocks, const StepPlan& plan) {
   for (size_t i = running_.size(); blocks_.num_free() < num_blocks; --i) {
-    if (blocks_.num_free() + blocks_coming_ >= num_blocks) return false;  // they are on their way
+    if (blocks_.num_free() + blocks_coming() >= num_blocks) return false;  // they are on their way
     const auto stays = [&](const Slot& slot) {
       return slot.state != SequenceState::kRunning || slot.planned_step == static_cast<uint32_t>(plan.step);
     };
@@ -251,7 +259,7 @@ void Scheduler::preempt(Sequence& sequence) {
 }
 
 void Scheduler::admit(StepPlan& plan, int64_t now_ns) {
-  while (!waiting_.empty() && !free_slots_.empty() && plan.num_tokens < config_.max_num_batched_tokens) {
+  while (!waiting_.empty() && !free_slots_.empty() && plan.num_tokens < config_.max_num_batched_tokens && has_time(0, plan)) {
     Sequence& next = waiting_.front();
     if (!fits_budgets(next, plan)) {
       if (deferred_.size() == deferred_.capacity()) break;  // a step's work has a bound
@@ -274,6 +282,9 @@ bool Scheduler::admit_one(Sequence& sequence, StepPlan& plan, int64_t now_ns) {
   const int32_t shared = find_prefix(sequence, source);
   int32_t unused = 0;
   for (int32_t i = 0; i < shared; ++i) unused += blocks_.ref_count(prefix_[static_cast<size_t>(i)]) == 0;
+  if (tier_ != nullptr && source == nullptr && !sequence.loaded) [[unlikely]] {
+    if (load_from_host(sequence, whole)) return true;
+  }
   const bool copies = source != nullptr && shared > (sequence.request->prompt_len - 1) / config_.block_size;
   if (blocks_.num_free() - unused < whole - shared + copies) {
     blocked_ = &sequence;
@@ -285,6 +296,8 @@ bool Scheduler::admit_one(Sequence& sequence, StepPlan& plan, int64_t now_ns) {
 
   waiting_.remove(&sequence);
   blocked_ = nullptr;
+  sequence.loaded = false;
+  sequence.reads_from = 0;
   sequence.slot = free_slots_.back();
   free_slots_.pop_back();
   for (int32_t i = 0; i < shared; ++i) {
@@ -296,6 +309,7 @@ bool Scheduler::admit_one(Sequence& sequence, StepPlan& plan, int64_t now_ns) {
   slot.computed = source != nullptr ? sequence.request->prompt_len - 1 : shared * config_.block_size;
   slot.capacity = shared * config_.block_size;
   if (source != nullptr) slot.forked = slot_of(*source).forked = true;
+  if (!slot_targets_.empty()) slot_targets_[static_cast<size_t>(sequence.slot)] = config_.targets.of(sequence.request->priority);
   start_chain(slot, source, shared);
   if (sequence.masks != nullptr) begin_masks(slot);
   sequence.state = SequenceState::kRunning;
@@ -333,17 +347,21 @@ Sequence* Scheduler::fork_source(const Sequence& sequence, const StepPlan& plan)
 
 // Fills prefix_ with the blocks that hold the start of the sequence and returns their count. At least one token is left
 // to compute, because its logits are wanted.
-int32_t Scheduler::find_prefix(const Sequence& sequence, const Sequence* source) {
+int32_t Scheduler::find_prefix(const Sequence& sequence, const Sequence* source, bool with_host) {
   if (source != nullptr) {
     const int32_t shared = blocks_.blocks_for(sequence.request->prompt_len - 1);
     std::copy_n(tables_.blocks(source->slot).begin(), shared, prefix_.begin());
     return shared;
   }
-  if ((sequence.needs & kNeedMean) != 0) return 0;
-  int32_t most = (sequence.tokens.size() - 1) / config_.block_size;
-  if (const int32_t from = sequence.scores_from(); from >= 0) most = std::min(most, from / config_.block_size);
   const auto tokens_at = [&](int32_t position) { return sequence.tokens.at(position); };
-  return blocks_.match_prefix(tokens_at, most, sequence.request->salt, prefix_.data());
+  return blocks_.match_prefix(tokens_at, prefix_limit(sequence), sequence.request->salt, prefix_.data(), with_host);
+}
+
+// Blocks of it that may come from the prefix cache.
+int32_t Scheduler::prefix_limit(const Sequence& sequence) const {
+  if ((sequence.needs & kNeedMean) != 0) return 0;
+  const int32_t most = (sequence.tokens.size() - 1) / config_.block_size, from = sequence.scores_from();
+  return from >= 0 ? std::min(most, from / config_.block_size) : most;
 }
 
 void Scheduler::start_chain(Slot& slot, const Sequence* source, int32_t shared_blocks) {
@@ -372,6 +390,7 @@ void Scheduler::note_first_sample(Sequence& sequence, const StepPlan& plan) {
 // The sequence runs no more. What it holds comes back in settle().
 void Scheduler::finish(Sequence& sequence, FinishReason reason) {
   if (sequence.state == SequenceState::kWaiting) dequeue(&sequence);
+  if (sequence.loading) tier_->cancel(sequence);
   sequence.finish = reason;
   retire(sequence, SequenceState::kFinished);
 }
@@ -434,17 +453,28 @@ void Scheduler::compact_running() {
 
 Stats& Scheduler::stats() {
   stats_.num_requests_running = static_cast<int64_t>(running_.size());
-  stats_.num_requests_waiting = static_cast<int64_t>(waiting_.size());
+  stats_.num_requests_waiting = static_cast<int64_t>(waiting_.size()) + (tier_ != nullptr ? tier_->num_loading() : 0);
   stats_.num_kv_blocks = blocks_.num_blocks();
   stats_.num_free_blocks = blocks_.num_free();
   stats_.num_free_slots = static_cast<int64_t>(free_slots_.size());
   stats_.cached_blocks = blocks_.num_cached();
   stats_.block_references = blocks_.num_references();
+  if (tier_ == nullptr) return stats_;
+  stats_.num_host_blocks = blocks_.num_host_blocks();
+  stats_.host_cached_blocks = blocks_.num_host_cached();
+  stats_.blocks_to_host = tier_->copied_out();
+  stats_.blocks_from_host = tier_->copied_in();
+  stats_.failed_transfers = tier_->failed_transfers();
+  if (const DiskTier* disk = tier_->disk(); disk != nullptr) {
+    stats_.blocks_to_disk = disk->written();
+    stats_.blocks_from_disk = disk->read_blocks();
+    stats_.failed_disk_transfers = disk->failed();
+  }
   return stats_;
 }
 
 bool Scheduler::quiescent() const {
-  return idle() && blocks_coming_ == 0 && blocks_.num_free() == blocks_.num_blocks() &&
+  return idle() && blocks_coming_ == 0 && blocks_.num_free() == blocks_.num_blocks() && blocks_.num_host_pinned() == 0 &&
          free_slots_.size() == static_cast<size_t>(config_.max_num_seqs) && blocks_.consistent();
 }
 

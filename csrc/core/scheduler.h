@@ -3,20 +3,39 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include "core/block_manager.h"
 #include "core/block_table.h"
+#include "core/host_tier.h"
 #include "core/mask_board.h"
 #include "core/outbox.h"
 #include "core/sequence.h"
 #include "core/slot.h"
 #include "core/stats.h"
+#include "core/step_costs.h"
 #include "core/step_input.h"
 #include "core/step_plan.h"
 #include "core/waiting_queue.h"
 
 namespace asyncengine {
+
+// How long a step may take in which sequences decode, so that their tokens come evenly: chunks of prompts beside them are
+// as large as that leaves time for. 0: as long as it takes.
+struct ItlTargets {
+  int64_t ns = 0;                                          // of the priority classes that are not named
+  std::vector<std::pair<int32_t, int64_t>> of_class = {};  // priority, nanoseconds
+
+  bool any() const { return ns > 0 || !of_class.empty(); }
+  int64_t of(int32_t priority) const {
+    for (const auto& [named, its_ns] : of_class) {
+      if (named == priority) return its_ns;
+    }
+    return ns;
+  }
+};
 
 struct SchedulerConfig {
   int32_t num_blocks = 0;
@@ -34,6 +53,10 @@ struct SchedulerConfig {
   int32_t max_update_words = 0;
   int32_t max_result_words = 0;
   int32_t mask_words = 0;  // of a bit per token of the vocabulary; 0: no sequence has masks
+  int32_t num_host_blocks = 0;  // of a host tier
+  StepCosts costs = {};    // with none known, targets are not heeded
+  ItlTargets targets = {};
+  int32_t paced_chunk_size = 0;  // in place of prefill_chunk_size where a target decides; 0: no limit but the step's
 
   // The most that a request may have as tokens_per_step: then every sequence may decode in one step. A slot has a byte for
   // all that kMostStepsInFlight may append.
@@ -65,18 +88,28 @@ class Scheduler {
   void commit(StepPlan& plan, StepResults results, Outbox& outbox, int64_t now_ns);
   // Takes in the masks, and the tokens that need no sampling, that were posted for its sequences.
   void take_masks(MaskInbox& inbox, Outbox& outbox, int64_t now_ns);
+  // Who moves blocks to the host and back, where the configuration has host blocks: before the first sequence.
+  void move_blocks_with(BlockMover& mover, BlockDisk* disk = nullptr);
+  // Takes in copies that are over, and starts others. True: something moved.
+  bool move_blocks(Outbox& outbox);
+  const HostTier* tier() const { return tier_.get(); }
+  // Copies are under way.
+  bool moves_blocks() const { return tier_ != nullptr && tier_->busy(); }
   // Where it writes masks: before the first sequence that has some.
   void write_masks_to(const MaskBoard& board) { board_ = board; }
   // Instead of commit(): the step computed nothing, and every request with a row in it ends with kStepFailed. What later
   // steps in flight compute for other requests stands: a request shares blocks with others once a commit published them.
   void fail_step(StepPlan& plan, Outbox& outbox, int64_t now_ns);
 
-  bool idle() const { return running_.empty() && waiting_.empty() && retiring_ == 0; }
+  bool idle() const { return running_.empty() && waiting_.empty() && retiring_ == 0 && !moves_blocks(); }
   BlockTables& tables() { return tables_; }
   BlockManager& blocks() { return blocks_; }
   // The scheduler's own are up to date. The others are the caller's.
   Stats& stats();
   StepLimits limits() const;
+  // A step has taken so long, from the end of the one before if that was later than its launch.
+  void took(const StepPlan& plan, int64_t ns);
+  const StepCosts& costs() const { return config_.costs; }
   // Whether what the request wants beyond tokens fits into a step that has nothing else. From any thread.
   bool can_fit(const RequestSpec& spec) const;
   // Nothing runs: every block and slot is back. For tests and leak checks.
@@ -99,13 +132,21 @@ class Scheduler {
   void schedule_decodes(StepPlan& plan);
   void schedule_decodes_with_results(StepPlan& plan);
   void schedule_prefills(StepPlan& plan);
+  void set_pace(const StepPlan& plan);
+  bool has_time(int32_t context_len, const StepPlan& plan) const;
+  int64_t predict(int32_t chunk, int64_t context_len, const StepPlan& plan) const;
+  int32_t paced_chunk(int32_t context_len, int32_t most, const StepPlan& plan);
   void admit(StepPlan& plan, int64_t now_ns);
   bool admit_one(Sequence& sequence, StepPlan& plan, int64_t now_ns);
+  bool load_from_host(Sequence& sequence, int32_t whole);
+  void start_loading(Sequence& sequence);
+  int32_t prefix_limit(const Sequence& sequence) const;
+  bool copying_pays(int32_t blocks, int32_t context_blocks) const;
   bool fits_budgets(const Sequence& sequence, const StepPlan& plan);
   bool add_decode(Slot& slot, StepPlan& plan);
   bool add_decode_extras(Slot& slot, StepPlan& plan);
   Sequence* fork_source(const Sequence& sequence, const StepPlan& plan) const;
-  int32_t find_prefix(const Sequence& sequence, const Sequence* source);
+  int32_t find_prefix(const Sequence& sequence, const Sequence* source, bool with_host = false);
   void start_chain(Slot& slot, const Sequence* source, int32_t shared_blocks);
   bool reserve(Slot& slot, int32_t num_tokens, StepPlan& plan) {
     return (num_tokens <= slot.capacity && !slot.forked) || reserve_blocks(slot, num_tokens, plan);
@@ -139,6 +180,7 @@ class Scheduler {
   void fail(Sequence& sequence, FinishReason reason, Outbox& outbox, int64_t now_ns);
   void publish_blocks(const StepPlan& plan);
   void publish_blocks(const PlanRow& row, uint64_t hash);
+  void name_block(const Slot& slot, const int32_t* tokens);
   uint64_t prefetch_block(Slot& slot);
   int32_t block_to_publish(const Slot& slot) const {
     return tables_.at(index(slot), slot.published_end / config_.block_size);
@@ -167,10 +209,15 @@ class Scheduler {
   int32_t index(const Slot& slot) const { return static_cast<int32_t>(&slot - slots_.data()); }
   Slot& slot_of(const Sequence& sequence) { return slots_[static_cast<size_t>(sequence.slot)]; }
   const Slot& slot_of(const Sequence& sequence) const { return slots_[static_cast<size_t>(sequence.slot)]; }
-  bool in_flight(const Sequence& sequence) const { return sequence.slot >= 0 && slot_of(sequence).in_flight > 0; }
+  // Its blocks may still be read or written.
+  bool in_flight(const Sequence& sequence) const {
+    return sequence.loading || (sequence.slot >= 0 && slot_of(sequence).in_flight > 0);
+  }
+  int32_t blocks_coming() const { return blocks_coming_ + (tier_ != nullptr ? tier_->blocks_coming() : 0); }
 
   SchedulerConfig config_;
   BlockManager blocks_;
+  std::unique_ptr<HostTier> tier_;
   BlockTables tables_;
   std::vector<Slot> slots_;
   std::vector<Slot*> running_;      // in order
@@ -188,7 +235,13 @@ class Scheduler {
   const Sequence* blocked_ = nullptr;  // head of the queue that did not fit, and the free blocks it saw
   int32_t blocked_free_ = 0;
   int32_t blocks_coming_ = 0;  // given back as steps in flight retire: no need to preempt more for these
-  bool prefilling_ = false;    // a running sequence has prompt left to compute
+  int32_t prefilling_ = 0;     // running sequences that have prompt left to compute
+  struct {
+    int64_t target_ns = 0;  // of the step that is planned; 0: none
+    int32_t sharers = 0;    // prompts that its time is still to be shared by
+    bool chunked = false;   // a prompt has had its share
+  } pace_;
+  std::vector<int64_t> slot_targets_;  // by slot; empty unless priority classes have targets of their own
   bool running_changed_ = false;  // some of running_ run no more
   int32_t retiring_ = 0;       // sequences that still hold something but run no more
   Stats stats_;

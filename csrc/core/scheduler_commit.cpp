@@ -137,6 +137,7 @@ void Scheduler::publish_blocks(const PlanRow& row, uint64_t hash) {
   if (!slot.alive()) return;
   while (has_full_block(slot, row)) {
     const int32_t* tokens = tokens_to_publish(slot);
+    if (blocks_.keeps_names()) [[unlikely]] name_block(slot, tokens);
     slot.chain = blocks_.publish(block_to_publish(slot), slot.prefix(), tokens, hash).id;
     slot.published_end += config_.block_size;
     slot.sequence->tokens.was_published(slot.tail, tokens);

@@ -10,6 +10,7 @@ std::unique_ptr<Request> make_request(const RequestSpec& spec, int64_t order, ui
   request->order = order;
   request->sequence_number = sequence_number;
   request->salt = spec.salt;
+  request->priority = spec.priority;
   request->prompt_len = static_cast<int32_t>(spec.prompt.size());
   request->stop_tokens = spec.stop_tokens;
   request->extras = spec.extras;

@@ -27,6 +27,7 @@ enum class FinishReason : int32_t {
 enum class SequenceState : uint8_t {
   kDormant,     // n > 1: waits for its sibling's prompt to be computed
   kWaiting,     // in the queue, holds nothing
+  kLoading,     // blocks of its prefix are on their way from the host; then it waits again
   kRunning,     // holds a slot and blocks
   kPreempting,  // gives them back as soon as no step in flight touches them, then waits again
   kFinished,    // likewise, then is released
@@ -69,6 +70,9 @@ struct alignas(64) Sequence {
   MaskChannel* masks = nullptr;    // of one whose tokens have masks
   bool frozen = false;             // it found no mask: until that comes, no row is planned
   uint64_t frozen_until = 0;       // rows of steps up to this one came to nothing
+  bool loading = false;            // the host tier holds blocks for it
+  bool loaded = false;             // it did, since the sequence last ran: what is still missing is computed
+  int32_t reads_from = 0;          // blocks of its prefix that must be known before the disk is read for it again
   int32_t blocks_coming = 0;       // while retiring: blocks that settling will give back
   std::atomic<bool> abort_requested{false};  // set by the loop, read by the step thread
   size_t queue_place = 0;          // in the heap of those that wait, while it does
@@ -87,6 +91,7 @@ struct Request {
   int64_t order = 0;        // smaller runs sooner: arrival plus priority times ageing, so that nothing starves
   uint64_t sequence_number = 0;  // breaks ties of order: first come, first served
   uint64_t salt = 0;
+  int32_t priority = 0;
   int32_t prompt_len = 0;
   std::vector<int32_t> stop_tokens;
   RequestExtras extras;

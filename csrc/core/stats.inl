@@ -14,12 +14,23 @@ STAT(num_free_blocks)       // blocks that no sequence holds
 STAT(num_free_slots)
 STAT(cached_blocks)         // free blocks that a prompt may find
 STAT(block_references)      // of all blocks
+STAT(num_host_blocks)       // of the host tier; 0: there is none
+STAT(host_cached_blocks)    // of these, those that a prompt may find, or that are copies of the device's
+STAT(blocks_to_host)        // sum
+STAT(blocks_from_host)      // sum
+STAT(failed_transfers)      // sum: copies between the two that came to nothing
+STAT(blocks_to_disk)        // sum
+STAT(blocks_from_disk)      // sum
+STAT(failed_disk_transfers)  // sum: reads and writes that came to nothing
 
 // The step thread's.
 STAT(num_steps)             // sum: steps launched
 STAT(num_steps_in_flight)   // as many staging buffers are leased
 STAT(num_late_launches)     // sum: steps held back until nothing was left to do for the device, or as good as nothing
 STAT(failed_steps)          // sum
+STAT(decode_cost_ppm)       // StepCosts::Factors, in millionths
+STAT(rest_cost_ppm)
+STAT(attention_cost_ppm)
 
 // The event loop's.
 STAT(queued_requests)       // submitted and not yet scheduled

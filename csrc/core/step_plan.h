@@ -41,8 +41,12 @@ struct StepPlan {
   Needs needs = 0;                    // of the sampled rows, and of those with entries
   int32_t num_delta_blocks = 0;       // block-table entries of its rows that the executor has not seen
   int64_t attended = 0;               // pairs of a token and one that it may attend to, or a few more
+  int64_t decode_attended = 0;        // those of decode rows
+  double chunks_ns = 0;               // where costs are known: what attention of chunks takes
+  int64_t predicted_ns = 0;           // and all of the step
 
   bool empty() const { return rows.empty(); }
+  bool has_chunks() const { return static_cast<size_t>(num_decode_rows) < rows.size(); }
   void reserve(int32_t max_rows) {
     const auto count = static_cast<size_t>(max_rows);
     rows.reserve(count);
@@ -57,7 +61,8 @@ struct StepPlan {
     held_blocks.clear();
     num_tokens = num_decode_rows = num_samples = num_scored = num_delta_blocks = 0;
     num_result_words = num_update_words = 0;
-    attended = 0;
+    attended = decode_attended = predicted_ns = 0;
+    chunks_ns = 0;
     needs = 0;
   }
 };

@@ -7,6 +7,9 @@
 // (NaN, another sequence) cannot matter.
 //
 // A score is two chains over the even and the odd dimensions, added at the end; lanes are keys.
+//
+// Keys and values in float8 are used as they lie: the scale of a head's keys is part of its queries' scale, and the scale
+// of its values is multiplied with the result.
 namespace asyncengine {
 namespace {
 
@@ -31,6 +34,7 @@ struct AttentionScratch {
   float* weights;      // [rows][kPartitionKeys]: scores, then e^(score - maximum)
   float* values;       // [rows][padded_dim]: weighted sums of the partition
   float* state;        // [rows][attention_partial_floats]: folded so far
+  float* widened;      // [kWidenedKeys][padded_dim]: keys [head_dim][16] or values [keys][head_dim] of float8
 };
 
 AE_INLINE AttentionScratch split_scratch(float* memory, int64_t head_dim) {
@@ -41,12 +45,15 @@ AE_INLINE AttentionScratch split_scratch(float* memory, int64_t head_dim) {
   s.weights = s.q + kAttentionRows * padded;
   s.values = s.weights + kAttentionRows * kPartitionKeys;
   s.state = s.values + kAttentionRows * padded;
+  s.widened = s.state + kAttentionRows * attention_partial_floats(head_dim);
   return s;
 }
 
 // One KV head of one sequence.
 template <class T>
 struct KeyValues {
+  static constexpr bool kFromMemory = true;
+  static constexpr int kBytes = sizeof(T);
   const T* k;
   const T* v;
   const int32_t* block_table;
@@ -101,6 +108,31 @@ AE_INLINE void score_granule(const T* k, int64_t block_size, int64_t head_dim, c
   }
 }
 
+// Values from `first` on, widened already.
+struct WidenedValues {
+  static constexpr bool kFromMemory = false;
+  static constexpr int kBytes = sizeof(float);
+  const float* v;
+  int64_t first, head_dim;
+
+  AE_INLINE const float* v_row(int64_t key) const { return v + (key - first) * head_dim; }
+};
+
+// To widen float8 takes a dozen instructions a vector: rows that pass over it several times widen it once.
+template <class T>
+AE_INLINE bool widens(int64_t rows, int64_t rows_of_pass) {
+  return sizeof(T) == 1 && rows > rows_of_pass;
+}
+
+template <class T>
+AE_INLINE void widen_keys(const T* k, int64_t block_size, int64_t head_dim, float* to, const T* ahead) {
+  for (int64_t d = 0; d < head_dim; ++d) {
+    prefetch(ahead + d * block_size);
+#pragma GCC unroll 4
+    for (int i = 0; i < kKeyVectors; ++i) store(to + d * 16 + i * kLanes, load(k + d * block_size + i * kLanes));
+  }
+}
+
 // Scores of all rows for the granules that cover `keys`, a part of the partition that starts at `origin`.
 template <class T>
 void score_keys(const KeyValues<T>& kv, const AttentionScratch& s, int64_t rows, Range keys, int64_t origin) {
@@ -108,9 +140,15 @@ void score_keys(const KeyValues<T>& kv, const AttentionScratch& s, int64_t rows,
     const T* k = kv.k_granule(key);
     const T* ahead = kv.k_granule(min64(key + 16 * kGranulesAhead, (keys.end - 1) / 16 * 16));
     float* out = s.weights + (key - origin);
+    const bool widened = widens<T>(rows, kScoreRows);
+    if (widened) widen_keys(k, kv.block_size, kv.head_dim, s.widened, ahead);
     int64_t r = 0;
     auto pass = [&](auto count) __attribute__((always_inline)) {
       constexpr int kCount = decltype(count)::value;
+      for (; r + kCount <= rows && widened; r += kCount) {
+        score_granule<float, kCount>(s.widened, 16, kv.head_dim, s.q + r * s.padded_dim, s.padded_dim,
+                                     out + r * kPartitionKeys, nullptr);
+      }
       for (; r + kCount <= rows; r += kCount) {
         score_granule<T, kCount>(k, kv.block_size, kv.head_dim, s.q + r * s.padded_dim, s.padded_dim,
                                  out + r * kPartitionKeys, r == 0 ? ahead : nullptr);
@@ -157,8 +195,8 @@ AE_INLINE Moments softmax_keys(float* weights, Range keys, int64_t origin) {
 }
 
 // values[r] += Σ weight · V over `keys`, one key after the other, for Vectors · kLanes dimensions of Rows rows.
-template <class T, int Rows, int Vectors>
-AE_INLINE void add_values(const KeyValues<T>& kv, const float* weights, float* values, int64_t padded_dim, Range keys,
+template <class Kv, int Rows, int Vectors>
+AE_INLINE void add_values(const Kv& kv, const float* weights, float* values, int64_t padded_dim, Range keys,
                           int64_t origin, int64_t d, int64_t lanes, int64_t last_key) {
   Vec acc[Rows][Vectors];
 #pragma GCC unroll 4
@@ -168,11 +206,11 @@ AE_INLINE void add_values(const KeyValues<T>& kv, const float* weights, float* v
   }
   for (int64_t key = keys.begin; key < keys.end;) {
     const int64_t stop = min64(keys.end, (key / 16 + 1) * 16);
-    const T* v = kv.v_row(key) + d;
-    const T* ahead = kv.v_row(min64(key + 16 * kGranulesAhead, last_key)) + d;
+    const auto* v = kv.v_row(key) + d;
+    const auto* ahead = Kv::kFromMemory ? kv.v_row(min64(key + 16 * kGranulesAhead, last_key)) + d : v;
     for (; key < stop; ++key, v += kv.head_dim, ahead += kv.head_dim) {
 #pragma GCC unroll 8
-      for (int i = 0; i < Vectors * kLanes * static_cast<int>(sizeof(T)); i += 64) {
+      for (int i = 0; i < Vectors * kLanes * Kv::kBytes && Kv::kFromMemory; i += 64) {
         prefetch(reinterpret_cast<const char*>(ahead) + i);
       }
       Vec row[Vectors];
@@ -197,25 +235,25 @@ AE_INLINE void add_values(const KeyValues<T>& kv, const float* weights, float* v
   }
 }
 
-template <class T, int Rows>
-void add_values_rows(const KeyValues<T>& kv, const AttentionScratch& s, int64_t row, Range keys, int64_t origin,
+template <class Kv, int Rows>
+void add_values_rows(const Kv& kv, const AttentionScratch& s, int64_t row, Range keys, int64_t origin,
                      int64_t last_key) {
   if (keys.begin >= keys.end) return;
   const float* weights = s.weights + row * kPartitionKeys;
   float* values = s.values + row * s.padded_dim;
   int64_t d = 0;
   for (; d + kValueVectors * kLanes <= kv.head_dim; d += kValueVectors * kLanes) {
-    add_values<T, Rows, kValueVectors>(kv, weights, values, s.padded_dim, keys, origin, d, kLanes, last_key);
+    add_values<Kv, Rows, kValueVectors>(kv, weights, values, s.padded_dim, keys, origin, d, kLanes, last_key);
   }
   for (; d < kv.head_dim; d += kLanes) {
-    add_values<T, Rows, 1>(kv, weights, values, s.padded_dim, keys, origin, d, min64(kLanes, kv.head_dim - d),
+    add_values<Kv, Rows, 1>(kv, weights, values, s.padded_dim, keys, origin, d, min64(kLanes, kv.head_dim - d),
                            last_key);
   }
 }
 
 // Rows [0, rows) with their own ranges, ascending in the row: keys that all rows of a group see are shared.
-template <class T, class RangeOf>
-void weigh_values(const KeyValues<T>& kv, const AttentionScratch& s, int64_t rows, int64_t origin, int64_t last_key,
+template <class Kv, class RangeOf>
+void weigh_values(const Kv& kv, const AttentionScratch& s, int64_t rows, int64_t origin, int64_t last_key,
                   RangeOf&& range_of) {
   int64_t row = 0;
   auto pass = [&](auto count) __attribute__((always_inline)) {
@@ -225,18 +263,39 @@ void weigh_values(const KeyValues<T>& kv, const AttentionScratch& s, int64_t row
       const bool any_shared = shared.begin < shared.end;
       for (int64_t r = row; r < row + kCount; ++r) {
         const Range own = range_of(r);
-        add_values_rows<T, 1>(kv, s, r, any_shared ? Range{own.begin, shared.begin} : own, origin, last_key);
+        add_values_rows<Kv, 1>(kv, s, r, any_shared ? Range{own.begin, shared.begin} : own, origin, last_key);
       }
       if (!any_shared) continue;
-      add_values_rows<T, kCount>(kv, s, row, shared, origin, last_key);
+      add_values_rows<Kv, kCount>(kv, s, row, shared, origin, last_key);
       for (int64_t r = row; r < row + kCount; ++r) {
-        add_values_rows<T, 1>(kv, s, r, Range{shared.end, range_of(r).end}, origin, last_key);
+        add_values_rows<Kv, 1>(kv, s, r, Range{shared.end, range_of(r).end}, origin, last_key);
       }
     }
   };
   if constexpr (kValueRows >= 4) pass(Count<4>{});
   pass(Count<2>{});
-  for (; row < rows; ++row) add_values_rows<T, 1>(kv, s, row, range_of(row), origin, last_key);
+  for (; row < rows; ++row) add_values_rows<Kv, 1>(kv, s, row, range_of(row), origin, last_key);
+}
+
+// The same of float8, widened a few keys at a time. `all` is what any row sees.
+template <class T, class RangeOf>
+void weigh_widened(const KeyValues<T>& kv, const AttentionScratch& s, int64_t rows, int64_t origin, Range all,
+                   RangeOf&& range_of) {
+  for (int64_t first = all.begin; first < all.end; first += kWidenedKeys) {
+    const int64_t end = min64(all.end, first + kWidenedKeys);
+    for (int64_t key = first; key < end; ++key) {
+      const T* v = kv.v_row(key);
+      prefetch(kv.v_row(min64(key + 16 * kGranulesAhead, all.end - 1)));
+      float* to = s.widened + (key - first) * kv.head_dim;
+      for_each_vector(kv.head_dim, [&](int64_t d, int64_t count) __attribute__((always_inline)) {
+        store_lanes(to + d, load_lanes(v + d, count), count);
+      });
+    }
+    weigh_values(WidenedValues{s.widened, first, kv.head_dim}, s, rows, origin, end - 1, [&](int64_t row) {
+      const Range keys = range_of(row);
+      return Range{max64(keys.begin, first), min64(keys.end, end)};
+    });
+  }
 }
 
 // state and partial: maximum, sum, values. An empty partial has sum zero; the first one is taken over as it is.
@@ -259,10 +318,10 @@ AE_INLINE void fold(float* state, Moments partial, const float* values, int64_t 
 }
 
 template <class T>
-AE_INLINE void write_out(T* out, const float* state, int64_t head_dim) {
+AE_INLINE void write_out(T* out, const float* state, int64_t head_dim, float scale) {
   const Vec sum = splat(state[1]);
   for_each_vector(head_dim, [&](int64_t d, int64_t count) __attribute__((always_inline)) {
-    store_lanes(out + d, load(state + kPartialHeader + d) / sum, count);
+    store_lanes(out + d, load(state + kPartialHeader + d) / sum * scale, count);
   });
 }
 
@@ -270,26 +329,28 @@ template <class T>
 void load_queries(const AttentionTask& task, const AttentionItem& item, const AttentionScratch& s) {
   const int64_t heads = item.head_end - item.head_begin;
   const int64_t first_head = item.kv_head * (task.num_q_heads / task.num_kv_heads) + item.head_begin;
+  const float scale = task.scale * task.scales.key(item.kv_head);
   for (int64_t t = 0; t < item.num_queries; ++t) {
     for (int64_t h = 0; h < heads; ++h) {
       const T* q = static_cast<const T*>(task.q) + (item.first_token + t) * task.q_stride +
                    (first_head + h) * task.head_dim;
       float* dst = s.q + (t * heads + h) * s.padded_dim;
       for_each_vector(task.head_dim, [&](int64_t d, int64_t count) __attribute__((always_inline)) {
-        store(dst + d, load_lanes(q + d, count) * task.scale);
+        store(dst + d, load_lanes(q + d, count) * scale);
       });
     }
   }
 }
 
-template <class T>
+// T is what queries and results are in, Cached what keys and values are in.
+template <class T, class Cached>
 void attend_item(const AttentionTask& task, const AttentionItem& item, float* memory) {
   const AttentionScratch s = split_scratch(memory, task.head_dim);
   const int64_t heads = item.head_end - item.head_begin, rows = item.num_queries * heads;
   const int64_t head_size = task.head_dim * task.block_size, partial_floats = attention_partial_floats(task.head_dim);
-  const KeyValues<T> kv{static_cast<const T*>(task.k_cache) + item.kv_head * head_size,
-                        static_cast<const T*>(task.v_cache) + item.kv_head * head_size,
-                        item.block_table, task.num_kv_heads * head_size, task.block_size, task.head_dim};
+  const KeyValues<Cached> kv{static_cast<const Cached*>(task.k_cache) + item.kv_head * head_size,
+                             static_cast<const Cached*>(task.v_cache) + item.kv_head * head_size,
+                             item.block_table, task.num_kv_heads * head_size, task.block_size, task.head_dim};
   load_queries<T>(task, item, s);
   for (int64_t r = 0; r < rows; ++r) s.state[r * partial_floats + 1] = 0.f;
 
@@ -313,7 +374,11 @@ void attend_item(const AttentionTask& task, const AttentionItem& item, float* me
       }
       memset(s.values + r * s.padded_dim, 0, static_cast<size_t>(s.padded_dim) * sizeof(float));
     }
-    weigh_values(kv, s, rows, origin, all.end - 1, range_of);
+    if (widens<Cached>(rows, kValueRows)) {
+      weigh_widened(kv, s, rows, origin, all, range_of);
+    } else {
+      weigh_values(kv, s, rows, origin, all.end - 1, range_of);
+    }
     for (int64_t r = 0; r < rows; ++r) {
       float* state = s.state + r * partial_floats;
       if (item.partials != nullptr) {
@@ -328,15 +393,24 @@ void attend_item(const AttentionTask& task, const AttentionItem& item, float* me
   for (int64_t r = 0; r < rows; ++r) {
     T* out = static_cast<T*>(task.out) +
              ((item.first_token + r / heads) * task.num_q_heads + first_head + r % heads) * task.head_dim;
-    write_out(out, s.state + r * partial_floats, task.head_dim);
+    write_out(out, s.state + r * partial_floats, task.head_dim, task.scales.value(item.kv_head));
+  }
+}
+
+template <class T>
+void attend_with(const AttentionTask& task, const AttentionItem& item, float* scratch) {
+  if (task.scales.values != nullptr) {
+    attend_item<T, Float8>(task, item, scratch);
+  } else {
+    attend_item<T, T>(task, item, scratch);
   }
 }
 
 void isa_attend(Dtype dtype, const AttentionTask& task, const AttentionItem& item, float* scratch) {
   if (dtype == Dtype::kFloat32) {
-    attend_item<float>(task, item, scratch);
+    attend_with<float>(task, item, scratch);
   } else {
-    attend_item<BFloat16>(task, item, scratch);
+    attend_with<BFloat16>(task, item, scratch);
   }
 }
 
@@ -348,10 +422,26 @@ void isa_combine(Dtype dtype, const AttentionTask& task, int64_t token, int64_t 
     fold(state, {partial[0], partial[1]}, partial + kPartialHeader, task.head_dim);
   }
   const int64_t offset = (token * task.num_q_heads + head) * task.head_dim;
+  const float scale = task.scales.value(head / (task.num_q_heads / task.num_kv_heads));
   if (dtype == Dtype::kFloat32) {
-    write_out(static_cast<float*>(task.out) + offset, state, task.head_dim);
+    write_out(static_cast<float*>(task.out) + offset, state, task.head_dim, scale);
   } else {
-    write_out(static_cast<BFloat16*>(task.out) + offset, state, task.head_dim);
+    write_out(static_cast<BFloat16*>(task.out) + offset, state, task.head_dim, scale);
+  }
+}
+
+template <class T>
+void quantize_values(const T* x, int64_t count, float inverse, Float8* y) {
+  for_each_vector(count, [&](int64_t i, int64_t lanes) __attribute__((always_inline)) {
+    store_lanes(y + i, load_lanes(x + i, lanes) * inverse, lanes);
+  });
+}
+
+void isa_quantize(Dtype dtype, const void* x, int64_t count, float inverse, Float8* y) {
+  if (dtype == Dtype::kFloat32) {
+    quantize_values(static_cast<const float*>(x), count, inverse, y);
+  } else {
+    quantize_values(static_cast<const BFloat16*>(x), count, inverse, y);
   }
 }
 

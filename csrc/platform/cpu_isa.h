@@ -17,6 +17,23 @@ struct BFloat16 {
   uint16_t bits;
 };
 
+// e4m3, as torch.float8_e4m3fn: 448 is the largest, there is no infinity, and 0x7f and 0xff are NaN.
+struct Float8 {
+  uint8_t bits;
+};
+
+// Of keys and values in float8: an element is its Float8 times its head's scale, for keys and for values apart. Inverses
+// are given, so that every kernel on every machine multiplies by the same number when it quantises.
+struct KVScales {
+  const float* values;  // [keys, values][scale, inverse][num_kv_heads]; null: keys and values are not in float8
+  int64_t num_kv_heads;
+
+  float key(int64_t head) const { return values == nullptr ? 1.f : values[head]; }
+  float key_inverse(int64_t head) const { return values[num_kv_heads + head]; }
+  float value(int64_t head) const { return values == nullptr ? 1.f : values[2 * num_kv_heads + head]; }
+  float value_inverse(int64_t head) const { return values[3 * num_kv_heads + head]; }
+};
+
 inline int64_t dtype_size(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
 
 struct LinearInput {
@@ -94,6 +111,7 @@ struct AttentionTask {
   int64_t window;  // keys visible to a query, itself included; 0: all before it
   float scale;
   float softcap;  // scores become softcap * tanh(score / softcap); 0: as they are
+  KVScales scales;  // with them the caches hold Float8
 };
 
 // Queries [first_token, first_token + num_queries) of one row against partitions of one KV head's keys.
@@ -111,9 +129,11 @@ struct AttentionItem {
 // A partial result of one (query, head): maximum, sum, padding, then from kPartialHeader on head_dim weighted values.
 inline constexpr int64_t kPartialHeader = 16;
 inline int64_t attention_partial_floats(int64_t head_dim) { return kPartialHeader + (head_dim + 15) / 16 * 16; }
+// Keys or values that are widened to floats at a time, where rows pass over them more than once.
+inline constexpr int64_t kWidenedKeys = 32;
 inline int64_t attention_scratch_floats(int64_t head_dim) {
   const int64_t padded = (head_dim + 15) / 16 * 16;
-  return kAttentionRows * (2 * padded + kPartitionKeys + attention_partial_floats(head_dim)) + 64;
+  return kAttentionRows * (2 * padded + kPartitionKeys + attention_partial_floats(head_dim)) + kWidenedKeys * padded + 64;
 }
 
 struct LogitStats {
@@ -156,6 +176,8 @@ struct CpuIsa {
   // x = cap * tanh(x / cap), in place
   void (*soft_cap)(float* x, int64_t count, float cap);
 
+  // y = x * inverse in float8, to nearest, ties to even; what is beyond becomes the largest, NaN stays NaN.
+  void (*quantize)(Dtype, const void* x, int64_t count, float inverse, Float8* y);
   void (*attend)(Dtype, const AttentionTask&, const AttentionItem&, float* scratch);
   // Folds the partials of one (query token, head), stored `stride` floats apart, and writes its out.
   void (*combine)(Dtype, const AttentionTask&, int64_t token, int64_t head, const float* partials, int64_t count,

@@ -21,6 +21,7 @@ constexpr CpuIsa make_isa(const char* name) {
       .activation = isa_activation,
       .rotary = isa_rotary,
       .soft_cap = isa_soft_cap,
+      .quantize = isa_quantize,
       .attend = isa_attend,
       .combine = isa_combine,
       .logit_stats = isa_logit_stats,

@@ -25,6 +25,8 @@ int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 constexpr int64_t kPackedPanels = 8;
 
 constexpr std::align_val_t kCacheLine{64};
+// Elements of a key that are quantised before they are spread over its block.
+constexpr int64_t kQuantizedAtOnce = 256;
 
 void* offset(void* p, int64_t elements, Dtype dtype) { return static_cast<char*>(p) + elements * dtype_size(dtype); }
 const void* offset(const void* p, int64_t elements, Dtype dtype) {
@@ -39,6 +41,22 @@ void store_words(const void* k, const void* v, const PagedKV& cache, int64_t hea
   Word* k_column = static_cast<Word*>(cache.k) + base + slot % size;
   for (int64_t d = 0; d < dim; ++d) k_column[d * size] = static_cast<const Word*>(k)[d];
   std::memcpy(static_cast<Word*>(cache.v) + base + slot % size * dim, v, static_cast<size_t>(dim) * sizeof(Word));
+}
+
+// The same in float8, a few elements at a time on the way.
+void store_float8(const CpuIsa& isa, Dtype dtype, const void* k, const void* v, const PagedKV& cache, int64_t head,
+                  int64_t slot) {
+  const KVScales scales{cache.scales, cache.num_kv_heads};
+  const int64_t dim = cache.head_dim, size = cache.block_size;
+  const int64_t base = (slot / size * cache.num_kv_heads + head) * dim * size;
+  Float8* k_column = static_cast<Float8*>(cache.k) + base + slot % size;
+  Float8 keys[kQuantizedAtOnce];
+  for (int64_t first = 0; first < dim; first += kQuantizedAtOnce) {
+    const int64_t count = std::min(kQuantizedAtOnce, dim - first);
+    isa.quantize(dtype, offset(k, first, dtype), count, scales.key_inverse(head), keys);
+    for (int64_t d = 0; d < count; ++d) k_column[(first + d) * size] = keys[d];
+  }
+  isa.quantize(dtype, v, dim, scales.value_inverse(head), static_cast<Float8*>(cache.v) + base + slot % size * dim);
 }
 
 void store_token(Dtype dtype, const void* k, const void* v, const PagedKV& cache, int64_t head, int64_t slot) {
@@ -256,11 +274,15 @@ void CpuKernels::store_tokens(Dtype dtype, const NewKV& fresh, const PagedKV& ca
 }
 
 void CpuKernels::store_new(Dtype dtype, const NewKV& fresh, const PagedKV& cache, const StepBatch& batch,
-                           int64_t token, int64_t head) {
-  const int64_t at = head * cache.head_dim;
-  store_token(dtype, offset(fresh.k, token * fresh.k_stride + at, dtype),
-              offset(fresh.v, token * fresh.v_stride + at, dtype), cache, head,
-              batch.slot_mapping[static_cast<size_t>(token)]);
+                           int64_t token, int64_t head) const {
+  const int64_t at = head * cache.head_dim, slot = batch.slot_mapping[static_cast<size_t>(token)];
+  const void* k = offset(fresh.k, token * fresh.k_stride + at, dtype);
+  const void* v = offset(fresh.v, token * fresh.v_stride + at, dtype);
+  if (cache.scales != nullptr) {
+    store_float8(isa_, dtype, k, v, cache, head, slot);
+  } else {
+    store_token(dtype, k, v, cache, head, slot);
+  }
 }
 
 // Tiles of queries × heads of a group per KV head; a single decode token's partitions are spread over items of their
@@ -334,7 +356,7 @@ void CpuKernels::paged_attention(Dtype dtype, const void* q, int64_t q_stride, i
                                  int64_t window, float softcap) {
   attend(dtype,
          {q, q_stride, out, cache.k, cache.v, num_q_heads, cache.num_kv_heads, cache.head_dim, cache.block_size, window,
-          scale, softcap},
+          scale, softcap, {cache.scales, cache.num_kv_heads}},
          tokens, cache, batch, nullptr);
 }
 
@@ -345,7 +367,7 @@ void CpuKernels::attention(Dtype dtype, const void* heads, int64_t num_q_heads, 
   const NewKV fresh{offset(heads, k, dtype), offset(heads, v, dtype), stride, stride};
   attend(dtype,
          {heads, stride, out, cache.k, cache.v, num_q_heads, cache.num_kv_heads, cache.head_dim, cache.block_size,
-          window, scale, softcap},
+          window, scale, softcap, {cache.scales, cache.num_kv_heads}},
          batch.num_tokens, cache, batch, &fresh);
 }
 

@@ -59,6 +59,7 @@ struct PagedKV {
   void* k;  // [num_blocks, num_kv_heads, head_dim, block_size]
   void* v;  // [num_blocks, num_kv_heads, block_size, head_dim]
   int64_t num_kv_heads, head_dim, block_size;
+  const float* scales = nullptr;  // of KVScales: keys and values are Float8; null: they are in the dtype of a call
 };
 
 // Every result is bit for bit independent of how rows are batched, chunked or threaded (cpu_isa.h). Rows are contiguous
@@ -133,8 +134,8 @@ class CpuKernels {
   // fresh is stored on the way; null: all keys and values are there.
   void attend(Dtype dtype, const AttentionTask& task, int64_t tokens, const PagedKV& cache, const StepBatch& batch,
               const NewKV* fresh);
-  static void store_new(Dtype dtype, const NewKV& fresh, const PagedKV& cache, const StepBatch& batch, int64_t token,
-                        int64_t head);
+  void store_new(Dtype dtype, const NewKV& fresh, const PagedKV& cache, const StepBatch& batch, int64_t token,
+                 int64_t head) const;
   void store_tokens(Dtype dtype, const NewKV& fresh, const PagedKV& cache, const StepBatch& batch,
                     std::span<const TokenRange> ranges);
   template <class Body>

@@ -29,10 +29,12 @@ typedef float Vec __attribute__((vector_size(ASYNCENGINE_VECTOR_BYTES)));
 typedef int32_t IVec __attribute__((vector_size(ASYNCENGINE_VECTOR_BYTES)));
 typedef uint32_t UVec __attribute__((vector_size(ASYNCENGINE_VECTOR_BYTES)));
 typedef uint16_t HVec __attribute__((vector_size(ASYNCENGINE_VECTOR_BYTES / 2)));
+typedef uint8_t BVec __attribute__((vector_size(ASYNCENGINE_VECTOR_BYTES / 4)));
 
 typedef Vec UnalignedVec __attribute__((aligned(1), may_alias));
 typedef UVec UnalignedUVec __attribute__((aligned(1), may_alias));
 typedef HVec UnalignedHVec __attribute__((aligned(1), may_alias));
+typedef BVec UnalignedBVec __attribute__((aligned(1), may_alias));
 
 // A broadcast: x - 0 is x for every x, which the compiler knows; 0 + x is not for x = -0.
 AE_INLINE Vec splat(float value) { return value - Vec{}; }
@@ -96,6 +98,40 @@ AE_INLINE HVec narrow(Vec v) {
 AE_INLINE Vec load(const BFloat16* p) { return widen(*reinterpret_cast<const UnalignedHVec*>(p)); }
 AE_INLINE void store(BFloat16* p, Vec v) { *reinterpret_cast<UnalignedHVec*>(p) = narrow(v); }
 
+AE_INLINE UVec zero_extend(BVec b) {
+#if ASYNCENGINE_VECTOR_BYTES == 64
+  return (UVec)_mm512_maskz_cvtepu8_epi32(0xffff, (__m128i)b);
+#elif ASYNCENGINE_VECTOR_BYTES == 32
+  return (UVec)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)b));
+#else
+  return __builtin_convertvector(b, UVec);
+#endif
+}
+
+// An exponent of e4m3 is a float's less 120. What has none counts in steps of 2^-9: as the fraction of a float whose
+// exponent is that of 2^-6, less 2^-6, so that no operand is a denormal float, which would take a hundred cycles.
+AE_INLINE Vec widen(BVec b) {
+  const UVec bits = zero_extend(b), size = (bits & 0x7fu) << 20;
+  const Vec below = (Vec)(size + (121u << 23)) - 0x1p-6f;
+  Vec y = size < (1u << 23) ? below : (Vec)(size + (120u << 23));
+  y = size == (0x7fu << 20) ? splat(__builtin_nanf("")) : y;
+  return (Vec)((UVec)y | (bits & 0x80u) << 24);
+}
+
+// Round to nearest, ties to even; beyond 448 it is 448; NaN stays NaN. In the low byte of each lane.
+AE_INLINE UVec narrow_to_float8(Vec v) {
+  const UVec sign = (UVec)v >> 24 & 0x80u;
+  Vec size = (Vec)((UVec)v & 0x7fffffffu);
+  size = size > 448.f ? splat(448.f) : size;
+  const UVec bits = (UVec)size;
+  const UVec rounded = ((bits + 0x7ffffu + (bits >> 20 & 1u)) >> 20) - (120u << 3);
+  const UVec below = (UVec)(size + 0x1p14f) - (UVec)splat(0x1p14f);  // the last place of 2^14 is 2^-9
+  const UVec result = size < 0x1p-6f ? below : rounded;
+  return sign | (v == v ? result : result * 0u + 0x7fu);
+}
+
+AE_INLINE Vec load(const Float8* p) { return widen(*reinterpret_cast<const UnalignedBVec*>(p)); }
+
 // The first count < kLanes lanes; the others read as zero and are not touched in memory.
 AE_INLINE Vec load_first(const float* p, int64_t count) {
 #if ASYNCENGINE_VECTOR_BYTES == 64
@@ -115,6 +151,21 @@ AE_INLINE Vec load_first(const BFloat16* p, int64_t count) {
   memcpy(&h, p, static_cast<size_t>(count) * sizeof(BFloat16));
   return widen(h);
 #endif
+}
+
+AE_INLINE Vec load_first(const Float8* p, int64_t count) {
+  BVec b{};
+  memcpy(&b, p, static_cast<size_t>(count));
+  return widen(b);
+}
+
+AE_INLINE void store_first(Float8* p, Vec v, int64_t count) {
+  const BVec b = __builtin_convertvector(narrow_to_float8(v), BVec);
+  memcpy(p, &b, static_cast<size_t>(count));
+}
+
+AE_INLINE void store(Float8* p, Vec v) {
+  *reinterpret_cast<UnalignedBVec*>(p) = __builtin_convertvector(narrow_to_float8(v), BVec);
 }
 
 AE_INLINE void store_first(float* p, Vec v, int64_t count) { memcpy(p, &v, static_cast<size_t>(count) * sizeof(float)); }

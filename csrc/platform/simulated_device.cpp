@@ -269,7 +269,8 @@ void SimulatedDevice::run() {
     const Operation operation = cuda_stream->queue.front();
     cuda_stream->queue.pop_front();
     if (error_ == kCudaSuccess) run_operation(operation, lock);  // nothing runs after a sticky error
-    ++cuda_stream->executed;
+    // An event that has just been recorded may have been all that somebody waited for before destroying the CUDA stream.
+    if (std::ranges::find(cuda_streams_, cuda_stream) != cuda_streams_.end()) ++cuda_stream->executed;
     changed_.notify_all();
   }
 }

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <exception>
 #include <new>
+#include <utility>
 
 namespace asyncengine {
 
@@ -21,8 +22,26 @@ void give_vectors(const StepBatch& batch, const float* vectors, size_t width, in
   }
 }
 
+HostMover::HostMover(std::vector<BlockRegion> regions, int32_t num_host_blocks)
+    : regions_(std::move(regions)), num_host_blocks_(num_host_blocks) {
+  for (const BlockRegion& region : regions_) block_bytes_ += region.bytes_per_block;
+  memory_ = std::make_unique_for_overwrite<std::byte[]>(static_cast<size_t>(num_host_blocks) * block_bytes_);
+}
+
+bool HostMover::start(int transfer, std::span<const BlockMove> moves) {
+  for (const BlockMove& move : moves) {
+    std::byte* host = host_block(move.host);
+    for (const BlockRegion& region : regions_) {
+      std::byte* block = region.base + static_cast<size_t>(move.block) * region.bytes_per_block;
+      std::memcpy(brings_in(transfer) ? block : host, brings_in(transfer) ? host : block, region.bytes_per_block);
+      host += region.bytes_per_block;
+    }
+  }
+  return true;
+}
+
 CallbackExecutor::CallbackExecutor(const StepLimits& limits, int32_t max_blocks, int32_t block_size, int steps_in_flight,
-                                   std::vector<BlockRegion> regions, Needs needs, Forward forward, HeldUp held_up)
+                                   std::vector<BlockRegion> regions, Needs needs, Forward forward, HeldUp held_up, int32_t num_host_blocks)
     : board_(static_cast<size_t>(limits.max_rows) * MaskBoard::stride(limits.mask_words), -1),
       masks_(board_.data(), limits.mask_words),
       slots_(limits, max_blocks, block_size, masks_),
@@ -36,6 +55,7 @@ CallbackExecutor::CallbackExecutor(const StepLimits& limits, int32_t max_blocks,
     step.tokens.resize(static_cast<size_t>(limits.samples()));
     step.records.resize(static_cast<size_t>(limits.max_result_words));
   }
+  if (num_host_blocks > 0) mover_ = std::make_unique<HostMover>(regions_, num_host_blocks);
   thread_ = std::thread([this] { run(); });
 }
 

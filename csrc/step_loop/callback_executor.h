@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -18,23 +19,43 @@ namespace asyncengine {
 // becomes kNoToken; or kNotFinite where a number is not finite, or the record has no room for the row.
 void give_vectors(const StepBatch& batch, const float* vectors, size_t width, int32_t* tokens);
 
-class CallbackExecutor final : public Executor {
+// Blocks in memory of the host that move at once, by its caller.
+class HostMover final : public BlockMover {
  public:
-  // Computes the batch and writes one token per sample, or kNotFinite or kNoToken, and the records of samples that want
-  // some. An exception fails the step; its what() becomes error().
-  using Forward = std::function<void(const StepBatch& batch, int32_t* tokens)>;
   // Memory of which each block occupies `bytes_per_block` consecutive bytes: where block copies take place.
   struct BlockRegion {
     std::byte* base;
     size_t bytes_per_block;
   };
+  HostMover(std::vector<BlockRegion> regions, int32_t num_host_blocks);
+
+  int32_t num_host_blocks() const override { return num_host_blocks_; }
+  int32_t max_moves() const override { return 8; }
+  size_t block_bytes() const override { return block_bytes_; }
+  std::byte* host_block(int32_t host) override { return memory_.get() + static_cast<size_t>(host) * block_bytes_; }
+  bool start(int transfer, std::span<const BlockMove> moves) override;
+  MoveStatus poll(int) override { return MoveStatus::kDone; }
+
+ private:
+  std::vector<BlockRegion> regions_;
+  int32_t num_host_blocks_;
+  size_t block_bytes_ = 0;
+  std::unique_ptr<std::byte[]> memory_;  // untouched until it is used
+};
+
+class CallbackExecutor final : public Executor {
+ public:
+  // Computes the batch and writes one token per sample, or kNotFinite or kNoToken, and the records of samples that want
+  // some. An exception fails the step; its what() becomes error().
+  using Forward = std::function<void(const StepBatch& batch, int32_t* tokens)>;
+  using BlockRegion = HostMover::BlockRegion;
 
   // held_up_ns() asks `held_up`, if there is one.
   using HeldUp = std::function<int64_t(int64_t now)>;
 
   // `needs`: those that `forward` serves.
   CallbackExecutor(const StepLimits& limits, int32_t max_blocks, int32_t block_size, int steps_in_flight,
-                   std::vector<BlockRegion> regions, Needs needs, Forward forward, HeldUp held_up = {});
+                   std::vector<BlockRegion> regions, Needs needs, Forward forward, HeldUp held_up = {}, int32_t num_host_blocks = 0);
   ~CallbackExecutor() override;
 
   int num_staging() const override { return static_cast<int>(steps_.size()); }
@@ -45,6 +66,7 @@ class CallbackExecutor final : public Executor {
   }
   Needs needs() const override { return needs_; }
   MaskBoard masks() override { return masks_; }
+  BlockMover* mover() override { return mover_.get(); }
   LaunchStatus launch(int i, size_t bytes) override;
   StepStatus poll(int i) override;
   std::string error() const override;
@@ -68,6 +90,7 @@ class CallbackExecutor final : public Executor {
   SlotState slots_;
   std::vector<Step> steps_;
   std::vector<BlockRegion> regions_;
+  std::unique_ptr<HostMover> mover_;
   Needs needs_;
   Forward forward_;
   HeldUp held_up_;

@@ -9,6 +9,7 @@
 #include <string>
 #include <utility>
 
+#include "core/block_mover.h"
 #include "core/mask_board.h"
 #include "core/step_input.h"
 #include "step_loop/notifier.h"
@@ -48,6 +49,9 @@ class Executor {
   virtual Needs needs() const { return kSamplingNeeds; }
   // Where its sampler looks for masks. What is written there by the step thread is seen by steps under way.
   virtual MaskBoard masks() { return {}; }
+
+  // Of blocks to the host and back; none: there is no host tier.
+  virtual BlockMover* mover() { return nullptr; }
 
   // Enqueues the step; never waits for it, nor for any other.
   virtual LaunchStatus launch(int i, size_t bytes) = 0;

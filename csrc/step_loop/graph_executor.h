@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "platform/cuda_runtime.h"
+#include "step_loop/graph_mover.h"
 #include "step_loop/executor.h"
 #include "step_loop/launch_thread.h"
 #include "step_loop/staging.h"
@@ -59,6 +60,7 @@ class GraphExecutor final : public Executor {
     CudaGraphExec copy_blocks = nullptr;  // runs before a step that has block copies
     EagerLaunch eager;                 // if set, what runs in place of graphs; bucket -1 is copy_blocks
     CudaStream cuda_stream = nullptr;  // where it all runs; none: one of the executor's own
+    std::shared_ptr<GraphMover> mover;  // of a host tier, or none
     std::shared_ptr<void> keep_alive;  // whatever owns the graphs
   };
 
@@ -77,6 +79,7 @@ class GraphExecutor final : public Executor {
   StepStatus poll(int i) override;
   std::string error() const override;
   MaskBoard masks() override { return staging_->masks(); }
+  BlockMover* mover() override { return graphs_.mover.get(); }
   Needs needs() const override { return needs_; }
   int num_kinds() const override { return num_kinds_; }
   int kind(int i) const override;  // one per graph

@@ -6,14 +6,9 @@
 #include <condition_variable>
 #include <mutex>
 
-namespace asyncengine {
+#include "core/wait_clock.h"
 
-// The clock of timed waits: steady, so that setting the system's clock turns no short wait into a long one.
-#ifdef __SANITIZE_THREAD__
-using WaitClock = std::chrono::system_clock;  // the only one whose waits GCC 12's thread sanitizer understands
-#else
-using WaitClock = std::chrono::steady_clock;
-#endif
+namespace asyncengine {
 
 // A wake-up that is remembered when nobody waits. notify() costs one atomic exchange unless the step thread sleeps.
 class Notifier {

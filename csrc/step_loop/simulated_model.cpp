@@ -45,7 +45,7 @@ SimulatedModel::SimulatedModel(SimulatedDevice& device, const SimulatedModelConf
 }
 
 std::unique_ptr<GraphExecutor> SimulatedModel::make_executor(int steps_in_flight, std::chrono::nanoseconds poll_interval,
-                                                             StagingMode mode) {
+                                                             StagingMode mode, int32_t num_host_blocks) {
   const CudaRuntime& cuda = SimulatedDevice::runtime();
   staging_ = std::make_shared<Staging>(cuda, device_.ordinal(), limits_, steps_in_flight, mode);
   const auto inputs = static_cast<size_t>(staging_->mode() == StagingMode::kAhead ? steps_in_flight : 1);
@@ -60,7 +60,33 @@ std::unique_ptr<GraphExecutor> SimulatedModel::make_executor(int steps_in_flight
     graphs.buckets.push_back(bucket);
   }
   graphs.copy_blocks = device_.add_graph([this] { copy_blocks(); }, std::chrono::nanoseconds(0));
+  if (num_host_blocks > 0) graphs.mover = make_mover(num_host_blocks);
   return std::make_unique<GraphExecutor>(cuda, device_.ordinal(), staging_, std::move(graphs), poll_interval);
+}
+
+std::unique_ptr<GraphMover> SimulatedModel::make_mover(int32_t num_host_blocks) {
+  constexpr int32_t kMoves = 4;
+  const auto bytes = static_cast<size_t>(block_size_) * sizeof(int32_t);
+  const CudaRuntime& cuda = SimulatedDevice::runtime();
+  auto pool = std::make_shared<HostPool>(cuda, device_.ordinal(), bytes, num_host_blocks, kMoves);
+  gathered_ = allocate_device(cuda, BlockMover::kTransfers * kMoves * bytes);
+  pool->set_gathered(gathered_.data());
+  GraphMover::Graphs graphs;
+  for (int i = 0; i < BlockMover::kTransfers; ++i) {
+    graphs[static_cast<size_t>(i)] = device_.add_graph([this, pool, i] { gather(*pool, i); }, std::chrono::nanoseconds(0));
+  }
+  return std::make_unique<GraphMover>(cuda, device_.ordinal(), std::move(pool), graphs);
+}
+
+// Or scatter, of a transfer that brings in.
+void SimulatedModel::gather(const HostPool& pool, int transfer) {
+  const int32_t* list = pool.list(transfer);
+  for (int32_t i = 0; i < list[0]; ++i) {
+    std::byte* block = kv_.data() + static_cast<size_t>(list[1 + i]) * pool.block_bytes();
+    std::byte* gathered = pool.gathered(transfer) + static_cast<size_t>(i) * pool.block_bytes();
+    const bool in = BlockMover::brings_in(transfer);
+    std::memcpy(in ? block : gathered, in ? gathered : block, pool.block_bytes());
+  }
 }
 
 int32_t SimulatedModel::next_token(const SimulatedModelConfig& config, std::span<const int32_t> tokens,

@@ -34,7 +34,7 @@ class SimulatedModel {
 
   // Buckets of 1/16, 1/4 and all of the limits.
   std::unique_ptr<GraphExecutor> make_executor(int steps_in_flight, std::chrono::nanoseconds poll_interval,
-                                               StagingMode mode = StagingMode::kAhead);
+                                               StagingMode mode = StagingMode::kAhead, int32_t num_host_blocks = 0);
 
   // What the model answers to these tokens: the reference for tests.
   static int32_t next_token(const SimulatedModelConfig& config, std::span<const int32_t> tokens, const SamplingState& sampling);
@@ -49,6 +49,8 @@ class SimulatedModel {
   const std::byte* input() const;
   int64_t* output() const;
   void copy_blocks();
+  std::unique_ptr<GraphMover> make_mover(int32_t num_host_blocks);
+  void gather(const HostPool& pool, int transfer);
   void step();
   void forward(const StepInputView& input, const StepBatch& batch);
   void sample(const StepInputRow& row, const StepBatch& batch, uint64_t step);
@@ -58,7 +60,7 @@ class SimulatedModel {
   SimulatedModelConfig config_;
   StepLimits limits_;
   int32_t block_size_;
-  DeviceBuffer input_, output_, kv_;  // kv_: the token id at every position of every block
+  DeviceBuffer input_, output_, gathered_, kv_;  // kv_: the token id at every position of every block
   std::shared_ptr<Staging> staging_;
   size_t launch_ = 1;  // steps count from 1
   SlotState slots_;

@@ -13,6 +13,21 @@ using std::chrono::nanoseconds;
 
 // Steps that fail one by one are their requests' affair, until nothing else happens any more.
 constexpr int kMostFailedSteps = 16;
+// Between two looks at copies of blocks while no step is in flight.
+constexpr nanoseconds kMovesLook{20'000};
+
+// For a call of the disk's that is under way when the loop ends.
+constexpr nanoseconds kDiskPatience{5'000'000'000};
+
+std::unique_ptr<DiskBlocks> make_disk(const StepLoopConfig& config, const BlockMover& mover, std::shared_ptr<Notifier> notifier) {
+  if (config.disk_path.empty()) return nullptr;
+  DiskStore::Config store;
+  store.path = config.disk_path;
+  store.layout = {config.fingerprint, mover.block_bytes(), config.scheduler.block_size};
+  store.max_bytes = config.disk_bytes;
+  store.num_threads = 4;
+  return std::make_unique<DiskBlocks>(store, [notifier = std::move(notifier)] { notifier->notify(); });
+}
 
 RegistryConfig registry_config(const StepLoopConfig& config, Needs needs) {
   const SchedulerConfig& s = config.scheduler;
@@ -42,13 +57,18 @@ StepLoop::StepLoop(const StepLoopConfig& config, std::unique_ptr<Executor> execu
   for (InFlightStep& step : ring_) step.plan.reserve(scheduler_.limits().max_rows);
   scheduler_.observe(&registry_);
   scheduler_.write_masks_to(executor_->masks());
+  if (config.scheduler.num_host_blocks > 0) {
+    disk_ = make_disk(config, *executor_->mover(), notifier_);
+    scheduler_.move_blocks_with(*executor_->mover(), disk_.get());
+  }
   executor_->attach(notifier_);
   publish_stats();
 }
 
 StepLoop::~StepLoop() {
   mask_inbox_->close();
-  if (!life_.end()) (void)executor_.release();
+  const bool at_rest = disk_ == nullptr || disk_->close(kDiskPatience);
+  if (!life_.end() || !at_rest) (void)executor_.release();
 }
 
 void StepLoop::dispose(StepLoop* loop, nanoseconds limit) {
@@ -100,7 +120,8 @@ bool StepLoop::round() {
   limit_.look(now);
   registry_.receive(scheduler_, outbox_);
   scheduler_.take_masks(*mask_inbox_, outbox_, now);
-  bool moved = retire_oldest(now);
+  bool moved = scheduler_.move_blocks(outbox_);
+  moved |= retire_oldest(now);
   moved |= launch_next(now);
   moved |= watch_.sweep(scheduler_.blocks());
   publish_stats();  // first: who got its last token finds it counted
@@ -130,6 +151,7 @@ bool StepLoop::retire_oldest(int64_t now) {
       break;
   }
   late_launch_.ended(limit_.since(), now);
+  scheduler_.took(step.plan, now - limit_.since());
   limit_.restart(now);
   scheduler_.commit(step.plan, executor_->results(i), outbox_, now);
   if (watch_.on()) record(step, now);
@@ -147,6 +169,8 @@ void StepLoop::record(const InFlightStep& step, int64_t ready) {
   record.committed_ns = now_ns();
   record.rows = static_cast<int64_t>(step.plan.rows.size());
   record.tokens = step.plan.num_tokens;
+  record.decode_rows = step.plan.num_decode_rows;
+  record.predicted_ns = step.plan.predicted_ns;
   watch_.add(record);
 }
 
@@ -202,7 +226,7 @@ bool StepLoop::launch_next(int64_t now) {
 }
 
 nanoseconds StepLoop::patience() const {
-  if (none_in_flight()) return LifeCycle::kIdle;
+  if (none_in_flight()) return scheduler_.moves_blocks() ? kMovesLook : LifeCycle::kIdle;
   const int64_t now = now_ns();
   const nanoseconds look = std::max(executor_->poll_interval(), late_launch_.until_news(now));
   return std::clamp(std::min({look, limit_.until_look(now), late_launch_.until_due(now)}), nanoseconds(0), LifeCycle::kIdle);
@@ -214,6 +238,10 @@ void StepLoop::publish_stats() {
   stats.num_steps_in_flight = static_cast<int64_t>(next_step_ - oldest_step_);
   stats.num_late_launches = late_launch_.count();
   stats.failed_steps = failed_steps_;
+  const StepCosts::Factors& factors = scheduler_.costs().factors();
+  stats.decode_cost_ppm = static_cast<int64_t>(1e6 * factors.decode);
+  stats.rest_cost_ppm = static_cast<int64_t>(1e6 * factors.rest);
+  stats.attention_cost_ppm = static_cast<int64_t>(1e6 * factors.attention);
   stats_.store(stats);
   quiescent_.store(none_in_flight() && scheduler_.idle(), std::memory_order_release);
 }

@@ -12,6 +12,7 @@
 
 #include "core/outbox.h"
 #include "core/scheduler.h"
+#include "step_loop/disk_blocks.h"
 #include "step_loop/executor.h"
 #include "step_loop/late_launch.h"
 #include "step_loop/life_cycle.h"
@@ -35,6 +36,9 @@ struct StepLoopConfig {
   // Plan a step shortly before the ones in flight are over, so that what arrives meanwhile is in it. Off: as soon as there
   // is room in flight, as with an executor whose steps cannot be foreseen.
   bool late_launch = false;
+  // A directory for blocks behind the host tier; empty: none. The fingerprint is of all that keys and values depend on.
+  std::string disk_path = {}, fingerprint = {};
+  int64_t disk_bytes = 0;
   int64_t (*clock)() = &steady_now_ns;  // tests bring their own
 };
 
@@ -111,6 +115,7 @@ class StepLoop {
   std::shared_ptr<Notifier> notifier_ = std::make_shared<Notifier>();
   Outbox outbox_;
   std::unique_ptr<Executor> executor_;
+  std::unique_ptr<DiskBlocks> disk_;
   LifeCycle life_;
   RequestRegistry registry_;
   Scheduler scheduler_;

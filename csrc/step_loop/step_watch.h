@@ -21,6 +21,8 @@ struct StepRecord {
   int64_t committed_ns = 0;  // its results were taken in
   int64_t rows = 0;
   int64_t tokens = 0;
+  int64_t decode_rows = 0;
+  int64_t predicted_ns = 0;  // that it was expected to take; 0: nothing is known
 };
 
 // Of the blocks of one cell of the map, 0 to 255 for none to all, rounded up: one block of many shows.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fp8_accuracy import Sequences, compare, continued, given, measure, perplexity
+from fp8_accuracy import Of, Sequences, compare, continued, given, measure, perplexity
 from torch import Tensor
 
 from asyncengine import bundled_model
@@ -35,8 +35,9 @@ def test_figures_against_a_calculation_by_hand() -> None:
     assert perplexity(exact, torch.tensor([[0, 1]])) == pytest.approx(4 / 3)
 
 
-def test_the_bundled_model_in_plain_torch() -> None:
-    result = measure(bundled_model(), argparse.Namespace(device="cpu", rows=[2, 4], tokens=24))
+@pytest.mark.parametrize("of", ["weights", "kv-cache"])
+def test_the_bundled_model_in_plain_torch(of: Of) -> None:
+    result = measure(bundled_model(), argparse.Namespace(device="cpu", rows=[2, 4], tokens=24), of)
     assert result["perplexity"]["fp8"] == pytest.approx(result["perplexity"]["bf16"], rel=0.05)
     assert 0.001 < result["prompts"]["relative error"] < 0.1
     assert result["noise, rows 2"]["relative error"] < 1e-5

@@ -30,6 +30,10 @@ WALKS = {
     "chunks of one": Limits(num_blocks=20, prefill_chunk_size=1, max_num_seqs=6),
     "chunks of seven": Limits(num_blocks=10, prefill_chunk_size=7, max_num_batched_tokens=33),
     "no prefix cache": Limits(num_blocks=11, prefix_caching=False),
+    "host tier": Limits(num_blocks=10, max_num_seqs=5, num_host_blocks=50),
+    "tiny host tier": Limits(num_blocks=12, max_num_seqs=4, num_host_blocks=6, steps_in_flight=3),
+    "paced": Limits(num_blocks=40, max_num_seqs=6, max_num_batched_tokens=64, target_itl_ns=4000),
+    "paced in vain": Limits(num_blocks=14, max_num_batched_tokens=48, target_itl_ns=1),
 }
 
 
@@ -126,6 +130,8 @@ def walk_scheduler(limits: Limits, rng: random.Random, operations: int) -> Check
                 scheduler.abort(rng.choice(list(scheduler.requests)), rng.choice([None, 0, 1, 2]))
             case 2 | 3 | 4:
                 scheduler.schedule()
+            case 5 if limits.num_host_blocks:
+                random_move(scheduler, rng)
             case _ if scheduler.flight and rng.random() < 0.01:
                 scheduler.fail_step()
             case _ if scheduler.flight:
@@ -136,16 +142,28 @@ def walk_scheduler(limits: Limits, rng: random.Random, operations: int) -> Check
     return scheduler
 
 
+def random_move(scheduler: CheckedScheduler, rng: random.Random) -> None:
+    if scheduler.moves and rng.random() < 0.7:
+        scheduler.end_move(rng.choice(list(scheduler.moves)), done=rng.random() < 0.97)
+    elif rng.random() < 0.02:
+        scheduler.refuse_moves(1)
+    else:
+        scheduler.move()
+
+
 def random_limits(rng: random.Random) -> Limits:
     max_num_seqs = rng.randint(1, 8)
+    prefix_caching = rng.random() < 0.8
     return Limits(
         num_blocks=rng.randint(2, 40),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + rng.randint(1, 56),
         prefill_chunk_size=rng.choice([0, 0, 1, 7, 16, 33]),
+        target_itl_ns=rng.choice([0, 0, 1, 3000]),
         max_model_len=rng.choice([40, 96, 150]),
-        prefix_caching=rng.random() < 0.8,
+        prefix_caching=prefix_caching,
         steps_in_flight=rng.randint(1, 4),
+        num_host_blocks=rng.choice([0, 2, 30, 100]) if prefix_caching else 0,
     )
 
 

@@ -15,12 +15,18 @@ from enum import Enum, auto
 
 from asyncengine import _core
 
-BLOCK_SIZE = 16
+from .host_model import BLOCK_SIZE, HostModel, Move
+
 VOCAB = 8
 STOP, LENGTH = _core.FinishReason.stop, _core.FinishReason.length
 FAILED, STEP_FAILED = _core.FinishReason.failed, _core.FinishReason.step_failed
 FED_IN_PLACE = 0
 """What executors feed where logits were not finite: no_row_is_fed_a_negative_token in tests/native holds them to it."""
+
+LEAST_CHUNK = 16
+"""What the first prompt of a step gets, however long it takes."""
+COSTS = _core.StepCosts([(1, 100, 1), (64, 6400, 1)], [(1, 100, 1), (64, 6400, 64)])
+"""A step takes 100 ns for each token, 1 ns for each that a token attends to."""
 
 Copy = tuple[int, int]
 
@@ -36,6 +42,8 @@ class Limits:
     max_model_len: int = 96
     prefix_caching: bool = True
     steps_in_flight: int = 2
+    num_host_blocks: int = 0
+    target_itl_ns: int = 0
 
     @property
     def longest(self) -> int:
@@ -64,6 +72,7 @@ class ModelSequence:
     in_flight: int = 0
     on_device: bool = False
     emitted: int = 0
+    loading: bool = False  # blocks come from the host for it
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -130,7 +139,7 @@ class Step:
     written: set[int]
 
 
-class CheckedScheduler:
+class CheckedScheduler(HostModel):
     """A native scheduler and its model, side by side; every operation is compared."""
 
     def __init__(self, limits: Limits) -> None:
@@ -144,10 +153,15 @@ class CheckedScheduler:
                 prefill_chunk_size=limits.prefill_chunk_size,
                 max_model_len=limits.max_model_len,
                 prefix_caching=limits.prefix_caching,
+                num_host_blocks=limits.num_host_blocks,
+                costs=COSTS,
+                target_itl_ns=limits.target_itl_ns,
             ),
             limits.steps_in_flight,
         )
         self.kv = [[-1] * BLOCK_SIZE for _ in range(limits.num_blocks)]
+        self.host = [[-1] * BLOCK_SIZE for _ in range(limits.num_host_blocks)]
+        self.moves: dict[int, list[Move]] = {}  # by transfer
         self.requests: dict[int, ModelRequest] = {}
         self.flight: deque[Step] = deque()
         self.next_id = 0
@@ -210,15 +224,18 @@ class CheckedScheduler:
         if planned is None:
             self._preempt([], running)
             full = len(self.flight) == self.limits.steps_in_flight
-            assert full or self.flight or not self.requests, "nothing runs, though there is work"
+            moves = self.moves or self.native.loading
+            assert full or self.flight or moves or not self.requests, "nothing runs, though there is work"
         else:
             rows = [self._row(*row) for row in planned[0]]
             self._preempt(rows, running)
             step = Step(rows, planned[1], [], set())
             self._check_order(rows, waiting, running)
+            self._check_pace(rows)
             self._run(step)
             self.flight.append(step)
         self._check_holders()
+        self._see_loading()
         return planned is not None
 
     def commit(self) -> None:
@@ -264,9 +281,12 @@ class CheckedScheduler:
         for _ in range(bound):
             while self.schedule():
                 pass
-            if not self.flight:
+            self.end_moves()
+            if self.flight:
+                self.commit()
+            elif not self.requests:
                 break
-            self.commit()
+        self.end_moves()
         assert not self.requests, f"requests still there after {bound} steps: {list(self.requests)}"
         assert self.native.quiescent
         assert self.native.consistent()
@@ -287,7 +307,7 @@ class CheckedScheduler:
         """
         limits = self.limits
         overtaken = new.tokens + limits.max_num_seqs * (limits.longest + 2)
-        rounds = limits.steps_in_flight + 1
+        rounds = (limits.steps_in_flight + 1) * (4 if limits.num_host_blocks else 1)  # while blocks come, others go on
         new.allowed = rounds * (overtaken + sum(request.tokens for request in self.requests.values()))
         for request in self.requests.values():
             if new.order < request.order:
@@ -408,7 +428,7 @@ class CheckedScheduler:
         limits = self.limits
         assert sum(row.query_len for row in rows) <= limits.max_num_batched_tokens
         assert len({row.sequence for row in rows}) == len(rows) <= limits.max_num_seqs
-        if limits.prefill_chunk_size:
+        if limits.prefill_chunk_size and not limits.target_itl_ns:
             assert all(row.query_len <= limits.prefill_chunk_size for row in rows)
         # Decode rows, then prompts of running sequences, then new sequences; each in order.
         ranks = [(0 if row.from_device else 1 if row.sequence in running else 2, row.sequence.key) for row in rows]
@@ -416,12 +436,27 @@ class CheckedScheduler:
         admitted = {row.sequence for row in rows} - running
         assert admitted <= waiting
         left = [s.key for s in waiting - admitted]
-        assert not admitted or not left or max(s.key for s in admitted) < min(left), "somebody was overtaken"
+        if not any(s.loading for s in self._sequences()) and not self.native.loading:
+            assert not admitted or not left or max(s.key for s in admitted) < min(left), "somebody was overtaken"
         self.saw["mixed step"] += ranks[0][0] == 0 and ranks[-1][0] > 0
         # No sequence that can decode stands idle while there are blocks.
-        if self.native.free_blocks > 0:
+        if self.native.free_blocks > 0 and not self.moves:
             planned = {row.sequence for row in rows}
             assert all(s in planned or not (s.state is State.RUNNING and s.on_device and s.wants_more) for s in running)
+
+    def _check_pace(self, rows: list[Row]) -> None:
+        """A step in which sequences decode ends in time, unless the least chunk is too much."""
+        decodes = [row for row in rows if row.from_device]
+        chunks = [row for row in rows if not row.from_device]
+        if not self.limits.target_itl_ns or not decodes or not chunks:
+            return
+        attended = sum(row.context_len + row.query_len for row in decodes)
+        attention = sum(row.query_len * (row.context_len + row.query_len / 2) for row in chunks)
+        predicted = 100 * sum(row.query_len for row in rows) + attended + attention
+        late = predicted > self.limits.target_itl_ns + 1  # times are rounded down
+        # The prefix cache may give a new sequence a context that nobody reckoned with.
+        assert not late or chunks[-1].query_len <= LEAST_CHUNK
+        self.saw["paced step"] += not late
 
     def _take(self, sequence: ModelSequence, token: int) -> list[tuple[int, int, int, int]]:
         """The events that a sampled token must cause."""
@@ -447,7 +482,7 @@ class CheckedScheduler:
 
     def _settle(self, sequence: ModelSequence) -> None:
         """What a sequence holds comes back when no step in flight touches it any more."""
-        if sequence.in_flight or sequence.state not in (State.PREEMPTING, State.FINISHED):
+        if sequence.in_flight or sequence.loading or sequence.state not in (State.PREEMPTING, State.FINISHED):
             return
         sequence.blocks, sequence.computed, sequence.on_device = [], 0, False
         sequence.state = State.WAITING if sequence.state is State.PREEMPTING else State.RELEASED
@@ -457,13 +492,3 @@ class CheckedScheduler:
         for request_id in done:
             del self.requests[request_id]
         return done
-
-    def _check_holders(self) -> None:
-        """Reference counts are those of the sequences' tables and of copies under way."""
-        holders = [s for s in self._sequences() if s.blocks]
-        counts = Counter(block for s in holders for block in s.blocks)
-        counts.update(block for step in self.flight for block in step.held)
-        assert self.native.ref_counts == [counts[block] for block in range(self.limits.num_blocks)]
-        assert self.native.free_blocks == self.limits.num_blocks - len(counts)
-        assert len(holders) <= self.limits.max_num_seqs
-        assert self.native.in_flight == len(self.flight)

@@ -92,7 +92,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=st.sampled_from([40, 96]),
             prefix_caching=st.booleans(),
             steps_in_flight=st.integers(1, 3),
-        )
+            target_itl_ns=st.sampled_from([0, 0, 1, 3000]),
+            num_host_blocks=st.sampled_from([0, 3, 40]),
+        ).filter(lambda limits: limits.prefix_caching or not limits.num_host_blocks)
     )
     def create(self, limits: Limits) -> None:
         self.scheduler = CheckedScheduler(limits)
@@ -140,6 +142,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     def fail_step(self) -> None:
         self.scheduler.fail_step()
 
+    @precondition(lambda self: self.scheduler.limits.num_host_blocks)
+    @rule()
+    def move(self) -> None:
+        self.scheduler.move()
+
+    @precondition(lambda self: self.scheduler.moves)
+    @rule(which=st.integers(0, 3), done=st.sampled_from([True, True, True, False]))
+    def end_move(self, which: int, done: bool) -> None:
+        under_way = list(self.scheduler.moves)
+        self.scheduler.end_move(under_way[which % len(under_way)], done)
+
     @rule(rounds=st.integers(1, 8))
     def run(self, rounds: int) -> None:
         for _ in range(rounds):
@@ -178,6 +191,8 @@ def test_scheduler_on_a_random_walk(name: str) -> None:
     assert saw["cached prefix"] or not scheduler.limits.prefix_caching
     assert (saw["fork"] and saw["copy"]) or scheduler.limits.max_num_seqs == 1
     assert saw["preemption"] or scheduler.limits.num_blocks > 12 or scheduler.limits.max_num_seqs == 1
+    if scheduler.limits.num_host_blocks:
+        assert all(saw[what] for what in ("block to the host", "block from the host", "failed move", "load"))
 
 
 def test_a_long_run_says_what_it_did(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -108,5 +108,6 @@ async def test_a_dead_engine_tells_what_it_did_last() -> None:
         with pytest.raises(EngineDeadError):
             await engine.generate([300] * 8, PARAMS)
         assert engine.health == "dead"
+        await asyncio.sleep(0)  # a wake-up is recorded after those whom it woke have run
         assert engine.snapshot().steps
         assert engine.snapshot().wakes

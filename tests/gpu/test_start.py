@@ -115,8 +115,8 @@ def test_a_first_start_measures_what_no_table_knows(
     assert start(tune_linear=False) == []
     assert not path.exists()
     (message,) = start(tune_linear=True)
-    # 4 projections of 1, 8 and 16 rows, the head of 1 and 8, and of 8 where it may leave ranks.
-    count = 14 + examine(torch.device("cuda", 0)).tma
+    # 4 projections of 1, 8 and 16 rows, the head of 1, 8 and 16 samples, and of 8 where it may leave ranks.
+    count = 15 + examine(torch.device("cuda", 0)).tma
     assert f"measured plans for {count} of {count} kinds" in message
     measured = PlanTable.from_json(path.read_text())
     assert len(measured) == count

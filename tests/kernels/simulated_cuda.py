@@ -6,6 +6,7 @@ device gives them; what is missing is the GPU's speed.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -16,7 +17,9 @@ from asyncengine.backend import Backend, load_tokenizer
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
 from asyncengine.runner.buckets import token_buckets
+from asyncengine.runner.calibration import with_kv_scales
 from asyncengine.runner.device_steps import VARIANTS, step_buckets
+from asyncengine.runner.host_tier import HostTier
 from asyncengine.runner.loop_config import step_loop_config
 from asyncengine.runner.model_runner import load_model
 from asyncengine.runner.prepare import make_steps
@@ -29,7 +32,7 @@ def load(config: EngineConfig) -> Backend:
     device = _core.SimulatedDevice(vocab_size=2)
     native = _core.CudaDevice.simulated(device)
     ops = CudaOps(torch.device("cpu"), CudaOptions(quantization=config.quantization))
-    loaded = load_model(config, ops)
+    loaded = with_kv_scales(config, load_model(config, ops), ops)
     info = loaded.info(config, config.num_kv_blocks)
     steps, buffers = make_steps(config, loaded, ops, native, config.num_kv_blocks)
     buckets = step_buckets(config, loaded, ops)
@@ -38,11 +41,16 @@ def load(config: EngineConfig) -> Backend:
         variants = [(needs, device.add_graph(partial(_quietly, steps.run, bucket, needs))) for needs in VARIANTS]
         graphs.add_bucket(*bucket, variants)
     graphs.set_copy_blocks(device.add_graph(steps.copy_blocks))
+    tier = HostTier.make(config, native, steps.cache.memory)
+    if tier is not None:
+        info = replace(info, num_host_kv_blocks=tier.pool.num_blocks)
+        moves = [device.add_graph(partial(tier.enqueue, transfer)) for transfer in range(_core.HostPool.transfers)]
+        graphs.set_host_pool(tier.pool, moves)
     poison(steps)
     step_loop = _core.StepLoop.on_cuda(
         step_loop_config(config, info, token_buckets(buckets)), native, buffers.staging, graphs, None, 0, 50.0
     )
-    return Backend(info, load_tokenizer(config), step_loop, (steps, device))
+    return Backend(info, load_tokenizer(config), step_loop, (steps, device, tier))
 
 
 def _quietly(run, *args) -> None:

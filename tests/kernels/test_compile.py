@@ -251,7 +251,9 @@ card, cpu = card_for(target), torch.device("cpu")
 def random(*shape): return torch.empty(shape, dtype=torch.bfloat16)
 
 for heads, kv_heads, dim, rotary, norm in eval(sys.argv[2]):
-    shape = AttentionShape(heads, kv_heads, dim, torch.bfloat16)
+    float8 = "float8" in sys.argv
+    shape = AttentionShape(heads, kv_heads, dim, torch.bfloat16, float8)
+    scales, cached = (torch.ones(2, 2, kv_heads), torch.float8_e4m3fn) if float8 else (None, torch.bfloat16)
     for softcap in (0.0, 50.0) if "softcap" in sys.argv else (0.0,):
         for invariant in (False, True) if "invariant" in sys.argv else (False,):
             limits = Limits(64, 64, 512, 16, invariant)
@@ -267,12 +269,14 @@ for heads, kv_heads, dim, rotary, norm in eval(sys.argv[2]):
                 step = allocate_step(64, 32, 64, 64, cpu).bucket(bucket.max_rows, bucket.max_tokens)
                 attend = attention.of(bucket).of(layer)
                 attend(
-                    random(bucket.max_tokens, (heads + 2 * kv_heads) * dim), layer, random(8, kv_heads, 16, dim),
-                    random(8, kv_heads, 16, dim), step, pdl=card.dependent_launch,
+                    random(bucket.max_tokens, (heads + 2 * kv_heads) * dim), layer,
+                    random(8, kv_heads, 16, dim).to(cached), random(8, kv_heads, 16, dim).to(cached), step,
+                    scales=scales, pdl=card.dependent_launch,
                 )
 for name, kernel in compiled.items():
     assert kernel.metadata.shared <= card.shared_bytes, (name, kernel.metadata.shared, card)
-    words = [word for word in ("wgmma", "griddepcontrol.wait", "cp.async.bulk.tensor") if word in kernel.asm["ptx"]]
+    words = ["e4m3x2"] if float8 and "cvt.rn.f16x2.e4m3x2" in kernel.asm["ptx"] else []
+    words += [word for word in ("wgmma", "griddepcontrol.wait", "cp.async.bulk.tensor") if word in kernel.asm["ptx"]]
     if name.startswith("_tma"):
         words += [*policies(kernel), *spills(kernel), *stale_bounds(kernel)]
     print(":".join([name.split()[0], *words]))
@@ -312,3 +316,17 @@ def test_attention_compiles_for_every_card(tmp_path, target):
     names = [line.split(":")[0] for line in compiled]
     assert {"_attention_kernel", "_paged_decode_kernel", "_decode_kernel"} <= set(names)
     assert ("_tma_decode_kernel" in names) == (target == 90)
+
+
+@pytest.mark.parametrize(
+    ("target", "model", "store"),
+    [
+        (89, "((12, 12, 64, False, False),)", "_store_kernel"),
+        (90, "((32, 8, 128, True, True),)", "_rotary_store_kernel"),
+    ],
+)
+def test_attention_over_float8_compiles(tmp_path, target, model, store):
+    """Kernels in Triton alone. Those that read make float16 of float8 by the hardware's own instruction."""
+    compiled = run(tmp_path, "-c", ATTENTION, str(target), model, "float8")
+    names = {name: "e4m3x2" in words for name, *words in (line.split(":") for line in compiled)}
+    assert names == {"_attention_kernel": True, "_paged_decode_kernel": True, "_decode_kernel": True, store: False}

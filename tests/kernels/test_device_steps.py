@@ -18,13 +18,17 @@ import torch
 
 from asyncengine import AsyncEngine, ConfigError, EngineDeadError, SamplingParams, testing
 from asyncengine.config import EngineConfig
+from asyncengine.kernels.cpu.ops import CpuOps
 from asyncengine.kernels.cuda.attention import choose
 from asyncengine.kernels.cuda.attention.choose import describe
 from asyncengine.kernels.cuda.gpu import H200
 from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
 from asyncengine.runner import device_steps
 from asyncengine.runner.buckets import ANY_CONTEXT, Bucket
+from asyncengine.runner.calibration import calibrate_device
 from asyncengine.runner.device_steps import DeviceSteps
+from asyncengine.runner.kv_scales import calibrate_host
+from asyncengine.runner.model_runner import load_model
 from asyncengine.tokenization import placeholder_tokenizer
 from tests.engine.test_embedding import build_classifier
 from tests.engine.test_logits_processor import no_neighbours
@@ -117,6 +121,30 @@ def test_tokens_equal_transformers_with_work_lists(checkpoint, variant, monkeypa
     assert outputs == [[tuple(tiny.generate(model, prompt, COUNT))] for prompt in PROMPTS]
 
 
+@pytest.mark.parametrize("config", [{}, {"batch_invariant": True}, {"dtype": "bfloat16"}], ids=str)
+@pytest.mark.parametrize("variant", ["gpt2", "qwen3"])
+def test_keys_and_values_in_float8_give_the_cpus_tokens(checkpoint, variant, config):
+    """Greedy and sampled, whose blocks are copied. The scales are the same, too, of a step without a cache."""
+    path, _ = checkpoint(variant)
+    sampled = SamplingParams(max_tokens=COUNT, temperature=0.8, seed=3, n=2, ignore_eos=True)
+    jobs: Jobs = [(prompt, greedy() if i else sampled) for i, prompt in enumerate(PROMPTS)]
+    config = {**SMALL, "kv_cache_dtype": "fp8", **config}
+    outputs, _ = generate(path, jobs, **config)
+
+    async def on_cpu() -> list[Any]:
+        async with AsyncEngine.from_pretrained(str(path), device="cpu", **config) as engine:
+            done = await asyncio.gather(*(engine.generate(prompt, params) for prompt, params in jobs))
+            return [[sequence.token_ids for sequence in output.outputs] for output in done]
+
+    if not GPU or config["dtype"] == "float32":  # whose products are no bfloat16 of the CPU's
+        assert outputs == asyncio.run(on_cpu())
+    engine_config = EngineConfig(model=str(path), **config)
+    device, host = CudaOps(torch.device("cuda" if GPU else "cpu")), CpuOps(1)
+    on_device, on_host = load_model(engine_config, device), load_model(engine_config, host)
+    scales = calibrate_host(on_host.model, on_host.config, on_host.dtype, on_host.max_model_len, host)
+    assert torch.equal(calibrate_device(on_device, device).cpu(), scales)
+
+
 @pytest.fixture(scope="module")
 def as_configured_by_default(checkpoint):
     return generate(checkpoint("qwen3")[0], mixed_jobs(), alone=GPU)[0]
@@ -190,7 +218,6 @@ def test_prefix_hits_change_nothing(checkpoint):
     assert once == twice
 
 
-@pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")  # of rows that a step does not use
 def test_float8_weights(checkpoint):
     """The same tokens again, in other company: a row is quantised by itself."""
     path, _ = checkpoint("qwen3")
@@ -345,3 +372,15 @@ def test_scores_of_prompts_are_the_cpus(checkpoint, chunk):
             if a is not None and b is not None:
                 assert (a.token_id, a.rank) == (b.token_id, b.rank)
                 assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+
+
+def test_blocks_that_come_back_from_the_host_are_the_same(checkpoint):
+    """They are gathered, copied out, evicted, copied in and scattered: each prompt comes again after the others."""
+    path, _ = checkpoint("llama")
+    jobs = [([5 + i, *range(3, 36)], greedy(2)) for i in range(3)]
+    few = {"num_kv_blocks": 6, "host_kv_memory_bytes": 1 << 20, "max_model_len": 64}
+    roomy, _ = generate(path, jobs, alone=True)
+    outputs, stats = generate(path, jobs, rounds=2, alone=True, **few)
+    assert outputs == roomy
+    assert stats.blocks_to_host > 0
+    assert stats.blocks_from_host > 0

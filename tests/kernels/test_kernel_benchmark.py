@@ -49,6 +49,7 @@ def test_all_parts(
     monkeypatch.setattr(kernel_attention, "SHORT", 16)
     record = tmp_path / "record.json"
     where = ["--device", device.type, "--shape", str(tmp_path), "--json", str(record)]
+    where += ["--kv-cache-dtype", "auto", "fp8"] if config is QWEN3 else []
     monkeypatch.setattr("sys.argv", ["bench/kernels.py", *kernels.PARTS, *SIZES, "--logits", "peaked", *where])
     with np.errstate(all="ignore"):
         kernels.main()
@@ -68,15 +69,17 @@ def test_all_parts(
         "layer": ["few keys", "paged", "separate"],
     }
     assert found == {(part, kernel) for part, names in expected.items() for kernel in names}
+    assert any("fp8 cache" in line["shape"] for line in lines) == gated
     for line in lines:
         assert line["us"] > 0 or line["part"] == "layer"  # that is a difference
         assert line["share"] == pytest.approx(line["floor_us"] / line["us"])
-        assert (line["torch_us"] is None) == (line["kernel"] == "work list" or "1 x 64" in line["size"])
+        alone = line["kernel"] == "work list" or "1 x 64" in line["size"] or "fp8" in line["shape"]
+        assert (line["torch_us"] is None) == alone
 
 
 def test_a_wrong_result_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
-    monkeypatch.setattr(kernel_attention, "launch_all", lambda *args, pdl: args[-1].zero_())
+    monkeypatch.setattr(kernel_attention, "launch_all", lambda *args, **_: args[-1].zero_())
     where = ["--device", device.type, "--shape", str(tmp_path)]
     monkeypatch.setattr("sys.argv", ["bench/kernels.py", "attention", *SIZES, *where])
     with pytest.raises(SystemExit, match="wrong result"):
@@ -100,6 +103,8 @@ def test_options() -> None:
     assert args.prefill[1] == [Row(2048, 14336)]
     assert args.prefill[4] == [Row(128, 0)] * 16
     quick = kernels.parse(["attention", "--quick", "--contexts", "128", "--work", "split_tokens=1024"])
+    assert (args.kv_cache_dtype, args.float8) == (["auto"], False)
+    assert kernels.parse(["attention", "--kv-cache-dtype", "auto", "fp8"]).kv_cache_dtype == ["auto", "fp8"]
     assert (quick.json, quick.contexts, quick.shape) == (None, [128], ["llama-3.1-8b"])
     assert quick.work == {"split_tokens": 1024}
     with pytest.raises(SystemExit):

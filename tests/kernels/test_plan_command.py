@@ -107,3 +107,13 @@ def test_batch_invariant_engines_have_one_plan(capsys: pytest.CaptureFixture[str
 def test_an_unknown_card_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(SHAPES / "gpt2"), "--gpu", "abacus"]) == 2
     assert "NVIDIA H200" in capsys.readouterr().err
+
+
+def test_keys_and_values_in_float8_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """By kernels in Triton, and refused where the card has no float8."""
+    arguments = (str(SHAPES / "llama-3.1-8b"), "--kv-cache-dtype", "fp8", "--gpu")
+    attention = [line for step in steps_of(capsys, *arguments, "H200") for line in step["attention"]]
+    assert all("keys and values in float8" in line and "tma_" not in line for line in attention)
+    assert any("paged_decode [16 x 64" in line for line in attention)
+    assert main(["plan", *arguments, "A100"]) == 2
+    assert "kv_cache_dtype=fp8 needs a GPU of compute capability 8.9" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import pytest
 import torch
 
 from asyncengine import SamplingParams, testing
+from asyncengine.runner import cuda_costs
 from asyncengine.runner.buckets import ANY_CONTEXT, Bucket, choose_buckets
+from asyncengine.runner.costs import Sizes, measure
 from asyncengine.runner.device_steps import ARGMAX, DeviceSteps
 from asyncengine.tokenization import placeholder_tokenizer
-from tests.kernels.simulated_cuda import make_engine
+from tests.kernels.simulated_cuda import _quietly, make_engine
 from tests.models import tiny
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
@@ -97,6 +100,37 @@ def test_check_notices_steps_that_did_not_run(checkpoint: Path) -> None:
             with pytest.raises(ValueError, match="do not fit"):
                 replay.stage(steps, replay.decode_rows([300, 300]))
 
+    asyncio.run(main())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_costs.py measures")
+def test_costs_are_measured_of_the_engines_steps(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every launch of every size is a step that the kernels run; the clock is a stand-in."""
+    timed: list[int] = []
+
+    def launch_us(launch: Any, replays: int, cuda_stream: Any, *, warm_up: int) -> float:
+        launch(warm_up + replays)
+        timed.append(replays)
+        return 5.0
+
+    async def main() -> None:
+        async with make_engine(str(checkpoint), **CONFIG) as engine:
+            steps: DeviceSteps = engine._loaded().keep_alive[0]  # type: ignore[index]
+            buckets = choose_buckets(4, 24, 64, nothing, nothing)
+            run = partial(_quietly, lambda bucket: steps.run(buckets[bucket], ARGMAX))
+            machine = cuda_costs.Machine(steps, buckets, run, None)  # type: ignore[arg-type]
+            sizes = Sizes.of(engine.config, engine.model_info, 1000)
+            table = measure(sizes, partial(cuda_costs.time_step, machine), 1.0, lambda: 0.0)
+            assert [point.tokens for point in table.decode] == [1, 4]
+            assert [point.tokens for point in table.prompt] == [16, 24]
+            assert {point.base_ns for point in (*table.decode, *table.prompt)} == {5000.0}
+            assert timed == [2] * 8
+            steps.restart()
+            params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+            assert len((await engine.generate([5, 9, 2, 7], params)).token_ids) == 3
+
+    monkeypatch.setattr(cuda_costs, "launch_us", launch_us)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     asyncio.run(main())
 
 

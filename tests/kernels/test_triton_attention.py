@@ -21,6 +21,8 @@ from asyncengine.kernels.cuda.attention.run import launch_all
 from asyncengine.kernels.cuda.attention.work.lists import WorkList
 from asyncengine.kernels.cuda.gpu import H200
 from asyncengine.kernels.cuda.step.tensors import DeviceStep, allocate_step
+from asyncengine.kernels.float8 import FLOAT8, FLOAT8_MAX
+from asyncengine.kernels.float8_cache import with_inverses
 from asyncengine.kernels.ops import AttentionLayer
 
 SMALL = (Tile(16, 16, 4, 2, 1), Tile(16, 16, 4, 2, 1))
@@ -44,11 +46,21 @@ class Case:
     tiles: tuple[Tile, Tile | None] | None = SMALL
     late: bool = False
     softcap: float = 0.0
+    float8: bool = False
+    """Keys and values are in float8."""
     seed: int = 0
 
     @property
     def shape(self) -> AttentionShape:
-        return AttentionShape(self.group * self.num_kv_heads, self.num_kv_heads, self.head_dim, self.dtype)
+        heads = self.group * self.num_kv_heads
+        return AttentionShape(heads, self.num_kv_heads, self.head_dim, self.dtype, self.float8)
+
+    @property
+    def scales(self) -> Tensor | None:
+        """Of keys and values, another for each head; some of the numbers saturate."""
+        if not self.float8:
+            return None
+        return with_inverses(torch.tensor([0.007, 2**-8, 0.005]).repeat(2)[: 2 * self.num_kv_heads].view(2, -1))
 
     @property
     def layer(self) -> AttentionLayer:
@@ -81,6 +93,16 @@ class World:
     q: Tensor
     k: Tensor
     v: Tensor
+
+    @property
+    def scales(self) -> Tensor | None:
+        scales = self.case.scales
+        return None if scales is None else scales.to(self.q.device)
+
+    def exact(self, which: int) -> Tensor:
+        """Keys or values as numbers of float64."""
+        cache, scales = (self.k, self.v)[which].cpu(), self.case.scales
+        return cache.double() if scales is None else cache.double() * scales[which, 0].double()[:, None, None]
 
     def visible(self, row: int) -> tuple[int, int]:
         """The positions that some query of the row sees."""
@@ -115,7 +137,7 @@ class World:
         out = torch.full((len(self.q), case.shape.num_heads * case.head_dim), math.nan, device=self.q.device)
         out = out.to(case.dtype)
         launches = [Launch("paged", section.tile, section.rows, stored=True) for section in work.sections]
-        launch_all(launches, self.q, case.layer, self.k, self.v, self.step, work, out)
+        launch_all(launches, self.q, case.layer, self.k, self.v, self.step, work, out, scales=self.scales)
         for section in work.sections:
             assert not section.arrivals.any()
         return out.cpu()
@@ -128,9 +150,7 @@ class World:
         for row, (length, context) in enumerate(case.rows):
             first = int(self.step.row_query_start[row])
             blocks, offsets = self.cells(row)
-            k, v = (
-                cache.cpu()[blocks, :, offsets].double().repeat_interleave(case.group, 1) for cache in (self.k, self.v)
-            )
+            k, v = (self.exact(i)[blocks, :, offsets].repeat_interleave(case.group, 1) for i in (0, 1))
             i = torch.arange(context, context + length)[:, None]
             j = torch.arange(*self.visible(row))[None, :]
             hidden = j > i
@@ -174,7 +194,11 @@ def make_world(case: Case, device: torch.device, spare_tokens: int = 3) -> World
             for cache in (world.k, world.v):
                 size = (len(cells[0]), case.num_kv_heads, case.head_dim)
                 cache[cells[0], :, cells[1]] = torch.randn(size, generator=generator)
-    k, v = caches.to(case.dtype).to(device)
+    if case.scales is not None:
+        inverses = case.scales[:, 1, :, None, None]
+        k, v = (caches * inverses[:, None]).clamp(-FLOAT8_MAX, FLOAT8_MAX).to(FLOAT8).to(device)
+    else:
+        k, v = caches.to(case.dtype).to(device)
     return World(case, to_device(step, device), q, k, v)
 
 
@@ -212,6 +236,7 @@ def cases(draw: st.DrawFn, head_dims: Sequence[int] = (16, 32, 64, 80, 96, 128))
         window=draw(st.sampled_from([0, 0, 1, 7, 16, 33])),
         split_tokens=draw(st.sampled_from([0, 0, 16, 48])),
         programs=draw(st.integers(1, 12)),
+        float8=draw(st.sampled_from([False, False, True])),
         seed=draw(st.integers(0, 99)),
     )
 
@@ -221,6 +246,8 @@ def cases(draw: st.DrawFn, head_dims: Sequence[int] = (16, 32, 64, 80, 96, 128))
 @example(Case(((1, 200), (1, 0), (1, 16))))
 @example(Case(((1, 150), (30, 20), (0, 0), (2, 47)), head_dim=80, group=3, dtype=torch.bfloat16))
 @example(Case(((33, 70), (1, 100)), window=33, split_tokens=32, block_size=48))
+@example(Case(((1, 150), (30, 20), (0, 0), (2, 47)), head_dim=80, group=3, dtype=torch.bfloat16, float8=True))
+@example(Case(((33, 70), (1, 100)), window=33, split_tokens=32, block_size=48, float8=True))
 @example(Case(((2, 49),), window=34))  # the first key of a tile is just out of the last query's window
 def test_matches_torch(device: torch.device, case: Case) -> None:
     world = make_world(case, device)
@@ -229,9 +256,11 @@ def test_matches_torch(device: torch.device, case: Case) -> None:
     check(world, world.attend(work))
 
 
+@pytest.mark.parametrize("float8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_default_tiles(device: torch.device, dtype: torch.dtype) -> None:
-    case = Case(((1, 300), (70, 90), (1, 3)), num_kv_heads=1, group=4, head_dim=64, dtype=dtype, tiles=None)
+def test_the_default_tiles(device: torch.device, dtype: torch.dtype, float8: bool) -> None:
+    rows = ((1, 300), (70, 90), (1, 3))
+    case = Case(rows, num_kv_heads=1, group=4, head_dim=64, dtype=dtype, tiles=None, float8=float8)
     world = make_world(case, device)
     work = world.work()
     work.build(world.step)

@@ -52,7 +52,8 @@ def assert_near(got: Tensor, expected: Tensor, scale: Tensor | float = 0.0) -> N
 
 def assert_same(a: Tensor, b: Tensor) -> None:
     assert a.dtype == b.dtype
-    assert torch.equal(a.view(torch.int16), b.view(torch.int16)), "not bit for bit equal"
+    bits = torch.uint8 if a.itemsize == 1 else torch.int16
+    assert torch.equal(a.view(bits), b.view(bits)), "not bit for bit equal"
 
 
 # ---- linear ----
@@ -350,6 +351,7 @@ class Paged:
         softcap: float = 0.0,
     ) -> None:
         self.lengths, self.block_size, self.softcap = lengths, block_size, softcap
+        self.scales: Tensor | None = None
         q_heads, kv_heads = heads
         self.q, self.k, self.v = (
             [random(n, h, dim, dtype=dtype, seed=10 * i + s) for i, n in enumerate(lengths)]
@@ -381,12 +383,12 @@ class Paged:
         caches = (self.k_cache, self.v_cache)
         before = [cache.clone() for cache in caches]
         layer = AttentionLayer(num_heads, None, None, scale, window, self.softcap)
-        out = ops.attention(heads.flatten(1), layer, LayerKVCache(*caches), batch).clone()
+        out = ops.attention(heads.flatten(1), layer, LayerKVCache(*caches, self.scales), batch).clone()
         q, k, v = split_heads(heads, num_heads)
-        ops.store_kv(k, v, before[0], before[1], batch)
+        ops.store_kv(k, v, before[0], before[1], batch, self.scales)
         for cache, expected in zip(caches, before, strict=True):
             assert_same(cache, expected)
-        assert_same(out, ops.paged_attention(q, *caches, batch, scale, window, self.softcap))
+        assert_same(out, ops.paged_attention(q, *caches, batch, scale, window, self.softcap, self.scales))
         return list(out.split([b - a for _, a, b in rows]))
 
     def twin(self, sequence: int, window: int) -> Tensor:

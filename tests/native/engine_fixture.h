@@ -26,15 +26,20 @@ struct Options {
   int64_t max_queued_requests = 1 << 20;
   StagingMode staging = StagingMode::kAhead;
   int32_t max_samples = 0, max_update_words = 0, max_result_words = 0;
+  int32_t num_host_blocks = 0;
+  std::string disk_path = {};
 
   StepLoopConfig loop() const {
     StepLoopConfig c;
     c.scheduler = {num_blocks, block_size, max_num_seqs, max_num_batched_tokens, prefill_chunk_size, max_model_len,
-                   prefix_caching, {}, max_samples, max_update_words, max_result_words};
+                   prefix_caching, {}, max_samples, max_update_words, max_result_words, 0, num_host_blocks};
     c.steps_in_flight = steps_in_flight;
     c.step_timeout = step_timeout;
     c.late_launch = late_launch;
     c.max_queued_requests = max_queued_requests;
+    c.disk_path = disk_path;
+    c.disk_bytes = 1 << 24;
+    c.fingerprint = "simulated";
     return c;
   }
 };
@@ -55,7 +60,8 @@ class Engine {
     const auto config = options.loop();
     model_ = std::make_unique<SimulatedModel>(device, model_config_, StepLoop::limits(config), options.num_blocks,
                                               options.block_size, options.max_model_len / options.block_size + 1);
-    loop = std::make_unique<StepLoop>(config, model_->make_executor(options.steps_in_flight, 20us, options.staging));
+    loop = std::make_unique<StepLoop>(config, model_->make_executor(options.steps_in_flight, 20us, options.staging,
+                                                                        options.num_host_blocks));
     loop->start();
   }
 

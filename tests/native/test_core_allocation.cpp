@@ -3,6 +3,7 @@
 #include <new>
 
 #include "check.h"
+#include "disk_fixture.h"
 #include "engine_fixture.h"
 #include "scheduler_fixture.h"
 #include "scripted_executor.h"
@@ -58,6 +59,18 @@ TEST(schedule_pack_commit_allocate_nothing) {
   }
 }
 
+TEST(steps_with_a_target_allocate_nothing) {
+  SchedulerConfig config{512, 16, 32, 256, 0, 512, true};
+  config.costs = StepCosts({{1, 100, 1}}, {{1, 100, 1}}, {}, {}, {});
+  config.targets = {2000, {{0, 1500}}};
+  Bench bench(config, 2);
+  for (int round = 0; round < 2; ++round) {
+    for (uint64_t i = 0; i < 48; ++i) bench.add(make_spec(i + 1, 40 + static_cast<int32_t>(i), 100));
+    const int64_t counted = run_counted(bench);
+    if (round > 0) CHECK_EQ(counted, 0);
+  }
+}
+
 TEST(preemption_allocates_nothing) {
   Bench bench({20, 16, 8, 64, 0, 256, true}, 2);
   for (int round = 0; round < 2; ++round) {
@@ -95,4 +108,29 @@ TEST(the_step_thread_allocates_nothing) {
   // The consumer keeps up. For one that does not, deliveries grow.
   CHECK_EQ(counted.load(), 0);
   CHECK(loop.stop(1s));
+}
+
+TEST(the_users_of_a_disk_store_allocate_nothing) {
+  Folder folder;
+  Notifier notifier;
+  DiskStore store(disk_config(folder, 8), [&notifier] { notifier.notify(); });
+  std::vector<Block> blocks;
+  for (uint32_t id = 0; id < 16; ++id) blocks.emplace_back(id);
+  std::vector<std::byte> target(kBlockBytes);
+  int64_t counted = 0;
+  for (int i = 0; i < 200; ++i) {
+    const Block& block = blocks[static_cast<size_t>(i * 7 % 16)];
+    bool completed = false;
+    const int64_t before = allocations;
+    const bool taken = store.contains(block.key)
+                           ? store.get(block.key, block.parent, block.tokens, target.data(), 0)
+                           : store.put(block.key, block.parent, block.tokens, block.data.data(), 0);
+    while (taken && !completed) {
+      notifier.wait(1s);
+      store.take_completions([&completed](uint64_t, DiskResult) { completed = true; });
+    }
+    counted += allocations - before;
+    CHECK(taken);
+  }
+  CHECK_EQ(counted, 0);
 }

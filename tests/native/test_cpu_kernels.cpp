@@ -67,6 +67,20 @@ void for_each_isa(Body&& body) {
 
 float tolerance(Dtype dtype) { return dtype == Dtype::kFloat32 ? 1e-5f : 1e-2f; }
 
+// Tokens [begin, end) of one row, whose blocks are those of the table.
+StepBatch one_row(const std::vector<int32_t>& table, int64_t block_size, int64_t begin, int64_t end) {
+  StepBatch batch;
+  batch.num_tokens = static_cast<int32_t>(end - begin);
+  batch.num_rows = 1;
+  for (int64_t p = begin; p < end; ++p) {
+    batch.slot_mapping.push_back(table[static_cast<size_t>(p / block_size)] * block_size + p % block_size);
+  }
+  batch.query_start = {0, static_cast<int32_t>(end - begin)};
+  batch.context_len = {static_cast<int32_t>(begin)};
+  batch.block_tables = {table.data()};
+  return batch;
+}
+
 }  // namespace
 
 TEST(cpu_linear_is_right_and_batch_invariant) {
@@ -224,6 +238,34 @@ TEST(cpu_rows_are_right_and_batch_invariant) {
   });
 }
 
+TEST(cpu_attention_over_float8_is_chunk_invariant) {
+  for_each_isa([](CpuKernels& one, CpuKernels& three, Dtype dtype) {
+    const int64_t length = 70, heads = 5, dim = 20, block_size = 16, blocks = 5;
+    Array q(dtype, random_floats(length * heads * dim, 1)), k(dtype, random_floats(length * dim, 2)),
+        v(dtype, random_floats(length * dim, 3));
+    const std::vector<float> scales{0.01f, 1.f / 0.01f, 0.5f, 2.f};  // keys saturate, values are coarse
+    std::vector<Float8> k_cache(blocks * dim * block_size, Float8{0x7f}), v_cache = k_cache;
+    const PagedKV cache{k_cache.data(), v_cache.data(), 1, dim, block_size, scales.data()};
+    const std::vector<int32_t> table{3, 0, 4, 1, 2};
+    auto run = [&](CpuKernels& kernels, int64_t begin, int64_t end, Array& out) {
+      const StepBatch batch = one_row(table, block_size, begin, end);
+      kernels.store_kv(dtype, k.at(begin * dim), dim, v.at(begin * dim), dim, cache, batch);
+      kernels.paged_attention(dtype, q.at(begin * heads * dim), heads * dim, end - begin, heads, out.at(0), cache,
+                              batch, 0.25f, 0);
+    };
+    Array whole(dtype, length * heads * dim), part(dtype, length * heads * dim);
+    run(three, 0, length, whole);
+    for (const int64_t chunk : {1, 7, 23}) {
+      for (int64_t begin = 0; begin < length; begin += chunk) {
+        const int64_t end = std::min(length, begin + chunk);
+        run(one, begin, end, part);
+        CHECK(part.same(0, whole, begin * heads * dim, (end - begin) * heads * dim));
+      }
+    }
+    CHECK(std::isfinite(static_cast<double>(whole.value(0))));
+  });
+}
+
 TEST(cpu_attention_is_right_and_chunk_invariant) {
   for_each_isa([](CpuKernels& one, CpuKernels& three, Dtype dtype) {
     const int64_t length = 530, heads = 3, dim = 20, block_size = 16;
@@ -237,18 +279,7 @@ TEST(cpu_attention_is_right_and_chunk_invariant) {
     std::vector<int32_t> table(static_cast<size_t>(blocks));
     for (int32_t b = 0; b < blocks; ++b) table[static_cast<size_t>(b)] = static_cast<int32_t>(blocks) - 1 - b;
 
-    auto make_batch = [&](int64_t begin, int64_t end) {
-      StepBatch batch;
-      batch.num_tokens = static_cast<int32_t>(end - begin);
-      batch.num_rows = 1;
-      for (int64_t p = begin; p < end; ++p) {
-        batch.slot_mapping.push_back(table[static_cast<size_t>(p / block_size)] * block_size + p % block_size);
-      }
-      batch.query_start = {0, static_cast<int32_t>(end - begin)};
-      batch.context_len = {static_cast<int32_t>(begin)};
-      batch.block_tables = {table.data()};
-      return batch;
-    };
+    auto make_batch = [&](int64_t begin, int64_t end) { return one_row(table, block_size, begin, end); };
     float softcap = 0.f;
     auto run = [&](CpuKernels& kernels, int64_t begin, int64_t end, int64_t window, Array& out) {
       const StepBatch batch = make_batch(begin, end);

@@ -14,12 +14,12 @@ namespace {
 using namespace asyncengine;
 using namespace asyncengine::testing;
 
-StepRecord numbered(int64_t n) { return {n, n, n, n, n, n, n, n}; }
+StepRecord numbered(int64_t n) { return {n, n, n, n, n, n, n, n, n, n}; }
 
 bool whole(const StepRecord& r) {
   const int64_t n = r.step;
   return r.begun_ns == n && r.packed_ns == n && r.launched_ns == n && r.ready_ns == n && r.committed_ns == n && r.rows == n &&
-         r.tokens == n;
+         r.tokens == n && r.decode_rows == n && r.predicted_ns == n;
 }
 
 void sweep(StepWatch& watch, const BlockManager& blocks) {

@@ -79,8 +79,10 @@ class HostOps(Ops[StepBatch, Residual, HandleT]):
         """Rotate the views q [T, Hq, D] and k [T, Hk, D] in place."""
 
     @abstractmethod
-    def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: StepBatch) -> None:
-        """Write the views k, v [T, Hk, D] to the cache slots of the step."""
+    def store_kv(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: StepBatch, scales: Tensor | None = None
+    ) -> None:
+        """Write the views k, v [T, Hk, D] to the cache slots of the step; with ``LayerKVCache.scales``, in float8."""
 
     @abstractmethod
     def paged_attention(
@@ -92,6 +94,7 @@ class HostOps(Ops[StepBatch, Residual, HandleT]):
         scale: float,
         window: int,
         softcap: float = 0.0,
+        scales: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of the view q [T, Hq, D] over the rows' KV in the cache: [T, Hq * D].
 
@@ -123,14 +126,16 @@ class HostOps(Ops[StepBatch, Residual, HandleT]):
         return out
 
     def _attend(self, q: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: StepBatch) -> Tensor:
-        return self.paged_attention(q, cache.k, cache.v, batch, layer.scale, layer.window, layer.softcap)
+        return self.paged_attention(
+            q, cache.k, cache.v, batch, layer.scale, layer.window, layer.softcap, cache.scales
+        )
 
     def store_heads(self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: StepBatch) -> Tensor:
         """Everything of ``attention`` that precedes it; the queries [T, Hq, D], normed and rotated."""
         head_dim = cache.v.shape[3]
         self.prepare_heads(heads, head_dim, layer, batch)
         q, k, v = split_heads(heads.view(heads.shape[0], -1, head_dim), layer.num_heads)
-        self.store_kv(k, v, cache.k, cache.v, batch)
+        self.store_kv(k, v, cache.k, cache.v, batch, cache.scales)
         return q
 
     def prepare_heads(self, heads: Tensor, head_dim: int, layer: AttentionLayer, batch: StepBatch) -> None:

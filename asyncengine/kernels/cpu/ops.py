@@ -16,6 +16,7 @@ from torch import Tensor
 from asyncengine import _core
 from asyncengine.kernels.cpu.host import HostOps, PrefillAttention, Residual
 from asyncengine.kernels.cpu.memory import HugePages, Result, ResultPool
+from asyncengine.kernels.float8 import FLOAT8
 from asyncengine.kernels.ops import Activation, AttentionLayer, LayerKVCache, Norm, is_gated
 
 _DTYPES = {torch.float32: _core.Dtype.float32, torch.bfloat16: _core.Dtype.bfloat16}
@@ -49,8 +50,10 @@ class _Cache:
 
     k: weakref.ref[Tensor]
     v: weakref.ref[Tensor]
+    scales: Tensor | None
     native: _core.PagedKV
     dtype: torch.dtype
+    """of heads; of a cache in float8 that of the first that attended"""
     native_dtype: _core.Dtype
     num_heads: int
     head_dim: int
@@ -328,12 +331,15 @@ class CpuOps(HostOps[CpuLinearHandle]):
                 positions.data_ptr(),
             )
 
-    def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: _core.StepBatch) -> None:
-        """Write the views k, v [T, Hk, D] to the cache slots of batch.slot_mapping."""
-        cache = self._cache(k_cache, v_cache).native
+    def store_kv(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: _core.StepBatch,
+        scales: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Write the views k, v [T, Hk, D] to the cache slots of batch.slot_mapping; with scales, in float8."""
+        cache = self._cache(k_cache, v_cache, scales, k.dtype).native
         expected = (batch.num_tokens, k_cache.shape[1], k_cache.shape[2])
         for x in (k, v):
-            _check_heads(x, k_cache.dtype, "k and v")
+            _check_heads(x, k.dtype if scales is not None else k_cache.dtype, "k and v")
             if x.shape != expected:
                 raise ValueError(f"k and v must be {list(expected)}, got {list(x.shape)}")
         self._native.store_kv(_dtype(k), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), cache, batch)
@@ -347,14 +353,15 @@ class CpuOps(HostOps[CpuLinearHandle]):
         scale: float,
         window: int,
         softcap: float = 0.0,
+        scales: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of the view q [T, Hq, D] over the cached KV, their own included: [T, Hq * D].
 
         The token at position i sees position j if j <= i and, with a window > 0, i - window < j.
         q may also hold just the tokens of the leading rows; the other rows are then left out.
         """
-        cache = self._cache(k_cache, v_cache).native
-        _check_heads(q, k_cache.dtype, "q")
+        cache = self._cache(k_cache, v_cache, scales, q.dtype).native
+        _check_heads(q, q.dtype if scales is not None else k_cache.dtype, "q")
         tokens, heads, dim = q.shape
         if dim != k_cache.shape[2] or heads % k_cache.shape[1] or tokens > batch.num_tokens:
             raise ValueError(f"q {list(q.shape)} does not fit the cache {list(k_cache.shape)} and the batch")
@@ -370,7 +377,7 @@ class CpuOps(HostOps[CpuLinearHandle]):
         """``store_heads`` and ``paged_attention`` of contiguous heads. The next call writes the same memory."""
         if self._by_sdpa:
             return super().attention(heads, layer, cache, batch)
-        seen = self._cache(cache.k, cache.v)
+        seen = self._cache(cache.k, cache.v, cache.scales, heads.dtype)
         if seen.layer is not layer:
             self._put_layer(layer, seen)
         last, result = self._last, seen.attended
@@ -406,17 +413,23 @@ class CpuOps(HostOps[CpuLinearHandle]):
         self._native.sample(logits.data_ptr(), logits.shape[-1], batch, tokens.data_ptr())
         return tokens
 
-    def _cache(self, k_cache: Tensor, v_cache: Tensor) -> _Cache:
-        """A layer's cache, checked the first time it is seen."""
+    def _cache(self, k_cache: Tensor, v_cache: Tensor, scales: Tensor | None, dtype: torch.dtype) -> _Cache:
+        """A layer's cache, checked the first time it is seen. ``dtype`` is that of heads, if the cache is in float8."""
         found = self._caches.get(id(k_cache))
-        if found is not None and found.k() is k_cache and found.v() is v_cache:
+        if found is not None and found.k() is k_cache and found.v() is v_cache and found.scales is scales:
             return found
         blocks, heads, dim, block_size = k_cache.shape
-        _check(k_cache, k_cache.dtype, (blocks, heads, dim, block_size), "k_cache")
-        _check(v_cache, k_cache.dtype, (blocks, heads, block_size, dim), "v_cache")
-        native = _core.PagedKV(k_cache.data_ptr(), v_cache.data_ptr(), heads, dim, block_size)
+        stored, scales_at = k_cache.dtype, 0
+        if scales is None:
+            dtype = stored
+        else:
+            stored, scales_at = FLOAT8, scales.data_ptr()
+            _check(scales, torch.float32, (2, 2, heads), "scales")
+        _check(k_cache, stored, (blocks, heads, dim, block_size), "k_cache")
+        _check(v_cache, stored, (blocks, heads, block_size, dim), "v_cache")
+        native = _core.PagedKV(k_cache.data_ptr(), v_cache.data_ptr(), heads, dim, block_size, scales_at)
         k, v = weakref.ref(k_cache), weakref.ref(v_cache)
-        found = _Cache(k, v, native, k_cache.dtype, _dtype(k_cache), heads, dim)
+        found = _Cache(k, v, scales, native, dtype, _native_dtype(dtype), heads, dim)
         self._caches[id(k_cache)] = found
         return found
 
@@ -426,10 +439,14 @@ def _is_transposed(weight: Tensor) -> bool:
 
 
 def _dtype(x: Tensor) -> _core.Dtype:
+    return _native_dtype(x.dtype)
+
+
+def _native_dtype(dtype: torch.dtype) -> _core.Dtype:
     try:
-        return _DTYPES[x.dtype]
+        return _DTYPES[dtype]
     except KeyError:
-        raise ValueError(f"CPU kernels take float32 and bfloat16, got {x.dtype}") from None
+        raise ValueError(f"CPU kernels take float32 and bfloat16, got {dtype}") from None
 
 
 def _check(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], name: str) -> None:

@@ -13,6 +13,7 @@ from asyncengine._core import StepBatch
 from asyncengine.kernels.cpu.host import HostOps, Residual
 from asyncengine.kernels.cpu.paging import gather_kv, visible
 from asyncengine.kernels.float8 import quantize
+from asyncengine.kernels.float8_cache import quantize_heads
 from asyncengine.kernels.ops import Activation, Norm, is_gated
 
 
@@ -81,7 +82,11 @@ class ReferenceOps(HostOps[ReferenceLinear]):
             a, b = x.float().chunk(2, dim=-1)
             x.copy_(torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1))
 
-    def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: StepBatch) -> None:
+    def store_kv(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: StepBatch, scales: Tensor | None = None
+    ) -> None:
+        if scales is not None:
+            k, v = quantize_heads(k, scales[0]), quantize_heads(v, scales[1])
         slots = torch.from_numpy(batch.slot_mapping)
         block_size = v_cache.shape[2]
         block, offset = slots // block_size, slots % block_size
@@ -97,6 +102,7 @@ class ReferenceOps(HostOps[ReferenceLinear]):
         scale: float,
         window: int,
         softcap: float = 0.0,
+        scales: Tensor | None = None,
     ) -> Tensor:
         group = q.shape[1] // k_cache.shape[1]
         block_size = v_cache.shape[2]
@@ -106,7 +112,8 @@ class ReferenceOps(HostOps[ReferenceLinear]):
             if last > len(q):
                 break
             end = int(batch.context_len[row]) + last - first
-            k, v = gather_kv(k_cache, v_cache, torch.from_numpy(batch.block_table(row, -(-end // block_size))), 0, end)
+            blocks = torch.from_numpy(batch.block_table(row, -(-end // block_size)))
+            k, v = gather_kv(k_cache, v_cache, blocks, 0, end, scales)
             k = k.float().repeat_interleave(group, dim=0)
             v = v.float().repeat_interleave(group, dim=0)
             scores = torch.einsum("qhd,hkd->hqk", q[first:last].float(), k) * scale

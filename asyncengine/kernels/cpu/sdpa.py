@@ -43,7 +43,7 @@ def _attend_row(q: Tensor, cache: LayerKVCache, blocks: Tensor, context: int, sc
     """Attention of one row's query q [n, Hq, D], which follows ``context`` cached tokens: [n, Hq * D]."""
     end = context + len(q)
     start = max(0, context - window + 1) if window else 0
-    k, v = gather_kv(cache.k, cache.v, blocks, start, end)
+    k, v = (x.to(q.dtype) for x in gather_kv(cache.k, cache.v, blocks, start, end, cache.scales))
     plain = start == 0 and context == 0 and (not window or end <= window)
     mask = None if plain else visible(len(q), start, end, window)
     out = F.scaled_dot_product_attention(

@@ -125,7 +125,7 @@ class CudaOps:
 
     def attention(self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: CudaBatch) -> Tensor:
         attend = batch.attention.of(layer)
-        return attend(heads, layer, cache.k, cache.v, batch.step, **self.options.for_tma)
+        return attend(heads, layer, cache.k, cache.v, batch.step, scales=cache.scales, **self.options.for_tma)
 
     def keep_sampled(self, x: Tensor, residual: Residual, batch: CudaBatch) -> Tensor:
         """Drops nothing: a decode step is sampled from in every row, and ``logits`` reads but the rows it needs."""

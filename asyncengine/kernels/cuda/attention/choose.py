@@ -10,7 +10,7 @@ card, a batch-invariant engine or a block size. The kernels:
   paged         everything else; with fixed splits, in which alone results do not depend on the batch, all rows
 
 A mixed step has a kernel for its rows of one token and one for the others. Only few_keys, paged_decode and paged cap
-scores.
+scores, and read keys and values in float8.
 """
 
 from __future__ import annotations
@@ -187,14 +187,16 @@ def paged_tiles(shape: AttentionShape, gpu: Gpu) -> tuple[Tile, Tile]:
     four of them a multiprocessor, with two tiles of 32 keys of heads of 128 in flight each, take 24.7 us, where one of
     64 keys takes 26 and three programs of four warps with twice the keys take 32.
     Prefill waits for the tensor cores: two warp groups of 64 rows each, whose registers (250 a thread) leave
-    no room for a second program. float32 is multiplied exactly, without tensor cores: small tiles.
+    no room for a second program. float32 is multiplied exactly, without tensor cores: small tiles. Keys in float8 are
+    twice as many for decode, which are as many bytes in flight, but of heads of 64, for which registers would not do;
+    prefill keeps them in float16 in shared memory.
     """
     width = max(16, _power_of_2(shape.head_dim))
     group = _power_of_2(shape.group)
     if shape.dtype == torch.float32:
         keys = min(32, max(16, 4096 // width))
         return Tile(max(16, group), keys, 4, 2, 2), Tile(max(32, group), keys, 4, 1, 2)
-    few, keys = (min(64, max(16, elements // width)) for elements in (4096, 8192))
+    few, keys = (min(64, max(16, elements // width)) for elements in (8192 if shape.float8_cache else 4096, 8192))
     programs = 4 if width > 64 else 6
     # Triton keeps one stage less than it is told.
     prefill = _that_fits(Tile(max(128, group), keys, 8, 3, 1), shape, gpu)
@@ -248,8 +250,8 @@ def _suits_tma(layer: LayerKind, gpu: Gpu, block_size: int) -> bool:
     """Whether kernels in Gluon are for such layers and blocks; each kernel has groups of its own."""
     shape = layer.shape
     return (
-        gpu.tma and shape.dtype == torch.bfloat16 and shape.head_dim in (64, 128) and block_size == 16
-        and not layer.softcap
+        gpu.tma and shape.dtype == torch.bfloat16 and not shape.float8_cache and shape.head_dim in (64, 128)
+        and block_size == 16 and not layer.softcap
     )  # fmt: skip
 
 

@@ -28,6 +28,15 @@ from asyncengine.kernels.cuda.attention.scores import base2_scale, score_constan
 from asyncengine.kernels.cuda.attention.work.lists import NO_WINDOW, Counters, Work
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options, wait
+from asyncengine.kernels.cuda.rows.float8_cache import (
+    cached_dtype,
+    check_scales,
+    key_inverse,
+    key_scale,
+    to_float8,
+    value_inverse,
+    value_scale,
+)
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
 from asyncengine.kernels.ops import AttentionLayer, HeadNorms
 
@@ -45,6 +54,7 @@ def run(
     work: Work,
     out: Tensor,
     *,
+    scales: Tensor | None = None,
     pdl: bool = False,
     l2_cache_hints: bool = True,
 ) -> None:
@@ -63,7 +73,7 @@ def run(
     if stored:
         norms = cos_sin = None
     rows = step.num_tokens if stored else step.num_rows
-    check_heads(heads, num_heads, norms, cos_sin, k_cache, v_cache, out)
+    check_heads(heads, num_heads, norms, cos_sin, k_cache, v_cache, out, scales)
     if dim % 2:
         raise ValueError(f"few_keys: heads of {dim}, which have no halves")
     if len(work.arrivals) < rows * num_heads:
@@ -83,6 +93,7 @@ def run(
         step.slots.block_tables,
         k_cache,
         v_cache,
+        heads if scales is None else scales,
         out,
         partials,
         stats,
@@ -102,6 +113,7 @@ def run(
         BLOCK_SIZE=block_size,
         PIECES=pieces,
         N=launch.tile.keys,
+        FLOAT8=scales is not None,
         **score_constants(layer),
         num_warps=launch.tile.warps,
         num_stages=launch.tile.stages,
@@ -118,15 +130,16 @@ def surroundings(
 
 def check_heads(
     heads: Tensor, num_heads: int, norms: HeadNorms | None, cos_sin: Tensor | None, k_cache: Tensor, v_cache: Tensor,
-    out: Tensor,
+    out: Tensor, scales: Tensor | None = None,
 ) -> None:  # fmt: skip
     tokens, all_heads, dim = heads.shape
-    kv_heads = k_cache.shape[1]
+    kv_heads, cached = k_cache.shape[1], cached_dtype(heads.dtype, scales)
+    check_scales(scales, kv_heads)
     expected = (
         (all_heads == num_heads + 2 * kv_heads and num_heads % kv_heads == 0, "heads"),
         (heads.stride()[1:] == (dim, 1), "heads"),
-        (k_cache.is_contiguous() and k_cache.shape[3] == dim and k_cache.dtype == heads.dtype, "k_cache"),
-        (v_cache.is_contiguous() and v_cache.shape == k_cache.shape and v_cache.dtype == heads.dtype, "v_cache"),
+        (k_cache.is_contiguous() and k_cache.shape[3] == dim and k_cache.dtype == cached, "k_cache"),
+        (v_cache.is_contiguous() and v_cache.shape == k_cache.shape and v_cache.dtype == cached, "v_cache"),
         (out.shape == (tokens, num_heads * dim) and out.stride(1) == 1 and out.dtype == heads.dtype, "out"),
         (norms is None or all(w.shape == (dim,) and w.is_contiguous() for w in norms[:2]), "norms"),
         (cos_sin is None or (cos_sin.shape[1] == dim and dim % 2 == 0 and cos_sin.dtype == torch.float32), "cos_sin"),
@@ -186,6 +199,7 @@ def _decode_kernel(
     block_tables,
     k_cache,
     v_cache,
+    kv_scales,
     out,
     partials,
     stats,
@@ -205,6 +219,7 @@ def _decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     PIECES: tl.constexpr,
     N: tl.constexpr,
+    FLOAT8: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -239,6 +254,11 @@ def _decode_kernel(
     inside = all_i < HALF
     k_head = k_cache + head * (BLOCK_SIZE * 2 * HALF)
     v_head = v_cache + head * (BLOCK_SIZE * 2 * HALF)
+    if FLOAT8:
+        scale *= key_scale(kv_scales, head, KV_HEADS)
+        of_values = value_scale(kv_scales, head, KV_HEADS)
+        of_new_keys = key_inverse(kv_scales, head, KV_HEADS)
+        of_new_values = value_inverse(kv_scales, head, KV_HEADS)
     if STORED:  # the tile may hold keys of this very step
         wait(PDL)
     tile = _load_tile(k_head, v_head, table, begin, first, context, i, BLOCK_SIZE, HALF, KV_HEADS, N)
@@ -269,6 +289,9 @@ def _decode_kernel(
         k_low, k_high = _norm_and_rotate(
             k_low, k_high, k_gain_low, k_gain_high, cosine, sine, eps, NORM, ROTARY, HALF
         )  # fmt: skip
+        if FLOAT8:
+            k_low, k_high = to_float8(k_low, of_new_keys), to_float8(k_high, of_new_keys)
+            v_low, v_high = to_float8(v_low, of_new_values), to_float8(v_high, of_new_values)
         is_new = (line == 0) & (piece == 0)
         written = inside & is_new[:, None] & (cache_slot >= 0) & (q_head % GROUP == 0)
         at = (cache_slot // BLOCK_SIZE * (KV_HEADS * BLOCK_SIZE) + cache_slot % BLOCK_SIZE) * (2 * HALF) + all_i
@@ -300,6 +323,9 @@ def _decode_kernel(
         peak, total = new_peak, total * shrink + weight
         tile = following
 
+    if FLOAT8:
+        low *= of_values
+        high *= of_values
     # Lines into one. A piece may hold nothing but what is out of the window.
     whole_peak = tl.max(peak, 0)
     weight = tl.exp2(peak - tl.where(whole_peak == -float("inf"), 0.0, whole_peak))

@@ -36,7 +36,9 @@ from asyncengine.kernels.cuda.attention.work.items import (
 from asyncengine.kernels.cuda.attention.work.lists import NO_WINDOW, Section, Work, WorkList
 from asyncengine.kernels.cuda.launch import programmatic as pdl_kernels
 from asyncengine.kernels.cuda.launch.compiling import kernel
+from asyncengine.kernels.cuda.rows.float8_cache import check_scales, for_products, key_scale, value_scale
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
+from asyncengine.kernels.float8 import FLOAT8
 from asyncengine.kernels.ops import AttentionLayer
 
 COMBINE_ELEMENTS = (16, 64)
@@ -55,6 +57,7 @@ def run(
     work: Work,
     out: Tensor,
     *,
+    scales: Tensor | None = None,
     pdl: bool = False,
     l2_cache_hints: bool = True,
 ) -> None:
@@ -65,8 +68,9 @@ def run(
     """
     q = heads[:, : layer.num_heads]
     section = section_for(launch, q, layer, k_cache, v_cache, work, out)
+    check_scales(scales, k_cache.shape[1])
     if section:
-        _launch(q, k_cache, v_cache, step, section, layer, out, pdl)
+        _launch(q, k_cache, v_cache, scales, step, section, layer, out, pdl)
 
 
 def section_for(
@@ -90,7 +94,8 @@ def check_layout(q: Tensor, k_cache: Tensor, v_cache: Tensor, shape: AttentionSh
     for ok, name in expected:
         if not ok:
             raise ConfigError(f"paged: the layout of {name} does not suit {shape}")
-    if not q.dtype == k_cache.dtype == v_cache.dtype == out.dtype == shape.dtype:
+    cached = FLOAT8 if shape.float8_cache else shape.dtype
+    if not (q.dtype == out.dtype == shape.dtype and k_cache.dtype == v_cache.dtype == cached):
         raise ConfigError(f"paged: {q.dtype}, {k_cache.dtype}, {v_cache.dtype} and {out.dtype} for {shape}")
 
 
@@ -98,6 +103,7 @@ def _launch(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    scales: Tensor | None,
     step: DeviceStep,
     section: Section,
     layer: AttentionLayer,
@@ -111,6 +117,7 @@ def _launch(
         q,
         k_cache,
         v_cache,
+        step.slot_mapping if scales is None else scales,
         out,
         step.slots.block_tables,
         *section.operands,
@@ -134,6 +141,7 @@ def _launch(
         N=tile.keys,
         D=width,
         STAGES=tile.stages,
+        FLOAT8=scales is not None,
         **combine_options(section, group, width),
         **score_constants(layer),
         WIDEN=pdl_kernels.must_widen(q.dtype),
@@ -174,7 +182,12 @@ def load_blocks(table, tile, kv_end, BLOCK_SIZE: tl.constexpr, N: tl.constexpr):
 def fold(
     acc, peak, total, q, k, v, visible, scale, MASKED: tl.constexpr, SOFTCAP: tl.constexpr, WIDEN: tl.constexpr
 ):  # fmt: skip
-    """Fold a tile of keys and values [N, D] into acc [M, D], peak [M] and total [M]."""
+    """Fold a tile of keys and values [N, D] into acc [M, D], peak [M] and total [M].
+
+    Keys and values in float8 become what q is.
+    """
+    k = k.to(q.dtype)
+    v = v.to(q.dtype)
     score = transform_scores(_dot(q, tl.trans(k), WIDEN), scale, SOFTCAP)
     if MASKED:
         score = tl.where(visible, score, -float("inf"))
@@ -362,6 +375,7 @@ def _attention_kernel(
     q,
     k_cache,
     v_cache,
+    kv_scales,
     out,
     block_tables,
     items,
@@ -390,6 +404,7 @@ def _attention_kernel(
     STAGES: tl.constexpr,
     COMBINE_ROWS: tl.constexpr,
     COMBINE_PIECES: tl.constexpr,
+    FLOAT8: tl.constexpr,
     SOFTCAP: tl.constexpr,
     WIDEN: tl.constexpr,
     PDL: tl.constexpr,
@@ -400,6 +415,9 @@ def _attention_kernel(
     lane = tl.program_id(0) // KV_HEADS
     k_head = k_cache + head * BLOCK_SIZE * HEAD_DIM
     v_head = v_cache + head * BLOCK_SIZE * HEAD_DIM
+    if FLOAT8:
+        scale *= key_scale(kv_scales, head, KV_HEADS)
+        of_values = value_scale(kv_scales, head, KV_HEADS)
     row = tl.arange(0, M)
     column = tl.arange(0, D)
     first_item = tl.load(lane_items + lane * LANE + FIRST)
@@ -418,6 +436,8 @@ def _attention_kernel(
         token = query + row // GROUP
         at = token[:, None] * stride_q_token + (head * GROUP + row % GROUP)[:, None] * stride_q_head
         queries = tl.load(q + at + column[None, :], mask=there, other=0.0)
+        if FLOAT8:
+            queries = for_products(queries)
         position = first_position + row // GROUP
         last_position = first_position + count - 1
         kv_begin = tl.maximum(first_position - window + 1, 0)
@@ -447,6 +467,8 @@ def _attention_kernel(
             True, WINDOWED, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, N, D, STAGES, SOFTCAP, WIDEN,
         )  # fmt: skip
 
+        if FLOAT8:
+            acc *= of_values
         finish(
             acc, peak, total, fields, query, count, head, out, partials, stats, arrivals, stride_out, stats_size,
             GROUP, KV_HEADS, HEAD_DIM, QUERIES, M, D, COMBINE_ROWS, COMBINE_PIECES,

@@ -27,6 +27,14 @@ from asyncengine.kernels.cuda.attention.work.items import BEGIN, END, FIRST, ITE
 from asyncengine.kernels.cuda.attention.work.lists import NO_WINDOW, Section, Work, WorkList
 from asyncengine.kernels.cuda.launch import programmatic as pdl_kernels
 from asyncengine.kernels.cuda.launch.compiling import kernel
+from asyncengine.kernels.cuda.rows.float8_cache import (
+    for_products,
+    key_inverse,
+    key_scale,
+    to_float8,
+    value_inverse,
+    value_scale,
+)
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
 from asyncengine.kernels.ops import AttentionLayer
 
@@ -41,6 +49,7 @@ def run(
     work: Work,
     out: Tensor,
     *,
+    scales: Tensor | None = None,
     pdl: bool = False,
     l2_cache_hints: bool = True,
 ) -> None:
@@ -49,7 +58,7 @@ def run(
     Raises ConfigError if ``work`` was allocated for something else, ValueError if the other tensors do not fit.
     """
     norms, cos_sin = layer.norms, layer.cos_sin
-    section = section_of_heads(launch, heads, layer, k_cache, v_cache, work, out)
+    section = section_of_heads(launch, heads, layer, k_cache, v_cache, work, out, scales)
     _, kv_heads, block_size, head_dim = k_cache.shape
     group = layer.num_heads // kv_heads
     tile = section.tile
@@ -60,6 +69,7 @@ def run(
         step.slot_mapping,
         k_cache,
         v_cache,
+        heads if scales is None else scales,
         out,
         step.slots.block_tables,
         *section.operands,
@@ -84,6 +94,7 @@ def run(
         RUN=math.gcd(tile.keys, block_size),
         D=width,
         STAGES=tile.stages,
+        FLOAT8=scales is not None,
         **combine_options(section, group, width),
         **score_constants(layer),
         WIDEN=pdl_kernels.must_widen(heads.dtype),
@@ -95,11 +106,13 @@ def run(
 
 
 def section_of_heads(
-    launch: Launch, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, work: Work, out: Tensor
-) -> Section:
+    launch: Launch, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, work: Work, out: Tensor,
+    scales: Tensor | None = None,
+) -> Section:  # fmt: skip
     """What a kernel that prepares heads walks. Raises as ``run`` does."""
-    check_heads(heads, layer.num_heads, layer.norms, layer.cos_sin, k_cache, v_cache, out)
-    shape = AttentionShape(layer.num_heads, k_cache.shape[1], k_cache.shape[3], heads.dtype)
+    check_heads(heads, layer.num_heads, layer.norms, layer.cos_sin, k_cache, v_cache, out, scales)
+    float8 = scales is not None
+    shape = AttentionShape(layer.num_heads, k_cache.shape[1], k_cache.shape[3], heads.dtype, float8)
     section = work.section(launch, LayerKind(shape, layer.window)) if isinstance(work, WorkList) else None
     if section is None:
         raise ConfigError("a work list with rows of one token is needed")
@@ -182,6 +195,7 @@ def _paged_decode_kernel(
     slot_mapping,
     k_cache,
     v_cache,
+    kv_scales,
     out,
     block_tables,
     items,
@@ -212,6 +226,7 @@ def _paged_decode_kernel(
     STAGES: tl.constexpr,
     COMBINE_ROWS: tl.constexpr,
     COMBINE_PIECES: tl.constexpr,
+    FLOAT8: tl.constexpr,
     SOFTCAP: tl.constexpr,
     WIDEN: tl.constexpr,
     PDL: tl.constexpr,
@@ -223,6 +238,11 @@ def _paged_decode_kernel(
     lane = tl.program_id(0) // KV_HEADS
     k_head = k_cache + head * BLOCK_SIZE * HEAD_DIM
     v_head = v_cache + head * BLOCK_SIZE * HEAD_DIM
+    if FLOAT8:
+        scale *= key_scale(kv_scales, head, KV_HEADS)
+        of_values = value_scale(kv_scales, head, KV_HEADS)
+        of_new_keys = key_inverse(kv_scales, head, KV_HEADS)
+        of_new_values = value_inverse(kv_scales, head, KV_HEADS)
     member = tl.arange(0, G)[:, None]
     column = tl.arange(0, D)[None, :]
     inside = column < HEAD_DIM
@@ -275,6 +295,9 @@ def _paged_decode_kernel(
             key_across = tl.load(k_new + across, mask=there_k, other=0.0)
         q = norm_and_rotate(q, q_across, q_gain, q_gain_across, cosine, sine, eps, NORM, ROTARY, HEAD_DIM)
         key = norm_and_rotate(key, key_across, k_gain, k_gain_across, cosine, sine, eps, NORM, ROTARY, HEAD_DIM)
+        if FLOAT8:
+            q = for_products(q)
+            key, value = to_float8(key, of_new_keys), to_float8(value, of_new_values)
         written = there_k & (cache_slot >= 0)
         at = cache_slot // BLOCK_SIZE * BLOCK_STRIDE + cache_slot % BLOCK_SIZE * HEAD_DIM + column
         tl.store(k_head + at, key, mask=written)
@@ -295,6 +318,8 @@ def _paged_decode_kernel(
             block = load_blocks(table, tile + 1, context, BLOCK_SIZE, N)
             acc, peak, total = fold(acc, peak, total, q, k, v, there, scale, True, SOFTCAP, WIDEN)
 
+        if FLOAT8:
+            acc *= of_values
         finish(
             acc, peak, total, fields, query, 1, head, out, partials, stats, arrivals, stride_out, stats_size,
             GROUP, KV_HEADS, HEAD_DIM, 1, M, D, COMBINE_ROWS, COMBINE_PIECES,

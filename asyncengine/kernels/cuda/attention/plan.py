@@ -21,6 +21,8 @@ class AttentionShape:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    float8_cache: bool = False
+    """Keys and values are in float8 in the cache; otherwise they are in ``dtype``."""
 
     @property
     def group(self) -> int:
@@ -111,7 +113,8 @@ class AttentionPlan:
     def __str__(self) -> str:
         cut = "no work list" if self.cut is None else _CUTS[self.cut.kind].format(self.cut.tokens)
         prepared = ["rotary and store"] if self.prepares else []
-        return f"{'; '.join([*prepared, *map(str, self.launches)])}; {cut} ({self.source})"
+        float8 = "; keys and values in float8" if self.layer.shape.float8_cache else ""
+        return f"{'; '.join([*prepared, *map(str, self.launches)])}; {cut}{float8} ({self.source})"
 
 
 _CUTS = {

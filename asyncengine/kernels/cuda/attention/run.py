@@ -3,7 +3,8 @@
 Each kernel's file has a function with the signature of ``KernelRun``. All compute causal attention of a step's rows:
 the token at position i sees position j if j <= i and, with a window > 0, i - window < j. ``heads`` is
 [T, num_heads + 2 Hk, D], queries, keys and values side by side; ``out`` [T, num_heads * D] is contiguous within a
-token. Caches are [num_blocks, Hk, block_size, D], contiguous. Tokens of no row, and of rows that the launch is not for,
+token. Caches are [num_blocks, Hk, block_size, D], contiguous; with
+``scales``, ``LayerKVCache.scales``, in float8. Tokens of no row, and of rows that the launch is not for,
 are left as they are. ``work`` was built from ``step``. ``pdl``: see launch/programmatic.py.
 """
 
@@ -32,7 +33,7 @@ from asyncengine.kernels.ops import AttentionLayer, split_heads
 class KernelRun(Protocol):
     def __call__(
         self, launch: Launch, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, step: DeviceStep,
-        work: Work, out: Tensor, *, pdl: bool = False, l2_cache_hints: bool = True,
+        work: Work, out: Tensor, *, scales: Tensor | None = None, pdl: bool = False, l2_cache_hints: bool = True,
     ) -> None: ...  # fmt: skip
 
 
@@ -56,43 +57,48 @@ class PlannedAttention:
 
     def __call__(
         self, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, step: DeviceStep, *,
-        pdl: bool = False, l2_cache_hints: bool = True,
+        scales: Tensor | None = None, pdl: bool = False, l2_cache_hints: bool = True,
     ) -> Tensor:  # fmt: skip
         """Attention of a step: [T, num_heads * D]. Of heads [T, (num_heads + 2 Hk) * D] it may rotate queries."""
         heads = heads.view(len(heads), -1, v_cache.shape[3])
         out = empty_rows(len(heads), layer.num_heads * heads.shape[2], heads.dtype, heads.device)
         if self.plan.prepares:
-            prepare(heads, layer, k_cache, v_cache, step, pdl=pdl)
+            prepare(heads, layer, k_cache, v_cache, step, scales=scales, pdl=pdl)
         launch_all(
-            self.plan.launches, heads, layer, k_cache, v_cache, step, self.work, out, pdl=pdl,
+            self.plan.launches, heads, layer, k_cache, v_cache, step, self.work, out, scales=scales, pdl=pdl,
             l2_cache_hints=l2_cache_hints,
         )  # fmt: skip
         return out
 
 
 def prepare(
-    heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, step: DeviceStep, *, pdl: bool = False
-) -> None:
+    heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, step: DeviceStep, *,
+    scales: Tensor | None = None, pdl: bool = False,
+) -> None:  # fmt: skip
     """Norm and rotate queries and keys, the queries in place, and store keys and values in the cache."""
     if layer.cos_sin is None:
         _, k, v = split_heads(heads, layer.num_heads)
-        store_kv(k, v, step.slot_mapping, k_cache, v_cache, pdl=pdl)
+        store_kv(k, v, step.slot_mapping, k_cache, v_cache, scales=scales, pdl=pdl)
         return
     q_norm, k_norm, eps = layer.norms or (None, None, 0.0)
     rotary_store_kv(
         heads, layer.num_heads, q_norm, k_norm, eps, layer.cos_sin, step.positions, step.slot_mapping, k_cache,
-        v_cache, pdl=pdl,
+        v_cache, scales=scales, pdl=pdl,
     )  # fmt: skip
 
 
 def launch_all(
     launches: Sequence[Launch], heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor,
-    step: DeviceStep, work: Work, out: Tensor, *, pdl: bool = False, l2_cache_hints: bool = True,
+    step: DeviceStep, work: Work, out: Tensor, *, scales: Tensor | None = None, pdl: bool = False,
+    l2_cache_hints: bool = True,
 ) -> None:  # fmt: skip
     """The kernels of a plan, one after the other."""
     for launch in launches:
         attend = _KERNELS[launch.kernel]
-        attend(launch, heads, layer, k_cache, v_cache, step, work, out, pdl=pdl, l2_cache_hints=l2_cache_hints)
+        attend(
+            launch, heads, layer, k_cache, v_cache, step, work, out, scales=scales, pdl=pdl,
+            l2_cache_hints=l2_cache_hints,
+        )  # fmt: skip
 
 
 class BucketAttention:

@@ -71,6 +71,7 @@ def run(
     work: Work,
     out: Tensor,
     *,
+    scales: Tensor | None = None,
     pdl: bool = False,
     l2_cache_hints: bool = True,
 ) -> None:

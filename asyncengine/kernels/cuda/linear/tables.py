@@ -153,9 +153,13 @@ def table_name(gpu: str) -> str:
 
 
 def cache_path(gpu: str) -> Path:
-    """Where measured plans are kept: ASYNCENGINE_CACHE, or asyncengine in the user's cache directory."""
+    """Where measured plans are kept."""
+    return cache_directory() / "plans" / table_name(gpu)
+
+
+def cache_directory() -> Path:
+    """Where measurements are kept: ASYNCENGINE_CACHE, or asyncengine in the user's cache directory."""
     base = os.environ.get("ASYNCENGINE_CACHE")
     # Of os, which leaves a ~ that nobody knows as it is, as Triton does for its own cache.
     user = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    directory = Path(base) if base else Path(user) / "asyncengine"
-    return directory / "plans" / table_name(gpu)
+    return Path(base) if base else Path(user) / "asyncengine"

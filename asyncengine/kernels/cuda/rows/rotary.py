@@ -10,6 +10,7 @@ from torch import Tensor
 
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options, start_next, wait
+from asyncengine.kernels.cuda.rows.float8_cache import cached_dtype, check_scales, to_float8
 from asyncengine.kernels.cuda.rows.tensors import check, check_caches, check_heads
 
 _HEAD_TILE = 1024
@@ -27,6 +28,7 @@ def _rotary_store_kernel(
     slot_mapping: tl.tensor,
     k_cache: tl.tensor,
     v_cache: tl.tensor,
+    kv_scales: tl.tensor,
     token_stride: tl.tensor,
     NORM: tl.constexpr,
     Q_HEADS: tl.constexpr,
@@ -35,6 +37,7 @@ def _rotary_store_kernel(
     BLOCK_SIZE: tl.constexpr,
     HEAD_TILE: tl.constexpr,
     HALF_TILE: tl.constexpr,
+    FLOAT8: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     start_next(PDL)
@@ -76,6 +79,10 @@ def _rotary_store_kernel(
     base = (slot // BLOCK_SIZE) * (KV_HEADS * BLOCK_SIZE) + slot % BLOCK_SIZE
     target = (base + kv_head * BLOCK_SIZE) * (2 * HALF) + i
     is_k = inside & (head >= Q_HEADS) & (head < Q_HEADS + KV_HEADS)
+    if FLOAT8:
+        kept = tl.where(is_v, 3 * KV_HEADS, KV_HEADS) + kv_head
+        inverse = tl.load(kv_scales + kept, mask=(head >= Q_HEADS) & (head < Q_HEADS + 2 * KV_HEADS), other=0.0)
+        rotated_low, rotated_high = to_float8(rotated_low, inverse), to_float8(rotated_high, inverse)
     tl.store(k_cache + target, rotated_low, mask=is_k)
     tl.store(k_cache + target + HALF, rotated_high, mask=is_k)
     tl.store(v_cache + target, rotated_low, mask=inside & is_v)
@@ -94,6 +101,7 @@ def rotary_store_kv(
     k_cache: Tensor,
     v_cache: Tensor,
     *,
+    scales: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
     """QK-norm, rotary embedding and the write to the KV cache.
@@ -102,10 +110,12 @@ def rotary_store_kv(
     are left as they were and go to the caches [num_blocks, Hk, block_size, D]. q_norm and k_norm are [D], or both
     None. cos_sin is float32 [max_positions, D]: D/2 cosines, then D/2 sines; element i is paired with element
     i + D/2. positions is int32 [T], each below max_positions (not checked). slot_mapping is int64 [T]: block *
-    block_size + offset, or -1 for a token that is not there, for which nothing is written.
+    block_size + offset, or -1 for a token that is not there, for which nothing is written. With ``LayerKVCache.scales``
+    the caches are in float8.
     """
     tokens, num_heads, dim = heads.shape
-    kv_heads, block_size = check_caches(k_cache, v_cache, heads.dtype, dim)
+    kv_heads, block_size = check_caches(k_cache, v_cache, cached_dtype(heads.dtype, scales), dim)
+    check_scales(scales, kv_heads)
     check_heads(heads, "heads")
     if num_heads != num_q_heads + 2 * kv_heads or dim % 2:
         raise ValueError(f"heads {list(heads.shape)} do not fit {num_q_heads} q heads and {kv_heads} KV heads")
@@ -129,6 +139,7 @@ def rotary_store_kv(
         slot_mapping,
         k_cache,
         v_cache,
+        heads if scales is None else scales,
         heads.stride(0),
         NORM=q_norm is not None,
         Q_HEADS=num_q_heads,
@@ -137,6 +148,7 @@ def rotary_store_kv(
         BLOCK_SIZE=block_size,
         HEAD_TILE=head_tile,
         HALF_TILE=half_tile,
+        FLOAT8=scales is not None,
         num_warps=4,
         **launch_options(pdl),
     )
@@ -149,6 +161,7 @@ def _store_kernel(
     slot_mapping: tl.tensor,
     k_cache: tl.tensor,
     v_cache: tl.tensor,
+    kv_scales: tl.tensor,
     k_stride: tl.tensor,
     v_stride: tl.tensor,
     KV_HEADS: tl.constexpr,
@@ -156,6 +169,7 @@ def _store_kernel(
     BLOCK_SIZE: tl.constexpr,
     HEAD_TILE: tl.constexpr,
     DIM_TILE: tl.constexpr,
+    FLOAT8: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     wait(PDL)
@@ -168,24 +182,30 @@ def _store_kernel(
     target = (base + head * BLOCK_SIZE) * DIM + i
     key = tl.load(k + token * k_stride + head * DIM + i, mask=inside)
     value = tl.load(v + token * v_stride + head * DIM + i, mask=inside)
+    if FLOAT8:
+        key = to_float8(key, tl.load(kv_scales + KV_HEADS + head, mask=head < KV_HEADS))
+        value = to_float8(value, tl.load(kv_scales + 3 * KV_HEADS + head, mask=head < KV_HEADS))
     tl.store(k_cache + target, key, mask=inside & (slot >= 0))
     tl.store(v_cache + target, value, mask=inside & (slot >= 0))
 
 
 def store_kv(
-    k: Tensor, v: Tensor, slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor, *, pdl: bool = False
-) -> None:
+    k: Tensor, v: Tensor, slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor, *, scales: Tensor | None = None,
+    pdl: bool = False,
+) -> None:  # fmt: skip
     """Write the views k, v [T, Hk, D] to the caches [num_blocks, Hk, block_size, D].
 
-    slot_mapping is int64 [T]: block * block_size + offset, or -1 for a token that is not there.
+    slot_mapping is int64 [T]: block * block_size + offset, or -1 for a token that is not there. With
+    ``LayerKVCache.scales`` the caches are in float8.
     """
     tokens, heads, dim = k.shape
-    kv_heads, block_size = check_caches(k_cache, v_cache, k.dtype, dim)
+    kv_heads, block_size = check_caches(k_cache, v_cache, cached_dtype(k.dtype, scales), dim)
+    check_scales(scales, kv_heads)
     for x in (k, v):
         check_heads(x, "k and v")
-        if x.shape != (tokens, kv_heads, dim) or x.dtype != k_cache.dtype:
+        if x.shape != (tokens, kv_heads, dim) or x.dtype != k.dtype:
             wanted = [tokens, kv_heads, dim]
-            raise ValueError(f"k and v must be {k_cache.dtype} {wanted}, got {x.dtype} {list(x.shape)}")
+            raise ValueError(f"k and v must be {k.dtype} {wanted}, got {x.dtype} {list(x.shape)}")
     check(slot_mapping, torch.int64, (tokens,), "slot_mapping")
     dim_tile = triton.next_power_of_2(dim)
     head_tile = min(triton.next_power_of_2(heads), max(1, _HEAD_TILE // dim_tile))
@@ -195,6 +215,7 @@ def store_kv(
         slot_mapping,
         k_cache,
         v_cache,
+        k if scales is None else scales,
         k.stride(0),
         v.stride(0),
         KV_HEADS=kv_heads,
@@ -202,6 +223,7 @@ def store_kv(
         BLOCK_SIZE=block_size,
         HEAD_TILE=head_tile,
         DIM_TILE=dim_tile,
+        FLOAT8=scales is not None,
         num_warps=4,
         **launch_options(pdl),
     )

@@ -1,0 +1,165 @@
+"""What steps and copies of a model take on this machine: measured once, kept in the cache directory, and corrected."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from uuid import uuid4
+
+import msgspec
+
+from asyncengine import _core
+from asyncengine.config import EngineConfig
+from asyncengine.kernels.cuda.linear.tables import cache_directory, table_name
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Files of another one are measured anew."""
+
+
+class Point(msgspec.Struct, frozen=True):
+    """Steps of so many tokens."""
+
+    tokens: int
+    base_ns: float
+    """with no context"""
+    context_ns: float
+    """more for each token of context: of all decode rows together, or of the chunk of a prompt"""
+
+
+class Copy(msgspec.Struct, frozen=True):
+    """One copy from pinned memory, or to it."""
+
+    num_bytes: int
+    ns: float
+
+
+class CostTable(msgspec.Struct, frozen=True):
+    """Times in nanoseconds; lists ascend."""
+
+    decode: list[Point]
+    """of steps of decode rows alone"""
+    prompt: list[Point]
+    """of steps with one chunk of a prompt"""
+    to_device: list[Copy] = []
+    """empty on the CPU, as the next two are"""
+    to_host: list[Copy] = []
+    crossing_ns: float = 0.0
+    """from the launch of a kernel that writes to the host until the host sees it"""
+    factors: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    """What was taken in place of 1, as learned while engines ran: steps that decode alone; of others the rest, and the
+    attention of chunks"""
+
+    def native(self) -> _core.StepCosts:
+        return _core.StepCosts(
+            [(p.tokens, p.base_ns, p.context_ns) for p in self.decode],
+            [(p.tokens, p.base_ns, p.context_ns) for p in self.prompt],
+            fit_copies(self.to_device),
+            fit_copies(self.to_host),
+            self.factors,
+        )
+
+    def corrected(self, stats: Mapping[str, int]) -> CostTable:
+        """With the factors that a step loop's statistics have."""
+        decode, rest, attention = (stats[f"{part}_cost_ppm"] / 1e6 for part in ("decode", "rest", "attention"))
+        return msgspec.structs.replace(self, factors=(decode, rest, attention))
+
+
+def fit_copies(copies: list[Copy]) -> tuple[float, float]:
+    """Nanoseconds per call and per byte, by the smallest and the largest copy; 0 of none."""
+    if not copies:
+        return 0.0, 0.0
+    small, large = copies[0], copies[-1]
+    if large.num_bytes == small.num_bytes:
+        return 0.0, small.ns / small.num_bytes
+    byte_ns = max(0.0, large.ns - small.ns) / (large.num_bytes - small.num_bytes)
+    return max(0.0, small.ns - byte_ns * small.num_bytes), byte_ns
+
+
+class _File(msgspec.Struct, frozen=True):
+    format: int
+    of: dict[str, str]
+    """what the file's name is a hash of"""
+    costs: CostTable
+
+
+@dataclass(frozen=True, slots=True)
+class CostFile:
+    """Where the costs of one model on one machine are kept."""
+
+    path: Path
+    of: dict[str, str]
+
+    @classmethod
+    def find(cls, config: EngineConfig, model: object, dtype: str, device: str) -> CostFile:
+        """``model`` is a ModelConfig: its fields are the shape. ``device`` is a card's name, or cpu."""
+        of = {
+            "version": _version(),
+            "model": repr(model),
+            "dtype": dtype,
+            "quantization": config.quantization,
+            "device": device,
+            "rows": str(config.max_num_seqs),
+            "tokens": str(config.max_num_batched_tokens),
+            "block_size": str(config.block_size),
+            "batch_invariant": str(config.batch_invariant),
+            "eager": str(config.enforce_eager),
+        }
+        if device == "cpu":
+            of |= {"threads": str(config.num_threads), "isa": _core.CpuKernels(1).isa}
+        digest = hashlib.sha256(repr(sorted(of.items())).encode()).hexdigest()[:16]
+        name = f"{table_name(device).removesuffix('.json')}-{digest}.json"
+        return cls(cache_directory() / "costs" / name, of)
+
+    def read(self) -> CostTable | None:
+        """None if there is no such file, or with a warning if it is of no use."""
+        try:
+            file = msgspec.json.decode(self.path.read_bytes(), type=_File)
+            file.costs.native()  # raises ValueError where points do not ascend
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, RecursionError) as e:
+            logger.warning("%s is measured anew: %s", self.path, e)
+            return None
+        known = file.format == FORMAT and file.of == self.of and file.costs.decode and file.costs.prompt
+        return file.costs if known else None
+
+    def keep(self, costs: CostTable) -> None:
+        """Who reads the file meanwhile finds it whole, old or new. A failure is a warning: it is measured again."""
+        written = self.path.with_name(f"{self.path.name}.{uuid4().hex}")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                written.write_bytes(msgspec.json.format(msgspec.json.encode(_File(FORMAT, self.of, costs)), indent=1))
+                written.replace(self.path)
+            finally:
+                written.unlink(missing_ok=True)
+        except OSError as e:
+            logger.warning("the costs of steps cannot be kept, so the next start will measure them again: %s", e)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownCosts:
+    """What an engine starts with."""
+
+    file: CostFile
+    table: CostTable
+
+    @property
+    def native(self) -> _core.StepCosts:
+        return self.table.native()
+
+    def keep_learned(self, stats: Mapping[str, int]) -> None:
+        self.file.keep(self.table.corrected(stats))
+
+
+def _version() -> str:
+    try:
+        return metadata.version("asyncengine")
+    except metadata.PackageNotFoundError:  # run from a checkout
+        return "unknown"

@@ -1,0 +1,30 @@
+// A third place for KV blocks, behind the host's: named by what they hold, not by who wrote them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <span>
+
+#include "core/digest.h"
+
+namespace asyncengine {
+
+struct BlockName {
+  BlockKey key, parent;
+};
+
+// No call waits. The memory at `data` and `target` is the disk's until the completion is taken.
+class BlockDisk {
+ public:
+  virtual ~BlockDisk() = default;
+  virtual BlockKey root(uint64_t salt) const = 0;
+  virtual bool contains(const BlockKey& key) const = 0;
+  // False: not now, and no completion follows.
+  virtual bool put(const BlockName& name, std::span<const int32_t> tokens, const std::byte* data, uint64_t ticket) = 0;
+  virtual bool get(const BlockName& name, std::span<const int32_t> tokens, std::byte* target, uint64_t ticket) = 0;
+  using Visit = std::function<void(uint64_t ticket, bool done)>;
+  virtual void take_completions(const Visit& visit) = 0;
+};
+
+}  // namespace asyncengine

@@ -1,0 +1,152 @@
+#include "core/host_tier.h"
+
+#include <algorithm>
+#include <cassert>
+#include <utility>
+
+namespace asyncengine {
+
+HostTier::HostTier(const Config& config, BlockManager& blocks, BlockMover& mover, BlockDisk* disk)
+    : config_(config), blocks_(blocks), mover_(mover) {
+  assert(mover.num_host_blocks() == blocks.num_host_blocks());
+  coming_.assign(static_cast<size_t>(blocks.num_host_blocks()), 0);
+  if (disk != nullptr) {
+    blocks.keep_names();
+    disk_ = std::make_unique<DiskTier>(blocks, mover, *disk);
+  }
+  for (Transfer& transfer : transfers_) transfer.moves.reserve(static_cast<size_t>(mover.max_moves()));
+  for (Load& load : loads_) {
+    load.held.reserve(static_cast<size_t>(config.max_blocks));
+    load.moves.reserve(static_cast<size_t>(config.max_blocks));
+  }
+}
+
+HostTier::Loading HostTier::load(Sequence& sequence, std::span<const int32_t> chain) {
+  const int32_t device_blocks = blocks_.num_blocks();
+  const auto on_host = [&](int32_t id) { return id >= device_blocks; };
+  const auto comes = [&](int32_t id) { return on_host(id) && coming_[static_cast<size_t>(id - device_blocks)] != 0; };
+  if (broken() || std::ranges::none_of(chain, on_host)) return Loading::kNothing;
+  const auto free = std::ranges::find_if(loads_, [](const Load& load) { return load.sequence == nullptr; });
+  if (free == loads_.end() || std::ranges::any_of(chain, comes)) return Loading::kLater;
+  free->sequence = &sequence;
+  free->started = free->ended = 0;
+  free->cancelled = false;
+  // First what is here: it must not be evicted for what comes.
+  for (const int32_t id : chain) {
+    if (!on_host(id)) blocks_.retain(id);
+  }
+  for (const int32_t id : chain) {
+    free->held.push_back(on_host(id) ? blocks_.allocate() : id);
+    if (!on_host(id)) continue;
+    const int32_t host = id - device_blocks;
+    blocks_.pin_host(host);
+    coming_[static_cast<size_t>(host)] = 1;
+    free->moves.push_back({free->held.back(), host});
+  }
+  ++num_loads_;
+  return Loading::kStarted;
+}
+
+void HostTier::cancel(const Sequence& sequence) {
+  const auto load = std::ranges::find(loads_, &sequence, &Load::sequence);
+  if (load != loads_.end()) load->cancelled = true;  // else the disk reads for it: what comes stays on the host
+}
+
+bool HostTier::finish_transfer(int i) {
+  Transfer& transfer = transfers_[static_cast<size_t>(i)];
+  if (transfer.moves.empty()) return false;
+  const MoveStatus status = mover_.poll(i);
+  if (status == MoveStatus::kPending) return false;
+  conclude(i, status == MoveStatus::kDone);
+  return true;
+}
+
+void HostTier::conclude(int i, bool done) {
+  Transfer& transfer = transfers_[static_cast<size_t>(i)];
+  failures_in_a_row_ = done ? 0 : failures_in_a_row_ + 1;
+  failed_transfers_ += !done;
+  BlockMover::brings_in(i) ? finish_load(transfer, done) : finish_spill(transfer, done);
+  transfer.moves.clear();
+  --num_transfers_;
+}
+
+bool HostTier::start_transfer(int i) {
+  Transfer& transfer = transfers_[static_cast<size_t>(i)];
+  if (!transfer.moves.empty()) return false;
+  BlockMover::brings_in(i) ? collect_load(transfer) : collect_spill(transfer);
+  if (transfer.moves.empty()) return false;
+  ++num_transfers_;
+  if (!mover_.start(i, transfer.moves)) conclude(i, false);
+  return true;
+}
+
+// ---- out -----------------------------------------------------------------------------------------------------------
+
+// The next blocks to be evicted, in the order of their release. Half of the free blocks stay free: a step may want some.
+void HostTier::collect_spill(Transfer& transfer) {
+  if (broken()) return;
+  const int32_t most = std::min(mover_.max_moves(), blocks_.num_free() / 2);
+  while (static_cast<int32_t>(transfer.moves.size()) < most && blocks_.num_spare() < config_.spare_blocks) {
+    const int32_t block = blocks_.next_without_copy();
+    if (block < 0) break;
+    const int32_t host = blocks_.take_host_block();
+    if (host < 0) break;
+    blocks_.retain(block);
+    transfer.moves.push_back({block, host});
+  }
+  blocks_coming_ += static_cast<int32_t>(transfer.moves.size());
+}
+
+void HostTier::finish_spill(const Transfer& transfer, bool done) {
+  blocks_coming_ -= static_cast<int32_t>(transfer.moves.size());
+  copied_out_ += done ? static_cast<int64_t>(transfer.moves.size()) : 0;
+  // Backwards: the one that was released first is evicted first.
+  for (auto move = transfer.moves.rbegin(); move != transfer.moves.rend(); ++move) {
+    if (done) {
+      blocks_.copied_out(move->block, move->host);
+      if (disk_ != nullptr) disk_->write(move->host);
+    } else {
+      blocks_.give_back_host_block(move->host);
+    }
+    blocks_.release_first(move->block);
+  }
+}
+
+// ---- in ------------------------------------------------------------------------------------------------------------
+
+void HostTier::collect_load(Transfer& transfer) {
+  const auto wants = [](const Load& load) {
+    return load.sequence != nullptr && !load.cancelled && load.started < load.moves.size();
+  };
+  const auto load = std::ranges::find_if(loads_, wants);
+  if (load == loads_.end()) return;
+  const size_t count = std::min(static_cast<size_t>(mover_.max_moves()), load->moves.size() - load->started);
+  const auto first = load->moves.begin() + static_cast<ptrdiff_t>(load->started);
+  transfer.moves.assign(first, first + static_cast<ptrdiff_t>(count));
+  transfer.load = &*load;
+  load->started += count;
+}
+
+// What has not come is computed: the sequence is admitted with what there is.
+void HostTier::finish_load(const Transfer& transfer, bool done) {
+  Load& load = *transfer.load;
+  load.ended += transfer.moves.size();
+  load.cancelled = load.cancelled || !done;
+  copied_in_ += done ? static_cast<int64_t>(transfer.moves.size()) : 0;
+  if (!done) return;
+  for (const BlockMove& move : transfer.moves) blocks_.moved_in(move.host, move.block);
+}
+
+void HostTier::end(Load& load) {
+  for (const BlockMove& move : load.moves) {
+    blocks_.unpin_host(move.host);
+    coming_[static_cast<size_t>(move.host)] = 0;
+  }
+  // Deepest block first: of a cached prefix the end is evicted before the beginning.
+  for (auto block = load.held.rbegin(); block != load.held.rend(); ++block) blocks_.release(*block);
+  load.held.clear();
+  load.moves.clear();
+  --num_loads_;
+}
+
+}  // namespace asyncengine

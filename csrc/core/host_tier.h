@@ -1,0 +1,119 @@
+// KV blocks on the host: cached blocks are copied out before they are evicted, and come back when a prompt asks for them.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "core/block_manager.h"
+#include "core/block_mover.h"
+#include "core/disk_tier.h"
+#include "core/sequence.h"
+
+namespace asyncengine {
+
+// A preempted sequence needs nothing of its own here: its blocks are a prefix that the prefix cache knows, and so it resumes by
+// copies instead of computing its prompt and output once more.
+//
+// Blocks that are copied out are held meanwhile, and so are those that come in; nobody's step touches either. A load ends as
+// a whole: then the prefix cache of the device knows all of it, and the sequence is admitted as any other.
+class HostTier {
+ public:
+  struct Config {
+    int32_t spare_blocks = 0;   // so many blocks of the device are kept ready for use: without content, or copied out
+    int32_t max_blocks = 0;     // of a sequence
+  };
+  // Without a disk there is no third tier.
+  HostTier(const Config& config, BlockManager& blocks, BlockMover& mover, BlockDisk* disk = nullptr);
+
+  // Blocks that transfers out hold, and are about to release.
+  int32_t blocks_coming() const { return blocks_coming_; }
+  bool busy() const { return num_transfers_ > 0 || num_loading() > 0; }
+
+  // Takes in transfers that are over and starts others. `ended(sequence)` for each load that is over. True: something moved.
+  template <typename Ended>
+  bool advance(Ended&& ended) {
+    bool moved = false;
+    for (int i = 0; i < BlockMover::kTransfers; ++i) moved |= finish_transfer(i) | start_transfer(i);
+    for (Load& load : loads_) {
+      if (load.sequence == nullptr || !load.over()) continue;
+      end(load);
+      ended(*std::exchange(load.sequence, nullptr));
+      moved = true;
+    }
+    return disk_ == nullptr ? moved : disk_->advance(ended) | moved;
+  }
+
+  enum class Loading : uint8_t { kNothing, kStarted, kLater };
+  // `chain`: the blocks of a prefix, in order, of both kinds. Blocks of the device must be free for those of the host.
+  // kNothing: all are on the device. kLater: some come for another sequence, or too many sequences load.
+  Loading load(Sequence& sequence, std::span<const int32_t> chain);
+  // The disk's part of load(): see DiskTier::read.
+  bool read_disk(Sequence& sequence, int32_t last, int32_t found, int32_t most) {
+    return disk_ != nullptr && disk_->read(sequence, last, found, most);
+  }
+  const DiskTier* disk() const { return disk_.get(); }
+  size_t block_bytes() const { return mover_.block_bytes(); }
+  // The sequence has no use for the rest of its load.
+  void cancel(const Sequence& sequence);
+
+  // Blocks of the device that transfers and loads hold, one by one.
+  template <typename Visit>
+  void visit_held(Visit&& visit) const {
+    for (int i = 0; i < BlockMover::kTransfers / 2; ++i) {
+      for (const BlockMove& move : transfers_[static_cast<size_t>(i)].moves) visit(move.block);
+    }
+    for (const Load& load : loads_) std::ranges::for_each(load.held, visit);
+  }
+
+  int64_t copied_out() const { return copied_out_; }
+  int64_t copied_in() const { return copied_in_; }
+  int64_t failed_transfers() const { return failed_transfers_; }
+  // Sequences that wait for blocks.
+  int32_t num_loading() const { return num_loads_ + (disk_ != nullptr ? disk_->num_reads() : 0); }
+
+ private:
+  static constexpr size_t kLoads = 8;
+  // Transfers that fail one after another end the copying for good: the device or the host has a lasting reason.
+  static constexpr int kMostFailures = 8;
+
+  struct Load {
+    Sequence* sequence = nullptr;
+    std::vector<int32_t> held;     // blocks of the device, in the order of the prefix
+    std::vector<BlockMove> moves;  // those of them that come in
+    size_t started = 0, ended = 0;
+    bool cancelled = false;
+    bool over() const { return ended == started && (cancelled || ended == moves.size()); }
+  };
+  struct Transfer {
+    std::vector<BlockMove> moves;  // empty: none is under way
+    Load* load = nullptr;
+  };
+
+  bool finish_transfer(int i);
+  void conclude(int i, bool done);
+  bool start_transfer(int i);
+  void collect_spill(Transfer& transfer);
+  void collect_load(Transfer& transfer);
+  void finish_spill(const Transfer& transfer, bool done);
+  void finish_load(const Transfer& transfer, bool done);
+  void end(Load& load);
+  bool broken() const { return failures_in_a_row_ >= kMostFailures; }
+
+  Config config_;
+  BlockManager& blocks_;
+  BlockMover& mover_;
+  std::unique_ptr<DiskTier> disk_;
+  std::array<Transfer, BlockMover::kTransfers> transfers_;
+  std::array<Load, kLoads> loads_;
+  std::vector<uint8_t> coming_;  // by host block: a load brings it in
+  int num_transfers_ = 0, failures_in_a_row_ = 0;
+  int32_t num_loads_ = 0, blocks_coming_ = 0;
+  int64_t copied_out_ = 0, copied_in_ = 0, failed_transfers_ = 0;
+};
+
+}  // namespace asyncengine

@@ -1,0 +1,62 @@
+// How long a step will take, told from what was measured of steps before it.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace asyncengine {
+
+// Times are nanoseconds. A default one knows nothing, and says 0 of everything. Nothing here allocates after construction or
+// takes a lock: the step thread asks and teaches it.
+class StepCosts {
+ public:
+  // Of steps of so many tokens. Between two points time is linear.
+  struct Point {
+    int32_t tokens = 0;
+    double base_ns = 0;     // with no context
+    // More for each token of context: of all rows together in a step of decode rows, else of the chunk of a prompt.
+    double context_ns = 0;
+  };
+  struct Copy {
+    double call_ns = 0, byte_ns = 0;
+    int64_t ns(int64_t bytes) const { return static_cast<int64_t>(call_ns + byte_ns * static_cast<double>(bytes)); }
+  };
+  // What steps have taken in place of 1 while they ran: those of decode rows alone; and of others the attention of chunks, and
+  // the rest.
+  struct Factors {
+    double decode = 1, rest = 1, attention = 1;
+  };
+
+  StepCosts() = default;
+  // Points ascend by tokens.
+  StepCosts(std::vector<Point> decode, std::vector<Point> prompt, Copy to_device, Copy to_host, Factors factors)
+      : decode_(std::move(decode)), prompt_(std::move(prompt)), to_device_(to_device), to_host_(to_host), factors_(factors) {}
+
+  bool known() const { return !decode_.empty() && !prompt_.empty(); }
+
+  // A step of `rows` decode rows alone that attend to `attended` tokens together.
+  int64_t decode_ns(int32_t rows, int64_t attended) const;
+  // A step of `tokens`, those it is padded to included, among which are such decode rows. `chunks_ns` is the sum of the
+  // attention_ns() of its chunks.
+  int64_t mixed_ns(int32_t tokens, int32_t rows, int64_t attended, double chunks_ns) const;
+  // Attention of `tokens` of a prompt after `context` others. Not corrected.
+  double attention_ns(int32_t tokens, int64_t context) const;
+  // To compute a prompt's `tokens` after `context` others, in large chunks that share their steps with nobody.
+  int64_t recompute_ns(int64_t tokens, int64_t context) const;
+  // To copy so many bytes in one call, from pinned memory or to it.
+  int64_t copy_ns(int64_t bytes, bool to_device) const { return (to_device ? to_device_ : to_host_).ns(bytes); }
+
+  // A step has taken so long; `predicted_ns` was foreseen. Few steps change little, and one that was held up changes little
+  // more. Of a step with chunks, each part learns in proportion to its share of the step.
+  void learn_decode(int64_t predicted_ns, int64_t took_ns);
+  void learn_mixed(int64_t predicted_ns, double chunks_ns, int64_t took_ns);
+  const Factors& factors() const { return factors_; }
+
+ private:
+  std::vector<Point> decode_, prompt_;
+  Copy to_device_, to_host_;
+  Factors factors_;
+};
+
+}  // namespace asyncengine

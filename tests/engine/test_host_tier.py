@@ -1,0 +1,138 @@
+"""The host tier of the KV cache: outputs are those of an engine with room for all, whatever moves meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import asyncengine
+from asyncengine import AsyncEngine, ConfigError, SamplingParams, testing
+
+ROOMY: dict[str, Any] = {"max_num_seqs": 6, "max_model_len": 192, "num_kv_blocks": 400}
+PRESSED: dict[str, Any] = ROOMY | {"num_kv_blocks": 18, "host_kv_memory_bytes": 16 << 20}
+
+PROMPTS = [f"{topic} " * 12 + "and then" for topic in ("The river", "A clock", "Her garden", "Old ships", "The mill")]
+PARAMS = [
+    SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True),
+    SamplingParams(max_tokens=50, temperature=0.9, seed=7, top_k=40, ignore_eos=True, n=2),
+    SamplingParams(max_tokens=40, temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.4, ignore_eos=True),
+    SamplingParams(max_tokens=40, temperature=0.7, seed=3, logprobs=3, ignore_eos=True),
+]
+
+
+async def answers(engine: AsyncEngine) -> list[Any]:
+    """Each prompt with each kind of parameters, all at once, and then the prompts once more."""
+    jobs = [engine.generate(prompt, params) for prompt in PROMPTS for params in PARAMS]
+    first = await asyncio.gather(*jobs)
+    again = [await engine.generate(prompt, PARAMS[0]) for prompt in PROMPTS]
+    return [
+        (sequence.token_ids, sequence.logprobs, sequence.finish_reason)
+        for output in (*first, *again)
+        for sequence in output.outputs
+    ]
+
+
+def test_outputs_are_those_of_an_engine_with_room() -> None:
+    async def main(config: dict[str, Any]) -> tuple[list[Any], Any]:
+        model = str(asyncengine.bundled_model())
+        async with AsyncEngine.from_pretrained(model, device="cpu", progress=False, **config) as engine:
+            async with testing.no_leaks(engine):
+                outputs = await answers(engine)
+            return outputs, engine.stats()
+
+    expected, roomy = asyncio.run(main(ROOMY))
+    got, stats = asyncio.run(main(PRESSED))
+    assert got == expected
+    assert roomy.blocks_to_host == roomy.num_host_blocks == 0
+    assert stats.num_preemptions > 0
+    assert stats.blocks_to_host > 0
+    assert stats.blocks_from_host > 0
+    assert stats.host_cached_blocks <= stats.num_host_blocks
+
+
+def test_cancelled_requests_give_back_what_was_coming_for_them() -> None:
+    async def main() -> None:
+        config = {"num_kv_blocks": 24, "max_num_seqs": 4, "max_model_len": 256, "host_kv_memory_bytes": 1 << 20}
+        async with testing.SimulatedEngine(step_latency_us=300, **config) as engine:
+            params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+            prompts = [[100 + family] * 150 for family in range(6)]
+            for prompt in prompts:
+                await engine.generate(prompt, params)
+            async with testing.no_leaks(engine):
+                for delay in range(30):
+                    tasks = [asyncio.ensure_future(engine.generate(prompt, params)) for prompt in prompts]
+                    await asyncio.sleep(delay * 2e-4)
+                    for task in tasks:
+                        task.cancel()
+                    await asyncio.gather(*tasks, return_exceptions=True)
+            output = await engine.generate(prompts[0], params)
+            assert list(output.outputs[0].token_ids) == engine.expected_token_ids(prompts[0], params)
+            assert engine.stats().blocks_from_host > 0
+
+    asyncio.run(main())
+
+
+def test_a_prefix_comes_back_from_the_disk_after_a_restart(tmp_path: Path) -> None:
+    """And what somebody wrote into a file is noticed, and computed again."""
+    model = str(asyncengine.bundled_model())
+    config = PRESSED | {"disk_kv_path": str(tmp_path / "kv")}
+
+    async def main(config: dict[str, Any]) -> tuple[list[Any], Any]:
+        async with AsyncEngine.from_pretrained(model, device="cpu", progress=False, **config) as engine:
+            outputs = [await engine.generate(prompt, PARAMS[0]) for prompt in PROMPTS]
+            await testing.settle(engine)
+            return [output.token_ids for output in outputs], engine.stats()
+
+    expected, _ = asyncio.run(main(ROOMY))
+    first, wrote = asyncio.run(main(config))
+    again, read = asyncio.run(main(config))
+    assert first == again == expected
+    assert wrote.blocks_to_disk > 0
+    assert read.blocks_from_disk > 0
+    assert read.failed_disk_transfers == 0
+
+    files = list((tmp_path / "kv").rglob("*.kv"))
+    assert len(files) >= wrote.blocks_to_disk
+    for path in files:
+        content = bytearray(path.read_bytes())
+        content[-5] ^= 1
+        path.write_bytes(content)
+    damaged, stats = asyncio.run(main(config))
+    assert damaged == expected
+    assert stats.failed_disk_transfers > 0
+    assert stats.blocks_from_disk == 0
+
+
+def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    config = PRESSED | {"disk_kv_path": str(tmp_path / "file")}
+
+    async def main() -> None:
+        async with AsyncEngine.from_pretrained(
+            str(asyncengine.bundled_model()), device="cpu", progress=False, **config
+        ):
+            raise AssertionError("it started")
+
+    with pytest.raises(ConfigError, match="disk_kv_path cannot be used"):
+        asyncio.run(main())
+    with pytest.raises(ConfigError, match="disk_kv_path needs host_kv_memory_bytes"):
+        AsyncEngine.from_pretrained("x", disk_kv_path=str(tmp_path))
+
+
+def test_wrong_sizes_are_refused() -> None:
+    async def main() -> None:
+        config = {"host_kv_memory_bytes": 1000, "max_model_len": 64}
+        async with AsyncEngine.from_pretrained(
+            str(asyncengine.bundled_model()), device="cpu", progress=False, **config
+        ):
+            raise AssertionError("it started")
+
+    with pytest.raises(ConfigError, match=r"host_kv_memory_bytes \(1,000\) must hold 1 KV blocks"):
+        asyncio.run(main())
+    with pytest.raises(ConfigError, match="host_kv_memory_bytes needs enable_prefix_caching"):
+        AsyncEngine.from_pretrained("x", host_kv_memory_bytes=1 << 20, enable_prefix_caching=False)
+    with pytest.raises(ConfigError, match="host_kv_memory_bytes must be at least 1"):
+        AsyncEngine.from_pretrained("x", host_kv_memory_bytes=0)
