@@ -298,6 +298,11 @@ class CpuKernels:
 
 # ---- block manager and scheduler, without their thread: for tests and bench/core ----
 
+class HybridConfig:
+    """Whether sequences may decode on the host (csrc/core/host_rows.h): lanes of a step, and layers that attend."""
+
+    def __init__(self, *, lanes: int = 0, layers: int = 0) -> None: ...
+
 class SchedulerConfig:
     """Counts are checked: ValueError. prefill_chunk_size 0 means as many tokens as the step has room for."""
 
@@ -321,6 +326,7 @@ class SchedulerConfig:
         target_itl_ns: int = 0,
         target_itl_ns_by_priority: Sequence[tuple[int, int]] = (),
         paced_chunk_size: int = 0,
+        hybrid: HybridConfig = ...,
     ) -> None:
         """token_buckets: ascending sizes of step; a chunk that does not finish its prompt fills one of them.
 
@@ -547,6 +553,7 @@ class CudaGraphs:
         single_token_rows: bool,
         max_context: int,
         variants: Sequence[tuple[int, int]],
+        lanes: int = 0,
     ) -> None:
         """Ascending: a step takes the first that fits; a max_context of 2**31 - 1 is any.
 

@@ -26,18 +26,20 @@ SchedulerConfig make_scheduler_config(int32_t num_blocks, int32_t block_size, in
                                       bool prefix_caching, std::vector<int32_t> token_buckets, int32_t max_samples,
                                       int32_t max_update_words, int32_t max_result_words, int32_t mask_words,
                                       int32_t num_host_blocks, const StepCosts& costs, int64_t target_itl_ns,
-                                      std::vector<std::pair<int32_t, int64_t>> target_itl_ns_by_priority, int32_t paced_chunk_size) {
+                                      std::vector<std::pair<int32_t, int64_t>> target_itl_ns_by_priority, int32_t paced_chunk_size,
+                                      const HybridConfig& hybrid) {
   require(num_blocks >= 1 && max_num_seqs >= 1 && max_model_len >= 1 && prefill_chunk_size >= 0, "counts must be positive");
   require(block_size >= 16 && block_size % 16 == 0, "block_size must be a multiple of 16");
   require(max_num_batched_tokens >= max_num_seqs, "max_num_batched_tokens must be at least max_num_seqs");
   require(std::ranges::is_sorted(token_buckets), "token_buckets must ascend");
   require(max_samples >= 0 && max_update_words >= 0 && max_result_words >= 0 && mask_words >= 0, "budgets must not be negative");
   require(num_host_blocks >= 0 && (num_host_blocks == 0 || prefix_caching), "a host tier needs prefix_caching");
+  require(hybrid.lanes == 0 || (num_host_blocks > 0 && hybrid.layers >= 1), "host rows need a host tier and layers");
   require(target_itl_ns >= 0 && paced_chunk_size >= 0, "targets and chunks must not be negative");
   require(std::ranges::all_of(target_itl_ns_by_priority, [](const auto& target) { return target.second > 0; }), "targets must be positive");
   return {num_blocks, block_size, max_num_seqs, max_num_batched_tokens, prefill_chunk_size, max_model_len, prefix_caching,
           std::move(token_buckets), max_samples, max_update_words, max_result_words, mask_words, num_host_blocks, costs,
-          {target_itl_ns, std::move(target_itl_ns_by_priority)}, paced_chunk_size};
+          {target_itl_ns, std::move(target_itl_ns_by_priority)}, paced_chunk_size, hybrid};
 }
 
 using CostPoint = std::tuple<int32_t, double, double>;
@@ -266,6 +268,12 @@ void bind_core(py::module_& m) {
       .def("recompute_ns", &StepCosts::recompute_ns)
       .def("copy_ns", &StepCosts::copy_ns);
 
+  py::class_<HybridConfig>(m, "HybridConfig")
+      .def(py::init([](int32_t lanes, int32_t layers) {
+             require(lanes >= 0 && lanes <= 64 && layers >= 0, "lanes must be 0 to 64, and layers not negative");
+             return HybridConfig{lanes, layers};
+           }), py::kw_only(), py::arg("lanes") = 0, py::arg("layers") = 0);
+
   using Config = SchedulerConfig;
   py::class_<Config>(m, "SchedulerConfig")
       .def(py::init(&make_scheduler_config), py::kw_only(), py::arg("num_blocks"), py::arg("block_size"), py::arg("max_num_seqs"),
@@ -273,7 +281,7 @@ void bind_core(py::module_& m) {
            py::arg("token_buckets") = std::vector<int32_t>(), py::arg("max_samples") = 0, py::arg("max_update_words") = 0,
            py::arg("max_result_words") = 0, py::arg("mask_words") = 0, py::arg("num_host_blocks") = 0, py::arg("costs") = StepCosts(),
            py::arg("target_itl_ns") = 0, py::arg("target_itl_ns_by_priority") = std::vector<std::pair<int32_t, int64_t>>(),
-           py::arg("paced_chunk_size") = 0);
+           py::arg("paced_chunk_size") = 0, py::arg("hybrid") = HybridConfig());
 
   py::class_<BlockManager>(m, "BlockManager")
       .def(py::init<int32_t, int32_t, bool>(), py::arg("num_blocks"), py::arg("block_size"), py::arg("prefix_caching"))

@@ -71,9 +71,9 @@ void CudaGraphs::launch(size_t bucket, Needs needs, Address cuda_stream) const {
 }
 
 void CudaGraphs::add_bucket(int32_t max_rows, int32_t max_tokens, bool single_token_rows, int32_t max_context,
-                            const std::vector<std::pair<Needs, Address>>& variants) {
+                            const std::vector<std::pair<Needs, Address>>& variants, int32_t lanes) {
   require(!variants.empty(), "a bucket needs a variant");
-  GraphBucket bucket{max_rows, max_tokens, single_token_rows, max_context, {}};
+  GraphBucket bucket{max_rows, max_tokens, single_token_rows, max_context, {}, lanes};
   for (const auto& [needs, graph] : variants) {
     require(GraphVariant{variants.back().first}.serves(needs), "the last variant must serve all needs of the others");
     bucket.variants.push_back({needs, graph == 0 ? nullptr : instantiate(graph)});
@@ -172,7 +172,7 @@ void bind_device(py::module_& m) {
       .def(py::init([](const CudaDevice& device) { return std::make_shared<CudaGraphs>(device.cuda); }), py::arg("device"),
            py::keep_alive<1, 2>())
       .def("add_bucket", &CudaGraphs::add_bucket, py::arg("max_rows"), py::arg("max_tokens"), py::arg("single_token_rows"),
-           py::arg("max_context"), py::arg("variants"))
+           py::arg("max_context"), py::arg("variants"), py::arg("lanes") = 0)
       .def("set_copy_blocks", [](CudaGraphs& self, Address graph) { self.copy_blocks = self.instantiate(graph); }, py::arg("graph"))
       .def("set_host_pool", [](CudaGraphs& self, std::shared_ptr<HostPool> pool, const std::vector<Address>& moves) {
         require(moves.size() == self.moves.size(), "a graph for each transfer");

@@ -54,7 +54,7 @@ class CudaGraphs {
 
   CudaGraphExec instantiate(Address graph);
   void add_bucket(int32_t max_rows, int32_t max_tokens, bool single_token_rows, int32_t max_context,
-                  const std::vector<std::pair<Needs, Address>>& variants);
+                  const std::vector<std::pair<Needs, Address>>& variants, int32_t lanes);
   void upload(Address cuda_stream);
   void launch(size_t bucket, Needs needs, Address cuda_stream) const;
 

@@ -47,6 +47,7 @@ int32_t* write_entries(const Sequence& sequence, int32_t* out) {
 int32_t row_flags(const PlanRow& row) {
   int32_t flags = row.from_device ? kRowFromDevice : 0;
   if (row.extras && row.sequence->request->extras.tokens_per_step > 1) flags |= kRowDeviceLength;
+  if (row.lane >= 0) flags |= kRowLane;
   return flags;
 }
 
@@ -62,20 +63,24 @@ size_t pack_step(const StepPlan& plan, BlockTables& tables, std::span<std::byte>
   auto* copies = cursor.take<BlockCopy>(plan.copies.size());
   auto* updates = cursor.take<SlotUpdate>(plan.filled_slots.size());
   auto* delta_blocks = cursor.take<int32_t>(static_cast<size_t>(plan.num_delta_blocks));
+  auto* lanes = cursor.take<LaneEntry>(plan.lanes.size());
   auto* entries = cursor.take<int32_t>(static_cast<size_t>(plan.num_update_words));
 
   std::copy(plan.copies.begin(), plan.copies.end(), copies);
+  std::copy(plan.lanes.begin(), plan.lanes.end(), lanes);
   auto filled = plan.filled_slots.begin();
   int32_t query_start = 0, prompt_start = 0, sample_row = 0, num_updates = 0, offset = 0, max_context = 0;
   for (const PlanRow& row : plan.rows) {
     const bool fills = filled != plan.filled_slots.end() && *filled == row.slot;  // filled_slots is in row order
     const int32_t first = tables.dirty_begin(row.slot), dirty = std::max(0, tables.length(row.slot) - first);
-    *rows++ = {row.slot, query_start, row.query_len, row.context_len, row_flags(row),
+    *rows++ = {row.slot, row.lane >= 0 ? row.lane : query_start, row.query_len, row.context_len, row_flags(row),
                prompt_start, row.num_samples > 0 ? sample_row : -1, fills ? num_updates : -1, first, dirty, offset,
                row.num_samples, row.num_appends, row.result_offset,
                row.extras ? row.sequence->request->extras.result_words : 0, 0};
-    query_start += row.query_len;
-    max_context = std::max(max_context, row.context_len);
+    if (row.lane < 0) {
+      query_start += row.query_len;
+      max_context = std::max(max_context, row.context_len);
+    }
     sample_row += row.num_samples;
     if (!row.from_device) {
       row.sequence->tokens.copy(row.context_len, row.query_len, prompt_ids + prompt_start);
@@ -98,7 +103,9 @@ size_t pack_step(const StepPlan& plan, BlockTables& tables, std::span<std::byte>
   *header = {StepInputView::kMagic, static_cast<uint32_t>(cursor.used() / sizeof(int32_t)), plan.step,
              static_cast<int32_t>(plan.rows.size()), plan.num_decode_rows, plan.num_tokens, sample_row,
              num_prompt_ids, static_cast<int32_t>(plan.copies.size()), num_updates, plan.num_delta_blocks,
-             plan.needs, max_context, sample_row - plan.num_scored, plan.num_result_words};
+             plan.needs, max_context, sample_row - plan.num_scored, plan.num_result_words,
+             plan.num_lanes, plan.num_lanes > 0 ? static_cast<int32_t>(plan.lanes.size()) / plan.num_lanes : 0,
+             plan.num_lane_rows, 0};
   return cursor.used();
 }
 

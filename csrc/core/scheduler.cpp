@@ -32,7 +32,8 @@ Scheduler::Scheduler(const SchedulerConfig& config)
 
 StepLimits Scheduler::limits() const {
   return {config_.max_num_seqs, config_.max_num_batched_tokens, max_delta_blocks_, config_.max_samples,
-          config_.max_update_words, config_.max_result_words, config_.mask_words};
+          config_.max_update_words, config_.max_result_words, config_.mask_words, config_.hybrid.lanes,
+          config_.hybrid.lanes > 0 ? config_.hybrid.layers + 1 : 0};
 }
 
 void Scheduler::add(Request* request) {

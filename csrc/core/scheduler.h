@@ -37,6 +37,12 @@ struct ItlTargets {
   }
 };
 
+// Whether sequences may decode on the host (host_rows.h).
+struct HybridConfig {
+  int32_t lanes = 0;   // of each step that has host rows; 0: nobody decodes on the host
+  int32_t layers = 0;  // that attend
+};
+
 struct SchedulerConfig {
   int32_t num_blocks = 0;
   int32_t block_size = 16;
@@ -57,6 +63,7 @@ struct SchedulerConfig {
   StepCosts costs = {};    // with none known, targets are not heeded
   ItlTargets targets = {};
   int32_t paced_chunk_size = 0;  // in place of prefill_chunk_size where a target decides; 0: no limit but the step's
+  HybridConfig hybrid = {};      // needs host blocks
 
   // The most that a request may have as tokens_per_step: then every sequence may decode in one step. A slot has a byte for
   // all that kMostStepsInFlight may append.

@@ -5,6 +5,8 @@
 #include <span>
 #include <vector>
 
+#include "core/host_rows.h"
+
 namespace asyncengine {
 
 // What a sampled row needs of the end of a step beyond the greatest logit, one bit each. The graph of a step is chosen by
@@ -85,6 +87,12 @@ struct StepBatch {
   // One entry per sample.
   std::vector<int64_t> sample_index;  // token whose hidden state gives the logits
   std::vector<Sample> samples;
+
+  // With lanes the last num_lanes of num_tokens are theirs: no row holds them, and their slot_mapping is -1. The table is
+  // [stages][lanes], in the StepInput.
+  int32_t num_lanes = 0;
+  std::span<const LaneEntry> lanes;
+  uint64_t step = 0;
 
   std::vector<MeanRow> means;
   std::vector<SlotEntries> entries;  // of slots that are newly filled and have some

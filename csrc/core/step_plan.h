@@ -18,6 +18,7 @@ struct PlanRow {
   int8_t num_appends = 0;    // the last so many samples may give a token each: placeholders until commit
   bool from_device = false;  // its tokens are on the device: last_token[slot], then drafts
   bool extras = false;       // its sequence has RequestExtras
+  int8_t lane = -1;          // of a host row that begins or ends a token: kRowLane
 };
 
 struct BlockCopy {
@@ -31,6 +32,7 @@ struct StepPlan {
   std::vector<BlockCopy> copies;      // run, in any order, before the forward pass reads or writes any KV
   std::vector<int32_t> filled_slots;  // slots whose sampling state the executor needs
   std::vector<int32_t> full_rows;     // rows, as indices, that may complete a block
+  std::vector<LaneEntry> lanes;       // of host rows, [stages][lanes]; empty where the step has none
   std::vector<int32_t> held_blocks;   // replaced by copies: kept from reuse until the step has retired
   int32_t num_tokens = 0;
   int32_t num_decode_rows = 0;
@@ -40,17 +42,20 @@ struct StepPlan {
   int32_t num_update_words = 0;
   Needs needs = 0;                    // of the sampled rows, and of those with entries
   int32_t num_delta_blocks = 0;       // block-table entries of its rows that the executor has not seen
+  int32_t num_lanes = 0;              // for host rows; 0: the step has none
+  int32_t num_lane_rows = 0;          // of the rows, the last so many
   int64_t attended = 0;               // pairs of a token and one that it may attend to, or a few more
   int64_t decode_attended = 0;        // those of decode rows
   double chunks_ns = 0;               // where costs are known: what attention of chunks takes
   int64_t predicted_ns = 0;           // and all of the step
 
-  bool empty() const { return rows.empty(); }
-  bool has_chunks() const { return static_cast<size_t>(num_decode_rows) < rows.size(); }
-  void reserve(int32_t max_rows) {
+  bool empty() const { return rows.empty() && lanes.empty(); }
+  bool has_chunks() const { return num_decode_rows + num_lane_rows < static_cast<int32_t>(rows.size()); }
+  void reserve(int32_t max_rows, size_t lane_entries = 0) {
     const auto count = static_cast<size_t>(max_rows);
     rows.reserve(count);
     copies.reserve(count);
+    lanes.reserve(lane_entries);
     for (auto* list : {&filled_slots, &full_rows, &held_blocks}) list->reserve(count);
   }
   void clear() {
@@ -59,6 +64,8 @@ struct StepPlan {
     filled_slots.clear();
     full_rows.clear();
     held_blocks.clear();
+    lanes.clear();
+    num_lanes = num_lane_rows = 0;
     num_tokens = num_decode_rows = num_samples = num_scored = num_delta_blocks = 0;
     num_result_words = num_update_words = 0;
     attended = decode_attended = predicted_ns = 0;

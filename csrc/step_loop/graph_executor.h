@@ -34,6 +34,7 @@ struct GraphBucket {
   bool single_token_rows;  // fits only steps whose every row has one token
   int32_t max_context;     // of a row
   std::vector<GraphVariant> variants;  // the cheapest first: the first that serves a step's needs is launched
+  int32_t lanes = 0;       // of max_tokens, those for host rows (core/host_rows.h): fits only steps with as many
 
   // Precondition: one of them serves these needs.
   size_t variant_for(Needs needs) const {

@@ -1,0 +1,62 @@
+// Host rows: running sequences whose keys and values live in blocks of the host, and that decode there.
+//
+// The device computes everything of a host row but attention. Graphs for host rows have a few lanes, which are their last
+// tokens. A host row passes a stage of the model in a step:
+//
+//   stage 0      its last token is embedded in the lane
+//   stage s > 0  the lane takes in the result of attention of layer s - 1, and the residual that the row left on the device
+//
+// From there the lane's token goes on beside the others, through the rest of that layer and the beginning of the next one.
+// Behind attention of layer s (kernels number layers from 0) a row that entered at stage s leaves: its rotated query, its key
+// and its value go to its mailbox on the host, and its residual to its slot's place on the device. A row that enters at the
+// last stage is sampled in the same step, and does not leave. So one lane serves a row at every stage, and a step advances
+// (layers + 1) * lanes rows at most.
+//
+// A worker on the host waits for the mailbox, stores key and value in the row's blocks, attends and publishes the result. The
+// row enters again with the next step that is planned after that. Nobody waits for anything: not the device, not the step thread.
+//
+// A mailbox is words of 64 bits, each the low half of its step's number << 32 | a payload, as results of steps are: a word
+// says for itself whether it has come. For each head (queries, keys, values) the payloads are, of bfloat16, elements i and
+// i + head_dim / 2 (the low and the high half of word i), and of float32 the elements one by one.
+#pragma once
+
+#include <cstdint>
+
+namespace asyncengine {
+
+// A lane at a stage. The step's table is [stages][lanes].
+struct LaneEntry {
+  int32_t slot = -1;  // -1: the lane is empty here
+  int32_t position = 0;  // of the row's token
+};
+
+// Attention of one row in one layer.
+struct HostAttentionJob {
+  int32_t slot = -1;
+  int32_t layer = 0;
+  uint32_t step = 0;      // low half of the step in which the row leaves with its query
+  int32_t position = 0;   // of its token, which sees itself and all before it
+  const int32_t* blocks = nullptr;  // of the host, by position / block_size: the same until the job is over
+};
+
+enum class HostAttentionStatus : uint8_t {
+  kPending,
+  kDone,
+  kFailed,  // there is no result
+};
+
+// Who attends for host rows. A slot has one job at a time. All calls come from the step thread, and none waits.
+class HostAttention {
+ public:
+  virtual ~HostAttention() = default;
+
+  virtual int32_t num_layers() const = 0;
+  // Jobs are taken in the order in which they are posted, so that a worker waits for the mailbox that is filled next.
+  virtual void post(const HostAttentionJob& job) = 0;
+  // Of the slot's last job. Once this is not kPending, nothing touches the job's blocks.
+  virtual HostAttentionStatus poll(int32_t slot) = 0;
+  // The slot's job has no use any more. It ends soon, unless a worker hangs in it.
+  virtual void cancel(int32_t slot) = 0;
+};
+
+}  // namespace asyncengine
