@@ -129,7 +129,7 @@ class SchedulerHarness {
     mover_ = std::make_unique<HarnessMover>(config.num_host_blocks);
     scheduler_.move_blocks_with(*mover_);
   }
-  bool move_blocks() { return scheduler_.move_blocks(outbox_); }
+  bool move_blocks() { return scheduler_.move_blocks(outbox_, now_ns()); }
   std::vector<int32_t> held_by_tier() const {
     std::vector<int32_t> held;
     if (scheduler_.tier() != nullptr) scheduler_.tier()->visit_held([&](int32_t block) { held.push_back(block); });

@@ -96,8 +96,12 @@ class BlockManager {
   // The cached block that was released first among those without a copy, or -1: the same until it is retained.
   int32_t next_without_copy();
   // Pinned, and empty: a free one, or the least recently used is evicted. -1: all are pinned, or that one is a copy of a
-  // cached block.
-  int32_t take_host_block();
+  // cached block, unless `even_copies` are taken.
+  int32_t take_host_block(bool even_copies = false);
+  // The host block that holds a copy of the block, or -1.
+  int32_t host_copy_of(int32_t block) const { return copies_.empty() ? -1 : copies_[static_cast<size_t>(block)]; }
+  // Of a host block that was taken or pinned: no more.
+  void drop_host_block(int32_t host) { host_state(host).cached ? unpin_host(host) : give_back_host_block(host); }
   // The host block, taken for it, holds a copy of the block now. It is pinned no more.
   void copied_out(int32_t block, int32_t host);
   // It holds nothing after all.

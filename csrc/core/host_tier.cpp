@@ -19,6 +19,8 @@ HostTier::HostTier(const Config& config, BlockManager& blocks, BlockMover& mover
     load.held.reserve(static_cast<size_t>(config.max_blocks));
     load.moves.reserve(static_cast<size_t>(config.max_blocks));
   }
+  for (auto* list : {&store_.blocks, &store_.hosts}) list->reserve(static_cast<size_t>(config.max_blocks));
+  store_.moves.reserve(static_cast<size_t>(config.max_blocks));
 }
 
 HostTier::Loading HostTier::load(Sequence& sequence, std::span<const int32_t> chain) {
@@ -48,6 +50,7 @@ HostTier::Loading HostTier::load(Sequence& sequence, std::span<const int32_t> ch
 }
 
 void HostTier::cancel(const Sequence& sequence) {
+  if (store_.sequence == &sequence) store_.failed = true;
   const auto load = std::ranges::find(loads_, &sequence, &Load::sequence);
   if (load != loads_.end()) load->cancelled = true;  // else the disk reads for it: what comes stays on the host
 }
@@ -67,6 +70,7 @@ void HostTier::conclude(int i, bool done) {
   failed_transfers_ += !done;
   BlockMover::brings_in(i) ? finish_load(transfer, done) : finish_spill(transfer, done);
   transfer.moves.clear();
+  transfer.of_store = false;
   --num_transfers_;
 }
 
@@ -84,7 +88,7 @@ bool HostTier::start_transfer(int i) {
 
 // The next blocks to be evicted, in the order of their release. Half of the free blocks stay free: a step may want some.
 void HostTier::collect_spill(Transfer& transfer) {
-  if (broken()) return;
+  if (broken() || collect_store(transfer)) return;
   const int32_t most = std::min(mover_.max_moves(), blocks_.num_free() / 2);
   while (static_cast<int32_t>(transfer.moves.size()) < most && blocks_.num_spare() < config_.spare_blocks) {
     const int32_t block = blocks_.next_without_copy();
@@ -98,6 +102,12 @@ void HostTier::collect_spill(Transfer& transfer) {
 }
 
 void HostTier::finish_spill(const Transfer& transfer, bool done) {
+  if (transfer.of_store) {
+    store_.ended += transfer.moves.size();
+    store_.failed = store_.failed || !done;
+    copied_out_ += done ? static_cast<int64_t>(transfer.moves.size()) : 0;
+    return;
+  }
   blocks_coming_ -= static_cast<int32_t>(transfer.moves.size());
   copied_out_ += done ? static_cast<int64_t>(transfer.moves.size()) : 0;
   // Backwards: the one that was released first is evicted first.
@@ -110,6 +120,69 @@ void HostTier::finish_spill(const Transfer& transfer, bool done) {
     }
     blocks_.release_first(move->block);
   }
+}
+
+// ---- a sequence's blocks, whether the prefix cache knows them or not ----------------------------------------------------
+
+bool HostTier::store(Sequence& sequence, std::span<const int32_t> blocks) {
+  if (broken() || storing()) return false;
+  for (const int32_t block : blocks) {  // first what is here: it must not be evicted for what comes
+    store_.hosts.push_back(blocks_.host_copy_of(block));
+    if (store_.hosts.back() >= 0) blocks_.pin_host(store_.hosts.back());
+  }
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    int32_t& host = store_.hosts[i];
+    if (host >= 0) continue;
+    host = blocks_.take_host_block(/*even_copies=*/true);
+    if (host < 0) return give_up_store();
+    store_.moves.push_back({blocks[i], host});
+  }
+  for (const int32_t block : blocks) {
+    blocks_.retain(block);
+    store_.blocks.push_back(block);
+  }
+  store_.sequence = &sequence;
+  store_.started = store_.ended = 0;
+  store_.failed = false;
+  return true;
+}
+
+bool HostTier::give_up_store() {
+  for (const int32_t host : store_.hosts) {
+    if (host >= 0) blocks_.drop_host_block(host);
+  }
+  store_.hosts.clear();
+  store_.moves.clear();
+  return false;
+}
+
+// True: the transfer is the store's, if there is something left to copy.
+bool HostTier::collect_store(Transfer& transfer) {
+  if (!storing() || store_.failed || store_.started == store_.moves.size()) return false;
+  const size_t count = std::min(static_cast<size_t>(mover_.max_moves()), store_.moves.size() - store_.started);
+  const auto first = store_.moves.begin() + static_cast<ptrdiff_t>(store_.started);
+  transfer.moves.assign(first, first + static_cast<ptrdiff_t>(count));
+  transfer.of_store = true;
+  store_.started += count;
+  return true;
+}
+
+// Whether all of it is on the host. What the prefix cache knows of the device's blocks it knows of the copies now.
+bool HostTier::end_store() {
+  if (!store_.failed) {
+    for (const BlockMove& move : store_.moves) {
+      if (!blocks_.findable(move.block) || blocks_.host_copy_of(move.block) >= 0) continue;
+      blocks_.copied_out(move.block, move.host);
+      blocks_.pin_host(move.host);
+      entered(move.host);
+    }
+  } else {
+    give_up_store();
+  }
+  for (auto block = store_.blocks.rbegin(); block != store_.blocks.rend(); ++block) blocks_.release(*block);
+  store_.blocks.clear();
+  store_.moves.clear();
+  return !store_.failed;
 }
 
 // ---- in ------------------------------------------------------------------------------------------------------------

@@ -32,17 +32,24 @@ class HostTier {
 
   // Blocks that transfers out hold, and are about to release.
   int32_t blocks_coming() const { return blocks_coming_; }
-  bool busy() const { return num_transfers_ > 0 || num_loading() > 0; }
+  bool busy() const { return num_transfers_ > 0 || num_loading() > 0 || storing(); }
 
-  // Takes in transfers that are over and starts others. `ended(sequence)` for each load that is over. True: something moved.
-  template <typename Ended>
-  bool advance(Ended&& ended) {
+  // Takes in transfers that are over and starts others. `ended(sequence)` for each load that is over, and
+  // `stored(sequence, hosts)` for a store. True: something moved.
+  template <typename Ended, typename Stored>
+  bool advance(Ended&& ended, Stored&& stored) {
     bool moved = false;
     for (int i = 0; i < BlockMover::kTransfers; ++i) moved |= finish_transfer(i) | start_transfer(i);
     for (Load& load : loads_) {
       if (load.sequence == nullptr || !load.over()) continue;
       end(load);
       ended(*std::exchange(load.sequence, nullptr));
+      moved = true;
+    }
+    if (store_.sequence != nullptr && store_.over()) {
+      const bool done = end_store();
+      stored(*std::exchange(store_.sequence, nullptr), done ? std::span<const int32_t>(store_.hosts) : std::span<const int32_t>());
+      store_.hosts.clear();
       moved = true;
     }
     return disk_ == nullptr ? moved : disk_->advance(ended) | moved;
@@ -52,6 +59,15 @@ class HostTier {
   // `chain`: the blocks of a prefix, in order, of both kinds. Blocks of the device must be free for those of the host.
   // kNothing: all are on the device. kLater: some come for another sequence, or too many sequences load.
   Loading load(Sequence& sequence, std::span<const int32_t> chain);
+  // Copies out the blocks of a sequence that no step in flight touches; meanwhile it waits. At the end stored() gets the host
+  // blocks in their order, pinned: copies that were there already, which others may share, and new ones. None: it came to
+  // nothing. False: another store is under way, or the host has no room.
+  bool store(Sequence& sequence, std::span<const int32_t> blocks);
+  bool storing() const { return store_.sequence != nullptr; }
+  // A host block holds what the prefix cache knows of now.
+  void entered(int32_t host) {
+    if (disk_ != nullptr && blocks_.host_holds(host)) disk_->write(host);
+  }
   // The disk's part of load(): see DiskTier::read.
   bool read_disk(Sequence& sequence, int32_t last, int32_t found, int32_t most) {
     return disk_ != nullptr && disk_->read(sequence, last, found, most);
@@ -65,8 +81,10 @@ class HostTier {
   template <typename Visit>
   void visit_held(Visit&& visit) const {
     for (int i = 0; i < BlockMover::kTransfers / 2; ++i) {
+      if (transfers_[static_cast<size_t>(i)].of_store) continue;
       for (const BlockMove& move : transfers_[static_cast<size_t>(i)].moves) visit(move.block);
     }
+    std::ranges::for_each(store_.blocks, visit);
     for (const Load& load : loads_) std::ranges::for_each(load.held, visit);
   }
 
@@ -89,9 +107,18 @@ class HostTier {
     bool cancelled = false;
     bool over() const { return ended == started && (cancelled || ended == moves.size()); }
   };
+  struct Store {
+    Sequence* sequence = nullptr;
+    std::vector<int32_t> blocks, hosts;  // of the device, which are held; and of the host
+    std::vector<BlockMove> moves;        // of those that have no copy yet
+    size_t started = 0, ended = 0;
+    bool failed = false;  // or it has no use any more
+    bool over() const { return ended == started && (failed || ended == moves.size()); }
+  };
   struct Transfer {
     std::vector<BlockMove> moves;  // empty: none is under way
     Load* load = nullptr;
+    bool of_store = false;
   };
 
   bool finish_transfer(int i);
@@ -102,6 +129,9 @@ class HostTier {
   void finish_spill(const Transfer& transfer, bool done);
   void finish_load(const Transfer& transfer, bool done);
   void end(Load& load);
+  bool collect_store(Transfer& transfer);
+  bool end_store();
+  bool give_up_store();
   bool broken() const { return failures_in_a_row_ >= kMostFailures; }
 
   Config config_;
@@ -110,6 +140,7 @@ class HostTier {
   std::unique_ptr<DiskTier> disk_;
   std::array<Transfer, BlockMover::kTransfers> transfers_;
   std::array<Load, kLoads> loads_;
+  Store store_;
   std::vector<uint8_t> coming_;  // by host block: a load brings it in
   int num_transfers_ = 0, failures_in_a_row_ = 0;
   int32_t num_loads_ = 0, blocks_coming_ = 0;

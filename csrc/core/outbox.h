@@ -34,6 +34,7 @@ struct OutputEvent {
   int32_t token = -1;  // -1: an end, or records, without a token
   FinishReason finish = FinishReason::kNone;
   int64_t time_ns = 0;
+  bool on_host = false;  // the token is a host row's
 };
 
 // Records (step_output.h) of one event.

@@ -17,7 +17,8 @@ Scheduler::Scheduler(const SchedulerConfig& config)
       blocks_(config.num_blocks, config.block_size, config.prefix_caching, config.num_host_blocks),
       tables_(config.max_num_seqs, (config.max_model_len + config.block_size - 1) / config.block_size),
       slots_(static_cast<size_t>(config.max_num_seqs)),
-      max_blocks_per_sequence_((config.max_model_len + config.block_size - 1) / config.block_size) {
+      max_blocks_per_sequence_((config.max_model_len + config.block_size - 1) / config.block_size),
+      host_tables_(config.hybrid.lanes > 0 ? config.max_num_seqs : 0, max_blocks_per_sequence_) {
   max_delta_blocks_ = 2 * config.max_num_seqs + config.max_num_batched_tokens / config.block_size +
                       std::max(max_blocks_per_sequence_, kDeltaBlocksForPrefixes);
   const auto num_seqs = static_cast<size_t>(config.max_num_seqs);
@@ -27,6 +28,11 @@ Scheduler::Scheduler(const SchedulerConfig& config)
   prefix_.resize(static_cast<size_t>(max_blocks_per_sequence_));
   copied_from_.assign(static_cast<size_t>(config.num_blocks), -1);
   if (config.costs.known() && !config.targets.of_class.empty()) slot_targets_.resize(num_seqs);
+  if (config.hybrid.lanes > 0) {
+    host_rows_.resize(num_seqs);
+    hosted_.reserve(num_seqs);
+    lanes_used_.resize(static_cast<size_t>(config.hybrid.layers) + 1);
+  }
   for (int32_t slot = config.max_num_seqs - 1; slot >= 0; --slot) free_slots_.push_back(slot);
 }
 
@@ -65,6 +71,8 @@ void Scheduler::after_aborts() {
 
 void Scheduler::schedule(StepPlan& plan, int64_t now_ns) {
   const int64_t preemptions = stats_.num_preemptions;
+  token_budget_ = config_.max_num_batched_tokens;
+  if (!hosted_.empty()) [[unlikely]] find_ready_rows(plan);
   schedule_decodes(plan);
   set_pace(plan);
   if (prefilling_ > 0) schedule_prefills(plan);
@@ -73,6 +81,11 @@ void Scheduler::schedule(StepPlan& plan, int64_t now_ns) {
   compact_running();
   wake_siblings();
   for (const BlockCopy& copy : plan.copies) copied_from_[static_cast<size_t>(copy.target)] = -1;
+  if (attention_ != nullptr) [[unlikely]] {
+    if (plan.num_lanes > 0) schedule_lanes(plan, now_ns);
+    place_sequences(plan);
+    compact_running();
+  }
   if (config_.costs.known()) plan.predicted_ns = predict(0, 0, plan);
 }
 
@@ -131,7 +144,7 @@ bool Scheduler::add_decode_extras(Slot& slot, StepPlan& plan) {
 void Scheduler::schedule_decodes(StepPlan& plan) {
   prefilling_ = 0;
   bool results = false;
-  for (size_t i = 0; i < running_.size() && plan.num_tokens < config_.max_num_batched_tokens; ++i) {
+  for (size_t i = 0; i < running_.size() && plan.num_tokens < token_budget_; ++i) {
     if (i + kAhead < running_.size()) prefetch(running_[i + kAhead]);
     Slot& slot = *running_[i];
     if (slot.state != SequenceState::kRunning || !slot.wants_more()) continue;
@@ -169,7 +182,7 @@ void Scheduler::schedule_decodes_with_results(StepPlan& plan) {
 }
 
 void Scheduler::schedule_prefills(StepPlan& plan) {
-  for (size_t i = 0; i < running_.size() && plan.num_tokens < config_.max_num_batched_tokens; ++i) {
+  for (size_t i = 0; i < running_.size() && plan.num_tokens < token_budget_; ++i) {
     Slot& slot = *running_[i];
     if (slot.state != SequenceState::kRunning || !slot.wants_more() || slot.decodes() || waits_for_mask(slot)) continue;
     if (has_time(slot.computed, plan)) add_chunk(slot, plan);
@@ -191,15 +204,16 @@ bool Scheduler::add_chunk(Slot& slot, StepPlan& plan) {
 // unless there is no room for the samples or the records of one.
 int32_t Scheduler::prefill_chunk(const Slot& slot, const StepPlan& plan) {
   const int32_t left = slot.total() - slot.computed;
-  int64_t chunk = std::min(left, config_.max_num_batched_tokens - plan.num_tokens);
+  int64_t chunk = std::min(left, token_budget_ - plan.num_tokens);
   const int32_t size = pace_.target_ns > 0 ? config_.paced_chunk_size : config_.prefill_chunk_size;
   if (size > 0) chunk = std::min<int64_t>(chunk, size);
   const int64_t room = int64_t{tables_.length(index(slot)) + blocks_.num_free()} * config_.block_size - slot.computed;
   chunk = std::max<int64_t>(1, std::min(chunk, room));
   if (pace_.target_ns > 0) chunk = paced_chunk(slot.computed, static_cast<int32_t>(chunk), plan);
   if (chunk < left) {
-    const auto above = std::ranges::upper_bound(config_.token_buckets, plan.num_tokens + chunk);
-    if (above != config_.token_buckets.begin() && *(above - 1) > plan.num_tokens) chunk = *(above - 1) - plan.num_tokens;
+    const int32_t taken = plan.num_tokens + plan.num_lanes;
+    const auto above = std::ranges::upper_bound(config_.token_buckets, taken + chunk);
+    if (above != config_.token_buckets.begin() && *(above - 1) > taken) chunk = *(above - 1) - taken;
   }
   return slot.extras ? fit_samples(slot, static_cast<int32_t>(chunk), plan) : static_cast<int32_t>(chunk);
 }
@@ -260,7 +274,7 @@ void Scheduler::preempt(Sequence& sequence) {
 }
 
 void Scheduler::admit(StepPlan& plan, int64_t now_ns) {
-  while (!waiting_.empty() && !free_slots_.empty() && plan.num_tokens < config_.max_num_batched_tokens && has_time(0, plan)) {
+  while (!waiting_.empty() && !free_slots_.empty() && plan.num_tokens < token_budget_ && has_time(0, plan)) {
     Sequence& next = waiting_.front();
     if (!fits_budgets(next, plan)) {
       if (deferred_.size() == deferred_.capacity()) break;  // a step's work has a bound
@@ -392,6 +406,7 @@ void Scheduler::note_first_sample(Sequence& sequence, const StepPlan& plan) {
 void Scheduler::finish(Sequence& sequence, FinishReason reason) {
   if (sequence.state == SequenceState::kWaiting) dequeue(&sequence);
   if (sequence.loading) tier_->cancel(sequence);
+  if (sequence.slot >= 0 && attends(sequence.slot)) attention_->cancel(sequence.slot);
   sequence.finish = reason;
   retire(sequence, SequenceState::kFinished);
 }
@@ -399,7 +414,7 @@ void Scheduler::finish(Sequence& sequence, FinishReason reason) {
 void Scheduler::retire(Sequence& sequence, SequenceState state) {
   if (sequence.state != SequenceState::kPreempting) {
     ++retiring_;
-    if (sequence.slot >= 0) {
+    if (sequence.slot >= 0 && sequence.blocks_coming == 0) {
       for (const int32_t block : tables_.blocks(sequence.slot)) sequence.blocks_coming += blocks_.ref_count(block) == 1;
       blocks_coming_ += sequence.blocks_coming;
     }
@@ -422,6 +437,7 @@ void Scheduler::settle(Sequence& sequence, Outbox* outbox) {
     const auto held = tables_.blocks(sequence.slot);
     for (auto block = held.rbegin(); block != held.rend(); ++block) blocks_.release(*block);
     tables_.clear(sequence.slot);
+    if (is_hosted(sequence.slot)) release_host_blocks(slot);
     free_slots_.push_back(sequence.slot);
     sequence.slot = -1;
   }
@@ -453,7 +469,8 @@ void Scheduler::compact_running() {
 }
 
 Stats& Scheduler::stats() {
-  stats_.num_requests_running = static_cast<int64_t>(running_.size());
+  stats_.num_requests_running = static_cast<int64_t>(running_.size() + hosted_.size());
+  stats_.num_host_rows = static_cast<int64_t>(hosted_.size());
   stats_.num_requests_waiting = static_cast<int64_t>(waiting_.size()) + (tier_ != nullptr ? tier_->num_loading() : 0);
   stats_.num_kv_blocks = blocks_.num_blocks();
   stats_.num_free_blocks = blocks_.num_free();

@@ -4,11 +4,13 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <utility>
 #include <vector>
 
 #include "core/block_manager.h"
 #include "core/block_table.h"
+#include "core/host_rows.h"
 #include "core/host_tier.h"
 #include "core/mask_board.h"
 #include "core/outbox.h"
@@ -41,6 +43,12 @@ struct ItlTargets {
 struct HybridConfig {
   int32_t lanes = 0;   // of each step that has host rows; 0: nobody decodes on the host
   int32_t layers = 0;  // that attend
+  int32_t workers = 1;
+  double attend_ns = 0;  // of one worker, for a token of context in a layer; 0: not known
+  double exchange_ns = 0;  // what lanes add to a step beside their tokens
+  double min_gain = 0.05;  // of throughput, as predicted: for less nobody is moved to the host
+  int32_t max_rows = 0;    // sequences on the host at most; 0: as many as keep the workers busy
+  int64_t job_timeout_ns = 10'000'000'000;  // of attention of a row in a layer: the row's request fails
 };
 
 struct SchedulerConfig {
@@ -98,17 +106,19 @@ class Scheduler {
   // Who moves blocks to the host and back, where the configuration has host blocks: before the first sequence.
   void move_blocks_with(BlockMover& mover, BlockDisk* disk = nullptr);
   // Takes in copies that are over, and starts others. True: something moved.
-  bool move_blocks(Outbox& outbox);
+  bool move_blocks(Outbox& outbox, int64_t now_ns);
   const HostTier* tier() const { return tier_.get(); }
   // Copies are under way.
-  bool moves_blocks() const { return tier_ != nullptr && tier_->busy(); }
+  bool moves_blocks() const { return tier_ != nullptr && (tier_->busy() || !hosted_.empty()); }
+  // Who attends for host rows, where the configuration has lanes: before the first sequence.
+  void attend_on_host_with(HostAttention& attention) { attention_ = &attention; }
   // Where it writes masks: before the first sequence that has some.
   void write_masks_to(const MaskBoard& board) { board_ = board; }
   // Instead of commit(): the step computed nothing, and every request with a row in it ends with kStepFailed. What later
   // steps in flight compute for other requests stands: a request shares blocks with others once a commit published them.
   void fail_step(StepPlan& plan, Outbox& outbox, int64_t now_ns);
 
-  bool idle() const { return running_.empty() && waiting_.empty() && retiring_ == 0 && !moves_blocks(); }
+  bool idle() const { return running_.empty() && waiting_.empty() && retiring_ == 0 && hosted_.empty() && !moves_blocks(); }
   BlockTables& tables() { return tables_; }
   BlockManager& blocks() { return blocks_; }
   // The scheduler's own are up to date. The others are the caller's.
@@ -178,6 +188,28 @@ class Scheduler {
   void wake_siblings();
   void note_first_sample(Sequence& sequence, const StepPlan& plan);
 
+  // host rows (scheduler_hybrid.cpp)
+  bool is_hosted(int32_t slot) const { return !host_rows_.empty() && host_rows_[static_cast<size_t>(slot)].phase != HostPhase::kNone; }
+  bool attends(int32_t slot) const;
+  void find_ready_rows(StepPlan& plan);
+  void schedule_lanes(StepPlan& plan, int64_t now_ns);
+  bool enter_lane(Slot& slot, StepPlan& plan, int64_t now_ns);
+  void add_lane_row(Slot& slot, int32_t lane, StepPlan& plan);
+  void place_sequences(const StepPlan& plan);
+  bool hybrid_pays(const StepPlan& plan);
+  bool may_be_hosted(const Slot& slot) const;
+  void move_out(Slot& slot);
+  void move_back();
+  bool advance_host_rows(Outbox& outbox, int64_t now_ns);
+  bool advance_host_row(Slot& slot, Outbox& outbox, int64_t now_ns);
+  void start_storing(Slot& slot);
+  void take_stored(Sequence& sequence, std::span<const int32_t> hosts, Outbox& outbox);
+  void resume(Slot& slot);
+  void leave_host(Slot& slot);
+  void release_host_blocks(Slot& slot);
+  void lanes_retired(const StepPlan& plan);
+  void note_host_tokens(size_t first, Outbox& outbox);
+
   // commit()
   template <typename OnRow>
   void retire_rows(const StepPlan& plan, Outbox& outbox, OnRow&& on_row);
@@ -218,7 +250,7 @@ class Scheduler {
   const Slot& slot_of(const Sequence& sequence) const { return slots_[static_cast<size_t>(sequence.slot)]; }
   // Its blocks may still be read or written.
   bool in_flight(const Sequence& sequence) const {
-    return sequence.loading || (sequence.slot >= 0 && slot_of(sequence).in_flight > 0);
+    return sequence.loading || (sequence.slot >= 0 && (slot_of(sequence).in_flight > 0 || attends(sequence.slot)));
   }
   int32_t blocks_coming() const { return blocks_coming_ + (tier_ != nullptr ? tier_->blocks_coming() : 0); }
 
@@ -250,6 +282,31 @@ class Scheduler {
   } pace_;
   std::vector<int64_t> slot_targets_;  // by slot; empty unless priority classes have targets of their own
   bool running_changed_ = false;  // some of running_ run no more
+  int32_t token_budget_ = 0;      // of the step that is planned: lanes are taken off
+
+  // Of host rows. The vectors are empty where nobody decodes on the host.
+  enum class HostPhase : uint8_t {
+    kNone,
+    kDraining,   // steps in flight have rows of it, from when it was on the device
+    kStoring,    // its blocks are copied out
+    kReady,      // it may enter the next step, at `stage`
+    kAttending,  // a worker has its job, or waits for that; then it is ready for `stage`
+    kSampling,   // a step in flight ends its token
+  };
+  struct HostRow {
+    HostPhase phase = HostPhase::kNone;
+    bool leaves = false;  // it is to go back to the device
+    int32_t stage = 0;
+    int64_t posted_ns = 0;
+  };
+  HostAttention* attention_ = nullptr;
+  std::vector<HostRow> host_rows_;  // by slot
+  BlockTables host_tables_;
+  std::vector<int32_t> hosted_;      // slots, in the order of moving
+  std::vector<int32_t> lanes_used_;  // scratch, by stage
+  size_t first_hosted_ = 0;          // who is asked first in the next step
+  int failed_host_rows_in_a_row_ = 0;
+  double predicted_gain_ = 0;        // of the last step in which it was asked for
   int32_t retiring_ = 0;       // sequences that still hold something but run no more
   Stats stats_;
   QueueObserver* observer_ = nullptr;

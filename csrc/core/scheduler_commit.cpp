@@ -63,17 +63,37 @@ void Scheduler::take_samples(const PlanRow& row, Slot& slot, uint64_t step, cons
 
 void Scheduler::commit(StepPlan& plan, StepResults results, Outbox& outbox, int64_t now_ns) {
   publish_blocks(plan);
+  if (plan.num_lanes > 0) [[unlikely]] lanes_retired(plan);
   retire_rows(plan, outbox, [&](const PlanRow& row, Slot& slot) {
     const int32_t* tokens = results.tokens;
     results.tokens += row.num_samples;
     // A sequence that ended, or was aborted, while this step was under way: the surplus row never shows.
     if (row.num_samples == 0 || !slot.alive()) return;
-    if (row.extras) return take_samples(row, slot, plan.step, tokens, results.records, outbox, now_ns);
-    take_token(slot, *tokens, outbox, now_ns);
+    const size_t events = outbox.filling().events.size();
+    if (row.extras) {
+      take_samples(row, slot, plan.step, tokens, results.records, outbox, now_ns);
+    } else {
+      take_token(slot, *tokens, outbox, now_ns);
+    }
+    if (row.lane >= 0) [[unlikely]] note_host_tokens(events, outbox);
   });
 }
 
+// Events from this one on are of a host row.
+void Scheduler::note_host_tokens(size_t first, Outbox& outbox) {
+  for (size_t i = first; i < outbox.filling().events.size(); ++i) {
+    OutputEvent& event = outbox.filling().events[i];
+    event.on_host = event.token >= 0;
+    stats_.host_row_tokens += event.on_host;
+  }
+}
+
 void Scheduler::fail_step(StepPlan& plan, Outbox& outbox, int64_t now_ns) {
+  lanes_retired(plan);
+  for (const LaneEntry& lane : plan.lanes) {
+    if (lane.slot < 0 || !slots_[static_cast<size_t>(lane.slot)].alive()) continue;
+    fail(*slots_[static_cast<size_t>(lane.slot)].sequence, FinishReason::kStepFailed, outbox, now_ns);
+  }
   retire_rows(plan, outbox, [&](const PlanRow&, Slot& slot) {
     if (slot.alive()) fail(*slot.sequence, FinishReason::kStepFailed, outbox, now_ns);
   });
@@ -89,7 +109,8 @@ inline void Scheduler::retire_rows(const StepPlan& plan, Outbox& outbox, OnRow&&
     const bool came_to_nothing = row.extras && plan.step <= row.sequence->frozen_until;
     if (!came_to_nothing) slot.pending = static_cast<int8_t>(slot.pending - row.num_appends);
     on_row(row, slot);
-    if (slot.in_flight == 0 && slot.state != SequenceState::kRunning) settle(*slot.sequence, &outbox);
+    // What is or was a host row waits for its worker, too: advance_host_rows() settles it.
+    if (slot.in_flight == 0 && slot.state != SequenceState::kRunning && !is_hosted(row.slot)) settle(*slot.sequence, &outbox);
   }
   for (const int32_t block : plan.held_blocks) blocks_.release(block);
   compact_running();

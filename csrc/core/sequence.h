@@ -32,6 +32,7 @@ enum class SequenceState : uint8_t {
   kPreempting,  // gives them back as soon as no step in flight touches them, then waits again
   kFinished,    // likewise, then is released
   kReleased,
+  kHosted,      // holds a slot and blocks of the host, and decodes there; or is on its way
 };
 
 // What a request may want beyond one token a step. The defaults cost nothing.

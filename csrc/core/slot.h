@@ -52,7 +52,9 @@ struct alignas(64) Slot {
 
   Chain prefix() const { return {chain, published_end == 0}; }
   // What steps in flight compute for it still counts.
-  bool alive() const { return state == SequenceState::kRunning || state == SequenceState::kPreempting; }
+  bool alive() const {
+    return state == SequenceState::kRunning || state == SequenceState::kPreempting || state == SequenceState::kHosted;
+  }
   int32_t num_tokens() const { return tail.num_tokens(); }  // known: prompt and output
   int32_t total() const { return num_tokens() + pending; }
   bool decodes() const { return on_device && total() - computed == 1; }

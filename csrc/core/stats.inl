@@ -4,6 +4,11 @@
 // The scheduler's.
 STAT(num_requests_running)  // sequences that have a slot
 STAT(num_requests_waiting)  // sequences in the queue; at least queued_requests
+STAT(num_host_rows)         // of these, those that decode on the host, or are on their way
+STAT(host_row_tokens)       // sum: of generation_tokens, those of host rows
+STAT(moved_to_host)         // sum: sequences that went on decoding on the host
+STAT(moved_from_host)       // sum: sequences that went back to the device
+STAT(failed_host_rows)      // sum: sequences whose attention on the host failed
 STAT(num_preemptions)       // sum
 STAT(prefix_cache_queries)  // sum: prompt tokens looked up in the prefix cache
 STAT(prefix_cache_hits)     // sum: prompt tokens found there

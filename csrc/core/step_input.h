@@ -41,9 +41,10 @@ enum RowFlags : int32_t {
   // The device keeps length[slot], the tokens of KV before the slot's next row. A row with its tokens from the device
   // begins there, and context_len is an upper bound. A row that ends a prompt sets it.
   kRowDeviceLength = 2,
-  // The row is a host row's: query_start is its lane, context_len the position of its token, query_len 1. Nothing attends for
-  // it and nothing is stored. Without samples it begins a token, last_token[slot]. With one, which appends, it ends a token. At
-  // the stages between a host row has no row here, and none of these counts in num_tokens or num_decode_rows.
+  // The row is a host row's that ends a token: query_start is its lane, context_len the position of its token, query_len 1, and
+  // it has one sample, which appends. Nothing attends for it and nothing is stored. At other stages a host row has no row
+  // here, but an entry among the lanes (at stage 0 its token is last_token[slot]). It counts in neither num_tokens nor
+  // num_decode_rows.
   kRowLane = 4,
 };
 

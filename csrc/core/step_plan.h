@@ -18,7 +18,7 @@ struct PlanRow {
   int8_t num_appends = 0;    // the last so many samples may give a token each: placeholders until commit
   bool from_device = false;  // its tokens are on the device: last_token[slot], then drafts
   bool extras = false;       // its sequence has RequestExtras
-  int8_t lane = -1;          // of a host row that begins or ends a token: kRowLane
+  int8_t lane = -1;          // of a host row that ends a token: kRowLane
 };
 
 struct BlockCopy {

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "core/block_mover.h"
+#include "core/host_rows.h"
 #include "core/mask_board.h"
 #include "core/step_input.h"
 #include "step_loop/notifier.h"
@@ -52,6 +53,8 @@ class Executor {
 
   // Of blocks to the host and back; none: there is no host tier.
   virtual BlockMover* mover() { return nullptr; }
+  // For host rows; none: nobody decodes on the host.
+  virtual HostAttention* host_attention() { return nullptr; }
 
   // Enqueues the step; never waits for it, nor for any other.
   virtual LaunchStatus launch(int i, size_t bytes) = 0;

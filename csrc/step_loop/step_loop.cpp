@@ -54,13 +54,14 @@ StepLoop::StepLoop(const StepLoopConfig& config, std::unique_ptr<Executor> execu
       ring_(static_cast<size_t>(config.steps_in_flight)),
       watch_(config.scheduler.num_blocks) {
   assert(executor_->num_staging() >= config.steps_in_flight);
-  for (InFlightStep& step : ring_) step.plan.reserve(scheduler_.limits().max_rows);
+  for (InFlightStep& step : ring_) step.plan.reserve(scheduler_.limits().max_rows, scheduler_.limits().lane_entries());
   scheduler_.observe(&registry_);
   scheduler_.write_masks_to(executor_->masks());
   if (config.scheduler.num_host_blocks > 0) {
     disk_ = make_disk(config, *executor_->mover(), notifier_);
     scheduler_.move_blocks_with(*executor_->mover(), disk_.get());
   }
+  if (config.scheduler.hybrid.lanes > 0) scheduler_.attend_on_host_with(*executor_->host_attention());
   executor_->attach(notifier_);
   publish_stats();
 }
@@ -120,7 +121,7 @@ bool StepLoop::round() {
   limit_.look(now);
   registry_.receive(scheduler_, outbox_);
   scheduler_.take_masks(*mask_inbox_, outbox_, now);
-  bool moved = scheduler_.move_blocks(outbox_);
+  bool moved = scheduler_.move_blocks(outbox_, now);
   moved |= retire_oldest(now);
   moved |= launch_next(now);
   moved |= watch_.sweep(scheduler_.blocks());
