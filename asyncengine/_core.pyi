@@ -299,9 +299,20 @@ class CpuKernels:
 # ---- block manager and scheduler, without their thread: for tests and bench/core ----
 
 class HybridConfig:
-    """Whether sequences may decode on the host (csrc/core/host_rows.h): lanes of a step, and layers that attend."""
+    """Whether sequences may decode on the host (csrc/core/scheduler.h): ValueError where a count is wrong."""
 
-    def __init__(self, *, lanes: int = 0, layers: int = 0) -> None: ...
+    def __init__(
+        self,
+        *,
+        lanes: int = 0,
+        layers: int = 0,
+        workers: int = 1,
+        attend_ns: float = 0.0,
+        exchange_ns: float = 0.0,
+        min_gain: float = 0.05,
+        max_rows: int = 0,
+        job_timeout_ns: int = 10_000_000_000,
+    ) -> None: ...
 
 class SchedulerConfig:
     """Counts are checked: ValueError. prefill_chunk_size 0 means as many tokens as the step has room for."""

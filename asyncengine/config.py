@@ -127,6 +127,14 @@ class EngineConfig:
     holds what users wrote: files are readable to this user alone. None: no disk tier. Needs host_kv_memory_bytes."""
     disk_kv_bytes: int = 64 << 30
     """Size of that directory for this model; the blocks that were used least recently go first."""
+    hybrid_attention: Literal["off", "auto", "always"] = "off"
+    """Let sequences for which the cache has no room decode with their keys and values on the host, where threads attend
+    for them. auto: where measured costs predict 5% more throughput, and targets allow it. always: whatever they
+    predict. Needs host_kv_memory_bytes."""
+    hybrid_workers: int | None = None
+    """Threads that attend on the host; None: the cores this process may use but two."""
+    hybrid_lanes: int = 8
+    """Rows of a step that sequences on the host share, of which each may have one at every layer."""
     steps_in_flight: int = 2
     """2 hides the CPU's work behind the executor's; 1 is the serial engine to compare with."""
     late_launch: bool = True
@@ -174,6 +182,7 @@ class EngineConfig:
             "kv_cache_memory_bytes",
             "host_kv_memory_bytes",
             "cpu_threads",
+            "hybrid_workers",
         ):
             if getattr(self, field) is not None:
                 self._at_least(field, 1)
@@ -188,6 +197,10 @@ class EngineConfig:
         if self.disk_kv_path is not None and self.host_kv_memory_bytes is None:
             raise ConfigError("disk_kv_path needs host_kv_memory_bytes: blocks go to the disk from the host tier")
         self._at_least("disk_kv_bytes", 1)
+        if self.hybrid_attention != "off" and self.host_kv_memory_bytes is None:
+            raise ConfigError("hybrid_attention needs host_kv_memory_bytes: sequences decode in the host tier")
+        if not 1 <= self.hybrid_lanes <= 64:
+            raise ConfigError(f"hybrid_lanes must be in [1, 64], got {self.hybrid_lanes}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "

@@ -68,6 +68,8 @@ class LayerKVCache(NamedTuple):
     scales: Tensor | None = None
     """float32 [2, 2, Hk], of keys and of values in float8 (float8_cache.py): scales, then their inverses. None: keys
     and values are in the model's dtype."""
+    number: int = 0
+    """Of the layer, among those that keep keys and values."""
 
 
 LayerCache: TypeAlias = LayerKVCache
@@ -153,6 +155,14 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
 
         heads [T, (num_heads + 2 Hk) * D] holds queries, keys and values side by side. Queries and keys are normed and
         rotated, keys and values stored in the cache's slots of the step. May overwrite ``heads``.
+        """
+
+    def exchange(
+        self, heads: Tensor, x: Tensor, residual: ResidualT, layer: AttentionLayer, cache: LayerKVCache, batch: BatchT
+    ) -> None:
+        """Behind ``attention`` x of ``heads``: rows that decode on the host leave the step here, and others enter it.
+
+        csrc/core/host_rows.h says how. Of a step without lanes it does nothing.
         """
 
     def keep_sampled(self, x: Tensor, residual: ResidualT, batch: BatchT) -> Tensor:

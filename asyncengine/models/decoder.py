@@ -53,6 +53,7 @@ class AttentionBlock(NamedTuple):
     def forward(self, ops: ModelOps, residual: Residual, cache: LayerKVCache, batch: Batch, is_last: bool) -> None:
         heads = ops.norm_linear(residual, self.norm, self.qkv)
         x = ops.attention(heads, self.layer, cache, batch)
+        ops.exchange(heads, x, residual, self.layer, cache, batch)
         if is_last:
             x = ops.keep_sampled(x, residual, batch)
         ops.linear_add_(x, self.output, residual, self.output_norm)

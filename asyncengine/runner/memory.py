@@ -164,5 +164,8 @@ def allocate(
     of_layers = [None] * num_layers if scales is None else list(scales)
     return KVCache(
         memory,
-        [LayerKVCache(k.view(keys), v.view(by_token), s) for (k, v), s in zip(memory, of_layers, strict=True)],
+        [
+            LayerKVCache(k.view(keys), v.view(by_token), s, index)
+            for index, ((k, v), s) in enumerate(zip(memory, of_layers, strict=True))
+        ],
     )

@@ -269,10 +269,15 @@ void bind_core(py::module_& m) {
       .def("copy_ns", &StepCosts::copy_ns);
 
   py::class_<HybridConfig>(m, "HybridConfig")
-      .def(py::init([](int32_t lanes, int32_t layers) {
+      .def(py::init([](int32_t lanes, int32_t layers, int32_t workers, double attend_ns, double exchange_ns, double min_gain,
+                       int32_t max_rows, int64_t job_timeout_ns) {
              require(lanes >= 0 && lanes <= 64 && layers >= 0, "lanes must be 0 to 64, and layers not negative");
-             return HybridConfig{lanes, layers};
-           }), py::kw_only(), py::arg("lanes") = 0, py::arg("layers") = 0);
+             require(workers >= 1 && attend_ns >= 0 && exchange_ns >= 0 && max_rows >= 0 && job_timeout_ns > 0,
+                     "counts and times must not be negative");
+             return HybridConfig{lanes, layers, workers, attend_ns, exchange_ns, min_gain, max_rows, job_timeout_ns};
+           }), py::kw_only(), py::arg("lanes") = 0, py::arg("layers") = 0, py::arg("workers") = 1, py::arg("attend_ns") = 0.0,
+           py::arg("exchange_ns") = 0.0, py::arg("min_gain") = HybridConfig().min_gain, py::arg("max_rows") = 0,
+           py::arg("job_timeout_ns") = HybridConfig().job_timeout_ns);
 
   using Config = SchedulerConfig;
   py::class_<Config>(m, "SchedulerConfig")

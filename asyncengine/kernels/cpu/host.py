@@ -149,6 +149,11 @@ class HostOps(Ops[StepBatch, Residual, HandleT]):
         if layer.cos_sin is not None:
             self.rotary_(q, k, layer.cos_sin, torch.from_numpy(batch.positions))
 
+    def exchange(
+        self, heads: Tensor, x: Tensor, residual: Residual, layer: AttentionLayer, cache: LayerKVCache, batch: StepBatch
+    ) -> None:
+        return
+
     def keep_sampled(self, x: Tensor, residual: Residual, batch: StepBatch) -> Tensor:
         if batch.num_samples == batch.num_tokens or batch.needs & Need.mean:  # in order, or all are wanted
             return x

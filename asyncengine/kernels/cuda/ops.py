@@ -127,6 +127,11 @@ class CudaOps:
         attend = batch.attention.of(layer)
         return attend(heads, layer, cache.k, cache.v, batch.step, scales=cache.scales, **self.options.for_tma)
 
+    def exchange(
+        self, heads: Tensor, x: Tensor, residual: Residual, layer: AttentionLayer, cache: LayerKVCache, batch: CudaBatch
+    ) -> None:
+        return
+
     def keep_sampled(self, x: Tensor, residual: Residual, batch: CudaBatch) -> Tensor:
         """Drops nothing: a decode step is sampled from in every row, and ``logits`` reads but the rows it needs."""
         return x

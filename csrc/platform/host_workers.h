@@ -1,0 +1,63 @@
+// Threads that attend for host rows (core/host_rows.h).
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "core/host_rows.h"
+#include "platform/cpu_isa.h"
+#include "platform/host_exchange.h"
+
+namespace asyncengine {
+
+// What attention is in a layer, beside its shape.
+struct HostLayer {
+  float scale = 1.f;
+  int64_t window = 0;   // keys visible to a query, itself included; 0: all before it
+  float softcap = 0.f;  // 0: none
+  const float* scales = nullptr;  // of KVScales: keys and values are Float8; null: they are in the dtype of heads
+};
+
+// Blocks of the host, each the planes [layers][keys, values] of the device's block side by side.
+struct HostBlocks {
+  std::byte* base = nullptr;
+  size_t block_bytes = 0;
+  int32_t block_size = 16;
+  bool transposed_keys = false;  // [num_kv_heads, head_dim, block_size]; else, like values, [num_kv_heads, block_size, head_dim]
+  std::shared_ptr<void> keep_alive;  // whatever owns them
+};
+
+class HostWorkers final : public HostAttention {
+ public:
+  struct Config {
+    std::shared_ptr<HostExchange> exchange;
+    HostBlocks blocks;
+    std::vector<HostLayer> layers;
+    int num_workers = 1;
+    // In a worker, before it attends: for tests. An exception fails the job, and a hook that does not return hangs the worker.
+    std::function<void(const HostAttentionJob&)> before_attending = {};
+    std::shared_ptr<void> keep_alive = {};  // whatever owns what the layers point to
+  };
+  HostWorkers(const CpuIsa& isa, Config config);
+  ~HostWorkers() override;
+  HostWorkers(const HostWorkers&) = delete;
+  HostWorkers& operator=(const HostWorkers&) = delete;
+
+  int32_t num_layers() const override;
+  void post(const HostAttentionJob& job) override;
+  HostAttentionStatus poll(int32_t slot) override;
+  void cancel(int32_t slot) override;
+
+  // Ends the threads. False: one of them hangs in a job, and goes on owning what it uses.
+  bool close(std::chrono::nanoseconds limit);
+
+ private:
+  struct Shared;  // owned by the threads too
+  std::shared_ptr<Shared> shared_;
+};
+
+}  // namespace asyncengine
