@@ -297,9 +297,10 @@ void Scheduler::leave_host(Slot& slot) {
 // Full blocks that it made there may be found by others from now on, and by itself.
 void Scheduler::release_host_blocks(Slot& slot) {
   const int32_t i = index(slot), size = config_.block_size;
-  const Sequence& sequence = *slot.sequence;
+  Sequence& sequence = *slot.sequence;
   const bool sound = sequence.finish != FinishReason::kFailed && sequence.finish != FinishReason::kStepFailed;
   const int32_t full = sound ? std::min(slot.computed / size, host_tables_.length(i)) : 0;
+  if (full > 0) sequence.tokens.settle(slot.tail, published(slot));
   Chain chain = slot.prefix();
   BlockKey key = blocks_.keeps_names() ? tier_->disk()->root(sequence.request->salt) : BlockKey{};
   for (int32_t b = 0; b < full; ++b) {

@@ -276,6 +276,7 @@ void CpuKernels::store_tokens(Dtype dtype, const NewKV& fresh, const PagedKV& ca
 void CpuKernels::store_new(Dtype dtype, const NewKV& fresh, const PagedKV& cache, const StepBatch& batch,
                            int64_t token, int64_t head) const {
   const int64_t at = head * cache.head_dim, slot = batch.slot_mapping[static_cast<size_t>(token)];
+  if (slot < 0) return;  // a lane's
   const void* k = offset(fresh.k, token * fresh.k_stride + at, dtype);
   const void* v = offset(fresh.v, token * fresh.v_stride + at, dtype);
   if (cache.scales != nullptr) {
