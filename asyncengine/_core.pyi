@@ -140,6 +140,8 @@ class StepBatch:
     num_tokens: Final[int]
     num_rows: Final[int]
     num_samples: Final[int]
+    num_lanes: Final[int]
+    """The last tokens, in which rows of the host cross."""
     needs: Final[int]
     """Bits of Need of the sampled rows."""
     @property
@@ -614,6 +616,22 @@ class SequenceNews(tuple[int, int, list[int], FinishReason, int, int, int, int, 
     records: tuple[Record, ...]
     """The others."""
 
+class CpuLanes:
+    """Lanes of the CPU's steps (csrc/platform/cpu_lanes.h)."""
+
+    def __init__(
+        self, *, dtype: Dtype, num_slots: int, num_q_heads: int, num_kv_heads: int, head_dim: int, hidden_size: int
+    ) -> None: ...
+    def exchange(self, batch: StepBatch, layer: int, heads: int, x: int, residual: int) -> None:
+        """Addresses of rows, one for each token of the step."""
+
+class CpuHostRows:
+    """layers: scale, window, softcap, and the address of float8 scales or 0."""
+
+    def __init__(
+        self, *, lanes: CpuLanes, layers: Sequence[tuple[float, int, float, int]], num_workers: int, isa: str
+    ) -> None: ...
+
 class StepLoop:
     """submit, abort and drain belong to the event loop's thread. No call waits for the step thread but stop()."""
 
@@ -626,6 +644,7 @@ class StepLoop:
         kernels: CpuKernels,
         vocab_size: int,
         kv_regions: Sequence[tuple[int, int]],
+        host_rows: CpuHostRows | None = None,
     ) -> StepLoop:
         """forward returns the address of float32 logits [num_samples, vocab_size], and the address and the width of
         vectors [num_samples, width], or 0 where no sample has Need.vector. Addresses are valid until its next call; it

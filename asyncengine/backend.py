@@ -146,6 +146,7 @@ def _load_on_cpu(config: EngineConfig, *, progress: bool, measure: bool) -> Back
         ops.native,
         len(runner.info.labels) or runner.info.vocab_size,
         runner.kv_block_regions(),
+        runner.host_rows(config, ops),
     )
     return Backend(runner.info, tokenizer, step_loop, runner, runner.interrupt, costs)
 

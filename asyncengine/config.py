@@ -252,6 +252,11 @@ class EngineConfig:
             return os.cpu_count() or 1
 
     @property
+    def num_hybrid_workers(self) -> int:
+        """``hybrid_workers`` resolved: two cores are left to the step thread and the event loop."""
+        return self.hybrid_workers or max(1, self.num_threads - 2)
+
+    @property
     def itl_targets_by_priority(self) -> dict[int, float]:
         """``target_itl_ms_by_priority`` as milliseconds by priority."""
         text = self.target_itl_ms_by_priority

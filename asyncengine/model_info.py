@@ -28,6 +28,8 @@ class ModelInfo:
     kv_bytes_per_block: int
     num_host_kv_blocks: int = 0
     """Of the host tier."""
+    num_kv_layers: int = 0
+    """Layers that keep keys and values."""
     fingerprint: str = ""
     """Of all that keys and values depend on; empty where nothing outlives the process."""
     vector_size: int = 0

@@ -60,7 +60,14 @@ def scheduler_config(
         target_itl_ns=round(1e6 * (config.target_itl_ms or 0)),
         target_itl_ns_by_priority=[(p, max(1, round(1e6 * ms))) for p, ms in config.itl_targets_by_priority.items()],
         paced_chunk_size=0 if chunk in (None, default) else chunk,
+        hybrid=hybrid_config(config, model_info),
     )
+
+
+def hybrid_config(config: EngineConfig, model_info: ModelInfo) -> _core.HybridConfig:
+    if config.hybrid_attention == "off" or not model_info.num_host_kv_blocks or model_info.labels:
+        return _core.HybridConfig()
+    return _core.HybridConfig(lanes=config.hybrid_lanes, layers=model_info.num_kv_layers, workers=config.num_hybrid_workers)
 
 
 def _result_words(config: EngineConfig, model_info: ModelInfo) -> int:

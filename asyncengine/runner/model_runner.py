@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from asyncengine._core import Need, StepBatch
+from asyncengine._core import CpuHostRows, CpuLanes, Need, StepBatch
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
 from asyncengine.kernels.cpu.host import HostOps
-from asyncengine.kernels.cpu.ops import CpuOps
+from asyncengine.kernels.cpu.ops import CpuOps, native_dtype
 from asyncengine.kernels.float8_cache import with_inverses
 from asyncengine.kernels.ops import LayerCache, Ops
 from asyncengine.model_info import ModelInfo
@@ -68,6 +68,7 @@ class LoadedModel:
             fingerprint="" if config.disk_kv_path is None else self._fingerprint(config),
             block_size=config.block_size,
             kv_bytes_per_block=self.kv_bytes_per_block(config),
+            num_kv_layers=len(self.config.layer_caches),
             vector_size=len(self.config.labels) or self.config.hidden_size,
             labels=self.config.labels,
             exclusive_labels=self.config.exclusive_labels,
@@ -218,6 +219,25 @@ class CpuModelRunner:
             if self._interrupted:
                 raise RuntimeError("the engine was closed during the step")
             yield cache
+
+    def host_rows(self, config: EngineConfig, ops: CpuOps) -> CpuHostRows | None:
+        """What sequences that decode on the host need, where the configuration allows that: ``ops`` get the lanes."""
+        if config.hybrid_attention == "off" or not self.info.num_host_kv_blocks or self.info.labels:
+            return None
+        model = self.model_config
+        ops.lanes = CpuLanes(
+            dtype=native_dtype(getattr(torch, self.info.dtype)),
+            num_slots=config.max_num_seqs,
+            num_q_heads=model.num_heads,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            hidden_size=model.hidden_size,
+        )
+        layers = [
+            (layer.scale, layer.window, layer.softcap, 0 if cache.scales is None else cache.scales.data_ptr())
+            for layer, cache in zip(self._model.attention_layers, self._cache.layers, strict=True)
+        ]
+        return CpuHostRows(lanes=ops.lanes, layers=layers, num_workers=config.num_hybrid_workers, isa=ops.isa)
 
     def kv_block_regions(self) -> list[tuple[int, int]]:
         """(address of block 0, bytes per block) of every layer's keys and values."""

@@ -1,16 +1,19 @@
 // The step loop on its executors.
 #include "bindings/device.h"
+#include "bindings/host_rows.h"
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <tuple>
 #include <vector>
 
 #include "platform/cpu_kernels.h"
+#include "platform/cpu_lanes.h"
 #include "step_loop/callback_executor.h"
 
 namespace asyncengine {
@@ -76,12 +79,26 @@ class GilProbe : public std::enable_shared_from_this<GilProbe> {
   std::atomic<int64_t> asked_ns_{0}, total_ns_{0};
 };
 
+// What host rows need where the CPU computes the steps: lanes, who attends, and what attention is in each layer.
+struct CpuHostRows {
+  std::shared_ptr<CpuLanes> lanes;
+  HostLayerTuples layers;
+  int num_workers;
+  std::string isa;
+};
+
+std::shared_ptr<HostAttention> make_workers(const CpuHostRows& rows, const HostMover& mover, int32_t block_size) {
+  HostBlocks blocks{mover.memory().get(), mover.block_bytes(), block_size, /*transposed_keys=*/true, mover.memory()};
+  return make_host_workers(rows.lanes->memory(), std::move(blocks), rows.layers, rows.num_workers, rows.isa);
+}
+
 // `forward(batch)` returns the address of float32 logits [num_samples, vocab_size], then the address and the width of
 // float32 vectors [num_samples, width], for samples that need one. It is the only Python that a step runs, on the
 // executor's thread; sampling follows without the GIL.
 OwnedStepLoop make_cpu_loop(const StepLoopConfig& config, py::function forward,
                                                     std::shared_ptr<CpuKernels> kernels, int64_t vocab_size,
-                                                    const std::vector<std::pair<Address, size_t>>& kv_regions) {
+                                                    const std::vector<std::pair<Address, size_t>>& kv_regions,
+                                                    std::optional<CpuHostRows> host_rows) {
   auto step = [run = callback(std::move(forward)), kernels = std::move(kernels), vocab_size](const StepBatch& batch, int32_t* tokens) {
     std::tuple<Address, Address, size_t> answer;
     {
@@ -103,6 +120,10 @@ OwnedStepLoop make_cpu_loop(const StepLoopConfig& config, py::function forward,
                                                      std::move(regions), CpuSampler::kNeeds | kNeedVector | kNeedMean, std::move(step),
                                                      [probe = std::make_shared<GilProbe>()](int64_t now) { return probe->held_up_ns(now); },
                                                      config.scheduler.num_host_blocks);
+  if (config.scheduler.hybrid.lanes > 0) {
+    require(host_rows.has_value(), "lanes need host_rows");
+    executor->attend_on_host_with(make_workers(*host_rows, *executor->mover(), config.scheduler.block_size));
+  }
   return OwnedStepLoop(new StepLoop(config, std::move(executor)));
 }
 
@@ -258,6 +279,21 @@ StepLoopConfig make_loop_config(const SchedulerConfig& scheduler, int steps_in_f
 
 void bind_engine(py::module_& m) {
   bind_news(m);
+  py::class_<CpuLanes, std::shared_ptr<CpuLanes>>(m, "CpuLanes")
+      .def(py::init([](Dtype dtype, int32_t num_slots, int32_t num_q_heads, int32_t num_kv_heads, int32_t head_dim, int32_t hidden_size) {
+             require(num_slots >= 1 && num_kv_heads >= 1 && num_q_heads % num_kv_heads == 0 && head_dim >= 2 && head_dim % 2 == 0,
+                     "a slot at least, query heads a multiple of those of keys, and an even head_dim");
+             return std::make_shared<CpuLanes>(HostShape{dtype, num_slots, num_q_heads, num_kv_heads, head_dim}, hidden_size);
+           }), py::kw_only(), py::arg("dtype"), py::arg("num_slots"), py::arg("num_q_heads"), py::arg("num_kv_heads"),
+           py::arg("head_dim"), py::arg("hidden_size"))
+      .def("exchange", [](CpuLanes& self, StepBatch& batch, int32_t layer, Address heads, Address x, Address residual) {
+        self.exchange(batch, layer, pointer<std::byte>(heads), pointer<std::byte>(x), pointer<std::byte>(residual));
+      }, py::arg("batch"), py::arg("layer"), py::arg("heads"), py::arg("x"), py::arg("residual"), NoGil());
+  py::class_<CpuHostRows>(m, "CpuHostRows")
+      .def(py::init([](std::shared_ptr<CpuLanes> lanes, HostLayerTuples layers, int num_workers, std::string isa) {
+             require(num_workers >= 1 && !layers.empty(), "a worker and a layer at least");
+             return CpuHostRows{std::move(lanes), std::move(layers), num_workers, std::move(isa)};
+           }), py::kw_only(), py::arg("lanes"), py::arg("layers"), py::arg("num_workers"), py::arg("isa"));
   py::enum_<SubmitResult>(m, "SubmitResult")
       .value("accepted", SubmitResult::kAccepted)
       .value("queue_full", SubmitResult::kQueueFull)
@@ -275,7 +311,7 @@ void bind_engine(py::module_& m) {
       .def_static("on_simulated_device", &make_simulated_loop, py::arg("config"), py::arg("device"),
                   py::arg("poll_interval_us"), py::keep_alive<0, 2>())
       .def_static("on_cpu", &make_cpu_loop, py::arg("config"), py::arg("forward"), py::arg("kernels"), py::arg("vocab_size"),
-                  py::arg("kv_regions"))
+                  py::arg("kv_regions"), py::arg("host_rows") = py::none())
       .def_static("on_cuda", &make_cuda_loop, py::arg("config"), py::arg("device"), py::arg("staging"), py::arg("graphs"),
                   py::arg("eager"), py::arg("cuda_stream"), py::arg("poll_interval_us"), py::keep_alive<0, 2>())
       .def("start", &StepLoop::start, py::arg("cpu") = -1)

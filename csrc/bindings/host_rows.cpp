@@ -46,7 +46,7 @@ std::shared_ptr<HostWorkers> make_host_workers(std::shared_ptr<HostExchange> exc
   for (const auto& [scale, window, softcap, scales] : layers) {
     config.layers.push_back({scale, window, softcap, pointer<const float>(scales)});
   }
-  return {new HostWorkers(select_cpu_isa(isa), std::move(config)), WithoutGil{}};
+  return std::make_shared<HostWorkers>(select_cpu_isa(isa), std::move(config));  // whose last owner may have no GIL to release
 }
 
 void bind_host_rows(py::module_& m) {
