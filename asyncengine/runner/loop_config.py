@@ -67,7 +67,9 @@ def scheduler_config(
 def hybrid_config(config: EngineConfig, model_info: ModelInfo) -> _core.HybridConfig:
     if config.hybrid_attention == "off" or not model_info.num_host_kv_blocks or model_info.labels:
         return _core.HybridConfig()
-    return _core.HybridConfig(lanes=config.hybrid_lanes, layers=model_info.num_kv_layers, workers=config.num_hybrid_workers)
+    return _core.HybridConfig(
+        lanes=config.hybrid_lanes, layers=model_info.num_kv_layers, workers=config.num_hybrid_workers
+    )
 
 
 def _result_words(config: EngineConfig, model_info: ModelInfo) -> int:

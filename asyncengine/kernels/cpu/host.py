@@ -156,7 +156,8 @@ class HostOps(Ops[StepBatch, Residual, HandleT]):
     ) -> None:
         if not batch.num_lanes:
             return
-        assert self.lanes is not None and residual.pending is None
+        assert self.lanes is not None
+        assert residual.pending is None
         self.lanes.exchange(batch, cache.number, heads.data_ptr(), x.data_ptr(), residual.x.data_ptr())
 
     def keep_sampled(self, x: Tensor, residual: Residual, batch: StepBatch) -> Tensor:
