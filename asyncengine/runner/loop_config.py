@@ -38,9 +38,13 @@ def choose_num_host_blocks(config: EngineConfig, bytes_per_block: int, num_block
 
 
 def scheduler_config(
-    config: EngineConfig, model_info: ModelInfo, token_buckets: Sequence[int] = (), costs: _core.StepCosts | None = None
+    config: EngineConfig,
+    model_info: ModelInfo,
+    token_buckets: Sequence[int] = (),
+    costs: _core.StepCosts | None = None,
+    hybrid: _core.HybridConfig | None = None,
 ) -> _core.SchedulerConfig:
-    """Without ``costs`` no chunk heeds the targets of the configuration."""
+    """Without ``costs`` no chunk heeds the targets that are configured; without ``hybrid`` no row decodes on the host."""
     chunk, default = config.prefill_chunk_size, EngineConfig.prefill_chunk_size
     return _core.SchedulerConfig(
         num_blocks=model_info.num_kv_blocks,
@@ -60,6 +64,7 @@ def scheduler_config(
         target_itl_ns=round(1e6 * (config.target_itl_ms or 0)),
         target_itl_ns_by_priority=[(p, max(1, round(1e6 * ms))) for p, ms in config.itl_targets_by_priority.items()],
         paced_chunk_size=0 if chunk in (None, default) else chunk,
+        hybrid=hybrid or _core.HybridConfig(),
     )
 
 
@@ -71,10 +76,14 @@ def _result_words(config: EngineConfig, model_info: ModelInfo) -> int:
 
 
 def step_loop_config(
-    config: EngineConfig, model_info: ModelInfo, token_buckets: Sequence[int] = (), costs: _core.StepCosts | None = None
+    config: EngineConfig,
+    model_info: ModelInfo,
+    token_buckets: Sequence[int] = (),
+    costs: _core.StepCosts | None = None,
+    hybrid: _core.HybridConfig | None = None,
 ) -> _core.StepLoopConfig:
     return _core.StepLoopConfig(
-        scheduler=scheduler_config(config, model_info, token_buckets, costs),
+        scheduler=scheduler_config(config, model_info, token_buckets, costs, hybrid),
         steps_in_flight=config.steps_in_flight,
         max_queued_requests=config.max_queued_requests,
         max_queued_tokens=config.max_queued_tokens,
