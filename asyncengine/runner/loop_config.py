@@ -44,7 +44,7 @@ def scheduler_config(
     costs: _core.StepCosts | None = None,
     hybrid: _core.HybridConfig | None = None,
 ) -> _core.SchedulerConfig:
-    """Without ``costs`` no chunk heeds the targets that are configured; without ``hybrid`` no row decodes on the host."""
+    """Without ``costs`` no chunk heeds configured targets; without ``hybrid`` nobody decodes on the host."""
     chunk, default = config.prefill_chunk_size, EngineConfig.prefill_chunk_size
     return _core.SchedulerConfig(
         num_blocks=model_info.num_kv_blocks,
