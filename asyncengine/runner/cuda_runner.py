@@ -49,7 +49,7 @@ class CudaRunner:
         buffers: StepBuffers,
         buckets: list[Bucket],
         host_tier: HostTier | None,
-        host_rows: HostRows | None,
+        host_rows: HostRows | None = None,
     ) -> None:
         self.info = info
         self.model_config = model_config
@@ -124,7 +124,7 @@ class CudaRunner:
         hybrid, workers = None, None
         if self._host_rows is not None and self._host_tier is not None:
             hybrid = self._host_rows.hybrid
-            workers = self._host_rows.workers(self._host_tier.pool, self.info.kv_bytes_per_block)
+            workers = self._host_rows.workers(self._host_tier.pool)
         costs = self.costs.native if self.costs else None
         return _core.StepLoop.on_cuda(
             step_loop_config(config, self.info, token_buckets(self.buckets), costs, hybrid),

@@ -71,8 +71,8 @@ class HostRows:
         layers, width = self._model.num_layers, self._model.hidden_size
         return HostLanes.allocate(self.mailboxes, self.results, header, layers=layers, lanes=self._lanes, width=width)
 
-    def workers(self, pool: _core.HostPool, block_bytes: int) -> _core.HostWorkers:
-        """Threads that attend over the blocks of the pool. They use the memory of this, which must outlive them."""
+    def workers(self, pool: _core.HostPool) -> _core.HostWorkers:
+        """Threads that attend over the blocks of the pool."""
         model = self._model
         layers = [
             (scale, window, model.score_softcap, 0 if self._scales is None else self._scales[index].data_ptr())
@@ -82,7 +82,6 @@ class HostRows:
         return _core.HostWorkers(
             self._exchange,
             pool=pool,
-            block_bytes=block_bytes,
             block_size=self._block_size,
             transposed_keys=False,
             layers=layers,

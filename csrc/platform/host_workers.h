@@ -57,7 +57,7 @@ class HostWorkers final : public HostAttention {
   void cancel(int32_t slot) override;
 
   // Ends the threads; jobs that are not done fail. False: one of them hangs in a job, and goes on owning what it uses.
-  bool close(std::chrono::nanoseconds limit);
+  bool close(std::chrono::nanoseconds limit) override;
 
  private:
   struct Shared;  // owned by the threads too

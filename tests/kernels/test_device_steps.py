@@ -384,3 +384,22 @@ def test_blocks_that_come_back_from_the_host_are_the_same(checkpoint):
     assert outputs == roomy
     assert stats.blocks_to_host > 0
     assert stats.blocks_from_host > 0
+
+
+@pytest.mark.parametrize(
+    ("variant", "config"),
+    [("llama", {}), ("qwen3-window-biased", {"batch_invariant": True}), ("llama", {"kv_cache_dtype": "fp8"})],
+    ids=str,
+)
+def test_rows_that_decode_on_the_host_get_the_same_tokens(checkpoint, variant, config):
+    """There is no room for all, so that some go on with their keys and values on the host, where threads attend."""
+    path, model = checkpoint(variant)
+    jobs: Jobs = [(prompt, greedy(12)) for prompt in ([5 + i, *range(3, 18 + i)] for i in range(3))]
+    hybrid = {"hybrid_attention": "always", "hybrid_workers": 1, "hybrid_lanes": 2, "host_kv_memory_bytes": 1 << 20}
+    outputs, stats = generate(path, jobs, num_kv_blocks=4, **hybrid, **config)
+    assert stats.moved_to_host > 0
+    assert stats.failed_host_rows == 0
+    if "kv_cache_dtype" in config:
+        assert outputs == generate(path, jobs, **config)[0]
+    else:
+        assert outputs == [[tuple(tiny.generate(model, prompt, 12))] for prompt, _ in jobs]
