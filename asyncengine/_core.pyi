@@ -659,8 +659,9 @@ class StepLoop:
         eager: Callable[[int, int, int], None] | None,
         cuda_stream: int,
         poll_interval_us: float,
+        host_workers: HostWorkers | None = None,
     ) -> StepLoop:
-        """Steps run on ``cuda_stream``, or with 0 on one of their own.
+        """Steps run on ``cuda_stream``, or with 0 on one of their own. With lanes for host rows it needs their workers.
 
         eager(bucket or -1 for block copies, Need bits of the variant, cuda_stream) enqueues a step's kernels, no graph.
         """

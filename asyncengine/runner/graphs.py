@@ -59,7 +59,7 @@ class CapturedSteps:
             steps.copy_blocks()
             self.native.set_copy_blocks(self._capture(steps.copy_blocks, cuda_stream, pool))
         for bucket in buckets:
-            self.native.add_bucket(*bucket, variants[bucket])
+            self.native.add_bucket(*bucket[:4], variants[bucket], bucket.lanes)
         self.native.upload(cuda_stream.cuda_stream)
         cuda_stream.synchronize()
         logger.info(

@@ -36,20 +36,31 @@ OwnedStepLoop make_simulated_loop(const StepLoopConfig& config, Simulation& simu
   return OwnedStepLoop(new StepLoop(config, std::move(executor)));
 }
 
+// The last bucket with so many lanes must fit every step that has them.
+void require_buckets(const std::vector<GraphBucket>& buckets, int32_t lanes, const StepLimits& limits) {
+  const auto largest = std::find_if(buckets.rbegin(), buckets.rend(), [=](const GraphBucket& b) { return b.lanes == lanes; });
+  require(largest != buckets.rend() && !largest->single_token_rows && largest->max_rows >= limits.max_rows &&
+              largest->max_tokens >= limits.max_tokens && largest->max_context == kAnyContext,
+          "the last bucket must fit every step");
+}
+
 OwnedStepLoop make_cuda_loop(const StepLoopConfig& config, const CudaDevice& device,
                                                      std::shared_ptr<Staging> staging, std::shared_ptr<CudaGraphs> graphs,
-                                                     py::object eager, Address cuda_stream, double poll_interval_us) {
+                                                     py::object eager, Address cuda_stream, double poll_interval_us,
+                                                     std::shared_ptr<HostWorkers> host_workers) {
   require(staging->num_steps() == config.steps_in_flight, "staging is for another number of steps in flight");
   require(!graphs->buckets.empty(), "there is no bucket");
   const int32_t host_blocks = graphs->host_pool != nullptr ? graphs->host_pool->num_blocks() : 0;
   require(config.scheduler.num_host_blocks == host_blocks, "num_host_blocks must be those of the graphs' host pool");
-  const GraphBucket& largest = graphs->buckets.back();
-  const StepLimits limits = StepLoop::limits(config);
-  require(!largest.single_token_rows && largest.max_rows >= limits.max_rows &&
-              largest.max_tokens >= limits.max_tokens && largest.max_context == kAnyContext,
-          "the last bucket must fit every step");
-  auto executor = std::make_unique<GraphExecutor>(device.cuda, device.ordinal, std::move(staging),
-                                                  executor_graphs(device, std::move(graphs), std::move(eager), cuda_stream), microseconds(poll_interval_us));
+  const HybridConfig& hybrid = config.scheduler.hybrid;
+  require(hybrid.lanes == 0 || (host_workers != nullptr && host_workers->num_layers() == hybrid.layers),
+          "host rows need host_workers that attend in as many layers");
+  require_buckets(graphs->buckets, 0, StepLoop::limits(config));
+  if (hybrid.lanes > 0) require_buckets(graphs->buckets, hybrid.lanes, StepLoop::limits(config));
+  GraphExecutor::Graphs all = executor_graphs(device, std::move(graphs), std::move(eager), cuda_stream);
+  all.host_attention = std::move(host_workers);
+  auto executor = std::make_unique<GraphExecutor>(device.cuda, device.ordinal, std::move(staging), std::move(all),
+                                                  microseconds(poll_interval_us));
   return OwnedStepLoop(new StepLoop(config, std::move(executor)));
 }
 
@@ -313,7 +324,8 @@ void bind_engine(py::module_& m) {
       .def_static("on_cpu", &make_cpu_loop, py::arg("config"), py::arg("forward"), py::arg("kernels"), py::arg("vocab_size"),
                   py::arg("kv_regions"), py::arg("host_rows") = py::none())
       .def_static("on_cuda", &make_cuda_loop, py::arg("config"), py::arg("device"), py::arg("staging"), py::arg("graphs"),
-                  py::arg("eager"), py::arg("cuda_stream"), py::arg("poll_interval_us"), py::keep_alive<0, 2>())
+                  py::arg("eager"), py::arg("cuda_stream"), py::arg("poll_interval_us"), py::arg("host_workers") = nullptr,
+                  py::keep_alive<0, 2>())
       .def("start", &StepLoop::start, py::arg("cpu") = -1)
       .def("advance", &StepLoop::advance, NoGil())
       .def("stop", [](StepLoop& self, double limit_s) {

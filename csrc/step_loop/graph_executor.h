@@ -62,6 +62,7 @@ class GraphExecutor final : public Executor {
     EagerLaunch eager;                 // if set, what runs in place of graphs; bucket -1 is copy_blocks
     CudaStream cuda_stream = nullptr;  // where it all runs; none: one of the executor's own
     std::shared_ptr<GraphMover> mover;  // of a host tier, or none
+    std::shared_ptr<HostAttention> host_attention;  // for host rows, or none
     std::shared_ptr<void> keep_alive;  // whatever owns the graphs
   };
 
@@ -81,6 +82,7 @@ class GraphExecutor final : public Executor {
   std::string error() const override;
   MaskBoard masks() override { return staging_->masks(); }
   BlockMover* mover() override { return graphs_.mover.get(); }
+  HostAttention* host_attention() override { return graphs_.host_attention.get(); }
   Needs needs() const override { return needs_; }
   int num_kinds() const override { return num_kinds_; }
   int kind(int i) const override;  // one per graph

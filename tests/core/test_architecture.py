@@ -40,7 +40,7 @@ LAYERS: list[set[str]] = [
     {"runner/buckets", "runner/hub", "runner/loop_config", "runner/memory", "runner/pooling", "runner/cost_table"},
     {"runner/loader", "runner/kv_scales"},
     {"runner/model_runner"},
-    {"runner/device_steps", "runner/host_tier", "runner/calibration"},
+    {"runner/device_steps", "runner/host_tier", "runner/host_rows", "runner/calibration"},
     {"runner/graphs", "runner/tuning", "runner/replay", "runner/costs"},
     {"runner/prepare", "runner/cuda_costs"},
     {"runner/cuda_runner"},
