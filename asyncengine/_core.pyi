@@ -193,9 +193,7 @@ class PagedKV:
     With scales, float32 [2, 2, Hk] of keys and values, scales and inverses, it is in float8 (e4m3).
     """
 
-    def __init__(
-        self, k: int, v: int, num_kv_heads: int, head_dim: int, block_size: int, scales: int = 0
-    ) -> None: ...
+    def __init__(self, k: int, v: int, num_kv_heads: int, head_dim: int, block_size: int, scales: int = 0) -> None: ...
 
 def draw_token(logits: npt.NDArray[np.float32], state: SamplingState, position: int) -> int:
     """From float32 [vocabulary], as the CPU draws; -1 if NaN or +inf is among them, or none is finite."""
@@ -591,7 +589,9 @@ class Record(tuple[RecordKind, int, bytes]):
     payload: bytes
     """32-bit words."""
 
-class SequenceNews(tuple[int, int, list[int], FinishReason, int, int, int, int, tuple[bytes, ...], tuple[Record, ...]]):
+class SequenceNews(
+    tuple[int, int, list[int], FinishReason, int, int, int, int, tuple[bytes, ...], tuple[Record, ...], int]
+):
     """What is new of a sequence, as a named tuple. Times are those of time.monotonic_ns()."""
 
     n_fields: int
@@ -613,6 +613,7 @@ class SequenceNews(tuple[int, int, list[int], FinishReason, int, int, int, int, 
     """Payloads of the log probabilities of ``tokens``: one for each that has some, in order."""
     records: tuple[Record, ...]
     """The others."""
+    host_tokens: int  # of ``tokens``, those made while the sequence decoded on the host
 
 class StepLoop:
     """submit, abort and drain belong to the event loop's thread. No call waits for the step thread but stop()."""
