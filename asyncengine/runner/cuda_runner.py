@@ -115,7 +115,7 @@ class CudaRunner:
         self.steps.restart()
         torch.cuda.synchronize()
         return _core.StepLoop.on_cuda(
-            step_loop_config(config, self.info, token_buckets(self.buckets), self.costs.native if self.costs else None),
+            step_loop_config(config, self.info, token_buckets(self.buckets), self.costs.table if self.costs else None),
             self._device,
             self._buffers.staging,
             self.graphs.native,

@@ -52,6 +52,7 @@ class LoadedModel:
     """float32 [layers, 2, 2, Hk] on the device of its ops, as ``LayerKVCache.scales``: of a KV cache in float8"""
 
     def info(self, config: EngineConfig, num_blocks: int, num_host_blocks: int = 0) -> ModelInfo:
+        kv_layers, spec = kv_cache.kv_layers(self.config)
         return ModelInfo(
             name=config.model,
             path=self.path,
@@ -65,6 +66,9 @@ class LoadedModel:
             weight_bytes=self.mapped_bytes + self.owned_bytes,
             num_kv_blocks=num_blocks,
             num_host_kv_blocks=num_host_blocks,
+            num_kv_layers=kv_layers,
+            # Queries and keys cross in halves of heads; and a classification model makes no tokens.
+            can_decode_on_host=spec.head_dim % 2 == 0 and not self.config.labels,
             fingerprint="" if config.disk_kv_path is None else self._fingerprint(config),
             block_size=config.block_size,
             kv_bytes_per_block=self.kv_bytes_per_block(config),

@@ -41,7 +41,10 @@ def make_steps(
     config: EngineConfig, loaded: LoadedModel, ops: CudaOps, native: _core.CudaDevice, num_blocks: int
 ) -> tuple[DeviceSteps, StepBuffers]:
     cache = memory.allocate(config, loaded.config, num_blocks, loaded.dtype, ops, loaded.kv_scales)
-    staging = _core.Staging(native, step_loop_config(config, loaded.info(config, num_blocks)), config.staging)
+    # The host tier comes later, and its size does not matter here: with one there may be lanes.
+    host_blocks = int(config.host_kv_memory_bytes is not None)
+    settings = step_loop_config(config, loaded.info(config, num_blocks, host_blocks))
+    staging = _core.Staging(native, settings, config.staging)
     buffers = StepBuffers.allocate(staging, config.max_num_seqs, ops.device)
     return DeviceSteps(config, loaded, ops, buffers, cache), buffers
 
