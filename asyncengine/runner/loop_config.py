@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from asyncengine import _core
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
 from asyncengine.logprobs import record_words
 from asyncengine.model_info import ModelInfo
-from asyncengine.runner.cost_table import CostTable
+
+if TYPE_CHECKING:
+    from asyncengine.runner.cost_table import CostTable
 
 UPDATE_WORDS = RESULT_WORDS = 1 << 13
 """Budgets of a step, in words: entries of newly filled slots, beside one history and one bit per token; and records.
