@@ -195,9 +195,13 @@ class PagedKV:
     With scales, float32 [2, 2, Hk] of keys and values, scales and inverses, it is in float8 (e4m3).
     """
 
-    def __init__(
-        self, k: int, v: int, num_kv_heads: int, head_dim: int, block_size: int, scales: int = 0
-    ) -> None: ...
+    def __init__(self, k: int, v: int, num_kv_heads: int, head_dim: int, block_size: int, scales: int = 0) -> None: ...
+
+def time_host_attention(
+    dtype: Dtype, num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int, transposed_keys: bool,
+    num_workers: int, tokens: int, float8: bool = False,
+) -> float:  # fmt: skip
+    """Nanoseconds of one worker for a token of context and layer, while ``num_workers`` attend to ``tokens``."""
 
 def draw_token(logits: npt.NDArray[np.float32], state: SamplingState, position: int) -> int:
     """From float32 [vocabulary], as the CPU draws; -1 if NaN or +inf is among them, or none is finite."""
@@ -593,7 +597,9 @@ class Record(tuple[RecordKind, int, bytes]):
     payload: bytes
     """32-bit words."""
 
-class SequenceNews(tuple[int, int, list[int], FinishReason, int, int, int, int, tuple[bytes, ...], tuple[Record, ...]]):
+class SequenceNews(
+    tuple[int, int, list[int], FinishReason, int, int, int, int, tuple[bytes, ...], tuple[Record, ...], int]
+):
     """What is new of a sequence, as a named tuple. Times are those of time.monotonic_ns()."""
 
     n_fields: int
@@ -604,17 +610,15 @@ class SequenceNews(tuple[int, int, list[int], FinishReason, int, int, int, int, 
     """Of the sequence among the n of its request."""
     tokens: list[int]
     finish: FinishReason
-    first_ns: int
-    """When the first of this news came about."""
+    first_ns: int  # when the first of this news came about
     last_ns: int
-    scheduled_ns: int
-    """When the request first ran."""
-    cached_tokens: int
-    """Of the prompt, found in the prefix cache."""
+    scheduled_ns: int  # when the request first ran
+    cached_tokens: int  # of the prompt, found in the prefix cache
     logprobs: tuple[bytes, ...]
     """Payloads of the log probabilities of ``tokens``: one for each that has some, in order."""
     records: tuple[Record, ...]
     """The others."""
+    host_tokens: int  # of ``tokens``, those made while the sequence decoded on the host
 
 class CpuLanes:
     """Lanes of the CPU's steps (csrc/platform/cpu_lanes.h)."""

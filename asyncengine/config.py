@@ -17,7 +17,7 @@ _HIGHEST = {
     **dict.fromkeys(("block_size", *_BLOCKS_AND_TOKENS), 2**31 - 1),
     **dict.fromkeys((*_QUEUED, "kv_cache_memory_bytes", "host_kv_memory_bytes", "disk_kv_bytes"), 2**63 - 1),
     "seed": 2**64 - 1,
-    "cpu_threads": 4096,
+    **dict.fromkeys(("cpu_threads", "hybrid_workers"), 4096),
 }
 """What integers of the core and of torch hold; of threads, more than any machine has cores."""
 
@@ -26,6 +26,14 @@ def check_types(config: object) -> None:
     """Raises ConfigError unless every field of a dataclass holds what its annotation says."""
     for field, hint in get_type_hints(type(config)).items():
         _check_type(field, getattr(config, field), hint)
+
+
+def _num_cores() -> int:
+    """That this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on this platform
+        return os.cpu_count() or 1
 
 
 def _check_type(field: str, value: Any, hint: Any) -> None:
@@ -246,10 +254,12 @@ class EngineConfig:
         """``cpu_threads`` resolved."""
         if self.cpu_threads is not None:
             return self.cpu_threads
-        try:
-            return len(os.sched_getaffinity(0))
-        except AttributeError:  # not on this platform
-            return os.cpu_count() or 1
+        return _num_cores()
+
+    @property
+    def num_hybrid_workers(self) -> int:
+        """``hybrid_workers`` resolved: two cores are left to the step thread and the event loop."""
+        return self.hybrid_workers or max(1, _num_cores() - 2)
 
     @property
     def num_hybrid_workers(self) -> int:

@@ -121,13 +121,13 @@ class CudaRunner:
             self.costs = cuda_costs(config, self.info, self.model_config, machine, anew=measure)
         self.steps.restart()
         torch.cuda.synchronize()
-        hybrid, workers = None, None
+        workers = None
         if self._host_rows is not None and self._host_tier is not None:
-            hybrid = self._host_rows.hybrid
             workers = self._host_rows.workers(self._host_tier.pool)
-        costs = self.costs.native if self.costs else None
+        else:
+            config = replace(config, hybrid_attention="off")
         return _core.StepLoop.on_cuda(
-            step_loop_config(config, self.info, token_buckets(self.buckets), costs, hybrid),
+            step_loop_config(config, self.info, token_buckets(self.buckets), self.costs.table if self.costs else None),
             self._device,
             self._buffers.staging,
             self.graphs.native,

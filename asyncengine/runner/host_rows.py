@@ -20,8 +20,6 @@ from asyncengine.runner.model_runner import LoadedModel
 logger = logging.getLogger(__name__)
 
 _DTYPES = {torch.float32: _core.Dtype.float32, torch.bfloat16: _core.Dtype.bfloat16}
-_OTHER_THREADS = 2
-"""Cores that workers leave to the step thread and to Python."""
 
 
 class HostRows:
@@ -32,7 +30,7 @@ class HostRows:
         model, slots = loaded.config, config.max_num_seqs
         self._lanes = config.hybrid_lanes
         self._block_size = config.block_size
-        self._num_workers = config.hybrid_workers or max(1, config.num_threads - _OTHER_THREADS)
+        self._num_workers = config.num_hybrid_workers
         self._model = model
         self._scales = None if loaded.kv_scales is None else loaded.kv_scales.cpu().contiguous()
         self._exchange = _core.HostExchange(
@@ -48,23 +46,14 @@ class HostRows:
     @classmethod
     def make(cls, config: EngineConfig, native: _core.CudaDevice, loaded: LoadedModel) -> Self | None:
         """None if the configuration wants none, or, with a warning, if they cannot be."""
-        if config.hybrid_attention == "off":
+        if config.hybrid_attention == "off" or not loaded.can_decode_on_host:
             return None
         if config.staging == "pageable":
             return _warn("staging=pageable: the GPU does not read and write host memory")
-        if loaded.config.labels:
-            return _warn("a model that classifies generates no tokens")
-        if loaded.config.head_dim % 2:
-            return _warn(f"heads of {loaded.config.head_dim} elements have no halves")
         try:
             return cls(config, native, loaded)
         except RuntimeError as e:
             return _warn(f"host memory cannot be pinned: {e}")
-
-    @property
-    def hybrid(self) -> _core.HybridConfig:
-        """For the scheduler. Its costs are not known."""
-        return _core.HybridConfig(lanes=self._lanes, layers=self._model.num_layers, workers=self._num_workers)
 
     def lanes(self, header: Tensor) -> HostLanes:
         """What steps need of them on the device; ``header`` is StepSource.header."""

@@ -27,7 +27,7 @@ from asyncengine.runner import kv_scales
 from asyncengine.runner import memory as kv_cache
 from asyncengine.runner.hub import resolve_model
 from asyncengine.runner.loader import Checkpoint, DummyWeights, choose_dtype
-from asyncengine.runner.loop_config import choose_num_host_blocks
+from asyncengine.runner.loop_config import choose_num_host_blocks, decodes_on_host
 from asyncengine.runner.memory import KVCache
 from asyncengine.runner.pooling import Means
 
@@ -65,14 +65,20 @@ class LoadedModel:
             weight_bytes=self.mapped_bytes + self.owned_bytes,
             num_kv_blocks=num_blocks,
             num_host_kv_blocks=num_host_blocks,
+            num_kv_layers=kv_cache.kv_layers(self.config)[0],
+            can_decode_on_host=self.can_decode_on_host,
             fingerprint="" if config.disk_kv_path is None else self._fingerprint(config),
             block_size=config.block_size,
             kv_bytes_per_block=self.kv_bytes_per_block(config),
-            num_kv_layers=len(self.config.layer_caches),
             vector_size=len(self.config.labels) or self.config.hidden_size,
             labels=self.config.labels,
             exclusive_labels=self.config.exclusive_labels,
         )
+
+    @property
+    def can_decode_on_host(self) -> bool:
+        """Queries and keys cross in halves of heads; and a classification model makes no tokens."""
+        return self.config.head_dim % 2 == 0 and not self.config.labels
 
     def _fingerprint(self, config: EngineConfig) -> str:
         """Of files by size and time: reading weights again would take as long as loading them."""
@@ -222,7 +228,7 @@ class CpuModelRunner:
 
     def host_rows(self, config: EngineConfig, ops: CpuOps) -> CpuHostRows | None:
         """What sequences that decode on the host need, where the configuration allows that: ``ops`` get the lanes."""
-        if config.hybrid_attention == "off" or not self.info.num_host_kv_blocks or self.info.labels:
+        if not decodes_on_host(config, self.info):
             return None
         model = self.model_config
         ops.lanes = CpuLanes(

@@ -47,10 +47,10 @@ def make_steps(
     host_rows: HostRows | None = None,
 ) -> tuple[DeviceSteps, StepBuffers]:
     cache = memory.allocate(config, loaded.config, num_blocks, loaded.dtype, ops, loaded.kv_scales)
-    # How large the host tier is, makes no difference to a step; that there is one, if there are host rows, does.
+    # The host tier comes later, and its size does not matter here: with one there may be lanes.
     info = loaded.info(config, num_blocks, 0 if host_rows is None else 1)
-    settings = step_loop_config(config, info, hybrid=None if host_rows is None else host_rows.hybrid)
-    buffers = StepBuffers.allocate(_core.Staging(native, settings, config.staging), config.max_num_seqs, ops.device)
+    staging = _core.Staging(native, step_loop_config(config, info), config.staging)
+    buffers = StepBuffers.allocate(staging, config.max_num_seqs, ops.device)
     lanes = None if host_rows is None else host_rows.lanes(buffers.source.header)
     return DeviceSteps(config, loaded, ops, buffers, cache, lanes), buffers
 

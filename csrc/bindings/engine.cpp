@@ -159,9 +159,10 @@ void bind_news(py::module_& m) {
       {"cached_tokens", "of the prompt, found in the prefix cache"},
       {"logprobs", "payloads of kLogprobs records, one for each of the tokens that has one"},
       {"records", "the other Records, mostly none"},
+      {"host_tokens", "of the tokens, those that were made while the sequence decoded on the host"},
       {nullptr, nullptr},
   };
-  static PyStructSequence_Desc description{"asyncengine._core.SequenceNews", "What is new of a sequence.", fields, 10};
+  static PyStructSequence_Desc description{"asyncengine._core.SequenceNews", "What is new of a sequence.", fields, 11};
   sequence_news_type = add_named_tuple(m, "SequenceNews", description);
 
   static PyStructSequence_Field record_fields[] = {
@@ -232,6 +233,7 @@ py::object to_python(const StepLoop::News& news) {
   auto [logprobs, records] = records_of(news);
   result.put(std::move(logprobs));
   result.put(std::move(records));
+  result.put(py::int_(news.host_tokens));
   return result.take();
 }
 
