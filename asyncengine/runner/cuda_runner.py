@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Self
 
 import torch
@@ -123,7 +124,8 @@ class CudaRunner:
         torch.cuda.synchronize()
         workers = None
         if self._host_rows is not None and self._host_tier is not None:
-            workers = self._host_rows.workers(self._host_tier.pool)
+            capture = partial(self.graphs.capture_one, cuda_stream=self.cuda_stream)
+            workers = self._host_rows.workers(self._device, self._host_tier.pool, self.graphs.native, capture)
         else:
             config = replace(config, hybrid_attention="off")
         return _core.StepLoop.on_cuda(

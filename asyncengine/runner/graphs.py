@@ -78,6 +78,12 @@ class CapturedSteps:
                 graphs.append(self._capture(partial(tier.enqueue, transfer), cuda_stream, pool))
         self.native.set_host_pool(tier.pool, graphs)
 
+    def capture_one(self, enqueue: Callable[[], None], cuda_stream: torch.cuda.Stream) -> int:
+        """A graph of its own, after a launch that compiles and loads its kernels; torch's address of it."""
+        with torch.cuda.stream(cuda_stream):
+            enqueue()
+            return self._capture(enqueue, cuda_stream, torch.cuda.graph_pool_handle())
+
     def _capture(self, enqueue: Callable[[], None], cuda_stream: torch.cuda.Stream, pool: Any) -> int:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         cuda_stream.synchronize()

@@ -57,17 +57,17 @@ void fill(std::byte* memory, size_t bytes, int threads) {
 std::pair<double, int64_t> run_jobs(HostWorkers& workers, const Rows& rows, int32_t count, std::chrono::nanoseconds time) {
   const auto start = Clock::now();
   int64_t done = 0;
-  int32_t pending = count;
-  for (int32_t slot = 0; slot < count; ++slot) rows.post(workers, slot);
-  std::vector<char> over(static_cast<size_t>(count));
-  while (pending > 0) {
-    for (int32_t slot = 0; slot < count; ++slot) {
-      char& ended = over[static_cast<size_t>(slot)];
-      if (ended || workers.poll(slot) == HostAttentionStatus::kPending) continue;
+  std::vector<int32_t> slots(static_cast<size_t>(count));
+  std::iota(slots.begin(), slots.end(), 0);
+  for (const int32_t slot : slots) rows.post(workers, slot);
+  while (!slots.empty()) {
+    std::erase_if(slots, [&](int32_t slot) {
+      if (workers.poll(slot) == HostAttentionStatus::kPending) return false;
       ++done;
-      ended = Clock::now() - start >= time;
-      if (ended) --pending; else rows.post(workers, slot);
-    }
+      if (Clock::now() - start >= time) return true;
+      rows.post(workers, slot);
+      return false;
+    });
     std::this_thread::sleep_for(std::chrono::microseconds(100));
   }
   return {std::chrono::duration<double, std::nano>(Clock::now() - start).count(), done};
