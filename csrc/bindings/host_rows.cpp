@@ -42,7 +42,8 @@ double time_attention(Dtype dtype, int32_t num_q_heads, int32_t num_kv_heads, in
 
 std::shared_ptr<HostWorkers> make_host_workers(std::shared_ptr<HostExchange> exchange, HostBlocks blocks,
                                                const HostLayerTuples& layers, int num_workers, const std::string& isa) {
-  HostWorkers::Config config{.exchange = std::move(exchange), .blocks = std::move(blocks), .layers = {}, .num_workers = num_workers};
+  HostWorkers::Config config{.exchange = std::move(exchange), .blocks = std::move(blocks), .layers = {},
+                             .num_workers = num_workers};
   for (const auto& [scale, window, softcap, scales] : layers) {
     config.layers.push_back({scale, window, softcap, pointer<const float>(scales)});
   }
