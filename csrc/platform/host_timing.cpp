@@ -24,7 +24,8 @@ struct Rows {
   int32_t position;
 
   void post(HostWorkers& workers, int32_t slot) const {
-    workers.post({.slot = slot, .layer = 0, .step = kStep, .position = position, .blocks = blocks[static_cast<size_t>(slot)].data()});
+    const int32_t* own = blocks[static_cast<size_t>(slot)].data();
+    workers.post({.slot = slot, .layer = 0, .step = kStep, .position = position, .blocks = own});
   }
 };
 
@@ -83,12 +84,14 @@ double time_host_attention(const CpuIsa& isa, const HostTiming& timing) {
     std::fill_n(exchange->mailbox(slot), shape.mailbox_words(), uint64_t{kStep} << 32);
   }
   const size_t element = timing.float8 ? 1 : static_cast<size_t>(dtype_size(shape.dtype));
-  const size_t block = 2 * static_cast<size_t>(shape.num_kv_heads) * static_cast<size_t>(shape.head_dim * timing.block_size) * element;
+  const size_t cell = static_cast<size_t>(shape.head_dim * timing.block_size) * element;
+  const size_t block = 2 * static_cast<size_t>(shape.num_kv_heads) * cell;
   const size_t wanted = timing.bytes * std::max(kManyWorkers, static_cast<size_t>(timing.num_workers)) / kManyWorkers;
   const auto shared_blocks = static_cast<int32_t>(std::max<size_t>(1, wanted / block));
   HugePageAllocator<std::byte> allocator;
   const size_t bytes = (static_cast<size_t>(shared_blocks) + static_cast<size_t>(shape.num_slots)) * block;
-  const std::shared_ptr<std::byte> memory(allocator.allocate(bytes), [=](std::byte* p) mutable { allocator.deallocate(p, bytes); });
+  const std::shared_ptr<std::byte> memory(allocator.allocate(bytes),
+                                          [=](std::byte* p) mutable { allocator.deallocate(p, bytes); });
   fill(memory.get(), bytes, timing.num_workers);
   const std::vector<float> scales(4 * static_cast<size_t>(shape.num_kv_heads), 1.f);
   HostWorkers workers(isa, {.exchange = exchange,

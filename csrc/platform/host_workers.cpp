@@ -115,7 +115,8 @@ HostWorkers::Shared::Shared(const CpuIsa& instruction_set, Config given)
       slots(static_cast<size_t>(shape.num_slots)) {
   const HostBlocks& blocks = config.blocks;
   require_config(!config.layers.empty() && num_threads() >= 1, "at least one layer, and a worker or a link");
-  require_config(shape.num_kv_heads >= 1 && shape.num_q_heads % shape.num_kv_heads == 0, "query heads must be a multiple of KV heads");
+  require_config(shape.num_kv_heads >= 1 && shape.num_q_heads % shape.num_kv_heads == 0,
+                 "query heads must be a multiple of KV heads");
   require_config(shape.head_dim >= 2 && shape.head_dim % 2 == 0, "head_dim must be even");
   require_config(blocks.block_size >= 16 && blocks.block_size % 16 == 0, "block_size must be a multiple of 16");
   const size_t elements = static_cast<size_t>(shape.num_kv_heads) * static_cast<size_t>(shape.head_dim * blocks.block_size);
@@ -279,7 +280,8 @@ bool HostWorkers::Shared::take_mailbox(const SlotJob& slot, std::byte* heads) co
 }
 
 // The row's own key and value first, then what CpuKernels::attention() does: so the result has the same bits.
-void HostWorkers::Shared::attend_head(const HostAttentionJob& job, const AttentionTask& task, int32_t kv_head, float* memory) const {
+void HostWorkers::Shared::attend_head(const HostAttentionJob& job, const AttentionTask& task, int32_t kv_head,
+                                      float* memory) const {
   const bool float8 = task.scales.values != nullptr;
   const int64_t head_bytes = task.head_dim * dtype_size(shape.dtype), group = task.num_q_heads / task.num_kv_heads;
   const int64_t cell_bytes = task.head_dim * task.block_size * (float8 ? 1 : dtype_size(shape.dtype));
@@ -295,7 +297,8 @@ void HostWorkers::Shared::attend_head(const HostAttentionJob& job, const Attenti
   for (int64_t head = 0; head < group; head += kAttentionRows) {
     isa.attend(shape.dtype, task,
                {.block_table = job.blocks, .first_token = 0, .first_position = job.position, .num_queries = 1, .kv_head = kv_head,
-                .head_begin = static_cast<int32_t>(head), .head_end = static_cast<int32_t>(std::min(group, head + kAttentionRows)),
+                .head_begin = static_cast<int32_t>(head),
+                .head_end = static_cast<int32_t>(std::min(group, head + kAttentionRows)),
                 .partition_begin = first_key / kPartitionKeys, .partition_end = job.position / kPartitionKeys + 1,
                 .partials = nullptr},
                memory);

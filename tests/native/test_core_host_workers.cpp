@@ -5,7 +5,6 @@
 #include <cmath>
 #include <condition_variable>
 #include <cstring>
-#include <limits>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -25,7 +24,6 @@ namespace {
 
 constexpr int32_t kBlockSize = 16;
 constexpr auto kLong = std::chrono::seconds(60);
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 size_t sized(int64_t count) { return static_cast<size_t>(count); }
 
@@ -88,8 +86,10 @@ HostAttentionStatus wait(HostWorkers& workers, int32_t slot) {
 
 // Rows of one block each for tests of what becomes of jobs: what they attend to is of no interest.
 struct Setup {
-  explicit Setup(int32_t num_slots, int num_workers = 1, std::function<void(const HostAttentionJob&)> hook = {}, size_t layers = 1)
-      : exchange(std::make_shared<HostExchange>(HostShape{Dtype::kFloat32, num_slots, 2, 1, 8})), heads(Dtype::kFloat32, 4 * 8, 1) {
+  explicit Setup(int32_t num_slots, int num_workers = 1, std::function<void(const HostAttentionJob&)> hook = {},
+                 size_t layers = 1)
+      : exchange(std::make_shared<HostExchange>(HostShape{Dtype::kFloat32, num_slots, 2, 1, 8})),
+        heads(Dtype::kFloat32, 4 * 8, 1) {
     const size_t block_bytes = layers * 2 * 8 * kBlockSize * sizeof(float);
     memory = std::make_shared<std::vector<std::byte>>(block_bytes * sized(num_slots));
     for (int32_t slot = 0; slot < num_slots; ++slot) tables.push_back({slot});
@@ -146,8 +146,10 @@ struct Shape {
 // A row of `length` tokens in a cache of the CPU's own, whose last token is yet to be stored.
 struct Reference {
   Reference(CpuKernels& own, Dtype type, bool float8, const Shape& of)
-      : kernels(own), dtype(type), shape(of), element(float8 ? 1 : dtype_size(type)), blocks((of.length + kBlockSize - 1) / kBlockSize),
-        cell(of.dim * kBlockSize * element), k(sized(blocks * of.kv_heads * cell), std::byte{0xff}), v(k), scales(sized(4 * of.kv_heads)),
+      : kernels(own), dtype(type), shape(of), element(float8 ? 1 : dtype_size(type)),
+        blocks((of.length + kBlockSize - 1) / kBlockSize),
+        cell(of.dim * kBlockSize * element),
+        k(sized(blocks * of.kv_heads * cell), std::byte{0xff}), v(k), scales(sized(4 * of.kv_heads)),
         heads(type, (of.q_heads + 2 * of.kv_heads) * of.dim, 7) {
     for (int64_t head = 0; head < of.kv_heads; ++head) {  // keys, values: scales and inverses
       const float scale = 0.01f * static_cast<float>(head + 1);
@@ -174,7 +176,8 @@ struct Reference {
   }
   std::vector<std::byte> attend(float scale, int64_t window, float softcap) {
     std::vector<std::byte> out(sized(shape.q_heads * shape.dim * dtype_size(dtype)));
-    kernels.attention(dtype, heads.at(0), shape.q_heads, out.data(), cache(), batch(shape.length - 1, shape.length), scale, window, softcap);
+    const StepBatch last = batch(shape.length - 1, shape.length);
+    kernels.attention(dtype, heads.at(0), shape.q_heads, out.data(), cache(), last, scale, window, softcap);
     return out;
   }
   // Planes of block b of a layer among two, in either layout.
@@ -214,7 +217,8 @@ void compare_with_cpu(const std::string& isa, Reference reference, bool transpos
   for (int64_t b = 0; b < blocks; ++b) {
     for (const int64_t layer : {0, 1}) reference.copy_block(b, layer, transposed, memory.data() + b * block_bytes);
   }
-  const HostShape rows{reference.dtype, 2, static_cast<int32_t>(shape.q_heads), static_cast<int32_t>(shape.kv_heads), static_cast<int32_t>(shape.dim)};
+  const HostShape rows{reference.dtype, 2, static_cast<int32_t>(shape.q_heads), static_cast<int32_t>(shape.kv_heads),
+                       static_cast<int32_t>(shape.dim)};
   const auto exchange = std::make_shared<HostExchange>(rows);
   const HostLayer layer{0.25f, kind.window, kind.softcap, reference.cache().scales};
   HostWorkers workers(select_cpu_isa(isa), {.exchange = exchange,
@@ -246,7 +250,9 @@ void compare_all_with_cpu(bool transposed) {
       for (const bool float8 : {false, true}) {
         for (const Shape& shape : {Shape{6, 2, 20, 530}, Shape{8, 1, 64, 33}, Shape{3, 3, 96, 17}, Shape{35, 1, 6, 40}}) {
           const Reference reference(kernels, dtype, float8, shape);
-          for (const Kind& kind : {Kind{0, 0.f}, Kind{19, 0.f}, Kind{515, 0.8f}}) compare_with_cpu(isa, reference, transposed, kind);
+          for (const Kind& kind : {Kind{0, 0.f}, Kind{19, 0.f}, Kind{515, 0.8f}}) {
+            compare_with_cpu(isa, reference, transposed, kind);
+          }
         }
       }
     }
@@ -264,7 +270,9 @@ TEST(host_workers_reject_blocks_of_another_shape) {
   for (const size_t bytes : {size_t{1023}, size_t{2048}}) {
     bool thrown = false;
     try {
-      HostWorkers(select_cpu_isa("auto"), {.exchange = exchange, .blocks = {nullptr, bytes, kBlockSize, false, nullptr}, .layers = {HostLayer{}}});
+      HostWorkers(select_cpu_isa("auto"), {.exchange = exchange,
+                                           .blocks = {nullptr, bytes, kBlockSize, false, nullptr},
+                                           .layers = {HostLayer{}}});
     } catch (const std::invalid_argument&) {
       thrown = true;
     }
@@ -406,7 +414,8 @@ TEST(host_workers_attend_for_many_slots_at_once) {
 TEST(host_attention_is_timed_in_either_layout) {
   for (const bool transposed : {true, false}) {
     const double nanoseconds = time_host_attention(
-        select_cpu_isa("auto"), {.shape = {Dtype::kBFloat16, 1, 2, 1, 16}, .transposed_keys = transposed, .num_workers = 2, .tokens = 20, .bytes = 1 << 16});
+        select_cpu_isa("auto"), {.shape = {Dtype::kBFloat16, 1, 2, 1, 16}, .transposed_keys = transposed,
+                                 .num_workers = 2, .tokens = 20, .bytes = 1 << 16});
     CHECK(std::isfinite(nanoseconds) && nanoseconds > 0);
   }
 }
