@@ -78,7 +78,7 @@ Chain BlockManager::enter_host(int32_t host, Chain parent, const int32_t* tokens
   const int32_t id = num_blocks() + host;
   const int32_t known = index_.find_or_insert(id, parent, tokens, index_.prefetch(id, parent, tokens));
   if (known == id) {
-    name_of(id) = name;
+    if (keeps_names()) name_of(id) = name;
     host_state(host).cached = true;
     ++num_host_cached_;
     unpin_host(host);
