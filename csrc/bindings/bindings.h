@@ -58,5 +58,6 @@ void bind_cpu_kernels(py::module_& m);
 void bind_core(py::module_& m);
 void bind_device(py::module_& m);
 void bind_engine(py::module_& m);
+void bind_host_rows(py::module_& m);
 
 }  // namespace asyncengine

@@ -20,6 +20,7 @@
 // i + head_dim / 2 (the low and the high half of word i), and of float32 the elements one by one.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 
 namespace asyncengine {
@@ -57,6 +58,8 @@ class HostAttention {
   virtual HostAttentionStatus poll(int32_t slot) = 0;
   // The slot's job has no use any more. It ends soon, unless a worker hangs in it.
   virtual void cancel(int32_t slot) = 0;
+  // No more jobs come. False: something still runs after `limit`, and goes on owning what it uses.
+  virtual bool close(std::chrono::nanoseconds limit) = 0;
 };
 
 }  // namespace asyncengine

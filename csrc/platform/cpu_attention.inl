@@ -6,7 +6,8 @@
 // folded in order by fold(). A key outside the query's window is skipped, not weighted with zero: what its cell holds
 // (NaN, another sequence) cannot matter.
 //
-// A score is two chains over the even and the odd dimensions, added at the end; lanes are keys.
+// A score is two chains over the even and the odd dimensions, added at the end; lanes are keys. Keys that are not transposed
+// have an order of their own (cpu_token_keys.inl).
 //
 // Keys and values in float8 are used as they lie: the scale of a head's keys is part of its queries' scale, and the scale
 // of its values is multiplied with the result.
@@ -62,6 +63,10 @@ struct KeyValues {
   AE_INLINE const T* k_granule(int64_t key) const {  // key a multiple of 16
     const Place at = place(key);
     return k + at.block + at.offset;
+  }
+  AE_INLINE const T* k_row(int64_t key) const {  // of keys that lie as values do
+    const Place at = place(key);
+    return k + at.block + at.offset * head_dim;
   }
   AE_INLINE const T* v_row(int64_t key) const {
     const Place at = place(key);
@@ -160,6 +165,14 @@ void score_keys(const KeyValues<T>& kv, const AttentionScratch& s, int64_t rows,
     pass(Count<1>{});
   }
 }
+
+}  // namespace
+}  // namespace asyncengine
+
+#include "platform/cpu_token_keys.inl"
+
+namespace asyncengine {
+namespace {
 
 void isa_soft_cap(float* x, int64_t count, float cap) {
   for_each_vector(count, [&](int64_t i, int64_t lanes) __attribute__((always_inline)) {
@@ -348,9 +361,10 @@ void attend_item(const AttentionTask& task, const AttentionItem& item, float* me
   const AttentionScratch s = split_scratch(memory, task.head_dim);
   const int64_t heads = item.head_end - item.head_begin, rows = item.num_queries * heads;
   const int64_t head_size = task.head_dim * task.block_size, partial_floats = attention_partial_floats(task.head_dim);
+  const int64_t stride = task.block_stride != 0 ? task.block_stride : task.num_kv_heads * head_size;
   const KeyValues<Cached> kv{static_cast<const Cached*>(task.k_cache) + item.kv_head * head_size,
                              static_cast<const Cached*>(task.v_cache) + item.kv_head * head_size,
-                             item.block_table, task.num_kv_heads * head_size, task.block_size, task.head_dim};
+                             item.block_table, stride, task.block_size, task.head_dim};
   load_queries<T>(task, item, s);
   for (int64_t r = 0; r < rows; ++r) s.state[r * partial_floats + 1] = 0.f;
 
@@ -362,7 +376,8 @@ void attend_item(const AttentionTask& task, const AttentionItem& item, float* me
       return Range{begin, min64(origin + kPartitionKeys, position + 1)};
     };
     const Range all{range_of(0).begin, range_of(rows - 1).end};
-    if (all.begin < all.end) score_keys(kv, s, rows, all, origin);
+    if (all.begin < all.end && task.keys_by_token) score_token_keys(kv, s, rows, all, origin);
+    if (all.begin < all.end && !task.keys_by_token) score_keys(kv, s, rows, all, origin);
     Moments moments[kAttentionRows];
     for (int64_t r = 0; r < rows; ++r) {
       const Range keys = range_of(r);

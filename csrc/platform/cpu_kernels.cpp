@@ -1,9 +1,10 @@
 #include "platform/cpu_kernels.h"
 
 #include <algorithm>
-#include <cstring>
 #include <new>
 #include <stdexcept>
+
+#include "platform/kv_cell.h"
 
 namespace asyncengine {
 namespace {
@@ -25,46 +26,10 @@ int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 constexpr int64_t kPackedPanels = 8;
 
 constexpr std::align_val_t kCacheLine{64};
-// Elements of a key that are quantised before they are spread over its block.
-constexpr int64_t kQuantizedAtOnce = 256;
 
 void* offset(void* p, int64_t elements, Dtype dtype) { return static_cast<char*>(p) + elements * dtype_size(dtype); }
 const void* offset(const void* p, int64_t elements, Dtype dtype) {
   return static_cast<const char*>(p) + elements * dtype_size(dtype);
-}
-
-// One head's key and value of a token. `Word` is as wide as an element.
-template <class Word>
-void store_words(const void* k, const void* v, const PagedKV& cache, int64_t head, int64_t slot) {
-  const int64_t dim = cache.head_dim, size = cache.block_size;
-  const int64_t base = (slot / size * cache.num_kv_heads + head) * dim * size;
-  Word* k_column = static_cast<Word*>(cache.k) + base + slot % size;
-  for (int64_t d = 0; d < dim; ++d) k_column[d * size] = static_cast<const Word*>(k)[d];
-  std::memcpy(static_cast<Word*>(cache.v) + base + slot % size * dim, v, static_cast<size_t>(dim) * sizeof(Word));
-}
-
-// The same in float8, a few elements at a time on the way.
-void store_float8(const CpuIsa& isa, Dtype dtype, const void* k, const void* v, const PagedKV& cache, int64_t head,
-                  int64_t slot) {
-  const KVScales scales{cache.scales, cache.num_kv_heads};
-  const int64_t dim = cache.head_dim, size = cache.block_size;
-  const int64_t base = (slot / size * cache.num_kv_heads + head) * dim * size;
-  Float8* k_column = static_cast<Float8*>(cache.k) + base + slot % size;
-  Float8 keys[kQuantizedAtOnce];
-  for (int64_t first = 0; first < dim; first += kQuantizedAtOnce) {
-    const int64_t count = std::min(kQuantizedAtOnce, dim - first);
-    isa.quantize(dtype, offset(k, first, dtype), count, scales.key_inverse(head), keys);
-    for (int64_t d = 0; d < count; ++d) k_column[(first + d) * size] = keys[d];
-  }
-  isa.quantize(dtype, v, dim, scales.value_inverse(head), static_cast<Float8*>(cache.v) + base + slot % size * dim);
-}
-
-void store_token(Dtype dtype, const void* k, const void* v, const PagedKV& cache, int64_t head, int64_t slot) {
-  if (dtype == Dtype::kFloat32) {
-    store_words<uint32_t>(k, v, cache, head, slot);
-  } else {
-    store_words<uint16_t>(k, v, cache, head, slot);
-  }
 }
 
 // Words of a row in panels.
@@ -276,13 +241,19 @@ void CpuKernels::store_tokens(Dtype dtype, const NewKV& fresh, const PagedKV& ca
 void CpuKernels::store_new(Dtype dtype, const NewKV& fresh, const PagedKV& cache, const StepBatch& batch,
                            int64_t token, int64_t head) const {
   const int64_t at = head * cache.head_dim, slot = batch.slot_mapping[static_cast<size_t>(token)];
-  const void* k = offset(fresh.k, token * fresh.k_stride + at, dtype);
-  const void* v = offset(fresh.v, token * fresh.v_stride + at, dtype);
-  if (cache.scales != nullptr) {
-    store_float8(isa_, dtype, k, v, cache, head, slot);
-  } else {
-    store_token(dtype, k, v, cache, head, slot);
-  }
+  if (slot < 0) return;  // a lane's
+  const int64_t dim = cache.head_dim, size = cache.block_size;
+  const int64_t first = (slot / size * cache.num_kv_heads + head) * dim * size;
+  const int64_t bytes = cache.scales != nullptr ? 1 : dtype_size(dtype);
+  store_head(isa_, dtype, offset(fresh.k, token * fresh.k_stride + at, dtype), offset(fresh.v, token * fresh.v_stride + at, dtype),
+             {.k = static_cast<char*>(cache.k) + first * bytes,
+              .v = static_cast<char*>(cache.v) + first * bytes,
+              .head_dim = dim,
+              .block_size = size,
+              .offset = slot % size,
+              .keys_by_token = false,
+              .scales = {cache.scales, cache.num_kv_heads},
+              .head = head});
 }
 
 // Tiles of queries × heads of a group per KV head; a single decode token's partitions are spread over items of their

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <thread>
 #include <vector>
 
 #include "core/host_rows.h"
@@ -19,7 +20,8 @@ struct HostLayer {
   float scale = 1.f;
   int64_t window = 0;   // keys visible to a query, itself included; 0: all before it
   float softcap = 0.f;  // 0: none
-  const float* scales = nullptr;  // of KVScales: keys and values are Float8; null: they are in the dtype of heads
+  // Of KVScales, copied: keys and values are Float8; null: they are in the dtype of heads.
+  const float* scales = nullptr;
 };
 
 // Blocks of the host, each the planes [layers][keys, values] of the device's block side by side.
@@ -38,11 +40,13 @@ class HostWorkers final : public HostAttention {
     HostBlocks blocks;
     std::vector<HostLayer> layers;
     int num_workers = 1;
-    // In a worker, before it attends: for tests. An exception fails the job, and a hook that does not return hangs the worker.
+    // In a worker, once it has the mailbox and before it attends: for tests. An exception fails the job, and a hook that does not return hangs the worker.
     std::function<void(const HostAttentionJob&)> before_attending = {};
-    std::shared_ptr<void> keep_alive = {};  // whatever owns what the layers point to
+    std::shared_ptr<void> keep_alive = {};  // whatever else must live as long as a worker
   };
+  // Throws std::invalid_argument if a block's planes have not the size that the shape says.
   HostWorkers(const CpuIsa& isa, Config config);
+  // Waits for the threads as close() does, for a second.
   ~HostWorkers() override;
   HostWorkers(const HostWorkers&) = delete;
   HostWorkers& operator=(const HostWorkers&) = delete;
@@ -52,12 +56,13 @@ class HostWorkers final : public HostAttention {
   HostAttentionStatus poll(int32_t slot) override;
   void cancel(int32_t slot) override;
 
-  // Ends the threads. False: one of them hangs in a job, and goes on owning what it uses.
-  bool close(std::chrono::nanoseconds limit);
+  // Ends the threads; jobs that are not done fail. False: one of them hangs in a job, and goes on owning what it uses.
+  bool close(std::chrono::nanoseconds limit) override;
 
  private:
   struct Shared;  // owned by the threads too
   std::shared_ptr<Shared> shared_;
+  std::vector<std::thread> threads_;
 };
 
 }  // namespace asyncengine

@@ -25,7 +25,7 @@ void give_vectors(const StepBatch& batch, const float* vectors, size_t width, in
 HostMover::HostMover(std::vector<BlockRegion> regions, int32_t num_host_blocks)
     : regions_(std::move(regions)), num_host_blocks_(num_host_blocks) {
   for (const BlockRegion& region : regions_) block_bytes_ += region.bytes_per_block;
-  memory_ = std::make_unique_for_overwrite<std::byte[]>(static_cast<size_t>(num_host_blocks) * block_bytes_);
+  memory_.reset(new std::byte[static_cast<size_t>(num_host_blocks) * block_bytes_]);
 }
 
 bool HostMover::start(int transfer, std::span<const BlockMove> moves) {
@@ -94,7 +94,7 @@ bool CallbackExecutor::close(std::chrono::nanoseconds limit) {
     }
   }
   if (thread_.joinable()) thread_.join();
-  return true;
+  return host_attention_ == nullptr || host_attention_->close(limit);
 }
 
 void CallbackExecutor::run() {

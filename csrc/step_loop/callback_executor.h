@@ -33,6 +33,7 @@ class HostMover final : public BlockMover {
   int32_t max_moves() const override { return 8; }
   size_t block_bytes() const override { return block_bytes_; }
   std::byte* host_block(int32_t host) override { return memory_.get() + static_cast<size_t>(host) * block_bytes_; }
+  const std::shared_ptr<std::byte[]>& memory() const { return memory_; }
   bool start(int transfer, std::span<const BlockMove> moves) override;
   MoveStatus poll(int) override { return MoveStatus::kDone; }
 
@@ -40,7 +41,7 @@ class HostMover final : public BlockMover {
   std::vector<BlockRegion> regions_;
   int32_t num_host_blocks_;
   size_t block_bytes_ = 0;
-  std::unique_ptr<std::byte[]> memory_;  // untouched until it is used
+  std::shared_ptr<std::byte[]> memory_;  // untouched until it is used
 };
 
 class CallbackExecutor final : public Executor {
@@ -66,7 +67,10 @@ class CallbackExecutor final : public Executor {
   }
   Needs needs() const override { return needs_; }
   MaskBoard masks() override { return masks_; }
-  BlockMover* mover() override { return mover_.get(); }
+  HostMover* mover() override { return mover_.get(); }
+  HostAttention* host_attention() override { return host_attention_.get(); }
+  // Who attends for host rows: before the first step.
+  void attend_on_host_with(std::shared_ptr<HostAttention> attention) { host_attention_ = std::move(attention); }
   LaunchStatus launch(int i, size_t bytes) override;
   StepStatus poll(int i) override;
   std::string error() const override;
@@ -91,6 +95,7 @@ class CallbackExecutor final : public Executor {
   std::vector<Step> steps_;
   std::vector<BlockRegion> regions_;
   std::unique_ptr<HostMover> mover_;
+  std::shared_ptr<HostAttention> host_attention_;
   Needs needs_;
   Forward forward_;
   HeldUp held_up_;

@@ -40,9 +40,8 @@ StepBatch& SlotState::ingest(const StepInputView& input, std::span<int32_t> reco
   }
   std::ranges::fill(records.first(std::min(records.size(), static_cast<size_t>(input.header().num_result_words))), 0);
 
-  const auto rows = input.rows();
-  b.num_rows = static_cast<int32_t>(rows.size());
-  b.num_tokens = input.header().num_tokens;
+  b.num_rows = input.header().num_rows - input.header().num_lane_rows;
+  b.num_tokens = input.header().num_tokens + input.header().num_lanes;
   b.num_samples = input.header().num_samples;
   b.needs = input.header().needs;
   b.input_ids.clear();
@@ -54,16 +53,38 @@ StepBatch& SlotState::ingest(const StepInputView& input, std::span<int32_t> reco
   b.sample_index.clear();
   b.samples.clear();
   b.means.clear();
-  for (const StepInputRow& row : rows) add_row(input, row, records);
+  for (const StepInputRow& row : input.rows()) {
+    if ((row.flags & kRowLane) == 0) add_row(input, row);
+    add_samples(input, row, records);
+  }
+  add_lanes(input);
   return b;
 }
 
-void SlotState::add_row(const StepInputView& input, const StepInputRow& row, std::span<int32_t> records) {
+// Tokens that rows on the host share. Which row has a lane changes from layer to layer, and with it the position.
+void SlotState::add_lanes(const StepInputView& input) {
+  StepBatch& b = batch_;
+  b.num_lanes = input.header().num_lanes;
+  b.lanes = input.lanes();
+  b.step = input.header().step;
+  for (const LaneEntry& entry : b.lanes.first(static_cast<size_t>(b.num_lanes))) {
+    b.input_ids.push_back(entry.slot < 0 ? 0 : std::max(0, last_token_[static_cast<size_t>(entry.slot)]));
+    b.positions.push_back(entry.position);
+    b.slot_mapping.push_back(-1);
+  }
+}
+
+int32_t SlotState::context_of(const StepInputRow& row) const {
+  constexpr int32_t kBoth = kRowFromDevice | kRowDeviceLength;
+  return (row.flags & kBoth) == kBoth ? length_[static_cast<size_t>(row.slot)] : row.context_len;
+}
+
+void SlotState::add_row(const StepInputView& input, const StepInputRow& row) {
   StepBatch& b = batch_;
   const auto slot = static_cast<size_t>(row.slot);
-  const bool from_device = (row.flags & kRowFromDevice) != 0, keeps_length = (row.flags & kRowDeviceLength) != 0;
-  const int32_t context = from_device && keeps_length ? length_[slot] : row.context_len;
-  if (!from_device && keeps_length) length_[slot] = context + row.query_len;
+  const bool from_device = (row.flags & kRowFromDevice) != 0;
+  const int32_t context = context_of(row);
+  if (!from_device && (row.flags & kRowDeviceLength) != 0) length_[slot] = context + row.query_len;
   int32_t* blocks = table(row.slot);
   std::ranges::copy(input.delta_blocks(row), blocks + row.delta_first);
   for (int32_t i = 0; i < row.query_len; ++i) {
@@ -77,14 +98,21 @@ void SlotState::add_row(const StepInputView& input, const StepInputRow& row, std
     b.positions.push_back(position);
     b.slot_mapping.push_back(int64_t{blocks[position / block_size_]} * block_size_ + position % block_size_);
   }
-  const int32_t end = row.query_start + row.query_len;
-  b.query_start.push_back(end);
+  b.query_start.push_back(row.query_start + row.query_len);
   if ((needs_[slot] & kNeedMean) != 0) {
     b.needs |= kNeedMean;
     b.means.push_back({static_cast<int32_t>(b.context_len.size()), row.slot, row.num_samples > 0 ? row.sample_row : -1});
   }
   b.context_len.push_back(context);
   b.block_tables.push_back(blocks);
+}
+
+void SlotState::add_samples(const StepInputView& input, const StepInputRow& row, std::span<int32_t> records) {
+  StepBatch& b = batch_;
+  const auto slot = static_cast<size_t>(row.slot);
+  const int32_t context = context_of(row);
+  const int32_t first_token = row.query_start + ((row.flags & kRowLane) != 0 ? input.header().num_tokens : 0);
+  const int32_t end = first_token + row.query_len;
   for (int32_t i = 0; i < row.num_samples; ++i) {
     const int32_t back = row.num_samples - i;
     b.sample_index.push_back(end - back);

@@ -1,0 +1,73 @@
+// Host rows: the memory through which they cross, and the workers that attend for them.
+#include "bindings/host_rows.h"
+
+#include "bindings/device.h"
+#include "platform/host_pool.h"
+#include "platform/host_timing.h"
+
+namespace asyncengine {
+namespace {
+
+HostShape host_shape(Dtype dtype, int32_t num_slots, int32_t num_q_heads, int32_t num_kv_heads, int32_t head_dim) {
+  require(num_slots >= 1 && num_kv_heads >= 1 && num_q_heads >= num_kv_heads && num_q_heads % num_kv_heads == 0,
+          "a host row needs slots, and query heads that are a multiple of KV heads");
+  require(head_dim >= 2 && head_dim % 2 == 0, "head_dim must be even");
+  return {dtype, num_slots, num_q_heads, num_kv_heads, head_dim};
+}
+
+std::shared_ptr<HostExchange> make_exchange(Dtype dtype, int32_t num_slots, int32_t num_q_heads, int32_t num_kv_heads,
+                                            int32_t head_dim, const CudaDevice* device) {
+  const HostShape shape = host_shape(dtype, num_slots, num_q_heads, num_kv_heads, head_dim);
+  if (device == nullptr) return std::make_shared<HostExchange>(shape);
+  return std::make_shared<HostExchange>(device->cuda, device->ordinal, shape);
+}
+
+std::shared_ptr<HostWorkers> make_pool_workers(std::shared_ptr<HostExchange> exchange, std::shared_ptr<HostPool> pool,
+                                               int32_t block_size, bool transposed_keys, const HostLayerTuples& layers,
+                                               int num_workers, const std::string& isa) {
+  HostBlocks blocks{pool->block(0), pool->block_bytes(), block_size, transposed_keys, pool};
+  return make_host_workers(std::move(exchange), std::move(blocks), layers, num_workers, isa);
+}
+
+double time_attention(Dtype dtype, int32_t num_q_heads, int32_t num_kv_heads, int32_t head_dim, int32_t block_size,
+                      bool transposed_keys, int num_workers, int32_t tokens, bool float8, const std::string& isa) {
+  require(num_workers >= 1 && tokens >= 1, "at least one worker and one token");
+  require(block_size >= 16 && block_size % 16 == 0, "block_size must be a multiple of 16");
+  return time_host_attention(select_cpu_isa(isa), {.shape = host_shape(dtype, 1, num_q_heads, num_kv_heads, head_dim),
+                                                   .block_size = block_size, .transposed_keys = transposed_keys,
+                                                   .float8 = float8, .num_workers = num_workers, .tokens = tokens});
+}
+
+}  // namespace
+
+std::shared_ptr<HostWorkers> make_host_workers(std::shared_ptr<HostExchange> exchange, HostBlocks blocks,
+                                               const HostLayerTuples& layers, int num_workers, const std::string& isa) {
+  HostWorkers::Config config{.exchange = std::move(exchange), .blocks = std::move(blocks), .layers = {}, .num_workers = num_workers};
+  for (const auto& [scale, window, softcap, scales] : layers) {
+    config.layers.push_back({scale, window, softcap, pointer<const float>(scales)});
+  }
+  return {new HostWorkers(select_cpu_isa(isa), std::move(config)), WithoutGil{}};
+}
+
+void bind_host_rows(py::module_& m) {
+  py::class_<HostExchange, std::shared_ptr<HostExchange>>(m, "HostExchange")
+      .def(py::init(&make_exchange), py::arg("dtype"), py::arg("num_slots"), py::arg("num_q_heads"), py::arg("num_kv_heads"),
+           py::arg("head_dim"), py::arg("device").none(true), py::keep_alive<1, 7>())
+      .def_property_readonly("mailboxes", [](const HostExchange& self) { return reinterpret_cast<Address>(self.mailbox(0)); })
+      .def_property_readonly("results", [](const HostExchange& self) { return reinterpret_cast<Address>(self.result(0)); })
+      .def_property_readonly("mailbox_words", [](const HostExchange& self) { return self.shape().mailbox_words(); })
+      .def_property_readonly("result_bytes", [](const HostExchange& self) { return self.shape().result_bytes(); });
+
+  py::class_<HostWorkers, std::shared_ptr<HostWorkers>>(m, "HostWorkers")
+      .def(py::init(&make_pool_workers), py::arg("exchange"), py::kw_only(), py::arg("pool"), py::arg("block_size"),
+           py::arg("transposed_keys"), py::arg("layers"), py::arg("num_workers"), py::arg("isa") = "auto")
+      .def("close", [](HostWorkers& self, double limit_s) {
+        return self.close(std::chrono::nanoseconds(static_cast<int64_t>(limit_s * 1e9)));
+      }, py::arg("limit_s"), NoGil());
+
+  m.def("time_host_attention", &time_attention, py::arg("dtype"), py::arg("num_q_heads"), py::arg("num_kv_heads"),
+        py::arg("head_dim"), py::arg("block_size"), py::arg("transposed_keys"), py::arg("num_workers"), py::arg("tokens"),
+        py::arg("float8") = false, py::arg("isa") = "auto", NoGil());
+}
+
+}  // namespace asyncengine

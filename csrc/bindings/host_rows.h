@@ -1,0 +1,21 @@
+// What bindings need to make workers for host rows.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "platform/host_workers.h"
+
+namespace asyncengine {
+
+// (scale, window, softcap, address of KVScales or 0) of each layer.
+using HostLayerTuples = std::vector<std::tuple<float, int64_t, float, Address>>;
+
+// Threads end without the GIL.
+std::shared_ptr<HostWorkers> make_host_workers(std::shared_ptr<HostExchange> exchange, HostBlocks blocks,
+                                               const HostLayerTuples& layers, int num_workers, const std::string& isa);
+
+}  // namespace asyncengine

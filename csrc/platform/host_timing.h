@@ -1,0 +1,19 @@
+// How fast this machine attends for host rows: what decides whether they pay (core/step_costs.h).
+#pragma once
+
+#include "platform/host_workers.h"
+
+namespace asyncengine {
+
+struct HostTiming {
+  HostShape shape;  // num_slots is chosen
+  int32_t block_size = 16;
+  bool transposed_keys = false, float8 = false;
+  int num_workers = 1;
+  int32_t tokens = 2048;  // of context
+};
+
+// Nanoseconds of a worker per token of context in a layer, while all of them attend at once, over rows that are not in caches.
+double time_host_attention(const CpuIsa& isa, const HostTiming& timing);
+
+}  // namespace asyncengine
