@@ -141,6 +141,7 @@ class HarnessAttention final : public HostAttention {
   void cancel(int32_t slot) override {
     for (Job& job : jobs) job.cancelled |= job.slot == slot;
   }
+  bool close(std::chrono::nanoseconds) override { return true; }
   void end(int32_t slot, bool done) {
     require(std::erase_if(jobs, [&](const Job& job) { return job.slot == slot; }) == 1, "the slot has no job");
     status_.at(static_cast<size_t>(slot)) = done ? HostAttentionStatus::kDone : HostAttentionStatus::kFailed;

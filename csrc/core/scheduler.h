@@ -108,8 +108,8 @@ class Scheduler {
   // Takes in copies that are over, and starts others. True: something moved.
   bool move_blocks(Outbox& outbox, int64_t now_ns);
   const HostTier* tier() const { return tier_.get(); }
-  // Copies are under way.
-  bool moves_blocks() const { return tier_ != nullptr && (tier_->busy() || !hosted_.empty()); }
+  // Copies are under way, or workers are busy with host rows: not those that hang.
+  bool moves_blocks() const;
   // Who attends for host rows, where the configuration has lanes: before the first sequence.
   void attend_on_host_with(HostAttention& attention) { attention_ = &attention; }
   // Where it writes masks: before the first sequence that has some.
@@ -118,7 +118,7 @@ class Scheduler {
   // steps in flight compute for other requests stands: a request shares blocks with others once a commit published them.
   void fail_step(StepPlan& plan, Outbox& outbox, int64_t now_ns);
 
-  bool idle() const { return running_.empty() && waiting_.empty() && retiring_ == 0 && hosted_.empty() && !moves_blocks(); }
+  bool idle() const { return running_.empty() && waiting_.empty() && retiring_ == 0 && hosted_.empty() && (tier_ == nullptr || !tier_->busy()); }
   BlockTables& tables() { return tables_; }
   BlockManager& blocks() { return blocks_; }
   // The scheduler's own are up to date. The others are the caller's.
@@ -219,7 +219,7 @@ class Scheduler {
   void add_lane_row(Slot& slot, int32_t lane, StepPlan& plan);
   void place_sequences(const StepPlan& plan);
   bool hybrid_pays(const StepPlan& plan);
-  bool may_be_hosted(const Slot& slot) const;
+  bool may_be_hosted(const Slot& slot, int32_t promised) const;
   void move_out(Slot& slot);
   void move_back();
   bool advance_host_rows(Outbox& outbox, int64_t now_ns);

@@ -33,6 +33,10 @@ bool Scheduler::hangs(int32_t slot) const {
   return owner.state != SequenceState::kHosted && owner.in_flight == 0 && attends(slot);
 }
 
+bool Scheduler::moves_blocks() const {
+  return tier_ != nullptr && (tier_->busy() || std::ranges::any_of(hosted_, [&](int32_t slot) { return !hangs(slot); }));
+}
+
 // ---- the lanes of a step -------------------------------------------------------------------------------------------------
 
 // Whether the step has lanes must be known before its tokens are shared out.
@@ -144,7 +148,9 @@ void Scheduler::place_sequences(const StepPlan& plan) {
       std::ranges::any_of(hosted_, [&](int32_t slot) { return drains(slot) || hangs(slot); }) || !hybrid_pays(plan)) {
     return;
   }
-  const auto last = std::find_if(running_.rbegin(), running_.rend(), [&](const Slot* slot) { return may_be_hosted(*slot); });
+  int32_t promised = 0;
+  for (const int32_t slot : hosted_) promised += blocks_.blocks_for(slots_[static_cast<size_t>(slot)].max_total);
+  const auto last = std::find_if(running_.rbegin(), running_.rend(), [&](const Slot* slot) { return may_be_hosted(*slot, promised); });
   if (last != running_.rend()) move_out(**last);
 }
 
@@ -168,8 +174,8 @@ bool Scheduler::hybrid_pays(const StepPlan& plan) {
 }
 
 // A host row's token takes as many steps as the model has layers, or more: not where its class has a target below that. All
-// that it may grow to has room on the host.
-bool Scheduler::may_be_hosted(const Slot& slot) const {
+// that it may grow to has room on the host, beside what is promised to others.
+bool Scheduler::may_be_hosted(const Slot& slot, int32_t promised) const {
   const RequestExtras& extras = slot.sequence->request->extras;
   if (slot.state != SequenceState::kRunning || !slot.decodes() || slot.max_total - slot.total() < kLeastLeft ||
       (slot.needs & kNeedMask) != 0 || slot.step_tokens > 1 || extras.score_from >= 0) {
@@ -178,9 +184,7 @@ bool Scheduler::may_be_hosted(const Slot& slot) const {
   const int64_t target = config_.costs.known() ? config_.targets.of(slot.sequence->request->priority) : 0;
   if (target > 0 && config_.costs.decode_ns(1, slot.total()) * (config_.hybrid.layers + 1) > target) return false;
   if (!tier_->can_store(blocks_.blocks_for(slot.total()))) return false;
-  int32_t promised = blocks_.blocks_for(slot.max_total);
-  for (const int32_t other : hosted_) promised += blocks_.blocks_for(slots_[static_cast<size_t>(other)].max_total);
-  return promised <= blocks_.num_host_blocks();
+  return promised + blocks_.blocks_for(slot.max_total) <= blocks_.num_host_blocks();
 }
 
 void Scheduler::move_out(Slot& slot) {
@@ -200,6 +204,7 @@ void Scheduler::move_back() {
   for (const int32_t i : hosted_) {
     const HostRow& row = host_rows_[static_cast<size_t>(i)];
     const Slot& slot = slots_[static_cast<size_t>(i)];
+    if (slot.state == SequenceState::kFinished) continue;  // perhaps a worker hangs in it
     if (row.leaves || row.phase < HostPhase::kReady || slot.state != SequenceState::kHosted) return;  // others are on their way
     if (slot.max_total - slot.total() < kLeastLeft) continue;
     if (first == nullptr || runs_before(slot.sequence, first->sequence)) first = &slot;

@@ -286,7 +286,8 @@ bool GraphExecutor::close(std::chrono::nanoseconds limit) {
     if (std::chrono::steady_clock::now() - start >= limit) return false;
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  return true;
+  const auto left = std::max<std::chrono::nanoseconds>(std::chrono::nanoseconds(0), limit - (std::chrono::steady_clock::now() - start));
+  return host_attention_ == nullptr || host_attention_->close(left);
 }
 
 }  // namespace asyncengine

@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "platform/cuda_runtime.h"
@@ -81,6 +82,9 @@ class GraphExecutor final : public Executor {
   std::string error() const override;
   MaskBoard masks() override { return staging_->masks(); }
   BlockMover* mover() override { return graphs_.mover.get(); }
+  HostAttention* host_attention() override { return host_attention_.get(); }
+  // Who attends for host rows: before the first step.
+  void attend_on_host_with(std::shared_ptr<HostAttention> attention) { host_attention_ = std::move(attention); }
   Needs needs() const override { return needs_; }
   int num_kinds() const override { return num_kinds_; }
   int kind(int i) const override;  // one per graph
@@ -122,6 +126,7 @@ class GraphExecutor final : public Executor {
   bool device_set_ = false;  // cudaSetDevice is per thread: the first launch makes it for the step thread
   std::shared_ptr<Staging> staging_;
   Graphs graphs_;
+  std::shared_ptr<HostAttention> host_attention_;
   std::vector<int> first_kind_;  // of each bucket: its variants have kinds that follow each other
   int num_kinds_ = 0;
   Needs needs_ = ~Needs{0};  // that every bucket has a variant for

@@ -58,7 +58,7 @@ class HybridModel(HostModel):
 
     def _see_results(self) -> None:
         """The next step that is planned takes in what is there."""
-        for s in self._hosted():
+        for s in self._hosted() if len(self.flight) < self.limits.steps_in_flight else ():
             if s.state is State.HOSTED and s.host.phase == "attending" and s.host.job.status == "done":
                 s.host.phase = "ready"
 

@@ -197,7 +197,8 @@ TEST(a_write_that_hangs_keeps_no_block_on_the_host) {
   blocks.publish(block, root, tokens.data(), blocks.prefetch(block, root, tokens.data()));
   blocks.release(block);
   const auto ended = [](Sequence&) {};
-  for (int i = 0; i < 4; ++i) tier.advance(ended);
+  const auto stored = [](Sequence&, std::span<const int32_t>) {};
+  for (int i = 0; i < 4; ++i) tier.advance(ended, stored);
   CHECK_EQ(disk.writes, 1);
   for (int i = 0; i < 2; ++i) blocks.allocate();
   for (int i = 0; i < 2; ++i) blocks.release(i);
@@ -210,7 +211,7 @@ TEST(a_write_that_hangs_keeps_no_block_on_the_host) {
   Sequence other;
   CHECK(tier.load(other, found) == HostTier::Loading::kLater);  // the same comes already
   int done = 0;
-  for (int i = 0; i < 4; ++i) tier.advance([&](Sequence&) { ++done; });
+  for (int i = 0; i < 4; ++i) tier.advance([&](Sequence&) { ++done; }, stored);
   CHECK_EQ(done, 1);
   CHECK(blocks.match_prefix(tokens_at, 1, 5, found) == 1);
 }
