@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from .host_model import HostModel
+from asyncengine import _core
+
+from .host_model import HostModel, Move
 from .scheduler_state import BLOCK_SIZE, HostRow, Job, ModelSequence, Row, State, Step
 
 JOB_TIMEOUT = 1000
@@ -22,6 +24,8 @@ class HybridModel(HostModel):
     steps: int = 0
     host_tokens = 0
     failed_rows = 0
+    made: frozenset[int] = frozenset()
+    """Blocks of the host that a host row has filled, since something else came there."""
 
     def _hosted(self) -> list[ModelSequence]:
         return [s for s in self._sequences() if s.host is not None]
@@ -40,6 +44,7 @@ class HybridModel(HostModel):
         self.host[block][offset] = s.kv[job.position] if done else -3
         if done:
             assert self._read_host(job.blocks, job.position + 1) == s.kv[: job.position + 1]
+            self.made |= {block} if offset == BLOCK_SIZE - 1 else set()
         job.status = "done" if done else "failed"
         self.saw["job" if done else "failed job"] += 1
         self.native.end_job(s.host.slot, done)
@@ -119,7 +124,14 @@ class HybridModel(HostModel):
         assert len(blocks) == len(h.blocks) + full
         if full:
             self.host[blocks[-1]] = [-2] * BLOCK_SIZE
+            self.made -= {blocks[-1]}
         h.blocks = blocks
+
+    def _begin(self, transfer: int, block: int, host: int) -> Move:
+        if not _core.HostPool.brings_in(transfer):
+            self.made -= {host}
+        self.saw["block found that a host row made"] += host in self.made
+        return super()._begin(transfer, block, host)
 
     def _retire_lanes(self, step: Step) -> None:
         for stage, s in step.lanes:
@@ -169,7 +181,14 @@ class HybridModel(HostModel):
             assert cancelled == any(s.host.slot == slot and s.state is State.FINISHED for s in self._hosted())
 
     def _see_begin(
-        self, s: ModelSequence, slot: int, phase: str, stage: int, leaves: bool, blocks: list[int], running: set[ModelSequence]
+        self,
+        s: ModelSequence,
+        slot: int,
+        phase: str,
+        stage: int,
+        leaves: bool,
+        blocks: list[int],
+        running: set[ModelSequence],
     ) -> None:
         assert (phase, stage, leaves, blocks) == ("draining", 0, False, [])
         assert s in running
@@ -191,7 +210,9 @@ class HybridModel(HostModel):
             and -(-len(s.truth) // BLOCK_SIZE) <= self.limits.num_host_blocks - pinned
         )
 
-    def _see_progress(self, s: ModelSequence, slot: int, phase: str, stage: int, leaves: bool, blocks: list[int]) -> None:
+    def _see_progress(
+        self, s: ModelSequence, slot: int, phase: str, stage: int, leaves: bool, blocks: list[int]
+    ) -> None:
         h = s.host
         assert slot == h.slot
         if s.state is not State.HOSTED:  # it only waits for steps and workers
@@ -200,7 +221,8 @@ class HybridModel(HostModel):
             assert (h.phase, phase) in (("draining", "storing"), ("storing", "ready"))
             assert s.in_flight == 0
             if phase == "ready":
-                assert self._read_host(blocks, s.computed) == s.kv[: s.computed] and s.computed == len(s.truth) - 1
+                assert s.computed == len(s.truth) - 1
+                assert self._read_host(blocks, s.computed) == s.kv[: s.computed]
                 h.blocks, s.blocks = blocks, []
                 self.saw["stored"] += 1
             h.phase = phase

@@ -161,8 +161,8 @@ def random_jobs(scheduler: CheckedScheduler, rng: random.Random) -> None:
     """Some workers end, in any order; rarely one fails, and more rarely one hangs."""
     pending = scheduler.pending_jobs()
     for s in rng.sample(pending, rng.randint(0, len(pending))):
-        scheduler.end_job(s, done=rng.random() < 0.99)
-    if rng.random() < 0.005:
+        scheduler.end_job(s, done=rng.random() < 0.98)
+    if rng.random() < 0.01:
         scheduler.wait_for_jobs_in_vain()
 
 

@@ -14,7 +14,7 @@ from asyncengine import _core
 
 from .host_model import Move
 from .hybrid_model import JOB_TIMEOUT, HybridModel
-from .scheduler_state import BLOCK_SIZE, VOCAB, Copy, Limits, ModelRequest, ModelSequence, Row, State, Step
+from .scheduler_state import BLOCK_SIZE, VOCAB, Limits, ModelRequest, ModelSequence, Row, State, Step
 
 __all__ = ["VOCAB", "CheckedScheduler", "Limits"]
 
