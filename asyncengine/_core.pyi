@@ -322,19 +322,25 @@ class SchedulerHarness:
     preemptions: Final[int]
     ref_counts: Final[list[int]]
     def consistent(self) -> bool: ...
-    def move_blocks(self) -> bool:
-        """Of a host tier: takes in transfers that are over, and starts others."""
+    def move_blocks(self) -> bool: ...  # of a host tier: takes in transfers that are over, and starts others
     held_by_tier: Final[list[int]]
     """Blocks, one for each reference of a transfer or a load."""
     loading: Final[list[tuple[int, int]]]
-    """Request and index of each sequence that waits for blocks from the host."""
-    def moves(self) -> list[tuple[int, int, int]]:
-        """Transfer, block and host block of all that is under way."""
+    """Request and index of each sequence that waits for blocks from the host, or for those that go there."""
+    def moves(self) -> list[tuple[int, int, int]]: ...  # transfer, block and host block of all that is under way
     def finish_moves(self, transfer: int, done: bool) -> None: ...
-    def refuse_moves(self, count: int) -> None:
-        """The next transfers do not start."""
-    def time_steps(self, steps: int, /) -> float:
-        """Nanoseconds of schedule + pack + commit per step."""
+    def refuse_moves(self, count: int) -> None: ...  # the next transfers do not start
+    lanes: Final[list[tuple[int, int, int, int]]]
+    """Stage, lane, slot and position in the step that was scheduled last."""
+    host_rows: Final[list[tuple[int, int, int, str, int, bool, list[int]]]]
+    """Request, index, slot, phase, stage, whether it leaves, and blocks of the host."""
+    jobs: Final[list[tuple[int, int, int, int, list[int], bool]]]  # slot, layer, step, position, blocks, cancelled
+    def end_job(self, slot: int, done: bool) -> None: ...
+    now: int  # nanoseconds
+    host_pins: Final[list[int]]
+    pinned_by_tier: Final[list[int]]  # of the host, one for each pin
+    stats: Final[dict[str, int]]
+    def time_steps(self, steps: int, /) -> float: ...  # nanoseconds of schedule + pack + commit per step
 
 # ---- server ----
 

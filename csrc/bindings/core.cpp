@@ -35,6 +35,7 @@ SchedulerConfig make_scheduler_config(int32_t num_blocks, int32_t block_size, in
   require(max_samples >= 0 && max_update_words >= 0 && max_result_words >= 0 && mask_words >= 0, "budgets must not be negative");
   require(num_host_blocks >= 0 && (num_host_blocks == 0 || prefix_caching), "a host tier needs prefix_caching");
   require(hybrid.lanes == 0 || (num_host_blocks > 0 && hybrid.layers >= 1), "host rows need a host tier and layers");
+  require(max_num_batched_tokens >= max_num_seqs + hybrid.lanes, "max_num_batched_tokens must leave room for lanes beside max_num_seqs");
   require(target_itl_ns >= 0 && paced_chunk_size >= 0, "targets and chunks must not be negative");
   require(std::ranges::all_of(target_itl_ns_by_priority, [](const auto& target) { return target.second > 0; }), "targets must be positive");
   return {num_blocks, block_size, max_num_seqs, max_num_batched_tokens, prefill_chunk_size, max_model_len, prefix_caching,
@@ -118,6 +119,40 @@ class HarnessMover final : public BlockMover {
   std::array<Transfer, kTransfers> transfers_;
 };
 
+// Attention that ends when the test says so.
+class HarnessAttention final : public HostAttention {
+ public:
+  struct Job {
+    int32_t slot, layer;
+    uint32_t step;
+    int32_t position;
+    std::vector<int32_t> blocks;
+    bool cancelled = false;
+  };
+  HarnessAttention(int32_t num_layers, int32_t num_slots, int32_t block_size)
+      : num_layers_(num_layers), block_size_(block_size), status_(static_cast<size_t>(num_slots), HostAttentionStatus::kDone) {}
+  int32_t num_layers() const override { return num_layers_; }
+  void post(const HostAttentionJob& job) override {
+    require(status_.at(static_cast<size_t>(job.slot)) != HostAttentionStatus::kPending, "the slot has a job");
+    status_.at(static_cast<size_t>(job.slot)) = HostAttentionStatus::kPending;
+    jobs.push_back({job.slot, job.layer, job.step, job.position, {job.blocks, job.blocks + job.position / block_size_ + 1}});
+  }
+  HostAttentionStatus poll(int32_t slot) override { return status_.at(static_cast<size_t>(slot)); }
+  void cancel(int32_t slot) override {
+    for (Job& job : jobs) job.cancelled |= job.slot == slot;
+  }
+  bool close(std::chrono::nanoseconds) override { return true; }
+  void end(int32_t slot, bool done) {
+    require(std::erase_if(jobs, [&](const Job& job) { return job.slot == slot; }) == 1, "the slot has no job");
+    status_.at(static_cast<size_t>(slot)) = done ? HostAttentionStatus::kDone : HostAttentionStatus::kFailed;
+  }
+  std::vector<Job> jobs;  // that have not ended, in the order of posting
+
+ private:
+  int32_t num_layers_, block_size_;
+  std::vector<HostAttentionStatus> status_;  // by slot
+};
+
 // The scheduler without its thread: tests and bench/core play executor and event loop.
 class SchedulerHarness {
  public:
@@ -128,8 +163,52 @@ class SchedulerHarness {
     if (config.num_host_blocks == 0) return;
     mover_ = std::make_unique<HarnessMover>(config.num_host_blocks);
     scheduler_.move_blocks_with(*mover_);
+    if (config.hybrid.lanes == 0) return;
+    attention_ = std::make_unique<HarnessAttention>(config.hybrid.layers, config.max_num_seqs, config.block_size);
+    scheduler_.attend_on_host_with(*attention_);
   }
-  bool move_blocks() { return scheduler_.move_blocks(outbox_, now_ns()); }
+  bool move_blocks() { return scheduler_.move_blocks(outbox_, now); }
+  HarnessAttention& attention() {
+    require(attention_ != nullptr, "there are no lanes");
+    return *attention_;
+  }
+  // (stage, lane, slot, position) of the step that was scheduled last.
+  std::vector<std::tuple<int32_t, int32_t, int32_t, int32_t>> lanes() const {
+    std::vector<std::tuple<int32_t, int32_t, int32_t, int32_t>> all;
+    const StepPlan& plan = *flight_.back();
+    for (size_t i = 0; i < plan.lanes.size(); ++i) {
+      const auto place = static_cast<int32_t>(i);
+      if (plan.lanes[i].slot < 0) continue;
+      all.emplace_back(place / plan.num_lanes, place % plan.num_lanes, plan.lanes[i].slot, plan.lanes[i].position);
+    }
+    return all;
+  }
+  // (request, index, slot, phase, stage, leaves, blocks of the host) of each host row.
+  py::list host_rows() const {
+    static constexpr std::array kNames{"", "draining", "storing", "ready", "attending", "sampling"};
+    py::list all;
+    scheduler_.visit_host_rows([&](const Slot& slot, const Scheduler::HostRow& row, std::span<const int32_t> blocks) {
+      all.append(py::make_tuple(slot.sequence->request->id, slot.sequence->index, slot.sequence->slot,
+                                kNames.at(static_cast<size_t>(row.phase)), row.stage, row.leaves,
+                                std::vector<int32_t>(blocks.begin(), blocks.end())));
+    });
+    return all;
+  }
+  std::vector<int32_t> host_pins() {
+    std::vector<int32_t> pins;
+    for (int32_t h = 0; h < scheduler_.blocks().num_host_blocks(); ++h) pins.push_back(scheduler_.blocks().host_pins(h));
+    return pins;
+  }
+  std::vector<int32_t> pinned_by_tier() const {
+    std::vector<int32_t> pinned;
+    if (scheduler_.tier() != nullptr) scheduler_.tier()->visit_pinned([&](int32_t host) { pinned.push_back(host); });
+    return pinned;
+  }
+  py::dict stats() {
+    py::dict all;
+    visit_stats(scheduler_.stats(), [&](const char* name, int64_t value) { all[name] = value; });
+    return all;
+  }
   std::vector<int32_t> held_by_tier() const {
     std::vector<int32_t> held;
     if (scheduler_.tier() != nullptr) scheduler_.tier()->visit_held([&](int32_t block) { held.push_back(block); });
@@ -168,7 +247,7 @@ class SchedulerHarness {
     if (spare_.empty()) return py::none();
     StepPlan& plan = *spare_.back();
     plan.step = ++step_;
-    scheduler_.schedule(plan, 1);
+    scheduler_.schedule(plan, now);
     if (plan.empty()) return py::none();
     py::list rows, copies;
     for (const PlanRow& row : plan.rows) {
@@ -189,9 +268,9 @@ class SchedulerHarness {
     StepPlan& plan = *flight_.front();
     if (tokens) {
       require(static_cast<int32_t>(tokens->size()) == plan.num_samples, "one token per sample");
-      scheduler_.commit(plan, {tokens->data(), records_.data()}, outbox_, 2);
+      scheduler_.commit(plan, {tokens->data(), records_.data()}, outbox_, now);
     } else {
-      scheduler_.fail_step(plan, outbox_, 2);
+      scheduler_.fail_step(plan, outbox_, now);
     }
     plan.clear();
     spare_.push_back(std::move(flight_.front()));
@@ -224,6 +303,7 @@ class SchedulerHarness {
     return counts;
   }
   bool consistent() { return scheduler_.blocks().consistent(); }
+  int64_t now = 1;  // nanoseconds
 
   // Nanoseconds of schedule + pack + commit, averaged over `steps` steady decode steps.
   double time_steps(int steps) {
@@ -244,6 +324,7 @@ class SchedulerHarness {
  private:
   int32_t block_size_;
   std::unique_ptr<HarnessMover> mover_;  // of a host tier
+  std::unique_ptr<HarnessAttention> attention_;  // of host rows
   Scheduler scheduler_;
   Outbox outbox_;
   std::vector<std::byte> staging_;
@@ -348,6 +429,20 @@ void bind_core(py::module_& m) {
       .def("finish_moves", [](SchedulerHarness& self, int transfer, bool done) { self.mover().finish(transfer, done); },
            py::arg("transfer"), py::arg("done"))
       .def("refuse_moves", [](SchedulerHarness& self, int count) { self.mover().refuses = count; }, py::arg("count"))
+      .def_property_readonly("lanes", &SchedulerHarness::lanes)
+      .def_property_readonly("host_rows", &SchedulerHarness::host_rows)
+      .def_property_readonly("jobs", [](SchedulerHarness& self) {
+        py::list all;
+        for (const HarnessAttention::Job& job : self.attention().jobs) {
+          all.append(py::make_tuple(job.slot, job.layer, job.step, job.position, job.blocks, job.cancelled));
+        }
+        return all;
+      })
+      .def("end_job", [](SchedulerHarness& self, int32_t slot, bool done) { self.attention().end(slot, done); }, py::arg("slot"), py::arg("done"))
+      .def_readwrite("now", &SchedulerHarness::now)
+      .def_property_readonly("host_pins", &SchedulerHarness::host_pins)
+      .def_property_readonly("pinned_by_tier", &SchedulerHarness::pinned_by_tier)
+      .def_property_readonly("stats", &SchedulerHarness::stats)
       .def("time_steps", &SchedulerHarness::time_steps, NoGil());
 
   m.def("json_extent", [](const py::buffer& document) {

@@ -115,6 +115,7 @@ class BlockManager {
   // Of a host block that is pinned and empty: it holds the block with these tokens and this name now, which was read from a
   // disk, unless that is known already. It is pinned no more. Returns the chain, as publish().
   Chain enter_host(int32_t host, Chain parent, const int32_t* tokens, const BlockName& name);
+  int32_t host_pins(int32_t host) const { return host_state(host).pins; }
   bool host_holds(int32_t host) const { return host_state(host).cached; }
   // By which match_prefix finds what the host block holds.
   int32_t id_of_host(int32_t host) const {

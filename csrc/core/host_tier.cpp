@@ -112,7 +112,7 @@ void HostTier::finish_spill(const Transfer& transfer, bool done) {
   copied_out_ += done ? static_cast<int64_t>(transfer.moves.size()) : 0;
   // Backwards: the one that was released first is evicted first.
   for (auto move = transfer.moves.rbegin(); move != transfer.moves.rend(); ++move) {
-    if (done) {
+    if (done && blocks_.host_copy_of(move->block) < 0) {  // a store may have copied it meanwhile
       blocks_.copied_out(move->block, move->host);
       if (disk_ != nullptr) disk_->write(move->host);
     } else {

@@ -64,6 +64,10 @@ class HostTier {
   // nothing. False: another store is under way, or the host has no room.
   bool store(Sequence& sequence, std::span<const int32_t> blocks);
   bool storing() const { return store_.sequence != nullptr; }
+  // Whether a store of so many blocks would begin.
+  bool can_store(int32_t blocks) const {
+    return !broken() && !storing() && blocks <= blocks_.num_host_blocks() - blocks_.num_host_pinned();
+  }
   // A host block holds what the prefix cache knows of now.
   void entered(int32_t host) {
     if (disk_ != nullptr && blocks_.host_holds(host)) disk_->write(host);
@@ -86,6 +90,18 @@ class HostTier {
     }
     std::ranges::for_each(store_.blocks, visit);
     for (const Load& load : loads_) std::ranges::for_each(load.held, visit);
+  }
+  // Likewise of the host, but for those that the disk holds.
+  template <typename Visit>
+  void visit_pinned(Visit&& visit) const {
+    for (int i = 0; i < BlockMover::kTransfers / 2; ++i) {
+      if (transfers_[static_cast<size_t>(i)].of_store) continue;
+      for (const BlockMove& move : transfers_[static_cast<size_t>(i)].moves) visit(move.host);
+    }
+    std::ranges::for_each(store_.hosts, visit);
+    for (const Load& load : loads_) {
+      for (const BlockMove& move : load.moves) visit(move.host);
+    }
   }
 
   int64_t copied_out() const { return copied_out_; }

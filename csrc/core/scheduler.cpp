@@ -82,7 +82,7 @@ void Scheduler::schedule(StepPlan& plan, int64_t now_ns) {
   wake_siblings();
   for (const BlockCopy& copy : plan.copies) copied_from_[static_cast<size_t>(copy.target)] = -1;
   if (attention_ != nullptr) [[unlikely]] {
-    if (plan.num_lanes > 0) schedule_lanes(plan, now_ns);
+    if (plan.num_lanes > 0) schedule_lanes(plan);
     place_sequences(plan);
     compact_running();
   }

@@ -108,8 +108,8 @@ class Scheduler {
   // Takes in copies that are over, and starts others. True: something moved.
   bool move_blocks(Outbox& outbox, int64_t now_ns);
   const HostTier* tier() const { return tier_.get(); }
-  // Copies are under way.
-  bool moves_blocks() const { return tier_ != nullptr && (tier_->busy() || !hosted_.empty()); }
+  // Copies are under way, or workers are busy with host rows: not those that hang.
+  bool moves_blocks() const;
   // Who attends for host rows, where the configuration has lanes: before the first sequence.
   void attend_on_host_with(HostAttention& attention) { attention_ = &attention; }
   // Where it writes masks: before the first sequence that has some.
@@ -118,7 +118,7 @@ class Scheduler {
   // steps in flight compute for other requests stands: a request shares blocks with others once a commit published them.
   void fail_step(StepPlan& plan, Outbox& outbox, int64_t now_ns);
 
-  bool idle() const { return running_.empty() && waiting_.empty() && retiring_ == 0 && hosted_.empty() && !moves_blocks(); }
+  bool idle() const { return running_.empty() && waiting_.empty() && retiring_ == 0 && hosted_.empty() && (tier_ == nullptr || !tier_->busy()); }
   BlockTables& tables() { return tables_; }
   BlockManager& blocks() { return blocks_; }
   // The scheduler's own are up to date. The others are the caller's.
@@ -131,6 +131,27 @@ class Scheduler {
   bool can_fit(const RequestSpec& spec) const;
   // Nothing runs: every block and slot is back. For tests and leak checks.
   bool quiescent() const;
+
+  // A host row, as it is between two calls.
+  enum class HostPhase : uint8_t {
+    kNone,
+    kDraining,   // steps in flight have rows of it, from when it was on the device
+    kStoring,    // its blocks are copied out
+    kReady,      // it may enter the next step, at `stage`
+    kAttending,  // a worker has its job, or waits for that; then it is ready for `stage`
+    kSampling,   // a step in flight ends its token
+  };
+  struct HostRow {
+    HostPhase phase = HostPhase::kNone;
+    bool leaves = false;  // it is to go back to the device
+    int32_t stage = 0;
+    int64_t since_ns = 0;  // it attends, and its step is over
+  };
+  // Calls visit(slot, row, host blocks) for each of them. For tests.
+  template <typename Visit>
+  void visit_host_rows(Visit&& visit) const {
+    for (const int32_t i : hosted_) visit(slots_[static_cast<size_t>(i)], host_rows_[static_cast<size_t>(i)], host_tables_.blocks(i));
+  }
 
   // Called once per request when it leaves the queue for good (scheduled or ended): the limits on queued work.
   struct QueueObserver {
@@ -191,13 +212,14 @@ class Scheduler {
   // host rows (scheduler_hybrid.cpp)
   bool is_hosted(int32_t slot) const { return !host_rows_.empty() && host_rows_[static_cast<size_t>(slot)].phase != HostPhase::kNone; }
   bool attends(int32_t slot) const;
+  bool hangs(int32_t slot) const;
   void find_ready_rows(StepPlan& plan);
-  void schedule_lanes(StepPlan& plan, int64_t now_ns);
-  bool enter_lane(Slot& slot, StepPlan& plan, int64_t now_ns);
+  void schedule_lanes(StepPlan& plan);
+  bool enter_lane(Slot& slot, StepPlan& plan);
   void add_lane_row(Slot& slot, int32_t lane, StepPlan& plan);
   void place_sequences(const StepPlan& plan);
   bool hybrid_pays(const StepPlan& plan);
-  bool may_be_hosted(const Slot& slot) const;
+  bool may_be_hosted(const Slot& slot, int32_t promised) const;
   void move_out(Slot& slot);
   void move_back();
   bool advance_host_rows(Outbox& outbox, int64_t now_ns);
@@ -207,7 +229,7 @@ class Scheduler {
   void resume(Slot& slot);
   void leave_host(Slot& slot);
   void release_host_blocks(Slot& slot);
-  void lanes_retired(const StepPlan& plan);
+  void lanes_retired(const StepPlan& plan, int64_t now_ns);
   void note_host_tokens(size_t first, Outbox& outbox);
 
   // commit()
@@ -285,20 +307,6 @@ class Scheduler {
   int32_t token_budget_ = 0;      // of the step that is planned: lanes are taken off
 
   // Of host rows. The vectors are empty where nobody decodes on the host.
-  enum class HostPhase : uint8_t {
-    kNone,
-    kDraining,   // steps in flight have rows of it, from when it was on the device
-    kStoring,    // its blocks are copied out
-    kReady,      // it may enter the next step, at `stage`
-    kAttending,  // a worker has its job, or waits for that; then it is ready for `stage`
-    kSampling,   // a step in flight ends its token
-  };
-  struct HostRow {
-    HostPhase phase = HostPhase::kNone;
-    bool leaves = false;  // it is to go back to the device
-    int32_t stage = 0;
-    int64_t posted_ns = 0;
-  };
   HostAttention* attention_ = nullptr;
   std::vector<HostRow> host_rows_;  // by slot
   BlockTables host_tables_;

@@ -27,6 +27,16 @@ bool Scheduler::attends(int32_t slot) const {
          attention_->poll(slot) == HostAttentionStatus::kPending;
 }
 
+// A worker does not let go of a row that is no more, though nothing of it is under way.
+bool Scheduler::hangs(int32_t slot) const {
+  const Slot& owner = slots_[static_cast<size_t>(slot)];
+  return owner.state != SequenceState::kHosted && owner.in_flight == 0 && attends(slot);
+}
+
+bool Scheduler::moves_blocks() const {
+  return tier_ != nullptr && (tier_->busy() || std::ranges::any_of(hosted_, [&](int32_t slot) { return !hangs(slot); }));
+}
+
 // ---- the lanes of a step -------------------------------------------------------------------------------------------------
 
 // Whether the step has lanes must be known before its tokens are shared out.
@@ -46,7 +56,7 @@ void Scheduler::find_ready_rows(StepPlan& plan) {
   token_budget_ -= plan.num_lanes;
 }
 
-void Scheduler::schedule_lanes(StepPlan& plan, int64_t now_ns) {
+void Scheduler::schedule_lanes(StepPlan& plan) {
   const auto lanes = static_cast<size_t>(plan.num_lanes);
   plan.lanes.assign(lanes_used_.size() * lanes, LaneEntry{});
   std::ranges::fill(lanes_used_, 0);
@@ -54,7 +64,7 @@ void Scheduler::schedule_lanes(StepPlan& plan, int64_t now_ns) {
   bool entered = false;
   for (size_t k = 0; k < count; ++k) {
     const int32_t slot = hosted_[first + k < count ? first + k : first + k - count];
-    entered |= enter_lane(slots_[static_cast<size_t>(slot)], plan, now_ns);
+    entered |= enter_lane(slots_[static_cast<size_t>(slot)], plan);
   }
   first_hosted_ = first + 1;  // everybody is first at some time, so nobody starves for want of a lane
   if (!entered) {
@@ -71,7 +81,7 @@ void Scheduler::schedule_lanes(StepPlan& plan, int64_t now_ns) {
   }
 }
 
-bool Scheduler::enter_lane(Slot& slot, StepPlan& plan, int64_t now_ns) {
+bool Scheduler::enter_lane(Slot& slot, StepPlan& plan) {
   const int32_t i = index(slot), last_stage = config_.hybrid.layers;
   HostRow& row = host_rows_[static_cast<size_t>(i)];
   if (slot.state != SequenceState::kHosted || row.phase != HostPhase::kReady) return false;
@@ -86,14 +96,16 @@ bool Scheduler::enter_lane(Slot& slot, StepPlan& plan, int64_t now_ns) {
     host_tables_.append(i, host);
   }
   const int32_t words = ends && slot.results ? slot.sequence->request->extras.result_words : 0;
-  if (words > config_.max_result_words - plan.num_result_words) return false;
+  if (words > config_.max_result_words - plan.num_result_words) {
+    results_wanted_ = std::max(results_wanted_, words);
+    return false;
+  }
   plan.lanes[static_cast<size_t>(row.stage * plan.num_lanes + used)] = {i, slot.computed};
   ++slot.in_flight;
   if (ends) add_lane_row(slot, used, plan);
   ++used;
   ++row.stage;
   row.phase = ends ? HostPhase::kSampling : HostPhase::kAttending;
-  row.posted_ns = now_ns;
   return true;
 }
 
@@ -109,7 +121,7 @@ void Scheduler::add_lane_row(Slot& slot, int32_t lane, StepPlan& plan) {
 }
 
 // A step is over. The rows that end a token are among the plan's rows, which count as in flight by themselves.
-void Scheduler::lanes_retired(const StepPlan& plan) {
+void Scheduler::lanes_retired(const StepPlan& plan, int64_t now_ns) {
   for (size_t i = 0; i < plan.lanes.size(); ++i) {
     const LaneEntry& entry = plan.lanes[i];
     if (entry.slot < 0) continue;
@@ -118,6 +130,7 @@ void Scheduler::lanes_retired(const StepPlan& plan) {
     HostRow& row = host_rows_[static_cast<size_t>(entry.slot)];
     if (stage < config_.hybrid.layers) {
       --slot.in_flight;
+      row.since_ns = now_ns;
       continue;
     }
     row.phase = HostPhase::kReady;
@@ -131,11 +144,13 @@ void Scheduler::lanes_retired(const StepPlan& plan) {
 void Scheduler::place_sequences(const StepPlan& plan) {
   if (!hosted_.empty()) move_back();
   const auto drains = [&](int32_t slot) { return host_rows_[static_cast<size_t>(slot)].phase == HostPhase::kDraining; };
-  if (blocked_ == nullptr || free_slots_.empty() || blocks_coming() > 0 || tier_->storing() ||
-      failed_host_rows_in_a_row_ >= kMostFailures || std::ranges::any_of(hosted_, drains) || !hybrid_pays(plan)) {
+  if (blocked_ == nullptr || free_slots_.empty() || blocks_coming() > 0 || failed_host_rows_in_a_row_ >= kMostFailures ||
+      std::ranges::any_of(hosted_, [&](int32_t slot) { return drains(slot) || hangs(slot); }) || !hybrid_pays(plan)) {
     return;
   }
-  const auto last = std::find_if(running_.rbegin(), running_.rend(), [&](const Slot* slot) { return may_be_hosted(*slot); });
+  int32_t promised = 0;
+  for (const int32_t slot : hosted_) promised += blocks_.blocks_for(slots_[static_cast<size_t>(slot)].max_total);
+  const auto last = std::find_if(running_.rbegin(), running_.rend(), [&](const Slot* slot) { return may_be_hosted(*slot, promised); });
   if (last != running_.rend()) move_out(**last);
 }
 
@@ -159,8 +174,8 @@ bool Scheduler::hybrid_pays(const StepPlan& plan) {
 }
 
 // A host row's token takes as many steps as the model has layers, or more: not where its class has a target below that. All
-// that it may grow to has room on the host.
-bool Scheduler::may_be_hosted(const Slot& slot) const {
+// that it may grow to has room on the host, beside what is promised to others.
+bool Scheduler::may_be_hosted(const Slot& slot, int32_t promised) const {
   const RequestExtras& extras = slot.sequence->request->extras;
   if (slot.state != SequenceState::kRunning || !slot.decodes() || slot.max_total - slot.total() < kLeastLeft ||
       (slot.needs & kNeedMask) != 0 || slot.step_tokens > 1 || extras.score_from >= 0) {
@@ -168,9 +183,8 @@ bool Scheduler::may_be_hosted(const Slot& slot) const {
   }
   const int64_t target = config_.costs.known() ? config_.targets.of(slot.sequence->request->priority) : 0;
   if (target > 0 && config_.costs.decode_ns(1, slot.total()) * (config_.hybrid.layers + 1) > target) return false;
-  int32_t promised = blocks_.blocks_for(slot.max_total);
-  for (const int32_t other : hosted_) promised += blocks_.blocks_for(slots_[static_cast<size_t>(other)].max_total);
-  return promised <= blocks_.num_host_blocks();
+  if (!tier_->can_store(blocks_.blocks_for(slot.total()))) return false;
+  return promised + blocks_.blocks_for(slot.max_total) <= blocks_.num_host_blocks();
 }
 
 void Scheduler::move_out(Slot& slot) {
@@ -190,6 +204,7 @@ void Scheduler::move_back() {
   for (const int32_t i : hosted_) {
     const HostRow& row = host_rows_[static_cast<size_t>(i)];
     const Slot& slot = slots_[static_cast<size_t>(i)];
+    if (slot.state == SequenceState::kFinished) continue;  // perhaps a worker hangs in it
     if (row.leaves || row.phase < HostPhase::kReady || slot.state != SequenceState::kHosted) return;  // others are on their way
     if (slot.max_total - slot.total() < kLeastLeft) continue;
     if (first == nullptr || runs_before(slot.sequence, first->sequence)) first = &slot;
@@ -207,6 +222,7 @@ bool Scheduler::advance_host_rows(Outbox& outbox, int64_t now_ns) {
   for (size_t k = hosted_.size(); k-- > 0;) {
     if (k < hosted_.size()) moved |= advance_host_row(slots_[static_cast<size_t>(hosted_[k])], outbox, now_ns);
   }
+  compact_running();  // others of a request that has failed ran
   return moved;
 }
 
@@ -228,9 +244,10 @@ bool Scheduler::advance_host_row(Slot& slot, Outbox& outbox, int64_t now_ns) {
   }
   if (row.phase != HostPhase::kAttending) return false;
   const HostAttentionStatus status = attention_->poll(index(slot));
-  if (status == HostAttentionStatus::kDone || (status == HostAttentionStatus::kPending && now_ns - row.posted_ns < config_.hybrid.job_timeout_ns)) {
-    return false;
-  }
+  if (status == HostAttentionStatus::kDone) return false;
+  // A worker can do nothing before the step has filled the mailbox.
+  const bool late = slot.in_flight == 0 && now_ns - row.since_ns >= config_.hybrid.job_timeout_ns;
+  if (status == HostAttentionStatus::kPending && !late) return false;
   ++stats_.failed_host_rows;
   ++failed_host_rows_in_a_row_;
   if (status == HostAttentionStatus::kFailed) {
@@ -238,7 +255,6 @@ bool Scheduler::advance_host_row(Slot& slot, Outbox& outbox, int64_t now_ns) {
     return true;
   }
   // The worker may write to the blocks of the sequence for ever: they come back when it ends.
-  failed_host_rows_in_a_row_ = kMostFailures;
   outbox.filling().step_error += "attention on the host did not finish within " + std::to_string(config_.hybrid.job_timeout_ns / 1'000'000) + " ms\n";
   fail(sequence, FinishReason::kStepFailed, outbox, now_ns);
   return true;
@@ -308,7 +324,11 @@ void Scheduler::release_host_blocks(Slot& slot) {
     BlockName name{key, key};
     if (blocks_.keeps_names()) name.key = key = next_key(key, std::span(tokens, static_cast<size_t>(size)));
     const int32_t host = host_tables_.at(i, b);
-    if (b < slot.published_end / size || blocks_.host_holds(host)) continue;
+    if (b < slot.published_end / size) continue;
+    if (blocks_.host_holds(host)) {
+      chain = blocks_.chain_of(blocks_.id_of_host(host));
+      continue;
+    }
     chain = blocks_.enter_host(host, chain, tokens, name);
     if (!blocks_.host_holds(host)) {  // somebody else's is known, and this one is free
       host_tables_.replace(i, b, -1);

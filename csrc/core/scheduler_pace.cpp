@@ -39,12 +39,15 @@ bool Scheduler::has_time(int32_t context_len, const StepPlan& plan) const {
 // Nanoseconds of the step with one chunk more, or with 0 as it is.
 int64_t Scheduler::predict(int32_t chunk, int64_t context_len, const StepPlan& plan) const {
   const StepCosts& costs = config_.costs;
-  if (chunk == 0 && !plan.has_chunks()) return costs.decode_ns(plan.num_decode_rows, plan.decode_attended);
-  int32_t tokens = plan.num_tokens + chunk;
+  const double exchange_ns = plan.num_lanes > 0 ? config_.hybrid.exchange_ns : 0;
+  if (chunk == 0 && !plan.has_chunks()) {
+    return costs.decode_ns(plan.num_decode_rows + plan.num_lanes, plan.decode_attended) + static_cast<int64_t>(exchange_ns);
+  }
+  int32_t tokens = plan.num_tokens + plan.num_lanes + chunk;
   const auto bucket = std::ranges::lower_bound(config_.token_buckets, tokens);
   if (bucket != config_.token_buckets.end()) tokens = *bucket;
   const double chunk_ns = chunk == 0 ? 0 : costs.attention_ns(chunk, context_len);
-  return costs.mixed_ns(tokens, plan.num_decode_rows, plan.decode_attended, plan.chunks_ns + chunk_ns);
+  return costs.mixed_ns(tokens, plan.num_decode_rows, plan.decode_attended, plan.chunks_ns + chunk_ns) + static_cast<int64_t>(exchange_ns);
 }
 
 void Scheduler::took(const StepPlan& plan, int64_t ns) {

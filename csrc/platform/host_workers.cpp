@@ -29,6 +29,7 @@ constexpr auto kMailboxNap = std::chrono::microseconds(20);
 // A worker that slept between two jobs of a step would cost a wake-up (5-50 us) for each.
 constexpr auto kIdlePoll = std::chrono::microseconds(100);
 constexpr auto kDestructorLimit = std::chrono::seconds(1);
+constexpr auto kForEver = std::chrono::hours(24 * 365);
 
 void relax() {
   for (int i = 0; i < 16; ++i) {
@@ -357,7 +358,8 @@ bool HostWorkers::close(Nanoseconds limit) {
     shared_->closing.store(true, std::memory_order_relaxed);
     while (SlotJob* slot = shared_->pop()) slot->status.store(HostAttentionStatus::kFailed, std::memory_order_relaxed);
     shared_->posted.notify_all();
-    const auto deadline = WaitClock::now() + std::chrono::duration_cast<WaitClock::duration>(limit);
+    // Some limits are for ever, which no clock can add.
+    const auto deadline = WaitClock::now() + std::chrono::duration_cast<WaitClock::duration>(std::min<Nanoseconds>(limit, kForEver));
     if (!shared_->ended.wait_until(lock, deadline, [this] { return shared_->running == 0; })) return false;
   }
   for (std::thread& thread : threads_) {

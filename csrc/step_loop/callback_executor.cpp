@@ -94,7 +94,7 @@ bool CallbackExecutor::close(std::chrono::nanoseconds limit) {
     }
   }
   if (thread_.joinable()) thread_.join();
-  return host_attention_ == nullptr || host_attention_->close(std::min<std::chrono::nanoseconds>(limit, std::chrono::seconds(10)));
+  return host_attention_ == nullptr || host_attention_->close(limit);
 }
 
 void CallbackExecutor::run() {

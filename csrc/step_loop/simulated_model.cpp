@@ -6,16 +6,9 @@
 namespace asyncengine {
 namespace {
 
-constexpr uint64_t kEmpty = 0x243F6A8885A308D3;
-
-// splitmix64's finaliser.
-uint64_t mix(uint64_t x) {
-  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9;
-  x = (x ^ (x >> 27)) * 0x94D049BB133111EB;
-  return x ^ (x >> 31);
-}
-
-uint64_t extend(uint64_t hash, int64_t token) { return mix(hash + 0x9E3779B97F4A7C15 * (static_cast<uint64_t>(token) + 1)); }
+constexpr uint64_t kEmpty = TokenHash::kEmpty;
+constexpr auto mix = TokenHash::mix;
+constexpr auto extend = TokenHash::extend;
 
 size_t record_length(uint64_t hash, size_t room) { return std::min<size_t>(hash >> 8 & 3, room); }
 int32_t record_word(uint64_t hash, size_t i) { return static_cast<int32_t>(static_cast<uint32_t>(mix(hash + i))); }
@@ -37,7 +30,8 @@ SimulatedModel::SimulatedModel(SimulatedDevice& device, const SimulatedModelConf
       slots_(limits, max_blocks, block_size),
       slot_hash_(static_cast<size_t>(limits.max_rows)),
       sampled_hash_(static_cast<size_t>(limits.samples())),
-      tokens_(static_cast<size_t>(limits.samples())) {
+      tokens_(static_cast<size_t>(limits.samples())),
+      saved_(limits.max_lanes > 0 ? static_cast<size_t>(limits.max_rows) : 0) {
   const CudaRuntime& cuda = SimulatedDevice::runtime();
   check_cuda(cuda, cuda.set_device(device.ordinal()), "cudaSetDevice");
   output_ = allocate_device(cuda, limits.output_words() * sizeof(int64_t));
@@ -52,16 +46,20 @@ std::unique_ptr<GraphExecutor> SimulatedModel::make_executor(int steps_in_flight
   input_ = allocate_device(cuda, inputs * staging_->input_stride());
   staging_->set_device_buffers({input_.data(), reinterpret_cast<int64_t*>(output_.data())});
   GraphExecutor::Graphs graphs;
-  for (const int32_t share : {16, 4, 1}) {
-    GraphBucket bucket{std::max(1, limits_.max_rows / share), std::max(1, limits_.max_tokens / share), false, kAnyContext, {}};
-    const CudaGraphExec graph =
-        device_.add_graph([this] { step(); }, config_.step_latency + config_.token_latency * bucket.max_tokens);
-    bucket.variants = {{0, graph}, {config_.needs, graph}};
-    graphs.buckets.push_back(bucket);
+  for (int32_t lanes = 0; lanes <= limits_.max_lanes; lanes += std::max(1, limits_.max_lanes)) {
+    for (const int32_t share : {16, 4, 1}) {
+      GraphBucket bucket{std::max(1, limits_.max_rows / share), std::max(1, limits_.max_tokens / share), false, kAnyContext, {}, lanes};
+      const CudaGraphExec graph =
+          device_.add_graph([this] { step(); }, config_.step_latency + config_.token_latency * bucket.max_tokens);
+      bucket.variants = {{0, graph}, {config_.needs, graph}};
+      graphs.buckets.push_back(bucket);
+    }
   }
   graphs.copy_blocks = device_.add_graph([this] { copy_blocks(); }, std::chrono::nanoseconds(0));
   if (num_host_blocks > 0) graphs.mover = make_mover(num_host_blocks);
-  return std::make_unique<GraphExecutor>(cuda, device_.ordinal(), staging_, std::move(graphs), poll_interval);
+  auto executor = std::make_unique<GraphExecutor>(cuda, device_.ordinal(), staging_, std::move(graphs), poll_interval);
+  if (attention_ != nullptr) executor->attend_on_host_with(attention_);
+  return executor;
 }
 
 std::unique_ptr<GraphMover> SimulatedModel::make_mover(int32_t num_host_blocks) {
@@ -71,6 +69,11 @@ std::unique_ptr<GraphMover> SimulatedModel::make_mover(int32_t num_host_blocks) 
   auto pool = std::make_shared<HostPool>(cuda, device_.ordinal(), bytes, num_host_blocks, kMoves);
   gathered_ = allocate_device(cuda, BlockMover::kTransfers * kMoves * bytes);
   pool->set_gathered(gathered_.data());
+  if (limits_.max_lanes > 0) {
+    const SimulatedAttention::Config attention{limits_.lane_stages - 1, limits_.max_rows, block_size_, config_.host_workers,
+                                               config_.before_attending};
+    attention_ = std::make_shared<SimulatedAttention>(attention, pool);
+  }
   GraphMover::Graphs graphs;
   for (int i = 0; i < BlockMover::kTransfers; ++i) {
     graphs[static_cast<size_t>(i)] = device_.add_graph([this, pool, i] { gather(*pool, i); }, std::chrono::nanoseconds(0));
@@ -127,6 +130,7 @@ void SimulatedModel::step() {
   const StepBatch& batch = slots_.ingest(view);
   for (const SlotEntries& e : batch.entries) entries_.emplace_back(e.words.begin(), e.words.end());
   forward(view, batch);
+  pass_lanes(view, batch);
   for (const StepInputRow& row : view.rows()) sample(row, batch, view.header().step);
   slots_.remember(view, tokens_.data());
   for (const StepInputRow& row : view.rows()) {
@@ -174,9 +178,10 @@ void SimulatedModel::propose(const StepInputRow& row, const SamplingState& sampl
 void SimulatedModel::forward(const StepInputView& input, const StepBatch& batch) {
   auto* kv = reinterpret_cast<int32_t*>(kv_.data());
   for (int32_t i = 0; i < batch.num_tokens; ++i) {
-    kv[batch.slot_mapping[static_cast<size_t>(i)]] = static_cast<int32_t>(batch.input_ids[static_cast<size_t>(i)]);
+    const int64_t place = batch.slot_mapping[static_cast<size_t>(i)];
+    if (place >= 0) kv[place] = static_cast<int32_t>(batch.input_ids[static_cast<size_t>(i)]);
   }
-  for (size_t r = 0; r < input.rows().size(); ++r) {
+  for (size_t r = 0; r < static_cast<size_t>(batch.num_rows); ++r) {
     const StepInputRow& row = input.rows()[r];
     uint64_t& hash = slot_hash_[static_cast<size_t>(row.slot)];
     const bool from_start = config_.read_kv || !(row.flags & kRowFromDevice) || (row.flags & kRowDeviceLength);
@@ -186,6 +191,31 @@ void SimulatedModel::forward(const StepInputView& input, const StepBatch& batch)
       hash = extend(hash, kv[int64_t{batch.block_tables[r][p / block_size_]} * block_size_ + p % block_size_]);
       if (p >= end - row.num_samples) sampled_hash_[static_cast<size_t>(row.sample_row + row.num_samples - (end - p))] = hash;
     }
+  }
+}
+
+// A row that enters brings the hash of its tokens from its worker, which must be the same at each stage. Else its token is
+// garbage.
+void SimulatedModel::pass_lanes(const StepInputView& input, const StepBatch& batch) {
+  for (size_t i = 0; i < batch.lanes.size(); ++i) {
+    const LaneEntry& entry = batch.lanes[i];
+    if (entry.slot < 0) continue;
+    const auto lanes = static_cast<size_t>(batch.num_lanes);
+    const auto stage = static_cast<int32_t>(i / lanes);
+    SavedRow& saved = saved_[static_cast<size_t>(entry.slot)];
+    if (stage == 0) {
+      const auto token = static_cast<size_t>(batch.num_tokens) - lanes + i;
+      saved = {stage, entry.position, static_cast<int32_t>(batch.input_ids[token]), 0};
+    } else {
+      const uint64_t hash = attention_->enter(entry.slot, stage - 1);
+      const bool right = saved.stage == stage - 1 && saved.position == entry.position && (stage == 1 || saved.hash == hash);
+      saved.stage = stage;
+      saved.hash = right ? hash : mix(hash + 1);
+    }
+    if (stage + 1 < limits_.lane_stages) attention_->leave(entry.slot, batch.step, saved.token);
+  }
+  for (const StepInputRow& row : input.rows().last(static_cast<size_t>(input.header().num_lane_rows))) {
+    sampled_hash_[static_cast<size_t>(row.sample_row)] = saved_[static_cast<size_t>(row.slot)].hash;
   }
 }
 

@@ -11,6 +11,7 @@
 #include "platform/pinned_memory.h"
 #include "platform/simulated_device.h"
 #include "step_loop/graph_executor.h"
+#include "step_loop/simulated_attention.h"
 #include "step_loop/slot_state.h"
 
 namespace asyncengine {
@@ -25,6 +26,9 @@ struct SimulatedModelConfig {
   bool read_kv = true;
   // That its graphs serve: argmax has one of its own, and all of these together another.
   Needs needs = kSamplingNeeds;
+  // Of host rows, where the limits have lanes: see SimulatedAttention.
+  int host_workers = 2;
+  std::function<void(const HostAttentionJob&)> before_attending = {};
 };
 
 class SimulatedModel {
@@ -53,6 +57,7 @@ class SimulatedModel {
   void gather(const HostPool& pool, int transfer);
   void step();
   void forward(const StepInputView& input, const StepBatch& batch);
+  void pass_lanes(const StepInputView& input, const StepBatch& batch);
   void sample(const StepInputRow& row, const StepBatch& batch, uint64_t step);
   void propose(const StepInputRow& row, const SamplingState& sampling);
 
@@ -68,6 +73,13 @@ class SimulatedModel {
   std::vector<uint64_t> sampled_hash_;  // of the tokens up to each sample
   std::vector<int32_t> tokens_;
   std::vector<std::vector<int32_t>> entries_;
+  // What a host row leaves on the device, by slot.
+  struct SavedRow {
+    int32_t stage = -1, position = -1, token = -1;
+    uint64_t hash = 0;
+  };
+  std::vector<SavedRow> saved_;
+  std::shared_ptr<SimulatedAttention> attention_;
 };
 
 }  // namespace asyncengine

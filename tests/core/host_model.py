@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncengine import _core
 
-BLOCK_SIZE = 16
+from .scheduler_state import BLOCK_SIZE
 
 
 @dataclass(eq=False)
@@ -33,9 +33,10 @@ class HostModel:
     def move(self) -> bool:
         """The host tier takes in what has moved, and starts what is to move; False if it did neither."""
         self.operations += 1
+        expected = self._expect_late_jobs()
         moved = self.native.move_blocks()
         told, released = self.native.news()
-        assert not told
+        assert Counter(told) == Counter(expected)
         under_way: dict[int, list[tuple[int, int]]] = {}
         for transfer, block, host in self.native.moves():
             under_way.setdefault(transfer, []).append((block, host))
@@ -43,7 +44,9 @@ class HostModel:
             if transfer not in self.moves:
                 self.moves[transfer] = [self._begin(transfer, *pair) for pair in pairs]
         assert under_way.keys() == self.moves.keys()
+        self._see_hosted()
         self._see_loading()
+        self._check_moved()
         assert sorted(released) == self._release()
         self._check_holders()
         return moved
@@ -75,7 +78,7 @@ class HostModel:
         loading = set(self.native.loading)
         for s in self._sequences():
             was, s.loading = s.loading, (s.request.id, s.index) in loading
-            self.saw["load"] += s.loading and not was
+            self.saw["load"] += s.loading and not was and s.host is None
             if was:
                 self._settle(s)
 

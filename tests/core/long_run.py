@@ -32,6 +32,10 @@ WALKS = {
     "no prefix cache": Limits(num_blocks=11, prefix_caching=False),
     "host tier": Limits(num_blocks=10, max_num_seqs=5, num_host_blocks=50),
     "tiny host tier": Limits(num_blocks=12, max_num_seqs=4, num_host_blocks=6, steps_in_flight=3),
+    "host rows": Limits(num_blocks=10, max_num_seqs=6, num_host_blocks=60, lanes=2),
+    "one lane": Limits(num_blocks=8, max_num_seqs=5, num_host_blocks=80, lanes=1, layers=3, steps_in_flight=3),
+    "host rows in a tiny host tier": Limits(num_blocks=9, max_num_seqs=6, num_host_blocks=10, lanes=4, layers=1),
+    "serial host rows": Limits(num_blocks=12, num_host_blocks=50, max_num_seqs=6, lanes=3, steps_in_flight=1),
     "paced": Limits(num_blocks=40, max_num_seqs=6, max_num_batched_tokens=64, target_itl_ns=4000),
     "paced in vain": Limits(num_blocks=14, max_num_batched_tokens=48, target_itl_ns=1),
 }
@@ -132,6 +136,8 @@ def walk_scheduler(limits: Limits, rng: random.Random, operations: int) -> Check
                 scheduler.schedule()
             case 5 if limits.num_host_blocks:
                 random_move(scheduler, rng)
+            case 6 if limits.lanes:
+                random_jobs(scheduler, rng)
             case _ if scheduler.flight and rng.random() < 0.01:
                 scheduler.fail_step()
             case _ if scheduler.flight:
@@ -151,19 +157,32 @@ def random_move(scheduler: CheckedScheduler, rng: random.Random) -> None:
         scheduler.move()
 
 
+def random_jobs(scheduler: CheckedScheduler, rng: random.Random) -> None:
+    """Some workers end, in any order; rarely one fails, and more rarely one hangs."""
+    pending = scheduler.pending_jobs()
+    for s in rng.sample(pending, rng.randint(0, len(pending))):
+        scheduler.end_job(s, done=rng.random() < 0.98)
+    if rng.random() < 0.01:
+        scheduler.wait_for_jobs_in_vain()
+
+
 def random_limits(rng: random.Random) -> Limits:
     max_num_seqs = rng.randint(1, 8)
     prefix_caching = rng.random() < 0.8
+    num_host_blocks = rng.choice([0, 2, 30, 100]) if prefix_caching else 0
+    lanes = rng.choice([0, 1, 2, 5]) if num_host_blocks else 0
     return Limits(
         num_blocks=rng.randint(2, 40),
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_seqs + rng.randint(1, 56),
+        max_num_batched_tokens=max_num_seqs + lanes + rng.randint(1, 56),
         prefill_chunk_size=rng.choice([0, 0, 1, 7, 16, 33]),
         target_itl_ns=rng.choice([0, 0, 1, 3000]),
         max_model_len=rng.choice([40, 96, 150]),
         prefix_caching=prefix_caching,
         steps_in_flight=rng.randint(1, 4),
-        num_host_blocks=rng.choice([0, 2, 30, 100]) if prefix_caching else 0,
+        num_host_blocks=num_host_blocks,
+        lanes=lanes,
+        layers=rng.randint(1, 4),
     )
 
 

@@ -7,17 +7,17 @@ is in which state, and so who may hold which block, who must be told what, and w
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
 
 from asyncengine import _core
 
-from .host_model import BLOCK_SIZE, HostModel, Move
+from .host_model import Move
+from .hybrid_model import JOB_TIMEOUT, HybridModel
+from .scheduler_state import BLOCK_SIZE, VOCAB, Limits, ModelRequest, ModelSequence, Row, State, Step
 
-VOCAB = 8
+__all__ = ["VOCAB", "CheckedScheduler", "Limits"]
+
 STOP, LENGTH = _core.FinishReason.stop, _core.FinishReason.length
 FAILED, STEP_FAILED = _core.FinishReason.failed, _core.FinishReason.step_failed
 FED_IN_PLACE = 0
@@ -28,118 +28,8 @@ LEAST_CHUNK = 16
 COSTS = _core.StepCosts([(1, 100, 1), (64, 6400, 1)], [(1, 100, 1), (64, 6400, 64)])
 """A step takes 100 ns for each token, 1 ns for each that a token attends to."""
 
-Copy = tuple[int, int]
 
-
-@dataclass(frozen=True)
-class Limits:
-    """What a scheduler is configured with."""
-
-    num_blocks: int = 12
-    max_num_seqs: int = 4
-    max_num_batched_tokens: int = 32
-    prefill_chunk_size: int = 0
-    max_model_len: int = 96
-    prefix_caching: bool = True
-    steps_in_flight: int = 2
-    num_host_blocks: int = 0
-    target_itl_ns: int = 0
-
-    @property
-    def longest(self) -> int:
-        """Tokens that a sequence may have."""
-        return min(self.max_model_len, self.num_blocks * BLOCK_SIZE)
-
-
-class State(Enum):
-    DORMANT = auto()  # waits for its sibling's prompt
-    WAITING = auto()
-    RUNNING = auto()
-    PREEMPTING = auto()  # preempted with a step in flight
-    FINISHED = auto()  # told so, perhaps with a step in flight
-    RELEASED = auto()
-
-
-@dataclass(eq=False)
-class ModelSequence:
-    request: ModelRequest
-    index: int
-    truth: list[int]  # all tokens, those included that steps in flight are sampling
-    kv: list[int]  # what the KV cache must hold for them
-    state: State
-    blocks: list[int] = field(default_factory=list)
-    computed: int = 0
-    in_flight: int = 0
-    on_device: bool = False
-    emitted: int = 0
-    loading: bool = False  # blocks come from the host for it
-
-    @property
-    def key(self) -> tuple[int, int, int]:
-        return self.request.order, self.request.number, self.index
-
-    @property
-    def alive(self) -> bool:
-        return self.state not in (State.FINISHED, State.RELEASED)
-
-    @property
-    def wants_more(self) -> bool:
-        return self.computed < len(self.truth) < self.request.max_total
-
-    def append(self, token: int) -> None:
-        self.truth.append(token)
-        self.kv.append(self.request.kv_of(token))
-
-    def sample(self) -> int:
-        """The model: a hash of all tokens before, and now and then logits that are not finite."""
-        if len(self.truth) - self.request.prompt_len == self.request.fails_at:
-            return -1
-        return zlib.crc32(bytes(self.truth), self.index) % VOCAB
-
-
-@dataclass(eq=False)
-class ModelRequest:
-    id: int
-    number: int
-    order: int
-    salt: int
-    prompt_len: int
-    max_total: int
-    stop_tokens: tuple[int, ...]
-    fails_at: int | None
-    sequences: list[ModelSequence] = field(default_factory=list)
-    steps: int = 0  # retired since it was added
-    allowed: int = 0  # steps that it may take: see CheckedScheduler._allow
-
-    @property
-    def tokens(self) -> int:
-        return len(self.sequences) * (self.max_total + 2)
-
-    def kv_of(self, token: int) -> int:
-        return self.salt * 1000 + token  # another tenant's KV is wrong even where the tokens are the same
-
-
-@dataclass(eq=False)
-class Row:
-    sequence: ModelSequence
-    query_len: int
-    context_len: int
-    sample: bool
-    from_device: bool
-    blocks: list[int]
-    token: int = -1
-    cached: int = 0  # blocks that a new sequence found in the prefix cache
-
-
-@dataclass(eq=False)
-class Step:
-    rows: list[Row]
-    copies: list[Copy]
-    held: list[int]  # blocks that copies replaced: kept until the step has retired
-    written: set[int]
-
-
-class CheckedScheduler(HostModel):
+class CheckedScheduler(HybridModel):
     """A native scheduler and its model, side by side; every operation is compared."""
 
     def __init__(self, limits: Limits) -> None:
@@ -156,6 +46,7 @@ class CheckedScheduler(HostModel):
                 num_host_blocks=limits.num_host_blocks,
                 costs=COSTS,
                 target_itl_ns=limits.target_itl_ns,
+                hybrid=_core.HybridConfig(lanes=limits.lanes, layers=limits.layers, job_timeout_ns=JOB_TIMEOUT),
             ),
             limits.steps_in_flight,
         )
@@ -211,6 +102,7 @@ class CheckedScheduler(HostModel):
             for sequence in request.sequences:
                 if sequence.state is State.DORMANT:
                     sequence.state = State.WAITING
+        self._see_hosted()
         assert sorted(released) == self._release()
         self.saw["abort"] += 1
         self._check_holders()
@@ -220,20 +112,23 @@ class CheckedScheduler(HostModel):
         self.operations += 1
         waiting = {s for s in self._sequences() if s.state is State.WAITING}
         running = {s for s in self._sequences() if s.state is State.RUNNING}
+        self._see_results()
         planned = self.native.schedule()
         if planned is None:
             self._preempt([], running)
             full = len(self.flight) == self.limits.steps_in_flight
-            moves = self.moves or self.native.loading
+            moves = self.moves or self.native.loading or self._hosted()
             assert full or self.flight or moves or not self.requests, "nothing runs, though there is work"
         else:
             rows = [self._row(*row) for row in planned[0]]
             self._preempt(rows, running)
             step = Step(rows, planned[1], [], set())
-            self._check_order(rows, waiting, running)
-            self._check_pace(rows)
+            self._find_lanes(step)
+            self._check_order(rows, waiting, running, self.limits.lanes if step.lanes else 0)
+            self._check_pace([row for row in rows if not row.lane])
             self._run(step)
             self.flight.append(step)
+        self._see_hosted()
         self._check_holders()
         self._see_loading()
         return planned is not None
@@ -244,13 +139,16 @@ class CheckedScheduler(HostModel):
         step = self.flight.popleft()
         told, released = self.native.commit([row.token for row in step.rows if row.sample])
         expected: list[tuple[int, int, int, int]] = []
+        self._retire_lanes(step)
         for row in step.rows:
             row.sequence.in_flight -= 1
             if row.sample and row.sequence.alive:
+                self.host_tokens += row.lane and row.token >= 0
                 expected += self._take(row.sequence, row.token)
         for row in step.rows:
             self._settle(row.sequence)
         self._count_step()
+        self._see_hosted()
         assert told == expected
         assert sorted(released) == self._release()
         self._check_holders()
@@ -261,15 +159,14 @@ class CheckedScheduler(HostModel):
         step = self.flight.popleft()
         told, released = self.native.commit(None)
         expected: list[tuple[int, int, int, int]] = []
+        self._retire_lanes(step)
         for row in step.rows:
             row.sequence.in_flight -= 1
-            if row.sequence.alive:
-                live = [s for s in row.sequence.request.sequences if s.alive]
-                for s in live:
-                    self._finish(s)
-                expected += [(s.request.id, s.index, -1, STEP_FAILED) for s in live]
+        for s in [s for _, s in step.lanes] + [row.sequence for row in step.rows]:
+            expected += self._fail(s) if s.alive else []
         for row in step.rows:
             self._settle(row.sequence)
+        self._see_hosted()
         assert told == expected
         assert sorted(released) == self._release()
         self.saw["failed step"] += 1
@@ -278,13 +175,15 @@ class CheckedScheduler(HostModel):
     def finish(self) -> None:
         """Nothing new comes: every request ends within a bounded number of steps and gives everything back."""
         bound = sum(2 * s.request.max_total + 8 for s in self._sequences()) * (self.limits.steps_in_flight + 1)
+        bound *= self.limits.layers + 2 if self.limits.lanes else 1
         for _ in range(bound):
             while self.schedule():
                 pass
             self.end_moves()
+            self.end_jobs()
             if self.flight:
                 self.commit()
-            elif not self.requests:
+            elif not self.requests and not self._hosted():
                 break
         self.end_moves()
         assert not self.requests, f"requests still there after {bound} steps: {list(self.requests)}"
@@ -308,6 +207,7 @@ class CheckedScheduler(HostModel):
         limits = self.limits
         overtaken = new.tokens + limits.max_num_seqs * (limits.longest + 2)
         rounds = (limits.steps_in_flight + 1) * (4 if limits.num_host_blocks else 1)  # while blocks come, others go on
+        rounds *= 4 * (limits.layers + 1) if limits.lanes else 1  # a host row passes a stage at a time
         new.allowed = rounds * (overtaken + sum(request.tokens for request in self.requests.values()))
         for request in self.requests.values():
             if new.order < request.order:
@@ -346,12 +246,13 @@ class CheckedScheduler(HostModel):
             self.kv[target] = list(self.kv[source])
             self.saw["copy"] += 1
         touched: set[tuple[int, int]] = set()
-        for row in step.rows:
+        on_device = [row for row in step.rows if not row.lane]
+        for row in on_device:
             step.held += self._replaced(row)
             self._write(row, touched)
         assert len(step.held) == len(step.copies)
         step.written = {block for block, _ in touched}
-        for row in step.rows:
+        for row in on_device:
             self._read_back(row)
         self._check_reuse(step)
         self._check_committed(step)
@@ -424,10 +325,13 @@ class CheckedScheduler(HostModel):
         for row in step.rows:
             assert not pending & set(row.blocks[: row.cached])
 
-    def _check_order(self, rows: list[Row], waiting: set[ModelSequence], running: set[ModelSequence]) -> None:
-        limits = self.limits
-        assert sum(row.query_len for row in rows) <= limits.max_num_batched_tokens
-        assert len({row.sequence for row in rows}) == len(rows) <= limits.max_num_seqs
+    def _check_order(
+        self, planned: list[Row], waiting: set[ModelSequence], running: set[ModelSequence], lanes: int
+    ) -> None:
+        limits, rows = self.limits, [row for row in planned if not row.lane]
+        assert rows == planned[: len(rows)], "host rows come last"
+        assert sum(row.query_len for row in rows) + lanes <= limits.max_num_batched_tokens
+        assert len({row.sequence for row in planned}) == len(planned) <= limits.max_num_seqs
         if limits.prefill_chunk_size and not limits.target_itl_ns:
             assert all(row.query_len <= limits.prefill_chunk_size for row in rows)
         # Decode rows, then prompts of running sequences, then new sequences; each in order.
@@ -438,7 +342,7 @@ class CheckedScheduler(HostModel):
         left = [s.key for s in waiting - admitted]
         if not any(s.loading for s in self._sequences()) and not self.native.loading:
             assert not admitted or not left or max(s.key for s in admitted) < min(left), "somebody was overtaken"
-        self.saw["mixed step"] += ranks[0][0] == 0 and ranks[-1][0] > 0
+        self.saw["mixed step"] += bool(ranks) and ranks[0][0] == 0 and ranks[-1][0] > 0
         # No sequence that can decode stands idle while there are blocks.
         if self.native.free_blocks > 0 and not self.moves:
             planned = {row.sequence for row in rows}
@@ -463,10 +367,7 @@ class CheckedScheduler(HostModel):
         request = sequence.request
         if token < 0:
             self.saw["failure"] += 1
-            live = [s for s in request.sequences if s.alive]
-            for s in live:
-                self._finish(s)
-            return [(request.id, s.index, -1, FAILED) for s in live]
+            return self._fail(sequence, FAILED)
         assert token == sequence.truth[request.prompt_len + sequence.emitted]
         sequence.emitted += 1
         total = request.prompt_len + sequence.emitted
@@ -476,13 +377,22 @@ class CheckedScheduler(HostModel):
             self._finish(sequence)
         return [(request.id, sequence.index, token, finish)]
 
+    def _fail(self, sequence: ModelSequence, reason: int = STEP_FAILED) -> list[tuple[int, int, int, int]]:
+        """The events of all of its request, which ends."""
+        live = [s for s in sequence.request.sequences if s.alive]
+        for s in live:
+            self._finish(s)
+        return [(s.request.id, s.index, -1, reason) for s in live]
+
     def _finish(self, sequence: ModelSequence) -> None:
         sequence.state = State.FINISHED
         self._settle(sequence)
 
     def _settle(self, sequence: ModelSequence) -> None:
         """What a sequence holds comes back when no step in flight touches it any more."""
-        if sequence.in_flight or sequence.loading or sequence.state not in (State.PREEMPTING, State.FINISHED):
+        if sequence.in_flight or sequence.loading or sequence.host is not None:
+            return
+        if sequence.state not in (State.PREEMPTING, State.FINISHED):
             return
         sequence.blocks, sequence.computed, sequence.on_device = [], 0, False
         sequence.state = State.WAITING if sequence.state is State.PREEMPTING else State.RELEASED

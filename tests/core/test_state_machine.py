@@ -20,6 +20,10 @@ from .long_run import SALTS, WALKS, CachedChain, block_tokens, prefix_tokens, wa
 from .scheduler_model import VOCAB, CheckedScheduler, Limits
 
 ENOUGH = 100_000
+HYBRID = (
+    *("move to the host", "stayed", "stored", "job", "failed job", "hung job", "token of a host row", "leaves"),
+    "block found that a host row made",
+)
 operations: Counter[str] = Counter()  # of all tests in this file
 
 
@@ -79,6 +83,12 @@ class BlockManagerMachine(RuleBasedStateMachine):
         operations["blocks, hypothesis"] += self.blocks.operations
 
 
+def is_possible(limits: Limits) -> bool:
+    if limits.num_host_blocks == 0:
+        return limits.lanes == 0
+    return limits.prefix_caching and limits.max_num_batched_tokens >= limits.max_num_seqs + limits.lanes
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Requests and aborts at any moment, with any number of steps in flight."""
 
@@ -94,7 +104,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             steps_in_flight=st.integers(1, 3),
             target_itl_ns=st.sampled_from([0, 0, 1, 3000]),
             num_host_blocks=st.sampled_from([0, 3, 40]),
-        ).filter(lambda limits: limits.prefix_caching or not limits.num_host_blocks)
+            lanes=st.sampled_from([0, 1, 3]),
+            layers=st.integers(1, 3),
+        ).filter(is_possible)
     )
     def create(self, limits: Limits) -> None:
         self.scheduler = CheckedScheduler(limits)
@@ -153,12 +165,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         under_way = list(self.scheduler.moves)
         self.scheduler.end_move(under_way[which % len(under_way)], done)
 
+    @precondition(lambda self: self.scheduler.pending_jobs())
+    @rule(which=st.integers(0, 3), done=st.sampled_from([True, True, True, False]))
+    def end_job(self, which: int, done: bool) -> None:
+        pending = self.scheduler.pending_jobs()
+        self.scheduler.end_job(pending[which % len(pending)], done)
+
+    @precondition(lambda self: self.scheduler.pending_jobs())
+    @rule()
+    def wait_for_jobs_in_vain(self) -> None:
+        self.scheduler.wait_for_jobs_in_vain()
+
     @rule(rounds=st.integers(1, 8))
     def run(self, rounds: int) -> None:
         for _ in range(rounds):
             self.scheduler.schedule()
             if self.scheduler.flight:
                 self.scheduler.commit()
+            if self.scheduler.limits.lanes:
+                self.scheduler.move()
+                self.scheduler.end_jobs()
 
     def teardown(self) -> None:
         if hasattr(self, "scheduler"):
@@ -179,8 +205,9 @@ def test_block_manager_on_a_random_walk(num_blocks: int) -> None:
 
 @pytest.mark.parametrize("name", WALKS)
 def test_scheduler_on_a_random_walk(name: str) -> None:
-    scheduler = walk_scheduler(WALKS[name], random.Random(name), 9_000)
-    operations["scheduler, random walk"] += scheduler.operations
+    lanes = WALKS[name].lanes
+    scheduler = walk_scheduler(WALKS[name], random.Random(name), 25_000 if lanes else 9_000)
+    operations["scheduler with host rows" if lanes else "scheduler, random walk"] += scheduler.operations
     # The walk went where it was meant to go.
     saw = scheduler.saw
     assert saw["abort"]
@@ -193,6 +220,8 @@ def test_scheduler_on_a_random_walk(name: str) -> None:
     assert saw["preemption"] or scheduler.limits.num_blocks > 12 or scheduler.limits.max_num_seqs == 1
     if scheduler.limits.num_host_blocks:
         assert all(saw[what] for what in ("block to the host", "block from the host", "failed move", "load"))
+    if scheduler.limits.lanes:
+        assert all(saw[what] for what in HYBRID)
 
 
 def test_a_long_run_says_what_it_did(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,4 +253,6 @@ def test_enough_operations_were_checked(request: pytest.FixtureRequest) -> None:
     mine = [item for item in request.session.items if item.path == request.path]
     if len(mine) < 8 + len(WALKS) or request.session.testsfailed:
         pytest.skip("only a part of the file ran")
-    assert operations.total() >= ENOUGH, dict(operations)
+    of_host_rows = operations["scheduler with host rows"]
+    assert of_host_rows >= ENOUGH, dict(operations)
+    assert operations.total() - of_host_rows >= ENOUGH, dict(operations)

@@ -4,6 +4,7 @@
 #include <poll.h>
 
 #include <chrono>
+#include <functional>
 #include <map>
 #include <memory>
 #include <random>
@@ -27,12 +28,17 @@ struct Options {
   StagingMode staging = StagingMode::kAhead;
   int32_t max_samples = 0, max_update_words = 0, max_result_words = 0;
   int32_t num_host_blocks = 0;
+  HybridConfig hybrid = {};
+  std::function<void(const HostAttentionJob&)> before_attending = {};
+  int64_t (*clock)() = &steady_now_ns;
   std::string disk_path = {};
 
   StepLoopConfig loop() const {
     StepLoopConfig c;
     c.scheduler = {num_blocks, block_size, max_num_seqs, max_num_batched_tokens, prefill_chunk_size, max_model_len,
                    prefix_caching, {}, max_samples, max_update_words, max_result_words, 0, num_host_blocks};
+    c.scheduler.hybrid = hybrid;
+    c.clock = clock;
     c.steps_in_flight = steps_in_flight;
     c.step_timeout = step_timeout;
     c.late_launch = late_launch;
@@ -57,6 +63,7 @@ class Engine {
     model_config_.vocab_size = options.vocab_size;
     model_config_.step_latency = options.latency;
     model_config_.needs = 0xFF;
+    model_config_.before_attending = options.before_attending;
     const auto config = options.loop();
     model_ = std::make_unique<SimulatedModel>(device, model_config_, StepLoop::limits(config), options.num_blocks,
                                               options.block_size, options.max_model_len / options.block_size + 1);
@@ -75,6 +82,7 @@ class Engine {
     return result;
   }
   uint64_t last_id() const { return next_id_ - 1; }
+  size_t open() const { return open_.size(); }  // sequences that are still expected to end
   void abort(uint64_t id) {
     for (int32_t i = 0; i < specs_[id].n; ++i) open_.erase({id, i});
     loop->abort(id);

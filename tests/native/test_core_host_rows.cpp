@@ -1,0 +1,481 @@
+// Host rows on the simulated device: results do not depend on where a sequence decodes, and whatever fails fails alone.
+#include <algorithm>
+#include <random>
+#include <string>
+
+#include "check.h"
+#include "hybrid_fixture.h"
+
+namespace {
+
+using namespace asyncengine;
+using namespace asyncengine::testing;
+
+RequestSpec long_spec(int32_t family, int32_t prompt_len = 40, int32_t max_tokens = 60) {
+  RequestSpec spec = make_spec(0, prompt_len, max_tokens, 1, family * 7);
+  spec.sampling = {};
+  return spec;
+}
+
+void submit(Engine& engine, int count, int32_t prompt_len = 40, int32_t max_tokens = 60) {
+  for (int32_t i = 0; i < count; ++i) CHECK(engine.submit(long_spec(i, prompt_len, max_tokens)) == SubmitResult::kAccepted);
+}
+
+void churn(Engine& engine, const Options& options, int count, unsigned seed) {
+  std::mt19937 rng(seed);
+  for (int i = 0; i < count; ++i) {
+    CHECK(engine.submit(random_spec(rng, options, 90, 60)) == SubmitResult::kAccepted);
+    if (rng() % 8 == 0) engine.abort(engine.last_id());
+    if (rng() % 4 == 0) engine.receive(1ms);
+  }
+}
+
+// Of those that ended so, none is compared any more.
+int take_failed(Engine& engine, FinishReason reason = FinishReason::kStepFailed) {
+  int failed = 0;
+  for (auto& [key, result] : engine.results) {
+    if (result.finish != reason) continue;
+    ++failed;
+    result.finish = FinishReason::kNone;
+  }
+  return failed;
+}
+
+TEST(results_are_the_same_wherever_a_sequence_decodes) {
+  for (const int lanes : {1, 2, 5}) {
+    for (const int layers : {1, 4}) {
+      Options options = crowded();
+      options.hybrid.lanes = lanes;
+      options.hybrid.layers = layers;
+      options.late_launch = lanes != 2;
+      options.steps_in_flight = 1 + lanes % 3;
+      workers.delay_us = lanes == 5 ? 300 : 0;
+      Engine engine(options);
+      churn(engine, options, 120, static_cast<unsigned>(10 * lanes + layers));
+      CHECK(engine.run());
+      CHECK_EQ(engine.mismatches(), 0);
+      CHECK(engine.settles());
+      const Stats stats = engine.loop->stats();
+      CHECK(stats.moved_to_host > 0);
+      CHECK(stats.host_row_tokens > 0);
+      CHECK_EQ(stats.failed_host_rows, 0);
+      CHECK_EQ(stats.num_host_rows, 0);
+    }
+  }
+}
+
+TEST(sequences_come_back_from_the_host) {
+  const Options options = crowded();
+  Engine engine(options);
+  submit(engine, 6, 60, 20);
+  CHECK(engine.submit(long_spec(9, 40, 150)) == SubmitResult::kAccepted);
+  CHECK(engine.run());
+  churn(engine, options, 200, 4);
+  CHECK(engine.run());
+  CHECK_EQ(engine.mismatches(), 0);
+  CHECK(engine.loop->stats().moved_from_host > 0);
+  CHECK(engine.settles());
+}
+
+// Full blocks that were computed on the host are found by others, with the right tokens.
+TEST(what_a_host_row_computed_is_a_prefix_for_others) {
+  Options options = crowded();
+  options.max_num_seqs = 4;
+  Engine engine(options);
+  submit(engine, 4, 60, 100);
+  CHECK(engine.run());
+  CHECK(engine.loop->stats().host_row_tokens > 0);
+  for (int32_t i = 0; i < 4; ++i) {
+    RequestSpec spec = long_spec(i, 60, 20);
+    const std::vector<int32_t> output = engine.results.at({static_cast<uint64_t>(i) + 1, 0}).tokens;
+    spec.prompt.insert(spec.prompt.end(), output.begin(), output.end());
+    const int64_t hits = engine.loop->stats().prefix_cache_hits;
+    CHECK(engine.submit(spec) == SubmitResult::kAccepted);
+    CHECK(engine.run());
+    CHECK(engine.loop->stats().prefix_cache_hits >= hits + 64);  // more than the prompt
+  }
+  CHECK_EQ(engine.mismatches(), 0);
+  CHECK(engine.settles());
+}
+
+TEST(a_worker_that_fails_costs_nobody) {
+  for (int64_t n = 0; n < 12; ++n) {
+    const Options options = crowded();
+    workers.fails = n;
+    Engine engine(options);
+    submit(engine, 8);
+    CHECK(engine.run());
+    CHECK_EQ(engine.mismatches(), 0);
+    CHECK(engine.settles());
+    CHECK(workers.jobs > n);
+    CHECK_EQ(engine.loop->stats().failed_host_rows, 1);
+  }
+}
+
+TEST(workers_that_always_fail_are_left_alone) {
+  const Options options = crowded();
+  workers.all_fail = true;
+  Engine engine(options);
+  for (int i = 0; i < 20; ++i) {
+    submit(engine, 8);
+    CHECK(engine.run());
+  }
+  CHECK_EQ(engine.mismatches(), 0);
+  CHECK(engine.settles());
+  const Stats stats = engine.loop->stats();
+  CHECK(stats.failed_host_rows >= 8);
+  CHECK(stats.failed_host_rows < 8 + options.max_num_seqs);
+  CHECK_EQ(stats.moved_to_host, stats.failed_host_rows);
+  CHECK_EQ(stats.host_row_tokens, 0);
+}
+
+TEST(a_worker_that_hangs_fails_its_request_alone) {
+  for (const int64_t n : {0, 1, 2, 7}) {
+    const Options options = crowded();
+    workers.hangs = n;
+    Engine engine(options);
+    submit(engine, 8);
+    workers.await_hanging();
+    while (engine.open() > 1) CHECK(engine.receive(1s));  // others go on
+    clock_ahead = 2 * options.hybrid.job_timeout_ns;
+    CHECK(engine.run());
+    CHECK_EQ(take_failed(engine), 1);
+    CHECK_EQ(engine.mismatches(), 0);
+    CHECK(engine.loop->take_step_error().find("attention on the host") != std::string::npos);
+    CHECK_EQ(engine.loop->error(), std::string());
+    Stats stats = engine.loop->stats();
+    CHECK_EQ(stats.failed_host_rows, 1);
+    CHECK_EQ(stats.num_host_rows, 1);  // its blocks stay while somebody may write to them
+    CHECK(!engine.loop->quiescent());
+    const int64_t moved = stats.moved_to_host;
+    submit(engine, 8);
+    CHECK(engine.run());
+    CHECK_EQ(engine.loop->stats().moved_to_host, moved);  // nobody else comes near
+    workers.release();
+    CHECK(engine.settles());
+    submit(engine, 8);
+    CHECK(engine.run());
+    CHECK_EQ(engine.mismatches(), 0);
+    CHECK(engine.loop->stats().moved_to_host > moved);
+    CHECK(engine.settles());
+  }
+}
+
+// All of a request ends, wherever its sequences are.
+TEST(siblings_of_a_row_that_hangs_end_with_it) {
+  for (int64_t n = 0; n < 4; ++n) {
+    Options options = crowded();
+    options.num_blocks = 14;
+    workers.hangs = n;
+    Engine engine(options);
+    for (int32_t i = 0; i < 2; ++i) {
+      RequestSpec spec = long_spec(i, 40, 100);
+      spec.n = 4;
+      spec.sampling.temperature = 1.f;
+      CHECK(engine.submit(spec) == SubmitResult::kAccepted);
+    }
+    workers.await_hanging();
+    while (engine.open() > 0) {  // its step may not be over yet
+      clock_ahead += 2 * options.hybrid.job_timeout_ns;
+      CHECK(engine.receive(50ms));
+    }
+    workers.release();
+    CHECK(take_failed(engine) >= 1);
+    CHECK_EQ(engine.mismatches(), 0);
+    CHECK(engine.settles());
+  }
+}
+
+TEST(a_loop_ends_while_a_worker_hangs) {
+  const Options options = crowded();
+  workers.hangs = 3;
+  Engine engine(options);
+  submit(engine, 8);
+  workers.await_hanging();
+  CHECK(!engine.loop->stop(50ms));
+  workers.release();
+  CHECK(engine.loop->stop(20s));
+}
+
+TEST(an_abort_at_any_moment_gives_everything_back) {
+  for (int64_t n = 0; n < 40; ++n) {
+    Options options = crowded();
+    options.steps_in_flight = 1 + static_cast<int>(n % 3);
+    workers.delay_us = n % 2 == 0 ? 0 : 200;
+    Engine engine(options);
+    submit(engine, 8);
+    for (int i = 0; i < 2000 && workers.jobs < n; ++i) engine.receive(1ms);
+    CHECK(workers.jobs >= n);
+    engine.abort(static_cast<uint64_t>(1 + n % 8));
+    if (n % 5 == 0) engine.abort(static_cast<uint64_t>(1 + (n + 4) % 8));
+    CHECK(engine.run());
+    CHECK_EQ(engine.mismatches(), 0);
+    CHECK(engine.settles());
+  }
+}
+
+TEST(a_store_that_fails_leaves_the_sequence_where_it_is) {
+  for (int i = 0; i < 12; ++i) {
+    Options options = crowded();
+    options.staging = StagingMode::kMapped;  // steps copy nothing: what fails is a transfer's
+    Engine engine(options);
+    engine.device.fail_call(SimulatedDevice::Call::kCopy, i, kCudaErrorMemoryAllocation);
+    submit(engine, 8);
+    CHECK(engine.run());
+    CHECK_EQ(engine.mismatches(), 0);
+    CHECK(engine.settles());
+    CHECK_EQ(engine.loop->stats().failed_transfers, 1);
+  }
+}
+
+TEST(a_full_host_pool_costs_nobody) {
+  for (const int32_t host_blocks : {4, 7, 9, 16}) {
+    Options options = crowded();
+    options.num_host_blocks = host_blocks;
+    Engine engine(options);
+    churn(engine, options, 120, static_cast<unsigned>(host_blocks));
+    CHECK(engine.run());
+    CHECK_EQ(engine.mismatches(), 0);
+    CHECK(engine.settles());
+  }
+}
+
+TEST(a_step_that_fails_with_rows_in_its_lanes_fails_their_requests_alone) {
+  for (const int depth : {1, 2, 3}) {
+    Options options = crowded();
+    options.steps_in_flight = depth;
+    options.latency = 100us;
+    Engine engine(options);
+    int failed = 0;
+    for (int wave = 0; wave < 12; ++wave) {
+      const int64_t before = workers.jobs;
+      submit(engine, 8);
+      for (int i = 0; i < 2000 && workers.jobs < before + wave; ++i) engine.receive(1ms);
+      engine.device.fail_call(SimulatedDevice::Call::kGraphLaunch, wave % 3, kCudaErrorMemoryAllocation);
+      CHECK(engine.run());
+      failed += take_failed(engine);
+      CHECK_EQ(engine.mismatches(), 0);
+    }
+    CHECK(failed > 0);
+    CHECK(engine.settles());
+    CHECK_EQ(engine.loop->error(), std::string());
+  }
+}
+
+TEST(a_device_that_is_lost_ends_the_engine_while_workers_attend) {
+  for (const int64_t n : {0, 5, 20}) {
+    const Options options = crowded();
+    workers.delay_us = 500;
+    Engine engine(options);
+    submit(engine, 8);
+    for (int i = 0; i < 2000 && workers.jobs < n; ++i) engine.receive(1ms);
+    engine.device.fault();
+    CHECK(!engine.run());
+    CHECK(engine.loop->stop(20s));
+  }
+}
+
+// ---- who decodes where -----------------------------------------------------------------------------------------------------
+
+// Steps of decode rows take a microsecond, however many there are.
+StepCosts flat_costs() { return {{{1, 1000, 0}, {64, 1000, 0}}, {{1, 1000, 0}, {64, 1000, 0}}, {}, {}, {}}; }
+
+SchedulerConfig small(const HybridConfig& hybrid, const StepCosts& costs = {}) {
+  SchedulerConfig config{.num_blocks = 8, .max_num_seqs = 6, .max_num_batched_tokens = 64, .max_model_len = 128};
+  config.num_host_blocks = 60;
+  config.hybrid = hybrid;
+  config.costs = costs;
+  return config;
+}
+
+// Two run, in six of eight blocks, and a third waits for three.
+void crowd(HybridBench& bench, RequestSpec first = make_spec(1, 40, 60), RequestSpec second = make_spec(2, 40, 60)) {
+  bench.add(first, 1);
+  bench.add(second, 2);
+  bench.rounds(3);
+  bench.add(make_spec(3, 40, 60, 1, 9), 3);
+  bench.rounds(6);
+}
+
+int64_t num_moved(const SchedulerConfig& config, RequestSpec second = make_spec(2, 40, 60)) {
+  HybridBench bench(config);
+  crowd(bench, make_spec(1, 40, 60), second);
+  return bench.stats().moved_to_host;
+}
+
+TEST(a_sequence_moves_where_that_is_predicted_to_pay) {
+  HybridConfig hybrid{.lanes = 2, .layers = 2};
+  CHECK_EQ(num_moved(small({})), 0);
+  CHECK_EQ(num_moved(small(hybrid)), 1);  // nothing is known
+  CHECK_EQ(num_moved(small(hybrid, flat_costs())), 1);
+  hybrid.attend_ns = 1;  // two tokens a step beside two
+  CHECK_EQ(num_moved(small(hybrid, flat_costs())), 1);
+  hybrid.exchange_ns = 2000;  // in steps three times as long
+  CHECK_EQ(num_moved(small(hybrid, flat_costs())), 0);
+  CHECK_EQ(num_moved(small(hybrid)), 1);
+  hybrid.exchange_ns = 0;
+  hybrid.attend_ns = 1000;  // a token in 80 steps
+  CHECK_EQ(num_moved(small(hybrid, flat_costs())), 0);
+  hybrid.workers = 16;  // in five
+  CHECK_EQ(num_moved(small(hybrid, flat_costs())), 1);
+  hybrid.min_gain = 0.2;
+  CHECK_EQ(num_moved(small(hybrid, flat_costs())), 0);
+}
+
+TEST(a_class_with_a_target_stays_on_the_device) {
+  const HybridConfig hybrid{.lanes = 2, .layers = 2};  // three steps a token, of a microsecond
+  SchedulerConfig config = small(hybrid, flat_costs());
+  config.targets.ns = 2500;
+  CHECK_EQ(num_moved(config), 0);
+  config.targets.ns = 3500;
+  CHECK_EQ(num_moved(config), 1);
+  config.targets = {0, {{7, 2500}}};
+  RequestSpec second = make_spec(2, 40, 60);
+  second.priority = 7;
+  HybridBench bench(config);
+  RequestSpec first = make_spec(1, 40, 60);
+  crowd(bench, first, second);
+  CHECK_EQ(bench.stats().moved_to_host, 1);  // the one before it
+  CHECK(bench.requests.at(2)->sequences[0].state == SequenceState::kRunning);
+}
+
+TEST(a_sequence_that_ends_soon_stays_where_it_is) {
+  const SchedulerConfig config = small({.lanes = 2, .layers = 2});
+  HybridBench bench(config);
+  crowd(bench, make_spec(1, 40, 10), make_spec(2, 40, 10));
+  CHECK_EQ(bench.stats().moved_to_host, 0);
+}
+
+TEST(only_so_many_are_on_the_host) {
+  for (const int32_t most : {1, 2}) {
+    HybridBench bench(small({.lanes = 2, .layers = 2, .max_rows = most}));
+    crowd(bench);
+    for (uint64_t id = 4; id < 6; ++id) bench.add(make_spec(id, 40, 60, 1, static_cast<int32_t>(id)), static_cast<int64_t>(id));
+    bench.rounds(12);
+    CHECK_EQ(bench.stats().num_host_rows, most);
+  }
+}
+
+// What it may grow to has room there: with less it would have to leave.
+TEST(the_host_has_room_for_all_that_moves_there) {
+  SchedulerConfig config = small({.lanes = 2, .layers = 2});
+  config.num_host_blocks = 6;  // seven are promised
+  CHECK_EQ(num_moved(config), 0);
+  config.num_host_blocks = 7;
+  CHECK_EQ(num_moved(config), 1);
+}
+
+TEST(a_host_row_goes_back_when_there_is_room) {
+  HybridBench bench(small({.lanes = 2, .layers = 2}), 2);
+  crowd(bench);
+  CHECK_EQ(bench.stats().num_host_rows, 1);
+  bench.rounds(20);
+  CHECK_EQ(bench.stats().moved_from_host, 0);
+  bench.abort(*bench.requests.at(1));
+  bench.abort(*bench.requests.at(3));
+  bench.rounds(10);
+  CHECK_EQ(bench.stats().moved_from_host, 1);
+  CHECK_EQ(bench.stats().num_host_rows, 0);
+  CHECK(bench.requests.at(2)->sequences[0].state == SequenceState::kRunning);
+  CHECK(bench.stats().host_row_tokens > 0);
+  bench.rounds(80);
+  bench.collect();
+  CHECK(bench.requests.empty());
+  CHECK(bench.scheduler.quiescent());
+}
+
+TEST(a_row_that_hangs_keeps_nobody_else_on_the_host) {
+  HybridBench bench(small({.lanes = 2, .layers = 2}));
+  crowd(bench);
+  bench.add(make_spec(4, 40, 60, 1, 3), 4);
+  bench.rounds(6);
+  CHECK_EQ(bench.stats().num_host_rows, 2);
+  bench.attention.hangs = bench.requests.at(2)->sequences[0].slot;
+  bench.rounds(4);
+  bench.round(int64_t{1} << 60);
+  CHECK(bench.requests.at(2)->sequences[0].state == SequenceState::kFinished);
+  CHECK_EQ(bench.stats().failed_host_rows, 1);
+  for (const uint64_t id : {1, 4}) bench.abort(*bench.requests.at(id));
+  bench.rounds(10);
+  CHECK_EQ(bench.stats().moved_from_host, 1);
+  CHECK(bench.requests.at(3)->sequences[0].state == SequenceState::kRunning);
+  CHECK_EQ(bench.stats().num_host_rows, 1);
+  CHECK(!bench.scheduler.moves_blocks());
+  CHECK(!bench.scheduler.idle());
+  bench.rounds(60);
+  bench.attention.hangs = -1;
+  bench.rounds(1);
+  bench.collect();
+  CHECK(bench.requests.empty());
+  CHECK(bench.scheduler.quiescent());
+}
+
+// Rather than to begin again and again what comes to nothing.
+TEST(nobody_drains_for_a_host_tier_that_has_given_up) {
+  HybridBench bench(small({.lanes = 2, .layers = 2}));
+  bench.mover.refuses = true;
+  crowd(bench);
+  bench.rounds(30);
+  CHECK(bench.stats().failed_transfers >= 8);
+  const int64_t failed = bench.stats().failed_transfers;
+  for (int i = 0; i < 10; ++i) {
+    bench.round();
+    CHECK_EQ(bench.stats().num_host_rows, 0);
+  }
+  CHECK_EQ(bench.stats().failed_transfers, failed);
+}
+
+// Device rows with records fill every step's room for them.
+TEST(a_host_row_with_records_gets_room_for_them) {
+  SchedulerConfig config = small({.lanes = 2, .layers = 2});
+  config.max_result_words = 4;
+  HybridBench bench(config);
+  const auto with_records = [](uint64_t id) {
+    RequestSpec spec = make_spec(id, 40, 60, 1, static_cast<int32_t>(20 * id));
+    spec.extras.needs = kNeedLogprobs;
+    spec.extras.result_words = 4;
+    return spec;
+  };
+  crowd(bench, with_records(1), with_records(2));
+  CHECK_EQ(bench.stats().num_host_rows, 1);
+  bench.rounds(30);
+  CHECK(bench.stats().host_row_tokens >= 3);
+}
+
+// Where nobody may decode on the host, steps are what they are without lanes, to the byte.
+TEST(lanes_that_nobody_takes_change_nothing) {
+  HybridConfig hybrid{.lanes = 3, .layers = 2, .attend_ns = 1, .exchange_ns = 1e9};
+  SchedulerConfig with = small(hybrid, flat_costs()), without = small({}, flat_costs());
+  HybridBench a(with, 2), b(without, 2);
+  std::mt19937 rng(5);
+  int launched = 0;
+  for (uint64_t id = 1; id <= 300; ++id) {
+    const RequestSpec spec = make_spec(id, 1 + static_cast<int32_t>(rng() % 60), 1 + static_cast<int32_t>(rng() % 40),
+                                       1 + static_cast<int32_t>(rng() % 2), static_cast<int32_t>(rng() % 3));
+    a.add(spec, static_cast<int64_t>(id));
+    b.add(spec, static_cast<int64_t>(id));
+    for (int i = 0; i < 8; ++i) {
+      a.scheduler.move_blocks(a.outbox, 1);
+      b.scheduler.move_blocks(b.outbox, 1);
+      const bool planned = a.launch() != nullptr;
+      CHECK_EQ(planned, b.launch() != nullptr);
+      if (planned) {
+        const size_t bytes = a.pack();
+        CHECK_EQ(bytes, b.pack());
+        CHECK(std::equal(a.staging.begin(), a.staging.begin() + static_cast<ptrdiff_t>(bytes), b.staging.begin()));
+        ++launched;
+      }
+      if (i % 2 == 1) {
+        a.commit(2);
+        b.commit(2);
+        a.collect();
+        b.collect();
+      }
+    }
+  }
+  CHECK(launched > 1000);
+  CHECK(a.stats().num_preemptions > 0);
+  CHECK_EQ(a.attention.posted, 0);
+}
+
+}  // namespace
