@@ -50,16 +50,14 @@ class HostRows:
         """None if the configuration wants none, or, with a warning, if they cannot be."""
         if config.hybrid_attention == "off":
             return None
-        if config.staging == "pageable":
-            return _warn("staging=pageable: the GPU does not read and write host memory")
-        if loaded.config.labels:
-            return _warn("a model that classifies generates no tokens")
-        if loaded.config.head_dim % 2:
-            return _warn(f"heads of {loaded.config.head_dim} elements have no halves")
-        try:
-            return cls(config, native, loaded)
-        except RuntimeError as e:
-            return _warn(f"host memory cannot be pinned: {e}")
+        why = _obstacle(config, loaded)
+        if why is None:
+            try:
+                return cls(config, native, loaded)
+            except RuntimeError as e:
+                why = f"host memory cannot be pinned: {e}"
+        logger.warning("hybrid_attention is off: %s", why)
+        return None
 
     @property
     def hybrid(self) -> _core.HybridConfig:
@@ -89,8 +87,15 @@ class HostRows:
         )
 
 
-def _warn(why: str) -> None:
-    logger.warning("hybrid_attention is off: %s", why)
+def _obstacle(config: EngineConfig, loaded: LoadedModel) -> str | None:
+    """Why no row can decode on the host."""
+    if config.staging == "pageable":
+        return "with staging=pageable the GPU neither reads nor writes host memory"
+    if loaded.config.labels:
+        return "a model that classifies generates no tokens"
+    if loaded.config.head_dim % 2:
+        return f"heads of {loaded.config.head_dim} elements have no halves"
+    return None
 
 
 def _bytes_at(address: int, num_bytes: int) -> Tensor:
