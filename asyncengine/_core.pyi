@@ -193,9 +193,7 @@ class PagedKV:
     With scales, float32 [2, 2, Hk] of keys and values, scales and inverses, it is in float8 (e4m3).
     """
 
-    def __init__(
-        self, k: int, v: int, num_kv_heads: int, head_dim: int, block_size: int, scales: int = 0
-    ) -> None: ...
+    def __init__(self, k: int, v: int, num_kv_heads: int, head_dim: int, block_size: int, scales: int = 0) -> None: ...
 
 def draw_token(logits: npt.NDArray[np.float32], state: SamplingState, position: int) -> int:
     """From float32 [vocabulary], as the CPU draws; -1 if NaN or +inf is among them, or none is finite."""
@@ -212,84 +210,35 @@ class CpuKernels:
     def panel_steps(self, dtype: Dtype, /) -> int: ...
     def linear(self, weights: CpuLinear, x: int, x_stride: int, rows: int, y: int, y_float32: bool, /) -> None: ...
     def norm_linear(
-        self,
-        norm: CpuNorm,
-        weights: CpuLinear,
-        x: int,
-        residual: int,
-        rows: int,
-        y: int,
-        y_float32: bool,
-        activation: ActivationFunction | None,
-        /,
+        self, norm: CpuNorm, weights: CpuLinear, x: int, residual: int, rows: int, y: int, y_float32: bool,
+        activation: ActivationFunction | None, /
     ) -> None:
         """linear of the norm of x, or with a residual (0: none) of residual += x, activated."""
     def pack_panels(self, dtype: Dtype, weight: int, transposed: bool, rows: int, k: int, panels: int, /) -> None: ...
     def embed(self, table: CpuLinear, position_table: int, batch: StepBatch, y: int, scale: float, /) -> None:
         """y = the tokens' rows of the table times scale, plus those of their positions (0: none)."""
     def norm(
-        self,
-        dtype: Dtype,
-        x: int,
-        x_stride: int,
-        residual: int,
-        weight: int,
-        bias: int,
-        y: int,
-        y_stride: int,
-        tokens: int,
-        heads: int,
-        width: int,
-        eps: float,
-        /,
+        self, dtype: Dtype, x: int, x_stride: int, residual: int, weight: int, bias: int, y: int, y_stride: int,
+        tokens: int, heads: int, width: int, eps: float, /
     ) -> None: ...
     def activation(
         self, dtype: Dtype, function: ActivationFunction, gated: bool, x: int, y: int, rows: int, width: int, /
     ) -> None:
         """y [rows, width] = function(x); gated: of x [rows, 2 * width], function(first half) * second half."""
     def rotary(
-        self,
-        dtype: Dtype,
-        x: int,
-        token_stride: int,
-        tokens: int,
-        heads: int,
-        head_dim: int,
-        cos_sin: int,
-        positions: int,
-        /,
+        self, dtype: Dtype, x: int, token_stride: int, tokens: int, heads: int, head_dim: int, cos_sin: int,
+        positions: int, /
     ) -> None: ...
     def store_kv(
         self, dtype: Dtype, k: int, k_stride: int, v: int, v_stride: int, cache: PagedKV, batch: StepBatch, /
     ) -> None: ...
     def paged_attention(
-        self,
-        dtype: Dtype,
-        q: int,
-        q_stride: int,
-        tokens: int,
-        num_q_heads: int,
-        out: int,
-        cache: PagedKV,
-        batch: StepBatch,
-        scale: float,
-        window: int,
-        softcap: float,
-        /,
+        self, dtype: Dtype, q: int, q_stride: int, tokens: int, num_q_heads: int, out: int, cache: PagedKV,
+        batch: StepBatch, scale: float, window: int, softcap: float, /
     ) -> None: ...
     def attention(
-        self,
-        dtype: Dtype,
-        heads: int,
-        tokens: int,
-        num_q_heads: int,
-        out: int,
-        cache: PagedKV,
-        batch: StepBatch,
-        scale: float,
-        window: int,
-        softcap: float,
-        /,
+        self, dtype: Dtype, heads: int, tokens: int, num_q_heads: int, out: int, cache: PagedKV, batch: StepBatch,
+        scale: float, window: int, softcap: float, /
     ) -> None:
         """ValueError unless tokens are the batch's."""
     def soft_cap(self, x: int, rows: int, width: int, cap: float, /) -> None:
@@ -552,6 +501,38 @@ class HostPool:
         """Address of [transfers, max_moves, block_bytes] on the device, where blocks of a transfer lie side by side."""
     def block(self, host: int) -> int:
         """Address of block_bytes."""
+
+class HostExchange:
+    """Where host rows cross (csrc/platform/host_exchange.h)."""
+
+    def __init__(
+        self, dtype: Dtype, num_slots: int, num_q_heads: int, num_kv_heads: int, head_dim: int,
+        device: CudaDevice | None
+    ) -> None:
+        """In pinned memory of a device. Raises RuntimeError if there is none."""
+    mailboxes: Final[int]
+    """Address of int64 [num_slots, mailbox_words]."""
+    mailbox_words: Final[int]
+    results: Final[int]
+    """Address of [num_slots, num_q_heads, head_dim]: result_bytes for each slot."""
+    result_bytes: Final[int]
+
+class HostWorkers:
+    """Threads that attend for host rows (csrc/platform/host_workers.h)."""
+
+    def __init__(
+        self, exchange: HostExchange, *, pool: HostPool, block_size: int, transposed_keys: bool,
+        layers: Sequence[tuple[float, int, float, int]], num_workers: int, isa: str = "auto"
+    ) -> None:
+        """layers: scale, window, softcap, address of PagedKV.scales or 0. ValueError for blocks of another shape."""
+    def close(self, limit_s: float) -> bool:
+        """False: one of them hangs."""
+
+def time_host_attention(
+    dtype: Dtype, num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int, transposed_keys: bool,
+    num_workers: int, tokens: int, float8: bool = False, isa: str = "auto"
+) -> float:
+    """Nanoseconds of a worker per token of context in a layer, while all of them attend over rows of so many tokens."""
 
 class CudaGraphs:
     """Executable graphs by bucket. Whoever captured them keeps the originals, which own the memory."""
