@@ -123,7 +123,7 @@ class CudaRunner:
         torch.cuda.synchronize()
         hybrid, workers = None, None
         if self._host_rows is not None and self._host_tier is not None:
-            hybrid = self._host_rows.hybrid
+            hybrid = self._host_rows.hybrid()
             workers = self._host_rows.workers(self._host_tier.pool)
         costs = self.costs.native if self.costs else None
         return _core.StepLoop.on_cuda(

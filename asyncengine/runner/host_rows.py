@@ -59,10 +59,18 @@ class HostRows:
         logger.warning("hybrid_attention is off: %s", why)
         return None
 
-    @property
-    def hybrid(self) -> _core.HybridConfig:
-        """For the scheduler. Its costs are not known."""
-        return _core.HybridConfig(lanes=self._lanes, layers=self._model.num_layers, workers=self._num_workers)
+    def hybrid(self, attend_ns: float = 0.0, exchange_ns: float = 0.0) -> _core.HybridConfig:
+        """For the scheduler, with what a worker takes for a token of context in a layer, and what lanes add to a step.
+
+        Without these a move to the host always pays.
+        """
+        return _core.HybridConfig(
+            lanes=self._lanes,
+            layers=self._model.num_layers,
+            workers=self._num_workers,
+            attend_ns=attend_ns,
+            exchange_ns=exchange_ns,
+        )
 
     def lanes(self, header: Tensor) -> HostLanes:
         """What steps need of them on the device; ``header`` is StepSource.header."""

@@ -49,7 +49,7 @@ def make_steps(
     cache = memory.allocate(config, loaded.config, num_blocks, loaded.dtype, ops, loaded.kv_scales)
     # How large the host tier is, makes no difference to a step; that there is one, if there are host rows, does.
     info = loaded.info(config, num_blocks, 0 if host_rows is None else 1)
-    settings = step_loop_config(config, info, hybrid=None if host_rows is None else host_rows.hybrid)
+    settings = step_loop_config(config, info, hybrid=None if host_rows is None else host_rows.hybrid())
     buffers = StepBuffers.allocate(_core.Staging(native, settings, config.staging), config.max_num_seqs, ops.device)
     lanes = None if host_rows is None else host_rows.lanes(buffers.source.header)
     return DeviceSteps(config, loaded, ops, buffers, cache, lanes), buffers

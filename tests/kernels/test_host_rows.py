@@ -15,6 +15,7 @@ from asyncengine.config import EngineConfig
 from asyncengine.kernels.cuda.ops import CudaOps
 from asyncengine.runner.device_steps import step_buckets
 from asyncengine.runner.host_rows import HostRows
+from asyncengine.runner.loop_config import step_loop_config
 from asyncengine.runner.model_runner import LoadedModel, load_model
 from tests.models import tiny
 
@@ -84,16 +85,12 @@ def test_a_step_loop_with_lanes_needs_workers(model: Path) -> None:
     config, loaded, _ = load(model, hybrid_lanes=2, num_kv_blocks=8, max_model_len=64)
     simulation = _core.SimulatedDevice(vocab_size=2)
     native = _core.CudaDevice.simulated(simulation)
-    from asyncengine.runner.loop_config import step_loop_config
-
     hybrid = _core.HybridConfig(lanes=2, layers=loaded.config.num_layers)
     settings = step_loop_config(config, loaded.info(config, 8, 8), hybrid=hybrid)
     graphs = _core.CudaGraphs(native)
     graphs.add_bucket(5, 8, False, 2**31 - 1, [(0, 0)])
-    graphs.set_host_pool(
-        _core.HostPool(native, 4096, 8, 8),
-        [simulation.add_graph(lambda: None) for _ in range(4)][: _core.HostPool.transfers],
-    )
+    moves = [simulation.add_graph(lambda: None) for _ in range(_core.HostPool.transfers)]
+    graphs.set_host_pool(_core.HostPool(native, 4096, 8, 8), moves)
     staging = _core.Staging(native, settings, "ahead")
     with pytest.raises(ValueError, match="host rows need host_workers"):
         _core.StepLoop.on_cuda(settings, native, staging, graphs, None, 0, 50.0)
