@@ -51,7 +51,7 @@ def load(config: EngineConfig) -> Backend:
     poison(steps)
     hybrid, workers = None, None
     if host_rows is not None and tier is not None:
-        hybrid, workers = host_rows.hybrid, host_rows.workers(tier.pool)
+        hybrid, workers = host_rows.hybrid(), host_rows.workers(tier.pool)
     settings = step_loop_config(config, info, token_buckets(buckets), hybrid=hybrid)
     step_loop = _core.StepLoop.on_cuda(settings, native, buffers.staging, graphs, None, 0, 50.0, workers)
     return Backend(info, load_tokenizer(config), step_loop, (steps, device, tier, host_rows))

@@ -164,9 +164,9 @@ class Behind:
             self.step.lane_slots[self.number, lane], self.step.lane_positions[self.number, lane] = slot, position
             self.step.lane_slots[self.number + 1, lane] = self.entering[lane]
 
-    def run(self) -> None:
-        gather_results(self.lanes, self.step)
-        exchange(self.heads, self.x, self.residual, self.layer, self.number, self.lanes, self.step)
+    def run(self, *, pdl: bool = False) -> None:
+        gather_results(self.lanes, self.step, pdl=pdl)
+        exchange(self.heads, self.x, self.residual, self.layer, self.number, self.lanes, self.step, pdl=pdl)
         if self.heads.is_cuda:
             torch.cuda.synchronize()
 
