@@ -133,10 +133,13 @@ async def measure_prefix(engine: AsyncEngine, args: argparse.Namespace) -> list[
 
 
 def evictors(engine: AsyncEngine, length: int, place: str) -> int:
-    """Prompts of this length that fill the pool; and that fill the host tier too, where the disk is the place."""
-    pool = engine.model_info.kv_capacity_tokens // length + 1
-    host = engine.stats().num_host_blocks * engine.model_info.block_size
-    return pool + (host // length + 1 if place == "from the disk" else 0)
+    """Prompts of this length that fill the pool twice; and the host tier too, where the disk is the place.
+
+    Twice, as a block that is copied away meanwhile counts as one that was just used.
+    """
+    info = engine.model_info
+    host = engine.stats().num_host_blocks * info.block_size if place == "from the disk" else 0
+    return 2 * ((info.kv_capacity_tokens + host) // length + 1)
 
 
 # ---- pressure ----
