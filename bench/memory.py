@@ -32,6 +32,7 @@ from asyncengine import AsyncEngine
 from asyncengine.cli.benchmarks import report
 from asyncengine.cli.benchmarks.report import Figure, median
 from asyncengine.cli.embed import loop_factory
+from asyncengine.stats import EngineStats
 
 # Of the sequence that is preempted, and of the other whose output makes that happen.
 _VICTIM_TOKENS, _GROWER_PROMPT, _GROWER_TOKENS, _ROOM = 200, 16, 160, 272
@@ -113,7 +114,7 @@ async def measure_prefix(engine: AsyncEngine, args: argparse.Namespace) -> list[
         times["computed"].append(await first_token(engine, prompt))
         times["on the GPU"].append(await first_token(engine, prompt))
         for name in list(times)[2:]:
-            before = engine.stats()
+            before = await settled(engine)
             for other in random_prompts(rng, engine, evictors(engine, args.prefix, name), args.prefix):
                 await first_token(engine, other)
             times[name].append(await first_token(engine, prompt))
@@ -130,6 +131,15 @@ async def measure_prefix(engine: AsyncEngine, args: argparse.Namespace) -> list[
     limits = {"from the host": 0.15, "from the disk": 0.4}
     ratios = {name: median(times[name]) / computed for name in limits if name in times}
     return figures + [Figure(f"of computing it, {name}", r, "x", at_most=limits[name]) for name, r in ratios.items()]
+
+
+async def settled(engine: AsyncEngine) -> EngineStats:
+    """When no more blocks go to the host or the disk: one that is evicted before is not there."""
+    before, now = None, engine.stats()
+    while before is None or (before.blocks_to_host, before.blocks_to_disk) != (now.blocks_to_host, now.blocks_to_disk):
+        await asyncio.sleep(0.1)
+        before, now = now, engine.stats()
+    return now
 
 
 def evictors(engine: AsyncEngine, length: int, place: str) -> int:
