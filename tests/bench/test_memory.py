@@ -78,7 +78,7 @@ def test_hybrid_is_measured_where_it_is_named(
 
 def test_a_prefix_comes_from_each_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     simulate(monkeypatch, memory, step_latency_us=2000, num_kv_blocks=32, max_num_seqs=2, max_model_len=512)
-    args = arguments(prefix=320, pool_gb=1.0, host_gb=7e-6, disk=str(tmp_path))  # 109 blocks of 64 bytes
+    args = arguments(prefix=320, pool_gb=1.0, host_gb=1.6e-5, disk=str(tmp_path))  # 250 blocks of 64 bytes
     figures = values(asyncio.run(memory.prefix(args)))
     for place in ("computed", "on the GPU", "from the host", "from the disk"):
         assert figures[f"first token of 320, {place}"] > 0
