@@ -11,6 +11,7 @@ import pytest
 
 import asyncengine
 from asyncengine import AsyncEngine, ConfigError, SamplingParams, testing
+from asyncengine.stats import EngineStats
 from tests.models import tiny
 
 from .test_host_tier import PRESSED, PROMPTS, ROOMY, answers
@@ -21,11 +22,11 @@ HYBRID: dict[str, Any] = PRESSED | {
 MODEL = str(asyncengine.bundled_model())
 
 
-async def run(config: dict[str, Any]) -> tuple[list[Any], dict[str, int]]:
+async def run(config: dict[str, Any]) -> tuple[list[Any], EngineStats]:
     async with AsyncEngine.from_pretrained(MODEL, device="cpu", progress=False, **config) as engine:
         async with testing.no_leaks(engine):
             outputs = await answers(engine)
-        return outputs, engine._backend.step_loop.stats()
+        return outputs, engine.stats()
 
 
 @pytest.mark.parametrize(
@@ -45,10 +46,10 @@ def test_outputs_are_those_of_an_engine_with_room(config: dict[str, Any]) -> Non
     expected, _ = asyncio.run(run(ROOMY | of_steps))
     got, stats = asyncio.run(run(HYBRID | config))
     assert got == expected
-    assert stats["moved_to_host"] > 0
-    assert stats["host_row_tokens"] > 0
-    assert stats["failed_host_rows"] == 0
-    assert stats["num_host_rows"] == 0
+    assert stats.moved_to_host > 0
+    assert stats.host_row_tokens > 0
+    assert stats.failed_host_rows == 0
+    assert stats.num_host_rows == 0
 
 
 @pytest.mark.parametrize("variant", ["gpt2", "llama-odd-heads-biased", "mistral-window", "qwen3-window-biased"])
@@ -58,18 +59,18 @@ def test_every_kind_of_model(variant: str, tmp_path: Path) -> None:
     prompts = [[rng.randrange(tiny.VOCAB_SIZE) for _ in range(rng.randrange(20, 60))] for _ in range(14)]
     params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
 
-    async def main(config: dict[str, Any]) -> tuple[list[Any], dict[str, int]]:
+    async def main(config: dict[str, Any]) -> tuple[list[Any], EngineStats]:
         async with AsyncEngine.from_pretrained(
             str(tmp_path), tokenizer="none", device="cpu", progress=False, **config | {"max_model_len": 128}
         ) as engine:
             async with testing.no_leaks(engine):
                 outputs = await asyncio.gather(*(engine.generate(prompt, params) for prompt in prompts))
-            return [output.outputs[0].token_ids for output in outputs], engine._backend.step_loop.stats()
+            return [output.outputs[0].token_ids for output in outputs], engine.stats()
 
     expected, _ = asyncio.run(main(ROOMY))
     got, stats = asyncio.run(main(HYBRID))
     assert got == expected
-    assert stats["host_row_tokens"] > 0
+    assert stats.host_row_tokens > 0
 
 
 def test_cancelled_requests_leave_nothing_wherever_they_are() -> None:
@@ -86,7 +87,7 @@ def test_cancelled_requests_leave_nothing_wherever_they_are() -> None:
                     await asyncio.gather(*tasks, return_exceptions=True)
             again = await engine.generate(PROMPTS[0], SamplingParams(max_tokens=60, temperature=0.0))
             assert again.outputs[0].token_ids == expected.outputs[0].token_ids
-            return engine._backend.step_loop.stats()["moved_to_host"]
+            return engine.stats().moved_to_host
 
     assert asyncio.run(main()) > 0
 

@@ -49,10 +49,10 @@ def load(config: EngineConfig) -> Backend:
         moves = [device.add_graph(partial(tier.enqueue, transfer)) for transfer in range(_core.HostPool.transfers)]
         graphs.set_host_pool(tier.pool, moves)
     poison(steps)
-    hybrid, workers = None, None
+    workers = None
     if host_rows is not None and tier is not None:
-        hybrid, workers = host_rows.hybrid(), host_rows.workers(tier.pool)
-    settings = step_loop_config(config, info, token_buckets(buckets), hybrid=hybrid)
+        workers = host_rows.workers(native, tier.pool, graphs, capture=lambda run: device.add_graph(partial(_quietly, run)))
+    settings = step_loop_config(config, info, token_buckets(buckets))
     step_loop = _core.StepLoop.on_cuda(settings, native, buffers.staging, graphs, None, 0, 50.0, workers)
     return Backend(info, load_tokenizer(config), step_loop, (steps, device, tier, host_rows))
 

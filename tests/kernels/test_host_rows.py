@@ -85,8 +85,7 @@ def test_a_step_loop_with_lanes_needs_workers(model: Path) -> None:
     config, loaded, _ = load(model, hybrid_lanes=2, num_kv_blocks=8, max_model_len=64)
     simulation = _core.SimulatedDevice(vocab_size=2)
     native = _core.CudaDevice.simulated(simulation)
-    hybrid = _core.HybridConfig(lanes=2, layers=loaded.config.num_layers)
-    settings = step_loop_config(config, loaded.info(config, 8, 8), hybrid=hybrid)
+    settings = step_loop_config(config, loaded.info(config, 8, 8))
     graphs = _core.CudaGraphs(native)
     graphs.add_bucket(5, 8, False, 2**31 - 1, [(0, 0)])
     moves = [simulation.add_graph(lambda: None) for _ in range(_core.HostPool.transfers)]

@@ -56,6 +56,7 @@ class Machine:
 
     def __init__(self, path: Path, **config: Any) -> None:
         small = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "num_kv_blocks": 8, "max_model_len": 64}
+        small |= {"hybrid_attention": "always", "hybrid_lanes": LANES, "host_kv_memory_bytes": 1 << 20}
         self.config = EngineConfig(model=str(path), **small | config)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.simulation = _core.SimulatedDevice(vocab_size=2)
@@ -69,8 +70,7 @@ class Machine:
         self.model: ModelConfig = self.loaded.config
         self.buckets = step_buckets(self.config, self.loaded, ops, LANES)
         info = self.loaded.info(self.config, 8, 1)
-        hybrid = _core.HybridConfig(lanes=LANES, layers=self.model.num_layers)
-        staging = _core.Staging(self.native, step_loop_config(self.config, info, hybrid=hybrid), "ahead")
+        staging = _core.Staging(self.native, step_loop_config(self.config, info), "ahead")
         buffers = StepBuffers.allocate(staging, 4, device)
         self.lanes = self._lanes(buffers.source.header)
         cache = memory.allocate(self.config, self.model, 8, self.loaded.dtype, ops)
