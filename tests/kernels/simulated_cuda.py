@@ -51,7 +51,7 @@ def load(config: EngineConfig) -> Backend:
     poison(steps)
     workers = None
     if host_rows is not None and tier is not None:
-        workers = host_rows.workers(native, tier.pool, graphs, capture=lambda run: device.add_graph(partial(_quietly, run)))
+        workers = host_rows.workers(native, tier.pool, graphs, lambda run: device.add_graph(partial(_quietly, run)))
     settings = step_loop_config(config, info, token_buckets(buckets))
     step_loop = _core.StepLoop.on_cuda(settings, native, buffers.staging, graphs, None, 0, 50.0, workers)
     return Backend(info, load_tokenizer(config), step_loop, (steps, device, tier, host_rows))
