@@ -1,7 +1,9 @@
 // Host rows on the simulated device: results do not depend on where a sequence decodes, and whatever fails fails alone.
 #include <algorithm>
+#include <map>
 #include <random>
 #include <string>
+#include <vector>
 
 #include "check.h"
 #include "hybrid_fixture.h"
@@ -423,6 +425,56 @@ TEST(nobody_drains_for_a_host_tier_that_has_given_up) {
     CHECK_EQ(bench.stats().num_host_rows, 0);
   }
   CHECK_EQ(bench.stats().failed_transfers, failed);
+}
+
+// More of them than lanes can serve: they take turns.
+TEST(every_host_row_gets_its_turn) {
+  SchedulerConfig config = small({.lanes = 1, .layers = 1, .max_rows = 5});
+  config.max_num_seqs = 8;
+  config.max_model_len = 256;
+  config.num_host_blocks = 200;
+  HybridBench bench(config);
+  const auto spec = [](uint64_t id) { return make_spec(id, 40, 200, 1, static_cast<int32_t>(11 * id)); };
+  crowd(bench, spec(1), spec(2));
+  for (uint64_t id = 4; id < 9; ++id) bench.add(spec(id), static_cast<int64_t>(id));
+  bench.rounds(40);
+  CHECK_EQ(bench.stats().num_host_rows, 5);
+  std::map<const Slot*, int32_t> before;
+  bench.scheduler.visit_host_rows([&](const Slot& slot, const auto&, auto) { before[&slot] = slot.num_tokens(); });
+  bench.rounds(60);  // as many tokens, of five
+  bench.scheduler.visit_host_rows([&](const Slot& slot, const auto&, auto) { CHECK(slot.num_tokens() >= before[&slot] + 8); });
+}
+
+// A block that is copied out because it is old is found by a sequence, which moves out before that copy is over.
+TEST(two_copies_of_a_block_may_be_under_way) {
+  BlockManager blocks(3, 16, true, 4);
+  DoneMover mover(4);
+  HostTier tier({3, 3}, blocks, mover);
+  const auto ended = [](Sequence&) {};
+  std::vector<int32_t> hosts;
+  const auto stored = [&](Sequence&, std::span<const int32_t> taken) { hosts.assign(taken.begin(), taken.end()); };
+  const std::vector<int32_t> tokens(16, 3);
+  const Chain root{5, true};
+  const int32_t block = blocks.allocate();
+  blocks.publish(block, root, tokens.data(), blocks.prefetch(block, root, tokens.data()));
+  blocks.release(block);
+  mover.slow = 0;
+  tier.advance(ended, stored);
+  CHECK_EQ(tier.blocks_coming(), 1);
+  blocks.retain(block);
+  Sequence sequence;
+  CHECK(tier.store(sequence, std::span(&block, 1)));
+  for (int i = 0; i < 3; ++i) tier.advance(ended, stored);
+  CHECK_EQ(hosts.size(), size_t{1});
+  mover.slow = -1;
+  for (int i = 0; i < 3; ++i) tier.advance(ended, stored);
+  CHECK(blocks.consistent());
+  CHECK_EQ(blocks.num_host_cached(), 1);
+  CHECK_EQ(blocks.host_copy_of(block), hosts.at(0));
+  blocks.release(block);
+  blocks.drop_host_block(hosts.at(0));
+  CHECK(blocks.consistent());
+  CHECK_EQ(blocks.num_host_pinned(), 0);
 }
 
 // Device rows with records fill every step's room for them.
