@@ -80,16 +80,9 @@ class RequestExtras:
     """What a request may want beyond one token a step; the defaults cost nothing."""
 
     def __init__(
-        self,
-        *,
-        needs: int = 0,
-        entries: Sequence[tuple[int, Sequence[int]]] = ...,
-        history: bool = False,
-        result_words: int = 0,
-        score_from: int = -1,
-        tokens_per_step: int = 1,
-        masks: Sequence[MaskChannel] = (),
-    ) -> None:
+        self, *, needs: int = 0, entries: Sequence[tuple[int, Sequence[int]]] = ..., history: bool = False,
+        result_words: int = 0, score_from: int = -1, tokens_per_step: int = 1, masks: Sequence[MaskChannel] = (),
+    ) -> None:  # fmt: skip
         """needs: bits of Need beside those of the SamplingState. entries: (EntryKind, int32 words), for a slot whenever
         it is filled; with ``history`` also its tokens so far. result_words: room for a sample's records, for which it
         needs logprobs or vector. score_from: the first prompt token with records. tokens_per_step: appended at most.
@@ -125,21 +118,16 @@ class StepBatch:
     """A step as the forward sees it. The arrays are views that the next step overwrites."""
 
     def __init__(
-        self,
-        input_ids: Sequence[int],
-        positions: Sequence[int],
-        slot_mapping: Sequence[int],
-        query_start: Sequence[int],
-        context_len: Sequence[int],
-        block_tables: Sequence[Sequence[int]],
-        sample_index: Sequence[int],
-        sample_position: Sequence[int] = ...,
-        sampling: Sequence[SamplingState] = ...,
-    ) -> None:
+        self, input_ids: Sequence[int], positions: Sequence[int], slot_mapping: Sequence[int],
+        query_start: Sequence[int], context_len: Sequence[int], block_tables: Sequence[Sequence[int]],
+        sample_index: Sequence[int], sample_position: Sequence[int] = ..., sampling: Sequence[SamplingState] = ...,
+    ) -> None:  # fmt: skip
         """For tests: owns copies. sampling: per sampled row. Raises ValueError where lengths contradict each other."""
     num_tokens: Final[int]
     num_rows: Final[int]
     num_samples: Final[int]
+    num_lanes: Final[int]
+    """The last tokens, in which rows of the host cross."""
     needs: Final[int]
     """Bits of Need of the sampled rows."""
     @property
@@ -173,14 +161,9 @@ class CpuLinear:
     """
 
     def __init__(
-        self,
-        weights: Sequence[int],
-        rows: Sequence[int],
-        biases: Sequence[int],
-        k: int,
-        dtype: Dtype,
+        self, weights: Sequence[int], rows: Sequence[int], biases: Sequence[int], k: int, dtype: Dtype,
         panels: bool = False,
-    ) -> None: ...
+    ) -> None: ...  # fmt: skip
 
 class CpuNorm:
     """Addresses of the weight and the bias (0: an RMS norm) of a norm; the caller keeps the memory."""
@@ -193,9 +176,7 @@ class PagedKV:
     With scales, float32 [2, 2, Hk] of keys and values, scales and inverses, it is in float8 (e4m3).
     """
 
-    def __init__(
-        self, k: int, v: int, num_kv_heads: int, head_dim: int, block_size: int, scales: int = 0
-    ) -> None: ...
+    def __init__(self, k: int, v: int, num_kv_heads: int, head_dim: int, block_size: int, scales: int = 0) -> None: ...
 
 def draw_token(logits: npt.NDArray[np.float32], state: SamplingState, position: int) -> int:
     """From float32 [vocabulary], as the CPU draws; -1 if NaN or +inf is among them, or none is finite."""
@@ -212,84 +193,35 @@ class CpuKernels:
     def panel_steps(self, dtype: Dtype, /) -> int: ...
     def linear(self, weights: CpuLinear, x: int, x_stride: int, rows: int, y: int, y_float32: bool, /) -> None: ...
     def norm_linear(
-        self,
-        norm: CpuNorm,
-        weights: CpuLinear,
-        x: int,
-        residual: int,
-        rows: int,
-        y: int,
-        y_float32: bool,
-        activation: ActivationFunction | None,
-        /,
+        self, norm: CpuNorm, weights: CpuLinear, x: int, residual: int, rows: int, y: int, y_float32: bool,
+        activation: ActivationFunction | None, /
     ) -> None:
         """linear of the norm of x, or with a residual (0: none) of residual += x, activated."""
     def pack_panels(self, dtype: Dtype, weight: int, transposed: bool, rows: int, k: int, panels: int, /) -> None: ...
     def embed(self, table: CpuLinear, position_table: int, batch: StepBatch, y: int, scale: float, /) -> None:
         """y = the tokens' rows of the table times scale, plus those of their positions (0: none)."""
     def norm(
-        self,
-        dtype: Dtype,
-        x: int,
-        x_stride: int,
-        residual: int,
-        weight: int,
-        bias: int,
-        y: int,
-        y_stride: int,
-        tokens: int,
-        heads: int,
-        width: int,
-        eps: float,
-        /,
+        self, dtype: Dtype, x: int, x_stride: int, residual: int, weight: int, bias: int, y: int, y_stride: int,
+        tokens: int, heads: int, width: int, eps: float, /
     ) -> None: ...
     def activation(
         self, dtype: Dtype, function: ActivationFunction, gated: bool, x: int, y: int, rows: int, width: int, /
     ) -> None:
         """y [rows, width] = function(x); gated: of x [rows, 2 * width], function(first half) * second half."""
     def rotary(
-        self,
-        dtype: Dtype,
-        x: int,
-        token_stride: int,
-        tokens: int,
-        heads: int,
-        head_dim: int,
-        cos_sin: int,
-        positions: int,
-        /,
+        self, dtype: Dtype, x: int, token_stride: int, tokens: int, heads: int, head_dim: int, cos_sin: int,
+        positions: int, /
     ) -> None: ...
     def store_kv(
         self, dtype: Dtype, k: int, k_stride: int, v: int, v_stride: int, cache: PagedKV, batch: StepBatch, /
     ) -> None: ...
     def paged_attention(
-        self,
-        dtype: Dtype,
-        q: int,
-        q_stride: int,
-        tokens: int,
-        num_q_heads: int,
-        out: int,
-        cache: PagedKV,
-        batch: StepBatch,
-        scale: float,
-        window: int,
-        softcap: float,
-        /,
+        self, dtype: Dtype, q: int, q_stride: int, tokens: int, num_q_heads: int, out: int, cache: PagedKV,
+        batch: StepBatch, scale: float, window: int, softcap: float, /
     ) -> None: ...
     def attention(
-        self,
-        dtype: Dtype,
-        heads: int,
-        tokens: int,
-        num_q_heads: int,
-        out: int,
-        cache: PagedKV,
-        batch: StepBatch,
-        scale: float,
-        window: int,
-        softcap: float,
-        /,
+        self, dtype: Dtype, heads: int, tokens: int, num_q_heads: int, out: int, cache: PagedKV, batch: StepBatch,
+        scale: float, window: int, softcap: float, /
     ) -> None:
         """ValueError unless tokens are the batch's."""
     def soft_cap(self, x: int, rows: int, width: int, cap: float, /) -> None:
@@ -302,43 +234,21 @@ class HybridConfig:
     """Whether sequences may decode on the host (csrc/core/scheduler.h): ValueError where a count is wrong."""
 
     def __init__(
-        self,
-        *,
-        lanes: int = 0,
-        layers: int = 0,
-        workers: int = 1,
-        attend_ns: float = 0.0,
-        exchange_ns: float = 0.0,
-        min_gain: float = 0.05,
-        max_rows: int = 0,
-        job_timeout_ns: int = 10_000_000_000,
-    ) -> None: ...
+        self, *, lanes: int = 0, layers: int = 0, workers: int = 1, attend_ns: float = 0.0, exchange_ns: float = 0.0,
+        min_gain: float = 0.05, max_rows: int = 0, job_timeout_ns: int = 10_000_000_000,
+    ) -> None: ...  # fmt: skip
 
 class SchedulerConfig:
     """Counts are checked: ValueError. prefill_chunk_size 0 means as many tokens as the step has room for."""
 
     def __init__(
-        self,
-        *,
-        num_blocks: int,
-        block_size: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        prefill_chunk_size: int,
-        max_model_len: int,
-        prefix_caching: bool,
-        token_buckets: Sequence[int] = (),
-        max_samples: int = 0,
-        max_update_words: int = 0,
-        max_result_words: int = 0,
-        mask_words: int = 0,
-        num_host_blocks: int = 0,
-        costs: StepCosts = ...,
-        target_itl_ns: int = 0,
-        target_itl_ns_by_priority: Sequence[tuple[int, int]] = (),
-        paced_chunk_size: int = 0,
+        self, *, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int,
+        prefill_chunk_size: int, max_model_len: int, prefix_caching: bool, token_buckets: Sequence[int] = (),
+        max_samples: int = 0, max_update_words: int = 0, max_result_words: int = 0, mask_words: int = 0,
+        num_host_blocks: int = 0, costs: StepCosts = ..., target_itl_ns: int = 0,
+        target_itl_ns_by_priority: Sequence[tuple[int, int]] = (), paced_chunk_size: int = 0,
         hybrid: HybridConfig = ...,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """token_buckets: ascending sizes of step; a chunk that does not finish its prompt fills one of them.
 
         Budgets of a step: samples (0 is max_num_seqs), words of entries and of records. mask_words 0: no masks.
@@ -351,13 +261,10 @@ class StepCosts:
     """Times in nanoseconds; 0 where nothing is known."""
 
     def __init__(
-        self,
-        decode: Sequence[tuple[int, float, float]] = (),
-        prompt: Sequence[tuple[int, float, float]] = (),
-        to_device: tuple[float, float] = ...,
-        to_host: tuple[float, float] = ...,
+        self, decode: Sequence[tuple[int, float, float]] = (), prompt: Sequence[tuple[int, float, float]] = (),
+        to_device: tuple[float, float] = ..., to_host: tuple[float, float] = ...,
         factors: tuple[float, float, float] = ...,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Points of (tokens, with no context, for each token of context), ascending; copies by (call, byte); factors of
         steps that decode alone, and of the others' rest and attention. csrc/core/step_costs.h explains
         them. Raises ValueError."""
@@ -398,16 +305,9 @@ class SchedulerHarness:
 
     def __init__(self, config: SchedulerConfig, steps_in_flight: int) -> None: ...
     def add(
-        self,
-        id: int,
-        prompt: Sequence[int],
-        n: int,
-        max_tokens: int,
-        stop_tokens: Sequence[int],
-        order: int,
-        salt: int,
-        extras: RequestExtras = ...,
-    ) -> None: ...
+        self, id: int, prompt: Sequence[int], n: int, max_tokens: int, stop_tokens: Sequence[int], order: int,
+        salt: int, extras: RequestExtras = ...,
+    ) -> None: ...  # fmt: skip
     def abort(self, id: int, index: int = -1) -> None: ...
     def schedule(self) -> tuple[list[_Row], list[tuple[int, int]]] | None:
         """Rows and block copies (source, target) of the next step, which is then in flight; None if nothing can run."""
@@ -464,33 +364,19 @@ class SubmitResult(enum.Enum):
 
 class StepLoopConfig:
     def __init__(
-        self,
-        *,
-        scheduler: SchedulerConfig,
-        steps_in_flight: int,
-        max_queued_requests: int,
-        max_queued_tokens: int,
-        priority_ageing_s: float,
-        step_timeout_s: float,
-        late_launch: bool,
-        disk_path: str = "",
-        fingerprint: str = "",
-        disk_bytes: int = 0,
-    ) -> None:
+        self, *, scheduler: SchedulerConfig, steps_in_flight: int, max_queued_requests: int, max_queued_tokens: int,
+        priority_ageing_s: float, step_timeout_s: float, late_launch: bool, disk_path: str = "",
+        fingerprint: str = "", disk_bytes: int = 0,
+    ) -> None:  # fmt: skip
         """disk_path: for KV blocks behind a host tier. A step loop raises RuntimeError if it cannot be used."""
 
 class SimulatedDevice:
     """A device in software, and a model whose next token is a hash of all tokens before. Runs one step loop."""
 
     def __init__(
-        self,
-        *,
-        vocab_size: int,
-        first_token: int = 0,
-        step_latency_us: float = 0.0,
-        token_latency_us: float = 0.0,
+        self, *, vocab_size: int, first_token: int = 0, step_latency_us: float = 0.0, token_latency_us: float = 0.0,
         read_kv: bool = True,
-    ) -> None: ...
+    ) -> None: ...  # fmt: skip
     def add_graph(self, body: Callable[[], None]) -> int:
         """A graph whose launch calls ``body`` on the device's thread, in the order of the CUDA stream."""
     def refuse_pinning(self) -> None:
@@ -559,19 +445,60 @@ class HostPool:
     def block(self, host: int) -> int:
         """Address of block_bytes."""
 
+class HostExchange:
+    """Where host rows cross (csrc/platform/host_exchange.h)."""
+
+    def __init__(
+        self, dtype: Dtype, num_slots: int, num_q_heads: int, num_kv_heads: int, head_dim: int,
+        device: CudaDevice | None
+    ) -> None:
+        """In pinned memory of a device. Raises RuntimeError if there is none."""
+    mailboxes: Final[int]
+    """Address of int64 [num_slots, mailbox_words]."""
+    mailbox_words: Final[int]
+    results: Final[int]
+    """Address of [num_slots, num_q_heads, head_dim]: result_bytes for each slot."""
+    result_bytes: Final[int]
+
+class LinkJobs:
+    """Where attention over the link finds its jobs (csrc/step_loop/graph_link.h), in pinned memory or RuntimeError."""
+
+    def __init__(self, device: CudaDevice, max_jobs: int, max_blocks: int) -> None: ...
+    words: Final[int]
+    """int32 at ``address``."""
+    address: Final[int]
+
+class GraphLink:
+    """``graph``, as torch captured it, computes the jobs; ``graphs`` own what is made of it."""
+
+    def __init__(self, device: CudaDevice, jobs: LinkJobs, block_size: int, graphs: CudaGraphs, graph: int) -> None: ...
+
+class HostWorkers:
+    """Threads that attend for host rows (csrc/platform/host_workers.h)."""
+
+    def __init__(
+        self, exchange: HostExchange, *, pool: HostPool, block_size: int, transposed_keys: bool,
+        layers: Sequence[tuple[float, int, float, int]], num_workers: int, isa: str = "auto",
+        link: GraphLink | None = None,
+    ) -> None:  # fmt: skip
+        """layers: scale, window, softcap, address of PagedKV.scales or 0. ValueError for blocks of another shape."""
+    def close(self, limit_s: float) -> bool:
+        """False: one of them hangs."""
+
+def time_host_attention(
+    dtype: Dtype, num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int, transposed_keys: bool,
+    num_workers: int, tokens: int, float8: bool = False, isa: str = "auto"
+) -> float:
+    """Nanoseconds of a worker per token of context in a layer, while all of them attend over rows of so many tokens."""
+
 class CudaGraphs:
     """Executable graphs by bucket. Whoever captured them keeps the originals, which own the memory."""
 
     def __init__(self, device: CudaDevice) -> None: ...
     def add_bucket(
-        self,
-        max_rows: int,
-        max_tokens: int,
-        single_token_rows: bool,
-        max_context: int,
-        variants: Sequence[tuple[int, int]],
-        lanes: int = 0,
-    ) -> None:
+        self, max_rows: int, max_tokens: int, single_token_rows: bool, max_context: int,
+        variants: Sequence[tuple[int, int]], lanes: int = 0,
+    ) -> None:  # fmt: skip
         """Ascending: a step takes the first that fits; a max_context of 2**31 - 1 is any.
 
         variants: (Need bits, captured graph or 0 if all run eagerly), the cheapest first. A step takes the first that
@@ -597,7 +524,9 @@ class Record(tuple[RecordKind, int, bytes]):
     payload: bytes
     """32-bit words."""
 
-class SequenceNews(tuple[int, int, list[int], FinishReason, int, int, int, int, tuple[bytes, ...], tuple[Record, ...]]):
+class SequenceNews(
+    tuple[int, int, list[int], FinishReason, int, int, int, int, tuple[bytes, ...], tuple[Record, ...], int]
+):
     """What is new of a sequence, as a named tuple. Times are those of time.monotonic_ns()."""
 
     n_fields: int
@@ -608,17 +537,31 @@ class SequenceNews(tuple[int, int, list[int], FinishReason, int, int, int, int, 
     """Of the sequence among the n of its request."""
     tokens: list[int]
     finish: FinishReason
-    first_ns: int
-    """When the first of this news came about."""
+    first_ns: int  # when the first of this news came about
     last_ns: int
-    scheduled_ns: int
-    """When the request first ran."""
-    cached_tokens: int
-    """Of the prompt, found in the prefix cache."""
+    scheduled_ns: int  # when the request first ran
+    cached_tokens: int  # of the prompt, found in the prefix cache
     logprobs: tuple[bytes, ...]
     """Payloads of the log probabilities of ``tokens``: one for each that has some, in order."""
     records: tuple[Record, ...]
     """The others."""
+    host_tokens: int  # of ``tokens``, those made while the sequence decoded on the host
+
+class CpuLanes:
+    """Lanes of the CPU's steps (csrc/platform/cpu_lanes.h)."""
+
+    def __init__(
+        self, *, dtype: Dtype, num_slots: int, num_q_heads: int, num_kv_heads: int, head_dim: int, hidden_size: int
+    ) -> None: ...
+    def exchange(self, batch: StepBatch, layer: int, heads: int, x: int, residual: int) -> None:
+        """Addresses of rows, one for each token of the step."""
+
+class CpuHostRows:
+    """layers: scale, window, softcap, and the address of float8 scales or 0."""
+
+    def __init__(
+        self, *, lanes: CpuLanes, layers: Sequence[tuple[float, int, float, int]], num_workers: int, isa: str
+    ) -> None: ...
 
 class StepLoop:
     """submit, abort and drain belong to the event loop's thread. No call waits for the step thread but stop()."""
@@ -627,27 +570,20 @@ class StepLoop:
     def on_simulated_device(config: StepLoopConfig, device: SimulatedDevice, poll_interval_us: float) -> StepLoop: ...
     @staticmethod
     def on_cpu(
-        config: StepLoopConfig,
-        forward: Callable[[StepBatch], tuple[int, int, int]],
-        kernels: CpuKernels,
-        vocab_size: int,
-        kv_regions: Sequence[tuple[int, int]],
-    ) -> StepLoop:
+        config: StepLoopConfig, forward: Callable[[StepBatch], tuple[int, int, int]], kernels: CpuKernels,
+        vocab_size: int, kv_regions: Sequence[tuple[int, int]], host_rows: CpuHostRows | None = None,
+    ) -> StepLoop:  # fmt: skip
         """forward returns the address of float32 logits [num_samples, vocab_size], and the address and the width of
         vectors [num_samples, width], or 0 where no sample has Need.vector. Addresses are valid until its next call; it
         runs on the executor's thread. kv_regions: (address, bytes per block) of all memory that block copies concern.
         """
     @staticmethod
     def on_cuda(
-        config: StepLoopConfig,
-        device: CudaDevice,
-        staging: Staging,
-        graphs: CudaGraphs,
-        eager: Callable[[int, int, int], None] | None,
-        cuda_stream: int,
-        poll_interval_us: float,
-    ) -> StepLoop:
-        """Steps run on ``cuda_stream``, or with 0 on one of their own.
+        config: StepLoopConfig, device: CudaDevice, staging: Staging, graphs: CudaGraphs,
+        eager: Callable[[int, int, int], None] | None, cuda_stream: int, poll_interval_us: float,
+        host_workers: HostWorkers | None = None,
+    ) -> StepLoop:  # fmt: skip
+        """Steps run on ``cuda_stream``, or with 0 on one of their own. With lanes for host rows it needs their workers.
 
         eager(bucket or -1 for block copies, Need bits of the variant, cuda_stream) enqueues a step's kernels, no graph.
         """
@@ -658,19 +594,10 @@ class StepLoop:
     def stop(self, limit_s: float) -> bool:
         """False: the executor still runs after limit_s, and its memory is leaked rather than freed."""
     def submit(
-        self,
-        id: int,
-        prompt: Sequence[int],
-        n: int,
-        max_tokens: int,
-        priority: int,
-        salt: int,
-        sampling: SamplingState,
-        stop_tokens: Sequence[int],
-        delay_ns: int = 0,
-        reserved: bool = False,
+        self, id: int, prompt: Sequence[int], n: int, max_tokens: int, priority: int, salt: int,
+        sampling: SamplingState, stop_tokens: Sequence[int], delay_ns: int = 0, reserved: bool = False,
         extras: RequestExtras = ...,
-    ) -> SubmitResult:
+    ) -> SubmitResult:  # fmt: skip
         """Sequence i of n samples with seed + i. The request is served as if it had arrived delay_ns later.
 
         A reserved one may use an eighth more than the limits of the queue."""

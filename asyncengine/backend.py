@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import ctypes
+import logging
 import os
 import select
 import weakref
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from asyncengine.model_info import ModelInfo
     from asyncengine.runner.cost_table import KnownCosts
     from asyncengine.tokenization import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -115,6 +118,13 @@ def load_backend(config: EngineConfig, *, progress: bool, measure: bool = False)
         if config.disk_kv_path is None or config.disk_kv_path not in str(e):
             raise
         raise ConfigError(f"disk_kv_path cannot be used: {e}") from e
+    if config.hybrid_attention != "off" and not backend.model_info.can_decode_on_host:
+        logger.warning(
+            "hybrid_attention=%s is off: no sequence of %s can decode on the host, as it %s",
+            config.hybrid_attention,
+            backend.model_info.name,
+            "classifies" if backend.model_info.labels else "has heads of an odd size",
+        )
     return replace(backend, model_info=_with_stop_of(backend.tokenizer, backend.model_info, config))
 
 
@@ -141,11 +151,12 @@ def _load_on_cpu(config: EngineConfig, *, progress: bool, measure: bool) -> Back
         return runner.forward(batch).addresses()
 
     step_loop = _core.StepLoop.on_cpu(
-        step_loop_config(config, runner.info, costs=costs.native if costs else None),
+        step_loop_config(config, runner.info, costs=costs.table if costs else None),
         forward,
         ops.native,
         len(runner.info.labels) or runner.info.vocab_size,
         runner.kv_block_regions(),
+        runner.host_rows(config, ops),
     )
     return Backend(runner.info, tokenizer, step_loop, runner, runner.interrupt, costs)
 

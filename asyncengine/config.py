@@ -17,7 +17,7 @@ _HIGHEST = {
     **dict.fromkeys(("block_size", *_BLOCKS_AND_TOKENS), 2**31 - 1),
     **dict.fromkeys((*_QUEUED, "kv_cache_memory_bytes", "host_kv_memory_bytes", "disk_kv_bytes"), 2**63 - 1),
     "seed": 2**64 - 1,
-    "cpu_threads": 4096,
+    **dict.fromkeys(("cpu_threads", "hybrid_workers"), 4096),
 }
 """What integers of the core and of torch hold; of threads, more than any machine has cores."""
 
@@ -26,6 +26,14 @@ def check_types(config: object) -> None:
     """Raises ConfigError unless every field of a dataclass holds what its annotation says."""
     for field, hint in get_type_hints(type(config)).items():
         _check_type(field, getattr(config, field), hint)
+
+
+def _num_cores() -> int:
+    """That this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on this platform
+        return os.cpu_count() or 1
 
 
 def _check_type(field: str, value: Any, hint: Any) -> None:
@@ -131,6 +139,9 @@ class EngineConfig:
     """Let sequences for which the cache has no room decode with their keys and values on the host, where threads attend
     for them. auto: where measured costs predict 5% more throughput, and targets allow it. always: whatever they
     predict. Needs host_kv_memory_bytes."""
+    hybrid_form: Literal["workers", "link", "both"] = "workers"
+    """Who attends for these sequences: threads; a kernel of a GPU, which reads the host's memory over the link; or
+    both."""
     hybrid_workers: int | None = None
     """Threads that attend on the host; None: the cores this process may use but two."""
     hybrid_lanes: int = 8
@@ -199,6 +210,8 @@ class EngineConfig:
         self._at_least("disk_kv_bytes", 1)
         if self.hybrid_attention != "off" and self.host_kv_memory_bytes is None:
             raise ConfigError("hybrid_attention needs host_kv_memory_bytes: sequences decode in the host tier")
+        if self.hybrid_form != "workers" and self.device == "cpu":
+            raise ConfigError(f"hybrid_form={self.hybrid_form} needs a GPU, got device=cpu")
         if not 1 <= self.hybrid_lanes <= 64:
             raise ConfigError(f"hybrid_lanes must be in [1, 64], got {self.hybrid_lanes}")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -246,10 +259,12 @@ class EngineConfig:
         """``cpu_threads`` resolved."""
         if self.cpu_threads is not None:
             return self.cpu_threads
-        try:
-            return len(os.sched_getaffinity(0))
-        except AttributeError:  # not on this platform
-            return os.cpu_count() or 1
+        return _num_cores()
+
+    @property
+    def num_hybrid_workers(self) -> int:
+        """``hybrid_workers`` resolved, 0 if the link attends alone; two cores are left to others."""
+        return 0 if self.hybrid_form == "link" else self.hybrid_workers or max(1, _num_cores() - 2)
 
     @property
     def itl_targets_by_priority(self) -> dict[int, float]:

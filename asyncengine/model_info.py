@@ -28,6 +28,10 @@ class ModelInfo:
     kv_bytes_per_block: int
     num_host_kv_blocks: int = 0
     """Of the host tier."""
+    num_kv_layers: int = 0
+    """Layers that keep keys and values."""
+    can_decode_on_host: bool = False
+    """Whether threads of the host can attend for its sequences (EngineConfig.hybrid_attention)."""
     fingerprint: str = ""
     """Of all that keys and values depend on; empty where nothing outlives the process."""
     vector_size: int = 0

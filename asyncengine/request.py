@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from asyncengine.checks import integer, number, quoted, sequence
 from asyncengine.conversation import Conversation
@@ -333,6 +333,14 @@ class RequestTiming:
     first_token: float
     finished: float
     completion_tokens: int
+    """Of the longest sequence."""
+    host_tokens: int = 0
+    """Of these, the ones that the sequence made while it decoded on the host."""
+
+    @property
+    def decoded_on(self) -> Literal["device", "host"]:
+        """Where most of the tokens were made."""
+        return "host" if 2 * self.host_tokens > self.completion_tokens else "device"
 
     @property
     def queue_time(self) -> float:
@@ -413,3 +421,5 @@ class RequestDelta:
     timing: RequestTiming | None = None
     logprobs: Sequence[TokenLogProbs] | None = None
     """One for each of ``token_ids``, if they were asked for."""
+    host_tokens: int = 0
+    """Of ``token_ids``, the ones that were made while the sequence decoded on the host."""

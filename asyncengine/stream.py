@@ -62,10 +62,12 @@ class _SequenceState:
     __slots__ = (
         "_decoded",
         "_detokenizer",
+        "_host_tokens",
         "_matcher",
         "_num_named",
         "_num_top",
         "_params",
+        "_taken_host_tokens",
         "_taken_texts",
         "_taken_tokens",
         "_wants_logprobs",
@@ -91,18 +93,21 @@ class _SequenceState:
         self.texts: list[str] = []
         self.records: list[bytes] = []
         self._decoded = 0  # tokens whose text is made
-        self._taken_tokens = self._taken_texts = 0
+        self._host_tokens = 0  # of those that came, made on the host
+        self._taken_tokens = self._taken_texts = self._taken_host_tokens = 0
         self.untaken = False
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
 
-    def feed(self, tokens: list[int], finish: Ended, whole: bool) -> bool:
-        """Take in tokens and perhaps the end; True if a stop string ended the sequence before the core did.
+    def feed(self, tokens: list[int], finish: Ended, whole: bool, host_tokens: int) -> bool:
+        """Take in tokens, of which ``host_tokens`` were made on the host, and perhaps the end; True if a stop string
+        ended the sequence before the core did.
 
         With ``whole`` nobody looks at the text before the end, so it is made of many tokens at a time.
         """
         if self.finish_reason is not None:
             return False  # tokens that were under way when a stop string ended it
+        self._host_tokens += host_tokens
         if self._matcher is not None:
             return self._feed_matcher(self._matcher, tokens, finish)
         self.token_ids += tokens
@@ -148,12 +153,19 @@ class _SequenceState:
             self._append(self._matcher.flush())
         self.finish_reason = FinishReason.TIMEOUT
 
-    def take(self) -> tuple[str, list[int], LogProbs | None]:
+    @property
+    def host_tokens(self) -> int:
+        """Of ``token_ids``; a stop string may have left out the last of those that came."""
+        return min(self._host_tokens, len(self.token_ids))
+
+    def take(self) -> tuple[str, list[int], LogProbs | None, int]:
         """What is new since the last call."""
         text, tokens = "".join(self.texts[self._taken_texts :]), self.token_ids[self._taken_tokens :]
         logprobs = self.logprobs_of(self._taken_tokens) if self._wants_logprobs else None
         self._taken_texts, self._taken_tokens, self.untaken = len(self.texts), len(self.token_ids), False
-        return text, tokens, logprobs
+        host_tokens = self.host_tokens - self._taken_host_tokens
+        self._taken_host_tokens += host_tokens
+        return text, tokens, logprobs, host_tokens
 
     def logprobs_of(self, first: int) -> LogProbs:
         """Of the tokens from ``first``; a stop string may have left out the last of those that came."""
@@ -305,7 +317,7 @@ class RequestStream:
                     self._prompt_records.append(r.payload)
                 elif r.kind is _LOGITS:
                     logits = r.payload
-        if sequence.feed(tokens, news.finish, self._whole):
+        if sequence.feed(tokens, news.finish, self._whole, news.host_tokens):
             self._owner.stop_sequence(self._key, index)
         if not sequence.untaken and not was_finished and (tokens or not logits):
             sequence.untaken = True
@@ -352,10 +364,9 @@ class RequestStream:
             await self._news()
         index = self._untaken.pop(0)
         sequence = self._sequences[index]
-        text, tokens, logprobs = sequence.take()
-        delta = RequestDelta(
-            self.request_id, index, text, tokens, sequence.finish_reason, sequence.stop_reason, None, None, logprobs
-        )
+        text, tokens, logprobs, host_tokens = sequence.take()
+        finish, stop = sequence.finish_reason, sequence.stop_reason
+        delta = RequestDelta(self.request_id, index, text, tokens, finish, stop, None, None, logprobs, host_tokens)
         if self._done and self._error is None and not self._untaken:
             delta.usage, delta.timing = self._usage(), self._timing()
         return delta
@@ -439,8 +450,15 @@ class RequestStream:
         return Usage(len(self.prompt_token_ids), completion, self.cached_tokens)
 
     def _timing(self) -> RequestTiming:
-        tokens = max(len(s.token_ids) for s in self._sequences)
-        return RequestTiming(self._arrived, self._scheduled, self._first_token, self._finished, tokens)
+        longest = max(self._sequences, key=lambda s: len(s.token_ids))
+        return RequestTiming(
+            self._arrived,
+            self._scheduled,
+            self._first_token,
+            self._finished,
+            len(longest.token_ids),
+            longest.host_tokens,
+        )
 
 
 def _copy(error: AsyncEngineError) -> AsyncEngineError:

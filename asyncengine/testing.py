@@ -15,7 +15,7 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncengine import _core
 from asyncengine.backend import Backend
@@ -26,6 +26,9 @@ from asyncengine.prompts import release_idle
 from asyncengine.request import SamplingParams
 from asyncengine.runner.loop_config import choose_num_host_blocks, step_loop_config
 from asyncengine.tokenization import PLACEHOLDER_EOS_TOKEN_ID, placeholder_tokenizer
+
+if TYPE_CHECKING:
+    from asyncengine.runner.cost_table import CostTable
 
 VOCAB_SIZE = 1024
 EOS_TOKEN_ID = PLACEHOLDER_EOS_TOKEN_ID
@@ -93,11 +96,13 @@ class SimulatedEngine(AsyncEngine):
         tokenizer = None if config.skip_tokenizer_init else placeholder_tokenizer(VOCAB_SIZE)
         return Backend(info, tokenizer, step_loop)
 
-    def _costs(self, config: EngineConfig) -> _core.StepCosts:
+    def _costs(self, config: EngineConfig) -> CostTable:
         """What was asked for: nobody needs to measure it. A token of context takes no time."""
+        from asyncengine.runner.cost_table import CostTable, Point  # loads torch
+
         most = max(2, config.max_num_batched_tokens)
-        points = [(n, 1e3 * (self._step_latency_us + n * self._token_latency_us), 0.0) for n in (1, most)]
-        return _core.StepCosts(points, points)
+        points = [Point(n, 1e3 * (self._step_latency_us + n * self._token_latency_us), 0.0) for n in (1, most)]
+        return CostTable(points, points)
 
     def expected_token_ids(self, prompt: Sequence[int], params: SamplingParams, index: int = 0) -> list[int]:
         """The tokens that sequence ``index`` must get, stop strings left aside; needs max_tokens, and a seed."""

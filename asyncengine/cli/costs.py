@@ -19,13 +19,15 @@ from asyncengine.config import EngineConfig
 if TYPE_CHECKING:
     from asyncengine.backend import Backend
     from asyncengine.engine import AsyncEngine
+    from asyncengine.model_info import ModelInfo
     from asyncengine.runner.cost_table import CostTable, KnownCosts
-    from asyncengine.runner.costs import HostAttention
     from asyncengine.stats import StepRecord
 
 _LOOK_S = 0.01
 _STREAMS = 16
 _SECONDS = 5.0
+_CONTEXTS = (2048, 8192)
+"""Of which the gain of hybrid attention is foreseen."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,12 +52,10 @@ def run(args: argparse.Namespace) -> int:
 async def _run(args: argparse.Namespace) -> int:
     from asyncengine.bundled import path as bundled_path
     from asyncengine.engine import AsyncEngine
-    from asyncengine.runner.costs import host_attention
 
     options: dict[str, Any] = flags.values(args, EngineConfig)
     config = EngineConfig.from_kwargs(options.pop("model", None) or str(bundled_path()), options)
     found: list[KnownCosts] = []
-    host = await asyncio.to_thread(host_attention, config)
     engine = AsyncEngine(config, partial(_load, found=found))
     async with embed.running(engine):
         if not found:
@@ -66,10 +66,10 @@ async def _run(args: argparse.Namespace) -> int:
         predictions = await _compare(engine, seconds) if seconds > 0 else []
     costs = found[0]
     if getattr(args, "json", False):
-        print(json.dumps(_as_dict(info.name, info.device, costs, host, predictions), indent=1))
+        print(json.dumps(_as_dict(config, info, costs, predictions), indent=1))
         return 0
     print(f"{info.name} on {info.device}, {info.dtype}; kept in {costs.file.path}")
-    for block in (*_table(costs.table), _host_table(host), _prediction_table(predictions)):
+    for block in (*_table(costs.table), *_host_tables(config, info, costs.table), _prediction_table(predictions)):
         print("\n" + "\n".join(_aligned(block)))
     return 0
 
@@ -161,9 +161,41 @@ def _table(table: CostTable) -> Iterable[Lines]:
     yield [("from a kernel's launch until the host sees its result", f"{table.crossing_ns / 1e3:.1f} us")]
 
 
-def _host_table(host: Sequence[HostAttention]) -> Lines:
-    lines = [(str(h.threads), f"{h.tokens:,}", f"{h.bytes_per_s / 1e9:.1f}") for h in host]
-    return [("threads of the CPU", "tokens attended to", "GB/s of keys and values, of one row and layer"), *lines]
+def _host_tables(config: EngineConfig, info: ModelInfo, table: CostTable) -> Iterable[Lines]:
+    if not table.host_attention:
+        return
+    token_bytes = info.kv_bytes_per_block / (info.block_size * info.num_kv_layers)
+    rates = [
+        (f"{h.workers:,}", f"{h.tokens:,}", f"{h.ns:.2f}", f"{h.workers * token_bytes / h.ns:.1f}")
+        for h in table.host_attention
+    ]
+    yield [("workers of the host", "tokens of context", "ns of one, token and layer", "GB/s of all"), *rates]
+    yield [("lanes for sequences on the host add to a step", f"{table.exchange_ns / 1e3:.1f} us")]
+    if gains := _gains(config, info, table):
+        lines = [(f"{g.context:,}", f"{g.rows:,}", f"{g.gain:+.1%}") for g in gains]
+        yield [("tokens of context", "sequences in the cache", "throughput that sequences on the host add"), *lines]
+
+
+class Gain(NamedTuple):
+    """Of hybrid attention, foreseen."""
+
+    context: int
+    rows: int
+    """of which the cache is full"""
+    gain: float
+
+
+def _gains(config: EngineConfig, info: ModelInfo, table: CostTable) -> list[Gain]:
+    """Empty where it is off."""
+    gains = []
+    if config.hybrid_attention != "off" and info.can_decode_on_host:
+        layers, workers = info.num_kv_layers, config.num_hybrid_workers
+        for context in sorted({min(n, info.max_model_len) for n in _CONTEXTS}):
+            rows = max(1, min(config.max_num_seqs, info.kv_capacity_tokens // context))
+            attended = min(rows * context, info.kv_capacity_tokens)
+            gain = table.hybrid_gain(rows, attended, lanes=config.hybrid_lanes, layers=layers, workers=workers)
+            gains += [] if gain is None else [Gain(context, rows, gain)]
+    return gains
 
 
 def _prediction_table(predictions: Sequence[Prediction]) -> Lines:
@@ -189,15 +221,15 @@ def _summary(predictions: Sequence[Prediction]) -> dict[str, dict[str, float]]:
 
 
 def _as_dict(
-    model: str, device: str, costs: KnownCosts, host: Sequence[HostAttention], predictions: Sequence[Prediction]
+    config: EngineConfig, info: ModelInfo, costs: KnownCosts, predictions: Sequence[Prediction]
 ) -> dict[str, Any]:
     import msgspec
 
     return {
-        "model": model,
-        "device": device,
+        "model": info.name,
+        "device": info.device,
         "costs": msgspec.to_builtins(costs.table),
-        "host_attention": [h._asdict() for h in host],
+        "hybrid_gain": [gain._asdict() for gain in _gains(config, info, costs.table)],
         "predictions": _summary(predictions),
     }
 

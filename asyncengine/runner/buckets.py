@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from asyncengine.errors import ConfigError
 from asyncengine.kernels.cuda.step.bucket import ANY_CONTEXT, Bucket
 
 __all__ = ["ANY_CONTEXT", "Bucket", "choose_buckets", "token_buckets"]
@@ -20,11 +21,15 @@ def choose_buckets(
     max_model_len: int,
     short_context: Callable[[int], int],
     short_mixed_context: Callable[[int], int],
+    lanes: int = 0,
 ) -> list[Bucket]:
     """Ascending; the last one fits every step. Steps are at most a fifth larger than needed, from 64 tokens on.
 
     A decode step of n rows has a bucket of its own, with a max_context, while no row has more tokens than
     ``short_context(n)``, and so has a mixed step of n tokens, new ones included, if they are few.
+
+    With ``lanes`` each bucket that has room for them comes twice, without and with lanes; the last one that has lanes
+    fits every step that has some. Raises ConfigError if there is no room beside them in the largest step.
     """
     decode = []
     for n in _sizes(max_num_seqs, first=1):
@@ -40,7 +45,14 @@ def choose_buckets(
     few = [b for b in mixed if b.max_tokens <= _FEW_TOKENS]
     limits = [short_mixed_context(b.max_tokens) - b.max_tokens for b in few]
     mixed |= {b._replace(max_context=limit) for b, limit in zip(few, limits, strict=True) if limit > 0}
-    return sorted([*decode, *mixed], key=lambda b: (b.max_tokens, not b.single_token_rows, b.max_rows, b.max_context))
+    if lanes >= max_num_batched_tokens:
+        raise ConfigError(f"hybrid_lanes ({lanes}) must be less than max_num_batched_tokens ({max_num_batched_tokens})")
+    plain = [*decode, *mixed]
+    with_lanes = [b._replace(lanes=lanes) for b in plain if 0 < lanes < b.max_tokens]
+    return sorted(
+        [*plain, *with_lanes],
+        key=lambda b: (b.max_tokens, not b.single_token_rows, b.max_rows, b.max_context, b.lanes),
+    )
 
 
 def token_buckets(buckets: list[Bucket]) -> list[int]:

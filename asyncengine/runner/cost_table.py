@@ -18,7 +18,7 @@ from asyncengine.kernels.cuda.linear.tables import cache_directory, table_name
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Files of another one are measured anew."""
 
 
@@ -39,6 +39,16 @@ class Copy(msgspec.Struct, frozen=True):
     ns: float
 
 
+class HostAttention(msgspec.Struct, frozen=True):
+    """Attention of sequences that decode on the host, by one of so many workers that are all busy."""
+
+    workers: int
+    tokens: int
+    """of context"""
+    ns: float
+    """for each of them in one layer"""
+
+
 class CostTable(msgspec.Struct, frozen=True):
     """Times in nanoseconds; lists ascend."""
 
@@ -54,6 +64,10 @@ class CostTable(msgspec.Struct, frozen=True):
     factors: tuple[float, float, float] = (1.0, 1.0, 1.0)
     """What was taken in place of 1, as learned while engines ran: steps that decode alone; of others the rest, and the
     attention of chunks"""
+    host_attention: list[HostAttention] = []
+    """empty where it was not asked for"""
+    exchange_ns: float = 0.0
+    """what lanes for sequences on the host add to a step of a GPU, beside their tokens"""
 
     def native(self) -> _core.StepCosts:
         return _core.StepCosts(
@@ -63,6 +77,27 @@ class CostTable(msgspec.Struct, frozen=True):
             fit_copies(self.to_host),
             self.factors,
         )
+
+    def attend_ns(self, workers: int) -> float:
+        """Of one worker for a token of context in a layer, while so many are busy, or about as many; 0: not known."""
+        if not self.host_attention:
+            return 0.0
+        nearest = min((h.workers for h in self.host_attention), key=lambda count: abs(count - workers))
+        measured = [h.ns for h in self.host_attention if h.workers == nearest]
+        return sum(measured) / len(measured)
+
+    def hybrid_gain(self, rows: int, attended: int, *, lanes: int, layers: int, workers: int) -> float | None:
+        """Throughput that sequences on the host add to steps of ``rows`` that see ``attended`` tokens in all.
+
+        A share of those steps' own, as Scheduler::hybrid_pays computes it. None where it is not known.
+        """
+        attend_ns = self.attend_ns(workers)
+        if not attend_ns or not self.decode:
+            return None
+        costs = self.native()
+        alone, together = costs.decode_ns(rows, attended), costs.decode_ns(rows + lanes, attended) + self.exchange_ns
+        tokens = min(lanes, together * workers * rows / (attend_ns * layers * attended))
+        return (rows + tokens) / rows * alone / together - 1
 
     def corrected(self, stats: Mapping[str, int]) -> CostTable:
         """With the factors that a step loop's statistics have."""
@@ -109,7 +144,10 @@ class CostFile:
             "block_size": str(config.block_size),
             "batch_invariant": str(config.batch_invariant),
             "eager": str(config.enforce_eager),
+            "kv_cache_dtype": config.kv_cache_dtype,
         }
+        if config.hybrid_attention != "off":
+            of["hybrid"] = f"{config.hybrid_lanes} lanes, {config.num_hybrid_workers} workers"
         if device == "cpu":
             of |= {"threads": str(config.num_threads), "isa": _core.CpuKernels(1).isa}
         digest = hashlib.sha256(repr(sorted(of.items())).encode()).hexdigest()[:16]
@@ -149,10 +187,6 @@ class KnownCosts:
 
     file: CostFile
     table: CostTable
-
-    @property
-    def native(self) -> _core.StepCosts:
-        return self.table.native()
 
     def keep_learned(self, stats: Mapping[str, int]) -> None:
         self.file.keep(self.table.corrected(stats))

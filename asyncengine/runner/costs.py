@@ -7,15 +7,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
+import msgspec
 
 from asyncengine import _core
 from asyncengine.config import EngineConfig
-from asyncengine.kernels.cpu.ops import CpuOps
 from asyncengine.model_info import ModelInfo
 from asyncengine.models.config import ModelConfig
-from asyncengine.runner.cost_table import CostFile, CostTable, KnownCosts, Point
-from asyncengine.runner.model_runner import CpuModelRunner, read_model_config
+from asyncengine.runner.cost_table import CostFile, CostTable, HostAttention, KnownCosts, Point
+from asyncengine.runner.model_runner import CpuModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +25,9 @@ _CHUNKS = (128, 512, 16, 2048, 256, 64, 1024, 192, 384, 96, 768, 32)
 """In the order of their worth, where time does not do for all."""
 _SHORT = 16
 """Context of decode rows whose attention takes next to nothing."""
+
+HOST_TOKENS = (2048, 8192)
+"""Contexts that attention on the host is timed with."""
 
 Rows = Sequence[tuple[int, int]]
 """Of a step, (tokens, context before them): decode rows have one token."""
@@ -109,9 +111,6 @@ def known_costs(file: CostFile, measure_all: Callable[[], CostTable], *, anew: b
 
 # ---- on the CPU ----
 
-HOST_TOKENS = (1024, 16384)
-"""Contexts that host attention is timed with."""
-
 _MOST_CPU_CONTEXT = 2048
 
 
@@ -124,7 +123,11 @@ def cpu_costs(config: EngineConfig, runner: CpuModelRunner, *, anew: bool = Fals
     def measure_all() -> CostTable:
         time_cpu_step(runner, [(1, 0)])  # what the first forward does once
         end = time.monotonic() + CPU_BUDGET_S
-        return measure(sizes, lambda rows: time_cpu_step(runner, rows), end, time.monotonic)
+        table = measure(sizes, lambda rows: time_cpu_step(runner, rows), end, time.monotonic)
+        if not anew and config.hybrid_attention == "off":
+            return table
+        attention = time_host_attention(config, runner.model_config, info.dtype, transposed_keys=True)
+        return msgspec.structs.replace(table, host_attention=attention)
 
     return known_costs(file, measure_all, anew=anew)
 
@@ -158,40 +161,24 @@ def _step_batch(rows: Rows, block_size: int) -> _core.StepBatch:
     )  # fmt: skip
 
 
-class HostAttention(NamedTuple):
-    """How fast the CPU's attention of one token reads keys and values of a layer."""
-
-    threads: int
-    tokens: int
-    bytes_per_s: float
+# ---- attention on the host ----
 
 
-def host_attention(config: EngineConfig) -> list[HostAttention]:
-    """Of the model's heads, by one thread, half of the threads and all of them."""
-    model, most = read_model_config(config), config.num_threads
-    dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+def time_host_attention(
+    config: EngineConfig, model: ModelConfig, dtype: str, *, transposed_keys: bool
+) -> list[HostAttention]:
+    """Of the model's heads, by one worker, half of the workers and all of them; of odd heads nothing.
+
+    ``transposed_keys``: as blocks of the CPU have them, and not those of a GPU.
+    """
+    if model.head_dim % 2:
+        return []
+    most, heads = config.num_hybrid_workers, (model.num_heads, model.num_kv_heads, model.head_dim)
+    kind = _core.Dtype.float32 if dtype == "float32" else _core.Dtype.bfloat16
     measured = []
-    for threads in sorted({1, max(1, most // 2), most}):
-        ops = CpuOps(threads)
+    for workers in sorted({1, max(1, most // 2), most}):
         for tokens in HOST_TOKENS:
-            seconds = _time_host_attention(ops, model, dtype, tokens)
-            num_bytes = 2 * tokens * model.num_kv_heads * model.head_dim * dtype.itemsize
-            measured.append(HostAttention(threads, tokens, num_bytes / seconds))
+            shape = (kind, *heads, config.block_size, transposed_keys, workers, tokens)
+            ns = _core.time_host_attention(*shape, float8=config.kv_cache_dtype == "fp8")
+            measured.append(HostAttention(workers, tokens, ns))
     return measured
-
-
-def _time_host_attention(
-    ops: CpuOps, model: ModelConfig, dtype: torch.dtype, tokens: int, block_size: int = 16
-) -> float:
-    """Seconds of the fastest of a few calls; layers by turns, so that caches do not serve them all."""
-    heads, dim, blocks = model.num_kv_heads, model.head_dim, -(-tokens // block_size)
-    batch = _step_batch([(1, tokens - 1)], block_size)
-    q = torch.ones(1, model.num_heads, dim, dtype=dtype)
-    keys = [torch.ones(blocks, heads, dim, block_size, dtype=dtype) for _ in range(4)]
-    values = [torch.ones(blocks, heads, block_size, dim, dtype=dtype) for _ in range(4)]
-    seconds = []
-    for k, v in zip(keys, values, strict=True):
-        started = time.perf_counter()
-        ops.paged_attention(q, k, v, batch, dim**-0.5, 0)
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)

@@ -17,7 +17,7 @@ from asyncengine.model_info import ModelInfo
 from asyncengine.models.config import ModelConfig
 from asyncengine.runner.buckets import Bucket
 from asyncengine.runner.cost_table import Copy, CostFile, CostTable, KnownCosts
-from asyncengine.runner.costs import Rows, Sizes, known_costs, measure
+from asyncengine.runner.costs import Rows, Sizes, known_costs, measure, time_host_attention
 from asyncengine.runner.device_steps import DeviceSteps
 from asyncengine.runner.replay import Row, choose_bucket, launch_us, staged
 
@@ -30,6 +30,8 @@ _REPEATS = 20
 _UNCOUNTED = 5
 """Measurements while the clocks rise."""
 _LAUNCHES, _WARM_UP = 2, 1
+_PAIRS = 5
+"""Of buckets that differ in lanes alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,9 @@ def cuda_costs(
         for _ in range(_UNCOUNTED):
             time_step(machine, [(sizes.chunks[0], 0)])
         table = measure(sizes, lambda rows: time_step(machine, rows), end, time.monotonic)
+        if anew or config.hybrid_attention != "off":
+            attention = time_host_attention(config, model, info.dtype, transposed_keys=False)
+            table = msgspec.structs.replace(table, host_attention=attention, exchange_ns=time_exchange(machine, info))
         try:
             to_device, to_host = time_copies(machine.cuda_stream)
         except RuntimeError as e:  # host memory that cannot be pinned
@@ -77,8 +82,10 @@ def cuda_costs(
 def time_step(machine: Machine, rows: Rows) -> float:
     """Seconds of a greedy step, launched back to back."""
     planned = [Row(*row) for row in rows]
-    bucket = choose_bucket(machine.buckets, planned)
+    return _time_bucket(machine, planned, choose_bucket(machine.buckets, planned))
 
+
+def _time_bucket(machine: Machine, planned: Sequence[Row], bucket: int) -> float:
     def launch(count: int) -> None:
         for _ in range(count):
             machine.launch(bucket)
@@ -88,6 +95,38 @@ def time_step(machine: Machine, rows: Rows) -> float:
     with staged(machine.steps, planned, 1, torch.cuda.synchronize, own_tables=True):
         us = launch_us(launch, max(_LAUNCHES, places), machine.cuda_stream, warm_up=_WARM_UP)
     return us * 1e-6
+
+
+def time_exchange(machine: Machine, info: ModelInfo) -> float:
+    """Nanoseconds that lanes add to a step of as many tokens: of a few buckets the median. 0 if none has lanes."""
+    added = []
+    for with_lanes, without in lane_pairs(machine.buckets):
+        bucket = machine.buckets[with_lanes]
+        rows = max(1, bucket.max_tokens - lanes_of(bucket))
+        planned = [Row(1, info.block_size - 1)] * min(rows, info.num_kv_blocks)
+        added.append(_time_bucket(machine, planned, with_lanes) - _time_bucket(machine, planned, without))
+    return max(0.0, 1e9 * statistics.median(added)) if added else 0.0
+
+
+def lanes_of(bucket: Bucket) -> int:
+    """Of its tokens, those for sequences on the host (csrc/core/host_rows.h)."""
+    return getattr(bucket, "lanes", 0)
+
+
+def lane_pairs(buckets: Sequence[Bucket]) -> list[tuple[int, int]]:
+    """Decode steps with lanes, each beside the smallest without that has as many tokens: a few, of all sizes."""
+    pairs = []
+    for i, bucket in enumerate(buckets):
+        if not lanes_of(bucket) or not bucket.single_token_rows:
+            continue
+        fits = (
+            k
+            for k, other in enumerate(buckets)
+            if not lanes_of(other) and other.single_token_rows and other.max_tokens >= bucket.max_tokens
+            and other.max_context == bucket.max_context
+        )  # fmt: skip
+        pairs += [(i, k) for k in [next(fits, None)] if k is not None]
+    return pairs[:: max(1, len(pairs) // _PAIRS)][:_PAIRS]
 
 
 def time_copies(cuda_stream: torch.cuda.Stream) -> tuple[list[Copy], list[Copy]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Self
 
 import torch
@@ -25,6 +26,7 @@ from asyncengine.runner.cost_table import KnownCosts
 from asyncengine.runner.cuda_costs import Machine, cuda_costs
 from asyncengine.runner.device_steps import ARGMAX, VARIANTS, DeviceSteps, StepBuffers, step_buckets
 from asyncengine.runner.graphs import CapturedSteps, loaded_libcudart
+from asyncengine.runner.host_rows import HostRows
 from asyncengine.runner.host_tier import HostTier, gathered_bytes
 from asyncengine.runner.loop_config import step_loop_config
 from asyncengine.runner.model_runner import load_model
@@ -48,11 +50,13 @@ class CudaRunner:
         buffers: StepBuffers,
         buckets: list[Bucket],
         host_tier: HostTier | None,
+        host_rows: HostRows | None = None,
     ) -> None:
         self.info = info
         self.model_config = model_config
         self.costs: KnownCosts | None = None
         self._host_tier = host_tier
+        self._host_rows = host_rows
         self.steps = steps
         self.buckets = buckets
         self.graphs = CapturedSteps(device)
@@ -76,19 +80,23 @@ class CudaRunner:
             loaded = load_model(config, ops, progress=progress)
             loaded = replace(loaded, owned_bytes=loaded.owned_bytes - ops.saved_bytes)
             loaded = with_kv_scales(config, loaded, ops)
-            buckets = step_buckets(config, loaded, ops)
-            state_bytes, step_bytes = prepare(config, loaded, ops, native, buckets)
+            host_rows = HostRows.make(config, native, loaded)
+            buckets = step_buckets(config, loaded, ops, 0 if host_rows is None else config.hybrid_lanes)
+            state_bytes, step_bytes = prepare(config, loaded, ops, native, buckets, host_rows)
             state_bytes += gathered_bytes(config, loaded.kv_bytes_per_block(config))
             budget = memory.device_budget(config, state_bytes, step_bytes, len(VARIANTS) * len(buckets))
             num_blocks = memory.choose_num_blocks(
                 config, loaded.max_model_len, loaded.kv_bytes_per_block(config), budget
             )
-            steps, buffers = make_steps(config, loaded, ops, native, num_blocks)
+            steps, buffers = make_steps(config, loaded, ops, native, num_blocks, host_rows)
             tier = HostTier.make(config, native, steps.cache.memory)
         except torch.OutOfMemoryError as e:
             raise ConfigError(f"{_too_little_memory()} ({e})") from e
         info = loaded.info(config, num_blocks, 0 if tier is None else tier.pool.num_blocks)
-        return cls(info, loaded.config, steps, native, buffers, buckets, tier)
+        if host_rows is not None and (tier is None or buffers.staging.mode == "pageable"):
+            logger.warning("hybrid_attention is off: host memory cannot be pinned")
+            host_rows, buckets = None, [bucket for bucket in buckets if not bucket.lanes]
+        return cls(info, loaded.config, steps, native, buffers, buckets, tier, host_rows)
 
     def make_step_loop(self, config: EngineConfig, *, progress: bool, measure: bool = False) -> _core.StepLoop:
         """Capture the graphs, unless eager execution is enforced, and build the step loop that launches them.
@@ -100,7 +108,7 @@ class CudaRunner:
         try:
             if config.enforce_eager:
                 for bucket in self.buckets:
-                    self.graphs.native.add_bucket(*bucket, [(needs, 0) for needs in VARIANTS])
+                    self.graphs.native.add_bucket(*bucket[:4], [(needs, 0) for needs in VARIANTS], bucket.lanes)
                 self.steps.run(self.buckets[-1], VARIANTS[-1])
             else:
                 self.graphs.capture(self.steps, self.buckets, self.cuda_stream, progress=progress)
@@ -114,14 +122,21 @@ class CudaRunner:
             self.costs = cuda_costs(config, self.info, self.model_config, machine, anew=measure)
         self.steps.restart()
         torch.cuda.synchronize()
+        workers = None
+        if self._host_rows is not None and self._host_tier is not None:
+            capture = partial(self.graphs.capture_one, cuda_stream=self.cuda_stream)
+            workers = self._host_rows.workers(self._device, self._host_tier.pool, self.graphs.native, capture)
+        else:
+            config = replace(config, hybrid_attention="off")
         return _core.StepLoop.on_cuda(
-            step_loop_config(config, self.info, token_buckets(self.buckets), self.costs.native if self.costs else None),
+            step_loop_config(config, self.info, token_buckets(self.buckets), self.costs.table if self.costs else None),
             self._device,
             self._buffers.staging,
             self.graphs.native,
             self._launch if config.enforce_eager else None,
             self.cuda_stream.cuda_stream,
             POLL_INTERVAL_US,
+            workers,
         )
 
     def _launch_one(self, config: EngineConfig) -> Callable[[int], None]:

@@ -16,6 +16,7 @@ from asyncengine.kernels.cuda.attention.choose import Limits, short_context, sho
 from asyncengine.kernels.cuda.attention.plan import AttentionShape, LayerKind
 from asyncengine.kernels.cuda.attention.run import StepAttention
 from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps
+from asyncengine.kernels.cuda.rows.lanes import HostLanes, gather_results
 from asyncengine.kernels.cuda.sampling.edits import edit, withhold
 from asyncengine.kernels.cuda.sampling.features import allocate_features, follow
 from asyncengine.kernels.cuda.sampling.logprobs import store_logprobs
@@ -83,8 +84,11 @@ def attention_limits(config: EngineConfig, max_model_len: int) -> Limits:
     )
 
 
-def step_buckets(config: EngineConfig, loaded: LoadedModel, ops: CudaOps) -> list[Bucket]:
-    """The buckets of a model's steps: short contexts have their own where another plan of attention is for them."""
+def step_buckets(config: EngineConfig, loaded: LoadedModel, ops: CudaOps, lanes: int = 0) -> list[Bucket]:
+    """The buckets of a model's steps: short contexts have their own where another plan of attention is for them.
+
+    Raises ConfigError if the largest step has no room for ``lanes``.
+    """
     kinds = attention_kinds(loaded.config, loaded.dtype, float8_cache=config.kv_cache_dtype == "fp8")
     limits = attention_limits(config, loaded.max_model_len)
     return choose_buckets(
@@ -93,6 +97,7 @@ def step_buckets(config: EngineConfig, loaded: LoadedModel, ops: CudaOps) -> lis
         loaded.max_model_len,
         partial(short_context, layers=kinds, gpu=ops.gpu, limits=limits),
         partial(short_mixed_context, layers=kinds, gpu=ops.gpu, limits=limits),
+        lanes,
     )
 
 
@@ -100,14 +105,22 @@ class DeviceSteps:
     """Everything that a step touches on the device, allocated once. ``run`` enqueues one step and waits for nothing."""
 
     def __init__(
-        self, config: EngineConfig, loaded: LoadedModel, ops: CudaOps, buffers: StepBuffers, cache: KVCache
+        self,
+        config: EngineConfig,
+        loaded: LoadedModel,
+        ops: CudaOps,
+        buffers: StepBuffers,
+        cache: KVCache,
+        lanes: HostLanes | None = None,
     ) -> None:
+        """``lanes``: of buckets that have some."""
         self._block_size = config.block_size
         self._pdl = ops.options.pdl
         self._max_logprobs = config.max_logprobs
         self._classifies = bool(loaded.config.labels)
         self._model = loaded.model
         self._buffers = buffers
+        self._lanes = lanes
         self.cache = cache
         self._step = allocate_step(
             config.max_num_seqs,
@@ -116,6 +129,7 @@ class DeviceSteps:
             config.max_num_batched_tokens,
             ops.device,
             buffers.staging.records_begin,
+            lanes=(0, 0) if lanes is None else (len(lanes.staged) + 1, lanes.staged.shape[1]),
         )
         self._features = allocate_features(
             config.max_num_seqs,
@@ -148,10 +162,15 @@ class DeviceSteps:
         source = self._buffers.source
         # Prompts are scored in steps with log probabilities alone: the others compute no logits for that.
         one_sample = not needs & _core.Need.logprobs
-        step = self._step.bucket(bucket.max_rows, bucket.max_tokens, one_sample=one_sample)
-        batch = CudaBatch(step, self._attention.of(bucket), needs)
+        lanes = self._lanes if bucket.lanes else None
+        step = self._step.bucket(
+            bucket.max_rows, bucket.max_tokens, one_sample=one_sample, with_lanes=lanes is not None
+        )
+        batch = CudaBatch(step, self._attention.of(bucket), needs, lanes)
         with torch.inference_mode():
             ingest(source, step, self._block_size, pdl=self._pdl, needs=needs, several=not one_sample)
+            if lanes is not None:
+                gather_results(lanes, step, pdl=self._pdl)
             batch.attention.build(step, pdl=self._pdl)
             residual = self._model.run(batch, self.cache.layers)
             if needs & _core.Need.vector:

@@ -59,7 +59,7 @@ class CapturedSteps:
             steps.copy_blocks()
             self.native.set_copy_blocks(self._capture(steps.copy_blocks, cuda_stream, pool))
         for bucket in buckets:
-            self.native.add_bucket(*bucket, variants[bucket])
+            self.native.add_bucket(*bucket[:4], variants[bucket], bucket.lanes)
         self.native.upload(cuda_stream.cuda_stream)
         cuda_stream.synchronize()
         logger.info(
@@ -77,6 +77,12 @@ class CapturedSteps:
                 tier.enqueue(transfer)  # compiles and loads the kernel
                 graphs.append(self._capture(partial(tier.enqueue, transfer), cuda_stream, pool))
         self.native.set_host_pool(tier.pool, graphs)
+
+    def capture_one(self, enqueue: Callable[[], None], cuda_stream: torch.cuda.Stream) -> int:
+        """A graph of its own, after a launch that compiles and loads its kernels; torch's address of it."""
+        with torch.cuda.stream(cuda_stream):
+            enqueue()
+            return self._capture(enqueue, cuda_stream, torch.cuda.graph_pool_handle())
 
     def _capture(self, enqueue: Callable[[], None], cuda_stream: torch.cuda.Stream, pool: Any) -> int:
         graph = torch.cuda.CUDAGraph(keep_graph=True)

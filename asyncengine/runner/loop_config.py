@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from asyncengine import _core
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
 from asyncengine.logprobs import record_words
 from asyncengine.model_info import ModelInfo
+
+if TYPE_CHECKING:
+    from asyncengine.runner.cost_table import CostTable
 
 UPDATE_WORDS = RESULT_WORDS = 1 << 13
 """Budgets of a step, in words: entries of newly filled slots, beside one history and one bit per token; and records.
@@ -19,6 +23,8 @@ VECTORS = 4
 """A step has room for so many vectors at least."""
 DEFERRED = 2
 """And for the logits of so many rows, which a logits_processor gets."""
+_LEAST_GAIN = {"auto": 0.05, "always": -1e9}
+"""Of throughput, as predicted: below it no sequence moves to the host."""
 
 
 def choose_num_host_blocks(config: EngineConfig, bytes_per_block: int, num_blocks: int, least: int = 1) -> int:
@@ -37,8 +43,29 @@ def choose_num_host_blocks(config: EngineConfig, bytes_per_block: int, num_block
     return min(blocks, 2**31 - 1 - num_blocks)  # the core numbers both together
 
 
+def decodes_on_host(config: EngineConfig, model_info: ModelInfo) -> bool:
+    """Whether steps have lanes for sequences on the host: asked for, possible, and there are blocks for them."""
+    return (
+        config.hybrid_attention != "off" and model_info.can_decode_on_host and model_info.num_host_kv_blocks > 0
+    )
+
+
+def hybrid_config(config: EngineConfig, model_info: ModelInfo, costs: CostTable | None = None) -> _core.HybridConfig:
+    """Without ``costs``, or where the host's attention is not among them, it is taken to pay."""
+    if not decodes_on_host(config, model_info):
+        return _core.HybridConfig()
+    return _core.HybridConfig(
+        lanes=config.hybrid_lanes,
+        layers=model_info.num_kv_layers,
+        workers=config.num_hybrid_workers,
+        attend_ns=costs.attend_ns(config.num_hybrid_workers) if costs else 0.0,
+        exchange_ns=costs.exchange_ns if costs else 0.0,
+        min_gain=_LEAST_GAIN[config.hybrid_attention],
+    )
+
+
 def scheduler_config(
-    config: EngineConfig, model_info: ModelInfo, token_buckets: Sequence[int] = (), costs: _core.StepCosts | None = None
+    config: EngineConfig, model_info: ModelInfo, token_buckets: Sequence[int] = (), costs: CostTable | None = None
 ) -> _core.SchedulerConfig:
     """Without ``costs`` no chunk heeds the targets of the configuration."""
     chunk, default = config.prefill_chunk_size, EngineConfig.prefill_chunk_size
@@ -56,10 +83,11 @@ def scheduler_config(
         mask_words=-(-model_info.vocab_size // 32),
         max_result_words=_result_words(config, model_info),
         num_host_blocks=model_info.num_host_kv_blocks,
-        costs=costs or _core.StepCosts(),
+        costs=costs.native() if costs else _core.StepCosts(),
         target_itl_ns=round(1e6 * (config.target_itl_ms or 0)),
         target_itl_ns_by_priority=[(p, max(1, round(1e6 * ms))) for p, ms in config.itl_targets_by_priority.items()],
         paced_chunk_size=0 if chunk in (None, default) else chunk,
+        hybrid=hybrid_config(config, model_info, costs),
     )
 
 
@@ -71,7 +99,7 @@ def _result_words(config: EngineConfig, model_info: ModelInfo) -> int:
 
 
 def step_loop_config(
-    config: EngineConfig, model_info: ModelInfo, token_buckets: Sequence[int] = (), costs: _core.StepCosts | None = None
+    config: EngineConfig, model_info: ModelInfo, token_buckets: Sequence[int] = (), costs: CostTable | None = None
 ) -> _core.StepLoopConfig:
     return _core.StepLoopConfig(
         scheduler=scheduler_config(config, model_info, token_buckets, costs),

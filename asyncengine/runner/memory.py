@@ -34,11 +34,11 @@ def kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
 
 def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block: keys and values in ``dtype`` of all layers that keep them."""
-    layers, spec = _kv_layers(model)
+    layers, spec = kv_layers(model)
     return 2 * layers * _block_elements(spec, block_size) * dtype.itemsize
 
 
-def _kv_layers(model: ModelConfig) -> tuple[int, KVSpec]:
+def kv_layers(model: ModelConfig) -> tuple[int, KVSpec]:
     """How many layers keep keys and values, and of which shape: the same for all, so that blocks are copied as one."""
     specs = [spec for spec in model.layer_caches if isinstance(spec, KVSpec)]
     assert len(set(specs)) == 1
@@ -147,7 +147,7 @@ def allocate(
 
     Host memory is not touched, so pages become real as blocks get used. Raises ConfigError if there is not enough.
     """
-    num_layers, spec = _kv_layers(model)
+    num_layers, spec = kv_layers(model)
     block_size = config.block_size
     if scales is not None:
         dtype = FLOAT8

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from asyncengine._core import Need, StepBatch
+from asyncengine._core import CpuHostRows, CpuLanes, Need, StepBatch
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
 from asyncengine.kernels.cpu.host import HostOps
-from asyncengine.kernels.cpu.ops import CpuOps
+from asyncengine.kernels.cpu.ops import CpuOps, native_dtype
 from asyncengine.kernels.float8_cache import with_inverses
 from asyncengine.kernels.ops import LayerCache, Ops
 from asyncengine.model_info import ModelInfo
@@ -27,7 +27,7 @@ from asyncengine.runner import kv_scales
 from asyncengine.runner import memory as kv_cache
 from asyncengine.runner.hub import resolve_model
 from asyncengine.runner.loader import Checkpoint, DummyWeights, choose_dtype
-from asyncengine.runner.loop_config import choose_num_host_blocks
+from asyncengine.runner.loop_config import choose_num_host_blocks, decodes_on_host
 from asyncengine.runner.memory import KVCache
 from asyncengine.runner.pooling import Means
 
@@ -65,6 +65,8 @@ class LoadedModel:
             weight_bytes=self.mapped_bytes + self.owned_bytes,
             num_kv_blocks=num_blocks,
             num_host_kv_blocks=num_host_blocks,
+            num_kv_layers=kv_cache.kv_layers(self.config)[0],
+            can_decode_on_host=self.can_decode_on_host,
             fingerprint="" if config.disk_kv_path is None else self._fingerprint(config),
             block_size=config.block_size,
             kv_bytes_per_block=self.kv_bytes_per_block(config),
@@ -72,6 +74,11 @@ class LoadedModel:
             labels=self.config.labels,
             exclusive_labels=self.config.exclusive_labels,
         )
+
+    @property
+    def can_decode_on_host(self) -> bool:
+        """Queries and keys cross in halves of heads; and a classification model makes no tokens."""
+        return self.config.head_dim % 2 == 0 and not self.config.labels
 
     def _fingerprint(self, config: EngineConfig) -> str:
         """Of files by size and time: reading weights again would take as long as loading them."""
@@ -218,6 +225,25 @@ class CpuModelRunner:
             if self._interrupted:
                 raise RuntimeError("the engine was closed during the step")
             yield cache
+
+    def host_rows(self, config: EngineConfig, ops: CpuOps) -> CpuHostRows | None:
+        """What sequences that decode on the host need, where the configuration allows that: ``ops`` get the lanes."""
+        if not decodes_on_host(config, self.info):
+            return None
+        model = self.model_config
+        ops.lanes = CpuLanes(
+            dtype=native_dtype(getattr(torch, self.info.dtype)),
+            num_slots=config.max_num_seqs,
+            num_q_heads=model.num_heads,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            hidden_size=model.hidden_size,
+        )
+        layers = [
+            (layer.scale, layer.window, layer.softcap, 0 if cache.scales is None else cache.scales.data_ptr())
+            for layer, cache in zip(self._model.attention_layers, self._cache.layers, strict=True)
+        ]
+        return CpuHostRows(lanes=ops.lanes, layers=layers, num_workers=config.num_hybrid_workers, isa=ops.isa)
 
     def kv_block_regions(self) -> list[tuple[int, int]]:
         """(address of block 0, bytes per block) of every layer's keys and values."""

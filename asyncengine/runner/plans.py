@@ -72,12 +72,12 @@ class BucketPlan:
 
     @property
     def title(self) -> str:
-        rows, tokens, single, context = self.bucket
+        rows, tokens, single, context, _ = self.bucket
         kind = f"{rows} {'rows' if rows > 1 else 'row'} of one token" if single else f"{tokens} tokens of {rows} rows"
         return f"{kind}, contexts of at most {context:,}" if context < ANY_CONTEXT else kind
 
     def as_dict(self) -> dict[str, Any]:
-        rows, tokens, single, context = self.bucket
+        rows, tokens, single, context, _ = self.bucket
         return {
             "max_rows": rows,
             "max_tokens": tokens,

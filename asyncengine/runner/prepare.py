@@ -24,6 +24,7 @@ from asyncengine.kernels.cuda.ops import CudaOps
 from asyncengine.runner import memory
 from asyncengine.runner.buckets import Bucket
 from asyncengine.runner.device_steps import VARIANTS, DeviceSteps, StepBuffers
+from asyncengine.runner.host_rows import HostRows
 from asyncengine.runner.loop_config import step_loop_config
 from asyncengine.runner.model_runner import LoadedModel
 from asyncengine.runner.tuning import Tuner
@@ -38,16 +39,29 @@ fastest of the hundred candidates for the third in three cases of five."""
 
 
 def make_steps(
-    config: EngineConfig, loaded: LoadedModel, ops: CudaOps, native: _core.CudaDevice, num_blocks: int
+    config: EngineConfig,
+    loaded: LoadedModel,
+    ops: CudaOps,
+    native: _core.CudaDevice,
+    num_blocks: int,
+    host_rows: HostRows | None = None,
 ) -> tuple[DeviceSteps, StepBuffers]:
     cache = memory.allocate(config, loaded.config, num_blocks, loaded.dtype, ops, loaded.kv_scales)
-    staging = _core.Staging(native, step_loop_config(config, loaded.info(config, num_blocks)), config.staging)
+    # The host tier comes later, and its size does not matter here: with one there may be lanes.
+    info = loaded.info(config, num_blocks, 0 if host_rows is None else 1)
+    staging = _core.Staging(native, step_loop_config(config, info), config.staging)
     buffers = StepBuffers.allocate(staging, config.max_num_seqs, ops.device)
-    return DeviceSteps(config, loaded, ops, buffers, cache), buffers
+    lanes = None if host_rows is None else host_rows.lanes(buffers.source.header)
+    return DeviceSteps(config, loaded, ops, buffers, cache, lanes), buffers
 
 
 def prepare(
-    config: EngineConfig, loaded: LoadedModel, ops: CudaOps, native: _core.CudaDevice, buckets: list[Bucket]
+    config: EngineConfig,
+    loaded: LoadedModel,
+    ops: CudaOps,
+    native: _core.CudaDevice,
+    buckets: list[Bucket],
+    host_rows: HostRows | None = None,
 ) -> tuple[int, int]:
     """Compile kernels and measure plans; then bytes of the steps' state, and bytes that the largest step takes beside.
 
@@ -55,7 +69,7 @@ def prepare(
     """
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    steps, buffers = make_steps(config, loaded, ops, native, 1)
+    steps, buffers = make_steps(config, loaded, ops, native, 1, host_rows)
     state_bytes = torch.cuda.memory_allocated() - before
     prepare_kernels(config, ops, steps, buckets, Tuner(ops.device, ops.gpu, **ops.options.for_tma))
     torch.cuda.empty_cache()

@@ -76,7 +76,8 @@ def choose_bucket(buckets: Sequence[Bucket], rows: Sequence[Row]) -> int:
     return next(
         i
         for i, b in enumerate(buckets)
-        if len(rows) <= b.max_rows
+        if not b.lanes
+        and len(rows) <= b.max_rows
         and tokens <= b.max_tokens
         and longest <= b.max_context
         and (plain or not b.single_token_rows)

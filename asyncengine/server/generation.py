@@ -285,7 +285,7 @@ class _Streaming:
             if count := len(delta.token_ids):
                 now = time.monotonic()
                 if last := self._last_token[choice]:
-                    self._metrics.inter_token_latency.observe((now - last) / count, count)
+                    self._metrics.tokens_came(now - last, count, delta.host_tokens)
                 elif not answered:
                     self._metrics.time_to_first_token.observe(now - self._arrived)
                     answered = True

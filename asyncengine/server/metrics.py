@@ -19,6 +19,8 @@ from asyncengine.server.engine_api import Engine
 from asyncengine.stats import EngineStats, Exported
 
 _LABELS = ["model_name"]
+PLACES = ("device", "host")
+"""Where a sequence decoded when a token was made: a label of latencies, as tokens on the host take longer."""
 # fmt: off
 _TOKEN_SECONDS = (.0005, .001, .0025, .005, .01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1., 2.5)
 _FIRST_TOKEN_SECONDS = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1., 2.5, 5., 10., 40.)
@@ -66,8 +68,8 @@ class Metrics(Collector):
         self._body_bytes = body_bytes
         self._model_name = model_name
         self.time_to_first_token = Histogram(_FIRST_TOKEN_SECONDS)
-        self.inter_token_latency = Histogram(_TOKEN_SECONDS)
-        self.time_per_output_token = Histogram(_TOKEN_SECONDS)
+        self.inter_token_latency = {place: Histogram(_TOKEN_SECONDS) for place in PLACES}
+        self.time_per_output_token = {place: Histogram(_TOKEN_SECONDS) for place in PLACES}
         self.e2e_latency = Histogram(_REQUEST_SECONDS)
         self.queue_time = Histogram(_REQUEST_SECONDS)
         self.prefill_time = Histogram(_REQUEST_SECONDS)
@@ -83,7 +85,15 @@ class Metrics(Collector):
         self.queue_time.observe(timing.queue_time)
         self.prefill_time.observe(timing.first_token - timing.scheduled)
         self.decode_time.observe(timing.finished - timing.first_token)
-        self.time_per_output_token.observe(timing.tpot)
+        self.time_per_output_token[timing.decoded_on].observe(timing.tpot)
+
+    def tokens_came(self, seconds: float, count: int, host_tokens: int) -> None:
+        """``count`` tokens of a stream came ``seconds`` after the ones before; of these, ``host_tokens`` are a host
+        row's."""
+        if here := count - host_tokens:
+            self.inter_token_latency["device"].observe(seconds / count, here)
+        if host_tokens:
+            self.inter_token_latency["host"].observe(seconds / count, host_tokens)
 
     def render(self) -> bytes:
         """The text exposition format, version 0.0.4."""
@@ -109,8 +119,6 @@ class Metrics(Collector):
         yield success
         for name, text, data in (
             ("time_to_first_token", "From arrival to the first token.", self.time_to_first_token),
-            ("inter_token_latency", "Between the tokens of a stream.", self.inter_token_latency),
-            ("request_time_per_output_token", "Mean after the first token.", self.time_per_output_token),
             ("e2e_request_latency", "From arrival to the last token.", self.e2e_latency),
             ("request_queue_time", "From arrival to the first step.", self.queue_time),
             ("request_prefill_time", "From the first step to the first token.", self.prefill_time),
@@ -118,6 +126,14 @@ class Metrics(Collector):
         ):
             family = HistogramMetricFamily(f"asyncengine:{name}_seconds", text, labels=_LABELS)
             family.add_metric(label, data.buckets(), data.total)
+            yield family
+        for name, text, places in (
+            ("inter_token_latency", "Between the tokens of a stream.", self.inter_token_latency),
+            ("request_time_per_output_token", "Mean after the first token.", self.time_per_output_token),
+        ):
+            family = HistogramMetricFamily(f"asyncengine:{name}_seconds", text, labels=[*_LABELS, "decoded_on"])
+            for place, data in places.items():
+                family.add_metric([*label, place], data.buckets(), data.total)
             yield family
 
 

@@ -83,7 +83,7 @@ void CudaGraphs::add_bucket(int32_t max_rows, int32_t max_tokens, bool single_to
 
 GraphExecutor::Graphs executor_graphs(const CudaDevice& device, std::shared_ptr<CudaGraphs> graphs, py::object eager,
                                       Address cuda_stream) {
-  GraphExecutor::Graphs result{graphs->buckets, graphs->copy_blocks, {}, reinterpret_cast<CudaStream>(cuda_stream), {}, graphs};
+  GraphExecutor::Graphs result{graphs->buckets, graphs->copy_blocks, {}, reinterpret_cast<CudaStream>(cuda_stream), {}, {}, graphs};
   if (graphs->host_pool != nullptr) {
     result.mover = std::make_unique<GraphMover>(device.cuda, device.ordinal, graphs->host_pool, graphs->moves);
   }

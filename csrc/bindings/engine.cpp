@@ -1,16 +1,19 @@
 // The step loop on its executors.
 #include "bindings/device.h"
+#include "bindings/host_rows.h"
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <tuple>
 #include <vector>
 
 #include "platform/cpu_kernels.h"
+#include "platform/cpu_lanes.h"
 #include "step_loop/callback_executor.h"
 
 namespace asyncengine {
@@ -33,20 +36,31 @@ OwnedStepLoop make_simulated_loop(const StepLoopConfig& config, Simulation& simu
   return OwnedStepLoop(new StepLoop(config, std::move(executor)));
 }
 
+// The last bucket with so many lanes must fit every step that has them.
+void require_buckets(const std::vector<GraphBucket>& buckets, int32_t lanes, const StepLimits& limits) {
+  const auto largest = std::find_if(buckets.rbegin(), buckets.rend(), [=](const GraphBucket& b) { return b.lanes == lanes; });
+  require(largest != buckets.rend() && !largest->single_token_rows && largest->max_rows >= limits.max_rows &&
+              largest->max_tokens >= limits.max_tokens && largest->max_context == kAnyContext,
+          "the last bucket must fit every step");
+}
+
 OwnedStepLoop make_cuda_loop(const StepLoopConfig& config, const CudaDevice& device,
                                                      std::shared_ptr<Staging> staging, std::shared_ptr<CudaGraphs> graphs,
-                                                     py::object eager, Address cuda_stream, double poll_interval_us) {
+                                                     py::object eager, Address cuda_stream, double poll_interval_us,
+                                                     std::shared_ptr<HostWorkers> host_workers) {
   require(staging->num_steps() == config.steps_in_flight, "staging is for another number of steps in flight");
   require(!graphs->buckets.empty(), "there is no bucket");
   const int32_t host_blocks = graphs->host_pool != nullptr ? graphs->host_pool->num_blocks() : 0;
   require(config.scheduler.num_host_blocks == host_blocks, "num_host_blocks must be those of the graphs' host pool");
-  const GraphBucket& largest = graphs->buckets.back();
-  const StepLimits limits = StepLoop::limits(config);
-  require(!largest.single_token_rows && largest.max_rows >= limits.max_rows &&
-              largest.max_tokens >= limits.max_tokens && largest.max_context == kAnyContext,
-          "the last bucket must fit every step");
-  auto executor = std::make_unique<GraphExecutor>(device.cuda, device.ordinal, std::move(staging),
-                                                  executor_graphs(device, std::move(graphs), std::move(eager), cuda_stream), microseconds(poll_interval_us));
+  const HybridConfig& hybrid = config.scheduler.hybrid;
+  require(hybrid.lanes == 0 || (host_workers != nullptr && host_workers->num_layers() == hybrid.layers),
+          "host rows need host_workers that attend in as many layers");
+  require_buckets(graphs->buckets, 0, StepLoop::limits(config));
+  if (hybrid.lanes > 0) require_buckets(graphs->buckets, hybrid.lanes, StepLoop::limits(config));
+  GraphExecutor::Graphs all = executor_graphs(device, std::move(graphs), std::move(eager), cuda_stream);
+  all.host_attention = std::move(host_workers);
+  auto executor = std::make_unique<GraphExecutor>(device.cuda, device.ordinal, std::move(staging), std::move(all),
+                                                  microseconds(poll_interval_us));
   return OwnedStepLoop(new StepLoop(config, std::move(executor)));
 }
 
@@ -76,12 +90,26 @@ class GilProbe : public std::enable_shared_from_this<GilProbe> {
   std::atomic<int64_t> asked_ns_{0}, total_ns_{0};
 };
 
+// What host rows need where the CPU computes the steps: lanes, who attends, and what attention is in each layer.
+struct CpuHostRows {
+  std::shared_ptr<CpuLanes> lanes;
+  HostLayerTuples layers;
+  int num_workers;
+  std::string isa;
+};
+
+std::shared_ptr<HostAttention> make_workers(const CpuHostRows& rows, const HostMover& mover, int32_t block_size) {
+  HostBlocks blocks{mover.memory().get(), mover.block_bytes(), block_size, /*transposed_keys=*/true, mover.memory()};
+  return make_host_workers(rows.lanes->memory(), std::move(blocks), rows.layers, rows.num_workers, rows.isa);
+}
+
 // `forward(batch)` returns the address of float32 logits [num_samples, vocab_size], then the address and the width of
 // float32 vectors [num_samples, width], for samples that need one. It is the only Python that a step runs, on the
 // executor's thread; sampling follows without the GIL.
 OwnedStepLoop make_cpu_loop(const StepLoopConfig& config, py::function forward,
                                                     std::shared_ptr<CpuKernels> kernels, int64_t vocab_size,
-                                                    const std::vector<std::pair<Address, size_t>>& kv_regions) {
+                                                    const std::vector<std::pair<Address, size_t>>& kv_regions,
+                                                    std::optional<CpuHostRows> host_rows) {
   auto step = [run = callback(std::move(forward)), kernels = std::move(kernels), vocab_size](const StepBatch& batch, int32_t* tokens) {
     std::tuple<Address, Address, size_t> answer;
     {
@@ -103,6 +131,10 @@ OwnedStepLoop make_cpu_loop(const StepLoopConfig& config, py::function forward,
                                                      std::move(regions), CpuSampler::kNeeds | kNeedVector | kNeedMean, std::move(step),
                                                      [probe = std::make_shared<GilProbe>()](int64_t now) { return probe->held_up_ns(now); },
                                                      config.scheduler.num_host_blocks);
+  if (config.scheduler.hybrid.lanes > 0) {
+    require(host_rows.has_value(), "lanes need host_rows");
+    executor->attend_on_host_with(make_workers(*host_rows, *executor->mover(), config.scheduler.block_size));
+  }
   return OwnedStepLoop(new StepLoop(config, std::move(executor)));
 }
 
@@ -127,9 +159,10 @@ void bind_news(py::module_& m) {
       {"cached_tokens", "of the prompt, found in the prefix cache"},
       {"logprobs", "payloads of kLogprobs records, one for each of the tokens that has one"},
       {"records", "the other Records, mostly none"},
+      {"host_tokens", "of the tokens, those that were made while the sequence decoded on the host"},
       {nullptr, nullptr},
   };
-  static PyStructSequence_Desc description{"asyncengine._core.SequenceNews", "What is new of a sequence.", fields, 10};
+  static PyStructSequence_Desc description{"asyncengine._core.SequenceNews", "What is new of a sequence.", fields, 11};
   sequence_news_type = add_named_tuple(m, "SequenceNews", description);
 
   static PyStructSequence_Field record_fields[] = {
@@ -200,6 +233,7 @@ py::object to_python(const StepLoop::News& news) {
   auto [logprobs, records] = records_of(news);
   result.put(std::move(logprobs));
   result.put(std::move(records));
+  result.put(py::int_(news.host_tokens));
   return result.take();
 }
 
@@ -258,6 +292,21 @@ StepLoopConfig make_loop_config(const SchedulerConfig& scheduler, int steps_in_f
 
 void bind_engine(py::module_& m) {
   bind_news(m);
+  py::class_<CpuLanes, std::shared_ptr<CpuLanes>>(m, "CpuLanes")
+      .def(py::init([](Dtype dtype, int32_t num_slots, int32_t num_q_heads, int32_t num_kv_heads, int32_t head_dim, int32_t hidden_size) {
+             require(num_slots >= 1 && num_kv_heads >= 1 && num_q_heads % num_kv_heads == 0 && head_dim >= 2 && head_dim % 2 == 0,
+                     "a slot at least, query heads a multiple of those of keys, and an even head_dim");
+             return std::make_shared<CpuLanes>(HostShape{dtype, num_slots, num_q_heads, num_kv_heads, head_dim}, hidden_size);
+           }), py::kw_only(), py::arg("dtype"), py::arg("num_slots"), py::arg("num_q_heads"), py::arg("num_kv_heads"),
+           py::arg("head_dim"), py::arg("hidden_size"))
+      .def("exchange", [](CpuLanes& self, StepBatch& batch, int32_t layer, Address heads, Address x, Address residual) {
+        self.exchange(batch, layer, pointer<std::byte>(heads), pointer<std::byte>(x), pointer<std::byte>(residual));
+      }, py::arg("batch"), py::arg("layer"), py::arg("heads"), py::arg("x"), py::arg("residual"), NoGil());
+  py::class_<CpuHostRows>(m, "CpuHostRows")
+      .def(py::init([](std::shared_ptr<CpuLanes> lanes, HostLayerTuples layers, int num_workers, std::string isa) {
+             require(num_workers >= 1 && !layers.empty(), "a worker and a layer at least");
+             return CpuHostRows{std::move(lanes), std::move(layers), num_workers, std::move(isa)};
+           }), py::kw_only(), py::arg("lanes"), py::arg("layers"), py::arg("num_workers"), py::arg("isa"));
   py::enum_<SubmitResult>(m, "SubmitResult")
       .value("accepted", SubmitResult::kAccepted)
       .value("queue_full", SubmitResult::kQueueFull)
@@ -275,9 +324,10 @@ void bind_engine(py::module_& m) {
       .def_static("on_simulated_device", &make_simulated_loop, py::arg("config"), py::arg("device"),
                   py::arg("poll_interval_us"), py::keep_alive<0, 2>())
       .def_static("on_cpu", &make_cpu_loop, py::arg("config"), py::arg("forward"), py::arg("kernels"), py::arg("vocab_size"),
-                  py::arg("kv_regions"))
+                  py::arg("kv_regions"), py::arg("host_rows") = py::none())
       .def_static("on_cuda", &make_cuda_loop, py::arg("config"), py::arg("device"), py::arg("staging"), py::arg("graphs"),
-                  py::arg("eager"), py::arg("cuda_stream"), py::arg("poll_interval_us"), py::keep_alive<0, 2>())
+                  py::arg("eager"), py::arg("cuda_stream"), py::arg("poll_interval_us"), py::arg("host_workers") = nullptr,
+                  py::keep_alive<0, 2>())
       .def("start", &StepLoop::start, py::arg("cpu") = -1)
       .def("advance", &StepLoop::advance, NoGil())
       .def("stop", [](StepLoop& self, double limit_s) {

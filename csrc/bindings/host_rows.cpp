@@ -4,6 +4,7 @@
 #include "bindings/device.h"
 #include "platform/host_pool.h"
 #include "platform/host_timing.h"
+#include "step_loop/graph_link.h"
 
 namespace asyncengine {
 namespace {
@@ -24,9 +25,15 @@ std::shared_ptr<HostExchange> make_exchange(Dtype dtype, int32_t num_slots, int3
 
 std::shared_ptr<HostWorkers> make_pool_workers(std::shared_ptr<HostExchange> exchange, std::shared_ptr<HostPool> pool,
                                                int32_t block_size, bool transposed_keys, const HostLayerTuples& layers,
-                                               int num_workers, const std::string& isa) {
+                                               int num_workers, const std::string& isa, std::shared_ptr<GraphLink> link) {
   HostBlocks blocks{pool->block(0), pool->block_bytes(), block_size, transposed_keys, pool};
-  return make_host_workers(std::move(exchange), std::move(blocks), layers, num_workers, isa);
+  return make_host_workers(std::move(exchange), std::move(blocks), layers, num_workers, isa, std::move(link));
+}
+
+std::shared_ptr<GraphLink> make_link(const CudaDevice& device, std::shared_ptr<LinkJobs> jobs, int32_t block_size,
+                                     std::shared_ptr<CudaGraphs> graphs, Address graph) {
+  const CudaGraphExec exec = graphs->instantiate(graph);
+  return std::make_shared<GraphLink>(device.cuda, device.ordinal, std::move(jobs), block_size, exec, std::move(graphs));
 }
 
 double time_attention(Dtype dtype, int32_t num_q_heads, int32_t num_kv_heads, int32_t head_dim, int32_t block_size,
@@ -41,12 +48,14 @@ double time_attention(Dtype dtype, int32_t num_q_heads, int32_t num_kv_heads, in
 }  // namespace
 
 std::shared_ptr<HostWorkers> make_host_workers(std::shared_ptr<HostExchange> exchange, HostBlocks blocks,
-                                               const HostLayerTuples& layers, int num_workers, const std::string& isa) {
-  HostWorkers::Config config{.exchange = std::move(exchange), .blocks = std::move(blocks), .layers = {}, .num_workers = num_workers};
+                                               const HostLayerTuples& layers, int num_workers, const std::string& isa,
+                                               std::shared_ptr<LinkAttention> link) {
+  HostWorkers::Config config{.exchange = std::move(exchange), .blocks = std::move(blocks), .layers = {},
+                             .num_workers = num_workers, .link = std::move(link)};
   for (const auto& [scale, window, softcap, scales] : layers) {
     config.layers.push_back({scale, window, softcap, pointer<const float>(scales)});
   }
-  return {new HostWorkers(select_cpu_isa(isa), std::move(config)), WithoutGil{}};
+  return std::make_shared<HostWorkers>(select_cpu_isa(isa), std::move(config));  // whose last owner may have no GIL to release
 }
 
 void bind_host_rows(py::module_& m) {
@@ -58,9 +67,21 @@ void bind_host_rows(py::module_& m) {
       .def_property_readonly("mailbox_words", [](const HostExchange& self) { return self.shape().mailbox_words(); })
       .def_property_readonly("result_bytes", [](const HostExchange& self) { return self.shape().result_bytes(); });
 
+  py::class_<LinkJobs, std::shared_ptr<LinkJobs>>(m, "LinkJobs")
+      .def(py::init([](const CudaDevice& device, int32_t max_jobs, int32_t max_blocks) {
+             require(max_jobs >= 1 && max_blocks >= 1, "a job and a block at least");
+             return std::make_shared<LinkJobs>(device.cuda, device.ordinal, max_jobs, max_blocks);
+           }), py::arg("device"), py::arg("max_jobs"), py::arg("max_blocks"), py::keep_alive<1, 2>())
+      .def_property_readonly("words", &LinkJobs::words)
+      .def_property_readonly("address", [](const LinkJobs& self) { return reinterpret_cast<Address>(self.data()); });
+
+  py::class_<GraphLink, std::shared_ptr<GraphLink>>(m, "GraphLink")
+      .def(py::init(&make_link), py::arg("device"), py::arg("jobs"), py::arg("block_size"), py::arg("graphs"), py::arg("graph"),
+           py::keep_alive<1, 2>());
+
   py::class_<HostWorkers, std::shared_ptr<HostWorkers>>(m, "HostWorkers")
       .def(py::init(&make_pool_workers), py::arg("exchange"), py::kw_only(), py::arg("pool"), py::arg("block_size"),
-           py::arg("transposed_keys"), py::arg("layers"), py::arg("num_workers"), py::arg("isa") = "auto")
+           py::arg("transposed_keys"), py::arg("layers"), py::arg("num_workers"), py::arg("isa") = "auto", py::arg("link") = py::none())
       .def("close", [](HostWorkers& self, double limit_s) {
         return self.close(std::chrono::nanoseconds(static_cast<int64_t>(limit_s * 1e9)));
       }, py::arg("limit_s"), NoGil());

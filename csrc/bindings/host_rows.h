@@ -16,6 +16,7 @@ using HostLayerTuples = std::vector<std::tuple<float, int64_t, float, Address>>;
 
 // Threads end without the GIL.
 std::shared_ptr<HostWorkers> make_host_workers(std::shared_ptr<HostExchange> exchange, HostBlocks blocks,
-                                               const HostLayerTuples& layers, int num_workers, const std::string& isa);
+                                               const HostLayerTuples& layers, int num_workers, const std::string& isa,
+                                               std::shared_ptr<LinkAttention> link = {});
 
 }  // namespace asyncengine

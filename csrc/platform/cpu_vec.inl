@@ -108,6 +108,15 @@ AE_INLINE UVec zero_extend(BVec b) {
 #endif
 }
 
+#if ASYNCENGINE_VECTOR_BYTES == 64
+// e4m3 is a half-precision float with a shorter exponent, 256 times as large: what converts halves knows those without an
+// exponent. 0x7f becomes a half that is NaN by the carry.
+AE_INLINE Vec widen(BVec b) {
+  const HVec shifted = (HVec)_mm256_cvtepu8_epi16((__m128i)b) << 7;
+  const HVec half = shifted + (shifted & 0x4000);  // the sign from bit 14 to 15
+  return (Vec)_mm512_maskz_cvtph_ps(0xffff, (__m256i)(half | ((half + 0x80) & 0x4000))) * 256.f;
+}
+#else
 // An exponent of e4m3 is a float's less 120. What has none counts in steps of 2^-9: as the fraction of a float whose
 // exponent is that of 2^-6, less 2^-6, so that no operand is a denormal float, which would take a hundred cycles.
 AE_INLINE Vec widen(BVec b) {
@@ -117,6 +126,7 @@ AE_INLINE Vec widen(BVec b) {
   y = size == (0x7fu << 20) ? splat(__builtin_nanf("")) : y;
   return (Vec)((UVec)y | (bits & 0x80u) << 24);
 }
+#endif
 
 // Round to nearest, ties to even; beyond 448 it is 448; NaN stays NaN. In the low byte of each lane.
 AE_INLINE UVec narrow_to_float8(Vec v) {

@@ -14,8 +14,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr auto kMeasured = std::chrono::milliseconds(50);
-// Of keys and values: more than caches hold, which a row's worth for each worker may be as well.
-constexpr size_t kLeastBytes = size_t{256} << 20, kBytesOfWorker = size_t{32} << 20;
+constexpr size_t kManyWorkers = 8;  // share the bytes; others have as much each as one of these
 constexpr int kRowsOfWorker = 3;  // a worker finds the next one in the queue
 constexpr uint32_t kStep = 1;
 constexpr int kSomeByte = 0x3c;  // a small positive number in any dtype
@@ -25,7 +24,8 @@ struct Rows {
   int32_t position;
 
   void post(HostWorkers& workers, int32_t slot) const {
-    workers.post({.slot = slot, .layer = 0, .step = kStep, .position = position, .blocks = blocks[static_cast<size_t>(slot)].data()});
+    const int32_t* own = blocks[static_cast<size_t>(slot)].data();
+    workers.post({.slot = slot, .layer = 0, .step = kStep, .position = position, .blocks = own});
   }
 };
 
@@ -58,17 +58,17 @@ void fill(std::byte* memory, size_t bytes, int threads) {
 std::pair<double, int64_t> run_jobs(HostWorkers& workers, const Rows& rows, int32_t count, std::chrono::nanoseconds time) {
   const auto start = Clock::now();
   int64_t done = 0;
-  int32_t pending = count;
-  for (int32_t slot = 0; slot < count; ++slot) rows.post(workers, slot);
-  std::vector<char> over(static_cast<size_t>(count));
-  while (pending > 0) {
-    for (int32_t slot = 0; slot < count; ++slot) {
-      char& ended = over[static_cast<size_t>(slot)];
-      if (ended || workers.poll(slot) == HostAttentionStatus::kPending) continue;
+  std::vector<int32_t> slots(static_cast<size_t>(count));
+  std::iota(slots.begin(), slots.end(), 0);
+  for (const int32_t slot : slots) rows.post(workers, slot);
+  while (!slots.empty()) {
+    std::erase_if(slots, [&](int32_t slot) {
+      if (workers.poll(slot) == HostAttentionStatus::kPending) return false;
       ++done;
-      ended = Clock::now() - start >= time;
-      if (ended) --pending; else rows.post(workers, slot);
-    }
+      if (Clock::now() - start >= time) return true;
+      rows.post(workers, slot);
+      return false;
+    });
     std::this_thread::sleep_for(std::chrono::microseconds(100));
   }
   return {std::chrono::duration<double, std::nano>(Clock::now() - start).count(), done};
@@ -84,12 +84,14 @@ double time_host_attention(const CpuIsa& isa, const HostTiming& timing) {
     std::fill_n(exchange->mailbox(slot), shape.mailbox_words(), uint64_t{kStep} << 32);
   }
   const size_t element = timing.float8 ? 1 : static_cast<size_t>(dtype_size(shape.dtype));
-  const size_t block = 2 * static_cast<size_t>(shape.num_kv_heads) * static_cast<size_t>(shape.head_dim * timing.block_size) * element;
-  const size_t wanted = std::max(kLeastBytes, kBytesOfWorker * static_cast<size_t>(timing.num_workers));
-  const auto shared_blocks = static_cast<int32_t>(wanted / block);
+  const size_t cell = static_cast<size_t>(shape.head_dim * timing.block_size) * element;
+  const size_t block = 2 * static_cast<size_t>(shape.num_kv_heads) * cell;
+  const size_t wanted = timing.bytes * std::max(kManyWorkers, static_cast<size_t>(timing.num_workers)) / kManyWorkers;
+  const auto shared_blocks = static_cast<int32_t>(std::max<size_t>(1, wanted / block));
   HugePageAllocator<std::byte> allocator;
   const size_t bytes = (static_cast<size_t>(shared_blocks) + static_cast<size_t>(shape.num_slots)) * block;
-  const std::shared_ptr<std::byte> memory(allocator.allocate(bytes), [=](std::byte* p) mutable { allocator.deallocate(p, bytes); });
+  const std::shared_ptr<std::byte> memory(allocator.allocate(bytes),
+                                          [=](std::byte* p) mutable { allocator.deallocate(p, bytes); });
   fill(memory.get(), bytes, timing.num_workers);
   const std::vector<float> scales(4 * static_cast<size_t>(shape.num_kv_heads), 1.f);
   HostWorkers workers(isa, {.exchange = exchange,

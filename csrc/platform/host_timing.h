@@ -11,6 +11,7 @@ struct HostTiming {
   bool transposed_keys = false, float8 = false;
   int num_workers = 1;
   int32_t tokens = 2048;  // of context
+  size_t bytes = size_t{256} << 20;  // of keys and values: more than caches hold; with many workers more
 };
 
 // Nanoseconds of a worker per token of context in a layer, while all of them attend at once, over rows that are not in caches.

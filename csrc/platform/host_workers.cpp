@@ -29,6 +29,7 @@ constexpr auto kMailboxNap = std::chrono::microseconds(20);
 // A worker that slept between two jobs of a step would cost a wake-up (5-50 us) for each.
 constexpr auto kIdlePoll = std::chrono::microseconds(100);
 constexpr auto kDestructorLimit = std::chrono::seconds(1);
+constexpr auto kForEver = std::chrono::hours(24 * 365);
 
 void relax() {
   for (int i = 0; i < 16; ++i) {
@@ -77,14 +78,21 @@ struct HostWorkers::Shared {
   SlotJob* take();
   SlotJob* pop();
 
-  // ---- in a worker ----
+  // ---- in a worker; the link's thread is the last ----
   void run(size_t worker);
+  void attend_as_they_come(Scratch& scratch);
+  void attend_over_link();
+  size_t collect(std::span<SlotJob*> batch);
+  void attend_batch(std::span<SlotJob* const> batch);
+  bool mailbox_came(const HostAttentionJob& job) const;
   bool attend(const SlotJob& slot, Scratch& scratch) const;
   bool take_mailbox(const SlotJob& slot, std::byte* heads) const;
   void attend_head(const HostAttentionJob& job, const AttentionTask& task, int32_t kv_head, float* memory) const;
   bool stopped(const SlotJob& slot) const {
     return slot.cancelled.load(std::memory_order_relaxed) || closing.load(std::memory_order_relaxed);
   }
+
+  size_t num_threads() const { return static_cast<size_t>(config.num_workers) + (config.link != nullptr ? 1 : 0); }
 
   const CpuIsa& isa;
   const Config config;
@@ -107,8 +115,9 @@ HostWorkers::Shared::Shared(const CpuIsa& instruction_set, Config given)
     : isa(instruction_set), config(std::move(given)), shape(config.exchange->shape()), scales(config.layers.size()),
       slots(static_cast<size_t>(shape.num_slots)) {
   const HostBlocks& blocks = config.blocks;
-  require_config(!config.layers.empty() && config.num_workers >= 1, "at least one layer and one worker");
-  require_config(shape.num_kv_heads >= 1 && shape.num_q_heads % shape.num_kv_heads == 0, "query heads must be a multiple of KV heads");
+  require_config(!config.layers.empty() && num_threads() >= 1, "at least one layer, and a worker or a link");
+  require_config(shape.num_kv_heads >= 1 && shape.num_q_heads % shape.num_kv_heads == 0,
+                 "query heads must be a multiple of KV heads");
   require_config(shape.head_dim >= 2 && shape.head_dim % 2 == 0, "head_dim must be even");
   require_config(blocks.block_size >= 16 && blocks.block_size % 16 == 0, "block_size must be a multiple of 16");
   const size_t elements = static_cast<size_t>(shape.num_kv_heads) * static_cast<size_t>(shape.head_dim * blocks.block_size);
@@ -126,9 +135,8 @@ HostWorkers::Shared::Shared(const CpuIsa& instruction_set, Config given)
                      .block_stride = static_cast<int64_t>(blocks.block_bytes / element),
                      .keys_by_token = !blocks.transposed_keys});
   }
-  const auto workers = static_cast<size_t>(config.num_workers);
-  finished.resize(workers);
-  scratches.resize(workers);
+  finished.resize(num_threads());
+  scratches.resize(static_cast<size_t>(config.num_workers));
   for (Scratch& scratch : scratches) {
     scratch.heads.resize(shape.heads() * static_cast<size_t>(shape.head_dim * dtype_size(shape.dtype)));
     scratch.attention.reserve(attention_scratch_floats(shape.head_dim));
@@ -177,18 +185,60 @@ SlotJob* HostWorkers::Shared::take() {
 
 void HostWorkers::Shared::run(size_t worker) {
   sleep_no_longer_than_asked();
-  while (SlotJob* slot = take()) {
-    bool done = false;
-    try {
-      done = attend(*slot, scratches[worker]);
-    } catch (...) {  // of the hook
-    }
-    slot->status.store(done ? HostAttentionStatus::kDone : HostAttentionStatus::kFailed, std::memory_order_release);
-  }
+  worker < scratches.size() ? attend_as_they_come(scratches[worker]) : attend_over_link();
   const std::lock_guard lock(mutex);
   finished[worker] = 1;
   --running;
   ended.notify_all();
+}
+
+void HostWorkers::Shared::attend_as_they_come(Scratch& scratch) {
+  while (SlotJob* slot = take()) {
+    bool done = false;
+    try {
+      done = attend(*slot, scratch);
+    } catch (...) {  // of the hook
+    }
+    slot->status.store(done ? HostAttentionStatus::kDone : HostAttentionStatus::kFailed, std::memory_order_release);
+  }
+}
+
+void HostWorkers::Shared::attend_over_link() {
+  std::vector<SlotJob*> batch(static_cast<size_t>(config.link->max_jobs()));
+  while (SlotJob* slot = take()) {
+    if (!take_mailbox(*slot, nullptr)) {
+      slot->status.store(HostAttentionStatus::kFailed, std::memory_order_release);
+      continue;
+    }
+    batch[0] = slot;
+    attend_batch(std::span(batch).first(1 + collect(std::span(batch).subspan(1))));
+  }
+}
+
+// More jobs whose mailboxes are there.
+size_t HostWorkers::Shared::collect(std::span<SlotJob*> batch) {
+  const std::lock_guard lock(mutex);
+  size_t count = 0;
+  while (count < batch.size() && first >= 0 && mailbox_came(slots[static_cast<size_t>(first)].job)) batch[count++] = pop();
+  return count;
+}
+
+// Words come in any order.
+bool HostWorkers::Shared::mailbox_came(const HostAttentionJob& job) const {
+  const std::span words(config.exchange->mailbox(job.slot), shape.mailbox_words());
+  return std::ranges::all_of(words, [&](uint64_t& word) {
+    return std::atomic_ref(word).load(std::memory_order_relaxed) >> 32 == job.step;
+  });
+}
+
+void HostWorkers::Shared::attend_batch(std::span<SlotJob* const> batch) {
+  std::vector<HostAttentionJob> jobs;
+  for (const SlotJob* slot : batch) jobs.push_back(slot->job);
+  MoveStatus status = config.link->start(jobs) ? MoveStatus::kPending : MoveStatus::kFailed;
+  // A batch under way is waited for whoever closes: it writes to memory.
+  while (status == MoveStatus::kPending && (status = config.link->poll()) == MoveStatus::kPending) std::this_thread::sleep_for(kMailboxNap);
+  const auto result = status == MoveStatus::kDone ? HostAttentionStatus::kDone : HostAttentionStatus::kFailed;
+  for (SlotJob* slot : batch) slot->status.store(result, std::memory_order_release);
 }
 
 // Words say for themselves whether they have come, so each is taken as it is there: nothing orders them.
@@ -218,6 +268,7 @@ bool HostWorkers::Shared::take_mailbox(const SlotJob& slot, std::byte* heads) co
     auto* halves = reinterpret_cast<uint16_t*>(heads) + head * 2 * words;
     for (size_t i = 0; i < words; ++i) {
       if (!next(payload)) return false;
+      if (heads == nullptr) continue;
       if (shape.dtype == Dtype::kFloat32) {
         floats[i] = payload;
       } else {
@@ -230,7 +281,8 @@ bool HostWorkers::Shared::take_mailbox(const SlotJob& slot, std::byte* heads) co
 }
 
 // The row's own key and value first, then what CpuKernels::attention() does: so the result has the same bits.
-void HostWorkers::Shared::attend_head(const HostAttentionJob& job, const AttentionTask& task, int32_t kv_head, float* memory) const {
+void HostWorkers::Shared::attend_head(const HostAttentionJob& job, const AttentionTask& task, int32_t kv_head,
+                                      float* memory) const {
   const bool float8 = task.scales.values != nullptr;
   const int64_t head_bytes = task.head_dim * dtype_size(shape.dtype), group = task.num_q_heads / task.num_kv_heads;
   const int64_t cell_bytes = task.head_dim * task.block_size * (float8 ? 1 : dtype_size(shape.dtype));
@@ -246,7 +298,8 @@ void HostWorkers::Shared::attend_head(const HostAttentionJob& job, const Attenti
   for (int64_t head = 0; head < group; head += kAttentionRows) {
     isa.attend(shape.dtype, task,
                {.block_table = job.blocks, .first_token = 0, .first_position = job.position, .num_queries = 1, .kv_head = kv_head,
-                .head_begin = static_cast<int32_t>(head), .head_end = static_cast<int32_t>(std::min(group, head + kAttentionRows)),
+                .head_begin = static_cast<int32_t>(head),
+                .head_end = static_cast<int32_t>(std::min(group, head + kAttentionRows)),
                 .partition_begin = first_key / kPartitionKeys, .partition_end = job.position / kPartitionKeys + 1,
                 .partials = nullptr},
                memory);
@@ -268,7 +321,7 @@ bool HostWorkers::Shared::attend(const SlotJob& slot, Scratch& scratch) const {
 }
 
 HostWorkers::HostWorkers(const CpuIsa& isa, Config config) : shared_(std::make_shared<Shared>(isa, std::move(config))) {
-  const auto count = static_cast<size_t>(shared_->config.num_workers);
+  const size_t count = shared_->num_threads();
   threads_.reserve(count);
   try {
     for (size_t worker = 0; worker < count; ++worker) {
@@ -305,7 +358,8 @@ bool HostWorkers::close(Nanoseconds limit) {
     shared_->closing.store(true, std::memory_order_relaxed);
     while (SlotJob* slot = shared_->pop()) slot->status.store(HostAttentionStatus::kFailed, std::memory_order_relaxed);
     shared_->posted.notify_all();
-    const auto deadline = WaitClock::now() + std::chrono::duration_cast<WaitClock::duration>(limit);
+    // Some limits are for ever, which no clock can add.
+    const auto deadline = WaitClock::now() + std::chrono::duration_cast<WaitClock::duration>(std::min<Nanoseconds>(limit, kForEver));
     if (!shared_->ended.wait_until(lock, deadline, [this] { return shared_->running == 0; })) return false;
   }
   for (std::thread& thread : threads_) {

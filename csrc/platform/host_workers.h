@@ -12,6 +12,7 @@
 #include "core/host_rows.h"
 #include "platform/cpu_isa.h"
 #include "platform/host_exchange.h"
+#include "platform/link_attention.h"
 
 namespace asyncengine {
 
@@ -39,8 +40,10 @@ class HostWorkers final : public HostAttention {
     std::shared_ptr<HostExchange> exchange;
     HostBlocks blocks;
     std::vector<HostLayer> layers;
-    int num_workers = 1;
-    // In a worker, once it has the mailbox and before it attends: for tests. An exception fails the job, and a hook that does not return hangs the worker.
+    int num_workers = 1;  // 0: the link attends alone
+    std::shared_ptr<LinkAttention> link = {};  // takes jobs beside the workers, from a thread of its own; or none
+    // In a worker, once it has the mailbox and before it attends: for tests. An exception fails the job, and a hook that does
+    // not return hangs the worker.
     std::function<void(const HostAttentionJob&)> before_attending = {};
     std::shared_ptr<void> keep_alive = {};  // whatever else must live as long as a worker
   };

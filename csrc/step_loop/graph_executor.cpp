@@ -280,14 +280,15 @@ bool GraphExecutor::is_busy(Step& step) {
 
 bool GraphExecutor::close(std::chrono::nanoseconds limit) {
   const auto start = std::chrono::steady_clock::now();
+  // First: they may wait for a step that hangs.
+  const bool attends = graphs_.host_attention != nullptr && !graphs_.host_attention->close(limit);
   if (launch_thread_ != nullptr && !launch_thread_->close(limit)) return false;
   const auto moves = [this] { return graphs_.mover != nullptr && !graphs_.mover->at_rest(); };
   while (std::ranges::any_of(steps_, [this](Step& step) { return is_busy(step); }) || moves()) {
     if (std::chrono::steady_clock::now() - start >= limit) return false;
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  const auto left = std::max<std::chrono::nanoseconds>(std::chrono::nanoseconds(0), limit - (std::chrono::steady_clock::now() - start));
-  return host_attention_ == nullptr || host_attention_->close(left);
+  return !attends;
 }
 
 }  // namespace asyncengine

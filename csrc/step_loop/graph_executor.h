@@ -63,6 +63,7 @@ class GraphExecutor final : public Executor {
     EagerLaunch eager;                 // if set, what runs in place of graphs; bucket -1 is copy_blocks
     CudaStream cuda_stream = nullptr;  // where it all runs; none: one of the executor's own
     std::shared_ptr<GraphMover> mover;  // of a host tier, or none
+    std::shared_ptr<HostAttention> host_attention;  // for host rows, or none
     std::shared_ptr<void> keep_alive;  // whatever owns the graphs
   };
 
@@ -82,9 +83,9 @@ class GraphExecutor final : public Executor {
   std::string error() const override;
   MaskBoard masks() override { return staging_->masks(); }
   BlockMover* mover() override { return graphs_.mover.get(); }
-  HostAttention* host_attention() override { return host_attention_.get(); }
+  HostAttention* host_attention() override { return graphs_.host_attention.get(); }
   // Who attends for host rows: before the first step.
-  void attend_on_host_with(std::shared_ptr<HostAttention> attention) { host_attention_ = std::move(attention); }
+  void attend_on_host_with(std::shared_ptr<HostAttention> attention) { graphs_.host_attention = std::move(attention); }
   Needs needs() const override { return needs_; }
   int num_kinds() const override { return num_kinds_; }
   int kind(int i) const override;  // one per graph
@@ -126,7 +127,6 @@ class GraphExecutor final : public Executor {
   bool device_set_ = false;  // cudaSetDevice is per thread: the first launch makes it for the step thread
   std::shared_ptr<Staging> staging_;
   Graphs graphs_;
-  std::shared_ptr<HostAttention> host_attention_;
   std::vector<int> first_kind_;  // of each bucket: its variants have kinds that follow each other
   int num_kinds_ = 0;
   Needs needs_ = ~Needs{0};  // that every bucket has a variant for

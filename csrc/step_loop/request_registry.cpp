@@ -97,6 +97,7 @@ size_t RequestRegistry::group(const Delivery& delivery) {
       News& fresh = news_[sequence.drain_place];
       fresh.sequence = &sequence;
       fresh.tokens.clear();
+      fresh.host_tokens = 0;
       fresh.records.clear();
       fresh.record_words.clear();
       fresh.finish = FinishReason::kNone;
@@ -108,6 +109,7 @@ size_t RequestRegistry::group(const Delivery& delivery) {
       words += (records++)->words;
     }
     if (event.token >= 0) news.tokens.push_back(event.token);
+    news.host_tokens += event.on_host;
     if (event.finish != FinishReason::kNone) news.finish = event.finish;
     news.last_ns = event.time_ns;
   }

@@ -49,6 +49,7 @@ class RequestRegistry final : public Scheduler::QueueObserver {
       size_t begin, words;
     };
     std::vector<int32_t> tokens;
+    int32_t host_tokens = 0;  // of these, those of a host row
     std::vector<Record> records;
     std::vector<int32_t> record_words;  // where their payload is
     FinishReason finish = FinishReason::kNone;

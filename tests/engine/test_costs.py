@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from asyncengine import AsyncEngine, ConfigError, SamplingParams, testing
+from asyncengine import AsyncEngine, ConfigError, SamplingParams, _core, testing
 from asyncengine.bundled import path as bundled_path
 from asyncengine.cli import main as cli
-from asyncengine.cli.costs import compare
+from asyncengine.cli.costs import _host_tables, compare
 from asyncengine.config import EngineConfig
-from asyncengine.runner.cost_table import Copy, CostFile, CostTable, Point, fit_copies
-from asyncengine.runner.costs import Rows, Sizes, host_attention, measure
+from asyncengine.model_info import ModelInfo
+from asyncengine.runner.cost_table import Copy, CostFile, CostTable, HostAttention, Point, fit_copies
+from asyncengine.runner.costs import HOST_TOKENS, Rows, Sizes, measure, time_host_attention
+from asyncengine.runner.model_runner import read_model_config
 from asyncengine.stats import StepRecord
 
 MODEL = str(bundled_path())
@@ -27,6 +30,9 @@ SMALL: dict[str, Any] = {"device": "cpu", "max_num_seqs": 8, "max_num_batched_to
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ASYNCENGINE_CACHE", str(tmp_path))
     return tmp_path / "costs"
+
+
+HYBRID: dict[str, Any] = {"hybrid_attention": "auto", "host_kv_memory_bytes": 1 << 20, "hybrid_workers": 3}
 
 
 # ---- measuring ----
@@ -75,10 +81,53 @@ def test_copies_have_a_price_for_a_call_and_for_a_byte() -> None:
     assert (call, byte) == pytest.approx((5000, 1))
 
 
-def test_host_attention_is_measured_by_threads() -> None:
-    rates = host_attention(EngineConfig(model=MODEL, cpu_threads=2))
-    assert [(r.threads, r.tokens) for r in rates] == [(1, 1024), (1, 16384), (2, 1024), (2, 16384)]
-    assert all(r.bytes_per_s > 0 for r in rates)
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What attention on the host was timed of. A worker takes a nanosecond, and one more for each other worker."""
+    calls: list[tuple[Any, ...]] = []
+
+    def time_host_attention(*shape: Any, float8: bool = False) -> float:
+        calls.append((*shape, float8))
+        return float(shape[-2])
+
+    monkeypatch.setattr(_core, "time_host_attention", time_host_attention, raising=False)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_cache_dtype", "transposed"), [("float32", "auto", True), ("bfloat16", "fp8", False)]
+)
+def test_attention_on_the_host_is_measured_by_workers(
+    timed: list[tuple[Any, ...]], dtype: str, kv_cache_dtype: Any, transposed: bool
+) -> None:
+    config = EngineConfig(model=MODEL, hybrid_workers=5, block_size=32, kv_cache_dtype=kv_cache_dtype)
+    model = read_model_config(config)
+    rates = time_host_attention(config, model, dtype, transposed_keys=transposed)
+    assert [(r.workers, r.tokens, r.ns) for r in rates] == [(n, t, n) for n in (1, 2, 5) for t in HOST_TOKENS]
+    heads = (model.num_heads, model.num_kv_heads, model.head_dim)
+    kind = {"float32": _core.Dtype.float32, "bfloat16": _core.Dtype.bfloat16}[dtype]
+    assert timed[-1] == (kind, *heads, 32, transposed, 5, HOST_TOKENS[-1], kv_cache_dtype == "fp8")
+    assert time_host_attention(config, replace(model, head_dim=7), dtype, transposed_keys=True) == []
+
+
+ATTENTION = [HostAttention(1, 100, 2.0), HostAttention(8, 100, 3.0), HostAttention(8, 900, 5.0)]
+
+
+def test_a_worker_takes_what_about_as_many_were_measured_to_take() -> None:
+    table = CostTable([], [], host_attention=ATTENTION)
+    assert [table.attend_ns(workers) for workers in (1, 4, 5, 8, 99)] == [2, 2, 4, 4, 4]
+    assert CostTable([], []).attend_ns(1) == 0
+
+
+def test_the_gain_of_sequences_on_the_host_by_hand() -> None:
+    """Ten rows of 1,000 tokens take 5 ms without lanes, and with eight 6: 0.8 for as many rows, 0.2 of their own."""
+    points = [Point(1, 3.1e6, 100.0), Point(21, 5.1e6, 100.0)]
+    table = CostTable(points, points, host_attention=ATTENTION, exchange_ns=2e5)
+    # Eight workers could do 6 ms * 8 / (4 ns * 10 layers * 1,000 tokens): all lanes make a token.
+    assert table.hybrid_gain(10, 10_000, lanes=8, layers=10, workers=8) == pytest.approx(1.8 * 5 / 6 - 1)
+    # One worker and 10,000 layers: 6 ms / (2 ns * 10,000 * 1,000), 0.3 tokens a step.
+    assert table.hybrid_gain(10, 10_000, lanes=8, layers=10_000, workers=1) == pytest.approx(1.03 * 5 / 6 - 1)
+    assert CostTable(points, points).hybrid_gain(10, 10_000, lanes=8, layers=10, workers=1) is None
 
 
 # ---- the file ----
@@ -87,7 +136,8 @@ def test_host_attention_is_measured_by_threads() -> None:
 def test_costs_are_kept_by_what_they_are_of(cache: Path) -> None:
     config = EngineConfig(model=MODEL)
     file = CostFile.find(config, "a model", "float32", "Some Card")
-    table = CostTable([Point(1, 2.0, 3.0)], [Point(4, 5.0, 6.0)], [Copy(1, 2.0)], [Copy(1, 3.0)], 7.0, (1.0, 2.0, 3.0))
+    points, copies = ([Point(1, 2.0, 3.0)], [Point(4, 5.0, 6.0)]), ([Copy(1, 2.0)], [Copy(1, 3.0)])
+    table = CostTable(*points, *copies, 7.0, (1.0, 2.0, 3.0), ATTENTION, 8.0)
     assert file.read() is None
     file.keep(table)
     assert file.read() == table
@@ -96,6 +146,8 @@ def test_costs_are_kept_by_what_they_are_of(cache: Path) -> None:
         CostFile.find(config, "another", "float32", "Some Card"),
         CostFile.find(config, "a model", "float32", "cpu"),
         CostFile.find(EngineConfig(model=MODEL, max_num_seqs=4), "a model", "float32", "Some Card"),
+        CostFile.find(EngineConfig(model=MODEL, kv_cache_dtype="fp8"), "a model", "float32", "Some Card"),
+        CostFile.find(EngineConfig(model=MODEL, **HYBRID), "a model", "float32", "Some Card"),
     ):
         assert other.read() is None
 
@@ -208,14 +260,35 @@ def test_a_step_begins_when_the_one_before_ends_or_it_is_launched() -> None:
     assert [(p.kind, p.took_ns, p.error) for p in compare(records[::-1])] == [("decode", 100, 0.5), ("mixed", 150, 0.0)]
 
 
+@pytest.mark.usefixtures("timed")
 def test_the_command_prints_the_table_and_its_errors(capsys: pytest.CaptureFixture[str], cache: Path) -> None:
     flags = ["--device", "cpu", "--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--cpu-threads", "1"]
     assert cli.main(["costs", *flags, "--seconds", "0.5"]) == 0
     text = capsys.readouterr().out
     (path,) = cache.iterdir()
-    for part in (str(path), "decode rows", "chunk of a prompt", "threads of the CPU", "p90 error"):
+    for part in (str(path), "decode rows", "chunk of a prompt", "workers of the host", "p90 error"):
         assert part in text
+    assert "sequences on the host add" not in text.replace("lanes for sequences on the host add to a step", "")
     assert cli.main(["costs", *flags, "--seconds", "0", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["costs"]["prompt"][-1]["tokens"] == 64
-    assert result["predictions"] == {}
+    assert result["costs"]["host_attention"][0]["workers"] == 1
+    assert (result["predictions"], result["hybrid_gain"]) == ({}, [])
+
+
+def test_the_command_tells_what_hybrid_attention_would_gain() -> None:
+    config = EngineConfig(model=MODEL, max_num_seqs=64, **HYBRID)
+    info = ModelInfo(
+        name="m", path=Path(), architecture="", dtype="float32", device="cpu", vocab_size=9, max_model_len=4096,
+        eos_token_ids=(), num_parameters=0, weight_bytes=0, num_kv_blocks=1280, block_size=16, kv_bytes_per_block=1024,
+        num_kv_layers=2, can_decode_on_host=True,
+    )  # fmt: skip
+    points = [Point(1, 3e6, 0.1), Point(64, 5e6, 0.1)]
+    table = CostTable(points, points, host_attention=ATTENTION)
+    *_, gains = _host_tables(config, info, table)
+    expected = [table.hybrid_gain(rows, 20480, lanes=8, layers=2, workers=3) for rows in (10, 5)]
+    assert gains[1:] == [("2,048", "10", f"{expected[0]:+.1%}"), ("4,096", "5", f"{expected[1]:+.1%}")]
+    for other in (config, replace(config, hybrid_attention="off")):
+        unable = replace(info, can_decode_on_host=other is not config)
+        assert len(list(_host_tables(other, unable, table))) == 2
+    assert list(_host_tables(config, info, CostTable(points, points))) == []

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import asyncengine
 from asyncengine import AsyncEngine, ConfigError, SamplingParams, testing
-from tests.engine.test_host_tier import PRESSED, PROMPTS, ROOMY, answers
+from tests.models import tiny
 
-HYBRID: dict[str, Any] = PRESSED | {"hybrid_attention": "always", "hybrid_workers": 2, "hybrid_lanes": 2, "max_num_seqs": 12}
+from .test_host_tier import PRESSED, PROMPTS, ROOMY, answers
+
+HYBRID: dict[str, Any] = PRESSED | {
+    "hybrid_attention": "always", "hybrid_workers": 2, "hybrid_lanes": 2, "max_num_seqs": 12,
+}  # fmt: skip
+MODEL = str(asyncengine.bundled_model())
 
 
-async def run(config: dict[str, Any], model: str = str(asyncengine.bundled_model())) -> tuple[list[Any], dict[str, int]]:
-    async with AsyncEngine.from_pretrained(model, device="cpu", progress=False, **config) as engine:
+async def run(config: dict[str, Any]) -> tuple[list[Any], dict[str, int]]:
+    async with AsyncEngine.from_pretrained(MODEL, device="cpu", progress=False, **config) as engine:
         async with testing.no_leaks(engine):
             outputs = await answers(engine)
         return outputs, engine._backend.step_loop.stats()
@@ -42,3 +49,55 @@ def test_outputs_are_those_of_an_engine_with_room(config: dict[str, Any]) -> Non
     assert stats["host_row_tokens"] > 0
     assert stats["failed_host_rows"] == 0
     assert stats["num_host_rows"] == 0
+
+
+@pytest.mark.parametrize("variant", ["gpt2", "llama-odd-heads-biased", "mistral-window", "qwen3-window-biased"])
+def test_every_kind_of_model(variant: str, tmp_path: Path) -> None:
+    tiny.build_model(variant).save_pretrained(tmp_path)
+    rng = random.Random(variant)
+    prompts = [[rng.randrange(tiny.VOCAB_SIZE) for _ in range(rng.randrange(20, 60))] for _ in range(14)]
+    params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+
+    async def main(config: dict[str, Any]) -> tuple[list[Any], dict[str, int]]:
+        async with AsyncEngine.from_pretrained(
+            str(tmp_path), tokenizer="none", device="cpu", progress=False, **config | {"max_model_len": 128}
+        ) as engine:
+            async with testing.no_leaks(engine):
+                outputs = await asyncio.gather(*(engine.generate(prompt, params) for prompt in prompts))
+            return [output.outputs[0].token_ids for output in outputs], engine._backend.step_loop.stats()
+
+    expected, _ = asyncio.run(main(ROOMY))
+    got, stats = asyncio.run(main(HYBRID))
+    assert got == expected
+    assert stats["host_row_tokens"] > 0
+
+
+def test_cancelled_requests_leave_nothing_wherever_they_are() -> None:
+    async def main() -> int:
+        params = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True, n=2)
+        async with AsyncEngine.from_pretrained(MODEL, device="cpu", progress=False, **HYBRID) as engine:
+            expected = await engine.generate(PROMPTS[0], SamplingParams(max_tokens=60, temperature=0.0))
+            async with testing.no_leaks(engine):
+                for delay in range(25):
+                    tasks = [asyncio.ensure_future(engine.generate(prompt, params)) for prompt in PROMPTS * 2]
+                    await asyncio.sleep(delay * 6e-3)
+                    for task in tasks:
+                        task.cancel()
+                    await asyncio.gather(*tasks, return_exceptions=True)
+            again = await engine.generate(PROMPTS[0], SamplingParams(max_tokens=60, temperature=0.0))
+            assert again.outputs[0].token_ids == expected.outputs[0].token_ids
+            return engine._backend.step_loop.stats()["moved_to_host"]
+
+    assert asyncio.run(main()) > 0
+
+
+def test_switches_that_do_not_fit_are_named() -> None:
+    with pytest.raises(ConfigError, match="hybrid_attention needs host_kv_memory_bytes"):
+        AsyncEngine.from_pretrained("x", hybrid_attention="auto")
+    with pytest.raises(ConfigError, match="hybrid_attention must be one of off, auto, always"):
+        AsyncEngine.from_pretrained("x", hybrid_attention="on")
+    for lanes in (0, 65):
+        with pytest.raises(ConfigError, match=r"hybrid_lanes must be in \[1, 64\]"):
+            AsyncEngine.from_pretrained("x", hybrid_lanes=lanes)
+    with pytest.raises(ConfigError, match="hybrid_workers must be at least 1"):
+        AsyncEngine.from_pretrained("x", hybrid_workers=0)

@@ -166,6 +166,7 @@ def main(target: str, directory: str, dtype: str, quantization: Quantization = "
     from asyncengine.kernels.cuda.step.tensors import allocate_step
     from asyncengine.runner.buckets import Bucket
     from asyncengine.runner.device_steps import ARGMAX, EVERYTHING, SAMPLING
+    from asyncengine.runner.host_rows import HostRows
     from asyncengine.runner.model_runner import load_model
     from asyncengine.runner.prepare import make_steps
 
@@ -173,13 +174,14 @@ def main(target: str, directory: str, dtype: str, quantization: Quantization = "
     config = EngineConfig(
         model=directory, dtype=dtype, load_format="dummy", max_num_seqs=4, max_num_batched_tokens=64, num_kv_blocks=8,
         max_model_len=128, quantization=quantization, staging="mapped",  # which has a kernel more
+        hybrid_attention="always", host_kv_memory_bytes=1 << 20,
     )  # fmt: skip
     card = card_for(int(target))
     ops = CudaOps(torch.device("cpu"), CudaOptions(quantization=quantization, gpu=replace(card, tma=False)))
     loaded = load_model(config, ops)
     device = _core.SimulatedDevice(vocab_size=2)
     native = _core.CudaDevice.simulated(device)
-    steps, _ = make_steps(config, loaded, ops, native, 8)
+    steps, _ = make_steps(config, loaded, ops, native, 8, HostRows.make(config, native, loaded))
     steps.state.input_ids.zero_()
     # Rows with several samples, records and entries, which no captured variant has.
     several = allocate_step(4, 8, 4, 64, ops.device, 12)
@@ -192,6 +194,7 @@ def main(target: str, directory: str, dtype: str, quantization: Quantization = "
     steps.run(Bucket(4, 64, False), ARGMAX)
     steps.run(Bucket(4, 64, False), SAMPLING)
     steps.run(Bucket(4, 64, False), EVERYTHING)
+    steps.run(Bucket(4, 64, False, lanes=config.hybrid_lanes), EVERYTHING)
     steps.run(Bucket(4, 4, True, 64), ARGMAX)
     steps.run(Bucket(4, 8, False, 64), ARGMAX)
     steps.run(Bucket(4, 4, True), ARGMAX)

@@ -34,6 +34,7 @@ from asyncengine.kernels.cuda.linear.tma import tma_linear
 from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
 from asyncengine.runner.buckets import Bucket
 from asyncengine.runner.device_steps import VARIANTS, DeviceSteps, step_buckets
+from asyncengine.runner.host_rows import HostRows
 from asyncengine.runner.model_runner import load_model
 from asyncengine.runner.prepare import likely, make_steps, prepare_kernels
 from asyncengine.runner.tuning import Tuner, _Case
@@ -241,13 +242,17 @@ class Start:
         invariant = self.config.batch_invariant
         self.ops = CudaOps(CPU, CudaOptions(plans, pdl=True, batch_invariant=invariant, gpu=GPU))
         self.loaded = load_model(self.config, self.ops)
-        self.buckets = step_buckets(self.config, self.loaded, self.ops)
         self.device = _core.SimulatedDevice(vocab_size=2)
+        self.native = _core.CudaDevice.simulated(self.device)
+        self.host_rows = HostRows.make(self.config, self.native, self.loaded)
+        lanes = 0 if self.host_rows is None else self.config.hybrid_lanes
+        self.buckets = step_buckets(self.config, self.loaded, self.ops, lanes)
         self.tuner = FakeTuner()
 
     def steps(self, num_blocks: int) -> DeviceSteps:
-        self.native = _core.CudaDevice.simulated(self.device)
-        steps, self.buffers = make_steps(self.config, self.loaded, self.ops, self.native, num_blocks)
+        steps, self.buffers = make_steps(
+            self.config, self.loaded, self.ops, self.native, num_blocks, self.host_rows
+        )
         steps.state.input_ids.zero_()
         return steps
 
@@ -300,7 +305,14 @@ def many_rows_launch_what_was_compiled(driver: Counting, directory: Path) -> Non
     assert {160, 192, 224, 256} <= {bucket.max_rows for bucket in buckets if bucket.single_token_rows}
 
 
-def launch_what_was_compiled(directory: Path, **config: int) -> list[Bucket]:
+def steps_with_lanes_launch_what_was_compiled(driver: Counting, directory: Path) -> None:
+    hybrid = {"hybrid_attention": "always", "hybrid_lanes": 6, "host_kv_memory_bytes": 1 << 30}
+    small = {"max_num_seqs": 40, "max_num_batched_tokens": 300}
+    buckets = launch_what_was_compiled(one_layer(directory, 1000), **small, **hybrid)
+    assert {bucket.lanes for bucket in buckets} == {0, 6}
+
+
+def launch_what_was_compiled(directory: Path, **config: Any) -> list[Bucket]:
     """The buckets. Nothing is compiled here: kernels are what Triton tells apart."""
     start = Start(directory, PlanTable.load(GPU.name), tune_linear=False, **config)
     launches: set[Any] = set()

@@ -19,6 +19,7 @@ from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
 from asyncengine.runner.buckets import token_buckets
 from asyncengine.runner.calibration import with_kv_scales
 from asyncengine.runner.device_steps import VARIANTS, step_buckets
+from asyncengine.runner.host_rows import HostRows
 from asyncengine.runner.host_tier import HostTier
 from asyncengine.runner.loop_config import step_loop_config
 from asyncengine.runner.model_runner import load_model
@@ -34,12 +35,13 @@ def load(config: EngineConfig) -> Backend:
     ops = CudaOps(torch.device("cpu"), CudaOptions(quantization=config.quantization))
     loaded = with_kv_scales(config, load_model(config, ops), ops)
     info = loaded.info(config, config.num_kv_blocks)
-    steps, buffers = make_steps(config, loaded, ops, native, config.num_kv_blocks)
-    buckets = step_buckets(config, loaded, ops)
+    host_rows = HostRows.make(config, native, loaded)
+    steps, buffers = make_steps(config, loaded, ops, native, config.num_kv_blocks, host_rows)
+    buckets = step_buckets(config, loaded, ops, 0 if host_rows is None else config.hybrid_lanes)
     graphs = _core.CudaGraphs(native)
     for bucket in buckets:
         variants = [(needs, device.add_graph(partial(_quietly, steps.run, bucket, needs))) for needs in VARIANTS]
-        graphs.add_bucket(*bucket, variants)
+        graphs.add_bucket(*bucket[:4], variants, bucket.lanes)
     graphs.set_copy_blocks(device.add_graph(steps.copy_blocks))
     tier = HostTier.make(config, native, steps.cache.memory)
     if tier is not None:
@@ -47,10 +49,12 @@ def load(config: EngineConfig) -> Backend:
         moves = [device.add_graph(partial(tier.enqueue, transfer)) for transfer in range(_core.HostPool.transfers)]
         graphs.set_host_pool(tier.pool, moves)
     poison(steps)
-    step_loop = _core.StepLoop.on_cuda(
-        step_loop_config(config, info, token_buckets(buckets)), native, buffers.staging, graphs, None, 0, 50.0
-    )
-    return Backend(info, load_tokenizer(config), step_loop, (steps, device, tier))
+    hybrid, workers = None, None
+    if host_rows is not None and tier is not None:
+        hybrid, workers = host_rows.hybrid(), host_rows.workers(tier.pool)
+    settings = step_loop_config(config, info, token_buckets(buckets), hybrid=hybrid)
+    step_loop = _core.StepLoop.on_cuda(settings, native, buffers.staging, graphs, None, 0, 50.0, workers)
+    return Backend(info, load_tokenizer(config), step_loop, (steps, device, tier, host_rows))
 
 
 def _quietly(run, *args) -> None:

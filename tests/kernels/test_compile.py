@@ -45,6 +45,7 @@ def test_every_kernel_of_a_step_compiles(tmp_path):
         "_paged_decode_kernel", "_tma_decode_kernel", "_norm_kernel", "_rotary_store_kernel", "_copy_blocks",
         "_collect_kernel", "finish_kernel", "_tma_kernel", "_head_kernel", "_first_kernel", "_vectors_kernel",
         "_sums_kernel", "_follow_kernel", "_keep_raw_kernel", "_edit_kernel", "_mask_kernel", "_logprobs_kernel",
+        "_gather_kernel", "_exchange_kernel",
     ):  # fmt: skip
         assert name in compiled
     hinted = [line.split()[0] for line in lines if "copies evict_" in line]

@@ -41,6 +41,7 @@ def test_launches(tmp_path: Path, case: str) -> None:
     [
         "large_steps_launch_what_was_compiled",
         "many_rows_launch_what_was_compiled",
+        "steps_with_lanes_launch_what_was_compiled",
         "steps_find_their_kernels",
         "a_second_start_measures_nothing",
     ],

@@ -384,3 +384,31 @@ def test_blocks_that_come_back_from_the_host_are_the_same(checkpoint):
     assert outputs == roomy
     assert stats.blocks_to_host > 0
     assert stats.blocks_from_host > 0
+
+
+@pytest.mark.parametrize(
+    ("variant", "config"),
+    [("llama", {}), ("qwen3-window-biased", {"batch_invariant": True}), ("llama", {"kv_cache_dtype": "fp8"})],
+    ids=str,
+)
+def test_rows_that_decode_on_the_host_get_the_same_tokens(checkpoint, variant, config):
+    """There is no room for all, so that some go on with their keys and values on the host, where threads attend."""
+    path, model = checkpoint(variant)
+    prompts = [[5 + i, *range(3, 18 + i)] for i in range(3)]
+    pressed = SMALL | {"num_kv_blocks": 4, "hybrid_attention": "always", "hybrid_workers": 1, "hybrid_lanes": 2}
+
+    async def main() -> tuple[list[Any], Any]:
+        async with make_engine(str(path), **pressed, host_kv_memory_bytes=1 << 20, **config) as engine:
+            async with testing.no_leaks(engine):
+                outputs = await asyncio.gather(*(engine.generate(prompt, greedy(14)) for prompt in prompts))
+            assert engine._backend is not None
+            return [output.token_ids for output in outputs], engine._backend.step_loop.stats()
+
+    outputs, stats = asyncio.run(main())
+    assert stats["moved_to_host"] > 0
+    assert stats["failed_host_rows"] == 0
+    if "kv_cache_dtype" in config:
+        roomy, _ = generate(path, [(prompt, greedy(14)) for prompt in prompts], **config)
+        assert [(tokens,) for tokens in outputs] == [tuple(tokens) for tokens in roomy]
+    else:
+        assert outputs == [tuple(tiny.generate(model, prompt, 14)) for prompt in prompts]

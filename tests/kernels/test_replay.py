@@ -6,6 +6,7 @@ import asyncio
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -136,6 +137,33 @@ def test_costs_are_measured_of_the_engines_steps(checkpoint: Path, monkeypatch: 
 
 def nothing(rows: int) -> int:
     return 0
+
+
+def test_lanes_cost_what_a_step_of_as_many_tokens_takes_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bucket(tokens: int, lanes: int = 0, *, decodes: bool = True, context: int = ANY_CONTEXT) -> Any:
+        return SimpleNamespace(max_tokens=tokens, lanes=lanes, single_token_rows=decodes, max_context=context)
+
+    rows_of: list[int] = []
+
+    def time_bucket(machine: cuda_costs.Machine, planned: list[replay.Row], index: int) -> float:
+        """A microsecond for a token, and ten for a bucket with lanes."""
+        rows_of.append(len(planned))
+        chosen: Any = machine.buckets[index]
+        return 1e-6 * (chosen.max_tokens + 10 * bool(chosen.lanes))
+
+    def machine(*buckets: Any) -> Any:
+        return SimpleNamespace(buckets=buckets)
+
+    lanes = [bucket(16, 8), bucket(32, 8), bucket(64, 8), bucket(24, 8, decodes=False)]
+    without = [bucket(16, context=64), bucket(16), bucket(40), bucket(64, decodes=False)]
+    monkeypatch.setattr(cuda_costs, "_time_bucket", time_bucket)
+    info: Any = SimpleNamespace(block_size=16, num_kv_blocks=20)
+    assert cuda_costs.lane_pairs([*lanes, *without]) == [(0, 5), (1, 6)]
+    # Ten microseconds, and of the second pair eight less.
+    assert cuda_costs.time_exchange(machine(*lanes, *without), info) == pytest.approx((10 + 2) / 2 * 1e3)
+    assert rows_of == [8, 8, 20, 20]
+    assert cuda_costs.time_exchange(machine(*without), info) == 0
+    assert cuda_costs.time_exchange(machine(Bucket(1, 1, True)), info) == 0
 
 
 def test_a_replayed_step_may_compute_prompts(checkpoint: Path) -> None:

@@ -7,6 +7,7 @@
 
 #include "check.h"
 #include "core/outbox.h"
+#include "step_loop/request_registry.h"
 
 namespace {
 
@@ -109,4 +110,27 @@ TEST(a_failure_reaches_a_consumer_that_is_behind) {
   outbox.publish();
   const Delivery* delivery = outbox.take();
   CHECK(delivery != nullptr && delivery->events.size() == 1 && delivery->engine_failed);
+}
+
+TEST(news_count_the_tokens_of_host_rows) {
+  RequestRegistry registry({.block_size = 16});
+  Outbox outbox(4);
+  const auto request = make_request({}, 0, 0, 16);
+  Sequence* sequence = &request->sequences.at(0);
+  const auto drain = [&] {
+    std::vector<int32_t> counts;
+    registry.drain(outbox, [&](const RequestRegistry::News& news) {
+      counts.push_back(static_cast<int32_t>(news.tokens.size()));
+      counts.push_back(news.host_tokens);
+    });
+    return counts;
+  };
+  for (const bool on_host : {true, false, true}) {
+    outbox.filling().events.push_back({sequence, 7, FinishReason::kNone, 0, on_host});
+    outbox.publish();
+  }
+  CHECK(drain() == std::vector<int32_t>({3, 2}));
+  outbox.filling().events.push_back({sequence, 7, FinishReason::kLength, 0});
+  outbox.publish();
+  CHECK(drain() == std::vector<int32_t>({1, 0}));
 }

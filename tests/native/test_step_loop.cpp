@@ -300,6 +300,62 @@ TEST(a_step_takes_the_first_bucket_that_its_rows_tokens_and_contexts_fit) {
   CHECK_EQ(bucket_of(1, 2, 0), 3);
 }
 
+TEST(a_step_with_lanes_takes_the_first_bucket_that_has_them_and_fits) {
+  SimulatedDevice device;
+  const StepLimits limits{4, 64, 16};
+  const auto staging = std::make_shared<Staging>(SimulatedDevice::runtime(), device.ordinal(), limits, 2, StagingMode::kMapped);
+  GraphExecutor::Graphs graphs;
+  graphs.buckets = {{4, 4, true, kAnyContext, {}, 0}, {4, 4, true, kAnyContext, {}, 2}, {4, 64, false, kAnyContext, {}, 0},
+                    {4, 64, false, kAnyContext, {}, 2}};
+  for (GraphBucket& bucket : graphs.buckets) bucket.variants.push_back({0, device.add_graph([] {}, 0ns)});
+  GraphExecutor executor(SimulatedDevice::runtime(), device.ordinal(), staging, graphs, 20us);
+  const auto bucket_of = [&](int32_t rows, int32_t tokens, int32_t lanes, int32_t lane_rows) {
+    StepInputHeader header{};
+    header.num_rows = rows;
+    header.num_tokens = tokens;
+    header.num_lanes = lanes;
+    header.num_lane_rows = lane_rows;
+    std::memcpy(executor.staging(0).data(), &header, sizeof(header));
+    return executor.kind(0);
+  };
+  CHECK_EQ(bucket_of(2, 2, 0, 0), 0);
+  CHECK_EQ(bucket_of(2, 2, 2, 0), 1);
+  CHECK_EQ(bucket_of(3, 2, 2, 1), 1);  // a row of a lane has no token among the others
+  CHECK_EQ(bucket_of(0, 0, 2, 0), 1);
+  CHECK_EQ(bucket_of(3, 3, 2, 0), 3);
+  CHECK_EQ(bucket_of(2, 62, 2, 0), 3);
+  CHECK_EQ(bucket_of(2, 62, 0, 0), 2);
+}
+
+TEST(an_executor_closes_what_attends_for_host_rows) {
+  struct Attention final : HostAttention {
+    int32_t num_layers() const override { return 1; }
+    void post(const HostAttentionJob&) override {}
+    HostAttentionStatus poll(int32_t) override { return HostAttentionStatus::kPending; }
+    void cancel(int32_t) override {}
+    bool close(std::chrono::nanoseconds limit) override {
+      limits.push_back(limit);
+      return !hangs;
+    }
+    bool hangs = false;
+    std::vector<std::chrono::nanoseconds> limits;
+  };
+  for (const bool hangs : {false, true}) {
+    SimulatedDevice device;
+    const StepLimits limits{4, 64, 16};
+    const auto staging = std::make_shared<Staging>(SimulatedDevice::runtime(), device.ordinal(), limits, 2, StagingMode::kMapped);
+    const auto attention = std::make_shared<Attention>();
+    attention->hangs = hangs;
+    GraphExecutor::Graphs graphs;
+    graphs.buckets = {{4, 64, false, kAnyContext, {{0, device.add_graph([] {}, 0ns)}}}};
+    graphs.host_attention = attention;
+    GraphExecutor executor(SimulatedDevice::runtime(), device.ordinal(), staging, graphs, 20us);
+    CHECK(executor.host_attention() == attention.get());
+    CHECK_EQ(executor.close(50ms), !hangs);
+    CHECK(attention->limits == std::vector<std::chrono::nanoseconds>({50ms}));
+  }
+}
+
 TEST(a_step_takes_the_first_variant_that_serves_its_needs) {
   SimulatedDevice device;
   const StepLimits limits{4, 64, 16};

@@ -82,6 +82,7 @@ async def test_stats_say_what_the_page_draws() -> None:
         stats = reply.json
         assert stats["health"] == "ready"
         assert (stats["running"], stats["waiting"], stats["generation_tokens"]) == (0, 0, 5)
+        assert stats["on_host"] == 0
         assert stats["ttft"]["count"] == 1
         assert stats["itl"]["count"] == 4
         assert stats["ttft"]["seconds"] >= 0

@@ -281,12 +281,16 @@ async def test_metrics_count_requests_and_tokens() -> None:
             prefix_cache_queries_total=10,
             prefix_cache_hits_total=0,
             time_to_first_token_seconds_count=2,
-            inter_token_latency_seconds_count=5,
             e2e_request_latency_seconds_count=2,
             request_queue_time_seconds_count=2,
             request_prefill_time_seconds_count=2,
             request_decode_time_seconds_count=2,
         )
+        for name, count in (("inter_token_latency", 5), ("request_time_per_output_token", 2)):
+            assert await site.metric(f"asyncengine:{name}_seconds_count") == {
+                '{decoded_on="device",model_name="fake"}': count,
+                '{decoded_on="host",model_name="fake"}': 0,
+            }
         engine.hold(at=2)
         async with site.session.post(site.url + COMPLETIONS, json={"prompt": "x", "stream": True}):
             await engine.wait_for(open=1)

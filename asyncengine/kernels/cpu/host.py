@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from asyncengine._core import Need, StepBatch
+from asyncengine._core import CpuLanes, Need, StepBatch
 from asyncengine.kernels.cpu import sdpa
 from asyncengine.kernels.ops import Activation, AttentionLayer, HandleT, LayerKVCache, Norm, Ops, split_heads
 
@@ -43,6 +43,8 @@ class HostOps(Ops[StepBatch, Residual, HandleT]):
     def __init__(self, prefill_attention: PrefillAttention = "native") -> None:
         """``prefill_attention`` is as in EngineConfig: which kernel attends for rows of several tokens."""
         self._by_sdpa = prefill_attention == "sdpa"
+        self.lanes: CpuLanes | None = None
+        """Where rows that decode on the host cross."""
 
     @abstractmethod
     def make_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> HandleT:
@@ -152,7 +154,11 @@ class HostOps(Ops[StepBatch, Residual, HandleT]):
     def exchange(
         self, heads: Tensor, x: Tensor, residual: Residual, layer: AttentionLayer, cache: LayerKVCache, batch: StepBatch
     ) -> None:
-        return
+        if not batch.num_lanes:
+            return
+        assert self.lanes is not None
+        assert residual.pending is None
+        self.lanes.exchange(batch, cache.number, heads.data_ptr(), x.data_ptr(), residual.x.data_ptr())
 
     def keep_sampled(self, x: Tensor, residual: Residual, batch: StepBatch) -> Tensor:
         if batch.num_samples == batch.num_tokens or batch.needs & Need.mean:  # in order, or all are wanted

@@ -429,7 +429,7 @@ class CpuOps(HostOps[CpuLinearHandle]):
         _check(v_cache, stored, (blocks, heads, block_size, dim), "v_cache")
         native = _core.PagedKV(k_cache.data_ptr(), v_cache.data_ptr(), heads, dim, block_size, scales_at)
         k, v = weakref.ref(k_cache), weakref.ref(v_cache)
-        found = _Cache(k, v, scales, native, dtype, _native_dtype(dtype), heads, dim)
+        found = _Cache(k, v, scales, native, dtype, native_dtype(dtype), heads, dim)
         self._caches[id(k_cache)] = found
         return found
 
@@ -439,10 +439,11 @@ def _is_transposed(weight: Tensor) -> bool:
 
 
 def _dtype(x: Tensor) -> _core.Dtype:
-    return _native_dtype(x.dtype)
+    return native_dtype(x.dtype)
 
 
-def _native_dtype(dtype: torch.dtype) -> _core.Dtype:
+def native_dtype(dtype: torch.dtype) -> _core.Dtype:
+    """The kernels' name of it. Raises ValueError if they do not take it."""
     try:
         return _DTYPES[dtype]
     except KeyError:

@@ -24,6 +24,7 @@ from asyncengine.kernels.cuda.linear.residual import Residual
 from asyncengine.kernels.cuda.linear.tables import PlanTable
 from asyncengine.kernels.cuda.rows.activation import soft_cap_
 from asyncengine.kernels.cuda.rows.embedding import embed
+from asyncengine.kernels.cuda.rows.lanes import HostLanes, exchange
 from asyncengine.kernels.cuda.rows.norms import norm_rows
 from asyncengine.kernels.cuda.sampling.sample import Ranks
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
@@ -39,6 +40,8 @@ class CudaBatch:
     attention: BucketAttention = field(default_factory=BucketAttention)
     needs: int = ~0
     """Bits of _core.Need: what the sampled rows may need beyond the greatest logit; all of them by default."""
+    lanes: HostLanes | None = None
+    """of a step with lanes for host rows"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +133,9 @@ class CudaOps:
     def exchange(
         self, heads: Tensor, x: Tensor, residual: Residual, layer: AttentionLayer, cache: LayerKVCache, batch: CudaBatch
     ) -> None:
-        return
+        if batch.lanes is not None:
+            own, step, pdl = residual.settle(), batch.step, self.options.pdl
+            exchange(heads, x, own, layer, cache.number, batch.lanes, step, pdl=pdl)
 
     def keep_sampled(self, x: Tensor, residual: Residual, batch: CudaBatch) -> Tensor:
         """Drops nothing: a decode step is sampled from in every row, and ``logits`` reads but the rows it needs."""

@@ -19,8 +19,8 @@ class Total(msgspec.Struct):
     seconds: float
 
     @classmethod
-    def of(cls, histogram: Histogram) -> Total:
-        return cls(sum(histogram.counts), histogram.total)
+    def of(cls, *histograms: Histogram) -> Total:
+        return cls(sum(sum(h.counts) for h in histograms), sum(h.total for h in histograms))
 
 
 class Blocks(msgspec.Struct):
@@ -42,6 +42,8 @@ class Figures(msgspec.Struct, kw_only=True):
     time_s: float
     running: int
     waiting: int
+    on_host: int
+    """Of ``running``, those that decode on the host."""
     steps_done: int
     prompt_tokens: int
     generation_tokens: int
@@ -85,6 +87,7 @@ def figures(health: str, snapshot: EngineSnapshot, metrics: Metrics) -> Figures:
         time_s=now / 1e9,
         running=stats.num_requests_running,
         waiting=stats.num_requests_waiting,
+        on_host=stats.num_host_rows,
         steps_done=stats.num_steps,
         prompt_tokens=stats.prompt_tokens,
         generation_tokens=stats.generation_tokens,
@@ -92,7 +95,7 @@ def figures(health: str, snapshot: EngineSnapshot, metrics: Metrics) -> Figures:
         prefix_queries=stats.prefix_cache_queries,
         prefix_hits=stats.prefix_cache_hits,
         ttft=Total.of(metrics.time_to_first_token),
-        itl=Total.of(metrics.inter_token_latency),
+        itl=Total.of(*metrics.inter_token_latency.values()),
         blocks=Blocks(
             stats.num_kv_blocks,
             stats.num_free_blocks,

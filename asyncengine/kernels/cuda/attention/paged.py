@@ -164,7 +164,7 @@ def combine_options(section: Section, group: int, width: int) -> dict[str, int]:
 
 
 @triton.jit
-def _dot(a, b, WIDEN: tl.constexpr):
+def dot(a, b, WIDEN: tl.constexpr):
     if WIDEN:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -188,7 +188,7 @@ def fold(
     """
     k = k.to(q.dtype)
     v = v.to(q.dtype)
-    score = transform_scores(_dot(q, tl.trans(k), WIDEN), scale, SOFTCAP)
+    score = transform_scores(dot(q, tl.trans(k), WIDEN), scale, SOFTCAP)
     if MASKED:
         score = tl.where(visible, score, -float("inf"))
     new_peak = tl.maximum(peak, tl.max(score, 1))
@@ -199,7 +199,7 @@ def fold(
     weight = tl.exp2(score - base[:, None])
     shrink = tl.exp2(peak - base)
     total = total * shrink + tl.sum(weight, 1)
-    acc = acc * shrink[:, None] + _dot(weight.to(v.dtype), v, WIDEN)
+    acc = acc * shrink[:, None] + dot(weight.to(v.dtype), v, WIDEN)
     return acc, new_peak, total
 
 

@@ -17,6 +17,45 @@ _HEAD_TILE = 1024
 """Elements of a half head tile: 16 heads of 128. With 128 threads each access is of 16 bytes in bfloat16."""
 
 
+@triton.jit
+def load_gains(
+    q_norm: tl.tensor, k_norm: tl.tensor, is_q: tl.tensor, i: tl.tensor, HALF: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """For ``norm_and_rotate``: of the norms [D] of queries and keys what is for each head, in halves."""
+    q_low = tl.load(q_norm + i, mask=i < HALF, other=0.0).to(tl.float32)
+    q_high = tl.load(q_norm + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
+    k_low = tl.load(k_norm + i, mask=i < HALF, other=0.0).to(tl.float32)
+    k_high = tl.load(k_norm + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
+    return tl.where(is_q, q_low, k_low), tl.where(is_q, q_high, k_high)
+
+
+@triton.jit
+def norm_and_rotate(
+    low: tl.tensor,
+    high: tl.tensor,
+    is_v: tl.tensor,
+    gain_low: tl.tensor,
+    gain_high: tl.tensor,
+    cosine: tl.tensor,
+    sine: tl.tensor,
+    eps: tl.tensor,
+    dtype: tl.constexpr,
+    NORM: tl.constexpr,
+    ROTARY: tl.constexpr,
+    HALF: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Heads in float32 halves [heads, HALF_TILE], rounded to their dtype; values stay as they are."""
+    a, b = low, high
+    if NORM:
+        scale = tl.rsqrt(tl.sum(a * a + b * b, 1) / (2 * HALF) + eps)[:, None]
+        # Rounded between norm and rotation, as they are where the two are separate operations.
+        a = (a * scale * gain_low).to(dtype).to(tl.float32)
+        b = (b * scale * gain_high).to(dtype).to(tl.float32)
+    if ROTARY:
+        a, b = a * cosine - b * sine, b * cosine + a * sine
+    return tl.where(is_v, low, a).to(dtype), tl.where(is_v, high, b).to(dtype)
+
+
 @kernel
 def _rotary_store_kernel(
     heads: tl.tensor,
@@ -53,24 +92,16 @@ def _rotary_store_kernel(
     table = cos_sin + position * (2 * HALF) + i
     cosine = tl.load(table, mask=i < HALF, other=0.0)
     sine = tl.load(table + HALF, mask=i < HALF, other=0.0)
+    gain_low, gain_high = 1.0, 1.0
     if NORM:
-        q_low = tl.load(q_norm + i, mask=i < HALF, other=0.0).to(tl.float32)
-        q_high = tl.load(q_norm + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
-        k_low = tl.load(k_norm + i, mask=i < HALF, other=0.0).to(tl.float32)
-        k_high = tl.load(k_norm + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
+        gain_low, gain_high = load_gains(q_norm, k_norm, is_q, i, HALF)
     wait(PDL)
     source = heads + token * token_stride + head * (2 * HALF) + i
     low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
-
-    a, b = low, high
-    if NORM:
-        scale = tl.rsqrt(tl.sum(a * a + b * b, 1) / (2 * HALF) + eps)[:, None]
-        # Rounded between norm and rotation, as they are where the two are separate operations.
-        a = (a * scale * tl.where(is_q, q_low, k_low)).to(dtype).to(tl.float32)
-        b = (b * scale * tl.where(is_q, q_high, k_high)).to(dtype).to(tl.float32)
-    rotated_low = tl.where(is_v, low, a * cosine - b * sine).to(dtype)
-    rotated_high = tl.where(is_v, high, b * cosine + a * sine).to(dtype)
+    rotated_low, rotated_high = norm_and_rotate(
+        low, high, is_v, gain_low, gain_high, cosine, sine, eps, dtype, NORM, True, HALF
+    )
 
     inside &= slot >= 0
     tl.store(source, rotated_low, mask=inside & is_q)

@@ -69,7 +69,7 @@ def allocate_features(
     )
 
 
-@kernel
+@kernel(do_not_specialize=["first_lane"])
 def _follow_kernel(
     running: tl.tensor,
     stride: tl.tensor,
@@ -80,6 +80,8 @@ def _follow_kernel(
     row_query_len: tl.tensor,
     row_context_len: tl.tensor,
     input_ids: tl.tensor,
+    last_token: tl.tensor,
+    first_lane: tl.tensor,
     slot_needs: tl.tensor,
     words: tl.tensor,
     width: tl.tensor,
@@ -91,6 +93,7 @@ def _follow_kernel(
     vocab: tl.tensor,
     distinct: tl.tensor,
     num_distinct: tl.tensor,
+    LANES: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -154,8 +157,15 @@ def _follow_kernel(
     elif (tl.load(slot_needs + slot) & PENALTIES) != 0:
         query_len = tl.load(row_query_len + row)
         length = tl.load(history_len + slot)
+        query_start = tl.load(row_query_start + row)
+        is_lane = False
+        if LANES:  # a row that ends a token, which it began in another step
+            is_lane = query_start >= first_lane
+            query_len = tl.where(is_lane, 1, query_len)
         if (query_len > 0) & (length < tl.load(row_context_len + row) + query_len) & (length < max_len):
-            token = tl.load(input_ids + tl.load(row_query_start + row) + query_len - 1)
+            token = tl.load(input_ids + query_start + query_len - 1)
+            if LANES:
+                token = tl.where(is_lane, tl.load(last_token + slot), token)
             tl.store(history + length, token)
             tl.store(history_len + slot, length + 1)
             if (token >= 0) & (token < vocab):
@@ -177,7 +187,8 @@ def follow(source: StepSource, step: DeviceStep, features: SlotFeatures, *, pdl:
     slots = step.slots
     _follow_kernel[(step.num_rows,)](
         running, stride, source.header, step.row_slot, step.row_entries, step.row_query_start, step.row_query_len,
-        step.row_context_len, step.input_ids, slots.needs, features.words, features.words.shape[1], features.places,
-        features.history, features.history.shape[1], features.history_len, features.counts, features.counts.shape[1],
-        features.distinct, features.num_distinct, CHUNK=_CHUNK, num_warps=8, **launch_options(pdl),
+        step.row_context_len, step.input_ids, slots.last_token, step.num_tokens - step.num_lanes, slots.needs,
+        features.words, features.words.shape[1], features.places, features.history, features.history.shape[1],
+        features.history_len, features.counts, features.counts.shape[1], features.distinct, features.num_distinct,
+        LANES=step.num_lanes > 0, CHUNK=_CHUNK, num_warps=8, **launch_options(pdl),
     )  # fmt: skip

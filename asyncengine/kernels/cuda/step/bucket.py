@@ -16,3 +16,5 @@ class Bucket(NamedTuple):
     """Only for steps whose every row has one token."""
     max_context: int = ANY_CONTEXT
     """Only for steps whose rows have at most this many tokens before their new ones."""
+    lanes: int = 0
+    """Only for steps with so many lanes for host rows, which are the last of max_tokens (csrc/core/host_rows.h)."""

@@ -24,8 +24,15 @@ from asyncengine.kernels.cuda.step.layout import (
     ENTRY_NEEDS,
     FROM_DEVICE,
     HEADER_WORDS,
+    LANE,
+    LANE_POSITION,
+    LANE_SLOT,
+    LANE_WORDS,
     MAX_STOPS,
     NUM_COPIES,
+    NUM_DELTA_BLOCKS,
+    NUM_LANE_STAGES,
+    NUM_LANES,
     NUM_PROMPT_IDS,
     NUM_ROWS,
     NUM_SAMPLES,
@@ -132,8 +139,9 @@ def ingest(
             source.inputs, source.state, source.fetched, words, RING=ring, CHUNK=_FETCH_WORDS, num_warps=4,
             **launch_options(pdl),
         )  # fmt: skip
-    rows, tokens = step.num_rows, step.num_tokens
-    _ingest[(rows + triton.cdiv(tokens, _CHUNK),)](
+    rows, tokens, lanes = step.num_rows, step.num_tokens, step.lane_slots
+    entries = 0 if lanes is None else lanes.numel()
+    _ingest[(rows + triton.cdiv(max(tokens, entries), _CHUNK),)](
         source.inputs if source.fetched is None else source.fetched,
         source.state,
         slots.block_tables,
@@ -161,6 +169,8 @@ def ingest(
         step.sample_position,
         step.sample_records,
         step.row_entries,
+        step.input_ids if step.lane_slots is None else step.lane_slots,
+        step.input_ids if step.lane_positions is None else step.lane_positions,
         slots.block_tables.shape[1],
         words if source.fetched is None else 0,
         rows,
@@ -170,6 +180,8 @@ def ingest(
         DRAFTS=0 if slots.draft_tokens is None else slots.draft_tokens.shape[1],
         RECORDS=bool(needs & RECORD_NEEDS),
         ENTRIES=bool(needs & ENTRY_NEEDS),
+        LANES=step.num_lanes,
+        LANE_ENTRIES=entries,
         RING=ring,
         BLOCK_SIZE=block_size,
         CHUNK=_CHUNK,
@@ -202,6 +214,35 @@ def _fetch(inputs, state, fetched, words, RING: tl.constexpr, CHUNK: tl.constexp
         tl.store(fetched + word, tl.load(source + word, mask=there), mask=there)
 
 
+@triton.jit
+def _find_lanes(source):
+    """The table of lanes of the StepInput."""
+    words = HEADER_WORDS + tl.load(source + NUM_ROWS) * ROW_WORDS + tl.load(source + NUM_PROMPT_IDS)
+    words += tl.load(source + NUM_COPIES) * COPY_WORDS + tl.load(source + NUM_SLOT_UPDATES) * UPDATE_WORDS
+    return source + words + tl.load(source + NUM_DELTA_BLOCKS)
+
+
+@triton.jit
+def _take_lanes(
+    source, i, first, last_token, input_ids, positions, slot_mapping, token_slot, lane_slots, lane_positions,
+    LANES: tl.constexpr, LANE_ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """Entries i of the table of lanes, and of the first stage the tokens too, from ``first`` on."""
+    there = i < LANE_ENTRIES
+    filled = i < tl.load(source + NUM_LANES) * tl.load(source + NUM_LANE_STAGES)
+    entry = _find_lanes(source) + i * LANE_WORDS
+    slot = tl.load(entry + LANE_SLOT, mask=there & filled, other=-1)
+    position = tl.load(entry + LANE_POSITION, mask=slot >= 0, other=0)
+    tl.store(lane_slots + i, slot, mask=there)
+    tl.store(lane_positions + i, position, mask=there)
+    begins = i < LANES
+    given = tl.load(last_token + slot, mask=begins & (slot >= 0), other=0)
+    tl.store(input_ids + first + i, given, mask=begins)
+    tl.store(positions + first + i, position, mask=begins)
+    tl.store(slot_mapping + first + i, -1, mask=begins)
+    tl.store(token_slot + first + i, -1, mask=begins)
+
+
 @kernel(do_not_specialize=["R", "T", "N"])  # one compilation for all buckets
 def _ingest(
     source,
@@ -231,6 +272,8 @@ def _ingest(
     sample_position,
     sample_records,
     row_entries,
+    lane_slots,
+    lane_positions,
     max_blocks,
     stride,
     R,
@@ -240,6 +283,8 @@ def _ingest(
     DRAFTS: tl.constexpr,
     RECORDS: tl.constexpr,
     ENTRIES: tl.constexpr,
+    LANES: tl.constexpr,
+    LANE_ENTRIES: tl.constexpr,
     RING: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -260,7 +305,7 @@ def _ingest(
     if pid >= R:
         # Tokens and samples that the step does not use.
         token = (pid - R) * CHUNK + offsets
-        unused = (token >= num_tokens) & (token < T)
+        unused = (token >= num_tokens) & (token < T - LANES)
         tl.store(input_ids + token, 0, mask=unused)
         tl.store(positions + token, 0, mask=unused)
         tl.store(slot_mapping + token, -1, mask=unused)
@@ -272,6 +317,11 @@ def _ingest(
             tl.store(sample_position + token, 0, mask=unused)
             if RECORDS:
                 tl.store(sample_records + 2 * token + 1, 0, mask=unused)
+        if LANES > 0:
+            _take_lanes(
+                source, token, T - LANES, last_token, input_ids, positions, slot_mapping, token_slot, lane_slots,
+                lane_positions, LANES, LANE_ENTRIES,
+            )  # fmt: skip
     elif pid >= num_rows:
         tl.store(row_slot + pid, -1)
         tl.store(row_query_start + pid, 0)
@@ -332,10 +382,16 @@ def _ingest(
             fresh = entry < delta_count
             tl.store(table + delta_first + entry, tl.load(delta_blocks + entry, mask=fresh), mask=fresh)
 
+        num_own = query_len  # tokens that are the row's
+        if LANES > 0:
+            is_lane = (flags & LANE) != 0  # whose token the table of lanes brings
+            query_start = tl.where(is_lane, T - LANES + query_start, query_start)
+            num_own = tl.where(is_lane, 0, query_len)
+
         last = tl.load(last_token + slot)
-        for start in range(0, query_len, CHUNK):
+        for start in range(0, num_own, CHUNK):
             i = start + offsets
-            valid = i < query_len
+            valid = i < num_own
             position = context_len + i
             entry = position // BLOCK_SIZE
             # What was just written to the table is taken from where it came: no barrier between the two.
@@ -356,7 +412,7 @@ def _ingest(
 
         tl.store(row_slot + pid, slot)
         tl.store(row_query_start + pid, query_start)
-        tl.store(row_query_len + pid, tl.where(inert, 0, query_len))
+        tl.store(row_query_len + pid, tl.where(inert, 0, num_own))
         tl.store(row_context_len + pid, context_len)
         if MULTI:
             row_samples = tl.load(row + ROW_NUM_SAMPLES)

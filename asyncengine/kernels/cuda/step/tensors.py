@@ -46,7 +46,8 @@ class DeviceStep:
     N is R, unless steps may have more samples than rows.
 
     Rows and tokens that a step does not use are inert: row_slot, token_slot and sample_slot -1, row_query_len 0,
-    slot_mapping -1, indices 0.
+    slot_mapping -1, indices 0. So are the tokens of lanes to attention, and the row of one that is sampled: its
+    row_query_len is 0, its row_query_start is the lane's token, its row_context_len that token's position.
     """
 
     slots: Slots
@@ -82,10 +83,19 @@ class DeviceStep:
     row_entries: Tensor
     """int32 [R, 2]: offset in the StepInput of the entries that the slot of the row is filled with, and words, or 0;
     written in steps with ENTRY_NEEDS alone"""
+    lane_slots: Tensor | None = None
+    """int32 [stages, lanes], in steps with lanes, which are the last of their tokens (csrc/core/host_rows.h): the slot
+    of the row that enters a lane at a stage; -1 if none does"""
+    lane_positions: Tensor | None = None
+    """int32 [stages, lanes]: of that row's token; 0 if there is none"""
 
     @property
     def num_tokens(self) -> int:
         return len(self.input_ids)
+
+    @property
+    def num_lanes(self) -> int:
+        return 0 if self.lane_slots is None else self.lane_slots.shape[1]
 
     @property
     def num_rows(self) -> int:
@@ -95,7 +105,9 @@ class DeviceStep:
     def num_samples(self) -> int:
         return len(self.sample_index)
 
-    def bucket(self, num_rows: int, num_tokens: int, *, one_sample: bool = False) -> DeviceStep:
+    def bucket(
+        self, num_rows: int, num_tokens: int, *, one_sample: bool = False, with_lanes: bool = False
+    ) -> DeviceStep:
         """The same memory, seen through a smaller bucket; ``one_sample``: of steps with no more than one a row."""
         several = self.num_samples > self.num_rows and not one_sample
         num_samples = min(self.num_samples, num_tokens) if several else num_rows
@@ -116,6 +128,8 @@ class DeviceStep:
             self.sample_records[:num_samples],
             self.sample_mask[:num_samples],
             self.row_entries[:num_rows],
+            self.lane_slots if with_lanes else None,
+            self.lane_positions if with_lanes else None,
         )
 
 
@@ -127,8 +141,12 @@ def allocate_step(
     device: torch.device,
     max_samples: int = 0,
     drafts: int = 0,
+    lanes: tuple[int, int] = (0, 0),
 ) -> DeviceStep:
-    """An inert step of the largest bucket, with empty slots. max_samples: 0 is one a row. drafts: of a row at most."""
+    """An inert step of the largest bucket, with empty slots. max_samples: 0 is one a row. drafts: of a row at most.
+
+    lanes: how many stages a step's table of lanes has, and how many lanes.
+    """
     max_samples = max(max_samples, max_rows)
 
     def ints(*shape: int, fill: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -168,4 +186,6 @@ def allocate_step(
         sample_records=ints(max_samples, 2),
         sample_mask=ints(max_samples),
         row_entries=ints(max_rows, 2),
+        lane_slots=ints(*lanes, fill=-1) if lanes[1] else None,
+        lane_positions=ints(*lanes) if lanes[1] else None,
     )

@@ -83,7 +83,7 @@ const percent = (share) => `${share > 0 && share < 0.01 ? (100 * share).toFixed(
 
 function show() {
   const { blocks } = latest;
-  $("running").textContent = count(latest.running);
+  $("running").textContent = count(latest.running) + (latest.on_host ? `, ${count(latest.on_host)} on host` : "");
   $("waiting").textContent = count(latest.waiting);
   $("rate").textContent = history.rate.length ? count(history.rate.at(-1)) : "–";
   $("usage").textContent = percent(1 - blocks.free / blocks.total);

@@ -1,0 +1,96 @@
+// Attention for host rows by one graph, on a CUDA stream of its own beside the steps.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <span>
+
+#include "platform/host_pool.h"
+#include "platform/link_attention.h"
+
+namespace asyncengine {
+
+// Where the graph finds its jobs: int32 words that the device can read. The number of jobs, then of each its slot, layer and
+// position, and max_blocks() host blocks.
+class LinkJobs {
+ public:
+  static constexpr size_t kJobWords = 3;
+  LinkJobs(const CudaRuntime& cuda, int device, int32_t max_jobs, int32_t max_blocks) : max_jobs_(max_jobs), max_blocks_(max_blocks) {
+    check_cuda(cuda, cuda.set_device(device), "cudaSetDevice");
+    void* memory = nullptr;
+    check_cuda(cuda, cuda.host_alloc(&memory, words() * sizeof(int32_t), kCudaHostAllocMapped), "cudaHostAlloc");
+    memory_ = {cuda, memory, words() * sizeof(int32_t)};
+    std::fill_n(data(), words(), 0);
+  }
+
+  int32_t max_jobs() const { return max_jobs_; }
+  int32_t max_blocks() const { return max_blocks_; }
+  size_t words() const { return 1 + static_cast<size_t>(max_jobs_) * (kJobWords + static_cast<size_t>(max_blocks_)); }
+  int32_t* data() const { return reinterpret_cast<int32_t*>(memory_.data()); }
+
+  void write(std::span<const HostAttentionJob> jobs, int32_t block_size) const {
+    int32_t* word = data();
+    *word++ = static_cast<int32_t>(jobs.size());
+    for (const HostAttentionJob& job : jobs) {
+      *word++ = job.slot;
+      *word++ = job.layer;
+      *word++ = job.position;
+      std::copy_n(job.blocks, job.position / block_size + 1, word);
+      word += max_blocks_;
+    }
+  }
+
+ private:
+  int32_t max_jobs_, max_blocks_;
+  PinnedBuffer memory_;
+};
+
+class GraphLink final : public LinkAttention {
+ public:
+  // `keep_alive`: whatever owns the graph and what it reads.
+  GraphLink(const CudaRuntime& cuda, int device, std::shared_ptr<LinkJobs> jobs, int32_t block_size, CudaGraphExec graph,
+            std::shared_ptr<void> keep_alive)
+      : cuda_(cuda), device_(device), jobs_(std::move(jobs)), block_size_(block_size), graph_(graph), keep_alive_(std::move(keep_alive)) {
+    check_cuda(cuda_, cuda_.set_device(device_), "cudaSetDevice");
+    check_cuda(cuda_, cuda_.stream_create(&cuda_stream_, kCudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+    check_cuda(cuda_, cuda_.event_create(&done_, kCudaEventDisableTiming), "cudaEventCreateWithFlags");
+  }
+  ~GraphLink() override {
+    if (done_ != nullptr) cuda_.event_destroy(done_);
+    if (cuda_stream_ != nullptr) cuda_.stream_destroy(cuda_stream_);
+  }
+  GraphLink(const GraphLink&) = delete;
+  GraphLink& operator=(const GraphLink&) = delete;
+
+  int32_t max_jobs() const override { return jobs_->max_jobs(); }
+
+  bool start(std::span<const HostAttentionJob> jobs) override {
+    if (!device_set_ && cuda_.set_device(device_) != kCudaSuccess) return false;
+    device_set_ = true;
+    jobs_->write(jobs, block_size_);
+    failed_ = cuda_.graph_launch(graph_, cuda_stream_) != kCudaSuccess;
+    recorded_ = cuda_.event_record(done_, cuda_stream_) == kCudaSuccess;
+    return true;
+  }
+
+  MoveStatus poll() override {
+    // What was enqueued of a batch that failed may still write: the event tells its end, too.
+    recorded_ = recorded_ || cuda_.event_record(done_, cuda_stream_) == kCudaSuccess;
+    const int error = cuda_.event_query(done_);
+    if (error == kCudaErrorNotReady || (error == kCudaSuccess && !recorded_)) return MoveStatus::kPending;
+    return error == kCudaSuccess && !failed_ ? MoveStatus::kDone : MoveStatus::kFailed;
+  }
+
+ private:
+  const CudaRuntime& cuda_;
+  int device_;
+  std::shared_ptr<LinkJobs> jobs_;
+  int32_t block_size_;
+  CudaGraphExec graph_;
+  std::shared_ptr<void> keep_alive_;
+  CudaStream cuda_stream_ = nullptr;
+  CudaEvent done_ = nullptr;
+  bool device_set_ = false, failed_ = false, recorded_ = false;
+};
+
+}  // namespace asyncengine
