@@ -91,8 +91,9 @@ class DoneMover final : public BlockMover {
   size_t block_bytes() const override { return 0; }
   std::byte* host_block(int32_t) override { return nullptr; }
   bool start(int, std::span<const BlockMove>) override { return !refuses; }
-  MoveStatus poll(int) override { return MoveStatus::kDone; }
+  MoveStatus poll(int transfer) override { return transfer == slow ? MoveStatus::kPending : MoveStatus::kDone; }
   bool refuses = false;
+  int slow = -1;  // transfer
 
  private:
   int32_t num_host_blocks_;
