@@ -55,7 +55,6 @@ def main() -> None:
     parser.add_argument("--json", default="bench/results/memory.json")
     add_engine_options(parser)
     add_hybrid_options(parser)
-    parser.set_defaults(max_model_len=65536)
     args = parser.parse_args()
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         names = [args.only] if args.only else [name for name in PARTS if name != "hybrid"]
@@ -66,8 +65,10 @@ def main() -> None:
     report.write(args.json, report.record("memory", figures, repeats=args.repeats, settings=settings, results={}))
 
 
-def settings(args: argparse.Namespace, *, host: bool) -> dict[str, Any]:
+def settings(args: argparse.Namespace, longest: int, *, host: bool) -> dict[str, Any]:
+    """``longest``: tokens of a request, which the pool must hold."""
     pool = {"kv_cache_memory_bytes": int(args.pool_gb * 1e9), "max_num_seqs": 64, "prefill_chunk_size": None}
+    pool["max_model_len"] = longest
     tier = {"host_kv_memory_bytes": int(args.host_gb * 1e9)} if host else {}
     return pool | tier | ({"disk_kv_path": args.disk} if host and args.disk else {})
 
@@ -100,7 +101,7 @@ async def first_token(engine: AsyncEngine, prompt: list[int]) -> float:
 
 
 async def prefix(args: argparse.Namespace) -> list[Figure]:
-    async with opened(args.model, args, **settings(args, host=True)) as engine:
+    async with opened(args.model, args, **settings(args, args.prefix + 16, host=True)) as engine:
         return await measure_prefix(engine, args)
 
 
@@ -167,7 +168,8 @@ async def pressure(args: argparse.Namespace) -> list[Figure]:
     preemptions: dict[str, float] = {}
     for _ in range(args.repeats):
         for name in rates:
-            async with opened(args.model, args, **settings(args, host=name == "host tier")) as engine:
+            config = settings(args, args.prompt + args.output, host=name == "host tier")
+            async with opened(args.model, args, **config) as engine:
                 prompts = random_prompts(random.Random(1), engine, args.requests, args.prompt)
                 await engine.generate(prompts[0][:64], greedy(8))
                 start = time.perf_counter()
@@ -194,12 +196,13 @@ async def resume(args: argparse.Namespace) -> list[Figure]:
         predictions: dict[bool, float | None] = {}
         for host in times:
             pool = {"num_kv_blocks": -(-(context + _ROOM) // 16), "block_size": 16}
-            async with opened(args.model, args, **settings(args, host=host) | pool) as engine:
+            async with opened(args.model, args, **settings(args, context + _ROOM, host=host) | pool) as engine:
                 for repeat in range(args.repeats + 1):
                     ms = await resume_ms(engine, random.Random(repeat), context)
                     times[host] += [ms] if repeat else []  # the first one warms up
                 if host:
-                    predictions = {copied: predicted_ms(engine, context, copied=copied) for copied in (False, True)}
+                    grown = context + (_ROOM - _GROWER_PROMPT) // 2
+                    predictions = {copied: predicted_ms(engine, grown, copied=copied) for copied in (False, True)}
         for host, ms_of in times.items():
             how = "copied from the host" if host else "computed again"
             figures += with_prediction(f"next token of {context:,} when resumed, {how}", ms_of, predictions[host])

@@ -59,13 +59,12 @@ def table_of(engine: AsyncEngine) -> CostTable | None:
 
 
 def settings(args: argparse.Namespace, way: str, pool_gb: float, context: int, kv_cache_dtype: str) -> dict[str, Any]:
-    pool = int(pool_gb * 1e9)
+    pool, longest = int(pool_gb * 1e9), context + args.hybrid_output // 2
     rows = min(256, args.in_flight)
     if way == "conservative":
-        longest = context + args.hybrid_output // 2
         rows = max(1, min(rows, pool // (longest * kv_bytes_per_token(read_model(args.model), kv_cache_dtype))))
-    config = {"kv_cache_memory_bytes": pool, "max_num_seqs": rows, "prefill_chunk_size": None}
-    config["kv_cache_dtype"] = kv_cache_dtype
+    config: dict[str, Any] = {"kv_cache_memory_bytes": pool, "max_num_seqs": rows, "prefill_chunk_size": None}
+    config |= {"kv_cache_dtype": kv_cache_dtype, "max_model_len": longest + 16}
     if way == "swap" or way in HYBRID:
         config["host_kv_memory_bytes"] = int(args.hybrid_host_gb * 1e9)
     if way in HYBRID:
@@ -175,7 +174,7 @@ async def hybrid(args: argparse.Namespace) -> list[Figure]:
     dtypes = ("auto", "fp8") if args.fp8_kv else ("auto",)
     for pool, context, dtype in itertools.product(args.pools, args.contexts, dtypes):
         name = f"{pool:g} GB{', float8 KV' if dtype == 'fp8' else ''}, {context:,}"
-        if pool * 1e9 < (context + args.hybrid_output // 2) * kv_bytes_per_token(read_model(args.model), dtype):
+        if pool * 1e9 < (context + args.hybrid_output // 2 + 32) * kv_bytes_per_token(read_model(args.model), dtype):
             print(f"{name}: left out, as the pool does not hold one sequence")
             continue
         samples: dict[str, list[Sample]] = {way: [] for way in args.ways}

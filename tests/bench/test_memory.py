@@ -139,6 +139,7 @@ def test_the_ways_differ_in_what_they_are_named_after() -> None:
         "max_num_seqs": 192,
         "prefill_chunk_size": None,
         "kv_cache_dtype": "auto",
+        "max_model_len": 2048 + 512 + 16,
     }
     assert made["conservative"] == made["recompute"] | {"max_num_seqs": 10}  # of 2,560 tokens of 128 KiB
     assert made["swap"] == made["recompute"] | {"host_kv_memory_bytes": 40_000_000_000}
