@@ -210,6 +210,11 @@ class EngineConfig:
         self._at_least("disk_kv_bytes", 1)
         if self.hybrid_attention != "off" and self.host_kv_memory_bytes is None:
             raise ConfigError("hybrid_attention needs host_kv_memory_bytes: sequences decode in the host tier")
+        if self.hybrid_attention != "off" and self.max_num_batched_tokens < self.max_num_seqs + self.hybrid_lanes:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}) and hybrid_lanes ({self.hybrid_lanes}) together"
+            )
         if self.hybrid_form != "workers" and self.device == "cpu":
             raise ConfigError(f"hybrid_form={self.hybrid_form} needs a GPU, got device=cpu")
         if not 1 <= self.hybrid_lanes <= 64:

@@ -42,5 +42,10 @@ class ModelInfo:
     """A prompt has one of the labels, not any number of them."""
 
     @property
+    def kv_layer_token_bytes(self) -> float:
+        """Of keys and values of a token in one layer."""
+        return self.kv_bytes_per_block / (self.block_size * max(1, self.num_kv_layers))
+
+    @property
     def kv_capacity_tokens(self) -> int:
         return self.num_kv_blocks * self.block_size

@@ -6,7 +6,7 @@ context:
 
 - GPU alone: recompute (no host tier), conservative (no host tier, and no more sequences than the pool holds to their
   end), swap (host tier);
-- hybrid attention: auto, always.
+- hybrid attention: auto, always; and, always too, by the link alone or with threads beside it (hybrid_form).
 
 Time per token is that of each request in the window, by classes: host if most of its tokens there were made while it
 decoded on the host. What the table of costs predicts is for a pool full of sequences of that context.
@@ -30,7 +30,7 @@ from asyncengine.cli.benchmarks.report import Figure, median, percentile
 from asyncengine.runner.cost_table import CostTable
 
 ALONE = ("recompute", "conservative", "swap")
-HYBRID = ("auto", "always")
+HYBRID = ("auto", "always", "link", "both")
 
 
 def numbers(text: str) -> list[int]:
@@ -41,7 +41,7 @@ def add_hybrid_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("hybrid")
     group.add_argument("--pools", type=lambda t: [float(w) for w in t.split(",")], default=[1, 2, 3.5, 8], help="GB")
     group.add_argument("--contexts", type=numbers, default=[2048, 8192], help="tokens of a request in mid-output")
-    group.add_argument("--ways", type=lambda t: t.split(","), default=[*ALONE, *HYBRID])
+    group.add_argument("--ways", type=lambda t: t.split(","), default=[*ALONE, "auto", "always"])
     group.add_argument("--in-flight", type=int, default=192, help="requests, most of which wait")
     group.add_argument("--hybrid-output", type=int, default=1024, help="tokens of a request")
     group.add_argument("--hybrid-host-gb", type=float, default=40.0, help="of the host tier")
@@ -68,7 +68,11 @@ def settings(args: argparse.Namespace, way: str, pool_gb: float, context: int, k
     if way == "swap" or way in HYBRID:
         config["host_kv_memory_bytes"] = int(args.hybrid_host_gb * 1e9)
     if way in HYBRID:
-        config |= {"hybrid_attention": way, "hybrid_lanes": args.hybrid_lanes, "hybrid_workers": args.hybrid_workers}
+        config |= {"hybrid_lanes": args.hybrid_lanes, "hybrid_workers": args.hybrid_workers}
+        if way in ("link", "both"):
+            config |= {"hybrid_attention": "always", "hybrid_form": way}
+        else:
+            config["hybrid_attention"] = way
     return config
 
 
@@ -160,7 +164,7 @@ def predicted_gain(engine: AsyncEngine, context: int) -> float | None:
         min(rows * context, info.kv_capacity_tokens),
         lanes=config.hybrid_lanes,
         layers=info.num_kv_layers,
-        workers=config.num_hybrid_workers,
+        attenders=table.attenders(config.hybrid_form, config.num_hybrid_workers, info.kv_layer_token_bytes),
     )
 
 

@@ -164,9 +164,8 @@ def _table(table: CostTable) -> Iterable[Lines]:
 def _host_tables(config: EngineConfig, info: ModelInfo, table: CostTable) -> Iterable[Lines]:
     if not table.host_attention:
         return
-    token_bytes = info.kv_bytes_per_block / (info.block_size * info.num_kv_layers)
     rates = [
-        (f"{h.workers:,}", f"{h.tokens:,}", f"{h.ns:.2f}", f"{h.workers * token_bytes / h.ns:.1f}")
+        (f"{h.workers:,}", f"{h.tokens:,}", f"{h.ns:.2f}", f"{h.workers * info.kv_layer_token_bytes / h.ns:.1f}")
         for h in table.host_attention
     ]
     yield [("workers of the host", "tokens of context", "ns of one, token and layer", "GB/s of all"), *rates]
@@ -189,11 +188,13 @@ def _gains(config: EngineConfig, info: ModelInfo, table: CostTable) -> list[Gain
     """Empty where it is off."""
     gains = []
     if config.hybrid_attention != "off" and info.can_decode_on_host:
-        layers, workers = info.num_kv_layers, config.num_hybrid_workers
+        form, token_bytes = config.hybrid_form, info.kv_layer_token_bytes
+        attenders = table.attenders(form, config.num_hybrid_workers, token_bytes)
         for context in sorted({min(n, info.max_model_len) for n in _CONTEXTS}):
             rows = max(1, min(config.max_num_seqs, info.kv_capacity_tokens // context))
             attended = min(rows * context, info.kv_capacity_tokens)
-            gain = table.hybrid_gain(rows, attended, lanes=config.hybrid_lanes, layers=layers, workers=workers)
+            lanes, layers = config.hybrid_lanes, info.num_kv_layers
+            gain = table.hybrid_gain(rows, attended, lanes=lanes, layers=layers, attenders=attenders)
             gains += [] if gain is None else [Gain(context, rows, gain)]
     return gains
 

@@ -86,12 +86,27 @@ class CostTable(msgspec.Struct, frozen=True):
         measured = [h.ns for h in self.host_attention if h.workers == nearest]
         return sum(measured) / len(measured)
 
-    def hybrid_gain(self, rows: int, attended: int, *, lanes: int, layers: int, workers: int) -> float | None:
+    def attenders(self, form: str, workers: int, token_bytes: float) -> tuple[int, float]:
+        """How many attend on the host, the link counted in, and ``attend_ns`` of one of them; 0 if that is not known.
+
+        ``form`` is EngineConfig.hybrid_form. ``token_bytes`` are of keys and values of a token in one layer.
+        """
+        link_ns = fit_copies(self.to_device)[1] * token_bytes
+        if form == "link":
+            return 1, link_ns
+        attend_ns = self.attend_ns(workers)
+        if form == "workers" or not attend_ns or not link_ns:
+            return workers, attend_ns if form == "workers" or link_ns else 0.0
+        return workers, workers / (workers / attend_ns + 1 / link_ns)
+
+    def hybrid_gain(
+        self, rows: int, attended: int, *, lanes: int, layers: int, attenders: tuple[int, float]
+    ) -> float | None:
         """Throughput that sequences on the host add to steps of ``rows`` that see ``attended`` tokens in all.
 
         A share of those steps' own, as Scheduler::hybrid_pays computes it. None where it is not known.
         """
-        attend_ns = self.attend_ns(workers)
+        workers, attend_ns = attenders
         if not attend_ns or not self.decode:
             return None
         costs = self.native()

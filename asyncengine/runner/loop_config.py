@@ -54,11 +54,14 @@ def hybrid_config(config: EngineConfig, model_info: ModelInfo, costs: CostTable 
     """Without ``costs``, or where the host's attention is not among them, it is taken to pay."""
     if not decodes_on_host(config, model_info):
         return _core.HybridConfig()
+    form, workers, attend_ns = config.hybrid_form, config.num_hybrid_workers, 0.0
+    if costs is not None:
+        workers, attend_ns = costs.attenders(form, workers, model_info.kv_layer_token_bytes)
     return _core.HybridConfig(
         lanes=config.hybrid_lanes,
         layers=model_info.num_kv_layers,
-        workers=config.num_hybrid_workers,
-        attend_ns=costs.attend_ns(config.num_hybrid_workers) if costs else 0.0,
+        workers=max(1, workers),
+        attend_ns=attend_ns,
         exchange_ns=costs.exchange_ns if costs else 0.0,
         min_gain=_LEAST_GAIN[config.hybrid_attention],
     )

@@ -16,8 +16,8 @@ namespace {
 constexpr int32_t kLeastLeft = 8;
 // Host rows that fail one after another: nobody is moved to the host any more.
 constexpr int kMostFailures = 8;
-// Host rows over what keeps the workers busy if each had its result when it is wanted.
-constexpr double kSurplusRows = 1.25;
+// Host rows over what keeps the workers busy if each had its result when it is wanted: half of the rows wait for the next step.
+constexpr double kSurplusRows = 2.0;
 
 }  // namespace
 

@@ -179,15 +179,17 @@ def test_a_client_that_fails_ends_the_run() -> None:
 
 def test_the_prediction_is_of_a_pool_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     class Engine:
-        model_info = argparse.Namespace(kv_capacity_tokens=10_500, num_kv_layers=10)
-        config = argparse.Namespace(hybrid_attention="auto", hybrid_lanes=8, num_hybrid_workers=4)
+        model_info = argparse.Namespace(kv_capacity_tokens=10_500, num_kv_layers=10, kv_layer_token_bytes=64)
+        config = argparse.Namespace(
+            hybrid_attention="auto", hybrid_lanes=8, num_hybrid_workers=4, hybrid_form="workers"
+        )
 
         def _loaded(self) -> Any:
             return argparse.Namespace(costs=KnownCosts(None, TABLE))  # type: ignore[arg-type]
 
     engine: Any = Engine()
     assert memory_hybrid.table_of(engine) is TABLE
-    expected = TABLE.hybrid_gain(10, 10_000, lanes=8, layers=10, workers=4)
+    expected = TABLE.hybrid_gain(10, 10_000, lanes=8, layers=10, attenders=(4, TABLE.attend_ns(4)))
     assert memory_hybrid.predicted_gain(engine, 1000) == expected
     engine.config.hybrid_attention = "off"
     assert memory_hybrid.predicted_gain(engine, 1000) is None

@@ -119,15 +119,27 @@ def test_a_worker_takes_what_about_as_many_were_measured_to_take() -> None:
     assert CostTable([], []).attend_ns(1) == 0
 
 
+def test_the_link_is_one_more_who_attends() -> None:
+    copies = [Copy(100, 60.0), Copy(1100, 1060.0)]  # a nanosecond a byte
+    table = CostTable([], [], to_device=copies, host_attention=ATTENTION)
+    assert table.attenders("workers", 8, 8.0) == (8, 4.0)
+    assert table.attenders("link", 0, 8.0) == (1, 8.0)
+    workers, ns = table.attenders("both", 8, 8.0)
+    assert workers / ns == pytest.approx(8 / 4 + 1 / 8)
+    assert CostTable([], [], host_attention=ATTENTION).attenders("both", 8, 8.0) == (8, 0.0)
+    assert CostTable([], [], to_device=copies).attenders("both", 8, 8.0) == (8, 0.0)
+
+
 def test_the_gain_of_sequences_on_the_host_by_hand() -> None:
     """Ten rows of 1,000 tokens take 5 ms without lanes, and with eight 6: 0.8 for as many rows, 0.2 of their own."""
     points = [Point(1, 3.1e6, 100.0), Point(21, 5.1e6, 100.0)]
     table = CostTable(points, points, host_attention=ATTENTION, exchange_ns=2e5)
     # Eight workers could do 6 ms * 8 / (4 ns * 10 layers * 1,000 tokens): all lanes make a token.
-    assert table.hybrid_gain(10, 10_000, lanes=8, layers=10, workers=8) == pytest.approx(1.8 * 5 / 6 - 1)
+    attenders = table.attenders("workers", 8, 1)
+    assert table.hybrid_gain(10, 10_000, lanes=8, layers=10, attenders=attenders) == pytest.approx(1.8 * 5 / 6 - 1)
     # One worker and 10,000 layers: 6 ms / (2 ns * 10,000 * 1,000), 0.3 tokens a step.
-    assert table.hybrid_gain(10, 10_000, lanes=8, layers=10_000, workers=1) == pytest.approx(1.03 * 5 / 6 - 1)
-    assert CostTable(points, points).hybrid_gain(10, 10_000, lanes=8, layers=10, workers=1) is None
+    assert table.hybrid_gain(10, 10_000, lanes=8, layers=10_000, attenders=(1, 2.0)) == pytest.approx(1.03 * 5 / 6 - 1)
+    assert CostTable(points, points).hybrid_gain(10, 10_000, lanes=8, layers=10, attenders=(1, 0.0)) is None
 
 
 # ---- the file ----
@@ -286,7 +298,8 @@ def test_the_command_tells_what_hybrid_attention_would_gain() -> None:
     points = [Point(1, 3e6, 0.1), Point(64, 5e6, 0.1)]
     table = CostTable(points, points, host_attention=ATTENTION)
     *_, gains = _host_tables(config, info, table)
-    expected = [table.hybrid_gain(rows, 20480, lanes=8, layers=2, workers=3) for rows in (10, 5)]
+    three = 3, table.attend_ns(3)
+    expected = [table.hybrid_gain(rows, 20480, lanes=8, layers=2, attenders=three) for rows in (10, 5)]
     assert gains[1:] == [("2,048", "10", f"{expected[0]:+.1%}"), ("4,096", "5", f"{expected[1]:+.1%}")]
     for other in (config, replace(config, hybrid_attention="off")):
         unable = replace(info, can_decode_on_host=other is not config)
