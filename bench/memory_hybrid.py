@@ -185,6 +185,7 @@ async def hybrid(args: argparse.Namespace) -> list[Figure]:
         for _, way in itertools.product(range(args.repeats), args.ways):
             async with opened(args.model, args, **settings(args, way, pool, context, dtype)) as engine:
                 samples[way].append(await observe(engine, args, context))
+                print(f"{name}: {way}: {samples[way][-1].tokens_per_s:,.0f} tok/s", flush=True)
         figures += summarize(name, samples)
     return figures
 
