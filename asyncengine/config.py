@@ -139,9 +139,9 @@ class EngineConfig:
     """Let sequences for which the cache has no room decode with their keys and values on the host, where threads attend
     for them. auto: where measured costs predict 5% more throughput, and targets allow it. always: whatever they
     predict. Needs host_kv_memory_bytes."""
-    hybrid_form: Literal["workers", "link", "both"] = "workers"
+    hybrid_form: Literal["auto", "workers", "link", "both"] = "auto"
     """Who attends for these sequences: threads; a kernel of a GPU, which reads the host's memory over the link; or
-    both."""
+    both. auto is both on a GPU, and threads on the CPU."""
     hybrid_workers: int | None = None
     """Threads that attend on the host; None: the cores this process may use but two."""
     hybrid_lanes: int = 8
@@ -215,7 +215,7 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}) and hybrid_lanes ({self.hybrid_lanes}) together"
             )
-        if self.hybrid_form != "workers" and self.device == "cpu":
+        if self.hybrid_form in ("link", "both") and self.device == "cpu":
             raise ConfigError(f"hybrid_form={self.hybrid_form} needs a GPU, got device=cpu")
         if not 1 <= self.hybrid_lanes <= 64:
             raise ConfigError(f"hybrid_lanes must be in [1, 64], got {self.hybrid_lanes}")
@@ -265,6 +265,10 @@ class EngineConfig:
         if self.cpu_threads is not None:
             return self.cpu_threads
         return _num_cores()
+
+    def hybrid_form_on(self, device: str) -> Literal["workers", "link", "both"]:
+        """``hybrid_form`` resolved; ``device`` is ModelInfo.device."""
+        return ("workers" if device == "cpu" else "both") if self.hybrid_form == "auto" else self.hybrid_form
 
     @property
     def num_hybrid_workers(self) -> int:

@@ -6,7 +6,7 @@ context:
 
 - GPU alone: recompute (no host tier), conservative (no host tier, and no more sequences than the pool holds to their
   end), swap (host tier);
-- hybrid attention: auto, always; and, always too, by the link alone or with threads beside it (hybrid_form).
+- hybrid attention: auto; and always by workers, by the link, and by both.
 
 Time per token is that of each request in the window, by classes: host if most of its tokens there were made while it
 decoded on the host. What the table of costs predicts is for a pool full of sequences of that context.
@@ -30,7 +30,7 @@ from asyncengine.cli.benchmarks.report import Figure, median, percentile
 from asyncengine.runner.cost_table import CostTable
 
 ALONE = ("recompute", "conservative", "swap")
-HYBRID = ("auto", "always", "link", "both")
+HYBRID = ("auto", "workers", "link", "both")
 
 
 def numbers(text: str) -> list[int]:
@@ -41,7 +41,7 @@ def add_hybrid_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("hybrid")
     group.add_argument("--pools", type=lambda t: [float(w) for w in t.split(",")], default=[1, 2, 3.5, 8], help="GB")
     group.add_argument("--contexts", type=numbers, default=[2048, 8192], help="tokens of a request in mid-output")
-    group.add_argument("--ways", type=lambda t: t.split(","), default=[*ALONE, "auto", "always"])
+    group.add_argument("--ways", type=lambda t: t.split(","), default=[*ALONE, "auto"])
     group.add_argument("--in-flight", type=int, default=192, help="requests, most of which wait")
     group.add_argument("--hybrid-output", type=int, default=1024, help="tokens of a request")
     group.add_argument("--hybrid-host-gb", type=float, default=40.0, help="of the host tier")
@@ -69,10 +69,8 @@ def settings(args: argparse.Namespace, way: str, pool_gb: float, context: int, k
         config["host_kv_memory_bytes"] = int(args.hybrid_host_gb * 1e9)
     if way in HYBRID:
         config |= {"hybrid_lanes": args.hybrid_lanes, "hybrid_workers": args.hybrid_workers}
-        if way in ("link", "both"):
-            config |= {"hybrid_attention": "always", "hybrid_form": way}
-        else:
-            config["hybrid_attention"] = way
+        always = {"hybrid_attention": "always", "hybrid_form": way}
+        config |= {"hybrid_attention": "auto"} if way == "auto" else always
     return config
 
 
@@ -109,8 +107,10 @@ class Sample(NamedTuple):
     host_rows: int
     """in the end"""
     failed_host_rows: int
+    foreseen: float | None
+    """gain of hybrid attention, by the costs that the engine began with"""
     predicted: float | None
-    """gain of hybrid attention, by the engine's own costs"""
+    """the same by its costs as they were learned meanwhile, which are kept"""
 
 
 async def observe(engine: AsyncEngine, args: argparse.Namespace, context: int) -> Sample:
@@ -150,21 +150,27 @@ async def observe(engine: AsyncEngine, args: argparse.Namespace, context: int) -
         if track.count > 1:
             tpots[track.place].append(track.tpot_ms)
     rate = (end.generation_tokens - begin.generation_tokens) / (window[1] - window[0])
-    return Sample(rate, tpots, end.num_host_rows, end.failed_host_rows, predicted_gain(engine, context))
+    return Sample(rate, tpots, end.num_host_rows, end.failed_host_rows, *predicted_gains(engine, context))
 
 
-def predicted_gain(engine: AsyncEngine, context: int) -> float | None:
-    """Of a pool full of sequences of that context; None if their costs are not known."""
-    table, info, config = table_of(engine), engine.model_info, engine.config
-    if table is None or config.hybrid_attention == "off":
-        return None
-    rows = max(1, info.kv_capacity_tokens // context)
+def predicted_gains(engine: AsyncEngine, context: int) -> tuple[float | None, float | None]:
+    """``Sample.foreseen`` and ``.predicted``, of a pool full of sequences of that context; None of unknown costs."""
+    table = table_of(engine)
+    if table is None or engine.config.hybrid_attention == "off":
+        return None, None
+    learned = table.corrected(engine._loaded().step_loop.stats())
+    return predicted_gain(engine, table, context), predicted_gain(engine, learned, context)
+
+
+def predicted_gain(engine: AsyncEngine, table: CostTable, context: int) -> float | None:
+    info, config = engine.model_info, engine.config
+    rows, form = max(1, info.kv_capacity_tokens // context), config.hybrid_form_on(info.device)
     return table.hybrid_gain(
         rows,
         min(rows * context, info.kv_capacity_tokens),
         lanes=config.hybrid_lanes,
         layers=info.num_kv_layers,
-        attenders=table.attenders(config.hybrid_form, config.num_hybrid_workers, info.kv_layer_token_bytes),
+        attenders=table.attenders(form, config.num_hybrid_workers, info.kv_layer_token_bytes),
     )
 
 
@@ -176,18 +182,34 @@ async def hybrid(args: argparse.Namespace) -> list[Figure]:
         raise SystemExit(f"--ways: {', '.join(sorted(unknown))}: choose among {', '.join((*ALONE, *HYBRID))}")
     figures = []
     dtypes = ("auto", "fp8") if args.fp8_kv else ("auto",)
-    for pool, context, dtype in itertools.product(args.pools, args.contexts, dtypes):
-        name = f"{pool:g} GB{', float8 KV' if dtype == 'fp8' else ''}, {context:,}"
-        if pool * 1e9 < (context + args.hybrid_output // 2 + 32) * kv_bytes_per_token(read_model(args.model), dtype):
-            print(f"{name}: left out, as the pool does not hold one sequence")
-            continue
-        samples: dict[str, list[Sample]] = {way: [] for way in args.ways}
+    for pool, dtype in itertools.product(args.pools, dtypes):
+        held = pool * 1e9 / kv_bytes_per_token(read_model(args.model), dtype)
+        contexts = sorted(n for n in args.contexts if held >= n + args.hybrid_output // 2 + 32)
+        for context in sorted(set(args.contexts) - set(contexts)):
+            print(f"{pool:g} GB, {context:,}: left out, as the pool does not hold one sequence")
+        samples: dict[int, dict[str, list[Sample]]] = {n: {way: [] for way in args.ways} for n in contexts}
         for _, way in itertools.product(range(args.repeats), args.ways):
-            async with opened(args.model, args, **settings(args, way, pool, context, dtype)) as engine:
-                samples[way].append(await observe(engine, args, context))
-                print(f"{name}: {way}: {samples[way][-1].tokens_per_s:,.0f} tok/s", flush=True)
-        figures += summarize(name, samples)
+            # How many sequences there are depends on the context in one way alone: in others contexts share an engine.
+            for some in [[n] for n in contexts] if way == "conservative" else [contexts]:
+                await observe_all(args, way, pool, dtype, some, samples)
+        for context in contexts:
+            name = f"{pool:g} GB{', float8 KV' if dtype == 'fp8' else ''}, {context:,}"
+            figures += summarize(name, samples[context])
     return figures
+
+
+async def observe_all(
+    args: argparse.Namespace, way: str, pool: float, dtype: str, contexts: list[int],
+    samples: dict[int, dict[str, list[Sample]]],
+) -> None:  # fmt: skip
+    """To ``samples``, by context and way."""
+    if not contexts:
+        return
+    async with opened(args.model, args, **settings(args, way, pool, contexts[-1], dtype)) as engine:
+        for context in contexts:
+            sample = await observe(engine, args, context)
+            samples[context][way].append(sample)
+            print(f"{pool:g} GB, {context:,}: {way}: {sample.tokens_per_s:,.0f} tok/s", flush=True)
 
 
 def summarize(name: str, samples: dict[str, list[Sample]]) -> list[Figure]:
@@ -202,6 +224,8 @@ def summarize(name: str, samples: dict[str, list[Sample]]) -> list[Figure]:
             continue
         gain = rates[way] / rates[best] - 1
         figures.append(Figure(f"{name}: {way} over {best}", 1 + gain, "x", at_least=0.98))
+        if foreseen := [s.foreseen for s in of_way if s.foreseen is not None]:
+            figures.append(Figure(f"{name}: {way}: gain predicted at the start", 100 * median(foreseen), "%"))
         predictions = [s.predicted for s in of_way if s.predicted is not None]
         if predictions:
             predicted = median(predictions)

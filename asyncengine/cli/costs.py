@@ -188,7 +188,7 @@ def _gains(config: EngineConfig, info: ModelInfo, table: CostTable) -> list[Gain
     """Empty where it is off."""
     gains = []
     if config.hybrid_attention != "off" and info.can_decode_on_host:
-        form, token_bytes = config.hybrid_form, info.kv_layer_token_bytes
+        form, token_bytes = config.hybrid_form_on(info.device), info.kv_layer_token_bytes
         attenders = table.attenders(form, config.num_hybrid_workers, token_bytes)
         for context in sorted({min(n, info.max_model_len) for n in _CONTEXTS}):
             rows = max(1, min(config.max_num_seqs, info.kv_capacity_tokens // context))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from asyncengine.errors import ConfigError
 from asyncengine.kernels.cuda.step.bucket import ANY_CONTEXT, Bucket
 
 __all__ = ["ANY_CONTEXT", "Bucket", "choose_buckets", "token_buckets"]
@@ -29,7 +28,7 @@ def choose_buckets(
     ``short_context(n)``, and so has a mixed step of n tokens, new ones included, if they are few.
 
     With ``lanes`` each bucket that has room for them comes twice, without and with lanes; the last one that has lanes
-    fits every step that has some. Raises ConfigError if there is no room beside them in the largest step.
+    fits every step that has some. The largest step has room for more tokens than they are.
     """
     decode = []
     for n in _sizes(max_num_seqs, first=1):
@@ -45,8 +44,6 @@ def choose_buckets(
     few = [b for b in mixed if b.max_tokens <= _FEW_TOKENS]
     limits = [short_mixed_context(b.max_tokens) - b.max_tokens for b in few]
     mixed |= {b._replace(max_context=limit) for b, limit in zip(few, limits, strict=True) if limit > 0}
-    if lanes >= max_num_batched_tokens:
-        raise ConfigError(f"hybrid_lanes ({lanes}) must be less than max_num_batched_tokens ({max_num_batched_tokens})")
     plain = [*decode, *mixed]
     with_lanes = [b._replace(lanes=lanes) for b in plain if 0 < lanes < b.max_tokens]
     return sorted(

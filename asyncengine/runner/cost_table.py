@@ -18,8 +18,12 @@ from asyncengine.kernels.cuda.linear.tables import cache_directory, table_name
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 """Files of another one are measured anew."""
+
+
+_ENOUGH_TOKENS = 20_000_000
+"""Attended to on the host: as for the scheduler (csrc/core/scheduler_hybrid.cpp)."""
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -66,6 +70,8 @@ class CostTable(msgspec.Struct, frozen=True):
     attention of chunks"""
     host_attention: list[HostAttention] = []
     """empty where it was not asked for"""
+    learned_attend_ns: float = 0.0
+    """what was taken in place of that while engines ran, the link counted among those who attend; 0: none has"""
     exchange_ns: float = 0.0
     """what lanes for sequences on the host add to a step of a GPU, beside their tokens"""
 
@@ -91,13 +97,15 @@ class CostTable(msgspec.Struct, frozen=True):
 
         ``form`` is EngineConfig.hybrid_form. ``token_bytes`` are of keys and values of a token in one layer.
         """
-        link_ns = fit_copies(self.to_device)[1] * token_bytes
+        count = workers + (form != "workers")
+        if self.learned_attend_ns:
+            return count, self.learned_attend_ns
+        link_ns, attend_ns = fit_copies(self.to_device)[1] * token_bytes, self.attend_ns(workers)
         if form == "link":
-            return 1, link_ns
-        attend_ns = self.attend_ns(workers)
-        if form == "workers" or not attend_ns or not link_ns:
-            return workers, attend_ns if form == "workers" or link_ns else 0.0
-        return workers, workers / (workers / attend_ns + 1 / link_ns)
+            return count, link_ns
+        if form == "workers":
+            return count, attend_ns
+        return count, count / (workers / attend_ns + 1 / link_ns) if attend_ns and link_ns else 0.0
 
     def hybrid_gain(
         self, rows: int, attended: int, *, lanes: int, layers: int, attenders: tuple[int, float]
@@ -115,9 +123,12 @@ class CostTable(msgspec.Struct, frozen=True):
         return (rows + tokens) / rows * alone / together - 1
 
     def corrected(self, stats: Mapping[str, int]) -> CostTable:
-        """With the factors that a step loop's statistics have."""
+        """With what a step loop's statistics have learned."""
         decode, rest, attention = (stats[f"{part}_cost_ppm"] / 1e6 for part in ("decode", "rest", "attention"))
-        return msgspec.structs.replace(self, factors=(decode, rest, attention))
+        attended, attend_ns = stats["host_attention_tokens"], self.learned_attend_ns
+        if attended >= _ENOUGH_TOKENS:
+            attend_ns = stats["host_attention_ns"] / attended
+        return msgspec.structs.replace(self, factors=(decode, rest, attention), learned_attend_ns=attend_ns)
 
 
 def fit_copies(copies: list[Copy]) -> tuple[float, float]:
@@ -162,7 +173,8 @@ class CostFile:
             "kv_cache_dtype": config.kv_cache_dtype,
         }
         if config.hybrid_attention != "off":
-            of["hybrid"] = f"{config.hybrid_lanes} lanes, {config.num_hybrid_workers} workers"
+            form, workers = config.hybrid_form_on(device), config.num_hybrid_workers
+            of["hybrid"] = f"{config.hybrid_lanes} lanes, {workers} workers, {form}"
         if device == "cpu":
             of |= {"threads": str(config.num_threads), "isa": _core.CpuKernels(1).isa}
         digest = hashlib.sha256(repr(sorted(of.items())).encode()).hexdigest()[:16]

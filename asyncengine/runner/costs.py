@@ -171,7 +171,7 @@ def time_host_attention(
 
     ``transposed_keys``: as blocks of the CPU have them, and not those of a GPU.
     """
-    if model.head_dim % 2:
+    if model.head_dim % 2 or not config.num_hybrid_workers:
         return []
     most, heads = config.num_hybrid_workers, (model.num_heads, model.num_kv_heads, model.head_dim)
     kind = _core.Dtype.float32 if dtype == "float32" else _core.Dtype.bfloat16

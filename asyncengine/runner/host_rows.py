@@ -37,7 +37,7 @@ class HostRows:
         model, slots = loaded.config, config.max_num_seqs
         self._lanes = config.hybrid_lanes
         self._block_size = config.block_size
-        self._form = config.hybrid_form
+        self._form = config.hybrid_form_on("cuda")
         self._num_workers = config.num_hybrid_workers
         self._max_blocks = -(-loaded.max_model_len // config.block_size)
         self._cached = kv_dtype(config, loaded.dtype)

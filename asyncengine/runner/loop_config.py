@@ -54,7 +54,7 @@ def hybrid_config(config: EngineConfig, model_info: ModelInfo, costs: CostTable 
     """Without ``costs``, or where the host's attention is not among them, it is taken to pay."""
     if not decodes_on_host(config, model_info):
         return _core.HybridConfig()
-    form, workers, attend_ns = config.hybrid_form, config.num_hybrid_workers, 0.0
+    form, workers, attend_ns = config.hybrid_form_on(model_info.device), config.num_hybrid_workers, 0.0
     if costs is not None:
         workers, attend_ns = costs.attenders(form, workers, model_info.kv_layer_token_bytes)
     return _core.HybridConfig(

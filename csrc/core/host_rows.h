@@ -46,6 +46,11 @@ enum class HostAttentionStatus : uint8_t {
   kFailed,  // there is no result
 };
 
+// What those who attend have taken for jobs that are done, all together, and the tokens of context that these saw.
+struct HostAttentionTimes {
+  int64_t busy_ns = 0, tokens = 0;
+};
+
 // Who attends for host rows. A slot has one job at a time. All calls come from the step thread, and none waits.
 class HostAttention {
  public:
@@ -58,6 +63,7 @@ class HostAttention {
   virtual HostAttentionStatus poll(int32_t slot) = 0;
   // The slot's job has no use any more. It ends soon, unless a worker hangs in it.
   virtual void cancel(int32_t slot) = 0;
+  virtual HostAttentionTimes times() const { return {}; }
   // No more jobs come. False: something still runs after `limit`, and goes on owning what it uses.
   virtual bool close(std::chrono::nanoseconds limit) = 0;
 };

@@ -468,29 +468,6 @@ void Scheduler::compact_running() {
   std::erase_if(running_, [](const Slot* slot) { return slot->state != SequenceState::kRunning; });
 }
 
-Stats& Scheduler::stats() {
-  stats_.num_requests_running = static_cast<int64_t>(running_.size() + hosted_.size());
-  stats_.num_host_rows = static_cast<int64_t>(hosted_.size());
-  stats_.num_requests_waiting = static_cast<int64_t>(waiting_.size()) + (tier_ != nullptr ? tier_->num_loading() : 0);
-  stats_.num_kv_blocks = blocks_.num_blocks();
-  stats_.num_free_blocks = blocks_.num_free();
-  stats_.num_free_slots = static_cast<int64_t>(free_slots_.size());
-  stats_.cached_blocks = blocks_.num_cached();
-  stats_.block_references = blocks_.num_references();
-  if (tier_ == nullptr) return stats_;
-  stats_.num_host_blocks = blocks_.num_host_blocks();
-  stats_.host_cached_blocks = blocks_.num_host_cached();
-  stats_.blocks_to_host = tier_->copied_out();
-  stats_.blocks_from_host = tier_->copied_in();
-  stats_.failed_transfers = tier_->failed_transfers();
-  if (const DiskTier* disk = tier_->disk(); disk != nullptr) {
-    stats_.blocks_to_disk = disk->written();
-    stats_.blocks_from_disk = disk->read_blocks();
-    stats_.failed_disk_transfers = disk->failed();
-  }
-  return stats_;
-}
-
 bool Scheduler::quiescent() const {
   return idle() && blocks_coming_ == 0 && blocks_.num_free() == blocks_.num_blocks() && blocks_.num_host_pinned() == 0 &&
          free_slots_.size() == static_cast<size_t>(config_.max_num_seqs) && blocks_.consistent();

@@ -18,6 +18,8 @@ constexpr int32_t kLeastLeft = 8;
 constexpr int kMostFailures = 8;
 // Host rows over what keeps the workers busy if each had its result when it is wanted: half of the rows wait for the next step.
 constexpr double kSurplusRows = 2.0;
+// That were attended to: from then on their times tell more than what was measured beforehand.
+constexpr int64_t kEnoughTokens = 20'000'000;
 
 }  // namespace
 
@@ -161,9 +163,13 @@ bool Scheduler::hybrid_pays(const StepPlan& plan) {
   if (rows == 0) return false;
   double tokens = hybrid.lanes;
   if (config_.costs.known() && hybrid.attend_ns > 0) {
+    // As soon as there is enough of it, what was measured while this engine ran.
+    const HostAttentionTimes times = attention_->times();
+    const double attend_ns = times.tokens < kEnoughTokens ? hybrid.attend_ns
+                                                          : static_cast<double>(times.busy_ns) / static_cast<double>(times.tokens);
     const auto alone = static_cast<double>(config_.costs.decode_ns(rows, plan.decode_attended));
     const double together = static_cast<double>(config_.costs.decode_ns(rows + hybrid.lanes, plan.decode_attended)) + hybrid.exchange_ns;
-    const double token_ns = hybrid.attend_ns * hybrid.layers * static_cast<double>(plan.decode_attended) / rows;
+    const double token_ns = attend_ns * hybrid.layers * static_cast<double>(plan.decode_attended) / rows;
     tokens = std::min(tokens, together * hybrid.workers / token_ns);
     predicted_gain_ = (rows + tokens) / rows * alone / together - 1;
     if (predicted_gain_ < hybrid.min_gain) return false;

@@ -8,6 +8,8 @@ STAT(num_host_rows)         // of these, those that decode on the host, or are o
 STAT(host_row_tokens)       // sum: of generation_tokens, those of host rows
 STAT(moved_to_host)         // sum: sequences that went on decoding on the host
 STAT(moved_from_host)       // sum: sequences that went back to the device
+STAT(host_attention_ns)      // sum: that those who attend on the host took for it, each for itself
+STAT(host_attention_tokens)  // sum: of context that they saw, in a layer each
 STAT(failed_host_rows)      // sum: sequences whose attention on the host failed
 STAT(num_preemptions)       // sum
 STAT(prefix_cache_queries)  // sum: prompt tokens looked up in the prefix cache

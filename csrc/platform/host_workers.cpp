@@ -85,7 +85,13 @@ struct HostWorkers::Shared {
   size_t collect(std::span<SlotJob*> batch);
   void attend_batch(std::span<SlotJob* const> batch);
   bool mailbox_came(const HostAttentionJob& job) const;
-  bool attend(const SlotJob& slot, Scratch& scratch) const;
+  // Since `begun` somebody has attended to so many tokens.
+  void count(Clock::time_point begun, int64_t tokens);
+  int64_t tokens_of(const HostAttentionJob& job) const {
+    const int64_t all = job.position + 1, window = config.layers[static_cast<size_t>(job.layer)].window;
+    return window > 0 ? std::min(all, window) : all;
+  }
+  bool attend(const SlotJob& slot, Scratch& scratch);
   bool take_mailbox(const SlotJob& slot, std::byte* heads) const;
   void attend_head(const HostAttentionJob& job, const AttentionTask& task, int32_t kv_head, float* memory) const;
   bool stopped(const SlotJob& slot) const {
@@ -108,6 +114,7 @@ struct HostWorkers::Shared {
   int sleeping = 0, running = 0;
   std::vector<char> finished;  // by worker
   std::atomic<int32_t> num_queued{0};
+  std::atomic<int64_t> busy_ns{0}, tokens{0};
   std::atomic<bool> closing{false};
 };
 
@@ -232,13 +239,22 @@ bool HostWorkers::Shared::mailbox_came(const HostAttentionJob& job) const {
 }
 
 void HostWorkers::Shared::attend_batch(std::span<SlotJob* const> batch) {
+  const auto begun = Clock::now();
   std::vector<HostAttentionJob> jobs;
   for (const SlotJob* slot : batch) jobs.push_back(slot->job);
   MoveStatus status = config.link->start(jobs) ? MoveStatus::kPending : MoveStatus::kFailed;
   // A batch under way is waited for whoever closes: it writes to memory.
   while (status == MoveStatus::kPending && (status = config.link->poll()) == MoveStatus::kPending) std::this_thread::sleep_for(kMailboxNap);
   const auto result = status == MoveStatus::kDone ? HostAttentionStatus::kDone : HostAttentionStatus::kFailed;
+  int64_t seen = 0;
+  for (const HostAttentionJob& job : jobs) seen += tokens_of(job);
+  if (status == MoveStatus::kDone) count(begun, seen);
   for (SlotJob* slot : batch) slot->status.store(result, std::memory_order_release);
+}
+
+void HostWorkers::Shared::count(Clock::time_point begun, int64_t seen) {
+  busy_ns.fetch_add(std::chrono::duration_cast<Nanoseconds>(Clock::now() - begun).count(), std::memory_order_relaxed);
+  tokens.fetch_add(seen, std::memory_order_relaxed);
 }
 
 // Words say for themselves whether they have come, so each is taken as it is there: nothing orders them.
@@ -306,9 +322,10 @@ void HostWorkers::Shared::attend_head(const HostAttentionJob& job, const Attenti
   }
 }
 
-bool HostWorkers::Shared::attend(const SlotJob& slot, Scratch& scratch) const {
+bool HostWorkers::Shared::attend(const SlotJob& slot, Scratch& scratch) {
   const HostAttentionJob& job = slot.job;
   if (!take_mailbox(slot, scratch.heads.data())) return false;
+  const auto begun = Clock::now();
   if (config.before_attending) config.before_attending(job);
   AttentionTask task = tasks[static_cast<size_t>(job.layer)];
   task.q = scratch.heads.data();
@@ -317,6 +334,7 @@ bool HostWorkers::Shared::attend(const SlotJob& slot, Scratch& scratch) const {
     if (stopped(slot)) return false;  // whoever closes may take the block table away, though not the blocks
     attend_head(job, task, kv_head, scratch.attention.data());
   }
+  count(begun, tokens_of(job));
   return true;
 }
 
@@ -389,6 +407,10 @@ void HostWorkers::post(const HostAttentionJob& job) {
 
 HostAttentionStatus HostWorkers::poll(int32_t slot) {
   return shared_->slots[static_cast<size_t>(slot)].status.load(std::memory_order_acquire);
+}
+
+HostAttentionTimes HostWorkers::times() const {
+  return {shared_->busy_ns.load(std::memory_order_relaxed), shared_->tokens.load(std::memory_order_relaxed)};
 }
 
 void HostWorkers::cancel(int32_t slot) {

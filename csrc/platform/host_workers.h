@@ -58,6 +58,7 @@ class HostWorkers final : public HostAttention {
   void post(const HostAttentionJob& job) override;
   HostAttentionStatus poll(int32_t slot) override;
   void cancel(int32_t slot) override;
+  HostAttentionTimes times() const override;
 
   // Ends the threads; jobs that are not done fail. False: one of them hangs in a job, and goes on owning what it uses.
   bool close(std::chrono::nanoseconds limit) override;

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from memory_hybrid import Sample, Track
 
 from asyncengine import testing
 from asyncengine.cli.benchmarks.report import Figure
+from asyncengine.config import EngineConfig
 from asyncengine.runner.cost_table import Copy, CostTable, HostAttention, KnownCosts, Point
 
 POINTS = [Point(1, 3.1e6, 100.0), Point(21, 5.1e6, 100.0)]
@@ -143,8 +145,10 @@ def test_the_ways_differ_in_what_they_are_named_after() -> None:
     }
     assert made["conservative"] == made["recompute"] | {"max_num_seqs": 10}  # of 2,560 tokens of 128 KiB
     assert made["swap"] == made["recompute"] | {"host_kv_memory_bytes": 40_000_000_000}
-    for way in ("auto", "always"):
-        assert made[way] == made["swap"] | {"hybrid_attention": way, "hybrid_lanes": 8, "hybrid_workers": 5}
+    hosts = made["swap"] | {"hybrid_lanes": 8, "hybrid_workers": 5}
+    assert made["auto"] == hosts | {"hybrid_attention": "auto"}
+    for way in ("workers", "link", "both"):
+        assert made[way] == hosts | {"hybrid_attention": "always", "hybrid_form": way}
 
 
 def test_a_run_counts_the_tokens_of_its_window(
@@ -179,25 +183,30 @@ def test_a_client_that_fails_ends_the_run() -> None:
 
 def test_the_prediction_is_of_a_pool_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     class Engine:
-        model_info = argparse.Namespace(kv_capacity_tokens=10_500, num_kv_layers=10, kv_layer_token_bytes=64)
-        config = argparse.Namespace(
-            hybrid_attention="auto", hybrid_lanes=8, num_hybrid_workers=4, hybrid_form="workers"
+        model_info = argparse.Namespace(
+            kv_capacity_tokens=10_500, num_kv_layers=10, kv_layer_token_bytes=64, device="cpu"
         )
+        config = EngineConfig(model="m", hybrid_attention="auto", hybrid_workers=4, host_kv_memory_bytes=1)
 
         def _loaded(self) -> Any:
-            return argparse.Namespace(costs=KnownCosts(None, TABLE))  # type: ignore[arg-type]
+            ppm = dict.fromkeys(("decode_cost_ppm", "rest_cost_ppm", "attention_cost_ppm"), 1_000_000)
+            stats = ppm | {"host_attention_tokens": 10**8, "host_attention_ns": 7 * 10**8}
+            loop = argparse.Namespace(stats=lambda: stats)
+            return argparse.Namespace(costs=KnownCosts(None, TABLE), step_loop=loop)  # type: ignore[arg-type]
 
     engine: Any = Engine()
     assert memory_hybrid.table_of(engine) is TABLE
-    expected = TABLE.hybrid_gain(10, 10_000, lanes=8, layers=10, attenders=(4, TABLE.attend_ns(4)))
-    assert memory_hybrid.predicted_gain(engine, 1000) == expected
-    engine.config.hybrid_attention = "off"
-    assert memory_hybrid.predicted_gain(engine, 1000) is None
+    foreseen = TABLE.hybrid_gain(10, 10_000, lanes=8, layers=10, attenders=(4, TABLE.attend_ns(4)))
+    learned = TABLE.hybrid_gain(10, 10_000, lanes=8, layers=10, attenders=(4, 7.0))
+    assert memory_hybrid.predicted_gains(engine, 1000) == (foreseen, learned)
+    Engine.config = replace(engine.config, hybrid_attention="off")
+    assert memory_hybrid.predicted_gains(engine, 1000) == (None, None)
 
 
 def test_hybrid_is_compared_with_the_best_of_the_gpu_alone() -> None:
     def sample(rate: float, device: float, host: float = 0.0, gain: float | None = None, failed: int = 0) -> Sample:
-        return Sample(rate, {"device": [device], "host": [host] if host else []}, 7 if host else 0, failed, gain)
+        places = {"device": [device], "host": [host] if host else []}
+        return Sample(rate, places, 7 if host else 0, failed, None if gain is None else 2 * gain, gain)
 
     samples = {
         "recompute": [sample(90, 4.0), sample(110, 4.2)],
@@ -209,6 +218,7 @@ def test_hybrid_is_compared_with_the_best_of_the_gpu_alone() -> None:
     assert figures["1 GB, 2,048: recompute"] == 100
     assert figures["1 GB, 2,048: auto over swap"] == pytest.approx(1.3)
     assert figures["1 GB, 2,048: auto: predicted gain"] == 50
+    assert figures["1 GB, 2,048: auto: gain predicted at the start"] == 100
     assert figures["1 GB, 2,048: auto: of the predicted gain"] == pytest.approx(0.6)
     assert figures["1 GB, 2,048: auto: TPOT p50 on the device over swap"] == pytest.approx(5.4 / 5.1)
     assert figures["1 GB, 2,048: auto: TPOT p50, host"] == 150

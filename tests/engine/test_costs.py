@@ -124,10 +124,21 @@ def test_the_link_is_one_more_who_attends() -> None:
     table = CostTable([], [], to_device=copies, host_attention=ATTENTION)
     assert table.attenders("workers", 8, 8.0) == (8, 4.0)
     assert table.attenders("link", 0, 8.0) == (1, 8.0)
-    workers, ns = table.attenders("both", 8, 8.0)
-    assert workers / ns == pytest.approx(8 / 4 + 1 / 8)
-    assert CostTable([], [], host_attention=ATTENTION).attenders("both", 8, 8.0) == (8, 0.0)
-    assert CostTable([], [], to_device=copies).attenders("both", 8, 8.0) == (8, 0.0)
+    count, ns = table.attenders("both", 8, 8.0)
+    assert (count, count / ns) == (9, pytest.approx(8 / 4 + 1 / 8))
+    assert CostTable([], [], host_attention=ATTENTION).attenders("both", 8, 8.0) == (9, 0.0)
+    assert CostTable([], [], to_device=copies).attenders("both", 8, 8.0) == (9, 0.0)
+
+
+def test_what_attention_on_the_host_took_is_learned() -> None:
+    stats = dict.fromkeys(("decode_cost_ppm", "rest_cost_ppm", "attention_cost_ppm"), 1_000_000)
+    table = CostTable([], [], host_attention=ATTENTION)
+    few = table.corrected(stats | {"host_attention_tokens": 10**6, "host_attention_ns": 9 * 10**6})
+    assert few.attenders("workers", 8, 8.0) == (8, 4.0)
+    many = table.corrected(stats | {"host_attention_tokens": 10**8, "host_attention_ns": 9 * 10**8})
+    assert many.attenders("workers", 8, 8.0) == (8, 9.0)
+    assert many.attenders("both", 8, 8.0) == (9, 9.0)
+    assert many.corrected(stats | {"host_attention_tokens": 0, "host_attention_ns": 0}).learned_attend_ns == 9.0
 
 
 def test_the_gain_of_sequences_on_the_host_by_hand() -> None:
