@@ -20,11 +20,24 @@ constexpr HostShape kShape{Dtype::kFloat32, kSlots, 1, 1, 2};
 
 // A simulated device whose graph answers a job with its slot, layer, position and blocks, folded into a number.
 struct World {
+  // That of the graph, which says how many batches were started.
+  struct Watched final : LinkAttention {
+    int32_t max_jobs() const override { return link->max_jobs(); }
+    bool start(std::span<const HostAttentionJob> some) override {
+      const bool started = link->start(some);
+      ++batches;
+      return started;
+    }
+    MoveStatus poll() override { return link->poll(); }
+    std::shared_ptr<LinkAttention> link;
+    std::atomic<int> batches{0};
+  };
   explicit World(int num_workers = 0) {
     exchange = std::make_shared<HostExchange>(kShape);
     jobs = std::make_shared<LinkJobs>(SimulatedDevice::runtime(), device.ordinal(), kMaxJobs, kMaxBlocks);
     const CudaGraphExec graph = device.add_graph([this] { answer(); }, std::chrono::microseconds(300));
-    auto link = std::make_shared<GraphLink>(SimulatedDevice::runtime(), device.ordinal(), jobs, kBlockSize, graph, nullptr);
+    link = std::make_shared<Watched>();
+    link->link = std::make_shared<GraphLink>(SimulatedDevice::runtime(), device.ordinal(), jobs, kBlockSize, graph, nullptr);
     memory.resize(64 * kBlockSize * 2 * 2 * 3);  // floats: 64 blocks, 3 layers
     const size_t block_bytes = kBlockSize * 2 * 2 * 3 * sizeof(float);
     workers = std::make_unique<HostWorkers>(
@@ -71,6 +84,7 @@ struct World {
   std::shared_ptr<HostExchange> exchange;
   std::shared_ptr<LinkJobs> jobs;
   std::vector<float> memory;
+  std::shared_ptr<Watched> link;
   std::atomic<int32_t> most_jobs{0};
   std::unique_ptr<HostWorkers> workers;  // first to go
 };
@@ -137,6 +151,7 @@ TEST(link_that_hangs_is_left_to_itself) {
   world.device.hang_at(0);
   world.fill_mailbox(0, 1);
   world.workers->post(job_of(0, 1));
+  for (int i = 0; i < 200'000 && world.link->batches == 0; ++i) std::this_thread::sleep_for(std::chrono::microseconds(50));
   CHECK(!world.workers->close(std::chrono::milliseconds(50)));
   world.device.resume();
   CHECK(world.workers->close(std::chrono::seconds(20)));
