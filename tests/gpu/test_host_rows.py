@@ -50,6 +50,8 @@ def same_until_a_tie(got: Any, expected: Any, gap: float) -> int:
         ({}, 1e-3), ({"staging": "mapped"}, 1e-3), ({"staging": "pinned", "steps_in_flight": 1}, 1e-3),
         ({"enforce_eager": True}, 1e-3), ({"hybrid_lanes": 1, "hybrid_workers": 1}, 1e-3),
         ({"batch_invariant": True}, 1e-3), ({"dtype": "bfloat16"}, 0.15), ({"kv_cache_dtype": "fp8"}, 0.1),
+        ({"hybrid_form": "workers"}, 1e-3), ({"hybrid_form": "link"}, 1e-3),
+        ({"hybrid_form": "link", "kv_cache_dtype": "fp8", "dtype": "bfloat16"}, 0.2),
     ],
     ids=str,
 )  # fmt: skip
