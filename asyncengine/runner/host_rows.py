@@ -41,7 +41,8 @@ class HostRows:
         self._num_workers = config.num_hybrid_workers
         self._max_blocks = -(-loaded.max_model_len // config.block_size)
         self._cached = kv_dtype(config, loaded.dtype)
-        self.link_rows: LinkRows | None = None
+        self._device = torch.device("cpu")
+        self._link_rows: LinkRows | None = None
         """What the link's graph reads and writes."""
         self._model = model
         self._scales = None if loaded.kv_scales is None else loaded.kv_scales.cpu().contiguous()
@@ -72,6 +73,7 @@ class HostRows:
     def lanes(self, header: Tensor) -> HostLanes:
         """What steps need of them on the device; ``header`` is StepSource.header."""
         layers, width = self._model.num_layers, self._model.hidden_size
+        self._device = header.device
         return HostLanes.allocate(self.mailboxes, self.results, header, layers=layers, lanes=self._lanes, width=width)
 
     def workers(
@@ -105,12 +107,12 @@ class HostRows:
         graphs: _core.CudaGraphs,
         capture: Callable[[Callable[[], None]], int],
     ) -> _core.GraphLink:
-        model, device = self._model, torch.device("cuda", torch.cuda.current_device())
+        model, device = self._model, self._device
         block = (model.num_layers, 2, model.num_kv_heads, self._block_size, model.head_dim)
         num_bytes = pool.num_blocks * math.prod(block) * self._cached.itemsize
         jobs = _core.LinkJobs(native, _LINK_JOBS, self._max_blocks)
         scales = [(scale, model.score_softcap) for scale in model.layer_scales]
-        self.link_rows = LinkRows(
+        self._link_rows = LinkRows(
             jobs=_bytes_at(jobs.address, 4 * jobs.words).view(torch.int32),
             pool=_bytes_at(pool.block(0), num_bytes).view(self._cached).view(-1, *block),
             mailboxes=self.mailboxes,
@@ -120,7 +122,7 @@ class HostRows:
             kv_scales=None if self._scales is None else self._scales.to(device),
             max_blocks=self._max_blocks,
         )
-        graph = capture(partial(attend, self.link_rows))
+        graph = capture(partial(attend, self._link_rows))
         return _core.GraphLink(native, jobs, self._block_size, graphs, graph)
 
 

@@ -388,11 +388,15 @@ def test_blocks_that_come_back_from_the_host_are_the_same(checkpoint):
 
 @pytest.mark.parametrize(
     ("variant", "config"),
-    [("llama", {}), ("qwen3-window-biased", {"batch_invariant": True}), ("llama", {"kv_cache_dtype": "fp8"})],
+    [
+        ("llama", {"hybrid_form": "workers"}),
+        ("qwen3-window-biased", {"batch_invariant": True, "hybrid_form": "link"}),
+        ("llama", {"kv_cache_dtype": "fp8"}),
+    ],
     ids=str,
 )
 def test_rows_that_decode_on_the_host_get_the_same_tokens(checkpoint, variant, config):
-    """There is no room for all, so that some go on with their keys and values on the host, where threads attend."""
+    """There is no room for all, so that some go on with their keys and values on the host, whoever attends there."""
     path, model = checkpoint(variant)
     prompts = [[5 + i, *range(3, 18 + i)] for i in range(3)]
     pressed = SMALL | {"num_kv_blocks": 4, "hybrid_attention": "always", "hybrid_workers": 1, "hybrid_lanes": 2}
