@@ -125,6 +125,8 @@ def load_backend(config: EngineConfig, *, progress: bool, measure: bool = False)
             backend.model_info.name,
             "classifies" if backend.model_info.labels else "has heads of an odd size",
         )
+    elif config.hybrid_attention == "auto" and backend.model_info.device == "cpu":
+        logger.warning("hybrid_attention=auto is off on the CPU: the cores that would attend compute the steps")
     return replace(backend, model_info=_with_stop_of(backend.tokenizer, backend.model_info, config))
 
 

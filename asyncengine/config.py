@@ -137,8 +137,8 @@ class EngineConfig:
     """Size of that directory for this model; the blocks that were used least recently go first."""
     hybrid_attention: Literal["off", "auto", "always"] = "off"
     """Let sequences for which the cache has no room decode with their keys and values on the host, where threads attend
-    for them. auto: where measured costs predict 5% more throughput, and targets allow it. always: whatever they
-    predict. Needs host_kv_memory_bytes."""
+    for them. auto: on a GPU, where measured costs predict 5% more throughput, and targets allow it. always: whatever
+    they predict. Needs host_kv_memory_bytes."""
     hybrid_form: Literal["auto", "workers", "link", "both"] = "auto"
     """Who attends for these sequences: threads; a kernel of a GPU, which reads the host's memory over the link; or
     both. auto is both on a GPU, and threads on the CPU."""

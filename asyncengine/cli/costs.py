@@ -185,9 +185,9 @@ class Gain(NamedTuple):
 
 
 def _gains(config: EngineConfig, info: ModelInfo, table: CostTable) -> list[Gain]:
-    """Empty where it is off."""
+    """Empty where it is off, and on the CPU, whose cores would have both to do."""
     gains = []
-    if config.hybrid_attention != "off" and info.can_decode_on_host:
+    if config.hybrid_attention != "off" and info.can_decode_on_host and info.device != "cpu":
         form, token_bytes = config.hybrid_form_on(info.device), info.kv_layer_token_bytes
         attenders = table.attenders(form, config.num_hybrid_workers, token_bytes)
         for context in sorted({min(n, info.max_model_len) for n in _CONTEXTS}):

@@ -44,10 +44,13 @@ def choose_num_host_blocks(config: EngineConfig, bytes_per_block: int, num_block
 
 
 def decodes_on_host(config: EngineConfig, model_info: ModelInfo) -> bool:
-    """Whether steps have lanes for sequences on the host: asked for, possible, and there are blocks for them."""
-    return (
-        config.hybrid_attention != "off" and model_info.can_decode_on_host and model_info.num_host_kv_blocks > 0
-    )
+    """Whether steps have lanes for sequences on the host: asked for, possible, and there are blocks for them.
+
+    Where the CPU computes the steps, threads would attend with the cores that these need: nothing is gained.
+    """
+    wanted = "always" if model_info.device == "cpu" else "auto"
+    asked_for = config.hybrid_attention in ("always", wanted)
+    return asked_for and model_info.can_decode_on_host and model_info.num_host_kv_blocks > 0
 
 
 def hybrid_config(config: EngineConfig, model_info: ModelInfo, costs: CostTable | None = None) -> _core.HybridConfig:

@@ -300,9 +300,9 @@ def test_the_command_prints_the_table_and_its_errors(capsys: pytest.CaptureFixtu
 
 
 def test_the_command_tells_what_hybrid_attention_would_gain() -> None:
-    config = EngineConfig(model=MODEL, max_num_seqs=64, **HYBRID)
+    config = EngineConfig(model=MODEL, max_num_seqs=64, hybrid_form="workers", **HYBRID)
     info = ModelInfo(
-        name="m", path=Path(), architecture="", dtype="float32", device="cpu", vocab_size=9, max_model_len=4096,
+        name="m", path=Path(), architecture="", dtype="float32", device="a GPU", vocab_size=9, max_model_len=4096,
         eos_token_ids=(), num_parameters=0, weight_bytes=0, num_kv_blocks=1280, block_size=16, kv_bytes_per_block=1024,
         num_kv_layers=2, can_decode_on_host=True,
     )  # fmt: skip

@@ -21,7 +21,7 @@ from asyncengine.runner.model_runner import CpuModelRunner
 
 ON: dict[str, Any] = {"hybrid_attention": "auto", "host_kv_memory_bytes": 1 << 20}
 INFO = ModelInfo(
-    name="m", path=Path(), architecture="", dtype="float32", device="cpu", vocab_size=9, max_model_len=64,
+    name="m", path=Path(), architecture="", dtype="float32", device="a GPU", vocab_size=9, max_model_len=64,
     eos_token_ids=(), num_parameters=0, weight_bytes=0, num_kv_blocks=8, block_size=16, kv_bytes_per_block=1,
     num_host_kv_blocks=4, num_kv_layers=3, can_decode_on_host=True,
 )  # fmt: skip
@@ -55,7 +55,7 @@ def test_workers_leave_two_cores(monkeypatch: pytest.MonkeyPatch, cores: int, wo
 def test_the_scheduler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_core, "HybridConfig", SimpleNamespace)
     costs = CostTable([], [], host_attention=[HostAttention(4, 2048, 1.5)], exchange_ns=7.0)
-    config = EngineConfig(model="m", hybrid_workers=4, hybrid_lanes=6, **ON)
+    config = EngineConfig(model="m", hybrid_workers=4, hybrid_lanes=6, hybrid_form="workers", **ON)
     told = {"lanes": 6, "layers": 3, "workers": 4, "attend_ns": 1.5, "exchange_ns": 7.0, "min_gain": 0.05}
     assert hybrid_config(config, INFO, costs) == SimpleNamespace(**told)
     unknown = SimpleNamespace(**told | {"attend_ns": 0.0, "exchange_ns": 0.0})
@@ -74,6 +74,16 @@ def test_the_core_takes_what_it_is_told() -> None:
         config = EngineConfig(model="m", **ON | {"hybrid_attention": mode})
         assert isinstance(hybrid_config(config, INFO, costs), _core.HybridConfig)
         assert decodes_on_host(config, INFO) == (mode != "off")
+
+
+def test_the_cpu_gains_nothing_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    on_cpu = replace(INFO, device="cpu")
+    assert not decodes_on_host(EngineConfig(model="m", **ON), on_cpu)
+    assert decodes_on_host(EngineConfig(model="m", **ON | {"hybrid_attention": "always"}), on_cpu)
+    config = EngineConfig(model=str(bundled_path()), device="cpu", num_kv_blocks=4, max_model_len=64, **ON)
+    backend = load_backend(config, progress=False)
+    assert "hybrid_attention=auto is off on the CPU" in caplog.text
+    assert backend.stop(5.0)
 
 
 def test_the_bundled_model_can() -> None:
