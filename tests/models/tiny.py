@@ -130,6 +130,7 @@ class Batch:
     sample_index: npt.NDArray[np.int64]
     tables: list[npt.NDArray[np.int32]]
     needs: int = 0
+    num_lanes: int = 0
 
     @property
     def num_tokens(self) -> int:

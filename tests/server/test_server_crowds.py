@@ -115,7 +115,8 @@ def test_a_hundred_stalled_readers_cost_the_others_nothing() -> None:
             assert (await site.metric("asyncengine:request_success_total"))[
                 f'{{finished_reason="abort",model_name="{"m" * 10_000}"}}'
             ] == 100
-            assert resident() - before < 64 << 20
+            # Without a limit they would have 1.5 GB. What the others' answers take comes and goes, some 70 MB of it.
+            assert resident() - before < 256 << 20
             for reader, writer in stalled:
                 received = bytearray()
                 try:
