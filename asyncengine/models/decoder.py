@@ -109,11 +109,6 @@ class Decoder:
         self._embedding_scale = embedding_scale
         self._logit_softcap = logit_softcap
 
-    @property
-    def attention_layers(self) -> list[AttentionLayer]:
-        """Of the layers that keep keys and values, in order."""
-        return [layer.mixer.layer for layer in self._layers if isinstance(layer.mixer, AttentionBlock)]
-
     def forward(self, batch: Batch, caches: Iterable[LayerCache]) -> Any:
         """``run``, then ``logits``."""
         return self.logits(self.run(batch, caches), batch)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from asyncengine.errors import ModelError, UnsupportedModelError
-from asyncengine.kernels.ops import AttentionLayer, Batch, BatchT, LayerCache, ModelOps
+from asyncengine.kernels.ops import Batch, BatchT, LayerCache, ModelOps
 from asyncengine.models import gpt2, llama, mistral, qwen2, qwen3
 from asyncengine.models.config import ModelConfig, RawConfig
 from asyncengine.models.files import excerpt
@@ -18,10 +18,6 @@ from asyncengine.models.weights import WeightSource
 
 class CausalLM(Protocol[BatchT]):
     """A loaded model, for steps in the form of the kernel package that it was built over."""
-
-    @property
-    def attention_layers(self) -> list[AttentionLayer]:
-        """Of the layers that keep keys and values, in order."""
 
     def forward(self, batch: BatchT, caches: Iterable[LayerCache]) -> Any:
         """``run``, then ``logits``."""

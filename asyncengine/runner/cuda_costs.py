@@ -102,27 +102,22 @@ def time_exchange(machine: Machine, info: ModelInfo) -> float:
     added = []
     for with_lanes, without in lane_pairs(machine.buckets):
         bucket = machine.buckets[with_lanes]
-        rows = max(1, bucket.max_tokens - lanes_of(bucket))
+        rows = max(1, bucket.max_tokens - bucket.lanes)
         planned = [Row(1, info.block_size - 1)] * min(rows, info.num_kv_blocks)
         added.append(_time_bucket(machine, planned, with_lanes) - _time_bucket(machine, planned, without))
     return max(0.0, 1e9 * statistics.median(added)) if added else 0.0
-
-
-def lanes_of(bucket: Bucket) -> int:
-    """Of its tokens, those for sequences on the host (csrc/core/host_rows.h)."""
-    return getattr(bucket, "lanes", 0)
 
 
 def lane_pairs(buckets: Sequence[Bucket]) -> list[tuple[int, int]]:
     """Decode steps with lanes, each beside the smallest without that has as many tokens: a few, of all sizes."""
     pairs = []
     for i, bucket in enumerate(buckets):
-        if not lanes_of(bucket) or not bucket.single_token_rows:
+        if not bucket.lanes or not bucket.single_token_rows:
             continue
         fits = (
             k
             for k, other in enumerate(buckets)
-            if not lanes_of(other) and other.single_token_rows and other.max_tokens >= bucket.max_tokens
+            if not other.lanes and other.single_token_rows and other.max_tokens >= bucket.max_tokens
             and other.max_context == bucket.max_context
         )  # fmt: skip
         pairs += [(i, k) for k in [next(fits, None)] if k is not None]

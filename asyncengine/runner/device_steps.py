@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,7 +26,7 @@ from asyncengine.kernels.cuda.step.tensors import DeviceStep, allocate_step
 from asyncengine.models.config import ModelConfig
 from asyncengine.runner.buckets import Bucket, choose_buckets
 from asyncengine.runner.loop_config import UPDATE_WORDS
-from asyncengine.runner.memory import KVCache
+from asyncengine.runner.memory import KVCache, host_view
 from asyncengine.runner.model_runner import LoadedModel
 
 ARGMAX = _core.Need(0)
@@ -51,13 +50,13 @@ class StepBuffers:
     def allocate(cls, staging: _core.Staging, slots: int, device: torch.device) -> StepBuffers:
         """Views of the staging rings, or what is copied to and from on the device: a buffer, of inputs also a ring."""
         words, ring = staging.input_stride // 4, staging.num_steps
-        host_inputs = _view(staging.input, ring * staging.input_stride, torch.int32).view(ring, words)
+        host_inputs = host_view(staging.input, ring * staging.input_stride, torch.int32).view(ring, words)
         host_inputs.zero_()  # an empty step: what warm-up and capture run
-        host_outputs = _view(staging.output, ring * staging.output_stride, torch.int64).view(ring, -1)
+        host_outputs = host_view(staging.output, ring * staging.output_stride, torch.int64).view(ring, -1)
         if staging.mode == "pageable":  # where the device cannot read the host's memory, no row has a mask
             board = torch.full((slots, staging.mask_stride), -1, dtype=torch.int32, device=device)
         else:
-            board = _view(staging.masks, slots * staging.mask_stride * 4, torch.int32).view(slots, -1)
+            board = host_view(staging.masks, slots * staging.mask_stride * 4, torch.int32).view(slots, -1)
         if staging.mode == "mapped":
             return cls(staging, make_source(host_inputs, host_outputs, device, fetch=True), board)
         ahead = staging.mode == "ahead"
@@ -65,11 +64,6 @@ class StepBuffers:
         outputs = host_outputs if ahead else torch.zeros(1, staging.output_words, dtype=torch.int64, device=device)
         staging.set_device_buffers(inputs.data_ptr(), outputs.data_ptr())
         return cls(staging, make_source(inputs, outputs, device, fetch=False), board)
-
-
-def _view(address: int, num_bytes: int, dtype: torch.dtype) -> Tensor:
-    """Host memory that somebody else owns, as a tensor."""
-    return torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=dtype)
 
 
 def attention_kinds(model: ModelConfig, dtype: torch.dtype, *, float8_cache: bool = False) -> list[LayerKind]:
@@ -85,10 +79,7 @@ def attention_limits(config: EngineConfig, max_model_len: int) -> Limits:
 
 
 def step_buckets(config: EngineConfig, loaded: LoadedModel, ops: CudaOps, lanes: int = 0) -> list[Bucket]:
-    """The buckets of a model's steps: short contexts have their own where another plan of attention is for them.
-
-    Raises ConfigError if the largest step has no room for ``lanes``.
-    """
+    """The buckets of a model's steps: short contexts have their own where another plan of attention is for them."""
     kinds = attention_kinds(loaded.config, loaded.dtype, float8_cache=config.kv_cache_dtype == "fp8")
     limits = attention_limits(config, loaded.max_model_len)
     return choose_buckets(

@@ -5,7 +5,6 @@ csrc/core/host_rows.h has the circuit.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
 from collections.abc import Callable
@@ -17,16 +16,16 @@ from torch import Tensor
 
 from asyncengine import _core
 from asyncengine.config import EngineConfig
+from asyncengine.kernels.cpu.ops import native_dtype
 from asyncengine.kernels.cuda.attention.link import LinkRows, attend
 from asyncengine.kernels.cuda.rows.lanes import HostLanes
-from asyncengine.runner.memory import kv_dtype
+from asyncengine.runner.memory import attention_layers, host_view, kv_dtype
 from asyncengine.runner.model_runner import LoadedModel
 
 logger = logging.getLogger(__name__)
 
 _LINK_JOBS = 4
 """Of a batch: few, so that it takes no more than it can do while workers attend beside it."""
-_DTYPES = {torch.float32: _core.Dtype.float32, torch.bfloat16: _core.Dtype.bfloat16}
 
 
 class HostRows:
@@ -47,14 +46,13 @@ class HostRows:
         self._model = model
         self._scales = None if loaded.kv_scales is None else loaded.kv_scales.cpu().contiguous()
         self._exchange = _core.HostExchange(
-            _DTYPES[loaded.dtype], slots, model.num_heads, model.num_kv_heads, model.head_dim, native
+            native_dtype(loaded.dtype), slots, model.num_heads, model.num_kv_heads, model.head_dim, native
         )
         heads = model.num_heads + 2 * model.num_kv_heads
         words, num_bytes = self._exchange.mailbox_words, self._exchange.result_bytes
-        mailboxes = _bytes_at(self._exchange.mailboxes, slots * words * 8)
-        results = _bytes_at(self._exchange.results, slots * num_bytes)
-        self.mailboxes = mailboxes.view(torch.int64).view(slots, heads, -1)
-        self.results = results.view(loaded.dtype).view(slots, -1)
+        mailboxes = host_view(self._exchange.mailboxes, slots * words * 8, torch.int64)
+        results = host_view(self._exchange.results, slots * num_bytes, loaded.dtype)
+        self.mailboxes, self.results = mailboxes.view(slots, heads, -1), results.view(slots, -1)
 
     @classmethod
     def make(cls, config: EngineConfig, native: _core.CudaDevice, loaded: LoadedModel) -> Self | None:
@@ -84,18 +82,14 @@ class HostRows:
         capture: Callable[[Callable[[], None]], int],
     ) -> _core.HostWorkers:
         """Who attends over the blocks of the pool. ``capture`` gives torch's address of a graph."""
-        model = self._model
-        layers = [
-            (scale, window, model.score_softcap, 0 if self._scales is None else self._scales[index].data_ptr())
-            for index, (scale, window) in enumerate(zip(model.layer_scales, model.layer_windows, strict=True))
-        ]
+        scales = [None] * self._model.num_layers if self._scales is None else list(self._scales)
         logger.info("hybrid attention by %s: %d threads, %d lanes a step", self._form, self._num_workers, self._lanes)
         return _core.HostWorkers(
             self._exchange,
             pool=pool,
             block_size=self._block_size,
             transposed_keys=False,
-            layers=layers,
+            layers=attention_layers(self._model, scales),
             num_workers=self._num_workers,
             link=None if self._form == "workers" else self._link(native, pool, graphs, capture),
         )
@@ -113,8 +107,8 @@ class HostRows:
         jobs = _core.LinkJobs(native, _LINK_JOBS, self._max_blocks)
         scales = [(scale, model.score_softcap) for scale in model.layer_scales]
         self._link_rows = LinkRows(
-            jobs=_bytes_at(jobs.address, 4 * jobs.words).view(torch.int32),
-            pool=_bytes_at(pool.block(0), num_bytes).view(self._cached).view(-1, *block),
+            jobs=host_view(jobs.address, 4 * jobs.words, torch.int32),
+            pool=host_view(pool.block(0), num_bytes, self._cached).view(-1, *block),
             mailboxes=self.mailboxes,
             results=self.results,
             scales=torch.tensor(scales, dtype=torch.float32, device=device),
@@ -124,7 +118,3 @@ class HostRows:
         )
         graph = capture(partial(attend, self._link_rows))
         return _core.GraphLink(native, jobs, self._block_size, graphs, graph)
-
-
-def _bytes_at(address: int, num_bytes: int) -> Tensor:
-    return torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=torch.uint8)

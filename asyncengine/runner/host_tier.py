@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from typing import Self
 
@@ -13,6 +12,7 @@ from asyncengine import _core
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.cuda.step.moves import move_blocks
 from asyncengine.runner.loop_config import choose_num_host_blocks
+from asyncengine.runner.memory import host_view
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class HostTier:
         )
         pool.set_gathered(gathered.data_ptr())
         words = pool.list_words
-        lists = [_int32_at(pool.list(i), words) for i in range(_core.HostPool.transfers)]
+        lists = [host_view(pool.list(i), 4 * words, torch.int32) for i in range(_core.HostPool.transfers)]
         return cls(pool, planes, gathered, lists)
 
     def enqueue(self, transfer: int) -> None:
@@ -84,7 +84,3 @@ class HostTier:
             self._gathered[transfer],
             scatter=_core.HostPool.brings_in(transfer),
         )
-
-
-def _int32_at(address: int, words: int) -> Tensor:
-    return torch.frombuffer((ctypes.c_char * (4 * words)).from_address(address), dtype=torch.int32)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,6 +123,22 @@ def device_budget(config: EngineConfig, state_bytes: int, step_bytes: int, num_g
     graphs = 0 if config.enforce_eager else num_graphs * _BYTES_PER_GRAPH
     fixed = state_bytes + 2 * step_bytes + graphs + (64 << 20)
     return int(total * config.gpu_memory_utilization) - (total - free) - fixed
+
+
+def host_view(address: int, num_bytes: int, dtype: torch.dtype) -> Tensor:
+    """Host memory that somebody else owns, as a tensor."""
+    return torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=dtype)
+
+
+def attention_layers(model: ModelConfig, scales: Iterable[Tensor | None]) -> list[tuple[float, int, float, int]]:
+    """What attention on the host is in each layer: scale, window and softcap of scores, and the address of ``scales``.
+
+    These are ``LayerKVCache.scales`` in host memory, by layer; of None the address is 0.
+    """
+    return [
+        (scale, window, model.score_softcap, 0 if of_layer is None else of_layer.data_ptr())
+        for scale, window, of_layer in zip(model.layer_scales, model.layer_windows, scales, strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -239,10 +239,7 @@ class CpuModelRunner:
             head_dim=model.head_dim,
             hidden_size=model.hidden_size,
         )
-        layers = [
-            (layer.scale, layer.window, layer.softcap, 0 if cache.scales is None else cache.scales.data_ptr())
-            for layer, cache in zip(self._model.attention_layers, self._cache.layers, strict=True)
-        ]
+        layers = kv_cache.attention_layers(model, (cache.scales for cache in self._cache.layers))
         return CpuHostRows(lanes=ops.lanes, layers=layers, num_workers=config.num_hybrid_workers, isa=ops.isa)
 
     def kv_block_regions(self) -> list[tuple[int, int]]:

@@ -11,14 +11,10 @@
 
 namespace asyncengine {
 
-// Destroying what joins threads: they may be waiting for the GIL. Whoever destroys may have let go of it already.
+// Destroying what joins threads: they may be waiting for the GIL.
 struct WithoutGil {
   template <class T>
   void operator()(T* object) const {
-    if (PyGILState_Check() == 0) {
-      delete object;
-      return;
-    }
     py::gil_scoped_release release;
     delete object;
   }

@@ -294,9 +294,7 @@ void bind_engine(py::module_& m) {
   bind_news(m);
   py::class_<CpuLanes, std::shared_ptr<CpuLanes>>(m, "CpuLanes")
       .def(py::init([](Dtype dtype, int32_t num_slots, int32_t num_q_heads, int32_t num_kv_heads, int32_t head_dim, int32_t hidden_size) {
-             require(num_slots >= 1 && num_kv_heads >= 1 && num_q_heads % num_kv_heads == 0 && head_dim >= 2 && head_dim % 2 == 0,
-                     "a slot at least, query heads a multiple of those of keys, and an even head_dim");
-             return std::make_shared<CpuLanes>(HostShape{dtype, num_slots, num_q_heads, num_kv_heads, head_dim}, hidden_size);
+             return std::make_shared<CpuLanes>(host_shape(dtype, num_slots, num_q_heads, num_kv_heads, head_dim), hidden_size);
            }), py::kw_only(), py::arg("dtype"), py::arg("num_slots"), py::arg("num_q_heads"), py::arg("num_kv_heads"),
            py::arg("head_dim"), py::arg("hidden_size"))
       .def("exchange", [](CpuLanes& self, StepBatch& batch, int32_t layer, Address heads, Address x, Address residual) {

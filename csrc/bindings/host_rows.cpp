@@ -7,7 +7,6 @@
 #include "step_loop/graph_link.h"
 
 namespace asyncengine {
-namespace {
 
 HostShape host_shape(Dtype dtype, int32_t num_slots, int32_t num_q_heads, int32_t num_kv_heads, int32_t head_dim) {
   require(num_slots >= 1 && num_kv_heads >= 1 && num_q_heads >= num_kv_heads && num_q_heads % num_kv_heads == 0,
@@ -15,6 +14,8 @@ HostShape host_shape(Dtype dtype, int32_t num_slots, int32_t num_q_heads, int32_
   require(head_dim >= 2 && head_dim % 2 == 0, "head_dim must be even");
   return {dtype, num_slots, num_q_heads, num_kv_heads, head_dim};
 }
+
+namespace {
 
 std::shared_ptr<HostExchange> make_exchange(Dtype dtype, int32_t num_slots, int32_t num_q_heads, int32_t num_kv_heads,
                                             int32_t head_dim, const CudaDevice* device) {

@@ -433,10 +433,7 @@ void Scheduler::settle(Sequence& sequence, Outbox* outbox) {
     Slot& slot = slot_of(sequence);
     assert(slot.in_flight == 0 && slot.pending == 0);
     if (sequence.state == SequenceState::kPreempting) sequence.tokens.settle(slot.tail, published(slot));
-    // Deepest block first: of a cached prefix the end is evicted before the beginning.
-    const auto held = tables_.blocks(sequence.slot);
-    for (auto block = held.rbegin(); block != held.rend(); ++block) blocks_.release(*block);
-    tables_.clear(sequence.slot);
+    release_blocks(sequence.slot);
     if (is_hosted(sequence.slot)) release_host_blocks(slot);
     free_slots_.push_back(sequence.slot);
     sequence.slot = -1;
@@ -445,6 +442,13 @@ void Scheduler::settle(Sequence& sequence, Outbox* outbox) {
   sequence.state = SequenceState::kReleased;
   if (sequence.masks != nullptr) sequence.masks->sequence = nullptr;
   if (--sequence.request->unreleased == 0) outbox->filling().released.push_back(sequence.request);
+}
+
+// Deepest block first: of a cached prefix the end is evicted before the beginning.
+void Scheduler::release_blocks(int32_t slot) {
+  const auto held = tables_.blocks(slot);
+  for (auto block = held.rbegin(); block != held.rend(); ++block) blocks_.release(*block);
+  tables_.clear(slot);
 }
 
 void Scheduler::enqueue(Sequence* sequence) {

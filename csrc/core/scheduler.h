@@ -258,6 +258,7 @@ class Scheduler {
   void finish(Sequence& sequence, FinishReason reason);
   void retire(Sequence& sequence, SequenceState state);
   void settle(Sequence& sequence, Outbox* outbox);
+  void release_blocks(int32_t slot);
 
   void enqueue(Sequence* sequence);
   void dequeue(const Sequence* sequence);
@@ -314,7 +315,6 @@ class Scheduler {
   std::vector<int32_t> lanes_used_;  // scratch, by stage
   size_t first_hosted_ = 0;          // who is asked first in the next step
   int failed_host_rows_in_a_row_ = 0;
-  double predicted_gain_ = 0;        // of the last step in which it was asked for
   int32_t retiring_ = 0;       // sequences that still hold something but run no more
   Stats stats_;
   QueueObserver* observer_ = nullptr;

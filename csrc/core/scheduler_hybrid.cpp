@@ -171,8 +171,7 @@ bool Scheduler::hybrid_pays(const StepPlan& plan) {
     const double together = static_cast<double>(config_.costs.decode_ns(rows + hybrid.lanes, plan.decode_attended)) + hybrid.exchange_ns;
     const double token_ns = attend_ns * hybrid.layers * static_cast<double>(plan.decode_attended) / rows;
     tokens = std::min(tokens, together * hybrid.workers / token_ns);
-    predicted_gain_ = (rows + tokens) / rows * alone / together - 1;
-    if (predicted_gain_ < hybrid.min_gain) return false;
+    if ((rows + tokens) / rows * alone / together - 1 < hybrid.min_gain) return false;
   }
   // A row passes one stage a step.
   const auto busy = static_cast<int32_t>(std::ceil(kSurplusRows * tokens * (hybrid.layers + 1)));
@@ -286,10 +285,7 @@ void Scheduler::take_stored(Sequence& sequence, std::span<const int32_t> hosts, 
   if (hosts.empty()) return resume(slot);
   for (const int32_t host : hosts) host_tables_.append(i, host);
   blocks_coming_ -= std::exchange(sequence.blocks_coming, 0);
-  // Deepest block first: of a cached prefix the end is evicted before the beginning.
-  const auto held = tables_.blocks(i);
-  for (auto block = held.rbegin(); block != held.rend(); ++block) blocks_.release(*block);
-  tables_.clear(i);
+  release_blocks(i);
   slot.capacity = 0;
   slot.forked = false;
   host_rows_[static_cast<size_t>(i)] = {.phase = HostPhase::kReady};
