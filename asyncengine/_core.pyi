@@ -237,6 +237,10 @@ class HybridConfig:
         self, *, lanes: int = 0, layers: int = 0, workers: int = 1, attend_ns: float = 0.0, exchange_ns: float = 0.0,
         min_gain: float = 0.05, max_rows: int = 0, job_timeout_ns: int = 10_000_000_000,
     ) -> None: ...  # fmt: skip
+    def gain(self, costs: StepCosts, rows: int, attended: int, /) -> float | None:
+        """Share of throughput that the host adds to ``rows`` that see ``attended`` tokens in all; None: not known."""
+    ENOUGH_TOKENS: ClassVar[int]
+    """Attended to on the host: from then on their times tell more than what was measured beforehand."""
 
 class SchedulerConfig:
     """Counts are checked: ValueError. prefill_chunk_size 0 means as many tokens as the step has room for."""
@@ -263,13 +267,14 @@ class StepCosts:
     def __init__(
         self, decode: Sequence[tuple[int, float, float]] = (), prompt: Sequence[tuple[int, float, float]] = (),
         to_device: tuple[float, float] = ..., to_host: tuple[float, float] = ...,
-        factors: tuple[float, float, float] = ...,
+        factors: tuple[float, float, float, float] = ...,
     ) -> None:  # fmt: skip
         """Points of (tokens, with no context, for each token of context), ascending; copies by (call, byte); factors of
-        steps that decode alone, and of the others' rest and attention. csrc/core/step_costs.h explains
+        steps that decode alone, of the others' rest and attention, and of lanes. csrc/core/step_costs.h explains
         them. Raises ValueError."""
     known: Final[bool]
     def decode_ns(self, rows: int, attended: int, /) -> int: ...
+    def lanes_ns(self, rows: int, lanes: int, attended: int, exchange_ns: float, /) -> int: ...
     def mixed_ns(self, tokens: int, rows: int, attended: int, chunks_ns: float, /) -> int: ...
     def attention_ns(self, tokens: int, context: int, /) -> float: ...
     def recompute_ns(self, tokens: int, context: int, /) -> int: ...

@@ -28,6 +28,7 @@ from gpu_common import greedy, kv_bytes_per_token, opened, read_model
 from asyncengine import AsyncEngine
 from asyncengine.cli.benchmarks.report import Figure, median, percentile
 from asyncengine.runner.cost_table import CostTable
+from asyncengine.runner.loop_config import hybrid_gain
 
 ALONE = ("recompute", "conservative", "swap")
 HYBRID = ("auto", "workers", "link", "both")
@@ -159,19 +160,8 @@ def predicted_gains(engine: AsyncEngine, context: int) -> tuple[float | None, fl
     if table is None or engine.config.hybrid_attention == "off":
         return None, None
     learned = table.corrected(engine._loaded().step_loop.stats())
-    return predicted_gain(engine, table, context), predicted_gain(engine, learned, context)
-
-
-def predicted_gain(engine: AsyncEngine, table: CostTable, context: int) -> float | None:
-    info, config = engine.model_info, engine.config
-    rows, form = max(1, info.kv_capacity_tokens // context), config.hybrid_form_on(info.device)
-    return table.hybrid_gain(
-        rows,
-        min(rows * context, info.kv_capacity_tokens),
-        lanes=config.hybrid_lanes,
-        layers=info.num_kv_layers,
-        attenders=table.attenders(form, config.num_hybrid_workers, info.kv_layer_token_bytes),
-    )
+    foreseen, predicted = (hybrid_gain(engine.config, engine.model_info, t, context)[1] for t in (table, learned))
+    return foreseen, predicted
 
 
 # ---- all of them ----

@@ -185,17 +185,13 @@ class Gain(NamedTuple):
 
 
 def _gains(config: EngineConfig, info: ModelInfo, table: CostTable) -> list[Gain]:
-    """Empty where it is off, and on the CPU, whose cores would have both to do."""
+    """Empty where it is off or not known."""
+    from asyncengine.runner.loop_config import hybrid_gain
+
     gains = []
-    if config.hybrid_attention != "off" and info.can_decode_on_host and info.device != "cpu":
-        form, token_bytes = config.hybrid_form_on(info.device), info.kv_layer_token_bytes
-        attenders = table.attenders(form, config.num_hybrid_workers, token_bytes)
-        for context in sorted({min(n, info.max_model_len) for n in _CONTEXTS}):
-            rows = max(1, min(config.max_num_seqs, info.kv_capacity_tokens // context))
-            attended = min(rows * context, info.kv_capacity_tokens)
-            lanes, layers = config.hybrid_lanes, info.num_kv_layers
-            gain = table.hybrid_gain(rows, attended, lanes=lanes, layers=layers, attenders=attenders)
-            gains += [] if gain is None else [Gain(context, rows, gain)]
+    for context in sorted({min(n, info.max_model_len) for n in _CONTEXTS}):
+        rows, gain = hybrid_gain(config, info, table, context)
+        gains += [] if gain is None else [Gain(context, rows, gain)]
     return gains
 
 

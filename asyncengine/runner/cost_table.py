@@ -18,12 +18,10 @@ from asyncengine.kernels.cuda.linear.tables import cache_directory, table_name
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 3
+FORMAT = 4
 """Files of another one are measured anew."""
-
-
-_ENOUGH_TOKENS = 20_000_000
-"""Attended to on the host: as for the scheduler (csrc/core/scheduler_hybrid.cpp)."""
+_LEARNED = ("decode", "rest", "attention", "lanes")
+"""Of CostTable.factors."""
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -65,9 +63,9 @@ class CostTable(msgspec.Struct, frozen=True):
     to_host: list[Copy] = []
     crossing_ns: float = 0.0
     """from the launch of a kernel that writes to the host until the host sees it"""
-    factors: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    factors: tuple[float, float, float, float] = (1.0, 1.0, 1.0, 1.0)
     """What was taken in place of 1, as learned while engines ran: steps that decode alone; of others the rest, and the
-    attention of chunks"""
+    attention of chunks; and steps that decode alone with lanes, in place of the first factor"""
     host_attention: list[HostAttention] = []
     """empty where it was not asked for"""
     learned_attend_ns: float = 0.0
@@ -107,28 +105,13 @@ class CostTable(msgspec.Struct, frozen=True):
             return count, attend_ns
         return count, count / (workers / attend_ns + 1 / link_ns) if attend_ns and link_ns else 0.0
 
-    def hybrid_gain(
-        self, rows: int, attended: int, *, lanes: int, layers: int, attenders: tuple[int, float]
-    ) -> float | None:
-        """Throughput that sequences on the host add to steps of ``rows`` that see ``attended`` tokens in all.
-
-        A share of those steps' own, as Scheduler::hybrid_pays computes it. None where it is not known.
-        """
-        workers, attend_ns = attenders
-        if not attend_ns or not self.decode:
-            return None
-        costs = self.native()
-        alone, together = costs.decode_ns(rows, attended), costs.decode_ns(rows + lanes, attended) + self.exchange_ns
-        tokens = min(lanes, together * workers * rows / (attend_ns * layers * attended))
-        return (rows + tokens) / rows * alone / together - 1
-
     def corrected(self, stats: Mapping[str, int]) -> CostTable:
         """With what a step loop's statistics have learned."""
-        decode, rest, attention = (stats[f"{part}_cost_ppm"] / 1e6 for part in ("decode", "rest", "attention"))
+        decode, rest, attention, lanes = (stats[f"{part}_cost_ppm"] / 1e6 for part in _LEARNED)
         attended, attend_ns = stats["host_attention_tokens"], self.learned_attend_ns
-        if attended >= _ENOUGH_TOKENS:
+        if attended >= _core.HybridConfig.ENOUGH_TOKENS:
             attend_ns = stats["host_attention_ns"] / attended
-        return msgspec.structs.replace(self, factors=(decode, rest, attention), learned_attend_ns=attend_ns)
+        return msgspec.structs.replace(self, factors=(decode, rest, attention, lanes), learned_attend_ns=attend_ns)
 
 
 def fit_copies(copies: list[Copy]) -> tuple[float, float]:

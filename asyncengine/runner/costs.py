@@ -14,6 +14,7 @@ from asyncengine.config import EngineConfig
 from asyncengine.model_info import ModelInfo
 from asyncengine.models.config import ModelConfig
 from asyncengine.runner.cost_table import CostFile, CostTable, HostAttention, KnownCosts, Point
+from asyncengine.runner.loop_config import decodes_on_host
 from asyncengine.runner.model_runner import CpuModelRunner
 
 logger = logging.getLogger(__name__)
@@ -124,7 +125,7 @@ def cpu_costs(config: EngineConfig, runner: CpuModelRunner, *, anew: bool = Fals
         time_cpu_step(runner, [(1, 0)])  # what the first forward does once
         end = time.monotonic() + CPU_BUDGET_S
         table = measure(sizes, lambda rows: time_cpu_step(runner, rows), end, time.monotonic)
-        if not anew and config.hybrid_attention == "off":
+        if not anew and not decodes_on_host(config, info):
             return table
         attention = time_host_attention(config, runner.model_config, info.dtype, transposed_keys=True)
         return msgspec.structs.replace(table, host_attention=attention)

@@ -70,6 +70,20 @@ def hybrid_config(config: EngineConfig, model_info: ModelInfo, costs: CostTable 
     )
 
 
+def hybrid_gain(
+    config: EngineConfig, model_info: ModelInfo, costs: CostTable, context: int
+) -> tuple[int, float | None]:
+    """How many sequences of ``context`` tokens fill the cache, and what share of their throughput the host would add.
+
+    None where that is not known, and on the CPU, whose cores would have both to do.
+    """
+    rows = max(1, min(config.max_num_seqs, model_info.kv_capacity_tokens // context))
+    if model_info.device == "cpu":
+        return rows, None
+    attended = min(rows * context, model_info.kv_capacity_tokens)
+    return rows, hybrid_config(config, model_info, costs).gain(costs.native(), rows, attended)
+
+
 def scheduler_config(
     config: EngineConfig, model_info: ModelInfo, token_buckets: Sequence[int] = (), costs: CostTable | None = None
 ) -> _core.SchedulerConfig:

@@ -57,11 +57,11 @@ std::vector<StepCosts::Point> to_points(const std::vector<CostPoint>& tuples) {
 
 StepCosts make_step_costs(const std::vector<CostPoint>& decode, const std::vector<CostPoint>& prompt,
                           std::pair<double, double> to_device, std::pair<double, double> to_host,
-                          std::tuple<double, double, double> factors) {
-  const auto [of_decode, of_rest, of_attention] = factors;
-  require(of_decode > 0 && of_rest > 0 && of_attention > 0, "factors must be positive");
+                          std::tuple<double, double, double, double> factors) {
+  const auto [of_decode, of_rest, of_attention, of_lanes] = factors;
+  require(of_decode > 0 && of_rest > 0 && of_attention > 0 && of_lanes > 0, "factors must be positive");
   return {to_points(decode), to_points(prompt), {to_device.first, to_device.second}, {to_host.first, to_host.second},
-          {of_decode, of_rest, of_attention}};
+          {of_decode, of_rest, of_attention, of_lanes}};
 }
 
 // Python has chains as integers: a root's is 2**64 and its salt.
@@ -341,9 +341,10 @@ class SchedulerHarness {
 void bind_core(py::module_& m) {
   py::class_<StepCosts>(m, "StepCosts")
       .def(py::init(&make_step_costs), py::arg("decode") = std::vector<CostPoint>(), py::arg("prompt") = std::vector<CostPoint>(),
-           py::arg("to_device") = std::pair(0.0, 0.0), py::arg("to_host") = std::pair(0.0, 0.0), py::arg("factors") = std::tuple(1.0, 1.0, 1.0))
+           py::arg("to_device") = std::pair(0.0, 0.0), py::arg("to_host") = std::pair(0.0, 0.0), py::arg("factors") = std::tuple(1.0, 1.0, 1.0, 1.0))
       .def_property_readonly("known", &StepCosts::known)
       .def("decode_ns", &StepCosts::decode_ns)
+      .def("lanes_ns", &StepCosts::lanes_ns)
       .def("mixed_ns", &StepCosts::mixed_ns)
       .def("attention_ns", &StepCosts::attention_ns)
       .def("recompute_ns", &StepCosts::recompute_ns)
@@ -358,7 +359,13 @@ void bind_core(py::module_& m) {
              return HybridConfig{lanes, layers, workers, attend_ns, exchange_ns, min_gain, max_rows, job_timeout_ns};
            }), py::kw_only(), py::arg("lanes") = 0, py::arg("layers") = 0, py::arg("workers") = 1, py::arg("attend_ns") = 0.0,
            py::arg("exchange_ns") = 0.0, py::arg("min_gain") = HybridConfig().min_gain, py::arg("max_rows") = 0,
-           py::arg("job_timeout_ns") = HybridConfig().job_timeout_ns);
+           py::arg("job_timeout_ns") = HybridConfig().job_timeout_ns)
+      .def("gain", [](const HybridConfig& self, const StepCosts& costs, int32_t rows, int64_t attended) -> std::optional<double> {
+        require(rows >= 1 && attended >= 1, "a row and a token at least");
+        if (!costs.known() || self.attend_ns == 0) return std::nullopt;
+        return self.gain(costs, self.attend_ns, rows, attended).share;
+      })
+      .def_readonly_static("ENOUGH_TOKENS", &HybridConfig::kEnoughTokens);
 
   using Config = SchedulerConfig;
   py::class_<Config>(m, "SchedulerConfig")

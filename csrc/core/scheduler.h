@@ -49,6 +49,16 @@ struct HybridConfig {
   double min_gain = 0.05;  // of throughput, as predicted: for less nobody is moved to the host
   int32_t max_rows = 0;    // sequences on the host at most; 0: as many as keep the workers busy
   int64_t job_timeout_ns = 10'000'000'000;  // of attention of a row in a layer: the row's request fails
+
+  // Tokens of context that were attended to: from then on their times tell more than what was measured beforehand.
+  static constexpr int64_t kEnoughTokens = 20'000'000;
+  struct Gain {
+    double tokens = 0;  // of host rows that a step makes
+    double share = 0;   // of throughput: 0.1 is a tenth more
+  };
+  // Beside `rows` on the device that see `attended` tokens in all, where one who attends takes so long (as `attend_ns`).
+  // Precondition: costs are known, and there is a row.
+  Gain gain(const StepCosts& costs, double attending_ns, int32_t rows, int64_t attended) const;
 };
 
 struct SchedulerConfig {

@@ -18,10 +18,16 @@ constexpr int32_t kLeastLeft = 8;
 constexpr int kMostFailures = 8;
 // Host rows over what keeps the workers busy if each had its result when it is wanted: half of the rows wait for the next step.
 constexpr double kSurplusRows = 2.0;
-// That were attended to: from then on their times tell more than what was measured beforehand.
-constexpr int64_t kEnoughTokens = 20'000'000;
 
 }  // namespace
+
+HybridConfig::Gain HybridConfig::gain(const StepCosts& costs, double attending_ns, int32_t rows, int64_t attended) const {
+  const auto alone = static_cast<double>(costs.decode_ns(rows, attended));
+  const auto together = static_cast<double>(costs.lanes_ns(rows, lanes, attended, exchange_ns));
+  const double token_ns = attending_ns * layers * static_cast<double>(attended) / rows;
+  const double tokens = std::min<double>(lanes, together * workers / token_ns);
+  return {tokens, (rows + tokens) / rows * alone / together - 1};
+}
 
 // A worker may still touch the sequence's host blocks.
 bool Scheduler::attends(int32_t slot) const {
@@ -165,13 +171,12 @@ bool Scheduler::hybrid_pays(const StepPlan& plan) {
   if (config_.costs.known() && hybrid.attend_ns > 0) {
     // As soon as there is enough of it, what was measured while this engine ran.
     const HostAttentionTimes times = attention_->times();
-    const double attend_ns = times.tokens < kEnoughTokens ? hybrid.attend_ns
-                                                          : static_cast<double>(times.busy_ns) / static_cast<double>(times.tokens);
-    const auto alone = static_cast<double>(config_.costs.decode_ns(rows, plan.decode_attended));
-    const double together = static_cast<double>(config_.costs.decode_ns(rows + hybrid.lanes, plan.decode_attended)) + hybrid.exchange_ns;
-    const double token_ns = attend_ns * hybrid.layers * static_cast<double>(plan.decode_attended) / rows;
-    tokens = std::min(tokens, together * hybrid.workers / token_ns);
-    if ((rows + tokens) / rows * alone / together - 1 < hybrid.min_gain) return false;
+    const double attend_ns = times.tokens < HybridConfig::kEnoughTokens
+                                 ? hybrid.attend_ns
+                                 : static_cast<double>(times.busy_ns) / static_cast<double>(times.tokens);
+    const HybridConfig::Gain gain = hybrid.gain(config_.costs, attend_ns, rows, plan.decode_attended);
+    if (gain.share < hybrid.min_gain) return false;
+    tokens = gain.tokens;
   }
   // A row passes one stage a step.
   const auto busy = static_cast<int32_t>(std::ceil(kSurplusRows * tokens * (hybrid.layers + 1)));

@@ -41,7 +41,8 @@ int64_t Scheduler::predict(int32_t chunk, int64_t context_len, const StepPlan& p
   const StepCosts& costs = config_.costs;
   const double exchange_ns = plan.num_lanes > 0 ? config_.hybrid.exchange_ns : 0;
   if (chunk == 0 && !plan.has_chunks()) {
-    return costs.decode_ns(plan.num_decode_rows + plan.num_lanes, plan.decode_attended) + static_cast<int64_t>(exchange_ns);
+    return plan.num_lanes > 0 ? costs.lanes_ns(plan.num_decode_rows, plan.num_lanes, plan.decode_attended, exchange_ns)
+                              : costs.decode_ns(plan.num_decode_rows, plan.decode_attended);
   }
   int32_t tokens = plan.num_tokens + plan.num_lanes + chunk;
   const auto bucket = std::ranges::lower_bound(config_.token_buckets, tokens);
@@ -53,6 +54,8 @@ int64_t Scheduler::predict(int32_t chunk, int64_t context_len, const StepPlan& p
 void Scheduler::took(const StepPlan& plan, int64_t ns) {
   if (plan.has_chunks()) {
     config_.costs.learn_mixed(plan.predicted_ns, plan.chunks_ns, ns);
+  } else if (plan.num_lanes > 0) {
+    config_.costs.learn_lanes(plan.predicted_ns, ns);
   } else {
     config_.costs.learn_decode(plan.predicted_ns, ns);
   }

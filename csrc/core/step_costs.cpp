@@ -47,6 +47,12 @@ int64_t StepCosts::decode_ns(int32_t rows, int64_t attended) const {
   return static_cast<int64_t>(factors_.decode * (at(decode_, rows).base_ns + read));
 }
 
+int64_t StepCosts::lanes_ns(int32_t rows, int32_t lanes, int64_t attended, double exchange_ns) const {
+  if (!known()) return 0;
+  const double alone = static_cast<double>(decode_ns(rows + lanes, attended));
+  return static_cast<int64_t>(factors_.lanes * (alone + factors_.decode * exchange_ns));
+}
+
 int64_t StepCosts::mixed_ns(int32_t tokens, int32_t rows, int64_t attended, double chunks_ns) const {
   if (!known()) return 0;
   const double read = rows == 0 ? 0 : read_ns(decode_, rows) * static_cast<double>(attended);
@@ -69,6 +75,10 @@ int64_t StepCosts::recompute_ns(int64_t tokens, int64_t context) const {
 
 void StepCosts::learn_decode(int64_t predicted_ns, int64_t took_ns) {
   if (predicted_ns > 0) correct(factors_.decode, error_of(predicted_ns, took_ns), 1);
+}
+
+void StepCosts::learn_lanes(int64_t predicted_ns, int64_t took_ns) {
+  if (predicted_ns > 0) correct(factors_.lanes, error_of(predicted_ns, took_ns), 1);
 }
 
 void StepCosts::learn_mixed(int64_t predicted_ns, double chunks_ns, int64_t took_ns) {

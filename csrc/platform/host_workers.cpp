@@ -83,7 +83,7 @@ struct HostWorkers::Shared {
   void attend_as_they_come(Scratch& scratch);
   void attend_over_link();
   size_t collect(std::span<SlotJob*> batch);
-  void attend_batch(std::span<SlotJob* const> batch);
+  void attend_batch(std::span<SlotJob* const> batch, std::span<HostAttentionJob> jobs);
   bool mailbox_came(const HostAttentionJob& job) const;
   // Since `begun` somebody has attended to so many tokens.
   void count(Clock::time_point begun, int64_t tokens);
@@ -211,14 +211,17 @@ void HostWorkers::Shared::attend_as_they_come(Scratch& scratch) {
 }
 
 void HostWorkers::Shared::attend_over_link() {
-  std::vector<SlotJob*> batch(static_cast<size_t>(config.link->max_jobs()));
+  const auto most = static_cast<size_t>(config.link->max_jobs());
+  std::vector<SlotJob*> batch(most);
+  std::vector<HostAttentionJob> jobs(most);
   while (SlotJob* slot = take()) {
     if (!take_mailbox(*slot, nullptr)) {
       slot->status.store(HostAttentionStatus::kFailed, std::memory_order_release);
       continue;
     }
     batch[0] = slot;
-    attend_batch(std::span(batch).first(1 + collect(std::span(batch).subspan(1))));
+    const size_t count = 1 + collect(std::span(batch).subspan(1));
+    attend_batch(std::span(batch).first(count), std::span(jobs).first(count));
   }
 }
 
@@ -238,10 +241,9 @@ bool HostWorkers::Shared::mailbox_came(const HostAttentionJob& job) const {
   });
 }
 
-void HostWorkers::Shared::attend_batch(std::span<SlotJob* const> batch) {
+void HostWorkers::Shared::attend_batch(std::span<SlotJob* const> batch, std::span<HostAttentionJob> jobs) {
   const auto begun = Clock::now();
-  std::vector<HostAttentionJob> jobs;
-  for (const SlotJob* slot : batch) jobs.push_back(slot->job);
+  std::ranges::transform(batch, jobs.begin(), [](const SlotJob* slot) { return slot->job; });
   MoveStatus status = config.link->start(jobs) ? MoveStatus::kPending : MoveStatus::kFailed;
   // A batch under way is waited for whoever closes: it writes to memory.
   while (status == MoveStatus::kPending && (status = config.link->poll()) == MoveStatus::kPending) std::this_thread::sleep_for(kMailboxNap);

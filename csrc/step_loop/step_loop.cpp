@@ -243,6 +243,7 @@ void StepLoop::publish_stats() {
   stats.decode_cost_ppm = static_cast<int64_t>(1e6 * factors.decode);
   stats.rest_cost_ppm = static_cast<int64_t>(1e6 * factors.rest);
   stats.attention_cost_ppm = static_cast<int64_t>(1e6 * factors.attention);
+  stats.lanes_cost_ppm = static_cast<int64_t>(1e6 * factors.lanes);
   stats_.store(stats);
   quiescent_.store(none_in_flight() && scheduler_.idle(), std::memory_order_release);
 }

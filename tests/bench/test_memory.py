@@ -16,7 +16,7 @@ import memory_hybrid
 import pytest
 from memory_hybrid import Sample, Track
 
-from asyncengine import testing
+from asyncengine import _core, testing
 from asyncengine.cli.benchmarks.report import Figure
 from asyncengine.config import EngineConfig
 from asyncengine.runner.cost_table import Copy, CostTable, HostAttention, KnownCosts, Point
@@ -184,21 +184,28 @@ def test_a_client_that_fails_ends_the_run() -> None:
 def test_the_prediction_is_of_a_pool_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     class Engine:
         model_info = argparse.Namespace(
-            kv_capacity_tokens=10_500, num_kv_layers=10, kv_layer_token_bytes=64, device="cpu"
+            kv_capacity_tokens=10_500, num_kv_layers=10, kv_layer_token_bytes=64, device="a GPU",
+            can_decode_on_host=True, num_host_kv_blocks=1,
+        )  # fmt: skip
+        config = EngineConfig(
+            model="m", hybrid_attention="auto", hybrid_form="workers", hybrid_workers=4, host_kv_memory_bytes=1
         )
-        config = EngineConfig(model="m", hybrid_attention="auto", hybrid_workers=4, host_kv_memory_bytes=1)
 
         def _loaded(self) -> Any:
-            ppm = dict.fromkeys(("decode_cost_ppm", "rest_cost_ppm", "attention_cost_ppm"), 1_000_000)
+            ppm = dict.fromkeys((f"{part}_cost_ppm" for part in ("decode", "rest", "attention", "lanes")), 1_000_000)
             stats = ppm | {"host_attention_tokens": 10**8, "host_attention_ns": 7 * 10**8}
             loop = argparse.Namespace(stats=lambda: stats)
             return argparse.Namespace(costs=KnownCosts(None, TABLE), step_loop=loop)  # type: ignore[arg-type]
 
     engine: Any = Engine()
     assert memory_hybrid.table_of(engine) is TABLE
-    foreseen = TABLE.hybrid_gain(10, 10_000, lanes=8, layers=10, attenders=(4, TABLE.attend_ns(4)))
-    learned = TABLE.hybrid_gain(10, 10_000, lanes=8, layers=10, attenders=(4, 7.0))
-    assert memory_hybrid.predicted_gains(engine, 1000) == (foreseen, learned)
+    expected = [
+        _core.HybridConfig(
+            lanes=8, layers=10, workers=4, attend_ns=ns, exchange_ns=TABLE.exchange_ns
+        ).gain(TABLE.native(), 10, 10_000)
+        for ns in (TABLE.attend_ns(4), 7.0)
+    ]  # fmt: skip
+    assert memory_hybrid.predicted_gains(engine, 1000) == tuple(expected)
     Engine.config = replace(engine.config, hybrid_attention="off")
     assert memory_hybrid.predicted_gains(engine, 1000) == (None, None)
 

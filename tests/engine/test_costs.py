@@ -6,6 +6,7 @@ import asyncio
 import json
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from asyncengine.config import EngineConfig
 from asyncengine.model_info import ModelInfo
 from asyncengine.runner.cost_table import Copy, CostFile, CostTable, HostAttention, Point, fit_copies
 from asyncengine.runner.costs import HOST_TOKENS, Rows, Sizes, measure, time_host_attention
+from asyncengine.runner.loop_config import hybrid_gain
 from asyncengine.runner.model_runner import read_model_config
 from asyncengine.stats import StepRecord
 
@@ -110,6 +112,7 @@ def test_attention_on_the_host_is_measured_by_workers(
     assert time_host_attention(config, replace(model, head_dim=7), dtype, transposed_keys=True) == []
 
 
+PARTS = ("decode", "rest", "attention", "lanes")
 ATTENTION = [HostAttention(1, 100, 2.0), HostAttention(8, 100, 3.0), HostAttention(8, 900, 5.0)]
 
 
@@ -131,10 +134,11 @@ def test_the_link_is_one_more_who_attends() -> None:
 
 
 def test_what_attention_on_the_host_took_is_learned() -> None:
-    stats = dict.fromkeys(("decode_cost_ppm", "rest_cost_ppm", "attention_cost_ppm"), 1_000_000)
+    stats = {f"{part}_cost_ppm": ppm for part, ppm in zip(PARTS, (1_100_000, 900_000, 10**6, 1_050_000), strict=True)}
     table = CostTable([], [], host_attention=ATTENTION)
     few = table.corrected(stats | {"host_attention_tokens": 10**6, "host_attention_ns": 9 * 10**6})
     assert few.attenders("workers", 8, 8.0) == (8, 4.0)
+    assert few.factors == (1.1, 0.9, 1.0, 1.05)
     many = table.corrected(stats | {"host_attention_tokens": 10**8, "host_attention_ns": 9 * 10**8})
     assert many.attenders("workers", 8, 8.0) == (8, 9.0)
     assert many.attenders("both", 8, 8.0) == (9, 9.0)
@@ -144,13 +148,22 @@ def test_what_attention_on_the_host_took_is_learned() -> None:
 def test_the_gain_of_sequences_on_the_host_by_hand() -> None:
     """Ten rows of 1,000 tokens take 5 ms without lanes, and with eight 6: 0.8 for as many rows, 0.2 of their own."""
     points = [Point(1, 3.1e6, 100.0), Point(21, 5.1e6, 100.0)]
-    table = CostTable(points, points, host_attention=ATTENTION, exchange_ns=2e5)
+    costs = CostTable(points, points).native()
+    hybrid = partial(_core.HybridConfig, lanes=8, exchange_ns=2e5)
     # Eight workers could do 6 ms * 8 / (4 ns * 10 layers * 1,000 tokens): all lanes make a token.
-    attenders = table.attenders("workers", 8, 1)
-    assert table.hybrid_gain(10, 10_000, lanes=8, layers=10, attenders=attenders) == pytest.approx(1.8 * 5 / 6 - 1)
+    eight = hybrid(layers=10, workers=8, attend_ns=4.0)
+    assert eight.gain(costs, 10, 10_000) == pytest.approx(1.8 * 5 / 6 - 1)
     # One worker and 10,000 layers: 6 ms / (2 ns * 10,000 * 1,000), 0.3 tokens a step.
-    assert table.hybrid_gain(10, 10_000, lanes=8, layers=10_000, attenders=(1, 2.0)) == pytest.approx(1.03 * 5 / 6 - 1)
-    assert CostTable(points, points).hybrid_gain(10, 10_000, lanes=8, layers=10, attenders=(1, 0.0)) is None
+    assert hybrid(layers=10_000, attend_ns=2.0).gain(costs, 10, 10_000) == pytest.approx(1.03 * 5 / 6 - 1)
+    assert hybrid(layers=10).gain(costs, 10, 10_000) is None
+    assert eight.gain(_core.StepCosts(), 10, 10_000) is None
+    # As learned, all steps take twice as long, and those with lanes a tenth more than that.
+    learned = CostTable(points, points, factors=(2.0, 1.0, 1.0, 1.1)).native()
+    assert learned.decode_ns(10, 10_000) == 2 * costs.decode_ns(10, 10_000) == 10_000_000
+    assert learned.lanes_ns(10, 8, 10_000, 2e5) == pytest.approx(2.2 * 6e6)
+    assert eight.gain(learned, 10, 10_000) == pytest.approx(1.8 * 5 / 6.6 - 1)
+    with pytest.raises(ValueError, match="a row"):
+        eight.gain(costs, 0, 10_000)
 
 
 # ---- the file ----
@@ -160,7 +173,7 @@ def test_costs_are_kept_by_what_they_are_of(cache: Path) -> None:
     config = EngineConfig(model=MODEL)
     file = CostFile.find(config, "a model", "float32", "Some Card")
     points, copies = ([Point(1, 2.0, 3.0)], [Point(4, 5.0, 6.0)]), ([Copy(1, 2.0)], [Copy(1, 3.0)])
-    table = CostTable(*points, *copies, 7.0, (1.0, 2.0, 3.0), ATTENTION, 8.0)
+    table = CostTable(*points, *copies, 7.0, (1.0, 2.0, 3.0, 4.0), ATTENTION, 8.0)
     assert file.read() is None
     file.keep(table)
     assert file.read() == table
@@ -304,14 +317,16 @@ def test_the_command_tells_what_hybrid_attention_would_gain() -> None:
     info = ModelInfo(
         name="m", path=Path(), architecture="", dtype="float32", device="a GPU", vocab_size=9, max_model_len=4096,
         eos_token_ids=(), num_parameters=0, weight_bytes=0, num_kv_blocks=1280, block_size=16, kv_bytes_per_block=1024,
-        num_kv_layers=2, can_decode_on_host=True,
+        num_kv_layers=2, can_decode_on_host=True, num_host_kv_blocks=4000,
     )  # fmt: skip
     points = [Point(1, 3e6, 0.1), Point(64, 5e6, 0.1)]
     table = CostTable(points, points, host_attention=ATTENTION)
     *_, gains = _host_tables(config, info, table)
-    three = 3, table.attend_ns(3)
-    expected = [table.hybrid_gain(rows, 20480, lanes=8, layers=2, attenders=three) for rows in (10, 5)]
+    three = _core.HybridConfig(lanes=8, layers=2, workers=3, attend_ns=table.attend_ns(3))
+    expected = [three.gain(table.native(), rows, 20480) for rows in (10, 5)]
     assert gains[1:] == [("2,048", "10", f"{expected[0]:+.1%}"), ("4,096", "5", f"{expected[1]:+.1%}")]
+    assert hybrid_gain(config, info, table, 2048) == (10, expected[0])
+    assert hybrid_gain(config, replace(info, device="cpu"), table, 2048) == (10, None)
     for other in (config, replace(config, hybrid_attention="off")):
         unable = replace(info, can_decode_on_host=other is not config)
         assert len(list(_host_tables(other, unable, table))) == 2

@@ -1,6 +1,7 @@
 #include "core/step_costs.h"
 
 #include <cstdint>
+#include <cstdlib>
 
 #include "check.h"
 #include "scheduler_fixture.h"
@@ -93,6 +94,19 @@ TEST(costs_follow_steps_slowly_and_outliers_hardly) {
   CHECK(costs.mixed_ns(64, 0, 0, 0) > 0);
   costs.learn_decode(1000, 1100);
   CHECK(costs.factors().decode > 1.006 && costs.factors().decode < 1.007);
+}
+
+TEST(steps_with_lanes_have_a_factor_of_their_own) {
+  StepCosts costs = some_costs();
+  const int64_t alone = costs.decode_ns(4, 100);
+  CHECK_EQ(costs.lanes_ns(2, 2, 100, 70), alone + 70);
+  for (int i = 0; i < 300; ++i) costs.learn_lanes(costs.lanes_ns(2, 2, 100, 70), 800);
+  CHECK_EQ(costs.decode_ns(4, 100), alone);
+  CHECK(std::abs(costs.lanes_ns(2, 2, 100, 70) - 800) <= 8);
+  // What all steps take longer, these take longer as well.
+  for (int i = 0; i < 300; ++i) costs.learn_decode(costs.decode_ns(4, 100), 2 * alone);
+  CHECK(std::abs(costs.lanes_ns(2, 2, 100, 70) - 1600) <= 32);
+  CHECK_EQ(StepCosts().lanes_ns(2, 2, 100, 70), 0);
 }
 
 TEST(attention_and_the_rest_are_told_apart) {
