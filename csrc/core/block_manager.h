@@ -108,10 +108,15 @@ class BlockManager {
   void give_back_host_block(int32_t host);
   void pin_host(int32_t host);
   void unpin_host(int32_t host);
+  // Now it is the one that was used last.
+  void touch_host(int32_t host) {
+    pin_host(host);
+    unpin_host(host);
+  }
   // The block holds a copy of the host block, and is known in its place.
   void moved_in(int32_t host, int32_t block);
-  // As release(), but the block is the next one to be evicted.
-  void release_first(int32_t block);
+  // As release(), of a block that was copied out meanwhile: it is evicted where its turn was, before those without a copy.
+  void release_moved(int32_t block);
   // Of a host block that is pinned and empty: it holds the block with these tokens and this name now, which was read from a
   // disk, unless that is known already. It is pinned no more. Returns the chain, as publish().
   Chain enter_host(int32_t host, Chain parent, const int32_t* tokens, const BlockName& name);

@@ -111,11 +111,12 @@ void BlockManager::moved_in(int32_t host, int32_t block) {
   if (keeps_names()) name_of(block) = name_of(num_blocks() + host);
 }
 
-void BlockManager::release_first(int32_t block) {
-  if (ref_count(block) > 1) return release(block);
+void BlockManager::release_moved(int32_t block) {
+  if (ref_count(block) > 1 || !index_.contains(block)) return release(block);
+  const int32_t later = next_without_copy(), next = later < 0 ? num_blocks() : later;
   --num_references_;
   state(block).ref_count = 0;
-  link(block, num_blocks(), states_.back().next);
+  link(block, state(next).prev, next);
 }
 
 void BlockManager::link_host(int32_t host, bool last) {

@@ -53,7 +53,7 @@ bool DiskTier::read(Sequence& sequence, int32_t last, int32_t found, int32_t mos
     const std::span tokens(sequence.tokens.at(i * blocks_.block_size()), size);
     const BlockName name{next_key(parent, tokens), parent};
     if (!disk_.contains(name.key)) break;
-    const int32_t host = blocks_.take_host_block();
+    const int32_t host = blocks_.take_host_block(/*even_copies=*/true);
     if (host < 0) break;
     if (!disk_.get(name, tokens, mover_.host_block(host), kReadTicket | number << 32 | static_cast<uint64_t>(i - found))) {
       blocks_.give_back_host_block(host);

@@ -49,6 +49,16 @@ HostTier::Loading HostTier::load(Sequence& sequence, std::span<const int32_t> ch
   return Loading::kStarted;
 }
 
+bool HostTier::read_disk(Sequence& sequence, std::span<const int32_t> chain, int32_t most) {
+  if (disk_ == nullptr) return false;
+  // What comes must not evict what it follows, nor the end before the beginning.
+  for (auto id = chain.rbegin(); id != chain.rend(); ++id) {
+    const int32_t host = *id >= blocks_.num_blocks() ? *id - blocks_.num_blocks() : blocks_.host_copy_of(*id);
+    if (host >= 0) blocks_.touch_host(host);
+  }
+  return disk_->read(sequence, chain.empty() ? -1 : chain.back(), static_cast<int32_t>(chain.size()), most);
+}
+
 void HostTier::cancel(const Sequence& sequence) {
   if (store_.sequence == &sequence) store_.failed = true;
   const auto load = std::ranges::find(loads_, &sequence, &Load::sequence);
@@ -110,15 +120,14 @@ void HostTier::finish_spill(const Transfer& transfer, bool done) {
   }
   blocks_coming_ -= static_cast<int32_t>(transfer.moves.size());
   copied_out_ += done ? static_cast<int64_t>(transfer.moves.size()) : 0;
-  // Backwards: the one that was released first is evicted first.
-  for (auto move = transfer.moves.rbegin(); move != transfer.moves.rend(); ++move) {
-    if (done && blocks_.host_copy_of(move->block) < 0) {  // a store may have copied it meanwhile
-      blocks_.copied_out(move->block, move->host);
-      if (disk_ != nullptr) disk_->write(move->host);
+  for (const BlockMove& move : transfer.moves) {
+    if (done && blocks_.host_copy_of(move.block) < 0) {  // a store may have copied it meanwhile
+      blocks_.copied_out(move.block, move.host);
+      if (disk_ != nullptr) disk_->write(move.host);
     } else {
-      blocks_.give_back_host_block(move->host);
+      blocks_.give_back_host_block(move.host);
     }
-    blocks_.release_first(move->block);
+    blocks_.release_moved(move.block);
   }
 }
 

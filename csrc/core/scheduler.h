@@ -120,6 +120,8 @@ class Scheduler {
   const HostTier* tier() const { return tier_.get(); }
   // Copies are under way, or workers are busy with host rows: not those that hang.
   bool moves_blocks() const;
+  // Copies of blocks are under way, or a sequence waits for some.
+  bool copies_blocks() const { return tier_ != nullptr && tier_->busy(); }
   // Who attends for host rows, where the configuration has lanes: before the first sequence.
   void attend_on_host_with(HostAttention& attention) { attention_ = &attention; }
   // Where it writes masks: before the first sequence that has some.

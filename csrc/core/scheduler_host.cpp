@@ -38,7 +38,7 @@ bool Scheduler::load_from_host(Sequence& sequence, int32_t whole) {
   // As for admission, which is next: what comes in is to stay.
   if (blocks_.num_free() - unused < whole - here) return false;
   const int32_t most = prefix_limit(sequence);
-  if (found < most && tier_->read_disk(sequence, found > 0 ? chain.back() : -1, found, most)) {
+  if (found < most && tier_->read_disk(sequence, chain, most)) {
     start_loading(sequence);
     return true;
   }

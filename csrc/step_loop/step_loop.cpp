@@ -15,6 +15,8 @@ using std::chrono::nanoseconds;
 constexpr int kMostFailedSteps = 16;
 // Between two looks at copies of blocks while no step is in flight.
 constexpr nanoseconds kMovesLook{20'000};
+// And beside one. A transfer takes a few times as long, and two are under way: so the link does not stand still.
+constexpr nanoseconds kMovesLookInStep{100'000};
 
 // For a call of the disk's that is under way when the loop ends.
 constexpr nanoseconds kDiskPatience{5'000'000'000};
@@ -229,7 +231,8 @@ bool StepLoop::launch_next(int64_t now) {
 nanoseconds StepLoop::patience() const {
   if (none_in_flight()) return scheduler_.moves_blocks() ? kMovesLook : LifeCycle::kIdle;
   const int64_t now = now_ns();
-  const nanoseconds look = std::max(executor_->poll_interval(), late_launch_.until_news(now));
+  nanoseconds look = std::max(executor_->poll_interval(), late_launch_.until_news(now));
+  if (scheduler_.copies_blocks()) look = std::min(look, kMovesLookInStep);
   return std::clamp(std::min({look, limit_.until_look(now), late_launch_.until_due(now)}), nanoseconds(0), LifeCycle::kIdle);
 }
 

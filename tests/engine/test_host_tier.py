@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,48 @@ def test_a_prefix_comes_back_from_the_disk_after_a_restart(tmp_path: Path) -> No
     assert damaged == expected
     assert stats.failed_disk_transfers > 0
     assert stats.blocks_from_disk == 0
+
+
+@pytest.mark.parametrize("host_blocks", [34, 100])
+def test_a_prefix_comes_back_whole_after_others_of_its_length(tmp_path: Path, host_blocks: int) -> None:
+    """Blocks are evicted in the order in which they were used, from the device and from the host, be it no larger."""
+    model, length, block_bytes = str(asyncengine.bundled_model()), 448, 6 * 2 * 2 * 32 * 16 * 4
+    config = {
+        "max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": length + 16, "num_kv_blocks": 34,
+        "host_kv_memory_bytes": host_blocks * block_bytes, "disk_kv_path": str(tmp_path / "kv"),
+    }  # fmt: skip
+    draw = random.Random(5)
+    prompt, *others = [draw.choices(range(3, 1000), k=length) for _ in range(12)]
+
+    async def main() -> None:
+        async with AsyncEngine.from_pretrained(model, device="cpu", progress=False, **config) as engine:
+            assert engine.stats().num_host_blocks == host_blocks
+            first = await engine.generate(prompt, greedy(1))
+            for count in (3, 8):
+                for other in others[:count]:
+                    await engine.generate(other, greedy(1))
+                    await all_has_moved(engine)
+                before = engine.stats()
+                again = await engine.generate(prompt, greedy(1))
+                assert again.token_ids == first.token_ids
+                after = engine.stats()
+                # All blocks but the one whose last token is computed.
+                assert after.blocks_from_host - before.blocks_from_host == length // 16 - 1
+            assert after.blocks_from_disk - before.blocks_from_disk == length // 16 - 1
+
+    asyncio.run(main())
+
+
+def greedy(count: int) -> SamplingParams:
+    return SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
+
+
+async def all_has_moved(engine: AsyncEngine) -> None:
+    """To the host and to the disk."""
+    before, now = None, engine.stats()
+    while before is None or (before.blocks_to_host, before.blocks_to_disk) != (now.blocks_to_host, now.blocks_to_disk):
+        await asyncio.sleep(0.05)
+        before, now = now, engine.stats()
 
 
 def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:

@@ -163,15 +163,16 @@ TEST(a_prefix_on_the_disk_that_the_host_cannot_hold_is_computed) {
 // Moves blocks at once.
 class InstantMover final : public BlockMover {
  public:
-  int32_t num_host_blocks() const override { return 4; }
+  explicit InstantMover(int32_t num_host_blocks = 4) : memory_(static_cast<size_t>(num_host_blocks)) {}
+  int32_t num_host_blocks() const override { return static_cast<int32_t>(memory_.size()); }
   int32_t max_moves() const override { return 4; }
   size_t block_bytes() const override { return 1; }
-  std::byte* host_block(int32_t host) override { return memory_ + host; }
+  std::byte* host_block(int32_t host) override { return memory_.data() + host; }
   bool start(int, std::span<const BlockMove>) override { return true; }
   MoveStatus poll(int) override { return MoveStatus::kDone; }
 
  private:
-  std::byte memory_[4] = {};
+  std::vector<std::byte> memory_;
 };
 
 // Takes every write, and ends none.
@@ -214,6 +215,35 @@ TEST(a_write_that_hangs_keeps_no_block_on_the_host) {
   for (int i = 0; i < 4; ++i) tier.advance([&](Sequence&) { ++done; }, stored);
   CHECK_EQ(done, 1);
   CHECK(blocks.match_prefix(tokens_at, 1, 5, found) == 1);
+}
+
+// Copied or not, in several transfers: a block that stayed for ever would keep its copy on the host as well.
+TEST(blocks_leave_the_device_in_the_order_in_which_they_were_released) {
+  constexpr int32_t kBlocks = 12;
+  InstantMover mover(40);
+  BlockManager blocks(kBlocks, 16, true, mover.num_host_blocks());
+  HostTier tier({8, kBlocks}, blocks, mover);
+  const auto ended = [](Sequence&) {};
+  const auto stored = [](Sequence&, std::span<const int32_t>) {};
+  std::vector<int32_t> order;
+  for (int32_t round = 0; round < 5; ++round) {
+    std::vector<int32_t> taken;
+    for (int32_t i = 0; i < (round == 0 ? kBlocks : 5); ++i) taken.push_back(blocks.allocate());
+    if (round > 0) {
+      CHECK(taken == std::vector<int32_t>(order.begin(), order.begin() + 5));
+      order.erase(order.begin(), order.begin() + 5);
+    }
+    for (const int32_t block : taken) {
+      const std::vector<int32_t> tokens(16, 100 * round + block);
+      const Chain root{5, true};
+      blocks.publish(block, root, tokens.data(), blocks.prefetch(block, root, tokens.data()));
+    }
+    for (const int32_t block : taken) blocks.release(block);
+    order.insert(order.end(), taken.begin(), taken.end());
+    for (int i = 0; i < 20; ++i) tier.advance(ended, stored);
+    CHECK(blocks.consistent());
+    CHECK(tier.copied_out() >= 5 * round + 5);
+  }
 }
 
 TEST(transfers_that_fail_cost_nobody) {
