@@ -18,9 +18,9 @@ from asyncengine.kernels.cuda.attention.paged import dot
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import must_widen
 
-PROGRAMS = 16
-"""Four warps each: enough reads under way for the link's rate."""
-_KEYS, _STAGES = 32, 3
+PROGRAMS, WARPS = 16, 4
+"""Enough reads under way for the link's rate."""
+_KEYS_OF_WARP, _STAGES = 8, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +44,19 @@ class LinkRows:
     max_blocks: int
 
 
-def attend(rows: LinkRows) -> None:
+def attend(rows: LinkRows, programs: int = PROGRAMS, warps: int = WARPS) -> None:
     """Store the jobs' keys and values in their blocks, and their results."""
     blocks = rows.pool
     _, _, _, kv_heads, block_size, head_dim = blocks.shape
     heads = rows.mailboxes.shape[1] - 2 * kv_heads
-    _link_attention[(PROGRAMS,)](
+    _link_attention[(programs,)](
         rows.jobs, blocks, rows.mailboxes, rows.results, rows.scales, rows.windows,
         rows.scales if rows.kv_scales is None else rows.kv_scales,
         rows.max_blocks, blocks.stride(0), blocks.stride(2), rows.mailboxes.stride(0), rows.results.stride(0),
         GROUP=heads // kv_heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         FLOAT8=rows.kv_scales is not None, ROWS=max(16, triton.next_power_of_2(heads // kv_heads)),
-        HALF=max(16, triton.next_power_of_2(head_dim // 2)), KEYS=_KEYS, STAGES=_STAGES,
-        WIDEN=must_widen(rows.results.dtype), num_warps=4,
+        HALF=max(16, triton.next_power_of_2(head_dim // 2)), KEYS=_KEYS_OF_WARP * warps, STAGES=_STAGES,
+        WIDEN=must_widen(rows.results.dtype), num_warps=warps,
     )  # fmt: skip
 
 
