@@ -1,11 +1,15 @@
 // The host tier on the simulated device: results do not depend on where a prefix was kept, and copies that fail cost nobody.
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <filesystem>
 #include <string>
+#include <thread>
 
 #include "check.h"
 #include "engine_fixture.h"
+#include "step_loop/callback_executor.h"
 
 namespace {
 
@@ -244,6 +248,91 @@ TEST(blocks_leave_the_device_in_the_order_in_which_they_were_released) {
     CHECK(blocks.consistent());
     CHECK(tier.copied_out() >= 5 * round + 5);
   }
+}
+
+// One block a transfer, which is over when it has been looked at many times.
+class ManyLooksMover final : public BlockMover {
+ public:
+  int32_t num_host_blocks() const override { return 120; }
+  int32_t max_moves() const override { return 1; }
+  size_t block_bytes() const override { return 1; }
+  std::byte* host_block(int32_t host) override { return memory_ + host; }
+  bool start(int transfer, std::span<const BlockMove>) override {
+    looks_[transfer] = 0;
+    return true;
+  }
+  MoveStatus poll(int transfer) override { return allowed && looks_[transfer]++ > 100 ? MoveStatus::kDone : MoveStatus::kPending; }
+
+  std::atomic<bool> allowed{false};
+
+ private:
+  std::byte memory_[120] = {};
+  int looks_[kTransfers] = {};
+};
+
+// An executor that tells when a step is over, with a mover that does not.
+class QuietMoves final : public Executor {
+ public:
+  QuietMoves(std::unique_ptr<CallbackExecutor> steps, BlockMover& mover) : steps_(std::move(steps)), mover_(mover) {}
+  int num_staging() const override { return steps_->num_staging(); }
+  std::span<std::byte> staging(int i) override { return steps_->staging(i); }
+  StepResults results(int i) const override { return steps_->results(i); }
+  BlockMover* mover() override { return &mover_; }
+  LaunchStatus launch(int i, size_t bytes) override {
+    steps_->attach(notifier_);
+    return steps_->launch(i, bytes);
+  }
+  StepStatus poll(int i) override { return steps_->poll(i); }
+  std::string error() const override { return steps_->error(); }
+  std::chrono::nanoseconds poll_interval() const override { return steps_->poll_interval(); }
+  bool close(std::chrono::nanoseconds limit) override { return steps_->close(limit); }
+
+ private:
+  std::unique_ptr<CallbackExecutor> steps_;
+  BlockMover& mover_;
+};
+
+// However long it takes. Else a long prompt would evict what has not been copied.
+TEST(copies_go_on_beside_a_step) {
+  Options options = pressed();
+  options.num_blocks = 60;
+  options.max_model_len = 60 * options.block_size;
+  options.max_num_batched_tokens = options.max_model_len;
+  options.step_timeout = 600s;
+  const auto config = options.loop();
+  std::atomic<bool> held{false};
+  ManyLooksMover mover;
+  auto steps = std::make_unique<CallbackExecutor>(
+      StepLoop::limits(config), options.max_model_len / options.block_size + 1, options.block_size, options.steps_in_flight,
+      std::vector<CallbackExecutor::BlockRegion>{}, kSamplingNeeds, [&](const StepBatch& batch, int32_t* tokens) {
+        while (held) std::this_thread::sleep_for(1ms);
+        std::fill_n(tokens, batch.num_samples, 1);
+      });
+  StepLoop loop(config, std::make_unique<QuietMoves>(std::move(steps), mover));
+  loop.start();
+  int ends = 0;
+  const auto eventually = [&](auto condition) {
+    for (int i = 0; i < 2000 && !condition(); ++i) {
+      std::this_thread::sleep_for(10ms);
+      loop.drain([&](const StepLoop::News& news) { ends += news.finish == FinishReason::kLength; });
+    }
+    return condition();
+  };
+  RequestSpec spec = long_prompt(0, 50 * options.block_size, 1);
+  spec.id = 1;
+  CHECK(loop.submit(spec) == SubmitResult::kAccepted);
+  CHECK(eventually([&] { return ends == 1; }));
+  held = true;
+  RequestSpec other = long_prompt(1, 3, 1);
+  other.id = 2;
+  CHECK(loop.submit(other) == SubmitResult::kAccepted);
+  CHECK(eventually([&] { return loop.stats().num_steps_in_flight == 1; }));
+  mover.allowed = true;
+  CHECK(eventually([&] { return loop.stats().blocks_to_host >= 40; }));
+  CHECK_EQ(loop.stats().num_steps_in_flight, 1);
+  held = false;
+  CHECK(eventually([&] { return ends == 2; }));
+  CHECK(loop.stop(5s));
 }
 
 TEST(transfers_that_fail_cost_nobody) {
