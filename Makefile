@@ -4,6 +4,7 @@
 # make soak    mixed traffic for SOAK_MINUTES (default: 30), memory and descriptors watched; the scheduler beside its
 #              model for a million operations
 # make sanitize  the tests of cancellation, preemption and the scheduler over a core with sanitizers
+# make test-gpu  tests/gpu on a machine with one: GPU_PROCESSES at once (default: 8), then those that must be alone
 # make clients   other projects' clients (lm_eval, LiteLLM, LangChain and others) against a server with the bundled model
 # All set up .venv first: the package, editable, with its development tools.
 
@@ -12,6 +13,7 @@ VENV := .venv
 CLIENTS := .venv-clients
 FUZZ_SECONDS ?= 600
 SOAK_MINUTES ?= 30
+GPU_PROCESSES ?= 8
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 NATIVE := $(wildcard csrc/*/*) CMakeLists.txt pyproject.toml constraints.txt
@@ -19,7 +21,7 @@ SANITIZED = $(BIN)/cmake -S . -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(absp
 	-DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS=$(3) -DASYNCENGINE_TESTS=ON -DASYNCENGINE_WERROR=ON \
 	-DASYNCENGINE_SANITIZE=$(2) >/dev/null && $(BIN)/cmake --build build/$(1) && build/$(1)/core_tests
 
-.PHONY: install serve test lint native asan tsan pytest fuzz soak sanitize clients clean
+.PHONY: install serve test lint native asan tsan pytest test-gpu fuzz soak sanitize clients clean
 
 install: $(INSTALLED)
 
@@ -50,6 +52,10 @@ tsan: install
 
 pytest: install
 	$(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+
+test-gpu: install
+	$(BIN)/pytest --numprocesses $(GPU_PROCESSES) -m 'not alone' tests/gpu
+	$(BIN)/pytest -m alone tests/gpu
 
 fuzz: install
 	$(BIN)/pip install --quiet --constraint constraints.txt atheris

@@ -102,6 +102,7 @@ def test_a_layer_of_a_real_shape(dtype: torch.dtype, pdl: bool) -> None:
             assert torch.equal(behind.x[token].cpu(), behind.lanes.results[entering])
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("staging", ["ahead", "mapped"])
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
 def test_launching_never_waits(tiny_llama: str, staging: Any, eager: bool) -> None:

@@ -25,6 +25,7 @@ from asyncengine.embedding import vector_extras
 from asyncengine.model_info import ModelInfo
 from asyncengine.request_extras import request_extras
 
+pytestmark = pytest.mark.alone
 SMALL: dict[str, Any] = {
     "load_format": "dummy", "dtype": "float32", "device": "cuda", "max_num_seqs": 8, "max_num_batched_tokens": 48,
     "num_kv_blocks": 9, "max_model_len": 96,

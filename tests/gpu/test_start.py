@@ -53,8 +53,8 @@ asyncio.run(main())
 def test_a_cold_start_compiles_all_kernels_beforehand(tiny_llama: str, tmp_path: Path, arguments: list[str]) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     environment = os.environ | {
-        "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path / "triton"),
-        "ASYNCENGINE_CACHE": str(tmp_path / "plans"),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+        "TRITON_CACHE_DIR": str(tmp_path / "triton"), "ASYNCENGINE_CACHE": str(tmp_path / "plans"),
     }  # fmt: skip
 
     def start() -> list[str]:
