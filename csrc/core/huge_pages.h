@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <new>
 #include <vector>
 
@@ -36,6 +37,12 @@ struct HugePageAllocator {
   void deallocate(T* memory, size_t count) { ::operator delete(memory, alignment(count * sizeof(T))); }
   bool operator==(const HugePageAllocator&) const = default;
 };
+
+// Untouched until it is used.
+inline std::shared_ptr<std::byte[]> huge_memory(size_t bytes) {
+  HugePageAllocator<std::byte> allocator;
+  return {allocator.allocate(bytes), [allocator, bytes](std::byte* memory) mutable { allocator.deallocate(memory, bytes); }};
+}
 
 template <typename T>
 using HugeVector = std::vector<T, HugePageAllocator<T>>;

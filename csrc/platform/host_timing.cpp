@@ -54,6 +54,12 @@ void fill(std::byte* memory, size_t bytes, int threads) {
   }
 }
 
+// As pinned memory is, which asks for no huge ones.
+std::shared_ptr<std::byte[]> pages(size_t bytes) {
+  constexpr std::align_val_t kPage{4096};
+  return {static_cast<std::byte*>(::operator new(bytes, kPage)), [](std::byte* memory) { ::operator delete(memory, kPage); }};
+}
+
 // Nanoseconds of `count` slots' jobs, each posted again while there is time, and how many they were.
 std::pair<double, int64_t> run_jobs(HostWorkers& workers, const Rows& rows, int32_t count, std::chrono::nanoseconds time) {
   const auto start = Clock::now();
@@ -88,10 +94,8 @@ double time_host_attention(const CpuIsa& isa, const HostTiming& timing) {
   const size_t block = 2 * static_cast<size_t>(shape.num_kv_heads) * cell;
   const size_t wanted = timing.bytes * std::max(kManyWorkers, static_cast<size_t>(timing.num_workers)) / kManyWorkers;
   const auto shared_blocks = static_cast<int32_t>(std::max<size_t>(1, wanted / block));
-  HugePageAllocator<std::byte> allocator;
   const size_t bytes = (static_cast<size_t>(shared_blocks) + static_cast<size_t>(shape.num_slots)) * block;
-  const std::shared_ptr<std::byte> memory(allocator.allocate(bytes),
-                                          [=](std::byte* p) mutable { allocator.deallocate(p, bytes); });
+  const auto memory = timing.transposed_keys ? huge_memory(bytes) : pages(bytes);
   fill(memory.get(), bytes, timing.num_workers);
   const std::vector<float> scales(4 * static_cast<size_t>(shape.num_kv_heads), 1.f);
   HostWorkers workers(isa, {.exchange = exchange,

@@ -7,6 +7,8 @@
 #include <new>
 #include <utility>
 
+#include "core/huge_pages.h"
+
 namespace asyncengine {
 
 void give_vectors(const StepBatch& batch, const float* vectors, size_t width, int32_t* tokens) {
@@ -25,7 +27,7 @@ void give_vectors(const StepBatch& batch, const float* vectors, size_t width, in
 HostMover::HostMover(std::vector<BlockRegion> regions, int32_t num_host_blocks)
     : regions_(std::move(regions)), num_host_blocks_(num_host_blocks) {
   for (const BlockRegion& region : regions_) block_bytes_ += region.bytes_per_block;
-  memory_.reset(new std::byte[static_cast<size_t>(num_host_blocks) * block_bytes_]);
+  memory_ = huge_memory(static_cast<size_t>(num_host_blocks) * block_bytes_);
 }
 
 bool HostMover::start(int transfer, std::span<const BlockMove> moves) {

@@ -41,7 +41,7 @@ class HostMover final : public BlockMover {
   std::vector<BlockRegion> regions_;
   int32_t num_host_blocks_;
   size_t block_bytes_ = 0;
-  std::shared_ptr<std::byte[]> memory_;  // untouched until it is used
+  std::shared_ptr<std::byte[]> memory_;
 };
 
 class CallbackExecutor final : public Executor {
