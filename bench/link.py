@@ -18,7 +18,7 @@ from typing import Any
 
 from gpu_common import SHAPES, add_engine_options, opened
 from memory_hybrid import numbers
-from replay import Row, fill_cache, launch_us, staged
+from replay import Row, choose_bucket, fill_cache, launch_us, staged
 
 from asyncengine import AsyncEngine, testing
 from asyncengine.cli.benchmarks import report
@@ -77,7 +77,7 @@ class Link:
         rows = self.runner._host_rows._link_rows
         self.blocks = -(-self.context // rows.pool.shape[4])
         self.num_bytes = _BATCHES * _JOBS * self.context * self.engine.model_info.kv_layer_token_bytes
-        self.cuda_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self.cuda_stream = torch.cuda.Stream()
         self.rows = [replace(rows, jobs=self._jobs(rows, batch)) for batch in range(_BATCHES)]
 
     def _jobs(self, rows: Any, batch: int) -> Any:
@@ -132,7 +132,7 @@ class Link:
 
         steps, cuda_stream = self.runner.steps, self.runner.cuda_stream
         planned = [Row(1, self.context - 1)] * rows
-        alone, together = self.step(rows, 0), self.step(rows, lanes)
+        alone, together = self.step(planned, 0), self.step(planned, lanes)
         us: dict[str, list[float]] = {}
         rates: dict[str, list[float]] = {}
         next_step = self.engine.stats().num_steps + 1
@@ -154,16 +154,11 @@ class Link:
         beside = f"{label}, {lanes} lanes"
         return figures + [Figure(f"{beside}, {name}: link", median(r), "GB/s") for name, r in rates.items()]
 
-    def step(self, rows: int, lanes: int) -> Callable[[int], None]:
+    def step(self, planned: list[Row], lanes: int) -> Callable[[int], None]:
         """Enqueues the smallest step of decode rows that fits."""
         from asyncengine.runner.device_steps import ARGMAX
 
-        tokens = rows + lanes
-        bucket = next(
-            i
-            for i, b in enumerate(self.runner.buckets)
-            if b.lanes == lanes and b.max_rows >= rows and b.max_tokens >= tokens and b.max_context >= self.context - 1
-        )
+        bucket = choose_bucket(self.runner.buckets, planned, lanes)
 
         def launch(count: int) -> None:
             for _ in range(count):

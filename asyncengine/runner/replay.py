@@ -69,16 +69,16 @@ def _structure(kind: str, **fields: int) -> list[int]:
     return words
 
 
-def choose_bucket(buckets: Sequence[Bucket], rows: Sequence[Row]) -> int:
-    """Index of the bucket that the engine takes for a step of these rows: the first that fits."""
+def choose_bucket(buckets: Sequence[Bucket], rows: Sequence[Row], lanes: int = 0) -> int:
+    """Index of the bucket that the engine takes for a step of these rows, with as many lanes: the first that fits."""
     tokens = sum(row.query for row in rows)
     longest, plain = max(row.context for row in rows), tokens == len(rows)
     return next(
         i
         for i, b in enumerate(buckets)
-        if not b.lanes
+        if b.lanes == lanes
         and len(rows) <= b.max_rows
-        and tokens <= b.max_tokens
+        and tokens + lanes <= b.max_tokens
         and longest <= b.max_context
         and (plain or not b.single_token_rows)
     )

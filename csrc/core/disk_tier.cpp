@@ -39,14 +39,19 @@ void DiskTier::write_some() {
   }
 }
 
-bool DiskTier::read(Sequence& sequence, int32_t last, int32_t found, int32_t most) {
+bool DiskTier::read(Sequence& sequence, std::span<const int32_t> chain, int32_t most) {
+  const auto found = static_cast<int32_t>(chain.size());
   const auto free = std::ranges::find_if(reads_, [](const Read& read) { return read.sequence == nullptr; });
   if (free == reads_.end() || found < sequence.reads_from) return false;
   Read& read = *free;
+  for (auto id = chain.rbegin(); id != chain.rend(); ++id) {  // the beginning last: it is evicted behind the end
+    const int32_t host = *id >= blocks_.num_blocks() ? *id - blocks_.num_blocks() : blocks_.host_copy_of(*id);
+    if (host >= 0) blocks_.touch_host(host);
+  }
   const uint64_t salt = sequence.request->salt;
   const auto number = static_cast<uint64_t>(free - reads_.begin());
-  BlockKey parent = last >= 0 ? blocks_.name_of(last).key : disk_.root(salt);
-  read.parent = last >= 0 ? blocks_.chain_of(last) : Chain{salt, true};
+  BlockKey parent = chain.empty() ? disk_.root(salt) : blocks_.name_of(chain.back()).key;
+  read.parent = chain.empty() ? Chain{salt, true} : blocks_.chain_of(chain.back());
   read.first = found;
   const auto size = static_cast<size_t>(blocks_.block_size());
   for (int32_t i = found; i < std::min(most, found + kBlocksOfARead); ++i) {

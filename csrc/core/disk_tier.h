@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cstdint>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -19,10 +20,10 @@ class DiskTier {
 
   // The host block holds something new. It is written as soon as the disk takes it, unless it is evicted before.
   void write(int32_t host);
-  // Reads what follows the first `found` blocks of the sequence's tokens, of which `last` is the id of the last one, or -1;
-  // no block beyond `most`. True: the sequence waits for it. Each read of a sequence begins behind the one before: where the
+  // Reads what follows the chain: the ids of the first blocks of the sequence's tokens. No block beyond `most`. True: the sequence
+  // waits for it, and what the host holds of the chain is not evicted for what comes. Each read of a sequence begins behind the one before: where the
   // host cannot hold all of a prefix, what is read evicts what was, and the sequence is served without.
-  bool read(Sequence& sequence, int32_t last, int32_t found, int32_t most);
+  bool read(Sequence& sequence, std::span<const int32_t> chain, int32_t most);
   int32_t num_reads() const { return num_reads_; }
   // What the name of a first block follows.
   BlockKey root(uint64_t salt) const { return disk_.root(salt); }

@@ -49,16 +49,6 @@ HostTier::Loading HostTier::load(Sequence& sequence, std::span<const int32_t> ch
   return Loading::kStarted;
 }
 
-bool HostTier::read_disk(Sequence& sequence, std::span<const int32_t> chain, int32_t most) {
-  if (disk_ == nullptr) return false;
-  // What comes must not evict what it follows, nor the end before the beginning.
-  for (auto id = chain.rbegin(); id != chain.rend(); ++id) {
-    const int32_t host = *id >= blocks_.num_blocks() ? *id - blocks_.num_blocks() : blocks_.host_copy_of(*id);
-    if (host >= 0) blocks_.touch_host(host);
-  }
-  return disk_->read(sequence, chain.empty() ? -1 : chain.back(), static_cast<int32_t>(chain.size()), most);
-}
-
 void HostTier::cancel(const Sequence& sequence) {
   if (store_.sequence == &sequence) store_.failed = true;
   const auto load = std::ranges::find(loads_, &sequence, &Load::sequence);

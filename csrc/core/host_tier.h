@@ -73,7 +73,9 @@ class HostTier {
     if (disk_ != nullptr && blocks_.host_holds(host)) disk_->write(host);
   }
   // The disk's part of load(): reads what follows the chain. See DiskTier::read.
-  bool read_disk(Sequence& sequence, std::span<const int32_t> chain, int32_t most);
+  bool read_disk(Sequence& sequence, std::span<const int32_t> chain, int32_t most) {
+    return disk_ != nullptr && disk_->read(sequence, chain, most);
+  }
   const DiskTier* disk() const { return disk_.get(); }
   size_t block_bytes() const { return mover_.block_bytes(); }
   // The sequence has no use for the rest of its load.

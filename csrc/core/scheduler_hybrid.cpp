@@ -42,7 +42,7 @@ bool Scheduler::hangs(int32_t slot) const {
 }
 
 bool Scheduler::moves_blocks() const {
-  return tier_ != nullptr && (tier_->busy() || std::ranges::any_of(hosted_, [&](int32_t slot) { return !hangs(slot); }));
+  return copies_blocks() || std::ranges::any_of(hosted_, [&](int32_t slot) { return !hangs(slot); });
 }
 
 // ---- the lanes of a step -------------------------------------------------------------------------------------------------
