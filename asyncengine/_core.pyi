@@ -525,7 +525,7 @@ class Record(tuple[RecordKind, int, bytes]):
     n_unnamed_fields: int
     kind: RecordKind
     token: int
-    """Place among the tokens of the token that it is of, or -1."""
+    """Place among the tokens of the token that it is of, or -1. Logits of a token still to come: their number."""
     payload: bytes
     """32-bit words."""
 

@@ -315,7 +315,7 @@ class RequestStream:
             for r in news.records:
                 if r.kind is _LOGPROBS:
                     self._prompt_records.append(r.payload)
-                elif r.kind is _LOGITS:
+                elif r.kind is _LOGITS and r.token == len(tokens):  # else they are repeated, and their token is here
                     logits = r.payload
         if sequence.feed(tokens, news.finish, self._whole, news.host_tokens):
             self._owner.stop_sequence(self._key, index)

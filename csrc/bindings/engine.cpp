@@ -167,7 +167,7 @@ void bind_news(py::module_& m) {
 
   static PyStructSequence_Field record_fields[] = {
       {"kind", "RecordKind"},
-      {"token", "place among the tokens of the token that it is of, or -1"},
+      {"token", "place among the tokens of the token that it is of, or -1; of logits of a token to come, their number"},
       {"payload", "bytes: 32-bit words"},
       {nullptr, nullptr},
   };

@@ -117,8 +117,9 @@ size_t RequestRegistry::group(const Delivery& delivery) {
 }
 
 void RequestRegistry::News::add_records(std::span<const int32_t> words, bool of_next_token) {
+  const auto next = static_cast<int32_t>(tokens.size());
   for_each_entry(words, [&](uint32_t kind, std::span<const int32_t> data) {
-    records.push_back({kind, of_next_token ? static_cast<int32_t>(tokens.size()) : -1, record_words.size(), data.size()});
+    records.push_back({kind, of_next_token || kind == kLogits ? next : -1, record_words.size(), data.size()});
     record_words.insert(record_words.end(), data.begin(), data.end());
   });
 }

@@ -45,7 +45,7 @@ class RequestRegistry final : public Scheduler::QueueObserver {
     const Sequence* sequence = nullptr;
     struct Record {
       uint32_t kind;
-      int32_t token;  // its place among `tokens`; -1: it is of none of them
+      int32_t token;  // its place among `tokens`, behind them if that is still to come; -1: it is of none of them
       size_t begin, words;
     };
     std::vector<int32_t> tokens;

@@ -13,8 +13,10 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from asyncengine import AsyncEngine, InvalidRequestError, LogitsProcessorError, SamplingParams
+from asyncengine import AsyncEngine, InvalidRequestError, LogitsProcessorError, SamplingParams, _core
+from asyncengine.stream import RequestStream
 from tests.engine.test_sampling_features import FEATURES, PROMPTS, SETTINGS, TOKENS, edited, params
+from tests.engine.test_statistics import make_stream
 from tests.models import tiny
 
 Logits = npt.NDArray[np.float32]
@@ -69,6 +71,37 @@ async def callables_decide(
 @pytest.mark.parametrize(("chunk", "blocks", "depth"), [(1, 40, 2), (7, 40, 1), (64, 40, 3), (64, 9, 2)])
 async def test_callables_decide(tmp_path: Path, chunk: int, blocks: int, depth: int) -> None:
     await callables_decide(tmp_path, {}, chunk, blocks, depth, list(FEATURES))
+
+
+async def test_logits_decide_the_token_behind_those_that_came_before_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A preemption repeats logits. The event loop may get them together with the token that the first ones led to."""
+    tiny.build_model("llama").save_pretrained(tmp_path)
+    news: list[_core.SequenceNews] = []
+    feed = RequestStream.feed
+    monkeypatch.setattr(RequestStream, "feed", lambda stream, n: (news.append(n), feed(stream, n)))
+    async with AsyncEngine.from_pretrained(tmp_path, progress=False, **SETTINGS) as engine:
+        await engine.generate(PROMPTS[0], params(logits_processor=keep))
+    monkeypatch.undo()
+    places = [(r.token, len(n.tokens)) for n in news for r in n.records]
+    assert len(places) == TOKENS
+    assert all(place == count for place, count in places)
+
+    processed: list[tuple[list[int], bytes]] = []
+    stream = make_stream(params(logits_processor=keep))
+    stream.process([object()], lambda _, output, logits, fail: processed.append((list(output), logits)))  # type: ignore[list-item]
+
+    def come(tokens: list[int], *records: tuple[int, bytes]) -> None:
+        logits = tuple(_core.Record((_core.RecordKind.logits, place, payload)) for place, payload in records)  # type: ignore[arg-type]
+        goes_on = _core.FinishReason.none
+        stream.feed(_core.SequenceNews((1, 0, tokens, goes_on, 10, 20, 5, 0, (), logits, 0)))  # type: ignore[arg-type]
+
+    come([], (0, b"first"))
+    come([300], (0, b"first"))
+    come([], (0, b"second"))
+    come([301], (0, b"second"), (1, b"third"))
+    assert processed == [([], b"first"), ([300], b"second"), ([300, 301], b"third")]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
