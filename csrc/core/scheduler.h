@@ -252,7 +252,7 @@ class Scheduler {
                     int64_t now_ns);
   void fail(Sequence& sequence, FinishReason reason, Outbox& outbox, int64_t now_ns);
   void publish_blocks(const StepPlan& plan);
-  void publish_blocks(const PlanRow& row, uint64_t hash);
+  void publish_blocks(const PlanRow& row, uint64_t step, uint64_t hash);
   void name_block(const Slot& slot, const int32_t* tokens);
   uint64_t prefetch_block(Slot& slot);
   int32_t block_to_publish(const Slot& slot) const {
@@ -262,8 +262,13 @@ class Scheduler {
   const int32_t* tokens_to_publish(Slot& slot) {
     return slot.sequence->tokens.unpublished(slot.tail, slot.published_end, published(slot));
   }
+  // A row that was launched behind one that found no mask: what it wrote is of a token that there never was.
+  static bool came_to_nothing(const PlanRow& row, uint64_t step) {
+    return row.extras && step <= row.sequence->frozen_until;
+  }
   // Once the row's step has retired: whether the prefix cache could know a block more.
-  bool has_full_block(const Slot& slot, const PlanRow& row) const {
+  bool has_full_block(const Slot& slot, const PlanRow& row, uint64_t step) const {
+    if (came_to_nothing(row, step)) [[unlikely]] return false;
     const int32_t end = std::min(row.context_len + row.query_len, slot.num_tokens());  // the former is an upper bound
     return blocks_.prefix_caching() && end - slot.published_end >= config_.block_size;
   }

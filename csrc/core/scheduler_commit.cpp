@@ -106,8 +106,7 @@ inline void Scheduler::retire_rows(const StepPlan& plan, Outbox& outbox, OnRow&&
     const PlanRow& row = plan.rows[i];
     Slot& slot = slots_[static_cast<size_t>(row.slot)];
     --slot.in_flight;
-    const bool came_to_nothing = row.extras && plan.step <= row.sequence->frozen_until;
-    if (!came_to_nothing) slot.pending = static_cast<int8_t>(slot.pending - row.num_appends);
+    if (!came_to_nothing(row, plan.step)) slot.pending = static_cast<int8_t>(slot.pending - row.num_appends);
     on_row(row, slot);
     // What is or was a host row waits for its worker, too: advance_host_rows() settles it.
     if (slot.in_flight == 0 && slot.state != SequenceState::kRunning && !is_hosted(row.slot)) settle(*slot.sequence, &outbox);
@@ -141,28 +140,28 @@ void Scheduler::publish_blocks(const StepPlan& plan) {
     if (const size_t soon = i - kAhead / 2; soon < count) {  // wraps at first
       Slot& slot = slots_[static_cast<size_t>(full_row(soon).slot)];
       if (slot.alive()) {  // of one that has ended, surplus rows have computed more than it has tokens
-        if (has_full_block(slot, full_row(soon))) {
+        if (has_full_block(slot, full_row(soon), plan.step)) {
           hashes[soon % kAhead] = prefetch_block(slot);
         } else {
           slot.sequence->tokens.settle(slot.tail, published(slot));
         }
       }
     }
-    if (const size_t now = i - kAhead; now < count) publish_blocks(full_row(now), hashes[now % kAhead]);
+    if (const size_t now = i - kAhead; now < count) publish_blocks(full_row(now), plan.step, hashes[now % kAhead]);
   }
 }
 
 // `hash` is of the first of them.
-void Scheduler::publish_blocks(const PlanRow& row, uint64_t hash) {
+void Scheduler::publish_blocks(const PlanRow& row, uint64_t step, uint64_t hash) {
   Slot& slot = slots_[static_cast<size_t>(row.slot)];
   if (!slot.alive()) return;
-  while (has_full_block(slot, row)) {
+  while (has_full_block(slot, row, step)) {
     const int32_t* tokens = tokens_to_publish(slot);
     if (blocks_.keeps_names()) [[unlikely]] name_block(slot, tokens);
     slot.chain = blocks_.publish(block_to_publish(slot), slot.prefix(), tokens, hash).id;
     slot.published_end += config_.block_size;
     slot.sequence->tokens.was_published(slot.tail, tokens);
-    if (has_full_block(slot, row)) hash = prefetch_block(slot);
+    if (has_full_block(slot, row, step)) hash = prefetch_block(slot);
   }
 }
 

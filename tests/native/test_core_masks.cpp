@@ -7,6 +7,7 @@
 
 #include "check.h"
 #include "engine_fixture.h"
+#include "scheduler_fixture.h"
 #include "step_loop/callback_executor.h"
 
 namespace {
@@ -246,6 +247,41 @@ TEST(masks_are_kept_whatever_is_in_flight) {
     run_masked(depth, 64, 0us, /*any_missing=*/true);
     run_masked(depth, 14, 0us, /*any_missing=*/true);
     run_masked(depth, 64, 400us, /*any_missing=*/false);
+  }
+}
+
+// Behind a row that finds no mask another one has been launched: it writes KV of no token. Then tokens come that are not
+// sampled, so that the sequence has tokens where that row wrote.
+TEST(the_prefix_cache_never_gets_what_a_row_behind_a_missing_mask_wrote) {
+  SchedulerConfig config{64, 4, 8, 64, 0, 256, true};
+  config.mask_words = 2;
+  Bench bench(config, 3);
+  std::vector<int32_t> board(MaskBoard::stride(2) * 8);
+  bench.scheduler.write_masks_to({board.data(), 2});
+  const auto inbox = std::make_shared<MaskInbox>([] {});
+  const auto channel = std::make_shared<MaskChannel>(2);
+  channel->attach(inbox);
+  RequestSpec spec = make_spec(1, 6, 40);
+  spec.extras.masks = {channel};
+  write_mask(*channel, 6, /*with_forced=*/false);
+  bench.add(spec);
+  for (int step = 0; step < 3; ++step) CHECK(bench.launch() != nullptr);  // what comes at 6, at 7, and at 8
+  bench.commit(5);
+  bench.commit(kNoMask);
+  write_mask(*channel, 7, /*with_forced=*/true);
+  RequestSpec same = make_spec(2, 6, 40);
+  same.prompt.push_back(5);
+  same.prompt.insert(same.prompt.end(), channel->forced.begin(), channel->forced.end());
+  channel->post();
+  bench.scheduler.take_masks(*inbox, bench.outbox, 3);
+  bench.commit(kNoMask);  // the row that wrote at 7, the end of a block
+  for (const int32_t cached : {4, 8}) {  // in the first of these steps, 7 is written again
+    same.id += 1;
+    bench.add(same, static_cast<int64_t>(same.id));
+    const StepPlan* plan = bench.launch();
+    CHECK_EQ(plan->rows.back().sequence->request->id, same.id);
+    CHECK_EQ(plan->rows.back().context_len, cached);
+    bench.commit(5);
   }
 }
 
