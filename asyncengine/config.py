@@ -144,8 +144,10 @@ class EngineConfig:
     both. auto is both on a GPU, and threads on the CPU."""
     hybrid_workers: int | None = None
     """Threads that attend on the host; None: the cores this process may use but two."""
-    hybrid_lanes: int = 8
-    """Rows of a step that sequences on the host share, of which each may have one at every layer."""
+    hybrid_lanes: int | None = None
+    """Rows of a step that sequences on the host share, of which each may have one at every layer. More make more tokens
+    of theirs where contexts are short, and cost the others a little. None: 4, or 8 with a kv_cache_dtype of fp8, of
+    which the host attends to twice as many tokens."""
     steps_in_flight: int = 2
     """2 hides the CPU's work behind the executor's; 1 is the serial engine to compare with."""
     late_launch: bool = True
@@ -210,14 +212,14 @@ class EngineConfig:
         self._at_least("disk_kv_bytes", 1)
         if self.hybrid_attention != "off" and self.host_kv_memory_bytes is None:
             raise ConfigError("hybrid_attention needs host_kv_memory_bytes: sequences decode in the host tier")
-        if self.hybrid_attention != "off" and self.max_num_batched_tokens < self.max_num_seqs + self.hybrid_lanes:
+        if self.hybrid_attention != "off" and self.max_num_batched_tokens < self.max_num_seqs + self.num_hybrid_lanes:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
-                f"({self.max_num_seqs}) and hybrid_lanes ({self.hybrid_lanes}) together"
+                f"({self.max_num_seqs}) and hybrid_lanes ({self.num_hybrid_lanes}) together"
             )
         if self.hybrid_form in ("link", "both") and self.device == "cpu":
             raise ConfigError(f"hybrid_form={self.hybrid_form} needs a GPU, got device=cpu")
-        if not 1 <= self.hybrid_lanes <= 64:
+        if not 1 <= self.num_hybrid_lanes <= 64:
             raise ConfigError(f"hybrid_lanes must be in [1, 64], got {self.hybrid_lanes}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
@@ -274,6 +276,13 @@ class EngineConfig:
     def num_hybrid_workers(self) -> int:
         """``hybrid_workers`` resolved, 0 if the link attends alone; two cores are left to others."""
         return 0 if self.hybrid_form == "link" else self.hybrid_workers or max(1, _num_cores() - 2)
+
+    @property
+    def num_hybrid_lanes(self) -> int:
+        """``hybrid_lanes`` resolved."""
+        if self.hybrid_lanes is not None:
+            return self.hybrid_lanes
+        return 8 if self.kv_cache_dtype == "fp8" else 4
 
     @property
     def itl_targets_by_priority(self) -> dict[int, float]:

@@ -47,7 +47,7 @@ def add_hybrid_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--hybrid-output", type=int, default=1024, help="tokens of a request")
     group.add_argument("--hybrid-host-gb", type=float, default=40.0, help="of the host tier")
     group.add_argument("--hybrid-workers", type=int, help="threads that attend on the host")
-    group.add_argument("--hybrid-lanes", type=int, default=8)
+    group.add_argument("--hybrid-lanes", type=int, help="rows of a step for those on the host")
     group.add_argument("--warm-up", type=float, default=15.0, help="seconds until sequences have found their places")
     group.add_argument("--seconds", type=float, default=20.0, help="that count")
     group.add_argument("--fp8-kv", action="store_true", help="each way with keys and values in float8 too")

@@ -12,12 +12,15 @@ from asyncengine import _core
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.cuda.step.moves import move_blocks
 from asyncengine.runner.loop_config import choose_num_host_blocks
-from asyncengine.runner.memory import host_view
+from asyncengine.runner.memory import available_memory, host_view
 
 logger = logging.getLogger(__name__)
 
 _TRANSFER_BYTES = 16 << 20
 """Of a transfer: long enough for the link's full rate, short enough for others to get their turn."""
+
+_MOST_OF_MEMORY = 0.9
+"""Of what the system still has to give. It ends a process that touches more, where it only refuses to pin more."""
 
 
 def gathered_bytes(config: EngineConfig, bytes_per_block: int) -> int:
@@ -52,14 +55,15 @@ class HostTier:
         wanted = choose_num_host_blocks(config, bytes_per_block, planes.shape[1], least=moves)
         if wanted == 0:
             return None
+        given = min(wanted, int(_MOST_OF_MEMORY * available_memory()) // bytes_per_block)
         try:
-            pool = _core.HostPool(native, bytes_per_block, wanted, moves)
+            pool = _core.HostPool(native, bytes_per_block, max(moves, given), moves)
         except RuntimeError as e:
             logger.warning("host memory cannot be pinned, so there is no host tier for the KV cache: %s", e)
             return None
         if pool.num_blocks < wanted:
             logger.warning(
-                "the system pins %s of %s bytes for the host tier of the KV cache",
+                "the system has, or pins, %s of %s bytes for the host tier of the KV cache",
                 f"{pool.num_blocks * bytes_per_block:,}",
                 f"{wanted * bytes_per_block:,}",
             )

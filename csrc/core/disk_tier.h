@@ -16,13 +16,14 @@ namespace asyncengine {
 
 class DiskTier {
  public:
-  DiskTier(BlockManager& blocks, BlockMover& mover, BlockDisk& disk);
+  // A sequence has `max_blocks` at most.
+  DiskTier(BlockManager& blocks, BlockMover& mover, BlockDisk& disk, int32_t max_blocks);
 
   // The host block holds something new. It is written as soon as the disk takes it, unless it is evicted before.
   void write(int32_t host);
-  // Reads what follows the chain: the ids of the first blocks of the sequence's tokens. No block beyond `most`. True: the sequence
-  // waits for it, and what the host holds of the chain is not evicted for what comes. Each read of a sequence begins behind the one before: where the
-  // host cannot hold all of a prefix, what is read evicts what was, and the sequence is served without.
+  // Reads what follows the chain: the ids of the first blocks of the sequence's tokens. No block beyond `most`, and no more
+  // than the host holds beside the chain. True: the sequence waits for it. Each read of a sequence begins behind the one
+  // before: where others evict the beginning of what is read, the sequence is served without.
   bool read(Sequence& sequence, std::span<const int32_t> chain, int32_t most);
   int32_t num_reads() const { return num_reads_; }
   // What the name of a first block follows.
@@ -34,7 +35,9 @@ class DiskTier {
     bool moved = false;
     disk_.take_completions([this](uint64_t ticket, bool done) { complete(ticket, done); });
     for (Read& read : reads_) {
-      if (read.sequence == nullptr || read.pending > 0) continue;
+      if (read.sequence == nullptr) continue;
+      go_on(read);
+      if (read.pending > 0) continue;
       end(read);
       ended(*std::exchange(read.sequence, nullptr));
       moved = true;
@@ -49,19 +52,28 @@ class DiskTier {
 
  private:
   static constexpr size_t kReads = 4;
-  static constexpr int32_t kBlocksOfARead = 64;  // the key of a block takes a microsecond to compute
+  // Of a read, that the disk has at once. It is asked for more when half of them have come: the key of a block takes a
+  // microsecond to compute, and nobody waits for the last of many.
+  static constexpr size_t kPendingBlocks = 64;
   static constexpr uint64_t kReadTicket = uint64_t{1} << 63;
+
+  static constexpr uint8_t kComes = 0, kCame = 1, kFailed = 2;
 
   struct Read {
     Sequence* sequence = nullptr;
-    Chain parent;                  // what the first of its blocks follows
-    int32_t first = 0;             // its number in the sequence
-    std::vector<int32_t> hosts;
+    Chain parent;                  // what the next block that is entered follows
+    BlockKey last;                 // of the last block that was asked for
+    int32_t first = 0, most = 0;   // of its blocks, by their numbers in the sequence
+    std::vector<int32_t> hosts;    // of all that were asked for
     std::vector<BlockName> names;
     std::vector<uint8_t> done;
     size_t pending = 0;
+    size_t entered = 0;            // the prefix cache knows so many of them
+    bool over = false;             // no more is asked for
   };
   void complete(uint64_t ticket, bool done);
+  void go_on(Read& read);
+  void ask(Read& read);
   void end(Read& read);
   void write_some();
 

@@ -12,7 +12,7 @@ HostTier::HostTier(const Config& config, BlockManager& blocks, BlockMover& mover
   coming_.assign(static_cast<size_t>(blocks.num_host_blocks()), 0);
   if (disk != nullptr) {
     blocks.keep_names();
-    disk_ = std::make_unique<DiskTier>(blocks, mover, *disk);
+    disk_ = std::make_unique<DiskTier>(blocks, mover, *disk, config.max_blocks);
   }
   for (Transfer& transfer : transfers_) transfer.moves.reserve(static_cast<size_t>(mover.max_moves()));
   for (Load& load : loads_) {

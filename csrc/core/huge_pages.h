@@ -2,8 +2,10 @@
 #pragma once
 
 #include <cstddef>
+#include <cstring>
 #include <memory>
 #include <new>
+#include <thread>
 #include <vector>
 
 #ifdef __linux__
@@ -42,6 +44,16 @@ struct HugePageAllocator {
 inline std::shared_ptr<std::byte[]> huge_memory(size_t bytes) {
   HugePageAllocator<std::byte> allocator;
   return {allocator.allocate(bytes), [allocator, bytes](std::byte* memory) mutable { allocator.deallocate(memory, bytes); }};
+}
+
+// By `threads` at once: the system hands out pages to whoever touches them first, one at a time.
+inline void fill_memory(std::byte* memory, size_t bytes, int value, int threads) {
+  std::vector<std::jthread> fillers;
+  const size_t part = bytes / static_cast<size_t>(threads);
+  for (int i = 0; i < threads; ++i) {
+    const size_t begin = part * static_cast<size_t>(i), end = i + 1 == threads ? bytes : begin + part;
+    fillers.emplace_back([=] { std::memset(memory + begin, value, end - begin); });
+  }
 }
 
 template <typename T>

@@ -22,6 +22,8 @@ CudaRuntime fill(const std::string& path) {
   find(library, "cudaFree", cuda.free);
   find(library, "cudaHostAlloc", cuda.host_alloc);
   find(library, "cudaFreeHost", cuda.free_host);
+  find(library, "cudaHostRegister", cuda.host_register);
+  find(library, "cudaHostUnregister", cuda.host_unregister);
   find(library, "cudaMemcpyAsync", cuda.memcpy_async);
   find(library, "cudaStreamCreateWithFlags", cuda.stream_create);
   find(library, "cudaStreamDestroy", cuda.stream_destroy);

@@ -20,12 +20,13 @@ inline constexpr int kCudaSuccess = 0;
 inline constexpr int kCudaErrorMemoryAllocation = 2;  // not sticky: the call did nothing, the device goes on
 inline constexpr int kCudaErrorNotReady = 600;
 
-// cudaMemcpyKind, cudaEventCreateWithFlags, cudaStreamCreateWithFlags, cudaHostAlloc.
+// cudaMemcpyKind, cudaEventCreateWithFlags, cudaStreamCreateWithFlags, cudaHostAlloc, cudaHostRegister.
 inline constexpr int kCudaMemcpyHostToDevice = 1;
 inline constexpr int kCudaMemcpyDeviceToHost = 2;
 inline constexpr unsigned kCudaEventDisableTiming = 2;
 inline constexpr unsigned kCudaStreamNonBlocking = 1;
 inline constexpr unsigned kCudaHostAllocMapped = 2;
+inline constexpr unsigned kCudaHostRegisterMapped = 2;
 
 struct CudaRuntime {
   int (*set_device)(int device);
@@ -34,6 +35,8 @@ struct CudaRuntime {
   int (*free)(void* pointer);
   int (*host_alloc)(void** pointer, size_t bytes, unsigned flags);
   int (*free_host)(void* pointer);
+  int (*host_register)(void* pointer, size_t bytes, unsigned flags);
+  int (*host_unregister)(void* pointer);
   int (*memcpy_async)(void* target, const void* source, size_t bytes, int kind, CudaStream cuda_stream);
   int (*stream_create)(CudaStream* cuda_stream, unsigned flags);
   int (*stream_destroy)(CudaStream cuda_stream);

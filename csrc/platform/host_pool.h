@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <vector>
+#include <memory>
 
 #include "core/block_mover.h"
 #include "platform/pinned_memory.h"
@@ -22,18 +22,19 @@ class HostPool {
     check_cuda(cuda, cuda.set_device(device), "cudaSetDevice");
     int error = kCudaErrorMemoryAllocation;
     for (; error != kCudaSuccess && num_blocks >= max_moves; num_blocks /= 2) {
-      error = pin(cuda, static_cast<size_t>(num_blocks) * block_bytes, memory_);
+      memory_ = pin_huge(cuda, static_cast<size_t>(num_blocks) * block_bytes, error);
       num_blocks_ = num_blocks;
     }
     check_cuda(cuda, error, "cudaHostAlloc");
-    check_cuda(cuda, pin(cuda, BlockMover::kTransfers * list_words() * sizeof(int32_t), lists_), "cudaHostAlloc");
+    lists_ = pin(cuda, BlockMover::kTransfers * list_words() * sizeof(int32_t), error);
+    check_cuda(cuda, error, "cudaHostAlloc");
     std::fill_n(reinterpret_cast<int32_t*>(lists_.data()), BlockMover::kTransfers * list_words(), 0);
   }
 
   size_t block_bytes() const { return block_bytes_; }
   int32_t num_blocks() const { return num_blocks_; }
   int32_t max_moves() const { return max_moves_; }
-  std::byte* block(int32_t host) const { return memory_.data() + static_cast<size_t>(host) * block_bytes_; }
+  std::byte* block(int32_t host) const { return memory_.get() + static_cast<size_t>(host) * block_bytes_; }
   size_t list_words() const { return (static_cast<size_t>(max_moves_) + 1 + 15) / 16 * 16; }
   // Of a transfer: how many of the device's blocks, then which. Its graph reads that.
   int32_t* list(int transfer) const { return reinterpret_cast<int32_t*>(lists_.data()) + static_cast<size_t>(transfer) * list_words(); }
@@ -45,16 +46,10 @@ class HostPool {
   }
 
  private:
-  static int pin(const CudaRuntime& cuda, size_t bytes, PinnedBuffer& into) {
-    void* memory = nullptr;
-    const int error = cuda.host_alloc(&memory, bytes, kCudaHostAllocMapped);
-    if (error == kCudaSuccess) into = {cuda, memory, bytes};
-    return error;
-  }
-
   size_t block_bytes_;
   int32_t num_blocks_ = 0, max_moves_;
-  PinnedBuffer memory_, lists_;
+  std::shared_ptr<std::byte[]> memory_;
+  PinnedBuffer lists_;
   std::byte* gathered_ = nullptr;
 };
 

@@ -45,21 +45,6 @@ Rows scattered_rows(int32_t count, int32_t tokens, int32_t block_size, int32_t s
   return rows;
 }
 
-void fill(std::byte* memory, size_t bytes, int threads) {
-  std::vector<std::jthread> fillers;
-  const size_t part = bytes / static_cast<size_t>(threads);
-  for (int i = 0; i < threads; ++i) {
-    const size_t begin = part * static_cast<size_t>(i), end = i + 1 == threads ? bytes : begin + part;
-    fillers.emplace_back([=] { std::memset(memory + begin, kSomeByte, end - begin); });
-  }
-}
-
-// As pinned memory is, which asks for no huge ones.
-std::shared_ptr<std::byte[]> pages(size_t bytes) {
-  constexpr std::align_val_t kPage{4096};
-  return {static_cast<std::byte*>(::operator new(bytes, kPage)), [](std::byte* memory) { ::operator delete(memory, kPage); }};
-}
-
 // Nanoseconds of `count` slots' jobs, each posted again while there is time, and how many they were.
 std::pair<double, int64_t> run_jobs(HostWorkers& workers, const Rows& rows, int32_t count, std::chrono::nanoseconds time) {
   const auto start = Clock::now();
@@ -95,8 +80,8 @@ double time_host_attention(const CpuIsa& isa, const HostTiming& timing) {
   const size_t wanted = timing.bytes * std::max(kManyWorkers, static_cast<size_t>(timing.num_workers)) / kManyWorkers;
   const auto shared_blocks = static_cast<int32_t>(std::max<size_t>(1, wanted / block));
   const size_t bytes = (static_cast<size_t>(shared_blocks) + static_cast<size_t>(shape.num_slots)) * block;
-  const auto memory = timing.transposed_keys ? huge_memory(bytes) : pages(bytes);
-  fill(memory.get(), bytes, timing.num_workers);
+  const auto memory = huge_memory(bytes);
+  fill_memory(memory.get(), bytes, kSomeByte, timing.num_workers);
   const std::vector<float> scales(4 * static_cast<size_t>(shape.num_kv_heads), 1.f);
   HostWorkers workers(isa, {.exchange = exchange,
                             .blocks = {memory.get(), block, timing.block_size, timing.transposed_keys, memory},

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <span>
 #include <utility>
 
@@ -38,6 +39,17 @@ class CudaBuffer {
 };
 
 using PinnedBuffer = CudaBuffer<&CudaRuntime::free_host>;
+// Empty: `error` says why.
+inline PinnedBuffer pin(const CudaRuntime& cuda, size_t bytes, int& error) {
+  void* memory = nullptr;
+  error = cuda.host_alloc(&memory, bytes, kCudaHostAllocMapped);
+  return error == kCudaSuccess ? PinnedBuffer{cuda, memory, bytes} : PinnedBuffer{};
+}
+
+// Likewise, for gigabytes. Threads clear huge pages side by side, which are then pinned where they lie; cudaHostAlloc clears
+// small ones on one thread, and takes ten times as long. It is asked where the other way fails.
+std::shared_ptr<std::byte[]> pin_huge(const CudaRuntime& cuda, size_t bytes, int& error);
+
 using DeviceBuffer = CudaBuffer<&CudaRuntime::free>;
 
 inline DeviceBuffer allocate_device(const CudaRuntime& cuda, size_t bytes) {

@@ -84,6 +84,23 @@ struct SimulatedRuntime {
     }
     return release(pointer);
   }
+  static int register_host(void* pointer, size_t bytes, unsigned) {
+    SimulatedDevice* owner = device();
+    if (owner->pinning_fails_ || owner->registering_fails_) return kCudaErrorMemoryAllocation;
+    std::lock_guard lock(owner->mutex_);
+    owner->pinned_.insert({static_cast<std::byte*>(pointer), bytes});
+    ++owner->live_objects_;
+    return kCudaSuccess;
+  }
+  static int unregister_host(void* pointer) {
+    std::lock_guard lock(registry_mutex);
+    for (SimulatedDevice* owner : registry) {
+      if (owner == nullptr) continue;
+      std::lock_guard own_lock(owner->mutex_);
+      owner->live_objects_ -= static_cast<int64_t>(std::erase_if(owner->pinned_, [&](const auto& r) { return r.first == pointer; }));
+    }
+    return kCudaSuccess;
+  }
   static int release(void* pointer) {
     auto* base = static_cast<std::byte*>(pointer) - kAllocationHeader;
     SimulatedDevice* owner = nullptr;
@@ -159,7 +176,8 @@ struct SimulatedRuntime {
 const CudaRuntime& SimulatedDevice::runtime() {
   using R = SimulatedRuntime;
   static constexpr CudaRuntime table = {
-      R::set_device, R::get_error_string, R::allocate, R::release, R::allocate_host, R::release_host, R::memcpy_async,
+      R::set_device, R::get_error_string, R::allocate, R::release, R::allocate_host, R::release_host, R::register_host,
+      R::unregister_host, R::memcpy_async,
       R::stream_create, R::stream_destroy, R::stream_wait_event, R::event_create, R::event_destroy, R::event_record, R::event_query,
       R::graph_instantiate, R::graph_upload, R::graph_exec_destroy, R::graph_launch};
   return table;

@@ -44,7 +44,8 @@ class SimulatedDevice {
   // The n-th call of this kind from now (0: the next one) does nothing but answer `error`.
   enum class Call : uint8_t { kCopy, kGraphLaunch, kEventRecord, kWaitEvent };
   void fail_call(Call call, int64_t nth, int error);
-  void refuse_pinning() { pinning_fails_ = true; }  // cudaHostAlloc answers out of memory from now on
+  void refuse_pinning() { pinning_fails_ = true; }  // cudaHostAlloc and the next answer out of memory from now on
+  void refuse_registering() { registering_fails_ = true; }  // cudaHostRegister alone
 
   // Allocations, CUDA streams and events that are still alive: leak check.
   int64_t live_objects() const { return live_objects_; }
@@ -79,7 +80,7 @@ class SimulatedDevice {
   } failing_[4];      // by Call
   std::set<std::pair<const std::byte*, size_t>> pinned_;  // ranges
   bool closing_ = false;
-  std::atomic<bool> pinning_fails_{false};
+  std::atomic<bool> pinning_fails_{false}, registering_fails_{false};
   std::atomic<int64_t> live_objects_{0};
   std::thread thread_;
 };

@@ -145,7 +145,7 @@ def test_the_ways_differ_in_what_they_are_named_after() -> None:
     }
     assert made["conservative"] == made["recompute"] | {"max_num_seqs": 10}  # of 2,560 tokens of 128 KiB
     assert made["swap"] == made["recompute"] | {"host_kv_memory_bytes": 40_000_000_000}
-    hosts = made["swap"] | {"hybrid_lanes": 8, "hybrid_workers": 5}
+    hosts = made["swap"] | {"hybrid_lanes": None, "hybrid_workers": 5}
     assert made["auto"] == hosts | {"hybrid_attention": "auto"}
     for way in ("workers", "link", "both"):
         assert made[way] == hosts | {"hybrid_attention": "always", "hybrid_form": way}
@@ -201,7 +201,7 @@ def test_the_prediction_is_of_a_pool_that_is_full(monkeypatch: pytest.MonkeyPatc
     assert memory_hybrid.table_of(engine) is TABLE
     expected = [
         _core.HybridConfig(
-            lanes=8, layers=10, workers=4, attend_ns=ns, exchange_ns=TABLE.exchange_ns
+            lanes=4, layers=10, workers=4, attend_ns=ns, exchange_ns=TABLE.exchange_ns
         ).gain(TABLE.native(), 10, 10_000)
         for ns in (TABLE.attend_ns(4), 7.0)
     ]  # fmt: skip

@@ -376,6 +376,9 @@ TEST(pinning_that_fails_gives_a_smaller_pool_or_none) {
   const CudaRuntime& cuda = SimulatedDevice::runtime();
   CHECK_EQ(HostPool(cuda, device.ordinal(), 64, 100, 4).num_blocks(), 100);
   CHECK_EQ(device.live_objects(), 0);
+  device.refuse_registering();
+  CHECK_EQ(HostPool(cuda, device.ordinal(), 64, 100, 4).num_blocks(), 100);  // cudaHostAlloc's
+  CHECK_EQ(device.live_objects(), 0);
   device.refuse_pinning();
   bool refused = false;
   try {
