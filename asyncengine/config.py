@@ -20,6 +20,9 @@ _HIGHEST = {
     **dict.fromkeys(("cpu_threads", "hybrid_workers"), 4096),
 }
 """What integers of the core and of torch hold; of threads, more than any machine has cores."""
+_MOST_DEFAULT_LANES = 8
+_FASTEST_CARDS = ("H100", "H200", "H800", "B100", "B200", "B300")
+"""By what their names contain: 3 TB/s of memory and more."""
 
 
 def check_types(config: object) -> None:
@@ -146,8 +149,8 @@ class EngineConfig:
     """Threads that attend on the host; None: the cores this process may use but two."""
     hybrid_lanes: int | None = None
     """Rows of a step that sequences on the host share, of which each may have one at every layer. More make more tokens
-    of theirs where contexts are short, and cost the others a little. None: 4, or 8 with a kv_cache_dtype of fp8, of
-    which the host attends to twice as many tokens."""
+    of theirs where contexts are short or steps long, and cost the others a little. None: 8, or 4 on GPUs of the fastest
+    memory with 16-bit keys and values, whose steps are so short that more are seldom filled."""
     steps_in_flight: int = 2
     """2 hides the CPU's work behind the executor's; 1 is the serial engine to compare with."""
     late_launch: bool = True
@@ -212,14 +215,15 @@ class EngineConfig:
         self._at_least("disk_kv_bytes", 1)
         if self.hybrid_attention != "off" and self.host_kv_memory_bytes is None:
             raise ConfigError("hybrid_attention needs host_kv_memory_bytes: sequences decode in the host tier")
-        if self.hybrid_attention != "off" and self.max_num_batched_tokens < self.max_num_seqs + self.num_hybrid_lanes:
+        most_lanes = _MOST_DEFAULT_LANES if self.hybrid_lanes is None else self.hybrid_lanes
+        if self.hybrid_attention != "off" and self.max_num_batched_tokens < self.max_num_seqs + most_lanes:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
-                f"({self.max_num_seqs}) and hybrid_lanes ({self.num_hybrid_lanes}) together"
+                f"({self.max_num_seqs}) and hybrid_lanes ({most_lanes}) together"
             )
         if self.hybrid_form in ("link", "both") and self.device == "cpu":
             raise ConfigError(f"hybrid_form={self.hybrid_form} needs a GPU, got device=cpu")
-        if not 1 <= self.num_hybrid_lanes <= 64:
+        if not 1 <= most_lanes <= 64:
             raise ConfigError(f"hybrid_lanes must be in [1, 64], got {self.hybrid_lanes}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
@@ -277,12 +281,10 @@ class EngineConfig:
         """``hybrid_workers`` resolved, 0 if the link attends alone; two cores are left to others."""
         return 0 if self.hybrid_form == "link" else self.hybrid_workers or max(1, _num_cores() - 2)
 
-    @property
-    def num_hybrid_lanes(self) -> int:
-        """``hybrid_lanes`` resolved."""
-        if self.hybrid_lanes is not None:
-            return self.hybrid_lanes
-        return 8 if self.kv_cache_dtype == "fp8" else 4
+    def hybrid_lanes_on(self, device: str) -> int:
+        """``hybrid_lanes`` resolved; ``device`` is ModelInfo.device."""
+        short_steps = self.kv_cache_dtype == "auto" and any(card in device for card in _FASTEST_CARDS)
+        return self.hybrid_lanes or (4 if short_steps else _MOST_DEFAULT_LANES)
 
     @property
     def itl_targets_by_priority(self) -> dict[int, float]:

@@ -157,7 +157,7 @@ class CostFile:
         }
         if config.hybrid_attention != "off":
             form, workers = config.hybrid_form_on(device), config.num_hybrid_workers
-            of["hybrid"] = f"{config.num_hybrid_lanes} lanes, {workers} workers, {form}"
+            of["hybrid"] = f"{config.hybrid_lanes_on(device)} lanes, {workers} workers, {form}"
         if device == "cpu":
             of |= {"threads": str(config.num_threads), "isa": _core.CpuKernels(1).isa}
         digest = hashlib.sha256(repr(sorted(of.items())).encode()).hexdigest()[:16]

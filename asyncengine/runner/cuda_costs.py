@@ -19,6 +19,7 @@ from asyncengine.runner.buckets import Bucket
 from asyncengine.runner.cost_table import Copy, CostFile, CostTable, KnownCosts
 from asyncengine.runner.costs import Rows, Sizes, known_costs, measure, time_host_attention
 from asyncengine.runner.device_steps import DeviceSteps
+from asyncengine.runner.loop_config import decodes_on_host
 from asyncengine.runner.replay import Row, choose_bucket, launch_us, staged
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ def cuda_costs(
         for _ in range(_UNCOUNTED):
             time_step(machine, [(sizes.chunks[0], 0)])
         table = measure(sizes, lambda rows: time_step(machine, rows), end, time.monotonic)
-        if anew or config.hybrid_attention != "off":
+        if anew or decodes_on_host(config, info):
             attention = time_host_attention(config, model, info.dtype, transposed_keys=False)
             table = msgspec.structs.replace(table, host_attention=attention, exchange_ns=time_exchange(machine, info))
         try:

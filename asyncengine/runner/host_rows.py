@@ -34,7 +34,7 @@ class HostRows:
     def __init__(self, config: EngineConfig, native: _core.CudaDevice, loaded: LoadedModel) -> None:
         """Raises RuntimeError if memory cannot be pinned."""
         model, slots = loaded.config, config.max_num_seqs
-        self._lanes = config.num_hybrid_lanes
+        self._lanes = config.hybrid_lanes_on(loaded.device)
         self._block_size = config.block_size
         self._form = config.hybrid_form_on("cuda")
         self._num_workers = config.num_hybrid_workers

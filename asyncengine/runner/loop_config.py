@@ -61,7 +61,7 @@ def hybrid_config(config: EngineConfig, model_info: ModelInfo, costs: CostTable 
     if costs is not None:
         workers, attend_ns = costs.attenders(form, workers, model_info.kv_layer_token_bytes)
     return _core.HybridConfig(
-        lanes=config.num_hybrid_lanes,
+        lanes=config.hybrid_lanes_on(model_info.device),
         layers=model_info.num_kv_layers,
         workers=max(1, workers),
         attend_ns=attend_ns,

@@ -117,7 +117,7 @@ void DiskTier::go_on(Read& read) {
     read.sequence->reads_from = std::numeric_limits<int32_t>::max();
   }
   read.over = read.over || read.sequence->state == SequenceState::kFinished;
-  if (!read.over && read.pending <= kPendingBlocks / 2) ask(read);
+  if (!read.over) ask(read);
 }
 
 void DiskTier::end(Read& read) {

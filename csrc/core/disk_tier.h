@@ -16,6 +16,10 @@ namespace asyncengine {
 
 class DiskTier {
  public:
+  static constexpr size_t kReads = 4;
+  // Of a read, that the disk has at once: the key of a block takes a microsecond to compute.
+  static constexpr size_t kPendingBlocks = 32;
+
   // A sequence has `max_blocks` at most.
   DiskTier(BlockManager& blocks, BlockMover& mover, BlockDisk& disk, int32_t max_blocks);
 
@@ -51,10 +55,6 @@ class DiskTier {
   int64_t failed() const { return failed_; }
 
  private:
-  static constexpr size_t kReads = 4;
-  // Of a read, that the disk has at once. It is asked for more when half of them have come: the key of a block takes a
-  // microsecond to compute, and nobody waits for the last of many.
-  static constexpr size_t kPendingBlocks = 64;
   static constexpr uint64_t kReadTicket = uint64_t{1} << 63;
 
   static constexpr uint8_t kComes = 0, kCame = 1, kFailed = 2;

@@ -27,6 +27,7 @@ std::unique_ptr<DiskBlocks> make_disk(const StepLoopConfig& config, const BlockM
   store.path = config.disk_path;
   store.layout = {config.fingerprint, mover.block_bytes(), config.scheduler.block_size};
   store.max_bytes = config.disk_bytes;
+  store.max_pending = static_cast<int>(DiskTier::kReads * DiskTier::kPendingBlocks);
   // One reads 3 to 9 GB/s of the system's file cache, and checks it; the link takes what many of them bring.
   store.num_threads = static_cast<int>(std::clamp(std::thread::hardware_concurrency() / 2, 4u, 8u));
   return std::make_unique<DiskBlocks>(store, [notifier = std::move(notifier)] { notifier->notify(); });

@@ -201,7 +201,7 @@ def test_the_prediction_is_of_a_pool_that_is_full(monkeypatch: pytest.MonkeyPatc
     assert memory_hybrid.table_of(engine) is TABLE
     expected = [
         _core.HybridConfig(
-            lanes=4, layers=10, workers=4, attend_ns=ns, exchange_ns=TABLE.exchange_ns
+            lanes=8, layers=10, workers=4, attend_ns=ns, exchange_ns=TABLE.exchange_ns
         ).gain(TABLE.native(), 10, 10_000)
         for ns in (TABLE.attend_ns(4), 7.0)
     ]  # fmt: skip

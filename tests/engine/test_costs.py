@@ -322,7 +322,7 @@ def test_the_command_tells_what_hybrid_attention_would_gain() -> None:
     points = [Point(1, 3e6, 0.1), Point(64, 5e6, 0.1)]
     table = CostTable(points, points, host_attention=ATTENTION)
     *_, gains = _host_tables(config, info, table)
-    three = _core.HybridConfig(lanes=4, layers=2, workers=3, attend_ns=table.attend_ns(3))
+    three = _core.HybridConfig(lanes=8, layers=2, workers=3, attend_ns=table.attend_ns(3))
     expected = [three.gain(table.native(), rows, 20480) for rows in (10, 5)]
     assert gains[1:] == [("2,048", "10", f"{expected[0]:+.1%}"), ("4,096", "5", f"{expected[1]:+.1%}")]
     assert hybrid_gain(config, info, table, 2048) == (10, expected[0])

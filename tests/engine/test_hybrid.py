@@ -97,9 +97,9 @@ def test_switches_that_do_not_fit_are_named() -> None:
         AsyncEngine.from_pretrained("x", hybrid_attention="auto")
     with pytest.raises(ConfigError, match="hybrid_attention must be one of off, auto, always"):
         AsyncEngine.from_pretrained("x", hybrid_attention="on")
-    with pytest.raises(ConfigError, match=r"must be at least max_num_seqs \(8\) and hybrid_lanes \(4\) together"):
+    with pytest.raises(ConfigError, match=r"must be at least max_num_seqs \(8\) and hybrid_lanes \(8\) together"):
         AsyncEngine.from_pretrained(
-            "x", hybrid_attention="auto", host_kv_memory_bytes=1, max_num_seqs=8, max_num_batched_tokens=11
+            "x", hybrid_attention="auto", host_kv_memory_bytes=1, max_num_seqs=8, max_num_batched_tokens=15
         )
     with pytest.raises(ConfigError, match="hybrid_form=both needs a GPU"):
         AsyncEngine.from_pretrained("x", hybrid_form="both", device="cpu")

@@ -52,6 +52,18 @@ def test_workers_leave_two_cores(monkeypatch: pytest.MonkeyPatch, cores: int, wo
     assert EngineConfig(model="m").num_threads == cores
 
 
+@pytest.mark.parametrize(
+    ("device", "settings", "lanes"),
+    [
+        ("NVIDIA H100 80GB HBM3", {}, 4), ("NVIDIA H200", {}, 4), ("NVIDIA H200", {"kv_cache_dtype": "fp8"}, 8),
+        ("NVIDIA L4", {}, 8), ("cpu", {}, 8), ("NVIDIA H200", {"hybrid_lanes": 6}, 6),
+    ],
+)  # fmt: skip
+def test_short_steps_have_fewer_lanes(device: str, settings: dict[str, Any], lanes: int) -> None:
+    config = EngineConfig(model="m", hybrid_attention="always", host_kv_memory_bytes=1, **settings)
+    assert config.hybrid_lanes_on(device) == lanes
+
+
 def test_the_scheduler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_core, "HybridConfig", SimpleNamespace)
     costs = CostTable([], [], host_attention=[HostAttention(4, 2048, 1.5)], exchange_ns=7.0)

@@ -123,7 +123,6 @@ def test_late_lanes(model: str, contexts: tuple[int | None, ...], programs: int)
     assert (items[:, FIRST.value] < items[:, LAST.value]).any()
 
 
-@pytest.mark.alone
 def test_late_lanes_find_room_when_others_end() -> None:
     decode = make("qwen3", (288,) * 800, late=True)
     work = decode.world.work()

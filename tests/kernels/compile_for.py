@@ -194,7 +194,7 @@ def main(target: str, directory: str, dtype: str, quantization: Quantization = "
     steps.run(Bucket(4, 64, False), ARGMAX)
     steps.run(Bucket(4, 64, False), SAMPLING)
     steps.run(Bucket(4, 64, False), EVERYTHING)
-    steps.run(Bucket(4, 64, False, lanes=config.num_hybrid_lanes), EVERYTHING)
+    steps.run(Bucket(4, 64, False, lanes=config.hybrid_lanes_on(loaded.device)), EVERYTHING)
     steps.run(Bucket(4, 4, True, 64), ARGMAX)
     steps.run(Bucket(4, 8, False, 64), ARGMAX)
     steps.run(Bucket(4, 4, True), ARGMAX)

@@ -145,12 +145,12 @@ class World:
     def expected(self) -> Tensor:
         """In float64; NaN for the tokens of no row."""
         case = self.case
-        q = self.q.cpu().double()
+        q, caches = self.q.cpu().double(), [self.exact(i) for i in (0, 1)]
         out = torch.full((len(q), case.shape.num_heads * case.head_dim), math.nan, dtype=torch.float64)
         for row, (length, context) in enumerate(case.rows):
             first = int(self.step.row_query_start[row])
             blocks, offsets = self.cells(row)
-            k, v = (self.exact(i)[blocks, :, offsets].repeat_interleave(case.group, 1) for i in (0, 1))
+            k, v = (cache[blocks, :, offsets].repeat_interleave(case.group, 1) for cache in caches)
             i = torch.arange(context, context + length)[:, None]
             j = torch.arange(*self.visible(row))[None, :]
             hidden = j > i
