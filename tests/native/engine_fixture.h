@@ -59,6 +59,9 @@ struct Result {
 
 class Engine {
  public:
+  ~Engine() { loop.reset(); }  // first: copies of blocks may be under way, in memory of the model's
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
   explicit Engine(const Options& options) : options_(options) {
     model_config_.vocab_size = options.vocab_size;
     model_config_.step_latency = options.latency;
