@@ -30,9 +30,7 @@ class HostExchange {
   // Memory that a device reads and writes over the link. Throws CudaError if it cannot be pinned.
   HostExchange(const CudaRuntime& cuda, int device, const HostShape& shape) : shape_(shape) {
     check_cuda(cuda, cuda.set_device(device), "cudaSetDevice");
-    void* memory = nullptr;
-    check_cuda(cuda, cuda.host_alloc(&memory, bytes(), kCudaHostAllocMapped), "cudaHostAlloc");
-    pinned_ = {cuda, memory, bytes()};
+    pinned_ = allocate_pinned(cuda, bytes());
     memory_ = pinned_.data();
     clear();
   }

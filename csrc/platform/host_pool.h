@@ -26,8 +26,7 @@ class HostPool {
       num_blocks_ = num_blocks;
     }
     check_cuda(cuda, error, "cudaHostAlloc");
-    lists_ = pin(cuda, BlockMover::kTransfers * list_words() * sizeof(int32_t), error);
-    check_cuda(cuda, error, "cudaHostAlloc");
+    lists_ = allocate_pinned(cuda, BlockMover::kTransfers * list_words() * sizeof(int32_t));
     std::fill_n(reinterpret_cast<int32_t*>(lists_.data()), BlockMover::kTransfers * list_words(), 0);
   }
 

@@ -39,6 +39,8 @@ class CudaBuffer {
 };
 
 using PinnedBuffer = CudaBuffer<&CudaRuntime::free_host>;
+using DeviceBuffer = CudaBuffer<&CudaRuntime::free>;
+
 // Empty: `error` says why.
 inline PinnedBuffer pin(const CudaRuntime& cuda, size_t bytes, int& error) {
   void* memory = nullptr;
@@ -50,8 +52,13 @@ inline PinnedBuffer pin(const CudaRuntime& cuda, size_t bytes, int& error) {
 // small ones on one thread, and takes ten times as long. It is asked where the other way fails.
 std::shared_ptr<std::byte[]> pin_huge(const CudaRuntime& cuda, size_t bytes, int& error);
 
-using DeviceBuffer = CudaBuffer<&CudaRuntime::free>;
-
+// These throw CudaError.
+inline PinnedBuffer allocate_pinned(const CudaRuntime& cuda, size_t bytes) {
+  int error = kCudaSuccess;
+  PinnedBuffer memory = pin(cuda, bytes, error);
+  check_cuda(cuda, error, "cudaHostAlloc");
+  return memory;
+}
 inline DeviceBuffer allocate_device(const CudaRuntime& cuda, size_t bytes) {
   void* memory = nullptr;
   check_cuda(cuda, cuda.malloc(&memory, bytes), "cudaMalloc");

@@ -44,8 +44,8 @@ class SimulatedDevice {
   // The n-th call of this kind from now (0: the next one) does nothing but answer `error`.
   enum class Call : uint8_t { kCopy, kGraphLaunch, kEventRecord, kWaitEvent };
   void fail_call(Call call, int64_t nth, int error);
-  void refuse_pinning() { pinning_fails_ = true; }  // cudaHostAlloc and the next answer out of memory from now on
-  void refuse_registering() { registering_fails_ = true; }  // cudaHostRegister alone
+  void refuse_pinning() { pinning_fails_ = true; }  // cudaHostAlloc and cudaHostRegister answer out of memory from now on
+  void refuse_registering() { registering_fails_ = true; }  // cudaHostRegister alone does
 
   // Allocations, CUDA streams and events that are still alive: leak check.
   int64_t live_objects() const { return live_objects_; }

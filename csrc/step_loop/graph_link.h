@@ -17,9 +17,7 @@ class LinkJobs {
   static constexpr size_t kJobWords = 3;
   LinkJobs(const CudaRuntime& cuda, int device, int32_t max_jobs, int32_t max_blocks) : max_jobs_(max_jobs), max_blocks_(max_blocks) {
     check_cuda(cuda, cuda.set_device(device), "cudaSetDevice");
-    void* memory = nullptr;
-    check_cuda(cuda, cuda.host_alloc(&memory, words() * sizeof(int32_t), kCudaHostAllocMapped), "cudaHostAlloc");
-    memory_ = {cuda, memory, words() * sizeof(int32_t)};
+    memory_ = allocate_pinned(cuda, words() * sizeof(int32_t));
     std::fill_n(data(), words(), 0);
   }
 

@@ -23,13 +23,10 @@ Staging::Staging(const CudaRuntime& cuda, int device, const StepLimits& limits, 
   const size_t board = static_cast<size_t>(limits.max_rows) * MaskBoard::stride(limits.mask_words);
   const size_t bytes = rings + whole_pages(board * sizeof(int32_t));
   if (mode_ != StagingMode::kPageable) {
-    void* memory = nullptr;
-    if (cuda.host_alloc(&memory, bytes, kCudaHostAllocMapped) == kCudaSuccess) {
-      pinned_ = PinnedBuffer(cuda, memory, bytes);
-      memory_ = pinned_.data();
-    } else {
-      mode_ = StagingMode::kPageable;
-    }
+    int error = kCudaSuccess;
+    pinned_ = pin(cuda, bytes, error);
+    memory_ = pinned_.data();
+    if (error != kCudaSuccess) mode_ = StagingMode::kPageable;
   }
   if (mode_ == StagingMode::kPageable) {
     plain_ = std::aligned_alloc(kPage, bytes);

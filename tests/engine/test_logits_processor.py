@@ -15,8 +15,10 @@ import torch
 
 from asyncengine import AsyncEngine, InvalidRequestError, LogitsProcessorError, SamplingParams, _core
 from asyncengine.stream import RequestStream
+from asyncengine.structured.processors import ProcessedSequence
 from tests.engine.test_sampling_features import FEATURES, PROMPTS, SETTINGS, TOKENS, edited, params
 from tests.engine.test_statistics import make_stream
+from tests.engine.test_statistics import news as news_of
 from tests.models import tiny
 
 Logits = npt.NDArray[np.float32]
@@ -90,12 +92,12 @@ async def test_logits_decide_the_token_behind_those_that_came_before_them(
 
     processed: list[tuple[list[int], bytes]] = []
     stream = make_stream(params(logits_processor=keep))
-    stream.process([object()], lambda _, output, logits, fail: processed.append((list(output), logits)))  # type: ignore[list-item]
+    sequence = ProcessedSequence(keep, [300], 400, _core.SamplingState())
+    stream.process([sequence], lambda _, output, logits, fail: processed.append((list(output), logits)))
 
     def come(tokens: list[int], *records: tuple[int, bytes]) -> None:
-        logits = tuple(_core.Record((_core.RecordKind.logits, place, payload)) for place, payload in records)  # type: ignore[arg-type]
-        goes_on = _core.FinishReason.none
-        stream.feed(_core.SequenceNews((1, 0, tokens, goes_on, 10, 20, 5, 0, (), logits, 0)))  # type: ignore[arg-type]
+        fields: list[Any] = [(_core.RecordKind.logits, *record) for record in records]
+        stream.feed(news_of(tokens, 0, _core.FinishReason.none, records=tuple(map(_core.Record, fields))))
 
     come([], (0, b"first"))
     come([300], (0, b"first"))

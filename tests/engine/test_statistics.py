@@ -61,8 +61,11 @@ class Owner:
     def fail(self, key: int, error: Exception) -> None: ...
 
 
-def news(tokens: list[int], host_tokens: int, finish: _core.FinishReason, index: int = 0) -> Any:
-    return _core.SequenceNews((1, index, tokens, finish, 10, 20, 5, 0, (), (), host_tokens))  # type: ignore[arg-type]
+def news(
+    tokens: list[int], host_tokens: int, finish: _core.FinishReason, index: int = 0, records: tuple[Any, ...] = ()
+) -> Any:
+    fields: Any = (1, index, tokens, finish, 10, 20, 5, 0, (), records, host_tokens)
+    return _core.SequenceNews(fields)
 
 
 def make_stream(params: SamplingParams) -> RequestStream:
