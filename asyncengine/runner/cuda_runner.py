@@ -81,7 +81,7 @@ class CudaRunner:
             loaded = replace(loaded, owned_bytes=loaded.owned_bytes - ops.saved_bytes)
             loaded = with_kv_scales(config, loaded, ops)
             host_rows = HostRows.make(config, native, loaded)
-            lanes = 0 if host_rows is None else config.hybrid_lanes_on(loaded.device)
+            lanes = 0 if host_rows is None else host_rows.num_lanes
             buckets = step_buckets(config, loaded, ops, lanes)
             state_bytes, step_bytes = prepare(config, loaded, ops, native, buckets, host_rows)
             state_bytes += gathered_bytes(config, loaded.kv_bytes_per_block(config))

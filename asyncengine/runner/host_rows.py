@@ -34,7 +34,7 @@ class HostRows:
     def __init__(self, config: EngineConfig, native: _core.CudaDevice, loaded: LoadedModel) -> None:
         """Raises RuntimeError if memory cannot be pinned."""
         model, slots = loaded.config, config.max_num_seqs
-        self._lanes = config.hybrid_lanes_on(loaded.device)
+        self.num_lanes = config.hybrid_lanes_on(loaded.device)
         self._block_size = config.block_size
         self._form = config.hybrid_form_on("cuda")
         self._num_workers = config.num_hybrid_workers
@@ -70,9 +70,9 @@ class HostRows:
 
     def lanes(self, header: Tensor) -> HostLanes:
         """What steps need of them on the device; ``header`` is StepSource.header."""
-        layers, width = self._model.num_layers, self._model.hidden_size
+        layers, lanes, width = self._model.num_layers, self.num_lanes, self._model.hidden_size
         self._device = header.device
-        return HostLanes.allocate(self.mailboxes, self.results, header, layers=layers, lanes=self._lanes, width=width)
+        return HostLanes.allocate(self.mailboxes, self.results, header, layers=layers, lanes=lanes, width=width)
 
     def workers(
         self,
@@ -83,7 +83,8 @@ class HostRows:
     ) -> _core.HostWorkers:
         """Who attends over the blocks of the pool. ``capture`` gives torch's address of a graph."""
         scales = [None] * self._model.num_layers if self._scales is None else list(self._scales)
-        logger.info("hybrid attention by %s: %d threads, %d lanes a step", self._form, self._num_workers, self._lanes)
+        form, lanes = self._form, self.num_lanes
+        logger.info("hybrid attention by %s: %d threads, %d lanes a step", form, self._num_workers, lanes)
         return _core.HostWorkers(
             self._exchange,
             pool=pool,
