@@ -144,7 +144,7 @@ class EngineConfig:
     they predict. Needs host_kv_memory_bytes."""
     hybrid_form: Literal["auto", "workers", "link", "both"] = "auto"
     """Who attends for these sequences: threads; a kernel of a GPU, which reads the host's memory over the link; or
-    both. auto is both on a GPU, and threads on the CPU."""
+    both. auto is both on a GPU, where threads alone make fewer tokens and cost its rows less; threads on the CPU."""
     hybrid_workers: int | None = None
     """Threads that attend on the host; None: the cores this process may use but two."""
     hybrid_lanes: int | None = None
