@@ -181,7 +181,9 @@ def main(target: str, directory: str, dtype: str, quantization: Quantization = "
     loaded = load_model(config, ops)
     device = _core.SimulatedDevice(vocab_size=2)
     native = _core.CudaDevice.simulated(device)
-    steps, _ = make_steps(config, loaded, ops, native, 8, HostRows.make(config, native, loaded))
+    host_rows = HostRows.make(config, native, loaded)
+    assert host_rows is not None
+    steps, _ = make_steps(config, loaded, ops, native, 8, host_rows)
     steps.state.input_ids.zero_()
     # Rows with several samples, records and entries, which no captured variant has.
     several = allocate_step(4, 8, 4, 64, ops.device, 12)
@@ -194,7 +196,7 @@ def main(target: str, directory: str, dtype: str, quantization: Quantization = "
     steps.run(Bucket(4, 64, False), ARGMAX)
     steps.run(Bucket(4, 64, False), SAMPLING)
     steps.run(Bucket(4, 64, False), EVERYTHING)
-    steps.run(Bucket(4, 64, False, lanes=config.hybrid_lanes_on(loaded.device)), EVERYTHING)
+    steps.run(Bucket(4, 64, False, lanes=host_rows.num_lanes), EVERYTHING)
     steps.run(Bucket(4, 4, True, 64), ARGMAX)
     steps.run(Bucket(4, 8, False, 64), ARGMAX)
     steps.run(Bucket(4, 4, True), ARGMAX)

@@ -245,7 +245,7 @@ class Start:
         self.device = _core.SimulatedDevice(vocab_size=2)
         self.native = _core.CudaDevice.simulated(self.device)
         self.host_rows = HostRows.make(self.config, self.native, self.loaded)
-        lanes = 0 if self.host_rows is None else self.config.hybrid_lanes_on(self.loaded.device)
+        lanes = 0 if self.host_rows is None else self.host_rows.num_lanes
         self.buckets = step_buckets(self.config, self.loaded, self.ops, lanes)
         self.tuner = FakeTuner()
 

@@ -37,7 +37,7 @@ def load(config: EngineConfig) -> Backend:
     info = loaded.info(config, config.num_kv_blocks)
     host_rows = HostRows.make(config, native, loaded)
     steps, buffers = make_steps(config, loaded, ops, native, config.num_kv_blocks, host_rows)
-    buckets = step_buckets(config, loaded, ops, 0 if host_rows is None else config.hybrid_lanes_on(loaded.device))
+    buckets = step_buckets(config, loaded, ops, 0 if host_rows is None else host_rows.num_lanes)
     graphs = _core.CudaGraphs(native)
     for bucket in buckets:
         variants = [(needs, device.add_graph(partial(_quietly, steps.run, bucket, needs))) for needs in VARIANTS]
