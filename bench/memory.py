@@ -1,7 +1,7 @@
 """More context than the GPU holds: what the host keeps of prefixes and sequences, beside computing it again.
 
     python bench/memory.py [--model llama-3.1-8b] [--pool-gb 8] [--host-gb 24] [--disk DIR] [--repeats 3] [--json FILE]
-    python bench/memory.py --only hybrid [--pools 1,2,3.5,8] [--contexts 2048,8192] [--fp8-kv]
+    python bench/memory.py --only hybrid [--pools 1,2,3.5,8] [--contexts 2048,8192] [--kv-cache-dtype auto fp8]
 
 The GPU's KV pool is capped, so a figure says "pool of N GB on" the card that ran it. Where the engine's table of costs
 foretells a figure, the prediction is printed beside it.

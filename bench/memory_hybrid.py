@@ -50,7 +50,8 @@ def add_hybrid_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--hybrid-lanes", type=int, help="rows of a step for those on the host")
     group.add_argument("--warm-up", type=float, default=15.0, help="seconds until sequences have found their places")
     group.add_argument("--seconds", type=float, default=20.0, help="that count")
-    group.add_argument("--fp8-kv", action="store_true", help="each way with keys and values in float8 too")
+    caches = "of keys and values, one after the other"
+    group.add_argument("--kv-cache-dtype", nargs="+", choices=("auto", "fp8"), default=["auto"], help=caches)
 
 
 def table_of(engine: AsyncEngine) -> CostTable | None:
@@ -171,21 +172,23 @@ async def hybrid(args: argparse.Namespace) -> list[Figure]:
     if unknown := set(args.ways) - {*ALONE, *HYBRID}:
         raise SystemExit(f"--ways: {', '.join(sorted(unknown))}: choose among {', '.join((*ALONE, *HYBRID))}")
     figures = []
-    dtypes = ("auto", "fp8") if args.fp8_kv else ("auto",)
-    for pool, dtype in itertools.product(args.pools, dtypes):
+    for pool, dtype in itertools.product(args.pools, args.kv_cache_dtype):
         held = pool * 1e9 / kv_bytes_per_token(read_model(args.model), dtype)
         contexts = sorted(n for n in args.contexts if held >= n + args.hybrid_output // 2 + 32)
         for context in sorted(set(args.contexts) - set(contexts)):
-            print(f"{pool:g} GB, {context:,}: left out, as the pool does not hold one sequence")
+            print(f"{name_of(pool, dtype, context)}: left out, as the pool does not hold one sequence")
         samples: dict[int, dict[str, list[Sample]]] = {n: {way: [] for way in args.ways} for n in contexts}
         for _, way in itertools.product(range(args.repeats), args.ways):
             # How many sequences there are depends on the context in one way alone: in others contexts share an engine.
             for some in [[n] for n in contexts] if way == "conservative" else [contexts]:
                 await observe_all(args, way, pool, dtype, some, samples)
         for context in contexts:
-            name = f"{pool:g} GB{', float8 KV' if dtype == 'fp8' else ''}, {context:,}"
-            figures += summarize(name, samples[context])
+            figures += summarize(name_of(pool, dtype, context), samples[context])
     return figures
+
+
+def name_of(pool: float, dtype: str, context: int) -> str:
+    return f"{pool:g} GB{', float8 KV' if dtype == 'fp8' else ''}, {context:,}"
 
 
 async def observe_all(
@@ -199,7 +202,7 @@ async def observe_all(
         for context in contexts:
             sample = await observe(engine, args, context)
             samples[context][way].append(sample)
-            print(f"{pool:g} GB, {context:,}: {way}: {sample.tokens_per_s:,.0f} tok/s", flush=True)
+            print(f"{name_of(pool, dtype, context)}: {way}: {sample.tokens_per_s:,.0f} tok/s", flush=True)
 
 
 def summarize(name: str, samples: dict[str, list[Sample]]) -> list[Figure]:
