@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from asyncengine import AsyncEngine, SamplingParams, testing
-from asyncengine.backend import load_backend
 from asyncengine.bundled import path as bundled_path
 from asyncengine.config import EngineConfig
-from tests.gpu.test_no_hidden_sync import SMALL, short_collections, watch  # noqa: F401 - a fixture of this file too
+from tests.gpu.test_no_hidden_sync import (  # noqa: F401 - one is a fixture of this file too
+    SMALL,
+    check_that_launches_never_wait,
+    short_collections,
+)
 from tests.kernels.lanes import read_mailbox
 from tests.kernels.test_lanes import TOKENS, Behind, Case
 
@@ -108,9 +111,4 @@ def test_a_layer_of_a_real_shape(dtype: torch.dtype, pdl: bool) -> None:
 def test_launching_never_waits(tiny_llama: str, staging: Any, eager: bool) -> None:
     """Neither for the device nor for a worker, which wait for each other behind the sleep."""
     config = EngineConfig(model=tiny_llama, **SMALL, **HYBRID, staging=staging, enforce_eager=eager)
-    backend = load_backend(config, progress=False)
-    waits = watch(backend, 40, sleep_ms=25 if eager else 5)
-    assert waits.launches >= 40
-    assert waits.waited == 0
-    assert backend.step_loop.stats()["moved_to_host"] > 0
-    assert backend.step_loop.stop(5.0)
+    check_that_launches_never_wait(config, "moved_to_host")
