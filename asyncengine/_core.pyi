@@ -235,7 +235,7 @@ class HybridConfig:
 
     def __init__(
         self, *, lanes: int = 0, layers: int = 0, workers: int = 1, attend_ns: float = 0.0, exchange_ns: float = 0.0,
-        min_gain: float = 0.05, max_rows: int = 0, job_timeout_ns: int = 10_000_000_000,
+        min_gain: float = 0.05, max_rows: int = 0, host_tokens: int = 0, job_timeout_ns: int = 10_000_000_000,
     ) -> None: ...  # fmt: skip
     def gain(self, costs: StepCosts, rows: int, attended: int, /) -> float | None:
         """Share of throughput that the host adds to ``rows`` that see ``attended`` tokens in all; None: not known."""

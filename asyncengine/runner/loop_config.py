@@ -67,6 +67,7 @@ def hybrid_config(config: EngineConfig, model_info: ModelInfo, costs: CostTable 
         attend_ns=attend_ns,
         exchange_ns=costs.exchange_ns if costs else 0.0,
         min_gain=_LEAST_GAIN[config.hybrid_attention],
+        host_tokens=model_info.num_host_kv_blocks * config.block_size,
     )
 
 

@@ -352,14 +352,14 @@ void bind_core(py::module_& m) {
 
   py::class_<HybridConfig>(m, "HybridConfig")
       .def(py::init([](int32_t lanes, int32_t layers, int32_t workers, double attend_ns, double exchange_ns, double min_gain,
-                       int32_t max_rows, int64_t job_timeout_ns) {
+                       int32_t max_rows, int64_t host_tokens, int64_t job_timeout_ns) {
              require(lanes >= 0 && lanes <= 64 && layers >= 0, "lanes must be 0 to 64, and layers not negative");
-             require(workers >= 1 && attend_ns >= 0 && exchange_ns >= 0 && max_rows >= 0 && job_timeout_ns > 0,
+             require(workers >= 1 && attend_ns >= 0 && exchange_ns >= 0 && max_rows >= 0 && host_tokens >= 0 && job_timeout_ns > 0,
                      "counts and times must not be negative");
-             return HybridConfig{lanes, layers, workers, attend_ns, exchange_ns, min_gain, max_rows, job_timeout_ns};
+             return HybridConfig{lanes, layers, workers, attend_ns, exchange_ns, min_gain, max_rows, host_tokens, job_timeout_ns};
            }), py::kw_only(), py::arg("lanes") = 0, py::arg("layers") = 0, py::arg("workers") = 1, py::arg("attend_ns") = 0.0,
            py::arg("exchange_ns") = 0.0, py::arg("min_gain") = HybridConfig().min_gain, py::arg("max_rows") = 0,
-           py::arg("job_timeout_ns") = HybridConfig().job_timeout_ns)
+           py::arg("host_tokens") = 0, py::arg("job_timeout_ns") = HybridConfig().job_timeout_ns)
       .def("gain", [](const HybridConfig& self, const StepCosts& costs, int32_t rows, int64_t attended) -> std::optional<double> {
         require(rows >= 1 && attended >= 1, "a row and a token at least");
         if (!costs.known() || self.attend_ns == 0) return std::nullopt;

@@ -48,13 +48,14 @@ struct HybridConfig {
   double exchange_ns = 0;  // what lanes add to a step beside their tokens
   double min_gain = 0.05;  // of throughput, as predicted: for less nobody is moved to the host
   int32_t max_rows = 0;    // sequences on the host at most; 0: as many as keep the workers busy
+  int64_t host_tokens = 0;  // that the host's pool has room for, when the gain is predicted; 0: for all
   int64_t job_timeout_ns = 10'000'000'000;  // of attention of a row in a layer: the row's request fails
 
   // Tokens of context that were attended to: from then on their times tell more than what was measured beforehand.
   static constexpr int64_t kEnoughTokens = 20'000'000;
   struct Gain {
-    double tokens = 0;  // of host rows that a step makes
-    double share = 0;   // of throughput: 0.1 is a tenth more
+    double tokens = 0;  // of host rows that a step makes, if there are enough of these
+    double share = 0;   // of throughput, with the host rows that there is room for: 0.1 is a tenth more
   };
   // Beside `rows` on the device that see `attended` tokens in all, where one who attends takes so long (as `attend_ns`).
   // Precondition: costs are known, and there is a row.

@@ -18,15 +18,20 @@ constexpr int32_t kLeastLeft = 8;
 constexpr int kMostFailures = 8;
 // Host rows over what keeps the workers busy if each had its result when it is wanted: half of the rows wait for the next step.
 constexpr double kSurplusRows = 2.0;
+// Steps that a host row takes for a layer, beside the time that attention takes: its query leaves in the midst of a step, and
+// its result enters with the step that is planned next (measured: bench/log/memory.md).
+constexpr double kStepsPerStage = 1.5;
 
 }  // namespace
 
 HybridConfig::Gain HybridConfig::gain(const StepCosts& costs, double attending_ns, int32_t rows, int64_t attended) const {
   const auto alone = static_cast<double>(costs.decode_ns(rows, attended));
   const auto together = static_cast<double>(costs.lanes_ns(rows, lanes, attended, exchange_ns));
-  const double token_ns = attending_ns * layers * static_cast<double>(attended) / rows;
-  const double tokens = std::min<double>(lanes, together * workers / token_ns);
-  return {tokens, (rows + tokens) / rows * alone / together - 1};
+  const double context = static_cast<double>(attended) / rows, layer_ns = attending_ns * context;
+  const double tokens = std::min<double>(lanes, together * workers / (layer_ns * layers));
+  const double steps_per_token = (layers + 1) * (kStepsPerStage + layer_ns / together);
+  const double made = host_tokens > 0 ? std::min(tokens, static_cast<double>(host_tokens) / context / steps_per_token) : tokens;
+  return {tokens, (rows + made) / rows * alone / together - 1};
 }
 
 // A worker may still touch the sequence's host blocks.

@@ -185,7 +185,7 @@ def test_the_prediction_is_of_a_pool_that_is_full(monkeypatch: pytest.MonkeyPatc
     class Engine:
         model_info = argparse.Namespace(
             kv_capacity_tokens=10_500, num_kv_layers=10, kv_layer_token_bytes=64, device="a GPU",
-            can_decode_on_host=True, num_host_kv_blocks=1,
+            can_decode_on_host=True, num_host_kv_blocks=500,
         )  # fmt: skip
         config = EngineConfig(
             model="m", hybrid_attention="auto", hybrid_form="workers", hybrid_workers=4, host_kv_memory_bytes=1
@@ -201,7 +201,7 @@ def test_the_prediction_is_of_a_pool_that_is_full(monkeypatch: pytest.MonkeyPatc
     assert memory_hybrid.table_of(engine) is TABLE
     expected = [
         _core.HybridConfig(
-            lanes=8, layers=10, workers=4, attend_ns=ns, exchange_ns=TABLE.exchange_ns
+            lanes=8, layers=10, workers=4, attend_ns=ns, exchange_ns=TABLE.exchange_ns, host_tokens=500 * 16
         ).gain(TABLE.native(), 10, 10_000)
         for ns in (TABLE.attend_ns(4), 7.0)
     ]  # fmt: skip

@@ -162,6 +162,14 @@ def test_the_gain_of_sequences_on_the_host_by_hand() -> None:
     assert learned.decode_ns(10, 10_000) == 2 * costs.decode_ns(10, 10_000) == 10_000_000
     assert learned.lanes_ns(10, 8, 10_000, 2e5) == pytest.approx(2.2 * 6e6)
     assert eight.gain(learned, 10, 10_000) == pytest.approx(1.8 * 5 / 6.6 - 1)
+    # A row of 1,000 tokens takes a worker 1 ms in each of 5 layers, the sixth of a step. The host has room for 100 of
+    # them, enough for all lanes, or for 10, each of which makes a token in 6 stages of 1.5 steps and that sixth.
+    room = partial(hybrid, layers=5, workers=40, attend_ns=1e3)
+    assert room().gain(costs, 10, 10_000) == pytest.approx(1.8 * 5 / 6 - 1)
+    assert room(host_tokens=100_000).gain(costs, 10, 10_000) == pytest.approx(1.8 * 5 / 6 - 1)
+    assert room(host_tokens=10_000).gain(costs, 10, 10_000) == pytest.approx(1.1 * 5 / 6 - 1)
+    with pytest.raises(ValueError, match="must not be negative"):
+        room(host_tokens=-1)
     with pytest.raises(ValueError, match="a row"):
         eight.gain(costs, 0, 10_000)
 
@@ -322,7 +330,7 @@ def test_the_command_tells_what_hybrid_attention_would_gain() -> None:
     points = [Point(1, 3e6, 0.1), Point(64, 5e6, 0.1)]
     table = CostTable(points, points, host_attention=ATTENTION)
     *_, gains = _host_tables(config, info, table)
-    three = _core.HybridConfig(lanes=8, layers=2, workers=3, attend_ns=table.attend_ns(3))
+    three = _core.HybridConfig(lanes=8, layers=2, workers=3, attend_ns=table.attend_ns(3), host_tokens=64_000)
     expected = [three.gain(table.native(), rows, 20480) for rows in (10, 5)]
     assert gains[1:] == [("2,048", "10", f"{expected[0]:+.1%}"), ("4,096", "5", f"{expected[1]:+.1%}")]
     assert hybrid_gain(config, info, table, 2048) == (10, expected[0])

@@ -69,6 +69,7 @@ def test_the_scheduler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = CostTable([], [], host_attention=[HostAttention(4, 2048, 1.5)], exchange_ns=7.0)
     config = EngineConfig(model="m", hybrid_workers=4, hybrid_lanes=6, hybrid_form="workers", **ON)
     told = {"lanes": 6, "layers": 3, "workers": 4, "attend_ns": 1.5, "exchange_ns": 7.0, "min_gain": 0.05}
+    told["host_tokens"] = INFO.num_host_kv_blocks * config.block_size
     assert hybrid_config(config, INFO, costs) == SimpleNamespace(**told)
     unknown = SimpleNamespace(**told | {"attend_ns": 0.0, "exchange_ns": 0.0})
     assert hybrid_config(config, INFO) == unknown

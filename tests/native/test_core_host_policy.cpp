@@ -55,6 +55,12 @@ TEST(a_sequence_moves_where_that_is_predicted_to_pay) {
   CHECK_EQ(num_moved(small(hybrid, flat_costs())), 1);
   hybrid.min_gain = 0.2;
   CHECK_EQ(num_moved(small(hybrid, flat_costs())), 0);
+  hybrid.attend_ns = 1;
+  CHECK_EQ(num_moved(small(hybrid, flat_costs())), 1);
+  hybrid.host_tokens = 40;  // of one row, whose token takes five steps
+  CHECK_EQ(num_moved(small(hybrid, flat_costs())), 0);
+  hybrid.host_tokens = 400;
+  CHECK_EQ(num_moved(small(hybrid, flat_costs())), 1);
 }
 
 TEST(a_class_with_a_target_stays_on_the_device) {
