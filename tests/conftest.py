@@ -6,7 +6,9 @@ Torch gets one thread, here and in processes that tests start: there is a worker
 """
 
 import os
+from collections import Counter
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -24,3 +26,10 @@ _common = {
 settings.register_profile("repeatable", derandomize=True, database=None, **_common)
 settings.register_profile("explore", max_examples=1000, **_common)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse tests that share a node ID: xdist would run one of them and leave out the others without a word."""
+    shared = [name for name, count in Counter(item.nodeid for item in items).items() if count > 1]
+    if shared:
+        raise pytest.UsageError(f"several tests have the same node ID: {', '.join(shared)}")

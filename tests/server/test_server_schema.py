@@ -132,6 +132,10 @@ def examples(count: int, phase: Phase) -> settings:
     )
 
 
+#: With a parameter of its own a test has its operation in its node ID. Else all operations have one ID (pytest 9.2),
+#: and xdist runs one of them.
+by_operation = pytest.mark.parametrize("server", ["simulated"], indirect=True)
+
 seen: Counter[tuple[str, int]] = Counter()
 narrow, whole = loaded(narrowed()), loaded(SERVED)
 
@@ -154,12 +158,14 @@ def check(case: schemathesis.Case, server: Threaded) -> int:
 
 
 @narrow.parametrize()
+@by_operation
 @examples(15, Phase.generate)
 def test_31_every_answer_is_as_described(case: schemathesis.Case, server: Threaded) -> None:
     seen[case.operation.path, check(case, server)] += 1
 
 
 @whole.parametrize()
+@by_operation
 @examples(1, Phase.explicit)
 def test_31_any_request_that_the_description_allows_is_answered_as_described(
     case: schemathesis.Case, server: Threaded
