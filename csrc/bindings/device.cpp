@@ -27,8 +27,8 @@ const char* mode_name(const Staging& staging) {
 }
 
 std::shared_ptr<Staging> make_staging(const CudaDevice& device, const StepLoopConfig& config, const std::string& mode) {
-  return std::make_shared<Staging>(device.cuda, device.ordinal, StepLoop::limits(config), config.steps_in_flight,
-                                   staging_mode(mode));
+  return make_process_owned<Staging>(device.cuda, device.ordinal, StepLoop::limits(config), config.steps_in_flight,
+                                     staging_mode(mode));
 }
 
 Address add_simulated_graph(Simulation& simulation, py::function body) {
@@ -102,11 +102,11 @@ GraphExecutor::Graphs executor_graphs(const CudaDevice& device, std::shared_ptr<
 }
 
 void bind_device(py::module_& m) {
-  py::class_<Simulation, std::unique_ptr<Simulation, WithoutGil>>(m, "SimulatedDevice")
+  py::class_<Simulation, OwnedSimulation>(m, "SimulatedDevice")
       .def(py::init([](int32_t vocab_size, int32_t first_token, double step_latency_us, double token_latency_us, bool read_kv) {
              require(0 <= first_token && first_token < vocab_size, "first_token must be in [0, vocab_size)");
              const auto ns = [](double us) { return std::chrono::nanoseconds(static_cast<int64_t>(us * 1000)); };
-             return std::unique_ptr<Simulation, WithoutGil>(new Simulation(
+             return OwnedSimulation(new Simulation(
                  SimulatedModelConfig{vocab_size, first_token, ns(step_latency_us), ns(token_latency_us), read_kv}));
            }),
            py::kw_only(), py::arg("vocab_size"), py::arg("first_token") = 0, py::arg("step_latency_us") = 0.0,
@@ -158,7 +158,7 @@ void bind_device(py::module_& m) {
   py::class_<HostPool, std::shared_ptr<HostPool>>(m, "HostPool")
       .def(py::init([](const CudaDevice& device, size_t block_bytes, int32_t num_blocks, int32_t max_moves) {
              require(block_bytes >= 1 && max_moves >= 1 && num_blocks >= max_moves, "a pool holds one transfer at least");
-             return std::make_shared<HostPool>(device.cuda, device.ordinal, block_bytes, num_blocks, max_moves);
+             return make_process_owned<HostPool>(device.cuda, device.ordinal, block_bytes, num_blocks, max_moves);
            }), py::arg("device"), py::arg("block_bytes"), py::arg("num_blocks"), py::arg("max_moves"), py::keep_alive<1, 2>(), NoGil())
       .def_property_readonly("num_blocks", &HostPool::num_blocks)
       .def_property_readonly_static("transfers", [](const py::object&) { return BlockMover::kTransfers; })
@@ -169,7 +169,7 @@ void bind_device(py::module_& m) {
       .def("block", [](const HostPool& pool, int32_t host) { return reinterpret_cast<Address>(pool.block(host)); }, py::arg("host"));
 
   py::class_<CudaGraphs, std::shared_ptr<CudaGraphs>>(m, "CudaGraphs")
-      .def(py::init([](const CudaDevice& device) { return std::make_shared<CudaGraphs>(device.cuda); }), py::arg("device"),
+      .def(py::init([](const CudaDevice& device) { return make_process_owned<CudaGraphs>(device.cuda); }), py::arg("device"),
            py::keep_alive<1, 2>())
       .def("add_bucket", &CudaGraphs::add_bucket, py::arg("max_rows"), py::arg("max_tokens"), py::arg("single_token_rows"),
            py::arg("max_context"), py::arg("variants"), py::arg("lanes") = 0)

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "platform/process_owned.h"
 #include "step_loop/graph_executor.h"
 #include "step_loop/simulated_model.h"
 #include "step_loop/step_loop.h"
@@ -27,7 +28,7 @@ struct DisposeWithoutGil {
     StepLoop::dispose(loop, std::chrono::seconds(5));
   }
 };
-using OwnedStepLoop = std::unique_ptr<StepLoop, DisposeWithoutGil>;
+using OwnedStepLoop = std::unique_ptr<StepLoop, FreedInItsProcess<DisposeWithoutGil>>;
 
 // A simulated device and the model that runs on it. Its thread stops before anything that its graphs use is freed.
 struct Simulation {
@@ -38,6 +39,7 @@ struct Simulation {
   SimulatedDevice device;
   std::unique_ptr<SimulatedModel> model;
 };
+using OwnedSimulation = std::unique_ptr<Simulation, FreedInItsProcess<WithoutGil>>;
 
 struct CudaDevice {
   const CudaRuntime& cuda;

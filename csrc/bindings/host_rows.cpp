@@ -20,8 +20,8 @@ namespace {
 std::shared_ptr<HostExchange> make_exchange(Dtype dtype, int32_t num_slots, int32_t num_q_heads, int32_t num_kv_heads,
                                             int32_t head_dim, const CudaDevice* device) {
   const HostShape shape = host_shape(dtype, num_slots, num_q_heads, num_kv_heads, head_dim);
-  if (device == nullptr) return std::make_shared<HostExchange>(shape);
-  return std::make_shared<HostExchange>(device->cuda, device->ordinal, shape);
+  if (device == nullptr) return make_process_owned<HostExchange>(shape);
+  return make_process_owned<HostExchange>(device->cuda, device->ordinal, shape);
 }
 
 std::shared_ptr<HostWorkers> make_pool_workers(std::shared_ptr<HostExchange> exchange, std::shared_ptr<HostPool> pool,
@@ -34,7 +34,7 @@ std::shared_ptr<HostWorkers> make_pool_workers(std::shared_ptr<HostExchange> exc
 std::shared_ptr<GraphLink> make_link(const CudaDevice& device, std::shared_ptr<LinkJobs> jobs, int32_t block_size,
                                      std::shared_ptr<CudaGraphs> graphs, Address graph) {
   const CudaGraphExec exec = graphs->instantiate(graph);
-  return std::make_shared<GraphLink>(device.cuda, device.ordinal, std::move(jobs), block_size, exec, std::move(graphs));
+  return make_process_owned<GraphLink>(device.cuda, device.ordinal, std::move(jobs), block_size, exec, std::move(graphs));
 }
 
 double time_attention(Dtype dtype, int32_t num_q_heads, int32_t num_kv_heads, int32_t head_dim, int32_t block_size,
@@ -56,7 +56,7 @@ std::shared_ptr<HostWorkers> make_host_workers(std::shared_ptr<HostExchange> exc
   for (const auto& [scale, window, softcap, scales] : layers) {
     config.layers.push_back({scale, window, softcap, pointer<const float>(scales)});
   }
-  return std::make_shared<HostWorkers>(select_cpu_isa(isa), std::move(config));  // whose last owner may have no GIL to release
+  return make_process_owned<HostWorkers>(select_cpu_isa(isa), std::move(config));  // whose last owner may have no GIL to release
 }
 
 void bind_host_rows(py::module_& m) {
@@ -71,7 +71,7 @@ void bind_host_rows(py::module_& m) {
   py::class_<LinkJobs, std::shared_ptr<LinkJobs>>(m, "LinkJobs")
       .def(py::init([](const CudaDevice& device, int32_t max_jobs, int32_t max_blocks) {
              require(max_jobs >= 1 && max_blocks >= 1, "a job and a block at least");
-             return std::make_shared<LinkJobs>(device.cuda, device.ordinal, max_jobs, max_blocks);
+             return make_process_owned<LinkJobs>(device.cuda, device.ordinal, max_jobs, max_blocks);
            }), py::arg("device"), py::arg("max_jobs"), py::arg("max_blocks"), py::keep_alive<1, 2>())
       .def_property_readonly("words", &LinkJobs::words)
       .def_property_readonly("address", [](const LinkJobs& self) { return reinterpret_cast<Address>(self.data()); });

@@ -10,6 +10,7 @@
 #include "core/step_batch.h"
 #include "platform/cpu_kernels.h"
 #include "platform/cpu_sampler.h"
+#include "platform/process_owned.h"
 
 namespace asyncengine {
 namespace {
@@ -157,7 +158,8 @@ void bind_cpu_kernels(py::module_& m) {
            py::arg("scales") = 0);
 
   py::class_<CpuKernels, std::shared_ptr<CpuKernels>>(m, "CpuKernels")
-      .def(py::init<int, std::string>(), py::arg("num_threads"), py::arg("isa") = "auto")
+      .def(py::init([](int num_threads, const std::string& isa) { return make_process_owned<CpuKernels>(num_threads, isa); }),
+           py::arg("num_threads"), py::arg("isa") = "auto")
       .def_static("available_isas", &available_cpu_isas)
       .def_property_readonly("isa", &CpuKernels::isa_name)
       .def_property_readonly("num_threads", &CpuKernels::num_threads)

@@ -248,31 +248,6 @@ def test_sdpa_prefill_gives_the_same_tokens(checkpoints):
     assert outputs == expected
 
 
-@pytest.mark.parametrize("simulated", [False, True])
-def test_a_forked_process_may_end(simulated):
-    code = f"""
-        import asyncio, atexit, os
-        from asyncengine import AsyncEngine, SamplingParams, bundled_model
-        from asyncengine.testing import SimulatedEngine
-        params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
-        engine = AsyncEngine.from_pretrained(bundled_model(), device="cpu", cpu_threads=2, num_kv_blocks=64)
-        if {simulated}:
-            engine = SimulatedEngine()
-        with asyncio.Runner() as runner:
-            runner.run(engine.start())
-            runner.run(engine.generate([300, 301], params))
-            child = os.fork()
-            if child == 0:
-                atexit._run_exitfuncs()
-                engine._backend = None
-                os._exit(7)  # and not through the runner, which would close the parent's loop
-            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-            print(len(runner.run(engine.generate([300, 301], params)).token_ids))
-            runner.run(engine.aclose())
-    """
-    assert run_script(code).split() == ["7", "20"]
-
-
 @pytest.mark.parametrize("how", ["return", "keep = engine", "await engine.aclose(drain=False)"])
 def test_a_process_may_end_during_a_long_step(how):
     code = f"""

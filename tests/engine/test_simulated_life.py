@@ -416,26 +416,3 @@ async def test_an_engine_that_nobody_closed_says_so() -> None:
             while left() is not None:  # the thread that loaded it may still be letting go
                 gc.collect()
                 await asyncio.sleep(0.001)
-
-
-@pytest.mark.parametrize("loop", BOTH_LOOPS)
-@pytest.mark.parametrize("child", ["os._exit(7)", "sys.exit(7)", "return", "await engine.aclose(); os._exit(7)"])
-def test_a_coroutine_may_fork(loop, child):
-    code = f"""
-        import asyncio, os, sys, uvloop
-        from asyncengine import SamplingParams
-        from asyncengine.testing import SimulatedEngine
-        params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
-        async def main():
-            async with SimulatedEngine() as engine:
-                await engine.generate([300, 301], params)
-                child = os.fork()
-                if child == 0:
-                    {child}
-                print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-                print(len((await engine.generate([300, 301], params)).token_ids))
-                await asyncio.to_thread(print, "thread")
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop if {loop == "uvloop"} else None) as runner:
-            runner.run(main())
-    """
-    assert run_script(code).split() == ["0" if child == "return" else "7", "20", "thread"]
