@@ -9,6 +9,7 @@ import pytest
 import uvloop
 
 from tests.at_rest import engines_close_at_rest  # noqa: F401  # for every test here
+from tests.coroutines import run
 
 TIME_LIMIT_S = 100.0
 
@@ -21,13 +22,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     factory = uvloop.new_event_loop if arguments.get("loop_name") == "uvloop" else asyncio.SelectorEventLoop
 
-    async def run() -> None:
-        async with asyncio.timeout(TIME_LIMIT_S):
-            await pyfuncitem.obj(**arguments)
-            await asyncio.sleep(0)
+    async def test() -> None:
+        await pyfuncitem.obj(**arguments)
+        await asyncio.sleep(0)
         left = asyncio.all_tasks() - {asyncio.current_task()}
         assert not left, f"tasks left behind: {left}"
 
-    with asyncio.Runner(loop_factory=factory) as runner:
-        runner.run(run())
+    run(test(), TIME_LIMIT_S, factory)
     return True

@@ -6,9 +6,9 @@ import asyncio
 import inspect
 
 import pytest
-import uvloop
 
 from tests.at_rest import engines_close_at_rest  # noqa: F401  # for every test here
+from tests.coroutines import run
 
 TEST_TIMEOUT_S = 30.0
 SETTLING_TICKS = 100  # connections and generators that were just closed end their tasks
@@ -21,16 +21,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
 
-    async def run() -> None:
-        async with asyncio.timeout(TEST_TIMEOUT_S):
-            await pyfuncitem.obj(**arguments)
-            for _ in range(SETTLING_TICKS):
-                left = asyncio.all_tasks() - {asyncio.current_task()}
-                if not left:
-                    break
-                await asyncio.sleep(0)
+    async def test() -> None:
+        await pyfuncitem.obj(**arguments)
+        for _ in range(SETTLING_TICKS):
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            if not left:
+                break
+            await asyncio.sleep(0)
         assert not left, f"tasks left behind: {left}"
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(run())
+    run(test(), TEST_TIMEOUT_S)
     return True

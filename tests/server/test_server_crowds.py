@@ -8,22 +8,13 @@ import os
 from collections import Counter
 from typing import Any
 
-import uvloop
 from harness import COMPLETIONS, Site, raw_post, serving
 
 from asyncengine import SamplingParams, testing
+from tests.coroutines import run
 
 LIMIT_S = 120.0
 PAGE = os.sysconf("SC_PAGE_SIZE")
-
-
-def run(main: Any) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(LIMIT_S):
-            await main()
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(limited())
 
 
 def fields(number: int, max_tokens: int) -> dict[str, Any]:
@@ -67,7 +58,7 @@ def test_a_thousand_streams_are_as_in_series() -> None:
                 assert (status, text) == (200, expected(engine, i, 50))
             await testing.settle(engine)
 
-    run(main)
+    run(main(), LIMIT_S)
 
 
 def test_a_thousand_streams_at_a_queue_of_a_hundred_are_served_or_refused() -> None:
@@ -88,7 +79,7 @@ def test_a_thousand_streams_at_a_queue_of_a_hundred_are_served_or_refused() -> N
             assert statuses[503] > 0
             await testing.settle(engine)
 
-    run(main)
+    run(main(), LIMIT_S)
 
 
 def test_a_hundred_stalled_readers_cost_the_others_nothing() -> None:
@@ -128,4 +119,4 @@ def test_a_hundred_stalled_readers_cost_the_others_nothing() -> None:
                 assert not received.endswith(b"0\r\n\r\n")
                 writer.close()
 
-    run(main)
+    run(main(), LIMIT_S)

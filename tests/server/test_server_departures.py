@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -16,21 +16,14 @@ import uvloop
 from fake_engine import FakeEngine
 from harness import COMPLETIONS, Site, raw_post, serving
 
+from tests.coroutines import run
+
 LOOPS = pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 PLACES = pytest.mark.parametrize(("loop", "unix"), [("asyncio", False), ("uvloop", False), ("uvloop", True)])
 STREAMED = pytest.mark.parametrize("streamed", [False, True])
+FACTORIES = {"asyncio": asyncio.SelectorEventLoop, "uvloop": uvloop.new_event_loop}
 LONG = {"prompt": "x", "max_tokens": 200}
 LIMIT_S = 30.0
-
-
-def run(loop: str, main: Callable[[], Awaitable[None]]) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(LIMIT_S):
-            await main()
-
-    factory = uvloop.new_event_loop if loop == "uvloop" else None
-    with asyncio.Runner(loop_factory=factory) as runner:
-        runner.run(limited())
 
 
 class Client:
@@ -150,7 +143,7 @@ def test_a_client_that_half_closes_gets_its_answer(
             assert text_of(body, streamed) == "abcabc"
             assert received.count(b": ping") + received.count(b"100 Continue") >= 2
 
-    run(loop, main)
+    run(main(), LIMIT_S, FACTORIES[loop])
 
 
 @LOOPS
@@ -173,7 +166,7 @@ def test_pipelined_requests_before_a_half_close_are_all_answered(loop: str) -> N
             client.sock.shutdown(socket.SHUT_WR)
             assert await client.read() == b""
 
-    run(loop, main)
+    run(main(), LIMIT_S, FACTORIES[loop])
 
 
 @PLACES
@@ -196,7 +189,7 @@ def test_a_client_that_half_closes_and_then_leaves_is_noticed(
             client.sock.close()
             await engine.wait_for(open=0, aborted=1)
 
-    run(loop, main)
+    run(main(), LIMIT_S, FACTORIES[loop])
 
 
 @STREAMED
@@ -233,7 +226,7 @@ def test_a_client_that_pipelines_without_end_and_leaves_is_noticed(
             client.sock.close()
             await engine.wait_for(open=0, aborted=3)
 
-    run(loop, main)
+    run(main(), LIMIT_S, FACTORIES[loop])
 
 
 @pytest.mark.parametrize("protocol", ["websocket", "h2c"])

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-import uvloop
 from harness import COMPLETIONS, Site, raw_post, serving
 
 from asyncengine import AsyncEngine, bundled_model, testing
+from tests.coroutines import run
 
 CANARY = {"model": "stories", "prompt": "Once upon a time", "max_tokens": 40, "temperature": 0}
 LIMIT_S = 240.0
@@ -24,15 +24,6 @@ def make_engine(request: pytest.FixtureRequest):
     if request.param == "bundled model":
         return lambda: AsyncEngine.from_pretrained(bundled_model(), num_kv_blocks=2048)
     return lambda: testing.SimulatedEngine(step_latency_us=500, num_kv_blocks=2048)
-
-
-def run(main: Coroutine[Any, Any, None]) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(LIMIT_S):
-            await main
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(limited())
 
 
 @asynccontextmanager
@@ -79,7 +70,7 @@ def test_a_thousand_streams_at_once(make_engine):
                 assert result[1] == job["max_tokens"]
                 assert expected.setdefault((job["prompt"], job["max_tokens"]), result) == result
 
-    run(main())
+    run(main(), LIMIT_S)
 
 
 def test_two_thousand_disconnects(make_engine):
@@ -111,4 +102,4 @@ def test_two_thousand_disconnects(make_engine):
             for wave in range(8):
                 await asyncio.gather(*(leave(site, wave * 250 + i) for i in range(250)))
 
-    run(main())
+    run(main(), LIMIT_S)

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-
-import uvloop
-
+from tests.coroutines import run
 from tests.soak.mixed import Samples, soak
 
 LIMIT_S = 120.0
 
 
 def test_some_seconds_of_mixed_traffic() -> None:
-    async def main() -> dict[str, object]:
-        async with asyncio.timeout(LIMIT_S):
-            return await soak(seconds=8, warm_up_s=3, seed=1, clients=8, interval_s=1)
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        summary = runner.run(main())
+    summary = run(soak(seconds=8, warm_up_s=3, seed=1, clients=8, interval_s=1), LIMIT_S)
     assert summary["failures"] == []
     requests = summary["requests"]
     assert isinstance(requests, dict)
