@@ -476,6 +476,7 @@ class AsyncEngine(VectorMethods, ScoringMethods, SnapshotMethods, TextMethods):
         if result == _core.SubmitResult.too_large:  # check_size has checked the tokens
             raise InvalidRequestError("the parameters ask for more than a step has room for", param="params")
         if result != _core.SubmitResult.accepted:
+            self._on_wake()  # it ended by itself, and a caller who only asks again keeps the loop from hearing of it
             raise self._dead_or_closed()
 
     def _serving(self) -> Backend:

@@ -391,6 +391,20 @@ async def test_a_device_that_dies_while_draining() -> None:
         assert engine.health == "closed"
 
 
+async def test_a_request_hears_of_a_death_that_the_loop_has_not_heard_of() -> None:
+    async with SimulatedEngine() as engine:
+        task = asyncio.create_task(engine.generate(CANARY, LONG))
+        await asyncio.sleep(0)
+        engine.device.fail_at(3)
+        while not engine._loaded().step_loop.error:
+            time.sleep(0.001)  # noqa: ASYNC251  # and the loop does not turn meanwhile
+        with pytest.raises(EngineDeadError, match="illegal memory access"):
+            await engine.generate(CANARY, LONG)
+        assert engine.health == "dead"
+        with pytest.raises(EngineDeadError):
+            await task
+
+
 async def test_an_idle_engine_does_not_mind_a_short_step_timeout() -> None:
     async with SimulatedEngine(step_timeout_s=1.0) as engine, no_leaks(engine):
         await check_canary(engine)
