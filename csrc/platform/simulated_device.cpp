@@ -144,6 +144,7 @@ struct SimulatedRuntime {
   }
   static int event_destroy(CudaEvent event) {
     --event->device->live_objects_;
+    std::lock_guard lock(event->device->mutex_);  // of a device that failed the thread may still look at the event
     delete event;
     return kCudaSuccess;
   }
@@ -267,12 +268,12 @@ bool SimulatedDevice::is_pinned(const void* address) const {
   return std::ranges::any_of(pinned_, [&](const auto& range) { return range.first <= byte && byte < range.first + range.second; });
 }
 
-// The oldest CUDA stream that waits for nothing, or none.
+// The oldest CUDA stream that waits for nothing, or none. After a sticky error nothing waits: events may be gone.
 CudaStream SimulatedDevice::runnable() const {
-  const auto found = std::find_if(cuda_streams_.begin(), cuda_streams_.end(), [](CudaStream cuda_stream) {
+  const auto found = std::find_if(cuda_streams_.begin(), cuda_streams_.end(), [this](CudaStream cuda_stream) {
     if (cuda_stream->queue.empty()) return false;
     const Operation& next = cuda_stream->queue.front();
-    return next.kind != Operation::kWait ||
+    return next.kind != Operation::kWait || error_ != kCudaSuccess ||
            static_cast<CudaEvent>(next.target)->done.load(std::memory_order_acquire) >= static_cast<int64_t>(next.bytes);
   });
   return found == cuda_streams_.end() ? nullptr : *found;
@@ -295,12 +296,10 @@ void SimulatedDevice::run() {
 
 void SimulatedDevice::run_operation(const Operation& operation, std::unique_lock<std::mutex>& lock) {
   if (operation.kind == Operation::kGraph) return run_graph(static_cast<CudaGraphExec>(operation.target), lock);
+  if (operation.kind == Operation::kRecord) static_cast<CudaEvent>(operation.target)->done.fetch_add(1, std::memory_order_release);
+  if (operation.kind != Operation::kCopy) return;
   lock.unlock();
-  if (operation.kind == Operation::kCopy) {
-    std::memcpy(operation.target, operation.source, operation.bytes);
-  } else if (operation.kind == Operation::kRecord) {
-    static_cast<CudaEvent>(operation.target)->done.fetch_add(1, std::memory_order_release);
-  }
+  std::memcpy(operation.target, operation.source, operation.bytes);
   lock.lock();
 }
 
