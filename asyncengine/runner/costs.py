@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 
 CPU_BUDGET_S = 1.0
 """What measuring takes; of a model with slower steps some sizes are left out, and the engine learns as it runs."""
-_DECODE_ROWS = (1, 16, 64, 4, 256)
+_DECODE_ROWS = (1, 16, 64, 4, 9, 5, 8, 256)
+"""Of 5 and 9 a GPU makes 8 and 16: between two of these sizes time rises at once, and then hardly."""
 _CHUNKS = (128, 512, 16, 2048, 256, 64, 1024, 192, 384, 96, 768, 32)
 """In the order of their worth, where time does not do for all."""
 _SHORT = 16
@@ -166,11 +167,11 @@ def _step_batch(rows: Rows, block_size: int) -> _core.StepBatch:
 
 
 def time_host_attention(
-    config: EngineConfig, model: ModelConfig, dtype: str, *, transposed_keys: bool
+    config: EngineConfig, model: ModelConfig, dtype: str, *, transposed_keys: bool, pool: _core.HostPool | None = None
 ) -> list[HostAttention]:
     """Of the model's heads, by one worker, half of the workers and all of them; of odd heads nothing.
 
-    ``transposed_keys``: as blocks of the CPU have them, and not those of a GPU.
+    ``transposed_keys``: as blocks of the CPU have them, and not those of a GPU. ``pool``: where its rows will be.
     """
     if model.head_dim % 2 or not config.num_hybrid_workers:
         return []
@@ -180,6 +181,7 @@ def time_host_attention(
     for workers in sorted({1, max(1, most // 2), most}):
         for tokens in HOST_TOKENS:
             shape = (kind, *heads, config.block_size, transposed_keys, workers, tokens)
-            ns = _core.time_host_attention(*shape, float8=config.kv_cache_dtype == "fp8")
+            float8 = config.kv_cache_dtype == "fp8"
+            ns = _core.time_host_attention(*shape, float8=float8, pool=pool, num_layers=model.num_layers)
             measured.append(HostAttention(workers, tokens, ns))
     return measured

@@ -54,8 +54,8 @@ struct HybridConfig {
   // Tokens of context that were attended to: from then on their times tell more than what was measured beforehand.
   static constexpr int64_t kEnoughTokens = 20'000'000;
   struct Gain {
-    double tokens = 0;  // of host rows that a step makes, if there are enough of these
-    double share = 0;   // of throughput, with the host rows that there is room for: 0.1 is a tenth more
+    double busy_rows = 0;  // host rows that together make as many tokens as workers and lanes can
+    double share = 0;      // of throughput, with the host rows that there is room for: 0.1 is a tenth more
   };
   // Beside `rows` on the device that see `attended` tokens in all, where one who attends takes so long (as `attend_ns`).
   // Precondition: costs are known, and there is a row.

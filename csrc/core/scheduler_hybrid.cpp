@@ -16,8 +16,8 @@ namespace {
 constexpr int32_t kLeastLeft = 8;
 // Host rows that fail one after another: nobody is moved to the host any more.
 constexpr int kMostFailures = 8;
-// Host rows over what keeps the workers busy if each had its result when it is wanted: half of the rows wait for the next step.
-constexpr double kSurplusRows = 2.0;
+// Host rows over those that keep the workers busy if each came just when the one before it is done.
+constexpr double kSurplusRows = 1.25;
 // Steps that a host row takes for a layer, beside the time that attention takes: its query leaves in the midst of a step, and
 // its result enters with the step that is planned next (measured: bench/log/memory.md).
 constexpr double kStepsPerStage = 1.5;
@@ -31,7 +31,7 @@ HybridConfig::Gain HybridConfig::gain(const StepCosts& costs, double attending_n
   const double tokens = std::min<double>(lanes, together * workers / (layer_ns * layers));
   const double steps_per_token = (layers + 1) * (kStepsPerStage + layer_ns / together);
   const double made = host_tokens > 0 ? std::min(tokens, static_cast<double>(host_tokens) / context / steps_per_token) : tokens;
-  return {tokens, (rows + made) / rows * alone / together - 1};
+  return {tokens * steps_per_token, (rows + made) / rows * alone / together - 1};
 }
 
 // A worker may still touch the sequence's host blocks.
@@ -172,7 +172,7 @@ bool Scheduler::hybrid_pays(const StepPlan& plan) {
   const HybridConfig& hybrid = config_.hybrid;
   const int32_t rows = plan.num_decode_rows;
   if (rows == 0) return false;
-  double tokens = hybrid.lanes;
+  double busy_rows = hybrid.lanes * (hybrid.layers + 1) * kStepsPerStage;
   if (config_.costs.known() && hybrid.attend_ns > 0) {
     // As soon as there is enough of it, what was measured while this engine ran.
     const HostAttentionTimes times = attention_->times();
@@ -181,11 +181,10 @@ bool Scheduler::hybrid_pays(const StepPlan& plan) {
                                  : static_cast<double>(times.busy_ns) / static_cast<double>(times.tokens);
     const HybridConfig::Gain gain = hybrid.gain(config_.costs, attend_ns, rows, plan.decode_attended);
     if (gain.share < hybrid.min_gain) return false;
-    tokens = gain.tokens;
+    busy_rows = gain.busy_rows;
   }
-  // A row passes one stage a step.
-  const auto busy = static_cast<int32_t>(std::ceil(kSurplusRows * tokens * (hybrid.layers + 1)));
-  return static_cast<int32_t>(hosted_.size()) < (hybrid.max_rows > 0 ? hybrid.max_rows : busy);
+  const auto most = hybrid.max_rows > 0 ? hybrid.max_rows : static_cast<int32_t>(std::ceil(kSurplusRows * busy_rows));
+  return static_cast<int32_t>(hosted_.size()) < most;
 }
 
 // A host row's token takes as many steps as the model has layers, or more: not where its class has a target below that. All

@@ -56,7 +56,7 @@ void Scheduler::took(const StepPlan& plan, int64_t ns) {
     config_.costs.learn_mixed(plan.predicted_ns, plan.chunks_ns, ns);
   } else if (plan.num_lanes > 0) {
     config_.costs.learn_lanes(plan.predicted_ns, ns);
-  } else {
+  } else if (hosted_.empty()) {  // attention on the host slows steps down that have no lanes, too
     config_.costs.learn_decode(plan.predicted_ns, ns);
   }
 }

@@ -49,8 +49,8 @@ int64_t StepCosts::decode_ns(int32_t rows, int64_t attended) const {
 
 int64_t StepCosts::lanes_ns(int32_t rows, int32_t lanes, int64_t attended, double exchange_ns) const {
   if (!known()) return 0;
-  const double alone = static_cast<double>(decode_ns(rows + lanes, attended));
-  return static_cast<int64_t>(factors_.lanes * (alone + factors_.decode * exchange_ns));
+  const double read = read_ns(decode_, rows) * static_cast<double>(attended);  // lanes attend to nothing
+  return static_cast<int64_t>(factors_.lanes * factors_.decode * (at(decode_, rows + lanes).base_ns + read + exchange_ns));
 }
 
 int64_t StepCosts::mixed_ns(int32_t tokens, int32_t rows, int64_t attended, double chunks_ns) const {

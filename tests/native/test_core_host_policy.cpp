@@ -97,6 +97,39 @@ TEST(only_so_many_are_on_the_host) {
   }
 }
 
+// Two stages of one and a half steps are three, and a quarter more; where attention takes a step or longer, five or more.
+TEST(the_longer_attention_takes_the_more_are_on_the_host) {
+  const auto most_hosted = [](double attend_ns) {
+    HybridConfig hybrid{.lanes = 1, .layers = 1, .workers = 1, .attend_ns = attend_ns, .min_gain = -1};
+    SchedulerConfig config = small(hybrid, flat_costs());
+    config.max_num_seqs = 16;
+    config.num_host_blocks = 200;
+    HybridBench bench(config);
+    for (uint64_t id = 1; id <= 14; ++id) bench.add(make_spec(id, 40, 60, 1, static_cast<int32_t>(id)), static_cast<int64_t>(id));
+    int64_t most = 0;
+    for (int i = 0; i < 60; ++i) {
+      bench.round();
+      most = std::max(most, bench.stats().num_host_rows);
+    }
+    return most;
+  };
+  CHECK_EQ(most_hosted(0.001), 4);
+  CHECK_EQ(most_hosted(20), 7);
+}
+
+TEST(steps_beside_attention_on_the_host_teach_nothing_of_others) {
+  HybridBench bench(small({.lanes = 2, .layers = 2}, flat_costs()));
+  StepPlan plan;
+  plan.predicted_ns = 1000;
+  bench.scheduler.took(plan, 1100);
+  const double before = bench.scheduler.costs().factors().decode;
+  CHECK(before > 1);
+  crowd(bench);
+  CHECK_EQ(bench.stats().num_host_rows, 1);
+  bench.scheduler.took(plan, 2000);
+  CHECK(bench.scheduler.costs().factors().decode == before);
+}
+
 // What it may grow to has room there: with less it would have to leave.
 TEST(the_host_has_room_for_all_that_moves_there) {
   SchedulerConfig config = small({.lanes = 2, .layers = 2});
