@@ -492,9 +492,13 @@ class HostWorkers:
 
 def time_host_attention(
     dtype: Dtype, num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int, transposed_keys: bool,
-    num_workers: int, tokens: int, float8: bool = False, isa: str = "auto"
+    num_workers: int, tokens: int, float8: bool = False, isa: str = "auto", pool: HostPool | None = None,
+    num_layers: int = 1
 ) -> float:
-    """Nanoseconds of a worker per token of context in a layer, while all of them attend over rows of so many tokens."""
+    """Nanoseconds of a worker per token of context in a layer, while all of them attend over rows of so many tokens.
+
+    They lie in blocks of ``pool``, which nobody uses yet, if these have ``num_layers``; else in memory of one layer.
+    """
 
 class CudaGraphs:
     """Executable graphs by bucket. Whoever captured them keeps the originals, which own the memory."""

@@ -12,6 +12,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from asyncengine import _core
 from asyncengine.config import EngineConfig
 from asyncengine.model_info import ModelInfo
 from asyncengine.models.config import ModelConfig
@@ -44,6 +45,7 @@ class Machine:
     launch: Callable[[int], None]
     """enqueues the step of a bucket on the CUDA stream"""
     cuda_stream: torch.cuda.Stream
+    host_pool: _core.HostPool | None = None
 
 
 def cuda_costs(
@@ -62,7 +64,8 @@ def cuda_costs(
             time_step(machine, [(sizes.chunks[0], 0)])
         table = measure(sizes, lambda rows: time_step(machine, rows), end, time.monotonic)
         if anew or decodes_on_host(config, info):
-            attention = time_host_attention(config, model, info.dtype, transposed_keys=False)
+            pool = machine.host_pool
+            attention = time_host_attention(config, model, info.dtype, transposed_keys=False, pool=pool)
             table = msgspec.structs.replace(table, host_attention=attention, exchange_ns=time_exchange(machine, info))
         try:
             to_device, to_host = time_copies(machine.cuda_stream)

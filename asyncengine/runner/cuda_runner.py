@@ -119,7 +119,8 @@ class CudaRunner:
             raise ConfigError(f"{_too_little_memory()} ({e})") from e
         torch.cuda.synchronize()
         if measure or config.needs_costs:
-            machine = Machine(self.steps, self.buckets, self._launch_one(config), self.cuda_stream)
+            pool = None if self._host_tier is None else self._host_tier.pool
+            machine = Machine(self.steps, self.buckets, self._launch_one(config), self.cuda_stream, pool)
             self.costs = cuda_costs(config, self.info, self.model_config, machine, anew=measure)
         self.steps.restart()
         torch.cuda.synchronize()

@@ -38,12 +38,20 @@ std::shared_ptr<GraphLink> make_link(const CudaDevice& device, std::shared_ptr<L
 }
 
 double time_attention(Dtype dtype, int32_t num_q_heads, int32_t num_kv_heads, int32_t head_dim, int32_t block_size,
-                      bool transposed_keys, int num_workers, int32_t tokens, bool float8, const std::string& isa) {
-  require(num_workers >= 1 && tokens >= 1, "at least one worker and one token");
+                      bool transposed_keys, int num_workers, int32_t tokens, bool float8, const std::string& isa,
+                      const HostPool* pool, int32_t num_layers) {
+  require(num_workers >= 1 && tokens >= 1 && num_layers >= 1, "at least one worker, one token and one layer");
   require(block_size >= 16 && block_size % 16 == 0, "block_size must be a multiple of 16");
-  return time_host_attention(select_cpu_isa(isa), {.shape = host_shape(dtype, 1, num_q_heads, num_kv_heads, head_dim),
-                                                   .block_size = block_size, .transposed_keys = transposed_keys,
-                                                   .float8 = float8, .num_workers = num_workers, .tokens = tokens});
+  HostTiming timing{.shape = host_shape(dtype, 1, num_q_heads, num_kv_heads, head_dim), .block_size = block_size,
+                    .transposed_keys = transposed_keys, .float8 = float8, .num_workers = num_workers, .tokens = tokens};
+  // Of a model that cannot decode on the host blocks may have other planes.
+  if (pool != nullptr && pool->num_blocks() > timing.num_slots() &&
+      pool->block_bytes() == static_cast<size_t>(num_layers) * timing.layer_bytes()) {
+    timing.pool = pool->block(0);
+    timing.num_pool_blocks = pool->num_blocks();
+    timing.num_layers = num_layers;
+  }
+  return time_host_attention(select_cpu_isa(isa), timing);
 }
 
 }  // namespace
@@ -89,7 +97,7 @@ void bind_host_rows(py::module_& m) {
 
   m.def("time_host_attention", &time_attention, py::arg("dtype"), py::arg("num_q_heads"), py::arg("num_kv_heads"),
         py::arg("head_dim"), py::arg("block_size"), py::arg("transposed_keys"), py::arg("num_workers"), py::arg("tokens"),
-        py::arg("float8") = false, py::arg("isa") = "auto", NoGil());
+        py::arg("float8") = false, py::arg("isa") = "auto", py::arg("pool") = py::none(), py::arg("num_layers") = 1, NoGil());
 }
 
 }  // namespace asyncengine

@@ -12,9 +12,16 @@ struct HostTiming {
   int num_workers = 1;
   int32_t tokens = 2048;  // of context
   size_t bytes = size_t{256} << 20;  // of keys and values: more than caches hold; with many workers more
+  // In place of memory of its own: blocks that nobody uses yet, `num_pool_blocks` of `num_layers` layers.
+  std::byte* pool = nullptr;
+  int32_t num_pool_blocks = 0, num_layers = 1;
+
+  size_t layer_bytes() const;  // of a block's keys and values
+  int32_t num_slots() const { return 3 * num_workers; }  // a worker finds the next job in the queue
 };
 
 // Nanoseconds of a worker per token of context in a layer, while all of them attend at once, over rows that are not in caches.
+// A pool holds more than num_slots() blocks, and is written to.
 double time_host_attention(const CpuIsa& isa, const HostTiming& timing);
 
 }  // namespace asyncengine

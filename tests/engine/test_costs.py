@@ -88,8 +88,8 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What attention on the host was timed of. A worker takes a nanosecond, and one more for each other worker."""
     calls: list[tuple[Any, ...]] = []
 
-    def time_host_attention(*shape: Any, float8: bool = False) -> float:
-        calls.append((*shape, float8))
+    def time_host_attention(*shape: Any, float8: bool, pool: Any, num_layers: int) -> float:
+        calls.append((*shape, float8, pool, num_layers))
         return float(shape[-2])
 
     monkeypatch.setattr(_core, "time_host_attention", time_host_attention, raising=False)
@@ -104,11 +104,13 @@ def test_attention_on_the_host_is_measured_by_workers(
 ) -> None:
     config = EngineConfig(model=MODEL, hybrid_workers=5, block_size=32, kv_cache_dtype=kv_cache_dtype)
     model = read_model_config(config)
-    rates = time_host_attention(config, model, dtype, transposed_keys=transposed)
+    pool: Any = object()
+    rates = time_host_attention(config, model, dtype, transposed_keys=transposed, pool=pool)
     assert [(r.workers, r.tokens, r.ns) for r in rates] == [(n, t, n) for n in (1, 2, 5) for t in HOST_TOKENS]
     heads = (model.num_heads, model.num_kv_heads, model.head_dim)
     kind = {"float32": _core.Dtype.float32, "bfloat16": _core.Dtype.bfloat16}[dtype]
-    assert timed[-1] == (kind, *heads, 32, transposed, 5, HOST_TOKENS[-1], kv_cache_dtype == "fp8")
+    of_pool = (pool, model.num_layers)
+    assert timed[-1] == (kind, *heads, 32, transposed, 5, HOST_TOKENS[-1], kv_cache_dtype == "fp8", *of_pool)
     assert time_host_attention(config, replace(model, head_dim=7), dtype, transposed_keys=True) == []
 
 

@@ -123,7 +123,7 @@ def test_a_model_that_cannot_says_so_and_runs_without(
     tmp_path: Path, values: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ASYNCENGINE_CACHE", str(tmp_path))
-    monkeypatch.setattr(_core, "time_host_attention", lambda *shape, float8: 1.0, raising=False)
+    monkeypatch.setattr(_core, "time_host_attention", lambda *shape, **options: 1.0, raising=False)
     model = write_gpt2(tmp_path, **values)
     config = EngineConfig(model=model, device="cpu", load_format="dummy", dtype="float32", max_num_seqs=2, **ON)
     backend = load_backend(config, progress=False)

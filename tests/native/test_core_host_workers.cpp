@@ -419,3 +419,19 @@ TEST(host_attention_is_timed_in_either_layout) {
     CHECK(std::isfinite(nanoseconds) && nanoseconds > 0);
   }
 }
+
+TEST(host_attention_is_timed_in_blocks_of_a_pool) {
+  HostTiming timing{.shape = {Dtype::kBFloat16, 1, 2, 1, 16}, .num_workers = 2, .tokens = 40, .num_layers = 3};
+  const size_t block = 3 * timing.layer_bytes();
+  timing.num_pool_blocks = timing.num_slots() + 2;
+  constexpr std::byte kBefore{0x3c};
+  std::vector<std::byte> pool(static_cast<size_t>(timing.num_pool_blocks) * block, kBefore);
+  timing.pool = pool.data();
+  const double nanoseconds = time_host_attention(select_cpu_isa("auto"), timing);
+  CHECK(std::isfinite(nanoseconds) && nanoseconds > 0);
+  // Keys and values of a row's last token, zeros, go to its last block, which is behind those that rows share.
+  const auto written = [&](size_t i) {
+    return std::ranges::any_of(std::span(pool).subspan(i * block, block), [](std::byte b) { return b != kBefore; });
+  };
+  CHECK(!written(0) && !written(1) && written(2));
+}
