@@ -2,7 +2,7 @@
 
 Rows whose keys and values are in the host's memory are attended to by batches of jobs, launched back to back on a CUDA
 stream of their own, while decode steps of the same model are replayed on another. Neither waits for the other.
-For each shape of the kernel (programs x warps of each), in turn:
+For each shape of the kernel (programs x warps of each x stages of its loop), in turn:
 
 - gigabytes per second over the link, alone and beside steps;
 - time of a step with lanes for such rows beside it, over the same step without lanes by itself.
@@ -35,10 +35,12 @@ _SURELY_LONGER = 3
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="llama-3.1-8b", help=f"of {', '.join(SHAPES)}, or a directory")
-    parser.add_argument("--shapes", default="16x4,8x4,32x4,4x8,8x8,4x16", help="of the kernel: programs x warps")
+    shapes = "of the kernel: programs x warps x stages"
+    parser.add_argument("--shapes", default="4x4x12,4x4x8,4x8x6,3x8x6,6x4x8,16x4x3", help=shapes)
     parser.add_argument("--rows", type=numbers, default=[3, 7], help="of the steps")
     parser.add_argument("--context", type=int, default=2048, help="tokens of each row, on the device and on the host")
     parser.add_argument("--lanes", type=numbers, default=[4, 8])
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", default="bench/results/link.json")
     add_engine_options(parser)
@@ -55,7 +57,7 @@ async def measure(args: argparse.Namespace, lanes: int) -> list[Figure]:
         "max_model_len": args.context + 16, "num_kv_blocks": 2 * max(args.rows) * blocks,
         "max_num_seqs": 16, "max_num_batched_tokens": 64,
         "hybrid_attention": "always", "hybrid_form": "link", "hybrid_lanes": lanes,
-        "host_kv_memory_bytes": 5 << 30,
+        "host_kv_memory_bytes": 5 << 30, "kv_cache_dtype": args.kv_cache_dtype,
     }  # fmt: skip
     async with opened(args.model, args, **config) as engine:
         await testing.settle(engine)
@@ -103,7 +105,7 @@ class Link:
             figures += self.beside_steps(rows, lanes, shapes, args.repeats)
         return figures
 
-    def captured(self, programs: int, warps: int) -> Callable[[int], None]:
+    def captured(self, programs: int, warps: int, stages: int) -> Callable[[int], None]:
         """Enqueues all batches so many times."""
         import torch
 
@@ -111,11 +113,11 @@ class Link:
 
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self.cuda_stream):
-            attend(self.rows[0], programs, warps)
+            attend(self.rows[0], programs, warps, stages)
             self.cuda_stream.synchronize()
             graph.capture_begin(capture_error_mode="thread_local")
             for rows in self.rows:
-                attend(rows, programs, warps)
+                attend(rows, programs, warps, stages)
             graph.capture_end()
 
         def launch(count: int) -> None:

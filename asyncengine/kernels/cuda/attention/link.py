@@ -15,12 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncengine.kernels.cuda.attention.paged import dot
+from asyncengine.kernels.cuda.gpu import Gpu, describe
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import must_widen
 
-PROGRAMS, WARPS = 16, 4
-"""Enough reads under way for the link's rate."""
-_KEYS_OF_WARP, _STAGES = 8, 3
+PROGRAMS, WARPS, STAGES = 4, 4, 12
+"""Enough reads under way for the link's rate. Few programs: many kernels of a step have as many as there are
+multiprocessors, or a few less, and take twice as long where some of them find no room."""
+_KEYS_OF_WARP, _LEAST_KEYS = 8, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +46,21 @@ class LinkRows:
     max_blocks: int
 
 
-def attend(rows: LinkRows, programs: int = PROGRAMS, warps: int = WARPS) -> None:
-    """Store the jobs' keys and values in their blocks, and their results."""
+def attend(
+    rows: LinkRows, programs: int = PROGRAMS, warps: int = WARPS, stages: int = STAGES, gpu: Gpu | None = None
+) -> None:
+    """Store the jobs' keys and values in their blocks, and their results.
+
+    There are fewer ``stages``, and of wide heads fewer keys in each, where the shared memory of ``gpu``, or else of the
+    rows' device, has no room for so many.
+    """
     blocks = rows.pool
     _, _, _, kv_heads, block_size, head_dim = blocks.shape
+    keys, gpu = _KEYS_OF_WARP * warps, gpu or describe(rows.scales.device)
+    # Keys and values that are computed with, then those under way: for half of the stages their blocks' numbers are.
+    while gpu.tile_bytes < 4 * keys * head_dim * rows.results.element_size() and keys > _LEAST_KEYS:
+        keys //= 2
+    stages = max(2, min(stages, gpu.tile_bytes // (keys * head_dim * blocks.element_size())))
     heads = rows.mailboxes.shape[1] - 2 * kv_heads
     _link_attention[(programs,)](
         rows.jobs, blocks, rows.mailboxes, rows.results, rows.scales, rows.windows,
@@ -55,7 +68,7 @@ def attend(rows: LinkRows, programs: int = PROGRAMS, warps: int = WARPS) -> None
         rows.max_blocks, blocks.stride(0), blocks.stride(2), rows.mailboxes.stride(0), rows.results.stride(0),
         GROUP=heads // kv_heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         FLOAT8=rows.kv_scales is not None, ROWS=max(16, triton.next_power_of_2(heads // kv_heads)),
-        HALF=max(16, triton.next_power_of_2(head_dim // 2)), KEYS=_KEYS_OF_WARP * warps, STAGES=_STAGES,
+        HALF=max(16, triton.next_power_of_2(head_dim // 2)), KEYS=keys, STAGES=stages,
         WIDEN=must_widen(rows.results.dtype), num_warps=warps,
     )  # fmt: skip
 
