@@ -9,6 +9,7 @@ using Point = StepCosts::Point;
 
 constexpr double kGain = 1.0 / 16;              // of one step's error, what is learned
 constexpr double kLeastError = 0.5, kMostError = 2;
+constexpr int32_t kFewSteps = 64;               // that say what decode takes
 constexpr double kLeastFactor = 1.0 / 64, kMostFactor = 64;
 
 // Below the first point it takes what it takes there: weights are read all the same. Beyond the last one time grows as the
@@ -74,7 +75,12 @@ int64_t StepCosts::recompute_ns(int64_t tokens, int64_t context) const {
 }
 
 void StepCosts::learn_decode(int64_t predicted_ns, int64_t took_ns) {
-  if (predicted_ns > 0) correct(factors_.decode, error_of(predicted_ns, took_ns), 1);
+  if (predicted_ns <= 0) return;
+  const double before = factors_.decode;
+  correct(factors_.decode, error_of(predicted_ns, took_ns), 1);
+  // Where steps with lanes ran before any without, what all steps take longer was taken for theirs: they take what they took.
+  if (num_decode_steps_ < kFewSteps && factors_.lanes != 1) factors_.lanes *= before / factors_.decode;
+  num_decode_steps_ = std::min(num_decode_steps_ + 1, kFewSteps);
 }
 
 void StepCosts::learn_lanes(int64_t predicted_ns, int64_t took_ns) {

@@ -51,7 +51,8 @@ class StepCosts {
   int64_t copy_ns(int64_t bytes, bool to_device) const { return (to_device ? to_device_ : to_host_).ns(bytes); }
 
   // A step has taken so long; `predicted_ns` was foreseen. Few steps change little, and one that was held up changes little
-  // more. Of a step with chunks, each part learns in proportion to its share of the step.
+  // more. Of a step with chunks, each part learns in proportion to its share of the step. The first steps without lanes leave
+  // what those with lanes are known to take as it is.
   void learn_decode(int64_t predicted_ns, int64_t took_ns);
   void learn_lanes(int64_t predicted_ns, int64_t took_ns);
   void learn_mixed(int64_t predicted_ns, double chunks_ns, int64_t took_ns);
@@ -61,6 +62,7 @@ class StepCosts {
   std::vector<Point> decode_, prompt_;
   Copy to_device_, to_host_;
   Factors factors_;
+  int32_t num_decode_steps_ = 0;  // learned from, up to a few
 };
 
 }  // namespace asyncengine
