@@ -65,7 +65,7 @@ class CostTable(msgspec.Struct, frozen=True):
     """from the launch of a kernel that writes to the host until the host sees it"""
     factors: tuple[float, float, float, float] = (1.0, 1.0, 1.0, 1.0)
     """What was taken in place of 1, as learned while engines ran: steps that decode alone; of others the rest, and the
-    attention of chunks; and steps that decode alone with lanes, in place of the first factor"""
+    attention of chunks; and, beside the first factor, steps that decode alone with lanes"""
     host_attention: list[HostAttention] = []
     """empty where it was not asked for"""
     learned_attend_ns: float = 0.0

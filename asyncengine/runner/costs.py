@@ -177,11 +177,10 @@ def time_host_attention(
         return []
     most, heads = config.num_hybrid_workers, (model.num_heads, model.num_kv_heads, model.head_dim)
     kind = _core.Dtype.float32 if dtype == "float32" else _core.Dtype.bfloat16
-    measured = []
+    float8, measured = config.kv_cache_dtype == "fp8", []
     for workers in sorted({1, max(1, most // 2), most}):
         for tokens in HOST_TOKENS:
             shape = (kind, *heads, config.block_size, transposed_keys, workers, tokens)
-            float8 = config.kv_cache_dtype == "fp8"
             ns = _core.time_host_attention(*shape, float8=float8, pool=pool, num_layers=model.num_layers)
             measured.append(HostAttention(workers, tokens, ns))
     return measured

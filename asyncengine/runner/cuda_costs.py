@@ -46,6 +46,7 @@ class Machine:
     """enqueues the step of a bucket on the CUDA stream"""
     cuda_stream: torch.cuda.Stream
     host_pool: _core.HostPool | None = None
+    """of the host tier, if there is one"""
 
 
 def cuda_costs(

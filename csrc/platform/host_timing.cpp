@@ -47,23 +47,20 @@ Rows scattered_rows(int32_t count, int32_t tokens, int32_t block_size, int32_t s
 
 struct Blocks {
   HostBlocks host;
-  int32_t num_shared, num_layers;
+  int32_t num_shared;  // by rows; behind them comes one for each slot
 };
 
-Blocks own_blocks(const HostTiming& timing, int32_t num_slots) {
-  const size_t block = timing.layer_bytes();
+Blocks make_blocks(const HostTiming& timing) {
+  const size_t block = static_cast<size_t>(timing.num_layers) * timing.layer_bytes();
+  if (timing.pool != nullptr) {
+    return {{timing.pool, block, timing.block_size, timing.transposed_keys, nullptr}, timing.num_pool_blocks - timing.num_slots()};
+  }
   const size_t wanted = timing.bytes * std::max(kManyWorkers, static_cast<size_t>(timing.num_workers)) / kManyWorkers;
   const auto shared = static_cast<int32_t>(std::max<size_t>(1, wanted / block));
-  const size_t bytes = (static_cast<size_t>(shared) + static_cast<size_t>(num_slots)) * block;
+  const size_t bytes = static_cast<size_t>(shared + timing.num_slots()) * block;
   const auto memory = huge_memory(bytes);
   fill_memory(memory.get(), bytes, kSomeByte, timing.num_workers);
-  return {{memory.get(), block, timing.block_size, timing.transposed_keys, memory}, shared, 1};
-}
-
-Blocks pool_blocks(const HostTiming& timing, int32_t num_slots) {
-  const size_t block = static_cast<size_t>(timing.num_layers) * timing.layer_bytes();
-  return {{timing.pool, block, timing.block_size, timing.transposed_keys, nullptr}, timing.num_pool_blocks - num_slots,
-          timing.num_layers};
+  return {{memory.get(), block, timing.block_size, timing.transposed_keys, memory}, shared};
 }
 
 // Nanoseconds of `count` slots' jobs, each posted again while there is time, and how many they were.
@@ -100,14 +97,14 @@ double time_host_attention(const CpuIsa& isa, const HostTiming& timing) {
   for (int32_t slot = 0; slot < shape.num_slots; ++slot) {
     std::fill_n(exchange->mailbox(slot), shape.mailbox_words(), uint64_t{kStep} << 32);
   }
-  const Blocks blocks = timing.pool == nullptr ? own_blocks(timing, shape.num_slots) : pool_blocks(timing, shape.num_slots);
+  const Blocks blocks = make_blocks(timing);
   const std::vector<float> scales(4 * static_cast<size_t>(shape.num_kv_heads), 1.f);
   const HostLayer layer{.scale = 1.f, .scales = timing.float8 ? scales.data() : nullptr};
   HostWorkers workers(isa, {.exchange = exchange,
                             .blocks = blocks.host,
-                            .layers = std::vector<HostLayer>(static_cast<size_t>(blocks.num_layers), layer),
+                            .layers = std::vector<HostLayer>(static_cast<size_t>(timing.num_layers), layer),
                             .num_workers = timing.num_workers});
-  Rows rows = scattered_rows(shape.num_slots, timing.tokens, timing.block_size, blocks.num_shared, blocks.num_layers);
+  Rows rows = scattered_rows(shape.num_slots, timing.tokens, timing.block_size, blocks.num_shared, timing.num_layers);
   run_jobs(workers, rows, shape.num_slots, std::chrono::nanoseconds(0));  // wakes the threads up
   const auto [nanoseconds, jobs] = run_jobs(workers, rows, shape.num_slots, kMeasured);
   return nanoseconds * timing.num_workers / (static_cast<double>(jobs) * timing.tokens);

@@ -12,11 +12,12 @@ struct HostTiming {
   int num_workers = 1;
   int32_t tokens = 2048;  // of context
   size_t bytes = size_t{256} << 20;  // of keys and values: more than caches hold; with many workers more
-  // In place of memory of its own: blocks that nobody uses yet, `num_pool_blocks` of `num_layers` layers.
+  int32_t num_layers = 1;  // of a block
+  // In place of memory of its own: so many blocks, which nobody uses yet.
   std::byte* pool = nullptr;
-  int32_t num_pool_blocks = 0, num_layers = 1;
+  int32_t num_pool_blocks = 0;
 
-  size_t layer_bytes() const;  // of a block's keys and values
+  size_t layer_bytes() const;  // of a block's keys and values in a layer
   int32_t num_slots() const { return 3 * num_workers; }  // a worker finds the next job in the queue
 };
 

@@ -50,3 +50,18 @@ def test_the_time_of_attention_is_measured() -> None:
     assert 0 < time < math.inf
     with pytest.raises(ValueError, match="one worker"):
         _core.time_host_attention(Dtype.bfloat16, Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, False, 0, 100)
+
+
+@pytest.mark.parametrize(
+    ("layers", "num_blocks", "used"), [(LAYERS, 5, True), (LAYERS + 1, 5, False), (LAYERS, 3, False)]
+)
+def test_it_is_measured_in_a_pool_that_has_room_and_these_layers(
+    device: CudaDevice, layers: int, num_blocks: int, used: bool
+) -> None:
+    """A worker has three rows. Each writes to a block of its own, behind those that they share."""
+    pool = HostPool(device, LAYERS * 2 * PLANE_BYTES, num_blocks, 1)
+    size = num_blocks * LAYERS * 2 * PLANE_BYTES
+    ctypes.memset(pool.block(0), 0x3C, size)
+    shape = (Dtype.bfloat16, Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, False, 1, 100)
+    assert 0 < _core.time_host_attention(*shape, pool=pool, num_layers=layers) < math.inf
+    assert (ctypes.string_at(pool.block(0), size) != bytes([0x3C]) * size) == used

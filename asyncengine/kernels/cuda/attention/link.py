@@ -57,7 +57,8 @@ def attend(
     blocks = rows.pool
     _, _, _, kv_heads, block_size, head_dim = blocks.shape
     keys, gpu = _KEYS_OF_WARP * warps, gpu or describe(rows.scales.device)
-    # Keys and values that are computed with, then those under way: for half of the stages their blocks' numbers are.
+    # First keys and values that are computed with, and copies of them. Then those under way, as the cache has them, in
+    # half of the stages: in the other half the numbers of their blocks are.
     while gpu.tile_bytes < 4 * keys * head_dim * rows.results.element_size() and keys > _LEAST_KEYS:
         keys //= 2
     stages = max(2, min(stages, gpu.tile_bytes // (keys * head_dim * blocks.element_size())))
