@@ -52,15 +52,15 @@ def main() -> None:
     parser.add_argument("--output", type=int, default=1024, help="tokens of each of these")
     parser.add_argument("--resumed", type=numbers, default=[4096, 16384], help="tokens of what is preempted")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--only", choices=tuple(PARTS))
+    parser.add_argument("--only", nargs="+", choices=tuple(PARTS))
     parser.add_argument("--json", default="bench/results/memory.json")
     add_engine_options(parser)
     add_hybrid_options(parser)
     args = parser.parse_args()
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        names = [args.only] if args.only else [name for name in PARTS if name != "hybrid"]
+        names = args.only or [name for name in PARTS if name != "hybrid"]
         figures = [figure for name in names for figure in runner.run(PARTS[name](args))]
-    pools = f"Pool of {args.pool_gb:g} GB" if args.only != "hybrid" else "Pools"
+    pools = f"Pool of {args.pool_gb:g} GB" if names != ["hybrid"] else "Pools"
     report.print_figures(f"{pools}, host tier, {args.model}", figures)
     settings = {key: value for key, value in vars(args).items() if key != "json"}
     report.write(args.json, report.record("memory", figures, repeats=args.repeats, settings=settings, results={}))

@@ -17,6 +17,7 @@ from typing import Any
 
 from asyncengine.cli import collect_env
 
+_NOT_RECORDS = ":(top,exclude)bench/results"
 _PACKAGES = ("asyncengine", "torch", "triton", "transformers", "numpy", "aiohttp", "uvloop")
 
 
@@ -70,7 +71,7 @@ def record(
     return {
         "benchmark": name,
         "command": _command(),
-        "commit": _commit(),
+        "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version(), **_versions()},
         "hardware": dict(collect_env.hardware()),
@@ -119,14 +120,20 @@ def _command() -> str:
     return shlex.join("***" if hide else word for word, hide in zip(words, secret, strict=True))
 
 
-def _commit() -> str:
-    """The commit of the checkout that this package runs from, or how else to find its source."""
+def commit() -> str:
+    """The commit of the checkout that this package runs from, with "-dirty" if its code differs from that.
+
+    Outside of a checkout it is what the environment variable ASYNCENGINE_COMMIT says, and else the package's version.
+    """
     package = Path(__file__).parents[2]
     top = _git(package, "rev-parse", "--show-toplevel")
     # A virtual environment may lie inside a checkout of something else.
     if top is None or Path(top) / "asyncengine" != package:
-        return f"asyncengine {_versions().get('asyncengine', 'of unknown version')}"
-    dirty = "-dirty" if _git(package, "status", "--porcelain", "--untracked-files=no") else ""
+        version = f"asyncengine {_versions().get('asyncengine', 'of unknown version')}"
+        return os.environ.get("ASYNCENGINE_COMMIT", version)
+    # The records themselves do not count: a benchmark that has written one makes no code differ.
+    changed = _git(package, "status", "--porcelain", "--untracked-files=no", "--", ":/", _NOT_RECORDS)
+    dirty = "-dirty" if changed else ""
     return f"{_git(package, 'rev-parse', '--short=12', 'HEAD')}{dirty}"
 
 
