@@ -311,7 +311,7 @@ class SchedulerHarness:
     def __init__(self, config: SchedulerConfig, steps_in_flight: int) -> None: ...
     def add(
         self, id: int, prompt: Sequence[int], n: int, max_tokens: int, stop_tokens: Sequence[int], order: int,
-        salt: int, extras: RequestExtras = ...,
+        salt: int, extras: RequestExtras = ..., tenant: int = 0, priority: int = 0,
     ) -> None: ...  # fmt: skip
     def abort(self, id: int, index: int = -1) -> None: ...
     def schedule(self) -> tuple[list[_Row], list[tuple[int, int]]] | None:
@@ -332,6 +332,8 @@ class SchedulerHarness:
     """Blocks, one for each reference of a transfer or a load."""
     loading: Final[list[tuple[int, int]]]
     """Request and index of each sequence that waits for blocks from the host, or for those that go there."""
+    running: Final[list[tuple[int, int]]]
+    """Request and index of each sequence that runs on the device."""
     def moves(self) -> list[tuple[int, int, int]]: ...  # transfer, block and host block of all that is under way
     def finish_moves(self, transfer: int, done: bool) -> None: ...
     def refuse_moves(self, count: int) -> None: ...  # the next transfers do not start
@@ -605,11 +607,11 @@ class StepLoop:
     def submit(
         self, id: int, prompt: Sequence[int], n: int, max_tokens: int, priority: int, salt: int,
         sampling: SamplingState, stop_tokens: Sequence[int], delay_ns: int = 0, reserved: bool = False,
-        extras: RequestExtras = ...,
+        tenant: int = 0, extras: RequestExtras = ...,
     ) -> SubmitResult:  # fmt: skip
         """Sequence i of n samples with seed + i. The request is served as if it had arrived delay_ns later.
 
-        A reserved one may use an eighth more than the limits of the queue."""
+        A reserved one may use an eighth more than the limits of the queue. Tenants share slots and blocks; 0: none."""
     def abort(self, id: int, index: int = -1) -> None:
         """One sequence of a request, or all; no-op for a request that has ended."""
     def drain(self) -> tuple[list[SequenceNews], bool]:

@@ -112,8 +112,9 @@ class EngineConfig:
     priority_ageing_s: float = 30.0
     """Seconds of waiting that outweigh one priority class, so that nothing starves."""
     fair_share_s: float = 1.0
-    """Seconds by which each live sequence of a client puts back that client's next request in favour of others'; 0
-    serves all in the order of their arrival."""
+    """Seconds by which each live sequence of a client puts back that client's next request in favour of others'. While
+    several clients have requests, each has an equal share of max_num_seqs and of the KV blocks, and a client that holds
+    more gives some back to those that wait. 0 turns both off: all are served in the order of their arrival."""
 
     block_size: int = 16
     """Tokens per KV block, a multiple of 16."""

@@ -240,8 +240,8 @@ class AsyncEngine(VectorMethods, ScoringMethods, SnapshotMethods, TextMethods):
 
         ``prompt`` is text, token ids, or chat messages for the model's template. A smaller ``priority`` runs sooner,
         in [-1000, 1000]; waiting makes up for it (EngineConfig.priority_ageing_s). Requests with different
-        ``cache_salt`` share no KV through the prefix cache. Requests of different ``tenant`` share the engine fairly
-        (EngineConfig.fair_share_s); those without one are served as they come.
+        ``cache_salt`` share no KV through the prefix cache. Requests of different ``tenant`` share queue, slots and KV
+        blocks fairly (EngineConfig.fair_share_s); those without one are served as they come.
 
         Raises InvalidRequestError (ContextLengthError, KVCapacityError), EngineOverloadedError, EngineClosedError,
         EngineDeadError, WrongLoopError.
@@ -285,6 +285,7 @@ class AsyncEngine(VectorMethods, ScoringMethods, SnapshotMethods, TextMethods):
             stop_tokens=ends,
             delay_ns=place.delay_ns,
             reserved=place.reserved,
+            tenant=place.tenant,
             extras=extras,
         )
         self._check_result(result, params.features)
@@ -325,6 +326,7 @@ class AsyncEngine(VectorMethods, ScoringMethods, SnapshotMethods, TextMethods):
             stop_tokens=[],
             delay_ns=place.delay_ns,
             reserved=place.reserved,
+            tenant=place.tenant,
             extras=vector_extras(backend.model_info, pooling),
         )
         self._check_result(result, ("classification" if backend.model_info.labels else f"pooling={pooling!r}",))

@@ -4,6 +4,10 @@ The core serves requests in the order of their arrival (of a class of priority).
 sequences is served as if it had arrived S times ``share_s`` later, so one that comes meanwhile from a tenant with fewer
 goes before it. A tenant's own requests of one priority are never served out of their order, so a tenant that is alone
 notices nothing.
+
+The order decides who starts. Slots and blocks that a tenant holds already are the core's affair
+(csrc/core/scheduler_shares.cpp): the core gets a number for each tenant, and while several have requests, a tenant that
+holds more than an equal share of the slots or of the KV blocks gives some back to those that wait.
 """
 
 from __future__ import annotations
@@ -25,13 +29,15 @@ class Place:
 
     delay_ns: int = 0
     reserved: bool = False
+    tenant: int = 0
+    """The tenant's number; 0: the core knows of none."""
 
 
 class FairShare:
     """Counts the live requests of every tenant. A tenant without any leaves no record."""
 
     def __init__(self, share_s: float) -> None:
-        """``share_s`` is the delay for each live sequence; 0: no request is delayed."""
+        """``share_s`` is the delay for each live sequence; 0: no request is delayed, and the core knows of no tenants."""
         self._share_ns = int(share_s * 1e9)
         self._tenants: dict[str, _Tenant] = {}
         self._requests: dict[int, tuple[str, int, int]] = {}  # by key: tenant, priority, sequences
@@ -44,15 +50,16 @@ class FairShare:
         """Where a request goes that is submitted now; one without a tenant is served as it comes."""
         if tenant is None or not self._share_ns:
             return Place()
+        number = hash(tenant) % 2**64 or 1
         record = self._tenants.get(tenant)
         if record is None:
-            return Place(reserved=True)
+            return Place(reserved=True, tenant=number)
         now = time.monotonic_ns()
         arrives = now + record.sequences * self._share_ns
         lane = record.lanes.get(priority)
         if lane:
             arrives = max(arrives, lane[next(reversed(lane))])
-        return Place(delay_ns=arrives - now)
+        return Place(delay_ns=arrives - now, tenant=number)
 
     def enter(self, key: int, tenant: str | None, priority: int, sequences: int, place: Place) -> None:
         """The core accepted request ``key`` at ``place``."""

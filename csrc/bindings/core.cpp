@@ -224,13 +224,24 @@ class SchedulerHarness {
     }
     return all;
   }
+  // Request and index of each that runs on the device.
+  std::vector<std::pair<uint64_t, int32_t>> running() const {
+    std::vector<std::pair<uint64_t, int32_t>> all;
+    for (const auto& [id, request] : requests_) {
+      for (const Sequence& sequence : request->sequences) {
+        if (sequence.state == SequenceState::kRunning) all.emplace_back(id, sequence.index);
+      }
+    }
+    return all;
+  }
   HarnessMover& mover() {
     require(mover_ != nullptr, "there is no host tier");
     return *mover_;
   }
   void add(const RequestSpec& spec, int64_t order) {
-    auto request = make_request(spec, order, ++sequence_number_, block_size_);
+    auto request = make_request(spec, order, ++sequence_number_, block_size_, tenants_.find(spec.tenant));
     Request* raw = request.get();
+    Tenants::enter(raw->tenant);
     requests_[spec.id] = std::move(request);
     scheduler_.add(raw);
   }
@@ -286,6 +297,7 @@ class SchedulerHarness {
     }
     for (const Request* request : delivery.released) {
       released.push_back(request->id);
+      tenants_.leave(request->tenant);
       requests_.erase(request->id);
     }
     delivery.clear();
@@ -332,6 +344,7 @@ class SchedulerHarness {
   size_t packed_ = 0;             // bytes of the last step
   std::vector<std::unique_ptr<StepPlan>> spare_;
   std::deque<std::unique_ptr<StepPlan>> flight_;
+  Tenants tenants_;
   std::unordered_map<uint64_t, std::unique_ptr<Request>> requests_;
   uint64_t step_ = 0, sequence_number_ = 0;
 };
@@ -414,10 +427,12 @@ void bind_core(py::module_& m) {
   py::class_<SchedulerHarness>(m, "SchedulerHarness")
       .def(py::init<const Config&, int>(), py::arg("config"), py::arg("steps_in_flight"))
       .def("add", [](SchedulerHarness& self, uint64_t id, std::vector<int32_t> prompt, int32_t n, int32_t max_tokens,
-                     std::vector<int32_t> stop_tokens, int64_t order, uint64_t salt, RequestExtras extras) {
-        self.add(make_spec(id, std::move(prompt), n, max_tokens, 0, salt, {}, std::move(stop_tokens), std::move(extras)), order);
+                     std::vector<int32_t> stop_tokens, int64_t order, uint64_t salt, RequestExtras extras, uint64_t tenant,
+                     int32_t priority) {
+        self.add(make_spec(id, std::move(prompt), n, max_tokens, priority, salt, {}, std::move(stop_tokens), std::move(extras), 0,
+                           false, tenant), order);
       }, py::arg("id"), py::arg("prompt"), py::arg("n"), py::arg("max_tokens"), py::arg("stop_tokens"), py::arg("order"), py::arg("salt"),
-           py::arg("extras") = RequestExtras())
+           py::arg("extras") = RequestExtras(), py::arg("tenant") = 0, py::arg("priority") = 0)
       .def("abort", &SchedulerHarness::abort, py::arg("id"), py::arg("index") = -1)
       .def("schedule", &SchedulerHarness::schedule)
       .def("commit", &SchedulerHarness::commit)
@@ -432,6 +447,7 @@ void bind_core(py::module_& m) {
       .def("move_blocks", &SchedulerHarness::move_blocks)
       .def_property_readonly("held_by_tier", &SchedulerHarness::held_by_tier)
       .def_property_readonly("loading", &SchedulerHarness::loading)
+      .def_property_readonly("running", &SchedulerHarness::running)
       .def("moves", [](SchedulerHarness& self) { return self.mover().under_way(); })
       .def("finish_moves", [](SchedulerHarness& self, int transfer, bool done) { self.mover().finish(transfer, done); },
            py::arg("transfer"), py::arg("done"))

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cassert>
+#include <tuple>
 #include <utility>
 
 namespace asyncengine {
@@ -17,6 +18,7 @@ Scheduler::Scheduler(const SchedulerConfig& config)
       blocks_(config.num_blocks, config.block_size, config.prefix_caching, config.num_host_blocks),
       tables_(config.max_num_seqs, (config.max_model_len + config.block_size - 1) / config.block_size),
       slots_(static_cast<size_t>(config.max_num_seqs)),
+      waiting_(config.max_num_seqs, config.num_blocks),
       max_blocks_per_sequence_((config.max_model_len + config.block_size - 1) / config.block_size),
       host_tables_(config.hybrid.lanes > 0 ? config.max_num_seqs : 0, max_blocks_per_sequence_) {
   max_delta_blocks_ = 2 * config.max_num_seqs + config.max_num_batched_tokens / config.block_size +
@@ -25,6 +27,7 @@ Scheduler::Scheduler(const SchedulerConfig& config)
   running_.reserve(num_seqs);
   forking_.reserve(num_seqs);
   deferred_.reserve(num_seqs);
+  excess_.resize(num_seqs);
   prefix_.resize(static_cast<size_t>(max_blocks_per_sequence_));
   copied_from_.assign(static_cast<size_t>(config.num_blocks), -1);
   if (config.costs.known() && !config.targets.of_class.empty()) slot_targets_.resize(num_seqs);
@@ -44,6 +47,8 @@ StepLimits Scheduler::limits() const {
 
 void Scheduler::add(Request* request) {
   stats_.prompt_tokens += request->prompt_len;
+  waiting_.enter(*request);
+  holders_changed_ = true;
   enqueue(&request->sequences[0]);
 }
 
@@ -70,14 +75,16 @@ void Scheduler::after_aborts() {
 // ---- schedule ------------------------------------------------------------------------------------------------------
 
 void Scheduler::schedule(StepPlan& plan, int64_t now_ns) {
+  const int64_t gave_way = stats_.num_preemptions;
+  if (waiting_.shared()) [[unlikely]] share_out(plan);
   const int64_t preemptions = stats_.num_preemptions;
   token_budget_ = config_.max_num_batched_tokens;
   if (!hosted_.empty()) [[unlikely]] find_ready_rows(plan);
   schedule_decodes(plan);
   set_pace(plan);
   if (prefilling_ > 0) schedule_prefills(plan);
-  // Who was just preempted for lack of blocks must not take them back in the same breath.
-  if (stats_.num_preemptions == preemptions) admit(plan, now_ns);
+  // Who was just preempted must not take back in the same breath what it gave.
+  if (stats_.num_preemptions == preemptions) admit(plan, now_ns, /*only_within=*/preemptions != gave_way);
   compact_running();
   wake_siblings();
   for (const BlockCopy& copy : plan.copies) copied_from_[static_cast<size_t>(copy.target)] = -1;
@@ -232,7 +239,7 @@ int32_t Scheduler::count_missing(const Slot& slot, int32_t num_tokens) const {
 bool Scheduler::reserve_blocks(Slot& slot, int32_t num_tokens, StepPlan& plan) {
   // A sibling that gives way may leave a shared block to this sequence alone: fewer are missing then.
   for (int32_t missing; (missing = count_missing(slot, num_tokens)) > blocks_.num_free();) {
-    if (!make_room(*slot.sequence, missing, plan)) return false;
+    if (!make_room(slot, missing, plan)) return false;
   }
   const int32_t row = index(slot), held = tables_.length(row), wanted = blocks_.blocks_for(num_tokens);
   for (int32_t i = slot.computed / config_.block_size; i < std::min(held, wanted); ++i) {
@@ -254,14 +261,23 @@ void Scheduler::copy_shared(const Slot& slot, int32_t entry, StepPlan& plan) {
   plan.held_blocks.push_back(source);
 }
 
-bool Scheduler::make_room(const Sequence& sequence, int32_t num_blocks, const StepPlan& plan) {
+bool Scheduler::make_room(const Slot& slot, int32_t num_blocks, const StepPlan& plan) {
+  const Sequence& sequence = *slot.sequence;
+  const bool shared = waiting_.shared();
+  if (shared) {
+    if (make_room_of_excess(slot, num_blocks, plan)) return true;
+    if (excess_[static_cast<size_t>(index(slot))] != 0) return false;
+  }
   for (size_t i = running_.size(); blocks_.num_free() < num_blocks; --i) {
     if (blocks_.num_free() + blocks_coming() >= num_blocks) return false;  // they are on their way
-    const auto stays = [&](const Slot& slot) {
-      return slot.state != SequenceState::kRunning || slot.planned_step == static_cast<uint32_t>(plan.step);
+    const auto stays = [&](const Slot& other) {
+      return other.state != SequenceState::kRunning || other.planned_step == static_cast<uint32_t>(plan.step);
     };
     while (i > 0 && stays(*running_[i - 1])) --i;
-    if (i == 0 || !runs_before(&sequence, running_[i - 1]->sequence)) return false;
+    if (i == 0 || !runs_before(&sequence, running_[i - 1]->sequence)) {
+      if (shared && short_of_ == 0) std::tie(short_of_, short_priority_) = std::pair(num_blocks, sequence.request->priority);
+      return false;
+    }
     preempt(*running_[i - 1]->sequence);
   }
   return true;
@@ -273,14 +289,16 @@ void Scheduler::preempt(Sequence& sequence) {
   if (!in_flight(sequence)) settle(sequence, nullptr);
 }
 
-void Scheduler::admit(StepPlan& plan, int64_t now_ns) {
+// `only_within`: of tenants that hold less than their share, for whom others gave way.
+void Scheduler::admit(StepPlan& plan, int64_t now_ns, bool only_within) {
   while (!waiting_.empty() && !free_slots_.empty() && plan.num_tokens < token_budget_ && has_time(0, plan)) {
+    if (only_within && waiting_.first_within() == nullptr) break;
     Sequence& next = waiting_.front();
     if (!fits_budgets(next, plan)) {
       if (deferred_.size() == deferred_.capacity()) break;  // a step's work has a bound
       waiting_.remove(&next);
       deferred_.push_back(&next);
-    } else if (!admit_one(next, plan, now_ns)) {
+    } else if (!admit_one(next, plan, now_ns) && !step_back(next, plan)) {
       break;  // nobody overtakes: the order is first come, first served
     }
   }
@@ -304,6 +322,8 @@ bool Scheduler::admit_one(Sequence& sequence, StepPlan& plan, int64_t now_ns) {
   if (blocks_.num_free() - unused < whole - shared + copies) {
     blocked_ = &sequence;
     blocked_free_ = blocks_.num_free();
+    blocked_size_ = whole - shared + copies;
+    blocked_needs_ = unused + blocked_size_;
     return false;
   }
   const int32_t deltas_left = max_delta_blocks_ - plan.num_delta_blocks;
@@ -315,6 +335,9 @@ bool Scheduler::admit_one(Sequence& sequence, StepPlan& plan, int64_t now_ns) {
   sequence.reads_from = 0;
   sequence.slot = free_slots_.back();
   free_slots_.pop_back();
+  waiting_.took_slot(sequence);
+  excess_[static_cast<size_t>(sequence.slot)] = 0;
+  holders_changed_ = true;
   for (int32_t i = 0; i < shared; ++i) {
     blocks_.retain(prefix_[static_cast<size_t>(i)]);
     tables_.append(sequence.slot, prefix_[static_cast<size_t>(i)]);
@@ -418,6 +441,8 @@ void Scheduler::retire(Sequence& sequence, SequenceState state) {
       for (const int32_t block : tables_.blocks(sequence.slot)) sequence.blocks_coming += blocks_.ref_count(block) == 1;
       blocks_coming_ += sequence.blocks_coming;
     }
+    if (sequence.slot >= 0) waiting_.gives_slot(sequence, sequence.blocks_coming);
+    holders_changed_ = true;
   }
   sequence.state = state;
   if (sequence.slot >= 0) slot_of(sequence).state = state;
@@ -441,7 +466,10 @@ void Scheduler::settle(Sequence& sequence, Outbox* outbox) {
   if (sequence.state == SequenceState::kPreempting) return enqueue(&sequence);
   sequence.state = SequenceState::kReleased;
   if (sequence.masks != nullptr) sequence.masks->sequence = nullptr;
-  if (--sequence.request->unreleased == 0) outbox->filling().released.push_back(sequence.request);
+  if (--sequence.request->unreleased > 0) return;
+  waiting_.leave(*sequence.request);
+  holders_changed_ = true;
+  outbox->filling().released.push_back(sequence.request);
 }
 
 // Deepest block first: of a cached prefix the end is evicted before the beginning.

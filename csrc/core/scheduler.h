@@ -20,7 +20,7 @@
 #include "core/step_costs.h"
 #include "core/step_input.h"
 #include "core/step_plan.h"
-#include "core/waiting_queue.h"
+#include "core/tenants.h"
 
 namespace asyncengine {
 
@@ -97,7 +97,8 @@ struct SchedulerConfig {
 //
 // Order: decode rows first, then prompts of running sequences, then new sequences, each in order of Request::order.
 // When blocks run out, the running sequence that is last in that order gives its own back and is computed again later;
-// the first one never has to, so the engine always makes progress.
+// the first one never has to, so the engine always makes progress. While several tenants have requests, those beyond their
+// shares give way first (scheduler_shares.cpp).
 class Scheduler {
  public:
   explicit Scheduler(const SchedulerConfig& config);
@@ -187,7 +188,7 @@ class Scheduler {
   bool has_time(int32_t context_len, const StepPlan& plan) const;
   int64_t predict(int32_t chunk, int64_t context_len, const StepPlan& plan) const;
   int32_t paced_chunk(int32_t context_len, int32_t most, const StepPlan& plan);
-  void admit(StepPlan& plan, int64_t now_ns);
+  void admit(StepPlan& plan, int64_t now_ns, bool only_within);
   bool admit_one(Sequence& sequence, StepPlan& plan, int64_t now_ns);
   bool load_from_host(Sequence& sequence, int32_t whole);
   void start_loading(Sequence& sequence);
@@ -217,10 +218,21 @@ class Scheduler {
   void force_tokens(Slot& slot, Outbox& outbox, int64_t now_ns);
   void freeze(Slot& slot, uint64_t step, Outbox& outbox, int64_t now_ns);
   void add_row(Slot& slot, int32_t query_len, bool from_device, StepPlan& plan);
-  bool make_room(const Sequence& sequence, int32_t num_blocks, const StepPlan& plan);
+  bool make_room(const Slot& slot, int32_t num_blocks, const StepPlan& plan);
   void preempt(Sequence& sequence);
   void wake_siblings();
   void note_first_sample(Sequence& sequence, const StepPlan& plan);
+
+  // shares of tenants (scheduler_shares.cpp)
+  void share_out(const StepPlan& plan);
+  void share_slots();
+  void measure_blocks(const StepPlan& plan);
+  bool over_share(const Sequence& sequence, const StepPlan& plan);
+  bool step_back(Sequence& sequence, const StepPlan& plan);
+  void yield(Slot& slot);
+  bool is_excess(const Slot& slot, int32_t priority) const;
+  void take_excess(int32_t priority, int32_t num_blocks, const StepPlan& plan);
+  bool make_room_of_excess(const Slot& slot, int32_t num_blocks, const StepPlan& plan);
 
   // host rows (scheduler_hybrid.cpp)
   bool is_hosted(int32_t slot) const { return !host_rows_.empty() && host_rows_[static_cast<size_t>(slot)].phase != HostPhase::kNone; }
@@ -301,7 +313,7 @@ class Scheduler {
   BlockTables tables_;
   std::vector<Slot> slots_;
   std::vector<Slot*> running_;      // in order
-  WaitingQueue waiting_;
+  FairQueue waiting_;
   std::vector<int32_t> free_slots_;
   std::vector<int32_t> prefix_;     // scratch: blocks that a new sequence starts with
   HugeVector<int32_t> copied_from_;  // scratch, by block: where a copy of the step being planned takes it from, or -1
@@ -313,7 +325,8 @@ class Scheduler {
   int32_t results_wanted_ = 0;  // words of records that a prompt's end waits for
   MaskBoard board_;
   const Sequence* blocked_ = nullptr;  // head of the queue that did not fit, and the free blocks it saw
-  int32_t blocked_free_ = 0;
+  int32_t blocked_free_ = 0, blocked_needs_ = 0;  // and how many it needs to be free
+  int32_t blocked_size_ = 0;                      // of which it would take so many
   int32_t blocks_coming_ = 0;  // given back as steps in flight retire: no need to preempt more for these
   int32_t prefilling_ = 0;     // running sequences that have prompt left to compute
   struct {
@@ -323,6 +336,11 @@ class Scheduler {
   } pace_;
   std::vector<int64_t> slot_targets_;  // by slot; empty unless priority classes have targets of their own
   bool running_changed_ = false;  // some of running_ run no more
+  // Of shares of blocks, while several tenants have requests.
+  std::vector<uint8_t> excess_;      // by slot: when blocks were last measured, it was beyond its tenant's share
+  uint64_t measured_step_ = 0;
+  bool holders_changed_ = true;      // sequences came or went since then
+  int32_t short_of_ = 0, short_priority_ = 0;  // a running sequence within its share lacked so many free blocks in the last step
   int32_t token_budget_ = 0;      // of the step that is planned: lanes are taken off
 
   // Of host rows. The vectors are empty where nobody decodes on the host.

@@ -204,7 +204,7 @@ bool Scheduler::may_be_hosted(const Slot& slot, int32_t promised) const {
 void Scheduler::move_out(Slot& slot) {
   Sequence& sequence = *slot.sequence;
   slot.state = sequence.state = SequenceState::kHosted;
-  running_changed_ = true;
+  running_changed_ = holders_changed_ = true;
   host_rows_[static_cast<size_t>(index(slot))] = {.phase = HostPhase::kDraining};
   hosted_.push_back(index(slot));
   for (const int32_t block : tables_.blocks(index(slot))) sequence.blocks_coming += blocks_.ref_count(block) == 1;
@@ -309,6 +309,7 @@ void Scheduler::resume(Slot& slot) {
   std::erase(hosted_, index(slot));
   blocks_coming_ -= std::exchange(sequence.blocks_coming, 0);
   slot.state = sequence.state = SequenceState::kRunning;
+  holders_changed_ = true;
   running_.insert(std::upper_bound(running_.begin(), running_.end(), &slot,
                                    [](const Slot* a, const Slot* b) { return runs_before(a->sequence, b->sequence); }),
                   &slot);

@@ -4,12 +4,14 @@
 
 namespace asyncengine {
 
-std::unique_ptr<Request> make_request(const RequestSpec& spec, int64_t order, uint64_t sequence_number, int32_t block_size) {
+std::unique_ptr<Request> make_request(const RequestSpec& spec, int64_t order, uint64_t sequence_number, int32_t block_size,
+                                      Tenant* tenant) {
   auto request = std::make_unique<Request>();
   request->id = spec.id;
   request->order = order;
   request->sequence_number = sequence_number;
   request->salt = spec.salt;
+  request->tenant = tenant;
   request->priority = spec.priority;
   request->prompt_len = static_cast<int32_t>(spec.prompt.size());
   request->stop_tokens = spec.stop_tokens;

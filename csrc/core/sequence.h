@@ -14,6 +14,7 @@
 namespace asyncengine {
 
 struct Request;
+struct Tenant;  // tenants.h
 
 enum class FinishReason : int32_t {
   kNone = 0,
@@ -92,6 +93,7 @@ struct Request {
   int64_t order = 0;        // smaller runs sooner: arrival plus priority times ageing, so that nothing starves
   uint64_t sequence_number = 0;  // breaks ties of order: first come, first served
   uint64_t salt = 0;
+  Tenant* tenant = nullptr;  // null: none
   int32_t priority = 0;
   int32_t prompt_len = 0;
   std::vector<int32_t> stop_tokens;
@@ -140,12 +142,14 @@ struct RequestSpec {
   std::vector<int32_t> stop_tokens;
   int64_t delay_ns = 0;   // it is served as if it had arrived so much later
   bool reserved = false;  // it may take of what the queue's limits keep back for such requests
+  uint64_t tenant = 0;    // which shares slots and blocks with others (tenants.h); 0: none
   RequestExtras extras = {};
 
   Needs needs() const { return extras.all_needs() | sampling.needs(); }
 };
 
-// Costs what one copy of the prompt does, whatever n is.
-std::unique_ptr<Request> make_request(const RequestSpec& spec, int64_t order, uint64_t sequence_number, int32_t block_size);
+// Costs what one copy of the prompt does, whatever n is. `tenant` is the one of the spec's number.
+std::unique_ptr<Request> make_request(const RequestSpec& spec, int64_t order, uint64_t sequence_number, int32_t block_size,
+                                      Tenant* tenant = nullptr);
 
 }  // namespace asyncengine

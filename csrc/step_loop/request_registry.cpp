@@ -48,9 +48,10 @@ SubmitResult RequestRegistry::submit(const RequestSpec& spec, const Scheduler& s
     return SubmitResult::kQueueFull;
   }
   const int64_t order = now_ns + spec.delay_ns + int64_t{spec.priority} * config_.priority_ageing.count();
-  auto request = make_request(spec, order, next_sequence_number_++, config_.block_size);
+  auto request = make_request(spec, order, next_sequence_number_++, config_.block_size, tenants_.find(spec.tenant));
   Request* raw = request.get();
   requests_.emplace(spec.id, std::move(request));  // the last thing that may run out of memory
+  Tenants::enter(raw->tenant);
   queued_requests_.fetch_add(1, std::memory_order_relaxed);
   queued_tokens_.fetch_add(prompt_len, std::memory_order_relaxed);
   live_requests_.fetch_add(1, std::memory_order_relaxed);
@@ -133,9 +134,12 @@ void RequestRegistry::collect(const Delivery& delivery) {
 }
 
 void RequestRegistry::free_released() {
-  // An abort may be on its way to the step thread while the request ends by itself.
-  const size_t freed =
-      std::erase_if(released_, [](const auto& r) { return r->inbox_references.load(std::memory_order_acquire) == 0; });
+  // An abort may be on its way to the step thread while the request ends by itself: receive() wakes the loop for it.
+  const size_t freed = std::erase_if(released_, [this](const auto& r) {
+    if (r->inbox_references.load(std::memory_order_acquire) > 0) return false;
+    tenants_.leave(r->tenant);
+    return true;
+  });
   live_requests_.fetch_sub(static_cast<int64_t>(freed), std::memory_order_relaxed);
 }
 
@@ -155,8 +159,10 @@ void RequestRegistry::receive(Scheduler& scheduler, Outbox& outbox) {
     Request* next = aborted->next_aborted;  // read before the flag is cleared: the next push overwrites it
     // Cleared before the scheduler looks: whoever asks for another abort from now on sends another message.
     aborted->abort_under_way.exchange(false, std::memory_order_seq_cst);
+    const bool had_ended = aborted->unreleased == 0;
     scheduler.abort(aborted, outbox);
     aborted->inbox_references.fetch_sub(1, std::memory_order_release);
+    if (had_ended) outbox.wake();  // the drain that heard of its end could not free it yet
     aborted = next;
   }
   scheduler.after_aborts();

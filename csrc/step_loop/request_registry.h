@@ -15,6 +15,7 @@
 #include "core/outbox.h"
 #include "core/scheduler.h"
 #include "core/sequence.h"
+#include "core/tenants.h"
 
 namespace asyncengine {
 
@@ -96,6 +97,7 @@ class RequestRegistry final : public Scheduler::QueueObserver {
   std::atomic<int64_t> queued_requests_{0}, queued_tokens_{0}, live_requests_{0};
 
   // The event loop's alone.
+  Tenants tenants_;
   std::unordered_map<uint64_t, std::unique_ptr<Request>> requests_;
   std::vector<std::unique_ptr<Request>> released_;  // released, but still named by a message under way
   Delivery* delivery_ = nullptr;    // taken, and not yet in news_ and released_

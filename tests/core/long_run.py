@@ -37,6 +37,12 @@ WALKS = {
     "host rows in a tiny host tier": Limits(num_blocks=9, max_num_seqs=6, num_host_blocks=10, lanes=4, layers=1),
     "serial host rows": Limits(num_blocks=12, num_host_blocks=50, max_num_seqs=6, lanes=3, steps_in_flight=1),
     "paced": Limits(num_blocks=40, max_num_seqs=6, max_num_batched_tokens=64, target_itl_ns=4000),
+    "tenants": Limits(num_blocks=42, max_num_seqs=6, max_num_batched_tokens=64, tenants=3),
+    "more tenants than slots": Limits(num_blocks=24, max_num_seqs=3, tenants=5, steps_in_flight=3),
+    "tenants in a tiny pool": Limits(num_blocks=9, max_num_seqs=6, max_num_batched_tokens=40, tenants=2),
+    "serial tenants": Limits(num_blocks=12, max_num_seqs=8, steps_in_flight=1, tenants=3),
+    "tenants and a host tier": Limits(num_blocks=10, max_num_seqs=5, num_host_blocks=50, tenants=3),
+    "tenants and host rows": Limits(num_blocks=10, max_num_seqs=6, num_host_blocks=60, lanes=2, tenants=2),
     "paced in vain": Limits(num_blocks=14, max_num_batched_tokens=48, target_itl_ns=1),
 }
 
@@ -106,6 +112,7 @@ def walk_blocks(num_blocks: int, rng: random.Random, operations: int) -> Checked
 def random_request(scheduler: CheckedScheduler, rng: random.Random, arrival: int) -> None:
     longest = scheduler.limits.longest
     family, length = rng.randrange(3), min(rng.choice([3, 17, 40, 90]) + rng.randrange(8), longest - 1)
+    of_class = rng.randrange(-1, 2)
     prompt = [(family + i) % VOCAB for i in range(length)]
     if rng.random() < 0.5:
         prompt[rng.randrange(length)] = rng.randrange(VOCAB)
@@ -114,9 +121,11 @@ def random_request(scheduler: CheckedScheduler, rng: random.Random, arrival: int
         n=rng.choice([1, 1, 1, 2, 4]),
         max_tokens=rng.randint(1, min(60, longest - length)),
         stop_tokens=[rng.randrange(VOCAB)] if rng.random() < 0.3 else [],
-        order=arrival + 20 * rng.randrange(-1, 2),
+        order=arrival + 20 * of_class,
         salt=rng.randrange(SALTS),
         fails_at=rng.randrange(6) if rng.random() < 0.05 else None,
+        tenant=rng.randint(0 if rng.random() < 0.2 else 1, scheduler.limits.tenants) if scheduler.limits.tenants else 0,
+        priority=of_class,
     )
 
 
@@ -183,6 +192,7 @@ def random_limits(rng: random.Random) -> Limits:
         num_host_blocks=num_host_blocks,
         lanes=lanes,
         layers=rng.randint(1, 4),
+        tenants=rng.choice([0, 0, 2, 5]),
     )
 
 

@@ -15,6 +15,7 @@ from asyncengine import _core
 from .host_model import Move
 from .hybrid_model import JOB_TIMEOUT, HybridModel
 from .scheduler_state import BLOCK_SIZE, VOCAB, Limits, ModelRequest, ModelSequence, Row, State, Step
+from .tenant_model import Holdings, TenantModel
 
 __all__ = ["VOCAB", "CheckedScheduler", "Limits"]
 
@@ -29,7 +30,7 @@ COSTS = _core.StepCosts([(1, 100, 1), (64, 6400, 1)], [(1, 100, 1), (64, 6400, 6
 """A step takes 100 ns for each token, 1 ns for each that a token attends to."""
 
 
-class CheckedScheduler(HybridModel):
+class CheckedScheduler(TenantModel, HybridModel):
     """A native scheduler and its model, side by side; every operation is compared."""
 
     def __init__(self, limits: Limits) -> None:
@@ -73,13 +74,15 @@ class CheckedScheduler(HybridModel):
         order: int = 0,
         salt: int = 0,
         fails_at: int | None = None,
+        tenant: int = 0,
+        priority: int = 0,
     ) -> int:
         self.operations += 1
         self.next_id += 1
-        self.native.add(self.next_id, prompt, n, max_tokens, stop_tokens, order, salt)
-        request = ModelRequest(
-            self.next_id, self.next_id, order, salt, len(prompt), len(prompt) + max_tokens, tuple(stop_tokens), fails_at
-        )
+        terms = {"tenant": tenant, "priority": priority}
+        self.native.add(self.next_id, prompt, n, max_tokens, stop_tokens, order, salt, **terms)
+        number, total = self.next_id, len(prompt) + max_tokens
+        request = ModelRequest(number, number, order, salt, len(prompt), total, tuple(stop_tokens), fails_at, **terms)
         for i in range(n):
             state = State.DORMANT if i else State.WAITING
             kv = [request.kv_of(token) for token in prompt]
@@ -113,15 +116,16 @@ class CheckedScheduler(HybridModel):
         waiting = {s for s in self._sequences() if s.state is State.WAITING}
         running = {s for s in self._sequences() if s.state is State.RUNNING}
         self._see_results()
+        holdings = self._holdings()
         planned = self.native.schedule()
         if planned is None:
-            self._preempt([], running)
+            self._preempt([], running, waiting, holdings)
             full = len(self.flight) == self.limits.steps_in_flight
             moves = self.moves or self.native.loading or self._hosted()
             assert full or self.flight or moves or not self.requests, "nothing runs, though there is work"
         else:
             rows = [self._row(*row) for row in planned[0]]
-            self._preempt(rows, running)
+            self._preempt(rows, running, waiting, holdings)
             step = Step(rows, planned[1], [], set())
             self._find_lanes(step)
             self._check_order(rows, waiting, running, self.limits.lanes if step.lanes else 0)
@@ -208,9 +212,10 @@ class CheckedScheduler(HybridModel):
         overtaken = new.tokens + limits.max_num_seqs * (limits.longest + 2)
         rounds = (limits.steps_in_flight + 1) * (4 if limits.num_host_blocks else 1)  # while blocks come, others go on
         rounds *= 4 * (limits.layers + 1) if limits.lanes else 1  # a host row passes a stage at a time
+        rounds *= 4 if limits.tenants else 1  # sequences give way to other tenants, and are computed again
         new.allowed = rounds * (overtaken + sum(request.tokens for request in self.requests.values()))
         for request in self.requests.values():
-            if new.order < request.order:
+            if new.order < request.order or new.tenant != request.tenant:
                 request.allowed += rounds * overtaken
 
     def _count_step(self) -> None:
@@ -224,16 +229,24 @@ class CheckedScheduler(HybridModel):
     ) -> Row:
         return Row(self.requests[request].sequences[index], query, context, sample, from_device, blocks)
 
-    def _preempt(self, rows: list[Row], running: set[ModelSequence]) -> None:
-        """Who gave way: the last in order of those that are not in the step."""
+    def _preempt(
+        self, rows: list[Row], running: set[ModelSequence], waiting: set[ModelSequence], holdings: Holdings
+    ) -> None:
+        """Who gave way: the last in order of those that are not in the step, but for those of other tenants."""
         count = self.native.preemptions - self.preemptions
         self.preemptions += count
-        if count == 0:
-            return
         self.saw["preemption"] += count
         idle = sorted(running - {row.sequence for row in rows}, key=lambda s: s.key)
         assert len(idle) >= count
-        for victim in idle[-count:]:
+        victims = idle[len(idle) - count :]
+        if self.shared:
+            still = {self.requests[request].sequences[index] for request, index in self.native.running}
+            hosted = {self.requests[request].sequences[index] for request, index, *_ in self._native_hosted()}
+            victims = [s for s in idle if s not in still and s not in hosted]
+            assert len(victims) == count
+            survivors = [s for s in idle if s not in victims]
+            self._check_victims(victims, survivors, running, waiting, holdings)
+        for victim in victims:
             assert victim is not min(running, key=lambda s: s.key), "the first in order must make progress"
             victim.state = State.PREEMPTING
             self._settle(victim)
@@ -336,17 +349,22 @@ class CheckedScheduler(HybridModel):
             assert all(row.query_len <= limits.prefill_chunk_size for row in rows)
         # Decode rows, then prompts of running sequences, then new sequences; each in order.
         ranks = [(0 if row.from_device else 1 if row.sequence in running else 2, row.sequence.key) for row in rows]
-        assert ranks == sorted(ranks)
-        admitted = {row.sequence for row in rows} - running
-        assert admitted <= waiting
-        left = [s.key for s in waiting - admitted]
-        if not any(s.loading for s in self._sequences()) and not self.native.loading:
-            assert not admitted or not left or max(s.key for s in admitted) < min(left), "somebody was overtaken"
+        admitted = [row.sequence for row in rows if row.sequence not in running]
+        assert [rank for rank, _ in ranks] == sorted(rank for rank, _ in ranks)
+        assert [r for r in ranks if r[0] < 2] == sorted(r for r in ranks if r[0] < 2)
+        assert waiting.issuperset(admitted)
+        if self.shared:
+            self._check_admissions(admitted, waiting)
+        elif not any(s.loading for s in self._sequences()) and not self.native.loading:
+            left = [s.key for s in waiting.difference(admitted)]
+            assert admitted == sorted(admitted, key=lambda s: s.key)
+            assert not admitted or not left or admitted[-1].key < min(left), "somebody was overtaken"
         self.saw["mixed step"] += bool(ranks) and ranks[0][0] == 0 and ranks[-1][0] > 0
         # No sequence that can decode stands idle while there are blocks.
         if self.native.free_blocks > 0 and not self.moves:
             planned = {row.sequence for row in rows}
-            assert all(s in planned or not (s.state is State.RUNNING and s.on_device and s.wants_more) for s in running)
+            idle = [s for s in running if s.state is State.RUNNING and s.on_device and s.wants_more and s not in planned]
+            assert not idle or self.shared, "a sequence within its share keeps others from what it waits for"
 
     def _check_pace(self, rows: list[Row]) -> None:
         """A step in which sequences decode ends in time, unless the least chunk is too much."""

@@ -27,11 +27,17 @@ class Limits:
     target_itl_ns: int = 0
     lanes: int = 0
     layers: int = 2  # of the model that host rows pass
+    tenants: int = 0  # whose requests come; 0: those of none
 
     @property
     def longest(self) -> int:
         """Tokens that a sequence may have."""
         return min(self.max_model_len, self.num_blocks * BLOCK_SIZE)
+
+    @property
+    def roomy(self) -> bool:
+        """Nobody ever waits for blocks."""
+        return self.num_blocks >= (self.max_num_seqs + 1) * -(-self.longest // BLOCK_SIZE) and not self.num_host_blocks
 
 
 class State(Enum):
@@ -119,6 +125,8 @@ class ModelRequest:
     max_total: int
     stop_tokens: tuple[int, ...]
     fails_at: int | None
+    tenant: int = 0
+    priority: int = 0
     sequences: list[ModelSequence] = field(default_factory=list)
     steps: int = 0  # retired since it was added
     allowed: int = 0  # steps that it may take: see CheckedScheduler._allow

@@ -106,6 +106,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_host_blocks=st.sampled_from([0, 3, 40]),
             lanes=st.sampled_from([0, 1, 3]),
             layers=st.integers(1, 3),
+            tenants=st.sampled_from([0, 2, 3]),
         ).filter(is_possible)
     )
     def create(self, limits: Limits) -> None:
@@ -120,8 +121,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         order=st.integers(-3, 3),
         salt=st.integers(0, SALTS - 1),
         fails_at=st.sampled_from([None, None, None, 0, 3]),
+        tenant=st.integers(0, 3),
+        priority=st.integers(-1, 1),
     )
-    def add(self, family, length, n, max_tokens, stops, order, salt, fails_at) -> None:  # type: ignore[no-untyped-def]
+    def add(  # type: ignore[no-untyped-def]
+        self, family, length, n, max_tokens, stops, order, salt, fails_at, tenant, priority
+    ) -> None:
         longest = self.scheduler.limits.longest
         length = min(length, longest - 1)
         self.scheduler.add(
@@ -132,6 +137,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             order=order,
             salt=salt,
             fails_at=fails_at,
+            tenant=min(tenant, self.scheduler.limits.tenants),
+            priority=priority,
         )
 
     @precondition(lambda self: self.scheduler.requests)
@@ -222,6 +229,8 @@ def test_scheduler_on_a_random_walk(name: str) -> None:
         assert all(saw[what] for what in ("block to the host", "block from the host", "failed move", "load"))
     if scheduler.limits.lanes:
         assert all(saw[what] for what in HYBRID)
+    if scheduler.limits.tenants:
+        assert saw["gave way to a tenant"]
 
 
 def test_a_long_run_says_what_it_did(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

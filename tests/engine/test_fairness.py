@@ -134,6 +134,9 @@ def test_places(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0
     monkeypatch.setattr("time.monotonic_ns", lambda: now)
     fair = FairShare(1.0)
+    a, b = (fair.place(tenant, 0).tenant for tenant in "ab")
+    assert len({0, a, b}) == 3
+    assert (fair.place(None, 0), FairShare(0.0).place("a", 0)) == (Place(), Place())
     arrivals = {}
     for key, (at, priority, sequences, expected) in enumerate(
         [
@@ -145,19 +148,19 @@ def test_places(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         now = at * SECOND
         place = fair.place("a", priority)
-        assert place == Place((expected - at) * SECOND, reserved=key == 0)
+        assert place == Place((expected - at) * SECOND, reserved=key == 0, tenant=a)
         fair.enter(key, "a", priority, sequences, place)
         arrivals[key] = now + place.delay_ns
-    assert fair.place("b", 0) == Place(0, reserved=True)
+    assert fair.place("b", 0) == Place(0, reserved=True, tenant=b)
     fair.leave(0)
     fair.leave(1)
     now = 4 * SECOND
-    assert fair.place("a", 0) == Place(arrivals[3] - now)  # two are live, and the last one counts as arrived at 19
+    assert fair.place("a", 0) == Place(arrivals[3] - now, tenant=a)  # two are live, and the last one counts as arrived at 19
     fair.leave(3)
-    assert fair.place("a", 0) == Place(SECOND)
+    assert fair.place("a", 0) == Place(SECOND, tenant=a)
     fair.leave(2)
     fair.leave(2)
-    assert (len(fair), fair.place("a", 0)) == (0, Place(0, reserved=True))
+    assert (len(fair), fair.place("a", 0)) == (0, Place(0, reserved=True, tenant=a))
 
 
 def test_a_tenant_keeps_its_order_whatever_the_clock_and_the_ends_of_requests() -> None:

@@ -25,7 +25,8 @@ class Bench {
   }
 
   Request& add(const RequestSpec& spec, int64_t order = 0) {
-    auto request = make_request(spec, order, spec.id, block_size_);
+    auto request = make_request(spec, order, spec.id, block_size_, tenants.find(spec.tenant));
+    Tenants::enter(request->tenant);
     Request& raw = *request;
     requests[spec.id] = std::move(request);
     scheduler.add(&raw);
@@ -71,13 +72,17 @@ class Bench {
   }
   // Frees what is released. Not part of the step path: the event loop does it.
   void collect() {
-    for (const Request* request : outbox.filling().released) requests.erase(request->id);
+    for (const Request* request : outbox.filling().released) {
+      tenants.leave(request->tenant);
+      requests.erase(request->id);
+    }
     outbox.filling().clear();
   }
 
   Scheduler scheduler;
   Outbox outbox;
   std::vector<std::byte> staging;
+  Tenants tenants;
   std::map<uint64_t, std::unique_ptr<Request>> requests;
 
  private:

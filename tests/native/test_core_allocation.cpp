@@ -71,6 +71,22 @@ TEST(steps_with_a_target_allocate_nothing) {
   }
 }
 
+TEST(giving_way_to_other_tenants_allocates_nothing) {
+  Bench bench({60, 16, 8, 64, 0, 256, true}, 2);
+  for (int round = 0; round < 3; ++round) {
+    for (uint64_t i = 0; i < 24; ++i) {
+      RequestSpec spec = make_spec(i + 1, 30, 60, i % 4 == 0 ? 3 : 1, static_cast<int32_t>(i));
+      spec.tenant = 1 + i / 8;
+      bench.add(spec, static_cast<int64_t>(i));
+    }
+    const int64_t before = bench.scheduler.stats().num_preemptions;
+    const int64_t counted = run_counted(bench);
+    CHECK(bench.scheduler.stats().num_preemptions > before);
+    if (round > 0) CHECK_EQ(counted, 0);
+    CHECK(bench.scheduler.quiescent());
+  }
+}
+
 TEST(preemption_allocates_nothing) {
   Bench bench({20, 16, 8, 64, 0, 256, true}, 2);
   for (int round = 0; round < 2; ++round) {

@@ -330,3 +330,77 @@ TEST(many_requests_take_time_in_proportion) {
   CHECK(bench.requests.empty());
   CHECK(bench.scheduler.quiescent());
 }
+
+// Copies of a step run in any order, so none reads what another writes. The first sibling gets a copy of the block that the
+// second one shares in the step before, and in this very step the third one joins.
+TEST(siblings_copy_a_block_from_where_the_first_of_them_copies_it) {
+  Bench bench({64, 16, 3, 64, 0, 256, true}, 2);
+  bench.add(make_spec(1, 20, 30, 3));
+  bench.add(make_spec(2, 20, 1, 1, 7), 1);  // holds the third slot for one step
+  bench.launch();
+  bench.pack();
+  const StepPlan* plan = bench.launch();
+  CHECK_EQ(plan->rows.size(), size_t{2});
+  CHECK_EQ(plan->copies.size(), size_t{1});
+  const int32_t shared = plan->copies[0].source;
+  bench.pack();
+  bench.commit(1);
+  bench.collect();
+  plan = bench.launch();
+  CHECK_EQ(plan->rows.size(), size_t{3});
+  CHECK_EQ(plan->copies.size(), size_t{2});
+  for (const BlockCopy& copy : plan->copies) {
+    CHECK_EQ(copy.source, shared);
+    CHECK(copy.target != shared);
+  }
+  bench.pack();
+  run_out(bench);
+  CHECK(bench.requests.empty());
+  CHECK(bench.scheduler.quiescent());
+}
+
+// Its keys and values may never have been written.
+TEST(blocks_of_a_failed_step_are_not_shared) {
+  for (const int depth : {1, 2}) {
+    Bench bench({64, 16, 8, 256, 0, 256, true}, depth);
+    const auto cached = [&](uint64_t id) {
+      bench.add(make_spec(id, 100, 2));
+      const StepPlan* plan = bench.launch();
+      bench.pack();
+      return plan->rows.back().context_len;
+    };
+    CHECK_EQ(cached(1), 0);
+    CHECK(bench.fail());
+    bench.collect();
+    CHECK_EQ(bench.scheduler.stats().cached_blocks, 0);
+    CHECK_EQ(cached(2), 0);
+    run_out(bench);
+    CHECK_EQ(cached(3), 96);
+    run_out(bench);
+    CHECK(bench.scheduler.quiescent());
+  }
+}
+
+// The loop hears of the end while its abort is on the way: nothing else would have it look again.
+TEST(an_abort_that_crosses_its_requests_end_leaves_nothing) {
+  Options options;
+  Scripted scripted(options.loop());
+  StepLoop& loop = *scripted.loop;
+  const auto asks_for_a_drain = [&] {
+    pollfd fd{loop.wake_fd(), POLLIN, 0};
+    return ::poll(&fd, 1, 0) == 1;
+  };
+  CHECK(loop.submit(make_spec(1, 20, 2)) == SubmitResult::kAccepted);
+  for (int i = 0; i < 100; ++i) loop.advance();
+  CHECK(loop.quiescent());
+  loop.abort(1);
+  CHECK(loop.drain([](const StepLoop::News&) {}));
+  CHECK_EQ(loop.stats().live_requests, 1);  // a message names it
+  CHECK(!asks_for_a_drain());
+  loop.advance();
+  CHECK(asks_for_a_drain());
+  CHECK(loop.drain([](const StepLoop::News&) {}));
+  CHECK_EQ(loop.stats().live_requests, 0);
+  loop.advance();
+  CHECK(!asks_for_a_drain());
+}

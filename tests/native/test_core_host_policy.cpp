@@ -80,6 +80,27 @@ TEST(a_class_with_a_target_stays_on_the_device) {
   CHECK(bench.requests.at(2)->sequences[0].state == SequenceState::kRunning);
 }
 
+// A host row takes one token at a time, which needs no mask and scores nothing.
+TEST(rows_with_masks_drafts_or_scores_stay_on_the_device) {
+  for (const int kind : {0, 1, 2, 3}) {
+    SchedulerConfig config = small({.lanes = 2, .layers = 2});
+    config.mask_words = 2;
+    config.max_samples = 4 * config.max_num_seqs;
+    RequestSpec second = make_spec(2, 40, 60);
+    if (kind == 1) second.extras.masks = {std::make_shared<MaskChannel>(config.mask_words)};
+    if (kind == 2) second.extras.tokens_per_step = 2;
+    if (kind == 3) second.extras.score_from = 30;
+    std::vector<int32_t> board(MaskBoard::stride(config.mask_words) * static_cast<size_t>(config.max_num_seqs));
+    HybridBench bench(config);
+    bench.scheduler.write_masks_to({board.data(), config.mask_words});
+    crowd(bench, make_spec(1, 40, 60), second);
+    CHECK_EQ(bench.stats().moved_to_host, 1);
+    const auto state = [&](uint64_t id) { return bench.requests.at(id)->sequences[0].state; };
+    CHECK(state(2) == (kind == 0 ? SequenceState::kHosted : SequenceState::kRunning));
+    CHECK(state(1) == (kind == 0 ? SequenceState::kRunning : SequenceState::kHosted));
+  }
+}
+
 TEST(a_sequence_that_ends_soon_stays_where_it_is) {
   const SchedulerConfig config = small({.lanes = 2, .layers = 2});
   HybridBench bench(config);
