@@ -161,6 +161,8 @@ class CheckedScheduler(TenantModel, HybridModel):
         """The oldest step failed: each request with a row in it ends, and nobody else."""
         self.operations += 1
         step = self.flight.popleft()
+        for block in step.written:
+            self.kv[block] = [-3] * BLOCK_SIZE  # nothing says what it left there
         told, released = self.native.commit(None)
         expected: list[tuple[int, int, int, int]] = []
         self._retire_lanes(step)
@@ -362,8 +364,8 @@ class CheckedScheduler(TenantModel, HybridModel):
         self.saw["mixed step"] += bool(ranks) and ranks[0][0] == 0 and ranks[-1][0] > 0
         # No sequence that can decode stands idle while there are blocks.
         if self.native.free_blocks > 0 and not self.moves:
-            planned = {row.sequence for row in rows}
-            idle = [s for s in running if s.state is State.RUNNING and s.on_device and s.wants_more and s not in planned]
+            others = running - {row.sequence for row in rows}
+            idle = [s for s in others if s.state is State.RUNNING and s.on_device and s.wants_more]
             assert not idle or self.shared, "a sequence within its share keeps others from what it waits for"
 
     def _check_pace(self, rows: list[Row]) -> None:

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
-from asyncengine import SamplingParams
+from asyncengine import RequestOutput, SamplingParams
 from asyncengine.errors import EngineOverloadedError, InvalidRequestError
 from asyncengine.fairness import FairShare, Place
 from asyncengine.testing import SimulatedEngine, no_leaks
+
+from .support import Job, check_output, random_jobs
 
 PROMPT = list(range(300, 320))
 SHORT = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
@@ -83,6 +85,61 @@ def in_steps(times: list[float]) -> list[list[int]]:
     """Indices in the order of their times, those of the same time together."""
     ordered = sorted((t, i) for i, t in enumerate(times))
     return [[i for _, i in group] for _, group in itertools.groupby(ordered, key=lambda item: item[0])]
+
+
+def big(n: int, max_tokens: int) -> SamplingParams:
+    return SamplingParams(n=n, max_tokens=max_tokens, temperature=1.0, seed=5, ignore_eos=True)
+
+
+@pytest.mark.parametrize("share_s", [1.0, 0.0])
+async def test_one_token_takes_few_steps_beside_a_tenant_that_holds_all_slots(share_s: float) -> None:
+    async with SimulatedEngine(num_kv_blocks=16384, fair_share_s=share_s, **STEPPED) as engine, no_leaks(engine):
+        large = [asyncio.create_task(engine.generate(PROMPT[:length], big(128, 450), tenant="a")) for length in (9, 17)]
+        while engine.stats().num_requests_running < 256:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        for tenant in ("b", "c"):
+            before = engine.stats()
+            await engine.generate(PROMPT, SamplingParams(max_tokens=1, temperature=0.0), tenant=tenant)
+            after = engine.stats()
+            if share_s:
+                assert after.num_steps - before.num_steps <= 6
+                assert after.num_preemptions - before.num_preemptions <= 1
+            elif tenant == "b":
+                assert after.num_steps - before.num_steps > 400
+        for task, length in zip(large, (9, 17), strict=True):
+            output = await task
+            for i in (0, 63, 127):
+                expected = engine.expected_token_ids(PROMPT[:length], big(128, 450), i)
+                assert list(output.outputs[i].token_ids) == expected
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"steps_in_flight": 3},
+        {"enable_prefix_caching": False},
+        {"num_kv_blocks": 40},
+        {"num_kv_blocks": 40, "host_kv_memory_bytes": 1 << 20},
+        {"num_kv_blocks": 24, "prefill_chunk_size": 7, "steps_in_flight": 1},
+    ],
+)
+async def test_outputs_do_not_depend_on_who_gives_way(config: dict[str, Any]) -> None:
+    config = {"max_num_seqs": 8, "max_model_len": 160, "num_kv_blocks": 400, **config}
+    jobs = random_jobs(90, seed=4)
+    async with SimulatedEngine(**config, step_driver="loop") as engine, no_leaks(engine):
+
+        def start(jobs: list[Job], tenants: str) -> list[asyncio.Task[RequestOutput]]:
+            work = zip(jobs, itertools.cycle(tenants))
+            return [asyncio.create_task(engine.generate(job.prompt, job.params, tenant=t)) for job, t in work]
+
+        tasks = start(jobs[:30], "a")
+        while engine.stats().num_steps < 4:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        tasks += start(jobs[30:], "bca")
+        for job, output in zip(jobs, await asyncio.gather(*tasks), strict=True):
+            check_output(engine, job, output)
+        assert engine.stats().num_preemptions > 0
 
 
 @pytest.mark.parametrize("limits", [{"max_queued_requests": 8}, {"max_queued_tokens": 8 * len(PROMPT)}])
@@ -155,7 +212,8 @@ def test_places(monkeypatch: pytest.MonkeyPatch) -> None:
     fair.leave(0)
     fair.leave(1)
     now = 4 * SECOND
-    assert fair.place("a", 0) == Place(arrivals[3] - now, tenant=a)  # two are live, and the last one counts as arrived at 19
+    # Two are live, and the last one counts as arrived at 19.
+    assert fair.place("a", 0) == Place(arrivals[3] - now, tenant=a)
     fair.leave(3)
     assert fair.place("a", 0) == Place(SECOND, tenant=a)
     fair.leave(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import random
 import time
@@ -47,6 +48,20 @@ async def test_outputs_do_not_depend_on_the_machinery(machinery: str) -> None:
         await check_jobs(engine, random_jobs(150, seed=1))
         if "tiny" in machinery:
             assert engine.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_stop_string_ends_the_sequence_in_the_core(n: int) -> None:
+    """The tokens that follow are not computed, whoever waits for the other sequences."""
+    params = SamplingParams(n=n, max_tokens=1500, temperature=1.0, seed=3, ignore_eos=True)
+    async with SimulatedEngine(step_driver="loop") as engine, no_leaks(engine):
+        words = [engine.tokenizer.decode(engine.expected_token_ids(CANARY, params, i)[:40]).split() for i in range(n)]
+        stops = [own[20] for own in words]
+        output = await engine.generate(CANARY, dataclasses.replace(params, stop=stops))
+        await settle(engine)
+        assert all(s.finish_reason is FinishReason.STOP for s in output.outputs)
+        delivered = sum(len(s.token_ids) for s in output.outputs)
+        assert engine.stats().generation_tokens <= delivered + 8 * n
 
 
 async def test_a_tenth_of_the_kv_with_priorities_loses_nobody() -> None:

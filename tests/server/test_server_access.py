@@ -111,6 +111,28 @@ async def test_a_small_request_does_not_wait_for_anothers_large_one(stream: bool
         assert len(engine._fair_share) == 0
 
 
+async def test_a_client_that_holds_all_slots_does_not_hold_up_another() -> None:
+    async with (
+        SimulatedEngine(num_kv_blocks=32768, read_kv=False, step_latency_us=2000) as engine,
+        serving(engine) as site,
+    ):
+        _, writer = await site.connect()
+        large = {"prompt": [[300, 301], [302]], "n": 128, "max_tokens": 1900, "ignore_eos": True}
+        writer.write(raw_post(COMPLETIONS, large))
+        while engine.stats().num_requests_running < 256:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        for word in (303, 304):
+            small = await site.post(COMPLETIONS, prompt=[word], max_tokens=1, ignore_eos=True)
+            assert small.json["usage"]["completion_tokens"] == 1
+        assert len(engine._by_id) == 2, "the large request was served first"
+        stats = engine.stats()
+        assert stats.num_preemptions == 2, "a short request costs the other client one sequence"
+        assert stats.num_requests_running + stats.num_requests_waiting == 256
+        writer.close()
+        await settle(engine)
+        assert len(engine._fair_share) == 0
+
+
 async def test_priority_only_where_the_operator_allows_it() -> None:
     engine = FakeEngine()
     async with serving(engine) as site:
