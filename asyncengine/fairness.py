@@ -37,7 +37,7 @@ class FairShare:
     """Counts the live requests of every tenant. A tenant without any leaves no record."""
 
     def __init__(self, share_s: float) -> None:
-        """``share_s`` is the delay for each live sequence. With 0 no request is delayed, and the core knows no tenants."""
+        """``share_s`` is the delay for each live sequence; with 0 nobody is delayed, and the core knows no tenants."""
         self._share_ns = int(share_s * 1e9)
         self._tenants: dict[str, _Tenant] = {}
         self._requests: dict[int, tuple[str, int, int]] = {}  # by key: tenant, priority, sequences

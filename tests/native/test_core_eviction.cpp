@@ -62,13 +62,14 @@ TEST(the_host_evicts_what_came_to_it_first) {
   CHECK_EQ(pool.blocks.take_host_block(/*even_copies=*/true), -1);
 }
 
-// Has every block, and delivers it at once.
+// Has every block, and reads two at a time.
 class FullDisk final : public BlockDisk {
  public:
   BlockKey root(uint64_t salt) const override { return root_key("", salt); }
   bool contains(const BlockKey&) const override { return true; }
   bool put(const BlockName&, std::span<const int32_t>, const std::byte*, uint64_t) override { return false; }
   bool get(const BlockName&, std::span<const int32_t>, std::byte*, uint64_t ticket) override {
+    if (over_.size() == 2) return false;
     ++reads;
     over_.push_back(ticket);
     return true;
