@@ -43,6 +43,10 @@ struct Workers {
     std::unique_lock lock(mutex_);
     CHECK(changed_.wait_until(lock, WaitClock::now() + 20s, [this] { return hanging_ > 0; }));
   }
+  bool hanging() {
+    const std::lock_guard lock(mutex_);
+    return hanging_ > 0;
+  }
   void release() {
     const std::lock_guard lock(mutex_);
     released_ = true;
