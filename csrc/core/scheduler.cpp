@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cassert>
-#include <tuple>
 #include <utility>
 
 namespace asyncengine {
@@ -259,34 +258,6 @@ void Scheduler::copy_shared(const Slot& slot, int32_t entry, StepPlan& plan) {
   copied_from_[static_cast<size_t>(target)] = origin < 0 ? source : origin;
   plan.copies.push_back({copied_from_[static_cast<size_t>(target)], target});
   plan.held_blocks.push_back(source);
-}
-
-bool Scheduler::make_room(const Slot& slot, int32_t num_blocks, const StepPlan& plan) {
-  const Sequence& sequence = *slot.sequence;
-  const bool shared = waiting_.shared();
-  if (shared) {
-    if (make_room_of_excess(slot, num_blocks, plan)) return true;
-    if (excess_[static_cast<size_t>(index(slot))] != 0) return false;
-  }
-  for (size_t i = running_.size(); blocks_.num_free() < num_blocks; --i) {
-    if (blocks_.num_free() + blocks_coming() >= num_blocks) return false;  // they are on their way
-    const auto stays = [&](const Slot& other) {
-      return other.state != SequenceState::kRunning || other.planned_step == static_cast<uint32_t>(plan.step);
-    };
-    while (i > 0 && stays(*running_[i - 1])) --i;
-    if (i == 0 || !runs_before(&sequence, running_[i - 1]->sequence)) {
-      if (shared && short_of_ == 0) std::tie(short_of_, short_priority_) = std::pair(num_blocks, sequence.request->priority);
-      return false;
-    }
-    preempt(*running_[i - 1]->sequence);
-  }
-  return true;
-}
-
-void Scheduler::preempt(Sequence& sequence) {
-  ++stats_.num_preemptions;
-  retire(sequence, SequenceState::kPreempting);
-  if (!in_flight(sequence)) settle(sequence, nullptr);
 }
 
 // `only_within`: of tenants that hold less than their share, for whom others gave way.

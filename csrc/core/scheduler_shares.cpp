@@ -1,8 +1,11 @@
-// Scheduler: tenants with more than their share of slots or blocks give some back while others wait (tenants.h).
+// Scheduler: who gives way when blocks or slots run out. It is the last in order, and while several tenants have requests the
+// last of those beyond their tenants' shares (tenants.h).
 //
 // A tenant gives no sequence that is within its share, and its first one is. The sequence that gives way waits behind all
 // tenants within their shares, so it does not take back what it gave. The first of all that run never gives way.
 #include <algorithm>
+#include <tuple>
+#include <utility>
 
 #include "core/scheduler.h"
 
@@ -13,6 +16,34 @@ namespace {
 constexpr uint64_t kMeasureEvery = 16;
 
 }  // namespace
+
+bool Scheduler::make_room(const Slot& slot, int32_t num_blocks, const StepPlan& plan) {
+  const Sequence& sequence = *slot.sequence;
+  const bool shared = waiting_.shared();
+  if (shared) {
+    if (make_room_of_excess(slot, num_blocks, plan)) return true;
+    if (excess_[static_cast<size_t>(index(slot))] != 0) return false;
+  }
+  for (size_t i = running_.size(); blocks_.num_free() < num_blocks; --i) {
+    if (blocks_.num_free() + blocks_coming() >= num_blocks) return false;  // they are on their way
+    const auto stays = [&](const Slot& other) {
+      return other.state != SequenceState::kRunning || other.planned_step == static_cast<uint32_t>(plan.step);
+    };
+    while (i > 0 && stays(*running_[i - 1])) --i;
+    if (i == 0 || !runs_before(&sequence, running_[i - 1]->sequence)) {
+      if (shared && short_of_ == 0) std::tie(short_of_, short_priority_) = std::pair(num_blocks, sequence.request->priority);
+      return false;
+    }
+    preempt(*running_[i - 1]->sequence);
+  }
+  return true;
+}
+
+void Scheduler::preempt(Sequence& sequence) {
+  ++stats_.num_preemptions;
+  retire(sequence, SequenceState::kPreempting);
+  if (!in_flight(sequence)) settle(sequence, nullptr);
+}
 
 // Before the rows of the step are planned: who gives way has none in it.
 void Scheduler::share_out(const StepPlan& plan) {

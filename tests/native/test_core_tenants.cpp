@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "check.h"
+#include "engine_fixture.h"
 #include "scheduler_fixture.h"
 
 namespace {
@@ -168,4 +169,28 @@ TEST(a_request_beyond_its_share_of_blocks_makes_progress) {
   bench.add(of_tenant(1, 20, 200, 40), 5);
   CHECK(bench.rounds_of(20, 400) >= 0);
   bench.finish();
+}
+
+TEST(results_are_the_same_whoever_gives_way) {
+  for (const int depth : {1, 2, 3}) {
+    for (const int32_t host_blocks : {0, 60}) {
+      Options options;
+      options.steps_in_flight = depth;
+      options.num_blocks = depth == 2 ? 24 : 100;
+      options.num_host_blocks = host_blocks;
+      Engine engine(options);
+      std::mt19937 rng(static_cast<unsigned>(depth));
+      for (int i = 0; i < 200; ++i) {
+        RequestSpec spec = random_spec(rng, options, 90, 60);
+        spec.tenant = i < 40 ? 1 : rng() % 4;
+        CHECK(engine.submit(spec) == SubmitResult::kAccepted);
+        if (rng() % 8 == 0) engine.abort(engine.last_id());
+        if (rng() % 4 == 0) engine.receive(1ms);
+      }
+      CHECK(engine.run());
+      CHECK_EQ(engine.mismatches(), 0);
+      CHECK(engine.loop->stats().num_preemptions > 0);
+      CHECK(engine.settles());
+    }
+  }
 }
