@@ -9,8 +9,11 @@ from typing import Any
 
 from asyncengine.checks import quoted, sequence
 from asyncengine.errors import InvalidRequestError
+from asyncengine.json_text import JsonTexts
 
 MAX_CHOICES = 4096
+MAX_CHARACTERS = 1 << 20
+"""Characters of a schema, an expression or a grammar, and of all choices together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,13 +40,17 @@ class StructuredOutputs:
             texts = sequence("structured_outputs", self.choice, MAX_CHOICES, "choices")
             if not texts or not all(isinstance(text, str) and text for text in texts):
                 raise wrong_structure("choice must hold non-empty strings")
+            _check_length(sum(map(len, texts)))
             object.__setattr__(self, "choice", texts)
         for name in ("regex", "grammar"):
             text = getattr(self, name)
             if text is not None and (not isinstance(text, str) or not text):
                 raise wrong_structure(f"{name} must be a non-empty string, got {quoted(text)}")
+            _check_length(len(text or ""))
         if self.json is not None and not isinstance(self.json, str | Mapping):
             raise wrong_structure(f"json must be a schema: an object, or its text, got {quoted(self.json)}")
+        if isinstance(self.json, str):
+            _check_length(len(self.json))
         if not isinstance(self.json_object, bool | None):
             raise wrong_structure(f"json_object must be a boolean, got {quoted(self.json_object)}")
 
@@ -60,10 +67,15 @@ class StructuredOutputs:
                     return json.dumps(self.choice)
                 case "json":
                     schema = {"type": "object"} if self.json is None else self.json
-                    return json.dumps(json.loads(schema) if isinstance(schema, str) else dict(schema))
+                    return json.dumps(JsonTexts().parse(schema) if isinstance(schema, str) else dict(schema))
         except (ValueError, TypeError, RecursionError) as e:
             raise wrong_structure(f"json is no schema: {e!s:.200}") from None
         return self.regex or self.grammar or ""
+
+
+def _check_length(count: int) -> None:
+    if count > MAX_CHARACTERS:
+        raise wrong_structure(f"at most {MAX_CHARACTERS} characters are allowed, got {count}")
 
 
 def wrong_structure(message: str) -> InvalidRequestError:

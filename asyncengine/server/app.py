@@ -332,7 +332,8 @@ class App:
             raise
 
     async def _parse(self, endpoint: Endpoint, request: web.BaseRequest) -> tuple[GenerationBody, list[Prompt]]:
-        async with self.bodies.receive(request) as raw:  # a frame of its own: it ends, and the bytes are freed
+        """In a frame of its own: it ends, and the bytes are freed."""
+        async with self.bodies.receive(request, endpoint.fields) as raw:
             body, prompts = endpoint.parse(raw, self.config)
         self._check_model(body.model)
         return body, prompts
@@ -350,7 +351,7 @@ class App:
             raise
 
     async def _parse_call(self, call: Call[Any], request: web.BaseRequest) -> CallBody:
-        async with self.bodies.receive(request) as raw:
+        async with self.bodies.receive(request, call.fields) as raw:
             body: CallBody = call.parse(raw, self.config)
         self._check_model(body.model)
         return body

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Container
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 
@@ -13,6 +13,7 @@ from asyncengine import _core
 from asyncengine.checks import quoted
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.errors import ApiError, bad_request, unavailable
+from asyncengine.server.limits import LONG_FIELD, check_fields
 
 ALWAYS_ADMITTED = 64 * 1024
 """Bodies of up to so many bytes are let in whatever the others hold, so that large ones do not lock out small ones."""
@@ -31,9 +32,10 @@ class Bodies:
         self._config = config
 
     @asynccontextmanager
-    async def receive(self, request: web.BaseRequest) -> AsyncIterator[bytearray]:
+    async def receive(self, request: web.BaseRequest, fields: Container[str]) -> AsyncIterator[bytearray]:
         """The whole body, which counts as held until the block is left. Raises ApiError 400, 408, 413, 415 or 503.
 
+        ``fields`` are those that the route reads: none of them is longer than ``limits.FIELD_BYTES`` says.
         It may not be JSON, but a parser makes no more of it than the limits on values and depth allow.
         """
         _check_headers(request, self._config.max_request_bytes)
@@ -43,7 +45,7 @@ class Bodies:
         body = bytearray()
         try:
             await self._read(request, body)
-            await self._check_shape(body)
+            await self._check_shape(body, fields)
             if len(body) <= ALWAYS_ADMITTED:
                 yield body
                 return
@@ -73,15 +75,16 @@ class Bodies:
         except web.RequestPayloadError as exc:
             raise bad_request(f"the request body could not be read: {exc}") from None
 
-    async def _check_shape(self, body: bytearray) -> None:
+    async def _check_shape(self, body: bytearray, fields: Container[str]) -> None:
         if len(body) <= _SCANNED_AT_ONCE:
-            values, depth = _core.json_extent(body)
+            values, depth, long_members = _core.json_shape(body, LONG_FIELD)
         else:
-            values, depth = await asyncio.to_thread(_core.json_extent, body)
+            values, depth, long_members = await asyncio.to_thread(_core.json_shape, body, LONG_FIELD)
         if values > self._config.max_request_values:
             raise _too_large(f"has more than {self._config.max_request_values} values")
         if depth > MAX_DEPTH:
             raise _too_large(f"is nested more than {MAX_DEPTH} levels deep")
+        check_fields(long_members, fields)
 
 
 def _check_headers(request: web.BaseRequest, limit: int) -> None:

@@ -43,6 +43,8 @@ class Context:
 class Call(ABC, Generic[B]):
     """One route: its request and its answer."""
 
+    fields: frozenset[str]
+    """The names of the fields that its bodies may have."""
     prompt_param: str
     """The field that holds what the engine calls the prompt."""
 

@@ -10,7 +10,6 @@ from msgspec import UNSET, UnsetType
 
 from asyncengine.conversation import Conversation
 from asyncengine.request import CompletionOutput, Prompt, RequestOutput, SamplingParams
-from asyncengine.server import protocol
 from asyncengine.server.chat_chunks import ChatFormat, DetailedFormat, ParsedFormat
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.effort import with_effort
@@ -21,21 +20,11 @@ from asyncengine.server.messages import Message, as_messages
 from asyncengine.server.parsing import parse
 from asyncengine.server.parsing.choose import Parsing
 from asyncengine.server.preparing import prepare
-from asyncengine.server.protocol import NOTHING, BodyDecoder, GenerationBody, UsageBody, sampling_params
+from asyncengine.server.protocol import BodyDecoder, GenerationBody, UsageBody, sampling_params
 from asyncengine.server.sse import StreamFormat
 from asyncengine.server.tools import NamedTool, ToolBody, tool_use
+from asyncengine.server.unserved import CHAT
 from asyncengine.tokenization import Tokenizer
-
-_UNIMPLEMENTED: dict[str, tuple[object, ...]] = protocol.UNIMPLEMENTED | {
-    "echo": (None, False),
-    "functions": NOTHING,
-    "function_call": (None, "none", "auto"),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "prediction": (None,),
-    "web_search_options": (None,),
-    "add_special_tokens": (None, False),
-}
 
 
 class ChatBody(GenerationBody, kw_only=True):
@@ -51,9 +40,10 @@ class ChatBody(GenerationBody, kw_only=True):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
 
 
-_DECODER = BodyDecoder(ChatBody, _UNIMPLEMENTED)
+_DECODER = BodyDecoder(ChatBody, CHAT)
 
 
 class AssistantMessage(msgspec.Struct, kw_only=True):
@@ -85,11 +75,12 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
 
 class Chat(Endpoint):
     id_prefix = "chatcmpl-"
+    fields = _DECODER.fields
     chunk_format = ChatFormat
 
     def chunks(self, job: Job) -> StreamFormat:
         if job.parsing is not None:
-            return ParsedFormat(job, job.parsing)
+            return ParsedFormat(job, job.parsing, with_reasoning=_tells_reasoning(job))
         return DetailedFormat(job) if job.detailed else super().chunks(job)
 
     def params(self, body: GenerationBody) -> SamplingParams:
@@ -157,13 +148,17 @@ def _answer(job: Job, output: RequestOutput, sequence: CompletionOutput) -> Assi
     parsed = parse(job.parsing.parser(job.tokenizer, output.prompt_token_ids), sequence.text)
     return AssistantMessage(
         content=parsed.content if parsed.content or not parsed.tool_calls else None,
-        reasoning_content=parsed.reasoning or UNSET,
+        reasoning_content=(parsed.reasoning if _tells_reasoning(job) else "") or UNSET,
         tool_calls=[
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in parsed.tool_calls
         ]
         or UNSET,
     )
+
+
+def _tells_reasoning(job: Job) -> bool:
+    return isinstance(job.body, ChatBody) and job.body.include_reasoning is not False
 
 
 def _reasoning_tokens(job: Job, outputs: list[RequestOutput]) -> int | None:

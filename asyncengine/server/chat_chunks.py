@@ -68,10 +68,11 @@ class ParsedFormat(ChatFormat):
     Details go with the first chunk of a delta: log probabilities are those of all tokens, of calls and reasoning too.
     """
 
-    def __init__(self, job: Job, parsing: Parsing) -> None:
+    def __init__(self, job: Job, parsing: Parsing, *, with_reasoning: bool = True) -> None:
         super().__init__(job.id, job.created, job.model)
         self._job = job
         self._parsing = parsing
+        self._with_reasoning = with_reasoning
         self._parsers: dict[int, tuple[OutputParser, ReasoningTokens | None]] = {}
         self._called: set[int] = set()
         self._with_ids = bool(job.body.return_token_ids)
@@ -123,7 +124,7 @@ class ParsedFormat(ChatFormat):
 
     def _payloads(self, index: int, parsed: ParsedDelta) -> list[bytes]:
         payloads = []
-        if parsed.reasoning:
+        if parsed.reasoning and self._with_reasoning:
             payloads.append(b'"delta":{"reasoning_content":%b}' % encode(parsed.reasoning))
         if parsed.content:
             payloads.append(self.before_text + encode(parsed.content) + self.after_text)

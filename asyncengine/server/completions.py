@@ -10,18 +10,14 @@ from msgspec import UNSET, UnsetType
 from asyncengine.detokenizer import IncrementalDetokenizer
 from asyncengine.logprobs import TokenLogProbs
 from asyncengine.request import Prompt, RequestDelta, RequestOutput, SamplingParams
-from asyncengine.server import protocol
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.errors import bad_request
 from asyncengine.server.generation import Endpoint, Job
 from asyncengine.server.logprobs import CompletionLogProbs, PromptLogProb
 from asyncengine.server.protocol import BodyDecoder, GenerationBody, UsageBody, prompts_of, sampling_params
 from asyncengine.server.sse import ChunkFormat, StreamFormat, encode
+from asyncengine.server.unserved import COMPLETION
 
-_UNIMPLEMENTED: dict[str, tuple[object, ...]] = protocol.UNIMPLEMENTED | {
-    "suffix": (None, ""),
-    "add_special_tokens": (None, True),
-}
 _DEFAULT_MAX_TOKENS = 16
 
 
@@ -31,7 +27,7 @@ class CompletionBody(GenerationBody, kw_only=True):
     echo: bool | None = None
 
 
-_DECODER = BodyDecoder(CompletionBody, _UNIMPLEMENTED)
+_DECODER = BodyDecoder(CompletionBody, COMPLETION)
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
@@ -99,6 +95,7 @@ class DetailedFormat(CompletionFormat):
 
 class Completions(Endpoint):
     id_prefix = "cmpl-"
+    fields = _DECODER.fields
     chunk_format = CompletionFormat
 
     def chunks(self, job: Job) -> StreamFormat:

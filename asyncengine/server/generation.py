@@ -101,6 +101,8 @@ class Endpoint(ABC):
     """What is particular to one route: its request, its response and its chunks."""
 
     id_prefix: str
+    fields: frozenset[str]
+    """The names of the fields that its bodies may have."""
     chunk_format: type[ChunkFormat]
 
     @abstractmethod

@@ -12,6 +12,7 @@ import msgspec
 from asyncengine.checks import quoted
 from asyncengine.conversation import Conversation
 from asyncengine.errors import InvalidRequestError
+from asyncengine.json_text import object_of
 from asyncengine.request import FinishReason, Prompt, RequestOutput, SamplingParams
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.effort import with_effort
@@ -23,6 +24,7 @@ from asyncengine.server.preparing import prepare
 from asyncengine.server.protocol import GenerationBody, sampling_params
 from asyncengine.server.response_store import OwnResponses, StoredResponse
 from asyncengine.server.responses_input import (
+    DECODER,
     TOOL_FIELDS,
     ChosenTool,
     FunctionTool,
@@ -179,7 +181,9 @@ class ResponseFormat(PartFormat):
                     self._turns.text("assistant", part.text)
                 case Kind.CALL:
                     assert part.call is not None
-                    self._turns.call(part.call.id or "", part.call.name or "", part.text)
+                    arguments: str | dict[str, Any] | None = object_of(part.text or "{}")
+                    arguments = part.text if arguments is None else arguments
+                    self._turns.call(part.call.id or "", part.call.name or "", arguments)
         stored = StoredResponse(encode(self.response), encode(self._turns.messages))
         if self._own.takes(stored.size):
             self._own.put(self.response.id, stored)
@@ -228,6 +232,7 @@ class Responses(Endpoint):
     """One request, of a client that sees ``own`` of the stored responses."""
 
     id_prefix = "resp_"
+    fields = DECODER.fields
 
     def __init__(self, own: OwnResponses) -> None:
         self._own = own
@@ -305,7 +310,7 @@ class Responses(Endpoint):
             reasoning={"effort": asked.effort if asked else None, "summary": asked.summary if asked else None},
             store=body.store is not False and self._own.takes(self._size),
             temperature=params.temperature,
-            text={"format": {"type": "text"} if form is None else form, "verbosity": "medium"},
+            text={"format": {"type": "text"} if form is None else form.described(), "verbosity": "medium"},
             tool_choice=body.tool_choice or "auto",
             tools=body.tools or (),
             top_p=params.top_p,

@@ -46,6 +46,7 @@ class Tokens(msgspec.Struct, kw_only=True):
 class Tokenize(Call[TokenizeBody]):
     prompt_param = "prompt"
     _decoder = JsonDecoder(TokenizeBody, {})
+    fields = _decoder.fields | _CHAT.fields
 
     def parse(self, raw: bytes | bytearray, config: ServerConfig) -> TokenizeBody:
         body = self._decoder.decode(raw)
@@ -84,6 +85,7 @@ class Text(msgspec.Struct):
 class Detokenize(Call[DetokenizeBody]):
     prompt_param = "tokens"
     _decoder = JsonDecoder(DetokenizeBody, {})
+    fields = _decoder.fields
 
     def parse(self, raw: bytes | bytearray, config: ServerConfig) -> DetokenizeBody:
         body = self._decoder.decode(raw)

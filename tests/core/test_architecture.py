@@ -21,7 +21,7 @@ CSRC = ROOT / "csrc"
 # entry that its path begins with. A module imports from lower layers and within its own entry.
 LAYERS: list[set[str]] = [
     {"errors", "_core", "bundled", "sandbox", "logprobs"},
-    {"checks"},
+    {"checks", "json_text"},
     {"structured_outputs"},
     {"conversation", "markers"},
     {"config", "request", "model_info", "stats", "fairness"},
