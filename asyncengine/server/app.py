@@ -12,7 +12,8 @@ import hmac
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -22,8 +23,8 @@ from aiohttp import web
 from aiohttp.http import HttpVersion10, HttpVersion11
 
 from asyncengine import __version__
-from asyncengine.checks import quoted
-from asyncengine.errors import InvalidRequestError
+from asyncengine.checks import number, quoted
+from asyncengine.errors import InvalidRequestError, RequestTimeoutError
 from asyncengine.request import Prompt
 from asyncengine.server.bodies import Bodies
 from asyncengine.server.calls import Call, CallBody, Context, tokenizer_of
@@ -75,7 +76,6 @@ class App:
         self.metrics = Metrics(lambda: self.engine, lambda: self.model_name, lambda: self.bodies.held)
         self._responses = ResponseStore(config.max_stored_responses, config.max_stored_response_bytes)
         self._keys = [(_digest(key.key), key) for key in config.api_keys]
-        self._cors = Cors(config.cors_origins)
         self._created = int(time.time())
         self._in_progress = 0
         self._admission = asyncio.Lock()
@@ -104,6 +104,8 @@ class App:
             page = Page(lambda: self.engine, lambda: self.model_name, lambda: self.health, self.metrics)
             self._routes |= page.routes
             self._public |= page.public
+        methods = {method for allowed, _ in self._routes.values() for method in allowed.split(", ")}
+        self._cors = Cors(config.cors_origins, methods | {"HEAD"})
 
     @property
     def model_name(self) -> str:
@@ -293,7 +295,8 @@ class App:
         endpoint = Messages(counts=True)
         body, prompts = await self._parse(endpoint, request)
         (prompt,), _, _ = endpoint.prepare(body, prompts, tokenizer_of(engine), self.config)
-        return _json({"input_tokens": len(await engine.tokenize(prompt))})
+        async with _time_limit(body.timeout):
+            return _json({"input_tokens": len(await engine.tokenize(prompt))})
 
     async def _generate(
         self, endpoint: Endpoint, request: web.BaseRequest, headers: dict[str, str]
@@ -345,7 +348,9 @@ class App:
         terms = {"priority": priority, "cache_salt": body.cache_salt, "tenant": tenant}
         context = Context(uuid.uuid4().hex, int(time.time()), self.model_name, terms, self.config)
         try:
-            return _json(await call.answer(engine, body, context))
+            async with _time_limit(body.timeout):
+                answer = await call.answer(engine, body, context)
+            return _json(answer)
         except InvalidRequestError as exc:
             call.name_as_asked(exc)
             raise
@@ -368,6 +373,22 @@ class App:
                 f"and a request may ask for {limit}",
                 "n",
             )
+
+
+@asynccontextmanager
+async def _time_limit(seconds: float | None) -> AsyncIterator[None]:
+    """For a request that has no part of an answer to end with. Raises RequestTimeoutError, InvalidRequestError."""
+    if seconds is None:
+        yield
+        return
+    limit = asyncio.timeout(number("timeout", seconds, 0, 1e6, open_low=True))
+    try:
+        async with limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise RequestTimeoutError(f"there was no answer within the timeout of {seconds:g} s") from None
 
 
 def _json(value: object) -> web.Response:

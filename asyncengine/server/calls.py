@@ -23,6 +23,7 @@ class CallBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    timeout: float | None = None
 
 
 B = TypeVar("B", bound=CallBody)
