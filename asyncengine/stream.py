@@ -26,7 +26,7 @@ from asyncengine.errors import (
     StepFailedError,
     UsageError,
 )
-from asyncengine.logprobs import LogProbs, TokenLogProbs
+from asyncengine.logprobs import LogProbs, PromptLogProbs, TokenLogProbs
 from asyncengine.request import (
     CompletionOutput,
     FinishReason,
@@ -319,7 +319,8 @@ class RequestStream:
                     logits = r.payload
         if sequence.feed(tokens, news.finish, self._whole, news.host_tokens):
             self._owner.stop_sequence(self._key, index)
-        if not sequence.untaken and not was_finished and (tokens or not logits):
+        # Records of a prompt come with each of its chunks, and are whole with the first token.
+        if not sequence.untaken and not was_finished and (tokens or sequence.finish_reason is not None):
             sequence.untaken = True
             self._untaken.append(index)
         if sequence.finish_reason is not None and not was_finished:
@@ -402,14 +403,14 @@ class RequestStream:
         )
 
     @property
-    def prompt_logprobs(self) -> list[TokenLogProbs | None] | None:
+    def prompt_logprobs(self) -> Sequence[TokenLogProbs | None] | None:
         """As RequestOutput has them; complete when the first delta is there."""
         params = self._params
         if params.prompt_logprobs is None:
             return None
-        found = LogProbs(self._prompt_records, params.prompt_logprobs, len(params.logprob_token_ids))
+        found = LogProbs(list(self._prompt_records), params.prompt_logprobs, len(params.logprob_token_ids))
         missing = len(self.prompt_token_ids) - len(found)
-        return [*[None] * missing, *found]
+        return PromptLogProbs(missing, found)
 
     def _check_consumer(self) -> None:
         self._owner.check_loop()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from asyncengine.checks import quoted, sequence
 from asyncengine.errors import InvalidRequestError
 from asyncengine.json_text import JsonTexts
 
+FIELDS = ("json", "json_object", "regex", "choice", "grammar")
 MAX_CHOICES = 4096
 MAX_CHARACTERS = 1 << 20
 """Characters of a schema, an expression or a grammar, and of all choices together."""
@@ -30,12 +31,13 @@ class StructuredOutputs:
     """The text is one of these."""
     grammar: str | None = None
     """A context-free grammar, in the syntax of Lark or of GBNF."""
+    _source: str = field(default="", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        given = [name for name in self.__slots__ if getattr(self, name) not in (None, False)]
+        given = [name for name in FIELDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             got = " and ".join(given) or "none"
-            raise wrong_structure(f"exactly one of {', '.join(self.__slots__)} is needed, got {got}")
+            raise wrong_structure(f"exactly one of {', '.join(FIELDS)} is needed, got {got}")
         if self.choice is not None:
             texts = sequence("structured_outputs", self.choice, MAX_CHOICES, "choices")
             if not texts or not all(isinstance(text, str) and text for text in texts):
@@ -60,7 +62,15 @@ class StructuredOutputs:
         return next((name for name in ("regex", "choice", "grammar") if getattr(self, name) is not None), "json")
 
     def source(self) -> str:
-        """As text: of choices and schemas JSON. Raises InvalidRequestError for a schema that is none."""
+        """As text: of choices and schemas JSON. It is made once, for all prompts of a request.
+
+        Raises InvalidRequestError for a schema that is none.
+        """
+        if not self._source:
+            object.__setattr__(self, "_source", self._made())
+        return self._source
+
+    def _made(self) -> str:
         try:
             match self.kind:
                 case "choice":

@@ -26,7 +26,7 @@ from asyncengine import __version__
 from asyncengine.checks import number, quoted
 from asyncengine.errors import InvalidRequestError, RequestTimeoutError
 from asyncengine.request import Prompt
-from asyncengine.server.bodies import Bodies
+from asyncengine.server.bodies import ALWAYS_ADMITTED, Bodies
 from asyncengine.server.calls import Call, CallBody, Context, tokenizer_of
 from asyncengine.server.chat import Chat
 from asyncengine.server.completions import Completions
@@ -45,7 +45,7 @@ from asyncengine.server.response_store import ResponseStore
 from asyncengine.server.responses import Responses, no_response
 from asyncengine.server.texts import Detokenize, Tokenize
 from asyncengine.server.vectors import Classify, Embeddings, Rerank, Scores
-from asyncengine.server.wire import SseResponse, send_response
+from asyncengine.server.wire import SseResponse, send_pieces, send_response
 
 logger = logging.getLogger("asyncengine.server")
 
@@ -325,7 +325,9 @@ class App:
             )
             self._check_allowed(job)
             if not body.stream:
-                return _json(endpoint.document(job, await generate(engine, job, self.metrics)))
+                pieces = endpoint.pieces(job, await generate(engine, job, self.metrics))
+                limit_s = self.config.write_timeout_s
+                return await send_pieces(request, headers, pieces, limit_s, close=self.draining)
             events = SseResponse(request, headers, self.config.write_timeout_s)
             chunks = endpoint.chunks(job)
             await send_sse(engine, job, self.metrics, events, chunks, self.config.ping_interval_s)
@@ -338,6 +340,9 @@ class App:
         """In a frame of its own: it ends, and the bytes are freed."""
         async with self.bodies.receive(request, endpoint.fields) as raw:
             body, prompts = endpoint.parse(raw, self.config)
+            large = len(raw) > ALWAYS_ADMITTED
+        if large:  # parsing has had its turn of the event loop, and the request's checks have another one
+            await asyncio.sleep(0)
         self._check_model(body.model)
         return body, prompts
 

@@ -209,7 +209,7 @@ class ClassifyBody(CallBody, kw_only=True):
 class Class(msgspec.Struct, kw_only=True):
     index: int
     label: str
-    probs: list[float]
+    probs: Annotated[msgspec.Raw, msgspec.Meta(extra_json_schema=_ARRAY)]
     num_classes: int
 
 
@@ -236,13 +236,14 @@ class Classify(Call[ClassifyBody]):
         assert body.input is not None
         output = await engine.classify(body.input, **context.terms)  # type: ignore[arg-type]
         best = output.probabilities.argmax(1).tolist()
+        rows = await _rows(output.probabilities, as_base64=False)
         return ClassList(
             id="classify-" + context.id,
             created=context.created,
             model=context.model,
             data=[
                 Class(index=i, label=output.labels[best[i]], probs=probs, num_classes=len(output.labels))
-                for i, probs in enumerate(output.probabilities.tolist())
+                for i, probs in enumerate(rows)
             ],
             usage=PromptUsage.of(output.usage),
         )

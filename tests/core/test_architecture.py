@@ -22,6 +22,7 @@ CSRC = ROOT / "csrc"
 LAYERS: list[set[str]] = [
     {"errors", "_core", "bundled", "sandbox", "logprobs"},
     {"checks", "json_text"},
+    {"token_sets"},
     {"structured_outputs"},
     {"conversation", "markers"},
     {"config", "request", "model_info", "stats", "fairness"},
