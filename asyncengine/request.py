@@ -279,6 +279,15 @@ class SamplingParams:
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
 
     @property
+    def contradiction(self) -> tuple[str, str] | None:
+        """A field that says which tokens may come, and one that bans tokens. They may leave none between them."""
+        allows = ("structured_outputs", "allowed_token_ids")
+        allowing = next((name for name in allows if getattr(self, name) is not None), None)
+        bans = ("bad_words", "no_repeat_ngram_size", "min_tokens")
+        banning = next((name for name in bans if getattr(self, name)), None)
+        return None if allowing is None or banning is None else (allowing, banning)
+
+    @property
     def features(self) -> tuple[str, ...]:
         """The fields that ask for more than plain sampling and that not every device serves."""
         neutral: dict[str, Any] = dict.fromkeys(("allowed_token_ids", "logprobs", "prompt_logprobs"))

@@ -38,6 +38,8 @@ def request_extras(
         _check_tokens("allowed_token_ids", params.allowed_token_ids, vocab)
     _check_tokens("logprob_token_ids", params.logprob_token_ids, vocab)
     words = _banned_words(params, tokenizer)
+    if params.allowed_token_ids is not None:
+        _check_some_left(params, words, ends)
     scores = params.prompt_logprobs is not None and prompt_len > 1
     # A prompt that gives no token ends its sequence as those do whose records are the answer.
     records = params.wants_logprobs or scores or params.max_tokens == 0
@@ -109,6 +111,16 @@ def _bits(value: float) -> int:
 def _allowed(params: SamplingParams) -> TokenSet:
     assert isinstance(params.allowed_token_ids, TokenSet)  # which SamplingParams made it
     return params.allowed_token_ids
+
+
+def _check_some_left(params: SamplingParams, words: Sequence[Sequence[int]], ends: Sequence[int]) -> None:
+    """Raises InvalidRequestError where what is banned at the beginning leaves none of the allowed tokens."""
+    banned = {word[0] for word in words if len(word) == 1} | set(ends if params.min_tokens else ())
+    if all(token in banned for token in _allowed(params)):
+        field = "bad_words" if words else "min_tokens"
+        raise InvalidRequestError(
+            f"allowed_token_ids: {field} bans every token that it allows", param="allowed_token_ids"
+        )
 
 
 def _check_tokens(param: str, tokens: Iterable[int], vocab: int) -> None:

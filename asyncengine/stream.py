@@ -20,6 +20,7 @@ from asyncengine.detokenizer import IncrementalDetokenizer, StopStringMatcher
 from asyncengine.errors import (
     AsyncEngineError,
     EngineError,
+    InvalidRequestError,
     NonFiniteLogitsError,
     RequestAbortedError,
     RequestTimeoutError,
@@ -300,7 +301,7 @@ class RequestStream:
             return
         index, tokens = news.index, news.tokens
         if news.finish in _FAILURES:
-            self.fail(_FAILURES[news.finish]())
+            self.fail(self._failure(news.finish))
             return
         if not self._first_token and (tokens or news.finish is not _GOES_ON):
             self._first_token = news.first_ns * 1e-9
@@ -337,6 +338,13 @@ class RequestStream:
                 return  # nothing that anybody waits for
         if not self._whole or self._done:
             self._wake()
+
+    def _failure(self, finish: Ended) -> AsyncEngineError:
+        contradiction = self._params.contradiction
+        if finish is not Ended.failed or contradiction is None:
+            return _FAILURES[finish]()
+        allowing, banning = contradiction
+        return InvalidRequestError(f"{allowing}: {banning} bans every token that it allows here", param=allowing)
 
     def fail(self, error: AsyncEngineError) -> None:
         """End the request with an error. Called by the engine only."""

@@ -244,3 +244,15 @@ async def test_reasoning_can_be_left_out() -> None:
             deltas = [choice["delta"] for event in events for choice in event["choices"]]
             assert "".join(delta.get("content", "") for delta in deltas) == "Yes."
             assert any("reasoning_content" in delta for delta in deltas) == told
+
+
+async def test_fields_that_contradict_each_other_are_400() -> None:
+    async with AsyncEngine.from_pretrained(bundled_model()) as engine, serving(engine) as site:  # type: ignore[arg-type]
+        for fields, param in (
+            ({"guided_choice": ["red"], "bad_words": ["red"]}, "guided_choice"),
+            ({"regex": "(ab){50}", "no_repeat_ngram_size": 2, "max_tokens": 100}, "regex"),
+            ({"allowed_token_ids": [1], "min_tokens": 1}, "allowed_token_ids"),
+        ):
+            status, error = await posted(site, COMPLETIONS, **VALID[COMPLETIONS] | fields)
+            assert (status, error["param"]) == (400, param), error
+            assert error["message"].startswith(f"{param}: ")
