@@ -26,7 +26,7 @@ from asyncengine import __version__
 from asyncengine.checks import number, quoted
 from asyncengine.errors import InvalidRequestError, RequestTimeoutError
 from asyncengine.request import Prompt
-from asyncengine.server.bodies import ALWAYS_ADMITTED, Bodies
+from asyncengine.server.bodies import ALWAYS_ADMITTED, Bodies, kept_size
 from asyncengine.server.calls import Call, CallBody, Context, tokenizer_of
 from asyncengine.server.chat import Chat
 from asyncengine.server.completions import Completions
@@ -145,7 +145,10 @@ class App:
                 response.headers.update(headers)
                 if self.draining:
                     response.force_close()
-                await send_response(request, response, self.config.write_timeout_s)
+                whole = response.body if isinstance(response, web.Response) else None
+                size = len(whole) if isinstance(whole, bytes) else 0
+                with self.bodies.hold(size, made=True):
+                    await send_response(request, response, self.config.write_timeout_s)
         except ConnectionError as exc:  # aiohttp closes its side when it finds the connection gone
             logger.debug("%s %s: %s", request.method, request.path, exc)
         finally:
@@ -301,8 +304,20 @@ class App:
     async def _generate(
         self, endpoint: Endpoint, request: web.BaseRequest, headers: dict[str, str]
     ) -> web.StreamResponse:
-        engine = self._ready_engine()
+        self._ready_engine()
         body, prompts = await self._parse(endpoint, request)
+        with self.bodies.hold(kept_size(prompts)):
+            return await self._answer(endpoint, body, prompts, request, headers)
+
+    async def _answer(
+        self,
+        endpoint: Endpoint,
+        body: GenerationBody,
+        prompts: list[Prompt],
+        request: web.BaseRequest,
+        headers: dict[str, str],
+    ) -> web.StreamResponse:
+        engine = self._ready_engine()
         tokenizer, parsing = tokenizer_of(engine), None
         try:
             prompts, params, parsing = endpoint.prepare(body, prompts, tokenizer, self.config)

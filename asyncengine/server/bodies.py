@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Container
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Container, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
 
 from aiohttp import web
 
 from asyncengine import _core
 from asyncengine.checks import quoted
+from asyncengine.request import Prompt
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.errors import ApiError, bad_request, unavailable
 from asyncengine.server.limits import LONG_FIELD, check_fields
+from asyncengine.server.sse import encode
 
 ALWAYS_ADMITTED = 64 * 1024
 """Bodies of up to so many bytes are let in whatever the others hold, so that large ones do not lock out small ones."""
@@ -24,7 +26,8 @@ _SCANNED_AT_ONCE = 2**20
 
 
 class Bodies:
-    """Receives bodies. ``held`` is the count of bytes that all requests hold until they are parsed."""
+    """Receives bodies. ``held`` counts bytes: of bodies until they are parsed, and of prompts until their answers are
+    sent."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.held = 0
@@ -54,6 +57,20 @@ class Bodies:
                 yield body
         finally:
             self.held -= len(body)
+
+    @contextmanager
+    def hold(self, size: int, *, made: bool = False) -> Iterator[None]:
+        """Count bytes that a request keeps until its answer is sent. Raises ApiError 503 over the limit.
+
+        ``made``: they are of an answer that is there, which is sent whatever the others hold.
+        """
+        if not made and size > ALWAYS_ADMITTED and self.held + size > self._config.max_inflight_body_bytes:
+            raise unavailable("too many large requests are being answered", "overloaded")
+        self.held += size
+        try:
+            yield
+        finally:
+            self.held -= size
 
     async def _read(self, request: web.BaseRequest, body: bytearray) -> None:
         config = self._config
@@ -85,6 +102,11 @@ class Bodies:
         if depth > MAX_DEPTH:
             raise _too_large(f"is nested more than {MAX_DEPTH} levels deep")
         check_fields(long_members, fields)
+
+
+def kept_size(prompts: Sequence[Prompt]) -> int:
+    """Bytes of the prompts that a request keeps: texts, token ids, and conversations with all that they hold."""
+    return sum(len(prompt) if isinstance(prompt, str) else len(encode(prompt)) for prompt in prompts)
 
 
 def _check_headers(request: web.BaseRequest, limit: int) -> None:

@@ -237,6 +237,7 @@ class Responses(Endpoint):
     def __init__(self, own: OwnResponses) -> None:
         self._own = own
         self._turns = Turns([])
+        self._tools = msgspec.Raw(b"[]")
         self._size = 0  # bytes of the conversation, at most
 
     def parse(self, raw: bytes | bytearray, config: ServerConfig) -> tuple[GenerationBody, list[Prompt]]:
@@ -274,7 +275,10 @@ class Responses(Endpoint):
         assert isinstance(chat, Conversation)
         if body.reasoning is not None and body.reasoning.effort is not None:
             chat = with_effort(chat, body.reasoning.effort, tokenizer, "reasoning.effort")
-        prepared = prepare(chat, tools_of(body), self.params(body), tokenizer, config)
+        use = tools_of(body)
+        # As text they have the size that they have in the body, where as objects they may have thirty times that.
+        self._tools, body.tools = msgspec.Raw(encode(body.tools or ())), None
+        prepared = prepare(chat, use, self.params(body), tokenizer, config)
         return [prepared.prompt], prepared.params, prepared.parsing
 
     def name_as_asked(self, exc: InvalidRequestError, body: GenerationBody, grammar: str | None = None) -> None:
@@ -312,7 +316,7 @@ class Responses(Endpoint):
             temperature=params.temperature,
             text={"format": {"type": "text"} if form is None else form.described(), "verbosity": "medium"},
             tool_choice=body.tool_choice or "auto",
-            tools=body.tools or (),
+            tools=self._tools,  # type: ignore[arg-type]  # their JSON
             top_p=params.top_p,
             user=body.user,
             metadata=body.metadata or {},
