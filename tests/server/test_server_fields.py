@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 from typing import Any
@@ -20,6 +21,7 @@ from asyncengine.server.limits import FIELD_BYTES, LONG_FIELD, check_fields
 from asyncengine.server.messages_api import Messages
 from asyncengine.server.responses import Responses
 from asyncengine.structured_outputs import StructuredOutputs
+from asyncengine.testing import settle
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 VALID: dict[str, dict[str, Any]] = {
@@ -256,3 +258,24 @@ async def test_fields_that_contradict_each_other_are_400() -> None:
             status, error = await posted(site, COMPLETIONS, **VALID[COMPLETIONS] | fields)
             assert (status, error["param"]) == (400, param), error
             assert error["message"].startswith(f"{param}: ")
+
+
+async def test_a_vector_that_takes_longer_than_its_timeout_is_504() -> None:
+    async with AsyncEngine.from_pretrained(bundled_model(), max_num_seqs=1) as engine, serving(engine) as site:  # type: ignore[arg-type]
+        running = asyncio.create_task(site.post(COMPLETIONS, prompt="x", max_tokens=450, ignore_eos=True))
+        while not engine.stats().num_requests_running:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        for path, fields in (
+            ("/v1/embeddings", {"input": "a"}),
+            ("/score", {"text_1": "a", "text_2": "b"}),
+            ("/rerank", {"query": "a", "documents": ["b"]}),
+        ):
+            reply = await site.post(path, timeout=0.01, **fields)
+            assert (reply.status, reply.error["code"], reply.error["param"]) == (504, "timeout", "timeout")
+            for wrong in (0, -1, 1e9):
+                reply = await site.post(path, timeout=wrong, **fields)
+                assert (reply.status, reply.error["param"]) == (400, "timeout")
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await settle(engine)
+        assert (await site.post("/v1/embeddings", input="a", timeout=60)).status == 200

@@ -388,27 +388,6 @@ async def test_a_timeout_before_the_first_token_is_504(stream: bool) -> None:
         await settle(engine)
 
 
-async def test_a_vector_that_takes_longer_than_its_timeout_is_504() -> None:
-    async with AsyncEngine.from_pretrained(bundled_model(), max_num_seqs=1) as engine, serving(engine) as site:  # type: ignore[arg-type]
-        running = asyncio.create_task(site.post(COMPLETIONS, prompt="x", max_tokens=450, ignore_eos=True))
-        while not engine.stats().num_requests_running:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-        for path, fields in (
-            ("/v1/embeddings", {"input": "a"}),
-            ("/score", {"text_1": "a", "text_2": "b"}),
-            ("/rerank", {"query": "a", "documents": ["b"]}),
-        ):
-            reply = await site.post(path, timeout=0.01, **fields)
-            assert (reply.status, reply.error["code"], reply.error["param"]) == (504, "timeout", "timeout")
-            for wrong in (0, -1, 1e9):
-                reply = await site.post(path, timeout=wrong, **fields)
-                assert (reply.status, reply.error["param"]) == (400, "timeout")
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        await settle(engine)
-        assert (await site.post("/v1/embeddings", input="a", timeout=60)).status == 200
-
-
 # ---- classes ----
 
 
