@@ -358,6 +358,13 @@ def json_extent(document: bytes | bytearray, /) -> tuple[int, int]:
     document that is not JSON gets numbers too: no parser that stops at its first mistake makes more of it.
     """
 
+def json_shape(document: bytes | bytearray, long_size: int, /) -> tuple[int, int, list[tuple[bytes, int]]]:
+    """Like ``json_extent``, and the outermost object's members whose values have at least ``long_size`` bytes.
+
+    Each has its name as it stands in the document, escapes included, and the bytes from the name to the next comma or
+    bracket. A name that comes twice is listed as often as it is long.
+    """
+
 # ---- engine ----
 
 class SubmitResult(enum.Enum):

@@ -70,3 +70,38 @@ class LogProbs(Sequence[TokenLogProbs]):
 
     def __repr__(self) -> str:
         return repr(list(self))
+
+
+class PromptLogProbs(Sequence[TokenLogProbs | None]):
+    """Those of a prompt's tokens, of which the first ones have none. They are decoded like LogProbs."""
+
+    __slots__ = ("_found", "_missing")
+
+    def __init__(self, missing: int, found: LogProbs) -> None:
+        self._missing = missing
+        self._found = found
+
+    def __len__(self) -> int:
+        return self._missing + len(self._found)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogProbs | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> PromptLogProbs | list[TokenLogProbs | None]: ...
+    def __getitem__(self, index: int | slice) -> TokenLogProbs | PromptLogProbs | list[TokenLogProbs | None] | None:
+        if isinstance(index, slice):
+            first, stop, step = index.indices(len(self))
+            if step != 1:
+                return [self[i] for i in range(first, stop, step)]
+            found = self._found[max(0, first - self._missing) : max(0, stop - self._missing)]
+            return PromptLogProbs(max(0, min(stop, self._missing) - first), found)
+        place = range(len(self))[index]  # IndexError
+        return None if place < self._missing else self._found[place - self._missing]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(operator.eq, self, other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(list(self))

@@ -11,7 +11,8 @@ from asyncengine.checks import integer, number, quoted, sequence
 from asyncengine.conversation import Conversation
 from asyncengine.errors import InvalidRequestError
 from asyncengine.logprobs import TokenLogProbs
-from asyncengine.structured_outputs import StructuredOutputs, wrong_structure
+from asyncengine.structured_outputs import FIELDS, StructuredOutputs, wrong_structure
+from asyncengine.token_sets import TokenSet
 
 MAX_N = 128
 MAX_STOP_STRINGS = 16
@@ -194,11 +195,10 @@ class SamplingParams:
         put(self, "repetition_penalty", number("repetition_penalty", self.repetition_penalty, 0, 2, open_low=True))
         put(self, "logit_bias", self._checked_bias())
         if self.allowed_token_ids is not None:
-            allowed = sequence("allowed_token_ids", self.allowed_token_ids, 2**20, "tokens")
+            allowed = TokenSet.checked("allowed_token_ids", self.allowed_token_ids, 2**20)
             if not allowed:
                 raise InvalidRequestError("allowed_token_ids must not be empty", param="allowed_token_ids")
-            tokens = tuple(integer("allowed_token_ids", token, 0, 2**31 - 1) for token in allowed)
-            put(self, "allowed_token_ids", tokens)
+            put(self, "allowed_token_ids", allowed)
         words = sequence("bad_words", () if self.bad_words is None else self.bad_words, MAX_BAD_WORDS, "words")
         for word in words:
             if not isinstance(word, str) or not 0 < len(word) <= MAX_STOP_LENGTH:
@@ -243,7 +243,7 @@ class SamplingParams:
     def _check_structure(self) -> None:
         asked: object = self.structured_outputs
         if isinstance(asked, Mapping):
-            unknown = [name for name in asked if name not in StructuredOutputs.__slots__]
+            unknown = [name for name in asked if name not in FIELDS]
             if unknown:
                 raise wrong_structure(f"unknown field {quoted(unknown[0])}")
             object.__setattr__(self, "structured_outputs", StructuredOutputs(**asked))
@@ -277,6 +277,15 @@ class SamplingParams:
     def penalized(self) -> bool:
         """Whether a penalty changes logits."""
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
+
+    @property
+    def contradiction(self) -> tuple[str, str] | None:
+        """A field that says which tokens may come, and one that bans tokens. They may leave none between them."""
+        allows = ("structured_outputs", "allowed_token_ids")
+        allowing = next((name for name in allows if getattr(self, name) is not None), None)
+        bans = ("bad_words", "no_repeat_ngram_size", "min_tokens")
+        banning = next((name for name in bans if getattr(self, name)), None)
+        return None if allowing is None or banning is None else (allowing, banning)
 
     @property
     def features(self) -> tuple[str, ...]:

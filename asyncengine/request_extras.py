@@ -13,6 +13,7 @@ from asyncengine import _core
 from asyncengine.errors import InvalidRequestError
 from asyncengine.logprobs import record_words
 from asyncengine.request import MAX_BAD_WORD_TOKENS, SamplingParams
+from asyncengine.token_sets import TokenSet
 
 if TYPE_CHECKING:
     from asyncengine.model_info import ModelInfo
@@ -33,9 +34,12 @@ def request_extras(
     """``ends``: the tokens that end the sequence. Raises InvalidRequestError for a token outside the vocabulary."""
     vocab = model.vocab_size
     _check_tokens("logit_bias", params.logit_bias, vocab)
-    _check_tokens("allowed_token_ids", params.allowed_token_ids or (), vocab)
+    if params.allowed_token_ids is not None and max(_allowed(params)) >= vocab:
+        _check_tokens("allowed_token_ids", params.allowed_token_ids, vocab)
     _check_tokens("logprob_token_ids", params.logprob_token_ids, vocab)
     words = _banned_words(params, tokenizer)
+    if params.allowed_token_ids is not None:
+        _check_some_left(params, words, ends)
     scores = params.prompt_logprobs is not None and prompt_len > 1
     # A prompt that gives no token ends its sequence as those do whose records are the answer.
     records = params.wants_logprobs or scores or params.max_tokens == 0
@@ -59,7 +63,7 @@ def request_extras(
     if params.min_tokens and ends:
         entries.append((_core.EntryKind.end_tokens, list(ends)))
     if params.allowed_token_ids is not None:
-        entries.append((_core.EntryKind.allowed_tokens, _bitmap(params.allowed_token_ids, vocab)))
+        entries.append((_core.EntryKind.allowed_tokens, _allowed(params).bitmap(vocab)))
     if params.logprob_token_ids:
         entries.append((_core.EntryKind.named_tokens, list(params.logprob_token_ids)))
     return _core.RequestExtras(
@@ -104,11 +108,19 @@ def _bits(value: float) -> int:
     return int(struct.unpack("<i", struct.pack("<f", value))[0])
 
 
-def _bitmap(tokens: Iterable[int], vocab: int) -> list[int]:
-    words = [0] * -(-vocab // 32)
-    for token in tokens:
-        words[token // 32] |= 1 << token % 32
-    return [word - (1 << 32) if word >> 31 else word for word in words]
+def _allowed(params: SamplingParams) -> TokenSet:
+    assert isinstance(params.allowed_token_ids, TokenSet)  # which SamplingParams made it
+    return params.allowed_token_ids
+
+
+def _check_some_left(params: SamplingParams, words: Sequence[Sequence[int]], ends: Sequence[int]) -> None:
+    """Raises InvalidRequestError where what is banned at the beginning leaves none of the allowed tokens."""
+    banned = {word[0] for word in words if len(word) == 1} | set(ends if params.min_tokens else ())
+    if all(token in banned for token in _allowed(params)):
+        field = "bad_words" if words else "min_tokens"
+        raise InvalidRequestError(
+            f"allowed_token_ids: {field} bans every token that it allows", param="allowed_token_ids"
+        )
 
 
 def _check_tokens(param: str, tokens: Iterable[int], vocab: int) -> None:

@@ -20,13 +20,14 @@ from asyncengine.detokenizer import IncrementalDetokenizer, StopStringMatcher
 from asyncengine.errors import (
     AsyncEngineError,
     EngineError,
+    InvalidRequestError,
     NonFiniteLogitsError,
     RequestAbortedError,
     RequestTimeoutError,
     StepFailedError,
     UsageError,
 )
-from asyncengine.logprobs import LogProbs, TokenLogProbs
+from asyncengine.logprobs import LogProbs, PromptLogProbs, TokenLogProbs
 from asyncengine.request import (
     CompletionOutput,
     FinishReason,
@@ -300,7 +301,7 @@ class RequestStream:
             return
         index, tokens = news.index, news.tokens
         if news.finish in _FAILURES:
-            self.fail(_FAILURES[news.finish]())
+            self.fail(self._failure(news.finish))
             return
         if not self._first_token and (tokens or news.finish is not _GOES_ON):
             self._first_token = news.first_ns * 1e-9
@@ -319,7 +320,8 @@ class RequestStream:
                     logits = r.payload
         if sequence.feed(tokens, news.finish, self._whole, news.host_tokens):
             self._owner.stop_sequence(self._key, index)
-        if not sequence.untaken and not was_finished and (tokens or not logits):
+        # Records of a prompt come with each of its chunks, and are whole with the first token.
+        if not sequence.untaken and not was_finished and (tokens or sequence.finish_reason is not None):
             sequence.untaken = True
             self._untaken.append(index)
         if sequence.finish_reason is not None and not was_finished:
@@ -336,6 +338,13 @@ class RequestStream:
                 return  # nothing that anybody waits for
         if not self._whole or self._done:
             self._wake()
+
+    def _failure(self, finish: Ended) -> AsyncEngineError:
+        contradiction = self._params.contradiction
+        if finish is not Ended.failed or contradiction is None:
+            return _FAILURES[finish]()
+        allowing, banning = contradiction
+        return InvalidRequestError(f"{allowing}: {banning} bans every token that it allows here", param=allowing)
 
     def fail(self, error: AsyncEngineError) -> None:
         """End the request with an error. Called by the engine only."""
@@ -402,14 +411,14 @@ class RequestStream:
         )
 
     @property
-    def prompt_logprobs(self) -> list[TokenLogProbs | None] | None:
+    def prompt_logprobs(self) -> Sequence[TokenLogProbs | None] | None:
         """As RequestOutput has them; complete when the first delta is there."""
         params = self._params
         if params.prompt_logprobs is None:
             return None
-        found = LogProbs(self._prompt_records, params.prompt_logprobs, len(params.logprob_token_ids))
+        found = LogProbs(list(self._prompt_records), params.prompt_logprobs, len(params.logprob_token_ids))
         missing = len(self.prompt_token_ids) - len(found)
-        return [*[None] * missing, *found]
+        return PromptLogProbs(missing, found)
 
     def _check_consumer(self) -> None:
         self._owner.check_loop()

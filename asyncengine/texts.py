@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from asyncengine.checks import quoted
 from asyncengine.detokenizer import IncrementalDetokenizer
 from asyncengine.errors import InvalidRequestError
 from asyncengine.request import Prompt
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from asyncengine.tokenization import Tokenizer
 
 _AT_ONCE = 2048
-"""Tokens whose text is made in one turn of the event loop: about a millisecond."""
+"""Tokens that are checked, or whose text is made, in one turn of the event loop: about a millisecond."""
 
 
 class TextMethods(ABC):
@@ -46,14 +47,22 @@ class TextMethods(ABC):
         """Text of token ids. Raises InvalidRequestError for one that the tokenizer does not have, ConfigError without
         a tokenizer."""
         tokenizer = self.tokenizer
-        for i, token in enumerate(token_ids):
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < tokenizer.vocab_size:
-                raise InvalidRequestError(
-                    f"tokens[{i}] must be a token id in [0, {tokenizer.vocab_size}), got {token!r:.40}", param="tokens"
-                )
+        for first in range(0, len(token_ids), _AT_ONCE):
+            _check(token_ids, range(first, min(first + _AT_ONCE, len(token_ids))), tokenizer.vocab_size)
+            await asyncio.sleep(0)
         detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens)
         pieces = []
         for first in range(0, len(token_ids), _AT_ONCE):
             pieces.append(detokenizer.push(token_ids[first : first + _AT_ONCE]))
             await asyncio.sleep(0)
         return "".join(pieces) + detokenizer.flush()
+
+
+def _check(token_ids: Sequence[int], places: range, vocab_size: int) -> None:
+    """Raises InvalidRequestError that names the first of these places without a token id."""
+    for i in places:
+        token = token_ids[i]
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise InvalidRequestError(
+                f"tokens[{i}] must be a token id in [0, {vocab_size}), got {quoted(token)}", param="tokens"
+            )

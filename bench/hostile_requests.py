@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 Address = tuple[str, int]
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 TIMEOUT_S = 120.0
 LONG_MB = 31
 MALFORMED = 5000
@@ -125,6 +125,23 @@ def _malformed() -> list[bytes]:
     return [kinds[i % len(kinds)] for i in range(MALFORMED)]
 
 
+_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+def _chat(**fields: object) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, **fields}).encode()
+
+
+def _called(arguments: str) -> bytes:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    return _chat(messages=messages)
+
+
+def _schema_form(schema: object) -> object:
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
+
+
 def loads() -> dict[str, Callable[[], Load]]:
     """By name; bodies are made when their turn comes, as together they take a gigabyte."""
     size = LONG_MB * 1_000_000
@@ -158,6 +175,28 @@ def loads() -> dict[str, Callable[[], Load]]:
             [completion(b'{"prompt": "x", "user": ' + b"[" * 100_000 + b"]" * 100_000 + b"}")] * 50, 8),
         "a model's name of 1 MB": lambda: at_once(
             [completion(b'{"prompt": "x", "model": "%b"}' % (b"m" * 1_000_000))], 1),
+        "30 MB of JSON in a call's arguments": lambda: at_once(
+            [request(CHAT, _called(json.dumps({"a": [1] * 10_000_000})))], 1),
+        "arguments at their limit, four times": lambda: at_once(
+            [request(CHAT, _called(json.dumps({"a": [1] * 99_000})))] * 4, 4),
+        "arguments nested 5,000 deep": lambda: at_once([request(CHAT, _called('{"a":' * 5000 + "1" + "}" * 5000))], 1),
+        "a schema of 10 MB beside tools": lambda: at_once([request(CHAT, _chat(
+            tools=[_TOOL], response_format=_schema_form({"enum": ["x" * 100] * 100_000})))], 1),
+        "a schema of 15 MB": lambda: at_once([request(CHAT, _chat(guided_json={"enum": ["x" * 60] * 200_000}))], 1),
+        "tools of 200,000 values": lambda: at_once([request(CHAT, _chat(tools=[
+            {"type": "function", "function": {"name": "f", "parameters": {"enum": [[]] * 220_000}}}]))], 1),
+        "27 MB of choices": lambda: at_once(
+            [completion(json.dumps({"prompt": "x", "guided_choice": ["x" * 6600] * 4096}).encode())], 1),
+        "480,000 allowed tokens × 1,024 prompts": lambda: at_once([completion(json.dumps(
+            {"prompt": ["x"] * 1024, "max_tokens": 1, "allowed_token_ids": [i % 1000 for i in range(480_000)]}
+        ).encode())], 1),
+        "490,000 ids to text": lambda: at_once(
+            [request("/detokenize", json.dumps({"tokens": [5] * 490_000}).encode())], 1),
+        "128 × 300 × 20 log probabilities": lambda: at_once([request(CHAT, _chat(
+            n=128, max_tokens=300, logprobs=True, top_logprobs=20, ignore_eos=True))], 1),
+        "a user and a summary of 31 MB, 25 times each": lambda: at_once(
+            [request(RESPONSES, json.dumps({"input": "x", **field}).encode())
+             for field in ({"user": "u" * size}, {"reasoning": {"summary": "u" * size}})] * 25, 25),
         "5,000 malformed requests": lambda: at_once(_malformed(), 16),
     }  # fmt: skip
 

@@ -12,7 +12,8 @@ import hmac
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -22,10 +23,10 @@ from aiohttp import web
 from aiohttp.http import HttpVersion10, HttpVersion11
 
 from asyncengine import __version__
-from asyncengine.checks import quoted
-from asyncengine.errors import InvalidRequestError
+from asyncengine.checks import number, quoted
+from asyncengine.errors import InvalidRequestError, RequestTimeoutError
 from asyncengine.request import Prompt
-from asyncengine.server.bodies import Bodies
+from asyncengine.server.bodies import ALWAYS_ADMITTED, Bodies, kept_size
 from asyncengine.server.calls import Call, CallBody, Context, tokenizer_of
 from asyncengine.server.chat import Chat
 from asyncengine.server.completions import Completions
@@ -44,7 +45,7 @@ from asyncengine.server.response_store import ResponseStore
 from asyncengine.server.responses import Responses, no_response
 from asyncengine.server.texts import Detokenize, Tokenize
 from asyncengine.server.vectors import Classify, Embeddings, Rerank, Scores
-from asyncengine.server.wire import SseResponse, send_response
+from asyncengine.server.wire import SseResponse, send_pieces, send_response
 
 logger = logging.getLogger("asyncengine.server")
 
@@ -75,7 +76,6 @@ class App:
         self.metrics = Metrics(lambda: self.engine, lambda: self.model_name, lambda: self.bodies.held)
         self._responses = ResponseStore(config.max_stored_responses, config.max_stored_response_bytes)
         self._keys = [(_digest(key.key), key) for key in config.api_keys]
-        self._cors = Cors(config.cors_origins)
         self._created = int(time.time())
         self._in_progress = 0
         self._admission = asyncio.Lock()
@@ -104,6 +104,8 @@ class App:
             page = Page(lambda: self.engine, lambda: self.model_name, lambda: self.health, self.metrics)
             self._routes |= page.routes
             self._public |= page.public
+        methods = {method for allowed, _ in self._routes.values() for method in allowed.split(", ")}
+        self._cors = Cors(config.cors_origins, methods | {"HEAD"})
 
     @property
     def model_name(self) -> str:
@@ -143,7 +145,10 @@ class App:
                 response.headers.update(headers)
                 if self.draining:
                     response.force_close()
-                await send_response(request, response, self.config.write_timeout_s)
+                whole = response.body if isinstance(response, web.Response) else None
+                size = len(whole) if isinstance(whole, bytes) else 0
+                with self.bodies.hold(size, made=True):
+                    await send_response(request, response, self.config.write_timeout_s)
         except ConnectionError as exc:  # aiohttp closes its side when it finds the connection gone
             logger.debug("%s %s: %s", request.method, request.path, exc)
         finally:
@@ -293,13 +298,26 @@ class App:
         endpoint = Messages(counts=True)
         body, prompts = await self._parse(endpoint, request)
         (prompt,), _, _ = endpoint.prepare(body, prompts, tokenizer_of(engine), self.config)
-        return _json({"input_tokens": len(await engine.tokenize(prompt))})
+        async with _time_limit(body.timeout):
+            return _json({"input_tokens": len(await engine.tokenize(prompt))})
 
     async def _generate(
         self, endpoint: Endpoint, request: web.BaseRequest, headers: dict[str, str]
     ) -> web.StreamResponse:
-        engine = self._ready_engine()
+        self._ready_engine()
         body, prompts = await self._parse(endpoint, request)
+        with self.bodies.hold(kept_size(prompts)):
+            return await self._answer(endpoint, body, prompts, request, headers)
+
+    async def _answer(
+        self,
+        endpoint: Endpoint,
+        body: GenerationBody,
+        prompts: list[Prompt],
+        request: web.BaseRequest,
+        headers: dict[str, str],
+    ) -> web.StreamResponse:
+        engine = self._ready_engine()
         tokenizer, parsing = tokenizer_of(engine), None
         try:
             prompts, params, parsing = endpoint.prepare(body, prompts, tokenizer, self.config)
@@ -322,7 +340,9 @@ class App:
             )
             self._check_allowed(job)
             if not body.stream:
-                return _json(endpoint.document(job, await generate(engine, job, self.metrics)))
+                pieces = endpoint.pieces(job, await generate(engine, job, self.metrics))
+                limit_s = self.config.write_timeout_s
+                return await send_pieces(request, headers, pieces, limit_s, close=self.draining)
             events = SseResponse(request, headers, self.config.write_timeout_s)
             chunks = endpoint.chunks(job)
             await send_sse(engine, job, self.metrics, events, chunks, self.config.ping_interval_s)
@@ -332,8 +352,12 @@ class App:
             raise
 
     async def _parse(self, endpoint: Endpoint, request: web.BaseRequest) -> tuple[GenerationBody, list[Prompt]]:
-        async with self.bodies.receive(request) as raw:  # a frame of its own: it ends, and the bytes are freed
+        """In a frame of its own: it ends, and the bytes are freed."""
+        async with self.bodies.receive(request, endpoint.fields) as raw:
             body, prompts = endpoint.parse(raw, self.config)
+            large = len(raw) > ALWAYS_ADMITTED
+        if large:  # parsing has had its turn of the event loop, and the request's checks have another one
+            await asyncio.sleep(0)
         self._check_model(body.model)
         return body, prompts
 
@@ -344,13 +368,15 @@ class App:
         terms = {"priority": priority, "cache_salt": body.cache_salt, "tenant": tenant}
         context = Context(uuid.uuid4().hex, int(time.time()), self.model_name, terms, self.config)
         try:
-            return _json(await call.answer(engine, body, context))
+            async with _time_limit(body.timeout):
+                answer = await call.answer(engine, body, context)
+            return _json(answer)
         except InvalidRequestError as exc:
             call.name_as_asked(exc)
             raise
 
     async def _parse_call(self, call: Call[Any], request: web.BaseRequest) -> CallBody:
-        async with self.bodies.receive(request) as raw:
+        async with self.bodies.receive(request, call.fields) as raw:
             body: CallBody = call.parse(raw, self.config)
         self._check_model(body.model)
         return body
@@ -367,6 +393,22 @@ class App:
                 f"and a request may ask for {limit}",
                 "n",
             )
+
+
+@asynccontextmanager
+async def _time_limit(seconds: float | None) -> AsyncIterator[None]:
+    """For a request that has no part of an answer to end with. Raises RequestTimeoutError, InvalidRequestError."""
+    if seconds is None:
+        yield
+        return
+    limit = asyncio.timeout(number("timeout", seconds, 0, 1e6, open_low=True))
+    try:
+        async with limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise RequestTimeoutError(f"there was no answer within the timeout of {seconds:g} s") from None
 
 
 def _json(value: object) -> web.Response:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Container, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
 
 from aiohttp import web
 
 from asyncengine import _core
 from asyncengine.checks import quoted
+from asyncengine.request import Prompt
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.errors import ApiError, bad_request, unavailable
+from asyncengine.server.limits import LONG_FIELD, check_fields
+from asyncengine.server.sse import encode
 
 ALWAYS_ADMITTED = 64 * 1024
 """Bodies of up to so many bytes are let in whatever the others hold, so that large ones do not lock out small ones."""
@@ -23,7 +26,8 @@ _SCANNED_AT_ONCE = 2**20
 
 
 class Bodies:
-    """Receives bodies. ``held`` is the count of bytes that all requests hold until they are parsed."""
+    """Receives bodies. ``held`` counts bytes: of bodies until they are parsed, and of prompts until their answers are
+    sent."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.held = 0
@@ -31,9 +35,10 @@ class Bodies:
         self._config = config
 
     @asynccontextmanager
-    async def receive(self, request: web.BaseRequest) -> AsyncIterator[bytearray]:
+    async def receive(self, request: web.BaseRequest, fields: Container[str]) -> AsyncIterator[bytearray]:
         """The whole body, which counts as held until the block is left. Raises ApiError 400, 408, 413, 415 or 503.
 
+        ``fields`` are those that the route reads: none of them is longer than ``limits.FIELD_BYTES`` says.
         It may not be JSON, but a parser makes no more of it than the limits on values and depth allow.
         """
         _check_headers(request, self._config.max_request_bytes)
@@ -43,7 +48,7 @@ class Bodies:
         body = bytearray()
         try:
             await self._read(request, body)
-            await self._check_shape(body)
+            await self._check_shape(body, fields)
             if len(body) <= ALWAYS_ADMITTED:
                 yield body
                 return
@@ -52,6 +57,20 @@ class Bodies:
                 yield body
         finally:
             self.held -= len(body)
+
+    @contextmanager
+    def hold(self, size: int, *, made: bool = False) -> Iterator[None]:
+        """Count bytes that a request keeps until its answer is sent. Raises ApiError 503 over the limit.
+
+        ``made``: they are of an answer that is there, which is sent whatever the others hold.
+        """
+        if not made and size > ALWAYS_ADMITTED and self.held + size > self._config.max_inflight_body_bytes:
+            raise unavailable("too many large requests are being answered", "overloaded")
+        self.held += size
+        try:
+            yield
+        finally:
+            self.held -= size
 
     async def _read(self, request: web.BaseRequest, body: bytearray) -> None:
         config = self._config
@@ -73,15 +92,21 @@ class Bodies:
         except web.RequestPayloadError as exc:
             raise bad_request(f"the request body could not be read: {exc}") from None
 
-    async def _check_shape(self, body: bytearray) -> None:
+    async def _check_shape(self, body: bytearray, fields: Container[str]) -> None:
         if len(body) <= _SCANNED_AT_ONCE:
-            values, depth = _core.json_extent(body)
+            values, depth, long_members = _core.json_shape(body, LONG_FIELD)
         else:
-            values, depth = await asyncio.to_thread(_core.json_extent, body)
+            values, depth, long_members = await asyncio.to_thread(_core.json_shape, body, LONG_FIELD)
         if values > self._config.max_request_values:
             raise _too_large(f"has more than {self._config.max_request_values} values")
         if depth > MAX_DEPTH:
             raise _too_large(f"is nested more than {MAX_DEPTH} levels deep")
+        check_fields(long_members, fields)
+
+
+def kept_size(prompts: Sequence[Prompt]) -> int:
+    """Bytes of the prompts that a request keeps: texts, token ids, and conversations with all that they hold."""
+    return sum(len(prompt) if isinstance(prompt, str) else len(encode(prompt)) for prompt in prompts)
 
 
 def _check_headers(request: web.BaseRequest, limit: int) -> None:

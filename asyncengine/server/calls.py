@@ -23,6 +23,7 @@ class CallBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    timeout: float | None = None
 
 
 B = TypeVar("B", bound=CallBody)
@@ -43,6 +44,8 @@ class Context:
 class Call(ABC, Generic[B]):
     """One route: its request and its answer."""
 
+    fields: frozenset[str]
+    """The names of the fields that its bodies may have."""
     prompt_param: str
     """The field that holds what the engine calls the prompt."""
 

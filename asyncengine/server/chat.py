@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -10,32 +10,21 @@ from msgspec import UNSET, UnsetType
 
 from asyncengine.conversation import Conversation
 from asyncengine.request import CompletionOutput, Prompt, RequestOutput, SamplingParams
-from asyncengine.server import protocol
 from asyncengine.server.chat_chunks import ChatFormat, DetailedFormat, ParsedFormat
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.effort import with_effort
 from asyncengine.server.errors import bad_request
-from asyncengine.server.generation import Endpoint, Job
+from asyncengine.server.generation import Endpoint, Job, joined
 from asyncengine.server.logprobs import ChatLogProbs, PromptLogProb
 from asyncengine.server.messages import Message, as_messages
 from asyncengine.server.parsing import parse
 from asyncengine.server.parsing.choose import Parsing
 from asyncengine.server.preparing import prepare
-from asyncengine.server.protocol import NOTHING, BodyDecoder, GenerationBody, UsageBody, sampling_params
-from asyncengine.server.sse import StreamFormat
+from asyncengine.server.protocol import BodyDecoder, GenerationBody, UsageBody, sampling_params
+from asyncengine.server.sse import StreamFormat, encode
 from asyncengine.server.tools import NamedTool, ToolBody, tool_use
+from asyncengine.server.unserved import CHAT
 from asyncengine.tokenization import Tokenizer
-
-_UNIMPLEMENTED: dict[str, tuple[object, ...]] = protocol.UNIMPLEMENTED | {
-    "echo": (None, False),
-    "functions": NOTHING,
-    "function_call": (None, "none", "auto"),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "prediction": (None,),
-    "web_search_options": (None,),
-    "add_special_tokens": (None, False),
-}
 
 
 class ChatBody(GenerationBody, kw_only=True):
@@ -51,9 +40,10 @@ class ChatBody(GenerationBody, kw_only=True):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
 
 
-_DECODER = BodyDecoder(ChatBody, _UNIMPLEMENTED)
+_DECODER = BodyDecoder(ChatBody, CHAT)
 
 
 class AssistantMessage(msgspec.Struct, kw_only=True):
@@ -85,11 +75,12 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
 
 class Chat(Endpoint):
     id_prefix = "chatcmpl-"
+    fields = _DECODER.fields
     chunk_format = ChatFormat
 
     def chunks(self, job: Job) -> StreamFormat:
         if job.parsing is not None:
-            return ParsedFormat(job, job.parsing)
+            return ParsedFormat(job, job.parsing, with_reasoning=_tells_reasoning(job))
         return DetailedFormat(job) if job.detailed else super().chunks(job)
 
     def params(self, body: GenerationBody) -> SamplingParams:
@@ -127,28 +118,42 @@ class Chat(Endpoint):
         prepared = prepare(chat, use, self.params(body), tokenizer, config)
         return [prepared.prompt], prepared.params, prepared.parsing
 
-    def document(self, job: Job, outputs: list[RequestOutput]) -> ChatCompletion:
-        sequences = [(output, s) for output in outputs for s in output.outputs]
-        with_ids, logprobs = job.body.return_token_ids, job.choice_logprobs
-        messages = [_answer(job, output, s) for output, s in sequences]
-        return ChatCompletion(
+    def pieces(self, job: Job, outputs: list[RequestOutput]) -> Iterator[bytes]:
+        answer = ChatCompletion(
             id=job.id,
             created=job.created,
             model=job.model,
-            choices=[
-                ChatChoice(
-                    index=i,
-                    message=message,
-                    logprobs=None if logprobs is None else logprobs.chat(i, s) or ChatLogProbs([]),
-                    finish_reason="tool_calls" if message.tool_calls and s.finish_reason == "stop" else s.finish_reason,
-                    token_ids=s.token_ids if with_ids else UNSET,
-                )
-                for i, ((_, s), message) in enumerate(zip(sequences, messages, strict=True))
-            ],
+            choices=[],
             usage=UsageBody.of([output.usage for output in outputs], _reasoning_tokens(job, outputs)),
-            prompt_token_ids=outputs[0].prompt_token_ids if with_ids else UNSET,
-            prompt_logprobs=job.prompt_logprobs(outputs[0]),
+            prompt_token_ids=outputs[0].prompt_token_ids if job.body.return_token_ids else UNSET,
         )
+        begin, end = encode(answer).split(b'"choices":[]')  # no string has it: quotes within them are escaped
+        yield begin + b'"choices":['
+        for i, (output, sequence) in enumerate((each, s) for each in outputs for s in each.outputs):
+            if i:
+                yield b","
+            yield from _choice(job, i, output, sequence)
+        yield from job.with_prompt_logprobs(b"]" + end, outputs[0])
+
+
+def _choice(job: Job, index: int, output: RequestOutput, sequence: CompletionOutput) -> Iterator[bytes]:
+    """One choice of a response as JSON, in parts."""
+    message, reason = _answer(job, output, sequence), sequence.finish_reason
+    choice = encode(
+        ChatChoice(
+            index=index,
+            message=message,
+            finish_reason="tool_calls" if message.tool_calls and reason == "stop" else reason,
+            token_ids=sequence.token_ids if job.body.return_token_ids else UNSET,
+        )
+    )
+    if job.choice_logprobs is None:
+        yield choice
+        return
+    begin, end = choice.split(b'"logprobs":null')
+    yield begin + b'"logprobs":{"content":['
+    yield from joined(encode(batch.content)[1:-1] for batch in job.choice_logprobs.chat(index, sequence))
+    yield b'],"refusal":null}' + end
 
 
 def _answer(job: Job, output: RequestOutput, sequence: CompletionOutput) -> AssistantMessage:
@@ -157,13 +162,17 @@ def _answer(job: Job, output: RequestOutput, sequence: CompletionOutput) -> Assi
     parsed = parse(job.parsing.parser(job.tokenizer, output.prompt_token_ids), sequence.text)
     return AssistantMessage(
         content=parsed.content if parsed.content or not parsed.tool_calls else None,
-        reasoning_content=parsed.reasoning or UNSET,
+        reasoning_content=(parsed.reasoning if _tells_reasoning(job) else "") or UNSET,
         tool_calls=[
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in parsed.tool_calls
         ]
         or UNSET,
     )
+
+
+def _tells_reasoning(job: Job) -> bool:
+    return isinstance(job.body, ChatBody) and job.body.include_reasoning is not False
 
 
 def _reasoning_tokens(job: Job, outputs: list[RequestOutput]) -> int | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from asyncengine.request import RequestDelta, Usage
 from asyncengine.server.generation import Job
 from asyncengine.server.parsing import OutputParser, ParsedDelta, ToolCallDelta
@@ -9,6 +11,7 @@ from asyncengine.server.parsing.choose import Parsing, ReasoningTokens
 from asyncengine.server.protocol import UsageBody
 from asyncengine.server.sse import ChunkFormat, encode
 
+_EMPTY = b'"delta":{"content":""}'
 _ROLE = b'"delta":{"role":"assistant","content":""}'
 
 
@@ -45,21 +48,28 @@ class DetailedFormat(ChatFormat):
         self._logprobs = job.choice_logprobs
 
     def events(self, index: int, delta: RequestDelta, usage: bytes) -> bytes:
+        return b"".join(self.pieces(index, delta, usage))
+
+    def pieces(self, index: int, delta: RequestDelta, usage: bytes) -> Iterator[bytes]:
         out = b""
         if index not in self._opened:
             first = self._with_ids and not self._opened
             prompt = b',"prompt_token_ids":' + encode(self.streams[0].prompt_token_ids) if first else b""
             self._opened.add(index)
             out = self._chunk(index, _ROLE, usage + prompt)
-        logprobs = None if self._logprobs is None else self._logprobs.chat(index, delta)
+        batches = iter(()) if self._logprobs is None else self._logprobs.chat(index, delta)
+        logprobs = next(batches, None)
         if delta.text or logprobs is not None or (self._with_ids and delta.token_ids):
             payload = self.before_text + encode(delta.text) + self.after_text
             if self._with_ids:
                 payload += b',"token_ids":' + encode(delta.token_ids)
             out += self._chunk(index, payload, usage, logprobs=encode(logprobs))
+        for logprobs in batches:
+            yield out
+            out = self._chunk(index, _EMPTY, usage, logprobs=encode(logprobs))
         if delta.finish_reason is not None:
             out += self._chunk(index, b'"delta":{}', usage, delta.finish_reason)
-        return out
+        yield out
 
 
 class ParsedFormat(ChatFormat):
@@ -68,10 +78,11 @@ class ParsedFormat(ChatFormat):
     Details go with the first chunk of a delta: log probabilities are those of all tokens, of calls and reasoning too.
     """
 
-    def __init__(self, job: Job, parsing: Parsing) -> None:
+    def __init__(self, job: Job, parsing: Parsing, *, with_reasoning: bool = True) -> None:
         super().__init__(job.id, job.created, job.model)
         self._job = job
         self._parsing = parsing
+        self._with_reasoning = with_reasoning
         self._parsers: dict[int, tuple[OutputParser, ReasoningTokens | None]] = {}
         self._called: set[int] = set()
         self._with_ids = bool(job.body.return_token_ids)
@@ -82,6 +93,9 @@ class ParsedFormat(ChatFormat):
         return UsageBody.of(parts, sum(counts) if counts else None)
 
     def events(self, index: int, delta: RequestDelta, usage: bytes) -> bytes:
+        return b"".join(self.pieces(index, delta, usage))
+
+    def pieces(self, index: int, delta: RequestDelta, usage: bytes) -> Iterator[bytes]:
         out = b""
         if index not in self._parsers:
             out = self._open(index, usage)
@@ -92,16 +106,21 @@ class ParsedFormat(ChatFormat):
         if delta.finish_reason is not None:
             parsed.append(parser.finish())
         payloads = [payload for piece in parsed for payload in self._payloads(index, piece)]
-        details, logprobs = self._details(index, delta)
-        if details is not None and not payloads:
-            payloads.append(b'"delta":{"content":""}')
+        batches = iter(()) if self._logprobs is None else self._logprobs.chat(index, delta)
+        logprobs = next(batches, None)
+        ids = b',"token_ids":' + encode(delta.token_ids) if self._with_ids and delta.token_ids else b""
+        if not payloads and (ids or logprobs is not None):
+            payloads.append(_EMPTY)
         for payload in payloads:
-            out += self._chunk(index, payload + (details or b""), usage, logprobs=logprobs)
-            details, logprobs = None, b"null"
+            out += self._chunk(index, payload + ids, usage, logprobs=encode(logprobs))
+            ids, logprobs = b"", None
+        for logprobs in batches:
+            yield out
+            out = self._chunk(index, _EMPTY, usage, logprobs=encode(logprobs))
         if delta.finish_reason is not None:
             called = index in self._called and delta.finish_reason == "stop"
             out += self._chunk(index, b'"delta":{}', usage, "tool_calls" if called else delta.finish_reason)
-        return out
+        yield out
 
     def _open(self, index: int, usage: bytes) -> bytes:
         prompt = self.streams[index // self._job.params.n].prompt_token_ids
@@ -113,17 +132,9 @@ class ParsedFormat(ChatFormat):
         )
         return self._chunk(index, _ROLE, usage + ids)
 
-    def _details(self, index: int, delta: RequestDelta) -> tuple[bytes | None, bytes]:
-        """Members beside those of the delta, None if nothing is asked for, and the log probabilities."""
-        logprobs = None if self._logprobs is None else self._logprobs.chat(index, delta)
-        with_ids = self._with_ids and delta.token_ids
-        if logprobs is None and not with_ids:
-            return None, b"null"
-        return (b',"token_ids":' + encode(delta.token_ids) if with_ids else b""), encode(logprobs)
-
     def _payloads(self, index: int, parsed: ParsedDelta) -> list[bytes]:
         payloads = []
-        if parsed.reasoning:
+        if parsed.reasoning and self._with_reasoning:
             payloads.append(b'"delta":{"reasoning_content":%b}' % encode(parsed.reasoning))
         if parsed.content:
             payloads.append(self.before_text + encode(parsed.content) + self.after_text)

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from asyncengine.detokenizer import IncrementalDetokenizer
 from asyncengine.logprobs import TokenLogProbs
-from asyncengine.request import Prompt, RequestDelta, RequestOutput, SamplingParams
-from asyncengine.server import protocol
+from asyncengine.request import CompletionOutput, Prompt, RequestDelta, RequestOutput, SamplingParams
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.errors import bad_request
-from asyncengine.server.generation import Endpoint, Job
+from asyncengine.server.generation import Endpoint, Job, joined
 from asyncengine.server.logprobs import CompletionLogProbs, PromptLogProb
 from asyncengine.server.protocol import BodyDecoder, GenerationBody, UsageBody, prompts_of, sampling_params
 from asyncengine.server.sse import ChunkFormat, StreamFormat, encode
+from asyncengine.server.unserved import COMPLETION
 
-_UNIMPLEMENTED: dict[str, tuple[object, ...]] = protocol.UNIMPLEMENTED | {
-    "suffix": (None, ""),
-    "add_special_tokens": (None, True),
-}
 _DEFAULT_MAX_TOKENS = 16
 
 
@@ -31,7 +27,7 @@ class CompletionBody(GenerationBody, kw_only=True):
     echo: bool | None = None
 
 
-_DECODER = BodyDecoder(CompletionBody, _UNIMPLEMENTED)
+_DECODER = BodyDecoder(CompletionBody, COMPLETION)
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
@@ -80,25 +76,33 @@ class DetailedFormat(CompletionFormat):
         self._opened: set[int] = set()
 
     def events(self, index: int, delta: RequestDelta, usage: bytes) -> bytes:
+        return b"".join(self.pieces(index, delta, usage))
+
+    def pieces(self, index: int, delta: RequestDelta, usage: bytes) -> Iterator[bytes]:
         is_first = index not in self._opened
         self._opened.add(index)
         stream = self.streams[index // self._job.params.n]
         text = delta.text
         if is_first and _echoes(self._job):
             text = _echo(self._job, index, stream.prompt_token_ids, stream.prompt_logprobs) + text
-        logprobs = None if self._logprobs is None else self._logprobs.completion(index, delta)
+        batches = iter(()) if self._logprobs is None else self._logprobs.completion(index, delta)
+        logprobs = next(batches, None)
         payload = b'"text":' + encode(text)
         if self._with_ids:
             payload += b',"token_ids":' + encode(delta.token_ids)
             if is_first:
                 payload += b',"prompt_token_ids":' + encode(stream.prompt_token_ids)
         elif not text and logprobs is None and delta.finish_reason is None:
-            return b""
-        return self._chunk(index, payload, usage, delta.finish_reason, encode(logprobs))
+            return
+        for following in batches:
+            yield self._chunk(index, payload, usage, logprobs=encode(logprobs))
+            payload, logprobs = b'"text":""', following
+        yield self._chunk(index, payload, usage, delta.finish_reason, encode(logprobs))
 
 
 class Completions(Endpoint):
     id_prefix = "cmpl-"
+    fields = _DECODER.fields
     chunk_format = CompletionFormat
 
     def chunks(self, job: Job) -> StreamFormat:
@@ -120,27 +124,51 @@ class Completions(Endpoint):
             more["prompt_logprobs"] = more["logprobs"]
         return sampling_params(body, **more)
 
-    def document(self, job: Job, outputs: list[RequestOutput]) -> Completion:
-        sequences = [(output, s) for output in outputs for s in output.outputs]
-        with_ids, logprobs, echoes = job.body.return_token_ids, job.choice_logprobs, _echoes(job)
-        return Completion(
-            id=job.id,
-            created=job.created,
-            model=job.model,
-            choices=[
-                CompletionChoice(
-                    index=i,
-                    text=_echo(job, i, output.prompt_token_ids, output.prompt_logprobs) + s.text if echoes else s.text,
-                    logprobs=None if logprobs is None else logprobs.completion(i, s) or CompletionLogProbs(),
-                    finish_reason=s.finish_reason,
-                    token_ids=s.token_ids if with_ids else UNSET,
-                    prompt_token_ids=output.prompt_token_ids if with_ids else UNSET,
-                    prompt_logprobs=job.prompt_logprobs(output),
-                )
-                for i, (output, s) in enumerate(sequences)
-            ],
-            usage=UsageBody.of([output.usage for output in outputs]),
-        )
+    def pieces(self, job: Job, outputs: list[RequestOutput]) -> Iterator[bytes]:
+        usage = UsageBody.of([output.usage for output in outputs])
+        whole = encode(Completion(id=job.id, created=job.created, model=job.model, choices=[], usage=usage))
+        begin, end = whole.split(b'"choices":[]')  # no string has it: quotes within them have a backslash before them
+        yield begin + b'"choices":['
+        for i, (output, sequence) in enumerate((each, s) for each in outputs for s in each.outputs):
+            if i:
+                yield b","
+            yield from _choice(job, i, output, sequence)
+        yield b"]" + end
+
+
+def _choice(job: Job, index: int, output: RequestOutput, sequence: CompletionOutput) -> Iterator[bytes]:
+    """One choice of a response as JSON, in parts."""
+    with_ids, text = job.body.return_token_ids, sequence.text
+    if _echoes(job):
+        text = _echo(job, index, output.prompt_token_ids, output.prompt_logprobs) + text
+    choice = CompletionChoice(
+        index=index,
+        text=text,
+        finish_reason=sequence.finish_reason,
+        token_ids=sequence.token_ids if with_ids else UNSET,
+        prompt_token_ids=output.prompt_token_ids if with_ids else UNSET,
+    )
+    document = encode(choice)
+    if job.choice_logprobs is not None:
+        begin, document = document.split(b'"logprobs":null')
+        yield begin + b'"logprobs":'
+        yield from _logprobs(job.choice_logprobs.completion(index, sequence))
+    yield from job.with_prompt_logprobs(document, output)
+
+
+def _logprobs(batches: Iterable[CompletionLogProbs]) -> Iterator[bytes]:
+    """CompletionLogProbs as JSON. It has lists side by side, so all but the first one wait until the last token."""
+    names = CompletionLogProbs.__struct_fields__
+    lists: dict[str, list[bytes]] = {name: [] for name in names}
+    for batch in batches:
+        for name in names:
+            lists[name].append(encode(getattr(batch, name))[1:-1])
+        yield b""
+    for i, name in enumerate(names):
+        yield b'%b"%b":[' % (b"," if i else b"{", name.encode())
+        yield from joined(lists[name])
+        yield b"]"
+    yield b"}"
 
 
 def _echoes(job: Job) -> bool:

@@ -49,8 +49,8 @@ class ServerConfig:
     """Most values in a request body. A number counts once, so that a token id does; a string, a field's name, an array
     and an object count twice."""
     max_inflight_body_bytes: int = 256 * 2**20
-    """Bytes of request bodies that all clients together may have in the server before they are parsed; over it, bodies
-    of more than 64 KiB are refused with 503."""
+    """Bytes that all clients together may have in the server: of request bodies until they are parsed, and of prompts
+    and whole answers until the answers are sent. Over it, bodies of more than 64 KiB are refused with 503."""
     max_sequences_per_request: int = 1024
     """Most sequences that one request may ask for: its prompts times n."""
     max_stored_responses: int = 1024

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from aiohttp import web
 
 _EXPOSED = "X-Request-Id, Retry-After"
-_METHODS = "GET, HEAD, POST"
 _MAX_AGE_S = "600"
 _LONGEST_LIST = 4096
 
 
 class Cors:
-    """``origins`` are those of pages, as browsers send them; * for any; none: no answer has a header of CORS."""
+    """``origins`` are those of pages, as browsers send them; * for any; none: no answer has a header of CORS.
 
-    def __init__(self, origins: Sequence[str]) -> None:
+    ``methods`` are those of the routes.
+    """
+
+    def __init__(self, origins: Sequence[str], methods: Iterable[str]) -> None:
         self._any = "*" in origins
         self._origins = frozenset(origins)
+        self._methods = ", ".join(sorted(methods))
 
     def headers(self, request: web.BaseRequest) -> dict[str, str]:
         """For the answer to ``request``, whatever it is."""
@@ -41,7 +44,7 @@ class Cors:
         if "Access-Control-Allow-Origin" not in self.headers(request):
             return None
         response = web.Response(status=204)
-        response.headers["Access-Control-Allow-Methods"] = _METHODS
+        response.headers["Access-Control-Allow-Methods"] = self._methods
         response.headers["Access-Control-Max-Age"] = _MAX_AGE_S
         asked = request.headers.get("Access-Control-Request-Headers", "")
         if 0 < len(asked) <= _LONGEST_LIST and asked.isascii() and asked.isprintable():

@@ -6,13 +6,12 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from asyncengine.conversation import Conversation
 from asyncengine.errors import EngineDeadError, InvalidRequestError, RequestAbortedError, RequestTimeoutError
@@ -20,12 +19,12 @@ from asyncengine.request import LONG_TEXT, FinishReason, Prompt, RequestDelta, R
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.engine_api import Engine, RequestStream
 from asyncengine.server.errors import failure
-from asyncengine.server.logprobs import JobLogProbs, PromptLogProb
+from asyncengine.server.logprobs import JobLogProbs
 from asyncengine.server.metrics import Metrics
 from asyncengine.server.parsing.choose import Parsing
 from asyncengine.server.protocol import GenerationBody, name_as_asked
-from asyncengine.server.sse import NO_USAGE, NULL_USAGE, ChunkFormat, StreamFormat, usage_field
-from asyncengine.server.wire import SseResponse
+from asyncengine.server.sse import NO_USAGE, NULL_USAGE, ChunkFormat, StreamFormat, encode, usage_field
+from asyncengine.server.wire import SseResponse, in_turns
 from asyncengine.tokenization import Tokenizer
 
 logger = logging.getLogger("asyncengine.server")
@@ -66,11 +65,14 @@ class Job:
     def choice_logprobs(self) -> JobLogProbs | None:
         return self.logprobs if self.params.wants_logprobs else None
 
-    def prompt_logprobs(self, output: RequestOutput) -> list[PromptLogProb] | UnsetType:
-        """Those that ``prompt_logprobs`` asks for."""
+    def with_prompt_logprobs(self, document: bytes, output: RequestOutput) -> Iterator[bytes]:
+        """``document``, an object as JSON, with those that ``prompt_logprobs`` asks for as its last member."""
         if self.body.prompt_logprobs is None or self.logprobs is None or output.prompt_logprobs is None:
-            return UNSET
-        return self.logprobs.prompt(output.prompt_logprobs)
+            yield document
+            return
+        yield document[:-1] + b',"prompt_logprobs":['
+        yield from joined(encode(some)[1:-1] for some in self.logprobs.prompt(output.prompt_logprobs))
+        yield b"]}"
 
     def turn(self) -> AbstractAsyncContextManager[Any]:
         """To be held while its prompts are submitted. Prompts that take long to tokenize hold up no other request."""
@@ -101,6 +103,8 @@ class Endpoint(ABC):
     """What is particular to one route: its request, its response and its chunks."""
 
     id_prefix: str
+    fields: frozenset[str]
+    """The names of the fields that its bodies may have."""
     chunk_format: type[ChunkFormat]
 
     @abstractmethod
@@ -128,9 +132,19 @@ class Endpoint(ABC):
         """``protocol.name_as_asked``, with this API's names of fields."""
         name_as_asked(exc, body, grammar)
 
-    @abstractmethod
     def document(self, job: Job, outputs: list[RequestOutput]) -> msgspec.Struct:
         """The response without streaming; outputs in the order of the prompts."""
+        raise NotImplementedError
+
+    def pieces(self, job: Job, outputs: list[RequestOutput]) -> Iterator[bytes]:
+        """``document`` as JSON, in parts each of which takes some 10 ms at most."""
+        yield encode(self.document(job, outputs))
+
+
+def joined(values: Iterable[bytes]) -> Iterator[bytes]:
+    """JSON values with commas between them."""
+    for i, value in enumerate(values):
+        yield b"," + value if i else value
 
 
 async def generate(engine: Engine, job: Job, metrics: Metrics) -> list[RequestOutput]:
@@ -294,6 +308,9 @@ class _Streaming:
                 self._finish(delta, delta.finish_reason)
             if self._continuous_usage:
                 self._usage = self._usage_so_far(count)
+            if self._job.logprobs is not None:
+                await self._send_pieces(self._chunks.pieces(choice, delta, self._usage))
+                continue
             data = self._chunks.events(choice, delta, self._usage)
             if not data:
                 continue
@@ -301,6 +318,12 @@ class _Streaming:
                 await self._events.send(data)
             else:  # a writer that waits for the client holds back the other prompts' writers
                 async with self._one_writer:
+                    await self._events.send(data)
+
+    async def _send_pieces(self, pieces: Iterator[bytes]) -> None:
+        async with self._one_writer:
+            async for data in in_turns(pieces):
+                if data:
                     await self._events.send(data)
 
     async def end(self) -> None:

@@ -16,6 +16,8 @@ from asyncengine.tokenization import Tokenizer
 
 _LOWEST = -9999.0
 """In place of -inf, which JSON lacks; OpenAI's value."""
+_AT_ONCE = 4096
+"""Log probabilities that become objects in one turn of the event loop: some 10 ms."""
 
 
 class CompletionLogProbs(msgspec.Struct):
@@ -122,40 +124,59 @@ class ChoiceLogProbs:
         self._params = params
         self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, params.kept_special_tokens)
         self._keeps_end = params.include_stop_str_in_output
-        self._held: deque[PlacedToken] = deque()
+        self._coming: deque[Iterator[PlacedToken]] = deque()  # what is not placed yet, in order
+        self._held: PlacedToken | None = None  # it is placed, and its text is not out
         self._offset = 0  # of the next token
         self._length = 0  # of the text so far
+        self._last = self._ended_by_string = False
 
     def begin(self, text: str, ids: Sequence[int], logprobs: Sequence[TokenLogProbs | None]) -> None:
         """The text of the choice begins with the prompt, ``text``."""
+        self._coming.append(self._placed_prompt(len(text), ids, logprobs))
+        self._length = len(text)
+
+    def push(self, news: News) -> None:
+        """What the choice has gained; ``take`` has had all before."""
+        self._coming.append(self._placed(news))
+        self._length += len(news.text)
+        self._last = news.finish_reason is not None
+        self._ended_by_string = isinstance(news.stop_reason, str)
+
+    def take(self, limit: int) -> list[PlacedToken]:
+        """The next tokens whose text is out, at most so many; none when there are no more of them so far."""
+        out: list[PlacedToken] = []
+        while len(out) < limit and (token := self._next()) is not None and self._is_out(token):
+            if self._ended_by_string:
+                token.text = token.text[: self._length - token.offset]
+            out.append(token)
+            self._held = None
+        return out
+
+    def _next(self) -> PlacedToken | None:
+        while self._held is None and self._coming:
+            self._held = next(self._coming[0], None)
+            if self._held is None:
+                self._coming.popleft()
+        return self._held
+
+    def _is_out(self, token: PlacedToken) -> bool:
+        if self._last:
+            return not self._ended_by_string or token.offset < self._length
+        return token.offset + len(token.text) <= self._length
+
+    def _placed_prompt(
+        self, length: int, ids: Sequence[int], logprobs: Sequence[TokenLogProbs | None]
+    ) -> Iterator[PlacedToken]:
         detokenizer = IncrementalDetokenizer(self._tokenizer, self._params.skip_special_tokens)
         for left, (token, data) in zip(range(len(ids) - 1, -1, -1), zip(ids, logprobs, strict=True), strict=True):
             added = detokenizer.push([token])
             if left == 0:
                 added += detokenizer.flush()
-            self._held.append(PlacedToken(token, added, self._offset, data))
+            yield PlacedToken(token, added, self._offset, data)
             self._offset += len(added)
-        self._offset = self._length = len(text)
+        self._offset = length
 
-    def push(self, news: News) -> list[PlacedToken]:
-        """The tokens whose text is out with these news."""
-        self._place(news)
-        self._length += len(news.text)
-        ended_by_string = isinstance(news.stop_reason, str)
-        out = []
-        while self._held and self._is_out(self._held[0], news.finish_reason is not None, ended_by_string):
-            token = self._held.popleft()
-            if ended_by_string:
-                token.text = token.text[: self._length - token.offset]
-            out.append(token)
-        return out
-
-    def _is_out(self, token: PlacedToken, last: bool, ended_by_string: bool) -> bool:
-        if last:
-            return not ended_by_string or token.offset < self._length
-        return token.offset + len(token.text) <= self._length
-
-    def _place(self, news: News) -> None:
+    def _placed(self, news: News) -> Iterator[PlacedToken]:
         tokens = news.logprobs or ()
         by_token = news.finish_reason is FinishReason.STOP and not isinstance(news.stop_reason, str)
         for left, data in zip(range(len(tokens) - 1, -1, -1), tokens, strict=True):
@@ -165,7 +186,7 @@ class ChoiceLogProbs:
             text = "" if silent else self._detokenizer.push([data.token_id])
             if last:
                 text += self._detokenizer.flush()
-            self._held.append(PlacedToken(data.token_id, text, self._offset, data))
+            yield PlacedToken(data.token_id, text, self._offset, data)
             self._offset += len(text)
 
 
@@ -177,27 +198,31 @@ class JobLogProbs:
         self._params = params
         self._choices: dict[int, ChoiceLogProbs] = {}
         self._names = TokenNames(tokenizer, by_number)
+        most = max(params.logprobs or 0, params.prompt_logprobs or 0) + len(params.logprob_token_ids)
+        self._tokens_at_once = max(1, _AT_ONCE // (1 + most))
 
     def echo(self, index: int, text: str, ids: Sequence[int], logprobs: Sequence[TokenLogProbs | None] | None) -> None:
         """Choice ``index`` begins with its prompt."""
         self._choice(index).begin(text, ids, logprobs or ())
 
-    def prompt(self, logprobs: Sequence[TokenLogProbs | None]) -> list[PromptLogProb]:
-        """As vLLM has them: for each token the log probabilities of some, by their ids."""
-        return [None if data is None else _of_prompt(data, self._names) for data in logprobs]
+    def prompt(self, logprobs: Sequence[TokenLogProbs | None]) -> Iterator[list[PromptLogProb]]:
+        """As vLLM has them: for each token the log probabilities of some, by their ids. Some tokens at a time."""
+        for first in range(0, len(logprobs), self._tokens_at_once):
+            some = logprobs[first : first + self._tokens_at_once]
+            yield [None if data is None else _of_prompt(data, self._names) for data in some]
 
-    def completion(self, index: int, news: News) -> CompletionLogProbs | None:
-        """None if no token's text is out with these news."""
-        tokens = self._push(index, news)
-        return completion_logprobs(tokens, self._names) if tokens else None
+    def completion(self, index: int, news: News) -> Iterator[CompletionLogProbs]:
+        """Those of the tokens whose text is out with these news, some at a time."""
+        return (completion_logprobs(tokens, self._names) for tokens in self._batches(index, news))
 
-    def chat(self, index: int, news: News) -> ChatLogProbs | None:
+    def chat(self, index: int, news: News) -> Iterator[ChatLogProbs]:
         """Likewise."""
-        tokens = self._push(index, news)
-        return chat_logprobs(tokens, self._names) if tokens else None
+        return (chat_logprobs(tokens, self._names) for tokens in self._batches(index, news))
 
-    def _push(self, index: int, news: News) -> list[PlacedToken]:
-        return self._choice(index).push(news)
+    def _batches(self, index: int, news: News) -> Iterator[list[PlacedToken]]:
+        choice = self._choice(index)
+        choice.push(news)
+        return iter(lambda: choice.take(self._tokens_at_once), [])
 
     def _choice(self, index: int) -> ChoiceLogProbs:
         choice = self._choices.get(index)

@@ -14,10 +14,11 @@ import msgspec
 
 from asyncengine.checks import quoted
 from asyncengine.conversation import Conversation
+from asyncengine.json_text import JsonTexts
 from asyncengine.server.errors import bad_request
 from asyncengine.server.parsing.names import HARMONY
 from asyncengine.server.protocol import unsupported
-from asyncengine.server.tools import Tool
+from asyncengine.server.tools import Tool, parsed_arguments
 
 MAX_PARTS = 16_384
 """Messages of a conversation, parts of their contents, and their tool calls, together at most."""
@@ -56,16 +57,17 @@ class Message(msgspec.Struct):
 
 def as_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """As templates take them, arguments of calls as objects. Raises ApiError 400."""
+    texts = JsonTexts()
     if not messages:
         raise bad_request("messages is required and must not be empty", "messages")
     parts = len(messages) + sum([len(m.content) for m in messages if type(m.content) is list])
     parts += sum([len(m.tool_calls) for m in messages if m.tool_calls])
     if parts > MAX_PARTS:
         raise bad_request(f"messages: at most {MAX_PARTS} messages, content parts and calls, got {parts}", "messages")
-    return [_message(i, message) for i, message in enumerate(messages)]
+    return [_message(i, message, texts) for i, message in enumerate(messages)]
 
 
-def _message(i: int, message: Message) -> dict[str, Any]:
+def _message(i: int, message: Message, texts: JsonTexts) -> dict[str, Any]:
     path = f"messages[{i}]"
     if not 0 < len(message.role) <= _MAX_ROLE:
         raise bad_request(
@@ -91,7 +93,8 @@ def _message(i: int, message: Message) -> dict[str, Any]:
     if message.tool_calls:
         if message.role != "assistant":
             raise bad_request(f"{path}.tool_calls: only an assistant calls tools", f"{path}.tool_calls")
-        made["tool_calls"] = [_call(f"{path}.tool_calls[{k}]", call) for k, call in enumerate(message.tool_calls)]
+        calls = enumerate(message.tool_calls)
+        made["tool_calls"] = [_call(f"{path}.tool_calls[{k}]", call, texts) for k, call in calls]
     return made
 
 
@@ -106,25 +109,15 @@ def _text(i: int, k: int, part: ContentPart) -> str:
     return part.text
 
 
-def _call(path: str, call: MessageToolCall) -> dict[str, Any]:
+def _call(path: str, call: MessageToolCall, texts: JsonTexts) -> dict[str, Any]:
     if call.type != "function":
         raise bad_request(f"{path}.type: only functions are supported, got {quoted(call.type)}", f"{path}.type")
-    function = {"name": call.function.name, "arguments": _arguments(call.function.arguments)}
+    arguments: Any = call.function.arguments or {}
+    if isinstance(arguments, str):
+        arguments = parsed_arguments(arguments, texts, f"{path}.function.arguments")
+    function = {"name": call.function.name, "arguments": arguments}
     made = {"type": "function", "function": function}
     return made if call.id is None else {"id": call.id, **made}
-
-
-def _arguments(given: str | dict[str, Any] | None) -> Any:
-    """As an object; what is no JSON object, as a model may well have written it, stays text."""
-    if not given:
-        return {}
-    if isinstance(given, dict):
-        return given
-    try:
-        made = msgspec.json.decode(given)
-    except ValueError:
-        return given
-    return made if isinstance(made, dict) else given
 
 
 # ---- what templates differ in ----

@@ -8,12 +8,13 @@ import msgspec
 
 from asyncengine.conversation import Conversation
 from asyncengine.errors import InvalidRequestError
+from asyncengine.json_text import object_of
 from asyncengine.request import FinishReason, Prompt, RequestOutput, SamplingParams, Usage
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.effort import with_effort, with_thinking
 from asyncengine.server.errors import ApiError
 from asyncengine.server.generation import Endpoint, Job
-from asyncengine.server.messages_input import TOOL_FIELDS, MessagesBody, conversation, decode, tools_of
+from asyncengine.server.messages_input import DECODER, TOOL_FIELDS, MessagesBody, conversation, decode, tools_of
 from asyncengine.server.parsing.choose import Parsing
 from asyncengine.server.parts import Ending, Kind, Part, PartFormat, event
 from asyncengine.server.preparing import prepare
@@ -108,20 +109,13 @@ def _block(part: Part) -> dict[str, Any]:
         case Kind.TEXT:
             return {"type": "text", "text": part.text}
     assert part.call is not None
-    return {"type": "tool_use", "id": part.call.id, "name": part.call.name, "input": _arguments(part.text)}
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    """Those of an unfinished call are none: stop_reason says that it is unfinished."""
-    try:
-        parsed = msgspec.json.decode(text)
-    except ValueError:
-        return {}
-    return parsed if isinstance(parsed, dict) else {}
+    # An unfinished call has no arguments: stop_reason says that it is unfinished.
+    return {"type": "tool_use", "id": part.call.id, "name": part.call.name, "input": object_of(part.text) or {}}
 
 
 class Messages(Endpoint):
     id_prefix = "msg_"
+    fields = DECODER.fields
 
     def __init__(self, *, counts: bool = False) -> None:
         """``counts``: the tokens of a request are asked for, and no output."""

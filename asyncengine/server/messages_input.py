@@ -8,28 +8,20 @@ import msgspec
 
 from asyncengine.checks import quoted
 from asyncengine.conversation import Conversation
-from asyncengine.server import protocol
 from asyncengine.server.errors import ApiError, bad_request
 from asyncengine.server.protocol import (
-    NOTHING,
     BodyDecoder,
     GenerationBody,
     JsonSchemaFormat,
     ResponseFormat,
+    Schema,
+    schema_text,
     unsupported,
 )
 from asyncengine.server.tools import FunctionBody, NamedFunction, NamedTool, ToolBody, ToolUse, tool_use
 from asyncengine.server.turns import Turns, check_count, renamed, required
+from asyncengine.server.unserved import MESSAGES
 
-_UNIMPLEMENTED: dict[str, tuple[object, ...]] = protocol.UNIMPLEMENTED | {
-    "container": (None,),
-    "mcp_servers": NOTHING,
-    "context_management": NOTHING,
-    "logprobs": (None, False),
-    "echo": (None, False),
-    "chat_template": (None,),
-    "documents": NOTHING,
-}
 #: Of GenerationBody: they add to a response what this API has no place for.
 _NO_PLACE = ("n", "best_of", "prompt_logprobs", "logprob_token_ids", "return_token_ids", "return_tokens_as_token_ids")
 
@@ -80,7 +72,7 @@ class Thinking(msgspec.Struct):
 
 class OutputForm(msgspec.Struct):
     type: Literal["json_schema"]
-    schema: dict[str, Any]
+    schema: Schema
 
 
 class OutputConfig(msgspec.Struct):
@@ -98,7 +90,7 @@ class MessagesBody(GenerationBody, kw_only=True):
     output_config: OutputConfig | None = None
 
 
-_DECODER = BodyDecoder(MessagesBody, _UNIMPLEMENTED)
+DECODER = BodyDecoder(MessagesBody, MESSAGES)
 
 
 def decode(raw: bytes | bytearray, *, counts: bool = False) -> MessagesBody:
@@ -106,7 +98,7 @@ def decode(raw: bytes | bytearray, *, counts: bool = False) -> MessagesBody:
 
     ``counts``: the request generates nothing, so that it needs no max_tokens.
     """
-    body = _DECODER.decode(raw)
+    body = DECODER.decode(raw)
     for name in _NO_PLACE:
         if getattr(body, name) not in (None, False) and not (name in ("n", "best_of") and getattr(body, name) == 1):
             raise unsupported(name)
@@ -118,7 +110,11 @@ def decode(raw: bytes | bytearray, *, counts: bool = False) -> MessagesBody:
     if body.stop_sequences is not None:
         body.stop = body.stop_sequences
     if body.output_config is not None and body.output_config.format is not None:
-        body.response_format = ResponseFormat("json_schema", JsonSchemaFormat(body.output_config.format.schema))
+        form = body.output_config.format
+        form.schema = form.schema.copy()
+        if schema_text(form.schema, "output_config.format.schema") is None:
+            raise bad_request("output_config.format.schema is required", "output_config.format.schema")
+        body.response_format = ResponseFormat("json_schema", JsonSchemaFormat(form.schema))
     return body
 
 

@@ -168,7 +168,7 @@ _ERRORS = {
     "415": "The body is compressed.",
     "500": "The server failed.",
     "503": "The server is loading, draining or overloaded.",
-    "504": "The request's own timeout passed before its first token.",
+    "504": "The request's own timeout passed before its first token, or before an answer without tokens.",
 }
 _ERROR = _closed(
     error=_closed(
@@ -232,7 +232,7 @@ def _path(path: str, methods: Mapping[str, Operation], names: Mapping[type[msgsp
         if keys and not public:
             entry["security"] = [{"key": []}]
         if operation.body is not None:
-            statuses |= {"404", "408", "413", "415"} | ({"504"} if operation.streams else set())
+            statuses |= {"404", "408", "413", "415", "504"}
             entry["requestBody"] = {"required": True, "content": _json(_reference(names[operation.body]))}
         answer = operation.answer
         schema = answer if isinstance(answer, dict) else _reference(names[answer])

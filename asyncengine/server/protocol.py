@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, Literal, TypeVar, cast
+from typing import Annotated, Any, Generic, Literal, TypeVar, cast
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -18,30 +18,25 @@ from asyncengine.checks import quoted
 from asyncengine.errors import InvalidRequestError
 from asyncengine.request import Prompt, SamplingParams, Usage
 from asyncengine.server.errors import ApiError, bad_request
+from asyncengine.server.unserved import Fields
 
 S = TypeVar("S", bound=msgspec.Struct)
 T = TypeVar("T", bound="GenerationBody")
 
-NOTHING: tuple[object, ...] = (None, False, 0, "", [], {})
-#: Known fields that would change the output, each with the values that ask for nothing.
-UNIMPLEMENTED: dict[str, tuple[object, ...]] = {
-    "length_penalty": (None, 1),
-    "typical_p": (None, 1),
-    "top_a": (None, 0),
-    "tfs": (None, 1),
-    "mirostat": (None, 0),
-    "mirostat_mode": (None, 0),
-    "dry_multiplier": (None, 0),
-    "xtc_probability": (None, 0),
-    "epsilon_cutoff": (None, 0),
-    "eta_cutoff": (None, 0),
-    "logits_processors": NOTHING,
-    "use_beam_search": (None, False),
-}
+NOT_GIVEN = msgspec.Raw()
+Schema = Annotated[msgspec.Raw, msgspec.Meta(extra_json_schema={"type": ["object", "null"]})]
+"""A JSON Schema as it stands in the body: it stays text until its grammar is compiled. Empty where it is not given."""
+SchemaOrText = Annotated[msgspec.Raw, msgspec.Meta(extra_json_schema={"type": ["object", "string", "null"]})]
+"""Likewise, or such text in a string."""
+
+
+def not_given() -> msgspec.Raw:
+    """The default of such a field; as a plain default it would not have a description."""
+    return NOT_GIVEN
 
 
 class JsonSchemaFormat(msgspec.Struct):
-    schema: dict[str, Any] | None = None
+    schema: Schema = msgspec.field(default_factory=not_given)
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
@@ -52,10 +47,20 @@ class ResponseFormat(msgspec.Struct):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
-    schema: dict[str, Any] | None = None
+    schema: Schema = msgspec.field(default_factory=not_given)
     """Of a json_object, in the dialect of llama.cpp's server."""
-    value: dict[str, Any] | None = None
+    value: Schema = msgspec.field(default_factory=not_given)
     """Likewise, in the dialect of Text Generation Inference, which Hugging Face's client speaks to every server."""
+
+
+class StructuresBody(msgspec.Struct, forbid_unknown_fields=True):
+    """StructuredOutputs' fields."""
+
+    json: SchemaOrText = msgspec.field(default_factory=not_given)
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
 
 
 class StreamOptions(msgspec.Struct):
@@ -98,11 +103,15 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     logprob_token_ids: list[int] | None = None
     logprobs_mode: str | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: dict[str, Any] | None = None
-    guided_json: str | dict[str, Any] | None = None
+    structured_outputs: StructuresBody | None = None
+    guided_json: SchemaOrText = msgspec.field(default_factory=not_given)
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    json_schema: SchemaOrText = msgspec.field(default_factory=not_given)
+    regex: str | None = None
+    grammar: str | None = None
+    ebnf: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     priority: int | None = None
@@ -110,18 +119,26 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     timeout: float | None = None
 
 
-_NOT_GIVEN = msgspec.Raw()
+#: StructuredOutputs' names of the fields that ask for a form of the output as other engines do.
+TWINS = {
+    **{f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")},
+    "json_schema": "json",
+    "regex": "regex",
+    "grammar": "grammar",
+    "ebnf": "grammar",
+}
 _LONGEST_TOKEN = 10  # digits
 _LONGEST_NEUTRAL = 64  # bytes of JSON that can ask for nothing
 _PATH = re.compile(r"^(?P<message>.*) - at `\$\.?(?P<path>.*)`$", re.DOTALL)
 
 
 class JsonDecoder(Generic[S]):
-    """From JSON to a body of type ``kind``; ``unimplemented`` is a table like UNIMPLEMENTED."""
+    """From JSON to a body of type ``kind``; ``unimplemented`` is a table of ``unserved.py``."""
 
-    def __init__(self, kind: type[S], unimplemented: Mapping[str, tuple[object, ...]]) -> None:
+    def __init__(self, kind: type[S], unimplemented: Fields) -> None:
+        self.fields = frozenset(kind.__struct_fields__)
         self._unimplemented = unimplemented
-        refused = [(name, msgspec.Raw, _NOT_GIVEN) for name in unimplemented]
+        refused = [(name, msgspec.Raw, NOT_GIVEN) for name in unimplemented]
         full = msgspec.defstruct(kind.__name__, refused, bases=(kind,), kw_only=True)
         self._decoder = cast("msgspec.json.Decoder[S]", msgspec.json.Decoder(full))
 
@@ -138,8 +155,8 @@ class JsonDecoder(Generic[S]):
             raise bad_request(f"the request body is not valid JSON: {exc}") from None
         for name, neutral in self._unimplemented.items():
             value = getattr(body, name)
-            if value is not _NOT_GIVEN:
-                setattr(body, name, _NOT_GIVEN)
+            if value is not NOT_GIVEN:
+                setattr(body, name, NOT_GIVEN)
                 if not _asks_for_nothing(value, neutral):
                     raise unsupported(name)
         return body
@@ -151,6 +168,7 @@ class BodyDecoder(JsonDecoder[T]):
     def decode(self, raw: bytes | bytearray) -> T:
         """As JsonDecoder's; also checks fields that depend on each other."""
         body = super().decode(raw)
+        _own_schemas(body)
         if body.best_of is not None and body.best_of != (body.n or 1):
             raise bad_request("best_of is supported only where it equals n", "best_of", "unsupported_parameter")
         if body.prompt_logprobs is not None and body.stream:
@@ -158,6 +176,33 @@ class BodyDecoder(JsonDecoder[T]):
         if body.stream_options is not None and not body.stream:
             raise bad_request("stream_options is allowed only with stream: true", "stream_options")
         return body
+
+
+def _own_schemas(body: GenerationBody) -> None:
+    """Have the schemas refer to bytes of their own in place of the whole body."""
+    body.guided_json, body.json_schema = body.guided_json.copy(), body.json_schema.copy()
+    if body.structured_outputs is not None:
+        body.structured_outputs.json = body.structured_outputs.json.copy()
+    if (form := body.response_format) is not None:
+        form.schema, form.value = form.schema.copy(), form.value.copy()
+        if form.json_schema is not None:
+            form.json_schema.schema = form.json_schema.schema.copy()
+
+
+def schema_text(raw: msgspec.Raw, path: str, *, quoted_too: bool = False) -> str | None:
+    """A schema as text; None if it is not given, or null. ``quoted_too``: the text may stand in a string.
+
+    Raises ApiError 400 for what is neither an object nor such a string.
+    """
+    given = bytes(raw)
+    if given in (b"", b"null"):
+        return None
+    if not given.startswith((b"{", b'"') if quoted_too else b"{"):
+        raise bad_request(f"{path} must be an object", path)
+    try:
+        return given.decode() if given.startswith(b"{") else msgspec.json.decode(given, type=str)
+    except ValueError as exc:
+        raise bad_request(f"{path} is not valid JSON: {exc}", path) from None
 
 
 def _wrong_type(message: str) -> ApiError:
@@ -210,24 +255,34 @@ def sampling_params(body: GenerationBody, **more: Any) -> SamplingParams:
 
 def structures(body: GenerationBody) -> dict[str, dict[str, Any]]:
     """StructuredOutputs' fields, by the fields of the request that ask for them. Raises ApiError 400."""
-    asked = {}
+    asked: dict[str, dict[str, Any]] = {}
     if body.response_format is not None and body.response_format.type != "text":
         asked["response_format"] = _response_format(body.response_format)
-    if body.structured_outputs:
-        asked["structured_outputs"] = body.structured_outputs
-    for name in ("json", "regex", "choice", "grammar"):
-        if (value := getattr(body, f"guided_{name}")) is not None:
-            asked[f"guided_{name}"] = {name: value}
+    if body.structured_outputs is not None:
+        given: dict[str, Any] = msgspec.structs.asdict(body.structured_outputs)
+        given["json"] = schema_text(given["json"], "structured_outputs.json", quoted_too=True)
+        if any(value is not None for value in given.values()):
+            asked["structured_outputs"] = given
+    for field, name in TWINS.items():
+        value = getattr(body, field)
+        if name == "json":
+            value = schema_text(value, field, quoted_too=True)
+        if value is not None:
+            asked[field] = {name: value}
     return asked
 
 
 def _response_format(asked: ResponseFormat) -> dict[str, Any]:
     if asked.type == "json_object":
-        schema = asked.value if asked.schema is None else asked.schema
-        return {"json_object": True} if schema is None else {"json": schema}
-    if asked.json_schema is None or asked.json_schema.schema is None:
-        raise bad_request("response_format.json_schema.schema is required", "response_format.json_schema.schema")
-    return {"json": asked.json_schema.schema}
+        for raw, name in ((asked.schema, "schema"), (asked.value, "value")):
+            if (schema := schema_text(raw, f"response_format.{name}")) is not None:
+                return {"json": schema}
+        return {"json_object": True}
+    path = "response_format.json_schema.schema"
+    schema = None if asked.json_schema is None else schema_text(asked.json_schema.schema, path)
+    if schema is None:
+        raise bad_request(f"{path} is required", path)
+    return {"json": schema}
 
 
 def _token_biases(biases: Mapping[str, float]) -> dict[int, float]:

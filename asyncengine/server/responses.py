@@ -12,6 +12,7 @@ import msgspec
 from asyncengine.checks import quoted
 from asyncengine.conversation import Conversation
 from asyncengine.errors import InvalidRequestError
+from asyncengine.json_text import object_of
 from asyncengine.request import FinishReason, Prompt, RequestOutput, SamplingParams
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.effort import with_effort
@@ -23,6 +24,7 @@ from asyncengine.server.preparing import prepare
 from asyncengine.server.protocol import GenerationBody, sampling_params
 from asyncengine.server.response_store import OwnResponses, StoredResponse
 from asyncengine.server.responses_input import (
+    DECODER,
     TOOL_FIELDS,
     ChosenTool,
     FunctionTool,
@@ -179,7 +181,9 @@ class ResponseFormat(PartFormat):
                     self._turns.text("assistant", part.text)
                 case Kind.CALL:
                     assert part.call is not None
-                    self._turns.call(part.call.id or "", part.call.name or "", part.text)
+                    arguments: str | dict[str, Any] | None = object_of(part.text or "{}")
+                    arguments = part.text if arguments is None else arguments
+                    self._turns.call(part.call.id or "", part.call.name or "", arguments)
         stored = StoredResponse(encode(self.response), encode(self._turns.messages))
         if self._own.takes(stored.size):
             self._own.put(self.response.id, stored)
@@ -228,10 +232,12 @@ class Responses(Endpoint):
     """One request, of a client that sees ``own`` of the stored responses."""
 
     id_prefix = "resp_"
+    fields = DECODER.fields
 
     def __init__(self, own: OwnResponses) -> None:
         self._own = own
         self._turns = Turns([])
+        self._tools = msgspec.Raw(b"[]")
         self._size = 0  # bytes of the conversation, at most
 
     def parse(self, raw: bytes | bytearray, config: ServerConfig) -> tuple[GenerationBody, list[Prompt]]:
@@ -269,7 +275,10 @@ class Responses(Endpoint):
         assert isinstance(chat, Conversation)
         if body.reasoning is not None and body.reasoning.effort is not None:
             chat = with_effort(chat, body.reasoning.effort, tokenizer, "reasoning.effort")
-        prepared = prepare(chat, tools_of(body), self.params(body), tokenizer, config)
+        use = tools_of(body)
+        # As text they have the size that they have in the body, where as objects they may have thirty times that.
+        self._tools, body.tools = msgspec.Raw(encode(body.tools or ())), None
+        prepared = prepare(chat, use, self.params(body), tokenizer, config)
         return [prepared.prompt], prepared.params, prepared.parsing
 
     def name_as_asked(self, exc: InvalidRequestError, body: GenerationBody, grammar: str | None = None) -> None:
@@ -305,9 +314,9 @@ class Responses(Endpoint):
             reasoning={"effort": asked.effort if asked else None, "summary": asked.summary if asked else None},
             store=body.store is not False and self._own.takes(self._size),
             temperature=params.temperature,
-            text={"format": {"type": "text"} if form is None else form, "verbosity": "medium"},
+            text={"format": {"type": "text"} if form is None else form.described(), "verbosity": "medium"},
             tool_choice=body.tool_choice or "auto",
-            tools=body.tools or (),
+            tools=self._tools,  # type: ignore[arg-type]  # their JSON
             top_p=params.top_p,
             user=body.user,
             metadata=body.metadata or {},

@@ -7,32 +7,30 @@ from typing import Any, Literal
 import msgspec
 
 from asyncengine.checks import quoted
-from asyncengine.server import protocol
+from asyncengine.json_text import JsonTexts
 from asyncengine.server.errors import ApiError, bad_request
 from asyncengine.server.protocol import (
-    NOTHING,
     BodyDecoder,
     GenerationBody,
     JsonSchemaFormat,
     ResponseFormat,
+    Schema,
+    not_given,
+    schema_text,
     unsupported,
 )
-from asyncengine.server.tools import FunctionBody, NamedFunction, NamedTool, ToolBody, ToolUse, tool_use
+from asyncengine.server.tools import (
+    FunctionBody,
+    NamedFunction,
+    NamedTool,
+    ToolBody,
+    ToolUse,
+    parsed_arguments,
+    tool_use,
+)
 from asyncengine.server.turns import Turns, check_count, renamed, required
+from asyncengine.server.unserved import RESPONSES
 
-_UNIMPLEMENTED: dict[str, tuple[object, ...]] = protocol.UNIMPLEMENTED | {
-    "background": (None, False),
-    "conversation": (None,),
-    "prompt": (None,),
-    "context_management": NOTHING,
-    "moderation": (None,),
-    "truncation": (None, "disabled"),
-    "top_logprobs": (None, 0),
-    "logprobs": (None, False),
-    "echo": (None, False),
-    "chat_template": (None,),
-    "documents": NOTHING,
-}
 #: Of GenerationBody: they add to a response what this API has no place for.
 _NO_PLACE = ("n", "best_of", "prompt_logprobs", "logprob_token_ids", "return_token_ids", "return_tokens_as_token_ids")
 _ROLES = ("system", "developer", "user", "assistant")
@@ -64,12 +62,17 @@ class Item(msgspec.Struct):
     encrypted_content: str | None = None
 
 
-class TextFormat(msgspec.Struct, omit_defaults=True):
+class TextFormat(msgspec.Struct):
     type: Literal["text", "json_object", "json_schema"]
-    schema: dict[str, Any] | None = None
+    schema: Schema = msgspec.field(default_factory=not_given)
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
+
+    def described(self) -> dict[str, Any]:
+        """The fields that were given, as a response repeats them."""
+        members = msgspec.structs.asdict(self)
+        return {name: value for name, value in members.items() if value is not None and value != msgspec.Raw()}
 
 
 class TextConfig(msgspec.Struct):
@@ -114,12 +117,12 @@ class ResponsesBody(GenerationBody, kw_only=True):
     user: str | None = None
 
 
-_DECODER = BodyDecoder(ResponsesBody, _UNIMPLEMENTED)
+DECODER = BodyDecoder(ResponsesBody, RESPONSES)
 
 
 def decode(raw: bytes | bytearray) -> ResponsesBody:
     """With the fields of GenerationBody filled in that this API has under other names. Raises ApiError 400."""
-    body = _DECODER.decode(raw)
+    body = DECODER.decode(raw)
     for name in _NO_PLACE:
         if getattr(body, name) not in (None, False) and not (name in ("n", "best_of") and getattr(body, name) == 1):
             raise unsupported(name)
@@ -145,7 +148,8 @@ def _read_text(body: ResponsesBody, text: TextConfig) -> None:
     form = text.format
     if form is None:
         return
-    if form.type == "json_schema" and form.schema is None:
+    form.schema = form.schema.copy()
+    if schema_text(form.schema, "text.format.schema") is None and form.type == "json_schema":
         raise bad_request("text.format.schema is required", "text.format.schema")
     if form.type != "text" and body.response_format is not None:
         raise bad_request("text.format and response_format ask for the form of the output", "response_format")
@@ -183,13 +187,14 @@ def add_input(turns: Turns, given: str | list[Item] | None) -> None:
         turns.text("user", given)
         return
     check_count("input", (each for item in given for each in (item.content, item.output, item.summary)))
+    json_texts = JsonTexts()
     for i, item in enumerate(given):
-        _add(turns, item, f"input[{i}]")
+        _add(turns, item, f"input[{i}]", json_texts)
     if not turns.messages:
         raise bad_request("input holds no text", "input")
 
 
-def _add(turns: Turns, item: Item, path: str) -> None:
+def _add(turns: Turns, item: Item, path: str, json_texts: JsonTexts) -> None:
     match item.type:
         case None | "message":
             if item.role not in _ROLES:
@@ -203,7 +208,8 @@ def _add(turns: Turns, item: Item, path: str) -> None:
             turns.reasoning(_joined(texts, f"{path}.content") if texts else "")
         case "function_call":
             call_id, name = required(item.call_id, f"{path}.call_id"), required(item.name, f"{path}.name")
-            turns.call(call_id, name, item.arguments or "")
+            arguments = parsed_arguments(item.arguments or "{}", json_texts, f"{path}.arguments")
+            turns.call(call_id, name, arguments)
         case "function_call_output":
             call_id = required(item.call_id, f"{path}.call_id")
             turns.result(call_id, _joined(item.output, f"{path}.output", empty=True), f"{path}.call_id")

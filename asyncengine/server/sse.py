@@ -7,7 +7,7 @@ and two concatenations (about 0.3 µs), not an object graph.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -38,6 +38,10 @@ class StreamFormat(ABC):
     @abstractmethod
     def events(self, index: int, delta: RequestDelta, usage: bytes) -> bytes:
         """The events of one delta; empty when there is nothing to say yet."""
+
+    def pieces(self, index: int, delta: RequestDelta, usage: bytes) -> Iterator[bytes]:
+        """``events`` in several parts, each of which takes some 10 ms at most where a delta holds very much."""
+        yield self.events(index, delta, usage)
 
     def usage(self, usage: bytes) -> bytes:
         """The event that carries the final usage, of formats that have one."""

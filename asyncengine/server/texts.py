@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated
 
 import msgspec
@@ -17,6 +18,8 @@ from asyncengine.server.errors import bad_request
 from asyncengine.server.protocol import GenerationBody, JsonDecoder
 
 _CHAT = Chat()
+_AT_ONCE = 8192
+"""Tokens that are looked up in one turn of the event loop: some milliseconds."""
 _NO_MESSAGES = msgspec.Raw(b"null")
 
 
@@ -46,6 +49,7 @@ class Tokens(msgspec.Struct, kw_only=True):
 class Tokenize(Call[TokenizeBody]):
     prompt_param = "prompt"
     _decoder = JsonDecoder(TokenizeBody, {})
+    fields = _decoder.fields | _CHAT.fields
 
     def parse(self, raw: bytes | bytearray, config: ServerConfig) -> TokenizeBody:
         body = self._decoder.decode(raw)
@@ -67,8 +71,11 @@ class Tokenize(Call[TokenizeBody]):
         tokens = await engine.tokenize(prompt, add_special_tokens=body.add_special_tokens is not False)
         answer = Tokens(tokens=tokens, count=len(tokens), max_model_len=engine.model_info.max_model_len)
         if body.return_token_strs:
-            name = engine.tokenizer.backend.id_to_token
-            answer.token_strs = [name(token) or "" for token in tokens]
+            name, names = engine.tokenizer.backend.id_to_token, list[str]()
+            for first in range(0, len(tokens), _AT_ONCE):
+                names += [name(token) or "" for token in tokens[first : first + _AT_ONCE]]
+                await asyncio.sleep(0)
+            answer.token_strs = names
         return answer
 
 
@@ -84,6 +91,7 @@ class Text(msgspec.Struct):
 class Detokenize(Call[DetokenizeBody]):
     prompt_param = "tokens"
     _decoder = JsonDecoder(DetokenizeBody, {})
+    fields = _decoder.fields
 
     def parse(self, raw: bytes | bytearray, config: ServerConfig) -> DetokenizeBody:
         body = self._decoder.decode(raw)

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from asyncengine.checks import quoted
+from asyncengine.json_text import JsonTexts, JsonTooLargeError
 from asyncengine.server.errors import bad_request
 
 _NAME = re.compile(r"[A-Za-z0-9_][\w.\-]{0,127}", re.ASCII)
@@ -174,6 +175,21 @@ def check_schema(schema: object, path: str, count: int = 0) -> int:
             for member in schema[key] if isinstance(schema[key], list) else [schema[key]]:
                 count = check_schema(member, path, count)
     return count
+
+
+def parsed_arguments(text: str, texts: JsonTexts, path: str) -> str | dict[str, Any]:
+    """Arguments of a call in a conversation, which templates print as an object.
+
+    What is no JSON object, as a model may well have written it, stays text. Raises ApiError 400 that names ``path``
+    for JSON that is over the limits of ``texts``.
+    """
+    try:
+        made = texts.parse(text)
+    except JsonTooLargeError as exc:
+        raise bad_request(f"{path}: {exc}", path) from None
+    except ValueError:
+        return text
+    return made if isinstance(made, dict) else text
 
 
 def _malformed(path: str, message: str) -> Exception:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import msgspec
-
 from asyncengine.server.errors import ApiError, bad_request
 
 MAX_PARTS = 16_384
@@ -43,12 +41,11 @@ class Turns:
             self.messages.append({"role": "assistant", "content": None, "reasoning_content": text})
 
     def call(self, call_id: str, name: str, arguments: str | dict[str, Any]) -> None:
+        """Arguments that are no JSON object stay the text that they are."""
         turn = self._assistant()
         if turn is None:
             turn = {"role": "assistant", "content": None}
             self.messages.append(turn)
-        if isinstance(arguments, str):
-            arguments = _parsed(arguments)
         function = {"name": name, "arguments": arguments}
         turn.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
         self._called.add(call_id)
@@ -62,15 +59,6 @@ class Turns:
     def _assistant(self) -> dict[str, Any] | None:
         """The last message, if it is the assistant's."""
         return self.messages[-1] if self.messages and self.messages[-1]["role"] == "assistant" else None
-
-
-def _parsed(arguments: str) -> str | dict[str, Any]:
-    """Templates print objects themselves; what a model wrote that is none stays as it was."""
-    try:
-        parsed = msgspec.json.decode(arguments or "{}")
-    except ValueError:
-        return arguments
-    return parsed if isinstance(parsed, dict) else arguments
 
 
 def check_count(name: str, contents: Iterable[object]) -> None:

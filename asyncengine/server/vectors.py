@@ -15,20 +15,12 @@ from asyncengine.server.config import ServerConfig
 from asyncengine.server.engine_api import Engine
 from asyncengine.server.errors import bad_request
 from asyncengine.server.protocol import JsonDecoder, prompts_of
+from asyncengine.server.unserved import VECTORS
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-#: Fields of other servers that would change the answer, each with the values that ask for nothing.
-_UNIMPLEMENTED: dict[str, tuple[object, ...]] = {
-    "truncate_prompt_tokens": (None,),
-    "max_tokens_per_doc": (None, 4096),  # Cohere's own default
-    "messages": (None, []),
-    "activation": (None, True),
-    "softmax": (None, True),
-    "use_activation": (None, True),
-}
 _AT_ONCE = 65_536
 """Numbers that become JSON in one turn of the event loop: a few milliseconds."""
 _ARRAY = {"type": "array", "items": {"type": "number"}}
@@ -59,7 +51,8 @@ class EmbeddingList(msgspec.Struct, kw_only=True):
 
 class Embeddings(Call[EmbeddingBody]):
     prompt_param = "input"
-    _decoder = JsonDecoder(EmbeddingBody, _UNIMPLEMENTED)
+    _decoder = JsonDecoder(EmbeddingBody, VECTORS)
+    fields = _decoder.fields
 
     def parse(self, raw: bytes | bytearray, config: ServerConfig) -> EmbeddingBody:
         body = self._decoder.decode(raw)
@@ -121,7 +114,8 @@ class ScoreList(msgspec.Struct, kw_only=True):
 
 class Scores(Call[ScoreBody]):
     prompt_param = "text_1"
-    _decoder = JsonDecoder(ScoreBody, _UNIMPLEMENTED)
+    _decoder = JsonDecoder(ScoreBody, VECTORS)
+    fields = _decoder.fields
 
     def parse(self, raw: bytes | bytearray, config: ServerConfig) -> ScoreBody:
         body = self._decoder.decode(raw)
@@ -177,7 +171,8 @@ class Rerank(Call[RerankBody]):
     """Documents by falling score; those with the same in their order."""
 
     prompt_param = "documents"
-    _decoder = JsonDecoder(RerankBody, _UNIMPLEMENTED)
+    _decoder = JsonDecoder(RerankBody, VECTORS)
+    fields = _decoder.fields
 
     def parse(self, raw: bytes | bytearray, config: ServerConfig) -> RerankBody:
         body = self._decoder.decode(raw)
@@ -214,7 +209,7 @@ class ClassifyBody(CallBody, kw_only=True):
 class Class(msgspec.Struct, kw_only=True):
     index: int
     label: str
-    probs: list[float]
+    probs: Annotated[msgspec.Raw, msgspec.Meta(extra_json_schema=_ARRAY)]
     num_classes: int
 
 
@@ -229,7 +224,8 @@ class ClassList(msgspec.Struct, kw_only=True):
 
 class Classify(Call[ClassifyBody]):
     prompt_param = "input"
-    _decoder = JsonDecoder(ClassifyBody, _UNIMPLEMENTED)
+    _decoder = JsonDecoder(ClassifyBody, VECTORS)
+    fields = _decoder.fields
 
     def parse(self, raw: bytes | bytearray, config: ServerConfig) -> ClassifyBody:
         body = self._decoder.decode(raw)
@@ -240,13 +236,14 @@ class Classify(Call[ClassifyBody]):
         assert body.input is not None
         output = await engine.classify(body.input, **context.terms)  # type: ignore[arg-type]
         best = output.probabilities.argmax(1).tolist()
+        rows = await _rows(output.probabilities, as_base64=False)
         return ClassList(
             id="classify-" + context.id,
             created=context.created,
             model=context.model,
             data=[
                 Class(index=i, label=output.labels[best[i]], probs=probs, num_classes=len(output.labels))
-                for i, probs in enumerate(output.probabilities.tolist())
+                for i, probs in enumerate(rows)
             ],
             usage=PromptUsage.of(output.usage),
         )

@@ -7,7 +7,8 @@ does not read. Here every wait for a client has a limit, and a client that excee
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -17,6 +18,9 @@ from aiohttp.http import HttpVersion11, StreamWriter
 from asyncengine.server.connection import Connection
 
 _PING = b": ping\n\n"
+_TURN_S = 0.005
+_WHOLE = 1 << 20
+_WRITTEN_AT_ONCE = 1 << 16
 
 
 class ClientStalledError(ConnectionError):
@@ -72,6 +76,53 @@ async def send_response(request: web.BaseRequest, response: web.StreamResponse, 
         response.force_close()
     await response.prepare(request)
     await _finish(request, response, limit_s)
+
+
+async def in_turns(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+    """The pieces, with a turn of the event loop for others after each few milliseconds' work."""
+    began = time.perf_counter()
+    for piece in pieces:
+        yield piece
+        if time.perf_counter() - began > _TURN_S:
+            await asyncio.sleep(0)
+            began = time.perf_counter()
+
+
+async def send_pieces(
+    request: web.BaseRequest, headers: dict[str, str], pieces: Iterator[bytes], limit_s: float, *, close: bool
+) -> web.StreamResponse:
+    """Answer with a JSON document that is made while it is sent. ``close``: the connection ends with it.
+
+    A document of up to a megabyte is returned whole, not sent yet, so that it tells its length. Raises
+    ConnectionError when the client is gone or stalls.
+    """
+    turns = in_turns(pieces)
+    gathered = bytearray()
+    async for piece in turns:
+        gathered += piece
+        if len(gathered) > _WHOLE:
+            break
+    else:
+        return web.Response(body=bytes(gathered), content_type="application/json")
+    response = web.StreamResponse(headers=headers)
+    response.content_type = "application/json"
+    if close or _connection(request).ends or request.version < HttpVersion11:
+        response.force_close()
+    writer = await response.prepare(request)
+    assert isinstance(writer, StreamWriter)
+    try:
+        async for piece in turns:
+            if len(gathered) >= _WRITTEN_AT_ONCE:
+                await _wait_for_client(response.write(bytes(gathered)), _transport(request), limit_s)
+                gathered.clear()
+            gathered += piece
+        await _finish(request, response, limit_s, bytes(gathered))
+    except Exception as exc:  # nobody may take what was sent for all of it
+        _transport(request).abort()
+        if isinstance(exc, ConnectionError):
+            raise
+        raise ConnectionResetError(f"the response was cut: {exc!r}") from exc
+    return response
 
 
 class SseResponse:

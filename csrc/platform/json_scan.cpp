@@ -37,24 +37,49 @@ const char* skip_string(const char* p, const char* end) {
 
 }  // namespace
 
-JsonExtent scan_json(const char* data, size_t size) {
+JsonExtent scan_json(const char* data, size_t size, size_t long_size) {
   const char *p = data, *const end = data + size;
   int64_t marks = 0, depth = 0, deepest = 0;
+  JsonExtent extent;
+  JsonMember member;
+  const char* value = nullptr;  // behind the name of the member under way
+  bool expects_name = false;
+  const auto end_member = [&](const char* at) {
+    member.size = value == nullptr ? 0 : static_cast<size_t>(at - value);
+    if (value != nullptr && member.size >= long_size) extent.long_members.push_back(member);
+    value = nullptr;
+  };
   while (p < end) {
     const char c = *p++;
     if (c == '"') {
       ++marks;
+      const char* text = p;
       p = skip_string(p, end);
+      if (expects_name) {
+        // The closing quote is missing where the document ends within the name, which no parser accepts.
+        member = {static_cast<size_t>(text - data), static_cast<size_t>(std::max(p - 1, text) - text), 0};
+        value = p;
+        expects_name = false;
+      }
       continue;
     }
     // Without branches: a hostile document would have each of them guessed wrong.
     const char bracket = static_cast<char>(c | 0x20);  // [ and ] differ from { and } in this bit
-    const int64_t opens = bracket == '{', closes = bracket == '}';
-    marks += opens + (c == ',');
+    const int64_t opens = bracket == '{', closes = bracket == '}', comma = c == ',';
+    const int64_t before = depth;
+    marks += opens + comma;
     depth += opens - closes;
     deepest = std::max(deepest, depth);
+    // The bracket of the outermost object, or a comma between its members.
+    if ((before == 1 && (closes | comma)) || (before == 0 && opens)) {
+      end_member(p - 1);
+      expects_name = depth == 1;
+    }
   }
-  return {marks + 1, deepest};
+  end_member(end);
+  extent.values = marks + 1;
+  extent.depth = deepest;
+  return extent;
 }
 
 }  // namespace asyncengine

@@ -21,7 +21,8 @@ CSRC = ROOT / "csrc"
 # entry that its path begins with. A module imports from lower layers and within its own entry.
 LAYERS: list[set[str]] = [
     {"errors", "_core", "bundled", "sandbox", "logprobs"},
-    {"checks"},
+    {"checks", "json_text"},
+    {"token_sets"},
     {"structured_outputs"},
     {"conversation", "markers"},
     {"config", "request", "model_info", "stats", "fairness"},
@@ -205,6 +206,7 @@ def test_what_is_imported_by_a_variable_is_known() -> None:
 def test_the_server_uses_the_public_engine_api_only() -> None:
     public = {"__init__", "checks", "config", "errors", "request", "engine", "stats", "server", "model_info"}
     public |= {"tokenization", "detokenizer", "logprobs", "conversation", "markers", "structured_outputs", "embedding"}
+    public |= {"json_text"}
     scans_json = {"bodies.py": {"_core"}}
     for path in sorted((PACKAGE / "server").rglob("*.py")):
         used = {entry_of(module) for module in imports(ast.parse(path.read_text()))}

@@ -71,3 +71,29 @@ def test_only_bytes() -> None:
         _core.json_extent("{}")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="bytes"):
         _core.json_extent(memoryview(b"abcd").cast("i"))  # type: ignore[arg-type]
+
+
+@given(st.dictionaries(TEXT, VALUES, max_size=6), st.sampled_from([None, 1]), st.integers(1, 40))
+def test_long_members_are_those_of_the_outermost_object(value: dict[str, Any], indent: int | None, size: int) -> None:
+    document = json.dumps(value, indent=indent).encode()
+    values, depth, members = _core.json_shape(document, size)
+    assert (values, depth) == _core.json_extent(document)
+    assert all(told >= size for _, told in members)
+    told = {json.loads(b'"%b"' % name): length for name, length in members}
+    space = 4 + len(value) if indent else 2  # a colon, and what indentation puts around a member
+    for name, each in value.items():
+        length = len(json.dumps(each, indent=indent).encode())
+        if length + 1 >= size:
+            assert told[name] >= length + 1
+        if indent is None and name in told:
+            assert told[name] <= length + space
+
+
+@given(st.lists(st.sampled_from([b'"', b"\\", b"[", b"]", b"{", b"}", b",", b":", b"a", b" " * 9])).map(b"".join))
+@example(b'{"')
+@example(b'{"a')
+@example(b'{"a":1}}{"b":2,')
+def test_members_of_garbage_lie_within_it(document: bytes) -> None:
+    values, depth, members = _core.json_shape(document, 1)
+    assert (values, depth) == _core.json_extent(document)
+    assert sum(len(name) + size for name, size in members) <= len(document)

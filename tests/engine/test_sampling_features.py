@@ -223,3 +223,34 @@ async def test_tokens_outside_the_vocabulary_are_all_named(tmp_path: Path) -> No
         with pytest.raises(InvalidRequestError, match="no tokenizer"):
             await engine.generate(PROMPTS[0], params(bad_words=["a"]))
         assert engine.debug_stats().held == {}
+
+
+CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"structured_outputs": {"choice": ["red"]}, "bad_words": ["red"]}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a{5}"}, "bad_words": ["a", "aa"]}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "(ab){50}"}, "no_repeat_ngram_size": 2}, "structured_outputs"),
+    ({"allowed_token_ids": [70], "bad_words": ["a"]}, "allowed_token_ids"),
+    ({"allowed_token_ids": [1], "min_tokens": 3}, "allowed_token_ids"),
+    ({"allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 3}, "allowed_token_ids"),
+    ({"allowed_token_ids": [5], "no_repeat_ngram_size": 1}, "allowed_token_ids"),
+]
+
+
+async def test_requests_that_contradict_themselves_are_wrong_requests() -> None:
+    async with AsyncEngine.from_pretrained(bundled_model(), progress=False) as engine:
+        for fields, param in CONTRADICTIONS:
+            assert engine.tokenizer.decode([70]) == "a"
+            with pytest.raises(InvalidRequestError, match="bans every token") as refused:
+                await engine.generate("x", SamplingParams(max_tokens=20, temperature=0.0, **fields))
+            assert refused.value.param == param
+            with pytest.raises(InvalidRequestError):
+                async for _ in engine.stream("x", SamplingParams(max_tokens=20, temperature=0.0, **fields)):
+                    pass
+        others: list[dict[str, Any]] = [
+            {"allowed_token_ids": [5, 6], "logit_bias": {5: -100.0, 6: -100.0}},
+            {"allowed_token_ids": [1, 5], "min_tokens": 3},
+            {"structured_outputs": {"choice": ["red", "blue"]}, "bad_words": ["red"]},
+        ]
+        for served in others:
+            assert (await engine.generate("x", SamplingParams(max_tokens=20, temperature=0.0, **served))).token_ids
+        assert (await engine.generate("x", params())).token_ids

@@ -160,3 +160,20 @@ async def test_scores_of_nothing_are_refused(prompt: Any, continuation: Any) -> 
     async with AsyncEngine.from_pretrained(bundled_model(), progress=False) as engine:
         with pytest.raises(InvalidRequestError):
             await engine.score(prompt, continuation)
+
+
+async def test_log_probabilities_of_a_prompt_in_chunks_are_whole_with_the_first_delta() -> None:
+    asked = SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=2, logprobs=0)
+    async with AsyncEngine.from_pretrained(bundled_model(), progress=False, prefill_chunk_size=16) as engine:
+        whole = await engine.generate(list(range(300, 500)), asked)
+        stream = await engine.submit(list(range(300, 500)), asked)
+        first = await anext(stream)
+        found = stream.prompt_logprobs
+        assert first.token_ids
+        assert found is not None
+        assert found == whole.prompt_logprobs
+        assert [data is None for data in found] == [True] + [False] * 199
+        assert (found[-1], found[0:2], found[::-1][-1]) == (found[199], [None, found[1]], None)
+        with pytest.raises(IndexError):
+            found[200]
+        await stream.aclose()

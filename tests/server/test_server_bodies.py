@@ -55,7 +55,7 @@ async def test_depth_and_count_of_values_are_limited(route: str) -> None:
         for value in (nested(63), b"[" + b"1," * 900 + b"1]", b'"' + b'[{,\\"' * 100_000 + b'"'):
             reply = await send(site, route, b'{"user":%b,%b}' % (value, VALID[route]))
             assert reply.status == 200, reply.body
-        assert site.server.app.bodies.held == 0
+        await wait_until_released(site)
 
 
 TOO_LONG: list[tuple[str, dict[str, Any], str]] = [
@@ -109,15 +109,40 @@ def test_what_is_parsed_does_not_hold_the_bytes(route: str) -> None:
     assert len(parsed[1]) == 1
 
 
-async def test_bytes_are_released_once_they_are_parsed() -> None:
+async def test_prompts_count_until_their_answer_is_sent() -> None:
     engine = FakeEngine(max_model_len=300_000)
     engine.hold(at=0)
-    async with serving(engine) as site:
+    async with serving(engine, max_inflight_body_bytes=300_000, max_request_bytes=300_000) as site:
         running = asyncio.create_task(site.post(COMPLETIONS, prompt="x" * 200_000, max_tokens=1))
         await engine.wait_for(open=1)
-        assert site.server.app.bodies.held == 0
+        bodies = site.server.app.bodies
+        assert bodies.held == 200_000
+        small = asyncio.create_task(site.post(COMPLETIONS, prompt="x", max_tokens=1))
+        await engine.wait_for(open=2)
+        large = await site.post(COMPLETIONS, prompt="x" * 120_000, max_tokens=1)
+        assert (large.status, large.error["code"]) == (503, "overloaded")
         engine.release()
-        assert (await running).status == 200
+        assert (await running).status == (await small).status == 200
+        await wait_until_released(site)
+        padded = await site.post(COMPLETIONS, prompt="x", max_tokens=1, something="y" * 250_000)
+        assert padded.status == 200
+
+
+async def test_what_a_response_repeats_is_limited_and_kept_as_text() -> None:
+    engine = FakeEngine(max_model_len=4096, chat_template="{{ tools }}<tool_call>")
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object", "enum": [[]] * 100_000}}
+    async with serving(engine) as site:
+        for fields in (
+            {"user": "x" * 70_000},
+            {"reasoning": {"summary": "x" * 70_000}},
+            {"tools": [tool | {"description": "x" * (2 << 20)}]},
+        ):
+            reply = await send(site, "/v1/responses", json.dumps({"input": "x", **fields}).encode())
+            assert (reply.status, reply.error["param"]) == (400, next(iter(fields)))
+        reply = await site.post("/v1/responses", input="x", tools=[tool], max_output_tokens=1)
+        assert reply.status == 200
+        assert reply.json["tools"][0]["parameters"] == tool["parameters"]
+        await wait_until_released(site)
 
 
 def half_sent(total: int, part: int) -> bytes:

@@ -137,6 +137,9 @@ async def test_32_preflights_of_configured_origins() -> None:
             assert "POST" in reply.headers["Access-Control-Allow-Methods"]
             assert reply.headers["Access-Control-Allow-Headers"] == PREFLIGHT["Access-Control-Request-Headers"]
             assert reply.headers["Vary"] == "Origin"
+        methods = {method for allowed, _ in site.server.app._routes.values() for method in allowed.split(", ")}
+        assert methods | {"HEAD"} == set(reply.headers["Access-Control-Allow-Methods"].split(", "))
+        assert "DELETE" in methods
         other = await site.request("OPTIONS", COMPLETIONS, headers=PREFLIGHT | {"Origin": "https://b.example"})
         assert other.status == 401
         assert not [name for name in other.headers if name.startswith("Access-Control")]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 from fake_engine import FakeEngine
-from harness import CHAT, COMPLETIONS, USER, serving
+from harness import CHAT, COMPLETIONS, USER, raw_post, serving
 from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob
 
 from asyncengine import AsyncEngine, SamplingParams, bundled_model
@@ -176,12 +178,10 @@ async def test_parts_of_characters_have_their_bytes() -> None:
         tokens = tokenizer.encode(text, add_special_tokens=False)
         params = SamplingParams(logprobs=1)
         job = JobLogProbs(tokenizer, params, by_number=False)
-        found = job.chat(0, Part(tokenizer.decode(tokens), tokens, FinishReason.LENGTH))
-        completion = JobLogProbs(tokenizer, params, by_number=False).completion(
+        (found,) = job.chat(0, Part(tokenizer.decode(tokens), tokens, FinishReason.LENGTH))
+        (completion,) = JobLogProbs(tokenizer, params, by_number=False).completion(
             0, Part(tokenizer.decode(tokens), tokens, FinishReason.LENGTH)
         )
-    assert found is not None
-    assert completion is not None
     assert len(tokens) > 3
     assert "".join(entry.token for entry in found.content).strip() == text
     assert bytes(b for entry in found.content for b in entry.bytes or ()).decode().strip() == text
@@ -196,8 +196,10 @@ async def test_held_text_holds_its_tokens() -> None:
         whole = tokenizer.decode(tokens)
         choice = ChoiceLogProbs(tokenizer, SamplingParams(logprobs=0, stop="wasp"))
         cut = len(whole) - 3
-        early = choice.push(Part(whole[:cut], tokens))
-        late = choice.push(Part(whole[cut:], [], FinishReason.LENGTH))
+        choice.push(Part(whole[:cut], tokens))
+        early = choice.take(100)
+        choice.push(Part(whole[cut:], [], FinishReason.LENGTH))
+        late = choice.take(100)
     assert [t.data.token_id for t in early + late] == tokens
     assert "".join(t.text for t in early) == whole[: len("".join(t.text for t in early))]
     assert late
@@ -266,3 +268,62 @@ async def test_log_probabilities_of_prompts() -> None:
     assert answer.choices[0].logprobs is None
     assert answer.usage.prompt_tokens == 4
     assert len(chat.model_extra["prompt_logprobs"]) == 4
+
+
+ROUTES: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": PROMPT, "logprobs": 3, "echo": True, "prompt_logprobs": 3},
+    CHAT: {"messages": USER, "logprobs": True, "top_logprobs": 3, "prompt_logprobs": 2},
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+async def test_answers_that_are_made_in_parts_are_the_same(route: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One or two tokens at a time, sent while it is made, against all at once and as a whole."""
+    asked = {"max_tokens": 24, "temperature": 0.8, "seed": 4, "n": 2, "return_token_ids": True, **ROUTES[route]}
+    streamed = {name: value for name, value in asked.items() if name != "prompt_logprobs"}
+    answers: list[Any] = []
+    streams: list[Any] = []
+    async with AsyncEngine.from_pretrained(bundled_model(), progress=False) as engine, serving(engine) as site:  # type: ignore[arg-type]
+        for at_once, whole in ((4096, 1 << 20), (8, 100)):
+            monkeypatch.setattr("asyncengine.server.logprobs._AT_ONCE", at_once)
+            monkeypatch.setattr("asyncengine.server.wire._WHOLE", whole)
+            monkeypatch.setattr("asyncengine.server.wire._WRITTEN_AT_ONCE", whole)
+            monkeypatch.setattr("asyncengine.server.wire._TURN_S", whole * 1e-9)
+            reply = await site.post(route, **asked)
+            assert reply.status == 200
+            assert ("Content-Length" in reply.headers) == (whole > 100)
+            answers.append(reply.json | {"id": "", "created": 0, "usage": None})
+            streams.append([choice for event in await site.events(route, **streamed) for choice in event["choices"]])
+    assert answers[0] == answers[1]
+    for choice in streams[1]:
+        assert all(len(values or ()) <= 2 for values in (choice["logprobs"] or {}).values())
+    for i in range(2):
+        texts, found = [], []
+        for stream in streams:
+            mine = [choice for choice in stream if choice["index"] == i]
+            assert [choice["finish_reason"] for choice in mine if choice["finish_reason"]] == ["length"]
+            texts.append("".join(choice.get("text") or choice.get("delta", {}).get("content", "") for choice in mine))
+            records = [choice["logprobs"] for choice in mine if choice["logprobs"]]
+            found.append({name: [x for r in records for x in r[name] or []] for name in records[0]})
+        choice = answers[0]["choices"][i]
+        assert texts[0] == texts[1] == (choice["text"] if route == COMPLETIONS else choice["message"]["content"])
+        assert found[0] == found[1]
+        assert found[0] | {"refusal": None} == choice["logprobs"] | {"refusal": None}
+
+
+async def test_a_large_answer_is_cut_where_its_client_leaves() -> None:
+    async with serving(FakeEngine("ab"), write_timeout_s=1.0) as site:
+        reader, writer = await asyncio.open_connection(*site.address, limit=1024)
+        fields = {"messages": USER, "n": 100, "max_tokens": 200, "logprobs": True, "top_logprobs": 3}
+        writer.write(raw_post(CHAT, fields))
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        await asyncio.sleep(2)  # it reads no more
+        received = bytearray()
+        with contextlib.suppress(ConnectionError):
+            while piece := await reader.read(1 << 20):
+                received += piece
+        assert not received.endswith(b"0\r\n\r\n")
+        writer.close()
+        whole = await site.post(CHAT, **fields)
+        assert len(whole.body) > 1 << 20
+        assert len(whole.json["choices"][99]["logprobs"]["content"]) == 200

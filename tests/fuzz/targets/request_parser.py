@@ -8,7 +8,7 @@ from typing import Any
 from asyncengine import _core
 from asyncengine.errors import InvalidRequestError
 from asyncengine.request import SamplingParams
-from asyncengine.server import protocol
+from asyncengine.server import protocol, unserved
 from asyncengine.server.bodies import MAX_DEPTH
 from asyncengine.server.chat import Chat, ChatBody
 from asyncengine.server.completions import CompletionBody, Completions
@@ -18,7 +18,7 @@ from tests.fuzz.source import Source
 
 CONFIG = ServerConfig()
 ENDPOINTS = (Completions(), Chat())
-FIELDS = sorted({*CompletionBody.__struct_fields__, *ChatBody.__struct_fields__, *protocol.UNIMPLEMENTED, "logprobs"})
+FIELDS = sorted({*CompletionBody.__struct_fields__, *ChatBody.__struct_fields__, *unserved.GENERATION, "logprobs"})
 SAMPLING = sorted(SamplingParams.__dataclass_fields__)
 
 
