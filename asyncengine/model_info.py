@@ -17,10 +17,10 @@ class ModelInfo:
     device: str
     """What computes: cpu, or the GPU's name."""
     vocab_size: int
-    """Rows of the embedding; at least the tokenizer's vocabulary."""
+    """Rows of the embedding. The tokenizer may have fewer tokens, or more."""
     max_model_len: int
     eos_token_ids: tuple[int, ...]
-    """those of config.json, of generation_config.json and of the tokenizer"""
+    """Ends that config.json, generation_config.json and the tokenizer name, where the embedding has a row for them."""
     num_parameters: int
     weight_bytes: int
     num_kv_blocks: int

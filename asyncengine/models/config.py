@@ -6,6 +6,7 @@ ModelError that names the file and the key.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from asyncengine.errors import ModelError, ModelNotFoundError, UnsupportedModelE
 from asyncengine.kernels.ops import Activation, CacheSpec
 from asyncengine.models.files import excerpt, read_json
 from asyncengine.models.rotary import RopeConfig, yarn_attention_factor
+
+logger = logging.getLogger(__name__)
 
 _MISSING: Any = object()
 
@@ -107,7 +110,11 @@ class RawConfig:
         return str(name).removeprefix("torch.")
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
-        """None, one id or a list of ids, as a tuple. Each must be below ``vocab_size``."""
+        """None, one id or a list of ids, as a tuple.
+
+        Ids from ``vocab_size`` on and negative ones are left out with a warning: no row of the embedding stands for
+        them, so they never come.
+        """
         value = self.get(key, (int, list), [])
         ids = value if isinstance(value, list) else [value]
         if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
@@ -115,10 +122,11 @@ class RawConfig:
         if len(ids) > MAX_EOS_TOKENS:
             raise ModelError(f"{self.source}: {key!r} must hold at most {MAX_EOS_TOKENS} ids, found {len(ids)}")
         if outside := [i for i in ids if not 0 <= i < vocab_size]:
-            raise ModelError(
-                f"{self.source}: {key!r} must hold ids from 0 to {vocab_size - 1}, found {excerpt(outside[0])}"
-            )
-        return tuple(ids)
+            logger.warning(
+                "%s: %r holds %s, and the model has the ids from 0 to %d: such a token never comes",
+                self.source, key, excerpt(outside[0]), vocab_size - 1,
+            )  # fmt: skip
+        return tuple(i for i in ids if 0 <= i < vocab_size)
 
 
 @dataclass(frozen=True, kw_only=True)

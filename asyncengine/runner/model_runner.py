@@ -278,7 +278,7 @@ def _check_context_memory(config: EngineConfig, model: ModelConfig, max_model_le
 def read_eos_token_ids(directory: Path, raw: RawConfig, vocab_size: int) -> tuple[int, ...]:
     """End-of-sequence tokens of config.json and generation_config.json together, in that order.
 
-    Raises ModelError if one is outside the vocabulary.
+    Ids outside the vocabulary are left out. Raises ModelError for a value that is no id.
     """
     ids = raw.token_ids("eos_token_id", vocab_size)
     path = directory / "generation_config.json"

@@ -14,6 +14,7 @@ from asyncengine.structured.grammars import PARAM, Grammars
 from asyncengine.structured.masks import Constraint, MaskWorkers
 from asyncengine.structured.processors import ProcessedSequence
 from asyncengine.structured.reasoning import reasoning_at
+from asyncengine.structured.vocabulary import grammar_ends
 
 if TYPE_CHECKING:
     from asyncengine import _core
@@ -38,7 +39,7 @@ class StructuredRequests:
             return []
         if self._tokenizer is None:
             raise InvalidRequestError(f"{PARAM}: this engine has no tokenizer (skip_tokenizer_init)", param=PARAM)
-        ends = self._model.eos_token_ids
+        ends = grammar_ends(self._model, self._tokenizer)
         if not ends:
             raise InvalidRequestError(f"{PARAM}: this model has no end-of-sequence token", param=PARAM)
         if self._grammars is None:
@@ -46,7 +47,8 @@ class StructuredRequests:
         matcher = await self._grammars.compile(asked)
         continued = prompt.continued if isinstance(prompt, Conversation) else ""
         is_chat = isinstance(prompt, Conversation) or (not isinstance(prompt, str) and isinstance(prompt[0], dict))
-        words = -(-self._model.vocab_size // 32)
+        rows = self._model.vocab_size
+        words = -(-rows // 32)
         # A token that nobody samples has no log probability, and is in no history of penalties.
         forces = not (params.wants_logprobs or params.penalized or params.bad_words or params.no_repeat_ngram_size)
 
@@ -58,7 +60,7 @@ class StructuredRequests:
                     words,
                     len(prompt_ids),
                     ends[0],
-                    reasoning_at(self._tokenizer, prompt_ids, is_chat=is_chat, continued=continued),
+                    reasoning_at(self._tokenizer, prompt_ids, rows, is_chat=is_chat, continued=continued),
                     forces=forces,
                 )
                 for _ in range(params.n)

@@ -179,11 +179,8 @@ def test_large_json_is_not_read(llama: Path, monkeypatch: pytest.MonkeyPatch) ->
         ("llama", "rms_norm_eps", 10**400),
         ("llama", "rms_norm_eps", float("inf")),
         ("llama", "initializer_range", 10**400),
-        ("llama", "eos_token_id", 2**70),
-        ("llama", "eos_token_id", [2**70]),
-        ("llama", "eos_token_id", -1),
-        ("llama", "eos_token_id", tiny.VOCAB_SIZE),
-        ("llama", "eos_token_id", [0, tiny.VOCAB_SIZE]),
+        ("llama", "eos_token_id", 1.0),
+        ("llama", "eos_token_id", [0, "</s>"]),
         ("llama", "eos_token_id", [1] * 1000),
         ("llama", "hidden_size", [[[[[[[[[0]]]]]]]]] * 10_000),
         ("llama", "hidden_act", "x" * 10_000),
@@ -233,10 +230,21 @@ def test_implausible_rotary_settings(llama: Path, rope: dict[str, object]) -> No
 
 
 def test_generation_config_is_checked_before_weights_are_read(llama: Path) -> None:
-    write(llama / "generation_config.json", {"eos_token_id": [0, 2**70]})
+    write(llama / "generation_config.json", {"eos_token_id": [0, None]})
     (llama / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"generation_config\.json: 'eos_token_id' must hold ids from 0 to 198"):
+    with pytest.raises(ModelError, match=r"generation_config\.json: 'eos_token_id' must hold token ids"):
         load(llama)
+
+
+@pytest.mark.parametrize("wrong", [tiny.VOCAB_SIZE, 2**70, -1])
+def test_ends_that_never_come_are_left_out(llama: Path, wrong: int, caplog: pytest.LogCaptureFixture) -> None:
+    """As transformers has it: it warns of ids outside the vocabulary."""
+    write(llama / "generation_config.json", {"eos_token_id": [0, wrong]})
+    edit(llama / "config.json", eos_token_id=wrong)
+    assert load(llama).info.eos_token_ids == (0,)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2
+    assert all("ids from 0 to 198" in message and len(message) < 1000 for message in messages)
 
 
 def test_positions_that_do_not_fit_into_memory(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
