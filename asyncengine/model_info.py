@@ -40,6 +40,8 @@ class ModelInfo:
     """Of a classification model, which generates nothing."""
     exclusive_labels: bool = True
     """A prompt has one of the labels, not any number of them."""
+    generates: bool = True
+    """Whether the model has a head for tokens."""
 
     @property
     def kv_layer_token_bytes(self) -> float:

@@ -170,6 +170,10 @@ class ModelConfig:
     """Of a classification model, whose head gives a logit for each in place of one for each token."""
     exclusive_labels: bool = True
     """A text has one of the labels, not any number of them."""
+    embedding: str = "model.embed_tokens.weight"
+    """Name of the embedding's weight."""
+    has_head: bool = True
+    """Logits mean something. Without a head the model gives vectors alone."""
 
     @property
     def head_shape(self) -> tuple[str, int, int]:

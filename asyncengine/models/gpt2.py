@@ -46,6 +46,7 @@ def read_config(raw: RawConfig) -> ModelConfig:
         layer_windows=(0,) * num_layers,
         layer_scales=tuple(scale / (i + 1) if by_layer else scale for i in range(num_layers)),
         layer_caches=(KVSpec(num_heads, head_dim),) * num_layers,
+        embedding="transformer.wte.weight",
     )
 
 
@@ -82,7 +83,7 @@ class GPT2LMHeadModel(Decoder):
 
     def __init__(self, config: ModelConfig, weights: WeightSource, ops: ModelOps, max_positions: int) -> None:
         hidden = config.hidden_size
-        table = weights.get("transformer.wte.weight", config.vocab_size, hidden)
+        table = weights.get(config.embedding, config.vocab_size, hidden)
         embedding = ops.make_embedding(table, tied=config.tie_word_embeddings, copy=True)
         position_table = weights.get("transformer.wpe.weight", config.max_positions, hidden)
         layers = [_layer(config, i, weights, ops) for i in range(config.num_layers)]

@@ -151,7 +151,7 @@ class LlamaForCausalLM(Decoder):
     def __init__(self, config: ModelConfig, weights: WeightSource, ops: ModelOps, max_positions: int) -> None:
         assert config.rope is not None
         cos_sin = rotary_table(config.rope, config.head_dim, max_positions).to(ops.device)
-        table = weights.get("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        table = weights.get(config.embedding, config.vocab_size, config.hidden_size)
         embedding = ops.make_embedding(table, tied=config.tie_word_embeddings)
         layers = []
         for index in range(config.num_layers):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
@@ -14,6 +15,9 @@ from asyncengine.models import gpt2, llama, mistral, qwen2, qwen3
 from asyncengine.models.config import ModelConfig, RawConfig
 from asyncengine.models.files import excerpt
 from asyncengine.models.weights import WeightSource
+
+
+logger = logging.getLogger(__name__)
 
 
 class CausalLM(Protocol[BatchT]):
@@ -75,16 +79,41 @@ def _with_labels(raw: RawConfig, config: ModelConfig) -> ModelConfig:
     return replace(config, labels=labels, exclusive_labels=exclusive, tie_word_embeddings=False)
 
 
-FAMILIES |= {
-    f"{name}ForSequenceClassification": _classifier(FAMILIES[causal])
-    for name, causal in (
-        ("GPT2", "GPT2LMHeadModel"),
-        ("Llama", "LlamaForCausalLM"),
-        ("Mistral", "MistralForCausalLM"),
-        ("Qwen2", "Qwen2ForCausalLM"),
-        ("Qwen3", "Qwen3ForCausalLM"),
-    )
-}
+for _name, _causal in (
+    ("GPT2", "GPT2LMHeadModel"),
+    ("Llama", "LlamaForCausalLM"),
+    ("Mistral", "MistralForCausalLM"),
+    ("Qwen2", "Qwen2ForCausalLM"),
+    ("Qwen3", "Qwen3ForCausalLM"),
+):
+    FAMILIES[f"{_name}ForSequenceClassification"] = _classifier(FAMILIES[_causal])
+    # Saved without a head, as embedding models are. The weights say whether there is one (``settle_head``).
+    FAMILIES[f"{_name}Model"] = FAMILIES[_causal]
+
+
+def settle_head(config: ModelConfig, weights: WeightSource) -> ModelConfig:
+    """The configuration with the head that the weights have.
+
+    As in transformers, a tied matrix may have the head's name or the embedding's, and a head that differs from the
+    embedding is used although the configuration ties them. A model without a head of either kind gives vectors alone:
+    the embedding stands in for its head.
+    """
+    head, *_ = config.head_shape
+    if config.labels:
+        return config
+    if not config.tie_word_embeddings:
+        if head in weights:
+            return config
+        logger.warning("the checkpoint has no %s: the model gives vectors and generates no text", head)
+        return replace(config, tie_word_embeddings=True, has_head=False)
+    if head not in weights:
+        return config
+    if config.embedding not in weights:
+        return replace(config, embedding=head)
+    if weights.equal(config.embedding, head):
+        return config
+    logger.warning("tie_word_embeddings is ignored: the checkpoint has %s and another %s", config.embedding, head)
+    return replace(config, tie_word_embeddings=False)
 
 
 def find_family(raw: RawConfig) -> tuple[str, Family]:
