@@ -16,7 +16,6 @@ from asyncengine.models.config import ModelConfig, RawConfig
 from asyncengine.models.files import excerpt
 from asyncengine.models.weights import WeightSource
 
-
 logger = logging.getLogger(__name__)
 
 

@@ -46,7 +46,7 @@ LAYERS: list[set[str]] = [
     {"runner/prepare", "runner/cuda_costs"},
     {"runner/cuda_runner"},
     {"runner/plans"},
-    {"tokenizer_trust", "text_threads", "sandbox_process"},
+    {"tokenizer_files", "tokenizer_trust", "text_threads", "sandbox_process"},
     {"tokenization"},
     {"detokenizer", "prompts", "request_extras"},
     {"backend"},

@@ -236,17 +236,6 @@ def test_generation_config_is_checked_before_weights_are_read(llama: Path) -> No
         load(llama)
 
 
-@pytest.mark.parametrize("wrong", [tiny.VOCAB_SIZE, 2**70, -1])
-def test_ends_that_never_come_are_left_out(llama: Path, wrong: int, caplog: pytest.LogCaptureFixture) -> None:
-    """As transformers has it: it warns of ids outside the vocabulary."""
-    write(llama / "generation_config.json", {"eos_token_id": [0, wrong]})
-    edit(llama / "config.json", eos_token_id=wrong)
-    assert load(llama).info.eos_token_ids == (0,)
-    messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == 2
-    assert all("ids from 0 to 198" in message and len(message) < 1000 for message in messages)
-
-
 def test_positions_that_do_not_fit_into_memory(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     edit(llama / "config.json", max_position_embeddings=2**24)
     monkeypatch.setattr("asyncengine.runner.memory.total_memory", lambda: 2**36)
