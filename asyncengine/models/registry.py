@@ -38,16 +38,19 @@ class CausalLM(Protocol[BatchT]):
 class Family(NamedTuple):
     read_config: Callable[[RawConfig], ModelConfig]
     build: Callable[[ModelConfig, WeightSource, ModelOps, int], CausalLM[Batch]]
+    model_types: tuple[str, ...]
+    """Values of model_type, by which transformers chooses its class."""
     quantizable: bool = True
     """Its norms are RMS norms and its activation silu_mul, which is what float8 kernels know."""
 
 
 FAMILIES = {
-    "GPT2LMHeadModel": Family(gpt2.read_config, gpt2.GPT2LMHeadModel, quantizable=False),
-    "LlamaForCausalLM": Family(llama.read_config, llama.LlamaForCausalLM),
-    "MistralForCausalLM": Family(mistral.read_config, mistral.MistralForCausalLM),
-    "Qwen2ForCausalLM": Family(qwen2.read_config, qwen2.Qwen2ForCausalLM),
-    "Qwen3ForCausalLM": Family(qwen3.read_config, qwen3.Qwen3ForCausalLM),
+    "GPT2LMHeadModel": Family(gpt2.read_config, gpt2.GPT2LMHeadModel, ("gpt2",), quantizable=False),
+    "LlamaForCausalLM": Family(llama.read_config, llama.LlamaForCausalLM, ("llama",)),
+    "MistralForCausalLM": Family(mistral.read_config, mistral.MistralForCausalLM, ("mistral", "ministral")),
+    "MinistralForCausalLM": Family(mistral.read_config, mistral.MistralForCausalLM, ("mistral", "ministral")),
+    "Qwen2ForCausalLM": Family(qwen2.read_config, qwen2.Qwen2ForCausalLM, ("qwen2",)),
+    "Qwen3ForCausalLM": Family(qwen3.read_config, qwen3.Qwen3ForCausalLM, ("qwen3",)),
 }
 
 
@@ -82,6 +85,7 @@ for _name, _causal in (
     ("GPT2", "GPT2LMHeadModel"),
     ("Llama", "LlamaForCausalLM"),
     ("Mistral", "MistralForCausalLM"),
+    ("Ministral", "MinistralForCausalLM"),
     ("Qwen2", "Qwen2ForCausalLM"),
     ("Qwen3", "Qwen3ForCausalLM"),
 ):
@@ -115,14 +119,34 @@ def settle_head(config: ModelConfig, weights: WeightSource) -> ModelConfig:
     return replace(config, tie_word_embeddings=False)
 
 
+_ONE_VALUE: dict[str, Any] = {
+    "quantization_config": None,
+    "is_causal": True,
+    "per_layer_config": None,
+    "attention_chunk_size": None,
+    "kv_sharing_modes": None,
+    "transformers_weights": None,
+}
+"""Keys by which transformers changes the computation of any family, and the values that are implemented."""
+
+
 def find_family(raw: RawConfig) -> tuple[str, Family]:
-    """The first of the architectures that is implemented; if there is none, UnsupportedModelError."""
-    raw.require("quantization_config", None)
+    """The first of the architectures that is implemented.
+
+    Raises UnsupportedModelError if there is none, if model_type names another family, or for keys that change the
+    computation of any family.
+    """
+    for key, value in _ONE_VALUE.items():
+        raw.require(key, value)
     architectures = raw.get("architectures", list, [])
-    for name in architectures:
-        if isinstance(name, str) and name in FAMILIES:
-            return name, FAMILIES[name]
-    found = excerpt(architectures) if architectures else "none"
-    raise UnsupportedModelError(
-        f"{raw.source}: architecture {found} is not supported; supported are {', '.join(FAMILIES)}"
-    )
+    name = next((name for name in architectures if isinstance(name, str) and name in FAMILIES), None)
+    if name is None:
+        found = excerpt(architectures) if architectures else "none"
+        raise UnsupportedModelError(
+            f"{raw.source}: architecture {found} is not supported; supported are {', '.join(FAMILIES)}"
+        )
+    family = FAMILIES[name]
+    kind = raw.get("model_type", str, None)
+    if kind not in family.model_types and any(kind in other.model_types for other in FAMILIES.values()):
+        raise raw.unsupported(f"model_type = {excerpt(kind)} with architecture {name}")
+    return name, family
