@@ -44,14 +44,20 @@ class Tokenizer:
         *,
         specials: Mapping[str, str] | None = None,
         chat_templates: Mapping[str, str] | None = None,
+        num_rows: int | None = None,
     ) -> None:
-        """``specials`` maps names such as "bos_token" to tokens; ``chat_templates`` names to Jinja source."""
+        """``specials`` maps names such as "bos_token" to tokens; ``chat_templates`` names to Jinja source.
+
+        ``num_rows``: rows of the model's embedding, if they are known.
+        """
         self.backend = backend
         self.specials = dict(specials or {})
         self._templates = dict(chat_templates or {})
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         """One more than the highest token id, added tokens included."""
+        self.num_rows = self.vocab_size if num_rows is None else num_rows
+        """The model has no tokens with ids from here on, whatever the vocabulary says."""
         self.longest_token = max(map(len, vocabulary), default=1)
         """Characters of the longest token: no text of more than so many times the context fits in it."""
         self.is_linear = encodes_in_proportion(backend, self.longest_token)
@@ -60,10 +66,18 @@ class Tokenizer:
         """What another process makes the same tokenizer of, if it should; as long as tokenizer.json."""
 
     @classmethod
-    def from_pretrained(cls, path_or_id: str, *, revision: str | None = None, chat_template: str | None = None) -> Self:
+    def from_pretrained(
+        cls,
+        path_or_id: str,
+        *,
+        revision: str | None = None,
+        chat_template: str | None = None,
+        num_rows: int | None = None,
+    ) -> Self:
         """Read a directory or a hub repository.
 
-        ``chat_template`` is the path of a Jinja file that replaces the model's own template. Raises
+        ``chat_template`` is the path of a Jinja file that replaces the model's own template; ``num_rows`` the number
+        of rows of the model's embedding. Raises
         ModelNotFoundError if there is no tokenizer, ModelError if its files are damaged, ConfigError if the
         template file cannot be used.
         """
@@ -73,7 +87,7 @@ class Tokenizer:
         templates = read_chat_templates(directory, config)
         if chat_template is not None:
             templates = {"default": _read_template_file(Path(chat_template))}
-        return cls(backend, specials=specials, chat_templates=templates)
+        return cls(backend, specials=specials, chat_templates=templates, num_rows=num_rows)
 
     @functools.cached_property
     def special_token_ids(self) -> frozenset[int]:

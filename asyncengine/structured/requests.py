@@ -47,8 +47,7 @@ class StructuredRequests:
         matcher = await self._grammars.compile(asked)
         continued = prompt.continued if isinstance(prompt, Conversation) else ""
         is_chat = isinstance(prompt, Conversation) or (not isinstance(prompt, str) and isinstance(prompt[0], dict))
-        rows = self._model.vocab_size
-        words = -(-rows // 32)
+        words = -(-self._model.vocab_size // 32)
         # A token that nobody samples has no log probability, and is in no history of penalties.
         forces = not (params.wants_logprobs or params.penalized or params.bad_words or params.no_repeat_ngram_size)
 
@@ -60,7 +59,7 @@ class StructuredRequests:
                     words,
                     len(prompt_ids),
                     ends[0],
-                    reasoning_at(self._tokenizer, prompt_ids, rows, is_chat=is_chat, continued=continued),
+                    reasoning_at(self._tokenizer, prompt_ids, is_chat=is_chat, continued=continued),
                     forces=forces,
                 )
                 for _ in range(params.n)

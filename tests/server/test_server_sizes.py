@@ -73,12 +73,14 @@ async def serve(saved: tuple[Sizes, Path]) -> AsyncIterator[Site]:
         yield site
 
 
-def save(sizes: Sizes, path: Path) -> None:
+def save(sizes: Sizes, path: Path, *more: str) -> None:
+    """``more``: further tokens of the tokenizer."""
     tiny.build_model("llama", vocab_size=sizes.rows, max_position_embeddings=512).save_pretrained(path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"eos_token_id": sizes.end}))
     tokenizer = tiny.byte_level_tokenizer(vocab_size=TOKENS - 4)
     assert tokenizer.get_vocab_size() == TOKENS
+    tokenizer.add_special_tokens(list(more))
     tiny.save_tokenizer(tokenizer, path, "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}<|assistant|>")
     config = json.loads((path / "tokenizer_config.json").read_text())
     (path / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": sizes.tokenizer_end or None}))
@@ -117,15 +119,28 @@ async def test_grammars(saved: Saved) -> None:
                 assert re.fullmatch(pattern, choice["text"]), asked
 
 
-async def test_tool_calls(saved: Saved) -> None:
+async def call_go(site: Site) -> None:
     named = {"type": "function", "function": {"name": "go"}}
     asked = {"messages": USER, "tools": [TOOL], "tool_choice": named, "max_tokens": 100, "seed": 1}
-    async with serve(saved) as site:
-        reply = await site.post(CHAT, model="tiny", **asked)
+    reply = await site.post(CHAT, model="tiny", **asked)
     assert reply.status == 200, reply.body
     choice = reply.json["choices"][0]
     assert choice["finish_reason"] in ("stop", "tool_calls")
     assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"])["a"] in ("x", "yy")
+
+
+async def test_tool_calls(saved: Saved) -> None:
+    async with serve(saved) as site:
+        await call_go(site)
+
+
+async def test_markers_of_calls_without_a_row_are_text(tmp_path: Path) -> None:
+    sizes = Sizes(TOKENS, 1, (1,))
+    save(sizes, tmp_path, "<tool_call>", "</tool_call>", "<think>", "</think>")
+    async with serve((sizes, tmp_path)) as site:
+        await call_go(site)
+        choice = await complete(site, prompt="a", structured_outputs={"choice": ["x"]})
+    assert choice["text"] == "x"
 
 
 async def test_biases_and_sets_of_every_row(saved: Saved) -> None:
