@@ -43,13 +43,14 @@ class TextMethods(ABC):
         return await self._prompts.token_ids(prompt, add_special_tokens=add_special_tokens)
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Text of token ids. Raises InvalidRequestError for one that the tokenizer does not have, ConfigError without
-        a tokenizer."""
+        """Text of token ids. Raises InvalidRequestError for one that neither the tokenizer nor the model has,
+        ConfigError without a tokenizer."""
         tokenizer = self.tokenizer
+        num_ids = max(tokenizer.vocab_size, tokenizer.num_rows)
         for i, token in enumerate(token_ids):
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < tokenizer.vocab_size:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < num_ids:
                 raise InvalidRequestError(
-                    f"tokens[{i}] must be a token id in [0, {tokenizer.vocab_size}), got {token!r:.40}", param="tokens"
+                    f"tokens[{i}] must be a token id in [0, {num_ids}), got {token!r:.40}", param="tokens"
                 )
         detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens)
         pieces = []

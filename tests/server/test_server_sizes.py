@@ -180,6 +180,17 @@ async def test_log_probabilities(saved: Saved) -> None:
     assert all(len(top) >= 1 for top in choice["logprobs"]["top_logprobs"][1:])
 
 
+async def test_every_token_that_comes_has_a_text(saved: Saved) -> None:
+    """That of a row without a token is empty."""
+    last = max(saved[0].rows, TOKENS) - 1
+    async with serve(saved) as site:
+        for token in (last, saved[0].rows - 1):
+            reply = await site.post("/detokenize", tokens=[token])
+            assert reply.status == 200, reply.body
+            assert token < TOKENS or reply.json["prompt"] == ""
+        assert (await site.post("/detokenize", tokens=[last + 1])).status == 400
+
+
 async def test_logits_processor(saved: Saved) -> None:
     sizes, path = saved
     seen = []
