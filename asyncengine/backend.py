@@ -196,7 +196,9 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
     name = config.tokenizer or config.model
     revision = config.revision if name == config.model else None
     try:
-        return Tokenizer.from_pretrained(name, revision=revision, chat_template=config.chat_template)
+        return Tokenizer.from_pretrained(
+            name, revision=revision, chat_template=config.chat_template, num_rows=vocab_size
+        )
     except ModelNotFoundError:
         if config.load_format != "dummy" or config.tokenizer is not None:
             raise

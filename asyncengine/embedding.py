@@ -98,9 +98,11 @@ def vector_extras(model: ModelInfo, pooling: Pooling) -> _core.RequestExtras:
 
 
 def check_generates(model: ModelInfo) -> None:
-    """Raises InvalidRequestError for a model that classifies."""
+    """Raises InvalidRequestError for a model that classifies, or has no head."""
     if model.labels:
         raise InvalidRequestError(f"{model.architecture} classifies and generates no text: use classify()")
+    if not model.generates:
+        raise InvalidRequestError(f"{model.name} has no head and generates no text: use embed()")
 
 
 class VectorMethods(ABC):

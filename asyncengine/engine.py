@@ -262,6 +262,8 @@ class AsyncEngine(VectorMethods, ScoringMethods, SnapshotMethods, TextMethods):
         constraints = await self._structured.constraints(params, prompt, prompt_ids)
         backend = self._serving()  # that may have taken a while
         ends = stop_tokens(backend.model_info, params)
+        if constraints and not backend.model_info.eos_token_ids and constraints[0].end not in ends:
+            ends.append(constraints[0].end)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         states = [_sampling_state(params, seed + i) for i in range(params.n if params.logits_processor else 1)]
         processed = self._structured.processed(params, prompt_ids, states)

@@ -17,10 +17,10 @@ class ModelInfo:
     device: str
     """What computes: cpu, or the GPU's name."""
     vocab_size: int
-    """Rows of the embedding; at least the tokenizer's vocabulary."""
+    """Rows of the embedding. The tokenizer may have fewer tokens, or more."""
     max_model_len: int
     eos_token_ids: tuple[int, ...]
-    """those of config.json, of generation_config.json and of the tokenizer"""
+    """Ends that config.json, generation_config.json and the tokenizer name, where the embedding has a row for them."""
     num_parameters: int
     weight_bytes: int
     num_kv_blocks: int
@@ -40,6 +40,8 @@ class ModelInfo:
     """Of a classification model, which generates nothing."""
     exclusive_labels: bool = True
     """A prompt has one of the labels, not any number of them."""
+    generates: bool = True
+    """Whether the model has a head for tokens."""
 
     @property
     def kv_layer_token_bytes(self) -> float:

@@ -44,11 +44,12 @@ class TextMethods(ABC):
         return await self._prompts.token_ids(prompt, add_special_tokens=add_special_tokens)
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Text of token ids. Raises InvalidRequestError for one that the tokenizer does not have, ConfigError without
-        a tokenizer."""
+        """Text of token ids. Raises InvalidRequestError for one that neither the tokenizer nor the model has,
+        ConfigError without a tokenizer."""
         tokenizer = self.tokenizer
+        num_ids = max(tokenizer.vocab_size, tokenizer.num_rows)
         for first in range(0, len(token_ids), _AT_ONCE):
-            _check(token_ids, range(first, min(first + _AT_ONCE, len(token_ids))), tokenizer.vocab_size)
+            _check(token_ids, range(first, min(first + _AT_ONCE, len(token_ids))), num_ids)
             await asyncio.sleep(0)
         detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens)
         pieces = []

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -26,15 +25,14 @@ from asyncengine.errors import (
     ModelError,
     ModelNotFoundError,
 )
-from asyncengine.models.files import checked_size, read_optional_json
+from asyncengine.models.files import checked_size
 from asyncengine.request import LONG_TEXT
 from asyncengine.runner.hub import resolve_model
+from asyncengine.tokenizer_files import add_special_tokens, read_chat_templates, read_config
 from asyncengine.tokenizer_trust import check_decoder, encodes_in_proportion
 
-_MAX_CONFIG_BYTES = 8 << 20
 _MAX_TOKENIZER_BYTES = 256 << 20
 """Of tokenizer.json; those of the largest vocabularies have some 35 MB."""
-_NAMED_SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
@@ -46,14 +44,20 @@ class Tokenizer:
         *,
         specials: Mapping[str, str] | None = None,
         chat_templates: Mapping[str, str] | None = None,
+        num_rows: int | None = None,
     ) -> None:
-        """``specials`` maps names such as "bos_token" to tokens; ``chat_templates`` names to Jinja source."""
+        """``specials`` maps names such as "bos_token" to tokens; ``chat_templates`` names to Jinja source.
+
+        ``num_rows``: rows of the model's embedding, if they are known.
+        """
         self.backend = backend
         self.specials = dict(specials or {})
         self._templates = dict(chat_templates or {})
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         """One more than the highest token id, added tokens included."""
+        self.num_rows = self.vocab_size if num_rows is None else num_rows
+        """The model has no tokens with ids from here on, whatever the vocabulary says."""
         self.longest_token = max(map(len, vocabulary), default=1)
         """Characters of the longest token: no text of more than so many times the context fits in it."""
         self.is_linear = encodes_in_proportion(backend, self.longest_token)
@@ -62,21 +66,28 @@ class Tokenizer:
         """What another process makes the same tokenizer of, if it should; as long as tokenizer.json."""
 
     @classmethod
-    def from_pretrained(cls, path_or_id: str, *, revision: str | None = None, chat_template: str | None = None) -> Self:
+    def from_pretrained(
+        cls,
+        path_or_id: str,
+        *,
+        revision: str | None = None,
+        chat_template: str | None = None,
+        num_rows: int | None = None,
+    ) -> Self:
         """Read a directory or a hub repository.
 
-        ``chat_template`` is the path of a Jinja file that replaces the model's own template. Raises
+        ``chat_template`` is the path of a Jinja file that replaces the model's own template; ``num_rows`` the number
+        of rows of the model's embedding. Raises
         ModelNotFoundError if there is no tokenizer, ModelError if its files are damaged, ConfigError if the
         template file cannot be used.
         """
         directory = resolve_model(path_or_id, revision=revision, weights=False)
-        config = read_optional_json(directory / "tokenizer_config.json", _MAX_CONFIG_BYTES)
-        backend, specials = _load_backend(directory)
-        specials |= _read_specials(directory, config)
-        templates = _read_chat_templates(directory, config)
+        config = read_config(directory)
+        backend, specials = _load_backend(directory, config)
+        templates = read_chat_templates(directory, config)
         if chat_template is not None:
             templates = {"default": _read_template_file(Path(chat_template))}
-        return cls(backend, specials=specials, chat_templates=templates)
+        return cls(backend, specials=specials, chat_templates=templates, num_rows=num_rows)
 
     @functools.cached_property
     def special_token_ids(self) -> frozenset[int]:
@@ -262,8 +273,8 @@ def _is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"  # pyo3 makes the class when it first panics
 
 
-def _load_backend(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """The tokenizer proper, and special tokens that only its class knows."""
+def _load_backend(directory: Path, config: dict[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    """The tokenizer proper, and its named special tokens."""
     path = directory / "tokenizer.json"
     if path.is_file():
         checked_size(path, _MAX_TOKENIZER_BYTES)
@@ -273,7 +284,7 @@ def _load_backend(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]
             if not isinstance(e, Exception) and not _is_panic(e):
                 raise
             raise ModelError(f"cannot read {path}: {e}") from e
-        specials: dict[str, str] = {}
+        specials = add_special_tokens(backend, directory, config)
     else:
         backend, specials = _load_with_transformers(directory)
     # Either may be stored in the file as a left-over of training.
@@ -284,7 +295,10 @@ def _load_backend(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]
 
 
 def _load_with_transformers(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    names = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "tokenizer_config.json")
+    names = (
+        "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json",
+        "tokenizer_config.json",
+    )  # fmt: skip
     if not any((directory / name).is_file() for name in names):
         raise ModelNotFoundError(
             f"{directory} has no tokenizer: neither tokenizer.json nor an older form; with skip_tokenizer_init the "
@@ -301,40 +315,6 @@ def _load_with_transformers(directory: Path) -> tuple[tokenizers.Tokenizer, dict
             raise
         raise ModelError(f"{directory} has no tokenizer.json, and transformers cannot convert it: {e}") from e
     return backend, {name: str(token) for name, token in slow.special_tokens_map.items() if isinstance(token, str)}
-
-
-def _read_specials(directory: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Named special tokens; each is a string or an object with "content"."""
-    values = read_optional_json(directory / "special_tokens_map.json", _MAX_CONFIG_BYTES) | config
-    specials = {}
-    for name in _NAMED_SPECIALS:
-        value = values.get(name)
-        token = value.get("content") if isinstance(value, dict) else value
-        if isinstance(token, str):
-            specials[name] = token
-    return specials
-
-
-def _read_chat_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Templates by name: chat_template.jinja, or else the one or the list in tokenizer_config.json."""
-    stored = config.get("chat_template")
-    templates = {"default": stored} if isinstance(stored, str) else {}
-    for i, entry in enumerate(stored if isinstance(stored, list) else []):
-        if isinstance(entry, dict) and "template" in entry:
-            name, source = entry.get("name", "default"), entry["template"]
-            for key, value in (("name", name), ("template", source)):
-                if not isinstance(value, str):
-                    path = directory / "tokenizer_config.json"
-                    raise ModelError(f"{path}: chat_template[{i}].{key} must be a string, found {value!r:.100}")
-            templates[name] = source
-    file = directory / "chat_template.jinja"
-    if os.path.lexists(file):
-        checked_size(file, _MAX_CONFIG_BYTES)
-        try:
-            templates["default"] = file.read_text(encoding="utf-8")
-        except (OSError, ValueError) as e:
-            raise ModelError(f"cannot read {file}: {e}") from e
-    return templates
 
 
 def _read_template_file(path: Path) -> str:

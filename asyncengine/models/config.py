@@ -6,8 +6,9 @@ ModelError that names the file and the key.
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from asyncengine.errors import ModelError, ModelNotFoundError, UnsupportedModelE
 from asyncengine.kernels.ops import Activation, CacheSpec
 from asyncengine.models.files import excerpt, read_json
 from asyncengine.models.rotary import RopeConfig, yarn_attention_factor
+
+logger = logging.getLogger(__name__)
 
 _MISSING: Any = object()
 
@@ -92,6 +95,11 @@ class RawConfig:
     def flag(self, key: str, default: bool) -> bool:
         return bool(self.get(key, bool, default))
 
+    def renamed(self, names: Mapping[str, str]) -> RawConfig:
+        """With other names of keys replaced by the family's own, before which they count: as transformers has it."""
+        aliases = {own: self.values[name] for name, own in names.items() if name in self.values}
+        return RawConfig({**self.values, **aliases}, self.source) if aliases else self
+
     def unsupported(self, what: str) -> UnsupportedModelError:
         return UnsupportedModelError(f"{self.source}: {what} is not supported")
 
@@ -107,7 +115,11 @@ class RawConfig:
         return str(name).removeprefix("torch.")
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
-        """None, one id or a list of ids, as a tuple. Each must be below ``vocab_size``."""
+        """None, one id or a list of ids, as a tuple.
+
+        Ids from ``vocab_size`` on and negative ones are left out with a warning: no row of the embedding stands for
+        them, so they never come.
+        """
         value = self.get(key, (int, list), [])
         ids = value if isinstance(value, list) else [value]
         if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
@@ -115,10 +127,11 @@ class RawConfig:
         if len(ids) > MAX_EOS_TOKENS:
             raise ModelError(f"{self.source}: {key!r} must hold at most {MAX_EOS_TOKENS} ids, found {len(ids)}")
         if outside := [i for i in ids if not 0 <= i < vocab_size]:
-            raise ModelError(
-                f"{self.source}: {key!r} must hold ids from 0 to {vocab_size - 1}, found {excerpt(outside[0])}"
-            )
-        return tuple(ids)
+            logger.warning(
+                "%s: %r holds %s, and the model has the ids from 0 to %d: such a token never comes",
+                self.source, key, excerpt(outside[0]), vocab_size - 1,
+            )  # fmt: skip
+        return tuple(i for i in ids if 0 <= i < vocab_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +175,10 @@ class ModelConfig:
     """Of a classification model, whose head gives a logit for each in place of one for each token."""
     exclusive_labels: bool = True
     """A text has one of the labels, not any number of them."""
+    embedding: str = "model.embed_tokens.weight"
+    """Name of the embedding's weight."""
+    has_head: bool = True
+    """Logits mean something. Without a head the model gives vectors alone."""
 
     @property
     def head_shape(self) -> tuple[str, int, int]:
@@ -189,11 +206,16 @@ def read_rope(raw: RawConfig, max_positions: int) -> RopeConfig:
     original = raw.integer(
         "original_max_position_embeddings", rope.integer("original_max_position_embeddings", max_positions)
     )
+    factor = rope.number("factor", max_positions / original if kind == "yarn" else _MISSING)
+    if kind != "llama3" and factor * original > MAX_POSITIONS:
+        raise ModelError(
+            f"{rope.source}: 'factor' times the original positions must be at most {MAX_POSITIONS}, "
+            f"found {factor:g} times {original}"
+        )
     if kind == "yarn":
-        return _read_yarn(rope, theta, original, max_positions)
-    factor = rope.number("factor")
+        return _read_yarn(rope, theta, factor, original)
     if kind == "linear":
-        return RopeConfig(theta=theta, kind=kind, factor=factor)
+        return RopeConfig(theta=theta, kind=kind, factor=factor, original_max_positions=original)
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
     if not low < high:
         raise ModelError(f"{rope.source}: low_freq_factor {low} must be below high_freq_factor {high}")
@@ -207,13 +229,7 @@ def read_rope(raw: RawConfig, max_positions: int) -> RopeConfig:
     )
 
 
-def _read_yarn(rope: RawConfig, theta: float, original: int, max_positions: int) -> RopeConfig:
-    factor = rope.number("factor", max_positions / original)
-    if factor * original > MAX_POSITIONS:
-        raise ModelError(
-            f"{rope.source}: 'factor' times the original positions must be at most {MAX_POSITIONS}, "
-            f"found {factor:g} times {original}"
-        )
+def _read_yarn(rope: RawConfig, theta: float, factor: float, original: int) -> RopeConfig:
     # Files also write 0 for a scale that they do not have.
     scales = [rope.number(key) if rope.get(key, (int, float), 0) else None for key in ("mscale", "mscale_all_dim")]
     inferred = yarn_attention_factor(factor, *scales)
@@ -227,3 +243,50 @@ def _read_yarn(rope: RawConfig, theta: float, original: int, max_positions: int)
         truncate=rope.flag("truncate", True),
         attention_factor=rope.number("attention_factor", inferred),
     )
+
+
+def scaled_positions(rope: RopeConfig, max_positions: int) -> int:
+    """Positions that a model with this scaling serves, where config.json says ``max_positions``.
+
+    Linear scaling and yarn serve ``factor`` times the original positions: original_max_position_embeddings, or
+    max_position_embeddings if that is absent. They serve max_position_embeddings where it is more, since it may state
+    the scaled length. With llama3 it always does. Dynamic scaling changes the frequencies of all positions, those in
+    the cache included, when a sequence exceeds max_position_embeddings: so it serves no more than these.
+    """
+    if rope.kind not in ("linear", "yarn"):
+        return max_positions
+    return max(max_positions, int(rope.factor * rope.original_max_positions))
+
+
+_LAYER_TYPES = {"full_attention": False, "attention": False, "sliding_attention": True}
+"""Whether a layer has the window, by the names in layer_types; "attention" is an old name."""
+
+
+def read_layer_windows(raw: RawConfig, window: int, default: Sequence[bool]) -> tuple[int, ...]:
+    """The window of each layer in tokens, 0 for none: those layers have ``window`` that layer_types names.
+
+    ``default`` says which layers have it if there are no layer_types. Raises UnsupportedModelError for other types of
+    layers, and for sliding layers where ``window`` is 0.
+    """
+    types = raw.get("layer_types", list, None)
+    if types is None:
+        return tuple(window if slides else 0 for slides in default)
+    for kind in types:
+        if not isinstance(kind, str) or kind not in _LAYER_TYPES:
+            raise raw.unsupported(f"layer type {excerpt(kind)} in layer_types")
+    if len(types) != len(default):
+        raise raw.unsupported(f"layer_types with {len(types)} entries for {len(default)} layers")
+    slides = [_LAYER_TYPES[kind] for kind in types]
+    if any(slides) and not window:
+        raise raw.unsupported("sliding_attention in layer_types without a sliding window")
+    return tuple(window if sliding else 0 for sliding in slides)
+
+
+def require_full_attention(raw: RawConfig, num_layers: int, max_positions: int) -> tuple[int, ...]:
+    """The windows, all 0, of a family whose layers have none. UnsupportedModelError for a config that asks for some.
+
+    transformers then keeps only a window of keys while it generates, and attends to all of the prompt.
+    """
+    if raw.values.get("sliding_window") is not None and raw.integer("sliding_window") < max_positions:
+        raise raw.unsupported(f"sliding_window = {raw.integer('sliding_window')} in this family")
+    return read_layer_windows(raw, 0, (False,) * num_layers)

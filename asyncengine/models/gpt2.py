@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncengine.kernels.ops import Activation, AttentionLayer, Handle, KVSpec, ModelOps, Norm
-from asyncengine.models.config import ModelConfig, RawConfig
+from asyncengine.models.config import ModelConfig, RawConfig, require_full_attention
 from asyncengine.models.decoder import AttentionBlock, Decoder, DecoderLayer, MLPBlock
 from asyncengine.models.files import excerpt
 from asyncengine.models.weights import WeightSource
@@ -17,7 +17,17 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 
 
+_ALIASES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
+"""Other names of keys."""
+
+
 def read_config(raw: RawConfig) -> ModelConfig:
+    raw = raw.renamed(_ALIASES)
     activation = raw.get("activation_function", str, "gelu_new")
     if activation not in _ACTIVATIONS:
         raise raw.unsupported(f"activation_function = {excerpt(activation)}")
@@ -28,6 +38,7 @@ def read_config(raw: RawConfig) -> ModelConfig:
     if hidden_size % num_heads:
         raise raw.unsupported(f"n_embd = {hidden_size} over {num_heads} heads")
     head_dim = hidden_size // num_heads
+    max_positions = raw.integer("n_positions", 1024)
     scale = head_dim**-0.5 if raw.flag("scale_attn_weights", True) else 1.0
     by_layer = raw.flag("scale_attn_by_inverse_layer_idx", False)
     return ModelConfig(
@@ -38,14 +49,15 @@ def read_config(raw: RawConfig) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=head_dim,
-        max_positions=raw.integer("n_positions", 1024),
+        max_positions=max_positions,
         norm_eps=raw.number("layer_norm_epsilon", 1e-5),
         activation=_ACTIVATIONS[activation],
         tie_word_embeddings=raw.flag("tie_word_embeddings", True),
         initializer_range=raw.number("initializer_range", 0.02),
-        layer_windows=(0,) * num_layers,
+        layer_windows=require_full_attention(raw, num_layers, max_positions),
         layer_scales=tuple(scale / (i + 1) if by_layer else scale for i in range(num_layers)),
         layer_caches=(KVSpec(num_heads, head_dim),) * num_layers,
+        embedding="transformer.wte.weight",
     )
 
 
@@ -82,7 +94,7 @@ class GPT2LMHeadModel(Decoder):
 
     def __init__(self, config: ModelConfig, weights: WeightSource, ops: ModelOps, max_positions: int) -> None:
         hidden = config.hidden_size
-        table = weights.get("transformer.wte.weight", config.vocab_size, hidden)
+        table = weights.get(config.embedding, config.vocab_size, hidden)
         embedding = ops.make_embedding(table, tied=config.tie_word_embeddings, copy=True)
         position_table = weights.get("transformer.wpe.weight", config.max_positions, hidden)
         layers = [_layer(config, i, weights, ops) for i in range(config.num_layers)]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from asyncengine.kernels.ops import Activation, AttentionLayer, Handle, HeadNorms, KVSpec, ModelOps, Norm
-from asyncengine.models.config import ModelConfig, RawConfig, read_rope
+from asyncengine.models.config import ModelConfig, RawConfig, read_rope, require_full_attention, scaled_positions
 from asyncengine.models.decoder import AttentionBlock, Decoder, DecoderLayer, FeedForward, MLPBlock
 from asyncengine.models.files import excerpt
 from asyncengine.models.rotary import rotary_table
@@ -53,8 +53,8 @@ def read_decoder_config(
         raise raw.unsupported(f"an odd head_dim ({head_dim})")
     max_positions = raw.integer("max_position_embeddings")
     rope = read_rope(raw, max_positions)
-    if rope.kind == "yarn":  # model cards say to add it, and leave max_position_embeddings as it was
-        max_positions = max(max_positions, int(rope.factor * rope.original_max_positions))
+    if layer_windows is None:
+        layer_windows = require_full_attention(raw, num_layers, max_positions)
     return ModelConfig(
         vocab_size=raw.integer("vocab_size"),
         hidden_size=hidden_size,
@@ -63,12 +63,12 @@ def read_decoder_config(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_positions=max_positions,
+        max_positions=scaled_positions(rope, max_positions),
         norm_eps=raw.number("rms_norm_eps", 1e-6),
         activation=activations[activation],
         tie_word_embeddings=raw.flag("tie_word_embeddings", False),
         initializer_range=raw.number("initializer_range", 0.02),
-        layer_windows=layer_windows or (0,) * num_layers,
+        layer_windows=layer_windows,
         layer_scales=(head_dim**-0.5,) * num_layers,
         layer_caches=(KVSpec(num_kv_heads, head_dim),) * num_layers,
         rope=rope,
@@ -151,7 +151,7 @@ class LlamaForCausalLM(Decoder):
     def __init__(self, config: ModelConfig, weights: WeightSource, ops: ModelOps, max_positions: int) -> None:
         assert config.rope is not None
         cos_sin = rotary_table(config.rope, config.head_dim, max_positions).to(ops.device)
-        table = weights.get("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        table = weights.get(config.embedding, config.vocab_size, config.hidden_size)
         embedding = ops.make_embedding(table, tied=config.tie_word_embeddings)
         layers = []
         for index in range(config.num_layers):

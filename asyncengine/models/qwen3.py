@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncengine.models.config import ModelConfig, RawConfig
 from asyncengine.models.llama import LlamaForCausalLM, read_decoder_config
-from asyncengine.models.qwen2 import read_layer_windows
+from asyncengine.models.qwen2 import read_windows
 
 
 def read_config(raw: RawConfig) -> ModelConfig:
@@ -12,7 +12,7 @@ def read_config(raw: RawConfig) -> ModelConfig:
     return read_decoder_config(
         raw,
         default_kv_heads=32,
-        layer_windows=read_layer_windows(raw),
+        layer_windows=read_windows(raw),
         head_dim=128,
         qkv_bias=attention_bias,
         output_bias=attention_bias,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
@@ -14,6 +15,8 @@ from asyncengine.models import gpt2, llama, mistral, qwen2, qwen3
 from asyncengine.models.config import ModelConfig, RawConfig
 from asyncengine.models.files import excerpt
 from asyncengine.models.weights import WeightSource
+
+logger = logging.getLogger(__name__)
 
 
 class CausalLM(Protocol[BatchT]):
@@ -35,16 +38,19 @@ class CausalLM(Protocol[BatchT]):
 class Family(NamedTuple):
     read_config: Callable[[RawConfig], ModelConfig]
     build: Callable[[ModelConfig, WeightSource, ModelOps, int], CausalLM[Batch]]
+    model_types: tuple[str, ...]
+    """Values of model_type, by which transformers chooses its class."""
     quantizable: bool = True
     """Its norms are RMS norms and its activation silu_mul, which is what float8 kernels know."""
 
 
 FAMILIES = {
-    "GPT2LMHeadModel": Family(gpt2.read_config, gpt2.GPT2LMHeadModel, quantizable=False),
-    "LlamaForCausalLM": Family(llama.read_config, llama.LlamaForCausalLM),
-    "MistralForCausalLM": Family(mistral.read_config, mistral.MistralForCausalLM),
-    "Qwen2ForCausalLM": Family(qwen2.read_config, qwen2.Qwen2ForCausalLM),
-    "Qwen3ForCausalLM": Family(qwen3.read_config, qwen3.Qwen3ForCausalLM),
+    "GPT2LMHeadModel": Family(gpt2.read_config, gpt2.GPT2LMHeadModel, ("gpt2",), quantizable=False),
+    "LlamaForCausalLM": Family(llama.read_config, llama.LlamaForCausalLM, ("llama",)),
+    "MistralForCausalLM": Family(mistral.read_config, mistral.MistralForCausalLM, ("mistral", "ministral")),
+    "MinistralForCausalLM": Family(mistral.read_config, mistral.MistralForCausalLM, ("mistral", "ministral")),
+    "Qwen2ForCausalLM": Family(qwen2.read_config, qwen2.Qwen2ForCausalLM, ("qwen2",)),
+    "Qwen3ForCausalLM": Family(qwen3.read_config, qwen3.Qwen3ForCausalLM, ("qwen3",)),
 }
 
 
@@ -75,26 +81,72 @@ def _with_labels(raw: RawConfig, config: ModelConfig) -> ModelConfig:
     return replace(config, labels=labels, exclusive_labels=exclusive, tie_word_embeddings=False)
 
 
-FAMILIES |= {
-    f"{name}ForSequenceClassification": _classifier(FAMILIES[causal])
-    for name, causal in (
-        ("GPT2", "GPT2LMHeadModel"),
-        ("Llama", "LlamaForCausalLM"),
-        ("Mistral", "MistralForCausalLM"),
-        ("Qwen2", "Qwen2ForCausalLM"),
-        ("Qwen3", "Qwen3ForCausalLM"),
-    )
+for _name, _causal in (
+    ("GPT2", "GPT2LMHeadModel"),
+    ("Llama", "LlamaForCausalLM"),
+    ("Mistral", "MistralForCausalLM"),
+    ("Ministral", "MinistralForCausalLM"),
+    ("Qwen2", "Qwen2ForCausalLM"),
+    ("Qwen3", "Qwen3ForCausalLM"),
+):
+    FAMILIES[f"{_name}ForSequenceClassification"] = _classifier(FAMILIES[_causal])
+    # Saved without a head, as embedding models are. The weights say whether there is one (``settle_head``).
+    FAMILIES[f"{_name}Model"] = FAMILIES[_causal]
+
+
+def settle_head(config: ModelConfig, weights: WeightSource) -> ModelConfig:
+    """The configuration with the head that the weights have.
+
+    As in transformers, a tied matrix may have the head's name or the embedding's, and a head that differs from the
+    embedding is used although the configuration ties them. A model without a head of either kind gives vectors alone:
+    the embedding stands in for its head.
+    """
+    head, *_ = config.head_shape
+    if config.labels:
+        return config
+    if not config.tie_word_embeddings:
+        if head in weights:
+            return config
+        logger.warning("the checkpoint has no %s: the model gives vectors and generates no text", head)
+        return replace(config, tie_word_embeddings=True, has_head=False)
+    if head not in weights:
+        return config
+    if config.embedding not in weights:
+        return replace(config, embedding=head)
+    if weights.equal(config.embedding, head):
+        return config
+    logger.warning("tie_word_embeddings is ignored: the checkpoint has %s and another %s", config.embedding, head)
+    return replace(config, tie_word_embeddings=False)
+
+
+_ONE_VALUE: dict[str, Any] = {
+    "quantization_config": None,
+    "is_causal": True,
+    "per_layer_config": None,
+    "attention_chunk_size": None,
+    "kv_sharing_modes": None,
+    "transformers_weights": None,
 }
+"""Keys by which transformers changes the computation of any family, and the values that are implemented."""
 
 
 def find_family(raw: RawConfig) -> tuple[str, Family]:
-    """The first of the architectures that is implemented; if there is none, UnsupportedModelError."""
-    raw.require("quantization_config", None)
+    """The first of the architectures that is implemented.
+
+    Raises UnsupportedModelError if there is none, if model_type names another family, or for keys that change the
+    computation of any family.
+    """
+    for key, value in _ONE_VALUE.items():
+        raw.require(key, value)
     architectures = raw.get("architectures", list, [])
-    for name in architectures:
-        if isinstance(name, str) and name in FAMILIES:
-            return name, FAMILIES[name]
-    found = excerpt(architectures) if architectures else "none"
-    raise UnsupportedModelError(
-        f"{raw.source}: architecture {found} is not supported; supported are {', '.join(FAMILIES)}"
-    )
+    name = next((name for name in architectures if isinstance(name, str) and name in FAMILIES), None)
+    if name is None:
+        found = excerpt(architectures) if architectures else "none"
+        raise UnsupportedModelError(
+            f"{raw.source}: architecture {found} is not supported; supported are {', '.join(FAMILIES)}"
+        )
+    family = FAMILIES[name]
+    kind = raw.get("model_type", str, None)
+    if kind not in family.model_types and any(kind in other.model_types for other in FAMILIES.values()):
+        raise raw.unsupported(f"model_type = {excerpt(kind)} with architecture {name}")
+    return name, family

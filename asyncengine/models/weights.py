@@ -10,6 +10,12 @@ from torch import Tensor
 class WeightSource(Protocol):
     """A checkpoint, or something that stands in for one."""
 
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a tensor of that name."""
+
+    def equal(self, name: str, other: str) -> bool:
+        """Whether two tensors that are there have the same elements."""
+
     def get(self, name: str, *shape: int) -> Tensor:
         """The tensor in the model's dtype, contiguous.
 

@@ -8,16 +8,24 @@ from pathlib import Path
 from asyncengine.errors import ModelNotFoundError
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_SMALL_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
-# The same weights once more, or those of earlier training: consolidated.safetensors of Mistral, checkpoint-500/.
-_NEVER_READ = ("*/*", "consolidated*.safetensors")
+_SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+_TEMPLATES = "additional_chat_templates"
+# Files in folders, but for those templates: onnx/, checkpoint-500/. A pattern cannot say "but for": so there is one for
+# each character in which a folder's name may differ, for each beginning of the name, and for all that lies deeper.
+_IN_FOLDERS = (
+    *(f"{_TEMPLATES[:i]}[!{c}]*/*" for i, c in enumerate(_TEMPLATES)),
+    *(f"{_TEMPLATES[:i]}/*" for i in range(len(_TEMPLATES))),
+    f"{_TEMPLATES}?*/*",
+)
+# consolidated.safetensors of Mistral has the same weights once more.
+_NEVER_READ = (*_IN_FOLDERS, "consolidated*.safetensors")
 
 
 def resolve_model(path_or_id: str, *, revision: str | None = None, weights: bool = True) -> Path:
     """The local directory of a model, downloaded from the hub if it is not there yet.
 
-    Only safetensors weights and small text files are downloaded, those in folders and copies of weights left out;
-    without ``weights``, only small files.
+    Only safetensors weights and small text files are downloaded, copies of weights left out, and of folders only
+    additional_chat_templates/; without ``weights``, only small files.
     Raises ModelNotFoundError if there is neither such a directory nor such a repository.
     """
     try:

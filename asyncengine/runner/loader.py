@@ -30,6 +30,7 @@ MAX_HEADER_BYTES = 32 << 20
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # Buffers that old checkpoints carry along, and heads that are tied to the embedding.
 _HARMLESS = re.compile(r"rotary_emb\.inv_freq$|attn\.(masked_)?bias$|^lm_head\.weight$")
+_TRUNK = re.compile(r"^(model|transformer)\.")
 _PAGE = 4096
 _CPU = torch.device("cpu")
 
@@ -159,8 +160,17 @@ class Checkpoint:
         self._shard_of = find_shards(directory)
         self._directory = directory
         self._open: dict[Path, Any] = {}
+        self._shared = self._shared_names()
         self._used: set[str] = set()
         self._progress = Progress(sum(checked_size(path) for path in set(self._shard_of.values())), enabled=progress)
+
+    def __contains__(self, name: str) -> bool:
+        return self._key(name) is not None
+
+    def equal(self, name: str, other: str) -> bool:
+        """Whether two tensors that are there have the same elements in the model's dtype."""
+        one, two = (self._tensor(self._require(key)).to(self._dtype) for key in (name, other))
+        return torch.equal(one, two)
 
     def get(self, name: str, *shape: int) -> Tensor:
         in_file = self._read(name, shape)
@@ -182,7 +192,7 @@ class Checkpoint:
 
         Raises WeightMismatchError if it has another shape, or not all are positive.
         """
-        if name not in self._shard_of:
+        if name not in self:
             return None
         stored = self._read(name, (), (1,), (count,)).float()
         if not (stored.isfinite() & (stored > 0)).all():
@@ -207,22 +217,48 @@ class Checkpoint:
         self.owned_bytes += tensor.nbytes
         return tensor.contiguous()
 
-    def _read(self, name: str, *shapes: tuple[int, ...]) -> Tensor:
-        key = name
-        if key not in self._shard_of:
-            # GPT-2's published files leave out the name of the trunk.
-            key = name.removeprefix("transformer.")
-        path = self._shard_of.get(key)
-        if path is None:
+    def _shared_names(self) -> dict[str, str]:
+        """Names of tensors that a file holds under another name, as safetensors' save_model notes them."""
+        files = set(self._shard_of.values())
+        if len(files) != 1:  # it writes a single file
+            return {}
+        metadata = self._file(*files).metadata() or {}
+        return {name: kept for name, kept in metadata.items() if name not in self._shard_of and kept in self._shard_of}
+
+    def _key(self, name: str) -> str | None:
+        """The name under which the files hold a tensor; those of a model without a head leave out the trunk's name."""
+        for key in (name, _TRUNK.sub("", name)):
+            if key in self._shard_of:
+                return key
+            if key in self._shared:
+                return self._shared[key]
+        return None
+
+    def _require(self, name: str) -> str:
+        if (key := self._key(name)) is None:
             raise MissingWeightError(f"tensor {name} is not in {self._directory}")
+        return key
+
+    def _file(self, path: Path) -> Any:
         if path not in self._open:
             self._open[path] = _open_shard(path)
+        return self._open[path]
+
+    def _tensor(self, key: str) -> Tensor:
+        path = self._shard_of[key]
+        file = self._file(path)
         try:
-            tensor: Tensor = self._open[path].get_tensor(key)
+            tensor: Tensor = file.get_tensor(key)
         except Exception as e:  # torch's errors as well, for shapes and types that it does not have
-            if key in self._open[path].keys():  # noqa: SIM118  # a safetensors file is no mapping
+            if key in file.keys():  # noqa: SIM118  # a safetensors file is no mapping
                 raise WeightMismatchError(f"tensor {key} in {path} cannot be read: {_brief(e)}") from e
             raise MissingWeightError(f"tensor {key} is not in {path}, where the index places it: {_brief(e)}") from e
+        return tensor
+
+    def _read(self, name: str, *shapes: tuple[int, ...]) -> Tensor:
+        key = self._require(name)
+        path = self._shard_of[key]
+        tensor = self._tensor(key)
         if tuple(tensor.shape) not in shapes:
             expected = " or ".join(map(str, shapes))
             raise WeightMismatchError(
@@ -252,6 +288,14 @@ class DummyWeights:
         self._room = total_memory() if device == _CPU else None
         self._generator = torch.Generator().manual_seed(seed)
         self._pool = torch.empty(self._POOL).normal_(0, std, generator=self._generator).to(device, dtype)
+
+    def __contains__(self, name: str) -> bool:
+        """It has all that a model asks for."""
+        return True
+
+    def equal(self, name: str, other: str) -> bool:
+        """A tied head is the embedding."""
+        return True
 
     def get(self, name: str, *shape: int) -> Tensor:
         needed = self.owned_bytes + math.prod(shape) * self._pool.itemsize

@@ -22,7 +22,7 @@ from asyncengine.kernels.ops import LayerCache, Ops
 from asyncengine.model_info import ModelInfo
 from asyncengine.models.config import ModelConfig, RawConfig
 from asyncengine.models.files import read_optional_json
-from asyncengine.models.registry import CausalLM, find_family
+from asyncengine.models.registry import CausalLM, find_family, settle_head
 from asyncengine.runner import kv_scales
 from asyncengine.runner import memory as kv_cache
 from asyncengine.runner.hub import resolve_model
@@ -73,6 +73,7 @@ class LoadedModel:
             vector_size=len(self.config.labels) or self.config.hidden_size,
             labels=self.config.labels,
             exclusive_labels=self.config.exclusive_labels,
+            generates=self.config.has_head and not self.config.labels,
         )
 
     @property
@@ -126,6 +127,7 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
         else Checkpoint(path, dtype, device=ops.device, progress=progress)
     )
     with contextlib.closing(weights):
+        model_config = settle_head(model_config, weights)
         model = family.build(model_config, weights, ops, max_model_len)
         scales = kv_scales.stored(weights, model_config) if config.kv_cache_dtype == "fp8" else None
         weights.finish()
@@ -278,7 +280,7 @@ def _check_context_memory(config: EngineConfig, model: ModelConfig, max_model_le
 def read_eos_token_ids(directory: Path, raw: RawConfig, vocab_size: int) -> tuple[int, ...]:
     """End-of-sequence tokens of config.json and generation_config.json together, in that order.
 
-    Raises ModelError if one is outside the vocabulary.
+    Ids outside the vocabulary are left out. Raises ModelError for a value that is no id.
     """
     ids = raw.token_ids("eos_token_id", vocab_size)
     path = directory / "generation_config.json"

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncengine.errors import InvalidRequestError
+from asyncengine.structured.vocabulary import describe
 from asyncengine.structured_outputs import StructuredOutputs
 from asyncengine.text_threads import TextThreads
 
@@ -95,7 +96,9 @@ def _make_tokenizer(tokenizer: Tokenizer, vocab_size: int, ends: list[int]) -> L
     import llguidance
 
     try:
-        return llguidance.LLTokenizer(tokenizer.backend.to_str(), n_vocab=vocab_size, eos_token=ends)
+        return llguidance.LLTokenizer(
+            describe(tokenizer.backend, vocab_size, ends), n_vocab=vocab_size, eos_token=ends
+        )
     except ValueError as e:
         raise InvalidRequestError(f"{PARAM}: not served with this model's tokenizer: {e}", param=PARAM) from None
 

@@ -36,7 +36,7 @@ class Constraint:
         self._matcher = matcher.deep_copy()
         self._mask_bytes = 4 * mask_words
         self._position = prompt_len  # of the token that the last mask is for
-        self._end = end
+        self.end = end
         self._reasoning = reasoning
         self._forces = forces
         self._unsampled = 0  # tokens that were forced and have not come back yet: the event loop's
@@ -65,7 +65,7 @@ class Constraint:
         if not self._forces:
             return []
         if self._matcher.is_stopped():
-            return [self._end]
+            return [self.end]
         forced = self._matcher.compute_ff_tokens()
         if len(forced) < _WORTH_FORCING:
             return []
@@ -75,7 +75,7 @@ class Constraint:
     def _write(self, forced: list[int]) -> None:
         # Before post(), which lets the event loop see them come back.
         self._unsampled += len(forced)
-        free = self._reasoning.under_way or forced[-1:] == [self._end]
+        free = self._reasoning.under_way or forced[-1:] == [self.end]
         if not free:
             self._matcher.unsafe_compute_mask_ptr(self.channel.address, self._mask_bytes)
         if self._matcher.is_error():

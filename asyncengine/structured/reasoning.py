@@ -45,11 +45,12 @@ def reasoning_at(tokenizer: Tokenizer, prompt: Sequence[int], *, is_chat: bool, 
     """Where a sequence is that begins with ``prompt``, which the chat template made or did not.
 
     A prompt may have begun the part, or have ended it. Where it says neither, a model whose template knows the markers
-    may begin the part with its first token. ``continued``: the message of a chat that the output continues, if any.
+    may begin the part with its first token. ``continued``: the message of a chat that the output continues, if any. A
+    marker without a row of the embedding is none.
     """
     for markers in REASONING.values():
         begin, end = (tokenizer.backend.token_to_id(name) for name in markers)
-        if begin is None or end is None:
+        if begin is None or end is None or max(begin, end) >= tokenizer.num_rows:
             continue
         if is_chat:
             tail = tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False)

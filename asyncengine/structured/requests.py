@@ -14,6 +14,7 @@ from asyncengine.structured.grammars import PARAM, Grammars
 from asyncengine.structured.masks import Constraint, MaskWorkers
 from asyncengine.structured.processors import ProcessedSequence
 from asyncengine.structured.reasoning import reasoning_at
+from asyncengine.structured.vocabulary import grammar_ends
 
 if TYPE_CHECKING:
     from asyncengine import _core
@@ -38,7 +39,7 @@ class StructuredRequests:
             return []
         if self._tokenizer is None:
             raise InvalidRequestError(f"{PARAM}: this engine has no tokenizer (skip_tokenizer_init)", param=PARAM)
-        ends = self._model.eos_token_ids
+        ends = grammar_ends(self._model, self._tokenizer)
         if not ends:
             raise InvalidRequestError(f"{PARAM}: this model has no end-of-sequence token", param=PARAM)
         if self._grammars is None:

@@ -47,7 +47,7 @@ LAYERS: list[set[str]] = [
     {"runner/prepare", "runner/cuda_costs"},
     {"runner/cuda_runner"},
     {"runner/plans"},
-    {"tokenizer_trust", "text_threads", "sandbox_process"},
+    {"tokenizer_files", "tokenizer_trust", "text_threads", "sandbox_process"},
     {"tokenization"},
     {"detokenizer", "prompts", "request_extras"},
     {"backend"},

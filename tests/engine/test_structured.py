@@ -350,6 +350,7 @@ class ThinkingTokenizer:
             return {"<think>": 300, "</think>": 301}.get(name)
 
     backend = Backend()
+    num_rows = 400
 
     @staticmethod
     def template_has(marker: str) -> bool:
@@ -378,6 +379,8 @@ def test_where_reasoning_begins(prompt: list[int], is_chat: bool, under_way: boo
     assert (found.begin, found.end, found.under_way, found.may_begin) == (300, 301, under_way, may_begin)
     plain: Any = Tokenizer.from_pretrained(str(bundled_model()))
     assert reasoning_at(plain, prompt, is_chat=is_chat) == Reasoning()
+    tokenizer.num_rows = 301  # a marker has no row
+    assert reasoning_at(tokenizer, prompt, is_chat=is_chat) == Reasoning()
 
 
 @pytest.mark.parametrize("starts_inside", [False, True])

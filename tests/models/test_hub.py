@@ -35,11 +35,16 @@ def test_download(tmp_path, monkeypatch):
         asked["files"] = list(filter_repo_objects(files, **patterns))
         return str(tmp_path)
 
-    small = ["config.json", "tokenizer.model", "chat_template.jinja"]
+    small = [
+        "config.json", "tokenizer.model", "spiece.model", "chat_template.jinja",
+        "additional_chat_templates/tool_use.jinja",
+    ]  # fmt: skip
     weights = ["model.safetensors", "model-00001-of-00002.safetensors"]
     files = [
         *small, *weights, "pytorch_model.bin", "consolidated.safetensors", "original/consolidated.00.safetensors",
-        "checkpoint-500/model.safetensors", "onnx/config.json",
+        "checkpoint-500/model.safetensors", "onnx/config.json", "additional/config.json", "a/config.json",
+        "additional_chat_templates_old/a.jinja", "additional_chat_templates/old/a.jinja",
+        "additional_chat_template/b.json",
     ]  # fmt: skip
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert hub.resolve_model("owner/name", revision="main") == tmp_path

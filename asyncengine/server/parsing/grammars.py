@@ -96,12 +96,14 @@ def serves(form: str, tools: Sequence[Tool]) -> str:
 
 
 def _atom(added: Mapping[str, int], text: str) -> str:
-    """A marker: an added token by its number, since llguidance takes few of them for text, anything else as text."""
+    """A marker: an added token that the model has by its number, since llguidance takes few of them for text, anything
+    else as text."""
     return _text(text) if (token := added.get(text)) is None else f"<[{token}]>"
 
 
 def _atoms(tokenizer: Tokenizer) -> Atom:
-    added = {token.content: i for i, token in tokenizer.backend.get_added_tokens_decoder().items()}
+    tokens = tokenizer.backend.get_added_tokens_decoder().items()
+    added = {token.content: i for i, token in tokens if i < tokenizer.num_rows}
     return partial(_atom, added)
 
 

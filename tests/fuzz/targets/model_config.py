@@ -25,6 +25,7 @@ KEYS = (
     "mlp_bias", "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention", "sliding_window",
     "use_sliding_window", "max_window_layers", "layer_types", "rope_theta", "rope_scaling", "rope_parameters",
     "partial_rotary_factor", "original_max_position_embeddings", "eos_token_id", "dtype", "torch_dtype",
+    "model_type", "is_causal", "per_layer_config",
 )  # fmt: skip
 ROPE_KEYS = (
     "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor",

@@ -1,0 +1,296 @@
+"""Keys of config.json that change the computation: each has the effect that transformers gives it, or is refused."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from asyncengine.config import EngineConfig
+from asyncengine.errors import ModelError, UnsupportedModelError
+from asyncengine.kernels.cpu.reference import ReferenceOps
+from asyncengine.models.config import RawConfig
+from asyncengine.models.registry import find_family
+from asyncengine.runner.model_runner import CpuModelRunner
+from tests.models import tiny
+
+PROMPT = [(7 * i + 3) % tiny.VOCAB_SIZE for i in range(45)]
+PACKAGE = Path(transformers.__file__).parent
+
+# ---- Every key is looked at ----
+
+SOURCES = {
+    "gpt2": ["gpt2"],
+    "llama": ["llama"],
+    "mistral-window": ["mistral", "ministral"],
+    "qwen2-window": ["qwen2"],
+    "qwen3-window-biased": ["qwen3"],
+}
+SHARED = ["masking_utils.py", "cache_utils.py", "modeling_rope_utils.py"]
+HARMLESS = {
+    "attn_pdrop": "dropout",
+    "embd_pdrop": "dropout",
+    "resid_pdrop": "dropout",
+    "attention_dropout": "dropout",
+    "hidden_dropout": "dropout of a head for tokens",
+    "classifier_dropout": "dropout of a head for tokens",
+    "reorder_and_upcast_attn": "the order of products, and their precision in training",
+    "pad_token_id": "the row that is not trained",
+    "pretraining_tp": "a way to split products in training",
+    "use_cache": "keys and values are always kept",
+    "num_labels": "id2label says it, where there are labels",
+    "id2label": "labels of a classification model alone",
+    "problem_type": "labels of a classification model alone",
+    "number_of_conv_states": "recurrent layers, which layer_types refuses",
+    "summary_activation": "a head for choices",
+    "summary_first_dropout": "a head for choices",
+    "summary_last_dropout": "a head for choices",
+    "summary_proj_to_labels": "a head for choices",
+    "summary_type": "a head for choices",
+    "summary_use_proj": "a head for choices",
+}
+ROTARY = {"head_dim", "rope_parameters", "original_max_position_embeddings", "partial_rotary_factor", "rope_theta"}
+"""Keys of rotary positions, which GPT-2 does not have."""
+NOT_IN_FILES = {"is_encoder_decoder", "eos_token_id", "bos_token_id", "is_heterogeneous", "default_theta"}
+"""The ends are read apart, and the others are no keys of a file."""
+
+
+class Recording(dict[str, Any]):
+    """Which keys were looked at."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        super().__init__(values)
+        self.seen: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.seen.add(key)
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self.seen.add(str(key))
+        return super().__contains__(key)
+
+
+def keys_read(path: Path) -> set[str]:
+    """Attributes of a configuration that a source file of transformers reads."""
+    tree = ast.parse(path.read_text())
+    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    return {key for node in ast.walk(tree) if id(node) not in called for key in _keys(node) if key[0] != "_"}
+
+
+def _keys(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and _is_config(node.value):
+        yield node.attr
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr") and _is_config(node.args[0]):
+        yield from [key.value for key in node.args[1:2] if isinstance(key, ast.Constant)]
+
+
+def _is_config(node: ast.expr) -> bool:
+    return ast.unparse(node) in ("config", "self.config", "effective_config", "layer_config", "decoder_config")
+
+
+@pytest.mark.parametrize("variant", SOURCES)
+def test_every_key_that_transformers_reads_is_read_refused_or_harmless(variant: str) -> None:
+    paths = [PACKAGE / name for name in SHARED]
+    for name in SOURCES[variant]:
+        paths += [PACKAGE / "models" / name / f"modeling_{name}.py"]
+    wanted = set().union(*map(keys_read, paths))
+    assert {"num_attention_heads", "sliding_window", "is_causal"} <= wanted, "the parser finds the keys"
+    fields = {name for name in type(tiny.build_model(variant).config).__dataclass_fields__ if name[0] != "_"}
+    wanted |= fields - set(transformers.PreTrainedConfig.__dataclass_fields__)
+    raw = RawConfig(Recording(config_of(variant)), "config.json")
+    find_family(raw)[1].read_config(raw)
+    ignored = wanted - raw.values.seen - set(HARMLESS) - NOT_IN_FILES  # type: ignore[attr-defined]
+    if variant == "gpt2":
+        ignored -= ROTARY
+    assert ignored == set()
+
+
+def config_of(variant: str) -> dict[str, Any]:
+    model = tiny.build_model(variant)
+    values = json.loads(json.dumps(model.config.to_dict()))
+    return {**values, "architectures": [type(model).__name__]}
+
+
+# ---- Keys that are honoured ----
+
+ROPE = {"rope_theta": 10000.0}
+TYPES = ["full_attention", "sliding_attention", "full_attention"]
+HONOURED: dict[str, tuple[str, dict[str, Any]]] = {
+    "Mistral with layer_types": ("mistral-window", {"layer_types": TYPES}),
+    "Mistral with old names in layer_types": ("mistral-window", {"layer_types": ["attention", *TYPES[1:]]}),
+    "Mistral with null for layer_types": ("mistral-window", {"layer_types": None}),
+    "Mistral with a window of one token": ("mistral-window", {"sliding_window": 1}),
+    "Qwen2 with layer_types": ("qwen2-window", {"layer_types": TYPES}),
+    "Qwen2 with a null window": ("qwen2-window", {"sliding_window": None, "layer_types": None}),
+    "Qwen2 with max_window_layers": ("qwen2-window", {"max_window_layers": 2, "layer_types": None}),
+    "Qwen2 with a head_dim": ("qwen2", {"head_dim": 12}),
+    "Qwen3 with layer_types": ("qwen3-window-biased", {"layer_types": TYPES}),
+    "Qwen3 with an unused window": ("qwen3", {"sliding_window": 3, "use_sliding_window": False}),
+    "Llama with a window past the context": ("llama", {"sliding_window": 128}),
+    "Llama with layer_types": ("llama", {"layer_types": ["full_attention"] * 3}),
+    "Llama with another epsilon": ("llama", {"rms_norm_eps": 0.3}),
+    "Llama with rope_theta": ("llama", {"rope_parameters": None, "rope_theta": 321.0}),
+    "Llama with linear scaling": ("llama", {"rope_parameters": ROPE | {"rope_type": "linear", "factor": 2.5}}),
+    "Llama with an old name of the scaling": (
+        "llama", {"rope_parameters": None, "rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    ),
+    "Llama with dynamic scaling": ("llama", {"rope_parameters": ROPE | {"rope_type": "dynamic", "factor": 4.0}}),
+    "Llama with llama3 scaling": ("llama", {"rope_parameters": tiny.LLAMA3_ROPE}),
+    "Llama with yarn": ("llama", {"rope_parameters": tiny.YARN_ROPE}),
+    "Llama with yarn and scales": (
+        "llama",
+        {"rope_parameters": tiny.YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 0.4, "truncate": False, "beta_slow": 2}},
+    ),
+    "Llama with yarn and a factor of attention": (
+        "llama", {"rope_parameters": tiny.YARN_ROPE | {"attention_factor": 1.7}},
+    ),
+    "Llama with the original length outside": (
+        "llama",
+        {
+            "rope_parameters": ROPE | {"rope_type": "yarn", "factor": 4.0},
+            "original_max_position_embeddings": 32,
+        },
+    ),
+    "GPT-2 with the other names of its sizes": (
+        "gpt2",
+        {"n_layer": 7, "num_hidden_layers": 2, "num_attention_heads": 3, "n_positions": 9,
+         "max_position_embeddings": 128, "n_embd": 30, "hidden_size": 60},
+    ),
+    "GPT-2 without scales of scores": ("gpt2", {"scale_attn_weights": False}),
+    "GPT-2 with scales by layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    "GPT-2 with other precision": ("gpt2", {"reorder_and_upcast_attn": True}),
+    "GPT-2 with another epsilon": ("gpt2", {"layer_norm_epsilon": 0.2}),
+    "GPT-2 with another activation": ("gpt2", {"activation_function": "gelu"}),
+}  # fmt: skip
+
+
+def edited(path: Path, variant: str, changes: dict[str, Any]) -> Path:
+    """A checkpoint whose config.json has ``changes``."""
+    tiny.build_model(variant, **{key: changes[key] for key in ("head_dim",) if key in changes}).save_pretrained(path)
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return path
+
+
+def load(path: Path, **config: Any) -> CpuModelRunner:
+    settings = {"num_kv_blocks": 16, "dtype": "float32", **config}
+    return CpuModelRunner.load(EngineConfig.from_kwargs(str(path), settings), ops=ReferenceOps())
+
+
+def log_probabilities(runner: CpuModelRunner) -> torch.Tensor:
+    """Of the token behind the prompt."""
+    driver = tiny.Driver(runner)
+    driver.step([(driver.add(PROMPT, len(PROMPT) + 1), len(PROMPT))])
+    return driver.logits[0].log_softmax(-1)
+
+
+@pytest.mark.parametrize("name", HONOURED)
+def test_log_probabilities_equal_transformers(tmp_path: Path, name: str) -> None:
+    """Of the model that transformers makes of the directory; most differ from those of the config without the key."""
+    path = edited(tmp_path, *HONOURED[name])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([PROMPT])).logits[0, -1].log_softmax(-1)
+    torch.testing.assert_close(log_probabilities(load(path)), expected, atol=1e-3, rtol=1e-3)
+
+
+# ---- Keys that are refused ----
+
+SLIDING = ["sliding_attention"] * 3
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes", "message"),
+    [
+        ("llama", {"is_causal": False}, "is_causal = False"),
+        ("qwen2", {"is_causal": None}, "is_causal = None"),
+        ("llama", {"per_layer_config": {"1": {"intermediate_size": 7}}}, "per_layer_config"),
+        ("llama", {"attention_chunk_size": 8}, "attention_chunk_size = 8"),
+        ("gpt2", {"kv_sharing_modes": ["reuse"] * 3}, "kv_sharing_modes"),
+        ("llama", {"transformers_weights": "other.safetensors"}, "transformers_weights = 'other.safetensors'"),
+        ("llama", {"sliding_window": 127}, "sliding_window = 127"),
+        ("gpt2", {"sliding_window": 5}, "sliding_window = 5"),
+        ("llama", {"layer_types": SLIDING}, "sliding_attention in layer_types"),
+        ("gpt2", {"layer_types": SLIDING}, "sliding_attention in layer_types"),
+        ("mistral-no-window", {"layer_types": SLIDING}, "sliding_attention in layer_types without a sliding window"),
+        ("mistral-window", {"layer_types": ["chunked_attention"] * 3}, "layer type 'chunked_attention'"),
+        ("qwen2", {"layer_types": SLIDING}, "sliding_attention in layer_types without a sliding window"),
+        ("qwen3", {"layer_types": ["linear_attention"] * 3}, "layer type 'linear_attention'"),
+        ("qwen3", {"layer_types": ["full_attention"]}, "layer_types with 1 entries for 3 layers"),
+        ("llama", {"model_type": "qwen2"}, "model_type = 'qwen2' with architecture LlamaForCausalLM"),
+        ("llama", {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}}, "for each layer type"),
+        ("llama", {"rope_parameters": ROPE | {"rope_type": "longrope", "short_factor": [1.0] * 4}}, "longrope"),
+        ("llama", {"rope_parameters": ROPE | {"rope_type": "proportional"}}, "proportional"),
+        ("qwen2", {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}, "mrope"),
+        ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("mistral-window", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ("gpt2", {"activation_function": "quick_gelu"}, "activation_function = 'quick_gelu'"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
+    ],
+)
+def test_keys_that_are_refused_by_name(tmp_path: Path, variant: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"config\.json.*{message}"):
+        load(edited(tmp_path, variant, changes))
+
+
+# ---- The context of scaled positions ----
+
+
+@pytest.mark.parametrize(
+    ("rope", "outside", "expected"),
+    [
+        ({"rope_type": "default"}, {}, 128),
+        ({"rope_type": "linear", "factor": 4.0}, {}, 512),
+        ({"rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": 32}, {}, 128),
+        ({"rope_type": "linear", "factor": 8.0}, {"original_max_position_embeddings": 32}, 256),
+        ({"rope_type": "yarn", "factor": 4.0}, {}, 512),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, {}, 128),
+        ({"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}, {}, 256),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}, {}, 128),
+        ({"rope_type": "dynamic", "factor": 4.0}, {}, 128),
+        (tiny.LLAMA3_ROPE, {}, 128),
+    ],
+)
+def test_scaled_positions_give_their_context(
+    tmp_path: Path, rope: dict[str, Any], outside: dict[str, Any], expected: int
+) -> None:
+    path = edited(tmp_path, "llama", {"rope_parameters": ROPE | rope} | outside)
+    assert load(path, num_kv_blocks=64).info.max_model_len == expected
+
+
+def test_tokens_behind_the_original_positions_equal_transformers(tmp_path: Path) -> None:
+    path = edited(tmp_path, "llama", {"rope_parameters": ROPE | {"rope_type": "linear", "factor": 4.0}})
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    runner = load(path, num_kv_blocks=32)
+    prompt = (PROMPT * 9)[:400]
+    driver = tiny.Driver(runner)
+    sequence = driver.add(prompt, 412)
+    driver.run([sequence], 12, 64)
+    assert sequence.generated == tiny.generate(theirs, prompt, 12)
+
+
+# ---- Ends outside the vocabulary ----
+
+
+@pytest.mark.parametrize("wrong", [tiny.VOCAB_SIZE, 2**70, -1])
+def test_ends_that_never_come_are_left_out(tmp_path: Path, wrong: int, caplog: pytest.LogCaptureFixture) -> None:
+    """As transformers has it, which warns of ids outside the vocabulary."""
+    path = edited(tmp_path, "llama", {"eos_token_id": wrong})
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, wrong]}))
+    assert load(path).info.eos_token_ids == (0,)
+    messages = [record.getMessage() for record in caplog.records if "eos_token_id" in record.getMessage()]
+    assert len(messages) == 2
+    assert all("ids from 0 to 198" in message and len(message) < 1000 for message in messages)
+
+
+def test_a_scaled_length_has_a_limit(tmp_path: Path) -> None:
+    path = edited(tmp_path, "llama", {"rope_parameters": ROPE | {"rope_type": "linear", "factor": 1e6}})
+    with pytest.raises(ModelError, match=r"config\.json.*'factor' times the original positions"):
+        load(path)
