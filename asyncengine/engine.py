@@ -70,8 +70,9 @@ class AsyncEngine(VectorMethods, ScoringMethods, SnapshotMethods, TextMethods):
             output = await engine.generate("Once upon a time", SamplingParams(max_tokens=64))
 
     All methods belong to that loop and its thread; another loop gets WrongLoopError. The engine installs no signal
-    handlers. It starts a process that renders chat templates at the first conversation (``sandbox=False``: none), and
-    on a GPU processes that compile kernels while it starts (``compile_processes=False``: none); none outlives it.
+    handlers. It starts a process that renders chat templates at the first conversation, processes that compile grammars
+    at the first of them (``sandbox=False``: none), and on a GPU processes that compile kernels while it starts
+    (``compile_processes=False``: none); none outlives it.
     Several engines may live in one process.
     """
 

@@ -72,8 +72,8 @@ class Held:
 class Grammar(Held):
     """A compiled grammar, which sequences share: their masks make one automaton larger.
 
-    Whoever computes a mask holds ``lock``. An automaton that has reached its limit has failed for all sequences, and
-    their requests may be anybody's, so ``renew`` makes another one.
+    An automaton that has reached its limit has failed for all sequences, and their requests may be anybody's, so each
+    goes on with another one, which ``renew`` makes. ``lock`` is held meanwhile.
     """
 
     def __init__(

@@ -52,9 +52,11 @@ class Constraint:
         self._reasoning = reasoning
         self._forces = forces
         self._unsampled = 0  # tokens that were forced and have not come back yet: the event loop's
-        with grammar.lock:
-            self._begin()
-            self._compute([])
+        self._is_free = False  # any token may come behind what is known
+        self._begin()
+        self._forces = False  # the first message forces nothing
+        self._next([])
+        self._forces = forces
         self._write([])
 
     def advance(self, tokens: Sequence[int]) -> list[int]:
@@ -65,20 +67,14 @@ class Constraint:
 
     def work(self, tokens: Sequence[int]) -> None:
         """Take in sampled tokens, and hand on the next mask. Raises InvalidRequestError if the grammar fails."""
-        taken = [token for token in tokens if not self._reasoning.take(token)]
+        reasoning = self._reasoning
+        taken = [token for token in tokens if not reasoning.take(token)] if reasoning.is_open else tokens
         self._position += len(tokens)
         self._history += taken
-        with self._grammar.lock:
-            try:
-                forced = self._next(taken)
-            except InvalidRequestError:
-                # Perhaps another sequence of this grammar has made their automaton too large.
-                self._grammar.renew(self._generation)
-                self._begin()
-                self._grammar.has_failed = True  # unless this sequence gets on with it
-                forced = self._next(self._history)
-                self._grammar.has_failed = False
-        self._history += forced
+        try:
+            forced = self._next(taken)
+        except InvalidRequestError:
+            forced = self._next_of_another()
         self._write(forced)
         self.channel.post()
 
@@ -86,19 +82,33 @@ class Constraint:
         self._matcher = self._grammar.deep_copy()
         self._generation = self._grammar.generation
 
+    def _next_of_another(self) -> list[int]:
+        """``_next`` with another automaton: sequences of this grammar may have made theirs too large."""
+        grammar = self._grammar
+        with grammar.lock:
+            grammar.renew(self._generation)
+            self._begin()
+            grammar.has_failed = True  # unless this sequence gets on with it
+            forced = self._next(self._history)
+            grammar.has_failed = False
+        return forced
+
     def _next(self, tokens: Sequence[int]) -> list[int]:
         """Compute the mask behind these tokens and those that they force, which are returned."""
+        matcher = self._matcher
         for token in tokens:
-            if not self._matcher.consume_token(token):
-                raise _failed(self._matcher)
-        forced = self._forced()
-        self._compute(forced)
+            if not matcher.consume_token(token):
+                raise _failed(matcher)
+        forced = self._forced() if self._forces else []
+        self._is_free = self._reasoning.under_way or forced[-1:] == [self._end]
+        if not self._is_free:
+            matcher.unsafe_compute_mask_ptr(self.channel.address, self._mask_bytes)
+        if matcher.is_error():
+            raise _failed(matcher)
         return forced
 
     def _forced(self) -> list[int]:
         if self._reasoning.under_way:
-            return []
-        if not self._forces:
             return []
         if self._matcher.is_stopped():
             return [self._end]
@@ -108,23 +118,14 @@ class Constraint:
         used = self._matcher.try_consume_tokens(forced)
         return forced[:used]
 
-    def _compute(self, forced: list[int]) -> None:
-        if not self._is_free(forced):
-            self._matcher.unsafe_compute_mask_ptr(self.channel.address, self._mask_bytes)
-        if self._matcher.is_error():
-            raise _failed(self._matcher)
-
-    def _is_free(self, forced: list[int]) -> bool:
-        """Whether any token may come behind the forced ones."""
-        return self._reasoning.under_way or forced[-1:] == [self._end]
-
     def _write(self, forced: list[int]) -> None:
-        # Before post(), which lets the event loop see them come back.
-        self._unsampled += len(forced)
-        free = self._is_free(forced)
-        if not free and self._reasoning.may_begin:
+        if forced:
+            # Before post(), which lets the event loop see them come back.
+            self._unsampled += len(forced)
+            self._history += forced
+        if self._reasoning.may_begin and not self._is_free:
             self._reasoning.allow_begin(self.channel.address)
-        self.channel.write(self._position, allows_all=free, forced=forced)
+        self.channel.write(self._position, allows_all=self._is_free, forced=forced)
         self._position += len(forced)
 
 

@@ -321,7 +321,7 @@ def sequence_of(grammar: Grammar) -> tuple[Constraint, Channel]:
     constraint = Constraint(grammar, words, 1, tokenizer.eos_token_id or 0, Reasoning(), forces=False)
     channel: Any = Channel(words)
     constraint.channel = channel
-    constraint._compute([])
+    constraint._next([])
     return constraint, channel
 
 
