@@ -71,8 +71,9 @@ class EngineConfig:
     chat_template: str | None = None
     """Path of a Jinja file that replaces the model's chat template."""
     sandbox: bool = True
-    """Render chat templates, and tokenize by rules that are not known to be quick, in a process of their own, which
-    can be ended; off: in this process, for models whose author is trusted not to hold it up."""
+    """Render chat templates, tokenize by rules that are not known to be quick, and try grammars of requests, in
+    processes of their own, which can be ended; off: in this process, for models whose author is trusted not to hold it
+    up, and requests that are trusted to bring no grammar that fills the memory."""
     sandbox_timeout_s: float = 5.0
     """A request whose template or tokenizer takes longer in that process is refused."""
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"

@@ -70,8 +70,9 @@ class AsyncEngine(VectorMethods, ScoringMethods, SnapshotMethods, TextMethods):
             output = await engine.generate("Once upon a time", SamplingParams(max_tokens=64))
 
     All methods belong to that loop and its thread; another loop gets WrongLoopError. The engine installs no signal
-    handlers. It starts a process that renders chat templates at the first conversation (``sandbox=False``: none), and
-    on a GPU processes that compile kernels while it starts (``compile_processes=False``: none); none outlives it.
+    handlers. It starts a process that renders chat templates at the first conversation, processes that compile grammars
+    at the first of them (``sandbox=False``: none), and on a GPU processes that compile kernels while it starts
+    (``compile_processes=False``: none); none outlives it.
     Several engines may live in one process.
     """
 
@@ -120,7 +121,9 @@ class AsyncEngine(VectorMethods, ScoringMethods, SnapshotMethods, TextMethods):
             self._backend = None
             raise EngineClosedError("the engine was closed while it was loading")
         self._prompts = Prompts(self.config, self._backend.tokenizer, self._backend.model_info)
-        self._structured = StructuredRequests(self._backend.tokenizer, self._backend.model_info)
+        self._structured = StructuredRequests(
+            self._backend.tokenizer, self._backend.model_info, sandbox=self.config.sandbox
+        )
         step_loop = self._backend.step_loop
         self._loop.add_reader(step_loop.wake_fd, self._on_wake)
         if self.config.step_driver == "loop":
@@ -170,7 +173,7 @@ class AsyncEngine(VectorMethods, ScoringMethods, SnapshotMethods, TextMethods):
         if self._prompts is not None:
             await self._prompts.aclose()
         if self._structured is not None:
-            self._structured.close()
+            await self._structured.aclose()
         return await asyncio.to_thread(backend.stop, 5.0)
 
     async def __aenter__(self) -> Self:
@@ -259,7 +262,7 @@ class AsyncEngine(VectorMethods, ScoringMethods, SnapshotMethods, TextMethods):
         prompt_ids = await self._prompts.token_ids(prompt, kept_tokens(params, backend.model_info))
         max_tokens = check_size(backend.model_info, prompt_ids, params)
         check_vocabulary(prompt_ids, backend.model_info.vocab_size)
-        constraints = await self._structured.constraints(params, prompt, prompt_ids)
+        constraints = await self._structured.constraints(params, prompt, prompt_ids, tenant)
         backend = self._serving()  # that may have taken a while
         ends = stop_tokens(backend.model_info, params)
         if constraints and not backend.model_info.eos_token_ids and constraints[0].end not in ends:

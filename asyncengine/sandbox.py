@@ -1,10 +1,10 @@
-"""Programs of a model's author, and the process of their own that runs them: chat templates and odd tokenizers.
+"""Programs of strangers, and the process of their own that runs them: chat templates, odd tokenizers and grammars.
 
 A chat template is a program: it may loop for hours, fill the memory, or spend minutes in one operation that holds the
-interpreter's lock. A regular expression in a tokenizer may take exponential time. Only a process can be ended in the
-middle of either, so this file is also a program: asyncengine.sandbox_process starts it by its path, in a bare
-interpreter, and talks to it through a socket that is its standard input. It imports nothing of asyncengine, so that it
-starts in a tenth of a second.
+interpreter's lock. A regular expression in a tokenizer may take exponential time, and so may the compilation of a
+client's grammar. Only a process can be ended in the middle of one, so this file is also a program:
+asyncengine.sandbox_process starts it by its path, in a bare interpreter, and talks to it through a socket that is its
+standard input. It imports nothing of asyncengine, so that it starts in a tenth of a second.
 
 Requests are ``marshal`` of our own values. Replies are text or numbers, never objects: the program that ran may have
 broken out of Jinja's sandbox and written the reply itself.
@@ -16,6 +16,7 @@ import functools
 import json
 import marshal
 import os
+import runpy
 import signal
 import socket
 import struct
@@ -28,8 +29,10 @@ from typing import Any
 
 LENGTH = struct.Struct("<Q")
 """Precedes each message: its length in bytes."""
-READY, TEXT, IDS, FAILED, TOO_LONG = b"r", b"t", b"i", b"e", b"l"
-"""First byte of a reply. FAILED goes with a message, TOO_LONG with a count of tokens or characters."""
+READY, TEXT, IDS, GRAMMAR, WRONG, FAILED, TOO_LONG = b"r", b"t", b"i", b"g", b"w", b"e", b"l"
+"""First byte of a reply. FAILED and WRONG go with a message, TOO_LONG with a count of tokens or characters."""
+SIZES = struct.Struct("<QQ")
+"""Begins a GRAMMAR's reply: the bytes of its matcher and of a copy. The lowered grammar follows."""
 PIECE = 65536
 """Characters that are tokenized at a time to see whether a long text fits."""
 _LONGEST_MESSAGE = 4000
@@ -125,17 +128,29 @@ def main() -> None:
     _end_with(settings["parent"])
     _limit(settings["memory_bytes"])
     sys.path[:] = settings["path"]
-    import jinja2.sandbox  # noqa: F401  # before the first request, whose time is limited
+    tokenizer, compiling = None, None
+    if (grammars := settings["grammars"]) is not None:
+        compiling = runpy.run_path(grammars["program"])
+        tokenizer = compiling["make_tokenizer"](settings["tokenizer"], grammars["vocab_size"], grammars["ends"])
+        _limit_growth(grammars["memory_bytes"])
+    else:
+        import jinja2.sandbox  # noqa: F401  # before the first request, whose time is limited
 
-    tokenizer = None
-    if settings["tokenizer"] is not None:
-        import tokenizers
+        if settings["tokenizer"] is not None:
+            import tokenizers
 
-        tokenizer = tokenizers.Tokenizer.from_str(settings["tokenizer"])
+            tokenizer = tokenizers.Tokenizer.from_str(settings["tokenizer"])
     _send(channel, READY)
     while request := _receive(channel):
         _limit_time(settings["timeout_s"])
-        _send(channel, _answer(tokenizer, *marshal.loads(request)))
+        if compiling is None:
+            answer = _answer(tokenizer, *marshal.loads(request))
+        else:
+            # The kernel ends the process, wherever it is, after so many seconds of processor time.
+            signal.setitimer(signal.ITIMER_PROF, grammars["processor_s"])
+            answer = _compile(compiling, tokenizer, *marshal.loads(request))
+            signal.setitimer(signal.ITIMER_PROF, 0)
+        _send(channel, answer)
 
 
 def _answer(tokenizer: Any, task: str, *arguments: Any) -> bytes:
@@ -147,6 +162,17 @@ def _answer(tokenizer: Any, task: str, *arguments: Any) -> bytes:
         return TOO_LONG + str(e.count).encode()
     except BaseException as e:  # a template may raise anything; tokenizers panics with a BaseException
         return FAILED + failure(e).encode(errors="replace")
+
+
+def _compile(compiling: dict[str, Any], tokenizer: Any, kind: str, source: str) -> bytes:
+    try:
+        lowered, matcher_bytes, copy_bytes = compiling["try_grammar"](tokenizer, kind, source)
+    except ValueError as e:
+        return WRONG + failure(e).encode(errors="replace")
+    except BaseException as e:  # the library panics with a BaseException
+        return FAILED + failure(e).encode(errors="replace")
+    text: str = lowered
+    return GRAMMAR + SIZES.pack(matcher_bytes, copy_bytes) + text.encode(errors="surrogatepass")
 
 
 def _receive(channel: socket.socket) -> bytes | None:
@@ -197,6 +223,14 @@ def _limit(memory_bytes: int) -> None:
             resource.setrlimit(kind, (value, value))
         except (OSError, ValueError):  # macOS refuses some of them
             continue
+
+
+def _limit_growth(growth_bytes: int) -> None:
+    """Bound this process's memory to what it has and ``growth_bytes`` more, where the system says what it has."""
+    if sys.platform == "linux":
+        with open("/proc/self/statm") as file:
+            has = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        _limit(has + growth_bytes)
 
 
 def _limit_time(timeout_s: float) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import marshal
 import os
 import socket
@@ -35,8 +36,23 @@ _START_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 5.0
 _SMALL_IN_A_ROW = 8
 _CHUNK = 1 << 18
+_LOWERED = 8
+"""Bytes of a lowered grammar for a character of its text, at most."""
 _INHERITED = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "TZ")
 """Environment variables that the process gets: those the interpreter needs to start, and the time zone."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarLimits:
+    """A process that compiles grammars, and nothing else: for which vocabulary, and how much one may take."""
+
+    program: str
+    """Path of asyncengine.structured.compiling."""
+    vocab_size: int
+    ends: list[int]
+    processor_s: float
+    """Seconds of processor time."""
+    memory_bytes: int
 
 
 @dataclass(eq=False, slots=True)
@@ -56,9 +72,13 @@ class SandboxProcess:
     jobs behind it go to a new one. All methods belong to one event loop.
     """
 
-    def __init__(self, tokenizer: str | None, timeout_s: float) -> None:
-        """``tokenizer`` is the text of a tokenizer.json, None where the process only renders templates."""
+    def __init__(self, tokenizer: str | None, timeout_s: float, grammars: GrammarLimits | None = None) -> None:
+        """``tokenizer`` is the text of a tokenizer.json, None where the process only renders templates.
+
+        With ``grammars`` the process only compiles grammars.
+        """
         self._tokenizer = tokenizer
+        self._grammars = grammars
         self._timeout_s = timeout_s
         self._small: deque[_Job] = deque()
         self._large: deque[_Job] = deque()
@@ -100,6 +120,20 @@ class SandboxProcess:
         ids.frombytes(body)
         return ids.tolist()
 
+    async def compile(self, kind: str, source: str) -> tuple[str, int, int]:
+        """A grammar in the library's form, and the bytes of its matcher and of a copy. Raises InvalidRequestError."""
+        param = "structured_outputs"
+        message = marshal.dumps((kind, source))
+        reply_limit = _CHUNK + _LOWERED * len(source)
+        tag, body = await self._run(message, reply_limit, param, f"{param}: the grammar's compilation")
+        if tag == sandbox.WRONG:
+            raise InvalidRequestError(f"{param}: {body.decode(errors='replace').strip()[:500]}", param=param)
+        sizes, lowered = body[: sandbox.SIZES.size], body[sandbox.SIZES.size :]
+        if tag != sandbox.GRAMMAR or len(sizes) < sandbox.SIZES.size:
+            raise InvalidRequestError(f"{param}: the grammar's compilation failed", param=param)
+        matcher_bytes, copy_bytes = sandbox.SIZES.unpack(sizes)
+        return lowered.decode(errors="replace"), matcher_bytes, copy_bytes
+
     def release(self) -> None:
         """End the process if it has nothing to do; the next job starts another."""
         if self._current is None:
@@ -126,6 +160,18 @@ class SandboxProcess:
         for process in getattr(self, "_ending", ()):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=1.0)
+
+    @property
+    def _purpose(self) -> str:
+        return "chat templates" if self._grammars is None else "grammars"
+
+    @property
+    def _why_ended(self) -> str:
+        if self._grammars is None or not self._ready:
+            return "ended without an answer, for lack of memory perhaps"
+        limits = self._grammars
+        memory = f"{limits.memory_bytes >> 20} MiB of memory"
+        return f"takes more than {limits.processor_s:g} s of processor time or {memory}"
 
     # ---- jobs ----
 
@@ -165,7 +211,7 @@ class SandboxProcess:
             except OSError as e:
                 self._current = None
                 self._end_process()
-                _fail(job, EngineError(f"no process could be started for chat templates: {e}"))
+                _fail(job, EngineError(f"no process could be started for {self._purpose}: {e}"))
 
     def _has_ended(self) -> bool:
         assert self._channel is not None
@@ -200,7 +246,7 @@ class SandboxProcess:
         job, self._current, started = self._current, None, self._ready
         self._end_process()
         if job is not None and not started:
-            _fail(job, EngineError(f"the process for chat templates did not start: it {reason}"))
+            _fail(job, EngineError(f"the process for {self._purpose} did not start: it {reason}"))
         elif job is not None:
             _fail(job, InvalidRequestError(f"{job.subject} failed: it {reason}", param=job.param))
         self._advance()
@@ -218,7 +264,7 @@ class SandboxProcess:
 
     def _start(self) -> None:
         if not sys.executable or getattr(sys, "frozen", False):  # a frozen program would start itself
-            raise OSError("there is no Python interpreter to run them; sandbox=False renders them in this process")
+            raise OSError("there is no Python interpreter to run it; sandbox=False does its work in this process")
         assert self._loop is not None
         ours, theirs = socket.socketpair()
         try:
@@ -242,6 +288,7 @@ class SandboxProcess:
             "memory_bytes": _MEMORY_BYTES + _PER_TOKENIZER_BYTE * len(self._tokenizer or ""),
             "tokenizer": self._tokenizer,
             "timeout_s": self._timeout_s,
+            "grammars": None if self._grammars is None else dataclasses.asdict(self._grammars),
         }
         self._send(marshal.dumps(settings))
 
@@ -299,7 +346,7 @@ class SandboxProcess:
         except OSError:
             data = b""
         if not data:
-            self._lose("ended without an answer, for lack of memory perhaps")
+            self._lose(self._why_ended)
             return
         self._received += data
         if len(self._received) < sandbox.LENGTH.size:

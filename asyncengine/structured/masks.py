@@ -7,15 +7,17 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from asyncengine import _core
 from asyncengine.errors import AsyncEngineError, InternalError, InvalidRequestError
-from asyncengine.structured.grammars import PARAM
+from asyncengine.structured.grammars import PARAM, Grammar, Held
 from asyncengine.structured.reasoning import Reasoning
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+
+T = TypeVar("T")
 
 MAX_THREADS = 8
 
@@ -28,18 +30,33 @@ class Constraint:
     """
 
     def __init__(
-        self, matcher: LLMatcher, mask_words: int, prompt_len: int, end: int, reasoning: Reasoning, *, forces: bool
+        self,
+        grammar: Grammar,
+        mask_words: int,
+        prompt_len: int,
+        end: int,
+        reasoning: Reasoning,
+        *,
+        forces: bool,
+        held: Held | None = None,
     ) -> None:
         """Compute the first mask. ``end``: the token that ends the sequence where the grammar does. ``forces``: tokens
-        that the grammar leaves no choice of are appended unsampled."""
+        that the grammar leaves no choice of are appended unsampled. ``held`` counts the memory of this object."""
         self.channel = _core.MaskChannel(mask_words)
-        self._matcher = matcher.deep_copy()
+        self._grammar = grammar
+        self._held = held
+        self._history: list[int] = []  # tokens that the matcher has taken in
         self._mask_bytes = 4 * mask_words
         self._position = prompt_len  # of the token that the last mask is for
         self.end = end
         self._reasoning = reasoning
         self._forces = forces
         self._unsampled = 0  # tokens that were forced and have not come back yet: the event loop's
+        self._is_free = False  # any token may come behind what is known
+        self._begin()
+        self._forces = False  # the first message forces nothing
+        self._next([])
+        self._forces = forces
         self._write([])
 
     def advance(self, tokens: Sequence[int]) -> list[int]:
@@ -50,19 +67,48 @@ class Constraint:
 
     def work(self, tokens: Sequence[int]) -> None:
         """Take in sampled tokens, and hand on the next mask. Raises InvalidRequestError if the grammar fails."""
-        for token in tokens:
-            if self._reasoning.take(token):
-                continue
-            if not self._matcher.consume_token(token):
-                raise _failed(self._matcher)
+        reasoning = self._reasoning
+        taken = [token for token in tokens if not reasoning.take(token)] if reasoning.is_open else tokens
         self._position += len(tokens)
-        self._write(self._forced())
+        self._history += taken
+        try:
+            forced = self._next(taken)
+        except InvalidRequestError:
+            forced = self._next_of_another()
+        self._write(forced)
         self.channel.post()
+
+    def _begin(self) -> None:
+        self._matcher = self._grammar.deep_copy()
+        self._generation = self._grammar.generation
+
+    def _next_of_another(self) -> list[int]:
+        """``_next`` with another automaton: sequences of this grammar may have made theirs too large."""
+        grammar = self._grammar
+        with grammar.lock:
+            grammar.renew(self._generation)
+            self._begin()
+            grammar.has_failed = True  # unless this sequence gets on with it
+            forced = self._next(self._history)
+            grammar.has_failed = False
+        return forced
+
+    def _next(self, tokens: Sequence[int]) -> list[int]:
+        """Compute the mask behind these tokens and those that they force, which are returned."""
+        matcher = self._matcher
+        for token in tokens:
+            if not matcher.consume_token(token):
+                raise _failed(matcher)
+        forced = self._forced() if self._forces else []
+        self._is_free = self._reasoning.under_way or forced[-1:] == [self.end]
+        if not self._is_free:
+            matcher.unsafe_compute_mask_ptr(self.channel.address, self._mask_bytes)
+        if matcher.is_error():
+            raise _failed(matcher)
+        return forced
 
     def _forced(self) -> list[int]:
         if self._reasoning.under_way:
-            return []
-        if not self._forces:
             return []
         if self._matcher.is_stopped():
             return [self.end]
@@ -73,16 +119,13 @@ class Constraint:
         return forced[:used]
 
     def _write(self, forced: list[int]) -> None:
-        # Before post(), which lets the event loop see them come back.
-        self._unsampled += len(forced)
-        free = self._reasoning.under_way or forced[-1:] == [self.end]
-        if not free:
-            self._matcher.unsafe_compute_mask_ptr(self.channel.address, self._mask_bytes)
-        if self._matcher.is_error():
-            raise _failed(self._matcher)
-        if not free and self._reasoning.may_begin:
+        if forced:
+            # Before post(), which lets the event loop see them come back.
+            self._unsampled += len(forced)
+            self._history += forced
+        if self._reasoning.may_begin and not self._is_free:
             self._reasoning.allow_begin(self.channel.address)
-        self.channel.write(self._position, allows_all=free, forced=forced)
+        self.channel.write(self._position, allows_all=self._is_free, forced=forced)
         self._position += len(forced)
 
 
@@ -92,6 +135,11 @@ _WORTH_FORCING = 2
 
 def _failed(matcher: LLMatcher) -> InvalidRequestError:
     return InvalidRequestError(f"{PARAM}: the grammar failed: {matcher.get_error()[:500]}", param=PARAM)
+
+
+def _settle(outcome: asyncio.Future[T], result: T) -> None:
+    if not outcome.done():
+        outcome.set_result(result)
 
 
 Work = tuple[Callable[[], None], Callable[[AsyncEngineError], None]]
@@ -111,6 +159,22 @@ class MaskWorkers:
         if not self._threads:
             self._start()
         self._queue.put((work, fail))
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """``call()``, on one of the threads. Raises what it raises."""
+        outcome: asyncio.Future[T] = self._loop.create_future()
+
+        def work() -> None:
+            result = call()
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(_settle, outcome, result)
+
+        def fail(error: AsyncEngineError) -> None:
+            if not outcome.done():
+                outcome.set_exception(error)
+
+        self.submit(work, fail)
+        return await outcome
 
     def close(self) -> None:
         """Let the threads end. Idempotent."""

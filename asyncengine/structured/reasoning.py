@@ -24,6 +24,11 @@ class Reasoning:
     may_begin: bool = False
     """The next token may begin it."""
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the next token may belong to the part."""
+        return self.under_way or self.may_begin
+
     def take(self, token: int) -> bool:
         """Whether a new token belongs to the part, its markers included."""
         if self.under_way:

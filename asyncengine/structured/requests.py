@@ -25,15 +25,20 @@ if TYPE_CHECKING:
 class StructuredRequests:
     """All methods belong to the engine's event loop. Nothing is made before the first request."""
 
-    def __init__(self, tokenizer: Tokenizer | None, model: ModelInfo) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, model: ModelInfo, *, sandbox: bool) -> None:
+        """With ``sandbox`` grammars are tried in processes of their own."""
         self._tokenizer = tokenizer
+        self._sandbox = sandbox
         self._model = model
         self._grammars: Grammars | None = None
         self._workers = MaskWorkers(asyncio.get_running_loop(), "masks")
         self._processors = MaskWorkers(asyncio.get_running_loop(), "logits")
 
-    async def constraints(self, params: SamplingParams, prompt: Prompt, prompt_ids: Sequence[int]) -> list[Constraint]:
-        """One for each of the n sequences, none without a grammar. Raises InvalidRequestError."""
+    async def constraints(
+        self, params: SamplingParams, prompt: Prompt, prompt_ids: Sequence[int], tenant: str | None
+    ) -> list[Constraint]:
+        """One for each of the n sequences, none without a grammar. Raises InvalidRequestError, EngineOverloadedError,
+        EngineClosedError."""
         asked = params.structured_outputs
         if asked is None:
             return []
@@ -43,11 +48,12 @@ class StructuredRequests:
         if not ends:
             raise InvalidRequestError(f"{PARAM}: this model has no end-of-sequence token", param=PARAM)
         if self._grammars is None:
-            self._grammars = Grammars(self._tokenizer, self._model.vocab_size, ends)
-        matcher = await self._grammars.compile(asked)
+            self._grammars = Grammars(self._tokenizer, self._model.vocab_size, ends, sandbox=self._sandbox)
+        grammar = await self._grammars.compile(asked, tenant)
         continued = prompt.continued if isinstance(prompt, Conversation) else ""
         is_chat = isinstance(prompt, Conversation) or (not isinstance(prompt, str) and isinstance(prompt[0], dict))
         words = -(-self._model.vocab_size // 32)
+        held = self._grammars.hold(params.n * (grammar.copy_bytes + 4 * words), tenant)
         # A token that nobody samples has no log probability, and is in no history of penalties.
         forces = not (params.wants_logprobs or params.penalized or params.bad_words or params.no_repeat_ngram_size)
 
@@ -55,17 +61,18 @@ class StructuredRequests:
             assert self._tokenizer is not None
             return [
                 Constraint(
-                    matcher,
+                    grammar,
                     words,
                     len(prompt_ids),
                     ends[0],
                     reasoning_at(self._tokenizer, prompt_ids, is_chat=is_chat, continued=continued),
                     forces=forces,
+                    held=held,
                 )
                 for _ in range(params.n)
             ]
 
-        return await self._grammars.run(make)
+        return await self._workers.run(make)
 
     def advance(self, constraint: Constraint, tokens: Sequence[int], fail: Callable[[AsyncEngineError], None]) -> None:
         """Tokens have come: have the next mask computed. ``fail`` gets the error if there is none."""
@@ -99,9 +106,9 @@ class StructuredRequests:
         if self._grammars is not None:
             self._grammars.release()
 
-    def close(self) -> None:
+    async def aclose(self) -> None:
         """Grammars that are being compiled fail with EngineClosedError. Idempotent."""
         self._workers.close()
         self._processors.close()
         if self._grammars is not None:
-            self._grammars.close()
+            await self._grammars.aclose()
