@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from asyncengine.conversation import Conversation
-from asyncengine.request import CompletionOutput, Prompt, RequestOutput, SamplingParams
+from asyncengine.request import CompletionOutput, FinishReason, Prompt, RequestOutput, SamplingParams
 from asyncengine.server import protocol
 from asyncengine.server.chat_chunks import ChatFormat, DetailedFormat, ParsedFormat
 from asyncengine.server.config import ServerConfig
@@ -18,7 +18,7 @@ from asyncengine.server.errors import bad_request
 from asyncengine.server.generation import Endpoint, Job
 from asyncengine.server.logprobs import ChatLogProbs, PromptLogProb
 from asyncengine.server.messages import Message, as_messages
-from asyncengine.server.parsing import parse
+from asyncengine.server.parsing import ParsedOutput, parse
 from asyncengine.server.parsing.choose import Parsing
 from asyncengine.server.preparing import prepare
 from asyncengine.server.protocol import NOTHING, BodyDecoder, GenerationBody, UsageBody, sampling_params
@@ -130,7 +130,7 @@ class Chat(Endpoint):
     def document(self, job: Job, outputs: list[RequestOutput]) -> ChatCompletion:
         sequences = [(output, s) for output in outputs for s in output.outputs]
         with_ids, logprobs = job.body.return_token_ids, job.choice_logprobs
-        messages = [_answer(job, output, s) for output, s in sequences]
+        answers = [_answer(job, output, s) for output, s in sequences]
         return ChatCompletion(
             id=job.id,
             created=job.created,
@@ -138,12 +138,12 @@ class Chat(Endpoint):
             choices=[
                 ChatChoice(
                     index=i,
-                    message=message,
+                    message=_message(parsed, forced=_is_forced(job)),
                     logprobs=None if logprobs is None else logprobs.chat(i, s) or ChatLogProbs([]),
-                    finish_reason="tool_calls" if message.tool_calls and s.finish_reason == "stop" else s.finish_reason,
+                    finish_reason=_finish_reason(parsed, s.finish_reason),
                     token_ids=s.token_ids if with_ids else UNSET,
                 )
-                for i, ((_, s), message) in enumerate(zip(sequences, messages, strict=True))
+                for i, ((_, s), parsed) in enumerate(zip(sequences, answers, strict=True))
             ],
             usage=UsageBody.of([output.usage for output in outputs], _reasoning_tokens(job, outputs)),
             prompt_token_ids=outputs[0].prompt_token_ids if with_ids else UNSET,
@@ -151,12 +151,20 @@ class Chat(Endpoint):
         )
 
 
-def _answer(job: Job, output: RequestOutput, sequence: CompletionOutput) -> AssistantMessage:
+def _answer(job: Job, output: RequestOutput, sequence: CompletionOutput) -> ParsedOutput:
     if job.parsing is None:
-        return AssistantMessage(content=sequence.text)
-    parsed = parse(job.parsing.parser(job.tokenizer, output.prompt_token_ids), sequence.text)
+        return ParsedOutput(sequence.text, "", [])
+    parser = job.parsing.parser(job.tokenizer, output.prompt_token_ids)
+    return parse(parser, sequence.text, cut=sequence.finish_reason != FinishReason.STOP)
+
+
+def _is_forced(job: Job) -> bool:
+    return job.parsing is not None and bool(job.parsing.calls.forced)
+
+
+def _message(parsed: ParsedOutput, *, forced: bool) -> AssistantMessage:
     return AssistantMessage(
-        content=parsed.content if parsed.content or not parsed.tool_calls else None,
+        content=None if not parsed.content and (parsed.tool_calls or forced) else parsed.content,
         reasoning_content=parsed.reasoning or UNSET,
         tool_calls=[
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
@@ -164,6 +172,11 @@ def _answer(job: Job, output: RequestOutput, sequence: CompletionOutput) -> Assi
         ]
         or UNSET,
     )
+
+
+def _finish_reason(parsed: ParsedOutput, reason: FinishReason) -> str:
+    called = parsed.tool_calls and reason == FinishReason.STOP and not parsed.unfinished
+    return "tool_calls" if called else reason
 
 
 def _reasoning_tokens(job: Job, outputs: list[RequestOutput]) -> int | None:

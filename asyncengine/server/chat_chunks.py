@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncengine.request import RequestDelta, Usage
+from asyncengine.request import FinishReason, RequestDelta, Usage
 from asyncengine.server.generation import Job
 from asyncengine.server.parsing import OutputParser, ParsedDelta, ToolCallDelta
 from asyncengine.server.parsing.choose import Parsing, ReasoningTokens
@@ -90,7 +90,7 @@ class ParsedFormat(ChatFormat):
             counter.push(delta.token_ids)
         parsed = [parser.push(delta.text)] if delta.text else []
         if delta.finish_reason is not None:
-            parsed.append(parser.finish())
+            parsed.append(parser.finish(cut=delta.finish_reason != FinishReason.STOP))
         payloads = [payload for piece in parsed for payload in self._payloads(index, piece)]
         details, logprobs = self._details(index, delta)
         if details is not None and not payloads:
@@ -99,7 +99,7 @@ class ParsedFormat(ChatFormat):
             out += self._chunk(index, payload + (details or b""), usage, logprobs=logprobs)
             details, logprobs = None, b"null"
         if delta.finish_reason is not None:
-            called = index in self._called and delta.finish_reason == "stop"
+            called = index in self._called and delta.finish_reason == FinishReason.STOP and not parser.unfinished
             out += self._chunk(index, b'"delta":{}', usage, "tool_calls" if called else delta.finish_reason)
         return out
 
