@@ -2,7 +2,7 @@
 # make test    everything CI runs
 # make fuzz    coverage-guided fuzzing of what others write, FUZZ_SECONDS for each target (default: 600)
 # make soak    mixed traffic for SOAK_MINUTES (default: 30), memory and descriptors watched; the scheduler beside its
-#              model for a million operations
+#              model for a million operations; random mixes of features under pressure beside the same requests alone
 # make sanitize  the tests of cancellation, preemption and the scheduler over a core with sanitizers
 # make test-gpu  tests/gpu on a machine with one: GPU_PROCESSES at once (default: 8), then those that must be alone
 # make clients   other projects' clients (lm_eval, LiteLLM, LangChain and others) against a server with the bundled model
@@ -65,6 +65,7 @@ fuzz: install
 soak: install
 	$(BIN)/python -m tests.core.long_run --operations 1000000 --seed 1
 	$(BIN)/python -m tests.soak.mixed --minutes $(SOAK_MINUTES) --seed 1
+	$(BIN)/python -m tests.soak.features --minutes $(SOAK_MINUTES) --seed 1
 
 sanitize: install
 	$(BIN)/pip install --quiet --constraint constraints.txt pybind11

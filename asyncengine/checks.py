@@ -24,6 +24,14 @@ def quoted(value: object) -> str:
     return f"an object of type {type(value).__name__}"  # whose repr may be long, slow, or fail
 
 
+def said(exc: BaseException) -> str:
+    """An exception of unknown code for an error text: 500 characters of its ``repr``, or its type if that fails."""
+    try:
+        return repr(exc)[:500]
+    except BaseException:
+        return type(exc).__name__
+
+
 def number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise InvalidRequestError(f"{name} must be a number, got {quoted(value)}", param=name)

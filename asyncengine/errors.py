@@ -112,7 +112,10 @@ class UsageError(AsyncEngineError, RuntimeError):
 
 
 class LogitsProcessorError(UsageError):
-    """A logits_processor raised (``__cause__``), or left no logits to draw from. It ends its own request alone."""
+    """A logits_processor raised (``__cause__``), took too long, or left no logits to draw from.
+
+    It ends its own request alone.
+    """
 
 
 class WrongLoopError(UsageError):

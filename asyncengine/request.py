@@ -72,7 +72,8 @@ class FinishReason(StrEnum):
 
 
 #: Gets the token ids so far, prompt and output, and logits, a NumPy array float32 [vocabulary] to change in place, as
-#: they are after penalties, biases and bans. May return others in their place. Runs on a thread, as long as it likes.
+#: they are after penalties, biases and bans. May return others in their place. It runs on a thread
+#: and has 30 s for each token.
 LogitsProcessor = Callable[[Sequence[int], Any], Any]
 
 

@@ -291,6 +291,8 @@ class RequestStream:
     def _end(self) -> None:
         """Nothing more will be fed."""
         self._done = True
+        for sequence in self._processed:
+            sequence.end()
         if self._deadline is not None:
             self._deadline.cancel()  # it would hold the request's memory until then
             self._deadline = None

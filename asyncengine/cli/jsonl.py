@@ -5,7 +5,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import stat
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Self
 
@@ -73,6 +75,8 @@ class Results:
         except OSError as exc:
             raise ConfigError(f"cannot write {path}: {exc.strerror}") from None
         try:
+            if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+                raise ConfigError(f"cannot write {path}: results go to a regular file")
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -100,14 +104,22 @@ class Results:
         return key in self._places
 
     def add(self, record: dict[str, Any]) -> None:
-        """Append one result."""
+        """Append one result. Raises OSError if it cannot be written; the file then has the results before it."""
         line = _encode(record)
-        self._note(record, self._file.seek(0, os.SEEK_END), line)
-        self._file.write(line)
-        self._file.flush()
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            _write(self._file.fileno(), line)
+        except OSError as exc:
+            with suppress(OSError):
+                self._file.truncate(end)
+            raise OSError(exc.errno, f"cannot write the results: {exc.strerror}", self._path) from exc
+        self._note(record, end, line)
 
     def put_in_order(self) -> None:
-        """Give the lines the order of the requests. The file is replaced at once: it is whole at any time."""
+        """Give the lines the order of the requests. The file is replaced at once: it is whole at any time.
+
+        Raises OSError if there is no room for a second file; the first one then stays as it is.
+        """
         kept = [self._places[key] for key in self._order if key in self._places]
         if kept != sorted(kept):
             self._replace(kept)
@@ -140,17 +152,30 @@ class Results:
     def _replace(self, places: list[tuple[int, int]]) -> None:
         """Keep these lines, in this order."""
         by_place = {place: key for key, place in self._places.items()}
-        self._places = {}
+        moved: dict[Key, tuple[int, int]] = {}
         beside = self._path + ".part"
-        with open(beside, "wb") as file:
-            for offset, length in places:
-                self._file.seek(offset)
-                self._places[by_place[offset, length]] = file.tell(), length
-                file.write(self._file.read(length))
+        try:
+            with open(beside, "wb", buffering=0) as file:
+                for offset, length in places:
+                    self._file.seek(offset)
+                    moved[by_place[offset, length]] = file.tell(), length
+                    _write(file.fileno(), self._file.read(length))
+        except OSError as exc:
+            with suppress(OSError):
+                os.unlink(beside)
+            raise OSError(exc.errno, f"cannot put the results in order: {exc.strerror}", self._path) from exc
+        self._places = moved
         replaced, self._file = self._file, open(beside, "a+b")  # noqa: SIM115 - closed by __exit__
         fcntl.flock(self._file, fcntl.LOCK_EX)
         os.replace(beside, self._path)
         replaced.close()
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    """All of ``data``, past any buffer: what a full disk refuses is not kept for later."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
 
 
 def _encode(record: dict[str, Any]) -> bytes:

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from asyncengine.conversation import Conversation
-from asyncengine.request import CompletionOutput, Prompt, RequestOutput, SamplingParams
+from asyncengine.request import CompletionOutput, FinishReason, Prompt, RequestOutput, SamplingParams
 from asyncengine.server.chat_chunks import ChatFormat, DetailedFormat, ParsedFormat
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.effort import with_effort
@@ -17,7 +17,7 @@ from asyncengine.server.errors import bad_request
 from asyncengine.server.generation import Endpoint, Job, joined
 from asyncengine.server.logprobs import ChatLogProbs, PromptLogProb
 from asyncengine.server.messages import Message, as_messages
-from asyncengine.server.parsing import parse
+from asyncengine.server.parsing import ParsedOutput, parse
 from asyncengine.server.parsing.choose import Parsing
 from asyncengine.server.preparing import prepare
 from asyncengine.server.protocol import BodyDecoder, GenerationBody, UsageBody, sampling_params
@@ -138,12 +138,12 @@ class Chat(Endpoint):
 
 def _choice(job: Job, index: int, output: RequestOutput, sequence: CompletionOutput) -> Iterator[bytes]:
     """One choice of a response as JSON, in parts."""
-    message, reason = _answer(job, output, sequence), sequence.finish_reason
+    parsed = _answer(job, output, sequence)
     choice = encode(
         ChatChoice(
             index=index,
-            message=message,
-            finish_reason="tool_calls" if message.tool_calls and reason == "stop" else reason,
+            message=_message(job, parsed),
+            finish_reason=_finish_reason(parsed, sequence.finish_reason),
             token_ids=sequence.token_ids if job.body.return_token_ids else UNSET,
         )
     )
@@ -156,12 +156,20 @@ def _choice(job: Job, index: int, output: RequestOutput, sequence: CompletionOut
     yield b'],"refusal":null}' + end
 
 
-def _answer(job: Job, output: RequestOutput, sequence: CompletionOutput) -> AssistantMessage:
+def _answer(job: Job, output: RequestOutput, sequence: CompletionOutput) -> ParsedOutput:
     if job.parsing is None:
-        return AssistantMessage(content=sequence.text)
-    parsed = parse(job.parsing.parser(job.tokenizer, output.prompt_token_ids), sequence.text)
+        return ParsedOutput(sequence.text, "", [])
+    parser = job.parsing.parser(job.tokenizer, output.prompt_token_ids)
+    return parse(parser, sequence.text, cut=sequence.finish_reason != FinishReason.STOP)
+
+
+def _is_forced(job: Job) -> bool:
+    return job.parsing is not None and bool(job.parsing.calls.forced)
+
+
+def _message(job: Job, parsed: ParsedOutput) -> AssistantMessage:
     return AssistantMessage(
-        content=parsed.content if parsed.content or not parsed.tool_calls else None,
+        content=None if not parsed.content and (parsed.tool_calls or _is_forced(job)) else parsed.content,
         reasoning_content=(parsed.reasoning if _tells_reasoning(job) else "") or UNSET,
         tool_calls=[
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
@@ -173,6 +181,11 @@ def _answer(job: Job, output: RequestOutput, sequence: CompletionOutput) -> Assi
 
 def _tells_reasoning(job: Job) -> bool:
     return isinstance(job.body, ChatBody) and job.body.include_reasoning is not False
+
+
+def _finish_reason(parsed: ParsedOutput, reason: FinishReason) -> str:
+    called = parsed.tool_calls and reason == FinishReason.STOP and not parsed.unfinished
+    return "tool_calls" if called else reason
 
 
 def _reasoning_tokens(job: Job, outputs: list[RequestOutput]) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from asyncengine.request import RequestDelta, Usage
+from asyncengine.request import FinishReason, RequestDelta, Usage
 from asyncengine.server.generation import Job
 from asyncengine.server.parsing import OutputParser, ParsedDelta, ToolCallDelta
 from asyncengine.server.parsing.choose import Parsing, ReasoningTokens
@@ -104,7 +104,7 @@ class ParsedFormat(ChatFormat):
             counter.push(delta.token_ids)
         parsed = [parser.push(delta.text)] if delta.text else []
         if delta.finish_reason is not None:
-            parsed.append(parser.finish())
+            parsed.append(parser.finish(cut=delta.finish_reason != FinishReason.STOP))
         payloads = [payload for piece in parsed for payload in self._payloads(index, piece)]
         batches = iter(()) if self._logprobs is None else self._logprobs.chat(index, delta)
         logprobs = next(batches, None)
@@ -118,7 +118,7 @@ class ParsedFormat(ChatFormat):
             yield out
             out = self._chunk(index, _EMPTY, usage, logprobs=encode(logprobs))
         if delta.finish_reason is not None:
-            called = index in self._called and delta.finish_reason == "stop"
+            called = index in self._called and delta.finish_reason == FinishReason.STOP and not parser.unfinished
             out += self._chunk(index, b'"delta":{}', usage, "tool_calls" if called else delta.finish_reason)
         yield out
 

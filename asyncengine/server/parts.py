@@ -106,7 +106,7 @@ class PartFormat(StreamFormat):
             out += self._add(self._parser.push(delta.text))
         if delta.finish_reason is not None:
             if self._parser is not None:
-                out += self._add(self._parser.finish())
+                out += self._add(self._parser.finish(cut=delta.finish_reason != FinishReason.STOP))
             assert delta.usage is not None
             reasoned = 0 if self._reasoning is None else self._reasoning.count
             out += self._end(Ending(delta.finish_reason, delta.stop_reason, delta.usage, reasoned))
@@ -174,5 +174,6 @@ class PartFormat(StreamFormat):
 
     def _end(self, ending: Ending) -> bytes:
         if self._open is not None:
-            self._open.complete = ending.reason is FinishReason.STOP
+            unfinished = self._parser is not None and self._parser.unfinished
+            self._open.complete = ending.reason is FinishReason.STOP and not unfinished
         return self._close() + self.ended(ending)

@@ -15,6 +15,7 @@ from asyncengine.server.messages import adapt, with_tools_listed
 from asyncengine.server.parsing.choose import Formats, Parsing, formats_of
 from asyncengine.server.parsing.grammars import call_grammar, content_grammar, form_in, lazy_grammar, serves
 from asyncengine.server.parsing.names import HARMONY
+from asyncengine.server.parsing.parser import CallRules
 from asyncengine.server.tools import ToolUse
 from asyncengine.structured_outputs import StructuredOutputs
 from asyncengine.tokenization import Tokenizer
@@ -55,8 +56,13 @@ def prepare(
         parsing = replace(
             parsing,
             tools=chosen,
-            names=frozenset(tool.name for tool in use.tools),
-            most_calls=None if use.parallel and use.choice != "function" else 1,
+            calls=CallRules(
+                most=None if use.parallel and use.choice != "function" else 1,
+                names=frozenset(tool.name for tool in use.tools),
+                bare=frozenset(tool.name for tool in use.tools if tool.takes_nothing),
+                live=params.structured_outputs is not None,
+                forced=frozenset(tool.name for tool in use.forced),
+            ),
             param=_param(use) if use.forced else None,
         )
     elif formats.reasoning == HARMONY and (schema := _schema(params)) is not None:

@@ -144,7 +144,8 @@ class ResponseFormat(PartFormat):
         )
 
     def ended(self, ending: Ending) -> bytes:
-        out = self.empty_text() if not self.parts else b""
+        forced = self.job.parsing is not None and self.job.parsing.calls.forced
+        out = self.empty_text() if not self.parts and not forced else b""
         response, usage = self.response, ending.usage
         if ending.reason is not FinishReason.STOP:
             reason = "timeout" if ending.reason is FinishReason.TIMEOUT else "max_output_tokens"

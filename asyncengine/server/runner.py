@@ -20,7 +20,7 @@ from asyncengine.server.engine_api import Engine
 from asyncengine.server.example import example_request
 
 if TYPE_CHECKING:
-    from asyncengine.server.tls import Certificates
+    from asyncengine.server.tls import Handshakes
 
 logger = logging.getLogger("asyncengine.server")
 
@@ -34,15 +34,16 @@ _CUT_TIMEOUT_S = 2.0
 class _Server(web.Server):
     """aiohttp's connection factory for ``Connection``."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: App, handshakes: Handshakes | None) -> None:
         # Without cancellation, a request whose client left would run to its end.
         super().__init__(self._handle, handler_cancellation=True)
         self._app = app
+        self._handshakes = handshakes
         self.watch = Watch(self)
 
     def __call__(self) -> web.RequestHandler:
         config = self._app.config
-        return Connection(
+        connection = Connection(
             self,
             loop=asyncio.get_running_loop(),
             access_log=None,
@@ -52,6 +53,8 @@ class _Server(web.Server):
             read_timeout_s=config.read_timeout_s,
             unacknowledged_s=config.write_timeout_s,
         )
+        # aiohttp hands what this returns to the event loop, and does nothing else with it.
+        return connection if self._handshakes is None else self._handshakes.begin(connection)  # type: ignore[return-value]
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         connection = request.protocol
@@ -78,26 +81,25 @@ class HttpServer:
     def __init__(self, config: ServerConfig) -> None:
         self.app = App(config)
         self._config = config
-        self._certificates: Certificates | None = None
+        self._handshakes: Handshakes | None = None
         if config.ssl_certfile is not None:
-            from asyncengine.server.tls import Certificates
+            from asyncengine.server.tls import Certificates, Handshakes
 
-            self._certificates = Certificates(config.ssl_certfile, config.ssl_keyfile)
-        self._server = _Server(self.app)
+            self._handshakes = Handshakes(Certificates(config.ssl_certfile, config.ssl_keyfile))
+        self._server = _Server(self.app, self._handshakes)
         self._runner = web.ServerRunner(self._server, shutdown_timeout=_CUT_TIMEOUT_S)
 
     async def start(self) -> None:
         """Listen. Raises OSError, for one when the port or the socket is taken."""
         await self._runner.setup()
         site: web.BaseSite
-        context = None if self._certificates is None else self._certificates.context
         try:
             if self._config.uds is not None:
                 await _check_unused(self._config.uds)
-                site = web.UnixSite(self._runner, self._config.uds, backlog=_BACKLOG, ssl_context=context)
+                site = web.UnixSite(self._runner, self._config.uds, backlog=_BACKLOG)
             else:
                 host, port = self._config.host, self._config.port
-                site = web.TCPSite(self._runner, host, port, backlog=_BACKLOG, ssl_context=context)
+                site = web.TCPSite(self._runner, host, port, backlog=_BACKLOG)
             await site.start()
         except BaseException:
             await self.aclose()
@@ -109,7 +111,7 @@ class HttpServer:
         if self._config.uds is not None:
             return f"unix:{self._config.uds}"
         host, port = self._runner.addresses[0][:2]
-        scheme = "http" if self._certificates is None else "https"
+        scheme = "http" if self._handshakes is None else "https"
         return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     async def drain(self) -> bool:
@@ -130,6 +132,8 @@ class HttpServer:
         try:
             await self._runner.cleanup()
         finally:
+            if self._handshakes is not None:
+                self._handshakes.close()
             self._server.watch.close()
 
 

@@ -18,6 +18,9 @@ _TYPES = {"object", "array", "string", "number", "integer", "boolean", "null"}
 _MAX_TOOLS = 1024
 _MAX_SCHEMA_NODES = 20_000
 """Schemas and lists of all tools' parameters, together: checking them takes some 10 ms at most."""
+_EMPTY_KEYS = {"type", "properties", "required", "additionalProperties", "title", "description", "$schema", "$defs",
+               "definitions", "strict"}  # fmt: skip
+"""Members of a schema that add no parameter to those in its properties."""
 _SCHEMAS = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _MAPS = ("properties", "$defs", "definitions", "patternProperties")
@@ -32,6 +35,17 @@ class Tool:
     parameters: dict[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
     """A JSON Schema of an object."""
     strict: bool = False
+
+    @property
+    def takes_nothing(self) -> bool:
+        """Whether it has no parameters, so that its arguments are ``{}``."""
+        rest = self.parameters.keys() - _EMPTY_KEYS
+        return not rest and self.parameters.get("properties") == {} and not self.parameters.get("additionalProperties")
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The parameters as a grammar takes them: nothing where there are none."""
+        return self.parameters | {"additionalProperties": False} if self.takes_nothing else self.parameters
 
     def described(self) -> dict[str, Any]:
         """As templates take it."""

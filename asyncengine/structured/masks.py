@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from asyncengine import _core
+from asyncengine.checks import said
 from asyncengine.errors import AsyncEngineError, InternalError, InvalidRequestError
 from asyncengine.structured.grammars import PARAM, Grammar, Held
 from asyncengine.structured.reasoning import Reasoning
@@ -197,7 +198,7 @@ class MaskWorkers:
             except AsyncEngineError as e:
                 self._report(fail, e)
             except BaseException as e:  # a bug, or a panic of the library: it ends this request alone
-                self._report(fail, InternalError(f"a mask failed: {e!r}"))
+                self._report(fail, InternalError(f"a mask failed: {said(e)}"))
             del item, work, fail
 
     def _report(self, fail: Callable[[AsyncEngineError], None], error: AsyncEngineError) -> None:

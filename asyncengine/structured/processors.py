@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from types import CoroutineType
 from typing import TYPE_CHECKING
 
 from asyncengine import _core
-from asyncengine.checks import quoted
+from asyncengine.checks import quoted, said
 from asyncengine.errors import LogitsProcessorError
 from asyncengine.request import LogitsProcessor
 
@@ -33,6 +34,7 @@ class ProcessedSequence:
         self._processor = processor
         self._prompt = prompt
         self._state = state
+        self._ended = False
         self._mask_bytes = 4 * -(-vocab_size // 32)
 
     def is_news(self, num_tokens: int) -> bool:
@@ -41,34 +43,52 @@ class ProcessedSequence:
         self._answered = max(num_tokens, self._answered)
         return news
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the request goes on."""
+        return not self._ended
+
+    def end(self) -> None:
+        """The request has ended: no token is decided any more."""
+        self._ended = True
+
     def work(self, output: Sequence[int], payload: bytes) -> None:
         """Decide the token behind ``output`` by its logits, float32 [V]. Raises LogitsProcessorError."""
         import numpy as np
 
         history = [*self._prompt, *output]
-        logits = np.frombuffer(payload, np.float32).copy()
-        banned = np.isneginf(logits)
+        given = np.frombuffer(payload, np.float32)
         position = len(history)
-        try:
-            changed = self._processor(history, logits)
-        except Exception as e:
-            raise LogitsProcessorError(f"the logits_processor raised {e!r}") from e
-        if changed is not None:
-            logits = _checked(changed, logits)
-        logits[banned] = -np.inf
+        logits = _called(self._processor, history, given)
+        logits[np.isneginf(given)] = -np.inf
         token = _core.draw_token(logits, self._state, position)
         if token < 0:
             raise LogitsProcessorError("the logits_processor left NaN, +inf, or no token that may come")
+        if self._ended:
+            return
         ctypes.memset(self.channel.address, 0, self._mask_bytes)
         ctypes.c_uint32.from_address(self.channel.address + token // 32 * 4).value = 1 << token % 32
         self.channel.write(position)
         self.channel.post()
 
 
-def _checked(changed: object, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+def _called(processor: LogitsProcessor, history: list[int], given: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """The logits that the program's code makes of those given, as an array that it does not know.
+
+    Whatever that code does to its array, returns or raises is its own mistake: LogitsProcessorError.
+    """
     import numpy as np
 
-    if not isinstance(changed, np.ndarray) or changed.shape != logits.shape or changed.dtype.kind != "f":
-        got = f"{changed.dtype} {list(changed.shape)}" if isinstance(changed, np.ndarray) else quoted(changed)
-        raise LogitsProcessorError(f"the logits_processor must return None or floats {list(logits.shape)}, got {got}")
-    return np.array(changed, np.float32)
+    try:
+        logits = given.copy()
+        changed = processor(history, logits)
+        changed = logits if changed is None else changed
+        if isinstance(changed, np.ndarray) and changed.shape == given.shape and changed.dtype.kind == "f":
+            return np.array(changed, np.float32, subok=False)
+        if isinstance(changed, CoroutineType):
+            changed.close()  # it would be warned of
+    except BaseException as e:  # SystemExit and KeyboardInterrupt end a thread as little as others
+        raise LogitsProcessorError(f"the logits_processor raised {said(e)}") from e
+    is_array = isinstance(changed, np.ndarray)
+    got = f"{changed.dtype} {list(changed.shape)}" if is_array else quoted(changed)
+    raise LogitsProcessorError(f"the logits_processor must leave, or return, floats {list(given.shape)}, got {got}")

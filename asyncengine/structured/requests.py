@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from asyncengine.conversation import Conversation
 from asyncengine.errors import AsyncEngineError, InvalidRequestError
 from asyncengine.request import Prompt, SamplingParams
+from asyncengine.structured.callables import CallableThreads
 from asyncengine.structured.grammars import PARAM, Grammars
 from asyncengine.structured.masks import Constraint, MaskWorkers
 from asyncengine.structured.processors import ProcessedSequence
@@ -32,7 +33,7 @@ class StructuredRequests:
         self._model = model
         self._grammars: Grammars | None = None
         self._workers = MaskWorkers(asyncio.get_running_loop(), "masks")
-        self._processors = MaskWorkers(asyncio.get_running_loop(), "logits")
+        self._processors = CallableThreads(asyncio.get_running_loop())
 
     async def constraints(
         self, params: SamplingParams, prompt: Prompt, prompt_ids: Sequence[int], tenant: str | None
@@ -82,9 +83,10 @@ class StructuredRequests:
     def processed(
         self, params: SamplingParams, prompt_ids: Sequence[int], states: Sequence[_core.SamplingState]
     ) -> list[ProcessedSequence]:
-        """One for each of the n sequences, none without a logits_processor."""
+        """One for each of the n sequences, none without a logits_processor. Raises EngineOverloadedError."""
         if params.logits_processor is None:
             return []
+        self._processors.check_room()
         vocab = self._model.vocab_size
         return [ProcessedSequence(params.logits_processor, prompt_ids, vocab, state) for state in states]
 
@@ -97,7 +99,8 @@ class StructuredRequests:
     ) -> None:
         """Logits of the token behind ``output`` have come. ``fail`` gets the error if no token comes of them."""
         if sequence.is_news(len(output)):
-            self._processors.submit(partial(sequence.work, list(output), logits), fail)
+            work = partial(sequence.work, list(output), logits)
+            self._processors.submit(work, fail, lambda: sequence.is_wanted)
 
     def release(self) -> None:
         """Let the threads end that nobody needs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,16 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from asyncengine import AsyncEngine, InvalidRequestError, LogitsProcessorError, SamplingParams, _core
+from asyncengine import (
+    AsyncEngine,
+    EngineOverloadedError,
+    InvalidRequestError,
+    LogitsProcessorError,
+    SamplingParams,
+    _core,
+)
 from asyncengine.stream import RequestStream
+from asyncengine.structured import callables
 from asyncengine.structured.processors import ProcessedSequence
 from tests.engine.test_sampling_features import FEATURES, PROMPTS, SETTINGS, TOKENS, edited, params
 from tests.engine.test_statistics import make_stream
@@ -159,10 +167,77 @@ def no_number(history: Sequence[int], logits: Logits) -> None:
     logits[3] = np.nan
 
 
-@pytest.mark.parametrize(
-    ("processor", "says"),
-    [(raises, "planted"), (of_another_shape, "must return"), (nothing_left, "may come"), (no_number, "NaN")],
-)
+def read_only(history: Sequence[int], logits: Logits) -> Logits:
+    changed = logits.copy()
+    changed.setflags(write=False)
+    return changed
+
+
+def made_read_only(history: Sequence[int], logits: Logits) -> None:
+    logits.setflags(write=False)
+
+
+def resized(history: Sequence[int], logits: Logits) -> None:
+    logits.resize(5, refcheck=False)
+
+
+def reshaped(history: Sequence[int], logits: Logits) -> None:
+    logits.shape = (1, len(logits))  # type: ignore[assignment]
+
+
+def of_integers(history: Sequence[int], logits: Logits) -> Any:
+    return logits.astype(np.int32)
+
+
+def made_integers(history: Sequence[int], logits: Logits) -> None:
+    logits.dtype = np.int32  # type: ignore[misc, assignment]
+
+
+def leaves(history: Sequence[int], logits: Logits) -> None:
+    raise SystemExit(3)
+
+
+def interrupts(history: Sequence[int], logits: Logits) -> None:
+    raise KeyboardInterrupt
+
+
+class UnspeakableError(BaseException):
+    def __repr__(self) -> str:
+        raise SystemExit(4)
+
+
+def unspeakable(history: Sequence[int], logits: Logits) -> None:
+    raise UnspeakableError
+
+
+def generates(history: Sequence[int], logits: Logits) -> Any:
+    yield logits
+
+
+async def awaits(history: Sequence[int], logits: Logits) -> Logits:
+    return logits
+
+
+class Unspeakable:
+    def __repr__(self) -> str:
+        raise ValueError("no")
+
+    __str__ = __repr__
+
+
+def returns_nonsense(history: Sequence[int], logits: Logits) -> Any:
+    return Unspeakable()
+
+
+MISTAKES: list[tuple[Any, str]] = [
+    (raises, "planted"), (of_another_shape, "or return"), (nothing_left, "may come"), (no_number, "NaN"),
+    (resized, r"\[5\]"), (reshaped, "or return"), (of_integers, "int32"), (made_integers, "int32"),
+    (leaves, "SystemExit"), (interrupts, "KeyboardInterrupt"), (unspeakable, "UnspeakableError"),
+    (generates, "generator"), (awaits, "coroutine"), (returns_nonsense, "Unspeakable"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("processor", "says"), MISTAKES)
 async def test_a_callable_that_fails_ends_its_request_alone(tmp_path: Path, processor: Any, says: str) -> None:
     tiny.build_model("llama").save_pretrained(tmp_path)
 
@@ -175,6 +250,78 @@ async def test_a_callable_that_fails_ends_its_request_alone(tmp_path: Path, proc
             await engine.generate(PROMPTS[0], params(logits_processor=late))
         assert isinstance(failed.value.__cause__, KeyError) == (processor is raises)
         assert len((await other).token_ids) == TOKENS
+        assert len((await engine.generate(PROMPTS[0], params(logits_processor=keep))).token_ids) == TOKENS
+
+
+@pytest.mark.parametrize("processor", [read_only, made_read_only])
+async def test_logits_that_cannot_be_written_to_count(tmp_path: Path, processor: Any) -> None:
+    tiny.build_model("llama").save_pretrained(tmp_path)
+    async with AsyncEngine.from_pretrained(tmp_path, progress=False, **SETTINGS) as engine:
+        plain = await engine.generate(PROMPTS[0], params(allowed_token_ids=[8, 9, 150]))
+        same = await engine.generate(PROMPTS[0], params(allowed_token_ids=[8, 9, 150], logits_processor=processor))
+    assert same.token_ids == plain.token_ids
+
+
+class Hangs:
+    """A callable that does not return until ``go_on`` is set."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.entered = 0
+
+    def __call__(self, history: Sequence[int], logits: Logits) -> None:
+        self.entered += 1
+        self.go_on.wait(60)
+
+
+def threads() -> int:
+    return sum(thread.name == "asyncengine-logits" for thread in threading.enumerate())
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not true():  # noqa: ASYNC110 - threads end whenever they do
+            await asyncio.sleep(0.02)
+
+
+async def test_many_callables_that_hang_stop_no_other(tmp_path: Path) -> None:
+    """Neither while they hang nor after their requests were cancelled."""
+    tiny.build_model("llama").save_pretrained(tmp_path)
+    hangs = Hangs()
+    settings = SETTINGS | {"max_num_seqs": 32, "num_kv_blocks": 200}
+    async with AsyncEngine.from_pretrained(tmp_path, progress=False, **settings) as engine:
+        stuck = [asyncio.create_task(engine.generate(PROMPTS[0], params(logits_processor=hangs))) for _ in range(20)]
+        await until(lambda: hangs.entered == 20)
+        output = await engine.generate(PROMPTS[1], params(logits_processor=keep))
+        assert len(output.token_ids) == TOKENS
+        for task in stuck:
+            task.cancel()
+        await asyncio.gather(*stuck, return_exceptions=True)
+        output = await engine.generate(PROMPTS[1], params(logits_processor=keep))
+        assert len(output.token_ids) == TOKENS
+        hangs.go_on.set()
+        await until(lambda: threads() <= 2)
+
+
+async def test_a_callable_has_a_limit_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that are stuck are bounded: beyond the bound requests with callables are refused, and no others."""
+    monkeypatch.setattr(callables, "TIME_LIMIT_S", 0.3)
+    monkeypatch.setattr(callables, "MAX_THREADS", 4)
+    tiny.build_model("llama").save_pretrained(tmp_path)
+    hangs = Hangs()
+    async with AsyncEngine.from_pretrained(tmp_path, progress=False, **SETTINGS) as engine:
+        jobs = [engine.generate(PROMPTS[0], params(logits_processor=hangs)) for _ in range(6)]
+        errors = await asyncio.gather(*jobs, return_exceptions=True)
+        kinds = [type(error) for error in errors]
+        assert kinds.count(LogitsProcessorError) == 4
+        assert kinds.count(EngineOverloadedError) == 2
+        assert any("longer than 0.3 s" in str(error) for error in errors)
+        assert threads() == 4
+        with pytest.raises(EngineOverloadedError, match="stuck"):
+            await engine.generate(PROMPTS[0], params(logits_processor=keep))
+        assert len((await engine.generate(PROMPTS[0], params())).token_ids) == TOKENS
+        hangs.go_on.set()
+        await until(lambda: threads() == 0)
         assert len((await engine.generate(PROMPTS[0], params(logits_processor=keep))).token_ids) == TOKENS
 
 

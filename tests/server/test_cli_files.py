@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -222,6 +224,71 @@ def test_two_processes_do_not_write_one_file(folder: Folder) -> None:
 
     with Results(str(folder.target), [1]), pytest.raises(ConfigError, match="another process writes"):
         Results(str(folder.target), [1])
+
+
+def full_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk takes ``count`` lines, and then half of one."""
+    write, taken = os.write, 0
+
+    def fake(descriptor: int, data: bytes | memoryview) -> int:
+        nonlocal taken
+        if bytes(data[:1]) != b"{":
+            if taken == count:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return write(descriptor, data)
+        if taken == count:
+            return write(descriptor, data[: len(data) // 2])
+        taken += 1
+        return write(descriptor, data)
+
+    monkeypatch.setattr("asyncengine.cli.jsonl.os.write", fake)
+
+
+@pytest.mark.parametrize("command", ["generate", "run_batch"])
+def test_a_full_disk_is_said_and_loses_nothing(
+    command: str,
+    folder: Folder,
+    engine: FakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    if command == "generate":
+        folder.put(*({"custom_id": f"{i}", "prompt": "a"} for i in range(4)))
+    else:
+        folder.put(*({"custom_id": f"{i}", "url": "/v1/chat/completions", "body": body} for i in range(4)))
+    run = getattr(folder, command)
+    with monkeypatch.context() as patched:
+        full_after(2, patched)
+        assert run("--max-in-flight", "1") == 1
+    err = capsys.readouterr().err
+    assert "2 of 4 requests have a result" in err
+    assert "the same command goes on from here" in err
+    assert "error: [Errno 28] cannot write the results: No space left on device" in err
+    assert [result["custom_id"] for result in folder.results] == ["0", "1"]
+    assert run() == 0
+    assert [result["custom_id"] for result in folder.results] == ["0", "1", "2", "3"]
+
+
+def test_a_disk_without_room_to_order_the_results_keeps_them(
+    folder: Folder, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder.put(*({"custom_id": f"{i}", "prompt": "a"} for i in range(3)))
+    folder.target.write_text('{"custom_id": "2", "text": ""}\n')
+    with monkeypatch.context() as patched:
+        full_after(3, patched)
+        assert folder.generate("--max-in-flight", "1") == 1
+    assert "cannot put the results in order: No space left on device" in capsys.readouterr().err
+    assert sorted(result["custom_id"] for result in folder.results) == ["0", "1", "2"]
+    assert {path.name for path in folder.target.parent.iterdir()} == {"in.jsonl", "out.jsonl"}
+    assert folder.generate() == 0
+    assert [result["custom_id"] for result in folder.results] == ["0", "1", "2"]
+
+
+def test_results_go_to_a_regular_file(folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
+    folder.put({"prompt": "a"})
+    assert main(["generate", "-i", str(folder.source), "-o", "/dev/full"]) == 2
+    assert "a regular file" in capsys.readouterr().err
 
 
 def test_a_server_that_cannot_be_reached(folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,13 +1,10 @@
-"""What stands before the routes: names, keys with classes, pages of other origins, TLS, proxies, pings and timeouts."""
+"""What stands before the routes: names, keys with classes, pages of other origins, proxies, pings and timeouts."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import json
-import os
-import ssl
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -183,79 +180,6 @@ async def test_a_proxy_may_strip_the_root_path_or_not() -> None:
             assert (await site.get(path)).status == 200
         for path in ("/llm/health", "/llm/v2health", "/llm/v2/llm/v2/health"):
             assert (await site.get(path)).status == 404
-
-
-# ---- TLS ----
-
-
-def make_certificate(folder: Path, name: str) -> tuple[Path, Path]:
-    certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-keyout", key, "-out", certificate, "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    return certificate, key
-
-
-def trusting(certificate: Path) -> ssl.SSLContext:
-    return ssl.create_default_context(cafile=str(certificate))
-
-
-async def test_26_tls_with_a_certificate_that_changes(tmp_path: Path) -> None:
-    first, first_key = make_certificate(tmp_path, "first")
-    second, second_key = make_certificate(tmp_path, "second")
-    used, used_key = tmp_path / "used.pem", tmp_path / "used.key"
-    used.write_bytes(first.read_bytes())
-    used_key.write_bytes(first_key.read_bytes())
-    engine = FakeEngine()
-    async with serving(engine, ssl_certfile=str(used), ssl_keyfile=str(used_key)) as site:
-        assert site.url.startswith("https://")
-
-        async def status(certificate: Path) -> int:
-            connector = aiohttp.TCPConnector(ssl=trusting(certificate))
-            async with aiohttp.ClientSession(connector=connector) as session:
-                async with session.post(site.url + COMPLETIONS, json=REQUEST | {"stream": True}) as reply:
-                    assert (await reply.read()).endswith(b"data: [DONE]\n\n")
-                return reply.status
-
-        assert await status(first) == 200
-        with pytest.raises(aiohttp.ClientConnectorCertificateError):
-            await status(second)
-        used.write_bytes(second.read_bytes())  # whose key is not there yet
-        os.utime(used, (1, 1))
-        assert await status(first) == 200
-        used_key.write_bytes(second_key.read_bytes())
-        os.utime(used_key, (2, 2))
-        assert await status(second) == 200
-        engine.hold(at=1)  # a client that leaves is noticed here too
-        connector = aiohttp.TCPConnector(ssl=trusting(second))
-        async with (
-            aiohttp.ClientSession(connector=connector) as session,
-            session.post(site.url + COMPLETIONS, json=REQUEST | {"stream": True}) as reply,
-        ):
-            await reply.content.readuntil(b"\n\n")
-        await engine.wait_for(open=0, aborted=1)
-        reader, writer = await asyncio.open_connection(*site.url.removeprefix("https://").split(":"))
-        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")  # no TLS
-        assert b" 200 " not in await reader.read()
-        writer.close()
-
-
-def test_certificates_that_cannot_be_used(tmp_path: Path) -> None:
-    from asyncengine.server.runner import HttpServer
-
-    certificate, key = make_certificate(tmp_path, "first")
-    _, other = make_certificate(tmp_path, "second")
-    locked = tmp_path / "locked.key"
-    subprocess.run(
-        ["openssl", "pkey", "-in", key, "-aes128", "-passout", "pass:x", "-out", locked],
-        check=True,
-        capture_output=True,
-    )
-    for cert, private in ((tmp_path / "none", key), (certificate, other), (key, key), (certificate, locked)):
-        with pytest.raises(ConfigError, match="ssl_certfile"):
-            HttpServer(ServerConfig(ssl_certfile=str(cert), ssl_keyfile=str(private)))
 
 
 # ---- pings ----

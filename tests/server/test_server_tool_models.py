@@ -15,7 +15,7 @@ from harness import serving
 from tokenizers import AddedToken
 
 from asyncengine import AsyncEngine, bundled_model
-from asyncengine.server.parsing import parse
+from asyncengine.server.parsing import CallRules, parse
 from asyncengine.server.parsing.choose import Parsing, ReasoningTokens
 from asyncengine.server.parsing.grammars import call_grammar, content_grammar, lazy_grammar
 from asyncengine.server.parsing.names import HARMONY, TOOL_PARSERS
@@ -220,7 +220,8 @@ async def test_22_grammars_allow_what_parsers_read(special: bool) -> None:
             matcher = (await grammars.compile(StructuredOutputs(grammar=grammar))).deep_copy()
             ids = tokenizer.encode(text, add_special_tokens=False)
             assert matcher.validate_tokens([*ids, tokenizer.eos_token_id or 0]) == len(ids) + 1, form
-            parsed = parse(Parsing(form.split()[0], None, frozenset({"move", "now"})).parser(tokenizer, [1]), text)
+            rules = CallRules(names=frozenset({"move", "now"}))
+            parsed = parse(Parsing(form.split()[0], None, rules).parser(tokenizer, [1]), text)
             calls = [("move", arguments)] if form == "harmony" else [("move", arguments), ("now", "{}")]
             assert [(call.name, call.arguments) for call in parsed.tool_calls] == calls
     finally:
@@ -255,7 +256,8 @@ async def test_22_strict_tools_hold_calls_in_free_text_to_their_schemas(special:
     """``special``: None where the markers are no tokens of their own."""
     plain = Tokenizer(tiny.byte_level_tokenizer(bos=False), specials={"eos_token": "</s>"})
     tokenizer = plain if special is None else tokenizer_with_markers(special=special)
-    tools = [Tool("move", parameters=MOVE, strict=True), Tool("now")]
+    anything = {"type": "object", "properties": {"q": {}}}
+    tools = [Tool("move", parameters=MOVE, strict=True), Tool("now", parameters=anything), Tool("stop")]
     arguments = '{"steps": 5, "where": "up"}'
     texts = {
         "hermes": f'I [x] <b\n<tool_call>\n{{"name": "move", "arguments": {arguments}}}\n</tool_call> and '

@@ -1,5 +1,13 @@
 """From a model's text to reasoning, content and tool calls, piece by piece."""
 
-from asyncengine.server.parsing.parser import OutputParser, ParsedCall, ParsedDelta, ParsedOutput, ToolCallDelta, parse
+from asyncengine.server.parsing.parser import (
+    CallRules,
+    OutputParser,
+    ParsedCall,
+    ParsedDelta,
+    ParsedOutput,
+    ToolCallDelta,
+    parse,
+)
 
-__all__ = ["OutputParser", "ParsedCall", "ParsedDelta", "ParsedOutput", "ToolCallDelta", "parse"]
+__all__ = ["CallRules", "OutputParser", "ParsedCall", "ParsedDelta", "ParsedOutput", "ToolCallDelta", "parse"]

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
 from asyncengine.markers import REASONING, TAIL, Markers, under_way
 from asyncengine.server.parsing.formats import DeepSeek, Hermes, Json, Llama3Json, Mistral
 from asyncengine.server.parsing.harmony import Harmony
-from asyncengine.server.parsing.json_calls import JsonCalls
 from asyncengine.server.parsing.machine import Machine
 from asyncengine.server.parsing.names import HARMONY
-from asyncengine.server.parsing.parser import OutputParser
+from asyncengine.server.parsing.parser import CallRules, OutputParser
 from asyncengine.server.parsing.pythonic import Pythonic
 from asyncengine.tokenization import Tokenizer
 
@@ -25,8 +24,8 @@ _TOOL_FORMATS: dict[str, type[Machine]] = {
     "mistral": Mistral,
     "deepseek_v3": DeepSeek,
 }
-_UNMARKED = ("json", "llama3_json")
-"""Formats in which any JSON might be a call: only names of tools make it one."""
+_UNMARKED = ("json", "llama3_json", "pythonic")
+"""Formats in which any JSON, or any list, might be a call: only names of tools make it one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +81,7 @@ class Parsing:
     tools: str | None
     """The format of tool calls, where there may be any."""
     reasoning: str | None
-    names: Collection[str] = ()
-    """Of the tools."""
-    most_calls: int | None = None
+    calls: CallRules = field(default_factory=CallRules)
     continued: str = ""
     """The message that the output continues, if it does."""
     param: str | None = None
@@ -93,14 +90,12 @@ class Parsing:
     def parser(self, tokenizer: Tokenizer | None, prompt: Sequence[int]) -> OutputParser:
         """For one choice after this prompt."""
         if HARMONY in (self.tools, self.reasoning):
-            return Harmony(calls=self.tools is not None, most_calls=self.most_calls)
+            return Harmony(calls=self.tools is not None, rules=self.calls)
         markers = REASONING.get(self.reasoning or "")
         inside = None if markers is None else self._begun(markers, tokenizer, prompt)
         kind = Machine if self.tools is None else _TOOL_FORMATS[self.tools]
-        parser = kind(markers, inside, self.most_calls)
-        if self.tools in _UNMARKED and isinstance(parser, JsonCalls):
-            parser.names = self.names
-        return parser
+        rules = self.calls if self.tools in _UNMARKED else replace(self.calls, names=None)
+        return kind(markers, inside, rules)
 
     @property
     def markers(self) -> tuple[str, ...]:

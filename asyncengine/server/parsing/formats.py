@@ -5,30 +5,6 @@ from __future__ import annotations
 import re
 
 from asyncengine.server.parsing.json_calls import JsonCalls
-from asyncengine.server.parsing.machine import State
-
-
-class Hermes(JsonCalls):
-    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Hermes, Qwen 2.5 and 3."""
-
-    triggers = markers = ("<tool_call>", "</tool_call>")
-    _is_open = False
-
-    def triggered(self, marker: str) -> None:
-        if marker == "<tool_call>":
-            self.expect(self._no_call_here, self._close)
-        elif self._is_open:
-            self._is_open = False
-        else:
-            self.say(marker)
-
-    def _no_call_here(self) -> bool:
-        self.say("<tool_call>")
-        return self._at_content()
-
-    def _close(self) -> bool:
-        self._is_open = True
-        return self._at_content()
 
 
 class Json(JsonCalls):
@@ -38,43 +14,37 @@ class Json(JsonCalls):
     _MAY_BE_ARRAY = re.compile(r"\s*\[\s*\Z")
     _BETWEEN = re.compile(r"\s*[;,]?\s*")
     _END = re.compile(r"\s*\]")
-    _prefix = ""
     _in_array = False
 
     def _at_content(self) -> bool:
-        first = self.head().lstrip()[:1]
-        if not first and not self.head_is_whole():
-            return False
-        if first == "{":
-            self._expect_after("")
-            return True
-        return self.array("", self._in_text) if first == "[" else self._in_text()
+        return self.series("")
 
-    def array(self, marker: str, no_array: State) -> bool:
-        """An array of calls begins, perhaps after white space; ``marker`` is the text before it."""
+    def series(self, marker: str) -> bool:
+        """Calls begin, perhaps after white space; ``marker`` is the text before them."""
+        self._prefix, self._in_array = marker, False
+        self._state = self._in_series
+        return True
+
+    def after_series(self) -> bool:
+        """The last of the calls has ended."""
+        return self.in_text()
+
+    def _in_series(self) -> bool:
         head = self.head()
+        first = head.lstrip()[:1]
+        if first == "{":
+            self.expect(self._prefix, self._between)
+            return True
         found = self._ARRAY.match(head)
         if found is not None:
             self._at += found.end()
             self._in_array = True
-            self._expect_after(marker + found.group())
+            self.expect(self._prefix + found.group(), self._between)
             return True
-        if self._MAY_BE_ARRAY.match(head) and not self.head_is_whole():
-            return False
-        return no_array()
-
-    def _expect_after(self, prefix: str) -> None:
-        """A call begins; if not, ``prefix``, which was taken already, is content as well."""
-        self._prefix = prefix
-        self.expect(self._no_call_here, self._between)
-
-    def _no_call_here(self) -> bool:
+        if not first or self._MAY_BE_ARRAY.match(head):
+            return self.no_call() if self.head_is_whole() else False
         self.say(self._prefix)
-        return self._in_text()
-
-    def _in_text(self) -> bool:
-        self._state = self._in_content
-        return True
+        return self.in_text()
 
     def _between(self) -> bool:
         """After a call there may be another one."""
@@ -82,16 +52,41 @@ class Json(JsonCalls):
         found = self._BETWEEN.match(head)
         assert found is not None
         rest = head[found.end() :]
-        if not rest and not self.head_is_whole():
-            return False
+        if not rest:
+            if not self.head_is_whole():
+                return False
+            if self._is_cut:
+                return self.drop()
         if rest.startswith("{"):
             self._at += found.end()
-            self._expect_after(found.group())
+            self.expect(found.group(), self._between)
             return True
         if self._in_array and (end := self._END.match(head)):
             self._at += end.end()
             self._in_array = False
-        return self._in_text()
+        return self.after_series()
+
+
+class Hermes(Json):
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Hermes, Qwen 2.5 and 3."""
+
+    triggers = markers = ("<tool_call>", "</tool_call>")
+    _is_open = False
+
+    def _at_content(self) -> bool:
+        return self.in_text()
+
+    def triggered(self, marker: str) -> None:
+        if marker == "<tool_call>":
+            self.series(marker)
+        elif self._is_open:
+            self._is_open = False
+        else:
+            self.say(marker)
+
+    def after_series(self) -> bool:
+        self._is_open = True
+        return self.in_text()
 
 
 class Llama3Json(Json):
@@ -100,7 +95,7 @@ class Llama3Json(Json):
     triggers = markers = ("<|python_tag|>",)
 
     def triggered(self, marker: str) -> None:
-        self._expect_after(marker)
+        self.series(marker)
 
 
 class Mistral(Json):
@@ -108,11 +103,14 @@ class Mistral(Json):
 
     triggers = ("[TOOL_CALLS]",)
     markers = (*triggers, "[ARGS]", "[CALL_ID]")
-    _NAMED = re.compile(r"\s*(\w[\w.\-]*)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\])?\s*(?=\{)")
-    _MAY_BE_NAMED = re.compile(r"\s*(?:\w[\w.\-]*\s*(?:\[[A-Z_\]]*\s*\w*\s*(?:\[[A-Z\]]*\s*)?)?)?\Z")
+    _NAMED = re.compile(
+        r"\s*(?P<name>\w[\w.\-]*)\s*(?P<known>\[CALL_ID\]\s*\w*\s*)?(?P<begun>\[ARGS\])?\s*(?=\{|\[TOOL_CALLS\]|\Z)"
+    )
+    _MAY_BE_NAMED = re.compile(r"\s*(?:\w[\w.\-]*\s*(?:\[[A-Z_\]]*\s*\w*\s*(?:\[[A-Z_\]]*\s*){0,2})?)?\Z")
+    _NAME = re.compile(r"\s*(\w[\w.\-]*)\s*\[")
 
     def _at_content(self) -> bool:
-        return self._in_text()
+        return self.in_text()
 
     def triggered(self, marker: str) -> None:
         self._state = self._in_call
@@ -120,21 +118,33 @@ class Mistral(Json):
     def _in_call(self) -> bool:
         head = self.head()
         found = self._NAMED.match(head)
-        if found is not None:
-            self.open_call(found[1])
-            self._at += found.end()
-            self.argue_value(self._in_text)
-            return True
-        if self._MAY_BE_NAMED.match(head) and not self.head_is_whole():
-            return False
-        if head.lstrip().startswith("{"):
-            self._expect_after("[TOOL_CALLS]")
-            return True
-        return self.array("[TOOL_CALLS]", self._no_array)
+        if found is not None and found.end() < len(head):
+            return self._named(found)
+        if self._MAY_BE_NAMED.match(head):
+            if not self.head_is_whole():
+                return False
+            if self._is_cut:
+                return self._cut_name(head)
+            if found is not None and self._ended:
+                return self._named(found)
+        return self.series("[TOOL_CALLS]")
 
-    def _no_array(self) -> bool:
-        self.say("[TOOL_CALLS]")
-        return self._in_text()
+    def _named(self, found: re.Match[str]) -> bool:
+        """The head of a call, behind which its arguments begin, if it has any."""
+        self.open_call(found["name"], "[TOOL_CALLS]" + found.group())
+        self._at += found.end()
+        if self._text.startswith("{", self._at):
+            self.argue_value(self.in_text)
+        else:
+            self.close_call()
+            self.in_text()
+        return True
+
+    def _cut_name(self, head: str) -> bool:
+        if found := self._NAME.match(head):
+            self.open_call(found[1], "")
+            self.cut_call()
+        return self.drop()
 
 
 class DeepSeek(JsonCalls):
@@ -144,9 +154,14 @@ class DeepSeek(JsonCalls):
     triggers = ("<｜tool▁calls▁begin｜>", _CALL, _CALL_END, "<｜tool▁calls▁end｜>")
     markers = (*triggers, _SEPARATOR)
     _HEADS = (
-        re.compile(rf"\s*function{_SEPARATOR}\s*(?P<name>[^\s`{{<]+)\s*```json\s*(?=\{{)"),
-        re.compile(rf"\s*(?P<name>[\w.\-]+)\s*{_SEPARATOR}\s*(?=\{{)"),
+        re.compile(rf"\s*function{_SEPARATOR}\s*(?P<name>[^\s`{{<]+)\s*(?:```json)?\s*(?=\{{|(?:```\s*)?{_CALL_END})"),
+        re.compile(rf"\s*(?P<name>[\w.\-]+)\s*{_SEPARATOR}\s*(?=\{{|{_CALL_END})"),
     )
+    _NAMES = (
+        re.compile(rf"\s*function{_SEPARATOR}\s*(?P<name>[^\s`{{<]+)[\s`]"),
+        re.compile(rf"\s*(?!function{_SEPARATOR})(?P<name>[\w.\-]+)\s*{_SEPARATOR}"),
+    )
+    """Heads that are cut behind the name."""
     _FENCE_END = re.compile(rf"\s*(?:```)?\s*{_CALL_END}")
     _MAY_BE_FENCE_END = re.compile(r"\s*`{0,3}\s*(?:<[^>]*)?\Z")
 
@@ -158,19 +173,36 @@ class DeepSeek(JsonCalls):
         head = self.head()
         for pattern in self._HEADS:
             if found := pattern.match(head):
-                self.open_call(found["name"])
+                self.open_call(found["name"], self._CALL + found.group())
                 self._at += found.end()
-                self.argue_value(self._end_of_call)
+                if self._text.startswith("{", self._at):
+                    self.argue_value(self._end_of_call)
+                else:
+                    self.close_call()
+                    self._state = self._end_of_call
                 return True
-        if not self.head_is_whole() and self._CALL_END not in head:
-            return False
+        if self._CALL_END not in head:
+            if not self.head_is_whole():
+                return False
+            if self._is_cut:
+                return self._cut_name(head)
         self.say(self._CALL)
-        return self._at_content()
+        return self.in_text()
+
+    def _cut_name(self, head: str) -> bool:
+        found = next((found for pattern in self._NAMES if (found := pattern.match(head))), None)
+        if found is not None:
+            self.open_call(found["name"], "")
+            self.cut_call()
+        return self.drop()
 
     def _end_of_call(self) -> bool:
         head = self.head()
         if found := self._FENCE_END.match(head):
             self._at += found.end()
-        elif self._MAY_BE_FENCE_END.match(head) and not self.head_is_whole():
-            return False
-        return self._at_content()
+        elif self._MAY_BE_FENCE_END.match(head):
+            if not self.head_is_whole():
+                return False
+            if self._is_cut:
+                return self.drop()
+        return self.in_text()

@@ -67,7 +67,8 @@ def lazy_grammar(form: str, tools: Sequence[Tool], *, single: bool, tokenizer: T
     if trigger is None:
         return None
     atom = _atoms(tokenizer)
-    loose = [tool if tool.strict else replace(tool, parameters={"type": "object"}) for tool in tools]
+    free = {"type": "object"}
+    loose = [tool if tool.strict or tool.takes_nothing else replace(tool, parameters=free) for tool in tools]
     rules, several = _RULES[form](loose, single or form == "hermes", lambda text: "" if text == trigger else atom(text))
     calls = several.format(most=f"{{0,{MOST_CALLS - 1}}}")
     marker = atom(trigger)
@@ -117,7 +118,7 @@ def _json_rule(schema: dict[str, Any]) -> str:
 
 def _call(tool: Tool, key: str = "arguments") -> str:
     head = f'{{"name": {json.dumps(tool.name)}, "{key}": '
-    return f"{_text(head)} {_json_rule(tool.parameters)} {_text('}')}"
+    return f"{_text(head)} {_json_rule(tool.schema)} {_text('}')}"
 
 
 def _choice(bodies: Sequence[str]) -> list[str]:
@@ -153,7 +154,7 @@ def _mistral(tools: Sequence[Tool], single: bool, atom: Atom) -> Rules:
 
 def _mistral_named(tools: Sequence[Tool], single: bool, atom: Atom) -> Rules:
     begin, arguments = atom("[TOOL_CALLS]"), atom("[ARGS]")
-    bodies = [f"{begin} {_text(tool.name)} {arguments} {_json_rule(tool.parameters)}" for tool in tools]
+    bodies = [f"{begin} {_text(tool.name)} {arguments} {_json_rule(tool.schema)}" for tool in tools]
     return _choice(bodies), "call" if single else "call call{most}"
 
 
@@ -161,7 +162,7 @@ def _deepseek(tools: Sequence[Tool], single: bool, atom: Atom) -> Rules:
     begin, separator, end = map(atom, ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"))
     bodies = [
         f'{begin} "function" {separator} {_text(tool.name + chr(10) + "```json" + chr(10))} '
-        f"{_json_rule(tool.parameters)} {_text(chr(10) + '```')} {end}"
+        f"{_json_rule(tool.schema)} {_text(chr(10) + '```')} {end}"
         for tool in tools
     ]
     several = "call" if single else "call (" + _text("\n") + " call){most}"
@@ -170,7 +171,7 @@ def _deepseek(tools: Sequence[Tool], single: bool, atom: Atom) -> Rules:
 
 def _deepseek_named(tools: Sequence[Tool], single: bool, atom: Atom) -> Rules:
     begin, separator, end = map(atom, ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"))
-    bodies = [f"{begin} {_text(tool.name)} {separator} {_json_rule(tool.parameters)} {end}" for tool in tools]
+    bodies = [f"{begin} {_text(tool.name)} {separator} {_json_rule(tool.schema)} {end}" for tool in tools]
     several = "call" if single else "call call{most}"
     return _choice(bodies), f"{atom('<｜tool▁calls▁begin｜>')} {several} {atom('<｜tool▁calls▁end｜>')}"
 
@@ -180,7 +181,7 @@ def _harmony(tools: Sequence[Tool], single: bool, atom: Atom) -> Rules:
     channel, message = atom("<|channel|>"), atom("<|message|>")
     bodies = [
         f"{channel} {_text(f'commentary to=functions.{tool.name} ')} {atom('<|constrain|>')} "
-        f'"json" {message} {_json_rule(tool.parameters)}'
+        f'"json" {message} {_json_rule(tool.schema)}'
         for tool in tools
     ]
     return [*_choice(bodies), *_analysis(atom)], "analysis? call"

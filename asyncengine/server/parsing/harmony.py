@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 
+from asyncengine.server.parsing.arguments import checked
 from asyncengine.server.parsing.machine import Machine
+from asyncengine.server.parsing.parser import CallRules
 
 _MESSAGE = "<|message|>"
 _BEGINNINGS = ("<|start|>", "<|channel|>")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _FUNCTIONS = "functions."
+_WHOLE_RECIPIENT = re.compile(r"\bto=functions\.([^\s<]+)[\s<]")
 
 
 class Harmony(Machine):
@@ -20,9 +23,9 @@ class Harmony(Machine):
     triggers = (*_BEGINNINGS, *ends)
     markers = (*triggers, _MESSAGE, "<|constrain|>")
 
-    def __init__(self, *, calls: bool = True, most_calls: int | None = None) -> None:
+    def __init__(self, *, calls: bool = True, rules: CallRules | None = None) -> None:
         """Without ``calls``, messages to functions are content as well."""
-        super().__init__(most_calls=most_calls)
+        super().__init__(rules=rules)
         self._takes_calls = calls
         self._kind = "content"
         self._state = self._begin
@@ -45,8 +48,7 @@ class Harmony(Machine):
             if not self.head_is_whole():
                 return False
             if self._ended:
-                self._at = len(self._text)  # the output was cut in a header, which is no text
-                return False
+                return self._cut_header(head)
             self._kind, self._state = "content", self._in_raw_header
             return True
         header = head[:end]
@@ -54,11 +56,22 @@ class Harmony(Machine):
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         if recipient and recipient[1].startswith(_FUNCTIONS) and self._takes_calls:
             self._kind = "call"
-            self.open_call(recipient[1].removeprefix(_FUNCTIONS))
+            self.open_call(recipient[1].removeprefix(_FUNCTIONS), "")
         else:
             self._kind = "reasoning" if channel and channel[1] == "analysis" else "content"
         self._state = self._in_body
         return True
+
+    def _cut_header(self, header: str) -> bool:
+        """The output ended in a header, which is no text, and may have the name of a function."""
+        self._at = len(self._text)
+        named = _WHOLE_RECIPIENT.search(header)
+        if named and self._is_cut and self._takes_calls:
+            self.open_call(named[1], "")
+            self.cut_call()
+        self._dropped = self._dropped or " to=" in header
+        self._kind, self._state = "content", self._in_body
+        return False
 
     def _in_raw_header(self) -> bool:
         """What seemed to be a header is too long for one: its first character is content, and what it begins too."""
@@ -72,6 +85,8 @@ class Harmony(Machine):
         stop = found.start() if found else self._cut(self._partial, self._longest)
         self._take(self._text[self._at : stop])
         self._at = stop
+        if self._kind == "call" and (found or self._ended):
+            self._end_call(is_whole=found is not None)
         if found is None:
             return False
         if found.group() in self.ends:
@@ -80,6 +95,16 @@ class Harmony(Machine):
         else:
             self._state = self._in_header
         return True
+
+    def _end_call(self, *, is_whole: bool) -> None:
+        """The body of a message to a function has ended; its end has no marker where the output ends as well."""
+        self._kind = "content"
+        assert self._call is not None
+        written = "".join(self._call.arguments)
+        if is_whole or (checked(written) is not None and (written or not self._is_cut)):
+            self.close_call()
+        else:
+            self.cut_call()
 
     def _between(self) -> bool:
         """After a message comes another one."""

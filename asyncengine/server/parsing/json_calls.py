@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Collection
-from typing import Any
 
-from asyncengine.server.parsing.machine import Machine, State, clean
+from asyncengine.server.parsing.arguments import loaded, written
+from asyncengine.server.parsing.machine import Machine, State
 
 _LONGEST_OBJECT = 1 << 16
 """Characters of a call whose name does not come first: it is held back as a whole."""
@@ -17,6 +15,12 @@ _HEAD = re.compile(
     r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)',
     re.DOTALL,
 )
+_CUT_HEAD = re.compile(
+    rf'\s*\{{\s*(?:"(?:id|type)"\s*:\s*{_STRING}\s*,\s*)*(?:"function"\s*:\s*\{{\s*)?"name"\s*:\s*(?P<name>{_STRING})'
+    r'(?:\s*,\s*"(?:arguments|parameters)"\s*:\s*(?P<arguments>\{.*))?',
+    re.DOTALL,
+)
+"""An object that was cut behind its name."""
 _FIRST_KEY = re.compile(r'\s*\{\s*(?:"((?:[^"\\]|\\.)*)"|[^\s"])', re.DOTALL)
 _KEYS = {"name", "arguments", "parameters", "id", "type", "function"}
 _OUTSIDE = re.compile(r'["{}\[\]]|[^\s:,\d.eE+\-truefalsnIiy]')  # of a string; the letters are those of constants
@@ -65,88 +69,117 @@ class Extent:
 class JsonCalls(Machine):
     """Reads one object after the other; a format says when it calls ``expect``."""
 
-    names: Collection[str] | None = None
-    """Of the request's tools. Given, an object with another name is no call."""
-
-    def expect(self, no_call: State, after: State) -> None:
-        """A call begins, perhaps after white space. If it does not, nothing is taken and ``no_call`` is called.
+    def expect(self, prefix: str, after: State) -> None:
+        """A call begins, perhaps after white space. If it does not, ``prefix``, which was taken already, is content.
 
         ``after`` is the state when it has ended.
         """
-        self._no_call, self._after = no_call, after
+        self._prefix, self._after = prefix, after
         self._object = Extent()
         self._scanned = 0
         self._known = False
         self._state = self._in_head
 
     def argue_value(self, after: State) -> None:
-        """The arguments of the call begin with the next character, and nothing is around them."""
+        """The arguments of the call begin with the next character."""
         self._value = Extent()
-        self._state, self._after = self._in_value, after
+        self._state, self._after_value = self._in_value, after
+
+    def is_announced(self) -> bool:
+        """Whether what comes cannot be but a call: behind a marker, or behind a call."""
+        return self._calls > 0 or any(map(self._prefix.startswith, self.triggers))
+
+    def no_call(self) -> bool:
+        """What was expected did not come."""
+        if self._is_cut and self.is_announced():
+            return self.drop()
+        self.say(self._prefix)
+        return self.in_text()
 
     def _in_head(self) -> bool:
         head = self.head()
         if not self._known:
             first = _FIRST_KEY.match(head)
-            if first is None and not self.head_is_whole() and head.lstrip()[:1] in ("", "{"):
+            may_come = first is None and head.lstrip()[:1] in ("", "{")
+            if may_come and not self.head_is_whole():
                 return False
             if first is None or first.group(1) not in _KEYS:
-                return self._no_call()
+                return self.no_call() if may_come else self._other()
             self._known = True
         found = _HEAD.match(head)
         if found is not None:
             name = _name(found["name"])
             if not self._takes(name):
-                return self._no_call()
-            self.open_call(name)
+                return self._other()
+            self.open_call(name, self._prefix + found.group())
             self._at += found.end()
-            self._value = Extent()
-            self._state = self._in_arguments
+            self.argue_value(self._begin_rest)
             return True
         return self._in_object()
 
+    def _other(self) -> bool:
+        """The object is no call."""
+        self.say(self._prefix)
+        return self.in_text()
+
     def _in_object(self) -> bool:
-        """The name does not come first: the object is read as a whole."""
+        """The arguments do not come behind the name: the object is read as a whole."""
         limit = self._at + _LONGEST_OBJECT
         text = self._text[:limit] if len(self._text) > limit else self._text
         end = self._object.feed(text, self._at + self._scanned)
         if end < 0 and not self._ended and len(text) < limit:
             self._scanned = len(text) - self._at
             return False
+        if end < 0 and self._is_cut and len(text) < limit:
+            return self._in_cut_object(text[self._at :])
         call = None if end < 0 or self._object.broken else _call_in(text[self._at : end])
         if call is None or not self._takes(call[0]):
-            return self._no_call()
-        self.open_call(call[0])
+            return self._other()
+        self.open_call(call[0], "")
         self.argue(call[1])
+        self.close_call()
         self._at = end
         self._state = self._after
         return True
 
-    def _takes(self, name: str) -> bool:
-        return bool(name) and (self.names is None or name in self.names)
+    def _in_cut_object(self, text: str) -> bool:
+        found = _CUT_HEAD.match(text)
+        name = "" if found is None else _name(found["name"])
+        if found is None or not self._takes(name):
+            return self.no_call()
+        arguments = found["arguments"] or ""
+        end = Extent().feed(arguments, 0)
+        self._at = len(self._text)
+        self.open_call(name, self._prefix + text[: len(text) - len(arguments)])
+        self.argue(arguments[:end] if end >= 0 else arguments)
+        if end >= 0:
+            self.close_call()
+        else:
+            self.cut_call()
+        return self.in_text()
 
-    def _in_arguments(self) -> bool:
-        """Of a call within an object."""
-        if not self._take_value():
-            return False
-        self._rest = Extent(depth=1)
-        self._scanned = 0
-        self._state = self._in_rest
-        return True
+    def _takes(self, name: str) -> bool:
+        return bool(name) and (self.rules.names is None or name in self.rules.names)
 
     def _in_value(self) -> bool:
-        """Of a call without anything around them."""
-        if not self._take_value():
-            return False
-        self._state = self._after
-        return True
-
-    def _take_value(self) -> bool:
         end = self._value.feed(self._text, self._at)
         stop = end if end >= 0 else len(self._text)
         self.argue(self._text[self._at : stop])
         self._at = stop
-        return end >= 0 or self._ended
+        if end >= 0:
+            self._state = self._after_value if self.close_call() else self._in_content
+            return True
+        if self._ended:
+            self.cut_call()
+            return self.in_text()
+        return False
+
+    def _begin_rest(self) -> bool:
+        """The arguments within an object have ended."""
+        self._rest = Extent(depth=1)
+        self._scanned = 0
+        self._state = self._in_rest
+        return True
 
     def _in_rest(self) -> bool:
         """Between the arguments and the end of their object: further members, if anything."""
@@ -158,7 +191,7 @@ class JsonCalls(Machine):
             return False
         stop = end if end >= 0 else len(text)
         rest = text[self._at : stop]
-        if rest.strip() not in ("", "}") and _loaded('{"_":0' + rest) is None:
+        if rest.strip() not in ("", "}") and not (self._is_cut and end < 0) and loaded('{"_":0' + rest) is None:
             self.say(rest)
         self._at = stop
         self._state = self._after
@@ -166,30 +199,19 @@ class JsonCalls(Machine):
 
 
 def _name(quoted: str) -> str:
-    name = _loaded(quoted)
+    name = loaded(quoted)
     return name if isinstance(name, str) else ""
-
-
-def _loaded(text: str) -> Any:
-    try:
-        return json.loads(text, strict=False)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _call_in(text: str) -> tuple[str, str] | None:
     """Name and arguments, if the object is a call."""
-    call = _loaded(text)
+    call = loaded(text)
     if isinstance(call, dict) and isinstance(call.get("function"), dict):
         call = call["function"]
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None
-    for key in ("arguments", "parameters"):
-        if key in call:
-            return call["name"], as_arguments(call[key])
-    return None
-
-
-def as_arguments(value: Any) -> str:
-    """A string is taken for JSON that is written already."""
-    return clean(value if isinstance(value, str) else json.dumps({} if value is None else value, ensure_ascii=False))
+    key = next((key for key in ("arguments", "parameters") if key in call), None)
+    if key is None and not call.keys() <= _KEYS:
+        return None
+    arguments = written(None if key is None else call[key])
+    return None if arguments is None else (call["name"], arguments)

@@ -8,14 +8,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from asyncengine.markers import Markers
-from asyncengine.server.parsing.parser import OutputParser, ParsedDelta, ToolCallDelta, new_call_id
+from asyncengine.server.parsing.arguments import checked, clean, is_beginning
+from asyncengine.server.parsing.parser import CallRules, OutputParser, ParsedDelta, ToolCallDelta, new_call_id
 
 State = Callable[[], bool]
 LONGEST_HEAD = 1024
 """Characters between the marker of a call and its arguments: where there are more, it is no call."""
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call under way."""
+
+    name: str
+    source: str
+    """Its text before the arguments."""
+    arguments: list[str] = field(default_factory=list)
 
 
 class Machine(OutputParser):
@@ -27,16 +39,19 @@ class Machine(OutputParser):
     """All texts of the format that may be special tokens."""
 
     def __init__(
-        self, markers: Markers | None = None, inside: bool | None = None, most_calls: int | None = None
+        self, markers: Markers | None = None, inside: bool | None = None, rules: CallRules | None = None
     ) -> None:
-        """``inside``: as markers.under_way says. Of more than ``most_calls`` calls the others are left out."""
+        """``inside``: as markers.under_way says."""
         self._markers = markers
-        self._most_calls = most_calls
+        self.rules = rules or CallRules()
         self._text = ""
         self._at = 0
         self._out = ParsedDelta()
         self._ended = False
+        self._is_cut = False
+        self._call: _Call | None = None
         self._calls = 0
+        self._dropped = False  # whether text was left out that would be content elsewhere
         self._blanks: list[str] = []  # white space that waits for what follows it
         self._said = False  # any content yet
         self._trims = False  # white space that comes next, of no meaning after reasoning and calls
@@ -58,10 +73,14 @@ class Machine(OutputParser):
             pass
         return out
 
-    def finish(self) -> ParsedDelta:
-        self._ended = True
+    def finish(self, *, cut: bool = False) -> ParsedDelta:
+        self._ended, self._is_cut = True, cut
         out = self.push("")
-        if not self._calls:
+        if self.rules.forced:
+            if cut and self._dropped and not self._calls and len(self.rules.forced) == 1:
+                self._announce(*self.rules.forced)
+                self.unfinished = True
+        elif not self._calls:
             out.content += "".join(self._blanks)
         return out
 
@@ -69,6 +88,9 @@ class Machine(OutputParser):
 
     def say(self, text: str) -> None:
         """``text`` is content. White space before and after tool calls, and after reasoning, is none."""
+        if self.rules.forced:
+            self._dropped = self._dropped or not (text == "" or text.isspace())
+            return
         if self._trims:
             text = text.lstrip()
         if text and (text := self._hold_blanks(text)):
@@ -89,28 +111,78 @@ class Machine(OutputParser):
             self._blanks.append(held)
         return spoken
 
-    def open_call(self, name: str) -> None:
-        """A tool call begins, and white space before it is no content."""
+    def drop(self) -> bool:
+        """The output was cut before the name of a call: what is held says nothing to anybody."""
+        self._at = len(self._text)
+        self._blanks.clear()
+        self._dropped = True
+        return self.in_text()
+
+    def open_call(self, name: str, source: str) -> None:
+        """A tool call begins. ``source``: its text so far, which is content should this prove to be no call."""
+        self._call = _Call(clean(name), source)
+        if self.rules.live:
+            self._announce(self._call.name)
+
+    def argue(self, text: str) -> None:
+        """``text`` goes on with the arguments of the call."""
+        assert self._call is not None
+        if text:
+            self._call.arguments.append(text)
+            if self.rules.live:
+                self._give(text)
+
+    def close_call(self) -> bool:
+        """The call is complete. False: its arguments are no JSON object, and all of its text is content."""
+        name, source, written = self._taken()
+        if self.rules.live:
+            self._give("" if written.strip() else "{}")
+            return True
+        arguments = checked(written)
+        if arguments is None:
+            self.say(source + written)
+            return False
+        self._announce(name, "{}" if name in self.rules.bare else arguments)
+        return True
+
+    def cut_call(self) -> None:
+        """The output has ended within the arguments of the call."""
+        name, source, written = self._taken()
+        if self.rules.live:
+            self.unfinished = self._counts
+        elif self._is_cut and is_beginning(written):
+            self._announce(name, "" if name in self.rules.bare else written)
+            self.unfinished = self._counts
+        else:
+            self.say(source + written)
+
+    def _taken(self) -> tuple[str, str, str]:
+        """Name, source and arguments of the call, which is under way no more."""
+        call, self._call = self._call, None
+        assert call is not None
+        return call.name, call.source, "".join(call.arguments)
+
+    def _announce(self, name: str, arguments: str = "") -> None:
+        """A call is given. White space before it is no content."""
         self._trims = True
         if not self._said:
             self._blanks.clear()
         self._calls += 1
         if self._counts:
-            self._out.tool_calls.append(ToolCallDelta(self._calls - 1, new_call_id(), clean(name), ""))
+            self._out.tool_calls.append(ToolCallDelta(self._calls - 1, new_call_id(), name, arguments))
 
-    def argue(self, text: str) -> None:
-        """``text`` goes on with the arguments of the call."""
-        if not text or not self._counts:
+    def _give(self, arguments: str) -> None:
+        if not arguments or not self._counts:
             return
         last = self._out.tool_calls[-1] if self._out.tool_calls else None
         if last is not None and last.index == self._calls - 1:
-            last.arguments += text
+            last.arguments += arguments
         else:
-            self._out.tool_calls.append(ToolCallDelta(self._calls - 1, None, None, text))
+            self._out.tool_calls.append(ToolCallDelta(self._calls - 1, None, None, arguments))
 
     @property
     def _counts(self) -> bool:
-        return self._most_calls is None or self._calls <= self._most_calls
+        return self.rules.most is None or self._calls <= self.rules.most
 
     def head(self) -> str:
         """What the beginning of a call may be in: the same whatever the pieces."""
@@ -175,6 +247,10 @@ class Machine(OutputParser):
 
     def _at_content(self) -> bool:
         """The content begins here."""
+        return self.in_text()
+
+    def in_text(self) -> bool:
+        """Content goes on."""
         self._state = self._in_content
         return True
 
@@ -225,12 +301,3 @@ def _beginnings(marker: str) -> str:
     for char in reversed(marker[1:-1]):
         pattern = f"(?:{re.escape(char)}{pattern})?"
     return re.escape(marker[0]) + pattern
-
-
-def clean(text: str) -> str:
-    """Without lone surrogates, which escapes in JSON can make and UTF-8 cannot hold."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    return text

@@ -4,7 +4,24 @@ from __future__ import annotations
 
 import uuid
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class CallRules:
+    """What a request says about the calls in its outputs."""
+
+    most: int | None = None
+    """Further calls are left out."""
+    names: Collection[str] | None = None
+    """Names of the tools, for formats in which any JSON might be a call. Given, any other name makes no call."""
+    bare: Collection[str] = ()
+    """Names of the tools without parameters: their arguments are ``{}``, whatever the model wrote."""
+    live: bool = False
+    """A grammar holds the output to calls: the pieces of a call are given as they come, and not as a whole."""
+    forced: Collection[str] = ()
+    """Names of the tools of which one must be called. Such an output has no content."""
 
 
 @dataclass(slots=True)
@@ -12,11 +29,11 @@ class ToolCallDelta:
     """A piece of a tool call. The first one of a call has its id and its name, all have a piece of its arguments."""
 
     index: int
-    """Of the call among those of its choice."""
+    """Place of the call among the calls of its choice."""
     id: str | None
     name: str | None
     arguments: str
-    """JSON, as far as the model wrote JSON; the pieces of a call, joined, are its arguments."""
+    """The pieces of a call, joined, are a JSON object, or the beginning of one if the output ended within the call."""
 
 
 @dataclass(slots=True)
@@ -32,19 +49,25 @@ class ParsedDelta:
 
 
 class OutputParser(ABC):
-    """Of one choice. What it gives, joined, does not depend on the pieces in which the text comes.
+    """Reader of one choice. What it gives, joined, does not depend on the pieces in which the text comes.
 
-    Text in no known form is content. Nothing is raised for it, and nothing of it is lost but markers, and white space
-    beside them.
+    Text in no known form is content, and so is a call whose arguments are no JSON object. Nothing is raised for it, and
+    nothing of it is lost but markers, white space beside them, and the beginning of a call that is cut before its name.
     """
+
+    unfinished = False
+    """Whether the output ended within a call that was given."""
 
     @abstractmethod
     def push(self, text: str) -> ParsedDelta:
         """What ``text`` completes; the rest is held back until it is clear what it is."""
 
     @abstractmethod
-    def finish(self) -> ParsedDelta:
-        """What was held back, at the end of the text. The parser is spent."""
+    def finish(self, *, cut: bool = False) -> ParsedDelta:
+        """What was held back, at the end of the text. The parser is spent.
+
+        ``cut``: the model had not ended its output. A call that is under way then is given as far as it has come.
+        """
 
 
 def new_call_id() -> str:
@@ -67,6 +90,8 @@ class ParsedOutput:
     content: str
     reasoning: str
     tool_calls: list[ParsedCall]
+    unfinished: bool = False
+    """Whether the output ended within the last call."""
 
 
 def join(deltas: list[ParsedDelta]) -> ParsedOutput:
@@ -80,6 +105,8 @@ def join(deltas: list[ParsedDelta]) -> ParsedOutput:
     return ParsedOutput("".join([d.content for d in deltas]), "".join([d.reasoning for d in deltas]), calls)
 
 
-def parse(parser: OutputParser, text: str) -> ParsedOutput:
-    """A whole text."""
-    return join([parser.push(text), parser.finish()])
+def parse(parser: OutputParser, text: str, *, cut: bool = False) -> ParsedOutput:
+    """A whole text; ``cut`` as in ``OutputParser.finish``."""
+    output = join([parser.push(text), parser.finish(cut=cut)])
+    output.unfinished = parser.unfinished
+    return output

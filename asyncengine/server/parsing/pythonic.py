@@ -7,7 +7,7 @@ import re
 import warnings
 from typing import Any
 
-from asyncengine.server.parsing.json_calls import as_arguments
+from asyncengine.server.parsing.arguments import written
 from asyncengine.server.parsing.machine import Machine
 
 _START, _END = "<|python_start|>", "<|python_end|>"
@@ -17,7 +17,7 @@ _NAME = re.compile(r"[A-Za-z_][\w.]*(?=\()")
 _MAY_BE_NAME = re.compile(r"(?:[A-Za-z_][\w.]*)?\Z")
 _BETWEEN = re.compile(r"\s*(?:,\s*|\])")
 _MAY_BE_BETWEEN = re.compile(r"\s*\Z")
-_OUTSIDE = re.compile(r"""["'()\[\]{}]""")  # of a string
+_OUTSIDE = re.compile(r"""["'()\[\]{},]""")  # of a string
 _INSIDE = {quote: re.compile(rf"[{quote}\\]") for quote in "'\""}
 _LONGEST_CALL = 1 << 16
 _CONSTANTS = {"true": True, "false": False, "null": None}
@@ -42,13 +42,12 @@ class Pythonic(Machine):
             self._prefix = found.group()
             self._at += found.end()
             return self._next_call()
-        if _MAY_BE_LIST.match(head) and not self.head_is_whole():
-            return False
-        return self._in_text()
-
-    def _in_text(self) -> bool:
-        self._state = self._in_content
-        return True
+        if _MAY_BE_LIST.match(head):
+            if not self.head_is_whole():
+                return False
+            if self._is_cut and _START in head:
+                return self.drop()
+        return self.in_text()
 
     def _in_call(self) -> bool:
         head = self.head()
@@ -61,15 +60,39 @@ class Pythonic(Machine):
         if found and end < 0 and not self._ended and len(text) < limit:
             self._scanned = len(text) - self._at
             return False
+        if end < 0 and self._is_cut and len(text) < limit:
+            return self._cut_call(found, text)
         arguments = None if found is None or end < 0 else _arguments(text[self._at : end])
-        if found is None or arguments is None:
+        if found is None or arguments is None or not self._takes(found.group()):
             self.say(self._prefix)
-            return self._in_text()
-        self.open_call(found.group())
+            return self.in_text()
+        self.open_call(found.group(), "")
         self.argue(arguments)
+        self.close_call()
         self._at = end
         self._state = self._after_call
         return True
+
+    def _takes(self, name: str) -> bool:
+        return self.rules.names is None or name in self.rules.names
+
+    def _cut_call(self, found: re.Match[str] | None, text: str) -> bool:
+        """The output was cut in a call, of which the arguments before the last one are whole."""
+        call = text[self._at :]
+        brackets = _Brackets()
+        brackets.feed(call, 0)
+        comma = brackets.last_comma
+        begun = "" if found is None or comma < 0 else _arguments(call[:comma] + ")")
+        if found is None and self._calls:
+            return self.drop()
+        if found is None or begun is None or not self._takes(found.group()):
+            self.say(self._prefix)
+            return self.in_text()
+        self.open_call(found.group(), self._prefix + call)
+        self.argue(begun.removesuffix("}"))
+        self.cut_call()
+        self._at = len(self._text)
+        return self.in_text()
 
     def _after_call(self) -> bool:
         head = self.head()
@@ -77,12 +100,12 @@ class Pythonic(Machine):
         if found is None:
             if _MAY_BE_BETWEEN.match(head) and not self.head_is_whole():
                 return False
-            return self._in_text()
+            return self.in_text()
         if found.end() == len(head) and not self.head_is_whole() and "]" not in found.group():
             return False  # more white space may come
         self._at += found.end()
         self._prefix = found.group()
-        return self._in_text() if self._prefix.endswith("]") else self._next_call()
+        return self.in_text() if self._prefix.endswith("]") else self._next_call()
 
     def _next_call(self) -> bool:
         self._brackets = _Brackets()
@@ -98,6 +121,8 @@ class _Brackets:
         self._depth = 0
         self._quote = ""
         self._escaped = False
+        self.last_comma = -1
+        """Offset of the last comma directly within the bracket, in the text that was fed."""
 
     def feed(self, text: str, at: int) -> int:
         """``text`` goes on from ``at``. Where the bracket closes, or -1 if it does not yet."""
@@ -116,6 +141,8 @@ class _Brackets:
                 self._quote = "" if self._quote else char
             elif char in "([{":
                 self._depth += 1
+            elif char == ",":
+                self.last_comma = at - 1 if self._depth == 1 else self.last_comma
             else:
                 self._depth -= 1
                 if self._depth <= 0:
@@ -134,7 +161,7 @@ def _arguments(call: str) -> str | None:
         values = {_keyword(keyword): _value(keyword.value) for keyword in tree.keywords}
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    return as_arguments(values)
+    return written(values)
 
 
 def _keyword(keyword: ast.keyword) -> str:
