@@ -31,7 +31,15 @@ from asyncengine.errors import (
     WrongLoopError,
 )
 from asyncengine.fairness import FairShare
-from asyncengine.prompts import Prompts, check_size, check_terms, check_vocabulary, hash_salt, kept_tokens, stop_tokens
+from asyncengine.prompts import (
+    Prompts,
+    check_size,
+    check_terms,
+    check_vocabulary,
+    hash_salt,
+    output_places,
+    stop_tokens,
+)
 from asyncengine.request import Prompt, RequestDelta, RequestOutput, SamplingParams
 from asyncengine.request_extras import request_extras
 from asyncengine.scoring import ScoringMethods
@@ -256,9 +264,11 @@ class AsyncEngine(VectorMethods, ScoringMethods, SnapshotMethods, TextMethods):
         assert self._structured is not None
         self._check_features(params)
         check_generates(backend.model_info)
-        prompt_ids = await self._prompts.token_ids(prompt, kept_tokens(params, backend.model_info))
+        kept = params.truncation.kept(backend.model_info.max_model_len, output_places(params))
+        prompt_ids = await self._prompts.token_ids(prompt, kept)
         max_tokens = check_size(backend.model_info, prompt_ids, params)
         check_vocabulary(prompt_ids, backend.model_info.vocab_size)
+        words = await self._prompts.words(params.bad_words, "bad_words")
         constraints = await self._structured.constraints(params, prompt, prompt_ids)
         backend = self._serving()  # that may have taken a while
         ends = stop_tokens(backend.model_info, params)
@@ -266,7 +276,7 @@ class AsyncEngine(VectorMethods, ScoringMethods, SnapshotMethods, TextMethods):
         states = [_sampling_state(params, seed + i) for i in range(params.n if params.logits_processor else 1)]
         processed = self._structured.processed(params, prompt_ids, states)
         masks = [follower.channel for follower in constraints or processed]
-        extras = request_extras(params, len(prompt_ids), ends, backend.model_info, backend.tokenizer, masks)
+        extras = request_extras(params, len(prompt_ids), ends, backend.model_info, words, masks)
         key = self._free_key()
         if request_id is None:
             request_id = f"req-{key}"
@@ -306,9 +316,10 @@ class AsyncEngine(VectorMethods, ScoringMethods, SnapshotMethods, TextMethods):
         The first token sees no other: for ``cls`` nothing else is computed.
         """
         arrived = time.monotonic()
-        self._serving()
+        backend = self._serving()
         assert self._prompts is not None
-        prompt_ids = await self._prompts.token_ids(prompt)
+        kept = terms.truncation.kept(backend.model_info.max_model_len, output_places(PARAMS))
+        prompt_ids = await self._prompts.token_ids(prompt, kept)
         backend = self._serving()
         check_size(backend.model_info, prompt_ids, PARAMS)
         check_vocabulary(prompt_ids, backend.model_info.vocab_size)

@@ -139,11 +139,13 @@ class Chat(Endpoint):
                 ChatChoice(
                     index=i,
                     message=message,
-                    logprobs=None if logprobs is None else logprobs.chat(i, s) or ChatLogProbs([]),
+                    logprobs=None
+                    if logprobs is None
+                    else logprobs.chat(i, s, output.prompt_token_ids) or ChatLogProbs([]),
                     finish_reason="tool_calls" if message.tool_calls and s.finish_reason == "stop" else s.finish_reason,
                     token_ids=s.token_ids if with_ids else UNSET,
                 )
-                for i, ((_, s), message) in enumerate(zip(sequences, messages, strict=True))
+                for i, ((output, s), message) in enumerate(zip(sequences, messages, strict=True))
             ],
             usage=UsageBody.of([output.usage for output in outputs], _reasoning_tokens(job, outputs)),
             prompt_token_ids=outputs[0].prompt_token_ids if with_ids else UNSET,

@@ -51,7 +51,8 @@ class DetailedFormat(ChatFormat):
             prompt = b',"prompt_token_ids":' + encode(self.streams[0].prompt_token_ids) if first else b""
             self._opened.add(index)
             out = self._chunk(index, _ROLE, usage + prompt)
-        logprobs = None if self._logprobs is None else self._logprobs.chat(index, delta)
+        ids = self.streams[0].prompt_token_ids  # a conversation is one prompt
+        logprobs = None if self._logprobs is None else self._logprobs.chat(index, delta, ids)
         if delta.text or logprobs is not None or (self._with_ids and delta.token_ids):
             payload = self.before_text + encode(delta.text) + self.after_text
             if self._with_ids:
@@ -115,7 +116,8 @@ class ParsedFormat(ChatFormat):
 
     def _details(self, index: int, delta: RequestDelta) -> tuple[bytes | None, bytes]:
         """Members beside those of the delta, None if nothing is asked for, and the log probabilities."""
-        logprobs = None if self._logprobs is None else self._logprobs.chat(index, delta)
+        ids = self.streams[0].prompt_token_ids  # a conversation is one prompt
+        logprobs = None if self._logprobs is None else self._logprobs.chat(index, delta, ids)
         with_ids = self._with_ids and delta.token_ids
         if logprobs is None and not with_ids:
             return None, b"null"

@@ -83,15 +83,15 @@ class DetailedFormat(CompletionFormat):
         is_first = index not in self._opened
         self._opened.add(index)
         stream = self.streams[index // self._job.params.n]
-        text = delta.text
+        text, ids = delta.text, stream.prompt_token_ids
         if is_first and _echoes(self._job):
-            text = _echo(self._job, index, stream.prompt_token_ids, stream.prompt_logprobs) + text
-        logprobs = None if self._logprobs is None else self._logprobs.completion(index, delta)
+            text = _echo(self._job, index, ids, stream.prompt_logprobs) + text
+        logprobs = None if self._logprobs is None else self._logprobs.completion(index, delta, ids)
         payload = b'"text":' + encode(text)
         if self._with_ids:
             payload += b',"token_ids":' + encode(delta.token_ids)
             if is_first:
-                payload += b',"prompt_token_ids":' + encode(stream.prompt_token_ids)
+                payload += b',"prompt_token_ids":' + encode(ids)
         elif not text and logprobs is None and delta.finish_reason is None:
             return b""
         return self._chunk(index, payload, usage, delta.finish_reason, encode(logprobs))
@@ -131,7 +131,9 @@ class Completions(Endpoint):
                 CompletionChoice(
                     index=i,
                     text=_echo(job, i, output.prompt_token_ids, output.prompt_logprobs) + s.text if echoes else s.text,
-                    logprobs=None if logprobs is None else logprobs.completion(i, s) or CompletionLogProbs(),
+                    logprobs=None
+                    if logprobs is None
+                    else logprobs.completion(i, s, output.prompt_token_ids) or CompletionLogProbs(),
                     finish_reason=s.finish_reason,
                     token_ids=s.token_ids if with_ids else UNSET,
                     prompt_token_ids=output.prompt_token_ids if with_ids else UNSET,
@@ -153,8 +155,8 @@ def _echo(job: Job, index: int, ids: Sequence[int], logprobs: Sequence[TokenLogP
     if isinstance(prompt, str) and job.params.truncate_prompt_tokens is None:
         text = prompt
     else:
-        detokenizer = IncrementalDetokenizer(job.tokenizer, job.params.skip_special_tokens)
-        text = detokenizer.push(ids) + detokenizer.flush()
+        # An unfinished character at its end comes with the output.
+        text = IncrementalDetokenizer(job.tokenizer, job.params.skip_special_tokens).push(ids)
     if job.choice_logprobs is not None:
         job.choice_logprobs.echo(index, text, ids, logprobs)
     return text

@@ -117,10 +117,11 @@ class News(Protocol):
 class ChoiceLogProbs:
     """One choice. A token is held back while its text is; tokens of a stop string that is left out are left out."""
 
-    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams, prompt: Sequence[int] = ()) -> None:
+        """``prompt``: the token ids that the text of the choice follows."""
         self._tokenizer = tokenizer
         self._params = params
-        self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, params.kept_special_tokens)
+        self._detokenizer = IncrementalDetokenizer.of(tokenizer, params, prompt)
         self._keeps_end = params.include_stop_str_in_output
         self._held: deque[PlacedToken] = deque()
         self._offset = 0  # of the next token
@@ -129,10 +130,8 @@ class ChoiceLogProbs:
     def begin(self, text: str, ids: Sequence[int], logprobs: Sequence[TokenLogProbs | None]) -> None:
         """The text of the choice begins with the prompt, ``text``."""
         detokenizer = IncrementalDetokenizer(self._tokenizer, self._params.skip_special_tokens)
-        for left, (token, data) in zip(range(len(ids) - 1, -1, -1), zip(ids, logprobs, strict=True), strict=True):
+        for token, data in zip(ids, logprobs, strict=True):
             added = detokenizer.push([token])
-            if left == 0:
-                added += detokenizer.flush()
             self._held.append(PlacedToken(token, added, self._offset, data))
             self._offset += len(added)
         self._offset = self._length = len(text)
@@ -147,6 +146,8 @@ class ChoiceLogProbs:
             token = self._held.popleft()
             if ended_by_string:
                 token.text = token.text[: self._length - token.offset]
+                if self._keeps_end and not self._held:  # a special token that ends the text shows only there
+                    token.text = news.text[token.offset - self._length :]
             out.append(token)
         return out
 
@@ -180,29 +181,26 @@ class JobLogProbs:
 
     def echo(self, index: int, text: str, ids: Sequence[int], logprobs: Sequence[TokenLogProbs | None] | None) -> None:
         """Choice ``index`` begins with its prompt."""
-        self._choice(index).begin(text, ids, logprobs or ())
+        self._choice(index, ids).begin(text, ids, logprobs or ())
 
     def prompt(self, logprobs: Sequence[TokenLogProbs | None]) -> list[PromptLogProb]:
         """As vLLM has them: for each token the log probabilities of some, by their ids."""
         return [None if data is None else _of_prompt(data, self._names) for data in logprobs]
 
-    def completion(self, index: int, news: News) -> CompletionLogProbs | None:
-        """None if no token's text is out with these news."""
-        tokens = self._push(index, news)
+    def completion(self, index: int, news: News, prompt: Sequence[int]) -> CompletionLogProbs | None:
+        """Those of choice ``index``, after these token ids. None if no token's text is out with these news."""
+        tokens = self._choice(index, prompt).push(news)
         return completion_logprobs(tokens, self._names) if tokens else None
 
-    def chat(self, index: int, news: News) -> ChatLogProbs | None:
-        """Likewise."""
-        tokens = self._push(index, news)
+    def chat(self, index: int, news: News, prompt: Sequence[int]) -> ChatLogProbs | None:
+        """As ``completion``."""
+        tokens = self._choice(index, prompt).push(news)
         return chat_logprobs(tokens, self._names) if tokens else None
 
-    def _push(self, index: int, news: News) -> list[PlacedToken]:
-        return self._choice(index).push(news)
-
-    def _choice(self, index: int) -> ChoiceLogProbs:
+    def _choice(self, index: int, prompt: Sequence[int]) -> ChoiceLogProbs:
         choice = self._choices.get(index)
         if choice is None:
-            choice = self._choices[index] = ChoiceLogProbs(self._tokenizer, self._params)
+            choice = self._choices[index] = ChoiceLogProbs(self._tokenizer, self._params, prompt)
         return choice
 
 

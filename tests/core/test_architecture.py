@@ -48,7 +48,7 @@ LAYERS: list[set[str]] = [
     {"runner/plans"},
     {"tokenizer_trust", "text_threads", "sandbox_process"},
     {"tokenization"},
-    {"detokenizer", "prompts", "request_extras"},
+    {"detokenizer", "prompts", "request_extras", "stops"},
     {"backend"},
     {"structured"},
     {"stream"},

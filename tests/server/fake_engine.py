@@ -210,7 +210,7 @@ class FakeEngine:
         await self._notify()
         return stream
 
-    async def tokenize(self, prompt: Prompt) -> list[int]:
+    async def tokenize(self, prompt: Prompt, **options: Any) -> list[int]:
         self._check_health()
         return self._tokenize(prompt)
 
