@@ -169,7 +169,8 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     """No other token may be sampled; None allows all."""
     bad_words: Sequence[str] = ()
-    """Words that may not be completed, at most 256; each also as it follows a space."""
+    """Words that may not be completed, at most 256 of 1,024 characters; each also as it follows a space. With that the
+    words may have 1,024 tokens in all, a word counting one more."""
     min_tokens: int = 0
     """No token or string ends the sequence before it has so many."""
     no_repeat_ngram_size: int = 0

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 from asyncengine.conversation import Conversation
 from asyncengine.errors import (
