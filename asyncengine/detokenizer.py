@@ -47,9 +47,11 @@ class IncrementalDetokenizer:
         """Without a tokenizer there is no text. ``kept``: special tokens that are not skipped.
 
         ``prompt``: tokens that come before, whose text is not handed out. Decoders strip the first space of a text:
-        behind a prompt with text they strip none, and with ``has_begun`` they never do.
+        behind a prompt with text they strip none, and with ``has_begun`` they never do. A character that the prompt
+        leaves unfinished comes whole if the output completes it, and not at all otherwise.
         """
         self._decoder: _Decoder = _NO_TEXT
+        self._stale = 0
         if tokenizer is None:
             return
         decoding = _decoding_of(tokenizer, skip_special_tokens, kept)
@@ -58,6 +60,7 @@ class IncrementalDetokenizer:
         self._decoder.push(tail)
         if cut or has_begun:
             self._decoder.begin()
+        self._stale = self._decoder.num_unfinished()
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | None, params: SamplingParams, prompt: Sequence[int]) -> Self:
@@ -73,11 +76,20 @@ class IncrementalDetokenizer:
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that ``ids`` complete: at times without their last character, or with earlier bytes."""
-        return self._decoder.push(ids)
+        text = self._decoder.push(ids)
+        return self._without_stale(text) if self._stale and text else text
 
     def flush(self) -> str:
         """What is held back after the last token, an unfinished character excepted."""
-        return self._decoder.flush()
+        return self._without_stale(self._decoder.flush())
+
+    def _without_stale(self, text: str) -> str:
+        """``text``, the first one, without what stands for the prompt's unfinished character."""
+        while self._stale and text.startswith(_REPLACEMENT):
+            text = text[1:]
+            self._stale -= 1
+        self._stale = 0
+        return text
 
 
 class _Decoder(Protocol):
@@ -85,6 +97,10 @@ class _Decoder(Protocol):
     def flush(self) -> str: ...
     def begin(self) -> None:
         """What follows stands behind text: no space at its beginning is stripped."""
+
+    def num_unfinished(self) -> int:
+        """How many U+FFFD stand for the bytes that are held back, if nothing completes them."""
+        ...
 
     def copy(self) -> Self: ...
 
@@ -98,6 +114,9 @@ class _NoText:
 
     def begin(self) -> None:
         pass
+
+    def num_unfinished(self) -> int:
+        return 0
 
     def copy(self) -> Self:
         return self
@@ -278,6 +297,9 @@ class _ByteLevelDecoder:
     def begin(self) -> None:
         pass
 
+    def num_unfinished(self) -> int:
+        return len(self._utf8.getstate()[0].decode(errors="replace"))
+
     def copy(self) -> Self:
         twin = copy.copy(self)
         twin._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -314,6 +336,9 @@ class _ByteFallbackDecoder:
 
     def begin(self) -> None:
         self._strip_left = 0
+
+    def num_unfinished(self) -> int:
+        return len(self._unfinished)
 
     def copy(self) -> Self:
         return copy.copy(self)
@@ -360,6 +385,10 @@ class _WindowDecoder:
             # A token with text stands for the text before. Those of a tokenizer without any add none either.
             first = next((i for i in range(_FIRST_IDS) if not self._silent(i) and self._decode([i])), None)
             self._ids, self._emitted = ([], 0) if first is None else ([first], 1)
+
+    def num_unfinished(self) -> int:
+        pending = self._pending()
+        return len(pending) - len(pending.rstrip(_REPLACEMENT))
 
     def copy(self) -> Self:
         twin = copy.copy(self)

@@ -31,15 +31,7 @@ from asyncengine.errors import (
     WrongLoopError,
 )
 from asyncengine.fairness import FairShare
-from asyncengine.prompts import (
-    Prompts,
-    check_size,
-    check_terms,
-    check_vocabulary,
-    hash_salt,
-    output_places,
-    stop_tokens,
-)
+from asyncengine.prompts import Prompts, check_size, check_terms, check_vocabulary, hash_salt, kept_tokens, stop_tokens
 from asyncengine.request import Prompt, RequestDelta, RequestOutput, SamplingParams
 from asyncengine.request_extras import request_extras
 from asyncengine.scoring import ScoringMethods
@@ -264,8 +256,7 @@ class AsyncEngine(VectorMethods, ScoringMethods, SnapshotMethods, TextMethods):
         assert self._structured is not None
         self._check_features(params)
         check_generates(backend.model_info)
-        kept = params.truncation.kept(backend.model_info.max_model_len, output_places(params))
-        prompt_ids = await self._prompts.token_ids(prompt, kept)
+        prompt_ids = await self._prompts.token_ids(prompt, kept_tokens(params.truncation, params, backend.model_info))
         max_tokens = check_size(backend.model_info, prompt_ids, params)
         check_vocabulary(prompt_ids, backend.model_info.vocab_size)
         words = await self._prompts.words(params.bad_words, "bad_words")
@@ -318,8 +309,7 @@ class AsyncEngine(VectorMethods, ScoringMethods, SnapshotMethods, TextMethods):
         arrived = time.monotonic()
         backend = self._serving()
         assert self._prompts is not None
-        kept = terms.truncation.kept(backend.model_info.max_model_len, output_places(PARAMS))
-        prompt_ids = await self._prompts.token_ids(prompt, kept)
+        prompt_ids = await self._prompts.token_ids(prompt, kept_tokens(terms.truncation, PARAMS, backend.model_info))
         backend = self._serving()
         check_size(backend.model_info, prompt_ids, PARAMS)
         check_vocabulary(prompt_ids, backend.model_info.vocab_size)

@@ -20,7 +20,7 @@ from weakref import WeakSet
 from asyncengine.checks import quoted
 from asyncengine.conversation import Conversation
 from asyncengine.errors import ContextLengthError, EngineOverloadedError, InvalidRequestError, KVCapacityError
-from asyncengine.request import LONG_TEXT, Kept, Prompt, SamplingParams
+from asyncengine.request import LONG_TEXT, Kept, Prompt, SamplingParams, Truncation
 from asyncengine.sandbox import PIECE, TooLongError
 from asyncengine.sandbox_process import SandboxProcess, render_message
 from asyncengine.text_threads import TextThreads
@@ -306,7 +306,7 @@ def check_size(model: ModelInfo, prompt_ids: list[int], params: SamplingParams) 
     The core samples a token after every prompt. One that nobody asked for takes no place.
     """
     length, context, capacity = len(prompt_ids), model.max_model_len, model.kv_capacity_tokens
-    places = output_places(params)
+    places = _output_places(params)
     check_length(length, context, places)
     if params.max_tokens is None:
         places = max(1, min(context, capacity) - length)
@@ -325,7 +325,12 @@ def check_size(model: ModelInfo, prompt_ids: list[int], params: SamplingParams) 
     return max(1, places)
 
 
-def output_places(params: SamplingParams) -> int:
+def kept_tokens(truncation: Truncation, params: SamplingParams, model: ModelInfo) -> Kept | None:
+    """What a prompt keeps beside the output that ``params`` ask for; None: all of it."""
+    return truncation.kept(model.max_model_len, _output_places(params))
+
+
+def _output_places(params: SamplingParams) -> int:
     """Places of the context that an output needs."""
     return 1 if params.max_tokens is None else params.max_tokens
 

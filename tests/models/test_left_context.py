@@ -45,6 +45,12 @@ def text_behind(tokenizer: Tokenizer, prompt: list[int], output: list[int], skip
         ("word-piece", ["hello"], [",", "it"], ", it"),
         ("byte-level", ["hello"], ["Ġworld"], " world"),
         ("byte-level", ["hello", "Ã"], ["©", "s"], "és"),
+        # Bytes that nothing completes are the prompt's.
+        ("byte-level", ["hello", "Ã"], ["Ġworld"], " world"),
+        ("byte-level", ["hello", "Ã"], ["Ã", "s"], "\ufffds"),
+        ("byte-level", ["hello", "Ã"], [], ""),
+        ("byte-fallback", ["▁hello", "<0xF0>", "<0x9F>"], ["▁world"], " world"),
+        ("byte-fallback", ["▁hello", "<0xF0>", "<0x9F>"], ["<0xC3>", "s"], "\ufffds"),
     ],
 )
 def test_the_first_space_of_an_output_stays(kind: str, prompt: list[str], output: list[str], text: str) -> None:
