@@ -1,22 +1,29 @@
-"""Token ids to text while they arrive, and the search for stop strings in that text.
+"""Token ids to text while they arrive.
 
-Text that has been handed out is final, and no part of a character or of a stop string is ever handed out.
+Text that has been handed out is final, and no part of a character is ever handed out.
 """
 
 from __future__ import annotations
 
 import codecs
+import copy
 import functools
 import json
-from collections.abc import Callable, Iterable, Sequence, Set
-from typing import Any, Protocol
+import re
+from collections.abc import Callable, Sequence, Set
+from typing import TYPE_CHECKING, Any, Protocol, Self
 from weakref import WeakKeyDictionary
 
 from asyncengine.tokenization import Tokenizer, decode_with
 
+if TYPE_CHECKING:
+    from asyncengine.request import SamplingParams
+
 _REPLACEMENT = "\ufffd"
 # A character has at most four bytes: a window that ends in U+FFFD after so many tokens is invalid for good.
 _WINDOW_LIMIT = 8
+_FIRST_IDS = 1024
+"""Ids among which one has text."""
 
 
 class IncrementalDetokenizer:
@@ -28,22 +35,74 @@ class IncrementalDetokenizer:
     complete before the invalid byte stay.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, skip_special_tokens: bool = True, kept: Sequence[int] = ()) -> None:
-        """Without a tokenizer there is no text. ``kept``: special tokens that are not skipped."""
-        self._decoder = _NO_TEXT if tokenizer is None else _make_decoder(tokenizer, skip_special_tokens, kept)
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        skip_special_tokens: bool = True,
+        kept: Sequence[int] = (),
+        prompt: Sequence[int] = (),
+        *,
+        has_begun: bool = False,
+    ) -> None:
+        """Without a tokenizer there is no text. ``kept``: special tokens that are not skipped.
+
+        ``prompt``: tokens that come before, whose text is not handed out. Decoders strip the first space of a text:
+        behind a prompt with text they strip none, and with ``has_begun`` they never do. A character that the prompt
+        leaves unfinished comes whole if the output completes it, and not at all otherwise.
+        """
+        self._decoder: _Decoder = _NO_TEXT
+        self._stale = 0
+        if tokenizer is None:
+            return
+        decoding = _decoding_of(tokenizer, skip_special_tokens, kept)
+        self._decoder = decoding.make()
+        tail, cut = decoding.tail(prompt)
+        self._decoder.push(tail)
+        if cut or has_begun:
+            self._decoder.begin()
+        self._stale = self._decoder.num_unfinished()
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer | None, params: SamplingParams, prompt: Sequence[int]) -> Self:
+        """For an output with ``params`` after ``prompt``. Of a structured output the grammar has seen each space."""
+        has_begun = params.structured_outputs is not None
+        return cls(tokenizer, params.skip_special_tokens, params.kept_special_tokens, prompt, has_begun=has_begun)
+
+    def copy(self) -> Self:
+        """Another one in the same state."""
+        twin = copy.copy(self)
+        twin._decoder = self._decoder.copy()
+        return twin
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that ``ids`` complete: at times without their last character, or with earlier bytes."""
-        return self._decoder.push(ids)
+        text = self._decoder.push(ids)
+        return self._without_stale(text) if self._stale and text else text
 
     def flush(self) -> str:
         """What is held back after the last token, an unfinished character excepted."""
-        return self._decoder.flush()
+        return self._without_stale(self._decoder.flush())
+
+    def _without_stale(self, text: str) -> str:
+        """``text``, the first one, without what stands for the prompt's unfinished character."""
+        while self._stale and text.startswith(_REPLACEMENT):
+            text = text[1:]
+            self._stale -= 1
+        self._stale = 0
+        return text
 
 
 class _Decoder(Protocol):
     def push(self, ids: Sequence[int]) -> str: ...
     def flush(self) -> str: ...
+    def begin(self) -> None:
+        """What follows stands behind text: no space at its beginning is stripped."""
+
+    def num_unfinished(self) -> int:
+        """How many U+FFFD stand for the bytes that are held back, if nothing completes them."""
+        ...
+
+    def copy(self) -> Self: ...
 
 
 class _NoText:
@@ -52,6 +111,15 @@ class _NoText:
 
     def flush(self) -> str:
         return ""
+
+    def begin(self) -> None:
+        pass
+
+    def num_unfinished(self) -> int:
+        return 0
+
+    def copy(self) -> Self:
+        return self
 
 
 _NO_TEXT = _NoText()
@@ -73,47 +141,77 @@ class _Pieces(dict[int, Any]):
         return piece
 
 
-_Factories = dict[tuple[bool, tuple[int, ...]], Callable[[], _Decoder]]
-_decoder_factories: WeakKeyDictionary[Tokenizer, _Factories] = WeakKeyDictionary()
-_MAX_FACTORIES = 16
+_CONTEXT = 32
+"""Tokens before an output that decide how it is decoded. A character has at most four bytes, each of them a token."""
+
+
+class _Decoding:
+    """How texts of a tokenizer are made: with or without special tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, skip: bool, kept: Sequence[int]) -> None:
+        self._silent = tokenizer.special_token_ids.difference(kept) if skip else frozenset()
+        # The backend, not the tokenizer: what is kept for a tokenizer may not keep it alive.
+        self._token_of = tokenizer.backend.id_to_token
+        self.make = self._decoder_factory(tokenizer, skip and not kept)
+
+    def tail(self, prompt: Sequence[int]) -> tuple[list[int], bool]:
+        """The last tokens of ``prompt`` that have text, and whether it has others before them."""
+        found: list[int] = []
+        for token in reversed(prompt):
+            if self._is_silent(token):
+                continue
+            if len(found) == _CONTEXT:
+                break
+            found.append(token)
+        else:
+            return found[::-1], False
+        while found and _CONTINUES_CHARACTER.fullmatch(self._token_of(found[-1]) or ""):
+            found.pop()  # its character began before
+        return found[::-1], True
+
+    def _is_silent(self, token_id: int) -> bool:
+        # An id beyond the vocabulary (embeddings are padded) adds nothing, as in decode.
+        return token_id in self._silent or self._token_of(token_id) is None
+
+    def _decoder_factory(self, tokenizer: Tokenizer, skip: bool) -> Callable[[], _Decoder]:
+        """Made of the tokenizer's own decoder. ``skip``: decode leaves out what is silent by itself."""
+        silent = self._silent
+        match _decoder_steps(tokenizer):
+            case [{"type": "ByteLevel"}] | [{"type": "ByteLevel"}, {"type": "Fuse"}]:
+                byte_pieces = _Pieces(tokenizer, silent, _byte_level_piece)
+                return lambda: _ByteLevelDecoder(byte_pieces)
+            case [
+                {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+                *rest,
+            ] if (strip := _left_strip(rest)) is not None:
+                fallback_pieces = _Pieces(tokenizer, silent, lambda token: _fallback_piece(token, old, new))
+                return lambda: _ByteFallbackDecoder(fallback_pieces, *strip)
+        decode = functools.partial(decode_with, tokenizer.backend, skip_special_tokens=skip)
+        return lambda: _WindowDecoder(decode, self._is_silent)
+
+
+_CONTINUES_CHARACTER = re.compile("<0x[89AB][0-9A-F]>")
+_decodings: WeakKeyDictionary[Tokenizer, dict[tuple[bool, tuple[int, ...]], _Decoding]] = WeakKeyDictionary()
+_MAX_DECODINGS = 16
 """Of a tokenizer: one for each set of kept tokens, which are those of the model's own markers, or a user's choice."""
 
 
-def _make_decoder(tokenizer: Tokenizer, skip: bool, kept: Sequence[int]) -> _Decoder:
-    factories = _decoder_factories.setdefault(tokenizer, {})
+def _decoding_of(tokenizer: Tokenizer, skip: bool, kept: Sequence[int]) -> _Decoding:
+    known = _decodings.setdefault(tokenizer, {})
     key = (skip, tuple(kept))
-    if key not in factories:
-        if len(factories) >= _MAX_FACTORIES:
-            factories.clear()
-        factories[key] = _decoder_factory(tokenizer, skip, kept)
-    return factories[key]()
+    if key not in known:
+        if len(known) >= _MAX_DECODINGS:
+            known.clear()
+        known[key] = _Decoding(tokenizer, skip, kept)
+    return known[key]
 
 
 def _decoder_steps(tokenizer: Tokenizer) -> list[dict[str, Any]]:
     decoder = tokenizer.backend.decoder
     spec: dict[str, Any] = json.loads(decoder.__getstate__()) if decoder is not None else {"type": None}
     return list(spec["decoders"]) if spec["type"] == "Sequence" else [spec]
-
-
-def _decoder_factory(tokenizer: Tokenizer, skip: bool, kept: Sequence[int]) -> Callable[[], _Decoder]:
-    """How to decode, read from the tokenizer's own decoder."""
-    silent = tokenizer.special_token_ids.difference(kept) if skip else frozenset()
-    match _decoder_steps(tokenizer):
-        case [{"type": "ByteLevel"}] | [{"type": "ByteLevel"}, {"type": "Fuse"}]:
-            byte_pieces = _Pieces(tokenizer, silent, _byte_level_piece)
-            return lambda: _ByteLevelDecoder(byte_pieces)
-        case [
-            {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)},
-            {"type": "ByteFallback"},
-            {"type": "Fuse"},
-            *rest,
-        ] if (strip := _left_strip(rest)) is not None:
-            fallback_pieces = _Pieces(tokenizer, silent, lambda token: _fallback_piece(token, old, new))
-            return lambda: _ByteFallbackDecoder(fallback_pieces, *strip)
-    # The backend, not the tokenizer: what is kept for a tokenizer may not keep it alive.
-    decode = functools.partial(decode_with, tokenizer.backend, skip_special_tokens=skip and not kept)
-    id_to_token = tokenizer.backend.id_to_token
-    return lambda: _WindowDecoder(decode, lambda i: i in silent or id_to_token(i) is None)
 
 
 _bytes_of_tokens: WeakKeyDictionary[Tokenizer, Callable[[int], bytes]] = WeakKeyDictionary()
@@ -196,6 +294,18 @@ class _ByteLevelDecoder:
         held = self._utf8.getstate()[0].decode(errors="replace")
         return "" if held == _REPLACEMENT else held
 
+    def begin(self) -> None:
+        pass
+
+    def num_unfinished(self) -> int:
+        return len(self._utf8.getstate()[0].decode(errors="replace"))
+
+    def copy(self) -> Self:
+        twin = copy.copy(self)
+        twin._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        twin._utf8.setstate(self._utf8.getstate())
+        return twin
+
 
 class _ByteFallbackDecoder:
     """Tokens are text, or single bytes in runs; a run that is not valid UTF-8 is one U+FFFD per byte."""
@@ -223,6 +333,15 @@ class _ByteFallbackDecoder:
 
     def flush(self) -> str:
         return ""
+
+    def begin(self) -> None:
+        self._strip_left = 0
+
+    def num_unfinished(self) -> int:
+        return len(self._unfinished)
+
+    def copy(self) -> Self:
+        return copy.copy(self)
 
     def _add_byte(self, byte: int) -> str:
         if self._run_is_broken:
@@ -261,6 +380,21 @@ class _WindowDecoder:
     def flush(self) -> str:
         return self._pending().rstrip(_REPLACEMENT)
 
+    def begin(self) -> None:
+        if not self._ids:
+            # A token with text stands for the text before. Those of a tokenizer without any add none either.
+            first = next((i for i in range(_FIRST_IDS) if not self._silent(i) and self._decode([i])), None)
+            self._ids, self._emitted = ([], 0) if first is None else ([first], 1)
+
+    def num_unfinished(self) -> int:
+        pending = self._pending()
+        return len(pending) - len(pending.rstrip(_REPLACEMENT))
+
+    def copy(self) -> Self:
+        twin = copy.copy(self)
+        twin._ids = self._ids.copy()
+        return twin
+
     def _push_one(self, token_id: int) -> str:
         if self._silent(token_id):
             return ""
@@ -276,59 +410,3 @@ class _WindowDecoder:
 
     def _pending(self) -> str:
         return self._decode(self._ids)[len(self._decode(self._ids[: self._emitted])) :]
-
-
-class StopStringMatcher:
-    """Finds the stop string that is complete first; of several that end together, the longest.
-
-    Whatever the pieces in which text arrives, the result is the same. Text is held back only while it may
-    be the beginning of a stop string. One Knuth-Morris-Pratt automaton per string, so time is linear.
-    """
-
-    def __init__(self, stops: Iterable[str], include: bool = False) -> None:
-        """``include`` keeps the stop string itself in the text."""
-        self._stops = sorted(set(stops), key=len, reverse=True)
-        self._first_chars = frozenset(stop[0] for stop in self._stops)
-        self._failures = [_failure_table(stop) for stop in self._stops]
-        self._matched = [0] * len(self._stops)  # characters of each stop string that end the text so far
-        self._include = include
-        self._held = ""
-
-    def push(self, text: str) -> tuple[str, str | None]:
-        """(text to hand out, the stop string found or None). After a match the matcher is spent."""
-        if not self._held and self._first_chars.isdisjoint(text):
-            return text, None  # the usual case: nothing begins here
-        matched = self._matched
-        for position, char in enumerate(text):
-            for i, stop in enumerate(self._stops):
-                length = matched[i]
-                while length and stop[length] != char:
-                    length = self._failures[i][length]
-                if stop[length] == char:
-                    length += 1
-                if length == len(stop):
-                    seen = self._held + text[: position + 1]
-                    self._held = ""
-                    return (seen if self._include else seen[: -len(stop)]), stop
-                matched[i] = length
-        seen = self._held + text
-        safe = len(seen) - max(matched)
-        self._held = seen[safe:]
-        return seen[:safe], None
-
-    def flush(self) -> str:
-        """The text held back, once it is known that nothing follows."""
-        held, self._held = self._held, ""
-        return held
-
-
-@functools.lru_cache(maxsize=64)  # the sequences of a request, and often its successors, have the same
-def _failure_table(pattern: str) -> list[int]:
-    """table[n]: length of the longest proper prefix of pattern[:n] that is also its suffix."""
-    table = [0, 0]
-    for char in pattern[1:]:
-        length = table[-1]
-        while length and pattern[length] != char:
-            length = table[length]
-        table.append(length + 1 if pattern[length] == char else 0)
-    return table

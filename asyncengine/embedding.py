@@ -13,7 +13,7 @@ from asyncengine.checks import quoted
 from asyncengine.conversation import Conversation
 from asyncengine.errors import InternalError, InvalidRequestError
 from asyncengine.prompts import check_terms
-from asyncengine.request import Prompt, SamplingParams, Usage
+from asyncengine.request import Prompt, SamplingParams, Truncation, Usage
 from asyncengine.stream import RequestStream
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 Pooling = Literal["last", "cls", "mean"]
 MAX_PROMPTS = 2048
-PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
-"""Of a request for a vector. The one token is a place in the context: nothing is sampled."""
+PARAMS = SamplingParams(max_tokens=0, temperature=0.0, detokenize=False)
+"""Of a request for a vector: nothing is sampled."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,14 +81,23 @@ class VectorStream(RequestStream):
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """How the requests of a call are served; as for ``AsyncEngine.submit``."""
+    """How the requests of a call are served; as for ``AsyncEngine.submit`` and ``SamplingParams``."""
 
     priority: int = 0
     cache_salt: str | None = None
     tenant: str | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
+    """None: right, since what a text is about stands at its beginning."""
 
     def __post_init__(self) -> None:
         check_terms(self.priority, cache_salt=self.cache_salt, tenant=self.tenant)
+        _ = self.truncation
+
+    @property
+    def truncation(self) -> Truncation:
+        """How the prompts are truncated. Raises InvalidRequestError."""
+        return Truncation(self.truncate_prompt_tokens, self.truncation_side or "right")
 
 
 def vector_extras(model: ModelInfo, pooling: Pooling) -> _core.RequestExtras:
@@ -129,7 +138,8 @@ class VectorMethods(ABC):
         """The model's last hidden states, after its final norm, pooled to a vector for each prompt.
 
         The first ``dimensions`` numbers are kept, then scaled to length 1 with ``normalize``. A single prompt that is
-        no text goes into a list. ``terms``: priority, cache_salt and tenant. The errors are those of ``submit``.
+        no text goes into a list. ``terms``: priority, cache_salt and tenant; truncate_prompt_tokens, with
+        truncation_side (right unless it says left). The errors are those of ``submit``.
         """
         model = self.model_info
         if model.labels:

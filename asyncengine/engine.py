@@ -259,9 +259,10 @@ class AsyncEngine(VectorMethods, ScoringMethods, SnapshotMethods, TextMethods):
         assert self._structured is not None
         self._check_features(params)
         check_generates(backend.model_info)
-        prompt_ids = await self._prompts.token_ids(prompt, kept_tokens(params, backend.model_info))
+        prompt_ids = await self._prompts.token_ids(prompt, kept_tokens(params.truncation, params, backend.model_info))
         max_tokens = check_size(backend.model_info, prompt_ids, params)
         check_vocabulary(prompt_ids, backend.model_info.vocab_size)
+        words = await self._prompts.words(params.bad_words, "bad_words")
         constraints = await self._structured.constraints(params, prompt, prompt_ids, tenant)
         backend = self._serving()  # that may have taken a while
         ends = stop_tokens(backend.model_info, params)
@@ -271,7 +272,7 @@ class AsyncEngine(VectorMethods, ScoringMethods, SnapshotMethods, TextMethods):
         states = [_sampling_state(params, seed + i) for i in range(params.n if params.logits_processor else 1)]
         processed = self._structured.processed(params, prompt_ids, states)
         masks = [follower.channel for follower in constraints or processed]
-        extras = request_extras(params, len(prompt_ids), ends, backend.model_info, backend.tokenizer, masks)
+        extras = request_extras(params, len(prompt_ids), ends, backend.model_info, words, masks)
         key = self._free_key()
         if request_id is None:
             request_id = f"req-{key}"
@@ -312,9 +313,9 @@ class AsyncEngine(VectorMethods, ScoringMethods, SnapshotMethods, TextMethods):
         The first token sees no other: for ``cls`` nothing else is computed.
         """
         arrived = time.monotonic()
-        self._serving()
+        backend = self._serving()
         assert self._prompts is not None
-        prompt_ids = await self._prompts.token_ids(prompt)
+        prompt_ids = await self._prompts.token_ids(prompt, kept_tokens(terms.truncation, PARAMS, backend.model_info))
         backend = self._serving()
         check_size(backend.model_info, prompt_ids, PARAMS)
         check_vocabulary(prompt_ids, backend.model_info.vocab_size)

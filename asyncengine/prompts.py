@@ -1,7 +1,8 @@
 """From a prompt, whatever its form, to checked token ids, without holding up the event loop.
 
 A short text is tokenized at once. A longer one goes to the engine's own threads, a conversation to the process that
-renders chat templates. All of them together hold a limited amount of text, and none is tokenized that cannot fit.
+renders chat templates. All of them together hold a limited amount of text, and none is tokenized that cannot fit. Of a
+text that is truncated no more is tokenized than the context can hold in characters.
 """
 
 from __future__ import annotations
@@ -9,16 +10,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import operator
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from asyncengine.checks import quoted
 from asyncengine.conversation import Conversation
 from asyncengine.errors import ContextLengthError, EngineOverloadedError, InvalidRequestError, KVCapacityError
-from asyncengine.request import LONG_TEXT, Prompt, SamplingParams
-from asyncengine.sandbox import TooLongError
+from asyncengine.request import LONG_TEXT, Kept, Prompt, SamplingParams, Truncation
+from asyncengine.sandbox import PIECE, TooLongError
 from asyncengine.sandbox_process import SandboxProcess, render_message
 from asyncengine.text_threads import TextThreads
 from asyncengine.tokenization import Tokenizer, check_unicode, cut_open, too_many_tokens
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
     from asyncengine.model_info import ModelInfo
 
 MAX_PRIORITY = 1000
+_KEPT_WORDS = 8
+"""Lists of words whose tokens are kept: those of requests that are being submitted."""
 _PER_MESSAGE = 16
 """Characters that a message counts for beside its content."""
 
@@ -43,6 +48,7 @@ class Prompts:
         self._max_characters = self._context * (tokenizer.longest_token if tokenizer is not None else 0)
         self._max_held = config.max_queued_characters
         self._held = 0
+        self._words: OrderedDict[tuple[str, ...], asyncio.Future[list[list[int]]]] = OrderedDict()
         self._threads = TextThreads()
         self._sandbox: SandboxProcess | None = None
         if config.sandbox and tokenizer is not None:  # the first prompt that needs the process starts it
@@ -54,31 +60,52 @@ class Prompts:
         """Of prompts that are being tokenized, or wait for it."""
         return self._held
 
-    async def token_ids(self, prompt: Prompt, kept: int | None = None, add_special_tokens: bool = True) -> list[int]:
-        """``kept``: the last so many. Raises InvalidRequestError, ContextLengthError, EngineOverloadedError,
-        EngineClosedError."""
-        if kept is None:
-            return await self._token_ids(prompt, add_special_tokens)
-        if isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], int):
-            prompt = prompt[-kept:]
-        return (await self._token_ids(prompt, add_special_tokens))[-kept:]
+    async def token_ids(self, prompt: Prompt, kept: Kept | None = None, add_special_tokens: bool = True) -> list[int]:
+        """``kept``: those of a prompt that is truncated, of any length.
 
-    async def _token_ids(self, prompt: Prompt, add_special_tokens: bool) -> list[int]:
+        Raises InvalidRequestError, ContextLengthError, EngineOverloadedError, EngineClosedError.
+        """
         if isinstance(prompt, str):
             if not prompt:
                 raise InvalidRequestError("the prompt is empty", param="prompt")
-            return await self._encode(prompt, self._text_tokenizer("prompt"), add_special_tokens)
+            return await self._encode(prompt, self._text_tokenizer("prompt"), add_special_tokens, kept)
         if isinstance(prompt, Conversation):
-            return await self._encode_chat(prompt, self._text_tokenizer("messages"))
+            return await self._encode_chat(prompt, self._text_tokenizer("messages"), kept)
         if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
             raise InvalidRequestError(
                 f"the prompt must be text, token ids or messages, got {type(prompt).__name__}", param="prompt"
             )
         if len(prompt) > 0 and isinstance(prompt[0], dict):
             chat = Conversation(messages=prompt)  # type: ignore[arg-type]
-            return await self._encode_chat(chat, self._text_tokenizer("messages"))
-        check_length(len(prompt), self._context)  # before looking at each of millions
-        return _checked_ids(prompt, self._vocab_size)
+            return await self._encode_chat(chat, self._text_tokenizer("messages"), kept)
+        ids: Sequence[Any] = prompt if kept is None else kept.of(prompt)
+        check_length(len(ids), self._context, 0)  # before looking at each of millions
+        return _checked_ids(ids, self._vocab_size)
+
+    async def words(self, words: Sequence[str], param: str) -> list[list[int]]:
+        """Token ids of each word, as it begins a text and as it follows a space, each once.
+
+        Raises InvalidRequestError that names ``param``, EngineOverloadedError, EngineClosedError.
+        """
+        if not words:
+            return []
+        tokenizer, key = self._text_tokenizer(param), tuple(words)
+        # The prompts of a request have the same words: they are tokenized once.
+        if (making := self._words.get(key)) is None:
+            making = self._words[key] = asyncio.ensure_future(self._encode_words(key, tokenizer, param))
+            making.add_done_callback(partial(self._forget_words, key))
+            if len(self._words) > _KEPT_WORDS:
+                self._words.popitem(last=False)
+        return await asyncio.shield(making)
+
+    def check_parts(self, *parts: str | Sequence[int]) -> None:
+        """Raises ContextLengthError if texts, or token ids, cannot fit together: before they are put together."""
+        count = sum(map(len, parts))
+        if isinstance(parts[0], str):
+            self._text_tokenizer("prompt")
+            self._check_characters(count)
+        else:
+            check_length(count, self._context, 0)
 
     def check_stop_strings(self, params: SamplingParams) -> None:
         """Raises InvalidRequestError for stop strings where there is no text to search."""
@@ -107,68 +134,116 @@ class Prompts:
             )
         return self._tokenizer
 
-    async def _encode(self, text: str, tokenizer: Tokenizer, add_special_tokens: bool) -> list[int]:
-        self._check_characters(len(text))
+    async def _encode(self, text: str, tokenizer: Tokenizer, add_special_tokens: bool, kept: Kept | None) -> list[int]:
+        if kept is None:
+            self._check_characters(len(text))
+        text = self._part(text, kept)
         if len(text) <= LONG_TEXT and (tokenizer.is_linear or self._sandbox is None):
-            return tokenizer.encode(text, add_special_tokens)
+            return tokenizer.encode(text, add_special_tokens, kept=kept)
         with self._hold(len(text)):
-            return await self._encode_elsewhere(text, tokenizer, add_special_tokens)
+            return await self._encode_elsewhere(text, tokenizer, add_special_tokens, kept)
 
-    async def _encode_elsewhere(self, text: str, tokenizer: Tokenizer, add_special_tokens: bool) -> list[int]:
+    def _part(self, text: str, kept: Kept | None) -> str:
+        """The end or the beginning of a text, as much as may be tokenized of it."""
+        most = self._max_characters + PIECE
+        if kept is None or len(text) <= most:
+            return text
+        return text[-most:] if kept.side == "left" else text[:most]
+
+    async def _encode_elsewhere(
+        self, text: str, tokenizer: Tokenizer, add_special_tokens: bool, kept: Kept | None
+    ) -> list[int]:
         if self._sandbox is None or tokenizer.is_linear:
-            return await self._threads.run(len(text), tokenizer.encode, text, add_special_tokens, self._context)
+            return await self._threads.run(len(text), tokenizer.encode, text, add_special_tokens, self._context, kept)
         check_unicode(text)
         try:
-            return await self._sandbox.encode(text, add_special_tokens, self._context)
+            return await self._sandbox.encode(text, add_special_tokens, self._context, kept)
         except TooLongError as e:
             raise too_many_tokens(e.count, self._context) from None
 
-    async def _encode_chat(self, chat: Conversation, tokenizer: Tokenizer) -> list[int]:
+    async def _encode_words(self, words: Sequence[str], tokenizer: Tokenizer, param: str) -> list[list[int]]:
+        texts = []
+        for word in words:
+            bare = word.lstrip(" ")
+            texts += [bare, " " + bare] if bare else [word]
+        size = sum(map(len, texts))
+        try:
+            if size <= LONG_TEXT and (tokenizer.is_linear or self._sandbox is None):
+                found = tokenizer.encode_all(texts)
+            else:
+                with self._hold(size):
+                    found = await self._encode_words_elsewhere(texts, size, tokenizer, param)
+        except InvalidRequestError as e:
+            e.param = param
+            raise
+        return [list(ids) for ids in dict.fromkeys(map(tuple, found)) if ids]
+
+    async def _encode_words_elsewhere(
+        self, texts: Sequence[str], size: int, tokenizer: Tokenizer, param: str
+    ) -> list[list[int]]:
+        if self._sandbox is None or tokenizer.is_linear:
+            return await self._threads.run(size, tokenizer.encode_all, texts)
+        for text in texts:
+            check_unicode(text)
+        return await self._sandbox.encode_all(texts, 4 * size + 16 * len(texts), param)
+
+    def _forget_words(self, words: tuple[str, ...], making: asyncio.Future[list[list[int]]]) -> None:
+        """What failed is tried again."""
+        if (making.cancelled() or making.exception() is not None) and self._words.get(words) is making:
+            del self._words[words]
+
+    async def _encode_chat(self, chat: Conversation, tokenizer: Tokenizer, kept: Kept | None) -> list[int]:
         messages = chat.messages
-        if len(messages) > self._context:
+        if len(messages) > self._context and kept is None:
             raise ContextLengthError(
                 f"This model's maximum context length is {self._context} tokens. "
                 f"The prompt has {len(messages)} messages.",
                 param="messages",
             )
         characters, simple = _measure(chat)
-        self._check_characters(characters)
+        most = self._max_characters if kept is None else max(self._max_characters, self._max_held)
+        if characters > most:
+            raise self._too_many_characters(characters, most)
         size = characters + _PER_MESSAGE * len(messages)
         short = simple and size <= LONG_TEXT
         if self._sandbox is None:
             if short:
-                return self._chat_here(chat, tokenizer)
+                return self._chat_here(chat, tokenizer, most, kept)
             with self._hold(size):
-                return await self._threads.run(size, self._chat_here, chat, tokenizer)
+                return await self._threads.run(size, self._chat_here, chat, tokenizer, most, kept)
         with self._hold(size):
             if short:
-                message = self._render_message(chat, tokenizer)
+                message = self._render_message(chat, tokenizer, most)
             else:
-                message = await self._threads.run(size, self._render_message, chat, tokenizer)
+                message = await self._threads.run(size, self._render_message, chat, tokenizer, most)
             try:
                 with self._hold(max(0, len(message) - size)):  # tools and the like
-                    text = await self._sandbox.render(message, self._max_characters)
+                    text = await self._sandbox.render(message, most)
             except TooLongError as e:
-                raise self._too_many_characters(e.count) from None
-            text = cut_open(chat, text)
+                raise self._too_many_characters(e.count, most) from None
+            text = self._part(cut_open(chat, text), kept)
             # Templates write all special tokens themselves, so none is added.
             if len(text) <= LONG_TEXT and tokenizer.is_linear:
-                return tokenizer.encode(text, add_special_tokens=False)
-            return await self._encode_elsewhere(text, tokenizer, False)
+                return tokenizer.encode(text, add_special_tokens=False, kept=kept)
+            return await self._encode_elsewhere(text, tokenizer, False, kept)
 
-    def _render_message(self, chat: Conversation, tokenizer: Tokenizer) -> bytes:
-        return render_message(*tokenizer.chat(chat), self._max_characters)
+    def _render_message(self, chat: Conversation, tokenizer: Tokenizer, most: int) -> bytes:
+        return render_message(*tokenizer.chat(chat), most)
 
-    def _chat_here(self, chat: Conversation, tokenizer: Tokenizer) -> list[int]:
+    def _chat_here(self, chat: Conversation, tokenizer: Tokenizer, most: int, kept: Kept | None) -> list[int]:
         text = tokenizer.render(chat)
-        self._check_characters(len(text))
-        return tokenizer.encode(text, add_special_tokens=False, limit=self._context)
+        if len(text) > most:
+            raise self._too_many_characters(len(text), most)
+        return tokenizer.encode(self._part(text, kept), add_special_tokens=False, limit=self._context, kept=kept)
 
     def _check_characters(self, count: int) -> None:
         if count > self._max_characters:
-            raise self._too_many_characters(count)
+            raise self._too_many_characters(count, self._max_characters)
 
-    def _too_many_characters(self, count: int) -> ContextLengthError:
+    def _too_many_characters(self, count: int, most: int) -> ContextLengthError:
+        if most > self._max_characters:
+            message = f"A chat that is truncated may have {most} characters. The prompt has {count} or more."
+            return ContextLengthError(message, param="messages")
         return ContextLengthError(
             f"This model's maximum context length is {self._context} tokens, which are {self._max_characters} "
             f"characters at the very most. The prompt has {count} characters or more.",
@@ -213,44 +288,51 @@ def _measure(chat: Conversation) -> tuple[int, bool]:
 # ---- checks of what the prompt and its parameters ask for ----
 
 
-def check_length(length: int, context: int) -> None:
-    """Raises InvalidRequestError for no tokens, ContextLengthError for as many as the context or more."""
+def check_length(length: int, context: int, places: int) -> None:
+    """Raises InvalidRequestError for no tokens, ContextLengthError where the context lacks ``places`` for an output."""
     if length == 0:
         raise InvalidRequestError("the prompt has no tokens", param="prompt")
-    if length >= context:
+    if length + min(places, 1) > context:
         raise ContextLengthError(
-            f"This model's maximum context length is {context} tokens. The prompt has {length} tokens, "
-            "which leaves no room for the output.",
+            f"This model's maximum context length is {context} tokens. The prompt has {length} tokens"
+            + (", which leaves no room for the output." if places else "."),
             param="prompt",
         )
 
 
 def check_size(model: ModelInfo, prompt_ids: list[int], params: SamplingParams) -> int:
-    """Tokens to generate at most, or the typed error that says why the request cannot be served."""
-    length, context = len(prompt_ids), model.max_model_len
-    check_length(length, context)
-    capacity = model.kv_capacity_tokens
-    max_tokens = max(1, params.max_tokens) if params.max_tokens is not None else max(1, min(context, capacity) - length)
-    if length + max_tokens > context:
+    """Tokens that the core is to generate at most, or the typed error that says why the request cannot be served.
+
+    The core samples a token after every prompt. One that nobody asked for takes no place.
+    """
+    length, context, capacity = len(prompt_ids), model.max_model_len, model.kv_capacity_tokens
+    places = _output_places(params)
+    check_length(length, context, places)
+    if params.max_tokens is None:
+        places = max(1, min(context, capacity) - length)
+    if length + places > context:
         raise ContextLengthError(
-            f"This model's maximum context length is {context} tokens. The request asks for {length + max_tokens} "
-            f"tokens: {length} of the prompt and {max_tokens} of the output (max_tokens).",
+            f"This model's maximum context length is {context} tokens. The request asks for {length + places} "
+            f"tokens: {length} of the prompt and {places} of the output (max_tokens).",
             param="max_tokens",
         )
-    if length + max_tokens > capacity:
+    if length + places > capacity:
         raise KVCapacityError(
-            f"the request needs KV for {length + max_tokens} tokens, the cache holds {capacity}; "
+            f"the request needs KV for {length + places} tokens, the cache holds {capacity}; "
             "raise kv_cache_memory_bytes or lower max_tokens",
             param="max_tokens",
         )
-    return max_tokens
+    return max(1, places)
 
 
-def kept_tokens(params: SamplingParams, model: ModelInfo) -> int | None:
-    """Of a prompt, whose end they are; None: all."""
-    if params.truncate_prompt_tokens == -1:
-        return max(1, model.max_model_len - max(1, params.max_tokens or 1))
-    return params.truncate_prompt_tokens
+def kept_tokens(truncation: Truncation, params: SamplingParams, model: ModelInfo) -> Kept | None:
+    """What a prompt keeps beside the output that ``params`` ask for; None: all of it."""
+    return truncation.kept(model.max_model_len, _output_places(params))
+
+
+def _output_places(params: SamplingParams) -> int:
+    """Places of the context that an output needs."""
+    return 1 if params.max_tokens is None else params.max_tokens
 
 
 def check_terms(priority: object, **names: object) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, TypeVar
 
 from asyncengine.checks import integer, number, quoted, sequence
 from asyncengine.conversation import Conversation
@@ -13,6 +13,8 @@ from asyncengine.errors import InvalidRequestError
 from asyncengine.logprobs import TokenLogProbs
 from asyncengine.structured_outputs import FIELDS, StructuredOutputs, wrong_structure
 from asyncengine.token_sets import TokenSet
+
+T = TypeVar("T")
 
 MAX_N = 128
 MAX_STOP_STRINGS = 16
@@ -46,6 +48,7 @@ _FLAGS = (
     "include_stop_str_in_output",
     "detokenize",
 )
+TRUNCATION_SIDES = ("left", "right")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 LONG_TEXT = 8192
 """Longer text is tokenized on a thread, without the interpreter's lock: about 1 ms of the event loop's time."""
@@ -61,6 +64,42 @@ class ChatMessage(TypedDict):
 
 #: Text, token ids, or a conversation that the model's chat template turns into text.
 Prompt = str | Sequence[int] | Sequence[ChatMessage] | Conversation
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """What is left of a prompt that has too many tokens. Wrong ones: InvalidRequestError."""
+
+    tokens: int | None = None
+    """So many; -1: as many as the context has room for; None: all."""
+    side: str = "left"
+    """Where tokens are left out."""
+
+    def __post_init__(self) -> None:
+        if self.tokens is not None and self.tokens != -1:
+            integer("truncate_prompt_tokens", self.tokens, 1, 2**31 - 1)
+        if self.side not in TRUNCATION_SIDES:
+            raise InvalidRequestError(
+                f"truncation_side must be left or right, got {quoted(self.side)}", param="truncation_side"
+            )
+
+    def kept(self, context: int, places: int) -> Kept | None:
+        """What a prompt keeps in a context of which the output takes so many places; None: all of it."""
+        if self.tokens is None or self.tokens > context:  # it is refused if it has more than the context
+            return None
+        return Kept(max(1, context - places) if self.tokens == -1 else self.tokens, self.side)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The tokens that a truncated prompt keeps."""
+
+    count: int
+    side: str
+
+    def of(self, ids: Sequence[T]) -> Sequence[T]:
+        """The part of ``ids`` that is kept."""
+        return ids[-self.count :] if self.side == "left" else ids[: self.count]
 
 
 class FinishReason(StrEnum):
@@ -116,7 +155,10 @@ class SamplingParams:
     detokenize: bool = True
     """Make text of the tokens; without it the text is empty, and stop strings are refused."""
     truncate_prompt_tokens: int | None = None
-    """Keep the last so many tokens of the prompt; -1: as many as the context has room for."""
+    """Keep so many tokens of the prompt; -1: as many as the context has room for. Of a text much longer than the
+    context, as much is tokenized as they need."""
+    truncation_side: str = "left"
+    """Where truncate_prompt_tokens leaves tokens out: left keeps the last ones, right the first."""
     presence_penalty: float = 0.0
     """Taken off the logit of each token of the output so far, in [-2, 2]."""
     frequency_penalty: float = 0.0
@@ -129,7 +171,8 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     """No other token may be sampled; None allows all."""
     bad_words: Sequence[str] = ()
-    """Words that may not be completed, at most 256; each also as it follows a space."""
+    """Words that may not be completed, at most 256 of 1,024 characters; each also as it follows a space. With that the
+    words may have 1,024 tokens in all, a word counting one more."""
     min_tokens: int = 0
     """No token or string ends the sequence before it has so many."""
     no_repeat_ngram_size: int = 0
@@ -174,12 +217,7 @@ class SamplingParams:
         self._check_logprobs()
         self._check_structure()
         self._check_processor()
-        if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
-            put(
-                self,
-                "truncate_prompt_tokens",
-                integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, 2**31 - 1),
-            )
+        Truncation(self.truncate_prompt_tokens, self.truncation_side)
         if self.timeout is not None:
             put(self, "timeout", number("timeout", self.timeout, 0, 1e6, open_low=True))
         if not self.detokenize and self.stop:
@@ -273,6 +311,11 @@ class SamplingParams:
         for name, conflict in conflicts.items():
             if conflict:
                 raise InvalidRequestError(f"logits_processor conflicts with {name}", param="logits_processor")
+
+    @property
+    def truncation(self) -> Truncation:
+        """How the prompt is truncated."""
+        return Truncation(self.truncate_prompt_tokens, self.truncation_side)
 
     @property
     def penalized(self) -> bool:

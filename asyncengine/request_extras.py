@@ -17,7 +17,6 @@ from asyncengine.token_sets import TokenSet
 
 if TYPE_CHECKING:
     from asyncengine.model_info import ModelInfo
-    from asyncengine.tokenization import Tokenizer
 
 _NAMED = 10
 """Offending tokens that an error names."""
@@ -28,16 +27,19 @@ def request_extras(
     prompt_len: int,
     ends: Sequence[int],
     model: ModelInfo,
-    tokenizer: Tokenizer | None,
+    bad_words: Sequence[Sequence[int]] = (),
     masks: Sequence[_core.MaskChannel] = (),
 ) -> _core.RequestExtras:
-    """``ends``: the tokens that end the sequence. Raises InvalidRequestError for a token outside the vocabulary."""
+    """``ends``: the tokens that end the sequence. ``bad_words``: the tokens of each.
+
+    Raises InvalidRequestError for a token outside the vocabulary, and for too many tokens of words.
+    """
     vocab = model.vocab_size
     _check_tokens("logit_bias", params.logit_bias, vocab)
     if params.allowed_token_ids is not None and max(_allowed(params)) >= vocab:
         _check_tokens("allowed_token_ids", params.allowed_token_ids, vocab)
     _check_tokens("logprob_token_ids", params.logprob_token_ids, vocab)
-    words = _banned_words(params, tokenizer)
+    words = _banned_words(bad_words, vocab)
     if params.allowed_token_ids is not None:
         _check_some_left(params, words, ends)
     scores = params.prompt_logprobs is not None and prompt_len > 1
@@ -130,20 +132,11 @@ def _check_tokens(param: str, tokens: Iterable[int], vocab: int) -> None:
         raise InvalidRequestError(f"{param}: {named} are outside the vocabulary of {vocab}", param=param)
 
 
-def _banned_words(params: SamplingParams, tokenizer: Tokenizer | None) -> list[list[int]]:
-    """Token ids of each word, as it begins a text and as it follows a space."""
-    if not params.bad_words:
-        return []
-    if tokenizer is None:
-        raise InvalidRequestError("bad_words: this engine has no tokenizer (skip_tokenizer_init)", param="bad_words")
-    found: dict[tuple[int, ...], None] = {}
-    for word in params.bad_words:
-        bare = word.lstrip(" ")
-        for text in (bare, " " + bare) if bare else (word,):
-            found[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
-    if sum(1 + len(word) for word in found) > MAX_BAD_WORD_TOKENS:
+def _banned_words(words: Sequence[Sequence[int]], vocab: int) -> list[Sequence[int]]:
+    """The words that may come: a tokenizer may have tokens that the model has not."""
+    if sum(1 + len(word) for word in words) > MAX_BAD_WORD_TOKENS:
         raise InvalidRequestError(
             f"bad_words: at most {MAX_BAD_WORD_TOKENS} tokens in all are allowed, a word counting one more",
             param="bad_words",
         )
-    return [list(word) for word in found if word]
+    return [word for word in words if max(word) < vocab]

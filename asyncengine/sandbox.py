@@ -35,6 +35,9 @@ SIZES = struct.Struct("<QQ")
 """Begins a GRAMMAR's reply: the bytes of its matcher and of a copy. The lowered grammar follows."""
 PIECE = 65536
 """Characters that are tokenized at a time to see whether a long text fits."""
+_MARGIN = 64
+"""Tokens beyond those that are wanted, since a text's pieces have others than the whole at their ends."""
+_LONGEST_WORD = 1024
 _LONGEST_MESSAGE = 4000
 
 
@@ -100,22 +103,59 @@ def failure(error: BaseException) -> str:
     return (str(error) or type(error).__name__)[:_LONGEST_MESSAGE]
 
 
-def encode(backend: Any, text: str, add_special_tokens: bool, limit: int | None = None) -> list[int]:
+def encode(
+    backend: Any,
+    text: str,
+    add_special_tokens: bool,
+    limit: int | None = None,
+    kept: int | None = None,
+    side: str = "left",
+) -> list[int]:
     """Token ids of a text of any length by a ``tokenizers.Tokenizer``, without the interpreter's lock.
 
     Raises TooLongError if there are far more than ``limit``, before most of them are computed: a tokenizer holds some
     150 bytes for each character. The text's pieces may have a few tokens more than the whole, so a text whose pieces
-    nearly fit is tokenized as a whole.
+    nearly fit is tokenized as a whole. With ``kept`` it is truncated instead: ``side`` left keeps the last so many
+    tokens, right the first, and no more of a long text is tokenized than they need.
     """
-    if limit is not None and len(text) > max(PIECE, 4 * limit):
+    is_long = limit is not None and len(text) > max(PIECE, 4 * limit)
+    if is_long and kept is not None:
+        text = _needed(backend, text, kept, side)
+    elif is_long and limit is not None:
         count = 0
         for start in range(0, len(text), PIECE):
-            count += len(backend.encode_batch_fast([text[start : start + PIECE]], add_special_tokens=False)[0])
-            if count > 64 + limit * 5 // 4:
+            count += _count(backend, text[start : start + PIECE])
+            if count > _MARGIN + limit * 5 // 4:
                 raise TooLongError(count)
     # A single text is encoded under the interpreter's lock, a batch of one is not.
     ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    if kept is not None:
+        ids = ids[-kept:] if side == "left" else ids[:kept]
     return ids
+
+
+def encode_all(backend: Any, texts: list[str]) -> list[list[int]]:
+    """Token ids of short texts, without special tokens and without the interpreter's lock."""
+    return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+def _count(backend: Any, text: str) -> int:
+    return len(backend.encode_batch_fast([text], add_special_tokens=False)[0])
+
+
+def _needed(backend: Any, text: str, kept: int, side: str) -> str:
+    """The end or, with ``side`` right, the beginning of ``text`` that has ``kept`` tokens and some more: at the cut
+    tokens differ from those of the whole text."""
+    size = count = 0
+    while size < len(text) and count <= _MARGIN + kept * 5 // 4:
+        start = size if side == "right" else max(0, len(text) - size - PIECE)
+        count += _count(backend, text[start : start + PIECE] if side == "right" else text[start : len(text) - size])
+        size += PIECE
+    if side == "right":
+        return text[:size]
+    start = max(0, len(text) - size)
+    # Most tokenizers cut words apart first, at white space.
+    return text[max(0, text.rfind(" ", max(0, start - _LONGEST_WORD), start)) or start :]
 
 
 # ---- the process ----
@@ -157,6 +197,9 @@ def _answer(tokenizer: Any, task: str, *arguments: Any) -> bytes:
     try:
         if task == "render":
             return TEXT + render(*arguments).encode(errors="surrogatepass")
+        if task == "encode_all":
+            found = encode_all(tokenizer, *arguments)
+            return IDS + array("I", [n for ids in found for n in (len(ids), *ids)]).tobytes()
         return IDS + array("I", encode(tokenizer, *arguments)).tobytes()
     except TooLongError as e:
         return TOO_LONG + str(e.count).encode()

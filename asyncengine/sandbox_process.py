@@ -18,14 +18,14 @@ import time
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from asyncengine import sandbox
 from asyncengine.errors import EngineClosedError, EngineError, InvalidRequestError
-from asyncengine.request import LONG_TEXT
+from asyncengine.request import LONG_TEXT, Kept
 
 _PROGRAM = Path(sandbox.__file__).resolve()
 _MEMORY_BYTES = 1 << 30
@@ -110,13 +110,28 @@ class SandboxProcess:
         except UnicodeDecodeError as e:
             raise InvalidRequestError(f"the chat template failed: {e}", param="messages") from e
 
-    async def encode(self, text: str, add_special_tokens: bool, limit: int) -> list[int]:
-        """Token ids of ``text``. Raises InvalidRequestError, TooLongError if there are far more than ``limit``."""
-        message = marshal.dumps(("encode", text, add_special_tokens, limit))
-        tag, body = await self._run(message, 16 * max(sandbox.PIECE, 4 * limit), "prompt", "the tokenizer")
+    async def encode(self, text: str, add_special_tokens: bool, limit: int, kept: Kept | None = None) -> list[int]:
+        """Token ids of ``text``, or those that are ``kept``. Raises InvalidRequestError, and TooLongError if all are
+        wanted and there are far more than ``limit``."""
+        truncation = (None,) if kept is None else (kept.count, kept.side)
+        message = marshal.dumps(("encode", text, add_special_tokens, limit, *truncation))
+        return await self._ids(message, 4 * max(sandbox.PIECE, 4 * limit), "prompt")
+
+    async def encode_all(self, texts: Sequence[str], limit: int, param: str) -> list[list[int]]:
+        """Token ids of each text, with ``limit`` in all. Raises InvalidRequestError that names ``param``."""
+        found = await self._ids(marshal.dumps(("encode_all", list(texts))), limit + len(texts), param)
+        words, start = [], 0
+        while start < len(found):
+            end = start + 1 + found[start]
+            words.append(found[start + 1 : end])
+            start = end
+        return words
+
+    async def _ids(self, message: bytes, limit: int, param: str) -> list[int]:
         ids = array("I")
+        tag, body = await self._run(message, 1 + ids.itemsize * limit, param, "the tokenizer")
         if tag != sandbox.IDS or len(body) % ids.itemsize:
-            raise InvalidRequestError("the tokenizer failed", param="prompt")
+            raise InvalidRequestError("the tokenizer failed", param=param)
         ids.frombytes(body)
         return ids.tolist()
 

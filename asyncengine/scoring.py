@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from asyncengine.errors import InvalidRequestError
 from asyncengine.logprobs import TokenLogProbs
-from asyncengine.request import LONG_TEXT, Prompt, RequestOutput, SamplingParams, Usage
+from asyncengine.request import Prompt, RequestOutput, SamplingParams, Usage
 
 if TYPE_CHECKING:
-    from asyncengine.tokenization import Tokenizer
+    from asyncengine.prompts import Prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +37,11 @@ class ContinuationScore:
 class ScoringMethods(ABC):
     """The engine's methods that score texts."""
 
-    @property
+    _prompts: Prompts | None
+
     @abstractmethod
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
+    def _serving(self) -> object:
+        """Raises EngineClosedError and EngineDeadError where no request is served."""
 
     @abstractmethod
     async def generate(
@@ -69,8 +69,12 @@ class ScoringMethods(ABC):
         if not prompt or not continuation:
             param = "continuation" if prompt else "prompt"
             raise InvalidRequestError(f"{param} must not be empty: its tokens have no score", param=param)
+        self._serving()
+        assert self._prompts is not None
+        self._prompts.check_parts(prompt, continuation)
         if isinstance(prompt, str) and isinstance(continuation, str):
-            length, ids = len(await self._encode(prompt)), await self._encode(prompt + continuation)
+            length = len(await self._prompts.token_ids(prompt))
+            ids = await self._prompts.token_ids(prompt + continuation)
         else:
             length, ids = len(prompt), [*prompt, *continuation]
         if length >= len(ids):
@@ -80,8 +84,3 @@ class ScoringMethods(ABC):
         assert output.prompt_logprobs is not None
         scored = tuple(data for data in output.prompt_logprobs[length:] if data is not None)
         return ContinuationScore(scored, output.usage)
-
-    async def _encode(self, text: str) -> list[int]:
-        if len(text) > LONG_TEXT:
-            return await asyncio.to_thread(self.tokenizer.encode, text)
-        return self.tokenizer.encode(text)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 from asyncengine._core import FinishReason as Ended
 from asyncengine._core import RecordKind, SequenceNews
-from asyncengine.detokenizer import IncrementalDetokenizer, StopStringMatcher
+from asyncengine.detokenizer import IncrementalDetokenizer
 from asyncengine.errors import (
     AsyncEngineError,
     EngineError,
@@ -37,6 +37,7 @@ from asyncengine.request import (
     SamplingParams,
     Usage,
 )
+from asyncengine.stops import StopStringMatcher, stop_matcher
 
 if TYPE_CHECKING:
     from asyncengine.structured.masks import Constraint
@@ -80,16 +81,14 @@ class _SequenceState:
         "untaken",
     )
 
-    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
+    def __init__(
+        self, detokenizer: IncrementalDetokenizer, matcher: StopStringMatcher | None, params: SamplingParams
+    ) -> None:
         self._params = params
         self._wants_logprobs = params.wants_logprobs
         self._num_top, self._num_named = params.logprobs or 0, len(params.logprob_token_ids)
-        self._detokenizer = IncrementalDetokenizer(
-            tokenizer if params.detokenize else None, params.skip_special_tokens, params.kept_special_tokens
-        )
-        self._matcher = (
-            StopStringMatcher(params.stop_strings, params.include_stop_str_in_output) if params.stop_strings else None
-        )
+        self._detokenizer = detokenizer
+        self._matcher = matcher
         self.token_ids: list[int] = []
         self.texts: list[str] = []
         self.records: list[bytes] = []
@@ -126,6 +125,8 @@ class _SequenceState:
             if len(self.token_ids) < self._params.min_tokens:
                 self._append(text)  # no stop string may end it, or begin to
                 continue
+            if token in matcher.stand_ins:
+                text += matcher.stand_ins[token]
             text, stop = matcher.push(text)
             self._append(text)
             if stop is not None:
@@ -236,7 +237,12 @@ class RequestStream:
         self._key = key
         self._arrived = arrived
         self._params = params
-        self._sequences = [_SequenceState(tokenizer, params) for _ in range(params.n)]
+        detokenizer = IncrementalDetokenizer.of(tokenizer if params.detokenize else None, params, prompt_token_ids)
+        matcher = stop_matcher(tokenizer, params)
+        self._sequences = [
+            _SequenceState(detokenizer.copy(), None if matcher is None else matcher.copy(), params)
+            for _ in range(params.n)
+        ]
         self._unfinished = params.n
         self._untaken: list[int] = []  # indices of sequences with something new, in order of arrival
         self._whole = False  # collect(): nobody looks before the end

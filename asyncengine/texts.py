@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from asyncengine.checks import quoted
 from asyncengine.detokenizer import IncrementalDetokenizer
 from asyncengine.errors import InvalidRequestError
-from asyncengine.request import Prompt
+from asyncengine.request import Prompt, Truncation
 
 if TYPE_CHECKING:
+    from asyncengine.model_info import ModelInfo
     from asyncengine.prompts import Prompts
     from asyncengine.tokenization import Tokenizer
 
@@ -27,6 +28,11 @@ class TextMethods(ABC):
 
     @property
     @abstractmethod
+    def model_info(self) -> ModelInfo:
+        """The loaded model."""
+
+    @property
+    @abstractmethod
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
 
@@ -34,14 +40,23 @@ class TextMethods(ABC):
     def _serving(self) -> object:
         """Raises EngineClosedError and EngineDeadError where no request is served."""
 
-    async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+    async def tokenize(
+        self,
+        prompt: Prompt,
+        *,
+        add_special_tokens: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        truncation_side: str = "left",
+    ) -> list[int]:
         """Token ids of a prompt, as a request has them; nothing is computed. Errors are those of ``submit``.
 
-        Chat templates write all special tokens themselves: ``add_special_tokens`` is for text.
+        Chat templates write all special tokens themselves: ``add_special_tokens`` is for text. The prompt is truncated
+        as by SamplingParams; -1 keeps as many tokens as the context has.
         """
         self._serving()
         assert self._prompts is not None
-        return await self._prompts.token_ids(prompt, add_special_tokens=add_special_tokens)
+        kept = Truncation(truncate_prompt_tokens, truncation_side).kept(self.model_info.max_model_len, 0)
+        return await self._prompts.token_ids(prompt, kept, add_special_tokens)
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of token ids. Raises InvalidRequestError for one that neither the tokenizer nor the model has,

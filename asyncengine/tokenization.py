@@ -26,7 +26,7 @@ from asyncengine.errors import (
     ModelNotFoundError,
 )
 from asyncengine.models.files import checked_size
-from asyncengine.request import LONG_TEXT
+from asyncengine.request import LONG_TEXT, Kept
 from asyncengine.runner.hub import resolve_model
 from asyncengine.tokenizer_files import add_special_tokens, read_chat_templates, read_config
 from asyncengine.tokenizer_trust import check_decoder, encodes_in_proportion
@@ -90,10 +90,14 @@ class Tokenizer:
         return cls(backend, specials=specials, chat_templates=templates, num_rows=num_rows)
 
     @functools.cached_property
+    def special_tokens(self) -> dict[int, str]:
+        """The tokens that ``skip_special_tokens`` leaves out, with their texts."""
+        return {i: token.content for i, token in self.backend.get_added_tokens_decoder().items() if token.special}
+
+    @functools.cached_property
     def special_token_ids(self) -> frozenset[int]:
-        """The tokens that ``skip_special_tokens`` leaves out."""
-        added = self.backend.get_added_tokens_decoder()
-        return frozenset(i for i, token in added.items() if token.special)
+        """The ids of ``special_tokens``."""
+        return frozenset(self.special_tokens)
 
     @property
     def bos_token_id(self) -> int | None:
@@ -115,21 +119,31 @@ class Tokenizer:
         """Whether a chat template mentions it."""
         return any(marker in source for source in self._templates.values())
 
-    def encode(self, text: str, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, limit: int | None = None, kept: Kept | None = None
+    ) -> list[int]:
         """Token ids of ``text``, with the beginning-of-sequence token where the tokenizer adds one.
 
         Raises InvalidRequestError if ``text`` is not valid Unicode (lone surrogates), and ContextLengthError, before
-        most of the work, if it is long and has far more than ``limit`` tokens.
+        most of the work, if it is long and has far more than ``limit`` tokens. With ``kept`` it is truncated instead.
         """
         check_unicode(text)
         try:
             with _typed_failures():
                 if len(text) > LONG_TEXT:
-                    return sandbox.encode(self.backend, text, add_special_tokens, limit)
+                    truncation = (None,) if kept is None else (kept.count, kept.side)
+                    return sandbox.encode(self.backend, text, add_special_tokens, limit, *truncation)
                 ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-                return ids
+                return ids if kept is None else list(kept.of(ids))
         except sandbox.TooLongError as e:
             raise too_many_tokens(e.count, limit or 0) from None
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of short texts, without special tokens. Raises InvalidRequestError."""
+        for text in texts:
+            check_unicode(text)
+        with _typed_failures():
+            return sandbox.encode_all(self.backend, list(texts))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ``ids``; ids that are not in the vocabulary are left out, invalid bytes become U+FFFD."""

@@ -152,7 +152,8 @@ def _choice(job: Job, index: int, output: RequestOutput, sequence: CompletionOut
         return
     begin, end = choice.split(b'"logprobs":null')
     yield begin + b'"logprobs":{"content":['
-    yield from joined(encode(batch.content)[1:-1] for batch in job.choice_logprobs.chat(index, sequence))
+    prompt = output.prompt_token_ids
+    yield from joined(encode(batch.content)[1:-1] for batch in job.choice_logprobs.chat(index, sequence, prompt))
     yield b'],"refusal":null}' + end
 
 

@@ -57,7 +57,8 @@ class DetailedFormat(ChatFormat):
             prompt = b',"prompt_token_ids":' + encode(self.streams[0].prompt_token_ids) if first else b""
             self._opened.add(index)
             out = self._chunk(index, _ROLE, usage + prompt)
-        batches = iter(()) if self._logprobs is None else self._logprobs.chat(index, delta)
+        prompt_ids = self.streams[0].prompt_token_ids  # a conversation is one prompt
+        batches = iter(()) if self._logprobs is None else self._logprobs.chat(index, delta, prompt_ids)
         logprobs = next(batches, None)
         if delta.text or logprobs is not None or (self._with_ids and delta.token_ids):
             payload = self.before_text + encode(delta.text) + self.after_text
@@ -106,7 +107,8 @@ class ParsedFormat(ChatFormat):
         if delta.finish_reason is not None:
             parsed.append(parser.finish(cut=delta.finish_reason != FinishReason.STOP))
         payloads = [payload for piece in parsed for payload in self._payloads(index, piece)]
-        batches = iter(()) if self._logprobs is None else self._logprobs.chat(index, delta)
+        prompt_ids = self.streams[0].prompt_token_ids  # a conversation is one prompt
+        batches = iter(()) if self._logprobs is None else self._logprobs.chat(index, delta, prompt_ids)
         logprobs = next(batches, None)
         ids = b',"token_ids":' + encode(delta.token_ids) if self._with_ids and delta.token_ids else b""
         if not payloads and (ids or logprobs is not None):

@@ -82,16 +82,16 @@ class DetailedFormat(CompletionFormat):
         is_first = index not in self._opened
         self._opened.add(index)
         stream = self.streams[index // self._job.params.n]
-        text = delta.text
+        text, ids = delta.text, stream.prompt_token_ids
         if is_first and _echoes(self._job):
-            text = _echo(self._job, index, stream.prompt_token_ids, stream.prompt_logprobs) + text
-        batches = iter(()) if self._logprobs is None else self._logprobs.completion(index, delta)
+            text = _echo(self._job, index, ids, stream.prompt_logprobs) + text
+        batches = iter(()) if self._logprobs is None else self._logprobs.completion(index, delta, ids)
         logprobs = next(batches, None)
         payload = b'"text":' + encode(text)
         if self._with_ids:
             payload += b',"token_ids":' + encode(delta.token_ids)
             if is_first:
-                payload += b',"prompt_token_ids":' + encode(stream.prompt_token_ids)
+                payload += b',"prompt_token_ids":' + encode(ids)
         elif not text and logprobs is None and delta.finish_reason is None:
             return
         for following in batches:
@@ -152,7 +152,7 @@ def _choice(job: Job, index: int, output: RequestOutput, sequence: CompletionOut
     if job.choice_logprobs is not None:
         begin, document = document.split(b'"logprobs":null')
         yield begin + b'"logprobs":'
-        yield from _logprobs(job.choice_logprobs.completion(index, sequence))
+        yield from _logprobs(job.choice_logprobs.completion(index, sequence, output.prompt_token_ids))
     yield from job.with_prompt_logprobs(document, output)
 
 
@@ -181,8 +181,8 @@ def _echo(job: Job, index: int, ids: Sequence[int], logprobs: Sequence[TokenLogP
     if isinstance(prompt, str) and job.params.truncate_prompt_tokens is None:
         text = prompt
     else:
-        detokenizer = IncrementalDetokenizer(job.tokenizer, job.params.skip_special_tokens)
-        text = detokenizer.push(ids) + detokenizer.flush()
+        # An unfinished character at its end comes with the output.
+        text = IncrementalDetokenizer(job.tokenizer, job.params.skip_special_tokens).push(ids)
     if job.choice_logprobs is not None:
         job.choice_logprobs.echo(index, text, ids, logprobs)
     return text

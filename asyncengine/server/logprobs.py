@@ -119,16 +119,18 @@ class News(Protocol):
 class ChoiceLogProbs:
     """One choice. A token is held back while its text is; tokens of a stop string that is left out are left out."""
 
-    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams, prompt: Sequence[int] = ()) -> None:
+        """``prompt``: the token ids that the text of the choice follows."""
         self._tokenizer = tokenizer
         self._params = params
-        self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, params.kept_special_tokens)
+        self._detokenizer = IncrementalDetokenizer.of(tokenizer, params, prompt)
         self._keeps_end = params.include_stop_str_in_output
         self._coming: deque[Iterator[PlacedToken]] = deque()  # what is not placed yet, in order
         self._held: PlacedToken | None = None  # it is placed, and its text is not out
         self._offset = 0  # of the next token
         self._length = 0  # of the text so far
         self._last = self._ended_by_string = False
+        self._end = ""  # of the text so far: that of the last news
 
     def begin(self, text: str, ids: Sequence[int], logprobs: Sequence[TokenLogProbs | None]) -> None:
         """The text of the choice begins with the prompt, ``text``."""
@@ -141,15 +143,18 @@ class ChoiceLogProbs:
         self._length += len(news.text)
         self._last = news.finish_reason is not None
         self._ended_by_string = isinstance(news.stop_reason, str)
+        self._end = news.text
 
     def take(self, limit: int) -> list[PlacedToken]:
         """The next tokens whose text is out, at most so many; none when there are no more of them so far."""
         out: list[PlacedToken] = []
         while len(out) < limit and (token := self._next()) is not None and self._is_out(token):
+            self._held = None
             if self._ended_by_string:
                 token.text = token.text[: self._length - token.offset]
+                if self._keeps_end and self._next() is None:  # a special token that ends the text shows only there
+                    token.text = self._end[token.offset - self._length :]
             out.append(token)
-            self._held = None
         return out
 
     def _next(self) -> PlacedToken | None:
@@ -168,10 +173,8 @@ class ChoiceLogProbs:
         self, length: int, ids: Sequence[int], logprobs: Sequence[TokenLogProbs | None]
     ) -> Iterator[PlacedToken]:
         detokenizer = IncrementalDetokenizer(self._tokenizer, self._params.skip_special_tokens)
-        for left, (token, data) in zip(range(len(ids) - 1, -1, -1), zip(ids, logprobs, strict=True), strict=True):
+        for token, data in zip(ids, logprobs, strict=True):
             added = detokenizer.push([token])
-            if left == 0:
-                added += detokenizer.flush()
             yield PlacedToken(token, added, self._offset, data)
             self._offset += len(added)
         self._offset = length
@@ -203,7 +206,7 @@ class JobLogProbs:
 
     def echo(self, index: int, text: str, ids: Sequence[int], logprobs: Sequence[TokenLogProbs | None] | None) -> None:
         """Choice ``index`` begins with its prompt."""
-        self._choice(index).begin(text, ids, logprobs or ())
+        self._choice(index, ids).begin(text, ids, logprobs or ())
 
     def prompt(self, logprobs: Sequence[TokenLogProbs | None]) -> Iterator[list[PromptLogProb]]:
         """As vLLM has them: for each token the log probabilities of some, by their ids. Some tokens at a time."""
@@ -211,23 +214,23 @@ class JobLogProbs:
             some = logprobs[first : first + self._tokens_at_once]
             yield [None if data is None else _of_prompt(data, self._names) for data in some]
 
-    def completion(self, index: int, news: News) -> Iterator[CompletionLogProbs]:
-        """Those of the tokens whose text is out with these news, some at a time."""
-        return (completion_logprobs(tokens, self._names) for tokens in self._batches(index, news))
+    def completion(self, index: int, news: News, prompt: Sequence[int]) -> Iterator[CompletionLogProbs]:
+        """Those of choice ``index``, after these token ids, whose text is out with these news; some at a time."""
+        return (completion_logprobs(tokens, self._names) for tokens in self._batches(index, news, prompt))
 
-    def chat(self, index: int, news: News) -> Iterator[ChatLogProbs]:
-        """Likewise."""
-        return (chat_logprobs(tokens, self._names) for tokens in self._batches(index, news))
+    def chat(self, index: int, news: News, prompt: Sequence[int]) -> Iterator[ChatLogProbs]:
+        """As ``completion``."""
+        return (chat_logprobs(tokens, self._names) for tokens in self._batches(index, news, prompt))
 
-    def _batches(self, index: int, news: News) -> Iterator[list[PlacedToken]]:
-        choice = self._choice(index)
+    def _batches(self, index: int, news: News, prompt: Sequence[int]) -> Iterator[list[PlacedToken]]:
+        choice = self._choice(index, prompt)
         choice.push(news)
         return iter(lambda: choice.take(self._tokens_at_once), [])
 
-    def _choice(self, index: int) -> ChoiceLogProbs:
+    def _choice(self, index: int, prompt: Sequence[int]) -> ChoiceLogProbs:
         choice = self._choices.get(index)
         if choice is None:
-            choice = self._choices[index] = ChoiceLogProbs(self._tokenizer, self._params)
+            choice = self._choices[index] = ChoiceLogProbs(self._tokenizer, self._params, prompt)
         return choice
 
 

@@ -91,6 +91,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     spaces_between_special_tokens: bool | None = None
     detokenize: bool | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None

@@ -31,6 +31,8 @@ class TokenizeBody(CallBody, kw_only=True):
         default_factory=lambda: _NO_MESSAGES
     )
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
     return_token_strs: bool | None = None
 
 
@@ -61,14 +63,26 @@ class Tokenize(Call[TokenizeBody]):
         if not has_messages:
             return body
         chat, prompts = _CHAT.parse(raw, config)
-        return _Chat(model=body.model, return_token_strs=body.return_token_strs, chat=chat, prompts=prompts)
+        return _Chat(
+            model=body.model,
+            return_token_strs=body.return_token_strs,
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
+            truncation_side=body.truncation_side,
+            chat=chat,
+            prompts=prompts,
+        )
 
     async def answer(self, engine: Engine, body: TokenizeBody, context: Context) -> Tokens:
         prompt: Prompt | None = body.prompt
         if isinstance(body, _Chat):
             ((prompt,), _, _) = _CHAT.prepare(body.chat, body.prompts, tokenizer_of(engine), context.config)
         assert prompt is not None
-        tokens = await engine.tokenize(prompt, add_special_tokens=body.add_special_tokens is not False)
+        tokens = await engine.tokenize(
+            prompt,
+            add_special_tokens=body.add_special_tokens is not False,
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
+            truncation_side=body.truncation_side or "left",
+        )
         answer = Tokens(tokens=tokens, count=len(tokens), max_model_len=engine.model_info.max_model_len)
         if body.return_token_strs:
             name, names = engine.tokenizer.backend.id_to_token, list[str]()

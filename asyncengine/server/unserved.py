@@ -57,7 +57,6 @@ _LENGTHS: Fields = {
     "repetition_detection": NOTHING,
     "stop_regex": NOTHING,
     "no_stop_trim": (None, False),
-    "truncation_side": (None, "left"),
 }
 _FORMS: Fields = {
     "guided_whitespace_pattern": _ABSENT,
@@ -139,8 +138,6 @@ MESSAGES: Fields = {
     "context_management": NOTHING,
 }
 VECTORS: Fields = {
-    "truncate_prompt_tokens": _ABSENT,
-    "truncation_side": (None, "left"),
     "max_tokens_per_doc": (None, 4096),  # Cohere's own default
     "messages": (None, []),
     "activation": (None, True),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -28,7 +28,21 @@ _ARRAY = {"type": "array", "items": {"type": "number"}}
 Prompts = str | list[str | int | list[int]]
 
 
-class EmbeddingBody(CallBody, kw_only=True):
+class VectorBody(CallBody, kw_only=True):
+    """What these routes share."""
+
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
+
+    def terms(self, context: Context) -> dict[str, Any]:
+        """How the engine is to serve the request."""
+        return context.terms | {
+            "truncate_prompt_tokens": self.truncate_prompt_tokens,
+            "truncation_side": self.truncation_side,
+        }
+
+
+class EmbeddingBody(VectorBody, kw_only=True):
     input: Prompts | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
@@ -66,7 +80,7 @@ class Embeddings(Call[EmbeddingBody]):
             pooling=body.pooling or "last",  # type: ignore[arg-type]  # the engine checks it
             dimensions=body.dimensions,
             normalize=body.normalize is not False,
-            **context.terms,
+            **body.terms(context),
         )
         rows = await _rows(output.vectors, body.encoding_format == "base64")
         data = [Embedding(index=i, embedding=row) for i, row in enumerate(rows)]
@@ -88,7 +102,7 @@ async def _rows(vectors: npt.NDArray[np.float32], as_base64: bool) -> list[msgsp
     return rows
 
 
-class ScoreBody(CallBody, kw_only=True):
+class ScoreBody(VectorBody, kw_only=True):
     """text_1 and text_2, or queries and documents: as many of each, or one of the first."""
 
     text_1: str | list[str] | None = None
@@ -133,7 +147,7 @@ class Scores(Call[ScoreBody]):
     async def answer(self, engine: Engine, body: ScoreBody, context: Context) -> ScoreList:
         assert body.text_1 is not None
         assert body.text_2 is not None
-        output = await engine.score_pairs(body.text_1, body.text_2, **context.terms)
+        output = await engine.score_pairs(body.text_1, body.text_2, **body.terms(context))
         return ScoreList(
             id="score-" + context.id,
             created=context.created,
@@ -147,7 +161,7 @@ class Document(msgspec.Struct):
     text: str
 
 
-class RerankBody(CallBody, kw_only=True):
+class RerankBody(VectorBody, kw_only=True):
     query: str | None = None
     documents: list[str | Document] | None = None
     top_n: int | None = None
@@ -187,7 +201,7 @@ class Rerank(Call[RerankBody]):
     async def answer(self, engine: Engine, body: RerankBody, context: Context) -> Ranking:
         assert body.query is not None
         texts: list[str] = body.documents or []  # type: ignore[assignment]  # parse made them texts
-        output = await engine.score_pairs([body.query] * len(texts), texts, **context.terms)
+        output = await engine.score_pairs([body.query] * len(texts), texts, **body.terms(context))
         scores = output.scores.tolist()
         best = sorted(range(len(texts)), key=lambda i: -scores[i])[: body.top_n]
         with_text = body.return_documents is not False
@@ -202,7 +216,7 @@ class Rerank(Call[RerankBody]):
         )
 
 
-class ClassifyBody(CallBody, kw_only=True):
+class ClassifyBody(VectorBody, kw_only=True):
     input: Prompts | None = None
 
 
@@ -234,7 +248,7 @@ class Classify(Call[ClassifyBody]):
 
     async def answer(self, engine: Engine, body: ClassifyBody, context: Context) -> ClassList:
         assert body.input is not None
-        output = await engine.classify(body.input, **context.terms)  # type: ignore[arg-type]
+        output = await engine.classify(body.input, **body.terms(context))  # type: ignore[arg-type]
         best = output.probabilities.argmax(1).tolist()
         rows = await _rows(output.probabilities, as_base64=False)
         return ClassList(

@@ -37,8 +37,9 @@ Request* take_all(std::atomic<Request*>& head) {
 SubmitResult RequestRegistry::submit(const RequestSpec& spec, const Scheduler& scheduler, int64_t now_ns) {
   if (requests_.contains(spec.id)) return SubmitResult::kDuplicate;
   const auto prompt_len = static_cast<int32_t>(spec.prompt.size());
-  const int64_t total = int64_t{prompt_len} + spec.max_tokens;
-  if (prompt_len == 0 || spec.max_tokens < 1 || total > config_.max_total) return SubmitResult::kTooLarge;
+  // The last token of a sequence is sampled and never computed: it takes no place of the context or the cache.
+  const int64_t computed = int64_t{prompt_len} + spec.max_tokens - 1;
+  if (prompt_len == 0 || spec.max_tokens < 1 || computed > config_.max_total) return SubmitResult::kTooLarge;
   if (!scheduler.can_fit(spec)) return SubmitResult::kTooLarge;
   if ((spec.needs() & ~config_.needs) != 0 || !spec.extras.writes_records()) return SubmitResult::kUnserved;
   const int64_t waiting = queued_tokens();

@@ -22,7 +22,7 @@ namespace asyncengine {
 enum class SubmitResult { kAccepted, kQueueFull, kTooLarge, kClosed, kDuplicate, kUnserved };
 
 struct RegistryConfig {
-  int64_t max_total = 0;   // prompt and output tokens of a sequence
+  int64_t max_total = 0;   // computed tokens of a sequence: all of prompt and output but the last
   int32_t block_size = 0;
   Needs needs = 0;         // that the executor serves
   int64_t max_queued_requests = 0;

@@ -49,7 +49,7 @@ LAYERS: list[set[str]] = [
     {"runner/plans"},
     {"tokenizer_files", "tokenizer_trust", "text_threads", "sandbox_process"},
     {"tokenization"},
-    {"detokenizer", "prompts", "request_extras"},
+    {"detokenizer", "prompts", "request_extras", "stops"},
     {"backend"},
     {"structured"},
     {"stream"},

@@ -138,7 +138,7 @@ async def test_vectors_are_cut_and_then_scaled(tmp_path: Path) -> None:
         ({"prompts": [[1]] * 2049}, "prompts"),
         ({"prompts": 3}, "prompts"),
         ({"prompts": [[]]}, "prompt"),
-        ({"prompts": [[1] * 128]}, "prompt"),
+        ({"prompts": [[1] * 129]}, "prompt"),
         ({"prompts": [[199]]}, "prompt"),
         ({"prompts": ["text"]}, "prompt"),
         ({"priority": 1001}, "priority"),

@@ -85,7 +85,7 @@ def test_log_probabilities_come_beside_their_tokens(tmp_path: Path) -> None:
     settings = {"dtype": "float32", "num_kv_blocks": 32, "max_num_seqs": 4, "skip_tokenizer_init": True}
     backend = load_backend(EngineConfig.from_kwargs(str(tmp_path), settings), progress=False)
     params = SamplingParams(max_tokens=COUNT, temperature=0.0, logprobs=2, prompt_logprobs=1)
-    extras = request_extras(params, len(PROMPTS[0]), [], backend.model_info, None)
+    extras = request_extras(params, len(PROMPTS[0]), [], backend.model_info)
     try:
         submit(backend, 1, PROMPTS[0], COUNT, extras)
         submit(backend, 2, PROMPTS[1], COUNT, _core.RequestExtras())

@@ -104,7 +104,7 @@ def submit(loop: _core.StepLoop, key: int, draw: random.Random, info: ModelInfo 
             n = max_tokens = 1
             masks = [_core.MaskChannel(-(-info.vocab_size // 32))]
             masks[0].write(len(prompt), allows_all=True)
-        extras = request_extras(SamplingParams(max_tokens=10, **feature), len(prompt), [1], info, None, masks)
+        extras = request_extras(SamplingParams(max_tokens=10, **feature), len(prompt), [1], info, (), masks)
     elif info is not None and key % 4 == 0:
         n = max_tokens = 1
         extras = vector_extras(info, "mean" if key % 8 else "last")

@@ -15,7 +15,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from asyncengine.detokenizer import IncrementalDetokenizer, StopStringMatcher
+from asyncengine.detokenizer import IncrementalDetokenizer
+from asyncengine.stops import StopStringMatcher
 from asyncengine.tokenization import Tokenizer, placeholder_tokenizer
 from tests.models import tiny
 

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 from asyncengine.conversation import Conversation
 from asyncengine.errors import (
@@ -210,7 +211,7 @@ class FakeEngine:
         await self._notify()
         return stream
 
-    async def tokenize(self, prompt: Prompt) -> list[int]:
+    async def tokenize(self, prompt: Prompt, **options: Any) -> list[int]:
         self._check_health()
         return self._tokenize(prompt)
 

@@ -399,7 +399,8 @@ def test_31_embeddings(http: Client, api: openai.OpenAI) -> None:
         ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
         ({"input": "a", "pooling": "best"}, "pooling"),
         ({"input": "a", "priority": 1}, "priority"),
-        ({"input": "a", "truncate_prompt_tokens": 4}, "truncate_prompt_tokens"),
+        ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"input": "a", "truncate_prompt_tokens": 4, "truncation_side": "middle"}, "truncation_side"),
         ({"input": ["a"] * 1025}, "input"),
         ({"input": "word " * 1000}, "input"),
     ):

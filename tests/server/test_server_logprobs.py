@@ -178,9 +178,9 @@ async def test_parts_of_characters_have_their_bytes() -> None:
         tokens = tokenizer.encode(text, add_special_tokens=False)
         params = SamplingParams(logprobs=1)
         job = JobLogProbs(tokenizer, params, by_number=False)
-        (found,) = job.chat(0, Part(tokenizer.decode(tokens), tokens, FinishReason.LENGTH))
+        (found,) = job.chat(0, Part(tokenizer.decode(tokens), tokens, FinishReason.LENGTH), ())
         (completion,) = JobLogProbs(tokenizer, params, by_number=False).completion(
-            0, Part(tokenizer.decode(tokens), tokens, FinishReason.LENGTH)
+            0, Part(tokenizer.decode(tokens), tokens, FinishReason.LENGTH), ()
         )
     assert len(tokens) > 3
     assert "".join(entry.token for entry in found.content).strip() == text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncengine.detokenizer import StopStringMatcher
+from asyncengine.stops import StopStringMatcher
 from tests.fuzz.source import Source
 
 ALPHABET = "aabé"
