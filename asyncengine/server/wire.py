@@ -17,6 +17,8 @@ from aiohttp.http import HttpVersion11, StreamWriter
 from asyncengine.server.connection import Connection
 
 _PING = b": ping\n\n"
+_STOPPED_S = 1.0
+"""A timer that is so late belongs to a process that was stopped: what a loop that runs does at once is far shorter."""
 
 
 class ClientStalledError(ConnectionError):
@@ -26,11 +28,17 @@ class ClientStalledError(ConnectionError):
 async def _wait_for_client(
     writing: Coroutine[Any, Any, None], transport: asyncio.WriteTransport, limit_s: float
 ) -> None:
-    """Run ``writing`` to its end, as long as the transport gets rid of something every ``limit_s``."""
-    task = asyncio.ensure_future(writing)
+    """Run ``writing`` to its end, as long as the transport gets rid of something every ``limit_s``.
+
+    A process that was stopped when that was over begins anew: meanwhile it was the one that sent nothing.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(writing)
     try:
-        buffered = transport.get_write_buffer_size()
+        buffered, due = transport.get_write_buffer_size(), loop.time() + limit_s
         while not (await asyncio.wait({task}, timeout=limit_s))[0]:
+            late, due = loop.time() - due, loop.time() + limit_s
+            if late > _STOPPED_S:
+                continue
             before, buffered = buffered, transport.get_write_buffer_size()
             if buffered >= before:
                 transport.abort()  # close() would wait for the client to read what is buffered

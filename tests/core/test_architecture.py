@@ -20,7 +20,7 @@ CSRC = ROOT / "csrc"
 # From the bottom up, by paths in the package: an entry is a folder or a module, and a module belongs to the longest
 # entry that its path begins with. A module imports from lower layers and within its own entry.
 LAYERS: list[set[str]] = [
-    {"errors", "_core", "bundled", "machine", "sandbox", "logprobs"},
+    {"errors", "_core", "awake", "bundled", "machine", "sandbox", "logprobs"},
     {"checks"},
     {"structured_outputs"},
     {"conversation", "markers"},
