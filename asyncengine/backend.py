@@ -17,6 +17,7 @@ from asyncengine import _core
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError, ModelNotFoundError
 from asyncengine.kernels.cuda.launch.compile_processes import compile_processes
+from asyncengine.machine import total_memory
 from asyncengine.runner.loop_config import step_loop_config
 
 if TYPE_CHECKING:
@@ -106,6 +107,18 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_leave_to_parent)
 
 
+_SIZES = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "kv_cache_memory_bytes",
+    "num_kv_blocks",
+    "host_kv_memory_bytes",
+    "disk_kv_bytes",
+    "hybrid_workers",
+)
+
+
 def load_backend(config: EngineConfig, *, progress: bool, measure: bool = False) -> Backend:
     """Load the model that ``config`` names. Blocks; raises ModelError, ConfigError.
 
@@ -114,10 +127,14 @@ def load_backend(config: EngineConfig, *, progress: bool, measure: bool = False)
     load = _load_on_cuda if choose_device(config) == "cuda" else _load_on_cpu
     try:
         backend = load(config, progress=progress, measure=measure)
-    except RuntimeError as e:
+    except MemoryError as e:
+        sizes = (f"{field}={getattr(config, field):,}" for field in _SIZES if getattr(config, field) is not None)
+        raise ConfigError(f"this machine's memory of {total_memory():,} bytes does not hold {', '.join(sizes)}") from e
+    except (RuntimeError, ValueError) as e:
         if config.disk_kv_path is None or config.disk_kv_path not in str(e):
             raise
-        raise ConfigError(f"disk_kv_path cannot be used: {e}") from e
+        field = "disk_kv_path" if isinstance(e, RuntimeError) else "disk_kv_bytes"
+        raise ConfigError(f"{field} cannot be used: {e}") from e
     if config.hybrid_attention != "off" and not backend.model_info.can_decode_on_host:
         logger.warning(
             "hybrid_attention=%s is off: no sequence of %s can decode on the host, as it %s",

@@ -10,6 +10,7 @@ from types import UnionType
 from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 from asyncengine.errors import ConfigError
+from asyncengine.machine import num_cores, total_memory
 
 _BLOCKS_AND_TOKENS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "prefill_chunk_size", "num_kv_blocks")
 _QUEUED = ("max_queued_requests", "max_queued_tokens", "max_queued_characters")
@@ -29,14 +30,6 @@ def check_types(config: object) -> None:
     """Raises ConfigError unless every field of a dataclass holds what its annotation says."""
     for field, hint in get_type_hints(type(config)).items():
         _check_type(field, getattr(config, field), hint)
-
-
-def _num_cores() -> int:
-    """That this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on this platform
-        return os.cpu_count() or 1
 
 
 def _check_type(field: str, value: Any, hint: Any) -> None:
@@ -214,6 +207,13 @@ class EngineConfig:
             raise ConfigError("host_kv_memory_bytes needs enable_prefix_caching: its blocks are found as prefixes")
         if self.disk_kv_path is not None and self.host_kv_memory_bytes is None:
             raise ConfigError("disk_kv_path needs host_kv_memory_bytes: blocks go to the disk from the host tier")
+        if (self.host_kv_memory_bytes or 0) > total_memory():
+            raise ConfigError(
+                f"host_kv_memory_bytes ({self.host_kv_memory_bytes:,}) is more than this machine's memory of "
+                f"{total_memory():,} bytes"
+            )
+        if self.disk_kv_path is not None and (not self.disk_kv_path or "\0" in self.disk_kv_path):
+            raise ConfigError(f"disk_kv_path must be the path of a directory, got {self.disk_kv_path!r}")
         self._at_least("disk_kv_bytes", 1)
         if self.hybrid_attention != "off" and self.host_kv_memory_bytes is None:
             raise ConfigError("hybrid_attention needs host_kv_memory_bytes: sequences decode in the host tier")
@@ -272,7 +272,7 @@ class EngineConfig:
         """``cpu_threads`` resolved."""
         if self.cpu_threads is not None:
             return self.cpu_threads
-        return _num_cores()
+        return num_cores()
 
     def hybrid_form_on(self, device: str) -> Literal["workers", "link", "both"]:
         """``hybrid_form`` resolved; ``device`` is ModelInfo.device."""
@@ -281,7 +281,7 @@ class EngineConfig:
     @property
     def num_hybrid_workers(self) -> int:
         """``hybrid_workers`` resolved, 0 if the link attends alone; two cores are left to others."""
-        return 0 if self.hybrid_form == "link" else self.hybrid_workers or max(1, _num_cores() - 2)
+        return 0 if self.hybrid_form == "link" else self.hybrid_workers or max(1, num_cores() - 2)
 
     def hybrid_lanes_on(self, device: str) -> int:
         """``hybrid_lanes`` resolved; ``device`` is ModelInfo.device."""

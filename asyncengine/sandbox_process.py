@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import marshal
 import os
 import socket
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncengine import sandbox
+from asyncengine.awake import AwakeTimer
 from asyncengine.errors import EngineClosedError, EngineError, InvalidRequestError
 from asyncengine.request import LONG_TEXT, Kept
 
@@ -89,7 +91,7 @@ class SandboxProcess:
         self._ending: list[subprocess.Popen[bytes]] = []
         self._channel: socket.socket | None = None
         self._ready = False
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: AwakeTimer | None = None
         self._unsent: deque[memoryview] = deque()
         self._received = bytearray()
         self._closed = False
@@ -270,10 +272,10 @@ class SandboxProcess:
         assert self._loop is not None
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = None if seconds is None else self._loop.call_later(seconds, self._on_timeout, seconds)
-
-    def _on_timeout(self, seconds: float) -> None:
-        self._lose(f"took longer than {seconds:g} s")
+        self._timer = None
+        if seconds is not None:
+            late = functools.partial(self._lose, f"took longer than {seconds:g} s")
+            self._timer = AwakeTimer(self._loop, seconds, late)
 
     # ---- the process ----
 

@@ -87,7 +87,11 @@ class CudaRunner:
             state_bytes += gathered_bytes(config, loaded.kv_bytes_per_block(config))
             budget = memory.device_budget(config, state_bytes, step_bytes, len(VARIANTS) * len(buckets))
             num_blocks = memory.choose_num_blocks(
-                config, loaded.max_model_len, loaded.kv_bytes_per_block(config), budget
+                config,
+                loaded.max_model_len,
+                loaded.kv_bytes_per_block(config),
+                budget,
+                torch.cuda.mem_get_info()[1],
             )
             steps, buffers = make_steps(config, loaded, ops, native, num_blocks, host_rows)
             tier = HostTier.make(config, native, steps.cache.memory)

@@ -11,8 +11,9 @@ from torch import Tensor
 from asyncengine import _core
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.cuda.step.moves import move_blocks
+from asyncengine.machine import available_memory
 from asyncengine.runner.loop_config import choose_num_host_blocks
-from asyncengine.runner.memory import available_memory, host_view
+from asyncengine.runner.memory import host_view
 
 logger = logging.getLogger(__name__)
 

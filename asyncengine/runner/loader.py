@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from asyncengine.errors import ConfigError, MissingWeightError, ModelError, UnsupportedModelError, WeightMismatchError
+from asyncengine.machine import total_memory
 from asyncengine.models.files import checked_size, excerpt
-from asyncengine.runner.memory import total_memory
 
 logger = logging.getLogger(__name__)
 

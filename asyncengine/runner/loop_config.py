@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncengine import _core
@@ -41,6 +43,24 @@ def choose_num_host_blocks(config: EngineConfig, bytes_per_block: int, num_block
             f"{bytes_per_block:,} bytes"
         )
     return min(blocks, 2**31 - 1 - num_blocks)  # the core numbers both together
+
+
+def choose_disk_bytes(config: EngineConfig) -> int:
+    """Bytes of blocks that the directory of the disk tier may have; 0 without one.
+
+    The default is no more than what the file system has in all. Raises ConfigError if a configured size is more.
+    """
+    if config.disk_kv_path is None:
+        return 0
+    size, path = config.disk_kv_bytes, Path(config.disk_kv_path).absolute()
+    try:
+        there = next(folder for folder in (path, *path.parents) if folder.exists())
+        has = shutil.disk_usage(there).total
+    except OSError as e:
+        raise ConfigError(f"disk_kv_path cannot be used: {e}") from e
+    if size > has and size != EngineConfig.disk_kv_bytes:
+        raise ConfigError(f"disk_kv_bytes ({size:,}) is more than the file system of {there} has: {has:,} bytes")
+    return min(size, has)
 
 
 def decodes_on_host(config: EngineConfig, model_info: ModelInfo) -> bool:
@@ -133,5 +153,5 @@ def step_loop_config(
         late_launch=config.late_launch and config.step_driver == "thread",
         disk_path=config.disk_kv_path or "" if model_info.num_host_kv_blocks else "",
         fingerprint=model_info.fingerprint,
-        disk_bytes=config.disk_kv_bytes,
+        disk_bytes=choose_disk_bytes(config) if model_info.num_host_kv_blocks else 0,
     )

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
-import os
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +15,7 @@ from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
 from asyncengine.kernels.float8 import FLOAT8
 from asyncengine.kernels.ops import KVSpec, LayerCache, LayerKVCache, Ops
+from asyncengine.machine import available_memory
 from asyncengine.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -51,44 +48,25 @@ def _block_elements(spec: KVSpec, block_size: int) -> int:
     return spec.num_heads * spec.head_dim * block_size
 
 
-def total_memory() -> int:
-    """Bytes that this process could have if nobody used any: the system's, or its control group's limit."""
-    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for limit in ("memory.max", "memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):  # no such control group, or its limit is "max"
-            limits.append(int((Path("/sys/fs/cgroup") / limit).read_text()))
-    return min(limits)
-
-
-def available_memory() -> int:
-    """Bytes that this process can still use: what the system has to give and the control group allows."""
-    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    with contextlib.suppress(OSError):  # not Linux
-        available = re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-        limits += [int(available[1]) * 1024] if available else []
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            group = Path("/sys/fs/cgroup")
-            limits.append(int((group / limit).read_text()) - int((group / used).read_text()))
-        except (OSError, ValueError):  # no such control group, or its limit is "max"
-            continue
-    return max(0, min(limits))
-
-
-def choose_num_blocks(config: EngineConfig, max_model_len: int, bytes_per_block: int, budget: int) -> int:
+def choose_num_blocks(
+    config: EngineConfig, max_model_len: int, bytes_per_block: int, budget: int, device_bytes: int
+) -> int:
     """Blocks to allocate: as configured, or what max_num_seqs sequences can use within ``budget`` bytes.
 
-    Raises ConfigError if not even one sequence of the configured max_model_len fits. The model's own context may be
+    ``device_bytes`` is all memory of the device that keeps them. Raises ConfigError if what is configured is more, or
+    if not even one sequence of the configured max_model_len fits. The model's own context may be
     larger than the cache: a request that can never fit is refused at its admission (KVCapacityError).
     """
     per_sequence = -(-max_model_len // config.block_size)
-    if config.num_kv_blocks is not None:
-        blocks, origin = config.num_kv_blocks, "num_kv_blocks"
-    elif config.kv_cache_memory_bytes is not None:
-        blocks, origin = config.kv_cache_memory_bytes // bytes_per_block, "kv_cache_memory_bytes"
+    field = "kv_cache_memory_bytes" if config.num_kv_blocks is None else "num_kv_blocks"
+    configured: int | None = getattr(config, field)
+    if configured is not None:
+        blocks, origin = configured // (1 if field == "num_kv_blocks" else bytes_per_block), field
+        if blocks * bytes_per_block > device_bytes:
+            raise ConfigError(
+                f"{field} ({configured:,}) takes {blocks * bytes_per_block:,} bytes of the device's memory, which has "
+                f"{device_bytes:,} in all"
+            )
     else:
         blocks = min(max(0, budget) // bytes_per_block, config.max_num_seqs * per_sequence)
         origin = f"the default budget of {max(0, budget):,} bytes"

@@ -19,17 +19,23 @@ from asyncengine.kernels.cpu.host import HostOps
 from asyncengine.kernels.cpu.ops import CpuOps, native_dtype
 from asyncengine.kernels.float8_cache import with_inverses
 from asyncengine.kernels.ops import LayerCache, Ops
+from asyncengine.logprobs import record_words
+from asyncengine.machine import total_memory
 from asyncengine.model_info import ModelInfo
 from asyncengine.models.config import ModelConfig, RawConfig
 from asyncengine.models.files import read_optional_json
 from asyncengine.models.registry import CausalLM, find_family, settle_head
 from asyncengine.runner import kv_scales
 from asyncengine.runner import memory as kv_cache
+from asyncengine.runner.fingerprint import program_digest
 from asyncengine.runner.hub import resolve_model
 from asyncengine.runner.loader import Checkpoint, DummyWeights, choose_dtype
 from asyncengine.runner.loop_config import choose_num_host_blocks, decodes_on_host
 from asyncengine.runner.memory import KVCache
 from asyncengine.runner.pooling import Means
+
+_SLOT_BYTES = 1024
+"""Kept of a running sequence, apart from what the configuration sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +88,14 @@ class LoadedModel:
         return self.config.head_dim % 2 == 0 and not self.config.labels
 
     def _fingerprint(self, config: EngineConfig) -> str:
-        """Of files by size and time: reading weights again would take as long as loading them."""
+        """Of files by size and time: reading weights again would take as long as loading them. Of the program whole:
+        any of its files may decide a bit of keys and values, or where it lies."""
         files = sorted(path for path in self.path.iterdir() if path.suffix in (".json", ".safetensors"))
         stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
         settings = (config.load_format, config.seed, config.quantization, config.block_size, config.prefill_attention)
         scales = () if self.kv_scales is None else self.kv_scales.flatten().tolist()
         kernels = (self.device, torch.__version__, config.batch_invariant, config.kv_cache_dtype, scales)
-        parts = (str(self.path), self.architecture, str(self.dtype), stats, settings, kernels)
+        parts = (str(self.path), self.architecture, str(self.dtype), stats, settings, kernels, program_digest())
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def kv_bytes_per_block(self, config: EngineConfig) -> int:
@@ -114,7 +121,7 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
     model_config = family.read_config(raw)
     eos_token_ids = read_eos_token_ids(path, raw, model_config.vocab_size)
     max_model_len = choose_max_model_len(config, model_config)
-    _check_context_memory(config, model_config, max_model_len)
+    _check_memory_beside_cache(config, model_config, max_model_len)
     dtype = choose_dtype(config.dtype, raw.dtype, ops.device)
     if config.quantization != "none":
         if not family.quantizable:
@@ -196,6 +203,7 @@ class CpuModelRunner:
             loaded.max_model_len,
             loaded.kv_bytes_per_block(config),
             kv_cache.host_budget(loaded.mapped_bytes),
+            total_memory(),
         )
         cache = kv_cache.allocate(config, loaded.config, num_blocks, loaded.dtype, ops, loaded.kv_scales)
         num_host_blocks = choose_num_host_blocks(config, loaded.kv_bytes_per_block(config), num_blocks)
@@ -260,20 +268,26 @@ def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_model_len
 
 
-def _check_context_memory(config: EngineConfig, model: ModelConfig, max_model_len: int) -> None:
-    """Raises ConfigError if a context of ``max_model_len`` takes more than half the memory beside the KV cache.
+def _check_memory_beside_cache(config: EngineConfig, model: ModelConfig, max_model_len: int) -> None:
+    """Raises ConfigError if the sizes of steps take more than half the memory beside the KV cache.
 
-    That is block tables, and for rotary positions a table of cosines and sines, joined from its halves, which are
-    computed from the angles. Without this check the system may end the process.
+    For a sequence that is its block table, what is kept of it while it runs, its mask, and in each step in flight its
+    input and its records; for a token its id in each step's input. For rotary positions it is a table of cosines and
+    sines, joined from its halves, which are computed from the angles. Without this check the system may end the
+    process.
     """
-    needed = 4 * config.max_num_seqs * -(-max_model_len // config.block_size)
+    steps = config.steps_in_flight
+    of_sequence = 4 * -(-max_model_len // config.block_size) + _SLOT_BYTES + model.vocab_size // 8
+    of_sequence += 4 * steps * record_words(config.max_logprobs)
+    needed = config.max_num_seqs * of_sequence + config.max_num_batched_tokens * steps * 8
     if model.rope is not None:
         needed += max_model_len * model.head_dim * (2 * 4 + 2)
-    total = kv_cache.total_memory()
+    total = total_memory()
     if needed > total // 2:
         raise ConfigError(
-            f"a context of {max_model_len:,} tokens takes {needed:,} bytes beside the KV cache, more than half of "
-            f"{total:,}: lower max_model_len"
+            f"max_num_seqs ({config.max_num_seqs:,}), max_num_batched_tokens ({config.max_num_batched_tokens:,}) and a "
+            f"context of {max_model_len:,} tokens take {needed:,} bytes beside the KV cache, more than half of this "
+            f"machine's {total:,}: lower max_num_seqs, max_num_batched_tokens or max_model_len"
         )
 
 

@@ -167,7 +167,7 @@ class SchedulerHarness {
     attention_ = std::make_unique<HarnessAttention>(config.hybrid.layers, config.max_num_seqs, config.block_size);
     scheduler_.attend_on_host_with(*attention_);
   }
-  bool move_blocks() { return scheduler_.move_blocks(outbox_, now); }
+  bool move_blocks() { return scheduler_.move_blocks(outbox_, now, now); }
   HarnessAttention& attention() {
     require(attention_ != nullptr, "there are no lanes");
     return *attention_;

@@ -14,6 +14,8 @@ struct BlockName {
   BlockKey key, parent;
 };
 
+enum class DiskCalls : uint8_t { kReads, kWrites };
+
 // No call waits. The memory at `data` and `target` is the disk's until the completion is taken.
 class BlockDisk {
  public:
@@ -23,6 +25,9 @@ class BlockDisk {
   // False: not now, and no completion follows.
   virtual bool put(const BlockName& name, std::span<const int32_t> tokens, const std::byte* data, uint64_t ticket) = 0;
   virtual bool get(const BlockName& name, std::span<const int32_t> tokens, std::byte* target, uint64_t ticket) = 0;
+  // Its reads, or writes, take too long. They are still to be completed; until then, and for a while, contains() and get(), or
+  // put(), answer false.
+  virtual void leave_alone(DiskCalls calls) = 0;
   using Visit = std::function<void(uint64_t ticket, bool done)>;
   virtual void take_completions(const Visit& visit) = 0;
 };

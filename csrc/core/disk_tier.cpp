@@ -6,8 +6,9 @@
 namespace asyncengine {
 
 DiskTier::DiskTier(BlockManager& blocks, BlockMover& mover, BlockDisk& disk, int32_t max_blocks)
-    : blocks_(blocks), mover_(mover), disk_(disk) {
+    : blocks_(blocks), mover_(mover), disk_(disk), max_blocks_(max_blocks) {
   const auto hosts = static_cast<size_t>(blocks.num_host_blocks());
+  places_.assign(hosts, kNobody);
   to_write_.resize(hosts);
   is_to_write_.assign(hosts, 0);
   for (Read& read : reads_) {
@@ -33,6 +34,7 @@ void DiskTier::write_some() {
       if (!disk_.contains(name.key)) {
         if (!disk_.put(name, tokens, mover_.host_block(host), static_cast<uint64_t>(host))) return;  // later
         blocks_.pin_host(host);
+        begin(DiskCalls::kWrites);
       }
     }
     is_to_write_[static_cast<size_t>(host)] = 0;
@@ -58,6 +60,7 @@ bool DiskTier::read(Sequence& sequence, std::span<const int32_t> chain, int32_t 
   read.first = found;
   read.most = std::min(most, found + blocks_.num_host_blocks() - blocks_.num_host_pinned() - held);
   read.sequence = &sequence;
+  read.since_ns = awake_ns_;
   ask(read);
   if (read.hosts.empty()) {
     read.sequence = nullptr;
@@ -70,10 +73,10 @@ bool DiskTier::read(Sequence& sequence, std::span<const int32_t> chain, int32_t 
 
 // For the next blocks, as many as the disk takes.
 void DiskTier::ask(Read& read) {
-  const auto number = static_cast<uint64_t>(&read - reads_.data());
+  const int64_t first_place = (&read - reads_.data()) * max_blocks_;
   while (read.pending < kPendingBlocks) {
-    const auto i = static_cast<uint64_t>(read.hosts.size());
-    const int32_t block = read.first + static_cast<int32_t>(i);
+    const auto i = static_cast<int32_t>(read.hosts.size());
+    const int32_t block = read.first + i;
     read.over = true;
     if (block >= read.most) return;
     const std::span tokens(read.sequence->tokens.at(block * blocks_.block_size()), static_cast<size_t>(blocks_.block_size()));
@@ -82,9 +85,11 @@ void DiskTier::ask(Read& read) {
     const int32_t host = blocks_.take_host_block(/*even_copies=*/true);
     if (host < 0) return;
     read.over = false;
-    if (!disk_.get(name, tokens, mover_.host_block(host), kReadTicket | number << 32 | i)) {
+    if (!disk_.get(name, tokens, mover_.host_block(host), kReadTicket | static_cast<uint64_t>(host))) {
       return blocks_.give_back_host_block(host);  // later
     }
+    begin(DiskCalls::kReads);
+    places_[static_cast<size_t>(host)] = first_place + i;
     read.hosts.push_back(host);
     read.names.push_back(name);
     read.done.push_back(kComes);
@@ -95,12 +100,19 @@ void DiskTier::ask(Read& read) {
 
 void DiskTier::complete(uint64_t ticket, bool done) {
   failed_ += !done;
-  if ((ticket & kReadTicket) == 0) {
+  const auto host = static_cast<int32_t>(ticket & ~kReadTicket);
+  const bool is_read = (ticket & kReadTicket) != 0;
+  UnderWay& others = under_way(is_read ? DiskCalls::kReads : DiskCalls::kWrites);
+  others = {others.count - 1, awake_ns_};
+  if (!is_read) {
     written_ += done;
-    return blocks_.unpin_host(static_cast<int32_t>(ticket));
+    return blocks_.unpin_host(host);
   }
-  Read& read = reads_[ticket >> 32 & (kReads - 1)];
-  read.done[ticket & 0xFFFFFFFF] = done ? kCame : kFailed;
+  const int64_t place = std::exchange(places_[static_cast<size_t>(host)], kNobody);
+  if (place == kNobody) return blocks_.give_back_host_block(host);
+  Read& read = reads_[static_cast<size_t>(place / max_blocks_)];
+  read.done[static_cast<size_t>(place % max_blocks_)] = done ? kCame : kFailed;
+  read.since_ns = awake_ns_;
   --read.pending;
 }
 
@@ -120,8 +132,36 @@ void DiskTier::go_on(Read& read) {
   if (!read.over) ask(read);
 }
 
+void DiskTier::begin(DiskCalls calls) {
+  if (under_way(calls).count++ == 0) under_way(calls).since_ns = awake_ns_;
+}
+
+// Also where nobody waits any more: the next one would.
+void DiskTier::leave_if_late(DiskCalls calls) {
+  UnderWay& late = under_way(calls);
+  if (late.count == 0 || awake_ns_ - late.since_ns < kPatienceNs) return;
+  late.since_ns = awake_ns_;
+  disk_.leave_alone(calls);
+}
+
+// It has waited too long for the disk. The sequence is computed from where what has come ends.
+bool DiskTier::given_up(Read& read) {
+  if (awake_ns_ - read.since_ns < kPatienceNs) return false;
+  read.sequence->reads_from = std::numeric_limits<int32_t>::max();
+  disk_.leave_alone(DiskCalls::kReads);
+  return true;
+}
+
 void DiskTier::end(Read& read) {
-  for (size_t i = read.entered; i < read.hosts.size(); ++i) blocks_.give_back_host_block(read.hosts[i]);
+  for (size_t i = read.entered; i < read.hosts.size(); ++i) {
+    const int32_t host = read.hosts[i];
+    if (read.done[i] == kComes) {
+      places_[static_cast<size_t>(host)] = kNobody;  // complete() gives it back
+    } else {
+      blocks_.give_back_host_block(host);
+    }
+  }
+  read.pending = 0;
   read.hosts.clear();
   read.names.clear();
   read.done.clear();

@@ -52,7 +52,7 @@ HostTier::Loading HostTier::load(Sequence& sequence, std::span<const int32_t> ch
 void HostTier::cancel(const Sequence& sequence) {
   if (store_.sequence == &sequence) store_.failed = true;
   const auto load = std::ranges::find(loads_, &sequence, &Load::sequence);
-  if (load != loads_.end()) load->cancelled = true;  // else the disk reads for it: what comes stays on the host
+  if (load != loads_.end()) load->cancelled = true;  // else the disk reads for it, and advance() ends that
 }
 
 bool HostTier::finish_transfer(int i) {
@@ -66,7 +66,7 @@ bool HostTier::finish_transfer(int i) {
 
 void HostTier::conclude(int i, bool done) {
   Transfer& transfer = transfers_[static_cast<size_t>(i)];
-  failures_in_a_row_ = done ? 0 : failures_in_a_row_ + 1;
+  done ? backoff_.succeeded() : backoff_.failed(awake_ns_);
   failed_transfers_ += !done;
   BlockMover::brings_in(i) ? finish_load(transfer, done) : finish_spill(transfer, done);
   transfer.moves.clear();

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/backoff.h"
 #include "core/block_manager.h"
 #include "core/block_mover.h"
 #include "core/disk_tier.h"
@@ -35,10 +36,11 @@ class HostTier {
   bool busy() const { return num_transfers_ > 0 || num_loading() > 0 || storing(); }
 
   // Takes in transfers that are over and starts others. `ended(sequence)` for each load that is over, and
-  // `stored(sequence, hosts)` for a store. True: something moved.
+  // `stored(sequence, hosts)` for a store. True: something moved. Of `awake_ns` see TimeLimit::awake().
   template <typename Ended, typename Stored>
-  bool advance(Ended&& ended, Stored&& stored) {
+  bool advance(int64_t awake_ns, Ended&& ended, Stored&& stored) {
     bool moved = false;
+    awake_ns_ = awake_ns;
     for (int i = 0; i < BlockMover::kTransfers; ++i) moved |= finish_transfer(i) | start_transfer(i);
     for (Load& load : loads_) {
       if (load.sequence == nullptr || !load.over()) continue;
@@ -52,7 +54,7 @@ class HostTier {
       store_.hosts.clear();
       moved = true;
     }
-    return disk_ == nullptr ? moved : disk_->advance(ended) | moved;
+    return disk_ == nullptr ? moved : disk_->advance(awake_ns, ended) | moved;
   }
 
   enum class Loading : uint8_t { kNothing, kStarted, kLater };
@@ -112,8 +114,6 @@ class HostTier {
 
  private:
   static constexpr size_t kLoads = 8;
-  // Transfers that fail one after another end the copying for good: the device or the host has a lasting reason.
-  static constexpr int kMostFailures = 8;
 
   struct Load {
     Sequence* sequence = nullptr;
@@ -148,7 +148,7 @@ class HostTier {
   bool collect_store(Transfer& transfer);
   bool end_store();
   bool give_up_store();
-  bool broken() const { return failures_in_a_row_ >= kMostFailures; }
+  bool broken() const { return backoff_.paused(awake_ns_); }
 
   Config config_;
   BlockManager& blocks_;
@@ -158,7 +158,9 @@ class HostTier {
   std::array<Load, kLoads> loads_;
   Store store_;
   std::vector<uint8_t> coming_;  // by host block: a load brings it in
-  int num_transfers_ = 0, failures_in_a_row_ = 0;
+  int num_transfers_ = 0;
+  int64_t awake_ns_ = 0;
+  Backoff backoff_;  // of transfers
   int32_t num_loads_ = 0, blocks_coming_ = 0;
   int64_t copied_out_ = 0, copied_in_ = 0, failed_transfers_ = 0;
 };

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/backoff.h"
 #include "core/block_manager.h"
 #include "core/block_table.h"
 #include "core/host_rows.h"
@@ -117,8 +118,9 @@ class Scheduler {
   void take_masks(MaskInbox& inbox, Outbox& outbox, int64_t now_ns);
   // Who moves blocks to the host and back, where the configuration has host blocks: before the first sequence.
   void move_blocks_with(BlockMover& mover, BlockDisk* disk = nullptr);
-  // Takes in copies that are over, and starts others. True: something moved.
-  bool move_blocks(Outbox& outbox, int64_t now_ns);
+  // Takes in copies that are over, and starts others. True: something moved. Limits of time, and pauses after failures, are
+  // counted in `awake_ns`: see TimeLimit::awake().
+  bool move_blocks(Outbox& outbox, int64_t now_ns, int64_t awake_ns);
   const HostTier* tier() const { return tier_.get(); }
   // Copies are under way, or workers are busy with host rows: not those that hang.
   bool moves_blocks() const;
@@ -159,7 +161,7 @@ class Scheduler {
     HostPhase phase = HostPhase::kNone;
     bool leaves = false;  // it is to go back to the device
     int32_t stage = 0;
-    int64_t since_ns = 0;  // it attends, and its step is over
+    int64_t since_ns = 0;  // awake: it attends, and its step is over
   };
   // Calls visit(slot, row, host blocks) for each of them. For tests.
   template <typename Visit>
@@ -254,7 +256,7 @@ class Scheduler {
   void resume(Slot& slot);
   void leave_host(Slot& slot);
   void release_host_blocks(Slot& slot);
-  void lanes_retired(const StepPlan& plan, int64_t now_ns);
+  void lanes_retired(const StepPlan& plan);
   void note_host_tokens(size_t first, Outbox& outbox);
 
   // commit()
@@ -350,7 +352,8 @@ class Scheduler {
   std::vector<int32_t> hosted_;      // slots, in the order of moving
   std::vector<int32_t> lanes_used_;  // scratch, by stage
   size_t first_hosted_ = 0;          // who is asked first in the next step
-  int failed_host_rows_in_a_row_ = 0;
+  int64_t awake_ns_ = 0;
+  Backoff host_rows_backoff_;
   int32_t retiring_ = 0;       // sequences that still hold something but run no more
   Stats stats_;
   QueueObserver* observer_ = nullptr;

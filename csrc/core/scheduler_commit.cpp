@@ -63,7 +63,7 @@ void Scheduler::take_samples(const PlanRow& row, Slot& slot, uint64_t step, cons
 
 void Scheduler::commit(StepPlan& plan, StepResults results, Outbox& outbox, int64_t now_ns) {
   publish_blocks(plan);
-  if (plan.num_lanes > 0) [[unlikely]] lanes_retired(plan, now_ns);
+  if (plan.num_lanes > 0) [[unlikely]] lanes_retired(plan);
   retire_rows(plan, outbox, [&](const PlanRow& row, Slot& slot) {
     const int32_t* tokens = results.tokens;
     results.tokens += row.num_samples;
@@ -89,7 +89,7 @@ void Scheduler::note_host_tokens(size_t first, Outbox& outbox) {
 }
 
 void Scheduler::fail_step(StepPlan& plan, Outbox& outbox, int64_t now_ns) {
-  lanes_retired(plan, now_ns);
+  lanes_retired(plan);
   for (const LaneEntry& lane : plan.lanes) {
     if (lane.slot < 0 || !slots_[static_cast<size_t>(lane.slot)].alive()) continue;
     fail(*slots_[static_cast<size_t>(lane.slot)].sequence, FinishReason::kStepFailed, outbox, now_ns);

@@ -13,15 +13,16 @@ void Scheduler::move_blocks_with(BlockMover& mover, BlockDisk* disk) {
   tier_ = std::make_unique<HostTier>(config, blocks_, mover, disk);
 }
 
-bool Scheduler::move_blocks(Outbox& outbox, int64_t now_ns) {
+bool Scheduler::move_blocks(Outbox& outbox, int64_t now_ns, int64_t awake_ns) {
   if (tier_ == nullptr) return false;
+  awake_ns_ = awake_ns;
   const auto loaded = [&](Sequence& sequence) {
     sequence.loading = false;
     if (sequence.state == SequenceState::kFinished) return settle(sequence, &outbox);
     enqueue(&sequence);
   };
   const auto stored = [&](Sequence& sequence, std::span<const int32_t> hosts) { take_stored(sequence, hosts, outbox); };
-  const bool moved = tier_->advance(loaded, stored);
+  const bool moved = tier_->advance(awake_ns, loaded, stored);
   return hosted_.empty() ? moved : advance_host_rows(outbox, now_ns) | moved;
 }
 

@@ -14,8 +14,6 @@ namespace {
 
 // A sequence with fewer tokens to come stays where it is.
 constexpr int32_t kLeastLeft = 8;
-// Host rows that fail one after another: nobody is moved to the host any more.
-constexpr int kMostFailures = 8;
 // Host rows over those that keep the workers busy if each came just when the one before it is done.
 constexpr double kSurplusRows = 1.25;
 // Steps that a host row takes for a layer, beside the time that attention takes: its query leaves in the midst of a step, and
@@ -60,7 +58,7 @@ void Scheduler::find_ready_rows(StepPlan& plan) {
     if (slots_[static_cast<size_t>(slot)].state != SequenceState::kHosted) continue;
     if (row.phase == HostPhase::kAttending && attention_->poll(slot) == HostAttentionStatus::kDone) {
       row.phase = HostPhase::kReady;
-      failed_host_rows_in_a_row_ = 0;
+      host_rows_backoff_.succeeded();
     }
     any |= row.phase == HostPhase::kReady && !(row.leaves && row.stage == 0);
   }
@@ -134,7 +132,7 @@ void Scheduler::add_lane_row(Slot& slot, int32_t lane, StepPlan& plan) {
 }
 
 // A step is over. The rows that end a token are among the plan's rows, which count as in flight by themselves.
-void Scheduler::lanes_retired(const StepPlan& plan, int64_t now_ns) {
+void Scheduler::lanes_retired(const StepPlan& plan) {
   for (size_t i = 0; i < plan.lanes.size(); ++i) {
     const LaneEntry& entry = plan.lanes[i];
     if (entry.slot < 0) continue;
@@ -143,7 +141,7 @@ void Scheduler::lanes_retired(const StepPlan& plan, int64_t now_ns) {
     HostRow& row = host_rows_[static_cast<size_t>(entry.slot)];
     if (stage < config_.hybrid.layers) {
       --slot.in_flight;
-      row.since_ns = now_ns;
+      row.since_ns = awake_ns_;
       continue;
     }
     row.phase = HostPhase::kReady;
@@ -157,7 +155,7 @@ void Scheduler::lanes_retired(const StepPlan& plan, int64_t now_ns) {
 void Scheduler::place_sequences(const StepPlan& plan) {
   if (!hosted_.empty()) move_back();
   const auto drains = [&](int32_t slot) { return host_rows_[static_cast<size_t>(slot)].phase == HostPhase::kDraining; };
-  if (blocked_ == nullptr || free_slots_.empty() || blocks_coming() > 0 || failed_host_rows_in_a_row_ >= kMostFailures ||
+  if (blocked_ == nullptr || free_slots_.empty() || blocks_coming() > 0 || host_rows_backoff_.paused(awake_ns_) ||
       std::ranges::any_of(hosted_, [&](int32_t slot) { return drains(slot) || hangs(slot); }) || !hybrid_pays(plan)) {
     return;
   }
@@ -260,10 +258,10 @@ bool Scheduler::advance_host_row(Slot& slot, Outbox& outbox, int64_t now_ns) {
   const HostAttentionStatus status = attention_->poll(index(slot));
   if (status == HostAttentionStatus::kDone) return false;
   // A worker can do nothing before the step has filled the mailbox.
-  const bool late = slot.in_flight == 0 && now_ns - row.since_ns >= config_.hybrid.job_timeout_ns;
+  const bool late = slot.in_flight == 0 && awake_ns_ - row.since_ns >= config_.hybrid.job_timeout_ns;
   if (status == HostAttentionStatus::kPending && !late) return false;
   ++stats_.failed_host_rows;
-  ++failed_host_rows_in_a_row_;
+  host_rows_backoff_.failed(awake_ns_);
   if (status == HostAttentionStatus::kFailed) {
     leave_host(slot);  // what it had is computed once more
     return true;

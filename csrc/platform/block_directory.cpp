@@ -19,6 +19,7 @@ namespace asyncengine {
 namespace {
 
 constexpr int64_t kPage = 4096;
+constexpr int kNoFile = ENXIO;  // as open() says of a socket
 constexpr mode_t kFileMode = 0600, kFolderMode = 0700;
 constexpr std::string_view kSuffix = ".kv", kTemporarySuffix = ".tmp";
 
@@ -96,8 +97,8 @@ BlockDirectory::BlockDirectory(const std::string& path, const BlockLayout& layou
     if (files_.mkdir(made.c_str(), kFolderMode) != 0 && errno != EEXIST) throw failure(path, std::strerror(errno));
   }
   check_access();
-  lock_fd_ = files_.open((folder_ + "/lock").c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, kFileMode);
-  if (lock_fd_ < 0) throw failure(path, std::strerror(errno));
+  lock_fd_ = open_file(folder_ + "/lock", O_RDWR | O_CREAT);
+  if (lock_fd_ < 0) throw failure(folder_ + "/lock", std::strerror(errno));
   // No lock is waited for: at worst a store that starts removes a temporary file of another one, whose write then fails.
   alone_ = ::flock(lock_fd_, LOCK_EX | LOCK_NB) == 0;
   if (!alone_) (void)::flock(lock_fd_, LOCK_SH | LOCK_NB);
@@ -148,6 +149,19 @@ DiskResult BlockDirectory::write(const BlockKey& key, const BlockKey& parent, st
   return DiskResult::kFailed;
 }
 
+// Of a regular file alone: to open a FIFO, or to read a device, may last for ever. -1: errno says why.
+int BlockDirectory::open_file(const std::string& path, int flags) const {
+  const int fd = files_.open(path.c_str(), flags | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, kFileMode);
+  if (fd < 0) return fd;
+  struct stat status{};
+  const bool known = files_.fstat(fd, &status) == 0;
+  if (known && S_ISREG(status.st_mode)) return fd;
+  const int error = known ? kNoFile : errno;
+  files_.close(fd);
+  errno = error;
+  return -1;
+}
+
 // The folders come with their first file, and again after somebody has emptied the directory.
 int BlockDirectory::create(const std::string& path, const std::string& shard) {
   constexpr int kFlags = O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW;
@@ -171,8 +185,11 @@ bool BlockDirectory::transfer(int fd, std::span<const std::byte> data, size_t of
 
 DiskResult BlockDirectory::read(const BlockKey& key, const BlockKey& parent, std::span<const int32_t> tokens,
                                 std::byte* target) {
-  const int fd = files_.open(path(key).c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW, 0);
-  if (fd < 0) return errno == ENOENT ? DiskResult::kMissing : DiskResult::kFailed;
+  const int fd = open_file(path(key), O_RDONLY);
+  if (fd < 0) {
+    const bool no_file = errno == kNoFile || errno == ELOOP;  // the latter of a link
+    return errno == ENOENT ? DiskResult::kMissing : no_file ? DiskResult::kCorrupt : DiskResult::kFailed;
+  }
   std::vector<std::byte> found(head_bytes_);
   const int64_t head_read = read_all(files_, fd, found.data(), head_bytes_, 0);
   const int64_t kv_read = head_read < 0 ? -1 : read_all(files_, fd, target, block_bytes_, head_bytes_);

@@ -16,7 +16,7 @@ namespace asyncengine {
 enum class DiskResult : uint8_t {
   kDone,
   kMissing,  // there is no such file
-  kCorrupt,  // the file is not what was written: what it holds may be in the target, and counts for nothing
+  kCorrupt,  // it is no file, or not what was written: what it holds may be in the target, and counts for nothing
   kFailed,   // the disk, or its file system, refuses
 };
 
@@ -65,6 +65,7 @@ class BlockDirectory {
   std::vector<std::byte> head(const BlockKey& key, const BlockKey& parent, std::span<const int32_t> tokens) const;
   void check_access() const;
   int create(const std::string& path, const std::string& shard);
+  int open_file(const std::string& path, int flags) const;
   bool transfer(int fd, std::span<const std::byte> data, size_t offset);
   void scan_shard(const std::string& shard, Scan& scan);
 

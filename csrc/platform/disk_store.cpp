@@ -32,12 +32,6 @@ int64_t capacity_of(const DiskStore::Config& config, int64_t bytes_per_block) {
 
 }  // namespace
 
-void Backoff::failed(int64_t now_ns) {
-  if (++failures_ < kPatience || now_ns < until_ns_) return;
-  until_ns_ = now_ns + pause_ns_;
-  pause_ns_ = std::min(2 * pause_ns_, kLongestPauseNs);
-}
-
 DiskStore::DiskStore(const Config& config, std::function<void()> notify)
     : files_(*checked(config).files),
       directory_(config.path, config.layout, files_),
@@ -88,7 +82,7 @@ bool DiskStore::close(std::chrono::nanoseconds limit) {
     const auto idle = [this] { return running_threads_ == 0; };
     if (limit == std::chrono::nanoseconds::max()) {
       idle_.wait(lock, idle);
-    } else if (!idle_.wait_until(lock, WaitClock::now() + limit, idle)) {
+    } else if (reads_.late + writes_.late > 0 || !idle_.wait_until(lock, WaitClock::now() + limit, idle)) {
       return false;
     }
   }
@@ -101,7 +95,7 @@ bool DiskStore::close(std::chrono::nanoseconds limit) {
 
 bool DiskStore::contains(const BlockKey& key) const {
   std::lock_guard lock(mutex_);
-  return index_.contains(key) && !reads_.backoff.paused(files_);
+  return index_.contains(key) && !reads_.left_alone(files_);
 }
 
 bool DiskStore::put(const BlockKey& key, const BlockKey& parent, std::span<const int32_t> block, const std::byte* data,
@@ -133,6 +127,21 @@ bool DiskStore::get(const BlockKey& key, const BlockKey& parent, std::span<const
   return true;
 }
 
+void DiskStore::leave_alone(DiskCalls calls) {
+  {
+    std::lock_guard lock(mutex_);
+    Lane& lane = calls == DiskCalls::kReads ? reads_ : writes_;
+    while (lane.queue.size > 0) {
+      ++counters_.dropped;
+      complete(lane.queue.pop(), DiskResult::kFailed);
+    }
+    for (Job& job : std::span(jobs_).subspan(&lane == &reads_ ? 0 : static_cast<size_t>(max_pending_), static_cast<size_t>(max_pending_))) {
+      if (job.runs && !std::exchange(job.late, true)) ++lane.late;
+    }
+  }
+  notify_();
+}
+
 DiskStore::Counters DiskStore::counters() const {
   std::lock_guard lock(mutex_);
   Counters counters = counters_;
@@ -148,13 +157,13 @@ std::span<int32_t> DiskStore::tokens(int32_t job) {
 int32_t DiskStore::take_job(Lane& lane, const BlockKey& key, const BlockKey& parent, std::span<const int32_t> block,
                             uint64_t ticket) {
   assert(block.size() == block_tokens_);
-  if (closing_ || lane.free.empty() || lane.backoff.paused(files_)) {
+  if (closing_ || lane.free.empty() || lane.left_alone(files_)) {
     ++counters_.dropped;
     return -1;
   }
   const int32_t job = lane.free.back();
   lane.free.pop_back();
-  jobs_[static_cast<size_t>(job)] = {key, parent, nullptr, nullptr, ticket, {}};
+  jobs_[static_cast<size_t>(job)] = {.key = key, .parent = parent, .ticket = ticket};
   std::copy_n(block.begin(), block_tokens_, tokens(job).begin());
   return job;
 }
@@ -235,11 +244,13 @@ void DiskStore::work() {
     Lane& lane = reads_.runnable() ? reads_ : writes_;
     const int32_t job = lane.queue.pop();
     ++lane.running;
-    const bool paused = lane.backoff.paused(files_);
+    jobs_[static_cast<size_t>(job)].runs = true;
+    const bool paused = lane.backoff.paused(files_.now_ns());
     lock.unlock();
     const DiskResult result = run(job, paused);
     lock.lock();
     --lane.running;
+    jobs_[static_cast<size_t>(job)].runs = false;
     account(job, result, !paused);
     complete(job, result);
     lock.unlock();
@@ -295,9 +306,13 @@ std::optional<BlockKey> DiskStore::take_room() {
 }
 
 void DiskStore::account(int32_t job, DiskResult result, bool tried) {
-  const bool reads = &lane(job) == &reads_;
-  Backoff& backoff = lane(job).backoff;
+  Lane& its = lane(job);
+  const bool reads = &its == &reads_, late = jobs_[static_cast<size_t>(job)].late;
   const BlockKey& key = jobs_[static_cast<size_t>(job)].key;
+  if (late) {
+    --its.late;
+    its.backoff.pause(files_.now_ns());
+  }
   if (!tried) {
     ++counters_.dropped;
     return;
@@ -305,7 +320,7 @@ void DiskStore::account(int32_t job, DiskResult result, bool tried) {
   if (reads && result != DiskResult::kDone) index_.erase(key);
   switch (result) {
     case DiskResult::kDone:
-      backoff.succeeded();
+      if (!late) its.backoff.succeeded();
       ++(reads ? counters_.read : counters_.written);
       return;
     case DiskResult::kMissing:
@@ -316,7 +331,7 @@ void DiskStore::account(int32_t job, DiskResult result, bool tried) {
       return;
     case DiskResult::kFailed:
       ++counters_.failed;
-      backoff.failed(files_.now_ns());
+      its.backoff.failed(files_.now_ns());
       return;
   }
 }

@@ -14,29 +14,17 @@
 #include <thread>
 #include <vector>
 
+#include "core/backoff.h"
+#include "core/block_disk.h"
 #include "platform/block_directory.h"
 #include "platform/disk_index.h"
 
 namespace asyncengine {
 
-// A disk that fails again and again is left alone for a while, then for twice as long, up to a minute.
-class Backoff {
- public:
-  static constexpr int kPatience = 8;
-  static constexpr int64_t kFirstPauseNs = 1'000'000'000, kLongestPauseNs = 60'000'000'000;
-
-  bool paused(const FileOperations& files) const { return until_ns_ != 0 && files.now_ns() < until_ns_; }
-  void succeeded() { *this = {}; }
-  void failed(int64_t now_ns);
-
- private:
-  int failures_ = 0;
-  int64_t pause_ns_ = kFirstPauseNs, until_ns_ = 0;
-};
-
 // contains, put, get and take_completions never wait for the disk: they hold a lock for as long as it takes to change a few
 // words, and allocate nothing. They never throw. Reads go ahead of writes, and of two threads or more all but one may write at
-// a time. Whatever goes wrong with the disk is a result and a counter: KV that cannot be had is computed again.
+// a time. Whatever goes wrong with the disk is a result and a counter: KV that cannot be had is computed again. A disk that
+// fails again and again is left alone for a while (Backoff), and so is one whose calls hang, from when its user says so.
 class DiskStore {
  public:
   struct Config {
@@ -68,7 +56,7 @@ class DiskStore {
   DiskStore(const DiskStore&) = delete;
   DiskStore& operator=(const DiskStore&) = delete;
 
-  // False for all blocks while reads fail.
+  // False for all blocks while reads fail or hang.
   bool contains(const BlockKey& key) const;
   // False: not now, and no completion follows. `tokens` has block_tokens tokens and is copied. The memory at `data` and
   // `target` is the store's until the completion is taken, or until close() has answered true. kDone of a put: the block is
@@ -85,10 +73,13 @@ class DiskStore {
     for (const Completion& completion : taken_) visit(completion.ticket, completion.result);
     taken_.clear();
   }
+  // Calls under way take too long: what is queued behind them comes to nothing, and nothing is taken before they have
+  // returned. Then follows a pause, as after failures.
+  void leave_alone(DiskCalls calls);
   Counters counters() const;
 
   // Ends the threads; what is queued is not tried any more and is not completed. False: a thread hangs in a call after
-  // `limit`. May be called again.
+  // `limit`, or at once if it was left alone. May be called again.
   bool close(std::chrono::nanoseconds limit);
   // Frees a store that must not be waited for: one whose thread hangs is leaked, and so must be the memory of its blocks
   // (the answer is false).
@@ -101,6 +92,7 @@ class DiskStore {
     std::byte* target = nullptr;      // of a read
     uint64_t ticket = 0;
     DiskResult result{};
+    bool runs = false, late = false;  // late: it was left alone
   };
   struct Completion {
     uint64_t ticket;
@@ -122,8 +114,9 @@ class DiskStore {
     std::vector<int32_t> free;  // jobs
     Ring queue;
     Backoff backoff;
-    int running = 0, most_running = 0;
+    int running = 0, most_running = 0, late = 0;
 
+    bool left_alone(const FileOperations& files) const { return late > 0 || backoff.paused(files.now_ns()); }
     bool runnable() const { return queue.size > 0 && running < most_running; }
   };
 

@@ -1,7 +1,6 @@
 #include "platform/file_operations.h"
 
 #include <fcntl.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -11,6 +10,7 @@ namespace asyncengine {
 namespace {
 
 int open_file(const char* path, int flags, mode_t mode) { return ::open(path, flags, mode); }
+int stat_file(int fd, struct stat* status) { return ::fstat(fd, status); }
 int touch_file(int fd) { return ::futimens(fd, nullptr); }
 int64_t steady_now() {
   return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -19,8 +19,8 @@ int64_t steady_now() {
 }  // namespace
 
 const FileOperations& system_files() {
-  static const FileOperations files = {open_file, ::pread,  ::pwrite,   ::close,   ::rename,
-                                       ::unlink,  ::mkdir, touch_file, steady_now};
+  static const FileOperations files = {open_file, stat_file, ::pread, ::pwrite,   ::close,
+                                       ::rename,  ::unlink,  ::mkdir, touch_file, steady_now};
   return files;
 }
 

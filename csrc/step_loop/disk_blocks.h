@@ -26,6 +26,7 @@ class DiskBlocks final : public BlockDisk {
   bool get(const BlockName& name, std::span<const int32_t> tokens, std::byte* target, uint64_t ticket) override {
     return store_->get(name.key, name.parent, tokens, target, ticket);
   }
+  void leave_alone(DiskCalls calls) override { store_->leave_alone(calls); }
   void take_completions(const Visit& visit) override {
     store_->take_completions([&](uint64_t ticket, DiskResult result) { visit(ticket, result == DiskResult::kDone); });
   }

@@ -34,8 +34,9 @@ int64_t LaunchTiming::expected(int kind, int64_t attended) const {
   return found < kEnough ? 0 : least;
 }
 
-// Follows a rise at once, and forgets half of it in 89 launches.
+// Follows a rise at once, and forgets half of it in 89 launches. Beyond the limit it was the process that was stopped.
 void LaunchTiming::launched(int64_t cost) {
+  cost = std::min(cost, kMostCost);
   cost_ = std::max(cost, cost_ + (cost - cost_) / 128);
   slack_ = std::max(kLeastSlack, slack_ - slack_ / 512);
 }

@@ -42,6 +42,7 @@ class LaunchTiming {
   // Covers what a launch takes to reach the device once it is enqueued (10 to 30 us) and jitter of the step's end.
   static constexpr int64_t kLeastSlack = 100'000;
   static constexpr int64_t kMostSlack = 10'000'000;
+  static constexpr int64_t kMostCost = 100'000'000;  // longer than steps take: then every launch is at once
 
   std::vector<Kind> kinds_;
   int64_t cost_ = 0;

@@ -13,13 +13,15 @@ using std::chrono::nanoseconds;
 
 // Steps that fail one by one are their requests' affair, until nothing else happens any more.
 constexpr int kMostFailedSteps = 16;
-// Between two looks at copies of blocks while no step is in flight.
+// Between two looks at copies of blocks while no step is in flight. What takes long is looked at less and less: half a percent
+// of what it takes is how late that may be.
 constexpr nanoseconds kMovesLook{20'000};
+constexpr int64_t kMovesLate = 200;
 // And beside one. A transfer takes a few times as long, and two are under way: so the link does not stand still.
 constexpr nanoseconds kMovesLookInStep{100'000};
 
-// For a call of the disk's that is under way when the loop ends.
-constexpr nanoseconds kDiskPatience{5'000'000'000};
+// For a call of the disk's that is under way when the loop ends. One that has been left alone is not waited for.
+constexpr nanoseconds kDiskPatience{1'000'000'000};
 
 std::unique_ptr<DiskBlocks> make_disk(const StepLoopConfig& config, const BlockMover& mover, std::shared_ptr<Notifier> notifier) {
   if (config.disk_path.empty()) return nullptr;
@@ -27,6 +29,7 @@ std::unique_ptr<DiskBlocks> make_disk(const StepLoopConfig& config, const BlockM
   store.path = config.disk_path;
   store.layout = {config.fingerprint, mover.block_bytes(), config.scheduler.block_size};
   store.max_bytes = config.disk_bytes;
+  store.files = config.files;
   store.max_pending = static_cast<int>(DiskTier::kReads * DiskTier::kPendingBlocks);
   // One reads 3 to 9 GB/s of the system's file cache, and checks it; the link takes what many of them bring.
   store.num_threads = static_cast<int>(std::clamp(std::thread::hardware_concurrency() / 2, 4u, 8u));
@@ -72,8 +75,20 @@ StepLoop::StepLoop(const StepLoopConfig& config, std::unique_ptr<Executor> execu
 
 StepLoop::~StepLoop() {
   mask_inbox_->close();
-  const bool at_rest = disk_ == nullptr || disk_->close(kDiskPatience);
-  if (!life_.end() || !at_rest) (void)executor_.release();
+  const bool ended = life_.end();
+  close_disk();
+  if (!ended || !disk_at_rest_) (void)executor_.release();
+}
+
+bool StepLoop::stop(nanoseconds limit) {
+  const bool stopped = life_.stop(limit);
+  if (life_.ended()) close_disk();  // else the thread may still use it
+  return stopped;
+}
+
+void StepLoop::close_disk() {
+  if (disk_ == nullptr || std::exchange(disk_closed_, true)) return;
+  disk_at_rest_ = disk_->close(kDiskPatience);
 }
 
 void StepLoop::dispose(StepLoop* loop, nanoseconds limit) {
@@ -125,10 +140,11 @@ bool StepLoop::round() {
   limit_.look(now);
   registry_.receive(scheduler_, outbox_);
   scheduler_.take_masks(*mask_inbox_, outbox_, now);
-  bool moved = scheduler_.move_blocks(outbox_, now);
+  bool moved = scheduler_.move_blocks(outbox_, now, limit_.awake(now));
   moved |= retire_oldest(now);
   moved |= launch_next(now);
   moved |= watch_.sweep(scheduler_.blocks());
+  if (moved || !scheduler_.moves_blocks()) moved_ns_ = now;
   publish_stats();  // first: who got its last token finds it counted
   outbox_.publish();
   return moved;
@@ -156,7 +172,7 @@ bool StepLoop::retire_oldest(int64_t now) {
       break;
   }
   late_launch_.ended(limit_.since(), now);
-  scheduler_.took(step.plan, now - limit_.since());
+  scheduler_.took(step.plan, limit_.took(now));
   limit_.restart(now);
   scheduler_.commit(step.plan, executor_->results(i), outbox_, now);
   if (watch_.on()) record(step, now);
@@ -231,10 +247,11 @@ bool StepLoop::launch_next(int64_t now) {
 }
 
 nanoseconds StepLoop::patience() const {
-  if (none_in_flight()) return scheduler_.moves_blocks() ? kMovesLook : LifeCycle::kIdle;
   const int64_t now = now_ns();
+  const nanoseconds moves_look((now - moved_ns_) / kMovesLate);
+  if (none_in_flight()) return scheduler_.moves_blocks() ? std::clamp(moves_look, kMovesLook, LifeCycle::kIdle) : LifeCycle::kIdle;
   nanoseconds look = std::max(executor_->poll_interval(), late_launch_.until_news(now));
-  if (scheduler_.copies_blocks()) look = std::min(look, kMovesLookInStep);
+  if (scheduler_.copies_blocks()) look = std::min(look, std::max(moves_look, kMovesLookInStep));
   return std::clamp(std::min({look, limit_.until_look(now), late_launch_.until_due(now)}), nanoseconds(0), LifeCycle::kIdle);
 }
 

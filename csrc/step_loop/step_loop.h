@@ -39,7 +39,8 @@ struct StepLoopConfig {
   // A directory for blocks behind the host tier; empty: none. The fingerprint is of all that keys and values depend on.
   std::string disk_path = {}, fingerprint = {};
   int64_t disk_bytes = 0;
-  int64_t (*clock)() = &steady_now_ns;  // tests bring their own
+  const FileOperations* files = &system_files();  // tests bring their own, as of the next
+  int64_t (*clock)() = &steady_now_ns;
 };
 
 // The round: hear what is new, take in results, launch. The requests are the RequestRegistry's, the thread is the
@@ -63,7 +64,8 @@ class StepLoop {
   std::chrono::nanoseconds patience() const;
   // Stops the thread; requests still under way are gone without a word. False: after `limit` the executor still runs, or the
   // thread hangs in a call of it. May be called again. Memory that a device may still write to is leaked on purpose.
-  bool stop(std::chrono::nanoseconds limit) { return life_.stop(limit); }
+  // Of the disk, no call is waited for beyond a second: then the memory of blocks is leaked, and true is answered.
+  bool stop(std::chrono::nanoseconds limit);
   // Frees a loop that must not wait: one whose thread hangs is leaked whole. The destructor would wait for the thread.
   static void dispose(StepLoop* loop, std::chrono::nanoseconds limit);
 
@@ -110,12 +112,14 @@ class StepLoop {
   bool none_in_flight() const { return oldest_step_ == next_step_; }
   int64_t now_ns() const { return config_.clock(); }
   void publish_stats();
+  void close_disk();
 
   StepLoopConfig config_;
   std::shared_ptr<Notifier> notifier_ = std::make_shared<Notifier>();
   Outbox outbox_;
   std::unique_ptr<Executor> executor_;
   std::unique_ptr<DiskBlocks> disk_;
+  bool disk_closed_ = false, disk_at_rest_ = true;
   LifeCycle life_;
   RequestRegistry registry_;
   Scheduler scheduler_;
@@ -126,6 +130,7 @@ class StepLoop {
   uint64_t next_step_ = 1, oldest_step_ = 1;
   int failed_in_a_row_ = 0;         // steps
   int64_t failed_steps_ = 0;
+  int64_t moved_ns_ = 0;            // the last round that moved something, or had no blocks to move
   bool draining_ = false;           // a step failed: no launch before those in flight are over
   std::atomic<bool> quiescent_{true};
   PublishedStats stats_;

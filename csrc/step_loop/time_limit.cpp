@@ -12,12 +12,12 @@ void TimeLimit::look(int64_t now) {
 
 void TimeLimit::restart(int64_t now) {
   since_ns_ = now;
-  stopped_ns_ = 0;
+  began_awake_ns_ = awake(now);
   held_up_from_ns_ = -1;
 }
 
 bool TimeLimit::over(int64_t now, Executor& executor) {
-  const int64_t waited = now - since_ns_ - stopped_ns_;
+  const int64_t waited = took(now);
   if (waited <= limit_ / 4) return false;
   // Only now: looking may cost the executor something.
   const int64_t held_up = executor.held_up_ns(now);
@@ -27,7 +27,7 @@ bool TimeLimit::over(int64_t now, Executor& executor) {
 
 std::chrono::nanoseconds TimeLimit::until_look(int64_t now) const {
   constexpr int64_t kSurelyPast = 100'000, kPast = 10'000'000;
-  const int64_t left = limit_ - (now - since_ns_ - stopped_ns_) + kSurelyPast;
+  const int64_t left = limit_ - took(now) + kSurelyPast;
   // Before the limit, over() wants to look when a quarter of it is gone. Past the limit, only the time for which the step
   // could not go on keeps the step alive.
   return std::chrono::nanoseconds(left > 0 ? std::min(left, limit_ / 4) : kPast);

@@ -23,14 +23,19 @@ class TimeLimit {
   bool over(int64_t now, Executor& executor);
   // How long nobody needs to ask over().
   std::chrono::nanoseconds until_look(int64_t now) const;
+  // `now` less all time in which the process was stopped, or its machine slept: the clock of every limit on work that the
+  // process does itself.
+  int64_t awake(int64_t now) const { return now - stopped_ns_; }
+  // How long the oldest step has taken, awake.
+  int64_t took(int64_t now) const { return awake(now) - began_awake_ns_; }
   // When the oldest step began to run, as far as polling shows: a little later.
   int64_t since() const { return since_ns_; }
 
  private:
   int64_t limit_, idle_;
-  int64_t since_ns_ = 0;
+  int64_t since_ns_ = 0, began_awake_ns_ = 0;
   int64_t last_look_ns_ = 0;
-  int64_t stopped_ns_ = 0;        // the thread did not run either
+  int64_t stopped_ns_ = 0;        // in all: the thread did not run either
   int64_t held_up_from_ns_ = -1;  // Executor::held_up_ns() when somebody first asked about this step
 };
 

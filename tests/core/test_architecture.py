@@ -20,7 +20,7 @@ CSRC = ROOT / "csrc"
 # From the bottom up, by paths in the package: an entry is a folder or a module, and a module belongs to the longest
 # entry that its path begins with. A module imports from lower layers and within its own entry.
 LAYERS: list[set[str]] = [
-    {"errors", "_core", "bundled", "sandbox", "logprobs"},
+    {"errors", "_core", "awake", "bundled", "machine", "sandbox", "logprobs"},
     {"checks", "json_text"},
     {"token_sets"},
     {"structured_outputs"},
@@ -39,7 +39,7 @@ LAYERS: list[set[str]] = [
     {"kernels/cuda/ops"},
     {"models"},
     {"runner/cost_table"},
-    {"runner/buckets", "runner/hub", "runner/loop_config", "runner/memory", "runner/pooling"},
+    {"runner/buckets", "runner/fingerprint", "runner/hub", "runner/loop_config", "runner/memory", "runner/pooling"},
     {"runner/loader", "runner/kv_scales"},
     {"runner/model_runner"},
     {"runner/device_steps", "runner/host_tier", "runner/host_rows", "runner/calibration"},

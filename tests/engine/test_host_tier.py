@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 import asyncengine
 from asyncengine import AsyncEngine, ConfigError, SamplingParams, testing
+from asyncengine.stats import EngineStats
 
 ROOMY: dict[str, Any] = {"max_num_seqs": 6, "max_model_len": 192, "num_kv_blocks": 400}
 PRESSED: dict[str, Any] = ROOMY | {"num_kv_blocks": 18, "host_kv_memory_bytes": 16 << 20}
@@ -105,6 +108,33 @@ def test_a_prefix_comes_back_from_the_disk_after_a_restart(tmp_path: Path) -> No
     assert damaged == expected
     assert stats.failed_disk_transfers > 0
     assert stats.blocks_from_disk == 0
+
+
+def test_a_fifo_in_place_of_a_file_holds_up_nobody(tmp_path: Path) -> None:
+    """To open one for reading lasts until somebody opens it for writing, which nobody does."""
+    model = str(asyncengine.bundled_model())
+    config = PRESSED | {"disk_kv_path": str(tmp_path / "kv")}
+
+    async def main(before: Callable[[], None]) -> tuple[list[Any], EngineStats]:
+        async with AsyncEngine.from_pretrained(model, device="cpu", progress=False, **config) as engine:
+            await asyncio.sleep(0.2)  # the files become known
+            before()
+            async with asyncio.timeout(60):
+                outputs = [await engine.generate(prompt, PARAMS[0]) for prompt in PROMPTS]
+                await testing.settle(engine)
+            return [output.token_ids for output in outputs], engine.stats()
+
+    def replace_files() -> None:
+        for path in (tmp_path / "kv").rglob("*.kv"):
+            path.unlink()
+            os.mkfifo(path)
+
+    expected, _ = asyncio.run(main(lambda: None))
+    got, stats = asyncio.run(main(replace_files))
+    assert got == expected
+    assert stats.failed_disk_transfers > 0
+    assert stats.blocks_from_disk == 0
+    assert stats.num_requests_waiting == 0
 
 
 @pytest.mark.parametrize("host_blocks", [34, 100])

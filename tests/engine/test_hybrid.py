@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +94,48 @@ def test_cancelled_requests_leave_nothing_wherever_they_are() -> None:
             return engine.stats().moved_to_host
 
     assert asyncio.run(main()) > 0
+
+
+STOPPED = """
+import asyncio, functools, sys
+from asyncengine import AsyncEngine, SamplingParams, _core
+
+_core.HybridConfig = functools.partial(_core.HybridConfig, job_timeout_ns=2_000_000_000)
+
+async def main():
+    config = %r
+    params = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True, n=2)
+    async with AsyncEngine.from_pretrained(%r, device="cpu", progress=False, **config) as engine:
+        rounds = failed = 0
+        while True:
+            jobs = [engine.generate(prompt, params) for prompt in %r * 2]
+            outputs = await asyncio.gather(*jobs, return_exceptions=True)
+            failed += sum(isinstance(output, Exception) for output in outputs)
+            stats, rounds = engine.stats(), rounds + 1
+            print(rounds, failed, stats.failed_host_rows, stats.moved_to_host, flush=True)
+
+asyncio.run(main())
+"""
+
+
+def test_time_in_which_the_process_is_stopped_fails_nobody() -> None:
+    """As by SIGSTOP, or on a laptop that is closed: longer than attention of a row may take."""
+    program = STOPPED % (HYBRID, MODEL, PROMPTS)
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            first = [int(word) for word in process.stdout.readline().split()]
+            for _ in range(2):
+                time.sleep(0.3)  # in the midst of a round
+                process.send_signal(signal.SIGSTOP)
+                time.sleep(3)
+                process.send_signal(signal.SIGCONT)
+                last = [int(word) for word in process.stdout.readline().split()]
+            _, failed, failed_host_rows, moved_to_host = last
+            assert (failed, failed_host_rows) == (0, 0)
+            assert moved_to_host > first[3] > 0
+        finally:
+            process.kill()
 
 
 def test_switches_that_do_not_fit_are_named() -> None:

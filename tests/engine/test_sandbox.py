@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from asyncengine import ContextLengthError, EngineClosedError, EngineError, InvalidRequestError, SamplingParams
+from asyncengine.awake import AwakeTimer
 from asyncengine.sandbox_process import SandboxProcess, render_message
 from asyncengine.testing import SimulatedEngine, no_leaks
 from tests.engine.support import BOTH_LOOPS, ROOT, check_canary, run_script
@@ -333,3 +334,53 @@ def test_an_engine_that_is_never_closed_leaves_no_process() -> None:
     assert not is_running(int(run_script(code)))
 
 
+
+
+async def test_time_in_which_the_processes_are_stopped_does_not_count() -> None:
+    """As on a laptop that is closed: both of them are, for longer than a job may take."""
+    sandbox = SandboxProcess(None, 3.0)
+    slow = "{% for i in range(100000) %}{% endfor %}{{ messages[0].content }}"
+    try:
+        message = render_message(slow, {"messages": CHAT}, 100)
+        assert await sandbox.render(message, 100) == "hello"
+        job = asyncio.ensure_future(sandbox.render(message, 100))
+        await asyncio.sleep(0)  # it is sent
+        assert sandbox._process is not None
+        sandbox._process.send_signal(signal.SIGSTOP)
+        time.sleep(4)  # noqa: ASYNC251  # the loop stands, as if this process were stopped
+        asyncio.get_running_loop().call_later(0.1, sandbox._process.send_signal, signal.SIGCONT)
+        assert await job == "hello"
+        assert sandbox.num_starts == 1
+    finally:
+        await sandbox.aclose()
+
+
+def test_an_awake_timer_counts_time_in_which_the_loop_runs() -> None:
+    class Loop:
+        def __init__(self) -> None:
+            self.now = 100.0
+            self.due: list[tuple[float, Any]] = []
+
+        def time(self) -> float:
+            return self.now
+
+        def call_later(self, delay: float, callback: Any) -> Any:
+            self.due.append((self.now + delay, callback))
+            return None
+
+        def pass_time(self, seconds: float) -> None:
+            self.now += seconds
+            for entry in [entry for entry in self.due if entry[0] <= self.now]:
+                self.due.remove(entry)
+                entry[1]()
+
+    loop, calls = Loop(), []
+    AwakeTimer(loop, 5.0, lambda: calls.append(loop.now))  # type: ignore[arg-type]
+    for _ in range(16):
+        loop.pass_time(0.25)
+    loop.pass_time(1000.0)  # counts for half a second, so that another half is left
+    loop.pass_time(0.25)
+    assert calls == []
+    loop.pass_time(0.25)
+    assert calls == [1104.5]
+    assert loop.due == []

@@ -72,7 +72,7 @@ struct Faults {
   std::atomic<bool> flip{false};                 // a bit of what is read
   std::atomic<int64_t> now_ns{1};
   std::atomic<int> writes{0}, reads{0};          // calls
-  Gate write_gate, read_gate;
+  Gate open_gate, write_gate, read_gate;
 
   void clear() {
     for (auto* error : {&create, &open, &write, &read, &close, &rename, &unlink, &mkdir, &interrupt}) *error = 0;
@@ -99,6 +99,7 @@ inline bool interrupted() {
 inline const FileOperations& faulty_files() {
   struct F {
     static int open(const char* path, int flags, mode_t mode) {
+      if ((flags & O_CREAT) == 0) faults.open_gate.pass();
       return fails((flags & O_CREAT) != 0 ? faults.create : faults.open) ? -1 : system_files().open(path, flags, mode);
     }
     static ssize_t pread(int fd, void* target, size_t bytes, off_t offset) {
@@ -131,8 +132,8 @@ inline const FileOperations& faulty_files() {
     }
     static int64_t now_ns() { return faults.now_ns; }
   };
-  static const FileOperations files = {F::open,   F::pread, F::pwrite,            F::close, F::rename,
-                                       F::unlink, F::mkdir, system_files().touch, F::now_ns};
+  static const FileOperations files = {F::open,   system_files().fstat, F::pread, F::pwrite,            F::close,
+                                       F::rename, F::unlink,            F::mkdir, system_files().touch, F::now_ns};
   return files;
 }
 
@@ -189,8 +190,7 @@ class Disk {
     if (await) await_scan();
   }
   ~Disk() {
-    faults.write_gate.shut(false);
-    faults.read_gate.shut(false);
+    for (Gate* gate : {&faults.open_gate, &faults.write_gate, &faults.read_gate}) gate->shut(false);
     CHECK(DiskStore::dispose(store, 20s));
   }
 

@@ -32,6 +32,7 @@ struct Options {
   std::function<void(const HostAttentionJob&)> before_attending = {};
   int64_t (*clock)() = &steady_now_ns;
   std::string disk_path = {};
+  const FileOperations* files = &system_files();
 
   StepLoopConfig loop() const {
     StepLoopConfig c;
@@ -46,6 +47,7 @@ struct Options {
     c.disk_path = disk_path;
     c.disk_bytes = 1 << 24;
     c.fingerprint = "simulated";
+    c.files = files;
     return c;
   }
 };

@@ -1,4 +1,11 @@
 // Disks that are full, refuse, lie or hang: a result, a counter, and nobody waits.
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <cstring>
+
 #include "disk_fixture.h"
 
 namespace {
@@ -7,7 +14,57 @@ using namespace asyncengine;
 using namespace asyncengine::testing;
 using enum DiskResult;
 
+void make_socket(const fs::path& path) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  // A path that is relative to the folder, because there is room for a hundred characters.
+  const fs::path here = fs::current_path();
+  fs::current_path(path.parent_path());
+  std::strncpy(address.sun_path, path.filename().c_str(), sizeof(address.sun_path) - 1);
+  const int fd = ::socket(AF_UNIX, SOCK_STREAM, 0);
+  CHECK_EQ(::bind(fd, reinterpret_cast<const sockaddr*>(&address), sizeof(address)), 0);
+  ::close(fd);
+  fs::current_path(here);
+}
+
 }  // namespace
+
+TEST(only_regular_files_are_read) {
+  Folder folder;
+  Disk disk(disk_config(folder));
+  CHECK_EQ(disk.put_now(2), kDone);
+  const auto replace = [&](void (*make)(const fs::path&, const fs::path&)) {
+    CHECK_EQ(disk.put_now(1), kDone);
+    const fs::path path = file_of(folder, 1), right = folder.path / "right";
+    fs::rename(path, right);
+    make(path, right);
+    CHECK_EQ(disk.get_now(1), kCorrupt);
+    CHECK(!disk.contains(1));
+    CHECK(!fs::exists(fs::symlink_status(path)) || fs::is_directory(path));
+    fs::remove(path);
+    CHECK_EQ(disk.get_now(2), kDone);
+  };
+  replace([](const fs::path& path, const fs::path&) { CHECK_EQ(::mkfifo(path.c_str(), 0600), 0); });
+  replace([](const fs::path& path, const fs::path&) { fs::create_directory(path); });
+  replace([](const fs::path& path, const fs::path& right) { fs::create_symlink(right, path); });
+  replace([](const fs::path& path, const fs::path&) { make_socket(path); });
+  CHECK_EQ(disk.counters().corrupt, 4);
+}
+
+TEST(a_directory_whose_lock_is_a_fifo_is_refused) {
+  Folder folder;
+  { const Disk disk(disk_config(folder)); }
+  const fs::path lock = fs::directory_iterator(folder.path)->path() / "lock";
+  fs::remove(lock);
+  CHECK_EQ(::mkfifo(lock.c_str(), 0600), 0);
+  std::string why;
+  try {
+    const Disk disk(disk_config(folder));
+  } catch (const std::runtime_error& error) {
+    why = error.what();
+  }
+  CHECK(why.find(lock.string()) != std::string::npos);
+}
 
 TEST(a_write_that_fails_leaves_nothing_on_disk) {
   Folder folder;
@@ -241,4 +298,72 @@ TEST(a_store_whose_thread_hangs_says_so_and_is_not_waited_for) {
     CHECK(disk.store->close(20s));
     CHECK(disk.store->close(0s));
   }
+}
+
+TEST(a_disk_that_was_left_alone_is_asked_again_after_a_pause) {
+  Folder folder;
+  DiskStore::Config config = disk_config(folder);
+  config.num_threads = 3;
+  Disk disk(config);
+  for (uint32_t id = 0; id < 8; ++id) CHECK_EQ(disk.put_now(id), kDone);
+  for (const int64_t pause : {1, 2, 4}) {
+    faults.open_gate.shut(true);
+    CHECK(disk.get(0));
+    faults.open_gate.await_waiting();
+    disk.store->leave_alone(DiskCalls::kReads);
+    disk.store->leave_alone(DiskCalls::kReads);  // the same call is late once
+    CHECK(!disk.contains(5));
+    CHECK(!disk.get(5));
+    CHECK_EQ(disk.put_now(10 + static_cast<uint32_t>(pause)), kDone);  // writes go on
+    faults.open_gate.shut(false);
+    CHECK_EQ(disk.only_result(), kDone);  // late, and right
+    CHECK(disk.right(0));
+    CHECK(!disk.contains(5));
+    faults.now_ns += pause * Backoff::kFirstPauseNs - 1;
+    CHECK(!disk.contains(5));
+    faults.now_ns += 1;
+    CHECK(disk.contains(5));
+  }
+  CHECK_EQ(disk.get_now(5), kDone);
+}
+
+TEST(what_is_queued_behind_calls_that_hang_comes_to_nothing) {
+  Folder folder;
+  for (const bool reading : {true, false}) {
+    Disk disk(disk_config(folder));
+    for (uint32_t id = 0; id < 6; ++id) CHECK_EQ(disk.put_now(id), kDone);
+    Gate& gate = reading ? faults.open_gate : faults.write_gate;
+    gate.shut(true);
+    for (uint32_t id = 0; id < 6; ++id) CHECK(reading ? disk.get(id) : disk.put(10 + id));
+    gate.await_waiting();
+    disk.store->leave_alone(reading ? DiskCalls::kReads : DiskCalls::kWrites);
+    disk.await(4);  // at most two are under way
+    for (const auto& [id, result] : disk.results) CHECK_EQ(result, kFailed);
+    CHECK(!(reading ? disk.get(30) : disk.put(30)));
+    gate.shut(false);
+    disk.await(6);
+    faults.now_ns += Backoff::kFirstPauseNs;
+    disk.results.clear();
+    CHECK_EQ(disk.put_now(20), kDone);
+    CHECK_EQ(disk.get_now(20), kDone);
+  }
+}
+
+// Else it would be over before the limit.
+TEST(a_store_that_was_left_alone_is_not_waited_for) {
+  Folder folder;
+  Disk disk(disk_config(folder));
+  CHECK_EQ(disk.put_now(0), kDone);
+  faults.open_gate.shut(true);
+  CHECK(disk.get(0));
+  faults.open_gate.await_waiting();
+  disk.store->leave_alone(DiskCalls::kReads);
+  std::thread later([] {
+    std::this_thread::sleep_for(500ms);
+    faults.open_gate.shut(false);
+  });
+  CHECK(!disk.store->close(20s));
+  later.join();
+  for (int i = 0; i < 20'000 && disk.counters().read == 0; ++i) std::this_thread::sleep_for(1ms);
+  CHECK(disk.store->close(20s));
 }

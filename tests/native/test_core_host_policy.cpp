@@ -214,7 +214,7 @@ TEST(nobody_runs_twice_in_the_slot_of_one_that_failed) {
   CHECK(siblings[1].state == SequenceState::kHosted);
   bench.attention.hangs = siblings[1].slot;
   bench.rounds(4);
-  bench.scheduler.move_blocks(bench.outbox, int64_t{1} << 60);
+  bench.scheduler.move_blocks(bench.outbox, int64_t{1} << 60, int64_t{1} << 60);
   CHECK(siblings[0].state == SequenceState::kReleased);
   bench.add(make_spec(4, 10, 20, 1, 30), 4);
   const StepPlan* plan = bench.launch();
@@ -233,8 +233,8 @@ TEST(nobody_runs_twice_in_the_slot_of_one_that_failed) {
   CHECK(bench.scheduler.quiescent());
 }
 
-// Rather than to begin again and again what comes to nothing.
-TEST(nobody_drains_for_a_host_tier_that_has_given_up) {
+// Rather than to begin again and again what comes to nothing. After a pause it is tried once more.
+TEST(nobody_drains_for_a_host_tier_that_pauses) {
   HybridBench bench(small({.lanes = 2, .layers = 2}));
   bench.mover.refuses = true;
   crowd(bench);
@@ -246,6 +246,12 @@ TEST(nobody_drains_for_a_host_tier_that_has_given_up) {
     CHECK_EQ(bench.stats().num_host_rows, 0);
   }
   CHECK_EQ(bench.stats().failed_transfers, failed);
+  const int64_t later = 1 + Backoff::kFirstPauseNs;
+  for (int i = 0; i < 10; ++i) bench.round(later);
+  CHECK_EQ(bench.stats().failed_transfers, failed + 1);
+  bench.mover.refuses = false;
+  for (int i = 0; i < 10; ++i) bench.round(later + 2 * Backoff::kFirstPauseNs);
+  CHECK_EQ(bench.stats().num_host_rows, 1);
 }
 
 // More of them than lanes can serve: they take turns.
@@ -280,15 +286,15 @@ TEST(two_copies_of_a_block_may_be_under_way) {
   blocks.publish(block, root, tokens.data(), blocks.prefetch(block, root, tokens.data()));
   blocks.release(block);
   mover.slow = 0;
-  tier.advance(ended, stored);
+  tier.advance(1, ended, stored);
   CHECK_EQ(tier.blocks_coming(), 1);
   blocks.retain(block);
   Sequence sequence;
   CHECK(tier.store(sequence, std::span(&block, 1)));
-  for (int i = 0; i < 3; ++i) tier.advance(ended, stored);
+  for (int i = 0; i < 3; ++i) tier.advance(1, ended, stored);
   CHECK_EQ(hosts.size(), size_t{1});
   mover.slow = -1;
-  for (int i = 0; i < 3; ++i) tier.advance(ended, stored);
+  for (int i = 0; i < 3; ++i) tier.advance(1, ended, stored);
   CHECK(blocks.consistent());
   CHECK_EQ(blocks.num_host_cached(), 1);
   CHECK_EQ(blocks.host_copy_of(block), hosts.at(0));
@@ -332,8 +338,8 @@ TEST(lanes_that_nobody_takes_change_nothing) {
     a.add(spec, static_cast<int64_t>(id));
     b.add(spec, static_cast<int64_t>(id));
     for (int i = 0; i < 8; ++i) {
-      a.scheduler.move_blocks(a.outbox, 1);
-      b.scheduler.move_blocks(b.outbox, 1);
+      a.scheduler.move_blocks(a.outbox, 1, 1);
+      b.scheduler.move_blocks(b.outbox, 1, 1);
       const bool planned = a.launch() != nullptr;
       CHECK_EQ(planned, b.launch() != nullptr);
       if (planned) {

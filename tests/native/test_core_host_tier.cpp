@@ -186,6 +186,7 @@ class HangingDisk final : public BlockDisk {
   bool contains(const BlockKey&) const override { return false; }
   bool put(const BlockName&, std::span<const int32_t>, const std::byte*, uint64_t) override { return ++writes > 0; }
   bool get(const BlockName&, std::span<const int32_t>, std::byte*, uint64_t) override { return false; }
+  void leave_alone(DiskCalls) override {}
   void take_completions(const Visit&) override {}
   int writes = 0;
 };
@@ -203,7 +204,7 @@ TEST(a_write_that_hangs_keeps_no_block_on_the_host) {
   blocks.release(block);
   const auto ended = [](Sequence&) {};
   const auto stored = [](Sequence&, std::span<const int32_t>) {};
-  for (int i = 0; i < 4; ++i) tier.advance(ended, stored);
+  for (int i = 0; i < 4; ++i) tier.advance(1, ended, stored);
   CHECK_EQ(disk.writes, 1);
   for (int i = 0; i < 2; ++i) blocks.allocate();
   for (int i = 0; i < 2; ++i) blocks.release(i);
@@ -216,7 +217,7 @@ TEST(a_write_that_hangs_keeps_no_block_on_the_host) {
   Sequence other;
   CHECK(tier.load(other, found) == HostTier::Loading::kLater);  // the same comes already
   int done = 0;
-  for (int i = 0; i < 4; ++i) tier.advance([&](Sequence&) { ++done; }, stored);
+  for (int i = 0; i < 4; ++i) tier.advance(1, [&](Sequence&) { ++done; }, stored);
   CHECK_EQ(done, 1);
   CHECK(blocks.match_prefix(tokens_at, 1, 5, found) == 1);
 }
@@ -244,7 +245,7 @@ TEST(blocks_leave_the_device_in_the_order_in_which_they_were_released) {
     }
     for (const int32_t block : taken) blocks.release(block);
     order.insert(order.end(), taken.begin(), taken.end());
-    for (int i = 0; i < 20; ++i) tier.advance(ended, stored);
+    for (int i = 0; i < 20; ++i) tier.advance(1, ended, stored);
     CHECK(blocks.consistent());
     CHECK(tier.copied_out() >= 5 * round + 5);
   }

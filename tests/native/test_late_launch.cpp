@@ -288,6 +288,17 @@ TEST(nothing_in_flight_holds_nothing_back) {
   CHECK_EQ(engine.device->runs.size(), before + 1);
 }
 
+// Of ten minutes, half would be forgotten in 89 launches: for 2,000 nothing would be held back.
+TEST(a_launch_during_which_the_process_was_stopped_is_soon_forgotten) {
+  LaunchTiming timing(1);
+  for (int i = 0; i < 100; ++i) timing.launched(20 * kUs);
+  const int64_t before = timing.lead();
+  timing.launched(600'000'000 * kUs);
+  int launches = 0;
+  for (; timing.lead() > before + 1000 * kUs; ++launches) timing.launched(20 * kUs);
+  CHECK(launches < 1000);
+}
+
 TEST(step_times_are_those_of_steps_alike) {
   LaunchTiming timing(2);
   CHECK_EQ(timing.expected(0, 1000), 0);
