@@ -7,18 +7,16 @@ from pathlib import Path
 
 from asyncengine.errors import ModelNotFoundError
 
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
 # The same weights once more, or those of earlier training: consolidated.safetensors of Mistral, checkpoint-500/.
 _NEVER_READ = ("*/*", "consolidated*.safetensors")
 
 
-def resolve_model(path_or_id: str, *, revision: str | None = None, weights: bool = True) -> Path:
-    """The local directory of a model, downloaded from the hub if it is not there yet.
+def local_directory(path_or_id: str) -> Path | None:
+    """The directory that a user's words name, None for a hub id.
 
-    Only safetensors weights and small text files are downloaded, those in folders and copies of weights left out;
-    without ``weights``, only small files.
-    Raises ModelNotFoundError if there is neither such a directory nor such a repository.
+    Raises ModelNotFoundError for words that can be neither: a file, a path of no directory.
     """
     try:
         path = Path(path_or_id).expanduser()
@@ -31,6 +29,18 @@ def resolve_model(path_or_id: str, *, revision: str | None = None, weights: bool
         raise ModelNotFoundError(f"{path} is a file; a model is a directory with config.json in it")
     if not _HUB_ID.fullmatch(path_or_id):
         raise ModelNotFoundError(f"there is no directory {path_or_id!r}, nor can that be a hub id (owner/name)")
+    return None
+
+
+def resolve_model(path_or_id: str, *, revision: str | None = None, weights: bool = True) -> Path:
+    """The local directory of a model, downloaded from the hub if it is not there yet.
+
+    Only safetensors weights and small text files are downloaded, those in folders and copies of weights left out;
+    without ``weights``, only small files.
+    Raises ModelNotFoundError if there is neither such a directory nor such a repository.
+    """
+    if (path := local_directory(path_or_id)) is not None:
+        return path
 
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
