@@ -11,7 +11,7 @@ import os
 import resource
 import signal
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from asyncengine import __version__
 from asyncengine.cli import flags
@@ -38,6 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help="(default: info)",
     )
+    parser.add_argument(
+        "--log-format",
+        choices=("text", "json"),
+        default=argparse.SUPPRESS,
+        help="lines for people, or a JSON object a line with the numbers of each request (default: text)",
+    )
     flags.add_dataclass(parser, ServerConfig, "server", several=("served_model_name",), common=_COMMON)
     add_engine(parser)
 
@@ -56,12 +62,17 @@ def run(args: argparse.Namespace) -> int:
         await engine.start()
         return engine
 
-    return run_server(config, load, getattr(args, "log_level", "info"))
+    return run_server(config, load, getattr(args, "log_level", "info"), getattr(args, "log_format", "text"))
 
 
-def run_server(config: ServerConfig, load: Callable[[], Awaitable[Engine]], log_level: str = "info") -> int:
+def run_server(
+    config: ServerConfig,
+    load: Callable[[], Awaitable[Engine]],
+    log_level: str = "info",
+    log_format: Literal["text", "json"] = "text",
+) -> int:
     """Serve until SIGTERM, SIGINT or SIGHUP; returns the exit code. A dead engine ends the process with 1."""
-    log = Log(log_level)
+    log = Log(log_level, log_format)
     try:
         logger.info("asyncengine %s", __version__)
         _raise_file_limit()

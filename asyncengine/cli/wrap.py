@@ -33,7 +33,7 @@ class Wrap:
                 continue
             if width == 2:
                 printed.append(self._take_word())  # scripts of wide characters have no spaces
-            elif width and self._width >= self._columns:  # no line holds the word: nothing is gained by waiting for its end
+            elif width and self._width >= self._columns:  # no line holds the word: its end need not be awaited
                 printed.append(self._take_word())
                 self._goes_on = True
             self._word += character
