@@ -148,7 +148,7 @@ async def generate(engine: Engine, job: Job, metrics: Metrics) -> list[RequestOu
         raise
     for output in outputs:
         metrics.time_to_first_token.observe(output.timing.ttft)
-        metrics.request_finished(output.timing)
+        metrics.request_finished(output.timing, output.usage)
         job.account.add(output.usage, output.timing)
         for sequence in output.outputs:
             metrics.finished[sequence.finish_reason] += 1
@@ -316,8 +316,8 @@ class _Streaming:
         self.open_choices -= 1
         self._metrics.finished[reason] += 1
         self._job.account.add(delta.usage, delta.timing)
-        if delta.timing is not None:
-            self._metrics.request_finished(delta.timing)
+        if delta.timing is not None and delta.usage is not None:
+            self._metrics.request_finished(delta.timing, delta.usage)
 
     def _usage_so_far(self, count: int) -> bytes:
         self._generated += count
