@@ -30,6 +30,7 @@ from asyncengine.errors import (
     WrongLoopError,
 )
 from asyncengine.logprobs import LogProb, TokenLogProbs
+from asyncengine.many import Finished
 from asyncengine.request import (
     ChatMessage,
     CompletionOutput,
@@ -68,6 +69,7 @@ __all__ = [
     "EngineSnapshot",
     "EngineStats",
     "FinishReason",
+    "Finished",
     "InternalError",
     "InvalidRequestError",
     "KVCapacityError",

@@ -31,6 +31,7 @@ from asyncengine.errors import (
     WrongLoopError,
 )
 from asyncengine.fairness import FairShare
+from asyncengine.many import ManyMethods
 from asyncengine.prompts import Prompts, check_size, check_terms, check_vocabulary, hash_salt, kept_tokens, stop_tokens
 from asyncengine.request import Prompt, RequestDelta, RequestOutput, SamplingParams
 from asyncengine.request_extras import request_extras
@@ -63,7 +64,7 @@ def _sampling_state(params: SamplingParams, seed: int) -> _core.SamplingState:
     )
 
 
-class AsyncEngine(VectorMethods, ScoringMethods, SnapshotMethods, TextMethods):
+class AsyncEngine(ManyMethods, VectorMethods, ScoringMethods, SnapshotMethods, TextMethods):
     """Generates text from many prompts at once, inside the event loop that started it.
 
         async with AsyncEngine.from_pretrained("path/or/hub-id") as engine:
@@ -476,7 +477,10 @@ class AsyncEngine(VectorMethods, ScoringMethods, SnapshotMethods, TextMethods):
     def _check_result(self, result: _core.SubmitResult, asked: Sequence[str] = ()) -> None:
         """``asked``: the fields that ask for more than plain sampling."""
         if result == _core.SubmitResult.queue_full:
-            raise EngineOverloadedError("the queue is full: too many requests or prompt tokens are waiting")
+            raise EngineOverloadedError(
+                f"the queue is full: max_queued_requests ({self.config.max_queued_requests}) or max_queued_tokens "
+                f"({self.config.max_queued_tokens}) is reached; raise it, or use generate_many, which waits for room"
+            )
         if result == _core.SubmitResult.unserved:
             what, device = ", ".join(asked) or "this kind of request", self.model_info.device
             param = asked[0].partition("=")[0] if asked else "params"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from importlib import import_module
 
-from asyncengine.cli.flags import environment_name
+from asyncengine.cli.flags import add_config, environment_name
 
 _NAMES = ("core", "latency", "throughput", "serve")
 
@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             epilog=f"Every option can also be set by an environment variable, --json for instance by "
             f"{environment_name('json')}.",
         )
+        add_config(benchmark)
         benchmark.add_argument(
             "--json", metavar="FILE", default=argparse.SUPPRESS, help="save the result, with its circumstances"
         )

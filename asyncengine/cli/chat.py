@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import shutil
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
@@ -13,8 +14,8 @@ from asyncengine.cli import flags
 from asyncengine.cli.batch import warn_of_idle_flags
 from asyncengine.cli.chat_commands import NOT_FOR_CHATS, Conversation, command, is_command
 from asyncengine.cli.chat_input import Typed
-from asyncengine.cli.embed import add_model_option, engine_from, loop_factory, running
-from asyncengine.config import EngineConfig
+from asyncengine.cli.embed import add_engine, add_model, add_sampling, engine_from, loop_factory, running
+from asyncengine.cli.wrap import Wrap
 from asyncengine.errors import AsyncEngineError, ContextLengthError, EngineDeadError, KVCapacityError
 from asyncengine.request import ChatMessage, SamplingParams
 
@@ -33,8 +34,8 @@ class Partner(Protocol):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "%(prog)s [options]"
-    add_model_option(parser)
+    parser.usage = "%(prog)s [MODEL] [options]"
+    add_model(parser)
     parser.add_argument(
         "--url",
         metavar="TEXT",
@@ -44,8 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--api-key", metavar="TEXT", default=argparse.SUPPRESS, help="key of that server")
     parser.add_argument("--system", metavar="TEXT", default=argparse.SUPPRESS, help="system message")
-    flags.add_dataclass(parser, SamplingParams, "sampling", exclude=NOT_FOR_CHATS, defaults=_DEFAULTS)
-    flags.add_dataclass(parser, EngineConfig, "engine", exclude=("model", "seed"))
+    add_sampling(parser, NOT_FOR_CHATS, _DEFAULTS)
+    add_engine(parser, exclude=("seed",))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -93,10 +94,14 @@ def _tell(exc: BaseException) -> None:
 
 
 async def _print(partner: Partner, conversation: Conversation, parts: list[str]) -> None:
-    async with aclosing(partner.answer(conversation.messages, conversation.sampling)) as pieces:
-        async for text in pieces:
-            parts.append(text)
-            print(text, end="", flush=True)
+    wrap = Wrap(shutil.get_terminal_size().columns) if sys.stdout.isatty() else None
+    try:
+        async with aclosing(partner.answer(conversation.messages, conversation.sampling)) as pieces:
+            async for text in pieces:
+                parts.append(text)
+                print(wrap.feed(text) if wrap else text, end="", flush=True)
+    finally:
+        print(wrap.flush() if wrap else "", end="", flush=True)
     print()
 
 

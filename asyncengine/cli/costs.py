@@ -32,7 +32,7 @@ _CONTEXTS = (2048, 8192)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [MODEL] [options]"
-    parser.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=embed.MODEL_HELP)
+    embed.add_model(parser)
     parser.add_argument(
         "--seconds",
         type=float,
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"of the load whose steps are compared with what was foreseen; 0: none (default: {_SECONDS:g})",
     )
     parser.add_argument("--json", action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help="for programs")
-    flags.add_dataclass(parser, EngineConfig, "engine", exclude={"model"})
+    embed.add_engine(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,18 +5,25 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.cli import flags
 from asyncengine.config import EngineConfig
+from asyncengine.request import SamplingParams
 
 if TYPE_CHECKING:
     from asyncengine.engine import AsyncEngine
 
 BUNDLED_MODEL_NAME = "stories"
 MODEL_HELP = "directory or hub id; without it, the small bundled model"
+_COMMON_ENGINE = (
+    "dtype", "quantization", "device", "max_model_len", "max_num_seqs", "gpu_memory_utilization",
+    "kv_cache_memory_bytes", "kv_cache_dtype", "target_itl_ms", "host_kv_memory_bytes",
+)  # fmt: skip
+_COMMON_SAMPLING = ("max_tokens", "temperature", "top_p", "stop", "seed")
+"""Options that the short help shows."""
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -28,9 +35,46 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-def add_model_option(parser: argparse.ArgumentParser) -> None:
-    """``--model``, for commands whose positional argument is something else."""
-    parser.add_argument("--model", metavar="MODEL", default=argparse.SUPPRESS, help=MODEL_HELP)
+def add_model(parser: argparse.ArgumentParser, *, positional: bool = True) -> None:
+    """MODEL and ``--model``, which say the same. The option stands alone where another argument has the place."""
+    if positional:
+        parser.add_argument(
+            "model", metavar="MODEL", nargs="?", action=_OneModel, default=argparse.SUPPRESS, help=MODEL_HELP
+        )
+    text = "the same as MODEL" if positional else MODEL_HELP
+    parser.add_argument(
+        "--model", metavar="MODEL", dest="model", action=_OneModel, default=argparse.SUPPRESS, help=text
+    )
+
+
+class _OneModel(argparse.Action):
+    """MODEL and ``--model``. Two different models are a usage error."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: object = None
+    ) -> None:
+        if getattr(namespace, "model", values) != values:
+            parser.error(f"two models are given: {namespace.model} and {values}")
+        namespace.model = values
+
+
+def add_engine(parser: argparse.ArgumentParser, exclude: Collection[str] = ()) -> None:
+    """Options of the engine, without the model."""
+    flags.add_dataclass(parser, EngineConfig, "engine", exclude={"model", *exclude}, common=_COMMON_ENGINE)
+
+
+def add_sampling(parser: argparse.ArgumentParser, exclude: Collection[str], defaults: Mapping[str, object]) -> None:
+    """Sampling parameters of a request."""
+    flags.add_dataclass(parser, SamplingParams, "sampling", exclude=exclude, defaults=defaults, common=_COMMON_SAMPLING)
+
+
+def check_model(args: argparse.Namespace) -> None:
+    """Raises ModelError at once for a model that is no directory of a model and can be no hub id."""
+    from asyncengine.models.files import read_config
+    from asyncengine.runner.hub import local_directory
+
+    if "model" in args and (directory := local_directory(args.model)) is not None:
+        read_config(directory)
 
 
 def engine_from(args: argparse.Namespace) -> AsyncEngine:

@@ -1,8 +1,9 @@
 """Command-line flags out of configuration dataclasses, so that the two cannot drift apart.
 
-A field ``max_model_len`` becomes ``--max-model-len``, with the field's type, its docstring as help and
-the environment variable ``ASYNCENGINE_MAX_MODEL_LEN`` behind it. Only values that somebody gave reach
-the namespace; defaults stay the dataclass's business. A field that may be None takes the word none.
+A field ``max_model_len`` becomes ``--max-model-len``, with the field's type and its docstring as help. The environment
+variable ``ASYNCENGINE_MAX_MODEL_LEN`` and the key ``max_model_len`` of a configuration file stand behind it, in this
+order. Only values that somebody gave reach the namespace; defaults stay the dataclass's business. A field that may be
+None takes the word none. An integer may have a unit: 8k, 4GiB.
 """
 
 from __future__ import annotations
@@ -14,15 +15,23 @@ import difflib
 import inspect
 import json
 import os
+import re
 import textwrap
+import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from asyncengine.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "ASYNCENGINE_"
+OTHER_VARIABLES = ("ASYNCENGINE_CACHE",)
+"""Environment variables that the package reads and that stand for no flag."""
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+_MAX_CONFIG_BYTES = 1 << 20
+_WITH_UNIT = re.compile(r"(\d+(?:\.\d+)?)([kmgt]|[KMGT]i?)([Bb]?)", re.ASCII)
 
 
 def environment_name(dest: str) -> str:
@@ -38,9 +47,10 @@ def add_dataclass(
     exclude: Collection[str] = (),
     defaults: Mapping[str, object] | None = None,
     several: Collection[str] = (),
+    common: Collection[str] | None = None,
 ) -> None:
     """One flag per field of ``cls``, in a group of their own. ``defaults`` differ from the fields'. A flag for a field
-    of ``several`` takes all values that follow it."""
+    of ``several`` takes all values that follow it. The short help shows the fields of ``common`` alone; None: all."""
     group = parser.add_argument_group(title)
     docs = _field_docs(cls)
     hints = get_type_hints(cls)
@@ -48,7 +58,20 @@ def add_dataclass(
         if field.name not in exclude and not _is_callable(hints[field.name]):
             default = (defaults or {}).get(field.name, field.default)
             many = field.name in several
-            _add_field(group, field.name, hints[field.name], docs.get(field.name, ""), default, many)
+            action = _add_field(group, field.name, hints[field.name], docs.get(field.name, ""), default, many)
+            if common is not None and field.name not in common:
+                action.is_rare = True  # type: ignore[attr-defined]
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """``--config``, the file that ``read_config`` reads."""
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help='TOML file with values of these options, such as max_model_len = "8k"; the command line and the '
+        "environment come first",
+    )
 
 
 def values(args: argparse.Namespace, cls: type) -> dict[str, Any]:
@@ -69,6 +92,68 @@ def read_environment(parser: argparse.ArgumentParser, args: argparse.Namespace) 
             expected = f" (one of {', '.join(action.choices)})" if action.choices else ""
             parser.error(f"environment variable {environment_name(action.dest)}: invalid value {text!r}{expected}")
         setattr(args, action.dest, value)
+
+
+def read_config(parser: argparse.ArgumentParser, args: argparse.Namespace, path: str) -> None:
+    """Fill what command line and environment left open from a TOML file whose keys are the flags' names.
+
+    Words of a key are joined by underscores or dashes. Raises ConfigError for a file that cannot be read, an unknown
+    key, and a value that its flag would not take.
+    """
+    known = {action.dest: action for action in parser._actions if action.option_strings or action.dest == "model"}
+    for unknown in ("help", "config", "version"):
+        known.pop(unknown, None)
+    for key, value in _toml(path).items():
+        name = key.replace("-", "_")
+        if name not in known:
+            raise ConfigError(f"{path}: unknown key {key!r}{did_you_mean(name, known)}")
+        if not hasattr(args, name):
+            try:
+                setattr(args, name, _from_toml(known[name], value))
+            except (TypeError, ValueError, argparse.ArgumentTypeError):
+                raise ConfigError(f"{path}: invalid value {value!r} for {key}") from None
+
+
+def _toml(path: str) -> dict[str, Any]:
+    try:
+        with Path(path).open("rb") as file:
+            text = file.read(_MAX_CONFIG_BYTES + 1)
+        if len(text) > _MAX_CONFIG_BYTES:
+            raise ConfigError(f"{path} is longer than {_MAX_CONFIG_BYTES} bytes, which a configuration file may have")
+        return tomllib.loads(text.decode())
+    except OSError as exc:
+        raise ConfigError(f"the configuration file cannot be read: {exc}") from None
+    except (ValueError, RecursionError) as exc:
+        raise ConfigError(f"{path} is no TOML: {exc}") from None
+
+
+def _from_toml(action: argparse.Action, value: Any) -> Any:
+    """The value of one key as its flag would read it. Raises ValueError, TypeError."""
+    if isinstance(action, argparse.BooleanOptionalAction):
+        return value if isinstance(value, bool) else _boolean(_scalar(value))
+    if isinstance(action, _AddEntry):
+        entries = [_parse(action, f"{key}={_scalar(each)}") for key, each in value.items()]
+        return {key: each for entry in entries for key, each in entry.items()}
+    if isinstance(action, argparse._AppendAction) or action.nargs == "+":
+        items = value if isinstance(value, list) else [value]
+        convert = action.type if callable(action.type) else str
+        return [convert(_scalar(item)) for item in items]
+    if isinstance(value, dict):
+        value = json.dumps(value)
+    return _parse(action, _scalar(value))
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise TypeError(value)
+    return str(value)
+
+
+def unknown_variables(known: Collection[str]) -> list[str]:
+    """Environment variables with the prefix that stand for no flag of ``known``, a sentence for each."""
+    names = {environment_name(dest) for dest in known} | set(OTHER_VARIABLES)
+    wrong = sorted(name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX) and name not in names)
+    return [f"environment variable {name} is not known{did_you_mean(name, names)}" for name in wrong]
 
 
 def value_of(cls: type, name: str, text: str) -> Any:
@@ -113,23 +198,22 @@ def _boolean(text: str) -> bool:
     return lower in _TRUE
 
 
-def _add_field(group: argparse._ArgumentGroup, name: str, hint: Any, doc: str, default: object, several: bool) -> None:
+def _add_field(
+    group: argparse._ArgumentGroup, name: str, hint: Any, doc: str, default: object, several: bool
+) -> argparse.Action:
     flag = "--" + name.replace("_", "-")
     text = doc.replace("%", "%%")
     if default not in (None, (), dataclasses.MISSING):
         text = f"{text} (default: {default})".strip()
     options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": text}
     if hint is bool:
-        group.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
-        return
+        return group.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
     if get_origin(hint) is Literal:
-        group.add_argument(flag, choices=get_args(hint), **options)
-        return
+        return group.add_argument(flag, choices=get_args(hint), **options)
     kinds = list(get_args(hint)) or [hint]
     if get_origin(hint) is Mapping:
         entry = _entry(*get_args(hint))
-        group.add_argument(flag, type=entry, action=_AddEntry, metavar="KEY=VALUE", **options)
-        return
+        return group.add_argument(flag, type=entry, action=_AddEntry, metavar="KEY=VALUE", **options)
     if hint_of_items := next((kind for kind in [hint, *kinds] if get_origin(kind) is Sequence), None):
         (kind,) = get_args(hint_of_items)
         options |= {"action": "append", "help": f"{text} May be repeated.".strip()}
@@ -139,8 +223,27 @@ def _add_field(group: argparse._ArgumentGroup, name: str, hint: Any, doc: str, d
         (kind,) = (kind for kind in kinds if kind is not NoneType)
     if dataclasses.is_dataclass(kind):
         kind = json_object
+    elif kind is int:
+        kind = integer
     convert = _or_none(kind) if NoneType in kinds and "action" not in options else kind
-    group.add_argument(flag, type=convert, metavar=_METAVARS[kind], **options)
+    return group.add_argument(flag, type=convert, metavar=_METAVARS[kind], **options)
+
+
+def integer(text: str) -> int:
+    """An integer, which may have a unit: k, m, g and t count in thousands, K, M, G, T and KiB, MiB, GiB, TiB in 1,024s,
+    kB in thousands. Raises ValueError for anything else, also where the product is no integer."""
+    match = _WITH_UNIT.fullmatch(text)
+    if match is None:
+        return int(text)
+    number, unit, byte = match.groups()
+    base = 1000 if unit.islower() or (byte and not unit.endswith("i")) else 1024
+    exact: Fraction = Fraction(number) * base ** ("kmgt".index(unit[0].lower()) + 1)
+    if exact.denominator != 1:
+        raise ValueError(text)
+    return exact.numerator
+
+
+integer.__name__ = "int"  # argparse names it where a value is wrong
 
 
 def _is_callable(hint: Any) -> bool:
@@ -155,7 +258,7 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
-_METAVARS = {int: "N", float: "X", str: "TEXT", json_object: "JSON"}
+_METAVARS = {integer: "N", float: "X", str: "TEXT", json_object: "JSON"}
 
 
 class _AddEntry(argparse.Action):

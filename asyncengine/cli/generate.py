@@ -9,9 +9,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.cli import batch, flags
-from asyncengine.cli.embed import add_model_option, engine_from, loop_factory, running
+from asyncengine.cli.embed import add_engine, add_model, add_sampling, engine_from, loop_factory, running
 from asyncengine.cli.jsonl import Request
-from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
 from asyncengine.request import SamplingParams
 
@@ -33,16 +32,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help="text to continue; - reads standard input",
     )
-    add_model_option(parser)
+    add_model(parser, positional=False)
     batch.add_arguments(
         parser,
         "prompts, one a line: text, or JSON with prompt or messages, sampling parameters by the names of the HTTP API, "
         "which also has the defaults (16 tokens for a prompt), and a custom_id (default: the number of the line)",
     )
     exclude = ("n", "logprob_start_len")
-    flags.add_dataclass(parser, SamplingParams, "sampling", exclude=exclude, defaults=_DEFAULTS)
+    add_sampling(parser, exclude, _DEFAULTS)
     # --seed is the sampling seed here, the one that a single request is about.
-    flags.add_dataclass(parser, EngineConfig, "engine", exclude=("model", "seed"))
+    add_engine(parser, exclude=("seed",))
 
 
 def run(args: argparse.Namespace) -> int:

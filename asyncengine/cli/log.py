@@ -6,6 +6,7 @@ queue has no room for are counted and dropped.
 
 from __future__ import annotations
 
+import json
 import logging
 import logging.handlers
 import os
@@ -14,7 +15,10 @@ import select
 import sys
 import threading
 import time
-from typing import Any
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from asyncengine.server import access
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _MAX_QUEUED = 4096
@@ -26,10 +30,10 @@ _TICK_S = 0.5
 class Log:
     """The root logger's way to stderr, from construction to ``stop``."""
 
-    def __init__(self, level: str) -> None:
+    def __init__(self, level: str, form: Literal["text", "json"] = "text") -> None:
         lines: queue.Queue[Any] = queue.Queue(_MAX_QUEUED)
         self._enqueue = _Enqueue(lines)
-        self._listener = _Listener(lines, self._enqueue)
+        self._listener = _Listener(lines, self._enqueue, _Json() if form == "json" else logging.Formatter(_FORMAT))
         logging.basicConfig(level=level.upper(), handlers=[self._enqueue], force=True)
         logging.captureWarnings(True)
         self._listener.start()
@@ -50,6 +54,9 @@ class _Enqueue(logging.handlers.QueueHandler):
         self._dropped = 0
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.name == access.logger.name:
+            super().emit(record)  # a line for each request is meant, and the queue's size limits them
+            return
         key = record.pathname, record.lineno
         since, count, template = self._alike.get(key, (record.created, 0, ""))
         if record.created - since >= 1:
@@ -89,8 +96,8 @@ class _Enqueue(logging.handlers.QueueHandler):
 class _Listener(logging.handlers.QueueListener):
     """The thread that writes. It tells of dropped lines when there is room again."""
 
-    def __init__(self, lines: queue.Queue[Any], source: _Enqueue) -> None:
-        super().__init__(lines, _Stderr())
+    def __init__(self, lines: queue.Queue[Any], source: _Enqueue, formatter: logging.Formatter) -> None:
+        super().__init__(lines, _Stderr(formatter))
         self._lines = lines
         self._source = source
 
@@ -116,12 +123,21 @@ class _Listener(logging.handlers.QueueListener):
         stopping.join(limit_s)
 
 
+class _Json(logging.Formatter):
+    """A JSON object a line: time (ISO 8601, UTC), level, logger, message, and the fields that the record brings."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        line = {"time": time, "level": record.levelname, "logger": record.name, "message": record.getMessage()}
+        return json.dumps(line | getattr(record, "fields", {}))
+
+
 class _Stderr(logging.Handler):
     """Writes to the descriptor. A blocked write holds no lock that the end of the process waits for."""
 
-    def __init__(self) -> None:
+    def __init__(self, formatter: logging.Formatter) -> None:
         super().__init__()
-        self.setFormatter(logging.Formatter(_FORMAT))
+        self.setFormatter(formatter)
         self._descriptor = sys.stderr.fileno()
 
     def handle(self, record: logging.LogRecord) -> bool:

@@ -13,8 +13,8 @@ from asyncengine.errors import AsyncEngineError, ConfigError, InvalidRequestErro
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; the return value is the exit code."""
     _prepare_streams()
-    args, run = parse(sys.argv[1:] if argv is None else argv)
     try:
+        args, run = parse(sys.argv[1:] if argv is None else argv)
         return run(args)
     except (ConfigError, InvalidRequestError) as exc:
         return _complain(exc, 2)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
@@ -24,9 +26,44 @@ COMMANDS = (
     ("completion", "asyncengine.cli.completion", "print a script that completes commands in a shell"),
 )
 
+_WITH_OPTIONS = ("serve", "generate", "chat", "run-batch", "costs", "plan")
+"""Commands that take a configuration file; those of bench take one each."""
+_FIRST_SENTENCE = re.compile(r"(.*?)[.] .*?(?P<default> \(default: [^()]*\))?", re.DOTALL)
+
+
+class _Help(argparse.Action):
+    """Prints the help and exits. Without ``all``, options that few people need are left out and counted."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: object, values: Any, option: object = None) -> None:
+        rare = [action for action in flags.actions_of(parser) if getattr(action, "is_rare", False)]
+        if values == "all" or not rare:
+            parser.print_help()
+        else:
+            for action in flags.actions_of(parser):
+                if action in rare:
+                    action.help = argparse.SUPPRESS
+                elif action.help and (match := _FIRST_SENTENCE.fullmatch(action.help)):
+                    action.help = match[1] + (match["default"] or "")
+            parser.print_help()
+            print(f"\n{len(rare)} more options: {parser.prog} --help=all")
+        parser.exit()
+
 
 class Parser(argparse.ArgumentParser):
     """Its subcommands get parsers of the same kind."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(add_help=False, **options)
+        self.add_argument(
+            "-h",
+            "--help",
+            action=_Help,
+            nargs="?",
+            choices=("all",),
+            metavar="all",
+            default=argparse.SUPPRESS,
+            help="show this help; all: with the options that are seldom needed",
+        )
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:
@@ -44,11 +81,38 @@ class Parser(argparse.ArgumentParser):
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Callable[[argparse.Namespace], int]]:
     """The arguments, with those of the environment, and what runs their command. Exits with 2 on a wrong one."""
-    args, unknown = command_line(argv).parse_known_args(argv)
+    parser = command_line(argv)
+    if not argv:
+        parser.print_help()
+        parser.exit()
+    args, unknown = parser.parse_known_args(argv)
+    command = args._command
     if unknown:
-        args._command.refuse(unknown)
-    flags.read_environment(args._command, args)
+        command.refuse(unknown)
+    flags.read_environment(command, args)
+    if hasattr(args, "config"):
+        flags.read_config(command, args, args.config)
+    for problem in _unknown_variables(command):
+        print(f"asyncengine: warning: {problem}", file=sys.stderr)
     return args, args._run
+
+
+def _unknown_variables(command: argparse.ArgumentParser) -> list[str]:
+    """Sentences about environment variables of ours that stand for no option of any command."""
+    known = {action.dest for action in flags.actions_of(command)}
+    if not flags.unknown_variables(known):
+        return []
+    return flags.unknown_variables(known | _dests(command_line()))
+
+
+def _dests(parser: argparse.ArgumentParser) -> set[str]:
+    dests = set()
+    for action in flags.actions_of(parser):
+        dests.add(action.dest)
+        if isinstance(action.choices, dict):
+            for child in action.choices.values():
+                dests |= _dests(child)
+    return dests
 
 
 def command_line(argv: Sequence[str] | None = None) -> Parser:
@@ -65,10 +129,12 @@ def command_line(argv: Sequence[str] | None = None) -> Parser:
             help=text,
             description=text[0].upper() + text[1:] + ".",
             epilog="Every option can also be set by an environment variable, --max-model-len for instance "
-            f"by {flags.environment_name('max_model_len')}.",
+            f"by {flags.environment_name('max_model_len')}, or in a file that --config names.",
         )
         if argv is not None and name not in argv:
             continue
+        if name in _WITH_OPTIONS:
+            flags.add_config(command)
         import_module(module).add_arguments(command)
         command.set_defaults(_command=command, _run=import_module(module).run)
     return parser

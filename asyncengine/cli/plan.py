@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.cli import flags
-from asyncengine.cli.embed import MODEL_HELP
+from asyncengine.cli.embed import add_model
 from asyncengine.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _FLAGS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [MODEL] [options]"
-    parser.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=MODEL_HELP)
+    add_model(parser)
     parser.add_argument(
         "--gpu",
         metavar="NAME",

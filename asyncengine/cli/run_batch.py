@@ -7,10 +7,9 @@ import json
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from asyncengine.cli import batch, flags
-from asyncengine.cli.embed import BUNDLED_MODEL_NAME, add_model_option
+from asyncengine.cli import batch
+from asyncengine.cli.embed import BUNDLED_MODEL_NAME, add_engine, add_model
 from asyncengine.cli.jsonl import Request
-from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,14 +21,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     batch.add_arguments(
         parser, "requests, one a line: JSON with custom_id, method (POST), url (such as /v1/chat/completions) and body"
     )
-    add_model_option(parser)
+    add_model(parser, positional=False)
     parser.add_argument(
         "--served-model-name",
         metavar="TEXT",
         default=argparse.SUPPRESS,
         help="name that the requests have for the model (default: the model's own)",
     )
-    flags.add_dataclass(parser, EngineConfig, "engine", exclude=("model",))
+    add_engine(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,13 +11,12 @@ import os
 import resource
 import signal
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from asyncengine import __version__
 from asyncengine.cli import flags
-from asyncengine.cli.embed import BUNDLED_MODEL_NAME, MODEL_HELP, engine_from, loop_factory
+from asyncengine.cli.embed import BUNDLED_MODEL_NAME, add_engine, add_model, check_model, engine_from, loop_factory
 from asyncengine.cli.log import Log
-from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError, EngineDeadError
 from asyncengine.server.config import ServerConfig
 
@@ -26,18 +25,27 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("asyncengine.server")
 
+_COMMON = ("host", "port", "served_model_name", "api_key_file", "cors_origins", "tool_call_parser", "reasoning_parser")
+"""Options that the short help shows."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [MODEL] [options]"
-    parser.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=MODEL_HELP)
+    add_model(parser)
     parser.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
         default=argparse.SUPPRESS,
         help="(default: info)",
     )
-    flags.add_dataclass(parser, ServerConfig, "server", several=("served_model_name",))
-    flags.add_dataclass(parser, EngineConfig, "engine", exclude=("model",))
+    parser.add_argument(
+        "--log-format",
+        choices=("text", "json"),
+        default=argparse.SUPPRESS,
+        help="lines for people, or a JSON object a line with the numbers of each request (default: text)",
+    )
+    flags.add_dataclass(parser, ServerConfig, "server", several=("served_model_name",), common=_COMMON)
+    add_engine(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,18 +55,24 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError("no MODEL is given: put it before --served-model-name, which takes all words behind it")
         options.setdefault("served_model_name", BUNDLED_MODEL_NAME)
     config = ServerConfig(**options)
+    check_model(args)
 
     async def load() -> Engine:
         engine = await asyncio.to_thread(engine_from, args)  # so that /health answers meanwhile
         await engine.start()
         return engine
 
-    return run_server(config, load, getattr(args, "log_level", "info"))
+    return run_server(config, load, getattr(args, "log_level", "info"), getattr(args, "log_format", "text"))
 
 
-def run_server(config: ServerConfig, load: Callable[[], Awaitable[Engine]], log_level: str = "info") -> int:
+def run_server(
+    config: ServerConfig,
+    load: Callable[[], Awaitable[Engine]],
+    log_level: str = "info",
+    log_format: Literal["text", "json"] = "text",
+) -> int:
     """Serve until SIGTERM, SIGINT or SIGHUP; returns the exit code. A dead engine ends the process with 1."""
-    log = Log(log_level)
+    log = Log(log_level, log_format)
     try:
         logger.info("asyncengine %s", __version__)
         _raise_file_limit()

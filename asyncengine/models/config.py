@@ -7,15 +7,14 @@ ModelError that names the file and the key.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncengine.errors import ModelError, ModelNotFoundError, UnsupportedModelError
+from asyncengine.errors import ModelError, UnsupportedModelError
 from asyncengine.kernels.ops import Activation, CacheSpec
-from asyncengine.models.files import excerpt, read_json
+from asyncengine.models.files import excerpt, read_config
 from asyncengine.models.rotary import RopeConfig, yarn_attention_factor
 
 logger = logging.getLogger(__name__)
@@ -53,10 +52,7 @@ class RawConfig:
 
     @classmethod
     def load(cls, directory: Path) -> RawConfig:
-        path = directory / "config.json"
-        if not os.path.lexists(path):
-            raise ModelNotFoundError(f"{directory} has no config.json: it is not a model directory")
-        return cls(read_json(path), str(path))
+        return cls(read_config(directory), str(directory / "config.json"))
 
     def get(self, key: str, kind: type | tuple[type, ...], default: Any = _MISSING) -> Any:
         """The value of ``key``. If it is absent or null, ``default``; without a default, ModelError."""

@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from asyncengine.errors import ModelError
+from asyncengine.errors import ModelError, ModelNotFoundError
 
 MAX_CONFIG_BYTES = 1 << 20
 """Largest config.json and generation_config.json; those of real models have a few kilobytes."""
@@ -44,6 +44,14 @@ def checked_size(path: Path, max_bytes: int | None = None) -> int:
     if max_bytes is not None and status.st_size > max_bytes:
         raise ModelError(f"{path} has {status.st_size:,} bytes; at most {max_bytes:,} are read")
     return status.st_size
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """config.json of a model directory. Raises ModelNotFoundError if there is none, ModelError for a wrong one."""
+    path = directory / "config.json"
+    if not os.path.lexists(path):
+        raise ModelNotFoundError(f"{directory} has no config.json: it is not a model directory")
+    return read_json(path)
 
 
 def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from asyncengine.errors import ModelNotFoundError
 
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 _TEMPLATES = "additional_chat_templates"
 # Files in folders, but for those templates: onnx/, checkpoint-500/. A pattern cannot say "but for": so there is one for
@@ -21,12 +21,10 @@ _IN_FOLDERS = (
 _NEVER_READ = (*_IN_FOLDERS, "consolidated*.safetensors")
 
 
-def resolve_model(path_or_id: str, *, revision: str | None = None, weights: bool = True) -> Path:
-    """The local directory of a model, downloaded from the hub if it is not there yet.
+def local_directory(path_or_id: str) -> Path | None:
+    """The directory that a user's words name, None for a hub id.
 
-    Only safetensors weights and small text files are downloaded, copies of weights left out, and of folders only
-    additional_chat_templates/; without ``weights``, only small files.
-    Raises ModelNotFoundError if there is neither such a directory nor such a repository.
+    Raises ModelNotFoundError for words that can be neither: a file, a path of no directory.
     """
     try:
         path = Path(path_or_id).expanduser()
@@ -39,6 +37,18 @@ def resolve_model(path_or_id: str, *, revision: str | None = None, weights: bool
         raise ModelNotFoundError(f"{path} is a file; a model is a directory with config.json in it")
     if not _HUB_ID.fullmatch(path_or_id):
         raise ModelNotFoundError(f"there is no directory {path_or_id!r}, nor can that be a hub id (owner/name)")
+    return None
+
+
+def resolve_model(path_or_id: str, *, revision: str | None = None, weights: bool = True) -> Path:
+    """The local directory of a model, downloaded from the hub if it is not there yet.
+
+    Only safetensors weights and small text files are downloaded, copies of weights left out, and of folders only
+    additional_chat_templates/; without ``weights``, only small files.
+    Raises ModelNotFoundError if there is neither such a directory nor such a repository.
+    """
+    if (path := local_directory(path_or_id)) is not None:
+        return path
 
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError

@@ -26,6 +26,7 @@ from asyncengine import __version__
 from asyncengine.checks import number, quoted
 from asyncengine.errors import InvalidRequestError, RequestTimeoutError
 from asyncengine.request import Prompt
+from asyncengine.server.access import CLIENT_LEFT, Account, log_request
 from asyncengine.server.bodies import ALWAYS_ADMITTED, Bodies, kept_size
 from asyncengine.server.calls import Call, CallBody, Context, tokenizer_of
 from asyncengine.server.chat import Chat
@@ -62,6 +63,9 @@ _CALLS: dict[str, Call[Any]] = {
     "/tokenize": Tokenize(),
     "/detokenize": Detokenize(),
 }
+_ACCOUNT = web.RequestKey("account", Account)
+_PROBES = ("/metrics", "/ping", "/live", "/ready")
+"""Routes that machines ask for all the time, beside the public ones: their lines are for debugging."""
 _MAX_REQUEST_ID = 256
 
 
@@ -83,6 +87,8 @@ class App:
         self._idle.set()
         self._routes: dict[str, tuple[str, Handler]] = {
             "/health": ("GET", self._health),
+            "/ready": ("GET", self._health),
+            "/live": ("GET", self._live),
             "/metrics": ("GET", self._metrics),
             "/v1/models": ("GET", self._models),
             _MODEL: ("GET", self._model),
@@ -98,7 +104,9 @@ class App:
             "/docs": ("GET", self._docs),
             **{path: ("POST", partial(self._call, call)) for path, call in _CALLS.items()},
         }
-        self._public = {"/health", "/docs"}
+        self._public = {"/health", "/ready", "/live", "/docs"}
+        if config.public_metrics:
+            self._public.add("/metrics")
         self._description: asyncio.Future[bytes] | None = None
         if config.page:
             page = Page(lambda: self.engine, lambda: self.model_name, lambda: self.health, self.metrics)
@@ -133,6 +141,7 @@ class App:
         """Answer one request. Raises nothing but CancelledError, which means that the client left."""
         self._in_progress += 1
         self._idle.clear()
+        started, status = time.monotonic(), CLIENT_LEFT
         headers = _base_headers(request) | self._cors.headers(request)
         response: web.StreamResponse
         try:
@@ -149,13 +158,22 @@ class App:
                 size = len(whole) if isinstance(whole, bytes) else 0
                 with self.bodies.hold(size, made=True):
                     await send_response(request, response, self.config.write_timeout_s)
+            status = response.status
         except ConnectionError as exc:  # aiohttp closes its side when it finds the connection gone
             logger.debug("%s %s: %s", request.method, request.path, exc)
         finally:
             self._in_progress -= 1
             if not self._in_progress:
                 self._idle.set()
+            self._log(request, status, time.monotonic() - started, headers["X-Request-Id"])
         return response
+
+    def _log(self, request: web.BaseRequest, status: int, seconds: float, request_id: str) -> None:
+        path = self._path(request)
+        prefix = _prefix(path)
+        route = prefix if prefix in self._routes else quoted(path)
+        quiet = path in self._public or path in _PROBES
+        log_request(request.method, route, status, seconds, request_id, request.get(_ACCOUNT), quiet=quiet)
 
     async def _dispatch(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
         if request._version not in (HttpVersion10, HttpVersion11):
@@ -169,8 +187,7 @@ class App:
         path = self._path(request)
         if path not in self._public and self._keys:
             self._check_key(request)
-        prefix = next((each for each in (_MODEL, _RESPONSE) if path.startswith(each)), path)
-        route = self._routes.get(prefix)
+        route = self._routes.get(_prefix(path))
         if route is None:
             raise ApiError(HTTPStatus.NOT_FOUND, f"there is no route {quoted(path)}", code="not_found")
         methods, handler = route
@@ -239,6 +256,12 @@ class App:
         if self.health != "ready":
             raise unavailable(f"the engine is {self.health}", self.health)
         return _json({"status": "ready"})
+
+    async def _live(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
+        """Whether a supervisor should leave the process alone, also while it loads or drains."""
+        if self.health == "dead":
+            raise unavailable("the engine is dead", "dead")
+        return _json({"status": self.health})
 
     async def _metrics(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
         return web.Response(
@@ -338,6 +361,7 @@ class App:
                 tokenizer=tokenizer,
                 parsing=parsing,
             )
+            request[_ACCOUNT] = job.account
             self._check_allowed(job)
             if not body.stream:
                 pieces = endpoint.pieces(job, await generate(engine, job, self.metrics))
@@ -409,6 +433,11 @@ async def _time_limit(seconds: float | None) -> AsyncIterator[None]:
         if not limit.expired():
             raise
         raise RequestTimeoutError(f"there was no answer within the timeout of {seconds:g} s") from None
+
+
+def _prefix(path: str) -> str:
+    """The key of a path in the table of routes."""
+    return next((each for each in (_MODEL, _RESPONSE) if path.startswith(each)), path)
 
 
 def _json(value: object) -> web.Response:

@@ -12,6 +12,7 @@ from asyncengine.errors import ConfigError
 from asyncengine.server.keys import ApiKey, check_key, read_keys
 from asyncengine.server.parsing.names import checked_parser
 
+_MODE = re.compile(r"0?[0-7]{3}", re.ASCII)
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
@@ -25,6 +26,8 @@ class ServerConfig:
     """TCP port; 0 takes a free one."""
     uds: str | None = None
     """Listen on a Unix socket at this path instead of TCP."""
+    uds_mode: str | None = None
+    """Permissions of that socket in octal, such as 660; None: as the umask leaves them."""
     served_model_name: str | Sequence[str] | None = None
     """Names of the model in the API; answers carry the first. None: the model's own."""
     accept_any_model_name: bool = False
@@ -43,6 +46,8 @@ class ServerConfig:
     """PEM file of the certificate's key, if it is not in ssl_certfile."""
     root_path: str = ""
     """Path under which a proxy shows the server, such as /llm; it may strip that or not."""
+    public_metrics: bool = False
+    """Answer /metrics without a key where keys are configured."""
     max_request_bytes: int = 32 * 2**20
     """Largest request body."""
     max_request_values: int = 500_000
@@ -87,6 +92,10 @@ class ServerConfig:
         check_types(self)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be in [0, 65535], got {self.port}")
+        if self.uds_mode is not None and not _MODE.fullmatch(self.uds_mode):
+            raise ConfigError(f"uds_mode must be an octal number such as 660, got {self.uds_mode!r}")
+        if self.uds_mode is not None and self.uds is None:
+            raise ConfigError("uds_mode needs uds")
         for name in ("request_bytes", "request_values", "inflight_body_bytes", "sequences_per_request"):
             if getattr(self, f"max_{name}") < 1:
                 raise ConfigError(f"max_{name} must be at least 1, got {getattr(self, f'max_{name}')}")

@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,6 +16,7 @@ import msgspec
 from asyncengine.conversation import Conversation
 from asyncengine.errors import EngineDeadError, InvalidRequestError, RequestAbortedError, RequestTimeoutError
 from asyncengine.request import LONG_TEXT, FinishReason, Prompt, RequestDelta, RequestOutput, SamplingParams, Usage
+from asyncengine.server.access import Account
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.engine_api import Engine, RequestStream
 from asyncengine.server.errors import failure
@@ -55,6 +56,8 @@ class Job:
     tokenizer: Tokenizer | None = None
     parsing: Parsing | None = None
     """Of the outputs, which are plain text without."""
+    account: Account = field(default_factory=Account)
+    """For the log's line."""
 
     @property
     def detailed(self) -> bool:
@@ -159,7 +162,8 @@ async def generate(engine: Engine, job: Job, metrics: Metrics) -> list[RequestOu
         raise
     for output in outputs:
         metrics.time_to_first_token.observe(output.timing.ttft)
-        metrics.request_finished(output.timing)
+        metrics.request_finished(output.timing, output.usage)
+        job.account.add(output.usage, output.timing)
         for sequence in output.outputs:
             metrics.finished[sequence.finish_reason] += 1
     return outputs
@@ -283,7 +287,6 @@ class _Streaming:
         self._include_usage = bool(options and options.include_usage)
         self._continuous_usage = bool(self._include_usage and options and options.continuous_usage_stats)
         self._usage = NULL_USAGE if self._include_usage else NO_USAGE
-        self._usages: list[Usage] = []
         self._generated = 0
         self._arrived = time.monotonic()
         self._last_token = [0.0] * job.num_choices
@@ -329,16 +332,15 @@ class _Streaming:
     async def end(self) -> None:
         """The usage chunk, where asked for, and the clean end."""
         if self._include_usage:
-            await self._events.send(self._chunks.usage(usage_field(self._chunks.usage_of(self._usages))))
+            await self._events.send(self._chunks.usage(usage_field(self._chunks.usage_of(self._job.account.usages))))
         await self._events.done(self._chunks.end)
 
     def _finish(self, delta: RequestDelta, reason: FinishReason) -> None:
         self.open_choices -= 1
         self._metrics.finished[reason] += 1
-        if delta.usage is not None:
-            self._usages.append(delta.usage)
-        if delta.timing is not None:
-            self._metrics.request_finished(delta.timing)
+        self._job.account.add(delta.usage, delta.timing)
+        if delta.timing is not None and delta.usage is not None:
+            self._metrics.request_finished(delta.timing, delta.usage)
 
     def _usage_so_far(self, count: int) -> bytes:
         self._generated += count

@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from asyncengine.request import FinishReason, RequestTiming
-from asyncengine.server.engine_api import Engine
+from asyncengine.request import FinishReason, RequestTiming, Usage
+from asyncengine.server.engine_api import Engine, ModelInfo
 from asyncengine.stats import EngineStats, Exported
 
 _LABELS = ["model_name"]
@@ -25,6 +25,7 @@ PLACES = ("device", "host")
 _TOKEN_SECONDS = (.0005, .001, .0025, .005, .01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1., 2.5)
 _FIRST_TOKEN_SECONDS = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1., 2.5, 5., 10., 40.)
 _REQUEST_SECONDS = (.001, .01, .05, .1, .3, .5, .8, 1., 1.5, 2.5, 5., 10., 20., 30., 60., 120., 600.)
+_TOKENS = (1., 2., 5., 10., 20., 50., 100., 200., 500., 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6)
 # fmt: on
 
 _EXPORTED: list[tuple[str, Exported]] = [
@@ -35,7 +36,7 @@ _EXPORTED: list[tuple[str, Exported]] = [
 
 
 class Histogram:
-    """Counts per bucket, and the sum, of values in seconds."""
+    """Counts per bucket, and the sum, of values in seconds or tokens."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -74,17 +75,25 @@ class Metrics(Collector):
         self.queue_time = Histogram(_REQUEST_SECONDS)
         self.prefill_time = Histogram(_REQUEST_SECONDS)
         self.decode_time = Histogram(_REQUEST_SECONDS)
+        self.inference_time = Histogram(_REQUEST_SECONDS)
+        self.request_prompt_tokens = Histogram(_TOKENS)
+        self.request_generation_tokens = Histogram(_TOKENS)
+        self.longest_generation = Histogram(_TOKENS)
         self.finished: dict[str, int] = dict.fromkeys((*FinishReason, "abort", "error"), 0)
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
 
-    def request_finished(self, timing: RequestTiming) -> None:
+    def request_finished(self, timing: RequestTiming, usage: Usage) -> None:
         """A request ran to its end. TTFT is not among these: streams report it when it happens."""
         self.e2e_latency.observe(timing.e2e)
         self.queue_time.observe(timing.queue_time)
         self.prefill_time.observe(timing.first_token - timing.scheduled)
         self.decode_time.observe(timing.finished - timing.first_token)
+        self.inference_time.observe(timing.finished - timing.scheduled)
+        self.request_prompt_tokens.observe(usage.prompt_tokens)
+        self.request_generation_tokens.observe(usage.completion_tokens)
+        self.longest_generation.observe(timing.completion_tokens)
         self.time_per_output_token[timing.decoded_on].observe(timing.tpot)
 
     def tokens_came(self, seconds: float, count: int, host_tokens: int) -> None:
@@ -108,6 +117,7 @@ class Metrics(Collector):
         engine = self._engine()
         if engine is not None:
             yield from _engine_metrics(engine.stats(), label)
+            yield _cache_config(engine.model_info, label)
         text = "Bytes of request bodies that are being received or parsed."
         held = GaugeMetricFamily("asyncengine:request_body_bytes", text, labels=_LABELS)
         held.add_metric(label, self._body_bytes())
@@ -123,8 +133,17 @@ class Metrics(Collector):
             ("request_queue_time", "From arrival to the first step.", self.queue_time),
             ("request_prefill_time", "From the first step to the first token.", self.prefill_time),
             ("request_decode_time", "From the first to the last token.", self.decode_time),
+            ("request_inference_time", "From the first step to the last token.", self.inference_time),
         ):
             family = HistogramMetricFamily(f"asyncengine:{name}_seconds", text, labels=_LABELS)
+            family.add_metric(label, data.buckets(), data.total)
+            yield family
+        for name, text, data in (
+            ("request_prompt_tokens", "Tokens of a prompt.", self.request_prompt_tokens),
+            ("request_generation_tokens", "Tokens that a prompt's sequences made.", self.request_generation_tokens),
+            ("request_max_num_generation_tokens", "Tokens of its longest sequence.", self.longest_generation),
+        ):
+            family = HistogramMetricFamily(f"asyncengine:{name}", text, labels=_LABELS)
             family.add_metric(label, data.buckets(), data.total)
             yield family
         for name, text, places in (
@@ -143,3 +162,11 @@ def _engine_metrics(stats: EngineStats, label: list[str]) -> Iterator[Metric]:
         metric = family(f"asyncengine:{exported.name or field}", exported.text, labels=_LABELS)
         metric.add_metric(label, getattr(stats, field))
         yield metric
+
+
+def _cache_config(model: ModelInfo, label: list[str]) -> Metric:
+    """A gauge that is always 1, whose labels say how large the cache is, as routers and dashboards read it."""
+    labels = [*_LABELS, "block_size", "num_gpu_blocks"]
+    family = GaugeMetricFamily("asyncengine:cache_config_info", "The KV cache, in labels.", labels=labels)
+    family.add_metric([*label, str(model.block_size), str(model.num_kv_blocks)], 1)
+    return family

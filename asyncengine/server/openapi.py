@@ -79,10 +79,15 @@ _EVENT = {"type": "object", "properties": {"event": _STRING, "data": _STRING}, "
 _PLAIN = {"type": "string", "contentMediaType": "text/plain"}
 _HTML = {"type": "string", "contentMediaType": "text/html"}
 
+_PUBLIC = ("/health", "/ready", "/live", "/docs")
+"""Routes that need no key."""
+
 #: By path and method. A part of a path in braces is a parameter.
 OPERATIONS: dict[str, dict[str, Operation]] = {
     "/health": {"get": _HEALTH},
     "/ping": {"get": _HEALTH},
+    "/ready": {"get": _HEALTH},
+    "/live": {"get": Operation("200 while the process should be left alone", _closed(status=_STRING))},
     "/version": {"get": Operation("The version of the server", _closed(version=_STRING))},
     "/metrics": {"get": Operation("Figures for Prometheus", _PLAIN)},
     "/openapi.json": {"get": Operation("This description", {"type": "object"})},
@@ -221,7 +226,7 @@ def _path(path: str, methods: Mapping[str, Operation], names: Mapping[type[msgsp
     if "{" in path:
         described["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": _STRING}]
     for method, operation in methods.items():
-        public = path in ("/health", "/docs")
+        public = path in _PUBLIC
         statuses = {"400", "500"} | (set() if public or not keys else {"401"})
         statuses |= {"404"} if "{" in path else set()
         statuses |= set() if path in ("/metrics", "/version", "/openapi.json", "/docs") else {"503"}

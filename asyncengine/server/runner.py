@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -101,6 +102,8 @@ class HttpServer:
                 host, port = self._config.host, self._config.port
                 site = web.TCPSite(self._runner, host, port, backlog=_BACKLOG)
             await site.start()
+            if self._config.uds is not None and self._config.uds_mode is not None:
+                os.chmod(self._config.uds, int(self._config.uds_mode, 8))
         except BaseException:
             await self.aclose()
             raise

@@ -53,7 +53,7 @@ LAYERS: list[set[str]] = [
     {"backend"},
     {"structured"},
     {"stream"},
-    {"embedding", "scoring", "snapshots", "texts"},
+    {"embedding", "many", "scoring", "snapshots", "texts"},
     {"engine"},
     {"__init__", "testing"},
     {"server"},

@@ -48,6 +48,7 @@ def main() -> int:
     parser.add_argument("--chatter", type=int, default=0, help="log so many different lines half a second after start")
     parser.add_argument("--alike", action="store_true", help="the lines are one statement's")
     parser.add_argument("--log-level", default="info")
+    parser.add_argument("--log-format", default="text")
     parser.add_argument("--fault", choices=("fail", "hang"), help="of a simulated device, at its 20th launch")
     args = parser.parse_args()
 
@@ -67,7 +68,7 @@ def main() -> int:
         return engine
 
     config = ServerConfig(port=args.port, shutdown_timeout_s=args.shutdown_timeout_s, exit_on_death=args.exit_on_death)
-    return run_server(config, load, args.log_level)
+    return run_server(config, load, args.log_level, args.log_format)
 
 
 if __name__ == "__main__":

@@ -336,7 +336,8 @@ def test_27_metrics(http: Client) -> None:
         "prompt_tokens_total", "generation_tokens_total", "request_success_total", "prefix_cache_queries_total",
         "prefix_cache_hits_total", "time_to_first_token_seconds_count", "inter_token_latency_seconds_count",
         "e2e_request_latency_seconds_count", "request_queue_time_seconds_count", "request_prefill_time_seconds_count",
-        "request_decode_time_seconds_count",
+        "request_decode_time_seconds_count", "request_inference_time_seconds_count", "request_prompt_tokens_bucket",
+        "request_generation_tokens_bucket", "request_max_num_generation_tokens_bucket", "cache_config_info",
     ):  # fmt: skip
         assert f"\nasyncengine:{name}{{" in text, name
     assert '\nasyncengine:num_requests_running{model_name="first"} 0.0' in text

@@ -81,7 +81,9 @@ def test_names_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_26_every_route_but_health_needs_a_key(tmp_path: Path) -> None:
     async with serving(FakeEngine(), api_key="key") as site:
         app = site.server.app
-        assert {path for path in app._public if not path.startswith("/page/")} <= {"/health", "/", "/docs"}
+        assert {path for path in app._public if not path.startswith("/page/")} <= {
+            "/health", "/ready", "/live", "/", "/docs",
+        }  # fmt: skip
         for path in [*app._routes.keys() - app._public, "/nowhere", "/v1/completions/", "/health/x"]:
             for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "key"}):
                 for method in ("GET", "POST", "OPTIONS"):

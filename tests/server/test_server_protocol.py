@@ -285,7 +285,15 @@ async def test_metrics_count_requests_and_tokens() -> None:
             request_queue_time_seconds_count=2,
             request_prefill_time_seconds_count=2,
             request_decode_time_seconds_count=2,
+            request_inference_time_seconds_count=2,
+            request_prompt_tokens_count=2,
+            request_prompt_tokens_sum=10,
+            request_generation_tokens_sum=10,
+            request_max_num_generation_tokens_sum=10,
         )
+        assert await site.metric("asyncengine:cache_config_info") == {
+            '{block_size="16",model_name="fake",num_gpu_blocks="64"}': 1
+        }
         for name, count in (("inter_token_latency", 5), ("request_time_per_output_token", 2)):
             assert await site.metric(f"asyncengine:{name}_seconds_count") == {
                 '{decoded_on="device",model_name="fake"}': count,

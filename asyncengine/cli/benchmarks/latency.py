@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from asyncengine.cli import flags
 from asyncengine.cli.benchmarks.lengths import Lengths, check_counts
 from asyncengine.cli.benchmarks.report import Figure, mean, percentile, print_figures, record
-from asyncengine.cli.embed import MODEL_HELP, engine_from, loop_factory, running
-from asyncengine.config import EngineConfig
+from asyncengine.cli.embed import add_engine, add_model, engine_from, loop_factory, running
 from asyncengine.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -42,9 +41,9 @@ class Options:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=MODEL_HELP)
+    add_model(parser)
     flags.add_dataclass(parser, Options, "measurement")
-    flags.add_dataclass(parser, EngineConfig, "engine", exclude=("model",))
+    add_engine(parser)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
