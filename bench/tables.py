@@ -190,8 +190,8 @@ TABLES: dict[str, Table] = {
         "memory", ["of computing it", "figure"],
         [("first token after a prefix of 32,768 tokens, from the host", ["{of computing it, from the host|.2f}"]),
          ("the same from the disk", ["{of computing it, from the disk|.2f}"]),
-         *((f"a sequence of {n} tokens resumed by copy", [f"{{copied over computed again, {n}|.2f}}"])
-           for n in ("4,096", "16,384"))],
+         *(Row(f"a sequence of {n} tokens resumed by copy", [f"{{copied over computed again, {n}|.2f}}"],
+               "memory_resume") for n in ("4,096", "16,384"))],
     ),
     "long_prompt": Table(
         "long_prompt",

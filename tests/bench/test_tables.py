@@ -26,8 +26,8 @@ STATED = {
     ],
     "SECURITY.md": ["for more than 100 ms, in processor time", "speaks TLS 1.2"],
     "bench/NOTES.md": [
-        "a request every 20 ms", "one every 20 ms", "(139.8 GiB,", "driver 580.159", "Python 3.12,", "torch 2.11.0",
-        "Triton 3.6.0", "at 2.6 GHz", "(2 MB of second-level", "24 GB,", "Python 3.11,", "torch 2.13.0",
+        "a request every 20 ms", "one every 20 ms", "H100 80GB HBM3", "(139.8 GiB,", "driver 580.159", "Python 3.12,",
+        "torch 2.11.0", "Triton 3.6.0", "at 2.6 GHz", "(2 MB of second-level", "24 GB,", "Python 3.11,", "torch 2.13.0",
     ],
 }  # fmt: skip
 
