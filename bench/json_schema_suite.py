@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncengine import InvalidRequestError, bundled_model
+from asyncengine.cli.benchmarks import report
+from asyncengine.cli.benchmarks.report import Figure
 from asyncengine.structured.grammars import Grammars
 from asyncengine.structured_outputs import StructuredOutputs
 from asyncengine.tokenization import Tokenizer
@@ -38,7 +40,15 @@ def main() -> None:
         for keyword, counts in [*tables[draft].items(), ("all", sum(tables[draft].values(), Counter()))]:
             print(f"{keyword:<32}" + "".join(f"{counts[name]:>15}" for name in COLUMNS))
     if args.json is not None:
-        args.json.write_text(json.dumps(tables, indent=1) + "\n")
+        figures = [
+            Figure(f"{draft}: {name}", sum(counts[name] for counts in table.values()), "cases")
+            for draft, table in tables.items()
+            for name in ("right", "valid refused", "invalid taken")
+        ]
+        settings = {"drafts": list(tables)}
+        report.write(
+            args.json, report.record("json_schema_suite", figures, repeats=1, settings=settings, results=tables)
+        )
 
 
 async def decide_all(cases: dict[str, list[dict[str, Any]]]) -> dict[str, Counter[str]]:

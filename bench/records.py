@@ -55,7 +55,10 @@ _HYBRID = "--only hybrid --repeats 1 --in-flight 256 --hybrid-host-gb 52 --conte
 
 CHUNKS: dict[str, tuple[Measurement, ...]] = {
     "gpu-1": (
-        Measurement("memory", "bench/memory.py --only prefix resume --disk {disk}", 270),
+        Measurement(
+            "memory", "bench/memory.py --only prefix --disk {disk} --pool-gb 5 --host-gb 10 --repeats 2", 150,
+        ),
+        Measurement("memory_resume", "bench/memory.py --only resume --repeats 2", 130),
         Measurement("long_prompt", "bench/long_prompt.py --repeats 3", 160),
         Measurement("slow_mask", "bench/slow_mask.py", 90),
     ),

@@ -64,7 +64,11 @@ def test_readers_find_what_they_are_promised() -> None:
 
 @pytest.mark.parametrize("document", LIMITS)
 def test_documents_are_short(document: str) -> None:
-    assert len(lines_of(document)) <= LIMITS[document]
+    """Without the tables that bench/tables.py writes."""
+    written = re.sub(
+        r"(<!-- figures of [^\n]* -->\n).*?(<!-- end -->)", r"\1\2", (ROOT / document).read_text(), flags=re.DOTALL
+    )
+    assert len(written.splitlines()) <= LIMITS[document]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -76,19 +76,30 @@ def params(**feature: Any) -> SamplingParams:
     return SamplingParams(**({"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True} | feature))
 
 
+CASES = [(prompt, feature) for prompt in PROMPTS for feature in FEATURES.values()]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
+    """A model's directory, and the tokens of CASES, which no setting of an engine changes."""
+    model, directory = tiny.build_model("llama"), tmp_path_factory.mktemp("llama")
+    model.save_pretrained(directory)
+    return directory, [reference(model, prompt, feature) for prompt, feature in CASES]
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize(("chunk", "blocks"), [(1, 40), (7, 40), (64, 40), (64, 9)])
-async def test_edits_are_those_of_transformers(tmp_path: Path, chunk: int, blocks: int, depth: int) -> None:
+async def test_edits_are_those_of_transformers(
+    llama: tuple[Path, list[list[int]]], chunk: int, blocks: int, depth: int
+) -> None:
     """With 9 blocks sequences are preempted; later prompts find prefixes of earlier ones."""
-    model = tiny.build_model("llama")
-    model.save_pretrained(tmp_path)
+    directory, expected = llama
     settings = SETTINGS | {"prefill_chunk_size": chunk, "num_kv_blocks": blocks, "steps_in_flight": depth}
-    cases = [(prompt, feature) for prompt in PROMPTS for feature in FEATURES.values()]
-    async with AsyncEngine.from_pretrained(tmp_path, progress=False, **settings) as engine:
-        outputs = await asyncio.gather(*(engine.generate(prompt, params(**f)) for prompt, f in cases))
+    async with AsyncEngine.from_pretrained(directory, progress=False, **settings) as engine:
+        outputs = await asyncio.gather(*(engine.generate(prompt, params(**f)) for prompt, f in CASES))
         assert (engine.stats().num_preemptions > 0) == (blocks == 9)
-    for (prompt, feature), output in zip(cases, outputs, strict=True):
-        assert list(output.token_ids) == reference(model, prompt, feature), (prompt[:3], feature)
+    for (prompt, feature), output, tokens in zip(CASES, outputs, expected, strict=True):
+        assert list(output.token_ids) == tokens, (prompt[:3], feature)
 
 
 async def test_every_sequence_has_its_own_history_and_neighbours_change_nothing(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ GPT2 = {
     "n_positions": 64, "vocab_size": 509, "activation_function": "gelu_new",
 }  # fmt: skip
 SIZES = [
-    "--rows=2", "--decode-rows=1,17", "--contexts=40", "--ragged=2", "--prefill=1x20+0,2x5+30", "--layer=2x33",
+    "--rows=2", "--decode-rows=1,5", "--contexts=40", "--ragged=2", "--prefill=1x20+0,2x5+30", "--layer=2x33",
     "--no-targets", "--no-pdl", "--repeats=1",
 ]  # fmt: skip
 
