@@ -34,7 +34,7 @@ from asyncengine.fairness import FairShare
 from asyncengine.many import ManyMethods
 from asyncengine.prompts import Prompts, check_size, check_terms, check_vocabulary, hash_salt, kept_tokens, stop_tokens
 from asyncengine.request import Prompt, RequestDelta, RequestOutput, SamplingParams
-from asyncengine.request_extras import request_extras
+from asyncengine.request_extras import request_extras, sampling_state
 from asyncengine.scoring import ScoringMethods
 from asyncengine.snapshots import SnapshotMethods
 from asyncengine.stats import DebugStats, EngineStats
@@ -56,12 +56,6 @@ async def _drive(step_loop: _core.StepLoop) -> None:
     while not step_loop.error:
         moved = step_loop.advance()
         await asyncio.sleep(0 if moved or not step_loop.quiescent else 0.0005)
-
-
-def _sampling_state(params: SamplingParams, seed: int) -> _core.SamplingState:
-    return _core.SamplingState(
-        temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p, seed=seed % 2**64
-    )
 
 
 class AsyncEngine(ManyMethods, VectorMethods, ScoringMethods, SnapshotMethods, TextMethods):
@@ -270,7 +264,7 @@ class AsyncEngine(ManyMethods, VectorMethods, ScoringMethods, SnapshotMethods, T
         if constraints and not backend.model_info.eos_token_ids and constraints[0].end not in ends:
             ends.append(constraints[0].end)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
-        states = [_sampling_state(params, seed + i) for i in range(params.n if params.logits_processor else 1)]
+        states = [sampling_state(params, seed + i) for i in range(params.n if params.logits_processor else 1)]
         processed = self._structured.processed(params, prompt_ids, states)
         masks = [follower.channel for follower in constraints or processed]
         extras = request_extras(params, len(prompt_ids), ends, backend.model_info, words, masks)

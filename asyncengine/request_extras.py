@@ -78,6 +78,13 @@ def request_extras(
     )
 
 
+def sampling_state(params: SamplingParams, seed: int) -> _core.SamplingState:
+    """The part of the parameters that draws a token."""
+    return _core.SamplingState(
+        temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p, seed=seed % 2**64
+    )
+
+
 def _num_top(params: SamplingParams) -> int:
     """Of sampled tokens and of those of the prompt alike."""
     return max(params.logprobs or 0, params.prompt_logprobs or 0)

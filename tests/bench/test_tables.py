@@ -24,7 +24,11 @@ STATED = {
     "README.md": [
         "Python 3.11", "(2.9 or newer",
     ],
-    "SECURITY.md": ["for more than 100 ms, in processor time", "speaks TLS 1.2"],
+    "SECURITY.md": [
+        "for more than 100 ms, in processor time", "speaks TLS 1.2", "A handshake has 10 s",
+        "after 2 s of processor time or 256 MiB of memory", "at most 64 MiB", "above 1 GiB", "at most 256 MiB",
+        "refused after 30 s", "at most 16,384 states, which take some 12 MiB", "more than 0.1 s to compile",
+    ],
     "bench/NOTES.md": [
         "a request every 20 ms", "one every 20 ms", "H100 80GB HBM3", "(139.8 GiB,", "driver 580.159", "Python 3.12,",
         "torch 2.11.0", "Triton 3.6.0", "at 2.6 GHz", "(2 MB of second-level", "24 GB,", "Python 3.11,", "torch 2.13.0",
