@@ -8,6 +8,7 @@ import msgspec
 
 from asyncengine.checks import quoted
 from asyncengine.conversation import Conversation
+from asyncengine.json_text import JsonTexts
 from asyncengine.server.errors import ApiError, bad_request
 from asyncengine.server.protocol import (
     BodyDecoder,
@@ -15,10 +16,19 @@ from asyncengine.server.protocol import (
     JsonSchemaFormat,
     ResponseFormat,
     Schema,
+    not_given,
     schema_text,
     unsupported,
 )
-from asyncengine.server.tools import FunctionBody, NamedFunction, NamedTool, ToolBody, ToolUse, tool_use
+from asyncengine.server.tools import (
+    FunctionBody,
+    NamedFunction,
+    NamedTool,
+    ToolBody,
+    ToolUse,
+    parsed_arguments,
+    tool_use,
+)
 from asyncengine.server.turns import Turns, check_count, renamed, required
 from asyncengine.server.unserved import MESSAGES
 
@@ -38,7 +48,7 @@ class Block(msgspec.Struct):
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
-    input: dict[str, Any] | None = None
+    input: Schema = msgspec.field(default_factory=not_given)
     tool_use_id: str | None = None
     content: str | list[Block] | None = None
     is_error: bool | None = None
@@ -149,13 +159,14 @@ def conversation(body: MessagesBody) -> Conversation:
     turns = Turns([])
     if body.system:
         turns.text("system", _joined(body.system, "system"))
+    texts = JsonTexts()
     for i, turn in enumerate(given):
         path = f"messages[{i}]"
         match turn.role:
             case "user":
                 _add_user(turns, turn.content, path)
             case "assistant":
-                _add_assistant(turns, turn.content, path)
+                _add_assistant(turns, turn.content, path, texts)
             case "system":
                 turns.text("system", _joined(turn.content, f"{path}.content"))
             case _:
@@ -196,7 +207,7 @@ def _add_user(turns: Turns, content: str | list[Block], path: str) -> None:
         turns.text("user", "\n".join(texts))
 
 
-def _add_assistant(turns: Turns, content: str | list[Block], path: str) -> None:
+def _add_assistant(turns: Turns, content: str | list[Block], path: str, texts: JsonTexts) -> None:
     if isinstance(content, str):
         turns.text("assistant", content)
         return
@@ -208,7 +219,8 @@ def _add_assistant(turns: Turns, content: str | list[Block], path: str) -> None:
                 turns.reasoning(block.thinking or "")
             case "tool_use":
                 call_id, name = required(block.id, f"{where}.id"), required(block.name, f"{where}.name")
-                turns.call(call_id, name, block.input or {})
+                given = schema_text(block.input, f"{where}.input")
+                turns.call(call_id, name, parsed_arguments(given or "{}", texts, f"{where}.input"))
             case _:
                 turns.text("assistant", _text(block, where))
 
