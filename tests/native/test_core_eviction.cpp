@@ -74,6 +74,7 @@ class FullDisk final : public BlockDisk {
     over_.push_back(ticket);
     return true;
   }
+  void leave_alone(DiskCalls) override { CHECK(false); }
   void take_completions(const Visit& visit) override {
     for (const uint64_t ticket : std::exchange(over_, {})) visit(ticket, true);
   }
@@ -96,7 +97,7 @@ TEST(the_disk_is_read_for_what_the_host_has_room_for) {
     Sequence& sequence = request->sequences[0];
     CHECK(tier.read(sequence, {}, 12));
     int ended = 0;
-    for (int i = 0; i < 20 && ended == 0; ++i) tier.advance([&](Sequence&) { ++ended; });
+    for (int i = 0; i < 20 && ended == 0; ++i) tier.advance(i + 1, [&](Sequence&) { ++ended; });
     CHECK_EQ(ended, 1);
     CHECK_EQ(disk.reads, 5 - held);
     std::vector<int32_t> found(12);
