@@ -18,9 +18,8 @@ def program_digest(folder: Path | None = None) -> str:
     It changes with any file, so that nobody has to remember to raise a version when a kernel or a layout changes. It
     takes some 20 ms. A program without files of its code (a frozen one) goes by its versions.
     """
-    native = Path(_core.__file__)
-    folder = folder or native.parent
-    digest = hashlib.sha256(native.read_bytes())
+    folder = folder or Path(__file__).parents[1]  # the native module of an editable install lies elsewhere
+    digest = hashlib.sha256(Path(_core.__file__).read_bytes())
     for path in sorted(folder.rglob("*.py")):
         code = path.read_bytes()
         digest.update(repr((path.relative_to(folder).parts, len(code))).encode())

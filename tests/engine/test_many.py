@@ -22,9 +22,11 @@ def prompts(count: int) -> list[list[int]]:
 
 async def test_thousands_of_prompts_meet_no_overload() -> None:
     asked, counts = prompts(3000), []
-    async with SimulatedEngine(max_num_seqs=64, max_queued_requests=32) as engine, no_leaks(engine):
+    limits = {"max_num_seqs": 64, "max_queued_requests": 32}
+    async with SimulatedEngine(step_latency_us=200_000, **limits) as engine, no_leaks(engine):
         with pytest.raises(EngineOverloadedError, match=r"max_queued_requests \(32\).*generate_many"):
             await asyncio.gather(*(engine.generate(prompt, PARAMS) for prompt in asked[:200]))
+    async with SimulatedEngine(**limits) as engine, no_leaks(engine):
         found = {}
         async for position, output, error in engine.generate_many(asked, PARAMS, progress=counts.append):
             assert error is None
