@@ -7,15 +7,18 @@ import contextlib
 import json
 import os
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
+from unittest.mock import Mock
 
 import pytest
 import uvloop
 from fake_engine import FakeEngine
 from harness import COMPLETIONS, Site, raw_post, serving
 
+from asyncengine.server.wire import ClientStalledError, _wait_for_client
 from tests.coroutines import run
 
 LOOPS = pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
@@ -355,3 +358,17 @@ async def test_requests_are_served_beside_many_idle_connections() -> None:
             writer.close()
         while len(os.listdir("/proc/self/fd")) > before - 900:  # noqa: ASYNC110 - both ends are in this process
             await asyncio.sleep(0.05)
+
+
+async def test_a_client_gets_its_time_anew_after_the_process_was_stopped() -> None:
+    """It could read nothing meanwhile. One that reads nothing afterwards either is cut."""
+    transport = Mock(get_write_buffer_size=Mock(return_value=1000))
+    task = asyncio.ensure_future(_wait_for_client(asyncio.Event().wait(), transport, 0.5))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    time.sleep(2)  # noqa: ASYNC251  # the loop stands, as if the process were stopped
+    await asyncio.sleep(0.1)
+    assert not task.done()
+    transport.abort.assert_not_called()
+    with pytest.raises(ClientStalledError):
+        await task
+    transport.abort.assert_called_once_with()
