@@ -29,6 +29,8 @@ STALLED, NORMAL = 100, 100
 STEP_US = 10_000
 _WRITE_TIMEOUT_S = 1.5
 
+_ROOT = Path(__file__).resolve().parents[1]
+
 
 class Server:
     """A server process and the commands to its watch: a line in, a line of JSON out.
@@ -135,7 +137,8 @@ class Watch:
             # Not each time that it is a little longer: the last look may come when the work is over.
             if lag > max(0.03, 1.2 * self._stack_lag):
                 self._stack_lag = lag
-                self._stack = traceback.format_stack(sys._current_frames()[self._loop_thread])
+                stack = traceback.format_stack(sys._current_frames()[self._loop_thread])
+                self._stack = [line.replace(f"{_ROOT}/", "") for line in stack]  # a record names no folder of a machine
 
     def answer(self, command: str) -> None:
         """Print what was seen; after "reset" it is forgotten. Runs on the loop, whose thread's time it reads."""
