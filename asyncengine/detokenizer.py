@@ -96,7 +96,7 @@ class _Decoder(Protocol):
     def push(self, ids: Sequence[int]) -> str: ...
     def flush(self) -> str: ...
     def begin(self) -> None:
-        """What follows stands behind text: no space at its beginning is stripped."""
+        """The next tokens stand behind text: no space at their beginning is stripped."""
 
     def num_unfinished(self) -> int:
         """How many U+FFFD stand for the bytes that are held back, if nothing completes them."""

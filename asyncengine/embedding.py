@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Pooling = Literal["last", "cls", "mean"]
 MAX_PROMPTS = 2048
 PARAMS = SamplingParams(max_tokens=0, temperature=0.0, detokenize=False)
-"""Of a request for a vector: nothing is sampled."""
+"""Parameters of a request for a vector, which samples nothing."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""What the machine has: memory and cores that this process may use."""
+"""The memory and the cores of the machine that this process may use."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Finished(NamedTuple):
     """The result of one prompt of ``AsyncEngine.generate_many``."""
 
     position: int
-    """Of the prompt among the prompts, from 0."""
+    """Place of the prompt among the prompts, from 0."""
     output: RequestOutput | None
     """None where ``error`` says why there is none."""
     error: AsyncEngineError | None = None

@@ -128,17 +128,12 @@ class Metrics(Collector):
             success.add_metric([*label, reason], count)
         yield success
         for name, text, data in (
-            ("time_to_first_token", "From arrival to the first token.", self.time_to_first_token),
-            ("e2e_request_latency", "From arrival to the last token.", self.e2e_latency),
-            ("request_queue_time", "From arrival to the first step.", self.queue_time),
-            ("request_prefill_time", "From the first step to the first token.", self.prefill_time),
-            ("request_decode_time", "From the first to the last token.", self.decode_time),
-            ("request_inference_time", "From the first step to the last token.", self.inference_time),
-        ):
-            family = HistogramMetricFamily(f"asyncengine:{name}_seconds", text, labels=_LABELS)
-            family.add_metric(label, data.buckets(), data.total)
-            yield family
-        for name, text, data in (
+            ("time_to_first_token_seconds", "From arrival to the first token.", self.time_to_first_token),
+            ("e2e_request_latency_seconds", "From arrival to the last token.", self.e2e_latency),
+            ("request_queue_time_seconds", "From arrival to the first step.", self.queue_time),
+            ("request_prefill_time_seconds", "From the first step to the first token.", self.prefill_time),
+            ("request_decode_time_seconds", "From the first to the last token.", self.decode_time),
+            ("request_inference_time_seconds", "From the first step to the last token.", self.inference_time),
             ("request_prompt_tokens", "Tokens of a prompt.", self.request_prompt_tokens),
             ("request_generation_tokens", "Tokens that a prompt's sequences made.", self.request_generation_tokens),
             ("request_max_num_generation_tokens", "Tokens of its longest sequence.", self.longest_generation),
