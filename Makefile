@@ -11,6 +11,7 @@
 PYTHON ?= python3
 VENV := .venv
 CLIENTS := .venv-clients
+NODE_CLIENTS := tests/clients/node/node_modules/.installed
 FUZZ_SECONDS ?= 600
 SOAK_MINUTES ?= 30
 GPU_PROCESSES ?= 8
@@ -72,8 +73,8 @@ sanitize: install
 	$(BIN)/python tests/sanitized.py address
 	$(BIN)/python tests/sanitized.py thread
 
-# In an environment of their own: they need other versions of what .venv has.
-clients: install $(CLIENTS)/.installed
+# In environments of their own: they need other versions of what .venv has. The JavaScript ones need Node 20 and npm.
+clients: install $(CLIENTS)/.installed $(NODE_CLIENTS)
 	$(CLIENTS)/bin/pytest -c tests/clients/pytest.ini tests/clients
 
 $(CLIENTS)/.installed: tests/clients/requirements.txt
@@ -81,7 +82,11 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt
 	$(CLIENTS)/bin/pip install --quiet --requirement $<
 	touch $@
 
+$(NODE_CLIENTS): tests/clients/node/package-lock.json
+	npm --prefix tests/clients/node ci --no-audit --no-fund
+	touch $@
+
 clean:
-	rm -rf build $(VENV) $(CLIENTS)
+	rm -rf build $(VENV) $(CLIENTS) tests/clients/node/node_modules
 
 COMMA := ,
