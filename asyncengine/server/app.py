@@ -269,7 +269,8 @@ class App:
         )
 
     async def _models(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
-        return _json(ModelList(data=self._cards()))
+        cards = self._cards()
+        return _json(ModelList(data=cards, first_id=cards[0].id, last_id=cards[-1].id))
 
     async def _model(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
         cards = {card.id: card for card in self._cards()}
@@ -300,7 +301,11 @@ class App:
         if self.engine is None:
             raise unavailable("the model is still loading", "loading")
         limit = self.engine.model_info.max_model_len
-        return [ModelCard(id=name, created=self._created, max_model_len=limit) for name in self.model_names]
+        created_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._created))
+        return [
+            ModelCard(id=name, display_name=name, created=self._created, created_at=created_at, max_model_len=limit)
+            for name in self.model_names
+        ]
 
     async def _respond(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
         return await self._generate(Responses(self._responses.of(self._owner(request))), request, headers)
@@ -406,7 +411,7 @@ class App:
         return body
 
     def _check_model(self, asked: str | None) -> None:
-        if not self.config.accept_any_model_name:
+        if self.config.strict_model_names:
             check_model(asked, self.model_names)
 
     def _check_allowed(self, job: Job) -> None:

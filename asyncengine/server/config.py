@@ -30,8 +30,8 @@ class ServerConfig:
     """Permissions of that socket in octal, such as 660; None: as the umask leaves them."""
     served_model_name: str | Sequence[str] | None = None
     """Names of the model in the API; answers carry the first. None: the model's own."""
-    accept_any_model_name: bool = False
-    """Serve requests whatever model they name, for clients that cannot be told which one is here."""
+    strict_model_names: bool = False
+    """Answer requests that name another model than the served one with 404. Else any name means the served model."""
     api_key: str | None = field(default=None, repr=False)
     """Key that every route but /health and the files of the page demands as `Authorization: Bearer KEY`. Other users of
     the machine can read it in the list of processes: give it by api_key_file or the environment."""

@@ -47,8 +47,9 @@ class ApiError(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
         close: bool = False,
+        details: dict[str, object] | None = None,
     ) -> None:
-        """With ``close``, the connection is closed after the response."""
+        """With ``close``, the connection is closed after the response. ``details``: for clients of /v1/messages."""
         super().__init__(message)
         self.status = status
         self.message = message if len(message) <= _MAX_MESSAGE else message[:_MAX_MESSAGE] + " …"
@@ -56,6 +57,7 @@ class ApiError(Exception):
         self.code = code
         self.headers = SERVER | (headers or {})
         self.close = close
+        self.details = details
 
     @property
     def type(self) -> str:
@@ -77,7 +79,9 @@ class ApiError(Exception):
     def anthropic_body(self, request_id: str = "") -> bytes:
         """The JSON document for clients of /v1/messages."""
         kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-        fields = {"type": kind, "message": self.message_for(request_id)}
+        fields: dict[str, object] = {"type": kind, "message": self.message_for(request_id)}
+        if self.details is not None:
+            fields["details"] = self.details
         return msgspec.json.encode({"type": "error", "error": fields, "request_id": request_id})
 
     def response(self, request_id: str = "", *, anthropic: bool = False) -> web.Response:

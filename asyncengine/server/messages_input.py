@@ -80,6 +80,12 @@ class Thinking(msgspec.Struct):
     budget_tokens: int | None = None
 
 
+class Thread(msgspec.Struct):
+    """A conversation that the server would keep. No server of this project keeps one."""
+
+    type: str | None = None
+
+
 class OutputForm(msgspec.Struct):
     type: Literal["json_schema"]
     schema: Schema
@@ -98,6 +104,7 @@ class MessagesBody(GenerationBody, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    thread: Thread | None = None
 
 
 DECODER = BodyDecoder(MessagesBody, MESSAGES)
@@ -113,6 +120,8 @@ def decode(raw: bytes | bytearray, *, counts: bool = False) -> MessagesBody:
         if getattr(body, name) not in (None, False) and not (name in ("n", "best_of") and getattr(body, name) == 1):
             raise unsupported(name)
     body.stream_options = None
+    if body.thread is not None:
+        raise _no_thread(body.thread)
     if not counts and (body.max_tokens is None or body.max_tokens < 1):
         got = "" if body.max_tokens is None else f", got {body.max_tokens}"
         raise bad_request(f"max_tokens is required and must be at least 1{got}", "max_tokens")
@@ -126,6 +135,16 @@ def decode(raw: bytes | bytearray, *, counts: bool = False) -> MessagesBody:
             raise bad_request("output_config.format.schema is required", "output_config.format.schema")
         body.response_format = ResponseFormat("json_schema", JsonSchemaFormat(form.schema))
     return body
+
+
+def _no_thread(thread: Thread) -> ApiError:
+    """The 400 upon which Anthropic's clients send the whole conversation, without a thread."""
+    if thread.type == "continue":  # the history is not in this request, so that no answer may be made from it
+        code, details = "thread_not_found", {}
+    else:
+        code, details = "thread_unsupported_request", {"unsupported": ["thread"]}
+    message = "thread is not supported by this server: send the whole conversation in messages"
+    return ApiError(400, message, param="thread", code=code, details={"error_code": code, **details})
 
 
 def tools_of(body: MessagesBody) -> ToolUse | None:

@@ -364,11 +364,21 @@ class ModelCard(msgspec.Struct, kw_only=True):
     created: int
     owned_by: str = "asyncengine"
     max_model_len: int
+    type: str = "model"
+    display_name: str
+    created_at: str
+    """``created`` in RFC 3339, for Anthropic's clients."""
+    lifecycle: str = "active"
 
 
 class ModelList(msgspec.Struct, kw_only=True):
+    """A list of OpenAI and a page of Anthropic at once; the page holds all models."""
+
     object: str = "list"
     data: list[ModelCard]
+    first_id: str
+    last_id: str
+    has_more: bool = False
 
 
 def check_model(asked: str | None, served: Sequence[str]) -> None:

@@ -135,7 +135,8 @@ MESSAGES: Fields = {
     **_NO_CHAT_COMPLETION,
     "container": _ABSENT,
     "mcp_servers": NOTHING,
-    "context_management": NOTHING,
+    "context_management": (*NOTHING, {"edits": []}, {"edits": None}),
+    "fallbacks": NOTHING,
 }
 VECTORS: Fields = {
     "max_tokens_per_doc": (None, 4096),  # Cohere's own default

@@ -56,7 +56,7 @@ def http() -> Iterator[Client]:
 
     async def main() -> None:
         loops.append(asyncio.get_running_loop())
-        config = ServerConfig(port=0, served_model_name=["first", "second"])
+        config = ServerConfig(port=0, served_model_name=["first", "second"], strict_model_names=True)
         server = HttpServer(config)
         async with AsyncEngine.from_pretrained(bundled_model(), progress=False, max_model_len=CONTEXT) as engine:
             await server.start()

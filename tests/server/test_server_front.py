@@ -30,7 +30,7 @@ ROUTES = pytest.mark.parametrize("stream", [False, True])
 
 
 async def test_32_several_names() -> None:
-    async with serving(FakeEngine(), served_model_name=["org/a", "b"]) as site:
+    async with serving(FakeEngine(), served_model_name=["org/a", "b"], strict_model_names=True) as site:
         assert [card["id"] for card in (await site.get("/v1/models")).json["data"]] == ["org/a", "b"]
         for name in ("org/a", "b"):
             assert (await site.get(f"/v1/models/{name}/")).json["id"] == name
@@ -42,11 +42,11 @@ async def test_32_several_names() -> None:
         assert "'org/a', 'b'" in reply.error["message"]
 
 
-async def test_any_name_only_where_the_operator_says_so() -> None:
-    async with serving(FakeEngine(), accept_any_model_name=True) as site:
+async def test_any_name_means_the_served_model_unless_names_are_strict() -> None:
+    async with serving(FakeEngine()) as site:
         assert (await site.post(COMPLETIONS, model="gpt-4o", **REQUEST)).json["model"] == "fake"
         assert (await site.get("/v1/models/gpt-4o")).status == 404
-    async with serving(FakeEngine()) as site:
+    async with serving(FakeEngine(), strict_model_names=True) as site:
         assert (await site.post(COMPLETIONS, model="gpt-4o", **REQUEST)).status == 404
 
 

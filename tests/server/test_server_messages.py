@@ -186,7 +186,7 @@ async def test_31_messages_wrong_requests(fields: dict[str, Any], says: str) -> 
 
 async def test_31_messages_errors_have_anthropics_form() -> None:
     engine = FakeEngine()
-    async with client(engine, max_request_bytes=2000) as (api, site):
+    async with client(engine, max_request_bytes=2000, strict_model_names=True) as (api, site):
         ask = api.messages.create
         for expected, type_, call in (
             (anthropic.BadRequestError, "invalid_request_error", ask(model="fake", messages=[], max_tokens=5)),
@@ -274,3 +274,37 @@ async def test_31_messages_leaving_a_stream_aborts() -> None:
             async for _ in stream.text_stream:
                 break
         await engine.wait_for(open=0, aborted=1)
+
+
+async def test_a_thread_is_answered_with_the_error_that_makes_the_client_send_its_history() -> None:
+    engine = FakeEngine()
+    async with client(engine) as (_, site):
+        for kind, code in (("continue", "thread_not_found"), ("create", "thread_unsupported_request")):
+            for path in (MESSAGES, f"{MESSAGES}/count_tokens"):
+                reply = await site.post(path, max_tokens=2, messages=USER, thread={"type": kind})
+                assert reply.status == 400
+                assert reply.json["error"]["details"]["error_code"] == code
+    assert engine.prompts == []
+
+
+async def test_context_management_that_asks_for_nothing_is_accepted_and_fallbacks_are_refused() -> None:
+    async with client(FakeEngine()) as (_, site):
+        for neutral in ({"context_management": {"edits": []}}, {"context_management": None}, {"fallbacks": []}):
+            assert (await site.post(MESSAGES, max_tokens=2, messages=USER, **neutral)).status == 200
+        clearing = {"edits": [{"type": "clear_tool_uses_20250919"}]}
+        for name, value in (("context_management", clearing), ("fallbacks", [{"model": "other"}])):
+            reply = await site.post(MESSAGES, max_tokens=2, messages=USER, **{name: value})
+            assert reply.status == 400
+            assert name in error_of(reply)["message"]
+
+
+async def test_anthropics_client_lists_and_retrieves_models() -> None:
+    async with client(FakeEngine(), served_model_name=["a", "b"]) as (api, _):
+        page = await api.models.list()
+        assert [(card.id, card.type, card.display_name) for card in page.data] == [
+            ("a", "model", "a"),
+            ("b", "model", "b"),
+        ]
+        assert (page.first_id, page.last_id, page.has_more) == ("a", "b", False)
+        assert (await api.models.retrieve("b")).created_at == page.data[1].created_at
+        assert page.data[0].created_at.tzinfo is not None
