@@ -203,11 +203,13 @@ class App:
         return await handler(request, headers)
 
     def _path(self, request: web.BaseRequest) -> str:
-        """Without the root path, where a proxy left it, and without a slash at the end."""
+        """Without the root path, where a proxy left it, or a slash at the end; with /v1 where that was left out."""
         path, root = request.path, self.config.root_path
         if root and (path == root or path.startswith(root + "/")):
             path = path.removeprefix(root)
-        return path.rstrip("/") or "/"
+        path = path.rstrip("/") or "/"
+        whole = f"/v1{path}"
+        return whole if _prefix(path) not in self._routes and _prefix(whole) in self._routes else path
 
     def _check_key(self, request: web.BaseRequest) -> tuple[bytes, ApiKey]:
         """The key that the request brings, and its digest. Raises ApiError 401 if it brings none of ours."""

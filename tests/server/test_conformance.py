@@ -173,7 +173,8 @@ def test_10_models_and_health(http: Client) -> None:
     listing = http.get("/v1/models").json()
     assert [card["id"] for card in listing["data"]] == ["first", "second"]
     for card in listing["data"]:
-        assert card.keys() == {"id", "object", "created", "owned_by", "max_model_len"}
+        openai = {"id", "object", "created", "owned_by", "max_model_len"}
+        assert card.keys() == openai | {"type", "display_name", "created_at", "lifecycle"}
         assert http.get(f"/v1/models/{card['id']}").json() == card
     assert http.get("/health").status_code == http.get("/ping").status_code == 200
 

@@ -50,6 +50,16 @@ async def test_any_name_means_the_served_model_unless_names_are_strict() -> None
         assert (await site.post(COMPLETIONS, model="gpt-4o", **REQUEST)).status == 404
 
 
+async def test_routes_without_v1() -> None:
+    async with serving(FakeEngine()) as site:
+        for path in ("/models", "/models/fake"):
+            assert (await site.get(path)).json == (await site.get(f"/v1{path}")).json
+        assert (await site.post("/completions", **REQUEST)).json["object"] == "text_completion"
+        assert (await site.post("/chat/completions", messages=USER)).json["object"] == "chat.completion"
+        assert (await site.post("/messages", messages=USER)).json["type"] == "error"  # in Anthropic's form
+        assert (await site.get("/nowhere")).status == 404
+
+
 def parse_serve(*argv: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)
