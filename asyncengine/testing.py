@@ -15,12 +15,13 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 from asyncengine import _core
 from asyncengine.backend import Backend
 from asyncengine.config import EngineConfig
 from asyncengine.engine import AsyncEngine
+from asyncengine.engine_options import EngineOptions
 from asyncengine.model_info import ModelInfo
 from asyncengine.prompts import release_idle
 from asyncengine.request import SamplingParams
@@ -50,7 +51,7 @@ class SimulatedEngine(AsyncEngine):
         ends: bool = False,
         read_kv: bool = True,
         poll_interval_us: float = 20.0,
-        **config: Any,
+        **config: Unpack[EngineOptions],
     ) -> None:
         """A step takes ``step_latency_us``, and ``token_latency_us`` more for each token of its graph's bucket.
 
@@ -67,8 +68,8 @@ class SimulatedEngine(AsyncEngine):
         )
         self._poll_interval_us = poll_interval_us
         self._step_latency_us, self._token_latency_us = step_latency_us, token_latency_us
-        defaults = {"max_model_len": 2048, "num_kv_blocks": 4096}
-        super().__init__(EngineConfig.from_kwargs("simulated", defaults | config), self._load_simulated)
+        options = {"max_model_len": 2048, "num_kv_blocks": 4096, **config}
+        super().__init__(EngineConfig.from_kwargs("simulated", options), self._load_simulated)
 
     def _load_simulated(self, config: EngineConfig) -> Backend:
         assert config.max_model_len is not None
