@@ -54,7 +54,7 @@ LAYERS: list[set[str]] = [
     {"structured"},
     {"stream"},
     {"live_requests"},
-    {"embedding", "many", "scoring", "snapshots", "texts"},
+    {"scripted_model", "embedding", "many", "scoring", "snapshots", "texts"},
     {"engine"},
     {"__init__", "testing"},
     {"server"},
