@@ -31,7 +31,7 @@ from asyncengine.config import EngineConfig
 from asyncengine.engine import AsyncEngine
 from asyncengine.engine_options import EngineOptions
 from asyncengine.model_info import ModelInfo
-from asyncengine.prompts import kept_tokens, release_idle
+from asyncengine.prompts import check_terms, kept_tokens, release_idle
 from asyncengine.request import Prompt, SamplingParams
 from asyncengine.runner.loop_config import choose_num_host_blocks, step_loop_config
 from asyncengine.stream import RequestStream
@@ -166,13 +166,15 @@ class SimulatedEngine(AsyncEngine):
         self._serving()
         if self._scripted is not None and (params is None or params.max_tokens != 0):
             request_id = request_id if request_id is not None else f"scripted-{next(self._names)}"
+            check_terms(priority, request_id=request_id, cache_salt=cache_salt, tenant=tenant)
             await self._write(prompt, params or SamplingParams(), request_id)
         try:
             return await super().submit(
                 prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt, tenant=tenant
             )
         finally:
-            self._submitting.discard(request_id or "")
+            if isinstance(request_id, str):
+                self._submitting.discard(request_id)
 
     async def _write(self, prompt: Prompt, params: SamplingParams, request_id: str) -> None:
         """Have the model know the reply to a prompt."""

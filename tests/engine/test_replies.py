@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from asyncengine import EngineError, SamplingParams
+from asyncengine import EngineError, SamplingParams, testing
 from asyncengine.server import ServerConfig, create_app
 from asyncengine.testing import Reply, SimulatedEngine, no_leaks
 
@@ -88,3 +88,13 @@ async def test_tool_calls_and_reasoning_come_of_the_text_over_http() -> None:
             await runner.cleanup()
     (made,) = answer["choices"][0]["message"]["tool_calls"]
     assert (made["function"]["name"], json.loads(made["function"]["arguments"])) == ("weather", {"city": "Rome"})
+
+
+async def test_the_example_of_the_documentation_runs() -> None:
+    assert testing.__doc__ is not None
+    example = testing.__doc__.split("serves all that an engine on the CPU serves:\n\n")[1].split("\n\n")[0]
+    assert "replies=replies" in example
+    program = f"async def run():\n{example}\n"
+    names: dict[str, Any] = {"testing": testing, "Reply": Reply, "EngineError": EngineError}
+    exec(program, names)
+    await names["run"]()
