@@ -217,8 +217,9 @@ def _add_field(
         options |= {"action": "append", "help": f"{text} May be repeated.".strip()}
         if several:
             options |= {"action": "extend", "nargs": "+"}
-    else:
-        (kind,) = (kind for kind in kinds if kind is not NoneType)
+    else:  # a dataclass may be given in other forms, too
+        given = [kind for kind in kinds if kind is not NoneType]
+        (kind,) = [kind for kind in given if dataclasses.is_dataclass(kind)] or given
     if dataclasses.is_dataclass(kind):
         kind = json_object
     elif kind is int:
