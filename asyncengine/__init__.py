@@ -29,6 +29,7 @@ from asyncengine.errors import (
     WeightMismatchError,
     WrongLoopError,
 )
+from asyncengine.field_docs import show_fields
 from asyncengine.logprobs import LogProb, TokenLogProbs
 from asyncengine.many import Finished
 from asyncengine.request import (
@@ -99,3 +100,5 @@ __all__ = [
     "WrongLoopError",
     "bundled_model",
 ]
+
+show_fields(SamplingParams, StructuredOutputs, Conversation, EngineConfig)

@@ -123,7 +123,11 @@ class VectorMethods(ABC):
         """The loaded model."""
 
     @abstractmethod
-    async def submit_vector(self, prompt: Prompt, terms: Terms, pooling: Pooling) -> VectorStream:
+    def _serving(self) -> object:
+        """Raises EngineClosedError and EngineDeadError where no request is served, and WrongLoopError."""
+
+    @abstractmethod
+    async def _submit_vector(self, prompt: Prompt, terms: Terms, pooling: Pooling) -> VectorStream:
         """Check and enqueue a request for the vector of one prompt."""
 
     async def embed(
@@ -141,6 +145,7 @@ class VectorMethods(ABC):
         no text goes into a list. ``terms``: priority, cache_salt and tenant; truncate_prompt_tokens, with
         truncation_side (right unless it says left). The errors are those of ``submit``.
         """
+        self._serving()
         model = self.model_info
         if model.labels:
             raise InvalidRequestError(f"{model.architecture} classifies and gives no embeddings: use classify()")
@@ -160,6 +165,7 @@ class VectorMethods(ABC):
 
     async def classify(self, prompts: Prompt | Sequence[Prompt], **terms: Any) -> ClassificationOutput:
         """Logits and probabilities of a classification model's labels; otherwise as ``embed``."""
+        self._serving()
         model = self.model_info
         if not model.labels:
             raise InvalidRequestError(f"{model.architecture} is no classification model: it has no labels")
@@ -171,6 +177,7 @@ class VectorMethods(ABC):
         document on lines of their own; without labels the cosine of their embeddings. Otherwise as ``embed``."""
         import numpy as np
 
+        self._serving()
         model = self.model_info
         if len(model.labels) > 1:
             raise InvalidRequestError(f"{model.architecture} has {len(model.labels)} labels: a score takes one")
@@ -211,7 +218,7 @@ async def _vectors(
     streams: list[VectorStream] = []
     try:
         for prompt in prompts:
-            streams.append(await engine.submit_vector(prompt, terms, pooling))
+            streams.append(await engine._submit_vector(prompt, terms, pooling))
             await asyncio.sleep(0)  # submitting thousands at once would hold up the loop
         payloads = [await stream.vector() for stream in streams]
     finally:

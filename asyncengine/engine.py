@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import os
 import random
@@ -11,15 +10,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self, Unpack
 
 from asyncengine import _core
 from asyncengine.backend import Backend, load_backend, stop_at_exit
-from asyncengine.checks import quoted
 from asyncengine.config import EngineConfig
 from asyncengine.embedding import PARAMS, Pooling, Terms, VectorMethods, VectorStream, check_generates, vector_extras
+from asyncengine.engine_options import EngineOptions
 from asyncengine.errors import (
-    AsyncEngineError,
     ConfigError,
     EngineClosedError,
     EngineDeadError,
@@ -28,9 +26,8 @@ from asyncengine.errors import (
     InternalError,
     InvalidRequestError,
     RequestAbortedError,
-    WrongLoopError,
 )
-from asyncengine.fairness import FairShare
+from asyncengine.live_requests import LiveRequests
 from asyncengine.many import ManyMethods
 from asyncengine.prompts import Prompts, check_size, check_terms, check_vocabulary, hash_salt, kept_tokens, stop_tokens
 from asyncengine.request import Prompt, RequestDelta, RequestOutput, SamplingParams
@@ -48,6 +45,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_HOW_TO_START = "write 'async with AsyncEngine.from_pretrained(...) as engine:', or 'await engine.start()' before"
 Health = Literal["loading", "ready", "draining", "closed", "dead"]
 
 
@@ -80,33 +78,29 @@ class AsyncEngine(ManyMethods, VectorMethods, ScoringMethods, SnapshotMethods, T
         self._backend: Backend | None = None
         self._prompts: Prompts | None = None
         self._structured: StructuredRequests | None = None
-        self._keys = itertools.count(1)
-        self._by_key: dict[int, RequestStream] = {}
-        self._by_id: dict[str, int] = {}  # keys
-        self._fair_share = FairShare(config.fair_share_s)
+        self._requests = LiveRequests(config.fair_share_s)
         self._seeds = random.Random(config.seed)
-        self._idle: asyncio.Event = asyncio.Event()
-        self._idle.set()
         self._death: str = ""
         self._stopping: asyncio.Future[bool] | None = None
         self._driver: asyncio.Future[None] | None = None
 
     @classmethod
-    def from_pretrained(cls, model: str | os.PathLike[str], *, progress: bool = True, **config: Any) -> Self:
-        """An engine for a directory in Hugging Face layout or a hub id; the model is loaded by ``start``.
+    def from_pretrained(
+        cls, model: str | os.PathLike[str], *, progress: bool = True, **config: Unpack[EngineOptions]
+    ) -> Self:
+        """An engine for a directory in Hugging Face layout or a hub id; ``start`` loads the model.
 
-        ``config`` are the fields of EngineConfig. Raises ConfigError for an unknown or wrong one. ``progress`` shows a
-        bar while weights load, if stderr is a terminal.
-        """
-        return cls(EngineConfig.from_kwargs(os.fspath(model), config), partial(load_backend, progress=progress))
+        ``config`` are fields of EngineConfig: ConfigError for an unknown or wrong one. ``progress`` shows a bar while
+        weights load, if stderr is a terminal."""
+        return cls(EngineConfig.from_kwargs(os.fspath(model), {**config}), partial(load_backend, progress=progress))
 
     # ---- life ----
 
     async def start(self) -> None:
         """Load the model, off the loop, and begin to serve. Raises ModelError, ConfigError."""
         if self._health != "loading" or self._loop is not None:
-            raise EngineClosedError("the engine was started before; create a new one")
-        self._loop = asyncio.get_running_loop()
+            raise EngineClosedError("the engine was started before; create a new one for each start")
+        self._loop = self._requests.loop = asyncio.get_running_loop()
         try:
             self._backend = await asyncio.to_thread(self._load, self.config)
         except BaseException:
@@ -119,7 +113,7 @@ class AsyncEngine(ManyMethods, VectorMethods, ScoringMethods, SnapshotMethods, T
         self._structured = StructuredRequests(
             self._backend.tokenizer, self._backend.model_info, sandbox=self.config.sandbox
         )
-        step_loop = self._backend.step_loop
+        step_loop = self._requests.step_loop = self._backend.step_loop
         self._loop.add_reader(step_loop.wake_fd, self._on_wake)
         if self.config.step_driver == "loop":
             self._driver = asyncio.ensure_future(_drive(step_loop))
@@ -138,13 +132,13 @@ class AsyncEngine(ManyMethods, VectorMethods, ScoringMethods, SnapshotMethods, T
         if self._backend is None or self._backend.forked:
             self._health = "closed"  # never started, still loading, closed before, or the parent process's
             return
-        self.check_loop()
+        self._check_loop()
         if self._health == "ready":
             self._health = "draining"
         try:
             if drain and self._health == "draining":
                 async with asyncio.timeout(timeout_s):
-                    await self._idle.wait()
+                    await self._requests.idle.wait()
         except TimeoutError:
             pass
         finally:
@@ -155,14 +149,14 @@ class AsyncEngine(ManyMethods, VectorMethods, ScoringMethods, SnapshotMethods, T
             return
         self._health = "closed"
         if self._stopping is None:
-            for stream in list(self._by_key.values()):
+            for stream in self._requests:
                 stream.fail(EngineClosedError("the engine was closed before the request was finished"))
             self._loop.remove_reader(self._backend.step_loop.wake_fd)
             if self._driver is not None:
                 self._driver.cancel()
             self._stopping = asyncio.ensure_future(self._stop(self._backend))
         if await asyncio.shield(self._stopping):
-            self._backend = None
+            self._backend = self._requests.step_loop = None
 
     async def _stop(self, backend: Backend) -> bool:
         if self._prompts is not None:
@@ -268,13 +262,12 @@ class AsyncEngine(ManyMethods, VectorMethods, ScoringMethods, SnapshotMethods, T
         processed = self._structured.processed(params, prompt_ids, states)
         masks = [follower.channel for follower in constraints or processed]
         extras = request_extras(params, len(prompt_ids), ends, backend.model_info, words, masks)
-        key = self._free_key()
+        key = self._requests.new_key()
         if request_id is None:
             request_id = f"req-{key}"
-        elif request_id in self._by_id:
-            raise InvalidRequestError(f"request_id {quoted(request_id)} is in use", param="request_id")
+        self._requests.check_name(request_id)
 
-        place = self._fair_share.place(tenant, priority)
+        place = self._requests.fair_share.place(tenant, priority)
         result = backend.step_loop.submit(
             id=key,
             prompt=prompt_ids,
@@ -290,19 +283,17 @@ class AsyncEngine(ManyMethods, VectorMethods, ScoringMethods, SnapshotMethods, T
             extras=extras,
         )
         self._check_result(result, params.features)
-        self._fair_share.enter(key, tenant, priority, params.n, place)
-        stream = RequestStream(self, backend.tokenizer, key, request_id, prompt_ids, params, arrived)
+        stream = RequestStream(self._requests, backend.tokenizer, key, request_id, prompt_ids, params, arrived)
         if params.timeout is not None:
             stream.end_at(arrived + params.timeout)
         if constraints:
             stream.follow(constraints, self._structured.advance)
         if processed:
             stream.process(processed, self._structured.process)
-        self._by_key[key], self._by_id[request_id] = stream, key
-        self._idle.clear()
+        self._requests.enter(stream, key, tenant, priority, params.n, place)
         return stream
 
-    async def submit_vector(self, prompt: Prompt, terms: Terms, pooling: Pooling) -> VectorStream:
+    async def _submit_vector(self, prompt: Prompt, terms: Terms, pooling: Pooling) -> VectorStream:
         """``submit``, for the vector of a prompt in place of tokens: what ``embed`` and ``classify`` are made of.
 
         The first token sees no other: for ``cls`` nothing else is computed.
@@ -314,8 +305,8 @@ class AsyncEngine(ManyMethods, VectorMethods, ScoringMethods, SnapshotMethods, T
         backend = self._serving()
         check_size(backend.model_info, prompt_ids, PARAMS)
         check_vocabulary(prompt_ids, backend.model_info.vocab_size)
-        key = self._free_key()
-        place = self._fair_share.place(terms.tenant, terms.priority)
+        key = self._requests.new_key()
+        place = self._requests.fair_share.place(terms.tenant, terms.priority)
         result = backend.step_loop.submit(
             id=key,
             prompt=prompt_ids[:1] if pooling == "cls" else prompt_ids,
@@ -331,20 +322,18 @@ class AsyncEngine(ManyMethods, VectorMethods, ScoringMethods, SnapshotMethods, T
             extras=vector_extras(backend.model_info, pooling),
         )
         self._check_result(result, ("classification" if backend.model_info.labels else f"pooling={pooling!r}",))
-        self._fair_share.enter(key, terms.tenant, terms.priority, 1, place)
-        stream = VectorStream(self, backend.tokenizer, key, f"req-{key}", prompt_ids, PARAMS, arrived)
-        self._by_key[key], self._by_id[stream.request_id] = stream, key
-        self._idle.clear()
+        stream = VectorStream(self._requests, backend.tokenizer, key, f"req-{key}", prompt_ids, PARAMS, arrived)
+        self._requests.enter(stream, key, terms.tenant, terms.priority, 1, place)
         return stream
 
     def abort(self, request_id: str) -> bool:
         """Abort somebody's request, which gets RequestAbortedError. False if there is no such request."""
-        self.check_loop()
-        key = self._by_id.get(request_id)
+        self._loaded()
+        self._check_loop()
+        key = self._requests.named(request_id)
         if key is None:
             return False
-        self._abort_in_core(key)
-        self._by_key[key].fail(RequestAbortedError(f"request {request_id} was aborted"))
+        self._requests.fail(key, RequestAbortedError(f"request {request_id} was aborted"))
         return True
 
     # ---- what the engine tells of itself ----
@@ -374,54 +363,24 @@ class AsyncEngine(ManyMethods, VectorMethods, ScoringMethods, SnapshotMethods, T
     def debug_stats(self) -> DebugStats:
         """What the engine holds, to look for leaks. Raises EngineClosedError like ``model_info``."""
         held = 0 if self._prompts is None else self._prompts.held_characters
-        streams = self._by_key.values()
+        streams = self._requests
         waiting = sum(stream.awaited for stream in streams)
         return DebugStats.of(self._loaded().step_loop.stats(), self.config.max_num_seqs, len(streams), waiting, held)
 
     def __repr__(self) -> str:
         return f"<AsyncEngine {self.config.model} {self._health}>"
 
-    # ---- for RequestStream: its Owner ----
-
-    def check_loop(self) -> None:
-        """Raise WrongLoopError unless the caller runs in the engine's event loop."""
-        if self._loop is not asyncio._get_running_loop():  # None in a thread without a loop
-            raise WrongLoopError("this engine belongs to the event loop that started it")
-
-    def forget(self, key: int) -> None:
-        """The request has ended; nothing more is delivered for it."""
-        stream = self._by_key.pop(key, None)
-        if stream is not None:
-            del self._by_id[stream.request_id]
-            self._fair_share.leave(key)
-            if not self._by_key:
-                self._idle.set()
-
-    def drop(self, key: int) -> None:
-        """The consumer has gone: abort the request."""
-        self._abort_in_core(key)
-        self.forget(key)
-
-    def stop_sequence(self, key: int, index: int) -> None:
-        """A stop string ended one sequence of a request."""
-        if self._backend is not None:
-            self._backend.step_loop.abort(key, index)
-
-    def fail(self, key: int, error: AsyncEngineError) -> None:
-        """The request cannot go on."""
-        stream = self._by_key.get(key)
-        if stream is not None:
-            self._abort_in_core(key)
-            stream.fail(error)
-
     # ---- inside ----
+
+    def _check_loop(self) -> None:
+        self._requests.check_loop()
 
     def _on_wake(self) -> None:
         if self._backend is None:
             return
         news, alive = self._backend.step_loop.drain()
         for fresh in news:
-            stream = self._by_key.get(fresh.request)
+            stream = self._requests.get(fresh.request)
             if stream is None:
                 continue  # aborted; its last tokens were under way
             try:
@@ -430,7 +389,7 @@ class AsyncEngine(ManyMethods, VectorMethods, ScoringMethods, SnapshotMethods, T
                 logger.exception("request %s failed", stream.request_id)
                 error = InternalError(f"request {stream.request_id} failed: {e!r}")
                 error.__cause__ = e
-                self.fail(fresh.request, error)
+                self._requests.fail(fresh.request, error)
         for line in self._backend.step_loop.take_step_error().splitlines():
             logger.error("a step failed, and its requests with it: %s", line)
         if not alive:
@@ -442,23 +401,20 @@ class AsyncEngine(ManyMethods, VectorMethods, ScoringMethods, SnapshotMethods, T
         self._health = "dead"
         self._death = reason
         logger.error("the engine is dead: %s", reason)
-        for stream in list(self._by_key.values()):
+        for stream in self._requests:
             stream.fail(self._dead_or_closed())
 
     def _dead_or_closed(self) -> EngineError:
         if self._backend is not None and (self._health == "dead" or self._backend.step_loop.error):
-            return EngineDeadError(f"the engine is dead: {self._death or self._backend.step_loop.error}")
-        return EngineClosedError(f"the engine takes no requests: it is {self._health}")
-
-    def _abort_in_core(self, key: int) -> None:
-        if self._backend is not None:
-            self._backend.step_loop.abort(key)
-
-    def _free_key(self) -> int:
-        """Of a request that may be called by it."""
-        while f"req-{(key := next(self._keys))}" in self._by_id:  # somebody chose such a name
-            pass
-        return key
+            reason = self._death or self._backend.step_loop.error
+            return EngineDeadError(f"the engine is dead: {reason}")
+        if self._health == "loading" and self._loop is None:
+            return EngineClosedError(f"the engine is loading: it was not started; {_HOW_TO_START}")
+        if self._health == "loading":
+            return EngineClosedError("the engine is loading: wait until start() has returned")
+        if self._health == "draining":
+            return EngineClosedError("the engine takes no requests: it is draining, since aclose() was called")
+        return EngineClosedError(f"the engine is closed: it cannot start again, create a new one; {_HOW_TO_START}")
 
     def _check_features(self, params: SamplingParams) -> None:
         assert self._prompts is not None
@@ -487,12 +443,12 @@ class AsyncEngine(ManyMethods, VectorMethods, ScoringMethods, SnapshotMethods, T
 
     def _serving(self) -> Backend:
         if self._loop is not None:
-            self.check_loop()
+            self._check_loop()
         if self._health != "ready" or self._backend is None:
             raise self._dead_or_closed()
         return self._backend
 
     def _loaded(self) -> Backend:
         if self._backend is None:
-            raise EngineClosedError(f"no model is loaded: the engine is {self._health}")
+            raise self._dead_or_closed()
         return self._backend

@@ -11,7 +11,7 @@ from asyncengine.checks import integer, number, quoted, sequence
 from asyncengine.conversation import Conversation
 from asyncengine.errors import InvalidRequestError
 from asyncengine.logprobs import TokenLogProbs
-from asyncengine.structured_outputs import FIELDS, StructuredOutputs, wrong_structure
+from asyncengine.structured_outputs import FIELDS, JsonModel, StructuredOutputs, wrong_structure
 from asyncengine.token_sets import TokenSet
 
 T = TypeVar("T")
@@ -59,11 +59,12 @@ class ChatMessage(TypedDict):
     """One turn of a conversation, as chat templates take it."""
 
     role: str
-    content: str
+    content: str | Sequence[Mapping[str, Any]]
+    """Text, or parts such as {"type": "text", "text": ...}, whose texts are put together."""
 
 
 #: Text, token ids, or a conversation that the model's chat template turns into text.
-Prompt = str | Sequence[int] | Sequence[ChatMessage] | Conversation
+Prompt = str | Sequence[int] | Sequence[ChatMessage] | Sequence[Mapping[str, Any]] | Conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +190,9 @@ class SamplingParams:
     logprobs_mode: str = "raw_logprobs"
     """raw_logprobs: of the model's logits. processed_logprobs: after penalties, biases, bans and temperature, before
     top_k, top_p and min_p."""
-    structured_outputs: StructuredOutputs | None = None
-    """What the text must be; of a model that reasons, the text after that part. A mapping of its fields does, too."""
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | type[JsonModel] | None = None
+    """What the text must be; of a model that reasons, the text after that part. A mapping of its fields does, too, and
+    a pydantic class, whose JSON Schema the text satisfies."""
     logits_processor: LogitsProcessor | None = None
     """A callable that changes the logits of each token before it is drawn; see LogitsProcessor. Only this request waits
     for it. Tokens that other fields ban stay banned. If it raises, its request ends with LogitsProcessorError."""
@@ -281,7 +283,9 @@ class SamplingParams:
 
     def _check_structure(self) -> None:
         asked: object = self.structured_outputs
-        if isinstance(asked, Mapping):
+        if isinstance(asked, type) and issubclass(asked, JsonModel):
+            object.__setattr__(self, "structured_outputs", StructuredOutputs(json=asked))
+        elif isinstance(asked, Mapping):
             unknown = [name for name in asked if name not in FIELDS]
             if unknown:
                 raise wrong_structure(f"unknown field {quoted(unknown[0])}")
@@ -293,6 +297,13 @@ class SamplingParams:
         for name, neutral in (("ignore_eos", False), ("min_tokens", 0), ("allowed_token_ids", None)):
             if getattr(self, name) != neutral:
                 raise wrong_structure(f"{name} conflicts with it: the grammar says what the text holds, and its end")
+
+    @property
+    def structure(self) -> StructuredOutputs | None:
+        """``structured_outputs``, whatever it was made of."""
+        made = self.structured_outputs
+        assert made is None or isinstance(made, StructuredOutputs)  # since the values were checked
+        return made
 
     def _check_processor(self) -> None:
         processor = self.logits_processor

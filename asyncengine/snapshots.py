@@ -36,7 +36,7 @@ class SnapshotMethods(ABC):
         """See AsyncEngine."""
 
     @abstractmethod
-    def check_loop(self) -> None:
+    def _check_loop(self) -> None:
         """See AsyncEngine."""
 
     @abstractmethod
@@ -55,7 +55,7 @@ class SnapshotMethods(ABC):
         is of the time of the call before. Raises EngineClosedError like ``model_info``, and WrongLoopError.
         """
         step_loop = self._loaded().step_loop
-        self.check_loop()
+        self._check_loop()
         if self._wakes is None:
             self._wakes = deque(maxlen=2 * MOST_WAKES)
         snapshot = EngineSnapshot(

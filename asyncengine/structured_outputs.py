@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from asyncengine.checks import quoted, sequence
 from asyncengine.errors import InvalidRequestError
@@ -17,12 +17,20 @@ MAX_CHARACTERS = 1 << 20
 """Characters of a schema, an expression or a grammar, and of all choices together."""
 
 
+@runtime_checkable
+class JsonModel(Protocol):
+    """A class that describes itself by a JSON Schema, as those of pydantic do."""
+
+    @classmethod
+    def model_json_schema(cls) -> dict[str, Any]: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
     """What the text of an output must be: exactly one of these. Names follow vLLM. Wrong ones: InvalidRequestError."""
 
-    json: str | Mapping[str, Any] | None = None
-    """A JSON Schema that the text satisfies."""
+    json: str | Mapping[str, Any] | type[JsonModel] | None = None
+    """A JSON Schema that the text satisfies, or a pydantic class that has one."""
     json_object: bool | None = None
     """True: any JSON object."""
     regex: str | None = None
@@ -34,6 +42,8 @@ class StructuredOutputs:
     _source: str = field(default="", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if isinstance(self.json, type) and issubclass(self.json, JsonModel):
+            object.__setattr__(self, "json", self.json.model_json_schema())
         given = [name for name in FIELDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             got = " and ".join(given) or "none"
@@ -77,6 +87,7 @@ class StructuredOutputs:
                     return json.dumps(self.choice)
                 case "json":
                     schema = {"type": "object"} if self.json is None else self.json
+                    assert not isinstance(schema, type)  # its schema stands in its place
                     return json.dumps(JsonTexts().parse(schema) if isinstance(schema, str) else dict(schema))
         except (ValueError, TypeError, RecursionError) as e:
             raise wrong_structure(f"json is no schema: {e!s:.200}") from None

@@ -61,6 +61,7 @@ class TextMethods(ABC):
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of token ids. Raises InvalidRequestError for one that neither the tokenizer nor the model has,
         ConfigError without a tokenizer."""
+        self._serving()
         tokenizer = self.tokenizer
         num_ids = max(tokenizer.vocab_size, tokenizer.num_rows)
         for first in range(0, len(token_ids), _AT_ONCE):

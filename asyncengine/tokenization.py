@@ -251,13 +251,27 @@ def cut_open(conversation: Conversation, text: str) -> str:
     return text[:end]
 
 
+_TEXT_PARTS = ("text", "input_text", "output_text")
+
+
 def _checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     if not isinstance(messages, list | tuple) or not messages:
         raise InvalidRequestError("messages must be a non-empty list", param="messages")
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise InvalidRequestError(f"messages[{i}] must be an object with a role", param="messages")
-    return [dict(message) for message in messages]
+    return [_with_text(i, dict(message)) for i, message in enumerate(messages)]
+
+
+def _with_text(i: int, message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its content's parts put together. Raises InvalidRequestError for a part that is no text."""
+    parts = message.get("content")
+    if not isinstance(parts, list | tuple):
+        return message
+    for k, part in enumerate(parts):
+        if not (isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS and isinstance(part.get("text"), str)):
+            raise InvalidRequestError(f"messages[{i}].content[{k}]: only parts of text are supported", param="messages")
+    return message | {"content": "".join(part["text"] for part in parts)}
 
 
 def decode_with(backend: tokenizers.Tokenizer, ids: list[int], skip_special_tokens: bool) -> str:

@@ -9,14 +9,11 @@ None takes the word none. An integer may have a unit: 8k, 4GiB.
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
 import difflib
-import inspect
 import json
 import os
 import re
-import textwrap
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
@@ -25,6 +22,7 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from asyncengine.errors import ConfigError
+from asyncengine.field_docs import field_docs
 
 ENVIRONMENT_PREFIX = "ASYNCENGINE_"
 OTHER_VARIABLES = ("ASYNCENGINE_CACHE",)
@@ -52,7 +50,7 @@ def add_dataclass(
     """One flag per field of ``cls``, in a group of their own. ``defaults`` differ from the fields'. A flag for a field
     of ``several`` takes all values that follow it. The short help shows the fields of ``common`` alone; None: all."""
     group = parser.add_argument_group(title)
-    docs = _field_docs(cls)
+    docs = field_docs(cls)
     hints = get_type_hints(cls)
     for field in dataclasses.fields(cls):
         if field.name not in exclude and not _is_callable(hints[field.name]):
@@ -219,8 +217,9 @@ def _add_field(
         options |= {"action": "append", "help": f"{text} May be repeated.".strip()}
         if several:
             options |= {"action": "extend", "nargs": "+"}
-    else:
-        (kind,) = (kind for kind in kinds if kind is not NoneType)
+    else:  # a dataclass may be given in other forms, too
+        given = [kind for kind in kinds if kind is not NoneType]
+        (kind,) = [kind for kind in given if dataclasses.is_dataclass(kind)] or given
     if dataclasses.is_dataclass(kind):
         kind = json_object
     elif kind is int:
@@ -282,18 +281,3 @@ def _or_none(kind: Callable[[str], Any]) -> Callable[[str], Any]:
 
     convert.__name__ = getattr(kind, "__name__", "value")  # argparse names it when a value is wrong
     return convert
-
-
-def _field_docs(cls: type) -> dict[str, str]:
-    """The string below each field of a class, on one line."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    assert isinstance(tree, ast.ClassDef)
-    docs: dict[str, str] = {}
-    for field, below in zip(tree.body, tree.body[1:], strict=False):
-        match field, below:
-            case (
-                ast.AnnAssign(target=ast.Name(id=name)),
-                ast.Expr(value=ast.Constant(value=str() as text)),
-            ):
-                docs[name] = " ".join(text.split())
-    return docs

@@ -12,7 +12,7 @@ import hmac
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
@@ -24,7 +24,7 @@ from aiohttp.http import HttpVersion10, HttpVersion11
 
 from asyncengine import __version__
 from asyncengine.checks import number, quoted
-from asyncengine.errors import InvalidRequestError, RequestTimeoutError
+from asyncengine.errors import ConfigError, InvalidRequestError, RequestTimeoutError
 from asyncengine.request import Prompt
 from asyncengine.server.access import CLIENT_LEFT, Account, log_request
 from asyncengine.server.bodies import ALWAYS_ADMITTED, Bodies, kept_size
@@ -64,6 +64,8 @@ _CALLS: dict[str, Call[Any]] = {
     "/detokenize": Detokenize(),
 }
 _ACCOUNT = web.RequestKey("account", Account)
+ROUTE_PATH = web.RequestKey("route_path", str)
+"""The path among these routes, of a request that reached them through a program's own router."""
 _PROBES = ("/metrics", "/ping", "/live", "/ready")
 """Routes that machines ask for all the time, beside the public ones: their lines are for debugging."""
 _MAX_REQUEST_ID = 256
@@ -114,6 +116,21 @@ class App:
             self._public |= page.public
         methods = {method for allowed, _ in self._routes.values() for method in allowed.split(", ")}
         self._cors = Cors(config.cors_origins, methods | {"HEAD"})
+
+    def keep(self, routes: Iterable[str] | None) -> list[str]:
+        """Serve ``routes`` alone, each with all below it; None: all. Raises ConfigError for an unknown one.
+
+        Returns the paths that are served. A path with a slash at its end has a name behind it.
+        """
+        kept: dict[str, tuple[str, Handler]] = {}
+        for route in self._routes if routes is None else routes:
+            top = route.rstrip("/") + "/"
+            below = {path: each for path, each in self._routes.items() if f"{path}/".startswith(top)}
+            if not below:
+                raise ConfigError(f"routes: there is no route {route!r}; there are {', '.join(self._routes)}")
+            kept |= below
+        self._routes = kept
+        return list(kept)
 
     @property
     def model_name(self) -> str:
@@ -204,7 +221,7 @@ class App:
 
     def _path(self, request: web.BaseRequest) -> str:
         """Without the root path, where a proxy left it, or a slash at the end; with /v1 where that was left out."""
-        path, root = request.path, self.config.root_path
+        path, root = request.get(ROUTE_PATH, request.path), self.config.root_path
         if root and (path == root or path.startswith(root + "/")):
             path = path.removeprefix(root)
         path = path.rstrip("/") or "/"

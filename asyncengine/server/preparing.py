@@ -117,7 +117,7 @@ def _constrained(
 
 def _schema(params: SamplingParams) -> dict[str, Any] | None:
     """Of the JSON that the output has to be, if so."""
-    asked = params.structured_outputs
+    asked = params.structure
     if asked is None or asked.kind != "json":
         return None
     schema = json.loads(asked.source())

@@ -2,6 +2,8 @@
 
 ``StreamResponse.write`` of aiohttp waits for ever once the transport's buffer is full and the client
 does not read. Here every wait for a client has a limit, and a client that exceeds it is cut.
+
+A request comes through ``Connection``, or through a connection of a program that mounts the routes.
 """
 
 from __future__ import annotations
@@ -59,10 +61,15 @@ def _transport(request: web.BaseRequest) -> asyncio.WriteTransport:
     return transport
 
 
-def _connection(request: web.BaseRequest) -> Connection:
+def _connection(request: web.BaseRequest) -> Connection | None:
+    """None where a program has mounted the routes."""
     connection = request.protocol
-    assert isinstance(connection, Connection)
-    return connection
+    return connection if isinstance(connection, Connection) else None
+
+
+def _ends(request: web.BaseRequest) -> bool:
+    connection = _connection(request)
+    return connection is not None and connection.ends
 
 
 async def _finish(request: web.BaseRequest, response: web.StreamResponse, limit_s: float, last: bytes = b"") -> None:
@@ -80,7 +87,7 @@ async def _finish(request: web.BaseRequest, response: web.StreamResponse, limit_
 
 async def send_response(request: web.BaseRequest, response: web.StreamResponse, limit_s: float) -> None:
     """Send a whole response. Raises ConnectionError when the client is gone or stalls."""
-    if _connection(request).ends:
+    if _ends(request):
         response.force_close()
     await response.prepare(request)
     await _finish(request, response, limit_s)
@@ -114,7 +121,7 @@ async def send_pieces(
         return web.Response(body=bytes(gathered), content_type="application/json")
     response = web.StreamResponse(headers=headers)
     response.content_type = "application/json"
-    if close or _connection(request).ends or request.version < HttpVersion11:
+    if close or _ends(request) or request.version < HttpVersion11:
         response.force_close()
     writer = await response.prepare(request)
     assert isinstance(writer, StreamWriter)
@@ -146,7 +153,8 @@ class SseResponse:
         self.response.headers["X-Accel-Buffering"] = "no"  # nginx would hold events back
         self.request_id = headers["X-Request-Id"]
         self._request = request
-        self._protocol = _connection(request)
+        self._protocol = request.protocol
+        self._connection = _connection(request)
         self._limit_s = limit_s
         self._writer: StreamWriter | None = None
         self._has_event = self._chunked = False
@@ -164,11 +172,14 @@ class SseResponse:
         Raises ConnectionError when the client is gone or stalls.
         """
         if self._has_event or not await self._begin(events):
-            # What the writer would do, without three calls per token.
             transport = self._protocol.transport
             if transport is None or transport.is_closing():
                 raise ConnectionResetError("the client closed the connection")
-            transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._chunked else events)
+            if self._connection is None:  # no aiohttp transport may be there
+                assert self._writer is not None
+                await self._writer.write(events, drain=False)
+            else:  # what the writer would do, without three calls per token
+                transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._chunked else events)
         if self._protocol.writing_paused:
             assert self._writer is not None
             await _wait_for_client(self._writer.drain(), _transport(self._request), self._limit_s)
@@ -189,7 +200,8 @@ class SseResponse:
             assert isinstance(writer, StreamWriter)
             self._writer, self._chunked = writer, writer.chunked
             await writer.write(first, drain=False)
-            self._protocol.ping = b"%x\r\n%b\r\n" % (len(_PING), _PING) if writer.chunked else _PING
+            if self._connection is not None:
+                self._connection.ping = b"%x\r\n%b\r\n" % (len(_PING), _PING) if writer.chunked else _PING
             return True
 
     def begin_pings(self, interval_s: float) -> None:
@@ -203,31 +215,37 @@ class SseResponse:
             self._pinging = None
 
     def _ping(self, interval_s: float) -> None:
-        if self._writer is None:
-            self._pinging = asyncio.ensure_future(self._first_ping(interval_s))
+        if self._writer is None or self._connection is None:
+            self._pinging = asyncio.ensure_future(self._write_ping(interval_s))
             return
-        transport = self._protocol.transport
+        transport = self._connection.transport
         if transport is None or transport.is_closing():
             self._pinging = None
             return
-        if self._protocol.ping is not None and not transport.get_write_buffer_size():
-            transport.write(self._protocol.ping)
+        if self._connection.ping is not None and not transport.get_write_buffer_size():
+            transport.write(self._connection.ping)
         self.begin_pings(interval_s)
 
-    async def _first_ping(self, interval_s: float) -> None:
+    async def _write_ping(self, interval_s: float) -> None:
         with suppress(ConnectionError):  # whoever waits for events finds the same
-            await self._open(_PING)
+            if not await self._open(_PING) and self._connection is None and not self._has_event:
+                assert self._writer is not None
+                await self._writer.write(_PING, drain=False)
             self.begin_pings(interval_s)
 
     async def done(self, last: bytes) -> None:
         """End the response cleanly, with the event ``last`` where there is one."""
-        self._protocol.ping = None
+        self._end_probes()
         await _finish(self._request, self.response, self._limit_s, last)
 
     async def fail(self, error: bytes) -> None:
         """Send an event that tells of an error and cut the connection, so that nobody takes this for a clean end."""
         await self.send(error)
-        self._protocol.ping = None
+        self._end_probes()
         transport = _transport(self._request)
         transport.close()
         asyncio.get_running_loop().call_later(self._limit_s, transport.abort)
+
+    def _end_probes(self) -> None:
+        if self._connection is not None:
+            self._connection.ping = None

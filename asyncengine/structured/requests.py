@@ -40,7 +40,7 @@ class StructuredRequests:
     ) -> list[Constraint]:
         """One for each of the n sequences, none without a grammar. Raises InvalidRequestError, EngineOverloadedError,
         EngineClosedError."""
-        asked = params.structured_outputs
+        asked = params.structure
         if asked is None:
             return []
         if self._tokenizer is None:

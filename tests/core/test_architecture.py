@@ -20,12 +20,12 @@ CSRC = ROOT / "csrc"
 # From the bottom up, by paths in the package: an entry is a folder or a module, and a module belongs to the longest
 # entry that its path begins with. A module imports from lower layers and within its own entry.
 LAYERS: list[set[str]] = [
-    {"errors", "_core", "awake", "bundled", "machine", "sandbox", "logprobs"},
+    {"errors", "_core", "awake", "field_docs", "bundled", "machine", "sandbox", "logprobs"},
     {"checks", "json_text"},
     {"token_sets"},
     {"structured_outputs"},
     {"conversation", "markers"},
-    {"config", "request", "model_info", "stats", "fairness"},
+    {"config", "engine_options", "request", "model_info", "stats", "fairness"},
     {"kernels/ops", "kernels/float8"},
     {"kernels/float8_cache"},
     {"kernels/cpu", "kernels/cuda/gpu"},
@@ -53,7 +53,8 @@ LAYERS: list[set[str]] = [
     {"backend"},
     {"structured"},
     {"stream"},
-    {"embedding", "many", "scoring", "snapshots", "texts"},
+    {"live_requests"},
+    {"scripted_model", "embedding", "many", "scoring", "snapshots", "texts"},
     {"engine"},
     {"__init__", "testing"},
     {"server"},
@@ -223,7 +224,7 @@ def test_relative_imports_are_not_used() -> None:
 PRIVATE: dict[str, set[str]] = {
     "backend": {"_selector", "_get_backend_id"},  # the poller of asyncio's loop and uvloop's, which have no other name
     "cli/flags": {"_actions", "_ArgumentGroup", "_AppendAction"},  # argparse
-    "engine": {"_get_running_loop"},  # asyncio's, documented: get_running_loop without an exception
+    "live_requests": {"_get_running_loop"},  # asyncio's, documented: get_running_loop without an exception
     "kernels/float8": {"_scaled_mm"},  # torch
     "kernels/cuda/launch/compiling": {"_load_module_from_path"},  # Triton
     "server/app": {"_version"},  # aiohttp
