@@ -71,6 +71,12 @@ size_t pack_step(const StepPlan& plan, BlockTables& tables, std::span<std::byte>
   auto filled = plan.filled_slots.begin();
   int32_t query_start = 0, prompt_start = 0, sample_row = 0, num_updates = 0, offset = 0, max_context = 0;
   for (const PlanRow& row : plan.rows) {
+    if (row.plain) {
+      assert(tables.dirty_begin(row.slot) >= tables.length(row.slot));
+      *rows++ = {row.slot, query_start++, 1, row.context_len, kRowFromDevice, 0, sample_row++, -1, 0, 0, 0, 1, 1, 0, 0, 0};
+      max_context = std::max(max_context, row.context_len);
+      continue;
+    }
     const bool fills = filled != plan.filled_slots.end() && *filled == row.slot;  // filled_slots is in row order
     const int32_t first = tables.dirty_begin(row.slot), dirty = std::max(0, tables.length(row.slot) - first);
     *rows++ = {row.slot, row.lane >= 0 ? row.lane : query_start, row.query_len, row.context_len, row_flags(row),

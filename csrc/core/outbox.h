@@ -33,9 +33,10 @@ struct OutputEvent {
   Sequence* sequence = nullptr;
   int32_t token = -1;  // -1: an end, or records, without a token
   FinishReason finish = FinishReason::kNone;
-  int64_t time_ns = 0;
   bool on_host = false;  // the token is a host row's
+  int64_t time_ns = 0;
 };
+static_assert(sizeof(OutputEvent) == 24);
 
 // Records (step_output.h) of one event.
 struct EventRecords {

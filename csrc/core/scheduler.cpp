@@ -113,7 +113,7 @@ void Scheduler::wake_siblings() {
   }
   // In place: a copy of what was just stored piece by piece would wait for the pieces.
   PlanRow& planned = plan.rows.emplace_back(slot.sequence, row, query_len, context_len, int32_t{sample}, 0,
-                                            static_cast<int8_t>(sample), from_device, bool{slot.extras});
+                                            static_cast<int8_t>(sample), from_device, bool{slot.extras}, /*plain=*/false);
   plan.num_tokens += query_len;
   plan.attended += int64_t{query_len} * (context_len + query_len);
   plan.num_decode_rows += from_device;
@@ -147,11 +147,41 @@ bool Scheduler::add_decode_extras(Slot& slot, StepPlan& plan) {
   return true;
 }
 
+// The rows of running_ from `i` on that are plain, to the first one that is not: its index. What they add to the plan is
+// counted apart and added once, for the compiler cannot know that a row does not change the plan's counters.
+size_t Scheduler::add_plain_rows(size_t i, StepPlan& plan) {
+  const size_t count = running_.size(), first = plan.rows.size();
+  const size_t end = std::min(count, i + static_cast<size_t>(token_budget_ - plan.num_tokens));
+  const auto step = static_cast<uint32_t>(plan.step);
+  int64_t attended = 0;
+  Needs needs = 0;
+  for (; i < end; ++i) {
+    if (i + kAhead < count) prefetch(running_[i + kAhead]);
+    Slot& slot = *running_[i];
+    if (!slot.is_plain()) break;
+    if (slot.computed + 1 == slot.capacity) plan.full_rows.push_back(static_cast<int32_t>(plan.rows.size()));
+    plan.rows.emplace_back(slot.sequence, index(slot), 1, slot.computed, 1, 0, int8_t{1}, true, false, /*plain=*/true);
+    attended += ++slot.computed;
+    needs |= slot.needs;
+    slot.planned_step = step;
+    ++slot.in_flight;
+    ++slot.pending;
+  }
+  const auto rows = static_cast<int32_t>(plan.rows.size() - first);
+  plan.num_tokens += rows;
+  plan.num_decode_rows += rows;
+  plan.num_samples += rows;
+  plan.attended += attended;
+  plan.needs |= needs;
+  return i;
+}
+
 void Scheduler::schedule_decodes(StepPlan& plan) {
   prefilling_ = 0;
   bool results = false;
   for (size_t i = 0; i < running_.size() && plan.num_tokens < token_budget_; ++i) {
-    if (i + kAhead < running_.size()) prefetch(running_[i + kAhead]);
+    i = add_plain_rows(i, plan);
+    if (i == running_.size() || plan.num_tokens >= token_budget_) break;
     Slot& slot = *running_[i];
     if (slot.state != SequenceState::kRunning || !slot.wants_more()) continue;
     if (!slot.decodes()) {

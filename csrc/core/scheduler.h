@@ -183,6 +183,7 @@ class Scheduler {
   static void prefetch(const void* address) { __builtin_prefetch(address, /*write=*/1); }
 
   // schedule()
+  size_t add_plain_rows(size_t i, StepPlan& plan);
   void schedule_decodes(StepPlan& plan);
   void schedule_decodes_with_results(StepPlan& plan);
   void schedule_prefills(StepPlan& plan);
@@ -260,8 +261,8 @@ class Scheduler {
   void note_host_tokens(size_t first, Outbox& outbox);
 
   // commit()
-  template <typename OnRow>
-  void retire_rows(const StepPlan& plan, Outbox& outbox, OnRow&& on_row);
+  template <typename OnPlainRow, typename OnRow>
+  void retire_rows(const StepPlan& plan, Outbox& outbox, OnPlainRow&& on_plain_row, OnRow&& on_row);
   void take_token(Slot& slot, int32_t token, Outbox& outbox, int64_t now_ns);
   void take_samples(const PlanRow& row, Slot& slot, uint64_t step, const int32_t* tokens, const int32_t* records, Outbox& outbox,
                     int64_t now_ns);

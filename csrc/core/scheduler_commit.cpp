@@ -18,7 +18,7 @@ void Scheduler::take_token(Slot& slot, int32_t token, Outbox& outbox, int64_t no
   } else if (slot.num_tokens() >= slot.max_total) {
     reason = FinishReason::kLength;
   }
-  outbox.filling().events.push_back({&sequence, token, reason, now_ns});
+  outbox.filling().events.push_back({&sequence, token, reason, false, now_ns});
   if (reason != FinishReason::kNone) finish(sequence, reason);
 }
 
@@ -38,7 +38,7 @@ void Scheduler::take_samples(const PlanRow& row, Slot& slot, uint64_t step, cons
   };
   if (row.num_appends > 0 && (tokens[first] == kNoMask || tokens[first] == kDeferred)) {
     if (tokens[first] == kDeferred && add_records(first)) {
-      outbox.filling().events.push_back({&sequence, -1, FinishReason::kNone, now_ns});
+      outbox.filling().events.push_back({&sequence, -1, FinishReason::kNone, false, now_ns});
     }
     return freeze(slot, step, outbox, now_ns);
   }
@@ -50,12 +50,12 @@ void Scheduler::take_samples(const PlanRow& row, Slot& slot, uint64_t step, cons
     if (i > first && i >= first + accepted) return;
     const bool added = words > 0 && has_records(i, row.num_samples, row.num_appends, tokens) && add_records(i);
     if (i < first) {
-      if (added) outbox.filling().events.push_back({&sequence, -1, FinishReason::kNone, now_ns});
+      if (added) outbox.filling().events.push_back({&sequence, -1, FinishReason::kNone, false, now_ns});
     } else if (tokens[i] != kNoToken) {
       if (sequence.masks != nullptr) sequence.masks->arrived = false;
       take_token(slot, tokens[i], outbox, now_ns);
     } else {
-      outbox.filling().events.push_back({&sequence, -1, FinishReason::kStop, now_ns});
+      outbox.filling().events.push_back({&sequence, -1, FinishReason::kStop, false, now_ns});
       finish(sequence, FinishReason::kStop);
     }
   }
@@ -64,19 +64,35 @@ void Scheduler::take_samples(const PlanRow& row, Slot& slot, uint64_t step, cons
 void Scheduler::commit(StepPlan& plan, StepResults results, Outbox& outbox, int64_t now_ns) {
   publish_blocks(plan);
   if (plan.num_lanes > 0) [[unlikely]] lanes_retired(plan);
-  retire_rows(plan, outbox, [&](const PlanRow& row, Slot& slot) {
+  std::vector<OutputEvent>& events = outbox.filling().events;
+  int64_t plain_tokens = 0;
+  // A token that neither ends its sequence nor fills what the slot has for it: the sequence itself is not touched.
+  const auto take_plain = [&](Slot& slot) {
+    const int32_t token = *results.tokens;
+    if (slot.state != SequenceState::kRunning || slot.tail.full() || slot.may_stop_at(token) || slot.num_tokens() + 1 >= slot.max_total) {
+      return false;
+    }
+    ++results.tokens;
+    --slot.pending;
+    slot.tail.append(token);
+    events.push_back({slot.sequence, token, FinishReason::kNone, false, now_ns});
+    ++plain_tokens;
+    return true;
+  };
+  retire_rows(plan, outbox, take_plain, [&](const PlanRow& row, Slot& slot) {
     const int32_t* tokens = results.tokens;
     results.tokens += row.num_samples;
     // A sequence that ended, or was aborted, while this step was under way: the surplus row never shows.
     if (row.num_samples == 0 || !slot.alive()) return;
-    const size_t events = outbox.filling().events.size();
+    const size_t first = events.size();
     if (row.extras) {
       take_samples(row, slot, plan.step, tokens, results.records, outbox, now_ns);
     } else {
       take_token(slot, *tokens, outbox, now_ns);
     }
-    if (row.lane >= 0) [[unlikely]] note_host_tokens(events, outbox);
+    if (row.lane >= 0) [[unlikely]] note_host_tokens(first, outbox);
   });
+  stats_.generation_tokens += plain_tokens;
 }
 
 // Events from this one on are of a host row.
@@ -94,18 +110,20 @@ void Scheduler::fail_step(StepPlan& plan, Outbox& outbox, int64_t now_ns) {
     if (lane.slot < 0 || !slots_[static_cast<size_t>(lane.slot)].alive()) continue;
     fail(*slots_[static_cast<size_t>(lane.slot)].sequence, FinishReason::kStepFailed, outbox, now_ns);
   }
-  retire_rows(plan, outbox, [&](const PlanRow&, Slot& slot) {
+  retire_rows(plan, outbox, [](Slot&) { return false; }, [&](const PlanRow&, Slot& slot) {
     if (slot.alive()) fail(*slot.sequence, FinishReason::kStepFailed, outbox, now_ns);
   });
 }
 
-template <typename OnRow>
-inline void Scheduler::retire_rows(const StepPlan& plan, Outbox& outbox, OnRow&& on_row) {
+// `on_plain_row` takes in the result of a plain row, and says whether that was all.
+template <typename OnPlainRow, typename OnRow>
+inline void Scheduler::retire_rows(const StepPlan& plan, Outbox& outbox, OnPlainRow&& on_plain_row, OnRow&& on_row) {
   for (size_t i = 0; i < plan.rows.size(); ++i) {
     if (i + kAhead < plan.rows.size()) prefetch_slot(plan.rows[i + kAhead].slot);
     const PlanRow& row = plan.rows[i];
     Slot& slot = slots_[static_cast<size_t>(row.slot)];
     --slot.in_flight;
+    if (row.plain && on_plain_row(slot)) continue;
     if (!came_to_nothing(row, plan.step)) slot.pending = static_cast<int8_t>(slot.pending - row.num_appends);
     on_row(row, slot);
     // What is or was a host row waits for its worker, too: advance_host_rows() settles it.
@@ -119,7 +137,7 @@ inline void Scheduler::retire_rows(const StepPlan& plan, Outbox& outbox, OnRow&&
 void Scheduler::fail(Sequence& sequence, FinishReason reason, Outbox& outbox, int64_t now_ns) {
   for (Sequence& other : sequence.request->sequences) {
     if (other.state == SequenceState::kFinished || other.state == SequenceState::kReleased) continue;
-    outbox.filling().events.push_back({&other, -1, reason, now_ns});
+    outbox.filling().events.push_back({&other, -1, reason, false, now_ns});
     finish(other, reason);
     if (&other != &sequence && !in_flight(other)) settle(other, &outbox);
   }

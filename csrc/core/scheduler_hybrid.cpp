@@ -121,7 +121,7 @@ bool Scheduler::enter_lane(Slot& slot, StepPlan& plan) {
 }
 
 void Scheduler::add_lane_row(Slot& slot, int32_t lane, StepPlan& plan) {
-  PlanRow& planned = plan.rows.emplace_back(slot.sequence, index(slot), 1, slot.computed, 1, 0, 1, true, bool{slot.extras},
+  PlanRow& planned = plan.rows.emplace_back(slot.sequence, index(slot), 1, slot.computed, 1, 0, 1, true, bool{slot.extras}, /*plain=*/false,
                                             static_cast<int8_t>(lane));
   ++plan.num_lane_rows;
   ++slot.computed;

@@ -16,7 +16,7 @@ namespace asyncengine {
 struct Request;
 struct Tenant;  // tenants.h
 
-enum class FinishReason : int32_t {
+enum class FinishReason : int8_t {
   kNone = 0,
   kStop = 1,
   kLength = 2,

@@ -59,6 +59,18 @@ struct alignas(64) Slot {
   int32_t total() const { return num_tokens() + pending; }
   bool decodes() const { return on_device && total() - computed == 1; }
   bool wants_more() const { return computed < total() && total() < max_total; }
+  // Its next row decodes one token, needs no block, and its request wants nothing but the token.
+  bool is_plain() const {
+    return static_cast<int>(state == SequenceState::kRunning) & static_cast<int>(on_device) & static_cast<int>(!forked) &
+           static_cast<int>(!extras) & static_cast<int>(total() - computed == 1) & static_cast<int>(total() < max_total) &
+           static_cast<int>(computed < capacity);
+  }
+  // False: the token is one, and by itself does not end the sequence. True: stops_at() decides, or there is no token.
+  bool may_stop_at(int32_t token) const {
+    const int stop = static_cast<int>(stops[0] == token) | static_cast<int>(stops[1] == token) |
+                     static_cast<int>(stops[2] == token) | static_cast<int>(stops[3] == token);
+    return (stop | static_cast<int>(token < 0) | static_cast<int>(more_stops)) != 0;
+  }
   bool stops_at(int32_t token) const {
     bool found = false;
     for (const int32_t stop : stops) found |= stop == token;

@@ -17,9 +17,13 @@ struct PlanRow {
   int32_t result_offset = 0; // of its records, if its sequence wants some
   int8_t num_appends = 0;    // the last so many samples may give a token each: placeholders until commit
   bool from_device = false;  // its tokens are on the device: last_token[slot], then drafts
-  bool extras = false;       // its sequence has RequestExtras
+  bool extras : 1 = false;   // its sequence has RequestExtras
+  // A decode row of one token that samples one and appends it, without extras or a lane, where the executor knows all of its
+  // block table: most rows of most steps. The planner, the packer and the commit have a short loop for these.
+  bool plain : 1 = false;
   int8_t lane = -1;          // of a host row that ends a token: kRowLane
 };
+static_assert(sizeof(PlanRow) == 32);
 
 struct BlockCopy {
   int32_t source = -1, target = -1;

@@ -39,6 +39,9 @@ class Tokens {
 
     // Prompt and output tokens, wherever they are.
     int32_t num_tokens() const { return end_; }
+    bool full() const { return count() == kSize; }
+    // Precondition: it is not full. Others go through Tokens::append().
+    void append(int32_t token) { newest_[end_++ - begin_] = token; }
     void prefetch() const { __builtin_prefetch(newest_, /*write=*/1); }
 
    private:
@@ -69,8 +72,8 @@ class Tokens {
 
   // Call it once for each of several tokens.
   void append(Tail& tail, int32_t token, const PublishedBlocks& published) {
-    if (tail.count() == Tail::kSize) settle(tail, published);
-    tail.newest_[tail.end_++ - tail.begin_] = token;
+    if (tail.full()) settle(tail, published);
+    tail.append(token);
   }
   // Tokens of the block that begins at `position`, the first that the prefix cache does not know. With blocks as large as a
   // tail it mostly is the tail.

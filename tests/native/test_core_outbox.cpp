@@ -27,7 +27,7 @@ void hammer(int count, unsigned seed, bool slow_consumer) {
     std::mt19937 rng(seed);
     for (int i = 0; i < count && !failed;) {
       for (int n = static_cast<int>(rng() % 5); n >= 0 && i < count; --n, ++i) {
-        outbox.filling().events.push_back({nullptr, i, FinishReason::kNone, 0});
+        outbox.filling().events.push_back({nullptr, i, FinishReason::kNone});
         outbox.filling().released.push_back(reinterpret_cast<Request*>(static_cast<uintptr_t>(i) * 8 + 8));
       }
       outbox.publish();
@@ -74,7 +74,7 @@ TEST(outbox_is_quiet_when_nothing_happens) {
 TEST(outbox_wakes_once_for_many_deliveries) {
   Outbox outbox(4);
   for (int i = 0; i < 10; ++i) {
-    outbox.filling().events.push_back({nullptr, i, FinishReason::kNone, 0});
+    outbox.filling().events.push_back({nullptr, i, FinishReason::kNone});
     outbox.publish();
   }
   CHECK(readable(outbox.wake_fd(), 0));
@@ -91,7 +91,7 @@ TEST(outbox_wakes_once_for_many_deliveries) {
 TEST(outbox_keeps_a_delivery_until_the_next_take) {
   Outbox outbox(4);
   const auto publish = [&](int token) {
-    outbox.filling().events.push_back({nullptr, token, FinishReason::kNone, 0});
+    outbox.filling().events.push_back({nullptr, token, FinishReason::kNone});
     outbox.publish();
   };
   publish(1);
@@ -104,7 +104,7 @@ TEST(outbox_keeps_a_delivery_until_the_next_take) {
 
 TEST(a_failure_reaches_a_consumer_that_is_behind) {
   Outbox outbox(4);
-  outbox.filling().events.push_back({nullptr, 1, FinishReason::kNone, 0});
+  outbox.filling().events.push_back({nullptr, 1, FinishReason::kNone});
   outbox.publish();
   outbox.filling().engine_failed = true;
   outbox.publish();
@@ -126,11 +126,11 @@ TEST(news_count_the_tokens_of_host_rows) {
     return counts;
   };
   for (const bool on_host : {true, false, true}) {
-    outbox.filling().events.push_back({sequence, 7, FinishReason::kNone, 0, on_host});
+    outbox.filling().events.push_back({sequence, 7, FinishReason::kNone, on_host});
     outbox.publish();
   }
   CHECK(drain() == std::vector<int32_t>({3, 2}));
-  outbox.filling().events.push_back({sequence, 7, FinishReason::kLength, 0});
+  outbox.filling().events.push_back({sequence, 7, FinishReason::kLength});
   outbox.publish();
   CHECK(drain() == std::vector<int32_t>({1, 0}));
 }
