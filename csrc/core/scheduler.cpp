@@ -196,27 +196,6 @@ void Scheduler::schedule_decodes(StepPlan& plan) {
   plan.decode_attended = plan.attended;
 }
 
-// Sequences that want records take turns where there is no room for those of all. Some words are kept for the end of a
-// prompt that has waited for them.
-void Scheduler::schedule_decodes_with_results(StepPlan& plan) {
-  const size_t count = running_.size(), first = results_from_ < count ? results_from_ : 0;
-  const int32_t budget = config_.max_result_words - std::exchange(results_wanted_, 0);
-  bool left_out = false;
-  for (size_t k = 0; k < count; ++k) {
-    const size_t i = first + k < count ? first + k : first + k - count;
-    Slot& slot = *running_[i];
-    if (!slot.results || slot.state != SequenceState::kRunning || !slot.wants_more() || !slot.decodes()) continue;
-    const int32_t samples = std::min<int32_t>(slot.step_tokens, slot.max_total - slot.total());
-    const int32_t words = samples * slot.sequence->request->extras.result_words;
-    if (words <= budget - plan.num_result_words) {
-      add_decode(slot, plan);
-    } else if (!std::exchange(left_out, true)) {
-      results_from_ = i;
-    }
-  }
-  if (!left_out) results_from_ = 0;
-}
-
 void Scheduler::schedule_prefills(StepPlan& plan) {
   for (size_t i = 0; i < running_.size() && plan.num_tokens < token_budget_; ++i) {
     Slot& slot = *running_[i];

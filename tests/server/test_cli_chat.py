@@ -195,7 +195,7 @@ async def test_a_chat_with_a_server(where: str, tmp_path: Path) -> None:
 
 async def test_the_servers_words_reach_the_user() -> None:
     engine = FakeEngine(max_model_len=20)
-    async with serving(engine) as site:
+    async with serving(engine, strict_model_names=True) as site:
         code, out, err = await run_chat(site.url, "far too long a message\n", "--model", "fake")
         assert (code, out) == (2, "")
         assert "the context has 20" in err

@@ -311,7 +311,7 @@ def test_a_batch_in_openais_format(folder: Folder) -> None:
     folder.put(
         {"custom_id": "chat", "method": "POST", "url": "/v1/chat/completions", "body": chat},
         {"custom_id": "text", "method": "POST", "url": "/v1/completions", "body": {"model": "stories", "prompt": "A"}},
-        {"custom_id": "model", "method": "POST", "url": "/v1/completions", "body": {"model": "other", "prompt": "A"}},
+        {"custom_id": "wrong", "method": "POST", "url": "/v1/completions", "body": {"model": "other", "prompt": 7}},
         {"custom_id": "get", "method": "GET", "url": "/v1/models", "body": {}},
         {"custom_id": "stream", "method": "POST", "url": "/v1/completions", "body": {"prompt": "A", "stream": True}},
         {"custom_id": "nowhere", "method": "POST", "url": "/v1/nothing", "body": {}},
@@ -321,14 +321,14 @@ def test_a_batch_in_openais_format(folder: Folder) -> None:
     assert (done.returncode, done.stdout) == (1, ""), done.stderr
     assert "6 of 6 requests have a result, 4 failed" in done.stderr
     results = {result["custom_id"]: result for result in folder.results}
-    assert list(results) == ["chat", "text", "model", "get", "stream", "nowhere"]
+    assert list(results) == ["chat", "text", "wrong", "get", "stream", "nowhere"]
     assert all(result.keys() == {"id", "custom_id", "response", "error"} for result in results.values())
     answer = results["chat"]["response"]
     assert (answer["status_code"], answer["body"]["object"]) == (200, "chat.completion")
     assert answer["body"]["usage"]["completion_tokens"] == 3
     assert answer["request_id"]
     assert results["text"]["response"]["body"]["choices"][0]["finish_reason"] == "length"
-    for name, status in (("model", 404), ("nowhere", 404)):
+    for name, status in (("wrong", 400), ("nowhere", 404)):
         assert results[name]["response"]["status_code"] == status
         assert results[name]["response"]["body"]["error"]["message"]
         assert results[name]["error"] is None

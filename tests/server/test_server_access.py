@@ -242,7 +242,7 @@ LONG = "m" * 1_000_000
 
 
 async def test_errors_do_not_send_back_all_that_was_sent() -> None:
-    async with serving(FakeEngine()) as site:
+    async with serving(FakeEngine(), strict_model_names=True) as site:
         bodies: list[tuple[str, dict[str, Any]]] = [
             (COMPLETIONS, REQUEST | {"model": LONG}),
             (COMPLETIONS, REQUEST | {"stop": LONG}),

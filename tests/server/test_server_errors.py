@@ -190,7 +190,7 @@ async def test_one_bad_prompt_of_several_aborts_the_others() -> None:
 
 
 async def test_routes_methods_models() -> None:
-    async with serving(FakeEngine()) as site:
+    async with serving(FakeEngine(), strict_model_names=True) as site:
         for method, path in [
             ("GET", "/page/"),
             ("GET", "/v1"),

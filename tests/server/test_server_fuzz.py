@@ -161,7 +161,7 @@ BODIES: dict[str, tuple[bytes, set[int]]] = {
     "NUL behind the document": (b"{%b}\0" % PROMPT, {400}),
     "an escaped NUL in the prompt": (b'{"prompt":"a\\u0000b","max_tokens":1}', {200}),
     "an escaped NUL in a stop string": (b'{%b,"stop":"\\u0000"}' % PROMPT, {200}),
-    "an escaped NUL in the model": (b'{%b,"model":"\\u0000"}' % PROMPT, {404}),
+    "an escaped NUL in the model": (b'{%b,"model":"\\u0000"}' % PROMPT, {200}),
     "a lone high surrogate, escaped": (b'{"prompt":"\\ud800"}', {400}),
     "a lone low surrogate, escaped": (b'{"prompt":"\\udc00x"}', {400}),
     "two high surrogates, escaped": (b'{"prompt":"\\ud800\\ud800"}', {400}),

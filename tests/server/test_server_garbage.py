@@ -102,7 +102,7 @@ async def test_nothing_of_a_failed_request_stays(kind: Kind, stream: bool, caplo
     caplog.set_level(logging.CRITICAL + 1, "asyncengine")  # pytest would keep what is logged, exceptions too
     async with (
         SimulatedEngine(max_num_seqs=8, step_latency_us=300, max_model_len=4096, num_kv_blocks=4096) as engine,
-        serving(engine) as site,
+        serving(engine, strict_model_names=True) as site,
     ):
         await kind(site, engine, stream)  # what is made once is made
         gc.collect()

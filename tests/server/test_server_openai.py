@@ -16,7 +16,7 @@ ANSWER = "Once upon a time 😀 there was a fox."
 @asynccontextmanager
 async def client(engine: FakeEngine) -> AsyncIterator[openai.AsyncOpenAI]:
     async with (
-        serving(engine, api_key="key") as site,
+        serving(engine, api_key="key", strict_model_names=True) as site,
         openai.AsyncOpenAI(base_url=f"{site.url}/v1", api_key="key", max_retries=0) as api,
     ):
         yield api

@@ -28,7 +28,6 @@ BAD: list[tuple[bytes, int]] = [
     (post(COMPLETIONS, {"prompt": ["x"] * 3000}), 400),
     (post(COMPLETIONS, {"prompt": "many words " * 2000}), 400),
     (post(COMPLETIONS, {"prompt": "x" * 500_000}), 400),
-    (post(COMPLETIONS, {"prompt": "x", "model": "m" * 10_000}), 404),
     (post(COMPLETIONS, {"prompt": "x", "model": "m" * 100_000}), 400),
     (post(CHAT, {"messages": []}), 400),
     (post(CHAT, {"messages": [{"role": "robot", "content": "x"}]}), 400),
