@@ -11,6 +11,7 @@
 PYTHON ?= python3
 VENV := .venv
 CLIENTS := .venv-clients
+OPENAI_AGENTS := .venv-openai-agents
 NODE_CLIENTS := tests/clients/node/node_modules/.installed
 FUZZ_SECONDS ?= 600
 SOAK_MINUTES ?= 30
@@ -74,12 +75,17 @@ sanitize: install
 	$(BIN)/python tests/sanitized.py thread
 
 # In environments of their own: they need other versions of what .venv has. The JavaScript ones need Node 20 and npm.
-clients: install $(CLIENTS)/.installed $(NODE_CLIENTS)
+# One Python client needs other versions of what the others have.
+clients: install $(CLIENTS)/.installed $(OPENAI_AGENTS)/.installed $(NODE_CLIENTS)
 	$(CLIENTS)/bin/pytest -c tests/clients/pytest.ini tests/clients
+	$(OPENAI_AGENTS)/bin/pytest -c tests/clients/pytest.ini tests/clients/test_openai_agents.py
 
 $(CLIENTS)/.installed: tests/clients/requirements.txt
-	test -d $(CLIENTS) || $(PYTHON) -m venv $(CLIENTS)
-	$(CLIENTS)/bin/pip install --quiet --requirement $<
+$(OPENAI_AGENTS)/.installed: tests/clients/requirements-openai-agents.txt
+
+$(CLIENTS)/.installed $(OPENAI_AGENTS)/.installed:
+	test -d $(@D) || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --requirement $<
 	touch $@
 
 $(NODE_CLIENTS): tests/clients/node/package-lock.json
@@ -87,6 +93,6 @@ $(NODE_CLIENTS): tests/clients/node/package-lock.json
 	touch $@
 
 clean:
-	rm -rf build $(VENV) $(CLIENTS) tests/clients/node/node_modules
+	rm -rf build $(VENV) $(CLIENTS) $(OPENAI_AGENTS) tests/clients/node/node_modules
 
 COMMA := ,

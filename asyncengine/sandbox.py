@@ -168,7 +168,7 @@ def main() -> None:
     _end_with(settings["parent"])
     _limit(settings["memory_bytes"])
     sys.path[:] = settings["path"]
-    tokenizer, compiling = None, None
+    tokenizer, compiling, fitted = None, None, None
     if (grammars := settings["grammars"]) is not None:
         compiling = runpy.run_path(grammars["program"])
         tokenizer = compiling["make_tokenizer"](settings["tokenizer"], grammars["vocab_size"], grammars["ends"])
@@ -176,6 +176,7 @@ def main() -> None:
     else:
         import jinja2.sandbox  # noqa: F401  # before the first request, whose time is limited
 
+        fitted = runpy.run_path(settings["tool_turns"])["fitted"]
         if settings["tokenizer"] is not None:
             import tokenizers
 
@@ -184,7 +185,7 @@ def main() -> None:
     while request := _receive(channel):
         _limit_time(settings["timeout_s"])
         if compiling is None:
-            answer = _answer(tokenizer, *marshal.loads(request))
+            answer = _answer(tokenizer, fitted, *marshal.loads(request))
         else:
             # The kernel ends the process, wherever it is, after so many seconds of processor time.
             signal.setitimer(signal.ITIMER_PROF, grammars["processor_s"])
@@ -193,10 +194,11 @@ def main() -> None:
         _send(channel, answer)
 
 
-def _answer(tokenizer: Any, task: str, *arguments: Any) -> bytes:
+def _answer(tokenizer: Any, fitted: Any, task: str, *arguments: Any) -> bytes:
     try:
         if task == "render":
-            return TEXT + render(*arguments).encode(errors="surrogatepass")
+            source, variables, limit = arguments
+            return TEXT + render(source, fitted(render, source, variables), limit).encode(errors="surrogatepass")
         if task == "encode_all":
             found = encode_all(tokenizer, *arguments)
             return IDS + array("I", [n for ids in found for n in (len(ids), *ids)]).tobytes()

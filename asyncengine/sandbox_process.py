@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncengine import sandbox
+from asyncengine import sandbox, tool_turns
 from asyncengine.awake import AwakeTimer
 from asyncengine.errors import EngineClosedError, EngineError, InvalidRequestError
 from asyncengine.request import LONG_TEXT, Kept
@@ -305,6 +305,7 @@ class SandboxProcess:
             "memory_bytes": _MEMORY_BYTES + _PER_TOKENIZER_BYTE * len(self._tokenizer or ""),
             "tokenizer": self._tokenizer,
             "timeout_s": self._timeout_s,
+            "tool_turns": os.path.abspath(tool_turns.__file__),
             "grammars": None if self._grammars is None else dataclasses.asdict(self._grammars),
         }
         self._send(marshal.dumps(settings))

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import tokenizers
 
-from asyncengine import sandbox
+from asyncengine import sandbox, tool_turns
 from asyncengine.conversation import Conversation
 from asyncengine.errors import (
     AsyncEngineError,
@@ -157,7 +157,8 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The conversation as one text, rendered by the model's template as transformers does.
+        """The conversation as one text, rendered by the model's template as transformers does. Calls, results and tools
+        that the template leaves out or refuses are turns that it has.
 
         ``variables`` are passed on to the template (enable_thinking and the like). Raises InvalidRequestError
         if there is no template, or if it fails on or rejects the messages.
@@ -174,7 +175,7 @@ class Tokenizer:
         """As ``apply_chat_template``, for a conversation with everything that belongs to it."""
         source, values = self.chat(conversation)
         try:
-            text = sandbox.render(source, values)
+            text = sandbox.render(source, tool_turns.fitted(sandbox.render, source, values))
         except Exception as e:  # a template is a program: it may raise anything
             raise InvalidRequestError(f"the chat template failed: {sandbox.failure(e)}", param="messages") from e
         return cut_open(conversation, text)

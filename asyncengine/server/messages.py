@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -18,7 +18,7 @@ from asyncengine.json_text import JsonTexts
 from asyncengine.server.errors import bad_request
 from asyncengine.server.parsing.names import HARMONY
 from asyncengine.server.protocol import unsupported
-from asyncengine.server.tools import Tool, parsed_arguments
+from asyncengine.server.tools import parsed_arguments
 
 MAX_PARTS = 16_384
 """Messages of a conversation, parts of their contents, and their tool calls, together at most."""
@@ -176,24 +176,3 @@ def _call_id(call_id: str, tool_format: str | None) -> str:
     if tool_format != "mistral" or _MISTRAL_ID.fullmatch(call_id):
         return call_id
     return hashlib.blake2b(call_id.encode(errors="surrogatepass"), digest_size=8).hexdigest()[:9]
-
-
-_HOW_TO_CALL = (
-    'To call one, answer with nothing but {"name": its name, "arguments": {its arguments}}, '
-    "to call several with an array of these."
-)
-
-
-def with_tools_listed(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], tool_format: str | None
-) -> list[Mapping[str, Any]]:
-    """For a template that does not show tools: a system message, or the one that is there, says what there is.
-
-    How to call them is said to models without a format of their own.
-    """
-    lines = [json.dumps(tool.described()["function"], ensure_ascii=False) for tool in tools]
-    text = "\n".join(["You can call these functions:", *lines, *([_HOW_TO_CALL] if tool_format == "json" else [])])
-    first = messages[0]
-    if first["role"] == "system":
-        return [{**first, "content": f"{first['content']}\n\n{text}"}, *messages[1:]]
-    return [{"role": "system", "content": text}, *messages]

@@ -11,7 +11,7 @@ from asyncengine.errors import InvalidRequestError
 from asyncengine.request import Prompt, SamplingParams
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.errors import bad_request
-from asyncengine.server.messages import adapt, with_tools_listed
+from asyncengine.server.messages import adapt
 from asyncengine.server.parsing.choose import Formats, Parsing, formats_of
 from asyncengine.server.parsing.grammars import call_grammar, content_grammar, form_in, lazy_grammar, serves
 from asyncengine.server.parsing.names import HARMONY
@@ -19,6 +19,7 @@ from asyncengine.server.parsing.parser import CallRules
 from asyncengine.server.tools import ToolUse
 from asyncengine.structured_outputs import StructuredOutputs
 from asyncengine.tokenization import Tokenizer
+from asyncengine.tool_turns import with_tools_listed
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
@@ -76,9 +77,12 @@ def prepare(
 
 
 def _with_tools(chat: Conversation, use: ToolUse, formats: Formats) -> Conversation:
-    if formats.shows_tools:
-        return replace(chat, tools=[tool.described() for tool in use.tools])
-    return replace(chat, messages=with_tools_listed(chat.messages, use.tools, formats.tools))
+    """A template without tools gets them listed when it is rendered, with calls in JSON: not here, where the model has
+    calls of another form."""
+    tools = [tool.described() for tool in use.tools]
+    if formats.shows_tools or formats.tools == "json":
+        return replace(chat, tools=tools)
+    return replace(chat, messages=with_tools_listed(chat.messages, tools, how_to_call=False))
 
 
 def _constrained(

@@ -25,6 +25,10 @@ KEY = "key-of-the-tests"
 
 os.environ.update(HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 os.environ.update(DO_NOT_TRACK="1", LITELLM_LOCAL_MODEL_COST_MAP="True", OPENAI_API_KEY=KEY, OMP_NUM_THREADS="1")
+os.environ.update(
+    AUTOGEN_DISABLE_RUNTIME_TRACING="true", HAYSTACK_TELEMETRY_ENABLED="False",
+    HF_HUB_DISABLE_TELEMETRY="1", OPENAI_AGENTS_DISABLE_TRACING="1",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,18 +51,30 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def roomy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The bundled model with a context of 4,096 tokens and a chat template that knows of tools.
+    """The bundled model with a context of 4,096 tokens and a chat template with tools in the form of Hermes.
 
     It was trained for neither: what it writes freely makes no sense there, what a schema forces is right in form.
     """
-    folder = tmp_path_factory.mktemp("roomy")
+    folder = with_room(tmp_path_factory.mktemp("roomy"))
+    with serving(str(folder), "--chat-template", str(Path(__file__).with_name("template.jinja"))) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def stretched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The bundled model with its own chat template and a context of 4,096 tokens, for clients that write long turns."""
+    with serving(str(with_room(tmp_path_factory.mktemp("stretched")))) as running:
+        yield running
+
+
+def with_room(folder: Path) -> Path:
+    """The bundled model in ``folder``, with a context of 4,096 tokens."""
     for file in MODEL.iterdir():
         (folder / file.name).symlink_to(file)
     config = json.loads((MODEL / "config.json").read_text()) | {"max_position_embeddings": 4096}
     (folder / "config.json").unlink()
     (folder / "config.json").write_text(json.dumps(config))
-    with serving(str(folder), "--chat-template", str(Path(__file__).with_name("template.jinja"))) as running:
-        yield running
+    return folder
 
 
 @contextmanager

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from conftest import Server
+from walk import ASKED, TURNS, Walk
 
 pydantic_ai = pytest.importorskip("pydantic_ai")
 pytest.importorskip("openai")
@@ -49,3 +50,30 @@ def test_22_typed_output_as_a_tool_call(roomy: Server) -> None:
     settings = {"temperature": 0, "max_tokens": 500, "parallel_tool_calls": False}  # the model would go on with calls
     result = agent(roomy, output_type=Animal).run_sync("Invent an animal.", model_settings=settings)
     assert isinstance(result.output, Animal)
+
+
+@pytest.mark.parametrize("api", ["chat", "responses"])
+def test_a_loop_of_ten_turns(server: Server, api: str) -> None:
+    from pydantic_ai.capabilities import AbstractCapability
+    from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    walk = Walk()
+
+    class Choice(AbstractCapability[None]):
+        """Demands calls until the walk is over."""
+
+        def get_model_settings(self) -> Any:
+            return lambda context: {"tool_choice": walk.choice}
+
+    def go(steps: Literal[1, 2]) -> str:
+        """Walk."""
+        return walk.go(steps)
+
+    kind = {"chat": OpenAIChatModel, "responses": OpenAIResponsesModel}[api]
+    model = kind(server.model, provider=OpenAIProvider(base_url=server.v1, api_key=server.key))
+    settings: Any = {"temperature": 0, "max_tokens": 60, "parallel_tool_calls": False}
+    walker = pydantic_ai.Agent(model, tools=[go], model_settings=settings, capabilities=[Choice()])
+    result = walker.run_sync(ASKED)
+    walk.check(result.output)
+    assert result.usage.requests == TURNS + 1

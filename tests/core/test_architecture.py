@@ -20,7 +20,7 @@ CSRC = ROOT / "csrc"
 # From the bottom up, by paths in the package: an entry is a folder or a module, and a module belongs to the longest
 # entry that its path begins with. A module imports from lower layers and within its own entry.
 LAYERS: list[set[str]] = [
-    {"errors", "_core", "awake", "field_docs", "bundled", "machine", "sandbox", "logprobs"},
+    {"errors", "_core", "awake", "field_docs", "bundled", "machine", "sandbox", "tool_turns", "logprobs"},
     {"checks", "json_text"},
     {"token_sets"},
     {"structured_outputs"},
@@ -207,7 +207,7 @@ def test_what_is_imported_by_a_variable_is_known() -> None:
 def test_the_server_uses_the_public_engine_api_only() -> None:
     public = {"__init__", "checks", "config", "errors", "request", "engine", "stats", "server", "model_info"}
     public |= {"tokenization", "detokenizer", "logprobs", "conversation", "markers", "structured_outputs", "embedding"}
-    public |= {"json_text"}
+    public |= {"json_text", "tool_turns"}
     scans_json = {"bodies.py": {"_core"}}
     for path in sorted((PACKAGE / "server").rglob("*.py")):
         used = {entry_of(module) for module in imports(ast.parse(path.read_text()))}

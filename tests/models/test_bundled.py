@@ -21,6 +21,7 @@ from asyncengine import AsyncEngine, RequestOutput, SamplingParams, bundled
 from asyncengine.bundled.evaluate import Case, chat_cases, continuations, prefix_cases, report
 from asyncengine.bundled.grammar import generate, parse, write
 from asyncengine.bundled.rules import PRONOUN_OF
+from asyncengine.bundled.train import CHAT_TEMPLATE
 
 RAW_TOKENIZER = Tokenizer.from_file(str(bundled.path() / "tokenizer.json"))
 rngs = st.integers(0, 2**32 - 1).map(random.Random)
@@ -123,6 +124,10 @@ def test_plain_text_begins_with_bos_once(tokenizer: Any) -> None:
     assert ids.count(tokenizer.bos_token_id) == 1
     assert ids[0] == tokenizer.bos_token_id
     assert tokenizer.decode(ids, skip_special_tokens=True) == "Once upon a time"
+
+
+def test_the_template_is_that_of_the_training(tokenizer: Any) -> None:
+    assert tokenizer.chat_template == CHAT_TEMPLATE
 
 
 def test_chat_template(tokenizer: Any) -> None:

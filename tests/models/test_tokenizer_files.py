@@ -124,7 +124,7 @@ TEMPLATES = {
     "an object": {
         "tokenizer_config": config(chat_template={"default": "object", "tool_use": "object {{ tools[0].type }}"})
     },
-    "a file": {"chat_template": "file {{ messages[0].content }}"},
+    "a file": {"chat_template": "file {{ messages[0].content }} {{ tools | tojson }}"},
     "a file before a list": {"chat_template": "file", "tokenizer_config": config(chat_template=NAMED)},
     "files": {"chat_template": "file", "additional_chat_templates__tool_use": "tools {{ tools | length }}"},
     "files before a list": {

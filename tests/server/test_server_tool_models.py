@@ -78,7 +78,7 @@ def check(calls: Sequence[Any]) -> None:
 @pytest.mark.parametrize("name", TEMPLATES)
 async def test_22_required_calls_validate(name: str, tmp_path: Path) -> None:
     file = tmp_path / "template.jinja"
-    file.write_text("{# tools #}" + TEMPLATES[name] + SAY + CALLED)
+    file.write_text("{% for t in tools or [] %}{{ t.function.name }} {% endfor %}" + TEMPLATES[name] + SAY + CALLED)
     async with client(str(file)) as api:
         asked: dict[str, Any] = {
             "model": MODEL,
@@ -106,7 +106,7 @@ async def test_22_required_calls_validate(name: str, tmp_path: Path) -> None:
             assert calls_of(streamed.message) == calls_of(alone.message)
         strict: Any = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
         free = {"model": MODEL, "messages": USER, "temperature": 0.0, "max_tokens": 40}
-        texts = [(await api.chat.completions.create(**free, **more)).choices[0] for more in ({}, {"tools": strict})]
+        texts = [(await api.chat.completions.create(**free, tools=t)).choices[0] for t in (TOOLS[:1], strict)]
         assert texts[0].message.content == texts[1].message.content
 
 
@@ -114,11 +114,13 @@ def calls_of(message: Any) -> list[tuple[str, str]]:
     return [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
 
 
-async def test_22_several_calls_and_plain_json() -> None:
-    """The bundled template has no tools: a system message lists them."""
+async def test_22_several_calls_and_plain_json(tmp_path: Path) -> None:
+    """The template has no tools: a system message lists them."""
     schema: dict[str, Any] = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "additionalProperties": False}
     add = {"type": "function", "function": {"name": "a", "parameters": schema}}
-    async with client() as api:
+    file = tmp_path / "template.jinja"
+    file.write_text("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}<|assistant|>")
+    async with client(str(file)) as api:
         asked: dict[str, Any] = {
             "model": MODEL,
             "messages": USER,

@@ -236,22 +236,23 @@ async def test_22_templates_with_ways_of_their_own() -> None:
 
 
 async def test_22_a_template_without_tools_gets_them_listed() -> None:
+    """Where it is rendered, with a form of calls. Here, without one, where the model has calls of its own."""
     engine = FakeEngine("x", ends=True, max_model_len=4096)
     async with client(engine) as (_, site):
         await site.post(CHAT, messages=USER, tools=TOOLS)
-        await site.post(CHAT, messages=[{"role": "system", "content": "S"}, *USER], tools=TOOLS)
-    first: Any = engine.prompts[0]
-    second: Any = engine.prompts[1]
-    assert first[0]["role"] == second[0]["role"] == "system"
-    assert '"name": "weather"' in first[0]["content"]
-    assert second[0]["content"] == "S\n\n" + first[0]["content"]
-    assert first[1:] == second[1:] == USER
+    plain: Any = engine.prompts[0]
+    assert (plain.messages, [tool["function"]["name"] for tool in plain.tools]) == (USER, ["weather", "now"])
     deepseek = FakeEngine(SCRIPTS[5][1], ends=True, max_model_len=4096, chat_template=f"{CALL}")
     async with client(deepseek) as (_, site):  # it has calls, and no tools
         reply = await site.post(CHAT, messages=USER, tools=TOOLS)
         assert len(reply.json["choices"][0]["message"]["tool_calls"]) == 2
-    third: Any = deepseek.prompts[0]
-    assert third[0]["content"] == first[0]["content"].rpartition("\n")[0]
+        await site.post(CHAT, messages=[{"role": "system", "content": "S"}, *USER], tools=TOOLS)
+    first: Any = deepseek.prompts[0]
+    second: Any = deepseek.prompts[1]
+    assert first[0]["role"] == second[0]["role"] == "system"
+    assert '"name": "weather"' in first[0]["content"]
+    assert second[0]["content"] == "S\n\n" + first[0]["content"]
+    assert first[1:] == second[1:] == USER
 
 
 def function(**fields: Any) -> dict[str, Any]:
