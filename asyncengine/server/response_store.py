@@ -6,7 +6,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 MAX_SIZE = 2 * 2**20
-"""Bytes of a response and its conversation: reading them takes some milliseconds of the event loop's time."""
+"""Bytes of a response and its items: reading them takes some milliseconds of the event loop's time."""
 _OVERHEAD = 512
 """Bytes of an entry beside its documents: its objects, its key and its place."""
 
@@ -17,12 +17,14 @@ class StoredResponse:
 
     document: bytes
     """As it was answered."""
-    conversation: bytes
-    """Messages: all of the input but the instructions, and the output."""
+    items: bytes
+    """The items of the conversation, which the next request goes on with: the input, and the output behind it."""
+    num_inputs: int
+    """How many of them are the input, with those of earlier requests."""
 
     @property
     def size(self) -> int:
-        return len(self.document) + len(self.conversation) + _OVERHEAD
+        return len(self.document) + len(self.items) + _OVERHEAD
 
 
 class ResponseStore:
