@@ -86,7 +86,8 @@ def scripted(folder: Path, *replies: tuple[str, str]) -> Iterator[Server]:
 def _started(*arguments: str) -> Iterator[Server]:
     python = os.environ.get("CLIENTS_SERVER", str(ROOT / ".venv" / "bin" / "python"))
     environment = os.environ | {"ASYNCENGINE_API_KEY": KEY, "ASYNCENGINE_SERVED_MODEL_NAME": "stories"}
-    with subprocess.Popen([python, *arguments], cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment) as process:
+    command = [python, *arguments]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stderr is not None
         try:
             for line in process.stderr:
