@@ -41,11 +41,8 @@ def page_of(stored: StoredResponse, query: Mapping[str, str]) -> ItemList:
         raise bad_request(f"limit must be in [1, {_MOST}], got {quoted(limit)}", "limit")
     if order not in ("asc", "desc"):
         raise bad_request(f"order must be asc or desc, got {quoted(order)}", "order")
-    items = msgspec.json.decode(stored.items, type=list[msgspec.Raw])[: stored.num_inputs]
-    ids = [item.id for item in msgspec.json.decode(stored.items, type=list[_Identified])[: stored.num_inputs]]
-    if order == "desc":
-        items.reverse()
-        ids.reverse()
+    items = stored.inputs if order == "asc" else stored.inputs[::-1]
+    ids = [msgspec.json.decode(item, type=_Identified).id for item in items]
     if after is not None and after not in ids:
         raise bad_request(f"after: the response has no item {quoted(after)}", "after")
     first = 0 if after is None else ids.index(after) + 1

@@ -200,11 +200,10 @@ class ResponseFormat(PartFormat):
     def _keep(self) -> None:
         if not self.response.store:
             return
-        inputs = self._kept.items
         for part in self.parts:
             part.logprobs.clear()  # the document has them
-        outputs = [encode(self._item(part)) for part in self.parts]
-        stored = StoredResponse(encode(self.response), b"[%b]" % b",".join((*inputs, *outputs)), len(inputs))
+        outputs = {self._ids[part.index]: encode(self._item(part)) for part in self.parts}
+        stored = StoredResponse(encode(self.response), tuple(self._kept.items), outputs)
         if self._kept.own.takes(stored.size):
             self._kept.own.put(self.response.id, stored)
         else:
@@ -270,7 +269,7 @@ class Responses(Endpoint):
         turns = Turns([])
         if body.previous_response_id is not None:
             self._begin_with(body.previous_response_id, turns)
-        items, body.input = items_of(body.input), None
+        items, body.input = items_of(body.input, self._kept.own), None
         add_items(turns, items)
         if self._stores(body):
             self._kept.items += [encode(stored_item(item)) for item in items]
@@ -287,10 +286,10 @@ class Responses(Endpoint):
                 "previous_response_id",
                 "previous_response_not_found",
             )
-        self._size += len(stored.items)
-        self._kept.items = [bytes(item) for item in msgspec.json.decode(stored.items, type=list[msgspec.Raw])]
+        self._size += sum(map(len, stored.items))
+        self._kept.items = list(stored.items)
         try:
-            add_items(turns, msgspec.json.decode(stored.items, type=list[Item]))
+            add_items(turns, [msgspec.json.decode(item, type=Item) for item in stored.items])
         except ApiError as exc:
             message = f"previous_response_id: what was stored cannot go on: {exc.message}"
             raise bad_request(message, "previous_response_id") from None

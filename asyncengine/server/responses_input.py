@@ -21,6 +21,7 @@ from asyncengine.server.protocol import (
     schema_text,
     unsupported,
 )
+from asyncengine.server.response_store import OwnResponses
 from asyncengine.server.responses_tools import ChosenTool, ResponsesTool, model_name
 from asyncengine.server.tools import parsed_arguments
 from asyncengine.server.turns import Turns, check_count, required
@@ -177,16 +178,24 @@ def _check_metadata(metadata: dict[str, str]) -> None:
         )
 
 
-def items_of(given: str | list[Item] | None) -> list[Item]:
-    """The input as items, each with its type and an id. Raises ApiError 400 if there is none."""
+def items_of(given: str | list[Item] | None, own: OwnResponses) -> list[Item]:
+    """The input as items, each with its type and an id, and those it refers to in their place. Raises ApiError 400."""
     if not given:
         raise bad_request("input is required and must not be empty", "input")
     if isinstance(given, str):
         given = [Item(role="user", content=given)]
-    for item in given:
-        item.type = item.type or "message"
-        item.id = item.id or f"{_PREFIXES.get(item.type, 'item_')}{uuid.uuid4().hex}"
-    return given
+    return [_whole(item, own, f"input[{i}]") for i, item in enumerate(given)]
+
+
+def _whole(item: Item, own: OwnResponses, path: str) -> Item:
+    if item.type == "item_reference" or (item.type is None and item.id is not None and item.role is None):
+        stored = own.item(required(item.id, f"{path}.id"))
+        if stored is None:
+            raise bad_request(f"{path}.id: there is no stored item {quoted(item.id)}", f"{path}.id")
+        return msgspec.json.decode(stored, type=Item)
+    item.type = item.type or "message"
+    item.id = item.id or f"{_PREFIXES.get(item.type, 'item_')}{uuid.uuid4().hex}"
+    return item
 
 
 def stored_item(item: Item) -> Item:

@@ -292,3 +292,27 @@ async def test_45_what_other_servers_know_is_passed_over(caplog: pytest.LogCaptu
     async with client(knows) as (api, _):
         await api.responses.create(model="fake", input="x", text={"verbosity": "low"}, reasoning={"effort": "high"})
     assert chat_of(knows).chat_template_kwargs == {"verbosity": "low", "reasoning_effort": "high"}
+
+
+async def test_45_items_may_be_named_by_their_ids(tmp_path: Any) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("one\ntwo\n")
+    engine = scripted("<think>\nHm.\n</think>\n\nWell.\n" + call("agents__close", id="7"))
+    async with serving(engine, api_key_file=str(keys), max_stored_responses=2) as site:
+        one, two = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+
+        async def asked(items: list[Any], headers: dict[str, str] = one) -> Any:
+            body = {"input": items, "tools": TOOLS}
+            return await site.request("POST", RESPONSES, json=body, headers=headers)
+
+        first = (await asked(USER)).json
+        named = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+        result = {"type": "function_call_output", "call_id": first["output"][-1]["call_id"], "output": "closed"}
+        second = (await asked([*USER, *named, result])).json
+        by_ids = chat_of(engine)
+        assert (await asked([*USER, *first["output"], result])).status == 200
+        assert chat_of(engine) == by_ids
+        assert (await asked([*USER, *named], two)).error["param"] == "input[1].id"
+        assert (await asked([*USER, *named])).error["param"] == "input[1].id"  # the oldest response is gone
+        last = [{"id": second["output"][1]["id"]}]
+        assert (await asked([*USER, *last])).status == 200

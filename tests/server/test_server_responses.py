@@ -229,7 +229,7 @@ async def test_31_responses_are_for_those_who_have_their_key(tmp_path: Path) -> 
 
 def test_31_responses_store_keeps_so_many_and_so_much() -> None:
     def sized(size: int) -> StoredResponse:
-        return StoredResponse(b"x" * size, b"", 0)
+        return StoredResponse(b"x" * size)
 
     overhead = sized(0).size
     store = ResponseStore(3, 3 * overhead + 3000)
@@ -284,7 +284,9 @@ async def test_31_responses_that_cannot_be_kept_say_so() -> None:
             "input_image",
         ),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text", "required"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "item_reference"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id", "no stored item"),
+        ({"input": [{"type": "item_reference"}]}, "input[0].id", "required"),
+        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type", "web_search_call"),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": "1"}]}, "input[0].call_id", "no call"),
         ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]}, "input", "no text"),
         ({"input": 3}, "input", "str"),
