@@ -19,6 +19,8 @@ _TYPES = {"object", "array", "string", "number", "integer", "boolean", "null"}
 _MAX_TOOLS = 1024
 _MAX_SCHEMA_NODES = 20_000
 """Schemas and lists of all tools' parameters, together: checking them takes some 10 ms at most."""
+_MAX_GRAMMARS = 16_384
+"""Characters of the grammars of all custom tools together: making grammars of calls takes some 20 ms at most."""
 _EMPTY_KEYS = {"type", "properties", "required", "additionalProperties", "title", "description", "$schema", "$defs",
                "definitions", "strict"}  # fmt: skip
 """Members of a schema that add no parameter to those in its properties."""
@@ -172,7 +174,7 @@ def tool_use(
     if len(tools) > _MAX_TOOLS:
         raise bad_request(f"tools: at most {_MAX_TOOLS} are allowed, got {len(tools)}", "tools")
     checked: dict[str, Tool] = {}
-    count = 0
+    count = length = 0
     for body, path in zip(tools, paths or [f"tools[{i}]" for i in range(len(tools))], strict=True):
         tool = _tool(body, path)
         if tool.name in checked:
@@ -180,6 +182,9 @@ def tool_use(
             raise bad_request(f"{path}: {quoted(tool.name)} is the name of an earlier tool", path)
         checked[tool.name] = tool
         count = check_schema(tool.parameters, tool.path, count)
+        length += 0 if tool.grammar is None else len(tool.grammar.definition)
+        if length > _MAX_GRAMMARS:
+            raise bad_request(f"{tool.path}: grammars may have {_MAX_GRAMMARS} characters in all", tool.path)
     kind, chosen = _choice(choice, checked)
     named = chosen[0] if kind == "function" else None
     allowed = tuple(checked[name] for name in chosen) if chosen and named is None else tuple(checked.values())

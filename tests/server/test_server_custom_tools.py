@@ -228,6 +228,8 @@ async def test_45_custom_calls_in_responses() -> None:
          "required", "tools[0].format"),
         (RESPONSES, SAME | {"format": {"type": "grammar", "syntax": "lark", "definition": "start: %json {}"}},
          "auto", "tools[0].format"),
+        (RESPONSES, SAME | {"format": {"type": "grammar", "syntax": "lark", "definition": "start: " + "a " * 9000}},
+         "auto", "tools[0].format"),
         (RESPONSES, {"type": "namespace", "tools": [SAME]}, "auto", "tools[0].name"),
         (RESPONSES, {"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}, "auto",
          "tools[0].tools[0].name"),
@@ -281,6 +283,8 @@ async def test_45_the_bundled_model_writes_inputs_by_their_grammar(template: str
             deltas = [json.loads(e.split("data: ")[1]) for e in events if "custom_tool_call_input.delta" in e]
             assert "".join(e["delta"] for e in deltas) == made["input"]
             assert len(deltas) > (0 if template and "python" in template else 1)  # Python is read call by call
+            free = (await site.post(RESPONSES, **asked | {"max_output_tokens": 8})).json
+            assert free["usage"]["output_tokens"] == 8  # the grammar of calls that may come is one
         wrong = SHORT | {"format": SHORT["format"] | {"definition": "start: unknown"}}
         reply = await site.post(RESPONSES, input="x", tools=[wrong], tool_choice="required")
         assert (reply.status, reply.error["param"]) == (400, "tools[0].format"), reply.error
