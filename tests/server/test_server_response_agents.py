@@ -8,14 +8,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
+from aiohttp import web
 from fake_engine import FakeEngine
 from harness import CHAT, USER, Site, serving
 
 from asyncengine import AsyncEngine, bundled_model
 from asyncengine.conversation import Conversation
-from asyncengine.server import unserved
+from asyncengine.server import create_app, unserved
 
 RESPONSES = "/v1/responses"
 TEMPLATE = "{{ tools }}<tool_call><think></think>"
@@ -316,3 +318,23 @@ async def test_45_items_may_be_named_by_their_ids(tmp_path: Any) -> None:
         assert (await asked([*USER, *named])).error["param"] == "input[1].id"  # the oldest response is gone
         last = [{"id": second["output"][1]["id"]}]
         assert (await asked([*USER, *last])).status == 200
+
+
+async def test_45_routes_of_stored_responses_in_a_program_of_its_own() -> None:
+    runner = web.AppRunner(create_app(scripted("Fine.", template="plain"), routes=["/v1/responses"]))  # type: ignore[arg-type]
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        base = f"http://127.0.0.1:{runner.addresses[0][1]}/v1/responses"
+        async with aiohttp.ClientSession() as session:
+            async with session.post(base, json={"input": "x"}) as reply:
+                made = (await reply.json())["id"]
+            async with session.get(f"{base}/{made}/input_items") as reply:
+                assert len((await reply.json())["data"]) == 1
+            async with session.post(f"{base}/{made}/cancel") as reply:
+                assert (reply.status, (await reply.json())["error"]["param"]) == (400, "response_id")
+            async with session.post(f"{base}/input_tokens", json={"input": "x"}) as reply:
+                assert (await reply.json())["object"] == "response.input_tokens"
+    finally:
+        await runner.cleanup()

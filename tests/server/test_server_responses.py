@@ -311,7 +311,7 @@ async def test_31_responses_that_cannot_be_kept_say_so() -> None:
     ],
 )
 async def test_31_responses_wrong_requests(fields: dict[str, Any], param: str, says: str) -> None:
-    async with serving(FakeEngine()) as site:
+    async with serving(FakeEngine(), strict_model_names=True) as site:
         for stream in (False, True):
             reply = await site.post(RESPONSES, **fields, stream=stream)
             assert reply.status == (404 if param == "model" else 400)
