@@ -315,6 +315,9 @@ async def test_45_items_may_be_named_by_their_ids(tmp_path: Any) -> None:
         assert (await asked([*USER, *first["output"], result])).status == 200
         assert chat_of(engine) == by_ids
         assert (await asked([*USER, *named], two)).error["param"] == "input[1].id"
+        for path in ("input_items", "cancel"):
+            method = "GET" if path == "input_items" else "POST"
+            assert (await site.request(method, f"{RESPONSES}/{second['id']}/{path}", headers=two)).status == 404
         assert (await asked([*USER, *named])).error["param"] == "input[1].id"  # the oldest response is gone
         last = [{"id": second["output"][1]["id"]}]
         assert (await asked([*USER, *last])).status == 200
