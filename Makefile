@@ -78,7 +78,7 @@ sanitize: install
 # One Python client needs other versions of what the others have.
 clients: install $(CLIENTS)/.installed $(OPENAI_AGENTS)/.installed $(NODE_CLIENTS)
 	$(CLIENTS)/bin/pytest -c tests/clients/pytest.ini tests/clients
-	$(OPENAI_AGENTS)/bin/pytest -c tests/clients/pytest.ini tests/clients/test_openai_agents.py
+	$(OPENAI_AGENTS)/bin/pytest -c tests/clients/pytest.ini $(wildcard tests/clients/test_openai_agents*.py)
 
 $(CLIENTS)/.installed: tests/clients/requirements.txt
 $(OPENAI_AGENTS)/.installed: tests/clients/requirements-openai-agents.txt

@@ -41,9 +41,10 @@ from asyncengine.server.logprobs import JobLogProbs
 from asyncengine.server.messages_api import Messages
 from asyncengine.server.metrics import Metrics
 from asyncengine.server.page.routes import Page
-from asyncengine.server.protocol import GenerationBody, ModelCard, ModelList, check_model, unsupported
-from asyncengine.server.response_store import ResponseStore
-from asyncengine.server.responses import Responses, no_response
+from asyncengine.server.protocol import GenerationBody, ModelCard, ModelList, check_model
+from asyncengine.server.response_routes import PARTS, RESPONSE, StoredResponses
+from asyncengine.server.response_store import OwnResponses, ResponseStore
+from asyncengine.server.responses import Responses
 from asyncengine.server.texts import Detokenize, Tokenize
 from asyncengine.server.vectors import Classify, Embeddings, Rerank, Scores
 from asyncengine.server.wire import SseResponse, send_pieces, send_response
@@ -53,7 +54,6 @@ logger = logging.getLogger("asyncengine.server")
 Handler = Callable[[web.BaseRequest, dict[str, str]], Awaitable[web.StreamResponse]]
 
 _MODEL = "/v1/models/"  # and the rest of the path is the model's name
-_RESPONSE = "/v1/responses/"  # and the rest of the path is the response's id
 _MESSAGES = "/v1/messages"
 _CALLS: dict[str, Call[Any]] = {
     "/v1/embeddings": Embeddings(),
@@ -97,7 +97,8 @@ class App:
             "/v1/completions": ("POST", partial(self._generate, Completions())),
             "/v1/chat/completions": ("POST", partial(self._generate, Chat())),
             "/v1/responses": ("POST", self._respond),
-            _RESPONSE: ("GET, DELETE", self._response),
+            f"{RESPONSE}input_tokens": ("POST", self._count_input),
+            **StoredResponses(self._own_responses, self._path).routes,
             _MESSAGES: ("POST", partial(self._generate, Messages())),
             f"{_MESSAGES}/count_tokens": ("POST", self._count_tokens),
             "/ping": ("GET", self._health),
@@ -187,7 +188,7 @@ class App:
 
     def _log(self, request: web.BaseRequest, status: int, seconds: float, request_id: str) -> None:
         path = self._path(request)
-        prefix = _prefix(path)
+        prefix = self._route_of(path)
         route = prefix if prefix in self._routes else quoted(path)
         quiet = path in self._public or path in _PROBES
         log_request(request.method, route, status, seconds, request_id, request.get(_ACCOUNT), quiet=quiet)
@@ -204,7 +205,7 @@ class App:
         path = self._path(request)
         if path not in self._public and self._keys:
             self._check_key(request)
-        route = self._routes.get(_prefix(path))
+        route = self._routes.get(self._route_of(path))
         if route is None:
             raise ApiError(HTTPStatus.NOT_FOUND, f"there is no route {quoted(path)}", code="not_found")
         methods, handler = route
@@ -218,6 +219,10 @@ class App:
                 headers={"Allow": allowed},
             )
         return await handler(request, headers)
+
+    def _route_of(self, path: str) -> str:
+        """The key of a path in the table of routes."""
+        return path if path in self._routes else _prefix(path)
 
     def _path(self, request: web.BaseRequest) -> str:
         """Without the root path, where a proxy left it, or a slash at the end; with /v1 where that was left out."""
@@ -327,26 +332,31 @@ class App:
         ]
 
     async def _respond(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
-        return await self._generate(Responses(self._responses.of(self._owner(request))), request, headers)
+        return await self._generate(Responses(self._own_responses(request)), request, headers)
 
-    async def _response(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
-        if request.query.get("stream", "false") != "false":
-            raise unsupported("stream")
-        own, response_id = self._responses.of(self._owner(request)), self._path(request).removeprefix(_RESPONSE)
-        stored = own.pop(response_id) if request.method == "DELETE" else own.get(response_id)
-        if stored is None:
-            raise no_response(response_id)
-        if request.method == "DELETE":
-            return _json({"id": response_id, "object": "response", "deleted": True})
-        return web.Response(body=stored.document, content_type="application/json")
+    def _own_responses(self, request: web.BaseRequest) -> OwnResponses:
+        return self._responses.of(self._owner(request))
+
+    async def _count_input(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
+        count = await self._count(Responses(self._own_responses(request)), request)
+        return _json({"object": "response.input_tokens", "input_tokens": count})
 
     async def _count_tokens(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
+        return _json({"input_tokens": await self._count(Messages(counts=True), request)})
+
+    async def _count(self, endpoint: Endpoint, request: web.BaseRequest) -> int:
+        """The tokens of the only prompt of a request."""
         engine = self._ready_engine()
-        endpoint = Messages(counts=True)
         body, prompts = await self._parse(endpoint, request)
-        (prompt,), _, _ = endpoint.prepare(body, prompts, tokenizer_of(engine), self.config)
-        async with _time_limit(body.timeout):
-            return _json({"input_tokens": len(await engine.tokenize(prompt))})
+        with self.bodies.hold(kept_size(prompts)):
+            try:
+                prompts, _, _ = endpoint.prepare(body, prompts, tokenizer_of(engine), self.config)
+                async with _time_limit(body.timeout):
+                    (prompt,) = await endpoint.fit(engine, body, prompts)
+                    return len(await engine.tokenize(prompt))
+            except InvalidRequestError as exc:
+                endpoint.name_as_asked(exc, body)
+                raise
 
     async def _generate(
         self, endpoint: Endpoint, request: web.BaseRequest, headers: dict[str, str]
@@ -368,6 +378,7 @@ class App:
         tokenizer, parsing = tokenizer_of(engine), None
         try:
             prompts, params, parsing = endpoint.prepare(body, prompts, tokenizer, self.config)
+            prompts = await endpoint.fit(engine, body, prompts)
             by_number = bool(body.return_tokens_as_token_ids)
             priority, tenant = self._terms(request, body.priority)
             wants_logprobs = params.wants_logprobs or params.prompt_logprobs is not None
@@ -460,8 +471,10 @@ async def _time_limit(seconds: float | None) -> AsyncIterator[None]:
 
 
 def _prefix(path: str) -> str:
-    """The key of a path in the table of routes."""
-    return next((each for each in (_MODEL, _RESPONSE) if path.startswith(each)), path)
+    """The key of a path with an id in the table of routes."""
+    if path.startswith(RESPONSE):
+        return RESPONSE + next((part for part in PARTS if path.endswith(part)), "")
+    return _MODEL if path.startswith(_MODEL) else path
 
 
 def _json(value: object) -> web.Response:

@@ -17,7 +17,7 @@ from asyncengine.server.errors import bad_request
 from asyncengine.server.generation import Endpoint, Job, joined
 from asyncengine.server.logprobs import ChatLogProbs, PromptLogProb
 from asyncengine.server.messages import Message, as_messages
-from asyncengine.server.parsing import ParsedOutput, parse
+from asyncengine.server.parsing import ParsedCall, ParsedOutput, parse
 from asyncengine.server.parsing.choose import Parsing
 from asyncengine.server.preparing import prepare
 from asyncengine.server.protocol import BodyDecoder, GenerationBody, UsageBody, sampling_params
@@ -172,12 +172,14 @@ def _message(job: Job, parsed: ParsedOutput) -> AssistantMessage:
     return AssistantMessage(
         content=None if not parsed.content and (parsed.tool_calls or _is_forced(job)) else parsed.content,
         reasoning_content=(parsed.reasoning if _tells_reasoning(job) else "") or UNSET,
-        tool_calls=[
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in parsed.tool_calls
-        ]
-        or UNSET,
+        tool_calls=[_call(call) for call in parsed.tool_calls] or UNSET,
     )
+
+
+def _call(call: ParsedCall) -> dict[str, Any]:
+    if call.custom:
+        return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": call.arguments}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _tells_reasoning(job: Job) -> bool:

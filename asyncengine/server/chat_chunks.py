@@ -147,7 +147,7 @@ class ParsedFormat(ChatFormat):
 
 
 def _call(piece: ToolCallDelta) -> dict[str, object]:
+    kind, member = ("custom", "input") if piece.custom else ("function", "arguments")
     if piece.name is None:
-        return {"index": piece.index, "function": {"arguments": piece.arguments}}
-    function = {"name": piece.name, "arguments": piece.arguments}
-    return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
+        return {"index": piece.index, kind: {member: piece.arguments}}
+    return {"index": piece.index, "id": piece.id, "type": kind, kind: {"name": piece.name, member: piece.arguments}}

@@ -1,24 +1,31 @@
-"""How much a model is to think, as far as its chat template can tell it."""
+"""How much a model is to think and to say, as far as its chat template can tell it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from asyncengine.conversation import Conversation
-from asyncengine.server.errors import bad_request
+from asyncengine.server.unserved import pass_over
 from asyncengine.tokenization import Tokenizer
 
 
 def with_effort(chat: Conversation, effort: str, tokenizer: Tokenizer | None, field: str) -> Conversation:
-    """Of templates some know degrees, some whether or not. Raises ApiError 400 that names ``field`` if one knows none.
-
-    "none" asks nothing of a model that knows none.
-    """
+    """Tell the template a degree, or whether to think, as far as it knows either. ``field`` is the request's."""
     if _knows("reasoning_effort", chat, tokenizer):
         return replace(chat, chat_template_kwargs={"reasoning_effort": effort, **chat.chat_template_kwargs})
     if effort == "none" or _knows("enable_thinking", chat, tokenizer):
         return with_thinking(chat, effort != "none", tokenizer)
-    raise bad_request(f"{field}: this model's chat template does not have it", field, "unsupported_parameter")
+    pass_over(f"{field}, which the chat template does not know")
+    return chat
+
+
+def with_verbosity(chat: Conversation, verbosity: str, tokenizer: Tokenizer | None, field: str) -> Conversation:
+    """Tell the template how long the text should be, if it knows that. ``field`` is the request's."""
+    if _knows("verbosity", chat, tokenizer):
+        return replace(chat, chat_template_kwargs={"verbosity": verbosity, **chat.chat_template_kwargs})
+    if verbosity != "medium":
+        pass_over(f"{field}, which the chat template does not know")
+    return chat
 
 
 def with_thinking(chat: Conversation, enabled: bool, tokenizer: Tokenizer | None) -> Conversation:

@@ -127,6 +127,10 @@ class Endpoint(ABC):
         """
         return prompts, self.params(body), None
 
+    async def fit(self, engine: Engine, body: GenerationBody, prompts: list[Prompt]) -> list[Prompt]:
+        """The prompts as long as the context allows, where the request asks for that. Raises InvalidRequestError."""
+        return prompts
+
     def chunks(self, job: Job) -> StreamFormat:
         """How the response is streamed."""
         return self.chunk_format(job.id, job.created, job.model)

@@ -222,6 +222,14 @@ class JobLogProbs:
         """As ``completion``."""
         return (chat_logprobs(tokens, self._names) for tokens in self._batches(index, news, prompt))
 
+    def placed(self, news: News, prompt: Sequence[int]) -> Iterator[list[PlacedToken]]:
+        """The tokens of a response's only choice, as ``completion``. Their texts, joined, are that of the choice."""
+        return self._batches(0, news, prompt)
+
+    def told(self, tokens: Iterable[PlacedToken]) -> list[ChatTokenLogProbs]:
+        """As chat completions have them."""
+        return chat_logprobs(tokens, self._names).content
+
     def _batches(self, index: int, news: News, prompt: Sequence[int]) -> Iterator[list[PlacedToken]]:
         choice = self._choice(index, prompt)
         choice.push(news)

@@ -16,6 +16,7 @@ from asyncengine.checks import quoted
 from asyncengine.conversation import Conversation
 from asyncengine.json_text import JsonTexts
 from asyncengine.server.errors import bad_request
+from asyncengine.server.parsing.inputs import INPUT
 from asyncengine.server.parsing.names import HARMONY
 from asyncengine.server.protocol import unsupported
 from asyncengine.server.tools import parsed_arguments
@@ -38,8 +39,14 @@ class CalledFunction(msgspec.Struct):
     arguments: str | dict[str, Any] | None = None
 
 
+class CalledCustom(msgspec.Struct):
+    name: str
+    input: str = ""
+
+
 class MessageToolCall(msgspec.Struct):
-    function: CalledFunction
+    function: CalledFunction | None = None
+    custom: CalledCustom | None = None
     id: str | None = None
     type: str = "function"
 
@@ -110,13 +117,20 @@ def _text(i: int, k: int, part: ContentPart) -> str:
 
 
 def _call(path: str, call: MessageToolCall, texts: JsonTexts) -> dict[str, Any]:
-    if call.type != "function":
-        raise bad_request(f"{path}.type: only functions are supported, got {quoted(call.type)}", f"{path}.type")
-    arguments: Any = call.function.arguments or {}
-    if isinstance(arguments, str):
-        arguments = parsed_arguments(arguments, texts, f"{path}.function.arguments")
-    function = {"name": call.function.name, "arguments": arguments}
-    made = {"type": "function", "function": function}
+    if call.type not in ("function", "custom"):
+        wrong = f"{path}.type: only functions and custom tools are supported, got {quoted(call.type)}"
+        raise bad_request(wrong, f"{path}.type")
+    called = call.function if call.type == "function" else call.custom
+    if called is None:
+        raise bad_request(f"{path}.{call.type} is required", f"{path}.{call.type}")
+    arguments: Any
+    if isinstance(called, CalledCustom):
+        arguments = {INPUT: called.input}
+    else:
+        arguments = called.arguments or {}
+        if isinstance(arguments, str):
+            arguments = parsed_arguments(arguments, texts, f"{path}.function.arguments")
+    made = {"type": "function", "function": {"name": called.name, "arguments": arguments}}
     return made if call.id is None else {"id": call.id, **made}
 
 

@@ -29,6 +29,7 @@ from asyncengine.server.completions import Completion, CompletionBody
 from asyncengine.server.messages_api import Message
 from asyncengine.server.messages_input import MessagesBody
 from asyncengine.server.protocol import ModelCard, ModelList
+from asyncengine.server.response_routes import ItemList
 from asyncengine.server.responses import Response
 from asyncengine.server.responses_input import ResponsesBody
 from asyncengine.server.texts import DetokenizeBody, Text, TokenizeBody, Tokens
@@ -97,6 +98,15 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
     "/v1/completions": {"post": Operation("Go on with a prompt", Completion, CompletionBody, streams=True)},
     "/v1/chat/completions": {"post": Operation("Answer a conversation", ChatCompletion, ChatBody, streams=True)},
     "/v1/responses": {"post": Operation("Answer, in OpenAI's newer form", Response, ResponsesBody, streams=True)},
+    "/v1/responses/input_tokens": {
+        "post": Operation(
+            "Tokens of the input of a response",
+            _closed(object={"const": "response.input_tokens"}, input_tokens={"type": "integer"}),
+            ResponsesBody,
+        )
+    },
+    "/v1/responses/{id}/input_items": {"get": Operation("The items that a stored response was made from", ItemList)},
+    "/v1/responses/{id}/cancel": {"post": Operation("Refused: no response is made in the background", Response)},
     "/v1/responses/{id}": {
         "get": Operation("A stored response", Response),
         "delete": Operation(

@@ -7,12 +7,13 @@ own, and a response without streaming is what its events add up to.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from asyncengine.request import FinishReason, RequestDelta, RequestOutput, Usage
 from asyncengine.server.generation import Job
+from asyncengine.server.logprobs import PlacedToken
 from asyncengine.server.parsing import OutputParser, ParsedDelta, ToolCallDelta
 from asyncengine.server.parsing.choose import ReasoningTokens
 from asyncengine.server.sse import StreamFormat, encode
@@ -38,6 +39,10 @@ class Part:
     """False: the output ended in the middle of it."""
     head: bytes = b""
     """All of an event with news of this part that comes before the text."""
+    tokens: list[PlacedToken] = field(default_factory=list)
+    """Tokens of the last news of a text, where the request asks for log probabilities."""
+    logprobs: list[bytes] = field(default_factory=list)
+    """Log probabilities of the tokens so far, as JSON."""
 
     @property
     def text(self) -> str:
@@ -59,6 +64,41 @@ def event(name: str, members: bytes) -> bytes:
     return b'event: %b\ndata: {"type":%b%b}\n\n' % (name.encode(), encode(name), members)
 
 
+class UnsaidTokens:
+    """Tokens whose text a parser holds back, in their order."""
+
+    def __init__(self) -> None:
+        self._pieces: list[tuple[str, PlacedToken | None]] = []  # None: of this text the token was given before
+
+    def add(self, token: PlacedToken) -> None:
+        self._pieces.append((token.text, token))
+
+    def clear(self) -> None:
+        """All that was held back belongs to no text."""
+        self._pieces.clear()
+
+    def take(self, text: str) -> list[PlacedToken]:
+        """The tokens of ``text``, which the parser has given. Tokens before it are forgotten: they are markers."""
+        start = "".join([piece for piece, _ in self._pieces]).rfind(text)
+        if start < 0:
+            self.clear()
+            return []
+        end, at = start + len(text), 0
+        taken: list[PlacedToken] = []
+        left: list[tuple[str, PlacedToken | None]] = []
+        for piece, token in self._pieces:
+            begin, at = at, at + len(piece)
+            if begin >= end:
+                left.append((piece, token))
+                continue
+            if token is not None and (at > start or (begin == start and not piece)):  # without text: of a character
+                taken.append(token)
+            if at > end:
+                left.append((piece[end - begin :], None))
+        self._pieces = left
+        return taken
+
+
 class PartFormat(StreamFormat):
     """Makes parts of a response's only choice, and has a subclass write them."""
 
@@ -72,6 +112,8 @@ class PartFormat(StreamFormat):
         self._open: Part | None = None
         self._call = -1  # the index of the call that the open part is
         self._begun = False
+        self._unsaid: UnsaidTokens | None = None  # with log probabilities alone
+        self._prompt: Sequence[int] = ()
 
     @abstractmethod
     def begin(self) -> bytes:
@@ -94,34 +136,67 @@ class PartFormat(StreamFormat):
         """All parts are done."""
 
     def events(self, index: int, delta: RequestDelta, usage: bytes) -> bytes:
-        out = b""
-        if not self._begun:
-            self._read_after(self.streams[0].prompt_token_ids)
-            out = self.begin()
+        out = b"" if self._begun else self._start()
         if self._reasoning is not None:
             self._reasoning.push(delta.token_ids)
         if self._parser is None:
             out += self._add_text(Kind.TEXT, delta.text)
         elif delta.text:
             out += self._add(self._parser.push(delta.text))
+        return out if delta.finish_reason is None else out + self._finish(delta, delta.finish_reason)
+
+    def pieces(self, index: int, delta: RequestDelta, usage: bytes) -> Iterator[bytes]:
+        """``events``, or with log probabilities one event or more for each token that adds to the output."""
+        logprobs = self.job.choice_logprobs
+        if logprobs is None:
+            yield self.events(index, delta, usage)
+            return
+        unsaid = self._unsaid = self._unsaid or UnsaidTokens()
+        yield b"" if self._begun else self._start()
+        if self._reasoning is not None:
+            self._reasoning.push(delta.token_ids)
+        for tokens in logprobs.placed(delta, self._prompt):
+            out = b""
+            for token in tokens:
+                unsaid.add(token)
+                if self._parser is None:
+                    out += self._add_text(Kind.TEXT, token.text)
+                elif token.text:
+                    out += self._add(self._parser.push(token.text))
+            yield out
         if delta.finish_reason is not None:
-            if self._parser is not None:
-                out += self._add(self._parser.finish(cut=delta.finish_reason != FinishReason.STOP))
-            assert delta.usage is not None
-            reasoned = 0 if self._reasoning is None else self._reasoning.count
-            out += self._end(Ending(delta.finish_reason, delta.stop_reason, delta.usage, reasoned))
-        return out
+            yield self._finish(delta, delta.finish_reason)
+
+    def _start(self) -> bytes:
+        self._read_after(self.streams[0].prompt_token_ids)
+        return self.begin()
+
+    def _finish(self, delta: RequestDelta, reason: FinishReason) -> bytes:
+        out = b""
+        if self._parser is not None:
+            out = self._add(self._parser.finish(cut=reason != FinishReason.STOP))
+        assert delta.usage is not None
+        reasoned = 0 if self._reasoning is None else self._reasoning.count
+        return out + self._end(Ending(reason, delta.stop_reason, delta.usage, reasoned))
 
     def take(self, output: RequestOutput) -> None:
         """A whole output, in place of its deltas."""
+        for _ in self.taking(output):
+            pass
+
+    def taking(self, output: RequestOutput) -> Iterator[bytes]:
+        """``take``, in several parts each of which takes some 10 ms at most. They are empty."""
         (sequence,) = output.outputs
         self._read_after(output.prompt_token_ids)
         ids, reason, stopped_by = list(sequence.token_ids), sequence.finish_reason, sequence.stop_reason
-        self.events(0, RequestDelta("", 0, sequence.text, ids, reason, stopped_by, output.usage), b"")
+        delta = RequestDelta("", 0, sequence.text, ids, reason, stopped_by, output.usage)
+        delta.logprobs = sequence.logprobs
+        for _ in self.pieces(0, delta, b""):
+            yield b""
 
     def _read_after(self, prompt: Sequence[int]) -> None:
         """The output is read as what comes after this prompt."""
-        self._begun = True
+        self._begun, self._prompt = True, prompt
         if self.job.parsing is not None:
             self._parser = self.job.parsing.parser(self.job.tokenizer, prompt)
             self._reasoning = self.job.parsing.reasoning_tokens(self.job.tokenizer, prompt)
@@ -139,6 +214,8 @@ class PartFormat(StreamFormat):
         out = b""
         out += self._add_text(Kind.REASONING, parsed.reasoning)
         out += self._add_text(Kind.TEXT, parsed.content)
+        if self._unsaid is not None and parsed.tool_calls and not parsed.content:
+            self._unsaid.clear()
         for call in parsed.tool_calls:
             if call.index != self._call:
                 out += self._close()
@@ -155,6 +232,8 @@ class PartFormat(StreamFormat):
         if self._open is None or self._open.kind is not kind:
             out = self._close() + self._begin(Part(kind, len(self.parts)))
         assert self._open is not None
+        if self._unsaid is not None:
+            self._open.tokens = self._unsaid.take(text)
         return out + self._grow(self._open, text)
 
     def _begin(self, part: Part) -> bytes:

@@ -53,6 +53,7 @@ def prepare(
     parsing = Parsing(None, formats.reasoning, continued=chat.continued)
     if use is not None:
         chat = _with_tools(chat, use, formats)
+        param = _param(use) if use.forced or params.structured_outputs is None else None
         chosen, params = _constrained(use, params, tokenizer, formats, template)
         parsing = replace(
             parsing,
@@ -63,8 +64,9 @@ def prepare(
                 bare=frozenset(tool.name for tool in use.tools if tool.takes_nothing),
                 live=params.structured_outputs is not None,
                 forced=frozenset(tool.name for tool in use.forced),
+                inputs=frozenset(tool.name for tool in use.tools if tool.custom),
             ),
-            param=_param(use) if use.forced else None,
+            param=param,
         )
     elif formats.reasoning == HARMONY and (schema := _schema(params)) is not None:
         params = _with_grammar(params, content_grammar(HARMONY, schema, tokenizer))
@@ -135,8 +137,9 @@ def _with_grammar(params: SamplingParams, grammar: str) -> SamplingParams:
         raise bad_request(str(exc).replace("structured_outputs", "tool_choice", 1), "tool_choice") from None
 
 
-def _param(use: ToolUse) -> str:
-    """Of the schemas in a grammar the one, if there is but one."""
-    if len(use.forced) == 1:
-        return f"tools[{use.tools.index(use.forced[0])}].function.parameters"
-    return "tools"
+def _param(use: ToolUse) -> str | None:
+    """The part of the request that the grammar of the output was made of; None if there is no such grammar."""
+    held = use.forced or [tool for tool in use.tools if tool.strict]
+    if not held:
+        return None
+    return held[0].path if len(held) == 1 else "tools"

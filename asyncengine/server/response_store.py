@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 MAX_SIZE = 2 * 2**20
-"""Bytes of a response and its conversation: reading them takes some milliseconds of the event loop's time."""
-_OVERHEAD = 512
-"""Bytes of an entry beside its documents: its objects, its key and its place."""
+"""Bytes of a response and its items: reading them takes some milliseconds of the event loop's time."""
+_OVERHEAD, _ITEM_OVERHEAD = 512, 256
+"""Bytes of an entry and of an item beside their documents: their objects, their keys and their places."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """Both as JSON, so that their size is known."""
+    """The document and the items as JSON, so that their size is known."""
 
     document: bytes
     """As it was answered."""
-    conversation: bytes
-    """Messages: all of the input but the instructions, and the output."""
+    inputs: tuple[bytes, ...] = ()
+    """The items that it was made from, those of earlier requests first. Instructions are none of them."""
+    outputs: Mapping[str, bytes] = field(default_factory=dict)
+    """Its own items, by their ids."""
+
+    @property
+    def items(self) -> tuple[bytes, ...]:
+        """The conversation with which a next request goes on."""
+        return (*self.inputs, *self.outputs.values())
 
     @property
     def size(self) -> int:
-        return len(self.document) + len(self.conversation) + _OVERHEAD
+        items = self.items
+        return len(self.document) + sum(map(len, items)) + len(items) * _ITEM_OVERHEAD + _OVERHEAD
 
 
 class ResponseStore:
@@ -33,6 +42,7 @@ class ResponseStore:
         self._max_count = max_count
         self._max_bytes = max_bytes
         self._entries: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
+        self._places: dict[tuple[str, str], tuple[str, str]] = {}  # of output items, by owner and id: their responses
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -47,10 +57,10 @@ class ResponseStore:
     def put(self, key: tuple[str, str], response: StoredResponse) -> None:
         self.pop(key)
         self._entries[key] = response
+        self._places |= dict.fromkeys([(key[0], item) for item in response.outputs], key)
         self.held_bytes += response.size
         while len(self._entries) > self._max_count or self.held_bytes > self._max_bytes:
-            _, oldest = self._entries.popitem(last=False)
-            self.held_bytes -= oldest.size
+            self.pop(next(iter(self._entries)))
 
     def get(self, key: tuple[str, str]) -> StoredResponse | None:
         if key in self._entries:
@@ -61,7 +71,15 @@ class ResponseStore:
         response = self._entries.pop(key, None)
         if response is not None:
             self.held_bytes -= response.size
+            for item in response.outputs:
+                del self._places[key[0], item]
         return response
+
+    def item(self, owner: str, item_id: str) -> bytes | None:
+        """An item of the output of a response of this owner."""
+        place = self._places.get((owner, item_id))
+        response = None if place is None else self.get(place)
+        return None if response is None else response.outputs[item_id]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +100,6 @@ class OwnResponses:
 
     def pop(self, response_id: str) -> StoredResponse | None:
         return self.store.pop((self.owner, response_id))
+
+    def item(self, item_id: str) -> bytes | None:
+        return self.store.item(self.owner, item_id)

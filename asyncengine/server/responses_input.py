@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import Any, Literal
 
 import msgspec
 
 from asyncengine.checks import quoted
 from asyncengine.json_text import JsonTexts
-from asyncengine.server.errors import ApiError, bad_request
+from asyncengine.server.errors import bad_request
+from asyncengine.server.parsing.inputs import INPUT
 from asyncengine.server.protocol import (
     BodyDecoder,
     GenerationBody,
@@ -19,44 +21,61 @@ from asyncengine.server.protocol import (
     schema_text,
     unsupported,
 )
-from asyncengine.server.tools import (
-    FunctionBody,
-    NamedFunction,
-    NamedTool,
-    ToolBody,
-    ToolUse,
-    parsed_arguments,
-    tool_use,
-)
-from asyncengine.server.turns import Turns, check_count, renamed, required
+from asyncengine.server.response_store import OwnResponses
+from asyncengine.server.responses_tools import ChosenTool, ResponsesTool, model_name
+from asyncengine.server.tools import parsed_arguments
+from asyncengine.server.turns import Turns, check_count, required
 from asyncengine.server.unserved import RESPONSES
 
 #: Of GenerationBody: they add to a response what this API has no place for.
 _NO_PLACE = ("n", "best_of", "prompt_logprobs", "logprob_token_ids", "return_token_ids", "return_tokens_as_token_ids")
+_PREFIXES = {
+    "message": "msg_",
+    "reasoning": "rs_",
+    "function_call": "fc_",
+    "function_call_output": "fco_",
+    "custom_tool_call": "ctc_",
+    "custom_tool_call_output": "ctco_",
+}
+"""What ids of items begin with, by their types."""
 _ROLES = ("system", "developer", "user", "assistant")
-TOOL_FIELDS = {"].function": "]"}
-"""Names that this API has for what chat completions have within a function."""
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
-#: What `include` may ask for: the rest belongs to tools that are refused. Reasoning is never encrypted here.
-_INCLUDABLE = "reasoning.encrypted_content"
+_LOGPROBS = "message.output_text.logprobs"
+#: Beside that, `include` may ask for data of things that responses do not have here: hosted tools, images, encryption.
+_INCLUDABLE = (
+    _LOGPROBS,
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+)
+_VERBOSITIES = ("low", "medium", "high")
+_TRUNCATIONS = ("auto", "disabled")
 _METADATA_LIMITS = (16, 64, 512)  # pairs, characters of a key, characters of a value
 
 
-class Part(msgspec.Struct):
+class Part(msgspec.Struct, omit_defaults=True):
     type: str
     text: str | None = None
     refusal: str | None = None
 
 
-class Item(msgspec.Struct):
-    """One of the input: a message, a call of a function, its output, or reasoning."""
+class Item(msgspec.Struct, omit_defaults=True):
+    """One of the input: a message, a call of a tool, its output, or reasoning."""
 
+    id: str | None = None
     type: str | None = None
+    status: str | None = None
     role: str | None = None
     content: str | list[Part] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
+    input: str | None = None
     output: str | list[Part] | None = None
     summary: list[Part] | None = None
     encrypted_content: str | None = None
@@ -86,21 +105,6 @@ class Reasoning(msgspec.Struct):
     generate_summary: str | None = None
 
 
-class FunctionTool(msgspec.Struct):
-    """Tools of other types are refused by their name."""
-
-    type: str
-    name: str | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class ChosenTool(msgspec.Struct):
-    type: str
-    name: str | None = None
-
-
 class ResponsesBody(GenerationBody, kw_only=True):
     input: str | list[Item] | None = None
     instructions: str | None = None
@@ -111,10 +115,17 @@ class ResponsesBody(GenerationBody, kw_only=True):
     include: list[str] | None = None
     store: bool | None = None
     previous_response_id: str | None = None
-    tools: list[FunctionTool] | None = None
+    tools: list[ResponsesTool] | None = None
     tool_choice: str | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
+    top_logprobs: int | None = None
+    truncation: str | None = None
     user: str | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Most probable tokens that are asked for at each place of the text; None without log probabilities."""
+        return self.top_logprobs or (0 if _LOGPROBS in (self.include or ()) else None)
 
 
 DECODER = BodyDecoder(ResponsesBody, RESPONSES)
@@ -137,14 +148,17 @@ def decode(raw: bytes | bytearray) -> ResponsesBody:
         _read_text(body, body.text)
     _check_metadata(body.metadata or {})
     for name in body.include or ():
-        if name != _INCLUDABLE:
+        if name not in _INCLUDABLE:
             raise bad_request(f"include: {quoted(name)} is not supported by this server", "include")
+    if body.truncation not in (None, *_TRUNCATIONS):
+        raise bad_request(f"truncation must be auto or disabled, got {quoted(body.truncation)}", "truncation")
     return body
 
 
 def _read_text(body: ResponsesBody, text: TextConfig) -> None:
-    if text.verbosity not in (None, "medium"):
-        raise unsupported("text.verbosity")
+    if text.verbosity not in (None, *_VERBOSITIES):
+        known = ", ".join(_VERBOSITIES)
+        raise bad_request(f"text.verbosity must be one of {known}, got {quoted(text.verbosity)}", "text.verbosity")
     form = text.format
     if form is None:
         return
@@ -164,31 +178,38 @@ def _check_metadata(metadata: dict[str, str]) -> None:
         )
 
 
-def tools_of(body: ResponsesBody) -> ToolUse | None:
-    """None without tools. Raises ApiError 400."""
-    functions = [FunctionBody(tool.name, tool.description, tool.parameters, tool.strict) for tool in body.tools or ()]
-    tools = [ToolBody(tool.type, function) for tool, function in zip(body.tools or (), functions, strict=True)]
-    asked = body.tool_choice
-    if isinstance(asked, ChosenTool) and asked.type != "function":
-        wrong = f"tool_choice: {quoted(asked.type)} is not supported by this server"
-        raise bad_request(wrong, "tool_choice", "unsupported_parameter")
-    choice = NamedTool("function", NamedFunction(asked.name)) if isinstance(asked, ChosenTool) else asked
-    try:
-        return tool_use(tools, choice, body.parallel_tool_calls)
-    except ApiError as exc:
-        raise renamed(exc, TOOL_FIELDS) from None
-
-
-def add_input(turns: Turns, given: str | list[Item] | None) -> None:
-    """Have ``turns`` end with the input. Raises ApiError 400 that names the wrong item."""
+def items_of(given: str | list[Item] | None, own: OwnResponses) -> list[Item]:
+    """The input as items, each with its type and an id, and those it refers to in their place. Raises ApiError 400."""
     if not given:
         raise bad_request("input is required and must not be empty", "input")
     if isinstance(given, str):
-        turns.text("user", given)
-        return
-    check_count("input", (each for item in given for each in (item.content, item.output, item.summary)))
+        given = [Item(role="user", content=given)]
+    return [_whole(item, own, f"input[{i}]") for i, item in enumerate(given)]
+
+
+def _whole(item: Item, own: OwnResponses, path: str) -> Item:
+    if item.type == "item_reference" or (item.type is None and item.id is not None and item.role is None):
+        stored = own.item(required(item.id, f"{path}.id"))
+        if stored is None:
+            raise bad_request(f"{path}.id: there is no stored item {quoted(item.id)}", f"{path}.id")
+        return msgspec.json.decode(stored, type=Item)
+    item.type = item.type or "message"
+    item.id = item.id or f"{_PREFIXES.get(item.type, 'item_')}{uuid.uuid4().hex}"
+    return item
+
+
+def stored_item(item: Item) -> Item:
+    """As the list of a response's items has it: contents are parts, and what came is complete."""
+    kind = "output_text" if item.role == "assistant" else "input_text"
+    content = [Part(kind, item.content)] if isinstance(item.content, str) else item.content
+    return msgspec.structs.replace(item, content=content, status=item.status or "completed")
+
+
+def add_items(turns: Turns, items: list[Item]) -> None:
+    """Have ``turns`` go on with the items. Raises ApiError 400 that names the wrong one."""
+    check_count("input", (each for item in items for each in (item.content, item.output, item.summary)))
     json_texts = JsonTexts()
-    for i, item in enumerate(given):
+    for i, item in enumerate(items):
         _add(turns, item, f"input[{i}]", json_texts)
     if not turns.messages:
         raise bad_request("input holds no text", "input")
@@ -203,14 +224,15 @@ def _add(turns: Turns, item: Item, path: str, json_texts: JsonTexts) -> None:
             turns.text(item.role, _joined(item.content, f"{path}.content"))
         case "reasoning":
             if item.encrypted_content is not None and not item.content:
-                raise unsupported(f"{path}.encrypted_content")
+                return  # of another model, for whose server alone it says anything
             texts = item.content or item.summary
             turns.reasoning(_joined(texts, f"{path}.content") if texts else "")
         case "function_call":
-            call_id, name = required(item.call_id, f"{path}.call_id"), required(item.name, f"{path}.name")
             arguments = parsed_arguments(item.arguments or "{}", json_texts, f"{path}.arguments")
-            turns.call(call_id, name, arguments)
-        case "function_call_output":
+            turns.call(*_called(item, path), arguments)
+        case "custom_tool_call":
+            turns.call(*_called(item, path), {INPUT: item.input or ""})
+        case "function_call_output" | "custom_tool_call_output":
             call_id = required(item.call_id, f"{path}.call_id")
             turns.result(call_id, _joined(item.output, f"{path}.output", empty=True), f"{path}.call_id")
         case _:
@@ -219,6 +241,12 @@ def _add(turns: Turns, item: Item, path: str, json_texts: JsonTexts) -> None:
                 f"{path}.type",
                 "unsupported_parameter",
             )
+
+
+def _called(item: Item, path: str) -> tuple[str, str]:
+    """The id of a call, and the model's name of its tool."""
+    call_id, name = required(item.call_id, f"{path}.call_id"), required(item.name, f"{path}.name")
+    return call_id, model_name(item.namespace, name) or name
 
 
 def _joined(content: str | list[Part] | None, path: str, *, empty: bool = False) -> str:

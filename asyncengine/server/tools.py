@@ -12,12 +12,15 @@ import msgspec
 from asyncengine.checks import quoted
 from asyncengine.json_text import JsonTexts, JsonTooLargeError
 from asyncengine.server.errors import bad_request
+from asyncengine.server.parsing.inputs import INPUT
 
 _NAME = re.compile(r"[A-Za-z0-9_][\w.\-]{0,127}", re.ASCII)
 _TYPES = {"object", "array", "string", "number", "integer", "boolean", "null"}
 _MAX_TOOLS = 1024
 _MAX_SCHEMA_NODES = 20_000
 """Schemas and lists of all tools' parameters, together: checking them takes some 10 ms at most."""
+_MAX_GRAMMARS = 16_384
+"""Characters of the grammars of all custom tools together: making grammars of calls takes some 20 ms at most."""
 _EMPTY_KEYS = {"type", "properties", "required", "additionalProperties", "title", "description", "$schema", "$defs",
                "definitions", "strict"}  # fmt: skip
 """Members of a schema that add no parameter to those in its properties."""
@@ -26,15 +29,37 @@ _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _MAPS = ("properties", "$defs", "definitions", "patternProperties")
 
 
+_INPUT_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {INPUT: {"type": "string"}},
+    "required": [INPUT],
+    "additionalProperties": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class InputGrammar:
+    """What the input of a custom tool has to be."""
+
+    syntax: str
+    """lark or regex."""
+    definition: str
+
+
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may call."""
+    """A function that the model may call. A custom tool is one with a single text, its input."""
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
     """A JSON Schema of an object."""
     strict: bool = False
+    path: str = "tools"
+    """Where the request has what a grammar of its arguments is made of."""
+    custom: bool = False
+    grammar: InputGrammar | None = None
+    """Of a custom tool's input, which is any text without."""
 
     @property
     def takes_nothing(self) -> bool:
@@ -45,13 +70,20 @@ class Tool:
     @property
     def schema(self) -> dict[str, Any]:
         """The parameters as a grammar takes them: nothing where there are none."""
+        if self.grammar is not None and self.grammar.syntax == "regex":
+            return self.parameters | {
+                "properties": {INPUT: {"type": "string", "pattern": f"^(?:{self.grammar.definition})$"}}
+            }
         return self.parameters | {"additionalProperties": False} if self.takes_nothing else self.parameters
 
     def described(self) -> dict[str, Any]:
         """As templates take it."""
         function: dict[str, Any] = {"name": self.name}
-        if self.description is not None:
-            function["description"] = self.description
+        said = [] if self.description is None else [self.description]
+        if self.grammar is not None:
+            said.append(f"The {INPUT} follows this grammar ({self.grammar.syntax}):\n{self.grammar.definition}")
+        if said:
+            function["description"] = "\n\n".join(said)
         return {"type": "function", "function": function | {"parameters": self.parameters}}
 
 
@@ -82,22 +114,59 @@ class FunctionBody(msgspec.Struct):
     strict: bool | None = None
 
 
+class GrammarBody(msgspec.Struct):
+    syntax: str | None = None
+    definition: str | None = None
+
+
+class InputFormat(msgspec.Struct):
+    type: str = "text"
+    grammar: GrammarBody | None = None
+
+
+class CustomBody(msgspec.Struct):
+    name: str | None = None
+    description: str | None = None
+    format: InputFormat | None = None
+
+
 class ToolBody(msgspec.Struct):
     type: str = "function"
     function: FunctionBody | None = None
+    custom: CustomBody | None = None
 
 
 class NamedFunction(msgspec.Struct):
     name: str | None = None
 
 
-class NamedTool(msgspec.Struct):
+class ToolReference(msgspec.Struct):
     type: str
     function: NamedFunction | None = None
+    custom: NamedFunction | None = None
 
 
-def tool_use(tools: Sequence[ToolBody] | None, choice: str | NamedTool | None, parallel: bool | None) -> ToolUse | None:
-    """What a body asks for; None without tools. Raises ApiError 400."""
+class AllowedTools(msgspec.Struct):
+    mode: str | None = None
+    tools: list[ToolReference] | None = None
+
+
+class NamedTool(ToolReference):
+    """A tool that must be called, or some that may be."""
+
+    allowed_tools: AllowedTools | None = None
+
+
+def tool_use(
+    tools: Sequence[ToolBody] | None,
+    choice: str | NamedTool | None,
+    parallel: bool | None,
+    paths: Sequence[str] | None = None,
+) -> ToolUse | None:
+    """What a body asks for; None without tools. Raises ApiError 400.
+
+    ``paths``: where the request has each of the tools, if not as the members of ``tools``.
+    """
     if not tools:
         if choice not in (None, "none", "auto"):
             raise bad_request("tool_choice needs tools", "tool_choice")
@@ -105,52 +174,92 @@ def tool_use(tools: Sequence[ToolBody] | None, choice: str | NamedTool | None, p
     if len(tools) > _MAX_TOOLS:
         raise bad_request(f"tools: at most {_MAX_TOOLS} are allowed, got {len(tools)}", "tools")
     checked: dict[str, Tool] = {}
-    count = 0
-    for i, body in enumerate(tools):
-        tool = _tool(i, body)
+    count = length = 0
+    for body, path in zip(tools, paths or [f"tools[{i}]" for i in range(len(tools))], strict=True):
+        tool = _tool(body, path)
         if tool.name in checked:
-            path = f"tools[{i}].function.name"
+            path = f"{path}.{body.type}.name"
             raise bad_request(f"{path}: {quoted(tool.name)} is the name of an earlier tool", path)
         checked[tool.name] = tool
-        count = check_schema(tool.parameters, f"tools[{i}].function.parameters", count)
-    kind, named = _choice(choice, checked)
-    return ToolUse(tuple(checked.values()), kind, named, parallel is not False)
+        count = check_schema(tool.parameters, tool.path, count)
+        length += 0 if tool.grammar is None else len(tool.grammar.definition)
+        if length > _MAX_GRAMMARS:
+            raise bad_request(f"{tool.path}: grammars may have {_MAX_GRAMMARS} characters in all", tool.path)
+    kind, chosen = _choice(choice, checked)
+    named = chosen[0] if kind == "function" else None
+    allowed = tuple(checked[name] for name in chosen) if chosen and named is None else tuple(checked.values())
+    return ToolUse(allowed, kind, named, parallel is not False)
 
 
-def _tool(i: int, body: ToolBody) -> Tool:
-    if body.type != "function":
-        path = f"tools[{i}].type"
-        raise bad_request(f"{path}: only functions are supported, got {quoted(body.type)}", path)
-    function = body.function
-    if function is None:
-        raise bad_request(f"tools[{i}].function is required", f"tools[{i}].function")
-    if function.name is None or not _NAME.fullmatch(function.name):
-        path = f"tools[{i}].function.name"
+def _tool(body: ToolBody, path: str) -> Tool:
+    if body.type not in ("function", "custom"):
+        path = f"{path}.type"
+        raise bad_request(f"{path}: only functions and custom tools are supported, got {quoted(body.type)}", path)
+    path = f"{path}.{body.type}"
+    given = body.function if body.type == "function" else body.custom
+    if given is None:
+        raise bad_request(f"{path} is required", path)
+    if given.name is None or not _NAME.fullmatch(given.name):
+        path = f"{path}.name"
         raise bad_request(
-            f"{path} must consist of at most 128 letters, digits, '_', '-' and '.', got {quoted(function.name)}",
-            path,
+            f"{path} must consist of at most 128 letters, digits, '_', '-' and '.', got {quoted(given.name)}", path
         )
-    parameters = function.parameters or {"type": "object", "properties": {}}
+    if isinstance(given, CustomBody):
+        grammar = _input_grammar(given.format, f"{path}.format")
+        strict, path = grammar is not None, f"{path}.format"
+        return Tool(given.name, given.description, _INPUT_SCHEMA, strict, path, custom=True, grammar=grammar)
+    path = f"{path}.parameters"
+    parameters = given.parameters or {"type": "object", "properties": {}}
     if parameters.get("type", "object") != "object":
-        path = f"tools[{i}].function.parameters"
         raise bad_request(f"{path} must be the schema of an object, got type {quoted(parameters['type'])}", path)
-    return Tool(function.name, function.description, {"type": "object"} | parameters, bool(function.strict))
+    return Tool(given.name, given.description, {"type": "object"} | parameters, bool(given.strict), path)
 
 
-def _choice(choice: str | NamedTool | None, tools: dict[str, Tool]) -> tuple[str, str | None]:
+def _input_grammar(form: InputFormat | None, path: str) -> InputGrammar | None:
+    if form is None or form.type == "text":
+        return None
+    if form.type != "grammar":
+        raise bad_request(f"{path}.type must be text or grammar, got {quoted(form.type)}", f"{path}.type")
+    path = f"{path}.grammar"
+    if form.grammar is None:
+        raise bad_request(f"{path} is required", path)
+    syntax, definition = form.grammar.syntax, form.grammar.definition
+    if syntax not in ("lark", "regex"):
+        raise bad_request(f"{path}.syntax must be lark or regex, got {quoted(syntax)}", f"{path}.syntax")
+    if not definition:
+        raise bad_request(f"{path}.definition is required", f"{path}.definition")
+    return InputGrammar(syntax, definition)
+
+
+def _choice(choice: str | NamedTool | None, tools: dict[str, Tool]) -> tuple[str, list[str]]:
+    """The kind of choice, and the names of the tool that must be called or of those that may be; none: of all."""
     if choice is None:
-        return "auto", None
+        return "auto", []
     if isinstance(choice, str):
         if choice not in ("none", "auto", "required"):
             raise bad_request(
                 f"tool_choice must be none, auto, required or a function, got {quoted(choice)}", "tool_choice"
             )
-        return choice, None
-    if choice.type != "function" or choice.function is None or choice.function.name is None:
-        raise bad_request("tool_choice: a function and its name are needed", "tool_choice")
-    if choice.function.name not in tools:
-        raise bad_request(f"tool_choice: {quoted(choice.function.name)} is not one of tools", "tool_choice")
-    return "function", choice.function.name
+        return choice, []
+    if choice.type != "allowed_tools":
+        return "function", [_named(choice, tools)]
+    allowed = choice.allowed_tools
+    if allowed is None or not allowed.tools:
+        raise bad_request("tool_choice: allowed_tools must have tools", "tool_choice")
+    if allowed.mode not in ("auto", "required"):
+        raise bad_request(f"tool_choice: mode must be auto or required, got {quoted(allowed.mode)}", "tool_choice")
+    names = {_named(reference, tools) for reference in allowed.tools}
+    return allowed.mode, [name for name in tools if name in names]
+
+
+def _named(reference: ToolReference, tools: dict[str, Tool]) -> str:
+    given = {"function": reference.function, "custom": reference.custom}.get(reference.type)
+    if given is None or given.name is None:
+        raise bad_request("tool_choice: a function or a custom tool and its name are needed", "tool_choice")
+    tool = tools.get(given.name)
+    if tool is None or tool.custom != (reference.type == "custom"):
+        raise bad_request(f"tool_choice: {quoted(given.name)} is not one of tools", "tool_choice")
+    return given.name
 
 
 def check_schema(schema: object, path: str, count: int = 0) -> int:

@@ -6,7 +6,10 @@ that has a twin here is served in place of standing in these tables (``protocol.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+
+logger = logging.getLogger("asyncengine.server")
 
 Fields = Mapping[str, tuple[object, ...]]
 
@@ -127,8 +130,6 @@ RESPONSES: Fields = {
     "prompt": _ABSENT,
     "context_management": NOTHING,
     "moderation": _ABSENT,
-    "truncation": (None, "disabled"),
-    "top_logprobs": (None, 0),
 }
 MESSAGES: Fields = {
     **GENERATION,
@@ -149,3 +150,16 @@ VECTORS: Fields = {
     "mm_processor_kwargs": NOTHING,
     "instruction": (None, ""),
 }
+
+
+_passed_over: set[str] = set()
+
+
+def pass_over(what: str) -> None:
+    """Log that requests have ``what`` and are served without. Each is said once for the life of the process.
+
+    ``what`` is one of a small number of texts of this program, never a text of a client.
+    """
+    if what not in _passed_over:
+        _passed_over.add(what)
+        logger.info("%s: asked for, not served here, and left out; this is said once", what)

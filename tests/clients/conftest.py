@@ -55,7 +55,7 @@ def roomy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
     It was trained for neither: what it writes freely makes no sense there, what a schema forces is right in form.
     """
-    folder = with_room(tmp_path_factory.mktemp("roomy"))
+    folder = checkpoint(tmp_path_factory.mktemp("roomy"), 4096)
     with serving(str(folder), "--chat-template", str(Path(__file__).with_name("template.jinja"))) as running:
         yield running
 
@@ -63,15 +63,15 @@ def roomy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def stretched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The bundled model with its own chat template and a context of 4,096 tokens, for clients that write long turns."""
-    with serving(str(with_room(tmp_path_factory.mktemp("stretched")))) as running:
+    with serving(str(checkpoint(tmp_path_factory.mktemp("stretched"), 4096))) as running:
         yield running
 
 
-def with_room(folder: Path) -> Path:
-    """The bundled model in ``folder``, with a context of 4,096 tokens."""
+def checkpoint(folder: Path, context: int) -> Path:
+    """The bundled model with a context of so many tokens, for prompts of agents."""
     for file in MODEL.iterdir():
         (folder / file.name).symlink_to(file)
-    config = json.loads((MODEL / "config.json").read_text()) | {"max_position_embeddings": 4096}
+    config = json.loads((MODEL / "config.json").read_text()) | {"max_position_embeddings": context}
     (folder / "config.json").unlink()
     (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -79,9 +79,25 @@ def with_room(folder: Path) -> Path:
 
 @contextmanager
 def serving(*arguments: str) -> Iterator[Server]:
+    """``asyncengine serve`` with a model."""
+    with _started("-m", "asyncengine", "serve", *arguments, "--port", "0", "--dtype", "float32") as running:
+        yield running
+
+
+@contextmanager
+def scripted(folder: Path, *replies: tuple[str, str]) -> Iterator[Server]:
+    """A server whose n-th answer is the n-th text, if the prompt has what stands before the text."""
+    file = folder / "replies.json"
+    file.write_text(json.dumps(replies))
+    with _started(str(Path(__file__).with_name("serve_replies.py")), str(file), "--key", KEY) as running:
+        yield running
+
+
+@contextmanager
+def _started(*arguments: str) -> Iterator[Server]:
     python = os.environ.get("CLIENTS_SERVER", str(ROOT / ".venv" / "bin" / "python"))
-    command = [python, "-m", "asyncengine", "serve", *arguments, "--port", "0", "--dtype", "float32"]
     environment = os.environ | {"ASYNCENGINE_API_KEY": KEY, "ASYNCENGINE_SERVED_MODEL_NAME": "stories"}
+    command = [python, *arguments]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stderr is not None
         try:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+from typing import Any
+
 import pytest
 from conftest import Server
 
@@ -17,3 +21,51 @@ def test_31_responses(server: Server) -> None:
         kinds = [event.type for event in stream]
     assert kinds[0] == "response.created"
     assert "response.output_text.delta" in kinds
+
+
+def test_45_responses_for_agents(roomy: Server) -> None:
+    client = openai.OpenAI(base_url=roomy.v1, api_key=roomy.key)
+    time: Any = {
+        "type": "custom",
+        "name": "time",
+        "format": {"type": "grammar", "syntax": "lark", "definition": 'start: N ":" N "\\n"?\nN: /[0-9]{2}/'},
+    }
+    look: Any = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}
+    tools: Any = [time, {"type": "namespace", "name": "eyes", "description": "To see.", "tools": [look]}]
+    asked: dict[str, Any] = {"model": roomy.model, "tools": tools, "max_output_tokens": 200}
+    first = client.responses.create(**asked, input="When?", tool_choice={"type": "custom", "name": "time"})
+    (call,) = first.output
+    assert (call.type, call.name) == ("custom_tool_call", "time")
+    assert re.fullmatch(r"\d\d:\d\d\n?", call.input)
+    allowed: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "eyes__look"}]}
+    result: Any = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "Now."}
+    options: dict[str, Any] = {"previous_response_id": first.id, "parallel_tool_calls": False}
+    with client.responses.stream(**asked, **options, input=[result], tool_choice=allowed) as stream:
+        kinds = {event.type for event in stream}
+        second = stream.get_final_response()
+    assert "response.function_call_arguments.done" in kinds
+    (call,) = second.output
+    assert (call.namespace, call.name, json.loads(call.arguments)) == ("eyes", "look", {})
+    items = client.responses.input_items.list(second.id, order="asc").data
+    assert [item.type for item in items] == ["message", "custom_tool_call", "custom_tool_call_output"]
+    with pytest.raises(openai.BadRequestError, match="background"):
+        client.responses.cancel(second.id)
+
+
+def test_45_responses_tell_log_probabilities_and_drop_old_turns(server: Server) -> None:
+    client = openai.OpenAI(base_url=server.v1, api_key=server.key)
+    asked: dict[str, Any] = {"model": server.model, "max_output_tokens": 12}
+    reply = client.responses.create(
+        **asked, input="Tell me a story.", include=["message.output_text.logprobs"], top_logprobs=2
+    )
+    told = reply.output[0].content[0].logprobs
+    assert "".join(each.token for each in told) == reply.output_text
+    assert all(len(each.top_logprobs) == 2 for each in told)
+    turns: Any = [{"role": role, "content": "A story. " * 20} for _ in range(20) for role in ("user", "assistant")]
+    turns.append({"role": "user", "content": "And then?"})
+    with pytest.raises(openai.BadRequestError, match="context"):
+        client.responses.create(**asked, input=turns)
+    cut = client.responses.create(**asked, input=turns, truncation="auto")
+    count = client.responses.input_tokens.count(model=server.model, input=turns, truncation="auto")
+    assert 0 < count.input_tokens <= 512
+    assert 0 < cut.usage.input_tokens <= 500

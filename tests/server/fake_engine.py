@@ -333,6 +333,8 @@ class FakeStream:
         generated = 0
         running = dict.fromkeys(range(n), "")
         for number in range(self._limit):
+            if not running:
+                break
             await engine.step(self, number)
             first = first or time.monotonic()
             for index in list(running):

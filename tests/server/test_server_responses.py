@@ -229,7 +229,7 @@ async def test_31_responses_are_for_those_who_have_their_key(tmp_path: Path) -> 
 
 def test_31_responses_store_keeps_so_many_and_so_much() -> None:
     def sized(size: int) -> StoredResponse:
-        return StoredResponse(b"x" * size, b"")
+        return StoredResponse(b"x" * size)
 
     overhead = sized(0).size
     store = ResponseStore(3, 3 * overhead + 3000)
@@ -284,18 +284,22 @@ async def test_31_responses_that_cannot_be_kept_say_so() -> None:
             "input_image",
         ),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text", "required"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "item_reference"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id", "no stored item"),
+        ({"input": [{"type": "item_reference"}]}, "input[0].id", "required"),
+        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type", "web_search_call"),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": "1"}]}, "input[0].call_id", "no call"),
-        ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]}, "input[0].encrypted_content", ""),
+        ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]}, "input", "no text"),
         ({"input": 3}, "input", "str"),
         ({"input": "x", "background": True}, "background", "not supported"),
         ({"input": "x", "conversation": "conv_1"}, "conversation", "not supported"),
         ({"input": "x", "prompt": {"id": "p"}}, "prompt", "not supported"),
-        ({"input": "x", "truncation": "auto"}, "truncation", "not supported"),
-        ({"input": "x", "top_logprobs": 2}, "top_logprobs", "not supported"),
+        ({"input": "x", "truncation": "always"}, "truncation", "always"),
+        ({"input": "x", "truncation": "auto", "max_output_tokens": 1000}, "max_output_tokens", "1000"),
+        ({"input": "x", "top_logprobs": 200}, "top_logprobs", "200"),
+        ({"input": "x", "top_logprobs": -1}, "top_logprobs", "-1"),
         ({"input": "x", "n": 2}, "n", "not supported"),
-        ({"input": "x", "include": ["message.output_text.logprobs"]}, "include", "logprobs"),
-        ({"input": "x", "text": {"verbosity": "low"}}, "text.verbosity", "not supported"),
+        ({"input": "x", "include": ["message.output_text"]}, "include", "output_text"),
+        ({"input": "x", "text": {"verbosity": "lots"}}, "text.verbosity", "lots"),
         ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.schema", "required"),
         ({"input": "x", "temperature": 3}, "temperature", "3"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens", "at least 1"),

@@ -287,12 +287,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ({"documents": ["x"]}, "documents[0]"),
-    ({"reasoning_effort": "high"}, "reasoning_effort"),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]}]},
      "messages[0].tool_calls"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"type": "x", "function": {"name": "f"}}]}]},
      "messages[0].tool_calls[0].type"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages[0].tool_calls[0]"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages[0].tool_calls[0].function"),
 ]  # fmt: skip
 
 

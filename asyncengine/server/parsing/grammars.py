@@ -12,7 +12,10 @@ from functools import partial
 from keyword import iskeyword
 from typing import Any
 
+from asyncengine.server.errors import bad_request
+from asyncengine.server.parsing.inputs import arguments_of
 from asyncengine.server.parsing.names import HARMONY
+from asyncengine.server.parsing.quoting import QuotingError, quoted_lark
 from asyncengine.server.tools import Tool
 from asyncengine.tokenization import Tokenizer
 
@@ -68,7 +71,8 @@ def lazy_grammar(form: str, tools: Sequence[Tool], *, single: bool, tokenizer: T
         return None
     atom = _atoms(tokenizer)
     free = {"type": "object"}
-    loose = [tool if tool.strict or tool.takes_nothing else replace(tool, parameters=free) for tool in tools]
+    held = [tool.strict or tool.custom or tool.takes_nothing for tool in tools]
+    loose = [tool if keeps else replace(tool, parameters=free) for tool, keeps in zip(tools, held, strict=True)]
     rules, several = _RULES[form](loose, single or form == "hermes", lambda text: "" if text == trigger else atom(text))
     calls = several.format(most=f"{{0,{MOST_CALLS - 1}}}")
     marker = atom(trigger)
@@ -116,9 +120,20 @@ def _json_rule(schema: dict[str, Any]) -> str:
     return "%json " + json.dumps(schema | {"x-guidance": _FORM}, ensure_ascii=False)
 
 
+def _arguments(tool: Tool) -> str:
+    if tool.grammar is None or tool.grammar.syntax != "lark":
+        return _json_rule(tool.schema)
+    try:
+        rules = quoted_lark(tool.grammar.definition)
+    except QuotingError as exc:
+        raise bad_request(f"{tool.path}: {exc}", tool.path) from None
+    begin, end = arguments_of("").split('""')
+    return f"{_text(begin + chr(34))} %lark {{\n{rules}\n}} {_text(chr(34) + end)}"
+
+
 def _call(tool: Tool, key: str = "arguments") -> str:
     head = f'{{"name": {json.dumps(tool.name)}, "{key}": '
-    return f"{_text(head)} {_json_rule(tool.schema)} {_text('}')}"
+    return f"{_text(head)} {_arguments(tool)} {_text('}')}"
 
 
 def _choice(bodies: Sequence[str]) -> list[str]:
@@ -154,7 +169,7 @@ def _mistral(tools: Sequence[Tool], single: bool, atom: Atom) -> Rules:
 
 def _mistral_named(tools: Sequence[Tool], single: bool, atom: Atom) -> Rules:
     begin, arguments = atom("[TOOL_CALLS]"), atom("[ARGS]")
-    bodies = [f"{begin} {_text(tool.name)} {arguments} {_json_rule(tool.schema)}" for tool in tools]
+    bodies = [f"{begin} {_text(tool.name)} {arguments} {_arguments(tool)}" for tool in tools]
     return _choice(bodies), "call" if single else "call call{most}"
 
 
@@ -162,7 +177,7 @@ def _deepseek(tools: Sequence[Tool], single: bool, atom: Atom) -> Rules:
     begin, separator, end = map(atom, ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"))
     bodies = [
         f'{begin} "function" {separator} {_text(tool.name + chr(10) + "```json" + chr(10))} '
-        f"{_json_rule(tool.schema)} {_text(chr(10) + '```')} {end}"
+        f"{_arguments(tool)} {_text(chr(10) + '```')} {end}"
         for tool in tools
     ]
     several = "call" if single else "call (" + _text("\n") + " call){most}"
@@ -171,7 +186,7 @@ def _deepseek(tools: Sequence[Tool], single: bool, atom: Atom) -> Rules:
 
 def _deepseek_named(tools: Sequence[Tool], single: bool, atom: Atom) -> Rules:
     begin, separator, end = map(atom, ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"))
-    bodies = [f"{begin} {_text(tool.name)} {separator} {_json_rule(tool.schema)} {end}" for tool in tools]
+    bodies = [f"{begin} {_text(tool.name)} {separator} {_arguments(tool)} {end}" for tool in tools]
     several = "call" if single else "call call{most}"
     return _choice(bodies), f"{atom('<｜tool▁calls▁begin｜>')} {several} {atom('<｜tool▁calls▁end｜>')}"
 
@@ -181,7 +196,7 @@ def _harmony(tools: Sequence[Tool], single: bool, atom: Atom) -> Rules:
     channel, message = atom("<|channel|>"), atom("<|message|>")
     bodies = [
         f"{channel} {_text(f'commentary to=functions.{tool.name} ')} {atom('<|constrain|>')} "
-        f'"json" {message} {_json_rule(tool.schema)}'
+        f'"json" {message} {_arguments(tool)}'
         for tool in tools
     ]
     return [*_choice(bodies), *_analysis(atom)], "analysis? call"
@@ -193,12 +208,14 @@ def _analysis(atom: Atom) -> list[str]:
 
 
 def _pythonic(tools: Sequence[Tool], single: bool, atom: Atom) -> Rules:
-    bodies = [f"{_text(tool.name + '(')} {_keywords(tool.parameters)} {_text(')')}" for tool in tools]
+    bodies = [f"{_text(tool.name + '(')} {_keywords(tool.schema)} {_text(')')}" for tool in tools]
     return _choice(bodies), '"[" call "]"' if single else '"[" call (", " call){most} "]"'
 
 
 def _is_simple(tool: Tool) -> bool:
     names = [*tool.name.split("."), *tool.parameters.get("properties", {})]
+    if tool.grammar is not None and tool.grammar.syntax == "lark":  # Python has no new lines between quotes
+        return False
     return tool.parameters.keys() <= _SIMPLE and all(n.isidentifier() and not iskeyword(n) for n in names)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
-from asyncengine.server.parsing.arguments import loaded, written
+from asyncengine.server.parsing.arguments import checked, loaded, written
+from asyncengine.server.parsing.inputs import INPUT, arguments_of
 from asyncengine.server.parsing.machine import Machine, State
 
 _LONGEST_OBJECT = 1 << 16
@@ -132,7 +134,7 @@ class JsonCalls(Machine):
             return False
         if end < 0 and self._is_cut and len(text) < limit:
             return self._in_cut_object(text[self._at :])
-        call = None if end < 0 or self._object.broken else _call_in(text[self._at : end])
+        call = None if end < 0 or self._object.broken else _call_in(text[self._at : end], self.rules.inputs)
         if call is None or not self._takes(call[0]):
             return self._other()
         self.open_call(call[0], "")
@@ -203,13 +205,17 @@ def _name(quoted: str) -> str:
     return name if isinstance(name, str) else ""
 
 
-def _call_in(text: str) -> tuple[str, str] | None:
-    """Name and arguments, if the object is a call."""
+def _call_in(text: str, inputs: Collection[str]) -> tuple[str, str] | None:
+    """Name and arguments, if the object is a call. ``inputs``: names of tools that may have a text as arguments."""
     call = loaded(text)
     if isinstance(call, dict) and isinstance(call.get("function"), dict):
         call = call["function"]
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None
+    if call["name"] in inputs:
+        given = next((call[key] for key in ("arguments", "parameters", INPUT) if isinstance(call.get(key), str)), None)
+        if given is not None:
+            return call["name"], checked(given) or arguments_of(given)
     key = next((key for key in ("arguments", "parameters") if key in call), None)
     if key is None and not call.keys() <= _KEYS:
         return None

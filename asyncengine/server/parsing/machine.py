@@ -13,6 +13,7 @@ from functools import lru_cache
 
 from asyncengine.markers import Markers
 from asyncengine.server.parsing.arguments import checked, clean, is_beginning
+from asyncengine.server.parsing.inputs import InputReader, input_of
 from asyncengine.server.parsing.parser import CallRules, OutputParser, ParsedDelta, ToolCallDelta, new_call_id
 
 State = Callable[[], bool]
@@ -50,6 +51,7 @@ class Machine(OutputParser):
         self._ended = False
         self._is_cut = False
         self._call: _Call | None = None
+        self._reader: InputReader | None = None  # of the call that was announced last, if its tool is a custom one
         self._calls = 0
         self._dropped = False  # whether text was left out that would be content elsewhere
         self._blanks: list[str] = []  # white space that waits for what follows it
@@ -138,6 +140,9 @@ class Machine(OutputParser):
         if self.rules.live:
             self._give("" if written.strip() else "{}")
             return True
+        if name in self.rules.inputs:
+            self._announce(name, input_of(written))
+            return True
         arguments = checked(written)
         if arguments is None:
             self.say(source + written)
@@ -149,6 +154,9 @@ class Machine(OutputParser):
         """The output has ended within the arguments of the call."""
         name, source, written = self._taken()
         if self.rules.live:
+            self.unfinished = self._counts
+        elif self._is_cut and name in self.rules.inputs:
+            self._announce(name, InputReader().push(written))
             self.unfinished = self._counts
         elif self._is_cut and is_beginning(written):
             self._announce(name, "" if name in self.rules.bare else written)
@@ -168,17 +176,22 @@ class Machine(OutputParser):
         if not self._said:
             self._blanks.clear()
         self._calls += 1
+        custom = name in self.rules.inputs
+        self._reader = InputReader() if custom else None
         if self._counts:
-            self._out.tool_calls.append(ToolCallDelta(self._calls - 1, new_call_id(), name, arguments))
+            self._out.tool_calls.append(ToolCallDelta(self._calls - 1, new_call_id(), name, arguments, custom))
 
     def _give(self, arguments: str) -> None:
+        if self._reader is not None:
+            arguments = self._reader.push(arguments)
         if not arguments or not self._counts:
             return
         last = self._out.tool_calls[-1] if self._out.tool_calls else None
         if last is not None and last.index == self._calls - 1:
             last.arguments += arguments
         else:
-            self._out.tool_calls.append(ToolCallDelta(self._calls - 1, None, None, arguments))
+            custom = self._reader is not None
+            self._out.tool_calls.append(ToolCallDelta(self._calls - 1, None, None, arguments, custom))
 
     @property
     def _counts(self) -> bool:

@@ -22,6 +22,8 @@ class CallRules:
     """A grammar holds the output to calls: the pieces of a call are given as they come, and not as a whole."""
     forced: Collection[str] = ()
     """Names of the tools of which one must be called. Such an output has no content."""
+    inputs: Collection[str] = ()
+    """Names of custom tools: of their calls the input is given in place of the arguments that hold it."""
 
 
 @dataclass(slots=True)
@@ -33,7 +35,10 @@ class ToolCallDelta:
     id: str | None
     name: str | None
     arguments: str
-    """The pieces of a call, joined, are a JSON object, or the beginning of one if the output ended within the call."""
+    """The pieces of a call, joined, are a JSON object, or its beginning if the output ended within the call. Those of a
+    call of a custom tool are its input."""
+    custom: bool = False
+    """Whether it is a custom tool that is called."""
 
 
 @dataclass(slots=True)
@@ -81,6 +86,7 @@ class ParsedCall:
     id: str
     name: str
     arguments: str
+    custom: bool = False
 
 
 @dataclass(slots=True)
@@ -99,7 +105,7 @@ def join(deltas: list[ParsedDelta]) -> ParsedOutput:
     calls: list[ParsedCall] = []
     for piece in [piece for delta in deltas for piece in delta.tool_calls]:
         if piece.index == len(calls):
-            calls.append(ParsedCall(piece.id or "", piece.name or "", piece.arguments))
+            calls.append(ParsedCall(piece.id or "", piece.name or "", piece.arguments, piece.custom))
         else:
             calls[piece.index].arguments += piece.arguments
     return ParsedOutput("".join([d.content for d in deltas]), "".join([d.reasoning for d in deltas]), calls)
