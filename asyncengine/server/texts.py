@@ -24,9 +24,14 @@ _NO_MESSAGES = msgspec.Raw(b"null")
 
 
 class TokenizeBody(CallBody, kw_only=True):
-    """A prompt, or messages with the other fields of a chat completion, which go through the chat template."""
+    """A prompt, or messages with the other fields of a chat completion, which go through the chat template.
+
+    ``content`` with ``add_special`` is llama.cpp's form of a prompt: special tokens are added only where it says so.
+    """
 
     prompt: str | None = None
+    content: str | None = None
+    add_special: bool | None = None
     messages: Annotated[msgspec.Raw, msgspec.Meta(extra_json_schema={"type": ["array", "null"]})] = msgspec.field(
         default_factory=lambda: _NO_MESSAGES
     )
@@ -50,11 +55,15 @@ class Tokens(msgspec.Struct, kw_only=True):
 
 class Tokenize(Call[TokenizeBody]):
     prompt_param = "prompt"
-    _decoder = JsonDecoder(TokenizeBody, {})
+    _decoder = JsonDecoder(TokenizeBody, {"with_pieces": (None, False)})
     fields = _decoder.fields | _CHAT.fields
 
     def parse(self, raw: bytes | bytearray, config: ServerConfig) -> TokenizeBody:
         body = self._decoder.decode(raw)
+        if body.content is not None:
+            if body.prompt is not None:
+                raise bad_request("either prompt or content is required, and not both", "content")
+            body.prompt, body.add_special_tokens = body.content, bool(body.add_special)
         has_messages, body.messages = bytes(body.messages) != b"null", _NO_MESSAGES  # they would hold ``raw``
         if has_messages == (body.prompt is not None):
             raise bad_request("either prompt or messages is required, and not both", "prompt")

@@ -149,6 +149,8 @@ VECTORS: Fields = {
     "prompt_embeds": NOTHING,
     "mm_processor_kwargs": NOTHING,
     "instruction": (None, ""),
+    "embed_dtype": (None, "float32"),
+    "endianness": (None, "native", "little"),
 }
 
 

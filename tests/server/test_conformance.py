@@ -311,6 +311,8 @@ def test_25_tokenize_and_detokenize(http: Client) -> None:
     assert answer["max_model_len"] == CONTEXT
     bare = post(http, "/tokenize", prompt=PROMPT, add_special_tokens=False)
     assert bare.keys() == {"tokens", "count", "max_model_len"}
+    assert post(http, "/tokenize", content=PROMPT) == bare  # llama.cpp's form
+    assert post(http, "/tokenize", content=PROMPT, add_special=True)["tokens"] == answer["tokens"]
     assert post(http, "/detokenize", tokens=bare["tokens"]) == {"prompt": PROMPT}
     assert post(http, "/detokenize", tokens=answer["tokens"], skip_special_tokens=True) == {"prompt": PROMPT}
     assert post(http, "/detokenize", tokens=[]) == {"prompt": ""}
@@ -323,6 +325,9 @@ def test_25_tokenize_and_detokenize(http: Client) -> None:
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         ({"prompt": 3}, "prompt"),
+        ({"prompt": "a", "content": "a"}, "content"),
+        ({"content": "a", "messages": USER}, "prompt"),
+        ({"content": "a", "with_pieces": True}, "with_pieces"),
         ({"prompt": "word " * 100_000}, "prompt"),
     ):
         assert refused(http, "/tokenize", **fields)["param"] == param

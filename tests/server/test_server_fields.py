@@ -205,6 +205,8 @@ def test_the_fields_of_other_engines_that_change_an_output_are_known() -> None:
     ):  # fmt: skip
         assert all(field in table for table in list(TABLES.values())[:4]), field
     assert all("include_reasoning" in TABLES[route] for route in (COMPLETIONS, RESPONSES, MESSAGES))
+    assert TABLES["/v1/embeddings"]["embed_dtype"] == (None, "float32")
+    assert TABLES["/v1/embeddings"]["endianness"] == (None, "native", "little")
 
 
 async def test_forms_of_other_engines_are_served() -> None:
