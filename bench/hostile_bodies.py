@@ -58,6 +58,7 @@ _REQUIRED: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "x", "max_tokens": 1},
     CHAT: {"messages": _HELLO, "max_tokens": 1},
     RESPONSES: {"input": "hi", "max_output_tokens": 1},
+    f"{RESPONSES}/input_tokens": {"input": "hi"},
     MESSAGES: {"messages": _HELLO, "max_tokens": 1},
     f"{MESSAGES}/count_tokens": {"messages": _HELLO},
     "/v1/embeddings": {"input": "x"},
@@ -103,6 +104,17 @@ def wide_schema() -> dict[str, Any]:
 def long_schema() -> dict[str, Any]:
     """10 MB in few values."""
     return {"type": "string", "enum": ["a" * 1_000_000 + str(i) for i in range(10)]}
+
+
+def small_items() -> list[dict[str, Any]]:
+    return [{"role": "user", "content": "a"}] * _SMALL_OBJECTS
+
+
+def grammars_of_tools() -> list[dict[str, Any]]:
+    """Lark grammars of almost as many characters as a request's may have, each with many alternatives."""
+    rules = "start: " + " | ".join(f'"word{i}"' for i in range(600))
+    format_ = {"type": "grammar", "syntax": "lark", "definition": rules}
+    return [{"type": "custom", "name": f"tool{i}", "format": format_} for i in range(16_384 // len(rules))]
 
 
 def tool(parameters: dict[str, Any]) -> dict[str, Any]:
@@ -212,7 +224,10 @@ BODIES: list[Body] = [
     _body("documents for the template", CHAT, documents=lambda: [{"title": "a", "text": "b"}] * _SMALL_OBJECTS),
     _body("arguments of 15 million numbers", RESPONSES, input=lambda: called_items(long_list_as_text())),
     _body("deep arguments", RESPONSES, input=lambda: called_items(deep_text_of_json())),
-    _body("48,000 items", RESPONSES, input=lambda: [{"role": "user", "content": "a"}] * _SMALL_OBJECTS),
+    _body("48,000 items", RESPONSES, input=small_items),
+    _body("48,000 items to count", f"{RESPONSES}/input_tokens", input=small_items),
+    _body("48,000 items of which the oldest may go", RESPONSES, input=small_items, truncation=lambda: "auto"),
+    _body("grammars of custom tools", RESPONSES, tools=grammars_of_tools),
     _body("a tool with a wide schema", RESPONSES, tools=lambda: [function_tool(wide_schema())]),
     _body("a long schema", RESPONSES, text=lambda: {
         "format": {"type": "json_schema", "name": "a", "schema": long_schema()}}),

@@ -163,7 +163,12 @@ def test_every_route_that_takes_a_body_has_bodies() -> None:
     from asyncengine.server.config import ServerConfig
 
     async def posts() -> set[str]:
-        return {path for path, (methods, _) in App(ServerConfig())._routes.items() if "POST" in methods}
+        """Cancelling a response reads no body."""
+        return {
+            path
+            for path, (methods, _) in App(ServerConfig())._routes.items()
+            if "POST" in methods and not path.endswith("/cancel")
+        }
 
     aliases = {"/v1/score": "/score", "/v1/rerank": "/rerank", "/v2/rerank": "/rerank"}
     assert {aliases.get(path, path) for path in asyncio.run(posts())} == {body.path for body in BODIES}

@@ -76,7 +76,7 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
     (
         CHAT,
         {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
-        "messages[0].tool_calls[0]",
+        "messages[0].tool_calls[0].function",
     ),
 ]
 COMMON: list[tuple[str, Any, str]] = [
