@@ -12,7 +12,7 @@ import hmac
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
@@ -35,14 +35,14 @@ from asyncengine.server.config import ServerConfig
 from asyncengine.server.cors import Cors
 from asyncengine.server.engine_api import Engine
 from asyncengine.server.errors import SERVER, ApiError, bad_request, failure, unavailable
-from asyncengine.server.generation import Endpoint, Job, generate, send_sse
+from asyncengine.server.generation import Endpoint, Job, generate, send_sse, system_fingerprint
 from asyncengine.server.keys import ApiKey
 from asyncengine.server.logprobs import JobLogProbs
 from asyncengine.server.messages_api import Messages
 from asyncengine.server.metrics import Metrics
 from asyncengine.server.page.routes import Page
 from asyncengine.server.protocol import GenerationBody, ModelCard, ModelList, check_model
-from asyncengine.server.response_routes import PARTS, RESPONSE, StoredResponses
+from asyncengine.server.response_routes import PARTS, RESPONSE, Handler, StoredResponses
 from asyncengine.server.response_store import OwnResponses, ResponseStore
 from asyncengine.server.responses import Responses
 from asyncengine.server.texts import Detokenize, Tokenize
@@ -50,8 +50,6 @@ from asyncengine.server.vectors import Classify, Embeddings, Rerank, Scores
 from asyncengine.server.wire import SseResponse, send_pieces, send_response
 
 logger = logging.getLogger("asyncengine.server")
-
-Handler = Callable[[web.BaseRequest, dict[str, str]], Awaitable[web.StreamResponse]]
 
 _MODEL = "/v1/models/"  # and the rest of the path is the model's name
 _MESSAGES = "/v1/messages"
@@ -386,6 +384,7 @@ class App:
                 id=endpoint.id_prefix + uuid.uuid4().hex,
                 created=int(time.time()),
                 model=self.model_name,
+                fingerprint=system_fingerprint(engine.model_info),
                 prompts=prompts,
                 params=params,
                 body=body,

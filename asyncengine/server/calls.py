@@ -54,7 +54,7 @@ class Call(ABC, Generic[B]):
         """Typed and checked body, which does not refer to ``raw``. Raises ApiError 400."""
 
     @abstractmethod
-    async def answer(self, engine: Engine, body: B, context: Context) -> msgspec.Struct:
+    async def answer(self, engine: Engine, body: B, context: Context) -> msgspec.Struct | Sequence[msgspec.Struct]:
         """The response. Raises what the engine raises."""
 
     def name_as_asked(self, exc: InvalidRequestError) -> None:

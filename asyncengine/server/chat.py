@@ -50,7 +50,12 @@ class AssistantMessage(msgspec.Struct, kw_only=True):
     role: str = "assistant"
     content: str | None
     refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
     reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    """The same text, under vLLM's and OpenRouter's name."""
     tool_calls: list[dict[str, Any]] | UnsetType = UNSET
 
 
@@ -67,10 +72,14 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     object: str = "chat.completion"
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChoice]
     usage: UsageBody
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
-    prompt_logprobs: list[PromptLogProb] | UnsetType = UNSET
+    service_tier: None = None
+    kv_transfer_params: None = None
+    prompt_logprobs: list[PromptLogProb] | None = None
+    """The last member: ``Job.with_prompt_logprobs`` writes it."""
 
 
 class Chat(Endpoint):
@@ -123,6 +132,7 @@ class Chat(Endpoint):
             id=job.id,
             created=job.created,
             model=job.model,
+            system_fingerprint=job.fingerprint,
             choices=[],
             usage=UsageBody.of([output.usage for output in outputs], _reasoning_tokens(job, outputs)),
             prompt_token_ids=outputs[0].prompt_token_ids if job.body.return_token_ids else UNSET,
@@ -169,9 +179,11 @@ def _is_forced(job: Job) -> bool:
 
 
 def _message(job: Job, parsed: ParsedOutput) -> AssistantMessage:
+    reasoning = (parsed.reasoning if _tells_reasoning(job) else "") or UNSET
     return AssistantMessage(
         content=None if not parsed.content and (parsed.tool_calls or _is_forced(job)) else parsed.content,
-        reasoning_content=(parsed.reasoning if _tells_reasoning(job) else "") or UNSET,
+        reasoning_content=reasoning,
+        reasoning=reasoning,
         tool_calls=[_call(call) for call in parsed.tool_calls] or UNSET,
     )
 

@@ -9,7 +9,7 @@ from asyncengine.server.generation import Job
 from asyncengine.server.parsing import OutputParser, ParsedDelta, ToolCallDelta
 from asyncengine.server.parsing.choose import Parsing, ReasoningTokens
 from asyncengine.server.protocol import UsageBody
-from asyncengine.server.sse import ChunkFormat, encode
+from asyncengine.server.sse import NO_USAGE, NULL_USAGE, ChunkFormat, encode, usage_field
 
 _EMPTY = b'"delta":{"content":""}'
 _ROLE = b'"delta":{"role":"assistant","content":""}'
@@ -22,15 +22,23 @@ class ChatFormat(ChunkFormat):
     before_text = b'"delta":{"content":'
     after_text = b"}"
 
-    def __init__(self, response_id: str, created: int, model: str) -> None:
-        super().__init__(response_id, created, model)
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
         self._opened: set[int] = set()
+
+    def usage_before(self, usage: bytes) -> bytes:
+        """The usage member of a chunk that stands for no token, in place of ``usage``, if that has counts."""
+        if usage in (NO_USAGE, NULL_USAGE):
+            return usage
+        prompt_tokens = sum(len(stream.prompt_token_ids) for stream in self.streams)
+        cached_tokens = sum(stream.cached_tokens for stream in self.streams)
+        return usage_field(self.usage_of([Usage(prompt_tokens, 0, cached_tokens)]))
 
     def events(self, index: int, delta: RequestDelta, usage: bytes) -> bytes:
         out = self.text(index, delta.text, usage) if delta.text else b""
         if index not in self._opened:
             self._opened.add(index)
-            out = self._chunk(index, _ROLE, usage) + out
+            out = self._chunk(index, _ROLE, self.usage_before(usage)) + out
         if delta.finish_reason is not None:
             out += self._chunk(index, b'"delta":{}', usage, delta.finish_reason)
         return out
@@ -43,7 +51,7 @@ class DetailedFormat(ChatFormat):
     """
 
     def __init__(self, job: Job) -> None:
-        super().__init__(job.id, job.created, job.model)
+        super().__init__(job)
         self._with_ids = bool(job.body.return_token_ids)
         self._logprobs = job.choice_logprobs
 
@@ -56,7 +64,7 @@ class DetailedFormat(ChatFormat):
             first = self._with_ids and not self._opened
             prompt = b',"prompt_token_ids":' + encode(self.streams[0].prompt_token_ids) if first else b""
             self._opened.add(index)
-            out = self._chunk(index, _ROLE, usage + prompt)
+            out = self._chunk(index, _ROLE, self.usage_before(usage) + prompt)
         prompt_ids = self.streams[0].prompt_token_ids  # a conversation is one prompt
         batches = iter(()) if self._logprobs is None else self._logprobs.chat(index, delta, prompt_ids)
         logprobs = next(batches, None)
@@ -80,7 +88,7 @@ class ParsedFormat(ChatFormat):
     """
 
     def __init__(self, job: Job, parsing: Parsing, *, with_reasoning: bool = True) -> None:
-        super().__init__(job.id, job.created, job.model)
+        super().__init__(job)
         self._job = job
         self._parsing = parsing
         self._with_reasoning = with_reasoning
@@ -132,12 +140,13 @@ class ParsedFormat(ChatFormat):
             self._parsing.parser(tokenizer, prompt),
             self._parsing.reasoning_tokens(tokenizer, prompt),
         )
-        return self._chunk(index, _ROLE, usage + ids)
+        return self._chunk(index, _ROLE, self.usage_before(usage) + ids)
 
     def _payloads(self, index: int, parsed: ParsedDelta) -> list[bytes]:
         payloads = []
         if parsed.reasoning and self._with_reasoning:
-            payloads.append(b'"delta":{"reasoning_content":%b}' % encode(parsed.reasoning))
+            text = encode(parsed.reasoning)
+            payloads.append(b'"delta":{"reasoning_content":%b,"reasoning":%b}' % (text, text))
         if parsed.content:
             payloads.append(self.before_text + encode(parsed.content) + self.after_text)
         if parsed.tool_calls:

@@ -37,7 +37,8 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     finish_reason: str
     token_ids: Sequence[int] | UnsetType = UNSET
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
-    prompt_logprobs: list[PromptLogProb] | UnsetType = UNSET
+    prompt_logprobs: list[PromptLogProb] | None = None
+    """The last member: ``Job.with_prompt_logprobs`` writes it."""
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -45,8 +46,11 @@ class Completion(msgspec.Struct, kw_only=True):
     object: str = "text_completion"
     created: int
     model: str
+    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: UsageBody
+    service_tier: None = None
+    kv_transfer_params: None = None
 
 
 class CompletionFormat(ChunkFormat):
@@ -69,7 +73,7 @@ class DetailedFormat(CompletionFormat):
     """
 
     def __init__(self, job: Job) -> None:
-        super().__init__(job.id, job.created, job.model)
+        super().__init__(job)
         self._job = job
         self._with_ids = bool(job.body.return_token_ids)
         self._logprobs = job.choice_logprobs
@@ -126,7 +130,16 @@ class Completions(Endpoint):
 
     def pieces(self, job: Job, outputs: list[RequestOutput]) -> Iterator[bytes]:
         usage = UsageBody.of([output.usage for output in outputs])
-        whole = encode(Completion(id=job.id, created=job.created, model=job.model, choices=[], usage=usage))
+        whole = encode(
+            Completion(
+                id=job.id,
+                created=job.created,
+                model=job.model,
+                system_fingerprint=job.fingerprint,
+                choices=[],
+                usage=usage,
+            )
+        )
         begin, end = whole.split(b'"choices":[]')  # no string has it: quotes within them have a backslash before them
         yield begin + b'"choices":['
         for i, (output, sequence) in enumerate((each, s) for each in outputs for s in each.outputs):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -13,12 +14,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from asyncengine import __version__
 from asyncengine.conversation import Conversation
 from asyncengine.errors import EngineDeadError, InvalidRequestError, RequestAbortedError, RequestTimeoutError
 from asyncengine.request import LONG_TEXT, FinishReason, Prompt, RequestDelta, RequestOutput, SamplingParams, Usage
 from asyncengine.server.access import Account
 from asyncengine.server.config import ServerConfig
-from asyncengine.server.engine_api import Engine, RequestStream
+from asyncengine.server.engine_api import Engine, ModelInfo, RequestStream
 from asyncengine.server.errors import failure
 from asyncengine.server.logprobs import JobLogProbs
 from asyncengine.server.metrics import Metrics
@@ -42,6 +44,8 @@ class Job:
     id: str
     created: int
     model: str
+    fingerprint: str
+    """The ``system_fingerprint`` of answers: requests with one seed may differ where it does."""
     prompts: Sequence[Prompt]
     params: SamplingParams
     body: GenerationBody
@@ -69,11 +73,11 @@ class Job:
         return self.logprobs if self.params.wants_logprobs else None
 
     def with_prompt_logprobs(self, document: bytes, output: RequestOutput) -> Iterator[bytes]:
-        """``document``, an object as JSON, with those that ``prompt_logprobs`` asks for as its last member."""
+        """``document``, an object as JSON whose last member is prompt_logprobs, null, with those that are asked for."""
         if self.body.prompt_logprobs is None or self.logprobs is None or output.prompt_logprobs is None:
             yield document
             return
-        yield document[:-1] + b',"prompt_logprobs":['
+        yield document.removesuffix(b"null}") + b"["
         yield from joined(encode(some)[1:-1] for some in self.logprobs.prompt(output.prompt_logprobs))
         yield b"]}"
 
@@ -100,6 +104,13 @@ class Job:
 
 def _is_long(prompt: Prompt) -> bool:
     return isinstance(prompt, Conversation) or len(prompt) > LONG_TEXT
+
+
+def system_fingerprint(info: ModelInfo) -> str:
+    """A short name of program, model and device. Where it is the same, a seed gives the same tokens, as far as the
+    device computes the same twice."""
+    told = (__version__, info.name, info.architecture, info.dtype, info.device, info.num_parameters)
+    return f"fp_{hashlib.sha256(repr(told).encode()).hexdigest()[:12]}"
 
 
 class Endpoint(ABC):
@@ -133,7 +144,7 @@ class Endpoint(ABC):
 
     def chunks(self, job: Job) -> StreamFormat:
         """How the response is streamed."""
-        return self.chunk_format(job.id, job.created, job.model)
+        return self.chunk_format(job)
 
     def name_as_asked(self, exc: InvalidRequestError, body: GenerationBody, grammar: str | None = None) -> None:
         """``protocol.name_as_asked``, with this API's names of fields."""

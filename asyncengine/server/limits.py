@@ -14,7 +14,10 @@ LONG_FIELD = 64 * 1024
 #: Each is far above the limit that its own check states, since a character may take twelve bytes of JSON.
 FIELD_BYTES: dict[str, int | None] = {
     **dict.fromkeys(
-        ("prompt", "messages", "input", "instructions", "system", "documents", "query", "queries", "text_1", "text_2")
+        (
+            "prompt", "messages", "input", "instructions", "system", "documents", "query", "queries", "text_1",
+            "text_2", "texts",
+        )
     ),
     "tokens": None,
     "stop": 256 << 10,

@@ -38,6 +38,7 @@ from asyncengine.server.vectors import (
     ClassList,
     EmbeddingBody,
     EmbeddingList,
+    RankedText,
     Ranking,
     RerankBody,
     ScoreBody,
@@ -70,10 +71,12 @@ class Operation:
     body: type[msgspec.Struct] | None = None
     streams: bool = False
     errors: str = "Error"
+    members: type[msgspec.Struct] | None = None
+    """Of the list that the answer may be instead."""
 
 
 _SCORE = Operation("Scores of pairs of texts", ScoreList, ScoreBody)
-_RERANK = Operation("Documents by how well they fit a query", Ranking, RerankBody)
+_RERANK = Operation("Documents by how well they fit a query", Ranking, RerankBody, members=RankedText)
 _HEALTH = Operation("200 when requests are served", _closed(status={"const": "ready"}))
 _EVENT = {"type": "object", "properties": {"event": _STRING, "data": _STRING}, "required": ["data"]}
 """Each of those of a stream: a chunk as JSON, or [DONE]."""
@@ -138,7 +141,7 @@ _REQUIRED: dict[type[msgspec.Struct], Sequence[str]] = {
     ChatBody: ("messages",),
     MessagesBody: ("messages",),
     EmbeddingBody: ("input",),
-    RerankBody: ("query", "documents"),
+    RerankBody: ("query",),
     ClassifyBody: ("input",),
     DetokenizeBody: ("tokens",),
 }
@@ -228,7 +231,8 @@ def document(*, keys: bool, root_path: str) -> bytes:
 
 
 def _structs(methods: Mapping[str, Operation]) -> list[type[msgspec.Struct]]:
-    return [o.answer for o in methods.values() if not isinstance(o.answer, dict)]
+    answers = [o.answer for o in methods.values() if not isinstance(o.answer, dict)]
+    return answers + [o.members for o in methods.values() if o.members is not None]
 
 
 def _path(path: str, methods: Mapping[str, Operation], names: Mapping[type[msgspec.Struct], str], keys: bool) -> Schema:
@@ -251,6 +255,8 @@ def _path(path: str, methods: Mapping[str, Operation], names: Mapping[type[msgsp
             entry["requestBody"] = {"required": True, "content": _json(_reference(names[operation.body]))}
         answer = operation.answer
         schema = answer if isinstance(answer, dict) else _reference(names[answer])
+        if operation.members is not None:
+            schema = {"anyOf": [schema, {"type": "array", "items": _reference(names[operation.members])}]}
         content = {schema["contentMediaType"]: {"schema": schema}} if "contentMediaType" in schema else _json(schema)
         if operation.streams:  # with stream: true
             content |= {"text/event-stream": {"schema": _EVENT}}

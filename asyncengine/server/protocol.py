@@ -315,7 +315,7 @@ def name_as_asked(exc: InvalidRequestError, body: GenerationBody, grammar: str |
 
 
 def prompts_of(given: str | list[Any] | None, limit: int, param: str) -> list[Prompt]:
-    """Text, token ids, or an array of either, as a list of prompts. Raises ApiError 400 for more than ``limit``."""
+    """Text, token ids, or an array of such prompts, as a list. Raises ApiError 400 for more than ``limit``."""
     if given is None or given == "" or given == []:
         raise bad_request(f"{param} is required and must not be empty", param)
     if isinstance(given, str):
@@ -323,8 +323,8 @@ def prompts_of(given: str | list[Any] | None, limit: int, param: str) -> list[Pr
     kinds = set(map(type, given))
     if kinds != {int} and len(given) > limit:
         raise bad_request(f"{param}: at most {limit} prompts in a request, got {len(given)}", param)
-    if len(kinds) > 1:
-        raise bad_request(f"{param} must hold strings, token ids or arrays of ids, not a mixture", param)
+    if len(kinds) > 1 and int in kinds:
+        raise bad_request(f"{param} must hold token ids, or strings and arrays of ids, not both", param)
     if kinds == {int}:
         return [given]
     for i, item in enumerate(given):

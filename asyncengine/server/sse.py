@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -15,6 +16,9 @@ from asyncengine.request import RequestDelta, Usage
 from asyncengine.server.engine_api import RequestStream
 from asyncengine.server.errors import ApiError
 from asyncengine.server.protocol import UsageBody
+
+if TYPE_CHECKING:
+    from asyncengine.server.generation import Job
 
 encode = msgspec.json.Encoder().encode
 _NOT_FINISHED = b',"logprobs":null,"finish_reason":null}]'
@@ -63,8 +67,9 @@ class ChunkFormat(StreamFormat):
     before_text: bytes
     after_text: bytes
 
-    def __init__(self, response_id: str, created: int, model: str) -> None:
-        head = {"id": response_id, "object": self.object, "created": created, "model": model}
+    def __init__(self, job: Job) -> None:
+        head = {"id": job.id, "object": self.object, "created": job.created, "model": job.model}
+        head["system_fingerprint"] = job.fingerprint
         self._head = b"data: " + encode(head)[:-1] + b',"choices":['
         self._text_heads: dict[int, bytes] = {}
 

@@ -149,6 +149,7 @@ VECTORS: Fields = {
     "prompt_embeds": NOTHING,
     "mm_processor_kwargs": NOTHING,
     "instruction": (None, ""),
+    "raw_scores": (None, False),
     "embed_dtype": (None, "float32"),
     "endianness": (None, "native", "little"),
 }

@@ -162,8 +162,13 @@ class Document(msgspec.Struct):
 
 
 class RerankBody(VectorBody, kw_only=True):
+    """``texts`` in place of ``documents`` makes it a request of Text Embeddings Inference (TEI)."""
+
     query: str | None = None
     documents: list[str | Document] | None = None
+    texts: list[str] | None = None
+    return_text: bool | None = None
+    truncate: bool | None = None
     top_n: int | None = None
     return_documents: bool | None = None
 
@@ -174,6 +179,14 @@ class Ranked(msgspec.Struct, kw_only=True):
     document: Document | UnsetType = UNSET
 
 
+class RankedText(msgspec.Struct, kw_only=True):
+    """A member of TEI's ranking, which is a list."""
+
+    index: int
+    score: float
+    text: str | UnsetType = UNSET
+
+
 class Ranking(msgspec.Struct, kw_only=True):
     id: str
     model: str
@@ -182,7 +195,7 @@ class Ranking(msgspec.Struct, kw_only=True):
 
 
 class Rerank(Call[RerankBody]):
-    """Documents by falling score; those with the same in their order."""
+    """Documents by falling score; those with the same in their order. A request with TEI's fields gets TEI's list."""
 
     prompt_param = "documents"
     _decoder = JsonDecoder(RerankBody, VECTORS)
@@ -192,18 +205,27 @@ class Rerank(Call[RerankBody]):
         body = self._decoder.decode(raw)
         if not body.query:
             raise bad_request("query is required and must not be empty", "query")
-        texts = [d.text if isinstance(d, Document) else d for d in body.documents or ()]
-        body.documents = prompts_of(texts, config.max_sequences_per_request, "documents")  # type: ignore[assignment]
+        if body.texts is not None and body.documents is not None:
+            raise bad_request("give documents or texts, not both", "texts")
+        if body.texts is not None:
+            body.texts = prompts_of(body.texts, config.max_sequences_per_request, "texts")  # type: ignore[assignment]
+        else:
+            texts = [d.text if isinstance(d, Document) else d for d in body.documents or ()]
+            body.documents = prompts_of(texts, config.max_sequences_per_request, "documents")  # type: ignore[assignment]
+        if body.truncate and body.truncate_prompt_tokens is None:
+            body.truncate_prompt_tokens = -1  # the context's
         if body.top_n is not None and body.top_n < 1:
             raise bad_request(f"top_n must be at least 1, got {quoted(body.top_n)}", "top_n")
         return body
 
-    async def answer(self, engine: Engine, body: RerankBody, context: Context) -> Ranking:
+    async def answer(self, engine: Engine, body: RerankBody, context: Context) -> Ranking | list[RankedText]:
         assert body.query is not None
-        texts: list[str] = body.documents or []  # type: ignore[assignment]  # parse made them texts
+        texts: list[str] = body.texts or body.documents or []  # type: ignore[assignment]  # parse made them texts
         output = await engine.score_pairs([body.query] * len(texts), texts, **body.terms(context))
         scores = output.scores.tolist()
         best = sorted(range(len(texts)), key=lambda i: -scores[i])[: body.top_n]
+        if body.texts is not None:
+            return [RankedText(index=i, score=scores[i], text=texts[i] if body.return_text else UNSET) for i in best]
         with_text = body.return_documents is not False
         return Ranking(
             id="rerank-" + context.id,

@@ -153,7 +153,7 @@ def test_04_05_06_chat_chunks_usage_and_choices(http: Client) -> None:
     assert choice.keys() >= {"index", "message", "logprobs", "finish_reason"}
     assert choice["message"].keys() >= {"role", "content", "refusal"}
     text = post(http, COMPLETIONS, prompt=PROMPT, **GREEDY)["choices"][0]
-    assert text.keys() == {"text", "index", "logprobs", "finish_reason"}
+    assert text.keys() == {"text", "index", "logprobs", "finish_reason", "prompt_logprobs"}
     assert not any("usage" in c for c in events(http, CHAT, messages=USER, **GREEDY))
 
 
@@ -388,10 +388,10 @@ def test_31_embeddings(http: Client, api: openai.OpenAI) -> None:
         raw = base64.b64decode(code["embedding"])
         assert list(struct.unpack(f"<{len(vector)}f", raw)) == pytest.approx(vector, abs=1e-6)
     ids = [post(http, "/tokenize", prompt=text)["tokens"] for text in texts]
-    for given in (ids, [ids[0]], ids[0], texts[0]):
+    for given in (ids, [ids[0]], ids[0], texts[0], [texts[0], ids[1]], [ids[0], texts[1]]):
         data = post(http, "/v1/embeddings", input=given)["data"]
         assert data[0]["embedding"] == pytest.approx(vectors[0], abs=1e-5)
-        assert len(data) == (2 if given is ids else 1)
+        assert len(data) == (2 if len(given) == 2 and given is not ids[0] else 1)
     through = api.embeddings.create(model="second", input=texts, dimensions=8)  # which asks for base64
     assert [len(d.embedding) for d in through.data] == [8, 8]
     assert post(http, "/v1/embeddings", input="a", normalize=False, pooling="mean")["data"]
@@ -458,6 +458,17 @@ def test_31_rerank(http: Client, path: str) -> None:
         ({"query": "a", "documents": ["b"], "max_tokens_per_doc": 7}, "max_tokens_per_doc"),
     ):
         assert refused(http, path, **fields)["param"] == param
+
+
+def test_45_rerank_as_text_embeddings_inference_has_it(http: Client) -> None:
+    texts = ["a dog ran", "the cat", "it was night"]
+    ours = post(http, "/rerank", query="the cat", documents=texts)["results"]
+    theirs = post(http, "/rerank", query="the cat", texts=texts, return_text=True, raw_scores=False, truncate=True)
+    assert [(r["index"], r["text"]) for r in theirs] == [(r["index"], r["document"]["text"]) for r in ours]
+    assert [r["score"] for r in theirs] == pytest.approx([r["relevance_score"] for r in ours], abs=1e-5)
+    assert [set(r) for r in post(http, "/rerank", query="the cat", texts=texts)] == [{"index", "score"}] * 3
+    for fields, param in (({}, "texts[1]"), ({"documents": ["b"]}, "texts"), ({"raw_scores": True}, "raw_scores")):
+        assert refused(http, "/rerank", query="a", texts=["b", ""], **fields)["param"] == param
 
 
 def test_31_what_the_model_cannot_serve_is_refused_by_name(http: Client) -> None:

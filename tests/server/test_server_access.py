@@ -270,6 +270,25 @@ async def test_errors_do_not_send_back_all_that_was_sent() -> None:
         assert "quite-another" in served.error["message"]  # what is short is shown
 
 
+async def test_answers_name_what_made_them() -> None:
+    async with serving(FakeEngine()) as site:
+        for route, prompt in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": USER})):
+            whole = (await site.post(route, **prompt, max_tokens=2)).json["system_fingerprint"]
+            assert whole.startswith("fp_")
+            events = await site.events(route, **prompt, max_tokens=2)
+            assert {event["system_fingerprint"] for event in events} == {whole}
+
+
+async def test_the_chunk_of_the_role_counts_no_token() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    async with serving(FakeEngine()) as site:
+        for details in ({}, {"logprobs": True}):
+            events = await site.events(CHAT, messages=USER, max_tokens=2, stream_options=options, **details)
+            assert "role" in events[0]["choices"][0]["delta"]
+            assert [e["usage"]["completion_tokens"] for e in events] == [0, 1, 2, 2, 2]
+            assert len({e["usage"]["prompt_tokens"] for e in events}) == 1
+
+
 async def test_usage_only_where_it_is_asked_for() -> None:
     async with serving(FakeEngine()) as site:
         for include in (False, None):

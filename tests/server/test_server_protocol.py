@@ -36,10 +36,14 @@ async def test_completion_shape() -> None:
         reply = (await site.post(COMPLETIONS, model="fake", prompt="Hello", max_tokens=4)).json
     assert reply.pop("id").startswith("cmpl-")
     assert isinstance(reply.pop("created"), int)
+    assert reply.pop("system_fingerprint").startswith("fp_")
+    assert [reply.pop(name) for name in ("service_tier", "kv_transfer_params")] == [None, None]
     assert reply == {
         "object": "text_completion",
         "model": "fake",
-        "choices": [{"index": 0, "text": "abca", "logprobs": None, "finish_reason": "length"}],
+        "choices": [
+            {"index": 0, "text": "abca", "logprobs": None, "finish_reason": "length", "prompt_logprobs": None}
+        ],
         "usage": {
             "prompt_tokens": 5,
             "completion_tokens": 4,
@@ -54,7 +58,9 @@ async def test_chat_shape() -> None:
         reply = (await site.post(CHAT, messages=USER)).json
     assert reply["object"] == "chat.completion"
     assert reply["id"].startswith("chatcmpl-")
-    message = {"role": "assistant", "content": "abc", "refusal": None}
+    nothing = dict.fromkeys(("refusal", "annotations", "audio", "function_call"))
+    message = {"role": "assistant", "content": "abc", **nothing}
+    assert [reply[name] for name in ("prompt_logprobs", "service_tier", "kv_transfer_params")] == [None] * 3
     assert reply["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}]
     assert reply["usage"]["completion_tokens"] == 4
 
@@ -319,7 +325,8 @@ async def test_token_ids_are_returned_on_request(n: int) -> None:
         events = await site.events(COMPLETIONS, **fields)
         chat = (await site.post(CHAT, messages=USER, n=n, max_tokens=5, return_token_ids=True)).json
         chunks = await site.events(CHAT, messages=USER, n=n, max_tokens=5, return_token_ids=True)
-    assert all(choice.keys() == {"index", "text", "logprobs", "finish_reason"} for choice in plain["choices"])
+    plainly = {"index", "text", "logprobs", "finish_reason", "prompt_logprobs"}
+    assert all(choice.keys() == plainly for choice in plain["choices"])
     for choice in chat["choices"]:
         assert choice["token_ids"] == [ord(c) for c in choice["message"]["content"]]
         streamed = [t for c in choices_of(chunks)[choice["index"]] for t in c.get("token_ids", [])]

@@ -82,6 +82,7 @@ async def test_22_calls(template: str, text: str, content: str | None, reasoning
         assert choice.finish_reason == "tool_calls"
         assert choice.message.content == content
         assert getattr(choice.message, "reasoning_content", None) == reasoning
+        assert getattr(choice.message, "reasoning", None) == reasoning
         assert calls_of(choice.message) == wanted
         async with api.chat.completions.stream(model="fake", messages=USER, tools=TOOLS) as stream:
             async for _ in stream:
@@ -92,7 +93,8 @@ async def test_22_calls(template: str, text: str, content: str | None, reasoning
         assert calls_of(final.message) == wanted
         events = await site.events(CHAT, messages=USER, tools=TOOLS)
         deltas = [event["choices"][0]["delta"] for event in events]
-        assert "".join(d.get("reasoning_content", "") for d in deltas) == (reasoning or "")
+        for name in ("reasoning_content", "reasoning"):
+            assert "".join(d.get(name, "") for d in deltas) == (reasoning or "")
         first = [d["tool_calls"][0] for d in deltas if "tool_calls" in d and "id" in d["tool_calls"][0]]
         assert [(c["index"], c["function"]["name"]) for c in first] == [(0, "weather"), (1, "now")]
         assert [e["choices"][0]["finish_reason"] for e in events if e["choices"][0]["finish_reason"]] == ["tool_calls"]
