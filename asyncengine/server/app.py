@@ -426,6 +426,7 @@ class App:
         priority, tenant = self._terms(request, body.priority)
         terms = {"priority": priority, "cache_salt": body.cache_salt, "tenant": tenant}
         context = Context(uuid.uuid4().hex, int(time.time()), self.model_name, terms, self.config)
+        request[_ACCOUNT] = context.account
         try:
             async with _time_limit(body.timeout):
                 answer = await call.answer(engine, body, context)

@@ -300,6 +300,8 @@ async def test_metrics_count_requests_and_tokens() -> None:
             request_prompt_tokens_sum=10,
             request_generation_tokens_sum=10,
             request_max_num_generation_tokens_sum=10,
+            iteration_tokens_total_count=3,
+            iteration_tokens_total_sum=6,
         )
         assert await site.metric("asyncengine:cache_config_info") == {
             '{block_size="16",model_name="fake",num_gpu_blocks="64"}': 1
