@@ -429,8 +429,7 @@ class App:
         request[_ACCOUNT] = context.account
         try:
             async with _time_limit(body.timeout):
-                answer = await call.answer(engine, body, context)
-            return _json(answer)
+                return _json(await call.answer(engine, body, context))
         except InvalidRequestError as exc:
             call.name_as_asked(exc)
             raise
