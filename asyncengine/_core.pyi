@@ -630,6 +630,8 @@ class StepLoop:
         """Why steps failed whose requests drain() has given with step_failed since the last call, one line each."""
     def stats(self) -> dict[str, int]:
         """Every statistic by its name: csrc/core/stats.inl lists them."""
+    def step_tokens(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        """A histogram of the tokens of each step: upper bounds, counts (one more, of larger steps), and the sum."""
     def watch(self, on: bool) -> None:
         """Whether steps are recorded from now on."""
     def last_steps(self, most: int) -> list[tuple[int, int, int, int, int, int, int, int, int, int]]:

@@ -72,17 +72,18 @@ class EngineConfig:
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     """dummy fills the model with random weights from config.json alone."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto takes the checkpoint's own, float16 becoming float32 on the CPU and bfloat16 on a GPU."""
+    """Type of weights and activations. auto takes the checkpoint's own, float16 becoming float32 on the CPU and
+    bfloat16 on a GPU."""
     quantization: Literal["none", "fp8"] = "none"
-    """On a GPU, fp8 keeps the layers' weights in float8 with a scale for each output channel, quantised when they are
-    loaded, and quantises activations row by row. For Llama, Mistral and Qwen, in bfloat16."""
+    """Layers in float8, on a GPU. fp8 gives weights a scale for each output channel, quantises them when they are
+    loaded, and activations row by row. For Llama, Mistral and Qwen, in bfloat16."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes a GPU if there is one."""
+    """Where the model runs. auto takes a GPU if there is one."""
     seed: int = 0
     """Seed of dummy weights and of the seeds drawn for requests that bring none."""
 
     max_model_len: int | None = None
-    """Context in tokens, prompt and output together; None: the model's own."""
+    """Context in tokens, prompt and output together. None: the model's own."""
     max_num_seqs: int = 256
     """Sequences that run at the same time."""
     max_num_batched_tokens: int = 2048
@@ -91,8 +92,8 @@ class EngineConfig:
     """Prompt tokens that one sequence computes in one step at most; None: as many as the step has room for.
     Small chunks keep the inter-token latency of running streams even."""
     target_itl_ms: float | None = None
-    """Milliseconds between two tokens of a stream: beside running streams, chunks of prompts are as large as measured
-    costs say fits into a step of that time, and the default prefill_chunk_size does not count. None: no target."""
+    """Milliseconds between tokens to aim at. Beside running streams, chunks of prompts are as large as measured costs
+    say fits into a step of that time, and the default prefill_chunk_size does not count. None: no target."""
     target_itl_ms_by_priority: str | None = None
     """Targets of priority classes, as in 0=20,1=50; others have target_itl_ms. The strictest of the running streams'
     counts."""
@@ -113,21 +114,21 @@ class EngineConfig:
     block_size: int = 16
     """Tokens per KV block, a multiple of 16."""
     kv_cache_memory_bytes: int | None = None
-    """None: as much as max_num_seqs sequences of max_model_len can use; on the CPU at most 4 GiB, on a GPU within
-    gpu_memory_utilization."""
+    """Memory of the KV cache. None: as much as max_num_seqs sequences of max_model_len can use; on the CPU at most 4
+    GiB, on a GPU within gpu_memory_utilization."""
     gpu_memory_utilization: float = 0.9
     """Share of the GPU's memory that the engine may use in all."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
-    """auto keeps keys and values in the model's dtype. fp8 keeps them in float8 (e4m3), with a scale for each KV head
-    of a layer: twice the tokens of bfloat16 in the same memory, four times those of float32. Scales are fixed when the
-    model is loaded: the checkpoint's, or such that keys and values of a fixed prompt of random tokens have room to be
-    twice as large. A GPU needs compute capability 8.9 or newer."""
+    """Type of keys and values. auto takes the model's dtype. fp8 keeps them in float8 (e4m3), with a scale for each KV
+    head of a layer: twice the tokens of bfloat16 in the same memory, four times those of float32. Scales are fixed when
+    the model is loaded: the checkpoint's, or such that keys and values of a fixed prompt of random tokens have room to
+    be twice as large. A GPU needs compute capability 8.9 or newer."""
     num_kv_blocks: int | None = None
     """Count of KV blocks; overrides kv_cache_memory_bytes."""
     enable_prefix_caching: bool = True
     host_kv_memory_bytes: int | None = None
-    """Host memory, pinned for a GPU, to which KV blocks are copied before the cache evicts them. They come back when a
-    prompt, or a sequence that was preempted, asks for them. None: no host tier. Needs enable_prefix_caching."""
+    """Host memory for KV blocks that the cache evicts. It is pinned for a GPU. Blocks come back when a prompt, or a
+    sequence that was preempted, asks for them. None: no host tier. Needs enable_prefix_caching."""
     disk_kv_path: str | None = None
     """Directory to which the host tier's blocks are written, and from where they come back, also after a restart. It
     holds what users wrote: files are readable to this user alone. None: no disk tier. Needs host_kv_memory_bytes."""

@@ -34,7 +34,7 @@ from asyncengine.request import Prompt, RequestDelta, RequestOutput, SamplingPar
 from asyncengine.request_extras import request_extras, sampling_state
 from asyncengine.scoring import ScoringMethods
 from asyncengine.snapshots import SnapshotMethods
-from asyncengine.stats import DebugStats, EngineStats
+from asyncengine.stats import DebugStats, EngineStats, StepTokens
 from asyncengine.stream import RequestStream, warn_unclosed
 from asyncengine.structured.requests import StructuredRequests
 from asyncengine.texts import TextMethods
@@ -358,7 +358,8 @@ class AsyncEngine(ManyMethods, VectorMethods, ScoringMethods, SnapshotMethods, T
 
     def stats(self) -> EngineStats:
         """Counters and gauges. Raises EngineClosedError like ``model_info``."""
-        return EngineStats.of(self._loaded().step_loop.stats())
+        step_loop = self._loaded().step_loop
+        return EngineStats.of(step_loop.stats(), StepTokens(*step_loop.step_tokens()))
 
     def debug_stats(self) -> DebugStats:
         """What the engine holds, to look for leaks. Raises EngineClosedError like ``model_info``."""

@@ -127,20 +127,22 @@ class SamplingParams:
     n: int = 1
     """Sequences to sample from the prompt, 1..128."""
     max_tokens: int | None = 16
-    """Tokens to generate at most, exactly so many unless a stop comes first; None: to the end of the context,
+    """Tokens to generate at most. Exactly so many are made unless a stop comes first; None: to the end of the context,
     or of a KV cache that holds less. 0: the prompt is only computed, as for its log probabilities."""
     temperature: float = 1.0
     """0 is greedy; at most 2."""
     top_p: float = 1.0
-    """Keep the smallest set of tokens whose probability reaches top_p, in (0, 1]. Holtzman et al. 2020."""
+    """Share of probability that tokens are drawn from. The smallest set of tokens whose probability reaches top_p, in
+    (0, 1], is kept. Holtzman et al. 2020."""
     top_k: int = 0
     """Keep the k most probable tokens; 0 or -1 keeps all."""
     min_p: float = 0.0
     """Drop tokens less probable than min_p times the most probable one, in [0, 1]. Nguyen et al. 2024."""
     seed: int | None = None
-    """Same seed, same prompt, same output, whatever else runs. Sequence i of n uses seed + i. None: drawn anew."""
+    """The same seed and prompt make the same output. They do so whatever else runs. Sequence i of n uses seed + i.
+    None: drawn anew."""
     stop: str | Sequence[str] | None = None
-    """Strings that end the sequence, at most 16 of 1,024 characters; not part of the text."""
+    """Strings that end the sequence. At most 16 of 1,024 characters; not part of the text."""
     stop_token_ids: Sequence[int] = ()
     """Tokens that end the sequence, at most 1,024 besides the model's end-of-sequence tokens."""
     ignore_eos: bool = False

@@ -13,7 +13,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 class Exported(NamedTuple):
     """How the server exports a statistic: by its own name, or by ``name``, with this help text."""
 
-    kind: Literal["gauge", "counter"]
+    kind: Literal["gauge", "counter", "histogram"]
     text: str
     name: str = ""
 
@@ -21,6 +21,17 @@ class Exported(NamedTuple):
 def _counted(cls: type, snapshot: Mapping[str, int]) -> dict[str, int]:
     """The fields of a class that the snapshot has."""
     return {field.name: snapshot[field.name] for field in fields(cls) if field.name in snapshot}
+
+
+class StepTokens(NamedTuple):
+    """A histogram of the tokens that steps computed."""
+
+    bounds: tuple[int, ...]
+    """Upper bounds, rising; a step of as many tokens as a bound counts below it."""
+    counts: tuple[int, ...]
+    """Steps between each bound and the one before it, and at the end the steps above the last bound."""
+    total: int
+    """Tokens of all steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +74,13 @@ class EngineStats:
     blocks_to_disk: Annotated[int, Exported("counter", "KV blocks written to the disk tier.")]
     blocks_from_disk: Annotated[int, Exported("counter", "KV blocks read from the disk tier.")]
     failed_disk_transfers: Annotated[int, Exported("counter", "Reads and writes of the disk tier that failed.")]
+    step_tokens: Annotated[StepTokens, Exported("histogram", "Tokens computed in a step.", "iteration_tokens_total")]
+    """Tokens that each step computed, of prompts and of outputs."""
 
     @classmethod
-    def of(cls, snapshot: Mapping[str, int]) -> Self:
+    def of(cls, snapshot: Mapping[str, int], step_tokens: StepTokens) -> Self:
         usage = 1 - snapshot["num_free_blocks"] / snapshot["num_kv_blocks"]
-        return cls(kv_cache_usage=usage, **_counted(cls, snapshot))
+        return cls(kv_cache_usage=usage, step_tokens=step_tokens, **_counted(cls, snapshot))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import asyncio
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -33,8 +33,8 @@ class Options:
     retry_failed: bool = False
     """Send again what failed in an earlier run."""
     url: str | None = None
-    """Server to ask, http://HOST:PORT or unix:PATH, in place of an engine in this process; --model is then the name
-    that it knows the model by (default: the first that it lists)."""
+    """Server to ask, http://HOST:PORT or unix:PATH. It answers in place of an engine in this process; --model is then
+    the name that it knows the model by, or else the first that it lists."""
     api_key: str | None = field(default=None, repr=False)
     """Key of that server."""
 
@@ -63,13 +63,15 @@ def add_arguments(parser: argparse.ArgumentParser, what: str) -> None:
         "--output",
         metavar="FILE",
         default=argparse.SUPPRESS,
-        help="where the results go; of an earlier run, it is gone on with: what has a result is not asked again",
+        help="Where the results go. A file of an earlier run is gone on with: what has a result is not asked again.",
     )
-    flags.add_dataclass(parser, Options, "requests")
+    flags.add_dataclass(parser, Options, "requests", common=("retry_failed", "url", "api_key"))
 
 
-def run(args: argparse.Namespace, form: Format, served_model_name: str | None) -> int:
-    """Work through the file; returns the exit code, 1 if a request failed in this run or an earlier one."""
+def run(args: argparse.Namespace, form: Format, serving: Mapping[str, Any]) -> int:
+    """Work through the file; returns the exit code, 1 if a request failed in this run or an earlier one.
+
+    ``serving``: keywords of ServerConfig for an engine of this process."""
     options = Options(**flags.values(args, Options))
     source, target = _files(args)
     if options.url is not None:
@@ -85,7 +87,7 @@ def run(args: argparse.Namespace, form: Format, served_model_name: str | None) -
             if before < len(keys):
                 with asyncio.Runner(loop_factory=loop_factory()) as runner:
                     todo = (request for request in requests() if request.key not in results)
-                    runner.run(_answer(args, options, form, todo, results, served_model_name))
+                    runner.run(_answer(args, options, form, todo, results, serving))
             results.put_in_order()
         finally:
             _report(results, before, len(keys))
@@ -124,11 +126,11 @@ async def _answer(
     form: Format,
     todo: Iterator[Request],
     results: Results,
-    served_model_name: str | None,
+    serving: Mapping[str, Any],
 ) -> None:
     from tqdm import tqdm
 
-    async with _remote(args, options, served_model_name) as (remote, default):
+    async with _remote(args, options, serving) as (remote, default):
         bar = tqdm(total=results.done + results.missing, initial=results.done, unit=" requests", disable=None)
 
         async def work() -> None:
@@ -151,7 +153,7 @@ async def _answer(
 
 @asynccontextmanager
 async def _remote(
-    args: argparse.Namespace, options: Options, served_model_name: str | None
+    args: argparse.Namespace, options: Options, serving: Mapping[str, Any]
 ) -> AsyncIterator[tuple[Remote, dict[str, Any]]]:
     """The server to ask, and what a request that does not name its model is sent with."""
     from asyncengine.cli.remote import Remote, served_here
@@ -160,5 +162,5 @@ async def _remote(
         async with Remote(options.url, options.api_key) as remote:
             yield remote, {"model": getattr(args, "model", None) or await remote.first_model()}
     else:
-        async with running(engine_from(args)) as engine, served_here(engine, served_model_name) as remote:
+        async with running(engine_from(args)) as engine, served_here(engine, serving) as remote:
             yield remote, {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from importlib import import_module
 
-from asyncengine.cli.flags import add_config, environment_name
+from asyncengine.cli.flags import add_config
 
 _NAMES = ("core", "latency", "throughput", "serve")
 
@@ -19,8 +19,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             name,
             help=text,
             description=text[0].upper() + text[1:] + ".",
-            epilog=f"Every option can also be set by an environment variable, --json for instance by "
-            f"{environment_name('json')}.",
         )
         add_config(benchmark)
         benchmark.add_argument(

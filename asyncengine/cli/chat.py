@@ -40,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--url",
         metavar="TEXT",
         default=argparse.SUPPRESS,
-        help="server to talk to, http://HOST:PORT or unix:PATH, in place of an engine in this process; --model is then "
-        "the name that it knows the model by (default: the first that it lists)",
+        help="Server to talk to, http://HOST:PORT or unix:PATH. It answers in place of an engine in this process; "
+        "--model is then the name that it knows the model by, or else the first that it lists.",
     )
     parser.add_argument("--api-key", metavar="TEXT", default=argparse.SUPPRESS, help="key of that server")
     parser.add_argument("--system", metavar="TEXT", default=argparse.SUPPRESS, help="system message")

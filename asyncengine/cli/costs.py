@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    embed.check_model(args)
     with asyncio.Runner(loop_factory=embed.loop_factory()) as runner:
         return runner.run(_run(args))
 

@@ -17,11 +17,8 @@ if TYPE_CHECKING:
     from asyncengine.engine import AsyncEngine
 
 BUNDLED_MODEL_NAME = "stories"
-MODEL_HELP = "directory or hub id; without it, the small bundled model"
-_COMMON_ENGINE = (
-    "dtype", "quantization", "device", "max_model_len", "max_num_seqs", "gpu_memory_utilization",
-    "kv_cache_memory_bytes", "kv_cache_dtype", "target_itl_ms", "host_kv_memory_bytes",
-)  # fmt: skip
+MODEL_HELP = "directory or hub id (default: a bundled one)"
+COMMON_ENGINE = ("dtype", "quantization", "device", "max_model_len", "kv_cache_dtype")
 _COMMON_SAMPLING = ("max_tokens", "temperature", "top_p", "stop", "seed")
 """Options that the short help shows."""
 
@@ -36,31 +33,40 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def add_model(parser: argparse.ArgumentParser, *, positional: bool = True) -> None:
-    """MODEL and ``--model``, which say the same. The option stands alone where another argument has the place."""
+    """MODEL and ``--model``, which say the same. A command that tells its own arguments apart has the option alone."""
     if positional:
         parser.add_argument(
             "model", metavar="MODEL", nargs="?", action=_OneModel, default=argparse.SUPPRESS, help=MODEL_HELP
         )
     text = "the same as MODEL" if positional else MODEL_HELP
-    parser.add_argument(
+    action = parser.add_argument(
         "--model", metavar="MODEL", dest="model", action=_OneModel, default=argparse.SUPPRESS, help=text
     )
+    if positional:
+        action.is_rare = True  # type: ignore[attr-defined]
 
 
 class _OneModel(argparse.Action):
-    """MODEL and ``--model``. Two different models are a usage error."""
+    """MODEL and ``--model``."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: object = None
     ) -> None:
-        if getattr(namespace, "model", values) != values:
-            parser.error(f"two models are given: {namespace.model} and {values}")
-        namespace.model = values
+        set_model(parser, namespace, values)
 
 
-def add_engine(parser: argparse.ArgumentParser, exclude: Collection[str] = ()) -> None:
-    """Options of the engine, without the model."""
-    flags.add_dataclass(parser, EngineConfig, "engine", exclude={"model", *exclude}, common=_COMMON_ENGINE)
+def set_model(parser: argparse.ArgumentParser, args: argparse.Namespace, model: str) -> None:
+    """The command line names a model. Two different ones are a usage error."""
+    if getattr(args, "model", model) != model:
+        parser.error(f"two models are given: {args.model} and {model}")
+    args.model = model
+
+
+def add_engine(
+    parser: argparse.ArgumentParser, exclude: Collection[str] = (), common: Collection[str] = COMMON_ENGINE
+) -> None:
+    """Options of the engine, without the model. The short help shows those of ``common``."""
+    flags.add_dataclass(parser, EngineConfig, "engine", exclude={"model", *exclude}, common=common)
 
 
 def add_sampling(parser: argparse.ArgumentParser, exclude: Collection[str], defaults: Mapping[str, object]) -> None:
@@ -79,6 +85,7 @@ def check_model(args: argparse.Namespace) -> None:
 
 def engine_from(args: argparse.Namespace) -> AsyncEngine:
     """The engine that the flags describe, not started. Imports torch, which takes seconds."""
+    check_model(args)
     from asyncengine.bundled import path as bundled_path
     from asyncengine.engine import AsyncEngine
 

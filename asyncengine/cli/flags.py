@@ -57,18 +57,19 @@ def add_dataclass(
             default = (defaults or {}).get(field.name, field.default)
             many = field.name in several
             action = _add_field(group, field.name, hints[field.name], docs.get(field.name, ""), default, many)
-            if common is not None and field.name not in common:
-                action.is_rare = True  # type: ignore[attr-defined]
+            action.is_rare = common is not None and field.name not in common  # type: ignore[attr-defined]
+            action.group = title  # type: ignore[attr-defined]
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """``--config``, the file that ``read_config`` reads."""
+    """``--config``, the file that ``read_config`` reads, and how the help tells of it and of the environment."""
+    parser.epilog = f"Each is also a variable ({environment_name('model')}, ...) and a key of --config's file."
     parser.add_argument(
         "--config",
         metavar="FILE",
         default=argparse.SUPPRESS,
-        help='TOML file with values of these options, such as max_model_len = "8k"; the command line and the '
-        "environment come first",
+        help='TOML file with values of these options. An example: max_model_len = "8k"; the command line and the '
+        "environment come first.",
     )
 
 
@@ -201,7 +202,7 @@ def _add_field(
 ) -> argparse.Action:
     flag = "--" + name.replace("_", "-")
     text = doc.replace("%", "%%")
-    if default not in (None, (), dataclasses.MISSING):
+    if default is not False and default not in (None, (), dataclasses.MISSING):
         text = f"{text} (default: {default})".strip()
     options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": text}
     if hint is bool:

@@ -6,10 +6,12 @@ import argparse
 import asyncio
 import json
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.cli import batch, flags
-from asyncengine.cli.embed import add_engine, add_model, add_sampling, engine_from, loop_factory, running
+from asyncengine.cli.embed import add_engine, add_model, add_sampling, engine_from, loop_factory, running, set_model
 from asyncengine.cli.jsonl import Request
 from asyncengine.errors import ConfigError
 from asyncengine.request import SamplingParams
@@ -24,24 +26,43 @@ _PLAIN = {"index", "text", "message", "finish_reason"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "%(prog)s PROMPT [options]\n       %(prog)s -i FILE -o FILE [options]"
+    parser.usage = "%(prog)s [MODEL] PROMPT [options]\n       %(prog)s [MODEL] -i FILE -o FILE [options]"
     parser.add_argument(
-        "prompt",
-        metavar="PROMPT",
-        nargs="?",
+        "words",
+        metavar="[MODEL] PROMPT",
+        nargs="*",
         default=argparse.SUPPRESS,
         help="text to continue; - reads standard input",
     )
+    parser.set_defaults(take_words=_take_words)
     add_model(parser, positional=False)
     batch.add_arguments(
         parser,
-        "prompts, one a line: text, or JSON with prompt or messages, sampling parameters by the names of the HTTP API, "
-        "which also has the defaults (16 tokens for a prompt), and a custom_id (default: the number of the line)",
+        "Prompts, one a line: text or JSON. JSON has prompt or messages, other fields of the HTTP API with its "
+        "defaults, and a custom_id (default: the number of the line).",
     )
     exclude = ("n", "logprob_start_len")
     add_sampling(parser, exclude, _DEFAULTS)
     # --seed is the sampling seed here, the one that a single request is about.
     add_engine(parser, exclude=("seed",))
+
+
+def _take_words(parser: argparse.ArgumentParser, args: argparse.Namespace, unknown: Sequence[str]) -> Sequence[str]:
+    """Tell MODEL and PROMPT apart, of which each may be left out. Returns the unknown arguments that are neither.
+
+    argparse gives a command the words in front of one option; words behind it are unknown to it.
+    """
+    if any(word.startswith("-") and word != "-" for word in unknown):
+        return unknown
+    words = [*vars(args).pop("words", ()), *unknown]
+    has_model = len(words) > 1 or "input" in args
+    if len(words) > 2:
+        parser.error(f"more than a MODEL and a PROMPT: a prompt of several words needs quotes, got {words[:3]}...")
+    if words and has_model:
+        set_model(parser, args, words.pop(0))
+    if words:
+        args.prompt = words[0]
+    return []
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,16 +71,26 @@ def run(args: argparse.Namespace) -> int:
     if "input" in args:
         if "prompt" in args:
             raise ConfigError("PROMPT and --input exclude each other")
-        return batch.run(args, PromptLines(sampling), None)
+        return batch.run(args, PromptLines(sampling), {"default_max_tokens": None})
     for name in ("output", "url"):
         if name in args:
             raise ConfigError(f"--{name} goes with --input FILE")
     if "prompt" not in args:
         raise ConfigError("a PROMPT, or --input FILE, is needed")
+    if "model" not in args and _is_model(args.prompt):
+        raise ConfigError(f"{args.prompt} is a model: a PROMPT is needed behind it, or --input FILE")
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(_generate(args, prompt, params))
     return 0
+
+
+def _is_model(prompt: str) -> bool:
+    """Whether a prompt is the path of a model, so that the prompt itself was forgotten."""
+    try:
+        return (Path(prompt) / "config.json").is_file()
+    except (OSError, ValueError):  # too long for a path
+        return False
 
 
 async def _generate(args: argparse.Namespace, prompt: str, params: SamplingParams) -> None:

@@ -28,41 +28,77 @@ COMMANDS = (
 
 _WITH_OPTIONS = ("serve", "generate", "chat", "run-batch", "costs", "plan")
 """Commands that take a configuration file; those of bench take one each."""
-_FIRST_SENTENCE = re.compile(r"(.*?)[.] .*?(?P<default> \(default: [^()]*\))?", re.DOTALL)
+_FIRST_SENTENCE = re.compile(r"(.*?)[.](?: .*?)??(?P<default> \(default: [^()]*\))?", re.DOTALL)
 
 
 class _Help(argparse.Action):
-    """Prints the help and exits. Without ``all``, options that few people need are left out and counted."""
+    """Prints the help and exits: the first sentence of each option that people commonly need, all of every option, or
+    the options that a word names."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: object, values: Any, option: object = None) -> None:
-        rare = [action for action in flags.actions_of(parser) if getattr(action, "is_rare", False)]
-        if values == "all" or not rare:
-            parser.print_help()
-        else:
-            for action in flags.actions_of(parser):
-                if action in rare:
-                    action.help = argparse.SUPPRESS
-                elif action.help and (match := _FIRST_SENTENCE.fullmatch(action.help)):
+        options = flags.actions_of(parser)
+        if values is None:
+            shown = [action for action in options if not getattr(action, "is_rare", False)]
+            for action in shown:
+                if action.help and (match := _FIRST_SENTENCE.fullmatch(action.help)):
                     action.help = match[1] + (match["default"] or "")
-            parser.print_help()
-            print(f"\n{len(rare)} more options: {parser.prog} --help=all")
+        elif values == "all":
+            shown = [*options]
+        else:
+            shown = _named(parser, values)
+        for action in options:
+            if action not in shown:
+                action.help = argparse.SUPPRESS
+        parser.print_help()
+        if values is None and (hidden := len(options) - len(shown)):
+            print(f"{hidden} more option{'s' * (hidden > 1)}: {parser.prog} --help=all, or --help=kv")
         parser.exit()
+
+
+def _named(parser: argparse.ArgumentParser, word: str) -> list[argparse.Action]:
+    """Options whose name has the word in it, and those of a group of that title. Exits with 2 if there are none."""
+    part = word.lower().replace("_", "-")
+    named = [
+        action
+        for action in flags.actions_of(parser)
+        if getattr(action, "group", "") == part or any(part in option for option in action.option_strings)
+    ]
+    if not named:
+        parser.error(f"no option has {word!r} in its name")
+    return named
+
+
+class _Lines(argparse.HelpFormatter):
+    """One line for an option and a short text, where a terminal has 80 columns."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=31)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        if isinstance(action, argparse.BooleanOptionalAction):
+            return "--[no-]" + action.option_strings[0].removeprefix("--")
+        names = ", ".join(action.option_strings)
+        if action.nargs == 0:
+            return names
+        values = self._format_args(action, self._get_default_metavar_for_optional(action))
+        return f"{names} {values}"
 
 
 class Parser(argparse.ArgumentParser):
     """Its subcommands get parsers of the same kind."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(add_help=False, **options)
+        super().__init__(add_help=False, formatter_class=_Lines, **options)
         self.add_argument(
             "-h",
             "--help",
             action=_Help,
             nargs="?",
-            choices=("all",),
             metavar="all",
             default=argparse.SUPPRESS,
-            help="show this help; all: with the options that are seldom needed",
+            help="all: every option; a word: those that have it",
         )
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -87,6 +123,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Callable[[argparse.N
         parser.exit()
     args, unknown = parser.parse_known_args(argv)
     command = args._command
+    if "take_words" in args:
+        unknown = args.take_words(command, args, unknown)
     if unknown:
         command.refuse(unknown)
     flags.read_environment(command, args)
@@ -128,8 +166,6 @@ def command_line(argv: Sequence[str] | None = None) -> Parser:
             name,
             help=text,
             description=text[0].upper() + text[1:] + ".",
-            epilog="Every option can also be set by an environment variable, --max-model-len for instance "
-            f"by {flags.environment_name('max_model_len')}, or in a file that --config names.",
         )
         if argv is not None and name not in argv:
             continue

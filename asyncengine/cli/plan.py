@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.cli import flags
-from asyncengine.cli.embed import add_model
+from asyncengine.cli.embed import add_model, check_model
 from asyncengine.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    check_model(args)
     from asyncengine.bundled import path as bundled_path
     from asyncengine.runner.plans import choose_gpu, plan_steps
 

@@ -163,10 +163,12 @@ def _check_alive(reply: Reply) -> None:
 
 
 @asynccontextmanager
-async def served_here(engine: Engine, model_name: str | None) -> AsyncIterator[Remote]:
-    """A started engine behind the server's own endpoints, on a socket that only this user's processes can open."""
+async def served_here(engine: Engine, serving: Mapping[str, Any]) -> AsyncIterator[Remote]:
+    """A started engine behind the server's own endpoints, on a socket that only this user's processes can open.
+
+    ``serving`` has keywords of ServerConfig."""
     with tempfile.TemporaryDirectory(prefix="asyncengine-") as folder:
-        config = ServerConfig(uds=os.path.join(folder, "socket"), served_model_name=model_name)
+        config = ServerConfig(uds=os.path.join(folder, "socket"), **serving)
         server = HttpServer(config)
         await server.start()
         try:

@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "%(prog)s -i FILE -o FILE [options]"
+    parser.usage = "%(prog)s [MODEL] -i FILE -o FILE [options]"
+    add_model(parser)
     batch.add_arguments(
-        parser, "requests, one a line: JSON with custom_id, method (POST), url (such as /v1/chat/completions) and body"
+        parser,
+        "Requests as JSON, one a line. It has custom_id, method (POST), url (such as /v1/chat/completions) and body.",
     )
-    add_model(parser, positional=False)
     parser.add_argument(
         "--served-model-name",
         metavar="TEXT",
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     default = None if "model" in args else BUNDLED_MODEL_NAME
-    return batch.run(args, BatchLines(), getattr(args, "served_model_name", default))
+    return batch.run(args, BatchLines(), {"served_model_name": getattr(args, "served_model_name", default)})
 
 
 class BatchLines(batch.Format):

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Literal
 
 from asyncengine import __version__
 from asyncengine.cli import flags
-from asyncengine.cli.embed import BUNDLED_MODEL_NAME, add_engine, add_model, check_model, engine_from, loop_factory
+from asyncengine.cli.embed import (
+    BUNDLED_MODEL_NAME,
+    COMMON_ENGINE,
+    add_engine,
+    add_model,
+    check_model,
+    engine_from,
+    loop_factory,
+)
 from asyncengine.cli.log import Log
 from asyncengine.errors import ConfigError, EngineDeadError
 from asyncengine.server.config import ServerConfig
@@ -26,6 +34,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("asyncengine.server")
 
 _COMMON = ("host", "port", "served_model_name", "api_key_file", "cors_origins", "tool_call_parser", "reasoning_parser")
+_COMMON_ENGINE_SERVED = (
+    "max_num_seqs", "gpu_memory_utilization", "target_itl_ms", "kv_cache_memory_bytes", "host_kv_memory_bytes",
+)  # fmt: skip
 """Options that the short help shows."""
 
 
@@ -35,17 +46,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
+        metavar="LEVEL",
         default=argparse.SUPPRESS,
-        help="(default: info)",
+        help="debug, info, warning or error (default: info)",
     )
     parser.add_argument(
         "--log-format",
         choices=("text", "json"),
         default=argparse.SUPPRESS,
-        help="lines for people, or a JSON object a line with the numbers of each request (default: text)",
+        help="For people or for programs. json: an object a line, with the numbers of each request. (default: text)",
     )
     flags.add_dataclass(parser, ServerConfig, "server", several=("served_model_name",), common=_COMMON)
-    add_engine(parser)
+    add_engine(parser, common=(*COMMON_ENGINE, *_COMMON_ENGINE_SERVED))
 
 
 def run(args: argparse.Namespace) -> int:

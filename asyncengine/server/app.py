@@ -425,10 +425,10 @@ class App:
         priority, tenant = self._terms(request, body.priority)
         terms = {"priority": priority, "cache_salt": body.cache_salt, "tenant": tenant}
         context = Context(uuid.uuid4().hex, int(time.time()), self.model_name, terms, self.config)
+        request[_ACCOUNT] = context.account
         try:
             async with _time_limit(body.timeout):
-                answer = await call.answer(engine, body, context)
-            return _json(answer)
+                return _json(await call.answer(engine, body, context))
         except InvalidRequestError as exc:
             call.name_as_asked(exc)
             raise

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from asyncengine.errors import ConfigError, InvalidRequestError
 from asyncengine.request import Usage
+from asyncengine.server.access import Account
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.engine_api import Engine
 from asyncengine.server.protocol import PromptTokensDetails
@@ -39,6 +40,12 @@ class Context:
     terms: dict[str, Any]
     """priority, cache_salt and tenant, for the engine."""
     config: ServerConfig
+    account: Account = field(default_factory=Account)
+
+    def usage(self, usage: Usage) -> PromptUsage:
+        """The answer's token counts, of which the log's line takes note."""
+        self.account.add(usage, None)
+        return PromptUsage(usage.prompt_tokens, usage.prompt_tokens, PromptTokensDetails(usage.cached_tokens))
 
 
 class Call(ABC, Generic[B]):
@@ -71,10 +78,6 @@ class PromptUsage(msgspec.Struct):
     prompt_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-
-    @classmethod
-    def of(cls, usage: Usage) -> PromptUsage:
-        return cls(usage.prompt_tokens, usage.prompt_tokens, PromptTokensDetails(usage.cached_tokens))
 
 
 def tokenizer_of(engine: Engine) -> Tokenizer | None:

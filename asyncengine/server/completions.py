@@ -18,8 +18,6 @@ from asyncengine.server.protocol import BodyDecoder, GenerationBody, UsageBody, 
 from asyncengine.server.sse import ChunkFormat, StreamFormat, encode
 from asyncengine.server.unserved import COMPLETION
 
-_DEFAULT_MAX_TOKENS = 16
-
 
 class CompletionBody(GenerationBody, kw_only=True):
     prompt: str | list[str | int | list[int]] | None = None
@@ -115,7 +113,7 @@ class Completions(Endpoint):
     def parse(self, raw: bytes | bytearray, config: ServerConfig) -> tuple[GenerationBody, list[Prompt]]:
         body = _DECODER.decode(raw)
         if body.max_tokens is None:
-            body.max_tokens = _DEFAULT_MAX_TOKENS
+            body.max_tokens = config.default_max_tokens
         if body.logprobs is True:
             raise bad_request("logprobs must be an integer: how many tokens at each place", "logprobs")
         prompts, body.prompt = prompts_of(body.prompt, config.max_sequences_per_request, "prompt"), None

@@ -21,7 +21,7 @@ class ServerConfig:
     """Where and how to listen. Wrong values raise ConfigError."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 for every IPv4 interface."""
+    """Address to listen on. 0.0.0.0 stands for every IPv4 interface."""
     port: int = 8000
     """TCP port; 0 takes a free one."""
     uds: str | None = None
@@ -29,21 +29,24 @@ class ServerConfig:
     uds_mode: str | None = None
     """Permissions of that socket in octal, such as 660; None: as the umask leaves them."""
     served_model_name: str | Sequence[str] | None = None
-    """Names of the model in the API; answers carry the first. None: the model's own."""
+    """Names of the model in the API. Answers carry the first. None: the model's own."""
     strict_model_names: bool = False
     """Answer requests that name another model than the served one with 404. Else any name means the served model."""
     api_key: str | None = field(default=None, repr=False)
     """Key that every route but /health and the files of the page demands as `Authorization: Bearer KEY`. Other users of
     the machine can read it in the list of processes: give it by api_key_file or the environment."""
     api_key_file: str | None = None
-    """File of keys, one a line, each of which those routes accept. Behind a key may stand priority=high, normal or low,
-    or an integer in [-1000, 1000] of which smaller ones run sooner: its requests have that priority."""
+    """File of API keys, one a line. Each opens the routes of api_key. Behind a key may stand priority=high, normal or
+    low, or an integer in [-1000, 1000] of which smaller ones run sooner: its requests have that priority."""
     cors_origins: Sequence[str] = ()
-    """Origins of web pages that may read answers, such as https://example.org; * for all."""
+    """Origins of web pages that may read answers. They are like https://example.org; * stands for all."""
     ssl_certfile: str | None = None
     """Speak TLS alone, with the certificate chain in this PEM file. It is read again when it has changed."""
     ssl_keyfile: str | None = None
     """PEM file of the certificate's key, if it is not in ssl_certfile."""
+    default_max_tokens: int | None = 16
+    """Tokens that /v1/completions makes where a request says no number. 16 is what OpenAI's clients expect; None: to
+    the end of the context, as chats go."""
     root_path: str = ""
     """Path under which a proxy shows the server, such as /llm; it may strip that or not."""
     public_metrics: bool = False
@@ -65,11 +68,11 @@ class ServerConfig:
     allow_priority: bool = False
     """Let clients choose the priority of their requests."""
     tool_call_parser: str | None = None
-    """Format of the model's tool calls: hermes, json, llama3_json, pythonic, mistral, deepseek_v3 or harmony; None: as
-    its chat template shows."""
+    """Format of the model's tool calls. It is hermes, json, llama3_json, pythonic, mistral, deepseek_v3 or harmony;
+    None: as its chat template shows."""
     reasoning_parser: str | None = None
-    """How the model marks its reasoning: think, mistral, cohere, harmony, or none to leave it in the content; None: as
-    its chat template shows."""
+    """How the model marks its reasoning. It is think, mistral, cohere, harmony, or none to leave it in the content;
+    None: as its chat template shows."""
     trust_request_chat_template: bool = False
     """Let requests bring a chat template of their own, which is a program."""
     read_timeout_s: float = 60.0
@@ -99,8 +102,8 @@ class ServerConfig:
         for name in ("request_bytes", "request_values", "inflight_body_bytes", "sequences_per_request"):
             if getattr(self, f"max_{name}") < 1:
                 raise ConfigError(f"max_{name} must be at least 1, got {getattr(self, f'max_{name}')}")
-        for name in ("max_stored_responses", "max_stored_response_bytes"):
-            if getattr(self, name) < 0:
+        for name in ("max_stored_responses", "max_stored_response_bytes", "default_max_tokens"):
+            if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
         if self.max_inflight_body_bytes < self.max_request_bytes:
             raise ConfigError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import get_type_hints
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -51,12 +52,7 @@ class Histogram:
 
     def buckets(self) -> list[tuple[str, float]]:
         """Cumulative counts by upper bound, as the exposition format wants them."""
-        running = 0
-        out: list[tuple[str, float]] = []
-        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
-            running += count
-            out.append((bound, running))
-        return out
+        return _buckets(self.bounds, self.counts)
 
 
 class Metrics(Collector):
@@ -151,11 +147,22 @@ class Metrics(Collector):
             yield family
 
 
+def _buckets(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
+    names = (*(str(float(bound)) for bound in bounds), "+Inf")
+    return list(zip(names, accumulate(counts), strict=True))
+
+
 def _engine_metrics(stats: EngineStats, label: list[str]) -> Iterator[Metric]:
     for field, exported in _EXPORTED:
+        name, value = f"asyncengine:{exported.name or field}", getattr(stats, field)
+        if exported.kind == "histogram":
+            histogram = HistogramMetricFamily(name, exported.text, labels=_LABELS)
+            histogram.add_metric(label, _buckets(value.bounds, value.counts), value.total)
+            yield histogram
+            continue
         family = CounterMetricFamily if exported.kind == "counter" else GaugeMetricFamily
-        metric = family(f"asyncengine:{exported.name or field}", exported.text, labels=_LABELS)
-        metric.add_metric(label, getattr(stats, field))
+        metric = family(name, exported.text, labels=_LABELS)
+        metric.add_metric(label, value)
         yield metric
 
 

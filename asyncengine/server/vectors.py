@@ -84,7 +84,7 @@ class Embeddings(Call[EmbeddingBody]):
         )
         rows = await _rows(output.vectors, body.encoding_format == "base64")
         data = [Embedding(index=i, embedding=row) for i, row in enumerate(rows)]
-        return EmbeddingList(data=data, model=context.model, usage=PromptUsage.of(output.usage))
+        return EmbeddingList(data=data, model=context.model, usage=context.usage(output.usage))
 
 
 async def _rows(vectors: npt.NDArray[np.float32], as_base64: bool) -> list[msgspec.Raw]:
@@ -153,7 +153,7 @@ class Scores(Call[ScoreBody]):
             created=context.created,
             model=context.model,
             data=[Score(index=i, score=score) for i, score in enumerate(output.scores.tolist())],
-            usage=PromptUsage.of(output.usage),
+            usage=context.usage(output.usage),
         )
 
 
@@ -234,7 +234,7 @@ class Rerank(Call[RerankBody]):
                 Ranked(index=i, relevance_score=scores[i], document=Document(texts[i]) if with_text else UNSET)
                 for i in best
             ],
-            usage=PromptUsage.of(output.usage),
+            usage=context.usage(output.usage),
         )
 
 
@@ -281,5 +281,5 @@ class Classify(Call[ClassifyBody]):
                 Class(index=i, label=output.labels[best[i]], probs=probs, num_classes=len(output.labels))
                 for i, probs in enumerate(rows)
             ],
-            usage=PromptUsage.of(output.usage),
+            usage=context.usage(output.usage),
         )

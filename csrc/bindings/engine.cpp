@@ -258,6 +258,11 @@ py::dict snapshot(const StepLoop& loop) {
   return values;
 }
 
+py::tuple step_tokens(const StepLoop& loop) {
+  const StepTokens& tokens = loop.step_tokens();
+  return py::make_tuple(py::tuple(py::cast(StepTokens::kBounds)), py::tuple(py::cast(tokens.counts())), tokens.sum());
+}
+
 py::list last_steps(const StepLoop& loop, size_t most) {
   py::list all;
   for (const StepRecord& r : loop.last_steps(most)) {
@@ -343,6 +348,7 @@ void bind_engine(py::module_& m) {
       .def("drain", &drain)
       .def("take_step_error", &StepLoop::take_step_error)
       .def("stats", &snapshot)
+      .def("step_tokens", &step_tokens)
       .def("watch", &StepLoop::watch, py::arg("on"))
       .def("last_steps", &last_steps, py::arg("most"))
       .def("block_map", &block_map)

@@ -13,7 +13,7 @@ namespace {
 
 // Linux keeps the 8 KB of tiles only for processes that ask for them, and may refuse (before 5.16; or where a thread's
 // signal stack is too small for them). What is granted holds for all threads.
-bool tiles_granted() {
+[[maybe_unused]] bool tiles_granted() {
 #if defined(__x86_64__) && defined(__linux__)
   constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;  // of leaf 7, edx
   constexpr long kRequestPermission = 0x1023, kTileData = 18;   // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA

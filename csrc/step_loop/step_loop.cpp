@@ -175,6 +175,7 @@ bool StepLoop::retire_oldest(int64_t now) {
   scheduler_.took(step.plan, limit_.took(now));
   limit_.restart(now);
   scheduler_.commit(step.plan, executor_->results(i), outbox_, now);
+  step_tokens_.add(step.plan.num_tokens);
   if (watch_.on()) record(step, now);
   step.plan.clear();
   step.leased = false;

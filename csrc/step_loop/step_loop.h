@@ -86,7 +86,8 @@ class StepLoop {
 
   int wake_fd() const { return outbox_.wake_fd(); }
   std::string error() const { return life_.error(); }
-  Stats stats() const;  // for any thread
+  Stats stats() const;  // for any thread, as is the next
+  const StepTokens& step_tokens() const { return step_tokens_; }  // of steps that succeeded
   // Whether steps are recorded. For the thread that submits, as the next two.
   void watch(bool on) { watch_.watch(on); }
   // The last `most` steps that were recorded.
@@ -134,6 +135,7 @@ class StepLoop {
   bool draining_ = false;           // a step failed: no launch before those in flight are over
   std::atomic<bool> quiescent_{true};
   PublishedStats stats_;
+  StepTokens step_tokens_;
   StepWatch watch_;
 };
 

@@ -50,6 +50,28 @@ def test_every_statistic_of_the_core_is_told() -> None:
         assert f'\nasyncengine:{name}{counter}{{model_name="m"}} 0.0\n' in text
 
 
+@pytest.mark.parametrize("driver", ["thread", "loop"])
+def test_tokens_of_each_step_are_a_histogram(driver: str) -> None:
+    async def main() -> EngineStats:
+        async with testing.SimulatedEngine(prefill_chunk_size=32, step_driver=driver) as engine:
+            assert engine.stats().step_tokens.total == 0
+            await engine.generate([300] * 50, SamplingParams(max_tokens=4, ignore_eos=True))
+            return engine.stats()
+
+    stats = asyncio.run(main())
+    bounds, counts, total = stats.step_tokens
+    assert list(bounds) == sorted(bounds)
+    assert dict(zip((*bounds, None), counts, strict=True)) == dict.fromkeys((*bounds, None), 0) | {1: 3, 32: 2}
+    assert total == 50 + 3  # the last token is not computed on
+    assert sum(counts) == stats.num_steps == 5
+    engine: Any = SimpleNamespace(stats=lambda: stats, model_info=SimpleNamespace(block_size=16, num_kv_blocks=64))
+    lines = Metrics(lambda: engine, lambda: "m", lambda: 0).render().decode().splitlines()
+    name = "asyncengine:iteration_tokens_total"
+    for bound, count in (("1.0", 3), ("16.0", 3), ("32.0", 5), ("16384.0", 5), ("+Inf", 5)):
+        assert f'{name}_bucket{{le="{bound}",model_name="m"}} {float(count)}' in lines
+    assert f'{name}_sum{{model_name="m"}} 53.0' in lines
+
+
 # ---- where tokens were made ----
 
 

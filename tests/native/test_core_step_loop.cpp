@@ -105,6 +105,20 @@ TEST(staging_buffers_are_leased_until_their_step_is_over) {
   }
 }
 
+TEST(tokens_of_a_step_are_counted_up_to_their_bound) {
+  StepTokens tokens;
+  int64_t sum = 0;
+  for (const int64_t bound : StepTokens::kBounds) {
+    for (const int64_t more : {0, 1}) {
+      tokens.add(bound + more);
+      sum += bound + more;
+    }
+  }
+  const auto counts = tokens.counts();
+  for (size_t i = 0; i < counts.size(); ++i) CHECK_EQ(counts[i], i == 0 || i + 1 == counts.size() ? 1 : 2);
+  CHECK_EQ(tokens.sum(), sum);
+}
+
 TEST(executor_failures_end_the_loop_with_the_reason) {
   for (const bool at_launch : {true, false}) {
     Options options;

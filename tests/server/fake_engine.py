@@ -35,7 +35,7 @@ from asyncengine.request import (
     SamplingParams,
     Usage,
 )
-from asyncengine.stats import BlockMap, EngineSnapshot, EngineStats, StepRecord, WakeRecord
+from asyncengine.stats import BlockMap, EngineSnapshot, EngineStats, StepRecord, StepTokens, WakeRecord
 
 END = -1
 VOCABULARY = 0x110000
@@ -165,8 +165,8 @@ class FakeEngine:
             "num_kv_blocks": blocks,
             "num_free_blocks": blocks - used,
         }
-        del counts["kv_cache_usage"]  # of the blocks
-        return EngineStats.of(counts)
+        del counts["kv_cache_usage"], counts["step_tokens"]  # the one is of the blocks, the other no count
+        return EngineStats.of(counts, StepTokens((1, 8), (2, 1, 0), 6))
 
     def snapshot(self) -> EngineSnapshot:
         """Of an engine whose steps take a millisecond each."""

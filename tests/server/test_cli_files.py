@@ -72,8 +72,8 @@ def test_every_line_gets_a_result_or_an_error(
     folder.source.write_text(PROMPTS)
     assert folder.generate("--temperature", "0.5") == 1
     first, second, broken, chat, both, wrong = folder.results
-    assert first.pop("usage")["completion_tokens"] == 16
-    assert first == {"custom_id": 1, "text": "Once upon a time", "finish_reason": "length"}
+    assert first.pop("usage")["completion_tokens"] == 18  # to its end, as generate PROMPT goes
+    assert first == {"custom_id": 1, "text": "Once upon a time.", "finish_reason": "stop"}
     assert (second["custom_id"], second["text"]) == ("b", "On")
     assert [choice["text"] for choice in second["choices"]] == ["On", "nc"]
     assert broken["custom_id"] == 4
@@ -204,7 +204,7 @@ def test_files_that_cannot_be_meant(
     ("argv", "message"),
     [
         (["generate"], "a PROMPT, or --input FILE, is needed"),
-        (["generate", "x", "-i", "f", "-o", "g"], "exclude each other"),
+        (["generate", "m", "x", "-i", "f", "-o", "g"], "exclude each other"),
         (["generate", "x", "-o", "g"], "--output goes with --input"),
         (["generate", "x", "--url", "http://h:1"], "--url goes with --input"),
         (["generate", "-i", "f"], "--output FILE is needed"),

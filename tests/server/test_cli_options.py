@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,7 @@ import pytest
 
 from asyncengine.cli.flags import integer
 from asyncengine.cli.main import main
-from asyncengine.cli.parser import parse
+from asyncengine.cli.parser import COMMANDS, parse
 from asyncengine.cli.wrap import Wrap
 
 
@@ -119,12 +122,40 @@ def test_help_is_short_and_says_where_the_rest_is(
     assert "--max-model-len" in short
     assert "--step-timeout-s" in whole
     assert "--step-timeout-s" not in short
-    assert len(short.splitlines()) <= 75 < len(whole.splitlines())
     hidden = whole.count("\n  --") - short.count("\n  --")
     assert f"{hidden} more options: asyncengine serve --help=all" in short
+    assert "--port N                     TCP port; 0 takes a free one (default: 8000)\n" in short
+    assert "--enable-prefix-caching" in whole.replace("[no-]", "")
 
 
-@pytest.mark.parametrize("command", [["serve"], ["chat"], ["costs"], ["plan"], ["bench", "latency"]])
+BENCHMARKS = [["bench", name] for name in ("core", "latency", "throughput", "serve")]
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name, _, _ in COMMANDS), *BENCHMARKS], ids=" ".join)
+def test_help_fits_a_screen(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = help_of(capsys, *command, "--help").splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+
+
+def test_help_on_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(capsys, "serve", "--help=kv_cache")
+    assert re.findall(r"^  --([\w-]+)", text, re.MULTILINE) == ["kv-cache-memory-bytes", "kv-cache-dtype"]
+    assert "fp8 keeps them in float8" in " ".join(text.split())
+    assert "MODEL  " not in text
+    group = help_of(capsys, "serve", "--help=server")
+    assert "--uds-mode" in group
+    assert "--dtype" not in group
+    with pytest.raises(SystemExit) as exit:
+        main(["serve", "--help=nothing-such"])
+    assert exit.value.code == 2
+    assert "no option has 'nothing-such' in its name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["serve"], ["chat"], ["run-batch"], ["costs"], ["plan"], ["bench", "latency"]])
 def test_the_model_is_an_argument_or_an_option(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     for argv in (["a"], ["--model", "a"], ["--model", "a", "a"]):
         assert parse([*command, *argv])[0].model == "a"
@@ -134,6 +165,70 @@ def test_the_model_is_an_argument_or_an_option(command: list[str], capsys: pytes
             parse([*command, *argv])
         assert exit.value.code == 2
         assert "two models are given" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "model", "prompt"),
+    [
+        (["p"], None, "p"),
+        (["m", "p"], "m", "p"),
+        (["m", "--seed", "1", "p"], "m", "p"),
+        (["--seed", "1", "m", "p", "--max-tokens", "2"], "m", "p"),
+        (["p", "--model", "m"], "m", "p"),
+        (["--model", "m", "-"], "m", "-"),
+        (["m", "--seed", "1", "-"], "m", "-"),
+        (["-i", "f", "-o", "g"], None, None),
+        (["m", "-i", "f", "-o", "g"], "m", None),
+        (["-i", "f", "-o", "g", "m", "p"], "m", "p"),
+    ],
+)
+def test_generate_tells_model_and_prompt_apart(argv: list[str], model: str | None, prompt: str | None) -> None:
+    args, _ = parse(["generate", *argv])
+    assert (getattr(args, "model", None), getattr(args, "prompt", None)) == (model, prompt)
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        (["Once", "upon", "a"], "a prompt of several words needs quotes"),
+        (["a", "p", "--model", "b"], "two models are given: b and a"),
+        (["a", "--seeed", "1", "p"], "unrecognized arguments: --seeed 1 p; did you mean --seed?"),
+    ],
+)
+def test_words_that_generate_cannot_place(argv: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        parse(["generate", *argv])
+    assert exit.value.code == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_the_command_line_names_the_model_before_environment_and_file(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file.write_text('model = "from/file"\n')
+    monkeypatch.setenv("ASYNCENGINE_MODEL", "from/environment")
+    assert parse(["generate", "m", "p", "--config", str(file)])[0].model == "m"
+    assert parse(["generate", "p", "--config", str(file)])[0].model == "from/environment"
+
+
+def test_a_model_in_place_of_a_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").touch()
+    assert main(["generate", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == (
+        f"asyncengine: error: {tmp_path} is a model: a PROMPT is needed behind it, or --input FILE\n"
+    )
+
+
+@pytest.mark.parametrize("command", [["generate", "p"], ["chat"], ["costs"], ["plan"], ["bench", "latency"]])
+def test_a_wrong_model_is_told_before_torch_is_there(command: list[str]) -> None:
+    code = (
+        "import sys, asyncengine.cli.main as m\n"
+        f"assert m.main({[*command, '--model', '/none']}) == 1\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr.startswith("asyncengine: error: there is no directory '/none'")
 
 
 @pytest.mark.parametrize("model", ["/there/is/none", "./none", "none/of/these"])

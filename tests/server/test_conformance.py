@@ -344,6 +344,7 @@ def test_27_metrics(http: Client) -> None:
         "e2e_request_latency_seconds_count", "request_queue_time_seconds_count", "request_prefill_time_seconds_count",
         "request_decode_time_seconds_count", "request_inference_time_seconds_count", "request_prompt_tokens_bucket",
         "request_generation_tokens_bucket", "request_max_num_generation_tokens_bucket", "cache_config_info",
+        "iteration_tokens_total_bucket", "iteration_tokens_total_sum",
     ):  # fmt: skip
         assert f"\nasyncengine:{name}{{" in text, name
     assert '\nasyncengine:num_requests_running{model_name="first"} 0.0' in text

@@ -18,6 +18,7 @@ from server_process import FAKE, process
 
 from asyncengine.errors import ConfigError
 from asyncengine.server.config import ServerConfig
+from asyncengine.testing import SimulatedEngine
 
 ID = {"X-Request-Id": "mine"}
 
@@ -51,6 +52,23 @@ async def test_a_line_for_each_request(caplog: pytest.LogCaptureFixture) -> None
     assert (model["method"], model["route"], model["status"]) == ("GET", "/v1/models/", 200)
     assert (unknown["route"], unknown["status"]) == (r"'/no\nroute'", 404)
     assert "\n" not in caplog.records[-1].getMessage()
+
+
+async def test_lines_of_vectors_have_tokens(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "asyncengine.access")
+    async with SimulatedEngine(replies=["x"], max_model_len=64) as engine, serving(engine) as site:  # type: ignore[arg-type]
+        asked: list[tuple[str, dict[str, Any]]] = [
+            ("/v1/embeddings", {"input": ["abc", "de"]}),
+            ("/score", {"text_1": "a", "text_2": ["b", "c"]}),
+            ("/rerank", {"query": "a", "documents": ["b", "c"]}),
+        ]
+        usages = [(await site.post(path, **fields)).json["usage"] for path, fields in asked]
+        assert (await site.post("/v1/embeddings", input="a" * 99)).status == 400
+    *answered, refused = lines(caplog)
+    assert [line["prompt_tokens"] for line in answered] == [usage["prompt_tokens"] for usage in usages]
+    assert answered[0]["prompt_tokens"] == 5
+    assert {line["completion_tokens"] for line in answered} == {0}
+    assert "prompt_tokens" not in refused
 
 
 async def test_a_client_that_leaves_has_its_line(caplog: pytest.LogCaptureFixture) -> None:

@@ -133,6 +133,16 @@ async def test_default_and_exact_max_tokens() -> None:
             assert reply["choices"][0]["finish_reason"] == "length"
         chat = (await site.post(CHAT, messages=USER)).json
         assert chat["usage"]["total_tokens"] == 100
+    for default, expected in [(3, 3), (None, 100 - len("Hello"))]:
+        async with serving(FakeEngine(max_model_len=100), default_max_tokens=default) as site:
+            reply = (await site.post(COMPLETIONS, prompt="Hello")).json
+            assert reply["usage"]["completion_tokens"] == expected
+            reply = (await site.post(COMPLETIONS, prompt="Hello", max_tokens=2)).json
+            assert reply["usage"]["completion_tokens"] == 2
+
+
+async def test_default_max_tokens_of_chats() -> None:
+    async with serving(FakeEngine(max_model_len=100)) as site:
         chat = (await site.post(CHAT, messages=USER, max_completion_tokens=7)).json
         assert chat["usage"]["completion_tokens"] == 7
 
@@ -296,6 +306,8 @@ async def test_metrics_count_requests_and_tokens() -> None:
             request_prompt_tokens_sum=10,
             request_generation_tokens_sum=10,
             request_max_num_generation_tokens_sum=10,
+            iteration_tokens_total_count=3,
+            iteration_tokens_total_sum=6,
         )
         assert await site.metric("asyncengine:cache_config_info") == {
             '{block_size="16",model_name="fake",num_gpu_blocks="64"}': 1

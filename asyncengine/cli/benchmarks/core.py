@@ -36,6 +36,7 @@ class Options:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [options]"
     flags.add_dataclass(parser, Options, "measurement")
 
 

@@ -41,6 +41,7 @@ class Options:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [MODEL] [options]"
     add_model(parser)
     flags.add_dataclass(parser, Options, "measurement")
     add_engine(parser)

@@ -34,16 +34,16 @@ class Options:
     """Flags of ``asyncengine bench serve``. Wrong values raise ConfigError."""
 
     url: str | None = None
-    """Server to measure, for instance http://127.0.0.1:8000; without it, one is started with the arguments after --."""
+    """Server to measure, such as http://127.0.0.1:8000. Without it, one is started with the arguments after --."""
     model: str | None = None
-    """Name of the model in requests; without it, the first that the server lists."""
+    """Name of the model in requests. Without it, the first that the server lists."""
     endpoint: Literal["completions", "chat"] = "completions"
     num_prompts: int = 100
     """Requests to send."""
     request_rate: float | None = None
-    """Requests per second on average, in a Poisson process; without it, all at once."""
+    """Requests per second on average, in a Poisson process. Without it, all at once."""
     max_concurrency: int | None = None
-    """Requests under way at most; the clock of one that waits for its turn has not started."""
+    """Requests under way at most. The clock of one that waits for its turn has not started."""
     input_len: str = "16-128"
     """Words in a prompt: a number, or a range drawn from evenly."""
     output_len: str = "16-128"
@@ -64,6 +64,7 @@ class Options:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [options] [-- ARGUMENTS]"
     flags.add_dataclass(parser, Options, "measurement")
     parser.add_argument("--api-key", metavar="TEXT", default=argparse.SUPPRESS, help="key of the server")
     parser.add_argument(
