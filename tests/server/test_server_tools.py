@@ -135,7 +135,8 @@ async def test_22_without_tools_markers_are_text() -> None:
     async with client(engine) as (_, site):
         for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}):
             reply = await site.post(CHAT, messages=USER, **fields)
-            assert reply.json["choices"][0]["message"] == {"role": "assistant", "content": text, "refusal": None}
+            told = {name: value for name, value in reply.json["choices"][0]["message"].items() if value is not None}
+            assert told == {"role": "assistant", "content": text}
             assert reply.json["choices"][0]["finish_reason"] == "stop"
         assert all(isinstance(prompt, list) for prompt in engine.prompts)
 
