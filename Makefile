@@ -59,6 +59,7 @@ test: lint native pytest
 
 lint: install
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 # The C++ core without Python, under the sanitizers: one build's tests, which mostly wait, run while the other compiles.

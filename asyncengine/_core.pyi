@@ -193,35 +193,84 @@ class CpuKernels:
     def panel_steps(self, dtype: Dtype, /) -> int: ...
     def linear(self, weights: CpuLinear, x: int, x_stride: int, rows: int, y: int, y_float32: bool, /) -> None: ...
     def norm_linear(
-        self, norm: CpuNorm, weights: CpuLinear, x: int, residual: int, rows: int, y: int, y_float32: bool,
-        activation: ActivationFunction | None, /
+        self,
+        norm: CpuNorm,
+        weights: CpuLinear,
+        x: int,
+        residual: int,
+        rows: int,
+        y: int,
+        y_float32: bool,
+        activation: ActivationFunction | None,
+        /,
     ) -> None:
         """linear of the norm of x, or with a residual (0: none) of residual += x, activated."""
     def pack_panels(self, dtype: Dtype, weight: int, transposed: bool, rows: int, k: int, panels: int, /) -> None: ...
     def embed(self, table: CpuLinear, position_table: int, batch: StepBatch, y: int, scale: float, /) -> None:
         """y = the tokens' rows of the table times scale, plus those of their positions (0: none)."""
     def norm(
-        self, dtype: Dtype, x: int, x_stride: int, residual: int, weight: int, bias: int, y: int, y_stride: int,
-        tokens: int, heads: int, width: int, eps: float, /
+        self,
+        dtype: Dtype,
+        x: int,
+        x_stride: int,
+        residual: int,
+        weight: int,
+        bias: int,
+        y: int,
+        y_stride: int,
+        tokens: int,
+        heads: int,
+        width: int,
+        eps: float,
+        /,
     ) -> None: ...
     def activation(
         self, dtype: Dtype, function: ActivationFunction, gated: bool, x: int, y: int, rows: int, width: int, /
     ) -> None:
         """y [rows, width] = function(x); gated: of x [rows, 2 * width], function(first half) * second half."""
     def rotary(
-        self, dtype: Dtype, x: int, token_stride: int, tokens: int, heads: int, head_dim: int, cos_sin: int,
-        positions: int, /
+        self,
+        dtype: Dtype,
+        x: int,
+        token_stride: int,
+        tokens: int,
+        heads: int,
+        head_dim: int,
+        cos_sin: int,
+        positions: int,
+        /,
     ) -> None: ...
     def store_kv(
         self, dtype: Dtype, k: int, k_stride: int, v: int, v_stride: int, cache: PagedKV, batch: StepBatch, /
     ) -> None: ...
     def paged_attention(
-        self, dtype: Dtype, q: int, q_stride: int, tokens: int, num_q_heads: int, out: int, cache: PagedKV,
-        batch: StepBatch, scale: float, window: int, softcap: float, /
+        self,
+        dtype: Dtype,
+        q: int,
+        q_stride: int,
+        tokens: int,
+        num_q_heads: int,
+        out: int,
+        cache: PagedKV,
+        batch: StepBatch,
+        scale: float,
+        window: int,
+        softcap: float,
+        /,
     ) -> None: ...
     def attention(
-        self, dtype: Dtype, heads: int, tokens: int, num_q_heads: int, out: int, cache: PagedKV, batch: StepBatch,
-        scale: float, window: int, softcap: float, /
+        self,
+        dtype: Dtype,
+        heads: int,
+        tokens: int,
+        num_q_heads: int,
+        out: int,
+        cache: PagedKV,
+        batch: StepBatch,
+        scale: float,
+        window: int,
+        softcap: float,
+        /,
     ) -> None:
         """ValueError unless tokens are the batch's."""
     def soft_cap(self, x: int, rows: int, width: int, cap: float, /) -> None:
@@ -463,8 +512,13 @@ class HostExchange:
     """Where host rows cross (csrc/platform/host_exchange.h)."""
 
     def __init__(
-        self, dtype: Dtype, num_slots: int, num_q_heads: int, num_kv_heads: int, head_dim: int,
-        device: CudaDevice | None
+        self,
+        dtype: Dtype,
+        num_slots: int,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        device: CudaDevice | None,
     ) -> None:
         """In pinned memory of a device. Raises RuntimeError if there is none."""
     mailboxes: Final[int]
@@ -500,9 +554,18 @@ class HostWorkers:
         """False: one of them hangs."""
 
 def time_host_attention(
-    dtype: Dtype, num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int, transposed_keys: bool,
-    num_workers: int, tokens: int, float8: bool = False, isa: str = "auto", pool: HostPool | None = None,
-    num_layers: int = 1
+    dtype: Dtype,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    transposed_keys: bool,
+    num_workers: int,
+    tokens: int,
+    float8: bool = False,
+    isa: str = "auto",
+    pool: HostPool | None = None,
+    num_layers: int = 1,
 ) -> float:
     """Nanoseconds of a worker per token of context in a layer, while all of them attend over rows of so many tokens.
 

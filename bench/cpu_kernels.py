@@ -33,9 +33,7 @@ GPT2_SHAPES = {
 CACHE_BYTES = 200e6
 
 
-def interleave(
-    sides: dict[str, Callable[[], object]], repeats: int, seconds: float = 0.02
-) -> dict[str, float]:
+def interleave(sides: dict[str, Callable[[], object]], repeats: int, seconds: float = 0.02) -> dict[str, float]:
     """Median seconds of one call of each side; a sample covers as many calls as fill ``seconds``."""
     calls = {}
     for name, side in sides.items():
@@ -58,9 +56,7 @@ def cycle(items: list[T]) -> Iterator[T]:
         yield from items
 
 
-def bench_linear(
-    ops: CpuOps, repeats: int, batches: list[int], shapes: list[str]
-) -> Iterator[dict[str, object]]:
+def bench_linear(ops: CpuOps, repeats: int, batches: list[int], shapes: list[str]) -> Iterator[dict[str, object]]:
     for dtype in (torch.float32, torch.bfloat16):
         for shape in shapes:
             n, k = GPT2_SHAPES[shape]

@@ -42,6 +42,8 @@ PARTS: dict[str, ModuleType] = {
     "sampler": kernel_sampler,
     "layer": kernel_layer,
 }
+
+
 def integers(text: str) -> list[int]:
     return [int(number) for number in filter(None, text.split(","))]
 

@@ -41,7 +41,6 @@ def fill_cache(memory: Iterable[Tensor]) -> None:
             layer.normal_()
 
 
-
 def bare_step_us(
     runner: CudaRunner, rows: Sequence[Row], replays: int, next_step: int, *, own_tables: bool = False
 ) -> float:

@@ -87,7 +87,5 @@ def calibrate_device(loaded: LoadedModel, ops: CudaOps) -> Tensor:
     attention = _NotingAttention(loaded.config.head_dim)
     nothing = torch.empty(0, device=ops.device)
     with torch.inference_mode():
-        loaded.model.run(
-            CudaBatch(step, attention), [LayerKVCache(nothing, nothing)] * len(loaded.config.layer_caches)
-        )
+        loaded.model.run(CudaBatch(step, attention), [LayerKVCache(nothing, nothing)] * len(loaded.config.layer_caches))
         return fixed_scales(torch.stack(attention.tops)).clone()

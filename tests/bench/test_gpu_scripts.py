@@ -238,7 +238,11 @@ def test_decode_sweeps_batches_and_contexts(monkeypatch: pytest.MonkeyPatch) -> 
             loaded = replace(engine._loaded(), keep_alive=runner)
             monkeypatch.setattr(engine, "_loaded", lambda: loaded)
             args = argparse.Namespace(
-                contexts=[256, 2048], batches=[1, 8], between=[3, 8, 9], replays=5, quantization="none",
+                contexts=[256, 2048],
+                batches=[1, 8],
+                between=[3, 8, 9],
+                replays=5,
+                quantization="none",
                 kv_cache_dtype="auto",
             )
             return await decode.sweep(engine, read_model("gpt2"), args)

@@ -147,9 +147,7 @@ async def test_any_other_error_of_a_launch_ends_the_engine(call: str) -> None:
     async with testing.SimulatedEngine(step_latency_us=300) as engine:
         engine.device.fail_call(call, 3, 999)
         async with asyncio.timeout(LIMIT_S):
-            outputs = await asyncio.gather(
-                *(engine.generate(p, PARAMS) for p in PROMPTS), return_exceptions=True
-            )
+            outputs = await asyncio.gather(*(engine.generate(p, PARAMS) for p in PROMPTS), return_exceptions=True)
         assert {type(o) for o in outputs} == {EngineDeadError}
         assert engine.health == "dead"
 

@@ -133,6 +133,7 @@ def test_time_in_which_the_process_is_stopped_fails_nobody(tmp_path: Path) -> No
     program = f"MODEL = {str(tmp_path)!r}" + STOPPED
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
         try:
+
             def finish_round() -> list[int]:
                 assert process.stdout is not None
                 return [int(word) for word in process.stdout.readline().split()]

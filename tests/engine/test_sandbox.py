@@ -334,8 +334,6 @@ def test_an_engine_that_is_never_closed_leaves_no_process() -> None:
     assert not is_running(int(run_script(code)))
 
 
-
-
 async def test_time_in_which_the_processes_are_stopped_does_not_count() -> None:
     """As on a laptop that is closed: both of them are, for longer than a job may take."""
     sandbox = SandboxProcess(None, 3.0)

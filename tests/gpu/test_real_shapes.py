@@ -87,9 +87,7 @@ def our_logits(directory: str, source: StateDict, prompt: list[int], chunk: int)
     loop = runner.make_step_loop(config, progress=False)
     recorder.kept.clear()
     greedy = _core.SamplingState()
-    loop.submit(
-        id=1, prompt=prompt, n=1, max_tokens=COUNT, priority=0, salt=0, sampling=greedy, stop_tokens=[]
-    )
+    loop.submit(id=1, prompt=prompt, n=1, max_tokens=COUNT, priority=0, salt=0, sampling=greedy, stop_tokens=[])
     tokens: list[int] = []
     while len(tokens) < COUNT:
         loop.advance()

@@ -206,9 +206,7 @@ def test_replays(device: torch.device, rows: int, tile: tuple[int, int, int]) ->
 
 
 SHIPPED = [
-    (site, plan)
-    for site, plan in PlanTable.shipped().items()
-    if site.activation == "argmax" and plan.kind == "tma"
+    (site, plan) for site, plan in PlanTable.shipped().items() if site.activation == "argmax" and plan.kind == "tma"
 ]
 
 

@@ -251,9 +251,7 @@ class Start:
         self.tuner = FakeTuner()
 
     def steps(self, num_blocks: int) -> DeviceSteps:
-        steps, self.buffers = make_steps(
-            self.config, self.loaded, self.ops, self.native, num_blocks, self.host_rows
-        )
+        steps, self.buffers = make_steps(self.config, self.loaded, self.ops, self.native, num_blocks, self.host_rows)
         steps.state.input_ids.zero_()
         return steps
 

@@ -242,9 +242,7 @@ def test_preemption_changes_nothing(checkpoint):
     """The blocks do not do for all: sequences give theirs back and are computed again."""
     path, model = checkpoint("llama-odd-heads-biased")
     prompts, count = [[5] * 29, [6] * 10], 5
-    outputs, stats = generate(
-        path, [(prompt, greedy(count)) for prompt in prompts], num_kv_blocks=3, max_model_len=40
-    )
+    outputs, stats = generate(path, [(prompt, greedy(count)) for prompt in prompts], num_kv_blocks=3, max_model_len=40)
     assert stats.num_preemptions > 0
     assert outputs == [[tuple(tiny.generate(model, prompt, count))] for prompt in prompts]
 

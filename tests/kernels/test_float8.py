@@ -70,9 +70,7 @@ def assert_same_rows(got: Quantized, expected: Quantized, *, wrong: int = 0) -> 
        stride=st.sampled_from([0, 8, 13]), made_by=st.sampled_from(["nothing", "norm", "silu_mul"]),
        spread=st.integers(0, 20))  # fmt: skip
 @settings(max_examples=60)
-def test_rows(
-    device: torch.device, rows: int, width: int, seed: int, stride: int, made_by: str, spread: int
-) -> None:
+def test_rows(device: torch.device, rows: int, width: int, seed: int, stride: int, made_by: str, spread: int) -> None:
     """Of sizes that differ by up to 2^20 within a row, so that some are float8's subnormals and some are lost."""
     random = make_random(seed)
     gated = made_by == "silu_mul"

@@ -61,8 +61,13 @@ def test_all_parts(
     expected = {
         "rows": [norm, "embedding", activation, "QK norm, rotary, KV store" if gated else "KV store", "ingest"],
         "linear": [
-            f"{norm} + qkv", "o + add + norm", f"{norm} + up + {activation}", "down + add + norm", f"{norm} + head",
-            "head + greedy", "head + greedy by logits",
+            f"{norm} + qkv",
+            "o + add + norm",
+            f"{norm} + up + {activation}",
+            "down + add + norm",
+            f"{norm} + head",
+            "head + greedy",
+            "head + greedy by logits",
         ],
         "attention": ["decode, paged", "decode, few keys", "prefill", "work list"],
         "sampler": ["greedy", "temperature", "top-k 50", "top-p 0.95", "k 50, p 0.95, min-p 0.05"],

@@ -61,9 +61,7 @@ class Machine:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.simulation = _core.SimulatedDevice(vocab_size=2)
         on_gpu = device.type == "cuda"
-        self.native = (
-            _core.CudaDevice(loaded_libcudart(), 0) if on_gpu else _core.CudaDevice.simulated(self.simulation)
-        )
+        self.native = _core.CudaDevice(loaded_libcudart(), 0) if on_gpu else _core.CudaDevice.simulated(self.simulation)
         invariant = self.config.batch_invariant
         ops = CudaOps(device, CudaOptions(batch_invariant=invariant, gpu=describe(device)))
         self.loaded: LoadedModel = load_model(self.config, ops)

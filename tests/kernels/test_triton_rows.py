@@ -204,9 +204,7 @@ def test_embedding(device: torch.device, tokens: int, width: int, positions: boo
     dtype = DTYPES[bfloat16]
     table, places = random(11, width, dtype=dtype, seed=seed), random(9, width, dtype=dtype, seed=seed + 1)
     ids, where = torch.arange(tokens).int() * 2 % 11, torch.arange(tokens).int() * 5 % 9
-    got = embed(
-        ids.to(device), table.to(device), where.to(device), places.to(device) if positions else None
-    )
+    got = embed(ids.to(device), table.to(device), where.to(device), places.to(device) if positions else None)
     expected = table[ids].float() + places[where].float() if positions else table[ids]
     assert_near(got, expected, 0.0)
 
@@ -306,9 +304,7 @@ def test_rotary_store_kv(
     k_cache, v_cache = (cache.to(device).clone() for cache in caches)
     q_norm, k_norm = (n.to(device) for n in norms) if norms else (None, None)
     table, moved_positions, moved_slots = (x.to(device) for x in (cos_sin, positions, slots))
-    rotary_store_kv(
-        view, q_heads, q_norm, k_norm, 1e-6, table, moved_positions, moved_slots, k_cache, v_cache
-    )
+    rotary_store_kv(view, q_heads, q_norm, k_norm, 1e-6, table, moved_positions, moved_slots, k_cache, v_cache)
     q[missing] = math.nan
     assert_near_or_poisoned(view[:, :q_heads], q)
     assert_same(view[~missing, q_heads:], heads[~missing, q_heads:])

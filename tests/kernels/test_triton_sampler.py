@@ -197,9 +197,7 @@ samplings = st.builds(
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=EXAMPLES)
-def test_tokens_are_the_cpus(
-    device: torch.device, sampling: list[Sampling], vocab: int, kind: str, seed: int
-) -> None:
+def test_tokens_are_the_cpus(device: torch.device, sampling: list[Sampling], vocab: int, kind: str, seed: int) -> None:
     logits = random_logits(len(sampling), vocab, seed, kind)
     assert draw(device, logits, sampling) == draw_on_cpu(logits, sampling)
 
@@ -340,9 +338,7 @@ def test_a_row_depends_on_nothing_but_itself(device: torch.device) -> None:
 
 def test_a_draw_changes_with_seed_and_position(device: torch.device) -> None:
     sampling = [
-        Sampling(seed=seed + 3, position=position)
-        for position in (0, 1, 2**31 - 1)
-        for seed in (0, 1, 2**32, 2**63)
+        Sampling(seed=seed + 3, position=position) for position in (0, 1, 2**31 - 1) for seed in (0, 1, 2**32, 2**63)
     ]
     logits = torch.zeros(12, 1000)
     tokens = draw(device, logits, sampling)

@@ -83,9 +83,7 @@ def test_a_story_without_one_of_its_sentences_does_not_parse(rng: random.Random,
 
 
 @given(rngs, st.sampled_from(["name", "friend"]), st.sampled_from(sorted(PRONOUN_OF)), st.data())
-def test_a_name_that_changes_does_not_parse(
-    rng: random.Random, variable: str, other: str, data: st.DataObject
-) -> None:
+def test_a_name_that_changes_does_not_parse(rng: random.Random, variable: str, other: str, data: st.DataObject) -> None:
     story = generate(rng)
     facts = parse(story)
     assert facts is not None
@@ -139,8 +137,7 @@ def test_chat_template(tokenizer: Any) -> None:
     ]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == (
-        "<|bos|><|system|>Be kind.<|end|>"
-        "<|user|>Hello<|end|><|assistant|>Once.<|end|><|user|>More<|end|><|assistant|>"
+        "<|bos|><|system|>Be kind.<|end|><|user|>Hello<|end|><|assistant|>Once.<|end|><|user|>More<|end|><|assistant|>"
     )
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert ids == tokenizer(text, add_special_tokens=False).input_ids

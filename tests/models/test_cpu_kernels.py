@@ -79,9 +79,7 @@ def test_linear(ops: CpuOps, dtype: torch.dtype, rows: int, k: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 3, 6, 13, 15, 16, 33, 300])
 @pytest.mark.parametrize("k", [1, 15, 64, 769, 1601])
-def test_linear_of_transposed_weights_is_the_same(
-    ops: CpuOps, dtype: torch.dtype, rows: int, k: int
-) -> None:
+def test_linear_of_transposed_weights_is_the_same(ops: CpuOps, dtype: torch.dtype, rows: int, k: int) -> None:
     stored = [random(k, n, dtype=dtype, seed=n) for n in (2, 37, 64)]
     biases = [random(2, dtype=dtype), None, random(64, dtype=dtype, seed=5)]
     x = random(rows, k, dtype=dtype, seed=9)
@@ -375,9 +373,7 @@ class Paged:
         for _, a, b in rows:
             starts.append(starts[-1] + b - a)
         tables = [self.tables[s] for s, _, _ in rows]
-        batch = _core.StepBatch(
-            [0] * len(slots), positions, slots, starts, [a for _, a, _ in rows], tables, []
-        )
+        batch = _core.StepBatch([0] * len(slots), positions, slots, starts, [a for _, a, _ in rows], tables, [])
         parts = [torch.cat([x[s][a:b] for s, a, b in rows]) for x in (self.q, self.k, self.v)]
         heads, num_heads, scale = torch.cat(parts, 1), parts[0].shape[1], parts[0].shape[2] ** -0.5
         caches = (self.k_cache, self.v_cache)

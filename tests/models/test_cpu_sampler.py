@@ -91,14 +91,10 @@ def test_a_row_depends_on_nothing_but_itself(ops: CpuOps) -> None:
     ]
     sampling = [kinds[i % 4] for i in range(rows)]
     together = sample(ops, logits, positions, sampling)
-    alone = [
-        sample(ops, logits[i : i + 1], positions[i : i + 1], sampling[i : i + 1])[0] for i in range(rows)
-    ]
+    alone = [sample(ops, logits[i : i + 1], positions[i : i + 1], sampling[i : i + 1])[0] for i in range(rows)]
     assert together == alone
     order = torch.randperm(rows, generator=generator).tolist()
-    shuffled = sample(
-        make_ops(ops.isa, 3), logits[order], [positions[i] for i in order], [sampling[i] for i in order]
-    )
+    shuffled = sample(make_ops(ops.isa, 3), logits[order], [positions[i] for i in order], [sampling[i] for i in order])
     assert shuffled == [together[i] for i in order]
 
 

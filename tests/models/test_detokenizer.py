@@ -65,13 +65,9 @@ def test_byte_level_equals_decode(tokenizer, ids, skip, sizes):
 def ends_unfinished(tokenizer: Tokenizer, ids: list[int], skip: bool) -> bool:
     """Whether the bytes of ``ids`` end inside a character that further bytes could complete."""
     byte_of = {char: byte for byte, char in bytes_to_unicode().items()}
-    tokens = [
-        tokenizer.backend.id_to_token(i) for i in ids if not (skip and i in tokenizer.special_token_ids)
-    ]
+    tokens = [tokenizer.backend.id_to_token(i) for i in ids if not (skip and i in tokenizer.special_token_ids)]
     data = b"".join(
-        bytes(byte_of[c] for c in t) if set(t) <= set(byte_of) else t.encode()
-        for t in tokens
-        if t is not None
+        bytes(byte_of[c] for c in t) if set(t) <= set(byte_of) else t.encode() for t in tokens if t is not None
     )
     for start in range(max(0, len(data) - 3), len(data)):
         for count in (1, 2, 3):

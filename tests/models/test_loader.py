@@ -492,9 +492,7 @@ class Terminal(io.StringIO):
 )
 def test_progress_bar(llama, monkeypatch, stream, progress, shown):
     monkeypatch.setattr(sys, "stderr", stream())
-    CpuModelRunner.load(
-        EngineConfig(model=str(llama), num_kv_blocks=8), progress=progress, ops=ReferenceOps()
-    )
+    CpuModelRunner.load(EngineConfig(model=str(llama), num_kv_blocks=8), progress=progress, ops=ReferenceOps())
     text = sys.stderr.getvalue()
     assert ("Loading weights: 100%" in text) == bool(shown)
     assert bool(text) == bool(shown)

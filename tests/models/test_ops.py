@@ -162,8 +162,6 @@ def test_a_decoder_of_sandwich_norms(ops: HostOps, dtype: torch.dtype) -> None:
     logits = capped(rms(exact, last) @ table.double().T, 2.0)
 
     embedding = ops.make_embedding(table, tied=True)
-    model = Decoder(
-        ops, layers, embedding=embedding, norm=last, head=embedding, embedding_scale=5.5, logit_softcap=2.0
-    )
+    model = Decoder(ops, layers, embedding=embedding, norm=last, head=embedding, embedding_scale=5.5, logit_softcap=2.0)
     got = model.forward(prompt(ids), [empty_cache(len(ids), dtype) for _ in layers])
     assert (got.double() - logits).abs().max() < (1e-5 if dtype == torch.float32 else 0.1)

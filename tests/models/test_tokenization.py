@@ -40,9 +40,7 @@ def pair(request, tmp_path_factory):
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    text=st.text() | st.lists(st.sampled_from([*"".join(tiny.CORPUS), "<s>", "two words", "  "])).map("".join)
-)
+@given(text=st.text() | st.lists(st.sampled_from([*"".join(tiny.CORPUS), "<s>", "two words", "  "])).map("".join))
 def test_encode_and_decode_equal_transformers(pair, text):
     ours, theirs = pair
     for special in (True, False):

@@ -208,5 +208,3 @@ def test_many_tokens_are_added_in_little_time(tmp_path: Path) -> None:
     ours = Tokenizer.from_pretrained(str(write(tmp_path, tokenizer_config=config(added_tokens_decoder=decoder))))
     assert ours.vocab_size == 20_400
     assert ours.encode("<extra 19999>") == [20_399]
-
-

@@ -257,9 +257,7 @@ CONFIGS: dict[str, dict[str, Any]] = {}
 for _name in tiny.VARIANTS:
     _config = tiny.build_model(_name).config.to_dict()
     _family = tiny.VARIANTS[_name][0]
-    CONFIGS[_name] = _config | {
-        "architectures": ["GPT2LMHeadModel" if _family == "GPT2" else f"{_family}ForCausalLM"]
-    }
+    CONFIGS[_name] = _config | {"architectures": ["GPT2LMHeadModel" if _family == "GPT2" else f"{_family}ForCausalLM"]}
 
 numbers = st.one_of(
     st.integers(),
@@ -444,9 +442,7 @@ def test_weights_are_aligned_wherever_the_file_has_them(tmp_path: Path, pad: int
     assert (checkpoint.mapped_bytes, checkpoint.owned_bytes) == ((32, 0) if in_place else (0, 32))
 
 
-def test_names_of_unused_tensors_cannot_forge_lines_of_the_log(
-    llama: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_names_of_unused_tensors_cannot_forge_lines_of_the_log(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoint = Checkpoint(llama, torch.float32)
     tensors = {name: checkpoint._read(name, shape) for name, shape in shapes(checkpoint).items()}
     save_file(tensors | {"x\nERROR:": torch.ones(1), "y" * 10_000: torch.ones(1)}, llama / "model.safetensors")

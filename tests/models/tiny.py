@@ -258,9 +258,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def byte_level_tokenizer(
-    *, add_prefix_space: bool = False, vocab_size: int = 400, bos: bool = True
-) -> Tokenizer:
+def byte_level_tokenizer(*, add_prefix_space: bool = False, vocab_size: int = 400, bos: bool = True) -> Tokenizer:
     """GPT-2's kind: BPE over bytes. With ``bos``, a template puts <s> in front, as in Llama 3."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
@@ -278,9 +276,7 @@ def byte_level_tokenizer(
         tokenizer.post_processor = processors.Sequence(
             [
                 processors.ByteLevel(trim_offsets=False),
-                processors.TemplateProcessing(
-                    single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 0)]
-                ),
+                processors.TemplateProcessing(single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 0)]),
             ]
         )
     return tokenizer
@@ -290,9 +286,7 @@ def metaspace_tokenizer(vocab_size: int = 400) -> Tokenizer:
     """Llama 2's kind: BPE over characters with ▁ for the space, other characters as <0xXX> byte tokens."""
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    trained.train_from_iterator(
-        CORPUS[:2], trainers.BpeTrainer(vocab_size=vocab_size - 259, show_progress=False)
-    )
+    trained.train_from_iterator(CORPUS[:2], trainers.BpeTrainer(vocab_size=vocab_size - 259, show_progress=False))
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{b:02X}>": 3 + b for b in range(256)}
     pieces = sorted(trained.get_vocab().items(), key=lambda item: item[1])
     vocab |= {piece: 259 + i for i, (piece, _) in enumerate(p for p in pieces if p[0] not in vocab)}

@@ -41,9 +41,7 @@ async def test_completion_shape() -> None:
     assert reply == {
         "object": "text_completion",
         "model": "fake",
-        "choices": [
-            {"index": 0, "text": "abca", "logprobs": None, "finish_reason": "length", "prompt_logprobs": None}
-        ],
+        "choices": [{"index": 0, "text": "abca", "logprobs": None, "finish_reason": "length", "prompt_logprobs": None}],
         "usage": {
             "prompt_tokens": 5,
             "completion_tokens": 4,

@@ -162,7 +162,7 @@ async def test_biases_and_sets_of_every_row(saved: Saved) -> None:
 
 
 async def test_banned_words(saved: Saved) -> None:
-    """"two words" has no row if the tokenizer is larger, and cannot come anyway; e is a single token."""
+    """ "two words" has no row if the tokenizer is larger, and cannot come anyway; e is a single token."""
     async with serve(saved) as site:
         choice = await complete(site, bad_words=["e", "two words"], ignore_eos=True, return_token_ids=True)
     assert choice["finish_reason"] == "length"

@@ -128,9 +128,7 @@ class HostOps(Ops[StepBatch, Residual, HandleT]):
         return out
 
     def _attend(self, q: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: StepBatch) -> Tensor:
-        return self.paged_attention(
-            q, cache.k, cache.v, batch, layer.scale, layer.window, layer.softcap, cache.scales
-        )
+        return self.paged_attention(q, cache.k, cache.v, batch, layer.scale, layer.window, layer.softcap, cache.scales)
 
     def store_heads(self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: StepBatch) -> Tensor:
         """Everything of ``attention`` that precedes it; the queries [T, Hq, D], normed and rotated."""

@@ -340,9 +340,7 @@ def withhold(
     )  # fmt: skip
 
 
-def edit(
-    logits: Tensor, board: Tensor, step: DeviceStep, features: SlotFeatures, *, pdl: bool = False
-) -> Tensor:
+def edit(logits: Tensor, board: Tensor, step: DeviceStep, features: SlotFeatures, *, pdl: bool = False) -> Tensor:
     """Edit logits float32 [N, V] in place as the slots of the step's samples ask, after ``follow``.
 
     ``board``: int32 [S, words], masks as ``csrc/core/mask_board.h`` says, in memory that the host writes to meanwhile.

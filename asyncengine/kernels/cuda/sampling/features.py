@@ -50,9 +50,7 @@ class SlotFeatures:
     """int32 [S]"""
 
 
-def allocate_features(
-    num_slots: int, entry_words: int, max_len: int, vocab: int, device: torch.device
-) -> SlotFeatures:
+def allocate_features(num_slots: int, entry_words: int, max_len: int, vocab: int, device: torch.device) -> SlotFeatures:
     """Of slots whose entries, but for the history, have ``entry_words`` words at most."""
 
     def zeros(*shape: int) -> Tensor:
