@@ -1,10 +1,27 @@
 """asyncengine: an LLM inference engine that lives inside one asyncio process."""
 
+from asyncengine.api.conversation import Conversation
+from asyncengine.api.field_docs import show_fields
+from asyncengine.api.logprobs import LogProb, TokenLogProbs
+from asyncengine.api.request import (
+    ChatMessage,
+    CompletionOutput,
+    FinishReason,
+    RequestDelta,
+    RequestOutput,
+    RequestTiming,
+    SamplingParams,
+    Usage,
+)
+from asyncengine.api.stats import BlockMap, DebugStats, EngineSnapshot, EngineStats, StepRecord, WakeRecord
+from asyncengine.api.structured_outputs import StructuredOutputs
 from asyncengine.bundled import path as bundled_model
 from asyncengine.config import EngineConfig
-from asyncengine.conversation import Conversation
-from asyncengine.embedding import ClassificationOutput, EmbeddingOutput, PairScores
-from asyncengine.engine import AsyncEngine
+from asyncengine.engine.engine import AsyncEngine
+from asyncengine.engine.many import Finished
+from asyncengine.engine.scoring import ContinuationScore
+from asyncengine.engine.stream import RequestStream
+from asyncengine.engine.vectors import ClassificationOutput, EmbeddingOutput, PairScores
 from asyncengine.errors import (
     AsyncEngineError,
     ConfigError,
@@ -29,23 +46,6 @@ from asyncengine.errors import (
     WeightMismatchError,
     WrongLoopError,
 )
-from asyncengine.field_docs import show_fields
-from asyncengine.logprobs import LogProb, TokenLogProbs
-from asyncengine.many import Finished
-from asyncengine.request import (
-    ChatMessage,
-    CompletionOutput,
-    FinishReason,
-    RequestDelta,
-    RequestOutput,
-    RequestTiming,
-    SamplingParams,
-    Usage,
-)
-from asyncengine.scoring import ContinuationScore
-from asyncengine.stats import BlockMap, DebugStats, EngineSnapshot, EngineStats, StepRecord, WakeRecord
-from asyncengine.stream import RequestStream
-from asyncengine.structured_outputs import StructuredOutputs
 
 __version__ = "0.1.0"  # and in pyproject.toml
 

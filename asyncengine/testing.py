@@ -26,20 +26,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from asyncengine import _core
-from asyncengine.backend import Backend
+from asyncengine.api.engine_options import EngineOptions
+from asyncengine.api.model_info import ModelInfo
+from asyncengine.api.request import Prompt, SamplingParams
 from asyncengine.config import EngineConfig
-from asyncengine.engine import AsyncEngine
-from asyncengine.engine_options import EngineOptions
-from asyncengine.model_info import ModelInfo
-from asyncengine.prompts import check_terms, kept_tokens, release_idle
-from asyncengine.request import Prompt, SamplingParams
+from asyncengine.engine.engine import AsyncEngine
+from asyncengine.engine.stream import RequestStream
+from asyncengine.runner.backend import Backend
 from asyncengine.runner.loop_config import choose_num_host_blocks, step_loop_config
-from asyncengine.stream import RequestStream
-from asyncengine.tokenization import PLACEHOLDER_EOS_TOKEN_ID, placeholder_tokenizer
+from asyncengine.text.prompts import check_terms, kept_tokens, release_idle
+from asyncengine.text.tokenizer import PLACEHOLDER_EOS_TOKEN_ID, placeholder_tokenizer
 
 if TYPE_CHECKING:
-    from asyncengine.runner.cost_table import CostTable
-    from asyncengine.scripted_model import ScriptedModel
+    from asyncengine.runner.costs.table import CostTable
+    from asyncengine.runner.scripted_model import ScriptedModel
 
 VOCAB_SIZE = 1024
 EOS_TOKEN_ID = PLACEHOLDER_EOS_TOKEN_ID
@@ -131,7 +131,7 @@ class SimulatedEngine(AsyncEngine):
                 step_loop_config(config, info, costs=costs), self.device, self._poll_interval_us
             )
         else:
-            from asyncengine.scripted_model import VECTOR_SIZE, ScriptedModel  # loads NumPy
+            from asyncengine.runner.scripted_model import VECTOR_SIZE, ScriptedModel  # loads NumPy
 
             info = replace(info, device="cpu", vector_size=VECTOR_SIZE)
             model = self._scripted = ScriptedModel(
@@ -146,7 +146,7 @@ class SimulatedEngine(AsyncEngine):
 
     def _costs(self, config: EngineConfig) -> CostTable:
         """What was asked for: nobody needs to measure it. A token of context takes no time."""
-        from asyncengine.runner.cost_table import CostTable, Point  # loads torch
+        from asyncengine.runner.costs.table import CostTable, Point  # loads torch
 
         most = max(2, config.max_num_batched_tokens)
         points = [Point(n, 1e3 * (self._step_latency_us + n * self._token_latency_us), 0.0) for n in (1, most)]
@@ -185,7 +185,7 @@ class SimulatedEngine(AsyncEngine):
         if isinstance(reply, Exception):
             raise reply
         await asyncio.sleep(reply.delay_s)
-        from asyncengine.scripted_model import Script
+        from asyncengine.runner.scripted_model import Script
 
         blanks = frozenset(self.tokenizer.encode(" \n\r\t"))
         script = Script(tuple(ids), tuple(self.tokenizer.encode(reply.text)), request_id, blanks)

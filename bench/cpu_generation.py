@@ -152,7 +152,7 @@ def save_checkpoint(shape: Path, directory: Path, dtype: str) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from asyncengine.tokenization import placeholder_tokenizer
+    from asyncengine.text.tokenizer import placeholder_tokenizer
 
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(shape)

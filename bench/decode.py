@@ -44,10 +44,10 @@ from gpu_common import (
 )
 
 from asyncengine import AsyncEngine, testing
+from asyncengine.api.model_info import ModelInfo
 from asyncengine.cli.benchmarks import report
 from asyncengine.cli.benchmarks.report import Figure, median
 from asyncengine.cli.embed import loop_factory
-from asyncengine.model_info import ModelInfo
 from asyncengine.models.config import ModelConfig
 
 MEMORY_SHARE = 0.9

@@ -22,7 +22,7 @@ from asyncengine import AsyncEngine
 from asyncengine.cli.benchmarks import report
 from asyncengine.cli.benchmarks.report import Figure
 from asyncengine.cli.embed import loop_factory
-from asyncengine.embedding import Pooling
+from asyncengine.engine.vectors import Pooling
 
 CHUNK = 2048
 TARGET = 0.8

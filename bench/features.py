@@ -23,7 +23,7 @@ from asyncengine import AsyncEngine, SamplingParams, StructuredOutputs
 from asyncengine.cli.benchmarks import report
 from asyncengine.cli.benchmarks.report import Figure
 from asyncengine.cli.embed import loop_factory
-from asyncengine.structured.grammars import Grammars
+from asyncengine.engine.constraints.grammars import Grammars
 
 WARM_UP = 32
 """Tokens of a run that do not count."""

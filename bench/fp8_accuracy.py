@@ -32,15 +32,15 @@ from asyncengine.bundled.grammar import generate
 from asyncengine.cli.benchmarks import report
 from asyncengine.cli.benchmarks.report import Figure
 from asyncengine.config import EngineConfig
-from asyncengine.kernels.cpu.host import HostOps
+from asyncengine.kernels.cpu.base import HostOps
 from asyncengine.kernels.cuda.trials import examine
 from asyncengine.kernels.float8 import Quantization
 from asyncengine.kernels.float8_cache import with_inverses
 from asyncengine.kernels.ops import Ops
-from asyncengine.runner import memory as kv_cache
-from asyncengine.runner.kv_scales import calibrate_host
-from asyncengine.runner.model_runner import LoadedModel, load_model
-from asyncengine.tokenization import Tokenizer
+from asyncengine.runner.state import memory as kv_cache
+from asyncengine.runner.state.kv_scales import calibrate_host
+from asyncengine.runner.steps.model_runner import LoadedModel, load_model
+from asyncengine.text.tokenizer import Tokenizer
 
 _BLOCK = 16
 Of = Literal["weights", "kv-cache"]
@@ -91,7 +91,7 @@ class Sequences:
         from asyncengine.kernels.cuda.ops import CudaBatch
         from asyncengine.kernels.cuda.step.bucket import Bucket
         from asyncengine.kernels.cuda.step.tensors import allocate_step
-        from asyncengine.runner.device_steps import attention_kinds
+        from asyncengine.runner.steps.device_steps import attention_kinds
 
         config, device = self._loaded.config, self._ops.device
         count = len(ids) // rows
@@ -139,7 +139,7 @@ def load(
     else:
         from asyncengine.kernels.cuda.linear.choose import PlanTable
         from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
-        from asyncengine.runner.calibration import with_kv_scales
+        from asyncengine.runner.start.calibration import with_kv_scales
 
         device = torch.device("cuda", 0)
         plans = PlanTable.load(torch.cuda.get_device_name(device))

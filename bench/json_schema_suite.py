@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from asyncengine import InvalidRequestError, bundled_model
+from asyncengine.api.structured_outputs import StructuredOutputs
 from asyncengine.cli.benchmarks import report
 from asyncengine.cli.benchmarks.report import Figure
-from asyncengine.structured.grammars import Grammars
-from asyncengine.structured_outputs import StructuredOutputs
-from asyncengine.tokenization import Tokenizer
+from asyncengine.engine.constraints.grammars import Grammars
+from asyncengine.text.tokenizer import Tokenizer
 
 COLUMNS = ("schemas", "refused", "right", "valid refused", "invalid taken")
 

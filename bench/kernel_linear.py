@@ -28,8 +28,8 @@ from asyncengine.kernels.cuda.step.tensors import allocate_step
 from asyncengine.kernels.cuda.trials import examine
 from asyncengine.kernels.ops import Activation, Norm
 from asyncengine.models.config import ModelConfig
-from asyncengine.runner.device_steps import SAMPLING
-from asyncengine.runner.tuning import Tuner, norm_behind
+from asyncengine.runner.start.tuning import Tuner, norm_behind
+from asyncengine.runner.steps.device_steps import SAMPLING
 
 DTYPE = torch.bfloat16
 

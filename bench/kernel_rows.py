@@ -14,7 +14,7 @@ from replay import Row, step_input
 from torch import Tensor
 
 from asyncengine.kernels.cuda.rows.activation import activate_rows
-from asyncengine.kernels.cuda.rows.embedding import embed
+from asyncengine.kernels.cuda.rows.lookup import embed
 from asyncengine.kernels.cuda.rows.norms import norm_rows
 from asyncengine.kernels.cuda.rows.rotary import rotary_store_kv, store_kv
 from asyncengine.kernels.cuda.step.ingest import ingest, make_source

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from asyncengine.kernels.cuda.sampling import sample as sampler
 from asyncengine.kernels.cuda.step.tensors import allocate_step
-from asyncengine.runner import device_steps
+from asyncengine.runner.steps import device_steps
 
 KINDS = ("peaked", "normal", "flat")
 MAX_COPIES_OF_TORCH = 3

@@ -158,7 +158,7 @@ class Link:
 
     def step(self, planned: list[Row], lanes: int) -> Callable[[int], None]:
         """Enqueues the smallest step of decode rows that fits."""
-        from asyncengine.runner.device_steps import ARGMAX
+        from asyncengine.runner.steps.device_steps import ARGMAX
 
         bucket = choose_bucket(self.runner.buckets, planned, lanes)
 

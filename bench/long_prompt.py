@@ -26,7 +26,7 @@ from asyncengine import AsyncEngine, _core, testing
 from asyncengine.cli.benchmarks import report
 from asyncengine.cli.benchmarks.report import Figure, median, percentile
 from asyncengine.cli.embed import loop_factory
-from asyncengine.stream import RequestStream
+from asyncengine.engine.stream import RequestStream
 
 STREAM_PROMPT = 128
 ROOM = 4096

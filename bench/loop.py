@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 
 from asyncengine import AsyncEngine, SamplingParams, _core
-from asyncengine.backend import Backend
+from asyncengine.api.model_info import ModelInfo
 from asyncengine.cli.benchmarks import report
 from asyncengine.cli.benchmarks.report import Figure
 from asyncengine.cli.embed import loop_factory
 from asyncengine.config import EngineConfig
-from asyncengine.model_info import ModelInfo
+from asyncengine.runner.backend import Backend
 from asyncengine.runner.loop_config import step_loop_config
-from asyncengine.tokenization import placeholder_tokenizer
+from asyncengine.text.tokenizer import placeholder_tokenizer
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},

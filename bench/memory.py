@@ -29,10 +29,10 @@ from gpu_common import SHAPES, add_engine_options, greedy, opened, random_prompt
 from memory_hybrid import add_hybrid_options, hybrid, numbers, table_of
 
 from asyncengine import AsyncEngine
+from asyncengine.api.stats import EngineStats
 from asyncengine.cli.benchmarks import report
 from asyncengine.cli.benchmarks.report import Figure, median
 from asyncengine.cli.embed import loop_factory
-from asyncengine.stats import EngineStats
 
 # Of the sequence that is preempted, and of the other whose output makes that happen.
 _VICTIM_TOKENS, _GROWER_PROMPT, _GROWER_TOKENS, _ROOM = 200, 16, 160, 272

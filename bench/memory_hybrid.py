@@ -27,7 +27,7 @@ from gpu_common import greedy, kv_bytes_per_token, opened, read_model
 
 from asyncengine import AsyncEngine
 from asyncengine.cli.benchmarks.report import Figure, median, percentile
-from asyncengine.runner.cost_table import CostTable
+from asyncengine.runner.costs.table import CostTable
 from asyncengine.runner.loop_config import hybrid_gain
 
 ALONE = ("recompute", "conservative", "swap")

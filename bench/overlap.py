@@ -34,7 +34,7 @@ from asyncengine import AsyncEngine, testing
 from asyncengine.cli.benchmarks import report
 from asyncengine.cli.benchmarks.report import Figure, median
 from asyncengine.cli.embed import loop_factory
-from asyncengine.stream import RequestStream
+from asyncengine.engine.stream import RequestStream
 
 CASES = "gpt2:64,gpt2:256,qwen3-0.6b:64,llama-3.1-8b:1,llama-3.1-8b:64"
 ABLATION_CASES = "gpt2:64,gpt2:256,qwen3-0.6b:64"
@@ -130,7 +130,7 @@ async def in_process(engine: AsyncEngine, batch: int, args: argparse.Namespace, 
 
 async def over_http(engine: AsyncEngine, batch: int, args: argparse.Namespace, rng: random.Random) -> Sample:
     from asyncengine.server.config import ServerConfig
-    from asyncengine.server.runner import HttpServer
+    from asyncengine.server.http_server import HttpServer
 
     server = HttpServer(ServerConfig(port=0))
     server.app.engine = engine

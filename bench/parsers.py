@@ -8,11 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from asyncengine.markers import REASONING
 from asyncengine.server.parsing import OutputParser
 from asyncengine.server.parsing.formats import DeepSeek, Hermes, Json, Mistral
 from asyncengine.server.parsing.harmony import Harmony
 from asyncengine.server.parsing.pythonic import Pythonic
+from asyncengine.text.markers import REASONING
 
 SIZE = 4  # characters of a token
 ROUNDS = 7

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from asyncengine.kernels.float8 import FLOAT8
-from asyncengine.runner.device_steps import ARGMAX
-from asyncengine.runner.replay import (
+from asyncengine.runner.costs.replay import (
     LAYOUT,
     STEP,
     Row,
@@ -22,6 +21,7 @@ from asyncengine.runner.replay import (
     staged,
     step_input,
 )
+from asyncengine.runner.steps.device_steps import ARGMAX
 
 if TYPE_CHECKING:
     from asyncengine.runner.cuda_runner import CudaRunner

@@ -21,7 +21,7 @@ from asyncengine import AsyncEngine, SamplingParams
 from asyncengine.cli.benchmarks import report
 from asyncengine.cli.benchmarks.report import Figure
 from asyncengine.cli.embed import loop_factory
-from asyncengine.structured.masks import Constraint
+from asyncengine.engine.constraints.masks import Constraint
 
 WARM_UP = 32
 TARGETS = {"p50": 1.02, "p99": 1.10}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from asyncengine import AsyncEngine, _core
-from asyncengine.stream import RequestStream
+from asyncengine.engine.stream import RequestStream
 
 T = TypeVar("T")
 _SKIP_TOKENS = 16

@@ -29,7 +29,7 @@ from asyncengine import AsyncEngine
 from asyncengine.cli.benchmarks import report
 from asyncengine.cli.benchmarks.report import Figure, median, percentile
 from asyncengine.cli.embed import loop_factory
-from asyncengine.stream import RequestStream
+from asyncengine.engine.stream import RequestStream
 
 PROMPT = "Hello"
 PERCENTS = (50, 95, 99)

@@ -25,8 +25,8 @@ from asyncengine.kernels.cuda.linear.choose import fallback
 from asyncengine.kernels.cuda.linear.plan import NormKind, Plan, Site, WeightKind
 from asyncengine.kernels.cuda.linear.tables import PlanTable, cache_path
 from asyncengine.kernels.cuda.trials import examine
-from asyncengine.runner.prepare import allowed, worth_trying
-from asyncengine.runner.tuning import Tuner
+from asyncengine.runner.start.prepare import allowed, worth_trying
+from asyncengine.runner.start.tuning import Tuner
 
 ROWS = "1,8,16,32,64,128,256"
 THREADS = min(16, os.cpu_count() or 1)

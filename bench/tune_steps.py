@@ -42,8 +42,8 @@ from asyncengine.kernels.cuda.linear.candidates import candidates
 from asyncengine.kernels.cuda.linear.choose import Choices
 from asyncengine.kernels.cuda.linear.plan import Plan, Site
 from asyncengine.kernels.cuda.linear.tables import PlanTable
-from asyncengine.runner.device_steps import ARGMAX
-from asyncengine.runner.tuning import FAILURES
+from asyncengine.runner.start.tuning import FAILURES
+from asyncengine.runner.steps.device_steps import ARGMAX
 
 GAIN = 0.997
 """A plan replaces another if a step takes at most so much of its time: less is noise."""

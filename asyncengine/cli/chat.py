@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
 from typing import TYPE_CHECKING, Any, Protocol
 
+from asyncengine.api.request import ChatMessage, SamplingParams
 from asyncengine.cli import flags
 from asyncengine.cli.batch import warn_of_idle_flags
 from asyncengine.cli.chat_commands import NOT_FOR_CHATS, Conversation, command, is_command
@@ -17,11 +18,10 @@ from asyncengine.cli.chat_input import Typed
 from asyncengine.cli.embed import add_engine, add_model, add_sampling, engine_from, loop_factory, running
 from asyncengine.cli.wrap import Wrap
 from asyncengine.errors import AsyncEngineError, ContextLengthError, EngineDeadError, KVCapacityError
-from asyncengine.request import ChatMessage, SamplingParams
 
 if TYPE_CHECKING:
     from asyncengine.cli.remote import Remote
-    from asyncengine.engine import AsyncEngine
+    from asyncengine.engine.engine import AsyncEngine
 
 _DEFAULTS = {"max_tokens": None}
 

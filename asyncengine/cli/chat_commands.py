@@ -8,9 +8,9 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncengine.api.request import ChatMessage, SamplingParams
 from asyncengine.cli import flags
 from asyncengine.errors import AsyncEngineError, ConfigError
-from asyncengine.request import ChatMessage, SamplingParams
 
 _HELP = {
     "/help": "show this",

@@ -17,11 +17,11 @@ from asyncengine.cli.benchmarks.report import percentile
 from asyncengine.config import EngineConfig
 
 if TYPE_CHECKING:
-    from asyncengine.backend import Backend
-    from asyncengine.engine import AsyncEngine
-    from asyncengine.model_info import ModelInfo
-    from asyncengine.runner.cost_table import CostTable, KnownCosts
-    from asyncengine.stats import StepRecord
+    from asyncengine.api.model_info import ModelInfo
+    from asyncengine.api.stats import StepRecord
+    from asyncengine.engine.engine import AsyncEngine
+    from asyncengine.runner.backend import Backend
+    from asyncengine.runner.costs.table import CostTable, KnownCosts
 
 _LOOK_S = 0.01
 _STREAMS = 16
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 async def _run(args: argparse.Namespace) -> int:
     from asyncengine.bundled import path as bundled_path
-    from asyncengine.engine import AsyncEngine
+    from asyncengine.engine.engine import AsyncEngine
 
     options: dict[str, Any] = flags.values(args, EngineConfig)
     config = EngineConfig.from_kwargs(options.pop("model", None) or str(bundled_path()), options)
@@ -76,7 +76,7 @@ async def _run(args: argparse.Namespace) -> int:
 
 
 def _load(config: EngineConfig, *, found: list[KnownCosts]) -> Backend:
-    from asyncengine.backend import load_backend
+    from asyncengine.runner.backend import load_backend
 
     backend = load_backend(config, progress=True, measure=True)
     if backend.costs is not None:
@@ -125,7 +125,7 @@ async def _compare(engine: AsyncEngine, seconds: float) -> list[Prediction]:
 async def _repeat(
     engine: AsyncEngine, rng: random.Random, prompt: int, tokens: int, end: float, *, pause_s: float = 0.0
 ) -> None:
-    from asyncengine.request import SamplingParams
+    from asyncengine.api.request import SamplingParams
 
     params = SamplingParams(max_tokens=max(1, tokens), temperature=0, ignore_eos=True)
     while time.monotonic() < end:

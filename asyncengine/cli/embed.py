@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+from asyncengine.api.request import SamplingParams
 from asyncengine.cli import flags
 from asyncengine.config import EngineConfig
-from asyncengine.request import SamplingParams
 
 if TYPE_CHECKING:
-    from asyncengine.engine import AsyncEngine
+    from asyncengine.engine.engine import AsyncEngine
 
 BUNDLED_MODEL_NAME = "stories"
 MODEL_HELP = "directory or hub id (default: a bundled one)"
@@ -77,7 +77,7 @@ def add_sampling(parser: argparse.ArgumentParser, exclude: Collection[str], defa
 def check_model(args: argparse.Namespace) -> None:
     """Raises ModelError at once for a model that is no directory of a model and can be no hub id."""
     from asyncengine.models.files import read_config
-    from asyncengine.runner.hub import local_directory
+    from asyncengine.models.weights.hub import local_directory
 
     if "model" in args and (directory := local_directory(args.model)) is not None:
         read_config(directory)
@@ -87,7 +87,7 @@ def engine_from(args: argparse.Namespace) -> AsyncEngine:
     """The engine that the flags describe, not started. Imports torch, which takes seconds."""
     check_model(args)
     from asyncengine.bundled import path as bundled_path
-    from asyncengine.engine import AsyncEngine
+    from asyncengine.engine.engine import AsyncEngine
 
     options: dict[str, Any] = flags.values(args, EngineConfig)
     model = options.pop("model", None) or str(bundled_path())

@@ -21,8 +21,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from asyncengine.api.field_docs import field_docs
 from asyncengine.errors import ConfigError
-from asyncengine.field_docs import field_docs
 
 ENVIRONMENT_PREFIX = "ASYNCENGINE_"
 OTHER_VARIABLES = ("ASYNCENGINE_CACHE",)

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asyncengine.api.request import SamplingParams
 from asyncengine.cli import batch, flags
 from asyncengine.cli.embed import add_engine, add_model, add_sampling, engine_from, loop_factory, running, set_model
 from asyncengine.cli.jsonl import Request
 from asyncengine.errors import ConfigError
-from asyncengine.request import SamplingParams
 
 if TYPE_CHECKING:
     from asyncengine.cli.remote import Reply

@@ -17,7 +17,7 @@ import msgspec
 from asyncengine.errors import ConfigError, InvalidRequestError
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.engine_api import Engine
-from asyncengine.server.runner import HttpServer
+from asyncengine.server.http_server import HttpServer
 
 _CONNECT_S = 30.0
 _ATTEMPTS = 6

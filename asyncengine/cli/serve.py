@@ -103,7 +103,7 @@ def run_server(
 
 
 async def _serve(config: ServerConfig, load: Callable[[], Awaitable[Engine]]) -> None:
-    from asyncengine.server.runner import serve
+    from asyncengine.server.http_server import serve
 
     stop = asyncio.Event()
 

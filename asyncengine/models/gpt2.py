@@ -6,7 +6,7 @@ from asyncengine.kernels.ops import Activation, AttentionLayer, Handle, KVSpec, 
 from asyncengine.models.config import ModelConfig, RawConfig, require_full_attention
 from asyncengine.models.decoder import AttentionBlock, Decoder, DecoderLayer, MLPBlock
 from asyncengine.models.files import excerpt
-from asyncengine.models.weights import WeightSource
+from asyncengine.models.weights.source import WeightSource
 
 # The names under which transformers knows the exact GELU and its tanh approximation.
 _ACTIVATIONS: dict[str, Activation] = {

@@ -14,7 +14,7 @@ from asyncengine.models.config import ModelConfig, RawConfig, read_rope, require
 from asyncengine.models.decoder import AttentionBlock, Decoder, DecoderLayer, FeedForward, MLPBlock
 from asyncengine.models.files import excerpt
 from asyncengine.models.rotary import rotary_table
-from asyncengine.models.weights import WeightSource
+from asyncengine.models.weights.source import WeightSource
 
 _SILU: Mapping[str, Activation] = {"silu": "silu_mul", "swish": "silu_mul"}
 

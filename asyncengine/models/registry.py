@@ -14,7 +14,7 @@ from asyncengine.kernels.ops import Batch, BatchT, LayerCache, ModelOps
 from asyncengine.models import gpt2, llama, mistral, qwen2, qwen3
 from asyncengine.models.config import ModelConfig, RawConfig
 from asyncengine.models.files import excerpt
-from asyncengine.models.weights import WeightSource
+from asyncengine.models.weights.source import WeightSource
 
 logger = logging.getLogger(__name__)
 

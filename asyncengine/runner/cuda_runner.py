@@ -11,26 +11,26 @@ from typing import Self
 import torch
 
 from asyncengine import _core
+from asyncengine.api.model_info import ModelInfo
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
 from asyncengine.kernels.cuda.gpu import Gpu
 from asyncengine.kernels.cuda.linear.tables import PlanTable
 from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
 from asyncengine.kernels.cuda.trials import examine
-from asyncengine.model_info import ModelInfo
 from asyncengine.models.config import ModelConfig
-from asyncengine.runner import memory
-from asyncengine.runner.buckets import Bucket, token_buckets
-from asyncengine.runner.calibration import with_kv_scales
-from asyncengine.runner.cost_table import KnownCosts
-from asyncengine.runner.cuda_costs import Machine, cuda_costs
-from asyncengine.runner.device_steps import ARGMAX, VARIANTS, DeviceSteps, StepBuffers, step_buckets
-from asyncengine.runner.graphs import CapturedSteps, loaded_libcudart
-from asyncengine.runner.host_rows import HostRows
-from asyncengine.runner.host_tier import HostTier, gathered_bytes
+from asyncengine.runner.costs.cuda import Machine, cuda_costs
+from asyncengine.runner.costs.table import KnownCosts
+from asyncengine.runner.host.rows import HostRows
+from asyncengine.runner.host.tier import HostTier, gathered_bytes
 from asyncengine.runner.loop_config import step_loop_config
-from asyncengine.runner.model_runner import load_model
-from asyncengine.runner.prepare import make_steps, prepare
+from asyncengine.runner.start.calibration import with_kv_scales
+from asyncengine.runner.start.graphs import CapturedSteps, loaded_libcudart
+from asyncengine.runner.start.prepare import make_steps, prepare
+from asyncengine.runner.state import memory
+from asyncengine.runner.steps.buckets import Bucket, token_buckets
+from asyncengine.runner.steps.device_steps import ARGMAX, VARIANTS, DeviceSteps, StepBuffers, step_buckets
+from asyncengine.runner.steps.model_runner import load_model
 
 logger = logging.getLogger(__name__)
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncengine import _core
+from asyncengine.api.logprobs import record_words
+from asyncengine.api.model_info import ModelInfo
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
-from asyncengine.logprobs import record_words
-from asyncengine.model_info import ModelInfo
 
 if TYPE_CHECKING:
-    from asyncengine.runner.cost_table import CostTable
+    from asyncengine.runner.costs.table import CostTable
 
 UPDATE_WORDS = RESULT_WORDS = 1 << 13
 """Budgets of a step, in words: entries of newly filled slots, beside one history and one bit per token; and records.

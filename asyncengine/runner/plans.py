@@ -20,10 +20,10 @@ from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps
 from asyncengine.kernels.cuda.step.tensors import allocate_step
 from asyncengine.kernels.cuda.trials import examine
 from asyncengine.kernels.ops import Activation, AttentionLayer, LayerKVCache, Norm
-from asyncengine.runner.buckets import ANY_CONTEXT, Bucket
 from asyncengine.runner.cuda_runner import cuda_options
-from asyncengine.runner.device_steps import VARIANTS, attention_kinds, attention_limits, step_buckets
-from asyncengine.runner.model_runner import load_model
+from asyncengine.runner.steps.buckets import ANY_CONTEXT, Bucket
+from asyncengine.runner.steps.device_steps import VARIANTS, attention_kinds, attention_limits, step_buckets
+from asyncengine.runner.steps.model_runner import load_model
 
 _NOWHERE = torch.device("meta")
 

@@ -23,9 +23,9 @@ from aiohttp import web
 from aiohttp.http import HttpVersion10, HttpVersion11
 
 from asyncengine import __version__
-from asyncengine.checks import number, quoted
+from asyncengine.api.checks import number, quoted
+from asyncengine.api.request import Prompt
 from asyncengine.errors import ConfigError, InvalidRequestError, RequestTimeoutError
-from asyncengine.request import Prompt
 from asyncengine.server.access import CLIENT_LEFT, Account, log_request
 from asyncengine.server.bodies import ALWAYS_ADMITTED, Bodies, kept_size
 from asyncengine.server.calls import Call, CallBody, Context, tokenizer_of

@@ -10,8 +10,8 @@ from http import HTTPStatus
 from aiohttp import web
 
 from asyncengine import _core
-from asyncengine.checks import quoted
-from asyncengine.request import Prompt
+from asyncengine.api.checks import quoted
+from asyncengine.api.request import Prompt
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.errors import ApiError, bad_request, unavailable
 from asyncengine.server.limits import LONG_FIELD, check_fields

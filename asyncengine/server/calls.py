@@ -9,13 +9,13 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from asyncengine.api.request import Usage
 from asyncengine.errors import ConfigError, InvalidRequestError
-from asyncengine.request import Usage
 from asyncengine.server.access import Account
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.engine_api import Engine
 from asyncengine.server.protocol import PromptTokensDetails
-from asyncengine.tokenization import Tokenizer
+from asyncengine.text.tokenizer import Tokenizer
 
 
 class CallBody(msgspec.Struct, kw_only=True):

@@ -8,15 +8,15 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from asyncengine.conversation import Conversation
-from asyncengine.request import CompletionOutput, FinishReason, Prompt, RequestOutput, SamplingParams
+from asyncengine.api.conversation import Conversation
+from asyncengine.api.request import CompletionOutput, FinishReason, Prompt, RequestOutput, SamplingParams
 from asyncengine.server.chat_chunks import ChatFormat, DetailedFormat, ParsedFormat
+from asyncengine.server.chat_messages import Message, as_messages
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.effort import with_effort
 from asyncengine.server.errors import bad_request
 from asyncengine.server.generation import Endpoint, Job, joined
 from asyncengine.server.logprobs import ChatLogProbs, PromptLogProb
-from asyncengine.server.messages import Message, as_messages
 from asyncengine.server.parsing import ParsedCall, ParsedOutput, parse
 from asyncengine.server.parsing.choose import Parsing
 from asyncengine.server.preparing import prepare
@@ -24,7 +24,7 @@ from asyncengine.server.protocol import BodyDecoder, GenerationBody, UsageBody, 
 from asyncengine.server.sse import StreamFormat, encode
 from asyncengine.server.tools import NamedTool, ToolBody, tool_use
 from asyncengine.server.unserved import CHAT
-from asyncengine.tokenization import Tokenizer
+from asyncengine.text.tokenizer import Tokenizer
 
 
 class ChatBody(GenerationBody, kw_only=True):

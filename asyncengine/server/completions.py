@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from asyncengine.detokenizer import IncrementalDetokenizer
-from asyncengine.logprobs import TokenLogProbs
-from asyncengine.request import CompletionOutput, Prompt, RequestDelta, RequestOutput, SamplingParams
+from asyncengine.api.logprobs import TokenLogProbs
+from asyncengine.api.request import CompletionOutput, Prompt, RequestDelta, RequestOutput, SamplingParams
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.errors import bad_request
 from asyncengine.server.generation import Endpoint, Job, joined
@@ -17,6 +16,7 @@ from asyncengine.server.logprobs import CompletionLogProbs, PromptLogProb
 from asyncengine.server.protocol import BodyDecoder, GenerationBody, UsageBody, prompts_of, sampling_params
 from asyncengine.server.sse import ChunkFormat, StreamFormat, encode
 from asyncengine.server.unserved import COMPLETION
+from asyncengine.text.detokenizer import IncrementalDetokenizer
 
 
 class CompletionBody(GenerationBody, kw_only=True):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from asyncengine.conversation import Conversation
+from asyncengine.api.conversation import Conversation
 from asyncengine.server.unserved import pass_over
-from asyncengine.tokenization import Tokenizer
+from asyncengine.text.tokenizer import Tokenizer
 
 
 def with_effort(chat: Conversation, effort: str, tokenizer: Tokenizer | None, field: str) -> Conversation:

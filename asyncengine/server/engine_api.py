@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from asyncengine.logprobs import TokenLogProbs
-from asyncengine.request import Prompt, RequestDelta, RequestOutput, SamplingParams
-from asyncengine.stats import EngineSnapshot, EngineStats
-from asyncengine.tokenization import Tokenizer
+from asyncengine.api.logprobs import TokenLogProbs
+from asyncengine.api.request import Prompt, RequestDelta, RequestOutput, SamplingParams
+from asyncengine.api.stats import EngineSnapshot, EngineStats
+from asyncengine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from asyncengine.embedding import ClassificationOutput, EmbeddingOutput, PairScores, Pooling
+    from asyncengine.engine.vectors import ClassificationOutput, EmbeddingOutput, PairScores, Pooling
 
 
 class ModelInfo(Protocol):

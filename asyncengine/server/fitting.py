@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from asyncengine.conversation import Conversation
+from asyncengine.api.conversation import Conversation
+from asyncengine.api.request import Prompt
 from asyncengine.errors import ContextLengthError
-from asyncengine.request import Prompt
 from asyncengine.server.engine_api import Engine
 
 _INSTRUCTIONS = ("system", "developer")

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from asyncengine import __version__
-from asyncengine.conversation import Conversation
+from asyncengine.api.conversation import Conversation
+from asyncengine.api.request import LONG_TEXT, FinishReason, Prompt, RequestDelta, RequestOutput, SamplingParams, Usage
 from asyncengine.errors import EngineDeadError, InvalidRequestError, RequestAbortedError, RequestTimeoutError
-from asyncengine.request import LONG_TEXT, FinishReason, Prompt, RequestDelta, RequestOutput, SamplingParams, Usage
 from asyncengine.server.access import Account
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.engine_api import Engine, ModelInfo, RequestStream
@@ -28,7 +28,7 @@ from asyncengine.server.parsing.choose import Parsing
 from asyncengine.server.protocol import GenerationBody, name_as_asked
 from asyncengine.server.sse import NO_USAGE, NULL_USAGE, ChunkFormat, StreamFormat, encode, usage_field
 from asyncengine.server.wire import SseResponse, in_turns
-from asyncengine.tokenization import Tokenizer
+from asyncengine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("asyncengine.server")
 T = TypeVar("T")

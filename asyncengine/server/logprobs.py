@@ -9,10 +9,10 @@ from typing import Protocol
 
 import msgspec
 
-from asyncengine.detokenizer import IncrementalDetokenizer, token_bytes
-from asyncengine.logprobs import LogProb, TokenLogProbs
-from asyncengine.request import FinishReason, SamplingParams
-from asyncengine.tokenization import Tokenizer
+from asyncengine.api.logprobs import LogProb, TokenLogProbs
+from asyncengine.api.request import FinishReason, SamplingParams
+from asyncengine.text.detokenizer import IncrementalDetokenizer, token_bytes
+from asyncengine.text.tokenizer import Tokenizer
 
 _LOWEST = -9999.0
 """In place of -inf, which JSON lacks; OpenAI's value."""

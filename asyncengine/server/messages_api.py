@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from asyncengine.conversation import Conversation
+from asyncengine.api.conversation import Conversation
+from asyncengine.api.json_text import object_of
+from asyncengine.api.request import FinishReason, Prompt, RequestOutput, SamplingParams, Usage
 from asyncengine.errors import InvalidRequestError
-from asyncengine.json_text import object_of
-from asyncengine.request import FinishReason, Prompt, RequestOutput, SamplingParams, Usage
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.effort import with_effort, with_thinking
 from asyncengine.server.errors import ApiError
@@ -21,7 +21,7 @@ from asyncengine.server.preparing import prepare
 from asyncengine.server.protocol import GenerationBody, sampling_params
 from asyncengine.server.sse import StreamFormat, encode
 from asyncengine.server.turns import as_called
-from asyncengine.tokenization import Tokenizer
+from asyncengine.text.tokenizer import Tokenizer
 
 _PING = event("ping", b"")
 _DELTAS = {

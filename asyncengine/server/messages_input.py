@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from asyncengine.checks import quoted
-from asyncengine.conversation import Conversation
-from asyncengine.json_text import JsonTexts
+from asyncengine.api.checks import quoted
+from asyncengine.api.conversation import Conversation
+from asyncengine.api.json_text import JsonTexts
 from asyncengine.server.errors import ApiError, bad_request
 from asyncengine.server.protocol import (
     BodyDecoder,

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from asyncengine import __version__
-from asyncengine.request import (
+from asyncengine.api.request import (
     LOGPROBS_MODES,
     MAX_BAD_WORDS,
     MAX_LOGPROBS,

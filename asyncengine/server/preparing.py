@@ -6,20 +6,20 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
-from asyncengine.conversation import Conversation
+from asyncengine.api.conversation import Conversation
+from asyncengine.api.request import Prompt, SamplingParams
+from asyncengine.api.structured_outputs import StructuredOutputs
 from asyncengine.errors import InvalidRequestError
-from asyncengine.request import Prompt, SamplingParams
+from asyncengine.server.chat_messages import adapt
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.errors import bad_request
-from asyncengine.server.messages import adapt
 from asyncengine.server.parsing.choose import Formats, Parsing, formats_of
 from asyncengine.server.parsing.grammars import call_grammar, content_grammar, form_in, lazy_grammar, serves
 from asyncengine.server.parsing.names import HARMONY
 from asyncengine.server.parsing.parser import CallRules
 from asyncengine.server.tools import ToolUse
-from asyncengine.structured_outputs import StructuredOutputs
-from asyncengine.tokenization import Tokenizer
-from asyncengine.tool_turns import with_tools_listed
+from asyncengine.text.tokenizer import Tokenizer
+from asyncengine.text.tool_turns import with_tools_listed
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 

@@ -14,9 +14,9 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, cast
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from asyncengine.checks import quoted
+from asyncengine.api.checks import quoted
+from asyncengine.api.request import Prompt, SamplingParams, Usage
 from asyncengine.errors import InvalidRequestError
-from asyncengine.request import Prompt, SamplingParams, Usage
 from asyncengine.server.errors import ApiError, bad_request
 from asyncengine.server.unserved import Fields
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from asyncengine.checks import quoted
+from asyncengine.api.checks import quoted
 from asyncengine.server.errors import ApiError, bad_request
 from asyncengine.server.protocol import unsupported
 from asyncengine.server.response_store import OwnResponses, StoredResponse

@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from asyncengine.checks import quoted
-from asyncengine.conversation import Conversation
+from asyncengine.api.checks import quoted
+from asyncengine.api.conversation import Conversation
+from asyncengine.api.request import FinishReason, Prompt, RequestOutput, SamplingParams
 from asyncengine.errors import InvalidRequestError
-from asyncengine.request import FinishReason, Prompt, RequestOutput, SamplingParams
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.effort import with_effort, with_verbosity
 from asyncengine.server.engine_api import Engine
@@ -37,7 +37,7 @@ from asyncengine.server.responses_input import (
 from asyncengine.server.responses_tools import TOOL_FIELDS, ChosenTool, ResponsesTool, tools_of
 from asyncengine.server.sse import StreamFormat, encode
 from asyncengine.server.turns import Turns, as_called, renamed
-from asyncengine.tokenization import Tokenizer
+from asyncengine.text.tokenizer import Tokenizer
 
 _IN_PROGRESS, _COMPLETED, _INCOMPLETE = "in_progress", "completed", "incomplete"
 _PREFIXES = {"reasoning": "rs_", "message": "msg_", "function_call": "fc_", "custom_tool_call": "ctc_"}

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from asyncengine.checks import quoted
-from asyncengine.json_text import JsonTexts
+from asyncengine.api.checks import quoted
+from asyncengine.api.json_text import JsonTexts
 from asyncengine.server.errors import bad_request
 from asyncengine.server.parsing.inputs import INPUT
 from asyncengine.server.protocol import (

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from asyncengine.checks import quoted
+from asyncengine.api.checks import quoted
 from asyncengine.server.errors import ApiError, bad_request
 from asyncengine.server.tools import (
     AllowedTools,

@@ -8,8 +8,8 @@ from typing import Annotated
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from asyncengine.api.request import Prompt
 from asyncengine.errors import ConfigError
-from asyncengine.request import Prompt
 from asyncengine.server.calls import Call, CallBody, Context, tokenizer_of
 from asyncengine.server.chat import Chat
 from asyncengine.server.config import ServerConfig

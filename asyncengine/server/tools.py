@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from asyncengine.checks import quoted
-from asyncengine.json_text import JsonTexts, JsonTooLargeError
+from asyncengine.api.checks import quoted
+from asyncengine.api.json_text import JsonTexts, JsonTooLargeError
 from asyncengine.server.errors import bad_request
 from asyncengine.server.parsing.inputs import INPUT
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from asyncengine.checks import quoted
+from asyncengine.api.checks import quoted
 from asyncengine.server.calls import Call, CallBody, Context, PromptUsage, numbers
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.engine_api import Engine

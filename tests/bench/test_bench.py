@@ -67,7 +67,7 @@ def test_latency_and_throughput_of_the_bundled_model(tmp_path: Path) -> None:
     assert generated == 9
 
 
-def test_30_serve_starts_a_server_and_prints_the_block(
+def test_serve_starts_a_server_and_prints_the_block(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "serve.json"

@@ -17,7 +17,7 @@ from asyncengine.config import EngineConfig
 from asyncengine.kernels.cpu.reference import Float8ReferenceOps, ReferenceOps
 from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
 from asyncengine.kernels.ops import Ops
-from asyncengine.runner.model_runner import load_model
+from asyncengine.runner.steps.model_runner import load_model
 from tests.kernels.interpreter import repair_interpreter
 from tests.models import tiny
 

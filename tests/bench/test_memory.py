@@ -19,7 +19,7 @@ from memory_hybrid import Sample, Track
 from asyncengine import _core, testing
 from asyncengine.cli.benchmarks.report import Figure
 from asyncengine.config import EngineConfig
-from asyncengine.runner.cost_table import Copy, CostTable, HostAttention, KnownCosts, Point
+from asyncengine.runner.costs.table import Copy, CostTable, HostAttention, KnownCosts, Point
 
 POINTS = [Point(1, 3.1e6, 100.0), Point(21, 5.1e6, 100.0)]
 TABLE = CostTable(

@@ -11,12 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "server"))
-
-from fake_engine import END, FakeEngine, FakeStream
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from asyncengine.cli.serve import run_server
 from asyncengine.server.config import ServerConfig
+from tests.server.fake_engine import END, FakeEngine, FakeStream
 
 
 class ScriptedEngine(FakeEngine):

@@ -17,7 +17,7 @@ def client(server: Server) -> Any:
     return anthropic.Anthropic(base_url=server.url, auth_token=server.key, api_key=None, max_retries=0)
 
 
-def test_31_messages(client: Any, server: Server) -> None:
+def test_messages(client: Any, server: Server) -> None:
     reply = client.messages.create(model=server.model, messages=USER, system="You tell stories.", max_tokens=24)
     assert reply.role == "assistant"
     assert reply.stop_reason == "max_tokens"
@@ -25,7 +25,7 @@ def test_31_messages(client: Any, server: Server) -> None:
     assert reply.content[0].text
 
 
-def test_31_streamed_messages(client: Any, server: Server) -> None:
+def test_streamed_messages(client: Any, server: Server) -> None:
     with client.messages.stream(model=server.model, messages=USER, max_tokens=24) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()

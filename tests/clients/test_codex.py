@@ -44,7 +44,7 @@ def codex(folder: Path, server: Server, *options: str) -> subprocess.CompletedPr
     )
 
 
-def test_45_codex_runs_commands_and_reads_their_results(tmp_path: Path) -> None:
+def test_codex_runs_commands_and_reads_their_results(tmp_path: Path) -> None:
     replies = (
         ("Make a file.", call("exec_command", cmd="echo fox-$((40 + 2)) | tee made.txt")),
         ("fox-42", call("multi_agent_v1__close_agent", target="nobody")),
@@ -57,7 +57,7 @@ def test_45_codex_runs_commands_and_reads_their_results(tmp_path: Path) -> None:
     assert (tmp_path / "work" / "made.txt").read_text() == "fox-42\n"
 
 
-def test_45_codex_applies_patches_that_are_the_input_of_a_custom_tool(tmp_path: Path) -> None:
+def test_codex_applies_patches_that_are_the_input_of_a_custom_tool(tmp_path: Path) -> None:
     patch = '*** Begin Patch\n*** Add File: made.txt\n+a "fox" \\ 😀\n*** End Patch\n'
     replies = (("Make a file.", call("apply_patch", input=patch)), ("made.txt", "It is done."))
     with scripted(tmp_path, *replies) as server:
@@ -67,7 +67,7 @@ def test_45_codex_applies_patches_that_are_the_input_of_a_custom_tool(tmp_path: 
     assert (tmp_path / "work" / "made.txt").read_text() == 'a "fox" \\ 😀\n'
 
 
-def test_45_codex_is_answered_by_the_bundled_model(tmp_path: Path) -> None:
+def test_codex_is_answered_by_the_bundled_model(tmp_path: Path) -> None:
     """It calls nothing of its own accord: its first answer is a text, and ends the run.
 
     So far from what it was trained for it would not end at all, so that some tokens more than its own end it.

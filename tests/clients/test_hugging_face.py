@@ -36,7 +36,7 @@ def test_async(server: Server) -> None:
     assert asyncio.run(ask())
 
 
-def test_21_structured_output(server: Server) -> None:
+def test_structured_output(server: Server) -> None:
     client = huggingface_hub.InferenceClient(base_url=server.v1, api_key=server.key)
     schema = {"type": "json_schema", "json_schema": {"name": "animal", "schema": Animal.model_json_schema()}}
     reply = client.chat_completion(

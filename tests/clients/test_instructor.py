@@ -28,15 +28,15 @@ def ask(server: Server, mode: str, **more: Any) -> Any:
     )
 
 
-def test_21_typed_answers(roomy: Server) -> None:
+def test_typed_answers(roomy: Server) -> None:
     assert isinstance(ask(roomy, "JSON_SCHEMA"), Animal)
 
 
-def test_21_a_schema_in_the_prompt(roomy: Server) -> None:
+def test_a_schema_in_the_prompt(roomy: Server) -> None:
     """The client asks for some JSON object. It has to be forced, as the bundled model does not follow instructions."""
     extra = {"guided_json": Animal.model_json_schema(), "response_format": None}
     assert isinstance(ask(roomy, "JSON", extra_body=extra), Animal)
 
 
-def test_22_typed_answers_as_tool_calls(roomy: Server) -> None:
+def test_typed_answers_as_tool_calls(roomy: Server) -> None:
     assert isinstance(ask(roomy, "TOOLS"), Animal)

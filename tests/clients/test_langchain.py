@@ -57,17 +57,17 @@ def test_text_completion(server: Server) -> None:
     assert "".join(model.stream("Once upon a time")) == text
 
 
-def test_21_structured_output(server: Server) -> None:
+def test_structured_output(server: Server) -> None:
     structured = chat(server, max_tokens=100).with_structured_output(Animal, method="json_schema")
     assert isinstance(structured.invoke("Invent an animal."), Animal)
 
 
-def test_22_structured_output_as_a_tool_call(roomy: Server) -> None:
+def test_structured_output_as_a_tool_call(roomy: Server) -> None:
     structured = chat(roomy, max_tokens=100).with_structured_output(Animal, method="function_calling")
     assert isinstance(structured.invoke("Invent an animal."), Animal)
 
 
-def test_22_a_call_and_its_result(roomy: Server) -> None:
+def test_a_call_and_its_result(roomy: Server) -> None:
     from langchain_core.messages import HumanMessage, ToolMessage
 
     model = chat(roomy, max_tokens=100)

@@ -53,7 +53,7 @@ def test_many_at_once(server: Server) -> None:
     assert len({reply.choices[0].message.content for reply in asyncio.run(ask())}) == 1
 
 
-def test_21_structured_output(server: Server) -> None:
+def test_structured_output(server: Server) -> None:
     reply = litellm.completion(messages=USER, response_format=Animal, **arguments(server, max_tokens=100))
     Animal.model_validate_json(reply.choices[0].message.content)
     reply = litellm.completion(

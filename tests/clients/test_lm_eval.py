@@ -62,7 +62,7 @@ def figures(found: dict[str, Any], task: str) -> dict[str, float]:
     return {name: value for name, value in found["results"][task].items() if isinstance(value, int | float)}
 
 
-def test_18_the_harness_finds_what_transformers_finds(tasks: Path, server: Server) -> None:
+def test_the_harness_finds_what_transformers_finds(tasks: Path, server: Server) -> None:
     # The client of the API begins texts without BOS, and keeps two tokens of the context free: so shall the other one.
     alike = {"max_length": 510, "add_bos_token": False}
     theirs = evaluate(tasks, "hf", {"pretrained": str(MODEL), "dtype": "float32", "device": "cpu", **alike})

@@ -12,7 +12,7 @@ from conftest import Server
 openai = pytest.importorskip("openai")
 
 
-def test_31_responses(server: Server) -> None:
+def test_responses(server: Server) -> None:
     client = openai.OpenAI(base_url=server.v1, api_key=server.key)
     reply = client.responses.create(model=server.model, input="Tell me a story.", max_output_tokens=24)
     assert reply.output_text
@@ -23,7 +23,7 @@ def test_31_responses(server: Server) -> None:
     assert "response.output_text.delta" in kinds
 
 
-def test_45_responses_for_agents(roomy: Server) -> None:
+def test_responses_for_agents(roomy: Server) -> None:
     client = openai.OpenAI(base_url=roomy.v1, api_key=roomy.key)
     time: Any = {
         "type": "custom",
@@ -52,7 +52,7 @@ def test_45_responses_for_agents(roomy: Server) -> None:
         client.responses.cancel(second.id)
 
 
-def test_45_responses_tell_log_probabilities_and_drop_old_turns(server: Server) -> None:
+def test_responses_tell_log_probabilities_and_drop_old_turns(server: Server) -> None:
     client = openai.OpenAI(base_url=server.v1, api_key=server.key)
     asked: dict[str, Any] = {"model": server.model, "max_output_tokens": 12}
     reply = client.responses.create(

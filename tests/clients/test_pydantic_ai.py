@@ -41,12 +41,12 @@ def test_a_conversation(server: Server) -> None:
     assert second.usage.input_tokens > first.usage.input_tokens
 
 
-def test_21_typed_output(server: Server) -> None:
+def test_typed_output(server: Server) -> None:
     result = agent(server, output_type=pydantic_ai.NativeOutput(Animal)).run_sync("Invent an animal.")
     assert isinstance(result.output, Animal)
 
 
-def test_22_typed_output_as_a_tool_call(roomy: Server) -> None:
+def test_typed_output_as_a_tool_call(roomy: Server) -> None:
     settings = {"temperature": 0, "max_tokens": 500, "parallel_tool_calls": False}  # the model would go on with calls
     result = agent(roomy, output_type=Animal).run_sync("Invent an animal.", model_settings=settings)
     assert isinstance(result.output, Animal)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from asyncengine import RequestOutput, SamplingParams
+from asyncengine.engine.fairness import FairShare, Place
 from asyncengine.errors import EngineOverloadedError, InvalidRequestError
-from asyncengine.fairness import FairShare, Place
 from asyncengine.testing import SimulatedEngine, no_leaks
 
 from .support import Job, check_output, random_jobs

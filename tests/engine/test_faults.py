@@ -27,7 +27,7 @@ from asyncengine import (
     bundled_model,
     testing,
 )
-from asyncengine.detokenizer import IncrementalDetokenizer
+from asyncengine.text.detokenizer import IncrementalDetokenizer
 from tests.engine.support import check_canary, check_jobs, random_jobs, run_script
 
 LIMIT_S = 20.0  # nothing hangs: generous, for a busy machine
@@ -95,7 +95,7 @@ async def test_an_exception_in_a_forward_fails_that_steps_requests(
 async def test_a_forward_that_always_raises_ends_the_engine(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.CRITICAL, "asyncengine.engine")
+    caplog.set_level(logging.CRITICAL, "asyncengine.engine.engine")
     async with AsyncEngine.from_pretrained(bundled_model(), max_num_seqs=1, num_kv_blocks=64) as engine:
         model = engine._loaded().keep_alive._model  # type: ignore[attr-defined]
         monkeypatch.setattr(model, "run", raises(RuntimeError("the weights melted")))
@@ -156,7 +156,7 @@ async def test_any_other_error_of_a_launch_ends_the_engine(call: str) -> None:
 async def test_a_fault_while_detokenizing_fails_its_request(
     k: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.CRITICAL, "asyncengine.engine")
+    caplog.set_level(logging.CRITICAL, "asyncengine.engine.engine")
     async with testing.SimulatedEngine(step_latency_us=300) as engine, testing.no_leaks(engine):
         push = IncrementalDetokenizer.push
         monkeypatch.setattr(IncrementalDetokenizer, "push", at_call(k, push, raises(ValueError("not text"))))

@@ -13,8 +13,8 @@ from torch import Tensor
 from asyncengine import AsyncEngine, SamplingParams, _core, bundled_model, testing
 from asyncengine.bundled.grammar import generate
 from asyncengine.config import EngineConfig
-from asyncengine.runner.model_runner import CpuModelRunner
-from asyncengine.tokenization import Tokenizer
+from asyncengine.runner.steps.model_runner import CpuModelRunner
+from asyncengine.text.tokenizer import Tokenizer
 
 TOKENS = 64
 

@@ -13,7 +13,7 @@ import pytest
 
 import asyncengine
 from asyncengine import AsyncEngine, ConfigError, SamplingParams, testing
-from asyncengine.stats import EngineStats
+from asyncengine.api.stats import EngineStats
 
 ROOMY: dict[str, Any] = {"max_num_seqs": 6, "max_model_len": 192, "num_kv_blocks": 400}
 PRESSED: dict[str, Any] = ROOMY | {"num_kv_blocks": 18, "host_kv_memory_bytes": 16 << 20}

@@ -16,7 +16,7 @@ import pytest
 
 import asyncengine
 from asyncengine import AsyncEngine, ConfigError, SamplingParams, testing
-from asyncengine.stats import EngineStats
+from asyncengine.api.stats import EngineStats
 from tests.models import tiny
 
 from .test_host_tier import PRESSED, PROMPTS, ROOMY, answers

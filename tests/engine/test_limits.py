@@ -12,9 +12,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from asyncengine import AsyncEngine, InvalidRequestError, SamplingParams, bundled_model
-from asyncengine.embedding import MAX_PROMPTS
-from asyncengine.prompts import MAX_PRIORITY
-from asyncengine.request import (
+from asyncengine.api.request import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
     MAX_BIASES,
@@ -27,7 +25,9 @@ from asyncengine.request import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKENS,
 )
-from asyncengine.structured_outputs import MAX_CHOICES
+from asyncengine.api.structured_outputs import MAX_CHOICES
+from asyncengine.engine.vectors import MAX_PROMPTS
+from asyncengine.text.prompts import MAX_PRIORITY
 from tests.models import tiny
 
 PROMPT = list(range(300, 320))

@@ -21,7 +21,7 @@ from asyncengine import (
     SamplingParams,
     testing,
 )
-from asyncengine.tokenization import placeholder_tokenizer
+from asyncengine.text.tokenizer import placeholder_tokenizer
 from tests.models import tiny
 
 from .support import run_script

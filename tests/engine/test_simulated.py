@@ -11,9 +11,9 @@ import time
 import pytest
 
 from asyncengine import KVCapacityError, SamplingParams
-from asyncengine.detokenizer import IncrementalDetokenizer
-from asyncengine.request import FinishReason
+from asyncengine.api.request import FinishReason
 from asyncengine.testing import EOS_TOKEN_ID, SimulatedEngine, no_leaks, settle
+from asyncengine.text.detokenizer import IncrementalDetokenizer
 
 from .support import BOTH_LOOPS, CANARY, Job, check_canary, check_jobs, check_output, join, random_jobs
 

@@ -24,8 +24,8 @@ from asyncengine import (
     SamplingParams,
     _core,
 )
-from asyncengine.prompts import MAX_PRIORITY
 from asyncengine.testing import VOCAB_SIZE, SimulatedEngine, no_leaks, settle
+from asyncengine.text.prompts import MAX_PRIORITY
 
 from .support import BOTH_LOOPS, CANARY, Job, check_canary, check_output
 

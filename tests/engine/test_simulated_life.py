@@ -18,7 +18,7 @@ from asyncengine import (
     SamplingParams,
     WrongLoopError,
 )
-from asyncengine.engine import AsyncEngine
+from asyncengine.engine.engine import AsyncEngine
 from asyncengine.testing import SimulatedEngine, no_leaks, settle
 
 from .support import BOTH_LOOPS, CANARY, Job, check_canary, check_jobs, check_output, random_jobs, run_script

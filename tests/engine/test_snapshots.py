@@ -8,7 +8,7 @@ import time
 import pytest
 
 from asyncengine import EngineClosedError, EngineDeadError, SamplingParams, WrongLoopError
-from asyncengine.snapshots import MOST_WAKES
+from asyncengine.engine.snapshots import MOST_WAKES
 from asyncengine.testing import SimulatedEngine, no_leaks, settle
 
 PARAMS = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)

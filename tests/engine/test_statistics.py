@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from asyncengine import SamplingParams, _core, testing
-from asyncengine.request import FinishReason, RequestTiming, Usage
+from asyncengine.api.request import FinishReason, RequestTiming, Usage
+from asyncengine.api.stats import DebugStats, EngineStats
+from asyncengine.engine.stream import RequestStream
 from asyncengine.server.metrics import Metrics
-from asyncengine.stats import DebugStats, EngineStats
-from asyncengine.stream import RequestStream
-from asyncengine.tokenization import placeholder_tokenizer
+from asyncengine.text.tokenizer import placeholder_tokenizer
 
 STATS = Path(__file__).resolve().parents[2] / "csrc/core/stats.inl"
 NOT_EXPORTED = {

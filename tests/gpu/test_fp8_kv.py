@@ -17,10 +17,10 @@ from asyncengine.kernels.cpu.ops import CpuOps
 from asyncengine.kernels.cuda.gpu import A100
 from asyncengine.kernels.cuda.ops import CudaOps
 from asyncengine.runner import cuda_runner
-from asyncengine.runner.calibration import calibrate_device
 from asyncengine.runner.cuda_runner import CudaRunner
-from asyncengine.runner.kv_scales import calibrate_host
-from asyncengine.runner.model_runner import load_model
+from asyncengine.runner.start.calibration import calibrate_device
+from asyncengine.runner.state.kv_scales import calibrate_host
+from asyncengine.runner.steps.model_runner import load_model
 from tests.gpu.conftest import SHAPES
 
 sys.path.insert(0, str(SHAPES.parent))  # the benchmarks import each other by name

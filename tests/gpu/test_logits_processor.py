@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncengine import AsyncEngine, InvalidRequestError
-from tests.engine.test_logits_processor import callables_decide, keep
+from tests.engine.constraints.test_logits_processor import callables_decide, keep
 from tests.engine.test_sampling_features import FEATURES, PROMPTS, SETTINGS, params
 from tests.models import tiny
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from asyncengine import ConfigError
-from asyncengine.backend import load_backend
 from asyncengine.config import EngineConfig
+from asyncengine.runner.backend import load_backend
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"load_format": "dummy", "device": "cuda", "max_num_seqs": 4, "max_num_batched_tokens": 64}

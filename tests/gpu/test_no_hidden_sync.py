@@ -19,11 +19,11 @@ import pytest
 import torch
 
 from asyncengine import AsyncEngine, SamplingParams, _core
-from asyncengine.backend import Backend, load_backend
+from asyncengine.api.model_info import ModelInfo
 from asyncengine.config import EngineConfig
-from asyncengine.embedding import vector_extras
-from asyncengine.model_info import ModelInfo
-from asyncengine.request_extras import request_extras
+from asyncengine.engine.slot_entries import request_extras
+from asyncengine.engine.vectors import vector_extras
+from asyncengine.runner.backend import Backend, load_backend
 
 pytestmark = pytest.mark.alone
 SMALL: dict[str, Any] = {

@@ -19,10 +19,10 @@ from asyncengine.kernels.cuda.trials import examine
 from asyncengine.models.config import RawConfig
 from asyncengine.models.registry import find_family
 from asyncengine.runner.cuda_runner import CudaRunner
-from asyncengine.runner.device_steps import SAMPLING, step_buckets
-from asyncengine.runner.graphs import loaded_libcudart
-from asyncengine.runner.model_runner import LoadedModel
-from asyncengine.runner.prepare import make_steps
+from asyncengine.runner.start.graphs import loaded_libcudart
+from asyncengine.runner.start.prepare import make_steps
+from asyncengine.runner.steps.device_steps import SAMPLING, step_buckets
+from asyncengine.runner.steps.model_runner import LoadedModel
 from tests.gpu.conftest import SHAPES
 
 PROMPT, COUNT = 700, 4

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncengine.backend import load_backend
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.cuda.linear.tables import PlanTable, cache_path
 from asyncengine.kernels.cuda.trials import examine
-from asyncengine.runner import prepare
+from asyncengine.runner.backend import load_backend
+from asyncengine.runner.start import prepare
 from tests.models import tiny
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,8 +14,8 @@ import jsonschema
 import pytest
 
 from asyncengine import AsyncEngine, InvalidRequestError, bundled_model
-from asyncengine.structured.masks import Constraint
-from tests.engine.test_structured import PROMPT, SCHEMA, RandomSchema, constrained_greedy, params
+from asyncengine.engine.constraints.masks import Constraint
+from tests.engine.constraints.test_structured import PROMPT, SCHEMA, RandomSchema, constrained_greedy, params
 
 pytestmark = pytest.mark.alone
 ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_num_seqs": 32, "max_num_batched_tokens": 256}

@@ -23,7 +23,7 @@ from asyncengine.kernels.cuda.trials import examine, runs_tma
 from asyncengine.kernels.ops import Norm
 from tests.gpu.conftest import needs_hopper
 from tests.kernels.poison import poison_new_memory, surrounded, taken
-from tests.kernels.test_triton_linear import Case
+from tests.kernels.test_linear import Case
 from tests.kernels.twins import activated, assert_within
 
 pytestmark = needs_hopper

@@ -164,11 +164,11 @@ def main(target: str, directory: str, dtype: str, quantization: Quantization = "
     from asyncengine.kernels.cuda.sampling.vectors import store_vectors
     from asyncengine.kernels.cuda.step.ingest import ingest
     from asyncengine.kernels.cuda.step.tensors import allocate_step
-    from asyncengine.runner.buckets import Bucket
-    from asyncengine.runner.device_steps import ARGMAX, EVERYTHING, SAMPLING
-    from asyncengine.runner.host_rows import HostRows
-    from asyncengine.runner.model_runner import load_model
-    from asyncengine.runner.prepare import make_steps
+    from asyncengine.runner.host.rows import HostRows
+    from asyncengine.runner.start.prepare import make_steps
+    from asyncengine.runner.steps.buckets import Bucket
+    from asyncengine.runner.steps.device_steps import ARGMAX, EVERYTHING, SAMPLING
+    from asyncengine.runner.steps.model_runner import load_model
 
     compiled = install(int(target))
     config = EngineConfig(

@@ -33,18 +33,18 @@ from asyncengine.kernels.cuda.linear.plan import CUBLAS, MAX_ROWS, Plan, Site
 from asyncengine.kernels.cuda.linear.tables import PlanTable
 from asyncengine.kernels.cuda.linear.tma import tma_linear
 from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
-from asyncengine.runner.buckets import Bucket
-from asyncengine.runner.device_steps import VARIANTS, DeviceSteps, step_buckets
-from asyncengine.runner.host_rows import HostRows
-from asyncengine.runner.model_runner import load_model
-from asyncengine.runner.prepare import likely, make_steps, prepare_kernels
-from asyncengine.runner.tuning import Tuner, _Case
+from asyncengine.runner.host.rows import HostRows
+from asyncengine.runner.start.prepare import likely, make_steps, prepare_kernels
+from asyncengine.runner.start.tuning import Tuner, _Case
+from asyncengine.runner.steps.buckets import Bucket
+from asyncengine.runner.steps.device_steps import VARIANTS, DeviceSteps, step_buckets
+from asyncengine.runner.steps.model_runner import load_model
 from tests.kernels.compile_for import Counting
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 GPU = replace(INTERPRETER, name="NVIDIA H200", tma=True)
-KERNELS = "asyncengine.runner.device_steps"
+KERNELS = "asyncengine.runner.steps.device_steps"
 
 
 @kernel

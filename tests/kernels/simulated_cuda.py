@@ -13,17 +13,17 @@ import numpy as np
 import torch
 
 from asyncengine import AsyncEngine, _core
-from asyncengine.backend import Backend, load_tokenizer
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
-from asyncengine.runner.buckets import token_buckets
-from asyncengine.runner.calibration import with_kv_scales
-from asyncengine.runner.device_steps import VARIANTS, step_buckets
-from asyncengine.runner.host_rows import HostRows
-from asyncengine.runner.host_tier import HostTier
+from asyncengine.runner.backend import Backend, load_tokenizer
+from asyncengine.runner.host.rows import HostRows
+from asyncengine.runner.host.tier import HostTier
 from asyncengine.runner.loop_config import step_loop_config
-from asyncengine.runner.model_runner import load_model
-from asyncengine.runner.prepare import make_steps
+from asyncengine.runner.start.calibration import with_kv_scales
+from asyncengine.runner.start.prepare import make_steps
+from asyncengine.runner.steps.buckets import token_buckets
+from asyncengine.runner.steps.device_steps import VARIANTS, step_buckets
+from asyncengine.runner.steps.model_runner import load_model
 from tests.kernels.interpreter import repair_interpreter
 
 

@@ -24,7 +24,7 @@ from asyncengine.kernels.cuda.attention.choose import (
 from asyncengine.kernels.cuda.attention.plan import AttentionPlan, AttentionShape, Cut, LayerKind, Tile
 from asyncengine.kernels.cuda.attention.work.lists import StepWork, WorkList
 from asyncengine.kernels.cuda.gpu import H200, Gpu
-from asyncengine.runner.buckets import Bucket, choose_buckets
+from asyncengine.runner.steps.buckets import Bucket, choose_buckets
 
 BF16 = torch.bfloat16
 SHAPES = {

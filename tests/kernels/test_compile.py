@@ -242,7 +242,7 @@ from asyncengine.kernels.cuda.attention.plan import AttentionShape, LayerKind
 from asyncengine.kernels.cuda.attention.run import StepAttention
 from asyncengine.kernels.cuda.step.tensors import allocate_step
 from asyncengine.kernels.ops import AttentionLayer, HeadNorms
-from asyncengine.runner.buckets import Bucket
+from asyncengine.runner.steps.buckets import Bucket
 
 card, cpu = card_for(target), torch.device("cpu")
 def random(*shape): return torch.empty(shape, dtype=torch.bfloat16)

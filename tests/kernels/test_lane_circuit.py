@@ -19,12 +19,12 @@ from asyncengine.kernels.cuda.gpu import describe
 from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
 from asyncengine.kernels.cuda.rows.lanes import HostLanes
 from asyncengine.models.config import ModelConfig
-from asyncengine.runner import memory
-from asyncengine.runner.buckets import Bucket
-from asyncengine.runner.device_steps import VARIANTS, DeviceSteps, StepBuffers, step_buckets
-from asyncengine.runner.graphs import loaded_libcudart
 from asyncengine.runner.loop_config import step_loop_config
-from asyncengine.runner.model_runner import LoadedModel, load_model
+from asyncengine.runner.start.graphs import loaded_libcudart
+from asyncengine.runner.state import memory
+from asyncengine.runner.steps.buckets import Bucket
+from asyncengine.runner.steps.device_steps import VARIANTS, DeviceSteps, StepBuffers, step_buckets
+from asyncengine.runner.steps.model_runner import LoadedModel, load_model
 from tests.kernels.lanes import Row, Table, read_mailbox, step_input
 from tests.kernels.simulated_cuda import poison
 from tests.models import tiny

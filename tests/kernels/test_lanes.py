@@ -15,7 +15,7 @@ from asyncengine.kernels.cuda.sampling.features import allocate_features, follow
 from asyncengine.kernels.cuda.step.ingest import StepSource, ingest, make_source
 from asyncengine.kernels.cuda.step.tensors import DeviceStep, allocate_step
 from asyncengine.kernels.ops import AttentionLayer, HeadNorms
-from asyncengine.runner.buckets import ANY_CONTEXT, Bucket, choose_buckets, token_buckets
+from asyncengine.runner.steps.buckets import ANY_CONTEXT, Bucket, choose_buckets, token_buckets
 from tests.kernels.lanes import Row, Table, read_mailbox, step_input
 
 BLOCK, SLOTS, TOKENS, LANES, LAYERS = 16, 6, 12, 3, 4

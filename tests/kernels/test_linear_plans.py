@@ -169,7 +169,7 @@ def test_a_user_without_a_home_has_no_cache_and_no_error(monkeypatch: pytest.Mon
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     assert len(PlanTable.load("a card that nobody measured")) == 0
-    with compile_processes(2, kernels="asyncengine.runner.device_steps") as processes:
+    with compile_processes(2, kernels="asyncengine.runner.steps.device_steps") as processes:
         assert processes is not None
 
 

@@ -19,7 +19,7 @@ from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps
 from asyncengine.kernels.cuda.step.tensors import allocate_step
 from asyncengine.kernels.ops import Norm
 from tests.kernels.poison import poison_new_memory, surrounded, taken
-from tests.kernels.test_triton_linear import COMPILED, PLANS, Model, make_ops
+from tests.kernels.test_linear import COMPILED, PLANS, Model, make_ops
 
 TMA = Plan("tma", 64, 64, 4, 8, 1, 2, fused_norm=False)
 ADDED = Site(128, 128, 8, "none", None, True, True)

@@ -31,7 +31,7 @@ from asyncengine.kernels.cuda.attention.work.items import (
 )
 from asyncengine.kernels.cuda.attention.work.lists import Section, WorkList
 from asyncengine.kernels.cuda.attention.work.prefill import WHOLE_GAIN, WHOLE_SHARE
-from tests.kernels.test_triton_attention import SMALL, Case, World, cases, check, make_world
+from tests.kernels.test_paged_attention import SMALL, Case, World, cases, check, make_world
 
 
 def items_of(section: Section) -> Iterator[tuple[int, Tensor]]:

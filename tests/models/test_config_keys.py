@@ -17,7 +17,7 @@ from asyncengine.errors import ModelError, UnsupportedModelError
 from asyncengine.kernels.cpu.reference import ReferenceOps
 from asyncengine.models.config import RawConfig
 from asyncengine.models.registry import find_family
-from asyncengine.runner.model_runner import CpuModelRunner
+from asyncengine.runner.steps.model_runner import CpuModelRunner
 from tests.models import tiny
 
 PROMPT = [(7 * i + 3) % tiny.VOCAB_SIZE for i in range(45)]

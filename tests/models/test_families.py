@@ -11,7 +11,7 @@ import torch
 
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.cpu.reference import ReferenceOps
-from asyncengine.runner.model_runner import CpuModelRunner
+from asyncengine.runner.steps.model_runner import CpuModelRunner
 from tests.models import tiny
 
 COUNT = 20

@@ -8,7 +8,7 @@ from huggingface_hub import errors
 from huggingface_hub.utils import filter_repo_objects
 
 from asyncengine.errors import ModelNotFoundError
-from asyncengine.runner import hub
+from asyncengine.models.weights import hub
 
 
 @pytest.mark.parametrize("kind", ["repository", "offline", "revision", "connection"])

@@ -29,8 +29,8 @@ from asyncengine.errors import (
 from asyncengine.kernels.cpu.reference import ReferenceOps
 from asyncengine.models.config import RawConfig
 from asyncengine.models.registry import find_family
-from asyncengine.runner.loader import DummyWeights
-from asyncengine.runner.model_runner import CpuModelRunner
+from asyncengine.models.weights.checkpoint import DummyWeights
+from asyncengine.runner.steps.model_runner import CpuModelRunner
 from tests.models import tiny
 
 PROMPT = [5, 9, 3, 70]
@@ -201,7 +201,7 @@ def test_weights_are_used_where_the_file_is_mapped(tmp_path):
         "import sys, re\n"
         "from asyncengine.config import EngineConfig\n"
         "from asyncengine.kernels.cpu.reference import ReferenceOps\n"
-        "from asyncengine.runner.model_runner import CpuModelRunner\n"
+        "from asyncengine.runner.steps.model_runner import CpuModelRunner\n"
         "def anonymous():\n"
         "    status = open('/proc/self/status').read()\n"
         "    return int(re.search(r'RssAnon:\\s+(\\d+)', status)[1]) // 1024\n"
@@ -559,7 +559,7 @@ def test_forward_without_samples(llama):
 def test_import_leaves_transformers_alone():
     """Start-up time: transformers costs seconds and is needed for tokenizers without tokenizer.json only."""
     script = (
-        "import sys, asyncengine.runner.model_runner, asyncengine.tokenization, asyncengine.detokenizer\n"
+        "import sys, asyncengine.runner.steps.model_runner, asyncengine.text.tokenizer, asyncengine.text.detokenizer\n"
         "print([m for m in ('transformers', 'huggingface_hub', 'jinja2') if m in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", script], text=True).strip() == "[]"

@@ -28,9 +28,9 @@ from asyncengine.models.config import RawConfig
 from asyncengine.models.files import MAX_CONFIG_BYTES, read_json, read_optional_json
 from asyncengine.models.registry import find_family
 from asyncengine.models.rotary import rotary_table
-from asyncengine.runner import loader
-from asyncengine.runner.loader import Checkpoint, find_shards
-from asyncengine.runner.model_runner import CpuModelRunner
+from asyncengine.models.weights import checkpoint as loader
+from asyncengine.models.weights.checkpoint import Checkpoint, find_shards
+from asyncengine.runner.steps.model_runner import CpuModelRunner
 from tests.models import tiny
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -238,10 +238,10 @@ def test_generation_config_is_checked_before_weights_are_read(llama: Path) -> No
 
 def test_positions_that_do_not_fit_into_memory(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     edit(llama / "config.json", max_position_embeddings=2**24)
-    monkeypatch.setattr("asyncengine.runner.model_runner.total_memory", lambda: 2**36)
+    monkeypatch.setattr("asyncengine.runner.steps.model_runner.total_memory", lambda: 2**36)
     with pytest.raises(ConfigError, match="or max_model_len"):  # block tables of 256 GB
         load(llama, max_num_seqs=2**16, max_num_batched_tokens=2**16)
-    monkeypatch.setattr("asyncengine.runner.model_runner.total_memory", lambda: 2**20)
+    monkeypatch.setattr("asyncengine.runner.steps.model_runner.total_memory", lambda: 2**20)
     with pytest.raises(ConfigError, match="or max_model_len"):
         load(llama)
     assert load(llama, max_model_len=100).info.max_model_len == 100

@@ -23,7 +23,7 @@ from tokenizers import (
     trainers,
 )
 
-from asyncengine.runner.model_runner import CpuModelRunner
+from asyncengine.runner.steps.model_runner import CpuModelRunner
 
 VOCAB_SIZE = 199
 

@@ -15,17 +15,9 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from asyncengine.conversation import Conversation
-from asyncengine.errors import (
-    ContextLengthError,
-    EngineClosedError,
-    EngineDeadError,
-    EngineOverloadedError,
-    InvalidRequestError,
-    RequestAbortedError,
-)
-from asyncengine.logprobs import LogProb, TokenLogProbs
-from asyncengine.request import (
+from asyncengine.api.conversation import Conversation
+from asyncengine.api.logprobs import LogProb, TokenLogProbs
+from asyncengine.api.request import (
     CompletionOutput,
     FinishReason,
     Prompt,
@@ -35,7 +27,15 @@ from asyncengine.request import (
     SamplingParams,
     Usage,
 )
-from asyncengine.stats import BlockMap, EngineSnapshot, EngineStats, StepRecord, StepTokens, WakeRecord
+from asyncengine.api.stats import BlockMap, EngineSnapshot, EngineStats, StepRecord, StepTokens, WakeRecord
+from asyncengine.errors import (
+    ContextLengthError,
+    EngineClosedError,
+    EngineDeadError,
+    EngineOverloadedError,
+    InvalidRequestError,
+    RequestAbortedError,
+)
 
 END = -1
 VOCABULARY = 0x110000

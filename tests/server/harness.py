@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
-from fake_engine import FakeEngine
 
 from asyncengine.server.config import ServerConfig
-from asyncengine.server.runner import HttpServer
+from asyncengine.server.http_server import HttpServer
+from tests.server.fake_engine import FakeEngine
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

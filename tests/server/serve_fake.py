@@ -8,12 +8,11 @@ import itertools
 import logging
 import sys
 
-from fake_engine import FakeEngine
-
 from asyncengine.cli.serve import run_server
 from asyncengine.errors import ModelNotFoundError
 from asyncengine.server.config import ServerConfig
 from asyncengine.testing import SimulatedEngine
+from tests.server.fake_engine import FakeEngine
 
 logger = logging.getLogger("chatter")
 

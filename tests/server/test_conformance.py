@@ -21,12 +21,12 @@ import openai
 import pytest
 import requests
 import uvloop
-from harness import CHAT, COMPLETIONS, USER
 
 from asyncengine import AsyncEngine, bundled_model
 from asyncengine.server.config import ServerConfig
+from asyncengine.server.http_server import HttpServer
 from asyncengine.server.openapi import document
-from asyncengine.server.runner import HttpServer
+from tests.server.harness import CHAT, COMPLETIONS, USER
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 PROMPT = "Once upon a time there was a "
@@ -116,7 +116,7 @@ def refused(http: Client, path: str, status: int = 400, **fields: Any) -> dict[s
     return error
 
 
-def test_01_02_03_streams(http: Client) -> None:
+def test_streams(http: Client) -> None:
     whole = post(http, COMPLETIONS, prompt=PROMPT, **GREEDY)
     reply = http.post(COMPLETIONS, json={"prompt": PROMPT, "stream": True, **GREEDY})
     assert reply.headers["Content-Type"].startswith("text/event-stream")
@@ -133,7 +133,7 @@ def test_01_02_03_streams(http: Client) -> None:
     assert {c["object"] for c in events(http, CHAT, messages=USER, **GREEDY)} == {"chat.completion.chunk"}
 
 
-def test_04_05_06_chat_chunks_usage_and_choices(http: Client) -> None:
+def test_chat_chunks_usage_and_choices(http: Client) -> None:
     *chunks, last = events(http, CHAT, messages=USER, n=2, stream_options={"include_usage": True}, **GREEDY)
     for index in range(2):
         deltas = [c["choices"][0]["delta"] for c in chunks if c["choices"][0]["index"] == index]
@@ -157,7 +157,7 @@ def test_04_05_06_chat_chunks_usage_and_choices(http: Client) -> None:
     assert not any("usage" in c for c in events(http, CHAT, messages=USER, **GREEDY))
 
 
-def test_07_08_errors(http: Client) -> None:
+def test_errors(http: Client) -> None:
     assert http.get("/nowhere").json()["error"]["code"] == "not_found"
     assert http.get(COMPLETIONS).status_code == 405
     assert http.post(COMPLETIONS, data=b"{").json()["error"]["type"] == "invalid_request_error"
@@ -169,7 +169,7 @@ def test_07_08_errors(http: Client) -> None:
     assert refused(http, CHAT, messages=USER, temperature=3, stream=True)["param"] == "temperature"
 
 
-def test_10_models_and_health(http: Client) -> None:
+def test_models_and_health(http: Client) -> None:
     listing = http.get("/v1/models").json()
     assert [card["id"] for card in listing["data"]] == ["first", "second"]
     for card in listing["data"]:
@@ -179,7 +179,7 @@ def test_10_models_and_health(http: Client) -> None:
     assert http.get("/health").status_code == http.get("/ping").status_code == 200
 
 
-def test_11_12_33_lengths(http: Client) -> None:
+def test_lengths(http: Client) -> None:
     assert (
         post(http, COMPLETIONS, prompt=PROMPT, ignore_eos=True, unknown=1, n=None)["usage"]["completion_tokens"] == 16
     )
@@ -194,7 +194,7 @@ def test_11_12_33_lengths(http: Client) -> None:
     assert error["code"] == "context_length_exceeded"
 
 
-def test_13_14_prompts_times_n_and_seeds(http: Client) -> None:
+def test_prompts_times_n_and_seeds(http: Client) -> None:
     fields = {"prompt": [PROMPT, "The cat"], "n": 2, "seed": 5, "max_tokens": 10, "ignore_eos": True}
     whole = post(http, COMPLETIONS, **fields)
     assert [c["index"] for c in whole["choices"]] == [0, 1, 2, 3]
@@ -210,7 +210,7 @@ def test_13_14_prompts_times_n_and_seeds(http: Client) -> None:
         assert http.post(COMPLETIONS, data=b'{"prompt": "a", "temperature": %b}' % literal).status_code == 400
 
 
-def test_15_stop(http: Client) -> None:
+def test_stop(http: Client) -> None:
     text = post(http, COMPLETIONS, prompt=PROMPT, **GREEDY)["choices"][0]["text"]
     stop = text[8:14]  # in the midst of tokens
     for answer in (
@@ -222,7 +222,7 @@ def test_15_stop(http: Client) -> None:
     assert refused(http, COMPLETIONS, prompt=PROMPT, stop="")["param"] == "stop"
 
 
-def test_16_logit_bias(http: Client) -> None:
+def test_logit_bias(http: Client) -> None:
     first = post(http, COMPLETIONS, prompt=PROMPT, return_token_ids=True, **GREEDY)["choices"][0]["token_ids"][0]
     fields = GREEDY | {"prompt": PROMPT, "return_token_ids": True}
     assert post(http, COMPLETIONS, logit_bias={str(first): -100}, **fields)["choices"][0]["token_ids"][0] != first
@@ -234,7 +234,7 @@ def test_16_logit_bias(http: Client) -> None:
         assert refused(http, COMPLETIONS, prompt=prompt)["param"] == "prompt"
 
 
-def test_17_18_logprobs_and_echo(http: Client) -> None:
+def test_logprobs_and_echo(http: Client) -> None:
     choice = post(http, COMPLETIONS, prompt=PROMPT, logprobs=2, echo=True, **GREEDY)["choices"][0]
     data = choice["logprobs"]
     assert choice["text"].startswith(PROMPT)
@@ -250,7 +250,7 @@ def test_17_18_logprobs_and_echo(http: Client) -> None:
     assert refused(http, CHAT, messages=USER, logprobs=True, top_logprobs=100)["param"] == "top_logprobs"
 
 
-def test_19_20_stream_options_and_content_parts(http: Client) -> None:
+def test_stream_options_and_content_parts(http: Client) -> None:
     assert refused(http, CHAT, messages=USER, stream_options={"include_usage": True})["param"] == "stream_options"
     options = {"include_usage": True, "continuous_usage_stats": True}
     assert all(c["usage"] for c in events(http, CHAT, messages=USER, stream_options=options, **GREEDY))
@@ -259,7 +259,7 @@ def test_19_20_stream_options_and_content_parts(http: Client) -> None:
     assert refused(http, CHAT, messages=[{"role": "user", "content": [{"type": "text"}]}])["param"]
 
 
-def test_21_response_format(http: Client) -> None:
+def test_response_format(http: Client) -> None:
     schema = {
         "type": "object",
         "properties": {"a": {"type": "boolean"}},
@@ -273,7 +273,7 @@ def test_21_response_format(http: Client) -> None:
     assert refused(http, CHAT, messages=USER, response_format=wrong)["param"]
 
 
-def test_23_extensions(http: Client) -> None:
+def test_extensions(http: Client) -> None:
     fields = GREEDY | {"prompt": PROMPT, "return_token_ids": True}
     plain = post(http, COMPLETIONS, **fields)["choices"][0]
     stopped = post(http, COMPLETIONS, stop_token_ids=plain["token_ids"][3:4], **fields)["choices"][0]
@@ -290,7 +290,7 @@ def test_23_extensions(http: Client) -> None:
     assert post(http, COMPLETIONS, repetition_penalty=1.9, **fields)["choices"][0]["text"] != plain["text"]
 
 
-def test_24_characters_are_whole(http: Client) -> None:
+def test_characters_are_whole(http: Client) -> None:
     """Each emoji takes several tokens of the bundled model, which a grammar makes it write."""
     wanted = "🦊 naïve 日本 🙂"
     fields = {"prompt": PROMPT, "structured_outputs": {"choice": [wanted]}, "max_tokens": 60, "temperature": 0}
@@ -305,7 +305,7 @@ def test_24_characters_are_whole(http: Client) -> None:
     assert not any("\ufffd" in text for text in texts)
 
 
-def test_25_tokenize_and_detokenize(http: Client) -> None:
+def test_tokenize_and_detokenize(http: Client) -> None:
     answer = post(http, "/tokenize", prompt=PROMPT, return_token_strs=True)
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
     assert answer["max_model_len"] == CONTEXT
@@ -335,7 +335,7 @@ def test_25_tokenize_and_detokenize(http: Client) -> None:
         assert refused(http, "/detokenize", tokens=tokens)["param"].startswith("tokens")
 
 
-def test_27_metrics(http: Client) -> None:
+def test_metrics(http: Client) -> None:
     text = http.get("/metrics").text
     for name in (
         "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total",
@@ -350,7 +350,7 @@ def test_27_metrics(http: Client) -> None:
     assert '\nasyncengine:num_requests_running{model_name="first"} 0.0' in text
 
 
-def test_28_turns_of_a_conversation_share_their_beginning(api: openai.OpenAI) -> None:
+def test_turns_of_a_conversation_share_their_beginning(api: openai.OpenAI) -> None:
     """cached_tokens of the second turn covers the first turn's prompt, in whole blocks of 16 tokens."""
     messages: list[Any] = [
         {"role": "user", "content": "Tell me a story about a small grey mouse and an old brown bear. "}
@@ -375,7 +375,7 @@ def test_28_turns_of_a_conversation_share_their_beginning(api: openai.OpenAI) ->
         assert (shared - 1) // 16 * 16 <= cached < usage.prompt_tokens
 
 
-def test_31_embeddings(http: Client, api: openai.OpenAI) -> None:
+def test_embeddings(http: Client, api: openai.OpenAI) -> None:
     texts = ["the cat", "a dog ran"]
     plain = post(http, "/v1/embeddings", input=texts, encoding_format="float", user="me")
     assert (plain["object"], plain["model"]) == ("list", "first")
@@ -417,7 +417,7 @@ def test_31_embeddings(http: Client, api: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("path", ["/score", "/v1/score"])
-def test_31_score(http: Client, path: str) -> None:
+def test_score(http: Client, path: str) -> None:
     answer = post(http, path, text_1="the cat", text_2=["the cat", "a dog ran"])
     assert answer["object"] == "list"
     assert [d["index"] for d in answer["data"]] == [0, 1]
@@ -438,7 +438,7 @@ def test_31_score(http: Client, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
-def test_31_rerank(http: Client, path: str) -> None:
+def test_rerank(http: Client, path: str) -> None:
     documents = ["a dog ran", "the cat", {"text": "it was night"}]
     answer = post(http, path, query="the cat", documents=documents)
     scores = [r["relevance_score"] for r in answer["results"]]
@@ -461,7 +461,7 @@ def test_31_rerank(http: Client, path: str) -> None:
         assert refused(http, path, **fields)["param"] == param
 
 
-def test_45_rerank_as_text_embeddings_inference_has_it(http: Client) -> None:
+def test_rerank_as_text_embeddings_inference_has_it(http: Client) -> None:
     texts = ["a dog ran", "the cat", "it was night"]
     ours = post(http, "/rerank", query="the cat", documents=texts)["results"]
     theirs = post(http, "/rerank", query="the cat", texts=texts, return_text=True, raw_scores=False, truncate=True)
@@ -472,13 +472,13 @@ def test_45_rerank_as_text_embeddings_inference_has_it(http: Client) -> None:
         assert refused(http, "/rerank", query="a", texts=["b", ""], **fields)["param"] == param
 
 
-def test_31_what_the_model_cannot_serve_is_refused_by_name(http: Client) -> None:
+def test_what_the_model_cannot_serve_is_refused_by_name(http: Client) -> None:
     error = refused(http, "/classify", input="a")
     assert error["param"] == "model"
     assert "no classification model" in error["message"]
 
 
-def test_31_small_routes_and_slashes(http: Client) -> None:
+def test_small_routes_and_slashes(http: Client) -> None:
     assert set(http.get("/version").json()) == {"version"}
     for path in ("/version", "/ping", "/health", "/v1/models", "/v1/models/first", "/metrics"):
         assert http.get(path + "/").status_code == http.get(path).status_code == 200
@@ -486,12 +486,12 @@ def test_31_small_routes_and_slashes(http: Client) -> None:
     assert http.get("/v1/models/").json() == http.get("/v1/models").json()
 
 
-def test_32_the_answer_carries_the_first_name(http: Client) -> None:
+def test_the_answer_carries_the_first_name(http: Client) -> None:
     for name in ("first", "second", None):
         assert post(http, COMPLETIONS, prompt=PROMPT, model=name, **GREEDY)["model"] == "first"
 
 
-def test_34_extensions_that_are_not_served_are_named(http: Client) -> None:
+def test_extensions_that_are_not_served_are_named(http: Client) -> None:
     for name, value in (("typical_p", 0.5), ("mirostat", 2), ("dry_multiplier", 0.8), ("xtc_probability", 0.5)):
         error = refused(http, CHAT, messages=USER, **{name: value})
         assert error["param"] == name

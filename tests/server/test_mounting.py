@@ -11,10 +11,10 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from fake_engine import FakeEngine
 
 from asyncengine.errors import ConfigError
 from asyncengine.server import ServerConfig, asgi_app, create_app
+from tests.server.fake_engine import FakeEngine
 
 COMPLETIONS = "/v1/completions"
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncengine.markers import REASONING
 from asyncengine.server.parsing import CallRules, OutputParser, ParsedOutput, parse
 from asyncengine.server.parsing.formats import DeepSeek, Hermes, Json, Llama3Json, Mistral
 from asyncengine.server.parsing.harmony import Harmony
 from asyncengine.server.parsing.machine import Machine
 from asyncengine.server.parsing.parser import join
 from asyncengine.server.parsing.pythonic import Pythonic
+from asyncengine.text.markers import REASONING
 
 THINK = REASONING["think"]
 PARSERS: dict[str, Callable[[], OutputParser]] = {
@@ -139,7 +139,7 @@ def cut(text: str, seed: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "text", "content", "reasoning", "calls"), CASES)
-def test_22_formats(name: str, text: str, content: str, reasoning: str, calls: list[tuple[str, str]]) -> None:
+def test_formats(name: str, text: str, content: str, reasoning: str, calls: list[tuple[str, str]]) -> None:
     wanted = (content, reasoning, calls)
     assert plain(parse(PARSERS[name](), text)) == wanted
     assert plain(in_pieces(PARSERS[name](), list(text))) == wanted
@@ -164,7 +164,7 @@ AROUND = {
 @pytest.mark.parametrize(
     "wrong", ["NaN", "-Infinity", "True", "None", "'x'", "1e999", "01", "+1", ".5", "0x1", '"\\x"', "{1: 2}", "[1,]"]
 )
-def test_22_a_call_with_arguments_that_are_no_json_is_content(name: str, wrong: str) -> None:
+def test_a_call_with_arguments_that_are_no_json_is_content(name: str, wrong: str) -> None:
     text = AROUND[name][0] % f'{{"a": {wrong}, "b": 1}}'
     shown = text.removeprefix(AROUND[name][1] % "")
     for cut_off in (False, True):
@@ -201,9 +201,7 @@ CUT: list[tuple[str, str, str, list[tuple[str, str]]]] = [
 
 
 @pytest.mark.parametrize(("name", "text", "content", "calls"), CUT)
-def test_22_a_call_that_is_cut_is_a_partial_call(
-    name: str, text: str, content: str, calls: list[tuple[str, str]]
-) -> None:
+def test_a_call_that_is_cut_is_a_partial_call(name: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
     whole = parse(PARSERS[name](), text, cut=True)
     assert plain(whole) == (content, "", calls)
     assert whole.unfinished is (bool(calls) and calls != [TWO])
@@ -249,7 +247,7 @@ OUTPUTS: dict[str, list[str]] = {
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
-def test_22_outputs_cut_anywhere_in_any_pieces(name: str) -> None:
+def test_outputs_cut_anywhere_in_any_pieces(name: str) -> None:
     """Whole calls have arguments that are JSON objects, and only the last call of an output that was cut is partial."""
     draw = random.Random(1)
     for text in OUTPUTS[name]:
@@ -275,7 +273,7 @@ def strict(text: str) -> Any:
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
-def test_22_forced_outputs_have_no_content(name: str) -> None:
+def test_forced_outputs_have_no_content(name: str) -> None:
     draw = random.Random(2)
     for text in [text for text in OUTPUTS[name] if "NaN" not in text and "Infinity" not in text]:
         for end in draw.sample(range(len(text) + 1), 10):
@@ -291,7 +289,7 @@ def test_22_forced_outputs_have_no_content(name: str) -> None:
                 assert plain(in_pieces(parser, cut(text[:end], end), cut=True)) == plain(whole)
 
 
-def test_22_a_forced_call_of_one_tool_is_known_before_its_name() -> None:
+def test_a_forced_call_of_one_tool_is_known_before_its_name() -> None:
     rules = CallRules(live=True, forced=("weather",), most=1)
     for make, text in ((Hermes, '<tool_call>\n{"na'), (Json, '{"name": "weat'), (Mistral, "[TOOL_CALLS]we")):
         whole = parse(make(rules=rules), text, cut=True)
@@ -301,7 +299,7 @@ def test_22_a_forced_call_of_one_tool_is_known_before_its_name() -> None:
     assert plain(parse(Json(rules=CallRules(forced=("a", "b"))), '{"na', cut=True)) == ("", "", [])
 
 
-def test_22_a_stop_string_within_a_call_does_not_complete_it() -> None:
+def test_a_stop_string_within_a_call_does_not_complete_it() -> None:
     text = '<tool_call>{"name": "f", "arguments": {"a": "'
     forced = parse(Hermes(rules=CallRules(live=True, forced=("f",))), text)
     assert plain(forced) == ("", "", [("f", '{"a": "')])
@@ -309,7 +307,7 @@ def test_22_a_stop_string_within_a_call_does_not_complete_it() -> None:
     assert plain(parse(Hermes(), text)) == (text, "", [])
 
 
-def test_22_pieces_of_calls_that_a_grammar_holds_are_given_as_they_come() -> None:
+def test_pieces_of_calls_that_a_grammar_holds_are_given_as_they_come() -> None:
     parser = Hermes(rules=CallRules(live=True))
     pieces = [parser.push(char) for char in '<tool_call>{"name": "f", "arguments": {"a": "long"}}</tool_call>']
     assert sum(bool(piece.tool_calls) for piece in pieces) > 10
@@ -319,7 +317,7 @@ def test_22_pieces_of_calls_that_a_grammar_holds_are_given_as_they_come() -> Non
     assert not any(pieces)
 
 
-def test_22_tools_without_parameters_get_none() -> None:
+def test_tools_without_parameters_get_none() -> None:
     for written in ('{"a": 1}', "{}", ""):
         parser = Mistral(rules=CallRules(bare=("f",)))
         assert plain(parse(parser, f"[TOOL_CALLS]f[ARGS]{written}")) == ("", "", [("f", "{}")])
@@ -336,7 +334,7 @@ FRAGMENTS = [
 @pytest.mark.parametrize("name", PARSERS)
 @settings(max_examples=120, deadline=None, derandomize=True, database=None)
 @given(parts=st.lists(st.sampled_from(FRAGMENTS), max_size=14), seed=st.integers(0, 9))
-def test_22_any_text_in_any_pieces(name: str, parts: list[str], seed: int) -> None:
+def test_any_text_in_any_pieces(name: str, parts: list[str], seed: int) -> None:
     text = "".join(parts)
     shortened = parse(PARSERS[name](), text, cut=True)
     assert plain(in_pieces(PARSERS[name](), cut(text, seed), cut=True)) == plain(shortened)
@@ -351,7 +349,7 @@ def test_22_any_text_in_any_pieces(name: str, parts: list[str], seed: int) -> No
 
 
 @pytest.mark.parametrize("name", PARSERS)
-def test_22_long_texts(name: str) -> None:
+def test_long_texts(name: str) -> None:
     """Limits of what is held back hold wherever the pieces end."""
     for filler in (" ", "x", '\\"', "a, ", "\n"):
         for head in ('<tool_call>{"name": "', "[TOOL_CALLS]", '{"arguments": {"a": "', "[f(a='", "<|channel|>", DS[1]):
@@ -361,7 +359,7 @@ def test_22_long_texts(name: str) -> None:
             assert plain(in_pieces(PARSERS[name](), [text[:1024], text[1024:1025], text[1025:]])) == whole
 
 
-def test_22_one_call_of_several() -> None:
+def test_one_call_of_several() -> None:
     text = '[{"name": "a", "arguments": {"x": 1}}, {"name": "b", "arguments": {}}]'
     assert plain(parse(Json(rules=CallRules(most=1)), text)) == ("", "", [("a", '{"x": 1}')])
     assert plain(in_pieces(Json(rules=CallRules(most=1)), list(text))) == ("", "", [("a", '{"x": 1}')])

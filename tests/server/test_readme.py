@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from server_process import REAL, process
+
+from tests.server.server_process import REAL, process
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine
-from harness import CHAT, COMPLETIONS, USER, Site, raw_post, serving
 
 from asyncengine.errors import ConfigError
 from asyncengine.server.config import ServerConfig
 from asyncengine.testing import SimulatedEngine, settle
+from tests.server.fake_engine import FakeEngine
+from tests.server.harness import CHAT, COMPLETIONS, USER, Site, raw_post, serving
 
 REQUEST = {"prompt": "x", "max_tokens": 1}
 

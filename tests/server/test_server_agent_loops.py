@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import CHAT, Site, serving
 
 from asyncengine import AsyncEngine, bundled_model
+from tests.server.harness import CHAT, Site, serving
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 ANY_ROLE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}<|assistant|>"

@@ -10,11 +10,11 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from fake_engine import FakeEngine
-from harness import Site, serving
 
 from asyncengine import AsyncEngine, bundled_model
-from asyncengine.conversation import Conversation
+from asyncengine.api.conversation import Conversation
+from tests.server.fake_engine import FakeEngine
+from tests.server.harness import Site, serving
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 TEMPLATE = "{{ tools }}<tool_call><think></think>"
@@ -61,7 +61,7 @@ def chat_of(engine: FakeEngine) -> Conversation:
     return prompt if isinstance(prompt, Conversation) else Conversation(messages=prompt)  # type: ignore[arg-type]
 
 
-async def test_31_responses_items() -> None:
+async def test_responses_items() -> None:
     engine = scripted()
     async with clients(engine) as (api, _, site):
         raw = events_of((await site.post(RESPONSES, input="x", tools=FUNCTIONS, stream=True)).body)
@@ -100,7 +100,7 @@ async def test_31_responses_items() -> None:
     assert [e["item"] for e in raw if e["type"] == "response.output_item.done"] == raw[-1]["response"]["output"]
 
 
-async def test_31_responses_go_on_after_a_call() -> None:
+async def test_responses_go_on_after_a_call() -> None:
     engine = scripted()
     result = {"type": "function_call_output", "output": "22 degrees"}
     async with clients(engine) as (api, _, _):
@@ -127,7 +127,7 @@ async def test_31_responses_go_on_after_a_call() -> None:
     assert [t["tool_call_id"] for t in tools] == [c["id"] for c in assistant["tool_calls"]]
 
 
-async def test_31_responses_choices_and_efforts() -> None:
+async def test_responses_choices_and_efforts() -> None:
     switch = TEMPLATE + "{{ enable_thinking }}"
     engine = scripted(template=switch)
     async with clients(engine) as (api, _, site):
@@ -162,7 +162,7 @@ async def test_31_responses_choices_and_efforts() -> None:
         assert (reply.status, reply.json["reasoning"]["effort"]) == (200, "high")
 
 
-async def test_31_messages_blocks() -> None:
+async def test_messages_blocks() -> None:
     engine = scripted()
     async with clients(engine) as (_, api, site):
         whole = await api.messages.create(model="fake", messages=USER, tools=TOOLS, max_tokens=400)
@@ -191,7 +191,7 @@ async def test_31_messages_blocks() -> None:
     }
 
 
-async def test_31_messages_go_on_after_a_call() -> None:
+async def test_messages_go_on_after_a_call() -> None:
     engine = scripted()
     async with clients(engine) as (_, api, site):
         first = await api.messages.create(model="fake", messages=USER, tools=TOOLS, max_tokens=400)
@@ -218,7 +218,7 @@ async def test_31_messages_go_on_after_a_call() -> None:
     assert "results must follow" in unanswered.json["error"]["message"]
 
 
-async def test_31_messages_choices_and_thinking() -> None:
+async def test_messages_choices_and_thinking() -> None:
     engine = scripted(template=TEMPLATE + "{{ enable_thinking }}")
     async with clients(engine) as (_, api, site):
         ask: dict[str, Any] = {"model": "fake", "messages": USER, "tools": TOOLS, "max_tokens": 400}
@@ -246,7 +246,7 @@ async def test_31_messages_choices_and_thinking() -> None:
             assert says in reply.json["error"]["message"]
 
 
-async def test_31_messages_continue_the_assistants_last() -> None:
+async def test_messages_continue_the_assistants_last() -> None:
     engine = scripted("on.")
     async with clients(engine) as (_, api, _):
         await api.messages.create(
@@ -260,7 +260,7 @@ async def test_31_messages_continue_the_assistants_last() -> None:
             )
 
 
-async def test_31_an_output_that_is_cut_in_a_call() -> None:
+async def test_an_output_that_is_cut_in_a_call() -> None:
     cut = SCRIPT.index("Rom") + 3
     async with clients(scripted()) as (api, other, site):
         response = await api.responses.create(model="fake", input="x", tools=FUNCTIONS, max_output_tokens=cut)
@@ -279,7 +279,7 @@ async def test_31_an_output_that_is_cut_in_a_call() -> None:
     assert "".join(pieces) == '{"city": "Rom'
 
 
-async def test_31_the_bundled_model_is_made_to_call() -> None:
+async def test_the_bundled_model_is_made_to_call() -> None:
     """It knows no tools: a grammar has it call one."""
     async with (
         AsyncEngine.from_pretrained(bundled_model(), progress=False) as engine,

@@ -10,13 +10,13 @@ import tracemalloc
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine
-from harness import CHAT, COMPLETIONS, USER, Site, serving
 
 from asyncengine.server.chat import Chat
 from asyncengine.server.completions import Completions
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.errors import ApiError
+from tests.server.fake_engine import FakeEngine
+from tests.server.harness import CHAT, COMPLETIONS, USER, Site, serving
 
 JSON = {"Content-Type": "application/json"}
 VALID = {

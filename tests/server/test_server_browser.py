@@ -7,14 +7,14 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import browser
 import pytest
 from aiohttp import web
-from browser import Tab, tab
-from fake_engine import FakeEngine
-from harness import Site, serving
 
 from asyncengine import AsyncEngine, bundled_model
+from tests.server import browser
+from tests.server.browser import Tab, tab
+from tests.server.fake_engine import FakeEngine
+from tests.server.harness import Site, serving
 
 ENTER, ESCAPE = 13, 27
 ANSWERED = "document.querySelectorAll('.message.assistant:not([aria-busy])').length === %d"

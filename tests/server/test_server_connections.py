@@ -11,12 +11,12 @@ from typing import Any
 
 import aiohttp
 import pytest
-from fake_engine import FakeEngine
-from harness import CHAT, COMPLETIONS, USER, raw_post, read_all, serving
 
 from asyncengine.errors import EngineDeadError, RequestAbortedError
 from asyncengine.server.config import ServerConfig
-from asyncengine.server.runner import HttpServer
+from asyncengine.server.http_server import HttpServer
+from tests.server.fake_engine import FakeEngine
+from tests.server.harness import CHAT, COMPLETIONS, USER, raw_post, read_all, serving
 
 LONG = {"prompt": "x", "max_tokens": 200}
 

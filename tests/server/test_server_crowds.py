@@ -8,10 +8,9 @@ import os
 from collections import Counter
 from typing import Any
 
-from harness import COMPLETIONS, Site, raw_post, serving
-
 from asyncengine import SamplingParams, testing
 from tests.coroutines import run
+from tests.server.harness import COMPLETIONS, Site, raw_post, serving
 
 LIMIT_S = 120.0
 PAGE = os.sysconf("SC_PAGE_SIZE")

@@ -11,13 +11,13 @@ from typing import Any
 
 import openai
 import pytest
-from fake_engine import FakeEngine
-from harness import CHAT, USER, Site, serving
 
 from asyncengine import AsyncEngine, bundled_model
-from asyncengine.conversation import Conversation
+from asyncengine.api.conversation import Conversation
 from asyncengine.server.parsing.inputs import InputReader, arguments_of, input_of
 from asyncengine.server.parsing.quoting import QuotingError, quoted_lark, quoted_text
+from tests.server.fake_engine import FakeEngine
+from tests.server.harness import CHAT, USER, Site, serving
 
 RESPONSES = "/v1/responses"
 HERMES = "{{ tools }}<tool_call>"
@@ -54,7 +54,7 @@ def accepts(model: Any, grammar: str, text: str) -> bool:
 
 
 @pytest.mark.parametrize("grammar", GRAMMARS)
-def test_45_a_quoted_grammar_takes_the_escaped_texts_and_no_others(grammar: str) -> None:
+def test_a_quoted_grammar_takes_the_escaped_texts_and_no_others(grammar: str) -> None:
     import llguidance
 
     model = llguidance.LLTokenizer((Path(bundled_model()) / "tokenizer.json").read_text())
@@ -90,13 +90,13 @@ def test_45_a_quoted_grammar_takes_the_escaped_texts_and_no_others(grammar: str)
         ('start: "a', "unexpected"),
     ],
 )
-def test_45_grammars_that_cannot_be_quoted_are_refused(grammar: str, says: str) -> None:
+def test_grammars_that_cannot_be_quoted_are_refused(grammar: str, says: str) -> None:
     with pytest.raises(QuotingError, match=None) as refused:
         quoted_lark(grammar)
     assert says in str(refused.value)
 
 
-def test_45_inputs_come_out_of_any_pieces() -> None:
+def test_inputs_come_out_of_any_pieces() -> None:
     text = 'a "b" \\ \n\t😀 é \u2028'
     for arguments in (arguments_of(text), json.dumps({"input": text}), ' {\n"input" : "' + quoted_text(text) + '"}'):
         assert input_of(arguments) == text
@@ -152,7 +152,7 @@ def chat_of(engine: FakeEngine) -> Conversation:
     ],
     ids=["hermes", "input", "text", "json", "pythonic", "harmony"],
 )
-async def test_45_custom_calls_in_chat_completions(template: str, output: str) -> None:
+async def test_custom_calls_in_chat_completions(template: str, output: str) -> None:
     engine = scripted(output, template)
     free: Any = {"type": "custom", "custom": EDIT}
     async with client(engine) as (api, site):
@@ -174,7 +174,7 @@ async def test_45_custom_calls_in_chat_completions(template: str, output: str) -
     assert [each["function"] for each in asked] == [{"name": "edit", "arguments": {"input": TEXT}}]
 
 
-async def test_45_a_cut_custom_call_has_the_beginning_of_its_input() -> None:
+async def test_a_cut_custom_call_has_the_beginning_of_its_input() -> None:
     engine = scripted(call(TEXT))
     async with client(engine) as (_, site):
         asked = {"messages": USER, "tools": [{"type": "custom", "custom": EDIT}], "max_tokens": len(call(TEXT)) - 40}
@@ -185,7 +185,7 @@ async def test_45_a_cut_custom_call_has_the_beginning_of_its_input() -> None:
         assert TEXT.startswith(made["custom"]["input"])
 
 
-async def test_45_custom_calls_in_responses() -> None:
+async def test_custom_calls_in_responses() -> None:
     engine = scripted("Well.\n" + call(TEXT))
     async with client(engine) as (api, _):
         asked: dict[str, Any] = {"model": "fake", "input": "Go.", "tools": [SAME]}
@@ -235,7 +235,7 @@ async def test_45_custom_calls_in_responses() -> None:
          "tools[0].tools[0].name"),
     ],
 )  # fmt: skip
-async def test_45_wrong_custom_tools_are_named(api: str, tool: Any, choice: Any, param: str) -> None:
+async def test_wrong_custom_tools_are_named(api: str, tool: Any, choice: Any, param: str) -> None:
     engine = scripted("x")
     async with client(engine) as (_, site):
         asked = {"messages": USER} if api == CHAT else {"input": "x"}
@@ -257,7 +257,7 @@ SHORT: Any = {"type": "custom", "name": "say", "format": {"type": "grammar", "sy
 @pytest.mark.parametrize(
     "template", [None, "{# <tool_call> #}", "{# <|python_start|> #}"], ids=["json", "hermes", "py"]
 )
-async def test_45_the_bundled_model_writes_inputs_by_their_grammar(template: str | None, tmp_path: Path) -> None:
+async def test_the_bundled_model_writes_inputs_by_their_grammar(template: str | None, tmp_path: Path) -> None:
     path = None
     if template is not None:
         path = tmp_path / "template.jinja"

@@ -15,11 +15,11 @@ from unittest.mock import Mock
 
 import pytest
 import uvloop
-from fake_engine import FakeEngine
-from harness import COMPLETIONS, Site, raw_post, serving
 
 from asyncengine.server.wire import ClientStalledError, _wait_for_client
 from tests.coroutines import run
+from tests.server.fake_engine import FakeEngine
+from tests.server.harness import COMPLETIONS, Site, raw_post, serving
 
 LOOPS = pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 PLACES = pytest.mark.parametrize(("loop", "unix"), [("asyncio", False), ("uvloop", False), ("uvloop", True)])

@@ -8,8 +8,9 @@ import json
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine
-from harness import CHAT, COMPLETIONS, USER, serving
+
+from tests.server.fake_engine import FakeEngine
+from tests.server.harness import CHAT, COMPLETIONS, USER, serving
 
 JSON = {"Content-Type": "application/json"}
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import aiohttp
 import pytest
-from harness import COMPLETIONS, raw_post, read_all
-from server_process import FAKE, Process, process
+
+from tests.server.harness import COMPLETIONS, raw_post, read_all
+from tests.server.server_process import FAKE, Process, process
 
 LONG = {"prompt": "x", "max_tokens": 1500, "stream": True, "ignore_eos": True}
 

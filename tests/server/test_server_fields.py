@@ -8,11 +8,10 @@ import json
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine
-from harness import CHAT, COMPLETIONS, USER, Site, serving
 
 from asyncengine import AsyncEngine, InvalidRequestError, bundled_model
-from asyncengine.json_text import JsonTexts, JsonTooLargeError, object_of
+from asyncengine.api.json_text import JsonTexts, JsonTooLargeError, object_of
+from asyncengine.api.structured_outputs import StructuredOutputs
 from asyncengine.server import unserved
 from asyncengine.server.chat import Chat
 from asyncengine.server.completions import Completions
@@ -20,8 +19,9 @@ from asyncengine.server.errors import ApiError
 from asyncengine.server.limits import FIELD_BYTES, LONG_FIELD, check_fields
 from asyncengine.server.messages_api import Messages
 from asyncengine.server.responses import Responses
-from asyncengine.structured_outputs import StructuredOutputs
 from asyncengine.testing import settle
+from tests.server.fake_engine import FakeEngine
+from tests.server.harness import CHAT, COMPLETIONS, USER, Site, serving
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 VALID: dict[str, dict[str, Any]] = {

@@ -10,16 +10,16 @@ from typing import Any
 
 import aiohttp
 import pytest
-from fake_engine import FakeEngine
-from harness import CHAT, COMPLETIONS, USER, raw_post, read_all, serving
-from test_cli import parse
 
 from asyncengine import AsyncEngine, bundled_model
 from asyncengine.cli import flags, serve
 from asyncengine.errors import ConfigError
 from asyncengine.server.config import ServerConfig
 from asyncengine.testing import SimulatedEngine, settle
+from tests.cli.test_cli import parse
 from tests.models import tiny
+from tests.server.fake_engine import FakeEngine
+from tests.server.harness import CHAT, COMPLETIONS, USER, raw_post, read_all, serving
 
 REQUEST: dict[str, Any] = {"prompt": "x", "max_tokens": 2}
 SLOW: dict[str, Any] = {"prompt": [300, 301], "max_tokens": 2000, "ignore_eos": True, "temperature": 0}
@@ -29,7 +29,7 @@ ROUTES = pytest.mark.parametrize("stream", [False, True])
 # ---- names ----
 
 
-async def test_32_several_names() -> None:
+async def test_several_names() -> None:
     async with serving(FakeEngine(), served_model_name=["org/a", "b"], strict_model_names=True) as site:
         assert [card["id"] for card in (await site.get("/v1/models")).json["data"]] == ["org/a", "b"]
         for name in ("org/a", "b"):
@@ -88,7 +88,7 @@ def test_names_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- keys ----
 
 
-async def test_26_every_route_but_health_needs_a_key(tmp_path: Path) -> None:
+async def test_every_route_but_health_needs_a_key(tmp_path: Path) -> None:
     async with serving(FakeEngine(), api_key="key") as site:
         app = site.server.app
         assert {path for path in app._public if not path.startswith("/page/")} <= {
@@ -137,7 +137,7 @@ def test_wrong_attributes_of_keys_are_named_and_keys_are_not(tmp_path: Path) -> 
 PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, x-stainless-os"}
 
 
-async def test_32_preflights_of_configured_origins() -> None:
+async def test_preflights_of_configured_origins() -> None:
     async with serving(FakeEngine(), cors_origins=["https://a.example"], api_key="key") as site:
         for path in (COMPLETIONS, "/v1/models"):
             reply = await site.request("OPTIONS", path, headers=PREFLIGHT | {"Origin": "https://a.example"})
@@ -161,7 +161,7 @@ async def test_32_preflights_of_configured_origins() -> None:
             assert "X-Request-Id" in reply.headers["Access-Control-Expose-Headers"]
 
 
-async def test_32_without_configuration_there_is_no_cors() -> None:
+async def test_without_configuration_there_is_no_cors() -> None:
     async with serving(FakeEngine()) as site:
         reply = await site.request("OPTIONS", COMPLETIONS, headers=PREFLIGHT | {"Origin": "https://a.example"})
         assert reply.status == 405
@@ -197,7 +197,7 @@ async def test_a_proxy_may_strip_the_root_path_or_not() -> None:
 # ---- pings ----
 
 
-async def test_28_a_stream_that_waits_gets_pings() -> None:
+async def test_a_stream_that_waits_gets_pings() -> None:
     engine = FakeEngine("abc")
     engine.hold(at=0)
     async with serving(engine, ping_interval_s=0.05) as site:
@@ -221,7 +221,7 @@ async def test_28_a_stream_that_waits_gets_pings() -> None:
             assert b"ping" not in await reply.read()
 
 
-async def test_28_errors_after_a_ping_are_events_and_before_it_responses() -> None:
+async def test_errors_after_a_ping_are_events_and_before_it_responses() -> None:
     engine = FakeEngine()
     engine.hold(at=0)
     async with serving(engine, ping_interval_s=0.05) as site:
@@ -242,7 +242,7 @@ async def test_28_errors_after_a_ping_are_events_and_before_it_responses() -> No
         assert (await asking).status == 500
 
 
-async def test_28_a_client_that_leaves_between_pings_is_noticed() -> None:
+async def test_a_client_that_leaves_between_pings_is_noticed() -> None:
     engine = FakeEngine()
     engine.hold(at=0)
     async with serving(engine, ping_interval_s=0.05) as site:
@@ -255,7 +255,7 @@ async def test_28_a_client_that_leaves_between_pings_is_noticed() -> None:
 
 
 @ROUTES
-async def test_29_overload_is_503_with_retry_after(stream: bool) -> None:
+async def test_overload_is_503_with_retry_after(stream: bool) -> None:
     async with (
         SimulatedEngine(step_latency_us=1000, max_num_seqs=1, max_queued_requests=2, fair_share_s=0) as engine,
         serving(engine) as site,  # type: ignore[arg-type]
@@ -327,7 +327,7 @@ async def test_a_timeout_before_the_first_token_is_504(stream: bool) -> None:
 # ---- classes ----
 
 
-async def test_31_classify(tmp_path: Path) -> None:
+async def test_classify(tmp_path: Path) -> None:
     import torch
     import transformers
 
@@ -360,7 +360,7 @@ async def test_31_classify(tmp_path: Path) -> None:
             assert "LlamaForSequenceClassification" in reply.error["message"]
 
 
-async def test_26_a_unix_socket(tmp_path: Path) -> None:
+async def test_a_unix_socket(tmp_path: Path) -> None:
     path = str(tmp_path / "socket")
     async with (
         serving(FakeEngine(), uds=path),
@@ -373,7 +373,7 @@ async def test_26_a_unix_socket(tmp_path: Path) -> None:
 # ---- connections ----
 
 
-async def test_35_a_half_closed_client_gets_its_answer() -> None:
+async def test_a_half_closed_client_gets_its_answer() -> None:
     async with serving(FakeEngine("abc")) as site:
         for fields in (REQUEST, REQUEST | {"stream": True}):
             reader, writer = await site.connect()
@@ -385,7 +385,7 @@ async def test_35_a_half_closed_client_gets_its_answer() -> None:
             writer.close()
 
 
-async def test_35_a_pipelining_client_that_goes_away_is_noticed() -> None:
+async def test_a_pipelining_client_that_goes_away_is_noticed() -> None:
     engine = FakeEngine()
     engine.hold(at=1)
     async with serving(engine) as site:
@@ -396,7 +396,7 @@ async def test_35_a_pipelining_client_that_goes_away_is_noticed() -> None:
         await engine.wait_for(open=0, aborted=1)
 
 
-async def test_35_a_bad_chunk_size_gets_400_at_once() -> None:
+async def test_a_bad_chunk_size_gets_400_at_once() -> None:
     async with serving(FakeEngine()) as site:
         reader, writer = await site.connect()
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n")
@@ -404,7 +404,7 @@ async def test_35_a_bad_chunk_size_gets_400_at_once() -> None:
         writer.close()
 
 
-async def test_09_a_failure_in_mid_stream_is_an_error_frame_and_a_cut() -> None:
+async def test_a_failure_in_mid_stream_is_an_error_frame_and_a_cut() -> None:
     engine = FakeEngine()
     engine.hold(at=1)
     async with serving(engine) as site:

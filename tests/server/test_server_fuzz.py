@@ -16,10 +16,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from harness import CHAT, COMPLETIONS, USER
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from threaded import Threaded, threaded
+
+from tests.server.harness import CHAT, COMPLETIONS, USER
+from tests.server.threaded import Threaded, threaded
 
 EXAMPLES = settings(
     max_examples=80,

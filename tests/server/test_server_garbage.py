@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from harness import CHAT, COMPLETIONS, USER, Site, raw_post, serving
 
 from asyncengine.errors import EngineDeadError
 from asyncengine.server.generation import Job
 from asyncengine.testing import SimulatedEngine
+from tests.server.harness import CHAT, COMPLETIONS, USER, Site, raw_post, serving
 
 MESSAGES = USER * 50
 PROMPTS = ["hello"] * 5

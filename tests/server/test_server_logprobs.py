@@ -11,14 +11,14 @@ from typing import Any
 
 import openai
 import pytest
-from fake_engine import FakeEngine
-from harness import CHAT, COMPLETIONS, USER, raw_post, serving
 from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob
 
 from asyncengine import AsyncEngine, SamplingParams, bundled_model
-from asyncengine.logprobs import LogProb, TokenLogProbs
-from asyncengine.request import FinishReason
+from asyncengine.api.logprobs import LogProb, TokenLogProbs
+from asyncengine.api.request import FinishReason
 from asyncengine.server.logprobs import ChoiceLogProbs, JobLogProbs
+from tests.server.fake_engine import FakeEngine
+from tests.server.harness import CHAT, COMPLETIONS, USER, raw_post, serving
 
 PROMPT = "Once upon a time"
 MODEL = "bundled"

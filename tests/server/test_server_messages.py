@@ -10,11 +10,11 @@ from typing import Any
 import aiohttp
 import anthropic
 import pytest
-from fake_engine import FakeEngine
-from harness import Reply, Site, read_all, serving
 
 from asyncengine import AsyncEngine, bundled_model
 from asyncengine.errors import StepFailedError
+from tests.server.fake_engine import FakeEngine
+from tests.server.harness import Reply, Site, read_all, serving
 
 MESSAGES = "/v1/messages"
 ANSWER = "Once upon a time 😀 there was a fox."
@@ -61,7 +61,7 @@ def error_of(reply: Reply) -> dict[str, str]:
     return error
 
 
-async def test_31_messages_the_bundled_model_answers() -> None:
+async def test_messages_the_bundled_model_answers() -> None:
     async with (
         AsyncEngine.from_pretrained(bundled_model(), progress=False) as engine,
         client(engine, served_model_name=MODEL) as (api, site),
@@ -100,7 +100,7 @@ async def test_31_messages_the_bundled_model_answers() -> None:
         assert structured.stop_reason == "end_turn"
 
 
-async def test_31_messages_events_come_in_their_order() -> None:
+async def test_messages_events_come_in_their_order() -> None:
     async with client(FakeEngine(ANSWER, ends=True)) as (_, site):
         reply = await site.post(MESSAGES, messages=USER, max_tokens=100, stream=True)
         whole = (await site.post(MESSAGES, messages=USER, max_tokens=100)).json
@@ -122,7 +122,7 @@ async def test_31_messages_events_come_in_their_order() -> None:
     assert whole["usage"]["output_tokens"] == len(ANSWER) + 1
 
 
-async def test_31_messages_an_output_without_text_has_no_block() -> None:
+async def test_messages_an_output_without_text_has_no_block() -> None:
     async with client(FakeEngine("", ends=True)) as (api, site):
         whole = await api.messages.create(model="fake", messages=USER, max_tokens=9)
         assert (whole.content, whole.stop_reason) == ([], "end_turn")
@@ -130,7 +130,7 @@ async def test_31_messages_an_output_without_text_has_no_block() -> None:
     assert [e["type"] for e in events] == ["message_start", "ping", "message_delta", "message_stop"]
 
 
-async def test_31_messages_become_a_conversation() -> None:
+async def test_messages_become_a_conversation() -> None:
     engine = FakeEngine("Fine.", ends=True)
     async with client(engine) as (api, _):
         blocks: Any = [{"type": "text", "text": text, "cache_control": {"type": "ephemeral"}} for text in ("a", "b")]
@@ -174,7 +174,7 @@ async def test_31_messages_become_a_conversation() -> None:
         ({"thinking": {"type": "loud"}}, "thinking.type"),
     ],
 )
-async def test_31_messages_wrong_requests(fields: dict[str, Any], says: str) -> None:
+async def test_messages_wrong_requests(fields: dict[str, Any], says: str) -> None:
     async with serving(FakeEngine()) as site:
         for stream in (False, True):
             reply = await site.post(MESSAGES, **{"messages": USER, "max_tokens": 5, "stream": stream} | fields)
@@ -184,7 +184,7 @@ async def test_31_messages_wrong_requests(fields: dict[str, Any], says: str) -> 
             assert says in error["message"]
 
 
-async def test_31_messages_errors_have_anthropics_form() -> None:
+async def test_messages_errors_have_anthropics_form() -> None:
     engine = FakeEngine()
     async with client(engine, max_request_bytes=2000, strict_model_names=True) as (api, site):
         ask = api.messages.create
@@ -224,7 +224,7 @@ async def test_31_messages_errors_have_anthropics_form() -> None:
         assert (await site.post(f"{MESSAGES}x")).error["code"] == "not_found"  # another route: OpenAI's form
 
 
-async def test_31_messages_keys_come_in_either_header() -> None:
+async def test_messages_keys_come_in_either_header() -> None:
     async with serving(FakeEngine(), api_key="key") as site:
         ask = {"messages": USER, "max_tokens": 1}
         for headers, status in (
@@ -242,7 +242,7 @@ async def test_31_messages_keys_come_in_either_header() -> None:
                 assert error_of(reply)["type"] == "authentication_error"
 
 
-async def test_31_messages_failure_in_mid_stream_is_no_clean_end() -> None:
+async def test_messages_failure_in_mid_stream_is_no_clean_end() -> None:
     engine = FakeEngine(ANSWER)
     engine.hold(at=2)
     async with client(engine) as (api, site):
@@ -266,7 +266,7 @@ async def test_31_messages_failure_in_mid_stream_is_no_clean_end() -> None:
         assert b"message_stop" not in body
 
 
-async def test_31_messages_leaving_a_stream_aborts() -> None:
+async def test_messages_leaving_a_stream_aborts() -> None:
     engine = FakeEngine(ANSWER)
     engine.hold(at=2)
     async with client(engine) as (api, _):

@@ -7,8 +7,9 @@ from contextlib import asynccontextmanager
 
 import openai
 import pytest
-from fake_engine import FakeEngine
-from harness import USER, serving
+
+from tests.server.fake_engine import FakeEngine
+from tests.server.harness import USER, serving
 
 ANSWER = "Once upon a time 😀 there was a fox."
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import aiohttp
 import pytest
-from fake_engine import FakeEngine
-from harness import CHAT, COMPLETIONS, USER, serving
-from server_process import FAKE, process
 
 from asyncengine.errors import ConfigError
 from asyncengine.server.config import ServerConfig
 from asyncengine.testing import SimulatedEngine
+from tests.server.fake_engine import FakeEngine
+from tests.server.harness import CHAT, COMPLETIONS, USER, serving
+from tests.server.server_process import FAKE, process
 
 ID = {"X-Request-Id": "mine"}
 

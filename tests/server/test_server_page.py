@@ -7,11 +7,10 @@ import base64
 import re
 from pathlib import Path
 
-from fake_engine import FakeEngine
-from harness import CHAT, USER, serving
-
 from asyncengine.server.page import routes
 from asyncengine.testing import SimulatedEngine
+from tests.server.fake_engine import FakeEngine
+from tests.server.harness import CHAT, USER, serving
 
 FILES = Path(routes.__file__).with_name("static")
 WITH_KEY = {"Authorization": "Bearer key"}

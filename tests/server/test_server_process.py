@@ -12,8 +12,9 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from harness import COMPLETIONS, read_all
-from server_process import FAKE, REAL, process
+
+from tests.server.harness import COMPLETIONS, read_all
+from tests.server.server_process import FAKE, REAL, process
 
 HAS_ENGINE = importlib.util.find_spec("asyncengine._core") is not None
 SIGNALS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

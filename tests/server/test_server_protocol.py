@@ -7,8 +7,9 @@ import itertools
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine
-from harness import CHAT, COMPLETIONS, USER, Site, serving
+
+from tests.server.fake_engine import FakeEngine
+from tests.server.harness import CHAT, COMPLETIONS, USER, Site, serving
 
 PROMPT = {COMPLETIONS: {"prompt": "Hello"}, CHAT: {"messages": USER}}
 ROUTES = pytest.mark.parametrize("route", [COMPLETIONS, CHAT])

@@ -12,12 +12,12 @@ import aiohttp
 import openai
 import pytest
 from aiohttp import web
-from fake_engine import FakeEngine
-from harness import CHAT, USER, Site, serving
 
 from asyncengine import AsyncEngine, bundled_model
-from asyncengine.conversation import Conversation
+from asyncengine.api.conversation import Conversation
 from asyncengine.server import create_app, unserved
+from tests.server.fake_engine import FakeEngine
+from tests.server.harness import CHAT, USER, Site, serving
 
 RESPONSES = "/v1/responses"
 TEMPLATE = "{{ tools }}<tool_call><think></think>"
@@ -59,7 +59,7 @@ def events_of(body: bytes) -> list[dict[str, Any]]:
     return [json.loads(text.split("data: ")[1]) for text in body.decode().split("\n\n") if text]
 
 
-async def test_45_tools_of_namespaces_are_flattened_and_come_back_with_theirs(
+async def test_tools_of_namespaces_are_flattened_and_come_back_with_theirs(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     unserved._passed_over.clear()
@@ -85,7 +85,7 @@ async def test_45_tools_of_namespaces_are_flattened_and_come_back_with_theirs(
     assert len(told) == 1  # of three requests
 
 
-async def test_45_allowed_tools() -> None:
+async def test_allowed_tools() -> None:
     engine = scripted(call("close", id="7"))
     close, hosted = {"type": "function", "name": "close"}, {"type": "web_search"}
     within = close | {"namespace": "agents"}
@@ -126,7 +126,7 @@ async def test_45_allowed_tools() -> None:
         assert (await site.post(CHAT, messages=USER, tools=tools, tool_choice=allowed)).error["param"] == "tool_choice"
 
 
-async def test_45_log_probabilities_are_those_of_the_text() -> None:
+async def test_log_probabilities_are_those_of_the_text() -> None:
     said = "Well, I 😀 know"
     plain = scripted(said, template="plain")
     engine = scripted(f"<think>\nHm.\n</think>\n\n{said}\n{call('close', id='7')}")
@@ -158,7 +158,7 @@ async def test_45_log_probabilities_are_those_of_the_text() -> None:
         assert next(item for item in none.output if item.type == "message").content[0].logprobs == []  # type: ignore
 
 
-async def test_45_log_probabilities_of_the_bundled_model_are_those_of_chat_completions() -> None:
+async def test_log_probabilities_of_the_bundled_model_are_those_of_chat_completions() -> None:
     async with (
         AsyncEngine.from_pretrained(bundled_model(), progress=False) as engine,
         client(engine) as (api, site),
@@ -180,7 +180,7 @@ async def test_45_log_probabilities_of_the_bundled_model_are_those_of_chat_compl
     assert "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta") == whole["text"]
 
 
-async def test_45_truncation_drops_the_oldest_turns() -> None:
+async def test_truncation_drops_the_oldest_turns() -> None:
     engine = scripted("Fine.", template="{{ tools }}<tool_call>", max_model_len=400)
     talk = [{"role": role, "content": f"{i:02d} " + "x" * 40} for i in range(10) for role in ("user", "assistant")]
     ask = {"role": "user", "content": "And now?"}
@@ -220,7 +220,7 @@ async def test_45_truncation_drops_the_oldest_turns() -> None:
         assert count <= 250
 
 
-async def test_45_input_items_are_listed_page_by_page() -> None:
+async def test_input_items_are_listed_page_by_page() -> None:
     engine = scripted("Fine.", template="plain")
     async with client(engine) as (api, site):
         given: Any = [{"role": "user", "content": f"{i}"} for i in range(24)]
@@ -252,7 +252,7 @@ async def test_45_input_items_are_listed_page_by_page() -> None:
         assert (await site.post(path)).status == 405
 
 
-async def test_45_input_tokens_and_cancel() -> None:
+async def test_input_tokens_and_cancel() -> None:
     async with (
         AsyncEngine.from_pretrained(bundled_model(), progress=False) as engine,
         client(engine) as (api, site),
@@ -272,7 +272,7 @@ async def test_45_input_tokens_and_cancel() -> None:
             await api.responses.cancel("resp_none")
 
 
-async def test_45_what_other_servers_know_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_other_servers_know_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
     unserved._passed_over.clear()
     engine = scripted("Fine.", template="plain")
     other: Any = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "gAAAA"}
@@ -296,7 +296,7 @@ async def test_45_what_other_servers_know_is_passed_over(caplog: pytest.LogCaptu
     assert chat_of(knows).chat_template_kwargs == {"verbosity": "low", "reasoning_effort": "high"}
 
 
-async def test_45_items_may_be_named_by_their_ids(tmp_path: Any) -> None:
+async def test_items_may_be_named_by_their_ids(tmp_path: Any) -> None:
     keys = tmp_path / "keys"
     keys.write_text("one\ntwo\n")
     engine = scripted("<think>\nHm.\n</think>\n\nWell.\n" + call("agents__close", id="7"))
@@ -323,7 +323,7 @@ async def test_45_items_may_be_named_by_their_ids(tmp_path: Any) -> None:
         assert (await asked([*USER, *last])).status == 200
 
 
-async def test_45_routes_of_stored_responses_in_a_program_of_its_own() -> None:
+async def test_routes_of_stored_responses_in_a_program_of_its_own() -> None:
     runner = web.AppRunner(create_app(scripted("Fine.", template="plain"), routes=["/v1/responses"]))  # type: ignore[arg-type]
     await runner.setup()
     try:

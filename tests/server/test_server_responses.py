@@ -13,13 +13,13 @@ from typing import Any
 import openai
 import pydantic
 import pytest
-from fake_engine import FakeEngine
-from harness import Site, serving
 
 from asyncengine import AsyncEngine, bundled_model
 from asyncengine.errors import ConfigError
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.response_store import MAX_SIZE, ResponseStore, StoredResponse
+from tests.server.fake_engine import FakeEngine
+from tests.server.harness import Site, serving
 
 RESPONSES = "/v1/responses"
 ANSWER = "Once upon a time 😀 there was a fox."
@@ -65,7 +65,7 @@ def said(engine: FakeEngine) -> list[tuple[str, str]]:
     return [(m["role"], m["content"]) for m in engine.prompts[-1]]  # type: ignore[index]
 
 
-async def test_31_responses_the_bundled_model_answers() -> None:
+async def test_responses_the_bundled_model_answers() -> None:
     async with (
         AsyncEngine.from_pretrained(bundled_model(), progress=False) as engine,
         client(engine, served_model_name=MODEL) as (api, _),
@@ -118,7 +118,7 @@ async def test_31_responses_the_bundled_model_answers() -> None:
         assert loose.output_text.startswith("{")
 
 
-async def test_31_responses_events_come_in_their_order() -> None:
+async def test_responses_events_come_in_their_order() -> None:
     async with client(FakeEngine(ANSWER, ends=True)) as (api, site):
         reply = await site.post(RESPONSES, input="x", stream=True, metadata={"a": "b"}, instructions="Be brief.")
         events = events_of(reply.body)
@@ -153,7 +153,7 @@ async def test_31_responses_events_come_in_their_order() -> None:
     assert whole["usage"]["output_tokens"] == len(ANSWER) + 1
 
 
-async def test_31_responses_an_output_without_text_has_a_message() -> None:
+async def test_responses_an_output_without_text_has_a_message() -> None:
     async with client(FakeEngine("", ends=True)) as (api, site):
         assert (await api.responses.create(model="fake", input="x")).output_text == ""
         events = events_of((await site.post(RESPONSES, input="x", stream=True)).body)
@@ -169,7 +169,7 @@ async def test_31_responses_an_output_without_text_has_a_message() -> None:
     ]
 
 
-async def test_31_responses_are_kept_for_the_next_request() -> None:
+async def test_responses_are_kept_for_the_next_request() -> None:
     engine = FakeEngine("Fine.", ends=True)
     async with client(engine) as (api, _):
         first = await api.responses.create(model="fake", input="How are you?", instructions="Be brief.")
@@ -204,7 +204,7 @@ async def test_31_responses_are_kept_for_the_next_request() -> None:
         assert (await api.responses.retrieve(streamed.id)).output_text == "Fine."
 
 
-async def test_31_responses_are_for_those_who_have_their_key(tmp_path: Path) -> None:
+async def test_responses_are_for_those_who_have_their_key(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("one\ntwo\n")
     async with serving(FakeEngine("Fine.", ends=True), api_key_file=str(file)) as site:
@@ -227,7 +227,7 @@ async def test_31_responses_are_for_those_who_have_their_key(tmp_path: Path) -> 
         assert (wrong.status, wrong.headers["Allow"]) == (405, "GET, HEAD, DELETE")
 
 
-def test_31_responses_store_keeps_so_many_and_so_much() -> None:
+def test_responses_store_keeps_so_many_and_so_much() -> None:
     def sized(size: int) -> StoredResponse:
         return StoredResponse(b"x" * size)
 
@@ -257,7 +257,7 @@ def test_31_responses_store_keeps_so_many_and_so_much() -> None:
             ServerConfig(**{field: -1})
 
 
-async def test_31_responses_that_cannot_be_kept_say_so() -> None:
+async def test_responses_that_cannot_be_kept_say_so() -> None:
     body = b'{"input": "x"}'
     for limits, asked in (
         ({"max_stored_responses": 0}, body),
@@ -310,7 +310,7 @@ async def test_31_responses_that_cannot_be_kept_say_so() -> None:
         ({"input": "x", "previous_response_id": "resp_none"}, "previous_response_id", "resp_none"),
     ],
 )
-async def test_31_responses_wrong_requests(fields: dict[str, Any], param: str, says: str) -> None:
+async def test_responses_wrong_requests(fields: dict[str, Any], param: str, says: str) -> None:
     async with serving(FakeEngine(), strict_model_names=True) as site:
         for stream in (False, True):
             reply = await site.post(RESPONSES, **fields, stream=stream)
@@ -319,7 +319,7 @@ async def test_31_responses_wrong_requests(fields: dict[str, Any], param: str, s
             assert says in reply.error["message"]
 
 
-async def test_31_responses_names_of_the_engine_are_translated() -> None:
+async def test_responses_names_of_the_engine_are_translated() -> None:
     async with (
         AsyncEngine.from_pretrained(bundled_model(), progress=False) as engine,
         serving(engine) as site,  # type: ignore[arg-type]
@@ -336,7 +336,7 @@ async def test_31_responses_names_of_the_engine_are_translated() -> None:
             assert param in reply.error["message"]
 
 
-async def test_31_responses_failure_in_mid_stream_is_no_clean_end() -> None:
+async def test_responses_failure_in_mid_stream_is_no_clean_end() -> None:
     engine = FakeEngine(ANSWER)
     engine.hold(at=2)
     async with client(engine) as (api, _):
@@ -359,7 +359,7 @@ async def test_31_responses_failure_in_mid_stream_is_no_clean_end() -> None:
             await api.responses.retrieve(failed.response.id)
 
 
-async def test_31_responses_leaving_a_stream_aborts() -> None:
+async def test_responses_leaving_a_stream_aborts() -> None:
     engine = FakeEngine(ANSWER)
     engine.hold(at=2)
     async with client(engine) as (api, site):

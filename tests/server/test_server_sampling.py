@@ -6,9 +6,9 @@ from typing import Any
 
 import openai
 import pytest
-from harness import serving
 
 from asyncengine import AsyncEngine, SamplingParams, bundled_model
+from tests.server.harness import serving
 
 PROMPT = "Once upon a time"
 EDITS: dict[str, Any] = {"presence_penalty": 1.2, "frequency_penalty": 0.5, "logit_bias": {"30": 4.5, "17": -100}}

@@ -17,8 +17,6 @@ from typing import Any
 import pytest
 import requests
 import schemathesis
-from fake_engine import FakeEngine
-from harness import CHAT, COMPLETIONS, serving
 from hypothesis import HealthCheck, Phase, settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -27,9 +25,11 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
-from threaded import Threaded, threaded
 
 from asyncengine.server.openapi import document
+from tests.server.fake_engine import FakeEngine
+from tests.server.harness import CHAT, COMPLETIONS, serving
+from tests.server.threaded import Threaded, threaded
 
 Schema = dict[str, Any]
 
@@ -162,20 +162,20 @@ def check(case: schemathesis.Case, server: Threaded) -> int:
 @narrow.parametrize()
 @by_operation
 @examples(15, Phase.generate)
-def test_31_every_answer_is_as_described(case: schemathesis.Case, server: Threaded) -> None:
+def test_every_answer_is_as_described(case: schemathesis.Case, server: Threaded) -> None:
     seen[case.operation.path, check(case, server)] += 1
 
 
 @whole.parametrize()
 @by_operation
 @examples(1, Phase.explicit)
-def test_31_any_request_that_the_description_allows_is_answered_as_described(
+def test_any_request_that_the_description_allows_is_answered_as_described(
     case: schemathesis.Case, server: Threaded
 ) -> None:
     check(case, server)
 
 
-def test_31_the_description_is_served_and_has_every_route(server: Threaded) -> None:
+def test_the_description_is_served_and_has_every_route(server: Threaded) -> None:
     assert requests.get(server.url + "/openapi.json", timeout=30).json() == SERVED
     served = server.site.server.app._routes
     known = {path for path in served if path != "/" and not path.startswith("/page/")}
@@ -199,7 +199,7 @@ async def test_the_description_tells_of_keys_and_of_the_root_path() -> None:
         assert "401" in described["paths"][CHAT]["post"]["responses"]
 
 
-async def test_31_docs_load_nothing_but_the_description() -> None:
+async def test_docs_load_nothing_but_the_description() -> None:
     async with serving(FakeEngine(), api_key="key") as site:
         for path in ("/docs", "/docs/"):
             reply = await site.get(path)

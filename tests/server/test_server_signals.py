@@ -8,8 +8,9 @@ import signal
 from dataclasses import dataclass
 
 import pytest
-from harness import COMPLETIONS, raw_post
-from server_process import FAKE, REAL, Process, process
+
+from tests.server.harness import COMPLETIONS, raw_post
+from tests.server.server_process import FAKE, REAL, Process, process
 
 CLIENTS = 40
 CUT = "cut"

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pytest
-from harness import CHAT, COMPLETIONS, USER, Site, serving
 
 from asyncengine import AsyncEngine, SamplingParams
 from tests.models import tiny
+from tests.server.harness import CHAT, COMPLETIONS, USER, Site, serving
 
 TOKENS = 404
 """Of the tokenizer, its added ones included."""

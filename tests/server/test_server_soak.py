@@ -10,10 +10,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from harness import COMPLETIONS, Site, raw_post, serving
 
 from asyncengine import AsyncEngine, bundled_model, testing
 from tests.coroutines import run
+from tests.server.harness import COMPLETIONS, Site, raw_post, serving
 
 CANARY = {"model": "stories", "prompt": "Once upon a time", "max_tokens": 40, "temperature": 0}
 LIMIT_S = 240.0

@@ -13,9 +13,9 @@ import jsonschema
 import openai
 import pydantic
 import pytest
-from harness import CHAT, COMPLETIONS, USER, Site, serving
 
 from asyncengine import AsyncEngine, bundled_model
+from tests.server.harness import CHAT, COMPLETIONS, USER, Site, serving
 
 MODEL = "bundled"
 SCHEMA: dict[str, Any] = {

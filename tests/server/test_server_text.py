@@ -10,11 +10,11 @@ from typing import Any
 
 import aiohttp
 import pytest
-from harness import serving
 
 from asyncengine import AsyncEngine
 from tests.models import tiny
-from tests.models.kinds import KINDS
+from tests.server.harness import serving
+from tests.text.kinds import KINDS
 
 SPACED = ["metaspace", "metaspace-first", "metaspace-never", "byte-fallback"]
 

@@ -13,12 +13,12 @@ from typing import Any
 import aiohttp
 import pytest
 import uvloop
-from fake_engine import FakeEngine
-from harness import COMPLETIONS, Site, serving
 
 from asyncengine.errors import ConfigError
 from asyncengine.server import tls
 from asyncengine.server.config import ServerConfig
+from tests.server.fake_engine import FakeEngine
+from tests.server.harness import COMPLETIONS, Site, serving
 
 REQUEST: dict[str, Any] = {"prompt": "x", "max_tokens": 2}
 
@@ -37,7 +37,7 @@ def trusting(certificate: Path) -> ssl.SSLContext:
     return ssl.create_default_context(cafile=str(certificate))
 
 
-async def test_26_tls_with_a_certificate_that_changes(tmp_path: Path) -> None:
+async def test_tls_with_a_certificate_that_changes(tmp_path: Path) -> None:
     first, first_key = make_certificate(tmp_path, "first")
     second, second_key = make_certificate(tmp_path, "second")
     used, used_key = tmp_path / "used.pem", tmp_path / "used.key"
@@ -167,7 +167,7 @@ async def test_a_request_that_comes_with_the_end_of_the_handshake_is_read(tmp_pa
 
 
 def test_certificates_that_cannot_be_used(tmp_path: Path) -> None:
-    from asyncengine.server.runner import HttpServer
+    from asyncengine.server.http_server import HttpServer
 
     certificate, key = make_certificate(tmp_path, "first")
     _, other = make_certificate(tmp_path, "second")

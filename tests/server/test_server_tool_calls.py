@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine
-from harness import CHAT, USER, Site, serving
 
 from asyncengine import AsyncEngine, bundled_model
+from tests.server.fake_engine import FakeEngine
+from tests.server.harness import CHAT, USER, Site, serving
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 TEMPLATE = "{{ tools }}<tool_call>"
@@ -105,7 +105,7 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
 
 
 @pytest.mark.parametrize("api", APIS)
-async def test_22_a_call_cut_by_max_tokens_is_a_partial_call(api: Any) -> None:
+async def test_a_call_cut_by_max_tokens_is_a_partial_call(api: Any) -> None:
     async with serving(scripted(WHOLE)) as site:
         for choice in ({}, {"tool_choice": "required"}, {"tool_choice": NAMED}):
             for arguments in ("", '{"ci', '{"city": ', '{"city": "Ro'):
@@ -119,7 +119,7 @@ async def test_22_a_call_cut_by_max_tokens_is_a_partial_call(api: Any) -> None:
 
 
 @pytest.mark.parametrize("api", APIS)
-async def test_22_arguments_that_are_no_json_make_the_call_content(api: Any) -> None:
+async def test_arguments_that_are_no_json_make_the_call_content(api: Any) -> None:
     for wrong in ("NaN", "-Infinity", "True", "'Rome'", "01"):
         text = WHOLE.replace('"Rome"', wrong)
         async with serving(scripted(text)) as site:
@@ -128,14 +128,14 @@ async def test_22_arguments_that_are_no_json_make_the_call_content(api: Any) -> 
 
 
 @pytest.mark.parametrize("api", APIS)
-async def test_22_empty_and_absent_arguments_are_an_empty_object(api: Any) -> None:
+async def test_empty_and_absent_arguments_are_an_empty_object(api: Any) -> None:
     for written in ('{"name": "now"}', '{"name": "now", "arguments": ""}', '{"name": "now", "arguments": null}'):
         async with serving(scripted(f"<tool_call>{written}\n{written}</tool_call>")) as site:
             for outcome in await api(site):
                 assert outcome == ("", [("now", "{}"), ("now", "{}")], "tool_calls")
 
 
-async def test_22_arguments_of_a_tool_without_parameters_are_empty() -> None:
+async def test_arguments_of_a_tool_without_parameters_are_empty() -> None:
     """Whatever the model would write, and also where a grammar holds it."""
     for parameters in ({}, {"parameters": None}, {"parameters": {}}, {"parameters": {"properties": {}}}):
         tool = {"type": "function", "function": {"name": "now"} | parameters}

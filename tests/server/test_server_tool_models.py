@@ -11,19 +11,19 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-from harness import serving
 from tokenizers import AddedToken
 
 from asyncengine import AsyncEngine, bundled_model
+from asyncengine.api.structured_outputs import StructuredOutputs
+from asyncengine.engine.constraints.grammars import Grammars
 from asyncengine.server.parsing import CallRules, parse
 from asyncengine.server.parsing.choose import Parsing, ReasoningTokens
 from asyncengine.server.parsing.grammars import call_grammar, content_grammar, lazy_grammar
 from asyncengine.server.parsing.names import HARMONY, TOOL_PARSERS
 from asyncengine.server.tools import Tool
-from asyncengine.structured.grammars import Grammars
-from asyncengine.structured_outputs import StructuredOutputs
-from asyncengine.tokenization import Tokenizer
+from asyncengine.text.tokenizer import Tokenizer
 from tests.models import tiny
+from tests.server.harness import serving
 
 MODEL = "bundled"
 USER: Any = [{"role": "user", "content": "Tell me a story"}]
@@ -76,7 +76,7 @@ def check(calls: Sequence[Any]) -> None:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-async def test_22_required_calls_validate(name: str, tmp_path: Path) -> None:
+async def test_required_calls_validate(name: str, tmp_path: Path) -> None:
     file = tmp_path / "template.jinja"
     file.write_text("{% for t in tools or [] %}{{ t.function.name }} {% endfor %}" + TEMPLATES[name] + SAY + CALLED)
     async with client(str(file)) as api:
@@ -114,7 +114,7 @@ def calls_of(message: Any) -> list[tuple[str, str]]:
     return [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
 
 
-async def test_22_several_calls_and_plain_json(tmp_path: Path) -> None:
+async def test_several_calls_and_plain_json(tmp_path: Path) -> None:
     """The template has no tools: a system message lists them."""
     schema: dict[str, Any] = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "additionalProperties": False}
     add = {"type": "function", "function": {"name": "a", "parameters": schema}}
@@ -150,7 +150,7 @@ async def test_22_several_calls_and_plain_json(tmp_path: Path) -> None:
         assert error.value.param == "tool_choice"
 
 
-async def test_22_an_agent_of_twenty_calls(tmp_path: Path) -> None:
+async def test_an_agent_of_twenty_calls(tmp_path: Path) -> None:
     file = tmp_path / "template.jinja"
     file.write_text("{# tools <tool_call> #}{% for m in messages[-3:] %}" + SAY.partition("%}")[2] + CALLED)
     messages: list[Any] = list(USER)
@@ -196,7 +196,7 @@ def tokenizer_with_markers(*, special: bool) -> Tokenizer:
 
 
 @pytest.mark.parametrize("special", [True, False])
-async def test_22_grammars_allow_what_parsers_read(special: bool) -> None:
+async def test_grammars_allow_what_parsers_read(special: bool) -> None:
     """Whatever kind of tokens the markers are."""
     tokenizer = tokenizer_with_markers(special=special)
     tools = [Tool("move", parameters=MOVE), Tool("now")]
@@ -230,7 +230,7 @@ async def test_22_grammars_allow_what_parsers_read(special: bool) -> None:
         grammars.close()
 
 
-async def test_22_structured_content_of_harmony_is_on_its_channel() -> None:
+async def test_structured_content_of_harmony_is_on_its_channel() -> None:
     tokenizer = tokenizer_with_markers(special=True)
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     alone = content_grammar(HARMONY, schema, tokenizer)
@@ -254,7 +254,7 @@ async def test_22_structured_content_of_harmony_is_on_its_channel() -> None:
 
 
 @pytest.mark.parametrize("special", [True, False, None])
-async def test_22_strict_tools_hold_calls_in_free_text_to_their_schemas(special: bool | None) -> None:
+async def test_strict_tools_hold_calls_in_free_text_to_their_schemas(special: bool | None) -> None:
     """``special``: None where the markers are no tokens of their own."""
     plain = Tokenizer(tiny.byte_level_tokenizer(bos=False), specials={"eos_token": "</s>"})
     tokenizer = plain if special is None else tokenizer_with_markers(special=special)
@@ -282,8 +282,8 @@ async def test_22_strict_tools_hold_calls_in_free_text_to_their_schemas(special:
     assert lazy_grammar("json", tools, single=False, tokenizer=tokenizer) is None
 
 
-def test_22_markers_stay_in_the_text_and_other_special_tokens_do_not() -> None:
-    from asyncengine.detokenizer import IncrementalDetokenizer
+def test_markers_stay_in_the_text_and_other_special_tokens_do_not() -> None:
+    from asyncengine.text.detokenizer import IncrementalDetokenizer
 
     tokenizer = tokenizer_with_markers(special=True)
     ids = tokenizer.encode("<|other|>[THINK]a[/THINK]<|other|>b[TOOL_CALLS]f[ARGS]{}</s>", add_special_tokens=False)
@@ -293,7 +293,7 @@ def test_22_markers_stay_in_the_text_and_other_special_tokens_do_not() -> None:
     assert Parsing("mistral", "mistral").kept_tokens(tokenizer_with_markers(special=False)) == ()
 
 
-def test_22_reasoning_tokens_are_counted() -> None:
+def test_reasoning_tokens_are_counted() -> None:
     tokenizer = tokenizer_with_markers(special=True)
 
     def count(reasoning: str, prompt: str, text: str) -> int:

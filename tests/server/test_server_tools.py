@@ -11,12 +11,12 @@ from typing import Any
 import openai
 import pydantic
 import pytest
-from fake_engine import FakeEngine
-from harness import CHAT, USER, Site, serving
 
-from asyncengine.conversation import Conversation
+from asyncengine.api.conversation import Conversation
 from asyncengine.errors import ConfigError
 from asyncengine.server.config import ServerConfig
+from tests.server.fake_engine import FakeEngine
+from tests.server.harness import CHAT, USER, Site, serving
 
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -73,7 +73,7 @@ def calls_of(message: Any) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize(("template", "text", "content", "reasoning"), SCRIPTS, ids=IDS)
-async def test_22_calls(template: str, text: str, content: str | None, reasoning: str | None) -> None:
+async def test_calls(template: str, text: str, content: str | None, reasoning: str | None) -> None:
     engine = FakeEngine(text, ends=True, max_model_len=4096, chat_template=template)
     wanted = [("weather", {"city": "Rom 😀"}), ("now", {})]
     async with client(engine) as (api, site):
@@ -106,7 +106,7 @@ class Weather(pydantic.BaseModel):
     city: str
 
 
-async def test_22_the_synchronous_client_and_its_parsers() -> None:
+async def test_the_synchronous_client_and_its_parsers() -> None:
     template, text, *_ = SCRIPTS[0]
     text = text.partition("</tool_call>")[0] + "</tool_call>"
     engine = FakeEngine(text, ends=True, max_model_len=4096, chat_template=template)
@@ -129,7 +129,7 @@ async def test_22_the_synchronous_client_and_its_parsers() -> None:
         await asyncio.to_thread(talk, site.url)
 
 
-async def test_22_without_tools_markers_are_text() -> None:
+async def test_without_tools_markers_are_text() -> None:
     template, text, *_ = SCRIPTS[1]
     engine = FakeEngine(text, ends=True, max_model_len=4096, chat_template=template)
     async with client(engine) as (_, site):
@@ -141,7 +141,7 @@ async def test_22_without_tools_markers_are_text() -> None:
         assert all(isinstance(prompt, list) for prompt in engine.prompts)
 
 
-async def test_22_reasoning() -> None:
+async def test_reasoning() -> None:
     text = "<think>\nLong\n\nthought\n</think>\n\nAnswer."
     engine = FakeEngine(text, ends=True, chat_template="<think></think>")
     async with client(engine) as (api, site):
@@ -163,7 +163,7 @@ async def test_22_reasoning() -> None:
         assert (await site.post(CHAT, messages=USER)).json["choices"][0]["message"]["content"] == "Answer."
 
 
-async def test_22_what_the_template_gets() -> None:
+async def test_what_the_template_gets() -> None:
     engine = FakeEngine("x", ends=True, max_model_len=4096, chat_template="{{ tools }}<tool_call>developer")
     messages = [
         {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief"}]},
@@ -210,7 +210,7 @@ async def test_22_what_the_template_gets() -> None:
         assert made.chat_template_kwargs == {"reasoning_effort": "high"}
 
 
-async def test_22_templates_with_ways_of_their_own() -> None:
+async def test_templates_with_ways_of_their_own() -> None:
     call = {"id": "call_1234567", "function": {"name": "f", "arguments": '{"a": 1}'}}
     messages = [
         *USER,
@@ -238,7 +238,7 @@ async def test_22_templates_with_ways_of_their_own() -> None:
     assert "thinking" not in (await second("{{ tools }}<|channel|><|message|>"))[0]
 
 
-async def test_22_a_template_without_tools_gets_them_listed() -> None:
+async def test_a_template_without_tools_gets_them_listed() -> None:
     """Where it is rendered, with a form of calls. Here, without one, where the model has calls of its own."""
     engine = FakeEngine("x", ends=True, max_model_len=4096)
     async with client(engine) as (_, site):
@@ -298,7 +298,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-async def test_22_what_is_wrong_is_named() -> None:
+async def test_what_is_wrong_is_named() -> None:
     engine = FakeEngine(max_model_len=4096)
     async with client(engine) as (_, site):
         for fields, param in WRONG:
@@ -316,7 +316,7 @@ async def test_22_what_is_wrong_is_named() -> None:
         assert (await site.post(CHAT, messages=USER, tools=TOOLS)).status == 200
 
 
-def test_22_names_of_parsers_are_checked() -> None:
+def test_names_of_parsers_are_checked() -> None:
     with pytest.raises(ConfigError, match="tool_call_parser must be one of hermes, json, llama3_json"):
         ServerConfig(tool_call_parser="nothing")
     with pytest.raises(ConfigError, match="reasoning_parser must be one of think, cohere, mistral, harmony, none"):

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import uvloop
-from harness import COMPLETIONS, Site, serving
 
 from asyncengine import testing
+from tests.server.harness import COMPLETIONS, Site, serving
 
 _CANARY = {"prompt": [300, 301], "max_tokens": 20, "temperature": 0, "ignore_eos": True}
 _TIMEOUT_S = 60.0

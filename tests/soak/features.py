@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncengine import AsyncEngine, SamplingParams, bundled_model, testing
-from asyncengine.request import RequestOutput
-from asyncengine.structured_outputs import StructuredOutputs
+from asyncengine.api.request import RequestOutput
+from asyncengine.api.structured_outputs import StructuredOutputs
 
 ROOM: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 192, "num_kv_blocks": 400, "dtype": "float32"}
 TIGHT: dict[str, Any] = ROOM | {"num_kv_blocks": 16, "max_num_batched_tokens": 64}

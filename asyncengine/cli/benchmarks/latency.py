@@ -10,14 +10,14 @@ from itertools import pairwise
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from asyncengine.api.request import SamplingParams
 from asyncengine.cli import flags
 from asyncengine.cli.benchmarks.lengths import Lengths, check_counts
 from asyncengine.cli.benchmarks.report import Figure, mean, percentile, print_figures, record
 from asyncengine.cli.embed import add_engine, add_model, engine_from, loop_factory, running
-from asyncengine.request import SamplingParams
 
 if TYPE_CHECKING:
-    from asyncengine.engine import AsyncEngine
+    from asyncengine.engine.engine import AsyncEngine
 
 HELP = "one request at a time through the embedded API: time to first token, time between tokens"
 

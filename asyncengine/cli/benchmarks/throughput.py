@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
+from asyncengine.api.request import SamplingParams
 from asyncengine.cli import flags
 from asyncengine.cli.benchmarks.latency import describe
 from asyncengine.cli.benchmarks.lengths import Lengths, check_counts
 from asyncengine.cli.benchmarks.report import Figure, median, print_figures, record
 from asyncengine.cli.embed import add_engine, add_model, engine_from, loop_factory, running
-from asyncengine.request import SamplingParams
 
 HELP = "many requests of mixed lengths at once through the embedded API: useful tokens per second"
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from asyncengine import _core
-from asyncengine.kernels.cpu.host import HostOps, PrefillAttention, Residual
+from asyncengine.kernels.cpu.base import HostOps, PrefillAttention, Residual
 from asyncengine.kernels.cpu.memory import HugePages, Result, ResultPool
 from asyncengine.kernels.float8 import FLOAT8
 from asyncengine.kernels.ops import Activation, AttentionLayer, LayerKVCache, Norm, is_gated

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from asyncengine._core import StepBatch
-from asyncengine.kernels.cpu.host import HostOps, Residual
+from asyncengine.kernels.cpu.base import HostOps, Residual
 from asyncengine.kernels.cpu.paging import gather_kv, visible
 from asyncengine.kernels.float8 import quantize
 from asyncengine.kernels.float8_cache import quantize_heads

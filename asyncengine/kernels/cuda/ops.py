@@ -23,8 +23,8 @@ from asyncengine.kernels.cuda.linear.project import Projections
 from asyncengine.kernels.cuda.linear.residual import Residual
 from asyncengine.kernels.cuda.linear.tables import PlanTable
 from asyncengine.kernels.cuda.rows.activation import soft_cap_
-from asyncengine.kernels.cuda.rows.embedding import embed
 from asyncengine.kernels.cuda.rows.lanes import HostLanes, exchange
+from asyncengine.kernels.cuda.rows.lookup import embed
 from asyncengine.kernels.cuda.rows.norms import norm_rows
 from asyncengine.kernels.cuda.sampling.sample import Ranks
 from asyncengine.kernels.cuda.step.tensors import DeviceStep

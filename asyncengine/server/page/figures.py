@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from asyncengine.api.stats import EngineSnapshot
 from asyncengine.errors import ConfigError
 from asyncengine.server.engine_api import Engine
 from asyncengine.server.metrics import Histogram, Metrics
-from asyncengine.stats import EngineSnapshot
 
 
 class Total(msgspec.Struct):

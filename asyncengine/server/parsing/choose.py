@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
-from asyncengine.markers import REASONING, TAIL, Markers, under_way
 from asyncengine.server.parsing.formats import DeepSeek, Hermes, Json, Llama3Json, Mistral
 from asyncengine.server.parsing.harmony import Harmony
 from asyncengine.server.parsing.machine import Machine
 from asyncengine.server.parsing.names import HARMONY
 from asyncengine.server.parsing.parser import CallRules, OutputParser
 from asyncengine.server.parsing.pythonic import Pythonic
-from asyncengine.tokenization import Tokenizer
+from asyncengine.text.markers import REASONING, TAIL, Markers, under_way
+from asyncengine.text.tokenizer import Tokenizer
 
 _TOOL_FORMATS: dict[str, type[Machine]] = {
     "hermes": Hermes,

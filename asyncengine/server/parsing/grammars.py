@@ -17,7 +17,7 @@ from asyncengine.server.parsing.inputs import arguments_of
 from asyncengine.server.parsing.names import HARMONY
 from asyncengine.server.parsing.quoting import QuotingError, quoted_lark
 from asyncengine.server.tools import Tool
-from asyncengine.tokenization import Tokenizer
+from asyncengine.text.tokenizer import Tokenizer
 
 MOST_CALLS = 16
 """Calls in one output where a grammar says how many there may be."""

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from asyncengine.markers import Markers
 from asyncengine.server.parsing.arguments import checked, clean, is_beginning
 from asyncengine.server.parsing.inputs import InputReader, input_of
 from asyncengine.server.parsing.parser import CallRules, OutputParser, ParsedDelta, ToolCallDelta, new_call_id
+from asyncengine.text.markers import Markers
 
 State = Callable[[], bool]
 LONGEST_HEAD = 1024

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncengine.errors import ConfigError
-from asyncengine.markers import REASONING
+from asyncengine.text.markers import REASONING
 
 HARMONY = "harmony"
 TOOL_PARSERS = ("hermes", "json", "llama3_json", "pythonic", "mistral", "deepseek_v3", HARMONY)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from asyncengine.detokenizer import IncrementalDetokenizer
-from asyncengine.tokenization import Tokenizer
+from asyncengine.text.detokenizer import IncrementalDetokenizer
+from asyncengine.text.tokenizer import Tokenizer
 from tests.fuzz.source import Source
-from tests.models.test_detokenizer import (
+from tests.text.test_detokenizer import (
     BYTE_IDS,
     BYTE_LEVEL,
     METASPACE,

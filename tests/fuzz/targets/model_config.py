@@ -10,8 +10,8 @@ from asyncengine.errors import ModelError
 from asyncengine.models.config import RawConfig
 from asyncengine.models.registry import FAMILIES, find_family
 from asyncengine.models.rotary import rotary_table
-from asyncengine.runner.loader import choose_dtype
-from asyncengine.runner.model_runner import read_eos_token_ids
+from asyncengine.models.weights.checkpoint import choose_dtype
+from asyncengine.runner.steps.model_runner import read_eos_token_ids
 from tests.fuzz.source import Source, scratch_directory
 
 GPT2 = {"vocab_size": 199, "n_positions": 128, "n_embd": 60, "n_layer": 3, "n_head": 5}

@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 from asyncengine import _core
+from asyncengine.api.request import SamplingParams
 from asyncengine.errors import InvalidRequestError
-from asyncengine.request import SamplingParams
 from asyncengine.server import protocol, unserved
 from asyncengine.server.bodies import MAX_DEPTH
 from asyncengine.server.chat import Chat, ChatBody

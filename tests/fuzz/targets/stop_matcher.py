@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncengine.stops import StopStringMatcher
+from asyncengine.text.stops import StopStringMatcher
 from tests.fuzz.source import Source
 
 ALPHABET = "aabé"

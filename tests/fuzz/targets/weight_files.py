@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from asyncengine.errors import ModelError
-from asyncengine.runner.loader import INDEX_FILE, SINGLE_FILE, Checkpoint
+from asyncengine.models.weights.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from tests.fuzz.source import Source, scratch_directory
 
 # Usual values several times, so that files get past the first check.

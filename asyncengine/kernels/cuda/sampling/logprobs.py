@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncengine._core import STEP_INPUT_LAYOUT, EntryKind, Need, RecordKind
+from asyncengine.api.request import MAX_NAMED_TOKENS
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options, wait
 from asyncengine.kernels.cuda.sampling.edits import FLAGS, PARAMETERS, PROCESSED, SCORE_ONLY, keeps_raw, of_kind
@@ -29,7 +30,6 @@ from asyncengine.kernels.cuda.sampling.finish import arrive, token_of
 from asyncengine.kernels.cuda.sampling.results import END_OF_RECORDS, store_word, store_words
 from asyncengine.kernels.cuda.step.ingest import StepSource
 from asyncengine.kernels.cuda.step.tensors import DeviceStep
-from asyncengine.request import MAX_NAMED_TOKENS
 
 _LOGPROBS = tl.constexpr(int(Need.logprobs))
 _NAMED = tl.constexpr(int(EntryKind.named_tokens))

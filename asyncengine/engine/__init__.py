@@ -1,0 +1,1 @@
+"""AsyncEngine and its parts."""

@@ -1,0 +1,1 @@
+"""Weights of a model: where they come from and how a model asks for them."""

@@ -1,0 +1,1 @@
+"""The time that steps take: measured, kept, corrected."""

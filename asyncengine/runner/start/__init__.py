@@ -1,0 +1,1 @@
+"""The preparations of a start: kernels compiled, plans measured, scales calibrated, graphs captured."""

@@ -1,0 +1,91 @@
+"""Scales of a KV cache in float8 by a step on the device (see ``runner/state/kv_scales.py``)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from asyncengine.config import EngineConfig
+from asyncengine.kernels.cuda.attention.run import BucketAttention
+from asyncengine.kernels.cuda.ops import CudaBatch, CudaOps
+from asyncengine.kernels.cuda.step.tensors import DeviceStep, allocate_step
+from asyncengine.kernels.float8_cache import fixed_scales, with_inverses
+from asyncengine.kernels.ops import AttentionLayer, LayerKVCache, split_heads
+from asyncengine.runner.state.kv_scales import fixed_prompt
+from asyncengine.runner.steps.model_runner import LoadedModel
+
+
+class _NotingAttention(BucketAttention):
+    """Attention of one prompt in plain torch, without a cache: no kernel is compiled that steps do not launch.
+
+    It notes what each layer's keys and values reach.
+    """
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__()
+        self._head_dim = head_dim
+        self.tops: list[Tensor] = []
+        """float32 [2, Hk] of each layer so far"""
+
+    def of(self, layer: AttentionLayer) -> _NotingAttention:  # type: ignore[override]
+        return self
+
+    def __call__(
+        self, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, step: DeviceStep, **_: object
+    ) -> Tensor:
+        """As ``PlannedAttention``, of tokens at the positions 0, 1 ... The caches are not looked at."""
+        q, k, v = split_heads(heads.view(len(heads), -1, self._head_dim), layer.num_heads)
+        if layer.norms is not None:
+            q, k = (_normed(x, gain, layer.norms.eps) for x, gain in ((q, layer.norms.q), (k, layer.norms.k)))
+        if layer.cos_sin is not None:
+            q, k = (_rotated(x, layer.cos_sin[: len(heads)]) for x in (q, k))
+        self.tops.append(torch.stack([x.abs().amax((0, 2)).float() for x in (k, v)]))
+        return _attend(q, k, v, layer)
+
+
+def _normed(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    exact = x.float()
+    return (exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps) * gain.float()).to(x.dtype)
+
+
+def _rotated(x: Tensor, cos_sin: Tensor) -> Tensor:
+    cosine, sine = cos_sin[:, None].chunk(2, -1)
+    a, b = x.float().chunk(2, -1)
+    return torch.cat((a * cosine - b * sine, b * cosine + a * sine), -1).to(x.dtype)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
+    """Causal attention [T, Hq * D] of q [T, Hq, D] over k and v [T, Hk, D]."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k).float() * layer.scale
+    if layer.softcap:
+        scores = layer.softcap * torch.tanh(scores / layer.softcap)
+    i = torch.arange(len(q), device=q.device)
+    hidden = i[None, :] > i[:, None]
+    if layer.window:
+        hidden |= i[None, :] <= i[:, None] - layer.window
+    weights = F.softmax(scores.masked_fill(hidden, float("-inf")), -1).to(q.dtype)
+    return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
+
+
+def with_kv_scales(config: EngineConfig, loaded: LoadedModel, ops: CudaOps) -> LoadedModel:
+    """With the scales that its cache needs, if it is in float8 and the checkpoint has none."""
+    if config.kv_cache_dtype != "fp8" or loaded.kv_scales is not None:
+        return loaded
+    return replace(loaded, kv_scales=with_inverses(calibrate_device(loaded, ops)))
+
+
+def calibrate_device(loaded: LoadedModel, ops: CudaOps) -> Tensor:
+    """Scales of the fixed prompt, float32 [layers, 2, Hk] on the device. It waits for the device."""
+    ids = fixed_prompt(loaded.config.vocab_size, loaded.max_model_len)
+    step = allocate_step(1, 1, 1, len(ids), ops.device)
+    step.input_ids.copy_(ids)
+    step.positions.copy_(torch.arange(len(ids)))
+    attention = _NotingAttention(loaded.config.head_dim)
+    nothing = torch.empty(0, device=ops.device)
+    with torch.inference_mode():
+        loaded.model.run(CudaBatch(step, attention), [LayerKVCache(nothing, nothing)] * len(loaded.config.layer_caches))
+        return fixed_scales(torch.stack(attention.tops)).clone()

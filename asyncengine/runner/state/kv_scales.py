@@ -1,0 +1,71 @@
+"""Scales of a KV cache in float8, fixed when a model is loaded (see ``kernels/float8_cache.py``).
+
+A checkpoint that was made for such a cache has them: ``self_attn.k_scale`` and ``self_attn.v_scale`` of each layer, as
+vLLM and compressed-tensors write them. Otherwise they are made of the keys and values of a fixed prompt: random ids,
+the same at every start, which the model runs once in its own dtype. Keys are taken as they are stored, normed and
+rotated.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from asyncengine._core import StepBatch
+from asyncengine.config import EngineConfig
+from asyncengine.errors import MissingWeightError
+from asyncengine.kernels.cpu.base import HostOps
+from asyncengine.kernels.float8_cache import fixed_scales
+from asyncengine.models.config import ModelConfig
+from asyncengine.models.registry import CausalLM
+from asyncengine.runner.state import memory
+
+PROMPT_TOKENS = 512
+"""Of the fixed prompt, as far as the model's context goes."""
+_BLOCK = 16
+
+
+class ScaleSource(Protocol):
+    """Weights that may have scales."""
+
+    def scales(self, name: str, count: int) -> Tensor | None:
+        """float32 [count]; None if there are none of that name."""
+
+
+def stored(weights: ScaleSource, model: ModelConfig) -> Tensor | None:
+    """The checkpoint's scales, float32 [layers, 2, Hk] of keys and of values; None if it has none.
+
+    Raises MissingWeightError if it has some of them, and not all.
+    """
+    names = [[f"model.layers.{i}.self_attn.{kind}_scale" for kind in "kv"] for i in range(model.num_layers)]
+    found = {name: weights.scales(name, model.num_kv_heads) for pair in names for name in pair}
+    missing = [name for name, scales in found.items() if scales is None]
+    if len(missing) == len(found):
+        return None
+    if missing:
+        raise MissingWeightError(f"the checkpoint has scales of keys and values, but not {missing[0]}")
+    return torch.stack([torch.stack([found[name] for name in pair]) for pair in names])  # type: ignore[misc]
+
+
+def fixed_prompt(vocab_size: int, max_model_len: int) -> Tensor:
+    """int64 [tokens]: the prompt that scales are made of."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(vocab_size, (min(PROMPT_TOKENS, max_model_len),), generator=generator)
+
+
+def calibrate_host(
+    model: CausalLM[StepBatch], config: ModelConfig, dtype: torch.dtype, max_model_len: int, ops: HostOps[Any]
+) -> Tensor:
+    """Scales of the fixed prompt, float32 [layers, 2, Hk], by one step over a cache of its own in ``dtype``."""
+    ids = fixed_prompt(config.vocab_size, max_model_len)
+    tokens, blocks = len(ids), -(-len(ids) // _BLOCK)
+    cache = memory.allocate(EngineConfig(model="", block_size=_BLOCK), config, blocks, dtype, ops)
+    cache.memory.zero_()
+    places = list(range(tokens))
+    batch = StepBatch(ids.tolist(), places, places, [0, tokens], [0], [list(range(blocks))], [tokens - 1])
+    with torch.inference_mode():
+        model.run(batch, cache.layers)
+        by_head = cache.memory.view(len(cache.memory), 2, blocks, config.num_kv_heads, -1)
+        return fixed_scales(by_head.abs().amax((2, 4)).float())

@@ -1,0 +1,1 @@
+"""The computation of a step, on the CPU and on a GPU."""

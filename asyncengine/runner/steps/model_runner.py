@@ -1,0 +1,302 @@
+"""A model directory turned into a loaded model, and on the CPU into one forward call per step."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from asyncengine._core import CpuHostRows, CpuLanes, Need, StepBatch
+from asyncengine.api.logprobs import record_words
+from asyncengine.api.model_info import ModelInfo
+from asyncengine.config import EngineConfig
+from asyncengine.errors import ConfigError
+from asyncengine.kernels.cpu.base import HostOps
+from asyncengine.kernels.cpu.ops import CpuOps, native_dtype
+from asyncengine.kernels.float8_cache import with_inverses
+from asyncengine.kernels.ops import LayerCache, Ops
+from asyncengine.machine import total_memory
+from asyncengine.models.config import ModelConfig, RawConfig
+from asyncengine.models.files import read_optional_json
+from asyncengine.models.registry import CausalLM, find_family, settle_head
+from asyncengine.models.weights.checkpoint import Checkpoint, DummyWeights, choose_dtype
+from asyncengine.models.weights.hub import resolve_model
+from asyncengine.runner.loop_config import choose_num_host_blocks, decodes_on_host
+from asyncengine.runner.state import kv_scales
+from asyncengine.runner.state import memory as kv_cache
+from asyncengine.runner.state.fingerprint import program_digest
+from asyncengine.runner.state.memory import KVCache
+from asyncengine.runner.steps.pooling import Means
+
+_SLOT_BYTES = 1024
+"""Kept of a running sequence, apart from what the configuration sizes."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model with its weights on the device of its ops, and what its directory says of it."""
+
+    path: Path
+    architecture: str
+    config: ModelConfig
+    dtype: torch.dtype
+    device: str
+    max_model_len: int
+    model: CausalLM[Any]
+    """for steps in the form of the ops that it was loaded with"""
+    num_parameters: int
+    mapped_bytes: int
+    owned_bytes: int
+    eos_token_ids: tuple[int, ...]
+    kv_scales: Tensor | None = None
+    """float32 [layers, 2, 2, Hk] on the device of its ops, as ``LayerKVCache.scales``: of a KV cache in float8"""
+
+    def info(self, config: EngineConfig, num_blocks: int, num_host_blocks: int = 0) -> ModelInfo:
+        return ModelInfo(
+            name=config.model,
+            path=self.path,
+            architecture=self.architecture,
+            dtype=str(self.dtype).removeprefix("torch."),
+            device=self.device,
+            vocab_size=self.config.vocab_size,
+            max_model_len=self.max_model_len,
+            eos_token_ids=self.eos_token_ids,
+            num_parameters=self.num_parameters,
+            weight_bytes=self.mapped_bytes + self.owned_bytes,
+            num_kv_blocks=num_blocks,
+            num_host_kv_blocks=num_host_blocks,
+            num_kv_layers=kv_cache.kv_layers(self.config)[0],
+            can_decode_on_host=self.can_decode_on_host,
+            fingerprint="" if config.disk_kv_path is None else self._fingerprint(config),
+            block_size=config.block_size,
+            kv_bytes_per_block=self.kv_bytes_per_block(config),
+            vector_size=len(self.config.labels) or self.config.hidden_size,
+            labels=self.config.labels,
+            exclusive_labels=self.config.exclusive_labels,
+            generates=self.config.has_head and not self.config.labels,
+        )
+
+    @property
+    def can_decode_on_host(self) -> bool:
+        """Queries and keys cross in halves of heads; and a classification model makes no tokens."""
+        return self.config.head_dim % 2 == 0 and not self.config.labels
+
+    def _fingerprint(self, config: EngineConfig) -> str:
+        """Of files by size and time: reading weights again would take as long as loading them. Of the program whole:
+        any of its files may decide a bit of keys and values, or where it lies."""
+        files = sorted(path for path in self.path.iterdir() if path.suffix in (".json", ".safetensors"))
+        stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+        settings = (config.load_format, config.seed, config.quantization, config.block_size, config.prefill_attention)
+        scales = () if self.kv_scales is None else self.kv_scales.flatten().tolist()
+        kernels = (self.device, torch.__version__, config.batch_invariant, config.kv_cache_dtype, scales)
+        parts = (str(self.path), self.architecture, str(self.dtype), stats, settings, kernels, program_digest())
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    def kv_bytes_per_block(self, config: EngineConfig) -> int:
+        return kv_cache.block_bytes(self.config, config.block_size, kv_cache.kv_dtype(config, self.dtype))
+
+
+def read_model_config(config: EngineConfig) -> ModelConfig:
+    """What the model's directory says of it, without the weights. Raises ModelError or a subclass."""
+    raw = RawConfig.load(resolve_model(config.model, revision=config.revision, weights=False))
+    return find_family(raw)[1].read_config(raw)
+
+
+def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool = False) -> LoadedModel:
+    """Read, check and build the model; blocks for as long as the weights take.
+
+    Raises ModelError or a subclass if the directory cannot be used, ConfigError if the configuration does not fit the
+    model. ``progress`` shows a bar on a terminal.
+    """
+    dummy = config.load_format == "dummy"
+    path = resolve_model(config.model, revision=config.revision, weights=not dummy)
+    raw = RawConfig.load(path)
+    architecture, family = find_family(raw)
+    model_config = family.read_config(raw)
+    eos_token_ids = read_eos_token_ids(path, raw, model_config.vocab_size)
+    max_model_len = choose_max_model_len(config, model_config)
+    _check_memory_beside_cache(config, model_config, max_model_len)
+    dtype = choose_dtype(config.dtype, raw.dtype, ops.device)
+    if config.quantization != "none":
+        if not family.quantizable:
+            raise ConfigError(f"quantization={config.quantization} is not implemented for {architecture}")
+        if dtype != torch.bfloat16:
+            raise ConfigError(f"quantization={config.quantization} needs dtype=bfloat16, and not {dtype}")
+    weights = (
+        DummyWeights(dtype, model_config.initializer_range, config.seed, device=ops.device)
+        if dummy
+        else Checkpoint(path, dtype, device=ops.device, progress=progress)
+    )
+    with contextlib.closing(weights):
+        model_config = settle_head(model_config, weights)
+        model = family.build(model_config, weights, ops, max_model_len)
+        scales = kv_scales.stored(weights, model_config) if config.kv_cache_dtype == "fp8" else None
+        weights.finish()
+    return LoadedModel(
+        path,
+        architecture,
+        model_config,
+        dtype,
+        torch.cuda.get_device_name(ops.device) if ops.device.type == "cuda" else ops.device.type,
+        max_model_len,
+        model,
+        weights.num_parameters,
+        weights.mapped_bytes,
+        weights.owned_bytes,
+        eos_token_ids,
+        None if scales is None else with_inverses(scales).to(ops.device),
+    )
+
+
+class Answers(NamedTuple):
+    """What a step tells of its samples, float32 and contiguous."""
+
+    logits: Tensor | None
+    """[num_samples, vocab_size], or of a classification model [num_samples, labels]; None without samples"""
+    vectors: Tensor | None = None
+    """[num_samples, H]: the normed hidden states, or the logits; None where no sample needs its vector"""
+
+    def addresses(self) -> tuple[int, int, int]:
+        """Of the logits and the vectors, 0 where there are none, and the vectors' width."""
+        logits = 0 if self.logits is None else self.logits.data_ptr()
+        return (logits, 0, 0) if self.vectors is None else (logits, self.vectors.data_ptr(), self.vectors.shape[1])
+
+
+class CpuModelRunner:
+    """A loaded model with its KV cache. One step at a time, from any one thread."""
+
+    def __init__(self, info: ModelInfo, config: ModelConfig, model: CausalLM[StepBatch], cache: KVCache) -> None:
+        self.info = info
+        self.model_config = config
+        self._model = model
+        self._cache = cache
+        self._answers = Answers(None)
+        self._means = Means()
+        self._interrupted = False
+
+    @classmethod
+    def load(cls, config: EngineConfig, *, progress: bool = False, ops: HostOps[Any] | None = None) -> Self:
+        """``load_model`` with a KV cache in host memory; the same errors, and ConfigError if either does not fit.
+
+        ``ops`` replaces the native kernels, their number of threads and ``prefill_attention``.
+        """
+        if config.quantization != "none":
+            raise ConfigError(f"quantization={config.quantization} needs a GPU, and there is none or device is cpu")
+        ops = ops or CpuOps(config.num_threads, prefill_attention=config.prefill_attention)
+        try:
+            loaded = load_model(config, ops, progress=progress)
+        except RuntimeError as e:
+            if "can't allocate memory" not in str(e):  # torch has an error of its own for GPUs alone
+                raise
+            raise ConfigError(f"the weights do not fit into memory; bfloat16 takes half of float32 ({e})") from e
+        if config.kv_cache_dtype == "fp8" and loaded.kv_scales is None:
+            scales = kv_scales.calibrate_host(loaded.model, loaded.config, loaded.dtype, loaded.max_model_len, ops)
+            loaded = replace(loaded, kv_scales=with_inverses(scales))
+        num_blocks = kv_cache.choose_num_blocks(
+            config,
+            loaded.max_model_len,
+            loaded.kv_bytes_per_block(config),
+            kv_cache.host_budget(loaded.mapped_bytes),
+            total_memory(),
+        )
+        cache = kv_cache.allocate(config, loaded.config, num_blocks, loaded.dtype, ops, loaded.kv_scales)
+        num_host_blocks = choose_num_host_blocks(config, loaded.kv_bytes_per_block(config), num_blocks)
+        return cls(loaded.info(config, num_blocks, num_host_blocks), loaded.config, loaded.model, cache)
+
+    def forward(self, batch: StepBatch) -> Answers:
+        """Run one step. What it returns stays alive until the next call: native code may read it by its address."""
+        model = self._model
+        with torch.inference_mode():
+            residual = model.run(batch, self._layer_caches())
+            logits = model.logits(residual, batch)
+            vectors = self._vectors(residual, logits, batch) if batch.needs & (Need.vector | Need.mean) else None
+            self._answers = Answers(logits, vectors)
+        return self._answers
+
+    def _vectors(self, residual: Any, logits: Tensor | None, batch: StepBatch) -> Tensor | None:
+        """A classification model's vectors are its logits."""
+        if self.info.labels:
+            return logits
+        states = self._model.hidden(residual, batch).float()
+        return self._means.pool(states, batch) if batch.needs & Need.mean else states
+
+    def interrupt(self) -> None:
+        """From any thread: the step under way fails at its next layer, and so does every later one."""
+        self._interrupted = True
+
+    def _layer_caches(self) -> Iterator[LayerCache]:
+        for cache in self._cache.layers:
+            if self._interrupted:
+                raise RuntimeError("the engine was closed during the step")
+            yield cache
+
+    def host_rows(self, config: EngineConfig, ops: CpuOps) -> CpuHostRows | None:
+        """What sequences that decode on the host need, where the configuration allows that: ``ops`` get the lanes."""
+        if not decodes_on_host(config, self.info):
+            return None
+        model = self.model_config
+        ops.lanes = CpuLanes(
+            dtype=native_dtype(getattr(torch, self.info.dtype)),
+            num_slots=config.max_num_seqs,
+            num_q_heads=model.num_heads,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            hidden_size=model.hidden_size,
+        )
+        layers = kv_cache.attention_layers(model, (cache.scales for cache in self._cache.layers))
+        return CpuHostRows(lanes=ops.lanes, layers=layers, num_workers=config.num_hybrid_workers, isa=ops.isa)
+
+    def kv_block_regions(self) -> list[tuple[int, int]]:
+        """(address of block 0, bytes per block) of every layer's keys and values."""
+        return self._cache.block_regions()
+
+
+def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    """The configured context, or the model's own; ConfigError if the former exceeds the latter."""
+    if config.max_model_len is None:
+        return model.max_positions
+    if config.max_model_len > model.max_positions:
+        raise ConfigError(
+            f"max_model_len ({config.max_model_len}) exceeds the model's context of {model.max_positions} tokens"
+        )
+    return config.max_model_len
+
+
+def _check_memory_beside_cache(config: EngineConfig, model: ModelConfig, max_model_len: int) -> None:
+    """Raises ConfigError if the sizes of steps take more than half the memory beside the KV cache.
+
+    For a sequence that is its block table, what is kept of it while it runs, its mask, and in each step in flight its
+    input and its records; for a token its id in each step's input. For rotary positions it is a table of cosines and
+    sines, joined from its halves, which are computed from the angles. Without this check the system may end the
+    process.
+    """
+    steps = config.steps_in_flight
+    of_sequence = 4 * -(-max_model_len // config.block_size) + _SLOT_BYTES + model.vocab_size // 8
+    of_sequence += 4 * steps * record_words(config.max_logprobs)
+    needed = config.max_num_seqs * of_sequence + config.max_num_batched_tokens * steps * 8
+    if model.rope is not None:
+        needed += max_model_len * model.head_dim * (2 * 4 + 2)
+    total = total_memory()
+    if needed > total // 2:
+        raise ConfigError(
+            f"max_num_seqs ({config.max_num_seqs:,}), max_num_batched_tokens ({config.max_num_batched_tokens:,}) and a "
+            f"context of {max_model_len:,} tokens take {needed:,} bytes beside the KV cache, more than half of this "
+            f"machine's {total:,}: lower max_num_seqs, max_num_batched_tokens or max_model_len"
+        )
+
+
+def read_eos_token_ids(directory: Path, raw: RawConfig, vocab_size: int) -> tuple[int, ...]:
+    """End-of-sequence tokens of config.json and generation_config.json together, in that order.
+
+    Ids outside the vocabulary are left out. Raises ModelError for a value that is no id.
+    """
+    ids = raw.token_ids("eos_token_id", vocab_size)
+    path = directory / "generation_config.json"
+    ids += RawConfig(read_optional_json(path), str(path)).token_ids("eos_token_id", vocab_size)
+    return tuple(dict.fromkeys(ids))

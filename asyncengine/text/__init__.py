@@ -1,0 +1,1 @@
+"""Text to token ids and back: prompts, tokenizer, chat templates, and the process that runs what strangers wrote."""
