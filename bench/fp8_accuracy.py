@@ -32,7 +32,7 @@ from asyncengine.bundled.grammar import generate
 from asyncengine.cli.benchmarks import report
 from asyncengine.cli.benchmarks.report import Figure
 from asyncengine.config import EngineConfig
-from asyncengine.kernels.cpu.base import HostOps
+from asyncengine.kernels.cpu.base import BaseOps
 from asyncengine.kernels.cuda.trials import examine
 from asyncengine.kernels.float8 import Quantization
 from asyncengine.kernels.float8_cache import with_inverses
@@ -68,7 +68,7 @@ class Sequences:
         rows, count = ids.shape
         positions = torch.arange(context, context + count).repeat(rows, 1)
         slots = torch.arange(rows)[:, None] * (self._blocks * _BLOCK) + positions
-        make = self._host_batch if isinstance(self._ops, HostOps) else self._device_batch
+        make = self._host_batch if isinstance(self._ops, BaseOps) else self._device_batch
         with torch.inference_mode():
             batch = make(ids.flatten(), positions.flatten(), slots.flatten(), rows, context)
             logits = self._loaded.model.forward(batch, self._cache.layers)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 @dataclass(slots=True)
 class _Tenant:
     sequences: int = 0
-    lanes: dict[int, dict[int, int]] = field(default_factory=dict)
+    queues: dict[int, dict[int, int]] = field(default_factory=dict)
     """By priority: when its live requests count as arrived, by key, in ns of time.monotonic_ns(), ascending."""
 
 
@@ -56,9 +56,9 @@ class FairShare:
             return Place(reserved=True, tenant=number)
         now = time.monotonic_ns()
         arrives = now + record.sequences * self._share_ns
-        lane = record.lanes.get(priority)
-        if lane:
-            arrives = max(arrives, lane[next(reversed(lane))])
+        queue = record.queues.get(priority)
+        if queue:
+            arrives = max(arrives, queue[next(reversed(queue))])
         return Place(delay_ns=arrives - now, tenant=number)
 
     def enter(self, key: int, tenant: str | None, priority: int, sequences: int, place: Place) -> None:
@@ -68,7 +68,7 @@ class FairShare:
         record = self._tenants.setdefault(tenant, _Tenant())
         record.sequences += sequences
         # The core's clock was read before this one, so the next request cannot come to stand before this one.
-        record.lanes.setdefault(priority, {})[key] = time.monotonic_ns() + place.delay_ns
+        record.queues.setdefault(priority, {})[key] = time.monotonic_ns() + place.delay_ns
         self._requests[key] = tenant, priority, sequences
 
     def leave(self, key: int) -> None:
@@ -78,8 +78,8 @@ class FairShare:
         tenant, priority, sequences = request
         record = self._tenants[tenant]
         record.sequences -= sequences
-        del record.lanes[priority][key]
-        if not record.lanes[priority]:
-            del record.lanes[priority]
-        if not record.lanes:
+        del record.queues[priority][key]
+        if not record.queues[priority]:
+            del record.queues[priority]
+        if not record.queues:
             del self._tenants[tenant]

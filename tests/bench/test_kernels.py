@@ -128,7 +128,7 @@ def test_targets_are_measured_whatever_the_contexts() -> None:
 
 @pytest.mark.parametrize("shape", ["gpt2", "qwen3-0.6b"])
 def test_work_lists_are_the_engine_s(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured by itself is what runs in a step, for a row, a few, many, and many with late lanes."""
+    """What is measured by itself is what runs in a step, for a row, a few, many, and many with late teams."""
     monkeypatch.setattr(kernel_attention, "examine", lambda device: H200)
     device, args = torch.device("cpu"), kernels.parse(["attention"])
     ops = CudaOps(device, CudaOptions(gpu=H200))
@@ -147,8 +147,8 @@ def test_work_lists_are_the_engine_s(shape: str, monkeypatch: pytest.MonkeyPatch
                 continue
             assert listed.launches == planned.plan.launches
             [section], [ours] = planned.work.sections, listed.work.sections
-            names = ("tile", "lanes", "late_lanes", "whole_tiles", "min_split_tiles", "split_tiles", "item_step")
+            names = ("tile", "teams", "late_teams", "whole_tiles", "min_split_tiles", "split_tiles", "item_step")
             assert [getattr(ours, name) for name in names] == [getattr(section, name) for name in names]
-            late.append(ours.late_lanes > 0)
+            late.append(ours.late_teams > 0)
     assert True in late
     assert False in late

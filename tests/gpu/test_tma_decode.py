@@ -96,7 +96,7 @@ def test_rows_in_pieces(model: str, contexts: tuple[int, ...], case: dict[str, A
 
 
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
-@pytest.mark.parametrize("programs", [1, 24, None], ids=["one lane", "few programs", "all"])
+@pytest.mark.parametrize("programs", [1, 24, None], ids=["one team", "few programs", "all"])
 def test_many_rows(model: str, programs: int | None) -> None:
     """Programs take several items, whose tiles they ask for without a pause."""
     random = torch.Generator().manual_seed(1)
@@ -114,19 +114,19 @@ def test_a_full_batch(model: str) -> None:
 @pytest.mark.parametrize("model", ["gpt2", "qwen3"])
 @pytest.mark.parametrize("contexts", [(287,) * 48, (900, *EDGES, None, *EDGES, 640)], ids=["alike", "ragged"])
 @pytest.mark.parametrize("programs", [12, 24])
-def test_late_lanes(model: str, contexts: tuple[int | None, ...], programs: int) -> None:
+def test_late_teams(model: str, contexts: tuple[int | None, ...], programs: int) -> None:
     """They follow the others on the line, and what the line cuts between both is put together."""
     decode = make(model, contexts, programs=programs, late=True)
     work = decode.world.work()
     decode.check(work, pdl=True)
-    items = work.decode.lane_items[-work.decode.late_lanes :]
+    items = work.decode.team_items[-work.decode.late_teams :]
     assert (items[:, FIRST.value] < items[:, LAST.value]).any()
 
 
-def test_late_lanes_find_room_when_others_end() -> None:
+def test_late_teams_find_room_when_others_end() -> None:
     decode = make("qwen3", (288,) * 800, late=True)
     work = decode.world.work()
-    assert work.decode.lanes == 2 * work.decode.late_lanes
+    assert work.decode.teams == 2 * work.decode.late_teams
     decode.check(work, pdl=True)
 
 
@@ -137,7 +137,7 @@ def test_late_lanes_find_room_when_others_end() -> None:
 @pytest.mark.parametrize("grid", [{"programs_per_sm": 1}, {}, {"stages": 1}], ids=str)
 @pytest.mark.parametrize("model", MODELS)
 def test_edges_apart(model: str, grid: dict[str, int], pdl: bool) -> None:
-    """Idle lanes too, where rows are not to be cut."""
+    """Idle teams too, where rows are not to be cut."""
     decode = make(model, (None, *EDGES, None), whole_tokens=128, **grid)
     decode.check(decode.world.work(), pdl)
 
@@ -163,7 +163,7 @@ def test_windows_apart(window: int, whole_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("programs", [36, 40, 264])
-def test_lanes_apart(programs: int) -> None:
+def test_teams_apart(programs: int) -> None:
     """As many as rows, a few more, many that stay idle."""
     random = torch.Generator().manual_seed(1)
     contexts = tuple(torch.randint(0, 500, (18,), generator=random).tolist())

@@ -161,7 +161,7 @@ def test_kernels_beside_one_another(model: str, rows: tuple[tuple[int, int], ...
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("programs", [1, 6, 24])
 def test_programs_of_many_items(model: str, programs: int) -> None:
-    """Copies go on across items, and lanes are cut within units."""
+    """Copies go on across items, and teams are cut within units."""
     world, work = make(model, ((300, 77), (128, 128), (0, 0), (37, 500), (256, 0)), programs=programs)
     check(world, attend(world, work))
 

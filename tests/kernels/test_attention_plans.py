@@ -108,7 +108,7 @@ def test_tiles_of_wide_heads_shrink_where_shared_memory_is_small(card: Gpu) -> N
 def test_a_plan_in_words() -> None:
     layer = LayerKind(LLAMA)
     tile = "[16 x 64, 4 warps, 3 stages]"
-    words = f"tma_decode {tile} for rows of one token; cut along the line, late lanes (formula)"
+    words = f"tma_decode {tile} for rows of one token; cut along the line, late teams (formula)"
     assert str(decode(256, layer)) == words
     mixed = str(plan_for(Bucket(64, 512, False), layer))
     assert mixed.startswith("rotary and store; tma_decode [")
@@ -164,8 +164,8 @@ def test_rows_of_one_token_share_their_list_with_mixed_steps() -> None:
 
 
 @pytest.mark.parametrize(("heads", "dim", "fewest", "tokens"), [(8, 128, 198, 192), (12, 64, 132, 128)])
-def test_which_steps_have_late_lanes(heads: int, dim: int, fewest: int, tokens: int) -> None:
-    """Of many rows a lane, and of so many tokens that lanes are long."""
+def test_which_steps_have_late_teams(heads: int, dim: int, fewest: int, tokens: int) -> None:
+    """Of many rows a team, and of so many tokens that teams are long."""
     layer = LayerKind(AttentionShape(2 * heads, heads, dim, BF16))
     assert late_context(fewest - 1, layer, H200, 16) is None
     assert late_context(fewest, layer, H200, 16) == 320
@@ -179,14 +179,14 @@ def test_which_steps_have_late_lanes(heads: int, dim: int, fewest: int, tokens: 
 
 @pytest.mark.parametrize(("shape", "one", "two"), [("qwen3-0.6b", 16, 33), ("llama-3.1-8b", 16, 33), ("gpt2", 11, 22)])
 def test_whose_rows_are_cut_apart(shape: str, one: int, two: int) -> None:
-    """Those that have a lane each, with as few programs as do; a lone one by small programs."""
+    """Those that have a team each, with as few programs as do; a lone one by small programs."""
     layer = LayerKind(SHAPES[shape])
     lone, *plans = (decode(rows, layer) for rows in range(1, 64))
     assert (lone.tile("one"), lone.cut) == (Tile(16, 64, 4, 1, 2), Cut("apart", 64))
     assert [plan.cut for plan in plans] == [Cut("apart", 512)] * (two - 1) + [Cut("line")] * (63 - two)
     tiles = [plan.tile("one") for plan in plans]
-    lanes = [tile.count_lanes(layer.shape, H200.multiprocessors) for tile in tiles if tile]
-    assert lanes == [one] * (one - 1) + [two] * (63 - one)
+    teams = [tile.count_teams(layer.shape, H200.multiprocessors) for tile in tiles if tile]
+    assert teams == [one] * (one - 1) + [two] * (63 - one)
 
 
 def test_a_lone_row_takes_few_keys_where_heads_share_none() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from asyncengine import _core, bundled_model
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError, MissingWeightError, WeightMismatchError
-from asyncengine.kernels.cpu.base import HostOps
+from asyncengine.kernels.cpu.base import BaseOps
 from asyncengine.kernels.cpu.ops import CpuOps
 from asyncengine.kernels.cpu.reference import ReferenceOps
 from asyncengine.kernels.float8 import FLOAT8, FLOAT8_MAX
@@ -133,7 +133,7 @@ def test_a_nan_in_sight_is_not_hidden(ops: CpuOps) -> None:
 
 
 @pytest.mark.parametrize("twin", [ReferenceOps(), CpuOps(2, prefill_attention="sdpa")], ids=["reference", "sdpa"])
-def test_twins_read_the_same_cache(twin: HostOps) -> None:
+def test_twins_read_the_same_cache(twin: BaseOps) -> None:
     """The reference, and torch's attention of prompts, over what they stored themselves."""
     paged = Float8Paged([40], (4, 2), 16, torch.float32)
     heads = torch.cat((paged.q[0], paged.k[0], paged.v[0]), 1).flatten(1)
@@ -174,7 +174,7 @@ def test_a_start_makes_the_same_scales_as_the_one_before(chosen: str) -> None:
     """They suit what the model computes: no key or value of the prompt saturates, and none is small."""
     made = []
     config = EngineConfig(model=str(bundled_model()), device="cpu", dtype=chosen)
-    twins: list[HostOps] = [make_ops("auto", 2), make_ops("portable", 1), ReferenceOps()]
+    twins: list[BaseOps] = [make_ops("auto", 2), make_ops("portable", 1), ReferenceOps()]
     for twin in twins:
         loaded = load_model(config, twin)
         made.append(kv_scales.calibrate_host(loaded.model, loaded.config, loaded.dtype, loaded.max_model_len, twin))

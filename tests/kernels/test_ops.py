@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from asyncengine import _core
-from asyncengine.kernels.cpu.base import HostOps, Residual
+from asyncengine.kernels.cpu.base import BaseOps, Residual
 from asyncengine.kernels.cpu.ops import CpuOps
 from asyncengine.kernels.cpu.reference import ReferenceOps
 from asyncengine.kernels.ops import AttentionLayer, LayerKVCache, Norm
@@ -20,7 +20,7 @@ HIDDEN, HEADS, DIM, INNER, VOCAB, BLOCK = 32, 4, 8, 40, 57, 16
 
 
 @pytest.fixture(params=["native", "native-sdpa", "reference"])
-def ops(request: pytest.FixtureRequest) -> HostOps:
+def ops(request: pytest.FixtureRequest) -> BaseOps:
     kernels, _, by = request.param.partition("-")
     return CpuOps(2, prefill_attention=by or "native") if kernels == "native" else ReferenceOps()
 
@@ -76,7 +76,7 @@ def rms(x: Tensor, norm: Norm) -> Tensor:
 
 
 @pytest.mark.parametrize("window", [0, 6])
-def test_scores_are_capped(ops: HostOps, dtype: torch.dtype, window: int) -> None:
+def test_scores_are_capped(ops: BaseOps, dtype: torch.dtype, window: int) -> None:
     heads = random(37, (HEADS + 4) * DIM, dtype=dtype, seed=1, std=2.0)
     layer = AttentionLayer(HEADS, None, None, DIM**-0.5, window, 3.0)
     out = ops.attention(heads.clone(), layer, empty_cache(37, dtype), prompt([0] * 37))
@@ -87,7 +87,7 @@ def test_scores_are_capped(ops: HostOps, dtype: torch.dtype, window: int) -> Non
     assert_near(out, attend(heads, plain), dtype)
 
 
-def test_logits_are_capped(ops: HostOps, dtype: torch.dtype) -> None:
+def test_logits_are_capped(ops: BaseOps, dtype: torch.dtype) -> None:
     x, weight = random(5, HIDDEN, dtype=dtype, seed=1), random(VOCAB, HIDDEN, dtype=dtype, seed=2)
     norm, head = Norm(random(HIDDEN, dtype=dtype, seed=3), None, 1e-6), ops.make_head(weight)
     exact = rms(x, norm).to(dtype).double() @ weight.double().T
@@ -98,7 +98,7 @@ def test_logits_are_capped(ops: HostOps, dtype: torch.dtype) -> None:
     assert_near(ops.logits(Residual(x.clone()), norm, head, prompt([0] * 5)), exact, dtype)
 
 
-def test_a_product_is_normed_before_it_is_added(ops: HostOps, dtype: torch.dtype) -> None:
+def test_a_product_is_normed_before_it_is_added(ops: BaseOps, dtype: torch.dtype) -> None:
     inner = random(6, INNER, dtype=dtype, seed=1)
     x, weight = random(6, HIDDEN, dtype=dtype, seed=2), random(HIDDEN, INNER, dtype=dtype, seed=3)
     after, norm = (Norm(random(HIDDEN, dtype=dtype, seed=s), None, 1e-6) for s in (4, 5))
@@ -110,7 +110,7 @@ def test_a_product_is_normed_before_it_is_added(ops: HostOps, dtype: torch.dtype
     assert_near(residual.x, total, dtype)
 
 
-def test_embedded_rows_are_scaled_and_positions_are_not(ops: HostOps, dtype: torch.dtype) -> None:
+def test_embedded_rows_are_scaled_and_positions_are_not(ops: BaseOps, dtype: torch.dtype) -> None:
     table, places = random(VOCAB, HIDDEN, dtype=dtype, seed=1), random(9, HIDDEN, dtype=dtype, seed=2)
     ids = [3, 56, 0, 3, 17]
     scale = float(torch.tensor(HIDDEN**0.5, dtype=dtype))
@@ -122,7 +122,7 @@ def test_embedded_rows_are_scaled_and_positions_are_not(ops: HostOps, dtype: tor
         assert torch.equal(ops.embed(prompt(ids), embedding, places).x, table[ids] + places[:5])
 
 
-def test_hidden_is_what_logits_multiplies(ops: HostOps, dtype: torch.dtype) -> None:
+def test_hidden_is_what_logits_multiplies(ops: BaseOps, dtype: torch.dtype) -> None:
     """Of the tokens that are sampled from, whether or not others are still in the residual."""
     x, pending = random(7, HIDDEN, dtype=dtype, seed=1), random(7, HIDDEN, dtype=dtype, seed=2)
     norm = Norm(random(HIDDEN, dtype=dtype, seed=3), None, 1e-6)
@@ -133,7 +133,7 @@ def test_hidden_is_what_logits_multiplies(ops: HostOps, dtype: torch.dtype) -> N
     assert torch.equal(ops.logits(Residual(x.clone(), pending.clone()), norm, head, batch), got.float())
 
 
-def test_a_decoder_of_sandwich_norms(ops: HostOps, dtype: torch.dtype) -> None:
+def test_a_decoder_of_sandwich_norms(ops: BaseOps, dtype: torch.dtype) -> None:
     """Two layers as Gemma 2 has them, one with a window: caps, scales and norms on both sides of every block."""
 
     def weight(*shape: int, seed: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""How the work of a step's attention is cut into items and lanes."""
+"""How the work of a step's attention is cut into items and teams."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ from tests.kernels.test_paged_attention import SMALL, Case, World, cases, check,
 
 
 def items_of(section: Section) -> Iterator[tuple[int, Tensor]]:
-    """(lane, item) as the attention kernel walks them."""
+    """(team, item) as the attention kernel walks them."""
     items = section.items.cpu()
-    for lane, of_lane in enumerate(section.lane_items.tolist()):
-        indices = range(of_lane[FIRST], of_lane[LAST], section.item_step)
+    for team, of_team in enumerate(section.team_items.tolist()):
+        indices = range(of_team[FIRST], of_team[LAST], section.item_step)
         if indices:
-            assert of_lane[:FIRST] == items[indices[0], :FIRST].tolist()
+            assert of_team[:FIRST] == items[indices[0], :FIRST].tolist()
         for index in indices:
             assert index < len(items)
-            yield lane, items[index]
+            yield team, items[index]
 
 
 def built_over_another(world: World) -> WorkList:
     """The list of its step, where one of an earlier step was, with every pair in it."""
     work = world.work()
     for section in work.sections:
-        for ints in (section.items, section.lane_items, section.units):
+        for ints in (section.items, section.team_items, section.units):
             ints.fill_(77)
     work.build(world.step)
     check_every_pair(world, work)
@@ -59,7 +59,7 @@ def built_over_another(world: World) -> WorkList:
 
 @st.composite
 def apart_cases(draw: st.DrawFn) -> Case:
-    """Rows of one token or none, lanes enough for them."""
+    """Rows of one token or none, teams enough for them."""
     context = st.one_of(st.integers(0, 80), st.integers(0, 1200))
     rows = draw(st.lists(st.tuples(st.sampled_from([1, 1, 1, 0]), context), min_size=1, max_size=9))
     return apart_case(
@@ -76,13 +76,13 @@ def apart_case(*rows: tuple[int, int], programs: int, **fields: int) -> Case:
     return Case(rows, num_kv_heads=1, head_dim=16, programs=programs, tiles=(SMALL[0], None), **fields)
 
 
-def even_pieces(tiles: list[int], whole: int, lanes: int) -> list[int]:
-    """Pieces of units with so many tiles, the longest that may be cut as short as lanes allow."""
+def even_pieces(tiles: list[int], whole: int, teams: int) -> list[int]:
+    """Pieces of units with so many tiles, the longest that may be cut as short as teams allow."""
     for longest in range(1, max(tiles) + 1):
         pieces = [-(-n // longest) if n > whole else 1 for n in tiles]
-        if sum(pieces) <= lanes:
+        if sum(pieces) <= teams:
             return pieces
-    raise AssertionError("more units than lanes")
+    raise AssertionError("more units than teams")
 
 
 @settings(max_examples=40)
@@ -92,7 +92,7 @@ def even_pieces(tiles: list[int], whole: int, lanes: int) -> list[int]:
 @example(apart_case((0, 0), (0, 0), programs=5))
 @example(apart_case(*[(1, 20)] * 6, (1, 700), programs=8))
 def test_units_cut_apart(device: torch.device, case: Case) -> None:
-    """Evenly, each piece on a lane; along the line if one would be much longer than the lanes' shares of it."""
+    """Evenly, each piece on a team; along the line if one would be much longer than the teams' shares of it."""
     world = make_world(case, device)
     section = built_over_another(world).decode
     keys, expected, line, tiles = section.tile.keys, [], 0, []
@@ -101,8 +101,8 @@ def test_units_cut_apart(device: torch.device, case: Case) -> None:
             first, last = world.visible(row)
             tiles.append(-(-last // keys) - first // keys)
             line += tiles[-1] + ITEM_COST
-    pieces = even_pieces(tiles, section.whole_tiles, section.lanes) if tiles else []
-    share = max(-(-line // section.lanes), section.min_split_tiles + ITEM_COST)
+    pieces = even_pieces(tiles, section.whole_tiles, section.teams) if tiles else []
+    share = max(-(-line // section.teams), section.min_split_tiles + ITEM_COST)
     apart = all(-(-n // p) <= share + LINE_COST for n, p in zip(tiles, pieces, strict=True))
     event("apart" if apart else "along the line")
     if not apart:
@@ -111,34 +111,34 @@ def test_units_cut_apart(device: torch.device, case: Case) -> None:
         expected += [(piece, p, (piece + 1) * n // p - piece * n // p) for piece in range(p)]
     items = [item.tolist() for _, item in items_of(section)]
     assert [(item[PIECE], item[PIECES], item[END] - item[BEGIN]) for item in items] == expected
-    assert [lane for lane, _ in items_of(section)] == list(range(len(expected))), "in the order of rows, then idle ones"
+    assert [team for team, _ in items_of(section)] == list(range(len(expected))), "in the order of rows, then idle ones"
 
 
-def decode_section(device: torch.device, *contexts: int | None, lanes: int) -> Section:
+def decode_section(device: torch.device, *contexts: int | None, teams: int) -> Section:
     """The list of rows of one token after so many, None for rows of none."""
     rows = tuple((0, 0) if context is None else (1, context) for context in contexts)
-    case = Case(rows, num_kv_heads=1, head_dim=16, programs=lanes, tiles=(SMALL[0], None), min_split_tokens=16)
+    case = Case(rows, num_kv_heads=1, head_dim=16, programs=teams, tiles=(SMALL[0], None), min_split_tokens=16)
     return built_over_another(make_world(case, device)).decode
 
 
 @pytest.mark.parametrize("count", [3, 8, 15, 16, 31, 40])
 def test_rows_alike_are_not_cut(device: torch.device, count: int) -> None:
-    """And no lane takes more of them than it must."""
-    lanes, keys = 8, SMALL[0].keys
+    """And no team takes more of them than it must."""
+    teams, keys = 8, SMALL[0].keys
     contexts: list[int | None] = [5 * keys - 1] * count
     contexts[1:1] = [None]
-    section = decode_section(device, *contexts, lanes=lanes)
-    taken = [0] * lanes
-    for lane, item in items_of(section):
+    section = decode_section(device, *contexts, teams=teams)
+    taken = [0] * teams
+    for team, item in items_of(section):
         assert item.tolist()[PIECES] == 1
-        taken[lane] += 1
+        taken[team] += 1
     assert sum(taken) == count
-    assert max(taken) == -(-count // lanes)
+    assert max(taken) == -(-count // teams)
 
 
-def test_rows_are_cut_where_a_lane_would_be_much_longer(device: torch.device) -> None:
+def test_rows_are_cut_where_a_team_would_be_much_longer(device: torch.device) -> None:
     keys = SMALL[0].keys
-    section = decode_section(device, 40 * keys, *[5 * keys] * 4, lanes=4)
+    section = decode_section(device, 40 * keys, *[5 * keys] * 4, teams=4)
     assert max(item.tolist()[PIECES] for _, item in items_of(section)) > 1
 
 
@@ -155,14 +155,14 @@ def prompt_case(*rows: tuple[int, int], programs: int) -> Case:
     return Case(rows, num_kv_heads=1, group=1, head_dim=16, programs=programs)
 
 
-def in_turn(tiles: list[int], lanes: int) -> list[list[int]]:
-    """Which units each lane takes: in each turn the longest ones left, the first of them whoever has least."""
+def in_turn(tiles: list[int], teams: int) -> list[list[int]]:
+    """Which units each team takes: in each turn the longest ones left, the first of them whoever has least."""
     order = sorted(range(len(tiles)), key=lambda unit: -tiles[unit])
-    taken: list[list[int]] = [[] for _ in range(lanes)]
-    for first in range(0, len(order), lanes):
+    taken: list[list[int]] = [[] for _ in range(teams)]
+    for first in range(0, len(order), teams):
         by_load = sorted(taken, key=lambda units: sum(tiles[unit] + ITEM_COST for unit in units))
-        for lane, unit in zip(by_load, order[first : first + lanes], strict=False):
-            lane.append(unit)
+        for team, unit in zip(by_load, order[first : first + teams], strict=False):
+            team.append(unit)
     return taken
 
 
@@ -173,7 +173,7 @@ def in_turn(tiles: list[int], lanes: int) -> list[list[int]]:
 @example(prompt_case((80, 1200), (16, 0), programs=4))
 @example(prompt_case(*[(64, 1500)] * 7, (48, 1500), programs=4))  # more than 6 tiles too many, but less than a tenth
 def test_units_of_prompts_are_taken_in_turn(device: torch.device, case: Case) -> None:
-    """Whole, the longest first; they are cut along the line if a lane would be much longer than its share of it."""
+    """Whole, the longest first; they are cut along the line if a team would be much longer than its share of it."""
     world = make_world(case, device)
     section = built_over_another(world).prefill
     assert section is not None
@@ -184,28 +184,28 @@ def test_units_of_prompts_are_taken_in_turn(device: torch.device, case: Case) ->
         for first in range(0, length, section.queries)
     ]
     tiles = [tiles for *_, tiles in units]
-    turns = in_turn(tiles, section.lanes)
-    share = max(-(-sum(n + ITEM_COST for n in tiles) // section.lanes), section.min_split_tiles + ITEM_COST)
+    turns = in_turn(tiles, section.teams)
+    share = max(-(-sum(n + ITEM_COST for n in tiles) // section.teams), section.min_split_tiles + ITEM_COST)
     most = max(sum(tiles[unit] + ITEM_COST for unit in taken) for taken in turns)
     whole = most <= share + max(WHOLE_GAIN.value, share // WHOLE_SHARE.value)
-    items = [(lane, item.tolist()) for lane, item in items_of(section)]
+    items = [(team, item.tolist()) for team, item in items_of(section)]
     event("whole" if whole else "along the line")
     if not whole:
-        assert [lane for lane, _ in items] == sorted(lane for lane, _ in items)
+        assert [team for team, _ in items] == sorted(team for team, _ in items)
         assert [item[QUERY] for _, item in items] == sorted(item[QUERY] for _, item in items)
         return
     expected = []
-    for lane, taken in enumerate(turns):
+    for team, taken in enumerate(turns):
         for unit in taken:
             row, first, end = units[unit]
             query = int(world.step.row_query_start[row]) + first
-            expected.append((lane, (query, 0, end, 1)))
-    assert [(lane, (item[QUERY], item[BEGIN], item[END], item[PIECES])) for lane, item in items] == expected
+            expected.append((team, (query, 0, end, 1)))
+    assert [(team, (item[QUERY], item[BEGIN], item[END], item[PIECES])) for team, item in items] == expected
 
 
 @st.composite
 def many_cases(draw: st.DrawFn) -> Case:
-    """Many rows of one token a lane, some of none; alike or not."""
+    """Many rows of one token a team, some of none; alike or not."""
     context = draw(st.sampled_from([st.integers(0, 300), st.integers(60, 80), st.just(79)]))
     rows = draw(st.lists(st.tuples(st.sampled_from([1, 1, 1, 0]), context), min_size=1, max_size=40))
     window, late = draw(st.sampled_from([0, 0, 100])), draw(st.booleans())
@@ -224,22 +224,22 @@ def grains(case: Case, section: Section, context: int) -> int:
 
 
 def may_stay_whole(section: Section, taken: list[int], units: int) -> bool:
-    """Whether no lane takes much more than its share, in 16 tokens."""
-    early, per_tile = section.lanes - section.late_lanes, section.tile.keys // 16
-    usual = sum(taken) // max(1, units) if section.late_lanes else 0
+    """Whether no team takes much more than its share, in 16 tokens."""
+    early, per_tile = section.teams - section.late_teams, section.tile.keys // 16
+    usual = sum(taken) // max(1, units) if section.late_teams else 0
     share = max(-(-sum(taken[:early]) // early), (section.min_split_tiles + ITEM_COST) * per_tile)
     return max(taken[:early]) <= share + LINE_COST * per_tile + usual and max(taken[early:], default=0) <= 2 * usual
 
 
-def deal(costs: dict[int, int], lanes: int, late: int) -> list[list[int]]:
-    """Which rows each lane takes, and the late ones behind them: the longest of 256 first, then the next 256."""
+def deal(costs: dict[int, int], teams: int, late: int) -> list[list[int]]:
+    """Which rows each team takes, and the late ones behind them: the longest of 256 first, then the next 256."""
     order = sorted(costs, key=lambda row: (row // 256, -costs[row], row))
-    early = len(order) - max(0, min(late, len(order) - lanes))
-    dealt: list[list[int]] = [[] for _ in range(lanes)]
-    for first in range(0, early, lanes):
-        to = dealt if first // lanes % 2 == 0 else dealt[::-1]
-        for lane, row in zip(to, order[first : min(first + lanes, early)], strict=False):
-            lane.insert(0, row)
+    early = len(order) - max(0, min(late, len(order) - teams))
+    dealt: list[list[int]] = [[] for _ in range(teams)]
+    for first in range(0, early, teams):
+        to = dealt if first // teams % 2 == 0 else dealt[::-1]
+        for team, row in zip(to, order[first : min(first + teams, early)], strict=False):
+            team.insert(0, row)
     return dealt + [[row] for row in order[early:]]
 
 
@@ -252,26 +252,26 @@ def deal(costs: dict[int, int], lanes: int, late: int) -> list[list[int]]:
 @example(many_case(*[(1, n % 37) for n in range(300)], programs=3))
 @example(many_case(*[(1, n % 37) for n in range(270)], (0, 0), *[(1, 200)] * 4, programs=3))
 def test_rows_of_one_token_are_dealt(device: torch.device, case: Case) -> None:
-    """Whole, of unlike ones a longer and a shorter; along the line if a lane would be much longer than its share."""
+    """Whole, of unlike ones a longer and a shorter; along the line if a team would be much longer than its share."""
     world = make_world(case, device)
     section = (work := built_over_another(world)).decode
     check(world, world.attend(work))
     costs = {row: grains(case, section, context) for row, (length, context) in enumerate(case.rows) if length}
-    early = section.lanes - section.late_lanes
-    dealt = deal(costs, early, section.late_lanes)
+    early = section.teams - section.late_teams
+    dealt = deal(costs, early, section.late_teams)
     taken = [sum(costs[row] for row in rows) for rows in dealt]
     whole = may_stay_whole(section, taken, len(costs))
     if set(case.rows) == {(1, 79)} and len(case.rows) >= LATE_ROWS * early:
         assert whole
-    late = "late lanes" if any(taken[early:]) else "no late lanes"
+    late = "late teams" if any(taken[early:]) else "no late teams"
     event(f"whole, {late}" if whole else f"along the line, {late}")
-    items = [(lane, item.tolist()) for lane, item in items_of(section)]
+    items = [(team, item.tolist()) for team, item in items_of(section)]
     if not whole:
-        assert [lane for lane, _ in items] == sorted(lane for lane, _ in items)
+        assert [team for team, _ in items] == sorted(team for team, _ in items)
         assert [item[QUERY] for _, item in items] == sorted(item[QUERY] for _, item in items)
         return
-    expected = [(lane, (int(world.step.row_query_start[row]), 1)) for lane, rows in enumerate(dealt) for row in rows]
-    assert [(lane, (item[QUERY], item[PIECES])) for lane, item in items] == expected
+    expected = [(team, (int(world.step.row_query_start[row]), 1)) for team, rows in enumerate(dealt) for row in rows]
+    assert [(team, (item[QUERY], item[PIECES])) for team, item in items] == expected
 
 
 @settings(max_examples=25)
@@ -291,19 +291,19 @@ def check_every_pair(world: World, work: WorkList) -> None:
     seen = torch.zeros(case.num_tokens, case.max_context + 64, dtype=torch.int32)
     slots = {}
     for section in work.sections:
-        lane_costs, lane_grains = [0] * section.lanes, [0] * section.lanes
+        team_costs, team_grains = [0] * section.teams, [0] * section.teams
         partials: list[int] = []
         units: dict[int, list[list[int]]] = {}
         keys = section.tile.keys
-        for lane, item in items_of(section):
+        for team, item in items_of(section):
             values = item.tolist()
             assert values[BEGIN] < values[END]
             query, count = values[QUERY], values[COUNT]
             assert 1 <= count <= section.queries
             seen[query : query + count, values[BEGIN] * keys : values[END] * keys] += 1
             slots |= {query + t: (values[SLOT], values[POSITION] + t) for t in range(count)}
-            lane_costs[lane] += values[END] - values[BEGIN] + ITEM_COST
-            lane_grains[lane] += grains(case, section, values[POSITION])
+            team_costs[team] += values[END] - values[BEGIN] + ITEM_COST
+            team_grains[team] += grains(case, section, values[POSITION])
             units.setdefault(query, []).append(values)
             if values[PIECES] > 1:
                 partials.append(values[PARTIAL] + values[PIECE])
@@ -314,21 +314,21 @@ def check_every_pair(world: World, work: WorkList) -> None:
             assert len({values[PARTIAL] for values in pieces}) == 1
         assert len(set(partials)) == len(partials)
         assert all(0 <= slot < len(section.partials) for slot in partials)
-        first, last = section.lane_items[0, [FIRST.value, LAST.value]].tolist()
+        first, last = section.team_items[0, [FIRST.value, LAST.value]].tolist()
         assert (first < last) == bool(units)  # by which attention of prompts knows
         if case.split_tokens or not units:
             continue
         is_decode = section.rows == "one"
         whole = not section.whole_tiles and all(len(pieces) == 1 for pieces in units.values())
-        if is_decode and whole and may_stay_whole(section, lane_grains, len(units)):
+        if is_decode and whole and may_stay_whole(section, team_grains, len(units)):
             continue
-        total = sum(lane_costs) - ITEM_COST * sum(len(p) - 1 for p in units.values())
-        early, least = section.lanes - section.late_lanes, section.min_split_tiles + ITEM_COST
+        total = sum(team_costs) - ITEM_COST * sum(len(p) - 1 for p in units.values())
+        early, least = section.teams - section.late_teams, section.min_split_tiles + ITEM_COST
         late_share = max(-(-total // len(units)), -(-total // (early * LATE_SHARE.value)))
-        share = max(-(-(total - section.late_lanes * late_share) // early), least)
+        share = max(-(-(total - section.late_teams * late_share) // early), least)
         whole_gain = max(WHOLE_GAIN.value, share // WHOLE_SHARE.value)
-        assert max(lane_costs[:early]) <= share + (LINE_COST + ITEM_COST if is_decode else whole_gain)
-        assert max(lane_costs[early:], default=0) <= late_share + ITEM_COST
+        assert max(team_costs[:early]) <= share + (LINE_COST + ITEM_COST if is_decode else whole_gain)
+        assert max(team_costs[early:], default=0) <= late_share + ITEM_COST
 
     for row, (length, context) in enumerate(case.rows):
         for t in range(length):
@@ -355,7 +355,7 @@ def test_misuse_is_reported(device: torch.device) -> None:
         with pytest.raises(ConfigError, match="not cut apart"):
             make_world(apart, device).work()
     for fields in ({}, {"whole_tokens": 16, "tiles": (SMALL[0], None)}, {"split_tokens": 16}):
-        with pytest.raises(ConfigError, match="late lanes"):
+        with pytest.raises(ConfigError, match="late teams"):
             make_world(Case(((1, 20),), late=True, **fields), device).work()
     with pytest.raises(ConfigError, match="divide"):
         WorkList.allocate(

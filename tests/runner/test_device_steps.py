@@ -303,7 +303,7 @@ def test_which_steps_have_no_work_list(tma):
         assert [b.max_rows for b in buckets if b.max_context == ANY_CONTEXT] == [1, 2, 4, 8, 16, 24, 32, 40]
 
 
-def test_short_contexts_of_many_rows_have_buckets_without_late_lanes():
+def test_short_contexts_of_many_rows_have_buckets_without_late_teams():
     ops = CudaOps(torch.device("cpu"), CudaOptions(gpu=H200))
     config = EngineConfig(model="", dtype="bfloat16", max_num_seqs=256, max_num_batched_tokens=256)
     model = SimpleNamespace(num_heads=12, num_kv_heads=12, head_dim=64, layer_windows=(0,), score_softcap=0.0)

@@ -33,7 +33,7 @@ def sampled(residual: Residual, batch: StepBatch) -> Residual:
     return Residual(residual.x[index], None if pending is None else pending[index])
 
 
-class HostOps(Ops[StepBatch, Residual, HandleT]):
+class BaseOps(Ops[StepBatch, Residual, HandleT]):
     """The part of Ops that follows from a StepBatch and from simpler operations."""
 
     device = torch.device("cpu")

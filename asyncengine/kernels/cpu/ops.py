@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from asyncengine import _core
-from asyncengine.kernels.cpu.base import HostOps, PrefillAttention, Residual
+from asyncengine.kernels.cpu.base import BaseOps, PrefillAttention, Residual
 from asyncengine.kernels.cpu.memory import HugePages, Result, ResultPool
 from asyncengine.kernels.float8 import FLOAT8
 from asyncengine.kernels.ops import Activation, AttentionLayer, LayerKVCache, Norm, is_gated
@@ -62,7 +62,7 @@ class _Cache:
     attended: Result | None = None
 
 
-class CpuOps(HostOps[CpuLinearHandle]):
+class CpuOps(BaseOps[CpuLinearHandle]):
     """One thread pool and its scratch memory; not for two threads at the same time.
 
     Tensors are float32 or bfloat16, all of one call in the same dtype, their last axis contiguous.

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from asyncengine._core import StepBatch
-from asyncengine.kernels.cpu.base import HostOps, Residual
+from asyncengine.kernels.cpu.base import BaseOps, Residual
 from asyncengine.kernels.cpu.paging import gather_kv, visible
 from asyncengine.kernels.float8 import quantize
 from asyncengine.kernels.float8_cache import quantize_heads
@@ -23,7 +23,7 @@ class ReferenceLinear:
     biases: tuple[Tensor | None, ...]
 
 
-class ReferenceOps(HostOps[ReferenceLinear]):
+class ReferenceOps(BaseOps[ReferenceLinear]):
     """Implements ``asyncengine.kernels.ops.Ops``."""
 
     def make_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> ReferenceLinear:

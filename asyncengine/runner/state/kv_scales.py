@@ -16,7 +16,7 @@ from torch import Tensor
 from asyncengine._core import StepBatch
 from asyncengine.config import EngineConfig
 from asyncengine.errors import MissingWeightError
-from asyncengine.kernels.cpu.base import HostOps
+from asyncengine.kernels.cpu.base import BaseOps
 from asyncengine.kernels.float8_cache import fixed_scales
 from asyncengine.models.config import ModelConfig
 from asyncengine.models.registry import CausalLM
@@ -56,7 +56,7 @@ def fixed_prompt(vocab_size: int, max_model_len: int) -> Tensor:
 
 
 def calibrate_host(
-    model: CausalLM[StepBatch], config: ModelConfig, dtype: torch.dtype, max_model_len: int, ops: HostOps[Any]
+    model: CausalLM[StepBatch], config: ModelConfig, dtype: torch.dtype, max_model_len: int, ops: BaseOps[Any]
 ) -> Tensor:
     """Scales of the fixed prompt, float32 [layers, 2, Hk], by one step over a cache of its own in ``dtype``."""
     ids = fixed_prompt(config.vocab_size, max_model_len)

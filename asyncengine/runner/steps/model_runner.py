@@ -17,7 +17,7 @@ from asyncengine.api.logprobs import record_words
 from asyncengine.api.model_info import ModelInfo
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
-from asyncengine.kernels.cpu.base import HostOps
+from asyncengine.kernels.cpu.base import BaseOps
 from asyncengine.kernels.cpu.ops import CpuOps, native_dtype
 from asyncengine.kernels.float8_cache import with_inverses
 from asyncengine.kernels.ops import LayerCache, Ops
@@ -181,7 +181,7 @@ class CpuModelRunner:
         self._interrupted = False
 
     @classmethod
-    def load(cls, config: EngineConfig, *, progress: bool = False, ops: HostOps[Any] | None = None) -> Self:
+    def load(cls, config: EngineConfig, *, progress: bool = False, ops: BaseOps[Any] | None = None) -> Self:
         """``load_model`` with a KV cache in host memory; the same errors, and ConfigError if either does not fit.
 
         ``ops`` replaces the native kernels, their number of threads and ``prefill_attention``.

@@ -40,10 +40,10 @@ class Limits:
 
 _WHOLE_TOKENS = 512
 """A row of so many tokens is not cut apart, if there are several: steps of Qwen3 take 626 us instead of 677 at 8 x 384,
-643 instead of 683 at 8 x 448, and the same in pieces from 512 on. Longer ones are cut as small as lanes allow."""
+643 instead of 683 at 8 x 448, and the same in pieces from 512 on. Longer ones are cut as small as teams allow."""
 LATE_ROWS = 6
 _LATE_COST = 36
-"""Late lanes are for steps of so many rows a lane, and so many tiles, what starting their items costs included. Below,
+"""Late teams are for steps of so many rows a team, and so many tiles, what starting their items costs included. Below,
 their programs' first loads take longer than they gain: GPT-2 at 256 x 64 tokens 507 us and 535, at 256 x 200 830 and
 808."""
 _MAX_PIECES = 32
@@ -117,7 +117,7 @@ def _describe_mixed(layer: LayerKind, gpu: Gpu, block_size: int) -> AttentionPla
 def short_context(rows: int, layers: Sequence[LayerKind], gpu: Gpu, limits: Limits) -> int:
     """Decode steps of so many rows have another plan while no row has more tokens than this; 0 if they never do.
 
-    They take few_keys, or tma_decode without late lanes.
+    They take few_keys, or tma_decode without late teams.
     """
     return min(_short_context(rows, layer, gpu, limits) for layer in layers)
 
@@ -286,7 +286,7 @@ def tma_prefill_tile(layer: LayerKind, gpu: Gpu, block_size: int) -> Tile | None
 def _cut_tma_decode(rows: int, context: int, layer: LayerKind, gpu: Gpu, block_size: int) -> tuple[Tile, Cut]:
     """For decode steps of so many rows, after so many tokens at most, which tma_decode computes.
 
-    Rows that have a lane each are cut apart, with as few programs as do. A lone row has a tile a program, 33 KiB at
+    Rows that have a team each are cut apart, with as few programs as do. A lone row has a tile a program, 33 KiB at
     most: its projections use no shared memory, and a multiprocessor has to be empty before it divides cache and shared
     memory another way; with 96 KiB a layer of the 8B took 10 us longer.
     """
@@ -294,16 +294,16 @@ def _cut_tma_decode(rows: int, context: int, layer: LayerKind, gpu: Gpu, block_s
     if rows == 1:
         return replace(shared, stages=1), Cut("apart", shared.keys)
     for tile in (alone, shared):
-        if rows <= tile.count_lanes(layer.shape, gpu.multiprocessors):
+        if rows <= tile.count_teams(layer.shape, gpu.multiprocessors):
             return tile, Cut("apart", _WHOLE_TOKENS)
     short = late_context(rows, layer, gpu, block_size)
     return shared, Cut("late" if short is not None and context > short else "line")
 
 
 def late_context(rows: int, layer: LayerKind, gpu: Gpu, block_size: int) -> int | None:
-    """Decode steps of so many rows are to have late lanes if one has more tokens than this; None if never."""
+    """Decode steps of so many rows are to have late teams if one has more tokens than this; None if never."""
     tile = tma_decode_tile(layer, gpu, block_size)
-    lanes = tile.count_lanes(layer.shape, gpu.multiprocessors) if tile else 0
-    if not tile or rows < LATE_ROWS * lanes:
+    teams = tile.count_teams(layer.shape, gpu.multiprocessors) if tile else 0
+    if not tile or rows < LATE_ROWS * teams:
         return None
-    return max(0, _LATE_COST * lanes // rows - ITEM_COST) * tile.keys
+    return max(0, _LATE_COST * teams // rows - ITEM_COST) * tile.keys

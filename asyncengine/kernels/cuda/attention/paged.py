@@ -24,7 +24,6 @@ from asyncengine.kernels.cuda.attention.work.items import (
     END,
     FIRST,
     ITEM,
-    LANE,
     LAST,
     PARTIAL,
     PIECE,
@@ -32,6 +31,7 @@ from asyncengine.kernels.cuda.attention.work.items import (
     POSITION,
     QUERY,
     SLOT,
+    TEAM,
 )
 from asyncengine.kernels.cuda.attention.work.lists import NO_WINDOW, Section, Work, WorkList
 from asyncengine.kernels.cuda.launch import programmatic as pdl_kernels
@@ -113,7 +113,7 @@ def _launch(
     _, kv_heads, block_size, head_dim = k_cache.shape
     tile, group = section.tile, q.shape[1] // kv_heads
     width = max(16, triton.next_power_of_2(head_dim))  # what a dot takes at least
-    _attention_kernel[(section.lanes * kv_heads,)](
+    _attention_kernel[(section.teams * kv_heads,)](
         q,
         k_cache,
         v_cache,
@@ -379,7 +379,7 @@ def _attention_kernel(
     out,
     block_tables,
     items,
-    lane_items,
+    team_items,
     partials,
     stats,
     arrivals,
@@ -409,10 +409,10 @@ def _attention_kernel(
     WIDEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid: lanes x KV heads, heads of a lane side by side, since their KV lies side by side in a block."""
+    """Grid: teams x KV heads, heads of a team side by side, since their KV lies side by side in a block."""
     BLOCK_STRIDE: tl.constexpr = KV_HEADS * BLOCK_SIZE * HEAD_DIM
     head = tl.program_id(0) % KV_HEADS
-    lane = tl.program_id(0) // KV_HEADS
+    team = tl.program_id(0) // KV_HEADS
     k_head = k_cache + head * BLOCK_SIZE * HEAD_DIM
     v_head = v_cache + head * BLOCK_SIZE * HEAD_DIM
     if FLOAT8:
@@ -420,8 +420,8 @@ def _attention_kernel(
         of_values = value_scale(kv_scales, head, KV_HEADS)
     row = tl.arange(0, M)
     column = tl.arange(0, D)
-    first_item = tl.load(lane_items + lane * LANE + FIRST)
-    last_item = tl.load(lane_items + lane * LANE + LAST)
+    first_item = tl.load(team_items + team * TEAM + FIRST)
+    last_item = tl.load(team_items + team * TEAM + LAST)
     pdl_kernels.wait(PDL)
     for item in range(first_item, last_item, ITEM_STEP):
         fields = items + item * ITEM

@@ -23,7 +23,7 @@ from asyncengine.kernels.cuda.attention.few_keys import check_heads, surrounding
 from asyncengine.kernels.cuda.attention.paged import combine_options, finish, fold, load_blocks
 from asyncengine.kernels.cuda.attention.plan import AttentionShape, Launch, LayerKind, Tile
 from asyncengine.kernels.cuda.attention.scores import base2_scale, score_constants, transform_scores
-from asyncengine.kernels.cuda.attention.work.items import BEGIN, END, FIRST, ITEM, LANE, LAST, POSITION, QUERY, SLOT
+from asyncengine.kernels.cuda.attention.work.items import BEGIN, END, FIRST, ITEM, LAST, POSITION, QUERY, SLOT, TEAM
 from asyncengine.kernels.cuda.attention.work.lists import NO_WINDOW, Section, Work, WorkList
 from asyncengine.kernels.cuda.launch import programmatic as pdl_kernels
 from asyncengine.kernels.cuda.launch.compiling import kernel
@@ -63,7 +63,7 @@ def run(
     group = layer.num_heads // kv_heads
     tile = section.tile
     width = max(16, triton.next_power_of_2(head_dim))  # what a dot takes at least
-    _paged_decode_kernel[(section.lanes * kv_heads,)](
+    _paged_decode_kernel[(section.teams * kv_heads,)](
         heads,
         *surroundings(heads, norms, cos_sin),
         step.slot_mapping,
@@ -199,7 +199,7 @@ def _paged_decode_kernel(
     out,
     block_tables,
     items,
-    lane_items,
+    team_items,
     partials,
     stats,
     arrivals,
@@ -231,11 +231,11 @@ def _paged_decode_kernel(
     WIDEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid: lanes x KV heads, heads of a lane side by side, since their KV lies side by side in a block."""
+    """Grid: teams x KV heads, heads of a team side by side, since their KV lies side by side in a block."""
     BLOCK_STRIDE: tl.constexpr = KV_HEADS * BLOCK_SIZE * HEAD_DIM
     HALF: tl.constexpr = HEAD_DIM // 2
     head = tl.program_id(0) % KV_HEADS
-    lane = tl.program_id(0) // KV_HEADS
+    team = tl.program_id(0) // KV_HEADS
     k_head = k_cache + head * BLOCK_SIZE * HEAD_DIM
     v_head = v_cache + head * BLOCK_SIZE * HEAD_DIM
     if FLOAT8:
@@ -248,8 +248,8 @@ def _paged_decode_kernel(
     inside = column < HEAD_DIM
     in_half = tl.where(column < HALF, column, column - HALF)
     across = tl.where(column < HALF, column + HALF, column - HALF)
-    first_item = tl.load(lane_items + lane * LANE + FIRST)
-    last_item = tl.load(lane_items + lane * LANE + LAST)
+    first_item = tl.load(team_items + team * TEAM + FIRST)
+    last_item = tl.load(team_items + team * TEAM + LAST)
     if first_item == last_item:
         pdl_kernels.wait(PDL)
     for item in range(first_item, last_item):

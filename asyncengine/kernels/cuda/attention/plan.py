@@ -52,8 +52,8 @@ class Tile:
     stages: int
     programs_per_sm: int
 
-    def count_lanes(self, shape: AttentionShape, sms: int) -> int:
-        """Lanes whose programs, one for each KV head, have room at once on so many multiprocessors."""
+    def count_teams(self, shape: AttentionShape, sms: int) -> int:
+        """Teams whose programs, one for each KV head, have room at once on so many multiprocessors."""
         return max(1, self.programs_per_sm * sms // shape.num_kv_heads)
 
 
@@ -61,7 +61,7 @@ class Cut(NamedTuple):
     """How a work list shares the keys of a step's rows among programs (see work/lists.py)."""
 
     kind: Literal["line", "late", "apart", "fixed"]
-    """along the line, along the line with late lanes behind it, each row apart, or in splits of fixed length"""
+    """along the line, along the line with late teams behind it, each row apart, or in splits of fixed length"""
     tokens: int = 0
     """apart: of the longest row that is not cut; fixed: of a split"""
 
@@ -119,7 +119,7 @@ class AttentionPlan:
 
 _CUTS = {
     "line": "cut along the line",
-    "late": "cut along the line, late lanes",
+    "late": "cut along the line, late teams",
     "apart": "cut apart beyond {} tokens",
     "fixed": "splits of {} tokens",
 }

@@ -38,7 +38,6 @@ from asyncengine.kernels.cuda.attention.work.items import (
     END,
     FIRST,
     ITEM,
-    LANE,
     LAST,
     PARTIAL,
     PIECE,
@@ -46,6 +45,7 @@ from asyncengine.kernels.cuda.attention.work.items import (
     POSITION,
     QUERY,
     SLOT,
+    TEAM,
 )
 from asyncengine.kernels.cuda.attention.work.lists import NO_WINDOW, Section, Work
 from asyncengine.kernels.cuda.launch.cache_policy import EVICT_FIRST, NO_POLICY
@@ -104,7 +104,7 @@ def _launch(
     suits = block_size == BLOCK.value and dim in (64, 128) and group <= GROUP_ROWS.value and not layer.softcap
     if not suits or heads.dtype != torch.bfloat16 or section.split_tiles or tile.keys != KEYS.value:
         raise ValueError(f"{layer.num_heads} heads of {dim}, blocks of {block_size} and {tile} are for another kernel")
-    _tma_decode_kernel[(section.lanes * kv_heads,)](
+    _tma_decode_kernel[(section.teams * kv_heads,)](
         *(tiles_of(cache.view(-1, block_size, dim), 1, block_size, dim) for cache in (k_cache, v_cache)),
         k_cache,
         v_cache,
@@ -145,7 +145,7 @@ def _item(fields):
     """An item's row, its query, its past tokens, the tiles that it has a turn for, whether the new token is its.
 
     Every item has a turn, even if all of its tile is to come. While tiles stream these loads take microseconds, so they
-    are for the item that is next. The first one's are found with the lane: a look further would put off its first tile.
+    are for the item that is next. The first one's are found with the team: a look further would put off its first tile.
     """
     slot = gl.load(fields + SLOT)
     query = gl.load(fields + QUERY).to(gl.int64)
@@ -431,17 +431,17 @@ def _attend(
 @GluonKernel
 def _tma_decode_kernel(
     k_blocks, v_blocks, k_cache, v_cache, heads, q_norm, k_norm, eps, cos_sin, slot_mapping, out, block_tables, items,
-    lane_items, partials, stats, arrivals, scale, window, stride_heads, stride_out, stride_table, stats_size,
+    team_items, partials, stats, arrivals, scale, window, stride_heads, stride_out, stride_table, stats_size,
     STORED: gl.constexpr, NORM: gl.constexpr, ROTARY: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr, MARK: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Grid: lanes x KV heads, heads of a lane side by side, since their KV lies side by side in a block."""
+    """Grid: teams x KV heads, heads of a team side by side, since their KV lies side by side in a block."""
     head = gl.program_id(0) % KV_HEADS
-    lane = gl.program_id(0) // KV_HEADS
-    its_lane = lane_items + lane * LANE
-    first_item = gl.load(its_lane + FIRST)
-    last_item = gl.load(its_lane + LAST)
-    row, query, context, begin, end, takes_new = _item(its_lane)
+    team = gl.program_id(0) // KV_HEADS
+    its_team = team_items + team * TEAM
+    first_item = gl.load(its_team + FIRST)
+    last_item = gl.load(its_team + LAST)
+    row, query, context, begin, end, takes_new = _item(its_team)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):

@@ -38,7 +38,6 @@ from asyncengine.kernels.cuda.attention.work.items import (
     END,
     FIRST,
     ITEM,
-    LANE,
     LAST,
     PARTIAL,
     PIECE,
@@ -46,6 +45,7 @@ from asyncengine.kernels.cuda.attention.work.items import (
     POSITION,
     QUERY,
     SLOT,
+    TEAM,
 )
 from asyncengine.kernels.cuda.attention.work.lists import Work, WorkList
 from asyncengine.kernels.cuda.launch.gluon import GluonKernel, tiles_of
@@ -93,13 +93,13 @@ def run(
     if not tile_suits or not suits or layer.window or layer.softcap:
         raise ConfigError(f"prefill of {work.shape}, blocks of {block_size}, {layer} is another kernel's")
     lines = q.as_strided((len(q), work.shape.num_heads * dim), (q.stride(0), 1))
-    _tma_prefill_kernel[(section.lanes * kv_heads,)](
+    _tma_prefill_kernel[(section.teams * kv_heads,)](
         tiles_of(lines, min(ROWS.value // group, HALF.value), SPAN.value),
         *(tiles_of(cache.view(-1, dim), BLOCK.value, SPAN.value) for cache in (k_cache, v_cache)),
         out,
         step.slots.block_tables,
         *section.operands,
-        work.decode.lane_items,
+        work.decode.team_items,
         base2_scale(layer),
         out.stride(0),
         step.slots.block_tables.stride(0),
@@ -117,14 +117,14 @@ def run(
 
 @gluon.jit
 def _item(fields):
-    """An item's row, first token, tokens, position of the first, tiles. A lane begins with those of its first item."""
+    """An item's row, first token, tokens, position of the first, tiles. A team begins with those of its first item."""
     slot, query, count = gl.load(fields + SLOT), gl.load(fields + QUERY), gl.load(fields + COUNT)
     return slot, query, count, gl.load(fields + POSITION), gl.load(fields + BEGIN), gl.load(fields + END)
 
 
 @gluon.jit
 def _fill(
-    cache, tiles, ready, free, k_ready, k_free, q_boxes, qs, q_ready, q_free, items, its_lane, first_item, last_item,
+    cache, tiles, ready, free, k_ready, k_free, q_boxes, qs, q_ready, q_free, items, its_team, first_item, last_item,
     beside, block_tables, stride_table, head, OF_KEYS: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -135,7 +135,7 @@ def _fill(
     if PDL and first_item == last_item:
         _begin(beside)
     turn = 0
-    row, query, count, first, begin, end = _item(its_lane)
+    row, query, count, first, begin, end = _item(its_team)
     for item in range(first_item, last_item):
         following = gl.minimum(item + 1, last_item - 1)
         next_row, next_query, next_count, next_first, next_begin, next_end = _item(items + following * ITEM)
@@ -245,7 +245,7 @@ def _hide(score, tile, position):
 
 @gluon.jit
 def _attend(
-    out, qs, ks, vs, q_ready, q_free, k_ready, k_free, v_ready, v_free, items, its_lane, first_item, last_item,
+    out, qs, ks, vs, q_ready, q_free, k_ready, k_free, v_ready, v_free, items, its_team, first_item, last_item,
     partials, stats, arrivals, scale, stride_out, stats_size, head, WHICH: gl.constexpr, GROUP: gl.constexpr,
     KV_HEADS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -257,7 +257,7 @@ def _attend(
     token = (WHICH * HALF + gl.arange(0, HALF, gl.SliceLayout(1, SCORES))) % TOKENS
     none = gl.zeros([HALF, KEYS], gl.float32, SCORES)
     turn = 0
-    _, query, count, first, begin, end = _item(its_lane)
+    _, query, count, first, begin, end = _item(its_team)
     for item in range(first_item, last_item):
         fields, number = items + item * ITEM, item - first_item
         following = gl.minimum(item + 1, last_item - 1)
@@ -383,18 +383,18 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @GluonKernel
 def _tma_prefill_kernel(
-    q_boxes, k_blocks, v_blocks, out, block_tables, items, lane_items, partials, stats, arrivals, decode_lanes, scale,
+    q_boxes, k_blocks, v_blocks, out, block_tables, items, team_items, partials, stats, arrivals, decode_teams, scale,
     stride_out, stride_table, stats_size, BESIDE: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Grid: lanes x KV heads, heads of a lane side by side, since their KV lies side by side in a block."""
+    """Grid: teams x KV heads, heads of a team side by side, since their KV lies side by side in a block."""
     head = gl.program_id(0) % KV_HEADS
-    lane = gl.program_id(0) // KV_HEADS
-    its_lane = lane_items + lane * LANE
-    first_item, last_item = gl.load(its_lane + FIRST), gl.load(its_lane + LAST)
+    team = gl.program_id(0) // KV_HEADS
+    its_team = team_items + team * TEAM
+    first_item, last_item = gl.load(its_team + FIRST), gl.load(its_team + LAST)
     beside = False
-    if BESIDE:  # if any lane has a row of one token the first one has
-        beside = gl.load(decode_lanes + FIRST) < gl.load(decode_lanes + LAST)
+    if BESIDE:  # if any team has a row of one token the first one has
+        beside = gl.load(decode_teams + FIRST) < gl.load(decode_teams + LAST)
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     qs = gl.allocate_shared_memory(gl.bfloat16, [QUEUED * 2, HALF, D], TILE)
     ks = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, D], TILE)
@@ -406,21 +406,21 @@ def _tma_prefill_kernel(
     gl.warp_specialize(
         [
             (_attend, (
-                out, qs, ks, vs, q_ready, q_free, k_ready, k_free, v_ready, v_free, items, its_lane, first_item,
+                out, qs, ks, vs, q_ready, q_free, k_ready, k_free, v_ready, v_free, items, its_team, first_item,
                 last_item, partials, stats, arrivals, scale, stride_out, stats_size, head, 0, GROUP, KV_HEADS, D,
                 STAGES,
             )),
             (_attend, (
-                out, qs, ks, vs, q_ready, q_free, k_ready, k_free, v_ready, v_free, items, its_lane, first_item,
+                out, qs, ks, vs, q_ready, q_free, k_ready, k_free, v_ready, v_free, items, its_team, first_item,
                 last_item, partials, stats, arrivals, scale, stride_out, stats_size, head, 1, GROUP, KV_HEADS, D,
                 STAGES,
             )),
             (_fill, (
-                k_blocks, ks, k_ready, k_free, k_ready, k_free, q_boxes, qs, q_ready, q_free, items, its_lane,
+                k_blocks, ks, k_ready, k_free, k_ready, k_free, q_boxes, qs, q_ready, q_free, items, its_team,
                 first_item, last_item, beside, block_tables, stride_table, head, True, GROUP, KV_HEADS, D, STAGES, PDL,
             )),
             (_fill, (
-                v_blocks, vs, v_ready, v_free, k_ready, k_free, q_boxes, qs, q_ready, q_free, items, its_lane,
+                v_blocks, vs, v_ready, v_free, k_ready, k_free, q_boxes, qs, q_ready, q_free, items, its_team,
                 first_item, last_item, beside, block_tables, stride_table, head, False, GROUP, KV_HEADS, D, STAGES, PDL,
             )),
         ],

@@ -195,7 +195,7 @@ def _sigmoid(x):
 
 @gluon.jit
 def _load_sums(sums, row, rows, BM: gl.constexpr, TILES: gl.constexpr, WARPS: gl.constexpr):
-    """Of a norm that is read, by tile: [tiles, BM]. A thread has all tiles of a row, or a lane next to it has."""
+    """Of a norm that is read, by tile: [tiles, BM]. A thread has all tiles of a row, or a thread next to it has."""
     ACROSS: gl.constexpr = 32 if BM >= 32 else BM
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32 // ACROSS, ACROSS], [1, WARPS], [1, 0])
     tile = gl.arange(0, next_power_of_2(TILES), gl.SliceLayout(1, LAYOUT))[:, None]
@@ -280,14 +280,14 @@ def _tma_kernel(
     AHEAD: gl.constexpr = STAGES if STAGES < STEPS else STEPS
     BYTES: gl.constexpr = (BN + BM) * BK * 2
     # How results lie among threads that are stored: 16 bytes of a row of out each.
-    LANES: gl.constexpr = WIDTH // 8 if WIDTH < 256 else 32
-    STORED: gl.constexpr = gl.BlockedLayout([8, 1], [LANES, 32 // LANES], [1, WARPS], [0, 1])
+    THREADS: gl.constexpr = WIDTH // 8 if WIDTH < 256 else 32
+    STORED: gl.constexpr = gl.BlockedLayout([8, 1], [THREADS, 32 // THREADS], [1, WARPS], [0, 1])
     # And how sums do. Of fewer rows than Hopper's instruction has, each warp sums up another stretch of K.
     NARROW: gl.constexpr = BN < 64
     if NARROW:
         PARTS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
         TOGETHER: gl.constexpr = gl.BlockedLayout(
-            [WARPS, BN // LANES, 1], [1, LANES, 32 // LANES], [1, 1, WARPS], [1, 2, 0]
+            [WARPS, BN // THREADS, 1], [1, THREADS, 32 // THREADS], [1, 1, WARPS], [1, 2, 0]
         )
         SUMS: gl.constexpr = gl.SliceLayout(0, TOGETHER)
         acc = gl.zeros([WARPS, BN, BM], gl.float32, PARTS)

@@ -9,10 +9,10 @@ import triton.language as tl
 from asyncengine.kernels.cuda.attention.work.items import (
     cut_line,
     kv_tiles,
-    lane_begin,
-    lane_costs,
     store_items,
-    store_lanes,
+    store_teams,
+    team_begin,
+    team_costs,
 )
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import wait
@@ -42,27 +42,27 @@ def _key(cost, row, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _across(turn, place, LANES: tl.constexpr):
-    """Whose turn it is at a place in a turn, and at which place it is a lane's: even turns go from the first to the
+def _across(turn, place, TEAMS: tl.constexpr):
+    """Whose turn it is at a place in a turn, and at which place it is a team's: even turns go from the first to the
     last, odd ones back."""
-    return tl.where(turn % 2 == 0, place, LANES - 1 - place)
+    return tl.where(turn % 2 == 0, place, TEAMS - 1 - place)
 
 
 @triton.jit
-def _deal(rank, early, LANES: tl.constexpr):
-    """The lane and the turn in which it gets the unit of this rank. The last ones, the shortest, go to late lanes."""
-    turn = rank // LANES
-    lane = _across(turn, rank % LANES, LANES)
-    return tl.where(rank < early, lane, LANES + rank - early), tl.where(rank < early, turn, 0)
+def _deal(rank, early, TEAMS: tl.constexpr):
+    """The team and the turn in which it gets the unit of this rank. The last ones, the shortest, go to late teams."""
+    turn = rank // TEAMS
+    team = _across(turn, rank % TEAMS, TEAMS)
+    return tl.where(rank < early, team, TEAMS + rank - early), tl.where(rank < early, turn, 0)
 
 
 @triton.jit
-def _dealt(lane, early, LANES: tl.constexpr):
-    """How many units a lane is dealt, and where its items begin."""
-    turns, left = early // LANES, early % LANES
-    count = turns + tl.where(_across(turns, lane, LANES) < left, 1, 0)
-    most = tl.cdiv(early, LANES)
-    return tl.where(lane < LANES, count, 1), tl.minimum(lane, LANES) * most + tl.maximum(lane - LANES, 0)
+def _dealt(team, early, TEAMS: tl.constexpr):
+    """How many units a team is dealt, and where its items begin."""
+    turns, left = early // TEAMS, early % TEAMS
+    count = turns + tl.where(_across(turns, team, TEAMS) < left, 1, 0)
+    most = tl.cdiv(early, TEAMS)
+    return tl.where(team < TEAMS, count, 1), tl.minimum(team, TEAMS) * most + tl.maximum(team - TEAMS, 0)
 
 
 @triton.jit
@@ -76,15 +76,15 @@ def _count_units(row_query_len, num_rows, ROWS: tl.constexpr):
 
 @triton.jit
 def _deal_all(
-    row_query_len, row_context_len, num_rows, window, early, LANES: tl.constexpr, ITEM_GRAINS: tl.constexpr,
+    row_query_len, row_context_len, num_rows, window, early, TEAMS: tl.constexpr, ITEM_GRAINS: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """If no unit is cut: what each lane takes, int32 [WIDTH], what all units cost, and the longest of a late lane.
+    """If no unit is cut: what each team takes, int32 [WIDTH], what all units cost, and the longest of a late team.
 
     Ranks are among ROWS rows at a time, which are compared with some of them at once: code that a step runs through
     for the first time is read from memory, and takes longer to read than to run.
     """
-    lanes, taken = tl.arange(0, WIDTH), tl.zeros([WIDTH], tl.int32)
+    teams, taken = tl.arange(0, WIDTH), tl.zeros([WIDTH], tl.int32)
     before, total, most_late = 0, 0, 0
     for first in range(0, num_rows, ROWS):
         row = first + tl.arange(0, ROWS)
@@ -95,14 +95,14 @@ def _deal_all(
             others = tl.gather(key, some + tl.arange(0, AT_ONCE), 0)
             longer += tl.sum(tl.where(others[:, None] > key[None, :], 1.0, 0.0), 0)
         rank = before + longer.to(tl.int32)
-        lane, _ = _deal(rank, early, LANES)
+        team, _ = _deal(rank, early, TEAMS)
         for some in range(0, last, AT_ONCE):
             index = some + tl.arange(0, AT_ONCE)
-            lane_of, cost_of = tl.gather(lane, index, 0), tl.gather(cost, index, 0)
-            taken += tl.sum(tl.where(lane_of[:, None] == lanes[None, :], cost_of[:, None], 0), 0)
+            team_of, cost_of = tl.gather(team, index, 0), tl.gather(cost, index, 0)
+            taken += tl.sum(tl.where(team_of[:, None] == teams[None, :], cost_of[:, None], 0), 0)
         before += tl.sum((cost > 0).to(tl.int32), 0)
         total += tl.sum(cost, 0)
-        most_late = tl.maximum(most_late, tl.max(tl.where(lane >= LANES, cost, 0), 0))
+        most_late = tl.maximum(most_late, tl.max(tl.where(team >= TEAMS, cost, 0), 0))
     return taken, total, most_late
 
 
@@ -142,8 +142,8 @@ def _sum_tiles(
 
 @triton.jit
 def _write_dealt(
-    row_slot, row_query_start, row_query_len, row_context_len, items, lane_items, num_rows, window, units, early,
-    KEYS: tl.constexpr, LANES: tl.constexpr, LATE: tl.constexpr, ITEM_GRAINS: tl.constexpr, ROWS: tl.constexpr,
+    row_slot, row_query_start, row_query_len, row_context_len, items, team_items, num_rows, window, units, early,
+    KEYS: tl.constexpr, TEAMS: tl.constexpr, LATE: tl.constexpr, ITEM_GRAINS: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
@@ -152,40 +152,40 @@ def _write_dealt(
             context = tl.load(row_context_len + row)
             begin, end = kv_tiles(context, 1, 0, window, 1, KEYS)
             rank = _rank(row_query_len, row_context_len, num_rows, row, window, ITEM_GRAINS, ROWS)
-            lane, turn = _deal(rank, early, LANES)
-            count, at = _dealt(lane, early, LANES)
+            team, turn = _deal(rank, early, TEAMS)
+            count, at = _dealt(team, early, TEAMS)
             index = count - 1 - turn  # the shortest first
-            store_items(items, lane_items, at + index, lane, index == 0, slot, query, 1, context, begin, end, 0, 0, 1)
+            store_items(items, team_items, at + index, team, index == 0, slot, query, 1, context, begin, end, 0, 0, 1)
     if tl.program_id(0) == 0:
-        lanes = tl.arange(0, WIDTH)
-        count, at = _dealt(lanes, early, LANES)
-        count, there = tl.where(lanes < LANES + units - early, count, 0), lanes < LANES + LATE
-        store_lanes(lane_items, lanes, at, at + count, there, there)
+        teams = tl.arange(0, WIDTH)
+        count, at = _dealt(teams, early, TEAMS)
+        count, there = tl.where(teams < TEAMS + units - early, count, 0), teams < TEAMS + LATE
+        store_teams(team_items, teams, at, at + count, there, there)
 
 
 @triton.jit
 def _write_cut(
-    row_slot, row_query_start, row_query_len, row_context_len, items, lane_items, num_rows, window, units,
-    KEYS: tl.constexpr, LANES: tl.constexpr, LATE: tl.constexpr, MIN_COST: tl.constexpr, ITEM_COST: tl.constexpr,
+    row_slot, row_query_start, row_query_len, row_context_len, items, team_items, num_rows, window, units,
+    KEYS: tl.constexpr, TEAMS: tl.constexpr, LATE: tl.constexpr, MIN_COST: tl.constexpr, ITEM_COST: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    lanes = tl.arange(0, WIDTH)
+    teams = tl.arange(0, WIDTH)
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         item, start, total = _sum_tiles(row_query_len, row_context_len, num_rows, row, window, KEYS, ITEM_COST, ROWS)
-        lane_cost, late_cost = lane_costs(total, units, LANES, LATE, MIN_COST)
+        team_cost, late_cost = team_costs(total, units, TEAMS, LATE, MIN_COST)
         if tl.load(row_query_len + row) == 1:
             slot, query = tl.load(row_slot + row), tl.load(row_query_start + row)
             context = tl.load(row_context_len + row)
             begin, end = kv_tiles(context, 1, 0, window, 1, KEYS)
-            pieces, low, high, partial, to, lane, opens = cut_line(
-                lane_items, item, start, begin, end, total, lane_cost, late_cost, lanes, LANES, ITEM_COST
+            pieces, low, high, partial, to, team, opens = cut_line(
+                team_items, item, start, begin, end, total, team_cost, late_cost, teams, TEAMS, ITEM_COST
             )
-            store_items(items, lane_items, to, lane, opens, slot, query, 1, context, low, high, partial, lanes, pieces)
+            store_items(items, team_items, to, team, opens, slot, query, 1, context, low, high, partial, teams, pieces)
         if row == 0:
-            # Lanes past the last tile are idle; what follows that tile on the line is the cost of its item.
-            idle = lane_begin(lanes, lane_cost, late_cost, LANES) >= total - ITEM_COST
-            idle &= lanes < LANES + LATE
-            store_lanes(lane_items, lanes, 0, 0, idle, idle)
+            # Teams past the last tile are idle; what follows that tile on the line is the cost of its item.
+            idle = team_begin(teams, team_cost, late_cost, TEAMS) >= total - ITEM_COST
+            idle &= teams < TEAMS + LATE
+            store_teams(team_items, teams, 0, 0, idle, idle)
 
 
 @kernel(do_not_specialize=["num_rows", "window"])
@@ -195,11 +195,11 @@ def build_decode_kernel(
     row_query_len,
     row_context_len,
     items,
-    lane_items,
+    team_items,
     num_rows,
     window,
     KEYS: tl.constexpr,
-    LANES: tl.constexpr,
+    TEAMS: tl.constexpr,
     LATE: tl.constexpr,
     MIN_COST: tl.constexpr,
     ITEM_COST: tl.constexpr,
@@ -213,22 +213,22 @@ def build_decode_kernel(
     wait(PDL)
     GRAINS: tl.constexpr = KEYS // GRAIN
     units = _count_units(row_query_len, num_rows, ROWS)
-    early = units - tl.maximum(tl.minimum(units - LANES, LATE), 0)
+    early = units - tl.maximum(tl.minimum(units - TEAMS, LATE), 0)
     taken, total, most_late = _deal_all(
-        row_query_len, row_context_len, num_rows, window, early, LANES, ITEM_COST * GRAINS, ROWS, DEALT, 32
+        row_query_len, row_context_len, num_rows, window, early, TEAMS, ITEM_COST * GRAINS, ROWS, DEALT, 32
     )
-    # Late lanes make up for early ones that are unlike, and may each have a unit that is twice as long as others are.
+    # Late teams make up for early ones that are unlike, and may each have a unit that is twice as long as others are.
     usual = 0 if LATE == 0 else total // tl.maximum(units, 1)
-    share = tl.maximum(tl.cdiv(tl.sum(tl.where(tl.arange(0, DEALT) < LANES, taken, 0), 0), LANES), MIN_COST * GRAINS)
+    share = tl.maximum(tl.cdiv(tl.sum(tl.where(tl.arange(0, DEALT) < TEAMS, taken, 0), 0), TEAMS), MIN_COST * GRAINS)
     if (tl.max(taken, 0) <= share + LINE_COST * GRAINS + usual) & (most_late <= 2 * usual):
         _write_dealt(
-            row_slot, row_query_start, row_query_len, row_context_len, items, lane_items, num_rows, window, units,
-            early, KEYS, LANES, LATE, ITEM_COST * GRAINS, ROWS, WIDTH,
+            row_slot, row_query_start, row_query_len, row_context_len, items, team_items, num_rows, window, units,
+            early, KEYS, TEAMS, LATE, ITEM_COST * GRAINS, ROWS, WIDTH,
         )  # fmt: skip
     else:
         _write_cut(
-            row_slot, row_query_start, row_query_len, row_context_len, items, lane_items, num_rows, window, units,
-            KEYS, LANES, LATE, MIN_COST, ITEM_COST, ROWS, WIDTH,
+            row_slot, row_query_start, row_query_len, row_context_len, items, team_items, num_rows, window, units,
+            KEYS, TEAMS, LATE, MIN_COST, ITEM_COST, ROWS, WIDTH,
         )  # fmt: skip
 
 
@@ -239,11 +239,11 @@ def build_apart_kernel(
     row_query_len,
     row_context_len,
     items,
-    lane_items,
+    team_items,
     num_rows,
     window,
     KEYS: tl.constexpr,
-    LANES: tl.constexpr,
+    TEAMS: tl.constexpr,
     MIN_COST: tl.constexpr,
     ITEM_COST: tl.constexpr,
     LINE_COST: tl.constexpr,
@@ -251,7 +251,7 @@ def build_apart_kernel(
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per row, no more than lanes. Each finds out for itself which way all rows are cut."""
+    """One program per row, no more than teams. Each finds out for itself which way all rows are cut."""
     wait(PDL)
     row = tl.program_id(0)
     index = tl.arange(0, WIDTH)
@@ -261,16 +261,16 @@ def build_apart_kernel(
     tiles = tl.where(length == 1, end - begin, 0)
     cost = tl.where(tiles > 0, tiles + ITEM_COST, 0)
     total = tl.sum(cost, 0)
-    lane_cost, late_cost = lane_costs(total, num_rows, LANES, 0, MIN_COST)
-    # Longer pieces are fewer. With the longest row's length each unit is one piece, and there is a lane for it.
+    team_cost, late_cost = team_costs(total, num_rows, TEAMS, 0, MIN_COST)
+    # Longer pieces are fewer. With the longest row's length each unit is one piece, and there is a team for it.
     most = tl.where(tiles > WHOLE_TILES, tiles, tl.minimum(tiles, 1))
-    longest, enough = tl.maximum(tl.cdiv(tl.sum(tiles, 0), LANES), 1), tl.max(tiles, 0)
+    longest, enough = tl.maximum(tl.cdiv(tl.sum(tiles, 0), TEAMS), 1), tl.max(tiles, 0)
     while longest < enough:
         middle = (longest + enough) // 2
-        fit = tl.sum(tl.minimum(tl.cdiv(tiles, middle), most), 0) <= LANES
+        fit = tl.sum(tl.minimum(tl.cdiv(tiles, middle), most), 0) <= TEAMS
         longest, enough = tl.where(fit, longest, middle + 1), tl.where(fit, middle, enough)
     all_pieces = tl.minimum(tl.cdiv(tiles, longest), most)
-    apart = tl.max(tl.cdiv(tiles, tl.maximum(all_pieces, 1)), 0) <= lane_cost + LINE_COST
+    apart = tl.max(tl.cdiv(tiles, tl.maximum(all_pieces, 1)), 0) <= team_cost + LINE_COST
 
     before, mine = index < row, index == row
     unit_begin, unit_end = tl.sum(tl.where(mine, begin, 0), 0), tl.sum(tl.where(mine, end, 0), 0)
@@ -281,19 +281,19 @@ def build_apart_kernel(
             partial = tl.sum(tl.where(before, all_pieces, 0), 0)
             to = partial + index
             low, high = unit_tiles * index // pieces + unit_begin, unit_tiles * (index + 1) // pieces + unit_begin
-            lane, opens = to, index < pieces
-            store_lanes(lane_items, lane, to, to + 1, opens, opens)
+            team, opens = to, index < pieces
+            store_teams(team_items, team, to, to + 1, opens, opens)
         else:
             item, start = tl.sum(tl.where(before & (tiles > 0), 1, 0), 0), tl.sum(tl.where(before, cost, 0), 0)
-            pieces, low, high, partial, to, lane, opens = cut_line(
-                lane_items, item, start, unit_begin, unit_end, total, lane_cost, late_cost, index, LANES, ITEM_COST
+            pieces, low, high, partial, to, team, opens = cut_line(
+                team_items, item, start, unit_begin, unit_end, total, team_cost, late_cost, index, TEAMS, ITEM_COST
             )
         slot, query = tl.load(row_slot + row), tl.load(row_query_start + row)
         position = tl.load(row_context_len + row)
         store_items(
-            items, lane_items, to, lane, opens, slot, query, 1, position, low, high, partial, index, pieces
+            items, team_items, to, team, opens, slot, query, 1, position, low, high, partial, index, pieces
         )  # fmt: skip
     if row == 0:
-        used = tl.where(apart, tl.sum(all_pieces, 0), tl.cdiv(total - ITEM_COST, lane_cost))
-        idle = (index >= used) & (index < LANES)
-        store_lanes(lane_items, index, 0, 0, idle, idle)
+        used = tl.where(apart, tl.sum(all_pieces, 0), tl.cdiv(total - ITEM_COST, team_cost))
+        idle = (index >= used) & (index < TEAMS)
+        store_teams(team_items, index, 0, 0, idle, idle)

@@ -16,19 +16,19 @@ END = tl.constexpr(5)  # one past the last
 PARTIAL = tl.constexpr(6)  # partial slot of the unit's first piece
 PIECE = tl.constexpr(7)
 PIECES = tl.constexpr(8)  # 1: the result goes straight to the output
-# Of a lane; before them are those of its first item, so that one look finds all that its program begins with.
+# Of a team; before them are those of its first item, so that one look finds all that its program begins with.
 FIRST = tl.constexpr(6)
 LAST = tl.constexpr(7)  # one past its last item
-LANE = tl.constexpr(8)
+TEAM = tl.constexpr(8)
 ITEM = tl.constexpr(16)
 
 ITEM_COST = 1
 """What starting an item costs beside its KV tiles, in tiles."""
 LINE_COST = 3
-"""What lanes that begin and end anywhere cost a step, in tiles: second items, and combinations of what need not be
+"""What teams that begin and end anywhere cost a step, in tiles: second items, and combinations of what need not be
 cut."""
 LATE_SHARE = tl.constexpr(12)
-"""Early lanes are at most about so many times as long as late ones."""
+"""Early teams are at most about so many times as long as late ones."""
 
 
 @triton.jit
@@ -40,58 +40,58 @@ def kv_tiles(context, length, index, window, QUERIES: tl.constexpr, KEYS: tl.con
 
 
 @triton.jit
-def store_lanes(lane_items, lane, first, last, opens, closes):
-    tl.store(lane_items + lane * LANE + FIRST, first, mask=opens)
-    tl.store(lane_items + lane * LANE + LAST, last, mask=closes)
+def store_teams(team_items, team, first, last, opens, closes):
+    tl.store(team_items + team * TEAM + FIRST, first, mask=opens)
+    tl.store(team_items + team * TEAM + LAST, last, mask=closes)
 
 
 @triton.jit
-def lane_costs(total, units, LANES: tl.constexpr, LATE: tl.constexpr, MIN_COST: tl.constexpr):
-    """The stretches of the line that an early lane and a late one take.
+def team_costs(total, units, TEAMS: tl.constexpr, LATE: tl.constexpr, MIN_COST: tl.constexpr):
+    """The stretches of the line that an early team and a late one take.
 
     A late one takes what a unit does on average, so that there is one for each of units that are alike.
     """
-    late_cost = tl.maximum(tl.cdiv(total, tl.maximum(units, 1)), tl.cdiv(total, LANES * LATE_SHARE))
+    late_cost = tl.maximum(tl.cdiv(total, tl.maximum(units, 1)), tl.cdiv(total, TEAMS * LATE_SHARE))
     late_cost = tl.maximum(late_cost, 1)
-    return tl.maximum(tl.cdiv(total - LATE * late_cost, LANES), MIN_COST), late_cost
+    return tl.maximum(tl.cdiv(total - LATE * late_cost, TEAMS), MIN_COST), late_cost
 
 
 @triton.jit
-def lane_begin(lane, lane_cost, late_cost, LANES: tl.constexpr):
-    return tl.minimum(lane, LANES) * lane_cost + tl.maximum(lane - LANES, 0) * late_cost
+def team_begin(team, team_cost, late_cost, TEAMS: tl.constexpr):
+    return tl.minimum(team, TEAMS) * team_cost + tl.maximum(team - TEAMS, 0) * late_cost
 
 
 @triton.jit
-def _lane_at(cost, lane_cost, late_cost, LANES: tl.constexpr):
+def _team_at(cost, team_cost, late_cost, TEAMS: tl.constexpr):
     """In which stretch a place on the line lies."""
-    late = cost - LANES * lane_cost
-    return tl.where(late < 0, cost // lane_cost, LANES + late // late_cost)
+    late = cost - TEAMS * team_cost
+    return tl.where(late < 0, cost // team_cost, TEAMS + late // late_cost)
 
 
 @triton.jit
 def cut_line(
-    lane_items, item, start, begin, end, total, lane_cost, late_cost, piece, LANES: tl.constexpr,
+    team_items, item, start, begin, end, total, team_cost, late_cost, piece, TEAMS: tl.constexpr,
     ITEM_COST: tl.constexpr,
 ):  # fmt: skip
-    """Unit number ``item``, whose tile t lies at start + t on the line: pieces, low, high, partial slot, items, lanes,
-    whether these are the lanes' first.
+    """Unit number ``item``, whose tile t lies at start + t on the line: pieces, low, high, partial slot, items, teams,
+    whether these are the teams' first.
 
-    As a lane is longer than the gap that ITEM_COST leaves between two units, every lane up to the last one in use has
+    As a team is longer than the gap that ITEM_COST leaves between two units, every team up to the last one in use has
     a tile. Without tiles there is no unit, and no pieces.
     """
-    first_lane = _lane_at(start, lane_cost, late_cost, LANES)
-    pieces = tl.where(end > begin, _lane_at(start + end - begin - 1, lane_cost, late_cost, LANES) - first_lane + 1, 0)
-    lane = first_lane + piece
-    opening = lane_begin(lane, lane_cost, late_cost, LANES)
-    closing = lane_begin(lane + 1, lane_cost, late_cost, LANES)
+    first_team = _team_at(start, team_cost, late_cost, TEAMS)
+    pieces = tl.where(end > begin, _team_at(start + end - begin - 1, team_cost, late_cost, TEAMS) - first_team + 1, 0)
+    team = first_team + piece
+    opening = team_begin(team, team_cost, late_cost, TEAMS)
+    closing = team_begin(team + 1, team_cost, late_cost, TEAMS)
     low = begin + tl.maximum(opening - start, 0)
     high = tl.minimum(begin + closing - start, end)
-    to = item + lane
+    to = item + team
     following = start + end - begin + ITEM_COST
     opens = (piece < pieces) & (opening >= start - ITEM_COST)
     closes = (piece < pieces) & ((closing <= following) | (following == total))
-    store_lanes(lane_items, lane, to, to + 1, opens, closes)
-    return pieces, low, high, 2 * first_lane, to, lane, opens
+    store_teams(team_items, team, to, to + 1, opens, closes)
+    return pieces, low, high, 2 * first_team, to, team, opens
 
 
 @triton.jit
@@ -106,11 +106,11 @@ def store_place(to, slot, query, count, position, low, high, there):
 
 @triton.jit
 def store_items(
-    items, lane_items, to, lane, opens, slot, query, count, position, low, high, partial, piece, pieces
+    items, team_items, to, team, opens, slot, query, count, position, low, high, partial, piece, pieces
 ):  # fmt: skip
     there = piece < pieces
     store_place(items + to * ITEM, slot, query, count, position, low, high, there)
     tl.store(items + to * ITEM + PARTIAL, partial, mask=there)
     tl.store(items + to * ITEM + PIECE, piece, mask=there)
     tl.store(items + to * ITEM + PIECES, pieces, mask=there)
-    store_place(lane_items + lane * LANE, slot, query, count, position, low, high, opens)
+    store_place(team_items + team * TEAM, slot, query, count, position, low, high, opens)

@@ -1,36 +1,36 @@
 """The work of paged attention, cut on the device into even shares for a grid of fixed size.
 
 A *unit* is one tile of queries of one row with the KV tiles that it sees: a decode row is one unit, a
-prefill row one per tile of its queries. The programs of the attention grid are *lanes* times KV heads, and
-a lane is the same for every head. All KV tiles of the step, in the order of rows, form one line; lane l
-takes the l-th stretch of it, so that every lane reads the same count of tiles whatever the lengths are
-(stream-K: Osama et al., 2023). A unit that a boundary between lanes cuts becomes several *items*, whose
+prefill row one per tile of its queries. The programs of the attention grid are *teams* times KV heads, and
+a team is the same for every head. All KV tiles of the step, in the order of rows, form one line; team l
+takes the l-th stretch of it, so that every team reads the same count of tiles whatever the lengths are
+(stream-K: Osama et al., 2023). A unit that a boundary between teams cuts becomes several *items*, whose
 partial results the attention kernel combines.
 
-Units stay whole where lanes get about the same without a cut. Prefill's longest ones left go in turn to a lane each,
-the first of them to the one that has least: then all lanes begin with long ones, whose keys meet in the L2 cache.
-Decode rows, by their length, are dealt to the lanes from the first to the last and back: so in every two turns a lane
+Units stay whole where teams get about the same without a cut. Prefill's longest ones left go in turn to a team each,
+the first of them to the one that has least: then all teams begin with long ones, whose keys meet in the L2 cache.
+Decode rows, by their length, are dealt to the teams from the first to the last and back: so in every two turns a team
 gets a longer one and a shorter one. It reads the shortest first.
 
 Multiprocessors do not get equal shares of the memory: of programs with as much to do the first ends when the last has a
-quarter left. So steps of many rows have *late* lanes too, as many again, which take a unit each, the shortest, and
+quarter left. So steps of many rows have *late* teams too, as many again, which take a unit each, the shortest, and
 whose programs find no room until others end: they run wherever that is first.
 
-Bounds, for R rows, T tokens and L lanes, that no content of a step exceeds:
+Bounds, for R rows, T tokens and L teams, that no content of a step exceeds:
   units     decode: R. Prefill: with Q queries to a tile a row of n tokens has at most 1 + (n - 1) / Q, so r
             rows have at most r + (T - r) / Q, and r <= min(R, T / 2) since such a row has two tokens or more.
-  items     unit u in lane l is item u + l (both only ever grow along the line): units + L. An index that no
-            pair (u, l) has stays unused; the items of one lane are neighbours. Units that stay whole take as many
-            items a lane as there are turns, fewer than 1 + units / L.
-  partials  2 L: a unit cut over the lanes f to e > f uses the slots 2f to f+e < 2e, and the next unit that is
-            cut begins in lane e or later.
+  items     unit u in team l is item u + l (both only ever grow along the line): units + L. An index that no
+            pair (u, l) has stays unused; the items of one team are neighbours. Units that stay whole take as many
+            items a team as there are turns, fewer than 1 + units / L.
+  partials  2 L: a unit cut over the teams f to e > f uses the slots 2f to f+e < 2e, and the next unit that is
+            cut begins in team e or later.
 With fixed splits decode and prefill are one section, so that a token's result is the same in whatever step it is
 computed. An item is then a split of a unit, at most ceil(max_context / split_tokens) of them, each with a partial
-slot of its own; lanes take items in turn.
+slot of its own; teams take items in turn.
 
-Decode rows that are no more than the lanes, and much alike, are better cut *apart* than along the line, which is cut
-where it happens to be: each into even pieces, or not at all, and every piece has a lane, an item and a partial slot of
-its own. The longest piece is as short as the lanes allow. If it is longer by LINE_COST than a stretch of the line would
+Decode rows that are no more than the teams, and much alike, are better cut *apart* than along the line, which is cut
+where it happens to be: each into even pieces, or not at all, and every piece has a team, an item and a partial slot of
+its own. The longest piece is as short as the teams allow. If it is longer by LINE_COST than a stretch of the line would
 be, because of a row that is much longer than the others, the step is cut along the line after all.
 """
 # mypy: disable-error-code="no-untyped-call, import-untyped"
@@ -48,7 +48,7 @@ from torch import Tensor
 from asyncengine.errors import ConfigError
 from asyncengine.kernels.cuda.attention.plan import AttentionPlan, AttentionShape, Launch, LayerKind, Rows, Tile
 from asyncengine.kernels.cuda.attention.work.decode import PROGRAMS, build_apart_kernel, build_decode_kernel
-from asyncengine.kernels.cuda.attention.work.items import ITEM, ITEM_COST, LANE, LINE_COST
+from asyncengine.kernels.cuda.attention.work.items import ITEM, ITEM_COST, LINE_COST, TEAM
 from asyncengine.kernels.cuda.attention.work.prefill import UNIT, build_prefill_kernel
 from asyncengine.kernels.cuda.attention.work.splits import build_split_kernel
 from asyncengine.kernels.cuda.gpu import Gpu, describe
@@ -70,8 +70,8 @@ class Section:
     """tokens of a full tile"""
     rows: Rows
     """that are of this section"""
-    lanes: int
-    late_lanes: int
+    teams: int
+    late_teams: int
     """the last of them, which are short, and whose programs begin when others end"""
     split_tiles: int
     """KV tiles of a fixed split; 0 is adaptive"""
@@ -81,11 +81,11 @@ class Section:
     max_splits: int
     """of a unit whose splits are fixed"""
     item_step: int
-    """from one item of a lane to its next"""
+    """from one item of a team to its next"""
     items: Tensor
     """int32 [max_items, ITEM]"""
-    lane_items: Tensor
-    """int32 [lanes, LANE]"""
+    team_items: Tensor
+    """int32 [teams, TEAM]"""
     units: Tensor
     """int32 [max_units, UNIT], of prefill with adaptive splits: what the items are made of"""
     partials: Tensor
@@ -98,23 +98,23 @@ class Section:
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """As the attention kernels take them, one after the other."""
-        return self.items, self.lane_items, self.partials, self.stats, self.arrivals
+        return self.items, self.team_items, self.partials, self.stats, self.arrivals
 
     def build(self, step: DeviceStep, window: int, pdl: bool = False) -> None:
         arguments = (
-            step.row_slot, step.row_query_start, step.row_query_len, step.row_context_len, self.items, self.lane_items,
+            step.row_slot, step.row_query_start, step.row_query_len, step.row_context_len, self.items, self.team_items,
             step.num_rows, window or NO_WINDOW,
         )  # fmt: skip
         if self.whole_tiles:
             build_apart_kernel[(step.num_rows,)](
                 *arguments,
                 KEYS=self.tile.keys,
-                LANES=self.lanes,
+                TEAMS=self.teams,
                 MIN_COST=self.min_split_tiles + ITEM_COST,
                 ITEM_COST=ITEM_COST,
                 LINE_COST=LINE_COST,
                 WHOLE_TILES=self.whole_tiles,
-                WIDTH=triton.next_power_of_2(self.lanes),
+                WIDTH=triton.next_power_of_2(self.teams),
                 num_warps=1,
                 **launch_options(pdl),
             )
@@ -125,10 +125,10 @@ class Section:
                 self.units,
                 QUERIES=self.queries,
                 KEYS=self.tile.keys,
-                LANES=self.lanes,
+                TEAMS=self.teams,
                 MIN_COST=self.min_split_tiles + ITEM_COST,
                 ITEM_COST=ITEM_COST,
-                WIDTH=triton.next_power_of_2(self.lanes),
+                WIDTH=triton.next_power_of_2(self.teams),
                 num_warps=8,
                 **launch_options(pdl),
             )
@@ -138,10 +138,10 @@ class Section:
                 *arguments,
                 QUERIES=self.queries,
                 KEYS=self.tile.keys,
-                LANES=self.lanes,
+                TEAMS=self.teams,
                 SPLIT=self.split_tiles,
                 ROWS=256,
-                WIDTH=triton.next_power_of_2(max(self.lanes, self.max_splits)),
+                WIDTH=triton.next_power_of_2(max(self.teams, self.max_splits)),
                 num_warps=8,
                 **launch_options(pdl),
             )
@@ -149,14 +149,14 @@ class Section:
         build_decode_kernel[(min(step.num_rows, PROGRAMS),)](
             *arguments,
             KEYS=self.tile.keys,
-            LANES=self.lanes - self.late_lanes,
-            LATE=self.late_lanes,
+            TEAMS=self.teams - self.late_teams,
+            LATE=self.late_teams,
             MIN_COST=self.min_split_tiles + ITEM_COST,
             ITEM_COST=ITEM_COST,
             LINE_COST=LINE_COST,
             ROWS=256,
-            DEALT=triton.next_power_of_2(self.lanes - self.late_lanes),
-            WIDTH=triton.next_power_of_2(self.lanes),
+            DEALT=triton.next_power_of_2(self.teams - self.late_teams),
+            WIDTH=triton.next_power_of_2(self.teams),
             num_warps=8,
             **launch_options(pdl),
         )
@@ -202,14 +202,14 @@ class WorkList:
         ``split_tokens`` 0 the splits follow the work of the step; otherwise every row is cut at multiples of it, so
         that a token's result depends neither on other rows nor on what else of its own row is computed with it: that
         costs balance, and room for a partial result of every unit and split. With ``whole_tokens`` units of more than
-        so many tokens are cut apart, which is for rows of one token, no more than there are lanes. With ``late`` there
-        are as many short lanes behind those that have room at once; not with prefill, fixed splits or units cut apart.
+        so many tokens are cut apart, which is for rows of one token, no more than there are teams. With ``late`` there
+        are as many short teams behind those that have room at once; not with prefill, fixed splits or units cut apart.
         ``num_programs`` sizes the grids (default: what fits on ``gpu``, which is the device's unless it is given).
         ``tiles`` are those of decode and of prefill; fixed splits take the latter, which is None if no row will have
         more than one token.
 
         Raises ConfigError if ``split_tokens`` is no multiple of the tile, the heads do not divide, or units
-        that are not for it are to be cut apart or to have late lanes.
+        that are not for it are to be cut apart or to have late teams.
         """
         if shape.num_heads % shape.num_kv_heads:
             raise ConfigError(f"{shape.num_heads} query heads do not divide into {shape.num_kv_heads} KV heads")
@@ -219,17 +219,17 @@ class WorkList:
         if split_tokens < 0 or (split_tokens and (not keys or split_tokens % keys)):
             raise ConfigError(f"split_tokens {split_tokens} is not a multiple of the KV tile of {keys} tokens")
         if late and (prefill or split_tokens or whole_tokens):
-            raise ConfigError("late lanes are for rows of one token that are cut along the line")
+            raise ConfigError("late teams are for rows of one token that are cut along the line")
 
         def section(tile: Tile, queries: int, of: Rows, max_units: int, split_tiles: int = 0) -> Section:
-            lanes = max(1, num_programs // shape.num_kv_heads) if num_programs else tile.count_lanes(shape, sms)
-            late_lanes = lanes if late else 0
-            lanes += late_lanes
+            teams = max(1, num_programs // shape.num_kv_heads) if num_programs else tile.count_teams(shape, sms)
+            late_teams = teams if late else 0
+            teams += late_teams
             splits = -(-max_context // (split_tiles * tile.keys)) if split_tiles else 1
             if split_tiles:
                 max_items, slots = max_units * splits, max_units * splits if splits > 1 else 0
             else:
-                max_items, slots = max_units + lanes, 2 * lanes
+                max_items, slots = max_units + teams, 2 * teams
             per_slot = (shape.num_kv_heads, queries * shape.group)
             ints = functools.partial(torch.zeros, dtype=torch.int32, device=device)
             floats = functools.partial(torch.empty, dtype=torch.float32, device=device)
@@ -237,15 +237,15 @@ class WorkList:
                 tile,
                 queries,
                 of,
-                lanes,
-                late_lanes,
+                teams,
+                late_teams,
                 split_tiles,
                 min_split_tiles=-(-min_split_tokens // tile.keys),
                 whole_tiles=-(-whole_tokens // tile.keys),
                 max_splits=splits,
-                item_step=lanes if split_tiles else 1,
+                item_step=teams if split_tiles else 1,
                 items=ints((max_items, ITEM.value)),
-                lane_items=ints((lanes, LANE.value)),
+                team_items=ints((teams, TEAM.value)),
                 units=ints((max_units if of == "several" else 0, UNIT.value)),
                 partials=floats((slots, *per_slot, shape.head_dim)),
                 stats=floats((2, slots, *per_slot)),
@@ -261,8 +261,8 @@ class WorkList:
             all_rows = section(prefill, queries, "any", most, split_tokens // prefill.keys)
             return cls(shape, window, max_rows, max_tokens, all_rows, None)
         decodes, prefills = section(decode, 1, "one", max_rows), None
-        if whole_tokens and (prefill or split_tokens or max_rows > decodes.lanes):
-            raise ConfigError(f"{max_rows} rows are not cut apart on {decodes.lanes} lanes, nor with prefill or splits")
+        if whole_tokens and (prefill or split_tokens or max_rows > decodes.teams):
+            raise ConfigError(f"{max_rows} rows are not cut apart on {decodes.teams} teams, nor with prefill or splits")
         if prefill and (rows := min(max_rows, max_tokens // 2)):
             queries = prefill.rows // shape.group
             prefills = section(prefill, queries, "several", units(rows, queries))
@@ -330,7 +330,7 @@ class StepWork:
             assert cut
             assert decode
             apart, fixed = (cut.tokens if cut.kind == kind else 0 for kind in ("apart", "fixed"))
-            rows = min(max_rows, decode.count_lanes(shape, gpu.multiprocessors)) if apart else max_rows
+            rows = min(max_rows, decode.count_teams(shape, gpu.multiprocessors)) if apart else max_rows
             return WorkList.allocate(
                 shape, (decode, prefill), max_rows=rows, max_tokens=max_tokens, max_context=max_context, device=device,
                 window=window, split_tokens=fixed, whole_tokens=apart, late=cut.kind == "late", gpu=gpu,

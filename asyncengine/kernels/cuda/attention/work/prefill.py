@@ -15,10 +15,10 @@ from asyncengine.kernels.cuda.attention.work.items import (
     SLOT,
     cut_line,
     kv_tiles,
-    lane_costs,
     store_items,
-    store_lanes,
     store_place,
+    store_teams,
+    team_costs,
 )
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import wait
@@ -28,10 +28,10 @@ RANKED = tl.constexpr(6)  # of unit u: which unit so many are longer than, or as
 UNIT = tl.constexpr(8)
 
 WHOLE_GAIN = tl.constexpr(6)
-"""What lanes that begin and end anywhere cost a step at least, in tiles, since pieces leave 64 KiB each to be combined:
+"""What teams that begin and end anywhere cost a step at least, in tiles, since pieces leave 64 KiB each to be combined:
 5 to 8 at 2,048 tokens."""
 WHOLE_SHARE = tl.constexpr(10)
-"""And as a part of a long lane, since lanes are at keys of their own: 11% after 14,336 tokens."""
+"""And as a part of a long team, since teams are at keys of their own: 11% after 14,336 tokens."""
 
 
 @triton.jit
@@ -93,51 +93,51 @@ def _load_units(units, unit, there):
 
 @triton.jit
 def _take_turns(
-    items, lane_items, units, all_units, LANES: tl.constexpr, ITEM_COST: tl.constexpr, WIDTH: tl.constexpr
+    items, team_items, units, all_units, TEAMS: tl.constexpr, ITEM_COST: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """Make every unit an item: in each turn the longest ones left go to a lane each, the first to who has least.
+    """Make every unit an item: in each turn the longest ones left go to a team each, the first to who has least.
 
-    int32 [WIDTH]: what each lane has then.
+    int32 [WIDTH]: what each team has then.
     """
-    lane = tl.arange(0, WIDTH)
+    team = tl.arange(0, WIDTH)
     taken, count = tl.zeros([WIDTH], tl.int32), tl.zeros([WIDTH], tl.int32)
-    turns = tl.cdiv(all_units, LANES)
+    turns = tl.cdiv(all_units, TEAMS)
     for turn in range(0, turns):
-        least = tl.where(lane < LANES, taken * WIDTH + lane, 1 << 30)
-        place = turn * LANES + tl.sum((least[None, :] < least[:, None]).to(tl.int32), 1)
-        there = (lane < LANES) & (place < all_units)
+        least = tl.where(team < TEAMS, taken * WIDTH + team, 1 << 30)
+        place = turn * TEAMS + tl.sum((least[None, :] < least[:, None]).to(tl.int32), 1)
+        there = (team < TEAMS) & (place < all_units)
         unit = tl.load(units + place * UNIT + RANKED, mask=there, other=0)
         slot, query, tokens, position, begin, end = _load_units(units, unit, there)
         store_items(
-            items, lane_items, lane * turns + turn, lane, there & (turn == 0), slot, query, tokens, position, begin,
+            items, team_items, team * turns + turn, team, there & (turn == 0), slot, query, tokens, position, begin,
             end, 0, 0, there.to(tl.int32),
         )  # fmt: skip
         taken += tl.where(there, end - begin + ITEM_COST, 0)
         count += there.to(tl.int32)
-    store_lanes(lane_items, lane, lane * turns, lane * turns + count, lane < LANES, lane < LANES)
+    store_teams(team_items, team, team * turns, team * turns + count, team < TEAMS, team < TEAMS)
     return taken
 
 
 @triton.jit
 def _cut_units(
-    items, lane_items, units, all_units, total, lane_cost, late_cost, LANES: tl.constexpr, ITEM_COST: tl.constexpr,
+    items, team_items, units, all_units, total, team_cost, late_cost, TEAMS: tl.constexpr, ITEM_COST: tl.constexpr,
     AT_ONCE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """All units along the line."""
     piece = tl.arange(0, WIDTH)
-    idle = (piece < LANES) & (piece * lane_cost >= total - ITEM_COST)
-    store_lanes(lane_items, piece, 0, 0, idle, idle)
+    idle = (piece < TEAMS) & (piece * team_cost >= total - ITEM_COST)
+    store_teams(team_items, piece, 0, 0, idle, idle)
     before = 0
     for first in range(0, all_units, AT_ONCE):
         unit = first + tl.arange(0, AT_ONCE)[:, None]
         slot, query, tokens, position, begin, end = _load_units(units, unit, unit < all_units)
         cost = tl.where(unit < all_units, end - begin + ITEM_COST, 0)
-        pieces, low, high, partial, to, lane, opens = cut_line(
-            lane_items, unit, before + tl.cumsum(cost, 0) - cost, begin, end, total, lane_cost, late_cost,
-            piece[None, :], LANES, ITEM_COST,
+        pieces, low, high, partial, to, team, opens = cut_line(
+            team_items, unit, before + tl.cumsum(cost, 0) - cost, begin, end, total, team_cost, late_cost,
+            piece[None, :], TEAMS, ITEM_COST,
         )  # fmt: skip
         store_items(
-            items, lane_items, to, lane, opens, slot, query, tokens, position, low, high, partial, piece[None, :],
+            items, team_items, to, team, opens, slot, query, tokens, position, low, high, partial, piece[None, :],
             pieces,
         )  # fmt: skip
         before += tl.sum(cost)
@@ -150,13 +150,13 @@ def build_prefill_kernel(
     row_query_len,
     row_context_len,
     items,
-    lane_items,
+    team_items,
     num_rows,
     window,
     units,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
-    LANES: tl.constexpr,
+    TEAMS: tl.constexpr,
     MIN_COST: tl.constexpr,
     ITEM_COST: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -164,7 +164,7 @@ def build_prefill_kernel(
 ):
     """One program for all rows of several tokens.
 
-    Units stay whole if lanes get about the same by that, and all begin with their longest: those meet in the L2 cache.
+    Units stay whole if teams get about the same by that, and all begin with their longest: those meet in the L2 cache.
     Otherwise all are cut along the line.
     """
     wait(PDL)
@@ -175,11 +175,11 @@ def build_prefill_kernel(
     tl.debug_barrier()
     _rank_units(units, all_units, AT_ONCE)
     tl.debug_barrier()
-    taken = _take_turns(items, lane_items, units, all_units, LANES, ITEM_COST, WIDTH)
+    taken = _take_turns(items, team_items, units, all_units, TEAMS, ITEM_COST, WIDTH)
     total = tl.sum(taken, 0)
-    lane_cost, late_cost = lane_costs(total, all_units, LANES, 0, MIN_COST)
-    if tl.max(taken, 0) > lane_cost + tl.maximum(WHOLE_GAIN, lane_cost // WHOLE_SHARE):
+    team_cost, late_cost = team_costs(total, all_units, TEAMS, 0, MIN_COST)
+    if tl.max(taken, 0) > team_cost + tl.maximum(WHOLE_GAIN, team_cost // WHOLE_SHARE):
         tl.debug_barrier()
         _cut_units(
-            items, lane_items, units, all_units, total, lane_cost, late_cost, LANES, ITEM_COST, 2048 // WIDTH, WIDTH
+            items, team_items, units, all_units, total, team_cost, late_cost, TEAMS, ITEM_COST, 2048 // WIDTH, WIDTH
         )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from asyncengine.kernels.cuda.attention.work.items import kv_tiles, store_items, store_lanes
+from asyncengine.kernels.cuda.attention.work.items import kv_tiles, store_items, store_teams
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import wait
 
@@ -39,12 +39,12 @@ def build_split_kernel(
     row_query_len,
     row_context_len,
     items,
-    lane_items,
+    team_items,
     num_rows,
     window,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
-    LANES: tl.constexpr,
+    TEAMS: tl.constexpr,
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -57,7 +57,7 @@ def build_split_kernel(
     length = tl.load(row_query_len + row)
     item, all_items = _count_items(row_query_len, row_context_len, num_rows, row, window, QUERIES, KEYS, SPLIT, ROWS)
     if row == 0:
-        store_lanes(lane_items, piece, piece, all_items, piece < LANES, piece < LANES)
+        store_teams(team_items, piece, piece, all_items, piece < TEAMS, piece < TEAMS)
     slot = tl.load(row_slot + row)
     query = tl.load(row_query_start + row)
     context = tl.load(row_context_len + row)
@@ -69,7 +69,7 @@ def build_split_kernel(
         high = tl.minimum((first_split + piece + 1) * SPLIT, end)
         to, count = item + piece, tl.minimum(length - index * QUERIES, QUERIES)
         store_items(
-            items, lane_items, to, to, (piece < pieces) & (to < LANES), slot, query + index * QUERIES, count,
+            items, team_items, to, to, (piece < pieces) & (to < TEAMS), slot, query + index * QUERIES, count,
             context + index * QUERIES, low, high, item, piece, pieces,
         )  # fmt: skip
         item += pieces
