@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from asyncengine import _core
+from asyncengine._core import CpuKernels, SimulatedDevice, StepLoop
 from asyncengine.api.engine_options import EngineOptions
 from asyncengine.api.model_info import ModelInfo
 from asyncengine.api.request import Prompt, SamplingParams
@@ -94,7 +94,7 @@ class SimulatedEngine(AsyncEngine):
         self._scripted: ScriptedModel | None = None
         self._submitting: set[str] = set()
         self._names = itertools.count(1)
-        self.device = _core.SimulatedDevice(
+        self.device = SimulatedDevice(
             vocab_size=VOCAB_SIZE,
             first_token=EOS_TOKEN_ID if ends else _FIRST_WORD,
             step_latency_us=step_latency_us,
@@ -127,7 +127,7 @@ class SimulatedEngine(AsyncEngine):
         )
         costs = self._costs(config) if config.needs_costs else None
         if self._replies is None:
-            step_loop = _core.StepLoop.on_simulated_device(
+            step_loop = StepLoop.on_simulated_device(
                 step_loop_config(config, info, costs=costs), self.device, self._poll_interval_us
             )
         else:
@@ -137,8 +137,8 @@ class SimulatedEngine(AsyncEngine):
             model = self._scripted = ScriptedModel(
                 info.num_kv_blocks, info.block_size, VOCAB_SIZE, EOS_TOKEN_ID, self._step_latency_us / 1e6
             )
-            step_loop = _core.StepLoop.on_cpu(
-                step_loop_config(config, info, costs=costs), model.forward, _core.CpuKernels(1), VOCAB_SIZE,
+            step_loop = StepLoop.on_cpu(
+                step_loop_config(config, info, costs=costs), model.forward, CpuKernels(1), VOCAB_SIZE,
                 model.kv_regions,
             )  # fmt: skip
         tokenizer = None if config.skip_tokenizer_init else placeholder_tokenizer(VOCAB_SIZE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from asyncengine import _core
+from asyncengine._core import json_extent
 
 MAX_BYTES = 4 << 20
 """Bytes of UTF-8 that the JSON texts of one request may have together."""
@@ -36,7 +36,7 @@ class JsonTexts:
         self._bytes += len(encoded)
         if self._bytes > self.max_bytes:
             raise self._too_long()
-        values, depth = _core.json_extent(encoded)
+        values, depth = json_extent(encoded)
         self._values += values
         if self._values > self.max_values:
             raise JsonTooLargeError(f"JSON within strings has more than {self.max_values} values")

@@ -12,7 +12,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Literal, Self, Unpack
 
-from asyncengine import _core
+from asyncengine._core import SamplingState, StepLoop, SubmitResult
 from asyncengine.api.engine_options import EngineOptions
 from asyncengine.api.request import Prompt, RequestDelta, RequestOutput, SamplingParams
 from asyncengine.api.stats import DebugStats, EngineStats, StepTokens
@@ -65,7 +65,7 @@ _HOW_TO_START = "write 'async with AsyncEngine.from_pretrained(...) as engine:',
 Health = Literal["loading", "ready", "draining", "closed", "dead"]
 
 
-async def _drive(step_loop: _core.StepLoop) -> None:
+async def _drive(step_loop: StepLoop) -> None:
     """In place of the step thread: its rounds, in between the loop's other callbacks."""
     while not step_loop.error:
         moved = step_loop.advance()
@@ -330,7 +330,7 @@ class AsyncEngine(ManyMethods, VectorMethods, ScoringMethods, SnapshotMethods, T
             max_tokens=1,
             priority=terms.priority,
             salt=hash_salt(terms.cache_salt),
-            sampling=_core.SamplingState(),
+            sampling=SamplingState(),
             stop_tokens=[],
             delay_ns=place.delay_ns,
             reserved=place.reserved,
@@ -441,20 +441,20 @@ class AsyncEngine(ManyMethods, VectorMethods, ScoringMethods, SnapshotMethods, T
             if asked is not None and asked > limit:
                 raise InvalidRequestError(f"{name} must be in [0, {limit}] (max_logprobs), got {asked}", param=name)
 
-    def _check_result(self, result: _core.SubmitResult, asked: Sequence[str] = ()) -> None:
+    def _check_result(self, result: SubmitResult, asked: Sequence[str] = ()) -> None:
         """``asked``: the fields that ask for more than plain sampling."""
-        if result == _core.SubmitResult.queue_full:
+        if result == SubmitResult.queue_full:
             raise EngineOverloadedError(
                 f"the queue is full: max_queued_requests ({self.config.max_queued_requests}) or max_queued_tokens "
                 f"({self.config.max_queued_tokens}) is reached; raise it, or use generate_many, which waits for room"
             )
-        if result == _core.SubmitResult.unserved:
+        if result == SubmitResult.unserved:
             what, device = ", ".join(asked) or "this kind of request", self.model_info.device
             param = asked[0].partition("=")[0] if asked else "params"
             raise InvalidRequestError(f"{what}: not served on this device ({device}) yet", param=param)
-        if result == _core.SubmitResult.too_large:  # check_size has checked the tokens
+        if result == SubmitResult.too_large:  # check_size has checked the tokens
             raise InvalidRequestError("the parameters ask for more than a step has room for", param="params")
-        if result != _core.SubmitResult.accepted:
+        if result != SubmitResult.accepted:
             self._on_wake()  # it ended by itself, and a caller who only asks again keeps the loop from hearing of it
             raise self._dead_or_closed()
 

@@ -13,7 +13,7 @@ from asyncengine.engine.stream import RequestStream
 from asyncengine.errors import AsyncEngineError, InvalidRequestError, WrongLoopError
 
 if TYPE_CHECKING:
-    from asyncengine import _core
+    from asyncengine._core import StepLoop
     from asyncengine.engine.fairness import Place
 
 _WRONG_LOOP = (
@@ -26,7 +26,7 @@ class LiveRequests:
     """The Owner of streams. ``step_loop`` and ``loop`` are set while the engine runs."""
 
     def __init__(self, fair_share_s: float) -> None:
-        self.step_loop: _core.StepLoop | None = None
+        self.step_loop: StepLoop | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self.fair_share = FairShare(fair_share_s)
         self.idle = asyncio.Event()

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from asyncengine import _core
+from asyncengine._core import STEP_INPUT_LAYOUT, EntryKind, MaskChannel, Need, RequestExtras, SamplingState
 from asyncengine.api.logprobs import record_words
 from asyncengine.api.request import MAX_BAD_WORD_TOKENS, SamplingParams
 from asyncengine.api.token_sets import TokenSet
@@ -28,8 +28,8 @@ def request_extras(
     ends: Sequence[int],
     model: ModelInfo,
     bad_words: Sequence[Sequence[int]] = (),
-    masks: Sequence[_core.MaskChannel] = (),
-) -> _core.RequestExtras:
+    masks: Sequence[MaskChannel] = (),
+) -> RequestExtras:
     """``ends``: the tokens that end the sequence. ``bad_words``: the tokens of each.
 
     Raises InvalidRequestError for a token outside the vocabulary, and for too many tokens of words.
@@ -48,27 +48,27 @@ def request_extras(
     lists = bool(params.logit_bias) or params.allowed_token_ids is not None or params.min_tokens > 0
     penalties = params.penalized or bool(words) or params.no_repeat_ngram_size > 0
     history = penalties or scores
-    needs = (_core.Need.penalties if penalties else 0) | (_core.Need.bias if lists else 0)
-    needs |= _core.Need.logprobs if records else 0
+    needs = (Need.penalties if penalties else 0) | (Need.bias if lists else 0)
+    needs |= Need.logprobs if records else 0
     result_words = record_words(_num_top(params) + len(params.logprob_token_ids)) if records else 0
     if params.logits_processor is not None:
-        needs |= _core.Need.logits
+        needs |= Need.logits
         result_words = max(result_words, 1 + vocab)
     if not needs and not masks:
-        return _core.RequestExtras()
-    entries = [(_core.EntryKind.parameters, _parameters(params, prompt_len))]
+        return RequestExtras()
+    entries = [(EntryKind.parameters, _parameters(params, prompt_len))]
     if params.logit_bias:
         bias = [word for token, value in params.logit_bias.items() for word in (token, _bits(value))]
-        entries.append((_core.EntryKind.bias, bias))
+        entries.append((EntryKind.bias, bias))
     if words:
-        entries.append((_core.EntryKind.banned_words, [x for word in words for x in (len(word), *word)]))
+        entries.append((EntryKind.banned_words, [x for word in words for x in (len(word), *word)]))
     if params.min_tokens and ends:
-        entries.append((_core.EntryKind.end_tokens, list(ends)))
+        entries.append((EntryKind.end_tokens, list(ends)))
     if params.allowed_token_ids is not None:
-        entries.append((_core.EntryKind.allowed_tokens, _allowed(params).bitmap(vocab)))
+        entries.append((EntryKind.allowed_tokens, _allowed(params).bitmap(vocab)))
     if params.logprob_token_ids:
-        entries.append((_core.EntryKind.named_tokens, list(params.logprob_token_ids)))
-    return _core.RequestExtras(
+        entries.append((EntryKind.named_tokens, list(params.logprob_token_ids)))
+    return RequestExtras(
         needs=needs,
         entries=entries,
         history=history,
@@ -78,9 +78,9 @@ def request_extras(
     )
 
 
-def sampling_state(params: SamplingParams, seed: int) -> _core.SamplingState:
+def sampling_state(params: SamplingParams, seed: int) -> SamplingState:
     """The part of the parameters that draws a token."""
-    return _core.SamplingState(
+    return SamplingState(
         temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p, seed=seed % 2**64
     )
 
@@ -91,7 +91,7 @@ def _num_top(params: SamplingParams) -> int:
 
 
 def _parameters(params: SamplingParams, prompt_len: int) -> list[int]:
-    layout = _core.STEP_INPUT_LAYOUT
+    layout = STEP_INPUT_LAYOUT
     flags = {
         "processed_logprobs": params.logprobs_mode == "processed_logprobs",
         "score_only": params.max_tokens == 0,

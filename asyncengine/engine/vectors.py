@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from asyncengine import _core
+from asyncengine._core import Need, RecordKind, RequestExtras, SequenceNews
 from asyncengine.api.checks import quoted
 from asyncengine.api.conversation import Conversation
 from asyncengine.api.request import Prompt, SamplingParams, Truncation, Usage
@@ -63,11 +63,11 @@ class VectorStream(RequestStream):
 
     payload = b""
 
-    def feed(self, news: _core.SequenceNews) -> None:
+    def feed(self, news: SequenceNews) -> None:
         """Take in what the step thread delivered. Called by the engine only."""
         self.cached_tokens = news.cached_tokens
         for record in news.records:
-            if record.kind is _core.RecordKind.vector:
+            if record.kind is RecordKind.vector:
                 self.payload = record.payload
         super().feed(news)
 
@@ -100,10 +100,10 @@ class Terms:
         return Truncation(self.truncate_prompt_tokens, self.truncation_side or "right")
 
 
-def vector_extras(model: ModelInfo, pooling: Pooling) -> _core.RequestExtras:
+def vector_extras(model: ModelInfo, pooling: Pooling) -> RequestExtras:
     """What a request for a vector asks of the core."""
-    needs = _core.Need.vector | (_core.Need.mean if pooling == "mean" else _core.Need(0))
-    return _core.RequestExtras(needs=needs, result_words=1 + model.vector_size)
+    needs = Need.vector | (Need.mean if pooling == "mean" else Need(0))
+    return RequestExtras(needs=needs, result_words=1 + model.vector_size)
 
 
 def check_generates(model: ModelInfo) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from asyncengine import _core
+from asyncengine._core import StepBatch, StepLoop
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError, ModelNotFoundError
 from asyncengine.kernels.cuda.launch.compile_processes import compile_processes
@@ -35,7 +35,7 @@ class Backend:
     model_info: ModelInfo
     tokenizer: Tokenizer | None
     """None: token ids in and out, no text."""
-    step_loop: _core.StepLoop
+    step_loop: StepLoop
     keep_alive: object = None
     """Whatever owns the memory that the step loop uses."""
     interrupt: Callable[[], None] | None = None
@@ -166,10 +166,10 @@ def _load_on_cpu(config: EngineConfig, *, progress: bool, measure: bool) -> Back
     runner = CpuModelRunner.load(config, progress=progress, ops=ops)
     costs = cpu_costs(config, runner, anew=measure) if measure or config.needs_costs else None
 
-    def forward(batch: _core.StepBatch) -> tuple[int, int, int]:
+    def forward(batch: StepBatch) -> tuple[int, int, int]:
         return runner.forward(batch).addresses()
 
-    step_loop = _core.StepLoop.on_cpu(
+    step_loop = StepLoop.on_cpu(
         step_loop_config(config, runner.info, costs=costs.table if costs else None),
         forward,
         ops.native,

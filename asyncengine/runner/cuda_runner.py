@@ -10,7 +10,7 @@ from typing import Self
 
 import torch
 
-from asyncengine import _core
+from asyncengine._core import CudaDevice, StepLoop
 from asyncengine.api.model_info import ModelInfo
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ConfigError
@@ -46,7 +46,7 @@ class CudaRunner:
         info: ModelInfo,
         model_config: ModelConfig,
         steps: DeviceSteps,
-        device: _core.CudaDevice,
+        device: CudaDevice,
         buffers: StepBuffers,
         buckets: list[Bucket],
         host_tier: HostTier | None,
@@ -74,7 +74,7 @@ class CudaRunner:
             raise ConfigError("device=cuda, but torch sees no GPU: check the driver, and that torch is built for CUDA")
         device = torch.device("cuda", torch.cuda.current_device())
         torch.empty(1, device=device)  # torch loads the CUDA runtime when it first needs it
-        native = _core.CudaDevice(loaded_libcudart(), device.index)
+        native = CudaDevice(loaded_libcudart(), device.index)
         ops = CudaOps(device, cuda_options(config, examine(device)))
         try:
             loaded = load_model(config, ops, progress=progress)
@@ -103,7 +103,7 @@ class CudaRunner:
             host_rows, buckets = None, [bucket for bucket in buckets if not bucket.lanes]
         return cls(info, loaded.config, steps, native, buffers, buckets, tier, host_rows)
 
-    def make_step_loop(self, config: EngineConfig, *, progress: bool, measure: bool = False) -> _core.StepLoop:
+    def make_step_loop(self, config: EngineConfig, *, progress: bool, measure: bool = False) -> StepLoop:
         """Capture the graphs, unless eager execution is enforced, and build the step loop that launches them.
 
         ``measure``: measure what steps take, whatever is kept of that and whether the configuration needs it or not.
@@ -134,7 +134,7 @@ class CudaRunner:
             workers = self._host_rows.workers(self._device, self._host_tier.pool, self.graphs.native, capture)
         else:
             config = replace(config, hybrid_attention="off")
-        return _core.StepLoop.on_cuda(
+        return StepLoop.on_cuda(
             step_loop_config(config, self.info, token_buckets(self.buckets), self.costs.table if self.costs else None),
             self._device,
             self._buffers.staging,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncengine import _core
+from asyncengine._core import HybridConfig, SchedulerConfig, StepCosts, StepLoopConfig
 from asyncengine.api.logprobs import record_words
 from asyncengine.api.model_info import ModelInfo
 from asyncengine.config import EngineConfig
@@ -73,14 +73,14 @@ def decodes_on_host(config: EngineConfig, model_info: ModelInfo) -> bool:
     return asked_for and model_info.can_decode_on_host and model_info.num_host_kv_blocks > 0
 
 
-def hybrid_config(config: EngineConfig, model_info: ModelInfo, costs: CostTable | None = None) -> _core.HybridConfig:
+def hybrid_config(config: EngineConfig, model_info: ModelInfo, costs: CostTable | None = None) -> HybridConfig:
     """Without ``costs``, or where the host's attention is not among them, it is taken to pay."""
     if not decodes_on_host(config, model_info):
-        return _core.HybridConfig()
+        return HybridConfig()
     form, workers, attend_ns = config.hybrid_form_on(model_info.device), config.num_hybrid_workers, 0.0
     if costs is not None:
         workers, attend_ns = costs.attenders(form, workers, model_info.kv_layer_token_bytes)
-    return _core.HybridConfig(
+    return HybridConfig(
         lanes=config.hybrid_lanes_on(model_info.device),
         layers=model_info.num_kv_layers,
         workers=max(1, workers),
@@ -107,10 +107,10 @@ def hybrid_gain(
 
 def scheduler_config(
     config: EngineConfig, model_info: ModelInfo, token_buckets: Sequence[int] = (), costs: CostTable | None = None
-) -> _core.SchedulerConfig:
+) -> SchedulerConfig:
     """Without ``costs`` no chunk heeds the targets of the configuration."""
     chunk, default = config.prefill_chunk_size, EngineConfig.prefill_chunk_size
-    return _core.SchedulerConfig(
+    return SchedulerConfig(
         num_blocks=model_info.num_kv_blocks,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
@@ -124,7 +124,7 @@ def scheduler_config(
         mask_words=-(-model_info.vocab_size // 32),
         max_result_words=_result_words(config, model_info),
         num_host_blocks=model_info.num_host_kv_blocks,
-        costs=costs.native() if costs else _core.StepCosts(),
+        costs=costs.native() if costs else StepCosts(),
         target_itl_ns=round(1e6 * (config.target_itl_ms or 0)),
         target_itl_ns_by_priority=[(p, max(1, round(1e6 * ms))) for p, ms in config.itl_targets_by_priority.items()],
         paced_chunk_size=0 if chunk in (None, default) else chunk,
@@ -141,8 +141,8 @@ def _result_words(config: EngineConfig, model_info: ModelInfo) -> int:
 
 def step_loop_config(
     config: EngineConfig, model_info: ModelInfo, token_buckets: Sequence[int] = (), costs: CostTable | None = None
-) -> _core.StepLoopConfig:
-    return _core.StepLoopConfig(
+) -> StepLoopConfig:
+    return StepLoopConfig(
         scheduler=scheduler_config(config, model_info, token_buckets, costs),
         steps_in_flight=config.steps_in_flight,
         max_queued_requests=config.max_queued_requests,

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncengine import _core
+from asyncengine._core import StepBatch
 
 VECTOR_SIZE = 64
 _WRITES, _REPLACES, _ENDS = 100.0, 75.0, 50.0
@@ -68,7 +68,7 @@ class ScriptedModel:
         """Addresses of the cache, and bytes of a block."""
         return [(self._cache.ctypes.data, self._cache[0].nbytes)]
 
-    def forward(self, batch: _core.StepBatch) -> tuple[int, int, int]:
+    def forward(self, batch: StepBatch) -> tuple[int, int, int]:
         """Addresses of the logits and the vectors, and the vectors' width. They stay valid until the next call."""
         if self._step_s:
             time.sleep(self._step_s)

@@ -9,7 +9,7 @@ from http import HTTPStatus
 
 from aiohttp import web
 
-from asyncengine import _core
+from asyncengine._core import json_shape
 from asyncengine.api.checks import quoted
 from asyncengine.api.request import Prompt
 from asyncengine.server.config import ServerConfig
@@ -94,9 +94,9 @@ class Bodies:
 
     async def _check_shape(self, body: bytearray, fields: Container[str]) -> None:
         if len(body) <= _SCANNED_AT_ONCE:
-            values, depth, long_members = _core.json_shape(body, LONG_FIELD)
+            values, depth, long_members = json_shape(body, LONG_FIELD)
         else:
-            values, depth, long_members = await asyncio.to_thread(_core.json_shape, body, LONG_FIELD)
+            values, depth, long_members = await asyncio.to_thread(json_shape, body, LONG_FIELD)
         if values > self._config.max_request_values:
             raise _too_large(f"has more than {self._config.max_request_values} values")
         if depth > MAX_DEPTH:

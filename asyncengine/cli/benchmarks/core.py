@@ -80,14 +80,14 @@ def _growth(steps: dict[int, float]) -> Figure | None:
 
 def _decoding(num_seqs: int, steps: int) -> Any:
     """A scheduler with ``num_seqs`` sequences that decode for ``steps`` steps and more."""
-    from asyncengine import _core
+    from asyncengine._core import SchedulerConfig, SchedulerHarness
 
     prefill_steps = (_PROMPT_LEN + _BLOCK_SIZE) * num_seqs // max(2048, num_seqs) + 2
     # Decode rows go first, so all the time that the others prefill, the first sequences decode.
     max_tokens = steps + 2 * prefill_steps
     max_len = _PROMPT_LEN + _BLOCK_SIZE + max_tokens
-    harness = _core.SchedulerHarness(
-        _core.SchedulerConfig(
+    harness = SchedulerHarness(
+        SchedulerConfig(
             num_blocks=num_seqs * (-(-max_len // _BLOCK_SIZE) + 1),
             block_size=_BLOCK_SIZE,
             max_num_seqs=num_seqs,
@@ -110,10 +110,10 @@ class _PrefixMatch:
     """An index full of long prompts, looked up in turn: none is in the processor's nearest cache."""
 
     def __init__(self) -> None:
-        from asyncengine import _core
+        from asyncengine._core import BlockManager
 
         blocks = _MATCH_TOKENS // _BLOCK_SIZE
-        self._manager = _core.BlockManager(_MATCH_PROMPTS * blocks, _BLOCK_SIZE, True)
+        self._manager = BlockManager(_MATCH_PROMPTS * blocks, _BLOCK_SIZE, True)
         self._prompts = [[p, *range(_MATCH_TOKENS - 1)] for p in range(_MATCH_PROMPTS)]
         for prompt in self._prompts:
             chain = self._manager.root_chain(0)

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from asyncengine import _core
+from asyncengine._core import MaskChannel
 from asyncengine.api.checks import said
 from asyncengine.engine.constraints.grammars import PARAM, Grammar, Held
 from asyncengine.engine.constraints.reasoning import Reasoning
@@ -43,7 +43,7 @@ class Constraint:
     ) -> None:
         """Compute the first mask. ``end``: the token that ends the sequence where the grammar does. ``forces``: tokens
         that the grammar leaves no choice of are appended unsampled. ``held`` counts the memory of this object."""
-        self.channel = _core.MaskChannel(mask_words)
+        self.channel = MaskChannel(mask_words)
         self._grammar = grammar
         self._held = held
         self._history: list[int] = []  # tokens that the matcher has taken in

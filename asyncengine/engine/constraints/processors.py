@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from types import CoroutineType
 from typing import TYPE_CHECKING
 
-from asyncengine import _core
+from asyncengine._core import MaskChannel, SamplingState, draw_token
 from asyncengine.api.checks import quoted, said
 from asyncengine.api.request import LogitsProcessor
 from asyncengine.errors import LogitsProcessorError
@@ -27,9 +27,9 @@ class ProcessedSequence:
     the token of the last ones is known."""
 
     def __init__(
-        self, processor: LogitsProcessor, prompt: Sequence[int], vocab_size: int, state: _core.SamplingState
+        self, processor: LogitsProcessor, prompt: Sequence[int], vocab_size: int, state: SamplingState
     ) -> None:
-        self.channel = _core.MaskChannel(-(-vocab_size // 32))
+        self.channel = MaskChannel(-(-vocab_size // 32))
         self._answered = -1  # tokens of the output behind which logits have come: the event loop's
         self._processor = processor
         self._prompt = prompt
@@ -61,7 +61,7 @@ class ProcessedSequence:
         position = len(history)
         logits = _called(self._processor, history, given)
         logits[np.isneginf(given)] = -np.inf
-        token = _core.draw_token(logits, self._state, position)
+        token = draw_token(logits, self._state, position)
         if token < 0:
             raise LogitsProcessorError("the logits_processor left NaN, +inf, or no token that may come")
         if self._ended:

@@ -18,7 +18,7 @@ from asyncengine.engine.constraints.vocabulary import grammar_ends
 from asyncengine.errors import AsyncEngineError, InvalidRequestError
 
 if TYPE_CHECKING:
-    from asyncengine import _core
+    from asyncengine._core import SamplingState
     from asyncengine.api.model_info import ModelInfo
     from asyncengine.text.tokenizer import Tokenizer
 
@@ -81,7 +81,7 @@ class StructuredRequests:
             self._workers.submit(partial(constraint.work, sampled), fail)
 
     def processed(
-        self, params: SamplingParams, prompt_ids: Sequence[int], states: Sequence[_core.SamplingState]
+        self, params: SamplingParams, prompt_ids: Sequence[int], states: Sequence[SamplingState]
     ) -> list[ProcessedSequence]:
         """One for each of the n sequences, none without a logits_processor. Raises EngineOverloadedError."""
         if params.logits_processor is None:

@@ -13,17 +13,16 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from asyncengine import _core
+from asyncengine._core import ActivationFunction, CpuKernels, CpuLinear, CpuNorm, Dtype, PagedKV, StepBatch
 from asyncengine.kernels.cpu.base import BaseOps, PrefillAttention, Residual
 from asyncengine.kernels.cpu.memory import HugePages, Result, ResultPool
 from asyncengine.kernels.float8 import FLOAT8
 from asyncengine.kernels.ops import Activation, AttentionLayer, LayerKVCache, Norm, is_gated
 
-_DTYPES = {torch.float32: _core.Dtype.float32, torch.bfloat16: _core.Dtype.bfloat16}
+_DTYPES = {torch.float32: Dtype.float32, torch.bfloat16: Dtype.bfloat16}
 # The function, and whether it is gated.
-_ACTIVATIONS: dict[Activation, tuple[_core.ActivationFunction, bool]] = {
-    name: (_core.ActivationFunction.__members__[name.removesuffix("_mul")], is_gated(name))
-    for name in get_args(Activation)
+_ACTIVATIONS: dict[Activation, tuple[ActivationFunction, bool]] = {
+    name: (ActivationFunction.__members__[name.removesuffix("_mul")], is_gated(name)) for name in get_args(Activation)
 }
 
 
@@ -31,7 +30,7 @@ _ACTIVATIONS: dict[Activation, tuple[_core.ActivationFunction, bool]] = {
 class CpuLinearHandle:
     """Weight matrices that share their input."""
 
-    native: _core.CpuLinear
+    native: CpuLinear
     in_features: int
     out_features: int
     dtype: torch.dtype
@@ -40,7 +39,7 @@ class CpuLinearHandle:
     added: Result  # of linear_add_
     # What was used with it last, checked then.
     norm: Norm | None = None
-    native_norm: _core.CpuNorm | None = None
+    native_norm: CpuNorm | None = None
     position_table: Tensor | None = None
 
 
@@ -51,10 +50,10 @@ class _Cache:
     k: weakref.ref[Tensor]
     v: weakref.ref[Tensor]
     scales: Tensor | None
-    native: _core.PagedKV
+    native: PagedKV
     dtype: torch.dtype
     """of heads; of a cache in float8 that of the first that attended"""
-    native_dtype: _core.Dtype
+    native_dtype: Dtype
     num_heads: int
     head_dim: int
     layer: AttentionLayer | None = None  # the last one, checked then, and what belongs to it
@@ -71,7 +70,7 @@ class CpuOps(BaseOps[CpuLinearHandle]):
 
     def __init__(self, num_threads: int, isa: str = "auto", *, prefill_attention: PrefillAttention = "native") -> None:
         super().__init__(prefill_attention)
-        self._native = _core.CpuKernels(num_threads, isa)
+        self._native = CpuKernels(num_threads, isa)
         self._caches: dict[int, _Cache] = {}  # by the id of the keys
         self._results = ResultPool()
         self._shared: dict[tuple[str, int, torch.dtype], Result] = {}
@@ -80,7 +79,7 @@ class CpuOps(BaseOps[CpuLinearHandle]):
         self._panel_memory = HugePages()
 
     @property
-    def native(self) -> _core.CpuKernels:
+    def native(self) -> CpuKernels:
         """The kernels themselves; the step loop samples with them."""
         return self._native
 
@@ -120,7 +119,7 @@ class CpuOps(BaseOps[CpuLinearHandle]):
                 _check(bias, dtype, (n,), "bias")
         if panels:
             weights = [self._panels(w) for w in weights]
-        native = _core.CpuLinear(
+        native = CpuLinear(
             [w.data_ptr() for w in weights],
             rows,
             [0 if b is None else b.data_ptr() for b in biases],
@@ -154,7 +153,7 @@ class CpuOps(BaseOps[CpuLinearHandle]):
 
     def embed(
         self,
-        batch: _core.StepBatch,
+        batch: StepBatch,
         embedding: CpuLinearHandle,
         position_table: Tensor | None = None,
         scale: float = 1.0,
@@ -203,7 +202,7 @@ class CpuOps(BaseOps[CpuLinearHandle]):
         norm: Norm,
         handle: CpuLinearHandle,
         result: Result,
-        activation: _core.ActivationFunction | None,
+        activation: ActivationFunction | None,
     ) -> Tensor:
         if handle.norm is not norm:
             self._put_norm(norm, handle)
@@ -234,7 +233,7 @@ class CpuOps(BaseOps[CpuLinearHandle]):
         if norm.bias is not None:
             _check(norm.bias, handle.dtype, (handle.in_features,), "bias")
         bias = 0 if norm.bias is None else norm.bias.data_ptr()
-        handle.norm, handle.native_norm = norm, _core.CpuNorm(norm.weight.data_ptr(), bias, norm.eps)
+        handle.norm, handle.native_norm = norm, CpuNorm(norm.weight.data_ptr(), bias, norm.eps)
 
     def linear_add_(self, x: Tensor, handle: CpuLinearHandle, residual: Residual, norm: Norm | None = None) -> None:
         assert residual.pending is None
@@ -332,7 +331,7 @@ class CpuOps(BaseOps[CpuLinearHandle]):
             )
 
     def store_kv(
-        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: _core.StepBatch,
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: StepBatch,
         scales: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Write the views k, v [T, Hk, D] to the cache slots of batch.slot_mapping; with scales, in float8."""
@@ -349,7 +348,7 @@ class CpuOps(BaseOps[CpuLinearHandle]):
         q: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
-        batch: _core.StepBatch,
+        batch: StepBatch,
         scale: float,
         window: int,
         softcap: float = 0.0,
@@ -373,7 +372,7 @@ class CpuOps(BaseOps[CpuLinearHandle]):
         )
         return out
 
-    def attention(self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: _core.StepBatch) -> Tensor:
+    def attention(self, heads: Tensor, layer: AttentionLayer, cache: LayerKVCache, batch: StepBatch) -> Tensor:
         """``store_heads`` and ``paged_attention`` of contiguous heads. The next call writes the same memory."""
         if self._by_sdpa:
             return super().attention(heads, layer, cache, batch)
@@ -403,7 +402,7 @@ class CpuOps(BaseOps[CpuLinearHandle]):
         cache.layer, cache.heads_width = layer, (layer.num_heads + 2 * cache.num_heads) * cache.head_dim
         cache.attended = self._result("attention", layer.num_heads * cache.head_dim, cache.dtype)
 
-    def sample(self, logits: Tensor, batch: _core.StepBatch) -> Tensor:
+    def sample(self, logits: Tensor, batch: StepBatch) -> Tensor:
         """Tokens int32 [S] drawn from float32 logits [S, V] by the batch's sampling states.
 
         -1 where the logits hold NaN or +inf, or no finite value.
@@ -427,7 +426,7 @@ class CpuOps(BaseOps[CpuLinearHandle]):
             _check(scales, torch.float32, (2, 2, heads), "scales")
         _check(k_cache, stored, (blocks, heads, dim, block_size), "k_cache")
         _check(v_cache, stored, (blocks, heads, block_size, dim), "v_cache")
-        native = _core.PagedKV(k_cache.data_ptr(), v_cache.data_ptr(), heads, dim, block_size, scales_at)
+        native = PagedKV(k_cache.data_ptr(), v_cache.data_ptr(), heads, dim, block_size, scales_at)
         k, v = weakref.ref(k_cache), weakref.ref(v_cache)
         found = _Cache(k, v, scales, native, dtype, native_dtype(dtype), heads, dim)
         self._caches[id(k_cache)] = found
@@ -438,11 +437,11 @@ def _is_transposed(weight: Tensor) -> bool:
     return not weight.is_contiguous() and weight.T.is_contiguous()
 
 
-def _dtype(x: Tensor) -> _core.Dtype:
+def _dtype(x: Tensor) -> Dtype:
     return native_dtype(x.dtype)
 
 
-def native_dtype(dtype: torch.dtype) -> _core.Dtype:
+def native_dtype(dtype: torch.dtype) -> Dtype:
     """The kernels' name of it. Raises ValueError if they do not take it."""
     try:
         return _DTYPES[dtype]

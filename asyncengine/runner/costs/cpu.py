@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from asyncengine import _core
+from asyncengine._core import Dtype, HostPool, StepBatch
+from asyncengine._core import time_host_attention as time_attention
 from asyncengine.api.model_info import ModelInfo
 from asyncengine.config import EngineConfig
 from asyncengine.models.config import ModelConfig
@@ -145,7 +146,7 @@ def time_cpu_step(runner: CpuModelRunner, rows: Rows) -> float:
     return min(seconds)
 
 
-def _step_batch(rows: Rows, block_size: int) -> _core.StepBatch:
+def _step_batch(rows: Rows, block_size: int) -> StepBatch:
     """Every row has blocks of its own, side by side, and samples its last token."""
     positions: list[int] = []
     slots: list[int] = []
@@ -157,7 +158,7 @@ def _step_batch(rows: Rows, block_size: int) -> _core.StepBatch:
         slots += range(blocks * block_size + context, blocks * block_size + context + tokens)
         starts.append(starts[-1] + tokens)
         blocks += count
-    return _core.StepBatch(
+    return StepBatch(
         [0] * len(positions), positions, slots, starts, [context for _, context in rows], tables,
         [start - 1 for start in starts[1:]],
     )  # fmt: skip
@@ -167,7 +168,7 @@ def _step_batch(rows: Rows, block_size: int) -> _core.StepBatch:
 
 
 def time_host_attention(
-    config: EngineConfig, model: ModelConfig, dtype: str, *, transposed_keys: bool, pool: _core.HostPool | None = None
+    config: EngineConfig, model: ModelConfig, dtype: str, *, transposed_keys: bool, pool: HostPool | None = None
 ) -> list[HostAttention]:
     """Of the model's heads, by one worker, half of the workers and all of them; of odd heads nothing.
 
@@ -176,11 +177,11 @@ def time_host_attention(
     if model.head_dim % 2 or not config.num_hybrid_workers:
         return []
     most, heads = config.num_hybrid_workers, (model.num_heads, model.num_kv_heads, model.head_dim)
-    kind = _core.Dtype.float32 if dtype == "float32" else _core.Dtype.bfloat16
+    kind = Dtype.float32 if dtype == "float32" else Dtype.bfloat16
     float8, measured = config.kv_cache_dtype == "fp8", []
     for workers in sorted({1, max(1, most // 2), most}):
         for tokens in HOST_TOKENS:
             shape = (kind, *heads, config.block_size, transposed_keys, workers, tokens)
-            ns = _core.time_host_attention(*shape, float8=float8, pool=pool, num_layers=model.num_layers)
+            ns = time_attention(*shape, float8=float8, pool=pool, num_layers=model.num_layers)
             measured.append(HostAttention(workers, tokens, ns))
     return measured

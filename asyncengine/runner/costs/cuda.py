@@ -12,7 +12,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from asyncengine import _core
+from asyncengine._core import HostPool
 from asyncengine.api.model_info import ModelInfo
 from asyncengine.config import EngineConfig
 from asyncengine.models.config import ModelConfig
@@ -45,7 +45,7 @@ class Machine:
     launch: Callable[[int], None]
     """enqueues the step of a bucket on the CUDA stream"""
     cuda_stream: torch.cuda.Stream
-    host_pool: _core.HostPool | None = None
+    host_pool: HostPool | None = None
     """of the host tier, if there is one"""
 
 

@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import torch
 
-from asyncengine import _core
+from asyncengine._core import STEP_INPUT_LAYOUT
 from asyncengine.kernels.float8 import FLOAT8
 from asyncengine.runner.steps.buckets import Bucket
 from asyncengine.runner.steps.device_steps import DeviceSteps
 
-LAYOUT = _core.STEP_INPUT_LAYOUT
+LAYOUT = STEP_INPUT_LAYOUT
 STEP = 2**31 - 1
 """Number of the replayed step; an engine would run for a month before it got there."""
 PROMPT_IDS = 64

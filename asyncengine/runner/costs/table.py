@@ -12,7 +12,7 @@ from uuid import uuid4
 
 import msgspec
 
-from asyncengine import _core
+from asyncengine._core import CpuKernels, HybridConfig, StepCosts
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.cuda.linear.tables import cache_directory, table_name
 
@@ -73,8 +73,8 @@ class CostTable(msgspec.Struct, frozen=True):
     exchange_ns: float = 0.0
     """what lanes for sequences on the host add to a step of a GPU, beside their tokens"""
 
-    def native(self) -> _core.StepCosts:
-        return _core.StepCosts(
+    def native(self) -> StepCosts:
+        return StepCosts(
             [(p.tokens, p.base_ns, p.context_ns) for p in self.decode],
             [(p.tokens, p.base_ns, p.context_ns) for p in self.prompt],
             fit_copies(self.to_device),
@@ -109,7 +109,7 @@ class CostTable(msgspec.Struct, frozen=True):
         """With what a step loop's statistics have learned."""
         decode, rest, attention, lanes = (stats[f"{part}_cost_ppm"] / 1e6 for part in _LEARNED)
         attended, attend_ns = stats["host_attention_tokens"], self.learned_attend_ns
-        if attended >= _core.HybridConfig.ENOUGH_TOKENS:
+        if attended >= HybridConfig.ENOUGH_TOKENS:
             attend_ns = stats["host_attention_ns"] / attended
         return msgspec.structs.replace(self, factors=(decode, rest, attention, lanes), learned_attend_ns=attend_ns)
 
@@ -159,7 +159,7 @@ class CostFile:
             form, workers = config.hybrid_form_on(device), config.num_hybrid_workers
             of["hybrid"] = f"{config.hybrid_lanes_on(device)} lanes, {workers} workers, {form}"
         if device == "cpu":
-            of |= {"threads": str(config.num_threads), "isa": _core.CpuKernels(1).isa}
+            of |= {"threads": str(config.num_threads), "isa": CpuKernels(1).isa}
         digest = hashlib.sha256(repr(sorted(of.items())).encode()).hexdigest()[:16]
         name = f"{table_name(device).removesuffix('.json')}-{digest}.json"
         return cls(cache_directory() / "costs" / name, of)

@@ -14,7 +14,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from asyncengine import _core
+from asyncengine._core import CudaDevice, CudaGraphs, GraphLink, HostExchange, HostPool, HostWorkers, LinkJobs
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.cpu.ops import native_dtype
 from asyncengine.kernels.cuda.attention.link import LinkRows, attend
@@ -31,7 +31,7 @@ _LINK_JOBS = 4
 class HostRows:
     """Mailboxes and results of every slot, and which model they are of."""
 
-    def __init__(self, config: EngineConfig, native: _core.CudaDevice, loaded: LoadedModel) -> None:
+    def __init__(self, config: EngineConfig, native: CudaDevice, loaded: LoadedModel) -> None:
         """Raises RuntimeError if memory cannot be pinned."""
         model, slots = loaded.config, config.max_num_seqs
         self.num_lanes = config.hybrid_lanes_on(loaded.device)
@@ -45,7 +45,7 @@ class HostRows:
         """What the link's graph reads and writes."""
         self._model = model
         self._scales = None if loaded.kv_scales is None else loaded.kv_scales.cpu().contiguous()
-        self._exchange = _core.HostExchange(
+        self._exchange = HostExchange(
             native_dtype(loaded.dtype), slots, model.num_heads, model.num_kv_heads, model.head_dim, native
         )
         heads = model.num_heads + 2 * model.num_kv_heads
@@ -55,7 +55,7 @@ class HostRows:
         self.mailboxes, self.results = mailboxes.view(slots, heads, -1), results.view(slots, -1)
 
     @classmethod
-    def make(cls, config: EngineConfig, native: _core.CudaDevice, loaded: LoadedModel) -> Self | None:
+    def make(cls, config: EngineConfig, native: CudaDevice, loaded: LoadedModel) -> Self | None:
         """None if the configuration wants none, or, with a warning, if they cannot be."""
         if config.hybrid_attention == "off" or not loaded.can_decode_on_host:
             return None
@@ -76,16 +76,16 @@ class HostRows:
 
     def workers(
         self,
-        native: _core.CudaDevice,
-        pool: _core.HostPool,
-        graphs: _core.CudaGraphs,
+        native: CudaDevice,
+        pool: HostPool,
+        graphs: CudaGraphs,
         capture: Callable[[Callable[[], None]], int],
-    ) -> _core.HostWorkers:
+    ) -> HostWorkers:
         """Who attends over the blocks of the pool. ``capture`` gives torch's address of a graph."""
         scales = [None] * self._model.num_layers if self._scales is None else list(self._scales)
         form, lanes = self._form, self.num_lanes
         logger.info("hybrid attention by %s: %d threads, %d lanes a step", form, self._num_workers, lanes)
-        return _core.HostWorkers(
+        return HostWorkers(
             self._exchange,
             pool=pool,
             block_size=self._block_size,
@@ -97,15 +97,15 @@ class HostRows:
 
     def _link(
         self,
-        native: _core.CudaDevice,
-        pool: _core.HostPool,
-        graphs: _core.CudaGraphs,
+        native: CudaDevice,
+        pool: HostPool,
+        graphs: CudaGraphs,
         capture: Callable[[Callable[[], None]], int],
-    ) -> _core.GraphLink:
+    ) -> GraphLink:
         model, device = self._model, self._device
         block = (model.num_layers, 2, model.num_kv_heads, self._block_size, model.head_dim)
         num_bytes = pool.num_blocks * math.prod(block) * self._cached.itemsize
-        jobs = _core.LinkJobs(native, _LINK_JOBS, self._max_blocks)
+        jobs = LinkJobs(native, _LINK_JOBS, self._max_blocks)
         scales = [(scale, model.score_softcap) for scale in model.layer_scales]
         self._link_rows = LinkRows(
             jobs=host_view(jobs.address, 4 * jobs.words, torch.int32),
@@ -118,4 +118,4 @@ class HostRows:
             max_blocks=self._max_blocks,
         )
         graph = capture(partial(attend, self._link_rows))
-        return _core.GraphLink(native, jobs, self._block_size, graphs, graph)
+        return GraphLink(native, jobs, self._block_size, graphs, graph)

@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from asyncengine import _core
+from asyncengine._core import CudaDevice, HostPool
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.cuda.step.moves import move_blocks
 from asyncengine.machine import available_memory
@@ -28,7 +28,7 @@ def gathered_bytes(config: EngineConfig, bytes_per_block: int) -> int:
     """Bytes of the GPU's memory that the tier takes."""
     if config.host_kv_memory_bytes is None:
         return 0
-    return _core.HostPool.transfers * _moves(bytes_per_block) * bytes_per_block
+    return HostPool.transfers * _moves(bytes_per_block) * bytes_per_block
 
 
 def _moves(bytes_per_block: int) -> int:
@@ -38,14 +38,14 @@ def _moves(bytes_per_block: int) -> int:
 class HostTier:
     """Pinned blocks, and what a transfer's graph launches."""
 
-    def __init__(self, pool: _core.HostPool, planes: Tensor, gathered: Tensor, lists: list[Tensor]) -> None:
+    def __init__(self, pool: HostPool, planes: Tensor, gathered: Tensor, lists: list[Tensor]) -> None:
         self.pool = pool
         self._planes = planes
         self._gathered = gathered
         self._lists = lists
 
     @classmethod
-    def make(cls, config: EngineConfig, native: _core.CudaDevice, kv: Tensor) -> Self | None:
+    def make(cls, config: EngineConfig, native: CudaDevice, kv: Tensor) -> Self | None:
         """For the cache kv [layers, 2, num_blocks, elements]; None if none is configured, or nothing can be pinned.
 
         Raises ConfigError if the configured memory does not hold one transfer.
@@ -58,7 +58,7 @@ class HostTier:
             return None
         given = min(wanted, int(_MOST_OF_MEMORY * available_memory()) // bytes_per_block)
         try:
-            pool = _core.HostPool(native, bytes_per_block, max(moves, given), moves)
+            pool = HostPool(native, bytes_per_block, max(moves, given), moves)
         except RuntimeError as e:
             logger.warning("host memory cannot be pinned, so there is no host tier for the KV cache: %s", e)
             return None
@@ -74,11 +74,11 @@ class HostTier:
             f"{pool.num_blocks * bytes_per_block >> 20:,}",
         )
         gathered = torch.empty(
-            (_core.HostPool.transfers, moves, len(planes), planes.shape[2]), dtype=torch.int32, device=kv.device
+            (HostPool.transfers, moves, len(planes), planes.shape[2]), dtype=torch.int32, device=kv.device
         )
         pool.set_gathered(gathered.data_ptr())
         words = pool.list_words
-        lists = [host_view(pool.list(i), 4 * words, torch.int32) for i in range(_core.HostPool.transfers)]
+        lists = [host_view(pool.list(i), 4 * words, torch.int32) for i in range(HostPool.transfers)]
         return cls(pool, planes, gathered, lists)
 
     def enqueue(self, transfer: int) -> None:
@@ -87,5 +87,5 @@ class HostTier:
             self._lists[transfer],
             self._planes,
             self._gathered[transfer],
-            scatter=_core.HostPool.brings_in(transfer),
+            scatter=HostPool.brings_in(transfer),
         )

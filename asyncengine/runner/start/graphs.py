@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from asyncengine import _core
+from asyncengine._core import CudaDevice, CudaGraphs, HostPool
 from asyncengine.errors import ConfigError
 from asyncengine.runner.host.tier import HostTier
 from asyncengine.runner.steps.buckets import Bucket
@@ -32,8 +32,8 @@ def loaded_libcudart() -> str:
 class CapturedSteps:
     """The graphs of all buckets. torch's graph objects own the memory; they live as long as this does."""
 
-    def __init__(self, device: _core.CudaDevice) -> None:
-        self.native = _core.CudaGraphs(device)
+    def __init__(self, device: CudaDevice) -> None:
+        self.native = CudaGraphs(device)
         self._captured: list[torch.cuda.CUDAGraph] = []
 
     def capture(
@@ -73,7 +73,7 @@ class CapturedSteps:
         """The graphs of a host tier's transfers, whose lists are empty."""
         pool, graphs = torch.cuda.graph_pool_handle(), []
         with torch.cuda.stream(cuda_stream):
-            for transfer in range(_core.HostPool.transfers):
+            for transfer in range(HostPool.transfers):
                 tier.enqueue(transfer)  # compiles and loads the kernel
                 graphs.append(self._capture(partial(tier.enqueue, transfer), cuda_stream, pool))
         self.native.set_host_pool(tier.pool, graphs)

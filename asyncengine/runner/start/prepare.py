@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from asyncengine import _core
+from asyncengine._core import CudaDevice, Staging
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.cuda.gpu import Gpu
 from asyncengine.kernels.cuda.launch.compile_processes import MAX_COMPILATIONS
@@ -42,14 +42,14 @@ def make_steps(
     config: EngineConfig,
     loaded: LoadedModel,
     ops: CudaOps,
-    native: _core.CudaDevice,
+    native: CudaDevice,
     num_blocks: int,
     host_rows: HostRows | None = None,
 ) -> tuple[DeviceSteps, StepBuffers]:
     cache = memory.allocate(config, loaded.config, num_blocks, loaded.dtype, ops, loaded.kv_scales)
     # The host tier comes later, and its size does not matter here: with one there may be lanes.
     info = loaded.info(config, num_blocks, 0 if host_rows is None else 1)
-    staging = _core.Staging(native, step_loop_config(config, info), config.staging)
+    staging = Staging(native, step_loop_config(config, info), config.staging)
     buffers = StepBuffers.allocate(staging, config.max_num_seqs, ops.device)
     lanes = None if host_rows is None else host_rows.lanes(buffers.source.header)
     return DeviceSteps(config, loaded, ops, buffers, cache, lanes), buffers
@@ -59,7 +59,7 @@ def prepare(
     config: EngineConfig,
     loaded: LoadedModel,
     ops: CudaOps,
-    native: _core.CudaDevice,
+    native: CudaDevice,
     buckets: list[Bucket],
     host_rows: HostRows | None = None,
 ) -> tuple[int, int]:

@@ -7,7 +7,8 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from asyncengine import _core
+from asyncengine._core import CpuKernels
+from asyncengine._core import __file__ as NATIVE_FILE
 
 _PACKAGES = ("asyncengine", "torch", "triton")
 
@@ -19,13 +20,13 @@ def program_digest(folder: Path | None = None) -> str:
     takes some 20 ms. A program without files of its code (a frozen one) goes by its versions.
     """
     folder = folder or Path(__file__).parents[2]  # the native module of an editable install lies elsewhere
-    digest = hashlib.sha256(Path(_core.__file__).read_bytes())
+    digest = hashlib.sha256(Path(NATIVE_FILE).read_bytes())
     for path in sorted(folder.rglob("*.py")):
         code = path.read_bytes()
         digest.update(repr((path.relative_to(folder).parts, len(code))).encode())
         digest.update(code)
     digest.update(repr([_version(name) for name in _PACKAGES]).encode())
-    digest.update(repr((platform.machine(), _core.CpuKernels.available_isas())).encode())
+    digest.update(repr((platform.machine(), CpuKernels.available_isas())).encode())
     return digest.hexdigest()
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncengine import _core
+from asyncengine._core import Need, Staging
+from asyncengine.api.request import MAX_NAMED_TOKENS
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.cuda.attention.choose import Limits, short_context, short_mixed_context
 from asyncengine.kernels.cuda.attention.plan import AttentionShape, LayerKind
@@ -29,10 +30,10 @@ from asyncengine.runner.state.memory import KVCache, host_view
 from asyncengine.runner.steps.buckets import Bucket, choose_buckets
 from asyncengine.runner.steps.model_runner import LoadedModel
 
-ARGMAX = _core.Need(0)
-SAMPLING = _core.Need.temperature | _core.Need.filters
-FEATURES = _core.Need.penalties | _core.Need.bias | _core.Need.logprobs | _core.Need.mask | _core.Need.logits
-EVERYTHING = SAMPLING | FEATURES | _core.Need.vector | _core.Need.mean
+ARGMAX = Need(0)
+SAMPLING = Need.temperature | Need.filters
+FEATURES = Need.penalties | Need.bias | Need.logprobs | Need.mask | Need.logits
+EVERYTHING = SAMPLING | FEATURES | Need.vector | Need.mean
 VARIANTS = (ARGMAX, SAMPLING, EVERYTHING)
 """Needs that steps have variants for, the cheapest first; the last serves those of all."""
 
@@ -41,13 +42,13 @@ VARIANTS = (ARGMAX, SAMPLING, EVERYTHING)
 class StepBuffers:
     """Where a captured step finds its StepInput and leaves its tokens."""
 
-    staging: _core.Staging
+    staging: Staging
     source: StepSource
     board: Tensor
     """int32 [slots, words]: masks (csrc/core/mask_board.h); on the host, where the device can read that"""
 
     @classmethod
-    def allocate(cls, staging: _core.Staging, slots: int, device: torch.device) -> StepBuffers:
+    def allocate(cls, staging: Staging, slots: int, device: torch.device) -> StepBuffers:
         """Views of the staging rings, or what is copied to and from on the device: a buffer, of inputs also a ring."""
         words, ring = staging.input_stride // 4, staging.num_steps
         host_inputs = host_view(staging.input, ring * staging.input_stride, torch.int32).view(ring, words)
@@ -152,7 +153,7 @@ class DeviceSteps:
         """Enqueue the next step, which must fit ``bucket`` and whose rows may need no more than ``needs``."""
         source = self._buffers.source
         # Prompts are scored in steps with log probabilities alone: the others compute no logits for that.
-        one_sample = not needs & _core.Need.logprobs
+        one_sample = not needs & Need.logprobs
         lanes = self._lanes if bucket.lanes else None
         step = self._step.bucket(
             bucket.max_rows, bucket.max_tokens, one_sample=one_sample, with_lanes=lanes is not None
@@ -164,7 +165,7 @@ class DeviceSteps:
                 gather_results(lanes, step, pdl=self._pdl)
             batch.attention.build(step, pdl=self._pdl)
             residual = self._model.run(batch, self.cache.layers)
-            if needs & _core.Need.vector:
+            if needs & Need.vector:
                 self._store_vectors(residual, batch)
             if self._classifies:
                 return
@@ -192,7 +193,9 @@ class DeviceSteps:
         raw = edit(logits, self._buffers.board, step, features, pdl=pdl)
         sample(logits, step, source.header, source.outputs, needs=needs, pdl=pdl)
         begin = self._buffers.staging.records_begin
-        store_logprobs(logits, raw, source, step, features, begin, most=self._max_logprobs, pdl=pdl)
+        store_logprobs(
+            logits, raw, source, step, features, begin, most=self._max_logprobs, most_named=MAX_NAMED_TOKENS, pdl=pdl
+        )
         withhold(logits, source, step, features, begin, pdl=pdl)  # which puts logits in the place of such records
 
     def copy_blocks(self) -> None:

@@ -20,7 +20,6 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncengine._core import STEP_INPUT_LAYOUT, EntryKind, Need, RecordKind
-from asyncengine.api.request import MAX_NAMED_TOKENS
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import launch_options, wait
 from asyncengine.kernels.cuda.sampling.edits import FLAGS, PARAMETERS, PROCESSED, SCORE_ONLY, keeps_raw, of_kind
@@ -213,6 +212,7 @@ def store_logprobs(
     records_begin: int,
     *,
     most: int = 20,
+    most_named: int = 32,
     pdl: bool = False,
 ) -> None:
     """Store the record of each sample whose slot has Need.logprobs, after ``sample`` has drawn its token.
@@ -220,7 +220,7 @@ def store_logprobs(
     It is of log-softmax(logits / temperature) with the logits [N, V] that ``edit`` left if the slot asks for processed
     ones, else of log-softmax of those before: ``raw`` is what ``edit`` returned. The records begin at word
     ``records_begin`` of the step's output. A region without room for the record stays as it is. ``most``: tokens beside
-    the chosen one and named ones. Tokens of a prompt that are scored have the raw ones of the prompt's next token.
+    the chosen one and the named ones, of which there are ``most_named``. Tokens of a prompt that are scored have the raw ones of the prompt's next token.
     """
     rows, vocab = logits.shape
     num_tiles = triton.cdiv(vocab, _TILE)
@@ -240,5 +240,5 @@ def store_logprobs(
         source.header, source.outputs, source.outputs.stride(0), records_begin,
         TILE=_TILE, TILES=max(16, triton.next_power_of_2(num_tiles)), GROUP=group,
         GROUPS=triton.next_power_of_2(groups), TOP=top_size,
-        PAIRS=triton.next_power_of_2(1 + top_size + MAX_NAMED_TOKENS), num_warps=8, **launch_options(pdl),
+        PAIRS=triton.next_power_of_2(1 + top_size + most_named), num_warps=8, **launch_options(pdl),
     )  # fmt: skip
