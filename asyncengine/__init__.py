@@ -3,6 +3,7 @@
 from asyncengine.api.conversation import Conversation
 from asyncengine.api.field_docs import show_fields
 from asyncengine.api.logprobs import LogProb, TokenLogProbs
+from asyncengine.api.outputs import ClassificationOutput, ContinuationScore, EmbeddingOutput, Finished, PairScores
 from asyncengine.api.request import (
     ChatMessage,
     CompletionOutput,
@@ -18,10 +19,7 @@ from asyncengine.api.structured_outputs import StructuredOutputs
 from asyncengine.bundled import path as bundled_model
 from asyncengine.config import EngineConfig
 from asyncengine.engine.engine import AsyncEngine
-from asyncengine.engine.many import Finished
-from asyncengine.engine.scoring import ContinuationScore
 from asyncengine.engine.stream import RequestStream
-from asyncengine.engine.vectors import ClassificationOutput, EmbeddingOutput, PairScores
 from asyncengine.errors import (
     AsyncEngineError,
     ConfigError,

@@ -163,7 +163,7 @@ class SimulatedEngine(AsyncEngine):
         tenant: str | None = None,
     ) -> RequestStream:
         """``AsyncEngine.submit``. Raises the exception that stands in place of the reply."""
-        self._serving()
+        self._life.serving()
         if self._scripted is not None and (params is None or params.max_tokens != 0):
             request_id = request_id if request_id is not None else f"scripted-{next(self._names)}"
             check_terms(priority, request_id=request_id, cache_salt=cache_salt, tenant=tenant)
@@ -179,8 +179,7 @@ class SimulatedEngine(AsyncEngine):
     async def _write(self, prompt: Prompt, params: SamplingParams, request_id: str) -> None:
         """Have the model know the reply to a prompt."""
         assert self._scripted is not None
-        assert self._prompts is not None
-        ids = await self._prompts.token_ids(prompt, kept_tokens(params.truncation, params, self.model_info))
+        ids = await self._life.prompts.token_ids(prompt, kept_tokens(params.truncation, params, self.model_info))
         reply = self._reply(self.tokenizer.decode(ids, skip_special_tokens=False))
         if isinstance(reply, Exception):
             raise reply
@@ -203,7 +202,7 @@ class SimulatedEngine(AsyncEngine):
         return self._replies is not None
 
     def _has(self, request_id: str) -> bool:
-        return self._requests.named(request_id) is not None
+        return self._life.requests.named(request_id) is not None
 
     def _reply(self, text: str) -> Reply | Exception:
         replies = self._replies
@@ -238,7 +237,7 @@ async def settle(engine: AsyncEngine, timeout_s: float = 30.0) -> None:
     try:
         async with asyncio.timeout(timeout_s):
             while left := engine.debug_stats().held:
-                engine._on_wake()  # frees what was released since the last delivery
+                engine._life.deliver()  # frees what was released since the last delivery
                 await asyncio.sleep(0.005)
     except TimeoutError:
         held = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in left.items())

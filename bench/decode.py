@@ -211,7 +211,7 @@ def step_ms(times: Mapping[int, Sequence[float]]) -> float:
 
 async def sweep(engine: AsyncEngine, c: ModelConfig, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Every batch and context, with what was left out and why. Nothing without CUDA graphs to replay."""
-    runner: Any = engine._loaded().keep_alive
+    runner: Any = engine._life.loaded().keep_alive
     if not args.contexts or not hasattr(runner, "graphs"):
         return []
     from replay import bare_step_us, decode_rows, fill_cache

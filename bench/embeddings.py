@@ -19,10 +19,10 @@ from typing import Any
 from gpu_common import add_engine_options, greedy, opened, random_prompts
 
 from asyncengine import AsyncEngine
+from asyncengine.api.outputs import Pooling
 from asyncengine.cli.benchmarks import report
 from asyncengine.cli.benchmarks.report import Figure
 from asyncengine.cli.embed import loop_factory
-from asyncengine.engine.vectors import Pooling
 
 CHUNK = 2048
 TARGET = 0.8

@@ -74,7 +74,7 @@ class Link:
     def __post_init__(self) -> None:
         import torch
 
-        self.runner: Any = self.engine._loaded().keep_alive
+        self.runner: Any = self.engine._life.loaded().keep_alive
         fill_cache(self.runner.steps.cache.memory)
         rows = self.runner._host_rows._link_rows
         self.blocks = -(-self.context // rows.pool.shape[4])

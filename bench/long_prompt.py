@@ -152,7 +152,7 @@ async def follow(engine: AsyncEngine, count: int) -> list[list[Delivery]]:
     streams: list[RequestStream] = []
     while len(streams) < count or not all(len(s._sequences[0].token_ids) >= 2 for s in streams):
         await asyncio.sleep(0.001)
-        streams = list(engine._requests)
+        streams = list(engine._life.requests)
     return [_record(stream) for stream in streams]
 
 

@@ -56,7 +56,7 @@ def add_hybrid_options(parser: argparse.ArgumentParser) -> None:
 
 def table_of(engine: AsyncEngine) -> CostTable | None:
     """What the engine knows of its costs."""
-    costs = engine._loaded().costs
+    costs = engine._life.loaded().costs
     return None if costs is None else costs.table
 
 
@@ -160,7 +160,7 @@ def predicted_gains(engine: AsyncEngine, context: int) -> tuple[float | None, fl
     table = table_of(engine)
     if table is None or engine.config.hybrid_attention == "off":
         return None, None
-    learned = table.corrected(engine._loaded().step_loop.stats())
+    learned = table.corrected(engine._life.loaded().step_loop.stats())
     foreseen, predicted = (hybrid_gain(engine.config, engine.model_info, t, context)[1] for t in (table, learned))
     return foreseen, predicted
 

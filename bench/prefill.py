@@ -118,7 +118,7 @@ async def replay_chunks(
     engine: AsyncEngine, c: ModelConfig, rate: float, args: argparse.Namespace
 ) -> list[dict[str, float]]:
     """Nothing without CUDA graphs to replay."""
-    runner: Any = engine._loaded().keep_alive
+    runner: Any = engine._life.loaded().keep_alive
     if not hasattr(runner, "graphs"):
         return []
     from replay import Row, bare_step_us, fill_cache

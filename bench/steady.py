@@ -83,7 +83,7 @@ async def _watch(engine: AsyncEngine, batch: int) -> Window:
     streams: list[RequestStream] = []
     while len(streams) < batch or not all(_generated(s) for s in streams):
         await asyncio.sleep(0.001)
-        streams = list(engine._requests)
+        streams = list(engine._life.requests)
     # All of a step's tokens are delivered together, so these belong to one step.
     lengths = [_generated(stream) for stream in streams]
     oldest = max(streams, key=_generated)  # the first to end

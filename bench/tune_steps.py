@@ -228,7 +228,7 @@ class Steps:
     def __init__(self, name: str, engine: AsyncEngine, context: int) -> None:
         self.name = name
         self._engine = engine
-        runner: Any = engine._loaded().keep_alive
+        runner: Any = engine._life.loaded().keep_alive
         self._steps, self._cuda_stream, self._buckets = runner.steps, runner.cuda_stream, runner.buckets
         self._context = context
         self._choices: Choices = runner.steps._model._ops.choices

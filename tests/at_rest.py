@@ -14,7 +14,7 @@ def engines_close_at_rest(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     aclose = AsyncEngine.aclose
 
     async def check_and_close(self: AsyncEngine, drain: bool = True, timeout_s: float = 30.0) -> None:
-        if drain and self.health == "ready" and not self._requests:
+        if drain and self.health == "ready" and not self._life.requests:
             await testing.check_at_rest(self)
             checked.append(repr(self))
         await aclose(self, drain, timeout_s)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Sequence
-from contextlib import aclosing
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from asyncengine.api.checks import quoted
+from asyncengine.api.outputs import Finished
 from asyncengine.api.request import Prompt, RequestOutput, SamplingParams
-from asyncengine.config import EngineConfig
+from asyncengine.engine.life import Life
 from asyncengine.errors import AsyncEngineError, EngineOverloadedError, InvalidRequestError
 
 MAX_CONCURRENCY = 65_536
@@ -19,89 +18,43 @@ _AHEAD = 4
 """Results in order: for each prompt that may be under way, so many may be, or wait for an earlier one."""
 
 
-class Finished(NamedTuple):
-    """The result of one prompt of ``AsyncEngine.generate_many``."""
+class Many:
+    """Any number of prompts, for an engine's method ``generate_many``."""
 
-    position: int
-    """Place of the prompt among the prompts, from 0."""
-    output: RequestOutput | None
-    """None where ``error`` says why there is none."""
-    error: AsyncEngineError | None = None
+    def __init__(self, life: Life) -> None:
+        self._life = life
 
-
-class ManyMethods(ABC):
-    """The engine's method for many prompts."""
-
-    config: EngineConfig
-
-    @property
-    @abstractmethod
-    def health(self) -> str:
-        """ready while requests are served."""
-
-    @abstractmethod
-    def _serving(self) -> object:
-        """Raises EngineClosedError and EngineDeadError where no request is served."""
-
-    @abstractmethod
-    async def generate(
+    def results(
         self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        tenant: str | None = None,
-    ) -> RequestOutput:
-        """Generate for one prompt."""
-
-    async def generate_many(
-        self,
+        generate: Callable[[Prompt, SamplingParams | None], Awaitable[RequestOutput]],
         prompts: Iterable[Prompt] | AsyncIterable[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None,
         *,
-        concurrency: int | None = None,
-        in_order: bool = False,
-        errors: Literal["raise", "return"] = "raise",
-        progress: Callable[[int], None] | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        tenant: str | None = None,
+        concurrency: int | None,
+        in_order: bool,
+        errors: Literal["raise", "return"],
+        progress: Callable[[int], None] | None,
     ) -> AsyncGenerator[Finished, None]:
-        """Generate for any number of prompts, and give each result when it is there.
-
-            async for position, output, error in engine.generate_many(prompts, params):
-
-        Prompts are taken as there is room, so they may come from a generator without an end. ``params`` are those of
-        all prompts, or one for each. ``concurrency`` prompts are under way at most; None: as many as keep the engine
-        busy. The engine's queue never overflows: a prompt waits until others have left it. ``in_order`` gives results
-        in the order of the prompts. ``errors="return"`` gives a prompt's error in place of its output, where "raise"
-        ends the loop. ``progress`` is called with the count of results so far. Leaving the loop aborts the rest
-        (``contextlib.aclosing`` does it at once). Other arguments and errors are those of ``submit``.
-        """
+        """See ``AsyncEngine.generate_many``. ``generate`` serves one prompt."""
         _check(concurrency, errors)
-        self._serving()
+        life = self._life
+        life.serving()
         if concurrency is None:
             n = params.n if isinstance(params, SamplingParams) else 1
-            concurrency = min(MAX_CONCURRENCY, max(2, self.config.max_num_seqs // n * 3 // 2))
+            concurrency = min(MAX_CONCURRENCY, max(2, life.config.max_num_seqs // n * 3 // 2))
 
         async def answer(position: int, prompt: Prompt, params: SamplingParams | None) -> Finished:
             while True:
                 try:
-                    return Finished(
-                        position,
-                        await self.generate(prompt, params, priority=priority, cache_salt=cache_salt, tenant=tenant),
-                    )
+                    return Finished(position, await generate(prompt, params))
                 except EngineOverloadedError:  # others may have filled the queue
                     await asyncio.sleep(_RETRY_S)
                 except AsyncEngineError as e:
-                    if errors == "raise" or self.health not in ("ready", "draining"):
+                    if errors == "raise" or life.health not in ("ready", "draining"):
                         raise
                     return Finished(position, None, e)
 
-        async with aclosing(_Many(answer, prompts, params, concurrency).results(in_order, progress)) as results:
-            async for finished in results:
-                yield finished
+        return _Call(answer, prompts, params, concurrency).results(in_order, progress)
 
 
 def _check(concurrency: object, errors: object) -> None:
@@ -114,7 +67,7 @@ def _check(concurrency: object, errors: object) -> None:
         raise InvalidRequestError(f"errors must be 'raise' or 'return', got {quoted(errors)}", param="errors")
 
 
-class _Many:
+class _Call:
     """One call of ``generate_many``: workers take prompts, and results come back through a queue."""
 
     def __init__(

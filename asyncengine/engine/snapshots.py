@@ -1,61 +1,51 @@
-"""What an engine did last: its event loop, its step thread and its device, and its blocks."""
+"""What an engine tells of itself: counters, what it holds, and what its loop, step thread and device did last."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from abc import ABC, abstractmethod
 from collections import deque
-from typing import TYPE_CHECKING
 
-from asyncengine.api.stats import BlockMap, EngineSnapshot, EngineStats, StepRecord, WakeRecord
-
-if TYPE_CHECKING:
-    import asyncio
-
-    from asyncengine.runner.backend import Backend
+from asyncengine.api.stats import (
+    BlockMap,
+    DebugStats,
+    EngineSnapshot,
+    EngineStats,
+    StepRecord,
+    StepTokens,
+    WakeRecord,
+)
+from asyncengine.engine.life import Life
 
 MOST_WAKES = 32
 """Recorded after a snapshot. Each costs the loop another turn, some 5 µs, which shows when its tasks are done."""
 _MOST_STEPS = 64
 
 
-class SnapshotMethods(ABC):
-    """The engine's method that tells what it does. An engine that nobody asks records nothing."""
+class Snapshots:
+    """Statistics and snapshots of an engine. An engine that nobody asks records nothing."""
 
-    _loop: asyncio.AbstractEventLoop | None
-    _wakes: deque[WakeRecord] | None = None
-    _wakes_to_record = 0
+    def __init__(self, life: Life) -> None:
+        self._life = life
+        self._wakes: deque[WakeRecord] | None = None
+        self._wakes_to_record = 0
 
-    @property
-    @abstractmethod
-    def health(self) -> str:
-        """See AsyncEngine."""
-
-    @abstractmethod
     def stats(self) -> EngineStats:
-        """See AsyncEngine."""
+        """See ``AsyncEngine.stats``."""
+        step_loop = self._life.loaded().step_loop
+        return EngineStats.of(step_loop.stats(), StepTokens(*step_loop.step_tokens()))
 
-    @abstractmethod
-    def _check_loop(self) -> None:
-        """See AsyncEngine."""
-
-    @abstractmethod
-    def _loaded(self) -> Backend:
-        """See AsyncEngine."""
-
-    @abstractmethod
-    def _on_wake(self) -> None:
-        """See AsyncEngine."""
+    def debug_stats(self) -> DebugStats:
+        """See ``AsyncEngine.debug_stats``."""
+        life, streams = self._life, self._life.requests
+        waiting = sum(stream.awaited for stream in streams)
+        stats = life.loaded().step_loop.stats()
+        return DebugStats.of(stats, life.config.max_num_seqs, len(streams), waiting, life.held_characters)
 
     def snapshot(self) -> EngineSnapshot:
-        """What the engine holds now, and the times of its last steps and wake-ups, as far as they were recorded.
-
-        Each call has the engine record its next 32 wake-ups, and its steps meanwhile, for the next call to tell: it is
-        to be called again and again, about four times a second, and costs nothing once it is not. The map of the blocks
-        is of the time of the call before. Raises EngineClosedError like ``model_info``, and WrongLoopError.
-        """
-        step_loop = self._loaded().step_loop
-        self._check_loop()
+        """See ``AsyncEngine.snapshot``."""
+        step_loop = self._life.loaded().step_loop
+        self._life.check_loop()
         if self._wakes is None:
             self._wakes = deque(maxlen=2 * MOST_WAKES)
         snapshot = EngineSnapshot(
@@ -71,20 +61,17 @@ class SnapshotMethods(ABC):
         return snapshot
 
     def _record(self, on: bool) -> None:
-        step_loop = self._loaded().step_loop
-        step_loop.watch(on)
-        assert self._loop is not None
-        self._loop.add_reader(step_loop.wake_fd, self._timed_wake if on else self._on_wake)
+        self._life.loaded().step_loop.watch(on)
+        self._life.wake_by(self._timed_wake if on else self._life.deliver)
 
     def _timed_wake(self) -> None:
         begun = time.monotonic_ns()
-        self._on_wake()
+        self._life.deliver()
         # Behind the tasks that this woke.
-        assert self._loop is not None
-        self._loop.call_soon(self._record_wake, begun, time.monotonic_ns())
+        asyncio.get_running_loop().call_soon(self._record_wake, begun, time.monotonic_ns())
 
     def _record_wake(self, begun_ns: int, delivered_ns: int) -> None:
-        if self._wakes is None or self._wakes_to_record == 0 or self.health == "closed":
+        if self._wakes is None or self._wakes_to_record == 0 or self._life.health == "closed":
             return
         self._wakes.append(WakeRecord(begun_ns, delivered_ns, time.monotonic_ns()))
         self._wakes_to_record -= 1

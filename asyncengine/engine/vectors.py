@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from asyncengine._core import Need, RecordKind, RequestExtras, SequenceNews
 from asyncengine.api.checks import quoted
 from asyncengine.api.conversation import Conversation
+from asyncengine.api.outputs import ClassificationOutput, EmbeddingOutput, PairScores, Pooling
 from asyncengine.api.request import Prompt, SamplingParams, Truncation, Usage
+from asyncengine.engine.life import Life
 from asyncengine.engine.stream import RequestStream
+from asyncengine.engine.submission import Submission
 from asyncengine.errors import InternalError, InvalidRequestError
-from asyncengine.text.prompts import check_terms
+from asyncengine.text.prompts import check_size, check_terms, check_vocabulary, kept_tokens
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,40 +25,9 @@ if TYPE_CHECKING:
 
     from asyncengine.api.model_info import ModelInfo
 
-Pooling = Literal["last", "cls", "mean"]
 MAX_PROMPTS = 2048
 PARAMS = SamplingParams(max_tokens=0, temperature=0.0, detokenize=False)
 """Parameters of a request for a vector, which samples nothing."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class EmbeddingOutput:
-    """The vectors of a call's prompts, in their order."""
-
-    vectors: npt.NDArray[np.float32]
-    """[prompts, dimensions]"""
-    usage: Usage
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ClassificationOutput:
-    """What a classification model says of a call's prompts, in their order."""
-
-    logits: npt.NDArray[np.float32]
-    """[prompts, labels]"""
-    probabilities: npt.NDArray[np.float32]
-    """[prompts, labels]: softmax of the logits; a sigmoid of each where labels do not exclude each other."""
-    labels: tuple[str, ...]
-    usage: Usage
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PairScores:
-    """Scores of pairs, in their order."""
-
-    scores: npt.NDArray[np.float32]
-    """[pairs]: the probability of the model's one label, or the cosine of two embeddings."""
-    usage: Usage
 
 
 class VectorStream(RequestStream):
@@ -100,53 +72,30 @@ class Terms:
         return Truncation(self.truncate_prompt_tokens, self.truncation_side or "right")
 
 
-def vector_extras(model: ModelInfo, pooling: Pooling) -> RequestExtras:
+def _extras(model: ModelInfo, pooling: Pooling) -> RequestExtras:
     """What a request for a vector asks of the core."""
     needs = Need.vector | (Need.mean if pooling == "mean" else Need(0))
     return RequestExtras(needs=needs, result_words=1 + model.vector_size)
 
 
-def check_generates(model: ModelInfo) -> None:
-    """Raises InvalidRequestError for a model that classifies, or has no head."""
-    if model.labels:
-        raise InvalidRequestError(f"{model.architecture} classifies and generates no text: use classify()")
-    if not model.generates:
-        raise InvalidRequestError(f"{model.name} has no head and generates no text: use embed()")
+class Vectors:
+    """Vectors of prompts, for an engine's methods of the same names."""
 
-
-class VectorMethods(ABC):
-    """The engine's methods that give vectors."""
-
-    @property
-    @abstractmethod
-    def model_info(self) -> ModelInfo:
-        """The loaded model."""
-
-    @abstractmethod
-    def _serving(self) -> object:
-        """Raises EngineClosedError and EngineDeadError where no request is served, and WrongLoopError."""
-
-    @abstractmethod
-    async def _submit_vector(self, prompt: Prompt, terms: Terms, pooling: Pooling) -> VectorStream:
-        """Check and enqueue a request for the vector of one prompt."""
+    def __init__(self, life: Life, submission: Submission) -> None:
+        self._life = life
+        self._submission = submission
 
     async def embed(
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        pooling: Pooling = "last",
-        normalize: bool = True,
-        dimensions: int | None = None,
-        **terms: Any,
+        pooling: Pooling,
+        normalize: bool,
+        dimensions: int | None,
+        terms: dict[str, Any],
     ) -> EmbeddingOutput:
-        """The model's last hidden states, after its final norm, pooled to a vector for each prompt.
-
-        The first ``dimensions`` numbers are kept, then scaled to length 1 with ``normalize``. A single prompt that is
-        no text goes into a list. ``terms``: priority, cache_salt and tenant; truncate_prompt_tokens, with
-        truncation_side (right unless it says left). The errors are those of ``submit``.
-        """
-        self._serving()
-        model = self.model_info
+        """See ``AsyncEngine.embed``."""
+        model = self._life.serving().model_info
         if model.labels:
             raise InvalidRequestError(f"{model.architecture} classifies and gives no embeddings: use classify()")
         if pooling not in get_args(Pooling):
@@ -159,26 +108,23 @@ class VectorMethods(ABC):
                 f"dimensions must be an integer in [1, {model.vector_size}], got {quoted(dimensions)}",
                 param="dimensions",
             )
-        vectors, usage = await _vectors(self, checked_prompts(prompts, "prompts"), Terms(**terms), pooling)
+        vectors, usage = await self._vectors(checked_prompts(prompts, "prompts"), Terms(**terms), pooling)
         vectors = vectors[:, :dimensions].copy()
         return EmbeddingOutput(_unit(vectors) if normalize else vectors, usage)
 
-    async def classify(self, prompts: Prompt | Sequence[Prompt], **terms: Any) -> ClassificationOutput:
-        """Logits and probabilities of a classification model's labels; otherwise as ``embed``."""
-        self._serving()
-        model = self.model_info
+    async def classify(self, prompts: Prompt | Sequence[Prompt], terms: dict[str, Any]) -> ClassificationOutput:
+        """See ``AsyncEngine.classify``."""
+        model = self._life.serving().model_info
         if not model.labels:
             raise InvalidRequestError(f"{model.architecture} is no classification model: it has no labels")
-        logits, usage = await _vectors(self, checked_prompts(prompts, "prompts"), Terms(**terms))
+        logits, usage = await self._vectors(checked_prompts(prompts, "prompts"), Terms(**terms))
         return ClassificationOutput(logits, _probabilities(logits, model.exclusive_labels), model.labels, usage)
 
-    async def score_pairs(self, queries: Sequence[str], documents: Sequence[str], **terms: Any) -> PairScores:
-        """How well each document fits its query: the probability of the model's one label, for the query and the
-        document on lines of their own; without labels the cosine of their embeddings. Otherwise as ``embed``."""
+    async def score_pairs(self, queries: Sequence[str], documents: Sequence[str], terms: dict[str, Any]) -> PairScores:
+        """See ``AsyncEngine.score_pairs``."""
         import numpy as np
 
-        self._serving()
-        model = self.model_info
+        model = self._life.serving().model_info
         if len(model.labels) > 1:
             raise InvalidRequestError(f"{model.architecture} has {len(model.labels)} labels: a score takes one")
         for name, texts in (("queries", queries), ("documents", documents)):
@@ -191,11 +137,56 @@ class VectorMethods(ABC):
             )
         if model.labels:
             pairs = [f"{query}\n{document}" for query, document in zip(queries, documents, strict=True)]
-            answer = await self.classify(pairs, **terms)
+            answer = await self.classify(pairs, terms)
             return PairScores(answer.probabilities[:, 0], answer.usage)
-        both, usage = await _vectors(self, [*queries, *documents], Terms(**terms))
+        both, usage = await self._vectors([*queries, *documents], Terms(**terms))
         left, right = np.split(_unit(both), 2)
         return PairScores((left * right).sum(1, dtype=np.float32), usage)
+
+    async def _vectors(
+        self, prompts: list[Prompt], terms: Terms, pooling: Pooling = "last"
+    ) -> tuple[npt.NDArray[np.float32], Usage]:
+        """[prompts, width], all of them or an error."""
+        import numpy as np
+
+        streams: list[VectorStream] = []
+        try:
+            for prompt in prompts:
+                streams.append(await self._submit(prompt, terms, pooling))
+                await asyncio.sleep(0)  # submitting thousands at once would hold up the loop
+            payloads = [await stream.vector() for stream in streams]
+        finally:
+            for stream in streams:
+                stream.abort()
+        vectors = np.frombuffer(b"".join(payloads), np.float32).reshape(len(prompts), -1)
+        tokens = sum(len(stream.prompt_token_ids) for stream in streams)
+        return vectors, Usage(tokens, 0, sum(stream.cached_tokens for stream in streams))
+
+    async def _submit(self, prompt: Prompt, terms: Terms, pooling: Pooling) -> VectorStream:
+        """Check and enqueue a request for the vector of one prompt.
+
+        The first token sees no other: for ``cls`` nothing else is computed.
+        """
+        arrived = time.monotonic()
+        life, requests = self._life, self._life.requests
+        model = life.serving().model_info
+        prompt_ids = await life.prompts.token_ids(prompt, kept_tokens(terms.truncation, PARAMS, model))
+        backend = life.serving()
+        check_size(model, prompt_ids, PARAMS)
+        check_vocabulary(prompt_ids, model.vocab_size)
+        key = requests.new_key()
+        place = self._submission.enqueue(
+            key,
+            prompt_ids[:1] if pooling == "cls" else prompt_ids,
+            priority=terms.priority,
+            cache_salt=terms.cache_salt,
+            tenant=terms.tenant,
+            extras=_extras(model, pooling),
+            asked=("classification" if model.labels else f"pooling={pooling!r}",),
+        )
+        stream = VectorStream(requests, backend.tokenizer, key, f"req-{key}", prompt_ids, PARAMS, arrived)
+        requests.enter(stream, key, terms.tenant, terms.priority, 1, place)
+        return stream
 
 
 def checked_prompts(prompts: Prompt | Sequence[Prompt], param: str) -> list[Prompt]:
@@ -207,26 +198,6 @@ def checked_prompts(prompts: Prompt | Sequence[Prompt], param: str) -> list[Prom
     if not 1 <= len(prompts) <= MAX_PROMPTS:
         raise InvalidRequestError(f"{param} must hold 1 to {MAX_PROMPTS} prompts, got {len(prompts)}", param=param)
     return list(prompts)  # type: ignore[arg-type]
-
-
-async def _vectors(
-    engine: VectorMethods, prompts: list[Prompt], terms: Terms, pooling: Pooling = "last"
-) -> tuple[npt.NDArray[np.float32], Usage]:
-    """[prompts, width], all of them or an error."""
-    import numpy as np
-
-    streams: list[VectorStream] = []
-    try:
-        for prompt in prompts:
-            streams.append(await engine._submit_vector(prompt, terms, pooling))
-            await asyncio.sleep(0)  # submitting thousands at once would hold up the loop
-        payloads = [await stream.vector() for stream in streams]
-    finally:
-        for stream in streams:
-            stream.abort()
-    vectors = np.frombuffer(b"".join(payloads), np.float32).reshape(len(prompts), -1)
-    tokens = sum(len(stream.prompt_token_ids) for stream in streams)
-    return vectors, Usage(tokens, 0, sum(stream.cached_tokens for stream in streams))
 
 
 def _unit(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

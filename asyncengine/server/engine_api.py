@@ -7,15 +7,13 @@ and the server imports no torch.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from asyncengine.api.logprobs import TokenLogProbs
+from asyncengine.api.outputs import ClassificationOutput, EmbeddingOutput, PairScores, Pooling
 from asyncengine.api.request import Prompt, RequestDelta, RequestOutput, SamplingParams
 from asyncengine.api.stats import EngineSnapshot, EngineStats
 from asyncengine.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from asyncengine.engine.vectors import ClassificationOutput, EmbeddingOutput, PairScores, Pooling
 
 
 class ModelInfo(Protocol):

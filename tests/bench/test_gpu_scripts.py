@@ -235,8 +235,8 @@ def test_decode_sweeps_batches_and_contexts(monkeypatch: pytest.MonkeyPatch) -> 
 
     async def main() -> list[dict[str, Any]]:
         async with simulated() as engine:
-            loaded = replace(engine._loaded(), keep_alive=runner)
-            monkeypatch.setattr(engine, "_loaded", lambda: loaded)
+            loaded = replace(engine._life.loaded(), keep_alive=runner)
+            monkeypatch.setattr(engine._life, "loaded", lambda: loaded)
             args = argparse.Namespace(
                 contexts=[256, 2048],
                 batches=[1, 8],
@@ -308,8 +308,8 @@ def test_prefill_replays_the_chunks_that_there_is_room_for(monkeypatch: pytest.M
 
     async def main() -> list[dict[str, float]]:
         async with simulated(max_model_len=8300) as engine:
-            loaded = replace(engine._loaded(), keep_alive=runner)
-            monkeypatch.setattr(engine, "_loaded", lambda: loaded)
+            loaded = replace(engine._life.loaded(), keep_alive=runner)
+            monkeypatch.setattr(engine._life, "loaded", lambda: loaded)
             args = argparse.Namespace(replays=5)
             return await prefill.replay_chunks(engine, read_model("qwen3-0.6b"), 700e12, args)
 

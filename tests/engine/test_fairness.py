@@ -45,7 +45,7 @@ async def test_a_small_request_ends_while_anothers_large_one_runs(n: int) -> Non
         ended = await finish_in_order(engine, [*large, {"tenant": "b"}])
         assert len(ended) == 2049
         assert ended.index(2048) < 200
-        assert len(engine._requests.fair_share) == 0
+        assert len(engine._life.requests.fair_share) == 0
 
 
 async def test_without_tenants_or_with_the_switch_off_requests_are_served_as_they_come() -> None:
@@ -155,11 +155,11 @@ async def test_a_queue_that_one_tenant_filled_still_admits_another(limits: dict[
         other = await engine.submit(PROMPT, SHORT, tenant="b")
         with pytest.raises(EngineOverloadedError):
             await engine.submit(PROMPT, SHORT, tenant="b")  # which has something now
-        assert len(engine._requests.fair_share) == 2
+        assert len(engine._life.requests.fair_share) == 2
         for stream in (running, *queued):
             await stream.aclose()
         assert len((await other.collect()).token_ids) == 4
-        assert len(engine._requests.fair_share) == 0
+        assert len(engine._life.requests.fair_share) == 0
 
 
 async def test_records_vanish_however_requests_end() -> None:
@@ -169,7 +169,7 @@ async def test_records_vanish_however_requests_end() -> None:
             for i in range(30)
         ]
         await asyncio.sleep(0)
-        assert len(engine._requests.fair_share) == 30
+        assert len(engine._life.requests.fair_share) == 30
         for i in range(0, 10):
             tasks[i].cancel()
         for i in range(10, 20):
@@ -180,10 +180,10 @@ async def test_records_vanish_however_requests_end() -> None:
         with pytest.raises(InvalidRequestError) as error:
             await engine.submit(PROMPT, SHORT, tenant=b"bytes")  # type: ignore[arg-type]
         assert error.value.param == "tenant"
-        assert len(engine._requests.fair_share) == 0
+        assert len(engine._life.requests.fair_share) == 0
         await engine.submit(PROMPT, SHORT, tenant="left")
-        assert len(engine._requests.fair_share) == 1
-    assert len(engine._requests.fair_share) == 0  # closing ended it
+        assert len(engine._life.requests.fair_share) == 1
+    assert len(engine._life.requests.fair_share) == 0  # closing ended it
 
 
 def test_places(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ async def test_an_exception_in_a_forward_fails_that_steps_requests(
 ) -> None:
     async with cpu_engine(steps_in_flight=steps_in_flight, max_num_seqs=4) as engine:
         expected = [(await engine.generate(p, PARAMS)).token_ids for p in PROMPTS]
-        model = engine._loaded().keep_alive._model  # type: ignore[attr-defined]
+        model = engine._life.loaded().keep_alive._model  # type: ignore[attr-defined]
         monkeypatch.setattr(model, "run", at_call(k, model.run, raises(error)))
         outputs = await run_all(engine)
         failed = [o for o in outputs if isinstance(o, StepFailedError)]
@@ -89,15 +89,15 @@ async def test_an_exception_in_a_forward_fails_that_steps_requests(
         assert engine.health == "ready"
         assert all(str(error) not in str(f) for f in failed)
         assert any(str(error) in record.getMessage() for record in caplog.records)
-        assert engine._loaded().step_loop.stats()["failed_steps"] == 1
+        assert engine._life.loaded().step_loop.stats()["failed_steps"] == 1
 
 
 async def test_a_forward_that_always_raises_ends_the_engine(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.CRITICAL, "asyncengine.engine.engine")
+    caplog.set_level(logging.CRITICAL, "asyncengine.engine.life")
     async with AsyncEngine.from_pretrained(bundled_model(), max_num_seqs=1, num_kv_blocks=64) as engine:
-        model = engine._loaded().keep_alive._model  # type: ignore[attr-defined]
+        model = engine._life.loaded().keep_alive._model  # type: ignore[attr-defined]
         monkeypatch.setattr(model, "run", raises(RuntimeError("the weights melted")))
         failures = []
         while engine.health == "ready":
@@ -111,7 +111,7 @@ async def test_a_forward_that_always_raises_ends_the_engine(
 @pytest.mark.parametrize("k", [1, 5])
 async def test_logits_that_are_not_finite_fail_their_request(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     async with cpu_engine() as engine:
-        model = engine._loaded().keep_alive._model  # type: ignore[attr-defined]
+        model = engine._life.loaded().keep_alive._model  # type: ignore[attr-defined]
         of_residual = model.logits
 
         def spoilt(*args: Any) -> Any:
@@ -156,7 +156,7 @@ async def test_any_other_error_of_a_launch_ends_the_engine(call: str) -> None:
 async def test_a_fault_while_detokenizing_fails_its_request(
     k: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.CRITICAL, "asyncengine.engine.engine")
+    caplog.set_level(logging.CRITICAL, "asyncengine.engine.life")
     async with testing.SimulatedEngine(step_latency_us=300) as engine, testing.no_leaks(engine):
         push = IncrementalDetokenizer.push
         monkeypatch.setattr(IncrementalDetokenizer, "push", at_call(k, push, raises(ValueError("not text"))))
@@ -174,7 +174,7 @@ async def test_a_fault_while_detokenizing_fails_its_request(
 async def test_a_python_forward_that_waits_for_the_interpreter_is_not_hung(monkeypatch: pytest.MonkeyPatch) -> None:
     """One call of C that keeps the interpreter's lock for longer than a step may take."""
     async with cpu_engine(step_timeout_s=0.5) as engine:
-        model = engine._loaded().keep_alive._model  # type: ignore[attr-defined]
+        model = engine._life.loaded().keep_alive._model  # type: ignore[attr-defined]
         run, began = model.run, threading.Event()
 
         def slow(*args: Any) -> Any:
@@ -201,7 +201,7 @@ def test_a_process_that_was_stopped_goes_on() -> None:
 
         async def main():
             async with AsyncEngine.from_pretrained(bundled_model(), step_timeout_s=4.0, num_kv_blocks=64) as engine:
-                model = engine._loaded().keep_alive._model
+                model = engine._life.loaded().keep_alive._model
                 run = model.run
 
                 def slow(*args):

@@ -78,7 +78,7 @@ def test_a_forked_process_may_end(simulated):
             child = os.fork()
             if child == 0:
                 atexit._run_exitfuncs()
-                engine._backend = None
+                engine._life.backend = None
                 os._exit(7)  # and not through the runner, which would close the parent's loop
             print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
             print(len(runner.run(engine.generate([300, 301], params)).token_ids))

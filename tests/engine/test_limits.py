@@ -110,8 +110,7 @@ async def test_all_limits_of_a_slot_are_reached_together(tmp_path: Path) -> None
 async def test_words_and_their_tokens_have_limits_that_are_reached(tmp_path: Path) -> None:
     words = save_model_of_words(tmp_path, MAX_BAD_WORDS + 20)
     async with AsyncEngine.from_pretrained(tmp_path, progress=False, num_kv_blocks=64) as engine:
-        assert engine._prompts is not None
-        found = await engine._prompts.words(words[:MAX_BAD_WORDS], "bad_words")
+        found = await engine._life.prompts.words(words[:MAX_BAD_WORDS], "bad_words")
         assert sum(1 + len(ids) for ids in found) == MAX_BAD_WORD_TOKENS
         params = SamplingParams(max_tokens=40, bad_words=words[:MAX_BAD_WORDS], seed=1)
         output = await engine.generate([1, 2, 3], params)

@@ -268,9 +268,9 @@ async def test_what_the_core_refuses_is_the_requests_fault(
             return getattr(self._step_loop, name)
 
     async with SimulatedEngine() as engine, no_leaks(engine):
-        backend = engine._backend
+        backend = engine._life.backend
         with monkeypatch.context() as patched:
-            patched.setattr(engine, "_backend", replace(backend, step_loop=Refusing(backend.step_loop)))
+            patched.setattr(engine._life, "backend", replace(backend, step_loop=Refusing(backend.step_loop)))
             with pytest.raises(InvalidRequestError, match=message):
                 await engine.generate([1, 2, 3], SHORT)
         await engine.generate([1, 2, 3], SHORT)
@@ -292,7 +292,7 @@ async def test_queue_limits() -> None:
             queued[0].cancel()
             with pytest.raises(asyncio.CancelledError):
                 await queued.pop(0)
-            while engine._loaded().step_loop.stats()["queued_requests"] > 2:  # noqa: ASYNC110
+            while engine._life.loaded().step_loop.stats()["queued_requests"] > 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
             queued.append(asyncio.create_task(engine.generate(CANARY, SHORT)))
             await running.aclose()
@@ -396,7 +396,7 @@ async def test_a_request_hears_of_a_death_that_the_loop_has_not_heard_of() -> No
         task = asyncio.create_task(engine.generate(CANARY, LONG))
         await asyncio.sleep(0)
         engine.device.fail_at(3)
-        while not engine._loaded().step_loop.error:
+        while not engine._life.loaded().step_loop.error:
             time.sleep(0.001)  # noqa: ASYNC251  # and the loop does not turn meanwhile
         with pytest.raises(EngineDeadError, match="illegal memory access"):
             await engine.generate(CANARY, LONG)

@@ -245,13 +245,13 @@ async def test_aclose_that_is_cancelled_still_closes() -> None:
 async def test_aclose_while_loading() -> None:
     loading = threading.Event()
     engine = SimulatedEngine()
-    load = engine._load
+    load = engine._life.load
 
     def slow_load(config: object) -> object:
         loading.wait(10)
         return load(config)  # type: ignore[arg-type]
 
-    engine._load = slow_load  # type: ignore[assignment]
+    engine._life.load = slow_load  # type: ignore[assignment]
     starting = asyncio.create_task(engine.start())
     await asyncio.sleep(0.01)
     await engine.aclose()
@@ -267,7 +267,7 @@ async def test_a_load_that_fails_closes_the_engine() -> None:
     def no_load(config: object) -> object:
         raise RuntimeError("no such model")
 
-    engine._load = no_load  # type: ignore[assignment]
+    engine._life.load = no_load  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="no such model"):
         await engine.start()
     assert engine.health == "closed"
@@ -409,7 +409,7 @@ async def test_an_engine_that_nobody_closed_says_so() -> None:
     async with no_leaks():
         engine = SimulatedEngine()
         await engine.start()
-        asyncio.get_running_loop().remove_reader(engine._loaded().step_loop.wake_fd)  # what closing the loop does
+        asyncio.get_running_loop().remove_reader(engine._life.loaded().step_loop.wake_fd)  # what closing the loop does
         with pytest.warns(ResourceWarning, match="unclosed <AsyncEngine simulated ready>"):  # noqa: PT031
             left = weakref.ref(engine)
             del engine

@@ -36,7 +36,7 @@ def test_every_statistic_of_the_core_is_told() -> None:
     async def main() -> tuple[EngineStats, dict[str, int]]:
         async with testing.SimulatedEngine() as engine:
             await engine.generate([300], SamplingParams(max_tokens=3, ignore_eos=True))
-            return engine.stats(), engine._loaded().step_loop.stats()
+            return engine.stats(), engine._life.loaded().step_loop.stats()
 
     stats, snapshot = asyncio.run(main())
     assert set(snapshot) == named

@@ -19,7 +19,7 @@ def test_costs_are_measured_and_the_engine_is_as_it_was(tmp_path: Path, monkeypa
     async def run(target_itl_ms: float | None) -> tuple[int, ...]:
         model = str(bundled_path())
         async with AsyncEngine.from_pretrained(model, progress=False, target_itl_ms=target_itl_ms) as engine:
-            costs = engine._loaded().costs
+            costs = engine._life.loaded().costs
             if target_itl_ms is None:
                 assert costs is None
             else:
@@ -31,7 +31,7 @@ def test_costs_are_measured_and_the_engine_is_as_it_was(tmp_path: Path, monkeypa
                 assert [copy.num_bytes for copy in table.to_device] == [copy.num_bytes for copy in table.to_host]
                 assert all(copy.ns > 0 for copy in (*table.to_device, *table.to_host))
                 assert table.crossing_ns > 0
-                assert engine._loaded().step_loop.stats()["num_steps"] == 0
+                assert engine._life.loaded().step_loop.stats()["num_steps"] == 0
             async with aclosing(engine.stream([5, 6, 7], params)) as stream:
                 await anext(stream)
                 output = await engine.generate(list(range(300, 600)), params)

@@ -23,7 +23,7 @@ async def main():
     async with AsyncEngine.from_pretrained(sys.argv[1], **config) as engine:
         params = SamplingParams(max_tokens=60, ignore_eos=True)
         assert len((await engine.generate([1, 2, 3], params)).outputs[0].token_ids) == 60
-        runner = engine._backend.keep_alive
+        runner = engine._life.backend.keep_alive
         FAULTS[sys.argv[2]](runner.cuda_stream)
         outcomes = await asyncio.gather(*(engine.generate([i], params) for i in range(8)), return_exceptions=True)
         assert all(isinstance(o, EngineDeadError) for o in outcomes), outcomes

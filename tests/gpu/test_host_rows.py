@@ -32,8 +32,8 @@ async def generate(config: dict[str, Any], params: SamplingParams) -> tuple[list
     async with AsyncEngine.from_pretrained(str(bundled_path()), progress=False, **config) as engine:
         async with testing.no_leaks(engine):
             outputs = await asyncio.gather(*(engine.generate(prompt, params) for prompt in PROMPTS))
-        assert engine._backend is not None
-        stats = engine._backend.step_loop.stats()
+        assert engine._life.backend is not None
+        stats = engine._life.backend.step_loop.stats()
     return [sequence for output in outputs for sequence in output.outputs], stats
 
 

@@ -403,8 +403,8 @@ def test_rows_that_decode_on_the_host_get_the_same_tokens(checkpoint, variant, c
         async with make_engine(str(path), **pressed, host_kv_memory_bytes=1 << 20, **config) as engine:
             async with testing.no_leaks(engine):
                 outputs = await asyncio.gather(*(engine.generate(prompt, greedy(14)) for prompt in prompts))
-            assert engine._backend is not None
-            return [output.token_ids for output in outputs], engine._backend.step_loop.stats()
+            assert engine._life.backend is not None
+            return [output.token_ids for output in outputs], engine._life.backend.step_loop.stats()
 
     outputs, stats = asyncio.run(main())
     assert stats["moved_to_host"] > 0

@@ -49,7 +49,7 @@ def test_replays_run_the_step_and_leave_the_engine_as_it_was(checkpoint: Path, c
             params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
             before = await engine.generate([5, 9, 2, 7], params)
             await testing.settle(engine)
-            replayed(engine._loaded().keep_alive, engine.stats().num_steps + 1)
+            replayed(engine._life.loaded().keep_alive, engine.stats().num_steps + 1)
             for _ in range(2):  # the first of them may be at any place of the ring
                 after = await engine.generate([5, 9, 2, 7], params)
                 assert after.token_ids == before.token_ids
@@ -91,7 +91,7 @@ def expect_decode_step(steps: DeviceSteps) -> None:
 def test_check_notices_steps_that_did_not_run(checkpoint: Path) -> None:
     async def main() -> None:
         async with make_engine(str(checkpoint), **CONFIG) as engine:
-            backend: Any = engine._loaded().keep_alive
+            backend: Any = engine._life.loaded().keep_alive
             on_gpu = torch.cuda.is_available()
             steps = backend.steps if on_gpu else backend[0]
             synchronize = torch.cuda.synchronize if on_gpu else lambda: None
@@ -116,7 +116,7 @@ def test_costs_are_measured_of_the_engines_steps(checkpoint: Path, monkeypatch: 
 
     async def main() -> None:
         async with make_engine(str(checkpoint), **CONFIG) as engine:
-            steps: DeviceSteps = engine._loaded().keep_alive[0]  # type: ignore[index]
+            steps: DeviceSteps = engine._life.loaded().keep_alive[0]  # type: ignore[index]
             buckets = choose_buckets(4, 24, 64, nothing, nothing)
             run = partial(_quietly, lambda bucket: steps.run(buckets[bucket], ARGMAX))
             machine = cuda.Machine(steps, buckets, run, None)  # type: ignore[arg-type]
@@ -171,7 +171,7 @@ def test_a_replayed_step_may_compute_prompts(checkpoint: Path) -> None:
 
     async def main() -> None:
         async with make_engine(str(checkpoint), **CONFIG) as engine:
-            backend: Any = engine._loaded().keep_alive
+            backend: Any = engine._life.loaded().keep_alive
             if torch.cuda.is_available():
                 assert replay.bare_step_us(backend, rows, 3, 1, own_tables=True) > 0
                 steps = backend.steps

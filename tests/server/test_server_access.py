@@ -101,14 +101,14 @@ async def test_a_small_request_does_not_wait_for_anothers_large_one(stream: bool
         _, writer = await site.connect()
         large = {"prompt": [[300, 301]] * 512, "n": 4, "max_tokens": 16, "ignore_eos": True, "stream": stream}
         writer.write(raw_post(COMPLETIONS, large))
-        while len(engine._requests) < 400:  # noqa: ASYNC110
+        while len(engine._life.requests) < 400:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         small = await site.post(COMPLETIONS, prompt=[302], max_tokens=4, ignore_eos=True)
         assert small.status == 200
-        assert len(engine._requests) > 100  # the large one is far from its end
+        assert len(engine._life.requests) > 100  # the large one is far from its end
         writer.close()
         await settle(engine)
-        assert len(engine._requests.fair_share) == 0
+        assert len(engine._life.requests.fair_share) == 0
 
 
 async def test_a_client_that_holds_all_slots_does_not_hold_up_another() -> None:
@@ -124,14 +124,14 @@ async def test_a_client_that_holds_all_slots_does_not_hold_up_another() -> None:
         for word in (303, 304):
             small = await site.post(COMPLETIONS, prompt=[word], max_tokens=1, ignore_eos=True)
             assert small.json["usage"]["completion_tokens"] == 1
-        assert len(engine._requests) == 2, "the large request was served first"
+        assert len(engine._life.requests) == 2, "the large request was served first"
         stats = engine.stats()
         # The second one may find the slot of the first one free.
         assert 1 <= stats.num_preemptions <= 2, "a short request costs the other client one sequence"
         assert stats.num_requests_running + stats.num_requests_waiting == 256
         writer.close()
         await settle(engine)
-        assert len(engine._requests.fair_share) == 0
+        assert len(engine._life.requests.fair_share) == 0
 
 
 async def test_priority_only_where_the_operator_allows_it() -> None:

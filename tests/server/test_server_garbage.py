@@ -61,12 +61,12 @@ async def cut_short(
     for route, fields, count in ((CHAT, {"messages": USER}, 1), (COMPLETIONS, {"prompt": PROMPTS}, 5)):
         reader, writer = await site.connect()
         writer.write(raw_post(route, fields | {"max_tokens": 3000, "stream": stream, "ignore_eos": True}))
-        while len(engine._requests) < count:  # noqa: ASYNC110
+        while len(engine._life.requests) < count:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         if stream:
             await reader.readuntil(b"data: ")
         cut(writer)
-        while engine._requests:  # noqa: ASYNC110
+        while engine._life.requests:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         writer.close()
 
@@ -76,13 +76,13 @@ async def disconnected(site: Site, engine: SimulatedEngine, stream: bool) -> Non
 
 
 async def aborted(site: Site, engine: SimulatedEngine, stream: bool) -> None:
-    await cut_short(site, engine, stream, lambda writer: engine.abort(next(iter(engine._requests)).request_id))
+    await cut_short(site, engine, stream, lambda writer: engine.abort(next(iter(engine._life.requests)).request_id))
 
 
 async def failed(site: Site, engine: SimulatedEngine, stream: bool) -> None:
     def fail(writer: asyncio.StreamWriter) -> None:
-        for request in engine._requests:
-            engine._requests.drop(request._key)
+        for request in engine._life.requests:
+            engine._life.requests.drop(request._key)
             request.fail(EngineDeadError("it failed"))
 
     await cut_short(site, engine, stream, fail)

@@ -58,9 +58,8 @@ class ChatEngine(SimulatedEngine):
 
     @property
     def process(self) -> subprocess.Popen[bytes] | None:
-        assert self._prompts is not None
-        assert self._prompts._sandbox is not None
-        return self._prompts._sandbox._process
+        assert self._life.prompts._sandbox is not None
+        return self._life.prompts._sandbox._process
 
 
 class Ticker:
@@ -130,9 +129,8 @@ async def test_cancelling_while_the_process_starts() -> None:
         first.cancel()
         await engine.generate(CHAT, SHORT)
         assert first.cancelled()
-        assert engine._prompts is not None
-        assert engine._prompts._sandbox is not None
-        assert engine._prompts._sandbox.num_starts == 1
+        assert engine._life.prompts._sandbox is not None
+        assert engine._life.prompts._sandbox.num_starts == 1
 
 
 async def test_small_conversations_go_before_large_ones() -> None:
@@ -269,7 +267,7 @@ PROGRAM = """
         async with SimulatedEngine(sandbox_timeout_s=60) as engine:
             chat = [{"role": "user", "content": "hello"}]
             await engine.generate(chat)
-            process = engine._prompts._sandbox._process
+            process = engine._life.prompts._sandbox._process
             __BODY__
     asyncio.run(main())
 """
@@ -312,7 +310,7 @@ def test_a_fork_leaves_it_to_the_parent() -> None:
                 os._exit(0)
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
             await engine.generate(chat)
-            assert process is engine._prompts._sandbox._process
+            assert process is engine._life.prompts._sandbox._process
             print("served")
     """
     assert run_script(PROGRAM.replace("__BODY__", body.strip()), "-W", "error") == "served\n"
@@ -327,7 +325,7 @@ def test_an_engine_that_is_never_closed_leaves_no_process() -> None:
             engine = SimulatedEngine()
             await engine.start()
             await engine.generate([{"role": "user", "content": "hello"}])
-            print(engine._prompts._sandbox._process.pid)
+            print(engine._life.prompts._sandbox._process.pid)
 
         asyncio.run(main())
     """

@@ -124,21 +124,20 @@ async def test_words_are_tokenized_where_texts_are(sandboxed: bool, monkeypatch:
     """An untrusted tokenizer gets banned words in its process, a long list of words leaves the event loop."""
     words = [f"w{i} a" for i in range(60)]
     async with Engine(odd_tokenizer() if sandboxed else None) as engine, no_leaks(engine):
-        assert engine._prompts is not None
         wanted = [engine.tokenizer.encode(s, False) for word in words for s in (word, " " + word)]
         if sandboxed:
             monkeypatch.setattr(OurTokenizer, "encode_all", lambda *a: pytest.fail("this ran in the engine's process"))
-        found = await engine._prompts.words(words, "bad_words")
+        found = await engine._life.prompts.words(words, "bad_words")
         assert found == wanted
-        assert await engine._prompts.words(words, "bad_words") == found
+        assert await engine._life.prompts.words(words, "bad_words") == found
         long = ["x" * 1000] * 256
         if not sandboxed:
             here: list[int] = []
             encode = OurTokenizer.encode_all
             monkeypatch.setattr(OurTokenizer, "encode_all", lambda s, t: here.append(len(t)) or encode(s, t))
-            monkeypatch.setattr(engine._prompts._threads, "run", fail_in_thread)
+            monkeypatch.setattr(engine._life.prompts._threads, "run", fail_in_thread)
             with pytest.raises(InvalidRequestError, match="in a thread") as error:
-                await engine._prompts.words(long, "bad_words")
+                await engine._life.prompts.words(long, "bad_words")
             assert error.value.param == "bad_words"
             assert here == []
 

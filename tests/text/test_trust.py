@@ -117,8 +117,7 @@ def run(engine: SimulatedEngine, prompts: list[Any]) -> list[Any]:
 
     async def main() -> list[Any]:
         async with engine:
-            assert engine._prompts is not None
-            return await asyncio.gather(*map(engine._prompts.token_ids, prompts), return_exceptions=True)
+            return await asyncio.gather(*map(engine._life.prompts.token_ids, prompts), return_exceptions=True)
 
     return asyncio.run(main())
 

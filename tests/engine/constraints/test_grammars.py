@@ -126,7 +126,7 @@ async def test_grammars_that_explode_cost_nobody_anything() -> None:
 
 
 def all_processes(engine: AsyncEngine) -> list[int]:
-    made = engine._structured and engine._structured._grammars
+    made = engine._life.constraints._grammars
     running = [each._process for each in made._processes] if made else []
     return [process.pid for process in running if process is not None]
 

@@ -220,7 +220,8 @@ def store_logprobs(
     It is of log-softmax(logits / temperature) with the logits [N, V] that ``edit`` left if the slot asks for processed
     ones, else of log-softmax of those before: ``raw`` is what ``edit`` returned. The records begin at word
     ``records_begin`` of the step's output. A region without room for the record stays as it is. ``most``: tokens beside
-    the chosen one and the named ones, of which there are ``most_named``. Tokens of a prompt that are scored have the raw ones of the prompt's next token.
+    the chosen one and the named ones, of which there are ``most_named``. Tokens of a prompt that are scored have the
+    raw ones of the prompt's next token.
     """
     rows, vocab = logits.shape
     num_tiles = triton.cdiv(vocab, _TILE)
