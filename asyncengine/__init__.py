@@ -3,17 +3,20 @@
 from asyncengine.api.conversation import Conversation
 from asyncengine.api.field_docs import show_fields
 from asyncengine.api.logprobs import LogProb, TokenLogProbs
-from asyncengine.api.outputs import ClassificationOutput, ContinuationScore, EmbeddingOutput, Finished, PairScores
-from asyncengine.api.request import (
-    ChatMessage,
+from asyncengine.api.outputs import (
+    ClassificationOutput,
     CompletionOutput,
+    ContinuationScore,
+    EmbeddingOutput,
+    Finished,
     FinishReason,
+    PairScores,
     RequestDelta,
     RequestOutput,
     RequestTiming,
-    SamplingParams,
     Usage,
 )
+from asyncengine.api.request import ChatMessage, SamplingParams
 from asyncengine.api.stats import BlockMap, DebugStats, EngineSnapshot, EngineStats, StepRecord, WakeRecord
 from asyncengine.api.structured_outputs import StructuredOutputs
 from asyncengine.bundled import path as bundled_model

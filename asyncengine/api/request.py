@@ -1,15 +1,13 @@
-"""What goes into the engine and what comes out: plain, immutable values."""
+"""What goes into the engine: prompts and sampling parameters, plain and immutable."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from asyncengine.api.checks import integer, number, quoted, sequence
 from asyncengine.api.conversation import Conversation
-from asyncengine.api.logprobs import TokenLogProbs
 from asyncengine.api.structured_outputs import FIELDS, JsonModel, StructuredOutputs, wrong_structure
 from asyncengine.api.token_sets import TokenSet
 from asyncengine.errors import InvalidRequestError
@@ -101,14 +99,6 @@ class Kept:
     def of(self, ids: Sequence[T]) -> Sequence[T]:
         """The part of ``ids`` that is kept."""
         return ids[-self.count :] if self.side == "left" else ids[: self.count]
-
-
-class FinishReason(StrEnum):
-    """Why a sequence ended. An abort or a failure is an exception, never a finish reason."""
-
-    STOP = "stop"  #: end-of-sequence token, stop token or stop string
-    LENGTH = "length"  #: max_tokens, or the end of the context or of the KV cache
-    TIMEOUT = "timeout"  #: the time that the request gave itself
 
 
 #: Gets the token ids so far, prompt and output, and logits, a NumPy array float32 [vocabulary] to change in place, as
@@ -373,119 +363,3 @@ class SamplingParams:
     def stop_strings(self) -> tuple[str, ...]:
         """``stop`` as a tuple."""
         return self.stop  # type: ignore[return-value]  # __post_init__ made it a tuple
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Token counts of one request, all of its sequences together."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int = 0
-    """Prompt tokens whose KV came from the prefix cache."""
-
-    @property
-    def total_tokens(self) -> int:
-        return self.prompt_tokens + self.completion_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class RequestTiming:
-    """Points in time of one request, in seconds of time.monotonic()."""
-
-    arrived: float
-    scheduled: float
-    """First scheduled to run; queue time ends here."""
-    first_token: float
-    finished: float
-    completion_tokens: int
-    """Of the longest sequence."""
-    host_tokens: int = 0
-    """Of these, the ones that the sequence made while it decoded on the host."""
-
-    @property
-    def decoded_on(self) -> Literal["device", "host"]:
-        """Where most of the tokens were made."""
-        return "host" if 2 * self.host_tokens > self.completion_tokens else "device"
-
-    @property
-    def queue_time(self) -> float:
-        return self.scheduled - self.arrived
-
-    @property
-    def ttft(self) -> float:
-        """Time to first token, in seconds."""
-        return self.first_token - self.arrived
-
-    @property
-    def e2e(self) -> float:
-        """End to end latency, in seconds."""
-        return self.finished - self.arrived
-
-    @property
-    def tpot(self) -> float:
-        """Time per output token after the first, in seconds; 0 with one token."""
-        return (self.finished - self.first_token) / max(1, self.completion_tokens - 1)
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionOutput:
-    """One finished sequence of a request."""
-
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
-    """Generated tokens, the one that ended the sequence included."""
-    finish_reason: FinishReason
-    stop_reason: str | int | None = None
-    """The stop string or stop token id that ended it; None for the model's own end-of-sequence token."""
-    logprobs: Sequence[TokenLogProbs] | None = None
-    """One for each token, if they were asked for."""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """A finished request. ``text``, ``token_ids`` and ``finish_reason`` are those of its first sequence."""
-
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    outputs: tuple[CompletionOutput, ...]
-    usage: Usage
-    timing: RequestTiming
-    prompt_logprobs: Sequence[TokenLogProbs | None] | None = None
-    """One for each token of the prompt, if they were asked for. The first one is None: nothing comes before it."""
-
-    @property
-    def text(self) -> str:
-        return self.outputs[0].text
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        return self.outputs[0].token_ids
-
-    @property
-    def finish_reason(self) -> FinishReason:
-        return self.outputs[0].finish_reason
-
-
-@dataclass(slots=True)
-class RequestDelta:
-    """What one sequence of a streamed request gained since its last delta.
-
-    ``text`` may be empty (an unfinished character, a possible stop string) and ``token_ids`` may hold
-    several tokens when the consumer fell behind. The last delta of a sequence has ``finish_reason``;
-    the last delta of the request also has ``usage`` and ``timing``.
-    """
-
-    request_id: str
-    index: int
-    text: str
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
-    usage: Usage | None = None
-    timing: RequestTiming | None = None
-    logprobs: Sequence[TokenLogProbs] | None = None
-    """One for each of ``token_ids``, if they were asked for."""
-    host_tokens: int = 0
-    """Of ``token_ids``, the ones that were made while the sequence decoded on the host."""

@@ -16,8 +16,10 @@ from asyncengine.api.outputs import (
     Finished,
     PairScores,
     Pooling,
+    RequestDelta,
+    RequestOutput,
 )
-from asyncengine.api.request import Prompt, RequestDelta, RequestOutput, SamplingParams
+from asyncengine.api.request import Prompt, SamplingParams
 from asyncengine.api.stats import DebugStats, EngineSnapshot, EngineStats
 from asyncengine.config import EngineConfig
 from asyncengine.engine.life import Health, Life

@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, 
 from typing import Literal
 
 from asyncengine.api.checks import quoted
-from asyncengine.api.outputs import Finished
-from asyncengine.api.request import Prompt, RequestOutput, SamplingParams
+from asyncengine.api.outputs import Finished, RequestOutput
+from asyncengine.api.request import Prompt, SamplingParams
 from asyncengine.engine.life import Life
 from asyncengine.errors import AsyncEngineError, EngineOverloadedError, InvalidRequestError
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
-from asyncengine.api.outputs import ContinuationScore
-from asyncengine.api.request import RequestOutput, SamplingParams
+from asyncengine.api.outputs import ContinuationScore, RequestOutput
+from asyncengine.api.request import SamplingParams
 from asyncengine.engine.life import Life
 from asyncengine.errors import InvalidRequestError
 

@@ -17,15 +17,8 @@ from typing import TYPE_CHECKING, Protocol, Self
 from asyncengine._core import FinishReason as Ended
 from asyncengine._core import RecordKind, SequenceNews
 from asyncengine.api.logprobs import LogProbs, PromptLogProbs, TokenLogProbs
-from asyncengine.api.request import (
-    CompletionOutput,
-    FinishReason,
-    RequestDelta,
-    RequestOutput,
-    RequestTiming,
-    SamplingParams,
-    Usage,
-)
+from asyncengine.api.outputs import CompletionOutput, FinishReason, RequestDelta, RequestOutput, RequestTiming, Usage
+from asyncengine.api.request import SamplingParams
 from asyncengine.errors import (
     AsyncEngineError,
     EngineError,

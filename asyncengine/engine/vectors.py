@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, get_args
 from asyncengine._core import Need, RecordKind, RequestExtras, SequenceNews
 from asyncengine.api.checks import quoted
 from asyncengine.api.conversation import Conversation
-from asyncengine.api.outputs import ClassificationOutput, EmbeddingOutput, PairScores, Pooling
-from asyncengine.api.request import Prompt, SamplingParams, Truncation, Usage
+from asyncengine.api.outputs import ClassificationOutput, EmbeddingOutput, PairScores, Pooling, Usage
+from asyncengine.api.request import Prompt, SamplingParams, Truncation
 from asyncengine.engine.life import Life
 from asyncengine.engine.stream import RequestStream
 from asyncengine.engine.submission import Submission
@@ -72,7 +72,7 @@ class Terms:
         return Truncation(self.truncate_prompt_tokens, self.truncation_side or "right")
 
 
-def _extras(model: ModelInfo, pooling: Pooling) -> RequestExtras:
+def vector_extras(model: ModelInfo, pooling: Pooling) -> RequestExtras:
     """What a request for a vector asks of the core."""
     needs = Need.vector | (Need.mean if pooling == "mean" else Need(0))
     return RequestExtras(needs=needs, result_words=1 + model.vector_size)
@@ -181,7 +181,7 @@ class Vectors:
             priority=terms.priority,
             cache_salt=terms.cache_salt,
             tenant=terms.tenant,
-            extras=_extras(model, pooling),
+            extras=vector_extras(model, pooling),
             asked=("classification" if model.labels else f"pooling={pooling!r}",),
         )
         stream = VectorStream(requests, backend.tokenizer, key, f"req-{key}", prompt_ids, PARAMS, arrived)

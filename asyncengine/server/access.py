@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncengine.api.request import RequestTiming, Usage
+from asyncengine.api.outputs import RequestTiming, Usage
 
 logger = logging.getLogger("asyncengine.access")
 

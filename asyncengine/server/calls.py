@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from asyncengine.api.request import Usage
+from asyncengine.api.outputs import Usage
 from asyncengine.errors import ConfigError, InvalidRequestError
 from asyncengine.server.access import Account
 from asyncengine.server.config import ServerConfig

@@ -9,7 +9,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from asyncengine.api.conversation import Conversation
-from asyncengine.api.request import CompletionOutput, FinishReason, Prompt, RequestOutput, SamplingParams
+from asyncengine.api.outputs import CompletionOutput, FinishReason, RequestOutput
+from asyncengine.api.request import Prompt, SamplingParams
 from asyncengine.server.chat_chunks import ChatFormat, DetailedFormat, ParsedFormat
 from asyncengine.server.chat_messages import Message, as_messages
 from asyncengine.server.config import ServerConfig

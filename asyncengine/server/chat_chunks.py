@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from asyncengine.api.request import FinishReason, RequestDelta, Usage
+from asyncengine.api.outputs import FinishReason, RequestDelta, Usage
 from asyncengine.server.generation import Job
 from asyncengine.server.parsing import OutputParser, ParsedDelta, ToolCallDelta
 from asyncengine.server.parsing.choose import Parsing, ReasoningTokens

@@ -8,7 +8,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from asyncengine.api.logprobs import TokenLogProbs
-from asyncengine.api.request import CompletionOutput, Prompt, RequestDelta, RequestOutput, SamplingParams
+from asyncengine.api.outputs import CompletionOutput, RequestDelta, RequestOutput
+from asyncengine.api.request import Prompt, SamplingParams
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.errors import bad_request
 from asyncengine.server.generation import Endpoint, Job, joined

@@ -10,8 +10,15 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
 from asyncengine.api.logprobs import TokenLogProbs
-from asyncengine.api.outputs import ClassificationOutput, EmbeddingOutput, PairScores, Pooling
-from asyncengine.api.request import Prompt, RequestDelta, RequestOutput, SamplingParams
+from asyncengine.api.outputs import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    PairScores,
+    Pooling,
+    RequestDelta,
+    RequestOutput,
+)
+from asyncengine.api.request import Prompt, SamplingParams
 from asyncengine.api.stats import EngineSnapshot, EngineStats
 from asyncengine.text.tokenizer import Tokenizer
 

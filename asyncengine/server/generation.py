@@ -16,7 +16,8 @@ import msgspec
 
 from asyncengine import __version__
 from asyncengine.api.conversation import Conversation
-from asyncengine.api.request import LONG_TEXT, FinishReason, Prompt, RequestDelta, RequestOutput, SamplingParams, Usage
+from asyncengine.api.outputs import FinishReason, RequestDelta, RequestOutput, Usage
+from asyncengine.api.request import LONG_TEXT, Prompt, SamplingParams
 from asyncengine.errors import EngineDeadError, InvalidRequestError, RequestAbortedError, RequestTimeoutError
 from asyncengine.server.access import Account
 from asyncengine.server.config import ServerConfig

@@ -10,7 +10,8 @@ from typing import Protocol
 import msgspec
 
 from asyncengine.api.logprobs import LogProb, TokenLogProbs
-from asyncengine.api.request import FinishReason, SamplingParams
+from asyncengine.api.outputs import FinishReason
+from asyncengine.api.request import SamplingParams
 from asyncengine.text.detokenizer import IncrementalDetokenizer, token_bytes
 from asyncengine.text.tokenizer import Tokenizer
 

@@ -8,7 +8,8 @@ import msgspec
 
 from asyncengine.api.conversation import Conversation
 from asyncengine.api.json_text import object_of
-from asyncengine.api.request import FinishReason, Prompt, RequestOutput, SamplingParams, Usage
+from asyncengine.api.outputs import FinishReason, RequestOutput, Usage
+from asyncengine.api.request import Prompt, SamplingParams
 from asyncengine.errors import InvalidRequestError
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.effort import with_effort, with_thinking

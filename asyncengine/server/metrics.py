@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from asyncengine.api.request import FinishReason, RequestTiming, Usage
+from asyncengine.api.outputs import FinishReason, RequestTiming, Usage
 from asyncengine.api.stats import EngineStats, Exported
 from asyncengine.server.engine_api import Engine, ModelInfo
 

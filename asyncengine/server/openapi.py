@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from asyncengine import __version__
+from asyncengine.api.outputs import FinishReason
 from asyncengine.api.request import (
     LOGPROBS_MODES,
     MAX_BAD_WORDS,
@@ -22,7 +23,6 @@ from asyncengine.api.request import (
     MAX_NGRAM,
     MAX_SEED,
     MAX_STOP_TOKENS,
-    FinishReason,
 )
 from asyncengine.server.chat import ChatBody, ChatCompletion
 from asyncengine.server.completions import Completion, CompletionBody

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from asyncengine.api.request import FinishReason, RequestDelta, RequestOutput, Usage
+from asyncengine.api.outputs import FinishReason, RequestDelta, RequestOutput, Usage
 from asyncengine.server.generation import Job
 from asyncengine.server.logprobs import PlacedToken
 from asyncengine.server.parsing import OutputParser, ParsedDelta, ToolCallDelta

@@ -15,7 +15,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from asyncengine.api.checks import quoted
-from asyncengine.api.request import Prompt, SamplingParams, Usage
+from asyncengine.api.outputs import Usage
+from asyncengine.api.request import Prompt, SamplingParams
 from asyncengine.errors import InvalidRequestError
 from asyncengine.server.errors import ApiError, bad_request
 from asyncengine.server.unserved import Fields

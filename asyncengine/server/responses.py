@@ -12,7 +12,8 @@ import msgspec
 
 from asyncengine.api.checks import quoted
 from asyncengine.api.conversation import Conversation
-from asyncengine.api.request import FinishReason, Prompt, RequestOutput, SamplingParams
+from asyncengine.api.outputs import FinishReason, RequestOutput
+from asyncengine.api.request import Prompt, SamplingParams
 from asyncengine.errors import InvalidRequestError
 from asyncengine.server.config import ServerConfig
 from asyncengine.server.effort import with_effort, with_verbosity

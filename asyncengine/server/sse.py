@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from asyncengine.api.request import RequestDelta, Usage
+from asyncengine.api.outputs import RequestDelta, Usage
 from asyncengine.server.engine_api import RequestStream
 from asyncengine.server.errors import ApiError
 from asyncengine.server.protocol import UsageBody

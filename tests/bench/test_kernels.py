@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import kernel_attention
+import kernels
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-import kernel_attention
-import kernels
 from gpu_common import read_model
 from kernel_timing import Line
 from replay import Row, choose_bucket, decode_rows
@@ -25,6 +22,7 @@ from asyncengine.kernels.cuda.gpu import H200
 from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
 from asyncengine.kernels.ops import AttentionLayer
 from asyncengine.runner.steps import device_steps
+from tests.kernels.conftest import device  # noqa: F401  # a fixture, and the interpreter repaired
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "hidden_size": 128,

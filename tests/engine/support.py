@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncengine import RequestDelta, RequestOutput, SamplingParams
-from asyncengine.api.request import FinishReason
+from asyncengine.api.outputs import FinishReason
 from asyncengine.testing import EOS_TOKEN_ID, SimulatedEngine
 
 BOTH_LOOPS = ["asyncio", "uvloop"]

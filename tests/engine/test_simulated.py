@@ -11,7 +11,7 @@ import time
 import pytest
 
 from asyncengine import KVCapacityError, SamplingParams
-from asyncengine.api.request import FinishReason
+from asyncengine.api.outputs import FinishReason
 from asyncengine.testing import EOS_TOKEN_ID, SimulatedEngine, no_leaks, settle
 from asyncengine.text.detokenizer import IncrementalDetokenizer
 

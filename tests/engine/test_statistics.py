@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from asyncengine import SamplingParams, _core, testing
-from asyncengine.api.request import FinishReason, RequestTiming, Usage
+from asyncengine.api.outputs import FinishReason, RequestTiming, Usage
 from asyncengine.api.stats import DebugStats, EngineStats
 from asyncengine.engine.stream import RequestStream
 from asyncengine.server.metrics import Metrics

@@ -467,7 +467,7 @@ def test_nothing_that_runs_code_from_a_file_is_used() -> None:
     calls = {"eval", "exec", "torch.load", "np.load", "numpy.load", "torch.jit.load", "torch.hub.load"}
     package = Path(asyncengine.__file__).parent
     pickles = "kernels/cuda/launch/compile_processes.py"
-    allowed = {(pickles, "pickle"), ("sandbox.py", "marshal"), ("sandbox_process.py", "marshal")}
+    allowed = {(pickles, "pickle"), ("text/sandbox_program.py", "marshal"), ("text/sandbox.py", "marshal")}
     found = set()
     for path in sorted(package.rglob("*.py")):
         here = path.relative_to(package).as_posix()

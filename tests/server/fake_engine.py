@@ -17,16 +17,8 @@ from typing import Any
 
 from asyncengine.api.conversation import Conversation
 from asyncengine.api.logprobs import LogProb, TokenLogProbs
-from asyncengine.api.request import (
-    CompletionOutput,
-    FinishReason,
-    Prompt,
-    RequestDelta,
-    RequestOutput,
-    RequestTiming,
-    SamplingParams,
-    Usage,
-)
+from asyncengine.api.outputs import CompletionOutput, FinishReason, RequestDelta, RequestOutput, RequestTiming, Usage
+from asyncengine.api.request import Prompt, SamplingParams
 from asyncengine.api.stats import BlockMap, EngineSnapshot, EngineStats, StepRecord, StepTokens, WakeRecord
 from asyncengine.errors import (
     ContextLengthError,

@@ -15,7 +15,7 @@ from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenL
 
 from asyncengine import AsyncEngine, SamplingParams, bundled_model
 from asyncengine.api.logprobs import LogProb, TokenLogProbs
-from asyncengine.api.request import FinishReason
+from asyncengine.api.outputs import FinishReason
 from asyncengine.server.logprobs import ChoiceLogProbs, JobLogProbs
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import CHAT, COMPLETIONS, USER, raw_post, serving

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncengine import AsyncEngine, SamplingParams, bundled_model, testing
-from asyncengine.api.request import RequestOutput
+from asyncengine.api.outputs import RequestOutput
 from asyncengine.api.structured_outputs import StructuredOutputs
 
 ROOM: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 192, "num_kv_blocks": 400, "dtype": "float32"}
