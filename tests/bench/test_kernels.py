@@ -22,7 +22,6 @@ from asyncengine.kernels.cuda.gpu import H200
 from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
 from asyncengine.kernels.ops import AttentionLayer
 from asyncengine.runner.steps import device_steps
-from tests.kernels.conftest import device  # noqa: F401  # a fixture, and the interpreter repaired
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "hidden_size": 128,
