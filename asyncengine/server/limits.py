@@ -25,7 +25,9 @@ FIELD_BYTES: dict[str, int | None] = {
     "metadata": 256 << 10,
     "bad_words": 4 << 20,
     "allowed_token_ids": 16 << 20,
+    "suffix": 1 << 20,
     "tools": 2 << 20,
+    "functions": 2 << 20,
     "chat_template": 4 << 20,
     "chat_template_kwargs": 1 << 20,
     **dict.fromkeys(

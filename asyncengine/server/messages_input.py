@@ -33,7 +33,7 @@ from asyncengine.server.turns import Turns, check_count, renamed, required
 from asyncengine.server.unserved import MESSAGES
 
 #: Of GenerationBody: they add to a response what this API has no place for.
-_NO_PLACE = ("n", "best_of", "prompt_logprobs", "logprob_token_ids", "return_token_ids", "return_tokens_as_token_ids")
+_NO_PLACE = ("n", "prompt_logprobs", "logprob_token_ids", "return_token_ids", "return_tokens_as_token_ids")
 
 
 TOOL_FIELDS = {"].function.parameters": "].input_schema", "].function": "]"}
@@ -117,7 +117,7 @@ def decode(raw: bytes | bytearray, *, counts: bool = False) -> MessagesBody:
     """
     body = DECODER.decode(raw)
     for name in _NO_PLACE:
-        if getattr(body, name) not in (None, False) and not (name in ("n", "best_of") and getattr(body, name) == 1):
+        if getattr(body, name) not in (None, False) and not (name == "n" and body.n == 1):
             raise unsupported(name)
     body.stream_options = None
     if body.thread is not None:

@@ -98,25 +98,22 @@ GENERATION: Fields = {**_SAMPLERS, **_LENGTHS, **_FORMS, **_INPUTS, **_OUTPUTS}
 
 COMPLETION: Fields = {
     **GENERATION,
-    "suffix": (None, ""),
     "add_special_tokens": (None, True),
 }
 CHAT: Fields = {
     **{name: neutral for name, neutral in GENERATION.items() if name != "include_reasoning"},
-    "echo": (None, False),
-    "functions": NOTHING,
-    "function_call": (None, "none", "auto"),
+    "best_of": (None, 1),
+    "suffix": (None, ""),
     "modalities": (None, ["text"]),
     "audio": _ABSENT,
-    "prediction": _ABSENT,
     "web_search_options": _ABSENT,
     "add_special_tokens": (None, False),
-    "verbosity": (None, "medium"),
     "reasoning": NOTHING,
     "thinking": _ABSENT,
     "enable_thinking": _ABSENT,
 }
 _NO_CHAT_COMPLETION: Fields = {
+    "best_of": (None, 1),
     "logprobs": (None, False),
     "echo": (None, False),
     "chat_template": _ABSENT,
