@@ -32,8 +32,8 @@ FIELD_BYTES: dict[str, int | None] = {
     "chat_template_kwargs": 1 << 20,
     **dict.fromkeys(
         (
-            "response_format", "structured_outputs", "text", "output_config", "guided_json", "guided_regex",
-            "guided_choice", "guided_grammar", "json_schema", "regex", "grammar", "ebnf",
+            "response_format", "structured_outputs", "text", "output_config", "output_format", "guided_json",
+            "guided_regex", "guided_choice", "guided_grammar", "json_schema", "regex", "grammar", "ebnf",
         ),
         16 << 20,
     ),

@@ -128,7 +128,7 @@ TWINS = {
     "ebnf": "grammar",
 }
 _LONGEST_TOKEN = 10  # digits
-_LONGEST_NEUTRAL = 64  # bytes of JSON that can ask for nothing
+_LONGEST_NEUTRAL = 128  # bytes of JSON that can ask for nothing
 _PATH = re.compile(r"^(?P<message>.*) - at `\$\.?(?P<path>.*)`$", re.DOTALL)
 
 

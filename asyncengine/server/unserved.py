@@ -107,6 +107,7 @@ CHAT: Fields = {
     "modalities": (None, ["text"]),
     "audio": _ABSENT,
     "web_search_options": _ABSENT,
+    "moderation": _ABSENT,
     "add_special_tokens": (None, False),
     "reasoning": NOTHING,
     "thinking": _ABSENT,
@@ -119,6 +120,8 @@ _NO_CHAT_COMPLETION: Fields = {
     "chat_template": _ABSENT,
     "documents": NOTHING,
 }
+#: Edits of /v1/messages that leave everything as it is. Claude Code sends the first one.
+_NO_EDITS = tuple({"type": "clear_thinking_20251015", "keep": keep} for keep in ("all", {"type": "all"}))
 RESPONSES: Fields = {
     **GENERATION,
     **_NO_CHAT_COMPLETION,
@@ -133,7 +136,8 @@ MESSAGES: Fields = {
     **_NO_CHAT_COMPLETION,
     "container": _ABSENT,
     "mcp_servers": NOTHING,
-    "context_management": (*NOTHING, {"edits": []}, {"edits": None}),
+    "compaction": _ABSENT,
+    "context_management": (*NOTHING, {"edits": []}, {"edits": None}, *({"edits": [edit]} for edit in _NO_EDITS)),
     "fallbacks": NOTHING,
 }
 VECTORS: Fields = {
