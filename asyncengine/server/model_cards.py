@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import PurePath
 
 import msgspec
 
@@ -33,7 +34,8 @@ class ModelCard(msgspec.Struct, kw_only=True):
     created: int
     owned_by: str = "asyncengine"
     root: str
-    """The model's own name, whatever it is served as."""
+    """The model's own name, whatever it is served as. Of a folder it is the last part of the path: clients do not learn
+    where the server keeps its files."""
     parent: None = None
     permission: list[ModelPermission]
     max_model_len: int
@@ -56,12 +58,14 @@ class ModelList(msgspec.Struct, kw_only=True):
 
 def model_cards(model: ModelInfo, names: Sequence[str], created: int) -> list[ModelCard]:
     """One for each name. ``created`` is in seconds since 1970."""
+    path = PurePath(model.name)
+    root = path.name if path.is_absolute() or path.parts[:1] == ("..",) else model.name
     created_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(created))
     return [
         ModelCard(
             id=name,
             created=created,
-            root=model.name,
+            root=root,
             permission=[ModelPermission(created=created)],
             max_model_len=model.max_model_len,
             display_name=name,

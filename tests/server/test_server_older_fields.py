@@ -9,11 +9,12 @@ from typing import Any, cast
 
 import openai
 import pytest
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, ModelInfo
 from harness import CHAT, COMPLETIONS, USER, Site, serving
 
 from asyncengine import AsyncEngine, bundled_model
 from asyncengine.conversation import Conversation
+from asyncengine.server.model_cards import model_cards
 
 TEMPLATE = "{{ tools }}<tool_call><think></think>"
 WEATHER = {
@@ -267,3 +268,15 @@ async def test_stop_reasons_of_parsed_chats_and_of_messages() -> None:
         assert (whole["stop_reason"], whole["stop_sequence"]) == ("stop_sequence", text[8:12])
         whole = (await site.post("/v1/messages", **fields, stop_token_ids=list(range(1024)))).json
         assert (whole["stop_reason"], whole["stop_sequence"]) == ("end_turn", None)
+
+
+# ---- cards of models ----
+
+
+@pytest.mark.parametrize(
+    ("name", "root"), [("org/name", "org/name"), ("/srv/models/fox", "fox"), ("../fox", "fox"), ("name", "name")]
+)
+def test_the_root_of_a_model_is_its_name_and_no_path(name: str, root: str) -> None:
+    one, two = model_cards(ModelInfo(name=name), ["a", "b"], 86400)
+    assert (one.id, one.root, one.parent, two.id, two.root) == ("a", root, None, "b", root)
+    assert (one.created_at, one.permission[0].created) == ("1970-01-02T00:00:00Z", 86400)
