@@ -7,10 +7,11 @@ between the token ids of both texts. A text that contains a marker's name stays 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from asyncengine.errors import InvalidRequestError
 from asyncengine.request import Prompt
@@ -55,20 +56,31 @@ class Markers:
     names: re.Pattern[str]
     """What a text may contain that the tokenizer takes for one of them."""
 
-    def around(self, prefix: Sequence[int], suffix: Sequence[int]) -> list[int]:
-        """The prompt, without what begins a sequence."""
+    def around(self, prefix: Sequence[int], suffix: Sequence[int]) -> list[Sequence[int]]:
+        """The parts of the prompt, without what begins a sequence."""
         if self.middle is None:
-            return [self.suffix, *suffix, self.prefix, *prefix]
-        return [self.prefix, *prefix, self.suffix, *suffix, self.middle]
+            return [(self.suffix,), suffix, (self.prefix,), prefix]
+        return [(self.prefix,), prefix, (self.suffix,), suffix, (self.middle,)]
 
 
-class Infill(list[int]):
-    """Token ids of a prompt around a gap."""
+class Infill(Sequence[int]):
+    """Token ids of a prompt around a gap. The prompts of a request share those of the suffix: they may be many."""
 
-    def __init__(self, ids: Sequence[int], prefix: Prompt) -> None:
-        super().__init__(ids)
+    __slots__ = ("_parts", "prefix")
+
+    def __init__(self, parts: Sequence[Sequence[int]], prefix: Prompt) -> None:
+        """``prefix`` is what the request has as its prompt."""
+        self._parts = parts
         self.prefix = prefix
-        """What the request has as its prompt."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.chain.from_iterable(self._parts)
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index]
 
 
 def markers_of(tokenizer: Tokenizer | None) -> Markers:
@@ -115,7 +127,7 @@ async def infills(engine: Engine, prompts: Sequence[Prompt], suffix: str) -> lis
         count += len(before) + len(after)
         if count > MAX_TOKENS:
             raise bad_request(f"suffix: the prompts, each with it, may have {MAX_TOKENS} tokens in all", "suffix")
-        out.append(Infill([*begin, *markers.around(before, after)], prompt))
+        out.append(Infill([begin, *markers.around(before, after)], prompt))
         await asyncio.sleep(0)
     return out
 
