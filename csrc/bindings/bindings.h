@@ -56,6 +56,7 @@ py::handle record_kind(uint32_t kind);
 void bind_wire(py::module_& m);
 void bind_cpu_kernels(py::module_& m);
 void bind_core(py::module_& m);
+void bind_json(py::module_& m);
 void bind_device(py::module_& m);
 void bind_engine(py::module_& m);
 void bind_host_rows(py::module_& m);
