@@ -26,7 +26,7 @@ _LONGEST_SHOWN = 300
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a file is worked through. Wrong values raise ConfigError."""
+    """Settings for working through a file. Wrong values raise ConfigError."""
 
     max_in_flight: int = 256
     """Requests of the file under way at most."""

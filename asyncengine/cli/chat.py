@@ -27,7 +27,7 @@ _DEFAULTS = {"max_tokens": None}
 
 
 class Partner(Protocol):
-    """Who answers."""
+    """The other side of a chat: an engine or a server that answers."""
 
     def answer(self, messages: list[ChatMessage], sampling: dict[str, Any]) -> AsyncGenerator[str, None]:
         """The answer, piece by piece. Raises AsyncEngineError, OSError."""

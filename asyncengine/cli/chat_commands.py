@@ -58,7 +58,7 @@ class Conversation:
 
 
 def is_command(text: str) -> bool:
-    """Whether it begins with a slash; two stand for a message that begins with one."""
+    """Return whether a typed text is a command: it begins with one slash. Two slashes begin a message that has one."""
     return text.startswith("/") and not text.startswith("//")
 
 

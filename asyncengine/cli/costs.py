@@ -27,7 +27,7 @@ _LOOK_S = 0.01
 _STREAMS = 16
 _SECONDS = 5.0
 _CONTEXTS = (2048, 8192)
-"""Of which the gain of hybrid attention is foreseen."""
+"""Context lengths for which the gain of hybrid attention is predicted."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +88,7 @@ def _load(config: EngineConfig, *, found: list[KnownCosts]) -> Backend:
 
 
 class Prediction(NamedTuple):
-    """Of a step that ran."""
+    """Predicted and measured duration of a step that ran."""
 
     kind: str
     took_ns: int
@@ -134,7 +134,8 @@ async def _repeat(
 
 
 def compare(records: Sequence[StepRecord]) -> list[Prediction]:
-    """Of steps whose predecessor was recorded too: a step begins when that ends, or when it is launched."""
+    """Compare predictions with measured steps. A step counts if the step before it was recorded too: it begins when
+    that one ends, or when it is launched."""
     found = []
     ordered = sorted(records)
     for before, record in itertools.pairwise(ordered):
@@ -177,7 +178,7 @@ def _host_tables(config: EngineConfig, info: ModelInfo, table: CostTable) -> Ite
 
 
 class Gain(NamedTuple):
-    """Of hybrid attention, foreseen."""
+    """Predicted gain of hybrid attention."""
 
     context: int
     rows: int

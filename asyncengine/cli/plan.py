@@ -19,7 +19,7 @@ _FLAGS = (
     "revision", "dtype", "quantization", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
     "batch_invariant", "kv_cache_dtype",
 )  # fmt: skip
-"""Of the engine: those that a plan depends on."""
+"""Flags of the engine on which a plan depends."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -44,7 +44,7 @@ _DONE = b"[DONE]"
 
 @dataclass(slots=True)
 class SseResult:
-    """What came back for one request. Times are of time.perf_counter()."""
+    """The server's response to one request. Times are of time.perf_counter()."""
 
     started: float
     text_times: list[float] = field(default_factory=list)
@@ -55,7 +55,7 @@ class SseResult:
     completion_tokens: int = 0
     finish_reason: str | None = None
     done: bool = False
-    """Whether [DONE] was the last event."""
+    """True if [DONE] was the last event."""
     error: str | None = None
 
     @property
@@ -72,7 +72,7 @@ class SseResult:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where requests go."""
+    """Server and route to which requests are sent."""
 
     host: str
     port: int
