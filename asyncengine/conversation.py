@@ -62,7 +62,7 @@ class Conversation:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the list of its messages says the same."""
+        """True if the list of messages alone describes the conversation."""
         options = (self.tools, self.documents, self.chat_template, self.chat_template_kwargs)
         return self.add_generation_prompt and not any(options)
 

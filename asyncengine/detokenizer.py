@@ -80,7 +80,7 @@ class IncrementalDetokenizer:
         return self._without_stale(text) if self._stale and text else text
 
     def flush(self) -> str:
-        """What is held back after the last token, an unfinished character excepted."""
+        """Return the text that is held back after the last token, but for an unfinished character."""
         return self._without_stale(self._decoder.flush())
 
     def _without_stale(self, text: str) -> str:
@@ -99,7 +99,7 @@ class _Decoder(Protocol):
         """The next tokens stand behind text: no space at their beginning is stripped."""
 
     def num_unfinished(self) -> int:
-        """How many U+FFFD stand for the bytes that are held back, if nothing completes them."""
+        """Count the U+FFFD that replace the held-back bytes if no token completes them."""
         ...
 
     def copy(self) -> Self: ...
@@ -146,7 +146,7 @@ _CONTEXT = 32
 
 
 class _Decoding:
-    """How texts of a tokenizer are made: with or without special tokens."""
+    """Settings of a tokenizer's decoders: with or without special tokens."""
 
     def __init__(self, tokenizer: Tokenizer, skip: bool, kept: Sequence[int]) -> None:
         self._silent = tokenizer.special_token_ids.difference(kept) if skip else frozenset()
@@ -195,7 +195,8 @@ class _Decoding:
 _CONTINUES_CHARACTER = re.compile("<0x[89AB][0-9A-F]>")
 _decodings: WeakKeyDictionary[Tokenizer, dict[tuple[bool, tuple[int, ...]], _Decoding]] = WeakKeyDictionary()
 _MAX_DECODINGS = 16
-"""Of a tokenizer: one for each set of kept tokens, which are those of the model's own markers, or a user's choice."""
+"""Decodings kept for a tokenizer: one for each set of kept tokens, which are the model's own markers or a user's
+choice."""
 
 
 def _decoding_of(tokenizer: Tokenizer, skip: bool, kept: Sequence[int]) -> _Decoding:
@@ -218,7 +219,8 @@ _bytes_of_tokens: WeakKeyDictionary[Tokenizer, Callable[[int], bytes]] = WeakKey
 
 
 def token_bytes(tokenizer: Tokenizer) -> Callable[[int], bytes]:
-    """Of a token id: the bytes that it adds to a text that others have begun, special tokens written out."""
+    """Return a function that maps a token id to the bytes that it adds to a text already begun, special tokens written
+    out."""
     found = _bytes_of_tokens.get(tokenizer)
     if found is None:
         found = _bytes_of_tokens[tokenizer] = _make_token_bytes(tokenizer)

@@ -362,7 +362,8 @@ class AsyncEngine(ManyMethods, VectorMethods, ScoringMethods, SnapshotMethods, T
         return EngineStats.of(step_loop.stats(), StepTokens(*step_loop.step_tokens()))
 
     def debug_stats(self) -> DebugStats:
-        """What the engine holds, to look for leaks. Raises EngineClosedError like ``model_info``."""
+        """Return counts of all that the engine holds, to look for leaks. Raises EngineClosedError like
+        ``model_info``."""
         held = 0 if self._prompts is None else self._prompts.held_characters
         streams = self._requests
         waiting = sum(stream.awaited for stream in streams)

@@ -47,7 +47,8 @@ class FairShare:
         return len(self._tenants)
 
     def place(self, tenant: str | None, priority: int) -> Place:
-        """Where a request goes that is submitted now; one without a tenant is served as it comes."""
+        """Return the place in the queue of a request submitted now; a request without a tenant is served in order of
+        arrival."""
         if tenant is None or not self._share_ns:
             return Place()
         number = hash(tenant) % 2**64 or 1

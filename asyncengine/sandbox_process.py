@@ -63,7 +63,7 @@ class _Job:
     reply_limit: int
     param: str
     subject: str
-    """How an error names the program that ran."""
+    """Name of the program that ran, for errors."""
     future: asyncio.Future[bytes]
 
 
@@ -388,7 +388,7 @@ class SandboxProcess:
 
 
 def render_message(source: str, variables: Mapping[str, Any], limit: int) -> bytes:
-    """What asks the process to render a Jinja source; at most ``limit`` characters are wanted.
+    """Make the message that asks the process to render a Jinja source; at most ``limit`` characters are wanted.
 
     Raises InvalidRequestError unless ``variables`` are text, numbers, lists and mappings.
     """

@@ -48,7 +48,8 @@ class Script:
         return place
 
     def rank(self, tokens: tuple[int, ...]) -> tuple[bool, int]:
-        """Of two scripts that fit, the better one: it has written these tokens, and its prompt is longer."""
+        """Rank a script after ``tokens``: a script that has written these tokens comes first, then one with a longer
+        prompt."""
         written = tokens[len(self.prompt) :]
         return written == self.reply[: len(written)], len(self.prompt)
 

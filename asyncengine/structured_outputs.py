@@ -27,7 +27,8 @@ class JsonModel(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """What the text of an output must be: exactly one of these. Names follow vLLM. Wrong ones: InvalidRequestError."""
+    """A constraint on the text of an output: exactly one of these. Names follow vLLM. Wrong ones raise
+    InvalidRequestError."""
 
     json: str | Mapping[str, Any] | type[JsonModel] | None = None
     """A JSON Schema that the text satisfies, or a pydantic class that has one."""

@@ -32,7 +32,7 @@ from asyncengine.tokenizer_files import add_special_tokens, read_chat_templates,
 from asyncengine.tokenizer_trust import check_decoder, encodes_in_proportion
 
 _MAX_TOKENIZER_BYTES = 256 << 20
-"""Of tokenizer.json; those of the largest vocabularies have some 35 MB."""
+"""Largest tokenizer.json that is read. The largest vocabularies have files of some 35 MB."""
 
 
 class Tokenizer:
@@ -61,9 +61,9 @@ class Tokenizer:
         self.longest_token = max(map(len, vocabulary), default=1)
         """Characters of the longest token: no text of more than so many times the context fits in it."""
         self.is_linear = encodes_in_proportion(backend, self.longest_token)
-        """Whether time and memory are known to be in proportion to a text's length."""
+        """True if time and memory are known to be in proportion to a text's length."""
         self.description = None if self.is_linear else backend.to_str()
-        """What another process makes the same tokenizer of, if it should; as long as tokenizer.json."""
+        """JSON from which another process makes the same tokenizer, if it has to; as long as tokenizer.json."""
 
     @classmethod
     def from_pretrained(
@@ -116,7 +116,7 @@ class Tokenizer:
         return (self._templates.get("tool_use") if with_tools else None) or self._templates.get("default")
 
     def template_has(self, marker: str) -> bool:
-        """Whether a chat template mentions it."""
+        """Return whether a chat template mentions the marker."""
         return any(marker in source for source in self._templates.values())
 
     def encode(

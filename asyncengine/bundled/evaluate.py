@@ -23,7 +23,7 @@ class Case:
     wanted: Story
 
     def fault(self, continuation: str) -> str | None:
-        """What is wrong with a continuation: "malformed", "disobeys", or None if it is as wanted."""
+        """Name the fault of a continuation: "malformed", "disobeys", or None if it is as wanted."""
         told = parse((self.head + continuation).strip())
         if told is None:
             return "malformed"

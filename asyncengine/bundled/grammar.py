@@ -14,7 +14,7 @@ from typing import TypeVar
 from asyncengine.bundled.rules import PRONOUN_OF, RULES, VALUES
 
 Story = dict[str, str]
-"""What a text fixes: name, kind, trait, place, tale, friend, … sex and friendsex are "he" or "she"."""
+"""Variables that a text fixes: name, kind, trait, place, tale, friend, … sex and friendsex are "he" or "she"."""
 
 _DOMAIN_OF = {"friendkind": "kind", "friendsex": "sex"}
 _NAME = re.compile(r"[A-Z][a-z]{1,11}")
@@ -186,5 +186,5 @@ def generate(rng: random.Random, given: Mapping[str, str] | None = None) -> str:
 
 
 def parse(text: str) -> Story | None:
-    """What the story fixes, or None if the text is not exactly one well-formed story."""
+    """Return the variables that a story fixes, or None if the text is not exactly one well-formed story."""
     return _match((_Rule("story"),), text, 0, {})
