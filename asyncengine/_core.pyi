@@ -280,8 +280,7 @@ class CpuKernels:
 # ---- block manager and scheduler, without their thread: for tests and bench/core ----
 
 class HybridConfig:
-    """Settings of sequences that decode on the host (csrc/core/scheduler.h). Raises ValueError where a count is
-    wrong."""
+    """Settings of sequences that decode on the host (csrc/core/scheduler.h). A wrong count raises ValueError."""
 
     def __init__(
         self, *, lanes: int = 0, layers: int = 0, workers: int = 1, attend_ns: float = 0.0, exchange_ns: float = 0.0,
@@ -530,8 +529,7 @@ class HostExchange:
     result_bytes: Final[int]
 
 class LinkJobs:
-    """Jobs of attention over the link (csrc/step_loop/graph_link.h) in pinned memory. Raises RuntimeError if there is
-    none."""
+    """Jobs of attention over the link (csrc/step_loop/graph_link.h), in pinned memory. Raises RuntimeError."""
 
     def __init__(self, device: CudaDevice, max_jobs: int, max_blocks: int) -> None: ...
     words: Final[int]
@@ -700,8 +698,7 @@ class StepLoop:
     def watch(self, on: bool) -> None:
         """Record steps from now on, or no longer."""
     def last_steps(self, most: int) -> list[tuple[int, int, int, int, int, int, int, int, int, int]]:
-        """Return the last recorded steps, oldest first, each with the fields of StepRecord in
-        csrc/step_loop/step_watch.h."""
+        """Return the last recorded steps, oldest first: the fields of StepRecord in csrc/step_loop/step_watch.h."""
     def block_map(self) -> tuple[int, bytes, bytes, bytes]:
         """Blocks per cell, then of each cell the share that one sequence holds, several hold, and only the prefix
         cache keeps, 0..255. As they were when this was called before: the step thread looks meanwhile."""
