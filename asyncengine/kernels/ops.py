@@ -1,4 +1,4 @@
-"""What a model asks of the machine: the operations every kernel package implements."""
+"""The operations that a model asks of the machine, and that every kernel package implements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Activation = Literal["silu_mul", "gelu_tanh_mul", "gelu", "gelu_tanh"]
 
 
 def is_gated(activation: str | None) -> bool:
-    """Whether the activation makes one column of two."""
+    """Return whether the activation makes one column of two."""
     return activation is not None and activation.endswith("_mul")
 
 
@@ -34,7 +34,7 @@ class HeadNorms(NamedTuple):
 
 
 class AttentionLayer(NamedTuple):
-    """What one layer's attention is, beside its KV cache."""
+    """Attention of one layer, beside its KV cache."""
 
     num_heads: int
     """of the queries"""
@@ -57,7 +57,7 @@ class KVSpec(NamedTuple):
 
 
 CacheSpec: TypeAlias = KVSpec
-"""What a layer keeps between steps; a kind of cache is a member of this union, and one of ``LayerCache``."""
+"""State that a layer keeps between steps; a kind of cache is a member of this union, and one of ``LayerCache``."""
 
 
 class LayerKVCache(NamedTuple):
@@ -69,7 +69,7 @@ class LayerKVCache(NamedTuple):
     """float32 [2, 2, Hk], of keys and of values in float8 (float8_cache.py): scales, then their inverses. None: keys
     and values are in the model's dtype."""
     number: int = 0
-    """Of the layer, among those that keep keys and values."""
+    """Index of this layer among the layers that keep keys and values."""
 
 
 LayerCache: TypeAlias = LayerKVCache

@@ -38,7 +38,7 @@ class CpuLinearHandle:
     tensors: tuple[Tensor, ...]  # what native points to
     product: Result  # of norm_linear
     added: Result  # of linear_add_
-    # What was used with it last, checked then.
+    # The norm and the table of positions last used with this handle. They were checked then.
     norm: Norm | None = None
     native_norm: _core.CpuNorm | None = None
     position_table: Tensor | None = None
@@ -75,7 +75,8 @@ class CpuOps(HostOps[CpuLinearHandle]):
         self._caches: dict[int, _Cache] = {}  # by the id of the keys
         self._results = ResultPool()
         self._shared: dict[tuple[str, int, torch.dtype], Result] = {}
-        # What a model got last and hands back next, and the parts of its residual: they need no checks.
+        # The results that a model received last and hands back next, and the parts of its residual: they need no
+        # checks.
         self._last = self._embedded = self._added = Result(0, torch.float32)
         self._panel_memory = HugePages()
 

@@ -15,7 +15,7 @@ from asyncengine.kernels.ops import AttentionLayer, LayerKVCache
 
 
 def count_decodes(batch: StepBatch) -> int:
-    """How many rows have one token; they come first."""
+    """Count the rows of one token, which come first in the batch."""
     starts = batch.query_start.tolist()
     decodes = 0
     while decodes < batch.num_rows and starts[decodes + 1] == decodes + 1:

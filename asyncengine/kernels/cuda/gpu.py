@@ -1,4 +1,4 @@
-"""What a card has: every limit that a choice of a kernel or of a tile depends on."""
+"""Properties of a card: every limit that a choice of a kernel or of a tile depends on."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class CudaBatch:
 
 @dataclass(frozen=True, slots=True)
 class CudaOptions:
-    """How CudaOps computes what it computes."""
+    """Settings of the kernels that CudaOps runs."""
 
     plans: PlanTable = field(default_factory=PlanTable)
     pdl: bool = False
@@ -77,7 +77,7 @@ class CudaOps:
         self.choices = Choices(self.options.plans, self.gpu, batch_invariant=self.options.batch_invariant)
         """of plans for projections"""
         self.saved_bytes = 0
-        """What quantising has taken off the weights."""
+        """Bytes by which quantising has made the weights smaller."""
         self._projections = Projections(device, self.gpu, self.options.for_tma)
 
     def make_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> CudaLinear:

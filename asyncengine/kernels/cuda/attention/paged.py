@@ -76,7 +76,8 @@ def run(
 def section_for(
     launch: Launch, q: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, work: Work, out: Tensor
 ) -> Section | None:
-    """What the kernel walks. Raises ConfigError if ``work`` was allocated for another kernel or other tensors."""
+    """Return the section of the work list that the kernel walks. Raises ConfigError if ``work`` was allocated for
+    another kernel or other tensors."""
     if not isinstance(work, WorkList):
         raise ConfigError("a work list is needed")
     check_layout(q, k_cache, v_cache, work.shape, out)
@@ -133,7 +134,7 @@ def _launch(
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         WINDOWED=layer.window > 0,
-        # Where the last tile is most of the work, or no tile may be treated differently from others.
+        # One loop serves where the last tile is most of the work, or where all tiles must be treated alike.
         ONE_LOOP=section.queries == 1 or section.split_tiles > 0,
         QUERIES=section.queries,
         ITEM_STEP=section.item_step,

@@ -102,7 +102,7 @@ def launch_all(
 
 
 class BucketAttention:
-    """How a model's layers attend in the steps of one bucket."""
+    """Attention of a model's layers in the steps of one bucket."""
 
     def __init__(self, planned: Iterable[PlannedAttention] = ()) -> None:
         self._planned = {(one.plan.layer.window, one.plan.layer.softcap): one for one in planned}
@@ -117,7 +117,7 @@ class BucketAttention:
 
 
 class StepAttention:
-    """How a model's layers attend in the steps of any bucket. All memory is allocated here."""
+    """Attention of a model's layers in the steps of any bucket. All memory is allocated here."""
 
     def __init__(self, kinds: Sequence[LayerKind], limits: Limits, gpu: Gpu, device: torch.device) -> None:
         self._describe = partial(describe, gpu=gpu, limits=limits)

@@ -235,7 +235,7 @@ def _hide_scores(score, tile, first, context, MMA: gl.constexpr):
 
 @gluon.jit
 def _hide_values(v, tile, first, context):
-    """What is not there may be anything, and 0 * NaN is NaN."""
+    """Set the values of tokens that do not exist to 0: their memory may hold anything, and 0 * NaN is NaN."""
     return gl.where(_sees(tile, first, context, gl.SliceLayout(2, v.type.layout))[:, :, None], v, 0.0)
 
 
@@ -286,7 +286,7 @@ def _take(
 
 @gluon.jit
 def _cell(cache_slot, head, KV_HEADS: gl.constexpr, D: gl.constexpr):
-    """Where a cache has a token's key or value."""
+    """Return the offset of a token's key or value in a cache."""
     return (cache_slot // BLOCK * KV_HEADS + head) * (BLOCK * D) + cache_slot % BLOCK * D
 
 

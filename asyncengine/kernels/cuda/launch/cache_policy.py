@@ -1,4 +1,4 @@
-"""How long what the tensor memory accelerator copies stays in the L2 cache, which Gluon has no word for.
+"""Eviction policies of the L2 cache for copies by the tensor memory accelerator, for which Gluon has no word.
 
 A step's keys and values are far more than the cache holds and are read once. Kept as long as anything else, they drive
 out what the next kernel needs: the rows that 64 programs multiply with, block tables, work items. So a copy of theirs
@@ -38,7 +38,7 @@ def _mark(policy: str) -> str:
 
 EVICT_FIRST, EVICT_LAST = (_mark(policy) for policy in _POLICIES)
 NO_POLICY = _mark("no_policy")
-"""Which is not the same as a policy of evict_normal: that costs 4% of a step."""
+"""A copy without a policy. That differs from a policy of evict_normal, which costs 4% of a step."""
 
 
 def marks_of_operands(blocks: int, *, hints: bool) -> dict[str, str]:

@@ -87,7 +87,7 @@ def compile_kernel(compile_here: Callable[..., Any], source: Any, **arguments: A
 
 
 def _files(compiled: Any) -> list[str]:
-    """Those of a kernel in Triton's cache, as far as this Triton tells."""
+    """Return a kernel's files in Triton's cache, as far as this Triton names them."""
     return [path for path in getattr(compiled, "metadata_group", {}).values() if os.path.exists(path)]
 
 
@@ -124,7 +124,8 @@ class CompileProcesses:
                 logger.info("kernels are compiled in this process alone: %s", e)
 
     def ready(self, timeout: float = 0) -> bool:
-        """Whether they have said that they are there, within so many seconds, and have not all ended."""
+        """Return whether the processes report within ``timeout`` seconds that they are there, and have not all
+        ended."""
         if self._socket is None:
             return False
         poll = select.poll()

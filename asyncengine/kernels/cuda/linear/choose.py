@@ -1,4 +1,4 @@
-"""Which kernel computes a projection: from a measured table, by a formula, or by default.
+"""Choice of the kernel that computes a projection: from a measured table, by a formula, or by default.
 
 A table gives the plan that was fastest on the card, for up to 256 rows. A formula gives the plan for more rows. A
 default serves where a table is needed and knows nothing. An engine asks ``Choices``, once for each projection of a
@@ -16,20 +16,21 @@ from asyncengine.kernels.cuda.linear.tables import PlanTable
 from asyncengine.kernels.float8 import scaled_product_takes
 
 Source = Literal["table", "measured", "formula", "default", "setting"]
-"""Of a choice: a table of the package; measured on this card, at this start or an earlier one; the formula for many
-rows; no table knows the site; the engine's configuration or the model's dtype leaves one plan."""
+"""Origin of a choice. table: of the package. measured: on this card, at this start or an earlier one. formula: for many
+rows. default: no table knows the site. setting: the engine's configuration or the model's dtype leaves one plan."""
 ROWS_OF_CUBLAS = 192
 """From MAX_ROWS / 2 on, where many products make an element: see ``is_for_formula``."""
 FEW_PRODUCTS = 3072
-"""Of an element of the result. With tma plans Qwen3 and GPT-2, which have no more, take 2 to 15% less for steps of 300
-to 2,000 tokens, the 8B, which has 4,096 and more, 0 to 4% longer."""
+"""Most products of an element of the result for which tma plans are chosen by formula. Qwen3 and GPT-2, which have no
+more, take 2 to 15% less with tma plans for steps of 300 to 2,000 tokens; the 8B, which has 4,096 and more, takes 0 to
+4% longer."""
 LARGE_TILES = ((128, 256, 8), (128, 128, 8), (128, 64, 4), (64, 128, 4), (64, 64, 4))
-"""Of more than MAX_ROWS rows: the weight's rows, those of x, warps. For the first one registers do not do if there is
-something to add to, or with the exact GELU."""
+"""Tiles for more than MAX_ROWS rows: rows of the weight, rows of x, warps. The first one runs out of registers if the
+kernel adds to the residual, or with the exact GELU."""
 
 
 def fallback(site: Site) -> Plan:
-    """What can always be run: cuBLAS, if it takes such a matrix."""
+    """Return a plan that can always be run: cuBLAS, if it takes such a matrix."""
     fits = site.weight != "fp8" or scaled_product_takes(site.weight_rows, site.inner)
     return CUBLAS if fits else INVARIANT
 
@@ -61,7 +62,7 @@ def default_plan(site: Site, gpu: Gpu) -> Plan:
 
 
 def is_for_formula(site: Site) -> bool:
-    """Whether ``plan_for_many_rows`` says its plan, and no table. The site's rows are not rounded.
+    """Return whether ``plan_for_many_rows`` gives the plan, in place of a table. The site's rows are not rounded.
 
     A table's plans for 256 rows multiply as many when there are 160. Where many products make an element, that is what
     takes the time: a step of the 8B with 160 rows takes 0.86 of it by cuBLAS, with 192 rows 0.90.
@@ -88,9 +89,10 @@ def plan_for_many_rows(site: Site, gpu: Gpu) -> Plan:
 
 
 def _clocks(site: Site, multiprocessors: int, plan: Plan) -> float:
-    """Of a multiprocessor, about: what begins and ends a program or a kernel, products, bytes of tiles or results.
+    """Estimate the clocks of a multiprocessor: the start and end of a program or a kernel, products, bytes of tiles or
+    results.
 
-    Fitted to four models at 272 to 2,048 rows, 140 sites, where what it chooses takes 1% longer than the fastest. Of
+    Fitted to four models at 272 to 2,048 rows, 140 sites, where what it chooses takes 1% longer than the fastest. For
     cuBLAS it is a twentieth more than was measured: alike, the plan that needs fewer kernels is to be taken.
     """
     products = site.weight_rows * site.inner * site.rows / multiprocessors
@@ -103,7 +105,7 @@ def _clocks(site: Site, multiprocessors: int, plan: Plan) -> float:
 
 
 class Choice(NamedTuple):
-    """How a projection is computed, and the origin of the choice."""
+    """The plan of a projection, and the origin of the choice."""
 
     plan: Plan
     source: Source

@@ -27,7 +27,7 @@ class CudaLinear:
         return isinstance(self.weight, Quantized)
 
     def columns(self, activation: Fused | None) -> int:
-        """Of the result, padding included."""
+        """Return the number of columns of the result, padding included."""
         return len(self.weight) // (2 if activation == "silu_mul" else 1)
 
     def exact(self) -> CudaLinear:

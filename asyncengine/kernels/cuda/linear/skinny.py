@@ -45,7 +45,8 @@ def load_sum(out, to, there, ADD: tl.constexpr):
 
 @triton.jit
 def finish(y, bias, added, to, there, out, ACT: tl.constexpr):
-    """What is stored at ``to`` [columns, BM]: y [BN, BM], biased, activated and added to."""
+    """Store y [BN, BM] at ``to`` [columns, BM] with the bias, the activation and the addition applied, and return
+    it."""
     BN: tl.constexpr = y.shape[0]
     BM: tl.constexpr = y.shape[1]
     y += bias

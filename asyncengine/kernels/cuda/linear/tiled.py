@@ -132,7 +132,7 @@ def linear(
 def _takes(
     plan: Plan, x: Tensor | Quantized, weight: Tensor | Quantized, norm: Norm | None, index: Tensor | None
 ) -> bool:
-    """Whether the plan's kernel can do all that in one launch."""
+    """Return whether the plan's kernel can do all that in one launch."""
     quantized, float8 = isinstance(x, Quantized), isinstance(weight, Quantized)
     layer = norm is not None and norm.bias is not None
     alone = norm is None and index is None

@@ -1,4 +1,4 @@
-"""Where rows that decode on the host leave a step behind attention of a layer, and where they enter one.
+"""Lanes: rows that decode on the host leave a step behind attention of one layer, and enter one behind that of another.
 
 csrc/core/host_rows.h has the circuit. The lanes of a step are its last tokens; ``DeviceStep.lane_slots`` says which row
 has a lane at which stage. Attention passes their tokens over: behind it their heads are still what the projection made.
@@ -28,7 +28,7 @@ _COLUMNS = 1024
 
 @dataclass(frozen=True, slots=True)
 class HostLanes:
-    """What the lanes of steps read and write, for S slots, R lanes and L layers. All heads have D elements."""
+    """Memory that the lanes of steps read and write, for S slots, R lanes and L layers. All heads have D elements."""
 
     mailboxes: Tensor
     """int64 [S, heads, words of a head], on the host: the step's number << 32 | a payload; queries, keys and values"""

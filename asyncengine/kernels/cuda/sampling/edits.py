@@ -57,7 +57,7 @@ def of_kind(words: tl.tensor, places: tl.tensor, kind: tl.constexpr) -> tl.tuple
 
 @triton.jit
 def keeps_raw(needs: tl.tensor, flags: tl.tensor) -> tl.tensor:
-    """Whether a row's log probabilities are of logits that its edits change."""
+    """Return whether a row's log probabilities are of logits that its edits change."""
     return ((needs & _LOGPROBS) != 0) & ((needs & EDITS) != 0) & ((flags & PROCESSED) == 0)
 
 

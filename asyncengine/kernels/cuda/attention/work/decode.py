@@ -20,12 +20,12 @@ from asyncengine.kernels.cuda.launch.programmatic import wait
 GRAIN = tl.constexpr(16)
 """Tokens. What units cost that stay whole is counted in these, since of their last tiles only what is there is read."""
 PROGRAMS = 128
-"""Of build_decode_kernel at most: each looks at all rows, so two on a multiprocessor take longer than one."""
+"""Most programs of build_decode_kernel: each looks at all rows, so two on a multiprocessor take longer than one."""
 
 
 @triton.jit
 def _costs(row_query_len, row_context_len, row, num_rows, window, ITEM_GRAINS: tl.constexpr):
-    """What each row's unit costs, in grains; 0 if it has none."""
+    """Return the cost of each row's unit in grains; 0 if the row has no unit."""
     length = tl.load(row_query_len + row, mask=row < num_rows, other=0)
     context = tl.load(row_context_len + row, mask=row < num_rows, other=0)
     cost = tl.cdiv(tl.minimum(context, window - 1), GRAIN) + ITEM_GRAINS
@@ -43,8 +43,8 @@ def _key(cost, row, ROWS: tl.constexpr):
 
 @triton.jit
 def _across(turn, place, LANES: tl.constexpr):
-    """Whose turn it is at a place in a turn, and at which place it is a lane's: even turns go from the first to the
-    last, odd ones back."""
+    """Return the lane that takes its turn at ``place``; the map is its own inverse, so it gives a lane's place, too.
+    Even turns go from the first lane to the last, odd ones back."""
     return tl.where(turn % 2 == 0, place, LANES - 1 - place)
 
 
@@ -58,7 +58,7 @@ def _deal(rank, early, LANES: tl.constexpr):
 
 @triton.jit
 def _dealt(lane, early, LANES: tl.constexpr):
-    """How many units a lane is dealt, and where its items begin."""
+    """Return the number of units that a lane is dealt, and the place where its items begin."""
     turns, left = early // LANES, early % LANES
     count = turns + tl.where(_across(turns, lane, LANES) < left, 1, 0)
     most = tl.cdiv(early, LANES)
@@ -110,7 +110,7 @@ def _deal_all(
 def _rank(
     row_query_len, row_context_len, num_rows, row, window, ITEM_GRAINS: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Of one row's unit."""
+    """Return the rank of one row's unit."""
     key = _key(_costs(row_query_len, row_context_len, row, num_rows, window, ITEM_GRAINS), row, ROWS)
     rank = 0
     for first in range(0, row + 1, ROWS):

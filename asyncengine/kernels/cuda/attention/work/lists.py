@@ -274,7 +274,8 @@ class WorkList:
         return replace(self, prefill=None)
 
     def section(self, launch: Launch, layer: LayerKind) -> Section | None:
-        """What a kernel of a plan for such layers walks; None if no step that this has room for has such rows.
+        """Return the section that a kernel of a plan for such layers walks; None if no step that this has room for has
+        such rows.
 
         Raises ConfigError if this was allocated for another kernel.
         """
@@ -304,7 +305,7 @@ class WorkList:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What few_keys has in place of a work list."""
+    """Counters of few_keys, which needs no work list."""
 
     arrivals: Tensor
     """int32: pieces of a row's query head that are ready, 0 between launches"""
