@@ -1,4 +1,4 @@
-"""What steps and copies of a model take on this machine: measured once, kept in the cache directory, and corrected."""
+"""Costs of a model's steps and copies on this machine: measured once, kept in the cache directory, and corrected."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 FORMAT = 4
 """Files of another one are measured anew."""
 _LEARNED = ("decode", "rest", "attention", "lanes")
-"""Of CostTable.factors."""
+"""Names of the CostTable.factors, in their order."""
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -64,8 +64,9 @@ class CostTable(msgspec.Struct, frozen=True):
     crossing_ns: float = 0.0
     """from the launch of a kernel that writes to the host until the host sees it"""
     factors: tuple[float, float, float, float] = (1.0, 1.0, 1.0, 1.0)
-    """What was taken in place of 1, as learned while engines ran: steps that decode alone; of others the rest, and the
-    attention of chunks; and, beside the first factor, steps that decode alone with lanes"""
+    """Measured time per predicted time, as learned while engines ran: of steps that decode alone; of other steps
+    without attention; of the attention of chunks; and, beside the first factor, of steps that decode alone with
+    lanes."""
     host_attention: list[HostAttention] = []
     """empty where it was not asked for"""
     learned_attend_ns: float = 0.0
@@ -83,7 +84,8 @@ class CostTable(msgspec.Struct, frozen=True):
         )
 
     def attend_ns(self, workers: int) -> float:
-        """Of one worker for a token of context in a layer, while so many are busy, or about as many; 0: not known."""
+        """Nanoseconds of one worker for a token of context in a layer, while ``workers`` are busy, or about as many; 0:
+        unknown."""
         if not self.host_attention:
             return 0.0
         nearest = min((h.workers for h in self.host_attention), key=lambda count: abs(count - workers))
@@ -91,7 +93,8 @@ class CostTable(msgspec.Struct, frozen=True):
         return sum(measured) / len(measured)
 
     def attenders(self, form: str, workers: int, token_bytes: float) -> tuple[int, float]:
-        """How many attend on the host, the link counted in, and ``attend_ns`` of one of them; 0 if that is not known.
+        """Count the workers that attend on the host, the link counted in, and give ``attend_ns`` of one; 0 if that is
+        not known.
 
         ``form`` is EngineConfig.hybrid_form. ``token_bytes`` are of keys and values of a token in one layer.
         """
@@ -134,7 +137,7 @@ class _File(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class CostFile:
-    """Where the costs of one model on one machine are kept."""
+    """File that keeps the costs of one model on one machine."""
 
     path: Path
     of: dict[str, str]
@@ -178,7 +181,8 @@ class CostFile:
         return file.costs if known else None
 
     def keep(self, costs: CostTable) -> None:
-        """Who reads the file meanwhile finds it whole, old or new. A failure is a warning: it is measured again."""
+        """Write the costs. Whoever reads the file meanwhile finds it whole, old or new. A failure is a warning: the
+        next engine measures again."""
         written = self.path.with_name(f"{self.path.name}.{uuid4().hex}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -193,7 +197,7 @@ class CostFile:
 
 @dataclass(frozen=True, slots=True)
 class KnownCosts:
-    """What an engine starts with."""
+    """Costs with which an engine starts."""
 
     file: CostFile
     table: CostTable

@@ -33,7 +33,7 @@ _UNCOUNTED = 5
 """Measurements while the clocks rise."""
 _LAUNCHES, _WARM_UP = 2, 1
 _PAIRS = 5
-"""Of buckets that differ in lanes alone."""
+"""Pairs of buckets that differ in lanes alone, at most."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,11 @@ from asyncengine.runner.memory import host_view
 logger = logging.getLogger(__name__)
 
 _TRANSFER_BYTES = 16 << 20
-"""Of a transfer: long enough for the link's full rate, short enough for others to get their turn."""
+"""Bytes of a transfer: long enough for the link's full rate, short enough for others to get their turn."""
 
 _MOST_OF_MEMORY = 0.9
-"""Of what the system still has to give. It ends a process that touches more, where it only refuses to pin more."""
+"""Most of the available memory that is pinned. The system ends a process that touches more, where it only refuses to
+pin more."""
 
 
 def gathered_bytes(config: EngineConfig, bytes_per_block: int) -> int:

@@ -26,7 +26,7 @@ VECTORS = 4
 DEFERRED = 2
 """And for the logits of so many rows, which a logits_processor gets."""
 _LEAST_GAIN = {"auto": 0.05, "always": -1e9}
-"""Of throughput, as predicted: below it no sequence moves to the host."""
+"""Least predicted gain of throughput at which sequences move to the host."""
 
 
 def choose_num_host_blocks(config: EngineConfig, bytes_per_block: int, num_blocks: int, least: int = 1) -> int:
@@ -64,7 +64,7 @@ def choose_disk_bytes(config: EngineConfig) -> int:
 
 
 def decodes_on_host(config: EngineConfig, model_info: ModelInfo) -> bool:
-    """Whether steps have lanes for sequences on the host: asked for, possible, and there are blocks for them.
+    """Return whether steps have lanes for sequences on the host: asked for, possible, and there are blocks for them.
 
     Where the CPU computes the steps, threads would attend with the cores that these need: nothing is gained.
     """
@@ -94,7 +94,8 @@ def hybrid_config(config: EngineConfig, model_info: ModelInfo, costs: CostTable 
 def hybrid_gain(
     config: EngineConfig, model_info: ModelInfo, costs: CostTable, context: int
 ) -> tuple[int, float | None]:
-    """How many sequences of ``context`` tokens fill the cache, and what share of their throughput the host would add.
+    """Count the sequences of ``context`` tokens that fill the cache, and predict the share of throughput that the host
+    would add.
 
     None where that is not known, and on the CPU, whose cores would have both to do.
     """

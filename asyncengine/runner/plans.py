@@ -47,7 +47,8 @@ class Projection:
 
     @property
     def tile(self) -> str:
-        """Of the weight's rows, those of x and K, with the rest of the plan where it is not the default."""
+        """Sizes of the tile: rows of the weight, rows of x and K, with the rest of the plan where it is not the
+        default."""
         plan, default = self.choice.plan, Plan("cublas")
         if plan.kind == "cublas":
             return "-"
@@ -99,7 +100,8 @@ def choose_gpu(name: str | None) -> Gpu:
 
 
 def plan_steps(config: EngineConfig, gpu: Gpu) -> list[BucketPlan]:
-    """Of all buckets, ascending. ``config`` has load_format="dummy": the model's config.json is read, and no weights.
+    """Plan the steps of all buckets, ascending. ``config`` has load_format="dummy": config.json is read, and no
+    weights.
 
     Raises ModelError if the directory cannot be used, ConfigError if the configuration fits neither model nor card.
     """

@@ -35,7 +35,7 @@ from asyncengine.kernels.ops import Norm
 logger = logging.getLogger(__name__)
 
 FAILURES = (RuntimeError, ValueError, TritonError)
-"""Of plans that cannot run: too much shared memory, too many registers."""
+"""Errors of plans that cannot run: too much shared memory, too many registers."""
 _COLD_BYTES = 160 << 20
 """Weights of one timing: three times the L2 cache of a Hopper GPU."""
 _MIN_CALLS, _MAX_CALLS = 3, 48
@@ -153,7 +153,7 @@ class _Case:
 
 
 def norm_behind(residual: Residual, norm: Norm, *, pdl: bool) -> Tensor | Unnormed:
-    """What a norm that reads an addition takes before its projection runs, which may do the rest of it."""
+    """Run the norm that reads an addition, before its projection, which may do the rest of the norm."""
     return residual.prepare(norm) or residual.read_by_kernel(norm, pdl=pdl)
 
 
