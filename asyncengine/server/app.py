@@ -264,7 +264,7 @@ class App:
         return max(key.priority, priority if priority is not None else key.priority), f"key {digest.hex()}"
 
     def _owner(self, request: web.BaseRequest) -> str:
-        """Of stored responses: those who share a key, or without keys all clients."""
+        """Owner of stored responses: the clients that share a key, or without keys all clients."""
         return self._check_key(request)[0].hex() if self._keys else ""
 
     def _ready_engine(self) -> Engine:
@@ -280,7 +280,7 @@ class App:
         return _json({"status": "ready"})
 
     async def _live(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
-        """Whether a supervisor should leave the process alone, also while it loads or drains."""
+        """Answer 200 while a supervisor should leave the process alone, also while the server loads or drains."""
         if self.health == "dead":
             raise unavailable("the engine is dead", "dead")
         return _json({"status": self.health})
@@ -481,7 +481,7 @@ def _json(value: object) -> web.Response:
 
 
 def _digest(key: bytes) -> bytes:
-    """Of the same length for every key, and no secret in the engine's records."""
+    """Digest a key. All digests have one length, and the engine's records hold no secret."""
     return hashlib.blake2b(key, digest_size=16).digest()
 
 

@@ -19,7 +19,7 @@ from asyncengine.tokenization import Tokenizer
 
 
 class CallBody(msgspec.Struct, kw_only=True):
-    """What all bodies have. None, explicit or not, means the default; unknown fields are ignored."""
+    """Fields of all bodies. None, explicit or not, means the default; unknown fields are ignored."""
 
     model: str | None = None
     priority: int | None = None

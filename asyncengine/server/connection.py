@@ -70,7 +70,7 @@ class Connection(web.RequestHandler):
 
     @property
     def ends(self) -> bool:
-        """Whether the request that runs is the last of this connection."""
+        """True if the request that runs is the last of this connection."""
         return self._ended and not self._messages
 
     def begin(self, request: web.BaseRequest) -> None:
@@ -121,7 +121,7 @@ class Connection(web.RequestHandler):
         if self.transport is not None:
             self.transport.pause_reading()
         if self._newest is not None and not self._newest.is_eof():
-            # What is malformed is the body of a request that has its handler, which answers.
+            # The malformed part is the body of a request that has its handler, which answers.
             self._messages.pop()
             self._unanswered -= 1
             self._broken = True
@@ -163,7 +163,7 @@ class Connection(web.RequestHandler):
 
     @property
     def suspect(self) -> bool:
-        """Whether a request runs for a client whose leaving would not be noticed."""
+        """True if a request runs for a client whose leaving would not be noticed."""
         transport = self.transport
         if self._current_request is None or transport is None or transport.is_closing():
             return False
@@ -217,7 +217,7 @@ class Watch:
 
     @property
     def works(self) -> bool:
-        """Whether this platform tells of a reset without reading."""
+        """True if this platform reports a reset without reading."""
         return self._epoll is not None
 
     def add(self, connection: Connection, descriptor: int) -> None:

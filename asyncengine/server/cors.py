@@ -1,4 +1,5 @@
-"""Which web pages may read answers: cross-origin resource sharing, as browsers ask for it (Fetch standard, 3.2)."""
+"""Permission for web pages to read answers: cross-origin resource sharing, as browsers ask for it (Fetch standard,
+3.2)."""
 
 from __future__ import annotations
 

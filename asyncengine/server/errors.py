@@ -66,7 +66,8 @@ class ApiError(Exception):
         return "service_unavailable" if self.status == HTTPStatus.SERVICE_UNAVAILABLE else "server_error"
 
     def message_for(self, request_id: str) -> str:
-        """Of a fault of the server it names the request, by which the server's log says more."""
+        """Return the message for a client. A fault of the server names the request, by which the server's log says
+        more."""
         if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR and request_id:
             return f"{self.message} (request id {request_id})"
         return self.message

@@ -1,4 +1,4 @@
-"""How long each field of a request body may be, in bytes of JSON, looked up before objects are made of the body."""
+"""Limits of each field of a request body, in bytes of JSON, checked before objects are made of the body."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class ChatLogProbs(msgspec.Struct):
 
 
 class TokenLogProb(msgspec.Struct):
-    """Of a token at a place of a prompt, as vLLM has it."""
+    """Log probability of a token at a place of a prompt, in vLLM's form."""
 
     logprob: float
     rank: int | None
@@ -57,7 +57,7 @@ PromptLogProb = dict[str, TokenLogProb] | None
 
 
 class TokenNames:
-    """What tokens are called in a response: by their text, or by their numbers."""
+    """Names of tokens in a response: their text, or their numbers."""
 
     def __init__(self, tokenizer: Tokenizer | None, by_number: bool) -> None:
         self._bytes = None if tokenizer is None or by_number else token_bytes(tokenizer)
@@ -73,14 +73,14 @@ class TokenNames:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def in_place(self, token_id: int, text: str) -> str:
-        """Of a token that adds ``text``: the names of all tokens make up the text of the choice."""
+        """Return the name of a token that adds ``text``: the names of all tokens make up the text of the choice."""
         return f"token_id:{token_id}" if self._bytes is None else text
 
     def bytes_alone(self, token_id: int) -> list[int] | None:
         return None if self._bytes is None else list(self._bytes(token_id))
 
     def bytes_in_place(self, token_id: int, text: str) -> list[int] | None:
-        """Those that the token adds: of a part of a character its own, else those of ``text``."""
+        """Return the bytes that the token adds: its own if it is a part of a character, else those of ``text``."""
         if self._bytes is None:
             return None
         raw = self._bytes(token_id)
@@ -97,7 +97,7 @@ class PlacedToken:
 
     token_id: int
     text: str
-    """Which it adds."""
+    """Text that the token adds."""
     offset: int
     data: TokenLogProbs | None
     """None: of the first token of a prompt."""
@@ -138,7 +138,7 @@ class ChoiceLogProbs:
         self._length = len(text)
 
     def push(self, news: News) -> None:
-        """What the choice has gained; ``take`` has had all before."""
+        """Add news of the choice. ``take`` must have returned all tokens of the news before."""
         self._coming.append(self._placed(news))
         self._length += len(news.text)
         self._last = news.finish_reason is not None
@@ -194,7 +194,7 @@ class ChoiceLogProbs:
 
 
 class JobLogProbs:
-    """Those of all choices of a response."""
+    """Log probabilities of all choices of a response."""
 
     def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams, by_number: bool) -> None:
         self._tokenizer = tokenizer
@@ -215,7 +215,8 @@ class JobLogProbs:
             yield [None if data is None else _of_prompt(data, self._names) for data in some]
 
     def completion(self, index: int, news: News, prompt: Sequence[int]) -> Iterator[CompletionLogProbs]:
-        """Those of choice ``index``, after these token ids, whose text is out with these news; some at a time."""
+        """Give the log probabilities of choice ``index`` whose text is out with this news, some at a time. ``prompt``
+        are the token ids before the choice."""
         return (completion_logprobs(tokens, self._names) for tokens in self._batches(index, news, prompt))
 
     def chat(self, index: int, news: News, prompt: Sequence[int]) -> Iterator[ChatLogProbs]:

@@ -143,7 +143,7 @@ _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 @lru_cache(maxsize=32)
 def _traits(template: str) -> tuple[bool, bool]:
-    """Whether it takes arguments of calls as text, and whether it asks for contents that are none."""
+    """Return whether the template takes arguments of calls as text, and whether it asks for contents that are none."""
     return bool(_TEXT_ARGUMENTS.search(template)), bool(_NONE_CONTENT.search(template))
 
 
@@ -168,7 +168,7 @@ def adapt(chat: Conversation, template: str, tool_format: str | None) -> Convers
             if call_id in names:
                 made.setdefault("name", names[call_id])
             made["tool_call_id"] = _call_id(call_id, tool_format)
-        # Its template refuses a call after both.
+        # The harmony template refuses a call after both reasoning and content.
         if tool_format == HARMONY and "reasoning_content" in made and not (calls and made["content"]):
             made["thinking"] = made["reasoning_content"]
         adapted.append(made)

@@ -1,4 +1,4 @@
-"""What a request to /v1/messages may hold, and the conversation that its blocks make up."""
+"""Bodies of requests to /v1/messages, and the conversation that their blocks make up."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TOOL_FIELDS = {"].function.parameters": "].input_schema", "].function": "]"}
 
 
 class Block(msgspec.Struct):
-    """Of a message or of a result."""
+    """Block of a message or of a result."""
 
     type: str
     text: str | None = None

@@ -67,12 +67,12 @@ class Operation:
 
     summary: str
     answer: type[msgspec.Struct] | Schema
-    """Of the JSON document; a schema with contentMediaType for what is none."""
+    """Type of the JSON document that is answered; other answers have a schema with contentMediaType."""
     body: type[msgspec.Struct] | None = None
     streams: bool = False
     errors: str = "Error"
     members: type[msgspec.Struct] | None = None
-    """Of the list that the answer may be instead."""
+    """Type of the members of the list that the answer may be instead."""
 
 
 _SCORE = Operation("Scores of pairs of texts", ScoreList, ScoreBody)

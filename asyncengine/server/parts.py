@@ -31,7 +31,7 @@ class Part:
 
     kind: Kind
     index: int
-    """Its place in the output."""
+    """Place of the part in the output."""
     call: ToolCallDelta | None = None
     """The first news of a call, which has its id and name."""
     pieces: list[str] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How an output ended."""
+    """End of an output: the reason, and counts of tokens."""
 
     reason: FinishReason
     stop_reason: str | int | None
@@ -117,7 +117,7 @@ class PartFormat(StreamFormat):
 
     @abstractmethod
     def begin(self) -> bytes:
-        """What comes before all parts."""
+        """Return the events that come before all parts."""
 
     @abstractmethod
     def opened(self, part: Part) -> bytes:

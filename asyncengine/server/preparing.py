@@ -122,7 +122,7 @@ def _constrained(
 
 
 def _schema(params: SamplingParams) -> dict[str, Any] | None:
-    """Of the JSON that the output has to be, if so."""
+    """Return the schema of the JSON that the output must be; None if the output need not be JSON."""
     asked = params.structure
     if asked is None or asked.kind != "json":
         return None

@@ -48,7 +48,7 @@ class ResponseFormat(msgspec.Struct):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
     schema: Schema = msgspec.field(default_factory=not_given)
-    """Of a json_object, in the dialect of llama.cpp's server."""
+    """JSON Schema of a json_object, in the dialect of llama.cpp's server."""
     value: Schema = msgspec.field(default_factory=not_given)
     """Likewise, in the dialect of Text Generation Inference, which Hugging Face's client speaks to every server."""
 
@@ -69,7 +69,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class GenerationBody(msgspec.Struct, kw_only=True):
-    """What completions and chat completions share. None, explicit or not, means the default."""
+    """Fields common to completions and chat completions. None, explicit or not, means the default."""
 
     model: str | None = None
     stream: bool | None = None
@@ -214,7 +214,7 @@ def _wrong_type(message: str) -> ApiError:
 
 
 def _asks_for_nothing(value: msgspec.Raw, neutral: tuple[object, ...]) -> bool:
-    """Whether the JSON of a field that is not implemented is one of the values that ask for nothing."""
+    """Return whether the JSON of a field that is not implemented is one of the values that ask for nothing."""
     if len(value) > _LONGEST_NEUTRAL:
         return False
     try:
@@ -240,7 +240,8 @@ _SAMPLING_FIELDS = tuple(
 
 
 def sampling_params(body: GenerationBody, **more: Any) -> SamplingParams:
-    """Those of ``body`` and ``more``; without max_tokens, to the end of the context. Raises InvalidRequestError."""
+    """Make the sampling parameters of ``body`` and ``more``. Without max_tokens the output may fill the context. Raises
+    InvalidRequestError."""
     values = {name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
     values.setdefault("max_tokens", None)
     if body.logit_bias is not None:

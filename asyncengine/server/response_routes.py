@@ -14,7 +14,7 @@ from asyncengine.server.protocol import unsupported
 from asyncengine.server.response_store import OwnResponses, StoredResponse
 
 RESPONSE = "/v1/responses/"
-"""What paths of stored responses begin with: the id follows, and then nothing or one of PARTS."""
+"""Beginning of the paths of stored responses: the id follows, and then nothing or one of PARTS."""
 _INPUT_ITEMS, _CANCEL = PARTS = ("/input_items", "/cancel")
 Handler = Callable[[web.BaseRequest, dict[str, str]], Awaitable[web.StreamResponse]]
 _DEFAULT, _MOST = 20, 100  # items of a page

@@ -107,7 +107,7 @@ class Response(msgspec.Struct, kw_only=True):
 
 @dataclass(slots=True)
 class Kept:
-    """What a response's format needs of its request."""
+    """Parts of a request that the format of its response needs."""
 
     own: OwnResponses
     items: list[bytes] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What a request to /v1/responses may hold, and the conversation that its items make up."""
+"""Bodies of requests to /v1/responses, and the conversation that their items make up."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _PREFIXES = {
     "custom_tool_call": "ctc_",
     "custom_tool_call_output": "ctco_",
 }
-"""What ids of items begin with, by their types."""
+"""Prefixes of the ids of items, by their types."""
 _ROLES = ("system", "developer", "user", "assistant")
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _LOGPROBS = "message.output_text.logprobs"

@@ -97,7 +97,8 @@ def hosted_type(kind: str) -> str | None:
 def tools_of(
     tools: Sequence[ResponsesTool] | None, choice: str | ChosenTool | None, parallel: bool | None
 ) -> tuple[ToolUse | None, dict[str, tuple[str, str]]]:
-    """What a body asks for (None: no tools), and namespace and name of each tool that is in one, by the model's name.
+    """Return the tool use that a body asks for (None: no tools), and the namespace and name of each tool in a
+    namespace, by the model's name for it.
 
     Raises ApiError 400.
     """

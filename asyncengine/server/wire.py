@@ -163,7 +163,7 @@ class SseResponse:
 
     @property
     def started(self) -> bool:
-        """Whether the status line has been sent, so that errors must travel as events."""
+        """True if the status line has been sent, so that errors must travel as events."""
         return self._writer is not None
 
     async def send(self, events: bytes) -> None:

@@ -61,7 +61,7 @@ class Constraint:
         self._write([])
 
     def advance(self, tokens: Sequence[int]) -> list[int]:
-        """Of new tokens those that were sampled: ``work`` is to be called if there are any."""
+        """Return the sampled ones of new tokens: ``work`` is to be called if there are any."""
         forced = min(self._unsampled, len(tokens))
         self._unsampled -= forced
         return list(tokens[forced:])

@@ -1,4 +1,4 @@
-"""Which parser a request gets: by the model's chat template, or as the operator says."""
+"""Choice of a request's parser: by the model's chat template, or by the operator's setting."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _UNMARKED = ("json", "llama3_json", "pythonic")
 
 @dataclass(frozen=True, slots=True)
 class Formats:
-    """What a model writes."""
+    """Formats that a model writes."""
 
     tools: str | None
     """One of names.TOOL_PARSERS; None: its template has tools in a form that is not known here."""
     reasoning: str | None
     """One of names.REASONING_PARSERS but "none"; None: the model does not reason, or that is not looked at."""
     shows_tools: bool
-    """Whether the template has tools."""
+    """True if the template has tools."""
 
 
 @lru_cache(maxsize=32)
@@ -76,7 +76,7 @@ def _is_harmony(template: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Parsing:
-    """How the outputs of one request are read."""
+    """Reading of the outputs of one request: formats and rules."""
 
     tools: str | None
     """The format of tool calls, where there may be any."""
@@ -99,14 +99,14 @@ class Parsing:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """That the parser must see, special tokens or not."""
+        """Markers that the parser must see, special tokens or not."""
         if HARMONY in (self.tools, self.reasoning):
             return Harmony.markers
         kind = Machine if self.tools is None else _TOOL_FORMATS[self.tools]
         return (*kind.markers, *REASONING.get(self.reasoning or "", ()))
 
     def kept_tokens(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """Those of the markers that are special tokens, which texts leave out otherwise."""
+        """Return the special tokens among the markers, which texts leave out otherwise."""
         ids = map(tokenizer.backend.token_to_id, self.markers)
         return tuple(sorted({i for i in ids if i is not None and i in tokenizer.special_token_ids}))
 

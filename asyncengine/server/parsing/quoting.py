@@ -258,7 +258,7 @@ class _Expression:
         return ")"
 
     def _is_optional(self) -> bool:
-        """Whether the text goes on with a quantifier that takes none."""
+        """Return whether the text goes on with a quantifier that allows no repetition."""
         return self._text.startswith(("*", "?", "{0", "{,"), self._at)
 
     def _escape(self) -> str:
