@@ -25,10 +25,10 @@ MALFORMED = 5000
 
 @dataclass
 class Outcome:
-    """What became of a load."""
+    """Result of a load."""
 
     statuses: Counter[str] = field(default_factory=Counter)
-    """How many connections ended with each status; "cut" is a connection that ended without."""
+    """Number of connections that ended with each status; "cut" is a connection that ended without one."""
     seconds: float = 0.0
     """From the first byte sent to the last answer."""
 

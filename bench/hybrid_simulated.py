@@ -1,4 +1,4 @@
-"""What hybrid attention gains on cards that were not measured: a simulation from their published rates.
+"""Gain of hybrid attention on cards that were not measured: a simulation from their published rates.
 
     python bench/hybrid_simulated.py [--model llama-3.1-8b] [--contexts 2048,8192] [--steps 4000] [--host-gbs 60,80]
 

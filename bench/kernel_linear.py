@@ -52,7 +52,7 @@ def lines(args: argparse.Namespace, timer: Timer) -> Lines:
 
 
 def planned(shapes: list[str], rows: list[int], table: PlanTable) -> dict[Site, Plan]:
-    """What is to be compiled. The head's kernels are others here, which take an index and give float32."""
+    """Return the plans to compile. The head has other kernels here, which take an index and give float32."""
     found = {}
     for shape in shapes:
         for count in {round_rows(count) for count in rows if count <= MAX_ROWS}:

@@ -58,7 +58,7 @@ def lines(args: argparse.Namespace, timer: Timer) -> Lines:
 
 
 class Cases:
-    """Of a model's shape at a count of rows."""
+    """Tensors and operations of a model's shape at a count of rows."""
 
     def __init__(self, c: ModelConfig, rows: int, device: torch.device, pdl: bool) -> None:
         self.c, self.rows, self.device, self.pdl = c, rows, device, pdl

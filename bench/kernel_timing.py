@@ -70,7 +70,7 @@ class Timer:
 
 
 def copies_for(num_bytes: float, most: int = 32) -> int:
-    """How many sets of buffers of ``num_bytes`` are cold together."""
+    """Count the sets of buffers of ``num_bytes`` that are cold together."""
     return max(2, min(most, round(COLD_BYTES / max(1.0, num_bytes))))
 
 

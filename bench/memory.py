@@ -34,7 +34,7 @@ from asyncengine.cli.benchmarks.report import Figure, median
 from asyncengine.cli.embed import loop_factory
 from asyncengine.stats import EngineStats
 
-# Of the sequence that is preempted, and of the other whose output makes that happen.
+# Tokens of the sequence that is preempted, and of the other sequence, whose output makes that happen.
 _VICTIM_TOKENS, _GROWER_PROMPT, _GROWER_TOKENS, _ROOM = 200, 16, 160, 272
 _TRIES = 4  # to evict a prompt: a tier may keep it by chance
 _WHOLE = 0.95  # of its tokens

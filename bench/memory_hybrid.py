@@ -55,7 +55,7 @@ def add_hybrid_options(parser: argparse.ArgumentParser) -> None:
 
 
 def table_of(engine: AsyncEngine) -> CostTable | None:
-    """What the engine knows of its costs."""
+    """Return the costs that the engine knows."""
     costs = engine._loaded().costs
     return None if costs is None else costs.table
 
@@ -179,7 +179,8 @@ async def hybrid(args: argparse.Namespace) -> list[Figure]:
             print(f"{name_of(pool, dtype, context)}: left out, as the pool does not hold one sequence")
         samples: dict[int, dict[str, list[Sample]]] = {n: {way: [] for way in args.ways} for n in contexts}
         for _, way in itertools.product(range(args.repeats), args.ways):
-            # How many sequences there are depends on the context in one way alone: in others contexts share an engine.
+            # The number of sequences depends on the context only with "conservative": with the others contexts share an
+            # engine.
             for some in [[n] for n in contexts] if way == "conservative" else [contexts]:
                 await observe_all(args, way, pool, dtype, some, samples)
         for context in contexts:

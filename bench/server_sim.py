@@ -48,7 +48,7 @@ class Run:
     server_loop_cpu_s: float
     client_cpu_s: float
     quiet: bool
-    """Whether the machine was idle when it began."""
+    """True if the machine was idle when the run began."""
 
 
 def main() -> None:
@@ -167,7 +167,7 @@ def _prompt(stream_number: int, tokens: int) -> list[int]:
 
 
 def _failures(results: list[SseResult], prompt_tokens: int, tokens: int) -> list[str]:
-    """What is wrong with each stream that is not complete to the last character."""
+    """Describe the fault of each stream that is not complete to the last character."""
     model = testing.SimulatedEngine()
     tokenizer = testing.placeholder_tokenizer(testing.VOCAB_SIZE)
     params = SamplingParams(temperature=0, max_tokens=tokens)
@@ -185,7 +185,7 @@ def _failures(results: list[SseResult], prompt_tokens: int, tokens: int) -> list
 
 
 async def _url(server: asyncio.subprocess.Process) -> str:
-    """Where the server listens, once it is ready; from then on its log is thrown away by a task."""
+    """Return the server's address once it is ready; from then on a task throws its log away."""
     assert server.stderr is not None
     seen = []
     while line := (await server.stderr.readline()).decode():

@@ -30,14 +30,14 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What was seen between the first and the last Point that count."""
+    """Figures of the time between the first and the last Point that count."""
 
     steps: int
     step_us: float
     contexts: list[int]
     """Per row, tokens of KV before its query, in the middle of the window."""
     deliveries: int
-    """Of one request: fewer than steps if the loop fell behind."""
+    """Deliveries of one request: fewer than steps if the loop fell behind."""
 
     @property
     def tokens_per_s(self) -> float:
