@@ -90,7 +90,7 @@ class GilProbe : public std::enable_shared_from_this<GilProbe> {
   std::atomic<int64_t> asked_ns_{0}, total_ns_{0};
 };
 
-// What host rows need where the CPU computes the steps: lanes, who attends, and what attention is in each layer.
+// Parts of host rows where the CPU computes the steps: lanes, attention of each layer, and workers.
 struct CpuHostRows {
   std::shared_ptr<CpuLanes> lanes;
   HostLayerTuples layers;
@@ -198,8 +198,8 @@ py::bytes payload_of(const StepLoop::News& news, const StepLoop::News::Record& r
   return {reinterpret_cast<const char*>(payload.data()), payload.size()};
 }
 
-// Those of tokens come with every token of a request that wants them: without an object around each. Both tuples are mostly
-// the empty one, of which there is one.
+// Records of tokens, then all other records. Every token of a request that wants records has some, so they get no
+// object around each. Both tuples are mostly the empty one, of which there is one.
 std::pair<py::tuple, py::tuple> records_of(const StepLoop::News& news) {
   const auto of_tokens = static_cast<size_t>(std::ranges::count_if(news.records, is_of_token));
   std::pair<py::tuple, py::tuple> all(of_tokens, news.records.size() - of_tokens);

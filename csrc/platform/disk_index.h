@@ -1,4 +1,4 @@
-// Which blocks are in a directory, and which of them was used least recently.
+// Index of the blocks in a directory, in the order of their last use.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +23,7 @@ class DiskIndex {
   bool insert(const BlockKey& key) { return insert(key, head().next); }
   bool insert_oldest(const BlockKey& key) { return insert(key, 0); }
   bool erase(const BlockKey& key);
-  // Of a table that is not empty.
+  // The key of the block used least recently. The table must not be empty.
   const BlockKey& oldest() const { return entries_[static_cast<size_t>(head().previous)].key; }
 
  private:

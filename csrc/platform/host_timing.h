@@ -1,4 +1,4 @@
-// How fast this machine attends for host rows: what decides whether they pay (core/step_costs.h).
+// Timing of attention for host rows on this machine: it decides whether host rows pay (core/step_costs.h).
 #pragma once
 
 #include "platform/host_workers.h"

@@ -16,12 +16,12 @@
 
 namespace asyncengine {
 
-// What attention is in a layer, beside its shape.
+// Attention of a layer, beside its shape.
 struct HostLayer {
   float scale = 1.f;
   int64_t window = 0;   // keys visible to a query, itself included; 0: all before it
   float softcap = 0.f;  // 0: none
-  // Of KVScales, copied: keys and values are Float8; null: they are in the dtype of heads.
+  // Values of KVScales, copied: keys and values are Float8; null: they are in the dtype of heads.
   const float* scales = nullptr;
 };
 

@@ -52,7 +52,7 @@ inline PinnedBuffer pin(const CudaRuntime& cuda, size_t bytes, int& error) {
 // small ones on one thread, and takes ten times as long. It is asked where the other way fails.
 std::shared_ptr<std::byte[]> pin_huge(const CudaRuntime& cuda, size_t bytes, int& error);
 
-// These throw CudaError.
+// The functions below throw CudaError.
 inline PinnedBuffer allocate_pinned(const CudaRuntime& cuda, size_t bytes) {
   int error = kCudaSuccess;
   PinnedBuffer memory = pin(cuda, bytes, error);

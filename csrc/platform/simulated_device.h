@@ -33,7 +33,7 @@ class SimulatedDevice {
   int ordinal() const { return ordinal_; }
   static const CudaRuntime& runtime();
 
-  // What cudaGraphInstantiate is to the real device. The body runs on the device's thread.
+  // Makes a graph, as cudaGraphInstantiate does on the real device. The body runs on the device's thread.
   CudaGraphExec add_graph(std::function<void()> body, std::chrono::nanoseconds latency);
 
   // Faults take effect when the device reaches the n-th graph launch from now (0: the next one).

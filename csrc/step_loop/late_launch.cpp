@@ -42,7 +42,8 @@ void LateLaunch::ended(int64_t since, int64_t now) {
   } else if (now - since < expected(over)) {
     timing_.forget(over.kind);  // over before the look that was to see its end: nobody knows by how much
   } else if (foreseen > since) {
-    // That look came late. What the thread oversleeps is no part of the step, or it would sleep longer and longer.
+    // The look that was to see the end came late. The time that the thread oversleeps is no part of the step, or the
+    // thread would sleep longer and longer.
     timing_.ran(over.kind, over.attended, foreseen - since);
   }
   oldest_from_ns_ = pending_ns_;
@@ -81,7 +82,8 @@ nanoseconds LateLaunch::until_due(int64_t now) const {
 }
 
 nanoseconds LateLaunch::until_news(int64_t now) const {
-  // What takes long past that is looked at less and less: half a percent of what it takes is how late that may be.
+  // A step that lasts long past that is looked at less and less: its end may be seen late by half a percent of its
+  // time.
   const int64_t past = now - foresee_news();
   return nanoseconds(std::max(-past, past / 200));
 }

@@ -23,7 +23,7 @@ class LateLaunch {
   void begin(int64_t asked, int64_t now);
   // The step of that plan is about to be launched. Of its duration, `kind` and `attended` are the measure (LaunchTiming).
   void launching(int kind, int64_t attended, int64_t now);
-  // Its launch has returned.
+  // The launch of that step has returned.
   void launched(int64_t now) { timing_.launched(now - planned_.due_ns); }
 
   // The oldest step in flight is not over.

@@ -18,9 +18,9 @@ class LaunchTiming {
 
   // A step has taken so long.
   void ran(int kind, int64_t attended, int64_t duration);
-  // What steps of a kind took is no longer so.
+  // Durations of earlier steps of a kind hold no longer.
   void forget(int kind);
-  // What a step takes at least: the least of the last ones of its kind that attended to as much or less. 0: unknown.
+  // Least duration of a step: the least of the last ones of its kind that attended to as much or less. 0: unknown.
   int64_t expected(int kind, int64_t attended) const;
 
   // So long before the end of the work in flight the next launch is due.

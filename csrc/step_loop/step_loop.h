@@ -60,7 +60,7 @@ class StepLoop {
   // Instead of start(): one round of the step thread's work, by whoever calls. Never waits; true when anything moved.
   // It exists to measure what the thread is worth.
   bool advance() noexcept;
-  // How long the thread sleeps when advance() moved nothing, unless something arrives.
+  // Time that the thread sleeps when advance() moved nothing, unless something arrives.
   std::chrono::nanoseconds patience() const;
   // Stops the thread; requests still under way are gone without a word. False: after `limit` the executor still runs, or the
   // thread hangs in a call of it. May be called again. Memory that a device may still write to is leaked on purpose.
@@ -88,7 +88,7 @@ class StepLoop {
   std::string error() const { return life_.error(); }
   Stats stats() const;  // for any thread, as is the next
   const StepTokens& step_tokens() const { return step_tokens_; }  // of steps that succeeded
-  // Whether steps are recorded. For the thread that submits, as the next two.
+  // Turns the recording of steps on or off. For the thread that submits, as the next two.
   void watch(bool on) { watch_.watch(on); }
   // The last `most` steps that were recorded.
   std::vector<StepRecord> last_steps(size_t most) const { return watch_.last(most); }
