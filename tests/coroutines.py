@@ -20,7 +20,7 @@ def run(
     limit_s: float,
     loop_factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop,
 ) -> T:
-    """What ``coroutine`` returns. Raises TimeoutError after ``limit_s``.
+    """Run ``coroutine`` and return its result. Raises TimeoutError after ``limit_s``.
 
     Nothing limits the cleanup that the error begins, and no stack of a thread tells where a coroutine waits. So the
     stacks of all tasks are printed to standard error if there are some ``CLEANUP_S`` later.

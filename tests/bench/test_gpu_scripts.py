@@ -222,7 +222,7 @@ def test_contexts_that_do_not_fit_are_left_out() -> None:
 
 
 def test_decode_sweeps_batches_and_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is replayed, over which keys and values; the GPU itself is a stand-in."""
+    """The sweep replays the right batches and contexts over filled keys and values; the GPU itself is a stand-in."""
     memory = torch.full((2, 2, 4, 8), torch.nan)
     runner = SimpleNamespace(graphs=None, steps=SimpleNamespace(cache=SimpleNamespace(memory=memory)))
     replayed = []

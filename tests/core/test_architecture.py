@@ -117,7 +117,7 @@ def imports_of_program(text: str) -> set[str]:
 
 
 def python_files() -> list[Path]:
-    """Those with something in them: the ``__init__`` of most folders is a sentence."""
+    """Return the Python files with code: the ``__init__`` of most folders is a sentence."""
     files = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
     return sorted(path for path, tree in files.items() if len(tree.body) > 1)
 

@@ -42,12 +42,12 @@ def prose(document: str) -> str:
 
 
 def words(document: str) -> list[str]:
-    """What the document has in backticks, in words: a command's script is one of them."""
+    """Return the document's texts in backticks, in words: a command's script is one of them."""
     return [word for text in QUOTED.findall(prose(document)) for word in text.split()]
 
 
 def repository_paths(document: str) -> list[str]:
-    """What the document has in backticks that looks like a file or a folder of the repository."""
+    """Return the document's words in backticks that look like a file or a folder of the repository."""
     return [word.removesuffix("/") for word in words(document) if FILE.fullmatch(word) or FOLDER.fullmatch(word)]
 
 

@@ -88,7 +88,7 @@ def join(deltas: list[RequestDelta], index: int = 0) -> tuple[str, list[int]]:
 
 
 def run_script(code: str, *arguments: str) -> str:
-    """What the script prints; it must end well, and without a word about errors."""
+    """Run a script and return its output. The script must end well, and without a word about errors."""
     done = subprocess.run(
         [sys.executable, *arguments, "-c", textwrap.dedent(code)],
         capture_output=True,

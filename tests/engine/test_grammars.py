@@ -1,4 +1,4 @@
-"""What grammars cost: those who wait for one, those who wait beside it, and the memory of the machine."""
+"""Costs of grammars: for requests that wait for one, for requests that wait beside it, and for the machine's memory."""
 
 from __future__ import annotations
 
@@ -196,7 +196,8 @@ async def test_tenants_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         tasks.append(asyncio.create_task(opened.compile(regex("few0"), tenant="few")))
         await script.settle()
         assert script.begun == ["many0", "few0"]
-        # Who joins a grammar that waits as another tenant's has it compiled when it is their turn.
+        # A tenant that joins a grammar that waits as another tenant's has it compiled when it is the joining tenant's
+        # turn.
         tasks += [asyncio.create_task(opened.compile(regex(each), tenant="few")) for each in ("many5", "few1")]
         script.gate.release()
         script.gate.release()

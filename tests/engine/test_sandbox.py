@@ -218,7 +218,7 @@ async def test_a_process_that_dies_is_replaced() -> None:
 
 
 def kill(pid: int) -> None:
-    """It has ended when this returns, and the event loop has not turned."""
+    """Kill a process. It has ended when this returns, and the event loop has not turned."""
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 

@@ -409,7 +409,7 @@ def test_where_reasoning_begins(prompt: list[int], is_chat: bool, under_way: boo
 
 @pytest.mark.parametrize("starts_inside", [False, True])
 async def test_a_grammar_begins_after_the_reasoning(monkeypatch: pytest.MonkeyPatch, starts_inside: bool) -> None:
-    """Of the tokens that the model gives, the first ones are free until the one that is taken for the marker."""
+    """The first tokens that the model gives are free, until the token that is taken for the marker."""
     from asyncengine.structured import requests
 
     async with engine_with() as engine:

@@ -115,7 +115,7 @@ def test_a_full_batch(model: str) -> None:
 @pytest.mark.parametrize("contexts", [(287,) * 48, (900, *EDGES, None, *EDGES, 640)], ids=["alike", "ragged"])
 @pytest.mark.parametrize("programs", [12, 24])
 def test_late_lanes(model: str, contexts: tuple[int | None, ...], programs: int) -> None:
-    """They follow the others on the line, and what the line cuts between both is put together."""
+    """Late lanes follow the others on the line, and rows that the line cuts between both are put together."""
     decode = make(model, contexts, programs=programs, late=True)
     work = decode.world.work()
     decode.check(work, pdl=True)
@@ -157,7 +157,7 @@ def test_pieces_apart(model: str, contexts: tuple[int, ...], grid: dict[str, int
 @pytest.mark.parametrize("window", [1, 33, 64, 150, 1000])
 @pytest.mark.parametrize("whole_tokens", [64, 128])
 def test_windows_apart(window: int, whole_tokens: int) -> None:
-    """Of a first piece only the end may be in the window."""
+    """Only the end of a first piece may be in the window."""
     decode = make("qwen3", (*EDGES, 700, 2000), window=window, whole_tokens=whole_tokens)
     decode.check(decode.world.work(), pdl=True)
 
@@ -214,7 +214,7 @@ def test_results_are_the_same_each_time() -> None:
 
 
 def test_cache_hints_change_no_result() -> None:
-    """Of whole blocks and of halves."""
+    """Hints change no result for whole blocks and for halves."""
     decode = make("qwen3", (287, 290, 17, 1000))
     hinted, plain = (
         decode.attend(decode.world.k.clone(), decode.world.v.clone(), decode.world.work(), l2_cache_hints=hints)

@@ -53,7 +53,7 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan_for(case: Case) -> AttentionPlan:
-    """Of mixed steps."""
+    """Return the plan of mixed steps."""
     layer = LayerKind(case.shape, case.window)
     return describe(Bucket(64, 2048, False), layer, H200, Limits(64, 2048, 1 << 20, 16))
 

@@ -1,4 +1,4 @@
-"""What is wrong with Triton's interpreter, put right for the tests."""
+"""Repairs of Triton's interpreter for the tests."""
 
 from __future__ import annotations
 

@@ -82,6 +82,6 @@ def read_mailbox(words: Tensor, dtype: torch.dtype, step: int) -> Tensor:
 
 
 def _as_int32(values: Tensor) -> Tensor:
-    """Of the low 32 bits."""
+    """Return the low 32 bits of the values as int32."""
     low = values & 0xFFFFFFFF
     return torch.where(low >= 1 << 31, low - (1 << 32), low).to(torch.int32)

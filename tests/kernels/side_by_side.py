@@ -1,4 +1,4 @@
-"""What compiling side by side does, seen on a driver that counts: ``python -m`` runs one of the functions below.
+"""Compiling side by side, seen on a driver that counts: ``python -m`` runs one of the functions below.
 
 In processes of their own, since in that of the other tests kernels are interpreted.
 """
@@ -298,7 +298,8 @@ def large_steps_launch_what_was_compiled(driver: Counting, directory: Path) -> N
 
 
 def many_rows_launch_what_was_compiled(driver: Counting, directory: Path) -> None:
-    """Of many products, which some counts of rows up to 256 leave to cuBLAS, and what surrounds them to kernels."""
+    """Some counts of rows up to 256 leave projections of many products to cuBLAS, and the operations around them to
+    kernels."""
     directory = one_layer(directory, 1000, "llama-3.1-8b")
     buckets = launch_what_was_compiled(directory, max_num_seqs=256, max_num_batched_tokens=256)
     assert {160, 192, 224, 256} <= {bucket.max_rows for bucket in buckets if bucket.single_token_rows}

@@ -170,7 +170,7 @@ for name, kernel in compiled.items():
 
 
 def test_plans_of_many_rows_compile(tmp_path):
-    """What a layer of GPT-2 and of Qwen3 takes; registers do for it."""
+    """The plans of a layer of GPT-2 and of Qwen3 compile, and registers suffice."""
     compiled = run(tmp_path, "-c", MANY_ROWS)
     assert len(compiled) > 10
     assert set(compiled) == {"_tma_kernel"}

@@ -285,7 +285,8 @@ def test_a_step_that_fails_is_an_error_and_the_last_step(checkpoint, monkeypatch
 
 @pytest.mark.parametrize("tma", [True, False])
 def test_which_steps_have_no_work_list(tma):
-    """Those of few keys; with kernels that use the accelerator only those of a lone row whose heads share no keys."""
+    """Steps of few keys have no work list; with kernels that use the accelerator only those of a lone row whose heads
+    share no keys."""
     ops = CudaOps(torch.device("cpu"), CudaOptions(gpu=replace(H200, tma=tma)))
     config = EngineConfig(model="", dtype="bfloat16", max_num_seqs=40, max_num_batched_tokens=64)
     for shape, expected in (
@@ -319,7 +320,7 @@ def test_short_contexts_of_many_rows_have_buckets_without_late_lanes():
 
 
 def test_vectors_are_the_cpus(checkpoint):
-    """Of prompts that come in chunks, beside a row that generates."""
+    """Vectors equal the CPU's for prompts that come in chunks, beside a row that generates."""
     path, _ = checkpoint("qwen3")
 
     async def run(engine: AsyncEngine) -> list[Any]:
@@ -373,7 +374,7 @@ def test_scores_of_prompts_are_the_cpus(checkpoint, chunk):
 
 
 def test_blocks_that_come_back_from_the_host_are_the_same(checkpoint):
-    """They are gathered, copied out, evicted, copied in and scattered: each prompt comes again after the others."""
+    """Blocks are gathered, copied out, evicted, copied in and scattered: each prompt comes again after the others."""
     path, _ = checkpoint("llama")
     jobs = [([5 + i, *range(3, 36)], greedy(2)) for i in range(3)]
     few = {"num_kv_blocks": 6, "host_kv_memory_bytes": 1 << 20, "max_model_len": 64}

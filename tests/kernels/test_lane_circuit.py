@@ -39,7 +39,7 @@ ON_DEVICE, HOSTED, COUNT = 0, (3, 1), 4
 
 @dataclass(slots=True)
 class HostRow:
-    """Where a row is in the circuit, and its keys and values [tokens, Hk, D] of each layer."""
+    """Place of a row in the circuit, and its keys and values [tokens, Hk, D] of each layer."""
 
     slot: int
     position: int

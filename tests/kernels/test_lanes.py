@@ -95,7 +95,7 @@ def test_tables_larger_than_the_step_are_whole(device: torch.device) -> None:
 
 
 def test_histories_go_on_with_the_token_that_a_lane_ends(device: torch.device) -> None:
-    """Which is not the lane's input: that is of a row at the first stage."""
+    """The token that a lane ends is not the lane's input, which is of a row at the first stage."""
     needs = int(_core.Need.penalties)
     words = step_input(2, [DECODE, ENDS], table_of(s0l1=(3, 4), s4l1=(5, 30)))
     source, step = take_in(device, words, needs=needs)

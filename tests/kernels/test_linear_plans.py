@@ -53,7 +53,7 @@ plans = st.builds(
 
 
 def assert_can_run(plan: Plan, site: Site) -> None:
-    """It fits, and is none of what the kernels refuse."""
+    """Check that a plan fits its site, and is none that the kernels refuse."""
     assert plan.fits(site.columns, site.inner, site.activation == "silu_mul")
     if plan.kind == "cublas":
         return

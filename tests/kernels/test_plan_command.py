@@ -59,7 +59,7 @@ def test_every_bucket_and_every_site(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_text_has_a_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the bundled model, whose sites no table knows."""
+    """No table knows the sites of the bundled model."""
     assert main(["plan", "--gpu", "H200", "--dtype", "bfloat16", "--max-num-seqs", "2"]) == 0
     first, _, title, header, qkv, *rest = capsys.readouterr().out.splitlines()
     assert first.endswith(" on NVIDIA H200")

@@ -57,7 +57,7 @@ class Case:
 
     @property
     def scales(self) -> Tensor | None:
-        """Of keys and values, another for each head; some of the numbers saturate."""
+        """Scales of keys and values, another for each head; some of the numbers saturate."""
         if not self.float8:
             return None
         return with_inverses(torch.tensor([0.007, 2**-8, 0.005]).repeat(2)[: 2 * self.num_kv_heads].view(2, -1))
@@ -69,7 +69,7 @@ class Case:
 
     @property
     def tiles_taken(self) -> tuple[Tile, Tile | None]:
-        """Those of the case, or of a GPU."""
+        """Tiles of the case, or of a GPU."""
         if self.tiles:
             return self.tiles
         shape = self.shape
@@ -270,7 +270,7 @@ def test_the_default_tiles(device: torch.device, dtype: torch.dtype, float8: boo
 @pytest.mark.parametrize("softcap", [0.3, 50.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_soft_caps(device: torch.device, dtype: torch.dtype, softcap: float) -> None:
-    """Of scores of either sign, small and large beside the cap; with rows in pieces, masks and a window."""
+    """Scores have either sign, and are small and large beside the cap; there are rows in pieces, masks and a window."""
     case = Case(((1, 70), (20, 33), (0, 0), (1, 0)), softcap=softcap, dtype=dtype, window=40, head_dim=16)
     world = make_world(case, device)
     world.q.mul_(4)

@@ -197,7 +197,8 @@ def test_a_work_list_matches_separate_operations(
 @example(Case(((7, 60), (0, 0), (1, 33)), window=33, block_size=48), 2, 1)
 @example(Case(((7, 60), (0, 0), (1, 33)), dtype=torch.bfloat16, float8=True), 2, 1)
 def test_tokens_of_prompts_as_rows(device: torch.device, case: Case, pieces: int, spare: int) -> None:
-    """Whose keys and values are in the cache before, and stay as they are; tokens of no row stay unwritten."""
+    """The keys and values of the prompts are in the cache before, and stay as they are; tokens of no row stay
+    unwritten."""
     check_prompts_as_rows(case, device, pieces, spare)
 
 

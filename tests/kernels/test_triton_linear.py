@@ -70,7 +70,8 @@ class Case:
     def run(
         self, plan: Plan, device: torch.device, only: int | None = None, multiply: Callable[..., None] = linear
     ) -> Tensor:
-        """What linear makes, of one row or of all, checked against the twin and for what it must leave alone."""
+        """Return linear's result, of one row or of all, checked against the twin and for memory that it must leave
+        alone."""
         generator = torch.Generator().manual_seed(self.seed)
         dtype = torch.bfloat16 if self.bfloat16 else torch.float32
 
@@ -378,7 +379,7 @@ def test_logits(device: torch.device, name: str, out_features: int) -> None:
 
 
 def left_in_parts(x: Tensor, weight: Tensor, plan: Plan, *, bias: Tensor | None, **how: bool) -> Tensor:
-    """What tma_parts does, which only a Hopper GPU can."""
+    """Compute the result of tma_parts, which only a Hopper GPU can run."""
     spans = zip(x.float().chunk(plan.split, 1), weight.float().chunk(plan.split, 1), strict=True)
     parts = torch.stack([a @ b.T for a, b in spans])
     return parts if bias is None else torch.cat((parts[:1] + bias.float(), parts[1:]))
@@ -415,7 +416,7 @@ def test_parts_are_added_by_the_norm_that_reads_the_residual(
 
 
 def ranked(x: Tensor, weight: Tensor, plan: Plan, *, bias: Tensor | None, **how: bool) -> Tensor:
-    """What tma_ranks does, which only a Hopper GPU can."""
+    """Compute the result of tma_ranks, which only a Hopper GPU can run."""
     assert plan == RANKING
     return greatest_ranks(F.linear(x.float(), weight.float(), None if bias is None else bias.float()), plan.columns)
 

@@ -172,7 +172,7 @@ def test_a_norm_of_chosen_rows(device: torch.device, dtype: torch.dtype) -> None
 def test_a_norm_adds_up_parts(
     device: torch.device, rows: int, width: int, parts: int, layer: bool, bfloat16: bool, chosen: bool, seed: int
 ) -> None:
-    """It is the norm of what x then holds, or would hold if rows were not chosen."""
+    """The result is the norm of the x that the launch leaves, or would leave if rows were not chosen."""
     dtype = DTYPES[bfloat16]
     wide = torch.full((rows, width + 3), math.nan, dtype=dtype)
     wide[:, :width] = random(rows, width, dtype=dtype, seed=seed)

@@ -404,7 +404,7 @@ def test_broken_logits_fail_their_row_only(device: torch.device, bad: float | st
         case = Case(device, sampling)
         case.step.slots.stops.fill_(200)  # none is unused, which an invalid token equals
         assert case.run(logits, greedy_only, ranks_of) == [healthy[0], -1, healthy[2]]
-        # What is in flight of the sequence must not run on a token that is none.
+        # Steps in flight of the sequence must not run on a token that is none.
         assert case.step.slots.finished[case.slots].tolist() == [0, 1, 0]
 
 

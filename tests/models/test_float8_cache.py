@@ -171,7 +171,7 @@ def test_fixed_scales_leave_room_and_round_nothing() -> None:
 
 @pytest.mark.parametrize("chosen", ["float32", "bfloat16"])
 def test_a_start_makes_the_same_scales_as_the_one_before(chosen: str) -> None:
-    """They suit what the model computes: no key or value of the prompt saturates, and none is small."""
+    """The scales suit the model's numbers: no key or value of the prompt saturates, and none is small."""
     made = []
     config = EngineConfig(model=str(bundled_model()), device="cpu", dtype=chosen)
     twins: list[HostOps] = [make_ops("auto", 2), make_ops("portable", 1), ReferenceOps()]

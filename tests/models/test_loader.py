@@ -73,7 +73,7 @@ def edit_weights(path: Path, **changes: torch.Tensor | None) -> None:
     save_file({n: t.clone() for n, t in tensors.items()}, path / "model.safetensors")
 
 
-# What is read
+# Files that are read
 
 
 def test_shards(models, tmp_path):
@@ -312,7 +312,7 @@ REAL = {
 }  # fmt: skip
 
 
-# What is refused
+# Files that are refused
 
 
 def test_no_such_model(tmp_path, monkeypatch):

@@ -1,4 +1,5 @@
-"""What families beside the five may ask of Ops: soft caps, norms before the add, scales; against plain formulas."""
+"""Operations that families beside the five may ask of Ops: soft caps, norms before the add, scales; against plain
+formulas."""
 
 from __future__ import annotations
 
@@ -123,7 +124,7 @@ def test_embedded_rows_are_scaled_and_positions_are_not(ops: HostOps, dtype: tor
 
 
 def test_hidden_is_what_logits_multiplies(ops: HostOps, dtype: torch.dtype) -> None:
-    """Of the tokens that are sampled from, whether or not others are still in the residual."""
+    """The vectors are of the tokens that are sampled from, whether or not others are still in the residual."""
     x, pending = random(7, HIDDEN, dtype=dtype, seed=1), random(7, HIDDEN, dtype=dtype, seed=2)
     norm = Norm(random(HIDDEN, dtype=dtype, seed=3), None, 1e-6)
     batch = _core.StepBatch([0] * 7, list(range(7)), list(range(7)), [0, 7], [0], [[0]], [2, 6])

@@ -1,5 +1,5 @@
-// What host rows need of a test: workers that fail, hang and take their time on demand, a clock that jumps, and for a scheduler
-// without threads a mover and an attention that are over at once.
+// Parts of tests with host rows: workers that fail, hang and take their time on demand, a clock that jumps, and for a
+// scheduler without threads a mover and an attention that are over at once.
 #pragma once
 
 #include <atomic>

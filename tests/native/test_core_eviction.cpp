@@ -84,7 +84,7 @@ class FullDisk final : public BlockDisk {
   std::vector<uint64_t> over_;
 };
 
-// What is read beyond it would evict the beginning of what was read, and all of it would be in vain.
+// A read beyond the host's room would evict the blocks that were read first, and all reads would be in vain.
 TEST(the_disk_is_read_for_what_the_host_has_room_for) {
   for (const int32_t held : {0, 1, 2}) {  // host blocks that are pinned
     DoneMover mover(5);

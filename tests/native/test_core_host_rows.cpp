@@ -41,7 +41,7 @@ void churn(Engine& engine, const Options& options, int count, unsigned seed) {
   }
 }
 
-// Of those that ended so, none is compared any more.
+// Counts the sequences that ended for `reason`, and takes them out of all later comparisons.
 int take_failed(Engine& engine, FinishReason reason = FinishReason::kStepFailed) {
   int failed = 0;
   for (auto& [key, result] : engine.results) {
@@ -137,7 +137,7 @@ TEST(workers_that_always_fail_are_left_alone_and_tried_again) {
   CHECK(engine.settles());
   const Stats stats = engine.loop->stats();
   CHECK(stats.failed_host_rows >= Backoff::kPatience);
-  // Those that were on their way when the eighth failed, and one after each pause.
+  // Rows that were on their way when the eighth failed, and one after each pause.
   CHECK(stats.failed_host_rows < Backoff::kPatience + options.max_num_seqs + 8);
   CHECK_EQ(stats.moved_to_host, stats.failed_host_rows);
   CHECK_EQ(stats.host_row_tokens, 0);

@@ -115,7 +115,7 @@ struct Setup {
   std::unique_ptr<HostWorkers> workers;
 };
 
-// What a hook of a worker waits at.
+// A gate at which a hook of a worker waits.
 struct Gate {
   void pass() {
     std::unique_lock lock(mutex);

@@ -92,7 +92,7 @@ struct TimedEngine {
     const auto& runs = device->runs;
     return static_cast<size_t>(std::ranges::find_if(runs, [](const auto& run) { return run.end > clock_ns; }) - runs.begin());
   }
-  // Of the steps from `first` on: how often, and how long, the device waited for one.
+  // Count and duration of the device's waits for a step, from step `first` on.
   std::pair<int64_t, int64_t> bubbles(size_t first) const {
     std::pair<int64_t, int64_t> result{0, 0};
     for (size_t k = first; k < device->runs.size(); ++k) {
@@ -288,7 +288,7 @@ TEST(nothing_in_flight_holds_nothing_back) {
   CHECK_EQ(engine.device->runs.size(), before + 1);
 }
 
-// Of ten minutes, half would be forgotten in 89 launches: for 2,000 nothing would be held back.
+// If only half of it were forgotten in 89 launches, a launch of ten minutes would leave nothing held back for 2,000.
 TEST(a_launch_during_which_the_process_was_stopped_is_soon_forgotten) {
   LaunchTiming timing(1);
   for (int i = 0; i < 100; ++i) timing.launched(20 * kUs);

@@ -149,7 +149,7 @@ def test_22_formats(name: str, text: str, content: str, reasoning: str, calls: l
 
 TO_F = "<|channel|>commentary to=functions.f<|message|>"
 AROUND = {
-    # How each format writes a call of f with these arguments, and what of it is no content even if it is no call.
+    # Calls of f with these arguments in each format, and the part of the text that is no content even if it is no call.
     "hermes": ('<tool_call>{"name": "f", "arguments": %s}</tool_call>', "%s"),
     "hermes inside": ('</think><tool_call>{"name": "f", "arguments": %s}</tool_call>', "</think>%s"),
     "json": ('[{"name": "f", "arguments": %s}]', "%s"),

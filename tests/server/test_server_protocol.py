@@ -1,4 +1,4 @@
-"""What OpenAI clients rely on: the shapes of responses and streams."""
+"""The shapes of responses and streams on which OpenAI clients rely."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ async def test_26_tls_with_a_certificate_that_changes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
 def test_handshakes_have_limits_of_time_and_number(loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of clients that say nothing, or a byte at a time. Others are served meanwhile."""
+    """Clients say nothing, or a byte at a time. Others are served meanwhile."""
     monkeypatch.setattr(tls, "HANDSHAKE_S", 1.5)
     monkeypatch.setattr(tls, "MAX_HANDSHAKES", 40)
     factory = uvloop.new_event_loop if loop == "uvloop" else asyncio.new_event_loop
