@@ -152,8 +152,7 @@ class Case:
     """x is quantised before, and not by the kernel"""
 
     def run(self, plan: Plan, device: torch.device, only: int | None = None) -> Tensor:
-        """Return linear's result, of one row or of all, checked against the twin and for memory that it must leave
-        alone."""
+        """Return linear's result, of one row or of all, checked against the twin. Other memory must stay as it was."""
         random = make_random(self.seed)
 
         def moved(x: Tensor, stride: int = 0) -> Tensor:

@@ -70,8 +70,7 @@ class Case:
     def run(
         self, plan: Plan, device: torch.device, only: int | None = None, multiply: Callable[..., None] = linear
     ) -> Tensor:
-        """Return linear's result, of one row or of all, checked against the twin and for memory that it must leave
-        alone."""
+        """Return linear's result, of one row or of all, checked against the twin. Other memory must stay as it was."""
         generator = torch.Generator().manual_seed(self.seed)
         dtype = torch.bfloat16 if self.bfloat16 else torch.float32
 
