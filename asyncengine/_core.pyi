@@ -122,7 +122,7 @@ class StepBatch:
         query_start: Sequence[int], context_len: Sequence[int], block_tables: Sequence[Sequence[int]],
         sample_index: Sequence[int], sample_position: Sequence[int] = ..., sampling: Sequence[SamplingState] = ...,
     ) -> None:  # fmt: skip
-        """For tests: owns copies. sampling: per sampled row. Raises ValueError where lengths contradict each other."""
+        """Copy a batch, for tests. sampling: per sampled row. Raises ValueError where lengths contradict each other."""
     num_tokens: Final[int]
     num_rows: Final[int]
     num_samples: Final[int]
@@ -179,7 +179,7 @@ class PagedKV:
     def __init__(self, k: int, v: int, num_kv_heads: int, head_dim: int, block_size: int, scales: int = 0) -> None: ...
 
 def draw_token(logits: npt.NDArray[np.float32], state: SamplingState, position: int) -> int:
-    """From float32 [vocabulary], as the CPU draws; -1 if NaN or +inf is among them, or none is finite."""
+    """Draw a token from float32 [vocabulary], as the CPU does; -1 if NaN or +inf is among them, or none is finite."""
 
 class CpuKernels:
     """Kernels over num_threads threads; isa is "auto" or one of available_isas(). One caller at a time."""
@@ -408,7 +408,7 @@ def json_extent(document: bytes | bytearray, /) -> tuple[int, int]:
     """
 
 def json_shape(document: bytes | bytearray, long_size: int, /) -> tuple[int, int, list[tuple[bytes, int]]]:
-    """Like ``json_extent``, and the outermost object's members whose values have at least ``long_size`` bytes.
+    """Return ``json_extent``, and the outermost object's members whose values have at least ``long_size`` bytes.
 
     Each has its name as it stands in the document, escapes included, and the bytes from the name to the next comma or
     bracket. A name that comes twice is listed as often as it is long.
@@ -520,7 +520,7 @@ class HostExchange:
         head_dim: int,
         device: CudaDevice | None,
     ) -> None:
-        """In pinned memory of a device. Raises RuntimeError if there is none."""
+        """Allocate the memory, pinned for the device. Raises RuntimeError if there is none."""
     mailboxes: Final[int]
     """Address of int64 [num_slots, mailbox_words]."""
     mailbox_words: Final[int]
@@ -669,9 +669,9 @@ class StepLoop:
         eager(bucket or -1 for block copies, Need bits of the variant, cuda_stream) enqueues a step's kernels, no graph.
         """
     def start(self, cpu: int = -1) -> None:
-        """On core ``cpu``, if that is one that this process may use."""
+        """Start the thread, on core ``cpu`` if this process may use that core."""
     def advance(self) -> bool:
-        """Instead of start(): one round of the step thread's work. True when anything moved."""
+        """Do one round of the step thread's work, in place of start(). True when anything moved."""
     def stop(self, limit_s: float) -> bool:
         """False: the executor still runs after limit_s, and its memory is leaked rather than freed."""
     def submit(
@@ -685,12 +685,12 @@ class StepLoop:
     def abort(self, id: int, index: int = -1) -> None:
         """One sequence of a request, or all; no-op for a request that has ended."""
     def drain(self) -> tuple[list[SequenceNews], bool]:
-        """All that is ready, one entry per sequence with news, and whether the engine is alive.
+        """Return all news that is ready, one entry per sequence with news, and whether the engine is alive.
 
         Raises MemoryError only if there is no memory for any entry; what it did not return comes with the next wake-up.
         """
     def take_step_error(self) -> str:
-        """Why steps failed whose requests drain() has given with step_failed since the last call, one line each."""
+        """Return why steps failed whose requests drain() gave with step_failed since the last call, one line each."""
     def stats(self) -> dict[str, int]:
         """Every statistic by its name: csrc/core/stats.inl lists them."""
     def step_tokens(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
@@ -705,5 +705,5 @@ class StepLoop:
     wake_fd: Final[int]
     """Readable when drain() has something."""
     error: Final[str]
-    """Why the engine is dead; empty while it lives."""
+    """Reason why the engine is dead; empty while it lives."""
     quiescent: Final[bool]

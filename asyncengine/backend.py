@@ -34,10 +34,10 @@ class Backend:
 
     model_info: ModelInfo
     tokenizer: Tokenizer | None
-    """None: token ids in and out, no text."""
+    """Tokenizer of the model; None: token ids in and out, no text."""
     step_loop: _core.StepLoop
     keep_alive: object = None
-    """Whatever owns the memory that the step loop uses."""
+    """Owner of the memory that the step loop uses."""
     interrupt: Callable[[], None] | None = None
     """Ends the step under way early, where Python computes the steps. The process must not end before the step has."""
     costs: KnownCosts | None = None
@@ -68,7 +68,8 @@ _running: weakref.WeakKeyDictionary[Backend, asyncio.AbstractEventLoop] = weakre
 
 
 def stop_at_exit(backend: Backend) -> None:
-    """To be called in its event loop when its step loop starts."""
+    """Note a backend whose threads must end before the interpreter. To be called in its event loop when its step loop
+    starts."""
     _running[backend] = asyncio.get_running_loop()
 
 
@@ -80,7 +81,7 @@ def _stop_all() -> None:
 
 
 def _leave_to_parent() -> None:
-    """In a forked process: freeing a step loop would wait for threads that only the parent has."""
+    """Keep a forked process from freeing step loops, which would wait for threads that only the parent has."""
     for backend, loop in list(_running.items()):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
         if not loop.is_closed():

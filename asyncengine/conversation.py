@@ -21,9 +21,9 @@ class Conversation:
     """A prompt made of messages, as a list of them is, with more for the template. Wrong: InvalidRequestError."""
 
     messages: Sequence[Mapping[str, Any]]
-    """Each with ``role``, and mostly ``content``; other members are the template's business."""
+    """Messages, each with ``role``, and mostly ``content``; other members are the template's business."""
     tools: Sequence[Mapping[str, Any]] = ()
-    """As OpenAI describes tools: ``{"type": "function", "function": {"name": ..., ...}}``."""
+    """Tools as OpenAI describes them: ``{"type": "function", "function": {"name": ..., ...}}``."""
     documents: Sequence[Mapping[str, Any]] = ()
     add_generation_prompt: bool = True
     """End with what begins the assistant's message."""

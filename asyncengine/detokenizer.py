@@ -64,12 +64,13 @@ class IncrementalDetokenizer:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | None, params: SamplingParams, prompt: Sequence[int]) -> Self:
-        """For an output with ``params`` after ``prompt``. Of a structured output the grammar has seen each space."""
+        """Make a detokenizer for an output with ``params`` after ``prompt``. A grammar has seen each space of a
+        structured output."""
         has_begun = params.structured_outputs is not None
         return cls(tokenizer, params.skip_special_tokens, params.kept_special_tokens, prompt, has_begun=has_begun)
 
     def copy(self) -> Self:
-        """Another one in the same state."""
+        """Return another detokenizer in the same state."""
         twin = copy.copy(self)
         twin._decoder = self._decoder.copy()
         return twin
@@ -368,7 +369,7 @@ class _ByteFallbackDecoder:
 
 
 class _WindowDecoder:
-    """For any other decoder: the text of a few tokens with the next one, less their text without it."""
+    """Decoder of any other kind: it gives the text of a few tokens with the next one, less their text without that."""
 
     def __init__(self, decode: Callable[[list[int]], str], silent: Callable[[int], bool]) -> None:
         self._decode = decode

@@ -88,7 +88,7 @@ class Terms:
     tenant: str | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
-    """None: right, since what a text is about stands at its beginning."""
+    """Side on which tokens are left out; None: right, since the subject of a text stands at its beginning."""
 
     def __post_init__(self) -> None:
         check_terms(self.priority, cache_salt=self.cache_salt, tenant=self.tenant)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 class _Tenant:
     sequences: int = 0
     lanes: dict[int, dict[int, int]] = field(default_factory=dict)
-    """By priority: when its live requests count as arrived, by key, in ns of time.monotonic_ns(), ascending."""
+    """Arrival times of live requests, by priority and key, in ns of time.monotonic_ns(), ascending."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""From a prompt, whatever its form, to checked token ids, without holding up the event loop.
+"""Conversion of a prompt, whatever its form, to checked token ids, without holding up the event loop.
 
 A short text is tokenized at once. A longer one goes to the engine's own threads, a conversation to the process that
 renders chat templates. All of them together hold a limited amount of text, and none is tokenized that cannot fit. Of a

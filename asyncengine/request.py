@@ -72,7 +72,7 @@ class Truncation:
     """Truncation of a prompt that has too many tokens. Wrong values raise InvalidRequestError."""
 
     tokens: int | None = None
-    """So many; -1: as many as the context has room for; None: all."""
+    """Tokens to keep; -1: as many as the context has room for; None: all."""
     side: str = "left"
     """The side on which tokens are left out."""
 
@@ -105,7 +105,7 @@ class Kept:
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended. An abort or a failure is an exception, never a finish reason."""
+    """Reason why a sequence ended. An abort or a failure is an exception, never a finish reason."""
 
     STOP = "stop"  #: end-of-sequence token, stop token or stop string
     LENGTH = "length"  #: max_tokens, or the end of the context or of the KV cache
@@ -151,7 +151,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     kept_special_tokens: Sequence[int] = ()
-    """But for these, at most 32, such as the markers of tool calls."""
+    """Special tokens, at most 32, that skip_special_tokens keeps, such as the markers of tool calls."""
     include_stop_str_in_output: bool = False
     """Keep the stop string that ended the sequence in its text."""
     spaces_between_special_tokens: bool = True
@@ -166,7 +166,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     """Taken off the logit of each token of the output so far, in [-2, 2]."""
     frequency_penalty: float = 0.0
-    """Likewise, as often as the output has the token, in [-2, 2]."""
+    """Taken off the logit of a token as often as the output has it, in [-2, 2]."""
     repetition_penalty: float = 1.0
     """Positive logits of tokens of prompt and output are divided by it, negative ones multiplied; in (0, 2]. Keskar et
     al. 2019. Comes before the other penalties, and they before biases."""
@@ -185,7 +185,8 @@ class SamplingParams:
     """Log probabilities of each sampled token and of so many most probable ones, up to EngineConfig.max_logprobs; None:
     none."""
     prompt_logprobs: int | None = None
-    """Likewise of the tokens of the prompt, but for the first. What the prefix cache knows is computed again."""
+    """Log probabilities of each token of the prompt but the first, and of so many most probable ones, up to
+    EngineConfig.max_logprobs; None: none. Tokens that the prefix cache knows are computed again."""
     logprob_start_len: int = 0
     """Tokens of the prompt before this one have no log probabilities, and may come from the prefix cache."""
     logprob_token_ids: Sequence[int] = ()

@@ -438,7 +438,7 @@ _sandboxes: weakref.WeakSet[SandboxProcess] = weakref.WeakSet()
 
 
 def _leave_to_parent() -> None:
-    """In a forked process: the processes are the parent's, and must see its end when it closes or dies."""
+    """Leave the processes to the parent, in a forked process: they must see the parent's end when it closes or dies."""
     for sandbox_process in list(_sandboxes):
         if sandbox_process._channel is not None:
             sandbox_process._channel.close()

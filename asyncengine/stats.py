@@ -176,11 +176,11 @@ class BlockMap:
 
     blocks_per_cell: int
     held: bytes
-    """By one sequence."""
+    """Share of the blocks that one sequence holds."""
     shared: bytes
-    """By several sequences."""
+    """Share of the blocks that several sequences hold."""
     cached: bytes
-    """By the prefix cache alone."""
+    """Share of the blocks that the prefix cache alone holds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ class StopStringMatcher:
         self._held = ""
 
     def copy(self) -> StopStringMatcher:
-        """Another one for the same strings, at the beginning of a text."""
+        """Return another matcher for the same strings, at the beginning of a text."""
         twin: StopStringMatcher = type(self).__new__(type(self))
         twin.__dict__.update(self.__dict__)
         twin._matched = [0] * len(self._stops)

@@ -420,7 +420,7 @@ class RequestStream:
 
     @property
     def prompt_logprobs(self) -> Sequence[TokenLogProbs | None] | None:
-        """As RequestOutput has them; complete when the first delta is there."""
+        """Log probabilities of the prompt, as RequestOutput has them; complete when the first delta is there."""
         params = self._params
         if params.prompt_logprobs is None:
             return None
@@ -479,8 +479,8 @@ class RequestStream:
 
 
 def _copy(error: AsyncEngineError) -> AsyncEngineError:
-    """For raising. The traceback of a stream's own error would hold the frames that hold the stream, and only the
-    garbage collector would free them, prompt and all."""
+    """Return a copy of an error for raising. The traceback of a stream's own error would hold the frames that hold the
+    stream, and only the garbage collector would free them, prompt and all."""
     copy = type(error).__new__(type(error), *error.args)
     copy.__dict__.update(error.__dict__)
     return copy

@@ -73,7 +73,7 @@ class StructuredOutputs:
         return next((name for name in ("regex", "choice", "grammar") if getattr(self, name) is not None), "json")
 
     def source(self) -> str:
-        """As text: of choices and schemas JSON. It is made once, for all prompts of a request.
+        """Return the constraint as text: choices and schemas are JSON. It is made once, for all prompts of a request.
 
         Raises InvalidRequestError for a schema that is none.
         """

@@ -172,7 +172,7 @@ class Tokenizer:
         return self.render(conversation)
 
     def render(self, conversation: Conversation) -> str:
-        """As ``apply_chat_template``, for a conversation with everything that belongs to it."""
+        """Render a conversation with everything that belongs to it, as ``apply_chat_template`` does."""
         source, values = self.chat(conversation)
         try:
             text = sandbox.render(source, tool_turns.fitted(sandbox.render, source, values))
@@ -229,7 +229,7 @@ def check_unicode(text: str) -> None:
 
 
 def too_many_tokens(count: int, context: int) -> ContextLengthError:
-    """For a prompt of at least ``count`` tokens, more than the context of so many."""
+    """Make the error for a prompt of at least ``count`` tokens, more than ``context``."""
     return ContextLengthError(
         f"This model's maximum context length is {context} tokens. The prompt has {count} tokens or more.",
         param="prompt",
@@ -287,7 +287,7 @@ def decode_with(backend: tokenizers.Tokenizer, ids: list[int], skip_special_toke
 
 @contextlib.contextmanager
 def _typed_failures() -> Iterator[None]:
-    """Whatever tokenizers raises on a text, a panic included, becomes InvalidRequestError."""
+    """Turn every failure of tokenizers on a text, a panic included, into InvalidRequestError."""
     try:
         yield
     except (AsyncEngineError, sandbox.TooLongError):
@@ -365,7 +365,8 @@ _PLACEHOLDER_TEMPLATE = (
 
 
 def placeholder_tokenizer(vocab_size: int) -> Tokenizer:
-    """For models without text (random weights, the simulated device): every id has some text, and any text has ids.
+    """Make a tokenizer for models without text (random weights, the simulated device): every id has some text, and any
+    text has ids.
 
     Text is encoded as its bytes, ids 0..255; 256 is the end of a sequence; the others are short words.
     """

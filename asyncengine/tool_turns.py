@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 Render = Callable[[str, Mapping[str, Any], int], str]
-"""From a template's source and its variables to its text. Raises an exception past a number of characters."""
+"""Function from a template's source and its variables to its text. Raises an exception past a number of characters."""
 Message = Mapping[str, Any]
 
 _USER, _SYSTEM, _TEXT, _TOOL, _ROLE = "ulmuser", "ulmsystem", "ulmtext", "ulmtool", "ulmrole"
@@ -204,7 +204,7 @@ class _Turns:
             self._add_result(result)
 
     def _add_one_by_one(self, message: Message, calls: list[Any], results: list[Message]) -> list[Message]:
-        """Each call in a message of its own, with its result behind it. Returns the results of no call."""
+        """Add each call in a message of its own, with its result behind it. Returns the results of no call."""
         left = results
         for k, call in enumerate(calls):
             head = message if k == 0 else {"role": message["role"], "content": self._support.no_content}

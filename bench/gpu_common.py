@@ -168,5 +168,5 @@ async def consume_all(engine: AsyncEngine, prompts: Sequence[Sequence[int]], tok
 
 
 def child_environment() -> dict[str, str]:
-    """For a Python process that is to import what this one imports."""
+    """Return the environment of a Python process that is to import the same modules as this one."""
     return dict(os.environ) | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -133,7 +133,7 @@ def summarize(name: str, runs: list[Run]) -> list[Figure]:
 
 
 def measure(group: Mapping[str, Callable[[], Load]]) -> dict[str, Run]:
-    """Each load of the group, one after the other, at one new server."""
+    """Measure each load of the group, one after the other, at one new server."""
     with tempfile.TemporaryDirectory() as folder:
         model = bundled_model()
         if _NESTED in group:

@@ -61,7 +61,7 @@ class Shape(NamedTuple):
 
 
 def shape_of(c: ModelConfig, card: Card, context: int, host_gbs: float) -> Shape | None:
-    """None if the weights leave no room for one row."""
+    """Return the shape on a card; None if the weights leave no room for one row."""
     row_bytes, weights = context * kv_bytes_per_token(c), weight_bytes(c, card.quantization)
     pool = 1e9 * (card.memory_gb * UTILIZATION - RESERVED_GB) - weights
     rate, heads = 1e9 * card.bandwidth_gbs * REACHED, c.num_heads + 2 * c.num_kv_heads

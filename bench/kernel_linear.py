@@ -65,7 +65,7 @@ def planned(shapes: list[str], rows: list[int], table: PlanTable) -> dict[Site, 
 
 @dataclass(frozen=True)
 class Projection:
-    """One of a layer's, or the head."""
+    """A projection of a layer, or the head."""
 
     name: str
     columns: int

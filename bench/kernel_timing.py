@@ -61,7 +61,7 @@ class Timer:
         return start.elapsed_time(end) * 1e3 / calls
 
     def us_if_possible(self, calls: Sequence[Call]) -> float | None:
-        """None where torch has no kernel for it, or not the memory."""
+        """Time the calls; None where torch has no kernel for them, or not the memory."""
         try:
             return self.us(calls)
         except RuntimeError as e:
@@ -94,7 +94,7 @@ class Line:
     """that must move, in and out"""
     flops: float = 0.0
     torch_us: float | None = None
-    """None where torch has no such thing"""
+    """Time of torch; None where torch has no such thing."""
     torch_way: str = ""
     at_least: float | None = None
     """the share of the floor that is asked for"""

@@ -196,7 +196,7 @@ async def observe_all(
     args: argparse.Namespace, way: str, pool: float, dtype: str, contexts: list[int],
     samples: dict[int, dict[str, list[Sample]]],
 ) -> None:  # fmt: skip
-    """To ``samples``, by context and way."""
+    """Add samples to ``samples``, by context and way."""
     if not contexts:
         return
     async with opened(args.model, args, **settings(args, way, pool, contexts[-1], dtype)) as engine:

@@ -43,7 +43,7 @@ class Measurement:
     record: str
     """The file's name without its suffix."""
     command: str
-    """After ``python``. {disk} is a folder that is empty before and removed afterwards."""
+    """Command line after ``python``. {disk} is a folder that is empty before and removed afterwards."""
     limit_s: int
 
 

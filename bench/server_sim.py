@@ -103,7 +103,7 @@ def summarize(name: str, runs: list[Run]) -> list[Figure]:
 
 
 async def _look(url: str) -> None:
-    """As the page does."""
+    """Ask for the statistics as the page does."""
     async with aiohttp.ClientSession() as session:
         while True:
             async with session.get(f"{url}/page/stats") as reply:

@@ -35,7 +35,7 @@ class Window:
     steps: int
     step_us: float
     contexts: list[int]
-    """Per row, tokens of KV before its query, in the middle of the window."""
+    """Tokens of KV before each row's query, in the middle of the window."""
     deliveries: int
     """Deliveries of one request: fewer than steps if the loop fell behind."""
 

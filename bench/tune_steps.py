@@ -56,7 +56,7 @@ L2_BYTES_US, STEP_US, NORM_US = 110e3, 0.1, 2.5
 """Bytes that a multiprocessor of the H200 takes from L2 in a microsecond; microseconds of a step of K; microseconds of
 a norm's kernel, which parts of a sum need."""
 EARLY_PROGRAMS = 100
-"""So many, at most, find room while the kernel before them runs."""
+"""Most programs that find room while the kernel before them runs."""
 
 Plans = dict[Site, Plan]
 

@@ -87,7 +87,8 @@ def _bind(story: Story, variable: str, value: str) -> Story | None:
 
 
 def _readings(hole: _Hole, text: str, at: int) -> Iterator[tuple[str, int]]:
-    """Each value that the text can be speaking of at this position, and where the text goes on behind it."""
+    """Yield each value that the text can be speaking of at this position, and the place where the text goes on behind
+    it."""
     if hole.spelling is None:
         if word := _NAME.match(text, at):
             yield word.group(), word.end()

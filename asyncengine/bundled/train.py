@@ -108,7 +108,7 @@ def told(rng: random.Random) -> Document:
 
 
 def untold(rng: random.Random) -> Document:
-    """Any other text is followed by a new paragraph, and in it a story."""
+    """Make a document of any other text, a new paragraph, and in that a story."""
     return [(BOS + noise(rng), False), ("\n\n" + generate(rng) + END, True)]
 
 

@@ -95,7 +95,7 @@ def run(args: argparse.Namespace, form: Format, serving: Mapping[str, Any]) -> i
 
 
 def warn_of_idle_flags(args: argparse.Namespace) -> None:
-    """With --url, say which options have no effect."""
+    """Warn of the options that have no effect with --url."""
     idle = [f"--{name.replace('_', '-')}" for name in flags.values(args, EngineConfig) if name != "model"]
     if idle:
         print(f"asyncengine: without effect, as --url is given: {', '.join(idle)}", file=sys.stderr)

@@ -142,7 +142,8 @@ class PromptLines(batch.Format):
 
 
 def _as_chat(sampling: dict[str, Any]) -> dict[str, Any]:
-    """In the words of chat completions, which ask for log probabilities and for their count apart."""
+    """Return the settings in the words of chat completions, which ask for log probabilities and for their count
+    apart."""
     if sampling.get("logprobs") is None:
         return sampling
     return sampling | {"logprobs": True, "top_logprobs": sampling["logprobs"]}

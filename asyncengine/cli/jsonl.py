@@ -172,7 +172,7 @@ class Results:
 
 
 def _write(descriptor: int, data: bytes) -> None:
-    """All of ``data``, past any buffer: what a full disk refuses is not kept for later."""
+    """Write all of ``data``, past any buffer: bytes that a full disk refuses are not kept for later."""
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(descriptor, rest) :]

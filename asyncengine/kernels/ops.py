@@ -160,13 +160,15 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
     def exchange(
         self, heads: Tensor, x: Tensor, residual: ResidualT, layer: AttentionLayer, cache: LayerKVCache, batch: BatchT
     ) -> None:
-        """Behind ``attention`` x of ``heads``: rows that decode on the host leave the step here, and others enter it.
+        """Exchange rows behind ``attention`` x of ``heads``: rows that decode on the host leave the step, and others
+        enter it.
 
         csrc/core/host_rows.h says how. Of a step without lanes it does nothing.
         """
 
     def keep_sampled(self, x: Tensor, residual: ResidualT, batch: BatchT) -> Tensor:
-        """After the last layer's attention x [T, K]: the rest of the model needs only the tokens that are sampled from.
+        """Drop tokens after the last layer's attention x [T, K]: the rest of the model needs only those that are
+        sampled from.
 
         The package may drop the others from the residual, and returns the rows of x that are still in it.
         """

@@ -92,7 +92,8 @@ class RawConfig:
         return bool(self.get(key, bool, default))
 
     def renamed(self, names: Mapping[str, str]) -> RawConfig:
-        """With other names of keys replaced by the family's own, before which they count: as transformers has it."""
+        """Return the config with other names of keys replaced by the family's own. They count before those, as in
+        transformers."""
         aliases = {own: self.values[name] for name, own in names.items() if name in self.values}
         return RawConfig({**self.values, **aliases}, self.source) if aliases else self
 
@@ -111,7 +112,7 @@ class RawConfig:
         return str(name).removeprefix("torch.")
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
-        """None, one id or a list of ids, as a tuple.
+        """Return the token ids of a key that holds none, one or a list.
 
         Ids from ``vocab_size`` on and negative ones are left out with a warning: no row of the embedding stands for
         them, so they never come.

@@ -109,7 +109,7 @@ class CostTable(msgspec.Struct, frozen=True):
         return count, count / (workers / attend_ns + 1 / link_ns) if attend_ns and link_ns else 0.0
 
     def corrected(self, stats: Mapping[str, int]) -> CostTable:
-        """With what a step loop's statistics have learned."""
+        """Return the table with the factors that a step loop's statistics have learned."""
         decode, rest, attention, lanes = (stats[f"{part}_cost_ppm"] / 1e6 for part in _LEARNED)
         attended, attend_ns = stats["host_attention_tokens"], self.learned_attend_ns
         if attended >= _core.HybridConfig.ENOUGH_TOKENS:
@@ -168,7 +168,7 @@ class CostFile:
         return cls(cache_directory() / "costs" / name, of)
 
     def read(self) -> CostTable | None:
-        """None if there is no such file, or with a warning if it is of no use."""
+        """Read the costs. None if there is no such file, or with a warning if it is of no use."""
         try:
             file = msgspec.json.decode(self.path.read_bytes(), type=_File)
             file.costs.native()  # raises ValueError where points do not ascend

@@ -25,7 +25,7 @@ _DECODE_ROWS = (1, 16, 64, 4, 9, 5, 8, 256)
 """Counts of decode rows to measure, the most useful first. A GPU rounds 5 and 9 rows up to 8 and 16: between two of
 these sizes time rises at once, and then hardly."""
 _CHUNKS = (128, 512, 16, 2048, 256, 64, 1024, 192, 384, 96, 768, 32)
-"""In the order of their worth, where time does not do for all."""
+"""Sizes of chunks in the order of their worth, where time does not suffice for all."""
 _SHORT = 16
 """Context of decode rows whose attention takes next to nothing."""
 
@@ -91,7 +91,8 @@ def _measure_decode(sizes: Sizes, rows: int, time_step: Callable[[Rows], float])
 
 
 def _ascending(points: dict[int, Point], *, context_too: bool = False) -> list[Point]:
-    """By tokens, and no step of more tokens cheaper than one of fewer: the search for a chunk relies on that."""
+    """Order points by tokens. No step of more tokens is cheaper than one of fewer: the search for a chunk relies on
+    that."""
     ordered: list[Point] = []
     least = Point(0, 0.0, 0.0)
     for tokens, point in sorted(points.items()):

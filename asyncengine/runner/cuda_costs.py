@@ -130,7 +130,7 @@ def lane_pairs(buckets: Sequence[Bucket]) -> list[tuple[int, int]]:
 
 
 def time_copies(cuda_stream: torch.cuda.Stream) -> tuple[list[Copy], list[Copy]]:
-    """To the device and to the host, from pinned memory and to it, one copy at a time behind another."""
+    """Time copies to the device and to the host, from pinned memory and to it, one copy at a time behind another."""
     most = max(_COPY_BYTES)
     host = torch.empty(most, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(most, dtype=torch.uint8, device=cuda_stream.device)

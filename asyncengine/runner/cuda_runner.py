@@ -35,7 +35,7 @@ from asyncengine.runner.prepare import make_steps, prepare
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_US = 5.0
-"""Between two queries of a running step's event: a query costs half a microsecond."""
+"""Time between two queries of a running step's event: a query costs half a microsecond."""
 
 
 class CudaRunner:

@@ -57,7 +57,7 @@ class HostRows:
 
     @classmethod
     def make(cls, config: EngineConfig, native: _core.CudaDevice, loaded: LoadedModel) -> Self | None:
-        """None if the configuration wants none, or, with a warning, if they cannot be."""
+        """Make the host rows. None if the configuration wants none, or, with a warning, if they cannot be."""
         if config.hybrid_attention == "off" or not loaded.can_decode_on_host:
             return None
         if config.staging == "pageable":

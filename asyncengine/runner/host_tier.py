@@ -47,7 +47,8 @@ class HostTier:
 
     @classmethod
     def make(cls, config: EngineConfig, native: _core.CudaDevice, kv: Tensor) -> Self | None:
-        """For the cache kv [layers, 2, num_blocks, elements]; None if none is configured, or nothing can be pinned.
+        """Make a host tier for the cache kv [layers, 2, num_blocks, elements]; None if none is configured, or nothing
+        can be pinned.
 
         Raises ConfigError if the configured memory does not hold one transfer.
         """

@@ -228,7 +228,7 @@ class CpuModelRunner:
         return self._means.pool(states, batch) if batch.needs & Need.mean else states
 
     def interrupt(self) -> None:
-        """From any thread: the step under way fails at its next layer, and so does every later one."""
+        """Make the step under way fail at its next layer, and every later step too. May be called from any thread."""
         self._interrupted = True
 
     def _layer_caches(self) -> Iterator[LayerCache]:

@@ -183,7 +183,7 @@ def measure(
 
 
 def allowed(site: Site, plans: Iterable[Plan], *tables: PlanTable) -> list[Plan]:
-    """Without those that would take a norm out of the projections that read it."""
+    """Return the plans, without those that would take a norm out of the projections that read it."""
     apart = all(table.norms_are_apart(site) for table in tables)
     return [plan for plan in plans if apart or not plan.leaves_parts]
 
@@ -211,7 +211,7 @@ def _family(plan: Plan) -> str:
 
 
 def _site_distance(a: Site, b: Site) -> float:
-    """In doublings of a dimension."""
+    """Return the distance of two sites, in doublings of a dimension."""
     kinds = ((a.activation == "silu_mul") != (b.activation == "silu_mul")) + ((a.norm == "none") != (b.norm == "none"))
     kinds += (a.weight != b.weight) + ((a.activation == "argmax") != (b.activation == "argmax"))
     sizes = abs(math.log2(a.weight_rows / b.weight_rows)) + abs(math.log2(a.inner / b.inner))
@@ -219,7 +219,8 @@ def _site_distance(a: Site, b: Site) -> float:
 
 
 def _plan_distance(site: Site, plan: Plan, other_site: Site, other: Plan) -> float:
-    """In doublings of a tile, of what is in flight, or of the programs that share the work."""
+    """Return the distance of two plans, in doublings of a tile, of the bytes in flight, or of the programs that share
+    the work."""
     wholes = (
         plan.columns / other.columns,
         (plan.warps / other.warps) ** 2,

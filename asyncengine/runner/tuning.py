@@ -137,7 +137,8 @@ class _Case:
         return cls(site, handles, random(site.rows, site.inner), random(site.rows, site.columns), norm, step)
 
     def call(self, ops: CudaOps, handle: CudaLinear) -> None:
-        """With the norm that adds up parts, or the sampler that reads ranks, whether a plan leaves some or not."""
+        """Run the projection with the norm that adds up parts, or the sampler that reads ranks, whether a plan leaves
+        some or not."""
         if self.site.activation == "argmax":
             batch, pdl = CudaBatch(self._step, needs=0), ops.options.pdl
             logits = ops.logits(Residual(self._x), self._norm, handle, batch)

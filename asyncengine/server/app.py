@@ -223,7 +223,7 @@ class App:
         return path if path in self._routes else _prefix(path)
 
     def _path(self, request: web.BaseRequest) -> str:
-        """Without the root path, where a proxy left it, or a slash at the end; with /v1 where that was left out."""
+        """Return the path, without a proxy's root path or a slash at the end, and with /v1 where that was left out."""
         path, root = request.get(ROUTE_PATH, request.path), self.config.root_path
         if root and (path == root or path.startswith(root + "/")):
             path = path.removeprefix(root)
@@ -410,7 +410,7 @@ class App:
             raise
 
     async def _parse(self, endpoint: Endpoint, request: web.BaseRequest) -> tuple[GenerationBody, list[Prompt]]:
-        """In a frame of its own: it ends, and the bytes are freed."""
+        """Parse the body in a frame of its own: it ends, and the bytes are freed."""
         async with self.bodies.receive(request, endpoint.fields) as raw:
             body, prompts = endpoint.parse(raw, self.config)
             large = len(raw) > ALWAYS_ADMITTED
@@ -455,7 +455,8 @@ class App:
 
 @asynccontextmanager
 async def _time_limit(seconds: float | None) -> AsyncIterator[None]:
-    """For a request that has no part of an answer to end with. Raises RequestTimeoutError, InvalidRequestError."""
+    """Limit the time of a request that has no part of an answer to end with. Raises RequestTimeoutError,
+    InvalidRequestError."""
     if seconds is None:
         yield
         return

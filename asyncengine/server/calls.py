@@ -81,7 +81,7 @@ class PromptUsage(msgspec.Struct):
 
 
 def tokenizer_of(engine: Engine) -> Tokenizer | None:
-    """None where the engine was created without (skip_tokenizer_init)."""
+    """Return the engine's tokenizer; None where the engine was created without (skip_tokenizer_init)."""
     try:
         return engine.tokenizer
     except ConfigError:
@@ -89,5 +89,5 @@ def tokenizer_of(engine: Engine) -> Tokenizer | None:
 
 
 def numbers(values: Sequence[float]) -> msgspec.Raw:
-    """As JSON: many of them are many megabytes of objects otherwise."""
+    """Return numbers as JSON: many of them are many megabytes of objects otherwise."""
     return msgspec.Raw(msgspec.json.encode(values))

@@ -16,7 +16,7 @@ _ROLE = b'"delta":{"role":"assistant","content":""}'
 
 
 class ChatFormat(ChunkFormat):
-    """Each choice opens with the role and closes with an empty delta and the finish reason."""
+    """Chunks of a chat: each choice opens with the role and closes with an empty delta and the finish reason."""
 
     object = "chat.completion.chunk"
     before_text = b'"delta":{"content":'

@@ -74,7 +74,7 @@ class Connection(web.RequestHandler):
         return self._ended and not self._messages
 
     def begin(self, request: web.BaseRequest) -> None:
-        """To be called when the handler of ``request`` starts."""
+        """Begin a request. To be called when its handler starts."""
         self.ping = None
         if self._half_closed:
             if self._cannot_be_probed(request):
@@ -85,7 +85,8 @@ class Connection(web.RequestHandler):
             self.probe()
 
     async def finish(self, response: web.StreamResponse) -> None:
-        """To be called when ``response`` has been sent, before the connection is closed or serves its next request."""
+        """End a request. To be called when ``response`` has been sent, before the connection is closed or serves its
+        next request."""
         self._unanswered -= 1
         if self._broken or self._half_closed or response.status == HTTPStatus.REQUEST_TIMEOUT:
             self._lingering_time = 0.0  # the rest of the body will not come, or has had its time

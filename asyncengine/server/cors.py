@@ -24,7 +24,7 @@ class Cors:
         self._methods = ", ".join(sorted(methods))
 
     def headers(self, request: web.BaseRequest) -> dict[str, str]:
-        """For the answer to ``request``, whatever it is."""
+        """Return the headers for the answer to ``request``, whatever it is."""
         if not self._origins:
             return {}
         if self._any:

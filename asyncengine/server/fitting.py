@@ -58,7 +58,7 @@ def _cuts(messages: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def _cut(chat: Conversation, first: int) -> Prompt:
-    """Without the messages before ``first``, except for the instructions."""
+    """Return the conversation without the messages before ``first``, except for the instructions."""
     left = [*chat.messages[: _head(chat.messages)], *chat.messages[first:]]
     cut = replace(chat, messages=left)
     plain: Any = left if cut.is_plain else cut

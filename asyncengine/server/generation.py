@@ -1,4 +1,4 @@
-"""From parsed request to response: what completions and chat completions share."""
+"""The way from a parsed request to its response, common to completions and chat completions."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Job:
     parsing: Parsing | None = None
     """Parser of the outputs; None: outputs are plain text."""
     account: Account = field(default_factory=Account)
-    """For the log's line."""
+    """Account of the request for the log's line."""
 
     @property
     def detailed(self) -> bool:
@@ -82,7 +82,8 @@ class Job:
         yield b"]}"
 
     def turn(self) -> AbstractAsyncContextManager[Any]:
-        """To be held while its prompts are submitted. Prompts that take long to tokenize hold up no other request."""
+        """Return a lock to hold while the job's prompts are submitted. Prompts that take long to tokenize hold up no
+        other request."""
         waits = len(self.prompts) == 1 or any(map(_is_long, self.prompts))
         return nullcontext() if waits else self.admission
 

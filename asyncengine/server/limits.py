@@ -51,7 +51,7 @@ def check_fields(members: Sequence[tuple[bytes, int]], known: Container[str]) ->
 
 
 def _name(raw: bytes) -> str:
-    """With its escapes undone: a parser of the body undoes them too."""
+    """Return a field's name with its escapes undone: a parser of the body undoes them too."""
     try:
         return str(msgspec.json.decode(b'"%b"' % raw, type=str))
     except ValueError:

@@ -15,7 +15,7 @@ from asyncengine.request import FinishReason, SamplingParams
 from asyncengine.tokenization import Tokenizer
 
 _LOWEST = -9999.0
-"""In place of -inf, which JSON lacks; OpenAI's value."""
+"""Value in place of -inf, which JSON lacks; OpenAI's value."""
 _AT_ONCE = 4096
 """Log probabilities that become objects in one turn of the event loop: some 10 ms."""
 
@@ -100,7 +100,7 @@ class PlacedToken:
     """Text that the token adds."""
     offset: int
     data: TokenLogProbs | None
-    """None: of the first token of a prompt."""
+    """Log probabilities at the token; None: the first token of a prompt has none."""
 
 
 class News(Protocol):
@@ -209,7 +209,8 @@ class JobLogProbs:
         self._choice(index, ids).begin(text, ids, logprobs or ())
 
     def prompt(self, logprobs: Sequence[TokenLogProbs | None]) -> Iterator[list[PromptLogProb]]:
-        """As vLLM has them: for each token the log probabilities of some, by their ids. Some tokens at a time."""
+        """Give a prompt's log probabilities as vLLM has them: those of some tokens at each place, by their ids, some at
+        a time."""
         for first in range(0, len(logprobs), self._tokens_at_once):
             some = logprobs[first : first + self._tokens_at_once]
             yield [None if data is None else _of_prompt(data, self._names) for data in some]
@@ -220,7 +221,7 @@ class JobLogProbs:
         return (completion_logprobs(tokens, self._names) for tokens in self._batches(index, news, prompt))
 
     def chat(self, index: int, news: News, prompt: Sequence[int]) -> Iterator[ChatLogProbs]:
-        """As ``completion``."""
+        """Give the log probabilities of chat completions, as ``completion`` does."""
         return (chat_logprobs(tokens, self._names) for tokens in self._batches(index, news, prompt))
 
     def placed(self, news: News, prompt: Sequence[int]) -> Iterator[list[PlacedToken]]:
@@ -228,7 +229,7 @@ class JobLogProbs:
         return self._batches(0, news, prompt)
 
     def told(self, tokens: Iterable[PlacedToken]) -> list[ChatTokenLogProbs]:
-        """As chat completions have them."""
+        """Return the tokens' log probabilities in the form of chat completions."""
         return chat_logprobs(tokens, self._names).content
 
     def _batches(self, index: int, news: News, prompt: Sequence[int]) -> Iterator[list[PlacedToken]]:
@@ -244,7 +245,7 @@ class JobLogProbs:
 
 
 def completion_logprobs(tokens: Iterable[PlacedToken], names: TokenNames) -> CompletionLogProbs:
-    """For /v1/completions. The chosen token is one of the top ones, by the same name."""
+    """Return log probabilities for /v1/completions. The chosen token is one of the top ones, by the same name."""
     out = CompletionLogProbs()
     for token in tokens:
         data = token.data
@@ -264,7 +265,7 @@ def completion_logprobs(tokens: Iterable[PlacedToken], names: TokenNames) -> Com
 
 
 def chat_logprobs(tokens: Iterable[PlacedToken], names: TokenNames) -> ChatLogProbs:
-    """For /v1/chat/completions."""
+    """Return log probabilities for /v1/chat/completions."""
     return ChatLogProbs(
         [
             ChatTokenLogProbs(

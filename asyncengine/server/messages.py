@@ -63,7 +63,7 @@ class Message(msgspec.Struct):
 
 
 def as_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """As templates take them, arguments of calls as objects. Raises ApiError 400."""
+    """Return messages as templates take them, arguments of calls as objects. Raises ApiError 400."""
     texts = JsonTexts()
     if not messages:
         raise bad_request("messages is required and must not be empty", "messages")

@@ -111,7 +111,7 @@ DECODER = BodyDecoder(MessagesBody, MESSAGES)
 
 
 def decode(raw: bytes | bytearray, *, counts: bool = False) -> MessagesBody:
-    """With the fields of GenerationBody filled in that this API has under other names. Raises ApiError 400.
+    """Decode a body, and fill in the fields of GenerationBody that this API has under other names. Raises ApiError 400.
 
     ``counts``: the request generates nothing, so that it needs no max_tokens.
     """
@@ -148,7 +148,7 @@ def _no_thread(thread: Thread) -> ApiError:
 
 
 def tools_of(body: MessagesBody) -> ToolUse | None:
-    """None without tools. Raises ApiError 400."""
+    """Return the tool use that a body asks for; None without tools. Raises ApiError 400."""
     tools = [
         ToolBody(
             "function" if tool.type in (None, "custom") else str(tool.type),
@@ -167,7 +167,7 @@ def tools_of(body: MessagesBody) -> ToolUse | None:
 
 
 def conversation(body: MessagesBody) -> Conversation:
-    """As chat templates take it. The output continues a final message of the assistant.
+    """Return the conversation as chat templates take it. The output continues a final message of the assistant.
 
     Raises ApiError 400 that names what is wrong.
     """

@@ -79,7 +79,7 @@ _SCORE = Operation("Scores of pairs of texts", ScoreList, ScoreBody)
 _RERANK = Operation("Documents by how well they fit a query", Ranking, RerankBody, members=RankedText)
 _HEALTH = Operation("200 when requests are served", _closed(status={"const": "ready"}))
 _EVENT = {"type": "object", "properties": {"event": _STRING, "data": _STRING}, "required": ["data"]}
-"""Each of those of a stream: a chunk as JSON, or [DONE]."""
+"""Schema of each event of a stream: a chunk as JSON, or [DONE]."""
 _PLAIN = {"type": "string", "contentMediaType": "text/plain"}
 _HTML = {"type": "string", "contentMediaType": "text/html"}
 

@@ -38,7 +38,7 @@ class Part:
     complete: bool = True
     """False: the output ended in the middle of it."""
     head: bytes = b""
-    """All of an event with news of this part that comes before the text."""
+    """Beginning of an event with news of this part, up to the text."""
     tokens: list[PlacedToken] = field(default_factory=list)
     """Tokens of the last news of a text, where the request asks for log probabilities."""
     logprobs: list[bytes] = field(default_factory=list)

@@ -27,7 +27,7 @@ NOT_GIVEN = msgspec.Raw()
 Schema = Annotated[msgspec.Raw, msgspec.Meta(extra_json_schema={"type": ["object", "null"]})]
 """A JSON Schema as it stands in the body: it stays text until its grammar is compiled. Empty where it is not given."""
 SchemaOrText = Annotated[msgspec.Raw, msgspec.Meta(extra_json_schema={"type": ["object", "string", "null"]})]
-"""Likewise, or such text in a string."""
+"""A JSON Schema as it stands in the body, or its text in a string."""
 
 
 def not_given() -> msgspec.Raw:
@@ -50,7 +50,8 @@ class ResponseFormat(msgspec.Struct):
     schema: Schema = msgspec.field(default_factory=not_given)
     """JSON Schema of a json_object, in the dialect of llama.cpp's server."""
     value: Schema = msgspec.field(default_factory=not_given)
-    """Likewise, in the dialect of Text Generation Inference, which Hugging Face's client speaks to every server."""
+    """JSON Schema of a json_object, in the dialect of Text Generation Inference, which Hugging Face's client speaks to
+    every server."""
 
 
 class StructuresBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -134,7 +135,7 @@ _PATH = re.compile(r"^(?P<message>.*) - at `\$\.?(?P<path>.*)`$", re.DOTALL)
 
 
 class JsonDecoder(Generic[S]):
-    """From JSON to a body of type ``kind``; ``unimplemented`` is a table of ``unserved.py``."""
+    """Decoder of JSON to a body of type ``kind``; ``unimplemented`` is a table of ``unserved.py``."""
 
     def __init__(self, kind: type[S], unimplemented: Fields) -> None:
         self.fields = frozenset(kind.__struct_fields__)
@@ -164,10 +165,10 @@ class JsonDecoder(Generic[S]):
 
 
 class BodyDecoder(JsonDecoder[T]):
-    """For requests that generate."""
+    """Decoder of requests that generate."""
 
     def decode(self, raw: bytes | bytearray) -> T:
-        """As JsonDecoder's; also checks fields that depend on each other."""
+        """Decode as JsonDecoder does, and check fields that depend on each other."""
         body = super().decode(raw)
         _own_schemas(body)
         if body.best_of is not None and body.best_of != (body.n or 1):

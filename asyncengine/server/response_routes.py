@@ -84,7 +84,7 @@ class StoredResponses:
         return _json(page_of(stored, request.query))
 
     async def _cancel(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
-        """Only a response in the background can be cancelled, and none is made there."""
+        """Refuse to cancel: only a response in the background can be cancelled, and none is made there."""
         self._found(request, _CANCEL)
         raise bad_request("a response that was not made in the background cannot be cancelled", "response_id")
 

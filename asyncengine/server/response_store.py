@@ -17,7 +17,7 @@ class StoredResponse:
     """The document and the items as JSON, so that their size is known."""
 
     document: bytes
-    """As it was answered."""
+    """The response as it was answered."""
     inputs: tuple[bytes, ...] = ()
     """The items that it was made from, those of earlier requests first. Instructions are none of them."""
     outputs: Mapping[str, bytes] = field(default_factory=dict)

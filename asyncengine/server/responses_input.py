@@ -64,7 +64,7 @@ class Part(msgspec.Struct, omit_defaults=True):
 
 
 class Item(msgspec.Struct, omit_defaults=True):
-    """One of the input: a message, a call of a tool, its output, or reasoning."""
+    """Item of the input: a message, a call of a tool, its output, or reasoning."""
 
     id: str | None = None
     type: str | None = None
@@ -132,7 +132,8 @@ DECODER = BodyDecoder(ResponsesBody, RESPONSES)
 
 
 def decode(raw: bytes | bytearray) -> ResponsesBody:
-    """With the fields of GenerationBody filled in that this API has under other names. Raises ApiError 400."""
+    """Decode a body, and fill in the fields of GenerationBody that this API has under other names. Raises ApiError
+    400."""
     body = DECODER.decode(raw)
     for name in _NO_PLACE:
         if getattr(body, name) not in (None, False) and not (name in ("n", "best_of") and getattr(body, name) == 1):
@@ -199,7 +200,7 @@ def _whole(item: Item, own: OwnResponses, path: str) -> Item:
 
 
 def stored_item(item: Item) -> Item:
-    """As the list of a response's items has it: contents are parts, and what came is complete."""
+    """Return an item as the list of a response's items has it: contents are parts, and the item is complete."""
     kind = "output_text" if item.role == "assistant" else "input_text"
     content = [Part(kind, item.content)] if isinstance(item.content, str) else item.content
     return msgspec.structs.replace(item, content=content, status=item.status or "completed")

@@ -35,7 +35,7 @@ _HOSTED = (
 )  # fmt: skip
 """Types of tools that OpenAI's own server runs or describes to its models. Some also come with a date behind."""
 _JOINT = "__"
-"""Between a namespace and the name of a tool in it, for the model."""
+"""Text between a namespace and the name of a tool in it, for the model."""
 
 
 class ToolFormat(msgspec.Struct, omit_defaults=True):
@@ -168,7 +168,8 @@ def _choice(choice: ChosenTool) -> NamedTool | str:
 
 
 def _reference(chosen: ChosenName) -> ToolReference:
-    """With the model's name of the tool. Raises ApiError 400 for a hosted tool, which cannot be called."""
+    """Return a reference with the model's name of the tool. Raises ApiError 400 for a hosted tool, which cannot be
+    called."""
     if chosen.type not in ("function", "custom"):
         raise _not_served(chosen.type, "tool_choice")
     named = NamedFunction(model_name(chosen.namespace, chosen.name))

@@ -77,7 +77,7 @@ class Tool:
         return self.parameters | {"additionalProperties": False} if self.takes_nothing else self.parameters
 
     def described(self) -> dict[str, Any]:
-        """As templates take it."""
+        """Return the tool as templates take it."""
         function: dict[str, Any] = {"name": self.name}
         said = [] if self.description is None else [self.description]
         if self.grammar is not None:
@@ -95,7 +95,7 @@ class ToolUse:
     choice: str = "auto"
     """none, auto, required, or "function"."""
     named: str | None = None
-    """With choice "function": the tool that must be called."""
+    """The tool that must be called, with choice "function"."""
     parallel: bool = True
     """True if one output may have several calls."""
 

@@ -75,7 +75,7 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
 
 
 def as_called(names: Mapping[str, str], text: str) -> str:
-    """With one name in place of another."""
+    """Return the text with one name in place of another."""
     for name, other in names.items():
         text = text.replace(name, other)
     return text

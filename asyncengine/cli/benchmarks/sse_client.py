@@ -48,7 +48,7 @@ class SseResult:
 
     started: float
     text_times: list[float] = field(default_factory=list)
-    """When each event with text arrived."""
+    """Times at which the events with text arrived."""
     texts: list[str] = field(default_factory=list)
     ended: float = 0.0
     prompt_tokens: int = 0
@@ -60,7 +60,7 @@ class SseResult:
 
     @property
     def failure(self) -> str | None:
-        """Why this stream does not count as complete; None for a good one."""
+        """The reason why this stream does not count as complete; None for a good one."""
         if self.error is not None:
             return self.error
         if not self.done:

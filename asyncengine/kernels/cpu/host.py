@@ -28,7 +28,7 @@ class Residual:
 
 
 def sampled(residual: Residual, batch: StepBatch) -> Residual:
-    """Only the tokens that are sampled from."""
+    """Return the residual of only the tokens that are sampled from."""
     index, pending = torch.from_numpy(batch.sample_index), residual.pending
     return Residual(residual.x[index], None if pending is None else pending[index])
 

@@ -116,7 +116,8 @@ class CudaOps:
     def linear_add_(
         self, x: Tensor | Quantized, handle: CudaLinear, residual: Residual, norm: Norm | None = None
     ) -> None:
-        """With a norm, that of the product, the product and its norm are kernels before the addition."""
+        """Add a product to the residual. With a norm of the product, product and norm are kernels before the
+        addition."""
         handle = handle.exact()
         plan = self.choices.plan(handle.site(len(x), residual.x.dtype, add=norm is None))
         if norm is None:
@@ -148,7 +149,8 @@ class CudaOps:
     def logits(
         self, residual: Residual, norm: Norm, handle: CudaLinear, batch: CudaBatch, softcap: float = 0.0
     ) -> Tensor | Ranks:
-        """For ``sample``. A greedy batch gets ranks, if there is a plan for them, and no cap, which keeps the order."""
+        """Return logits for ``sample``. A greedy batch gets ranks, if there is a plan for them, and no cap, which keeps
+        the order."""
         index, dtype, pdl = batch.step.sample_index, residual.x.dtype, self.options.pdl
         if not batch.needs and self.gpu.tma and len(index) > 1:
             plan = self.choices.plan(handle.site(len(index), dtype, norm, "argmax"))

@@ -81,7 +81,7 @@ def is_beginning(text: str) -> bool:
 
 
 def clean(text: str) -> str:
-    """Without lone surrogates, which escapes in JSON can make and UTF-8 cannot hold."""
+    """Return the text without lone surrogates, which escapes in JSON can make and UTF-8 cannot hold."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -33,16 +33,18 @@ class Formats:
     """Formats that a model writes."""
 
     tools: str | None
-    """One of names.TOOL_PARSERS; None: its template has tools in a form that is not known here."""
+    """Format of tool calls, one of names.TOOL_PARSERS; None: the template has tools in a form that is not known
+    here."""
     reasoning: str | None
-    """One of names.REASONING_PARSERS but "none"; None: the model does not reason, or that is not looked at."""
+    """Format of the reasoning, one of names.REASONING_PARSERS but "none"; None: the model does not reason, or nobody
+    looks."""
     shows_tools: bool
     """True if the template has tools."""
 
 
 @lru_cache(maxsize=32)
 def formats_of(template: str, tool_parser: str | None = None, reasoning_parser: str | None = None) -> Formats:
-    """By markers in a template's source, where no parser is named."""
+    """Return the formats by markers in a template's source, where no parser is named."""
     shows_tools = re.search(r"\btools\b", template) is not None
     tools = tool_parser or _tool_format(template) or (None if shows_tools else "json")
     reasoning = reasoning_parser or _reasoning_format(template)
@@ -88,7 +90,7 @@ class Parsing:
     """The request's field that a grammar was made of, if one was that the request does not bring itself."""
 
     def parser(self, tokenizer: Tokenizer | None, prompt: Sequence[int]) -> OutputParser:
-        """For one choice after this prompt."""
+        """Return a parser for one choice after this prompt."""
         if HARMONY in (self.tools, self.reasoning):
             return Harmony(calls=self.tools is not None, rules=self.calls)
         markers = REASONING.get(self.reasoning or "")

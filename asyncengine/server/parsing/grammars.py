@@ -22,7 +22,7 @@ from asyncengine.tokenization import Tokenizer
 MOST_CALLS = 16
 """Calls in one output where a grammar says how many there may be."""
 _FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""As json.dumps and Jinja's tojson write it, which is what models were shown."""
+"""JSON as json.dumps and Jinja's tojson write it, which is the form that models were shown."""
 _SIMPLE = {"type", "properties", "required", "additionalProperties", "title", "description", "$schema", "$defs",
            "definitions", "strict"}  # fmt: skip
 """Members of a schema that calls in Python can follow."""

@@ -184,7 +184,7 @@ class JsonCalls(Machine):
         return True
 
     def _in_rest(self) -> bool:
-        """Between the arguments and the end of their object: further members, if anything."""
+        """Read the text between the arguments and the end of their object: further members, if anything."""
         limit = self._at + _LONGEST_OBJECT
         text = self._text[:limit] if len(self._text) > limit else self._text
         end = self._rest.feed(text, self._at + self._scanned)

@@ -76,7 +76,7 @@ def describe_all(layer: LayerKind, gpu: Gpu, limits: Limits) -> set[AttentionPla
 
 
 def _describe_decode(rows: int, context: int, layer: LayerKind, gpu: Gpu, block_size: int) -> AttentionPlan:
-    """For steps of one-token rows, after so many tokens at most."""
+    """Plan attention for steps of one-token rows, after so many tokens at most."""
     shape, tma = layer.shape, tma_decode_tile(layer, gpu, block_size) is not None
     if not _prefers_tma(rows, tma, shape) and context <= few_keys_context(rows, shape, gpu):
         return AttentionPlan(layer, (_few_keys(rows, shape, gpu, stored=False),), None)
@@ -97,7 +97,8 @@ def _prefers_tma(rows: int, tma: bool, shape: AttentionShape) -> bool:
 
 
 def _describe_mixed(layer: LayerKind, gpu: Gpu, block_size: int) -> AttentionPlan:
-    """For steps with rows of several tokens. Kernels in Triton come first; tma_prefill runs beside tma_decode."""
+    """Plan attention for steps with rows of several tokens. Kernels in Triton come first; tma_prefill runs beside
+    tma_decode."""
     decode, prefill = paged_tiles(layer.shape, gpu)
     tma_one, tma_several = tma_decode_tile(layer, gpu, block_size), tma_prefill_tile(layer, gpu, block_size)
     launches = []
@@ -285,7 +286,7 @@ def tma_prefill_tile(layer: LayerKind, gpu: Gpu, block_size: int) -> Tile | None
 
 
 def _cut_tma_decode(rows: int, context: int, layer: LayerKind, gpu: Gpu, block_size: int) -> tuple[Tile, Cut]:
-    """For decode steps of so many rows, after so many tokens at most, which tma_decode computes.
+    """Return tile and cut for decode steps of so many rows, after so many tokens at most, which tma_decode computes.
 
     Rows that have a lane each are cut apart, with as few programs as do. A lone row has a tile a program, 33 KiB at
     most: its projections use no shared memory, and a multiprocessor has to be empty before it divides cache and shared

@@ -58,7 +58,7 @@ def run(
     pdl: bool = False,
     l2_cache_hints: bool = True,
 ) -> None:
-    """As ``run`` of run.py says, for rows of one token; if the heads are stored, every token is a row.
+    """Attend as ``run`` of run.py says, for rows of one token; if the heads are stored, every token is a row.
 
     The heads are left as they were. A row's token is at position ``step.row_context_len``; its key and value are
     written where ``step.slot_mapping`` says (-1: nowhere). No row may read what another one writes in the same step;

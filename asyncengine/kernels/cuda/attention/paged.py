@@ -61,7 +61,7 @@ def run(
     pdl: bool = False,
     l2_cache_hints: bool = True,
 ) -> None:
-    """As ``run`` of run.py says, for the launch's rows, over keys and values that are in the cache.
+    """Attend as ``run`` of run.py says, for the launch's rows, over keys and values that are in the cache.
 
     Of the heads it reads the queries. Raises ConfigError if a tensor's shape, dtype or layout is not what ``work`` was
     allocated for.

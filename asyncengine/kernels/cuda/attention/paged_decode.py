@@ -53,7 +53,7 @@ def run(
     pdl: bool = False,
     l2_cache_hints: bool = True,
 ) -> None:
-    """As ``run`` of run.py says, for rows of one token, whose heads it prepares as few_keys does.
+    """Attend as ``run`` of run.py says, for rows of one token, whose heads this kernel prepares as few_keys does.
 
     Raises ConfigError if ``work`` was allocated for something else, ValueError if the other tensors do not fit.
     """

@@ -98,7 +98,7 @@ class AttentionPlan:
     launches: tuple[Launch, ...]
     """in this order"""
     cut: Cut | None
-    """None: the kernel needs no work list."""
+    """Cut of the work; None: the kernel needs no work list."""
     source: Source = "formula"
 
     @property

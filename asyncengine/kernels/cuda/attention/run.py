@@ -111,7 +111,7 @@ class BucketAttention:
         return self._planned[layer.window, layer.softcap]
 
     def build(self, step: DeviceStep, *, pdl: bool) -> None:
-        """After ingest, before the model: the work lists of the step."""
+        """Build the work lists of the step, after ingest and before the model."""
         for work in {id(one.work): one.work for one in self._planned.values()}.values():
             work.build(step, pdl)
 

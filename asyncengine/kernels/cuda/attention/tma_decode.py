@@ -75,7 +75,8 @@ def run(
     pdl: bool = False,
     l2_cache_hints: bool = True,
 ) -> None:
-    """As ``run`` of run.py says, for rows of one token. ``l2_cache_hints``: see ``cache_policy``; results are the same.
+    """Attend as ``run`` of run.py says, for rows of one token. ``l2_cache_hints``: see ``cache_policy``; results are
+    the same.
 
     If the heads are not stored it prepares them, as few_keys does. If they are, the step may have other rows, and the
     kernel before stored them: tma_prefill, if it comes next, begins beside this one, and if there are rows of one token

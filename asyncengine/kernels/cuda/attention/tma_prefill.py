@@ -76,7 +76,7 @@ def run(
     pdl: bool = False,
     l2_cache_hints: bool = True,
 ) -> None:
-    """As ``run`` of run.py says, for rows of several tokens, over keys and values that are in the cache.
+    """Attend as ``run`` of run.py says, for rows of several tokens, over keys and values that are in the cache.
 
     If it runs ``beside`` tma_decode, that must be the kernel before (see programmatic.py).
 

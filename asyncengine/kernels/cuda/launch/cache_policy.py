@@ -53,7 +53,7 @@ def marks_of_operands(blocks: int, *, hints: bool) -> dict[str, str]:
 
 @gluon.jit
 def mark_copies(POLICY: gl.constexpr):
-    """When what is copied from here on makes room in the cache: before anything else, after it, or as usual."""
+    """Mark the copies from here on: their lines leave the cache before all others, after all others, or as usual."""
     gl.inline_asm_elementwise(POLICY, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 

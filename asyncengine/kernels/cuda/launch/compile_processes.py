@@ -31,7 +31,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 MAX_COMPILATIONS = 16
-"""At once: there are some seventy to do."""
+"""Compilations at once: there are some seventy to do."""
 _LARGEST = 1 << 17
 """Bytes of a message; a kernel is described by two thousand."""
 _COMMAND = (
@@ -107,7 +107,7 @@ class CompileProcesses:
         self.compiled = 0
 
     def start(self) -> None:
-        """Unless they were started before, or are not wanted any more."""
+        """Start the processes, unless they were started before, or are not wanted any more."""
         with self._lock:
             if self is not _active or self._socket is not None:
                 return

@@ -35,7 +35,7 @@ def tiles_of(x: Tensor, *shape: int) -> TensorDescriptor:
 
 
 def whole_tiles_of(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """As ``tiles_of``, but what lies beyond the rows of x is whatever memory has there, if x has some behind it.
+    """Describe tiles as ``tiles_of`` does, but read the memory beyond the rows of x as it is, if x has some behind it.
 
     See ``empty_rows``. Zeros take the accelerator longer than a copy: gate and up of a model with 2,048 inputs take 62
     us with 16 rows of x in their last tile of 128, and 47 with 128.

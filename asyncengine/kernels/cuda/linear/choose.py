@@ -19,7 +19,8 @@ Source = Literal["table", "measured", "formula", "default", "setting"]
 """Origin of a choice. table: of the package. measured: on this card, at this start or an earlier one. formula: for many
 rows. default: no table knows the site. setting: the engine's configuration or the model's dtype leaves one plan."""
 ROWS_OF_CUBLAS = 192
-"""From MAX_ROWS / 2 on, where many products make an element: see ``is_for_formula``."""
+"""Most rows for which cuBLAS is chosen, from MAX_ROWS / 2 on, where many products make an element: see
+``is_for_formula``."""
 FEW_PRODUCTS = 3072
 """Most products of an element of the result for which tma plans are chosen by formula. Qwen3 and GPT-2, which have no
 more, take 2 to 15% less with tma plans for steps of 300 to 2,000 tokens; the 8B, which has 4,096 and more, takes 0 to
@@ -36,7 +37,7 @@ def fallback(site: Site) -> Plan:
 
 
 def default_plan(site: Site, gpu: Gpu) -> Plan:
-    """For a site that no table knows.
+    """Return the plan of a site that no table knows.
 
     For float8 weights a plan by the pattern of what was fastest in bfloat16, since the scaled product takes three
     kernels and is made for many rows.
@@ -73,7 +74,8 @@ def is_for_formula(site: Site) -> bool:
 
 @cache
 def plan_for_many_rows(site: Site, gpu: Gpu) -> Plan:
-    """For a site of which ``is_for_formula`` is true: a tma plan, with what surrounds the product, or cuBLAS.
+    """Return a plan for a site of which ``is_for_formula`` is true: a tma plan, with all that surrounds the product, or
+    cuBLAS.
 
     cuBLAS multiplies faster, but leaves activations, norms and some sums to kernels of their own, which weigh more
     where few products make an element. Of tiles that one is taken whose programs should be over first.
@@ -136,7 +138,7 @@ class Choices:
         self._made: dict[Site, Choice] = {}
 
     def choice(self, site: Site) -> Choice:
-        """For a site whose rows are not rounded."""
+        """Return the choice for a site whose rows are not rounded."""
         if self._batch_invariant:
             return Choice(INVARIANT, "setting")
         if (made := self._made.get(site)) is None:
@@ -147,7 +149,7 @@ class Choices:
         return made
 
     def plan(self, site: Site) -> Plan:
-        """For a site whose rows are not rounded."""
+        """Return the plan for a site whose rows are not rounded."""
         return self.choice(site).plan
 
     def learn(self, measured: PlanTable) -> None:

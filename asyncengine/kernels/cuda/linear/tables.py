@@ -103,12 +103,12 @@ def _order(item: tuple[Site, Plan]) -> str:
 
 
 def _short_site(site: Site) -> list[Any]:
-    """As tables were written before there were other weights than bfloat16."""
+    """Return a site as tables wrote it before there were other weights than bfloat16."""
     return list(site[:-1] if site.weight == "bf16" else site)
 
 
 def _short(plan: Plan) -> dict[str, Any]:
-    """Without what is default."""
+    """Return a plan's fields without those at their defaults."""
     default = asdict(Plan(plan.kind))
     return {key: value for key, value in asdict(plan).items() if key == "kind" or value != default[key]}
 

@@ -76,7 +76,7 @@ def tma_ranks(
 
 
 def num_programs(gpu: Gpu, plan: Plan) -> int:
-    """As many as the card has room for at once."""
+    """Return as many programs as the card has room for at once."""
     return gpu.multiprocessors * (2 if plan.shared_bytes("bf16") <= gpu.tile_bytes_of_two else 1)
 
 

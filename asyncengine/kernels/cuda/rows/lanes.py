@@ -45,7 +45,7 @@ class HostLanes:
     def allocate(
         cls, mailboxes: Tensor, results: Tensor, header: Tensor, *, layers: int, lanes: int, width: int
     ) -> HostLanes:
-        """With the memory on the device of ``header``, for residuals of so many columns."""
+        """Allocate the lanes' memory on the device of ``header``, for residuals of so many columns."""
         slots, columns = results.shape
         staged = torch.zeros((layers, lanes, columns), dtype=results.dtype, device=header.device)
         saved = torch.zeros((slots, width), dtype=results.dtype, device=header.device)
@@ -92,7 +92,8 @@ def exchange(
     *,
     pdl: bool = False,
 ) -> None:
-    """Behind attention of layer ``number``: rows of that stage leave the lanes, then rows of the next one enter.
+    """Exchange rows behind attention of layer ``number``: rows of that stage leave the lanes, then rows of the next one
+    enter.
 
     heads [T, (Hq + 2Hk) * D] is what the QKV projection gave, x [T, Hq * D] what attention did, residual is [T, H]. Of
     lanes that nobody enters x and residual stay as they are. One launch.

@@ -328,7 +328,7 @@ def withhold(
     *,
     pdl: bool = False,
 ) -> None:
-    """After ``sample``: take back the tokens of rows that give none.
+    """Take back, after ``sample``, the tokens of rows that give none.
 
     Rows whose masks had not come rest until the host brings their tokens; prompts that are only scored have ended. Rows
     with Need.logits hand out their logits [N, V], float32, as a record behind word ``records_begin``.

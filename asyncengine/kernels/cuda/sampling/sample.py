@@ -66,7 +66,7 @@ _PROGRAMS = 3
 """Programs of the second pass on each multiprocessor: as many as an H200 runs at once."""
 _COLLECT_REGISTERS = 80
 _FINISH_REGISTERS = 128
-"""Per thread, so that three and two programs fit on a multiprocessor; what is spilled is used once."""
+"""Registers per thread, so that three and two programs fit on a multiprocessor; spilled values are used once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ def _costs(row_query_len, row_context_len, row, num_rows, window, ITEM_GRAINS: t
 
 @triton.jit
 def _key(cost, row, ROWS: tl.constexpr):
-    """By what units are ranked, no two alike: longer ones first, then earlier ones.
+    """Return the key by which units are ranked, no two alike: longer ones first, then earlier ones.
 
     As float32, which multiprocessors compare twice as fast as int32; integers of 24 bits are exact.
     """
@@ -79,7 +79,8 @@ def _deal_all(
     row_query_len, row_context_len, num_rows, window, early, LANES: tl.constexpr, ITEM_GRAINS: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """If no unit is cut: what each lane takes, int32 [WIDTH], what all units cost, and the longest of a late lane.
+    """Return, if no unit is cut, the cost that each lane takes, int32 [WIDTH], that of all units, and the longest of a
+    late lane.
 
     Ranks are among ROWS rows at a time, which are compared with some of them at once: code that a step runs through
     for the first time is read from memory, and takes longer to read than to run.

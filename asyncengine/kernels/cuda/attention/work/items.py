@@ -64,7 +64,7 @@ def lane_begin(lane, lane_cost, late_cost, LANES: tl.constexpr):
 
 @triton.jit
 def _lane_at(cost, lane_cost, late_cost, LANES: tl.constexpr):
-    """In which stretch a place on the line lies."""
+    """Return the lane in whose stretch a place on the line lies."""
     late = cost - LANES * lane_cost
     return tl.where(late < 0, cost // lane_cost, LANES + late // late_cost)
 

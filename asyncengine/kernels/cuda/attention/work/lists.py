@@ -97,7 +97,7 @@ class Section:
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """As the attention kernels take them, one after the other."""
+        """Tensors that the attention kernels take, one after the other."""
         return self.items, self.lane_items, self.partials, self.stats, self.arrivals
 
     def build(self, step: DeviceStep, window: int, pdl: bool = False) -> None:
