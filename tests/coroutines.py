@@ -36,7 +36,7 @@ def run(
 
 
 def print_tasks() -> None:
-    """To standard error of the process, which pytest does not capture in its workers."""
+    """Print the stacks of all tasks to standard error of the process, which pytest does not capture in its workers."""
     for task in asyncio.all_tasks():
         print(f"{task.get_name()} waits in", *waits_in(task.get_coro()), sep="\n  ", file=sys.__stderr__, flush=True)
 

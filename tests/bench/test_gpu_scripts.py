@@ -324,7 +324,7 @@ def test_prefill_replays_the_chunks_that_there_is_room_for(monkeypatch: pytest.M
 
 
 def test_parameters_and_bytes() -> None:
-    """Beside the published counts of parameters, less embeddings, norms and biases."""
+    """Counts equal the published counts of parameters, less embeddings, norms and biases."""
     assert layer_parameters(read_model("gpt2")) == 12 * 12 * 768**2
     assert layer_parameters(read_model("qwen3-0.6b")) == pytest.approx(0.44e9, rel=0.01)
     llama = read_model("llama-3.1-8b")

@@ -55,7 +55,7 @@ class HybridModel(HostModel):
             self.end_job(s)
 
     def wait_for_jobs_in_vain(self) -> None:
-        """So long that each of those under way is late."""
+        """Let so much time pass that each job under way is late."""
         self.native.now += JOB_TIMEOUT
         self.move()
 

@@ -72,7 +72,7 @@ PROGRAM = re.compile(r"(?:\bimport|\bfrom|-m)\s+asyncengine\b")
 
 
 def module_of(path: Path) -> str:
-    """As in LAYERS; the ``__init__`` of a folder goes by the folder's name."""
+    """Return a module's name as in LAYERS; the ``__init__`` of a folder goes by the folder's name."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return "/".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
 

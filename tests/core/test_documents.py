@@ -64,7 +64,7 @@ def test_readers_find_what_they_are_promised() -> None:
 
 @pytest.mark.parametrize("document", LIMITS)
 def test_documents_are_short(document: str) -> None:
-    """Without the tables that bench/tables.py writes."""
+    """Tables that bench/tables.py writes do not count."""
     written = re.sub(
         r"(<!-- figures of [^\n]* -->\n).*?(<!-- end -->)", r"\1\2", (ROOT / document).read_text(), flags=re.DOTALL
     )

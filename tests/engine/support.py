@@ -68,7 +68,7 @@ def check_output(engine: SimulatedEngine, job: Job, output: RequestOutput) -> No
 
 
 async def check_jobs(engine: SimulatedEngine, jobs: list[Job]) -> None:
-    """All of them at once."""
+    """Run all jobs at once, and check each output."""
     outputs = await asyncio.gather(*(engine.generate(job.prompt, job.params) for job in jobs))
     for job, output in zip(jobs, outputs, strict=True):
         check_output(engine, job, output)

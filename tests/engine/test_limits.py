@@ -149,7 +149,7 @@ async def test_priorities(priority: int) -> None:
 
 @pytest.mark.parametrize("blocks", [CONTEXT // 16, 256])
 async def test_a_prompt_fills_the_context_where_nothing_is_generated(blocks: int) -> None:
-    """Also a cache that holds one such prompt and nothing else."""
+    """The prompt also fills a cache that holds one such prompt and nothing else."""
     whole = [300 + i % 700 for i in range(CONTEXT)]
     scores = SamplingParams(max_tokens=0, prompt_logprobs=1)
     async with bundled(num_kv_blocks=blocks, block_size=16, max_num_seqs=4) as engine:

@@ -164,7 +164,7 @@ def test_windows_apart(window: int, whole_tokens: int) -> None:
 
 @pytest.mark.parametrize("programs", [36, 40, 264])
 def test_lanes_apart(programs: int) -> None:
-    """As many as rows, a few more, many that stay idle."""
+    """There are as many lanes as rows, a few more, and many that stay idle."""
     random = torch.Generator().manual_seed(1)
     contexts = tuple(torch.randint(0, 500, (18,), generator=random).tolist())
     decode = make("llama", contexts, programs=programs, whole_tokens=64)
@@ -192,7 +192,7 @@ def test_results_apart_are_the_same_each_time() -> None:
 
 
 def test_no_slot_is_no_write() -> None:
-    """And the new token is seen all the same."""
+    """A row without a slot writes nothing, and the new token is seen all the same."""
     decode = make("qwen3", (5, 64, 700))
     with_slots = decode.attend(decode.world.k.clone(), decode.world.v.clone(), decode.world.work())
     decode.world.step.slot_mapping.fill_(-1)
@@ -205,7 +205,7 @@ def test_no_slot_is_no_write() -> None:
 
 
 def test_results_are_the_same_each_time() -> None:
-    """Whoever of a row's pieces comes last, and with a list that has been used before."""
+    """Results do not depend on which of a row's pieces comes last, or on earlier uses of the list."""
     decode = make("llama", (5000, 37, 2900, 1, 640, 1500))
     work = decode.world.work()
     once, *more = (decode.attend(decode.world.k.clone(), decode.world.v.clone(), work, pdl=True) for _ in range(20))

@@ -77,7 +77,7 @@ class Counting(CompileOnly):
 
 
 def install(target: int = HOPPER) -> dict[str, Any]:
-    """From now on a launch compiles for ``target``; the kernels compiled so far, by name and constants."""
+    """Let launches compile for ``target`` from now on. Returns the kernels compiled so far, by name and constants."""
     triton.runtime.driver.set_active(CompileOnly(target))
     launch, compiled = JITFunction.run, {}
 

@@ -84,7 +84,7 @@ def test_every_card_has_a_plan_for_every_bucket(card: Gpu, shape: str, window: i
 
 
 def test_capped_scores_are_for_kernels_that_cap_them() -> None:
-    """On a card with the accelerator the others are taken, and the buckets are those of a card without."""
+    """A card with the accelerator takes the other kernels, and the buckets are those of a card without."""
     layer = LayerKind(LLAMA, softcap=50.0)
     plain = replace(H200, tma=False)
     for rows in (1, 8, 40, 256):
@@ -128,7 +128,7 @@ def test_which_layers_tma_decode_is_for() -> None:
 
 
 def test_which_kernels_mixed_steps_take() -> None:
-    """In the order of launch."""
+    """Kernels are listed in the order of launch."""
 
     def kernels(shape: AttentionShape, window: int = 0, block_size: int = 16) -> list[tuple[str, str]]:
         limits = replace(LIMITS, block_size=block_size)

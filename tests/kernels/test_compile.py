@@ -129,7 +129,8 @@ for name, kernel in compiled.items():
 
 
 def test_tma_plans_compile(tmp_path):
-    """In lengths that no tile divides, with whatever is fused; and additions of few rows that tma plans read."""
+    """Lengths are such that no tile divides them, with every fused part; and additions of few rows that tma plans
+    read."""
     compiled = run(tmp_path, "-c", TMA_PLANS)
     kernel = "_tma_kernel:{}:griddepcontrol.wait:cp.async.bulk.tensor"
     wide, narrow = kernel.format("wgmma"), kernel.format("mma.sync")
@@ -225,7 +226,7 @@ for name, kernel in compiled.items():
 
 
 def test_tma_ranks_compile(tmp_path):
-    """With weights as either operand, and by all plans that come with the package."""
+    """Kernels compile with weights as either operand, and by all plans that come with the package."""
     compiled = run(tmp_path, "-c", TMA_RANKS)
     assert len(compiled) > 6
     assert set(compiled) == {"_head_kernel:wgmma"}

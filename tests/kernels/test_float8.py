@@ -194,7 +194,7 @@ class Case:
         return got
 
     def twin(self, x: Quantized, weight: Quantized, bias: Tensor | None, relative: float) -> tuple[Tensor, Tensor]:
-        """In float64, and how far sums on the way may take a result from it."""
+        """Compute the result in float64, and how far sums on the way may take a result from it."""
         wide, wide_weight = (q.values.double() * q.scale.double()[:, None] for q in (x, weight))
         y, error = wide @ wide_weight.T, 4 * relative * (wide.abs() @ wide_weight.abs().T)
         if bias is not None:
@@ -354,7 +354,7 @@ PLANS: dict[str, Plan | None] = {
 @pytest.mark.parametrize("second", ["none", "vector", "skinny ahead", "scaled product"])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_an_mlp(device: torch.device, first: str, second: str, rows: int) -> None:
-    """Whatever makes the hidden rows, and whatever reads them."""
+    """The MLP is right whichever plan makes the hidden rows, and whichever reads them."""
     mlp = Mlp(device, bias=rows == 2)
     sites = [
         Site(mlp.inner, mlp.hidden, round_rows(rows), "rms", "silu_mul", mlp.bias, False, "fp8"),

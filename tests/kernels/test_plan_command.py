@@ -110,7 +110,7 @@ def test_an_unknown_card_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_keys_and_values_in_float8_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """By kernels in Triton, and refused where the card has no float8."""
+    """Kernels in Triton read float8, and the command refuses where the card has no float8."""
     arguments = (str(SHAPES / "llama-3.1-8b"), "--kv-cache-dtype", "fp8", "--gpu")
     attention = [line for step in steps_of(capsys, *arguments, "H200") for line in step["attention"]]
     assert all("keys and values in float8" in line and "tma_" not in line for line in attention)

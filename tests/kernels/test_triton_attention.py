@@ -64,7 +64,7 @@ class Case:
 
     @property
     def layer(self) -> AttentionLayer:
-        """With neither norms nor rotary embedding."""
+        """A layer with neither norms nor rotary embedding."""
         return AttentionLayer(self.shape.num_heads, None, None, self.head_dim**-0.5, self.window, self.softcap)
 
     @property
@@ -143,7 +143,7 @@ class World:
         return out.cpu()
 
     def expected(self) -> Tensor:
-        """In float64; NaN for the tokens of no row."""
+        """Compute attention in float64; NaN for the tokens of no row."""
         case = self.case
         q, caches = self.q.cpu().double(), [self.exact(i) for i in (0, 1)]
         out = torch.full((len(q), case.shape.num_heads * case.head_dim), math.nan, dtype=torch.float64)

@@ -183,7 +183,7 @@ def test_matches_separate_operations(device: torch.device, drawn: tuple[Case, bo
 def test_a_work_list_matches_separate_operations(
     device: torch.device, drawn: tuple[Case, bool, bool, int], defaults: bool
 ) -> None:
-    """In tiles of 16 keys, which are cut into pieces, or in those that a GPU takes."""
+    """The work list has tiles of 16 keys, which are cut into pieces, or those that a GPU takes."""
     case, norm, rotary, _ = drawn
     if defaults:
         case = replace(case, tiles=None)
@@ -282,7 +282,7 @@ def test_a_work_list_comes_to_what_separate_kernels_do(device: torch.device, flo
 
 @pytest.mark.parametrize("listed", [False, True])
 def test_no_slot_is_no_write(device: torch.device, listed: bool) -> None:
-    """And the new token is seen all the same."""
+    """A row without a slot writes nothing, and the new token is seen all the same."""
     decode = make_decode(Case(((1, 5), (1, 32))), device)
     decode.world.step.slot_mapping.fill_(-1)
     k, v = decode.world.k.clone(), decode.world.v.clone()

@@ -124,7 +124,7 @@ class Case:
     def twin(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm | None, before: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """In float64, and how far rounding on the way may take a result from it."""
+        """Compute the result in float64, and how far rounding on the way may take a result from it."""
         x, weight = x.double(), weight.double()
         relative = SUM
         if norm is not None:
@@ -425,7 +425,7 @@ RANKING = Plan("tma", 64, 64, 4, 8, 1, 2, fused_norm=False)
 
 @pytest.mark.parametrize("out_features", [128, 100])  # 100 is padded to 128
 def test_greedy_heads_leave_ranks(device: torch.device, out_features: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only of greedy batches of more than one row, and where kernels in Gluon run."""
+    """Only greedy batches of more than one row leave ranks, and only where kernels in Gluon run."""
     if device.type == "cpu":
         monkeypatch.setattr("asyncengine.kernels.cuda.linear.tma_ranks.tma_ranks", ranked)
     model = Model(device, 6, out_features, 64)

@@ -55,7 +55,7 @@ class Sampling(NamedTuple):
     position: int = 0
 
     def wire(self) -> dict[str, Any]:
-        """For _core.SamplingState."""
+        """Arguments of _core.SamplingState."""
         return {name: value for name, value in self._asdict().items() if name != "position"}
 
 
@@ -304,7 +304,8 @@ def test_only_what_is_kept_is_drawn(device: torch.device, vocab: int, kind: str,
 def test_bounds_enclose_where_filters_end(
     device: torch.device, vocab: int, kind: str, one: Sampling, seed: int
 ) -> None:
-    """Whatever is certain after the first read is so: else a filter would end beyond the candidates, or before them."""
+    """Elements that are certain after the first read are so: else a filter would end beyond the candidates, or before
+    them."""
     logits = random_logits(1, vocab, seed, kind)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampler, "_BINS", 64)

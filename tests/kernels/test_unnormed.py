@@ -163,7 +163,7 @@ def test_who_cannot_write_for_a_reader(device: torch.device) -> None:
 
 
 def test_layer_norms_are_folded_once(device: torch.device) -> None:
-    """And of each weight: a captured step holds on to what was made."""
+    """Each weight's norm is folded once: a captured step holds on to the result."""
     plans = {ADDED: TMA, Site(128, 128, 8, "layer", None, True, False): TMA}
     ops, model = make_ops(device, plans), Model(device, 6, 128, 128, layer=True)
     first, second = model.handle(ops), model.handle(ops)

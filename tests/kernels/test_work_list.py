@@ -123,7 +123,7 @@ def decode_section(device: torch.device, *contexts: int | None, lanes: int) -> S
 
 @pytest.mark.parametrize("count", [3, 8, 15, 16, 31, 40])
 def test_rows_alike_are_not_cut(device: torch.device, count: int) -> None:
-    """And no lane takes more of them than it must."""
+    """Equal rows are not cut, and no lane takes more of them than it must."""
     lanes, keys = 8, SMALL[0].keys
     contexts: list[int | None] = [5 * keys - 1] * count
     contexts[1:1] = [None]

@@ -282,7 +282,7 @@ def test_tokens_behind_the_original_positions_equal_transformers(tmp_path: Path)
 
 @pytest.mark.parametrize("wrong", [tiny.VOCAB_SIZE, 2**70, -1])
 def test_ends_that_never_come_are_left_out(tmp_path: Path, wrong: int, caplog: pytest.LogCaptureFixture) -> None:
-    """As transformers has it, which warns of ids outside the vocabulary."""
+    """Ids outside the vocabulary give a warning, as in transformers."""
     path = edited(tmp_path, "llama", {"eos_token_id": wrong})
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, wrong]}))
     assert load(path).info.eos_token_ids == (0,)

@@ -42,7 +42,7 @@ def scales_for(kv_heads: int) -> Tensor:
 
 
 class Float8Paged(Paged):
-    """With a cache in float8, whose unused lines are NaN, and the twin over what is stored."""
+    """Paged attention with a cache in float8, whose unused lines are NaN, and the twin over the stored numbers."""
 
     def __init__(self, lengths: list[int], heads: tuple[int, int], dim: int, dtype: torch.dtype, **more: float) -> None:
         super().__init__(lengths, heads, dim, dtype, **more)  # type: ignore[arg-type]

@@ -36,7 +36,7 @@ def random(*shape: int, dtype: torch.dtype, seed: int, std: float = 1.0) -> Tens
 
 
 def assert_near(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    """Within a few roundings to ``dtype``, measured by the largest element."""
+    """Check to within a few roundings to ``dtype``, measured by the largest element."""
     tolerance = 2e-6 if dtype == torch.float32 else 2.0**-6
     assert (got.double() - expected.double()).abs().max() <= tolerance * expected.abs().max()
 
@@ -49,7 +49,7 @@ def prompt(ids: list[int]) -> _core.StepBatch:
 
 
 def empty_cache(count: int, dtype: torch.dtype) -> LayerKVCache:
-    """For two heads of keys and values."""
+    """Make a cache for two heads of keys and values."""
     blocks = -(-count // BLOCK)
     k, v = torch.full((blocks, 2, DIM, BLOCK), math.nan), torch.full((blocks, 2, BLOCK, DIM), math.nan)
     return LayerKVCache(k.to(dtype), v.to(dtype))

@@ -55,7 +55,7 @@ class ModelInfo:
 
 
 class Characters:
-    """In place of a tokenizers.Tokenizer."""
+    """Stand-in for a tokenizers.Tokenizer."""
 
     decoder = None
 
@@ -73,7 +73,7 @@ class Characters:
 
 
 class CharacterTokenizer:
-    """In place of a Tokenizer. A conversation is shown as ``FakeEngine`` does, whatever the template says."""
+    """Stand-in for a Tokenizer. A conversation is shown as ``FakeEngine`` does, whatever the template says."""
 
     backend = Characters()
     special_token_ids: frozenset[int] = frozenset()

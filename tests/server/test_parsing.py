@@ -118,7 +118,7 @@ def plain(output: ParsedOutput) -> tuple[str, str, list[tuple[str, str]]]:
 
 
 def in_pieces(parser: OutputParser, pieces: list[str], *, cut: bool = False) -> ParsedOutput:
-    """As a stream; the first piece of a call has its name and its id, and no other has."""
+    """Parse as a stream; the first piece of a call has its name and its id, and no other has."""
     deltas = [*map(parser.push, pieces), parser.finish(cut=cut)]
     known: set[int] = set()
     for piece in (piece for delta in deltas for piece in delta.tool_calls):

@@ -63,7 +63,7 @@ class Client:
         return await asyncio.to_thread(send)
 
     async def read(self) -> bytes:
-        """All that comes until the server closes."""
+        """Read all bytes that come until the server closes."""
 
         def receive() -> bytes:
             self.sock.settimeout(LIMIT_S)

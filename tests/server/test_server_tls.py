@@ -96,7 +96,7 @@ async def _handshakes_have_limits(tmp_path: Path) -> None:
         return reader
 
     async def slow(address: list[str]) -> bytes:
-        """Until the server closes."""
+        """Send bytes slowly until the server closes."""
         reader, writer = await asyncio.open_connection(*address)
         kept.append(writer)
         hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500)
