@@ -385,7 +385,7 @@ class _WindowDecoder:
 
     def begin(self) -> None:
         if not self._ids:
-            # A token with text stands for the text before. Those of a tokenizer without any add none either.
+            # A token with text stands for the text before. Tokens of a tokenizer without any text add none either.
             first = next((i for i in range(_FIRST_IDS) if not self._silent(i) and self._decode([i])), None)
             self._ids, self._emitted = ([], 0) if first is None else ([first], 1)
 

@@ -1,8 +1,8 @@
 """Conversion of a prompt, whatever its form, to checked token ids, without holding up the event loop.
 
 A short text is tokenized at once. A longer one goes to the engine's own threads, a conversation to the process that
-renders chat templates. All of them together hold a limited amount of text, and none is tokenized that cannot fit. Of a
-text that is truncated no more is tokenized than the context can hold in characters.
+renders chat templates. All of them together hold a limited amount of text, and none is tokenized that cannot fit. A
+text that is truncated is tokenized up to as many characters as the context can hold.
 """
 
 from __future__ import annotations

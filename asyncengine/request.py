@@ -159,8 +159,8 @@ class SamplingParams:
     detokenize: bool = True
     """Make text of the tokens; without it the text is empty, and stop strings are refused."""
     truncate_prompt_tokens: int | None = None
-    """Keep so many tokens of the prompt; -1: as many as the context has room for. Of a text much longer than the
-    context, as much is tokenized as they need."""
+    """Keep so many tokens of the prompt; -1: as many as the context has room for. If a text is much longer than the
+    context, only as much is tokenized as they need."""
     truncation_side: str = "left"
     """The side on which truncate_prompt_tokens works: left keeps the last tokens, right the first."""
     presence_penalty: float = 0.0

@@ -1,6 +1,6 @@
 """A model that writes given texts, on the CPU's step loop: its logits make the next token of a script certain.
 
-What stands behind the logits is the engine's own: sampling, log probabilities, grammars and processors.
+The parts behind the logits are the engine's own: sampling, log probabilities, grammars and processors.
 """
 
 from __future__ import annotations

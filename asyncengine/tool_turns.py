@@ -1,7 +1,8 @@
 """Conversations with tools, as chat templates take them that do not know tools, or only some of their uses.
 
 A template is asked by rendering short conversations with it. Words that do not come out show the parts that it leaves
-out. Those parts are written as turns that it has: calls as the assistant's JSON, results as the user's text.
+out. The parts that it leaves out are written as turns that it has: calls as the assistant's JSON, results as the user's
+text.
 
 This file imports nothing of asyncengine: the process of asyncengine.sandbox loads it by its path.
 """

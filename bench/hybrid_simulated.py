@@ -76,7 +76,7 @@ def shape_of(c: ModelConfig, card: Card, context: int, host_gbs: float) -> Shape
 def simulate(shape: Shape, host_rows: int, steps: int) -> tuple[float, float]:
     """(Tokens per second of all rows, seconds of a token of a row on the host) in the second half of ``steps``.
 
-    What is ready when a step begins is in it. Rows wait for a worker in the order of their jobs.
+    Rows that are ready when a step begins are in it. Rows wait for a worker in the order of their jobs.
     """
     now, made, half_s, half_made = 0.0, 0, 0.0, 0
     workers = [0.0] * WORKERS  # when each is free

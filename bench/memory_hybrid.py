@@ -9,7 +9,7 @@ context:
 - hybrid attention: auto; and always by workers, by the link, and by both.
 
 Time per token is that of each request in the window, by classes: host if most of its tokens there were made while it
-decoded on the host. What the table of costs predicts is for a pool full of sequences of that context.
+decoded on the host. Predictions of the table of costs are for a pool full of sequences of that context.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
 
 The engine, its step thread and the HTTP server are the real ones; only the model is simulated, and costs next to
 nothing. Two loads: *flat out*, where a step is due sooner than the server can stream the one before, and *paced*, where
-the device gives a token to every stream slightly faster than the target. What the event loop does not take in time is
-joined into bigger events, so tokens per event is printed too. Every stream's text is compared with what the model must
-have said. ``--watched`` repeats both loads while somebody looks at the page, which asks for figures at 4 Hz.
+the device gives a token to every stream slightly faster than the target. News that the event loop does not take in time
+is joined into bigger events, so tokens per event is printed too. Every stream's text is compared with what the model
+must have said. ``--watched`` repeats both loads while somebody looks at the page, which asks for figures at 4 Hz.
 Processor time is read from /proc, so this needs Linux.
 """
 

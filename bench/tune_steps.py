@@ -6,8 +6,8 @@ A plan that is fastest among projections alone (bench/tune_linear.py) may not be
 memory and registers decides when the kernel behind it starts, and whether a norm needs a kernel of its own depends on
 two plans. So whole steps are captured and replayed in turn, of a model with a few layers, each with another plan of
 one site; the fastest stays if it is faster than what was there, and the next site has its turn. Then the best that
-could do without a norm between them are tried two at a time. What was found and what was there before are then timed in
-the whole model, and enter the table at --out if they are faster there.
+could do without a norm between them are tried two at a time. The plans that were found and those before are then timed
+in the whole model, and enter the table at --out if they are faster there.
 
 Several of these at once compile side by side and measure one after another.
 """
@@ -206,7 +206,8 @@ def search(
 
 
 def improve(steps: Steps, rows: int, now: Plans, changes: Sequence[Plans], turn: int) -> list[float]:
-    """Make the best of these changes to ``now``, if a step is faster then. What share of its time each leaves."""
+    """Make the best of these changes to ``now``, if a step is faster then. Returns the share of its time that each
+    leaves."""
     shares: list[float] = []
     for i in range(0, len(changes), AT_ONCE):
         base, *timed = steps.time(rows, [now, *(now | change for change in changes[i : i + AT_ONCE])])

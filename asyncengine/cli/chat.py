@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _turn(runner: asyncio.Runner, partner: Partner, conversation: Conversation) -> None:
-    """Print the answer. What came of it before an interruption stays in the conversation."""
+    """Print the answer. The part that came before an interruption stays in the conversation."""
     parts: list[str] = []
     try:
         runner.run(_print(partner, conversation, parts))

@@ -63,7 +63,7 @@ def is_command(text: str) -> bool:
 
 
 def command(conversation: Conversation, text: str) -> bool:
-    """Do what a line beginning with a slash asks for; False ends the chat. What is wrong with it goes to stderr."""
+    """Do what a line beginning with a slash asks for; False ends the chat. Its errors go to stderr."""
     name, _, rest = text.partition(" ")
     try:
         return _do(conversation, name, rest.strip())

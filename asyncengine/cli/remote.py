@@ -26,7 +26,7 @@ _BUSY = (429, 503)
 
 
 class ServerGoneError(OSError):
-    """The server cannot be reached, or serves nobody any more. What was asked for may be asked for again."""
+    """The server cannot be reached, or serves nobody any more. A request may be sent again."""
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
     """A transformer as its machine sees it: a residual, read through norms and added to.
 
     A package names its own types for a step, a residual and the handle of a weight; models use ``ModelOps``, in which
-    these are opaque. Activations are [tokens, features] in the model's dtype. What an operation returns is good until
+    these are opaque. Activations are [tokens, features] in the model's dtype. The result of an operation is good until
     it is called again.
     """
 
@@ -163,7 +163,7 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
         """Exchange rows behind ``attention`` x of ``heads``: rows that decode on the host leave the step, and others
         enter it.
 
-        csrc/core/host_rows.h says how. Of a step without lanes it does nothing.
+        csrc/core/host_rows.h says how. It does nothing for a step without lanes.
         """
 
     def keep_sampled(self, x: Tensor, residual: ResidualT, batch: BatchT) -> Tensor:
@@ -176,14 +176,14 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
     def hidden(self, residual: ResidualT, norm: Norm, batch: BatchT) -> Tensor:
         """[num_samples, H]: the normed residual of the tokens that are sampled from, the input of ``logits``.
 
-        Of a step with Need.mean it is [T, H]: that of all tokens.
+        For a step with Need.mean it is [T, H]: that of all tokens.
         """
 
     def logits(self, residual: ResidualT, norm: Norm, handle: HandleT, batch: BatchT, softcap: float = 0.0) -> Any:
         """float32 [num_samples, N] of the tokens whose logits the step wants; None if it wants none.
 
-        With a ``softcap`` > 0 they are softcap * tanh(logit / softcap). Of a step that does not need all of them the
-        result may be what does, in the form of the package's own sampler.
+        With a ``softcap`` > 0 they are softcap * tanh(logit / softcap). If a step does not need all of them, the result
+        may be the part that it needs, in the form of the package's own sampler.
         """
 
 

@@ -211,7 +211,7 @@ class CpuModelRunner:
         return cls(loaded.info(config, num_blocks, num_host_blocks), loaded.config, loaded.model, cache)
 
     def forward(self, batch: StepBatch) -> Answers:
-        """Run one step. What it returns stays alive until the next call: native code may read it by its address."""
+        """Run one step. The result stays alive until the next call: native code may read it by its address."""
         model = self._model
         with torch.inference_mode():
             residual = model.run(batch, self._layer_caches())

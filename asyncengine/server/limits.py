@@ -10,7 +10,7 @@ from asyncengine.server.errors import bad_request
 
 LONG_FIELD = 64 * 1024
 """Bytes of the JSON of a field that FIELD_BYTES does not have. Fields of this size and longer are looked up."""
-#: Of other fields. None: the text of a prompt, which the context bounds, and which is let go once it is tokenized.
+#: Limits by field. None: the text of a prompt, which the context bounds, and which is let go once it is tokenized.
 #: Each is far above the limit that its own check states, since a character may take twelve bytes of JSON.
 FIELD_BYTES: dict[str, int | None] = {
     **dict.fromkeys(

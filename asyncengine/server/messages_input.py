@@ -32,7 +32,7 @@ from asyncengine.server.tools import (
 from asyncengine.server.turns import Turns, check_count, renamed, required
 from asyncengine.server.unserved import MESSAGES
 
-#: Of GenerationBody: they add to a response what this API has no place for.
+#: Fields of GenerationBody that add to a response values for which this API has no place.
 _NO_PLACE = ("n", "best_of", "prompt_logprobs", "logprob_token_ids", "return_token_ids", "return_tokens_as_token_ids")
 
 

@@ -1,6 +1,6 @@
 """/openapi.json: the OpenAPI 3.1 description of the served routes, made of the structs that read and write bodies.
 
-What a struct's types do not say is in two tables: the ranges that SamplingParams checks, and the fields that a request
+Rules beyond a struct's types are in two tables: the ranges that SamplingParams checks, and the fields that a request
 must have. A test compares the paths with the routes, and has answers to made-up requests compared with the description.
 """
 
@@ -86,7 +86,7 @@ _HTML = {"type": "string", "contentMediaType": "text/html"}
 _PUBLIC = ("/health", "/ready", "/live", "/docs")
 """Routes that need no key."""
 
-#: By path and method. A part of a path in braces is a parameter.
+#: Operations by path and method. A part of a path in braces is a parameter.
 OPERATIONS: dict[str, dict[str, Operation]] = {
     "/health": {"get": _HEALTH},
     "/ping": {"get": _HEALTH},

@@ -47,7 +47,7 @@ class ToolFormat(msgspec.Struct, omit_defaults=True):
 
 
 class FunctionTool(msgspec.Struct, omit_defaults=True):
-    """A function or a custom tool. Of tools of other types only the type is read."""
+    """A function or a custom tool. Only the type of other tools is read."""
 
     type: str
     name: str | None = None

@@ -303,8 +303,8 @@ def check_schema(schema: object, path: str, count: int = 0) -> int:
 def parsed_arguments(text: str, texts: JsonTexts, path: str) -> str | dict[str, Any]:
     """Arguments of a call in a conversation, which templates print as an object.
 
-    What is no JSON object, as a model may well have written it, stays text. Raises ApiError 400 that names ``path``
-    for JSON that is over the limits of ``texts``.
+    Arguments that are no JSON object, as a model may well have written them, stay text. Raises ApiError 400 that names
+    ``path`` for JSON that is over the limits of ``texts``.
     """
     try:
         made = texts.parse(text)

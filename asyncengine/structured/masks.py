@@ -26,7 +26,7 @@ MAX_THREADS = 8
 class Constraint:
     """One sequence that follows a grammar, from its first token to its end.
 
-    Of its parts ``advance`` belongs to the event loop, ``work`` to one worker at a time: the next token comes only when
+    Its method ``advance`` belongs to the event loop, ``work`` to one worker at a time: the next token comes only when
     the mask before it was used.
     """
 

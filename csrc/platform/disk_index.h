@@ -17,7 +17,7 @@ class DiskIndex {
 
   size_t size() const { return size_; }
   bool contains(const BlockKey& key) const { return find(key) >= 0; }
-  // The block is now the most recently used one. Whether it is known.
+  // Makes the block the most recently used one. Returns whether it is known.
   bool touch(const BlockKey& key);
   // Enters a block as the most or the least recently used one, unless it is known. False: there is no room for it.
   bool insert(const BlockKey& key) { return insert(key, head().next); }

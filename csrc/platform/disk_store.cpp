@@ -207,7 +207,7 @@ void DiskStore::finish_thread() {
   if (--running_threads_ == 0) idle_.notify_all();
 }
 
-// Makes the blocks of earlier stores known, as older than all that came meanwhile. Those beyond the limit are removed.
+// Makes the blocks of earlier stores known, as older than all that came meanwhile. Blocks beyond the limit are removed.
 void DiskStore::load() try {
   constexpr size_t kBatch = 64;  // for which the lock is held
   const BlockDirectory::Scan scan = directory_.scan(closing_);

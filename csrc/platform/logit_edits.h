@@ -12,7 +12,7 @@ namespace asyncengine {
 
 constexpr Needs kEditNeeds = kNeedPenalties | kNeedBias | kNeedMask;
 
-// `mask`: a bit per token, 32 a word from the lowest. Those without lose their logits.
+// `mask`: a bit per token, 32 a word from the lowest. Tokens without it lose their logits.
 void apply_mask(std::span<float> logits, const int32_t* mask);
 
 // Edits of a slot's sequence, for as long as it has the slot.

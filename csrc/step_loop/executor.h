@@ -20,8 +20,8 @@ namespace asyncengine {
 enum class StepStatus {
   kPending,
   kReady,
-  // The step computed nothing that counts. Those before it stand; those that were launched behind it may have failed with
-  // it, and nothing may be launched before they are over.
+  // The step computed nothing that counts. Steps before it stand; steps that were launched behind it may have failed
+  // with it, and nothing may be launched before they are over.
   kStepFailed,
   kFailed,      // the executor has failed, and every step with it
 };

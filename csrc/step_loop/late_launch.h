@@ -21,7 +21,8 @@ class LateLaunch {
   bool hold_back(int64_t now);
   // hold_back() answered false at `asked`, and planning begins at `now`. The plan may turn out empty.
   void begin(int64_t asked, int64_t now);
-  // The step of that plan is about to be launched. Of its duration, `kind` and `attended` are the measure (LaunchTiming).
+  // The step of that plan is about to be launched. `kind` and `attended` are the measure of its duration
+  // (LaunchTiming).
   void launching(int kind, int64_t attended, int64_t now);
   // The launch of that step has returned.
   void launched(int64_t now) { timing_.launched(now - planned_.due_ns); }

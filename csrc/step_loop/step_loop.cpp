@@ -13,8 +13,8 @@ using std::chrono::nanoseconds;
 
 // Steps that fail one by one are their requests' affair, until nothing else happens any more.
 constexpr int kMostFailedSteps = 16;
-// Between two looks at copies of blocks while no step is in flight. What takes long is looked at less and less: half a percent
-// of what it takes is how late that may be.
+// Between two looks at copies of blocks while no step is in flight. A copy that takes long is looked at less and less:
+// its end may be seen late by half a percent of its time.
 constexpr nanoseconds kMovesLook{20'000};
 constexpr int64_t kMovesLate = 200;
 // And beside one. A transfer takes a few times as long, and two are under way: so the link does not stand still.

@@ -64,7 +64,7 @@ class StepLoop {
   std::chrono::nanoseconds patience() const;
   // Stops the thread; requests still under way are gone without a word. False: after `limit` the executor still runs, or the
   // thread hangs in a call of it. May be called again. Memory that a device may still write to is leaked on purpose.
-  // Of the disk, no call is waited for beyond a second: then the memory of blocks is leaked, and true is answered.
+  // No call of the disk is waited for beyond a second: then the memory of blocks is leaked, and true is answered.
   bool stop(std::chrono::nanoseconds limit);
   // Frees a loop that must not wait: one whose thread hangs is leaked whole. The destructor would wait for the thread.
   static void dispose(StepLoop* loop, std::chrono::nanoseconds limit);

@@ -19,7 +19,7 @@ class Move:
 
 
 class HostModel:
-    """The part of CheckedScheduler that moves blocks, beside the native tier. What is under way is garbage."""
+    """The part of CheckedScheduler that moves blocks, beside the native tier. Blocks under way are garbage."""
 
     native: _core.SchedulerHarness
     limits: Any

@@ -288,7 +288,7 @@ MODELS = "((12, 12, 64, False, False), (16, 8, 128, True, True), (32, 8, 128, Tr
 def test_attention_with_the_accelerator_compiles(tmp_path):
     """A lone row, few, many, some beside prompts. Registers do for it.
 
-    What registers have no room for comes back from memory when that is busiest, microseconds later.
+    Values for which registers have no room come back from memory when that is busiest, microseconds later.
     """
     compiled = run(tmp_path, "-c", ATTENTION, "90", MODELS)
     words = "griddepcontrol.wait:cp.async.bulk.tensor"
@@ -359,7 +359,7 @@ def test_attention_over_the_link_compiles(tmp_path, target):
     ],
 )
 def test_attention_over_float8_compiles(tmp_path, target, model, store):
-    """Kernels in Triton alone. Those that read make float16 of float8 by the hardware's own instruction."""
+    """Kernels in Triton alone. Kernels that read make float16 of float8 by the hardware's own instruction."""
     compiled = run(tmp_path, "-c", ATTENTION, str(target), model, "float8")
     names = {name: "e4m3x2" in words for name, *words in (line.split(":") for line in compiled)}
     assert names == {"_attention_kernel": True, "_paged_decode_kernel": True, "_decode_kernel": True, store: False}

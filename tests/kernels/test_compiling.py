@@ -82,7 +82,7 @@ def test_whatever_a_step_launches_can_be_compiled_alone() -> None:
 def is_launched(tree: ast.Module, name: str) -> bool:
     """Return whether a module names a function elsewhere than in a call: to launch it, or to choose what to launch.
 
-    What a kernel hands to its warps or to a reduction is none of that.
+    A function that a kernel hands to its warps or to a reduction does not count.
     """
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     called = {id(call.func) for call in calls}

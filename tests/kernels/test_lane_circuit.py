@@ -121,7 +121,7 @@ class Machine:
         )  # fmt: skip
 
     def take_to_host(self, slot: int, tokens: int) -> HostRow:
-        """The row's keys and values. What the device had of them is NaN from now on."""
+        """The row's keys and values. The device's copies of them are NaN from now on."""
         blocks = self.steps.state.slots.block_tables[slot, : -(-tokens // BLOCK)].long()
         planes: list[list[Tensor]] = [[], []]
         for layer in self.steps.cache.layers:

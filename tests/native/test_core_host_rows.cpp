@@ -22,7 +22,7 @@ void submit(Engine& engine, int count, int32_t prompt_len = 40, int32_t max_toke
   for (int32_t i = 0; i < count; ++i) CHECK(engine.submit(long_spec(i, prompt_len, max_tokens)) == SubmitResult::kAccepted);
 }
 
-// Work until the job that is to hang has begun. Of eight requests there may be few jobs: rows go back to the device where
+// Work until the job that is to hang has begun. Eight requests may give few jobs: rows go back to the device where
 // workers are slow beside steps.
 void work_until_a_job_hangs(Engine& engine) {
   for (int i = 0; i < 20'000 && !workers.hanging(); ++i) {

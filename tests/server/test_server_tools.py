@@ -31,7 +31,7 @@ TOOLS = [WEATHER, NOW]
 SEP, CALL, CALL_END = "<｜tool▁sep｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 ARGUMENTS = '{"city": "Rom 😀"}'
-#: What marks the format in a template, text, content, reasoning
+#: The mark of the format in a template, text, content, reasoning
 BOTH = f'[{{"name": "weather", "arguments": {ARGUMENTS}}}, {{"name": "now", "arguments": {{}}}}]'
 SCRIPTS = [
     ("{{ tools }}<tool_call><think></think>",

@@ -22,7 +22,7 @@ from asyncengine.errors import ConfigError
 HELP = "streams against an OpenAI-compatible server: latencies and throughput"
 
 _RULE = 50
-#: Short and common, so that most tokenizers have each as one token.
+#: Words that are short and common, so that most tokenizers have each as one token.
 _WORDS = (
     "the", "a", "little", "big", "red", "old", "dog", "cat", "bird", "tree", "house", "day",
     "said", "went", "saw", "found", "gave", "liked", "and", "to", "in", "with",

@@ -97,7 +97,7 @@ class CpuOps(HostOps[CpuLinearHandle]):
     def make_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> CpuLinearHandle:
         """A handle for weights [N_i, K] and biases [N_i].
 
-        Contiguous weights are read where they lie. Those that are all the transpose of a contiguous [K, N_i] are
+        Contiguous weights are read where they lie. Weights that are all the transpose of a contiguous [K, N_i] are
         copied into panels, which are faster: 0.7 of the time at 14 rows, 0.95 in prefill.
         """
         if len(biases) != len(weights):

@@ -35,8 +35,8 @@ class ToolCallDelta:
     id: str | None
     name: str | None
     arguments: str
-    """The pieces of a call, joined, are a JSON object, or its beginning if the output ended within the call. Those of a
-    call of a custom tool are its input."""
+    """The pieces of a call, joined, are a JSON object, or its beginning if the output ended within the call. The pieces
+    of a call of a custom tool are its input."""
     custom: bool = False
     """True if the call is of a custom tool."""
 
@@ -54,7 +54,7 @@ class ParsedDelta:
 
 
 class OutputParser(ABC):
-    """Reader of one choice. What it gives, joined, does not depend on the pieces in which the text comes.
+    """Reader of one choice. The results, joined, do not depend on the pieces in which the text comes.
 
     Text in no known form is content, and so is a call whose arguments are no JSON object. Nothing is raised for it, and
     nothing of it is lost but markers, white space beside them, and the beginning of a call that is cut before its name.

@@ -63,8 +63,8 @@ def run(
 ) -> None:
     """Attend as ``run`` of run.py says, for the launch's rows, over keys and values that are in the cache.
 
-    Of the heads it reads the queries. Raises ConfigError if a tensor's shape, dtype or layout is not what ``work`` was
-    allocated for.
+    The kernel reads the queries among the heads. Raises ConfigError if a tensor's shape, dtype or layout is not what
+    ``work`` was allocated for.
     """
     q = heads[:, : layer.num_heads]
     section = section_for(launch, q, layer, k_cache, v_cache, work, out)
@@ -155,8 +155,8 @@ def _launch(
 def combine_options(section: Section, group: int, width: int) -> dict[str, int]:
     """COMBINE_ROWS and COMBINE_PIECES: a unit's rows, or as many as fit, of as many pieces as then fit.
 
-    Of fixed splits one piece at a time: a token's unit may have others before or after those that the token sees, and
-    they must not change in which order the sums are made.
+    Fixed splits are combined one piece at a time: a token's unit may have others before or after those that the token
+    sees, and they must not change in which order the sums are made.
     """
     elements = COMBINE_ELEMENTS[section.queries > 1] * 32 * section.tile.warps
     rows = min(triton.next_power_of_2(section.queries * group), max(1, elements // width))

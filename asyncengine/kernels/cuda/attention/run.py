@@ -59,7 +59,7 @@ class PlannedAttention:
         self, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, step: DeviceStep, *,
         scales: Tensor | None = None, pdl: bool = False, l2_cache_hints: bool = True,
     ) -> Tensor:  # fmt: skip
-        """Attention of a step: [T, num_heads * D]. Of heads [T, (num_heads + 2 Hk) * D] it may rotate queries."""
+        """Attention of a step: [T, num_heads * D]. It may rotate the queries in heads [T, (num_heads + 2 Hk) * D]."""
         heads = heads.view(len(heads), -1, v_cache.shape[3])
         out = empty_rows(len(heads), layer.num_heads * heads.shape[2], heads.dtype, heads.device)
         if self.plan.prepares:

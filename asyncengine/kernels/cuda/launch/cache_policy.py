@@ -10,7 +10,7 @@ calls a hook with the stages of every compilation. Kernels without a mark, and c
 they are. Where Triton has no such hook, or writes the instruction in another way, a copy is as it would be without its
 mark.
 
-What becomes of a mark is no part of Triton's cache key, but its text is: whoever changes the one changes the other.
+The effect of a mark is no part of Triton's cache key, but its text is: whoever changes the one changes the other.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
 
@@ -44,7 +44,8 @@ NO_POLICY = _mark("no_policy")
 def marks_of_operands(blocks: int, *, hints: bool) -> dict[str, str]:
     """Constants for a kernel that multiplies rows, in so many blocks, with weights.
 
-    Of one block a program is the only one that reads its weights, so they leave the cache first; rows are read by many.
+    With one block a program is the only one that reads its weights, so they leave the cache first; rows are read by
+    many.
     """
     if not hints:
         return {"W_MARK": NO_POLICY, "X_MARK": NO_POLICY}

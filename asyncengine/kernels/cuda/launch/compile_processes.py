@@ -5,8 +5,8 @@ for it: the 69 kernels of an 8B take them 9 s. Processes leave what they compile
 it. They are forked from one that has imported the kernels and done nothing else, and never see a GPU.
 
 They start where the cache is empty, or when something was not in it. Until they are there, after some 3 s, and wherever
-they fail, this process compiles. What is imported here must not take long: torch and Triton come later, while the
-processes import them too.
+they fail, this process compiles. Imports here must not take long: torch and Triton come later, while the processes
+import them too.
 """
 # mypy: disable-error-code="import-untyped"
 

@@ -88,7 +88,8 @@ def _hash_callees(function: JITCallable) -> None:
 
 
 def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """``triton.jit`` with its options, for functions that are launched. Those that kernels call need it not."""
+    """Wrap a function that is launched, as ``triton.jit`` does, with its options. Functions that kernels call need no
+    wrapper."""
     if function is None:
         return lambda function: kernel(function, **options)
     return triton.jit(function, **options) if INTERPRETED else Kernel(function, **options)

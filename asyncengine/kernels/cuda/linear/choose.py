@@ -78,7 +78,7 @@ def plan_for_many_rows(site: Site, gpu: Gpu) -> Plan:
     cuBLAS.
 
     cuBLAS multiplies faster, but leaves activations, norms and some sums to kernels of their own, which weigh more
-    where few products make an element. Of tiles that one is taken whose programs should be over first.
+    where few products make an element. Tiles are chosen such that the programs should be over first.
     """
     if not gpu.tma or site.weight != "bf16" or site.inner > FEW_PRODUCTS or site.activation == "argmax":
         return fallback(site)

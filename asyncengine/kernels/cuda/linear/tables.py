@@ -133,8 +133,8 @@ def _read(path: Traversable, *, measured: bool = False) -> PlanTable:
 def keep(gpu: str, measured: PlanTable) -> Path:
     """Add plans to those of the cache directory, for later starts; the path of the file. Raises OSError.
 
-    Who reads the file meanwhile finds it whole, old or new. Of two that write it at the same time the last one wins;
-    what the other had measured is measured again.
+    A reader of the file meanwhile finds it whole, old or new. If two processes write it at the same time the last one
+    wins; plans of the other are measured again.
     """
     path = cache_path(gpu)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -72,7 +72,7 @@ def tma_linear(
     rows first, bias as long. out is bfloat16 or float32, its rows may be strided. Raises ValueError if anything does
     not fit, or if the plan splits K.
 
-    Of x that is ``Unnormed`` by a LayerNorm, ``bias`` and ``shift`` are what ``fold_norm`` gives.
+    If x is ``Unnormed`` by a LayerNorm, ``bias`` and ``shift`` are what ``fold_norm`` gives.
     """
     if not isinstance(x, Unnormed):
         _launch(x, weight, plan, out, bias, activation, add, **how)
@@ -267,7 +267,7 @@ def _tma_kernel(
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Grid: blocks of x's rows, tiles of the weight's rows, parts of K. Who shares weights is side by side.
+    """Grid: blocks of x's rows, tiles of the weight's rows, parts of K. Programs that share weights are side by side.
 
     out: [parts, rows, columns]. W_MARK and X_MARK: see marks_of_operands. READS and WRITES: how many sums of a norm's
     rows are read or written.

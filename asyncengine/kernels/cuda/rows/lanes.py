@@ -95,7 +95,7 @@ def exchange(
     """Exchange rows behind attention of layer ``number``: rows of that stage leave the lanes, then rows of the next one
     enter.
 
-    heads [T, (Hq + 2Hk) * D] is what the QKV projection gave, x [T, Hq * D] what attention did, residual is [T, H]. Of
+    heads [T, (Hq + 2Hk) * D] is what the QKV projection gave, x [T, Hq * D] what attention did, residual is [T, H]. In
     lanes that nobody enters x and residual stay as they are. One launch.
     """
     assert step.lane_slots is not None

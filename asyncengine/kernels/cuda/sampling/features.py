@@ -32,7 +32,7 @@ _CHUNK = 1024
 
 @dataclass(frozen=True, slots=True)
 class SlotFeatures:
-    """A row for each of S slots. What it holds is of interest only for slots whose needs say so."""
+    """A row for each of S slots. Its contents count only for slots whose needs say so."""
 
     words: Tensor
     """int32 [S, W]: the payloads of the slot's entries, one after the other, but for its history"""

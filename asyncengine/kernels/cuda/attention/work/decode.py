@@ -18,7 +18,8 @@ from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import wait
 
 GRAIN = tl.constexpr(16)
-"""Tokens. What units cost that stay whole is counted in these, since of their last tiles only what is there is read."""
+"""Tokens of a grain. The cost of units that stay whole is counted in grains, since only the tokens that are there are
+read of their last tiles."""
 PROGRAMS = 128
 """Most programs of build_decode_kernel: each looks at all rows, so two on a multiprocessor take longer than one."""
 
