@@ -64,10 +64,11 @@ OwnedStepLoop make_cuda_loop(const StepLoopConfig& config, const CudaDevice& dev
   return OwnedStepLoop(new StepLoop(config, std::move(executor)));
 }
 
-// For how long Python could not run: while one call of C holds the GIL, a forward in Python stands still and is not hung.
+// Measures for how long Python could not run: while one call of C holds the GIL, a forward in Python stands still and
+// is not hung.
 class GilProbe : public std::enable_shared_from_this<GilProbe> {
  public:
-  // In all, up to `now`. Each call that finds no probe under way sends one: a thread that asks for the GIL.
+  // The time in all, up to `now`. Each call that finds no probe under way sends one: a thread that asks for the GIL.
   int64_t held_up_ns(int64_t now) {
     if (!asking_.exchange(true, std::memory_order_acq_rel)) {
       asked_ns_.store(now, std::memory_order_relaxed);

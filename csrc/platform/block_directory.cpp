@@ -23,7 +23,7 @@ constexpr int kNoFile = ENXIO;  // as open() says of a socket
 constexpr mode_t kFileMode = 0600, kFolderMode = 0700;
 constexpr std::string_view kSuffix = ".kv", kTemporarySuffix = ".tmp";
 
-// At the beginning of a file; the tokens and the KV follow.
+// The head at the beginning of a file; the tokens and the KV follow.
 struct Head {
   std::array<char, 8> magic = {'K', 'V', 'B', 'L', 'O', 'C', 'K', '1'};
   uint64_t num_tokens = 0, block_bytes = 0;

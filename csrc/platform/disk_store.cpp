@@ -292,8 +292,8 @@ DiskResult DiskStore::write(int32_t i) {
   return result;
 }
 
-// For one block more in being_written_. Answers the block whose room it is, if one must be removed. At most capacity_ threads
-// write, so there is one.
+// Makes room for one block more in being_written_. Answers the block whose room it is, if one must be removed. At most
+// capacity_ threads write, so there is one.
 std::optional<BlockKey> DiskStore::take_room() {
   std::lock_guard lock(mutex_);
   std::optional<BlockKey> oldest;

@@ -128,7 +128,7 @@ class DiskStore {
   void collect();
   void start(void (DiskStore::*body)());
   void finish_thread();
-  // On the store's threads.
+  // The methods below run on the store's threads.
   void load();
   void work();
   DiskResult run(int32_t job, bool paused);

@@ -41,7 +41,7 @@ void relax() {
   }
 }
 
-// Else a nap lasts 50 us longer than it asked for.
+// Without this a nap lasts 50 us longer than it asked for.
 void sleep_no_longer_than_asked() {
 #ifdef __linux__
   (void)prctl(PR_SET_TIMERSLACK, 1UL);

@@ -42,8 +42,8 @@ class HostWorkers final : public HostAttention {
     std::vector<HostLayer> layers;
     int num_workers = 1;  // 0: the link attends alone
     std::shared_ptr<LinkAttention> link = {};  // takes jobs beside the workers, from a thread of its own; or none
-    // In a worker, once it has the mailbox and before it attends: for tests. An exception fails the job, and a hook that does
-    // not return hangs the worker.
+    // Runs in a worker, once it has the mailbox and before it attends: for tests. An exception fails the job, and a
+    // hook that does not return hangs the worker.
     std::function<void(const HostAttentionJob&)> before_attending = {};
     std::shared_ptr<void> keep_alive = {};  // whatever else must live as long as a worker
   };

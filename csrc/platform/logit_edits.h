@@ -20,7 +20,7 @@ struct SlotEdits {
   void begin(std::span<const int32_t> entries, int64_t vocab);
   void make_room();  // for another token: append() allocates nothing
   void append(int32_t token);
-  // In place. `position` is of the token that is to be drawn.
+  // Edits the logits in place. `position` is of the token that is to be drawn.
   void apply(std::span<float> logits, Needs needs, int64_t position) const;
 
   SlotParameters parameters;

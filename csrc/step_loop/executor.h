@@ -60,7 +60,7 @@ class Executor {
   // Enqueues the step; never waits for it, nor for any other.
   virtual LaunchStatus launch(int i, size_t bytes) = 0;
   virtual StepStatus poll(int i) = 0;
-  // Why the executor has failed, or the step that poll() has just called failed.
+  // The reason why the executor has failed, or the step that poll() has just called failed.
   virtual std::string error() const = 0;
 
   // Nanoseconds, in all and up to `now`, for which no step could go on though nothing was wrong with it. They do not count

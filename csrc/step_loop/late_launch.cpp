@@ -54,11 +54,11 @@ void LateLaunch::ended(int64_t since, int64_t now) {
 void LateLaunch::too_late(int64_t end_ns) {
   ++count_;
   watched_ = 0;
-  // Else the launch itself took too long, which its cost tells.
+  // Otherwise the launch itself took too long, which its cost tells.
   if (end_ns < hold_.end_ns) timing_.ended_early();
 }
 
-// When what is in flight will be over, at the earliest; 0: unknown, or nothing is.
+// The earliest time at which the steps in flight will be over; 0: unknown, or there are none.
 int64_t LateLaunch::foresee_end() const {
   if (!enabled_ || none_in_flight()) return 0;
   int64_t end = oldest_from_ns_;
@@ -70,7 +70,8 @@ int64_t LateLaunch::foresee_end() const {
   return end;
 }
 
-// From when on the oldest step may be over; where nobody knows, from its beginning. Looks every 5 us take half of a core.
+// The time from which on the oldest step may be over; where nobody knows, that of its beginning. Looks every 5 us take
+// half of a core.
 int64_t LateLaunch::foresee_news() const {
   const Step& oldest = step(oldest_);
   const int64_t duration = expected(oldest);

@@ -13,7 +13,7 @@ namespace asyncengine {
 // nanoseconds of one steady clock. Steps end in the order of their launch: the oldest in flight is the next to end.
 class LateLaunch {
  public:
-  // Not enabled: every launch is due at once. Ends are foreseen all the same, for until_news().
+  // If it is not enabled, every launch is due at once. Ends are foreseen all the same, for until_news().
   LateLaunch(bool enabled, int num_kinds, int max_in_flight)
       : enabled_(enabled), timing_(num_kinds), steps_(static_cast<size_t>(max_in_flight)) {}
 
@@ -34,9 +34,9 @@ class LateLaunch {
   // The oldest step has failed. Its duration means nothing.
   void failed() { ++oldest_; }
 
-  // Until the launch that was held back is due; the longest time if none was.
+  // Time until the launch that was held back is due; the longest time if none was.
   std::chrono::nanoseconds until_due(int64_t now) const;
-  // Until it makes sense to look whether the oldest step is over. There is a step in flight.
+  // Time until it makes sense to look whether the oldest step is over. There is a step in flight.
   std::chrono::nanoseconds until_news(int64_t now) const;
   // Launches that were held back until nothing was left to do for the device, or as good as nothing.
   int64_t count() const { return count_; }

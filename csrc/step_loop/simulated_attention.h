@@ -38,7 +38,8 @@ class SimulatedAttention final : public HostAttention {
   struct Config {
     int32_t num_layers = 0, num_slots = 0, block_size = 16;
     int num_workers = 2;
-    // In a worker, before it attends. An exception fails the job, and a hook that does not return hangs the worker.
+    // Runs in a worker, before it attends. An exception fails the job, and a hook that does not return hangs the
+    // worker.
     std::function<void(const HostAttentionJob&)> before = {};
   };
   SimulatedAttention(const Config& config, std::shared_ptr<HostPool> pool);

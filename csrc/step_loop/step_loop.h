@@ -57,8 +57,8 @@ class StepLoop {
 
   // Runs on a thread of its own, pinned to core `cpu` if that is one that this process may use (Linux).
   void start(int cpu = -1);
-  // Instead of start(): one round of the step thread's work, by whoever calls. Never waits; true when anything moved.
-  // It exists to measure what the thread is worth.
+  // Does one round of the step thread's work in the calling thread, instead of start(). Never waits; true when anything
+  // moved. It exists to measure what the thread is worth.
   bool advance() noexcept;
   // Time that the thread sleeps when advance() moved nothing, unless something arrives.
   std::chrono::nanoseconds patience() const;
@@ -81,7 +81,7 @@ class StepLoop {
     return !life_.failed();
   }
   void wake() { outbox_.wake(); }
-  // Why steps have failed since the last call, one line each. For the thread that drains.
+  // Reasons why steps have failed since the last call, one line each. For the thread that drains.
   std::string take_step_error() { return registry_.take_step_error(); }
 
   int wake_fd() const { return outbox_.wake_fd(); }

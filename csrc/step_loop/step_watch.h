@@ -47,7 +47,7 @@ class StepWatch {
   // The last `most` records, the oldest first.
   std::vector<StepRecord> last(size_t most) const;
   int32_t blocks_per_cell() const { return blocks_per_cell_; }
-  // As the last sweep found them. A sweep takes place when it is asked for.
+  // Cells as the last sweep found them. A sweep takes place when it is asked for.
   std::vector<BlockCell> cells() const;
   void ask_for_sweep() { asked_.store(true, std::memory_order_release); }
 

@@ -28,7 +28,7 @@ class TimeLimit {
   int64_t awake(int64_t now) const { return now - stopped_ns_; }
   // Time that the oldest step has taken, awake.
   int64_t took(int64_t now) const { return awake(now) - began_awake_ns_; }
-  // When the oldest step began to run, as far as polling shows: a little later.
+  // Time at which the oldest step began to run, as far as polling shows: a little later.
   int64_t since() const { return since_ns_; }
 
  private:

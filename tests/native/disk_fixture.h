@@ -207,7 +207,7 @@ class Disk {
     std::vector<std::byte>& target = targets[id] = std::vector<std::byte>(bytes);
     return store->get(block.key, block.parent, block.tokens, target.data(), id);
   }
-  // Until there are `count` results in all.
+  // Waits until there are `count` results in all.
   void await(size_t count) {
     const auto end = std::chrono::steady_clock::now() + 20s;
     while (true) {

@@ -80,7 +80,7 @@ inline void pass_time(Engine& engine) {
   CHECK(engine.receive(1ms));
 }
 
-// So few blocks that somebody is on the host most of the time.
+// Options with so few blocks that somebody is on the host most of the time.
 inline Options crowded() {
   workers.reset();
   clock_ahead = 0;

@@ -1,4 +1,4 @@
-// In which order blocks leave the device and the host, and how much a disk is asked for.
+// Order in which blocks leave the device and the host, and the amount of reads from a disk.
 #include <algorithm>
 #include <utility>
 #include <vector>
@@ -35,7 +35,8 @@ struct CachedPool {
   std::vector<int32_t> ids;
 };
 
-// Behind those that hold nothing and those that were copied before it, ahead of all that only the device has.
+// Its turn comes behind blocks that hold nothing and blocks that were copied before it, ahead of all that only the
+// device has.
 TEST(a_block_that_was_copied_out_is_evicted_where_its_turn_was) {
   for (size_t copied = 1; copied <= 4; ++copied) {
     CachedPool pool(6, 4, 8);

@@ -1,4 +1,5 @@
-// When steps are launched: a loop that the test drives, on a device whose steps take exactly as long as the test says.
+// Times at which steps are launched: a loop that the test drives, on a device whose steps take exactly as long as the
+// test says.
 #include <algorithm>
 #include <functional>
 #include <vector>
@@ -74,8 +75,8 @@ struct TimedEngine {
     spec.max_tokens = max_tokens;
     CHECK(loop->submit(spec) == SubmitResult::kAccepted);
   }
-  // As the step thread does it: again at once while anything moves, else after a sleep. An idle one sleeps until the test
-  // submits something.
+  // Runs as the step thread does: again at once while anything moves, else after a sleep. An idle one sleeps until the
+  // test submits something.
   void look() {
     if (!loop->advance()) clock_ns += loop->stats().num_steps_in_flight > 0 ? loop->patience().count() + oversleep_ns : 5 * kUs;
     loop->drain([](const StepLoop::News&) {});
@@ -247,7 +248,7 @@ TEST(a_thread_that_sleeps_too_long_makes_few_launches_late) {
   CHECK(engine.bubbles(warm).first <= engine.late_launches());
 }
 
-// Else what it takes for a step's duration would grow until it sleeps past steps that were over long ago.
+// Otherwise the duration that it expects of a step would grow until it sleeps past steps that were over long ago.
 TEST(a_thread_that_sleeps_too_long_does_not_take_that_for_the_step) {
   for (const int depth : {1, 2}) {
     for (const int64_t oversleep : {0, 10, 20, 55}) {
