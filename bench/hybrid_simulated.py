@@ -25,9 +25,9 @@ class Card(NamedTuple):
     name: str
     memory_gb: float
     bandwidth_gbs: float
-    """of its memory, as published"""
+    """bandwidth of the card's memory, as published"""
     quantization: str
-    """of weights: in bfloat16 those of 8B models take all of 16 GB"""
+    """quantization of weights: in bfloat16 those of 8B models take all of 16 GB"""
 
 
 CARDS = (
@@ -48,16 +48,16 @@ class Shape(NamedTuple):
     """A load on a card."""
 
     stages: int
-    """of attention: layers"""
+    """stages of attention: layers"""
     base_s: float
-    """of a step without attention"""
+    """seconds of a step without attention"""
     row_s: float
-    """of attention of a row on the device"""
+    """seconds of attention of a row on the device"""
     rows: int
     attend_s: float
-    """of one worker for a row in one layer, while all work"""
+    """seconds of one worker for a row in one layer, while all work"""
     lane_s: float
-    """that a row which passes a stage takes of the link"""
+    """seconds of the link for a row that passes a stage"""
 
 
 def shape_of(c: ModelConfig, card: Card, context: int, host_gbs: float) -> Shape | None:

@@ -76,7 +76,7 @@ class Case:
     c: ModelConfig
     rows: list[Row]
     float8: bool = False
-    """of keys and values"""
+    """true if keys and values are in float8"""
 
     @property
     def kv_bytes(self) -> int:

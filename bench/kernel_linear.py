@@ -99,7 +99,7 @@ class Projection:
 class Operands(NamedTuple):
     x: Tensor
     residual: Tensor
-    """what the projection is added to"""
+    """residual to which the projection is added"""
     norm: Norm
     """before the projection, or after it"""
     handle: CudaLinear

@@ -91,7 +91,7 @@ class Line:
     size: str
     us: float
     bytes: float
-    """that must move, in and out"""
+    """bytes that must move, in and out"""
     flops: float = 0.0
     torch_us: float | None = None
     """Time of torch; None where torch has no such thing."""
@@ -99,7 +99,7 @@ class Line:
     at_least: float | None = None
     """the share of the floor that is asked for"""
     bandwidth: float = BANDWIDTH
-    """of the memory that the bytes come from"""
+    """bandwidth of the memory that the bytes come from"""
 
     def floor_us(self, rate: float) -> float:
         """Bytes over the bandwidth or operations over the matrix ``rate``, whichever takes longer."""

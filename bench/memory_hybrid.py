@@ -107,7 +107,7 @@ class Sample(NamedTuple):
     tpots: dict[str, list[float]]
     """milliseconds, by place"""
     host_rows: int
-    """in the end"""
+    """rows on the host in the end"""
     failed_host_rows: int
     foreseen: float | None
     """gain of hybrid attention, by the costs that the engine began with"""

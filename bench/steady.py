@@ -23,9 +23,9 @@ class Point(NamedTuple):
     """A delivery to the request that is followed."""
 
     tokens: int
-    """that it has got so far"""
+    """tokens that the stream has got so far"""
     committed_ns: int
-    """when the step thread committed the last of them"""
+    """time at which the step thread committed the last token"""
 
 
 @dataclass(frozen=True, slots=True)

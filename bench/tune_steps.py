@@ -66,9 +66,9 @@ class Found(NamedTuple):
     rows: int
     before_us: float
     after_us: float
-    """of whole steps, timed in turn"""
+    """microseconds of whole steps before and after, timed in turn"""
     plans: Plans
-    """those that differ from what was there"""
+    """plans that differ from those before"""
 
 
 def main() -> None:

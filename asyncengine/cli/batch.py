@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser, what: str) -> None:
         "--output",
         metavar="FILE",
         default=argparse.SUPPRESS,
-        help="Where the results go. A file of an earlier run is gone on with: what has a result is not asked again.",
+        help="File for the results. A file of an earlier run is continued: requests with a result are not sent again.",
     )
     flags.add_dataclass(parser, Options, "requests", common=("retry_failed", "url", "api_key"))
 

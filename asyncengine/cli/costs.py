@@ -38,9 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="X",
         default=argparse.SUPPRESS,
-        help=f"of the load whose steps are compared with what was foreseen; 0: none (default: {_SECONDS:g})",
+        help=f"duration of the load whose steps are compared with predictions; 0: none (default: {_SECONDS:g})",
     )
-    parser.add_argument("--json", action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help="for programs")
+    parser.add_argument("--json", action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help="print JSON")
     embed.add_engine(parser)
 
 
@@ -182,7 +182,7 @@ class Gain(NamedTuple):
 
     context: int
     rows: int
-    """of which the cache is full"""
+    """rows of which the cache is full"""
     gain: float
 
 
@@ -202,7 +202,7 @@ def _prediction_table(predictions: Sequence[Prediction]) -> Lines:
     for kind, summary in _summary(predictions).items():
         errors = f"{summary['median_error']:.1%}", f"{summary['p90_error']:.1%}"
         lines.append((kind, f"{summary['steps']:,.0f}", _ms(summary["median_ns"]), *errors))
-    return [("steps that ran", "steps", "ms (median)", "median error", "p90 error of what was foreseen"), *lines]
+    return [("steps that ran", "steps", "ms (median)", "median error", "p90 error of the prediction"), *lines]
 
 
 def _summary(predictions: Sequence[Prediction]) -> dict[str, dict[str, float]]:

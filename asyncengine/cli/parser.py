@@ -98,7 +98,7 @@ class Parser(argparse.ArgumentParser):
             nargs="?",
             metavar="all",
             default=argparse.SUPPRESS,
-            help="all: every option; a word: those that have it",
+            help="all: every option; a word: options that have it",
         )
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help="plan for this card, part of its name is enough (default: this machine's, or without one the H200)",
     )
-    parser.add_argument("--json", action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help="for programs")
+    parser.add_argument("--json", action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help="print JSON")
     others = {field.name for field in dataclasses.fields(EngineConfig)} - set(_FLAGS)
     flags.add_dataclass(parser, EngineConfig, "engine", exclude=others)
 

@@ -90,7 +90,7 @@ class Remote:
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as exc:
                 problem = str(exc) or type(exc).__name__
             except aiohttp.ClientError as exc:
-                raise ServerGoneError(f"{self.url} answers with what is no HTTP: {exc}") from None
+                raise ServerGoneError(f"{self.url} does not answer in HTTP: {exc}") from None
             else:
                 if reply.status not in _BUSY:
                     _check_alive(reply)

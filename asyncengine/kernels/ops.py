@@ -37,7 +37,7 @@ class AttentionLayer(NamedTuple):
     """Attention of one layer, beside its KV cache."""
 
     num_heads: int
-    """of the queries"""
+    """heads of the queries"""
     norms: HeadNorms | None
     cos_sin: Tensor | None
     """float32 [max_positions, D]: D/2 cosines, then D/2 sines, element i of a head paired with element i + D/2; without

@@ -29,7 +29,7 @@ class Point(msgspec.Struct, frozen=True):
 
     tokens: int
     base_ns: float
-    """with no context"""
+    """nanoseconds with no context"""
     context_ns: float
     """more for each token of context: of all decode rows together, or of the chunk of a prompt"""
 
@@ -46,23 +46,23 @@ class HostAttention(msgspec.Struct, frozen=True):
 
     workers: int
     tokens: int
-    """of context"""
+    """tokens of context"""
     ns: float
-    """for each of them in one layer"""
+    """nanoseconds for each token of context in one layer"""
 
 
 class CostTable(msgspec.Struct, frozen=True):
     """Times in nanoseconds; lists ascend."""
 
     decode: list[Point]
-    """of steps of decode rows alone"""
+    """points of steps of decode rows alone"""
     prompt: list[Point]
-    """of steps with one chunk of a prompt"""
+    """points of steps with one chunk of a prompt"""
     to_device: list[Copy] = []
     """empty on the CPU, as the next two are"""
     to_host: list[Copy] = []
     crossing_ns: float = 0.0
-    """from the launch of a kernel that writes to the host until the host sees it"""
+    """time from the launch of a kernel that writes to the host until the host sees the write"""
     factors: tuple[float, float, float, float] = (1.0, 1.0, 1.0, 1.0)
     """Measured time per predicted time, as learned while engines ran: of steps that decode alone; of other steps
     without attention; of the attention of chunks; and, beside the first factor, of steps that decode alone with
@@ -70,9 +70,10 @@ class CostTable(msgspec.Struct, frozen=True):
     host_attention: list[HostAttention] = []
     """empty where it was not asked for"""
     learned_attend_ns: float = 0.0
-    """what was taken in place of that while engines ran, the link counted among those who attend; 0: none has"""
+    """nanoseconds measured in place of ``host_attention`` while engines ran, the link counted among the workers; 0:
+    none"""
     exchange_ns: float = 0.0
-    """what lanes for sequences on the host add to a step of a GPU, beside their tokens"""
+    """nanoseconds that lanes for sequences on the host add to a step of a GPU, beside their tokens"""
 
     def native(self) -> _core.StepCosts:
         return _core.StepCosts(
@@ -131,7 +132,7 @@ def fit_copies(copies: list[Copy]) -> tuple[float, float]:
 class _File(msgspec.Struct, frozen=True):
     format: int
     of: dict[str, str]
-    """what the file's name is a hash of"""
+    """properties of which the file's name is a hash"""
     costs: CostTable
 
 

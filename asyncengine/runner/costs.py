@@ -42,7 +42,7 @@ class Sizes(NamedTuple):
     rows: Sequence[int]
     chunks: Sequence[int]
     num_blocks: int
-    """that rows of a step share"""
+    """blocks that rows of a step share"""
     block_size: int
     max_len: int
     """tokens of a row"""
@@ -109,7 +109,7 @@ def known_costs(file: CostFile, measure_all: Callable[[], CostTable], *, anew: b
         started = time.monotonic()
         table = measure_all()
         file.keep(table)
-        logger.info("measured what steps take in %.1f s", time.monotonic() - started)
+        logger.info("measured the costs of steps in %.1f s", time.monotonic() - started)
     return KnownCosts(file, table)
 
 

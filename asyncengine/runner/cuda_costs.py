@@ -46,7 +46,7 @@ class Machine:
     """enqueues the step of a bucket on the CUDA stream"""
     cuda_stream: torch.cuda.Stream
     host_pool: _core.HostPool | None = None
-    """of the host tier, if there is one"""
+    """pool of the host tier, if there is one"""
 
 
 def cuda_costs(
@@ -80,7 +80,7 @@ def cuda_costs(
     try:
         return known_costs(file, measure_all, anew=anew)
     except RuntimeError as e:  # no memory; or what a step gave is no token, as of a model that classifies
-        logger.warning("what steps take is not known, and no target heeded: %s", e)
+        logger.warning("the costs of steps are not known, and no target is heeded: %s", e)
         return None
 
 

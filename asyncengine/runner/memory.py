@@ -127,7 +127,7 @@ class KVCache:
     memory: Tensor
     """[layers that keep keys and values, 2, num_blocks, elements of a block]: keys and values"""
     layers: list[LayerCache]
-    """as ModelConfig.layer_caches says"""
+    """caches of the layers, as ModelConfig.layer_caches says"""
 
     def block_regions(self) -> list[tuple[int, int]]:
         """(address of block 0, bytes per block) of every layer's keys and values, for copying blocks."""

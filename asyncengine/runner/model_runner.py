@@ -49,7 +49,7 @@ class LoadedModel:
     device: str
     max_model_len: int
     model: CausalLM[Any]
-    """for steps in the form of the ops that it was loaded with"""
+    """model for steps in the form of the ops that it was loaded with"""
     num_parameters: int
     mapped_bytes: int
     owned_bytes: int

@@ -69,7 +69,7 @@ class BucketPlan:
     bucket: Bucket
     projections: list[Projection] = field(default_factory=list)
     attention: list[str] = field(default_factory=list)
-    """of each kind of layer"""
+    """plan of each kind of layer"""
 
     @property
     def title(self) -> str:
@@ -125,7 +125,7 @@ class _PlanOps(CudaOps):
 
     step: BucketPlan
     _heads: Tensor | None = None
-    """of the attention before"""
+    """heads of the attention before"""
 
     def embed(
         self, batch: CudaBatch, embedding: CudaLinear, position_table: Tensor | None = None, scale: float = 1.0

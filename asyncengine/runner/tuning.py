@@ -113,7 +113,7 @@ class _Case:
         self._residual = residual
         self._norm = norm
         self._step = step
-        """of rows that are all sampled"""
+        """step of rows that are all sampled"""
         self._header = torch.zeros(2, dtype=torch.int64, device=x.device)
         self._words = torch.zeros(1, len(x), dtype=torch.int64, device=x.device)
 

@@ -21,7 +21,7 @@ class Row:
     context: int
     tokens: Sequence[int] = ()
     blocks: Sequence[int] = ()
-    """of the slot's table, from its beginning"""
+    """blocks of the slot's table, from its beginning"""
     lane: int = -1
 
 

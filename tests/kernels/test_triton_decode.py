@@ -50,7 +50,7 @@ class Decode:
     norms: HeadNorms | None
     cos_sin: Tensor | None
     kernel: Kernel = "paged_decode"
-    """with a work list"""
+    """kernel for steps with a work list"""
 
     @property
     def layer(self) -> AttentionLayer:

@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="-- ARGUMENTS",
         nargs="*",
         default=argparse.SUPPRESS,
-        help="what the server is started with: the arguments of 'asyncengine serve'",
+        help="arguments of 'asyncengine serve' with which the server is started",
     )
 
 

@@ -53,7 +53,7 @@ class _Cache:
     scales: Tensor | None
     native: _core.PagedKV
     dtype: torch.dtype
-    """of heads; of a cache in float8 that of the first that attended"""
+    """dtype of heads; a cache in float8 has that of the first heads that attended"""
     native_dtype: _core.Dtype
     num_heads: int
     head_dim: int

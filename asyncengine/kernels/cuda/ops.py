@@ -41,7 +41,7 @@ class CudaBatch:
     needs: int = ~0
     """Bits of _core.Need: what the sampled rows may need beyond the greatest logit; all of them by default."""
     lanes: HostLanes | None = None
-    """of a step with lanes for host rows"""
+    """lanes of a step with host rows"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class CudaOptions:
     batch_invariant: bool = False
     """every sum is in an order that does not depend on the number of rows"""
     quantization: Quantization = "none"
-    """of what ``make_linear`` is given, which must be bfloat16; never of heads"""
+    """quantization of the weights given to ``make_linear``, which must be bfloat16; never of heads"""
     gpu: Gpu | None = None
     """The card that choices are made for; without one what ``describe`` says of the device, and no tma kernels."""
     l2_cache_hints: bool = True
@@ -75,7 +75,7 @@ class CudaOps:
         self.options = options or CudaOptions()
         self.gpu = self.options.gpu or describe(device)
         self.choices = Choices(self.options.plans, self.gpu, batch_invariant=self.options.batch_invariant)
-        """of plans for projections"""
+        """choices of plans for projections"""
         self.saved_bytes = 0
         """Bytes by which quantising has made the weights smaller."""
         self._projections = Projections(device, self.gpu, self.options.for_tma)

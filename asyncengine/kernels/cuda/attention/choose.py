@@ -34,7 +34,7 @@ class Limits:
     max_rows: int
     max_tokens: int
     max_context: int
-    """of context and query of a row together"""
+    """tokens of context and query of a row together"""
     block_size: int
     batch_invariant: bool = False
 

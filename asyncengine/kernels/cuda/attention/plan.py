@@ -35,9 +35,9 @@ class LayerKind(NamedTuple):
 
     shape: AttentionShape
     window: int = 0
-    """of ``AttentionLayer``; 0 is none"""
+    """window of ``AttentionLayer``; 0 is none"""
     softcap: float = 0.0
-    """of ``AttentionLayer``; 0 is none"""
+    """softcap of ``AttentionLayer``; 0 is none"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +75,9 @@ class Launch(NamedTuple):
     stored: bool
     """Another kernel has normed and rotated the heads and stored keys and values before. Otherwise this one does."""
     pieces: int = 1
-    """of few_keys: programs that share a row's query head, at most; a power of two"""
+    """most programs of few_keys that share a row's query head; a power of two"""
     beside: bool = False
-    """of tma_prefill: the kernel before is tma_decode, beside which this one runs"""
+    """true for tma_prefill if the kernel before is tma_decode, beside which it runs"""
 
     def __str__(self) -> str:
         tile = self.tile
@@ -96,7 +96,7 @@ class AttentionPlan:
 
     layer: LayerKind
     launches: tuple[Launch, ...]
-    """in this order"""
+    """kernels of the step, in order of launch"""
     cut: Cut | None
     """Cut of the work; None: the kernel needs no work list."""
     source: Source = "formula"

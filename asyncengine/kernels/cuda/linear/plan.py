@@ -70,12 +70,12 @@ class Plan:
 
     kind: PlanKind
     columns: int = 0
-    """of the weight's rows, in a program"""
+    """rows of the weight in a program"""
     inner: int = 0
     """elements of K in a step: of the program, or of a warp in a skinny one"""
     warps: int = 4
     rows: int = 0
-    """of x in a tile"""
+    """rows of x in a tile"""
     split: int = 1
     stages: int = 1
     ahead: int = 0

@@ -78,7 +78,7 @@ def linear(
     sum through the norm ``reader`` (see residual.py).
     """
     if not _takes(plan, x, weight, norm, index) or (reader and not _writes(plan, weight, norm, add)):
-        raise ValueError(f"{plan} does not fit what is fused with it")
+        raise ValueError(f"{plan} does not fit the operations fused with it")
     x, x_scale = (x.values, x.scale) if isinstance(x, Quantized) else (x, None)
     weight, weight_scale = (weight.values, weight.scale) if isinstance(weight, Quantized) else (weight, None)
     rows, inner = len(x) if index is None else len(index), x.shape[1]

@@ -34,7 +34,7 @@ BOUNDS = tl.constexpr(8)
 # int32 words of a row's state.
 IS_FILTERED = tl.constexpr(0)
 WANTED = tl.constexpr(1)
-"""how many candidates top-k keeps, 0 if all"""
+"""count of candidates that top-k keeps, 0 if all"""
 NUM_LISTED = tl.constexpr(2)
 STATE = tl.constexpr(4)
 

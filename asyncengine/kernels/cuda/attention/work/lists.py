@@ -69,7 +69,7 @@ class Section:
     queries: int
     """tokens of a full tile"""
     rows: Rows
-    """that are of this section"""
+    """rows that belong to this section"""
     lanes: int
     late_lanes: int
     """the last of them, which are short, and whose programs begin when others end"""
@@ -79,9 +79,9 @@ class Section:
     whole_tiles: int
     """KV tiles of the longest unit that is not cut apart; 0 if units are not"""
     max_splits: int
-    """of a unit whose splits are fixed"""
+    """most splits of a unit whose splits are fixed"""
     item_step: int
-    """from one item of a lane to its next"""
+    """places in ``items`` from one item of a lane to its next"""
     items: Tensor
     """int32 [max_items, ITEM]"""
     lane_items: Tensor
@@ -175,7 +175,7 @@ class WorkList:
     max_rows: int
     max_tokens: int
     decode: Section
-    """with fixed splits, of rows of any length"""
+    """section of rows of one token; with fixed splits, of rows of any length"""
     prefill: Section | None
 
     @classmethod
