@@ -71,8 +71,8 @@ class ServerConfig:
     """Format of the model's tool calls. It is hermes, json, llama3_json, pythonic, mistral, deepseek_v3 or harmony;
     None: as its chat template shows."""
     reasoning_parser: str | None = None
-    """Format of the model's reasoning: think, mistral, cohere or harmony; none leaves the reasoning in the content.
-    None: the format that the chat template shows."""
+    """Format of the model's reasoning. It is think, mistral, cohere, harmony, or none to leave the reasoning in the
+    content; None: the format that the chat template shows."""
     trust_request_chat_template: bool = False
     """Let requests bring a chat template of their own, which is a program."""
     read_timeout_s: float = 60.0
