@@ -35,7 +35,7 @@ struct CachedPool {
   std::vector<int32_t> ids;
 };
 
-// Its turn comes behind blocks that hold nothing and blocks that were copied before it, ahead of all that only the
+// A copied block goes behind blocks that hold nothing and blocks that were copied before it, ahead of all that only the
 // device has.
 TEST(a_block_that_was_copied_out_is_evicted_where_its_turn_was) {
   for (size_t copied = 1; copied <= 4; ++copied) {

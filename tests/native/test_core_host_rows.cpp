@@ -123,7 +123,7 @@ TEST(a_worker_that_fails_costs_nobody) {
   }
 }
 
-// They are left alone for a second, and then for longer and longer.
+// Workers that fail are left alone for a second, and then for longer and longer.
 TEST(workers_that_always_fail_are_left_alone_and_tried_again) {
   const Options options = crowded();
   workers.all_fail = true;
