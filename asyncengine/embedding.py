@@ -39,7 +39,7 @@ class EmbeddingOutput:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClassificationOutput:
-    """What a classification model says of a call's prompts, in their order."""
+    """Answer of a classification model to the prompts of a call, in their order."""
 
     logits: npt.NDArray[np.float32]
     """[prompts, labels]"""
@@ -81,14 +81,14 @@ class VectorStream(RequestStream):
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """How the requests of a call are served; as for ``AsyncEngine.submit`` and ``SamplingParams``."""
+    """Settings for all requests of a call; see ``AsyncEngine.submit`` and ``SamplingParams``."""
 
     priority: int = 0
     cache_salt: str | None = None
     tenant: str | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
-    """None: right, since what a text is about stands at its beginning."""
+    """Side on which tokens are left out; None: right, since the subject of a text stands at its beginning."""
 
     def __post_init__(self) -> None:
         check_terms(self.priority, cache_salt=self.cache_salt, tenant=self.tenant)
@@ -96,12 +96,12 @@ class Terms:
 
     @property
     def truncation(self) -> Truncation:
-        """How the prompts are truncated. Raises InvalidRequestError."""
+        """Return the truncation of the prompts. Raises InvalidRequestError."""
         return Truncation(self.truncate_prompt_tokens, self.truncation_side or "right")
 
 
 def vector_extras(model: ModelInfo, pooling: Pooling) -> _core.RequestExtras:
-    """What a request for a vector asks of the core."""
+    """Return the core's settings for a request that wants a vector."""
     needs = _core.Need.vector | (_core.Need.mean if pooling == "mean" else _core.Need(0))
     return _core.RequestExtras(needs=needs, result_words=1 + model.vector_size)
 
@@ -173,8 +173,9 @@ class VectorMethods(ABC):
         return ClassificationOutput(logits, _probabilities(logits, model.exclusive_labels), model.labels, usage)
 
     async def score_pairs(self, queries: Sequence[str], documents: Sequence[str], **terms: Any) -> PairScores:
-        """How well each document fits its query: the probability of the model's one label, for the query and the
-        document on lines of their own; without labels the cosine of their embeddings. Otherwise as ``embed``."""
+        """Score how well each document fits its query. The score is the probability of the model's one label, for the
+        query and the document on lines of their own; a model without labels gives the cosine of their embeddings.
+        ``terms`` and errors are those of ``embed``."""
         import numpy as np
 
         self._serving()
@@ -230,7 +231,7 @@ async def _vectors(
 
 
 def _unit(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Of length 1; a vector of zeros stays one."""
+    """Scale each vector to length 1; a vector of zeros stays zero."""
     import numpy as np
 
     lengths = np.sqrt(np.square(vectors, dtype=np.float64).sum(1, keepdims=True))

@@ -50,7 +50,7 @@ Health = Literal["loading", "ready", "draining", "closed", "dead"]
 
 
 async def _drive(step_loop: _core.StepLoop) -> None:
-    """In place of the step thread: its rounds, in between the loop's other callbacks."""
+    """Drive the step loop in place of the step thread, a round at a time between the event loop's other callbacks."""
     while not step_loop.error:
         moved = step_loop.advance()
         await asyncio.sleep(0 if moved or not step_loop.quiescent else 0.0005)
@@ -362,7 +362,8 @@ class AsyncEngine(ManyMethods, VectorMethods, ScoringMethods, SnapshotMethods, T
         return EngineStats.of(step_loop.stats(), StepTokens(*step_loop.step_tokens()))
 
     def debug_stats(self) -> DebugStats:
-        """What the engine holds, to look for leaks. Raises EngineClosedError like ``model_info``."""
+        """Return counts of all that the engine holds, to look for leaks. Raises EngineClosedError like
+        ``model_info``."""
         held = 0 if self._prompts is None else self._prompts.held_characters
         streams = self._requests
         waiting = sum(stream.awaited for stream in streams)

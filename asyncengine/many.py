@@ -25,7 +25,7 @@ class Finished(NamedTuple):
     position: int
     """Place of the prompt among the prompts, from 0."""
     output: RequestOutput | None
-    """None where ``error`` says why there is none."""
+    """Output of the prompt; None where ``error`` says why there is none."""
     error: AsyncEngineError | None = None
 
 

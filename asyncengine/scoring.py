@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ContinuationScore:
-    """How probable a continuation is."""
+    """Log probabilities of a continuation."""
 
     logprobs: tuple[TokenLogProbs, ...]
-    """Of each of its tokens."""
+    """Log probabilities at each token of the continuation."""
     usage: Usage
 
     @property
@@ -30,7 +30,7 @@ class ContinuationScore:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether each of its tokens is the most probable one at its place."""
+        """True if each token of the continuation is the most probable one at its place."""
         return all(data.rank == 1 for data in self.logprobs)
 
 
@@ -59,7 +59,7 @@ class ScoringMethods(ABC):
     async def score(
         self, prompt: str | Sequence[int], continuation: str | Sequence[int], **terms: Any
     ) -> ContinuationScore:
-        """How probable ``continuation`` is after ``prompt``: both text, or both token ids.
+        """Score ``continuation`` after ``prompt``. Both are text, or both are token ids.
 
         Text is tokenized together: the continuation's tokens are those behind as many as the prompt has by itself.
         Calls with the same prompt share what is computed of it. ``terms`` and errors are those of ``submit``.

@@ -1,4 +1,4 @@
-"""What an engine did last: its event loop, its step thread and its device, and its blocks."""
+"""Recent history of an engine: its event loop, its step thread and its device, and its blocks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class SnapshotMethods(ABC):
         """See AsyncEngine."""
 
     def snapshot(self) -> EngineSnapshot:
-        """What the engine holds now, and the times of its last steps and wake-ups, as far as they were recorded.
+        """Return the counts that the engine holds now, and the recorded times of its last steps and wake-ups.
 
         Each call has the engine record its next 32 wake-ups, and its steps meanwhile, for the next call to tell: it is
         to be called again and again, about four times a second, and costs nothing once it is not. The map of the blocks

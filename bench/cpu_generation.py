@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def compare(directory: Path, mixed: Work, repeats: int, wait_s: float) -> list[dict[str, Any]]:
-    """What each round measured; ``began quiet`` is the share of its two halves that found the machine idle."""
+    """Return the figures of each round; ``began quiet`` is the share of its two halves that found the machine idle."""
     alone = random.Random(1).choices(range(50000), k=64)
     ours, theirs = Worker("asyncengine", directory), Worker("transformers", directory)
     try:

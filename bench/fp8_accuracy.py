@@ -1,4 +1,4 @@
-"""What float8 costs in accuracy: logits of a model with its weights, or its keys and values, in float8 beside those
+"""Loss of accuracy by float8: logits of a model with its weights, or its keys and values, in float8 beside those
 without.
 
     python bench/fp8_accuracy.py [--of weights|kv-cache] [--model DIRECTORY ...] [--rows 1,8,64] [--tokens 64]
@@ -44,7 +44,7 @@ from asyncengine.tokenization import Tokenizer
 
 _BLOCK = 16
 Of = Literal["weights", "kv-cache"]
-"""What is in float8."""
+"""The part of the model that is in float8."""
 _PIECE = 512
 """Rows of logits that are compared at a time."""
 
@@ -188,7 +188,7 @@ def pieces(*logits: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def compare(exact: Tensor, other: Tensor) -> dict[str, float]:
-    """Of logits [R, L, V]."""
+    """Compare logits [R, L, V]."""
     error = norm = divergence = same = 0.0
     count = exact[..., 0].numel()
     for a, b in pieces(exact, other):

@@ -63,7 +63,7 @@ ALONE_BYTES = 4e9
 MAX_CALLS = 128
 
 Tiles = tuple[Tile, Tile | None]
-"""Of decode and of prefill."""
+"""Tiles of decode and of prefill."""
 Ways = dict[str, Callable[[int], None]]
 """Kernels that attend over a copy of the cache, by name."""
 
@@ -76,7 +76,7 @@ class Case:
     c: ModelConfig
     rows: list[Row]
     float8: bool = False
-    """of keys and values"""
+    """true if keys and values are in float8"""
 
     @property
     def kv_bytes(self) -> int:
@@ -196,7 +196,8 @@ def allocate_work(
 def allocate_decode_work(
     c: ModelConfig, tiles: Tiles | None, device: torch.device, args: Any, rows: int, context: int
 ) -> Listed:
-    """That of steps of one-token rows, after so many tokens at most: as an engine has it, or as the options say."""
+    """Allocate the work of steps of one-token rows, after so many tokens at most: as an engine has it, or as the
+    options say."""
     gpu = examine(device)
     plan = plan_for(c, Bucket(rows, rows, True, context), tiles, gpu, args)
     apart = plan.cut and plan.cut.kind == "apart"
@@ -222,7 +223,7 @@ def attention_shape(c: ModelConfig, float8: bool) -> AttentionShape:
 
 
 def tile_pairs(c: ModelConfig, device: torch.device, args: argparse.Namespace) -> Iterable[Tiles | None]:
-    """Those of the options, each with every other; None is what the engine takes."""
+    """Pair each tile of the options with each other; None stands for the engine's tiles."""
     if not args.decode_tile and not args.prefill_tile:
         return [None]
     decode, prefill = paged_tiles(attention_shape(c, args.float8), examine(device))
@@ -292,7 +293,7 @@ class Bench:
         )
 
     def store(self, copy: int, pdl: bool | None = None) -> None:
-        """What ``few`` and ``listed`` do before attention; rotates the queries in place."""
+        """Store keys and values, and rotate the queries in place, as ``few`` and ``listed`` do before attention."""
         pdl = self.pdl if pdl is None else pdl
         prepare(self.heads, self.layer, *self.caches[copy], self.step, scales=self.scales, pdl=pdl)
 

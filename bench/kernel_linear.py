@@ -52,7 +52,7 @@ def lines(args: argparse.Namespace, timer: Timer) -> Lines:
 
 
 def planned(shapes: list[str], rows: list[int], table: PlanTable) -> dict[Site, Plan]:
-    """What is to be compiled. The head's kernels are others here, which take an index and give float32."""
+    """Return the plans to compile. The head has other kernels here, which take an index and give float32."""
     found = {}
     for shape in shapes:
         for count in {round_rows(count) for count in rows if count <= MAX_ROWS}:
@@ -65,7 +65,7 @@ def planned(shapes: list[str], rows: list[int], table: PlanTable) -> dict[Site, 
 
 @dataclass(frozen=True)
 class Projection:
-    """One of a layer's, or the head."""
+    """A projection of a layer, or the head."""
 
     name: str
     columns: int
@@ -99,7 +99,7 @@ class Projection:
 class Operands(NamedTuple):
     x: Tensor
     residual: Tensor
-    """what the projection is added to"""
+    """residual to which the projection is added"""
     norm: Norm
     """before the projection, or after it"""
     handle: CudaLinear

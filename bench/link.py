@@ -26,7 +26,7 @@ from asyncengine.cli.benchmarks.report import Figure, median
 from asyncengine.cli.embed import loop_factory
 
 _BATCHES, _JOBS = 8, 4
-"""Of a graph: together more than a processor's cache holds."""
+"""Batches of a graph, and jobs of a batch: together more than a processor's cache holds."""
 _REPLAYS = 6
 _SURELY_LONGER = 3
 """Times as many replays of what is not timed: it is under way until the clock stops."""
@@ -83,7 +83,7 @@ class Link:
         self.rows = [replace(rows, jobs=self._jobs(rows, batch)) for batch in range(_BATCHES)]
 
     def _jobs(self, rows: Any, batch: int) -> Any:
-        """Of each batch other layers, and of each job other blocks, which lie apart."""
+        """Make the jobs of a batch. Each batch has other layers, and each job other blocks, which lie apart."""
         import torch
 
         words = []

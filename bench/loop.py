@@ -1,4 +1,4 @@
-"""What a token costs the event loop: processor time of its thread, without and with log probabilities.
+"""Cost of a token to the event loop: processor time of its thread, without and with log probabilities.
 
     python bench/loop.py [--rows 256] [--tokens 160] [--repeats 5] [--json FILE]
 

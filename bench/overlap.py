@@ -56,7 +56,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 SSE = ", SSE"
 SSE_VARIANTS = ("default", "one step in flight", "event loop launches", "event loop, one in flight")
-"""Those that differ in what a busy event loop does to them."""
+"""Variants on which a busy event loop has different effects."""
 _REQUESTS_PER_CLIENT = 64
 
 Case = tuple[str, int]

@@ -30,7 +30,7 @@ from asyncengine.runner.tuning import Tuner
 
 ROWS = "1,8,16,32,64,128,256"
 THREADS = min(16, os.cpu_count() or 1)
-"""That compile."""
+"""Threads that compile."""
 
 
 def sites(model: str, rows: int, weight: WeightKind = "bf16") -> Iterator[tuple[str, Site]]:

@@ -1,4 +1,4 @@
-"""Which program computes: what it has left on a disk counts for no other one."""
+"""Digest of the program that computes: KV blocks that one program left on a disk count for no other."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """/openapi.json: the OpenAPI 3.1 description of the served routes, made of the structs that read and write bodies.
 
-What a struct's types do not say is in two tables: the ranges that SamplingParams checks, and the fields that a request
+Rules beyond a struct's types are in two tables: the ranges that SamplingParams checks, and the fields that a request
 must have. A test compares the paths with the routes, and has answers to made-up requests compared with the description.
 """
 
@@ -67,26 +67,26 @@ class Operation:
 
     summary: str
     answer: type[msgspec.Struct] | Schema
-    """Of the JSON document; a schema with contentMediaType for what is none."""
+    """Type of the JSON document that is answered; other answers have a schema with contentMediaType."""
     body: type[msgspec.Struct] | None = None
     streams: bool = False
     errors: str = "Error"
     members: type[msgspec.Struct] | None = None
-    """Of the list that the answer may be instead."""
+    """Type of the members of the list that the answer may be instead."""
 
 
 _SCORE = Operation("Scores of pairs of texts", ScoreList, ScoreBody)
 _RERANK = Operation("Documents by how well they fit a query", Ranking, RerankBody, members=RankedText)
 _HEALTH = Operation("200 when requests are served", _closed(status={"const": "ready"}))
 _EVENT = {"type": "object", "properties": {"event": _STRING, "data": _STRING}, "required": ["data"]}
-"""Each of those of a stream: a chunk as JSON, or [DONE]."""
+"""Schema of each event of a stream: a chunk as JSON, or [DONE]."""
 _PLAIN = {"type": "string", "contentMediaType": "text/plain"}
 _HTML = {"type": "string", "contentMediaType": "text/html"}
 
 _PUBLIC = ("/health", "/ready", "/live", "/docs")
 """Routes that need no key."""
 
-#: By path and method. A part of a path in braces is a parameter.
+#: Operations by path and method. A part of a path in braces is a parameter.
 OPERATIONS: dict[str, dict[str, Operation]] = {
     "/health": {"get": _HEALTH},
     "/ping": {"get": _HEALTH},

@@ -222,7 +222,7 @@ def test_contexts_that_do_not_fit_are_left_out() -> None:
 
 
 def test_decode_sweeps_batches_and_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is replayed, over which keys and values; the GPU itself is a stand-in."""
+    """The sweep replays the right batches and contexts over filled keys and values; the GPU itself is a stand-in."""
     memory = torch.full((2, 2, 4, 8), torch.nan)
     runner = SimpleNamespace(graphs=None, steps=SimpleNamespace(cache=SimpleNamespace(memory=memory)))
     replayed = []
@@ -324,7 +324,7 @@ def test_prefill_replays_the_chunks_that_there_is_room_for(monkeypatch: pytest.M
 
 
 def test_parameters_and_bytes() -> None:
-    """Beside the published counts of parameters, less embeddings, norms and biases."""
+    """Counts equal the published counts of parameters, less embeddings, norms and biases."""
     assert layer_parameters(read_model("gpt2")) == 12 * 12 * 768**2
     assert layer_parameters(read_model("qwen3-0.6b")) == pytest.approx(0.44e9, rel=0.01)
     llama = read_model("llama-3.1-8b")

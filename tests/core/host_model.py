@@ -19,7 +19,7 @@ class Move:
 
 
 class HostModel:
-    """The part of CheckedScheduler that moves blocks, beside the native tier. What is under way is garbage."""
+    """The part of CheckedScheduler that moves blocks, beside the native tier. Blocks under way are garbage."""
 
     native: _core.SchedulerHarness
     limits: Any
@@ -83,7 +83,7 @@ class HostModel:
                 self._settle(s)
 
     def end_moves(self) -> None:
-        """Until nothing is under way, and nothing more is to move."""
+        """End moves until nothing is under way, and nothing more is to move."""
         while self.limits.num_host_blocks and (self.move() or self.moves):
             for transfer in list(self.moves):
                 self.end_move(transfer)

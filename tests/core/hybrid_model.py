@@ -55,7 +55,7 @@ class HybridModel(HostModel):
             self.end_job(s)
 
     def wait_for_jobs_in_vain(self) -> None:
-        """So long that each of those under way is late."""
+        """Let so much time pass that each job under way is late."""
         self.native.now += JOB_TIMEOUT
         self.move()
 
@@ -142,7 +142,7 @@ class HybridModel(HostModel):
                 s.host.since = self.native.now
 
     def _expect_late_jobs(self) -> list[Event]:
-        """What becomes of rows whose job has failed, or is late, when the scheduler looks."""
+        """Expect the events of rows whose job has failed, or is late, when the scheduler looks."""
         events: list[Event] = []
         if not self.limits.lanes:
             return events
@@ -236,7 +236,8 @@ class HybridModel(HostModel):
         h.leaves = leaves
 
     def _see_end(self, s: ModelSequence) -> None:
-        """It is no host row any more: it has ended, goes on as if preempted, or has stayed on the device after all."""
+        """The sequence is no host row any more: it has ended, goes on as if preempted, or has stayed on the device
+        after all."""
         h, s.host = s.host, None
         assert not h.attended
         assert s.in_flight == 0

@@ -72,7 +72,7 @@ PROGRAM = re.compile(r"(?:\bimport|\bfrom|-m)\s+asyncengine\b")
 
 
 def module_of(path: Path) -> str:
-    """As in LAYERS; the ``__init__`` of a folder goes by the folder's name."""
+    """Return a module's name as in LAYERS; the ``__init__`` of a folder goes by the folder's name."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return "/".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
 
@@ -117,7 +117,7 @@ def imports_of_program(text: str) -> set[str]:
 
 
 def python_files() -> list[Path]:
-    """Those with something in them: the ``__init__`` of most folders is a sentence."""
+    """Return the Python files with code: the ``__init__`` of most folders is a sentence."""
     files = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
     return sorted(path for path, tree in files.items() if len(tree.body) > 1)
 

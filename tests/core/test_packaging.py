@@ -1,4 +1,4 @@
-"""What a stranger installs: steps of the Makefile, versions of Python that have a wheel, versions of packages."""
+"""The package as a stranger installs it: steps of the Makefile, versions of Python that have a wheel, of packages."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ WIDE = {
 
 
 def test_time_in_which_the_process_is_stopped_fails_nobody(tmp_path: Path) -> None:
-    """As by SIGSTOP, or on a laptop that is closed: longer than attention of a row may take."""
+    """The process is stopped as by SIGSTOP, or on a laptop that is closed: longer than attention of a row may take."""
     (tmp_path / "config.json").write_text(json.dumps(WIDE))
     program = f"MODEL = {str(tmp_path)!r}" + STOPPED
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:

@@ -1,4 +1,4 @@
-"""Which keywords of JSON Schema are served is what structured/README.md says."""
+"""The served keywords of JSON Schema are those that structured/README.md lists."""
 
 from __future__ import annotations
 

@@ -147,7 +147,8 @@ async def fail_in_thread(size: int, call: Any, *arguments: Any) -> Any:
 
 
 async def test_a_word_that_takes_for_ever_is_ended() -> None:
-    """By the pattern's library or by the time limit, in the sandbox: it names the field, and the next request runs."""
+    """The pattern's library or the time limit ends it, in the sandbox: the error names the field, and the next request
+    runs."""
     backend = odd_tokenizer()
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("(a|aa)+$c"), "isolated")
     async with Engine(backend, sandbox_timeout_s=1.0) as engine, no_leaks(engine):

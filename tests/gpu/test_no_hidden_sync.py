@@ -36,7 +36,8 @@ SAMPLED = _core.SamplingState(temperature=1.0, top_k=20, top_p=0.9, min_p=0.01, 
 
 @pytest.fixture(autouse=True)
 def short_collections() -> Iterator[None]:
-    """As ``asyncengine serve`` has them: a collection of all that tests import may take longer than a sleep."""
+    """Freeze objects as ``asyncengine serve`` does: a collection of all that tests import may take longer than a
+    sleep."""
     gc.collect()
     gc.freeze()
     yield
@@ -60,7 +61,7 @@ class Waits:
         self.launches = self.waited = 0
 
     def run(self, rounds: int) -> None:
-        """Until this many rounds have launched something, or nothing is left to launch."""
+        """Run until this many rounds have launched something, or nothing is left to launch."""
         self.sleep()
         for _ in range(rounds):
             before = self.loop.stats()["num_steps"]
@@ -94,7 +95,8 @@ FEATURES: list[dict[str, Any]] = [
 
 
 def submit(loop: _core.StepLoop, key: int, draw: random.Random, info: ModelInfo | None = None) -> None:
-    """With the model's ``info`` every other request has a feature of FEATURES, each in turn, and some want vectors."""
+    """Submit a request. With ``info`` every other one has a feature of FEATURES, each in turn, and some want
+    vectors."""
     prompt = [draw.randrange(199) for _ in range(draw.randrange(1, 60))]
     extras, n, max_tokens = _core.RequestExtras(), draw.choice([1, 1, 2]), draw.randrange(10, 36)
     if info is not None and key % 2:

@@ -33,13 +33,13 @@ LANES, BLOCK = 2, 16
 LATER = [4, 4, 9]
 """A prompt of slot 2 that is computed beside lanes."""
 PROMPTS = {0: [5, 9, 2, 7, 7, 1, 30, 2, 17, 40, 41, 42, 3, 3, 8, 11, 12, 19], 1: [100, 3, 77], 3: [8, 60, 61, 62, 5]}
-"""By slot. The first one decodes on the device throughout; the others' lengths cross no block's end."""
+"""Prompts by slot. The first one decodes on the device throughout; the others' lengths cross no block's end."""
 ON_DEVICE, HOSTED, COUNT = 0, (3, 1), 4
 
 
 @dataclass(slots=True)
 class HostRow:
-    """Where a row is in the circuit, and its keys and values [tokens, Hk, D] of each layer."""
+    """Place of a row in the circuit, and its keys and values [tokens, Hk, D] of each layer."""
 
     slot: int
     position: int
@@ -108,7 +108,7 @@ class Machine:
         return [int(word) & 0xFFFFFFFF for word in out]
 
     def _bucket(self, rows: Iterable[Row], with_lanes: bool) -> Bucket:
-        """As GraphExecutor::bucket_for."""
+        """Choose a bucket as GraphExecutor::bucket_for does."""
         rows, lanes = list(rows), LANES if with_lanes else 0
         plain = [row for row in rows if row.lane < 0]
         tokens = sum(len(row.tokens) or 1 for row in plain)
@@ -121,7 +121,7 @@ class Machine:
         )  # fmt: skip
 
     def take_to_host(self, slot: int, tokens: int) -> HostRow:
-        """The row's keys and values. What the device had of them is NaN from now on."""
+        """The row's keys and values. The device's copies of them are NaN from now on."""
         blocks = self.steps.state.slots.block_tables[slot, : -(-tokens // BLOCK)].long()
         planes: list[list[Tensor]] = [[], []]
         for layer in self.steps.cache.layers:
@@ -131,7 +131,7 @@ class Machine:
         return HostRow(slot, tokens, *planes)
 
     def attend(self, row: HostRow) -> None:
-        """As a worker does, for the layer that the row has left."""
+        """Attend as a worker does, for the layer that the row has left."""
         model, layer = self.model, row.stage - 1
         heads = read_mailbox(self.lanes.mailboxes[row.slot], self.loaded.dtype, row.left_in)
         q, k, v = heads.split([model.num_heads, model.num_kv_heads, model.num_kv_heads])

@@ -49,7 +49,7 @@ def test_a_scale_of_the_embedding(device: torch.device, positions: bool) -> None
 
 @pytest.mark.parametrize("before", ["plain", "put off"])
 def test_a_norm_of_the_product_before_it_is_added(device: torch.device, before: str) -> None:
-    """Also to a residual whose last addition still waits."""
+    """The sum is right also for a residual whose last addition still waits."""
     site = Site(32, 64, 8, "none", None, False, True)
     plan = Plan("skinny", 16, 16, 2)
     plans = PlanTable({site: plan, site._replace(add=False): plan})

@@ -70,7 +70,7 @@ class Case:
     def run(
         self, plan: Plan, device: torch.device, only: int | None = None, multiply: Callable[..., None] = linear
     ) -> Tensor:
-        """What linear makes, of one row or of all, checked against the twin and for what it must leave alone."""
+        """Return linear's result, of one row or of all, checked against the twin. Other memory must stay as it was."""
         generator = torch.Generator().manual_seed(self.seed)
         dtype = torch.bfloat16 if self.bfloat16 else torch.float32
 
@@ -124,7 +124,7 @@ class Case:
     def twin(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm | None, before: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """In float64, and how far rounding on the way may take a result from it."""
+        """Compute the result in float64, and how far rounding on the way may take a result from it."""
         x, weight = x.double(), weight.double()
         relative = SUM
         if norm is not None:
@@ -378,7 +378,7 @@ def test_logits(device: torch.device, name: str, out_features: int) -> None:
 
 
 def left_in_parts(x: Tensor, weight: Tensor, plan: Plan, *, bias: Tensor | None, **how: bool) -> Tensor:
-    """What tma_parts does, which only a Hopper GPU can."""
+    """Compute the result of tma_parts, which only a Hopper GPU can run."""
     spans = zip(x.float().chunk(plan.split, 1), weight.float().chunk(plan.split, 1), strict=True)
     parts = torch.stack([a @ b.T for a, b in spans])
     return parts if bias is None else torch.cat((parts[:1] + bias.float(), parts[1:]))
@@ -415,7 +415,7 @@ def test_parts_are_added_by_the_norm_that_reads_the_residual(
 
 
 def ranked(x: Tensor, weight: Tensor, plan: Plan, *, bias: Tensor | None, **how: bool) -> Tensor:
-    """What tma_ranks does, which only a Hopper GPU can."""
+    """Compute the result of tma_ranks, which only a Hopper GPU can run."""
     assert plan == RANKING
     return greatest_ranks(F.linear(x.float(), weight.float(), None if bias is None else bias.float()), plan.columns)
 
@@ -425,7 +425,7 @@ RANKING = Plan("tma", 64, 64, 4, 8, 1, 2, fused_norm=False)
 
 @pytest.mark.parametrize("out_features", [128, 100])  # 100 is padded to 128
 def test_greedy_heads_leave_ranks(device: torch.device, out_features: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only of greedy batches of more than one row, and where kernels in Gluon run."""
+    """Only greedy batches of more than one row leave ranks, and only where kernels in Gluon run."""
     if device.type == "cpu":
         monkeypatch.setattr("asyncengine.kernels.cuda.linear.tma_ranks.tma_ranks", ranked)
     model = Model(device, 6, out_features, 64)

@@ -28,7 +28,7 @@ ADDED = Site(128, 128, 8, "none", None, True, True)
 def add_up(
     x: Tensor, weight: Tensor, plan: Plan, *, out: Tensor, norm: Norm, bias: Tensor | None, **how: bool
 ) -> Unnormed:
-    """What tma_sum does, which only a Hopper GPU can."""
+    """Compute the result of tma_sum, which only a Hopper GPU can run."""
     out += (x.float() @ weight.float().T + (0 if bias is None else bias.float())).to(out.dtype)
     tiles = out.float().T.reshape(-1, plan.columns, len(x))
     sums = [tiles.square().sum(1), tiles.sum(1)][: 1 if norm.bias is None else 2]
@@ -39,7 +39,7 @@ def multiplied(
     x: Unnormed | Tensor, weight: Tensor, plan: Plan, *, out: Tensor, bias: Tensor | None = None,
     shift: Tensor | None = None, activation: Any = None, add: bool = False, **how: bool,
 ) -> None:  # fmt: skip
-    """What tma_linear does."""
+    """Compute the result of tma_linear."""
     if isinstance(x, Unnormed):
         square, *means = x.sums.sum(1) / weight.shape[1]
         y = x.x.float() @ weight.float().T
@@ -163,7 +163,7 @@ def test_who_cannot_write_for_a_reader(device: torch.device) -> None:
 
 
 def test_layer_norms_are_folded_once(device: torch.device) -> None:
-    """And of each weight: a captured step holds on to what was made."""
+    """Each weight's norm is folded once: a captured step holds on to the result."""
     plans = {ADDED: TMA, Site(128, 128, 8, "layer", None, True, False): TMA}
     ops, model = make_ops(device, plans), Model(device, 6, 128, 128, layer=True)
     first, second = model.handle(ops), model.handle(ops)

@@ -63,7 +63,7 @@ def test_byte_level_equals_decode(tokenizer, ids, skip, sizes):
 
 
 def ends_unfinished(tokenizer: Tokenizer, ids: list[int], skip: bool) -> bool:
-    """Whether the bytes of ``ids`` end inside a character that further bytes could complete."""
+    """Return whether the bytes of ``ids`` end inside a character that further bytes could complete."""
     byte_of = {char: byte for byte, char in bytes_to_unicode().items()}
     tokens = [tokenizer.backend.id_to_token(i) for i in ids if not (skip and i in tokenizer.special_token_ids)]
     data = b"".join(
@@ -109,7 +109,7 @@ def decode_with_fallback(tokenizer: Tokenizer, ids: list[int], skip: bool) -> st
 def test_byte_fallback_equals_decode(ids, skip, sizes):
     text = detokenize(METASPACE, ids, skip, sizes)
     assert text == decode_with_fallback(METASPACE, ids, skip)
-    # Where decode finds nothing invalid, it says the same.
+    # If decode finds nothing invalid, it gives the same text.
     whole = METASPACE.decode(ids, skip)
     if "\ufffd" not in whole:
         assert text == whole

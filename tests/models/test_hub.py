@@ -1,4 +1,4 @@
-"""What is asked of the hub, which cannot be reached from here."""
+"""Requests to the hub, which cannot be reached from here."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def ids_of(tokenizer: Tokenizer, *tokens: str) -> list[int]:
 
 
 def text_behind(tokenizer: Tokenizer, prompt: list[int], output: list[int], skip: bool = True) -> str:
-    """In pieces of one token, by a copy."""
+    """Return the text behind a prompt, made in pieces of one token, by a copy."""
     detokenizer = IncrementalDetokenizer(tokenizer, skip, prompt=prompt).copy()
     return "".join(detokenizer.push([token]) for token in output) + detokenizer.flush()
 

@@ -1,4 +1,4 @@
-"""Which tokenizers run in this process, what becomes of the others, and how those fail that cannot work."""
+"""Trusted tokenizers run in this process; the tests show what becomes of others, and how unusable ones fail."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_trusted_patterns_take_any_run_of_characters(name: str) -> None:
 
 
 class OddEngine(SimulatedEngine):
-    """Its tokenizer is not trusted."""
+    """An engine whose tokenizer is not trusted."""
 
     def __init__(self, tokenizer: Tokenizer, **config: Any) -> None:
         super().__init__(**config)

@@ -109,7 +109,7 @@ def build_model(variant: str, seed: int = 0, **changes: Any) -> transformers.Pre
 
 
 def generate(model: transformers.PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
-    """What transformers continues the prompt with, greedily."""
+    """Return the tokens with which transformers continues the prompt, greedily."""
     ids = torch.tensor([list(prompt)])
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False,

@@ -55,7 +55,7 @@ class ModelInfo:
 
 
 class Characters:
-    """In place of a tokenizers.Tokenizer."""
+    """Stand-in for a tokenizers.Tokenizer."""
 
     decoder = None
 
@@ -73,7 +73,7 @@ class Characters:
 
 
 class CharacterTokenizer:
-    """In place of a Tokenizer. A conversation is shown as ``FakeEngine`` does, whatever the template says."""
+    """Stand-in for a Tokenizer. A conversation is shown as ``FakeEngine`` does, whatever the template says."""
 
     backend = Characters()
     special_token_ids: frozenset[int] = frozenset()
@@ -126,7 +126,7 @@ class FakeEngine:
         self._released = asyncio.Event()
 
     async def start(self) -> None:
-        """It needs no start."""
+        """Do nothing: a fake engine needs no start."""
 
     def hold(self, at: int) -> None:
         """Requests stop before their token number ``at`` until ``release``."""
@@ -169,7 +169,7 @@ class FakeEngine:
         return EngineStats.of(counts, StepTokens((1, 8), (2, 1, 0), 6))
 
     def snapshot(self) -> EngineSnapshot:
-        """Of an engine whose steps take a millisecond each."""
+        """Make a snapshot of an engine whose steps take a millisecond each."""
         self.snapshots += 1
         now = time.monotonic_ns()
         starts = range(now - 20_000_000, now - 2_000_000, 1_000_000)

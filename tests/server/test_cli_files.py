@@ -28,7 +28,7 @@ PROMPTS = """Once
 
 
 class Folder:
-    """Where a command's files are."""
+    """Folder of a command's files."""
 
     def __init__(self, path: Path) -> None:
         self.source = path / "in.jsonl"

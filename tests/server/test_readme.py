@@ -21,7 +21,7 @@ def programs(document: str) -> list[str]:
 
 
 async def run(program: str, url: str) -> str:
-    """What a program prints, with the server's address in place of the one that `make serve` has."""
+    """Run a program and return its output, with the server's address in place of the one that `make serve` has."""
     assert "http://127.0.0.1:8000" in program or "AsyncEngine" in program
     command = [sys.executable, "-c", program.replace("http://127.0.0.1:8000", url)]
     done = await asyncio.to_thread(

@@ -280,7 +280,7 @@ async def test_31_an_output_that_is_cut_in_a_call() -> None:
 
 
 async def test_31_the_bundled_model_is_made_to_call() -> None:
-    """It knows no tools: a grammar has it call one."""
+    """The bundled model knows no tools: a grammar has it call one."""
     async with (
         AsyncEngine.from_pretrained(bundled_model(), progress=False) as engine,
         clients(engine) as (api, other, _),

@@ -45,7 +45,7 @@ GRAMMARS = {
 
 
 def accepts(model: Any, grammar: str, text: str) -> bool:
-    """Whether llguidance takes a text under a grammar in Lark."""
+    """Return whether llguidance takes a text under a grammar in Lark."""
     import llguidance
 
     matcher = llguidance.LLMatcher(model, llguidance.grammar_from("grammar", grammar), log_level=0)

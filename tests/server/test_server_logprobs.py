@@ -209,7 +209,7 @@ async def test_held_text_holds_its_tokens() -> None:
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("as_ids", [False, True])
 async def test_echo(n: int, as_ids: bool) -> None:
-    """As evaluation harnesses ask: prompts as token ids, echoed, with log probabilities, and no token or one."""
+    """Evaluation harnesses ask so: prompts as token ids, echoed, with log probabilities, and no token or one."""
     texts = [PROMPT, "The sun was"]
     async with client() as (api, engine):
         prompts: Any = [engine.tokenizer.encode(text) for text in texts] if as_ids else texts

@@ -1,4 +1,4 @@
-"""For those who run the server: a line for each request, probes, metrics without a key, the socket's mode."""
+"""Service to operators of the server: a line for each request, probes, metrics without a key, the socket's mode."""
 
 from __future__ import annotations
 

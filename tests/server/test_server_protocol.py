@@ -1,4 +1,4 @@
-"""What OpenAI clients rely on: the shapes of responses and streams."""
+"""The shapes of responses and streams on which OpenAI clients rely."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ async def test_prompt_forms_and_choice_indices(prompt: Any, lengths: list[int], 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_prompts_are_submitted_in_turns_of_their_own(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that tokenizing thousands does not hold up everybody else."""
+    """Prompts are submitted in turns, so that tokenizing thousands does not hold up everybody else."""
     engine, turns = FakeEngine(), [0]
     at: list[int] = []
 

@@ -32,7 +32,7 @@ class Threaded:
         return self.site.url
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """What ``coroutine`` returns, run on the server's loop."""
+        """Run ``coroutine`` on the server's loop and return its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(_TIMEOUT_S)
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""What a benchmark hands back: figures with units, and everything needed to judge or repeat them."""
+"""Report of a benchmark: figures with units, and everything needed to judge or repeat them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Figure:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is reached; None without one."""
+        """True if the figure reaches its target; None if it has no target."""
         if self.at_most is not None:
             return self.value <= self.at_most
         return None if self.at_least is None else self.value >= self.at_least
