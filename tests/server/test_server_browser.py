@@ -215,6 +215,11 @@ async def test_a_key_is_asked_for_and_kept(chromium: str) -> None:
     engine = FakeEngine("Yes.", ends=True)
     async with serving(engine, api_key="secret") as site, opened(chromium, site, "401") as page:
         await page.wait_for("document.activeElement.name === 'key'")
+        await page.press("Escape", ESCAPE)  # without a key the page can be read, and does not ask again
+        await asyncio.sleep(0.1)
+        assert not await page.js("document.getElementById('settings').open")
+        await page.js("document.getElementById('open-settings').click()")
+        await page.js("document.querySelector('[name=key]').focus()")
         await page.type("secret")
         await page.press("Enter", ENTER)
         await page.wait_for("document.getElementById('model').textContent.includes('fake')")
@@ -250,6 +255,8 @@ async def test_a_narrow_screen_and_who_pays_for_looking(chromium: str) -> None:
         await page.wait_for(ANSWERED % 1)
         asked = "performance.getEntriesByType('resource').filter((e) => e.name.endsWith('/stats')).length"
         fits = "document.documentElement.scrollWidth <= 360"
+        heights = "[...document.querySelectorAll('.top button, .top a')].map((e) => e.getBoundingClientRect().height)"
+        assert min(await page.js(heights)) >= 44
         assert await page.js(fits)
         assert await page.js(asked) == 0  # the engine's view is not shown
         await page.click("#show-engine")
@@ -298,6 +305,8 @@ async def test_it_works_below_a_path(chromium: str) -> None:
         host, port = runner.addresses[0][:2]
         try:
             async with opened(chromium, site, path=f"http://{host}:{port}/deep/down/") as page:
+                await page.wait_for("document.getElementById('docs').checkVisibility()")
+                assert (await page.js("document.getElementById('docs').href")).endswith("/deep/down/docs")
                 await say(page, "Hello")
                 await page.wait_for(ANSWERED % 1)
                 await page.wait_for("document.getElementById('running').textContent === '0'")

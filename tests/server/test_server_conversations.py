@@ -17,6 +17,7 @@ from harness import Site, serving
 from asyncengine.conversation import Conversation
 
 ENTER, ESCAPE, UP = 13, 27, 38
+CONTROL, SHIFT = 2, 8
 ANSWERED = "document.querySelectorAll('.message.assistant:not([aria-busy])').length === %d"
 LAST = "[...document.querySelectorAll('.message')].at(-1)"
 SHOWN = "[...document.querySelectorAll('.message .body')].map((b) => b.innerText)"
@@ -249,7 +250,7 @@ async def test_conversations_are_kept_found_renamed_deleted_and_moved(chromium: 
         assert await page.js("document.querySelector('[name=system]').value") == "Be kind"
         await page.js("document.getElementById('open-list').click()")
         await page.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
-        await page.js(click("Export"))
+        await page.js(click("Export these"))
         file = tmp_path / "conversations.json"
         for _ in range(100):
             if file.exists():
@@ -274,6 +275,26 @@ async def test_conversations_are_kept_found_renamed_deleted_and_moved(chromium: 
         await page.call("Page.reload")
         await page.wait_for("document.readyState === 'complete' && document.querySelectorAll('.message').length === 2")
         assert await page.js(SHOWN) == ["About foxes", "Yes."]
+
+
+async def test_without_docs_there_is_no_link_to_them(chromium: str) -> None:
+    async with serving(FakeEngine()) as site:
+        del site.server.app._routes["/docs"]
+        async with opened(chromium, site, "404") as page:
+            await page.wait_for("performance.getEntriesByType('resource').some((e) => e.name.endsWith('/docs'))")
+            assert not await page.js("document.getElementById('docs').checkVisibility()")
+
+
+async def test_shortcuts(chromium: str) -> None:
+    async with serving(FakeEngine("Yes.", ends=True)) as site, opened(chromium, site) as page:
+        await talk(page, "One")
+        await page.press("k", 75, CONTROL)
+        assert await page.js("document.activeElement.id") == "find"
+        await page.press("Escape", ESCAPE)
+        assert not await page.js("document.getElementById('list').open")
+        assert len(await page.js(SHOWN)) == 2
+        await page.press("O", 79, CONTROL | SHIFT)
+        assert await page.js(SHOWN) == []
 
 
 async def test_two_tabs_write_one_conversation_and_bad_records_harm_nothing(chromium: str) -> None:

@@ -6,10 +6,11 @@ import { matches, read } from "./tree.js";
 
 const dialog = $("list"), find = $("find");
 const MOST_BYTES = 50e6;  // of a file
-let found = [];
+let kept, found;
 
-function show() {
-  const { chats, unread } = store.all();
+function show(again = true) {
+  if (again) kept = store.all();
+  const { chats, unread } = kept;
   found = chats.filter((one) => matches(one, find.value.trim()));
   $("chats").replaceChildren(...found.map(item));
   $("export").disabled = !found.length;
@@ -70,7 +71,7 @@ export function open() {
 
 export function setUp() {
   on("open-list", "click", open);
-  on("find", "input", show);
+  on("find", "input", () => show(false));
   on("export", "click", save);
   on("choose-import", "click", () => $("import").click());
   on("import", "change", () => load($("import").files));

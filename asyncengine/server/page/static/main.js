@@ -60,6 +60,7 @@ function view(name) {
 
 document.addEventListener("keydown", (event) => {
   const { key, shiftKey } = event, control = event.ctrlKey || event.metaKey;
+  if (event.isComposing) return;
   if (key === "Escape" && !document.querySelector("dialog[open]")) chat.escape();
   else if (control && shiftKey && key.toLowerCase() === "o") chat.open();
   else if (control && !shiftKey && key === "k") list.open();

@@ -12,7 +12,7 @@ export function add(chat, role, parent, text = "") {
   const node = { id: newId(), parent, role, text, reasoning: "", calls: [], end: "" };
   chat.nodes.push(node);
   chat.tip = node.id;
-  chat.title ||= /.{0,60}/.exec(text)[0];
+  chat.title ||= /.{0,60}/u.exec(text)[0];
   return node;
 }
 
