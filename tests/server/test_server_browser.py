@@ -61,7 +61,7 @@ async def test_a_visitor_talks_to_the_bundled_model_and_sees_the_engine(chromium
         opened(chromium, site) as page,
     ):
         await page.wait_for("document.querySelector('h2').textContent === 'Chat with stories.'")
-        await page.click(".starters button")
+        await page.click("#starters button")
         await page.wait_for(ANSWERED % 1)
         story = await page.js(f"{LAST}.querySelector('.body').innerText")
         assert len(story) > 100
@@ -120,7 +120,7 @@ async def test_saying_it_differently(chromium: str) -> None:
         assert engine.prompts[-1] == [system, user | {"content": "Second"}]
         assert await page.js("document.querySelectorAll('.message').length") == 2
         await page.js("document.getElementById('new-chat').click()")
-        await page.wait_for("document.querySelector('.starters').checkVisibility()")
+        await page.wait_for("document.querySelector('#starters').checkVisibility()")
 
 
 async def test_a_model_without_a_template_continues_text(chromium: str) -> None:

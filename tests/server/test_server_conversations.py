@@ -258,8 +258,8 @@ async def test_conversations_are_kept_found_renamed_deleted_and_moved(chromium: 
             await page.js("new Promise((done) => setTimeout(done, 50))")
         text = file.read_text()
         assert "secret" not in text
-        assert [chat["title"] for chat in json.loads(text)["conversations"]] == ["Red ones", "About bears"]
-        await page.js(click("✕", 0))
+        assert [chat["title"] for chat in json.loads(text)["conversations"]] == ["About bears", "Red ones"]
+        await page.js(click("✕", 1))
         assert await page.js(titles) == ["About bears"]
         assert await page.js(SHOWN) == []
         bad = '{"conversations": [{}]}'

@@ -31,7 +31,7 @@ export const getJson = async (path, signal) => (await request(path, { signal }))
 export const postJson = async (path, body) => (await post(path, body)).json();
 export const exists = (path) => request(path, { method: "HEAD" }).then(() => true, () => false);
 
-/** Yields the objects of a stream. Throws ApiError where the server reports one, or where the stream has no end. */
+/** Yields the events. Throws ApiError where the server reports one, or where the stream has no end. */
 export async function* stream(path, body, signal) {
   const response = await post(path, { ...body, stream: true, stream_options: { include_usage: true } }, signal);
   for await (const data of events(response.body)) {

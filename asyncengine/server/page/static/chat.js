@@ -1,4 +1,4 @@
-// The open conversation: sending, streaming, stopping, saying it again or differently, and what helps after a failure.
+// The open conversation: sending, streaming, stopping, saying it differently, and what helps after a failure.
 import { getJson, postJson, stream } from "./api.js";
 import { $, build, button, make, on, show, showFoot } from "./message.js";
 import * as settings from "./settings.js";
@@ -12,25 +12,23 @@ const STARTERS = {
   text: ["Once upon a time", "The first rule of programming is", "Dear diary,"],
   tokens: [],
 };
-const SMALL = 50e6;  // parameters
-const TEXT_TOKENS = 200;
-const OPEN = "asyncengine.open";
+const SMALL = 50e6, TEXT_TOKENS = 200, OPEN = "asyncengine.open";
 
 let model = { name: "", talks: "chat", max_model_len: 0, num_parameters: 0 };
 let chat = tree.create(settings.values());
 let shown = [];  // views of the turns
 let running = null;  // the AbortController of the answer under way, with its node
-let editing = null;  // {node, draft}: the message that the next one replaces, and what the field had before
+let editing = null;  // {node, draft}: what the next message replaces, and what the field had before
 let failure = null;  // the error of the last answer
 
 const talksChat = () => model.talks === "chat";
 
 function setModel(news) {
   model = news;
-  const small = model.num_parameters > 0 && model.num_parameters < SMALL;
+  const small = model.num_parameters > 0 && model.num_parameters < SMALL;  // parameters
   $("welcome-title").textContent = talksChat() ? `Chat with ${model.name}.` : `${model.name} continues your text.`;
   $("welcome-text").textContent = model.talks === "tokens"
-    ? "This server was started without a tokenizer. Its API takes and gives token ids."
+    ? "This server has no tokenizer. Its API takes and gives token ids."
     : `${small ? "A very small model that writes little stories. " : ""}Write below, or begin with one of these:`;
   document.querySelector("label[for=input]").textContent = input.placeholder = talksChat() ? "Your message" : "Your text";
   input.disabled = $("send").disabled = model.talks === "tokens";
@@ -40,9 +38,7 @@ function setModel(news) {
   update();
 }
 
-// ---- what is shown ----
-
-/** Shows the open branch, and what can be done with each turn. */
+/** Shows the open branch. */
 function update() {
   const nodes = tree.path(chat);
   let same = 0;
@@ -73,16 +69,16 @@ function update() {
 function step(node, by) {
   tree.choose(chat, node);
   settle();
+  keep(chat);
   const { foot } = shown.find((view) => view.node === node);
   (foot.querySelector(`[data-step="${by}"]:enabled`) ?? foot.querySelector("[data-step]:enabled")).focus();
 }
 
-/** After another branch or conversation was opened: nothing is edited, nothing failed. */
+/** Nothing is edited and nothing failed in the branch that was opened. */
 function settle() {
   if (editing) cancelEdit();
   failure = null;
   notice();
-  keep(chat);
   update();
 }
 
@@ -102,9 +98,7 @@ function notice(...inside) {
 const atEnd = () => scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 60;
 const toEnd = () => { scroll.scrollTop = scroll.scrollHeight; };
 
-// ---- what is asked ----
-
-/** Path and body of a request that continues `nodes`, or begins with `text`. Throws where the settings have no sense. */
+/** Path and body of a request that continues `nodes`, or begins with `text`. Throws where the tools are no JSON. */
 export function question(text, nodes = tree.path(chat)) {
   const fields = { ...settings.parameters(talksChat()), model: model.name || undefined };
   if (!talksChat()) {
@@ -121,11 +115,11 @@ export function question(text, nodes = tree.path(chat)) {
 function figures(start, first, tokens, end) {
   const seconds = (performance.now() - first) / 1000;
   const speed = tokens > 1 && seconds > 0.02 ? `, ${Math.round((tokens - 1) / seconds).toLocaleString("en")}/s` : "";
-  const why = { length: ", cut at the limit", stopped: ", stopped", broken: ", broken off" }[end] ?? "";
+  const why = { length: ", cut at the limit", stopped: ", stopped" }[end] ?? "";
   return `${tokens.toLocaleString("en")} tokens${speed}, the first after ${Math.round(first - start)} ms${why}`;
 }
 
-/** Asks for an answer to the node `parent`. One that fails before it begins leaves what was there. */
+/** Asks for an answer to a node. One that fails before it begins leaves what was there. */
 async function answer(parent) {
   if (running) return;
   if (editing) cancelEdit();
@@ -149,7 +143,7 @@ async function answer(parent) {
   if (follow) toEnd();
 }
 
-/** Fills a node. The error that ended it, if one did. */
+/** Fills a node. Returns the error that ended it. */
 async function receive(node, parent, signal) {
   const start = performance.now();
   let first = 0, tokens = 0, events = 0, frame = 0, failed;
@@ -219,8 +213,6 @@ async function leaveOut(error, parent) {
   answer(parent);
 }
 
-// ---- editing, and other conversations ----
-
 function edit(node) {
   editing = { node, draft: editing ? editing.draft : input.value };
   fill(node.text);
@@ -245,18 +237,18 @@ function grow() {  // where field-sizing is not known
   input.style.height = `${input.scrollHeight}px`;
 }
 
-/** The field, unless that would bring up a keyboard over the page. */
+/** Unless that brings up a keyboard over the page. */
 export function focus() {
   if (!matchMedia("(pointer: coarse)").matches) input.focus();
 }
 
 export const openId = () => chat.id;
 
-/** Opens a conversation, or a new one. */
 export function open(other) {
-  running?.abort();
   document.querySelector("dialog[open]")?.close();
   $("show-chat").click();
+  if (other?.id === chat.id) return;
+  running?.abort();
   chat = other ?? tree.create(settings.values());
   settings.fill(chat.settings);
   settle();
@@ -265,14 +257,12 @@ export function open(other) {
   focus();
 }
 
-/** Gives a conversation, open or not, another title. */
 export function rename(other, title) {
   const what = other.id === chat.id ? chat : other;
   what.title = title;
-  store.save(what);
+  store.save(what, what.time);
 }
 
-/** Stops the answer, or leaves editing. */
 export function escape() {
   if (running) running.abort();
   else if (editing) cancelEdit();

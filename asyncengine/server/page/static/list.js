@@ -66,7 +66,7 @@ async function load([file]) {
 export function open() {
   show();
   if (!dialog.open) dialog.showModal();
-  find.select();
+  find.focus();
 }
 
 export function setUp() {

@@ -1,4 +1,4 @@
-// Brings the page to life: the model's name and health, shortcuts, and which of chat and engine a narrow screen shows.
+// Brings the page to life: the model's name and health, shortcuts, and what a narrow screen shows.
 import { exists } from "./api.js";
 import * as chat from "./chat.js";
 import * as engine from "./engine.js";

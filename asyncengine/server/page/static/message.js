@@ -1,11 +1,10 @@
-// One turn of the conversation as elements: its text, reasoning, calls of tools, and what can be done with it.
+// A turn as elements: its text, reasoning, calls of tools, and what can be done with it.
 import { copyButton, render } from "./markdown.js";
 import { note, pretty } from "./tree.js";
 
 export const $ = (id) => document.getElementById(id);
 export const on = (id, event, act) => $(id).addEventListener(event, act);
 
-/** An element with a class, and text or elements inside. */
 export function make(tag, name = "", ...inside) {
   const node = document.createElement(tag);
   node.className = name;
@@ -19,14 +18,13 @@ export function button(name, act, label = "") {
   return node;
 }
 
-/** The elements of a node. */
 export function build(node, name) {
   const body = make("div", "body"), calls = make("div", "calls"), note = make("p", "note"), foot = make("div", "foot");
   const title = make("h3", "hidden", node.role === "user" ? "You" : name);
   return { node, body, calls, note, foot, root: make("article", `message ${node.role}`, title, body, calls, note, foot) };
 }
 
-/** Shows what the node has. `busy`: it is being written. `plain`: it is no Markdown. */
+/** `busy`: it is being written. `plain`: it is no Markdown. */
 export function show(view, busy, plain) {
   const { node, root, body } = view;
   root.classList.toggle("unsent", Boolean(node.unsent));
@@ -63,7 +61,7 @@ function call({ name, args }) {
   return make("div", "code", make("div", "code-head", `Calls ${name}`, copyButton(() => args, "Copy")), text);
 }
 
-/** What can be done with a turn, the one at `place` of `count` versions: step(by), and edit() and again() where offered. */
+/** What can be done with a turn, the version at `place` of `count`. */
 export function showFoot({ node, foot }, place, count, acts) {
   foot.replaceChildren();
   if (!acts) return;

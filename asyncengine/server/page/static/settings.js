@@ -1,4 +1,4 @@
-// What a request asks for beside its messages. It belongs to the open conversation; a new one has what was used last.
+// What a request asks for beside its messages: of the open conversation. A new one has what was used last.
 import { setKey } from "./api.js";
 import { $, on } from "./message.js";
 import { recall, remember } from "./store.js";
@@ -19,7 +19,7 @@ export function fill(from) {
 export const key = () => fields.key.value.trim();
 export const system = () => fields.system.value.trim();
 
-/** Parameters of a request: what is empty is left to the server. Throws an Error where the tools are no JSON. */
+/** What is empty is left to the server. Throws an Error where the tools are no JSON. */
 export function parameters(chat) {
   const body = {};
   for (const name of NUMBERS) {
@@ -50,6 +50,7 @@ export function open(focus = "temperature", why = "") {
   $("key-why").textContent = why;
   $("key-why").hidden = !why;
   if (!$("settings").open) $("settings").showModal();
+  fields[focus].focus();
   fields[focus].select();
 }
 

@@ -4,8 +4,7 @@ import { clean, isEmpty, merge } from "./tree.js";
 const PREFIX = "asyncengine.chat.";
 const memory = new Map();  // records that the storage did not take
 
-/** Why the last record was not kept, or nothing. */
-export let problem = "";
+export let problem = "";  // why the last record was not kept
 
 function attempt(act) {  // storage may be off or full, a record broken
   try {
@@ -15,18 +14,17 @@ function attempt(act) {  // storage may be off or full, a record broken
   }
 }
 
-/** Small values; `area` is "localStorage" or "sessionStorage". */
 export const recall = (area, name) => attempt(() => globalThis[area].getItem(name));
 export const remember = (area, name, value) => attempt(() => globalThis[area].setItem(name, value));
 
-/** The conversation, or null where there is none that can be read. */
+/** The conversation, or null. */
 export const get = (id) => attempt(() => clean(JSON.parse(memory.get(id) ?? recall("localStorage", PREFIX + id))));
 
-/** Keeps a conversation, with what another tab has added to it. */
-export function save(chat) {
+/** Keeps a conversation with what another tab has added. */
+export function save(chat, time = Date.now()) {
   const stored = get(chat.id);
   if (stored) merge(chat, stored);
-  chat.time = Date.now();
+  chat.time = time;
   put(chat);
 }
 
@@ -41,8 +39,8 @@ export function put(chat) {
   } catch ({ name }) {
     memory.set(chat.id, text);
     problem = name === "QuotaExceededError"
-      ? "The browser's storage is full. What is new goes with this tab: export conversations, and delete some."
-      : "The browser keeps nothing for this page. Conversations go with this tab.";
+      ? "The browser's storage is full. What is new is lost with this tab: export conversations, and delete some."
+      : "The browser keeps nothing for this page. Conversations are lost with this tab.";
   }
 }
 
@@ -51,7 +49,7 @@ export function remove(id) {
   attempt(() => localStorage.removeItem(PREFIX + id));
 }
 
-/** All conversations, the latest first, and the number of records that cannot be read. */
+/** The latest first; `unread` is the number of records that cannot be read. */
 export function all() {
   const kept = attempt(() => Object.keys(localStorage).filter((name) => name.startsWith(PREFIX))) ?? [];
   const ids = [...new Set([...memory.keys(), ...kept.map((name) => name.slice(PREFIX.length))])];
@@ -59,7 +57,7 @@ export function all() {
   return { chats, unread: ids.length - chats.length };
 }
 
-/** Calls back with the id of a conversation that another tab has changed, or with nothing for all. */
+/** Calls back with the id of what another tab has changed; undefined: all. */
 export const onChange = (callback) => addEventListener("storage", ({ key }) => {
   if (!key || key.startsWith(PREFIX)) callback(key?.slice(PREFIX.length));
 });

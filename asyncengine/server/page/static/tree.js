@@ -1,4 +1,4 @@
-// A conversation as data, {id, title, time, tip, settings, nodes}, and the checks of what comes from files and storage.
+// A conversation as data, {id, title, time, tip, settings, nodes}, and checks of files and records.
 // A node {id, parent, role, text, reasoning, calls, end} follows its parent; `tip` ends the branch that is shown.
 
 export const FIELDS = ["system", "temperature", "top_p", "max_tokens", "seed", "stop", "tools"];
@@ -7,7 +7,6 @@ const newId = () => Array.from(crypto.getRandomValues(new Uint32Array(3)), (n) =
 
 export const create = (settings) => ({ id: newId(), title: "", time: 0, tip: "", settings, nodes: [] });
 
-/** A new node, which is shown from now on. */
 export function add(chat, role, parent, text = "") {
   const node = { id: newId(), parent, role, text, reasoning: "", calls: [], end: "" };
   chat.nodes.push(node);
@@ -16,7 +15,6 @@ export function add(chat, role, parent, text = "") {
   return node;
 }
 
-/** The nodes from the first one to `tip`. */
 export function path(chat, tip = chat.tip) {
   const nodes = new Map(chat.nodes.map((node) => [node.id, node])), found = [];
   for (let node = nodes.get(tip); node; node = nodes.get(node.parent)) found.push(node);
@@ -25,17 +23,17 @@ export function path(chat, tip = chat.tip) {
 
 export const versions = (chat, node) => chat.nodes.filter(({ parent }) => parent === node.parent);
 
-/** Shows another version, and what followed it last. */
+/** Shows a version, and what followed it last. */
 export function choose(chat, node) {
   for (; node; node = chat.nodes.findLast(({ parent }) => parent === chat.tip)) chat.tip = node.id;
 }
 
-/** The id that a new message follows. What has no whole answer stays beside it, as another version. */
+/** The id that a new message follows: the last whole answer. */
 export const ground = (chat) => path(chat).findLast(({ role, end }) => role !== "user" && end !== "broken")?.id ?? "";
 
 export const isEmpty = ({ text, reasoning, calls }) => !text && !reasoning && !calls.length;
 
-/** Takes in a choice of a stream's event. Whether it had any output. */
+/** Takes in a choice of a stream. Whether it had any output. */
 export function take(node, { delta = {}, text, finish_reason: end }) {
   const said = delta.content ?? text ?? "", thought = delta.reasoning_content ?? delta.reasoning ?? "";
   node.text += said;
@@ -53,16 +51,16 @@ export function take(node, { delta = {}, text, finish_reason: end }) {
 /** What a reader would not see of an answer's end. */
 export function note({ text, reasoning, calls, end }) {
   const where = text || calls.length ? "" : reasoning ? " in the middle of its reasoning" : " before it began";
-  if (end === "broken") return "The answer broke off here. It is not sent with your next message.";
+  if (end === "broken") return "The answer broke off here. The next message goes without it.";
   if (end === "content_filter") return "A content filter ended the answer.";
   if (end === "timeout") return `The limit of time ended the answer${where}.`;
-  if (end === "length" && where) return `The limit of tokens ended the answer${where}: Max tokens in Settings, or the context.`;
+  if (end === "length" && where) return `The limit of tokens ended the answer${where}. See Max tokens in Settings.`;
   if (end === "stopped" && where) return `You stopped the answer${where}.`;
   if (calls.length) return "The model asks for a tool. This page runs none: answer in its place.";
   return where && (reasoning ? "The model ended after its reasoning, without an answer." : "The model answered with no text.");
 }
 
-/** Indents JSON, and changes no number or string of it. Other text stays. */
+/** Indents JSON, and changes no number of it. Other text stays. */
 export function pretty(json) {
   try {
     JSON.parse(json);
@@ -83,20 +81,20 @@ export const sent = ({ unsent, end }) => !unsent && end !== "broken";
 
 const asText = ({ name, args }) => `{"name": ${JSON.stringify(name)}, "arguments": ${args || "{}"}}`;
 
-/** Messages of a request. Calls go as text, as nobody answers them with a tool's result. */
+/** Calls go as text, because no tool answers them. */
 export const messages = (nodes) => nodes.filter(sent).map(({ role, text, calls }) => (
   { role, content: [text, ...calls.map(asText)].filter(Boolean).join("\n") }));
 
-/** What a model without a chat template continues. */
+/** For a model without a chat template. */
 export const joined = (nodes) => nodes.filter(sent).reduce((all, { text, role }) => (
   all + (all && text && role === "user" && !/\s$/.test(all) && !/^\s/.test(text) ? "\n\n" : "") + text), "");
 
-/** The place of the first message of the user after which what is left `fits`; undefined where none does. */
+/** The place of the first user's message from which on the rest `fits`, or nothing. */
 export async function firstThat(nodes, fits) {
   for (let i = 1; i < nodes.length; ++i) if (nodes[i].role === "user" && await fits(nodes.slice(i))) return i;
 }
 
-/** Takes over what another tab has added. */
+/** Adds what another tab has added. */
 export function merge(chat, other) {
   const mine = new Map(chat.nodes.map((node) => [node.id, node]));
   for (const node of other.nodes) {
@@ -126,7 +124,7 @@ function cleanNode({ id, parent, role, text, reasoning = "", calls = [], end = "
   };
 }
 
-/** A conversation of the known fields alone. Throws an Error that says what is wrong. */
+/** A copy of the known fields. Throws an Error that says what is wrong. */
 export function clean({ id, title, time, tip, settings, nodes }) {
   const known = new Set([""]);
   const chat = { id: string(id, 99), title: string(title, 999), time: Number(time) || 0, tip: string(tip, 99), settings: {} };
@@ -135,10 +133,9 @@ export function clean({ id, title, time, tip, settings, nodes }) {
   return check(chat, known.has(tip), "its last turn is missing");
 }
 
-/** The conversations of an exported file, under new ids. Throws an Error that says what is wrong. */
+/** The conversations of a file, under new ids. Throws an Error. */
 export const read = (text) => list(JSON.parse(text)?.conversations, 5000).map((raw) => ({ ...clean(raw), id: newId() }));
 
-/** Whether title and texts have all words. */
 export function matches({ title, nodes }, words) {
   const all = [title, ...nodes.map(({ text }) => text)].join("\n").toLowerCase();
   return words.toLowerCase().split(/\s+/).every((word) => all.includes(word));
