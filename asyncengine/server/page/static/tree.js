@@ -34,18 +34,18 @@ export const ground = (chat) => path(chat).findLast(({ role, end }) => role !== 
 export const isEmpty = ({ text, reasoning, calls }) => !text && !reasoning && !calls.length;
 
 /** Takes in a choice of a stream. Whether it had any output. */
-export function take(node, { delta = {}, text, finish_reason: end }) {
-  const said = delta.content ?? text ?? "", thought = delta.reasoning_content ?? delta.reasoning ?? "";
+export function take(node, { delta = {}, text = "", finish_reason }) {
+  const said = delta.content ?? text, thought = delta.reasoning_content ?? delta.reasoning ?? "", calls = delta.tool_calls ?? [];
   node.text += said;
   node.reasoning += thought;
-  for (const { index, function: part } of delta.tool_calls ?? []) {
+  for (const { index, function: part } of calls) {
     let call = node.calls.find((other) => other.index === index);
     if (!call) node.calls.push(call = { index, name: "", args: "" });
     call.name += part?.name ?? "";
     call.args += part?.arguments ?? "";
   }
-  node.end = end || node.end;
-  return Boolean(said || thought || delta.tool_calls?.length);
+  node.end = finish_reason || node.end;
+  return Boolean(said || thought || calls.length);
 }
 
 /** What a reader would not see of an answer's end. */
@@ -70,8 +70,8 @@ export function pretty(json) {
   let depth = 0;
   const line = (by) => `\n${"  ".repeat(depth += by)}`;
   return json.replace(/"(?:[^"\\]|\\.)*"|\s+|\{\s*\}|\[\s*\]|[{}[\],:]/g, (part) => {
-    if (part === "{" || part === "[") return part + line(1);
-    if (part === "}" || part === "]") return line(-1) + part;
+    if ("{[".includes(part)) return part + line(1);
+    if ("}]".includes(part)) return line(-1) + part;
     if (part === ",") return part + line(0);
     return part === ":" ? ": " : part[0] === '"' ? part : part.replace(/\s/g, "");
   });
