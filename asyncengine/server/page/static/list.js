@@ -64,8 +64,11 @@ async function load([file]) {
 }
 
 export function open() {
+  if (!dialog.open) {
+    find.value = $("list-note").textContent = "";
+    dialog.showModal();
+  }
   show();
-  if (!dialog.open) dialog.showModal();
   find.focus();
 }
 
@@ -75,6 +78,5 @@ export function setUp() {
   on("export", "click", save);
   on("choose-import", "click", () => $("import").click());
   on("import", "change", () => load($("import").files));
-  on("list", "close", () => { find.value = $("list-note").textContent = ""; });
   store.onChange(() => { if (dialog.open) show(); });
 }
