@@ -263,13 +263,22 @@ async def test_conversations_are_kept_found_renamed_deleted_and_moved(chromium: 
         assert await page.js(titles) == ["About bears"]
         assert await page.js(SHOWN) == []
         bad = '{"conversations": [{}]}'
-        for content, words in {text: "2 imported", "[": "Nothing is imported", bad: "Nothing is imported"}.items():
+        tags = "<img src=x onerror=window.hacked=1>"
+        turn = {"id": "__proto__", "parent": "", "role": "assistant", "text": tags, "figures": tags}
+        turn["calls"] = [{"name": tags, "args": tags}]
+        hostile = json.dumps({"conversations": [{"id": "x", "title": tags, "tip": "__proto__", "nodes": [turn]}]})
+        none = "Nothing is imported"
+        for content, words in {text: "2 imported", "[": none, bad: none, hostile: "1 imported"}.items():
             file.write_text(content)
             root = (await page.call("DOM.getDocument"))["root"]["nodeId"]
             field = (await page.call("DOM.querySelector", nodeId=root, selector="#import"))["nodeId"]
             await page.call("DOM.setFileInputFiles", files=[str(file)], nodeId=field)
             await page.wait_for(f"document.getElementById('list-note').textContent.includes({words!r})")
-        assert sorted(await page.js(titles)) == ["About bears", "About bears", "Red ones"]
+        assert sorted(await page.js(titles)) == [tags, "About bears", "About bears", "Red ones"]
+        await page.js("document.querySelector('#chats li:last-child button').click()")  # it has no time
+        assert tags in await page.js("document.querySelector('.message').innerText")
+        assert await page.js("document.querySelector('#transcript img') === null && window.hacked === undefined")
+        await page.js("document.getElementById('open-list').click()")
         chats = "[...document.querySelectorAll('#chats button')]"
         await page.js(f"{chats}.find((b) => b.innerText.includes('Red')).click()")
         await page.call("Page.reload")

@@ -7,15 +7,15 @@ import * as tree from "./tree.js";
 
 const input = $("input"), scroll = $("scroll");
 const STARTERS = {
-  chat: ["Tell me a story about a fox.", "What is a KV cache? Two sentences.", "Write a haiku about an event loop."],
-  small: ["Tell me a story about a fox.", "Write a story about a lighthouse.", "Tell me a tale of two friends."],
-  text: ["Once upon a time", "The first rule of programming is", "Dear diary,"],
+  chat: ["What is a KV cache? Two sentences.", "Write a haiku about an event loop."],
+  small: ["Tell me a story about a fox.", "Tell me a tale of two friends."],
+  text: ["Once upon a time", "Dear diary,"],
   tokens: [],
 };
-const SMALL = 50e6, TEXT_TOKENS = 200, OPEN = "asyncengine.open";
+const TEXT_TOKENS = 200, OPEN = "asyncengine.open";
 
-let model = { name: "", talks: "chat", max_model_len: 0, num_parameters: 0 };
-let chat = tree.create(settings.values());
+let model = { name: "", talks: "chat" };
+export let chat = tree.create(settings.values());
 let shown = [];  // views of the turns
 let running = null;  // the AbortController of the answer under way, with its node
 let editing = null;  // {node, draft}: what the next message replaces, and what the field had before
@@ -25,8 +25,8 @@ const talksChat = () => model.talks === "chat";
 
 function setModel(news) {
   model = news;
-  const small = model.num_parameters > 0 && model.num_parameters < SMALL;  // parameters
-  $("welcome-title").textContent = talksChat() ? `Chat with ${model.name}.` : `${model.name} continues your text.`;
+  const { name, num_parameters: size } = model, small = size > 0 && size < 50e6;
+  $("welcome-title").textContent = talksChat() ? `Chat with ${name}.` : `${name} continues your text.`;
   $("welcome-text").textContent = model.talks === "tokens"
     ? "This server has no tokenizer. Its API takes and gives token ids."
     : `${small ? "A very small model that writes little stories. " : ""}Write below, or begin with one of these:`;
@@ -61,7 +61,7 @@ function update() {
   });
   $("welcome").hidden = shown.length > 0;
   $("new-chat").disabled = !shown.length;
-  $("send").hidden = Boolean(running);
+  $("send").hidden = !!running;
   $("stop").hidden = !running;
   $("editing").hidden = !editing;
 }
@@ -188,8 +188,8 @@ function fail(error, parent) {
   failure = error;
   const full = /^(context_length|kv_capacity)_exceeded$/.test(error.code);
   const leave = button("Leave out the oldest turns", () => { leave.disabled = true; leaveOut(error, parent); });
-  const retry = button("Retry", () => answer(parent));
-  notice(`${full ? "The conversation is longer than the model's context. " : ""}${error.message}`, ...(full ? [leave] : []), retry);
+  const before = full ? ["The conversation is longer than the model's context. "] : [], after = full ? [leave] : [];
+  notice(...before, error.message, ...after, button("Retry", () => answer(parent)));
   if (error.status === 401) settings.openForKey();
 }
 
@@ -237,12 +237,9 @@ function grow() {  // where field-sizing is not known
   input.style.height = `${input.scrollHeight}px`;
 }
 
-/** Unless that brings up a keyboard over the page. */
-export function focus() {
-  if (!matchMedia("(pointer: coarse)").matches) input.focus();
+function focus() {
+  if (!matchMedia("(pointer: coarse)").matches) input.focus();  // that would bring up a keyboard over the page
 }
-
-export const openId = () => chat.id;
 
 export function open(other) {
   document.querySelector("dialog[open]")?.close();
@@ -255,12 +252,6 @@ export function open(other) {
   store.remember("sessionStorage", OPEN, chat.id);
   toEnd();
   focus();
-}
-
-export function rename(other, title) {
-  const what = other.id === chat.id ? chat : other;
-  what.title = title;
-  store.save(what, what.time);
 }
 
 export function escape() {
@@ -300,6 +291,7 @@ export function setUp() {
   chat = store.get(store.recall("sessionStorage", OPEN)) ?? chat;
   settings.fill(chat.settings);
   update();
+  focus();
 }
 
 /** What the server says of its model. Throws ApiError. */

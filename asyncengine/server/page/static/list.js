@@ -1,5 +1,5 @@
 // The list of conversations: find, open, rename, delete, export and import.
-import * as chat from "./chat.js";
+import { chat, open as openChat } from "./chat.js";
 import { $, button, make, on } from "./message.js";
 import * as store from "./store.js";
 import { matches, read } from "./tree.js";
@@ -22,22 +22,23 @@ function show(again = true) {
 
 function item(one) {
   const title = one.title || "Without a title", time = new Date(one.time).toLocaleString("en", { dateStyle: "medium", timeStyle: "short" });
-  const name = button("", () => chat.open(one));
+  const name = button("", () => openChat(one));
   name.append(make("span", "", title), make("time", "", time));
-  if (one.id === chat.openId()) name.ariaCurrent = "true";
+  if (one.id === chat.id) name.ariaCurrent = "true";
   return make("li", "", name, button("✎", () => rename(one), `Rename ${title}`), button("✕", () => remove(one), `Delete ${title}`));
 }
 
 function rename(one) {
-  const title = prompt("Title", one.title)?.trim().slice(0, 200);
-  if (title) chat.rename(one, title);
+  const what = one.id === chat.id ? chat : one;
+  what.title = prompt("Title", one.title)?.trim().slice(0, 200) || one.title;
+  store.save(what, what.time);
   open();
 }
 
 function remove(one) {
   if (!confirm(`Delete “${one.title}”?`)) return;
   store.remove(one.id);
-  if (one.id === chat.openId()) chat.open();
+  if (one.id === chat.id) openChat();
   open();
 }
 

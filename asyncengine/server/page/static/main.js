@@ -15,9 +15,8 @@ const STATES = {
 let model = null, state = "loading", retry = 0, tried;
 
 function size(parameters) {
-  if (!parameters) return "";
-  const unit = parameters >= 1e9 ? [1e9, "B"] : [1e6, "M"];
-  return `${Number((parameters / unit[0]).toPrecision(3))} ${unit[1]} parameters`;
+  const [unit, name] = parameters >= 1e9 ? [1e9, "B"] : [1e6, "M"];
+  return parameters && `${Number((parameters / unit).toPrecision(3))} ${name} parameters`;
 }
 
 function show() {
@@ -49,7 +48,7 @@ async function meet() {
     if (state === "locked" && !$("settings").open) settings.openForKey();
   }
   show();
-  if (state === "loading" || state === "gone") retry = setTimeout(meet, RETRY_MS);
+  if (/loading|gone/.test(state)) retry = setTimeout(meet, RETRY_MS);
 }
 
 function view(name) {
@@ -78,4 +77,3 @@ list.setUp();
 engine.setUp(setHealth);
 meet();
 exists("docs").then((served) => { $("docs").hidden = !served; });
-chat.focus();

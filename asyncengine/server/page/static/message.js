@@ -32,7 +32,7 @@ export function show(view, busy, plain) {
   if (node.role === "user") body.textContent = node.text;
   else if (plain) {
     body.classList.add("plain");
-    (body.firstChild ?? body.appendChild(make("span"))).textContent = node.text;
+    body.replaceChildren(make("span", "", node.text));
   } else render(body, node.text);
   if (node.role === "user") return;
   if (node.reasoning) showReasoning(view, busy);

@@ -109,13 +109,12 @@ function check(value, right, problem) {
   return value;
 }
 
-const string = (value, most = 4e6) =>
-  check(value, typeof value === "string" && value.length <= most, "a text is missing or too long");
-const list = (value, most) => check(value, Array.isArray(value) && value.length <= most, "a list is missing or too long");
+const string = (value, most = 4e6) => check(value, typeof value === "string" && value.length <= most, "a text is wrong");
+const list = (value, most) => check(value, Array.isArray(value) && value.length <= most, "a list is wrong");
 
 function cleanNode({ id, parent, role, text, reasoning = "", calls = [], end = "", figures = "", seconds, unsent }, known) {
   check(role, role === "user" || role === "assistant", "a role is unknown");
-  check(id, !known.has(string(id, 99)) && known.has(parent), "its turns do not follow each other");
+  check(id, !known.has(string(id, 99)) && known.has(parent), "a turn follows none");
   known.add(id);
   return {
     id, parent, role, text: string(text), reasoning: string(reasoning), end: string(end, 99), figures: string(figures, 999),
@@ -130,7 +129,7 @@ export function clean({ id, title, time, tip, settings, nodes }) {
   const chat = { id: string(id, 99), title: string(title, 999), time: Number(time) || 0, tip: string(tip, 99), settings: {} };
   for (const name of FIELDS) chat.settings[name] = string(settings?.[name] ?? "");
   chat.nodes = list(nodes, 10_000).map((node) => cleanNode(node, known));
-  return check(chat, known.has(tip), "its last turn is missing");
+  return check(chat, known.has(tip), "a turn is missing");
 }
 
 /** The conversations of a file, under new ids. Throws an Error. */
