@@ -28,7 +28,8 @@ FILES = {
         f"/page/{name}": name
         for name in (
             "page.css", "icon.svg",
-            "main.js", "api.js", "chat.js", "markdown.js", "settings.js", "engine.js", "draw.js", "strip.js",
+            "main.js", "api.js", "chat.js", "tree.js", "store.js", "message.js", "list.js", "settings.js",
+            "markdown.js", "engine.js", "draw.js", "strip.js",
         )
     },
 }  # fmt: skip
