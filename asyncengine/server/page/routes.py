@@ -29,6 +29,7 @@ FILES = {
         for name in (
             "page.css", "icon.svg",
             "main.js", "api.js", "chat.js", "markdown.js", "settings.js", "engine.js", "draw.js", "strip.js",
+            "highlight.js", "math.js",
         )
     },
 }  # fmt: skip
