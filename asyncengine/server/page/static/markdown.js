@@ -362,9 +362,9 @@ function link(text, at, depth) {
 }
 
 function bareLink(text, at) {
-  let address = /^[^\s<>"'`]+/.exec(text.slice(at, at + 2048))[0].replace(/[.,;:!?\]*_]+$/, "");
-  while (address.endsWith(")") && !address.includes("(")) address = address.slice(0, -1).replace(/[.,;:!?\]*_]+$/, "");
-  return anchored(address, address, at + address.length);
+  const [address] = /^(?:[^\s<>"'`()]|\([^\s<>"'`()]*\))+/.exec(text.slice(at, at + 2048));
+  const end = address.replace(/[.,;:!?\]*_]+$/, "");
+  return anchored(end, end, at + end.length);
 }
 
 /** A link around a text; null for an address that is none of the web or of mail. */
