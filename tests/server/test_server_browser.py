@@ -212,6 +212,43 @@ async def test_markdown(chromium: str) -> None:
         assert await page.js(quick) < 10_000
 
 
+async def test_docs_send_requests(chromium: str) -> None:
+    engine = FakeEngine("<b>One</b> word. ", step_s=0.01, max_model_len=100_000)
+    route = "document.getElementById('post_v1_chat_completions')"
+    told = f"{route}.querySelector('.told').textContent"
+    async with serving(engine, api_key="it's", served_model_name="a") as site, tab(chromium) as page:
+        await page.open(f"{site.url}/docs#post_v1_chat_completions")
+        await page.wait_for("document.activeElement.id === 'key'")
+        await page.type("it's")
+        await page.press("Enter", ENTER)
+        await page.wait_for(f"{route}?.open && !!{route}.querySelector('form')")
+        await page.js(f"{route}.querySelector('form button').click()")
+        await page.wait_for(f"{told}.includes('whole after')")
+        assert (await page.js(told)).startswith("200 OK, headers after")
+        assert await page.js(f"{route}.querySelector('details').textContent.includes('text/event-stream')")
+        answer = f"{route}.querySelector('form > .answer:last-child').textContent"
+        assert "[DONE]" in await page.js(answer)
+        body = f"{route}.querySelector('textarea')"
+        await page.js(f"{body}.value = {body}.value.replace('64', '5000').replace('a fox', \"a fox's <i>\")")
+        await page.js(f"{route}.querySelector('form button').click()")
+        await page.wait_for(f"{answer}.includes('delta') && {told}.endsWith('…')")  # as it comes
+        await page.js(f"[...{route}.querySelectorAll('button')][1].click()")
+        await page.wait_for(f"{told}.includes('stopped after')")
+        await engine.wait_for(open=0, aborted=1)
+        await page.js(f"[...{route}.querySelectorAll('button')][2].click()")
+        line = await page.js(f"{route}.querySelector('.answer').textContent")
+        assert "a fox'\\''s <i>" in line
+        assert '-H "Authorization: Bearer $ASYNCENGINE_API_KEY"' in line
+        await page.js("document.getElementById('get_v1_models').open = true")
+        models = "document.querySelector('#get_v1_models form > .answer:last-child')"
+        await page.wait_for(f"!!{models}")
+        await page.js("document.querySelector('#get_v1_models form button').click()")
+        await page.wait_for(f"{models}.textContent.includes('\\n  ')")  # in lines
+        assert await page.js("document.querySelectorAll('main b, main i').length") == 0
+        assert await page.js('localStorage.length === 0 && Object.values(sessionStorage).includes("it\'s")')
+        assert [text for text in page.complaints if "401" not in text] == []
+
+
 async def test_a_key_is_asked_for_and_kept(chromium: str) -> None:
     engine = FakeEngine("Yes.", ends=True)
     async with serving(engine, api_key="secret") as site, opened(chromium, site, "401") as page:
@@ -255,6 +292,8 @@ async def test_a_narrow_screen_and_who_pays_for_looking(chromium: str) -> None:
         assert await page.js(asked) == 0  # the engine's view is not shown
         await page.click("#show-engine")
         await page.wait_for(f"{asked} > 1")
+        await page.wait_for("document.getElementById('overlap').textContent.startsWith('Idle.')")
+        assert await page.js("['work', 'freeze'].every((id) => document.getElementById(id).offsetHeight >= 44)")
         assert await page.js(fits)
         assert await page.js("document.getElementById('show-engine').getAttribute('aria-pressed')") == "true"
         await page.js("Object.defineProperty(document, 'visibilityState', { value: 'hidden', configurable: true })")
