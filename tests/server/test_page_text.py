@@ -44,11 +44,13 @@ ALIGNED = """| a | b | c | `x|y` |
 | 2 | **b** | $x$ | 4 | 5 |"""
 LINK = 'rel="noopener noreferrer nofollow" target="_blank"'
 MARKDOWN = {
-    ALIGNED: '<div class="wide" tabindex="0"><table><thead><tr><th class="left">a</th><th class="center">b</th>'
-    '<th class="right">c</th><th><code>x|y</code></th></tr></thead><tbody><tr><td class="left">1</td>'
-    '<td class="center">|</td><td class="right"><code>p|q</code></td><td></td></tr><tr><td class="left">2</td>'
+    ALIGNED: '<div class="wide" tabindex="0"><table><thead><tr><th>a</th><th class="center">b</th>'
+    '<th class="right">c</th><th><code>x|y</code></th></tr></thead><tbody><tr><td>1</td>'
+    '<td class="center">|</td><td class="right"><code>p|q</code></td><td></td></tr><tr><td>2</td>'
     '<td class="center"><strong>b</strong></td><td class="right"><math><mi>x</mi></math></td><td>4</td></tr></tbody>'
     "</table></div>",
+    "See:\n| a |\n|-|": '<p>See:</p><div class="wide" tabindex="0"><table><thead><tr><th>a</th></tr></thead>'
+    "<tbody></tbody></table></div>",
     "a | b\n---": "<p>a | b</p><hr>",
     "- [ ] a\n- [x] *b*\n  - c": '<ul><li><label class="task"><input type="checkbox" disabled="">a</label></li>'
     '<li><label class="task"><input type="checkbox" disabled="" checked=""><em>b</em></label>'
@@ -103,7 +105,10 @@ HOSTILE = [
 def test_hostile_text_costs_as_much_as_it_is_long(folder: Path) -> None:
     size = 20_000
     texts = [each * (size // len(each)) for each in HOSTILE]
-    for each, (made, _) in zip(HOSTILE, run(folder, [{"kind": "size", "text": text} for text in texts]), strict=True):
+    texts.append("|a" * 3000 + "\n" + "|-" * 3000 + "\n" + "|\n" * 3000)
+    for each, (made, _) in zip(
+        [*HOSTILE, "wide"], run(folder, [{"kind": "size", "text": text} for text in texts]), strict=True
+    ):
         assert made < STEPS_A_CHARACTER * size, each
 
 

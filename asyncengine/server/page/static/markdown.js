@@ -34,7 +34,7 @@ const BULLET = /^( {0,3})([-*+])( {1,4})(?=\S)/;
 const NUMBER = /^( {0,3})(\d{1,9})[.)]( {1,4})(?=\S)/;
 const DIVIDER = /^[|:\s-]*-[|:\s-]*$/;
 const FORMULA = /^ *(\$\$|\\\[)/;
-const MOST_NESTING = 8, MOST_LINES = 200;  // levels; lines of a formula
+const MOST_NESTING = 8, MOST_LINES = 200, MOST_MISSING = 50;  // levels; lines of a formula; cells that a row lacks
 
 function split(lines) {
   const blocks = [];
@@ -51,15 +51,14 @@ function split(lines) {
 function take(lines, i) {
   const line = lines[i];
   const upTo = (ends, from = i + 1) => {
-    while (from < lines.length && !ends(lines[from])) ++from;
+    while (from < lines.length && !ends(lines[from], from)) ++from;
     return from;
   };
   let match = FENCE.exec(line);
   if (match) {
     const close = new RegExp(`^ *${match[1]}${match[1][0]}*\\s*$`), end = upTo((l) => close.test(l));
-    const indent = new RegExp(`^ {0,${leading(line)}}`);
-    return [{ kind: "code", info: match[2].trim().split(/\s/)[0], lines: lines.slice(i + 1, end).map((l) => l.replace(indent, "")) },
-      Math.min(end + 1, lines.length)];
+    const inside = lines.slice(i + 1, end).map((l) => l.slice(Math.min(leading(l), leading(line))));
+    return [{ kind: "code", info: match[2].trim().split(/\s/)[0], lines: inside }, end + 1];
   }
   match = HEADING.exec(line);
   if (match) return [{ kind: `h${match[1].length}`, lines: [(match[2] ?? "").trim().replace(/(^|\s)#+$/, "")] }, i + 1];
@@ -76,7 +75,7 @@ function take(lines, i) {
     const end = upTo((l) => !l.includes("|"));
     return [{ kind: "table", lines: lines.slice(i, end) }, end];
   }
-  const end = upTo((l) => !l.trim() || interrupts(l));
+  const end = upTo((l, at) => !l.trim() || interrupts(l) || isTable(lines, at));
   return [{ kind: "p", lines: lines.slice(i, end) }, end];
 }
 
@@ -87,9 +86,9 @@ const leading = (line) => line.length - line.trimStart().length;
 function isTable(lines, i) {
   const [head, divider, more] = lines.slice(i, i + 3);
   if (!head.includes("|")) return false;
-  const width = cells(head).length, grows = more === undefined && head.trim()[0] === "|" && width > 1;
-  if (divider === undefined) return grows;
-  return DIVIDER.test(divider) && cells(divider).length === width || (grows && /^[|:\s-]*$/.test(divider));
+  const width = cells(head).length;
+  return DIVIDER.test(divider) && cells(divider).length === width ||
+    more === undefined && head.trim()[0] === "|" && width > 1 && /^[|:\s-]*$/.test(divider ?? "");
 }
 
 /** A formula in lines of its own. One that has not ended yet, at the end of what has come so far, shows its TeX. */
@@ -127,6 +126,11 @@ function make(tag, className, ...children) {
   return node;
 }
 
+function fill(node, children) {  // of which there may be more than a call has arguments
+  for (const child of children) node.append(child);
+  return node;
+}
+
 /** A box that scrolls what is wider than the page, by the keyboard too. */
 function wide(tag, className, ...children) {
   const node = make(tag, className, ...children);
@@ -140,17 +144,14 @@ function element(block, depth) {
   if (kind === "table") return wide("div", "wide", table(lines));
   if (kind === "formula") return wide("div", "wide", info ? formula(text, true) : make("code", "", text));
   if (kind === "ul" || kind === "ol") return list(block, depth);
-  const node = make(kind);
-  if (kind === "blockquote") append(node, lines, depth);
-  else inline(node, lines.map((line) => line.trim()).join("\n"), 0);
-  return node;
+  if (kind === "blockquote") return append(make(kind), lines, depth);
+  return inline(make(kind), lines.map((line) => line.trim()).join("\n"));
 }
 
 const formula = (tex, display) => math(tex, display) ?? make("code", "", tex);
 
 function append(node, lines, depth, blocks = split(lines)) {
-  if (depth >= MOST_NESTING) node.append(lines.join("\n"));
-  else for (const block of blocks) node.append(element(block, depth + 1));
+  return fill(node, depth < MOST_NESTING ? blocks.map((block) => element(block, depth + 1)) : [lines.join("\n")]);
 }
 
 function list({ kind, info, lines }, depth) {
@@ -170,7 +171,7 @@ function list({ kind, info, lines }, depth) {
     if (task) inside[0] = inside[0].slice(task[0].length);
     const blocks = split(inside);
     if (blocks[0]?.kind === "p" && (task || !inside.includes(""))) {  // a tight list has no paragraphs
-      inline(task ? li.appendChild(checkbox(task[1])) : li, blocks.shift().lines.join("\n"), 0);
+      inline(task ? li.appendChild(checkbox(task[1])) : li, blocks.shift().lines.join("\n"));
     }
     append(li, inside, depth, blocks);
   }
@@ -197,14 +198,11 @@ function cells(line) {
 }
 
 function table([head, divider = "", ...rows]) {
-  const columns = cells(divider).map((cell) => ["", "left", "right", "center"][cell.startsWith(":") + 2 * (cell.length > 1 && cell.endsWith(":"))]);
+  const columns = cells(divider).map((cell) => (!/.:$/.test(cell) ? "" : cell[0] === ":" ? "center" : "right"));
   const titles = cells(head);
-  const row = (texts, tag) => make("tr", "", ...titles.map((_, i) => {
-    const cell = make(tag, columns[i]);
-    inline(cell, texts[i] ?? "", 0);
-    return cell;
-  }));
-  return make("table", "", make("thead", "", row(titles, "th")), make("tbody", "", ...rows.map((line) => row(cells(line), "td"))));
+  const row = (tag, texts) => fill(make("tr"), titles.slice(0, Math.max(texts.length, MOST_MISSING))
+    .map((_, i) => inline(make(tag, columns[i]), texts[i] ?? "")));
+  return make("table", "", make("thead", "", row("th", titles)), fill(make("tbody"), rows.map((line) => row("td", cells(line)))));
 }
 
 function codeBlock(info, text) {
@@ -243,7 +241,7 @@ const SPECIAL = /[\\`*_~[\n!<$]|https?:\/\//g;
 const WORD = /[\p{L}\p{N}]/u, SIGN = /[\p{P}\p{S}]/u;
 
 /** Appends text with emphasis, code, formulas and links to `node`. */
-function inline(node, text, depth) {
+function inline(node, text, depth = 0) {
   const find = new RegExp(SPECIAL);
   const missing = new Set();  // closers that do not come any more
   const open = [{ node }];  // what has begun: the innermost is last
@@ -262,6 +260,7 @@ function inline(node, text, depth) {
   }
   if (from < text.length) add(text.slice(from));
   give(open, 1);
+  return node;
 }
 
 /** Closes all but `size` of what is open as the plain text that it was. */
@@ -308,10 +307,10 @@ function special(text, at, depth, missing) {
     const tex = between(next === "(" ? "\\)" : "\\]", 2);
     if (tex) return { node: formula(tex, next === "["), end: at + tex.length + 4 };
   }
-  if (c === "\\") return next === "\n" ? { node: make("br"), end: at + 2 } : /[!-/:-@[-`{-~]/.test(next) ? { node: next, end: at + 2 } : null;
+  if (c === "\\") return /[\n!-/:-@[-`{-~]/.test(next) ? { node: next === "\n" ? make("br") : next, end: at + 2 } : null;
   if (c === "`") {
-    const length = codeLength(text, at, missing), size = /^`+/.exec(text.slice(at, at + length))[0].length;
-    return { node: length > size ? make("code", "", text.slice(at + size, at + length - size).replaceAll("\n", " ").trim()) : text.slice(at, at + size), end: at + length };
+    const end = at + codeLength(text, at, missing), [, inside] = /^`+([^`][^]*?)`+$/.exec(text.slice(at, end)) ?? [];
+    return { node: inside ? make("code", "", inside.replaceAll("\n", " ").trim()) : text.slice(at, end), end };
   }
   if (c === "$") {
     const size = next === "$" ? 2 : 1, tex = between("$".repeat(size), size), end = at + tex.length + 2 * size;
