@@ -4,14 +4,15 @@ const LONGEST = 40_000;  // characters; longer code stays plain
 const KINDS = ["comment", "name", "string", "keyword", "number", ""];
 
 const BOTH = /"(?:[^"\\\n]|\\.)*"?|'(?:[^'\\\n]|\\.)*'?/, LINES = /"(?:[^"\\]|\\[^])*"?|'(?:[^'\\]|\\[^])*'?/;
-const HASH = /(?<!\S)#.*/, BLOCK = /\/\*[^]*?(?:\*\/|$(?![^]))/, NONE = /(?!)/;
+const HASH = /(?<!\S)#.*/, NONE = /(?!)/, BLOCK = /\/\*[^]*?(?:\*\/|$(?![^]))/;  // to the end of all, where m has $ for that of lines
+const either = (...forms) => new RegExp(forms.map((form) => form.source).join("|"));
 /** Of each: its names, its comments, names and strings, and its keywords or what looks like them. */
 const LANGUAGES = [
   ["python py python3", HASH, /@[\w.]+/, /[rbfu]{0,2}(?:"""[^]*?(?:"""|$(?![^]))|'''[^]*?(?:'''|$(?![^]))|"(?:[^"\\\n]|\\.)*"?|'(?:[^'\\\n]|\\.)*'?)/,
     "and as assert async await break class continue def del elif else except finally for from global if import in is lambda " +
     "not or pass raise return try while with yield None True False self"],
   ["javascript js jsx typescript ts tsx json c h cpp c++ cuda cu csharp cs java kotlin go golang rust rs swift",
-    /\/\/.*|\/\*[^]*?(?:\*\/|$(?![^]))/, /(?<!\\)"(?:[^"\\\n]|\\.)*"(?=\s*:)|[@#]\w+|\w+!(?=[([{])|__\w+__/,
+    either(/\/\/.*/, BLOCK), /(?<!\\)"(?:[^"\\\n]|\\.)*"(?=\s*:)|[@#]\w+|\w+!(?=[([{])|__\w+__/,
     /"(?:[^"\\\n]|\\.)*"?|(?<!\\)'(?:[^'\\\n]|\\.)*'(?!\w)|`(?:[^`\\]|\\[^])*`?/,  // Rust's 'a is no string
     "if else for while do break continue return switch case default const static struct enum import true false try catch throw " +
     "class public private protected new this int float double char bool boolean void long short unsigned interface let var " +
@@ -21,7 +22,7 @@ const LANGUAGES = [
     "abstract implements throws val"],
   ["bash sh shell zsh console", HASH, /\$(?:\w+|\{[^}\n]*\}?)/, LINES,
     "if then elif else fi for in do done while case esac function return exit local export echo cd set source sudo"],
-  ["sql", /--.*|\/\*[^]*?(?:\*\/|$(?![^]))/, NONE, LINES,
+  ["sql", either(/--.*/, BLOCK), NONE, LINES,
     "select from where and or not in is null as join left right inner outer on group by order having limit insert into values " +
     "update set delete create table index drop alter primary key references distinct union all case when then else end between like with asc desc"],
   ["html xml svg", /<!--[^]*?(?:-->|$(?![^]))/, /(?<![\w:-])[\w:-]+(?==["'])/, /(?<==)(?:"[^"]*"?|'[^']*'?)/, /<\/?[\w:-]+|\/?>/],

@@ -17,7 +17,7 @@ const SPACES = { ",": ".17em", ":": ".22em", ";": ".28em", "!": "-.17em", " ": "
 const FENCES = { p: "()", b: "[]", B: "{}", v: "||", V: "‖‖", cases: "{." };
 const LIMITED = words("lim max min sup inf limsup liminf argmax argmin det gcd Pr");
 const FUNCTIONS = words("arccos arcsin arctan arg cos cosh cot csc deg dim exp ker lg ln log sec sin sinh tan tanh");
-const SIZES = { big: "1.2em", Big: "1.8em", bigg: "2.4em", Bigg: "3em" };
+const SIZES = words("big Big bigg Bigg");
 /** Code points of A and of 0, and the letters that Unicode has elsewhere. */
 const FONTS = {
   bb: [0x1d538, 0x1d7d8, "CℂHℍNℕPℙQℚRℝZℤ"], cal: [0x1d49c, 0, "BℬEℰFℱHℋIℐLℒMℳRℛeℯgℊoℴ"], frak: [0x1d504, 0, "CℭHℌIℑRℜZℨ"],
@@ -57,9 +57,8 @@ export function math(tex, display) {
   try {
     const all = rows();
     return make("math", [all[0][1] || all[1] ? grid(all, "align") : all[0][0]], display ? { display: "block" } : {});
-  } catch (error) {
-    if (error instanceof SyntaxError) return null;
-    throw error;
+  } catch {
+    return null;
   }
 }
 
@@ -71,7 +70,7 @@ function peek() {
 const ends = (token) => [undefined, "}", "&", "\\\\", "\\right", "\\end"].includes(token);
 
 function take(wanted = peek()) {
-  if (peek() !== wanted || wanted === undefined) throw new SyntaxError(`${wanted} is missing`);
+  if (peek() !== wanted || wanted === undefined) throw SyntaxError();
   return tokens[at++];
 }
 
@@ -80,15 +79,15 @@ function rows(end) {
   const all = [[]];
   for (;;) {
     all.at(-1).push(row());
-    const token = peek();
-    ++at;
-    if (token === "\\\\") {
+    if (peek() === end) break;
+    if (peek() !== "&") {
+      take("\\\\");
       if (tokens[at] === "[") raw("[", "]");
+      if (peek() === end) break;
       all.push([]);
-    } else if (token === end) break;
-    else if (token !== "&") throw new SyntaxError(`${end} is missing`);
+    } else ++at;
   }
-  if (all.at(-1).length < 2 && !all.at(-1)[0].textContent) all.length > 1 && all.pop();
+  ++at;
   return all;
 }
 
@@ -117,7 +116,7 @@ function scripted() {
 /** A group, a command with its arguments, or a character; `whole`: of a number all digits. */
 function atom(whole) {
   let token = take(), node;
-  if (++depth > DEEPEST || ends(token)) throw new SyntaxError("nothing, or too much");
+  if (++depth > DEEPEST || ends(token)) throw SyntaxError();
   if (!whole && /^\d./.test(token)) {
     tokens[--at] = token.slice(1);
     token = token[0];
@@ -147,7 +146,7 @@ function raw(open = "{", close = "}") {
   take(open);
   const from = at;
   for (let level = 1; level; ++at) {
-    if (at >= tokens.length) throw new SyntaxError(`${close} is missing`);
+    if (at >= tokens.length) throw SyntaxError();
     level += tokens[at] === open ? 1 : tokens[at] === close ? -1 : 0;
   }
   return tokens.slice(from, at - 1).join("");
@@ -200,7 +199,7 @@ const COMMANDS = {
 };
 
 function command(name) {
-  const own = (table) => Object.hasOwn(table, name) && table[name], size = SIZES[name.replace(/[lrm]$/, "")];
+  const own = (table) => Object.hasOwn(table, name), size = SIZES.indexOf(name.replace(/[lrm]$/, ""));
   if (own(COMMANDS)) return COMMANDS[name]();
   if (own(SPACES)) return space(SPACES[name]);
   if (/^[^a-z]/i.test(name)) return symbol(name === "|" ? "‖" : name);
@@ -214,7 +213,7 @@ function command(name) {
     const mark = mo(ACCENTS.get(name), { stretchy: /^(over|under|wide)/.test(name) });
     return loud(make(name[0] === "u" ? "munder" : "mover", [atom(), mark], { accent: true }));
   }
-  if (size) return fence(delimiter(), { minsize: size, maxsize: size });
+  if (size >= 0) return fence(delimiter(), { minsize: `${1.2 + 0.6 * size}em`, maxsize: `${1.2 + 0.6 * size}em` });
   const [, style] = /^(?:math|text|bold)(bb|cal|scr|frak|bf|sf|tt|rm|it|symbol)$/.exec(name) ?? [];
   if (!style) return make("mtext", [`\\${name}`]);
   const before = font;
