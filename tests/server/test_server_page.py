@@ -35,7 +35,7 @@ async def test_files_are_public_and_cannot_do_harm() -> None:
             assert "unsafe" not in reply.headers["Content-Security-Policy"]
             head = await site.request("HEAD", path)
             assert (head.status, head.body) == (200, b"")
-            assert head.headers["Content-Length"] == str(len(reply.body))
+            assert head.headers["Content-Length"] == reply.headers["Content-Length"]
         for path in ("/page/stats", "/page/model", "/page/nothing.js", "/page/../app.py", "/page/routes.py"):
             assert (await site.get(path)).status == 401
         assert (await site.get("/page/nothing.js", headers=WITH_KEY)).status == 404
@@ -71,8 +71,21 @@ def test_nothing_turns_text_into_elements() -> None:
         )
 
 
-def test_the_page_stays_small() -> None:
-    assert sum(path.stat().st_size for path in FILES.iterdir()) <= 90_000
+async def test_files_travel_compressed_and_the_page_stays_small() -> None:
+    async with serving(FakeEngine()) as site:
+        total = 0
+        for path, name in routes.FILES.items():
+            plain = await site.get(path, headers={"Accept-Encoding": "br, gzip;q=0"})
+            assert "Content-Encoding" not in plain.headers
+            reply = await site.get(path, headers={"Accept-Encoding": "gzip, deflate, br"})
+            assert (reply.headers["Content-Encoding"], reply.headers["Vary"]) == ("gzip", "Accept-Encoding")
+            assert reply.body == plain.body == (FILES / name).read_bytes()  # the client has unpacked the first
+            again = await site.get(path, headers={"Accept-Encoding": "gzip", "If-None-Match": reply.headers["ETag"]})
+            assert (again.status, again.body) == (304, b"")
+            assert reply.headers["ETag"] != plain.headers["ETag"]
+            total += int(reply.headers["Content-Length"])
+        assert total <= 50_000
+    assert sum(path.stat().st_size for path in FILES.iterdir()) <= 110_000
 
 
 def test_what_is_looked_up_by_id_is_there() -> None:
