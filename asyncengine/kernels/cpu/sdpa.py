@@ -1,6 +1,6 @@
 """Attention of prompts by torch's scaled_dot_product_attention, over the paged KV cache.
 
-Faster than the native kernel on long prompts. How a prompt is cut into chunks may change its last bits.
+It is there to compare the native kernel with. How a prompt is cut into chunks may change its last bits.
 """
 
 from __future__ import annotations
