@@ -188,6 +188,8 @@ class CpuModelRunner:
         """
         if config.quantization != "none":
             raise ConfigError(f"quantization={config.quantization} needs a GPU, and there is none or device is cpu")
+        if config.hybrid_form in ("link", "both"):
+            raise ConfigError(f"hybrid_form={config.hybrid_form} needs a GPU, and there is none")
         ops = ops or cpu_ops(config)
         try:
             loaded = load_model(config, ops, progress=progress)
