@@ -326,6 +326,7 @@ class SchedulerHarness {
       plan.step = ++step_;
       scheduler_.schedule(plan, 1);
       pack_step(plan, scheduler_.tables(), staging_);
+      if (static_cast<size_t>(plan.num_result_words) > records_.size()) [[unlikely]] write_records(plan);
       scheduler_.commit(plan, {tokens.data(), records_.data()}, outbox_, 2);
       plan.clear();
       outbox_.filling().clear();
@@ -334,13 +335,25 @@ class SchedulerHarness {
   }
 
  private:
+  // A log probability of the chosen token for each sample. Where the rows stay the same, later steps find them in place.
+  void write_records(const StepPlan& plan) {
+    records_.assign(static_cast<size_t>(plan.num_result_words), 0);
+    for (const PlanRow& row : plan.rows) {
+      const int32_t words = row.sequence->request->extras.result_words;
+      for (int32_t i = 0; i < row.num_samples && words >= 4; ++i) {
+        const std::span region(records_.data() + row.result_offset + i * words, static_cast<size_t>(words));
+        std::ranges::copy(std::array{1, 1, 0}, RecordWriter(region).add(RecordKind::kLogprobs, 3).begin());
+      }
+    }
+  }
+
   int32_t block_size_;
   std::unique_ptr<HarnessMover> mover_;  // of a host tier
   std::unique_ptr<HarnessAttention> attention_;  // of host rows
   Scheduler scheduler_;
   Outbox outbox_;
   std::vector<std::byte> staging_;
-  std::vector<int32_t> records_;  // none
+  std::vector<int32_t> records_;  // of a timed step; otherwise none
   size_t packed_ = 0;             // bytes of the last step
   std::vector<std::unique_ptr<StepPlan>> spare_;
   std::deque<std::unique_ptr<StepPlan>> flight_;

@@ -44,7 +44,7 @@ def test_core_measures_every_size(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["bench", "core", "--repeats", "2", *sizes, "--json", str(path)]) == 0
     figures = figures_of(path)
     assert set(figures) == {
-        *(f"decode step, {n} sequences" for n in (16, 256, 300)),
+        *(f"decode step, {n} sequences{wants}" for n in (16, 256, 300) for wants in ("", " with log probabilities")),
         "cost per sequence, 300 over 256",
         "prefix match, 8192 tokens",
     }

@@ -17,6 +17,8 @@ _BLOCK_SIZE = 16
 _PROMPT_LEN = 128
 _MATCH_TOKENS = 8192
 _MATCH_PROMPTS = 32
+_PLAIN, _LOGPROBS = "", " with log probabilities"
+_RECORD_WORDS = 4  # a header, the rank, the token and its log probability
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,20 +45,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     options = Options(**flags.values(args, Options))
     # Rounds over all sizes, so that a busy spell of the machine does not fall on one of them alone.
-    harnesses = {n: _decoding(n, 2 * options.steps * (options.repeats + 1)) for n in sorted(options.num_seqs)}
-    times: dict[int, list[float]] = {n: [] for n in harnesses}
+    steps = 2 * options.steps * (options.repeats + 1)
+    sizes = sorted(options.num_seqs)
+    harnesses = {(n, wants): _decoding(n, steps, wants) for n in sizes for wants in (_PLAIN, _LOGPROBS)}
+    times: dict[tuple[int, str], list[float]] = {key: [] for key in harnesses}
     matches: list[float] = []
     matcher = _PrefixMatch()
     for _ in range(options.repeats):
-        for n, harness in harnesses.items():
+        for key, harness in harnesses.items():
             harness.time_steps(options.steps)  # a steady decode: the other sizes have emptied the caches
-            times[n].append(harness.time_steps(options.steps) / 1000)
+            times[key].append(harness.time_steps(options.steps) / 1000)
         matches.append(matcher.time())
 
-    steps = {n: median(values) for n, values in times.items()}
-    figures = [Figure(f"decode step, {n} sequences", us, "µs") for n, us in steps.items()]
+    figures = [
+        Figure(f"decode step, {n} sequences{wants}", median(values), "µs") for (n, wants), values in times.items()
+    ]
     # Fastest of the repeats: what the working set costs, rather than what the neighbours take of the shared cache.
-    if growth := _growth({n: min(values) for n, values in times.items()}):
+    if growth := _growth({n: min(times[n, _PLAIN]) for n in sizes}):
         figures.append(growth)
     figures.append(Figure(f"prefix match, {_MATCH_TOKENS} tokens", median(matches), "µs"))
     print_figures("Core (schedule + pack + commit; medians)", figures)
@@ -65,7 +70,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         figures,
         repeats=options.repeats,
         settings={"steps per repeat": options.steps, "prompt tokens": _PROMPT_LEN, "block_size": _BLOCK_SIZE},
-        samples={"decode step µs": {str(n): values for n, values in times.items()}, "prefix match µs": matches},
+        samples={
+            "decode step µs": {f"{n}{wants}": values for (n, wants), values in times.items()},
+            "prefix match µs": matches,
+        },
     )
 
 
@@ -78,14 +86,20 @@ def _growth(steps: dict[int, float]) -> Figure | None:
     return Figure(f"cost per sequence, {top} over {base}", ratio, "x")
 
 
-def _decoding(num_seqs: int, steps: int) -> Any:
-    """A scheduler with ``num_seqs`` sequences that decode for ``steps`` steps and more."""
+def _decoding(num_seqs: int, steps: int, wants: str) -> Any:
+    """A scheduler with ``num_seqs`` sequences that decode for ``steps`` steps and more.
+
+    ``wants`` is _PLAIN, or _LOGPROBS for sequences whose every token comes with a record of its log probability.
+    """
     from asyncengine import _core
 
     prefill_steps = (_PROMPT_LEN + _BLOCK_SIZE) * num_seqs // max(2048, num_seqs) + 2
     # Decode rows go first, so all the time that the others prefill, the first sequences decode.
     max_tokens = steps + 2 * prefill_steps
     max_len = _PROMPT_LEN + _BLOCK_SIZE + max_tokens
+    extras = _core.RequestExtras()
+    if wants == _LOGPROBS:
+        extras = _core.RequestExtras(needs=_core.Need.logprobs, result_words=_RECORD_WORDS)
     harness = _core.SchedulerHarness(
         _core.SchedulerConfig(
             num_blocks=num_seqs * (-(-max_len // _BLOCK_SIZE) + 1),
@@ -101,7 +115,7 @@ def _decoding(num_seqs: int, steps: int) -> Any:
     for i in range(num_seqs):
         # Lengths differ, so that each step some sequence fills a block: one in sixteen does.
         prompt = [1000 + i, *range(_PROMPT_LEN - 1 + i % _BLOCK_SIZE)]
-        harness.add(id=i, prompt=prompt, n=1, max_tokens=max_tokens, stop_tokens=[0], order=i, salt=0)
+        harness.add(id=i, prompt=prompt, n=1, max_tokens=max_tokens, stop_tokens=[0], order=i, salt=0, extras=extras)
     harness.time_steps(2 * prefill_steps)
     return harness
 
