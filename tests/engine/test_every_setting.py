@@ -22,6 +22,7 @@ import torch
 from asyncengine import AsyncEngine, AsyncEngineError, EngineConfig, SamplingParams, bundled_model, testing
 from asyncengine.backend import load_backend
 from asyncengine.kernels.cuda.gpu import H200
+from asyncengine.kernels.cuda.linear.plan import Site
 from asyncengine.kernels.cuda.ops import CudaOps
 from asyncengine.request import LONG_TEXT
 from asyncengine.runner import memory, prepare
@@ -282,7 +283,7 @@ async def compilers(**config: Any) -> Any:
 async def kernels(**config: Any) -> Any:
     """How projections of eight rows are computed, and with which hints their tiles are loaded."""
     ops = CudaOps(torch.device("cpu"), cuda_options(EngineConfig(model="m", **config), H200))
-    site = prepare.Site(4096, 4096, 8, "none", None, False, False)
+    site = Site(4096, 4096, 8, "none", None, False, False)
     return ops.choices.plan(site), ops.options.for_tma
 
 

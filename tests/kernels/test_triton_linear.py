@@ -68,7 +68,7 @@ class Case:
     stride: int = 0
 
     def run(
-        self, plan: Plan, device: torch.device, only: int | None = None, multiply: Callable[..., None] = linear
+        self, plan: Plan, device: torch.device, only: int | None = None, multiply: Callable[..., object] = linear
     ) -> Tensor:
         """What linear makes, of one row or of all, checked against the twin and for what it must leave alone."""
         generator = torch.Generator().manual_seed(self.seed)
@@ -297,9 +297,8 @@ class Model:
 
     @property
     def norm(self) -> Norm:
-        return Norm(*(self.random(self.inner, seed=s) for s in (2, 3)), 1e-5)._replace(
-            **({} if self.layer else {"bias": None})
-        )
+        bias = self.random(self.inner, seed=3) if self.layer else None
+        return Norm(self.random(self.inner, seed=2), bias, 1e-5)
 
     def handle(self, ops: CudaOps) -> CudaLinear:
         parts = (self.out_features // 4, self.out_features - self.out_features // 4)
@@ -307,7 +306,9 @@ class Model:
         return ops.make_linear(weights, [self.random(parts[0], seed=6) if self.bias else None, None])
 
     def norm_linear(self, ops: CudaOps, activation: Activation | None = None) -> Tensor:
-        return ops.norm_linear(Residual(self.x), self.norm, self.handle(ops), activation)
+        made = ops.norm_linear(Residual(self.x), self.norm, self.handle(ops), activation)
+        assert isinstance(made, Tensor)
+        return made
 
     def linear_add(self, ops: CudaOps) -> Tensor:
         residual = Residual(self.random(MAX_ROWS + 1, self.out_features, seed=9)[: self.rows])
@@ -318,6 +319,7 @@ class Model:
         step = allocate_step(1, 1, len(index), self.rows, self.device)
         step.sample_index.copy_(torch.tensor(index))
         got = ops.logits(Residual(self.x), self.norm, self.handle(ops), CudaBatch(step))
+        assert isinstance(got, Tensor)
         assert got.dtype == torch.float32
         return got
 
