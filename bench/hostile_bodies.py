@@ -194,6 +194,14 @@ BODIES: list[Body] = [
     _body("prompt log probabilities", COMPLETIONS, prompt=lambda: [ids(450)] * 40, prompt_logprobs=lambda: 20),
     _body("128 outputs × 20 log probabilities", CHAT, max_tokens=lambda: 100, n=lambda: 128,
           logprobs=lambda: True, top_logprobs=lambda: 20, ignore_eos=lambda: True, seed=lambda: 1),
+    _body("the best of 128 outputs × 20 log probabilities", COMPLETIONS, max_tokens=lambda: 100, best_of=lambda: 128,
+          logprobs=lambda: 20, ignore_eos=lambda: True, seed=lambda: 1),
+    _body("the best 2 of 8 × 128 prompts", COMPLETIONS, prompt=lambda: ["x"] * 128, max_tokens=lambda: 100,
+          best_of=lambda: 8, n=lambda: 2, ignore_eos=lambda: True),
+    # gaps
+    _body("a suffix of 30 MB", COMPLETIONS, _REFUSED, suffix=letters),
+    _body("a suffix of 1 MB × 1,024 prompts", COMPLETIONS, _REFUSED, prompt=lambda: ["x"] * _PROMPTS,
+          suffix=lambda: "word " * 200_000),
     # structures
     _body("a schema as text of 240,000 members", COMPLETIONS, guided_json=text_of_json),
     _body("a schema as text of 15 million numbers", COMPLETIONS, guided_json=long_list_as_text),
@@ -217,6 +225,15 @@ BODIES: list[Body] = [
     _body("a long schema beside a long tool", CHAT, tools=lambda: [tool(long_schema())],
           response_format=_SCHEMA_FORMATS["long"]),
     _body("12,000 tools that must be called", CHAT, tools=many_tools, tool_choice=lambda: "required"),
+    _body("12,000 functions", CHAT, functions=lambda: [each["function"] for each in many_tools()]),
+    _body("a function with a wide schema", CHAT, functions=lambda: [tool(wide_schema())["function"]],
+          function_call=lambda: {"name": "look"}),
+    _body("arguments of 240,000 members in the older form", CHAT, messages=lambda: [
+        *_HELLO, {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": text_of_json()}}]),
+    _body("48,000 results in the older form", CHAT, messages=lambda: [
+        {"role": "function", "name": "f", "content": "a"}] * (_SMALL_OBJECTS // 2)),
+    _body("an echo of 128 outputs", CHAT, echo=lambda: True, n=lambda: 128, ignore_eos=lambda: True, messages=lambda: [
+        *_HELLO, {"role": "assistant", "content": "word " * 60}]),
     _body("a message of 30 MB", CHAT, messages=lambda: [{"role": "user", "content": letters()}]),
     _body("48,000 parts", CHAT, messages=lambda: [
         {"role": "user", "content": [{"type": "text", "text": "a"}] * _SMALL_OBJECTS}]),
@@ -237,6 +254,12 @@ BODIES: list[Body] = [
     _body("metadata", RESPONSES, metadata=lambda: {f"k{i}": "v" for i in range(_VALUES // 4)}),
     _body("arguments of 240,000 members", MESSAGES, messages=lambda: used(members())),
     _body("a tool with a wide schema", MESSAGES, tools=lambda: [{"name": "look", "input_schema": wide_schema()}]),
+    _body("240,000 members in an example of a tool's input", MESSAGES, tools=lambda: [
+        {"name": "look", "input_schema": {"type": "object"}, "input_examples": [members()]}]),
+    _body("a long schema in the older form", MESSAGES, output_format=lambda: {
+        "type": "json_schema", "schema": long_schema()}),
+    _body("48,000 blocks that say nothing", MESSAGES, messages=lambda: [
+        {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "a"}] * _SMALL_OBJECTS}]),
     _body("48,000 blocks", MESSAGES, messages=lambda: [
         {"role": "user", "content": [{"type": "text", "text": "a"}] * _SMALL_OBJECTS}]),
     _body("a system prompt of 30 MB", MESSAGES, system=letters),

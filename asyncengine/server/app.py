@@ -40,8 +40,9 @@ from asyncengine.server.keys import ApiKey
 from asyncengine.server.logprobs import JobLogProbs
 from asyncengine.server.messages_api import Messages
 from asyncengine.server.metrics import Metrics
+from asyncengine.server.model_cards import ModelCard, ModelList, model_cards
 from asyncengine.server.page.routes import Page
-from asyncengine.server.protocol import GenerationBody, ModelCard, ModelList, check_model
+from asyncengine.server.protocol import GenerationBody, check_model
 from asyncengine.server.response_routes import PARTS, RESPONSE, Handler, StoredResponses
 from asyncengine.server.response_store import OwnResponses, ResponseStore
 from asyncengine.server.responses import Responses
@@ -322,12 +323,7 @@ class App:
     def _cards(self) -> list[ModelCard]:
         if self.engine is None:
             raise unavailable("the model is still loading", "loading")
-        limit = self.engine.model_info.max_model_len
-        created_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._created))
-        return [
-            ModelCard(id=name, display_name=name, created=self._created, created_at=created_at, max_model_len=limit)
-            for name in self.model_names
-        ]
+        return model_cards(self.engine.model_info, self.model_names, self._created)
 
     async def _respond(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
         return await self._generate(Responses(self._own_responses(request)), request, headers)
@@ -446,10 +442,11 @@ class App:
     def _check_allowed(self, job: Job) -> None:
         limit, n = self.config.max_sequences_per_request, job.params.n
         if job.num_choices > limit:
+            field = "n" if n == (job.body.n or 1) else "best_of"
             raise bad_request(
-                f"n: {len(job.prompts)} prompts with n = {n} are {job.num_choices} sequences, "
+                f"{field}: {len(job.prompts)} prompts with {field} = {n} are {job.num_choices} sequences, "
                 f"and a request may ask for {limit}",
-                "n",
+                field,
             )
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from asyncengine.conversation import Conversation
+from asyncengine.errors import InvalidRequestError
 from asyncengine.request import CompletionOutput, FinishReason, Prompt, RequestOutput, SamplingParams
 from asyncengine.server.chat_chunks import ChatFormat, DetailedFormat, ParsedFormat
 from asyncengine.server.config import ServerConfig
-from asyncengine.server.effort import with_effort
-from asyncengine.server.errors import bad_request
+from asyncengine.server.effort import with_effort, with_verbosity
+from asyncengine.server.errors import ApiError, bad_request
+from asyncengine.server.functions import as_functions, check_functions, function_use, name_as_functions
 from asyncengine.server.generation import Endpoint, Job, joined
 from asyncengine.server.logprobs import ChatLogProbs, PromptLogProb
 from asyncengine.server.messages import Message, as_messages
@@ -22,7 +24,7 @@ from asyncengine.server.parsing.choose import Parsing
 from asyncengine.server.preparing import prepare
 from asyncengine.server.protocol import BodyDecoder, GenerationBody, UsageBody, sampling_params
 from asyncengine.server.sse import StreamFormat, encode
-from asyncengine.server.tools import NamedTool, ToolBody, tool_use
+from asyncengine.server.tools import FunctionBody, NamedFunction, NamedTool, ToolBody, tool_use
 from asyncengine.server.unserved import CHAT
 from asyncengine.tokenization import Tokenizer
 
@@ -34,12 +36,17 @@ class ChatBody(GenerationBody, kw_only=True):
     tools: list[ToolBody] | None = None
     tool_choice: str | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    functions: list[FunctionBody] | None = None
+    """Once the request is prepared: empty where it has any, None where it has none."""
+    function_call: str | NamedFunction | None = None
+    echo: bool | None = None
     documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
     include_reasoning: bool | None = None
 
 
@@ -52,7 +59,7 @@ class AssistantMessage(msgspec.Struct, kw_only=True):
     refusal: None = None
     annotations: None = None
     audio: None = None
-    function_call: None = None
+    function_call: dict[str, str] | None = None
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     """The same text, under vLLM's and OpenRouter's name."""
@@ -64,6 +71,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     message: AssistantMessage
     logprobs: ChatLogProbs | None = None
     finish_reason: str
+    stop_reason: str | int | None = None
     token_ids: Sequence[int] | UnsetType = UNSET
 
 
@@ -88,9 +96,12 @@ class Chat(Endpoint):
     chunk_format = ChatFormat
 
     def chunks(self, job: Job) -> StreamFormat:
-        if job.parsing is not None:
-            return ParsedFormat(job, job.parsing, with_reasoning=_tells_reasoning(job))
-        return DetailedFormat(job) if job.detailed else super().chunks(job)
+        echo = _echo(job)
+        if job.parsing is None:
+            return DetailedFormat(job, echo) if job.detailed else ChatFormat(job, echo)
+        return ParsedFormat(
+            job, job.parsing, echo, with_reasoning=_tells_reasoning(job), with_functions=_has_functions(job)
+        )
 
     def params(self, body: GenerationBody) -> SamplingParams:
         assert isinstance(body, ChatBody)
@@ -100,6 +111,7 @@ class Chat(Endpoint):
 
     def parse(self, raw: bytes | bytearray, config: ServerConfig) -> tuple[GenerationBody, list[Prompt]]:
         body = _DECODER.decode(raw)
+        check_functions(body.functions, body.function_call, body.tools)
         messages, body.messages = body.messages, None  # they would live as long as the request
         chat = Conversation(
             messages=as_messages(messages or ()),
@@ -122,10 +134,25 @@ class Chat(Endpoint):
         assert isinstance(chat, Conversation)
         if body.reasoning_effort is not None:
             chat = with_effort(chat, body.reasoning_effort, tokenizer, "reasoning_effort")
-        use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
+        if body.verbosity is not None:
+            chat = with_verbosity(chat, body.verbosity, tokenizer, "verbosity")
+        functions, body.functions = body.functions, [] if body.functions else None
+        if functions:
+            use = function_use(functions, body.function_call)
+        else:
+            use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
         body.tools = None
-        prepared = prepare(chat, use, self.params(body), tokenizer, config)
+        try:
+            prepared = prepare(chat, use, self.params(body), tokenizer, config)
+        except ApiError as exc:
+            raise as_functions(exc) if functions else exc from None
         return [prepared.prompt], prepared.params, prepared.parsing
+
+    def name_as_asked(self, exc: InvalidRequestError, body: GenerationBody, grammar: str | None = None) -> None:
+        super().name_as_asked(exc, body, grammar)
+        assert isinstance(body, ChatBody)
+        if body.functions is not None:
+            name_as_functions(exc)
 
     def pieces(self, job: Job, outputs: list[RequestOutput]) -> Iterator[bytes]:
         answer = ChatCompletion(
@@ -153,7 +180,8 @@ def _choice(job: Job, index: int, output: RequestOutput, sequence: CompletionOut
         ChatChoice(
             index=index,
             message=_message(job, parsed),
-            finish_reason=_finish_reason(parsed, sequence.finish_reason),
+            finish_reason=_finish_reason(job, parsed, sequence.finish_reason),
+            stop_reason=sequence.stop_reason,
             token_ids=sequence.token_ids if job.body.return_token_ids else UNSET,
         )
     )
@@ -180,12 +208,31 @@ def _is_forced(job: Job) -> bool:
 
 def _message(job: Job, parsed: ParsedOutput) -> AssistantMessage:
     reasoning = (parsed.reasoning if _tells_reasoning(job) else "") or UNSET
-    return AssistantMessage(
-        content=None if not parsed.content and (parsed.tool_calls or _is_forced(job)) else parsed.content,
+    content, calls = _echo(job) + parsed.content, parsed.tool_calls
+    message = AssistantMessage(
+        content=None if not content and (calls or _is_forced(job)) else content,
         reasoning_content=reasoning,
         reasoning=reasoning,
-        tool_calls=[_call(call) for call in parsed.tool_calls] or UNSET,
     )
+    if calls and _has_functions(job):
+        message.function_call = {"name": calls[0].name, "arguments": calls[0].arguments}
+    elif calls:
+        message.tool_calls = [_call(call) for call in calls]
+    return message
+
+
+def _echo(job: Job) -> str:
+    """The last message's content, for the beginning of the answer: of one that is the assistant's, or is continued."""
+    (prompt,) = job.prompts
+    if not isinstance(job.body, ChatBody) or not job.body.echo:
+        return ""
+    continues = isinstance(prompt, Conversation) and prompt.continue_final_message
+    last: Any = prompt.messages[-1] if isinstance(prompt, Conversation) else prompt[-1]
+    return last.get("content") or "" if continues or last["role"] == "assistant" else ""
+
+
+def _has_functions(job: Job) -> bool:
+    return isinstance(job.body, ChatBody) and job.body.functions is not None
 
 
 def _call(call: ParsedCall) -> dict[str, Any]:
@@ -198,9 +245,10 @@ def _tells_reasoning(job: Job) -> bool:
     return isinstance(job.body, ChatBody) and job.body.include_reasoning is not False
 
 
-def _finish_reason(parsed: ParsedOutput, reason: FinishReason) -> str:
-    called = parsed.tool_calls and reason == FinishReason.STOP and not parsed.unfinished
-    return "tool_calls" if called else reason
+def _finish_reason(job: Job, parsed: ParsedOutput, reason: FinishReason) -> str:
+    if not parsed.tool_calls or reason != FinishReason.STOP or parsed.unfinished:
+        return reason
+    return "function_call" if _has_functions(job) else "tool_calls"
 
 
 def _reasoning_tokens(job: Job, outputs: list[RequestOutput]) -> int | None:

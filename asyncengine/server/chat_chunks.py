@@ -22,9 +22,21 @@ class ChatFormat(ChunkFormat):
     before_text = b'"delta":{"content":'
     after_text = b"}"
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, echo: str = "") -> None:
+        """``echo``: a text that each choice begins with."""
         super().__init__(job)
         self._opened: set[int] = set()
+        self._echo = self.before_text + encode(echo) + self.after_text if echo else b""
+
+    def opening(self, index: int, usage: bytes, more: bytes = b"") -> bytes:
+        """What a choice begins with; ``more`` are members of its first chunk, a comma before each."""
+        usage = self.usage_before(usage)
+        echo = self._chunk(index, self._echo, usage) if self._echo else b""
+        return self._chunk(index, _ROLE, usage + more) + echo
+
+    def ending(self, index: int, delta: RequestDelta, usage: bytes, reason: str) -> bytes:
+        """The last chunk of a choice, whose last delta this is."""
+        return self._chunk(index, b'"delta":{}', usage, reason, stop_reason=delta.stop_reason)
 
     def usage_before(self, usage: bytes) -> bytes:
         """The usage member of a chunk that stands for no token, in place of ``usage``, if that has counts."""
@@ -38,9 +50,9 @@ class ChatFormat(ChunkFormat):
         out = self.text(index, delta.text, usage) if delta.text else b""
         if index not in self._opened:
             self._opened.add(index)
-            out = self._chunk(index, _ROLE, self.usage_before(usage)) + out
+            out = self.opening(index, usage) + out
         if delta.finish_reason is not None:
-            out += self._chunk(index, b'"delta":{}', usage, delta.finish_reason)
+            out += self.ending(index, delta, usage, delta.finish_reason)
         return out
 
 
@@ -50,8 +62,8 @@ class DetailedFormat(ChatFormat):
     The first chunk of the response also has the token ids of the prompt.
     """
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
+    def __init__(self, job: Job, echo: str = "") -> None:
+        super().__init__(job, echo)
         self._with_ids = bool(job.body.return_token_ids)
         self._logprobs = job.choice_logprobs
 
@@ -64,7 +76,7 @@ class DetailedFormat(ChatFormat):
             first = self._with_ids and not self._opened
             prompt = b',"prompt_token_ids":' + encode(self.streams[0].prompt_token_ids) if first else b""
             self._opened.add(index)
-            out = self._chunk(index, _ROLE, self.usage_before(usage) + prompt)
+            out = self.opening(index, usage, prompt)
         prompt_ids = self.streams[0].prompt_token_ids  # a conversation is one prompt
         batches = iter(()) if self._logprobs is None else self._logprobs.chat(index, delta, prompt_ids)
         logprobs = next(batches, None)
@@ -77,7 +89,7 @@ class DetailedFormat(ChatFormat):
             yield out
             out = self._chunk(index, _EMPTY, usage, logprobs=encode(logprobs))
         if delta.finish_reason is not None:
-            out += self._chunk(index, b'"delta":{}', usage, delta.finish_reason)
+            out += self.ending(index, delta, usage, delta.finish_reason)
         yield out
 
 
@@ -87,11 +99,15 @@ class ParsedFormat(ChatFormat):
     Details go with the first chunk of a delta: log probabilities are those of all tokens, of calls and reasoning too.
     """
 
-    def __init__(self, job: Job, parsing: Parsing, *, with_reasoning: bool = True) -> None:
-        super().__init__(job)
+    def __init__(
+        self, job: Job, parsing: Parsing, echo: str = "", *, with_reasoning: bool = True, with_functions: bool = False
+    ) -> None:
+        """``with_functions``: calls have OpenAI's older form."""
+        super().__init__(job, echo)
         self._job = job
         self._parsing = parsing
         self._with_reasoning = with_reasoning
+        self._with_functions = with_functions
         self._parsers: dict[int, tuple[OutputParser, ReasoningTokens | None]] = {}
         self._called: set[int] = set()
         self._with_ids = bool(job.body.return_token_ids)
@@ -129,7 +145,8 @@ class ParsedFormat(ChatFormat):
             out = self._chunk(index, _EMPTY, usage, logprobs=encode(logprobs))
         if delta.finish_reason is not None:
             called = index in self._called and delta.finish_reason == FinishReason.STOP and not parser.unfinished
-            out += self._chunk(index, b'"delta":{}', usage, "tool_calls" if called else delta.finish_reason)
+            called_as = "function_call" if self._with_functions else "tool_calls"
+            out += self.ending(index, delta, usage, called_as if called else delta.finish_reason)
         yield out
 
     def _open(self, index: int, usage: bytes) -> bytes:
@@ -140,7 +157,7 @@ class ParsedFormat(ChatFormat):
             self._parsing.parser(tokenizer, prompt),
             self._parsing.reasoning_tokens(tokenizer, prompt),
         )
-        return self._chunk(index, _ROLE, self.usage_before(usage) + ids)
+        return self.opening(index, usage, ids)
 
     def _payloads(self, index: int, parsed: ParsedDelta) -> list[bytes]:
         payloads = []
@@ -151,7 +168,11 @@ class ParsedFormat(ChatFormat):
             payloads.append(self.before_text + encode(parsed.content) + self.after_text)
         if parsed.tool_calls:
             self._called.add(index)
-            payloads += [b'"delta":{"tool_calls":[%b]}' % encode(_call(piece)) for piece in parsed.tool_calls]
+            for piece in parsed.tool_calls:
+                if self._with_functions:
+                    payloads.append(b'"delta":{"function_call":%b}' % encode(_function(piece)))
+                else:
+                    payloads.append(b'"delta":{"tool_calls":[%b]}' % encode(_call(piece)))
         return payloads
 
 
@@ -160,3 +181,7 @@ def _call(piece: ToolCallDelta) -> dict[str, object]:
     if piece.name is None:
         return {"index": piece.index, kind: {member: piece.arguments}}
     return {"index": piece.index, "id": piece.id, "type": kind, kind: {"name": piece.name, member: piece.arguments}}
+
+
+def _function(piece: ToolCallDelta) -> dict[str, str]:
+    return {"arguments": piece.arguments} if piece.name is None else {"name": piece.name, "arguments": piece.arguments}

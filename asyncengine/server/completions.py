@@ -2,27 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from asyncengine.detokenizer import IncrementalDetokenizer
 from asyncengine.logprobs import TokenLogProbs
-from asyncengine.request import CompletionOutput, Prompt, RequestDelta, RequestOutput, SamplingParams
+from asyncengine.request import MAX_N, CompletionOutput, Prompt, RequestDelta, RequestOutput, SamplingParams
 from asyncengine.server.config import ServerConfig
+from asyncengine.server.engine_api import Engine
 from asyncengine.server.errors import bad_request
 from asyncengine.server.generation import Endpoint, Job, joined
-from asyncengine.server.logprobs import CompletionLogProbs, PromptLogProb
+from asyncengine.server.infilling import Infill, infills, markers_of
+from asyncengine.server.logprobs import CompletionLogProbs, JobLogProbs, PromptLogProb
+from asyncengine.server.parsing.choose import Parsing
 from asyncengine.server.protocol import BodyDecoder, GenerationBody, UsageBody, prompts_of, sampling_params
 from asyncengine.server.sse import ChunkFormat, StreamFormat, encode
 from asyncengine.server.unserved import COMPLETION
+from asyncengine.tokenization import Tokenizer
+
+_AT_ONCE = 4096
+"""Log probabilities that become objects in one turn of the event loop: some 10 ms."""
 
 
 class CompletionBody(GenerationBody, kw_only=True):
     prompt: str | list[str | int | list[int]] | None = None
+    suffix: str | None = None
+    best_of: int | None = None
     logprobs: int | bool | None = None
     echo: bool | None = None
+
+    @property
+    def chooses(self) -> bool:
+        """Whether more sequences are made than the answer has."""
+        return self.best_of is not None and self.best_of > (self.n or 1)
+
+    @property
+    def tells_logprobs(self) -> bool:
+        """Whether the answer has log probabilities of its tokens."""
+        return not (self.logprobs is None or self.logprobs is False) or bool(self.logprob_token_ids)
 
 
 _DECODER = BodyDecoder(CompletionBody, COMPLETION)
@@ -33,6 +53,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     text: str
     logprobs: CompletionLogProbs | None = None
     finish_reason: str
+    stop_reason: str | int | None = None
     token_ids: Sequence[int] | UnsetType = UNSET
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
     prompt_logprobs: list[PromptLogProb] | None = None
@@ -60,7 +81,8 @@ class CompletionFormat(ChunkFormat):
 
     def events(self, index: int, delta: RequestDelta, usage: bytes) -> bytes:
         if delta.finish_reason is not None:
-            return self._chunk(index, b'"text":' + encode(delta.text), usage, delta.finish_reason)
+            payload = b'"text":' + encode(delta.text)
+            return self._chunk(index, payload, usage, delta.finish_reason, stop_reason=delta.stop_reason)
         return self.text(index, delta.text, usage) if delta.text else b""
 
 
@@ -74,7 +96,7 @@ class DetailedFormat(CompletionFormat):
         super().__init__(job)
         self._job = job
         self._with_ids = bool(job.body.return_token_ids)
-        self._logprobs = job.choice_logprobs
+        self._logprobs = _told(job)
         self._opened: set[int] = set()
 
     def events(self, index: int, delta: RequestDelta, usage: bytes) -> bytes:
@@ -86,7 +108,8 @@ class DetailedFormat(CompletionFormat):
         stream = self.streams[index // self._job.params.n]
         text, ids = delta.text, stream.prompt_token_ids
         if is_first and _echoes(self._job):
-            text = _echo(self._job, index, ids, stream.prompt_logprobs) + text
+            prompt = self._job.prompts[index // self._job.params.n]
+            text = _echo(self._job, prompt, index, ids, stream.prompt_logprobs) + text
         batches = iter(()) if self._logprobs is None else self._logprobs.completion(index, delta, ids)
         logprobs = next(batches, None)
         payload = b'"text":' + encode(text)
@@ -99,7 +122,7 @@ class DetailedFormat(CompletionFormat):
         for following in batches:
             yield self._chunk(index, payload, usage, logprobs=encode(logprobs))
             payload, logprobs = b'"text":""', following
-        yield self._chunk(index, payload, usage, delta.finish_reason, encode(logprobs))
+        yield self._chunk(index, payload, usage, delta.finish_reason, encode(logprobs), delta.stop_reason)
 
 
 class Completions(Endpoint):
@@ -116,7 +139,13 @@ class Completions(Endpoint):
             body.max_tokens = config.default_max_tokens
         if body.logprobs is True:
             raise bad_request("logprobs must be an integer: how many tokens at each place", "logprobs")
-        prompts, body.prompt = prompts_of(body.prompt, config.max_sequences_per_request, "prompt"), None
+        _check_best_of(body)
+        if body.suffix:
+            _check_suffix(body)
+        prompts: list[Prompt] = [""]
+        if not (body.suffix and body.prompt == ""):  # a gap may be the beginning of a text
+            prompts = prompts_of(body.prompt, config.max_sequences_per_request, "prompt")
+        body.prompt = None
         return body, prompts
 
     def params(self, body: GenerationBody) -> SamplingParams:
@@ -124,7 +153,28 @@ class Completions(Endpoint):
         more = {"logprobs": None if body.logprobs is False else body.logprobs}
         if body.echo and more["logprobs"] is not None and body.prompt_logprobs is None:
             more["prompt_logprobs"] = more["logprobs"]
-        return sampling_params(body, **more)
+        params = sampling_params(body, **more)
+        if not body.chooses:
+            return params
+        return replace(params, n=body.best_of or 1, logprobs=params.logprobs or 0)
+
+    def prepare(
+        self, body: GenerationBody, prompts: list[Prompt], tokenizer: Tokenizer | None, config: ServerConfig
+    ) -> tuple[list[Prompt], SamplingParams, Parsing | None]:
+        assert isinstance(body, CompletionBody)
+        params = self.params(body)
+        if body.suffix:
+            ends = markers_of(tokenizer).ends
+            if not params.ignore_eos:
+                params = replace(params, stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *ends))))
+        return prompts, params, None
+
+    async def fit(self, engine: Engine, body: GenerationBody, prompts: list[Prompt]) -> list[Prompt]:
+        assert isinstance(body, CompletionBody)
+        if not body.suffix:
+            return prompts
+        made, body.suffix = await infills(engine, prompts, body.suffix), None
+        return made
 
     def pieces(self, job: Job, outputs: list[RequestOutput]) -> Iterator[bytes]:
         usage = UsageBody.of([output.usage for output in outputs])
@@ -140,30 +190,73 @@ class Completions(Endpoint):
         )
         begin, end = whole.split(b'"choices":[]')  # no string has it: quotes within them have a backslash before them
         yield begin + b'"choices":['
-        for i, (output, sequence) in enumerate((each, s) for each in outputs for s in each.outputs):
-            if i:
-                yield b","
-            yield from _choice(job, i, output, sequence)
+        i = 0
+        for prompt, output in zip(job.prompts, outputs, strict=True):
+            for sequence in (yield from _best(job, output)):
+                if i:
+                    yield b","
+                yield from _choice(job, i, prompt, output, sequence)
+                i += 1
         yield b"]" + end
 
 
-def _choice(job: Job, index: int, output: RequestOutput, sequence: CompletionOutput) -> Iterator[bytes]:
+def _check_best_of(body: CompletionBody) -> None:
+    n, best_of = body.n or 1, body.best_of
+    if best_of is None:
+        return
+    if not max(1, n) <= best_of <= MAX_N:
+        raise bad_request(f"best_of must be in [n, {MAX_N}], and n is {n}; got {best_of}", "best_of")
+    if body.chooses and body.stream:
+        raise bad_request(
+            "best_of cannot be streamed where it is more than n: the best are known at the end", "best_of"
+        )
+
+
+def _check_suffix(body: CompletionBody) -> None:
+    if body.truncate_prompt_tokens is not None:
+        raise bad_request("truncate_prompt_tokens conflicts with suffix", "truncate_prompt_tokens")
+    if body.echo and body.tells_logprobs:
+        raise bad_request("echo with log probabilities conflicts with suffix, which stands between the two", "echo")
+
+
+def _best(job: Job, output: RequestOutput) -> Generator[bytes, None, Sequence[CompletionOutput]]:
+    """Of the sequences of a prompt those of the answer, the one with the highest mean log probability of a token first.
+
+    Yields nothing, several times, where there is much to add up.
+    """
+    assert isinstance(job.body, CompletionBody)
+    if not job.body.chooses:
+        return output.outputs
+    at_once = max(1, _AT_ONCE // (1 + (job.params.logprobs or 0) + len(job.params.logprob_token_ids)))
+    means: dict[int, float] = {}
+    for sequence in output.outputs:
+        logprobs, total = sequence.logprobs or (), 0.0
+        for first in range(0, len(logprobs), at_once):
+            total += sum([token.logprob for token in logprobs[first : first + at_once]])
+            yield b""
+        means[sequence.index] = total / max(1, len(logprobs))
+    best = sorted(output.outputs, key=lambda sequence: -means[sequence.index])
+    return best[: job.body.n or 1]
+
+
+def _choice(job: Job, index: int, prompt: Prompt, output: RequestOutput, sequence: CompletionOutput) -> Iterator[bytes]:
     """One choice of a response as JSON, in parts."""
     with_ids, text = job.body.return_token_ids, sequence.text
     if _echoes(job):
-        text = _echo(job, index, output.prompt_token_ids, output.prompt_logprobs) + text
+        text = _echo(job, prompt, index, output.prompt_token_ids, output.prompt_logprobs) + text
     choice = CompletionChoice(
         index=index,
         text=text,
         finish_reason=sequence.finish_reason,
+        stop_reason=sequence.stop_reason,
         token_ids=sequence.token_ids if with_ids else UNSET,
         prompt_token_ids=output.prompt_token_ids if with_ids else UNSET,
     )
     document = encode(choice)
-    if job.choice_logprobs is not None:
+    if (told := _told(job)) is not None:
         begin, document = document.split(b'"logprobs":null')
         yield begin + b'"logprobs":'
-        yield from _logprobs(job.choice_logprobs.completion(index, sequence, output.prompt_token_ids))
+        yield from _logprobs(told.completion(index, sequence, output.prompt_token_ids))
     yield from job.with_prompt_logprobs(document, output)
 
 
@@ -186,14 +279,24 @@ def _echoes(job: Job) -> bool:
     return isinstance(job.body, CompletionBody) and bool(job.body.echo)
 
 
-def _echo(job: Job, index: int, ids: Sequence[int], logprobs: Sequence[TokenLogProbs | None] | None) -> str:
+def _told(job: Job) -> JobLogProbs | None:
+    """Log probabilities that the answer has: not those that only choose the best sequences."""
+    assert isinstance(job.body, CompletionBody)
+    return job.choice_logprobs if job.body.tells_logprobs else None
+
+
+def _echo(
+    job: Job, prompt: Prompt, index: int, ids: Sequence[int], logprobs: Sequence[TokenLogProbs | None] | None
+) -> str:
     """The prompt of choice ``index`` as text, for the beginning of the choice's; its tokens are noted with it."""
-    prompt = job.prompts[index // job.params.n]
+    if isinstance(prompt, Infill):
+        prompt = prompt.prefix
+        ids = () if isinstance(prompt, str) else prompt  # type: ignore[assignment]  # completions have no messages
     if isinstance(prompt, str) and job.params.truncate_prompt_tokens is None:
         text = prompt
     else:
         # An unfinished character at its end comes with the output.
         text = IncrementalDetokenizer(job.tokenizer, job.params.skip_special_tokens).push(ids)
-    if job.choice_logprobs is not None:
-        job.choice_logprobs.echo(index, text, ids, logprobs)
+    if (told := _told(job)) is not None:
+        told.echo(index, text, ids, logprobs)
     return text

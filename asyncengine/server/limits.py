@@ -25,13 +25,15 @@ FIELD_BYTES: dict[str, int | None] = {
     "metadata": 256 << 10,
     "bad_words": 4 << 20,
     "allowed_token_ids": 16 << 20,
+    "suffix": 1 << 20,
     "tools": 2 << 20,
+    "functions": 2 << 20,
     "chat_template": 4 << 20,
     "chat_template_kwargs": 1 << 20,
     **dict.fromkeys(
         (
-            "response_format", "structured_outputs", "text", "output_config", "guided_json", "guided_regex",
-            "guided_choice", "guided_grammar", "json_schema", "regex", "grammar", "ebnf",
+            "response_format", "structured_outputs", "text", "output_config", "output_format", "guided_json",
+            "guided_regex", "guided_choice", "guided_grammar", "json_schema", "regex", "grammar", "ebnf",
         ),
         16 << 20,
     ),

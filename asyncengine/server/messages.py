@@ -18,13 +18,11 @@ from asyncengine.json_text import JsonTexts
 from asyncengine.server.errors import bad_request
 from asyncengine.server.parsing.inputs import INPUT
 from asyncengine.server.parsing.names import HARMONY
-from asyncengine.server.protocol import unsupported
 from asyncengine.server.tools import parsed_arguments
 
 MAX_PARTS = 16_384
 """Messages of a conversation, parts of their contents, and their tool calls, together at most."""
 _MAX_ROLE = 64
-_MAY_BE_EMPTY = ("assistant",)
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -59,7 +57,9 @@ class Message(msgspec.Struct):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    function_call: dict[str, msgspec.Raw] | None = None
+    refusal: str | None = None
+    function_call: CalledFunction | None = None
+    """OpenAI's older form of a call, whose result is a message with the role "function"."""
 
 
 def as_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -71,7 +71,20 @@ def as_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     parts += sum([len(m.tool_calls) for m in messages if m.tool_calls])
     if parts > MAX_PARTS:
         raise bad_request(f"messages: at most {MAX_PARTS} messages, content parts and calls, got {parts}", "messages")
-    return [_message(i, message, texts) for i, message in enumerate(messages)]
+    made = [_message(i, message, texts) for i, message in enumerate(messages)]
+    _give_ids(made)
+    return made
+
+
+def _give_ids(messages: Sequence[dict[str, Any]]) -> None:
+    """Give results that name a function the id of the last call of it."""
+    called: dict[str, str] = {}
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            if "id" in call:
+                called[call["function"]["name"]] = call["id"]
+        if message["role"] == "tool" and "tool_call_id" not in message and message.get("name") in called:
+            message["tool_call_id"] = called[message["name"]]
 
 
 def _message(i: int, message: Message, texts: JsonTexts) -> dict[str, Any]:
@@ -80,29 +93,54 @@ def _message(i: int, message: Message, texts: JsonTexts) -> dict[str, Any]:
         raise bad_request(
             f"{path}.role must have 1 to {_MAX_ROLE} characters, got {quoted(message.role)}", f"{path}.role"
         )
-    if message.function_call:
-        raise unsupported(f"{path}.function_call")
     content = message.content
     reasoning = message.reasoning_content or message.reasoning
-    if content is None and not (message.role in _MAY_BE_EMPTY and (message.tool_calls or reasoning)):
+    if content is None and message.role == "assistant":
+        content = message.refusal
+    if content is None and message.role == "function":
+        content = ""
+    said = message.role == "assistant" and (message.tool_calls or message.function_call or reasoning)
+    if content is None and not said:
         raise bad_request(f"{path}.content is required", f"{path}.content")
     if isinstance(content, list):
         if not content:
             raise bad_request(f"{path}.content must have at least one part", f"{path}.content")
         content = "".join([_text(i, k, part) for k, part in enumerate(content)])
     made: dict[str, Any] = {"role": message.role, "content": content}
+    if message.role == "function":
+        if not message.name:
+            raise bad_request(f"{path}.name is required: the function whose result this is", f"{path}.name")
+        made["role"] = "tool"
     if message.name is not None:
         made["name"] = message.name
     if message.tool_call_id is not None:
         made["tool_call_id"] = message.tool_call_id
     if reasoning:
         made["reasoning_content"] = reasoning
-    if message.tool_calls:
-        if message.role != "assistant":
-            raise bad_request(f"{path}.tool_calls: only an assistant calls tools", f"{path}.tool_calls")
-        calls = enumerate(message.tool_calls)
-        made["tool_calls"] = [_call(f"{path}.tool_calls[{k}]", call, texts) for k, call in calls]
+    if calls := _calls(i, message, texts):
+        made["tool_calls"] = calls
     return made
+
+
+def _calls(i: int, message: Message, texts: JsonTexts) -> list[dict[str, Any]]:
+    path, old = f"messages[{i}]", message.function_call
+    field = f"{path}.function_call" if old is not None else f"{path}.tool_calls"
+    if not message.tool_calls and old is None:
+        return []
+    if message.role != "assistant":
+        raise bad_request(f"{field}: only an assistant calls tools", field)
+    if old is None:
+        return [_call(f"{field}[{k}]", call, texts) for k, call in enumerate(message.tool_calls or ())]
+    if message.tool_calls:
+        raise bad_request(f"{field} is the older form of tool_calls: a message may have one of them", field)
+    return [{"id": f"call_{i}", **_function_call(field, old, texts)}]
+
+
+def _function_call(path: str, called: CalledFunction, texts: JsonTexts) -> dict[str, Any]:
+    arguments: Any = called.arguments or {}
+    if isinstance(arguments, str):
+        arguments = parsed_arguments(arguments, texts, f"{path}.arguments")
+    return {"type": "function", "function": {"name": called.name, "arguments": arguments}}
 
 
 def _text(i: int, k: int, part: ContentPart) -> str:
@@ -123,14 +161,10 @@ def _call(path: str, call: MessageToolCall, texts: JsonTexts) -> dict[str, Any]:
     called = call.function if call.type == "function" else call.custom
     if called is None:
         raise bad_request(f"{path}.{call.type} is required", f"{path}.{call.type}")
-    arguments: Any
     if isinstance(called, CalledCustom):
-        arguments = {INPUT: called.input}
+        made = {"type": "function", "function": {"name": called.name, "arguments": {INPUT: called.input}}}
     else:
-        arguments = called.arguments or {}
-        if isinstance(arguments, str):
-            arguments = parsed_arguments(arguments, texts, f"{path}.function.arguments")
-    made = {"type": "function", "function": {"name": called.name, "arguments": arguments}}
+        made = _function_call(f"{path}.function", called, texts)
     return made if call.id is None else {"id": call.id, **made}
 
 

@@ -61,6 +61,8 @@ class MessageFormat(PartFormat):
         super().__init__(job)
         self.message = Message(id=job.id, model=job.model, usage=MessageUsage(0, 0, 0))
         self._stops = job.params.stop_strings
+        thinking = job.body.thinking if isinstance(job.body, MessagesBody) else None
+        self._omits_thinking = thinking is not None and thinking.display == "omitted"
 
     def begin(self) -> bytes:
         if self.streams:
@@ -74,10 +76,12 @@ class MessageFormat(PartFormat):
             b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":'
             % (part.index, delta.encode(), member.encode())
         )
-        started = encode(_block(part))
+        started = encode(self._block(part))
         return event("content_block_start", b',"index":%d,"content_block":%b' % (part.index, started))
 
     def grown(self, part: Part, text: str) -> bytes:
+        if self._omits_thinking and part.kind is Kind.REASONING:
+            return b""
         return part.head + encode(text) + b"}}\n\n"
 
     def closed(self, part: Part) -> bytes:
@@ -85,7 +89,7 @@ class MessageFormat(PartFormat):
 
     def ended(self, ending: Ending) -> bytes:
         message = self.message
-        message.content = [_block(part) for part in self.parts]
+        message.content = [self._block(part) for part in self.parts]
         message.usage = MessageUsage.of(ending.usage)
         if ending.reason is not FinishReason.STOP:  # this API has no name for an end by timeout
             message.stop_reason = "max_tokens"
@@ -101,16 +105,15 @@ class MessageFormat(PartFormat):
     def failed(self, error: ApiError, request_id: str) -> bytes:
         return b"event: error\ndata: " + error.anthropic_body(request_id) + b"\n\n"
 
-
-def _block(part: Part) -> dict[str, Any]:
-    match part.kind:
-        case Kind.REASONING:
-            return {"type": "thinking", "thinking": part.text, "signature": ""}
-        case Kind.TEXT:
-            return {"type": "text", "text": part.text}
-    assert part.call is not None
-    # An unfinished call has no arguments: stop_reason says that it is unfinished.
-    return {"type": "tool_use", "id": part.call.id, "name": part.call.name, "input": object_of(part.text) or {}}
+    def _block(self, part: Part) -> dict[str, Any]:
+        match part.kind:
+            case Kind.REASONING:
+                return {"type": "thinking", "thinking": "" if self._omits_thinking else part.text, "signature": ""}
+            case Kind.TEXT:
+                return {"type": "text", "text": part.text}
+        assert part.call is not None
+        # An unfinished call has no arguments: stop_reason says that it is unfinished.
+        return {"type": "tool_use", "id": part.call.id, "name": part.call.name, "input": object_of(part.text) or {}}
 
 
 class Messages(Endpoint):

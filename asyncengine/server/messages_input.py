@@ -30,10 +30,10 @@ from asyncengine.server.tools import (
     tool_use,
 )
 from asyncengine.server.turns import Turns, check_count, renamed, required
-from asyncengine.server.unserved import MESSAGES
+from asyncengine.server.unserved import MESSAGES, pass_over
 
 #: Of GenerationBody: they add to a response what this API has no place for.
-_NO_PLACE = ("n", "best_of", "prompt_logprobs", "logprob_token_ids", "return_token_ids", "return_tokens_as_token_ids")
+_NO_PLACE = ("n", "prompt_logprobs", "logprob_token_ids", "return_token_ids", "return_tokens_as_token_ids")
 
 
 TOOL_FIELDS = {"].function.parameters": "].input_schema", "].function": "]"}
@@ -67,6 +67,9 @@ class Tool(msgspec.Struct):
     input_schema: dict[str, Any] | None = None
     type: str | None = None
     strict: bool | None = None
+    input_examples: list[dict[str, Any]] | None = None
+    allowed_callers: list[str] | None = None
+    """The model is "direct"; other callers are programs on a server that this one is not."""
 
 
 class ToolChoice(msgspec.Struct):
@@ -78,6 +81,8 @@ class ToolChoice(msgspec.Struct):
 class Thinking(msgspec.Struct):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
+    display: str | None = None
+    """omitted: thinking blocks have no text."""
 
 
 class Thread(msgspec.Struct):
@@ -91,9 +96,14 @@ class OutputForm(msgspec.Struct):
     schema: Schema
 
 
+class TaskBudget(msgspec.Struct):
+    total: int | None = None
+
+
 class OutputConfig(msgspec.Struct):
     effort: str | None = None
     format: OutputForm | None = None
+    task_budget: TaskBudget | None = None
 
 
 class MessagesBody(GenerationBody, kw_only=True):
@@ -104,6 +114,8 @@ class MessagesBody(GenerationBody, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputForm | None = None
+    """``output_config.format`` in older clients."""
     thread: Thread | None = None
 
 
@@ -117,7 +129,7 @@ def decode(raw: bytes | bytearray, *, counts: bool = False) -> MessagesBody:
     """
     body = DECODER.decode(raw)
     for name in _NO_PLACE:
-        if getattr(body, name) not in (None, False) and not (name in ("n", "best_of") and getattr(body, name) == 1):
+        if getattr(body, name) not in (None, False) and not (name == "n" and body.n == 1):
             raise unsupported(name)
     body.stream_options = None
     if body.thread is not None:
@@ -128,13 +140,23 @@ def decode(raw: bytes | bytearray, *, counts: bool = False) -> MessagesBody:
     body.max_completion_tokens = None
     if body.stop_sequences is not None:
         body.stop = body.stop_sequences
-    if body.output_config is not None and body.output_config.format is not None:
-        form = body.output_config.format
-        form.schema = form.schema.copy()
-        if schema_text(form.schema, "output_config.format.schema") is None:
-            raise bad_request("output_config.format.schema is required", "output_config.format.schema")
-        body.response_format = ResponseFormat("json_schema", JsonSchemaFormat(form.schema))
+    if body.output_config is not None:
+        if body.output_config.task_budget is not None:
+            pass_over("output_config.task_budget")
+        _take_form(body, body.output_config.format, "output_config.format")
+    _take_form(body, body.output_format, "output_format")
     return body
+
+
+def _take_form(body: MessagesBody, form: OutputForm | None, path: str) -> None:
+    if form is None:
+        return
+    form.schema = form.schema.copy()
+    if schema_text(form.schema, f"{path}.schema") is None:
+        raise bad_request(f"{path}.schema is required", f"{path}.schema")
+    if body.response_format is not None:
+        raise bad_request(f"{path} is not the only form of the output that is asked for", path)
+    body.response_format = ResponseFormat("json_schema", JsonSchemaFormat(form.schema))
 
 
 def _no_thread(thread: Thread) -> ApiError:
@@ -149,13 +171,7 @@ def _no_thread(thread: Thread) -> ApiError:
 
 def tools_of(body: MessagesBody) -> ToolUse | None:
     """None without tools. Raises ApiError 400."""
-    tools = [
-        ToolBody(
-            "function" if tool.type in (None, "custom") else str(tool.type),
-            FunctionBody(tool.name, tool.description, tool.input_schema, tool.strict),
-        )
-        for tool in body.tools or ()
-    ]
+    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
     asked = body.tool_choice or ToolChoice("auto")
     choice: str | NamedTool = "required" if asked.type == "any" else asked.type
     if choice == "tool":
@@ -164,6 +180,19 @@ def tools_of(body: MessagesBody) -> ToolUse | None:
         return tool_use(tools, choice, not asked.disable_parallel_tool_use)
     except ApiError as exc:
         raise renamed(exc, TOOL_FIELDS) from None
+
+
+def _tool(tool: Tool, path: str) -> ToolBody:
+    if tool.allowed_callers and "direct" not in tool.allowed_callers:
+        raise unsupported(f"{path}.allowed_callers")
+    description = tool.description
+    if tool.input_examples:
+        examples = "\n".join(
+            ["Examples of the input:", *(msgspec.json.encode(each).decode() for each in tool.input_examples)]
+        )
+        description = examples if description is None else f"{description}\n\n{examples}"
+    kind = "function" if tool.type in (None, "custom") else str(tool.type)
+    return ToolBody(kind, FunctionBody(tool.name, description, tool.input_schema, tool.strict))
 
 
 def conversation(body: MessagesBody) -> Conversation:
@@ -191,6 +220,8 @@ def conversation(body: MessagesBody) -> Conversation:
             case _:
                 known = "user, assistant, system"
                 raise bad_request(f"{path}.role must be one of {known}, got {quoted(turn.role)}", f"{path}.role")
+    if not turns.messages:
+        raise bad_request("messages: they have no text", "messages")
     continues = turns.messages[-1]["role"] == "assistant"
     if continues and "tool_calls" in turns.messages[-1]:
         raise bad_request("messages: the last one calls tools, whose results must follow", "messages")
@@ -236,6 +267,8 @@ def _add_assistant(turns: Turns, content: str | list[Block], path: str, texts: J
         match block.type:
             case "thinking":
                 turns.reasoning(block.thinking or "")
+            case "redacted_thinking" | "fallback":  # they say something to the server alone that wrote them
+                pass
             case "tool_use":
                 call_id, name = required(block.id, f"{where}.id"), required(block.name, f"{where}.name")
                 given = schema_text(block.input, f"{where}.input")

@@ -28,7 +28,7 @@ from asyncengine.server.chat import ChatBody, ChatCompletion
 from asyncengine.server.completions import Completion, CompletionBody
 from asyncengine.server.messages_api import Message
 from asyncengine.server.messages_input import MessagesBody
-from asyncengine.server.protocol import ModelCard, ModelList
+from asyncengine.server.model_cards import ModelCard, ModelList
 from asyncengine.server.response_routes import ItemList
 from asyncengine.server.responses import Response
 from asyncengine.server.responses_input import ResponsesBody
@@ -147,6 +147,7 @@ _REQUIRED: dict[type[msgspec.Struct], Sequence[str]] = {
 }
 _LIMITS: dict[str, Schema] = {
     "n": {"minimum": 1, "maximum": MAX_N},
+    "best_of": {"minimum": 1, "maximum": MAX_N},
     "max_tokens": {"minimum": 0},
     "max_completion_tokens": {"minimum": 0},
     "max_output_tokens": {"minimum": 1},
@@ -321,7 +322,7 @@ def _as_answer(schema: Schema) -> None:
         if name in ("object", "type", "role") and isinstance(default, str):
             fields[name] = {"const": default}
         elif name == "finish_reason":
-            fields[name] = {"enum": [*FinishReason, "tool_calls"]}
+            fields[name] = {"enum": [*FinishReason, "tool_calls", "function_call"]}
 
 
 def _require(schema: Schema, names: Sequence[str]) -> None:

@@ -75,7 +75,6 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
-    best_of: int | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     temperature: float | None = None
@@ -129,7 +128,7 @@ TWINS = {
     "ebnf": "grammar",
 }
 _LONGEST_TOKEN = 10  # digits
-_LONGEST_NEUTRAL = 64  # bytes of JSON that can ask for nothing
+_LONGEST_NEUTRAL = 128  # bytes of JSON that can ask for nothing
 _PATH = re.compile(r"^(?P<message>.*) - at `\$\.?(?P<path>.*)`$", re.DOTALL)
 
 
@@ -170,8 +169,6 @@ class BodyDecoder(JsonDecoder[T]):
         """As JsonDecoder's; also checks fields that depend on each other."""
         body = super().decode(raw)
         _own_schemas(body)
-        if body.best_of is not None and body.best_of != (body.n or 1):
-            raise bad_request("best_of is supported only where it equals n", "best_of", "unsupported_parameter")
         if body.prompt_logprobs is not None and body.stream:
             raise bad_request("prompt_logprobs come with the whole response: not with stream: true", "prompt_logprobs")
         if body.stream_options is not None and not body.stream:
@@ -356,29 +353,6 @@ class UsageBody(msgspec.Struct):
         cached = sum(u.cached_tokens for u in parts)
         details = UNSET if reasoning_tokens is None else CompletionTokensDetails(reasoning_tokens)
         return cls(prompt, completion, prompt + completion, PromptTokensDetails(cached), details)
-
-
-class ModelCard(msgspec.Struct, kw_only=True):
-    id: str
-    object: str = "model"
-    created: int
-    owned_by: str = "asyncengine"
-    max_model_len: int
-    type: str = "model"
-    display_name: str
-    created_at: str
-    """``created`` in RFC 3339, for Anthropic's clients."""
-    lifecycle: str = "active"
-
-
-class ModelList(msgspec.Struct, kw_only=True):
-    """A list of OpenAI and a page of Anthropic at once; the page holds all models."""
-
-    object: str = "list"
-    data: list[ModelCard]
-    first_id: str
-    last_id: str
-    has_more: bool = False
 
 
 def check_model(asked: str | None, served: Sequence[str]) -> None:

@@ -28,7 +28,7 @@ from asyncengine.server.turns import Turns, check_count, required
 from asyncengine.server.unserved import RESPONSES
 
 #: Of GenerationBody: they add to a response what this API has no place for.
-_NO_PLACE = ("n", "best_of", "prompt_logprobs", "logprob_token_ids", "return_token_ids", "return_tokens_as_token_ids")
+_NO_PLACE = ("n", "prompt_logprobs", "logprob_token_ids", "return_token_ids", "return_tokens_as_token_ids")
 _PREFIXES = {
     "message": "msg_",
     "reasoning": "rs_",
@@ -135,7 +135,7 @@ def decode(raw: bytes | bytearray) -> ResponsesBody:
     """With the fields of GenerationBody filled in that this API has under other names. Raises ApiError 400."""
     body = DECODER.decode(raw)
     for name in _NO_PLACE:
-        if getattr(body, name) not in (None, False) and not (name in ("n", "best_of") and getattr(body, name) == 1):
+        if getattr(body, name) not in (None, False) and not (name == "n" and body.n == 1):
             raise unsupported(name)
     body.stream_options = None  # include_obfuscation: nothing is padded here
     if body.max_output_tokens is not None:

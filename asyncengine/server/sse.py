@@ -88,7 +88,15 @@ class ChunkFormat(StreamFormat):
         return self._head + b'{"index":%d,' % index
 
     def _chunk(
-        self, index: int, payload: bytes, usage: bytes, reason: str | None = None, logprobs: bytes = b"null"
+        self,
+        index: int,
+        payload: bytes,
+        usage: bytes,
+        reason: str | None = None,
+        logprobs: bytes = b"null",
+        stop_reason: str | int | None = None,
     ) -> bytes:
-        end = b',"logprobs":%b,"finish_reason":%b}]' % (logprobs, encode(reason))
+        """A chunk of one choice. The last one, which has a reason, also has the stop string or token, or null."""
+        end = b',"logprobs":%b,"finish_reason":%b' % (logprobs, encode(reason))
+        end += b"}]" if reason is None else b',"stop_reason":%b}]' % encode(stop_reason)
         return self._choice(index) + payload + end + usage + b"}\n\n"

@@ -98,30 +98,30 @@ GENERATION: Fields = {**_SAMPLERS, **_LENGTHS, **_FORMS, **_INPUTS, **_OUTPUTS}
 
 COMPLETION: Fields = {
     **GENERATION,
-    "suffix": (None, ""),
     "add_special_tokens": (None, True),
 }
 CHAT: Fields = {
     **{name: neutral for name, neutral in GENERATION.items() if name != "include_reasoning"},
-    "echo": (None, False),
-    "functions": NOTHING,
-    "function_call": (None, "none", "auto"),
+    "best_of": (None, 1),
+    "suffix": (None, ""),
     "modalities": (None, ["text"]),
     "audio": _ABSENT,
-    "prediction": _ABSENT,
     "web_search_options": _ABSENT,
+    "moderation": _ABSENT,
     "add_special_tokens": (None, False),
-    "verbosity": (None, "medium"),
     "reasoning": NOTHING,
     "thinking": _ABSENT,
     "enable_thinking": _ABSENT,
 }
 _NO_CHAT_COMPLETION: Fields = {
+    "best_of": (None, 1),
     "logprobs": (None, False),
     "echo": (None, False),
     "chat_template": _ABSENT,
     "documents": NOTHING,
 }
+#: Edits of /v1/messages that leave everything as it is. Claude Code sends the first one.
+_NO_EDITS = tuple({"type": "clear_thinking_20251015", "keep": keep} for keep in ("all", {"type": "all"}))
 RESPONSES: Fields = {
     **GENERATION,
     **_NO_CHAT_COMPLETION,
@@ -136,7 +136,8 @@ MESSAGES: Fields = {
     **_NO_CHAT_COMPLETION,
     "container": _ABSENT,
     "mcp_servers": NOTHING,
-    "context_management": (*NOTHING, {"edits": []}, {"edits": None}),
+    "compaction": _ABSENT,
+    "context_management": (*NOTHING, {"edits": []}, {"edits": None}, *({"edits": [edit]} for edit in _NO_EDITS)),
     "fallbacks": NOTHING,
 }
 VECTORS: Fields = {

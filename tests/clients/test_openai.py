@@ -69,3 +69,27 @@ def test_45_responses_tell_log_probabilities_and_drop_old_turns(server: Server) 
     count = client.responses.input_tokens.count(model=server.model, input=turns, truncation="auto")
     assert 0 < count.input_tokens <= 512
     assert 0 < cut.usage.input_tokens <= 500
+
+
+def test_45_older_fields_of_completions_and_chats(server: Server) -> None:
+    client = openai.OpenAI(base_url=server.v1, api_key=server.key)
+    asked: dict[str, Any] = {"model": server.model, "max_tokens": 12}
+    best = client.completions.create(**asked, prompt="One day", n=2, best_of=4, seed=1)
+    assert [choice.index for choice in best.choices] == [0, 1]
+    assert best.usage.completion_tokens == 48
+    assert best.choices[0].stop_reason is None
+    with pytest.raises(openai.BadRequestError, match="markers"):
+        client.completions.create(**asked, prompt="One day", suffix=" the end.")
+    look: Any = {"name": "look", "parameters": {"type": "object", "properties": {}}}
+    chat: dict[str, Any] = {"model": server.model, "functions": [look], "function_call": {"name": "look"}}
+    user: Any = {"role": "user", "content": "Look."}
+    message = client.chat.completions.create(**chat, messages=[user]).choices[0].message
+    assert (message.function_call.name, message.function_call.arguments) == ("look", "{}")
+    chunks = list(client.chat.completions.create(**chat, messages=[user], stream=True))
+    assert chunks[-1].choices[0].finish_reason == "function_call"
+    result: Any = {"role": "function", "name": "look", "content": "A fox."}
+    turns: Any = [user, message, result]
+    final = client.chat.completions.create(**asked, messages=turns, functions=[look], function_call="none")
+    assert final.choices[0].message.content
+    (card,) = client.models.list().data
+    assert (card.root, card.parent, card.permission[0]["allow_sampling"]) == ("stories", None, True)

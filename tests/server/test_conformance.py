@@ -153,7 +153,7 @@ def test_04_05_06_chat_chunks_usage_and_choices(http: Client) -> None:
     assert choice.keys() >= {"index", "message", "logprobs", "finish_reason"}
     assert choice["message"].keys() >= {"role", "content", "refusal"}
     text = post(http, COMPLETIONS, prompt=PROMPT, **GREEDY)["choices"][0]
-    assert text.keys() == {"text", "index", "logprobs", "finish_reason", "prompt_logprobs"}
+    assert text.keys() == {"text", "index", "logprobs", "finish_reason", "stop_reason", "prompt_logprobs"}
     assert not any("usage" in c for c in events(http, CHAT, messages=USER, **GREEDY))
 
 
@@ -173,7 +173,7 @@ def test_10_models_and_health(http: Client) -> None:
     listing = http.get("/v1/models").json()
     assert [card["id"] for card in listing["data"]] == ["first", "second"]
     for card in listing["data"]:
-        openai = {"id", "object", "created", "owned_by", "max_model_len"}
+        openai = {"id", "object", "created", "owned_by", "max_model_len", "root", "parent", "permission"}
         assert card.keys() == openai | {"type", "display_name", "created_at", "lifecycle"}
         assert http.get(f"/v1/models/{card['id']}").json() == card
     assert http.get("/health").status_code == http.get("/ping").status_code == 200

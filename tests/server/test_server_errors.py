@@ -63,7 +63,7 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
     (
         CHAT,
-        {"messages": [{"role": "user", "content": "x", "function_call": {}, "tool_calls": 5}]},
+        {"messages": [{"role": "user", "content": "x", "tool_calls": 5}]},
         "messages[0].tool_calls",
     ),
     (CHAT, {"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
@@ -127,18 +127,49 @@ COMMON: list[tuple[str, Any, str]] = [
     ("response_format", {"type": "json_schema"}, "response_format.json_schema.schema"),
     ("structured_outputs", {"jsn": {}}, "structured_outputs"),
     ("guided_choice", [], "guided_choice"),
-    ("best_of", 2, "best_of"),
     ("truncate_prompt_tokens", 0, "truncate_prompt_tokens"),
     ("prompt_logprobs", -1, "prompt_logprobs"),
     ("guided_regex", "", "guided_regex"),
 ]
+CALL = {"name": "f", "arguments": "{}"}
+TOOL = {"type": "function", "function": {"name": "f"}}
 ONLY: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt": "x", "suffix": "y"}, "suffix"),
+    (COMPLETIONS, {"prompt": "x", "suffix": 5}, "suffix"),
+    (COMPLETIONS, {"prompt": "x", "suffix": "y", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+    (COMPLETIONS, {"prompt": "x", "suffix": "y", "echo": True, "logprobs": 0}, "echo"),
+    (COMPLETIONS, {"prompt": "x", "best_of": 0}, "best_of"),
+    (COMPLETIONS, {"prompt": "x", "best_of": 2, "n": 3}, "best_of"),
+    (COMPLETIONS, {"prompt": "x", "best_of": 129}, "best_of"),
+    (COMPLETIONS, {"prompt": "x", "best_of": 2, "stream": True}, "best_of"),
+    (COMPLETIONS, {"prompt": ["x"] * 9, "best_of": 128}, "best_of"),
+    (CHAT, {"messages": USER, "best_of": 2}, "best_of"),
     (CHAT, {"messages": USER, "top_logprobs": 2}, "top_logprobs"),
-    (CHAT, {"messages": USER, "echo": True}, "echo"),
+    (CHAT, {"messages": USER, "echo": "yes"}, "echo"),
+    (CHAT, {"messages": USER, "verbosity": "loud"}, "verbosity"),
     (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, "tools[0].function"),
     (CHAT, {"messages": USER, "tool_choice": "required"}, "tool_choice"),
-    (CHAT, {"messages": USER, "functions": [{}]}, "functions"),
+    (CHAT, {"messages": USER, "functions": [{}]}, "functions[0].name"),
+    (CHAT, {"messages": USER, "functions": [{"name": "f"}] * 2}, "functions[1].name"),
+    (CHAT, {"messages": USER, "functions": [{"name": "f", "parameters": {"type": 5}}]}, "functions[0].parameters"),
+    (CHAT, {"messages": USER, "functions": [{"name": "f"}] * 1025}, "functions"),
+    (CHAT, {"messages": USER, "functions": [{"name": "f"}], "function_call": {"name": "g"}}, "function_call"),
+    (CHAT, {"messages": USER, "functions": [{"name": "f"}], "function_call": {}}, "function_call"),
+    (CHAT, {"messages": USER, "functions": [{"name": "f"}], "function_call": "required"}, "function_call"),
+    (CHAT, {"messages": USER, "function_call": {"name": "f"}}, "function_call"),
+    (CHAT, {"messages": USER, "functions": [{"name": "f"}], "tools": [TOOL]}, "functions"),
+    (
+        CHAT,
+        {"messages": USER, "functions": [{"name": "f"}], "function_call": {"name": "f"}, "guided_regex": "a"},
+        "function_call",
+    ),
+    (CHAT, {"messages": [{"role": "function", "content": "x"}]}, "messages[0].name"),
+    (CHAT, {"messages": [{"role": "user", "content": "x", "function_call": CALL}]}, "messages[0].function_call"),
+    (
+        CHAT,
+        {"messages": [{"role": "assistant", "function_call": CALL, "tool_calls": [{"function": CALL}]}]},
+        "messages[0].function_call",
+    ),
 ]
 PROMPT = {COMPLETIONS: {"prompt": "x"}, CHAT: {"messages": USER}}
 INVALID += [(route, PROMPT[route] | {k: v}, param) for route in PROMPT for k, v, param in COMMON]

@@ -96,7 +96,7 @@ FIELDS = [
     "prompt", "messages", "model", "stream", "stream_options", "n", "best_of", "max_tokens", "max_completion_tokens",
     "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens",
     "include_stop_str_in_output", "priority", "cache_salt", "logit_bias", "logprobs", "tools", "response_format",
-    "echo", "suffix", "user", "presence_penalty",
+    "echo", "suffix", "user", "presence_penalty", "functions", "function_call", "verbosity",
 ]  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import pytest
 from fake_engine import FakeEngine
 from harness import CHAT, COMPLETIONS, USER, Site, serving
 
+NULLS = {"logprobs": None, "stop_reason": None}
 PROMPT = {COMPLETIONS: {"prompt": "Hello"}, CHAT: {"messages": USER}}
 ROUTES = pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
 
@@ -41,7 +42,7 @@ async def test_completion_shape() -> None:
     assert reply == {
         "object": "text_completion",
         "model": "fake",
-        "choices": [{"index": 0, "text": "abca", "logprobs": None, "finish_reason": "length", "prompt_logprobs": None}],
+        "choices": [{"index": 0, "text": "abca", "finish_reason": "length", **NULLS, "prompt_logprobs": None}],
         "usage": {
             "prompt_tokens": 5,
             "completion_tokens": 4,
@@ -59,7 +60,7 @@ async def test_chat_shape() -> None:
     nothing = dict.fromkeys(("refusal", "annotations", "audio", "function_call"))
     message = {"role": "assistant", "content": "abc", **nothing}
     assert [reply[name] for name in ("prompt_logprobs", "service_tier", "kv_transfer_params")] == [None] * 3
-    assert reply["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}]
+    assert reply["choices"] == [{"index": 0, "message": message, "finish_reason": "stop", **NULLS}]
     assert reply["usage"]["completion_tokens"] == 4
 
 
@@ -247,6 +248,9 @@ async def test_models() -> None:
         (card,) = listing["data"]
         assert listing["object"] == "list"
         assert (card["id"], card["object"], card["max_model_len"]) == ("org/name", "model", 256)
+        assert (card["root"], card["parent"]) == ("fake", None)
+        (permission,) = card["permission"]
+        assert (permission["object"], permission["allow_sampling"]) == ("model_permission", True)
         assert isinstance(card["created"], int)
         assert card["owned_by"]
         assert (await site.get("/v1/models/org/name")).json == card
@@ -335,7 +339,7 @@ async def test_token_ids_are_returned_on_request(n: int) -> None:
         events = await site.events(COMPLETIONS, **fields)
         chat = (await site.post(CHAT, messages=USER, n=n, max_tokens=5, return_token_ids=True)).json
         chunks = await site.events(CHAT, messages=USER, n=n, max_tokens=5, return_token_ids=True)
-    plainly = {"index", "text", "logprobs", "finish_reason", "prompt_logprobs"}
+    plainly = {"index", "text", "finish_reason", *NULLS, "prompt_logprobs"}
     assert all(choice.keys() == plainly for choice in plain["choices"])
     for choice in chat["choices"]:
         assert choice["token_ids"] == [ord(c) for c in choice["message"]["content"]]
