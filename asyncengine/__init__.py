@@ -46,8 +46,9 @@ from asyncengine.scoring import ContinuationScore
 from asyncengine.stats import BlockMap, DebugStats, EngineSnapshot, EngineStats, StepRecord, WakeRecord
 from asyncengine.stream import RequestStream
 from asyncengine.structured_outputs import StructuredOutputs
+from asyncengine.version import VERSION
 
-__version__ = "0.1.0"  # and in pyproject.toml
+__version__ = VERSION
 
 __all__ = [
     "AsyncEngine",

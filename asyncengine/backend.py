@@ -159,12 +159,11 @@ def choose_device(config: EngineConfig) -> Literal["cpu", "cuda"]:
 
 
 def _load_on_cpu(config: EngineConfig, *, progress: bool, measure: bool) -> Backend:
-    from asyncengine.kernels.cpu.ops import CpuOps
     from asyncengine.runner.costs import cpu_costs
-    from asyncengine.runner.model_runner import CpuModelRunner
+    from asyncengine.runner.model_runner import CpuModelRunner, cpu_ops
 
     tokenizer = load_tokenizer(config)
-    ops = CpuOps(config.num_threads)
+    ops = cpu_ops(config)
     runner = CpuModelRunner.load(config, progress=progress, ops=ops)
     costs = cpu_costs(config, runner, anew=measure) if measure or config.needs_costs else None
 

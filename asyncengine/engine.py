@@ -7,7 +7,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Literal, Self, Unpack
@@ -209,7 +209,7 @@ class AsyncEngine(ManyMethods, VectorMethods, ScoringMethods, SnapshotMethods, T
         priority: int = 0,
         cache_salt: str | None = None,
         tenant: str | None = None,
-    ) -> AsyncIterator[RequestDelta]:
+    ) -> AsyncGenerator[RequestDelta, None]:
         """Generate piece by piece. Arguments and errors are those of ``submit``; leaving the loop aborts."""
         request = await self.submit(
             prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt, tenant=tenant

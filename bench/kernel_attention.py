@@ -288,14 +288,14 @@ class Bench:
 
     def _launch(self, launches: Sequence[Launch], work: WorkList | Counters, copy: int, pdl: bool | None) -> None:
         pdl = self.pdl if pdl is None else pdl
-        launch_all(
-            launches, self.heads, self.layer, *self.caches[copy], self.step, work, self.out, scales=self.scales, pdl=pdl
-        )
+        k, v = self.caches[copy]
+        launch_all(launches, self.heads, self.layer, k, v, self.step, work, self.out, scales=self.scales, pdl=pdl)
 
     def store(self, copy: int, pdl: bool | None = None) -> None:
         """Store keys and values, and rotate the queries in place, as ``few`` and ``listed`` do before attention."""
         pdl = self.pdl if pdl is None else pdl
-        prepare(self.heads, self.layer, *self.caches[copy], self.step, scales=self.scales, pdl=pdl)
+        k, v = self.caches[copy]
+        prepare(self.heads, self.layer, k, v, self.step, scales=self.scales, pdl=pdl)
 
     def torch_calls(self) -> list[Call]:
         """scaled_dot_product_attention, over the memory of the caches as if it were contiguous."""
@@ -307,7 +307,7 @@ class Bench:
             options["is_causal"] = True
         elif query > 1:
             options["attn_mask"] = causal_lower_right(query, total)
-        calls = []
+        calls: list[Call] = []
         for caches in self.caches:
             k, v = (x.view(rows, c.num_kv_heads, -1, c.head_dim)[:, :, :total] for x in caches)
             if query > 1:  # no kernel of torch's takes both grouped heads and this mask
@@ -396,7 +396,7 @@ def verify(bench: Bench, listed: Listed, label: str) -> None:
     position = torch.arange(query + context, device=bench.q.device)
     blocks = bench.step.slots.block_tables[-1].long()[position // BLOCK_SIZE]
     k, v = (read_cells(cache, blocks, position % BLOCK_SIZE) for cache in bench.caches[0])
-    q = bench.q[-query:].float().unflatten(1, (c.num_kv_heads, c.num_heads // c.num_kv_heads))
+    q = bench.q[-query:].float().reshape(query, c.num_kv_heads, c.num_heads // c.num_kv_heads, -1)
     score = torch.einsum("qhgd,khd->hgqk", q, k) * bench.scale
     score.masked_fill_(position > position[context:, None], -torch.inf)
     expected = torch.einsum("hgqk,khd->qhgd", score.softmax(-1), v).flatten(1)

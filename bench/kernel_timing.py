@@ -30,7 +30,7 @@ class Timer:
         self.device = device
         self.repeats = repeats
         if device.type == "cuda":
-            self._cuda_stream = torch.cuda.Stream(device)
+            self._cuda_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._flush = torch.zeros(FLUSH_BYTES // 4, dtype=torch.int32, device=device)
 
     def us(self, calls: Sequence[Call]) -> float:
@@ -52,13 +52,13 @@ class Timer:
             return median([self._replay(graph, len(calls)) for _ in range(self.repeats + 2)][2:])
 
     def _replay(self, graph: torch.cuda.CUDAGraph, calls: int) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         self._flush.sum()  # reading leaves nothing to be written back
         start.record()
         graph.replay()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) * 1e3 / calls
+        return float(start.elapsed_time(end)) * 1e3 / calls
 
     def us_if_possible(self, calls: Sequence[Call]) -> float | None:
         """Time the calls; None where torch has no kernel for them, or not the memory."""

@@ -74,12 +74,13 @@ class Link:
     def __post_init__(self) -> None:
         import torch
 
-        self.runner: Any = self.engine._loaded().keep_alive
-        fill_cache(self.runner.steps.cache.memory)
-        rows = self.runner._host_rows._link_rows
+        runner: Any = self.engine._loaded().keep_alive
+        self.runner: Any = runner
+        fill_cache(runner.steps.cache.memory)
+        rows = runner._host_rows._link_rows
         self.blocks = -(-self.context // rows.pool.shape[4])
         self.num_bytes = _BATCHES * _JOBS * self.context * self.engine.model_info.kv_layer_token_bytes
-        self.cuda_stream = torch.cuda.Stream()
+        self.cuda_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self.rows = [replace(rows, jobs=self._jobs(rows, batch)) for batch in range(_BATCHES)]
 
     def _jobs(self, rows: Any, batch: int) -> Any:

@@ -30,6 +30,7 @@ from asyncengine import SamplingParams, testing
 from asyncengine.cli.benchmarks import report
 from asyncengine.cli.benchmarks.report import Figure, median
 from asyncengine.cli.benchmarks.sse_client import SseResult, Target, read_sse
+from asyncengine.tokenization import placeholder_tokenizer
 
 TARGET_TOKENS_PER_S = 30_000
 LOADS = {"flat out": 2000.0, "paced": 7000.0}  # microseconds per step
@@ -169,7 +170,7 @@ def _prompt(stream_number: int, tokens: int) -> list[int]:
 def _failures(results: list[SseResult], prompt_tokens: int, tokens: int) -> list[str]:
     """Describe the fault of each stream that is not complete to the last character."""
     model = testing.SimulatedEngine()
-    tokenizer = testing.placeholder_tokenizer(testing.VOCAB_SIZE)
+    tokenizer = placeholder_tokenizer(testing.VOCAB_SIZE)
     params = SamplingParams(temperature=0, max_tokens=tokens)
     failures = []
     for i, result in enumerate(results):

@@ -6,7 +6,6 @@ import hashlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from uuid import uuid4
 
@@ -15,6 +14,7 @@ import msgspec
 from asyncengine import _core
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.cuda.linear.tables import cache_directory, table_name
+from asyncengine.version import VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ class CostFile:
     def find(cls, config: EngineConfig, model: object, dtype: str, device: str) -> CostFile:
         """``model`` is a ModelConfig: its fields are the shape. ``device`` is a card's name, or cpu."""
         of = {
-            "version": _version(),
+            "version": VERSION,
             "model": repr(model),
             "dtype": dtype,
             "quantization": config.quantization,
@@ -205,10 +205,3 @@ class KnownCosts:
 
     def keep_learned(self, stats: Mapping[str, int]) -> None:
         self.file.keep(self.table.corrected(stats))
-
-
-def _version() -> str:
-    try:
-        return metadata.version("asyncengine")
-    except metadata.PackageNotFoundError:  # run from a checkout
-        return "unknown"

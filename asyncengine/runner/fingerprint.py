@@ -8,8 +8,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from asyncengine import _core
+from asyncengine.version import VERSION
 
-_PACKAGES = ("asyncengine", "torch", "triton")
+_PACKAGES = ("torch", "triton")
 
 
 def program_digest(folder: Path | None = None) -> str:
@@ -24,7 +25,7 @@ def program_digest(folder: Path | None = None) -> str:
         code = path.read_bytes()
         digest.update(repr((path.relative_to(folder).parts, len(code))).encode())
         digest.update(code)
-    digest.update(repr([_version(name) for name in _PACKAGES]).encode())
+    digest.update(repr([VERSION, *map(_version, _PACKAGES)]).encode())
     digest.update(repr((platform.machine(), _core.CpuKernels.available_isas())).encode())
     return digest.hexdigest()
 

@@ -185,11 +185,13 @@ class CpuModelRunner:
     def load(cls, config: EngineConfig, *, progress: bool = False, ops: HostOps[Any] | None = None) -> Self:
         """``load_model`` with a KV cache in host memory; the same errors, and ConfigError if either does not fit.
 
-        ``ops`` replaces the native kernels, their number of threads and ``prefill_attention``.
+        ``ops`` stands in for ``cpu_ops(config)``.
         """
         if config.quantization != "none":
             raise ConfigError(f"quantization={config.quantization} needs a GPU, and there is none or device is cpu")
-        ops = ops or CpuOps(config.num_threads, prefill_attention=config.prefill_attention)
+        if config.hybrid_form in ("link", "both"):
+            raise ConfigError(f"hybrid_form={config.hybrid_form} needs a GPU, and there is none")
+        ops = ops or cpu_ops(config)
         try:
             loaded = load_model(config, ops, progress=progress)
         except RuntimeError as e:
@@ -256,6 +258,11 @@ class CpuModelRunner:
     def kv_block_regions(self) -> list[tuple[int, int]]:
         """(address of block 0, bytes per block) of every layer's keys and values."""
         return self._cache.block_regions()
+
+
+def cpu_ops(config: EngineConfig) -> CpuOps:
+    """The native kernels with the threads and the attention of prompts that the configuration names."""
+    return CpuOps(config.num_threads, prefill_attention=config.prefill_attention)
 
 
 def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -185,7 +185,12 @@ def test_decode_generates_and_reports_beside_the_others(capsys: pytest.CaptureFi
             return await decode.generate(engine, random.Random(0), 3, 5)
 
     assert asyncio.run(main()) > 0
-    result = {"ready_s": 9.0, "first_token_s": 29.0, "step_ms": {1: 4.0, 8: 6.0}, "floor_ms": {1: 3.4, 8: 3.5}}
+    result: dict[str, Any] = {
+        "ready_s": 9.0,
+        "first_token_s": 29.0,
+        "step_ms": {1: 4.0, 8: 6.0},
+        "floor_ms": {1: 3.4, 8: 3.5},
+    }
     result["contexts"] = [{"batch": 1, "context": 256} | decode.achieved(read_model("llama-3.1-8b"), 1, 256, 4.0)]
     result["contexts"].append({"batch": 256, "context": 16384, "skipped": "it does not fit"})
     result["batch-invariant"] = {"step_ms": {1: 5.0, 8: 6.0}, "contexts": [result["contexts"][0] | {"ms": 6.0}]}

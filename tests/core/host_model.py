@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncengine import _core
 
-from .scheduler_state import BLOCK_SIZE
+from .scheduler_state import BLOCK_SIZE, ModelSequence
+
+Event = tuple[int, int, int, int]
 
 
 @dataclass(eq=False)
@@ -29,6 +31,16 @@ class HostModel:
     saw: Counter[str]
     operations: int
     flight: deque[Any]
+
+    if TYPE_CHECKING:  # what the other parts of CheckedScheduler have
+
+        def _sequences(self) -> list[ModelSequence]: ...
+        def _settle(self, sequence: ModelSequence) -> None: ...
+        def _fail(self, sequence: ModelSequence) -> list[Event]: ...
+        def _release(self) -> list[int]: ...
+        def _expect_late_jobs(self) -> list[Event]: ...
+        def _see_hosted(self) -> None: ...
+        def _check_moved(self) -> None: ...
 
     def move(self) -> bool:
         """The host tier takes in what has moved, and starts what is to move; False if it did neither."""

@@ -6,7 +6,7 @@ from collections import Counter
 
 from asyncengine import _core
 
-from .host_model import HostModel, Move
+from .host_model import Event, HostModel, Move
 from .scheduler_state import BLOCK_SIZE, HostRow, Job, ModelSequence, Row, State, Step
 
 JOB_TIMEOUT = 1000
@@ -14,8 +14,6 @@ JOB_TIMEOUT = 1000
 
 LEAST_LEFT = 8
 """A sequence with fewer tokens to come is not moved to the host."""
-
-Event = tuple[int, int, int, int]
 
 
 class HybridModel(HostModel):
@@ -173,7 +171,7 @@ class HybridModel(HostModel):
             if s.host is not None and row is None:
                 self._see_end(s)
             elif s.host is None and row is not None:
-                self._see_begin(s, *row, before)
+                self._see_begin(s, before, *row)
             elif row is not None:
                 self._see_progress(s, *row)
         assert not native
@@ -183,12 +181,12 @@ class HybridModel(HostModel):
     def _see_begin(
         self,
         s: ModelSequence,
+        running: set[ModelSequence],
         slot: int,
         phase: str,
         stage: int,
         leaves: bool,
         blocks: list[int],
-        running: set[ModelSequence],
     ) -> None:
         assert (phase, stage, leaves, blocks) == ("draining", 0, False, [])
         assert s in running

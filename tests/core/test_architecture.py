@@ -20,7 +20,7 @@ CSRC = ROOT / "csrc"
 # From the bottom up, by paths in the package: an entry is a folder or a module, and a module belongs to the longest
 # entry that its path begins with. A module imports from lower layers and within its own entry.
 LAYERS: list[set[str]] = [
-    {"errors", "_core", "awake", "field_docs", "bundled", "machine", "sandbox", "tool_turns", "logprobs"},
+    {"errors", "_core", "awake", "field_docs", "bundled", "machine", "sandbox", "tool_turns", "logprobs", "version"},
     {"checks", "json_text"},
     {"token_sets"},
     {"structured_outputs"},
@@ -58,7 +58,7 @@ LAYERS: list[set[str]] = [
     {"engine"},
     {"__init__", "testing"},
     {"server"},
-    {"cli"},
+    {"cli", "examples"},
     {"__main__"},
 ]
 RANK = {entry: rank for rank, entries in enumerate(LAYERS) for entry in entries}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMITS = {"README.md": 110, "bench/NOTES.md": 200}
+LIMITS = {"README.md": 110, "CONTRIBUTING.md": 80, "CHANGELOG.md": 60, "bench/NOTES.md": 200}
 DOCUMENTS = sorted(
     {*LIMITS, "SECURITY.md", "csrc/README.md", "bench/log/README.md"}
     | {str(path.relative_to(ROOT)) for path in (ROOT / "asyncengine").rglob("README.md")}
@@ -71,6 +71,13 @@ def test_documents_are_short(document: str) -> None:
         r"(<!-- figures of [^\n]* -->\n).*?(<!-- end -->)", r"\1\2", (ROOT / document).read_text(), flags=re.DOTALL
     )
     assert len(written.splitlines()) <= LIMITS[document]
+
+
+def test_contributors_read_of_each_command() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    parts_of_others = {"asan", "tsan", "wheels", "wheels-of-containers", "wheel-of-this-machine", "clean"}
+    described = set(re.findall(r"^\| `make ([a-z-]+)`", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE))
+    assert described == targets - parts_of_others - {"pytest"}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

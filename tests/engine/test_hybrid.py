@@ -41,7 +41,7 @@ async def run(config: dict[str, Any]) -> tuple[list[Any], EngineStats]:
         {"dtype": "bfloat16"},
         {"kv_cache_dtype": "fp8"},
         {"hybrid_lanes": 5, "hybrid_workers": 1, "steps_in_flight": 1},
-        {"prefill_attention": "sdpa", "prefill_chunk_size": None},
+        {"prefill_chunk_size": None},
         {"step_driver": "loop"},
     ],
     ids=lambda config: ",".join(f"{key}={value}" for key, value in config.items()) or "default",

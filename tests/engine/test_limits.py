@@ -161,6 +161,7 @@ async def test_a_prompt_fills_the_context_where_nothing_is_generated(blocks: int
         # The log probabilities of the whole prompt equal those of the same tokens in a shorter prompt.
         shorter = await engine.generate(whole[:-1], scores)
         assert shorter.prompt_logprobs is not None
+        assert output.prompt_logprobs is not None
         for long, short in zip(output.prompt_logprobs[1:-1], shorter.prompt_logprobs[1:], strict=True):
             assert long is not None
             assert short is not None

@@ -91,7 +91,12 @@ async def test_logits_decide_the_token_behind_those_that_came_before_them(
     tiny.build_model("llama").save_pretrained(tmp_path)
     news: list[_core.SequenceNews] = []
     feed = RequestStream.feed
-    monkeypatch.setattr(RequestStream, "feed", lambda stream, n: (news.append(n), feed(stream, n)))
+
+    def noting(stream: RequestStream, told: _core.SequenceNews) -> None:
+        news.append(told)
+        feed(stream, told)
+
+    monkeypatch.setattr(RequestStream, "feed", noting)
     async with AsyncEngine.from_pretrained(tmp_path, progress=False, **SETTINGS) as engine:
         await engine.generate(PROMPTS[0], params(logits_processor=keep))
     monkeypatch.undo()

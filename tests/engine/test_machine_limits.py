@@ -66,12 +66,12 @@ def test_sizes_of_a_disk_are_named(tmp_path: Path) -> None:
     for path in (file, file / "below"):
         with pytest.raises(ConfigError, match=r"disk_kv_path cannot be used: .*Not a directory"):
             start(disk_kv_path=str(path), **HOST)
-    path = str(tmp_path / "kv")
+    directory = str(tmp_path / "kv")
     for size in (10**17, 2**63 - 1):
         with pytest.raises(ConfigError, match=rf"disk_kv_bytes \({size:,}\) is more than .* has: {NUMBER} bytes"):
-            start(disk_kv_path=path, disk_kv_bytes=size, **HOST)
+            start(disk_kv_path=directory, disk_kv_bytes=size, **HOST)
     with pytest.raises(ConfigError, match=r"disk_kv_bytes cannot be used: .* of 1 bytes .* no room for a block"):
-        start(disk_kv_path=path, disk_kv_bytes=1, **HOST)
+        start(disk_kv_path=directory, disk_kv_bytes=1, **HOST)
     start(disk_kv_path=path, **HOST)
 
 

@@ -134,7 +134,12 @@ async def test_words_are_tokenized_where_texts_are(sandboxed: bool, monkeypatch:
         if not sandboxed:
             here: list[int] = []
             encode = OurTokenizer.encode_all
-            monkeypatch.setattr(OurTokenizer, "encode_all", lambda s, t: here.append(len(t)) or encode(s, t))
+
+            def counting(tokenizer: OurTokenizer, texts: list[str]) -> Any:
+                here.append(len(texts))
+                return encode(tokenizer, texts)
+
+            monkeypatch.setattr(OurTokenizer, "encode_all", counting)
             monkeypatch.setattr(engine._prompts._threads, "run", fail_in_thread)
             with pytest.raises(InvalidRequestError, match="in a thread") as error:
                 await engine._prompts.words(long, "bad_words")

@@ -57,7 +57,8 @@ class Waits:
     """Rounds of the step loop behind sleeps, and how many of those that launched a step had waited for one."""
 
     def __init__(self, backend: Backend, sleep_ms: int) -> None:
-        self.loop, self.runner, self.sleep_ms = backend.step_loop, backend.keep_alive, sleep_ms
+        self.loop, self.sleep_ms = backend.step_loop, sleep_ms
+        self.runner: Any = backend.keep_alive
         self.launches = self.waited = 0
 
     def run(self, rounds: int) -> None:
@@ -167,7 +168,8 @@ def test_pageable_staging_makes_another_thread_wait(tiny_llama):
     backend = load_backend(EngineConfig(model=tiny_llama, **SMALL, staging="pageable"), progress=False)
     loop, draw = backend.step_loop, random.Random(1)
     submit(loop, 1, draw)
-    asleep = slept(backend.keep_alive.cuda_stream, 200)
+    runner: Any = backend.keep_alive
+    asleep = slept(runner.cuda_stream, 200)
     for _ in range(20):
         loop.advance()
     assert loop.stats()["num_steps"] > 0
@@ -177,11 +179,12 @@ def test_pageable_staging_makes_another_thread_wait(tiny_llama):
 
 def test_the_sleep_test_catches_what_waits(tiny_llama):
     backend = load_backend(EngineConfig(model=tiny_llama, **SMALL), progress=False)
-    asleep = slept(backend.keep_alive.cuda_stream, 50)
-    backend.keep_alive.steps.state.input_ids.cpu()  # on another stream: does not wait
+    runner: Any = backend.keep_alive
+    asleep = slept(runner.cuda_stream, 50)
+    runner.steps.state.input_ids.cpu()  # on another stream: does not wait
     assert not asleep.query()
-    with torch.cuda.stream(backend.keep_alive.cuda_stream):
-        backend.keep_alive.steps.state.input_ids.cpu()
+    with torch.cuda.stream(runner.cuda_stream):
+        runner.steps.state.input_ids.cpu()
     assert asleep.query()
     assert backend.step_loop.stop(5.0)
 

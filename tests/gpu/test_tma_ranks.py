@@ -156,7 +156,7 @@ def test_tokens_are_those_of_logits_by_the_same_plan(
     for fused in (False, True):
         head = Head(device, rows)
         step, ops = head.step, head.ops(plan_of(tile), fused=fused)
-        broken, inert, done, ending = (step.sample_slot[row].item() for row in range(4))
+        broken, inert, done, ending = (int(step.sample_slot[row]) for row in range(4))
         head.x[step.sample_index[0]] = math.nan
         step.sample_slot[1] = -1
         step.slots.finished[done] = 1

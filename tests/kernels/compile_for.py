@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 HOPPER = 90
 
 
-class CompileOnly(DriverBase):
+class CompileOnly(DriverBase):  # type: ignore[misc]
     """A driver that names its target and has nothing else."""
 
     def __init__(self, target: int = HOPPER) -> None:

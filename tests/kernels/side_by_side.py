@@ -321,9 +321,9 @@ def launch_what_was_compiled(directory: Path, **config: Any) -> list[Bucket]:
         kinds = (None if p.do_not_specialize else compiling._kind(x) for p, x in zip(kernel.params, args, strict=False))
         launches.add((kernel, *kinds, *constants.items()))
 
-    compiling.Kernel.run = launch
+    compiling.Kernel.run = launch  # type: ignore[method-assign,assignment]
     project.product = lambda x, weight, bias, dtype: torch.empty(len(x), len(weight), dtype=dtype)  # cuBLAS's
-    torch.addmm = lambda to, x, weight, out: out
+    torch.addmm = lambda to, x, weight, out: out  # type: ignore[assignment]
     start.prepare()
     compiled = launches.copy()
     run_all(start.steps(1), start.buckets)

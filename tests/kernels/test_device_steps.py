@@ -54,7 +54,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory):
     def get(variant: str) -> tuple[Path, Any]:
         if variant not in made:
             path = tmp_path_factory.mktemp(variant)
-            layers = {} if GPU else {"n_layer" if variant.startswith("gpt2") else "num_hidden_layers": 1}
+            layer_count = "n_layer" if variant.startswith("gpt2") else "num_hidden_layers"
+            layers: dict[str, Any] = {} if GPU else {layer_count: 1}
             if "layer_types" in tiny.VARIANTS[variant][1] and not GPU:
                 layers["layer_types"] = ["sliding_attention"]
             model = tiny.build_model(variant, **layers)

@@ -254,8 +254,8 @@ def test_a_row_alone_is_the_row_in_a_batch(device: torch.device, case: Case, row
 def test_scaled_product(device: torch.device, bias: bool) -> None:
     random = make_random(1)
     x, weight, b = quantize(random(37, 64) * 3), quantize(random(48, 64)), random(48) if bias else None
-    moved = [Quantized(q.values.to(device), q.scale.to(device)) for q in (x, weight)]
-    got = scaled_product(*moved, None if b is None else b.to(device))
+    moved_x, moved_weight = (Quantized(q.values.to(device), q.scale.to(device)) for q in (x, weight))
+    got = scaled_product(moved_x, moved_weight, None if b is None else b.to(device))
     assert got.dtype == torch.bfloat16
     expected = x.dequantize() @ weight.dequantize().T + (0 if b is None else b.float())
     torch.testing.assert_close(got.float().cpu(), expected, rtol=2 * BFLOAT16, atol=2e-2)

@@ -55,8 +55,12 @@ class Machine:
     """Steps with lanes of a model, one at a time."""
 
     def __init__(self, path: Path, **config: Any) -> None:
-        small = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "num_kv_blocks": 8, "max_model_len": 64}
-        small |= {"hybrid_attention": "always", "hybrid_lanes": LANES, "host_kv_memory_bytes": 1 << 20}
+        sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "num_kv_blocks": 8, "max_model_len": 64}
+        small: dict[str, Any] = sizes | {
+            "hybrid_attention": "always",
+            "hybrid_lanes": LANES,
+            "host_kv_memory_bytes": 1 << 20,
+        }
         self.config = EngineConfig(model=str(path), **small | config)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.simulation = _core.SimulatedDevice(vocab_size=2)
@@ -173,7 +177,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def get(variant: str) -> tuple[Path, Any]:
         if variant not in made:
             path = tmp_path_factory.mktemp(variant)
-            layers = {"n_layer" if variant.startswith("gpt2") else "num_hidden_layers": 2}
+            layers: dict[str, Any] = {"n_layer" if variant.startswith("gpt2") else "num_hidden_layers": 2}
             if "layer_types" in tiny.VARIANTS[variant][1]:
                 layers["layer_types"] = ["full_attention", "sliding_attention"]
             model = tiny.build_model(variant, **layers)

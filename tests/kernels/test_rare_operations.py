@@ -75,6 +75,7 @@ def test_a_cap_of_logits(device: torch.device, out_features: int) -> None:
     head = ops.make_head(random(device, out_features, 64, seed=2))
     plain = ops.logits(Residual(x), norm, head, CudaBatch(step))
     capped = ops.logits(Residual(x), norm, head, CudaBatch(step), softcap=5.0)
+    assert isinstance(plain, torch.Tensor)
     assert plain.abs().max() > 5
     torch.testing.assert_close(capped, 5.0 * torch.tanh(plain / 5.0), rtol=1e-5, atol=1e-5)
     greedy = CudaBatch(step, needs=0)

@@ -63,10 +63,11 @@ class Decode:
         if isinstance(way, WorkList):
             arrivals = way.decode.arrivals
             way.build(step)
-            launch, work = Launch(self.kernel, way.decode.tile, "one", stored=False), way
+            work: WorkList | Counters = way
+            launch = Launch(self.kernel, way.decode.tile, "one", stored=False)
         else:
-            launch, work = few_launch(case.shape, len(case.rows), way), counters(self.heads.device)
-            arrivals = work.arrivals
+            work = counters(self.heads.device)
+            launch, arrivals = few_launch(case.shape, len(case.rows), way), work.arrivals
         launch_all([launch], self.heads, self.layer, k, v, step, work, out, scales=self.world.scales, pdl=pdl, **how)
         assert torch.equal(self.heads, before)
         assert not arrivals.any()
@@ -266,8 +267,10 @@ def test_a_work_list_comes_to_what_separate_kernels_do(device: torch.device, flo
         if length:
             step.positions[int(step.row_query_start[row])] = context
     heads = heads[: step.num_tokens]
+    assert decode.norms is not None
+    q_norm, k_norm, eps = decode.norms
     rotary_store_kv(
-        heads, case.shape.num_heads, *decode.norms, decode.cos_sin, step.positions, step.slot_mapping, separate_k,
+        heads, case.shape.num_heads, q_norm, k_norm, eps, decode.cos_sin, step.positions, step.slot_mapping, separate_k,
         separate_v, scales=decode.world.scales,
     )  # fmt: skip
     out = torch.empty(len(heads), case.shape.num_heads * case.head_dim, dtype=case.dtype, device=device)

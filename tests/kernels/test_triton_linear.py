@@ -68,7 +68,7 @@ class Case:
     stride: int = 0
 
     def run(
-        self, plan: Plan, device: torch.device, only: int | None = None, multiply: Callable[..., None] = linear
+        self, plan: Plan, device: torch.device, only: int | None = None, multiply: Callable[..., object] = linear
     ) -> Tensor:
         """Return linear's result, of one row or of all, checked against the twin. Other memory must stay as it was."""
         generator = torch.Generator().manual_seed(self.seed)
@@ -297,16 +297,15 @@ class Model:
 
     @property
     def norm(self) -> Norm:
-        return Norm(*(self.random(self.inner, seed=s) for s in (2, 3)), 1e-5)._replace(
-            **({} if self.layer else {"bias": None})
-        )
+        bias = self.random(self.inner, seed=3) if self.layer else None
+        return Norm(self.random(self.inner, seed=2), bias, 1e-5)
 
     def handle(self, ops: CudaOps) -> CudaLinear:
         parts = (self.out_features // 4, self.out_features - self.out_features // 4)
         weights = [self.random(n, self.inner, seed=4 + n) * self.inner**-0.5 for n in parts]
         return ops.make_linear(weights, [self.random(parts[0], seed=6) if self.bias else None, None])
 
-    def norm_linear(self, ops: CudaOps, activation: Activation | None = None) -> Tensor:
+    def norm_linear(self, ops: CudaOps, activation: Activation | None = None) -> Any:
         return ops.norm_linear(Residual(self.x), self.norm, self.handle(ops), activation)
 
     def linear_add(self, ops: CudaOps) -> Tensor:
@@ -318,6 +317,7 @@ class Model:
         step = allocate_step(1, 1, len(index), self.rows, self.device)
         step.sample_index.copy_(torch.tensor(index))
         got = ops.logits(Residual(self.x), self.norm, self.handle(ops), CudaBatch(step))
+        assert isinstance(got, Tensor)
         assert got.dtype == torch.float32
         return got
 

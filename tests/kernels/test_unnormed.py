@@ -69,7 +69,7 @@ def run(ops: CudaOps, model: Model) -> tuple[list[Tensor], list[bool]]:
     step = allocate_step(1, 1, 4, model.rows, model.device)
     step.sample_index.copy_(torch.tensor([5, 0, 0, 3]))
     results, waited = [], []
-    hidden = model.x
+    hidden: Any = model.x
     for additions, activation in ((1, "gelu"), (2, None), (1, "gelu")):
         for _ in range(additions):
             ops.linear_add_(hidden, handle, residual)
@@ -137,7 +137,8 @@ def test_a_skinny_plan_that_adds(
     plain, _ = surrounded(residual, device)
     linear(*operands, out=plain, **how)
     out, memory = surrounded(residual, device)
-    moved = Norm(*(None if part is None else surrounded(part, device)[0] for part in norm[:2]), norm.eps)  # type: ignore[arg-type]
+    moved_bias = None if norm.bias is None else surrounded(norm.bias, device)[0]
+    moved = Norm(surrounded(norm.weight, device)[0], moved_bias, norm.eps)
     unnormed = linear(*operands, out=out, reader=moved, **how)
     got = taken(out, memory)
     assert torch.equal(got, plain.cpu())

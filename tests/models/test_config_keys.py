@@ -88,7 +88,7 @@ def _keys(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and _is_config(node.value):
         yield node.attr
     if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr") and _is_config(node.args[0]):
-        yield from [key.value for key in node.args[1:2] if isinstance(key, ast.Constant)]
+        yield from [key.value for key in node.args[1:2] if isinstance(key, ast.Constant) and isinstance(key.value, str)]
 
 
 def _is_config(node: ast.expr) -> bool:

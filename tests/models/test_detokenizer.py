@@ -7,6 +7,7 @@ import gc
 import itertools
 import re
 import weakref
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -136,7 +137,8 @@ def test_tokens_without_text_do_not_pile_up():
     assert stream.push([1, 2]) == "there"
     for token in (special, WORDS.vocab_size + 3):
         assert stream.push([token] * 1000) == ""
-    assert len(stream._decoder._ids) <= 2
+    decoder: Any = stream._decoder
+    assert len(decoder._ids) <= 2
     assert stream.push([3]) + stream.flush() == " is"
 
 
@@ -205,6 +207,7 @@ def test_stop_matcher_equals_search(text, stops, include, sizes):
         out += emitted
         seen += piece
         if stop is not None:
+            assert expected is not None
             start, wanted = expected
             assert stop == wanted
             assert out == text[: start + len(stop) if include else start]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import huggingface_hub
 import pytest
 from huggingface_hub import errors
-from huggingface_hub.utils import filter_repo_objects
+from huggingface_hub.utils._paths import filter_repo_objects
 
 from asyncengine.errors import ModelNotFoundError
 from asyncengine.runner import hub

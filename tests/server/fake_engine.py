@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -290,12 +290,13 @@ class FakeEngine:
         if isinstance(prompt, str):
             return [ord(c) for c in prompt]
         if isinstance(prompt, Conversation) or isinstance(prompt[0], dict):
-            messages = prompt.messages if isinstance(prompt, Conversation) else prompt
+            messages: Any = prompt.messages if isinstance(prompt, Conversation) else prompt
             return [ord(c) for m in messages for c in f"{m['role']}: {m['content']}\n"]
-        for token in prompt:
+        ids: list[Any] = list(prompt)
+        for token in ids:
             if not 0 <= token < VOCABULARY:
                 raise InvalidRequestError(f"prompt: token id {token} is not in the vocabulary", param="prompt")
-        return list(prompt)
+        return ids
 
 
 def fake_logprobs(token: int, params: SamplingParams) -> TokenLogProbs:
@@ -326,7 +327,7 @@ class FakeStream:
         await self._deltas.aclose()
         await self._engine.closed(self, aborted=True)
 
-    async def _generate(self) -> AsyncIterator[RequestDelta]:
+    async def _generate(self) -> AsyncGenerator[RequestDelta, None]:
         engine, n = self._engine, self._params.n
         arrived = time.monotonic()
         first = 0.0

@@ -94,7 +94,7 @@ def test_a_shell_that_there_is_no_script_for(capsys: pytest.CaptureFixture[str])
     assert "did you mean fish?" in capsys.readouterr().err
 
 
-class WithoutTokenizer(FakeEngine):
+class WithoutTokenizer(FakeEngine):  # type: ignore[misc,unused-ignore]
     def __init__(self) -> None:
         super().__init__()
         del self.tokenizer

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from server_process import REAL, process
 
 ROOT = Path(__file__).parents[2]
@@ -38,9 +37,6 @@ async def test_the_embedding_program_of_the_readme() -> None:
     assert "Usage(prompt_tokens=5, completion_tokens=40" in "".join(lines)
     (answer,) = [line for line in lines if line.endswith("]") and '["' in line]
     assert set(json.loads(answer[answer.index('["') :])) <= {"fox", "bear"}
-    first, second = (re.findall(r"[\d.]+", line) for line in lines[-3:-1])
-    assert [float(first[0]), float(second[1])] == pytest.approx([1, 1])
-    assert 0 < float(first[1]) < 1
     assert lines[-1].startswith("prompt This model's maximum context length is 512 tokens")
 
 

@@ -72,7 +72,8 @@ async def test_31_responses_items() -> None:
             events = [event async for event in stream]
             final = await stream.get_final_response()
     for response in (whole, final):
-        reasoning, message, weather, now = response.output
+        output: Any = response.output
+        reasoning, message, weather, now = output
         assert (reasoning.type, reasoning.content[0].text) == ("reasoning", "Hm.")
         assert (message.type, message.content[0].text) == ("message", "Let me see.")
         assert (weather.type, weather.name, json.loads(weather.arguments)) == (

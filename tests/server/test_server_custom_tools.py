@@ -158,7 +158,7 @@ async def test_45_custom_calls_in_chat_completions(template: str, output: str) -
     async with client(engine) as (api, site):
         whole = await api.chat.completions.create(model="fake", messages=USER, tools=[free])  # type: ignore[arg-type]
         chunks = await site.events(CHAT, messages=USER, tools=[free])
-        (made,) = whole.choices[0].message.tool_calls or ()
+        [made] = whole.choices[0].message.tool_calls or []
         assert whole.choices[0].finish_reason == "tool_calls"
         assert (made.type, made.custom.name, made.custom.input) == ("custom", "edit", TEXT)  # type: ignore[union-attr]
         pieces = [piece for c in chunks for piece in c["choices"][0]["delta"].get("tool_calls", ())]

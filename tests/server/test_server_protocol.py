@@ -332,7 +332,7 @@ async def test_metrics_count_requests_and_tokens() -> None:
 
 @pytest.mark.parametrize("n", [1, 2])
 async def test_token_ids_are_returned_on_request(n: int) -> None:
-    fields = {"prompt": [[1, 2, 3], [4, 5]], "n": n, "max_tokens": 5, "return_token_ids": True}
+    fields: dict[str, Any] = {"prompt": [[1, 2, 3], [4, 5]], "n": n, "max_tokens": 5, "return_token_ids": True}
     async with serving(FakeEngine("abc")) as site:
         plain = (await site.post(COMPLETIONS, **fields | {"return_token_ids": False})).json
         whole = (await site.post(COMPLETIONS, **fields)).json

@@ -185,7 +185,7 @@ async def test_31_responses_are_kept_for_the_next_request() -> None:
         with pytest.raises(openai.BadRequestError, match="stream"):
             await api.responses.retrieve(third.id, stream=True)
 
-        unkept = await api.responses.create(model="fake", input="x", store=False)
+        unkept: Any = await api.responses.create(model="fake", input="x", store=False)
         assert unkept.store is False
         with pytest.raises(openai.NotFoundError):
             await api.responses.retrieve(unkept.id)

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from asyncengine.cli import collect_env
+from asyncengine.version import VERSION
 
 _NOT_RECORDS = ":(top,exclude)bench/results"
-_PACKAGES = ("asyncengine", "torch", "triton", "transformers", "numpy", "aiohttp", "uvloop")
+_PACKAGES = ("torch", "triton", "transformers", "numpy", "aiohttp", "uvloop")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +130,7 @@ def commit() -> str:
     top = _git(package, "rev-parse", "--show-toplevel")
     # A virtual environment may lie inside a checkout of something else.
     if top is None or Path(top) / "asyncengine" != package:
-        version = f"asyncengine {_versions().get('asyncengine', 'of unknown version')}"
-        return os.environ.get("ASYNCENGINE_COMMIT", version)
+        return os.environ.get("ASYNCENGINE_COMMIT", f"asyncengine {VERSION}")
     # The records themselves do not count: a benchmark that has written one makes no code differ.
     changed = _git(package, "status", "--porcelain", "--untracked-files=no", "--", ":/", _NOT_RECORDS)
     dirty = "-dirty" if changed else ""
@@ -146,13 +146,10 @@ def _git(directory: Path, *arguments: str) -> str | None:
 
 
 def _versions() -> dict[str, str]:
-    versions = {}
+    versions = {"asyncengine": VERSION}
     for package in _PACKAGES:
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            if package == "asyncengine":
-                import asyncengine
-
-                versions[package] = asyncengine.__version__
+            continue
     return versions

@@ -1,6 +1,6 @@
 """Attention of prompts by torch's scaled_dot_product_attention, over the paged KV cache.
 
-Faster than the native kernel on long prompts. The cut of a prompt into chunks may change its last bits.
+It serves comparisons with the native kernel. The cut of a prompt into chunks may change its last bits.
 """
 
 from __future__ import annotations
