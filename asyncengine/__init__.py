@@ -47,8 +47,9 @@ from asyncengine.errors import (
     WeightMismatchError,
     WrongLoopError,
 )
+from asyncengine.version import VERSION
 
-__version__ = "0.1.0"  # and in pyproject.toml
+__version__ = VERSION
 
 __all__ = [
     "AsyncEngine",

@@ -13,7 +13,7 @@ import numpy.typing as npt
 # ---- enums, layouts and parameters that csrc/core/ defines ----
 
 class Need(enum.IntFlag):
-    """What the sampled rows of a step need of its end beyond the greatest logit; 0 is argmax."""
+    """Parts of the sampler that the rows of a step need, as bits; 0 is argmax."""
 
     temperature = 1
     filters = 2
@@ -29,7 +29,7 @@ class Need(enum.IntFlag):
     logits = 512  # beside mask: a record of the logits where the mask is missing
 
 class EntryKind(enum.IntEnum):
-    """Of the entries that a slot is filled with."""
+    """Kinds of the entries that a slot is filled with."""
 
     token_history = 1
     bias = 2
@@ -63,7 +63,7 @@ STEP_INPUT_LAYOUT: dict[str, int]
 structure and the offset "TYPE.FIELD" of each field. TYPE: header, row, copy, update."""
 
 class SamplingState:
-    """How a sequence samples. temperature 0 is argmax; top_k 0 is all."""
+    """Sampling settings of a sequence. temperature 0 is argmax; top_k 0 keeps all tokens."""
 
     def __init__(
         self, *, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 0
@@ -77,7 +77,7 @@ class SamplingState:
     """Bits of Need."""
 
 class RequestExtras:
-    """What a request may want beyond one token a step; the defaults cost nothing."""
+    """Requirements of a request beyond one token a step; the defaults cost nothing."""
 
     def __init__(
         self, *, needs: int = 0, entries: Sequence[tuple[int, Sequence[int]]] = ..., history: bool = False,
@@ -94,7 +94,7 @@ class MaskChannel:
 
     def __init__(self, mask_words: int) -> None: ...
     address: Final[int]
-    """Of the mask, int32 [mask_words]."""
+    """Address of the mask, int32 [mask_words]."""
     def write(self, position: int, allows_all: bool = False, forced: Sequence[int] = ()) -> None:
         """Say which token the mask is for, and which come before it without being sampled, from ``position``.
 
@@ -122,7 +122,7 @@ class StepBatch:
         query_start: Sequence[int], context_len: Sequence[int], block_tables: Sequence[Sequence[int]],
         sample_index: Sequence[int], sample_position: Sequence[int] = ..., sampling: Sequence[SamplingState] = ...,
     ) -> None:  # fmt: skip
-        """For tests: owns copies. sampling: per sampled row. Raises ValueError where lengths contradict each other."""
+        """Copy a batch, for tests. sampling: per sampled row. Raises ValueError where lengths contradict each other."""
     num_tokens: Final[int]
     num_rows: Final[int]
     num_samples: Final[int]
@@ -179,7 +179,7 @@ class PagedKV:
     def __init__(self, k: int, v: int, num_kv_heads: int, head_dim: int, block_size: int, scales: int = 0) -> None: ...
 
 def draw_token(logits: npt.NDArray[np.float32], state: SamplingState, position: int) -> int:
-    """From float32 [vocabulary], as the CPU draws; -1 if NaN or +inf is among them, or none is finite."""
+    """Draw a token from float32 [vocabulary], as the CPU does; -1 if NaN or +inf is among them, or none is finite."""
 
 class CpuKernels:
     """Kernels over num_threads threads; isa is "auto" or one of available_isas(). One caller at a time."""
@@ -280,7 +280,7 @@ class CpuKernels:
 # ---- block manager and scheduler, without their thread: for tests and bench/core ----
 
 class HybridConfig:
-    """Whether sequences may decode on the host (csrc/core/scheduler.h): ValueError where a count is wrong."""
+    """Settings of sequences that decode on the host (csrc/core/scheduler.h). A wrong count raises ValueError."""
 
     def __init__(
         self, *, lanes: int = 0, layers: int = 0, workers: int = 1, attend_ns: float = 0.0, exchange_ns: float = 0.0,
@@ -408,7 +408,7 @@ def json_extent(document: bytes | bytearray, /) -> tuple[int, int]:
     """
 
 def json_shape(document: bytes | bytearray, long_size: int, /) -> tuple[int, int, list[tuple[bytes, int]]]:
-    """Like ``json_extent``, and the outermost object's members whose values have at least ``long_size`` bytes.
+    """Return ``json_extent``, and the outermost object's members whose values have at least ``long_size`` bytes.
 
     Each has its name as it stands in the document, escapes included, and the bytes from the name to the next comma or
     bracket. A name that comes twice is listed as often as it is long.
@@ -452,7 +452,7 @@ class SimulatedDevice:
         """The n-th copy, graph_launch, event_record or wait_event from now does nothing but answer ``error``."""
     def resume(self) -> None: ...
     def next_token(self, tokens: Sequence[int], temperature: float = 0.0, seed: int = 0) -> int:
-        """What the model answers: the reference for tests."""
+        """Return the token that the simulated model gives after ``tokens``: the reference for tests."""
 
 class CudaDevice:
     """A device behind the table of CUDA functions."""
@@ -487,7 +487,7 @@ class Staging:
     mask_stride: Final[int]
     """Words from one row to the next; 0: there are none."""
     def set_device_buffers(self, input: int, output: int) -> None:
-        """Where the copying modes copy to and from."""
+        """Set the device addresses that the copying modes copy inputs to and outputs from."""
 
 class HostPool:
     """Pinned host memory for KV blocks.
@@ -509,7 +509,7 @@ class HostPool:
         """Address of block_bytes."""
 
 class HostExchange:
-    """Where host rows cross (csrc/platform/host_exchange.h)."""
+    """Memory through which the device and the host pass heads of host rows (csrc/platform/host_exchange.h)."""
 
     def __init__(
         self,
@@ -520,7 +520,7 @@ class HostExchange:
         head_dim: int,
         device: CudaDevice | None,
     ) -> None:
-        """In pinned memory of a device. Raises RuntimeError if there is none."""
+        """Allocate the memory, pinned for the device. Raises RuntimeError if there is none."""
     mailboxes: Final[int]
     """Address of int64 [num_slots, mailbox_words]."""
     mailbox_words: Final[int]
@@ -529,7 +529,7 @@ class HostExchange:
     result_bytes: Final[int]
 
 class LinkJobs:
-    """Where attention over the link finds its jobs (csrc/step_loop/graph_link.h), in pinned memory or RuntimeError."""
+    """Jobs of attention over the link (csrc/step_loop/graph_link.h), in pinned memory. Raises RuntimeError."""
 
     def __init__(self, device: CudaDevice, max_jobs: int, max_blocks: int) -> None: ...
     words: Final[int]
@@ -586,7 +586,7 @@ class CudaGraphs:
         serves its needs. ValueError unless the last one serves the needs of all.
         """
     def set_copy_blocks(self, graph: int) -> None:
-        """What runs before a step that has block copies."""
+        """Set the graph that runs before a step that has block copies."""
     def set_host_pool(self, pool: HostPool, moves: Sequence[int]) -> None:
         """A graph for each transfer: it gathers the blocks of its list, or scatters them if it brings in."""
     def upload(self, cuda_stream: int) -> None: ...
@@ -594,7 +594,7 @@ class CudaGraphs:
         """The first variant that serves these Need bits."""
 
 class Record(tuple[RecordKind, int, bytes]):
-    """What a step tells of a token or a row beside it, as a named tuple."""
+    """A record that a step gives beside a token or a row, as a named tuple."""
 
     n_fields: int
     n_sequence_fields: int
@@ -608,14 +608,14 @@ class Record(tuple[RecordKind, int, bytes]):
 class SequenceNews(
     tuple[int, int, list[int], FinishReason, int, int, int, int, tuple[bytes, ...], tuple[Record, ...], int]
 ):
-    """What is new of a sequence, as a named tuple. Times are those of time.monotonic_ns()."""
+    """News of a sequence since the last delivery, as a named tuple. Times are those of time.monotonic_ns()."""
 
     n_fields: int
     n_sequence_fields: int
     n_unnamed_fields: int
     request: int
     index: int  # type: ignore[assignment]
-    """Of the sequence among the n of its request."""
+    """Index of the sequence among the n of its request."""
     tokens: list[int]
     finish: FinishReason
     first_ns: int  # when the first of this news came about
@@ -669,9 +669,9 @@ class StepLoop:
         eager(bucket or -1 for block copies, Need bits of the variant, cuda_stream) enqueues a step's kernels, no graph.
         """
     def start(self, cpu: int = -1) -> None:
-        """On core ``cpu``, if that is one that this process may use."""
+        """Start the thread, on core ``cpu`` if this process may use that core."""
     def advance(self) -> bool:
-        """Instead of start(): one round of the step thread's work. True when anything moved."""
+        """Do one round of the step thread's work, in place of start(). True when anything moved."""
     def stop(self, limit_s: float) -> bool:
         """False: the executor still runs after limit_s, and its memory is leaked rather than freed."""
     def submit(
@@ -685,25 +685,25 @@ class StepLoop:
     def abort(self, id: int, index: int = -1) -> None:
         """One sequence of a request, or all; no-op for a request that has ended."""
     def drain(self) -> tuple[list[SequenceNews], bool]:
-        """All that is ready, one entry per sequence with news, and whether the engine is alive.
+        """Return all news that is ready, one entry per sequence with news, and whether the engine is alive.
 
         Raises MemoryError only if there is no memory for any entry; what it did not return comes with the next wake-up.
         """
     def take_step_error(self) -> str:
-        """Why steps failed whose requests drain() has given with step_failed since the last call, one line each."""
+        """Return why steps failed whose requests drain() gave with step_failed since the last call, one line each."""
     def stats(self) -> dict[str, int]:
         """Every statistic by its name: csrc/core/stats.inl lists them."""
     def step_tokens(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
         """A histogram of the tokens of each step: upper bounds, counts (one more, of larger steps), and the sum."""
     def watch(self, on: bool) -> None:
-        """Whether steps are recorded from now on."""
+        """Record steps from now on, or no longer."""
     def last_steps(self, most: int) -> list[tuple[int, int, int, int, int, int, int, int, int, int]]:
-        """Of the last recorded ones, oldest first: the fields of StepRecord in csrc/step_loop/step_watch.h."""
+        """Return the last recorded steps, oldest first: the fields of StepRecord in csrc/step_loop/step_watch.h."""
     def block_map(self) -> tuple[int, bytes, bytes, bytes]:
         """Blocks per cell, then of each cell the share that one sequence holds, several hold, and only the prefix
         cache keeps, 0..255. As they were when this was called before: the step thread looks meanwhile."""
     wake_fd: Final[int]
     """Readable when drain() has something."""
     error: Final[str]
-    """Why the engine is dead; empty while it lives."""
+    """Reason why the engine is dead; empty while it lives."""
     quiescent: Final[bool]

@@ -20,7 +20,8 @@ _HIGHEST = {
     "seed": 2**64 - 1,
     **dict.fromkeys(("cpu_threads", "hybrid_workers"), 4096),
 }
-"""What integers of the core and of torch hold; of threads, more than any machine has cores."""
+"""Highest values of integer fields: the core's and torch's integers end there, and no machine has more cores than the
+limit of threads."""
 _MOST_DEFAULT_LANES = 8
 _FASTEST_CARDS = ("H100", "H200", "H800", "B100", "B200", "B300")
 """By what their names contain: 3 TB/s of memory and more."""
@@ -78,7 +79,7 @@ class EngineConfig:
     """Layers in float8, on a GPU. fp8 gives weights a scale for each output channel, quantises them when they are
     loaded, and activations row by row. For Llama, Mistral and Qwen, in bfloat16."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model runs. auto takes a GPU if there is one."""
+    """Device that runs the model. auto takes a GPU if there is one."""
     seed: int = 0
     """Seed of dummy weights and of the seeds drawn for requests that bring none."""
 
@@ -139,8 +140,9 @@ class EngineConfig:
     for them. auto: on a GPU, where measured costs predict 5% more throughput, and targets allow it. always: whatever
     they predict. Needs host_kv_memory_bytes."""
     hybrid_form: Literal["auto", "workers", "link", "both"] = "auto"
-    """Who attends for these sequences: threads; a kernel of a GPU, which reads the host's memory over the link; or
-    both. auto is both on a GPU, where threads alone make fewer tokens and cost its rows less; threads on the CPU."""
+    """Attention for these sequences is computed by threads (workers), by a kernel of the GPU that reads the host's
+    memory over the link (link), or by both. auto is both on a GPU, where threads alone make fewer tokens and cost the
+    GPU's rows less; on the CPU it is threads."""
     hybrid_workers: int | None = None
     """Threads that attend on the host; None: the cores this process may use but two."""
     hybrid_lanes: int | None = None
@@ -155,12 +157,12 @@ class EngineConfig:
     step_timeout_s: float = 600.0
     """A step that takes longer counts as hung: the engine dies with EngineDeadError."""
     step_driver: Literal["thread", "loop"] = "thread"
-    """Who runs the steps: a native thread, or the event loop, to measure what the thread is worth."""
+    """The steps run in a native thread, or in the event loop, to measure the gain from the thread."""
     cpu_affinity: int | None = None
     """Core that the step thread is pinned to; None: any."""
     staging: Literal["pageable", "pinned", "mapped", "ahead"] = "ahead"
-    """How a step's input reaches the GPU: copied from plain or pinned memory, read there by the first kernel, or copied
-    from pinned memory while the step before still runs."""
+    """A step's input reaches the GPU in one of four ways: copied from plain or pinned memory, read in mapped memory by
+    the first kernel, or copied from pinned memory while the step before still runs."""
     enforce_eager: bool = False
     """Run kernels one by one in place of captured graphs, for debugging: same results, slower."""
     programmatic_launch: bool = True
@@ -308,7 +310,7 @@ class EngineConfig:
 
     @property
     def needs_costs(self) -> bool:
-        """Whether somebody asks what a step takes before it runs."""
+        """True if the engine needs predictions of how long a step takes."""
         targets = self.target_itl_ms is not None or bool(self.itl_targets_by_priority)
         return targets or self.host_kv_memory_bytes is not None
 

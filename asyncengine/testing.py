@@ -145,7 +145,7 @@ class SimulatedEngine(AsyncEngine):
         return Backend(info, tokenizer, step_loop)
 
     def _costs(self, config: EngineConfig) -> CostTable:
-        """What was asked for: nobody needs to measure it. A token of context takes no time."""
+        """Return the costs that were configured, without a measurement. A token of context takes no time."""
         from asyncengine.runner.costs.table import CostTable, Point  # loads torch
 
         most = max(2, config.max_num_batched_tokens)
@@ -198,7 +198,7 @@ class SimulatedEngine(AsyncEngine):
 
     @property
     def has_replies(self) -> bool:
-        """Whether its texts are given."""
+        """True if the model has given replies."""
         return self._replies is not None
 
     def _has(self, request_id: str) -> bool:

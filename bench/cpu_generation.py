@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def compare(directory: Path, mixed: Work, repeats: int, wait_s: float) -> list[dict[str, Any]]:
-    """What each round measured; ``began quiet`` is the share of its two halves that found the machine idle."""
+    """Return the figures of each round; ``began quiet`` is the share of its two halves that found the machine idle."""
     alone = random.Random(1).choices(range(50000), k=64)
     ours, theirs = Worker("asyncengine", directory), Worker("transformers", directory)
     try:
@@ -86,7 +86,7 @@ def compare(directory: Path, mixed: Work, repeats: int, wait_s: float) -> list[d
                 worker.time(mode, [(alone, 4), (alone[:16], 4)])
         rounds = []
         for _ in range(repeats):
-            quiet = wait_for_quiet(wait_s)
+            quiet = int(wait_for_quiet(wait_s))
             pairs = [pair(ours, theirs, alone) for _ in range(PAIRS)]
             quiet += wait_for_quiet(wait_s)
             seconds = {"useful tokens": float(sum(n for _, n in mixed)), "began quiet": quiet / 2}
@@ -156,7 +156,9 @@ def save_checkpoint(shape: Path, directory: Path, dtype: str) -> None:
 
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(shape)
-    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        config, dtype=getattr(torch, dtype)
+    )
     model.save_pretrained(directory)
     placeholder_tokenizer(config.vocab_size).backend.save(str(directory / "tokenizer.json"))
 
@@ -227,11 +229,12 @@ def asyncengine_side(directory: Path) -> Answer:
 
 def transformers_side(directory: Path) -> Answer:
     import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig
-    from transformers.generation import ContinuousBatchingConfig
+    from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto").eval()
-    model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto").eval()  # type: ignore[no-untyped-call]
+    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+        do_sample=False, eos_token_id=None, pad_token_id=0
+    )
     model.config.eos_token_id = None
 
     def static(work: Work) -> list[list[int]]:

@@ -13,6 +13,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -51,6 +52,11 @@ def interleave(sides: dict[str, Callable[[], object]], repeats: int, seconds: fl
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
+def following(call: Callable[[T], object], items: Iterator[T]) -> object:
+    """A call with the next of the items."""
+    return call(next(items))
+
+
 def cycle(items: list[T]) -> Iterator[T]:
     while True:
         yield from items
@@ -68,8 +74,8 @@ def bench_linear(ops: CpuOps, repeats: int, batches: list[int], shapes: list[str
                 x = torch.randn(m, k).to(dtype)
                 seconds = interleave(
                     {
-                        "ours": lambda x=x, handles=handles: ops.linear(x, next(handles)),
-                        "torch": lambda x=x, weights=weights: F.linear(x, next(weights)),
+                        "ours": partial(following, partial(ops.linear, x), handles),
+                        "torch": partial(following, partial(F.linear, x), weights),
                     },
                     repeats,
                 )
@@ -100,7 +106,7 @@ def bench_attention(ops: CpuOps, repeats: int) -> Iterator[dict[str, object]]:
                 v = torch.randn(blocks, kv_heads, 16, dim).to(dtype)
                 q = torch.randn(rows * queries, heads, dim).to(dtype)
                 args = (q, k, v, batch, dim**-0.5, 0)
-                time_s = interleave({"ours": lambda args=args: ops.paged_attention(*args)}, repeats)["ours"]
+                time_s = interleave({"ours": partial(ops.paged_attention, *args)}, repeats)["ours"]
                 keys = rows * (context + queries)
                 pairs = rows * queries * (context + (queries + 1) / 2)
                 yield {
@@ -127,7 +133,7 @@ def bench_sample(ops: CpuOps, repeats: int) -> Iterator[dict[str, object]]:
     logits = torch.randn(1, 150_000) * 3
     for name, sampling in cases.items():
         batch = _core.StepBatch([0], [0], [0], [0, 1], [0], [[0]], [0], [7], [sampling])
-        time_s = interleave({"ours": lambda batch=batch: ops.sample(logits, batch)}, repeats)["ours"]
+        time_s = interleave({"ours": partial(ops.sample, logits, batch)}, repeats)["ours"]
         yield {"bench": "sample", "vocab": 150_000, "case": name, "ours_us": round(time_s * 1e6, 1)}
 
 

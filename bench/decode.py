@@ -51,7 +51,7 @@ from asyncengine.cli.embed import loop_factory
 from asyncengine.models.config import ModelConfig
 
 MEMORY_SHARE = 0.9
-"""Of the GPU's memory, for all engines together."""
+"""Share of the GPU's memory, for all engines together."""
 DEFAULT, INVARIANT = "default", "batch-invariant"
 STARTUP_TARGET_S = 20.0  # Llama-3.1-8B, compilation and capture included
 
@@ -235,7 +235,7 @@ async def sweep(engine: AsyncEngine, c: ModelConfig, args: argparse.Namespace) -
 
 
 def batches_at(context: int, args: argparse.Namespace) -> list[int]:
-    """Those of the replays. The engine has room for the largest of ``args.batches``."""
+    """Return the batches of the replays. The engine has room for the largest of ``args.batches``."""
     between = args.between if context == args.contexts[0] else []
     return sorted({*args.batches, *(batch for batch in between if batch < max(args.batches))})
 

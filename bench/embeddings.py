@@ -26,7 +26,7 @@ from asyncengine.cli.embed import loop_factory
 
 CHUNK = 2048
 TARGET = 0.8
-"""Of prefill's rate, at least."""
+"""Least share of prefill's rate."""
 
 
 def main() -> None:

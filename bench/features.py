@@ -1,4 +1,4 @@
-"""What each sampling feature costs: milliseconds per decode step beside plain steps of the same engine.
+"""Cost of each sampling feature: milliseconds per decode step beside plain steps of the same engine.
 
     python bench/features.py [--model gpt2] [--rows 256] [--tokens 160] [--repeats 5] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""What float8 costs in accuracy: logits of a model with its weights, or its keys and values, in float8 beside those
+"""Loss of accuracy by float8: logits of a model with its weights, or its keys and values, in float8 beside those
 without.
 
     python bench/fp8_accuracy.py [--of weights|kv-cache] [--model DIRECTORY ...] [--rows 1,8,64] [--tokens 64]
@@ -33,6 +33,7 @@ from asyncengine.cli.benchmarks import report
 from asyncengine.cli.benchmarks.report import Figure
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.cpu.base import BaseOps
+from asyncengine.kernels.cuda.gpu import Gpu
 from asyncengine.kernels.cuda.trials import examine
 from asyncengine.kernels.float8 import Quantization
 from asyncengine.kernels.float8_cache import with_inverses
@@ -44,7 +45,7 @@ from asyncengine.text.tokenizer import Tokenizer
 
 _BLOCK = 16
 Of = Literal["weights", "kv-cache"]
-"""What is in float8."""
+"""The part of the model that is in float8."""
 _PIECE = 512
 """Rows of logits that are compared at a time."""
 
@@ -73,7 +74,7 @@ class Sequences:
             batch = make(ids.flatten(), positions.flatten(), slots.flatten(), rows, context)
             logits = self._loaded.model.forward(batch, self._cache.layers)
         assert logits is not None
-        return logits.view(rows, count, -1)
+        return torch.as_tensor(logits).view(rows, count, -1)
 
     def _tables(self, rows: int) -> Tensor:
         return torch.arange(rows * self._blocks).view(rows, -1)
@@ -111,8 +112,10 @@ class Sequences:
         if self._attention is None:
             limits = Limits(self._rows, self._rows * self._length, self._length, _BLOCK)
             float8_cache = self._loaded.kv_scales is not None
+            device_ops: Any = self._ops
+            gpu: Gpu = device_ops.gpu
             kinds = attention_kinds(config, self._loaded.dtype, float8_cache=float8_cache)
-            self._attention = StepAttention(kinds, limits, replace(self._ops.gpu, tma=False), device)
+            self._attention = StepAttention(kinds, limits, replace(gpu, tma=False), device)
         batch = CudaBatch(step, self._attention.of(Bucket(rows, len(ids), count == 1)))
         batch.attention.build(step, pdl=False)
         return batch
@@ -137,7 +140,7 @@ def load(
             scales = calibrate_host(loaded.model, loaded.config, loaded.dtype, loaded.max_model_len, ops)
             loaded = replace(loaded, kv_scales=with_inverses(scales))
     else:
-        from asyncengine.kernels.cuda.linear.choose import PlanTable
+        from asyncengine.kernels.cuda.linear.tables import PlanTable
         from asyncengine.kernels.cuda.ops import CudaOps, CudaOptions
         from asyncengine.runner.start.calibration import with_kv_scales
 
@@ -184,11 +187,11 @@ def continued(model: Sequences, ids: Tensor, count: int) -> Tensor:
 
 
 def pieces(*logits: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    yield from zip(*(x.flatten(0, -2).split(_PIECE) for x in logits), strict=True)
+    yield from zip(*(torch.split(x.flatten(0, -2), _PIECE) for x in logits), strict=True)
 
 
 def compare(exact: Tensor, other: Tensor) -> dict[str, float]:
-    """Of logits [R, L, V]."""
+    """Compare logits [R, L, V]."""
     error = norm = divergence = same = 0.0
     count = exact[..., 0].numel()
     for a, b in pieces(exact, other):
@@ -202,7 +205,7 @@ def compare(exact: Tensor, other: Tensor) -> dict[str, float]:
 
 def perplexity(logits: Tensor, ids: Tensor) -> float:
     loss, targets = 0.0, ids[:, 1:].flatten().to(logits.device)
-    for x, target in zip((p[0] for p in pieces(logits[:, :-1])), targets.split(_PIECE), strict=True):
+    for x, target in zip((p[0] for p in pieces(logits[:, :-1])), torch.split(targets, _PIECE), strict=True):
         loss += float(torch.nn.functional.cross_entropy(x, target, reduction="sum"))
     return math.exp(loss / len(targets))
 

@@ -1,4 +1,5 @@
-"""What the GPU benchmarks share: engines with random weights, their prompts and consumers, and what a step must cost.
+"""Common parts of the GPU benchmarks: engines with random weights, their prompts and consumers, and a step's least
+cost.
 
 Bytes are those that a step cannot do without: its matrices once, keys and values of its tokens once. Norms, biases and
 activations are left out, less than a hundredth of that. Operations are those of the matrices and of visible pairs of a
@@ -35,7 +36,7 @@ ELEMENT_BYTES = 2
 
 
 def model_directory(shape: str) -> Path:
-    """Of a name of bench/shapes, or the directory that it is."""
+    """Return the directory of a shape: a name of bench/shapes, or a directory itself."""
     return SHAPES_DIR / shape if shape in SHAPES else Path(shape)
 
 
@@ -57,19 +58,20 @@ def projections(c: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def projection_biases(c: ModelConfig) -> dict[str, bool]:
-    """Which of a layer's matrices have one; all of GPT-2's do."""
+    """Return for each of a layer's matrices whether it has a bias; all of GPT-2's do."""
     gpt2 = c.rope is None
     biases = {"qkv": c.qkv_bias, "o": c.output_bias, "up": c.mlp_bias, "down": c.mlp_bias}
     return {name: gpt2 or has for name, has in biases.items()}
 
 
 def layer_parameters(c: ModelConfig) -> int:
-    """Of the matrices of all layers, without embedding and head."""
+    """Count the parameters of the matrices of all layers, without embedding and head."""
     return c.num_layers * sum(columns * inner for columns, inner in projections(c).values())
 
 
 def weight_bytes(c: ModelConfig, quantization: str = "none") -> int:
-    """What every step reads. Of the input embedding it reads a few rows; all of it only as the output's matrix."""
+    """Count the bytes of weights that every step reads. It reads a few rows of the input embedding; it reads all of
+    that only as the output's matrix."""
     of_layers = 1 if quantization == "fp8" else ELEMENT_BYTES  # scales are a thousandth of that
     return of_layers * layer_parameters(c) + ELEMENT_BYTES * c.vocab_size * c.hidden_size
 
@@ -82,7 +84,7 @@ def kv_bytes_per_token(c: ModelConfig, kv_cache_dtype: str = "auto") -> int:
 def decode_bytes(
     c: ModelConfig, batch: int, context: float, quantization: str = "none", kv_cache_dtype: str = "auto"
 ) -> float:
-    """Of a decode step of ``batch`` rows that see ``context`` tokens each."""
+    """Count the bytes of a decode step of ``batch`` rows that see ``context`` tokens each."""
     per_layer = kv_bytes_per_token(c, kv_cache_dtype) / c.num_layers
     seen = sum(min(context, window or context) for window in c.layer_windows)
     return weight_bytes(c, quantization) + batch * per_layer * seen
@@ -96,14 +98,14 @@ def floor_ms(
 
 
 def pairs(query: int, context: int, window: int = 0) -> int:
-    """Of a query and a key that it sees, for ``query`` tokens after ``context`` others."""
+    """Count the pairs of a query and a key that it sees, for ``query`` tokens after ``context`` others."""
     if not window:
         return query * context + query * (query + 1) // 2
     return sum(min(window, context + i + 1) for i in range(query))
 
 
 def prefill_flops(c: ModelConfig, query: int, context: int) -> float:
-    """Of a chunk of ``query`` tokens after ``context`` others, with one row of logits."""
+    """Count the operations of a chunk of ``query`` tokens after ``context`` others, with one row of logits."""
     matrices = 2 * (query * layer_parameters(c) + c.vocab_size * c.hidden_size)
     seen = sum(pairs(query, context, window) for window in c.layer_windows)
     return matrices + 4 * c.num_heads * c.head_dim * seen
@@ -166,5 +168,5 @@ async def consume_all(engine: AsyncEngine, prompts: Sequence[Sequence[int]], tok
 
 
 def child_environment() -> dict[str, str]:
-    """For a Python process that is to import what this one imports."""
+    """Return the environment of a Python process that is to import the same modules as this one."""
     return dict(os.environ) | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

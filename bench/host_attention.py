@@ -19,9 +19,9 @@ CACHES = {
     "bfloat16": (Dtype.bfloat16, False, 2),
     "fp8": (Dtype.bfloat16, True, 1),
 }
-"""Of each KV cache: the dtype of heads, whether keys and values are in float8, bytes of an element."""
+"""KV caches by name: the dtype of heads, True if keys and values are in float8, bytes of an element."""
 LAYOUTS = {"cpu": True, "device": False}
-"""Whether keys are transposed."""
+"""Layouts of keys: True if keys are transposed."""
 
 
 def main() -> None:

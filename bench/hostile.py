@@ -1,4 +1,4 @@
-"""How long hostile requests hold up the event loop, and the requests of others.
+"""Delays that hostile requests cause to the event loop, and to the requests of others.
 
     python bench/hostile.py [--only REGEX] [--repeats N] [--json FILE]
 
@@ -54,7 +54,7 @@ _NESTED = "a template of nested loops"
 
 @dataclass(frozen=True)
 class Run:
-    """What one load did to the server."""
+    """Effect of one load on the server."""
 
     statuses: dict[str, int]
     seconds: float
@@ -67,7 +67,7 @@ class Run:
     slowest_small_ms: float
     small_failed: dict[str, int]
     stack: list[str]
-    """Of the event loop during its longest lag, if it was caught."""
+    """Stack of the event loop during its longest lag, if it was caught."""
 
 
 def main() -> None:
@@ -133,7 +133,7 @@ def summarize(name: str, runs: list[Run]) -> list[Figure]:
 
 
 def measure(group: Mapping[str, Callable[[], Load]]) -> dict[str, Run]:
-    """Each load of the group, one after the other, at one new server."""
+    """Measure each load of the group, one after the other, at one new server."""
     with tempfile.TemporaryDirectory() as folder:
         model = bundled_model()
         if _NESTED in group:
@@ -223,7 +223,7 @@ async def _streams(target: Target) -> list[SseResult]:
 
 
 def _was_cut(sock: socket.socket) -> bool:
-    """Whether a stream ended without its end."""
+    """Return whether a stream ended without its end event."""
     received = b""
     with sock:
         sock.settimeout(30)

@@ -25,12 +25,12 @@ MALFORMED = 5000
 
 @dataclass
 class Outcome:
-    """What became of a load."""
+    """Result of a load."""
 
     statuses: Counter[str] = field(default_factory=Counter)
-    """How many connections ended with each status; "cut" is a connection that ended without."""
+    """Number of connections that ended with each status; "cut" is a connection that ended without one."""
     seconds: float = 0.0
-    """From the first byte sent to the last answer."""
+    """Time from the first byte sent to the last answer."""
 
 
 Load = Callable[[Address], Outcome]
@@ -143,7 +143,7 @@ def _schema_form(schema: object) -> object:
 
 
 def loads() -> dict[str, Callable[[], Load]]:
-    """By name; bodies are made when their turn comes, as together they take a gigabyte."""
+    """Return the loads by name; bodies are made when their turn comes, as together they take a gigabyte."""
     size = LONG_MB * 1_000_000
     return {
         "30 MB of one letter": lambda: at_once([completion(b'{"prompt": "%b"}' % (b"a" * 30_000_000))], 1),

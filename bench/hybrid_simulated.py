@@ -1,4 +1,4 @@
-"""What hybrid attention gains on cards that were not measured: a simulation from their published rates.
+"""Gain of hybrid attention on cards that were not measured: a simulation from their published rates.
 
     python bench/hybrid_simulated.py [--model llama-3.1-8b] [--contexts 2048,8192] [--steps 4000] [--host-gbs 60,80]
 
@@ -25,9 +25,9 @@ class Card(NamedTuple):
     name: str
     memory_gb: float
     bandwidth_gbs: float
-    """of its memory, as published"""
+    """bandwidth of the card's memory, as published"""
     quantization: str
-    """of weights: in bfloat16 those of 8B models take all of 16 GB"""
+    """quantization of weights: in bfloat16 those of 8B models take all of 16 GB"""
 
 
 CARDS = (
@@ -48,20 +48,20 @@ class Shape(NamedTuple):
     """A load on a card."""
 
     stages: int
-    """of attention: layers"""
+    """stages of attention: layers"""
     base_s: float
-    """of a step without attention"""
+    """seconds of a step without attention"""
     row_s: float
-    """of attention of a row on the device"""
+    """seconds of attention of a row on the device"""
     rows: int
     attend_s: float
-    """of one worker for a row in one layer, while all work"""
+    """seconds of one worker for a row in one layer, while all work"""
     lane_s: float
-    """that a row which passes a stage takes of the link"""
+    """seconds of the link for a row that passes a stage"""
 
 
 def shape_of(c: ModelConfig, card: Card, context: int, host_gbs: float) -> Shape | None:
-    """None if the weights leave no room for one row."""
+    """Return the shape on a card; None if the weights leave no room for one row."""
     row_bytes, weights = context * kv_bytes_per_token(c), weight_bytes(c, card.quantization)
     pool = 1e9 * (card.memory_gb * UTILIZATION - RESERVED_GB) - weights
     rate, heads = 1e9 * card.bandwidth_gbs * REACHED, c.num_heads + 2 * c.num_kv_heads
@@ -76,7 +76,7 @@ def shape_of(c: ModelConfig, card: Card, context: int, host_gbs: float) -> Shape
 def simulate(shape: Shape, host_rows: int, steps: int) -> tuple[float, float]:
     """(Tokens per second of all rows, seconds of a token of a row on the host) in the second half of ``steps``.
 
-    What is ready when a step begins is in it. Rows wait for a worker in the order of their jobs.
+    Rows that are ready when a step begins are in it. Rows wait for a worker in the order of their jobs.
     """
     now, made, half_s, half_made = 0.0, 0, 0.0, 0
     workers = [0.0] * WORKERS  # when each is free

@@ -1,4 +1,4 @@
-"""What structured output does with the cases of the JSON Schema Test Suite, keyword by keyword.
+"""Results of structured output for the cases of the JSON Schema Test Suite, keyword by keyword.
 
     python bench/json_schema_suite.py TESTS [--draft draft2020-12 --draft draft7] [--json FILE]
 

@@ -63,7 +63,7 @@ ALONE_BYTES = 4e9
 MAX_CALLS = 128
 
 Tiles = tuple[Tile, Tile | None]
-"""Of decode and of prefill."""
+"""Tiles of decode and of prefill."""
 Ways = dict[str, Callable[[int], None]]
 """Kernels that attend over a copy of the cache, by name."""
 
@@ -76,7 +76,7 @@ class Case:
     c: ModelConfig
     rows: list[Row]
     float8: bool = False
-    """of keys and values"""
+    """true if keys and values are in float8"""
 
     @property
     def kv_bytes(self) -> int:
@@ -196,7 +196,8 @@ def allocate_work(
 def allocate_decode_work(
     c: ModelConfig, tiles: Tiles | None, device: torch.device, args: Any, rows: int, context: int
 ) -> Listed:
-    """That of steps of one-token rows, after so many tokens at most: as an engine has it, or as the options say."""
+    """Allocate the work of steps of one-token rows, after so many tokens at most: as an engine has it, or as the
+    options say."""
     gpu = examine(device)
     plan = plan_for(c, Bucket(rows, rows, True, context), tiles, gpu, args)
     apart = plan.cut and plan.cut.kind == "apart"
@@ -222,7 +223,7 @@ def attention_shape(c: ModelConfig, float8: bool) -> AttentionShape:
 
 
 def tile_pairs(c: ModelConfig, device: torch.device, args: argparse.Namespace) -> Iterable[Tiles | None]:
-    """Those of the options, each with every other; None is what the engine takes."""
+    """Pair each tile of the options with each other; None stands for the engine's tiles."""
     if not args.decode_tile and not args.prefill_tile:
         return [None]
     decode, prefill = paged_tiles(attention_shape(c, args.float8), examine(device))
@@ -287,14 +288,14 @@ class Bench:
 
     def _launch(self, launches: Sequence[Launch], work: WorkList | Counters, copy: int, pdl: bool | None) -> None:
         pdl = self.pdl if pdl is None else pdl
-        launch_all(
-            launches, self.heads, self.layer, *self.caches[copy], self.step, work, self.out, scales=self.scales, pdl=pdl
-        )
+        k, v = self.caches[copy]
+        launch_all(launches, self.heads, self.layer, k, v, self.step, work, self.out, scales=self.scales, pdl=pdl)
 
     def store(self, copy: int, pdl: bool | None = None) -> None:
-        """What ``few`` and ``listed`` do before attention; rotates the queries in place."""
+        """Store keys and values, and rotate the queries in place, as ``few`` and ``listed`` do before attention."""
         pdl = self.pdl if pdl is None else pdl
-        prepare(self.heads, self.layer, *self.caches[copy], self.step, scales=self.scales, pdl=pdl)
+        k, v = self.caches[copy]
+        prepare(self.heads, self.layer, k, v, self.step, scales=self.scales, pdl=pdl)
 
     def torch_calls(self) -> list[Call]:
         """scaled_dot_product_attention, over the memory of the caches as if it were contiguous."""
@@ -306,7 +307,7 @@ class Bench:
             options["is_causal"] = True
         elif query > 1:
             options["attn_mask"] = causal_lower_right(query, total)
-        calls = []
+        calls: list[Call] = []
         for caches in self.caches:
             k, v = (x.view(rows, c.num_kv_heads, -1, c.head_dim)[:, :, :total] for x in caches)
             if query > 1:  # no kernel of torch's takes both grouped heads and this mask
@@ -395,7 +396,7 @@ def verify(bench: Bench, listed: Listed, label: str) -> None:
     position = torch.arange(query + context, device=bench.q.device)
     blocks = bench.step.slots.block_tables[-1].long()[position // BLOCK_SIZE]
     k, v = (read_cells(cache, blocks, position % BLOCK_SIZE) for cache in bench.caches[0])
-    q = bench.q[-query:].float().unflatten(1, (c.num_kv_heads, c.num_heads // c.num_kv_heads))
+    q = bench.q[-query:].float().reshape(query, c.num_kv_heads, c.num_heads // c.num_kv_heads, -1)
     score = torch.einsum("qhgd,khd->hgqk", q, k) * bench.scale
     score.masked_fill_(position > position[context:, None], -torch.inf)
     expected = torch.einsum("hgqk,khd->qhgd", score.softmax(-1), v).flatten(1)

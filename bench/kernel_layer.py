@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -35,7 +36,7 @@ LAYERS = "1x128,1x288,1x2048,8x288,64x288,256x288,256x2048"
 """rows x context, which the new token ends"""
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _product_kernel(x, weight, out, K: tl.constexpr, N, M, ROWS: tl.constexpr, PDL: tl.constexpr):  # type: ignore
     """out [M, N] = x [M, K] weight [N, K]^T, N and K multiples of 32 and 128. The first weights are fetched early."""
     column = tl.program_id(0) * 32 + tl.arange(0, 32)
@@ -70,7 +71,10 @@ def lines(args: argparse.Namespace, timer: Timer) -> Lines:
                     bench = Bench(Case(c, decode_rows([context - 1] * rows)), timer, args.pdl)
                     listed = allocate_decode_work(c, tiles, timer.device, args, rows, context - 1)
                     listed.work.build(bench.step)
-                    ways = {"few keys": bench.few, "paged": partial(bench.listed, listed)}
+                    ways: dict[str, Callable[[int], None]] = {
+                        "few keys": bench.few,
+                        "paged": partial(bench.listed, listed),
+                    }
                     verify_fused(bench, listed, ways, f"{label} layer {rows} x {context}")
                     yield from layer_lines(label, f"{rows} x {context}", bench, listed)
 
@@ -108,7 +112,7 @@ class Product:
         tokens, inner = len(bench.heads), bench.case.c.hidden_size
         columns = bench.heads[0].numel()
         self._heads, self._rows = bench.heads, min(64, max(16, triton.next_power_of_2(tokens)))
-        options = {"dtype": DTYPE, "device": bench.heads.device}
+        options: dict[str, Any] = {"dtype": DTYPE, "device": bench.heads.device}
         self._weights = [
             torch.randn(columns, inner, **options).mul_(inner**-0.5) for _ in range(min(len(bench.caches), 32))
         ]

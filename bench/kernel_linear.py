@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -52,7 +53,7 @@ def lines(args: argparse.Namespace, timer: Timer) -> Lines:
 
 
 def planned(shapes: list[str], rows: list[int], table: PlanTable) -> dict[Site, Plan]:
-    """What is to be compiled. The head's kernels are others here, which take an index and give float32."""
+    """Return the plans to compile. The head has other kernels here, which take an index and give float32."""
     found = {}
     for shape in shapes:
         for count in {round_rows(count) for count in rows if count <= MAX_ROWS}:
@@ -65,7 +66,7 @@ def planned(shapes: list[str], rows: list[int], table: PlanTable) -> dict[Site, 
 
 @dataclass(frozen=True)
 class Projection:
-    """One of a layer's, or the head."""
+    """A projection of a layer, or the head."""
 
     name: str
     columns: int
@@ -99,7 +100,7 @@ class Projection:
 class Operands(NamedTuple):
     x: Tensor
     residual: Tensor
-    """what the projection is added to"""
+    """residual to which the projection is added"""
     norm: Norm
     """before the projection, or after it"""
     handle: CudaLinear
@@ -142,12 +143,16 @@ def greedy_lines(ops: CudaOps, p: Projection, shape: str, rows: int, timer: Time
         sample(logits, batch.step, header, words[None], needs=0, pdl=ops.options.pdl)
 
     with torch.inference_mode():
-        torch_us = timer.us([lambda a=a: theirs(p, a).argmax(-1) for a in copies])
+        torch_us = timer.us([partial(greedy_of_theirs, p, a) for a in copies])
         for name, greedy in (("greedy", True), ("greedy by logits", False)):
-            us = timer.us([lambda a=a, greedy=greedy: tokens(a, greedy) for a in copies])
+            us = timer.us([partial(tokens, a, greedy) for a in copies])
             way = ("F.layer_norm" if p.layer_norm else "F.rms_norm") + ", F.linear, float, argmax"
             flops = 2.0 * rows * p.columns * p.inner
             yield Line("linear", f"head + {name}", shape, f"{rows} rows", us, moved, flops, torch_us, way)
+
+
+def greedy_of_theirs(p: Projection, a: Operands) -> Tensor:
+    return theirs(p, a).argmax(-1)
 
 
 def theirs(p: Projection, a: Operands) -> Tensor:
@@ -157,6 +162,7 @@ def theirs(p: Projection, a: Operands) -> Tensor:
         x = F.layer_norm(x, size, norm.weight, norm.bias, norm.eps)
     elif p.normed:
         x = F.rms_norm(x, size, norm.weight, norm.eps)
+    assert isinstance(a.handle.weight, Tensor)
     y = F.linear(x, a.handle.weight, a.handle.bias)
     if p.name == "head":
         return y.float()
@@ -177,8 +183,8 @@ def theirs(p: Projection, a: Operands) -> Tensor:
 def line(ops: CudaOps, p: Projection, shape: str, rows: int, timer: Timer) -> Line:
     copies = [allocate(ops, p, rows) for _ in range(copies_for(p.moved(rows), 48))]
     with torch.inference_mode():
-        us = timer.us([lambda a=a: ours(ops, p, a) for a in copies])
-        torch_us = timer.us([lambda a=a: theirs(p, a) for a in copies])
+        us = timer.us([partial(ours, ops, p, a) for a in copies])
+        torch_us = timer.us([partial(theirs, p, a) for a in copies])
     flops = 2.0 * rows * p.columns * p.inner
     norm = "" if not p.normed else "F.layer_norm, " if p.layer_norm else "F.rms_norm, "
     way = norm + ("F.linear" if p.normed else "F.linear, add_, " + ("F.layer_norm" if p.layer_norm else "F.rms_norm"))

@@ -58,7 +58,7 @@ def lines(args: argparse.Namespace, timer: Timer) -> Lines:
 
 
 class Cases:
-    """Of a model's shape at a count of rows."""
+    """Tensors and operations of a model's shape at a count of rows."""
 
     def __init__(self, c: ModelConfig, rows: int, device: torch.device, pdl: bool) -> None:
         self.c, self.rows, self.device, self.pdl = c, rows, device, pdl
@@ -114,7 +114,7 @@ class Cases:
         return Case(kind, self.rows, moved, make, "F.silu and a product" if gated else "F.gelu")
 
     def store(self) -> Case:
-        """With QK-norm and rotation where the model has them."""
+        """Return the case of the KV store, with QK-norm and rotation where the model has them."""
         c = self.c
         kv_bytes = 2 * c.num_kv_heads * c.head_dim * DTYPE.itemsize
         if c.rope is None:
@@ -177,7 +177,8 @@ def write(k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor)
 
 
 def ingest_line(step: list[Row], timer: Timer, pdl: bool) -> Line:
-    """From pinned host memory, as a step does it; its bytes come over the bus. Beside it a plain copy of them."""
+    """Time ingest from pinned host memory, as a step does it; its bytes come over the bus. Beside it a plain copy of
+    them."""
     words = torch.tensor(step_input(step), dtype=torch.int32)
     inputs = words[None].contiguous()
     if timer.device.type == "cuda":

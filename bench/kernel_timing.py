@@ -30,7 +30,7 @@ class Timer:
         self.device = device
         self.repeats = repeats
         if device.type == "cuda":
-            self._cuda_stream = torch.cuda.Stream(device)
+            self._cuda_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._flush = torch.zeros(FLUSH_BYTES // 4, dtype=torch.int32, device=device)
 
     def us(self, calls: Sequence[Call]) -> float:
@@ -52,16 +52,16 @@ class Timer:
             return median([self._replay(graph, len(calls)) for _ in range(self.repeats + 2)][2:])
 
     def _replay(self, graph: torch.cuda.CUDAGraph, calls: int) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         self._flush.sum()  # reading leaves nothing to be written back
         start.record()
         graph.replay()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) * 1e3 / calls
+        return float(start.elapsed_time(end)) * 1e3 / calls
 
     def us_if_possible(self, calls: Sequence[Call]) -> float | None:
-        """None where torch has no kernel for it, or not the memory."""
+        """Time the calls; None where torch has no kernel for them, or not the memory."""
         try:
             return self.us(calls)
         except RuntimeError as e:
@@ -70,7 +70,7 @@ class Timer:
 
 
 def copies_for(num_bytes: float, most: int = 32) -> int:
-    """How many sets of buffers of ``num_bytes`` are cold together."""
+    """Count the sets of buffers of ``num_bytes`` that are cold together."""
     return max(2, min(most, round(COLD_BYTES / max(1.0, num_bytes))))
 
 
@@ -91,15 +91,15 @@ class Line:
     size: str
     us: float
     bytes: float
-    """that must move, in and out"""
+    """bytes that must move, in and out"""
     flops: float = 0.0
     torch_us: float | None = None
-    """None where torch has no such thing"""
+    """Time of torch; None where torch has no such thing."""
     torch_way: str = ""
     at_least: float | None = None
     """the share of the floor that is asked for"""
     bandwidth: float = BANDWIDTH
-    """of the memory that the bytes come from"""
+    """bandwidth of the memory that the bytes come from"""
 
     def floor_us(self, rate: float) -> float:
         """Bytes over the bandwidth or operations over the matrix ``rate``, whichever takes longer."""

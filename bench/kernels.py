@@ -72,7 +72,7 @@ QUICK = {
     "prefill": kernel_attention.parse_prefills("1x2048+0"),
     "logits": ["peaked"],
 }
-"""What --quick takes where no option says otherwise."""
+"""Values that --quick takes where no option says otherwise."""
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -26,7 +26,7 @@ from asyncengine.cli.benchmarks.report import Figure, median
 from asyncengine.cli.embed import loop_factory
 
 _BATCHES, _JOBS = 8, 4
-"""Of a graph: together more than a processor's cache holds."""
+"""Batches of a graph, and jobs of a batch: together more than a processor's cache holds."""
 _REPLAYS = 6
 _SURELY_LONGER = 3
 """Times as many replays of what is not timed: it is under way until the clock stops."""
@@ -74,16 +74,17 @@ class Link:
     def __post_init__(self) -> None:
         import torch
 
-        self.runner: Any = self.engine._life.loaded().keep_alive
-        fill_cache(self.runner.steps.cache.memory)
-        rows = self.runner._host_rows._link_rows
+        runner: Any = self.engine._life.loaded().keep_alive
+        self.runner: Any = runner
+        fill_cache(runner.steps.cache.memory)
+        rows = runner._host_rows._link_rows
         self.blocks = -(-self.context // rows.pool.shape[4])
         self.num_bytes = _BATCHES * _JOBS * self.context * self.engine.model_info.kv_layer_token_bytes
-        self.cuda_stream = torch.cuda.Stream()
+        self.cuda_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self.rows = [replace(rows, jobs=self._jobs(rows, batch)) for batch in range(_BATCHES)]
 
     def _jobs(self, rows: Any, batch: int) -> Any:
-        """Of each batch other layers, and of each job other blocks, which lie apart."""
+        """Make the jobs of a batch. Each batch has other layers, and each job other blocks, which lie apart."""
         import torch
 
         words = []

@@ -38,7 +38,7 @@ NO_TARGET = "no target"
 
 
 class Turn(NamedTuple):
-    """What one engine did once. Seconds, but for inter-token times."""
+    """Times of one run of an engine. Seconds, but for inter-token times."""
 
     alone_s: float
     beside_s: float
@@ -148,7 +148,7 @@ Delivery = tuple[int, int]
 
 
 async def follow(engine: AsyncEngine, count: int) -> list[list[Delivery]]:
-    """What ``count`` streams get from now on, once all of them decode."""
+    """Record the deliveries that ``count`` streams get from now on, once all of them decode."""
     streams: list[RequestStream] = []
     while len(streams) < count or not all(len(s._sequences[0].token_ids) >= 2 for s in streams):
         await asyncio.sleep(0.001)

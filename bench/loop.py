@@ -1,4 +1,4 @@
-"""What a token costs the event loop: processor time of its thread, without and with log probabilities.
+"""Cost of a token to the event loop: processor time of its thread, without and with log probabilities.
 
     python bench/loop.py [--rows 256] [--tokens 160] [--repeats 5] [--json FILE]
 
@@ -49,7 +49,7 @@ class MadeUp:
     @staticmethod
     def _ring(staging: _core.Staging, address: int, stride: int, dtype: Any) -> Any:
         memory = (ctypes.c_char * (staging.num_steps * stride)).from_address(address)
-        return np.frombuffer(memory, dtype).reshape(staging.num_steps, -1)
+        return np.frombuffer(memoryview(memory), dtype).reshape(staging.num_steps, -1)
 
     def run(self) -> None:
         self._step += 1
@@ -103,7 +103,7 @@ async def token_us(engine: AsyncEngine, args: argparse.Namespace, kind: dict[str
     taken = time.thread_time() - before
     if deltas < 0.95 * args.rows * args.tokens:
         raise SystemExit("tokens came together: raise --step-ms")
-    return taken / (args.rows * args.tokens) * 1e6
+    return float(1e6 * taken / (args.rows * args.tokens))
 
 
 async def measure(args: argparse.Namespace) -> dict[str, list[float]]:

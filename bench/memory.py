@@ -34,7 +34,7 @@ from asyncengine.cli.benchmarks import report
 from asyncengine.cli.benchmarks.report import Figure, median
 from asyncengine.cli.embed import loop_factory
 
-# Of the sequence that is preempted, and of the other whose output makes that happen.
+# Tokens of the sequence that is preempted, and of the other sequence, whose output makes that happen.
 _VICTIM_TOKENS, _GROWER_PROMPT, _GROWER_TOKENS, _ROOM = 200, 16, 160, 272
 _TRIES = 4  # to evict a prompt: a tier may keep it by chance
 _WHOLE = 0.95  # of its tokens
@@ -75,7 +75,8 @@ def settings(args: argparse.Namespace, longest: int, *, host: bool) -> dict[str,
 
 
 def predicted_ms(engine: AsyncEngine, tokens: int, *, copied: bool) -> float | None:
-    """Until the next token of a sequence of so many, copied from the host or computed; None if costs are not known."""
+    """Predict the time until the next token of a sequence of ``tokens``, copied from the host or computed; None if
+    costs are not known."""
     table = table_of(engine)
     if table is None:
         return None
@@ -150,7 +151,7 @@ async def evicted_first_token(engine: AsyncEngine, rng: random.Random, prompt: l
 
 
 async def settled(engine: AsyncEngine) -> EngineStats:
-    """When no more blocks go to the host or the disk: one that is evicted before is not there."""
+    """Wait until no more blocks go to the host or the disk: one that is evicted before is not there."""
     before, now = None, engine.stats()
     while before is None or (before.blocks_to_host, before.blocks_to_disk) != (now.blocks_to_host, now.blocks_to_disk):
         await asyncio.sleep(0.1)

@@ -9,7 +9,7 @@ context:
 - hybrid attention: auto; and always by workers, by the link, and by both.
 
 Time per token is that of each request in the window, by classes: host if most of its tokens there were made while it
-decoded on the host. What the table of costs predicts is for a pool full of sequences of that context.
+decoded on the host. Predictions of the table of costs are for a pool full of sequences of that context.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def add_hybrid_options(parser: argparse.ArgumentParser) -> None:
 
 
 def table_of(engine: AsyncEngine) -> CostTable | None:
-    """What the engine knows of its costs."""
+    """Return the costs that the engine knows."""
     costs = engine._life.loaded().costs
     return None if costs is None else costs.table
 
@@ -107,7 +107,7 @@ class Sample(NamedTuple):
     tpots: dict[str, list[float]]
     """milliseconds, by place"""
     host_rows: int
-    """in the end"""
+    """rows on the host in the end"""
     failed_host_rows: int
     foreseen: float | None
     """gain of hybrid attention, by the costs that the engine began with"""
@@ -179,7 +179,8 @@ async def hybrid(args: argparse.Namespace) -> list[Figure]:
             print(f"{name_of(pool, dtype, context)}: left out, as the pool does not hold one sequence")
         samples: dict[int, dict[str, list[Sample]]] = {n: {way: [] for way in args.ways} for n in contexts}
         for _, way in itertools.product(range(args.repeats), args.ways):
-            # How many sequences there are depends on the context in one way alone: in others contexts share an engine.
+            # The number of sequences depends on the context only with "conservative": with the others contexts share an
+            # engine.
             for some in [[n] for n in contexts] if way == "conservative" else [contexts]:
                 await observe_all(args, way, pool, dtype, some, samples)
         for context in contexts:
@@ -195,7 +196,7 @@ async def observe_all(
     args: argparse.Namespace, way: str, pool: float, dtype: str, contexts: list[int],
     samples: dict[int, dict[str, list[Sample]]],
 ) -> None:  # fmt: skip
-    """To ``samples``, by context and way."""
+    """Add samples to ``samples``, by context and way."""
     if not contexts:
         return
     async with opened(args.model, args, **settings(args, way, pool, contexts[-1], dtype)) as engine:

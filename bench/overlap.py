@@ -56,7 +56,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 SSE = ", SSE"
 SSE_VARIANTS = ("default", "one step in flight", "event loop launches", "event loop, one in flight")
-"""Those that differ in what a busy event loop does to them."""
+"""Variants on which a busy event loop has different effects."""
 _REQUESTS_PER_CLIENT = 64
 
 Case = tuple[str, int]
@@ -183,7 +183,7 @@ def submitted_together(engine: AsyncEngine, count: int) -> Iterator[None]:
     try:
         yield
     finally:
-        del engine.submit  # type: ignore[method-assign]
+        del engine.submit
 
 
 async def start_client(url: str, requests: int, tokens: int, vocab: int, seed: int) -> asyncio.subprocess.Process:
@@ -210,7 +210,7 @@ async def beside_bare(engine: AsyncEngine, window: Window, replays: int) -> Samp
     await testing.settle(engine)
     sample = asdict(window) | {"contexts": [min(window.contexts), max(window.contexts)]}
     sample |= {"tokens/s": window.tokens_per_s, "tokens per delivery in window": window.steps / window.deliveries}
-    runner = engine._life.loaded().keep_alive
+    runner: Any = engine._life.loaded().keep_alive
     if hasattr(runner, "graphs"):
         from replay import bare_step_us, decode_rows
 

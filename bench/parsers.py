@@ -1,4 +1,4 @@
-"""What parsers of outputs cost: microseconds for a delta of one token, by format and kind of text.
+"""Cost of parsers of outputs: microseconds for a delta of one token, by format and kind of text.
 
 python bench/parsers.py
 """

@@ -29,7 +29,7 @@ class Curve:
     label: str
     points: Points
     style: str = "-o"
-    """of matplotlib"""
+    """line style of matplotlib"""
 
 
 @dataclass(frozen=True)

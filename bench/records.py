@@ -43,7 +43,7 @@ class Measurement:
     record: str
     """The file's name without its suffix."""
     command: str
-    """After ``python``. {disk} is a folder that is empty before and removed afterwards."""
+    """Command line after ``python``. {disk} is a folder that is empty before and removed afterwards."""
     limit_s: int
 
 
@@ -129,7 +129,7 @@ def check_commit(commit: str) -> None:
 
 
 def measure(one: Measurement, folder: Path) -> bool:
-    """Whether it wrote its record in time."""
+    """Run a measurement. Returns whether it wrote its record in time."""
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"{one.record}.json"
     started = time.monotonic()
@@ -142,7 +142,7 @@ def measure(one: Measurement, folder: Path) -> bool:
 
 
 def words(one: Measurement, disk: str) -> list[str]:
-    """Its command line, after ``python``."""
+    """Return the command line of a measurement, after ``python``."""
     return shlex.split(one.command.format(disk=disk))
 
 

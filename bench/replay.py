@@ -33,7 +33,7 @@ __all__ = [
 
 
 def fill_cache(memory: Iterable[Tensor]) -> None:
-    """With random keys and values, a layer at a time."""
+    """Fill the cache with random keys and values, a layer at a time."""
     for layer in memory:
         if layer.dtype == FLOAT8:
             layer.view(torch.uint8).random_(0, 64)  # from 0 to 2: torch draws no float8

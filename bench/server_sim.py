@@ -4,9 +4,9 @@
 
 The engine, its step thread and the HTTP server are the real ones; only the model is simulated, and costs next to
 nothing. Two loads: *flat out*, where a step is due sooner than the server can stream the one before, and *paced*, where
-the device gives a token to every stream slightly faster than the target. What the event loop does not take in time is
-joined into bigger events, so tokens per event is printed too. Every stream's text is compared with what the model must
-have said. ``--watched`` repeats both loads while somebody looks at the page, which asks for figures at 4 Hz.
+the device gives a token to every stream slightly faster than the target. News that the event loop does not take in time
+is joined into bigger events, so tokens per event is printed too. Every stream's text is compared with what the model
+must have said. ``--watched`` repeats both loads while somebody looks at the page, which asks for figures at 4 Hz.
 Processor time is read from /proc, so this needs Linux.
 """
 
@@ -30,6 +30,7 @@ from asyncengine import SamplingParams, testing
 from asyncengine.cli.benchmarks import report
 from asyncengine.cli.benchmarks.report import Figure, median
 from asyncengine.cli.benchmarks.sse_client import SseResult, Target, read_sse
+from asyncengine.text.tokenizer import placeholder_tokenizer
 
 TARGET_TOKENS_PER_S = 30_000
 LOADS = {"flat out": 2000.0, "paced": 7000.0}  # microseconds per step
@@ -48,7 +49,7 @@ class Run:
     server_loop_cpu_s: float
     client_cpu_s: float
     quiet: bool
-    """Whether the machine was idle when it began."""
+    """True if the machine was idle when the run began."""
 
 
 def main() -> None:
@@ -103,7 +104,7 @@ def summarize(name: str, runs: list[Run]) -> list[Figure]:
 
 
 async def _look(url: str) -> None:
-    """As the page does."""
+    """Ask for the statistics as the page does."""
     async with aiohttp.ClientSession() as session:
         while True:
             async with session.get(f"{url}/page/stats") as reply:
@@ -167,9 +168,9 @@ def _prompt(stream_number: int, tokens: int) -> list[int]:
 
 
 def _failures(results: list[SseResult], prompt_tokens: int, tokens: int) -> list[str]:
-    """What is wrong with each stream that is not complete to the last character."""
+    """Describe the fault of each stream that is not complete to the last character."""
     model = testing.SimulatedEngine()
-    tokenizer = testing.placeholder_tokenizer(testing.VOCAB_SIZE)
+    tokenizer = placeholder_tokenizer(testing.VOCAB_SIZE)
     params = SamplingParams(temperature=0, max_tokens=tokens)
     failures = []
     for i, result in enumerate(results):
@@ -185,7 +186,7 @@ def _failures(results: list[SseResult], prompt_tokens: int, tokens: int) -> list
 
 
 async def _url(server: asyncio.subprocess.Process) -> str:
-    """Where the server listens, once it is ready; from then on its log is thrown away by a task."""
+    """Return the server's address once it is ready; from then on a task throws its log away."""
     assert server.stderr is not None
     seen = []
     while line := (await server.stderr.readline()).decode():

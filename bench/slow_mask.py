@@ -1,4 +1,4 @@
-"""What one row whose masks take 50 ms costs the rows beside it: their times between tokens, with and without it.
+"""Cost of a row whose masks take 50 ms to the rows beside it: their times between tokens, with and without it.
 
     python bench/slow_mask.py [--model gpt2] [--rows 64] [--tokens 300] [--repeats 3] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""From process start to the first healthy answer, beside the import of torch.
+"""Time from process start to the first healthy answer, beside the import of torch.
 
     python bench/startup.py [--json FILE]
 

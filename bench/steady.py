@@ -23,21 +23,21 @@ class Point(NamedTuple):
     """A delivery to the request that is followed."""
 
     tokens: int
-    """that it has got so far"""
+    """tokens that the stream has got so far"""
     committed_ns: int
-    """when the step thread committed the last of them"""
+    """time at which the step thread committed the last token"""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What was seen between the first and the last Point that count."""
+    """Figures of the time between the first and the last Point that count."""
 
     steps: int
     step_us: float
     contexts: list[int]
-    """Per row, tokens of KV before its query, in the middle of the window."""
+    """Tokens of KV before each row's query, in the middle of the window."""
     deliveries: int
-    """Of one request: fewer than steps if the loop fell behind."""
+    """Deliveries of one request: fewer than steps if the loop fell behind."""
 
     @property
     def tokens_per_s(self) -> float:

@@ -55,7 +55,7 @@ class Trace:
     submitted: float
     accepted: float
     deliveries: list[float] = field(default_factory=list)
-    """of those that brought tokens"""
+    """times of deliveries that brought tokens"""
     tokens: int = 0
     characters: int = 0
     queue_s: float = 0.0

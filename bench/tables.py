@@ -32,7 +32,7 @@ class Row(NamedTuple):
     """Text in which {figure|format} stands for a figure of the record, and {max figure|format} for the largest of
     those that match. One that misses its target is bold."""
     record: str = ""
-    """Where it is not the table's."""
+    """Name of the record, where it is not the table's."""
 
 
 class Table(NamedTuple):

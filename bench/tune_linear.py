@@ -22,7 +22,7 @@ from gpu_common import BANDWIDTH, SHAPES, projection_biases, projections, read_m
 
 from asyncengine.kernels.cuda.linear.candidates import candidates
 from asyncengine.kernels.cuda.linear.choose import fallback
-from asyncengine.kernels.cuda.linear.plan import NormKind, Plan, Site, WeightKind
+from asyncengine.kernels.cuda.linear.plan import NormKind, Plan, Site, WeightKind, fused_activation
 from asyncengine.kernels.cuda.linear.tables import PlanTable, cache_path
 from asyncengine.kernels.cuda.trials import examine
 from asyncengine.runner.start.prepare import allowed, worth_trying
@@ -30,7 +30,7 @@ from asyncengine.runner.start.tuning import Tuner
 
 ROWS = "1,8,16,32,64,128,256"
 THREADS = min(16, os.cpu_count() or 1)
-"""That compile."""
+"""Threads that compile."""
 
 
 def sites(model: str, rows: int, weight: WeightKind = "bf16") -> Iterator[tuple[str, Site]]:
@@ -44,7 +44,7 @@ def sites(model: str, rows: int, weight: WeightKind = "bf16") -> Iterator[tuple[
     biases = projection_biases(c)
     for name, (columns, inner) in projections(c).items():
         add = name in ("o", "down")
-        activation = c.activation if name == "up" else None
+        activation = fused_activation(c.activation if name == "up" else None)
         columns //= 2 if activation == "silu_mul" else 1
         yield name, Site(columns, inner, rows, "none" if add else norm, activation, biases[name], add, weight)
     if weight == "bf16":

@@ -6,8 +6,8 @@ A plan that is fastest among projections alone (bench/tune_linear.py) may not be
 memory and registers decides when the kernel behind it starts, and whether a norm needs a kernel of its own depends on
 two plans. So whole steps are captured and replayed in turn, of a model with a few layers, each with another plan of
 one site; the fastest stays if it is faster than what was there, and the next site has its turn. Then the best that
-could do without a norm between them are tried two at a time. What was found and what was there before are then timed in
-the whole model, and enter the table at --out if they are faster there.
+could do without a norm between them are tried two at a time. The plans that were found and those before are then timed
+in the whole model, and enter the table at --out if they are faster there.
 
 Several of these at once compile side by side and measure one after another.
 """
@@ -53,9 +53,10 @@ BEST = 4
 """Plans of a site that are tried together with as many of another."""
 
 L2_BYTES_US, STEP_US, NORM_US = 110e3, 0.1, 2.5
-"""What a multiprocessor of the H200 takes from L2, a step of K, and a norm's kernel, which parts of a sum need."""
+"""Bytes that a multiprocessor of the H200 takes from L2 in a microsecond; microseconds of a step of K; microseconds of
+a norm's kernel, which parts of a sum need."""
 EARLY_PROGRAMS = 100
-"""So many, at most, find room while the kernel before them runs."""
+"""Most programs that find room while the kernel before them runs."""
 
 Plans = dict[Site, Plan]
 
@@ -65,9 +66,9 @@ class Found(NamedTuple):
     rows: int
     before_us: float
     after_us: float
-    """of whole steps, timed in turn"""
+    """microseconds of whole steps before and after, timed in turn"""
     plans: Plans
-    """those that differ from what was there"""
+    """plans that differ from those before"""
 
 
 def main() -> None:
@@ -149,7 +150,7 @@ def shorten(model: str, layers: int, to: Path) -> None:
 
 
 def candidate_plans(model: str, rows: int, most: int) -> dict[Site, list[Plan]]:
-    """Of each site of a greedy step, the largest matrix first."""
+    """Return the candidates for each site of a greedy step, the largest matrix first."""
     chosen = {}
     for name, site in sites(model, rows):
         if name != "head" or rows == 1:
@@ -162,7 +163,7 @@ def candidate_plans(model: str, rows: int, most: int) -> dict[Site, list[Plan]]:
 
 
 def expected_us(site: Site, plan: Plan) -> float:
-    """What a tma plan takes once it may read x, very roughly: good for an order, not for a figure.
+    """Estimate the time of a tma plan once it may read x, very roughly: good for an order, not for a figure.
 
     Its programs have as many weights by then as their shared memory holds, or half as many if there is hardly a
     multiprocessor to start on early; the rest, and x, come from L2.
@@ -177,7 +178,7 @@ def expected_us(site: Site, plan: Plan) -> float:
 
 
 def norm_between(model: str, rows: int) -> list[tuple[Site, Site]]:
-    """Which projection reads through a norm what another has added to the residual."""
+    """Return pairs of projections: the second reads, through a norm, the sum to which the first has added."""
     named = dict(sites(model, rows))
     return [(named["o"], named["up"]), (named["down"], named["qkv"])]
 
@@ -205,7 +206,8 @@ def search(
 
 
 def improve(steps: Steps, rows: int, now: Plans, changes: Sequence[Plans], turn: int) -> list[float]:
-    """Make the best of these changes to ``now``, if a step is faster then. What share of its time each leaves."""
+    """Make the best of these changes to ``now``, if a step is faster then. Returns the share of its time that each
+    leaves."""
     shares: list[float] = []
     for i in range(0, len(changes), AT_ONCE):
         base, *timed = steps.time(rows, [now, *(now | change for change in changes[i : i + AT_ONCE])])
@@ -235,7 +237,7 @@ class Steps:
         self.plans = self._choices.table
 
     def compile(self, cases: Sequence[tuple[int, Site, Plan]], threads: int) -> None:
-        """What steps of so many rows launch, with another plan of one site each."""
+        """Compile the kernels that steps of so many rows launch, with another plan of one site each."""
         started = time.monotonic()
         calls = [partial(self._run, rows, {site: plan}) for rows, site, plan in cases]
         with torch.cuda.stream(self._cuda_stream):

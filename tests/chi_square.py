@@ -1,4 +1,4 @@
-"""Whether draws follow a distribution."""
+"""A chi-square test: draws follow a distribution."""
 
 from __future__ import annotations
 

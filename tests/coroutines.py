@@ -20,7 +20,7 @@ def run(
     limit_s: float,
     loop_factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop,
 ) -> T:
-    """What ``coroutine`` returns. Raises TimeoutError after ``limit_s``.
+    """Run ``coroutine`` and return its result. Raises TimeoutError after ``limit_s``.
 
     Nothing limits the cleanup that the error begins, and no stack of a thread tells where a coroutine waits. So the
     stacks of all tasks are printed to standard error if there are some ``CLEANUP_S`` later.
@@ -36,7 +36,7 @@ def run(
 
 
 def print_tasks() -> None:
-    """To standard error of the process, which pytest does not capture in its workers."""
+    """Print the stacks of all tasks to standard error of the process, which pytest does not capture in its workers."""
     for task in asyncio.all_tasks():
         print(f"{task.get_name()} waits in", *waits_in(task.get_coro()), sep="\n  ", file=sys.__stderr__, flush=True)
 

@@ -56,7 +56,7 @@ def integer(name: str, value: object, low: int, high: int) -> int:
 
 
 def sequence(name: str, value: object, limit: int, unit: str) -> tuple[Any, ...]:
-    """At most ``limit`` items, however many ``value`` would give."""
+    """Return the items of a list, of which ``limit`` are read at most. Raises InvalidRequestError if there are more."""
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         raise InvalidRequestError(f"{name} must be a list, got {quoted(value)}", param=name)
     items = tuple(itertools.islice(value, limit + 1))

@@ -21,9 +21,9 @@ class Conversation:
     """A prompt made of messages, as a list of them is, with more for the template. Wrong: InvalidRequestError."""
 
     messages: Sequence[Mapping[str, Any]]
-    """Each with ``role``, and mostly ``content``; other members are the template's business."""
+    """Messages, each with ``role``, and mostly ``content``; other members are the template's business."""
     tools: Sequence[Mapping[str, Any]] = ()
-    """As OpenAI describes tools: ``{"type": "function", "function": {"name": ..., ...}}``."""
+    """Tools as OpenAI describes them: ``{"type": "function", "function": {"name": ..., ...}}``."""
     documents: Sequence[Mapping[str, Any]] = ()
     add_generation_prompt: bool = True
     """End with what begins the assistant's message."""
@@ -62,7 +62,7 @@ class Conversation:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the list of its messages says the same."""
+        """True if the list of messages alone describes the conversation."""
         options = (self.tools, self.documents, self.chat_template, self.chat_template_kwargs)
         return self.add_generation_prompt and not any(options)
 

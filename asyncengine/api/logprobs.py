@@ -10,12 +10,13 @@ from typing import NamedTuple, overload
 
 
 def record_words(others: int) -> int:
-    """Of a token's record, with its header: rank, then a token and its number for the token and for each other one."""
+    """Return the words of a token's record: the header, the rank, and a token and its number for itself and each other
+    token."""
     return 2 + 2 * (1 + others)
 
 
 class LogProb(NamedTuple):
-    """Of a token at one place of a sequence."""
+    """Log probability of a token at one place of a sequence."""
 
     token_id: int
     logprob: float
@@ -33,7 +34,7 @@ class TokenLogProbs:
     top: tuple[LogProb, ...] = ()
     """The most probable tokens, the most probable first; the lower id first of equals."""
     named: tuple[LogProb, ...] = ()
-    """Of SamplingParams.logprob_token_ids, in their order."""
+    """Log probabilities of the tokens in SamplingParams.logprob_token_ids, in that order."""
 
 
 class LogProbs(Sequence[TokenLogProbs]):
@@ -73,7 +74,7 @@ class LogProbs(Sequence[TokenLogProbs]):
 
 
 class PromptLogProbs(Sequence[TokenLogProbs | None]):
-    """Those of a prompt's tokens, of which the first ones have none. They are decoded like LogProbs."""
+    """Log probabilities of a prompt's tokens, of which the first ones have none. They are decoded like LogProbs."""
 
     __slots__ = ("_found", "_missing")
 

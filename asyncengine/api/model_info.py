@@ -8,14 +8,14 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInfo:
-    """What the engine needs to know about a loaded model."""
+    """Properties of a loaded model that the engine needs."""
 
     name: str
     path: Path
     architecture: str
     dtype: str
     device: str
-    """What computes: cpu, or the GPU's name."""
+    """The device that computes: cpu, or the GPU's name."""
     vocab_size: int
     """Rows of the embedding. The tokenizer may have fewer tokens, or more."""
     max_model_len: int
@@ -27,25 +27,25 @@ class ModelInfo:
     block_size: int
     kv_bytes_per_block: int
     num_host_kv_blocks: int = 0
-    """Of the host tier."""
+    """KV blocks of the host tier."""
     num_kv_layers: int = 0
     """Layers that keep keys and values."""
     can_decode_on_host: bool = False
-    """Whether threads of the host can attend for its sequences (EngineConfig.hybrid_attention)."""
+    """True if threads of the host can attend for sequences of this model (EngineConfig.hybrid_attention)."""
     fingerprint: str = ""
-    """Of all that keys and values depend on; empty where nothing outlives the process."""
+    """Digest of all that keys and values depend on; empty where no KV block outlives the process."""
     vector_size: int = 0
     """Numbers of the vector that the model gives of a prompt: its hidden size, or its labels."""
     labels: tuple[str, ...] = ()
-    """Of a classification model, which generates nothing."""
+    """Names of the labels of a classification model, which generates nothing."""
     exclusive_labels: bool = True
     """A prompt has one of the labels, not any number of them."""
     generates: bool = True
-    """Whether the model has a head for tokens."""
+    """True if the model has a head for tokens."""
 
     @property
     def kv_layer_token_bytes(self) -> float:
-        """Of keys and values of a token in one layer."""
+        """Bytes of keys and values of a token in one layer."""
         return self.kv_bytes_per_block / (self.block_size * max(1, self.num_kv_layers))
 
     @property

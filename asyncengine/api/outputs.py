@@ -1,4 +1,4 @@
-"""Results: what a request gives, piece by piece and whole; results of many prompts; vectors and scores."""
+"""Results: a request's pieces and its whole output, results of many prompts, vectors and scores."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Pooling = Literal["last", "cls", "mean"]
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended. An abort or a failure is an exception, never a finish reason."""
+    """Reason why a sequence ended. An abort or a failure is an exception, never a finish reason."""
 
     STOP = "stop"  #: end-of-sequence token, stop token or stop string
     LENGTH = "length"  #: max_tokens, or the end of the context or of the KV cache
@@ -50,13 +50,13 @@ class RequestTiming:
     first_token: float
     finished: float
     completion_tokens: int
-    """Of the longest sequence."""
+    """Tokens of the longest sequence."""
     host_tokens: int = 0
-    """Of these, the ones that the sequence made while it decoded on the host."""
+    """Tokens of the longest sequence that were made while it decoded on the host."""
 
     @property
     def decoded_on(self) -> Literal["device", "host"]:
-        """Where most of the tokens were made."""
+        """The place where most of the tokens were made."""
         return "host" if 2 * self.host_tokens > self.completion_tokens else "device"
 
     @property
@@ -121,7 +121,7 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class RequestDelta:
-    """What one sequence of a streamed request gained since its last delta.
+    """Progress of one sequence of a streamed request since its last delta.
 
     ``text`` may be empty (an unfinished character, a possible stop string) and ``token_ids`` may hold
     several tokens when the consumer fell behind. The last delta of a sequence has ``finish_reason``;
@@ -139,7 +139,7 @@ class RequestDelta:
     logprobs: Sequence[TokenLogProbs] | None = None
     """One for each of ``token_ids``, if they were asked for."""
     host_tokens: int = 0
-    """Of ``token_ids``, the ones that were made while the sequence decoded on the host."""
+    """Number of ``token_ids`` that were made while the sequence decoded on the host."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,7 +153,7 @@ class EmbeddingOutput:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClassificationOutput:
-    """What a classification model says of a call's prompts, in their order."""
+    """Answer of a classification model to the prompts of a call, in their order."""
 
     logits: npt.NDArray[np.float32]
     """[prompts, labels]"""
@@ -174,10 +174,10 @@ class PairScores:
 
 @dataclass(frozen=True, slots=True)
 class ContinuationScore:
-    """How probable a continuation is."""
+    """Log probabilities of a continuation."""
 
     logprobs: tuple[TokenLogProbs, ...]
-    """Of each of its tokens."""
+    """Log probabilities at each token of the continuation."""
     usage: Usage
 
     @property
@@ -187,7 +187,7 @@ class ContinuationScore:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether each of its tokens is the most probable one at its place."""
+        """True if each token of the continuation is the most probable one at its place."""
         return all(data.rank == 1 for data in self.logprobs)
 
 
@@ -197,5 +197,5 @@ class Finished(NamedTuple):
     position: int
     """Place of the prompt among the prompts, from 0."""
     output: RequestOutput | None
-    """None where ``error`` says why there is none."""
+    """Output of the prompt; None where ``error`` says why there is none."""
     error: AsyncEngineError | None = None

@@ -1,4 +1,4 @@
-"""What goes into the engine: prompts and sampling parameters, plain and immutable."""
+"""Requests: prompts and sampling parameters, plain and immutable values that go into the engine."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ Prompt = str | Sequence[int] | Sequence[ChatMessage] | Sequence[Mapping[str, Any
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """What is left of a prompt that has too many tokens. Wrong ones: InvalidRequestError."""
+    """Truncation of a prompt that has too many tokens. Wrong values raise InvalidRequestError."""
 
     tokens: int | None = None
-    """So many; -1: as many as the context has room for; None: all."""
+    """Tokens to keep; -1: as many as the context has room for; None: all."""
     side: str = "left"
-    """Where tokens are left out."""
+    """The side on which tokens are left out."""
 
     def __post_init__(self) -> None:
         if self.tokens is not None and self.tokens != -1:
@@ -83,7 +83,8 @@ class Truncation:
             )
 
     def kept(self, context: int, places: int) -> Kept | None:
-        """What a prompt keeps in a context of which the output takes so many places; None: all of it."""
+        """Return how much of a prompt is kept in a context of which the output takes ``places`` tokens; None: all of
+        it."""
         if self.tokens is None or self.tokens > context:  # it is refused if it has more than the context
             return None
         return Kept(max(1, context - places) if self.tokens == -1 else self.tokens, self.side)
@@ -109,7 +110,7 @@ LogitsProcessor = Callable[[Sequence[int], Any], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen and when a sequence ends. Names follow OpenAI's API and vLLM.
+    """Settings for sampling tokens and ending a sequence. Names follow OpenAI's API and vLLM.
 
     Every value is checked here; a wrong one raises InvalidRequestError that names the field.
     """
@@ -140,22 +141,22 @@ class SamplingParams:
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     kept_special_tokens: Sequence[int] = ()
-    """But for these, at most 32, such as the markers of tool calls."""
+    """Special tokens, at most 32, that skip_special_tokens keeps, such as the markers of tool calls."""
     include_stop_str_in_output: bool = False
     """Keep the stop string that ended the sequence in its text."""
     spaces_between_special_tokens: bool = True
-    """Of no effect: tokenizers of the tokenizers library, which serve here, put no such spaces."""
+    """This field has no effect: the tokenizers library puts no spaces between special tokens."""
     detokenize: bool = True
     """Make text of the tokens; without it the text is empty, and stop strings are refused."""
     truncate_prompt_tokens: int | None = None
-    """Keep so many tokens of the prompt; -1: as many as the context has room for. Of a text much longer than the
-    context, as much is tokenized as they need."""
+    """Keep so many tokens of the prompt; -1: as many as the context has room for. If a text is much longer than the
+    context, only as much is tokenized as they need."""
     truncation_side: str = "left"
-    """Where truncate_prompt_tokens leaves tokens out: left keeps the last ones, right the first."""
+    """The side on which truncate_prompt_tokens works: left keeps the last tokens, right the first."""
     presence_penalty: float = 0.0
     """Taken off the logit of each token of the output so far, in [-2, 2]."""
     frequency_penalty: float = 0.0
-    """Likewise, as often as the output has the token, in [-2, 2]."""
+    """Taken off the logit of a token as often as the output has it, in [-2, 2]."""
     repetition_penalty: float = 1.0
     """Positive logits of tokens of prompt and output are divided by it, negative ones multiplied; in (0, 2]. Keskar et
     al. 2019. Comes before the other penalties, and they before biases."""
@@ -174,7 +175,8 @@ class SamplingParams:
     """Log probabilities of each sampled token and of so many most probable ones, up to EngineConfig.max_logprobs; None:
     none."""
     prompt_logprobs: int | None = None
-    """Likewise of the tokens of the prompt, but for the first. What the prefix cache knows is computed again."""
+    """Log probabilities of each token of the prompt but the first, and of so many most probable ones, up to
+    EngineConfig.max_logprobs; None: none. Tokens that the prefix cache knows are computed again."""
     logprob_start_len: int = 0
     """Tokens of the prompt before this one have no log probabilities, and may come from the prefix cache."""
     logprob_token_ids: Sequence[int] = ()
@@ -183,8 +185,8 @@ class SamplingParams:
     """raw_logprobs: of the model's logits. processed_logprobs: after penalties, biases, bans and temperature, before
     top_k, top_p and min_p."""
     structured_outputs: StructuredOutputs | Mapping[str, Any] | type[JsonModel] | None = None
-    """What the text must be; of a model that reasons, the text after that part. A mapping of its fields does, too, and
-    a pydantic class, whose JSON Schema the text satisfies."""
+    """A constraint that the text satisfies; for a model that reasons, the text after the reasoning does. The value may
+    also be a mapping of the constraint's fields, or a pydantic class, whose JSON Schema the text satisfies."""
     logits_processor: LogitsProcessor | None = None
     """A callable that changes the logits of each token before it is drawn; see LogitsProcessor. Only this request waits
     for it. Tokens that other fields ban stay banned. If it raises, its request ends with LogitsProcessorError."""
@@ -317,12 +319,12 @@ class SamplingParams:
 
     @property
     def truncation(self) -> Truncation:
-        """How the prompt is truncated."""
+        """Truncation of the prompt."""
         return Truncation(self.truncate_prompt_tokens, self.truncation_side)
 
     @property
     def penalized(self) -> bool:
-        """Whether a penalty changes logits."""
+        """True if a penalty changes logits."""
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
 
     @property

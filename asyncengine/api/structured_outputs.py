@@ -27,7 +27,8 @@ class JsonModel(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """What the text of an output must be: exactly one of these. Names follow vLLM. Wrong ones: InvalidRequestError."""
+    """A constraint on the text of an output: exactly one of these. Names follow vLLM. Wrong ones raise
+    InvalidRequestError."""
 
     json: str | Mapping[str, Any] | type[JsonModel] | None = None
     """A JSON Schema that the text satisfies, or a pydantic class that has one."""
@@ -72,7 +73,7 @@ class StructuredOutputs:
         return next((name for name in ("regex", "choice", "grammar") if getattr(self, name) is not None), "json")
 
     def source(self) -> str:
-        """As text: of choices and schemas JSON. It is made once, for all prompts of a request.
+        """Return the constraint as text: choices and schemas are JSON. It is made once, for all prompts of a request.
 
         Raises InvalidRequestError for a schema that is none.
         """

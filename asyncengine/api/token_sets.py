@@ -14,7 +14,8 @@ class TokenSet(tuple[int, ...]):
 
     @classmethod
     def checked(cls, name: str, value: object, limit: int) -> TokenSet:
-        """From a list of at most ``limit`` ids, with repetitions. Raises InvalidRequestError that names ``name``."""
+        """Make a set of a list of at most ``limit`` ids, with repetitions. Raises InvalidRequestError that names
+        ``name``."""
         if isinstance(value, TokenSet):
             return value
         items = sequence(name, value, limit, "tokens")

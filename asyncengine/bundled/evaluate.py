@@ -18,12 +18,12 @@ class Case:
 
     kind: str
     prompt: str
-    """As the tokenizer is to see it; a chat is rendered by the template and begins with its own <|bos|>."""
+    """Prompt as the tokenizer is to see it; a chat is rendered by the template and begins with its own <|bos|>."""
     head: str
     wanted: Story
 
     def fault(self, continuation: str) -> str | None:
-        """What is wrong with a continuation: "malformed", "disobeys", or None if it is as wanted."""
+        """Name the fault of a continuation: "malformed", "disobeys", or None if it is as wanted."""
         told = parse((self.head + continuation).strip())
         if told is None:
             return "malformed"
@@ -68,7 +68,7 @@ def continuations(model: Any, tokenizer: Any, prompts: Sequence[str], **generati
 
 
 def report(cases: Sequence[Case], texts: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Per kind of prompt: how many there were, and the shares that are well-formed and that are as wanted."""
+    """Count the prompts of each kind, and the shares of texts that are well-formed and that are as wanted."""
     faults: dict[str, list[str | None]] = {}
     for case, text in zip(cases, texts, strict=True):
         faults.setdefault(case.kind, []).append(case.fault(text))

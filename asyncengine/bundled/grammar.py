@@ -14,7 +14,7 @@ from typing import TypeVar
 from asyncengine.bundled.rules import PRONOUN_OF, RULES, VALUES
 
 Story = dict[str, str]
-"""What a text fixes: name, kind, trait, place, tale, friend, … sex and friendsex are "he" or "she"."""
+"""Variables that a text fixes: name, kind, trait, place, tale, friend, … sex and friendsex are "he" or "she"."""
 
 _DOMAIN_OF = {"friendkind": "kind", "friendsex": "sex"}
 _NAME = re.compile(r"[A-Z][a-z]{1,11}")
@@ -87,7 +87,8 @@ def _bind(story: Story, variable: str, value: str) -> Story | None:
 
 
 def _readings(hole: _Hole, text: str, at: int) -> Iterator[tuple[str, int]]:
-    """Each value that the text can be speaking of at this position, and where the text goes on behind it."""
+    """Yield each value that the text can be speaking of at this position, and the place where the text goes on behind
+    it."""
     if hole.spelling is None:
         if word := _NAME.match(text, at):
             yield word.group(), word.end()
@@ -186,5 +187,5 @@ def generate(rng: random.Random, given: Mapping[str, str] | None = None) -> str:
 
 
 def parse(text: str) -> Story | None:
-    """What the story fixes, or None if the text is not exactly one well-formed story."""
+    """Return the variables that a story fixes, or None if the text is not exactly one well-formed story."""
     return _match((_Rule("story"),), text, 0, {})

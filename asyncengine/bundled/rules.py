@@ -334,7 +334,7 @@ RULES: Mapping[str, Sequence[str]] = {
         "{tale=race}helping a friend is better than winning",
         "{tale=alone}every friendship starts with one small hello",
     ),
-    # What a user may ask. The variables that a request fixes are those that the story must then obey.
+    # Requests of users. A story must obey the variables that its request fixes.
     "request": (
         "{order} about {subject}.",
         "{order} about {subject}, please.",

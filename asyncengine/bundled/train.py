@@ -3,10 +3,10 @@
     python -m asyncengine.bundled.train --device cuda --steps 16000 --workers 15 --out stories
 
 made the weights in asyncengine/bundled/stories, in five minutes on an H200 with 16 CPU cores (torch 2.11,
-transformers 5.17). Of 1,000 greedy continuations each, 99.9% were well-formed stories after the beginning of
-a story, 99.7% after a request in the chat template (99.6% obeyed it) and 100% after small talk without a
-template; sampled at temperature 1: 98.2, 96.8 and 97.2%. The seed fixes tokenizer, text and initial weights,
-but sums on a GPU do not repeat bit for bit: another run gives other weights, as good as these.
+transformers 5.17). In 1,000 greedy continuations each, 99.9% were well-formed stories after the beginning of a story,
+99.7% after a request in the chat template (99.6% obeyed it) and 100% after small talk without a template; sampled at
+temperature 1: 98.2, 96.8 and 97.2%. The seed fixes tokenizer, text and initial weights, but sums on a GPU do not repeat
+bit for bit: another run gives other weights, as good as these.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def told(rng: random.Random) -> Document:
 
 
 def untold(rng: random.Random) -> Document:
-    """Any other text is followed by a new paragraph, and in it a story."""
+    """Make a document of any other text, a new paragraph, and in that a story."""
     return [(BOS + noise(rng), False), ("\n\n" + generate(rng) + END, True)]
 
 

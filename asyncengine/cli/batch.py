@@ -26,7 +26,7 @@ _LONGEST_SHOWN = 300
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a file is worked through. Wrong values raise ConfigError."""
+    """Settings for working through a file. Wrong values raise ConfigError."""
 
     max_in_flight: int = 256
     """Requests of the file under way at most."""
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser, what: str) -> None:
         "--output",
         metavar="FILE",
         default=argparse.SUPPRESS,
-        help="Where the results go. A file of an earlier run is gone on with: what has a result is not asked again.",
+        help="File for the results. A file of an earlier run is continued: requests with a result are not sent again.",
     )
     flags.add_dataclass(parser, Options, "requests", common=("retry_failed", "url", "api_key"))
 
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace, form: Format, serving: Mapping[str, Any]) -> i
 
 
 def warn_of_idle_flags(args: argparse.Namespace) -> None:
-    """With --url, say which options have no effect."""
+    """Warn of the options that have no effect with --url."""
     idle = [f"--{name.replace('_', '-')}" for name in flags.values(args, EngineConfig) if name != "model"]
     if idle:
         print(f"asyncengine: without effect, as --url is given: {', '.join(idle)}", file=sys.stderr)

@@ -27,7 +27,7 @@ _DEFAULTS = {"max_tokens": None}
 
 
 class Partner(Protocol):
-    """Who answers."""
+    """The other side of a chat: an engine or a server that answers."""
 
     def answer(self, messages: list[ChatMessage], sampling: dict[str, Any]) -> AsyncGenerator[str, None]:
         """The answer, piece by piece. Raises AsyncEngineError, OSError."""
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _turn(runner: asyncio.Runner, partner: Partner, conversation: Conversation) -> None:
-    """Print the answer. What came of it before an interruption stays in the conversation."""
+    """Print the answer. The part that came before an interruption stays in the conversation."""
     parts: list[str] = []
     try:
         runner.run(_print(partner, conversation, parts))

@@ -58,12 +58,12 @@ class Conversation:
 
 
 def is_command(text: str) -> bool:
-    """Whether it begins with a slash; two stand for a message that begins with one."""
+    """Return whether a typed text is a command: it begins with one slash. Two slashes begin a message that has one."""
     return text.startswith("/") and not text.startswith("//")
 
 
 def command(conversation: Conversation, text: str) -> bool:
-    """Do what a line beginning with a slash asks for; False ends the chat. What is wrong with it goes to stderr."""
+    """Do what a line beginning with a slash asks for; False ends the chat. Its errors go to stderr."""
     name, _, rest = text.partition(" ")
     try:
         return _do(conversation, name, rest.strip())

@@ -1,4 +1,4 @@
-"""What is typed into a chat: lines with editing and history, joined where one goes on."""
+"""Input of a chat: lines with editing and history, joined where one continues on the next."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_HISTORY = 1000  # lines
 
 
 def history_file() -> Path:
-    """Where the lines typed into chats are kept between them."""
+    """Return the file that keeps the lines typed into chats."""
     state = os.environ.get("XDG_STATE_HOME", "")
     base = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
     return base / "asyncengine" / "chat_history"

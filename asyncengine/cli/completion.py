@@ -25,13 +25,13 @@ class Option:
     takes_value: bool
     choices: Sequence[str]
     is_file: bool
-    """Its value, or the positional argument that it stands for, names a file."""
+    """The option's value, or the positional argument that it stands for, names a file."""
 
 
 @dataclass(frozen=True)
 class Command:
     path: str
-    """Its words after ``asyncengine``."""
+    """Words of the command after ``asyncengine``."""
     options: Sequence[Option]
     words: Sequence[tuple[str, str]]
     """Subcommands, or the values of its argument, each with a text."""

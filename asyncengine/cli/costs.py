@@ -27,7 +27,7 @@ _LOOK_S = 0.01
 _STREAMS = 16
 _SECONDS = 5.0
 _CONTEXTS = (2048, 8192)
-"""Of which the gain of hybrid attention is foreseen."""
+"""Context lengths for which the gain of hybrid attention is predicted."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,9 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="X",
         default=argparse.SUPPRESS,
-        help=f"of the load whose steps are compared with what was foreseen; 0: none (default: {_SECONDS:g})",
+        help=f"duration of the load whose steps are compared with predictions; 0: none (default: {_SECONDS:g})",
     )
-    parser.add_argument("--json", action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help="for programs")
+    parser.add_argument("--json", action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help="print JSON")
     embed.add_engine(parser)
 
 
@@ -88,7 +88,7 @@ def _load(config: EngineConfig, *, found: list[KnownCosts]) -> Backend:
 
 
 class Prediction(NamedTuple):
-    """Of a step that ran."""
+    """Predicted and measured duration of a step that ran."""
 
     kind: str
     took_ns: int
@@ -134,7 +134,8 @@ async def _repeat(
 
 
 def compare(records: Sequence[StepRecord]) -> list[Prediction]:
-    """Of steps whose predecessor was recorded too: a step begins when that ends, or when it is launched."""
+    """Compare predictions with measured steps. A step counts if the step before it was recorded too: it begins when
+    that one ends, or when it is launched."""
     found = []
     ordered = sorted(records)
     for before, record in itertools.pairwise(ordered):
@@ -177,11 +178,11 @@ def _host_tables(config: EngineConfig, info: ModelInfo, table: CostTable) -> Ite
 
 
 class Gain(NamedTuple):
-    """Of hybrid attention, foreseen."""
+    """Predicted gain of hybrid attention."""
 
     context: int
     rows: int
-    """of which the cache is full"""
+    """rows of which the cache is full"""
     gain: float
 
 
@@ -201,7 +202,7 @@ def _prediction_table(predictions: Sequence[Prediction]) -> Lines:
     for kind, summary in _summary(predictions).items():
         errors = f"{summary['median_error']:.1%}", f"{summary['p90_error']:.1%}"
         lines.append((kind, f"{summary['steps']:,.0f}", _ms(summary["median_ns"]), *errors))
-    return [("steps that ran", "steps", "ms (median)", "median error", "p90 error of what was foreseen"), *lines]
+    return [("steps that ran", "steps", "ms (median)", "median error", "p90 error of the prediction"), *lines]
 
 
 def _summary(predictions: Sequence[Prediction]) -> dict[str, dict[str, float]]:

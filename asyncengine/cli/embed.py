@@ -1,4 +1,4 @@
-"""What the commands that run an engine in this process share."""
+"""Common parts of the commands that run an engine in this process."""
 
 from __future__ import annotations
 

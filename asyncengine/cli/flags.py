@@ -74,7 +74,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def values(args: argparse.Namespace, cls: type) -> dict[str, Any]:
-    """What the command line and the environment say about the fields of ``cls``."""
+    """Return the values that the command line and the environment give to fields of ``cls``."""
     names = {field.name for field in dataclasses.fields(cls)}
     return {name: value for name, value in vars(args).items() if name in names}
 
@@ -175,7 +175,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def actions_of(parser: argparse.ArgumentParser) -> Sequence[argparse.Action]:
-    """Its options, positional arguments and, as one with parsers for ``choices``, subcommands."""
+    """Return a parser's options, positional arguments and subcommands; one action has the subcommands' parsers as
+    ``choices``."""
     return parser._actions
 
 
@@ -247,7 +248,7 @@ integer.__name__ = "int"  # argparse names it where a value is wrong
 
 
 def _is_callable(hint: Any) -> bool:
-    """Whether a field takes a function, which no flag can give."""
+    """Return whether a field takes a function, which no flag can give."""
     return any(get_origin(kind) is Callable for kind in (hint, *get_args(hint)))
 
 

@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _is_model(prompt: str) -> bool:
-    """Whether a prompt is the path of a model, so that the prompt itself was forgotten."""
+    """Return whether a prompt is the path of a model: then the prompt itself was forgotten."""
     try:
         return (Path(prompt) / "config.json").is_file()
     except (OSError, ValueError):  # too long for a path
@@ -142,14 +142,15 @@ class PromptLines(batch.Format):
 
 
 def _as_chat(sampling: dict[str, Any]) -> dict[str, Any]:
-    """In the words of chat completions, which ask for log probabilities and for their count apart."""
+    """Return the settings in the words of chat completions, which ask for log probabilities and for their count
+    apart."""
     if sampling.get("logprobs") is None:
         return sampling
     return sampling | {"logprobs": True, "top_logprobs": sampling["logprobs"]}
 
 
 def _is_plain(choice: dict[str, Any]) -> bool:
-    """Whether there is nothing in it but the text and why it ended."""
+    """Return whether a choice has nothing but the text and the finish reason."""
     message = choice.get("message") or {}
     more = {name for name, value in choice.items() if value is not None} - _PLAIN
     return not more and not any(message[name] for name in message if name not in ("role", "content"))

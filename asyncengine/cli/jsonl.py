@@ -40,7 +40,7 @@ def numbered_lines(path: str) -> Iterator[tuple[int, bytes]]:
 
 
 def keys_of(path: str, requests: Iterable[Request]) -> list[Key]:
-    """Their keys in order. Raises ConfigError if two are the same."""
+    """Return the keys of the requests, in order. Raises ConfigError if two are the same."""
     keys: dict[Key, None] = {}
     for request in requests:
         if request.key in keys:
@@ -50,7 +50,7 @@ def keys_of(path: str, requests: Iterable[Request]) -> list[Key]:
 
 
 def has_failed(record: dict[str, Any]) -> bool:
-    """Whether a line of results tells of a failure."""
+    """Return whether a line of results reports a failure."""
     response = record.get("response")
     status = response.get("status_code") if isinstance(response, dict) else 200
     return record.get("error") is not None or status != 200
@@ -172,7 +172,7 @@ class Results:
 
 
 def _write(descriptor: int, data: bytes) -> None:
-    """All of ``data``, past any buffer: what a full disk refuses is not kept for later."""
+    """Write all of ``data``, past any buffer: bytes that a full disk refuses are not kept for later."""
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(descriptor, rest) :]

@@ -28,7 +28,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _prepare_streams() -> None:
-    """What is closed is opened, what cannot be decoded is left to the engine to refuse, or to encode replaced."""
+    """Open closed standard streams, and accept undecodable input and unencodable output. Input bytes become surrogates,
+    which the engine refuses; output characters are replaced."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # uvloop aborts when it is given a descriptor of these
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - for good

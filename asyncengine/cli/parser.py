@@ -87,7 +87,7 @@ class _Lines(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Its subcommands get parsers of the same kind."""
+    """Parser of a command. Its subcommands get parsers of the same class."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(add_help=False, formatter_class=_Lines, **options)
@@ -98,7 +98,7 @@ class Parser(argparse.ArgumentParser):
             nargs="?",
             metavar="all",
             default=argparse.SUPPRESS,
-            help="all: every option; a word: those that have it",
+            help="all: every option; a word: options that have it",
         )
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

@@ -19,7 +19,7 @@ _FLAGS = (
     "revision", "dtype", "quantization", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
     "batch_invariant", "kv_cache_dtype",
 )  # fmt: skip
-"""Of the engine: those that a plan depends on."""
+"""Flags of the engine on which a plan depends."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help="plan for this card, part of its name is enough (default: this machine's, or without one the H200)",
     )
-    parser.add_argument("--json", action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help="for programs")
+    parser.add_argument("--json", action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help="print JSON")
     others = {field.name for field in dataclasses.fields(EngineConfig)} - set(_FLAGS)
     flags.add_dataclass(parser, EngineConfig, "engine", exclude=others)
 

@@ -26,7 +26,7 @@ _BUSY = (429, 503)
 
 
 class ServerGoneError(OSError):
-    """The server cannot be reached, or serves nobody any more. What was asked for may be asked for again."""
+    """The server cannot be reached, or serves nobody any more. A request may be sent again."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Remote:
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as exc:
                 problem = str(exc) or type(exc).__name__
             except aiohttp.ClientError as exc:
-                raise ServerGoneError(f"{self.url} answers with what is no HTTP: {exc}") from None
+                raise ServerGoneError(f"{self.url} does not answer in HTTP: {exc}") from None
             else:
                 if reply.status not in _BUSY:
                     _check_alive(reply)

@@ -38,7 +38,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 class BatchLines(batch.Format):
-    """As OpenAI documents them. What the server refuses has a response; ``error`` is for what is not sent to it."""
+    """Lines of batch files as OpenAI documents them. A request that the server refuses has a response; ``error`` is for
+    a request that is not sent."""
 
     def request(self, number: int, line: bytes) -> Request:
         try:

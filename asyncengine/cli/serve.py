@@ -109,8 +109,8 @@ async def _serve(config: ServerConfig, load: Callable[[], Awaitable[Engine]]) ->
 
     async def load_and_settle() -> Engine:
         engine = await load()
-        # What exists now lives as long as the process: without it, a full collection pauses every
-        # stream only for as long as the garbage of requests deserves.
+        # Freeze all objects that exist now, which live as long as the process: a full collection then examines only the
+        # garbage of requests, and pauses streams no longer than that takes.
         gc.collect()
         gc.freeze()
         _handle_signals(stop)

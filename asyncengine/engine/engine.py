@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
@@ -120,7 +120,7 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         tenant: str | None = None,
-    ) -> AsyncIterator[RequestDelta]:
+    ) -> AsyncGenerator[RequestDelta, None]:
         """Generate piece by piece. Arguments and errors are those of ``submit``; leaving the loop aborts."""
         request = await self.submit(
             prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt, tenant=tenant
@@ -228,14 +228,15 @@ class AsyncEngine:
         return await self._vectors.classify(prompts, terms)
 
     async def score_pairs(self, queries: Sequence[str], documents: Sequence[str], **terms: Any) -> PairScores:
-        """How well each document fits its query: the probability of the model's one label, for the query and the
-        document on lines of their own; without labels the cosine of their embeddings. Otherwise as ``embed``."""
+        """Score how well each document fits its query. The score is the probability of the model's one label, for the
+        query and the document on lines of their own; a model without labels gives the cosine of their embeddings.
+        ``terms`` and errors are those of ``embed``."""
         return await self._vectors.score_pairs(queries, documents, terms)
 
     async def score(
         self, prompt: str | Sequence[int], continuation: str | Sequence[int], **terms: Any
     ) -> ContinuationScore:
-        """How probable ``continuation`` is after ``prompt``: both text, or both token ids.
+        """Score ``continuation`` after ``prompt``. Both are text, or both are token ids.
 
         Text is tokenized together: the continuation's tokens are those behind as many as the prompt has by itself.
         Calls with the same prompt share what is computed of it. ``terms`` and errors are those of ``submit``.
@@ -289,11 +290,12 @@ class AsyncEngine:
         return self._snapshots.stats()
 
     def debug_stats(self) -> DebugStats:
-        """What the engine holds, to look for leaks. Raises EngineClosedError like ``model_info``."""
+        """Return counts of all that the engine holds, to look for leaks. Raises EngineClosedError like
+        ``model_info``."""
         return self._snapshots.debug_stats()
 
     def snapshot(self) -> EngineSnapshot:
-        """What the engine holds now, and the times of its last steps and wake-ups, as far as they were recorded.
+        """Return the counts that the engine holds now, and the recorded times of its last steps and wake-ups.
 
         Each call has the engine record its next 32 wake-ups, and its steps meanwhile, for the next call to tell: it is
         to be called again and again, about four times a second, and costs nothing once it is not. The map of the blocks

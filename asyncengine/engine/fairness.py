@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 class _Tenant:
     sequences: int = 0
     queues: dict[int, dict[int, int]] = field(default_factory=dict)
-    """By priority: when its live requests count as arrived, by key, in ns of time.monotonic_ns(), ascending."""
+    """Arrival times of live requests, by priority and key, in ns of time.monotonic_ns(), ascending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,8 @@ class FairShare:
         return len(self._tenants)
 
     def place(self, tenant: str | None, priority: int) -> Place:
-        """Where a request goes that is submitted now; one without a tenant is served as it comes."""
+        """Return the place in the queue of a request submitted now; a request without a tenant is served in order of
+        arrival."""
         if tenant is None or not self._share_ns:
             return Place()
         number = hash(tenant) % 2**64 or 1

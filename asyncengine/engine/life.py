@@ -28,7 +28,7 @@ Health = Literal["loading", "ready", "draining", "closed", "dead"]
 
 
 async def _drive(step_loop: StepLoop) -> None:
-    """In place of the step thread: its rounds, in between the loop's other callbacks."""
+    """Drive the step loop in place of the step thread, a round at a time between the event loop's other callbacks."""
     while not step_loop.error:
         moved = step_loop.advance()
         await asyncio.sleep(0 if moved or not step_loop.quiescent else 0.0005)

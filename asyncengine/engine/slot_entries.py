@@ -1,4 +1,4 @@
-"""What a request asks of the core beyond plain sampling: SamplingParams as entries of a slot update.
+"""Options of a request beyond plain sampling: SamplingParams as entries of a slot update.
 
 ``csrc/core/step_input.h`` says what the entries hold.
 """
@@ -86,7 +86,7 @@ def sampling_state(params: SamplingParams, seed: int) -> SamplingState:
 
 
 def _num_top(params: SamplingParams) -> int:
-    """Of sampled tokens and of those of the prompt alike."""
+    """Count the most probable tokens to report, for sampled tokens and prompt tokens alike."""
     return max(params.logprobs or 0, params.prompt_logprobs or 0)
 
 
@@ -113,7 +113,7 @@ def _parameters(params: SamplingParams, prompt_len: int) -> list[int]:
 
 
 def _bits(value: float) -> int:
-    """Of a float32, as a signed word."""
+    """Return the bits of a float32 as a signed word."""
     return int(struct.unpack("<i", struct.pack("<f", value))[0])
 
 

@@ -1,4 +1,4 @@
-"""What an engine tells of itself: counters, what it holds, and what its loop, step thread and device did last."""
+"""Statistics and recent history of an engine: its event loop, its step thread, its device and its blocks."""
 
 from __future__ import annotations
 

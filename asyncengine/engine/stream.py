@@ -130,7 +130,7 @@ class _SequenceState:
         return False
 
     def _stops_in_rest(self, matcher: StopStringMatcher) -> bool:
-        """Whether the last of the text, a character that is not whole, completes a stop string."""
+        """Return whether the end of the text, a character that is not whole, completes a stop string."""
         rest, stop = matcher.push(self._detokenizer.flush())
         self._append(rest)
         if stop is not None:
@@ -150,11 +150,11 @@ class _SequenceState:
 
     @property
     def host_tokens(self) -> int:
-        """Of ``token_ids``; a stop string may have left out the last of those that came."""
+        """Number of ``token_ids`` that were made on the host. Tokens that a stop string left out do not count."""
         return min(self._host_tokens, len(self.token_ids))
 
     def take(self) -> tuple[str, list[int], LogProbs | None, int]:
-        """What is new since the last call."""
+        """Return the text, tokens, log probabilities and count of host tokens that are new since the last call."""
         text, tokens = "".join(self.texts[self._taken_texts :]), self.token_ids[self._taken_tokens :]
         logprobs = self.logprobs_of(self._taken_tokens) if self._wants_logprobs else None
         self._taken_texts, self._taken_tokens, self.untaken = len(self.texts), len(self.token_ids), False
@@ -163,7 +163,7 @@ class _SequenceState:
         return text, tokens, logprobs, host_tokens
 
     def logprobs_of(self, first: int) -> LogProbs:
-        """Of the tokens from ``first``; a stop string may have left out the last of those that came."""
+        """Return the log probabilities from token ``first`` on, without tokens that a stop string has left out."""
         return LogProbs(self.records[first : len(self.token_ids)], self._num_top, self._num_named)
 
     def _decode(self, finish: Ended) -> None:
@@ -250,13 +250,13 @@ class RequestStream:
         self._processed: Sequence[ProcessedSequence] = ()
         self._prompt_records: list[bytes] = []
         self.cached_tokens = 0
-        """Of the prompt, found in the prefix cache; 0 until the request runs."""
+        """Prompt tokens found in the prefix cache; 0 until the request runs."""
 
     # ---- the engine's side ----
 
     @property
     def awaited(self) -> bool:
-        """Whether a task waits for what comes next."""
+        """True if a task waits for the next news."""
         return self._waiter is not None
 
     def follow(self, constraints: Sequence[Constraint], advance: Advance) -> None:
@@ -413,7 +413,7 @@ class RequestStream:
 
     @property
     def prompt_logprobs(self) -> Sequence[TokenLogProbs | None] | None:
-        """As RequestOutput has them; complete when the first delta is there."""
+        """Log probabilities of the prompt, as RequestOutput has them; complete when the first delta is there."""
         params = self._params
         if params.prompt_logprobs is None:
             return None
@@ -472,8 +472,8 @@ class RequestStream:
 
 
 def _copy(error: AsyncEngineError) -> AsyncEngineError:
-    """For raising. The traceback of a stream's own error would hold the frames that hold the stream, and only the
-    garbage collector would free them, prompt and all."""
+    """Return a copy of an error for raising. The traceback of a stream's own error would hold the frames that hold the
+    stream, and only the garbage collector would free them, prompt and all."""
     copy = type(error).__new__(type(error), *error.args)
     copy.__dict__.update(error.__dict__)
     return copy

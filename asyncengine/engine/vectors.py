@@ -53,14 +53,14 @@ class VectorStream(RequestStream):
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """How the requests of a call are served; as for ``AsyncEngine.submit`` and ``SamplingParams``."""
+    """Settings for all requests of a call; see ``AsyncEngine.submit`` and ``SamplingParams``."""
 
     priority: int = 0
     cache_salt: str | None = None
     tenant: str | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
-    """None: right, since what a text is about stands at its beginning."""
+    """Side on which tokens are left out; None: right, since the subject of a text stands at its beginning."""
 
     def __post_init__(self) -> None:
         check_terms(self.priority, cache_salt=self.cache_salt, tenant=self.tenant)
@@ -68,12 +68,12 @@ class Terms:
 
     @property
     def truncation(self) -> Truncation:
-        """How the prompts are truncated. Raises InvalidRequestError."""
+        """Return the truncation of the prompts. Raises InvalidRequestError."""
         return Truncation(self.truncate_prompt_tokens, self.truncation_side or "right")
 
 
 def vector_extras(model: ModelInfo, pooling: Pooling) -> RequestExtras:
-    """What a request for a vector asks of the core."""
+    """Return the core's settings for a request that wants a vector."""
     needs = Need.vector | (Need.mean if pooling == "mean" else Need(0))
     return RequestExtras(needs=needs, result_words=1 + model.vector_size)
 
@@ -201,7 +201,7 @@ def checked_prompts(prompts: Prompt | Sequence[Prompt], param: str) -> list[Prom
 
 
 def _unit(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Of length 1; a vector of zeros stays one."""
+    """Scale each vector to length 1; a vector of zeros stays zero."""
     import numpy as np
 
     lengths = np.sqrt(np.square(vectors, dtype=np.float64).sum(1, keepdims=True))

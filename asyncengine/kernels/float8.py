@@ -20,7 +20,7 @@ Quantization = Literal["none", "fp8"]
 FLOAT8 = torch.float8_e4m3fn
 FLOAT8_MAX = 448.0
 SMALLEST_TOP = 1e-30
-"""What counts as the largest element of a row of zeros: its inverse is finite."""
+"""Value taken as the largest element of a row of zeros: its inverse is finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def _quantize_into(x: Tensor, values: Tensor, scale: Tensor) -> None:
 
 
 def scaled_product_takes(columns: int, inner: int) -> bool:
-    """Whether ``scaled_product`` can multiply weights [columns, inner] on a GPU."""
+    """Return whether ``scaled_product`` can multiply weights [columns, inner] on a GPU."""
     return columns % 16 == 0 and inner % 16 == 0
 
 

@@ -16,15 +16,15 @@ from torch import Tensor
 from asyncengine.kernels.float8 import FLOAT8, FLOAT8_MAX
 
 MARGIN = 2.0
-"""Keys and values may be so many times as large as any that the scales were made of. Of e4m3's 15 binades of normal
-numbers that takes one; the next power of two takes up to one more."""
+"""Keys and values may be so many times as large as any that the scales were made of. That takes one of e4m3's 15
+binades of normal numbers; the next power of two takes up to one more."""
 
 
 def fixed_scales(tops: Tensor) -> Tensor:
     """float32, of ``tops``, the greatest absolute values: the next power of two that takes MARGIN times as much.
 
-    Powers of two round nothing, and tops that differ in their last bits, as two machines' do, have one scale. What is
-    zero everywhere, or not finite, has the scale 1.
+    Powers of two round nothing, and tops that differ in their last bits, as two machines' do, have one scale. Heads
+    that are zero everywhere, or not finite, have the scale 1.
     """
     usable = tops.isfinite() & (tops > 1e-30)
     exponent = torch.frexp(torch.where(usable, tops.float() * (MARGIN / FLOAT8_MAX), 0.5)).exponent

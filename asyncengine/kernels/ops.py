@@ -1,4 +1,4 @@
-"""What a model asks of the machine: the operations every kernel package implements."""
+"""The operations that a model asks of the machine, and that every kernel package implements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Activation = Literal["silu_mul", "gelu_tanh_mul", "gelu", "gelu_tanh"]
 
 
 def is_gated(activation: str | None) -> bool:
-    """Whether the activation makes one column of two."""
+    """Return whether the activation makes one column of two."""
     return activation is not None and activation.endswith("_mul")
 
 
@@ -34,10 +34,10 @@ class HeadNorms(NamedTuple):
 
 
 class AttentionLayer(NamedTuple):
-    """What one layer's attention is, beside its KV cache."""
+    """Attention of one layer, beside its KV cache."""
 
     num_heads: int
-    """of the queries"""
+    """heads of the queries"""
     norms: HeadNorms | None
     cos_sin: Tensor | None
     """float32 [max_positions, D]: D/2 cosines, then D/2 sines, element i of a head paired with element i + D/2; without
@@ -57,7 +57,7 @@ class KVSpec(NamedTuple):
 
 
 CacheSpec: TypeAlias = KVSpec
-"""What a layer keeps between steps; a kind of cache is a member of this union, and one of ``LayerCache``."""
+"""State that a layer keeps between steps; a kind of cache is a member of this union, and one of ``LayerCache``."""
 
 
 class LayerKVCache(NamedTuple):
@@ -69,7 +69,7 @@ class LayerKVCache(NamedTuple):
     """float32 [2, 2, Hk], of keys and of values in float8 (float8_cache.py): scales, then their inverses. None: keys
     and values are in the model's dtype."""
     number: int = 0
-    """Of the layer, among those that keep keys and values."""
+    """Index of this layer among the layers that keep keys and values."""
 
 
 LayerCache: TypeAlias = LayerKVCache
@@ -103,7 +103,7 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
     """A transformer as its machine sees it: a residual, read through norms and added to.
 
     A package names its own types for a step, a residual and the handle of a weight; models use ``ModelOps``, in which
-    these are opaque. Activations are [tokens, features] in the model's dtype. What an operation returns is good until
+    these are opaque. Activations are [tokens, features] in the model's dtype. The result of an operation is good until
     it is called again.
     """
 
@@ -160,13 +160,15 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
     def exchange(
         self, heads: Tensor, x: Tensor, residual: ResidualT, layer: AttentionLayer, cache: LayerKVCache, batch: BatchT
     ) -> None:
-        """Behind ``attention`` x of ``heads``: rows that decode on the host leave the step here, and others enter it.
+        """Exchange rows behind ``attention`` x of ``heads``: rows that decode on the host leave the step, and others
+        enter it.
 
-        csrc/core/host_rows.h says how. Of a step without lanes it does nothing.
+        csrc/core/host_rows.h says how. It does nothing for a step without lanes.
         """
 
     def keep_sampled(self, x: Tensor, residual: ResidualT, batch: BatchT) -> Tensor:
-        """After the last layer's attention x [T, K]: the rest of the model needs only the tokens that are sampled from.
+        """Drop tokens after the last layer's attention x [T, K]: the rest of the model needs only those that are
+        sampled from.
 
         The package may drop the others from the residual, and returns the rows of x that are still in it.
         """
@@ -174,14 +176,14 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
     def hidden(self, residual: ResidualT, norm: Norm, batch: BatchT) -> Tensor:
         """[num_samples, H]: the normed residual of the tokens that are sampled from, the input of ``logits``.
 
-        Of a step with Need.mean it is [T, H]: that of all tokens.
+        For a step with Need.mean it is [T, H]: that of all tokens.
         """
 
     def logits(self, residual: ResidualT, norm: Norm, handle: HandleT, batch: BatchT, softcap: float = 0.0) -> Any:
         """float32 [num_samples, N] of the tokens whose logits the step wants; None if it wants none.
 
-        With a ``softcap`` > 0 they are softcap * tanh(logit / softcap). Of a step that does not need all of them the
-        result may be what does, in the form of the package's own sampler.
+        With a ``softcap`` > 0 they are softcap * tanh(logit / softcap). If a step does not need all of them, the result
+        may be the part that it needs, in the form of the package's own sampler.
         """
 
 

@@ -39,7 +39,7 @@ _RANGE = {
     **dict.fromkeys(("rms_norm_eps", "layer_norm_epsilon"), (0.0, 1.0)),
     "initializer_range": (0.0, 1e3),
 }
-"""Of numbers: (lowest, which is excluded, and highest)."""
+"""Ranges of numbers: (lowest, which is excluded, and highest)."""
 _ANY_NUMBER = (1e-6, 1e6)
 
 
@@ -92,7 +92,8 @@ class RawConfig:
         return bool(self.get(key, bool, default))
 
     def renamed(self, names: Mapping[str, str]) -> RawConfig:
-        """With other names of keys replaced by the family's own, before which they count: as transformers has it."""
+        """Return the config with other names of keys replaced by the family's own. They count before those, as in
+        transformers."""
         aliases = {own: self.values[name] for name, own in names.items() if name in self.values}
         return RawConfig({**self.values, **aliases}, self.source) if aliases else self
 
@@ -111,7 +112,7 @@ class RawConfig:
         return str(name).removeprefix("torch.")
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
-        """None, one id or a list of ids, as a tuple.
+        """Return the token ids of a key that holds none, one or a list.
 
         Ids from ``vocab_size`` on and negative ones are left out with a warning: no row of the embedding stands for
         them, so they never come.
@@ -151,7 +152,7 @@ class ModelConfig:
     layer_scales: tuple[float, ...]
     """Factor on the attention scores of each layer."""
     layer_caches: tuple[CacheSpec, ...]
-    """What each layer keeps between steps."""
+    """Cache that each layer keeps between steps."""
     rope: RopeConfig | None = None
     qkv_bias: bool = False
     output_bias: bool = False
@@ -168,7 +169,7 @@ class ModelConfig:
     logit_softcap: float = 0.0
     """0: logits are not capped."""
     labels: tuple[str, ...] = ()
-    """Of a classification model, whose head gives a logit for each in place of one for each token."""
+    """Labels of a classification model, whose head gives a logit for each label in place of one for each token."""
     exclusive_labels: bool = True
     """A text has one of the labels, not any number of them."""
     embedding: str = "model.embed_tokens.weight"
@@ -255,7 +256,7 @@ def scaled_positions(rope: RopeConfig, max_positions: int) -> int:
 
 
 _LAYER_TYPES = {"full_attention": False, "attention": False, "sliding_attention": True}
-"""Whether a layer has the window, by the names in layer_types; "attention" is an old name."""
+"""Names in layer_types: True if the layer has the window. "attention" is an old name."""
 
 
 def read_layer_windows(raw: RawConfig, window: int, default: Sequence[bool]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What decoders are made of: blocks that read a residual through a norm and add to it, and the model around them.
+"""Parts of decoders: blocks that read a residual through a norm and add to it, and the model around them.
 
 A family reads its config and its weights, and composes blocks. A mixture of experts is another feed-forward block, a
 recurrent layer another mixer.
@@ -123,7 +123,7 @@ class Decoder:
         return residual
 
     def logits(self, residual: Residual, batch: Batch) -> Any:
-        """What ``Ops.logits`` gives of what ``run`` left, float32 [num_samples, vocab_size] as a rule."""
+        """Return ``Ops.logits`` of the residual that ``run`` returned, float32 [num_samples, vocab_size] as a rule."""
         return self._ops.logits(residual, self._norm, self._head, batch, self._logit_softcap)
 
     def hidden(self, residual: Residual, batch: Batch) -> Tensor:

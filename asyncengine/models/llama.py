@@ -31,7 +31,7 @@ def read_decoder_config(
     mlp_bias: bool = False,
     qk_norm: bool = False,
 ) -> ModelConfig:
-    """What the relatives of Llama have in common; keywords are the points in which they differ.
+    """Read the configuration of a relative of Llama; keywords are the points in which they differ.
 
     ``activations`` maps the values of hidden_act, the first of which an absent key means.
     """

@@ -1,4 +1,4 @@
-"""Which family implements an entry of config.json's "architectures"."""
+"""Registry of model families, by the entries of config.json's "architectures"."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CausalLM(Protocol[BatchT]):
         """The layers of the step, which write its caches: a residual for the next two."""
 
     def logits(self, residual: Any, batch: BatchT) -> Any:
-        """What ``Ops.logits`` gives, float32 [num_samples, vocab_size] as a rule."""
+        """Return ``Ops.logits``, float32 [num_samples, vocab_size] as a rule."""
 
     def hidden(self, residual: Any, batch: BatchT) -> Tensor:
         """The normed states of the samples, [num_samples, H] in the model's dtype; ``logits`` may come before."""
@@ -41,7 +41,7 @@ class Family(NamedTuple):
     model_types: tuple[str, ...]
     """Values of model_type, by which transformers chooses its class."""
     quantizable: bool = True
-    """Its norms are RMS norms and its activation silu_mul, which is what float8 kernels know."""
+    """True if float8 kernels can serve the family: its norms are RMS norms and its activation is silu_mul."""
 
 
 FAMILIES = {

@@ -1,1 +1,1 @@
-"""From a model directory to a forward pass: weights, KV cache, model runner."""
+"""The way from a model directory to a forward pass: weights, KV cache, model runner."""

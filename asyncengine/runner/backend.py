@@ -34,19 +34,20 @@ class Backend:
 
     model_info: ModelInfo
     tokenizer: Tokenizer | None
-    """None: token ids in and out, no text."""
+    """Tokenizer of the model; None: token ids in and out, no text."""
     step_loop: StepLoop
     keep_alive: object = None
-    """Whatever owns the memory that the step loop uses."""
+    """Owner of the memory that the step loop uses."""
     interrupt: Callable[[], None] | None = None
-    """Where Python computes the steps: ends the one under way early. The process must not end before it has."""
+    """Ends the step under way early, where Python computes the steps. The process must not end before the step has."""
     costs: KnownCosts | None = None
-    """Of its steps, if the configuration needs to know; what was learned is kept in the end."""
+    """Costs of the engine's steps, if the configuration needs them; learned corrections are kept when the engine
+    closes."""
     process: int = field(default_factory=os.getpid)
 
     @property
     def forked(self) -> bool:
-        """Whether this process is a fork of the one that has the step loop's threads."""
+        """True if this process is a fork of the one that has the step loop's threads."""
         return self.process != os.getpid()
 
     def stop(self, limit_s: float) -> bool:
@@ -62,12 +63,13 @@ class Backend:
         return True
 
 
-# Their threads must be gone before the interpreter is.
+# The threads of these backends must be gone before the interpreter is.
 _running: weakref.WeakKeyDictionary[Backend, asyncio.AbstractEventLoop] = weakref.WeakKeyDictionary()
 
 
 def stop_at_exit(backend: Backend) -> None:
-    """To be called in its event loop when its step loop starts."""
+    """Note a backend whose threads must end before the interpreter. To be called in its event loop when its step loop
+    starts."""
     _running[backend] = asyncio.get_running_loop()
 
 
@@ -79,7 +81,7 @@ def _stop_all() -> None:
 
 
 def _leave_to_parent() -> None:
-    """In a forked process: freeing a step loop would wait for threads that only the parent has."""
+    """Keep a forked process from freeing step loops, which would wait for threads that only the parent has."""
     for backend, loop in list(_running.items()):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
         if not loop.is_closed():
@@ -148,7 +150,7 @@ def load_backend(config: EngineConfig, *, progress: bool, measure: bool = False)
 
 
 def choose_device(config: EngineConfig) -> Literal["cpu", "cuda"]:
-    """What ``device`` names; auto is a GPU if torch sees one."""
+    """Return the device that ``config.device`` names; auto is a GPU if torch sees one."""
     if config.device != "auto":
         return config.device
     import torch
@@ -157,12 +159,11 @@ def choose_device(config: EngineConfig) -> Literal["cpu", "cuda"]:
 
 
 def _load_on_cpu(config: EngineConfig, *, progress: bool, measure: bool) -> Backend:
-    from asyncengine.kernels.cpu.ops import CpuOps
     from asyncengine.runner.costs.cpu import cpu_costs
-    from asyncengine.runner.steps.model_runner import CpuModelRunner
+    from asyncengine.runner.steps.model_runner import CpuModelRunner, cpu_ops
 
     tokenizer = load_tokenizer(config)
-    ops = CpuOps(config.num_threads)
+    ops = cpu_ops(config)
     runner = CpuModelRunner.load(config, progress=progress, ops=ops)
     costs = cpu_costs(config, runner, anew=measure) if measure or config.needs_costs else None
 

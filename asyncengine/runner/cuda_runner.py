@@ -35,7 +35,7 @@ from asyncengine.runner.steps.model_runner import load_model
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_US = 5.0
-"""Between two queries of a running step's event: a query costs half a microsecond."""
+"""Time between two queries of a running step's event: a query costs half a microsecond."""
 
 
 class CudaRunner:
@@ -162,7 +162,8 @@ class CudaRunner:
 
 
 def cuda_options(config: EngineConfig, gpu: Gpu) -> CudaOptions:
-    """What the configuration asks of the kernels on this card. Raises ConfigError if the card cannot."""
+    """Return the settings of the kernels that the configuration asks for. Raises ConfigError if the card cannot run
+    them."""
     for field in ("quantization", "kv_cache_dtype"):
         if getattr(config, field) == "fp8" and not gpu.has_float8:
             major, minor = gpu.capability

@@ -24,9 +24,9 @@ SCORED = 128
 VECTORS = 4
 """A step has room for so many vectors at least."""
 DEFERRED = 2
-"""And for the logits of so many rows, which a logits_processor gets."""
+"""A step has room for the logits of so many rows, which a logits_processor gets."""
 _LEAST_GAIN = {"auto": 0.05, "always": -1e9}
-"""Of throughput, as predicted: below it no sequence moves to the host."""
+"""Least predicted gain of throughput at which sequences move to the host."""
 
 
 def choose_num_host_blocks(config: EngineConfig, bytes_per_block: int, num_blocks: int, least: int = 1) -> int:
@@ -64,7 +64,7 @@ def choose_disk_bytes(config: EngineConfig) -> int:
 
 
 def decodes_on_host(config: EngineConfig, model_info: ModelInfo) -> bool:
-    """Whether steps have lanes for sequences on the host: asked for, possible, and there are blocks for them.
+    """Return whether steps have lanes for sequences on the host: asked for, possible, and there are blocks for them.
 
     Where the CPU computes the steps, threads would attend with the cores that these need: nothing is gained.
     """
@@ -74,7 +74,8 @@ def decodes_on_host(config: EngineConfig, model_info: ModelInfo) -> bool:
 
 
 def hybrid_config(config: EngineConfig, model_info: ModelInfo, costs: CostTable | None = None) -> HybridConfig:
-    """Without ``costs``, or where the host's attention is not among them, it is taken to pay."""
+    """Return the settings of hybrid attention. It is taken to pay without ``costs``, or with costs that lack the host's
+    attention."""
     if not decodes_on_host(config, model_info):
         return HybridConfig()
     form, workers, attend_ns = config.hybrid_form_on(model_info.device), config.num_hybrid_workers, 0.0
@@ -94,7 +95,8 @@ def hybrid_config(config: EngineConfig, model_info: ModelInfo, costs: CostTable 
 def hybrid_gain(
     config: EngineConfig, model_info: ModelInfo, costs: CostTable, context: int
 ) -> tuple[int, float | None]:
-    """How many sequences of ``context`` tokens fill the cache, and what share of their throughput the host would add.
+    """Count the sequences of ``context`` tokens that fill the cache, and predict the share of throughput that the host
+    would add.
 
     None where that is not known, and on the CPU, whose cores would have both to do.
     """
@@ -108,7 +110,7 @@ def hybrid_gain(
 def scheduler_config(
     config: EngineConfig, model_info: ModelInfo, token_buckets: Sequence[int] = (), costs: CostTable | None = None
 ) -> SchedulerConfig:
-    """Without ``costs`` no chunk heeds the targets of the configuration."""
+    """Return the scheduler's settings. Without ``costs`` no chunk heeds the targets of the configuration."""
     chunk, default = config.prefill_chunk_size, EngineConfig.prefill_chunk_size
     return SchedulerConfig(
         num_blocks=model_info.num_kv_blocks,

@@ -47,7 +47,8 @@ class Projection:
 
     @property
     def tile(self) -> str:
-        """Of the weight's rows, those of x and K, with the rest of the plan where it is not the default."""
+        """Sizes of the tile: rows of the weight, rows of x and K, with the rest of the plan where it is not the
+        default."""
         plan, default = self.choice.plan, Plan("cublas")
         if plan.kind == "cublas":
             return "-"
@@ -68,7 +69,7 @@ class BucketPlan:
     bucket: Bucket
     projections: list[Projection] = field(default_factory=list)
     attention: list[str] = field(default_factory=list)
-    """of each kind of layer"""
+    """plan of each kind of layer"""
 
     @property
     def title(self) -> str:
@@ -99,7 +100,8 @@ def choose_gpu(name: str | None) -> Gpu:
 
 
 def plan_steps(config: EngineConfig, gpu: Gpu) -> list[BucketPlan]:
-    """Of all buckets, ascending. ``config`` has load_format="dummy": the model's config.json is read, and no weights.
+    """Plan the steps of all buckets, ascending. ``config`` has load_format="dummy": config.json is read, and no
+    weights.
 
     Raises ModelError if the directory cannot be used, ConfigError if the configuration fits neither model nor card.
     """
@@ -123,7 +125,7 @@ class _PlanOps(CudaOps):
 
     step: BucketPlan
     _heads: Tensor | None = None
-    """of the attention before"""
+    """heads of the attention before"""
 
     def embed(
         self, batch: CudaBatch, embedding: CudaLinear, position_table: Tensor | None = None, scale: float = 1.0

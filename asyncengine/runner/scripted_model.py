@@ -1,6 +1,6 @@
 """A model that writes given texts, on the CPU's step loop: its logits make the next token of a script certain.
 
-What stands behind the logits is the engine's own: sampling, log probabilities, grammars and processors.
+The parts behind the logits are the engine's own: sampling, log probabilities, grammars and processors.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Script:
         return place
 
     def rank(self, tokens: tuple[int, ...]) -> tuple[bool, int]:
-        """Of two scripts that fit, the better one: it has written these tokens, and its prompt is longer."""
+        """Rank a script after ``tokens``: a script that has written these tokens comes first, then one with a longer
+        prompt."""
         written = tokens[len(self.prompt) :]
         return written == self.reply[: len(written)], len(self.prompt)
 

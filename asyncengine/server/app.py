@@ -224,7 +224,7 @@ class App:
         return path if path in self._routes else _prefix(path)
 
     def _path(self, request: web.BaseRequest) -> str:
-        """Without the root path, where a proxy left it, or a slash at the end; with /v1 where that was left out."""
+        """Return the path, without a proxy's root path or a slash at the end, and with /v1 where that was left out."""
         path, root = request.get(ROUTE_PATH, request.path), self.config.root_path
         if root and (path == root or path.startswith(root + "/")):
             path = path.removeprefix(root)
@@ -265,7 +265,7 @@ class App:
         return max(key.priority, priority if priority is not None else key.priority), f"key {digest.hex()}"
 
     def _owner(self, request: web.BaseRequest) -> str:
-        """Of stored responses: those who share a key, or without keys all clients."""
+        """Owner of stored responses: the clients that share a key, or without keys all clients."""
         return self._check_key(request)[0].hex() if self._keys else ""
 
     def _ready_engine(self) -> Engine:
@@ -281,7 +281,7 @@ class App:
         return _json({"status": "ready"})
 
     async def _live(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
-        """Whether a supervisor should leave the process alone, also while it loads or drains."""
+        """Answer 200 while a supervisor should leave the process alone, also while the server loads or drains."""
         if self.health == "dead":
             raise unavailable("the engine is dead", "dead")
         return _json({"status": self.health})
@@ -406,7 +406,7 @@ class App:
             raise
 
     async def _parse(self, endpoint: Endpoint, request: web.BaseRequest) -> tuple[GenerationBody, list[Prompt]]:
-        """In a frame of its own: it ends, and the bytes are freed."""
+        """Parse the body in a frame of its own: it ends, and the bytes are freed."""
         async with self.bodies.receive(request, endpoint.fields) as raw:
             body, prompts = endpoint.parse(raw, self.config)
             large = len(raw) > ALWAYS_ADMITTED
@@ -452,7 +452,8 @@ class App:
 
 @asynccontextmanager
 async def _time_limit(seconds: float | None) -> AsyncIterator[None]:
-    """For a request that has no part of an answer to end with. Raises RequestTimeoutError, InvalidRequestError."""
+    """Limit the time of a request that has no part of an answer to end with. Raises RequestTimeoutError,
+    InvalidRequestError."""
     if seconds is None:
         yield
         return
@@ -478,7 +479,7 @@ def _json(value: object) -> web.Response:
 
 
 def _digest(key: bytes) -> bytes:
-    """Of the same length for every key, and no secret in the engine's records."""
+    """Digest a key. All digests have one length, and the engine's records hold no secret."""
     return hashlib.blake2b(key, digest_size=16).digest()
 
 

@@ -19,7 +19,7 @@ from asyncengine.text.tokenizer import Tokenizer
 
 
 class CallBody(msgspec.Struct, kw_only=True):
-    """What all bodies have. None, explicit or not, means the default; unknown fields are ignored."""
+    """Fields of all bodies. None, explicit or not, means the default; unknown fields are ignored."""
 
     model: str | None = None
     priority: int | None = None
@@ -81,7 +81,7 @@ class PromptUsage(msgspec.Struct):
 
 
 def tokenizer_of(engine: Engine) -> Tokenizer | None:
-    """None where the engine was created without (skip_tokenizer_init)."""
+    """Return the engine's tokenizer; None where the engine was created without (skip_tokenizer_init)."""
     try:
         return engine.tokenizer
     except ConfigError:
@@ -89,5 +89,5 @@ def tokenizer_of(engine: Engine) -> Tokenizer | None:
 
 
 def numbers(values: Sequence[float]) -> msgspec.Raw:
-    """As JSON: many of them are many megabytes of objects otherwise."""
+    """Return numbers as JSON: many of them are many megabytes of objects otherwise."""
     return msgspec.Raw(msgspec.json.encode(values))

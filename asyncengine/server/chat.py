@@ -253,7 +253,7 @@ def _finish_reason(job: Job, parsed: ParsedOutput, reason: FinishReason) -> str:
 
 
 def _reasoning_tokens(job: Job, outputs: list[RequestOutput]) -> int | None:
-    """Of all choices; None where they are not counted."""
+    """Count the reasoning tokens of all choices; None where they are not counted."""
     if job.parsing is None:
         return None
     total = None

@@ -16,7 +16,7 @@ _ROLE = b'"delta":{"role":"assistant","content":""}'
 
 
 class ChatFormat(ChunkFormat):
-    """Each choice opens with the role and closes with an empty delta and the finish reason."""
+    """Chunks of a chat: each choice opens with the role and closes with an empty delta and the finish reason."""
 
     object = "chat.completion.chunk"
     before_text = b'"delta":{"content":'
@@ -29,7 +29,7 @@ class ChatFormat(ChunkFormat):
         self._echo = self.before_text + encode(echo) + self.after_text if echo else b""
 
     def opening(self, index: int, usage: bytes, more: bytes = b"") -> bytes:
-        """What a choice begins with; ``more`` are members of its first chunk, a comma before each."""
+        """Return the first chunks of a choice; ``more`` are members of the first of them, a comma before each."""
         usage = self.usage_before(usage)
         echo = self._chunk(index, self._echo, usage) if self._echo else b""
         return self._chunk(index, _ROLE, usage + more) + echo

@@ -63,7 +63,7 @@ class Message(msgspec.Struct):
 
 
 def as_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """As templates take them, arguments of calls as objects. Raises ApiError 400."""
+    """Return messages as templates take them, arguments of calls as objects. Raises ApiError 400."""
     texts = JsonTexts()
     if not messages:
         raise bad_request("messages is required and must not be empty", "messages")
@@ -177,7 +177,7 @@ _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 @lru_cache(maxsize=32)
 def _traits(template: str) -> tuple[bool, bool]:
-    """Whether it takes arguments of calls as text, and whether it asks for contents that are none."""
+    """Return whether the template takes arguments of calls as text, and whether it asks for contents that are none."""
     return bool(_TEXT_ARGUMENTS.search(template)), bool(_NONE_CONTENT.search(template))
 
 
@@ -202,7 +202,7 @@ def adapt(chat: Conversation, template: str, tool_format: str | None) -> Convers
             if call_id in names:
                 made.setdefault("name", names[call_id])
             made["tool_call_id"] = _call_id(call_id, tool_format)
-        # Its template refuses a call after both.
+        # The harmony template refuses a call after both reasoning and content.
         if tool_format == HARMONY and "reasoning_content" in made and not (calls and made["content"]):
             made["thinking"] = made["reasoning_content"]
         adapted.append(made)

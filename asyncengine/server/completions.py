@@ -37,12 +37,12 @@ class CompletionBody(GenerationBody, kw_only=True):
 
     @property
     def chooses(self) -> bool:
-        """Whether more sequences are made than the answer has."""
+        """True if more sequences are made than the answer has."""
         return self.best_of is not None and self.best_of > (self.n or 1)
 
     @property
     def tells_logprobs(self) -> bool:
-        """Whether the answer has log probabilities of its tokens."""
+        """True if the answer has log probabilities of its tokens."""
         return not (self.logprobs is None or self.logprobs is False) or bool(self.logprob_token_ids)
 
 
@@ -221,7 +221,7 @@ def _check_suffix(body: CompletionBody) -> None:
 
 
 def _best(job: Job, output: RequestOutput) -> Generator[bytes, None, Sequence[CompletionOutput]]:
-    """Of the sequences of a prompt those of the answer, the one with the highest mean log probability of a token first.
+    """Choose the sequences of the answer among those of a prompt, the highest mean log probability of a token first.
 
     Yields nothing, several times, where there is much to add up.
     """

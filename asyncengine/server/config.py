@@ -18,7 +18,7 @@ _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """Where and how to listen. Wrong values raise ConfigError."""
+    """Settings of the server: addresses, limits and files. Wrong values raise ConfigError."""
 
     host: str = "127.0.0.1"
     """Address to listen on. 0.0.0.0 stands for every IPv4 interface."""
@@ -71,8 +71,8 @@ class ServerConfig:
     """Format of the model's tool calls. It is hermes, json, llama3_json, pythonic, mistral, deepseek_v3 or harmony;
     None: as its chat template shows."""
     reasoning_parser: str | None = None
-    """How the model marks its reasoning. It is think, mistral, cohere, harmony, or none to leave it in the content;
-    None: as its chat template shows."""
+    """Format of the model's reasoning. It is think, mistral, cohere, harmony, or none to leave the reasoning in the
+    content; None: the format that the chat template shows."""
     trust_request_chat_template: bool = False
     """Let requests bring a chat template of their own, which is a program."""
     read_timeout_s: float = 60.0

@@ -70,11 +70,11 @@ class Connection(web.RequestHandler):
 
     @property
     def ends(self) -> bool:
-        """Whether the request that runs is the last of this connection."""
+        """True if the request that runs is the last of this connection."""
         return self._ended and not self._messages
 
     def begin(self, request: web.BaseRequest) -> None:
-        """To be called when the handler of ``request`` starts."""
+        """Begin a request. To be called when its handler starts."""
         self.ping = None
         if self._half_closed:
             if self._cannot_be_probed(request):
@@ -85,7 +85,8 @@ class Connection(web.RequestHandler):
             self.probe()
 
     async def finish(self, response: web.StreamResponse) -> None:
-        """To be called when ``response`` has been sent, before the connection is closed or serves its next request."""
+        """End a request. To be called when ``response`` has been sent, before the connection is closed or serves its
+        next request."""
         self._unanswered -= 1
         if self._broken or self._half_closed or response.status == HTTPStatus.REQUEST_TIMEOUT:
             self._lingering_time = 0.0  # the rest of the body will not come, or has had its time
@@ -121,7 +122,7 @@ class Connection(web.RequestHandler):
         if self.transport is not None:
             self.transport.pause_reading()
         if self._newest is not None and not self._newest.is_eof():
-            # What is malformed is the body of a request that has its handler, which answers.
+            # The malformed part is the body of a request that has its handler, which answers.
             self._messages.pop()
             self._unanswered -= 1
             self._broken = True
@@ -163,7 +164,7 @@ class Connection(web.RequestHandler):
 
     @property
     def suspect(self) -> bool:
-        """Whether a request runs for a client whose leaving would not be noticed."""
+        """True if a request runs for a client whose leaving would not be noticed."""
         transport = self.transport
         if self._current_request is None or transport is None or transport.is_closing():
             return False
@@ -217,7 +218,7 @@ class Watch:
 
     @property
     def works(self) -> bool:
-        """Whether this platform tells of a reset without reading."""
+        """True if this platform reports a reset without reading."""
         return self._epoll is not None
 
     def add(self, connection: Connection, descriptor: int) -> None:

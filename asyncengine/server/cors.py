@@ -1,4 +1,5 @@
-"""Which web pages may read answers: cross-origin resource sharing, as browsers ask for it (Fetch standard, 3.2)."""
+"""Permission for web pages to read answers: cross-origin resource sharing, as browsers ask for it (Fetch standard,
+3.2)."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ class Cors:
         self._methods = ", ".join(sorted(methods))
 
     def headers(self, request: web.BaseRequest) -> dict[str, str]:
-        """For the answer to ``request``, whatever it is."""
+        """Return the headers for the answer to ``request``, whatever it is."""
         if not self._origins:
             return {}
         if self._any:

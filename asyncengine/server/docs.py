@@ -1,4 +1,4 @@
-"""/docs: a page that shows /openapi.json. It loads nothing else, from here or elsewhere."""
+"""/docs: a page that shows /openapi.json and sends requests to its routes. It loads nothing from elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much a model is to think and to say, as far as its chat template can tell it."""
+"""Settings for the length of a model's reasoning and answers, as far as its chat template takes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the server asks of an engine: the public API of AsyncEngine, and nothing else of it.
+"""The engine as the server sees it: the public API of AsyncEngine, and nothing else of it.
 
 A protocol, so that the type checker holds the engine, simulated engines and the server to one contract
 and the server imports no torch.

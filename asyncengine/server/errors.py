@@ -24,7 +24,7 @@ logger = logging.getLogger("asyncengine.server")
 
 RETRY_AFTER = {"Retry-After": "1"}
 SERVER = {"Server": "asyncengine"}  # on every response: without it, aiohttp names its version and Python's
-#: By status; other errors are the request's, or the server's.
+#: Types of errors by status; other errors are the request's, or the server's.
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -66,7 +66,8 @@ class ApiError(Exception):
         return "service_unavailable" if self.status == HTTPStatus.SERVICE_UNAVAILABLE else "server_error"
 
     def message_for(self, request_id: str) -> str:
-        """Of a fault of the server it names the request, by which the server's log says more."""
+        """Return the message for a client. A fault of the server names the request, by which the server's log says
+        more."""
         if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR and request_id:
             return f"{self.message} (request id {request_id})"
         return self.message
@@ -103,7 +104,7 @@ def unavailable(message: str, code: str, *, close: bool = False) -> ApiError:
 def from_engine(exc: Exception) -> ApiError | None:
     """The response for an exception of asyncengine.errors; None for one that nobody foresaw.
 
-    What went wrong inside the engine is for the log: clients get a fixed text.
+    Details of a fault inside the engine are for the log: clients get a fixed text.
     """
     match exc:
         case ContextLengthError():

@@ -48,7 +48,8 @@ def _head(messages: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _cuts(messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Where what stays may begin: at each user's message but the first, and then at each message but results."""
+    """Return the places where the kept messages may begin: at each user's message but the first, then at each message
+    but results."""
     roles = [message["role"] for message in messages]
     rest = range(_head(messages) + 1, len(messages))
     users = [i for i in rest if roles[i] == "user"]
@@ -57,7 +58,7 @@ def _cuts(messages: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def _cut(chat: Conversation, first: int) -> Prompt:
-    """Without the messages before ``first``, except for the instructions."""
+    """Return the conversation without the messages before ``first``, except for the instructions."""
     left = [*chat.messages[: _head(chat.messages)], *chat.messages[first:]]
     cut = replace(chat, messages=left)
     plain: Any = left if cut.is_plain else cut

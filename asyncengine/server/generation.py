@@ -1,4 +1,4 @@
-"""From parsed request to response: what completions and chat completions share."""
+"""The way from a parsed request to its response, common to completions and chat completions."""
 
 from __future__ import annotations
 
@@ -52,21 +52,21 @@ class Job:
     body: GenerationBody
     priority: int
     tenant: str
-    """Who asks: requests of different tenants share the engine fairly."""
+    """The client: requests of different tenants share the engine fairly."""
     admission: asyncio.Lock
     """The server's: requests of several prompts enter the engine's queue one after the other. If they all did at once,
     they could fill it between them, and none would have all of its prompts in it."""
     logprobs: JobLogProbs | None = None
-    """Of the choices and prompts, if the request asks for any."""
+    """Log probabilities of the choices and prompts, if the request asks for any."""
     tokenizer: Tokenizer | None = None
     parsing: Parsing | None = None
-    """Of the outputs, which are plain text without."""
+    """Parser of the outputs; None: outputs are plain text."""
     account: Account = field(default_factory=Account)
-    """For the log's line."""
+    """Account of the request for the log's line."""
 
     @property
     def detailed(self) -> bool:
-        """Whether the response has more than text."""
+        """True if the response has more than text."""
         return self.logprobs is not None or bool(self.body.return_token_ids)
 
     @property
@@ -83,7 +83,8 @@ class Job:
         yield b"]}"
 
     def turn(self) -> AbstractAsyncContextManager[Any]:
-        """To be held while its prompts are submitted. Prompts that take long to tokenize hold up no other request."""
+        """Return a lock to hold while the job's prompts are submitted. Prompts that take long to tokenize hold up no
+        other request."""
         waits = len(self.prompts) == 1 or any(map(_is_long, self.prompts))
         return nullcontext() if waits else self.admission
 
@@ -115,7 +116,7 @@ def system_fingerprint(info: ModelInfo) -> str:
 
 
 class Endpoint(ABC):
-    """What is particular to one route: its request, its response and its chunks."""
+    """One route that generates: its request, its response and its chunks."""
 
     id_prefix: str
     fields: frozenset[str]
@@ -128,7 +129,7 @@ class Endpoint(ABC):
 
     @abstractmethod
     def params(self, body: GenerationBody) -> SamplingParams:
-        """What the engine is asked for. Raises InvalidRequestError, ApiError 400."""
+        """Return the sampling parameters for the engine. Raises InvalidRequestError, ApiError 400."""
 
     def prepare(
         self, body: GenerationBody, prompts: list[Prompt], tokenizer: Tokenizer | None, config: ServerConfig
@@ -144,7 +145,7 @@ class Endpoint(ABC):
         return prompts
 
     def chunks(self, job: Job) -> StreamFormat:
-        """How the response is streamed."""
+        """Return the format in which the response is streamed."""
         return self.chunk_format(job)
 
     def name_as_asked(self, exc: InvalidRequestError, body: GenerationBody, grammar: str | None = None) -> None:

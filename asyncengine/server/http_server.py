@@ -110,7 +110,7 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        """Where it listens; with port 0, the port that was taken."""
+        """Address on which the server listens; with port 0 it has the port that was taken."""
         if self._config.uds is not None:
             return f"unix:{self._config.uds}"
         host, port = self._runner.addresses[0][:2]

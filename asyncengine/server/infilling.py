@@ -38,7 +38,7 @@ _ENDS = (
 _MAX_NAMED = 1024
 """Names of markers in the texts of one request: the text is tokenized in as many parts."""
 MAX_TOKENS = 1 << 22
-"""Of all prompts of a request together with the suffix of each."""
+"""Most tokens of all prompts of a request together with the suffix of each."""
 _GLUE = ("\n", "☺", "/")
 """Texts that begin a line before a part that does not; their tokens are taken away again."""
 
@@ -54,7 +54,7 @@ class Markers:
     ends: tuple[int, ...]
     """Tokens that end the output, the markers among them."""
     names: re.Pattern[str]
-    """What a text may contain that the tokenizer takes for one of them."""
+    """Texts that the tokenizer takes for one of the markers."""
 
     def around(self, prefix: Sequence[int], suffix: Sequence[int]) -> list[Sequence[int]]:
         """The parts of the prompt, without what begins a sequence."""
@@ -177,7 +177,7 @@ class _Texts:
         return await self._engine.tokenize(text, add_special_tokens=False)
 
     async def _glued(self, text: str) -> list[int]:
-        """Of a text that continues another one."""
+        """Return the tokens of a text that continues another one."""
         if not self._spaced:
             return await self._tokens(text)
         for glue in _GLUE:

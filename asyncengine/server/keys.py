@@ -18,7 +18,7 @@ class ApiKey:
 
     key: bytes
     priority: int | None = None
-    """Of its requests, which may ask for less urgency and not for more; None: as they ask."""
+    """Priority of the key's requests, which may ask for less urgency and not for more; None: requests choose it."""
 
 
 def read_keys(path: str) -> list[ApiKey]:

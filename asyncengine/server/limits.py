@@ -1,4 +1,4 @@
-"""How long each field of a request body may be, in bytes of JSON, looked up before objects are made of the body."""
+"""Limits of each field of a request body, in bytes of JSON, checked before objects are made of the body."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asyncengine.server.errors import bad_request
 
 LONG_FIELD = 64 * 1024
 """Bytes of the JSON of a field that FIELD_BYTES does not have. Fields of this size and longer are looked up."""
-#: Of other fields. None: the text of a prompt, which the context bounds, and which is let go once it is tokenized.
+#: Limits by field. None: the text of a prompt, which the context bounds, and which is let go once it is tokenized.
 #: Each is far above the limit that its own check states, since a character may take twelve bytes of JSON.
 FIELD_BYTES: dict[str, int | None] = {
     **dict.fromkeys(
@@ -53,7 +53,7 @@ def check_fields(members: Sequence[tuple[bytes, int]], known: Container[str]) ->
 
 
 def _name(raw: bytes) -> str:
-    """With its escapes undone: a parser of the body undoes them too."""
+    """Return a field's name with its escapes undone: a parser of the body undoes them too."""
     try:
         return str(msgspec.json.decode(b'"%b"' % raw, type=str))
     except ValueError:

@@ -16,7 +16,7 @@ from asyncengine.text.detokenizer import IncrementalDetokenizer, token_bytes
 from asyncengine.text.tokenizer import Tokenizer
 
 _LOWEST = -9999.0
-"""In place of -inf, which JSON lacks; OpenAI's value."""
+"""Value in place of -inf, which JSON lacks; OpenAI's value."""
 _AT_ONCE = 4096
 """Log probabilities that become objects in one turn of the event loop: some 10 ms."""
 
@@ -47,7 +47,7 @@ class ChatLogProbs(msgspec.Struct):
 
 
 class TokenLogProb(msgspec.Struct):
-    """Of a token at a place of a prompt, as vLLM has it."""
+    """Log probability of a token at a place of a prompt, in vLLM's form."""
 
     logprob: float
     rank: int | None
@@ -58,7 +58,7 @@ PromptLogProb = dict[str, TokenLogProb] | None
 
 
 class TokenNames:
-    """What tokens are called in a response: by their text, or by their numbers."""
+    """Names of tokens in a response: their text, or their numbers."""
 
     def __init__(self, tokenizer: Tokenizer | None, by_number: bool) -> None:
         self._bytes = None if tokenizer is None or by_number else token_bytes(tokenizer)
@@ -74,14 +74,14 @@ class TokenNames:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def in_place(self, token_id: int, text: str) -> str:
-        """Of a token that adds ``text``: the names of all tokens make up the text of the choice."""
+        """Return the name of a token that adds ``text``: the names of all tokens make up the text of the choice."""
         return f"token_id:{token_id}" if self._bytes is None else text
 
     def bytes_alone(self, token_id: int) -> list[int] | None:
         return None if self._bytes is None else list(self._bytes(token_id))
 
     def bytes_in_place(self, token_id: int, text: str) -> list[int] | None:
-        """Those that the token adds: of a part of a character its own, else those of ``text``."""
+        """Return the bytes that the token adds: its own if it is a part of a character, else those of ``text``."""
         if self._bytes is None:
             return None
         raw = self._bytes(token_id)
@@ -98,10 +98,10 @@ class PlacedToken:
 
     token_id: int
     text: str
-    """Which it adds."""
+    """Text that the token adds."""
     offset: int
     data: TokenLogProbs | None
-    """None: of the first token of a prompt."""
+    """Log probabilities at the token; None: the first token of a prompt has none."""
 
 
 class News(Protocol):
@@ -139,7 +139,7 @@ class ChoiceLogProbs:
         self._length = len(text)
 
     def push(self, news: News) -> None:
-        """What the choice has gained; ``take`` has had all before."""
+        """Add news of the choice. ``take`` must have returned all tokens of the news before."""
         self._coming.append(self._placed(news))
         self._length += len(news.text)
         self._last = news.finish_reason is not None
@@ -195,7 +195,7 @@ class ChoiceLogProbs:
 
 
 class JobLogProbs:
-    """Those of all choices of a response."""
+    """Log probabilities of all choices of a response."""
 
     def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams, by_number: bool) -> None:
         self._tokenizer = tokenizer
@@ -210,17 +210,19 @@ class JobLogProbs:
         self._choice(index, ids).begin(text, ids, logprobs or ())
 
     def prompt(self, logprobs: Sequence[TokenLogProbs | None]) -> Iterator[list[PromptLogProb]]:
-        """As vLLM has them: for each token the log probabilities of some, by their ids. Some tokens at a time."""
+        """Give a prompt's log probabilities as vLLM has them: those of some tokens at each place, by their ids, some at
+        a time."""
         for first in range(0, len(logprobs), self._tokens_at_once):
             some = logprobs[first : first + self._tokens_at_once]
             yield [None if data is None else _of_prompt(data, self._names) for data in some]
 
     def completion(self, index: int, news: News, prompt: Sequence[int]) -> Iterator[CompletionLogProbs]:
-        """Those of choice ``index``, after these token ids, whose text is out with these news; some at a time."""
+        """Give the log probabilities of choice ``index`` whose text is out with this news, some at a time. ``prompt``
+        are the token ids before the choice."""
         return (completion_logprobs(tokens, self._names) for tokens in self._batches(index, news, prompt))
 
     def chat(self, index: int, news: News, prompt: Sequence[int]) -> Iterator[ChatLogProbs]:
-        """As ``completion``."""
+        """Give the log probabilities of chat completions, as ``completion`` does."""
         return (chat_logprobs(tokens, self._names) for tokens in self._batches(index, news, prompt))
 
     def placed(self, news: News, prompt: Sequence[int]) -> Iterator[list[PlacedToken]]:
@@ -228,7 +230,7 @@ class JobLogProbs:
         return self._batches(0, news, prompt)
 
     def told(self, tokens: Iterable[PlacedToken]) -> list[ChatTokenLogProbs]:
-        """As chat completions have them."""
+        """Return the tokens' log probabilities in the form of chat completions."""
         return chat_logprobs(tokens, self._names).content
 
     def _batches(self, index: int, news: News, prompt: Sequence[int]) -> Iterator[list[PlacedToken]]:
@@ -244,7 +246,7 @@ class JobLogProbs:
 
 
 def completion_logprobs(tokens: Iterable[PlacedToken], names: TokenNames) -> CompletionLogProbs:
-    """For /v1/completions. The chosen token is one of the top ones, by the same name."""
+    """Return log probabilities for /v1/completions. The chosen token is one of the top ones, by the same name."""
     out = CompletionLogProbs()
     for token in tokens:
         data = token.data
@@ -264,7 +266,7 @@ def completion_logprobs(tokens: Iterable[PlacedToken], names: TokenNames) -> Com
 
 
 def chat_logprobs(tokens: Iterable[PlacedToken], names: TokenNames) -> ChatLogProbs:
-    """For /v1/chat/completions."""
+    """Return log probabilities for /v1/chat/completions."""
     return ChatLogProbs(
         [
             ChatTokenLogProbs(

@@ -34,7 +34,7 @@ _DELTAS = {
 
 class MessageUsage(msgspec.Struct):
     input_tokens: int
-    """Of the prompt, without those from the prefix cache."""
+    """Tokens of the prompt, without those from the prefix cache."""
     output_tokens: int
     cache_read_input_tokens: int
     cache_creation_input_tokens: int = 0

@@ -1,4 +1,4 @@
-"""What a request to /v1/messages may hold, and the conversation that its blocks make up."""
+"""Bodies of requests to /v1/messages, and the conversation that their blocks make up."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from asyncengine.server.tools import (
 from asyncengine.server.turns import Turns, check_count, renamed, required
 from asyncengine.server.unserved import MESSAGES, pass_over
 
-#: Of GenerationBody: they add to a response what this API has no place for.
+#: Fields of GenerationBody that add to a response values for which this API has no place.
 _NO_PLACE = ("n", "prompt_logprobs", "logprob_token_ids", "return_token_ids", "return_tokens_as_token_ids")
 
 
@@ -41,7 +41,7 @@ TOOL_FIELDS = {"].function.parameters": "].input_schema", "].function": "]"}
 
 
 class Block(msgspec.Struct):
-    """Of a message or of a result."""
+    """Block of a message or of a result."""
 
     type: str
     text: str | None = None
@@ -123,7 +123,7 @@ DECODER = BodyDecoder(MessagesBody, MESSAGES)
 
 
 def decode(raw: bytes | bytearray, *, counts: bool = False) -> MessagesBody:
-    """With the fields of GenerationBody filled in that this API has under other names. Raises ApiError 400.
+    """Decode a body, and fill in the fields of GenerationBody that this API has under other names. Raises ApiError 400.
 
     ``counts``: the request generates nothing, so that it needs no max_tokens.
     """
@@ -170,7 +170,7 @@ def _no_thread(thread: Thread) -> ApiError:
 
 
 def tools_of(body: MessagesBody) -> ToolUse | None:
-    """None without tools. Raises ApiError 400."""
+    """Return the tool use that a body asks for; None without tools. Raises ApiError 400."""
     tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
     asked = body.tool_choice or ToolChoice("auto")
     choice: str | NamedTool = "required" if asked.type == "any" else asked.type
@@ -196,7 +196,7 @@ def _tool(tool: Tool, path: str) -> ToolBody:
 
 
 def conversation(body: MessagesBody) -> Conversation:
-    """As chat templates take it. The output continues a final message of the assistant.
+    """Return the conversation as chat templates take it. The output continues a final message of the assistant.
 
     Raises ApiError 400 that names what is wrong.
     """

@@ -21,7 +21,7 @@ from asyncengine.server.engine_api import Engine, ModelInfo
 
 _LABELS = ["model_name"]
 PLACES = ("device", "host")
-"""Where a sequence decoded when a token was made: a label of latencies, as tokens on the host take longer."""
+"""Places where a sequence decoded when a token was made: a label of latencies, as tokens on the host take longer."""
 # fmt: off
 _TOKEN_SECONDS = (.0005, .001, .0025, .005, .01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1., 2.5)
 _FIRST_TOKEN_SECONDS = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1., 2.5, 5., 10., 40.)
@@ -56,7 +56,7 @@ class Histogram:
 
 
 class Metrics(Collector):
-    """What one server exports. ``engine`` answers None until the model is loaded."""
+    """Metrics that one server exports. ``engine`` answers None until the model is loaded."""
 
     def __init__(
         self, engine: Callable[[], Engine | None], model_name: Callable[[], str], body_bytes: Callable[[], int]

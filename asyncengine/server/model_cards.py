@@ -12,7 +12,7 @@ from asyncengine.server.engine_api import ModelInfo
 
 
 class ModelPermission(msgspec.Struct, kw_only=True):
-    """What older clients of OpenAI and vLLM read: everything that is served may be asked for."""
+    """Permissions that older clients of OpenAI and vLLM read: everything that is served may be asked for."""
 
     id: str = "modelperm-asyncengine"
     object: str = "model_permission"

@@ -1,6 +1,6 @@
 """/openapi.json: the OpenAPI 3.1 description of the served routes, made of the structs that read and write bodies.
 
-What a struct's types do not say is in two tables: the ranges that SamplingParams checks, and the fields that a request
+Rules beyond a struct's types are in two tables: the ranges that SamplingParams checks, and the fields that a request
 must have. A test compares the paths with the routes, and has answers to made-up requests compared with the description.
 """
 
@@ -67,26 +67,40 @@ class Operation:
 
     summary: str
     answer: type[msgspec.Struct] | Schema
-    """Of the JSON document; a schema with contentMediaType for what is none."""
+    """Type of the JSON document that is answered; other answers have a schema with contentMediaType."""
     body: type[msgspec.Struct] | None = None
     streams: bool = False
     errors: str = "Error"
     members: type[msgspec.Struct] | None = None
-    """Of the list that the answer may be instead."""
+    """Type of the members of the list that the answer may be instead."""
+    example: Schema | None = None
+    """A body that works as it stands; there is one where there is a body."""
 
 
-_SCORE = Operation("Scores of pairs of texts", ScoreList, ScoreBody)
-_RERANK = Operation("Documents by how well they fit a query", Ranking, RerankBody, members=RankedText)
+_QUESTION = "Tell me a story about a fox."
+_ASKED: Schema = {"messages": [{"role": "user", "content": _QUESTION}]}
+_STREAMED: Schema = {"max_tokens": 64, "stream": True}
+_TEXTS = ["A bear eats honey.", "A fox runs."]
+_SCORE = Operation(
+    "Scores of pairs of texts", ScoreList, ScoreBody, example={"text_1": "Which animal runs?", "text_2": _TEXTS}
+)
+_RERANK = Operation(
+    "Documents by how well they fit a query",
+    Ranking,
+    RerankBody,
+    members=RankedText,
+    example={"query": "Which animal runs?", "documents": _TEXTS},
+)
 _HEALTH = Operation("200 when requests are served", _closed(status={"const": "ready"}))
 _EVENT = {"type": "object", "properties": {"event": _STRING, "data": _STRING}, "required": ["data"]}
-"""Each of those of a stream: a chunk as JSON, or [DONE]."""
+"""Schema of each event of a stream: a chunk as JSON, or [DONE]."""
 _PLAIN = {"type": "string", "contentMediaType": "text/plain"}
 _HTML = {"type": "string", "contentMediaType": "text/html"}
 
 _PUBLIC = ("/health", "/ready", "/live", "/docs")
 """Routes that need no key."""
 
-#: By path and method. A part of a path in braces is a parameter.
+#: Operations by path and method. A part of a path in braces is a parameter.
 OPERATIONS: dict[str, dict[str, Operation]] = {
     "/health": {"get": _HEALTH},
     "/ping": {"get": _HEALTH},
@@ -98,14 +112,33 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
     "/docs": {"get": Operation("This description, to read", _HTML)},
     "/v1/models": {"get": Operation("The names of the served model", ModelList)},
     "/v1/models/{id}": {"get": Operation("One name of the served model", ModelCard)},
-    "/v1/completions": {"post": Operation("Go on with a prompt", Completion, CompletionBody, streams=True)},
-    "/v1/chat/completions": {"post": Operation("Answer a conversation", ChatCompletion, ChatBody, streams=True)},
-    "/v1/responses": {"post": Operation("Answer, in OpenAI's newer form", Response, ResponsesBody, streams=True)},
+    "/v1/completions": {
+        "post": Operation(
+            "Go on with a prompt",
+            Completion,
+            CompletionBody,
+            streams=True,
+            example={"prompt": "Once upon a time", **_STREAMED},
+        )
+    },
+    "/v1/chat/completions": {
+        "post": Operation("Answer a conversation", ChatCompletion, ChatBody, streams=True, example=_ASKED | _STREAMED)
+    },
+    "/v1/responses": {
+        "post": Operation(
+            "Answer, in OpenAI's newer form",
+            Response,
+            ResponsesBody,
+            streams=True,
+            example={"input": _QUESTION, "max_output_tokens": 64, "stream": True},
+        )
+    },
     "/v1/responses/input_tokens": {
         "post": Operation(
             "Tokens of the input of a response",
             _closed(object={"const": "response.input_tokens"}, input_tokens={"type": "integer"}),
             ResponsesBody,
+            example={"input": _QUESTION},
         )
     },
     "/v1/responses/{id}/input_items": {"get": Operation("The items that a stored response was made from", ItemList)},
@@ -118,22 +151,35 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
         ),
     },
     "/v1/messages": {
-        "post": Operation("Answer, in Anthropic's form", Message, MessagesBody, streams=True, errors="MessagesError")
+        "post": Operation(
+            "Answer, in Anthropic's form",
+            Message,
+            MessagesBody,
+            streams=True,
+            errors="MessagesError",
+            example=_ASKED | _STREAMED,
+        )
     },
     "/v1/messages/count_tokens": {
         "post": Operation(
-            "Tokens of a conversation", _closed(input_tokens={"type": "integer"}), MessagesBody, errors="MessagesError"
+            "Tokens of a conversation",
+            _closed(input_tokens={"type": "integer"}),
+            MessagesBody,
+            errors="MessagesError",
+            example=_ASKED,
         )
     },
-    "/v1/embeddings": {"post": Operation("Vectors of texts", EmbeddingList, EmbeddingBody)},
+    "/v1/embeddings": {"post": Operation("Vectors of texts", EmbeddingList, EmbeddingBody, example={"input": _TEXTS})},
     "/score": {"post": _SCORE},
     "/v1/score": {"post": _SCORE},
     "/rerank": {"post": _RERANK},
     "/v1/rerank": {"post": _RERANK},
     "/v2/rerank": {"post": _RERANK},
-    "/classify": {"post": Operation("Labels of texts", ClassList, ClassifyBody)},
-    "/tokenize": {"post": Operation("Token ids of a text or a conversation", Tokens, TokenizeBody)},
-    "/detokenize": {"post": Operation("Text of token ids", Text, DetokenizeBody)},
+    "/classify": {"post": Operation("Labels of texts", ClassList, ClassifyBody, example={"input": _TEXTS})},
+    "/tokenize": {
+        "post": Operation("Token ids of a text or a conversation", Tokens, TokenizeBody, example={"prompt": _QUESTION})
+    },
+    "/detokenize": {"post": Operation("Text of token ids", Text, DetokenizeBody, example={"tokens": [40, 41, 42]})},
 }
 
 _REQUIRED: dict[type[msgspec.Struct], Sequence[str]] = {
@@ -197,11 +243,9 @@ _ERROR = _closed(
         code=_NULLABLE,
     )
 )
-_MESSAGES_ERROR = _closed(
-    type={"const": "error"},
-    error=_closed(type=_STRING, message={"type": "string", "minLength": 1}),
-    request_id=_STRING,
-)
+_REASON = _closed(type=_STRING, message={"type": "string", "minLength": 1})
+_REASON["properties"]["details"] = {"type": "object"}  # of some errors: what Anthropic's client acts on
+_MESSAGES_ERROR = _closed(type={"const": "error"}, error=_REASON, request_id=_STRING)
 
 
 def document(*, keys: bool, root_path: str) -> bytes:
@@ -253,7 +297,9 @@ def _path(path: str, methods: Mapping[str, Operation], names: Mapping[type[msgsp
             entry["security"] = [{"key": []}]
         if operation.body is not None:
             statuses |= {"404", "408", "413", "415", "504"}
-            entry["requestBody"] = {"required": True, "content": _json(_reference(names[operation.body]))}
+            content = _json(_reference(names[operation.body]))
+            content["application/json"]["example"] = operation.example
+            entry["requestBody"] = {"required": True, "content": content}
         answer = operation.answer
         schema = answer if isinstance(answer, dict) else _reference(names[answer])
         if operation.members is not None:

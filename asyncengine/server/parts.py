@@ -31,14 +31,14 @@ class Part:
 
     kind: Kind
     index: int
-    """Its place in the output."""
+    """Place of the part in the output."""
     call: ToolCallDelta | None = None
     """The first news of a call, which has its id and name."""
     pieces: list[str] = field(default_factory=list)
     complete: bool = True
     """False: the output ended in the middle of it."""
     head: bytes = b""
-    """All of an event with news of this part that comes before the text."""
+    """Beginning of an event with news of this part, up to the text."""
     tokens: list[PlacedToken] = field(default_factory=list)
     """Tokens of the last news of a text, where the request asks for log probabilities."""
     logprobs: list[bytes] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How an output ended."""
+    """End of an output: the reason, and counts of tokens."""
 
     reason: FinishReason
     stop_reason: str | int | None
@@ -117,7 +117,7 @@ class PartFormat(StreamFormat):
 
     @abstractmethod
     def begin(self) -> bytes:
-        """What comes before all parts."""
+        """Return the events that come before all parts."""
 
     @abstractmethod
     def opened(self, part: Part) -> bytes:

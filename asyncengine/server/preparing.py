@@ -1,4 +1,4 @@
-"""From a conversation and its tools to what the engine is asked for, and how its output is to be read."""
+"""The way from a conversation and its tools to the engine's request, and to the reading of its output."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Prepared:
     prompt: Prompt
     params: SamplingParams
     parsing: Parsing | None = None
-    """None: the text is the content."""
+    """Reading of the output; None: the text is the content."""
 
 
 def prepare(
@@ -122,7 +122,7 @@ def _constrained(
 
 
 def _schema(params: SamplingParams) -> dict[str, Any] | None:
-    """Of the JSON that the output has to be, if so."""
+    """Return the schema of the JSON that the output must be; None if the output need not be JSON."""
     asked = params.structure
     if asked is None or asked.kind != "json":
         return None

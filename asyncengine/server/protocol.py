@@ -28,7 +28,7 @@ NOT_GIVEN = msgspec.Raw()
 Schema = Annotated[msgspec.Raw, msgspec.Meta(extra_json_schema={"type": ["object", "null"]})]
 """A JSON Schema as it stands in the body: it stays text until its grammar is compiled. Empty where it is not given."""
 SchemaOrText = Annotated[msgspec.Raw, msgspec.Meta(extra_json_schema={"type": ["object", "string", "null"]})]
-"""Likewise, or such text in a string."""
+"""A JSON Schema as it stands in the body, or its text in a string."""
 
 
 def not_given() -> msgspec.Raw:
@@ -49,9 +49,10 @@ class ResponseFormat(msgspec.Struct):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
     schema: Schema = msgspec.field(default_factory=not_given)
-    """Of a json_object, in the dialect of llama.cpp's server."""
+    """JSON Schema of a json_object, in the dialect of llama.cpp's server."""
     value: Schema = msgspec.field(default_factory=not_given)
-    """Likewise, in the dialect of Text Generation Inference, which Hugging Face's client speaks to every server."""
+    """JSON Schema of a json_object, in the dialect of Text Generation Inference, which Hugging Face's client speaks to
+    every server."""
 
 
 class StructuresBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -70,7 +71,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class GenerationBody(msgspec.Struct, kw_only=True):
-    """What completions and chat completions share. None, explicit or not, means the default."""
+    """Fields common to completions and chat completions. None, explicit or not, means the default."""
 
     model: str | None = None
     stream: bool | None = None
@@ -134,7 +135,7 @@ _PATH = re.compile(r"^(?P<message>.*) - at `\$\.?(?P<path>.*)`$", re.DOTALL)
 
 
 class JsonDecoder(Generic[S]):
-    """From JSON to a body of type ``kind``; ``unimplemented`` is a table of ``unserved.py``."""
+    """Decoder of JSON to a body of type ``kind``; ``unimplemented`` is a table of ``unserved.py``."""
 
     def __init__(self, kind: type[S], unimplemented: Fields) -> None:
         self.fields = frozenset(kind.__struct_fields__)
@@ -164,10 +165,10 @@ class JsonDecoder(Generic[S]):
 
 
 class BodyDecoder(JsonDecoder[T]):
-    """For requests that generate."""
+    """Decoder of requests that generate."""
 
     def decode(self, raw: bytes | bytearray) -> T:
-        """As JsonDecoder's; also checks fields that depend on each other."""
+        """Decode as JsonDecoder does, and check fields that depend on each other."""
         body = super().decode(raw)
         _own_schemas(body)
         if body.prompt_logprobs is not None and body.stream:
@@ -212,7 +213,7 @@ def _wrong_type(message: str) -> ApiError:
 
 
 def _asks_for_nothing(value: msgspec.Raw, neutral: tuple[object, ...]) -> bool:
-    """Whether the JSON of a field that is not implemented is one of the values that ask for nothing."""
+    """Return whether the JSON of a field that is not implemented is one of the values that ask for nothing."""
     if len(value) > _LONGEST_NEUTRAL:
         return False
     try:
@@ -238,7 +239,8 @@ _SAMPLING_FIELDS = tuple(
 
 
 def sampling_params(body: GenerationBody, **more: Any) -> SamplingParams:
-    """Those of ``body`` and ``more``; without max_tokens, to the end of the context. Raises InvalidRequestError."""
+    """Make the sampling parameters of ``body`` and ``more``. Without max_tokens the output may fill the context. Raises
+    InvalidRequestError."""
     values = {name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
     values.setdefault("max_tokens", None)
     if body.logit_bias is not None:

@@ -14,7 +14,7 @@ from asyncengine.server.protocol import unsupported
 from asyncengine.server.response_store import OwnResponses, StoredResponse
 
 RESPONSE = "/v1/responses/"
-"""What paths of stored responses begin with: the id follows, and then nothing or one of PARTS."""
+"""Beginning of the paths of stored responses: the id follows, and then nothing or one of PARTS."""
 _INPUT_ITEMS, _CANCEL = PARTS = ("/input_items", "/cancel")
 Handler = Callable[[web.BaseRequest, dict[str, str]], Awaitable[web.StreamResponse]]
 _DEFAULT, _MOST = 20, 100  # items of a page
@@ -84,7 +84,7 @@ class StoredResponses:
         return _json(page_of(stored, request.query))
 
     async def _cancel(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
-        """Only a response in the background can be cancelled, and none is made there."""
+        """Refuse to cancel: only a response in the background can be cancelled, and none is made there."""
         self._found(request, _CANCEL)
         raise bad_request("a response that was not made in the background cannot be cancelled", "response_id")
 

@@ -17,11 +17,11 @@ class StoredResponse:
     """The document and the items as JSON, so that their size is known."""
 
     document: bytes
-    """As it was answered."""
+    """The response as it was answered."""
     inputs: tuple[bytes, ...] = ()
     """The items that it was made from, those of earlier requests first. Instructions are none of them."""
     outputs: Mapping[str, bytes] = field(default_factory=dict)
-    """Its own items, by their ids."""
+    """Items of the response itself, by their ids."""
 
     @property
     def items(self) -> tuple[bytes, ...]:
@@ -51,7 +51,7 @@ class ResponseStore:
         return OwnResponses(self, owner)
 
     def takes(self, size: int) -> bool:
-        """Whether a response of so many bytes could be kept at all."""
+        """Return whether the store could keep a response of so many bytes at all."""
         return self._max_count > 0 and size <= min(self._max_bytes, MAX_SIZE)
 
     def put(self, key: tuple[str, str], response: StoredResponse) -> None:
@@ -84,7 +84,7 @@ class ResponseStore:
 
 @dataclass(frozen=True, slots=True)
 class OwnResponses:
-    """What one owner sees of a store."""
+    """Responses of one owner in a store."""
 
     store: ResponseStore
     owner: str

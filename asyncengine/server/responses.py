@@ -46,7 +46,7 @@ _CALL_MEMBERS = {
     "function_call": ("arguments", "response.function_call_arguments"),
     "custom_tool_call": ("input", "response.custom_tool_call_input"),
 }
-"""By the type of a call: the member with its text, and what names of events about it begin with."""
+"""Members and events by the type of a call: the member with its text, and the beginning of the names of its events."""
 _NAMES = {
     "max_tokens": "max_output_tokens",
     "prompt": "input",
@@ -108,7 +108,7 @@ class Response(msgspec.Struct, kw_only=True):
 
 @dataclass(slots=True)
 class Kept:
-    """What a response's format needs of its request."""
+    """Parts of a request that the format of its response needs."""
 
     own: OwnResponses
     items: list[bytes] = field(default_factory=list)
@@ -211,7 +211,8 @@ class ResponseFormat(PartFormat):
             self.response.store = False
 
     def _item(self, part: Part, status: str | None = None) -> dict[str, Any]:
-        """As its events and the response have it; while it is in progress, without what it holds."""
+        """Return a part's item as its events and the response have it; while the item is in progress, without its
+        contents."""
         begins = status is not None
         status = status or (_COMPLETED if part.complete else _INCOMPLETE)
         kind = _type(part)

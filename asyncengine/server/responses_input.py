@@ -1,4 +1,4 @@
-"""What a request to /v1/responses may hold, and the conversation that its items make up."""
+"""Bodies of requests to /v1/responses, and the conversation that their items make up."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from asyncengine.server.tools import parsed_arguments
 from asyncengine.server.turns import Turns, check_count, required
 from asyncengine.server.unserved import RESPONSES
 
-#: Of GenerationBody: they add to a response what this API has no place for.
+#: Fields of GenerationBody that add to a response values for which this API has no place.
 _NO_PLACE = ("n", "prompt_logprobs", "logprob_token_ids", "return_token_ids", "return_tokens_as_token_ids")
 _PREFIXES = {
     "message": "msg_",
@@ -37,7 +37,7 @@ _PREFIXES = {
     "custom_tool_call": "ctc_",
     "custom_tool_call_output": "ctco_",
 }
-"""What ids of items begin with, by their types."""
+"""Prefixes of the ids of items, by their types."""
 _ROLES = ("system", "developer", "user", "assistant")
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _LOGPROBS = "message.output_text.logprobs"
@@ -64,7 +64,7 @@ class Part(msgspec.Struct, omit_defaults=True):
 
 
 class Item(msgspec.Struct, omit_defaults=True):
-    """One of the input: a message, a call of a tool, its output, or reasoning."""
+    """Item of the input: a message, a call of a tool, its output, or reasoning."""
 
     id: str | None = None
     type: str | None = None
@@ -132,7 +132,8 @@ DECODER = BodyDecoder(ResponsesBody, RESPONSES)
 
 
 def decode(raw: bytes | bytearray) -> ResponsesBody:
-    """With the fields of GenerationBody filled in that this API has under other names. Raises ApiError 400."""
+    """Decode a body, and fill in the fields of GenerationBody that this API has under other names. Raises ApiError
+    400."""
     body = DECODER.decode(raw)
     for name in _NO_PLACE:
         if getattr(body, name) not in (None, False) and not (name == "n" and body.n == 1):
@@ -199,7 +200,7 @@ def _whole(item: Item, own: OwnResponses, path: str) -> Item:
 
 
 def stored_item(item: Item) -> Item:
-    """As the list of a response's items has it: contents are parts, and what came is complete."""
+    """Return an item as the list of a response's items has it: contents are parts, and the item is complete."""
     kind = "output_text" if item.role == "assistant" else "input_text"
     content = [Part(kind, item.content)] if isinstance(item.content, str) else item.content
     return msgspec.structs.replace(item, content=content, status=item.status or "completed")

@@ -35,7 +35,7 @@ _HOSTED = (
 )  # fmt: skip
 """Types of tools that OpenAI's own server runs or describes to its models. Some also come with a date behind."""
 _JOINT = "__"
-"""Between a namespace and the name of a tool in it, for the model."""
+"""Text between a namespace and the name of a tool in it, for the model."""
 
 
 class ToolFormat(msgspec.Struct, omit_defaults=True):
@@ -47,7 +47,7 @@ class ToolFormat(msgspec.Struct, omit_defaults=True):
 
 
 class FunctionTool(msgspec.Struct, omit_defaults=True):
-    """A function or a custom tool. Of tools of other types only the type is read."""
+    """A function or a custom tool. Only the type of other tools is read."""
 
     type: str
     name: str | None = None
@@ -97,7 +97,8 @@ def hosted_type(kind: str) -> str | None:
 def tools_of(
     tools: Sequence[ResponsesTool] | None, choice: str | ChosenTool | None, parallel: bool | None
 ) -> tuple[ToolUse | None, dict[str, tuple[str, str]]]:
-    """What a body asks for (None: no tools), and namespace and name of each tool that is in one, by the model's name.
+    """Return the tool use that a body asks for (None: no tools), and the namespace and name of each tool in a
+    namespace, by the model's name for it.
 
     Raises ApiError 400.
     """
@@ -167,7 +168,8 @@ def _choice(choice: ChosenTool) -> NamedTool | str:
 
 
 def _reference(chosen: ChosenName) -> ToolReference:
-    """With the model's name of the tool. Raises ApiError 400 for a hosted tool, which cannot be called."""
+    """Return a reference with the model's name of the tool. Raises ApiError 400 for a hosted tool, which cannot be
+    called."""
     if chosen.type not in ("function", "custom"):
         raise _not_served(chosen.type, "tool_choice")
     named = NamedFunction(model_name(chosen.namespace, chosen.name))

@@ -37,7 +37,7 @@ class StreamFormat(ABC):
     end = b"data: [DONE]\n\n"
     """The event that a complete response ends with, whatever it holds."""
     streams: Sequence[RequestStream] = ()
-    """Those of the prompts, in their order, once the engine has taken them all."""
+    """Streams of the prompts, in their order, once the engine has taken them all."""
 
     @abstractmethod
     def events(self, index: int, delta: RequestDelta, usage: bytes) -> bytes:
@@ -56,7 +56,7 @@ class StreamFormat(ABC):
         return UsageBody.of(parts)
 
     def failed(self, error: ApiError, request_id: str) -> bytes:
-        """What a response that has begun ends with when it fails."""
+        """Return the end of a response that has begun and then fails."""
         return b"data: " + error.body(request_id) + b"\n\n"
 
 

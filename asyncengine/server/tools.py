@@ -39,7 +39,7 @@ _INPUT_SCHEMA: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class InputGrammar:
-    """What the input of a custom tool has to be."""
+    """Grammar that the input of a custom tool must follow."""
 
     syntax: str
     """lark or regex."""
@@ -56,14 +56,14 @@ class Tool:
     """A JSON Schema of an object."""
     strict: bool = False
     path: str = "tools"
-    """Where the request has what a grammar of its arguments is made of."""
+    """Place in the request of the schema or definition from which a grammar of the arguments is made."""
     custom: bool = False
     grammar: InputGrammar | None = None
-    """Of a custom tool's input, which is any text without."""
+    """Grammar of a custom tool's input; None: the input is any text."""
 
     @property
     def takes_nothing(self) -> bool:
-        """Whether it has no parameters, so that its arguments are ``{}``."""
+        """True if the tool has no parameters, so that its arguments are ``{}``."""
         rest = self.parameters.keys() - _EMPTY_KEYS
         return not rest and self.parameters.get("properties") == {} and not self.parameters.get("additionalProperties")
 
@@ -77,7 +77,7 @@ class Tool:
         return self.parameters | {"additionalProperties": False} if self.takes_nothing else self.parameters
 
     def described(self) -> dict[str, Any]:
-        """As templates take it."""
+        """Return the tool as templates take it."""
         function: dict[str, Any] = {"name": self.name}
         said = [] if self.description is None else [self.description]
         if self.grammar is not None:
@@ -95,9 +95,9 @@ class ToolUse:
     choice: str = "auto"
     """none, auto, required, or "function"."""
     named: str | None = None
-    """With choice "function": the tool that must be called."""
+    """The tool that must be called, with choice "function"."""
     parallel: bool = True
-    """Whether one output may have several calls."""
+    """True if one output may have several calls."""
 
     @property
     def forced(self) -> tuple[Tool, ...]:
@@ -163,7 +163,7 @@ def tool_use(
     parallel: bool | None,
     paths: Sequence[str] | None = None,
 ) -> ToolUse | None:
-    """What a body asks for; None without tools. Raises ApiError 400.
+    """Return the tool use that a body asks for; None without tools. Raises ApiError 400.
 
     ``paths``: where the request has each of the tools, if not as the members of ``tools``.
     """
@@ -303,8 +303,8 @@ def check_schema(schema: object, path: str, count: int = 0) -> int:
 def parsed_arguments(text: str, texts: JsonTexts, path: str) -> str | dict[str, Any]:
     """Arguments of a call in a conversation, which templates print as an object.
 
-    What is no JSON object, as a model may well have written it, stays text. Raises ApiError 400 that names ``path``
-    for JSON that is over the limits of ``texts``.
+    Arguments that are no JSON object, as a model may well have written them, stay text. Raises ApiError 400 that names
+    ``path`` for JSON that is over the limits of ``texts``.
     """
     try:
         made = texts.parse(text)

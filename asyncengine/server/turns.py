@@ -51,7 +51,7 @@ class Turns:
         self._called.add(call_id)
 
     def result(self, call_id: str, text: str, path: str) -> None:
-        """What a tool gave. Raises ApiError 400 that names ``path`` if no such call came before."""
+        """Add the result of a tool. Raises ApiError 400 that names ``path`` if no such call came before."""
         if call_id not in self._called:
             raise bad_request(f"{path}: the conversation has no call of a tool with the id {call_id!r:.80}", path)
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
@@ -75,7 +75,7 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
 
 
 def as_called(names: Mapping[str, str], text: str) -> str:
-    """With one name in place of another."""
+    """Return the text with one name in place of another."""
     for name, other in names.items():
         text = text.replace(name, other)
     return text

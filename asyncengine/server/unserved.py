@@ -94,7 +94,7 @@ _OUTPUTS: Fields = {
 }
 
 GENERATION: Fields = {**_SAMPLERS, **_LENGTHS, **_FORMS, **_INPUTS, **_OUTPUTS}
-"""Of all routes that generate."""
+"""Unserved fields of all routes that generate."""
 
 COMPLETION: Fields = {
     **GENERATION,

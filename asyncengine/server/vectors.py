@@ -29,13 +29,13 @@ Prompts = str | list[str | int | list[int]]
 
 
 class VectorBody(CallBody, kw_only=True):
-    """What these routes share."""
+    """Fields common to these routes."""
 
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
 
     def terms(self, context: Context) -> dict[str, Any]:
-        """How the engine is to serve the request."""
+        """Return the settings with which the engine serves the request."""
         return context.terms | {
             "truncate_prompt_tokens": self.truncate_prompt_tokens,
             "truncation_side": self.truncation_side,

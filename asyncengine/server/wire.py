@@ -62,7 +62,7 @@ def _transport(request: web.BaseRequest) -> asyncio.WriteTransport:
 
 
 def _connection(request: web.BaseRequest) -> Connection | None:
-    """None where a program has mounted the routes."""
+    """Return the request's connection; None where a program has mounted the routes."""
     connection = request.protocol
     return connection if isinstance(connection, Connection) else None
 
@@ -163,7 +163,7 @@ class SseResponse:
 
     @property
     def started(self) -> bool:
-        """Whether the status line has been sent, so that errors must travel as events."""
+        """True if the status line has been sent, so that errors must travel as events."""
         return self._writer is not None
 
     async def send(self, events: bytes) -> None:
@@ -205,7 +205,7 @@ class SseResponse:
             return True
 
     def begin_pings(self, interval_s: float) -> None:
-        """Until the first event, send a comment every ``interval_s``, the first one behind the headers."""
+        """Send a comment every ``interval_s`` until the first event, the first one behind the headers."""
         self._pinging = asyncio.get_running_loop().call_later(interval_s, self._ping, interval_s)
 
     def end_pings(self) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 LOOK_S = 0.25
-"""Seconds between two looks of a loop that runs. What passes beyond twice as long, the loop did not see."""
+"""Seconds between two looks of a loop that runs. The loop did not see time beyond twice as long."""
 
 
 class AwakeTimer:

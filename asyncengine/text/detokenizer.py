@@ -64,12 +64,13 @@ class IncrementalDetokenizer:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | None, params: SamplingParams, prompt: Sequence[int]) -> Self:
-        """For an output with ``params`` after ``prompt``. Of a structured output the grammar has seen each space."""
+        """Make a detokenizer for an output with ``params`` after ``prompt``. A grammar has seen each space of a
+        structured output."""
         has_begun = params.structured_outputs is not None
         return cls(tokenizer, params.skip_special_tokens, params.kept_special_tokens, prompt, has_begun=has_begun)
 
     def copy(self) -> Self:
-        """Another one in the same state."""
+        """Return another detokenizer in the same state."""
         twin = copy.copy(self)
         twin._decoder = self._decoder.copy()
         return twin
@@ -80,7 +81,7 @@ class IncrementalDetokenizer:
         return self._without_stale(text) if self._stale and text else text
 
     def flush(self) -> str:
-        """What is held back after the last token, an unfinished character excepted."""
+        """Return the text that is held back after the last token, but for an unfinished character."""
         return self._without_stale(self._decoder.flush())
 
     def _without_stale(self, text: str) -> str:
@@ -99,7 +100,7 @@ class _Decoder(Protocol):
         """The next tokens stand behind text: no space at their beginning is stripped."""
 
     def num_unfinished(self) -> int:
-        """How many U+FFFD stand for the bytes that are held back, if nothing completes them."""
+        """Count the U+FFFD that replace the held-back bytes if no token completes them."""
         ...
 
     def copy(self) -> Self: ...
@@ -146,7 +147,7 @@ _CONTEXT = 32
 
 
 class _Decoding:
-    """How texts of a tokenizer are made: with or without special tokens."""
+    """Settings of a tokenizer's decoders: with or without special tokens."""
 
     def __init__(self, tokenizer: Tokenizer, skip: bool, kept: Sequence[int]) -> None:
         self._silent = tokenizer.special_token_ids.difference(kept) if skip else frozenset()
@@ -195,7 +196,8 @@ class _Decoding:
 _CONTINUES_CHARACTER = re.compile("<0x[89AB][0-9A-F]>")
 _decodings: WeakKeyDictionary[Tokenizer, dict[tuple[bool, tuple[int, ...]], _Decoding]] = WeakKeyDictionary()
 _MAX_DECODINGS = 16
-"""Of a tokenizer: one for each set of kept tokens, which are those of the model's own markers, or a user's choice."""
+"""Decodings kept for a tokenizer: one for each set of kept tokens, which are the model's own markers or a user's
+choice."""
 
 
 def _decoding_of(tokenizer: Tokenizer, skip: bool, kept: Sequence[int]) -> _Decoding:
@@ -218,7 +220,8 @@ _bytes_of_tokens: WeakKeyDictionary[Tokenizer, Callable[[int], bytes]] = WeakKey
 
 
 def token_bytes(tokenizer: Tokenizer) -> Callable[[int], bytes]:
-    """Of a token id: the bytes that it adds to a text that others have begun, special tokens written out."""
+    """Return a function that maps a token id to the bytes that it adds to a text already begun, special tokens written
+    out."""
     found = _bytes_of_tokens.get(tokenizer)
     if found is None:
         found = _bytes_of_tokens[tokenizer] = _make_token_bytes(tokenizer)
@@ -366,7 +369,7 @@ class _ByteFallbackDecoder:
 
 
 class _WindowDecoder:
-    """For any other decoder: the text of a few tokens with the next one, less their text without it."""
+    """Decoder of any other kind: it gives the text of a few tokens with the next one, less their text without that."""
 
     def __init__(self, decode: Callable[[list[int]], str], silent: Callable[[int], bool]) -> None:
         self._decode = decode
@@ -382,7 +385,7 @@ class _WindowDecoder:
 
     def begin(self) -> None:
         if not self._ids:
-            # A token with text stands for the text before. Those of a tokenizer without any add none either.
+            # A token with text stands for the text before. Tokens of a tokenizer without any text add none either.
             first = next((i for i in range(_FIRST_IDS) if not self._silent(i) and self._decode([i])), None)
             self._ids, self._emitted = ([], 0) if first is None else ([first], 1)
 

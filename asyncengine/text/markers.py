@@ -22,7 +22,8 @@ TAIL = 32
 
 
 def under_way(markers: Markers, tail: str, continued: str = "") -> bool | None:
-    """Whether an output begins inside the part: True, False if the prompt has ended it, None if it says neither.
+    """Return whether an output begins inside the part: True, False if the prompt has ended it, None if the prompt has
+    no marker.
 
     Only what the chat template put at the end of the prompt counts, ``tail`` being that end: a message may well speak
     of markers. ``continued`` is the message that the output continues, if it does.

@@ -1,8 +1,8 @@
-"""From a prompt, whatever its form, to checked token ids, without holding up the event loop.
+"""Conversion of a prompt, whatever its form, to checked token ids, without holding up the event loop.
 
 A short text is tokenized at once. A longer one goes to the engine's own threads, a conversation to the process that
-renders chat templates. All of them together hold a limited amount of text, and none is tokenized that cannot fit. Of a
-text that is truncated no more is tokenized than the context can hold in characters.
+renders chat templates. All of them together hold a limited amount of text, and none is tokenized that cannot fit. A
+text that is truncated is tokenized up to as many characters as the context can hold.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PER_MESSAGE = 16
 
 
 class Prompts:
-    """What turns one engine's prompts into token ids. All methods belong to the engine's event loop."""
+    """Converter of an engine's prompts to token ids. All methods belong to the engine's event loop."""
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None, model: ModelInfo) -> None:
         self._tokenizer = tokenizer
@@ -57,7 +57,7 @@ class Prompts:
 
     @property
     def held_characters(self) -> int:
-        """Of prompts that are being tokenized, or wait for it."""
+        """Characters of the prompts that are being tokenized or wait for it."""
         return self._held
 
     async def token_ids(self, prompt: Prompt, kept: Kept | None = None, add_special_tokens: bool = True) -> list[int]:
@@ -188,7 +188,7 @@ class Prompts:
         return await self._sandbox.encode_all(texts, 4 * size + 16 * len(texts), param)
 
     def _forget_words(self, words: tuple[str, ...], making: asyncio.Future[list[list[int]]]) -> None:
-        """What failed is tried again."""
+        """Forget words whose tokenization failed: the next request tries again."""
         if (making.cancelled() or making.exception() is not None) and self._words.get(words) is making:
             del self._words[words]
 
@@ -326,7 +326,7 @@ def check_size(model: ModelInfo, prompt_ids: list[int], params: SamplingParams) 
 
 
 def kept_tokens(truncation: Truncation, params: SamplingParams, model: ModelInfo) -> Kept | None:
-    """What a prompt keeps beside the output that ``params`` ask for; None: all of it."""
+    """Return how much of a prompt is kept beside the output that ``params`` ask for; None: all of it."""
     return truncation.kept(model.max_model_len, _output_places(params))
 
 

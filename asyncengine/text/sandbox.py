@@ -63,7 +63,7 @@ class _Job:
     reply_limit: int
     param: str
     subject: str
-    """How an error names the program that ran."""
+    """Name of the program that ran, for errors."""
     future: asyncio.Future[bytes]
 
 
@@ -388,7 +388,7 @@ class SandboxProcess:
 
 
 def render_message(source: str, variables: Mapping[str, Any], limit: int) -> bytes:
-    """What asks the process to render a Jinja source; at most ``limit`` characters are wanted.
+    """Make the message that asks the process to render a Jinja source; at most ``limit`` characters are wanted.
 
     Raises InvalidRequestError unless ``variables`` are text, numbers, lists and mappings.
     """
@@ -438,7 +438,7 @@ _sandboxes: weakref.WeakSet[SandboxProcess] = weakref.WeakSet()
 
 
 def _leave_to_parent() -> None:
-    """In a forked process: the processes are the parent's, and must see its end when it closes or dies."""
+    """Leave the processes to the parent, in a forked process: they must see the parent's end when it closes or dies."""
     for sandbox_process in list(_sandboxes):
         if sandbox_process._channel is not None:
             sandbox_process._channel.close()

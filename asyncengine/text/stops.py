@@ -43,7 +43,7 @@ class StopStringMatcher:
         hidden, stops = hidden or {}, tuple(stops)
         free = (char for char in map(chr, _STAND_INS) if not any(char in stop for stop in stops))
         self.stand_ins: dict[int, str] = dict(zip(hidden, free, strict=False))
-        """What ``push`` is to be given in place of a token that the text leaves out."""
+        """Text to give ``push`` in place of each token that the text leaves out."""
         self._names: dict[str, str] = {}  # what is searched for → the stop string
         longest_first = sorted(hidden, key=lambda token: -len(hidden[token]))
         for stop in stops:
@@ -60,7 +60,7 @@ class StopStringMatcher:
         self._held = ""
 
     def copy(self) -> StopStringMatcher:
-        """Another one for the same strings, at the beginning of a text."""
+        """Return another matcher for the same strings, at the beginning of a text."""
         twin: StopStringMatcher = type(self).__new__(type(self))
         twin.__dict__.update(self.__dict__)
         twin._matched = [0] * len(self._stops)

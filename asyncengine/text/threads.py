@@ -119,7 +119,7 @@ class _Work:
         self.future: Future[Any] = Future()
         self.number = 0
         self.call: Callable[[], Any] | None = call
-        """None when nobody waits for it any more: it holds the text."""
+        """The call, which holds the text; None when nobody waits for it any more."""
 
     def run(self) -> None:
         call = self.call

@@ -32,7 +32,7 @@ from asyncengine.text.tokenizer_files import add_special_tokens, read_chat_templ
 from asyncengine.text.trust import check_decoder, encodes_in_proportion
 
 _MAX_TOKENIZER_BYTES = 256 << 20
-"""Of tokenizer.json; those of the largest vocabularies have some 35 MB."""
+"""Largest tokenizer.json that is read. The largest vocabularies have files of some 35 MB."""
 
 
 class Tokenizer:
@@ -61,9 +61,9 @@ class Tokenizer:
         self.longest_token = max(map(len, vocabulary), default=1)
         """Characters of the longest token: no text of more than so many times the context fits in it."""
         self.is_linear = encodes_in_proportion(backend, self.longest_token)
-        """Whether time and memory are known to be in proportion to a text's length."""
+        """True if time and memory are known to be in proportion to a text's length."""
         self.description = None if self.is_linear else backend.to_str()
-        """What another process makes the same tokenizer of, if it should; as long as tokenizer.json."""
+        """JSON from which another process makes the same tokenizer, if it has to; as long as tokenizer.json."""
 
     @classmethod
     def from_pretrained(
@@ -116,7 +116,7 @@ class Tokenizer:
         return (self._templates.get("tool_use") if with_tools else None) or self._templates.get("default")
 
     def template_has(self, marker: str) -> bool:
-        """Whether a chat template mentions it."""
+        """Return whether a chat template mentions the marker."""
         return any(marker in source for source in self._templates.values())
 
     def encode(
@@ -172,7 +172,7 @@ class Tokenizer:
         return self.render(conversation)
 
     def render(self, conversation: Conversation) -> str:
-        """As ``apply_chat_template``, for a conversation with everything that belongs to it."""
+        """Render a conversation with everything that belongs to it, as ``apply_chat_template`` does."""
         source, values = self.chat(conversation)
         try:
             text = sandbox_program.render(source, tool_turns.fitted(sandbox_program.render, source, values))
@@ -230,7 +230,7 @@ def check_unicode(text: str) -> None:
 
 
 def too_many_tokens(count: int, context: int) -> ContextLengthError:
-    """For a prompt of at least ``count`` tokens, more than the context of so many."""
+    """Make the error for a prompt of at least ``count`` tokens, more than ``context``."""
     return ContextLengthError(
         f"This model's maximum context length is {context} tokens. The prompt has {count} tokens or more.",
         param="prompt",
@@ -288,7 +288,7 @@ def decode_with(backend: tokenizers.Tokenizer, ids: list[int], skip_special_toke
 
 @contextlib.contextmanager
 def _typed_failures() -> Iterator[None]:
-    """Whatever tokenizers raises on a text, a panic included, becomes InvalidRequestError."""
+    """Turn every failure of tokenizers on a text, a panic included, into InvalidRequestError."""
     try:
         yield
     except (AsyncEngineError, sandbox_program.TooLongError):
@@ -366,7 +366,8 @@ _PLACEHOLDER_TEMPLATE = (
 
 
 def placeholder_tokenizer(vocab_size: int) -> Tokenizer:
-    """For models without text (random weights, the simulated device): every id has some text, and any text has ids.
+    """Make a tokenizer for models without text (random weights, the simulated device): every id has some text, and any
+    text has ids.
 
     Text is encoded as its bytes, ids 0..255; 256 is the end of a sequence; the others are short words.
     """

@@ -1,7 +1,8 @@
 """Conversations with tools, as chat templates take them that do not know tools, or only some of their uses.
 
 A template is asked by rendering short conversations with it. Words that do not come out show the parts that it leaves
-out. Those parts are written as turns that it has: calls as the assistant's JSON, results as the user's text.
+out. The parts that it leaves out are written as turns that it has: calls as the assistant's JSON, results as the user's
+text.
 
 This file imports nothing of asyncengine: the process of asyncengine.text.sandbox_program loads it by its path.
 """
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 Render = Callable[[str, Mapping[str, Any], int], str]
-"""From a template's source and its variables to its text. Raises an exception past a number of characters."""
+"""Function from a template's source and its variables to its text. Raises an exception past a number of characters."""
 Message = Mapping[str, Any]
 
 _USER, _SYSTEM, _TEXT, _TOOL, _ROLE = "ulmuser", "ulmsystem", "ulmtext", "ulmtool", "ulmrole"
@@ -204,7 +205,7 @@ class _Turns:
             self._add_result(result)
 
     def _add_one_by_one(self, message: Message, calls: list[Any], results: list[Message]) -> list[Message]:
-        """Each call in a message of its own, with its result behind it. Returns the results of no call."""
+        """Add each call in a message of its own, with its result behind it. Returns the results of no call."""
         left = results
         for k, call in enumerate(calls):
             head = message if k == 0 else {"role": message["role"], "content": self._support.no_content}

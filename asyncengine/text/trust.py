@@ -1,4 +1,4 @@
-"""Which tokenizers may run in this process: those whose time and memory are in proportion to the text.
+"""Tokenizers that may run in this process: their time and memory are in proportion to the text.
 
 tokenizer.json is a small program: its regular expressions may take exponential time, and its replacements may make a
 gigabyte of a kilobyte. Programs that are known not to are listed here. All others encode in the process of
@@ -66,7 +66,7 @@ _LARGEST_DECODED = 64.0
 
 
 def encodes_in_proportion(backend: Any, longest_token: int) -> bool:
-    """Whether a ``tokenizers.Tokenizer`` is known to encode in time and memory in proportion to the text.
+    """Return whether a ``tokenizers.Tokenizer`` is known to encode in time and memory in proportion to the text.
 
     ``longest_token`` is the length in characters of the longest token of its vocabulary.
     """

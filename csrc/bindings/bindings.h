@@ -1,5 +1,6 @@
-// What the binding files share. csrc/bindings/ is the only place that knows Python: every call that computes or waits
-// converts its arguments first and then releases the GIL (NoGil); what runs without it touches no Python object.
+// Common parts of the binding files. csrc/bindings/ is the only place that knows Python: every call that computes or
+// waits converts its arguments first and then releases the GIL (NoGil); code that runs without the GIL touches no
+// Python object.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -56,6 +57,7 @@ py::handle record_kind(uint32_t kind);
 void bind_wire(py::module_& m);
 void bind_cpu_kernels(py::module_& m);
 void bind_core(py::module_& m);
+void bind_json(py::module_& m);
 void bind_device(py::module_& m);
 void bind_engine(py::module_& m);
 void bind_host_rows(py::module_& m);

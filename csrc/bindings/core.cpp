@@ -14,7 +14,6 @@
 
 #include "core/batch_packer.h"
 #include "core/scheduler.h"
-#include "platform/json_scan.h"
 
 namespace asyncengine {
 namespace {
@@ -303,7 +302,7 @@ class SchedulerHarness {
     delivery.clear();
     return {std::move(events), std::move(released)};
   }
-  // Of the step that was scheduled last.
+  // The packed input of the step that was scheduled last.
   py::bytes step_input() const { return {reinterpret_cast<const char*>(staging_.data()), packed_}; }
   int in_flight() const { return static_cast<int>(flight_.size()); }
   bool quiescent() const { return scheduler_.quiescent(); }
@@ -480,34 +479,6 @@ void bind_core(py::module_& m) {
       .def_property_readonly("pinned_by_tier", &SchedulerHarness::pinned_by_tier)
       .def_property_readonly("stats", &SchedulerHarness::stats)
       .def("time_steps", &SchedulerHarness::time_steps, NoGil());
-
-  m.def("json_extent", [](const py::buffer& document) {
-    const py::buffer_info bytes = document.request();  // while it is held, a bytearray cannot be resized
-    require(bytes.itemsize == 1 && bytes.ndim == 1, "bytes are needed");
-    JsonExtent extent;
-    {
-      py::gil_scoped_release unlocked;
-      extent = scan_json(static_cast<const char*>(bytes.ptr), static_cast<size_t>(bytes.size));
-    }
-    return std::make_pair(extent.values, extent.depth);
-  }, py::arg("document"), py::pos_only());
-
-  m.def("json_shape", [](const py::buffer& document, size_t long_size) {
-    const py::buffer_info bytes = document.request();
-    require(bytes.itemsize == 1 && bytes.ndim == 1, "bytes are needed");
-    require(long_size > 0, "long_size must be positive");
-    const char* data = static_cast<const char*>(bytes.ptr);
-    JsonExtent extent;
-    {
-      py::gil_scoped_release unlocked;
-      extent = scan_json(data, static_cast<size_t>(bytes.size), long_size);
-    }
-    py::list members;
-    for (const JsonMember& member : extent.long_members) {
-      members.append(py::make_tuple(py::bytes(data + member.name, member.name_size), member.size));
-    }
-    return py::make_tuple(extent.values, extent.depth, members);
-  }, py::arg("document"), py::arg("long_size"), py::pos_only());
 }
 
 }  // namespace asyncengine

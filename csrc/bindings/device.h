@@ -1,4 +1,4 @@
-// What the engine's bindings need of the device side.
+// Parts of the device's bindings that the engine's bindings use.
 #pragma once
 
 #include <memory>
@@ -70,7 +70,8 @@ class CudaGraphs {
   std::vector<CudaGraphExec> execs_;
 };
 
-// What an executor takes of them; `eager` is None or a callable of bucket, needs and CUDA stream that runs in their place.
+// The graphs as an executor takes them; `eager` is None or a callable of bucket, needs and CUDA stream that runs in
+// their place.
 GraphExecutor::Graphs executor_graphs(const CudaDevice& device, std::shared_ptr<CudaGraphs> graphs, py::object eager,
                                       Address cuda_stream);
 

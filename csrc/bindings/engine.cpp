@@ -64,10 +64,11 @@ OwnedStepLoop make_cuda_loop(const StepLoopConfig& config, const CudaDevice& dev
   return OwnedStepLoop(new StepLoop(config, std::move(executor)));
 }
 
-// For how long Python could not run: while one call of C holds the GIL, a forward in Python stands still and is not hung.
+// Measures for how long Python could not run: while one call of C holds the GIL, a forward in Python stands still and
+// is not hung.
 class GilProbe : public std::enable_shared_from_this<GilProbe> {
  public:
-  // In all, up to `now`. Each call that finds no probe under way sends one: a thread that asks for the GIL.
+  // The time in all, up to `now`. Each call that finds no probe under way sends one: a thread that asks for the GIL.
   int64_t held_up_ns(int64_t now) {
     if (!asking_.exchange(true, std::memory_order_acq_rel)) {
       asked_ns_.store(now, std::memory_order_relaxed);
@@ -90,7 +91,7 @@ class GilProbe : public std::enable_shared_from_this<GilProbe> {
   std::atomic<int64_t> asked_ns_{0}, total_ns_{0};
 };
 
-// What host rows need where the CPU computes the steps: lanes, who attends, and what attention is in each layer.
+// Parts of host rows where the CPU computes the steps: lanes, attention of each layer, and workers.
 struct CpuHostRows {
   std::shared_ptr<CpuLanes> lanes;
   HostLayerTuples layers;
@@ -198,8 +199,8 @@ py::bytes payload_of(const StepLoop::News& news, const StepLoop::News::Record& r
   return {reinterpret_cast<const char*>(payload.data()), payload.size()};
 }
 
-// Those of tokens come with every token of a request that wants them: without an object around each. Both tuples are mostly
-// the empty one, of which there is one.
+// Records of tokens, then all other records. Every token of a request that wants records has some, so they get no
+// object around each. Both tuples are mostly the empty one, of which there is one.
 std::pair<py::tuple, py::tuple> records_of(const StepLoop::News& news) {
   const auto of_tokens = static_cast<size_t>(std::ranges::count_if(news.records, is_of_token));
   std::pair<py::tuple, py::tuple> all(of_tokens, news.records.size() - of_tokens);

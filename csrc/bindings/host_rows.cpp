@@ -44,7 +44,7 @@ double time_attention(Dtype dtype, int32_t num_q_heads, int32_t num_kv_heads, in
   require(block_size >= 16 && block_size % 16 == 0, "block_size must be a multiple of 16");
   HostTiming timing{.shape = host_shape(dtype, 1, num_q_heads, num_kv_heads, head_dim), .block_size = block_size,
                     .transposed_keys = transposed_keys, .float8 = float8, .num_workers = num_workers, .tokens = tokens};
-  // Of a model that cannot decode on the host blocks may have other planes.
+  // Blocks of a model that cannot decode on the host may have other planes.
   if (pool != nullptr && pool->num_blocks() > timing.num_slots() &&
       pool->block_bytes() == static_cast<size_t>(num_layers) * timing.layer_bytes()) {
     timing.pool = pool->block(0);

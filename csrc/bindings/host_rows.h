@@ -1,4 +1,4 @@
-// What bindings need to make workers for host rows.
+// Functions of the bindings that make workers for host rows.
 #pragma once
 
 #include <memory>

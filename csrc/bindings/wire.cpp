@@ -1,5 +1,5 @@
-// What crosses between Python, the core and the device by number: enums, the layout of a StepInput, sampling parameters.
-// Each number is written once, in csrc/core/; Python and Triton read it from here.
+// Numbers that Python, the core and the device share: enums, the layout of a StepInput, sampling parameters. Each
+// number is written once, in csrc/core/; Python and Triton read it from here.
 #include <cstddef>
 #include <utility>
 

@@ -23,7 +23,7 @@ constexpr int kNoFile = ENXIO;  // as open() says of a socket
 constexpr mode_t kFileMode = 0600, kFolderMode = 0700;
 constexpr std::string_view kSuffix = ".kv", kTemporarySuffix = ".tmp";
 
-// At the beginning of a file; the tokens and the KV follow.
+// The head at the beginning of a file; the tokens and the KV follow.
 struct Head {
   std::array<char, 8> magic = {'K', 'V', 'B', 'L', 'O', 'C', 'K', '1'};
   uint64_t num_tokens = 0, block_bytes = 0;
@@ -106,7 +106,7 @@ BlockDirectory::BlockDirectory(const std::string& path, const BlockLayout& layou
 
 BlockDirectory::~BlockDirectory() { files_.close(lock_fd_); }
 
-// Who may write here could hand out KV of another text.
+// Throws unless the folder is closed to other users: a user who may write here could hand out KV of another text.
 void BlockDirectory::check_access() const {
   struct stat status{};
   if (::lstat(folder_.c_str(), &status) != 0) throw failure(folder_, std::strerror(errno));
@@ -149,7 +149,7 @@ DiskResult BlockDirectory::write(const BlockKey& key, const BlockKey& parent, st
   return DiskResult::kFailed;
 }
 
-// Of a regular file alone: to open a FIFO, or to read a device, may last for ever. -1: errno says why.
+// Opens a regular file and nothing else: to open a FIFO, or to read a device, may last for ever. -1: errno says why.
 int BlockDirectory::open_file(const std::string& path, int flags) const {
   const int fd = files_.open(path.c_str(), flags | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, kFileMode);
   if (fd < 0) return fd;

@@ -41,7 +41,7 @@ class BlockDirectory {
   BlockDirectory(const BlockDirectory&) = delete;
   BlockDirectory& operator=(const BlockDirectory&) = delete;
 
-  // What a block takes, in whole pages.
+  // Bytes that a block takes, in whole pages.
   int64_t bytes_per_block() const;
   DiskResult write(const BlockKey& key, const BlockKey& parent, std::span<const int32_t> tokens, const std::byte* data);
   // kDone: the file has this key, this parent, these tokens, and all of it is as it was written.

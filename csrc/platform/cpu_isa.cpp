@@ -12,7 +12,7 @@ namespace asyncengine {
 namespace {
 
 // Linux keeps the 8 KB of tiles only for processes that ask for them, and may refuse (before 5.16; or where a thread's
-// signal stack is too small for them). What is granted holds for all threads.
+// signal stack is too small for them). The permission holds for all threads.
 [[maybe_unused]] bool tiles_granted() {
 #if defined(__x86_64__) && defined(__linux__)
   constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;  // of leaf 7, edx

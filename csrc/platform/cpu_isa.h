@@ -22,8 +22,8 @@ struct Float8 {
   uint8_t bits;
 };
 
-// Of keys and values in float8: an element is its Float8 times its head's scale, for keys and for values apart. Inverses
-// are given, so that every kernel on every machine multiplies by the same number when it quantises.
+// Scales of keys and values in float8: an element is its Float8 times its head's scale, for keys and for values apart.
+// Inverses are given, so that every kernel on every machine multiplies by the same number when it quantises.
 struct KVScales {
   const float* values;  // [keys, values][scale, inverse][num_kv_heads]; null: keys and values are not in float8
   int64_t num_kv_heads;

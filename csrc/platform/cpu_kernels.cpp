@@ -227,8 +227,8 @@ void CpuKernels::store_tokens(Dtype dtype, const NewKV& fresh, const PagedKV& ca
                               std::span<const TokenRange> ranges) {
   int64_t tokens = 0;
   for (const TokenRange& range : ranges) tokens += range.end - range.begin;
-  // By head: neighbouring tokens share cache lines of K. An element of K is a cache line of its own when each token is
-  // the only one of its sequence, so it counts for many.
+  // Work is split by head: neighbouring tokens share cache lines of K. An element of K is a cache line of its own when
+  // each token is the only one of its sequence, so it counts for many.
   for_row_chunks(cache.num_kv_heads, tokens * cache.head_dim * kElementsPerCacheMiss, [&](int64_t begin, int64_t end) {
     for (int64_t head = begin; head < end; ++head) {
       for (const TokenRange& range : ranges) {

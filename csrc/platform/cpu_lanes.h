@@ -22,9 +22,9 @@ class CpuLanes {
 
   const std::shared_ptr<HostExchange>& memory() const { return exchange_; }
 
-  // Behind attention of a layer, of contiguous rows, one for each token of the step: heads [heads, head_dim], normed and
-  // rotated, its result x [num_q_heads * head_dim], and the residual, which nothing is pending for. Then lanes have the
-  // positions of the next layer.
+  // To be called behind attention of a layer, with contiguous rows, one for each token of the step: heads [heads,
+  // head_dim], normed and rotated, its result x [num_q_heads * head_dim], and the residual, which nothing is pending
+  // for. Then lanes have the positions of the next layer.
   void exchange(StepBatch& batch, int32_t layer, const std::byte* heads, std::byte* x, std::byte* residual) {
     const HostShape& shape = exchange_->shape();
     const size_t heads_bytes = shape.heads() * static_cast<size_t>(shape.head_dim) * static_cast<size_t>(dtype_size(shape.dtype));

@@ -84,7 +84,7 @@ class Ranking {
     const uint16_t wanted = static_cast<uint16_t>(bin);
     for (int64_t begin = 0; begin < count_; begin += kGatherBlock) {
       const int64_t end = std::min(count_, begin + kGatherBlock);
-      // Without branches, hence in vectors; few blocks hold any.
+      // This test has no branches, hence it runs in vectors; few blocks hold any.
       uint16_t found = 0;
       for (int64_t i = begin; i < end; ++i) found = static_cast<uint16_t>(found | (bins[i] == wanted ? 1 : 0));
       if (found == 0) continue;

@@ -27,8 +27,8 @@ class CpuSampler {
 
   CpuSampler(const CpuIsa& isa, int num_threads) : isa_(isa), scratch_(static_cast<size_t>(num_threads)) {}
 
-  // Once a step, before its samples, of which there may be none. The batch's entries begin new lives of their slots. What
-  // has to be allocated is allocated here, in the caller: draw() must not throw.
+  // Once a step, before its samples, of which there may be none. The batch's entries begin new lives of their slots.
+  // All allocations are made here, in the caller: draw() must not throw.
   void begin(const StepBatch& batch, int64_t vocab);
 
   // The token of a sample, whose row of logits has `count` elements; -1 if NaN or +inf is among them, or none is finite.

@@ -38,7 +38,7 @@ AE_INLINE void prefetch_keys(const T* k, int64_t head_dim) {
   for (int64_t i = 0; i < 16 * head_dim * static_cast<int64_t>(sizeof(T)); i += 64) prefetch(p + i);
 }
 
-// What score_keys() does, of such keys.
+// Does the work of score_keys() for keys in this layout.
 template <class T>
 void score_token_keys(const KeyValues<T>& kv, const AttentionScratch& s, int64_t rows, Range keys, int64_t origin) {
   const bool widened = widens<T>(rows, kTokenRows);

@@ -2,8 +2,8 @@
 // file that defines ASYNCENGINE_VECTOR_BYTES (64, 32 or 16) and is compiled with the flags that match.
 //
 // Arithmetic rule: these files are compiled with -ffp-contract=off, so a * b + c rounds twice wherever it stands, and
-// fma() is the only operation that may round once (it does where the instruction set has it). What an expression
-// computes therefore never depends on how the compiler arranged the loop around it.
+// fma() is the only operation that may round once (it does where the instruction set has it). The value of an
+// expression therefore never depends on how the compiler arranged the loop around it.
 //
 // Everything here has internal linkage and calls no template of the standard library: a weak symbol compiled with
 // -mavx512f could be the copy that the linker keeps for code that runs on any machine.
@@ -117,8 +117,8 @@ AE_INLINE Vec widen(BVec b) {
   return (Vec)_mm512_maskz_cvtph_ps(0xffff, (__m256i)(half | ((half + 0x80) & 0x4000))) * 256.f;
 }
 #else
-// An exponent of e4m3 is a float's less 120. What has none counts in steps of 2^-9: as the fraction of a float whose
-// exponent is that of 2^-6, less 2^-6, so that no operand is a denormal float, which would take a hundred cycles.
+// An exponent of e4m3 is a float's less 120. A subnormal number counts in steps of 2^-9: as the fraction of a float
+// whose exponent is that of 2^-6, less 2^-6, so that no operand is a denormal float, which would take a hundred cycles.
 AE_INLINE Vec widen(BVec b) {
   const UVec bits = zero_extend(b), size = (bits & 0x7fu) << 20;
   const Vec below = (Vec)(size + (121u << 23)) - 0x1p-6f;

@@ -1,4 +1,4 @@
-// Which blocks are in a directory, and which of them was used least recently.
+// Index of the blocks in a directory, in the order of their last use.
 #pragma once
 
 #include <cstddef>
@@ -17,13 +17,13 @@ class DiskIndex {
 
   size_t size() const { return size_; }
   bool contains(const BlockKey& key) const { return find(key) >= 0; }
-  // The block is now the most recently used one. Whether it is known.
+  // Makes the block the most recently used one. Returns whether it is known.
   bool touch(const BlockKey& key);
   // Enters a block as the most or the least recently used one, unless it is known. False: there is no room for it.
   bool insert(const BlockKey& key) { return insert(key, head().next); }
   bool insert_oldest(const BlockKey& key) { return insert(key, 0); }
   bool erase(const BlockKey& key);
-  // Of a table that is not empty.
+  // The key of the block used least recently. The table must not be empty.
   const BlockKey& oldest() const { return entries_[static_cast<size_t>(head().previous)].key; }
 
  private:

@@ -207,7 +207,7 @@ void DiskStore::finish_thread() {
   if (--running_threads_ == 0) idle_.notify_all();
 }
 
-// Makes the blocks of earlier stores known, as older than all that came meanwhile. Those beyond the limit are removed.
+// Makes the blocks of earlier stores known, as older than all that came meanwhile. Blocks beyond the limit are removed.
 void DiskStore::load() try {
   constexpr size_t kBatch = 64;  // for which the lock is held
   const BlockDirectory::Scan scan = directory_.scan(closing_);
@@ -292,8 +292,8 @@ DiskResult DiskStore::write(int32_t i) {
   return result;
 }
 
-// For one block more in being_written_. Answers the block whose room it is, if one must be removed. At most capacity_ threads
-// write, so there is one.
+// Makes room for one block more in being_written_. Answers the block whose room it is, if one must be removed. At most
+// capacity_ threads write, so there is one.
 std::optional<BlockKey> DiskStore::take_room() {
   std::lock_guard lock(mutex_);
   std::optional<BlockKey> oldest;

@@ -30,8 +30,8 @@ class DiskStore {
   struct Config {
     std::string path;
     BlockLayout layout;
-    // Of blocks of this layout, in whole pages; the block used least recently makes room. A store counts the files that it
-    // knows: two stores at once on a directory may fill it twice.
+    // Most bytes of blocks of this layout, in whole pages; the block used least recently makes room. A store counts the
+    // files that it knows: two stores at once on a directory may fill it twice.
     int64_t max_bytes = 0;
     int max_pending = 64;   // reads that are not completed and taken, and as many writes
     int num_threads = 2;
@@ -98,7 +98,7 @@ class DiskStore {
     uint64_t ticket;
     DiskResult result;
   };
-  // Of fixed room.
+  // A queue of fixed room.
   struct Ring {
     std::vector<int32_t> items;
     size_t first = 0, size = 0;
@@ -128,7 +128,7 @@ class DiskStore {
   void collect();
   void start(void (DiskStore::*body)());
   void finish_thread();
-  // On the store's threads.
+  // The methods below run on the store's threads.
   void load();
   void work();
   DiskResult run(int32_t job, bool paused);

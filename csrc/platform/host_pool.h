@@ -35,11 +35,11 @@ class HostPool {
   int32_t max_moves() const { return max_moves_; }
   std::byte* block(int32_t host) const { return memory_.get() + static_cast<size_t>(host) * block_bytes_; }
   size_t list_words() const { return (static_cast<size_t>(max_moves_) + 1 + 15) / 16 * 16; }
-  // Of a transfer: how many of the device's blocks, then which. Its graph reads that.
+  // The list of a transfer: the count of the device's blocks, then the blocks. The transfer's graph reads it.
   int32_t* list(int transfer) const { return reinterpret_cast<int32_t*>(lists_.data()) + static_cast<size_t>(transfer) * list_words(); }
   // Memory of the device, of max_moves() blocks for each transfer. Before the first transfer.
   void set_gathered(std::byte* memory) { gathered_ = memory; }
-  // Where its graph finds the blocks side by side, or puts them.
+  // Memory in which the graph of a transfer finds the blocks side by side, or puts them.
   std::byte* gathered(int transfer) const {
     return gathered_ + static_cast<size_t>(transfer) * static_cast<size_t>(max_moves_) * block_bytes_;
   }

@@ -1,4 +1,4 @@
-// How fast this machine attends for host rows: what decides whether they pay (core/step_costs.h).
+// Timing of attention for host rows on this machine: it decides whether host rows pay (core/step_costs.h).
 #pragma once
 
 #include "platform/host_workers.h"
@@ -13,7 +13,7 @@ struct HostTiming {
   int32_t tokens = 2048;  // of context
   size_t bytes = size_t{256} << 20;  // of keys and values: more than caches hold; with many workers more
   int32_t num_layers = 1;  // of a block
-  // In place of memory of its own: so many blocks, which nobody uses yet.
+  // Memory in place of its own: so many blocks, which nobody uses yet.
   std::byte* pool = nullptr;
   int32_t num_pool_blocks = 0;
 

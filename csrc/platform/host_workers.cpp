@@ -23,7 +23,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Nanoseconds = std::chrono::nanoseconds;
 
-// What the device computes between two layers takes about as long: a mailbox that is not there then is of a step that waits.
+// The device computes about as long between two layers: a mailbox that is not there then belongs to a step that waits.
 constexpr auto kMailboxPoll = std::chrono::microseconds(50);
 constexpr auto kMailboxNap = std::chrono::microseconds(20);
 // A worker that slept between two jobs of a step would cost a wake-up (5-50 us) for each.
@@ -41,7 +41,7 @@ void relax() {
   }
 }
 
-// Else a nap lasts 50 us longer than it asked for.
+// Without this a nap lasts 50 us longer than it asked for.
 void sleep_no_longer_than_asked() {
 #ifdef __linux__
   (void)prctl(PR_SET_TIMERSLACK, 1UL);

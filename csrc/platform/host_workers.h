@@ -16,12 +16,12 @@
 
 namespace asyncengine {
 
-// What attention is in a layer, beside its shape.
+// Attention of a layer, beside its shape.
 struct HostLayer {
   float scale = 1.f;
   int64_t window = 0;   // keys visible to a query, itself included; 0: all before it
   float softcap = 0.f;  // 0: none
-  // Of KVScales, copied: keys and values are Float8; null: they are in the dtype of heads.
+  // Values of KVScales, copied: keys and values are Float8; null: they are in the dtype of heads.
   const float* scales = nullptr;
 };
 
@@ -42,8 +42,8 @@ class HostWorkers final : public HostAttention {
     std::vector<HostLayer> layers;
     int num_workers = 1;  // 0: the link attends alone
     std::shared_ptr<LinkAttention> link = {};  // takes jobs beside the workers, from a thread of its own; or none
-    // In a worker, once it has the mailbox and before it attends: for tests. An exception fails the job, and a hook that does
-    // not return hangs the worker.
+    // Runs in a worker, once it has the mailbox and before it attends: for tests. An exception fails the job, and a
+    // hook that does not return hangs the worker.
     std::function<void(const HostAttentionJob&)> before_attending = {};
     std::shared_ptr<void> keep_alive = {};  // whatever else must live as long as a worker
   };

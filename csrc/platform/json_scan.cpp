@@ -14,7 +14,7 @@ uint64_t has_byte(uint64_t word, char byte) {
   return (difference - kOnes) & ~difference & kHighBits;
 }
 
-// Behind the quote that ends the string in which `p` is, or the end of the document.
+// Returns the place behind the quote that ends the string in which `p` is, or the end of the document.
 const char* skip_string(const char* p, const char* end) {
   while (p < end) {
     if (end - p >= 8) {
@@ -63,7 +63,7 @@ JsonExtent scan_json(const char* data, size_t size, size_t long_size) {
       }
       continue;
     }
-    // Without branches: a hostile document would have each of them guessed wrong.
+    // The scan has no branches: a hostile document would have each of them guessed wrong.
     const char bracket = static_cast<char>(c | 0x20);  // [ and ] differ from { and } in this bit
     const int64_t opens = bracket == '{', closes = bracket == '}', comma = c == ',';
     const int64_t before = depth;

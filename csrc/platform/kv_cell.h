@@ -1,4 +1,4 @@
-// Where a KV block takes one head's key and value of one token.
+// Place of one head's key and value of one token in a KV block.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// What requests ask of their logits before a token is drawn: penalties, biases and tokens that may not come.
+// Edits of logits that requests ask for before a token is drawn: penalties, biases and tokens that may not come.
 #pragma once
 
 #include <cstdint>
@@ -12,15 +12,15 @@ namespace asyncengine {
 
 constexpr Needs kEditNeeds = kNeedPenalties | kNeedBias | kNeedMask;
 
-// `mask`: a bit per token, 32 a word from the lowest. Those without lose their logits.
+// `mask`: a bit per token, 32 a word from the lowest. Tokens without it lose their logits.
 void apply_mask(std::span<float> logits, const int32_t* mask);
 
-// Of a slot's sequence, for as long as it has the slot.
+// Edits of a slot's sequence, for as long as it has the slot.
 struct SlotEdits {
   void begin(std::span<const int32_t> entries, int64_t vocab);
   void make_room();  // for another token: append() allocates nothing
   void append(int32_t token);
-  // In place. `position` is of the token that is to be drawn.
+  // Edits the logits in place. `position` is of the token that is to be drawn.
   void apply(std::span<float> logits, Needs needs, int64_t position) const;
 
   SlotParameters parameters;

@@ -48,11 +48,11 @@ inline PinnedBuffer pin(const CudaRuntime& cuda, size_t bytes, int& error) {
   return error == kCudaSuccess ? PinnedBuffer{cuda, memory, bytes} : PinnedBuffer{};
 }
 
-// Likewise, for gigabytes. Threads clear huge pages side by side, which are then pinned where they lie; cudaHostAlloc clears
-// small ones on one thread, and takes ten times as long. It is asked where the other way fails.
+// Pins gigabytes. Threads clear huge pages side by side, which are then pinned where they lie; cudaHostAlloc clears
+// small ones on one thread, and takes ten times as long. cudaHostAlloc is asked where the other way fails.
 std::shared_ptr<std::byte[]> pin_huge(const CudaRuntime& cuda, size_t bytes, int& error);
 
-// These throw CudaError.
+// The functions below throw CudaError.
 inline PinnedBuffer allocate_pinned(const CudaRuntime& cuda, size_t bytes) {
   int error = kCudaSuccess;
   PinnedBuffer memory = pin(cuda, bytes, error);

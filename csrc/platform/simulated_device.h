@@ -17,9 +17,9 @@
 namespace asyncengine {
 
 // Executes copies and graphs on a thread of its own, each graph taking at least its latency. A CUDA stream's work runs in order.
-// Of several CUDA streams the oldest goes first whenever it can, so that what should have waited for another meets what is old.
-// As on a real device, work is enqueued and forgotten: the caller learns of completion, and of errors, from events only;
-// and a copy from or to host memory that is not pinned makes its caller wait until the device has made it.
+// The oldest of several CUDA streams goes first whenever it can, so that what should have waited for another meets what
+// is old. As on a real device, work is enqueued and forgotten: the caller learns of completion, and of errors, from
+// events only; and a copy from or to host memory that is not pinned makes its caller wait until the device has made it.
 class SimulatedDevice {
  public:
   SimulatedDevice();
@@ -33,7 +33,7 @@ class SimulatedDevice {
   int ordinal() const { return ordinal_; }
   static const CudaRuntime& runtime();
 
-  // What cudaGraphInstantiate is to the real device. The body runs on the device's thread.
+  // Makes a graph, as cudaGraphInstantiate does on the real device. The body runs on the device's thread.
   CudaGraphExec add_graph(std::function<void()> body, std::chrono::nanoseconds latency);
 
   // Faults take effect when the device reaches the n-th graph launch from now (0: the next one).

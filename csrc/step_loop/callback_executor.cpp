@@ -128,7 +128,7 @@ StepStatus CallbackExecutor::compute(Step& step) {
                   region.base + static_cast<size_t>(copy.source) * region.bytes_per_block, region.bytes_per_block);
     }
   }
-  // What has been taken in and copied stays right for the steps behind this one, whatever comes of the forward.
+  // The slots and the copied blocks stay right for the steps behind this one, whatever comes of the forward.
   const StepBatch& batch = slots_.ingest(input, step.records);
   try {
     forward_(batch, step.tokens.data());

@@ -69,7 +69,7 @@ class CallbackExecutor final : public Executor {
   MaskBoard masks() override { return masks_; }
   HostMover* mover() override { return mover_.get(); }
   HostAttention* host_attention() override { return host_attention_.get(); }
-  // Who attends for host rows: before the first step.
+  // Sets the workers that attend for host rows. To be called before the first step.
   void attend_on_host_with(std::shared_ptr<HostAttention> attention) { host_attention_ = std::move(attention); }
   LaunchStatus launch(int i, size_t bytes) override;
   StepStatus poll(int i) override;

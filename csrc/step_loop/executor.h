@@ -1,4 +1,4 @@
-// What runs a packed step: a device with graphs, or a host function.
+// An executor runs packed steps: on a device with graphs, or by a host function.
 #pragma once
 
 #include <chrono>
@@ -20,8 +20,8 @@ namespace asyncengine {
 enum class StepStatus {
   kPending,
   kReady,
-  // The step computed nothing that counts. Those before it stand; those that were launched behind it may have failed with
-  // it, and nothing may be launched before they are over.
+  // The step computed nothing that counts. Steps before it stand; steps that were launched behind it may have failed
+  // with it, and nothing may be launched before they are over.
   kStepFailed,
   kFailed,      // the executor has failed, and every step with it
 };
@@ -43,23 +43,24 @@ class Executor {
   // One buffer per step in flight; allocated before the loop starts.
   virtual int num_staging() const = 0;
   virtual std::span<std::byte> staging(int i) = 0;
-  // Of the step in buffer i, its samples in row order; valid while poll(i) is kReady and i is leased.
+  // Results of the step in buffer i, its samples in row order; valid while poll(i) is kReady and i is leased.
   virtual StepResults results(int i) const = 0;
 
-  // Of the rows that it can run; submit refuses a request that needs more. From any thread, always the same.
+  // Needs of the rows that the executor can run; submit refuses a request that needs more. From any thread, always the
+  // same.
   virtual Needs needs() const { return kSamplingNeeds; }
-  // Where its sampler looks for masks. What is written there by the step thread is seen by steps under way.
+  // The board where the sampler looks for masks. Steps under way see the writes of the step thread.
   virtual MaskBoard masks() { return {}; }
 
-  // Of blocks to the host and back; none: there is no host tier.
+  // The mover of blocks to the host and back; null: there is no host tier.
   virtual BlockMover* mover() { return nullptr; }
-  // For host rows; none: nobody decodes on the host.
+  // Attention for host rows; null: nobody decodes on the host.
   virtual HostAttention* host_attention() { return nullptr; }
 
   // Enqueues the step; never waits for it, nor for any other.
   virtual LaunchStatus launch(int i, size_t bytes) = 0;
   virtual StepStatus poll(int i) = 0;
-  // Why the executor has failed, or the step that poll() has just called failed.
+  // The reason why the executor has failed, or the step that poll() has just called failed.
   virtual std::string error() const = 0;
 
   // Nanoseconds, in all and up to `now`, for which no step could go on though nothing was wrong with it. They do not count
@@ -68,10 +69,10 @@ class Executor {
 
   // Steps of one kind take the same time, apart from attention. 0: how long a step takes cannot be told beforehand.
   virtual int num_kinds() const { return 0; }
-  // Of the step packed in buffer i.
+  // Kind of the step packed in buffer i.
   virtual int kind(int /*i*/) const { return 0; }
 
-  // How long to sleep between polls; an executor that calls notify() on completion returns a long time.
+  // Time to sleep between polls; an executor that calls notify() on completion returns a long time.
   virtual std::chrono::nanoseconds poll_interval() const = 0;
   // Shared, because a hung executor outlives its loop.
   void attach(std::shared_ptr<Notifier> notifier) { notifier_ = std::move(notifier); }

@@ -106,7 +106,8 @@ LaunchStatus GraphExecutor::start(int i, size_t bytes) {
     step.state.store(StepState::kUnknown, std::memory_order_release);
     return LaunchStatus::kFailed;
   }
-  // What the launch thread still has to launch was planned upon this step: the device would miss its block tables.
+  // Steps that the launch thread still has to launch were planned upon this step: the device would miss its block
+  // tables.
   if (!enqueued && launch_thread_ != nullptr) refusing_ = true;
   step.state.store(enqueued ? StepState::kRunning : StepState::kRefused, std::memory_order_release);
   return enqueued ? LaunchStatus::kLaunched : LaunchStatus::kRefused;

@@ -84,7 +84,7 @@ class GraphExecutor final : public Executor {
   MaskBoard masks() override { return staging_->masks(); }
   BlockMover* mover() override { return graphs_.mover.get(); }
   HostAttention* host_attention() override { return graphs_.host_attention.get(); }
-  // Who attends for host rows: before the first step.
+  // Sets the workers that attend for host rows. To be called before the first step.
   void attend_on_host_with(std::shared_ptr<HostAttention> attention) { graphs_.host_attention = std::move(attention); }
   Needs needs() const override { return needs_; }
   int num_kinds() const override { return num_kinds_; }

@@ -10,7 +10,7 @@
 
 namespace asyncengine {
 
-// Where the graph finds its jobs: int32 words that the device can read. The number of jobs, then of each its slot, layer and
+// Jobs of the graph: int32 words that the device can read. The number of jobs, then of each its slot, layer and
 // position, and max_blocks() host blocks.
 class LinkJobs {
  public:
@@ -72,7 +72,7 @@ class GraphLink final : public LinkAttention {
   }
 
   MoveStatus poll() override {
-    // What was enqueued of a batch that failed may still write: the event tells its end, too.
+    // Work that was enqueued for a batch that failed may still write: the event tells its end, too.
     recorded_ = recorded_ || cuda_.event_record(done_, cuda_stream_) == kCudaSuccess;
     const int error = cuda_.event_query(done_);
     if (error == kCudaErrorNotReady || (error == kCudaSuccess && !recorded_)) return MoveStatus::kPending;

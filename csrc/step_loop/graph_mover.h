@@ -28,7 +28,7 @@ class GraphMover final : public BlockMover {
   bool start(int transfer, std::span<const BlockMove> moves) override;
   MoveStatus poll(int transfer) override;
 
-  // Whether nothing that was started may still touch the pool.
+  // True if no transfer that was started may still touch the pool.
   bool at_rest();
 
  private:

@@ -42,7 +42,8 @@ void LateLaunch::ended(int64_t since, int64_t now) {
   } else if (now - since < expected(over)) {
     timing_.forget(over.kind);  // over before the look that was to see its end: nobody knows by how much
   } else if (foreseen > since) {
-    // That look came late. What the thread oversleeps is no part of the step, or it would sleep longer and longer.
+    // The look that was to see the end came late. The time that the thread oversleeps is no part of the step, or the
+    // thread would sleep longer and longer.
     timing_.ran(over.kind, over.attended, foreseen - since);
   }
   oldest_from_ns_ = pending_ns_;
@@ -53,11 +54,11 @@ void LateLaunch::ended(int64_t since, int64_t now) {
 void LateLaunch::too_late(int64_t end_ns) {
   ++count_;
   watched_ = 0;
-  // Else the launch itself took too long, which its cost tells.
+  // Otherwise the launch itself took too long, which its cost tells.
   if (end_ns < hold_.end_ns) timing_.ended_early();
 }
 
-// When what is in flight will be over, at the earliest; 0: unknown, or nothing is.
+// The earliest time at which the steps in flight will be over; 0: unknown, or there are none.
 int64_t LateLaunch::foresee_end() const {
   if (!enabled_ || none_in_flight()) return 0;
   int64_t end = oldest_from_ns_;
@@ -69,7 +70,8 @@ int64_t LateLaunch::foresee_end() const {
   return end;
 }
 
-// From when on the oldest step may be over; where nobody knows, from its beginning. Looks every 5 us take half of a core.
+// The time from which on the oldest step may be over; where nobody knows, that of its beginning. Looks every 5 us take
+// half of a core.
 int64_t LateLaunch::foresee_news() const {
   const Step& oldest = step(oldest_);
   const int64_t duration = expected(oldest);
@@ -81,7 +83,8 @@ nanoseconds LateLaunch::until_due(int64_t now) const {
 }
 
 nanoseconds LateLaunch::until_news(int64_t now) const {
-  // What takes long past that is looked at less and less: half a percent of what it takes is how late that may be.
+  // A step that lasts long past that is looked at less and less: its end may be seen late by half a percent of its
+  // time.
   const int64_t past = now - foresee_news();
   return nanoseconds(std::max(-past, past / 200));
 }

@@ -13,7 +13,7 @@ namespace asyncengine {
 // nanoseconds of one steady clock. Steps end in the order of their launch: the oldest in flight is the next to end.
 class LateLaunch {
  public:
-  // Not enabled: every launch is due at once. Ends are foreseen all the same, for until_news().
+  // If it is not enabled, every launch is due at once. Ends are foreseen all the same, for until_news().
   LateLaunch(bool enabled, int num_kinds, int max_in_flight)
       : enabled_(enabled), timing_(num_kinds), steps_(static_cast<size_t>(max_in_flight)) {}
 
@@ -21,9 +21,10 @@ class LateLaunch {
   bool hold_back(int64_t now);
   // hold_back() answered false at `asked`, and planning begins at `now`. The plan may turn out empty.
   void begin(int64_t asked, int64_t now);
-  // The step of that plan is about to be launched. Of its duration, `kind` and `attended` are the measure (LaunchTiming).
+  // The step of that plan is about to be launched. `kind` and `attended` are the measure of its duration
+  // (LaunchTiming).
   void launching(int kind, int64_t attended, int64_t now);
-  // Its launch has returned.
+  // The launch of that step has returned.
   void launched(int64_t now) { timing_.launched(now - planned_.due_ns); }
 
   // The oldest step in flight is not over.
@@ -33,9 +34,9 @@ class LateLaunch {
   // The oldest step has failed. Its duration means nothing.
   void failed() { ++oldest_; }
 
-  // Until the launch that was held back is due; the longest time if none was.
+  // Time until the launch that was held back is due; the longest time if none was.
   std::chrono::nanoseconds until_due(int64_t now) const;
-  // Until it makes sense to look whether the oldest step is over. There is a step in flight.
+  // Time until it makes sense to look whether the oldest step is over. There is a step in flight.
   std::chrono::nanoseconds until_news(int64_t now) const;
   // Launches that were held back until nothing was left to do for the device, or as good as nothing.
   int64_t count() const { return count_; }

@@ -1,4 +1,5 @@
-// When the next step has to be launched so that the device never waits, and no sooner: what arrives until then is in it.
+// Time of the next launch: early enough that the device never waits, and no sooner, so that requests that arrive until
+// then are in the step.
 #pragma once
 
 #include <array>
@@ -18,12 +19,12 @@ class LaunchTiming {
 
   // A step has taken so long.
   void ran(int kind, int64_t attended, int64_t duration);
-  // What steps of a kind took is no longer so.
+  // Durations of earlier steps of a kind hold no longer.
   void forget(int kind);
-  // What a step takes at least: the least of the last ones of its kind that attended to as much or less. 0: unknown.
+  // Least duration of a step: the least of the last ones of its kind that attended to as much or less. 0: unknown.
   int64_t expected(int kind, int64_t attended) const;
 
-  // So long before the end of the work in flight the next launch is due.
+  // Time before the end of the work in flight at which the next launch is due.
   int64_t lead() const { return cost_ + slack_; }
   // A step was planned, packed and launched, which took `cost` from the moment it was due.
   void launched(int64_t cost);

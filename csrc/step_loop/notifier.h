@@ -1,4 +1,4 @@
-// What the step thread sleeps on.
+// The notifier on which the step thread sleeps.
 #pragma once
 
 #include <atomic>

@@ -71,7 +71,7 @@ class RequestRegistry final : public Scheduler::QueueObserver {
     }
     free_released();
   }
-  // Why steps have failed since the last call, one line each.
+  // Reasons why steps have failed since the last call, one line each.
   std::string take_step_error() { return std::exchange(step_error_, {}); }
 
   // ---- the step thread's side

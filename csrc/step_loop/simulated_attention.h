@@ -16,7 +16,7 @@
 
 namespace asyncengine {
 
-// What the simulated model makes of a sequence of tokens.
+// Hash of a sequence of tokens, by which the simulated model stands for its computations.
 class TokenHash {
  public:
   // splitmix64's finaliser.
@@ -38,7 +38,8 @@ class SimulatedAttention final : public HostAttention {
   struct Config {
     int32_t num_layers = 0, num_slots = 0, block_size = 16;
     int num_workers = 2;
-    // In a worker, before it attends. An exception fails the job, and a hook that does not return hangs the worker.
+    // Runs in a worker, before it attends. An exception fails the job, and a hook that does not return hangs the
+    // worker.
     std::function<void(const HostAttentionJob&)> before = {};
   };
   SimulatedAttention(const Config& config, std::shared_ptr<HostPool> pool);
@@ -47,7 +48,7 @@ class SimulatedAttention final : public HostAttention {
 
   // The device's part.
   void leave(int32_t slot, uint64_t step, int32_t token);
-  // Of the hash of tokens that the result of attention of the layer stands for.
+  // Returns the hash of the tokens that the layer's result of attention stands for.
   uint64_t enter(int32_t slot, int32_t layer) const;
 
   int32_t num_layers() const override;

@@ -161,7 +161,7 @@ void SimulatedModel::sample(const StepInputRow& row, const StepBatch& batch, uin
   }
 }
 
-// Of the drafts for the next row a pseudo-random count is right.
+// Proposes drafts for the next row. A pseudo-random number of them is right.
 void SimulatedModel::propose(const StepInputRow& row, const SamplingState& sampling) {
   const auto drafts = slots_.drafts(row.slot);
   size_t last = static_cast<size_t>(row.sample_row + row.num_samples) - 1;

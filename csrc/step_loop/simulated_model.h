@@ -24,9 +24,9 @@ struct SimulatedModelConfig {
   // Read every token of the context back from the KV cache, at every step. A block that was reused too early, a missing
   // copy or a wrong block-table delta then changes the output. Off: O(1) per decode row, for benchmarks.
   bool read_kv = true;
-  // That its graphs serve: argmax has one of its own, and all of these together another.
+  // Needs that the model's graphs serve: argmax has a graph of its own, and all of these together another.
   Needs needs = kSamplingNeeds;
-  // Of host rows, where the limits have lanes: see SimulatedAttention.
+  // Workers for host rows, where the limits have lanes: see SimulatedAttention.
   int host_workers = 2;
   std::function<void(const HostAttentionJob&)> before_attending = {};
 };
@@ -40,7 +40,7 @@ class SimulatedModel {
   std::unique_ptr<GraphExecutor> make_executor(int steps_in_flight, std::chrono::nanoseconds poll_interval,
                                                StagingMode mode = StagingMode::kAhead, int32_t num_host_blocks = 0);
 
-  // What the model answers to these tokens: the reference for tests.
+  // The token that the model gives after these tokens: the reference for tests.
   static int32_t next_token(const SimulatedModelConfig& config, std::span<const int32_t> tokens, const SamplingState& sampling);
   // The payload of the record that it gives of a sample after these tokens, of as many words as a hash says, or of as many
   // as there is room for.
@@ -73,7 +73,7 @@ class SimulatedModel {
   std::vector<uint64_t> sampled_hash_;  // of the tokens up to each sample
   std::vector<int32_t> tokens_;
   std::vector<std::vector<int32_t>> entries_;
-  // What a host row leaves on the device, by slot.
+  // State that a host row leaves on the device, by slot.
   struct SavedRow {
     int32_t stage = -1, position = -1, token = -1;
     uint64_t hash = 0;

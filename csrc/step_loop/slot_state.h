@@ -1,4 +1,4 @@
-// Per-slot state that lives with an executor from step to step, and how a StepInput updates it.
+// State of each slot that lives with an executor from step to step, and its updates by a StepInput.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,8 @@ class SlotState {
   // Applies the updates in `input` and describes the step as flat arrays. The returned batch is reused by the next call.
   // `records`: the record section of the step's output, of which it empties what the step may use.
   StepBatch& ingest(const StepInputView& input, std::span<int32_t> records = {});
-  // After sampling: remembers the new last tokens, and how many there are. `tokens` has one entry per sample.
+  // To be called after sampling: remembers the new last tokens, and how many there are. `tokens` has one entry per
+  // sample.
   void remember(const StepInputView& input, const int32_t* tokens);
 
   // The tokens that follow last_token[slot] in the slot's next row. Whoever samples writes them.

@@ -1,4 +1,4 @@
-// Where the host and the device hand each other a step: StepInputs one way, results the other.
+// Buffers in which the host and the device hand each other a step: StepInputs one way, results the other.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@
 
 namespace asyncengine {
 
-// How a StepInput reaches the device.
+// Ways in which a StepInput reaches the device.
 //   kPageable  one asynchronous copy from plain memory: CUDA stages it, and the launching thread waits for that
 //   kPinned    one asynchronous copy from page-locked memory
 //   kMapped    no copy: the step's first kernel reads page-locked memory, and its last ones write results there
@@ -45,12 +45,12 @@ class Staging {
 
   StagingMode mode() const { return mode_; }
   int num_steps() const { return num_steps_; }
-  // Whether the device writes results to output(i) itself.
+  // True if the device writes results to output(i) itself.
   bool writes_output() const { return mode_ == StagingMode::kMapped || mode_ == StagingMode::kAhead; }
   // Needed in the modes that copy, before the first step.
   void set_device_buffers(const DeviceBuffers& buffers) { device_ = buffers; }
   const DeviceBuffers& device_buffers() const { return device_; }
-  // Where the step of buffer i finds its input, in the modes that copy.
+  // Memory in which the step of buffer i finds its input, in the modes that copy.
   std::byte* device_input(int i) const {
     return device_.input + (mode_ == StagingMode::kAhead ? static_cast<size_t>(i) * input_stride_ : 0);
   }
@@ -64,7 +64,7 @@ class Staging {
   size_t output_words() const { return output_words_; }
   // The first word of the records.
   size_t records_begin() const { return records_begin_; }
-  // Of the rows of all slots, in memory that the device reads while steps run.
+  // Masks of the rows of all slots, in memory that the device reads while steps run.
   MaskBoard masks() const { return masks_; }
   // Bytes from one buffer of a ring to the next.
   size_t input_stride() const { return input_stride_; }

@@ -13,14 +13,15 @@ using std::chrono::nanoseconds;
 
 // Steps that fail one by one are their requests' affair, until nothing else happens any more.
 constexpr int kMostFailedSteps = 16;
-// Between two looks at copies of blocks while no step is in flight. What takes long is looked at less and less: half a percent
-// of what it takes is how late that may be.
+// Time between two looks at copies of blocks while no step is in flight. A copy that takes long is looked at less and
+// less: its end may be seen late by half a percent of its time.
 constexpr nanoseconds kMovesLook{20'000};
 constexpr int64_t kMovesLate = 200;
-// And beside one. A transfer takes a few times as long, and two are under way: so the link does not stand still.
+// The same time while a step is in flight. A transfer takes a few times as long, and two are under way: so the link
+// does not stand still.
 constexpr nanoseconds kMovesLookInStep{100'000};
 
-// For a call of the disk's that is under way when the loop ends. One that has been left alone is not waited for.
+// Time for a call of the disk that is under way when the loop ends. A call that has been left alone is not waited for.
 constexpr nanoseconds kDiskPatience{1'000'000'000};
 
 std::unique_ptr<DiskBlocks> make_disk(const StepLoopConfig& config, const BlockMover& mover, std::shared_ptr<Notifier> notifier) {

@@ -57,14 +57,14 @@ class StepLoop {
 
   // Runs on a thread of its own, pinned to core `cpu` if that is one that this process may use (Linux).
   void start(int cpu = -1);
-  // Instead of start(): one round of the step thread's work, by whoever calls. Never waits; true when anything moved.
-  // It exists to measure what the thread is worth.
+  // Does one round of the step thread's work in the calling thread, instead of start(). Never waits; true when anything
+  // moved. It exists to measure what the thread is worth.
   bool advance() noexcept;
-  // How long the thread sleeps when advance() moved nothing, unless something arrives.
+  // Time that the thread sleeps when advance() moved nothing, unless something arrives.
   std::chrono::nanoseconds patience() const;
   // Stops the thread; requests still under way are gone without a word. False: after `limit` the executor still runs, or the
   // thread hangs in a call of it. May be called again. Memory that a device may still write to is leaked on purpose.
-  // Of the disk, no call is waited for beyond a second: then the memory of blocks is leaked, and true is answered.
+  // No call of the disk is waited for beyond a second: then the memory of blocks is leaked, and true is answered.
   bool stop(std::chrono::nanoseconds limit);
   // Frees a loop that must not wait: one whose thread hangs is leaked whole. The destructor would wait for the thread.
   static void dispose(StepLoop* loop, std::chrono::nanoseconds limit);
@@ -81,14 +81,14 @@ class StepLoop {
     return !life_.failed();
   }
   void wake() { outbox_.wake(); }
-  // Why steps have failed since the last call, one line each. For the thread that drains.
+  // Reasons why steps have failed since the last call, one line each. For the thread that drains.
   std::string take_step_error() { return registry_.take_step_error(); }
 
   int wake_fd() const { return outbox_.wake_fd(); }
   std::string error() const { return life_.error(); }
   Stats stats() const;  // for any thread, as is the next
   const StepTokens& step_tokens() const { return step_tokens_; }  // of steps that succeeded
-  // Whether steps are recorded. For the thread that submits, as the next two.
+  // Turns the recording of steps on or off. For the thread that submits, as the next two.
   void watch(bool on) { watch_.watch(on); }
   // The last `most` steps that were recorded.
   std::vector<StepRecord> last_steps(size_t most) const { return watch_.last(most); }

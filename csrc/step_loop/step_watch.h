@@ -1,4 +1,4 @@
-// What a step loop tells somebody who watches it: the times of its last steps, and a map of its blocks.
+// Records of a step loop for a watcher: the times of its last steps, and a map of its blocks.
 #pragma once
 
 #include <array>
@@ -25,7 +25,7 @@ struct StepRecord {
   int64_t predicted_ns = 0;  // that it was expected to take; 0: nothing is known
 };
 
-// Of the blocks of one cell of the map, 0 to 255 for none to all, rounded up: one block of many shows.
+// Shares of the blocks of one cell of the map, 0 to 255 for none to all, rounded up: one block of many shows.
 struct BlockCell {
   uint8_t held = 0;    // by one sequence
   uint8_t shared = 0;  // by several
@@ -47,7 +47,7 @@ class StepWatch {
   // The last `most` records, the oldest first.
   std::vector<StepRecord> last(size_t most) const;
   int32_t blocks_per_cell() const { return blocks_per_cell_; }
-  // As the last sweep found them. A sweep takes place when it is asked for.
+  // Cells as the last sweep found them. A sweep takes place when it is asked for.
   std::vector<BlockCell> cells() const;
   void ask_for_sweep() { asked_.store(true, std::memory_order_release); }
 

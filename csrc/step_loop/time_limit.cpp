@@ -19,7 +19,7 @@ void TimeLimit::restart(int64_t now) {
 bool TimeLimit::over(int64_t now, Executor& executor) {
   const int64_t waited = took(now);
   if (waited <= limit_ / 4) return false;
-  // Only now: looking may cost the executor something.
+  // The executor is asked only now: looking may cost the executor something.
   const int64_t held_up = executor.held_up_ns(now);
   if (held_up_from_ns_ < 0) held_up_from_ns_ = held_up;
   return waited - (held_up - held_up_from_ns_) > limit_;

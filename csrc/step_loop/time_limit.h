@@ -1,4 +1,4 @@
-// How long the oldest step in flight may take.
+// Time limit of the oldest step in flight.
 #pragma once
 
 #include <chrono>
@@ -19,16 +19,16 @@ class TimeLimit {
   void look(int64_t now);
   // Another step in flight is the oldest from now on.
   void restart(int64_t now);
-  // Whether the oldest step has had its time.
+  // True if the oldest step has used up its time.
   bool over(int64_t now, Executor& executor);
-  // How long nobody needs to ask over().
+  // Time for which nobody needs to ask over().
   std::chrono::nanoseconds until_look(int64_t now) const;
   // `now` less all time in which the process was stopped, or its machine slept: the clock of every limit on work that the
   // process does itself.
   int64_t awake(int64_t now) const { return now - stopped_ns_; }
-  // How long the oldest step has taken, awake.
+  // Time that the oldest step has taken, awake.
   int64_t took(int64_t now) const { return awake(now) - began_awake_ns_; }
-  // When the oldest step began to run, as far as polling shows: a little later.
+  // Time at which the oldest step began to run, as far as polling shows: a little later.
   int64_t since() const { return since_ns_; }
 
  private:

@@ -101,7 +101,7 @@ METHODS: dict[str, Callable[[AsyncEngine], Any]] = {
     "tokenizer": lambda engine: engine.tokenizer,
 }
 ANYWHERE = {"debug_stats", "model_info", "stats", "tokenizer"}
-"""They read what any thread may read."""
+"""Methods that read only values that any thread may read."""
 
 
 async def call(method: str, engine: AsyncEngine) -> None:

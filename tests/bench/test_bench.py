@@ -136,7 +136,7 @@ def chunked(body: bytes, size: int) -> bytes:
 
 
 def answered_with(response: bytes, piece: int = 1 << 16) -> SseResult:
-    """What the client makes of a response that arrives in pieces."""
+    """Return the client's result for a response that arrives in pieces."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")

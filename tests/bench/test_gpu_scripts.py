@@ -185,7 +185,12 @@ def test_decode_generates_and_reports_beside_the_others(capsys: pytest.CaptureFi
             return await decode.generate(engine, random.Random(0), 3, 5)
 
     assert asyncio.run(main()) > 0
-    result = {"ready_s": 9.0, "first_token_s": 29.0, "step_ms": {1: 4.0, 8: 6.0}, "floor_ms": {1: 3.4, 8: 3.5}}
+    result: dict[str, Any] = {
+        "ready_s": 9.0,
+        "first_token_s": 29.0,
+        "step_ms": {1: 4.0, 8: 6.0},
+        "floor_ms": {1: 3.4, 8: 3.5},
+    }
     result["contexts"] = [{"batch": 1, "context": 256} | decode.achieved(read_model("llama-3.1-8b"), 1, 256, 4.0)]
     result["contexts"].append({"batch": 256, "context": 16384, "skipped": "it does not fit"})
     result["batch-invariant"] = {"step_ms": {1: 5.0, 8: 6.0}, "contexts": [result["contexts"][0] | {"ms": 6.0}]}
@@ -222,7 +227,7 @@ def test_contexts_that_do_not_fit_are_left_out() -> None:
 
 
 def test_decode_sweeps_batches_and_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is replayed, over which keys and values; the GPU itself is a stand-in."""
+    """The sweep replays the right batches and contexts over filled keys and values; the GPU itself is a stand-in."""
     memory = torch.full((2, 2, 4, 8), torch.nan)
     runner = SimpleNamespace(graphs=None, steps=SimpleNamespace(cache=SimpleNamespace(memory=memory)))
     replayed = []
@@ -324,7 +329,7 @@ def test_prefill_replays_the_chunks_that_there_is_room_for(monkeypatch: pytest.M
 
 
 def test_parameters_and_bytes() -> None:
-    """Beside the published counts of parameters, less embeddings, norms and biases."""
+    """Counts equal the published counts of parameters, less embeddings, norms and biases."""
     assert layer_parameters(read_model("gpt2")) == 12 * 12 * 768**2
     assert layer_parameters(read_model("qwen3-0.6b")) == pytest.approx(0.44e9, rel=0.01)
     llama = read_model("llama-3.1-8b")

@@ -22,7 +22,7 @@ from hostile_server import Server, Watch
 
 GOOD = completion(b'{"prompt": "One day", "max_tokens": 2}')
 REFERENCE_MS = 2.5
-"""What ``calibrate`` takes on the machine whose figures bench/NOTES.md has."""
+"""Milliseconds of ``calibrate`` on the machine whose figures bench/NOTES.md has."""
 ROOM = 1.5
 """A machine is not as fast in every second as in the one in which it was calibrated."""
 TRIES = 3
@@ -102,7 +102,7 @@ class Hosts:
         self._server: Server | None = None
 
     def send(self, body: Body) -> tuple[Outcome, dict[str, Any]]:
-        """What became of the request, and the watch's report."""
+        """Send the request. Returns its outcome, and the watch's report."""
         if self._server is None:
             self._server = self._stack.enter_context(Server("bundled"))
         load = load_of(body)

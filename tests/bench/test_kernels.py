@@ -125,7 +125,7 @@ def test_targets_are_measured_whatever_the_contexts() -> None:
 
 @pytest.mark.parametrize("shape", ["gpt2", "qwen3-0.6b"])
 def test_work_lists_are_the_engine_s(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured by itself is what runs in a step, for a row, a few, many, and many with late teams."""
+    """The work that is measured by itself is that of a step, for a row, a few, many, and many with late teams."""
     monkeypatch.setattr(kernel_attention, "examine", lambda device: H200)
     device, args = torch.device("cpu"), kernels.parse(["attention"])
     ops = CudaOps(device, CudaOptions(gpu=H200))

@@ -279,7 +279,8 @@ def run(*argv: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("keywords", [{"port": "80"}, {"port": 80.5}, {"host": None}, {"write_timeout_s": [1]}])
 def test_server_configuration_of_wrong_types(keywords: dict[str, Any]) -> None:
-    """As with EngineConfig: no TypeError of a comparison, and nothing that fails only when it is used."""
+    """Wrong types are refused as by EngineConfig: no TypeError of a comparison, and nothing that fails only when it is
+    used."""
     with pytest.raises(ConfigError, match=next(iter(keywords))):
         ServerConfig(**keywords)
 

@@ -44,7 +44,7 @@ class Chat:
     @property
     def asked(self) -> list[list[str]]:
         """The texts of each conversation that was sent, without the roles."""
-        return [[message["content"] for message in prompt] for prompt in self.engine.prompts]  # type: ignore[index]
+        return [[message["content"] for message in prompt] for prompt in self.engine.prompts]  # type: ignore[index, misc]
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ PROMPTS = """Once
 
 
 class Folder:
-    """Where a command's files are."""
+    """Folder of a command's files."""
 
     def __init__(self, path: Path) -> None:
         self.source = path / "in.jsonl"
@@ -148,7 +148,7 @@ def test_so_many_requests_are_in_flight_and_no_more(folder: Folder, engine: Fake
         peak = max(peak, len(engine.open))
         await step(*args)
 
-    engine.step = watch  # type: ignore[method-assign]
+    engine.step = watch  # type: ignore[method-assign, assignment]
     assert folder.generate("--max-in-flight", "7") == 0
     assert peak == 7
     assert [result["custom_id"] for result in folder.results] == list(range(1, 41))

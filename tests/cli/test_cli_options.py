@@ -1,4 +1,4 @@
-"""Where options come from besides the command line, and how help and models are told."""
+"""Options from other places than the command line, and the command line's words about help and models."""
 
 from __future__ import annotations
 

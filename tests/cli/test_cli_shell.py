@@ -1,4 +1,4 @@
-"""What the command line does for its user: it guesses what was meant, completes words and shows a request."""
+"""Services of the command line to its user: it guesses what was meant, completes words and shows a request."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_shell_that_there_is_no_script_for(capsys: pytest.CaptureFixture[str])
     assert "did you mean fish?" in capsys.readouterr().err
 
 
-class WithoutTokenizer(FakeEngine):
+class WithoutTokenizer(FakeEngine):  # type: ignore[misc,unused-ignore]
     def __init__(self) -> None:
         super().__init__()
         del self.tokenizer
@@ -143,7 +143,7 @@ async def test_a_server_that_starts_shows_a_request_that_works() -> None:
 
 
 async def answer_of(command: str, **environment: str) -> str:
-    """What kind of object a command line prints."""
+    """Run a command line and return the kind of object that it prints."""
     child = await asyncio.create_subprocess_shell(
         f"{command} --silent --show-error",
         stdout=asyncio.subprocess.PIPE,

@@ -59,7 +59,7 @@ def test_every_bucket_and_every_site(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_text_has_a_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the bundled model, whose sites no table knows."""
+    """No table knows the sites of the bundled model."""
     assert main(["plan", "--gpu", "H200", "--dtype", "bfloat16", "--max-num-seqs", "2"]) == 0
     first, _, title, header, qkv, *rest = capsys.readouterr().out.splitlines()
     assert first.endswith(" on NVIDIA H200")
@@ -110,7 +110,7 @@ def test_an_unknown_card_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_keys_and_values_in_float8_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """By kernels in Triton, and refused where the card has no float8."""
+    """Kernels in Triton read float8, and the command refuses where the card has no float8."""
     arguments = (str(SHAPES / "llama-3.1-8b"), "--kv-cache-dtype", "fp8", "--gpu")
     attention = [line for step in steps_of(capsys, *arguments, "H200") for line in step["attention"]]
     assert all("keys and values in float8" in line and "tma_" not in line for line in attention)

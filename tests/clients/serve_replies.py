@@ -19,7 +19,7 @@ from tests.server.fake_engine import END, FakeEngine, FakeStream
 
 
 class ScriptedEngine(FakeEngine):
-    """Its template knows tools, and calls as Hermes and Qwen write them."""
+    """Engine with scripted replies. Its template knows tools, and calls as Hermes and Qwen write them."""
 
     def __init__(self, replies: list[list[str]]) -> None:
         super().__init__(ends=True, max_model_len=1 << 20, chat_template="{{ tools }}<tool_call>")

@@ -1,4 +1,4 @@
-"""What clients of structured output are asked for: small enough for a model that can only tell stories."""
+"""Shapes that clients of structured output ask for: small enough for a model that can only tell stories."""
 
 from typing import Literal
 

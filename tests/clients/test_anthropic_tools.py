@@ -127,7 +127,7 @@ def test_the_javascript_client_lists_models(server: Server) -> None:
 
 
 def javascript(server: Server, **asked: Any) -> Any:
-    """What a program of the JavaScript client prints."""
+    """Run a program of the JavaScript client, and return the JSON that it prints."""
     settings = {"baseURL": server.url, "authToken": server.key, "model": server.model, **asked}
     done = subprocess.run(
         ["node", "tools.mjs", json.dumps(settings)],

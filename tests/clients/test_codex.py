@@ -68,7 +68,7 @@ def test_codex_applies_patches_that_are_the_input_of_a_custom_tool(tmp_path: Pat
 
 
 def test_codex_is_answered_by_the_bundled_model(tmp_path: Path) -> None:
-    """It calls nothing of its own accord: its first answer is a text, and ends the run.
+    """The bundled model calls nothing of its own accord: its first answer is a text, and ends the run.
 
     So far from what it was trained for it would not end at all, so that some tokens more than its own end it.
     """

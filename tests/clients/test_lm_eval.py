@@ -54,7 +54,7 @@ def evaluate(tasks: Path, model: str, arguments: dict[str, Any]) -> dict[str, An
 
 
 def responses(found: dict[str, Any], task: str) -> list[Any]:
-    """Of each document, in order."""
+    """Return the responses to each document, in order."""
     return [sample["filtered_resps"] for sample in sorted(found["samples"][task], key=lambda s: s["doc_id"])]
 
 

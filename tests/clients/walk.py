@@ -14,7 +14,7 @@ ASKED = "Walk, then tell a story."
 @dataclass
 class Walk:
     places: list[int] = field(default_factory=list)
-    """Where each call has led."""
+    """Places to which the calls have led, in order."""
 
     def go(self, steps: int) -> str:
         self.places.append((self.places[-1] if self.places else 0) + steps)
@@ -30,7 +30,7 @@ class Walk:
         return "none" if self.is_over else "required"
 
     def check(self, text: object) -> None:
-        """That ten calls came, and then ``text`` ended it."""
+        """Check that ten calls came, and then ``text`` ended the walk."""
         assert len(self.places) == TURNS
         assert sorted(self.places) == self.places
         assert isinstance(text, str)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncengine import _core
 
-from .scheduler_state import BLOCK_SIZE
+from .scheduler_state import BLOCK_SIZE, ModelSequence
+
+Event = tuple[int, int, int, int]
 
 
 @dataclass(eq=False)
@@ -19,7 +21,7 @@ class Move:
 
 
 class HostModel:
-    """The part of CheckedScheduler that moves blocks, beside the native tier. What is under way is garbage."""
+    """The part of CheckedScheduler that moves blocks, beside the native tier. Blocks under way are garbage."""
 
     native: _core.SchedulerHarness
     limits: Any
@@ -29,6 +31,16 @@ class HostModel:
     saw: Counter[str]
     operations: int
     flight: deque[Any]
+
+    if TYPE_CHECKING:  # what the other parts of CheckedScheduler have
+
+        def _sequences(self) -> list[ModelSequence]: ...
+        def _settle(self, sequence: ModelSequence) -> None: ...
+        def _fail(self, sequence: ModelSequence) -> list[Event]: ...
+        def _release(self) -> list[int]: ...
+        def _expect_late_jobs(self) -> list[Event]: ...
+        def _see_hosted(self) -> None: ...
+        def _check_moved(self) -> None: ...
 
     def move(self) -> bool:
         """The host tier takes in what has moved, and starts what is to move; False if it did neither."""
@@ -83,7 +95,7 @@ class HostModel:
                 self._settle(s)
 
     def end_moves(self) -> None:
-        """Until nothing is under way, and nothing more is to move."""
+        """End moves until nothing is under way, and nothing more is to move."""
         while self.limits.num_host_blocks and (self.move() or self.moves):
             for transfer in list(self.moves):
                 self.end_move(transfer)

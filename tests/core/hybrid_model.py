@@ -6,7 +6,7 @@ from collections import Counter
 
 from asyncengine import _core
 
-from .host_model import HostModel, Move
+from .host_model import Event, HostModel, Move
 from .scheduler_state import BLOCK_SIZE, HostRow, Job, ModelSequence, Row, State, Step
 
 JOB_TIMEOUT = 1000
@@ -14,8 +14,6 @@ JOB_TIMEOUT = 1000
 
 LEAST_LEFT = 8
 """A sequence with fewer tokens to come is not moved to the host."""
-
-Event = tuple[int, int, int, int]
 
 
 class HybridModel(HostModel):
@@ -55,7 +53,7 @@ class HybridModel(HostModel):
             self.end_job(s)
 
     def wait_for_jobs_in_vain(self) -> None:
-        """So long that each of those under way is late."""
+        """Let so much time pass that each job under way is late."""
         self.native.now += JOB_TIMEOUT
         self.move()
 
@@ -142,7 +140,7 @@ class HybridModel(HostModel):
                 s.host.since = self.native.now
 
     def _expect_late_jobs(self) -> list[Event]:
-        """What becomes of rows whose job has failed, or is late, when the scheduler looks."""
+        """Expect the events of rows whose job has failed, or is late, when the scheduler looks."""
         events: list[Event] = []
         if not self.limits.lanes:
             return events
@@ -173,7 +171,7 @@ class HybridModel(HostModel):
             if s.host is not None and row is None:
                 self._see_end(s)
             elif s.host is None and row is not None:
-                self._see_begin(s, *row, before)
+                self._see_begin(s, before, *row)
             elif row is not None:
                 self._see_progress(s, *row)
         assert not native
@@ -183,12 +181,12 @@ class HybridModel(HostModel):
     def _see_begin(
         self,
         s: ModelSequence,
+        running: set[ModelSequence],
         slot: int,
         phase: str,
         stage: int,
         leaves: bool,
         blocks: list[int],
-        running: set[ModelSequence],
     ) -> None:
         assert (phase, stage, leaves, blocks) == ("draining", 0, False, [])
         assert s in running
@@ -236,7 +234,8 @@ class HybridModel(HostModel):
         h.leaves = leaves
 
     def _see_end(self, s: ModelSequence) -> None:
-        """It is no host row any more: it has ended, goes on as if preempted, or has stayed on the device after all."""
+        """The sequence is no host row any more: it has ended, goes on as if preempted, or has stayed on the device
+        after all."""
         h, s.host = s.host, None
         assert not h.attended
         assert s.in_flight == 0

@@ -22,10 +22,11 @@ __all__ = ["VOCAB", "CheckedScheduler", "Limits"]
 STOP, LENGTH = _core.FinishReason.stop, _core.FinishReason.length
 FAILED, STEP_FAILED = _core.FinishReason.failed, _core.FinishReason.step_failed
 FED_IN_PLACE = 0
-"""What executors feed where logits were not finite: no_row_is_fed_a_negative_token in tests/native holds them to it."""
+"""Token that executors feed where logits were not finite: no_row_is_fed_a_negative_token in tests/native holds them to
+it."""
 
 LEAST_CHUNK = 16
-"""What the first prompt of a step gets, however long it takes."""
+"""Tokens that the first prompt of a step gets, however long they take."""
 COSTS = _core.StepCosts([(1, 100, 1), (64, 6400, 1)], [(1, 100, 1), (64, 6400, 64)])
 """A step takes 100 ns for each token, 1 ns for each that a token attends to."""
 
@@ -203,7 +204,7 @@ class CheckedScheduler(TenantModel, HybridModel):
         return [s for r in self.requests.values() for s in r.sequences]
 
     def _allow(self, new: ModelRequest) -> None:
-        """How many steps it may take until a request ends.
+        """Set the number of steps that may pass until a request ends.
 
         The first in order gains a token at least in each round of the steps in flight: decode rows leave room for its
         prompt, and the others give way to it. While it has no slot, those that have one run to their end. So a request
@@ -234,7 +235,8 @@ class CheckedScheduler(TenantModel, HybridModel):
     def _preempt(
         self, rows: list[Row], running: set[ModelSequence], waiting: set[ModelSequence], holdings: Holdings
     ) -> None:
-        """Who gave way: the last in order of those that are not in the step, but for those of other tenants."""
+        """Check the victims: the last in order of the sequences that are not in the step, but for those of other
+        tenants."""
         count = self.native.preemptions - self.preemptions
         self.preemptions += count
         self.saw["preemption"] += count
@@ -324,7 +326,7 @@ class CheckedScheduler(TenantModel, HybridModel):
             assert seen == right, f"block {row.blocks[i]} holds {seen}, sequence {row.sequence.key} wrote {right}"
 
     def _check_reuse(self, step: Step) -> None:
-        """What this step writes, no step in flight touches for anybody else."""
+        """No step in flight touches for another sequence the blocks that this step writes."""
         fresh = {target for _, target in step.copies}
         for row in step.rows:
             fresh.update(row.blocks[row.context_len // BLOCK_SIZE :])
@@ -409,7 +411,7 @@ class CheckedScheduler(TenantModel, HybridModel):
         self._settle(sequence)
 
     def _settle(self, sequence: ModelSequence) -> None:
-        """What a sequence holds comes back when no step in flight touches it any more."""
+        """Free a sequence's blocks once no step in flight touches them any more."""
         if sequence.in_flight or sequence.loading or sequence.host is not None:
             return
         if sequence.state not in (State.PREEMPTING, State.FINISHED):

@@ -1,4 +1,4 @@
-"""What the models of the scheduler know of requests, sequences, steps and host rows."""
+"""State of the scheduler's models: requests, sequences, steps and host rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Copy = tuple[int, int]
 
 @dataclass(frozen=True)
 class Limits:
-    """What a scheduler is configured with."""
+    """Configuration of a scheduler."""
 
     num_blocks: int = 12
     max_num_seqs: int = 4

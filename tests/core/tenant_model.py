@@ -47,7 +47,7 @@ class TenantModel:
         return self.native.host_rows if self.limits.lanes else []
 
     def _slots(self) -> Counter[int]:
-        """Of each tenant, apart from those that come back."""
+        """Count the slots of each tenant, without the sequences that come back."""
         holders = [s for s in self._sequences() if s.state in (State.RUNNING, State.HOSTED)]
         return Counter(s.request.tenant for s in holders)
 
@@ -63,7 +63,7 @@ class TenantModel:
         return tenant == 0 or slots[tenant] < self._share
 
     def _next(self, queue: list[ModelSequence], slots: Counter[int]) -> ModelSequence:
-        """Who is admitted next, where nobody waits for blocks."""
+        """Return the sequence that is admitted next, where nobody waits for blocks."""
         ordered = sorted(queue, key=lambda s: s.key)
         within = [s for s in ordered if self._may_take(s.request.tenant, slots)]
         rest = [s for s in ordered if s not in within]
@@ -91,7 +91,7 @@ class TenantModel:
         waiting: set[ModelSequence],
         holdings: Holdings,
     ) -> None:
-        """Those beyond their tenant's share gave way first; then the last in order."""
+        """Check that sequences beyond their tenant's share gave way first, then the last in order."""
         slots = Counter(s.request.tenant for s in running) + Counter(s.request.tenant for s in self._hosted())
         share_of_blocks = WHOLE * self.limits.num_blocks // len(self._tenants)
         firsts: dict[int, ModelSequence] = {}  # by tenant
@@ -110,7 +110,8 @@ class TenantModel:
     def _expected_victims(
         self, running: set[ModelSequence], waiting: set[ModelSequence], slots: Counter[int]
     ) -> list[ModelSequence]:
-        """Where nobody waits for blocks: a slot for each tenant that is within its share and waits."""
+        """Return the victims where nobody waits for blocks: a slot for each tenant that is within its share and
+        waits."""
         firsts: dict[int, ModelSequence] = {}  # by tenant
         for s in sorted(waiting, key=lambda s: s.key):
             firsts.setdefault(s.request.tenant, s)

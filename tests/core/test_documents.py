@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from functools import cache
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMITS = {"README.md": 110, "bench/NOTES.md": 200}
+LIMITS = {"README.md": 110, "CONTRIBUTING.md": 80, "CHANGELOG.md": 60, "bench/NOTES.md": 200}
 DOCUMENTS = sorted(
     {*LIMITS, "SECURITY.md", "csrc/README.md", "bench/log/README.md"}
     | {str(path.relative_to(ROOT)) for path in (ROOT / "asyncengine").rglob("README.md")}
@@ -19,6 +20,7 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 QUOTED = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"[\w./*-]+\.(?:py|pyi|cpp|h|inl|md|json|svg|toml|txt)")
+FRAGMENT = re.compile(r"(?:Of|What|Whether|How|Where|Which|Who|Whose|Those|They|Its?) ")
 FOLDER = re.compile(r"(?:asyncengine|csrc|tests|bench)(?:/[\w-]+)+/?|(?:[\w-]+/)+")
 
 
@@ -42,12 +44,12 @@ def prose(document: str) -> str:
 
 
 def words(document: str) -> list[str]:
-    """What the document has in backticks, in words: a command's script is one of them."""
+    """Return the document's texts in backticks, in words: a command's script is one of them."""
     return [word for text in QUOTED.findall(prose(document)) for word in text.split()]
 
 
 def repository_paths(document: str) -> list[str]:
-    """What the document has in backticks that looks like a file or a folder of the repository."""
+    """Return the document's words in backticks that look like a file or a folder of the repository."""
     return [word.removesuffix("/") for word in words(document) if FILE.fullmatch(word) or FOLDER.fullmatch(word)]
 
 
@@ -64,11 +66,18 @@ def test_readers_find_what_they_are_promised() -> None:
 
 @pytest.mark.parametrize("document", LIMITS)
 def test_documents_are_short(document: str) -> None:
-    """Without the tables that bench/tables.py writes."""
+    """Tables that bench/tables.py writes do not count."""
     written = re.sub(
         r"(<!-- figures of [^\n]* -->\n).*?(<!-- end -->)", r"\1\2", (ROOT / document).read_text(), flags=re.DOTALL
     )
     assert len(written.splitlines()) <= LIMITS[document]
+
+
+def test_contributors_read_of_each_command() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    parts_of_others = {"asan", "tsan", "wheels", "wheels-of-containers", "wheel-of-this-machine", "clean"}
+    described = set(re.findall(r"^\| `make ([a-z-]+)`", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE))
+    assert described == targets - parts_of_others - {"pytest"}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -133,3 +142,15 @@ def test_named_flags_exist(document: str) -> None:
         if flag.startswith("--"):
             field = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
             assert flag in text or re.search(rf"\b{field}: ", text), f"{document} names {flag}"
+
+
+@pytest.mark.parametrize("folder", ["asyncengine", "bench", "tests"])
+def test_docstrings_name_their_subject(folder: str) -> None:
+    """Docstrings, those of fields too, begin with a noun or a verb: a reader of one file has no neighbour to ask."""
+    found = []
+    for path in sorted((ROOT / folder).rglob("*.py*")):
+        if path.suffix in {".py", ".pyi"}:
+            texts = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Expr))
+            docs = (text for text in texts if isinstance(text, ast.Constant))
+            found += [f"{path}:{doc.lineno}" for doc in docs if FRAGMENT.match(str(doc.value))]
+    assert not found

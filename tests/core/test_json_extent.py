@@ -30,7 +30,7 @@ def twin(document: bytes) -> tuple[int, int]:
 
 
 def extent(value: Any) -> tuple[int, int]:
-    """By the objects that a parser makes."""
+    """Count by the objects that a parser makes."""
     if not isinstance(value, list | dict):
         return 1 + isinstance(value, str), 0
     inner = [extent(v) for v in (value if isinstance(value, list) else value.values())]

@@ -1,4 +1,4 @@
-"""What a stranger installs: steps of the Makefile, versions of Python that have a wheel, versions of packages."""
+"""The package as a stranger installs it: steps of the Makefile, versions of Python that have a wheel, of packages."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+import asyncengine
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU_BUILD = "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"
@@ -32,6 +34,19 @@ def test_serve_says_what_it_does_and_needs_no_tools() -> None:
     assert "--quiet" not in told  # which hides how far a download is
     assert "[dev]" not in told
     assert "asyncengine[dev]" in commands("test")
+
+
+def test_one_file_states_the_version() -> None:
+    """An editable installation knows the version of the day on which it was made: make install renews it."""
+    version = project()["project"]["version"]
+    assert asyncengine.__version__ == version
+    folders = [ROOT / "asyncengine", ROOT / "csrc"]
+    files = [path for folder in folders for path in folder.rglob("*") if path.suffix in {".py", ".pyi", ".cpp", ".h"}]
+    stating = re.compile(rf"(?<![\d.]){re.escape(version)}(?![\d.])")
+    assert [path for path in (*files, ROOT / "CMakeLists.txt") if stating.search(path.read_text())] == []
+    newest = re.search(r"^## \[(\S+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == version
 
 
 @pytest.mark.parametrize("document", ["README.md", "asyncengine/server/README.md", "Makefile"])

@@ -68,7 +68,7 @@ def check_output(engine: SimulatedEngine, job: Job, output: RequestOutput) -> No
 
 
 async def check_jobs(engine: SimulatedEngine, jobs: list[Job]) -> None:
-    """All of them at once."""
+    """Run all jobs at once, and check each output."""
     outputs = await asyncio.gather(*(engine.generate(job.prompt, job.params) for job in jobs))
     for job, output in zip(jobs, outputs, strict=True):
         check_output(engine, job, output)
@@ -88,7 +88,7 @@ def join(deltas: list[RequestDelta], index: int = 0) -> tuple[str, list[int]]:
 
 
 def run_script(code: str, *arguments: str) -> str:
-    """What the script prints; it must end well, and without a word about errors."""
+    """Run a script and return its output. The script must end well, and without a word about errors."""
     done = subprocess.run(
         [sys.executable, *arguments, "-c", textwrap.dedent(code)],
         capture_output=True,

@@ -28,7 +28,8 @@ PARAMS = [
 
 
 async def answers(engine: AsyncEngine) -> list[Any]:
-    """Each prompt with each kind of parameters, all at once, and then the prompts once more."""
+    """Return the outputs of each prompt with each kind of parameters, all at once, and then of the prompts once
+    more."""
     jobs = [engine.generate(prompt, params) for prompt in PROMPTS for params in PARAMS]
     first = await asyncio.gather(*jobs)
     again = [await engine.generate(prompt, PARAMS[0]) for prompt in PROMPTS]
@@ -80,7 +81,7 @@ def test_cancelled_requests_give_back_what_was_coming_for_them() -> None:
 
 
 def test_a_prefix_comes_back_from_the_disk_after_a_restart(tmp_path: Path) -> None:
-    """And what somebody wrote into a file is noticed, and computed again."""
+    """A change that somebody wrote into a file is noticed, and the blocks are computed again."""
     model = str(asyncengine.bundled_model())
     config = PRESSED | {"disk_kv_path": str(tmp_path / "kv")}
 
@@ -111,7 +112,7 @@ def test_a_prefix_comes_back_from_the_disk_after_a_restart(tmp_path: Path) -> No
 
 
 def test_a_fifo_in_place_of_a_file_holds_up_nobody(tmp_path: Path) -> None:
-    """To open one for reading lasts until somebody opens it for writing, which nobody does."""
+    """To open a FIFO for reading lasts until somebody opens it for writing, which nobody does."""
     model = str(asyncengine.bundled_model())
     config = PRESSED | {"disk_kv_path": str(tmp_path / "kv")}
 
@@ -172,7 +173,7 @@ def greedy(count: int) -> SamplingParams:
 
 
 async def all_has_moved(engine: AsyncEngine) -> None:
-    """To the host and to the disk."""
+    """Wait until all blocks have moved to the host and to the disk."""
     before, now = None, engine.stats()
     while before is None or (before.blocks_to_host, before.blocks_to_disk) != (now.blocks_to_host, now.blocks_to_disk):
         await asyncio.sleep(0.05)

@@ -41,7 +41,7 @@ async def run(config: dict[str, Any]) -> tuple[list[Any], EngineStats]:
         {"dtype": "bfloat16"},
         {"kv_cache_dtype": "fp8"},
         {"hybrid_lanes": 5, "hybrid_workers": 1, "steps_in_flight": 1},
-        {"prefill_attention": "sdpa", "prefill_chunk_size": None},
+        {"prefill_chunk_size": None},
         {"step_driver": "loop"},
     ],
     ids=lambda config: ",".join(f"{key}={value}" for key, value in config.items()) or "default",
@@ -128,7 +128,7 @@ WIDE = {
 
 
 def test_time_in_which_the_process_is_stopped_fails_nobody(tmp_path: Path) -> None:
-    """As by SIGSTOP, or on a laptop that is closed: longer than attention of a row may take."""
+    """The process is stopped as by SIGSTOP, or on a laptop that is closed: longer than attention of a row may take."""
     (tmp_path / "config.json").write_text(json.dumps(WIDE))
     program = f"MODEL = {str(tmp_path)!r}" + STOPPED
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:

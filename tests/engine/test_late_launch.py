@@ -13,7 +13,7 @@ FIRST_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 async def tokens_until_the_first(engine: SimulatedEngine, trials: int) -> list[int]:
-    """Per trial: tokens that the engine made from the arrival of a request until its first was delivered.
+    """Count, per trial, the tokens that the engine made from the arrival of a request until its first was delivered.
 
     One other sequence runs, a token per step; each request arrives when a token of that one does, so that a step has
     just begun. Had in the step after that one, the request sees three tokens: two of the other's, and its own.

@@ -148,7 +148,7 @@ async def test_priorities(priority: int) -> None:
 
 @pytest.mark.parametrize("blocks", [CONTEXT // 16, 256])
 async def test_a_prompt_fills_the_context_where_nothing_is_generated(blocks: int) -> None:
-    """Also a cache that holds one such prompt and nothing else."""
+    """The prompt also fills a cache that holds one such prompt and nothing else."""
     whole = [300 + i % 700 for i in range(CONTEXT)]
     scores = SamplingParams(max_tokens=0, prompt_logprobs=1)
     async with bundled(num_kv_blocks=blocks, block_size=16, max_num_seqs=4) as engine:
@@ -157,9 +157,10 @@ async def test_a_prompt_fills_the_context_where_nothing_is_generated(blocks: int
             assert output.prompt_logprobs is not None
             assert len(output.prompt_logprobs) == CONTEXT
             assert (output.token_ids, output.text, output.finish_reason) == ((), "", "length")
-        # Its log probabilities are those of the same tokens in a shorter prompt.
+        # The log probabilities of the whole prompt equal those of the same tokens in a shorter prompt.
         shorter = await engine.generate(whole[:-1], scores)
         assert shorter.prompt_logprobs is not None
+        assert output.prompt_logprobs is not None
         for long, short in zip(output.prompt_logprobs[1:-1], shorter.prompt_logprobs[1:], strict=True):
             assert long is not None
             assert short is not None

@@ -198,7 +198,7 @@ def test_tokens_that_the_model_lacks_are_refused(checkpoints, tmp_path, prompt):
     ("broken", "message"), [("config.json", r"config\.json"), ("tokenizer.json", "tokenizer"), (None, "no.jinja")]
 )
 def test_small_files_are_read_before_weights(checkpoints, tmp_path, broken, message):
-    """Which take long: whoever has mistaken a template's name is told at once. Here weights would fail, too."""
+    """Weights take long to read, so a mistaken name of a template is reported before. Here weights would fail, too."""
     path, _ = checkpoints("llama")
     for file in path.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

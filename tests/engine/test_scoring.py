@@ -42,7 +42,7 @@ def check_prompt(output: RequestOutput, top: int, start: int = 1) -> None:
 
 
 async def prompts_are_scored(config: dict[str, Any], chunk: int, depth: int, blocks: int) -> None:
-    """Beside plain requests; again once the prefix cache knows the prompts; with several sequences."""
+    """Prompts are scored beside plain requests; again once the prefix cache knows them; with several sequences."""
     plain = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
     asked = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, prompt_logprobs=3, logprobs=1, n=2)
     settings = {"prefill_chunk_size": chunk, "steps_in_flight": depth, "num_kv_blocks": blocks, "max_model_len": 128}

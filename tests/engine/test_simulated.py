@@ -1,4 +1,4 @@
-"""What comes out of the engine: the same tokens and texts whatever the machinery does."""
+"""Outputs of the engine: the same tokens and texts whatever the machinery does."""
 
 from __future__ import annotations
 

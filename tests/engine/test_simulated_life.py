@@ -29,7 +29,7 @@ SLOW = {"step_latency_us": 2000.0}
 
 
 async def begun(engine: AsyncEngine, tokens: int = 1) -> None:
-    """Until the engine has generated something."""
+    """Wait until the engine has generated so many tokens."""
     while engine.stats().generation_tokens < tokens:  # noqa: ASYNC110  # nothing to wait for: that is the point
         await asyncio.sleep(0.001)
 

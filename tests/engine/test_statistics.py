@@ -1,4 +1,4 @@
-"""What an engine tells of itself: every statistic of the core, and where each token was made."""
+"""Statistics of an engine: every statistic of the core, and the place where each token was made."""
 
 from __future__ import annotations
 

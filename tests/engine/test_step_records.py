@@ -1,4 +1,4 @@
-"""What comes back of a step beside tokens: vectors and log probabilities, from the step loop on the CPU."""
+"""Results of a step beside tokens: vectors and log probabilities, from the step loop on the CPU."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ def test_vectors_beside_tokens(tmp_path: Path, dtype: str, chunk: int | None) ->
 
 
 def test_log_probabilities_come_beside_their_tokens(tmp_path: Path) -> None:
-    """Those of several tokens in one delivery, in order; those of the prompt are records that no token has."""
+    """A delivery has the log probabilities of several tokens, in order; those of the prompt are records that no token
+    has."""
     tiny.build_model("llama").save_pretrained(tmp_path)
     settings = {"dtype": "float32", "num_kv_blocks": 32, "max_num_seqs": 4, "skip_tokenizer_init": True}
     backend = load_backend(EngineConfig.from_kwargs(str(tmp_path), settings), progress=False)

@@ -25,7 +25,7 @@ def seeds(target: str) -> Path:
 
 
 def fuzz(target: str, seconds: int, seed: int) -> bool:
-    """Whether nothing was found."""
+    """Fuzz a target. Returns whether no fault was found."""
     work = ROOT / "build" / "fuzz" / target
     corpus = work / "corpus"
     corpus.mkdir(parents=True, exist_ok=True)

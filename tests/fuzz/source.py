@@ -20,7 +20,7 @@ MAX_DEPTH = 6
 
 
 def scratch_directory() -> Path:
-    """For the files of one process; it goes when the process ends."""
+    """Make a folder for the files of one process; it goes when the process ends."""
     path = Path(tempfile.mkdtemp(prefix="asyncengine-fuzz-"))
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     return path
@@ -45,7 +45,7 @@ class Source:
         return self.byte() % 2 == 1
 
     def integer(self, low: int, high: int) -> int:
-        """From ``low`` to ``high``, both included."""
+        """Return an integer from ``low`` to ``high``, both included."""
         size = 1 if high - low < 256 else 2
         return low + int.from_bytes(bytes(self.byte() for _ in range(size)), "big") % (high - low + 1)
 
@@ -61,7 +61,7 @@ class Source:
         return data
 
     def value(self, depth: int = 0) -> Any:
-        """Whatever JSON can say, and NaN and infinity."""
+        """Return any value that JSON can express, or NaN or infinity."""
         match self.byte() % (9 if depth < MAX_DEPTH else 7):
             case 0:
                 return None

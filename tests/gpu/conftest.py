@@ -1,4 +1,4 @@
-"""What only a GPU can show. CI has none: there, these tests say that they were skipped."""
+"""Tests that need a GPU. CI has none: there, these tests say that they were skipped."""
 
 import json
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def plans_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What engines measure here is not what the user's engines start from."""
+    """Keep the measurements of the engines here apart from those that the user's engines start from."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ASYNCENGINE_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield

@@ -1,4 +1,4 @@
-"""What steps take, measured on the GPU, and chunks that heed a target."""
+"""Costs of steps, measured on the GPU, and chunks that heed a target."""
 
 from __future__ import annotations
 

@@ -109,6 +109,6 @@ def test_a_layer_of_a_real_shape(dtype: torch.dtype, pdl: bool) -> None:
 @pytest.mark.parametrize("staging", ["ahead", "mapped"])
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
 def test_launching_never_waits(tiny_llama: str, staging: Any, eager: bool) -> None:
-    """Neither for the device nor for a worker, which wait for each other behind the sleep."""
+    """A launch waits neither for the device nor for a worker, which wait for each other behind the sleep."""
     config = EngineConfig(model=tiny_llama, **SMALL, **HYBRID, staging=staging, enforce_eager=eager)
     check_that_launches_never_wait(config, "moved_to_host")

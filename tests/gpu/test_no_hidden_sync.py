@@ -36,7 +36,8 @@ SAMPLED = _core.SamplingState(temperature=1.0, top_k=20, top_p=0.9, min_p=0.01, 
 
 @pytest.fixture(autouse=True)
 def short_collections() -> Iterator[None]:
-    """As ``asyncengine serve`` has them: a collection of all that tests import may take longer than a sleep."""
+    """Freeze objects as ``asyncengine serve`` does: a collection of all that tests import may take longer than a
+    sleep."""
     gc.collect()
     gc.freeze()
     yield
@@ -56,11 +57,12 @@ class Waits:
     """Rounds of the step loop behind sleeps, and how many of those that launched a step had waited for one."""
 
     def __init__(self, backend: Backend, sleep_ms: int) -> None:
-        self.loop, self.runner, self.sleep_ms = backend.step_loop, backend.keep_alive, sleep_ms
+        self.loop, self.sleep_ms = backend.step_loop, sleep_ms
+        self.runner: Any = backend.keep_alive
         self.launches = self.waited = 0
 
     def run(self, rounds: int) -> None:
-        """Until this many rounds have launched something, or nothing is left to launch."""
+        """Run until this many rounds have launched something, or nothing is left to launch."""
         self.sleep()
         for _ in range(rounds):
             before = self.loop.stats()["num_steps"]
@@ -94,7 +96,8 @@ FEATURES: list[dict[str, Any]] = [
 
 
 def submit(loop: _core.StepLoop, key: int, draw: random.Random, info: ModelInfo | None = None) -> None:
-    """With the model's ``info`` every other request has a feature of FEATURES, each in turn, and some want vectors."""
+    """Submit a request. With ``info`` every other one has a feature of FEATURES, each in turn, and some want
+    vectors."""
     prompt = [draw.randrange(199) for _ in range(draw.randrange(1, 60))]
     extras, n, max_tokens = _core.RequestExtras(), draw.choice([1, 1, 2]), draw.randrange(10, 36)
     if info is not None and key % 2:
@@ -165,7 +168,8 @@ def test_pageable_staging_makes_another_thread_wait(tiny_llama):
     backend = load_backend(EngineConfig(model=tiny_llama, **SMALL, staging="pageable"), progress=False)
     loop, draw = backend.step_loop, random.Random(1)
     submit(loop, 1, draw)
-    asleep = slept(backend.keep_alive.cuda_stream, 200)
+    runner: Any = backend.keep_alive
+    asleep = slept(runner.cuda_stream, 200)
     for _ in range(20):
         loop.advance()
     assert loop.stats()["num_steps"] > 0
@@ -175,11 +179,12 @@ def test_pageable_staging_makes_another_thread_wait(tiny_llama):
 
 def test_the_sleep_test_catches_what_waits(tiny_llama):
     backend = load_backend(EngineConfig(model=tiny_llama, **SMALL), progress=False)
-    asleep = slept(backend.keep_alive.cuda_stream, 50)
-    backend.keep_alive.steps.state.input_ids.cpu()  # on another stream: does not wait
+    runner: Any = backend.keep_alive
+    asleep = slept(runner.cuda_stream, 50)
+    runner.steps.state.input_ids.cpu()  # on another stream: does not wait
     assert not asleep.query()
-    with torch.cuda.stream(backend.keep_alive.cuda_stream):
-        backend.keep_alive.steps.state.input_ids.cpu()
+    with torch.cuda.stream(runner.cuda_stream):
+        runner.steps.state.input_ids.cpu()
     assert asleep.query()
     assert backend.step_loop.stop(5.0)
 

@@ -64,7 +64,8 @@ class Recorder:
 
 
 def our_logits(directory: str, source: StateDict, prompt: list[int], chunk: int) -> tuple[list[Tensor], list[int]]:
-    """Of the last token of the prompt and of COUNT - 1 after it, which are returned too. ``chunk`` tokens a step."""
+    """Return the logits of the last token of the prompt and of COUNT - 1 after it, and these tokens. ``chunk`` tokens a
+    step."""
     device = torch.device("cuda", 0)
     gpu = examine(device)
     plans = PlanTable.load(gpu.name)

@@ -115,7 +115,7 @@ def test_a_full_batch(model: str) -> None:
 @pytest.mark.parametrize("contexts", [(287,) * 48, (900, *EDGES, None, *EDGES, 640)], ids=["alike", "ragged"])
 @pytest.mark.parametrize("programs", [12, 24])
 def test_late_teams(model: str, contexts: tuple[int | None, ...], programs: int) -> None:
-    """They follow the others on the line, and what the line cuts between both is put together."""
+    """Late teams follow the others on the line, and rows that the line cuts between both are put together."""
     decode = make(model, contexts, programs=programs, late=True)
     work = decode.world.work()
     decode.check(work, pdl=True)
@@ -157,14 +157,14 @@ def test_pieces_apart(model: str, contexts: tuple[int, ...], grid: dict[str, int
 @pytest.mark.parametrize("window", [1, 33, 64, 150, 1000])
 @pytest.mark.parametrize("whole_tokens", [64, 128])
 def test_windows_apart(window: int, whole_tokens: int) -> None:
-    """Of a first piece only the end may be in the window."""
+    """Only the end of a first piece may be in the window."""
     decode = make("qwen3", (*EDGES, 700, 2000), window=window, whole_tokens=whole_tokens)
     decode.check(decode.world.work(), pdl=True)
 
 
 @pytest.mark.parametrize("programs", [36, 40, 264])
 def test_teams_apart(programs: int) -> None:
-    """As many as rows, a few more, many that stay idle."""
+    """There are as many teams as rows, a few more, and many that stay idle."""
     random = torch.Generator().manual_seed(1)
     contexts = tuple(torch.randint(0, 500, (18,), generator=random).tolist())
     decode = make("llama", contexts, programs=programs, whole_tokens=64)
@@ -192,7 +192,7 @@ def test_results_apart_are_the_same_each_time() -> None:
 
 
 def test_no_slot_is_no_write() -> None:
-    """And the new token is seen all the same."""
+    """A row without a slot writes nothing, and the new token is seen all the same."""
     decode = make("qwen3", (5, 64, 700))
     with_slots = decode.attend(decode.world.k.clone(), decode.world.v.clone(), decode.world.work())
     decode.world.step.slot_mapping.fill_(-1)
@@ -205,7 +205,7 @@ def test_no_slot_is_no_write() -> None:
 
 
 def test_results_are_the_same_each_time() -> None:
-    """Whoever of a row's pieces comes last, and with a list that has been used before."""
+    """Results do not depend on which of a row's pieces comes last, or on earlier uses of the list."""
     decode = make("llama", (5000, 37, 2900, 1, 640, 1500))
     work = decode.world.work()
     once, *more = (decode.attend(decode.world.k.clone(), decode.world.v.clone(), work, pdl=True) for _ in range(20))
@@ -214,7 +214,7 @@ def test_results_are_the_same_each_time() -> None:
 
 
 def test_cache_hints_change_no_result() -> None:
-    """Of whole blocks and of halves."""
+    """Hints change no result for whole blocks and for halves."""
     decode = make("qwen3", (287, 290, 17, 1000))
     hinted, plain = (
         decode.attend(decode.world.k.clone(), decode.world.v.clone(), decode.world.work(), l2_cache_hints=hints)

@@ -57,7 +57,8 @@ def device() -> torch.device:
 
 
 def plan_of(tile: tuple[int, int], rows: int, inner: int, split: int = 1, stages: int = 2) -> Plan:
-    """With fewer stages if they do not fit, and longer steps for small tiles, of which each warp has its own K."""
+    """Return a plan with fewer stages if they do not fit. Small tiles have longer steps, of which each warp has its own
+    K."""
     columns, warps = tile
     inner *= 2 if columns < 64 else 1
     if (columns + rows) * inner * 2 * stages > 220_000:
@@ -167,7 +168,7 @@ PLANNED = SHIPPED + [(s, p) for s in LARGE if (p := plan_for_many_rows(s, H200))
 
 @pytest.mark.parametrize(("site", "plan"), PLANNED, ids=[f"{s.weight_rows}x{s.inner}-{s.rows}" for s, _ in PLANNED])
 def test_plans_of_known_models(device: torch.device, site: Site, plan: Plan) -> None:
-    """At their own sizes, against torch; a row fewer than the site has, where that is of the same site."""
+    """Check plans at their own sizes, against torch; a row fewer than the site has, where that is of the same site."""
     rows = site.rows - 1
     x = torch.randn(rows, site.inner, device=device).to(torch.bfloat16)
     weight = (torch.randn(site.weight_rows, site.inner, device=device) * site.inner**-0.5).to(torch.bfloat16)

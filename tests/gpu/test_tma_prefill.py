@@ -53,7 +53,7 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan_for(case: Case) -> AttentionPlan:
-    """Of mixed steps."""
+    """Return the plan of mixed steps."""
     layer = LayerKind(case.shape, case.window)
     return describe(Bucket(64, 2048, False), layer, H200, Limits(64, 2048, 1 << 20, 16))
 
@@ -72,7 +72,7 @@ def make(model: str, rows: tuple[tuple[int, int], ...], **case: Any) -> tuple[Wo
 
 
 def attend(world: World, work: WorkList, pdl: bool = True) -> Tensor:
-    """As ``World.attend``, with the engine's choice of kernels."""
+    """Attend as ``World.attend`` does, with the engine's choice of kernels."""
     case = world.case
     out = torch.full((len(world.q), case.shape.num_heads * case.head_dim), math.nan, dtype=case.dtype, device="cuda")
     launches = plan_for(case).launches
@@ -169,7 +169,7 @@ def test_programs_of_many_items(model: str, programs: int) -> None:
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 @pytest.mark.parametrize("rows", [((100, 3000),), ((64, 5000), (3, 1), (500, 900))], ids=["one", "several"])
 def test_units_in_pieces(model: str, rows: tuple[tuple[int, int], ...]) -> None:
-    """And the same bit for bit, whichever piece comes last."""
+    """Results are right, and the same bit for bit, whichever piece comes last."""
     world, work = make(model, rows)
     assert most_pieces(work) > 2
     out = attend(world, work)

@@ -133,7 +133,7 @@ class Head:
         return step
 
     def ops(self, plan: Plan, *, fused: bool) -> CudaOps:
-        """By the same plan, either way."""
+        """Return operations that compute logits by the same plan, either way."""
         site = Site(1024, self.INNER, round_rows(self.rows), "rms", None, False, False)
         ranking = site._replace(activation="argmax")
         plans = {ranking: plan} if fused else {ranking: CUBLAS, site: plan}
@@ -156,7 +156,7 @@ def test_tokens_are_those_of_logits_by_the_same_plan(
     for fused in (False, True):
         head = Head(device, rows)
         step, ops = head.step, head.ops(plan_of(tile), fused=fused)
-        broken, inert, done, ending = (step.sample_slot[row].item() for row in range(4))
+        broken, inert, done, ending = (int(step.sample_slot[row]) for row in range(4))
         head.x[step.sample_index[0]] = math.nan
         step.sample_slot[1] = -1
         step.slots.finished[done] = 1
@@ -212,7 +212,7 @@ SHIPPED = [
 
 @pytest.mark.parametrize(("site", "plan"), SHIPPED, ids=[f"{s.columns}x{s.inner}-{s.rows}" for s, _ in SHIPPED])
 def test_shipped_plans(device: torch.device, site: Site, plan: Plan) -> None:
-    """At their own sizes, against logits by the same plan of random numbers, which are equal to within rounding."""
+    """Check plans at their own sizes, against logits by the same plan of random numbers, equal to within rounding."""
     rows = site.rows - 1
     x = torch.randn(rows, site.inner, device=device).to(torch.bfloat16)
     weight = (torch.randn(site.columns, site.inner, device=device) * site.inner**-0.5).to(torch.bfloat16)

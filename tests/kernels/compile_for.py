@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 HOPPER = 90
 
 
-class CompileOnly(DriverBase):
+class CompileOnly(DriverBase):  # type: ignore[misc]
     """A driver that names its target and has nothing else."""
 
     def __init__(self, target: int = HOPPER) -> None:
@@ -77,7 +77,7 @@ class Counting(CompileOnly):
 
 
 def install(target: int = HOPPER) -> dict[str, Any]:
-    """From now on a launch compiles for ``target``; the kernels compiled so far, by name and constants."""
+    """Let launches compile for ``target`` from now on. Returns the kernels compiled so far, by name and constants."""
     triton.runtime.driver.set_active(CompileOnly(target))
     launch, compiled = JITFunction.run, {}
 
@@ -107,7 +107,7 @@ def spills(kernel: Any) -> list[str]:
 
 
 def policies(kernel: Any) -> set[str]:
-    """Of the copies of what install() compiled: how long what they bring stays in the L2 cache."""
+    """Return the policies with which the copies of a kernel that install() compiled keep their data in the L2 cache."""
     copies = [line for line in kernel.asm["ptx"].splitlines() if "cp.async.bulk.tensor" in line]
     assert all(("L2::evict_" in line) == ("L2::cache_hint" in line) for line in copies)
     return {(re.findall(r"L2::(evict_\w+)", line) or ["as usual"])[0] for line in copies}
@@ -149,7 +149,7 @@ def stale_bounds(kernel: Any) -> list[str]:
 
 
 def _changes(name: str, made: dict[str, list[str]], handed: dict[str, str], induction: list[str]) -> bool:
-    """Whether a value in a loop may be another in the next turn."""
+    """Return whether a value in a loop may be another in the next turn."""
     if name in handed:
         return handed[name] != name
     return name in induction or any(_changes(operand, made, handed, induction) for operand in made.get(name, ()))

@@ -38,7 +38,7 @@ def run_forked(arguments: Sequence[str], **environment: str) -> list[str]:
 
 @cache
 def _parent() -> subprocess.Popen[str]:
-    """It ends when its standard input does, at the latest with this process."""
+    """Start the parent of forks. It ends when its standard input does, at the latest with this process."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     parent = subprocess.Popen(

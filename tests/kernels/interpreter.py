@@ -1,4 +1,4 @@
-"""What is wrong with Triton's interpreter, put right for the tests."""
+"""Repairs of Triton's interpreter for the tests."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def repair_interpreter() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     def patch_once(function: Any) -> Any:
-        """Each call of a device function would look at every name of the language again: half of all the time."""
+        """Patch once: each call of a device function would look at every name of the language again, half of all the
+        time."""
         languages = [m for m in function.__globals__.values() if inspect.ismodule(m) and m in (tl, tl.core)]
         if languages and not any(tl.core.is_builtin(language.load) for language in languages):
             return interpreter._LangPatchScope()

@@ -21,7 +21,7 @@ class Row:
     context: int
     tokens: Sequence[int] = ()
     blocks: Sequence[int] = ()
-    """of the slot's table, from its beginning"""
+    """blocks of the slot's table, from its beginning"""
     lane: int = -1
 
 
@@ -82,6 +82,6 @@ def read_mailbox(words: Tensor, dtype: torch.dtype, step: int) -> Tensor:
 
 
 def _as_int32(values: Tensor) -> Tensor:
-    """Of the low 32 bits."""
+    """Return the low 32 bits of the values as int32."""
     low = values & 0xFFFFFFFF
     return torch.where(low >= 1 << 31, low - (1 << 32), low).to(torch.int32)

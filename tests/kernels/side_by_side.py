@@ -1,4 +1,4 @@
-"""What compiling side by side does, seen on a driver that counts: ``python -m`` runs one of the functions below.
+"""Compiling side by side, seen on a driver that counts: ``python -m`` runs one of the functions below.
 
 In processes of their own, since in that of the other tests kernels are interpreted.
 """
@@ -235,7 +235,7 @@ def a_process_that_dies_is_done_without(driver: Counting) -> None:
 
 
 class Start:
-    """As much of an engine's start as prepares its kernels, with projections that the H200's table knows."""
+    """The part of an engine's start that prepares its kernels, with projections that the H200's table knows."""
 
     def __init__(self, directory: Path, plans: PlanTable, **config: Any) -> None:
         small = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_kv_blocks": 8, "max_model_len": 128}
@@ -298,7 +298,8 @@ def large_steps_launch_what_was_compiled(driver: Counting, directory: Path) -> N
 
 
 def many_rows_launch_what_was_compiled(driver: Counting, directory: Path) -> None:
-    """Of many products, which some counts of rows up to 256 leave to cuBLAS, and what surrounds them to kernels."""
+    """Some counts of rows up to 256 leave projections of many products to cuBLAS, and the operations around them to
+    kernels."""
     directory = one_layer(directory, 1000, "llama-3.1-8b")
     buckets = launch_what_was_compiled(directory, max_num_seqs=256, max_num_batched_tokens=256)
     assert {160, 192, 224, 256} <= {bucket.max_rows for bucket in buckets if bucket.single_token_rows}
@@ -320,9 +321,9 @@ def launch_what_was_compiled(directory: Path, **config: Any) -> list[Bucket]:
         kinds = (None if p.do_not_specialize else compiling._kind(x) for p, x in zip(kernel.params, args, strict=False))
         launches.add((kernel, *kinds, *constants.items()))
 
-    compiling.Kernel.run = launch
+    compiling.Kernel.run = launch  # type: ignore[method-assign,assignment]
     project.product = lambda x, weight, bias, dtype: torch.empty(len(x), len(weight), dtype=dtype)  # cuBLAS's
-    torch.addmm = lambda to, x, weight, out: out
+    torch.addmm = lambda to, x, weight, out: out  # type: ignore[assignment]
     start.prepare()
     compiled = launches.copy()
     run_all(start.steps(1), start.buckets)
@@ -332,7 +333,7 @@ def launch_what_was_compiled(directory: Path, **config: Any) -> list[Bucket]:
 
 
 def steps_find_their_kernels(driver: Counting, directory: Path) -> None:
-    """With another cache, of a size of its own, in the other order."""
+    """Steps find their kernels with another cache, of a size of its own, in the other order."""
     start = Start(one_layer(directory, vocab=1000), PlanTable.load(GPU.name), tune_linear=False)
     start.prepare()
     assert driver.launched == []
@@ -403,7 +404,7 @@ def plans_compile_without_operands(driver: Counting) -> None:
 
 
 def a_plan_compiles_once(driver: Counting) -> None:
-    """For all counts of rows that it is for, multiples of 16 or not."""
+    """A plan compiles once for all counts of rows that it is for, multiples of 16 or not."""
     plan = Plan("tma", 64, 64, 4, 32, stages=2, fused_norm=False)
     for rows in (17, 24, 32):
         x, weight, out = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((rows, 128), (96, 128), (rows, 96)))

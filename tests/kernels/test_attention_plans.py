@@ -1,4 +1,4 @@
-"""Which attention kernels and tiles are chosen, for cards that need not be there."""
+"""Choice of attention kernels and tiles, for cards that need not be there."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def buckets_for(layer: LayerKind, card: Gpu, limits: Limits) -> list[Bucket]:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("card", gpu.KNOWN, ids=lambda card: card.name)
 def test_every_card_has_a_plan_for_every_bucket(card: Gpu, shape: str, window: int, batch_invariant: bool) -> None:
-    """Which covers all rows once, asks for nothing that the card lacks, and finds the memory that it works in."""
+    """Each plan covers all rows once, asks for nothing that the card lacks, and finds the memory that it works in."""
     limits = replace(LIMITS, max_rows=64, max_tokens=512, max_context=1024, batch_invariant=batch_invariant)
     layer = LayerKind(SHAPES[shape], window)
     plans = describe_all(layer, card, limits)
@@ -84,7 +84,7 @@ def test_every_card_has_a_plan_for_every_bucket(card: Gpu, shape: str, window: i
 
 
 def test_capped_scores_are_for_kernels_that_cap_them() -> None:
-    """On a card with the accelerator the others are taken, and the buckets are those of a card without."""
+    """A card with the accelerator takes the other kernels, and the buckets are those of a card without."""
     layer = LayerKind(LLAMA, softcap=50.0)
     plain = replace(H200, tma=False)
     for rows in (1, 8, 40, 256):
@@ -128,7 +128,7 @@ def test_which_layers_tma_decode_is_for() -> None:
 
 
 def test_which_kernels_mixed_steps_take() -> None:
-    """In the order of launch."""
+    """Kernels are listed in the order of launch."""
 
     def kernels(shape: AttentionShape, window: int = 0, block_size: int = 16) -> list[tuple[str, str]]:
         limits = replace(LIMITS, block_size=block_size)
@@ -165,7 +165,7 @@ def test_rows_of_one_token_share_their_list_with_mixed_steps() -> None:
 
 @pytest.mark.parametrize(("heads", "dim", "fewest", "tokens"), [(8, 128, 198, 192), (12, 64, 132, 128)])
 def test_which_steps_have_late_teams(heads: int, dim: int, fewest: int, tokens: int) -> None:
-    """Of many rows a team, and of so many tokens that teams are long."""
+    """Late teams are for many rows a team, and for so many tokens that teams are long."""
     layer = LayerKind(AttentionShape(2 * heads, heads, dim, BF16))
     assert late_context(fewest - 1, layer, H200, 16) is None
     assert late_context(fewest, layer, H200, 16) == 320
@@ -179,7 +179,8 @@ def test_which_steps_have_late_teams(heads: int, dim: int, fewest: int, tokens: 
 
 @pytest.mark.parametrize(("shape", "one", "two"), [("qwen3-0.6b", 16, 33), ("llama-3.1-8b", 16, 33), ("gpt2", 11, 22)])
 def test_whose_rows_are_cut_apart(shape: str, one: int, two: int) -> None:
-    """Those that have a team each, with as few programs as do; a lone one by small programs."""
+    """Rows are cut apart where each has a team, with as few programs as suffice; a lone row is cut by small
+    programs."""
     layer = LayerKind(SHAPES[shape])
     lone, *plans = (decode(rows, layer) for rows in range(1, 64))
     assert (lone.tile("one"), lone.cut) == (Tile(16, 64, 4, 1, 2), Cut("apart", 64))

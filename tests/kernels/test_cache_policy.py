@@ -53,7 +53,7 @@ def test_a_hook_that_was_there_is_called_as_before(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(knobs.runtime, "add_stages_inspection_hook", other)
     cache_policy._install()
     hook: Any = knobs.runtime.add_stages_inspection_hook
-    stages = {"ptx": lambda source, metadata: source + metadata, "cubin": len}
+    stages: dict[str, Any] = {"ptx": lambda source, metadata: source + metadata, "cubin": len}
     assert hook("backend", stages, "options", "language", 90) == ("key", "hash")
     assert calls == [("backend", stages, "options", "language", 90)]
     assert stages["ptx"](mark(EVICT_FIRST) + "\n", COPY) == with_policies(mark(EVICT_FIRST) + "\n" + COPY)

@@ -129,7 +129,8 @@ for name, kernel in compiled.items():
 
 
 def test_tma_plans_compile(tmp_path):
-    """In lengths that no tile divides, with whatever is fused; and additions of few rows that tma plans read."""
+    """Lengths are such that no tile divides them, with every fused part; and additions of few rows that tma plans
+    read."""
     compiled = run(tmp_path, "-c", TMA_PLANS)
     kernel = "_tma_kernel:{}:griddepcontrol.wait:cp.async.bulk.tensor"
     wide, narrow = kernel.format("wgmma"), kernel.format("mma.sync")
@@ -170,7 +171,7 @@ for name, kernel in compiled.items():
 
 
 def test_plans_of_many_rows_compile(tmp_path):
-    """What a layer of GPT-2 and of Qwen3 takes; registers do for it."""
+    """The plans of a layer of GPT-2 and of Qwen3 compile, and registers suffice."""
     compiled = run(tmp_path, "-c", MANY_ROWS)
     assert len(compiled) > 10
     assert set(compiled) == {"_tma_kernel"}
@@ -225,7 +226,7 @@ for name, kernel in compiled.items():
 
 
 def test_tma_ranks_compile(tmp_path):
-    """With weights as either operand, and by all plans that come with the package."""
+    """Kernels compile with weights as either operand, and by all plans that come with the package."""
     compiled = run(tmp_path, "-c", TMA_RANKS)
     assert len(compiled) > 6
     assert set(compiled) == {"_head_kernel:wgmma"}
@@ -287,7 +288,7 @@ MODELS = "((12, 12, 64, False, False), (16, 8, 128, True, True), (32, 8, 128, Tr
 def test_attention_with_the_accelerator_compiles(tmp_path):
     """A lone row, few, many, some beside prompts. Registers do for it.
 
-    What registers have no room for comes back from memory when that is busiest, microseconds later.
+    Values for which registers have no room come back from memory when that is busiest, microseconds later.
     """
     compiled = run(tmp_path, "-c", ATTENTION, "90", MODELS)
     words = "griddepcontrol.wait:cp.async.bulk.tensor"
@@ -358,7 +359,7 @@ def test_attention_over_the_link_compiles(tmp_path, target):
     ],
 )
 def test_attention_over_float8_compiles(tmp_path, target, model, store):
-    """Kernels in Triton alone. Those that read make float16 of float8 by the hardware's own instruction."""
+    """Kernels in Triton alone. Kernels that read make float16 of float8 by the hardware's own instruction."""
     compiled = run(tmp_path, "-c", ATTENTION, str(target), model, "float8")
     names = {name: "e4m3x2" in words for name, *words in (line.split(":") for line in compiled)}
     assert names == {"_attention_kernel": True, "_paged_decode_kernel": True, "_decode_kernel": True, store: False}

@@ -80,9 +80,9 @@ def test_whatever_a_step_launches_can_be_compiled_alone() -> None:
 
 
 def is_launched(tree: ast.Module, name: str) -> bool:
-    """Whether a module names a function elsewhere than in a call: to launch it, or to choose what to launch.
+    """Return whether a module names a function elsewhere than in a call: to launch it, or to choose what to launch.
 
-    What a kernel hands to its warps or to a reduction is none of that.
+    A function that a kernel hands to its warps or to a reduction does not count.
     """
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     called = {id(call.func) for call in calls}
@@ -102,7 +102,7 @@ PyMODINIT_FUNC PyInit___same(void) { return PyModule_Create(&module); }
 
 @pytest.mark.skipif(not (shutil.which("gcc") or shutil.which("clang")), reason="Triton finds no compiler")
 def test_a_launcher_stays_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When another of the same name is loaded once more, as threads do that load kernels side by side."""
+    """Another launcher of the same name is loaded once more, as by threads that load kernels side by side."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     one, two, again = (compile_module_from_src(MODULE % i, "__same") for i in (1, 2, 1))
     assert [module.value() for module in (one, two, again)] == [1, 2, 1]

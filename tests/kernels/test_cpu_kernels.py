@@ -43,7 +43,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 def assert_near(got: Tensor, expected: Tensor, scale: Tensor | float = 0.0) -> None:
-    """Within rounding of the stored dtype, plus 2e-6 of `scale`, the size of the terms that were summed."""
+    """Check to within rounding of the stored dtype, plus 2e-6 of `scale`, the size of the terms that were summed."""
     error = (got.double() - expected).abs()
     bound = ROUNDING[got.dtype] * expected.abs() + 2e-6 * torch.as_tensor(scale) + 1e-30
     worst = (error / bound).max()
@@ -141,7 +141,7 @@ def test_norm_linear_is_all_its_parts(
 
 
 def test_what_an_operation_returned_is_read_like_any_tensor(ops: CpuOps, dtype: torch.dtype) -> None:
-    """Whatever the number of rows, and whichever of two results of one width was the last."""
+    """The result is read right whatever the number of rows, and whichever of two results of one width was the last."""
     up = ops.make_linear([random(48, 48, dtype=dtype)], [None])
     down = ops.make_linear([random(48, 48, dtype=dtype, seed=1)], [None])
     norm = Norm(random(48, dtype=dtype, seed=2), None, 1e-5)

@@ -50,7 +50,7 @@ class Decode:
     norms: HeadNorms | None
     cos_sin: Tensor | None
     kernel: Kernel = "paged_decode"
-    """with a work list"""
+    """kernel for steps with a work list"""
 
     @property
     def layer(self) -> AttentionLayer:
@@ -63,10 +63,11 @@ class Decode:
         if isinstance(way, WorkList):
             arrivals = way.decode.arrivals
             way.build(step)
-            launch, work = Launch(self.kernel, way.decode.tile, "one", stored=False), way
+            work: WorkList | Counters = way
+            launch = Launch(self.kernel, way.decode.tile, "one", stored=False)
         else:
-            launch, work = few_launch(case.shape, len(case.rows), way), counters(self.heads.device)
-            arrivals = work.arrivals
+            work = counters(self.heads.device)
+            launch, arrivals = few_launch(case.shape, len(case.rows), way), work.arrivals
         launch_all([launch], self.heads, self.layer, k, v, step, work, out, scales=self.world.scales, pdl=pdl, **how)
         assert torch.equal(self.heads, before)
         assert not arrivals.any()
@@ -183,7 +184,7 @@ def test_matches_separate_operations(device: torch.device, drawn: tuple[Case, bo
 def test_a_work_list_matches_separate_operations(
     device: torch.device, drawn: tuple[Case, bool, bool, int], defaults: bool
 ) -> None:
-    """In tiles of 16 keys, which are cut into pieces, or in those that a GPU takes."""
+    """The work list has tiles of 16 keys, which are cut into pieces, or those that a GPU takes."""
     case, norm, rotary, _ = drawn
     if defaults:
         case = replace(case, tiles=None)
@@ -197,7 +198,8 @@ def test_a_work_list_matches_separate_operations(
 @example(Case(((7, 60), (0, 0), (1, 33)), window=33, block_size=48), 2, 1)
 @example(Case(((7, 60), (0, 0), (1, 33)), dtype=torch.bfloat16, float8=True), 2, 1)
 def test_tokens_of_prompts_as_rows(device: torch.device, case: Case, pieces: int, spare: int) -> None:
-    """Whose keys and values are in the cache before, and stay as they are; tokens of no row stay unwritten."""
+    """The keys and values of the prompts are in the cache before, and stay as they are; tokens of no row stay
+    unwritten."""
     check_prompts_as_rows(case, device, pieces, spare)
 
 
@@ -265,8 +267,10 @@ def test_a_work_list_comes_to_what_separate_kernels_do(device: torch.device, flo
         if length:
             step.positions[int(step.row_query_start[row])] = context
     heads = heads[: step.num_tokens]
+    assert decode.norms is not None
+    q_norm, k_norm, eps = decode.norms
     rotary_store_kv(
-        heads, case.shape.num_heads, *decode.norms, decode.cos_sin, step.positions, step.slot_mapping, separate_k,
+        heads, case.shape.num_heads, q_norm, k_norm, eps, decode.cos_sin, step.positions, step.slot_mapping, separate_k,
         separate_v, scales=decode.world.scales,
     )  # fmt: skip
     out = torch.empty(len(heads), case.shape.num_heads * case.head_dim, dtype=case.dtype, device=device)
@@ -281,7 +285,7 @@ def test_a_work_list_comes_to_what_separate_kernels_do(device: torch.device, flo
 
 @pytest.mark.parametrize("listed", [False, True])
 def test_no_slot_is_no_write(device: torch.device, listed: bool) -> None:
-    """And the new token is seen all the same."""
+    """A row without a slot writes nothing, and the new token is seen all the same."""
     decode = make_decode(Case(((1, 5), (1, 32))), device)
     decode.world.step.slot_mapping.fill_(-1)
     k, v = decode.world.k.clone(), decode.world.v.clone()

@@ -47,7 +47,7 @@ def bitmap(tokens: list[int]) -> list[int]:
 
 
 class Sequence:
-    """What one slot asks, its tokens so far, and the logits that it must then have."""
+    """Settings of one slot, its tokens so far, and the logits that it must then have."""
 
     def __init__(self, draw: random.Random) -> None:
         self.prompt = [draw.randrange(VOCAB // 4) for _ in range(draw.randrange(1, 40))]

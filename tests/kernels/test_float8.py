@@ -46,7 +46,7 @@ def make_random(seed: int) -> Any:
 
 
 def twin_rows(x: Tensor, norm: Norm | None = None, activation: Activation | None = None) -> Quantized:
-    """What quantize_rows must make: values bit for bit."""
+    """Return the result that quantize_rows must make: values bit for bit."""
     wide = x.float()
     if activation is not None:
         gate, up = wide.chunk(2, 1)
@@ -71,7 +71,7 @@ def assert_same_rows(got: Quantized, expected: Quantized, *, wrong: int = 0) -> 
        spread=st.integers(0, 20))  # fmt: skip
 @settings(max_examples=60)
 def test_rows(device: torch.device, rows: int, width: int, seed: int, stride: int, made_by: str, spread: int) -> None:
-    """Of sizes that differ by up to 2^20 within a row, so that some are float8's subnormals and some are lost."""
+    """Elements differ by up to 2^20 within a row, so that some are float8's subnormals and some are lost."""
     random = make_random(seed)
     gated = made_by == "silu_mul"
     x = random(rows, width * (1 + gated)) * torch.exp2(spread * -random(rows, width * (1 + gated)).float().abs())
@@ -152,7 +152,7 @@ class Case:
     """x is quantised before, and not by the kernel"""
 
     def run(self, plan: Plan, device: torch.device, only: int | None = None) -> Tensor:
-        """What linear makes, of one row or of all, checked against the twin and for what it must leave alone."""
+        """Return linear's result, of one row or of all, checked against the twin. Other memory must stay as it was."""
         random = make_random(self.seed)
 
         def moved(x: Tensor, stride: int = 0) -> Tensor:
@@ -194,7 +194,7 @@ class Case:
         return got
 
     def twin(self, x: Quantized, weight: Quantized, bias: Tensor | None, relative: float) -> tuple[Tensor, Tensor]:
-        """In float64, and how far sums on the way may take a result from it."""
+        """Compute the result in float64, and how far sums on the way may take a result from it."""
         wide, wide_weight = (q.values.double() * q.scale.double()[:, None] for q in (x, weight))
         y, error = wide @ wide_weight.T, 4 * relative * (wide.abs() @ wide_weight.abs().T)
         if bias is not None:
@@ -254,8 +254,8 @@ def test_a_row_alone_is_the_row_in_a_batch(device: torch.device, case: Case, row
 def test_scaled_product(device: torch.device, bias: bool) -> None:
     random = make_random(1)
     x, weight, b = quantize(random(37, 64) * 3), quantize(random(48, 64)), random(48) if bias else None
-    moved = [Quantized(q.values.to(device), q.scale.to(device)) for q in (x, weight)]
-    got = scaled_product(*moved, None if b is None else b.to(device))
+    moved_x, moved_weight = (Quantized(q.values.to(device), q.scale.to(device)) for q in (x, weight))
+    got = scaled_product(moved_x, moved_weight, None if b is None else b.to(device))
     assert got.dtype == torch.bfloat16
     expected = x.dequantize() @ weight.dequantize().T + (0 if b is None else b.float())
     torch.testing.assert_close(got.float().cpu(), expected, rtol=2 * BFLOAT16, atol=2e-2)
@@ -333,7 +333,8 @@ class Mlp:
 
 
 def assert_near(got: Tensor, expected: Tensor) -> None:
-    """Where the hidden rows are rounded to bfloat16 some get another float8, which is up to an eighth away."""
+    """Compare norms: where the hidden rows are rounded to bfloat16 some elements get another float8, up to an eighth
+    away."""
     assert got.shape == expected.shape
     assert float((got.float() - expected).norm() / expected.norm()) < 0.025
 
@@ -353,7 +354,7 @@ PLANS: dict[str, Plan | None] = {
 @pytest.mark.parametrize("second", ["none", "vector", "skinny ahead", "scaled product"])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_an_mlp(device: torch.device, first: str, second: str, rows: int) -> None:
-    """Whatever makes the hidden rows, and whatever reads them."""
+    """The MLP is right whichever plan makes the hidden rows, and whichever reads them."""
     mlp = Mlp(device, bias=rows == 2)
     sites = [
         Site(mlp.inner, mlp.hidden, round_rows(rows), "rms", "silu_mul", mlp.bias, False, "fp8"),

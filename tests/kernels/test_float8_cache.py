@@ -21,8 +21,7 @@ from asyncengine.kernels.float8_cache import fixed_scales, quantize_heads, with_
 from asyncengine.kernels.ops import AttentionLayer, LayerKVCache
 from asyncengine.runner.state import kv_scales
 from asyncengine.runner.steps.model_runner import CpuModelRunner, load_model
-
-from .test_cpu_kernels import DTYPES, ISAS, Paged, assert_near, assert_same, make_ops, random
+from tests.kernels.test_cpu_kernels import DTYPES, ISAS, Paged, assert_near, assert_same, make_ops, random
 
 
 @pytest.fixture(params=ISAS)
@@ -42,7 +41,7 @@ def scales_for(kv_heads: int) -> Tensor:
 
 
 class Float8Paged(Paged):
-    """With a cache in float8, whose unused lines are NaN, and the twin over what is stored."""
+    """Paged attention with a cache in float8, whose unused lines are NaN, and the twin over the stored numbers."""
 
     def __init__(self, lengths: list[int], heads: tuple[int, int], dim: int, dtype: torch.dtype, **more: float) -> None:
         super().__init__(lengths, heads, dim, dtype, **more)  # type: ignore[arg-type]
@@ -171,7 +170,7 @@ def test_fixed_scales_leave_room_and_round_nothing() -> None:
 
 @pytest.mark.parametrize("chosen", ["float32", "bfloat16"])
 def test_a_start_makes_the_same_scales_as_the_one_before(chosen: str) -> None:
-    """They suit what the model computes: no key or value of the prompt saturates, and none is small."""
+    """The scales suit the model's numbers: no key or value of the prompt saturates, and none is small."""
     made = []
     config = EngineConfig(model=str(bundled_model()), device="cpu", dtype=chosen)
     twins: list[BaseOps] = [make_ops("auto", 2), make_ops("portable", 1), ReferenceOps()]

@@ -30,7 +30,7 @@ def structures(words: Any, kind: str, begin: int, count: int) -> list[dict[str, 
 
 
 class Twin:
-    """What the device must know of its slots, from the bytes alone."""
+    """State that the device must keep of its slots, made from the bytes alone."""
 
     def __init__(self) -> None:
         self.tables = np.zeros((ROWS, BLOCKS), np.int64)

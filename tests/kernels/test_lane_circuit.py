@@ -33,13 +33,13 @@ LANES, BLOCK = 2, 16
 LATER = [4, 4, 9]
 """A prompt of slot 2 that is computed beside lanes."""
 PROMPTS = {0: [5, 9, 2, 7, 7, 1, 30, 2, 17, 40, 41, 42, 3, 3, 8, 11, 12, 19], 1: [100, 3, 77], 3: [8, 60, 61, 62, 5]}
-"""By slot. The first one decodes on the device throughout; the others' lengths cross no block's end."""
+"""Prompts by slot. The first one decodes on the device throughout; the others' lengths cross no block's end."""
 ON_DEVICE, HOSTED, COUNT = 0, (3, 1), 4
 
 
 @dataclass(slots=True)
 class HostRow:
-    """Where a row is in the circuit, and its keys and values [tokens, Hk, D] of each layer."""
+    """Place of a row in the circuit, and its keys and values [tokens, Hk, D] of each layer."""
 
     slot: int
     position: int
@@ -55,8 +55,12 @@ class Machine:
     """Steps with lanes of a model, one at a time."""
 
     def __init__(self, path: Path, **config: Any) -> None:
-        small = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "num_kv_blocks": 8, "max_model_len": 64}
-        small |= {"hybrid_attention": "always", "hybrid_lanes": LANES, "host_kv_memory_bytes": 1 << 20}
+        sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "num_kv_blocks": 8, "max_model_len": 64}
+        small: dict[str, Any] = sizes | {
+            "hybrid_attention": "always",
+            "hybrid_lanes": LANES,
+            "host_kv_memory_bytes": 1 << 20,
+        }
         self.config = EngineConfig(model=str(path), **small | config)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.simulation = _core.SimulatedDevice(vocab_size=2)
@@ -108,7 +112,7 @@ class Machine:
         return [int(word) & 0xFFFFFFFF for word in out]
 
     def _bucket(self, rows: Iterable[Row], with_lanes: bool) -> Bucket:
-        """As GraphExecutor::bucket_for."""
+        """Choose a bucket as GraphExecutor::bucket_for does."""
         rows, lanes = list(rows), LANES if with_lanes else 0
         plain = [row for row in rows if row.lane < 0]
         tokens = sum(len(row.tokens) or 1 for row in plain)
@@ -121,7 +125,7 @@ class Machine:
         )  # fmt: skip
 
     def take_to_host(self, slot: int, tokens: int) -> HostRow:
-        """The row's keys and values. What the device had of them is NaN from now on."""
+        """The row's keys and values. The device's copies of them are NaN from now on."""
         blocks = self.steps.state.slots.block_tables[slot, : -(-tokens // BLOCK)].long()
         planes: list[list[Tensor]] = [[], []]
         for layer in self.steps.cache.layers:
@@ -131,7 +135,7 @@ class Machine:
         return HostRow(slot, tokens, *planes)
 
     def attend(self, row: HostRow) -> None:
-        """As a worker does, for the layer that the row has left."""
+        """Attend as a worker does, for the layer that the row has left."""
         model, layer = self.model, row.stage - 1
         heads = read_mailbox(self.lanes.mailboxes[row.slot], self.loaded.dtype, row.left_in)
         q, k, v = heads.split([model.num_heads, model.num_kv_heads, model.num_kv_heads])
@@ -173,7 +177,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def get(variant: str) -> tuple[Path, Any]:
         if variant not in made:
             path = tmp_path_factory.mktemp(variant)
-            layers = {"n_layer" if variant.startswith("gpt2") else "num_hidden_layers": 2}
+            layers: dict[str, Any] = {"n_layer" if variant.startswith("gpt2") else "num_hidden_layers": 2}
             if "layer_types" in tiny.VARIANTS[variant][1]:
                 layers["layer_types"] = ["full_attention", "sliding_attention"]
             model = tiny.build_model(variant, **layers)

@@ -73,7 +73,7 @@ def test_ingest_takes_the_table(device: torch.device, samples: int) -> None:
 
 @pytest.mark.parametrize("words", [torch.zeros(64, dtype=torch.int32), step_input(1, [DECODE], [])], ids=["0", "one"])
 def test_a_step_without_a_table_has_empty_lanes(device: torch.device, words: Tensor) -> None:
-    """As when a graph with lanes is captured."""
+    """A graph with lanes is captured with such a step."""
     _, step = take_in(device, words)
     assert step.lane_slots is not None
     assert (step.lane_slots == -1).all()
@@ -95,7 +95,7 @@ def test_tables_larger_than_the_step_are_whole(device: torch.device) -> None:
 
 
 def test_histories_go_on_with_the_token_that_a_lane_ends(device: torch.device) -> None:
-    """Which is not the lane's input: that is of a row at the first stage."""
+    """The token that a lane ends is not the lane's input, which is of a row at the first stage."""
     needs = int(_core.Need.penalties)
     words = step_input(2, [DECODE, ENDS], table_of(s0l1=(3, 4), s4l1=(5, 30)))
     source, step = take_in(device, words, needs=needs)
@@ -206,7 +206,7 @@ def test_rows_leave_with_their_heads_and_residual(case: Case, dtype: torch.dtype
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 def test_what_leaves_is_what_the_reference_rotates(dtype: torch.dtype, device: torch.device) -> None:
-    """Not only what another kernel of ours does."""
+    """The rows are compared with the reference, and not only with another kernel of ours."""
     behind = Behind(CASES[2], dtype, device)
     behind.run()
     (slot, position), token = behind.leaving[0], TOKENS - LANES

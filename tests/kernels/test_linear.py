@@ -68,9 +68,9 @@ class Case:
     stride: int = 0
 
     def run(
-        self, plan: Plan, device: torch.device, only: int | None = None, multiply: Callable[..., None] = linear
+        self, plan: Plan, device: torch.device, only: int | None = None, multiply: Callable[..., object] = linear
     ) -> Tensor:
-        """What linear makes, of one row or of all, checked against the twin and for what it must leave alone."""
+        """Return linear's result, of one row or of all, checked against the twin. Other memory must stay as it was."""
         generator = torch.Generator().manual_seed(self.seed)
         dtype = torch.bfloat16 if self.bfloat16 else torch.float32
 
@@ -124,7 +124,7 @@ class Case:
     def twin(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm | None, before: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """In float64, and how far rounding on the way may take a result from it."""
+        """Compute the result in float64, and how far rounding on the way may take a result from it."""
         x, weight = x.double(), weight.double()
         relative = SUM
         if norm is not None:
@@ -297,16 +297,15 @@ class Model:
 
     @property
     def norm(self) -> Norm:
-        return Norm(*(self.random(self.inner, seed=s) for s in (2, 3)), 1e-5)._replace(
-            **({} if self.layer else {"bias": None})
-        )
+        bias = self.random(self.inner, seed=3) if self.layer else None
+        return Norm(self.random(self.inner, seed=2), bias, 1e-5)
 
     def handle(self, ops: CudaOps) -> CudaLinear:
         parts = (self.out_features // 4, self.out_features - self.out_features // 4)
         weights = [self.random(n, self.inner, seed=4 + n) * self.inner**-0.5 for n in parts]
         return ops.make_linear(weights, [self.random(parts[0], seed=6) if self.bias else None, None])
 
-    def norm_linear(self, ops: CudaOps, activation: Activation | None = None) -> Tensor:
+    def norm_linear(self, ops: CudaOps, activation: Activation | None = None) -> Any:
         return ops.norm_linear(Residual(self.x), self.norm, self.handle(ops), activation)
 
     def linear_add(self, ops: CudaOps) -> Tensor:
@@ -318,6 +317,7 @@ class Model:
         step = allocate_step(1, 1, len(index), self.rows, self.device)
         step.sample_index.copy_(torch.tensor(index))
         got = ops.logits(Residual(self.x), self.norm, self.handle(ops), CudaBatch(step))
+        assert isinstance(got, Tensor)
         assert got.dtype == torch.float32
         return got
 
@@ -378,7 +378,7 @@ def test_logits(device: torch.device, name: str, out_features: int) -> None:
 
 
 def left_in_parts(x: Tensor, weight: Tensor, plan: Plan, *, bias: Tensor | None, **how: bool) -> Tensor:
-    """What tma_parts does, which only a Hopper GPU can."""
+    """Compute the result of tma_parts, which only a Hopper GPU can run."""
     spans = zip(x.float().chunk(plan.split, 1), weight.float().chunk(plan.split, 1), strict=True)
     parts = torch.stack([a @ b.T for a, b in spans])
     return parts if bias is None else torch.cat((parts[:1] + bias.float(), parts[1:]))
@@ -415,7 +415,7 @@ def test_parts_are_added_by_the_norm_that_reads_the_residual(
 
 
 def ranked(x: Tensor, weight: Tensor, plan: Plan, *, bias: Tensor | None, **how: bool) -> Tensor:
-    """What tma_ranks does, which only a Hopper GPU can."""
+    """Compute the result of tma_ranks, which only a Hopper GPU can run."""
     assert plan == RANKING
     return greatest_ranks(F.linear(x.float(), weight.float(), None if bias is None else bias.float()), plan.columns)
 
@@ -425,7 +425,7 @@ RANKING = Plan("tma", 64, 64, 4, 8, 1, 2, fused_norm=False)
 
 @pytest.mark.parametrize("out_features", [128, 100])  # 100 is padded to 128
 def test_greedy_heads_leave_ranks(device: torch.device, out_features: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only of greedy batches of more than one row, and where kernels in Gluon run."""
+    """Only greedy batches of more than one row leave ranks, and only where kernels in Gluon run."""
     if device.type == "cpu":
         monkeypatch.setattr("asyncengine.kernels.cuda.linear.tma_ranks.tma_ranks", ranked)
     model = Model(device, 6, out_features, 64)

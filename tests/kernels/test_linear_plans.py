@@ -53,7 +53,7 @@ plans = st.builds(
 
 
 def assert_can_run(plan: Plan, site: Site) -> None:
-    """It fits, and is none of what the kernels refuse."""
+    """Check that a plan fits its site, and is none that the kernels refuse."""
     assert plan.fits(site.columns, site.inner, site.activation == "silu_mul")
     if plan.kind == "cublas":
         return
@@ -101,7 +101,7 @@ def test_sites_of_bfloat16_are_written_as_before_there_were_others() -> None:
 
 
 def test_the_word_of_earlier_versions_is_read() -> None:
-    """In cache files of users; what is written has the new word."""
+    """Cache files of users have the old word; a table that is written has the new one."""
     old = json.dumps([[list(SITE), {"kind": "streamed", "columns": 64, "inner": 64, "rows": 8, "stages": 4}]])
     table = PlanTable.from_json(old)
     assert table.find(SITE) == Plan("tma", 64, 64, rows=8, stages=4)

@@ -27,7 +27,7 @@ def to_mailbox(heads: Tensor) -> Tensor:
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float) -> Tensor:
-    """Of one token q [Hq, D], which is the last of k and v [T, Hk, D]: [Hq, D] in float64."""
+    """Attention of one token q [Hq, D], which is the last of k and v [T, Hk, D]: [Hq, D] in float64."""
     group = q.shape[0] // k.shape[1]
     first = max(0, len(k) - window) if window else 0
     k, v = (x[first:].double().repeat_interleave(group, 1) for x in (k, v))

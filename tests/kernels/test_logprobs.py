@@ -43,7 +43,7 @@ def records(logits: Tensor, chosen: list[int], device: torch.device) -> Tensor:
 
 
 def rows_with_ties(vocab: int) -> Tensor:
-    """Of few values; of none but -inf and zeros of both signs; all the same."""
+    """Rows with ties: of few values; of none but -inf and zeros of both signs; all the same."""
     draw = torch.Generator().manual_seed(vocab)
     few = torch.randint(0, 6, (vocab,), generator=draw).float() - 2.0
     zeros = torch.tensor([-math.inf, 0.0, -0.0])[torch.randint(0, 3, (vocab,), generator=draw)]

@@ -1,4 +1,5 @@
-"""What families beside the five may ask of Ops: soft caps, norms before the add, scales; against plain formulas."""
+"""Operations that families beside the five may ask of Ops: soft caps, norms before the add, scales; against plain
+formulas."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def random(*shape: int, dtype: torch.dtype, seed: int, std: float = 1.0) -> Tens
 
 
 def assert_near(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    """Within a few roundings to ``dtype``, measured by the largest element."""
+    """Check to within a few roundings to ``dtype``, measured by the largest element."""
     tolerance = 2e-6 if dtype == torch.float32 else 2.0**-6
     assert (got.double() - expected.double()).abs().max() <= tolerance * expected.abs().max()
 
@@ -48,7 +49,7 @@ def prompt(ids: list[int]) -> _core.StepBatch:
 
 
 def empty_cache(count: int, dtype: torch.dtype) -> LayerKVCache:
-    """For two heads of keys and values."""
+    """Make a cache for two heads of keys and values."""
     blocks = -(-count // BLOCK)
     k, v = torch.full((blocks, 2, DIM, BLOCK), math.nan), torch.full((blocks, 2, BLOCK, DIM), math.nan)
     return LayerKVCache(k.to(dtype), v.to(dtype))
@@ -123,7 +124,7 @@ def test_embedded_rows_are_scaled_and_positions_are_not(ops: BaseOps, dtype: tor
 
 
 def test_hidden_is_what_logits_multiplies(ops: BaseOps, dtype: torch.dtype) -> None:
-    """Of the tokens that are sampled from, whether or not others are still in the residual."""
+    """The vectors are of the tokens that are sampled from, whether or not others are still in the residual."""
     x, pending = random(7, HIDDEN, dtype=dtype, seed=1), random(7, HIDDEN, dtype=dtype, seed=2)
     norm = Norm(random(HIDDEN, dtype=dtype, seed=3), None, 1e-6)
     batch = _core.StepBatch([0] * 7, list(range(7)), list(range(7)), [0, 7], [0], [[0]], [2, 6])

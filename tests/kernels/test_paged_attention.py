@@ -57,19 +57,19 @@ class Case:
 
     @property
     def scales(self) -> Tensor | None:
-        """Of keys and values, another for each head; some of the numbers saturate."""
+        """Scales of keys and values, another for each head; some of the numbers saturate."""
         if not self.float8:
             return None
         return with_inverses(torch.tensor([0.007, 2**-8, 0.005]).repeat(2)[: 2 * self.num_kv_heads].view(2, -1))
 
     @property
     def layer(self) -> AttentionLayer:
-        """With neither norms nor rotary embedding."""
+        """A layer with neither norms nor rotary embedding."""
         return AttentionLayer(self.shape.num_heads, None, None, self.head_dim**-0.5, self.window, self.softcap)
 
     @property
     def tiles_taken(self) -> tuple[Tile, Tile | None]:
-        """Those of the case, or of a GPU."""
+        """Tiles of the case, or of a GPU."""
         if self.tiles:
             return self.tiles
         shape = self.shape
@@ -143,7 +143,7 @@ class World:
         return out.cpu()
 
     def expected(self) -> Tensor:
-        """In float64; NaN for the tokens of no row."""
+        """Compute attention in float64; NaN for the tokens of no row."""
         case = self.case
         q, caches = self.q.cpu().double(), [self.exact(i) for i in (0, 1)]
         out = torch.full((len(q), case.shape.num_heads * case.head_dim), math.nan, dtype=torch.float64)
@@ -270,7 +270,7 @@ def test_the_default_tiles(device: torch.device, dtype: torch.dtype, float8: boo
 @pytest.mark.parametrize("softcap", [0.3, 50.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_soft_caps(device: torch.device, dtype: torch.dtype, softcap: float) -> None:
-    """Of scores of either sign, small and large beside the cap; with rows in pieces, masks and a window."""
+    """Scores have either sign, and are small and large beside the cap; there are rows in pieces, masks and a window."""
     case = Case(((1, 70), (20, 33), (0, 0), (1, 0)), softcap=softcap, dtype=dtype, window=40, head_dim=16)
     world = make_world(case, device)
     world.q.mul_(4)

@@ -49,7 +49,7 @@ def test_a_scale_of_the_embedding(device: torch.device, positions: bool) -> None
 
 @pytest.mark.parametrize("before", ["plain", "put off"])
 def test_a_norm_of_the_product_before_it_is_added(device: torch.device, before: str) -> None:
-    """Also to a residual whose last addition still waits."""
+    """The sum is right also for a residual whose last addition still waits."""
     site = Site(32, 64, 8, "none", None, False, True)
     plan = Plan("skinny", 16, 16, 2)
     plans = PlanTable({site: plan, site._replace(add=False): plan})
@@ -75,6 +75,7 @@ def test_a_cap_of_logits(device: torch.device, out_features: int) -> None:
     head = ops.make_head(random(device, out_features, 64, seed=2))
     plain = ops.logits(Residual(x), norm, head, CudaBatch(step))
     capped = ops.logits(Residual(x), norm, head, CudaBatch(step), softcap=5.0)
+    assert isinstance(plain, torch.Tensor)
     assert plain.abs().max() > 5
     torch.testing.assert_close(capped, 5.0 * torch.tanh(plain / 5.0), rtol=1e-5, atol=1e-5)
     greedy = CudaBatch(step, needs=0)

@@ -45,7 +45,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 def assert_near(got: Tensor, expected: Tensor, scale: float) -> None:
-    """Within rounding of the stored dtype, plus 2e-6 of `scale`, the size of the terms that were summed."""
+    """Check to within rounding of the stored dtype, plus 2e-6 of `scale`, the size of the terms that were summed."""
     error = (got.cpu().double() - expected.cpu().double()).abs()
     bound = ROUNDING[got.dtype] * expected.cpu().double().abs() + 2e-6 * scale + 1e-30
     worst = float((error / bound).max())
@@ -133,7 +133,7 @@ def test_poison_stays_in_its_row(device: torch.device, dtype: torch.dtype, name:
 
 @pytest.mark.parametrize("rows", [1, 5, 16, 40, 129, 300])
 def test_rows_have_memory_for_whole_tiles(rows: int) -> None:
-    """As a copy sees them; rows that end where their memory does get zeros there."""
+    """A copy sees memory for whole tiles; rows that end where their memory does get zeros there."""
     made = empty_rows(rows, 64, torch.bfloat16, torch.device("cpu"))
     assert made.shape == (rows, 64)
     assert made.is_contiguous()
@@ -172,7 +172,7 @@ def test_a_norm_of_chosen_rows(device: torch.device, dtype: torch.dtype) -> None
 def test_a_norm_adds_up_parts(
     device: torch.device, rows: int, width: int, parts: int, layer: bool, bfloat16: bool, chosen: bool, seed: int
 ) -> None:
-    """It is the norm of what x then holds, or would hold if rows were not chosen."""
+    """The result is the norm of the x that the launch leaves, or would leave if rows were not chosen."""
     dtype = DTYPES[bfloat16]
     wide = torch.full((rows, width + 3), math.nan, dtype=dtype)
     wide[:, :width] = random(rows, width, dtype=dtype, seed=seed)

@@ -55,7 +55,7 @@ class Sampling(NamedTuple):
     position: int = 0
 
     def wire(self) -> dict[str, Any]:
-        """For _core.SamplingState."""
+        """Arguments of _core.SamplingState."""
         return {name: value for name, value in self._asdict().items() if name != "position"}
 
 
@@ -304,7 +304,8 @@ def test_only_what_is_kept_is_drawn(device: torch.device, vocab: int, kind: str,
 def test_bounds_enclose_where_filters_end(
     device: torch.device, vocab: int, kind: str, one: Sampling, seed: int
 ) -> None:
-    """Whatever is certain after the first read is so: else a filter would end beyond the candidates, or before them."""
+    """Elements that are certain after the first read are so: else a filter would end beyond the candidates, or before
+    them."""
     logits = random_logits(1, vocab, seed, kind)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampler, "_BINS", 64)
@@ -404,7 +405,7 @@ def test_broken_logits_fail_their_row_only(device: torch.device, bad: float | st
         case = Case(device, sampling)
         case.step.slots.stops.fill_(200)  # none is unused, which an invalid token equals
         assert case.run(logits, greedy_only, ranks_of) == [healthy[0], -1, healthy[2]]
-        # What is in flight of the sequence must not run on a token that is none.
+        # Steps in flight of the sequence must not run on a token that is none.
         assert case.step.slots.finished[case.slots].tolist() == [0, 1, 0]
 
 

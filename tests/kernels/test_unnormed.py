@@ -28,7 +28,7 @@ ADDED = Site(128, 128, 8, "none", None, True, True)
 def add_up(
     x: Tensor, weight: Tensor, plan: Plan, *, out: Tensor, norm: Norm, bias: Tensor | None, **how: bool
 ) -> Unnormed:
-    """What tma_sum does, which only a Hopper GPU can."""
+    """Compute the result of tma_sum, which only a Hopper GPU can run."""
     out += (x.float() @ weight.float().T + (0 if bias is None else bias.float())).to(out.dtype)
     tiles = out.float().T.reshape(-1, plan.columns, len(x))
     sums = [tiles.square().sum(1), tiles.sum(1)][: 1 if norm.bias is None else 2]
@@ -39,7 +39,7 @@ def multiplied(
     x: Unnormed | Tensor, weight: Tensor, plan: Plan, *, out: Tensor, bias: Tensor | None = None,
     shift: Tensor | None = None, activation: Any = None, add: bool = False, **how: bool,
 ) -> None:  # fmt: skip
-    """What tma_linear does."""
+    """Compute the result of tma_linear."""
     if isinstance(x, Unnormed):
         square, *means = x.sums.sum(1) / weight.shape[1]
         y = x.x.float() @ weight.float().T
@@ -69,7 +69,7 @@ def run(ops: CudaOps, model: Model) -> tuple[list[Tensor], list[bool]]:
     step = allocate_step(1, 1, 4, model.rows, model.device)
     step.sample_index.copy_(torch.tensor([5, 0, 0, 3]))
     results, waited = [], []
-    hidden = model.x
+    hidden: Any = model.x
     for additions, activation in ((1, "gelu"), (2, None), (1, "gelu")):
         for _ in range(additions):
             ops.linear_add_(hidden, handle, residual)
@@ -137,7 +137,8 @@ def test_a_skinny_plan_that_adds(
     plain, _ = surrounded(residual, device)
     linear(*operands, out=plain, **how)
     out, memory = surrounded(residual, device)
-    moved = Norm(*(None if part is None else surrounded(part, device)[0] for part in norm[:2]), norm.eps)  # type: ignore[arg-type]
+    moved_bias = None if norm.bias is None else surrounded(norm.bias, device)[0]
+    moved = Norm(surrounded(norm.weight, device)[0], moved_bias, norm.eps)
     unnormed = linear(*operands, out=out, reader=moved, **how)
     got = taken(out, memory)
     assert torch.equal(got, plain.cpu())
@@ -163,7 +164,7 @@ def test_who_cannot_write_for_a_reader(device: torch.device) -> None:
 
 
 def test_layer_norms_are_folded_once(device: torch.device) -> None:
-    """And of each weight: a captured step holds on to what was made."""
+    """Each weight's norm is folded once: a captured step holds on to the result."""
     plans = {ADDED: TMA, Site(128, 128, 8, "layer", None, True, False): TMA}
     ops, model = make_ops(device, plans), Model(device, 6, 128, 128, layer=True)
     first, second = model.handle(ops), model.handle(ops)

@@ -1,4 +1,4 @@
-"""How the work of a step's attention is cut into items and teams."""
+"""Cut of the work of a step's attention into items and teams."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def decode_section(device: torch.device, *contexts: int | None, teams: int) -> S
 
 @pytest.mark.parametrize("count", [3, 8, 15, 16, 31, 40])
 def test_rows_alike_are_not_cut(device: torch.device, count: int) -> None:
-    """And no team takes more of them than it must."""
+    """Equal rows are not cut, and no team takes more of them than it must."""
     teams, keys = 8, SMALL[0].keys
     contexts: list[int | None] = [5 * keys - 1] * count
     contexts[1:1] = [None]
@@ -156,7 +156,8 @@ def prompt_case(*rows: tuple[int, int], programs: int) -> Case:
 
 
 def in_turn(tiles: list[int], teams: int) -> list[list[int]]:
-    """Which units each team takes: in each turn the longest ones left, the first of them whoever has least."""
+    """Return the units of each team: in each turn the longest units left, the first of them to the team that has
+    least."""
     order = sorted(range(len(tiles)), key=lambda unit: -tiles[unit])
     taken: list[list[int]] = [[] for _ in range(teams)]
     for first in range(0, len(order), teams):
@@ -218,13 +219,13 @@ def many_case(*rows: tuple[int, int], late: bool = True, **fields: int) -> Case:
 
 
 def grains(case: Case, section: Section, context: int) -> int:
-    """What a unit of one token costs that stays whole, in 16 tokens."""
+    """Return the cost of a unit of one token that stays whole, in 16 tokens."""
     past = min(context, case.window - 1) if case.window else context
     return -(-past // 16) + ITEM_COST * section.tile.keys // 16
 
 
 def may_stay_whole(section: Section, taken: list[int], units: int) -> bool:
-    """Whether no team takes much more than its share, in 16 tokens."""
+    """Return whether no team takes much more than its share, in 16 tokens."""
     early, per_tile = section.teams - section.late_teams, section.tile.keys // 16
     usual = sum(taken) // max(1, units) if section.late_teams else 0
     share = max(-(-sum(taken[:early]) // early), (section.min_split_tiles + ITEM_COST) * per_tile)
@@ -232,7 +233,7 @@ def may_stay_whole(section: Section, taken: list[int], units: int) -> bool:
 
 
 def deal(costs: dict[int, int], teams: int, late: int) -> list[list[int]]:
-    """Which rows each team takes, and the late ones behind them: the longest of 256 first, then the next 256."""
+    """Return the rows of each team, and of the late ones behind them: the longest of 256 first, then the next 256."""
     order = sorted(costs, key=lambda row: (row // 256, -costs[row], row))
     early = len(order) - max(0, min(late, len(order) - teams))
     dealt: list[list[int]] = [[] for _ in range(teams)]

@@ -1,4 +1,4 @@
-"""What tests of kernels share. A float64 twin's result comes with how far rounding may take the kernel's."""
+"""Common parts of the tests of kernels. A float64 twin's result comes with how far rounding may take the kernel's."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def engine_of(path: Path) -> AsyncEngine:
 
 
 async def check_tokens(path: Path) -> None:
-    """Against the model that transformers makes of the same directory."""
+    """Check tokens against the model that transformers makes of the same directory."""
     theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     async with engine_of(path) as engine:
         output = await engine.generate(PROMPT, SamplingParams(max_tokens=COUNT, temperature=0.0, ignore_eos=True))
@@ -83,8 +83,9 @@ async def test_names_without_the_trunks(tmp_path: Path, variant: str, tied: bool
 @variants
 @pytest.mark.parametrize("tied", [True, False])
 async def test_a_model_saved_without_its_head(tmp_path: Path, variant: str, tied: bool) -> None:
-    """As embedding models are: the base model's class and names. A tied head is the embedding, which is there."""
-    model = tiny.build_model(variant, tie_word_embeddings=tied)
+    """Embedding models are saved so: with the base model's class and names. A tied head is the embedding, which is
+    there."""
+    model: Any = tiny.build_model(variant, tie_word_embeddings=tied)
     model.base_model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == [VARIANTS[variant] + "Model"]

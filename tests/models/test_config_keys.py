@@ -62,7 +62,7 @@ NOT_IN_FILES = {"is_encoder_decoder", "eos_token_id", "bos_token_id", "is_hetero
 
 
 class Recording(dict[str, Any]):
-    """Which keys were looked at."""
+    """A mapping that records the keys that were looked at."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         super().__init__(values)
@@ -88,7 +88,7 @@ def _keys(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and _is_config(node.value):
         yield node.attr
     if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr") and _is_config(node.args[0]):
-        yield from [key.value for key in node.args[1:2] if isinstance(key, ast.Constant)]
+        yield from [key.value for key in node.args[1:2] if isinstance(key, ast.Constant) and isinstance(key.value, str)]
 
 
 def _is_config(node: ast.expr) -> bool:
@@ -185,7 +185,7 @@ def load(path: Path, **config: Any) -> CpuModelRunner:
 
 
 def log_probabilities(runner: CpuModelRunner) -> torch.Tensor:
-    """Of the token behind the prompt."""
+    """Return the log probabilities of the token behind the prompt."""
     driver = tiny.Driver(runner)
     driver.step([(driver.add(PROMPT, len(PROMPT) + 1), len(PROMPT))])
     return driver.logits[0].log_softmax(-1)
@@ -193,7 +193,8 @@ def log_probabilities(runner: CpuModelRunner) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", HONOURED)
 def test_log_probabilities_equal_transformers(tmp_path: Path, name: str) -> None:
-    """Of the model that transformers makes of the directory; most differ from those of the config without the key."""
+    """Log probabilities equal those of the model that transformers makes of the directory; most differ from those of
+    the config without the key."""
     path = edited(tmp_path, *HONOURED[name])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     with torch.inference_mode():
@@ -281,7 +282,7 @@ def test_tokens_behind_the_original_positions_equal_transformers(tmp_path: Path)
 
 @pytest.mark.parametrize("wrong", [tiny.VOCAB_SIZE, 2**70, -1])
 def test_ends_that_never_come_are_left_out(tmp_path: Path, wrong: int, caplog: pytest.LogCaptureFixture) -> None:
-    """As transformers has it, which warns of ids outside the vocabulary."""
+    """Ids outside the vocabulary give a warning, as in transformers."""
     path = edited(tmp_path, "llama", {"eos_token_id": wrong})
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, wrong]}))
     assert load(path).info.eos_token_ids == (0,)

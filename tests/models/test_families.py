@@ -58,7 +58,7 @@ def test_tokens_equal_transformers(checkpoint, kernels, attention):
 
 
 def test_yarn_reaches_beyond_max_position_embeddings(tmp_path):
-    """As in Yarn-Mistral-7b-128k, and where somebody has added it to config.json as Qwen's model cards say."""
+    """YaRN stands in config.json as in Yarn-Mistral-7b-128k, or as somebody adds it after Qwen's model cards."""
     model = tiny.build_model("llama-rope-yarn", max_position_embeddings=32)
     model.save_pretrained(tmp_path)
     prompt = [i * 7 % tiny.VOCAB_SIZE for i in range(90)]
@@ -71,7 +71,7 @@ def test_yarn_reaches_beyond_max_position_embeddings(tmp_path):
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_logits_are_close_in_bfloat16(checkpoint, kernels):
-    """Against float32 on the same rounded weights: within a tenth of the spread of the logits.
+    """Logits equal those in float32 on the same rounded weights to within a tenth of the spread of the logits.
 
     The models' weights are large, which spreads rounding errors; transformers in bfloat16 is as far off.
     """

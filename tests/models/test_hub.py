@@ -1,11 +1,11 @@
-"""What is asked of the hub, which cannot be reached from here."""
+"""Requests to the hub, which cannot be reached from here."""
 
 from __future__ import annotations
 
 import huggingface_hub
 import pytest
 from huggingface_hub import errors
-from huggingface_hub.utils import filter_repo_objects
+from huggingface_hub.utils._paths import filter_repo_objects
 
 from asyncengine.errors import ModelNotFoundError
 from asyncengine.models.weights import hub

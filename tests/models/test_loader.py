@@ -73,7 +73,7 @@ def edit_weights(path: Path, **changes: torch.Tensor | None) -> None:
     save_file({n: t.clone() for n, t in tensors.items()}, path / "model.safetensors")
 
 
-# What is read
+# Files that are read
 
 
 def test_shards(models, tmp_path):
@@ -83,7 +83,7 @@ def test_shards(models, tmp_path):
 
 
 def test_gpt2_without_the_name_of_the_trunk(models, tmp_path):
-    """As the hub has GPT-2: no "transformer." prefix, no head, and the causal masks as tensors."""
+    """The hub has GPT-2 so: no "transformer." prefix, no head, and the causal masks as tensors."""
     models["gpt2"].save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors = {name.removeprefix("transformer."): t.clone() for name, t in tensors.items()}
@@ -312,7 +312,7 @@ REAL = {
 }  # fmt: skip
 
 
-# What is refused
+# Files that are refused
 
 
 def test_no_such_model(tmp_path, monkeypatch):
@@ -403,7 +403,7 @@ def test_config_that_is_no_object(llama, text):
 
 
 def test_a_single_file_counts_before_shards(llama, tmp_path_factory):
-    """As with transformers; here these are another model's, and not all there."""
+    """The single file counts as in transformers; the shards here are another model's, and not all there."""
     shards = tmp_path_factory.mktemp("shards")
     tiny.build_model("llama", seed=1).save_pretrained(shards, max_shard_size="50KB")
     for file in (*shards.glob("*.json"), *shards.glob("*-00001-*")):

@@ -109,9 +109,10 @@ def build_model(variant: str, seed: int = 0, **changes: Any) -> transformers.Pre
 
 
 def generate(model: transformers.PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
-    """What transformers continues the prompt with, greedily."""
+    """Return the tokens with which transformers continues the prompt, greedily."""
     ids = torch.tensor([list(prompt)])
-    out = model.generate(
+    generate: Any = model.generate
+    out = generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False,
         pad_token_id=0,
     )  # fmt: skip

@@ -63,7 +63,7 @@ class Gate {
   int waiting_ = 0;
 };
 
-// What goes wrong, while it is not 0: an errno. One test at a time, so one for all.
+// Faults of system calls: an errno each, 0 for no fault. One test at a time, so one for all.
 struct Faults {
   std::atomic<int> create{0}, open{0}, write{0}, read{0}, close{0}, rename{0}, unlink{0}, mkdir{0};
   std::atomic<int> interrupt{0};                 // so many calls are interrupted
@@ -207,7 +207,7 @@ class Disk {
     std::vector<std::byte>& target = targets[id] = std::vector<std::byte>(bytes);
     return store->get(block.key, block.parent, block.tokens, target.data(), id);
   }
-  // Until there are `count` results in all.
+  // Waits until there are `count` results in all.
   void await(size_t count) {
     const auto end = std::chrono::steady_clock::now() + 20s;
     while (true) {

@@ -109,7 +109,7 @@ class Engine {
       Result& result = results[key];
       for (const auto& record : news.records) {
         CHECK_EQ(record.kind, uint32_t{kLogprobs});
-        // In order: those without a token are of the prompt.
+        // Records in order: those without a token are of the prompt.
         CHECK_EQ(record.token < 0, result.records.size() < scored(specs_[key.first], key.second));
         const auto payload = news.payload(record);
         result.records.emplace_back(payload.begin(), payload.end());

@@ -1,5 +1,5 @@
-// What host rows need of a test: workers that fail, hang and take their time on demand, a clock that jumps, and for a scheduler
-// without threads a mover and an attention that are over at once.
+// Parts of tests with host rows: workers that fail, hang and take their time on demand, a clock that jumps, and for a
+// scheduler without threads a mover and an attention that are over at once.
 #pragma once
 
 #include <atomic>
@@ -80,7 +80,7 @@ inline void pass_time(Engine& engine) {
   CHECK(engine.receive(1ms));
 }
 
-// So few blocks that somebody is on the host most of the time.
+// Options with so few blocks that somebody is on the host most of the time.
 inline Options crowded() {
   workers.reset();
   clock_ahead = 0;

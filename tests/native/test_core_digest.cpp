@@ -57,7 +57,7 @@ TEST(block_keys_chain_all_that_a_block_depends_on) {
   std::vector<int32_t> tokens(16);
   std::iota(tokens.begin(), tokens.end(), 0);
   const BlockKey root = root_key("model", 7);
-  // By hashlib: sha256(b"R" + salt + fingerprint), sha256(b"N" + parent + tokens).
+  // Digests by hashlib: sha256(b"R" + salt + fingerprint), sha256(b"N" + parent + tokens).
   CHECK_EQ(hex(root.bytes), "a4453805758b242d174634fb4bf66637730c839671bc3c8d15bd997c7be46593");
   const BlockKey key = next_key(root, tokens);
   CHECK_EQ(hex(key.bytes), "96f7aa9e4d6316e0c93f1c253572f19e1ce951d822534098edad15d1bd7fa5a1");

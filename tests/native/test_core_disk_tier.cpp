@@ -126,7 +126,7 @@ TEST(an_aborted_request_does_not_wait_for_the_disk) {
   CHECK_EQ(bench.pinned(), 0);
 }
 
-// Also where nobody waits for the reads any more.
+// The disk is left alone also where nobody waits for the reads any more.
 TEST(a_disk_that_hangs_after_every_abort_is_left_alone) {
   DiskBench bench;
   for (uint64_t id = 1; id <= 3; ++id) {

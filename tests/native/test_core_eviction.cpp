@@ -1,4 +1,4 @@
-// In which order blocks leave the device and the host, and how much a disk is asked for.
+// Order in which blocks leave the device and the host, and the amount of reads from a disk.
 #include <algorithm>
 #include <utility>
 #include <vector>
@@ -35,7 +35,8 @@ struct CachedPool {
   std::vector<int32_t> ids;
 };
 
-// Behind those that hold nothing and those that were copied before it, ahead of all that only the device has.
+// A copied block goes behind blocks that hold nothing and blocks that were copied before it, ahead of all that only the
+// device has.
 TEST(a_block_that_was_copied_out_is_evicted_where_its_turn_was) {
   for (size_t copied = 1; copied <= 4; ++copied) {
     CachedPool pool(6, 4, 8);
@@ -84,7 +85,7 @@ class FullDisk final : public BlockDisk {
   std::vector<uint64_t> over_;
 };
 
-// What is read beyond it would evict the beginning of what was read, and all of it would be in vain.
+// A read beyond the host's room would evict the blocks that were read first, and all reads would be in vain.
 TEST(the_disk_is_read_for_what_the_host_has_room_for) {
   for (const int32_t held : {0, 1, 2}) {  // host blocks that are pinned
     DoneMover mover(5);

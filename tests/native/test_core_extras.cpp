@@ -1,5 +1,5 @@
-// What few requests want beyond a token a step: records, scored prompts, several tokens, entries of a slot update. Budgets
-// hold back one row and nobody else.
+// Extras of few requests beyond a token a step: records, scored prompts, several tokens, entries of a slot update.
+// Budgets hold back one row and nobody else.
 #include <algorithm>
 #include <cstring>
 #include <set>
@@ -138,7 +138,7 @@ TEST(a_torn_or_stale_record_is_found) {
   StepLimits limits{4, 64, 16};
   limits.max_result_words = 8;
   const auto staging = std::make_shared<Staging>(SimulatedDevice::runtime(), device.ordinal(), limits, 2, StagingMode::kMapped);
-  // What the graph leaves: the head, then a region of five words.
+  // Words that the graph leaves: the head, then a region of five words.
   std::vector<int64_t> words;
   GraphExecutor::Graphs graphs;
   graphs.buckets.push_back({4, 64, false, kAnyContext, {}});

@@ -359,7 +359,7 @@ TEST(siblings_copy_a_block_from_where_the_first_of_them_copies_it) {
   CHECK(bench.scheduler.quiescent());
 }
 
-// Its keys and values may never have been written.
+// The keys and values of a failed step may never have been written.
 TEST(blocks_of_a_failed_step_are_not_shared) {
   for (const int depth : {1, 2}) {
     Bench bench({64, 16, 8, 256, 0, 256, true}, depth);

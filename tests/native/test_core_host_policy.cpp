@@ -1,4 +1,4 @@
-// Who decodes on the host, and in which order, of a scheduler without threads.
+// Choice and order of the sequences that decode on the host, for a scheduler without threads.
 #include <algorithm>
 #include <map>
 #include <random>
@@ -151,7 +151,7 @@ TEST(steps_beside_attention_on_the_host_teach_nothing_of_others) {
   CHECK(bench.scheduler.costs().factors().decode == before);
 }
 
-// What it may grow to has room there: with less it would have to leave.
+// The host has room for all to which a moved sequence may grow: with less it would have to leave.
 TEST(the_host_has_room_for_all_that_moves_there) {
   SchedulerConfig config = small({.lanes = 2, .layers = 2});
   config.num_host_blocks = 6;  // seven are promised
@@ -325,7 +325,7 @@ TEST(a_host_row_with_records_gets_room_for_them) {
   }
 }
 
-// Where nobody may decode on the host, steps are what they are without lanes, to the byte.
+// If nobody may decode on the host, steps are the same as without lanes, to the byte.
 TEST(lanes_that_nobody_takes_change_nothing) {
   HybridConfig hybrid{.lanes = 3, .layers = 2, .attend_ns = 1, .exchange_ns = 1e9};
   SchedulerConfig with = small(hybrid, flat_costs()), without = small({}, flat_costs());

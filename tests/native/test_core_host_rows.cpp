@@ -22,7 +22,7 @@ void submit(Engine& engine, int count, int32_t prompt_len = 40, int32_t max_toke
   for (int32_t i = 0; i < count; ++i) CHECK(engine.submit(long_spec(i, prompt_len, max_tokens)) == SubmitResult::kAccepted);
 }
 
-// Work until the job that is to hang has begun. Of eight requests there may be few jobs: rows go back to the device where
+// Work until the job that is to hang has begun. Eight requests may give few jobs: rows go back to the device where
 // workers are slow beside steps.
 void work_until_a_job_hangs(Engine& engine) {
   for (int i = 0; i < 20'000 && !workers.hanging(); ++i) {
@@ -41,7 +41,7 @@ void churn(Engine& engine, const Options& options, int count, unsigned seed) {
   }
 }
 
-// Of those that ended so, none is compared any more.
+// Counts the sequences that ended for `reason`, and takes them out of all later comparisons.
 int take_failed(Engine& engine, FinishReason reason = FinishReason::kStepFailed) {
   int failed = 0;
   for (auto& [key, result] : engine.results) {
@@ -123,7 +123,7 @@ TEST(a_worker_that_fails_costs_nobody) {
   }
 }
 
-// For a second, and then for longer and longer.
+// Workers that fail are left alone for a second, and then for longer and longer.
 TEST(workers_that_always_fail_are_left_alone_and_tried_again) {
   const Options options = crowded();
   workers.all_fail = true;
@@ -137,7 +137,7 @@ TEST(workers_that_always_fail_are_left_alone_and_tried_again) {
   CHECK(engine.settles());
   const Stats stats = engine.loop->stats();
   CHECK(stats.failed_host_rows >= Backoff::kPatience);
-  // Those that were on their way when the eighth failed, and one after each pause.
+  // Rows that were on their way when the eighth failed, and one after each pause.
   CHECK(stats.failed_host_rows < Backoff::kPatience + options.max_num_seqs + 8);
   CHECK_EQ(stats.moved_to_host, stats.failed_host_rows);
   CHECK_EQ(stats.host_row_tokens, 0);

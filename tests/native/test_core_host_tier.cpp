@@ -136,7 +136,7 @@ TEST(prefixes_come_back_from_the_disk) {
   CHECK(read > 0);
 }
 
-// What is read for a prompt evicts what was read before it, and the prompt is served all the same.
+// A block that is read for a prompt evicts one that was read before it, and the prompt is served all the same.
 TEST(a_prefix_on_the_disk_that_the_host_cannot_hold_is_computed) {
   const TemporaryFolder folder;
   Options options = pressed();
@@ -356,7 +356,7 @@ TEST(transfers_that_fail_cost_nobody) {
   }
 }
 
-// Where everything fails, it is as if there were no host tier.
+// If everything fails, results are as if there were no host tier.
 TEST(a_host_tier_that_always_fails_is_left_alone) {
   Options options = pressed();
   options.staging = StagingMode::kMapped;
@@ -391,7 +391,7 @@ TEST(pinning_that_fails_gives_a_smaller_pool_or_none) {
   CHECK_EQ(device.live_objects(), 0);
 }
 
-// Its event can be recorded no more, and nothing runs any more either.
+// The event of a transfer can be recorded no more, and nothing runs any more either.
 TEST(transfers_of_a_device_that_failed_are_over) {
   SimulatedDevice device;
   const CudaRuntime& cuda = SimulatedDevice::runtime();

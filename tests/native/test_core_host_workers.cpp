@@ -60,7 +60,7 @@ float to_float(Dtype dtype, const std::byte* p, int64_t i) {
   return std::bit_cast<float>(dtype == Dtype::kFloat32 ? bits : bits << 16);
 }
 
-// As a device does: words in any order, each whole.
+// Writes as a device does: words in any order, each whole.
 void write_mailbox(const HostExchange& exchange, int32_t slot, uint32_t step, const Elements& heads, size_t begin, size_t end) {
   const HostShape& shape = exchange.shape();
   const size_t words = shape.head_words();
@@ -115,7 +115,7 @@ struct Setup {
   std::unique_ptr<HostWorkers> workers;
 };
 
-// What a hook of a worker waits at.
+// A gate at which a hook of a worker waits.
 struct Gate {
   void pass() {
     std::unique_lock lock(mutex);

@@ -20,7 +20,7 @@ constexpr HostShape kShape{Dtype::kFloat32, kSlots, 1, 1, 2};
 
 // A simulated device whose graph answers a job with its slot, layer, position and blocks, folded into a number.
 struct World {
-  // That of the graph, which says how many batches were started.
+  // A link by the graph that counts the batches that were started.
   struct Watched final : LinkAttention {
     int32_t max_jobs() const override { return link->max_jobs(); }
     bool start(std::span<const HostAttentionJob> some) override {

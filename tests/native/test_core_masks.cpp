@@ -17,7 +17,7 @@ using namespace asyncengine::testing;
 
 constexpr int32_t kVocab = 50;
 
-// What a token at `position` may be, and which of them are not sampled.
+// Tokens that are allowed at `position`, and those that come there without being sampled.
 bool is_allowed(int32_t position, int32_t token) { return (token + position) % 3 == 0; }
 bool allows_all(int32_t position) { return position % 11 == 3; }
 std::vector<int32_t> forced_at(int32_t position) {

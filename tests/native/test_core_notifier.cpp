@@ -1,4 +1,4 @@
-// What the step thread sleeps on: a notification is remembered, never lost, and no wait is without a limit.
+// The notifier of the step thread: a notification is remembered, never lost, and no wait is without a limit.
 #include <atomic>
 #include <thread>
 

@@ -10,7 +10,7 @@ namespace {
 using namespace asyncengine;
 using namespace asyncengine::testing;
 
-// What an executor keeps per slot, updated from the packed bytes only.
+// State that an executor keeps per slot, updated from the packed bytes only.
 struct Device {
   std::map<int32_t, std::vector<int32_t>> tables;
   std::map<int32_t, SlotUpdate> sampling;

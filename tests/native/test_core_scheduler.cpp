@@ -21,7 +21,7 @@ TEST(a_sequence_at_the_address_of_a_blocked_one_is_not_blocked) {
   CHECK(large.sequences[0].state == SequenceState::kWaiting);  // seven blocks, four are free
   bench.commit(1);
 
-  // It goes, and the memory of its only sequence becomes that of another one.
+  // The large request goes, and the memory of its only sequence becomes that of another one.
   for (Sequence& sequence : large.sequences) sequence.abort_requested = true;
   bench.scheduler.abort(&large, bench.outbox);
   bench.scheduler.after_aborts();

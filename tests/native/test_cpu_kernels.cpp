@@ -1,5 +1,5 @@
-// What the Python tests check in depth, in small and under sanitizers: buffers here have exactly the size that the
-// kernels may touch.
+// Small tests of the CPU's kernels for runs under sanitizers: buffers here have exactly the size that the kernels may
+// touch. The Python tests check the same in depth.
 #include <cmath>
 #include <cstring>
 #include <limits>

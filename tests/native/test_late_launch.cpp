@@ -1,4 +1,5 @@
-// When steps are launched: a loop that the test drives, on a device whose steps take exactly as long as the test says.
+// Times at which steps are launched: a loop that the test drives, on a device whose steps take exactly as long as the
+// test says.
 #include <algorithm>
 #include <functional>
 #include <vector>
@@ -74,8 +75,8 @@ struct TimedEngine {
     spec.max_tokens = max_tokens;
     CHECK(loop->submit(spec) == SubmitResult::kAccepted);
   }
-  // As the step thread does it: again at once while anything moves, else after a sleep. An idle one sleeps until the test
-  // submits something.
+  // Runs as the step thread does: again at once while anything moves, else after a sleep. An idle one sleeps until the
+  // test submits something.
   void look() {
     if (!loop->advance()) clock_ns += loop->stats().num_steps_in_flight > 0 ? loop->patience().count() + oversleep_ns : 5 * kUs;
     loop->drain([](const StepLoop::News&) {});
@@ -92,7 +93,7 @@ struct TimedEngine {
     const auto& runs = device->runs;
     return static_cast<size_t>(std::ranges::find_if(runs, [](const auto& run) { return run.end > clock_ns; }) - runs.begin());
   }
-  // Of the steps from `first` on: how often, and how long, the device waited for one.
+  // Count and duration of the device's waits for a step, from step `first` on.
   std::pair<int64_t, int64_t> bubbles(size_t first) const {
     std::pair<int64_t, int64_t> result{0, 0};
     for (size_t k = first; k < device->runs.size(); ++k) {
@@ -247,7 +248,7 @@ TEST(a_thread_that_sleeps_too_long_makes_few_launches_late) {
   CHECK(engine.bubbles(warm).first <= engine.late_launches());
 }
 
-// Else what it takes for a step's duration would grow until it sleeps past steps that were over long ago.
+// Otherwise the duration that it expects of a step would grow until it sleeps past steps that were over long ago.
 TEST(a_thread_that_sleeps_too_long_does_not_take_that_for_the_step) {
   for (const int depth : {1, 2}) {
     for (const int64_t oversleep : {0, 10, 20, 55}) {
@@ -288,7 +289,7 @@ TEST(nothing_in_flight_holds_nothing_back) {
   CHECK_EQ(engine.device->runs.size(), before + 1);
 }
 
-// Of ten minutes, half would be forgotten in 89 launches: for 2,000 nothing would be held back.
+// If only half of it were forgotten in 89 launches, a launch of ten minutes would leave nothing held back for 2,000.
 TEST(a_launch_during_which_the_process_was_stopped_is_soon_forgotten) {
   LaunchTiming timing(1);
   for (int i = 0; i < 100; ++i) timing.launched(20 * kUs);

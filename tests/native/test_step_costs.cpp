@@ -103,7 +103,7 @@ TEST(steps_with_lanes_have_a_factor_of_their_own) {
   for (int i = 0; i < 300; ++i) costs.learn_lanes(costs.lanes_ns(2, 2, 100, 70), 800);
   CHECK_EQ(costs.decode_ns(4, 100), alone);
   CHECK(std::abs(costs.lanes_ns(2, 2, 100, 70) - 800) <= 8);
-  // What all steps take longer, these take longer as well.
+  // If all steps take longer, steps with lanes take longer as well.
   for (int i = 0; i < 64; ++i) costs.learn_decode(costs.decode_ns(4, 100), alone);
   for (int i = 0; i < 300; ++i) costs.learn_decode(costs.decode_ns(4, 100), 2 * alone);
   CHECK(std::abs(costs.lanes_ns(2, 2, 100, 70) - 1600) <= 32);

@@ -135,7 +135,7 @@ TEST(aborts_give_everything_back) {
   CHECK(engine.settles());
 }
 
-// Also with staging that makes its caller wait for the device.
+// All modes of staging, also the one that makes its caller wait for the device.
 constexpr StagingMode kAllStaging[] = {StagingMode::kPageable, StagingMode::kPinned, StagingMode::kMapped, StagingMode::kAhead};
 
 TEST(a_device_fault_fails_the_engine_with_its_error) {

@@ -1,4 +1,4 @@
-// What a watcher sees of the step loop: whole records in order, nothing while nobody watches, and every block in its state.
+// View of a watcher of the step loop: whole records in order, nothing while nobody watches, every block in its state.
 #include "step_loop/step_watch.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-"""What steps take: measured, kept, corrected, and heeded where a target asks for it."""
+"""Costs of steps: measured, kept, corrected, and heeded where a target asks for it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ def test_copies_have_a_price_for_a_call_and_for_a_byte() -> None:
 
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What attention on the host was timed of. A worker takes a nanosecond, and one more for each other worker."""
+    """Record the shapes for which attention on the host is timed. A worker takes a nanosecond, and one more for each
+    other worker."""
     calls: list[tuple[Any, ...]] = []
 
     def time_host_attention(*shape: Any, float8: bool, pool: Any, num_layers: int) -> float:

@@ -54,7 +54,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory):
     def get(variant: str) -> tuple[Path, Any]:
         if variant not in made:
             path = tmp_path_factory.mktemp(variant)
-            layers = {} if GPU else {"n_layer" if variant.startswith("gpt2") else "num_hidden_layers": 1}
+            layer_count = "n_layer" if variant.startswith("gpt2") else "num_hidden_layers"
+            layers: dict[str, Any] = {} if GPU else {layer_count: 1}
             if "layer_types" in tiny.VARIANTS[variant][1] and not GPU:
                 layers["layer_types"] = ["sliding_attention"]
             model = tiny.build_model(variant, **layers)
@@ -114,7 +115,7 @@ def test_tokens_equal_transformers(checkpoint, variant):
 
 @pytest.mark.parametrize("variant", tiny.VARIANTS if GPU else ["gpt2", "llama-odd-heads-biased", "qwen3-window-biased"])
 def test_tokens_equal_transformers_with_work_lists(checkpoint, variant, monkeypatch):
-    """In decode steps too, as those of many rows or long ones."""
+    """Decode steps have work lists too, as those of many rows or long ones do."""
     monkeypatch.setattr(choose, "few_keys_context", lambda rows, shape, gpu: 0)
     path, model = checkpoint(variant)
     outputs, _ = generate(path, [(prompt, greedy()) for prompt in PROMPTS])
@@ -189,7 +190,7 @@ FEATURES: list[dict[str, Any]] = [
 
 
 def test_features_give_the_cpus_tokens(checkpoint):
-    """And its log probabilities, beside a row that asks for nothing."""
+    """Features give the CPU's tokens and log probabilities, beside a row that asks for nothing."""
     path, _ = checkpoint("qwen3")
     base = {"max_tokens": COUNT, "temperature": 0.0, "ignore_eos": True}
     jobs = [(PROMPTS[i % 3], SamplingParams(**base | feature)) for i, feature in enumerate(FEATURES)]
@@ -262,7 +263,7 @@ def test_stop_tokens_end_a_sequence_on_the_device_too(checkpoint):
 @pytest.mark.skipif(GPU, reason="a GPU has faults of its own")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_step_that_fails_is_an_error_and_the_last_step(checkpoint, monkeypatch):
-    """As with a kernel that faults: no step behind it reads what it did not write."""
+    """The step fails as by a kernel that faults: no step behind it reads memory that it did not write."""
     runs = []
 
     def fail(steps: DeviceSteps, bucket: Bucket, needs: int) -> None:
@@ -285,7 +286,8 @@ def test_a_step_that_fails_is_an_error_and_the_last_step(checkpoint, monkeypatch
 
 @pytest.mark.parametrize("tma", [True, False])
 def test_which_steps_have_no_work_list(tma):
-    """Those of few keys; with kernels that use the accelerator only those of a lone row whose heads share no keys."""
+    """Steps of few keys have no work list; with kernels that use the accelerator only those of a lone row whose heads
+    share no keys."""
     ops = CudaOps(torch.device("cpu"), CudaOptions(gpu=replace(H200, tma=tma)))
     config = EngineConfig(model="", dtype="bfloat16", max_num_seqs=40, max_num_batched_tokens=64)
     for shape, expected in (
@@ -319,7 +321,7 @@ def test_short_contexts_of_many_rows_have_buckets_without_late_teams():
 
 
 def test_vectors_are_the_cpus(checkpoint):
-    """Of prompts that come in chunks, beside a row that generates."""
+    """Vectors equal the CPU's for prompts that come in chunks, beside a row that generates."""
     path, _ = checkpoint("qwen3")
 
     async def run(engine: AsyncEngine) -> list[Any]:
@@ -351,7 +353,7 @@ def test_classes_are_the_cpus(tmp_path):
 
 @pytest.mark.parametrize("chunk", [1, 3])
 def test_scores_of_prompts_are_the_cpus(checkpoint, chunk):
-    """Also in steps of as many rows as tokens, where a row may have several samples all the same."""
+    """Scores are the same in steps of as many rows as tokens, where a row may have several samples all the same."""
     path, _ = checkpoint("qwen3")
     given = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True, prompt_logprobs=2)
     small = SMALL | {"prefill_chunk_size": chunk}
@@ -373,7 +375,7 @@ def test_scores_of_prompts_are_the_cpus(checkpoint, chunk):
 
 
 def test_blocks_that_come_back_from_the_host_are_the_same(checkpoint):
-    """They are gathered, copied out, evicted, copied in and scattered: each prompt comes again after the others."""
+    """Blocks are gathered, copied out, evicted, copied in and scattered: each prompt comes again after the others."""
     path, _ = checkpoint("llama")
     jobs = [([5 + i, *range(3, 36)], greedy(2)) for i in range(3)]
     few = {"num_kv_blocks": 6, "host_kv_memory_bytes": 1 << 20, "max_model_len": 64}

@@ -1,4 +1,4 @@
-"""When there are host rows on a GPU, and when the engine goes on without."""
+"""Host rows on a GPU: the conditions for them, and an engine that goes on without."""
 
 from __future__ import annotations
 

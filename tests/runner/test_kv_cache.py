@@ -1,4 +1,4 @@
-"""How many KV blocks there are."""
+"""Choice of the number of KV blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def engine(**config: object) -> EngineConfig:
 def test_number_of_blocks():
     block = 1 << 20
     choose = kv_cache.choose_num_blocks
-    # What 3 sequences of 100 tokens can use: 7 blocks of 16 each.
+    # 3 sequences of 100 tokens can use 7 blocks of 16 each.
     assert choose(engine(max_num_seqs=3), 100, block, 1000 << 20, 1 << 40) == 21
     assert choose(engine(), 1024, block, 400 << 20, 1 << 40) == 400
     assert choose(engine(kv_cache_memory_bytes=100 << 20), 1024, block, 0, 1 << 40) == 100

@@ -66,12 +66,12 @@ def test_sizes_of_a_disk_are_named(tmp_path: Path) -> None:
     for path in (file, file / "below"):
         with pytest.raises(ConfigError, match=r"disk_kv_path cannot be used: .*Not a directory"):
             start(disk_kv_path=str(path), **HOST)
-    path = str(tmp_path / "kv")
+    directory = str(tmp_path / "kv")
     for size in (10**17, 2**63 - 1):
         with pytest.raises(ConfigError, match=rf"disk_kv_bytes \({size:,}\) is more than .* has: {NUMBER} bytes"):
-            start(disk_kv_path=path, disk_kv_bytes=size, **HOST)
+            start(disk_kv_path=directory, disk_kv_bytes=size, **HOST)
     with pytest.raises(ConfigError, match=r"disk_kv_bytes cannot be used: .* of 1 bytes .* no room for a block"):
-        start(disk_kv_path=path, disk_kv_bytes=1, **HOST)
+        start(disk_kv_path=directory, disk_kv_bytes=1, **HOST)
     start(disk_kv_path=path, **HOST)
 
 
@@ -85,7 +85,7 @@ def test_the_default_size_of_a_disk_is_no_more_than_it_has(tmp_path: Path, monke
 
 
 def test_memory_that_runs_out_names_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever no check has foreseen."""
+    """The error names the sizes even if no check has foreseen the failure."""
 
     def fail(*_: Any, **__: Any) -> None:
         raise MemoryError
@@ -111,7 +111,7 @@ def test_flags_and_the_environment_say_the_same(
 
 
 def test_blocks_of_another_program_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after an upgrade: any file of the package may decide what the bits of keys and values are."""
+    """The program changes as by an upgrade: any file of the package may decide the bits of keys and values."""
     config: dict[str, Any] = {
         "max_num_seqs": 2, "max_model_len": 192, "num_kv_blocks": 18, "disk_kv_path": str(tmp_path / "kv"), **HOST
     }  # fmt: skip

@@ -85,7 +85,8 @@ def test_every_site_gets_the_fastest_of_a_few_plans() -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_parts_are_left_to_norms_of_their_own(fused: bool) -> None:
-    """What reads the sum is measured first, and with it decided whether there will be such a norm."""
+    """The projection that reads the sum is measured first, which decides whether a norm of its own may add up the
+    parts."""
     reader = Plan("skinny", 16, 128, 4, fused_norm=True) if fused else Plan("tiled", 64, 128, rows=16, fused_norm=False)
     card = Card(likes={up(8): reader})
     measured = card.measure([down(8), up(8)])

@@ -127,12 +127,13 @@ class Tab:
         """Into what has the focus."""
         await self.call("Input.insertText", text=text)
 
-    async def press(self, key: str, code: int) -> None:
+    async def press(self, key: str, code: int, modifiers: int = 0) -> None:
+        """``modifiers``: 1 Alt, 2 Control, 4 Meta, 8 Shift, added."""
         text = "\r" if key == "Enter" else ""
         for kind in ("keyDown", "keyUp"):
             await self.call(
                 "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code,
-                text=text if kind == "keyDown" else "",
+                text=text if kind == "keyDown" else "", modifiers=modifiers,
             )  # fmt: skip
 
     async def click(self, selector: str) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -47,7 +47,7 @@ class ModelInfo:
 
 
 class Characters:
-    """In place of a tokenizers.Tokenizer."""
+    """Stand-in for a tokenizers.Tokenizer."""
 
     decoder = None
 
@@ -65,7 +65,7 @@ class Characters:
 
 
 class CharacterTokenizer:
-    """In place of a Tokenizer. A conversation is shown as ``FakeEngine`` does, whatever the template says."""
+    """Stand-in for a Tokenizer. A conversation is shown as ``FakeEngine`` does, whatever the template says."""
 
     backend = Characters()
     special_token_ids: frozenset[int] = frozenset()
@@ -118,7 +118,7 @@ class FakeEngine:
         self._released = asyncio.Event()
 
     async def start(self) -> None:
-        """It needs no start."""
+        """Do nothing: a fake engine needs no start."""
 
     def hold(self, at: int) -> None:
         """Requests stop before their token number ``at`` until ``release``."""
@@ -161,7 +161,7 @@ class FakeEngine:
         return EngineStats.of(counts, StepTokens((1, 8), (2, 1, 0), 6))
 
     def snapshot(self) -> EngineSnapshot:
-        """Of an engine whose steps take a millisecond each."""
+        """Make a snapshot of an engine whose steps take a millisecond each."""
         self.snapshots += 1
         now = time.monotonic_ns()
         starts = range(now - 20_000_000, now - 2_000_000, 1_000_000)
@@ -282,12 +282,13 @@ class FakeEngine:
         if isinstance(prompt, str):
             return [ord(c) for c in prompt]
         if isinstance(prompt, Conversation) or isinstance(prompt[0], dict):
-            messages = prompt.messages if isinstance(prompt, Conversation) else prompt
+            messages: Any = prompt.messages if isinstance(prompt, Conversation) else prompt
             return [ord(c) for m in messages for c in f"{m['role']}: {m['content']}\n"]
-        for token in prompt:
+        ids: list[Any] = list(prompt)
+        for token in ids:
             if not 0 <= token < VOCABULARY:
                 raise InvalidRequestError(f"prompt: token id {token} is not in the vocabulary", param="prompt")
-        return list(prompt)
+        return ids
 
 
 def fake_logprobs(token: int, params: SamplingParams) -> TokenLogProbs:
@@ -318,7 +319,7 @@ class FakeStream:
         await self._deltas.aclose()
         await self._engine.closed(self, aborted=True)
 
-    async def _generate(self) -> AsyncIterator[RequestDelta]:
+    async def _generate(self) -> AsyncGenerator[RequestDelta, None]:
         engine, n = self._engine, self._params.n
         arrived = time.monotonic()
         first = 0.0

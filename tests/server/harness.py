@@ -96,7 +96,7 @@ async def serving(engine: FakeEngine | None, **config: Any) -> AsyncIterator[Sit
     """Serve ``engine`` (None: still loading) through the real runner on a free port."""
     server = HttpServer(ServerConfig(**{"port": 0, **config}))
     await server.start()
-    server.app.engine = engine
+    server.app.engine = engine  # type: ignore[assignment]
     try:
         async with aiohttp.ClientSession() as session:
             yield Site(server, session)

@@ -118,7 +118,7 @@ def plain(output: ParsedOutput) -> tuple[str, str, list[tuple[str, str]]]:
 
 
 def in_pieces(parser: OutputParser, pieces: list[str], *, cut: bool = False) -> ParsedOutput:
-    """As a stream; the first piece of a call has its name and its id, and no other has."""
+    """Parse as a stream; the first piece of a call has its name and its id, and no other has."""
     deltas = [*map(parser.push, pieces), parser.finish(cut=cut)]
     known: set[int] = set()
     for piece in (piece for delta in deltas for piece in delta.tool_calls):
@@ -149,7 +149,7 @@ def test_formats(name: str, text: str, content: str, reasoning: str, calls: list
 
 TO_F = "<|channel|>commentary to=functions.f<|message|>"
 AROUND = {
-    # How each format writes a call of f with these arguments, and what of it is no content even if it is no call.
+    # Calls of f with these arguments in each format, and the part of the text that is no content even if it is no call.
     "hermes": ('<tool_call>{"name": "f", "arguments": %s}</tool_call>', "%s"),
     "hermes inside": ('</think><tool_call>{"name": "f", "arguments": %s}</tool_call>', "</think>%s"),
     "json": ('[{"name": "f", "arguments": %s}]', "%s"),

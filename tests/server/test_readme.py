@@ -9,8 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.server.server_process import REAL, process
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +20,7 @@ def programs(document: str) -> list[str]:
 
 
 async def run(program: str, url: str) -> str:
-    """What a program prints, with the server's address in place of the one that `make serve` has."""
+    """Run a program and return its output, with the server's address in place of the one that `make serve` has."""
     assert "http://127.0.0.1:8000" in program or "AsyncEngine" in program
     command = [sys.executable, "-c", program.replace("http://127.0.0.1:8000", url)]
     done = await asyncio.to_thread(
@@ -39,9 +37,6 @@ async def test_the_embedding_program_of_the_readme() -> None:
     assert "Usage(prompt_tokens=5, completion_tokens=40" in "".join(lines)
     (answer,) = [line for line in lines if line.endswith("]") and '["' in line]
     assert set(json.loads(answer[answer.index('["') :])) <= {"fox", "bear"}
-    first, second = (re.findall(r"[\d.]+", line) for line in lines[-3:-1])
-    assert [float(first[0]), float(second[1])] == pytest.approx([1, 1])
-    assert 0 < float(first[1]) < 1
     assert lines[-1].startswith("prompt This model's maximum context length is 512 tokens")
 
 

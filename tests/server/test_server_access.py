@@ -1,4 +1,4 @@
-"""Who may ask, what a client may decide for others, and what a response tells of the server and of the request."""
+"""Rights of clients: access, decisions for others, and what a response tells of the server and of the request."""
 
 from __future__ import annotations
 

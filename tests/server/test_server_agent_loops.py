@@ -87,7 +87,7 @@ async def test_results_reach_the_model_in_every_api(template: str, tmp_path: Pat
 
 @pytest.mark.parametrize("template", [None, TURNS], ids=["bundled", "turns"])
 async def test_the_bundled_model_goes_through_ten_turns(template: str | None, tmp_path: Path) -> None:
-    """Its context holds them with the template that it has."""
+    """The context of the bundled model holds ten turns with the template that it has."""
     messages: list[dict[str, Any]] = [ASKS]
     turns = 10 if template is None else 4
     async with bundled(template, tmp_path) as (engine, site):

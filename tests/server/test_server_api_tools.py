@@ -72,7 +72,8 @@ async def test_responses_items() -> None:
             events = [event async for event in stream]
             final = await stream.get_final_response()
     for response in (whole, final):
-        reasoning, message, weather, now = response.output
+        output: Any = response.output
+        reasoning, message, weather, now = output
         assert (reasoning.type, reasoning.content[0].text) == ("reasoning", "Hm.")
         assert (message.type, message.content[0].text) == ("message", "Let me see.")
         assert (weather.type, weather.name, json.loads(weather.arguments)) == (
@@ -280,7 +281,7 @@ async def test_an_output_that_is_cut_in_a_call() -> None:
 
 
 async def test_the_bundled_model_is_made_to_call() -> None:
-    """It knows no tools: a grammar has it call one."""
+    """The bundled model knows no tools: a grammar has it call one."""
     async with (
         AsyncEngine.from_pretrained(bundled_model(), progress=False) as engine,
         clients(engine) as (api, other, _),

@@ -61,7 +61,7 @@ async def test_a_visitor_talks_to_the_bundled_model_and_sees_the_engine(chromium
         opened(chromium, site) as page,
     ):
         await page.wait_for("document.querySelector('h2').textContent === 'Chat with stories.'")
-        await page.click(".starters button")
+        await page.click("#starters button")
         await page.wait_for(ANSWERED % 1)
         story = await page.js(f"{LAST}.querySelector('.body').innerText")
         assert len(story) > 100
@@ -120,7 +120,7 @@ async def test_saying_it_differently(chromium: str) -> None:
         assert engine.prompts[-1] == [system, user | {"content": "Second"}]
         assert await page.js("document.querySelectorAll('.message').length") == 2
         await page.js("document.getElementById('new-chat').click()")
-        await page.wait_for("document.querySelector('.starters').checkVisibility()")
+        await page.wait_for("document.querySelector('#starters').checkVisibility()")
 
 
 async def test_a_model_without_a_template_continues_text(chromium: str) -> None:
@@ -170,7 +170,7 @@ async def test_what_a_model_writes_stays_text(chromium: str) -> None:
         assert [href for href, _, _ in links] == [f"https://example.org/{name}" for name in ("a", "i.png", "b")]
         assert all(("noopener" in rel, target) == (True, "_blank") for _, rel, target in links)
         shown = await page.js(f"{inside}.textContent")
-        for text in ("<img src=x onerror=", "<script>window", "[press](javascript:", "![i](https", "</code></pre><img"):
+        for text in ("<img src=x onerror=", "<script>window", "[press](javascript:", "</code></pre><img"):
             assert text in shown
         assert "src=x onerror=window.hacked=2" in shown
         assert await page.js("[...document.querySelectorAll('.code button')].map((b) => b.textContent)") == [
@@ -186,8 +186,9 @@ MARKDOWN = {
     "snake_case_name 2*3*4 ** a": "<p>snake_case_name 2<em>3</em>4 ** a</p>",
     "``a`b`` \\*c\\* ~~d~~": "<p><code>a`b</code> *c* <del>d</del></p>",
     "**a": "<p>**a</p>",
-    "| a | b |\n|--|:-:|\n| 1 | `2` |": "<table><thead><tr><th>a</th><th>b</th></tr></thead>"
-    "<tbody><tr><td>1</td><td><code>2</code></td></tr></tbody></table>",
+    "| a | b |\n|--|:-:|\n| 1 | `2` |": '<div class="wide" tabindex="0"><table><thead><tr><th>a</th>'
+    '<th class="center">b</th></tr></thead><tbody><tr><td>1</td><td class="center"><code>2</code></td></tr></tbody>'
+    "</table></div>",
     "text\n1) one": "<p>text</p><ol><li>one</li></ol>",
 }
 
@@ -211,17 +212,59 @@ async def test_markdown(chromium: str) -> None:
         assert await page.js(quick) < 10_000
 
 
+async def test_docs_send_requests(chromium: str) -> None:
+    engine = FakeEngine("<b>One</b> word. ", step_s=0.01, max_model_len=100_000)
+    route = "document.getElementById('post_v1_chat_completions')"
+    told = f"{route}.querySelector('.told').textContent"
+    async with serving(engine, api_key="it's", served_model_name="a") as site, tab(chromium) as page:
+        await page.open(f"{site.url}/docs#post_v1_chat_completions")
+        await page.wait_for("document.activeElement.id === 'key'")
+        await page.type("it's")
+        await page.press("Enter", ENTER)
+        await page.wait_for(f"{route}?.open && !!{route}.querySelector('form')")
+        await page.js(f"{route}.querySelector('form button').click()")
+        await page.wait_for(f"{told}.includes('whole after')")
+        assert (await page.js(told)).startswith("200 OK, headers after")
+        assert await page.js(f"{route}.querySelector('details').textContent.includes('text/event-stream')")
+        answer = f"{route}.querySelector('form > .answer:last-child').textContent"
+        assert "[DONE]" in await page.js(answer)
+        body = f"{route}.querySelector('textarea')"
+        await page.js(f"{body}.value = {body}.value.replace('64', '5000').replace('a fox', \"a fox's <i>\")")
+        await page.js(f"{route}.querySelector('form button').click()")
+        await page.wait_for(f"{answer}.includes('delta') && {told}.endsWith('…')")  # as it comes
+        await page.js(f"[...{route}.querySelectorAll('button')][1].click()")
+        await page.wait_for(f"{told}.includes('stopped after')")
+        await engine.wait_for(open=0, aborted=1)
+        await page.js(f"[...{route}.querySelectorAll('button')][2].click()")
+        line = await page.js(f"{route}.querySelector('.answer').textContent")
+        assert "a fox'\\''s <i>" in line
+        assert '-H "Authorization: Bearer $ASYNCENGINE_API_KEY"' in line
+        await page.js("document.getElementById('get_v1_models').open = true")
+        models = "document.querySelector('#get_v1_models form > .answer:last-child')"
+        await page.wait_for(f"!!{models}")
+        await page.js("document.querySelector('#get_v1_models form button').click()")
+        await page.wait_for(f"{models}.textContent.includes('\\n  ')")  # in lines
+        assert await page.js("document.querySelectorAll('main b, main i').length") == 0
+        assert await page.js('localStorage.length === 0 && Object.values(sessionStorage).includes("it\'s")')
+        assert [text for text in page.complaints if "401" not in text] == []
+
+
 async def test_a_key_is_asked_for_and_kept(chromium: str) -> None:
     engine = FakeEngine("Yes.", ends=True)
     async with serving(engine, api_key="secret") as site, opened(chromium, site, "401") as page:
         await page.wait_for("document.activeElement.name === 'key'")
+        await page.press("Escape", ESCAPE)  # without a key the page can be read, and does not ask again
+        await asyncio.sleep(0.1)
+        assert not await page.js("document.getElementById('settings').open")
+        await page.js("document.getElementById('open-settings').click()")
+        await page.js("document.querySelector('[name=key]').focus()")
         await page.type("secret")
         await page.press("Enter", ENTER)
         await page.wait_for("document.getElementById('model').textContent.includes('fake')")
         await say(page, "Hello")
         await page.wait_for(ANSWERED % 1)
         await page.wait_for("document.getElementById('running').textContent === '0'")
-        assert await page.js("Object.values(localStorage).length === 0 && document.cookie === ''")
+        assert await page.js("!JSON.stringify({ ...localStorage }).includes('secret') && document.cookie === ''")
         assert await page.js("Object.values(sessionStorage).includes('secret')")
 
 
@@ -250,10 +293,14 @@ async def test_a_narrow_screen_and_who_pays_for_looking(chromium: str) -> None:
         await page.wait_for(ANSWERED % 1)
         asked = "performance.getEntriesByType('resource').filter((e) => e.name.endsWith('/stats')).length"
         fits = "document.documentElement.scrollWidth <= 360"
+        heights = "[...document.querySelectorAll('.top button, .top a')].map((e) => e.getBoundingClientRect().height)"
+        assert min(await page.js(heights)) >= 44
         assert await page.js(fits)
         assert await page.js(asked) == 0  # the engine's view is not shown
         await page.click("#show-engine")
         await page.wait_for(f"{asked} > 1")
+        await page.wait_for("document.getElementById('overlap').textContent.startsWith('Idle.')")
+        assert await page.js("['work', 'freeze'].every((id) => document.getElementById(id).offsetHeight >= 44)")
         assert await page.js(fits)
         assert await page.js("document.getElementById('show-engine').getAttribute('aria-pressed')") == "true"
         await page.js("Object.defineProperty(document, 'visibilityState', { value: 'hidden', configurable: true })")
@@ -298,6 +345,8 @@ async def test_it_works_below_a_path(chromium: str) -> None:
         host, port = runner.addresses[0][:2]
         try:
             async with opened(chromium, site, path=f"http://{host}:{port}/deep/down/") as page:
+                await page.wait_for("document.getElementById('docs').checkVisibility()")
+                assert (await page.js("document.getElementById('docs').href")).endswith("/deep/down/docs")
                 await say(page, "Hello")
                 await page.wait_for(ANSWERED % 1)
                 await page.wait_for("document.getElementById('running').textContent === '0'")

@@ -113,7 +113,7 @@ def deaf_socket(address: tuple[str, int]) -> socket.socket:
 
 
 def drain_socket(sock: socket.socket) -> bytes:
-    """What the kernel still held for a client when its connection was cut."""
+    """Return the bytes that the kernel still held for a client when its connection was cut."""
     sock.settimeout(20)
     received = bytearray()
     try:

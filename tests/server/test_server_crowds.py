@@ -105,7 +105,7 @@ def test_a_hundred_stalled_readers_cost_the_others_nothing() -> None:
             assert (await site.metric("asyncengine:request_success_total"))[
                 f'{{finished_reason="abort",model_name="{"m" * 10_000}"}}'
             ] == 100
-            # Without a limit they would have 1.5 GB. What the others' answers take comes and goes, some 70 MB of it.
+            # Without a limit they would have 1.5 GB. Memory of the others' answers comes and goes, some 70 MB of it.
             assert resident() - before < 256 << 20
             for reader, writer in stalled:
                 received = bytearray()

@@ -45,7 +45,7 @@ GRAMMARS = {
 
 
 def accepts(model: Any, grammar: str, text: str) -> bool:
-    """Whether llguidance takes a text under a grammar in Lark."""
+    """Return whether llguidance takes a text under a grammar in Lark."""
     import llguidance
 
     matcher = llguidance.LLMatcher(model, llguidance.grammar_from("grammar", grammar), log_level=0)
@@ -158,7 +158,7 @@ async def test_custom_calls_in_chat_completions(template: str, output: str) -> N
     async with client(engine) as (api, site):
         whole = await api.chat.completions.create(model="fake", messages=USER, tools=[free])  # type: ignore[arg-type]
         chunks = await site.events(CHAT, messages=USER, tools=[free])
-        (made,) = whole.choices[0].message.tool_calls or ()
+        [made] = whole.choices[0].message.tool_calls or []
         assert whole.choices[0].finish_reason == "tool_calls"
         assert (made.type, made.custom.name, made.custom.input) == ("custom", "edit", TEXT)  # type: ignore[union-attr]
         pieces = [piece for c in chunks for piece in c["choices"][0]["delta"].get("tool_calls", ())]

@@ -63,7 +63,7 @@ class Client:
         return await asyncio.to_thread(send)
 
     async def read(self) -> bytes:
-        """All that comes until the server closes."""
+        """Read all bytes that come until the server closes."""
 
         def receive() -> bytes:
             self.sock.settimeout(LIMIT_S)
@@ -361,7 +361,7 @@ async def test_requests_are_served_beside_many_idle_connections() -> None:
 
 
 async def test_a_client_gets_its_time_anew_after_the_process_was_stopped() -> None:
-    """It could read nothing meanwhile. One that reads nothing afterwards either is cut."""
+    """A client can read nothing while the process is stopped. One that reads nothing afterwards either is cut."""
     transport = Mock(get_write_buffer_size=Mock(return_value=1000))
     task = asyncio.ensure_future(_wait_for_client(asyncio.Event().wait(), transport, 0.5))  # type: ignore[arg-type]
     await asyncio.sleep(0)

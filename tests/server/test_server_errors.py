@@ -172,7 +172,7 @@ ONLY: list[tuple[str, dict[str, Any], str]] = [
         "messages[0].function_call",
     ),
 ]
-PROMPT = {COMPLETIONS: {"prompt": "x"}, CHAT: {"messages": USER}}
+PROMPT: dict[str, dict[str, Any]] = {COMPLETIONS: {"prompt": "x"}, CHAT: {"messages": USER}}
 INVALID += [(route, PROMPT[route] | {k: v}, param) for route in PROMPT for k, v, param in COMMON]
 INVALID += ONLY
 

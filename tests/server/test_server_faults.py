@@ -100,7 +100,7 @@ async def unread(*options: str):
 
 
 async def disconnect(url: str, count: int) -> None:
-    """So many clients that leave in mid-stream; the server logs each."""
+    """Let so many clients leave in mid-stream; the server logs each."""
     host, port = url.removeprefix("http://").split(":")
     for _ in range(count):
         reader, writer = await asyncio.open_connection(host, int(port))

@@ -187,8 +187,9 @@ TABLES = {
 async def test_fields_that_are_not_served_are_refused_by_name(route: str) -> None:
     async with serving(FakeEngine(max_model_len=4096)) as site:
         valid = VALID.get(route, {"input": "x"})
+        wrong: tuple[Any, ...] = ({"a": 1}, "something", 7, [1])
         for field, neutral in TABLES[route].items():
-            for value in ({"a": 1}, "something", 7, [1]):
+            for value in wrong:
                 status, error = await posted(site, route, **valid | {field: value})
                 assert status == 400
                 assert field in error["message"], error

@@ -1,4 +1,4 @@
-"""What stands before the routes: names, keys with classes, pages of other origins, proxies, pings and timeouts."""
+"""Layers before the routes: names, keys with classes, pages of other origins, proxies, pings and timeouts."""
 
 from __future__ import annotations
 

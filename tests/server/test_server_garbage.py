@@ -1,4 +1,4 @@
-"""What a failed request held is freed at once, without the garbage collector."""
+"""Memory of a failed request is freed at once, without the garbage collector."""
 
 from __future__ import annotations
 

@@ -112,12 +112,15 @@ async def test_numbers_in_place_of_names_and_named_tokens() -> None:
         chat = await api.chat.completions.create(
             model=MODEL, messages=USER, max_tokens=3, logprobs=True, temperature=0, extra_body=more
         )
-    choice = answer.choices[0]
+    choice, told = answer.choices[0], chat.choices[0]
     assert choice.logprobs is not None
+    assert choice.model_extra is not None
+    assert told.model_extra is not None
+    assert chat.model_extra is not None
     assert choice.logprobs.tokens == [f"token_id:{t}" for t in choice.model_extra["token_ids"]]
     assert all({"token_id:7", "token_id:9"} < set(top) and len(top) == 3 for top in choice.logprobs.top_logprobs)
-    entries = of_chat(chat.choices[0])
-    assert [e.token for e in entries] == [f"token_id:{t}" for t in chat.choices[0].model_extra["token_ids"]]
+    entries = of_chat(told)
+    assert [e.token for e in entries] == [f"token_id:{t}" for t in told.model_extra["token_ids"]]
     assert all([x.token for x in e.top_logprobs] == ["token_id:7", "token_id:9"] for e in entries)
     assert all(e.bytes is None for e in entries)
     assert len(chat.model_extra["prompt_token_ids"]) == chat.usage.prompt_tokens
@@ -209,7 +212,7 @@ async def test_held_text_holds_its_tokens() -> None:
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("as_ids", [False, True])
 async def test_echo(n: int, as_ids: bool) -> None:
-    """As evaluation harnesses ask: prompts as token ids, echoed, with log probabilities, and no token or one."""
+    """Evaluation harnesses ask so: prompts as token ids, echoed, with log probabilities, and no token or one."""
     texts = [PROMPT, "The sun was"]
     async with client() as (api, engine):
         prompts: Any = [engine.tokenizer.encode(text) for text in texts] if as_ids else texts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -46,7 +46,7 @@ def events_of(body: bytes) -> list[dict[str, Any]]:
 
 def said(engine: FakeEngine) -> list[tuple[str, str]]:
     """Roles and contents of the last prompt."""
-    return [(m["role"], m["content"]) for m in engine.prompts[-1]]  # type: ignore[index]
+    return [(m["role"], m["content"]) for m in engine.prompts[-1]]  # type: ignore[index, misc]
 
 
 def error_of(reply: Reply) -> dict[str, str]:
@@ -83,7 +83,8 @@ async def test_messages_the_bundled_model_answers() -> None:
             assert "".join([piece async for piece in stream.text_stream]) == text
             final = await stream.get_final_message()
         assert ([block.text for block in final.content], final.stop_reason) == ([text], "max_tokens")
-        assert final.usage.input_tokens + final.usage.cache_read_input_tokens == chat["usage"]["prompt_tokens"]
+        cached = final.usage.cache_read_input_tokens or 0
+        assert final.usage.input_tokens + cached == chat["usage"]["prompt_tokens"]
         assert final.usage.cache_read_input_tokens == usage.cache_read_input_tokens
         assert final.usage.output_tokens == 40
 
@@ -92,7 +93,7 @@ async def test_messages_the_bundled_model_answers() -> None:
         assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", word)
         assert stopped.content[0].text == text[: text.index(word)]
 
-        schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+        schema: dict[str, Any] = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
         schema["additionalProperties"] = False
         form: Any = {"format": {"type": "json_schema", "schema": schema}}
         structured = await api.messages.create(**asked, output_config=form)
@@ -212,12 +213,13 @@ async def test_messages_errors_have_anthropics_form() -> None:
         wrong = await site.get(MESSAGES)
         assert (wrong.status, wrong.headers["Allow"]) == (405, "POST")
         assert error_of(wrong)["type"] == "invalid_request_error"
-        for call in (
+        calls: list[Awaitable[object]] = [
             ask(model="fake", messages=USER, max_tokens=5),
             api.messages.count_tokens(model="fake", messages=[]),
-        ):
+        ]
+        for failing in calls:
             with pytest.raises(anthropic.APIStatusError):
-                await call
+                await failing
         missing = await site.post(f"{MESSAGES}/batches")
         assert (missing.status, error_of(missing)["type"]) == (404, "not_found_error")
         assert error_of(await site.request("POST", MESSAGES, data=b"{"))["type"] == "invalid_request_error"

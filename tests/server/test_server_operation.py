@@ -1,4 +1,4 @@
-"""For those who run the server: a line for each request, probes, metrics without a key, the socket's mode."""
+"""Service to operators of the server: a line for each request, probes, metrics without a key, the socket's mode."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ async def test_probes() -> None:
 
         assert await statuses() == [200, 503]
         assert (await site.get("/live")).json == {"status": "loading"}
-        site.server.app.engine = engine
+        site.server.app.engine = engine  # type: ignore[assignment]
         assert await statuses() == [200, 200]
         site.server.app.draining = True
         assert await statuses() == [200, 503]

@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import re
+import shutil
+import subprocess
 from pathlib import Path
+
+import pytest
 
 from asyncengine.server.page import routes
 from asyncengine.testing import SimulatedEngine
@@ -31,7 +35,7 @@ async def test_files_are_public_and_cannot_do_harm() -> None:
             assert "unsafe" not in reply.headers["Content-Security-Policy"]
             head = await site.request("HEAD", path)
             assert (head.status, head.body) == (200, b"")
-            assert head.headers["Content-Length"] == str(len(reply.body))
+            assert head.headers["Content-Length"] == reply.headers["Content-Length"]
         for path in ("/page/stats", "/page/model", "/page/nothing.js", "/page/../app.py", "/page/routes.py"):
             assert (await site.get(path)).status == 401
         assert (await site.get("/page/nothing.js", headers=WITH_KEY)).status == 404
@@ -51,6 +55,7 @@ async def test_files_are_sent_again_only_when_they_have_changed() -> None:
 def test_every_file_is_served_and_all_that_is_named_is_there() -> None:
     assert {path.name for path in FILES.iterdir()} == set(routes.FILES.values())
     named = re.findall(r'(?:src|href)="([^"#]+)"', (FILES / "index.html").read_text())
+    named.remove("docs")  # the link to the description of the API, which is shown where there is one
     for path in FILES.glob("*.js"):
         named += [f"page/{name}" for name in re.findall(r'from "\./([^"]+)"', path.read_text())]
     assert named
@@ -64,6 +69,39 @@ def test_nothing_turns_text_into_elements() -> None:
         assert not re.search(
             r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", path.read_text()
         )
+
+
+async def test_files_travel_compressed_and_the_page_stays_small() -> None:
+    async with serving(FakeEngine()) as site:
+        total = 0
+        for path, name in routes.FILES.items():
+            plain = await site.get(path, headers={"Accept-Encoding": "br, gzip;q=0"})
+            assert "Content-Encoding" not in plain.headers
+            reply = await site.get(path, headers={"Accept-Encoding": "gzip, deflate, br"})
+            assert (reply.headers["Content-Encoding"], reply.headers["Vary"]) == ("gzip", "Accept-Encoding")
+            assert reply.body == plain.body == (FILES / name).read_bytes()  # the client has unpacked the first
+            again = await site.get(path, headers={"Accept-Encoding": "gzip", "If-None-Match": reply.headers["ETag"]})
+            assert (again.status, again.body) == (304, b"")
+            assert reply.headers["ETag"] != plain.headers["ETag"]
+            total += int(reply.headers["Content-Length"])
+        assert total <= 50_000
+    assert sum(path.stat().st_size for path in FILES.iterdir()) <= 110_000
+
+
+def test_what_is_looked_up_by_id_is_there() -> None:
+    there = re.findall(r'\sid="([^"]+)"', (FILES / "index.html").read_text())
+    assert len(there) == len(set(there))
+    for path in FILES.glob("*.js"):
+        assert set(re.findall(r'(?:\$|\bon)\("([\w-]+)"', path.read_text())) <= set(there), path.name
+
+
+def test_logic_of_conversations() -> None:
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("no Node.js on this machine")
+    tests = Path(__file__).with_name("page_logic.mjs")
+    run = subprocess.run([node, "--test", str(tests)], capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
 
 
 async def test_without_the_page_there_are_no_routes() -> None:

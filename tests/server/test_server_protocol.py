@@ -1,4 +1,4 @@
-"""What OpenAI clients rely on: the shapes of responses and streams."""
+"""The shapes of responses and streams on which OpenAI clients rely."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ async def test_prompt_forms_and_choice_indices(prompt: Any, lengths: list[int], 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_prompts_are_submitted_in_turns_of_their_own(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that tokenizing thousands does not hold up everybody else."""
+    """Prompts are submitted in turns, so that tokenizing thousands does not hold up everybody else."""
     engine, turns = FakeEngine(), [0]
     at: list[int] = []
 
@@ -270,7 +270,8 @@ async def test_health_follows_the_engine() -> None:
         assert (early.status, early.error["code"]) == (503, "loading")
         assert "Retry-After" in early.headers
         assert (await site.get("/metrics")).status == 200
-        engine = site.server.app.engine = FakeEngine()
+        engine = FakeEngine()
+        site.server.app.engine = engine  # type: ignore[assignment]
         assert (await site.get("/health")).status == 200
         assert (await site.request("HEAD", "/health")).status == 200
         for health in ("draining", "closed", "dead"):
@@ -333,7 +334,7 @@ async def test_metrics_count_requests_and_tokens() -> None:
 
 @pytest.mark.parametrize("n", [1, 2])
 async def test_token_ids_are_returned_on_request(n: int) -> None:
-    fields = {"prompt": [[1, 2, 3], [4, 5]], "n": n, "max_tokens": 5, "return_token_ids": True}
+    fields: dict[str, Any] = {"prompt": [[1, 2, 3], [4, 5]], "n": n, "max_tokens": 5, "return_token_ids": True}
     async with serving(FakeEngine("abc")) as site:
         plain = (await site.post(COMPLETIONS, **fields | {"return_token_ids": False})).json
         whole = (await site.post(COMPLETIONS, **fields)).json

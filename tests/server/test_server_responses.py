@@ -62,7 +62,7 @@ def types_of(events: list[Any]) -> list[str]:
 
 def said(engine: FakeEngine) -> list[tuple[str, str]]:
     """Roles and contents of the last prompt."""
-    return [(m["role"], m["content"]) for m in engine.prompts[-1]]  # type: ignore[index]
+    return [(m["role"], m["content"]) for m in engine.prompts[-1]]  # type: ignore[index, misc]
 
 
 async def test_responses_the_bundled_model_answers() -> None:
@@ -185,7 +185,7 @@ async def test_responses_are_kept_for_the_next_request() -> None:
         with pytest.raises(openai.BadRequestError, match="stream"):
             await api.responses.retrieve(third.id, stream=True)
 
-        unkept = await api.responses.create(model="fake", input="x", store=False)
+        unkept: Any = await api.responses.create(model="fake", input="x", store=False)
         assert unkept.store is False
         with pytest.raises(openai.NotFoundError):
             await api.responses.retrieve(unkept.id)

@@ -211,3 +211,12 @@ async def test_docs_load_nothing_but_the_description() -> None:
         page = reply.body.decode()
         assert not re.findall(r"(?:https?:)?//[a-z]", page)
         assert not re.findall(r"\bon[a-z]+=|style=|innerHTML|\ssrc=", page)
+
+
+def test_examples_of_bodies_work_as_they_stand(server: Threaded) -> None:
+    for path, methods in SERVED["paths"].items():
+        if "requestBody" in methods.get("post", {}):
+            example = methods["post"]["requestBody"]["content"]["application/json"]["example"]
+            reply = requests.post(server.url + path, json=example, timeout=30, headers={"Connection": "close"})
+            other_models = "on this device" in reply.text or "no classification model" in reply.text
+            assert reply.status_code == 200 or other_models, (path, reply.text)

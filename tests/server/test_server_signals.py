@@ -50,7 +50,7 @@ class Load:
             await asyncio.sleep(0.05)
 
     def _check(self, answer: tuple[int, bytes] | None, streamed: bool) -> str:
-        """What became of a request; what ended cleanly must be whole."""
+        """Classify the end of a request; a response that ended cleanly must be whole."""
         if answer is None:
             return CUT
         status, body = answer

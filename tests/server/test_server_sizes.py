@@ -18,12 +18,12 @@ from tests.models import tiny
 from tests.server.harness import CHAT, COMPLETIONS, USER, Site, serving
 
 TOKENS = 404
-"""Of the tokenizer, its added ones included."""
+"""Tokens of the tokenizer, its added ones included."""
 
 
 class Sizes(NamedTuple):
     rows: int
-    """Of the embedding."""
+    """Rows of the embedding."""
     end: int | list[int] | None
     """eos_token_id of config.json"""
     ends: tuple[int, ...]
@@ -181,7 +181,7 @@ async def test_log_probabilities(saved: Saved) -> None:
 
 
 async def test_every_token_that_comes_has_a_text(saved: Saved) -> None:
-    """That of a row without a token is empty."""
+    """The text of a row without a token is empty."""
     last = max(saved[0].rows, TOKENS) - 1
     async with serve(saved) as site:
         for token in (last, saved[0].rows - 1):

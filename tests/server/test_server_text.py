@@ -78,7 +78,7 @@ async def test_the_first_space_of_an_output_is_there(kind: str, tmp_path: Path) 
 @pytest.mark.parametrize("structure", [{"choice": [" yes", " no"]}, {"regex": " (yes|no)"}])
 @pytest.mark.parametrize("kind", ["byte-fallback", "byte-level"])
 async def test_a_structured_output_has_its_first_space(kind: str, structure: dict[str, Any], tmp_path: Path) -> None:
-    """Behind a prompt with text and behind one without: the grammar has seen the space."""
+    """The grammar has seen the space, behind a prompt with text and behind one without."""
     async with served(kind, tmp_path) as (post, engine):
         for prompt in (engine.tokenizer.encode("hello", add_special_tokens=False), [0]):
             answer = await post("/v1/completions", prompt=prompt, max_tokens=8, structured_outputs=structure)

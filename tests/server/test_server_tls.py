@@ -79,7 +79,7 @@ async def test_tls_with_a_certificate_that_changes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
 def test_handshakes_have_limits_of_time_and_number(loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of clients that say nothing, or a byte at a time. Others are served meanwhile."""
+    """Clients say nothing, or a byte at a time. Others are served meanwhile."""
     monkeypatch.setattr(tls, "HANDSHAKE_S", 1.5)
     monkeypatch.setattr(tls, "MAX_HANDSHAKES", 40)
     factory = uvloop.new_event_loop if loop == "uvloop" else asyncio.new_event_loop
@@ -96,7 +96,7 @@ async def _handshakes_have_limits(tmp_path: Path) -> None:
         return reader
 
     async def slow(address: list[str]) -> bytes:
-        """Until the server closes."""
+        """Send bytes slowly until the server closes."""
         reader, writer = await asyncio.open_connection(*address)
         kept.append(writer)
         hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500)

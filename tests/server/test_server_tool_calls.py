@@ -136,7 +136,7 @@ async def test_empty_and_absent_arguments_are_an_empty_object(api: Any) -> None:
 
 
 async def test_arguments_of_a_tool_without_parameters_are_empty() -> None:
-    """Whatever the model would write, and also where a grammar holds it."""
+    """Arguments are empty whatever the model would write, and also where a grammar holds it."""
     for parameters in ({}, {"parameters": None}, {"parameters": {}}, {"parameters": {"properties": {}}}):
         tool = {"type": "function", "function": {"name": "now"} | parameters}
         text = '<tool_call>{"name": "now", "arguments": {"a": 1}}</tool_call>'

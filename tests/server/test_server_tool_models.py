@@ -197,7 +197,7 @@ def tokenizer_with_markers(*, special: bool) -> Tokenizer:
 
 @pytest.mark.parametrize("special", [True, False])
 async def test_grammars_allow_what_parsers_read(special: bool) -> None:
-    """Whatever kind of tokens the markers are."""
+    """Grammars allow these texts whatever kind of tokens the markers are."""
     tokenizer = tokenizer_with_markers(special=special)
     tools = [Tool("move", parameters=MOVE), Tool("now")]
     arguments = '{"steps": 5, "where": "up"}'

@@ -31,7 +31,7 @@ TOOLS = [WEATHER, NOW]
 SEP, CALL, CALL_END = "<｜tool▁sep｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 ARGUMENTS = '{"city": "Rom 😀"}'
-#: What marks the format in a template, text, content, reasoning
+#: The mark of the format in a template, text, content, reasoning
 BOTH = f'[{{"name": "weather", "arguments": {ARGUMENTS}}}, {{"name": "now", "arguments": {{}}}}]'
 SCRIPTS = [
     ("{{ tools }}<tool_call><think></think>",
@@ -212,7 +212,7 @@ async def test_what_the_template_gets() -> None:
 
 async def test_templates_with_ways_of_their_own() -> None:
     call = {"id": "call_1234567", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    messages = [
+    messages: list[dict[str, Any]] = [
         *USER,
         {"role": "assistant", "tool_calls": [call], "reasoning": "Hm"},
         {"role": "tool", "tool_call_id": "call_1234567", "content": "1"},
@@ -239,7 +239,8 @@ async def test_templates_with_ways_of_their_own() -> None:
 
 
 async def test_a_template_without_tools_gets_them_listed() -> None:
-    """Where it is rendered, with a form of calls. Here, without one, where the model has calls of its own."""
+    """A template without tools gets them listed where it is rendered, with a form of calls. A model with calls of its
+    own gets them listed here, without a form."""
     engine = FakeEngine("x", ends=True, max_model_len=4096)
     async with client(engine) as (_, site):
         await site.post(CHAT, messages=USER, tools=TOOLS)

@@ -32,7 +32,7 @@ class Threaded:
         return self.site.url
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """What ``coroutine`` returns, run on the server's loop."""
+        """Run ``coroutine`` on the server's loop and return its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(_TIMEOUT_S)
 
     def check(self) -> None:
@@ -55,6 +55,7 @@ def threaded(**config: Any) -> Iterator[Threaded]:
             serving(engine, served_model_name="stories", **config) as site,  # type: ignore[arg-type]
         ):
             golden = (await site.post(COMPLETIONS, **_CANARY)).json["choices"][0]["text"]
+            await site.post(COMPLETIONS, prompt="a", response_format={"type": "json_object"})  # begins its threads
             async with testing.no_leaks(engine):
                 box.append(Threaded(site, engine, golden, loop))
                 ready.set()

@@ -69,7 +69,7 @@ class Asked:
 
 
 def requests(draw: random.Random) -> Iterator[Asked]:
-    """Without end."""
+    """Give requests without end."""
     while True:
         words = [draw.choice(WORDS) for _ in range(draw.choice((0, 2, 10, 40)))]
         prompt = " ".join([draw.choice(OPENINGS), *words])
@@ -84,7 +84,7 @@ def requests(draw: random.Random) -> Iterator[Asked]:
 
 
 def _features(draw: random.Random) -> dict[str, dict[str, Any]]:
-    """By name, each with the fields that it takes."""
+    """Draw features by name, each with the fields that it takes."""
     sampled: dict[str, Any] = {"temperature": 0.0}
     if draw.random() < 0.6:
         sampled = {"temperature": draw.choice((0.7, 1.0, 1.4)), "seed": draw.randrange(1000)}

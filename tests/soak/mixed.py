@@ -42,7 +42,7 @@ class Samples:
     resident_mb: list[float] = field(default_factory=list)
     descriptors: list[int] = field(default_factory=list)
     health_ms: list[float] = field(default_factory=list)
-    """How long /health took: the event loop's lag, and the machine's."""
+    """Milliseconds that /health took: the event loop's lag, and the machine's."""
 
     def slope_mb(self, after_s: float) -> float | None:
         """Growth of the resident memory in ten minutes, of the samples after ``after_s``; None of fewer than two."""

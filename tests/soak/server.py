@@ -31,7 +31,7 @@ class Server:
 
     @property
     def resident_mb(self) -> float:
-        """Of the process and of those that it started."""
+        """Resident memory of the process and of those that it started, in megabytes."""
         return sum(_resident_bytes(pid) for pid in _family(self.process.pid)) / 1e6
 
 

@@ -39,13 +39,13 @@ BAD: list[tuple[bytes, int]] = [
     (b"GET /health HTTP/1.1\r\nHost: x\r\nA: \0\r\nConnection: close\r\n\r\n", 400),
 ]
 
-#: How many of a hundred requests are of each kind.
+#: Requests of each kind in a hundred.
 KINDS = {"stream": 22, "whole": 14, "chat": 8, "chat stream": 8, "n": 8, "token ids": 8, "new token ids": 8,
          "long": 6, "bad": 12, "half-close": 4, "health": 2}  # fmt: skip
 
 
 class Traffic:
-    """Requests by ``clients`` at once. What was wrong is in ``failures``."""
+    """Requests by ``clients`` at once. Faults are in ``failures``."""
 
     def __init__(self, address: tuple[str, int], seed: int, clients: int, leave: float = 0.2) -> None:
         self.requests: Counter[str] = Counter()

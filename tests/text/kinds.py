@@ -13,7 +13,7 @@ SPECIALS = ("<s>", "</s>", "<|im_end|>")
 
 
 def _spaced(space: str) -> dict[str, int]:
-    """Each word as it follows a space and as it does not, the space itself, and all bytes."""
+    """Return a vocabulary of each word as it follows a space and as it does not, the space itself, and all bytes."""
     tokens = [*SPECIALS, "<unk>", space, "\n", *WORDS, *(space + word for word in WORDS)]
     return {token: i for i, token in enumerate([*tokens, *(f"<0x{b:02X}>" for b in range(256))])}
 

@@ -7,6 +7,7 @@ import gc
 import itertools
 import re
 import weakref
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -63,7 +64,7 @@ def test_byte_level_equals_decode(tokenizer, ids, skip, sizes):
 
 
 def ends_unfinished(tokenizer: Tokenizer, ids: list[int], skip: bool) -> bool:
-    """Whether the bytes of ``ids`` end inside a character that further bytes could complete."""
+    """Return whether the bytes of ``ids`` end inside a character that further bytes could complete."""
     byte_of = {char: byte for byte, char in bytes_to_unicode().items()}
     tokens = [tokenizer.backend.id_to_token(i) for i in ids if not (skip and i in tokenizer.special_token_ids)]
     data = b"".join(
@@ -109,7 +110,7 @@ def decode_with_fallback(tokenizer: Tokenizer, ids: list[int], skip: bool) -> st
 def test_byte_fallback_equals_decode(ids, skip, sizes):
     text = detokenize(METASPACE, ids, skip, sizes)
     assert text == decode_with_fallback(METASPACE, ids, skip)
-    # Where decode finds nothing invalid, it says the same.
+    # If decode finds nothing invalid, it gives the same text.
     whole = METASPACE.decode(ids, skip)
     if "\ufffd" not in whole:
         assert text == whole
@@ -136,7 +137,8 @@ def test_tokens_without_text_do_not_pile_up():
     assert stream.push([1, 2]) == "there"
     for token in (special, WORDS.vocab_size + 3):
         assert stream.push([token] * 1000) == ""
-    assert len(stream._decoder._ids) <= 2
+    decoder: Any = stream._decoder
+    assert len(decoder._ids) <= 2
     assert stream.push([3]) + stream.flush() == " is"
 
 
@@ -205,6 +207,7 @@ def test_stop_matcher_equals_search(text, stops, include, sizes):
         out += emitted
         seen += piece
         if stop is not None:
+            assert expected is not None
             start, wanted = expected
             assert stop == wanted
             assert out == text[: start + len(stop) if include else start]

@@ -17,12 +17,13 @@ TOKENIZERS = {name: Tokenizer(make()) for name, make in KINDS.items()}
 
 def ids_of(tokenizer: Tokenizer, *tokens: str) -> list[int]:
     found = [tokenizer.backend.token_to_id(token) for token in tokens]
-    assert None not in found, tokens
-    return found
+    known = [token_id for token_id in found if token_id is not None]
+    assert known == found, tokens
+    return known
 
 
 def text_behind(tokenizer: Tokenizer, prompt: list[int], output: list[int], skip: bool = True) -> str:
-    """In pieces of one token, by a copy."""
+    """Return the text behind a prompt, made in pieces of one token, by a copy."""
     detokenizer = IncrementalDetokenizer(tokenizer, skip, prompt=prompt).copy()
     return "".join(detokenizer.push([token]) for token in output) + detokenizer.flush()
 

@@ -216,7 +216,7 @@ async def test_a_process_that_dies_is_replaced() -> None:
 
 
 def kill(pid: int) -> None:
-    """It has ended when this returns, and the event loop has not turned."""
+    """Kill a process. It has ended when this returns, and the event loop has not turned."""
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
@@ -333,7 +333,7 @@ def test_an_engine_that_is_never_closed_leaves_no_process() -> None:
 
 
 async def test_time_in_which_the_processes_are_stopped_does_not_count() -> None:
-    """As on a laptop that is closed: both of them are, for longer than a job may take."""
+    """Both processes are stopped, as on a laptop that is closed, for longer than a job may take."""
     sandbox = SandboxProcess(None, 3.0)
     slow = "{% for i in range(100000) %}{% endfor %}{{ messages[0].content }}"
     try:

@@ -21,7 +21,7 @@ TOOLS = [{"type": "function", "function": {"name": "go"}}]
 
 
 def plain() -> tokenizers.Tokenizer:
-    """Without tokens of its own beside the vocabulary, in which </s> and <s> are plain entries."""
+    """A tokenizer without tokens of its own beside the vocabulary, in which </s> and <s> are plain entries."""
     values = json.loads(tiny.byte_level_tokenizer(bos=False).to_str())
     values["added_tokens"] = []
     return tokenizers.Tokenizer.from_str(json.dumps(values))

@@ -134,7 +134,12 @@ async def test_words_are_tokenized_where_texts_are(sandboxed: bool, monkeypatch:
         if not sandboxed:
             here: list[int] = []
             encode = OurTokenizer.encode_all
-            monkeypatch.setattr(OurTokenizer, "encode_all", lambda s, t: here.append(len(t)) or encode(s, t))
+
+            def counting(tokenizer: OurTokenizer, texts: list[str]) -> Any:
+                here.append(len(texts))
+                return encode(tokenizer, texts)
+
+            monkeypatch.setattr(OurTokenizer, "encode_all", counting)
             monkeypatch.setattr(engine._life.prompts._threads, "run", fail_in_thread)
             with pytest.raises(InvalidRequestError, match="in a thread") as error:
                 await engine._life.prompts.words(long, "bad_words")
@@ -147,7 +152,8 @@ async def fail_in_thread(size: int, call: Any, *arguments: Any) -> Any:
 
 
 async def test_a_word_that_takes_for_ever_is_ended() -> None:
-    """By the pattern's library or by the time limit, in the sandbox: it names the field, and the next request runs."""
+    """The pattern's library or the time limit ends it, in the sandbox: the error names the field, and the next request
+    runs."""
     backend = odd_tokenizer()
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("(a|aa)+$c"), "isolated")
     async with Engine(backend, sandbox_timeout_s=1.0) as engine, no_leaks(engine):

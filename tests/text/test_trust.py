@@ -1,10 +1,12 @@
-"""Which tokenizers run in this process, what becomes of the others, and how those fail that cannot work."""
+"""Trusted tokenizers run in this process; the tests show what becomes of others, and how unusable ones fail."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +53,7 @@ def split(pattern: str) -> Any:
     return pre_tokenizers.Split(Regex(pattern), "isolated")
 
 
-LINEAR = {
+LINEAR: dict[str, Callable[[], Backend]] = {
     "byte-level": tiny.byte_level_tokenizer,
     "metaspace": tiny.metaspace_tokenizer,
     "nothing": backend,
@@ -60,13 +62,13 @@ LINEAR = {
     "qwen3.5": lambda: backend(pre_tokenizer=split(QWEN3_5)),
     "tiktoken": lambda: backend(pre_tokenizer=split(TikTokenConverter().pattern)),
     **{
-        name: lambda name=name: backend(pre_tokenizer=split(GGUF_PRE_TOKENIZER_SPLITS[name]))
+        name: partial(backend, pre_tokenizer=split(GGUF_PRE_TOKENIZER_SPLITS[name]))
         for name in ("llama-bpe", "tekken", "gpt-4o")
     },
     "spaces": lambda: backend(normalizer=normalizers.Replace(Regex(" {2,}"), "▁")),
     "bert": lambda: backend(normalizer=normalizers.BertNormalizer(), pre_tokenizer=pre_tokenizers.BertPreTokenizer()),
 }
-OTHERS = {
+OTHERS: dict[str, Callable[[], Backend]] = {
     "slow pattern": lambda: backend(pre_tokenizer=split(SLOW)),
     "hidden in a sequence": lambda: backend(
         pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.Sequence([split(GPT2), split(r"(\s*)*x")])])
@@ -100,7 +102,7 @@ def test_trusted_patterns_take_any_run_of_characters(name: str) -> None:
 
 
 class OddEngine(SimulatedEngine):
-    """Its tokenizer is not trusted."""
+    """An engine whose tokenizer is not trusted."""
 
     def __init__(self, tokenizer: Tokenizer, **config: Any) -> None:
         super().__init__(**config)

@@ -1,4 +1,4 @@
-"""What the C++ core costs per step, without a model: scheduler, packer, commit and prefix index."""
+"""Benchmark of the C++ core's cost per step, without a model: scheduler, packer, commit and prefix index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long prompts and outputs of a benchmark are, and how many."""
+"""Lengths and counts of a benchmark's prompts and outputs."""
 
 from __future__ import annotations
 

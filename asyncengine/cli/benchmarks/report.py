@@ -1,4 +1,4 @@
-"""What a benchmark hands back: figures with units, and everything needed to judge or repeat them."""
+"""Report of a benchmark: figures with units, and everything needed to judge or repeat them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from asyncengine.cli import collect_env
+from asyncengine.version import VERSION
 
 _NOT_RECORDS = ":(top,exclude)bench/results"
-_PACKAGES = ("asyncengine", "torch", "triton", "transformers", "numpy", "aiohttp", "uvloop")
+_PACKAGES = ("torch", "triton", "transformers", "numpy", "aiohttp", "uvloop")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class Figure:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is reached; None without one."""
+        """True if the figure reaches its target; None if it has no target."""
         if self.at_most is not None:
             return self.value <= self.at_most
         return None if self.at_least is None else self.value >= self.at_least
@@ -129,8 +130,7 @@ def commit() -> str:
     top = _git(package, "rev-parse", "--show-toplevel")
     # A virtual environment may lie inside a checkout of something else.
     if top is None or Path(top) / "asyncengine" != package:
-        version = f"asyncengine {_versions().get('asyncengine', 'of unknown version')}"
-        return os.environ.get("ASYNCENGINE_COMMIT", version)
+        return os.environ.get("ASYNCENGINE_COMMIT", f"asyncengine {VERSION}")
     # The records themselves do not count: a benchmark that has written one makes no code differ.
     changed = _git(package, "status", "--porcelain", "--untracked-files=no", "--", ":/", _NOT_RECORDS)
     dirty = "-dirty" if changed else ""
@@ -146,13 +146,10 @@ def _git(directory: Path, *arguments: str) -> str | None:
 
 
 def _versions() -> dict[str, str]:
-    versions = {}
+    versions = {"asyncengine": VERSION}
     for package in _PACKAGES:
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            if package == "asyncengine":
-                import asyncengine
-
-                versions[package] = asyncengine.__version__
+            continue
     return versions

@@ -22,7 +22,7 @@ from asyncengine.errors import ConfigError
 HELP = "streams against an OpenAI-compatible server: latencies and throughput"
 
 _RULE = 50
-#: Short and common, so that most tokenizers have each as one token.
+#: Words that are short and common, so that most tokenizers have each as one token.
 _WORDS = (
     "the", "a", "little", "big", "red", "old", "dog", "cat", "bird", "tree", "house", "day",
     "said", "went", "saw", "found", "gave", "liked", "and", "to", "in", "with",
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="-- ARGUMENTS",
         nargs="*",
         default=argparse.SUPPRESS,
-        help="what the server is started with: the arguments of 'asyncengine serve'",
+        help="arguments of 'asyncengine serve' with which the server is started",
     )
 
 
@@ -146,7 +146,7 @@ def _fields(options: Options, model: str, rng: random.Random) -> dict[str, Any]:
 
 
 class Outcome:
-    """All streams of a run, as figures."""
+    """Results of all streams of a run, as figures."""
 
     def __init__(self, results: list[Any], seconds: float) -> None:
         self.failures = [result.failure for result in results if result.failure is not None]
@@ -155,7 +155,7 @@ class Outcome:
         self._seconds = seconds
 
     def figures(self) -> list[Figure]:
-        """In the order in which benchmarks of servers print them."""
+        """Return the figures in the order in which benchmarks of servers print them."""
         good, seconds = self._good, self._seconds
         prompt, generated = (sum(getattr(r, name) for r in good) for name in ("prompt_tokens", "completion_tokens"))
         ttft = [1e3 * (r.text_times[0] - r.started) for r in good if r.text_times]

@@ -44,23 +44,23 @@ _DONE = b"[DONE]"
 
 @dataclass(slots=True)
 class SseResult:
-    """What came back for one request. Times are of time.perf_counter()."""
+    """The server's response to one request. Times are of time.perf_counter()."""
 
     started: float
     text_times: list[float] = field(default_factory=list)
-    """When each event with text arrived."""
+    """Times at which the events with text arrived."""
     texts: list[str] = field(default_factory=list)
     ended: float = 0.0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     finish_reason: str | None = None
     done: bool = False
-    """Whether [DONE] was the last event."""
+    """True if [DONE] was the last event."""
     error: str | None = None
 
     @property
     def failure(self) -> str | None:
-        """Why this stream does not count as complete; None for a good one."""
+        """The reason why this stream does not count as complete; None for a good one."""
         if self.error is not None:
             return self.error
         if not self.done:
@@ -72,7 +72,7 @@ class SseResult:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where requests go."""
+    """Server and route to which requests are sent."""
 
     host: str
     port: int

@@ -140,7 +140,7 @@ class _Call:
         self._work = work
 
     def is_over(self, now: float) -> bool:
-        """Whether it has had its time, which is short when nobody waits for it."""
+        """Return whether the call has used up its time, which is short when nobody waits for the result."""
         return now - self.since > (TIME_LIMIT_S if self.is_wanted() else _LOOK_S)
 
     def make(self) -> AsyncEngineError | None:

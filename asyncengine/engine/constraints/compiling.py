@@ -1,4 +1,4 @@
-"""From the text of a grammar to llguidance's matcher, in two steps: ``lower`` and ``make_matcher``.
+"""The way from the text of a grammar to llguidance's matcher, in two steps: ``lower`` and ``make_matcher``.
 
 Both run in a process of sandbox_program.py, where a grammar is tried first and may be ended. ``make_matcher`` runs in
 the engine's process, too, for a grammar that passed. This file imports nothing of asyncengine: that process loads it by
@@ -28,7 +28,7 @@ LIMITS: dict[str, Any] = {
 }
 """Limits of llguidance for what one mask may cost, and for the automaton of one grammar."""
 _JSON_FORM = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
-"""As OpenAI's models write JSON. Without free white space most of what is not a value is forced."""
+"""JSON as OpenAI's models write it. Without free white space most text that is not a value is forced."""
 _CLASSES = {
     "d": "0-9",
     "w": "0-9A-Za-z_",

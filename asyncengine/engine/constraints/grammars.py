@@ -57,7 +57,7 @@ _MOST_BYTES = 1 << 30
 _MOST_WAITING = 64 << 20
 """Characters of grammars that wait to be compiled. A tenant gets as many as it leaves free."""
 _RECORD_BYTES = 8192
-"""What a grammar, a copy of it or its compilation takes beside what is measured, at most."""
+"""Upper limit of the bytes of a grammar, a copy of it or its compilation beside those that are measured."""
 
 
 class Held:
@@ -95,7 +95,7 @@ class Grammar(Held):
         self._seconds = seconds
         self.generation = 0
         self.has_failed = False
-        """Whether the automaton of this generation is known to have failed."""
+        """True if the automaton of this generation is known to have failed."""
 
     def deep_copy(self) -> LLMatcher:
         """A matcher at the beginning of the grammar."""
@@ -245,7 +245,7 @@ class Grammars:
                 self._forget(job, tenant)
 
     def _forget(self, job: _Compilation, tenant: str | None) -> None:
-        """It does not wait as this tenant's any more."""
+        """Remove the compilation from those that wait for this tenant."""
         own = self._waiting[tenant]
         own.remove(job)
         if not own:
@@ -299,7 +299,8 @@ class Grammars:
         return Grammar(tokenizer, lowered, matcher, seconds, size, copy_size, tenant)
 
     async def _compile_here(self, job: _Compilation, tokenizer: LLTokenizer) -> tuple[str, LLMatcher, float, int, int]:
-        """Who waits is told when the time is over; the thread goes on, and counts as busy until it has finished."""
+        """Compile in a thread. Waiting requests get an error when the time is over; the thread goes on, and counts as
+        busy until it has finished."""
         compiled = asyncio.ensure_future(self._threads.run(0, _compiled, tokenizer, job.kind, job.source))
         await asyncio.wait([compiled], timeout=_TIME_LIMIT_S)
         if not compiled.done():

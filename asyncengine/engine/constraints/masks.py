@@ -26,7 +26,7 @@ MAX_THREADS = 8
 class Constraint:
     """One sequence that follows a grammar, from its first token to its end.
 
-    Of its parts ``advance`` belongs to the event loop, ``work`` to one worker at a time: the next token comes only when
+    Its method ``advance`` belongs to the event loop, ``work`` to one worker at a time: the next token comes only when
     the mask before it was used.
     """
 
@@ -61,7 +61,7 @@ class Constraint:
         self._write([])
 
     def advance(self, tokens: Sequence[int]) -> list[int]:
-        """Of new tokens those that were sampled: ``work`` is to be called if there are any."""
+        """Return the sampled ones of new tokens: ``work`` is to be called if there are any."""
         forced = min(self._unsampled, len(tokens))
         self._unsampled -= forced
         return list(tokens[forced:])

@@ -38,14 +38,15 @@ class ProcessedSequence:
         self._mask_bytes = 4 * -(-vocab_size // 32)
 
     def is_news(self, num_tokens: int) -> bool:
-        """Whether the logits behind so many tokens of the output come for the first time: a preemption repeats them."""
+        """Return whether the logits behind so many tokens of the output come for the first time: a preemption repeats
+        them."""
         news = num_tokens > self._answered
         self._answered = max(num_tokens, self._answered)
         return news
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the request goes on."""
+        """Return whether the request goes on."""
         return not self._ended
 
     def end(self) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Reasoning:
-    """Where a sequence is. Without markers there is no such part."""
+    """Place of a sequence relative to the reasoning part. Without markers there is no such part."""
 
     begin: int = -1
     end: int = -1
@@ -26,11 +26,11 @@ class Reasoning:
 
     @property
     def is_open(self) -> bool:
-        """Whether the next token may belong to the part."""
+        """True if the next token may belong to the part."""
         return self.under_way or self.may_begin
 
     def take(self, token: int) -> bool:
-        """Whether a new token belongs to the part, its markers included."""
+        """Advance by a token. Returns whether it belongs to the part, its markers included."""
         if self.under_way:
             self.under_way = token != self.end
             return True
@@ -47,7 +47,7 @@ class Reasoning:
 
 
 def reasoning_at(tokenizer: Tokenizer, prompt: Sequence[int], *, is_chat: bool, continued: str = "") -> Reasoning:
-    """Where a sequence is that begins with ``prompt``, which the chat template made or did not.
+    """Return the place of a sequence that begins with ``prompt``, which the chat template made or did not.
 
     A prompt may have begun the part, or have ended it. Where it says neither, a model whose template knows the markers
     may begin the part with its first token. ``continued``: the message of a chat that the output continues, if any. A

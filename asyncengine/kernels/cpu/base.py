@@ -1,4 +1,4 @@
-"""What the kernel packages for host memory share."""
+"""Operations common to the kernel packages for host memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Residual:
 
 
 def sampled(residual: Residual, batch: StepBatch) -> Residual:
-    """Only the tokens that are sampled from."""
+    """Return the residual of only the tokens that are sampled from."""
     index, pending = torch.from_numpy(batch.sample_index), residual.pending
     return Residual(residual.x[index], None if pending is None else pending[index])
 
@@ -44,7 +44,7 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
         """``prefill_attention`` is as in EngineConfig: which kernel attends for rows of several tokens."""
         self._by_sdpa = prefill_attention == "sdpa"
         self.lanes: CpuLanes | None = None
-        """Where rows that decode on the host cross."""
+        """Lanes through which rows that decode on the host pass queries and results."""
 
     @abstractmethod
     def make_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> HandleT:
@@ -177,7 +177,7 @@ class BaseOps(Ops[StepBatch, Residual, HandleT]):
         return self.soft_cap_(y, softcap) if softcap else y
 
     def _logits(self, residual: Residual, norm: Norm, handle: HandleT) -> Tensor:
-        """Of every token of the residual."""
+        """Logits of every token of the residual, float32."""
         return self.linear(self._normed(residual, norm), handle, torch.float32)
 
     def _sampled(self, residual: Residual, batch: StepBatch) -> Residual:

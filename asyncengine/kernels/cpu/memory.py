@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Result:
-    """What an operation makes, in memory that its next call writes again: steps of one size make no tensor.
+    """Result of an operation, in memory that its next call writes again: steps of one size make no tensor.
 
     Decode steps are short, and what Python and torch do between two native calls is cold: the weights have just taken
     its place in the caches.
@@ -74,7 +74,7 @@ class HugePages:
         self._free = torch.zeros(0, dtype=torch.uint8)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Its memory is given back with the last tensor of its chunk."""
+        """Return memory for a tensor. It is given back with the last tensor of its chunk."""
         num_bytes = math.prod(shape) * dtype.itemsize
         taken = num_bytes + -num_bytes % self._LINE
         if len(self._free) < taken:

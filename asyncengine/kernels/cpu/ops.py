@@ -37,7 +37,7 @@ class CpuLinearHandle:
     tensors: tuple[Tensor, ...]  # what native points to
     product: Result  # of norm_linear
     added: Result  # of linear_add_
-    # What was used with it last, checked then.
+    # The norm and the table of positions last used with this handle. They were checked then.
     norm: Norm | None = None
     native_norm: CpuNorm | None = None
     position_table: Tensor | None = None
@@ -52,7 +52,7 @@ class _Cache:
     scales: Tensor | None
     native: PagedKV
     dtype: torch.dtype
-    """of heads; of a cache in float8 that of the first that attended"""
+    """dtype of heads; a cache in float8 has that of the first heads that attended"""
     native_dtype: Dtype
     num_heads: int
     head_dim: int
@@ -74,7 +74,8 @@ class CpuOps(BaseOps[CpuLinearHandle]):
         self._caches: dict[int, _Cache] = {}  # by the id of the keys
         self._results = ResultPool()
         self._shared: dict[tuple[str, int, torch.dtype], Result] = {}
-        # What a model got last and hands back next, and the parts of its residual: they need no checks.
+        # The results that a model received last and hands back next, and the parts of its residual: they need no
+        # checks.
         self._last = self._embedded = self._added = Result(0, torch.float32)
         self._panel_memory = HugePages()
 
@@ -95,7 +96,7 @@ class CpuOps(BaseOps[CpuLinearHandle]):
     def make_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> CpuLinearHandle:
         """A handle for weights [N_i, K] and biases [N_i].
 
-        Contiguous weights are read where they lie. Those that are all the transpose of a contiguous [K, N_i] are
+        Contiguous weights are read where they lie. Weights that are all the transpose of a contiguous [K, N_i] are
         copied into panels, which are faster: 0.7 of the time at 14 rows, 0.95 in prefill.
         """
         if len(biases) != len(weights):

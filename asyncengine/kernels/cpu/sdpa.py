@@ -1,6 +1,6 @@
 """Attention of prompts by torch's scaled_dot_product_attention, over the paged KV cache.
 
-Faster than the native kernel on long prompts. How a prompt is cut into chunks may change its last bits.
+It serves comparisons with the native kernel. The cut of a prompt into chunks may change its last bits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from asyncengine.kernels.ops import AttentionLayer, LayerKVCache
 
 
 def count_decodes(batch: StepBatch) -> int:
-    """How many rows have one token; they come first."""
+    """Count the rows of one token, which come first in the batch."""
     starts = batch.query_start.tolist()
     decodes = 0
     while decodes < batch.num_rows and starts[decodes + 1] == decodes + 1:

@@ -1,4 +1,4 @@
-"""What a card has: every limit that a choice of a kernel or of a tile depends on."""
+"""Properties of a card: every limit that a choice of a kernel or of a tile depends on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Gpu:
     capability: tuple[int, int]
     multiprocessors: int
     shared_bytes: int
-    """of shared memory that one program may have"""
+    """bytes of shared memory that one program may have"""
     l2_bytes: int
     dependent_launch: bool = False
     """Kernels may start before the one ahead of them ends (see launch/programmatic.py)."""

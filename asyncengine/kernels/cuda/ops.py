@@ -41,12 +41,12 @@ class CudaBatch:
     needs: int = ~0
     """Bits of _core.Need: what the sampled rows may need beyond the greatest logit; all of them by default."""
     lanes: HostLanes | None = None
-    """of a step with lanes for host rows"""
+    """lanes of a step with host rows"""
 
 
 @dataclass(frozen=True, slots=True)
 class CudaOptions:
-    """How CudaOps computes what it computes."""
+    """Settings of the kernels that CudaOps runs."""
 
     plans: PlanTable = field(default_factory=PlanTable)
     pdl: bool = False
@@ -54,7 +54,7 @@ class CudaOptions:
     batch_invariant: bool = False
     """every sum is in an order that does not depend on the number of rows"""
     quantization: Quantization = "none"
-    """of what ``make_linear`` is given, which must be bfloat16; never of heads"""
+    """quantization of the weights given to ``make_linear``, which must be bfloat16; never of heads"""
     gpu: Gpu | None = None
     """The card that choices are made for; without one what ``describe`` says of the device, and no tma kernels."""
     l2_cache_hints: bool = True
@@ -75,9 +75,9 @@ class CudaOps:
         self.options = options or CudaOptions()
         self.gpu = self.options.gpu or describe(device)
         self.choices = Choices(self.options.plans, self.gpu, batch_invariant=self.options.batch_invariant)
-        """of plans for projections"""
+        """choices of plans for projections"""
         self.saved_bytes = 0
-        """What quantising has taken off the weights."""
+        """Bytes by which quantising has made the weights smaller."""
         self._projections = Projections(device, self.gpu, self.options.for_tma)
 
     def make_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> CudaLinear:
@@ -116,7 +116,8 @@ class CudaOps:
     def linear_add_(
         self, x: Tensor | Quantized, handle: CudaLinear, residual: Residual, norm: Norm | None = None
     ) -> None:
-        """With a norm, that of the product, the product and its norm are kernels before the addition."""
+        """Add a product to the residual. With a norm of the product, product and norm are kernels before the
+        addition."""
         handle = handle.exact()
         plan = self.choices.plan(handle.site(len(x), residual.x.dtype, add=norm is None))
         if norm is None:
@@ -148,7 +149,8 @@ class CudaOps:
     def logits(
         self, residual: Residual, norm: Norm, handle: CudaLinear, batch: CudaBatch, softcap: float = 0.0
     ) -> Tensor | Ranks:
-        """For ``sample``. A greedy batch gets ranks, if there is a plan for them, and no cap, which keeps the order."""
+        """Return logits for ``sample``. A greedy batch gets ranks, if there is a plan for them, and no cap, which keeps
+        the order."""
         index, dtype, pdl = batch.step.sample_index, residual.x.dtype, self.options.pdl
         if not batch.needs and self.gpu.tma and len(index) > 1:
             plan = self.choices.plan(handle.site(len(index), dtype, norm, "argmax"))

@@ -1,4 +1,4 @@
-"""What a card can do with this driver and this Triton, found by trying."""
+"""Trials of a card: they find out which features work with this driver and this Triton."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _increment(x, PDL: tl.constexpr):
 
 
 def launches_dependently(device: torch.device) -> bool:
-    """Whether the driver and Triton capture and replay dependent launches; runs a graph of some."""
+    """Return whether the driver and Triton capture and replay dependent launches; runs a graph of some."""
     x, count = torch.zeros(1, dtype=torch.int32, device=device), 8
     cuda_stream = torch.cuda.Stream(device)
     with torch.cuda.stream(cuda_stream):
@@ -56,7 +56,7 @@ def launches_dependently(device: torch.device) -> bool:
 
 
 def runs_tma(device: torch.device) -> bool:
-    """Whether this Triton, of which Gluon is an experimental part, runs tma plans; runs one."""
+    """Return whether this Triton, of which Gluon is an experimental part, runs tma plans; runs one."""
     x, weight = (torch.ones(rows, 128, dtype=torch.bfloat16, device=device) for rows in (8, 64))
     out = torch.zeros(8, 64, dtype=torch.bfloat16, device=device)
     try:

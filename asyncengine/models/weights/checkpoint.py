@@ -68,7 +68,7 @@ class Progress:
 
 
 def find_shards(directory: Path) -> dict[str, Path]:
-    """Which file holds which tensor. Raises MissingWeightError naming the first file that is not there.
+    """Map each tensor to the file that holds it. Raises MissingWeightError naming the first file that is not there.
 
     A single file counts before an index, as transformers has it: shards that are stale may lie beside it. An index
     that names anything but files of the directory is refused (ModelError).
@@ -108,7 +108,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _is_file_name(name: str) -> bool:
-    """Whether ``name`` is that of a file in a directory, on any system: no path, no drive, nothing hidden."""
+    """Return whether ``name`` names a file in a directory, on any system: no path, no drive, nothing hidden."""
     return re.fullmatch(r"\w[^/\\:\x00-\x1f]{0,254}", name) is not None
 
 
@@ -168,7 +168,7 @@ class Checkpoint:
         return self._key(name) is not None
 
     def equal(self, name: str, other: str) -> bool:
-        """Whether two tensors that are there have the same elements in the model's dtype."""
+        """Return whether two tensors that are there have the same elements in the model's dtype."""
         one, two = (self._tensor(self._require(key)).to(self._dtype) for key in (name, other))
         return torch.equal(one, two)
 
@@ -290,7 +290,7 @@ class DummyWeights:
         self._pool = torch.empty(self._POOL).normal_(0, std, generator=self._generator).to(device, dtype)
 
     def __contains__(self, name: str) -> bool:
-        """It has all that a model asks for."""
+        """Random weights have every tensor that a model asks for."""
         return True
 
     def equal(self, name: str, other: str) -> bool:
@@ -316,7 +316,7 @@ class DummyWeights:
         return self.get(name, *shape[::-1]).T
 
     def scales(self, name: str, count: int) -> Tensor | None:
-        """It has none."""
+        """Random weights have no scales."""
         return None
 
     def close(self) -> None:

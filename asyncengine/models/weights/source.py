@@ -1,4 +1,4 @@
-"""How a model gets its weights: it asks for each by name and shape."""
+"""Source of a model's weights: the model asks for each by name and shape."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ class WeightSource(Protocol):
     """A checkpoint, or something that stands in for one."""
 
     def __contains__(self, name: str) -> bool:
-        """Whether there is a tensor of that name."""
+        """Return whether there is a tensor of that name."""
 
     def equal(self, name: str, other: str) -> bool:
-        """Whether two tensors that are there have the same elements."""
+        """Return whether two tensors that are there have the same elements."""
 
     def get(self, name: str, *shape: int) -> Tensor:
         """The tensor in the model's dtype, contiguous.

@@ -21,11 +21,12 @@ from asyncengine.runner.steps.model_runner import CpuModelRunner
 logger = logging.getLogger(__name__)
 
 CPU_BUDGET_S = 1.0
-"""What measuring takes; of a model with slower steps some sizes are left out, and the engine learns as it runs."""
+"""Time that measuring takes. If a model has slower steps, some sizes are left out, and the engine learns as it runs."""
 _DECODE_ROWS = (1, 16, 64, 4, 9, 5, 8, 256)
-"""Of 5 and 9 a GPU makes 8 and 16: between two of these sizes time rises at once, and then hardly."""
+"""Counts of decode rows to measure, the most useful first. A GPU rounds 5 and 9 rows up to 8 and 16: between two of
+these sizes time rises at once, and then hardly."""
 _CHUNKS = (128, 512, 16, 2048, 256, 64, 1024, 192, 384, 96, 768, 32)
-"""In the order of their worth, where time does not do for all."""
+"""Sizes of chunks in the order of their worth, where time does not suffice for all."""
 _SHORT = 16
 """Context of decode rows whose attention takes next to nothing."""
 
@@ -33,16 +34,16 @@ HOST_TOKENS = (2048, 8192)
 """Contexts that attention on the host is timed with."""
 
 Rows = Sequence[tuple[int, int]]
-"""Of a step, (tokens, context before them): decode rows have one token."""
+"""Rows of a step, each (tokens, context before them): decode rows have one token."""
 
 
 class Sizes(NamedTuple):
-    """What steps are measured."""
+    """Sizes of the steps that are measured."""
 
     rows: Sequence[int]
     chunks: Sequence[int]
     num_blocks: int
-    """that rows of a step share"""
+    """blocks that rows of a step share"""
     block_size: int
     max_len: int
     """tokens of a row"""
@@ -77,7 +78,7 @@ def measure(sizes: Sizes, time_step: Callable[[Rows], float], end: float, clock:
 def _measure_chunk(sizes: Sizes, chunk: int, time_step: Callable[[Rows], float]) -> Point:
     alone_ns, context = 1e9 * time_step([(chunk, 0)]), sizes.max_len - chunk
     context_ns = max(0.0, 1e9 * time_step([(chunk, context)]) - alone_ns) / max(1, context)
-    # Of its own tokens each attends to those before it: to half of them.
+    # Each token of the chunk attends to the chunk's tokens before it: to half of them on average.
     return Point(chunk, max(0.0, alone_ns - context_ns * chunk / 2), context_ns)
 
 
@@ -91,7 +92,8 @@ def _measure_decode(sizes: Sizes, rows: int, time_step: Callable[[Rows], float])
 
 
 def _ascending(points: dict[int, Point], *, context_too: bool = False) -> list[Point]:
-    """By tokens, and no step of more tokens cheaper than one of fewer: the search for a chunk relies on that."""
+    """Order points by tokens. No step of more tokens is cheaper than one of fewer: the search for a chunk relies on
+    that."""
     ordered: list[Point] = []
     least = Point(0, 0.0, 0.0)
     for tokens, point in sorted(points.items()):
@@ -102,13 +104,13 @@ def _ascending(points: dict[int, Point], *, context_too: bool = False) -> list[P
 
 
 def known_costs(file: CostFile, measure_all: Callable[[], CostTable], *, anew: bool = False) -> KnownCosts:
-    """Those that are kept, or else measured and kept."""
+    """Return the costs that the file keeps, or else measure and keep them."""
     table = None if anew else file.read()
     if table is None:
         started = time.monotonic()
         table = measure_all()
         file.keep(table)
-        logger.info("measured what steps take in %.1f s", time.monotonic() - started)
+        logger.info("measured the costs of steps in %.1f s", time.monotonic() - started)
     return KnownCosts(file, table)
 
 
@@ -118,7 +120,7 @@ _MOST_CPU_CONTEXT = 2048
 
 
 def cpu_costs(config: EngineConfig, runner: CpuModelRunner, *, anew: bool = False) -> KnownCosts:
-    """Of a runner that is not in use. ``anew``: whatever is kept."""
+    """Return the costs of a runner that is not in use. ``anew`` measures them even if the file has some."""
     info = runner.info
     file = CostFile.find(config, runner.model_config, info.dtype, "cpu")
     sizes = Sizes.of(config, info, _MOST_CPU_CONTEXT)
@@ -170,7 +172,8 @@ def _step_batch(rows: Rows, block_size: int) -> StepBatch:
 def time_host_attention(
     config: EngineConfig, model: ModelConfig, dtype: str, *, transposed_keys: bool, pool: HostPool | None = None
 ) -> list[HostAttention]:
-    """Of the model's heads, by one worker, half of the workers and all of them; of odd heads nothing.
+    """Time attention with the model's heads, by one worker, half of the workers and all of them; heads of odd size give
+    nothing.
 
     ``transposed_keys``: as blocks of the CPU have them, and not those of a GPU. ``pool``: where its rows will be.
     """

@@ -33,7 +33,7 @@ _UNCOUNTED = 5
 """Measurements while the clocks rise."""
 _LAUNCHES, _WARM_UP = 2, 1
 _PAIRS = 5
-"""Of buckets that differ in lanes alone."""
+"""Pairs of buckets that differ in lanes alone, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Machine:
     """enqueues the step of a bucket on the CUDA stream"""
     cuda_stream: torch.cuda.Stream
     host_pool: HostPool | None = None
-    """of the host tier, if there is one"""
+    """pool of the host tier, if there is one"""
 
 
 def cuda_costs(
@@ -80,7 +80,7 @@ def cuda_costs(
     try:
         return known_costs(file, measure_all, anew=anew)
     except RuntimeError as e:  # no memory; or what a step gave is no token, as of a model that classifies
-        logger.warning("what steps take is not known, and no target heeded: %s", e)
+        logger.warning("the costs of steps are not known, and no target is heeded: %s", e)
         return None
 
 
@@ -130,7 +130,7 @@ def lane_pairs(buckets: Sequence[Bucket]) -> list[tuple[int, int]]:
 
 
 def time_copies(cuda_stream: torch.cuda.Stream) -> tuple[list[Copy], list[Copy]]:
-    """To the device and to the host, from pinned memory and to it, one copy at a time behind another."""
+    """Time copies to the device and to the host, from pinned memory and to it, one copy at a time behind another."""
     most = max(_COPY_BYTES)
     host = torch.empty(most, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(most, dtype=torch.uint8, device=cuda_stream.device)

@@ -122,7 +122,7 @@ def check(steps: DeviceSteps, rows: int) -> None:
     words = steps.source.outputs[:, :rows].cpu()
     tokens = words & 0xFFFFFFFF
     if not (words >> 32 == STEP).all() or (tokens >= 2**31).any() or steps.state.slots.finished.any():
-        raise RuntimeError("the bare replays did not do what the engine's steps do")
+        raise RuntimeError("the bare replays did not do the work of the engine's steps")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What steps and copies of a model take on this machine: measured once, kept in the cache directory, and corrected."""
+"""Costs of a model's steps and copies on this machine: measured once, kept in the cache directory, and corrected."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hashlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from uuid import uuid4
 
@@ -15,13 +14,14 @@ import msgspec
 from asyncengine._core import CpuKernels, HybridConfig, StepCosts
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.cuda.linear.tables import cache_directory, table_name
+from asyncengine.version import VERSION
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 4
 """Files of another one are measured anew."""
 _LEARNED = ("decode", "rest", "attention", "lanes")
-"""Of CostTable.factors."""
+"""Names of the CostTable.factors, in their order."""
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -29,7 +29,7 @@ class Point(msgspec.Struct, frozen=True):
 
     tokens: int
     base_ns: float
-    """with no context"""
+    """nanoseconds with no context"""
     context_ns: float
     """more for each token of context: of all decode rows together, or of the chunk of a prompt"""
 
@@ -46,32 +46,34 @@ class HostAttention(msgspec.Struct, frozen=True):
 
     workers: int
     tokens: int
-    """of context"""
+    """tokens of context"""
     ns: float
-    """for each of them in one layer"""
+    """nanoseconds for each token of context in one layer"""
 
 
 class CostTable(msgspec.Struct, frozen=True):
     """Times in nanoseconds; lists ascend."""
 
     decode: list[Point]
-    """of steps of decode rows alone"""
+    """points of steps of decode rows alone"""
     prompt: list[Point]
-    """of steps with one chunk of a prompt"""
+    """points of steps with one chunk of a prompt"""
     to_device: list[Copy] = []
     """empty on the CPU, as the next two are"""
     to_host: list[Copy] = []
     crossing_ns: float = 0.0
-    """from the launch of a kernel that writes to the host until the host sees it"""
+    """time from the launch of a kernel that writes to the host until the host sees the write"""
     factors: tuple[float, float, float, float] = (1.0, 1.0, 1.0, 1.0)
-    """What was taken in place of 1, as learned while engines ran: steps that decode alone; of others the rest, and the
-    attention of chunks; and, beside the first factor, steps that decode alone with lanes"""
+    """Measured time per predicted time, as learned while engines ran: of steps that decode alone; of other steps
+    without attention; of the attention of chunks; and, beside the first factor, of steps that decode alone with
+    lanes."""
     host_attention: list[HostAttention] = []
     """empty where it was not asked for"""
     learned_attend_ns: float = 0.0
-    """what was taken in place of that while engines ran, the link counted among those who attend; 0: none has"""
+    """nanoseconds measured in place of ``host_attention`` while engines ran, the link counted among the workers; 0:
+    none"""
     exchange_ns: float = 0.0
-    """what lanes for sequences on the host add to a step of a GPU, beside their tokens"""
+    """nanoseconds that lanes for sequences on the host add to a step of a GPU, beside their tokens"""
 
     def native(self) -> StepCosts:
         return StepCosts(
@@ -83,7 +85,8 @@ class CostTable(msgspec.Struct, frozen=True):
         )
 
     def attend_ns(self, workers: int) -> float:
-        """Of one worker for a token of context in a layer, while so many are busy, or about as many; 0: not known."""
+        """Nanoseconds of one worker for a token of context in a layer, while ``workers`` are busy, or about as many; 0:
+        unknown."""
         if not self.host_attention:
             return 0.0
         nearest = min((h.workers for h in self.host_attention), key=lambda count: abs(count - workers))
@@ -91,7 +94,8 @@ class CostTable(msgspec.Struct, frozen=True):
         return sum(measured) / len(measured)
 
     def attenders(self, form: str, workers: int, token_bytes: float) -> tuple[int, float]:
-        """How many attend on the host, the link counted in, and ``attend_ns`` of one of them; 0 if that is not known.
+        """Count the workers that attend on the host, the link counted in, and give ``attend_ns`` of one; 0 if that is
+        not known.
 
         ``form`` is EngineConfig.hybrid_form. ``token_bytes`` are of keys and values of a token in one layer.
         """
@@ -106,7 +110,7 @@ class CostTable(msgspec.Struct, frozen=True):
         return count, count / (workers / attend_ns + 1 / link_ns) if attend_ns and link_ns else 0.0
 
     def corrected(self, stats: Mapping[str, int]) -> CostTable:
-        """With what a step loop's statistics have learned."""
+        """Return the table with the factors that a step loop's statistics have learned."""
         decode, rest, attention, lanes = (stats[f"{part}_cost_ppm"] / 1e6 for part in _LEARNED)
         attended, attend_ns = stats["host_attention_tokens"], self.learned_attend_ns
         if attended >= HybridConfig.ENOUGH_TOKENS:
@@ -128,13 +132,13 @@ def fit_copies(copies: list[Copy]) -> tuple[float, float]:
 class _File(msgspec.Struct, frozen=True):
     format: int
     of: dict[str, str]
-    """what the file's name is a hash of"""
+    """properties of which the file's name is a hash"""
     costs: CostTable
 
 
 @dataclass(frozen=True, slots=True)
 class CostFile:
-    """Where the costs of one model on one machine are kept."""
+    """File that keeps the costs of one model on one machine."""
 
     path: Path
     of: dict[str, str]
@@ -143,7 +147,7 @@ class CostFile:
     def find(cls, config: EngineConfig, model: object, dtype: str, device: str) -> CostFile:
         """``model`` is a ModelConfig: its fields are the shape. ``device`` is a card's name, or cpu."""
         of = {
-            "version": _version(),
+            "version": VERSION,
             "model": repr(model),
             "dtype": dtype,
             "quantization": config.quantization,
@@ -165,7 +169,7 @@ class CostFile:
         return cls(cache_directory() / "costs" / name, of)
 
     def read(self) -> CostTable | None:
-        """None if there is no such file, or with a warning if it is of no use."""
+        """Read the costs. None if there is no such file, or with a warning if it is of no use."""
         try:
             file = msgspec.json.decode(self.path.read_bytes(), type=_File)
             file.costs.native()  # raises ValueError where points do not ascend
@@ -178,7 +182,8 @@ class CostFile:
         return file.costs if known else None
 
     def keep(self, costs: CostTable) -> None:
-        """Who reads the file meanwhile finds it whole, old or new. A failure is a warning: it is measured again."""
+        """Write the costs. Whoever reads the file meanwhile finds it whole, old or new. A failure is a warning: the
+        next engine measures again."""
         written = self.path.with_name(f"{self.path.name}.{uuid4().hex}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -193,17 +198,10 @@ class CostFile:
 
 @dataclass(frozen=True, slots=True)
 class KnownCosts:
-    """What an engine starts with."""
+    """Costs with which an engine starts."""
 
     file: CostFile
     table: CostTable
 
     def keep_learned(self, stats: Mapping[str, int]) -> None:
         self.file.keep(self.table.corrected(stats))
-
-
-def _version() -> str:
-    try:
-        return metadata.version("asyncengine")
-    except metadata.PackageNotFoundError:  # run from a checkout
-        return "unknown"

@@ -25,7 +25,8 @@ from asyncengine.runner.steps.model_runner import LoadedModel
 logger = logging.getLogger(__name__)
 
 _LINK_JOBS = 4
-"""Of a batch: few, so that it takes no more than it can do while workers attend beside it."""
+"""Jobs of a batch over the link. They are few, so that the kernel takes no more than it can do while workers attend
+beside it."""
 
 
 class HostRows:
@@ -42,7 +43,7 @@ class HostRows:
         self._cached = kv_dtype(config, loaded.dtype)
         self._device = torch.device("cpu")
         self._link_rows: LinkRows | None = None
-        """What the link's graph reads and writes."""
+        """Memory that the link's graph reads and writes."""
         self._model = model
         self._scales = None if loaded.kv_scales is None else loaded.kv_scales.cpu().contiguous()
         self._exchange = HostExchange(
@@ -56,7 +57,7 @@ class HostRows:
 
     @classmethod
     def make(cls, config: EngineConfig, native: CudaDevice, loaded: LoadedModel) -> Self | None:
-        """None if the configuration wants none, or, with a warning, if they cannot be."""
+        """Make the host rows. None if the configuration wants none, or, with a warning, if they cannot be."""
         if config.hybrid_attention == "off" or not loaded.can_decode_on_host:
             return None
         if config.staging == "pageable":
@@ -69,7 +70,7 @@ class HostRows:
             return None
 
     def lanes(self, header: Tensor) -> HostLanes:
-        """What steps need of them on the device; ``header`` is StepSource.header."""
+        """Return the lanes that steps need on the device; ``header`` is StepSource.header."""
         layers, lanes, width = self._model.num_layers, self.num_lanes, self._model.hidden_size
         self._device = header.device
         return HostLanes.allocate(self.mailboxes, self.results, header, layers=layers, lanes=lanes, width=width)
@@ -81,7 +82,7 @@ class HostRows:
         graphs: CudaGraphs,
         capture: Callable[[Callable[[], None]], int],
     ) -> HostWorkers:
-        """Who attends over the blocks of the pool. ``capture`` gives torch's address of a graph."""
+        """Return the workers that attend over the blocks of the pool. ``capture`` gives torch's address of a graph."""
         scales = [None] * self._model.num_layers if self._scales is None else list(self._scales)
         form, lanes = self._form, self.num_lanes
         logger.info("hybrid attention by %s: %d threads, %d lanes a step", form, self._num_workers, lanes)

@@ -18,10 +18,11 @@ from asyncengine.runner.state.memory import host_view
 logger = logging.getLogger(__name__)
 
 _TRANSFER_BYTES = 16 << 20
-"""Of a transfer: long enough for the link's full rate, short enough for others to get their turn."""
+"""Bytes of a transfer: long enough for the link's full rate, short enough for others to get their turn."""
 
 _MOST_OF_MEMORY = 0.9
-"""Of what the system still has to give. It ends a process that touches more, where it only refuses to pin more."""
+"""Most of the available memory that is pinned. The system ends a process that touches more, where it only refuses to
+pin more."""
 
 
 def gathered_bytes(config: EngineConfig, bytes_per_block: int) -> int:
@@ -46,7 +47,8 @@ class HostTier:
 
     @classmethod
     def make(cls, config: EngineConfig, native: CudaDevice, kv: Tensor) -> Self | None:
-        """For the cache kv [layers, 2, num_blocks, elements]; None if none is configured, or nothing can be pinned.
+        """Make a host tier for the cache kv [layers, 2, num_blocks, elements]; None if none is configured, or nothing
+        can be pinned.
 
         Raises ConfigError if the configured memory does not hold one transfer.
         """

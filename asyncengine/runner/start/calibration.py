@@ -36,7 +36,7 @@ class _NotingAttention(BucketAttention):
     def __call__(
         self, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, step: DeviceStep, **_: object
     ) -> Tensor:
-        """As ``PlannedAttention``, of tokens at the positions 0, 1 ... The caches are not looked at."""
+        """Attend as ``PlannedAttention`` does, for tokens at the positions 0, 1 ... The caches are not looked at."""
         q, k, v = split_heads(heads.view(len(heads), -1, self._head_dim), layer.num_heads)
         if layer.norms is not None:
             q, k = (_normed(x, gain, layer.norms.eps) for x, gain in ((q, layer.norms.q), (k, layer.norms.k)))
@@ -72,7 +72,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
 
 
 def with_kv_scales(config: EngineConfig, loaded: LoadedModel, ops: CudaOps) -> LoadedModel:
-    """With the scales that its cache needs, if it is in float8 and the checkpoint has none."""
+    """Return the model with the scales that its cache needs, if the cache is in float8 and the checkpoint has none."""
     if config.kv_cache_dtype != "fp8" or loaded.kv_scales is not None:
         return loaded
     return replace(loaded, kv_scales=with_inverses(calibrate_device(loaded, ops)))

@@ -1,4 +1,4 @@
-"""What a start compiles and measures before it captures: kernels, plans of projections, the memory of a step."""
+"""Preparation of a start before it captures: compiles kernels, measures plans, and allocates the memory of a step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from asyncengine.runner.steps.model_runner import LoadedModel
 logger = logging.getLogger(__name__)
 
 _BUDGET_S = 30.0
-"""What a start may take longer; the next one goes on where this one ended."""
+"""Seconds by which measuring may prolong a start; the next start continues where this one ended."""
 _TRIED = 8
 """Plans that an engine measures of a site, beside cuBLAS. With plans of two models of three given, they hold the
 fastest of the hundred candidates for the third in three cases of five."""
@@ -117,7 +117,7 @@ def _launches(bucket: Bucket) -> tuple[int, ...]:
 
 
 class Measuring(Protocol):
-    """What ``measure`` asks of a Tuner."""
+    """The methods of a Tuner that ``measure`` calls."""
 
     def compile(self, plans: Mapping[Site, Iterable[Plan]], threads: int) -> None: ...
 
@@ -183,13 +183,13 @@ def measure(
 
 
 def allowed(site: Site, plans: Iterable[Plan], *tables: PlanTable) -> list[Plan]:
-    """Without those that would take a norm out of the projections that read it."""
+    """Return the plans, without those that would take a norm out of the projections that read it."""
     apart = all(table.norms_are_apart(site) for table in tables)
     return [plan for plan in plans if apart or not plan.leaves_parts]
 
 
 def worth_trying(site: Site, known: PlanTable, gpu: Gpu, count: int = _TRIED) -> list[Plan]:
-    """What is run without measuring, and the likely ones."""
+    """Return the plans to try: those that run without measuring, and the likely ones."""
     return list(dict.fromkeys((fallback(site), default_plan(site, gpu), *likely(site, known, gpu, count))))
 
 
@@ -211,7 +211,7 @@ def _family(plan: Plan) -> str:
 
 
 def _site_distance(a: Site, b: Site) -> float:
-    """In doublings of a dimension."""
+    """Return the distance of two sites, in doublings of a dimension."""
     kinds = ((a.activation == "silu_mul") != (b.activation == "silu_mul")) + ((a.norm == "none") != (b.norm == "none"))
     kinds += (a.weight != b.weight) + ((a.activation == "argmax") != (b.activation == "argmax"))
     sizes = abs(math.log2(a.weight_rows / b.weight_rows)) + abs(math.log2(a.inner / b.inner))
@@ -219,7 +219,8 @@ def _site_distance(a: Site, b: Site) -> float:
 
 
 def _plan_distance(site: Site, plan: Plan, other_site: Site, other: Plan) -> float:
-    """In doublings of a tile, of what is in flight, or of the programs that share the work."""
+    """Return the distance of two plans, in doublings of a tile, of the bytes in flight, or of the programs that share
+    the work."""
     wholes = (
         plan.columns / other.columns,
         (plan.warps / other.warps) ** 2,

@@ -35,7 +35,7 @@ from asyncengine.kernels.ops import Norm
 logger = logging.getLogger(__name__)
 
 FAILURES = (RuntimeError, ValueError, TritonError)
-"""Of plans that cannot run: too much shared memory, too many registers."""
+"""Errors of plans that cannot run: too much shared memory, too many registers."""
 _COLD_BYTES = 160 << 20
 """Weights of one timing: three times the L2 cache of a Hopper GPU."""
 _MIN_CALLS, _MAX_CALLS = 3, 48
@@ -113,7 +113,7 @@ class _Case:
         self._residual = residual
         self._norm = norm
         self._step = step
-        """of rows that are all sampled"""
+        """step of rows that are all sampled"""
         self._header = torch.zeros(2, dtype=torch.int64, device=x.device)
         self._words = torch.zeros(1, len(x), dtype=torch.int64, device=x.device)
 
@@ -137,7 +137,8 @@ class _Case:
         return cls(site, handles, random(site.rows, site.inner), random(site.rows, site.columns), norm, step)
 
     def call(self, ops: CudaOps, handle: CudaLinear) -> None:
-        """With the norm that adds up parts, or the sampler that reads ranks, whether a plan leaves some or not."""
+        """Run the projection with the norm that adds up parts, or the sampler that reads ranks, whether a plan leaves
+        some or not."""
         if self.site.activation == "argmax":
             batch, pdl = CudaBatch(self._step, needs=0), ops.options.pdl
             logits = ops.logits(Residual(self._x), self._norm, handle, batch)
@@ -153,7 +154,7 @@ class _Case:
 
 
 def norm_behind(residual: Residual, norm: Norm, *, pdl: bool) -> Tensor | Unnormed:
-    """What a norm that reads an addition takes before its projection runs, which may do the rest of it."""
+    """Run the norm that reads an addition, before its projection, which may do the rest of the norm."""
     return residual.prepare(norm) or residual.read_by_kernel(norm, pdl=pdl)
 
 

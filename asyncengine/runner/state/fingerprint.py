@@ -1,4 +1,4 @@
-"""Which program computes: what it has left on a disk counts for no other one."""
+"""Digest of the program that computes: KV blocks that one program left on a disk count for no other."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 
 from asyncengine._core import CpuKernels
 from asyncengine._core import __file__ as NATIVE_FILE
+from asyncengine.version import VERSION
 
-_PACKAGES = ("asyncengine", "torch", "triton")
+_PACKAGES = ("torch", "triton")
 
 
 def program_digest(folder: Path | None = None) -> str:
@@ -25,7 +26,7 @@ def program_digest(folder: Path | None = None) -> str:
         code = path.read_bytes()
         digest.update(repr((path.relative_to(folder).parts, len(code))).encode())
         digest.update(code)
-    digest.update(repr([_version(name) for name in _PACKAGES]).encode())
+    digest.update(repr([VERSION, *map(_version, _PACKAGES)]).encode())
     digest.update(repr((platform.machine(), CpuKernels.available_isas())).encode())
     return digest.hexdigest()
 

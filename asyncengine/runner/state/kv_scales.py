@@ -23,7 +23,7 @@ from asyncengine.models.registry import CausalLM
 from asyncengine.runner.state import memory
 
 PROMPT_TOKENS = 512
-"""Of the fixed prompt, as far as the model's context goes."""
+"""Tokens of the fixed prompt, as far as the model's context goes."""
 _BLOCK = 16
 
 

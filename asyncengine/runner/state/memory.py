@@ -27,7 +27,7 @@ _BYTES_PER_GRAPH = 2 << 20
 
 
 def kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
-    """Of keys and values in the cache, of a model in ``dtype``."""
+    """Return the dtype of keys and values in the cache, for a model in ``dtype``."""
     return FLOAT8 if config.kv_cache_dtype == "fp8" else dtype
 
 
@@ -38,7 +38,8 @@ def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
 
 
 def kv_layers(model: ModelConfig) -> tuple[int, KVSpec]:
-    """How many layers keep keys and values, and of which shape: the same for all, so that blocks are copied as one."""
+    """Count the layers that keep keys and values, and give their one shape: it is the same for all, so that blocks are
+    copied as one."""
     specs = [spec for spec in model.layer_caches if isinstance(spec, KVSpec)]
     assert len(set(specs)) == 1
     return len(specs), specs[0]
@@ -109,7 +110,7 @@ def host_view(address: int, num_bytes: int, dtype: torch.dtype) -> Tensor:
 
 
 def attention_layers(model: ModelConfig, scales: Iterable[Tensor | None]) -> list[tuple[float, int, float, int]]:
-    """What attention on the host is in each layer: scale, window and softcap of scores, and the address of ``scales``.
+    """Return for each layer the scale, window and softcap of attention on the host, and the address of its ``scales``.
 
     These are ``LayerKVCache.scales`` in host memory, by layer; of None the address is 0.
     """
@@ -126,7 +127,7 @@ class KVCache:
     memory: Tensor
     """[layers that keep keys and values, 2, num_blocks, elements of a block]: keys and values"""
     layers: list[LayerCache]
-    """as ModelConfig.layer_caches says"""
+    """caches of the layers, as ModelConfig.layer_caches says"""
 
     def block_regions(self) -> list[tuple[int, int]]:
         """(address of block 0, bytes per block) of every layer's keys and values, for copying blocks."""

@@ -1,4 +1,4 @@
-"""Which buckets there are."""
+"""Choice of the buckets of steps."""
 
 from __future__ import annotations
 

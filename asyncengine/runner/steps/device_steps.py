@@ -40,7 +40,7 @@ VARIANTS = (ARGMAX, SAMPLING, EVERYTHING)
 
 @dataclass(frozen=True, slots=True)
 class StepBuffers:
-    """Where a captured step finds its StepInput and leaves its tokens."""
+    """Buffers in which a captured step finds its StepInput and leaves its tokens."""
 
     staging: Staging
     source: StepSource
@@ -141,7 +141,7 @@ class DeviceSteps:
 
     @property
     def source(self) -> StepSource:
-        """Where steps find their StepInput and leave their tokens."""
+        """Source of StepInputs and target of tokens for the steps."""
         return self._buffers.source
 
     @property

@@ -49,7 +49,7 @@ class LoadedModel:
     device: str
     max_model_len: int
     model: CausalLM[Any]
-    """for steps in the form of the ops that it was loaded with"""
+    """model for steps in the form of the ops that it was loaded with"""
     num_parameters: int
     mapped_bytes: int
     owned_bytes: int
@@ -88,8 +88,9 @@ class LoadedModel:
         return self.config.head_dim % 2 == 0 and not self.config.labels
 
     def _fingerprint(self, config: EngineConfig) -> str:
-        """Of files by size and time: reading weights again would take as long as loading them. Of the program whole:
-        any of its files may decide a bit of keys and values, or where it lies."""
+        """Digest all that keys and values depend on. Files count by size and time, as reading weights again would take
+        as long as loading them. The program counts whole: any of its files may decide a bit of keys and values, or
+        where it lies."""
         files = sorted(path for path in self.path.iterdir() if path.suffix in (".json", ".safetensors"))
         stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
         settings = (config.load_format, config.seed, config.quantization, config.block_size, config.prefill_attention)
@@ -103,7 +104,7 @@ class LoadedModel:
 
 
 def read_model_config(config: EngineConfig) -> ModelConfig:
-    """What the model's directory says of it, without the weights. Raises ModelError or a subclass."""
+    """Read the model's configuration, without the weights. Raises ModelError or a subclass."""
     raw = RawConfig.load(resolve_model(config.model, revision=config.revision, weights=False))
     return find_family(raw)[1].read_config(raw)
 
@@ -155,7 +156,7 @@ def load_model(config: EngineConfig, ops: Ops[Any, Any, Any], *, progress: bool 
 
 
 class Answers(NamedTuple):
-    """What a step tells of its samples, float32 and contiguous."""
+    """Results of a step for its samples, float32 and contiguous."""
 
     logits: Tensor | None
     """[num_samples, vocab_size], or of a classification model [num_samples, labels]; None without samples"""
@@ -163,7 +164,7 @@ class Answers(NamedTuple):
     """[num_samples, H]: the normed hidden states, or the logits; None where no sample needs its vector"""
 
     def addresses(self) -> tuple[int, int, int]:
-        """Of the logits and the vectors, 0 where there are none, and the vectors' width."""
+        """Addresses of the logits and the vectors, 0 where there are none, and the vectors' width."""
         logits = 0 if self.logits is None else self.logits.data_ptr()
         return (logits, 0, 0) if self.vectors is None else (logits, self.vectors.data_ptr(), self.vectors.shape[1])
 
@@ -184,11 +185,13 @@ class CpuModelRunner:
     def load(cls, config: EngineConfig, *, progress: bool = False, ops: BaseOps[Any] | None = None) -> Self:
         """``load_model`` with a KV cache in host memory; the same errors, and ConfigError if either does not fit.
 
-        ``ops`` replaces the native kernels, their number of threads and ``prefill_attention``.
+        ``ops`` stands in for ``cpu_ops(config)``.
         """
         if config.quantization != "none":
             raise ConfigError(f"quantization={config.quantization} needs a GPU, and there is none or device is cpu")
-        ops = ops or CpuOps(config.num_threads, prefill_attention=config.prefill_attention)
+        if config.hybrid_form in ("link", "both"):
+            raise ConfigError(f"hybrid_form={config.hybrid_form} needs a GPU, and there is none")
+        ops = ops or cpu_ops(config)
         try:
             loaded = load_model(config, ops, progress=progress)
         except RuntimeError as e:
@@ -210,7 +213,7 @@ class CpuModelRunner:
         return cls(loaded.info(config, num_blocks, num_host_blocks), loaded.config, loaded.model, cache)
 
     def forward(self, batch: StepBatch) -> Answers:
-        """Run one step. What it returns stays alive until the next call: native code may read it by its address."""
+        """Run one step. The result stays alive until the next call: native code may read it by its address."""
         model = self._model
         with torch.inference_mode():
             residual = model.run(batch, self._layer_caches())
@@ -227,7 +230,7 @@ class CpuModelRunner:
         return self._means.pool(states, batch) if batch.needs & Need.mean else states
 
     def interrupt(self) -> None:
-        """From any thread: the step under way fails at its next layer, and so does every later one."""
+        """Make the step under way fail at its next layer, and every later step too. May be called from any thread."""
         self._interrupted = True
 
     def _layer_caches(self) -> Iterator[LayerCache]:
@@ -237,7 +240,7 @@ class CpuModelRunner:
             yield cache
 
     def host_rows(self, config: EngineConfig, ops: CpuOps) -> CpuHostRows | None:
-        """What sequences that decode on the host need, where the configuration allows that: ``ops`` get the lanes."""
+        """Make the rows that decode on the host, where the configuration allows that: ``ops`` get the lanes."""
         if not decodes_on_host(config, self.info):
             return None
         model = self.model_config
@@ -255,6 +258,11 @@ class CpuModelRunner:
     def kv_block_regions(self) -> list[tuple[int, int]]:
         """(address of block 0, bytes per block) of every layer's keys and values."""
         return self._cache.block_regions()
+
+
+def cpu_ops(config: EngineConfig) -> CpuOps:
+    """The native kernels with the threads and the attention of prompts that the configuration names."""
+    return CpuOps(config.num_threads, prefill_attention=config.prefill_attention)
 
 
 def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:

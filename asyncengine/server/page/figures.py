@@ -13,7 +13,7 @@ from asyncengine.server.metrics import Histogram, Metrics
 
 
 class Total(msgspec.Struct):
-    """Of all observations since the start: the page shows the mean of those between two answers."""
+    """Sum of all observations since the start: the page shows the mean of those between two answers."""
 
     count: int
     seconds: float
@@ -43,7 +43,7 @@ class Figures(msgspec.Struct, kw_only=True):
     running: int
     waiting: int
     on_host: int
-    """Of ``running``, those that decode on the host."""
+    """Requests of ``running`` that decode on the host."""
     steps_done: int
     prompt_tokens: int
     generation_tokens: int

@@ -6,7 +6,9 @@ figures while it can be seen. Each answer has the engine record a few steps for 
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +30,8 @@ FILES = {
         f"/page/{name}": name
         for name in (
             "page.css", "icon.svg",
-            "main.js", "api.js", "chat.js", "markdown.js", "settings.js", "engine.js", "draw.js", "strip.js",
+            "main.js", "api.js", "chat.js", "tree.js", "store.js", "message.js", "list.js", "settings.js",
+            "markdown.js", "highlight.js", "math.js", "engine.js", "draw.js", "strip.js",
         )
     },
 }  # fmt: skip
@@ -45,7 +48,9 @@ _FILE_HEADERS = _HEADERS | {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-cache",  # ask, and mostly hear 304
+    "Vary": "Accept-Encoding",
 }
+_TAKES_GZIP = re.compile(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +74,8 @@ class Page:
         self._model_name = model_name
         self._health = health
         self._metrics = metrics
-        self._files: dict[str, File] = {}
+        self._files: dict[tuple[str, str], File] = {}
+        """Files that were asked for, by name and content encoding."""
         self.public = frozenset(FILES)
         """The paths that need no API key."""
         self.routes: dict[str, tuple[str, Handler]] = {
@@ -79,16 +85,21 @@ class Page:
         }
 
     async def _file(self, name: str, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
-        file = self._files.get(name) or self._read(name)
+        encoding = "gzip" if _TAKES_GZIP.search(request.headers.get("Accept-Encoding", "")) else ""
+        file = self._files.get((name, encoding)) or self._read(name, encoding)
         about = _FILE_HEADERS | {"ETag": file.etag}
         if file.etag in [tag.strip().removeprefix("W/") for tag in request.headers.get("If-None-Match", "").split(",")]:
             return web.Response(status=HTTPStatus.NOT_MODIFIED, headers=about)
+        if encoding:
+            about["Content-Encoding"] = encoding
         return web.Response(body=file.body, headers=about, content_type=file.content_type, charset="utf-8")
 
-    def _read(self, name: str) -> File:
+    def _read(self, name: str, encoding: str) -> File:
         body = _FOLDER.joinpath(name).read_bytes()
+        if encoding:
+            body = gzip.compress(body, mtime=0)
         etag = f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
-        file = self._files[name] = File(body, _TYPES[name.rpartition(".")[2]], etag)
+        file = self._files[name, encoding] = File(body, _TYPES[name.rpartition(".")[2]], etag)
         return file
 
     async def _model(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""From a model's text to reasoning, content and tool calls, piece by piece."""
+"""Parsing of a model's text into reasoning, content and tool calls, piece by piece."""
 
 from asyncengine.server.parsing.parser import (
     CallRules,

@@ -13,7 +13,7 @@ _BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*(?P<end>")?|[{}\[\]]', re.DOTALL
 _PARTIAL_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\(?:u[0-9a-fA-F]{0,3})?\Z")
 _PARTIAL_WORD = re.compile(r"\b(?:t(?:ru?)?|f(?:a(?:ls?)?)?|n(?:ul?)?)\Z")
 _TAILS = ("", "0", ":0", '"":0')
-"""Of these, one makes an object of any beginning of one, beside the brackets that it has opened."""
+"""Ends for the beginning of a JSON object: one of them completes it, beside the brackets that it has opened."""
 
 
 def checked(text: str) -> str | None:
@@ -65,7 +65,7 @@ def _finite(digits: str) -> float:
 
 
 def is_beginning(text: str) -> bool:
-    """Whether a JSON object may begin with ``text``."""
+    """Return whether a JSON object may begin with ``text``."""
     opened: list[str] = []
     in_string = False
     for found in _BRACKETS.finditer(text):
@@ -81,7 +81,7 @@ def is_beginning(text: str) -> bool:
 
 
 def clean(text: str) -> str:
-    """Without lone surrogates, which escapes in JSON can make and UTF-8 cannot hold."""
+    """Return the text without lone surrogates, which escapes in JSON can make and UTF-8 cannot hold."""
     try:
         text.encode()
     except UnicodeEncodeError:

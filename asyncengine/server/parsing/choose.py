@@ -1,4 +1,4 @@
-"""Which parser a request gets: by the model's chat template, or as the operator says."""
+"""Choice of a request's parser: by the model's chat template, or by the operator's setting."""
 
 from __future__ import annotations
 
@@ -30,19 +30,21 @@ _UNMARKED = ("json", "llama3_json", "pythonic")
 
 @dataclass(frozen=True, slots=True)
 class Formats:
-    """What a model writes."""
+    """Formats that a model writes."""
 
     tools: str | None
-    """One of names.TOOL_PARSERS; None: its template has tools in a form that is not known here."""
+    """Format of tool calls, one of names.TOOL_PARSERS; None: the template has tools in a form that is not known
+    here."""
     reasoning: str | None
-    """One of names.REASONING_PARSERS but "none"; None: the model does not reason, or that is not looked at."""
+    """Format of the reasoning, one of names.REASONING_PARSERS but "none"; None: the model does not reason, or nobody
+    looks."""
     shows_tools: bool
-    """Whether the template has tools."""
+    """True if the template has tools."""
 
 
 @lru_cache(maxsize=32)
 def formats_of(template: str, tool_parser: str | None = None, reasoning_parser: str | None = None) -> Formats:
-    """By markers in a template's source, where no parser is named."""
+    """Return the formats by markers in a template's source, where no parser is named."""
     shows_tools = re.search(r"\btools\b", template) is not None
     tools = tool_parser or _tool_format(template) or (None if shows_tools else "json")
     reasoning = reasoning_parser or _reasoning_format(template)
@@ -76,7 +78,7 @@ def _is_harmony(template: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Parsing:
-    """How the outputs of one request are read."""
+    """Reading of the outputs of one request: formats and rules."""
 
     tools: str | None
     """The format of tool calls, where there may be any."""
@@ -88,7 +90,7 @@ class Parsing:
     """The request's field that a grammar was made of, if one was that the request does not bring itself."""
 
     def parser(self, tokenizer: Tokenizer | None, prompt: Sequence[int]) -> OutputParser:
-        """For one choice after this prompt."""
+        """Return a parser for one choice after this prompt."""
         if HARMONY in (self.tools, self.reasoning):
             return Harmony(calls=self.tools is not None, rules=self.calls)
         markers = REASONING.get(self.reasoning or "")
@@ -99,14 +101,14 @@ class Parsing:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """That the parser must see, special tokens or not."""
+        """Markers that the parser must see, special tokens or not."""
         if HARMONY in (self.tools, self.reasoning):
             return Harmony.markers
         kind = Machine if self.tools is None else _TOOL_FORMATS[self.tools]
         return (*kind.markers, *REASONING.get(self.reasoning or "", ()))
 
     def kept_tokens(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """Those of the markers that are special tokens, which texts leave out otherwise."""
+        """Return the special tokens among the markers, which texts leave out otherwise."""
         ids = map(tokenizer.backend.token_to_id, self.markers)
         return tuple(sorted({i for i in ids if i is not None and i in tokenizer.special_token_ids}))
 

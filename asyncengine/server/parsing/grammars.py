@@ -22,7 +22,7 @@ from asyncengine.text.tokenizer import Tokenizer
 MOST_CALLS = 16
 """Calls in one output where a grammar says how many there may be."""
 _FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""As json.dumps and Jinja's tojson write it, which is what models were shown."""
+"""JSON as json.dumps and Jinja's tojson write it, which is the form that models were shown."""
 _SIMPLE = {"type", "properties", "required", "additionalProperties", "title", "description", "$schema", "$defs",
            "definitions", "strict"}  # fmt: skip
 """Members of a schema that calls in Python can follow."""
@@ -220,7 +220,7 @@ def _is_simple(tool: Tool) -> bool:
 
 
 def _keywords(schema: dict[str, Any]) -> str:
-    """Those that are required, in the order of the schema, and then any of the others."""
+    """Make a rule for keyword arguments: the required ones, in the order of the schema, then any of the others."""
     properties: dict[str, Any] = schema.get("properties", {})
     shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     required = [name for name in properties if name in schema.get("required", ())]
@@ -252,7 +252,7 @@ _RULES: dict[str, Callable[[Sequence[Tool], bool, Atom], Rules]] = {
 
 
 def form_in(template: str, tools: str) -> str:
-    """Of a format with two forms, the one that the template shows."""
+    """Return the name of a format; if the format has two forms, the name of the form that the template shows."""
     if tools == "mistral" and "[ARGS]" in template:
         return "mistral named"
     if tools == "deepseek_v3" and "```json" not in template:

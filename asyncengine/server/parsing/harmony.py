@@ -74,7 +74,7 @@ class Harmony(Machine):
         return False
 
     def _in_raw_header(self) -> bool:
-        """What seemed to be a header is too long for one: its first character is content, and what it begins too."""
+        """Give up a header that is too long for one: its first character is content, and the text behind it too."""
         self._take(self._text[self._at])
         self._at += 1
         self._state = self._in_body

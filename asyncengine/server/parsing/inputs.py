@@ -16,7 +16,7 @@ _HALF = re.compile(r"(?<!\\)(?:\\\\)*(?P<half>\\u[dD][89abAB][0-9a-fA-F]{2})\Z")
 
 
 class InputReader:
-    """Reads the input out of arguments that come in pieces. What is no such object has no input."""
+    """Reads the input out of arguments that come in pieces. Arguments that are no such object have no input."""
 
     def __init__(self) -> None:
         self._text = ""

@@ -88,11 +88,11 @@ class JsonCalls(Machine):
         self._state, self._after_value = self._in_value, after
 
     def is_announced(self) -> bool:
-        """Whether what comes cannot be but a call: behind a marker, or behind a call."""
+        """Return whether only a call can follow: the text is behind a marker, or behind a call."""
         return self._calls > 0 or any(map(self._prefix.startswith, self.triggers))
 
     def no_call(self) -> bool:
-        """What was expected did not come."""
+        """Treat the held text as no call, since the expected text did not come."""
         if self._is_cut and self.is_announced():
             return self.drop()
         self.say(self._prefix)
@@ -184,7 +184,7 @@ class JsonCalls(Machine):
         return True
 
     def _in_rest(self) -> bool:
-        """Between the arguments and the end of their object: further members, if anything."""
+        """Read the text between the arguments and the end of their object: further members, if anything."""
         limit = self._at + _LONGEST_OBJECT
         text = self._text[:limit] if len(self._text) > limit else self._text
         end = self._rest.feed(text, self._at + self._scanned)

@@ -27,7 +27,7 @@ class _Call:
 
     name: str
     source: str
-    """Its text before the arguments."""
+    """Text of the call before the arguments."""
     arguments: list[str] = field(default_factory=list)
 
 
@@ -198,22 +198,22 @@ class Machine(OutputParser):
         return self.rules.most is None or self._calls <= self.rules.most
 
     def head(self) -> str:
-        """What the beginning of a call may be in: the same whatever the pieces."""
+        """Return the text that may hold the beginning of a call: the same text, whatever the pieces."""
         return self._text[self._at : self._at + LONGEST_HEAD]
 
     def head_is_whole(self) -> bool:
-        """Whether nothing that comes can change ``head()``."""
+        """Return whether no further text can change ``head()``."""
         return self._ended or len(self._text) - self._at >= LONGEST_HEAD
 
     def starts(self, marker: str) -> bool | None:
-        """Whether the held text starts with it; None: that is not known yet."""
+        """Return whether the held text starts with the marker; None: that is not known yet."""
         if self._text.startswith(marker, self._at):
             return True
         rest = len(self._text) - self._at
         return None if not self._ended and rest < len(marker) and marker.startswith(self._text[self._at :]) else False
 
     def skip_blanks(self) -> int:
-        """Where the first character is that is no white space; -1 if there is none yet."""
+        """Return the place of the first character that is no white space; -1 if there is none yet."""
         found = _NO_BLANK.search(self._text, self._at)
         return -1 if found is None else found.start()
 
@@ -284,7 +284,7 @@ class Machine(OutputParser):
         return True
 
     def _cut(self, partial: re.Pattern[str], longest: int) -> int:
-        """Where the beginning of a marker at the end of the text begins."""
+        """Return the place where a marker begins that the end of the text may be a part of."""
         end = len(self._text)
         if self._ended:
             return end

@@ -1,4 +1,4 @@
-"""What a parser of outputs gives, whatever the model's format."""
+"""Results of parsers of outputs, whatever the model's format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
-    """What a request says about the calls in its outputs."""
+    """Rules of a request for the calls in its outputs."""
 
     most: int | None = None
     """Further calls are left out."""
@@ -35,15 +35,15 @@ class ToolCallDelta:
     id: str | None
     name: str | None
     arguments: str
-    """The pieces of a call, joined, are a JSON object, or its beginning if the output ended within the call. Those of a
-    call of a custom tool are its input."""
+    """The pieces of a call, joined, are a JSON object, or its beginning if the output ended within the call. The pieces
+    of a call of a custom tool are its input."""
     custom: bool = False
-    """Whether it is a custom tool that is called."""
+    """True if the call is of a custom tool."""
 
 
 @dataclass(slots=True)
 class ParsedDelta:
-    """What a piece of text adds to the message."""
+    """Addition of a piece of text to the message."""
 
     content: str = ""
     reasoning: str = ""
@@ -54,22 +54,22 @@ class ParsedDelta:
 
 
 class OutputParser(ABC):
-    """Reader of one choice. What it gives, joined, does not depend on the pieces in which the text comes.
+    """Reader of one choice. The results, joined, do not depend on the pieces in which the text comes.
 
     Text in no known form is content, and so is a call whose arguments are no JSON object. Nothing is raised for it, and
     nothing of it is lost but markers, white space beside them, and the beginning of a call that is cut before its name.
     """
 
     unfinished = False
-    """Whether the output ended within a call that was given."""
+    """True if the output ended within a call that was given."""
 
     @abstractmethod
     def push(self, text: str) -> ParsedDelta:
-        """What ``text`` completes; the rest is held back until it is clear what it is."""
+        """Return all that ``text`` completes; the rest is held back until its meaning is clear."""
 
     @abstractmethod
     def finish(self, *, cut: bool = False) -> ParsedDelta:
-        """What was held back, at the end of the text. The parser is spent.
+        """Return the text that was held back, at the end of the output. The parser is spent.
 
         ``cut``: the model had not ended its output. A call that is under way then is given as far as it has come.
         """
@@ -97,7 +97,7 @@ class ParsedOutput:
     reasoning: str
     tool_calls: list[ParsedCall]
     unfinished: bool = False
-    """Whether the output ended within the last call."""
+    """True if the output ended within the last call."""
 
 
 def join(deltas: list[ParsedDelta]) -> ParsedOutput:

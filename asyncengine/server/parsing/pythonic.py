@@ -21,7 +21,7 @@ _OUTSIDE = re.compile(r"""["'()\[\]{},]""")  # of a string
 _INSIDE = {quote: re.compile(rf"[{quote}\\]") for quote in "'\""}
 _LONGEST_CALL = 1 << 16
 _CONSTANTS = {"true": True, "false": False, "null": None}
-"""As a grammar made of a JSON Schema writes them."""
+"""Constants as a grammar made of a JSON Schema writes them."""
 
 
 class Pythonic(Machine):

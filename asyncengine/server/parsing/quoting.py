@@ -92,7 +92,7 @@ class _Grammar:
 
     def __init__(self) -> None:
         self._sets: dict[str, _Sets] = {}
-        """For terminals by their name, and for literals and expressions by their text."""
+        """Character sets of terminals by their name, and of literals and expressions by their text."""
         self._row: list[str] = []
         """Terminals, names and signs in their order."""
 
@@ -209,7 +209,7 @@ class _Expression:
         self._dot = dot
         self._at = 0
         self._open = [True]
-        """For the expression and each open group: whether nothing need come before its next character."""
+        """Flags of the expression and each open group: True if nothing need come before its next character."""
         self.begins: set[str] = set()
         """Special characters that a match may begin with."""
         self.later: set[str] = set()
@@ -258,7 +258,7 @@ class _Expression:
         return ")"
 
     def _is_optional(self) -> bool:
-        """Whether the text goes on with a quantifier that takes none."""
+        """Return whether the text goes on with a quantifier that allows no repetition."""
         return self._text.startswith(("*", "?", "{0", "{,"), self._at)
 
     def _escape(self) -> str:

@@ -1,4 +1,4 @@
-"""What grammars cost: those who wait for one, those who wait beside it, and the memory of the machine."""
+"""Costs of grammars: for requests that wait for one, for requests that wait beside it, and for the machine's memory."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def regex(text: str) -> StructuredOutputs:
 
 
 class Scripted:
-    """In place of SandboxProcess.compile: grammars in order of their compilation, which ends when the test says so."""
+    """Stand-in for SandboxProcess.compile: grammars in order of their compilation, which ends when the test says so."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, size: int = 0) -> None:
         self.begun: list[str] = []
@@ -196,7 +196,8 @@ async def test_tenants_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         tasks.append(asyncio.create_task(opened.compile(regex("few0"), tenant="few")))
         await script.settle()
         assert script.begun == ["many0", "few0"]
-        # Who joins a grammar that waits as another tenant's has it compiled when it is their turn.
+        # A tenant that joins a grammar that waits as another tenant's has it compiled when it is the joining tenant's
+        # turn.
         tasks += [asyncio.create_task(opened.compile(regex(each), tenant="few")) for each in ("many5", "few1")]
         script.gate.release()
         script.gate.release()
@@ -260,7 +261,7 @@ async def test_kept_grammars_are_limited_in_bytes(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_the_size_of_a_grammar_is_measured() -> None:
-    """Within a factor of two of the resident memory of many like it."""
+    """The size lies within a factor of two of the resident memory of many like it."""
     async with made(sandbox=True) as opened:
         small = await opened.compile(regex("[a-z]{3}"))
         large = await opened.compile(StructuredOutputs(json={"multipleOf": 100003}))
@@ -298,7 +299,7 @@ async def test_many_sequences_of_a_grammar_share_its_memory() -> None:
 
 
 class Channel:
-    """In place of the core's: the last mask."""
+    """Stand-in for the core's channel: it keeps the last mask."""
 
     def __init__(self, words: int) -> None:
         self.mask = (ctypes.c_uint32 * words)()

@@ -57,7 +57,8 @@ def reference(model: Any, prompt: list[int], feature: dict[str, Any]) -> list[in
 async def callables_decide(
     path: Path, device: dict[str, Any], chunk: int, blocks: int, depth: int, kinds: Sequence[str]
 ) -> None:
-    """Beside rows of every other feature, alone with each of them, and with the same seeds as without a callable."""
+    """Callables run beside rows of every other feature, alone with each of them, and with the same seeds as without
+    one."""
     model = tiny.build_model("llama")
     model.save_pretrained(path)
     settings = SETTINGS | device | {"prefill_chunk_size": chunk, "num_kv_blocks": blocks, "steps_in_flight": depth}
@@ -90,7 +91,12 @@ async def test_logits_decide_the_token_behind_those_that_came_before_them(
     tiny.build_model("llama").save_pretrained(tmp_path)
     news: list[_core.SequenceNews] = []
     feed = RequestStream.feed
-    monkeypatch.setattr(RequestStream, "feed", lambda stream, n: (news.append(n), feed(stream, n)))
+
+    def noting(stream: RequestStream, told: _core.SequenceNews) -> None:
+        news.append(told)
+        feed(stream, told)
+
+    monkeypatch.setattr(RequestStream, "feed", noting)
     async with AsyncEngine.from_pretrained(tmp_path, progress=False, **SETTINGS) as engine:
         await engine.generate(PROMPTS[0], params(logits_processor=keep))
     monkeypatch.undo()
@@ -285,7 +291,7 @@ async def until(true: Callable[[], bool]) -> None:
 
 
 async def test_many_callables_that_hang_stop_no_other(tmp_path: Path) -> None:
-    """Neither while they hang nor after their requests were cancelled."""
+    """Others run while callables hang, and after the requests of those were cancelled."""
     tiny.build_model("llama").save_pretrained(tmp_path)
     hangs = Hangs()
     settings = SETTINGS | {"max_num_seqs": 32, "num_kv_blocks": 200}

@@ -1,4 +1,4 @@
-"""Which keywords of JSON Schema are served is what engine/constraints/README.md says."""
+"""The served keywords of JSON Schema are those that engine/constraints/README.md lists."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ async def test_forced_tokens_are_not_sampled_one_by_one() -> None:
     ],
 )
 async def test_what_looks_back_sees_the_tokens_that_a_grammar_forces(feature: dict[str, Any], changes_it: bool) -> None:
-    """Behind a fixed text come the tokens of a sequence whose every token was sampled, as for log probabilities."""
+    """Tokens behind a fixed text equal those of a sequence whose every token was sampled, as for log probabilities."""
     fixed = (
         "There was a little cat named Tom. He lived in a big house with his mom and dad. One day he went to the park "
         "to play with a red ball. She saw many trees, birds and some pretty flowers near it."
@@ -409,7 +409,7 @@ def test_where_reasoning_begins(prompt: list[int], is_chat: bool, under_way: boo
 
 @pytest.mark.parametrize("starts_inside", [False, True])
 async def test_a_grammar_begins_after_the_reasoning(monkeypatch: pytest.MonkeyPatch, starts_inside: bool) -> None:
-    """Of the tokens that the model gives, the first ones are free until the one that is taken for the marker."""
+    """The first tokens that the model gives are free, until the token that is taken for the marker."""
     from asyncengine.engine.constraints import requests
 
     async with engine_with() as engine:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from typing import Any
 
 import llguidance
 import numpy as np
@@ -35,7 +37,7 @@ def with_a_hole() -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_str(json.dumps(values))
 
 
-KINDS = {
+KINDS: dict[str, Callable[[], Any]] = {
     "byte-level": tiny.byte_level_tokenizer,
     "metaspace": tiny.metaspace_tokenizer,
     "unigram": unigram,

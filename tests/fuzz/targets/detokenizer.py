@@ -49,7 +49,7 @@ def one_input(data: bytes) -> None:
 def token_id(source: Source, tokenizer: Tokenizer) -> int:
     """Any id, some that do not exist; byte tokens more often, so that characters are cut and mixed up."""
     if tokenizer is METASPACE and source.flag():
-        return source.pick(BYTE_IDS)
+        return source.pick([token for token in BYTE_IDS if token is not None])
     return source.integer(0, tokenizer.vocab_size + 3)
 
 

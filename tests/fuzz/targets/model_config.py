@@ -48,7 +48,7 @@ def one_input(data: bytes) -> None:
 
 
 def read() -> None:
-    """All that is read and computed from it before the weights are."""
+    """Do all reading and computing that comes before the weights."""
     raw = RawConfig.load(DIRECTORY)
     _, family = find_family(raw)
     model = family.read_config(raw)

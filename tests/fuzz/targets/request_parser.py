@@ -38,7 +38,7 @@ def one_input(data: bytes) -> None:
 
 
 def parse(endpoint: Completions | Chat, raw: bytes) -> None:
-    """What the server does with a body before the engine sees it."""
+    """Parse a body as the server does before the engine sees it."""
     if _core.json_extent(raw)[1] > MAX_DEPTH:
         return
     try:

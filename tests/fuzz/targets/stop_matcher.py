@@ -30,7 +30,7 @@ def one_input(data: bytes) -> None:
             assert out == (text if include else text.removesuffix(found))
             assert matcher.flush() == ""
             return
-        # What may become a stop string is held back, and nothing else.
+        # Text that may become a stop string is held back, and no other text.
         held = max((n for s in stops for n in range(len(s)) if text.endswith(s[:n])), default=0)
         assert out == text[: len(text) - held]
     assert out + matcher.flush() == text

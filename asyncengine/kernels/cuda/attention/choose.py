@@ -1,4 +1,5 @@
-"""Which attention kernels run for a kind of layer in a bucket of steps, in which tiles, and how their work is cut.
+"""Choice of the attention kernels for a kind of layer in a bucket of steps, of their tiles, and of the cut of their
+work.
 
 ``describe`` decides, once, and gives an ``AttentionPlan``; ``str`` of one is a line for people. Nothing else asks for a
 card, a batch-invariant engine or a block size. The kernels:
@@ -28,12 +29,12 @@ from asyncengine.kernels.cuda.step.bucket import ANY_CONTEXT, Bucket
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What an engine's steps never exceed, and how they are computed."""
+    """Upper limits of an engine's steps, and the mode of their computation."""
 
     max_rows: int
     max_tokens: int
     max_context: int
-    """of context and query of a row together"""
+    """tokens of context and query of a row together"""
     block_size: int
     batch_invariant: bool = False
 
@@ -75,7 +76,7 @@ def describe_all(layer: LayerKind, gpu: Gpu, limits: Limits) -> set[AttentionPla
 
 
 def _describe_decode(rows: int, context: int, layer: LayerKind, gpu: Gpu, block_size: int) -> AttentionPlan:
-    """For steps of one-token rows, after so many tokens at most."""
+    """Plan attention for steps of one-token rows, after so many tokens at most."""
     shape, tma = layer.shape, tma_decode_tile(layer, gpu, block_size) is not None
     if not _prefers_tma(rows, tma, shape) and context <= few_keys_context(rows, shape, gpu):
         return AttentionPlan(layer, (_few_keys(rows, shape, gpu, stored=False),), None)
@@ -87,16 +88,17 @@ def _describe_decode(rows: int, context: int, layer: LayerKind, gpu: Gpu, block_
 
 
 def _prefers_tma(rows: int, tma: bool, shape: AttentionShape) -> bool:
-    """Whether tma_decode is there, and faster than few_keys for rows of any length.
+    """Return whether tma_decode is there, and faster than few_keys for rows of any length.
 
-    Of a lone row it is (a step of Qwen3 at 288 tokens 532 us instead of 577, of the 8B 3,755 instead of 3,812) only if
+    For a lone row it is (a step of Qwen3 at 288 tokens 532 us instead of 577, of the 8B 3,755 instead of 3,812) only if
     query heads share keys (of GPT-2 199 us instead of 194).
     """
     return tma and (rows > 1 or shape.group > 1)
 
 
 def _describe_mixed(layer: LayerKind, gpu: Gpu, block_size: int) -> AttentionPlan:
-    """For steps with rows of several tokens. Kernels in Triton come first; tma_prefill runs beside tma_decode."""
+    """Plan attention for steps with rows of several tokens. Kernels in Triton come first; tma_prefill runs beside
+    tma_decode."""
     decode, prefill = paged_tiles(layer.shape, gpu)
     tma_one, tma_several = tma_decode_tile(layer, gpu, block_size), tma_prefill_tile(layer, gpu, block_size)
     launches = []
@@ -247,7 +249,7 @@ def _power_of_2(n: int) -> int:
 
 
 def _suits_tma(layer: LayerKind, gpu: Gpu, block_size: int) -> bool:
-    """Whether kernels in Gluon are for such layers and blocks; each kernel has groups of its own."""
+    """Return whether kernels in Gluon take such layers and blocks; each kernel has its own limits on head groups."""
     shape = layer.shape
     return (
         gpu.tma and shape.dtype == torch.bfloat16 and not shape.float8_cache and shape.head_dim in (64, 128)
@@ -284,7 +286,7 @@ def tma_prefill_tile(layer: LayerKind, gpu: Gpu, block_size: int) -> Tile | None
 
 
 def _cut_tma_decode(rows: int, context: int, layer: LayerKind, gpu: Gpu, block_size: int) -> tuple[Tile, Cut]:
-    """For decode steps of so many rows, after so many tokens at most, which tma_decode computes.
+    """Return tile and cut for decode steps of so many rows, after so many tokens at most, which tma_decode computes.
 
     Rows that have a team each are cut apart, with as few programs as do. A lone row has a tile a program, 33 KiB at
     most: its projections use no shared memory, and a multiprocessor has to be empty before it divides cache and shared

@@ -9,8 +9,8 @@ than to have a program go through the group: 5.8 us a layer of the 8B shape at o
 take 8.5 and four take 14.
 
 There are no dots: a tile's scores are sums over threads, and each of its lines has a softmax of its own until the end.
-What all lines share, the new token's heads, is loaded once for each of them: so it is where the tile's elements are,
-and no barrier is needed to bring it there.
+The new token's heads, which all lines share, are loaded once for each of them: so they are where the tile's elements
+are, and no barrier is needed to bring them there.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, import-untyped"
 # mypy: disable-error-code="assignment, var-annotated, unreachable, misc"
@@ -58,11 +58,11 @@ def run(
     pdl: bool = False,
     l2_cache_hints: bool = True,
 ) -> None:
-    """As ``run`` of run.py says, for rows of one token; if the heads are stored, every token is a row.
+    """Attend as ``run`` of run.py says, for rows of one token; if the heads are stored, every token is a row.
 
     The heads are left as they were. A row's token is at position ``step.row_context_len``; its key and value are
     written where ``step.slot_mapping`` says (-1: nowhere). No row may read what another one writes in the same step;
-    the core shares blocks from the commit of their step on. Of stored heads the tokens of prompts are rows as well.
+    the core shares blocks from the commit of their step on. With stored heads the tokens of prompts are rows as well.
 
     ``work`` has num_heads counters for each row at least.
     """

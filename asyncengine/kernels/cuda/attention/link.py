@@ -27,7 +27,7 @@ _KEYS_OF_WARP, _LEAST_KEYS = 8, 16
 
 @dataclass(frozen=True, slots=True)
 class LinkRows:
-    """What the device reads and writes of the host, and what attention is in each layer."""
+    """Memory of the host that the kernel reads and writes, and the attention of each layer."""
 
     jobs: Tensor
     """int32: how many jobs, then of each its slot, layer, position and ``max_blocks`` blocks of the host"""
@@ -89,7 +89,7 @@ def _halves(words, there, HEAD_DIM: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _as_kept(x, scale, inverse, DTYPE: tl.constexpr, FLOAT8: tl.constexpr):
-    """What the cache keeps of x in float32, and what is read of that."""
+    """Return the value of x that the cache keeps, and that value in float32 as attention reads it."""
     if FLOAT8:
         kept = tl.clamp(x * inverse, -448.0, 448.0).to(DTYPE)
         return kept, kept.to(tl.float32) * scale
@@ -135,7 +135,7 @@ def _link_attention(
         k_low, k_high = _halves(words + (GROUP * KV_HEADS + head) * WORDS, columns, HEAD_DIM, DTYPE)
         v_low, v_high = _halves(words + (GROUP * KV_HEADS + KV_HEADS + head) * WORDS, columns, HEAD_DIM, DTYPE)
 
-        # Its own key and value first: they are stored, and not read back in this launch.
+        # The program's own key and value come first: they are stored, and not read back in this launch.
         keys = pool + layer.to(tl.int64) * 2 * plane + head * BLOCK_SIZE * HEAD_DIM + i
         values = keys + plane
         own = tl.load(job + 3 + position // BLOCK_SIZE).to(tl.int64) * block_stride + position % BLOCK_SIZE * HEAD_DIM

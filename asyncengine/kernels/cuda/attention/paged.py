@@ -61,10 +61,10 @@ def run(
     pdl: bool = False,
     l2_cache_hints: bool = True,
 ) -> None:
-    """As ``run`` of run.py says, for the launch's rows, over keys and values that are in the cache.
+    """Attend as ``run`` of run.py says, for the launch's rows, over keys and values that are in the cache.
 
-    Of the heads it reads the queries. Raises ConfigError if a tensor's shape, dtype or layout is not what ``work`` was
-    allocated for.
+    The kernel reads the queries among the heads. Raises ConfigError if a tensor's shape, dtype or layout is not what
+    ``work`` was allocated for.
     """
     q = heads[:, : layer.num_heads]
     section = section_for(launch, q, layer, k_cache, v_cache, work, out)
@@ -76,7 +76,8 @@ def run(
 def section_for(
     launch: Launch, q: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, work: Work, out: Tensor
 ) -> Section | None:
-    """What the kernel walks. Raises ConfigError if ``work`` was allocated for another kernel or other tensors."""
+    """Return the section of the work list that the kernel walks. Raises ConfigError if ``work`` was allocated for
+    another kernel or other tensors."""
     if not isinstance(work, WorkList):
         raise ConfigError("a work list is needed")
     check_layout(q, k_cache, v_cache, work.shape, out)
@@ -133,7 +134,7 @@ def _launch(
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         WINDOWED=layer.window > 0,
-        # Where the last tile is most of the work, or no tile may be treated differently from others.
+        # One loop serves where the last tile is most of the work, or where all tiles must be treated alike.
         ONE_LOOP=section.queries == 1 or section.split_tiles > 0,
         QUERIES=section.queries,
         ITEM_STEP=section.item_step,
@@ -154,8 +155,8 @@ def _launch(
 def combine_options(section: Section, group: int, width: int) -> dict[str, int]:
     """COMBINE_ROWS and COMBINE_PIECES: a unit's rows, or as many as fit, of as many pieces as then fit.
 
-    Of fixed splits one piece at a time: a token's unit may have others before or after those that the token sees, and
-    they must not change in which order the sums are made.
+    Fixed splits are combined one piece at a time: a token's unit may have others before or after those that the token
+    sees, and they must not change in which order the sums are made.
     """
     elements = COMBINE_ELEMENTS[section.queries > 1] * 32 * section.tile.warps
     rows = min(triton.next_power_of_2(section.queries * group), max(1, elements // width))

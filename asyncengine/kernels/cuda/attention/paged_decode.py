@@ -53,7 +53,7 @@ def run(
     pdl: bool = False,
     l2_cache_hints: bool = True,
 ) -> None:
-    """As ``run`` of run.py says, for rows of one token, whose heads it prepares as few_keys does.
+    """Attend as ``run`` of run.py says, for rows of one token, whose heads this kernel prepares as few_keys does.
 
     Raises ConfigError if ``work`` was allocated for something else, ValueError if the other tensors do not fit.
     """
@@ -109,7 +109,7 @@ def section_of_heads(
     launch: Launch, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, work: Work, out: Tensor,
     scales: Tensor | None = None,
 ) -> Section:  # fmt: skip
-    """What a kernel that prepares heads walks. Raises as ``run`` does."""
+    """Return the section of the work list that a kernel that prepares heads walks. Raises as ``run`` does."""
     check_heads(heads, layer.num_heads, layer.norms, layer.cos_sin, k_cache, v_cache, out, scales)
     float8 = scales is not None
     shape = AttentionShape(layer.num_heads, k_cache.shape[1], k_cache.shape[3], heads.dtype, float8)
@@ -120,7 +120,8 @@ def section_of_heads(
 
 
 def _registers(tile: Tile) -> int:
-    """Of a thread, if a multiprocessor's 65,536 are to do for the tile's programs. The compiler would take more."""
+    """Registers of a thread such that a multiprocessor's 65,536 suffice for the tile's programs. The compiler would
+    take more."""
     return min(255, 65536 // (tile.programs_per_sm * tile.warps * 32) // 8 * 8)
 
 

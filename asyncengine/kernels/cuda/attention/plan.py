@@ -12,7 +12,7 @@ Kernel = Literal["few_keys", "paged", "paged_decode", "tma_decode", "tma_prefill
 Rows = Literal["one", "several", "any"]
 """Rows of a step by their tokens: those of one token, those of several, all of them."""
 Source = Literal["table", "measured", "formula"]
-"""Where a choice comes from: a table that was measured before, a measurement at start-up, a formula."""
+"""Origin of a choice: a table that was measured before, a measurement at start-up, or a formula."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +35,14 @@ class LayerKind(NamedTuple):
 
     shape: AttentionShape
     window: int = 0
-    """of ``AttentionLayer``; 0 is none"""
+    """window of ``AttentionLayer``; 0 is none"""
     softcap: float = 0.0
-    """of ``AttentionLayer``; 0 is none"""
+    """softcap of ``AttentionLayer``; 0 is none"""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How one variant of an attention kernel is laid out."""
+    """Layout of one variant of an attention kernel."""
 
     rows: int
     """packed (token, head of the group) rows of a dot: a power of two, 16 at least; 1 where there are no dots"""
@@ -58,7 +58,7 @@ class Tile:
 
 
 class Cut(NamedTuple):
-    """How a work list shares the keys of a step's rows among programs (see work/lists.py)."""
+    """Division of the keys of a step's rows among programs by a work list (see work/lists.py)."""
 
     kind: Literal["line", "late", "apart", "fixed"]
     """along the line, along the line with late teams behind it, each row apart, or in splits of fixed length"""
@@ -75,9 +75,9 @@ class Launch(NamedTuple):
     stored: bool
     """Another kernel has normed and rotated the heads and stored keys and values before. Otherwise this one does."""
     pieces: int = 1
-    """of few_keys: programs that share a row's query head, at most; a power of two"""
+    """most programs of few_keys that share a row's query head; a power of two"""
     beside: bool = False
-    """of tma_prefill: the kernel before is tma_decode, beside which this one runs"""
+    """true for tma_prefill if the kernel before is tma_decode, beside which it runs"""
 
     def __str__(self) -> str:
         tile = self.tile
@@ -92,13 +92,13 @@ _ROWS = {"one": "rows of one token", "several": "rows of several tokens", "any":
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """How a kind of layer attends in the steps of a bucket."""
+    """Plan of attention of a kind of layer in the steps of a bucket."""
 
     layer: LayerKind
     launches: tuple[Launch, ...]
-    """in this order"""
+    """kernels of the step, in order of launch"""
     cut: Cut | None
-    """None: the kernel needs no work list."""
+    """Cut of the work; None: the kernel needs no work list."""
     source: Source = "formula"
 
     @property
@@ -107,7 +107,7 @@ class AttentionPlan:
         return any(launch.stored for launch in self.launches)
 
     def tile(self, rows: Rows) -> Tile | None:
-        """Of the launch for such rows; None if there is none."""
+        """Return the tile of the launch for such rows; None if no launch has such rows."""
         return next((launch.tile for launch in self.launches if launch.rows == rows), None)
 
     def __str__(self) -> str:

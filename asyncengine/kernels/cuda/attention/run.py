@@ -59,7 +59,7 @@ class PlannedAttention:
         self, heads: Tensor, layer: AttentionLayer, k_cache: Tensor, v_cache: Tensor, step: DeviceStep, *,
         scales: Tensor | None = None, pdl: bool = False, l2_cache_hints: bool = True,
     ) -> Tensor:  # fmt: skip
-        """Attention of a step: [T, num_heads * D]. Of heads [T, (num_heads + 2 Hk) * D] it may rotate queries."""
+        """Attention of a step: [T, num_heads * D]. It may rotate the queries in heads [T, (num_heads + 2 Hk) * D]."""
         heads = heads.view(len(heads), -1, v_cache.shape[3])
         out = empty_rows(len(heads), layer.num_heads * heads.shape[2], heads.dtype, heads.device)
         if self.plan.prepares:
@@ -102,7 +102,7 @@ def launch_all(
 
 
 class BucketAttention:
-    """How a model's layers attend in the steps of one bucket."""
+    """Attention of a model's layers in the steps of one bucket."""
 
     def __init__(self, planned: Iterable[PlannedAttention] = ()) -> None:
         self._planned = {(one.plan.layer.window, one.plan.layer.softcap): one for one in planned}
@@ -111,13 +111,13 @@ class BucketAttention:
         return self._planned[layer.window, layer.softcap]
 
     def build(self, step: DeviceStep, *, pdl: bool) -> None:
-        """After ingest, before the model: the work lists of the step."""
+        """Build the work lists of the step, after ingest and before the model."""
         for work in {id(one.work): one.work for one in self._planned.values()}.values():
             work.build(step, pdl)
 
 
 class StepAttention:
-    """How a model's layers attend in the steps of any bucket. All memory is allocated here."""
+    """Attention of a model's layers in the steps of any bucket. All memory is allocated here."""
 
     def __init__(self, kinds: Sequence[LayerKind], limits: Limits, gpu: Gpu, device: torch.device) -> None:
         self._describe = partial(describe, gpu=gpu, limits=limits)

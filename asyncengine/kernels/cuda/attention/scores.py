@@ -1,4 +1,4 @@
-"""What becomes of scores before the softmax, in every attention kernel in Triton.
+"""Transforms of scores before the softmax, for every attention kernel in Triton.
 
 The softmax is in base 2: scores are multiplied by log2(e), which ``base2_scale`` puts into their scale. A transform of
 scores is a constant of ``score_constants`` and lines of ``transform_scores``; kernels only pass them on.

@@ -1,14 +1,14 @@
 """Attention of one-token rows over a WorkList on Hopper, whose keys flow through shared memory without a pause.
 
-What paged_decode.py does, for heads of 64 and 128 in bfloat16. An item of a few hundred keys is over before
-Triton's pipelining has the memory busy, which starts anew with each. Here a warp of its own walks a program's items
-and asks for one tile after another, as far ahead as shared memory holds, whatever the others are at: across items, and
-while the projection that makes queries still runs (programmatic.py). It reads what earlier steps wrote, and nobody
-reads in the cache what this step writes there.
+The kernel does the work of paged_decode.py, for heads of 64 and 128 in bfloat16. An item of a few hundred keys is over
+before Triton's pipelining has the memory busy, which starts anew with each. Here a warp of its own walks a program's
+items and asks for one tile after another, as far ahead as shared memory holds, whatever the others are at: across
+items, and while the projection that makes queries still runs (programmatic.py). It reads what earlier steps wrote, and
+nobody reads in the cache what this step writes there.
 
-The copies are the tensor memory accelerator's, a block of the cache each. Of a block that a row fills in part only the
+The copies are the tensor memory accelerator's, a block of the cache each. If a row fills a block in part, only the
 tokens that are there are read: the copy begins before the block, whose last lines it leaves out, and lines from beyond
-a block are zeros. Of a tile each of four warps takes a block, with a softmax of its own until the item ends: so a tile
+a block are zeros. Each of four warps takes a block of a tile, with a softmax of its own until the item ends: so a tile
 costs them no meeting but the one that frees its memory. The new token, which is in no tile, comes last. Queries are
 made, and new keys and values written, by two warps that are an item ahead of the four: an item of a few hundred keys
 would take half as long again if it began with them. Beside prompts another kernel has made and written them before.
@@ -75,7 +75,8 @@ def run(
     pdl: bool = False,
     l2_cache_hints: bool = True,
 ) -> None:
-    """As ``run`` of run.py says, for rows of one token. ``l2_cache_hints``: see ``cache_policy``; results are the same.
+    """Attend as ``run`` of run.py says, for rows of one token. ``l2_cache_hints``: see ``cache_policy``; results are
+    the same.
 
     If the heads are not stored it prepares them, as few_keys does. If they are, the step may have other rows, and the
     kernel before stored them: tma_prefill, if it comes next, begins beside this one, and if there are rows of one token
@@ -173,7 +174,8 @@ def _tile_blocks(table, tile, context, window):
 def _copy(
     cache, block, index, past, first, last, head, KV_HEADS: gl.constexpr, ready, tiles, slot, MARK: gl.constexpr
 ):  # fmt: skip
-    """Ask for a block of a tile in which the row has ``past`` tokens. Of one that it fills in part, these come last."""
+    """Ask for a block of a tile in which the row has ``past`` tokens. If the row fills the block in part, they come
+    last."""
     line = gl.minimum(past - (index + 1) * BLOCK, 0)
     to, wanted = tiles.index(slot * BLOCKS + index), (index >= first) & (index < last)
     copy_tile(cache, (block * KV_HEADS + head, line, 0), ready, to, MARK, wanted)
@@ -184,7 +186,7 @@ def _fill(
     k_blocks, v_blocks, ks, vs, ready, free, items, first_item, last_item, row, context, begin, end, block_tables,
     stride_table, window, head, KV_HEADS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, MARK: gl.constexpr,
 ):  # fmt: skip
-    """The warp that asks for all tiles. Where they are it reads one turn ahead, across items."""
+    """The warp that asks for all tiles. It reads the places of tiles one turn ahead, across items."""
     table = block_tables + row.to(gl.int64) * stride_table
     first, last, a, b, c, d = _tile_blocks(table, begin, context, window)
     turn = 0
@@ -235,7 +237,7 @@ def _hide_scores(score, tile, first, context, MMA: gl.constexpr):
 
 @gluon.jit
 def _hide_values(v, tile, first, context):
-    """What is not there may be anything, and 0 * NaN is NaN."""
+    """Set the values of tokens that do not exist to 0: their memory may hold anything, and 0 * NaN is NaN."""
     return gl.where(_sees(tile, first, context, gl.SliceLayout(2, v.type.layout))[:, :, None], v, 0.0)
 
 
@@ -286,7 +288,7 @@ def _take(
 
 @gluon.jit
 def _cell(cache_slot, head, KV_HEADS: gl.constexpr, D: gl.constexpr):
-    """Where a cache has a token's key or value."""
+    """Return the offset of a token's key or value in a cache."""
     return (cache_slot // BLOCK * KV_HEADS + head) * (BLOCK * D) + cache_slot % BLOCK * D
 
 

@@ -76,7 +76,7 @@ def run(
     pdl: bool = False,
     l2_cache_hints: bool = True,
 ) -> None:
-    """As ``run`` of run.py says, for rows of several tokens, over keys and values that are in the cache.
+    """Attend as ``run`` of run.py says, for rows of several tokens, over keys and values that are in the cache.
 
     If it runs ``beside`` tma_decode, that must be the kernel before (see programmatic.py).
 
@@ -173,7 +173,8 @@ def _begin(beside):
 
 @gluon.jit
 def _blocks(table, tile, last, index):
-    """Where a tile's blocks are. Behind the row's last one it has the first, whose values are numbers at least."""
+    """Return the blocks of a tile. Places behind the row's last block get its first one, whose values are at least
+    numbers."""
     block = tile * BLOCKS + index
     return gl.load(table + gl.where(block < last, block, 0))
 
@@ -207,9 +208,10 @@ def _copy_tile(cache, blocks, index, head, KV_HEADS: gl.constexpr, ready, parts,
 
 @gluon.jit
 def _clear_values(vs, slot, kept, kv_end, D: gl.constexpr, STAGES: gl.constexpr):
-    """What lies behind the last key may be anything, and 0 * NaN is NaN. Both warp groups write the same.
+    """Set the values behind the last key to 0: their memory may hold anything, and 0 * NaN is NaN. Both warp groups
+    write the same.
 
-    It is in the last key's block alone, unless all blocks of the tile are copies of that one.
+    That memory is in the last key's block alone, unless all blocks of the tile are copies of that one.
     """
     PARTS: gl.constexpr = D // SPAN
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])

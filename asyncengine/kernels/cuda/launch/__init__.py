@@ -1,1 +1,1 @@
-"""How kernels are compiled and launched."""
+"""Compilation and launch of kernels."""

@@ -1,4 +1,4 @@
-"""How long what the tensor memory accelerator copies stays in the L2 cache, which Gluon has no word for.
+"""Eviction policies of the L2 cache for copies by the tensor memory accelerator, for which Gluon has no word.
 
 A step's keys and values are far more than the cache holds and are read once. Kept as long as anything else, they drive
 out what the next kernel needs: the rows that 64 programs multiply with, block tables, work items. So a copy of theirs
@@ -10,7 +10,7 @@ calls a hook with the stages of every compilation. Kernels without a mark, and c
 they are. Where Triton has no such hook, or writes the instruction in another way, a copy is as it would be without its
 mark.
 
-What becomes of a mark is no part of Triton's cache key, but its text is: whoever changes the one changes the other.
+The effect of a mark is no part of Triton's cache key, but its text is: whoever changes the one changes the other.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
 
@@ -38,13 +38,14 @@ def _mark(policy: str) -> str:
 
 EVICT_FIRST, EVICT_LAST = (_mark(policy) for policy in _POLICIES)
 NO_POLICY = _mark("no_policy")
-"""Which is not the same as a policy of evict_normal: that costs 4% of a step."""
+"""A copy without a policy. That differs from a policy of evict_normal, which costs 4% of a step."""
 
 
 def marks_of_operands(blocks: int, *, hints: bool) -> dict[str, str]:
     """Constants for a kernel that multiplies rows, in so many blocks, with weights.
 
-    Of one block a program is the only one that reads its weights, so they leave the cache first; rows are read by many.
+    With one block a program is the only one that reads its weights, so they leave the cache first; rows are read by
+    many.
     """
     if not hints:
         return {"W_MARK": NO_POLICY, "X_MARK": NO_POLICY}
@@ -53,7 +54,7 @@ def marks_of_operands(blocks: int, *, hints: bool) -> dict[str, str]:
 
 @gluon.jit
 def mark_copies(POLICY: gl.constexpr):
-    """When what is copied from here on makes room in the cache: before anything else, after it, or as usual."""
+    """Mark the copies from here on: their lines leave the cache before all others, after all others, or as usual."""
     gl.inline_asm_elementwise(POLICY, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 

@@ -5,8 +5,8 @@ for it: the 69 kernels of an 8B take them 9 s. Processes leave what they compile
 it. They are forked from one that has imported the kernels and done nothing else, and never see a GPU.
 
 They start where the cache is empty, or when something was not in it. Until they are there, after some 3 s, and wherever
-they fail, this process compiles. What is imported here must not take long: torch and Triton come later, while the
-processes import them too.
+they fail, this process compiles. Imports here must not take long: torch and Triton come later, while the processes
+import them too.
 """
 # mypy: disable-error-code="import-untyped"
 
@@ -31,7 +31,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 MAX_COMPILATIONS = 16
-"""At once: there are some seventy to do."""
+"""Compilations at once: there are some seventy to do."""
 _LARGEST = 1 << 17
 """Bytes of a message; a kernel is described by two thousand."""
 _COMMAND = (
@@ -87,7 +87,7 @@ def compile_kernel(compile_here: Callable[..., Any], source: Any, **arguments: A
 
 
 def _files(compiled: Any) -> list[str]:
-    """Those of a kernel in Triton's cache, as far as this Triton tells."""
+    """Return a kernel's files in Triton's cache, as far as this Triton names them."""
     return [path for path in getattr(compiled, "metadata_group", {}).values() if os.path.exists(path)]
 
 
@@ -107,7 +107,7 @@ class CompileProcesses:
         self.compiled = 0
 
     def start(self) -> None:
-        """Unless they were started before, or are not wanted any more."""
+        """Start the processes, unless they were started before, or are not wanted any more."""
         with self._lock:
             if self is not _active or self._socket is not None:
                 return
@@ -124,7 +124,8 @@ class CompileProcesses:
                 logger.info("kernels are compiled in this process alone: %s", e)
 
     def ready(self, timeout: float = 0) -> bool:
-        """Whether they have said that they are there, within so many seconds, and have not all ended."""
+        """Return whether the processes report within ``timeout`` seconds that they are there, and have not all
+        ended."""
         if self._socket is None:
             return False
         poll = select.poll()

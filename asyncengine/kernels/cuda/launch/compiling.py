@@ -32,7 +32,7 @@ _loading = RLock()
 
 
 def _load_apart(load: Callable[[str, str], ModuleType], name: str, path: str) -> ModuleType:
-    """What Triton loads to launch a kernel, as a module that stays what it is.
+    """Load the module with which Triton launches a kernel, as a module that does not change later.
 
     All launchers have one name, and many kernels share a file. CPython, when it loads a file once more, puts what is in
     it into whichever module of that name was loaded last: maybe the launcher of another kernel, that another thread has
@@ -88,14 +88,15 @@ def _hash_callees(function: JITCallable) -> None:
 
 
 def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """``triton.jit`` with its options, for functions that are launched. Those that kernels call need it not."""
+    """Wrap a function that is launched, as ``triton.jit`` does, with its options. Functions that kernels call need no
+    wrapper."""
     if function is None:
         return lambda function: kernel(function, **options)
     return triton.jit(function, **options) if INTERPRETED else Kernel(function, **options)
 
 
 def _kind(argument: Any) -> Any:
-    """What Triton may specialize a kernel for, or more."""
+    """Return the properties of an argument for which Triton may specialize a kernel, or more."""
     if hasattr(argument, "block_shape"):  # a descriptor of tiles
         return argument.base.dtype, *argument.block_shape
     if isinstance(argument, torch.Tensor):

@@ -23,7 +23,7 @@ class GluonKernel(Kernel, GluonJITFunction):
 
 @cache
 def _tile_layout(*shape: int) -> gl.NVMMASharedLayout:
-    """How a tile lies in shared memory. Kept: Triton takes 5 us for it, of some 50 for a launch."""
+    """Layout of a tile in shared memory. It is kept: Triton takes 5 us to make one, of some 50 for a launch."""
     return gl.NVMMASharedLayout.get_default_for(list(shape), gl.bfloat16)
 
 
@@ -35,7 +35,7 @@ def tiles_of(x: Tensor, *shape: int) -> TensorDescriptor:
 
 
 def whole_tiles_of(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """As ``tiles_of``, but what lies beyond the rows of x is whatever memory has there, if x has some behind it.
+    """Describe tiles as ``tiles_of`` does, but read the memory beyond the rows of x as it is, if x has some behind it.
 
     See ``empty_rows``. Zeros take the accelerator longer than a copy: gate and up of a model with 2,048 inputs take 62
     us with 16 rows of x in their last tile of 128, and 47 with 128.
@@ -54,7 +54,8 @@ def copy_tile(x, at, ready, to, MARK: gl.constexpr, wanted):
 
 @gluon.constexpr_function
 def sums_layout(left, right, warps):
-    """How the sums [left, right] of Hopper's own instruction lie: warps down the left operand as far as its rows do."""
+    """Layout of the sums [left, right] of Hopper's own instruction: warps down the left operand as far as its rows
+    do."""
     down = warps if left >= 16 * warps else 4
     return gl.NVMMADistributedLayout([3, 0], [down, warps // down], [16, right * down // warps, 16])
 

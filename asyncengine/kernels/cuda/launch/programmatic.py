@@ -51,7 +51,7 @@ def wait(PDL: tl.constexpr):
 
 
 class TmaOptions(TypedDict, total=False):
-    """How a tma kernel is launched. Results are the same."""
+    """Options of the launch of a tma kernel. Results are the same."""
 
     pdl: bool
     l2_cache_hints: bool

@@ -129,7 +129,8 @@ def _narrow(site: Site, gpu: Gpu) -> Iterator[Plan]:
 
 
 def _stages(size: int, steps: int, gpu: Gpu) -> list[int]:
-    """As many as shared memory has for two programs of a multiprocessor, for one, and for one with nothing to spare.
+    """Return the counts of stages for which shared memory has room: for two programs of a multiprocessor, for one, and
+    for one with nothing to spare.
 
     The last may not compile: a program keeps more than its tiles in shared memory.
     """

@@ -1,4 +1,4 @@
-"""Which kernel computes a projection: from a measured table, by a formula, or by default.
+"""Choice of the kernel that computes a projection: from a measured table, by a formula, or by default.
 
 A table gives the plan that was fastest on the card, for up to 256 rows. A formula gives the plan for more rows. A
 default serves where a table is needed and knows nothing. An engine asks ``Choices``, once for each projection of a
@@ -16,26 +16,28 @@ from asyncengine.kernels.cuda.linear.tables import PlanTable
 from asyncengine.kernels.float8 import scaled_product_takes
 
 Source = Literal["table", "measured", "formula", "default", "setting"]
-"""Of a choice: a table of the package; measured on this card, at this start or an earlier one; the formula for many
-rows; no table knows the site; the engine's configuration or the model's dtype leaves one plan."""
+"""Origin of a choice. table: of the package. measured: on this card, at this start or an earlier one. formula: for many
+rows. default: no table knows the site. setting: the engine's configuration or the model's dtype leaves one plan."""
 ROWS_OF_CUBLAS = 192
-"""From MAX_ROWS / 2 on, where many products make an element: see ``is_for_formula``."""
+"""Most rows for which cuBLAS is chosen, from MAX_ROWS / 2 on, where many products make an element: see
+``is_for_formula``."""
 FEW_PRODUCTS = 3072
-"""Of an element of the result. With tma plans Qwen3 and GPT-2, which have no more, take 2 to 15% less for steps of 300
-to 2,000 tokens, the 8B, which has 4,096 and more, 0 to 4% longer."""
+"""Most products of an element of the result for which tma plans are chosen by formula. Qwen3 and GPT-2, which have no
+more, take 2 to 15% less with tma plans for steps of 300 to 2,000 tokens; the 8B, which has 4,096 and more, takes 0 to
+4% longer."""
 LARGE_TILES = ((128, 256, 8), (128, 128, 8), (128, 64, 4), (64, 128, 4), (64, 64, 4))
-"""Of more than MAX_ROWS rows: the weight's rows, those of x, warps. For the first one registers do not do if there is
-something to add to, or with the exact GELU."""
+"""Tiles for more than MAX_ROWS rows: rows of the weight, rows of x, warps. The first one runs out of registers if the
+kernel adds to the residual, or with the exact GELU."""
 
 
 def fallback(site: Site) -> Plan:
-    """What can always be run: cuBLAS, if it takes such a matrix."""
+    """Return a plan that can always be run: cuBLAS, if it takes such a matrix."""
     fits = site.weight != "fp8" or scaled_product_takes(site.weight_rows, site.inner)
     return CUBLAS if fits else INVARIANT
 
 
 def default_plan(site: Site, gpu: Gpu) -> Plan:
-    """For a site that no table knows.
+    """Return the plan of a site that no table knows.
 
     For float8 weights a plan by the pattern of what was fastest in bfloat16, since the scaled product takes three
     kernels and is made for many rows.
@@ -61,7 +63,7 @@ def default_plan(site: Site, gpu: Gpu) -> Plan:
 
 
 def is_for_formula(site: Site) -> bool:
-    """Whether ``plan_for_many_rows`` says its plan, and no table. The site's rows are not rounded.
+    """Return whether ``plan_for_many_rows`` gives the plan, in place of a table. The site's rows are not rounded.
 
     A table's plans for 256 rows multiply as many when there are 160. Where many products make an element, that is what
     takes the time: a step of the 8B with 160 rows takes 0.86 of it by cuBLAS, with 192 rows 0.90.
@@ -72,10 +74,11 @@ def is_for_formula(site: Site) -> bool:
 
 @cache
 def plan_for_many_rows(site: Site, gpu: Gpu) -> Plan:
-    """For a site of which ``is_for_formula`` is true: a tma plan, with what surrounds the product, or cuBLAS.
+    """Return a plan for a site of which ``is_for_formula`` is true: a tma plan, with all that surrounds the product, or
+    cuBLAS.
 
     cuBLAS multiplies faster, but leaves activations, norms and some sums to kernels of their own, which weigh more
-    where few products make an element. Of tiles that one is taken whose programs should be over first.
+    where few products make an element. Tiles are chosen such that the programs should be over first.
     """
     if not gpu.tma or site.weight != "bf16" or site.inner > FEW_PRODUCTS or site.activation == "argmax":
         return fallback(site)
@@ -88,9 +91,10 @@ def plan_for_many_rows(site: Site, gpu: Gpu) -> Plan:
 
 
 def _clocks(site: Site, multiprocessors: int, plan: Plan) -> float:
-    """Of a multiprocessor, about: what begins and ends a program or a kernel, products, bytes of tiles or results.
+    """Estimate the clocks of a multiprocessor: the start and end of a program or a kernel, products, bytes of tiles or
+    results.
 
-    Fitted to four models at 272 to 2,048 rows, 140 sites, where what it chooses takes 1% longer than the fastest. Of
+    Fitted to four models at 272 to 2,048 rows, 140 sites, where what it chooses takes 1% longer than the fastest. For
     cuBLAS it is a twentieth more than was measured: alike, the plan that needs fewer kernels is to be taken.
     """
     products = site.weight_rows * site.inner * site.rows / multiprocessors
@@ -103,7 +107,7 @@ def _clocks(site: Site, multiprocessors: int, plan: Plan) -> float:
 
 
 class Choice(NamedTuple):
-    """How a projection is computed, and the origin of the choice."""
+    """The plan of a projection, and the origin of the choice."""
 
     plan: Plan
     source: Source
@@ -134,7 +138,7 @@ class Choices:
         self._made: dict[Site, Choice] = {}
 
     def choice(self, site: Site) -> Choice:
-        """For a site whose rows are not rounded."""
+        """Return the choice for a site whose rows are not rounded."""
         if self._batch_invariant:
             return Choice(INVARIANT, "setting")
         if (made := self._made.get(site)) is None:
@@ -145,7 +149,7 @@ class Choices:
         return made
 
     def plan(self, site: Site) -> Plan:
-        """For a site whose rows are not rounded."""
+        """Return the plan for a site whose rows are not rounded."""
         return self.choice(site).plan
 
     def learn(self, measured: PlanTable) -> None:

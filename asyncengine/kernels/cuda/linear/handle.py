@@ -27,11 +27,12 @@ class CudaLinear:
         return isinstance(self.weight, Quantized)
 
     def columns(self, activation: Fused | None) -> int:
-        """Of the result, padding included."""
+        """Return the number of columns of the result, padding included."""
         return len(self.weight) // (2 if activation == "silu_mul" else 1)
 
     def exact(self) -> CudaLinear:
-        """Without the padding, for a result that is split, added to something or searched for its maximum."""
+        """Return the matrix without its padding, for a result that is split, added to something or searched for its
+        maximum."""
         if isinstance(self.weight, Quantized) or len(self.weight) == self.out_features:
             return self
         bias = None if self.bias is None else self.bias[: self.out_features]
@@ -69,7 +70,7 @@ def make_quantized(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -
 
 
 def _join_biases(weights: Sequence[Tensor], biases: Sequence[Tensor | None], padding: int = 0) -> Tensor | None:
-    """With zeros for those that are missing; None if all are."""
+    """Join the biases, with zeros for the missing ones; None if all are missing."""
     if all(bias is None for bias in biases):
         return None
     filled = [w.new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)]

@@ -70,12 +70,12 @@ class Plan:
 
     kind: PlanKind
     columns: int = 0
-    """of the weight's rows, in a program"""
+    """rows of the weight in a program"""
     inner: int = 0
     """elements of K in a step: of the program, or of a warp in a skinny one"""
     warps: int = 4
     rows: int = 0
-    """of x in a tile"""
+    """rows of x in a tile"""
     split: int = 1
     stages: int = 1
     ahead: int = 0
@@ -85,12 +85,13 @@ class Plan:
 
     @property
     def leaves_parts(self) -> bool:
-        """Whether the sum stays in parts for the norm that reads it next (see residual.py)."""
+        """True if the sum stays in parts for the norm that reads it next (see residual.py)."""
         return self.kind == "tma" and self.split > 1
 
     @property
     def prepares_norm(self) -> bool:
-        """Whether the kernel, if it adds to the residual, can prepare the norm that reads the sum (see residual.py)."""
+        """True if the kernel, when it adds to the residual, can prepare the norm that reads the sum (see
+        residual.py)."""
         return self.kind in ("tma", "skinny") and not self.leaves_parts
 
     def shared_bytes(self, weight: WeightKind) -> int:
@@ -98,18 +99,19 @@ class Plan:
         return (self.rows + self.columns) * self.inner * _ELEMENT_BYTES[weight] * self.stages if self.rows else 0
 
     def runs_on(self, gpu: Gpu, weight: WeightKind) -> bool:
-        """Whether the card has what the kernel needs."""
+        """Return whether the card has all that the kernel needs."""
         if (self.kind == "tma" and not gpu.tma) or (weight == "fp8" and not gpu.has_float8):
             return False
         return self.shared_bytes(weight) <= gpu.shared_bytes
 
     def fits_head(self, columns: int, inner: int) -> bool:
-        """Whether programs that stay can make ranks by it: of whole sums, with memory for a step that is to come."""
+        """Return whether persistent programs can make ranks by this plan: it has whole sums, and memory for a step to
+        come."""
         whole = self.kind == "tma" and self.columns >= 64 and self.split == 1 and self.stages > 1
         return whole and self.fits(columns, inner, gated=False)
 
     def fits(self, columns: int, inner: int, gated: bool) -> bool:
-        """Whether it can multiply weights of this shape. Needs no norm."""
+        """Return whether the plan can multiply weights of this shape. The answer does not depend on a norm."""
         if self.kind == "cublas":
             return True
         if self.kind == "tma" and (self.inner % 64 or inner % 8 or (gated and columns % 8)):

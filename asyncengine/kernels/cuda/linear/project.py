@@ -35,7 +35,7 @@ class Projections:
         self._options = options
         self._pdl = options["pdl"]
         self._folded: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-        """By address: weights that follow a LayerNorm, and what ``fold_norm`` makes of them."""
+        """Weights that follow a LayerNorm, and the results of ``fold_norm`` for them, by address."""
         self._arrivals = torch.zeros(MAX_ARRIVALS, dtype=torch.int32, device=device)
 
     def project(

@@ -43,7 +43,8 @@ class Unnormed:
 
     @classmethod
     def allocate(cls, out: Tensor, tiles: int, norm: Norm) -> Unnormed:
-        """For a residual [M, K] that is made in so many tiles. Raises ValueError if the norm is not for it."""
+        """Allocate the rows of a residual [M, K] that is made in so many tiles. Raises ValueError if the norm is not
+        for it."""
         if norm.weight.shape != out.shape[1:] or out.dtype != torch.bfloat16:
             raise ValueError(f"a norm of {len(norm.weight)} does not fit {out.dtype} {list(out.shape)}")
         sums = torch.empty((1 if norm.bias is None else 2, tiles, len(out)), dtype=torch.float32, device=out.device)
@@ -51,8 +52,8 @@ class Unnormed:
 
 
 def fold_norm(norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """For a weight [N, K] behind a LayerNorm, float32 [N]: its bias with what the norm's bias adds, and what a mean of
-    1 adds to the product."""
+    """Return two float32 [N] for a weight [N, K] behind a LayerNorm: its bias with the addition of the norm's bias, and
+    the addition of a mean of 1 to the product."""
     assert norm.bias is not None
     wide = weight.float()
     folded = wide @ norm.bias.float()

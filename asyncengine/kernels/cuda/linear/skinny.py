@@ -33,19 +33,21 @@ def weight_rows_of(program, columns, GATED: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def load_bias(bias, rows, BIAS: tl.constexpr):
-    """For ``finish``: of the weight's ``rows``, before the wait, since behind the product it would be waited for."""
+    """Load the bias of the weight's ``rows`` for ``finish``, before the wait: behind the product it would be waited
+    for."""
     return tl.load(bias + rows).to(tl.float32)[:, None] if BIAS else 0.0
 
 
 @triton.jit
 def load_sum(out, to, there, ADD: tl.constexpr):
-    """For ``finish``: what is added to, likewise as soon as it may be read."""
+    """Load the elements to which ``finish`` adds, as soon as they may be read."""
     return tl.load(out + to, mask=there, other=0.0).to(tl.float32) if ADD else 0.0
 
 
 @triton.jit
 def finish(y, bias, added, to, there, out, ACT: tl.constexpr):
-    """What is stored at ``to`` [columns, BM]: y [BN, BM], biased, activated and added to."""
+    """Store y [BN, BM] at ``to`` [columns, BM] with the bias, the activation and the addition applied, and return
+    it."""
     BN: tl.constexpr = y.shape[0]
     BM: tl.constexpr = y.shape[1]
     y += bias

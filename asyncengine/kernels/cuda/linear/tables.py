@@ -82,14 +82,15 @@ class PlanTable:
         return self._plans.get(site)
 
     def is_measured(self, site: Site) -> bool:
-        """Whether the plan of this site was measured on this card, and did not come with the package."""
+        """Return whether the plan of this site was measured on this card, and did not come with the package."""
         return site in self._measured
 
     def items(self) -> Iterable[tuple[Site, Plan]]:
         return self._plans.items()
 
     def norms_are_apart(self, site: Site) -> bool:
-        """Whether all norms known to read what ``site`` adds to are kernels of their own, which may add up parts."""
+        """Return whether all norms known to read the sum of ``site`` are kernels of their own, which may add up
+        parts."""
         readers = (s for s in self._plans if s.norm != "none" and s[1:3] == (site.columns, site.rows))
         return not any(self._plans[s].fused_norm for s in readers)
 
@@ -102,12 +103,12 @@ def _order(item: tuple[Site, Plan]) -> str:
 
 
 def _short_site(site: Site) -> list[Any]:
-    """As tables were written before there were other weights than bfloat16."""
+    """Return a site as tables wrote it before there were other weights than bfloat16."""
     return list(site[:-1] if site.weight == "bf16" else site)
 
 
 def _short(plan: Plan) -> dict[str, Any]:
-    """Without what is default."""
+    """Return a plan's fields without those at their defaults."""
     default = asdict(Plan(plan.kind))
     return {key: value for key, value in asdict(plan).items() if key == "kind" or value != default[key]}
 
@@ -132,8 +133,8 @@ def _read(path: Traversable, *, measured: bool = False) -> PlanTable:
 def keep(gpu: str, measured: PlanTable) -> Path:
     """Add plans to those of the cache directory, for later starts; the path of the file. Raises OSError.
 
-    Who reads the file meanwhile finds it whole, old or new. Of two that write it at the same time the last one wins;
-    what the other had measured is measured again.
+    A reader of the file meanwhile finds it whole, old or new. If two processes write it at the same time the last one
+    wins; plans of the other are measured again.
     """
     path = cache_path(gpu)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -153,13 +154,13 @@ def table_name(gpu: str) -> str:
 
 
 def cache_path(gpu: str) -> Path:
-    """Where measured plans are kept."""
+    """Return the file that keeps the plans measured on a card."""
     return cache_directory() / "plans" / table_name(gpu)
 
 
 def cache_directory() -> Path:
-    """Where measurements are kept: ASYNCENGINE_CACHE, or asyncengine in the user's cache directory."""
+    """Return the folder of measurements: ASYNCENGINE_CACHE, or asyncengine in the user's cache directory."""
     base = os.environ.get("ASYNCENGINE_CACHE")
-    # Of os, which leaves a ~ that nobody knows as it is, as Triton does for its own cache.
+    # os.path.expanduser leaves a ~ that nobody knows as it is, as Triton does for its own cache.
     user = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(base) if base else Path(user) / "asyncengine"

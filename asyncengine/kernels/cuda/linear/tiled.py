@@ -78,7 +78,7 @@ def linear(
     sum through the norm ``reader`` (see residual.py).
     """
     if not _takes(plan, x, weight, norm, index) or (reader and not _writes(plan, weight, norm, add)):
-        raise ValueError(f"{plan} does not fit what is fused with it")
+        raise ValueError(f"{plan} does not fit the operations fused with it")
     x, x_scale = (x.values, x.scale) if isinstance(x, Quantized) else (x, None)
     weight, weight_scale = (weight.values, weight.scale) if isinstance(weight, Quantized) else (weight, None)
     rows, inner = len(x) if index is None else len(index), x.shape[1]
@@ -132,7 +132,7 @@ def linear(
 def _takes(
     plan: Plan, x: Tensor | Quantized, weight: Tensor | Quantized, norm: Norm | None, index: Tensor | None
 ) -> bool:
-    """Whether the plan's kernel can do all that in one launch."""
+    """Return whether the plan's kernel can do all that in one launch."""
     quantized, float8 = isinstance(x, Quantized), isinstance(weight, Quantized)
     layer = norm is not None and norm.bias is not None
     alone = norm is None and index is None

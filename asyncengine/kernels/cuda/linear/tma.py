@@ -72,7 +72,7 @@ def tma_linear(
     rows first, bias as long. out is bfloat16 or float32, its rows may be strided. Raises ValueError if anything does
     not fit, or if the plan splits K.
 
-    Of x that is ``Unnormed`` by a LayerNorm, ``bias`` and ``shift`` are what ``fold_norm`` gives.
+    If x is ``Unnormed`` by a LayerNorm, ``bias`` and ``shift`` are what ``fold_norm`` gives.
     """
     if not isinstance(x, Unnormed):
         _launch(x, weight, plan, out, bias, activation, add, **how)
@@ -195,7 +195,8 @@ def _sigmoid(x):
 
 @gluon.jit
 def _load_sums(sums, row, rows, BM: gl.constexpr, TILES: gl.constexpr, WARPS: gl.constexpr):
-    """Of a norm that is read, by tile: [tiles, BM]. A thread has all tiles of a row, or a thread next to it has."""
+    """Load the sums of a norm that is read, by tile: [tiles, BM]. A thread, or the one next to it, has all tiles of a
+    row."""
     ACROSS: gl.constexpr = 32 if BM >= 32 else BM
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32 // ACROSS, ACROSS], [1, WARPS], [1, 0])
     tile = gl.arange(0, next_power_of_2(TILES), gl.SliceLayout(1, LAYOUT))[:, None]
@@ -205,7 +206,7 @@ def _load_sums(sums, row, rows, BM: gl.constexpr, TILES: gl.constexpr, WARPS: gl
 
 @gluon.jit
 def _store_norm(to, squares, values, eps, K: gl.constexpr):
-    """What rows are to be multiplied with, and for a LayerNorm their mean, to shared memory [1 or 2, BM]."""
+    """Store the factors of the rows, and for a LayerNorm their means, to shared memory [1 or 2, BM]."""
     square = gl.sum(squares, 0) / K
     if to.shape[0] == 2:
         mean = gl.sum(values, 0) / K
@@ -266,7 +267,7 @@ def _tma_kernel(
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Grid: blocks of x's rows, tiles of the weight's rows, parts of K. Who shares weights is side by side.
+    """Grid: blocks of x's rows, tiles of the weight's rows, parts of K. Programs that share weights are side by side.
 
     out: [parts, rows, columns]. W_MARK and X_MARK: see marks_of_operands. READS and WRITES: how many sums of a norm's
     rows are read or written.
@@ -279,10 +280,10 @@ def _tma_kernel(
     STEPS: gl.constexpr = (SPAN + BK - 1) // BK
     AHEAD: gl.constexpr = STAGES if STAGES < STEPS else STEPS
     BYTES: gl.constexpr = (BN + BM) * BK * 2
-    # How results lie among threads that are stored: 16 bytes of a row of out each.
+    # Layout of the results that threads store: each thread has 16 bytes of a row of out.
     THREADS: gl.constexpr = WIDTH // 8 if WIDTH < 256 else 32
     STORED: gl.constexpr = gl.BlockedLayout([8, 1], [THREADS, 32 // THREADS], [1, WARPS], [0, 1])
-    # And how sums do. Of fewer rows than Hopper's instruction has, each warp sums up another stretch of K.
+    # Layout of the sums. Where rows are fewer than Hopper's instruction has, each warp sums up another stretch of K.
     NARROW: gl.constexpr = BN < 64
     if NARROW:
         PARTS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
@@ -297,7 +298,8 @@ def _tma_kernel(
 
     block, program, split = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     row, column, first = block * BM, program * WIDTH, split * SPAN
-    # Where x is small, programs begin at different k: 1-4% of large weights, whose rows all begin in the same banks.
+    # If x is small, programs begin at different k. That saves 1-4% for large weights, whose rows all begin in the same
+    # banks.
     turn = (5 * program + 3 * split) % STEPS if BM <= 16 else 0
     ready = gl.allocate_shared_memory(gl.int64, [AHEAD, 1], mbarrier.MBarrierLayout())
     xs = gl.allocate_shared_memory(gl.bfloat16, [AHEAD, BM, BK], x.layout)
@@ -316,7 +318,7 @@ def _tma_kernel(
     place = gl.arange(0, BN, gl.SliceLayout(1, SUMS))
     of = column + (place // 16 * 8 + place % 8 if GATED else place)
     second = place // 8 % 2 * columns if GATED else 0
-    # What is asked for behind the product has nothing left to hide behind.
+    # A load that begins behind the product has nothing left to hide behind.
     if WRITES > 0:
         gain = gl.load(vector + n, mask=n < columns, other=0.0)
     if READS == 2:

@@ -39,7 +39,7 @@ def tma_ranks(
     pdl: bool = False,
     l2_cache_hints: bool = True,
 ) -> Tensor:
-    """Of the logits x [M, K] weight [N, K]^T + bias [N], the greatest rank in each ``plan.columns`` of a row.
+    """Return the greatest rank in each ``plan.columns`` of a row of the logits x [M, K] weight [N, K]^T + bias [N].
 
     int64 [M, tiles]; see ``rank_of`` of sampling/filters.py. NaN has the rank of +inf, and its index may be any. x and
     weight are bfloat16, the rows of x aligned to 16 bytes. Raises ValueError if anything does not fit, or if a rank
@@ -76,7 +76,7 @@ def tma_ranks(
 
 
 def num_programs(gpu: Gpu, plan: Plan) -> int:
-    """As many as the card has room for at once."""
+    """Return as many programs as the card has room for at once."""
     return gpu.multiprocessors * (2 if plan.shared_bytes("bf16") <= gpu.tile_bytes_of_two else 1)
 
 
@@ -134,7 +134,8 @@ def _head_kernel(
     SUMS: gl.constexpr = sums_layout(LEFT, RIGHT, WARPS)
     block, program, count = gl.program_id(0), gl.program_id(1), gl.num_programs(1)
     row, tiles = block * BM, (columns + BN - 1) // BN
-    # Where x is small, programs begin at different k: 1-4% of large weights, whose rows all begin in the same banks.
+    # If x is small, programs begin at different k. That saves 1-4% for large weights, whose rows all begin in the same
+    # banks.
     turn = 5 * program % STEPS if BM <= 16 else 0
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     xs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, BK], x.layout)

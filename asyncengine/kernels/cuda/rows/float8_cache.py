@@ -21,7 +21,7 @@ _FLOAT8_MAX = tl.constexpr(FLOAT8_MAX)
 
 
 def cached_dtype(dtype: torch.dtype, scales: Tensor | None) -> torch.dtype:
-    """Of keys and values in a cache, of a model in ``dtype``."""
+    """Return the dtype of keys and values in a cache, for a model in ``dtype``."""
     return dtype if scales is None else FLOAT8
 
 

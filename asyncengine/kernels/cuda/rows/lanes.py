@@ -1,4 +1,4 @@
-"""Where rows that decode on the host leave a step behind attention of a layer, and where they enter one.
+"""Lanes: rows that decode on the host leave a step behind attention of one layer, and enter one behind that of another.
 
 csrc/core/host_rows.h has the circuit. The lanes of a step are its last tokens; ``DeviceStep.lane_slots`` says which row
 has a lane at which stage. Attention passes their tokens over: behind it their heads are still what the projection made.
@@ -28,7 +28,7 @@ _COLUMNS = 1024
 
 @dataclass(frozen=True, slots=True)
 class HostLanes:
-    """What the lanes of steps read and write, for S slots, R lanes and L layers. All heads have D elements."""
+    """Memory that the lanes of steps read and write, for S slots, R lanes and L layers. All heads have D elements."""
 
     mailboxes: Tensor
     """int64 [S, heads, words of a head], on the host: the step's number << 32 | a payload; queries, keys and values"""
@@ -45,7 +45,7 @@ class HostLanes:
     def allocate(
         cls, mailboxes: Tensor, results: Tensor, header: Tensor, *, layers: int, lanes: int, width: int
     ) -> HostLanes:
-        """With the memory on the device of ``header``, for residuals of so many columns."""
+        """Allocate the lanes' memory on the device of ``header``, for residuals of so many columns."""
         slots, columns = results.shape
         staged = torch.zeros((layers, lanes, columns), dtype=results.dtype, device=header.device)
         saved = torch.zeros((slots, width), dtype=results.dtype, device=header.device)
@@ -92,9 +92,10 @@ def exchange(
     *,
     pdl: bool = False,
 ) -> None:
-    """Behind attention of layer ``number``: rows of that stage leave the lanes, then rows of the next one enter.
+    """Exchange rows behind attention of layer ``number``: rows of that stage leave the lanes, then rows of the next one
+    enter.
 
-    heads [T, (Hq + 2Hk) * D] is what the QKV projection gave, x [T, Hq * D] what attention did, residual is [T, H]. Of
+    heads [T, (Hq + 2Hk) * D] is what the QKV projection gave, x [T, Hq * D] what attention did, residual is [T, H]. In
     lanes that nobody enters x and residual stay as they are. One launch.
     """
     assert step.lane_slots is not None

@@ -118,7 +118,8 @@ def store_unnormed(
     columns: tl.tensor,
     WRITES: tl.constexpr,
 ) -> None:
-    """Of a residual's tile y [columns, rows], as it is stored, what the projection behind needs (see residual.py)."""
+    """Store the input of the next projection for a residual's tile y [columns, rows], as it is stored (see
+    residual.py)."""
     there = (row < rows)[None, :] & (column < columns)[:, None]
     y = tl.where(there, y.to(tl.float32), 0.0)
     to = scaled + row.to(tl.int64)[None, :] * columns + column[:, None]

@@ -21,7 +21,7 @@ _HEAD_TILE = 1024
 def load_gains(
     q_norm: tl.tensor, k_norm: tl.tensor, is_q: tl.tensor, i: tl.tensor, HALF: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """For ``norm_and_rotate``: of the norms [D] of queries and keys what is for each head, in halves."""
+    """Load the gains of each head for ``norm_and_rotate``, in halves, from the norms [D] of queries and keys."""
     q_low = tl.load(q_norm + i, mask=i < HALF, other=0.0).to(tl.float32)
     q_high = tl.load(q_norm + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
     k_low = tl.load(k_norm + i, mask=i < HALF, other=0.0).to(tl.float32)

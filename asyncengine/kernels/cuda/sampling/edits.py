@@ -57,7 +57,7 @@ def of_kind(words: tl.tensor, places: tl.tensor, kind: tl.constexpr) -> tl.tuple
 
 @triton.jit
 def keeps_raw(needs: tl.tensor, flags: tl.tensor) -> tl.tensor:
-    """Whether a row's log probabilities are of logits that its edits change."""
+    """Return whether a row's log probabilities are of logits that its edits change."""
     return ((needs & _LOGPROBS) != 0) & ((needs & EDITS) != 0) & ((flags & PROCESSED) == 0)
 
 
@@ -328,7 +328,7 @@ def withhold(
     *,
     pdl: bool = False,
 ) -> None:
-    """After ``sample``: take back the tokens of rows that give none.
+    """Take back, after ``sample``, the tokens of rows that give none.
 
     Rows whose masks had not come rest until the host brings their tokens; prompts that are only scored have ended. Rows
     with Need.logits hand out their logits [N, V], float32, as a record behind word ``records_begin``.

@@ -1,4 +1,4 @@
-"""What slots keep of their sequences' sampling beyond a temperature: entries, histories and counts of tokens.
+"""State of sampling that slots keep beyond a temperature: entries, histories and counts of tokens.
 
 A slot's entries come with its first row (``csrc/core/step_input.h``) and stay as they are. Its history grows by the
 token that a row computes: the last sampled one, which is that row's input. So steps in flight each see the history
@@ -32,7 +32,7 @@ _CHUNK = 1024
 
 @dataclass(frozen=True, slots=True)
 class SlotFeatures:
-    """A row for each of S slots. What it holds is of interest only for slots whose needs say so."""
+    """A row for each of S slots. Its contents count only for slots whose needs say so."""
 
     words: Tensor
     """int32 [S, W]: the payloads of the slot's entries, one after the other, but for its history"""
@@ -51,7 +51,7 @@ class SlotFeatures:
 
 
 def allocate_features(num_slots: int, entry_words: int, max_len: int, vocab: int, device: torch.device) -> SlotFeatures:
-    """Of slots whose entries, but for the history, have ``entry_words`` words at most."""
+    """Allocate the features of slots whose entries, but for the history, have ``entry_words`` words at most."""
 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=device)

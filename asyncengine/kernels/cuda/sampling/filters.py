@@ -1,4 +1,4 @@
-"""What top-k, top-p and min-p keep of a row of logits: device functions of the sampler's kernels.
+"""Filters of a row of logits by top-k, top-p and min-p: device functions of the sampler's kernels.
 
 Elements rank by logit, descending, then by index, and top-k and top-p keep a beginning of this order. Where it ends is
 narrowed down in three steps: from counts of the row's elements by bins of equal width in logits, which each tile makes
@@ -34,7 +34,7 @@ BOUNDS = tl.constexpr(8)
 # int32 words of a row's state.
 IS_FILTERED = tl.constexpr(0)
 WANTED = tl.constexpr(1)
-"""how many candidates top-k keeps, 0 if all"""
+"""count of candidates that top-k keeps, 0 if all"""
 NUM_LISTED = tl.constexpr(2)
 STATE = tl.constexpr(4)
 
@@ -102,8 +102,8 @@ def load_parameters(
 def bin_grid(
     maximum: tl.tensor, minimum: tl.tensor, temperature: tl.tensor, BINS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """How to bin logits of this range: the bins' width in temperatures, a power of two given by its exponent of a
-    float32, and their number per logit.
+    """Return a grid of bins for logits of this range: the bins' width in temperatures, a power of two given by its
+    exponent of a float32, and their number per logit.
 
     Bins begin at zero, so wider ones are made of whole narrower ones, whatever range these were chosen for. The first
     BINS - 1, from the maximum down, have all that has mass. |logit * rate| stays below 2^23: bin numbers are exact.
@@ -118,7 +118,7 @@ def bin_grid(
 
 @triton.jit
 def count_bins(logit: tl.tensor, maximum: tl.tensor, rate: tl.tensor, BINS: tl.constexpr) -> tl.tensor:
-    """How many elements are in each of the bins from the maximum's downwards and those above it, int32 [BINS].
+    """Count the elements in each of the bins from the maximum's downwards and those above it, int32 [BINS].
 
     The last one takes all that is further below, which has no mass.
     """
@@ -172,7 +172,7 @@ def sum_bounds(
     """The least and the greatest mass that the bins up to each can have, of ``total``, in units of the largest."""
     bins = tl.arange(0, BINS)
     count = (upto - tl.where(bins > 0, tl.gather(upto, tl.maximum(bins - 1, 0), 0), 0)).to(tl.float32)
-    # Of one temperature, unless it is below that of the highest rate of bins.
+    # The steepness of one temperature, unless that is below the temperature of the highest rate of bins.
     steepness = (exponent << 23).to(tl.float32, bitcast=True) * tl.maximum(temperature, 1.0 / MAX_BIN_RATE)
     steepness *= inverse(temperature)
     scaled = maximum * rate
@@ -203,7 +203,7 @@ def find_bounds(
 ) -> tl.tensor:
     """Store a row's bounds, and how many of its candidates top-k keeps, 0 if that is all; from the row's tiles.
 
-    Whether there is a filter to be applied: the row is valid, and k, p or min-p may drop something.
+    Returns whether there is a filter to be applied: the row is valid, and k, p or min-p may drop something.
     """
     temperature, k, p, min_p = parameters
     tiles = tl.arange(0, TILES)
@@ -216,7 +216,7 @@ def find_bounds(
         minimum = tl.min(tl.load(minima + tiles, mask=present, other=float("inf"), cache_modifier=".cg"), 0)
         exponent, rate = bin_grid(maximum, minimum, temperature, BINS)
         bins = tl.arange(0, BINS)
-        # Of the candidates: the first bin and the last. Behind all bins, there are none.
+        # The first and the last bin of the candidates. Bins behind all others mean that there are none.
         begin, end, taken = tl.full((), BINS, tl.int32), tl.full((), BINS, tl.int32), tl.full((), 0, tl.int32)
         if ((k > 0) & (k < vocab)) | (p < 1):
             upto = add_bins(ranks, minima, tile_bins, num_tiles, maximum, exponent, rate, temperature, BINS)
@@ -362,7 +362,8 @@ def compare_all(
     FEW: tl.constexpr,
     FINE: tl.constexpr,
 ) -> tl.tensor:
-    """What ``search`` finds, from at most FEW elements, each compared with each: no round trips to the L2 cache."""
+    """Find the rank that ``search`` finds, from at most FEW elements, each compared with each: no round trips to the L2
+    cache."""
     _, rank, weight, fine = load_candidates(0, source, bounds, FEW, FINE)
     mass = tl.where(fine == bin, tl.where(by_mass, mass_of(weight), 1), 0)
     reached = tl.sum(tl.where(rank[None, :] >= rank[:, None], mass[None, :], 0), 1)
@@ -383,7 +384,8 @@ def select(
     FEW: tl.constexpr,
     FINE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """What ``search`` finds, and the mass of the bin's elements from that rank upwards. ``chosen`` lists the bin."""
+    """Find the rank that ``search`` finds, and the mass of the bin's elements from it upwards. ``chosen`` lists the
+    bin."""
     found = tl.full((), 0, tl.int32)
     for start in range(0, source[1], CHUNK):
         index, _, _, fine = load_candidates(start, source, bounds, CHUNK, FINE)

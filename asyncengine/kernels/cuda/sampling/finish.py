@@ -35,7 +35,7 @@ from asyncengine.kernels.cuda.sampling.results import NOT_FINITE, store_word
 
 @triton.jit
 def arrive(arrivals: tl.tensor, count: tl.tensor) -> tl.tensor:
-    """Whether this program is the last of ``count`` to come here, and sees what the others stored before."""
+    """Return whether this program is the last of ``count`` to come here, and sees the stores of the others."""
     # The barrier puts every thread's stores before the one thread that counts.
     tl.debug_barrier()
     is_last = tl.atomic_add(arrivals, 1, sem="acq_rel") == count - 1

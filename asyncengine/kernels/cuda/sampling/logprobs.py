@@ -199,7 +199,7 @@ def _logprobs_kernel(
 
 
 def _group_size(vocab: int, top: int) -> int:
-    """For about as many groups as there are tokens in ``top`` of them: the last program ranks both."""
+    """Return a size for about as many groups as there are tokens in ``top`` of them: the last program ranks both."""
     return min(_TILE, max(16, 1 << round(math.log2(max(1, vocab / top)) / 2)))
 
 

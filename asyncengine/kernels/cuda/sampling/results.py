@@ -15,9 +15,9 @@ import triton.language as tl
 from asyncengine._core import STEP_INPUT_LAYOUT
 
 NOT_FINITE = tl.constexpr(STEP_INPUT_LAYOUT["not_finite"])
-"""Instead of a token: the logits were not finite."""
+"""Head in place of a token: the logits were not finite."""
 NO_TOKEN = tl.constexpr(STEP_INPUT_LAYOUT["no_token"])
-"""Instead of a token: none was sampled here."""
+"""Head in place of a token: none was sampled here."""
 END_OF_RECORDS = tl.constexpr(STEP_INPUT_LAYOUT["end_of_records"])
 
 

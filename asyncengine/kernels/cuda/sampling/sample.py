@@ -63,15 +63,15 @@ _CHUNK = 1024
 _FEW = 64
 _ROWS = 256
 _PROGRAMS = 3
-"""Of the second pass, on each multiprocessor: what an H200 runs at once."""
+"""Programs of the second pass on each multiprocessor: as many as an H200 runs at once."""
 _COLLECT_REGISTERS = 80
 _FINISH_REGISTERS = 128
-"""Per thread, so that three and two programs fit on a multiprocessor; what is spilled is used once."""
+"""Registers per thread, so that three and two programs fit on a multiprocessor; spilled values are used once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """What greedy sampling has to know of a step's logits."""
+    """The ranks by which greedy sampling chooses a step's tokens."""
 
     tiles: Tensor
     """int64 [R, tiles]: the greatest ``rank_of`` a logit in each tile of a row"""
@@ -113,8 +113,8 @@ def _tiles_kernel(
     STOPS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Of each tile: the first rank; with a temperature, the mass relative to its maximum; with a filter, the finite
-    minimum and counts by bins.
+    """Store for each tile the first rank; with a temperature, the mass relative to its maximum; with a filter, the
+    finite minimum and counts by bins.
 
     Also clears what the row's other passes add to.
     """
@@ -277,7 +277,8 @@ def _collect_kernel(
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Of each tile of a filtered row: the mass above the candidates, what min-p leaves of it, and the candidates.
+    """Store for each tile of a filtered row the mass above the candidates, the mass of it that min-p leaves, and the
+    candidates.
 
     The programs share the tiles of filtered rows, so a batch without such rows costs next to nothing.
     """
@@ -316,7 +317,7 @@ def _first_kernel(
     STOPS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Of each row the token of the greatest of its ranks, which are int64 [rows, tiles]."""
+    """Store for each row the token of the greatest of its ranks, which are int64 [rows, tiles]."""
     wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(sample_slot + row)

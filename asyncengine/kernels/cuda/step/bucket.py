@@ -13,8 +13,8 @@ class Bucket(NamedTuple):
     max_rows: int
     max_tokens: int
     single_token_rows: bool
-    """Only for steps whose every row has one token."""
+    """True: the bucket is only for steps whose every row has one token."""
     max_context: int = ANY_CONTEXT
-    """Only for steps whose rows have at most this many tokens before their new ones."""
+    """The bucket is only for steps whose rows have at most this many tokens before their new ones."""
     lanes: int = 0
-    """Only for steps with so many lanes for host rows, which are the last of max_tokens (csrc/core/host_rows.h)."""
+    """The bucket is only for steps with so many lanes for host rows, the last of max_tokens (csrc/core/host_rows.h)."""

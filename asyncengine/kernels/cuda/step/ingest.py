@@ -79,7 +79,7 @@ _EAGER_WORDS = tl.constexpr(4096)
 
 @dataclass(frozen=True, slots=True)
 class StepSource:
-    """Where StepInputs come from and where tokens go: a ring of buffers whose next place each launch takes."""
+    """Source of StepInputs and target of tokens: a ring of buffers whose next place each launch takes."""
 
     inputs: Tensor
     """int32 [ring, words]: on the device, or host memory that the device can read; a ring of one where copies share the
@@ -99,7 +99,8 @@ class StepSource:
 
     @property
     def running(self) -> tuple[Tensor, int]:
-        """Where kernels after ingest find the running StepInput: words int32, and the stride of places in the ring.
+        """Return the place of the running StepInput for kernels after ingest: words int32, and the stride of places in
+        the ring.
 
         It begins at words + header[1] * stride; DeviceStep.row_entries count from there.
         """
@@ -394,7 +395,8 @@ def _ingest(
             valid = i < num_own
             position = context_len + i
             entry = position // BLOCK_SIZE
-            # What was just written to the table is taken from where it came: no barrier between the two.
+            # Blocks just written to the table are taken from their source, so that no barrier is needed between the
+            # two.
             fresh = (entry >= delta_first) & (entry < delta_first + delta_count)
             block = tl.load(table + entry, mask=valid & (fresh == 0), other=0)
             block = tl.where(fresh, tl.load(delta_blocks + entry - delta_first, mask=valid & fresh, other=0), block)

@@ -9,7 +9,7 @@ from torch import Tensor
 from asyncengine.kernels.cuda.launch.compiling import kernel
 
 _PROGRAMS = 8
-"""For each plane. A step's kernels run beside them."""
+"""Programs for each plane. A step's kernels run beside them."""
 
 
 def move_blocks(wanted: Tensor, planes: Tensor, gathered: Tensor, *, scatter: bool) -> None:

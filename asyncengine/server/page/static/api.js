@@ -1,9 +1,8 @@
 // The server's API: JSON and streams of server-sent events. Addresses are relative, so the page works below any path.
 
 export class ApiError extends Error {
-  constructor(message, status) {
-    super(message);
-    this.status = status;
+  constructor(message, status, code) {
+    Object.assign(super(message), { status, code });
   }
 }
 
@@ -20,32 +19,25 @@ async function request(path, options = {}) {
     if (error.name === "AbortError") throw error;
     throw new ApiError("The server cannot be reached.", 0);
   }
-  if (!response.ok) throw new ApiError(await reason(response), response.status);
-  return response;
+  if (response.ok) return response;
+  const { message, code } = (await response.json().catch(() => null))?.error ?? {};
+  throw new ApiError(message ?? `The server answered ${response.status}.`, response.status, code);
 }
 
-async function reason(response) {
-  try {
-    return (await response.json()).error.message;
-  } catch {
-    return `The server answered ${response.status}.`;
-  }
-}
+const post = (path, body, signal) =>
+  request(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal });
 
 export const getJson = async (path, signal) => (await request(path, { signal })).json();
+export const postJson = async (path, body) => (await post(path, body)).json();
+export const exists = (path) => request(path, { method: "HEAD" }).then(() => true, () => false);
 
-/** Yields the objects of a stream. Throws ApiError where the server reports one, or where the stream has no end. */
+/** Yields the events. Throws ApiError where the server reports one, or where the stream has no end. */
 export async function* stream(path, body, signal) {
-  const response = await request(path, {
-    method: "POST",
-    headers: { "Content-Type": "application/json" },
-    body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
-    signal,
-  });
+  const response = await post(path, { ...body, stream: true, stream_options: { include_usage: true } }, signal);
   for await (const data of events(response.body)) {
     if (data === "[DONE]") return;
     const event = JSON.parse(data);
-    if (event.error) throw new ApiError(event.error.message, 200);
+    if (event.error) throw new ApiError(event.error.message, 200, event.error.code);
     yield event;
   }
   throw new ApiError("The answer was cut off.", 200);

@@ -1,234 +1,234 @@
-// The conversation: what was said, sending, streaming, stopping, and saying it again or differently.
-import { getJson, stream } from "./api.js";
-import { copyButton, render } from "./markdown.js";
+// The open conversation: sending, streaming, stopping, saying it differently, and what helps after a failure.
+import { getJson, postJson, stream } from "./api.js";
+import { $, build, button, make, on, show, showFoot } from "./message.js";
 import * as settings from "./settings.js";
+import * as store from "./store.js";
+import * as tree from "./tree.js";
 
-const $ = (id) => document.getElementById(id);
-const input = $("input"), transcript = $("transcript"), scroll = $("scroll");
-
+const input = $("input"), scroll = $("scroll");
 const STARTERS = {
-  chat: ["Tell me a story about a fox.", "What is a KV cache? Two sentences.", "Write a haiku about an event loop."],
-  small: ["Tell me a story about a fox.", "Write a story about a lighthouse.", "Tell me a tale of two friends."],
-  text: ["Once upon a time", "The first rule of programming is", "Dear diary,"],
+  chat: ["What is a KV cache? Two sentences.", "Write a haiku about an event loop."],
+  small: ["Tell me a story about a fox.", "Tell me a tale of two friends."],
+  text: ["Once upon a time", "Dear diary,"],
+  tokens: [],
 };
-const SMALL = 50e6;  // parameters
-const TEXT_TOKENS = 200;
+const TEXT_TOKENS = 200, OPEN = "asyncengine.open";
 
-let model = { name: "", talks: "chat", max_model_len: 0, num_parameters: 0 };
-let messages = [];  // {role, text, node, body, foot}
-let running = null;  // the AbortController of the answer under way
-let before = null;  // what an edit took away
+let model = { name: "", talks: "chat" };
+export let chat = tree.create(settings.values());
+let shown = [];  // views of the turns
+let running = null;  // the AbortController of the answer under way, with its node
+let editing = null;  // {node, draft}: what the next message replaces, and what the field had before
+let failure = null;  // the error of the last answer
 
-export function setModel(news) {
+const talksChat = () => model.talks === "chat";
+
+function setModel(news) {
   model = news;
-  const small = model.num_parameters > 0 && model.num_parameters < SMALL;
-  const chat = model.talks === "chat";
-  $("welcome-title").textContent = chat ? `Chat with ${model.name}.` : `${model.name} continues your text.`;
+  const { name, num_parameters: size } = model, small = size > 0 && size < 50e6;
+  $("welcome-title").textContent = talksChat() ? `Chat with ${name}.` : `${name} continues your text.`;
   $("welcome-text").textContent = model.talks === "tokens"
-    ? "This server was started without a tokenizer. Its API takes and gives token ids."
+    ? "This server has no tokenizer. Its API takes and gives token ids."
     : `${small ? "A very small model that writes little stories. " : ""}Write below, or begin with one of these:`;
-  const words = chat ? "Your message" : "Your text";
-  input.placeholder = words;
-  document.querySelector("label[for=input]").textContent = words;
+  document.querySelector("label[for=input]").textContent = input.placeholder = talksChat() ? "Your message" : "Your text";
   input.disabled = $("send").disabled = model.talks === "tokens";
-  $("starters").replaceChildren(...(model.talks === "tokens" ? [] : STARTERS[chat && small ? "small" : model.talks]).map(starter));
+  const starters = STARTERS[talksChat() && small ? "small" : model.talks];
+  $("starters").replaceChildren(...starters.map((text) => make("li", "", button(text, () => say(text)))));
+  for (const { root } of shown.splice(0)) root.remove();
+  update();
 }
 
-function starter(text) {
-  const button = document.createElement("button");
-  button.type = "button";
-  button.textContent = text;
-  button.addEventListener("click", () => say(text));
-  const item = document.createElement("li");
-  item.append(button);
-  return item;
-}
-
-// ---- what is shown ----
-
-function add(role, text = "") {
-  const node = document.createElement("article");
-  node.className = `message ${role}`;
-  const name = document.createElement("h3");
-  name.className = "hidden";
-  name.textContent = role === "user" ? "You" : model.name;
-  const body = document.createElement("div");
-  body.className = "body";
-  const foot = document.createElement("div");
-  foot.className = "foot";
-  node.append(name, body, foot);
-  transcript.append(node);
-  const message = { role, text, node, body, foot, figures: "" };
-  messages.push(message);
-  show(message);
-  return message;
-}
-
-function show(message) {
-  if (message.role === "assistant" && model.talks === "chat") return render(message.body, message.text);
-  message.body.classList.add("plain");
-  if (message.role === "user") message.body.textContent = message.text;
-  else {
-    const text = message.body.firstChild ?? message.body.appendChild(document.createElement("span"));
-    text.textContent = message.text;
-  }
-}
-
-function remove(from) {
-  for (const message of messages.splice(from)) message.node.remove();
-}
-
-const action = (name, act) => {
-  const button = document.createElement("button");
-  button.type = "button";
-  button.textContent = name;
-  button.addEventListener("click", act);
-  return button;
-};
-
+/** Shows the open branch. */
 function update() {
-  $("welcome").hidden = messages.length > 0;
-  $("new-chat").disabled = messages.length === 0;
-  $("send").hidden = running !== null;
-  $("stop").hidden = running === null;
-  $("editing").hidden = before === null;
-  messages.forEach((message, i) => {
-    const { role, foot } = message;
-    foot.replaceChildren();
-    if (running) return;
-    if (role === "user" && i >= messages.length - 2) foot.append(action("Edit", edit));
-    if (role !== "assistant") return;
-    foot.append(copyButton(() => message.text, "Copy"));
-    if (i === messages.length - 1) foot.append(action("Regenerate", again));
-    const figures = foot.appendChild(document.createElement("span"));
-    figures.className = "figures";
-    figures.textContent = message.figures;
+  const nodes = tree.path(chat);
+  let same = 0;
+  while (same < shown.length && shown[same].node === nodes[same]) ++same;
+  for (const { root } of shown.splice(same)) root.remove();
+  for (const node of nodes.slice(same)) {
+    const view = build(node, model.name);
+    $("transcript").append(view.root);
+    shown.push(view);
+  }
+  shown.forEach((view, i) => {
+    const { node } = view, versions = tree.versions(chat, node), user = node.role === "user";
+    show(view, running?.node === node, !talksChat());
+    view.root.classList.toggle("edited", editing?.node === node);
+    showFoot(view, versions.indexOf(node), versions.length, running ? null : {
+      step: (by) => step(versions[versions.indexOf(node) + by], by),
+      edit: user && (() => edit(node)),
+      again: user ? !shown[i + 1] && !failure && (() => answer(node.id)) : () => answer(node.parent),
+    });
   });
+  $("welcome").hidden = shown.length > 0;
+  $("new-chat").disabled = !shown.length;
+  $("send").hidden = !!running;
+  $("stop").hidden = !running;
+  $("editing").hidden = !editing;
 }
 
-function notice(text) {
-  $("notice").textContent = text;
-  $("notice").hidden = !text;
+function step(node, by) {
+  tree.choose(chat, node);
+  settle();
+  keep(chat);
+  const { foot } = shown.find((view) => view.node === node);
+  (foot.querySelector(`[data-step="${by}"]:enabled`) ?? foot.querySelector("[data-step]:enabled")).focus();
+}
+
+/** Nothing is edited and nothing failed in the branch that was opened. */
+function settle() {
+  if (editing) cancelEdit();
+  failure = null;
+  notice();
+  update();
+}
+
+function keep(what) {
+  if (!what.nodes.length) return;
+  const before = store.problem;
+  store.save(what);
+  if (what === chat) store.remember("sessionStorage", OPEN, chat.id);
+  if (store.problem && !before) notice(store.problem);
+}
+
+function notice(...inside) {
+  $("notice").replaceChildren(...inside);
+  $("notice").hidden = !inside.length;
 }
 
 const atEnd = () => scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 60;
 const toEnd = () => { scroll.scrollTop = scroll.scrollHeight; };
 
-// ---- what is asked ----
-
-/** The transcript as one text: what a model without a chat template continues. */
-function asText() {
-  return messages.reduce((all, { text, role }) => {
-    const joint = all && text && role === "user" && !/\s$/.test(all) && !/^\s/.test(text) ? "\n\n" : "";
-    return all + joint + text;
-  }, "");
-}
-
-export function question(text) {
-  const fields = { ...settings.parameters(), model: model.name || undefined };
-  if (model.talks !== "chat") {
+/** Path and body of a request that continues `nodes`, or begins with `text`. Throws where the tools are no JSON. */
+export function question(text, nodes = tree.path(chat)) {
+  const fields = { ...settings.parameters(talksChat()), model: model.name || undefined };
+  if (!talksChat()) {
     fields.max_tokens ??= TEXT_TOKENS;
     const room = model.max_model_len - fields.max_tokens;
     if (room > 0) fields.truncate_prompt_tokens = room;  // of a long text its end counts
-    return ["v1/completions", { ...fields, prompt: text ?? asText() }];
+    return ["v1/completions", { ...fields, prompt: text ?? tree.joined(nodes) }];
   }
-  const said = text ? [{ role: "user", content: text }] : messages.map(({ role, text: content }) => ({ role, content }));
+  const said = text ? [{ role: "user", content: text }] : tree.messages(nodes);
   if (settings.system()) said.unshift({ role: "system", content: settings.system() });
   return ["v1/chat/completions", { ...fields, messages: said }];
 }
 
-const textOf = (event) => event.choices[0]?.delta?.content ?? event.choices[0]?.text ?? "";
-
-function figures(start, first, tokens, reason) {
+function figures(start, first, tokens, end) {
   const seconds = (performance.now() - first) / 1000;
   const speed = tokens > 1 && seconds > 0.02 ? `, ${Math.round((tokens - 1) / seconds).toLocaleString("en")}/s` : "";
-  const end = { length: ", cut at the limit", stopped: ", stopped" }[reason] ?? "";
-  return `${tokens.toLocaleString("en")} tokens${speed}, the first after ${Math.round(first - start)} ms${end}`;
+  const why = { length: ", cut at the limit", stopped: ", stopped" }[end] ?? "";
+  return `${tokens.toLocaleString("en")} tokens${speed}, the first after ${Math.round(first - start)} ms${why}`;
 }
 
-async function answer() {
-  notice("");
+/** Asks for an answer to a node. One that fails before it begins leaves what was there. */
+async function answer(parent) {
+  if (running) return;
+  if (editing) cancelEdit();
+  failure = null;
+  notice();
+  keep(chat);
   focus();  // the button that was pressed goes away
-  const asked = question();
-  const message = add("assistant");
-  message.node.setAttribute("aria-busy", "true");  // a screen reader reads it when it is whole
-  running = new AbortController();
+  const here = chat, before = chat.tip, node = tree.add(here, "assistant", parent);
+  running = Object.assign(new AbortController(), { node });
   update();
   toEnd();
-  const start = performance.now();
-  let first = 0, tokens = 0, events = 0, reason = "", frame = 0;
-  const draw = () => {
-    frame = 0;
-    const follow = atEnd();
-    show(message);
-    if (follow) toEnd();
-  };
-  try {
-    for await (const event of stream(...asked, running.signal)) {
-      const text = textOf(event);
-      if (text) {
-        first ||= performance.now();
-        ++events;
-        message.text += text;
-        frame ||= requestAnimationFrame(draw);
-      }
-      reason = event.choices[0]?.finish_reason ?? reason;
-      if (event.usage) tokens = event.usage.completion_tokens;
-    }
-  } catch (error) {
-    reason = "stopped";
-    if (error.name !== "AbortError") failed(error);
-  }
-  cancelAnimationFrame(frame);
+  const error = await receive(node, parent, running.signal), follow = atEnd();
   running = null;
-  if (message.node.isConnected) {
-    if (first) message.figures = figures(start, first, tokens || events, reason);
-    draw();
-    message.node.removeAttribute("aria-busy");
-    if (!message.text && reason === "stopped") remove(messages.indexOf(message));
+  if (tree.isEmpty(node) && (error || node.end === "stopped")) {
+    here.nodes.splice(here.nodes.indexOf(node), 1);
+    here.tip = before;
   }
+  if (here === chat || store.get(here.id)) keep(here);  // another may be open by now, and this one deleted
+  if (here === chat && error) fail(error, parent);
   update();
-  if (atEnd()) toEnd();
+  if (follow) toEnd();
 }
 
-function failed(error) {
-  notice(error.message);
-  if (error.status === 401) settings.open("key");
+/** Fills a node. Returns the error that ended it. */
+async function receive(node, parent, signal) {
+  const start = performance.now();
+  let first = 0, tokens = 0, events = 0, frame = 0, failed;
+  const draw = () => {
+    frame = 0;
+    const follow = atEnd(), view = shown.find((other) => other.node === node);
+    if (view) show(view, true, !talksChat());
+    if (follow) toEnd();
+  };
+  const thought = () => {
+    if (node.reasoning) node.seconds ||= Math.max(0.1, (performance.now() - first) / 1000);
+  };
+  try {
+    for await (const { choices, usage } of stream(...question(undefined, tree.path(chat, parent)), signal)) {
+      if (choices[0] && tree.take(node, choices[0])) {
+        first ||= performance.now();
+        ++events;
+        if (node.text || node.calls.length) thought();
+        frame ||= requestAnimationFrame(draw);
+      }
+      if (usage) tokens = usage.completion_tokens;
+    }
+  } catch (error) {
+    if (error.name !== "AbortError") failed = error;
+    node.end = failed ? "broken" : "stopped";
+  }
+  cancelAnimationFrame(frame);
+  thought();
+  if (first) node.figures = figures(start, first, tokens || events, node.end);
+  return failed;
 }
 
 function say(text) {
   if (running) return;
-  before = null;
-  if (text || model.talks === "chat") add("user", text);
-  answer();
+  let parent = editing ? editing.node.parent : tree.ground(chat);
+  if (editing) cancelEdit();
+  if (text || talksChat()) parent = tree.add(chat, "user", parent, text).id;
+  answer(parent);
 }
 
-function again() {
-  remove(messages.length - 1);
-  answer();
+function fail(error, parent) {
+  failure = error;
+  const full = /^(context_length|kv_capacity)_exceeded$/.test(error.code);
+  const leave = button("Leave out the oldest turns", () => { leave.disabled = true; leaveOut(error, parent); });
+  const before = full ? ["The conversation is longer than the model's context. "] : [], after = full ? [leave] : [];
+  notice(...before, error.message, ...after, button("Retry", () => answer(parent)));
+  if (error.status === 401) settings.openForKey();
 }
 
-/** Takes the last message and its answer back into the field. */
-function edit() {
-  const from = messages.findLastIndex(({ role }) => role === "user");
-  before = { messages: messages.slice(from), text: input.value };
-  input.value = messages[from].text;
-  remove(from);
-  update();
-  grow();
-  input.focus();
+/** Leaves out as many of the oldest turns as it takes, and asks again. */
+async function leaveOut(error, parent) {
+  const nodes = tree.path(chat, parent).filter(tree.sent);
+  const most = Number(/holds (\d+)/.exec(error.message)?.[1] ?? model.max_model_len);
+  const output = settings.parameters().max_tokens ?? Math.min(512, most >> 2);
+  const fits = async (left) => {
+    const [, body] = question(undefined, left);
+    try {
+      return (await postJson("tokenize", body)).count + output <= most;
+    } catch ({ code }) {  // where the route is not served: a token has three characters
+      return code !== "context_length_exceeded" && JSON.stringify(body).length / 3 + output <= most;
+    }
+  };
+  const start = await tree.firstThat(nodes, (left) => failure !== error || fits(left));
+  if (failure !== error || running) return;
+  if (!start) return notice("Even the last message alone is too long. Shorten it, or lower Max tokens in Settings.");
+  for (const node of nodes.slice(0, start)) node.unsent = true;
+  answer(parent);
+}
+
+function edit(node) {
+  editing = { node, draft: editing ? editing.draft : input.value };
+  fill(node.text);
 }
 
 function cancelEdit() {
-  for (const message of before.messages) {
-    transcript.append(message.node);
-    messages.push(message);
-  }
-  input.value = before.text;
-  before = null;
-  update();
+  const { draft } = editing;
+  editing = null;
+  fill(draft);
+}
+
+function fill(text) {
+  input.value = text;
   grow();
   input.focus();
+  update();
 }
 
 function grow() {  // where field-sizing is not known
@@ -237,40 +237,61 @@ function grow() {  // where field-sizing is not known
   input.style.height = `${input.scrollHeight}px`;
 }
 
-/** The field, unless that would bring up a keyboard over the page. */
-export function focus() {
-  if (!matchMedia("(pointer: coarse)").matches) input.focus();
+function focus() {
+  if (!matchMedia("(pointer: coarse)").matches) input.focus();  // that would bring up a keyboard over the page
+}
+
+export function open(other) {
+  document.querySelector("dialog[open]")?.close();
+  $("show-chat").click();
+  if (other?.id === chat.id) return;
+  running?.abort();
+  chat = other ?? tree.create(settings.values());
+  settings.fill(chat.settings);
+  settle();
+  store.remember("sessionStorage", OPEN, chat.id);
+  toEnd();
+  focus();
+}
+
+export function escape() {
+  if (running) running.abort();
+  else if (editing) cancelEdit();
 }
 
 export function setUp() {
   $("address").textContent = new URL("v1", document.baseURI).href;
-  $("composer").addEventListener("submit", (event) => {
+  on("composer", "submit", (event) => {
     event.preventDefault();
     const text = input.value.trim();
-    if (running || (!text && (model.talks === "chat" || !messages.length))) return;
+    if (running || (!text && (talksChat() || !shown.length))) return;
     input.value = "";
     grow();
     say(text);
   });
-  input.addEventListener("input", grow);
-  input.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-      event.preventDefault();
-      $("composer").requestSubmit();
-    }
-    if (event.key === "Escape" && before) cancelEdit();
+  on("input", "input", grow);
+  on("input", "keydown", (event) => {
+    const last = shown.findLast(({ node }) => node.role === "user");
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) $("composer").requestSubmit();
+    else if (event.key === "ArrowUp" && !input.value && !running && last) edit(last.node);
+    else return;
+    event.preventDefault();
   });
-  $("stop").addEventListener("click", () => { running?.abort(); input.focus(); });
-  $("cancel-edit").addEventListener("click", cancelEdit);
-  $("new-chat").addEventListener("click", () => {
-    running?.abort();
-    before = null;
-    remove(0);
-    notice("");
+  on("stop", "click", () => { escape(); input.focus(); });
+  on("cancel-edit", "click", cancelEdit);
+  on("new-chat", "click", () => open());
+  settings.onEdit((values) => { chat.settings = values; keep(chat); });
+  store.onChange((id = chat.id) => {
+    const other = !running && id === chat.id && store.get(id);
+    if (!other) return;
+    tree.merge(chat, other);
+    chat.title = other.title;
     update();
-    input.focus();
   });
+  chat = store.get(store.recall("sessionStorage", OPEN)) ?? chat;
+  settings.fill(chat.settings);
   update();
+  focus();
 }
 
 /** What the server says of its model. Throws ApiError. */

@@ -105,11 +105,15 @@ function showBlocks(blocks) {
 
 function showStrip() {
   const chosen = hovered && picture ? stepAt($("strip"), picture, hovered) : null;
+  const idle = !frozen && latest && !latest.running && !latest.waiting && !latest.on_host;
   draw($("strip"), picture, chosen);
-  if (!picture) return;
+  if (!picture) {
+    if (idle) $("overlap").textContent = "Idle. No step so far.";
+    return;
+  }
   const { busy, hidden } = overlap(picture);
-  const words = `Device busy ${percent(busy)} of ${duration(picture.end - picture.start)}. ` +
-    `${percent(hidden)} of the CPU's work was done meanwhile.`;
+  const words = `${idle ? "Idle. In the last steps: device" : "Device"} busy ${percent(busy)} of ` +
+    `${duration(picture.end - picture.start)}. ${percent(hidden)} of the CPU's work was done meanwhile.`;
   $("overlap").textContent = words;
   $("step").textContent = describe(chosen ?? picture.steps.at(-1));
   $("strip").setAttribute("aria-label", `${words} ${$("step").textContent}`);

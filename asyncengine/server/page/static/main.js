@@ -1,21 +1,22 @@
-// Brings the page to life: the model's name and health, and which of chat and engine a narrow screen shows.
+// Brings the page to life: the model's name and health, shortcuts, and what a narrow screen shows.
+import { exists } from "./api.js";
 import * as chat from "./chat.js";
 import * as engine from "./engine.js";
+import * as list from "./list.js";
+import { $, on } from "./message.js";
 import * as settings from "./settings.js";
 
-const $ = (id) => document.getElementById(id);
 const RETRY_MS = 1500;
 const STATES = {
   loading: "the model is loading", ready: "", draining: "the server is shutting down", closed: "the engine is closed",
   dead: "the engine is dead", gone: "the server cannot be reached", locked: "an API key is needed",
 };
 
-let model = null, state = "loading", retry = 0;
+let model = null, state = "loading", retry = 0, tried;
 
 function size(parameters) {
-  if (!parameters) return "";
-  const unit = parameters >= 1e9 ? [1e9, "B"] : [1e6, "M"];
-  return `${Number((parameters / unit[0]).toPrecision(3))} ${unit[1]} parameters`;
+  const [unit, name] = parameters >= 1e9 ? [1e9, "B"] : [1e6, "M"];
+  return parameters && `${Number((parameters / unit).toPrecision(3))} ${name} parameters`;
 }
 
 function show() {
@@ -39,14 +40,15 @@ async function meet() {
     state = news.health;
     if (news.name) {
       model = news;
-      settings.setUp(model.talks);
+      for (const node of document.querySelectorAll("[data-chat]")) node.hidden = model.talks !== "chat";
     }
   } catch (error) {
     state = error.status === 401 ? "locked" : "gone";
-    if (state === "locked" && !$("settings").open) settings.open("key");
+    tried = settings.key();
+    if (state === "locked" && !$("settings").open) settings.openForKey();
   }
   show();
-  if (state === "loading" || state === "gone") retry = setTimeout(meet, RETRY_MS);
+  if (/loading|gone/.test(state)) retry = setTimeout(meet, RETRY_MS);
 }
 
 function view(name) {
@@ -55,10 +57,23 @@ function view(name) {
   engine.look();
 }
 
-for (const name of ["chat", "engine"]) $(`show-${name}`).addEventListener("click", () => view(name));
+document.addEventListener("keydown", (event) => {
+  const { key, shiftKey } = event, control = event.ctrlKey || event.metaKey;
+  if (event.isComposing) return;
+  if (key === "Escape" && !document.querySelector("dialog[open]")) chat.escape();
+  else if (control && shiftKey && key.toLowerCase() === "o") chat.open();
+  else if (control && !shiftKey && key === "k") list.open();
+  else return;
+  event.preventDefault();
+});
+for (const name of ["chat", "engine"]) on(`show-${name}`, "click", () => view(name));
 matchMedia("(max-width: 960px)").addEventListener("change", () => engine.look());
-settings.onChange(() => { if (!model) meet(); engine.look(); });
+on("settings", "close", () => { if (!model && settings.key() !== tried) meet(); engine.look(); });
+for (const dialog of document.querySelectorAll("dialog")) {
+  dialog.addEventListener("click", ({ target }) => { if (target === dialog) dialog.close(); });
+}
 chat.setUp();
+list.setUp();
 engine.setUp(setHealth);
 meet();
-chat.focus();
+exists("docs").then((served) => { $("docs").hidden = !served; });

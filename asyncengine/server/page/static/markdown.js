@@ -1,27 +1,40 @@
-// Markdown as elements. Text is untrusted: it only ever becomes text nodes, links lead to http and https alone, and there
-// are no images and no HTML.
+// Markdown as elements. Text is untrusted: it only ever becomes text nodes, links lead to http, https and mailto alone, an
+// image becomes a link, and of HTML a <br> alone is more than text.
+import { highlight } from "./highlight.js";
+import { math } from "./math.js";
 
-/** Shows `text` in `container`. Blocks that have not changed since the last call keep their elements. */
+/** Shows `text` in `container`. What has not changed since the last call keeps its elements. */
 export function render(container, text) {
   const blocks = split(text.replace(/\r\n?/g, "\n").split("\n"));
   const shown = container.blocks ?? [];
+  const names = blocks.map((block) => JSON.stringify(block));
   let same = 0;
-  while (same < blocks.length && same < shown.length && shown[same] === signature(blocks[same])) ++same;
-  while (container.childNodes.length > same) container.lastChild.remove();
-  for (const block of blocks.slice(same)) container.append(element(block, 0));
-  container.blocks = blocks.map(signature);
+  while (same < names.length && shown[same] === names[same]) ++same;
+  patch(container, blocks.slice(same).map((block) => element(block, 0)), same);
+  container.blocks = names;
 }
 
-const signature = (block) => `${block.kind} ${block.info ?? ""}\n${block.lines.join("\n")}`;
+/** Makes the children of `node` from the one at `at` on equal to `fresh`, and leaves those alone that are so already. */
+function patch(node, fresh, at = 0) {
+  for (const news of fresh) {
+    const old = node.childNodes[at++];
+    if (!old) node.append(news);
+    else if (old.isEqualNode(news)) continue;
+    else if (old.cloneNode().isEqualNode(news.cloneNode()) && news.localName) patch(old, [...news.childNodes]);
+    else old.replaceWith(news);
+  }
+  while (node.childNodes.length > at) node.lastChild.remove();
+}
 
-const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^`]*)$/;
-const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*\s*$/;
+const FENCE = /^ *(`{3,}|~{3,})\s*([^`]*)$/;
+const HEADING = /^ {0,3}(#{1,6})(?:\s+(.*))?$/;
 const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
 const QUOTE = /^ {0,3}> ?/;
 const BULLET = /^( {0,3})([-*+])( {1,4})(?=\S)/;
 const NUMBER = /^( {0,3})(\d{1,9})[.)]( {1,4})(?=\S)/;
-const DIVIDER = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/;
-const MOST_NESTING = 8;
+const DIVIDER = /^[|:\s-]*-[|:\s-]*$/;
+const FORMULA = /^ *(\$\$|\\\[)/;
+const MOST_NESTING = 8, MOST_LINES = 200, MOST_MISSING = 50;  // levels; lines of a formula; cells that a row lacks
 
 function split(lines) {
   const blocks = [];
@@ -37,131 +50,171 @@ function split(lines) {
 /** The block that begins at line i, and the line behind it. */
 function take(lines, i) {
   const line = lines[i];
+  const upTo = (ends, from = i + 1) => {
+    while (from < lines.length && !ends(lines[from], from)) ++from;
+    return from;
+  };
   let match = FENCE.exec(line);
-  if (match) return takeFence(lines, i, match);
+  if (match) {
+    const close = new RegExp(`^ *${match[1]}${match[1][0]}*\\s*$`), end = upTo((l) => close.test(l));
+    const inside = lines.slice(i + 1, end).map((l) => l.slice(Math.min(leading(l), leading(line))));
+    return [{ kind: "code", info: match[2].trim().split(/\s/)[0], lines: inside }, end + 1];
+  }
   match = HEADING.exec(line);
-  if (match) return [{ kind: `h${match[1].length}`, lines: [match[2]] }, i + 1];
+  if (match) return [{ kind: `h${match[1].length}`, lines: [(match[2] ?? "").trim().replace(/(^|\s)#+$/, "")] }, i + 1];
   if (RULE.test(line)) return [{ kind: "hr", lines: [] }, i + 1];
   if (QUOTE.test(line)) {
-    let end = i;
-    while (end < lines.length && QUOTE.test(lines[end])) ++end;
+    const end = upTo((l) => !QUOTE.test(l));
     return [{ kind: "blockquote", lines: lines.slice(i, end).map((l) => l.replace(QUOTE, "")) }, end];
   }
   if (BULLET.test(line)) return takeList(lines, i, BULLET, "ul");
   if (NUMBER.test(line)) return takeList(lines, i, NUMBER, "ol");
-  if (line.includes("|") && i + 1 < lines.length && lines[i + 1].includes("-") && DIVIDER.test(lines[i + 1])) {
-    let end = i + 2;
-    while (end < lines.length && lines[end].includes("|")) ++end;
-    return [{ kind: "table", lines: [line, ...lines.slice(i + 2, end)] }, end];
+  const formula = FORMULA.test(line) && takeFormula(lines, i);
+  if (formula) return formula;
+  if (isTable(lines, i)) {
+    const end = upTo((l) => !l.includes("|"));
+    return [{ kind: "table", lines: lines.slice(i, end) }, end];
   }
-  let end = i + 1;
-  while (end < lines.length && lines[end].trim() && !interrupts(lines[end])) ++end;
+  const end = upTo((l, at) => !l.trim() || interrupts(l) || isTable(lines, at));
   return [{ kind: "p", lines: lines.slice(i, end) }, end];
 }
 
-const interrupts = (line) =>
-  FENCE.test(line) || HEADING.test(line) || RULE.test(line) || QUOTE.test(line) || BULLET.test(line) || NUMBER.test(line);
+const interrupts = (line) => [FENCE, HEADING, RULE, QUOTE, BULLET, NUMBER, FORMULA].some((start) => start.test(line));
+const leading = (line) => line.length - line.trimStart().length;
 
-function takeFence(lines, i, [, fence, info]) {
-  const close = new RegExp(`^ {0,3}${fence[0]}{${fence.length},}\\s*$`);
-  let end = i + 1;
-  while (end < lines.length && !close.test(lines[end])) ++end;
-  return [{ kind: "code", info: info.trim().split(/\s/)[0], lines: lines.slice(i + 1, end) }, Math.min(end + 1, lines.length)];
+/** Whether a table begins at line i. The beginning of one, at the end of what has come so far, is one too. */
+function isTable(lines, i) {
+  const [head, divider, more] = lines.slice(i, i + 3);
+  if (!head.includes("|")) return false;
+  const width = cells(head).length;
+  return DIVIDER.test(divider) && cells(divider).length === width ||
+    more === undefined && head.trim()[0] === "|" && width > 1 && /^[|:\s-]*$/.test(divider ?? "");
+}
+
+/** A formula in lines of its own. One that has not ended yet, at the end of what has come so far, shows its TeX. */
+function takeFormula(lines, i) {
+  const start = lines[i].trim(), close = start[0] === "$" ? "$$" : "\\]", taken = [start.slice(2)];
+  for (let end = i + 1; end - i < MOST_LINES; ++end) {
+    const at = taken.at(-1).indexOf(close), rest = taken.at(-1).slice(at + 2).trim();
+    if (at >= 0) {
+      if (!/^[.,;:]?$/.test(rest)) return null;
+      taken.push(taken.pop().slice(0, at) + rest);
+      return [{ kind: "formula", info: "whole", lines: taken }, end];
+    }
+    if (end >= lines.length) return [{ kind: "formula", lines: taken }, end];
+    if (!lines[end].trim()) return null;
+    taken.push(lines[end]);
+  }
+  return null;
 }
 
 function takeList(lines, i, marker, kind) {
-  const first = marker.exec(lines[i]);
-  const indent = first[0].length;
+  const first = marker.exec(lines[i]), indent = Math.min(first[0].length, 2);
   let end = i + 1;
-  while (end < lines.length) {
-    const line = lines[end];
-    const blank = !line.trim();
-    const next = blank ? lines[end + 1] ?? "" : line;
-    if (!(marker.test(next) || (next.trim() && leading(next) >= Math.min(indent, 2)) || (!blank && !interrupts(line)))) break;
-    ++end;
+  for (let next = end; next < lines.length; end = ++next) {
+    while (next < lines.length && !lines[next].trim()) ++next;  // to the next line with text
+    const line = lines[next] ?? "";
+    if (!(marker.test(line) || (line && leading(line) >= indent) || (next === end && line && !interrupts(line)))) break;
   }
   return [{ kind, info: kind === "ol" ? first[2] : "", lines: lines.slice(i, end) }, end];
 }
 
-const leading = (line) => line.length - line.trimStart().length;
-
-function element(block, depth) {
-  const { kind, lines } = block;
-  if (kind === "code") return codeBlock(block);
-  if (kind === "table") return table(lines);
-  if (kind === "ul" || kind === "ol") return list(block, depth);
-  const node = document.createElement(kind);
-  if (kind === "blockquote") append(node, split(lines), depth + 1, lines);
-  else inline(node, lines.map((line) => line.trim()).join("\n"), 0);
+function make(tag, className, ...children) {
+  const node = document.createElement(tag);
+  if (className) node.className = className;
+  node.append(...children);
   return node;
 }
 
-function append(node, blocks, depth, lines) {
-  if (depth > MOST_NESTING) node.append(lines.join("\n"));
-  else for (const block of blocks) node.append(element(block, depth));
+function fill(node, children) {  // of which there may be more than a call has arguments
+  for (const child of children) node.append(child);
+  return node;
+}
+
+/** A box that scrolls what is wider than the page, by the keyboard too. */
+function wide(tag, className, ...children) {
+  const node = make(tag, className, ...children);
+  node.tabIndex = 0;
+  return node;
+}
+
+function element(block, depth) {
+  const { kind, info, lines } = block, text = lines.join("\n");
+  if (kind === "code") return codeBlock(info, text);
+  if (kind === "table") return wide("div", "wide", table(lines));
+  if (kind === "formula") return wide("div", "wide", info ? formula(text, true) : make("code", "", text));
+  if (kind === "ul" || kind === "ol") return list(block, depth);
+  if (kind === "blockquote") return append(make(kind), lines, depth);
+  return inline(make(kind), lines.map((line) => line.trim()).join("\n"));
+}
+
+const formula = (tex, display) => math(tex, display) ?? make("code", "", tex);
+
+function append(node, lines, depth, blocks = split(lines)) {
+  return fill(node, depth < MOST_NESTING ? blocks.map((block) => element(block, depth + 1)) : [lines.join("\n")]);
 }
 
 function list({ kind, info, lines }, depth) {
-  const node = document.createElement(kind);
+  const node = make(kind);
   if (kind === "ol" && info !== "1") node.start = Number(info);
   const marker = kind === "ol" ? NUMBER : BULLET;
   const items = [];
   for (const line of lines) {
-    const match = marker.exec(line);
-    const nested = items.length > 0 && match && match[1].length >= items.at(-1).indent;
-    if (match && !nested) items.push({ indent: match[0].length, lines: [line.slice(match[0].length)] });
-    else items.at(-1).lines.push(line.slice(Math.min(leading(line), items.at(-1).indent)));
+    const match = marker.exec(line), last = items.at(-1);
+    if (match && !(last && match[1].length >= last.indent)) {
+      items.push({ indent: match[0].length, lines: [line.slice(match[0].length)] });
+    } else last.lines.push(line.slice(Math.min(leading(line), last.indent)));
   }
-  for (const item of items) {
-    const li = document.createElement("li");
-    const blocks = split(item.lines);
-    if (blocks.length && blocks[0].kind === "p" && !item.lines.includes("")) {  // a tight list has no paragraphs
-      inline(li, blocks.shift().lines.join("\n"), 0);
+  for (const { lines: inside } of items) {
+    const li = node.appendChild(make("li"));
+    const task = /^\[([ xX])\]\s+/.exec(inside[0]);
+    if (task) inside[0] = inside[0].slice(task[0].length);
+    const blocks = split(inside);
+    if (blocks[0]?.kind === "p" && (task || !inside.includes(""))) {  // a tight list has no paragraphs
+      inline(task ? li.appendChild(checkbox(task[1])) : li, blocks.shift().lines.join("\n"));
     }
-    append(li, blocks, depth + 1, item.lines);
-    node.append(li);
+    append(li, inside, depth, blocks);
   }
   return node;
 }
 
-const cells = (line) => line.trim().replace(/^\||\|$/g, "").split("|").map((c) => c.trim());
-
-function table([head, ...rows]) {
-  const node = document.createElement("table");
-  const width = cells(head).length;
-  const row = (parent, line, tag) => {
-    const tr = parent.appendChild(document.createElement("tr"));
-    for (const text of cells(line).slice(0, width)) inline(tr.appendChild(document.createElement(tag)), text, 0);
-  };
-  row(node.createTHead(), head, "th");
-  const body = node.createTBody();
-  for (const line of rows) row(body, line, "td");
-  return node;
+function checkbox(mark) {
+  const box = make("input");
+  Object.assign(box, { type: "checkbox", disabled: true, defaultChecked: mark !== " " });
+  return make("label", "task", box);
 }
 
-function codeBlock({ info, lines }) {
-  const node = document.createElement("div");
-  node.className = "code";
-  const head = node.appendChild(document.createElement("div"));
-  head.className = "code-head";
-  head.append(span(info || "text"), copyButton(() => lines.join("\n"), "Copy code"));
-  const code = node.appendChild(document.createElement("pre")).appendChild(document.createElement("code"));
-  code.textContent = lines.join("\n");
-  code.parentNode.tabIndex = 0;  // the keyboard scrolls it
-  return node;
+/** The cells of a table's row. A pipe in code or behind a backslash parts none. */
+function cells(line) {
+  const found = [""], missing = new Set();
+  const row = line.trim().replace(/^\|/, "");
+  for (let i = 0, end; i < row.length; i = end) {
+    end = i + (row.startsWith("\\|", i) ? 2 : row[i] === "`" ? codeLength(row, i, missing) : 1);
+    if (row[i] === "|") found.push("");
+    else found[found.length - 1] += row.slice(i, end).replaceAll("\\|", "|");
+  }
+  if (found.length > 1 && !found.at(-1).trim()) found.pop();
+  return found.map((cell) => cell.trim());
 }
 
-function span(text) {
-  const node = document.createElement("span");
-  node.textContent = text;
-  return node;
+function table([head, divider = "", ...rows]) {
+  const columns = cells(divider).map((cell) => (!/.:$/.test(cell) ? "" : cell[0] === ":" ? "center" : "right"));
+  const titles = cells(head);
+  const row = (tag, texts) => fill(make("tr"), titles.slice(0, Math.max(texts.length, MOST_MISSING))
+    .map((_, i) => inline(make(tag, columns[i]), texts[i] ?? "")));
+  return make("table", "", make("thead", "", row("th", titles)), fill(make("tbody"), rows.map((line) => row("td", cells(line)))));
+}
+
+function codeBlock(info, text) {
+  const code = make("code", "", ...highlight(text, info).map(([kind, part]) => (kind ? make("span", kind, part) : part)));
+  const head = make("div", "code-head", make("span", "", info || "text"), copyButton(() => code.textContent, "Copy code"));
+  return make("div", "code", head, wide("pre", "", code));
 }
 
 /** A button that copies what `text` answers, and says so. */
 export function copyButton(text, name) {
-  const button = document.createElement("button");
+  const button = make("button", "", name);
   button.type = "button";
-  button.textContent = name;
   button.addEventListener("click", async () => {
     button.textContent = (await copy(text())) ? "Copied" : "Not copied";
     setTimeout(() => { button.textContent = name; }, 1500);
@@ -174,7 +227,7 @@ async function copy(text) {
     await navigator.clipboard.writeText(text);  // only where the page came over https or from this machine
     return true;
   } catch {
-    const area = document.createElement("textarea");
+    const area = make("textarea");
     area.value = text;
     document.body.append(area);
     area.select();
@@ -184,105 +237,140 @@ async function copy(text) {
   }
 }
 
-const PAIRS = [["**", "strong"], ["__", "strong"], ["~~", "del"], ["*", "em"], ["_", "em"]];
-const SPECIAL = /[\\`*_~[\n]|https?:\/\//g;
-const WORD = /[\p{L}\p{N}]/u;
+const SPECIAL = /[\\`*_~[\n!<$]|https?:\/\//g;
+const WORD = /[\p{L}\p{N}]/u, SIGN = /[\p{P}\p{S}]/u;
 
-/** Appends text with emphasis, code and links to `node`. */
-function inline(node, text, depth) {
-  let from = 0;
+/** Appends text with emphasis, code, formulas and links to `node`. */
+function inline(node, text, depth = 0) {
   const find = new RegExp(SPECIAL);
   const missing = new Set();  // closers that do not come any more
-  for (let match; (match = find.exec(text));) {
+  const open = [{ node }];  // what has begun: the innermost is last
+  const add = (...parts) => open.at(-1).node.append(...parts);
+  let from = 0;
+  for (let match; depth <= MOST_NESTING && (match = find.exec(text));) {
     const at = match.index;
-    const found = depth > MOST_NESTING ? null : special(text, at, depth, missing);
-    if (!found) {
-      find.lastIndex = at + match[0].length;
-      continue;
-    }
-    if (at > from) node.append(text.slice(from, at));
-    node.append(found.node);
-    from = find.lastIndex = found.end;
+    const found = special(text, at, depth, missing);
+    const marks = /[*_~]/.test(text[at]) ? /^(.)\1*/.exec(text.slice(at, at + 99))[0] : "";
+    find.lastIndex = found ? found.end : at + (marks.length || match[0].length);
+    if (!found && !marks) continue;
+    if (at > from) add(text.slice(from, at));
+    from = find.lastIndex;
+    if (found) add(found.node);
+    else emphasis(open, marks, text[at - 1] ?? " ", text[from] ?? " ");
   }
-  if (from < text.length) node.append(text.slice(from));
+  if (from < text.length) add(text.slice(from));
+  give(open, 1);
+  return node;
 }
 
+/** Closes all but `size` of what is open as the plain text that it was. */
+function give(open, size) {
+  while (open.length > size) {
+    const { marks, node } = open.pop();
+    open.at(-1).node.append(marks, node);
+  }
+}
+
+/** A run of marks closes what is open, or opens, as CommonMark has it; Chinese and the like need no spaces around it. */
+function emphasis(open, marks, before, after) {
+  const [mark] = marks;
+  const begins = /\S/.test(after) && !(SIGN.test(after) && /\w/.test(before));
+  const ends = /\S/.test(before) && !(SIGN.test(before) && /\w/.test(after));
+  const opens = begins && (mark !== "_" || !ends || SIGN.test(before)) && (mark !== "~" || marks.length === 2);
+  const closes = ends && (mark !== "_" || !begins || SIGN.test(after)) && (mark !== "~" || marks.length === 2);
+  let left = marks;
+  while (closes && left) {
+    const size = open.findLastIndex((o) => o.mark === mark && !((o.both || opens) && (o.length + marks.length) % 3 === 0 && marks.length % 3));
+    if (size < 0) break;
+    give(open, size + 1);
+    const last = open.at(-1), used = Math.min(2, last.marks.length, left.length);
+    const node = make(mark === "~" ? "del" : used > 1 ? "strong" : "em", "", last.node);
+    last.marks = last.marks.slice(used);
+    left = left.slice(used);
+    if (!last.marks) open.pop();
+    open.at(-1).node.append(node);
+  }
+  if (left && opens && open.length <= MOST_NESTING) {
+    open.push({ mark, marks: left, length: marks.length, both: closes, node: document.createDocumentFragment() });
+  } else open.at(-1).node.append(left);
+}
+
+/** What begins at a character that may mean something: its node and its end; null for nothing. */
 function special(text, at, depth, missing) {
-  const c = text[at];
-  if (c === "\n") return { node: document.createElement("br"), end: at + 1 };
-  if (c === "\\") return /[\\`*_~[\]()#>|.!-]/.test(text[at + 1] ?? "") ? { node: text[at + 1], end: at + 2 } : null;
-  if (c === "`") return inlineCode(text, at, missing);
-  if (c === "[") return text[at - 1] === "!" ? null : link(text, at, depth, missing);
-  if (c === "h") return bareLink(text, at);
-  for (const [mark, tag] of PAIRS) {
-    if (text.startsWith(mark, at)) return emphasis(text, at, mark, tag, depth, missing);
+  const c = text[at], next = text[at + 1] ?? "";
+  const between = (close, start) => {
+    const end = search(text, close, at + start, missing);
+    return end > at + start ? text.slice(at + start, end) : "";
+  };
+  if (c === "\n") return { node: make("br"), end: at + 1 };
+  if (c === "\\" && /[([]/.test(next)) {
+    const tex = between(next === "(" ? "\\)" : "\\]", 2);
+    if (tex) return { node: formula(tex, next === "["), end: at + tex.length + 4 };
   }
-  return null;
+  if (c === "\\") return /[\n!-/:-@[-`{-~]/.test(next) ? { node: next === "\n" ? make("br") : next, end: at + 2 } : null;
+  if (c === "`") {
+    const end = at + codeLength(text, at, missing), [, inside] = /^`+([^`][^]*?)`+$/.exec(text.slice(at, end)) ?? [];
+    return { node: inside ? make("code", "", inside.replaceAll("\n", " ").trim()) : text.slice(at, end), end };
+  }
+  if (c === "$") {
+    const size = next === "$" ? 2 : 1, tex = between("$".repeat(size), size), end = at + tex.length + 2 * size;
+    const fits = tex && (size > 1 || !/^\s|[\s\\]$/.test(tex) && !/\d/.test(text[end] ?? ""));
+    return fits ? { node: formula(tex, size > 1), end } : size > 1 ? { node: "$$", end: at + 2 } : null;
+  }
+  if (c === "<") {
+    const [whole, address] = /^<(?:br ?\/?|([a-z]+:[^\s<>]+))>/i.exec(text.slice(at, at + 2048)) ?? [];
+    return !whole ? null : !address ? { node: make("br"), end: at + whole.length } : anchored(address, address, at + whole.length);
+  }
+  if (c === "[" || (c === "!" && next === "[")) return link(text, at, depth);
+  return c === "h" && !WORD.test(text[at - 1] ?? "") ? bareLink(text, at) : null;
 }
 
+/** Where `what` comes next; each that is not there is looked for once. */
 function search(text, what, from, missing) {
-  if (missing.has(what)) return -1;
-  const at = text.indexOf(what, from);
+  const at = missing.has(what) ? -1 : text.indexOf(what, from);
   if (at < 0) missing.add(what);
   return at;
 }
 
-function inlineCode(text, at, missing) {
-  let length = 1;
-  while (text[at + length] === "`") ++length;
-  const fence = "`".repeat(length);
-  const end = search(text, fence, at + length, missing);
-  if (end < 0) return null;
-  const node = document.createElement("code");
-  node.textContent = text.slice(at + length, end).trim();
-  return { node, end: end + length };
+/** Length of the code at a backtick with both of its fences; of the backticks alone where no such fence follows. */
+function codeLength(text, at, missing) {
+  const run = (from) => {
+    let end = from;
+    while (text[end] === "`") ++end;
+    return end - from;
+  };
+  const size = run(at), fence = "`".repeat(size);
+  for (let end = at + size; (end = search(text, fence, end, missing)) >= 0;) {
+    const found = run(end);
+    end += found;
+    if (found === size) return end - at;
+  }
+  return size;
 }
 
-function emphasis(text, at, mark, tag, depth, missing) {
-  const inside = at + mark.length;
-  if (!text[inside] || /\s/.test(text[inside])) return null;
-  const inWord = mark[0] === "_" && WORD.test(text[at - 1] ?? "");
-  const end = inWord ? -1 : search(text, mark, inside + 1, missing);
-  if (end < 0 || /\s/.test(text[end - 1])) return null;
-  if (mark[0] === "_" && WORD.test(text[end + mark.length] ?? "")) return null;
-  const node = document.createElement(tag);
-  inline(node, text.slice(inside, end), depth + 1);
-  return { node, end: end + mark.length };
-}
+const LINK = /!?\[((?:[^[\]\\]|\\[^]|\[[^[\]]*\])*)\]\(\s?(<[^<>\n]*>|[^\s()]*(?:\([^\s()]*\)[^\s()]*)*)(?:\s+(?:"[^"]*"|'[^']*'))?\s?\)/y;
 
-function link(text, at, depth, missing) {
-  const middle = search(text, "](", at, missing);
-  if (middle < 0) return null;
-  const end = search(text, ")", middle, missing);
-  if (end < 0) return null;
-  const node = anchor(text.slice(middle + 2, end).trim().split(/\s/)[0]);
-  if (!node) return null;
-  inline(node, text.slice(at + 1, middle), depth + 1);
-  for (const nested of node.querySelectorAll("a")) nested.replaceWith(...nested.childNodes);
-  return { node, end: end + 1 };
+function link(text, at, depth) {
+  LINK.lastIndex = at;
+  const [whole, words, target] = LINK.exec(text) ?? [""];
+  const found = whole && anchored(target.replace(/^<|>$/g, ""), words ? "" : target, at + whole.length);
+  if (!found) return null;
+  inline(found.node, words, depth + 1);
+  for (const nested of found.node.querySelectorAll("a")) nested.replaceWith(...nested.childNodes);
+  return found;
 }
 
 function bareLink(text, at) {
-  if (WORD.test(text[at - 1] ?? "")) return null;
-  const address = /^https?:\/\/[^\s<>"'`]+/.exec(text.slice(at, at + 2048))[0].replace(/[.,;:!?)\]*_]+$/, "");
-  const node = anchor(address);
-  if (!node) return null;
-  node.append(address);
-  return { node, end: at + address.length };
+  const [address] = /^(?:[^\s<>"'`()]|\([^\s<>"'`()]*\))+/.exec(text.slice(at, at + 2048));
+  const end = address.replace(/[.,;:!?\]*_]+$/, "");
+  return anchored(end, end, at + end.length);
 }
 
-/** A link, or null for an address that is not one of the web. */
-function anchor(address) {
-  let url;
-  try {
-    url = new URL(address);  // absolute ones only
-  } catch {
-    return null;
-  }
-  if (url.protocol !== "http:" && url.protocol !== "https:") return null;
-  const node = document.createElement("a");
-  node.href = url.href;
-  node.rel = "noopener noreferrer nofollow";
-  node.target = "_blank";
-  return node;
+/** A link around a text; null for an address that is none of the web or of mail. */
+function anchored(address, text, end) {
+  const url = URL.canParse(address) ? new URL(address) : null;
+  if (!/^(https?|mailto):$/.test(url?.protocol)) return null;
+  const node = make("a", "", text);
+  Object.assign(node, { href: url.href, rel: "noopener noreferrer nofollow", target: "_blank" });
+  return { node, end };
 }

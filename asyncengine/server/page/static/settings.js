@@ -1,78 +1,69 @@
-// What a request asks for beside its messages. Kept for as long as the tab is open.
+// What a request asks for beside its messages: of the open conversation. A new one has what was used last.
 import { setKey } from "./api.js";
+import { $, on } from "./message.js";
+import { recall, remember } from "./store.js";
+import { FIELDS } from "./tree.js";
 
-const DEFAULTS = { system: "", temperature: "0.7", top_p: "", max_tokens: "", seed: "", stop: "" };
-const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
-const STORE = "asyncengine.settings";
-const KEY = "asyncengine.key";
+const DEFAULTS = { temperature: "0.7" }, NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
+const LAST = "asyncengine.settings", KEY = "asyncengine.key";
 
-const form = document.getElementById("settings-form");
-const dialog = document.getElementById("settings");
-const changed = new EventTarget();
+const fields = $("settings-form").elements;
+let edited = () => {};
 
-function stored(name) {
-  try {
-    return sessionStorage.getItem(name);
-  } catch {
-    return null;  // storage is switched off
-  }
+export const values = () => Object.fromEntries(FIELDS.map((name) => [name, fields[name].value]));
+
+export function fill(from) {
+  for (const name of FIELDS) fields[name].value = from[name] ?? "";
 }
 
-function store(name, value) {
-  try {
-    sessionStorage.setItem(name, value);
-  } catch {
-    // then it lasts until the page is loaded again
-  }
-}
+export const key = () => fields.key.value.trim();
+export const system = () => fields.system.value.trim();
 
-const values = () => Object.fromEntries(Object.keys(DEFAULTS).map((name) => [name, form.elements[name].value]));
-
-function fill(from) {
-  for (const name of Object.keys(DEFAULTS)) form.elements[name].value = from[name] ?? DEFAULTS[name];
-}
-
-function keep() {
-  store(STORE, JSON.stringify(values()));
-  store(KEY, form.elements.key.value);
-  setKey(form.elements.key.value.trim());
-}
-
-export const system = () => form.elements.system.value.trim();
-
-/** Parameters of a request: what is empty is left to the server. */
-export function parameters() {
+/** What is empty is left to the server. Throws an Error where the tools are no JSON. */
+export function parameters(chat) {
   const body = {};
   for (const name of NUMBERS) {
-    const { valueAsNumber } = form.elements[name];
+    const { valueAsNumber } = fields[name];
     if (!Number.isNaN(valueAsNumber)) body[name] = valueAsNumber;
   }
-  const stop = form.elements.stop.value.split("\n").filter((line) => line);
+  const stop = fields.stop.value.split("\n").filter((line) => line);
   if (stop.length) body.stop = stop;
+  try {
+    if (chat && fields.tools.value.trim()) body.tools = JSON.parse(fields.tools.value);
+  } catch {
+    throw new Error("The tools in Settings are not JSON.");
+  }
   return body;
 }
 
-/** Calls back when the dialog was closed. */
-export const onChange = (callback) => changed.addEventListener("change", callback);
-
-export function open(focus = "temperature") {
-  if (!dialog.open) dialog.showModal();
-  form.elements[focus].focus();
+function keep() {
+  setKey(key());
+  remember("sessionStorage", KEY, fields.key.value);
+  remember("localStorage", LAST, JSON.stringify(values()));
+  edited(values());
 }
 
-export function setUp(talks) {
-  document.getElementById("system-field").hidden = talks !== "chat";
+/** Calls back with the values when one was changed. */
+export const onEdit = (callback) => { edited = callback; };
+
+export function open(focus = "temperature", why = "") {
+  $("key-why").textContent = why;
+  $("key-why").hidden = !why;
+  if (!$("settings").open) $("settings").showModal();
+  fields[focus].focus();
+  fields[focus].select();
 }
 
+export const openForKey = () => open("key", key() ? "The server refused this key." : "This server asks for an API key.");
+
+fill(DEFAULTS);
 try {
-  fill(JSON.parse(stored(STORE)) ?? DEFAULTS);
+  fill(JSON.parse(recall("localStorage", LAST)) ?? DEFAULTS);
 } catch {
-  fill(DEFAULTS);
+  // a broken record
 }
-form.elements.key.value = stored(KEY) ?? "";
-setKey(form.elements.key.value.trim());
-form.addEventListener("input", keep);
-dialog.addEventListener("close", () => changed.dispatchEvent(new Event("change")));
-dialog.addEventListener("click", (event) => { if (event.target === dialog) dialog.close(); });
-document.getElementById("open-settings").addEventListener("click", () => open());
-document.getElementById("reset-settings").addEventListener("click", () => { fill(DEFAULTS); keep(); });
+fields.key.value = recall("sessionStorage", KEY) ?? "";
+setKey(key());
+on("settings-form", "input", keep);
+on("open-settings", "click", () => open());
+on("reset-settings", "click", () => { fill(DEFAULTS); keep(); });

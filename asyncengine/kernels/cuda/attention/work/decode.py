@@ -18,14 +18,15 @@ from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import wait
 
 GRAIN = tl.constexpr(16)
-"""Tokens. What units cost that stay whole is counted in these, since of their last tiles only what is there is read."""
+"""Tokens of a grain. The cost of units that stay whole is counted in grains, since only the tokens that are there are
+read of their last tiles."""
 PROGRAMS = 128
-"""Of build_decode_kernel at most: each looks at all rows, so two on a multiprocessor take longer than one."""
+"""Most programs of build_decode_kernel: each looks at all rows, so two on a multiprocessor take longer than one."""
 
 
 @triton.jit
 def _costs(row_query_len, row_context_len, row, num_rows, window, ITEM_GRAINS: tl.constexpr):
-    """What each row's unit costs, in grains; 0 if it has none."""
+    """Return the cost of each row's unit in grains; 0 if the row has no unit."""
     length = tl.load(row_query_len + row, mask=row < num_rows, other=0)
     context = tl.load(row_context_len + row, mask=row < num_rows, other=0)
     cost = tl.cdiv(tl.minimum(context, window - 1), GRAIN) + ITEM_GRAINS
@@ -34,7 +35,7 @@ def _costs(row_query_len, row_context_len, row, num_rows, window, ITEM_GRAINS: t
 
 @triton.jit
 def _key(cost, row, ROWS: tl.constexpr):
-    """By what units are ranked, no two alike: longer ones first, then earlier ones.
+    """Return the key by which units are ranked, no two alike: longer ones first, then earlier ones.
 
     As float32, which multiprocessors compare twice as fast as int32; integers of 24 bits are exact.
     """
@@ -43,8 +44,8 @@ def _key(cost, row, ROWS: tl.constexpr):
 
 @triton.jit
 def _across(turn, place, TEAMS: tl.constexpr):
-    """Whose turn it is at a place in a turn, and at which place it is a team's: even turns go from the first to the
-    last, odd ones back."""
+    """Return the team that takes its turn at ``place``; the map is its own inverse, so it gives a team's place, too.
+    Even turns go from the first team to the last, odd ones back."""
     return tl.where(turn % 2 == 0, place, TEAMS - 1 - place)
 
 
@@ -58,7 +59,7 @@ def _deal(rank, early, TEAMS: tl.constexpr):
 
 @triton.jit
 def _dealt(team, early, TEAMS: tl.constexpr):
-    """How many units a team is dealt, and where its items begin."""
+    """Return the number of units that a team is dealt, and the place where its items begin."""
     turns, left = early // TEAMS, early % TEAMS
     count = turns + tl.where(_across(turns, team, TEAMS) < left, 1, 0)
     most = tl.cdiv(early, TEAMS)
@@ -79,7 +80,8 @@ def _deal_all(
     row_query_len, row_context_len, num_rows, window, early, TEAMS: tl.constexpr, ITEM_GRAINS: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """If no unit is cut: what each team takes, int32 [WIDTH], what all units cost, and the longest of a late team.
+    """Return, if no unit is cut, the cost that each team takes, int32 [WIDTH], that of all units, and the longest of a
+    late team.
 
     Ranks are among ROWS rows at a time, which are compared with some of them at once: code that a step runs through
     for the first time is read from memory, and takes longer to read than to run.
@@ -110,7 +112,7 @@ def _deal_all(
 def _rank(
     row_query_len, row_context_len, num_rows, row, window, ITEM_GRAINS: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Of one row's unit."""
+    """Return the rank of one row's unit."""
     key = _key(_costs(row_query_len, row_context_len, row, num_rows, window, ITEM_GRAINS), row, ROWS)
     rank = 0
     for first in range(0, row + 1, ROWS):

@@ -16,16 +16,17 @@ END = tl.constexpr(5)  # one past the last
 PARTIAL = tl.constexpr(6)  # partial slot of the unit's first piece
 PIECE = tl.constexpr(7)
 PIECES = tl.constexpr(8)  # 1: the result goes straight to the output
-# Of a team; before them are those of its first item, so that one look finds all that its program begins with.
+# Columns of a team. Before them come the columns of its first item, so that one look finds all that its program begins
+# with.
 FIRST = tl.constexpr(6)
 LAST = tl.constexpr(7)  # one past its last item
 TEAM = tl.constexpr(8)
 ITEM = tl.constexpr(16)
 
 ITEM_COST = 1
-"""What starting an item costs beside its KV tiles, in tiles."""
+"""Cost of starting an item beside its KV tiles, in tiles."""
 LINE_COST = 3
-"""What teams that begin and end anywhere cost a step, in tiles: second items, and combinations of what need not be
+"""Cost to a step of teams that begin and end anywhere, in tiles: second items, and combinations of units that need no
 cut."""
 LATE_SHARE = tl.constexpr(12)
 """Early teams are at most about so many times as long as late ones."""
@@ -63,7 +64,7 @@ def team_begin(team, team_cost, late_cost, TEAMS: tl.constexpr):
 
 @triton.jit
 def _team_at(cost, team_cost, late_cost, TEAMS: tl.constexpr):
-    """In which stretch a place on the line lies."""
+    """Return the team in whose stretch a place on the line lies."""
     late = cost - TEAMS * team_cost
     return tl.where(late < 0, cost // team_cost, TEAMS + late // late_cost)
 

@@ -69,7 +69,7 @@ class Section:
     queries: int
     """tokens of a full tile"""
     rows: Rows
-    """that are of this section"""
+    """rows that belong to this section"""
     teams: int
     late_teams: int
     """the last of them, which are short, and whose programs begin when others end"""
@@ -79,9 +79,9 @@ class Section:
     whole_tiles: int
     """KV tiles of the longest unit that is not cut apart; 0 if units are not"""
     max_splits: int
-    """of a unit whose splits are fixed"""
+    """most splits of a unit whose splits are fixed"""
     item_step: int
-    """from one item of a team to its next"""
+    """places in ``items`` from one item of a team to its next"""
     items: Tensor
     """int32 [max_items, ITEM]"""
     team_items: Tensor
@@ -97,7 +97,7 @@ class Section:
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """As the attention kernels take them, one after the other."""
+        """Tensors that the attention kernels take, one after the other."""
         return self.items, self.team_items, self.partials, self.stats, self.arrivals
 
     def build(self, step: DeviceStep, window: int, pdl: bool = False) -> None:
@@ -175,7 +175,7 @@ class WorkList:
     max_rows: int
     max_tokens: int
     decode: Section
-    """with fixed splits, of rows of any length"""
+    """section of rows of one token; with fixed splits, of rows of any length"""
     prefill: Section | None
 
     @classmethod
@@ -274,7 +274,8 @@ class WorkList:
         return replace(self, prefill=None)
 
     def section(self, launch: Launch, layer: LayerKind) -> Section | None:
-        """What a kernel of a plan for such layers walks; None if no step that this has room for has such rows.
+        """Return the section that a kernel of a plan for such layers walks; None if no step that this has room for has
+        such rows.
 
         Raises ConfigError if this was allocated for another kernel.
         """
@@ -304,7 +305,7 @@ class WorkList:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What few_keys has in place of a work list."""
+    """Counters of few_keys, which needs no work list."""
 
     arrivals: Tensor
     """int32: pieces of a row's query head that are ready, 0 between launches"""

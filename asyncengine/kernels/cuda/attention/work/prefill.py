@@ -23,15 +23,15 @@ from asyncengine.kernels.cuda.attention.work.items import (
 from asyncengine.kernels.cuda.launch.compiling import kernel
 from asyncengine.kernels.cuda.launch.programmatic import wait
 
-# Of a unit, behind what an item begins with.
+# Columns of a unit, behind those that an item begins with.
 RANKED = tl.constexpr(6)  # of unit u: which unit so many are longer than, or as long and before it
 UNIT = tl.constexpr(8)
 
 WHOLE_GAIN = tl.constexpr(6)
-"""What teams that begin and end anywhere cost a step at least, in tiles, since pieces leave 64 KiB each to be combined:
-5 to 8 at 2,048 tokens."""
+"""Least cost to a step of teams that begin and end anywhere, in tiles, since each piece leaves 64 KiB to be combined: 5
+to 8 at 2,048 tokens."""
 WHOLE_SHARE = tl.constexpr(10)
-"""And as a part of a long team, since teams are at keys of their own: 11% after 14,336 tokens."""
+"""The same cost as a part of a long team, one in so many: teams are at keys of their own. 11% after 14,336 tokens."""
 
 
 @triton.jit

@@ -50,7 +50,8 @@ def build_split_kernel(
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Of rows of any length. One program per row, which counts the items before its own for itself."""
+    """Write the items of rows of any length. There is one program per row, which counts the items before its own for
+    itself."""
     wait(PDL)
     row = tl.program_id(0)
     piece = tl.arange(0, WIDTH)

@@ -1,0 +1,1 @@
+"""Files to run a server from: a Dockerfile and a unit of systemd."""
