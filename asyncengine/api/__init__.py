@@ -1,1 +1,1 @@
-"""What a program hands to an engine and gets back: requests, parameters, results, statistics."""
+"""Values that a program hands to an engine and gets back: requests, parameters, results, statistics."""

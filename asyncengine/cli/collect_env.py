@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from asyncengine import __version__
 from asyncengine.cli.flags import ENVIRONMENT_PREFIX
+from asyncengine.version import VERSION
 
 _PACKAGES = (
     "torch", "triton", "numpy", "transformers", "tokenizers", "safetensors", "huggingface_hub",
@@ -39,7 +39,7 @@ def _report() -> Iterator[tuple[str, str]]:
     yield "python", f"{platform.python_version()} ({platform.python_implementation()}, {sys.platform})"
     yield "platform", platform.platform()
     yield "libc", " ".join(platform.libc_ver())
-    yield "asyncengine", __version__
+    yield "asyncengine", VERSION
     for package in _PACKAGES:
         try:
             yield package, metadata.version(package)

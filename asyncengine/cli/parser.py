@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
-from asyncengine import __version__
 from asyncengine.cli import flags
+from asyncengine.version import VERSION
 
 #: Name, module and help of each subcommand. A module has ``add_arguments(parser)`` and
 #: ``run(args) -> int``, and imports nothing heavy at its top level.
@@ -159,7 +159,7 @@ def command_line(argv: Sequence[str] | None = None) -> Parser:
     With ``argv``, only the commands that it names are complete: describing all of their options takes 0.1 s.
     """
     parser = Parser(prog="asyncengine", description="LLM inference in one asyncio process.")
-    parser.add_argument("--version", action="version", version=f"asyncengine {__version__}")
+    parser.add_argument("--version", action="version", version=f"asyncengine {VERSION}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, module, text in COMMANDS:
         command = commands.add_parser(

@@ -13,7 +13,6 @@ import signal
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Literal
 
-from asyncengine import __version__
 from asyncengine.cli import flags
 from asyncengine.cli.embed import (
     BUNDLED_MODEL_NAME,
@@ -27,6 +26,7 @@ from asyncengine.cli.embed import (
 from asyncengine.cli.log import Log
 from asyncengine.errors import ConfigError, EngineDeadError
 from asyncengine.server.config import ServerConfig
+from asyncengine.version import VERSION
 
 if TYPE_CHECKING:
     from asyncengine.server.engine_api import Engine
@@ -86,7 +86,7 @@ def run_server(
     """Serve until SIGTERM, SIGINT or SIGHUP; returns the exit code. A dead engine ends the process with 1."""
     log = Log(log_level, log_format)
     try:
-        logger.info("asyncengine %s", __version__)
+        logger.info("asyncengine %s", VERSION)
         _raise_file_limit()
         # Until the model is loaded there is nothing to drain and a loading thread cannot be interrupted:
         # let the signal end the process.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Submission:
-    """What stands between a program's request and the core's queue."""
+    """Checks a program's requests and enqueues them in the core."""
 
     def __init__(self, life: Life) -> None:
         self._life = life

@@ -22,7 +22,6 @@ import msgspec
 from aiohttp import web
 from aiohttp.http import HttpVersion10, HttpVersion11
 
-from asyncengine import __version__
 from asyncengine.api.checks import number, quoted
 from asyncengine.api.request import Prompt
 from asyncengine.errors import ConfigError, InvalidRequestError, RequestTimeoutError
@@ -49,6 +48,7 @@ from asyncengine.server.responses import Responses
 from asyncengine.server.texts import Detokenize, Tokenize
 from asyncengine.server.vectors import Classify, Embeddings, Rerank, Scores
 from asyncengine.server.wire import SseResponse, send_pieces, send_response
+from asyncengine.version import VERSION
 
 logger = logging.getLogger("asyncengine.server")
 
@@ -302,7 +302,7 @@ class App:
         return _json(cards[name])
 
     async def _tell_version(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
-        return _json({"version": __version__})
+        return _json({"version": VERSION})
 
     async def _openapi(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
         if self._description is None:  # made when it is first asked for, which takes a tenth of a second

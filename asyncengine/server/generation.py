@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from asyncengine import __version__
 from asyncengine.api.conversation import Conversation
 from asyncengine.api.outputs import FinishReason, RequestDelta, RequestOutput, Usage
 from asyncengine.api.request import LONG_TEXT, Prompt, SamplingParams
@@ -30,6 +29,7 @@ from asyncengine.server.protocol import GenerationBody, name_as_asked
 from asyncengine.server.sse import NO_USAGE, NULL_USAGE, ChunkFormat, StreamFormat, encode, usage_field
 from asyncengine.server.wire import SseResponse, in_turns
 from asyncengine.text.tokenizer import Tokenizer
+from asyncengine.version import VERSION
 
 logger = logging.getLogger("asyncengine.server")
 T = TypeVar("T")
@@ -111,7 +111,7 @@ def _is_long(prompt: Prompt) -> bool:
 def system_fingerprint(info: ModelInfo) -> str:
     """A short name of program, model and device. Where it is the same, a seed gives the same tokens, as far as the
     device computes the same twice."""
-    told = (__version__, info.name, info.architecture, info.dtype, info.device, info.num_parameters)
+    told = (VERSION, info.name, info.architecture, info.dtype, info.device, info.num_parameters)
     return f"fp_{hashlib.sha256(repr(told).encode()).hexdigest()[:12]}"
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from asyncengine import __version__
 from asyncengine.api.outputs import FinishReason
 from asyncengine.api.request import (
     LOGPROBS_MODES,
@@ -44,6 +43,7 @@ from asyncengine.server.vectors import (
     ScoreBody,
     ScoreList,
 )
+from asyncengine.version import VERSION
 
 Schema = dict[str, Any]
 
@@ -264,7 +264,7 @@ def document(*, keys: bool, root_path: str) -> bytes:
     return msgspec.json.encode(
         {
             "openapi": "3.1.0",
-            "info": {"title": "asyncengine", "version": __version__},
+            "info": {"title": "asyncengine", "version": VERSION},
             "servers": [{"url": root_path or "/"}],
             "paths": {path: _path(path, methods, names, keys) for path, methods in OPERATIONS.items()},
             "components": {
