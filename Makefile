@@ -22,7 +22,7 @@ BIN := $(VENV)/bin
 CORE := $(VENV)/.core
 PACKAGES := $(VENV)/.packages
 TOOLS := $(VENV)/.installed
-NATIVE := $(wildcard csrc/*/*) CMakeLists.txt pyproject.toml constraints.txt
+NATIVE := $(shell find csrc -type f) CMakeLists.txt pyproject.toml constraints.txt
 SANITIZED = $(BIN)/cmake -S . -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
 	-DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS=$(3) -DASYNCENGINE_TESTS=ON -DASYNCENGINE_WERROR=ON -DASYNCENGINE_UNITY=ON \
 	-DASYNCENGINE_SANITIZE=$(2) >/dev/null && $(BIN)/cmake --build build/$(1) && build/$(1)/core_tests

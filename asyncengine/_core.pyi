@@ -509,7 +509,7 @@ class HostPool:
         """Address of block_bytes."""
 
 class HostExchange:
-    """Where host rows cross (csrc/platform/host_exchange.h)."""
+    """Where host rows cross (csrc/platform/host/host_exchange.h)."""
 
     def __init__(
         self,
@@ -542,7 +542,7 @@ class GraphLink:
     def __init__(self, device: CudaDevice, jobs: LinkJobs, block_size: int, graphs: CudaGraphs, graph: int) -> None: ...
 
 class HostWorkers:
-    """Threads that attend for host rows (csrc/platform/host_workers.h)."""
+    """Threads that attend for host rows (csrc/platform/host/host_workers.h)."""
 
     def __init__(
         self, exchange: HostExchange, *, pool: HostPool, block_size: int, transposed_keys: bool,
@@ -629,7 +629,7 @@ class SequenceNews(
     host_tokens: int  # of ``tokens``, those made while the sequence decoded on the host
 
 class CpuLanes:
-    """Lanes of the CPU's steps (csrc/platform/cpu_lanes.h)."""
+    """Lanes of the CPU's steps (csrc/platform/cpu/lanes.h)."""
 
     def __init__(
         self, *, dtype: Dtype, num_slots: int, num_q_heads: int, num_kv_heads: int, head_dim: int, hidden_size: int

@@ -162,7 +162,7 @@ class Ops(Protocol[BatchT, ResidualT, HandleT]):
     ) -> None:
         """Behind ``attention`` x of ``heads``: rows that decode on the host leave the step here, and others enter it.
 
-        csrc/core/host_rows.h says how. Of a step without lanes it does nothing.
+        csrc/core/hybrid/host_rows.h says how. Of a step without lanes it does nothing.
         """
 
     def keep_sampled(self, x: Tensor, residual: ResidualT, batch: BatchT) -> Tensor:

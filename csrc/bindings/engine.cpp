@@ -12,8 +12,8 @@
 #include <tuple>
 #include <vector>
 
-#include "platform/cpu_kernels.h"
-#include "platform/cpu_lanes.h"
+#include "platform/cpu/kernels.h"
+#include "platform/cpu/lanes.h"
 #include "step_loop/callback_executor.h"
 
 namespace asyncengine {

@@ -2,8 +2,8 @@
 #include "bindings/host_rows.h"
 
 #include "bindings/device.h"
-#include "platform/host_pool.h"
-#include "platform/host_timing.h"
+#include "platform/host/host_pool.h"
+#include "platform/host/host_timing.h"
 #include "step_loop/graph_link.h"
 
 namespace asyncengine {

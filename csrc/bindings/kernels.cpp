@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "core/step_batch.h"
-#include "platform/cpu_kernels.h"
-#include "platform/cpu_sampler.h"
+#include "platform/cpu/kernels.h"
+#include "platform/cpu/sampler.h"
 #include "platform/process_owned.h"
 
 namespace asyncengine {

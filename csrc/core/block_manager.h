@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/block_disk.h"
+#include "core/tier/block_disk.h"
 #include "core/prefix_index.h"
 
 namespace asyncengine {

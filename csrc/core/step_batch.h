@@ -5,7 +5,7 @@
 #include <span>
 #include <vector>
 
-#include "core/host_rows.h"
+#include "core/hybrid/host_rows.h"
 
 namespace asyncengine {
 

@@ -13,7 +13,7 @@
 #include <cstdint>
 #include <span>
 
-#include "core/host_rows.h"
+#include "core/hybrid/host_rows.h"
 #include "core/step_output.h"
 #include "core/step_plan.h"
 

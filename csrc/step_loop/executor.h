@@ -9,8 +9,8 @@
 #include <string>
 #include <utility>
 
-#include "core/block_mover.h"
-#include "core/host_rows.h"
+#include "core/tier/block_mover.h"
+#include "core/hybrid/host_rows.h"
 #include "core/mask_board.h"
 #include "core/step_input.h"
 #include "step_loop/notifier.h"

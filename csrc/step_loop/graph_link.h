@@ -5,8 +5,8 @@
 #include <memory>
 #include <span>
 
-#include "platform/host_pool.h"
-#include "platform/link_attention.h"
+#include "platform/host/host_pool.h"
+#include "platform/cuda/link_attention.h"
 
 namespace asyncengine {
 

@@ -8,8 +8,8 @@
 #include <span>
 #include <vector>
 
-#include "platform/pinned_memory.h"
-#include "platform/simulated_device.h"
+#include "platform/cuda/pinned_memory.h"
+#include "platform/cuda/simulated_device.h"
 #include "step_loop/graph_executor.h"
 #include "step_loop/simulated_attention.h"
 #include "step_loop/slot_state.h"

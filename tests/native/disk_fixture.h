@@ -18,7 +18,7 @@
 
 #include "check.h"
 #include "core/wait_clock.h"
-#include "platform/disk_store.h"
+#include "platform/disk/disk_store.h"
 #include "step_loop/notifier.h"
 
 namespace asyncengine {

@@ -14,9 +14,9 @@
 #include <vector>
 
 #include "check.h"
-#include "platform/cpu_kernels.h"
-#include "platform/host_timing.h"
-#include "platform/host_workers.h"
+#include "platform/cpu/kernels.h"
+#include "platform/host/host_timing.h"
+#include "platform/host/host_workers.h"
 
 using namespace asyncengine;
 

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "check.h"
-#include "platform/cpu_kernels.h"
+#include "platform/cpu/kernels.h"
 
 using namespace asyncengine;
 
