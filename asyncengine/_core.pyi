@@ -156,8 +156,8 @@ class StepBatch:
 class CpuLinear:
     """Addresses of weights [rows[i], k] and biases [rows[i]] (0: none); the caller keeps the memory.
 
-    With ``panels`` weights are [rows[i] / lanes, words of k, lanes], a word holding 4 bytes of a row; rows[i] is
-    rounded up to 2 * lanes, k to a multiple of panel_steps(dtype) with zeros.
+    With ``panels`` weights are [rows[i] / vector_width, words of k, vector_width], a word holding 4 bytes of a row;
+    rows[i] is rounded up to 2 * vector_width, k to a multiple of panel_steps(dtype) with zeros.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class CpuKernels:
     def available_isas() -> list[str]: ...
     isa: Final[str]
     num_threads: Final[int]
-    lanes: Final[int]
+    vector_width: Final[int]
     def panel_steps(self, dtype: Dtype, /) -> int: ...
     def linear(self, weights: CpuLinear, x: int, x_stride: int, rows: int, y: int, y_float32: bool, /) -> None: ...
     def norm_linear(
@@ -280,7 +280,7 @@ class CpuKernels:
 # ---- block manager and scheduler, without their thread: for tests and bench/core ----
 
 class HybridConfig:
-    """Whether sequences may decode on the host (csrc/core/scheduler.h): ValueError where a count is wrong."""
+    """Whether sequences may decode on the host (csrc/core/hybrid/hybrid_config.h): ValueError where a count is bad."""
 
     def __init__(
         self, *, lanes: int = 0, layers: int = 0, workers: int = 1, attend_ns: float = 0.0, exchange_ns: float = 0.0,

@@ -163,7 +163,7 @@ void bind_cpu_kernels(py::module_& m) {
       .def_static("available_isas", &available_cpu_isas)
       .def_property_readonly("isa", &CpuKernels::isa_name)
       .def_property_readonly("num_threads", &CpuKernels::num_threads)
-      .def_property_readonly("lanes", &CpuKernels::lanes)
+      .def_property_readonly("vector_width", &CpuKernels::vector_width)
       .def("panel_steps", &CpuKernels::panel_steps)
       .def(
           "linear",

@@ -29,8 +29,8 @@ uint64_t word_at(const uint8_t* data) {
 constexpr uint64_t kPrime1 = 0x9E3779B185EBCA87, kPrime2 = 0xC2B2AE3D27D4EB4F, kPrime3 = 0x165667B19E3779F9,
                    kPrime4 = 0x85EBCA77C2B2AE63, kPrime5 = 0x27D4EB2F165667C5;
 
-uint64_t mix_lane(uint64_t lane, uint64_t word) { return std::rotl(lane + word * kPrime2, 31) * kPrime1; }
-uint64_t merge_lane(uint64_t hash, uint64_t lane) { return (hash ^ mix_lane(0, lane)) * kPrime1 + kPrime4; }
+uint64_t mix(uint64_t accumulator, uint64_t word) { return std::rotl(accumulator + word * kPrime2, 31) * kPrime1; }
+uint64_t merge(uint64_t hash, uint64_t accumulator) { return (hash ^ mix(0, accumulator)) * kPrime1 + kPrime4; }
 
 }  // namespace
 
@@ -91,16 +91,16 @@ uint64_t checksum64(const void* data, size_t bytes, uint64_t seed) {
   if (bytes >= 32) {
     uint64_t a = seed + kPrime1 + kPrime2, b = seed + kPrime2, c = seed, d = seed - kPrime1;
     for (; end - at >= 32; at += 32) {
-      a = mix_lane(a, word_at(at));
-      b = mix_lane(b, word_at(at + 8));
-      c = mix_lane(c, word_at(at + 16));
-      d = mix_lane(d, word_at(at + 24));
+      a = mix(a, word_at(at));
+      b = mix(b, word_at(at + 8));
+      c = mix(c, word_at(at + 16));
+      d = mix(d, word_at(at + 24));
     }
     hash = std::rotl(a, 1) + std::rotl(b, 7) + std::rotl(c, 12) + std::rotl(d, 18);
-    for (const uint64_t lane : {a, b, c, d}) hash = merge_lane(hash, lane);
+    for (const uint64_t accumulator : {a, b, c, d}) hash = merge(hash, accumulator);
   }
   hash += bytes;
-  for (; end - at >= 8; at += 8) hash = std::rotl(hash ^ mix_lane(0, word_at(at)), 27) * kPrime1 + kPrime4;
+  for (; end - at >= 8; at += 8) hash = std::rotl(hash ^ mix(0, word_at(at)), 27) * kPrime1 + kPrime4;
   if (end - at >= 4) {
     uint32_t word;
     std::memcpy(&word, at, sizeof(word));

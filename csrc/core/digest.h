@@ -29,7 +29,7 @@ class Sha256 {
   uint64_t bytes_ = 0;
 };
 
-// XXH64 (Yann Collet, public specification). Each step of a lane is a bijection of its 8 bytes of input, so damage within
+// XXH64 (Yann Collet, public specification). Each step of an accumulator is a bijection of its 8 bytes of input, so damage within
 // one such word never goes unnoticed. It guards against accidents, not against a forger.
 uint64_t checksum64(const void* data, size_t bytes, uint64_t seed);
 

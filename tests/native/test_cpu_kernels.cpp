@@ -110,15 +110,15 @@ TEST(cpu_linear_is_right_and_batch_invariant) {
 
 TEST(cpu_linear_reads_panels) {
   for_each_isa([](CpuKernels& one, CpuKernels& three, Dtype dtype) {
-    const int64_t n = 50, rows = 41, lanes = one.lanes(), parts = 4 / dtype_size(dtype);
+    const int64_t n = 50, rows = 41, width = one.vector_width(), parts = 4 / dtype_size(dtype);
     for (const int64_t k : {1, 45, 200}) {
       Array w(dtype, random_floats(n * k, 1)), bias(dtype, random_floats(n, 2)), x(dtype, random_floats(rows * k, 3));
       const int64_t steps = one.panel_steps(dtype), stored_k = (k + steps - 1) / steps * steps;
-      const int64_t stored_n = (n + 2 * lanes - 1) / (2 * lanes) * 2 * lanes;
+      const int64_t stored_n = (n + 2 * width - 1) / (2 * width) * 2 * width;
       Array panels(dtype, stored_n * stored_k);
       for (int64_t column = 0; column < n; ++column) {
         for (int64_t i = 0; i < k; ++i) {
-          const int64_t word = (column / lanes * (stored_k / parts) + i / parts) * lanes + column % lanes;
+          const int64_t word = (column / width * (stored_k / parts) + i / parts) * width + column % width;
           std::memcpy(panels.at(word * parts + i % parts), w.at(column * k + i), w.size());
         }
       }
@@ -165,15 +165,15 @@ TEST(cpu_linear_norms_its_input_and_activates) {
 
 TEST(cpu_panels_are_packed_from_either_layout_and_looked_up) {
   for_each_isa([](CpuKernels& one, CpuKernels& three, Dtype dtype) {
-    const int64_t n = 301, lanes = one.lanes(), parts = 4 / dtype_size(dtype), tokens = 37;
+    const int64_t n = 301, width = one.vector_width(), parts = 4 / dtype_size(dtype), tokens = 37;
     for (const int64_t k : {1, 45, 200}) {
       const int64_t steps = one.panel_steps(dtype), stored_k = (k + steps - 1) / steps * steps;
-      const int64_t stored_n = (n + 2 * lanes - 1) / (2 * lanes) * 2 * lanes;
+      const int64_t stored_n = (n + 2 * width - 1) / (2 * width) * 2 * width;
       Array w(dtype, random_floats(n * k, 1)), turned(dtype, n * k), positions(dtype, random_floats(5 * k, 2));
       Array expected(dtype, stored_n * stored_k);
       for (int64_t column = 0; column < n; ++column) {
         for (int64_t i = 0; i < k; ++i) {
-          const int64_t word = (column / lanes * (stored_k / parts) + i / parts) * lanes + column % lanes;
+          const int64_t word = (column / width * (stored_k / parts) + i / parts) * width + column % width;
           std::memcpy(expected.at(word * parts + i % parts), w.at(column * k + i), w.size());
           std::memcpy(turned.at(i * n + column), w.at(column * k + i), w.size());
         }

@@ -2,24 +2,24 @@
 //
 // The result of one (query, head) is defined as follows and depends on nothing else. Keys are taken in partitions of
 // kPartitionKeys absolute positions, ascending. Within a partition: scores, capped if asked, their maximum, e^(score - maximum), the sum
-// of these by lane of the absolute position, and the weighted sum of values, one key after the other. Partitions are
+// of these by element of the absolute position, and the weighted sum of values, one key after the other. Partitions are
 // folded in order by fold(). A key outside the query's window is skipped, not weighted with zero: what its cell holds
 // (NaN, another sequence) cannot matter.
 //
-// A score is two chains over the even and the odd dimensions, added at the end; lanes are keys. Keys that are not transposed
-// have an order of their own (token_keys.inl).
+// A score is two chains over the even and the odd dimensions, added at the end; elements of a vector are keys. Keys that are
+// not transposed have an order of their own (token_keys.inl).
 //
 // Keys and values in float8 are used as they lie: the scale of a head's keys is part of its queries' scale, and the scale
 // of its values is multiplied with the result.
 namespace asyncengine {
 namespace {
 
-constexpr int kKeyVectors = 16 / kLanes;  // vectors that cover 16 keys, the granule of a block
+constexpr int kKeyVectors = 16 / kWidth;  // vectors that cover 16 keys, the granule of a block
 // Rows (query, head) that share one pass over keys: 2 chains × rows × kKeyVectors accumulators stay in registers.
-constexpr int kScoreRows = kLanes == 16 ? 8 : kLanes == 8 ? 2 : 1;
+constexpr int kScoreRows = kWidth == 16 ? 8 : kWidth == 8 ? 2 : 1;
 // Rows and vectors of head_dim that share one pass over values.
-constexpr int kValueRows = kLanes == 16 ? 4 : 2;
-constexpr int kValueVectors = kLanes == 16 ? 4 : 2;
+constexpr int kValueRows = kWidth == 16 ? 4 : 2;
+constexpr int kValueVectors = kWidth == 16 ? 4 : 2;
 constexpr int64_t kGranulesAhead = 4;  // of 16 keys: what the prefetch of a decode step runs ahead
 
 struct Range {
@@ -92,7 +92,7 @@ AE_INLINE void score_granule(const T* k, int64_t block_size, int64_t head_dim, c
     if (ahead != nullptr) prefetch(ahead + d * block_size);
     Vec keys[kKeyVectors];
 #pragma GCC unroll 4
-    for (int i = 0; i < kKeyVectors; ++i) keys[i] = load(k + d * block_size + i * kLanes);
+    for (int i = 0; i < kKeyVectors; ++i) keys[i] = load(k + d * block_size + i * kWidth);
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r) {
       const Vec qv = splat(q[r * q_stride + d]);
@@ -109,7 +109,7 @@ AE_INLINE void score_granule(const T* k, int64_t block_size, int64_t head_dim, c
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r) {
 #pragma GCC unroll 4
-    for (int i = 0; i < kKeyVectors; ++i) store(scores + r * kPartitionKeys + i * kLanes, even[r][i] + odd[r][i]);
+    for (int i = 0; i < kKeyVectors; ++i) store(scores + r * kPartitionKeys + i * kWidth, even[r][i] + odd[r][i]);
   }
 }
 
@@ -134,7 +134,7 @@ AE_INLINE void widen_keys(const T* k, int64_t block_size, int64_t head_dim, floa
   for (int64_t d = 0; d < head_dim; ++d) {
     prefetch(ahead + d * block_size);
 #pragma GCC unroll 4
-    for (int i = 0; i < kKeyVectors; ++i) store(to + d * 16 + i * kLanes, load(k + d * block_size + i * kLanes));
+    for (int i = 0; i < kKeyVectors; ++i) store(to + d * 16 + i * kWidth, load(k + d * block_size + i * kWidth));
   }
 }
 
@@ -175,8 +175,8 @@ namespace asyncengine {
 namespace {
 
 void isa_soft_cap(float* x, int64_t count, float cap) {
-  for_each_vector(count, [&](int64_t i, int64_t lanes) __attribute__((always_inline)) {
-    store_lanes(x + i, cap * tanh(load_lanes(x + i, lanes) / cap), lanes);
+  for_each_vector(count, [&](int64_t i, int64_t elements) __attribute__((always_inline)) {
+    store_elements(x + i, cap * tanh(load_elements(x + i, elements) / cap), elements);
   });
 }
 
@@ -184,21 +184,21 @@ struct Moments {
   float max, sum;
 };
 
-// Scores of the visible keys become weights; the lanes of other keys in the same vectors become zero.
+// Scores of the visible keys become weights; those of other keys in the same vectors become zero.
 AE_INLINE Moments softmax_keys(float* weights, Range keys, int64_t origin) {
   const int32_t begin = static_cast<int32_t>(keys.begin - origin), end = static_cast<int32_t>(keys.end - origin);
-  const int32_t first = begin / kLanes * kLanes;
+  const int32_t first = begin / kWidth * kWidth;
   const Vec low = splat(-__builtin_inff());
   Vec maximum = low;
-  for (int32_t i = first; i < end; i += kLanes) {
-    const IVec index = lane_index() + i;
+  for (int32_t i = first; i < end; i += kWidth) {
+    const IVec index = element_index() + i;
     const Vec scores = load(weights + i);
     maximum = max(((index >= begin) & (index < end)) ? scores : low, maximum);
   }
   const float top = reduce_max(maximum);
   Vec sum{};
-  for (int32_t i = first; i < end; i += kLanes) {
-    const IVec index = lane_index() + i;
+  for (int32_t i = first; i < end; i += kWidth) {
+    const IVec index = element_index() + i;
     const Vec e = exp(load(weights + i) - top);
     const Vec visible = ((index >= begin) & (index < end)) ? e : Vec{};
     store(weights + i, visible);
@@ -207,15 +207,15 @@ AE_INLINE Moments softmax_keys(float* weights, Range keys, int64_t origin) {
   return {top, reduce_add(sum)};
 }
 
-// values[r] += Σ weight · V over `keys`, one key after the other, for Vectors · kLanes dimensions of Rows rows.
+// values[r] += Σ weight · V over `keys`, one key after the other, for Vectors · kWidth dimensions of Rows rows.
 template <class Kv, int Rows, int Vectors>
 AE_INLINE void add_values(const Kv& kv, const float* weights, float* values, int64_t padded_dim, Range keys,
-                          int64_t origin, int64_t d, int64_t lanes, int64_t last_key) {
+                          int64_t origin, int64_t d, int64_t elements, int64_t last_key) {
   Vec acc[Rows][Vectors];
 #pragma GCC unroll 4
   for (int r = 0; r < Rows; ++r) {
 #pragma GCC unroll 8
-    for (int i = 0; i < Vectors; ++i) acc[r][i] = load(values + r * padded_dim + d + i * kLanes);
+    for (int i = 0; i < Vectors; ++i) acc[r][i] = load(values + r * padded_dim + d + i * kWidth);
   }
   for (int64_t key = keys.begin; key < keys.end;) {
     const int64_t stop = min64(keys.end, (key / 16 + 1) * 16);
@@ -223,15 +223,15 @@ AE_INLINE void add_values(const Kv& kv, const float* weights, float* values, int
     const auto* ahead = Kv::kFromMemory ? kv.v_row(min64(key + 16 * kGranulesAhead, last_key)) + d : v;
     for (; key < stop; ++key, v += kv.head_dim, ahead += kv.head_dim) {
 #pragma GCC unroll 8
-      for (int i = 0; i < Vectors * kLanes * Kv::kBytes && Kv::kFromMemory; i += 64) {
+      for (int i = 0; i < Vectors * kWidth * Kv::kBytes && Kv::kFromMemory; i += 64) {
         prefetch(reinterpret_cast<const char*>(ahead) + i);
       }
       Vec row[Vectors];
       if constexpr (Vectors == 1) {
-        row[0] = load_lanes(v, lanes);
+        row[0] = load_elements(v, elements);
       } else {
 #pragma GCC unroll 8
-        for (int i = 0; i < Vectors; ++i) row[i] = load(v + i * kLanes);
+        for (int i = 0; i < Vectors; ++i) row[i] = load(v + i * kWidth);
       }
 #pragma GCC unroll 4
       for (int r = 0; r < Rows; ++r) {
@@ -244,7 +244,7 @@ AE_INLINE void add_values(const Kv& kv, const float* weights, float* values, int
 #pragma GCC unroll 4
   for (int r = 0; r < Rows; ++r) {
 #pragma GCC unroll 8
-    for (int i = 0; i < Vectors; ++i) store(values + r * padded_dim + d + i * kLanes, acc[r][i]);
+    for (int i = 0; i < Vectors; ++i) store(values + r * padded_dim + d + i * kWidth, acc[r][i]);
   }
 }
 
@@ -255,11 +255,11 @@ void add_values_rows(const Kv& kv, const AttentionScratch& s, int64_t row, Range
   const float* weights = s.weights + row * kPartitionKeys;
   float* values = s.values + row * s.padded_dim;
   int64_t d = 0;
-  for (; d + kValueVectors * kLanes <= kv.head_dim; d += kValueVectors * kLanes) {
-    add_values<Kv, Rows, kValueVectors>(kv, weights, values, s.padded_dim, keys, origin, d, kLanes, last_key);
+  for (; d + kValueVectors * kWidth <= kv.head_dim; d += kValueVectors * kWidth) {
+    add_values<Kv, Rows, kValueVectors>(kv, weights, values, s.padded_dim, keys, origin, d, kWidth, last_key);
   }
-  for (; d < kv.head_dim; d += kLanes) {
-    add_values<Kv, Rows, 1>(kv, weights, values, s.padded_dim, keys, origin, d, min64(kLanes, kv.head_dim - d),
+  for (; d < kv.head_dim; d += kWidth) {
+    add_values<Kv, Rows, 1>(kv, weights, values, s.padded_dim, keys, origin, d, min64(kWidth, kv.head_dim - d),
                            last_key);
   }
 }
@@ -301,7 +301,7 @@ void weigh_widened(const KeyValues<T>& kv, const AttentionScratch& s, int64_t ro
       prefetch(kv.v_row(min64(key + 16 * kGranulesAhead, all.end - 1)));
       float* to = s.widened + (key - first) * kv.head_dim;
       for_each_vector(kv.head_dim, [&](int64_t d, int64_t count) __attribute__((always_inline)) {
-        store_lanes(to + d, load_lanes(v + d, count), count);
+        store_elements(to + d, load_elements(v + d, count), count);
       });
     }
     weigh_values(WidenedValues{s.widened, first, kv.head_dim}, s, rows, origin, end - 1, [&](int64_t row) {
@@ -314,18 +314,18 @@ void weigh_widened(const KeyValues<T>& kv, const AttentionScratch& s, int64_t ro
 // state and partial: maximum, sum, values. An empty partial has sum zero; the first one is taken over as it is.
 AE_INLINE void fold(float* state, Moments partial, const float* values, int64_t head_dim) {
   if (partial.sum == 0.f) return;
-  const int64_t padded = (head_dim + kLanes - 1) / kLanes * kLanes;
+  const int64_t padded = (head_dim + kWidth - 1) / kWidth * kWidth;
   if (state[1] == 0.f) {
     state[0] = partial.max;
     state[1] = partial.sum;
-    for (int64_t d = 0; d < padded; d += kLanes) store(state + kPartialHeader + d, load(values + d));
+    for (int64_t d = 0; d < padded; d += kWidth) store(state + kPartialHeader + d, load(values + d));
     return;
   }
   const float top = state[0] > partial.max ? state[0] : partial.max;
   const Vec keep = exp(splat(state[0] - top)), add = exp(splat(partial.max - top));
   state[0] = top;
   state[1] = state[1] * keep[0] + partial.sum * add[0];
-  for (int64_t d = 0; d < padded; d += kLanes) {
+  for (int64_t d = 0; d < padded; d += kWidth) {
     store(state + kPartialHeader + d, fma(load(values + d), add, load(state + kPartialHeader + d) * keep));
   }
 }
@@ -334,7 +334,7 @@ template <class T>
 AE_INLINE void write_out(T* out, const float* state, int64_t head_dim, float scale) {
   const Vec sum = splat(state[1]);
   for_each_vector(head_dim, [&](int64_t d, int64_t count) __attribute__((always_inline)) {
-    store_lanes(out + d, load(state + kPartialHeader + d) / sum * scale, count);
+    store_elements(out + d, load(state + kPartialHeader + d) / sum * scale, count);
   });
 }
 
@@ -349,7 +349,7 @@ void load_queries(const AttentionTask& task, const AttentionItem& item, const At
                    (first_head + h) * task.head_dim;
       float* dst = s.q + (t * heads + h) * s.padded_dim;
       for_each_vector(task.head_dim, [&](int64_t d, int64_t count) __attribute__((always_inline)) {
-        store(dst + d, load_lanes(q + d, count) * scale);
+        store(dst + d, load_elements(q + d, count) * scale);
       });
     }
   }
@@ -447,8 +447,8 @@ void isa_combine(Dtype dtype, const AttentionTask& task, int64_t token, int64_t 
 
 template <class T>
 void quantize_values(const T* x, int64_t count, float inverse, Float8* y) {
-  for_each_vector(count, [&](int64_t i, int64_t lanes) __attribute__((always_inline)) {
-    store_lanes(y + i, load_lanes(x + i, lanes) * inverse, lanes);
+  for_each_vector(count, [&](int64_t i, int64_t elements) __attribute__((always_inline)) {
+    store_elements(y + i, load_elements(x + i, elements) * inverse, elements);
   });
 }
 

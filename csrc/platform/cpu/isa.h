@@ -163,7 +163,7 @@ struct LinearKernels {
 
 struct CpuIsa {
   const char* name;
-  int64_t lanes;  // columns of a panel of weights (CpuLinear)
+  int64_t vector_width;  // columns of a panel of weights (CpuLinear)
 
   LinearKernels linear_float32, linear_bfloat16;
   const LinearKernels& linear(Dtype dtype) const {

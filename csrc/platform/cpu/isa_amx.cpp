@@ -80,7 +80,7 @@ void pack_rows(const LinearInput& x, const BFloat16* first, int64_t rows, int64_
 // The same in pairs of steps, each beside the same pair of the other rows.
 void pack_pairs(const LinearInput& x, const BFloat16* first, int64_t rows, int64_t tile_rows, char* packed) {
   constexpr int64_t kSteps = kUnitSteps<BFloat16>;
-  const __mmask16 lanes = static_cast<__mmask16>((1u << tile_rows) - 1);
+  const __mmask16 filled = static_cast<__mmask16>((1u << tile_rows) - 1);
   for (int64_t k = 0; k < tiles_of_k(x.k) * kTileSteps; k += kSteps) {
     const int64_t left = x.k - k, steps = left < 0 ? 0 : left < kSteps ? left : kSteps;
     UVec words[4];
@@ -90,7 +90,7 @@ void pack_pairs(const LinearInput& x, const BFloat16* first, int64_t rows, int64
       return steps == kSteps ? load_quad(row) : load_first_quad(row, steps);
     });
     for (int64_t i = 0; i < 4; ++i, packed += tile_rows * kWordBytes) {
-      _mm512_mask_storeu_epi32(packed, lanes, (__m512i)words[i]);
+      _mm512_mask_storeu_epi32(packed, filled, (__m512i)words[i]);
     }
   }
 }
@@ -225,12 +225,12 @@ void run_tiles(const Stretch& at, const Weights& w) {
 // ---- y ----
 
 AE_INLINE void write_row(const LinearTask& task, Vec sums, int64_t m, int64_t n, int64_t count) {
-  if (task.bias != nullptr) sums = sums + load_lanes(static_cast<const BFloat16*>(task.bias) + n, count);
+  if (task.bias != nullptr) sums = sums + load_elements(static_cast<const BFloat16*>(task.bias) + n, count);
   const int64_t offset = m * task.y_stride + n;
   if (task.y_float32) {
-    store_lanes(static_cast<float*>(task.y) + offset, sums, count);
+    store_elements(static_cast<float*>(task.y) + offset, sums, count);
   } else {
-    store_lanes(static_cast<BFloat16*>(task.y) + offset, sums, count);
+    store_elements(static_cast<BFloat16*>(task.y) + offset, sums, count);
   }
 }
 
@@ -241,12 +241,12 @@ void write_tile(const LinearTask& task, const float* sums, int64_t m, int64_t x_
   const int64_t count = task.n_end - n < kTileRows ? task.n_end - n : kTileRows;
   if (count <= 0) return;
   if constexpr (Panels) {
-    for (int64_t row = 0; row < rows; ++row) write_row(task, load(sums + row * kLanes), m + row, n, count);
+    for (int64_t row = 0; row < rows; ++row) write_row(task, load(sums + row * kWidth), m + row, n, count);
     return;
   }
   for (int64_t row = 0; row < rows; row += 4) {
     UVec words[4];
-    load_unit(words, [&](int i) __attribute__((always_inline)) { return load_quad(sums + i * kLanes + row); });
+    load_unit(words, [&](int i) __attribute__((always_inline)) { return load_quad(sums + i * kWidth + row); });
     for (int64_t i = 0; i < 4 && row + i < rows; ++i) write_row(task, (Vec)words[i], m + row + i, n, count);
   }
 }

@@ -13,7 +13,7 @@ namespace {
 constexpr CpuIsa make_isa(const char* name) {
   return {
       .name = name,
-      .lanes = kLanes,
+      .vector_width = kWidth,
       .linear_float32 = make_linear_kernels<float>(),
       .linear_bfloat16 = make_linear_kernels<BFloat16>(),
       .embed = isa_embed,

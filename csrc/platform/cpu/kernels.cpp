@@ -39,22 +39,22 @@ int64_t panel_words(const LinearKernels& kernels, int64_t k, Dtype dtype) {
 
 // Panels [begin, end) of those `words` long. `Element` is as wide as an element.
 template <class Element>
-void pack_panel_range(const Element* weight, bool transposed, int64_t rows, int64_t k, int64_t lanes, int64_t words,
+void pack_panel_range(const Element* weight, bool transposed, int64_t rows, int64_t k, int64_t width, int64_t words,
                       int64_t begin, int64_t end, Element* panels) {
   constexpr int64_t kParts = 4 / static_cast<int64_t>(sizeof(Element));
-  const int64_t first = begin * lanes, last = std::min(rows, end * lanes), panel = words * lanes * kParts;
-  if (last < end * lanes || words * kParts > k) std::fill(panels + begin * panel, panels + end * panel, Element{});
+  const int64_t first = begin * width, last = std::min(rows, end * width), panel = words * width * kParts;
+  if (last < end * width || words * kParts > k) std::fill(panels + begin * panel, panels + end * panel, Element{});
   auto place = [&](int64_t row, int64_t step) {
-    return panels + row / lanes * panel + (step / kParts * lanes + row % lanes) * kParts + step % kParts;
+    return panels + row / width * panel + (step / kParts * width + row % width) * kParts + step % kParts;
   };
   for (int64_t row = first; row < last && !transposed; ++row) {
     for (int64_t step = 0; step < k; ++step) *place(row, step) = weight[row * k + step];
   }
   for (int64_t step = 0; step < k && transposed; ++step) {
-    for (int64_t row = first; row < last; row += lanes) {
-      const int64_t count = std::min(lanes, last - row);
+    for (int64_t row = first; row < last; row += width) {
+      const int64_t count = std::min(width, last - row);
       Element* to = place(row, step);
-      for (int64_t lane = 0; lane < count; ++lane) to[lane * kParts] = weight[step * rows + row + lane];
+      for (int64_t column = 0; column < count; ++column) to[column * kParts] = weight[step * rows + row + column];
     }
   }
 }
@@ -173,15 +173,15 @@ void CpuKernels::multiply(const CpuLinear& weights, const void* x, int64_t x_str
 
 void CpuKernels::pack_panels(Dtype dtype, const void* weight, bool transposed, int64_t rows, int64_t k, void* panels) {
   const LinearKernels& kernels = isa_.linear(dtype);
-  const int64_t count = round_up(rows, kernels.panel_columns) / isa_.lanes;
+  const int64_t count = round_up(rows, kernels.panel_columns) / isa_.vector_width;
   const int64_t words = panel_words(kernels, k, dtype);
   pool_.parallel_for(ceil_div(count, kPackedPanels), [&](int64_t item, int) {
     const int64_t begin = item * kPackedPanels, end = std::min(count, begin + kPackedPanels);
     if (dtype == Dtype::kFloat32) {
-      pack_panel_range(static_cast<const uint32_t*>(weight), transposed, rows, k, isa_.lanes, words, begin, end,
+      pack_panel_range(static_cast<const uint32_t*>(weight), transposed, rows, k, isa_.vector_width, words, begin, end,
                        static_cast<uint32_t*>(panels));
     } else {
-      pack_panel_range(static_cast<const uint16_t*>(weight), transposed, rows, k, isa_.lanes, words, begin, end,
+      pack_panel_range(static_cast<const uint16_t*>(weight), transposed, rows, k, isa_.vector_width, words, begin, end,
                        static_cast<uint16_t*>(panels));
     }
   });
@@ -241,7 +241,7 @@ void CpuKernels::store_tokens(Dtype dtype, const NewKV& fresh, const PagedKV& ca
 void CpuKernels::store_new(Dtype dtype, const NewKV& fresh, const PagedKV& cache, const StepBatch& batch,
                            int64_t token, int64_t head) const {
   const int64_t at = head * cache.head_dim, slot = batch.slot_mapping[static_cast<size_t>(token)];
-  if (slot < 0) return;  // a lane's
+  if (slot < 0) return;  // a host row's
   const int64_t dim = cache.head_dim, size = cache.block_size;
   const int64_t first = (slot / size * cache.num_kv_heads + head) * dim * size;
   const int64_t bytes = cache.scales != nullptr ? 1 : dtype_size(dtype);

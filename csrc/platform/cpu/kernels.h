@@ -17,8 +17,8 @@
 namespace asyncengine {
 
 // Weight matrices [N_i, k] of one input, whose outputs lie side by side. Points into memory that the caller keeps.
-// A matrix in panels is [N / lanes][words of k][lanes], a word being one float or two neighbouring bfloat16, the first
-// in the low half; N is rounded up to two panels and k to a multiple of panel_steps.
+// A matrix in panels is [N / width][words of k][width] with the vector width, a word being one float or two neighbouring
+// bfloat16, the first in the low half; N is rounded up to two panels and k to a multiple of panel_steps.
 struct CpuLinear {
   struct Matrix {
     const void* weight;
@@ -70,7 +70,7 @@ class CpuKernels {
 
   const char* isa_name() const { return isa_.name; }
   int num_threads() const { return pool_.num_threads(); }
-  int64_t lanes() const { return isa_.lanes; }
+  int64_t vector_width() const { return isa_.vector_width; }
   int64_t panel_steps(Dtype dtype) const { return isa_.linear(dtype).panel_steps; }
 
   // y [rows, Σ N_i] = x [rows, k] · Wᵀ + bias, in the dtype of the weights, or in float32 if y_float32.

@@ -1,6 +1,6 @@
 // y = x · Wᵀ + bias with W row-major [N, K], read where it lies.
 //
-// An output is one chain over K in ascending order, acc = fma(x[k], w[k], acc) from zero, then the bias. Lanes are
+// An output is one chain over K in ascending order, acc = fma(x[k], w[k], acc) from zero, then the bias. Elements of a vector are
 // columns of y, so weights are transposed in registers on their way. Tiles, passes over K and the place where a sum
 // waits for the next pass decide nothing but which chains advance at the same time.
 //
@@ -15,7 +15,7 @@ constexpr int kManyTileRows = ASYNCENGINE_VECTOR_BYTES == 64 ? 12 : 6;
 constexpr int64_t kFewRows = 2 * kFewTileRows;
 constexpr int kTwoPanelRows = ASYNCENGINE_VECTOR_BYTES == 64 ? 14 : 6;  // of a tile, with two vectors per row
 constexpr int kPanelVectors = 2;
-constexpr int64_t kPanelColumns = kPanelVectors * kLanes;
+constexpr int64_t kPanelColumns = kPanelVectors * kWidth;
 constexpr int64_t kPassSteps = 768;  // of K, in many rows: panels of kBlockColumns (kernels.cpp) take 590 KB of L2
 
 constexpr int64_t kBytesAhead = 512;  // in each of the rows that are read side by side
@@ -25,15 +25,15 @@ constexpr int64_t kPanelStepsAhead = 8, kTileStepsAhead = 16;  // both come from
 
 // ---- weights ----
 
-// kLanes rows of W that are read side by side; row i belongs to lane i.
+// kWidth rows of W that are read side by side; row i belongs to element i.
 template <class T>
 struct Columns {
   const T* first;
   int64_t stride, k;             // elements between rows, and of a row
-  int64_t last;                  // row: the lanes after it repeat it
-  int64_t first_lane, n, count;  // lanes that are wanted, and the columns of y that they are
+  int64_t last;                  // row: the elements after it repeat it
+  int64_t first_element, n, count;  // elements that are wanted, and the columns of y that they are
 
-  AE_INLINE bool full() const { return last == kLanes - 1; }
+  AE_INLINE bool full() const { return last == kWidth - 1; }
   AE_INLINE void load(UVec (&words)[4], int64_t at) const {
     if (full() && at + kUnitSteps<T> <= k) {
       load_unit(words, [&](int i) __attribute__((always_inline)) { return load_quad(first + i * stride + at); });
@@ -46,16 +46,16 @@ struct Columns {
   }
 };
 
-// Columns of y from n on. At the end of a matrix its last kLanes rows are read, if it has as many.
+// Columns of y from n on. At the end of a matrix its last kWidth rows are read, if it has as many.
 template <class T>
 AE_INLINE Columns<T> start_columns(const LinearTask& task, int64_t n) {
-  const int64_t left = task.n_end - n, count = left < kLanes ? left : kLanes;
-  const int64_t shift = task.n_end >= kLanes ? kLanes - count : 0;
+  const int64_t left = task.n_end - n, count = left < kWidth ? left : kWidth;
+  const int64_t shift = task.n_end >= kWidth ? kWidth - count : 0;
   const T* first = static_cast<const T*>(task.weight) + (n - shift) * task.k;
   return {first, task.k, task.k, count + shift - 1, shift, n, count};
 }
 
-// ---- weights in panels: [N / kLanes][words of a row][kLanes], N rounded up to kPanelColumns ----
+// ---- weights in panels: [N / kWidth][words of a row][kWidth], N rounded up to kPanelColumns ----
 
 template <class T>
 AE_INLINE const uint32_t* column_words(const LinearTask& task, int64_t n) {
@@ -66,7 +66,7 @@ AE_INLINE const uint32_t* column_words(const LinearTask& task, int64_t n) {
 template <class T>
 AE_INLINE Columns<T> panel_columns(const LinearTask& task, int64_t n) {
   const int64_t left = task.n_end - n;
-  return {nullptr, 0, task.k, kLanes - 1, 0, n, left < kLanes ? left : kLanes};
+  return {nullptr, 0, task.k, kWidth - 1, 0, n, left < kWidth ? left : kWidth};
 }
 
 AE_INLINE UVec load_words(const uint32_t* p) { return *reinterpret_cast<const UnalignedUVec*>(p); }
@@ -81,7 +81,7 @@ int64_t tile_rows_of(int64_t rows) {
 }
 
 // Whole units, and a vector that the last step may write past its end.
-AE_INLINE int64_t tile_floats(int64_t tile_rows, int64_t k) { return tile_rows * ((k + 7) / 8 * 8) + kLanes; }
+AE_INLINE int64_t tile_floats(int64_t tile_rows, int64_t k) { return tile_rows * ((k + 7) / 8 * 8) + kWidth; }
 
 int64_t packed_x_floats(int64_t rows, int64_t k) {
   const int64_t tile_rows = tile_rows_of(rows);
@@ -92,22 +92,22 @@ int64_t packed_x_floats(int64_t rows, int64_t k) {
 template <class T>
 void pack_tile(const T* x, int64_t x_stride, int64_t first, int64_t rows, int64_t tile_rows, int64_t k,
                float* packed) {
-  const int64_t groups = (tile_rows + kLanes - 1) / kLanes;
-  const T* row[kFewTileRows + kLanes];
-  for (int64_t i = 0; i < groups * kLanes; ++i) row[i] = x + (first + i < rows ? first + i : rows - 1) * x_stride;
+  const int64_t groups = (tile_rows + kWidth - 1) / kWidth;
+  const T* row[kFewTileRows + kWidth];
+  for (int64_t i = 0; i < groups * kWidth; ++i) row[i] = x + (first + i < rows ? first + i : rows - 1) * x_stride;
   for (int64_t at = 0; at < k; at += kUnitSteps<T>) {
     // Only the last group writes past its rows, into the next step; so it goes first.
     for (int64_t group = groups - 1; group >= 0; --group) {
-      const T* const* lane_row = row + group * kLanes;
+      const T* const* element_row = row + group * kWidth;
       UVec words[4];
       if (at + kUnitSteps<T> <= k) {
-        load_unit(words, [&](int i) __attribute__((always_inline)) { return load_quad(lane_row[i] + at); });
+        load_unit(words, [&](int i) __attribute__((always_inline)) { return load_quad(element_row[i] + at); });
       } else {
         load_unit(words, [&](int i) __attribute__((always_inline)) {
-          return load_first_quad(lane_row[i] + at, k - at);
+          return load_first_quad(element_row[i] + at, k - at);
         });
       }
-      float* dst = packed + at * tile_rows + group * kLanes;
+      float* dst = packed + at * tile_rows + group * kWidth;
       for (int64_t step = 0; step < kUnitSteps<T>; ++step, dst += tile_rows) {
         store(dst, part<T>(words[step / kPartsPerWord<T>], step % kPartsPerWord<T>));
       }
@@ -127,15 +127,15 @@ void pack_x_tiles(const LinearInput& x, int64_t tile_begin, int64_t tile_end, fl
 // ---- y ----
 
 template <class T, class Out>
-AE_INLINE void write_lanes(const T* bias, Out* y, Vec sums, int64_t first_lane, int64_t count) {
-  if (count == kLanes) {
+AE_INLINE void write_elements(const T* bias, Out* y, Vec sums, int64_t first_element, int64_t count) {
+  if (count == kWidth) {
     store(y, bias == nullptr ? sums : sums + load(bias));
     return;
   }
-  float sum[kLanes];
+  float sum[kWidth];
   store(sum, sums);
   for (int64_t i = 0; i < count; ++i) {
-    const float value = sum[first_lane + i];
+    const float value = sum[first_element + i];
     from_float(y + i, bias == nullptr ? value : value + to_float(bias[i]));
   }
 }
@@ -145,9 +145,9 @@ AE_INLINE void write_sums(const LinearTask& task, Vec sums, int64_t m, const Col
   const T* bias = task.bias == nullptr ? nullptr : static_cast<const T*>(task.bias) + at.n;
   const int64_t offset = m * task.y_stride + at.n;
   if (task.y_float32) {
-    write_lanes(bias, static_cast<float*>(task.y) + offset, sums, at.first_lane, at.count);
+    write_elements(bias, static_cast<float*>(task.y) + offset, sums, at.first_element, at.count);
   } else {
-    write_lanes(bias, static_cast<T*>(task.y) + offset, sums, at.first_lane, at.count);
+    write_elements(bias, static_cast<T*>(task.y) + offset, sums, at.first_element, at.count);
   }
 }
 
@@ -171,17 +171,17 @@ template <class T, int Rows>
 void few_rows_tile(const LinearTask& task, const Columns<T>& columns, int64_t m) {
   constexpr int64_t kLine = kLineBytes / static_cast<int64_t>(sizeof(T)), kUnitsPerLine = kLine / kUnitSteps<T>;
   constexpr int64_t kAhead = kBytesAhead / static_cast<int64_t>(sizeof(T));
-  constexpr int kUnitRows = kLanes / static_cast<int>(kUnitsPerLine);
-  alignas(64) char lines[2][kLanes][kLineBytes];
+  constexpr int kUnitRows = kWidth / static_cast<int>(kUnitsPerLine);
+  alignas(64) char lines[2][kWidth][kLineBytes];
   const float* x = task.packed_x + m / Rows * tile_floats(Rows, task.k);
   Vec sums[Rows] = {};
   UVec words[4];
   const int64_t whole = columns.full() ? task.k / kLine * kLine : 0;
   if (whole > 0) {
-    for (int i = 0; i < kLanes; ++i) copy_line(lines[0][i], columns.first + i * columns.stride);
+    for (int i = 0; i < kWidth; ++i) copy_line(lines[0][i], columns.first + i * columns.stride);
   }
   for (int64_t k = 0, half = 0; k < whole; k += kLine, half ^= 1) {
-    const T* wanted = columns.first + (k + kAhead < task.k ? k + kAhead : k + kAhead + (kLanes - 1) * task.k);
+    const T* wanted = columns.first + (k + kAhead < task.k ? k + kAhead : k + kAhead + (kWidth - 1) * task.k);
     const T* next = columns.first + (k + kLine < whole ? k + kLine : k);
     char* next_line = lines[half ^ 1][0];
     const char* line = lines[half][0];
@@ -223,7 +223,7 @@ AE_INLINE void run_panels(Stretch at, int half, int64_t k, Vec (&into)[Part][kPa
   Vec sums[Part][kPanelVectors];
   memcpy(sums, into, sizeof(sums));
   const float* row = at.x + half * Part;
-  for (int64_t step = at.begin; step < at.end; step += kPartsPerWord<T>, at.words += kLanes) {
+  for (int64_t step = at.begin; step < at.end; step += kPartsPerWord<T>, at.words += kWidth) {
     UVec word[kPanelVectors];
 #pragma GCC unroll 2
     for (int c = 0; c < kPanelVectors; ++c) {
@@ -257,20 +257,20 @@ void few_rows_panels(const LinearTask& task, int64_t n, int64_t m) {
   const int64_t words = (task.k + kPartsPerWord<T> - 1) / kPartsPerWord<T>;
   const int64_t block = kHalves == 1 ? words : kBlockWords;
   const uint32_t* panel = column_words<T>(task, n);
-  const int64_t distance = column_words<T>(task, n + kLanes) - panel;
+  const int64_t distance = column_words<T>(task, n + kWidth) - panel;
   const float* x = task.packed_x + m / Rows * tile_floats(Rows, task.k);
   Vec sums[kHalves][kPart][kPanelVectors] = {};
   for (int64_t first = 0; first < words; first += block) {
     const int64_t last = words < first + block ? words : first + block;
 #pragma GCC unroll 2
     for (int half = 0; half < kHalves; ++half) {
-      run_panels<T, Rows, kPart, kHalves>({panel + first * kLanes, distance, x + first * kPartsPerWord<T> * Rows,
+      run_panels<T, Rows, kPart, kHalves>({panel + first * kWidth, distance, x + first * kPartsPerWord<T> * Rows,
                                            first * kPartsPerWord<T>, last * kPartsPerWord<T>}, half, task.k, sums[half]);
     }
   }
 #pragma GCC unroll 2
   for (int c = 0; c < kPanelVectors; ++c) {
-    const Columns<T> columns = panel_columns<T>(task, n + c * kLanes);
+    const Columns<T> columns = panel_columns<T>(task, n + c * kWidth);
 #pragma GCC unroll 16
     for (int r = 0; r < Rows; ++r) {
       if (columns.count > 0 && m + r < task.m_end) write_sums(task, sums[r / kPart][r % kPart][c], m + r, columns);
@@ -286,7 +286,7 @@ void few_rows(const LinearTask& task) {
     }
     return;
   }
-  for (int64_t n = task.n_begin; n < task.n_end; n += kLanes) {
+  for (int64_t n = task.n_begin; n < task.n_end; n += kWidth) {
     const Columns<T> columns = start_columns<T>(task, n);
     for (int64_t m = task.m_begin; m < task.m_end; m += Rows) few_rows_tile<T, Rows>(task, columns, m);
   }
@@ -296,7 +296,7 @@ void few_rows(const LinearTask& task) {
 
 struct Tile {
   const float* x;      // [step][row]
-  const float* panel;  // [step][kLanes], and the next kLanes columns `distance` floats on
+  const float* panel;  // [step][kWidth], and the next kWidth columns `distance` floats on
   int64_t distance;
   int64_t steps;
   const float* from;  // [row][kPanelColumns]: what the pass before left, null at the first one
@@ -309,7 +309,7 @@ void run_tile(const Tile& tile) {
   auto at = [&](int i) __attribute__((always_inline)) -> Vec& { return sums[i / kPanelVectors][i % kPanelVectors]; };
   if (tile.from != nullptr) {
 #pragma GCC unroll 32
-    for (int i = 0; i < Rows * kPanelVectors; ++i) at(i) = load(tile.from + i * kLanes);
+    for (int i = 0; i < Rows * kPanelVectors; ++i) at(i) = load(tile.from + i * kWidth);
   }
   const float* x = tile.x;
   const float* panel = tile.panel;
@@ -317,7 +317,7 @@ void run_tile(const Tile& tile) {
     Vec w[kPanelVectors];
 #pragma GCC unroll 2
     for (int c = 0; c < kPanelVectors; ++c) {
-      prefetch(panel + c * tile.distance + kPanelStepsAhead * kLanes);
+      prefetch(panel + c * tile.distance + kPanelStepsAhead * kWidth);
       w[c] = load(panel + c * tile.distance);
     }
     prefetch(x + kTileStepsAhead * Rows);
@@ -328,10 +328,10 @@ void run_tile(const Tile& tile) {
       for (int c = 0; c < kPanelVectors; ++c) sums[r][c] = fma(xv, w[c], sums[r][c]);
     }
     x += Rows;
-    panel += kLanes;
+    panel += kWidth;
   }
 #pragma GCC unroll 32
-  for (int i = 0; i < Rows * kPanelVectors; ++i) store(tile.to + i * kLanes, at(i));
+  for (int i = 0; i < Rows * kPanelVectors; ++i) store(tile.to + i * kWidth, at(i));
 }
 
 // Columns from n on, as one vector of every step [begin, end) of K.
@@ -340,17 +340,17 @@ AE_INLINE void pack_columns(const LinearTask& task, int64_t n, int64_t begin, in
   constexpr int64_t kLine = kLineBytes / static_cast<int64_t>(sizeof(T));
   constexpr int64_t kAhead = kBytesAhead / static_cast<int64_t>(sizeof(T));
   const Columns<T> columns = start_columns<T>(task, n);
-  alignas(64) char lines[kLanes][kLineBytes];
+  alignas(64) char lines[kWidth][kLineBytes];
   UVec words[4];
   auto put = [&]() __attribute__((always_inline)) {
 #pragma GCC unroll 8
-    for (int64_t step = 0; step < kUnitSteps<T>; ++step, panel += kLanes) {
+    for (int64_t step = 0; step < kUnitSteps<T>; ++step, panel += kWidth) {
       store(panel, part<T>(words[step / kPartsPerWord<T>], step % kPartsPerWord<T>));
     }
   };
   int64_t k = begin;
   for (; columns.full() && k + kLine <= end; k += kLine) {
-    for (int i = 0; i < kLanes; ++i) {
+    for (int i = 0; i < kWidth; ++i) {
       const T* row = columns.first + i * columns.stride + k;
       copy_line(lines[i], row);
       prefetch(row + kAhead);
@@ -369,10 +369,10 @@ AE_INLINE void pack_columns(const LinearTask& task, int64_t n, int64_t begin, in
 // Sums of the columns of a panel from n on.
 template <class T, int Rows>
 AE_INLINE void write_tile(const LinearTask& task, const float* sums, int64_t m, int64_t n) {
-  for (int64_t c = 0; c < kPanelVectors && n < task.n_end; ++c, n += kLanes) {
+  for (int64_t c = 0; c < kPanelVectors && n < task.n_end; ++c, n += kWidth) {
     const Columns<T> columns = task.panels ? panel_columns<T>(task, n) : start_columns<T>(task, n);
     for (int64_t r = 0; r < Rows && m + r < task.m_end; ++r) {
-      write_sums(task, load(sums + (r * kPanelVectors + c) * kLanes), m + r, columns);
+      write_sums(task, load(sums + (r * kPanelVectors + c) * kWidth), m + r, columns);
     }
   }
 }
@@ -380,23 +380,23 @@ AE_INLINE void write_tile(const LinearTask& task, const float* sums, int64_t m, 
 // Words [begin, end) of K, widened.
 template <class T>
 AE_INLINE void widen_columns(const LinearTask& task, int64_t n, int64_t begin, int64_t end, float* panel) {
-  const uint32_t* words = column_words<T>(task, n) + begin / kPartsPerWord<T> * kLanes;
-  for (int64_t k = begin; k < end; k += kPartsPerWord<T>, words += kLanes) {
-    for (int64_t i = 0; i < kPartsPerWord<T>; ++i, panel += kLanes) store(panel, part<T>(load_words(words), i));
+  const uint32_t* words = column_words<T>(task, n) + begin / kPartsPerWord<T> * kWidth;
+  for (int64_t k = begin; k < end; k += kPartsPerWord<T>, words += kWidth) {
+    for (int64_t i = 0; i < kPartsPerWord<T>; ++i, panel += kWidth) store(panel, part<T>(load_words(words), i));
   }
 }
 
 template <class T, int Rows>
 void many_rows(const LinearTask& task) {
-  constexpr int64_t kVectorFloats = kPassSteps * kLanes, kTileFloats = Rows * kPanelColumns;
+  constexpr int64_t kVectorFloats = kPassSteps * kWidth, kTileFloats = Rows * kPanelColumns;
   const int64_t panels = (task.n_end - task.n_begin + kPanelColumns - 1) / kPanelColumns;
   const bool in_place = task.panels && sizeof(T) == 4;
   alignas(64) float done[kTileFloats];
   float* group = task.scratch;
   for (int64_t begin = 0; begin < task.k; begin += kPassSteps) {
     const int64_t end = begin + kPassSteps < task.k ? begin + kPassSteps : task.k;
-    for (int64_t n = task.n_begin; n < task.n_end && !in_place; n += kLanes) {
-      float* panel = group + (n - task.n_begin) / kLanes * kVectorFloats;
+    for (int64_t n = task.n_begin; n < task.n_end && !in_place; n += kWidth) {
+      float* panel = group + (n - task.n_begin) / kWidth * kVectorFloats;
       if (task.panels) {
         widen_columns<T>(task, n, begin, end, panel);
       } else {
@@ -406,8 +406,8 @@ void many_rows(const LinearTask& task) {
     const float* first = group;
     int64_t distance = kVectorFloats;
     if (in_place) {
-      first = reinterpret_cast<const float*>(column_words<T>(task, task.n_begin)) + begin * kLanes;
-      distance = task.k * kLanes;
+      first = reinterpret_cast<const float*>(column_words<T>(task, task.n_begin)) + begin * kWidth;
+      distance = task.k * kWidth;
     }
     float* sums = group + panels * kPanelVectors * kVectorFloats;
     for (int64_t m = task.m_begin; m < task.m_end; m += Rows) {

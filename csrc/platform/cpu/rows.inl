@@ -6,18 +6,18 @@ namespace {
 
 constexpr int kNormChains = 4;
 
-// Sum over the row of term(values), which must be zero for the lanes past the row's end.
+// Sum over the row of term(values), which must be zero for the elements past the row's end.
 template <class T, class Term>
 AE_INLINE float row_sum(const T* x, int64_t width, Term&& term) {
   Vec sums[kNormChains] = {};
   int64_t i = 0;
-  for (; i + kNormChains * kLanes <= width; i += kNormChains * kLanes) {
+  for (; i + kNormChains * kWidth <= width; i += kNormChains * kWidth) {
 #pragma GCC unroll 4
-    for (int c = 0; c < kNormChains; ++c) sums[c] = sums[c] + term(load(x + i + c * kLanes), int64_t{kLanes});
+    for (int c = 0; c < kNormChains; ++c) sums[c] = sums[c] + term(load(x + i + c * kWidth), int64_t{kWidth});
   }
-  for (; i < width; i += kLanes) {
-    const int64_t count = width - i < kLanes ? width - i : kLanes;
-    sums[0] = sums[0] + term(load_lanes(x + i, count), count);
+  for (; i < width; i += kWidth) {
+    const int64_t count = width - i < kWidth ? width - i : kWidth;
+    sums[0] = sums[0] + term(load_elements(x + i, count), count);
   }
   return reduce_add((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
@@ -25,7 +25,7 @@ AE_INLINE float row_sum(const T* x, int64_t width, Term&& term) {
 template <class T>
 void add_row(const T* x, T* residual, int64_t width) {
   for_each_vector(width, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
-    store_lanes(residual + i, load_lanes(x + i, count) + load_lanes(residual + i, count), count);
+    store_elements(residual + i, load_elements(x + i, count) + load_elements(residual + i, count), count);
   });
 }
 
@@ -34,7 +34,7 @@ void rms_norm_row(const T* x, const T* weight, T* y, int64_t width, float eps) {
   const float squares = row_sum(x, width, [](Vec v, int64_t) __attribute__((always_inline)) { return v * v; });
   const Vec scale = splat(1.f / __builtin_sqrtf(squares / static_cast<float>(width) + eps));
   for_each_vector(width, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
-    store_lanes(y + i, load_lanes(x + i, count) * scale * load_lanes(weight + i, count), count);
+    store_elements(y + i, load_elements(x + i, count) * scale * load_elements(weight + i, count), count);
   });
 }
 
@@ -44,12 +44,12 @@ void layer_norm_row(const T* x, const T* weight, const T* bias, T* y, int64_t wi
   const Vec mean = splat(sum / static_cast<float>(width));
   const float squares = row_sum(x, width, [&](Vec v, int64_t count) __attribute__((always_inline)) {
     const Vec d = v - mean;
-    return count == kLanes ? d * d : (lane_index() < static_cast<int32_t>(count) ? d * d : Vec{});
+    return count == kWidth ? d * d : (element_index() < static_cast<int32_t>(count) ? d * d : Vec{});
   });
   const Vec scale = splat(1.f / __builtin_sqrtf(squares / static_cast<float>(width) + eps));
   for_each_vector(width, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
-    const Vec normed = (load_lanes(x + i, count) - mean) * scale;
-    store_lanes(y + i, fma(normed, load_lanes(weight + i, count), load_lanes(bias + i, count)), count);
+    const Vec normed = (load_elements(x + i, count) - mean) * scale;
+    store_elements(y + i, fma(normed, load_elements(weight + i, count), load_elements(bias + i, count)), count);
   });
 }
 
@@ -79,7 +79,7 @@ void norm_rows(const NormTask& task, int64_t row_begin, int64_t row_end) {
 template <class T>
 void scale_row(T* y, int64_t width, float scale) {
   for_each_vector(width, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
-    store_lanes(y + i, load_lanes(y + i, count) * scale, count);
+    store_elements(y + i, load_elements(y + i, count) * scale, count);
   });
 }
 
@@ -93,8 +93,8 @@ void embed_tokens(const EmbedTask& task, int64_t token_begin, int64_t token_end)
       memcpy(y, static_cast<const T*>(task.table) + id * task.width, static_cast<size_t>(task.width) * sizeof(T));
     } else {
       const uint32_t* word =
-          static_cast<const uint32_t*>(task.table) + id / kLanes * kLanes * task.panel_words + id % kLanes;
-      for (int64_t i = 0; i < whole; ++i, word += kLanes) memcpy(y + i * kPartsPerWord<T>, word, sizeof(*word));
+          static_cast<const uint32_t*>(task.table) + id / kWidth * kWidth * task.panel_words + id % kWidth;
+      for (int64_t i = 0; i < whole; ++i, word += kWidth) memcpy(y + i * kPartsPerWord<T>, word, sizeof(*word));
       if (left > 0) memcpy(y + whole * kPartsPerWord<T>, word, static_cast<size_t>(left) * sizeof(T));
     }
     if (task.scale != 1.f) scale_row(y, task.width, task.scale);
@@ -129,11 +129,11 @@ AE_INLINE void activate_rows(bool gated, const T* x, T* y, int64_t width, int64_
     const T* in = x + row * width * (gated ? 2 : 1);
     if (gated) {
       for_each_vector(width, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
-        store_lanes(out + i, function(load_lanes(in + i, count)) * load_lanes(in + width + i, count), count);
+        store_elements(out + i, function(load_elements(in + i, count)) * load_elements(in + width + i, count), count);
       });
     } else {
       for_each_vector(width, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
-        store_lanes(out + i, function(load_lanes(in + i, count)), count);
+        store_elements(out + i, function(load_elements(in + i, count)), count);
       });
     }
   }
@@ -163,10 +163,10 @@ void rotary_tokens(const RotaryTask& task, int64_t token_begin, int64_t token_en
       T* low = static_cast<T*>(task.x) + token * task.token_stride + head * task.head_dim;
       T* high = low + half;
       for_each_vector(half, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
-        const Vec a = load_lanes(low + i, count), b = load_lanes(high + i, count);
-        const Vec c = load_lanes(cosine + i, count), s = load_lanes(sine + i, count);
-        store_lanes(low + i, a * c - b * s, count);
-        store_lanes(high + i, b * c + a * s, count);
+        const Vec a = load_elements(low + i, count), b = load_elements(high + i, count);
+        const Vec c = load_elements(cosine + i, count), s = load_elements(sine + i, count);
+        store_elements(low + i, a * c - b * s, count);
+        store_elements(high + i, b * c + a * s, count);
       });
     }
   }

@@ -1,12 +1,12 @@
 // Scores over keys that lie as values do, [block_size, head_dim] for a head: the layout of the device's blocks.
 //
-// A score is a chain per lane over the dimensions, lane by lane of the vectors of a key, and then the sum of the lanes. It
-// depends on nothing else, but it is another order than that of transposed keys (attention.inl), so it rounds differently.
+// A score is a chain per element of a vector over the dimensions, vector by vector of a key, and then the sum of the elements.
+// It depends on nothing else, but it is another order than that of transposed keys (attention.inl), so it rounds differently.
 namespace asyncengine {
 namespace {
 
 // Rows and keys that share one pass: their chains stay in registers.
-constexpr int kTokenRows = kLanes == 16 ? 4 : 2;
+constexpr int kTokenRows = kWidth == 16 ? 4 : 2;
 constexpr int kTokenKeys = 4;
 
 // Scores of 16 keys for `Rows` rows.
@@ -14,13 +14,13 @@ template <class T, int Rows>
 AE_INLINE void score_tokens(const T* k, int64_t head_dim, const float* q, int64_t q_stride, float* scores) {
   for (int key = 0; key < 16; key += kTokenKeys, k += kTokenKeys * head_dim) {
     Vec acc[kTokenKeys][Rows] = {};
-    for_each_vector(head_dim, [&](int64_t d, int64_t lanes) __attribute__((always_inline)) {
+    for_each_vector(head_dim, [&](int64_t d, int64_t elements) __attribute__((always_inline)) {
       Vec queries[Rows];
 #pragma GCC unroll 4
       for (int r = 0; r < Rows; ++r) queries[r] = load(q + r * q_stride + d);  // zero beyond head_dim
 #pragma GCC unroll 4
       for (int i = 0; i < kTokenKeys; ++i) {
-        const Vec at = load_lanes(k + i * head_dim + d, lanes);
+        const Vec at = load_elements(k + i * head_dim + d, elements);
 #pragma GCC unroll 4
         for (int r = 0; r < Rows; ++r) acc[i][r] = fma(queries[r], at, acc[i][r]);
       }
@@ -47,7 +47,7 @@ void score_token_keys(const KeyValues<T>& kv, const AttentionScratch& s, int64_t
     prefetch_keys(kv.k_row(min64(key + 16 * kGranulesAhead, (keys.end - 1) / 16 * 16)), kv.head_dim);
     for (int64_t i = 0; i < 16 && widened; ++i) {
       for_each_vector(kv.head_dim, [&](int64_t d, int64_t count) __attribute__((always_inline)) {
-        store_lanes(s.widened + i * kv.head_dim + d, load_lanes(k + i * kv.head_dim + d, count), count);
+        store_elements(s.widened + i * kv.head_dim + d, load_elements(k + i * kv.head_dim + d, count), count);
       });
     }
     float* out = s.weights + (key - origin);

@@ -1,11 +1,11 @@
-// Rows in memory to lanes of vectors: transposition in registers, four 32-bit words of kLanes rows at a time.
+// Rows in memory to elements of vectors: transposition in registers, four 32-bit words of kWidth rows at a time.
 namespace asyncengine {
 namespace {
 
 constexpr int64_t kLineBytes = 64;
 
 // Four 32-bit words of a row, each one float or two neighbouring bfloat16, the first in the low half. A unit is such
-// four words of kLanes rows.
+// four words of kWidth rows.
 typedef uint32_t Quad __attribute__((vector_size(16)));
 typedef Quad UnalignedQuad __attribute__((aligned(1), may_alias));
 
@@ -52,14 +52,14 @@ typedef uint64_t UVec64 __attribute__((vector_size(ASYNCENGINE_VECTOR_BYTES)));
 template <int High>
 AE_INLINE UVec interleave_words(UVec a, UVec b) {
   UVec index{};
-  for (int i = 0; i < kLanes; ++i) index[i] = static_cast<uint32_t>(i / 4 * 4 + High * 2 + i % 4 / 2 + i % 2 * kLanes);
+  for (int i = 0; i < kWidth; ++i) index[i] = static_cast<uint32_t>(i / 4 * 4 + High * 2 + i % 4 / 2 + i % 2 * kWidth);
   return __builtin_shuffle(a, b, index);
 }
 
 template <int High>
 AE_INLINE UVec interleave_pairs(UVec a, UVec b) {
   UVec64 index{};
-  for (int i = 0; i < kLanes / 2; ++i) index[i] = static_cast<uint64_t>(i / 2 * 2 + High + i % 2 * (kLanes / 2));
+  for (int i = 0; i < kWidth / 2; ++i) index[i] = static_cast<uint64_t>(i / 2 * 2 + High + i % 2 * (kWidth / 2));
   return (UVec)__builtin_shuffle((UVec64)a, (UVec64)b, index);
 }
 

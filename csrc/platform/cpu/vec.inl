@@ -1,4 +1,4 @@
-// One vector of float lanes and the arithmetic that kernels are written in. Included once per instruction set, by a
+// One vector of floats and the arithmetic that kernels are written in. Included once per instruction set, by a
 // file that defines ASYNCENGINE_VECTOR_BYTES (64, 32 or 16) and is compiled with the flags that match.
 //
 // Arithmetic rule: these files are compiled with -ffp-contract=off, so a * b + c rounds twice wherever it stands, and
@@ -23,7 +23,7 @@
 namespace asyncengine {
 namespace {
 
-constexpr int kLanes = ASYNCENGINE_VECTOR_BYTES / 4;
+constexpr int kWidth = ASYNCENGINE_VECTOR_BYTES / 4;
 
 typedef float Vec __attribute__((vector_size(ASYNCENGINE_VECTOR_BYTES)));
 typedef int32_t IVec __attribute__((vector_size(ASYNCENGINE_VECTOR_BYTES)));
@@ -54,9 +54,9 @@ AE_INLINE Vec fma(Vec a, Vec b, Vec c) {
 // b where a is NaN.
 AE_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
 
-AE_INLINE IVec lane_index() {
+AE_INLINE IVec element_index() {
   IVec index{};
-  for (int i = 0; i < kLanes; ++i) index[i] = i;
+  for (int i = 0; i < kWidth; ++i) index[i] = i;
   return index;
 }
 
@@ -128,7 +128,7 @@ AE_INLINE Vec widen(BVec b) {
 }
 #endif
 
-// Round to nearest, ties to even; beyond 448 it is 448; NaN stays NaN. In the low byte of each lane.
+// Round to nearest, ties to even; beyond 448 it is 448; NaN stays NaN. In the low byte of each element.
 AE_INLINE UVec narrow_to_float8(Vec v) {
   const UVec sign = (UVec)v >> 24 & 0x80u;
   Vec size = (Vec)((UVec)v & 0x7fffffffu);
@@ -142,7 +142,7 @@ AE_INLINE UVec narrow_to_float8(Vec v) {
 
 AE_INLINE Vec load(const Float8* p) { return widen(*reinterpret_cast<const UnalignedBVec*>(p)); }
 
-// The first count < kLanes lanes; the others read as zero and are not touched in memory.
+// The first count < kWidth elements; the others read as zero and are not touched in memory.
 AE_INLINE Vec load_first(const float* p, int64_t count) {
 #if ASYNCENGINE_VECTOR_BYTES == 64
   return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), p);
@@ -206,30 +206,30 @@ struct Counts {};
 
 AE_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
-// Calls body(offset, load_lanes) per vector of a row of n elements. `whole` is true for all but a partial last vector;
-// lanes do not depend on each other, so an element's value does not depend on where the row ends.
+// Calls body(offset, count) per vector of a row of n elements, where count is kWidth for all but a partial last vector;
+// elements do not depend on each other, so an element's value does not depend on where the row ends.
 template <class Body>
 AE_INLINE void for_each_vector(int64_t n, Body&& body) {
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) body(i, int64_t{kLanes});
+  for (; i + kWidth <= n; i += kWidth) body(i, int64_t{kWidth});
   if (i < n) body(i, n - i);
 }
 
 template <class T>
-AE_INLINE Vec load_lanes(const T* p, int64_t count) {
-  return count == kLanes ? load(p) : load_first(p, count);
+AE_INLINE Vec load_elements(const T* p, int64_t count) {
+  return count == kWidth ? load(p) : load_first(p, count);
 }
 
 template <class T>
-AE_INLINE void store_lanes(T* p, Vec v, int64_t count) {
-  if (count == kLanes) {
+AE_INLINE void store_elements(T* p, Vec v, int64_t count) {
+  if (count == kWidth) {
     store(p, v);
   } else {
     store_first(p, v, count);
   }
 }
 
-// ---- across lanes: lane i with lane i + half, halving until one is left ----
+// ---- across a vector: element i with element i + half, halving until one is left ----
 
 #if ASYNCENGINE_VECTOR_BYTES == 64
 AE_INLINE Vec swap_half8(Vec v) {

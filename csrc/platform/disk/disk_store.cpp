@@ -45,9 +45,9 @@ DiskStore::DiskStore(const Config& config, std::function<void()> notify)
   tokens_.resize(2 * pending * block_tokens_);
   done_.items.resize(2 * pending);
   taken_.reserve(2 * pending);
-  for (Lane* lane : {&reads_, &writes_}) {
-    lane->queue.items.resize(pending);
-    lane->most_running = config.num_threads;
+  for (JobQueue* queue : {&reads_, &writes_}) {
+    queue->ring.items.resize(pending);
+    queue->most_running = config.num_threads;
   }
   writes_.most_running = static_cast<int>(std::min<int64_t>(capacity_, std::max(config.num_threads - 1, 1)));
   for (int32_t i = 0; i < max_pending_; ++i) {
@@ -76,8 +76,8 @@ bool DiskStore::close(std::chrono::nanoseconds limit) {
   {
     std::unique_lock lock(mutex_);
     closing_ = true;
-    counters_.dropped += static_cast<int64_t>(reads_.queue.size + writes_.queue.size);
-    reads_.queue.size = writes_.queue.size = 0;
+    counters_.dropped += static_cast<int64_t>(reads_.ring.size + writes_.ring.size);
+    reads_.ring.size = writes_.ring.size = 0;
     work_.notify_all();
     const auto idle = [this] { return running_threads_ == 0; };
     if (limit == std::chrono::nanoseconds::max()) {
@@ -107,7 +107,7 @@ bool DiskStore::put(const BlockKey& key, const BlockKey& parent, std::span<const
     if (job < 0) return false;
     jobs_[static_cast<size_t>(job)].data = data;
     known = index_.touch(key);
-    known ? complete(job, DiskResult::kDone) : writes_.queue.push(job);
+    known ? complete(job, DiskResult::kDone) : writes_.ring.push(job);
   }
   known ? notify_() : work_.notify_one();
   return true;
@@ -121,7 +121,7 @@ bool DiskStore::get(const BlockKey& key, const BlockKey& parent, std::span<const
     if (job < 0) return false;
     jobs_[static_cast<size_t>(job)].target = target;
     index_.touch(key);
-    reads_.queue.push(job);
+    reads_.ring.push(job);
   }
   work_.notify_one();
   return true;
@@ -130,13 +130,13 @@ bool DiskStore::get(const BlockKey& key, const BlockKey& parent, std::span<const
 void DiskStore::leave_alone(DiskCalls calls) {
   {
     std::lock_guard lock(mutex_);
-    Lane& lane = calls == DiskCalls::kReads ? reads_ : writes_;
-    while (lane.queue.size > 0) {
+    JobQueue& queue = calls == DiskCalls::kReads ? reads_ : writes_;
+    while (queue.ring.size > 0) {
       ++counters_.dropped;
-      complete(lane.queue.pop(), DiskResult::kFailed);
+      complete(queue.ring.pop(), DiskResult::kFailed);
     }
-    for (Job& job : std::span(jobs_).subspan(&lane == &reads_ ? 0 : static_cast<size_t>(max_pending_), static_cast<size_t>(max_pending_))) {
-      if (job.runs && !std::exchange(job.late, true)) ++lane.late;
+    for (Job& job : std::span(jobs_).subspan(&queue == &reads_ ? 0 : static_cast<size_t>(max_pending_), static_cast<size_t>(max_pending_))) {
+      if (job.runs && !std::exchange(job.late, true)) ++queue.late;
     }
   }
   notify_();
@@ -154,15 +154,15 @@ std::span<int32_t> DiskStore::tokens(int32_t job) {
   return std::span(tokens_).subspan(static_cast<size_t>(job) * block_tokens_, block_tokens_);
 }
 
-int32_t DiskStore::take_job(Lane& lane, const BlockKey& key, const BlockKey& parent, std::span<const int32_t> block,
+int32_t DiskStore::take_job(JobQueue& queue, const BlockKey& key, const BlockKey& parent, std::span<const int32_t> block,
                             uint64_t ticket) {
   assert(block.size() == block_tokens_);
-  if (closing_ || lane.free.empty() || lane.left_alone(files_)) {
+  if (closing_ || queue.free.empty() || queue.left_alone(files_)) {
     ++counters_.dropped;
     return -1;
   }
-  const int32_t job = lane.free.back();
-  lane.free.pop_back();
+  const int32_t job = queue.free.back();
+  queue.free.pop_back();
   jobs_[static_cast<size_t>(job)] = {.key = key, .parent = parent, .ticket = ticket};
   std::copy_n(block.begin(), block_tokens_, tokens(job).begin());
   return job;
@@ -180,7 +180,7 @@ void DiskStore::collect() {
   while (done_.size > 0) {
     const int32_t job = done_.pop();
     taken_.push_back({jobs_[static_cast<size_t>(job)].ticket, jobs_[static_cast<size_t>(job)].result});
-    lane(job).free.push_back(job);
+    queue_of(job).free.push_back(job);
   }
 }
 
@@ -241,15 +241,15 @@ void DiskStore::work() {
     // be told that fewer threads write.
     work_.wait(lock, [this] { return closing_ || reads_.runnable() || writes_.runnable(); });
     if (closing_) return;
-    Lane& lane = reads_.runnable() ? reads_ : writes_;
-    const int32_t job = lane.queue.pop();
-    ++lane.running;
+    JobQueue& queue = reads_.runnable() ? reads_ : writes_;
+    const int32_t job = queue.ring.pop();
+    ++queue.running;
     jobs_[static_cast<size_t>(job)].runs = true;
-    const bool paused = lane.backoff.paused(files_.now_ns());
+    const bool paused = queue.backoff.paused(files_.now_ns());
     lock.unlock();
     const DiskResult result = run(job, paused);
     lock.lock();
-    --lane.running;
+    --queue.running;
     jobs_[static_cast<size_t>(job)].runs = false;
     account(job, result, !paused);
     complete(job, result);
@@ -261,7 +261,7 @@ void DiskStore::work() {
 
 DiskResult DiskStore::run(int32_t job, bool paused) try {
   if (paused) return DiskResult::kFailed;
-  return &lane(job) == &reads_ ? read(job) : write(job);
+  return &queue_of(job) == &reads_ ? read(job) : write(job);
 } catch (const std::exception&) {  // no memory for the name of a file
   return DiskResult::kFailed;
 }
@@ -306,7 +306,7 @@ std::optional<BlockKey> DiskStore::take_room() {
 }
 
 void DiskStore::account(int32_t job, DiskResult result, bool tried) {
-  Lane& its = lane(job);
+  JobQueue& its = queue_of(job);
   const bool reads = &its == &reads_, late = jobs_[static_cast<size_t>(job)].late;
   const BlockKey& key = jobs_[static_cast<size_t>(job)].key;
   if (late) {

@@ -110,19 +110,19 @@ class DiskStore {
       return item;
     }
   };
-  struct Lane {
+  struct JobQueue {
     std::vector<int32_t> free;  // jobs
-    Ring queue;
+    Ring ring;
     Backoff backoff;
     int running = 0, most_running = 0, late = 0;
 
     bool left_alone(const FileOperations& files) const { return late > 0 || backoff.paused(files.now_ns()); }
-    bool runnable() const { return queue.size > 0 && running < most_running; }
+    bool runnable() const { return ring.size > 0 && running < most_running; }
   };
 
-  Lane& lane(int32_t job) { return job < max_pending_ ? reads_ : writes_; }
+  JobQueue& queue_of(int32_t job) { return job < max_pending_ ? reads_ : writes_; }
   std::span<int32_t> tokens(int32_t job);
-  int32_t take_job(Lane& lane, const BlockKey& key, const BlockKey& parent, std::span<const int32_t> tokens,
+  int32_t take_job(JobQueue& queue, const BlockKey& key, const BlockKey& parent, std::span<const int32_t> tokens,
                    uint64_t ticket);
   void complete(int32_t job, DiskResult result);
   void collect();
@@ -150,7 +150,7 @@ class DiskStore {
   int64_t being_written_ = 0;    // blocks that have room and are not yet in the index; both are at most capacity_
   std::vector<Job> jobs_;        // reads, then writes
   std::vector<int32_t> tokens_;  // of the jobs
-  Lane reads_, writes_;
+  JobQueue reads_, writes_;
   Ring done_;
   Counters counters_;
   int running_threads_ = 0;

@@ -17,4 +17,4 @@ class Bucket(NamedTuple):
     max_context: int = ANY_CONTEXT
     """Only for steps whose rows have at most this many tokens before their new ones."""
     lanes: int = 0
-    """Only for steps with so many lanes for host rows, which are the last of max_tokens (csrc/core/hybrid/host_rows.h)."""
+    """Only for steps with so many lanes of host rows (csrc/core/hybrid/host_rows.h), the last of max_tokens."""
